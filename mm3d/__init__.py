@@ -1,0 +1,26 @@
+"""mm3d: 3-D tensor parallelism on arrays and MPI, and the parallelisms it is compared with.
+
+>>> import mm3d
+>>> scheme = mm3d.scheme("3d", comm, grid=(2, 2, 2))
+>>> model = mm3d.Transformer(scheme, layers=2, hidden=48, heads=4, batch=8, seq=16)
+>>> y, saved = model.forward(model.shard(X))
+>>> dx = model.backward(dy, saved)
+"""
+
+from mm3d import environment
+
+environment.set_defaults()  # before NumPy and MPI start, which read the environment once
+
+from mm3d import cost  # noqa: E402
+from mm3d.grid import Axis, Grid, Split, Traffic  # noqa: E402
+from mm3d.layout import Layout  # noqa: E402
+from mm3d.contract import Scheme, registry, scheme  # noqa: E402
+from mm3d.space import Space, Vector  # noqa: E402
+from mm3d.transformer import Transformer  # noqa: E402
+
+__version__ = "0.1.0"
+
+SCHEMES = registry()
+
+__all__ = ["Axis", "Grid", "Layout", "SCHEMES", "Scheme", "Space", "Split", "Traffic",
+           "Transformer", "Vector", "cost", "registry", "scheme"]

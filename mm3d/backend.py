@@ -1,0 +1,266 @@
+"""Array libraries: the one place that knows which of them holds the numbers.
+
+A `Backend` makes, copies, multiplies and accounts for arrays.  Everything above it works
+on the arrays themselves through their own namespace (`namespace`), so that no algorithm
+names a library.  The library is chosen once, when a grid is made (``--backend`` of the
+benchmarks, ``MM3D_BACKEND``), never in the middle of a computation.
+"""
+
+import math
+import os
+import sys
+from types import ModuleType
+from typing import Any, Callable
+
+import numpy as np
+
+Array = Any  # an array of whichever library the backend wraps
+
+
+class Pool:
+    """Host memory that is handed out again as soon as no array refers to it.
+
+    A first touch of fresh memory costs several times a reuse of it, and a training step asks
+    for the same sizes again and again.  An array from `take`, and every view of it, keeps its
+    lease alive; the last of them to go returns the storage.
+
+    Attributes
+    ----------
+    in_use, peak, reserved : int
+        Bytes lent at this moment, the most ever lent at one time since `reset_peak`, and
+        bytes held altogether.
+    """
+
+    granule = 4096
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[np.ndarray]] = {}
+        self.in_use = self.peak = self.reserved = 0
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An uninitialised C-ordered array of `shape` and `dtype`."""
+        length = math.prod(shape) * dtype.itemsize
+        size = max(1, -(-length // self.granule)) * self.granule
+        free = self._free.get(size)
+        if free:
+            storage = free.pop()
+        else:
+            storage = np.empty(size, np.uint8)
+            self.reserved += size
+        self.in_use += size
+        self.peak = max(self.peak, self.in_use)
+        return np.asarray(_Lease(self, storage))[:length].view(dtype).reshape(shape)
+
+    def give_back(self, storage: np.ndarray) -> None:
+        """Take `storage` back; called when its last array is gone."""
+        self.in_use -= storage.nbytes
+        self._free.setdefault(storage.nbytes, []).append(storage)
+
+    def reset_peak(self) -> None:
+        """Let `peak` start again from what is in use now."""
+        self.peak = self.in_use
+
+
+class _Lease:
+    """The owner that every array of one `Pool.take` keeps alive."""
+
+    def __init__(self, pool: Pool, storage: np.ndarray) -> None:
+        self._pool, self._storage = pool, storage
+        self.__array_interface__ = storage.__array_interface__
+
+    def __del__(self) -> None:
+        self._pool.give_back(self._storage)
+
+
+class Backend:
+    """NumPy on host memory; other libraries override what differs.
+
+    Attributes
+    ----------
+    name : str
+        What ``--backend`` calls it.
+    xp : module
+        The array library.
+    block : int
+        Elements that elementwise work handles at a time: as many as stay in cache on a
+        processor, everything at once where each operation is a kernel launch.
+    host_buffers : bool
+        Whether MPI may read and write the arrays where they lie.
+    """
+
+    name = "numpy"
+    xp: ModuleType = np
+    block = 16384
+    host_buffers = True
+
+    def __init__(self) -> None:
+        self.pool = Pool()
+
+    def owns(self, a: Array) -> bool:
+        """Whether `a` is an array of this library."""
+        return isinstance(a, np.ndarray)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """An uninitialised array; its memory is reused when the last view of it is gone."""
+        return self.pool.take(tuple(shape), np.dtype(dtype))
+
+    def arange(self, start: int, stop: int) -> Array:
+        """The integers from `start` up to but not including `stop`."""
+        return self.xp.arange(start, stop)
+
+    def asarray(self, host: np.ndarray) -> Array:
+        """A copy of a NumPy array in this library's memory."""
+        a = self.empty(host.shape, host.dtype)
+        a[...] = host
+        return a
+
+    def to_host(self, a: Array) -> np.ndarray:
+        """`a` as a NumPy array (the explicit way to the host, and the only one)."""
+        return np.asarray(a)
+
+    def contiguous(self, a: Array) -> Array:
+        """`a` itself when its elements lie in C order without gaps, otherwise a copy."""
+        if a.flags.c_contiguous:
+            return a
+        copy = self.empty(a.shape, a.dtype)
+        copy[...] = a
+        return copy
+
+    def gemm(self, a: Array, b: Array) -> Array:
+        """The product of two matrices in their own dtype; float16 is summed in float32."""
+        out = self.empty((a.shape[0], b.shape[1]), a.dtype)
+        if a.dtype == np.float16:
+            out[...] = np.matmul(a.astype(np.float32), b.astype(np.float32))
+            return out
+        return np.matmul(a, b, out=out)
+
+    def synchronize(self) -> None:
+        """Wait until everything asked of the device is done (nothing to wait for here)."""
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of array memory: ``in_use``, ``peak`` and ``reserved``."""
+        return {"in_use": self.pool.in_use, "peak": self.pool.peak,
+                "reserved": self.pool.reserved}
+
+    def reset_peak(self) -> None:
+        """Let the peak of `memory` start again from what is in use now."""
+        self.pool.reset_peak()
+
+
+class CupyBackend(Backend):
+    """CuPy device arrays; CuPy's own pool reuses the memory."""
+
+    name = "cupy"
+    block = sys.maxsize
+    host_buffers = False
+
+    def __init__(self) -> None:
+        try:
+            import cupy
+        except ImportError as error:
+            raise ValueError("backend 'cupy' needs the package cupy: "
+                             "pip install cupy-cuda13x, or choose backend 'numpy'") from error
+        if not cupy.is_available():
+            raise ValueError("backend 'cupy' found no usable GPU: choose backend 'numpy'")
+        self.xp = cupy
+        self._peak = 0
+
+    def owns(self, a: Array) -> bool:
+        return isinstance(a, self.xp.ndarray)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        a = self.xp.empty(tuple(shape), dtype)
+        self._peak = max(self._peak, self.xp.get_default_memory_pool().used_bytes())
+        return a
+
+    def asarray(self, host: np.ndarray) -> Array:
+        return self.xp.asarray(host)
+
+    def to_host(self, a: Array) -> np.ndarray:
+        return self.xp.asnumpy(a)
+
+    def gemm(self, a: Array, b: Array) -> Array:
+        return self.xp.matmul(a, b, out=self.empty((a.shape[0], b.shape[1]), a.dtype))
+
+    def synchronize(self) -> None:
+        self.xp.cuda.get_current_stream().synchronize()
+
+    def memory(self) -> dict[str, int]:
+        pool = self.xp.get_default_memory_pool()
+        return {"in_use": pool.used_bytes(), "peak": self._peak, "reserved": pool.total_bytes()}
+
+    def reset_peak(self) -> None:
+        self._peak = self.xp.get_default_memory_pool().used_bytes()
+
+
+_makers: dict[str, Callable[[], Backend]] = {"numpy": Backend, "cupy": CupyBackend}
+_made: dict[str, Backend] = {}
+
+
+def register(name: str, maker: Callable[[], Backend]) -> None:
+    """Add the array library `name`; `maker` is called when it is first chosen."""
+    _makers[name] = maker
+
+
+def get(name: str | None = None) -> Backend:
+    """The backend called `name`, or the one ``MM3D_BACKEND`` names, or NumPy's.
+
+    Raises
+    ------
+    ValueError
+        When no backend has that name, or its library cannot be used here.
+    """
+    name = name or os.environ.get("MM3D_BACKEND") or "numpy"
+    if name not in _makers:
+        raise ValueError(f"backend {name!r} is unknown: choose one of {', '.join(_makers)}")
+    if name not in _made:
+        _made[name] = _makers[name]()
+    return _made[name]
+
+
+def of(a: Array) -> Backend:
+    """The backend in use that `a` belongs to.
+
+    Raises
+    ------
+    TypeError
+        When it belongs to none.
+    """
+    for backend in _made.values():
+        if backend.owns(a):
+            return backend
+    raise TypeError(f"{type(a).__name__} is an array of no backend in use "
+                    f"({', '.join(_made) or 'none'})")
+
+
+def namespace(a: Array) -> ModuleType:
+    """The array library of `a`, whose functions work on it."""
+    return of(a).xp
+
+
+def matmul(a: Array, b: Array) -> Array:
+    """C = A B: (..., n) times (n, ...); the last dimension of A meets the first of B."""
+    n = b.shape[0]
+    backend, xp = of(a), namespace(a)
+    c = backend.gemm(xp.reshape(a, (math.prod(a.shape[:-1]), n)),
+                     xp.reshape(b, (n, math.prod(b.shape[1:]))))
+    return xp.reshape(c, a.shape[:-1] + b.shape[1:])
+
+
+def matmul_nt(a: Array, b: Array) -> Array:
+    """C = A B^T: (..., k) times (n, k); k may be several dimensions, all but B's first."""
+    n, inner = b.shape[0], b.shape[1:]
+    k = math.prod(inner)
+    rows = a.shape[:len(a.shape) - len(inner)]
+    backend, xp = of(a), namespace(a)
+    c = backend.gemm(xp.reshape(a, (math.prod(rows), k)), xp.reshape(b, (n, k)).T)
+    return xp.reshape(c, rows + (n,))
+
+
+def matmul_tn(a: Array, b: Array) -> Array:
+    """C = A^T B: (m, n) and (m, ...); m may be several dimensions, all but A's last."""
+    n, m = a.shape[-1], math.prod(a.shape[:-1])
+    outer = b.shape[len(a.shape) - 1:]
+    backend, xp = of(a), namespace(a)
+    c = backend.gemm(xp.reshape(a, (m, n)).T, xp.reshape(b, (m, math.prod(outer))))
+    return xp.reshape(c, (n,) + outer)

@@ -1,0 +1,188 @@
+"""What a tensor parallelism is: the contract between a scheme and the layers.
+
+A scheme deals activations in two `Space`\\ s, the *outer* one of the residual stream and the
+*inner* one between the two linear layers of a block, and brings a `Product` for each way:
+*into* the inner space and *back*.  Megatron-LM's column- and row-parallel pair and the paper's
+exchange of the directions y and z are the same idea.  The layers are written once, against this
+contract; a new parallelism is one new file in ``mm3d/schemes/``.
+"""
+
+import importlib
+import inspect
+import pkgutil
+from abc import ABC, abstractmethod
+from typing import Any, NamedTuple
+
+from mpi4py import MPI
+
+from mm3d.backend import Array, Backend
+from mm3d.grid import Grid
+from mm3d.layout import Layout
+from mm3d.space import Space
+
+
+class Product(ABC):
+    """A distributed C = A B of a linear layer, with its backward."""
+
+    weight: Layout
+
+    @abstractmethod
+    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
+        """C = A B and what backward needs, from this rank's blocks."""
+
+    @abstractmethod
+    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
+        """The gradients dA and dB, laid out as A and B are."""
+
+
+class Move(NamedTuple):
+    """One collective of a closed form: its direction and kind, how often each rank enters it,
+    and the words that all ranks together move with it (see `mm3d.grid.Traffic`)."""
+
+    axis: str
+    collective: str
+    words: int
+    calls: int = 1
+
+
+class Scheme(ABC):
+    """A tensor parallelism on a grid of ranks.
+
+    A subclass in ``mm3d/schemes/`` with a `name` is found by it; see the attributes and the
+    abstract methods for what it states.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        All ranks.
+    grid : tuple of int, optional
+        Sizes of the directions; the scheme's own choice when not given.
+    backend : str or Backend, optional
+        Whose arrays are used; see `mm3d.backend.get`.
+
+    Attributes
+    ----------
+    name : str
+        What `mm3d.scheme` calls it.
+    directions : str
+        The letters of its grid's directions.
+    grid : Grid
+        The ranks.
+    """
+
+    name: str
+    directions: str
+
+    def __init__(self, comm: MPI.Intracomm, grid: tuple[int, ...] | None = None,
+                 backend: str | Backend | None = None) -> None:
+        sizes = tuple(grid) if grid is not None else self.default_grid(comm.size)
+        if len(sizes) != len(self.directions):
+            raise ValueError(f"the grid of scheme {self.name!r} has the directions "
+                             f"{', '.join(self.directions) or '(none)'}, so grid={sizes} should "
+                             f"have {len(self.directions)} sizes")
+        self.check_grid(sizes)
+        self.grid = Grid(comm, backend, **dict(zip(self.directions, sizes)))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.grid!r})"
+
+    @classmethod
+    @abstractmethod
+    def default_grid(cls, ranks: int) -> tuple[int, ...]:
+        """Sizes of the directions for so many ranks; ValueError when none fit."""
+
+    @classmethod
+    def check_grid(cls, sizes: tuple[int, ...]) -> None:
+        """Raise ValueError for sizes that the scheme cannot use."""
+
+    @classmethod
+    @abstractmethod
+    def layouts(cls, sizes: dict[str, int], batch: int, seq: int,
+                **options: Any) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
+        """Rows, features and vector (see `Space`) of the outer and the inner space."""
+
+    @abstractmethod
+    def product(self, source: Space, target: Space, shape: tuple[int, ...],
+                units: tuple[int, int]) -> Product:
+        """C = A B with A in `source`, C in `target` and B of the global `shape`.
+
+        `units` are the features that stay together where the spaces divide B's first and last
+        dimension.
+        """
+
+    @classmethod
+    @abstractmethod
+    def product_moves(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+                      **options: Any) -> tuple[list[Move], list[Move]]:
+        """What one product moves forward and backward.
+
+        `way` is "into" or "back", A is M x N and B is N x K.
+        """
+
+    @classmethod
+    def kept_words(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+                   **options: Any) -> int:
+        """Words that one product keeps for backward beside A itself, over all ranks."""
+        return 0
+
+    def spaces(self, batch: int, seq: int) -> tuple[Space, Space]:
+        """The outer and the inner space of activations of so many sequences and positions."""
+        outer, inner = self.layouts(self.grid.shape, batch, seq)
+        return (Space(self.grid, batch, seq, *outer), Space(self.grid, batch, seq, *inner))
+
+
+def registry() -> dict[str, type[Scheme]]:
+    """The schemes by name: every subclass of `Scheme` in ``mm3d/schemes/`` that has one."""
+    from mm3d import schemes
+    for module in pkgutil.iter_modules(schemes.__path__):
+        importlib.import_module(f"{schemes.__name__}.{module.name}")
+
+    def found(cls: type) -> dict[str, type[Scheme]]:
+        named = {cls.name: cls} if "name" in cls.__dict__ else {}
+        for sub in cls.__subclasses__():
+            named.update(found(sub))
+        return named
+
+    return dict(sorted(found(Scheme).items()))
+
+
+def lookup(name: str) -> type[Scheme]:
+    """The class of the scheme called `name`; ValueError when there is none."""
+    known = registry()
+    if name not in known:
+        raise ValueError(f"scheme {name!r} is unknown: choose one of {', '.join(known)}")
+    return known[name]
+
+
+def scheme(name: str, comm: MPI.Intracomm | None = None, grid: tuple[int, ...] | None = None,
+           backend: str | Backend | None = None, **options: Any) -> Scheme:
+    """The scheme called `name` on the ranks of `comm`.
+
+    Parameters
+    ----------
+    name : str
+        "serial", "1d" (Megatron-LM), "1d-sp" (with sequence parallelism), "2d" (SUMMA as in
+        Optimus) or "3d" (the paper's, on any X x Y x Z grid).
+    comm : mpi4py.MPI.Intracomm, optional
+        The world, if not given.
+    grid : tuple of int, optional
+        Sizes of the grid's directions; by default all ranks in a line (1d), a square (2d) or
+        a cube (3d).
+    backend : str or Backend, optional
+        "numpy" or "cupy"; ``MM3D_BACKEND`` or NumPy if not given.
+    **options
+        Of the scheme's class, such as ``keep`` of `mm3d.schemes.cube.Cube`.
+
+    Raises
+    ------
+    ValueError
+        On every rank alike and before any communication, when no scheme has that name, the
+        ranks do not fit the grid, or an option is unknown.
+    """
+    cls = lookup(name)
+    known = set(inspect.signature(cls.__init__).parameters) - {"self", "comm", "grid", "backend"}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise ValueError(f"scheme {name!r} has no option {unknown[0]!r}: "
+                         f"it has {', '.join(sorted(known)) or 'none'}")
+    return cls(comm if comm is not None else MPI.COMM_WORLD, grid, backend, **options)

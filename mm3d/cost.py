@@ -1,0 +1,200 @@
+"""Closed forms: floating-point operations, words moved and words kept.
+
+Words are counted as `mm3d.grid.Traffic` counts them and summed over all ranks, which makes them
+whole numbers on every grid, also where nothing divides; a rank's share is that sum over P, exactly
+where everything does.  What a product moves is the scheme's own to state; everything else follows
+from the layouts of its two spaces.
+"""
+
+import math
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any, Iterator
+
+from mm3d.contract import Move, lookup
+
+
+def flops(layers: int, hidden: int, heads: int, batch: int, seq: int,
+          causal: bool = False) -> dict[str, int]:
+    """Floating-point operations of all matrix products of the model, over all ranks.
+
+    A multiplication and an addition count as two.  Forward, a layer's four linear layers take
+    24 tokens hidden^2 and attention 4 tokens seq hidden; backward twice that.  The scores that
+    backward computes again are not counted, nor is anything saved by a causal mask (the scores
+    behind it are computed and thrown away).
+    """
+    tokens = batch * seq
+    forward = layers * (24 * tokens * hidden ** 2 + 4 * tokens * seq * hidden)
+    return {"forward": forward, "backward": 2 * forward}
+
+
+@dataclass(frozen=True)
+class _Space:
+    """The letters of a `mm3d.space.Space`, without any ranks behind them."""
+
+    sizes: dict[str, int]
+    rows: str
+    features: str
+    vector: str
+
+    def ranks(self, letters: str) -> int:
+        return math.prod(self.sizes[c] for c in letters if c != ",")
+
+    @property
+    def copies(self) -> int:
+        """How many ranks hold the same block of an activation."""
+        return self.ranks("".join(self.sizes)) // self.ranks(self.rows + self.features)
+
+    def fetch(self, n: int) -> Iterator[Move]:
+        """Fetching a vector of n words: a broadcast off the diagonal, then gathers."""
+        spec, _, diagonal = self.vector.partition("@")
+        P = self.ranks("".join(self.sizes))
+        if diagonal:
+            d = self.sizes[diagonal]
+            yield Move(diagonal, "broadcast", (d - 1) * n * P // (self.ranks(spec) * d))
+        yield from self._extra("all_gather", n)
+
+    def collect(self, n: int) -> Iterator[Move]:
+        """Summing the gradient of a vector of n words over the rows, onto where it is stored."""
+        spec, _, diagonal = self.vector.partition("@")
+        P = self.ranks("".join(self.sizes))
+        for c in self.rows.replace(",", ""):
+            if c not in self.vector:
+                words = 2 * (self.sizes[c] - 1) * n * P // (self.ranks(self.features)
+                                                            * self.sizes[c])
+                yield Move(c, "all_reduce", words)
+        yield from self._extra("reduce_scatter", n)
+        if diagonal:
+            d = self.sizes[diagonal]
+            yield Move(diagonal, "reduce", (d - 1) * n * P // (self.ranks(spec) * d))
+
+    def _extra(self, collective: str, n: int) -> Iterator[Move]:
+        spec, P = self.vector.partition("@")[0], self.ranks("".join(self.sizes))
+        for k in range(len(self.features), len(spec)):
+            words = (self.sizes[spec[k]] - 1) * n * P // self.ranks(spec[:k + 1])
+            yield Move(spec[k], collective, words)
+
+    def statistics(self, rows: int, n: int) -> Iterator[Move]:
+        """Summing n numbers a row over the ranks that share the row."""
+        for c in self.features:
+            lines = self.ranks("".join(self.sizes)) // (self.ranks(self.rows) * self.sizes[c])
+            yield Move(c, "all_reduce", 2 * (self.sizes[c] - 1) * rows * n * lines)
+
+    def sequence(self, collective: str, words: int) -> Iterator[Move]:
+        """Moving an activation of so many words along the sequence, if it is divided."""
+        for c in self.rows.partition(",")[2]:
+            yield Move(c, collective, (self.sizes[c] - 1) * words * self.copies)
+
+
+def _spaces(name: str, sizes: dict[str, int], batch: int, seq: int,
+            **options: Any) -> tuple[_Space, _Space]:
+    outer, inner = lookup(name).layouts(sizes, batch, seq, **options)
+    return _Space(sizes, *outer), _Space(sizes, *inner)
+
+
+def _layer_moves(name: str, sizes: dict[str, int], hidden: int, batch: int, seq: int,
+                 keep: str, rows: str) -> tuple[list[Move], list[Move]]:
+    """All collectives of one Transformer layer, forward and backward."""
+    scheme, h, M = lookup(name), hidden, batch * seq
+    outer, inner = _spaces(name, sizes, batch, seq, rows=rows)
+    forward, backward = [], []
+    for way, N, K in _products(h):
+        there, again = scheme.product_moves(sizes, way, M, N, K, keep=keep)
+        target = inner if way == "into" else outer
+        forward += [*there, *target.fetch(K)]
+        backward += [*again, *target.collect(K)]
+    for _ in ("ln1", "ln2"):
+        forward += [*outer.statistics(M, 1), *outer.statistics(M, 1),
+                    *outer.fetch(h), *outer.fetch(h)]
+        backward += [*outer.collect(h), *outer.collect(h), *outer.statistics(M, 2)]
+    forward += inner.sequence("all_gather", 2 * M * h)
+    backward += inner.sequence("all_gather", 2 * M * h)
+    backward += inner.sequence("reduce_scatter", 2 * M * h)
+    return forward, backward
+
+
+def transformer_moves(name: str, sizes: dict[str, int], layers: int, hidden: int, batch: int,
+                      seq: int, keep: str = "none",
+                      rows: str = "auto") -> dict[str, dict[tuple[str, str], Move]]:
+    """Collectives of the model by phase, direction and kind.
+
+    Parameters
+    ----------
+    name : str
+        The scheme.
+    sizes : dict of str to int
+        Its grid.
+    layers, hidden, batch, seq : int
+        The model; the number of heads does not matter.
+    keep, rows : str
+        Options of `mm3d.schemes.cube.Cube`.
+
+    Returns
+    -------
+    dict
+        "forward" and "backward": {(direction, collective): Move}, words summed over all ranks and
+        calls of each rank.  Directions of one rank move nothing and are left out.
+    """
+    phases = _layer_moves(name, sizes, hidden, batch, seq, keep, rows)
+    result = {}
+    for phase, moves in zip(("forward", "backward"), phases):
+        words, calls = Counter(), Counter()
+        for move in moves:
+            if sizes[move.axis] > 1:
+                words[move.axis, move.collective] += layers * move.words
+                calls[move.axis, move.collective] += layers * move.calls
+        result[phase] = {key: Move(*key, words[key], calls[key]) for key in words}
+    return result
+
+
+def transformer_words(name: str, sizes: dict[str, int], layers: int, hidden: int, heads: int,
+                      batch: int, seq: int, keep: str = "none",
+                      rows: str = "auto") -> dict[str, dict[tuple[str, str], int]]:
+    """The words of `transformer_moves` alone."""
+    moves = transformer_moves(name, sizes, layers, hidden, batch, seq, keep, rows)
+    return {phase: {key: move.words for key, move in found.items()}
+            for phase, found in moves.items()}
+
+
+def parameters(layers: int, hidden: int) -> int:
+    """Trained numbers of the model: a layer has 12 hidden^2 + 13 hidden."""
+    return layers * (12 * hidden ** 2 + 13 * hidden)
+
+
+def saved_words(name: str, sizes: dict[str, int], layers: int, hidden: int, heads: int, batch: int,
+                seq: int, keep: str = "none", rows: str = "auto") -> int:
+    """Words kept between forward and backward, over all ranks.
+
+    A layer keeps, of each token: twice the normalized row, the row after the affine part and a
+    number (LN), Q, K and V, the attention's output and one number a head, and the wide activation
+    before and after GELU; each rank the norms' gathered weights, and what the products keep.
+    """
+    outer, inner = _spaces(name, sizes, batch, seq, rows=rows)
+    M, h, P = batch * seq, hidden, math.prod(sizes.values())
+    outside = outer.copies * M * 4 * h + 2 * M * P // outer.ranks(outer.rows)
+    inside = inner.copies * M * (3 * h + h + heads + 8 * h)
+    vectors = 2 * h * P // outer.ranks(outer.features)
+    kept = sum(lookup(name).kept_words(sizes, way, M, N, K, keep=keep)
+               for way, N, K in _products(h))
+    return layers * (outside + inside + vectors + kept)
+
+
+def _products(h: int) -> Iterator[tuple[str, int, int]]:
+    """Way, rows and columns of the weights of a layer's four products."""
+    yield from (("into", h, 3 * h), ("back", h, h), ("into", h, 4 * h), ("back", 4 * h, h))
+
+
+def lower_bound(M: int, N: int, K: int, ranks: int) -> float:
+    """Words that some rank must at least move to multiply M x N by N x K on so many ranks.
+
+    The tight memory-independent bound of Al Daas, Ballard, Grigori, Kumar and Rouse (2022) in
+    its three regimes, in which the best grid has one, two or three directions.
+    """
+    k, n, m = sorted((M, N, K))
+    if ranks * n <= m:
+        data = n * k + (m * n + m * k) / ranks
+    elif ranks * k * k <= m * n:
+        data = 2 * k * math.sqrt(m * n / ranks) + m * n / ranks
+    else:
+        data = 3 * (m * n * k / ranks) ** (2 / 3)
+    return data - (m * n + n * k + m * k) / ranks

@@ -1,0 +1,165 @@
+"""What the process environment says about the launch, and the defaults it deserves.
+
+Imports neither NumPy nor mpi4py: `set_defaults` must run before either of them does, because
+BLAS libraries and MPI libraries read their variables once, when they start.
+"""
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+import warnings
+from collections.abc import Mapping, MutableMapping
+
+# Ranks that the launcher started on this node: MPICH's hydra and Intel MPI, Open MPI, MVAPICH.
+LOCAL_RANKS = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+
+BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
+
+# Ranks that share a core must give it up while they wait; both libraries spin by default.
+YIELD = {
+    "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",    # MPICH
+    "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
+    "OMPI_MCA_mpi_yield_when_idle": "1",    # Open MPI
+}
+
+# Open MPI refuses to run as root, or more ranks than cores, unless told; MPICH does both.
+PERMIT = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",    # Open MPI 5
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",                     # Open MPI 4
+}
+
+
+def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
+    """Number of MPI ranks on this node according to the launcher; 1 when there was none."""
+    for name in LOCAL_RANKS:
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    # srun sets this for the tasks of a step; a batch script, which is no rank, does not have it.
+    if "SLURM_STEP_TASKS_PER_NODE" in environ:
+        counts = _expand(environ["SLURM_STEP_TASKS_PER_NODE"])
+        node = int(environ.get("SLURM_NODEID", 0))
+        return counts[node] if node < len(counts) else max(counts, default=1)
+    # Some launchers tell only the size of the world: exact on one node, an upper bound on several.
+    size = environ.get("PMI_SIZE", "")
+    return int(size) if size.isdigit() else 1
+
+
+def cores(environ: Mapping[str, str] = os.environ) -> int:
+    """Number of cores that the ranks on this node may use together.
+
+    A launcher may bind each rank to a part of its cores. What they share is then what the
+    launcher itself, the parent process, may use, within what Slurm has allocated.
+    """
+    available = _affinity(0)
+    if local_ranks(environ) > 1:
+        available = available | _affinity(os.getppid())
+    allocated = environ.get("SLURM_CPUS_ON_NODE", "")
+    return min(len(available), int(allocated)) if allocated.isdigit() else len(available)
+
+
+def oversubscribed(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether more ranks than cores share this node."""
+    return local_ranks(environ) > cores(environ)
+
+
+def blas_threads(environ: Mapping[str, str] = os.environ) -> int:
+    """BLAS threads that each rank gets: its share of the node's cores, at least one."""
+    share = cores(environ) // local_ranks(environ)
+    return max(1, min(len(_affinity(0)), share))
+
+
+def set_defaults(environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
+    """Set what lets many ranks share a node; variables that the user has set stay as they are.
+
+    Caps the threads of each BLAS when there is more than one rank on the node, and makes MPI
+    yield while it waits when there are more ranks than cores.
+
+    Parameters
+    ----------
+    environ : mutable mapping, default os.environ
+        The environment to change.
+
+    Returns
+    -------
+    dict
+        The variables that were set and their values.
+
+    Warns
+    -----
+    RuntimeWarning
+        When MPI has been imported already, so that it will spin instead of yielding (rank 0).
+    """
+    chosen: dict[str, str] = {}
+    # Every BLAS here obeys OMP_NUM_THREADS unless its own variable is set: a user who has set
+    # that one has spoken for all of them.
+    if local_ranks(environ) > 1 and "OMP_NUM_THREADS" not in environ:
+        threads = blas_threads(environ)
+        if "numpy" in sys.modules and not any(name in environ for name in BLAS_THREADS):
+            import threadpoolctl    # NumPy's BLAS is loaded and has read its variables
+            threadpoolctl.threadpool_limits(threads, user_api="blas")
+        chosen.update(dict.fromkeys(BLAS_THREADS, str(threads)))
+    if oversubscribed(environ):
+        chosen.update(YIELD)
+        if ("mpi4py.MPI" in sys.modules and not YIELD.keys() & environ.keys()
+                and environ.get("PMI_RANK", "0") == "0"):
+            warnings.warn(f"{local_ranks(environ)} ranks share {cores(environ)} cores, and mm3d "
+                          "was imported after mpi4py.MPI, too late to make MPI yield while it "
+                          "waits: import mm3d first", RuntimeWarning, stacklevel=3)
+    chosen = {name: value for name, value in chosen.items() if name not in environ}
+    environ.update(chosen)
+    return chosen
+
+
+def launcher_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Variables to add for an `mpirun` started from Python, so that it runs as root and with more
+    ranks than cores; without those that the user has set."""
+    return {name: value for name, value in PERMIT.items() if name not in environ}
+
+
+def mpirun_command(ranks: int, *argv: str) -> list[str]:
+    """The command line that runs `argv` on a number of ranks.
+
+    Parameters
+    ----------
+    ranks : int
+        Number of ranks.
+    *argv : str
+        The program and its arguments, the interpreter included: `sys.executable, "-m", ...`.
+
+    Returns
+    -------
+    list of str
+        For `subprocess.run`. The `mpirun` beside this interpreter goes before those on PATH, as
+        it belongs to the MPI library that mpi4py finds in the same environment.
+
+    Raises
+    ------
+    FileNotFoundError
+        When there is no `mpirun`.
+    """
+    beside = os.path.dirname(sys.executable)
+    mpirun = shutil.which("mpirun", path=beside) or shutil.which("mpirun")
+    if mpirun is None:
+        raise FileNotFoundError(f"there is no mpirun in {beside} nor on PATH: install an MPI "
+                                "library, for example with: pip install mpich")
+    return [mpirun, "-n", str(ranks), *argv]
+
+
+def _affinity(pid: int) -> set[int]:
+    """Cores that a process may run on (0: this one)."""
+    try:
+        return os.sched_getaffinity(pid)
+    except AttributeError:          # macOS
+        return set(range(os.cpu_count() or 1))
+    except OSError:                 # the launcher belongs to another user, or is gone
+        return set()
+
+
+def _expand(counts: str) -> list[int]:
+    """Slurm's "4(x2),3" as [4, 4, 3]."""
+    pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
+    return [int(count) for count, times in pairs for _ in range(int(times or 1))]

@@ -1,0 +1,219 @@
+"""Forward and backward of everything that is no linear layer, on the arrays of one rank.
+
+Pairs ``x_forward`` and ``x_backward`` without state: what backward needs is in its signature.
+Results go into the array `out`, which the caller provides; on a processor the work is done in
+blocks that stay in cache.  Only functions of the array API standard are used, and no operation
+promotes: float32 in, float32 throughout (float16 is summed in float32).
+"""
+
+import math
+from typing import Callable, Iterator
+
+from mm3d import backend
+from mm3d.backend import Array, namespace
+
+GELU_SCALE = math.sqrt(2 / math.pi)
+GELU_CUBIC = 0.044715
+
+
+def row_blocks(*arrays: Array) -> Iterator[tuple[Array, ...]]:
+    """Matching views of a few rows of each array, the last dimension being a row.
+
+    All arrays have the same leading dimensions and lie in C order.
+    """
+    first = arrays[0]
+    rows, block = math.prod(first.shape[:-1]), backend.of(first).block
+    xp = namespace(first)
+    flat = [xp.reshape(a, (rows, a.shape[-1])) for a in arrays]
+    step = max(1, block // max(1, first.shape[-1]))
+    for start in range(0, rows, step):
+        yield tuple(a[start:start + step, :] for a in flat)
+
+
+def gelu_forward(x: Array, out: Array) -> Array:
+    """GELU in its tanh form, x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
+
+    Hendrycks and Gimpel, arXiv 1606.08415.
+    """
+    xp = namespace(x)
+    for u, y in row_blocks(x, out):
+        t = xp.tanh(u * (GELU_SCALE + GELU_SCALE * GELU_CUBIC * (u * u)))
+        t += 1
+        t *= u
+        y[...] = t * 0.5
+    return out
+
+
+def gelu_backward(dy: Array, x: Array, out: Array) -> Array:
+    """dx of `gelu_forward`, from its input x."""
+    xp = namespace(x)
+    for g, u, dx in row_blocks(dy, x, out):
+        square = u * u
+        t = xp.tanh(u * (GELU_SCALE + GELU_SCALE * GELU_CUBIC * square))
+        slope = GELU_SCALE / 2 + (1.5 * GELU_SCALE * GELU_CUBIC) * square
+        slope *= u
+        slope *= 1 - t * t
+        slope += 0.5 * (1 + t)
+        dx[...] = g * slope
+    return out
+
+
+def _sums(xp, a: Array) -> Array:
+    """Sums over the last dimension, in float32 at least."""
+    wide = xp.float32 if a.dtype == xp.float16 else a.dtype
+    return xp.sum(a, axis=-1, dtype=wide, keepdims=True)
+
+
+def normalize_forward(x: Array, features: int, eps: float, total: Callable[[Array], Array],
+                      out: Array) -> tuple[Array, Array]:
+    """Layer normalization without its affine part, (x - mean) / sqrt(variance + eps).
+
+    Two passes, first the mean, then the squares of what is left, so that a large mean does not
+    cancel.  Ba, Kiros and Hinton, arXiv 1607.06450.
+
+    Parameters
+    ----------
+    x : Array
+        (..., local features).
+    features : int
+        Their global number.
+    eps : float
+        Added to the variance.
+    total : callable
+        Sums an array of row sums over the ranks that hold the rest of the features.
+    out : Array
+        Receives the normalized rows.
+
+    Returns
+    -------
+    xhat, rstd : Array
+        `out`, and 1 / sqrt(variance + eps) as (..., 1).
+    """
+    xp = namespace(x)
+    mean = total(_sums(xp, x)) / features
+    squares = backend.of(x).empty(mean.shape, mean.dtype)
+    for u, m, y, s in row_blocks(x, mean, out, squares):
+        y[...] = xp.astype(u - m, y.dtype, copy=False)
+        s[...] = _sums(xp, y * y)
+    rstd = 1 / xp.sqrt(total(squares) / features + eps)
+    for y, r in row_blocks(out, rstd):
+        y[...] = xp.astype(y * r, y.dtype, copy=False)
+    return out, rstd
+
+
+def normalize_backward(dy: Array, xhat: Array, rstd: Array, features: int,
+                       total: Callable[[Array], Array], out: Array) -> Array:
+    """dx of `normalize_forward`, rstd (dy - mean(dy) - xhat mean(dy xhat)).
+
+    The two means are summed over the ranks in one go.
+    """
+    xp = namespace(dy)
+    sums = backend.of(dy).empty(rstd.shape[:-1] + (2,), rstd.dtype)
+    for g, h, s in row_blocks(dy, xhat, sums):
+        s[:, 0:1] = _sums(xp, g)
+        s[:, 1:2] = _sums(xp, g * h)
+    means = total(sums) / features
+    for g, h, r, m, dx in row_blocks(dy, xhat, rstd, means, out):
+        dx[...] = xp.astype((g - m[:, 0:1] - h * m[:, 1:2]) * r, dx.dtype, copy=False)
+    return out
+
+
+def attention_forward(q: Array, k: Array, v: Array, first: int, causal: bool,
+                      out: Array) -> tuple[Array, Array]:
+    """softmax(Q K^T / sqrt(d)) V for each sequence and head.
+
+    Vaswani et al., arXiv 1706.03762.  Some heads of one sequence at a time, so that the scores
+    of all of them are never held at once.
+
+    Parameters
+    ----------
+    q : Array
+        (batch, queries, heads, d): the positions of this rank.
+    k, v : Array
+        (batch, positions, heads, d): all positions of the sequence.
+    first : int
+        The position of the first query, for the mask.
+    causal : bool
+        Whether a position sees only itself and those before it.
+    out : Array
+        As q; receives the result.
+
+    Returns
+    -------
+    out, lse : Array
+        The result, and the logarithm of each row's sum of exponentials, (batch, heads, queries).
+    """
+    xp = namespace(q)
+    batch, queries, heads, d = q.shape
+    wide = xp.float32 if q.dtype == xp.float16 else q.dtype
+    lse = backend.of(q).empty((batch, heads, queries), wide)
+    mask = _mask(q, k, first, wide) if causal else None
+    for b, some in _head_blocks(q, k):
+        Q, K, V = (_by_head(xp, a[b, :, some, :]) for a in (q, k, v))
+        S = _scores(xp, Q, K, mask, wide)
+        top = xp.max(S, axis=-1, keepdims=True)
+        S -= top
+        P = xp.exp(S)
+        total = xp.sum(P, axis=-1, keepdims=True)
+        PV = xp.matmul(xp.astype(P, V.dtype, copy=False), V)
+        PV /= xp.astype(total, V.dtype, copy=False)
+        out[b, :, some, :] = xp.permute_dims(PV, (1, 0, 2))
+        lse[b, some, :] = (top + xp.log(total))[:, :, 0]
+    return out, lse
+
+
+def attention_backward(do: Array, q: Array, k: Array, v: Array, lse: Array, first: int,
+                       causal: bool, dq: Array, dk: Array, dv: Array) -> None:
+    """Fill dq, dk and dv; the probabilities are computed again from `lse`.
+
+    With P the probabilities: dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)) / sqrt(d),
+    dQ = dS K and dK = dS^T Q.
+    """
+    xp = namespace(q)
+    scale = 1 / math.sqrt(q.shape[-1])
+    mask = _mask(q, k, first, lse.dtype) if causal else None
+    for b, some in _head_blocks(q, k):
+        Q, K, V, dO = (_by_head(xp, a[b, :, some, :]) for a in (q, k, v, do))
+        P = _scores(xp, Q, K, mask, lse.dtype)
+        P -= lse[b, some, :][:, :, None]
+        P = xp.exp(P)
+        dP = xp.astype(xp.matmul(dO, xp.matrix_transpose(V)), lse.dtype, copy=False)
+        dV = xp.matmul(xp.matrix_transpose(xp.astype(P, V.dtype, copy=False)), dO)
+        dP -= xp.sum(P * dP, axis=-1, keepdims=True)
+        dP *= P
+        dP *= scale
+        dS = xp.astype(dP, Q.dtype, copy=False)
+        for a, gradient in ((dq, xp.matmul(dS, K)),
+                            (dk, xp.matmul(xp.matrix_transpose(dS), Q)), (dv, dV)):
+            a[b, :, some, :] = xp.permute_dims(gradient, (1, 0, 2))
+
+
+def _head_blocks(q: Array, k: Array) -> Iterator[tuple[int, slice]]:
+    """A sequence and some of its heads, whose scores are about 16 blocks in size."""
+    batch, queries, heads, _ = q.shape
+    step = max(1, 16 * backend.of(q).block // max(1, queries * k.shape[1]))
+    for b in range(batch):
+        for start in range(0, heads, step):
+            yield b, slice(start, start + step)
+
+
+def _by_head(xp, a: Array) -> Array:
+    return xp.permute_dims(a, (1, 0, 2))
+
+
+def _mask(q: Array, k: Array, first: int, dtype) -> Array:
+    """0 where a query may look and -inf beyond its own position."""
+    queries, positions, library = q.shape[1], k.shape[1], backend.of(q)
+    later = library.arange(0, positions)[None, :] > library.arange(first, first + queries)[:, None]
+    zero = library.empty((queries, positions), dtype)
+    zero[...] = 0
+    return library.xp.where(later, zero - math.inf, zero)
+
+
+def _scores(xp, Q: Array, K: Array, mask: Array | None, dtype) -> Array:
+    """Q K^T / sqrt(d), plus the mask."""
+    S = xp.astype(xp.matmul(Q, xp.matrix_transpose(K)), dtype, copy=False)
+    S *= 1 / math.sqrt(Q.shape[-1])
+    if mask is not None:
+        S += mask
+    return S

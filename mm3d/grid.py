@@ -1,0 +1,380 @@
+"""The process grid: its directions, and how arrays travel along them.
+
+An `Axis` is the set of ranks that differ from this one along one direction of the `Grid`; its
+collectives take and return arrays.  A `Split` is one dimension of one matrix dealt over one
+Axis, which is all an algorithm needs to know of a direction: what to gather and what to
+scatter.  How the bytes travel is the transport's business.
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+from typing import Any, Iterator, Mapping
+
+from mpi4py import MPI
+
+from mm3d import backend as backends
+from mm3d.backend import Array, Backend
+from mm3d.transport import Transport, transport_for
+
+
+def blocks(extent: int, parts: int, unit: int = 1) -> list[int]:
+    """Lengths of the `parts` contiguous blocks of `extent` elements.
+
+    Whole units of `unit` elements are dealt, the first blocks getting one more where they do
+    not come out even; `extent` must be a multiple of `unit`.
+    """
+    units, rest = divmod(extent, unit)
+    if rest:
+        raise ValueError(f"a length of {extent} cannot be dealt in units of {unit}: "
+                         f"{unit * max(1, units)} or {unit * (units + 1)} would do")
+    share, more = divmod(units, parts)
+    return [(share + (part < more)) * unit for part in range(parts)]
+
+
+@dataclass
+class Traffic:
+    """What one rank moved with one kind of collective along one direction.
+
+    Counted as the bucket (ring) algorithms move it, which for gathers and reductions is the
+    least possible: a gather receives and a reduction sends every block but the rank's own.
+
+    Attributes
+    ----------
+    calls : int
+        Collectives entered.
+    messages : int
+        Blocks received or sent.
+    words : int
+        Array elements received (gather, broadcast) or sent (reductions); an all-reduce is a
+        reduce-scatter and an all-gather.
+    bytes : int
+        `words` times the size of an element.
+    """
+
+    calls: int = 0
+    messages: int = 0
+    words: int = 0
+    bytes: int = 0
+
+
+class Axis:
+    """The ranks that differ from this one along one direction of the grid.
+
+    Parameters
+    ----------
+    name : str
+        The direction's letter.
+    comm : mpi4py.MPI.Intracomm
+        These ranks, in order.
+    backend : Backend
+        Whose arrays travel.
+    """
+
+    def __init__(self, name: str, comm: MPI.Intracomm, backend: Backend) -> None:
+        self.name, self.comm, self.backend = name, comm, backend
+        self.size, self.rank = comm.size, comm.rank
+        self.transport: Transport = transport_for(backend, comm)
+        self.traffic: dict[str, Traffic] = {}
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name}: rank {self.rank} of {self.size})"
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Memory for a block that will travel along this axis."""
+        return self.backend.empty(shape, dtype)
+
+    def split(self, dim: int, extent: int, unit: int = 1) -> "Split":
+        """Dimension `dim`, of `extent` elements in all, dealt over this axis."""
+        return Split(self, dim, extent, unit)
+
+    def all_gather(self, a: Array, dim: int = 0, counts: list[int] | None = None) -> Array:
+        """The blocks of all ranks joined along `dim`.
+
+        Parameters
+        ----------
+        a : Array
+            This rank's block.
+        dim : int
+            The dimension that the blocks divide.
+        counts : list of int, optional
+            The blocks' lengths along `dim`; all equal to this rank's when not given.
+
+        Returns
+        -------
+        Array
+            The whole, `sum(counts)` long along `dim`; `a` itself on an axis of one rank.
+        """
+        if self.size == 1:
+            return a
+        counts = counts or [a.shape[dim]] * self.size
+        whole = _resized(a.shape, dim, sum(counts))
+        out = self.backend.empty(whole, a.dtype)
+        flat, lengths = self._flat(out, dim, counts)
+        self.transport.all_gather(self.backend.contiguous(a), flat, lengths)
+        self._count("all_gather", out.dtype, math.prod(whole) - math.prod(a.shape),
+                    self.size - 1)
+        if flat is not out:
+            for piece, block in self._pieces(flat, out, dim, counts):
+                block[...] = piece
+        return out
+
+    def reduce_scatter(self, a: Array, dim: int = 0, counts: list[int] | None = None) -> Array:
+        """This rank's block, along `dim`, of the sum of `a` over all ranks.
+
+        Parameters
+        ----------
+        a : Array
+            This rank's term of the sum, of the same shape on every rank.
+        dim : int
+            The dimension to divide.
+        counts : list of int, optional
+            The blocks' lengths along `dim`; as `blocks` deals them when not given.
+
+        Returns
+        -------
+        Array
+            ``counts[rank]`` long along `dim`; `a` itself on an axis of one rank.
+        """
+        if self.size == 1:
+            return a
+        counts = counts or blocks(a.shape[dim], self.size)
+        a = self.backend.contiguous(a)
+        flat, lengths = self._flat(a, dim, counts)
+        if flat is not a:
+            for piece, block in self._pieces(flat, a, dim, counts):
+                piece[...] = block
+        out = self.empty(_resized(a.shape, dim, counts[self.rank]), a.dtype)
+        self.transport.reduce_scatter(flat, out, lengths)
+        self._count("reduce_scatter", a.dtype, math.prod(a.shape) - math.prod(out.shape),
+                    self.size - 1)
+        return out
+
+    def all_reduce(self, a: Array) -> Array:
+        """The sum of `a` over all ranks; `a` itself on an axis of one rank."""
+        if self.size == 1:
+            return a
+        a = self.backend.contiguous(a)
+        out = self.backend.empty(a.shape, a.dtype)
+        self.transport.all_reduce(a, out)
+        length = math.prod(a.shape)
+        own = blocks(length, self.size)[self.rank]
+        self._count("all_reduce", a.dtype, 2 * (length - own), 2 * (self.size - 1))
+        return out
+
+    def broadcast(self, a: Array, root: int) -> Array:
+        """`a` of the rank `root`, on every rank.
+
+        On the other ranks `a` gives the shape and is overwritten.
+        """
+        if self.size == 1:
+            return a
+        a = self.backend.contiguous(a)
+        self.transport.broadcast(a, root)
+        received = int(self.rank != root)
+        self._count("broadcast", a.dtype, received * math.prod(a.shape), received)
+        return a
+
+    def reduce(self, a: Array, root: int) -> Array | None:
+        """The sum of `a` over all ranks on the rank `root`, None on the others."""
+        if self.size == 1:
+            return a
+        a = self.backend.contiguous(a)
+        out = self.backend.empty(a.shape, a.dtype) if self.rank == root else None
+        self.transport.reduce(a, out, root)
+        sent = int(self.rank != root)
+        self._count("reduce", a.dtype, sent * math.prod(a.shape), sent)
+        return out
+
+    def _flat(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int]]:
+        """A buffer in which the blocks of `a` lie one after another, and their lengths.
+
+        That is `a` itself where its blocks already do.
+        """
+        outer = math.prod(a.shape[:dim % len(a.shape)])
+        share = math.prod(a.shape) // max(1, a.shape[dim])
+        lengths = [count * share for count in counts]
+        flat = a if outer <= 1 else self.backend.empty((sum(lengths),), a.dtype)
+        return flat, lengths
+
+    @staticmethod
+    def _pieces(flat: Array, a: Array, dim: int,
+                counts: list[int]) -> Iterator[tuple[Array, Array]]:
+        """Each block as it lies in the flat buffer, and in the array."""
+        xp, dim = backends.namespace(a), dim % len(a.shape)
+        start = offset = 0
+        for count in counts:
+            shape = _resized(a.shape, dim, count)
+            length = math.prod(shape)
+            index = (slice(None),) * dim + (slice(start, start + count), Ellipsis)
+            yield xp.reshape(flat[offset:offset + length], shape), a[index]
+            start, offset = start + count, offset + length
+
+    def _count(self, collective: str, dtype, words: int, messages: int) -> None:
+        traffic = self.traffic.setdefault(collective, Traffic())
+        traffic.calls += 1
+        traffic.messages += messages
+        traffic.words += words
+        traffic.bytes += words * dtype.itemsize
+
+
+def _resized(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
+    """`shape` with dimension `dim` made `length` long."""
+    dim %= len(shape)
+    return tuple(shape[:dim]) + (length,) + tuple(shape[dim + 1:])
+
+
+class Split:
+    """One dimension of a matrix, dealt over one axis.
+
+    Parameters
+    ----------
+    axis : Axis
+        The direction.
+    dim : int
+        The dimension of the array that is divided.
+    extent : int
+        Its length before it is divided.
+    unit : int
+        Elements that stay together (the columns of a head).
+
+    Attributes
+    ----------
+    counts : list of int
+        Length of each rank's block.
+    """
+
+    def __init__(self, axis: Axis, dim: int, extent: int, unit: int = 1) -> None:
+        self.axis, self.dim, self.extent = axis, dim, extent
+        self.counts = blocks(extent, axis.size, unit)
+
+    def __repr__(self) -> str:
+        return f"Split(dimension {self.dim} of {self.extent} over {self.axis.name})"
+
+    def all_gather(self, a: Array) -> Array:
+        """The whole dimension, from every rank's block of it."""
+        return self.axis.all_gather(a, self.dim, self.counts)
+
+    def reduce_scatter(self, a: Array) -> Array:
+        """This rank's block of the sum over the ranks of `a`, whose dimension is whole."""
+        return self.axis.reduce_scatter(a, self.dim, self.counts)
+
+    def broadcast(self, a: Array, root: int) -> Array:
+        """The block of the rank `root`, on every rank."""
+        if self.axis.rank != root:
+            shape = _resized(a.shape, self.dim, self.counts[root])
+            a = self.axis.backend.empty(shape, a.dtype)
+        return self.axis.broadcast(a, root)
+
+    def reduce(self, a: Array, root: int) -> Array | None:
+        """The sum of the ranks' terms of the block of `root`, there; None elsewhere."""
+        return self.axis.reduce(a, root)
+
+
+class Grid:
+    """The ranks of a communicator as a Cartesian grid with named directions.
+
+    The first direction varies slowest: on an X x Y x Z grid, rank (i Y + j) Z + l is (i, j, l).
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        All ranks of the grid; every one of them must make it.
+    backend : str or Backend, optional
+        Whose arrays travel on it; see `mm3d.backend.get`.
+    **shape : int
+        The directions, single letters, and their sizes.
+
+    Raises
+    ------
+    ValueError
+        When the sizes do not multiply to the number of ranks, or a name is not one letter.
+
+    Examples
+    --------
+    >>> grid = Grid(comm, x=2, y=2, z=2)
+    >>> grid["x"].all_gather(a, dim=0)
+    """
+
+    def __init__(self, comm: MPI.Intracomm, backend: str | Backend | None = None,
+                 **shape: int) -> None:
+        self.backend = backend if isinstance(backend, Backend) else backends.get(backend)
+        wrong = [f"{name}={size!r}" for name, size in shape.items()
+                 if len(name) != 1 or not isinstance(size, int) or size < 1]
+        if wrong:
+            raise ValueError(f"grid directions are single letters with sizes of at least 1, "
+                             f"not {', '.join(wrong)}")
+        text = " x ".join(map(str, shape.values()))
+        if math.prod(shape.values()) != comm.size:
+            raise ValueError(f"a grid of {text} has {math.prod(shape.values())} ranks, but the "
+                             f"communicator has {comm.size}: start that many ranks, or give "
+                             f"sizes whose product is {comm.size}")
+        self.comm, self.shape = comm, dict(shape)
+        self.size, self.rank = comm.size, comm.rank
+        self.coords = self.coordinates(comm.rank)
+        self.axes: dict[str, Axis] = {}
+        for name in shape:
+            line = [c for other, c in self.coords.items() if other != name]
+            colour = 0
+            for c, size in zip(line, (s for other, s in shape.items() if other != name)):
+                colour = colour * size + c
+            self.axes[name] = Axis(name, comm.Split(colour, self.coords[name]), self.backend)
+
+    def __getitem__(self, name: str) -> Axis:
+        return self.axes[name]
+
+    def __getattr__(self, name: str) -> Axis:
+        try:
+            return self.__dict__["axes"][name]
+        except KeyError:
+            raise AttributeError(f"the grid has no direction or attribute {name!r}") from None
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in self.shape.items())
+        return f"Grid({sizes}; rank {self.rank} at {tuple(self.coords.values())})"
+
+    def empty(self, shape: tuple[int, ...], dtype: Any, along: str = "") -> Array:
+        """Memory for an array of this rank: where the model obtains all of its arrays.
+
+        Parameters
+        ----------
+        shape : tuple of int
+            Local shape.
+        dtype : dtype
+            Of the array library.
+        along : str, optional
+            The direction that the array will travel along, if it will.
+        """
+        return self[along].empty(shape, dtype) if along else self.backend.empty(shape, dtype)
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """The coordinate along each direction of the rank numbered `rank`."""
+        coords = {}
+        for name, size in reversed(self.shape.items()):
+            rank, coords[name] = divmod(rank, size)
+        return {name: coords[name] for name in self.shape}
+
+    def everywhere(self) -> Iterator[Mapping[str, int]]:
+        """The coordinates of every rank, in rank order."""
+        for point in itertools.product(*map(range, self.shape.values())):
+            yield dict(zip(self.shape, point))
+
+    def traffic(self) -> dict[tuple[str, str], Traffic]:
+        """What this rank moved since `reset_traffic`, by (direction, collective)."""
+        return {(name, collective): traffic for name, axis in self.axes.items()
+                for collective, traffic in axis.traffic.items()}
+
+    def reset_traffic(self) -> None:
+        """Start counting anew."""
+        for axis in self.axes.values():
+            axis.traffic = {}
+
+    def free(self) -> None:
+        """Give the communicators of the directions back; the grid is of no use afterwards.
+
+        Every rank must call it.  MPI libraries hold some thousand communicators at most, so a
+        program that makes many grids frees those it is done with.
+        """
+        for axis in self.axes.values():
+            axis.comm.Free()
+        self.axes = {}

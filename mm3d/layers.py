@@ -1,0 +1,245 @@
+"""The layers of a Transformer, written once for every scheme.
+
+``forward(x) -> (y, saved)`` and ``backward(dy, saved) -> dx``, which adds to the parameters'
+gradients.  No layer keeps anything between the two, so many micro-batches can be in flight.
+Where activations lie is their `Space`; how a product is computed is the scheme's.  What forward
+and backward return is new and may be overwritten by the caller; what they are given is not.
+"""
+
+import math
+from typing import Any, Protocol
+
+import numpy as np
+
+from mm3d import functional
+from mm3d.backend import Array, namespace
+from mm3d.grid import Grid
+from mm3d.layout import Layout
+from mm3d.contract import Product, Scheme
+from mm3d.space import (Space, Vector, add_backward, add_forward, scale_backward,
+                        scale_forward)
+
+
+class Parameter:
+    """A trained array, dealt over the grid, and its gradient.
+
+    Attributes
+    ----------
+    name : str
+        Its name in the model, such as "layers.0.mlp.up.weight".
+    value, grad : Array
+        This rank's block of it and of its gradient.
+    layout : Layout
+        Of both.
+    shape : tuple of int
+        Global shape as stored; a query-key-value weight is (in, 3, out).
+    public_shape : tuple of int
+        Global shape outside, (in, 3 out).
+    """
+
+    def __init__(self, name: str, grid: Grid, layout: Layout, shape: tuple[int, ...],
+                 dtype: Any) -> None:
+        self.name, self.grid, self.layout, self.shape = name, grid, layout, tuple(shape)
+        inputs = self.shape[:1] if name.endswith("weight") and len(shape) > 1 else ()
+        self.public_shape = (*inputs, math.prod(self.shape[len(inputs):]))
+        local = layout.local_shape(grid, self.shape)
+        self.value, self.grad = (grid.empty(local, dtype, along=layout.letters[-1:])
+                                 for _ in range(2))
+        self.grad[...] = 0
+
+    def accumulate(self, gradient: Array | None) -> None:
+        """Add to the gradient; None where this rank holds no block."""
+        if gradient is not None:
+            self.grad += gradient
+
+    def load(self, value: np.ndarray) -> None:
+        """Take this rank's block of the global `value`."""
+        place = self.layout.slices(self.grid, self.shape)
+        block = np.ascontiguousarray(np.reshape(value, self.shape)[place])
+        dtype = self.grid.backend.to_host(self.value).dtype
+        self.value[...] = self.grid.backend.asarray(block.astype(dtype))
+
+    def gather(self, block: Array) -> np.ndarray:
+        """The global array of which this rank holds `block` (for checks; collective)."""
+        return self.layout.unshard(block, self.grid, self.shape).reshape(self.public_shape)
+
+
+class Layer(Protocol):
+    """What a chain is made of."""
+
+    @property
+    def parameters(self) -> list[Parameter]: ...
+
+    def forward(self, x: Array) -> tuple[Array, Any]: ...
+
+    def backward(self, dy: Array, saved: Any) -> Array: ...
+
+
+class Linear:
+    """y = x W + b, from one space into the other.
+
+    Parameters
+    ----------
+    scheme : Scheme
+        Whose product it is.
+    name : str
+        Of the layer.
+    source, target : Space
+        Of x and of y.
+    shape : tuple of int
+        Global shape of W: (in, out), or (in, 3, out) for queries, keys and values.
+    dtype : dtype
+        Of the parameters.
+    units : tuple of int
+        Features that stay together (a head's) in x and in y.
+    """
+
+    def __init__(self, scheme: Scheme, name: str, source: Space, target: Space,
+                 shape: tuple[int, ...], dtype: Any, units: tuple[int, int] = (1, 1)) -> None:
+        self.product: Product = scheme.product(source, target, shape, units)
+        self.vector = Vector(target, shape[1:], units[1])
+        grid = scheme.grid
+        self.weight = Parameter(f"{name}.weight", grid, self.product.weight, shape, dtype)
+        self.bias = Parameter(f"{name}.bias", grid, self.vector.layout, shape[1:], dtype)
+        self.parameters = [self.weight, self.bias]
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        y, saved = self.product.forward(x, self.weight.value)
+        return add_forward(y, self.bias.value, self.vector, out=y), saved
+
+    def backward(self, dy: Array, saved: Any) -> Array:
+        self.bias.accumulate(add_backward(dy, self.vector))
+        dx, dW = self.product.backward(dy, self.weight.value, saved)
+        self.weight.accumulate(dW)
+        return dx
+
+
+class LayerNorm:
+    """y = gamma * (x - mean) / sqrt(variance + eps) + beta over the features.
+
+    Rows whose features are divided sum their statistics over the ranks that share them.
+    """
+
+    eps = 1e-5
+
+    def __init__(self, name: str, space: Space, hidden: int, dtype: Any) -> None:
+        self.space, self.hidden = space, hidden
+        self.vector = Vector(space, (hidden,))
+        self.weight, self.bias = (
+            Parameter(f"{name}.{part}", space.grid, self.vector.layout, (hidden,), dtype)
+            for part in ("weight", "bias"))
+        self.parameters = [self.weight, self.bias]
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        xhat, rstd = functional.normalize_forward(
+            x, self.hidden, self.eps, self.space.sum_features, self.space.empty(x.shape, x.dtype))
+        y = self.space.empty(x.shape, x.dtype)
+        y, gamma_l = scale_forward(xhat, self.weight.value, self.vector, out=y)
+        y = add_forward(y, self.bias.value, self.vector, out=y)
+        return y, (xhat, rstd, gamma_l)
+
+    def backward(self, dy: Array, saved: Any) -> Array:
+        xhat, rstd, gamma_l = saved
+        self.bias.accumulate(add_backward(dy, self.vector))
+        dxhat = self.space.empty(dy.shape, dy.dtype)
+        dxhat, dgamma = scale_backward(dy, xhat, gamma_l, self.vector, out=dxhat)
+        self.weight.accumulate(dgamma)
+        return functional.normalize_backward(dxhat, xhat, rstd, self.hidden,
+                                             self.space.sum_features, out=dxhat)
+
+
+class Gelu:
+    """GELU in its tanh form, element by element."""
+
+    parameters: list[Parameter] = []
+
+    def __init__(self, space: Space) -> None:
+        self.space = space
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        return functional.gelu_forward(x, self.space.empty(x.shape, x.dtype)), x
+
+    def backward(self, dy: Array, saved: Any) -> Array:
+        return functional.gelu_backward(dy, saved, self.space.empty(dy.shape, dy.dtype))
+
+
+class Attention:
+    """Multi-head attention: (batch, seq, 3, features) of Q, K and V to (batch, seq, features).
+
+    Heads are dealt like the features.  Where the positions of a sequence are divided, each rank
+    keeps its queries and gathers the keys and values along the sequence; their gradients are
+    reduce-scattered.
+    """
+
+    parameters: list[Parameter] = []
+
+    def __init__(self, space: Space, head: int, causal: bool) -> None:
+        self.space, self.head, self.causal = space, head, causal
+        axis = space.sequence
+        self.split = None if axis is None else space.rows_split(axis.name)
+
+    def _by_head(self, a: Array) -> Array:
+        heads = a.shape[-1] // self.head
+        return namespace(a).reshape(a, a.shape[:-1] + (heads, self.head))
+
+    def _gathered(self, qkv: Array) -> tuple[Array, Array, Array]:
+        by_head = self._by_head(qkv)
+        kv = by_head[:, :, 1:]
+        if self.split is not None:
+            kv = self.split.all_gather(kv)
+        return by_head[:, :, 0], kv[:, :, 0], kv[:, :, 1]
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        q, k, v = self._gathered(x)
+        y = self.space.empty((*x.shape[:2], x.shape[3]), x.dtype)
+        _, lse = functional.attention_forward(q, k, v, self.space.first_position, self.causal,
+                                              out=self._by_head(y))
+        return y, (x, lse)
+
+    def backward(self, dy: Array, saved: Any) -> Array:
+        x, lse = saved
+        q, k, v = self._gathered(x)
+        dx = self.space.empty(x.shape, x.dtype)
+        by_head = self._by_head(dx)
+        dkv = by_head[:, :, 1:]
+        if self.split is not None:
+            dkv = self.space.empty((k.shape[0], k.shape[1], 2, *k.shape[2:]), x.dtype)
+        functional.attention_backward(self._by_head(dy), q, k, v, lse, self.space.first_position,
+                                      self.causal, by_head[:, :, 0], dkv[:, :, 0], dkv[:, :, 1])
+        if self.split is not None:
+            by_head[:, :, 1:] = self.split.reduce_scatter(dkv)
+        return dx
+
+
+class Chain:
+    """Layers one after another."""
+
+    def __init__(self, *layers: Layer) -> None:
+        self.layers = layers
+        self.parameters = [p for layer in layers for p in layer.parameters]
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        saved = []
+        for layer in self.layers:
+            x, kept = layer.forward(x)
+            saved.append(kept)
+        return x, saved
+
+    def backward(self, dy: Array, saved: Any) -> Array:
+        for layer, kept in zip(reversed(self.layers), reversed(saved)):
+            dy = layer.backward(dy, kept)
+        return dy
+
+
+class Residual(Chain):
+    """x + f(x), f being the chain of the layers given."""
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        y, saved = super().forward(x)
+        y += x
+        return y, saved
+
+    def backward(self, dy: Array, saved: Any) -> Array:
+        dx = super().backward(dy, saved)
+        dx += dy
+        return dx

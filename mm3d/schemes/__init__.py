@@ -1,0 +1,1 @@
+"""The parallelisms, one file each; `mm3d.scheme` finds them by name."""

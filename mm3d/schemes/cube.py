@@ -1,0 +1,201 @@
+"""The paper's 3-D parallelism, on any X x Y x Z grid.
+
+Algorithms 1 to 6 of arXiv 2105.14450, corrected: Algorithm 5 is consistent in the directions
+z, y, x only, Algorithm 6 is dA = B dC^T in y, x, z and dB = A dC in z, x, y, and the
+reduce-scatter divides rows in C = AB and C = AB^T but columns in C = A^T B.
+
+In each of them a, b and c say how A, B and C are dealt: `Split`\\ s along the directions that the
+paper lists "for A, B, C".  Indices are the paper's: i along x, j along y, l along z; A_il is what
+the ranks (i, 0..Y-1, l) hold together, A_ijl the part of it on the rank (i, j, l).  Gradients are
+the same three forms again with the directions permuted.
+"""
+
+from typing import Any
+
+from mpi4py import MPI
+
+from mm3d.backend import Array, Backend, matmul, matmul_nt, matmul_tn
+from mm3d.grid import Split
+from mm3d.layout import Layout
+from mm3d.contract import Move, Product, Scheme
+from mm3d.space import Space
+
+
+class Gathered:
+    """An operand whose gather has been done already."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+
+Operand = Array | Gathered
+
+
+def gather(operand: Operand, split: Split) -> Array:
+    """The operand gathered along its direction, at no cost when it was before."""
+    return operand.array if isinstance(operand, Gathered) else split.all_gather(operand)
+
+
+def ab(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
+    """C = A B (Algorithm 1): A_ijl, B_lji -> C_ilj in y, x, z."""
+    A_il = gather(A, a)
+    B_lj = gather(B, b)
+    return c.reduce_scatter(matmul(A_il, B_lj))
+
+
+def ab_backward(dC: Operand, A: Operand, B: Operand,
+                a: Split, b: Split, c: Split) -> tuple[Array, Array]:
+    """dA = dC B^T in z, x, y and dB = A^T dC in y, z, x (Algorithm 2); dC is gathered once."""
+    dC = Gathered(gather(dC, c))
+    return abt(dC, B, c, b, a), atb(A, dC, a, c, b)
+
+
+def abt(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
+    """C = A B^T (Algorithm 3): A_ijl, B_jli -> C_ilj in y, x, z."""
+    A_il = gather(A, a)
+    B_jl = gather(B, b)
+    return c.reduce_scatter(matmul_nt(A_il, B_jl))
+
+
+def abt_backward(dC: Operand, A: Operand, B: Operand,
+                 a: Split, b: Split, c: Split) -> tuple[Array, Array]:
+    """dA = dC B in z, x, y and dB = dC^T A in z, y, x (Algorithm 4); dC is gathered once."""
+    dC = Gathered(gather(dC, c))
+    return ab(dC, B, c, b, a), atb(dC, A, c, a, b)
+
+
+def atb(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
+    """C = A^T B (Algorithm 5): A_ilj, B_ijl -> C_jli in z, y, x; c divides columns."""
+    A_ij = gather(A, a)
+    B_il = gather(B, b)
+    return c.reduce_scatter(matmul_tn(A_ij, B_il))
+
+
+def atb_backward(dC: Operand, A: Operand, B: Operand,
+                 a: Split, b: Split, c: Split) -> tuple[Array, Array]:
+    """dA = B dC^T in y, x, z and dB = A dC in z, x, y (Algorithm 6); dC is gathered once."""
+    dC = Gathered(gather(dC, c))
+    return abt(B, dC, b, c, a), ab(A, dC, a, c, b)
+
+
+KEEP = ("none", "weight", "both")
+
+
+class CubeProduct(Product):
+    """C = A B of a linear layer, in the directions a, b and c.
+
+    Parameters
+    ----------
+    a, b, c : Split
+        How A, B and C are dealt.
+    weight : Layout
+        Of B.
+    keep : {"none", "weight", "both"}
+        Which gathered operands stay in memory from forward to backward; the others are gathered
+        again.
+    """
+
+    def __init__(self, a: Split, b: Split, c: Split, weight: Layout, keep: str) -> None:
+        self.a, self.b, self.c, self.weight, self.keep = a, b, c, weight, keep
+
+    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
+        A_il = Gathered(gather(A, self.a))
+        B_lj = Gathered(gather(B, self.b))
+        C = ab(A_il, B_lj, self.a, self.b, self.c)
+        keep_B = self.keep != "none" and B_lj.array is not B
+        return C, (A_il if self.keep == "both" else A, B_lj if keep_B else None)
+
+    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
+        A, B_lj = saved
+        return ab_backward(dC, A, B if B_lj is None else B_lj, self.a, self.b, self.c)
+
+
+class Cube(Scheme):
+    """Matrices dealt over an X x Y x Z grid, with perfect load balance.
+
+    The outer space holds A_ijl, the inner one C_ilj: a product *into* the inner space has the
+    directions y, x, z, the one *back* z, x, y.  Rows are whole sequences where X Y and X Z
+    divide the batch; otherwise batch and positions are divided, as the paper's [b/p, s/p, h/p],
+    and attention gathers keys and values along the sequence.
+
+    X = P is fully sharded data parallelism (ZeRO-3), Y = P Megatron-LM with sequence
+    parallelism, Z = 1 the two combined.
+
+    Parameters
+    ----------
+    comm, grid, backend
+        See `Scheme`; by default a cube.
+    keep : {"none", "weight", "both"}
+        Gathered operands that are kept from forward to backward, see `CubeProduct`.
+    rows : {"auto", "sequences", "positions"}
+        Whether rows are dealt in whole sequences or also by position.
+    """
+
+    name = "3d"
+    directions = "xyz"
+
+    def __init__(self, comm: MPI.Intracomm, grid: tuple[int, ...] | None = None,
+                 backend: str | Backend | None = None, keep: str = "none",
+                 rows: str = "auto") -> None:
+        if keep not in KEEP:
+            raise ValueError(f"keep={keep!r} is unknown: choose one of {', '.join(KEEP)}")
+        if rows not in ("auto", "sequences", "positions"):
+            raise ValueError(f"rows={rows!r} is unknown: choose auto, sequences or positions")
+        super().__init__(comm, grid, backend)
+        self.keep, self.rows = keep, rows
+
+    @classmethod
+    def default_grid(cls, ranks: int) -> tuple[int, ...]:
+        p = round(ranks ** (1 / 3))
+        if p ** 3 != ranks:
+            raise ValueError(f"{ranks} ranks are no cube: start {p ** 3} or {(p + 1) ** 3}, or "
+                             f"name a grid of {ranks}, such as grid=({ranks}, 1, 1)")
+        return (p, p, p)
+
+    @classmethod
+    def layouts(cls, sizes, batch, seq, rows="auto"):
+        X, Y, Z = (sizes[c] for c in "xyz")
+        if rows == "auto":
+            whole = batch % (X * Y) == 0 and batch % (X * Z) == 0
+            rows = "sequences" if whole else "positions"
+        comma = "" if rows == "sequences" else ","
+        end = "," if rows == "sequences" else ""
+        return ((f"x{comma}y{end}", "z", "zx@y"), (f"x{comma}z{end}", "y", "yx@z"))
+
+    def spaces(self, batch: int, seq: int) -> tuple[Space, Space]:
+        outer, inner = self.layouts(self.grid.shape, batch, seq, self.rows)
+        return (Space(self.grid, batch, seq, *outer), Space(self.grid, batch, seq, *inner))
+
+    def product(self, source: Space, target: Space, shape: tuple[int, ...],
+                units: tuple[int, int]) -> Product:
+        middle = "," * (len(shape) - 1)
+        weight = Layout(f"{source.features}{middle}{target.features}x",
+                        {0: units[0], len(shape) - 1: units[1]})
+        return CubeProduct(source.rows_split(target.features), weight.split(self.grid, shape, "x"),
+                           target.rows_split(source.features), weight, self.keep)
+
+    @classmethod
+    def product_moves(cls, sizes, way, M, N, K, keep="none",
+                      **options) -> tuple[list[Move], list[Move]]:
+        """Each matrix crosses one direction: A along y, B along x, C along z (back: z, x, y).
+
+        A rank moves w(Y) MN/(XZ) + w(X) NK/(ZY) + w(Z) MK/(XY) forward, w(n) = (n-1)/n.
+        """
+        y, z = ("y", "z") if way == "into" else ("z", "y")
+        A, B, C = (sizes[y] - 1) * M * N, (sizes["x"] - 1) * N * K, (sizes[z] - 1) * M * K
+        forward = [Move(y, "all_gather", A), Move("x", "all_gather", B),
+                   Move(z, "reduce_scatter", C)]
+        backward = [Move(z, "all_gather", C), Move("x", "reduce_scatter", B),
+                    Move(y, "reduce_scatter", A)]
+        if keep == "none":
+            backward.append(Move("x", "all_gather", B))
+        if keep != "both":
+            backward.append(Move(y, "all_gather", A))
+        return forward, backward
+
+    @classmethod
+    def kept_words(cls, sizes, way, M, N, K, keep="none", **options) -> int:
+        """X copies of B with "weight", and Y (back: Z) of A instead of one with "both"."""
+        y = sizes["y" if way == "into" else "z"]
+        B = N * K * sizes["x"] if sizes["x"] > 1 else 0
+        return {"none": 0, "weight": B, "both": B + (y - 1) * M * N}[keep]

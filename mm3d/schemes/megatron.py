@@ -1,0 +1,114 @@
+"""1-D parallelism as in Megatron-LM, without and with sequence parallelism.
+
+Shoeybi et al. (arXiv 1909.08053) divide the columns of the first weight of a block and the rows
+of the second, so that activations are whole on every rank outside and divided by features
+inside; each block needs one all-reduce forward and one backward.  Korthikanti et al. (arXiv
+2205.05198) replace each all-reduce by an all-gather and a reduce-scatter along the sequence, so
+that norms and residuals work on shards of it.
+"""
+
+from typing import Any
+
+from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
+from mm3d.layout import Layout
+from mm3d.contract import Move, Product, Scheme
+from mm3d.space import Space
+
+
+class Replicated:
+    """Rows whole on every rank: `gather` is free, the sum of the ranks' terms an all-reduce."""
+
+    def __init__(self, axis) -> None:
+        self.axis = axis
+
+    def all_gather(self, a: Array) -> Array:
+        """`a` itself."""
+        return a
+
+    def reduce_scatter(self, a: Array) -> Array:
+        """The sum of `a` over the ranks, whole on each."""
+        return self.axis.all_reduce(a)
+
+
+class ColumnParallel(Product):
+    """C_j = A B_j: columns of B divided, the rows of A gathered if they are."""
+
+    def __init__(self, rows, weight: Layout) -> None:
+        self.rows, self.weight = rows, weight
+
+    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
+        return matmul(self.rows.all_gather(A), B), A
+
+    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
+        dA = self.rows.reduce_scatter(matmul_nt(dC, B))
+        return dA, matmul_tn(self.rows.all_gather(saved), dC)
+
+
+class RowParallel(Product):
+    """C = sum_j A_j B_j: rows of B divided like the features of A."""
+
+    def __init__(self, rows, weight: Layout) -> None:
+        self.rows, self.weight = rows, weight
+
+    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
+        return self.rows.reduce_scatter(matmul(A, B)), A
+
+    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
+        dC = self.rows.all_gather(dC)
+        return matmul_nt(dC, B), matmul_tn(saved, dC)
+
+
+class Megatron(Scheme):
+    """Weights divided over all ranks in a line, activations replicated outside the blocks."""
+
+    name = "1d"
+    directions = "x"
+
+    @classmethod
+    def default_grid(cls, ranks: int) -> tuple[int, ...]:
+        return (ranks,)
+
+    @classmethod
+    def layouts(cls, sizes, batch, seq, **options):
+        return (",", "", ""), (",", "x", "x")
+
+    def rows(self, outer: Space):
+        """How the rows of the outer space become whole, and how sums return to it."""
+        return Replicated(self.grid.x)
+
+    def product(self, source: Space, target: Space, shape: tuple[int, ...],
+                units: tuple[int, int]) -> Product:
+        last = len(shape) - 1
+        if target.features:
+            return ColumnParallel(self.rows(source), Layout("," * last + "x", {last: units[1]}))
+        return RowParallel(self.rows(target), Layout("x" + "," * last, {0: units[0]}))
+
+    @classmethod
+    def product_moves(cls, sizes, way, M, N, K, **options) -> tuple[list[Move], list[Move]]:
+        """An all-reduce of M x h: of dA for the columns, of C for the rows."""
+        P = sizes["x"]
+        if way == "into":
+            return [], [Move("x", "all_reduce", 2 * (P - 1) * M * N)]
+        return [Move("x", "all_reduce", 2 * (P - 1) * M * K)], []
+
+
+class MegatronSequence(Megatron):
+    """The same with the sequence divided outside the blocks."""
+
+    name = "1d-sp"
+
+    @classmethod
+    def layouts(cls, sizes, batch, seq, **options):
+        return (",x", "", ""), (",", "x", "x")
+
+    def rows(self, outer: Space):
+        return outer.rows_split("x")
+
+    @classmethod
+    def product_moves(cls, sizes, way, M, N, K, **options) -> tuple[list[Move], list[Move]]:
+        """A gather and a reduce-scatter of M x h where 1-D all-reduces; A once more for dB."""
+        A, C = (sizes["x"] - 1) * M * N, (sizes["x"] - 1) * M * K
+        if way == "into":
+            return ([Move("x", "all_gather", A)],
+                    [Move("x", "reduce_scatter", A), Move("x", "all_gather", A)])
+        return [Move("x", "reduce_scatter", C)], [Move("x", "all_gather", C)]

@@ -1,0 +1,44 @@
+"""The whole model on one rank: what every other scheme is checked against."""
+
+from typing import Any
+
+from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
+from mm3d.layout import Layout
+from mm3d.contract import Move, Product, Scheme
+from mm3d.space import Space
+
+
+class SerialProduct(Product):
+    """C = A B without any communication."""
+
+    def __init__(self, weight: Layout) -> None:
+        self.weight = weight
+
+    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
+        return matmul(A, B), A
+
+    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
+        return matmul_nt(dC, B), matmul_tn(saved, dC)
+
+
+class Serial(Scheme):
+    """No parallelism: every rank of the communicator holds and computes everything."""
+
+    name = "serial"
+    directions = "x"
+
+    @classmethod
+    def default_grid(cls, ranks: int) -> tuple[int, ...]:
+        return (ranks,)
+
+    @classmethod
+    def layouts(cls, sizes, batch, seq, **options):
+        return (",", "", ""), (",", "", "")
+
+    def product(self, source: Space, target: Space, shape: tuple[int, ...],
+                units: tuple[int, int]) -> Product:
+        return SerialProduct(Layout("," * (len(shape) - 1)))
+
+    @classmethod
+    def product_moves(cls, sizes, way, M, N, K, **options) -> tuple[list[Move], list[Move]]:
+        return [], []

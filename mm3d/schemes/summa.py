@@ -1,0 +1,105 @@
+"""2-D parallelism: SUMMA on a q x q grid, as in Optimus (Xu et al., arXiv 2104.05343).
+
+x numbers the rows of the grid, y its columns; every matrix is divided into q x q blocks.  In each
+form the q blocks of one operand's inner dimension take turns: they are broadcast and multiplied,
+or multiplied and reduced (van de Geijn and Watts, 1997).  a deals the columns of A over y, b the
+rows of B over x.
+"""
+
+import math
+from typing import Any
+
+from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
+from mm3d.grid import Split
+from mm3d.layout import Layout
+from mm3d.contract import Move, Product, Scheme
+from mm3d.space import Space
+
+
+def ab(A: Array, B: Array, a: Split, b: Split) -> Array:
+    """C_ij = sum_t A_it B_tj: A_it is broadcast along y, B_tj along x."""
+    C = None
+    for t in range(len(a.counts)):
+        A_it = a.broadcast(A, t)
+        B_tj = b.broadcast(B, t)
+        C_t = matmul(A_it, B_tj)
+        if C is None:
+            C = C_t
+        else:
+            C += C_t
+    return C
+
+
+def abt(A: Array, B: Array, a: Split, b: Split) -> Array:
+    """C_it = sum_j A_ij B_tj^T: B_tj is broadcast along x, C_it reduced along y."""
+    C = None
+    for t in range(len(a.counts)):
+        B_tj = b.broadcast(B, t)
+        C_it = a.reduce(matmul_nt(A, B_tj), t)
+        C = C if C_it is None else C_it
+    return C
+
+
+def atb(A: Array, B: Array, a: Split, b: Split) -> Array:
+    """C_tj = sum_i A_it^T B_ij: A_it is broadcast along y, C_tj reduced along x."""
+    C = None
+    for t in range(len(a.counts)):
+        A_it = a.broadcast(A, t)
+        C_tj = b.reduce(matmul_tn(A_it, B), t)
+        C = C if C_tj is None else C_tj
+    return C
+
+
+class SummaProduct(Product):
+    """C = A B with dA = dC B^T and dB = A^T dC."""
+
+    def __init__(self, a: Split, b: Split, weight: Layout) -> None:
+        self.a, self.b, self.weight = a, b, weight
+
+    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
+        return ab(A, B, self.a, self.b), A
+
+    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
+        return abt(dC, B, self.a, self.b), atb(saved, dC, self.a, self.b)
+
+
+class Summa(Scheme):
+    """All matrices divided in blocks over a square of ranks.
+
+    Sequences are divided by x, features by y.  Vectors lie on the diagonal of the grid rather
+    than on its first row, which costs the same and is balanced.
+    """
+
+    name = "2d"
+    directions = "xy"
+
+    @classmethod
+    def default_grid(cls, ranks: int) -> tuple[int, ...]:
+        q = math.isqrt(ranks)
+        if q * q != ranks:
+            raise ValueError(f"{ranks} ranks are no square: start {q * q} or {(q + 1) ** 2}")
+        return (q, q)
+
+    @classmethod
+    def check_grid(cls, sizes: tuple[int, ...]) -> None:
+        if sizes[0] != sizes[1]:
+            raise ValueError(f"scheme '2d' needs a square grid, not {sizes[0]} x {sizes[1]}")
+
+    @classmethod
+    def layouts(cls, sizes, batch, seq, **options):
+        return ("x,", "y", "y@x"), ("x,", "y", "y@x")
+
+    def product(self, source: Space, target: Space, shape: tuple[int, ...],
+                units: tuple[int, int]) -> Product:
+        last = len(shape) - 1
+        weight = Layout("x" + "," * last + "y", {0: units[0], last: units[1]})
+        a = self.grid.y.split(-1, shape[0], units[0])
+        return SummaProduct(a, weight.split(self.grid, shape, "x"), weight)
+
+    @classmethod
+    def product_moves(cls, sizes, way, M, N, K, **options) -> tuple[list[Move], list[Move]]:
+        """q broadcasts of A and of B; backward the same and a reduction of each gradient."""
+        q = sizes["x"]
+        A, B = (q - 1) * M * N, (q - 1) * N * K
+        forward = [Move("y", "broadcast", A, q), Move("x", "broadcast", B, q)]
+        return forward, forward + [Move("y", "reduce", A, q), Move("x", "reduce", B, q)]

@@ -1,0 +1,168 @@
+"""Spaces: how activations, and the vectors along their features, lie on the grid."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mm3d.backend import Array, namespace
+from mm3d.grid import Axis, Grid, Split
+from mm3d.layout import Layout
+
+
+@dataclass(frozen=True)
+class Space:
+    """How activations (batch, sequence, ..., features) lie on the grid.
+
+    Attributes
+    ----------
+    grid : Grid
+        The ranks.
+    batch, seq : int
+        Global number of sequences, and of positions in each.
+    rows : str
+        Layout of the first two dimensions, as in ``"xy,"`` or ``"x,y"``.
+    features : str
+        The directions that divide the last dimension.
+    vector : str
+        Layout of a vector along the features (a bias), as in ``"zx@y"``.
+    """
+
+    grid: Grid
+    batch: int
+    seq: int
+    rows: str
+    features: str
+    vector: str
+
+    def layout(self, middle: int = 0, unit: int = 1) -> Layout:
+        """Layout of an activation with `middle` whole dimensions before the features."""
+        spec = ",".join([self.rows, *[""] * middle, self.features])
+        return Layout(spec, {2 + middle: unit})
+
+    def local_shape(self, *features: int, unit: int = 1) -> tuple[int, ...]:
+        """This rank's block of an activation of (batch, seq, *features)."""
+        layout = self.layout(len(features) - 1, unit)
+        return layout.local_shape(self.grid, (self.batch, self.seq, *features))
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Memory for an activation of this space, of local `shape`.
+
+        A product gathers it along the direction that divides its rows last.
+        """
+        return self.grid.empty(shape, dtype, along=self.rows.replace(",", "")[-1:])
+
+    def rows_split(self, letter: str) -> Split:
+        """How the direction `letter` divides the rows."""
+        return Layout(self.rows).split(self.grid, (self.batch, self.seq), letter)
+
+    @property
+    def sequence(self) -> Axis | None:
+        """The direction that divides the positions of a sequence, if one does."""
+        letter = self.rows.partition(",")[2]
+        return self.grid[letter] if letter and self.grid.shape[letter] > 1 else None
+
+    @property
+    def first_position(self) -> int:
+        """The position in its sequence of this rank's first token."""
+        return Layout(self.rows).slices(self.grid, (self.batch, self.seq))[1].start
+
+    def sum_features(self, a: Array) -> Array:
+        """The sum of `a` over the ranks that share this rank's rows."""
+        for letter in self.features:
+            a = self.grid[letter].all_reduce(a)
+        return a
+
+
+class Vector:
+    """A vector along the features of a space: stored once, used by all who hold rows.
+
+    The paper's balanced storage, for any scheme: the vector's layout divides it like the
+    features and then again by directions that hold rows; on the side of A that is ``"zx@y"``,
+    b_li on the diagonal j = l, on the side of C ``"yx@z"``, b_ji on the same diagonal.
+
+    Parameters
+    ----------
+    space : Space
+        Whose features it runs along.
+    shape : tuple of int
+        Global shape; the last dimension is the features.
+    unit : int
+        Features that stay together where the space divides them.
+    """
+
+    def __init__(self, space: Space, shape: tuple[int, ...], unit: int = 1) -> None:
+        self.space, self.shape, grid = space, tuple(shape), space.grid
+        spec = "," * (len(shape) - 1) + space.vector
+        self.layout = Layout(spec, {len(shape) - 1: unit})
+        self._line = grid[self.layout.diagonal] if self.layout.diagonal else None
+        extra = self.layout.letters[len(space.features):]
+        self._sub = [self.layout.split(grid, self.shape, letter) for letter in extra]
+        held = self.layout.letters + (self.layout.diagonal or "")
+        self._copies = [grid[c] for c in space.rows.replace(",", "") if c not in held]
+        coords = dict(grid.coords)
+        if self._line is not None:
+            coords[self._line.name] = self.layout.root(grid)
+        self._block = self.layout.local_shape(grid, self.shape, coords)
+
+    def fetch(self, b: Array) -> Array:
+        """The features of this rank, b_l or b_j, from the stored blocks (Algorithm 7)."""
+        if self._line is not None:
+            root = self.layout.root(self.space.grid)
+            if self._line.rank != root:
+                b = self._line.empty(self._block, b.dtype)
+            b = self._line.broadcast(b, root)
+        for split in reversed(self._sub):
+            b = split.all_gather(b)
+        return b
+
+    def collect(self, db: Array) -> Array | None:
+        """The stored block of the sum of `db` over all ranks that hold rows.
+
+        Algorithm 8 with the reduction that it leaves out: reduce-scatter along x *and* reduce
+        along y (z on the side of C) onto the diagonal.  Every rank of a line takes part in
+        both; None is returned where no block is stored.
+        """
+        for axis in self._copies:
+            db = axis.all_reduce(db)
+        for split in self._sub:
+            db = split.reduce_scatter(db)
+        if self._line is not None:
+            db = self._line.reduce(db, self.layout.root(self.space.grid))
+        return db
+
+
+def _sum_rows(a: Array) -> Array:
+    """The sum of `a` over batch and positions, in float32 at least."""
+    xp = namespace(a)
+    wide = xp.float32 if a.dtype == xp.float16 else a.dtype
+    rows = xp.reshape(a, (a.shape[0] * a.shape[1],) + a.shape[2:])
+    return xp.astype(xp.sum(rows, axis=0, dtype=wide), a.dtype, copy=False)
+
+
+def add_forward(A: Array, b: Array, vector: Vector, out: Array) -> Array:
+    """C = A + b, the vector b added to every row (Algorithm 7)."""
+    b_l = vector.fetch(b)
+    if out is A:
+        out += b_l
+    else:
+        out[...] = A + b_l
+    return out
+
+
+def add_backward(dC: Array, vector: Vector) -> Array | None:
+    """db = the sum of dC over all rows (Algorithm 8, corrected); dA is dC itself."""
+    return vector.collect(_sum_rows(dC))
+
+
+def scale_forward(A: Array, b: Array, vector: Vector, out: Array) -> tuple[Array, Array]:
+    """C = A * b, every row times the vector b; returns also b_l, which backward needs."""
+    b_l = vector.fetch(b)
+    out[...] = A * b_l
+    return out, b_l
+
+
+def scale_backward(dC: Array, A: Array, b_l: Array, vector: Vector,
+                   out: Array) -> tuple[Array, Array | None]:
+    """dA = dC * b_l, with the gathered b_l, and db = the sum of dC * A over all rows."""
+    db = vector.collect(_sum_rows(dC * A))
+    out[...] = dC * b_l
+    return out, db

@@ -1,0 +1,212 @@
+"""The Transformer: the only definition of it, for every scheme."""
+
+import hashlib
+import math
+from typing import Any, Iterator, Mapping
+
+import numpy as np
+
+from mm3d.backend import Array
+from mm3d.layers import Attention, Chain, Gelu, LayerNorm, Linear, Residual
+from mm3d.contract import Scheme
+
+DTYPES = ("float64", "float32", "float16")
+
+
+def normal(seed: int, name: str, shape: tuple[int, ...], place: tuple[slice, ...],
+           lead: int) -> np.ndarray:
+    """A part of a global array of independent N(0, 1) numbers, in float64.
+
+    Each row has a random stream of its own (Philox, keyed by seed and name, counted from the
+    row's number), so that every rank draws only its own rows and all grids see the same array.
+
+    Parameters
+    ----------
+    seed, name : int, str
+        What the array depends on.
+    shape : tuple of int
+        Of the global array.
+    place : tuple of slice
+        The part wanted.
+    lead : int
+        How many of the first dimensions number the rows.
+    """
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
+    key = np.frombuffer(digest, np.uint64)
+    out = np.empty([s.stop - s.start for s in place])
+    for index in np.ndindex(out.shape[:lead]):
+        row = np.ravel_multi_index([s.start + i for s, i in zip(place, index)], shape[:lead])
+        stream = np.random.Philox(key=key, counter=[0, 0, 0, int(row)])
+        out[index] = np.random.Generator(stream).standard_normal(shape[lead:])[place[lead:]]
+    return out
+
+
+class Transformer:
+    """A stack of pre-LN Transformer layers, without embedding and head, as the paper measures.
+
+    y = x + Attention(LN(x)); y + MLP(LN(y)), with MLP factor 4 and GELU.  Weights are drawn from
+    N(0, 1 / fan-in), biases are zero; the same seed gives the same model for every scheme, grid
+    and number of ranks.
+
+    Parameters
+    ----------
+    scheme : Scheme
+        Where everything lies and how products are computed.
+    layers, hidden, heads : int
+        Number of layers, features of the residual stream, attention heads.
+    batch, seq : int
+        Global number of sequences and positions in each.
+    seed : int
+        Of the weights.
+    dtype : {"float64", "float32", "float16"}
+        Of parameters, gradients and activations.
+    causal : bool
+        Whether attention looks backward only.
+
+    Raises
+    ------
+    ValueError
+        On every rank alike, for sizes that cannot be dealt.
+
+    Attributes
+    ----------
+    parameters : list of Parameter
+        In order.
+    outer, inner : Space
+        Where activations lie outside and inside a pair of linear layers.
+    """
+
+    def __init__(self, scheme: Scheme, layers: int, hidden: int, heads: int, batch: int, seq: int,
+                 seed: int = 0, dtype: str = "float32", causal: bool = False) -> None:
+        sizes = dict(layers=layers, hidden=hidden, heads=heads, batch=batch, seq=seq)
+        for name, size in sizes.items():
+            if not isinstance(size, (int, np.integer)) or size < 1:
+                raise ValueError(f"{name}={size!r} should be a whole number of at least 1")
+        if hidden % heads:
+            below, above = hidden // heads * heads, (hidden // heads + 1) * heads
+            near = f"hidden={below} or hidden={above}" if below else f"hidden={above}"
+            raise ValueError(f"hidden={hidden} cannot be dealt to heads={heads} of equal size: "
+                             f"{near} would do")
+        if str(np.dtype(dtype)) not in DTYPES:
+            raise ValueError(f"dtype={dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
+        self.scheme, self.grid, self.seed = scheme, scheme.grid, seed
+        self.dtype, self.hidden = str(np.dtype(dtype)), hidden
+        self.shape = (batch, seq, hidden)
+        self.outer, self.inner = scheme.spaces(batch, seq)
+        self.layers = Chain(*(layer for n in range(layers)
+                              for layer in self._layer(f"layers.{n}", heads, causal)))
+        self.parameters = self.layers.parameters
+        self._draw()
+
+    def _layer(self, name: str, heads: int, causal: bool) -> tuple[Residual, Residual]:
+        """One Transformer layer: attention, then the multi-layer perceptron."""
+        h, head, dtype = self.hidden, self.hidden // heads, self._dtype
+        outer, inner = self.outer, self.inner
+
+        def norm(part):
+            return LayerNorm(f"{name}.{part}", outer, h, dtype)
+
+        def into(part, *features, unit=1):
+            return Linear(self.scheme, f"{name}.{part}", outer, inner, (h, *features), dtype,
+                          (1, unit))
+
+        def back(part, features, unit=1):
+            return Linear(self.scheme, f"{name}.{part}", inner, outer, (features, h), dtype,
+                          (unit, 1))
+
+        return (Residual(norm("ln1"), into("attention.qkv", 3, h, unit=head),
+                         Attention(inner, head, causal), back("attention.proj", h, unit=head)),
+                Residual(norm("ln2"), into("mlp.up", 4 * h), Gelu(inner),
+                         back("mlp.down", 4 * h)))
+
+    @property
+    def _dtype(self) -> Any:
+        return getattr(self.grid.backend.xp, self.dtype)
+
+    def _draw(self) -> None:
+        """Give every parameter its first value."""
+        for p in self.parameters:
+            if p.name.endswith(".bias"):
+                p.value[...] = 0
+            elif len(p.shape) == 1:
+                p.value[...] = 1
+            else:
+                place = p.layout.slices(self.grid, p.shape)
+                block = normal(self.seed, p.name, p.shape, place, 1) / math.sqrt(p.shape[0])
+                p.value[...] = self.grid.backend.asarray(block.astype(self.dtype))
+
+    def random(self, name: str) -> Array:
+        """This rank's block of an activation drawn from N(0, 1) by the model's seed and `name`."""
+        place = self.outer.layout().slices(self.grid, self.shape)
+        block = normal(self.seed, name, self.shape, place, 2)
+        return self.grid.backend.asarray(block.astype(self.dtype))
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        """The output for this rank's block `x` of the input, and what `backward` needs."""
+        self._check_block("x", x)
+        return self.layers.forward(x)
+
+    def backward(self, dy: Array, saved: Any) -> Array:
+        """The gradient dx for this rank's block `dy`; adds to the parameters' gradients."""
+        self._check_block("dy", dy)
+        return self.layers.backward(dy, saved)
+
+    def _check_block(self, name: str, a: Array) -> None:
+        expected = self.outer.local_shape(self.hidden)
+        if tuple(a.shape) != expected:
+            raise ValueError(f"{name} has the shape {tuple(a.shape)}, but this rank's block of "
+                             f"{self.shape} is {expected}: use model.shard")
+
+    def zero_gradients(self) -> None:
+        """Set all gradients to zero."""
+        for p in self.parameters:
+            p.grad[...] = 0
+
+    def shard(self, x: np.ndarray) -> Array:
+        """This rank's block of a global activation (batch, seq, hidden), in the model's dtype."""
+        if np.shape(x) != self.shape:
+            raise ValueError(f"the activation has the shape {np.shape(x)}, the model takes "
+                             f"(batch, seq, hidden) = {self.shape}")
+        return self.outer.layout().shard(np.asarray(x, self.dtype), self.grid)
+
+    def unshard(self, y: Array) -> np.ndarray:
+        """The global activation on every rank, from every rank's block (collective)."""
+        return self.outer.layout().unshard(y, self.grid, self.shape)
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Every parameter as a global array, on every rank (collective; for checks)."""
+        return {p.name: p.gather(p.value) for p in self.parameters}
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        """Every gradient as a global array, on every rank (collective; for checks)."""
+        return {p.name: p.gather(p.grad) for p in self.parameters}
+
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
+        """Take the parameters from global arrays, as `state` gives them."""
+        known = {p.name: p.public_shape for p in self.parameters}
+        for name in [*known, *state]:
+            if name not in known or name not in state:
+                raise ValueError(f"parameter {name!r} is "
+                                 f"{'missing' if name in known else 'not in the model'}")
+            if np.shape(state[name]) != known[name]:
+                raise ValueError(f"parameter {name!r} has the shape {known[name]}, not "
+                                 f"{np.shape(state[name])}")
+        for p in self.parameters:
+            p.load(np.asarray(state[p.name]))
+
+    def saved_bytes(self, saved: Any) -> int:
+        """Bytes that this rank keeps in `saved` between forward and backward."""
+        arrays = {id(a): a for a in _arrays(saved)}
+        return sum(math.prod(a.shape) * np.dtype(str(a.dtype).split(".")[-1]).itemsize
+                   for a in arrays.values())
+
+
+def _arrays(saved: Any) -> Iterator[Array]:
+    """All arrays within what a layer saved."""
+    if isinstance(saved, (tuple, list)):
+        for item in saved:
+            yield from _arrays(item)
+    elif hasattr(saved, "array"):
+        yield saved.array
+    elif saved is not None:
+        yield saved
