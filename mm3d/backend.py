@@ -238,6 +238,12 @@ def namespace(a: Array) -> ModuleType:
     return of(a).xp
 
 
+def wide_dtype(a: Array) -> Any:
+    """The dtype for sums over `a`: its own, but float32 for float16 where the library has it."""
+    xp = namespace(a)
+    return xp.float32 if a.dtype == getattr(xp, "float16", None) else a.dtype
+
+
 def matmul(a: Array, b: Array) -> Array:
     """C = A B: (..., n) times (n, ...); the last dimension of A meets the first of B."""
     n = b.shape[0]

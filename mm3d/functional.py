@@ -10,7 +10,7 @@ import math
 from typing import Callable, Iterator
 
 from mm3d import backend
-from mm3d.backend import Array, namespace
+from mm3d.backend import Array, namespace, wide_dtype
 
 GELU_SCALE = math.sqrt(2 / math.pi)
 GELU_CUBIC = 0.044715
@@ -27,7 +27,7 @@ def row_blocks(*arrays: Array) -> Iterator[tuple[Array, ...]]:
     flat = [xp.reshape(a, (rows, a.shape[-1])) for a in arrays]
     step = max(1, block // max(1, first.shape[-1]))
     for start in range(0, rows, step):
-        yield tuple(a[start:start + step, :] for a in flat)
+        yield tuple(a[start:min(start + step, rows), :] for a in flat)
 
 
 def gelu_forward(x: Array, out: Array) -> Array:
@@ -60,8 +60,7 @@ def gelu_backward(dy: Array, x: Array, out: Array) -> Array:
 
 def _sums(xp, a: Array) -> Array:
     """Sums over the last dimension, in float32 at least."""
-    wide = xp.float32 if a.dtype == xp.float16 else a.dtype
-    return xp.sum(a, axis=-1, dtype=wide, keepdims=True)
+    return xp.sum(a, axis=-1, dtype=wide_dtype(a), keepdims=True)
 
 
 def normalize_forward(x: Array, features: int, eps: float, total: Callable[[Array], Array],
@@ -145,7 +144,7 @@ def attention_forward(q: Array, k: Array, v: Array, first: int, causal: bool,
     """
     xp = namespace(q)
     batch, queries, heads, d = q.shape
-    wide = xp.float32 if q.dtype == xp.float16 else q.dtype
+    wide = wide_dtype(q)
     lse = backend.of(q).empty((batch, heads, queries), wide)
     mask = _mask(q, k, first, wide) if causal else None
     for b, some in _head_blocks(q, k):
@@ -194,7 +193,7 @@ def _head_blocks(q: Array, k: Array) -> Iterator[tuple[int, slice]]:
     step = max(1, 16 * backend.of(q).block // max(1, queries * k.shape[1]))
     for b in range(batch):
         for start in range(0, heads, step):
-            yield b, slice(start, start + step)
+            yield b, slice(start, min(start + step, heads))
 
 
 def _by_head(xp, a: Array) -> Array:

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 from mm3d import backend as backends
 from mm3d.backend import Array, Backend
-from mm3d.transport import Transport, transport_for
+from mm3d.transport import Transport, host_dtype, transport_for
 
 
 def blocks(extent: int, parts: int, unit: int = 1) -> list[int]:
@@ -112,7 +112,7 @@ class Axis:
         out = self.backend.empty(whole, a.dtype)
         flat, lengths = self._flat(out, dim, counts)
         self.transport.all_gather(self.backend.contiguous(a), flat, lengths)
-        self._count("all_gather", out.dtype, math.prod(whole) - math.prod(a.shape),
+        self._count("all_gather", out, math.prod(whole) - math.prod(a.shape),
                     self.size - 1)
         if flat is not out:
             for piece, block in self._pieces(flat, out, dim, counts):
@@ -146,7 +146,7 @@ class Axis:
                 piece[...] = block
         out = self.empty(_resized(a.shape, dim, counts[self.rank]), a.dtype)
         self.transport.reduce_scatter(flat, out, lengths)
-        self._count("reduce_scatter", a.dtype, math.prod(a.shape) - math.prod(out.shape),
+        self._count("reduce_scatter", a, math.prod(a.shape) - math.prod(out.shape),
                     self.size - 1)
         return out
 
@@ -159,7 +159,7 @@ class Axis:
         self.transport.all_reduce(a, out)
         length = math.prod(a.shape)
         own = blocks(length, self.size)[self.rank]
-        self._count("all_reduce", a.dtype, 2 * (length - own), 2 * (self.size - 1))
+        self._count("all_reduce", a, 2 * (length - own), 2 * (self.size - 1))
         return out
 
     def broadcast(self, a: Array, root: int) -> Array:
@@ -172,7 +172,7 @@ class Axis:
         a = self.backend.contiguous(a)
         self.transport.broadcast(a, root)
         received = int(self.rank != root)
-        self._count("broadcast", a.dtype, received * math.prod(a.shape), received)
+        self._count("broadcast", a, received * math.prod(a.shape), received)
         return a
 
     def reduce(self, a: Array, root: int) -> Array | None:
@@ -183,7 +183,7 @@ class Axis:
         out = self.backend.empty(a.shape, a.dtype) if self.rank == root else None
         self.transport.reduce(a, out, root)
         sent = int(self.rank != root)
-        self._count("reduce", a.dtype, sent * math.prod(a.shape), sent)
+        self._count("reduce", a, sent * math.prod(a.shape), sent)
         return out
 
     def _flat(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int]]:
@@ -210,12 +210,12 @@ class Axis:
             yield xp.reshape(flat[offset:offset + length], shape), a[index]
             start, offset = start + count, offset + length
 
-    def _count(self, collective: str, dtype, words: int, messages: int) -> None:
+    def _count(self, collective: str, a: Array, words: int, messages: int) -> None:
         traffic = self.traffic.setdefault(collective, Traffic())
         traffic.calls += 1
         traffic.messages += messages
         traffic.words += words
-        traffic.bytes += words * dtype.itemsize
+        traffic.bytes += words * host_dtype(a).itemsize
 
 
 def _resized(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:

@@ -184,10 +184,10 @@ class Attention:
 
     def _gathered(self, qkv: Array) -> tuple[Array, Array, Array]:
         by_head = self._by_head(qkv)
-        kv = by_head[:, :, 1:]
+        kv = by_head[:, :, 1:, ...]
         if self.split is not None:
             kv = self.split.all_gather(kv)
-        return by_head[:, :, 0], kv[:, :, 0], kv[:, :, 1]
+        return by_head[:, :, 0, ...], kv[:, :, 0, ...], kv[:, :, 1, ...]
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         q, k, v = self._gathered(x)
@@ -201,13 +201,13 @@ class Attention:
         q, k, v = self._gathered(x)
         dx = self.space.empty(x.shape, x.dtype)
         by_head = self._by_head(dx)
-        dkv = by_head[:, :, 1:]
+        dkv = by_head[:, :, 1:, ...]
         if self.split is not None:
             dkv = self.space.empty((k.shape[0], k.shape[1], 2, *k.shape[2:]), x.dtype)
         functional.attention_backward(self._by_head(dy), q, k, v, lse, self.space.first_position,
-                                      self.causal, by_head[:, :, 0], dkv[:, :, 0], dkv[:, :, 1])
+                                      self.causal, by_head[:, :, 0, ...], dkv[:, :, 0, ...], dkv[:, :, 1, ...])
         if self.split is not None:
-            by_head[:, :, 1:] = self.split.reduce_scatter(dkv)
+            by_head[:, :, 1:, ...] = self.split.reduce_scatter(dkv)
         return dx
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from mm3d.backend import Array, namespace
+from mm3d.backend import Array, namespace, wide_dtype
 from mm3d.grid import Axis, Grid, Split
 from mm3d.layout import Layout
 
@@ -133,9 +133,8 @@ class Vector:
 def _sum_rows(a: Array) -> Array:
     """The sum of `a` over batch and positions, in float32 at least."""
     xp = namespace(a)
-    wide = xp.float32 if a.dtype == xp.float16 else a.dtype
     rows = xp.reshape(a, (a.shape[0] * a.shape[1],) + a.shape[2:])
-    return xp.astype(xp.sum(rows, axis=0, dtype=wide), a.dtype, copy=False)
+    return xp.astype(xp.sum(rows, axis=0, dtype=wide_dtype(a)), a.dtype, copy=False)
 
 
 def add_forward(A: Array, b: Array, vector: Vector, out: Array) -> Array:

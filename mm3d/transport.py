@@ -63,8 +63,7 @@ class StagedTransport(Transport):
         return np.ascontiguousarray(self.backend.to_host(a))
 
     def _like(self, a: Array) -> np.ndarray:
-        dtype = self.backend.to_host(a[(slice(0, 0),) * len(a.shape)]).dtype
-        return np.empty(tuple(a.shape), dtype)
+        return np.empty(tuple(a.shape), host_dtype(a))
 
     def _deliver(self, host: np.ndarray, a: Array) -> None:
         a[...] = self.backend.asarray(host)
@@ -99,6 +98,11 @@ class StagedTransport(Transport):
 def transport_for(backend: Backend, comm) -> Transport:
     """The transport for arrays of `backend` between the ranks of `comm`."""
     return Transport(comm) if backend.host_buffers else StagedTransport(comm, backend)
+
+
+def host_dtype(a: Array) -> np.dtype:
+    """The NumPy dtype of the elements of `a`, found without looking at them."""
+    return np.dtype(str(a.dtype).rpartition(".")[2])  # a library may call it "library.float32"
 
 
 def _offsets(lengths: list[int]) -> list[int]:
