@@ -204,8 +204,9 @@ class Attention:
         dkv = by_head[:, :, 1:, ...]
         if self.split is not None:
             dkv = self.space.empty((k.shape[0], k.shape[1], 2, *k.shape[2:]), x.dtype)
-        functional.attention_backward(self._by_head(dy), q, k, v, lse, self.space.first_position,
-                                      self.causal, by_head[:, :, 0, ...], dkv[:, :, 0, ...], dkv[:, :, 1, ...])
+        functional.attention_backward(
+            self._by_head(dy), q, k, v, lse, self.space.first_position, self.causal,
+            by_head[:, :, 0, ...], dkv[:, :, 0, ...], dkv[:, :, 1, ...])
         if self.split is not None:
             by_head[:, :, 1:, ...] = self.split.reduce_scatter(dkv)
         return dx

@@ -87,10 +87,10 @@ class Transformer:
             near = f"hidden={below} or hidden={above}" if below else f"hidden={above}"
             raise ValueError(f"hidden={hidden} cannot be dealt to heads={heads} of equal size: "
                              f"{near} would do")
-        if str(np.dtype(dtype)) not in DTYPES:
+        if str(dtype) not in DTYPES:
             raise ValueError(f"dtype={dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
         self.scheme, self.grid, self.seed = scheme, scheme.grid, seed
-        self.dtype, self.hidden = str(np.dtype(dtype)), hidden
+        self.dtype, self.hidden = str(dtype), hidden
         self.shape = (batch, seq, hidden)
         self.outer, self.inner = scheme.spaces(batch, seq)
         self.layers = Chain(*(layer for n in range(layers)
