@@ -108,6 +108,7 @@ class Axis:
         if self.size == 1:
             return a
         counts = counts or [a.shape[dim]] * self.size
+        self._check(counts, a.shape[dim], counts[self.rank])
         whole = _resized(a.shape, dim, sum(counts))
         out = self.backend.empty(whole, a.dtype)
         flat, lengths = self._flat(out, dim, counts)
@@ -139,6 +140,7 @@ class Axis:
         if self.size == 1:
             return a
         counts = counts or blocks(a.shape[dim], self.size)
+        self._check(counts, a.shape[dim], sum(counts))
         a = self.backend.contiguous(a)
         flat, lengths = self._flat(a, dim, counts)
         if flat is not a:
@@ -185,6 +187,11 @@ class Axis:
         sent = int(self.rank != root)
         self._count("reduce", a, sent * math.prod(a.shape), sent)
         return out
+
+    def _check(self, counts: list[int], length: int, expected: int) -> None:
+        if length != expected or len(counts) != self.size:
+            raise ValueError(f"an array {length} long does not fit blocks of {counts} on rank "
+                             f"{self.rank} of {self.size} along {self.name}")
 
     def _flat(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int]]:
         """A buffer in which the blocks of `a` lie one after another, and their lengths.

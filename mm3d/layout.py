@@ -128,9 +128,11 @@ class Layout:
         shape = tuple(shape)
         local = np.ascontiguousarray(grid.backend.to_host(a))
         expected = self.local_shape(grid, shape)
-        if local.shape != expected:
-            raise ValueError(f"the block of an array of {shape} in layout {self.spec!r} is "
-                             f"{expected} on this rank, not {local.shape}")
+        found = grid.comm.allgather(None if local.shape == expected else (expected, local.shape))
+        for rank, wrong in enumerate(found):
+            if wrong:
+                raise ValueError(f"the block of an array of {shape} in layout {self.spec!r} is "
+                                 f"{wrong[0]} on rank {rank}, not {wrong[1]}")
         places = [self.slices(grid, shape, coords) for coords in grid.everywhere()]
         lengths = [math.prod(s.stop - s.start for s in place) for place in places]
         parts = np.empty(sum(lengths), local.dtype)
