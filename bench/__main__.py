@@ -1,0 +1,123 @@
+"""``python -m bench``: the verbs of the benchmark."""
+
+import argparse
+import sys
+import traceback
+from typing import NoReturn, Sequence
+
+from bench.cases import HEADINGS, TITLES, UsageError, load
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose messages come from one rank only."""
+
+    def _print_message(self, message: str, file=None) -> None:
+        import mm3d  # noqa: F401  (before MPI starts)
+        from mpi4py import MPI
+        if MPI.COMM_WORLD.rank == 0:
+            super()._print_message(message, file)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = Parser(prog="python -m bench", description=(
+        "Measure the rows of Tables 1 and 2 of arXiv:2105.14450 and set them beside what was "
+        "published."))
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+    presets = "; ".join(f"{name}: {preset.about}" for name, preset in load().presets.items())
+
+    rows = argparse.ArgumentParser(add_help=False)
+    rows.add_argument("--table", default="all", metavar="NAMES",
+                      help=f"{', '.join(HEADINGS)}, some with commas between, or all (default)")
+    rows.add_argument("--scheme", default="all", metavar="NAMES",
+                      help=f"{', '.join(TITLES)}, some with commas between, or all (default)")
+    rows.add_argument("--preset", default="laptop", choices=load().presets,
+                      help=f"the sizes (default laptop). {presets}")
+    rows.add_argument("--out", metavar="DIR",
+                      help="where the .h5 files go (default results/<machine>)")
+    rows.add_argument("--warmup", type=int, metavar="N",
+                      help="steps before the first that is timed, with the one that is verified "
+                           "(default: the preset's)")
+    rows.add_argument("--repetitions", type=int, metavar="N",
+                      help="steps that are timed (default: the preset's)")
+    rows.add_argument("--dtype", default=load().settings.dtype, choices=("float32", "float64"),
+                      help=f"of every array (default {load().settings.dtype})")
+    rows.add_argument("--backend", metavar="NAME",
+                      help="the array library (default MM3D_BACKEND, or numpy)")
+    rows.add_argument("--seed", type=int, default=0, metavar="N",
+                      help="of parameters and input (default 0)")
+
+    run = verbs.add_parser("run", parents=[rows], help=(
+        "under mpirun: measure the selected rows that have as many ranks as the job"))
+    for name in ("layers", "hidden", "heads", "batch", "seq"):
+        run.add_argument(f"--{name}", type=int, metavar="N", help="instead of the preset's")
+    verbs.add_parser("reproduce", parents=[rows], help=(
+        "measure all selected rows, starting mpirun for each rank count; then the tables and "
+        "figures"))
+    for name, text in (("table", "print the tables from the files of a folder"),
+                       ("plot", "draw the figures from the files of a folder")):
+        verbs.add_parser(name, help=text).add_argument("folder", metavar="DIR")
+    picture = verbs.add_parser("cube", help="draw which rank of a cube holds which block")
+    picture.add_argument("file", metavar="FILE", help="the picture, such as cube.png")
+    return top
+
+
+def run_on_all_ranks(arguments) -> int:
+    """The verb ``run``: a rank that fails ends the job, and never leaves the others waiting."""
+    import mm3d
+    from mpi4py import MPI
+    from bench.run import run
+    comm = MPI.COMM_WORLD
+    try:
+        status = run(arguments, comm)
+        # A rank that leaves with a failure may end the job: only after rank 0 has said why.
+        comm.Barrier()
+        return status
+    except (UsageError, mm3d.store.StoreError) as error:
+        # The same on every rank, so one of them says it; all leave together.
+        if comm.rank == 0:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        comm.Barrier()
+        return 2
+    except BaseException:
+        if comm.size == 1:
+            raise
+        traceback.print_exc()
+        sys.stderr.flush()
+        comm.Abort(1)
+        raise
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the command line says; the exit status."""
+    arguments = parser().parse_args(argv)
+    if arguments.verb == "run":
+        return run_on_all_ranks(arguments)
+    from mm3d.store import StoreError
+    try:
+        if arguments.verb == "reproduce":
+            from bench.reproduce import reproduce
+            return reproduce(arguments)
+        if arguments.verb == "table":
+            from bench.tables import tables
+            print(tables(arguments.folder))
+        elif arguments.verb == "cube":
+            from bench.cube import cube
+            print(cube(arguments.file))
+        else:
+            from bench.plots import plots
+            for path in plots(arguments.folder):
+                print(path)
+        return 0
+    except (UsageError, StoreError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def command() -> NoReturn:
+    """The program."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    command()

@@ -1,0 +1,208 @@
+"""The cases: which rows the paper's tables have, and with what sizes a preset runs them."""
+
+import math
+from functools import cache
+from importlib import resources
+from typing import Iterable, Literal
+
+import msgspec
+
+TITLES = {"1d": "1-D", "2d": "2-D", "3d": "3-D"}
+HEADINGS = {"weak": "Table 1, weak scaling", "strong": "Table 2, strong scaling"}
+
+
+class UsageError(ValueError):
+    """An argument that cannot be meant; the same on every rank, before any communication."""
+
+
+class Row(msgspec.Struct, array_like=True, frozen=True):
+    """A row as the paper prints it; times in seconds."""
+
+    table: Literal["weak", "strong"]
+    scheme: Literal["1d", "2d", "3d"]
+    gpus: int
+    batch: int
+    hidden: int
+    forward: float
+    backward: float
+    average: float
+
+    @property
+    def recomputed(self) -> float:
+        """Average step time by the paper's equation 6, in seconds per sequence."""
+        return (self.forward + self.backward) / self.batch
+
+    @property
+    def consistent(self) -> bool:
+        """Whether the printed average is the recomputed one, to the digits printed."""
+        return abs(self.average - self.recomputed) < 0.001
+
+
+class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What the paper leaves open."""
+
+    layers: int
+    seq: int
+    dtype: str
+    heads: dict[int, int]
+
+
+class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the sizes of a row become the sizes that are run."""
+
+    about: str
+    layers: int
+    seq: int
+    hidden_divisor: int
+    batch_divisor: int
+    rounding: Literal["nearest", "up"]
+    warmup: int
+    repetitions: int
+    verify_layers: int | None = None
+    verify_seq: int | None = None
+    verify_batch: int | None = None
+    verify_head_size: int | None = None
+
+
+class Cases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The contents of ``tables.toml``."""
+
+    rows: list[Row]
+    settings: Settings
+    presets: dict[str, Preset]
+
+
+class Sizes(msgspec.Struct, frozen=True):
+    """The sizes of one Transformer."""
+
+    layers: int
+    hidden: int
+    heads: int
+    batch: int
+    seq: int
+
+
+class Case(msgspec.Struct, frozen=True):
+    """A row with the sizes it is run at.
+
+    Attributes
+    ----------
+    row : Row
+        What was published.
+    preset : str
+        Which preset the sizes are from.
+    sizes : Sizes
+        Of the model that is measured.
+    verified : Sizes
+        Of the model that is compared with the serial scheme; `sizes` unless the preset says
+        that a serial model cannot be that large.
+    overridden : tuple of str
+        The sizes that were given by hand instead of by the preset.
+    """
+
+    row: Row
+    preset: str
+    sizes: Sizes
+    verified: Sizes
+    overridden: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """Such as ``weak-3d-p064-laptop``: the beginning of a result's file name."""
+        return f"{self.row.table}-{self.row.scheme}-p{self.row.gpus:03d}-{self.preset}"
+
+    @property
+    def title(self) -> str:
+        """Such as ``weak 3-D 64 ranks``."""
+        return f"{self.row.table} {TITLES[self.row.scheme]} {self.row.gpus} ranks"
+
+
+@cache
+def load() -> Cases:
+    """The rows, settings and presets of ``tables.toml``, checked."""
+    text = resources.files("bench").joinpath("tables.toml").read_bytes()
+    return msgspec.toml.decode(text, type=Cases, strict=False)
+
+
+def scaled_hidden(hidden: int, heads: int, divisor: int, rounding: str) -> int:
+    """`hidden` over `divisor` as a multiple of `heads`, at least one element a head."""
+    size = hidden / divisor / heads
+    return heads * max(1, math.ceil(size) if rounding == "up" else math.floor(size + 0.5))
+
+
+def case(row: Row, preset: str, **overrides: int | None) -> Case:
+    """The case that `row` is under `preset`.
+
+    Parameters
+    ----------
+    row : Row
+        Which row.
+    preset : str
+        One of ``load().presets``.
+    **overrides : int or None
+        Sizes to run instead of the preset's: `layers`, `hidden`, `heads`, `batch`, `seq`.
+
+    Raises
+    ------
+    UsageError
+        When the preset is unknown or the sizes make no model.
+    """
+    chosen = _one_of(load().presets, preset, "preset")
+    heads = load().settings.heads[row.hidden]
+    given = {name: value for name, value in overrides.items() if value is not None}
+    sizes = Sizes(**{
+        "layers": chosen.layers,
+        "hidden": scaled_hidden(row.hidden, heads, chosen.hidden_divisor, chosen.rounding),
+        "heads": heads,
+        "batch": max(1, row.batch // chosen.batch_divisor),
+        "seq": chosen.seq} | given)
+    for name, value in msgspec.structs.asdict(sizes).items():
+        if value < 1:
+            raise UsageError(f"--{name} {value}: must be at least 1")
+    if sizes.hidden % sizes.heads:
+        near = sizes.heads * max(1, round(sizes.hidden / sizes.heads))
+        raise UsageError(f"--hidden {sizes.hidden}: must be a multiple of the {sizes.heads} "
+                         f"heads, such as {near}")
+    return Case(row, preset, sizes, _verified(chosen, sizes), tuple(sorted(given)))
+
+
+def select(tables: str = "all", schemes: str = "all") -> list[Row]:
+    """The rows of some tables and schemes, in the paper's order.
+
+    Parameters
+    ----------
+    tables, schemes : str
+        Names with commas between them, or "all".
+
+    Raises
+    ------
+    UsageError
+        When a name is unknown, or no row has both.
+    """
+    wanted_tables = _names(tables, list(HEADINGS), "--table")
+    wanted_schemes = _names(schemes, list(TITLES), "--scheme")
+    return [row for row in load().rows
+            if row.table in wanted_tables and row.scheme in wanted_schemes]
+
+
+def _verified(preset: Preset, sizes: Sizes) -> Sizes:
+    """The sizes to verify: no larger than the preset's ``verify_`` sizes."""
+    def least(size: int, limit: int | None) -> int:
+        return size if limit is None else min(size, limit)
+    head_size = least(sizes.hidden // sizes.heads, preset.verify_head_size)
+    return Sizes(least(sizes.layers, preset.verify_layers), sizes.heads * head_size, sizes.heads,
+                 least(sizes.batch, preset.verify_batch), least(sizes.seq, preset.verify_seq))
+
+
+def _names(given: str, known: list[str], option: str) -> list[str]:
+    names = [name.strip() for name in given.split(",")]
+    if names == ["all"]:
+        return known
+    return [_one_of({k: k for k in known}, name, option, "all") for name in names]
+
+
+def _one_of(known: dict, name: str, what: str, *also: str):
+    if name not in known:
+        choices: Iterable[str] = [*known, *also]
+        raise UsageError(f"{what} {name!r} is unknown: choose one of {', '.join(choices)}")
+    return known[name]

@@ -1,0 +1,246 @@
+"""The verb ``run``: measure the rows whose rank count is that of the job."""
+
+import gc
+import shlex
+import sys
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from mpi4py import MPI
+
+import mm3d
+from bench import machine, verify
+from bench.cases import Case, Row, UsageError, case, load, select
+from mm3d import store, timing
+
+
+class Failed(Exception):
+    """A row that could not be measured, for a reason that is the same on every rank."""
+
+
+class Options(msgspec.Struct, frozen=True):
+    """What is the same for every row of a job."""
+
+    out: Path
+    warmup: int
+    repetitions: int
+    dtype: str
+    backend: str | None
+    seed: int
+
+
+def run(arguments, comm) -> int:
+    """Measure every selected row that has `comm.size` ranks; the exit status.
+
+    Raises
+    ------
+    UsageError
+        When no row has that many ranks, or an argument cannot be meant.
+    StoreError
+        When the results folder cannot be written.
+    """
+    cases = fitting(select(arguments.table, arguments.scheme), comm.size, arguments)
+    steps = {name: getattr(load().presets[arguments.preset], name)
+             if getattr(arguments, name) is None else getattr(arguments, name)
+             for name in ("warmup", "repetitions")}
+    for name, count in steps.items():
+        if count < 1:
+            raise UsageError(f"--{name} {count}: must be at least 1")
+    out = writable(Path(arguments.out or machine.default_out()), comm)
+    options = Options(out=out, dtype=arguments.dtype, backend=arguments.backend,
+                      seed=arguments.seed, **steps)
+    return max([report(one, options, comm) for one in cases])
+
+
+def fitting(rows: list[Row], ranks: int, arguments) -> list[Case]:
+    """The cases of those of `rows` that are for `ranks` ranks.
+
+    Raises
+    ------
+    UsageError
+        When there are none.
+    """
+    sizes = {name: getattr(arguments, name)
+             for name in ("layers", "hidden", "heads", "batch", "seq")}
+    cases = [case(row, arguments.preset, **sizes) for row in rows if row.gpus == ranks]
+    if cases:
+        return cases
+    counts = sorted({row.gpus for row in rows})
+    message = (f"no row of --table {arguments.table} --scheme {arguments.scheme} is for {ranks} "
+               f"rank{'s' * (ranks > 1)}: there are rows for {', '.join(map(str, counts))} ranks, "
+               f"as in mpirun -n {counts[0]} python -m bench run")
+    if ranks == 1:
+        message += (". If more ranks were started, the launcher started worlds of one: mpirun and "
+                    "mpi4py belong to different MPI libraries; use the mpirun of the MPI that "
+                    "this Python's mpi4py loads")
+    raise UsageError(message)
+
+
+def writable(folder: Path, comm) -> Path:
+    """`folder`, made by rank 0 and found writable; otherwise the same StoreError everywhere."""
+    problem = None
+    if comm.rank == 0:
+        try:
+            store.check_folder(folder)
+        except store.StoreError as error:
+            problem = str(error)
+    problem = comm.bcast(problem)
+    if problem:
+        raise store.StoreError(problem)
+    return folder
+
+
+def report(one: Case, options: Options, comm) -> int:
+    """Measure one case and say in a line of rank 0 what came of it; 0 when it was written."""
+    # What the last row held goes back before this one asks for memory.
+    gc.collect()
+    try:
+        line, status = f"done: {one.title}: {measure(one, options, comm)}", 0
+    except Failed as error:
+        line, status = f"failed: {one.title}: {error}", 1
+    if comm.rank == 0:
+        print(line, flush=True)
+    return status
+
+
+def measure(one: Case, options: Options, comm) -> str:
+    """Verify and measure one case and write its file; a summary of it.
+
+    Raises
+    ------
+    Failed
+        When the sizes do not fit the scheme, the result differs from the serial scheme's, or
+        the file cannot be written.
+    """
+    try:
+        scheme = mm3d.scheme(one.row.scheme, comm, backend=options.backend)
+        model = verify.build(scheme, one.sizes, options.seed, options.dtype)
+    except ValueError as error:
+        raise Failed(str(error)) from error
+    x, dy = model.random("input"), model.random("output gradient")
+    checks, traffic = verified(one, scheme, model, x, dy, options)
+    # The step that was counted and verified has been the first to warm up.
+    samples = timing.measure(lambda: model.forward(x)[1],
+                             lambda saved: model.backward(dy, saved), comm,
+                             scheme.grid.backend.synchronize, options.warmup - 1,
+                             options.repetitions, model.zero_gradients)
+    everyone = comm.gather(traffic)
+    outcome = None
+    if samples is not None:
+        outcome = written(store.Run(
+            configuration(one, scheme, options),
+            machine.describe(scheme.grid.backend.name, comm.size, MPI.Get_library_version(),
+                             command_line(sys.argv[1:])),
+            samples, dict(zip(store.COUNTS, np.stack(everyone, axis=2))),
+            expected_words(one, scheme), checks, published(one.row)), one, options.out)
+    succeeded, text = comm.bcast(outcome)
+    scheme.grid.free()
+    if not succeeded:
+        raise Failed(text)
+    return text
+
+
+def written(record: store.Run, one: Case, out: Path) -> tuple[bool, str]:
+    """Write `record`: whether it was, and a summary or what went wrong."""
+    try:
+        path = store.write(record, out, one.name)
+    except store.StoreError as error:
+        return False, str(error)
+    forward, backward = (timing.typical(record.samples[phase]) for phase in store.PHASES)
+    error = max(check.error for check in record.checks)
+    return True, (f"forward {forward:.3g} s, backward {backward:.3g} s, differs from serial by "
+                  f"{error:.1g}, {path.name}")
+
+
+def verified(one: Case, scheme, model, x, dy, options: Options) -> tuple[list, np.ndarray]:
+    """The checks, all passed, and what this rank moves in one step of `model`.
+
+    Raises
+    ------
+    Failed
+        When a check does not pass.
+    """
+    y, dx, traffic = counted_step(model, x, dy)
+    checked = model
+    if one.verified != one.sizes:
+        checked = verify.build(scheme, one.verified, options.seed, options.dtype)
+        y, dx, _ = counted_step(checked, checked.random("input"),
+                                checked.random("output gradient"))
+    checks = verify.compare(checked, y, dx, one.verified, options.seed, options.dtype)
+    problem = verify.failure(checks)
+    if problem:
+        scheme.grid.free()
+        raise Failed(problem)
+    return checks, traffic
+
+
+def counted_step(model, x, dy) -> tuple:
+    """One step from cleared gradients: output, input gradient, and this rank's traffic.
+
+    The traffic is int64, (counts, phases, axes, collectives) in `mm3d.store`'s orders.
+    """
+    grid = model.grid
+    moved = np.zeros((len(store.COUNTS), len(store.PHASES), len(store.AXES),
+                      len(store.COLLECTIVES)), np.int64)
+
+    def note(phase: int) -> None:
+        for (axis, collective), traffic in grid.traffic().items():
+            place = store.AXES.index(axis), store.COLLECTIVES.index(collective)
+            moved[(slice(None), phase, *place)] = [getattr(traffic, c) for c in store.COUNTS]
+        grid.reset_traffic()
+
+    model.zero_gradients()
+    grid.reset_traffic()
+    y, saved = model.forward(x)
+    note(0)
+    dx = model.backward(dy, saved)
+    note(1)
+    return y, dx, moved
+
+
+def expected_words(one: Case, scheme) -> np.ndarray:
+    """The closed form of the words of one step, as `mm3d.store.Run` keeps it."""
+    sizes = one.sizes
+    forms = mm3d.cost.transformer_words(scheme.name, scheme.grid.shape, sizes.layers,
+                                        sizes.hidden, sizes.heads, sizes.batch, sizes.seq)
+    expected = np.zeros((len(store.PHASES), len(store.AXES), len(store.COLLECTIVES)), np.int64)
+    for phase, name in enumerate(store.PHASES):
+        for (axis, collective), words in forms[name].items():
+            expected[phase, store.AXES.index(axis), store.COLLECTIVES.index(collective)] = words
+    return expected
+
+
+def configuration(one: Case, scheme, options: Options) -> dict[str, store.Setting]:
+    """Everything that says what was run."""
+    shape = scheme.grid.shape
+    verified_sizes = {f"verified_{name}": value
+                      for name, value in msgspec.structs.asdict(one.verified).items()}
+    return {"table": one.row.table, "scheme": one.row.scheme, "preset": one.preset,
+            "grid": " x ".join(map(str, shape.values())), "grid_axes": " ".join(shape),
+            "mlp_factor": 4, "causal": False, "dtype": options.dtype, "seed": options.seed,
+            "warmup": options.warmup, "repetitions": options.repetitions,
+            "overridden": " ".join(one.overridden),
+            "verified_measured_model": one.verified == one.sizes,
+            **msgspec.structs.asdict(one.sizes), **verified_sizes}
+
+
+def published(row: Row) -> dict[str, float]:
+    """The row as the paper prints it, with the names that files use."""
+    return {"gpus": row.gpus, "batch": row.batch, "hidden": row.hidden,
+            "forward_time": row.forward, "backward_time": row.backward,
+            "average_step_time": row.average, "recomputed_step_time": row.recomputed}
+
+
+def command_line(argv: list[str]) -> str:
+    """The command as it is recorded: of the results folder only the last part."""
+    kept, names_folder = [], False
+    for word in argv:
+        option, equals, value = word.partition("=")
+        if names_folder:
+            word = Path(word).name
+        elif equals and option == "--out":
+            word = f"--out={Path(value).name}"
+        kept.append(word)
+        names_folder = word == "--out"
+    return shlex.join(["python", "-m", "bench", *kept])
