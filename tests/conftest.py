@@ -1,0 +1,225 @@
+"""pytest on one rank or on many: `pytest` and `mpirun -n 8 pytest` run the same tests.
+
+A test says with `@pytest.mark.ranks(1, 4, 8)` on how many ranks it runs, once for each, and gets
+the first n ranks of the world as the fixture `comm`; the others do not run it but learn the
+verdict. A test without the marker runs on rank 0 alone. After each test all ranks meet: what
+fails on one fails on all, and rank 0 reports. A rank that does not come to the meeting in
+time (MM3D_TEST_TIMEOUT in seconds, or the marker `limit`) ends the run on all ranks, and each
+says where it was.
+"""
+import mm3d    # noqa: F401  before mpi4py: sets variables that MPI reads when it starts
+
+import functools
+import os
+import re
+import sys
+import threading
+import time
+import traceback
+
+import pytest
+from _pytest.runner import runtestprotocol
+from mpi4py import MPI
+
+from mm3d import environment
+from support import LIMIT, kill_running
+
+WORLD = MPI.COMM_WORLD
+MEETING = WORLD.Dup()         # no message of a test can be taken for one of the meeting's
+GRACE = min(LIMIT / 3, 10)    # seconds that a failed rank waits: it may be all the others wait for
+STDERR = os.dup(2)            # replaced in pytest_configure: pytest captures 2 while tests run
+
+
+def say(text: str) -> None:
+    """Write to the real stderr, from any rank and any thread, in one piece."""
+    os.write(STDERR, f"\n=== rank {WORLD.rank} of {WORLD.size}: {text.rstrip()}\n".encode())
+
+
+def abort() -> None:
+    kill_running()
+    WORLD.Abort(1)
+
+
+class Watch:
+    """Ends the run on all ranks when `task`, or the meeting after it, takes too long."""
+
+    earlier: list[str] = []    # failures, which pytest would have shown at the end
+
+    def __init__(self, task: str, seconds: float = LIMIT):
+        self.task, self.seconds, self.verdict, self.timers = task, seconds, None, []
+        self.start(seconds)
+
+    def start(self, seconds: float) -> None:
+        timer = threading.Timer(seconds, self.give_up)
+        timer.daemon = True
+        timer.start()
+        self.timers.append(timer)
+
+    def finished(self, outcome: str, text: str) -> None:
+        self.verdict = f"{outcome}, and the other ranks do not come\n{text}"
+        if outcome == "failed":
+            self.start(GRACE)
+
+    def close(self) -> None:
+        for timer in self.timers:
+            timer.cancel()
+
+    def give_up(self) -> None:
+        try:
+            for text in self.earlier if WORLD.rank == 0 else ():
+                say(f"failed earlier: {text}")
+            say(f"{self.task}: {self.verdict or self.place()}")
+            time.sleep(2)    # so that every rank can say its own
+        finally:
+            abort()
+
+    def place(self) -> str:
+        """Where the test is: the main thread's stack, below pytest's own frames."""
+        stack = traceback.extract_stack(sys._current_frames()[threading.main_thread().ident])
+        own = [i for i, at in enumerate(stack) if re.search(r"\b(_pytest|pluggy)\b", at.filename)]
+        stack = traceback.StackSummary.from_list(stack[max(own, default=-1) + 1:] or stack)
+        return f"not finished within {self.seconds:g} s, at\n{''.join(stack.format())}"
+
+
+def meet(mine: object) -> list:
+    """Exchange one object with all ranks, asleep while waiting: ranks may share cores."""
+    request, pause = MEETING.Ibarrier(), 1e-4
+    while not request.Test():
+        time.sleep(pause)
+        pause = min(1.2 * pause, 5e-3)
+    return MEETING.allgather(mine)
+
+
+def rank_count(item: pytest.Item) -> int:
+    """On how many ranks a test runs."""
+    return item.callspec.params.get("comm", 1) if hasattr(item, "callspec") else 1
+
+
+@functools.cache
+def first_ranks(n: int) -> MPI.Intracomm:
+    """The first n ranks of the world: one communicator for the session, as MPI has few."""
+    return WORLD.Create_group(WORLD.group.Incl(range(n)))
+
+
+@pytest.fixture
+def comm(request) -> MPI.Intracomm:
+    """The ranks that run this test."""
+    return first_ranks(request.param)
+
+
+@pytest.fixture
+def shared_tmp_path(comm, tmp_path):
+    """Rank 0's `tmp_path`, on all the ranks that run this test."""
+    return comm.bcast(tmp_path)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    if environment.local_ranks() > WORLD.size == 1:
+        pytest.exit(f"the launcher started {environment.local_ranks()} ranks, each alone in its "
+                    "world: its MPI is not the one that mpi4py uses", returncode=2)
+    os.dup2(sys.__stderr__.fileno(), STDERR)
+    if WORLD.rank:
+        config.pluginmanager.unregister(name="terminalreporter")
+
+
+def pytest_sessionstart(session):
+    session.watch = Watch("collecting the tests", max(LIMIT, 60))
+
+
+def pytest_generate_tests(metafunc):
+    marker = metafunc.definition.get_closest_marker("ranks")
+    if "comm" in metafunc.fixturenames:
+        counts = marker.args if marker else (1,)
+        metafunc.parametrize("comm", counts, indirect=True, ids=[f"{n}ranks" for n in counts])
+    elif marker:
+        raise pytest.UsageError(f"{metafunc.definition.nodeid}: the marker `ranks` is for tests "
+                                "that use the fixture `comm`")
+
+
+def pytest_collection_modifyitems(items):
+    for item in items:
+        n = rank_count(item)
+        if n > WORLD.size:
+            item.add_marker(pytest.mark.skip(reason=f"needs mpirun -n {n}"))
+
+
+def pytest_collection_finish(session):
+    mine = session.testsfailed, [item.nodeid for item in session.items]
+    session.watch.finished("done", "")
+    everyone = meet(mine)
+    session.watch.close()
+    if everyone.count(mine) < WORLD.size:
+        errors, names = mine
+        say(f"the ranks have found different tests; here {len(names)} and {errors} errors")
+        time.sleep(1)
+        abort()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem):
+    return True if WORLD.rank >= rank_count(pyfuncitem) else None    # True: has been called
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item, nextitem):
+    n = rank_count(item)
+    if WORLD.rank >= n:
+        item.fixturenames = []
+    marker = item.get_closest_marker("limit")
+    watch = Watch(item.nodeid, *(marker.args if marker else ()))
+    item.ihook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+    reports = runtestprotocol(item, log=False, nextitem=nextitem)
+    verdict = judge(reports)
+    watch.finished(verdict[0], verdict[-1])
+    share(reports, meet(verdict)[:n])
+    watch.close()
+    for report in reports:
+        item.ihook.pytest_runtest_logreport(report=report)
+    item.ihook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+    return True
+
+
+def judge(reports) -> tuple[str, str, str]:
+    """This rank's outcome of a test, in a word, in a line and in full."""
+    for outcome in ("failed", "skipped"):
+        bad = [report for report in reports if report.outcome == outcome]
+        if bad:
+            crash = getattr(bad[0].longrepr, "reprcrash", None)
+            line = (f"{crash.message.splitlines()[0]} ({os.path.basename(crash.path)}:"
+                    f"{crash.lineno})" if crash else bad[0].longreprtext)
+            output = [f"{title}\n{text}" for title, text in bad[-1].sections]
+            return outcome, line, "\n".join([report.longreprtext for report in bad] + output)
+    return "passed", "", ""
+
+
+def share(reports, verdicts) -> None:
+    """Make of this rank's reports what all ranks say: one that fails makes all fail."""
+    outcomes = {outcome for outcome, _, _ in verdicts}
+    if outcomes <= {"passed"} or outcomes == {"skipped"}:
+        return
+    first_ranks.cache_clear()    # messages may be left on the communicator
+    stories: dict[tuple, list[int]] = {}
+    for rank, (outcome, line, _) in enumerate(verdicts):
+        if outcome != "passed":
+            stories.setdefault((outcome, line), []).append(rank)
+    text = "\n".join(
+        f"{outcome} on rank {', '.join(map(str, ranks))} of {len(verdicts)}: {line}\n\n"
+        f"{verdicts[ranks[0]][-1]}\n" for (outcome, line), ranks in stories.items())
+    report = next((report for report in reports if report.failed), reports[len(reports) // 2])
+    Watch.earlier.append(f"{report.nodeid}\n{text}")
+    if len(verdicts) > 1 or not report.failed:    # else it is rank 0's own, in colour
+        report.outcome, report.longrepr, report.sections = "failed", text, []
+
+
+def pytest_keyboard_interrupt(excinfo):
+    # Interrupted is what all ranks have agreed on, such as errors during the collection.
+    if WORLD.size > 1 and not isinstance(excinfo.value, pytest.Session.Interrupted):
+        say(f"stopped: {excinfo.exconly()}")
+        abort()
+
+
+def pytest_internalerror(excrepr):
+    if WORLD.size > 1:
+        say(f"error inside pytest or its plugins: {excrepr}")
+        abort()

@@ -1,0 +1,198 @@
+"""The verbs, run as a user runs them."""
+import re
+import socket
+import sys
+from getpass import getuser
+
+import pytest
+
+from bench import machine, reproduce
+from bench.cases import case, select
+from bench.run import command_line
+from bench.tables import words_agree
+from mm3d import store
+from support import run_python, run_ranks
+
+TINY = ("--preset", "tiny", "--repetitions", "2")
+
+
+def runs(folder):
+    return [store.read(path) for path in sorted(folder.glob("*.h5"))]
+
+
+def test_run_measures_verifies_and_writes(tmp_path):
+    row = ("-m", "bench", "run", "--table", "weak", "--scheme", "3d", *TINY, "--out", tmp_path)
+    for _ in range(2):
+        done = run_ranks(8, *map(str, row))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("done: weak 3-D 8 ranks: forward")
+    # The second has not taken the place of the first.
+    first, second = runs(tmp_path)
+    assert first.created < second.created
+    assert first.samples["forward"].shape == (2, 8) and (first.samples["backward"] > 0).all()
+    names = [check.quantity for check in first.checks]
+    assert names[:2] == ["output", "input gradient"]
+    assert "gradient of layers.0.attention.qkv.bias" in names and len(names) == 2 + 12
+    assert all(0 < check.error <= check.tolerance for check in first.checks[:2])
+    assert words_agree(first) and first.traffic["words"].sum() > 0
+    assert (first.traffic["bytes"] == 4 * first.traffic["words"]).all()
+    chosen = case(select("weak", "3d")[0], "tiny").sizes
+    for name in ("layers", "hidden", "heads", "batch", "seq"):
+        assert first.configuration[name] == getattr(chosen, name)
+    assert first.configuration["grid"] == "2 x 2 x 2"
+    assert first.environment["command"].endswith(f"--out {tmp_path.name}")
+    check_private(first)
+
+
+def check_private(run):
+    """No value names the user, the host or the home folder."""
+    text = " ".join(map(str, [*run.configuration.values(), *run.environment.values()]))
+    for word in (getuser(), socket.gethostname(), "/home", "/root"):
+        assert not re.search(rf"(?<![\w-]){re.escape(word)}\b", text), word
+
+
+def test_one_job_measures_all_rows_of_its_rank_count(tmp_path):
+    done = run_ranks(8, "-m", "bench", "run", *TINY, "--dtype", "float64", "--layers", "2",
+                     "--batch", "5", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert [line.split(":")[1].strip() for line in done.stdout.splitlines()] == [
+        f"{table} {scheme} 8 ranks" for table in ("weak", "strong") for scheme in ("1-D", "3-D")]
+    for run in runs(tmp_path):
+        assert run.configuration["batch"] == 5 and run.configuration["layers"] == 2
+        assert run.configuration["overridden"] == "batch layers"
+        assert max(check.error for check in run.checks) < 1e-12 and words_agree(run)
+
+
+PERTURBED = """
+import sys
+import mm3d
+from bench.__main__ import main
+backward = mm3d.Transformer.backward
+
+def wrong(self, dy, saved):
+    dx = backward(self, dy, saved)
+    {what}
+    return dx
+
+mm3d.Transformer.backward = wrong
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def perturbed(tmp_path, what: str, *options: str):
+    """``bench run`` of two rows with a line of code more in backward."""
+    script = tmp_path / "perturbed.py"
+    script.write_text(PERTURBED.format(what=what))
+    return run_ranks(8, str(script), "run", "--scheme", "3d", *TINY, "--out",
+                     str(tmp_path / "out"), *options)
+
+
+def test_a_wrong_result_writes_no_times(tmp_path):
+    done = perturbed(tmp_path, "if self.grid.size > 1 and self.grid.rank == 3: "
+                               "self.parameters[2].grad *= 1.01")
+    assert done.returncode == 1
+    assert not list((tmp_path / "out").iterdir())
+    # Each row is named, and the second is tried although the first has failed.
+    lines = done.stdout.splitlines()
+    assert [line.split(":")[:2] for line in lines] == [
+        ["failed", " weak 3-D 8 ranks"], ["failed", " strong 3-D 8 ranks"]]
+    for line in lines:
+        assert re.search(r"gradient of layers.0.attention.qkv.weight has a relative error of "
+                         r"0.00\d+, tolerance 5e-05 \(1 of 14 quantities fail\)", line), line
+
+
+def test_not_a_number_is_a_wrong_result(tmp_path):
+    done = perturbed(tmp_path, "dx[...] = float('nan')", "--table", "weak")
+    assert done.returncode == 1 and "input gradient has a relative error of nan" in done.stdout
+
+
+def test_one_rank_that_raises_ends_the_job(tmp_path):
+    done = perturbed(tmp_path, "if self.grid.rank == 3: raise MemoryError('too small')")
+    assert done.returncode != 0 and "killed: did not end" not in done.stderr
+    assert "MemoryError: too small" in done.stderr
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_a_rank_count_that_no_row_has():
+    done = run_ranks(2, "-m", "bench", "run", "--scheme", "2d", *TINY)
+    assert done.returncode == 2
+    assert done.stderr.count("error: ") == 1
+    assert "no row of --table all --scheme 2d is for 2 ranks: there are rows for 16, 36, 64 " \
+           "ranks" in done.stderr
+    done = run_python("-m", "bench", "run", *TINY)
+    assert done.returncode == 2 and "the launcher started worlds of one" in done.stderr
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = run_ranks(8, "-m", "bench", "run", *TINY, "--out", str(tmp_path / "file" / "out"))
+    assert done.returncode == 2
+    assert done.stderr.count("cannot be written (Not a directory)") == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("options, message", [
+    (("--preset", "huge"), "invalid choice: 'huge'"),
+    (("--hidden", "100"), "--hidden 100: must be a multiple of the 32 heads"),
+    (("--repetitions", "0"), "--repetitions 0: must be at least 1"),
+    (("--backend", "abacus"), "abacus")])
+def test_wrong_arguments_get_one_message(tmp_path, options, message):
+    done = run_ranks(8, "-m", "bench", "run", "--table", "weak", "--scheme", "1d", *TINY,
+                     *options, "--out", str(tmp_path / "out"))
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).count(message) == 1
+
+
+@pytest.mark.limit(400)
+def test_reproduce_runs_every_rank_count_and_shows_the_results(tmp_path):
+    out = tmp_path / "results" / "here"
+    done = run_python("-m", "bench", "reproduce", "--table", "strong", "--scheme", "3d", *TINY,
+                      "--out", str(out), timeout=360)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\[ 1/2 \d\d:\d\d\] done: strong 3-D 8 ranks", done.stdout)
+    assert re.search(r"\[ 2/2 \d\d:\d\d\] done: strong 3-D 64 ranks", done.stdout)
+    assert "Table 2, strong scaling" in done.stdout
+    assert {path.suffix for path in out.iterdir()} == {".h5", ".png", ".txt"}
+    assert [run.ranks for run in runs(out)] == [8, 64]
+    for verb in ("table", "plot"):
+        again = run_python("-m", "bench", verb, str(out))
+        assert again.returncode == 0 and again.stdout
+        assert verb == "plot" or again.stdout == (out / "tables.txt").read_text()
+
+
+def test_reproduce_goes_on_after_a_row_that_kills_its_job(monkeypatch, capsys):
+    cases = [case(row, "tiny") for row in select("all", "1d,3d") if row.gpus == 8]
+    started = []
+
+    def command(job, options):
+        # The first job dies at its second row; the jobs of one row that follow succeed.
+        started.append([one.title for one in job])
+        lines = [f"done: {job[0].title}: fine"]
+        code = f"import sys; print({lines[0]!r}); sys.exit({9 if len(job) > 1 else 0})"
+        return [sys.executable, "-c", code]
+
+    monkeypatch.setattr(reproduce, "run_command", command)
+    progress = reproduce.Progress(len(cases))
+    failures = reproduce.measured(cases, [], progress)
+    progress.close()
+    titles = [one.title for one in cases]
+    assert failures == [f"failed: {titles[1]}: mpirun ended with status 9"]
+    assert started == [titles, [titles[2]], [titles[3]]]
+    assert progress.done == 4 and "[ 4/4 " in capsys.readouterr().out
+
+
+def test_reproduce_is_not_for_mpirun(tmp_path):
+    done = run_ranks(2, "-m", "bench", "reproduce", *TINY, "--out", str(tmp_path))
+    assert done.returncode == 2 and "reproduce starts mpirun itself" in done.stderr
+
+
+def test_the_recorded_command_has_no_folders():
+    assert command_line(["run", "--out", "/home/someone/results/x", "--seed", "1"]) == (
+        "python -m bench run --out x --seed 1")
+    assert command_line(["run", "--out=/home/someone/x"]) == "python -m bench run --out=x"
+
+
+def test_the_machine_has_a_neutral_name(monkeypatch):
+    monkeypatch.setattr(machine, "cpu_model", lambda: "AMD EPYC(TM) 7763 CPU @ 2.45GHz")
+    monkeypatch.setattr(machine.environment, "cores", lambda: 8)
+    assert machine.slug() == "amd-epyc-7763-8-cores"

@@ -1,0 +1,80 @@
+"""No operation changes the type of the numbers: float32 in, float32 everywhere."""
+import numpy as np
+import pytest
+
+import mm3d
+from mm3d import backend, transformer, transport
+from models import SIZES, SOME
+
+
+class Watched(np.ndarray):
+    """An array all of whose offspring are watched, too: every result, temporary and view."""
+
+    seen: set[str] = set()
+
+    def __array_finalize__(self, parent):
+        self.seen.add(str(self.dtype))
+
+
+class WatchedBackend(backend.Backend):
+    """NumPy, with every array watched from its first moment."""
+
+    name = "watched"
+
+    def empty(self, shape, dtype):
+        return np.empty(shape, dtype).view(Watched)
+
+    def arange(self, start, stop):
+        return np.arange(start, stop).view(Watched)
+
+
+@pytest.fixture
+def travelled(monkeypatch):
+    """Type and last dimension of every array that has been handed to a transport."""
+    found = set()
+
+    def spied(method):
+        def call(self, *arguments):
+            found.update((str(a.dtype), a.shape[-1]) for a in arguments
+                         if isinstance(a, np.ndarray))
+            return method(self, *arguments)
+        return call
+
+    for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce"):
+        method = getattr(transport.Transport, name)
+        monkeypatch.setattr(transport.Transport, name, spied(method))
+    return found
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """A backend whose arrays' types are recorded, and that all arrays in use belong to."""
+    library = WatchedBackend()
+    monkeypatch.setattr(backend, "_made", {"watched": library})
+    monkeypatch.setattr(Watched, "seen", set())
+    return library
+
+
+@pytest.mark.ranks(*SOME)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_no_promotion(comm, watched, travelled, dtype):
+    """All arrays of a step have the model's type, but for masks and positions; with float16,
+    sums and attention's probabilities are float32, of which only sums travel."""
+    float16 = dtype == "float16"
+    for parallelism in SOME[comm.size]:
+        with parallelism.on(comm, watched) as scheme:
+            Watched.seen.clear()
+            travelled.clear()
+            model = mm3d.Transformer(scheme, **SIZES["uneven"], dtype=dtype, causal=True)
+            y, saved = model.forward(model.random("x"))
+            dx = model.backward(model.random("dy"), saved)
+        lasting = [y, dx, *(a for p in model.parameters for a in (p.value, p.grad))]
+        assert all(isinstance(a, Watched) and a.dtype == dtype for a in lasting), parallelism
+        assert np.isfinite(y).all() and np.isfinite(dx).all(), parallelism
+        wide = {"float32"} if float16 else {dtype}
+        statistics = {str(a.dtype) for a in transformer._arrays(saved)} - {dtype}
+        assert statistics == wide - {dtype}, parallelism
+        assert Watched.seen == {dtype, "int64", "bool"} | wide, parallelism
+        assert comm.size == 1 or {kind for kind, _ in travelled} <= {dtype} | wide, parallelism
+        if float16:
+            assert all(kind == dtype or last <= 2 for kind, last in travelled), parallelism

@@ -1,0 +1,186 @@
+"""The harness judged by itself: small pytest runs on four ranks that go wrong on purpose."""
+import re
+import shutil
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from support import ROOT, clean_environment, kill_running, run_python, run_ranks
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def run(tmp_path):
+    """Run a file of tests under pytest on four ranks, to its end."""
+    for file in (ROOT / "setup.cfg", HERE / "conftest.py", HERE / "support.py"):
+        shutil.copy(file, tmp_path)
+
+    def run(body: str, *options: str, limit: float = 60, ranks: int = 4):
+        (tmp_path / "test_it.py").write_text("import sys, time\nimport pytest\n"
+                                             "from mpi4py import MPI\n" + body)
+        argv = "-m", "pytest", "-rs", "--color=no", *options, "test_it.py"
+        done = run_ranks(ranks, *argv, cwd=tmp_path, MM3D_TEST_TIMEOUT=str(limit))
+        done.text = done.stdout + done.stderr
+        assert "killed:" not in done.stderr, done.text    # it has ended by itself
+        return done
+    return run
+
+
+def on_four(*lines: str) -> str:
+    """The source of a test on four ranks."""
+    return "\n    ".join(["@pytest.mark.ranks(4)\ndef test_it(comm):", *lines]) + "\n"
+
+
+def test_a_pass_is_reported_once_and_temporary_folders_are_shared(run):
+    done = run("def test_alone(tmp_path): assert MPI.COMM_WORLD.rank == 0\n"
+               "@pytest.mark.ranks(1, 2, 4)\n"
+               "def test_counts(comm, shared_tmp_path):\n"
+               "    (shared_tmp_path / str(comm.rank)).touch()\n"
+               "    comm.barrier()\n"
+               "    assert len(list(shared_tmp_path.iterdir())) == comm.size\n")
+    assert done.returncode == 0, done.text
+    assert done.stdout.count("test session starts") == 1
+    assert "4 passed" in done.stdout
+
+
+def test_one_process_runs_what_one_rank_can(tmp_path, run):
+    run("@pytest.mark.ranks(1, 4)\ndef test_it(comm): assert comm.size == 1\n", ranks=1)
+    done = run_python("-m", "pytest", "-rs", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+    assert "1 passed, 1 skipped" in done.stdout
+    assert "needs mpirun -n 4" in done.stdout
+
+
+def test_too_few_ranks_skip_and_say_so(run):
+    done = run("@pytest.mark.ranks(4, 5)\ndef test_it(comm): pass\n")
+    assert done.returncode == 0, done.text
+    assert "1 passed, 1 skipped" in done.stdout
+    assert "needs mpirun -n 5" in done.stdout
+
+
+def test_one_failure_fails_all_and_the_run_goes_on(run):
+    done = run("def test_before(): pass\n"
+               + on_four("print('said by', comm.rank)", "assert comm.rank != 2", "comm.rank")
+               + "@pytest.mark.ranks(4)\ndef test_after(comm): assert comm.allreduce(1) == 4\n")
+    assert done.returncode == 1
+    assert "1 failed, 2 passed" in done.stdout
+    assert "failed on rank 2 of 4: assert 2 != 2" in done.stdout
+    assert "said by 2" in done.stdout and "said by 1" not in done.stdout
+
+
+def test_one_failure_ends_the_others_that_wait_for_it(run):
+    done = run(on_four("assert comm.rank != 2", "comm.barrier()"), limit=15)
+    assert done.returncode != 0 and "not finished" not in done.stderr
+    assert re.search(r"rank 2 of 4: test_it.py::test_it\[4ranks\]: failed.*assert 2 != 2",
+                     done.stderr, re.DOTALL), done.text
+
+
+def test_an_exit_is_a_failure(run):
+    done = run(on_four("if comm.rank == 3:", "    sys.exit(3)"))
+    assert done.returncode == 1, done.text
+    assert "failed on rank 3 of 4: SystemExit: 3" in done.stdout
+
+
+def test_a_hang_is_ended_and_every_rank_says_where_it_was(run):
+    done = run(on_four("if comm.rank == 1:", "    time.sleep(1000)", "comm.barrier()"), limit=5)
+    assert done.returncode != 0
+    for rank, line in enumerate(("comm.barrier()", "time.sleep(1000)") + 2 * ("comm.barrier()",)):
+        assert re.search(rf"rank {rank} of 4: test_it.py::test_it\[4ranks\]: not finished within "
+                         rf"5 s, at\n[^=]*\n +{re.escape(line)}", done.stderr), done.text
+    assert "pluggy" not in done.stderr
+
+
+def test_a_hang_of_one_rank_is_told_from_waiting(run):
+    body = on_four("if comm.rank == 1:", "    time.sleep(1000)")
+    done = run("def test_bad(): assert 1 == 2\n" + body, limit=5)
+    assert done.returncode != 0
+    assert len(re.findall("rank [023] of 4: .* passed, and the other ranks do not come",
+                          done.stderr)) == 3, done.text
+    assert re.search("rank 1 of 4: .* not finished within 5 s", done.stderr)
+    assert "failed earlier: test_it.py::test_bad" in done.stderr
+
+
+def test_the_marker_limit_overrules_the_variable(run):
+    done = run("@pytest.mark.limit(30)\ndef test_it(): time.sleep(4)\n", limit=1)
+    assert done.returncode == 0, done.text
+
+
+def test_a_skip_on_all_is_a_skip_and_on_one_a_failure(run):
+    done = run(on_four("pytest.skip('no reason')"))
+    assert done.returncode == 0, done.text
+    assert "1 skipped" in done.stdout
+    done = run(on_four("if comm.rank == 1:", "    pytest.skip('no reason')"))
+    assert done.returncode == 1
+    assert "skipped on rank 1 of 4" in done.stdout
+
+
+def test_a_failure_in_a_fixture_fails_all(run):
+    done = run("@pytest.fixture\ndef odd(comm):\n    assert comm.rank != 3\n    yield\n"
+               "    assert comm.rank != 1\n"
+               "@pytest.mark.ranks(1, 2, 4)\ndef test_it(comm, odd): pass\n")
+    assert done.returncode == 1
+    assert "failed on rank 3 of 4" in done.stdout and "failed on rank 1 of 2" in done.stdout
+
+
+def test_different_tests_on_the_ranks_end_the_run(run):
+    done = run("@pytest.mark.parametrize('n', range(MPI.COMM_WORLD.rank // 3 + 1))\n"
+               "def test_it(n): pass\n")
+    assert done.returncode != 0
+    assert "the ranks have found different tests; here 2" in done.stderr, done.text
+
+
+def test_pytest_exit_on_one_rank_ends_all(run):
+    done = run(on_four("if comm.rank == 1:", "    pytest.exit('enough')", "comm.barrier()"))
+    assert done.returncode != 0 and "not finished" not in done.stderr
+    assert re.search("rank 1 of 4: stopped: .*enough", done.stderr), done.text
+
+
+def test_the_marker_needs_the_fixture(run):
+    done = run("@pytest.mark.ranks(4)\ndef test_it(): pass\n")
+    assert done.returncode != 0
+    assert "the marker `ranks` is for tests that use the fixture `comm`" in done.text
+
+
+def test_a_launcher_of_another_mpi_is_refused(tmp_path, run):
+    run("def test_it(): pass\n", ranks=1)
+    done = run_python("-m", "pytest", cwd=tmp_path, OMPI_COMM_WORLD_LOCAL_SIZE="4")
+    assert done.returncode == 2
+    assert "started 4 ranks, each alone in its world" in done.stdout + done.stderr
+
+
+def test_a_late_program_is_killed_and_says_so():
+    done = run_python("-u", "-c", "import time; print('here'); time.sleep(1000)", timeout=3)
+    assert done.returncode != 0
+    assert done.stdout == "here\n"
+    assert "killed: did not end within 3 s" in done.stderr
+
+
+def test_killing_mpirun_ends_its_ranks(tmp_path):
+    source = (f"import mm3d, os, pathlib, time\nfrom mpi4py import MPI\n"
+              f"(pathlib.Path({str(tmp_path)!r}) / str(os.getpid())).touch()\ntime.sleep(1000)\n")
+    pids: set[str] = set()
+
+    def kill_once_started():
+        while len(pids) < 3:
+            time.sleep(0.1)
+            pids.update(file.name for file in tmp_path.iterdir())
+        kill_running()
+    threading.Thread(target=kill_once_started, daemon=True).start()
+    done = run_ranks(3, "-c", source)
+    assert done.returncode != 0 and "killed" not in done.stderr
+    end = time.monotonic() + 5
+    while any(Path("/proc", pid).exists() for pid in pids) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert len(pids) == 3
+    assert not [pid for pid in pids if Path("/proc", pid).exists()]
+
+
+def test_a_clean_environment_has_no_trace_of_a_launcher(monkeypatch):
+    monkeypatch.setenv("PMI_RANK", "3")
+    monkeypatch.setenv("MPI_LOCALNRANKS", "8")
+    env = clean_environment(MORE="1")
+    assert not {"PMI_RANK", "MPI_LOCALNRANKS"} & env.keys()
+    assert env["MORE"] == "1"

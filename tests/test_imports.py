@@ -1,0 +1,93 @@
+"""Who may import whom, read from the source."""
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+
+import mm3d
+
+PACKAGE = Path(mm3d.__file__).parent
+MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
+           for path in PACKAGE.rglob("*.py")}
+
+# backend <- transport <- grid <- layout <- space <- contract <- schemes, and
+# functional <- layers <- transformer: no module sees one above it, layers see no scheme.
+ARRAYS = {"backend", "grid", "layout", "space"}
+MAY_IMPORT = {
+    "backend": set(),
+    "transport": {"backend"},
+    "grid": {"backend", "transport"},
+    "layout": {"backend", "grid"},
+    "space": {"backend", "grid", "layout"},
+    "contract": ARRAYS | {"schemes"},    # the registry alone, which looks into the folder
+    "schemes.__init__": set(),
+    "functional": {"backend"},
+    "layers": ARRAYS | {"functional", "contract"},
+    "transformer": {"backend", "layers", "contract"},
+    "cost": {"contract"},
+    "environment": set(),
+    "timing": {"backend", "grid"},
+    "store": set(),
+    "__init__": {"environment", "cost", "grid", "layout", "contract", "space", "transformer"}}
+SCHEME = ARRAYS | {"contract"}
+
+# Packages that one file alone, or two, may know.
+ONLY_IN = {"cupy": {"backend"}, "mpi4py": {"grid", "contract"}, "h5py": {"store"},
+           "threadpoolctl": {"environment"}}
+TYPE_HINTS_ONLY = {("schemes.cube", "mpi4py")}
+EVERYWHERE = {"numpy", *sys.stdlib_module_names}
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names of all that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path.name}: a relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def own(path: Path) -> set[str]:
+    """The modules of mm3d among them."""
+    names = {name.removeprefix("mm3d.") for name in imports(path) if name.startswith("mm3d.")}
+    return {max((m for m in [*MODULES, "schemes"] if f"{name}.".startswith(f"{m}.")), key=len,
+                default=name) for name in names}
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_modules_see_only_what_is_below(module):
+    """A module that is new states in MAY_IMPORT what it needs; a scheme needs no entry."""
+    scheme = module.startswith("schemes.") and module != "schemes.__init__"
+    allowed = SCHEME if scheme else MAY_IMPORT[module]
+    assert own(MODULES[module]) <= allowed
+
+
+@pytest.mark.parametrize("module", sorted(MODULES))
+def test_libraries_are_known_to_one_file(module):
+    """CuPy, MPI and HDF5 can each be replaced in one place; nothing sees the benchmarks."""
+    packages = {name.partition(".")[0] for name in imports(MODULES[module])}
+    foreign = packages - EVERYWHERE - {"mm3d"}
+    allowed = {package for package, files in ONLY_IN.items() if module in files}
+    allowed |= {package for file, package in TYPE_HINTS_ONLY if file == module}
+    assert foreign <= allowed
+
+
+def test_only_backend_names_an_array_library():
+    """Algorithms call functions of the arrays' own library, NumPy's nowhere."""
+    for module in ("functional", "space", "schemes.cube", "schemes.megatron", "schemes.summa",
+                   "schemes.serial"):
+        assert not {name for name in imports(MODULES[module]) if name.startswith("numpy")}, module
+
+
+def test_the_order_has_no_circles():
+    """Modules can be ordered so that each imports only those before it."""
+    left = {m: own(path) - {"schemes"} for m, path in MODULES.items() if m != "__init__"}
+    while left:
+        ready = [m for m, needs in left.items() if not needs & left.keys()]
+        assert ready, f"a circle among {sorted(left)}"
+        for m in ready:
+            del left[m]

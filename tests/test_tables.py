@@ -1,0 +1,166 @@
+"""The paper's rows as data, and how tables and figures show them."""
+import pytest
+
+from bench import plots
+from bench.cases import UsageError, case, load, scaled_hidden, select
+from bench.results import collect
+from bench.tables import tables, words_agree
+from mm3d import store
+from records import made_up
+
+
+def test_every_row_of_both_tables():
+    counts = {(table, scheme): [row.gpus for row in select(table, scheme)]
+              for table in ("weak", "strong") for scheme in ("1d", "2d", "3d")}
+    for table in ("weak", "strong"):
+        assert counts[table, "1d"] == [8, 16, 36, 64]
+        assert counts[table, "2d"] == [16, 36, 64]
+        assert counts[table, "3d"] == [8, 64]
+    assert {row.hidden for row in select("strong")} == {3072}
+
+
+def test_one_printed_average_is_not_its_own_times():
+    wrong = [row for row in load().rows if not row.consistent]
+    assert [(row.table, row.scheme, row.gpus) for row in wrong] == [("weak", "3d", 64)]
+    assert wrong[0].average == 0.672 and round(wrong[0].recomputed, 3) == 0.532
+
+
+@pytest.mark.parametrize("preset", load().presets)
+def test_presets_make_models(preset):
+    for row in load().rows:
+        one = case(row, preset)
+        assert one.sizes.heads == load().settings.heads[row.hidden]
+        for sizes in (one.sizes, one.verified):
+            assert sizes.hidden % sizes.heads == 0
+            assert min(sizes.layers, sizes.batch, sizes.seq) >= 1
+        assert (one.verified == one.sizes) == (preset != "paper")
+
+
+def test_paper_preset_is_the_paper():
+    for row in load().rows:
+        sizes = case(row, "paper").sizes
+        assert (sizes.batch, sizes.hidden, sizes.seq, sizes.layers) == (
+            row.batch, row.hidden, 512, 24)
+
+
+def test_hidden_sizes_are_scaled_to_whole_heads():
+    assert scaled_hidden(6120, 72, 8, "nearest") == 792
+    assert scaled_hidden(8192, 128, 8, "nearest") == 1024
+    assert scaled_hidden(3072, 64, 32, "up") == 128
+    assert scaled_hidden(64, 64, 32, "nearest") == 64
+
+
+@pytest.mark.parametrize("tables, schemes, named", [
+    ("medium", "3d", "'medium' is unknown: choose one of weak, strong, all"),
+    ("weak", "3d,4d", "'4d' is unknown: choose one of 1d, 2d, 3d, all")])
+def test_unknown_rows(tables, schemes, named):
+    with pytest.raises(UsageError, match=named):
+        select(tables, schemes)
+
+
+def test_sizes_that_make_no_model():
+    row = select("weak", "3d")[0]
+    with pytest.raises(UsageError, match="--hidden 100: .* multiple of the 32 heads, such as 96"):
+        case(row, "tiny", hidden=100)
+    with pytest.raises(UsageError, match="--seq 0"):
+        case(row, "tiny", seq=0)
+
+
+def write_all(folder, **options):
+    """A made-up run of each row; the average of row number n is n + 1 thousandths of a second."""
+    for number, row in enumerate(load().rows):
+        average = (number + 1) / 1000 * case(row, "laptop").sizes.batch
+        store.write(made_up(row, average / 3, average * 2 / 3, **options), folder,
+                    case(row, "laptop").name)
+
+
+def test_tables_show_published_beside_measured(tmp_path):
+    write_all(tmp_path)
+    text = tables(tmp_path)
+    for number, row in enumerate(load().rows):
+        line = next(line for line in text.splitlines()
+                    if f"{row.forward:.3f}" in line and "|" in line)
+        published, measured = line.split("|")
+        assert f"{row.average:.3f}" in published and str(row.hidden) in published
+        assert float(measured.split()[-1]) == pytest.approx((number + 1) / 1000)
+        assert measured.split()[0] == str(row.batch // 2)
+    assert "missing" not in text and "NOT SCALING" not in text
+
+
+def test_tables_show_speed_ups_and_the_papers_errors(tmp_path):
+    write_all(tmp_path)
+    lines = tables(tmp_path).splitlines()
+    over = [line.split() for line in lines if line.startswith("over ")]
+    # The made-up averages at 64 ranks: 4, 7 and 9 (weak), 13, 16 and 18 (strong).
+    assert over == [["over", "1-D", "2.32x", "2.93x", f"{4 / 9:.2f}x"],
+                    ["over", "2-D", "1.57x", "1.98x", f"{7 / 9:.2f}x"],
+                    ["over", "1-D", "1.53x", "1.53x", f"{13 / 18:.2f}x"],
+                    ["over", "2-D", "1.38x", "1.38x", f"{16 / 18:.2f}x"]]
+    prose = " ".join(" ".join(lines).split())
+    assert "prints 0.672 s, but its own times give (79.349 + 125.037) / 384 = 0.532 s" in prose
+    assert "2.32x and 1.57x, are given for strong scaling" in prose
+    assert "0.672*" in prose
+
+
+def test_missing_rows_and_crowded_ranks_are_said(tmp_path):
+    store.write(made_up(select("weak", "3d")[1], oversubscribed=True), tmp_path, "weak")
+    text = " ".join(tables(tmp_path).split())
+    assert "Missing, 17 of 18 rows: weak 1-D 8," in text
+    assert "NOT SCALING RESULTS: in 1 of 1 rows ranks outnumber cores, with up to 64 ranks on " \
+           "32 cores" in text
+
+
+def test_the_latest_run_is_shown_and_bad_files_are_named(tmp_path):
+    row = select("strong", "3d")[0]
+    for second, forward in ((5, 0.125), (7, 0.5), (6, 0.25)):
+        store.write(made_up(row, forward, created=f"2030-01-02T03:04:0{second}+00:00"), tmp_path,
+                    "strong")
+    (tmp_path / "broken.h5").write_bytes(b"\x89HDF\r\n\x1a\nno more")
+    found, problems = collect(tmp_path)
+    assert found[0].get(row).samples["forward"].max(axis=1)[1] == pytest.approx(0.5)
+    assert found[0].earlier == 2
+    assert len(problems) == 1 and "broken.h5" in problems[0]
+    text = " ".join(tables(tmp_path).split())
+    assert "2 earlier runs" in text and "broken.h5" in text
+
+
+def test_words_that_differ_from_the_closed_form_are_said(tmp_path):
+    run = made_up(select("weak", "2d")[0])
+    assert words_agree(run)
+    run.expected_words[0, 0, 0] += 1
+    store.write(run, tmp_path, "weak")
+    assert "differ from the closed form in: weak 2-D 16" in " ".join(tables(tmp_path).split())
+
+
+def test_no_results(tmp_path):
+    with pytest.raises(store.StoreError, match="no results in"):
+        tables(tmp_path)
+    with pytest.raises(store.StoreError, match="no folder of results"):
+        tables(tmp_path / "nowhere")
+
+
+def test_figures_show_published_and_measured(tmp_path):
+    write_all(tmp_path)
+    results = collect(tmp_path)[0][0]
+    published, measured, *strong = plots.step_times(results).axes
+    lines = {line.get_label(): line.get_xydata().tolist() for line in published.lines}
+    assert lines["3-D"] == [[8, 0.58], [64, 0.672]]
+    assert lines["3-D, recomputed"] == [[64, pytest.approx(0.532, abs=5e-4)]]
+    lines = {line.get_label(): line.get_xydata().tolist() for line in measured.lines}
+    assert lines["2-D"] == [[16, pytest.approx(0.005)], [36, pytest.approx(0.006)],
+                            [64, pytest.approx(0.007)]]
+    for panel in (published, measured, *strong):
+        assert panel.get_ylabel().endswith("(s)") and panel.get_legend()
+
+
+def test_figures_are_written(tmp_path):
+    write_all(tmp_path, oversubscribed=True)
+    for path in plots.plots(tmp_path):
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+
+
+def test_closed_form_covers_the_ranks_between():
+    runs = [made_up(row) for row in select("strong", "2d")]
+    assert [ranks for ranks, _ in plots.closed_form(runs, "strong")] == [9, 16, 25, 36, 49, 64]
+    weak = [made_up(row) for row in select("weak", "2d")]
+    assert [ranks for ranks, _ in plots.closed_form(weak, "weak")] == [16, 36, 64]
