@@ -39,7 +39,17 @@ def parser() -> argparse.ArgumentParser:
                       help="steps before the first that is timed, with the one that is verified "
                            "(default: the preset's)")
     rows.add_argument("--repetitions", type=int, metavar="N",
-                      help="steps that are timed (default: the preset's)")
+                      help="the least number of steps that are timed (default: the preset's)")
+    rows.add_argument("--max-repetitions", type=int, metavar="N",
+                      help="the greatest (default: the preset's)")
+    rows.add_argument("--max-seconds", type=float, metavar="S",
+                      help="no step beyond the least number begins when so many seconds have "
+                           "passed (default: the preset's)")
+    rows.add_argument("--width", type=float, default=0.05, metavar="FRACTION",
+                      help="enough steps are timed when the 95 %% confidence intervals of both "
+                           "medians are no wider than this part of them (default 0.05)")
+    rows.add_argument("--order", type=int, metavar="SEED",
+                      help="of the order in which rows are measured (default: drawn; recorded)")
     rows.add_argument("--dtype", default=load().settings.dtype, choices=("float32", "float64"),
                       help=f"of every array (default {load().settings.dtype})")
     rows.add_argument("--backend", metavar="NAME",

@@ -1,6 +1,7 @@
 """The cases: which rows the paper's tables have, and with what sizes a preset runs them."""
 
 import math
+import random
 from functools import cache
 from importlib import resources
 from typing import Iterable, Literal
@@ -58,6 +59,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     rounding: Literal["nearest", "up"]
     warmup: int
     repetitions: int
+    max_repetitions: int
+    max_seconds: float
     verify_layers: int | None = None
     verify_seq: int | None = None
     verify_batch: int | None = None
@@ -183,6 +186,14 @@ def select(tables: str = "all", schemes: str = "all") -> list[Row]:
     wanted_schemes = _names(schemes, list(TITLES), "--scheme")
     return [row for row in load().rows
             if row.table in wanted_tables and row.scheme in wanted_schemes]
+
+
+def shuffled(cases: Iterable[Case], seed: int) -> list[Case]:
+    """`cases` in an order drawn from `seed`.
+
+    Each case draws its own number, so that any selection of them keeps the order.
+    """
+    return sorted(cases, key=lambda one: random.Random(f"{seed} {one.name}").random())
 
 
 def _verified(preset: Preset, sizes: Sizes) -> Sizes:

@@ -1,6 +1,7 @@
 """The verb ``reproduce``: every row of both tables, one mpirun for each rank count."""
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -11,8 +12,9 @@ from typing import Iterable
 from tqdm import tqdm
 
 from bench import machine
-from bench.cases import Case, UsageError, case, select
+from bench.cases import Case, UsageError, case, select, shuffled
 from bench.plots import plots
+from bench.run import steps
 from bench.tables import tables
 from mm3d import environment, store
 
@@ -61,17 +63,22 @@ def reproduce(arguments) -> int:
     if environment.local_ranks() > 1:
         raise UsageError("reproduce starts mpirun itself: run it without, as in "
                          "python -m bench reproduce")
-    cases = [case(row, arguments.preset) for row in select(arguments.table, arguments.scheme)]
+    if arguments.order is None:
+        arguments.order = secrets.randbelow(2 ** 31)
+    cases = shuffled((case(row, arguments.preset)
+                      for row in select(arguments.table, arguments.scheme)), arguments.order)
+    steps(arguments)
     out = store.check_folder(arguments.out or machine.default_out())
     options = passed_on(arguments, out)
     progress = Progress(len(cases))
     progress.say(f"{len(cases)} rows, preset {arguments.preset}, on {machine.cpu_model()}, "
-                 f"{environment.cores()} cores; results in {out}")
+                 f"{environment.cores()} cores; results in {out}; "
+                 f"order {arguments.order}")
     failures: list[str] = []
     # A polite kill ends the job that is running too.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        for ranks in sorted({one.row.gpus for one in cases}):
+        for ranks in dict.fromkeys(one.row.gpus for one in cases):
             progress.say(f"starting {ranks} ranks")
             failures += measured([one for one in cases if one.row.gpus == ranks], options,
                                  progress)
@@ -87,10 +94,11 @@ def reproduce(arguments) -> int:
 def passed_on(arguments, out: Path) -> list[str]:
     """The options of ``run`` that every row is measured with."""
     options = [f"--preset={arguments.preset}", f"--out={out}"]
-    for name in ("warmup", "repetitions", "dtype", "backend", "seed"):
+    for name in ("warmup", "repetitions", "max_repetitions", "max_seconds", "width", "order",
+                 "dtype", "backend", "seed"):
         value = getattr(arguments, name)
         if value is not None:
-            options.append(f"--{name}={value}")
+            options.append(f"--{name.replace('_', '-')}={value}")
     return options
 
 

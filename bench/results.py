@@ -48,9 +48,12 @@ def collect(folder: str | Path) -> tuple[list[Results], list[str]]:
     problems: list[str] = []
     for path in sorted(folder.glob("*.h5")):
         try:
-            runs.append(store.read(path))
+            run = store.read(path)
         except StoreError as error:
             problems.append(str(error))
+            continue
+        if isinstance(run, Run):
+            runs.append(run)
     found: dict[str, Results] = {}
     for run in sorted(runs, key=lambda run: run.created):
         chosen = run.configuration

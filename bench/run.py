@@ -1,8 +1,10 @@
 """The verb ``run``: measure the rows whose rank count is that of the job."""
 
 import gc
+import secrets
 import shlex
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 import msgspec
@@ -11,7 +13,7 @@ from mpi4py import MPI
 
 import mm3d
 from bench import machine, verify
-from bench.cases import Case, Row, UsageError, case, load, select
+from bench.cases import Case, Row, UsageError, case, load, select, shuffled
 from mm3d import store, timing
 
 
@@ -24,7 +26,8 @@ class Options(msgspec.Struct, frozen=True):
 
     out: Path
     warmup: int
-    repetitions: int
+    limits: timing.Limits
+    order: int
     dtype: str
     backend: str | None
     seed: int
@@ -41,16 +44,35 @@ def run(arguments, comm) -> int:
         When the results folder cannot be written.
     """
     cases = fitting(select(arguments.table, arguments.scheme), comm.size, arguments)
-    steps = {name: getattr(load().presets[arguments.preset], name)
-             if getattr(arguments, name) is None else getattr(arguments, name)
-             for name in ("warmup", "repetitions")}
-    for name, count in steps.items():
-        if count < 1:
-            raise UsageError(f"--{name} {count}: must be at least 1")
+    warmup, limits = steps(arguments)
+    order = comm.bcast(secrets.randbelow(2 ** 31) if arguments.order is None else arguments.order)
     out = writable(Path(arguments.out or machine.default_out()), comm)
     options = Options(out=out, dtype=arguments.dtype, backend=arguments.backend,
-                      seed=arguments.seed, **steps)
-    return max([report(one, options, comm) for one in cases])
+                      seed=arguments.seed, warmup=warmup, limits=limits, order=order)
+    return max([report(one, options, comm) for one in shuffled(cases, order)])
+
+
+def steps(arguments) -> tuple[int, timing.Limits]:
+    """Steps to warm up, and when to stop repeating: the preset's where nothing else is given.
+
+    Raises
+    ------
+    UsageError
+        When they cannot be meant.
+    """
+    preset = load().presets[arguments.preset]
+    chosen = {name: getattr(preset, name) if getattr(arguments, name) is None
+              else getattr(arguments, name)
+              for name in ("warmup", "repetitions", "max_repetitions", "max_seconds")}
+    if arguments.max_repetitions is None:
+        chosen["max_repetitions"] = max(chosen["max_repetitions"], chosen["repetitions"])
+    for name in ("warmup", "repetitions"):
+        if chosen[name] < 1:
+            raise UsageError(f"--{name} {chosen[name]}: must be at least 1")
+    try:
+        return chosen.pop("warmup"), timing.Limits(**chosen, width=arguments.width)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def fitting(rows: list[Row], ranks: int, arguments) -> list[Case]:
@@ -121,19 +143,22 @@ def measure(one: Case, options: Options, comm) -> str:
     x, dy = model.random("input"), model.random("output gradient")
     checks, traffic = verified(one, scheme, model, x, dy, options)
     # The step that was counted and verified has been the first to warm up.
-    samples = timing.measure(lambda: model.forward(x)[1],
-                             lambda saved: model.backward(dy, saved), comm,
-                             scheme.grid.backend.synchronize, options.warmup - 1,
-                             options.repetitions, model.zero_gradients)
+    found = timing.measure(lambda: model.forward(x)[1],
+                           lambda saved: model.backward(dy, saved), comm,
+                           scheme.grid.backend.synchronize, options.warmup - 1,
+                           options.limits, model.zero_gradients)
     everyone = comm.gather(traffic)
     outcome = None
-    if samples is not None:
+    if found is not None:
         outcome = written(store.Run(
             configuration(one, scheme, options),
             machine.describe(scheme.grid.backend.name, comm.size, MPI.Get_library_version(),
                              command_line(sys.argv[1:])),
-            samples, dict(zip(store.COUNTS, np.stack(everyone, axis=2))),
-            expected_words(one, scheme), checks, published(one.row)), one, options.out)
+            found.samples, dict(zip(store.COUNTS, np.stack(everyone, axis=2))),
+            expected_words(one, scheme), checks, published(one.row), late=found.late,
+            ended_by=found.ended_by, clock={"resolution": found.clock_resolution,
+                                            "offset_error": found.clock_offset_error}),
+            one, options.out)
     succeeded, text = comm.bcast(outcome)
     scheme.grid.free()
     if not succeeded:
@@ -219,7 +244,7 @@ def configuration(one: Case, scheme, options: Options) -> dict[str, store.Settin
     return {"table": one.row.table, "scheme": one.row.scheme, "preset": one.preset,
             "grid": " x ".join(map(str, shape.values())), "grid_axes": " ".join(shape),
             "mlp_factor": 4, "causal": False, "dtype": options.dtype, "seed": options.seed,
-            "warmup": options.warmup, "repetitions": options.repetitions,
+            "warmup": options.warmup, "order": options.order, **asdict(options.limits),
             "overridden": " ".join(one.overridden),
             "verified_measured_model": one.verified == one.sizes,
             **msgspec.structs.asdict(one.sizes), **verified_sizes}

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench import intervals
 from bench.cases import HEADINGS, TITLES, load, select
 from bench.results import Results, collect
 from mm3d import timing
@@ -56,7 +57,9 @@ def table(name: str, results: Results) -> str:
     units = ["size", "size", "time (s)", "time (s)", "step (s)"]
     heads = [["", "# GPUs", *columns, "|", *columns], ["scheme", "or ranks", *units, "|", *units]]
     groups = {"published (GPUs)": (2, 7), "measured (ranks)": (8, 13)}
-    return f"{HEADINGS[name]}\n\n{_grid(heads, lines, groups)}"
+    parts = [HEADINGS[name], _grid(heads, lines, groups)]
+    heads, lines = intervals.certainty(rows, runs)
+    return "\n\n".join(parts + [_grid(heads, lines, {})] * bool(lines))
 
 
 def speed_ups(name: str, results: Results) -> str:
@@ -66,10 +69,11 @@ def speed_ups(name: str, results: Results) -> str:
     for other in ("1d", "2d"):
         pair = rows[other], rows["3d"]
         runs = [results.get(row) for row in pair]
-        measured = "missing" if None in runs else _ratio(*map(measured_average, runs))
+        measured = (["missing", ""] if None in runs else
+                    [_ratio(*map(measured_average, runs)), intervals.verdict(*runs)])
         lines.append([f"over {TITLES[other]}", _ratio(*(row.average for row in pair)),
-                      _ratio(*(row.recomputed for row in pair)), measured])
-    heads = [["speed-up of 3-D at 64", "printed", "recomputed", "measured"]]
+                      _ratio(*(row.recomputed for row in pair)), *measured])
+    heads = [["speed-up of 3-D at 64", "printed", "recomputed", "measured", "differs"]]
     return _grid(heads, lines, {})
 
 
@@ -106,10 +110,11 @@ def measured_notes(results: Results) -> list[str]:
     notes = [f"Model: layers {_all(runs, 'layers')}, sequence {_all(runs, 'seq')}, "
              f"{_all(runs, 'dtype')}, MLP {_all(runs, 'mlp_factor')} x hidden. The published "
              f"figures are from V100 GPUs at the published sizes: compare ratios, not seconds.",
-             f"Times: of the slowest rank, the median of {_all(runs, 'repetitions')} repetitions "
-             f"after {_all(runs, 'warmup')} to warm up. Every result was first "
+             f"Times: of the slowest rank, the median of at least {_all(runs, 'repetitions')} "
+             f"repetitions after {_all(runs, 'warmup')} to warm up. Every result was first "
              f"verified against the serial scheme: the largest relative error is "
              f"{max(check.error for run in runs for check in run.checks):.1g}."]
+    notes += intervals.notes(runs)
     crowded = [run for run in runs if run.environment["oversubscribed"]]
     if crowded:
         most = max(crowded, key=lambda run: run.environment["ranks_per_core"])

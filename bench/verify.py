@@ -1,14 +1,12 @@
 """No time without a correct result: the measured model against the serial scheme."""
 
-import time
-
 import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 import mm3d
 from bench.cases import Sizes
-from mm3d import environment
+from mm3d import environment, timing
 from mm3d.store import Check
 
 # Relative Frobenius errors that rounding alone stays below: (outputs, gradients).  They hold for
@@ -53,7 +51,7 @@ def compare(model: mm3d.Transformer, output, input_gradient, sizes: Sizes, seed:
     if grid.rank == 0:
         with threadpool_limits(environment.cores(), user_api="blas"):
             reference = _reference(grid.backend, sizes, seed, dtype)
-    _wait_patiently(grid.comm)
+    timing.wait_patiently(grid.comm)
 
     forward, gradient = TOLERANCES[dtype]
     layout = model.outer.layout()
@@ -110,10 +108,3 @@ def _collect(block, layout, grid, shape: tuple[int, ...]) -> np.ndarray | None:
         if part.size:
             whole[place] = part
     return whole
-
-
-def _wait_patiently(comm) -> None:
-    """Meet at a barrier without keeping a core busy: a rank may be late by minutes."""
-    request = comm.Ibarrier()
-    while not request.Test():
-        time.sleep(0.005)

@@ -11,13 +11,15 @@ import secrets
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Mapping
 
 import h5py
 import numpy as np
 
+from mm3d.record import (Check, Measurements, Setting, dataset, fill_checks, fill_measurements,
+                         parse_checks, parse_measurements, scale, settings)
+
 FORMAT = "mm3d run"
-SCHEMA = 1
+SCHEMA = 2
 
 PHASES = ("forward", "backward")
 AXES = ("x", "y", "z")
@@ -26,35 +28,9 @@ COUNTS = {"calls": "1", "messages": "1", "words": "1", "bytes": "byte"}
 PUBLISHED = {"gpus": "1", "batch": "1", "hidden": "1", "forward_time": "s",
              "backward_time": "s", "average_step_time": "s", "recomputed_step_time": "s"}
 
-Setting = str | int | float | bool
-
 
 class StoreError(Exception):
     """A results folder that cannot be written, or a file that is no run; says which and why."""
-
-
-@dataclass(frozen=True)
-class Check:
-    """One quantity compared with its reference.
-
-    Attributes
-    ----------
-    quantity : str
-        Such as "output" or "gradient of layers.0.mlp.up.weight".
-    error : float
-        Relative Frobenius error.
-    tolerance : float
-        The largest error that passes.
-    """
-
-    quantity: str
-    error: float
-    tolerance: float
-
-    @property
-    def passed(self) -> bool:
-        """Whether the error is within the tolerance (a NaN is not)."""
-        return self.error <= self.tolerance
 
 
 @dataclass
@@ -78,6 +54,13 @@ class Run:
         The row that the paper prints, with the keys of `PUBLISHED`; times in seconds.
     created : str
         UTC, ISO 8601.
+    late : dict of str to ndarray
+        For each of `PHASES` how many seconds after the first rank each began, like `samples`;
+        empty in files of version 1.
+    ended_by : str
+        What ended the repetitions: "width", "repetitions" or "seconds".
+    clock : dict of str to float
+        "resolution" and "offset_error", seconds; empty in files of version 1.
     """
 
     configuration: dict[str, Setting]
@@ -88,6 +71,9 @@ class Run:
     checks: list[Check]
     published: dict[str, float]
     created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat())
+    late: dict[str, np.ndarray] = field(default_factory=dict)
+    ended_by: str = "repetitions"
+    clock: dict[str, float] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -116,12 +102,12 @@ def check_folder(folder: str | os.PathLike) -> Path:
     return folder
 
 
-def write(run: Run, folder: str | os.PathLike, name: str) -> Path:
+def write(run: Run | Measurements, folder: str | os.PathLike, name: str) -> Path:
     """Write `run` into `folder` as a file of its own.
 
     Parameters
     ----------
-    run : Run
+    run : Run or Measurements
         What to write.
     folder : path
         An existing folder.
@@ -141,7 +127,12 @@ def write(run: Run, folder: str | os.PathLike, name: str) -> Path:
     """
     image = io.BytesIO()
     with h5py.File(image, "w", libver="v110") as file:
-        _fill(file, run)
+        file.attrs.update({"format": FORMAT, "schema_version": SCHEMA, "created": run.created,
+                           "kind": "model" if isinstance(run, Run) else run.kind})
+        for group in ("configuration", "environment"):
+            file.create_group(group).attrs.update(getattr(run, group))
+        fill_checks(file, run.checks)
+        (_fill if isinstance(run, Run) else fill_measurements)(file, run)
     stamp = datetime.fromisoformat(run.created).strftime("%Y%m%dT%H%M%SZ")
     try:
         return _publish(image.getbuffer(), Path(folder), f"{name}-{stamp}")
@@ -150,8 +141,8 @@ def write(run: Run, folder: str | os.PathLike, name: str) -> Path:
                          f"files that are there are untouched") from error
 
 
-def read(path: str | os.PathLike) -> Run:
-    """The run in the file `path`.
+def read(path: str | os.PathLike) -> Run | Measurements:
+    """The run in the file `path`: of a model, or of a microbenchmark.
 
     Raises
     ------
@@ -161,7 +152,8 @@ def read(path: str | os.PathLike) -> Run:
     try:
         with h5py.File(path, "r") as file:
             _check_kind(file, path)
-            return _parse(file)
+            kind = str(file.attrs.get("kind", "model"))
+            return _parse(file) if kind == "model" else parse_measurements(file, kind)
     except StoreError:
         raise
     except FileNotFoundError as error:
@@ -209,47 +201,31 @@ def _sync_folder(folder: Path) -> None:
 
 
 def _fill(file: h5py.File, run: Run) -> None:
-    file.attrs.update({"format": FORMAT, "schema_version": SCHEMA, "created": run.created})
-    for name in ("configuration", "environment"):
-        file.create_group(name).attrs.update(getattr(run, name))
     repetitions, ranks = run.samples["forward"].shape
     samples = file.create_group("samples")
-    _scale(samples, "repetition", np.arange(repetitions))
-    _scale(samples, "rank", np.arange(ranks))
+    scale(samples, "repetition", np.arange(repetitions))
+    scale(samples, "rank", np.arange(ranks))
     for phase in PHASES:
-        _dataset(samples, phase, run.samples[phase].astype(np.float64), "s",
-                 ("repetition", "rank"))
+        dataset(samples, phase, run.samples[phase].astype(np.float64), "s",
+                ("repetition", "rank"))
+        if run.late:
+            dataset(samples, f"{phase}_late", run.late[phase].astype(np.float64), "s",
+                    ("repetition", "rank"))
+    samples.attrs["ended_by"] = run.ended_by
+    for name, seconds in run.clock.items():
+        file.require_group("clock").create_dataset(name, data=seconds).attrs["units"] = "s"
     traffic = file.create_group("traffic")
     for name, labels in (("phase", PHASES), ("axis", AXES), ("collective", COLLECTIVES)):
-        _scale(traffic, name, list(labels))
-    _scale(traffic, "rank", np.arange(ranks))
+        scale(traffic, name, list(labels))
+    scale(traffic, "rank", np.arange(ranks))
     for name, unit in COUNTS.items():
-        _dataset(traffic, name, run.traffic[name].astype(np.int64), unit,
-                 ("phase", "rank", "axis", "collective"))
-    _dataset(traffic, "expected_words", run.expected_words.astype(np.int64), "1",
-             ("phase", "axis", "collective"))
-    verification = file.create_group("verification")
-    _scale(verification, "quantity", [check.quantity for check in run.checks])
-    for name in ("error", "tolerance"):
-        values = np.array([getattr(check, name) for check in run.checks], np.float64)
-        _dataset(verification, name, values, "1", ("quantity",))
+        dataset(traffic, name, run.traffic[name].astype(np.int64), unit,
+                ("phase", "rank", "axis", "collective"))
+    dataset(traffic, "expected_words", run.expected_words.astype(np.int64), "1",
+            ("phase", "axis", "collective"))
     published = file.create_group("published")
     for name, unit in PUBLISHED.items():
         published.create_dataset(name, data=run.published[name]).attrs["units"] = unit
-
-
-def _scale(group: h5py.Group, name: str, values) -> None:
-    group.create_dataset(name, data=values).make_scale(name)
-
-
-def _dataset(group: h5py.Group, name: str, values: np.ndarray, units: str,
-             dims: tuple[str, ...]) -> None:
-    """A dataset with a checksum, its units, and `group`'s scales as its dimensions."""
-    dataset = group.create_dataset(name, data=values, chunks=values.shape, fletcher32=True,
-                                   compression="gzip")
-    dataset.attrs["units"] = units
-    for index, dim in enumerate(dims):
-        dataset.dims[index].attach_scale(group[dim])
 
 
 def _check_kind(file: h5py.File, path) -> None:
@@ -271,20 +247,16 @@ def _parse(file: h5py.File) -> Run:
               for phase in PHASES]
     shapes += [(f"traffic/{name}", traffic[name].shape, counted) for name in COUNTS]
     shapes += [("traffic/expected_words", expected.shape, counted[:1] + counted[2:])]
+    late = {phase: file[f"samples/{phase}_late"][...] for phase in PHASES
+            if f"{phase}_late" in file["samples"]}
+    shapes += [(f"samples/{phase}_late", found.shape, (repetitions, ranks))
+               for phase, found in late.items()]
     for name, shape, wanted in shapes:
         if shape != wanted:
             raise ValueError(f"{name} has the shape {shape}, which should be {wanted}")
-    group = file["verification"]
-    checks = [Check(quantity.decode(), float(error), float(tolerance)) for quantity, error,
-              tolerance in zip(group["quantity"][...], group["error"][...],
-                               group["tolerance"][...], strict=True)]
-    return Run(_settings(file["configuration"].attrs), _settings(file["environment"].attrs),
-               samples, traffic, expected, checks,
+    return Run(settings(file["configuration"].attrs), settings(file["environment"].attrs),
+               samples, traffic, expected, parse_checks(file),
                {name: float(file["published"][name][()]) for name in PUBLISHED},
-               str(file.attrs["created"]))
-
-
-def _settings(attributes: Mapping) -> dict[str, Setting]:
-    """Attributes as plain Python values."""
-    return {name: value.item() if isinstance(value, np.generic) else value
-            for name, value in attributes.items()}
+               str(file.attrs["created"]), late,
+               str(file["samples"].attrs.get("ended_by", "repetitions")),
+               {name: float(value[()]) for name, value in file.get("clock", {}).items()})

@@ -1,20 +1,164 @@
 """Timing: seconds of forward and backward, on every rank, for every repetition."""
 
+import platform
+import time
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, Callable
 
 import numpy as np
 
+from mm3d.statistics import Interval, median_interval
+
+PHASES = ("forward", "backward")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """When to stop repeating.
+
+    Attributes
+    ----------
+    repetitions, max_repetitions : int
+        The least and the greatest number of repetitions that count.
+    max_seconds : float
+        After the least number no repetition begins when so many seconds have passed since the
+        first that counts.
+    width : float
+        Enough is known when the 95 % confidence intervals of the medians are no wider than this
+        fraction of the median.
+
+    Raises
+    ------
+    ValueError
+        When a limit cannot be meant.
+    """
+
+    repetitions: int
+    max_repetitions: int
+    max_seconds: float = np.inf
+    width: float = 0.05
+
+    def __post_init__(self) -> None:
+        if self.repetitions < 1:
+            raise ValueError(f"repetitions {self.repetitions}: must be at least 1")
+        if self.max_repetitions < self.repetitions:
+            raise ValueError(f"at most {self.max_repetitions} repetitions: must be at least the "
+                             f"{self.repetitions} that are asked for")
+        if not self.width > 0 or not self.max_seconds > 0:
+            raise ValueError(f"width {self.width:g} and {self.max_seconds:g} seconds: both must "
+                             f"be greater than 0")
+
+    def reached(self, done: int, seconds: float,
+                intervals: Callable[[], list[Interval]]) -> str:
+        """What ends the repetitions after `done` of them: "width", "repetitions", "seconds", or
+        "" when more are due."""
+        if done < self.repetitions:
+            return ""
+        if all(interval.within(self.width) for interval in intervals()):
+            return "width"
+        if done >= self.max_repetitions:
+            return "repetitions"
+        return "seconds" if seconds >= self.max_seconds else ""
+
+
+class Clock:
+    """Seconds on rank 0's clock, for every rank.
+
+    Ranks under one kernel share its monotonic clock.  Elsewhere the offset is measured once with
+    messages to and from rank 0, the fastest of which counts; half their time is its error.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks; every one of them must make it.
+
+    Attributes
+    ----------
+    offset : float
+        What is added to this rank's clock, seconds.
+    offset_error : float
+        The offset's largest possible error, seconds; 0 where the clock is shared.
+    """
+
+    def __init__(self, comm) -> None:
+        self.offset = self.offset_error = 0.0
+        kernels = comm.allgather(_kernel())
+        for rank in range(1, comm.size):
+            if kernels[rank] != kernels[0] and comm.rank in (0, rank):
+                self._synchronize(comm, rank)
+
+    def now(self) -> float:
+        """The time."""
+        return perf_counter() + self.offset
+
+    def _synchronize(self, comm, rank: int, rounds: int = 100) -> None:
+        best = np.inf
+        for _ in range(rounds):
+            if comm.rank == 0:
+                comm.recv(source=rank)
+                comm.send(perf_counter(), dest=rank)
+                continue
+            sent = perf_counter()
+            comm.send(None, dest=0)
+            there = comm.recv(source=0)
+            received = perf_counter()
+            if received - sent < best:
+                best = received - sent
+                self.offset = there - (sent + received) / 2
+                self.offset_error = best / 2
+
+    @staticmethod
+    def resolution(readings: int = 1000) -> float:
+        """The least difference of two readings that differ, seconds."""
+        times = [perf_counter() for _ in range(readings)]
+        steps = [b - a for a, b in zip(times, times[1:]) if b > a]
+        return min(steps, default=np.inf)
+
+
+def _kernel() -> str:
+    """What tells whether two ranks share a clock; for comparison only."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
+
+
+@dataclass
+class Measured:
+    """What `measure` found, on rank 0.
+
+    Attributes
+    ----------
+    samples : dict of str to ndarray
+        "forward" and "backward": seconds, (repetitions, ranks), float64.
+    late : dict of str to ndarray
+        For the same phases, repetitions and ranks: seconds by which the rank began after the
+        first of them, the skew that the barrier leaves.
+    ended_by : str
+        "width", "repetitions" or "seconds": which of `Limits` ended it.
+    clock_resolution, clock_offset_error : float
+        Of the worst rank, seconds.
+    """
+
+    samples: dict[str, np.ndarray]
+    late: dict[str, np.ndarray]
+    ended_by: str
+    clock_resolution: float
+    clock_offset_error: float
+
 
 def measure(forward: Callable[[], Any], backward: Callable[[Any], Any], comm,
-            synchronize: Callable[[], None], warmup: int, repetitions: int,
-            prepare: Callable[[], None] = lambda: None) -> dict[str, np.ndarray] | None:
-    """Time `forward` and `backward` apart.
+            synchronize: Callable[[], None], warmup: int, limits: Limits,
+            prepare: Callable[[], None] = lambda: None) -> Measured | None:
+    """Time `forward` and `backward` apart, until the medians are known well enough.
 
     Before each of the two all ranks meet at a barrier and the device is idle; a phase ends when
-    the device is idle again.  `prepare` and the barriers are not timed.
+    the device is idle again.  `prepare`, the barriers and rank 0's decision whether to go on are
+    not timed.
 
     Parameters
     ----------
@@ -28,47 +172,88 @@ def measure(forward: Callable[[], Any], backward: Callable[[Any], Any], comm,
         Waits until the device has finished.
     warmup : int
         Repetitions before the first that counts.
-    repetitions : int
-        Repetitions that count, at least one.
+    limits : Limits
+        When to stop.
     prepare : callable, optional
         Called before each repetition, such as to clear gradients.
 
     Returns
     -------
-    dict of str to ndarray, or None
-        "forward" and "backward": seconds, (repetitions, ranks), float64, on rank 0; None on
-        the other ranks.
+    Measured or None
+        On rank 0; None on the other ranks.
 
     Raises
     ------
     ValueError
-        When `repetitions` is less than 1 or `warmup` less than 0.
+        When `warmup` is less than 0.
     """
-    if repetitions < 1 or warmup < 0:
-        raise ValueError(f"repetitions {repetitions}, warm-up {warmup}: at least one repetition "
-                         f"and no negative warm-up would do")
-    local = np.empty((2, warmup + repetitions))
-    for repetition in range(warmup + repetitions):
+    if warmup < 0:
+        raise ValueError(f"warm-up {warmup}: must not be negative")
+    clock = Clock(comm)
+    errors = np.array(comm.allgather((clock.resolution(), clock.offset_error))).max(axis=0)
+    kept: list[np.ndarray] = []
+    ended_by, repetition, begun = "", 0, clock.now()
+    while not ended_by:
+        if repetition == warmup:
+            begun = clock.now()
         prepare()
-        local[0, repetition], saved = _timed(forward, comm, synchronize)
-        local[1, repetition], _ = _timed(partial(backward, saved), comm, synchronize)
+        times = np.empty((2, 2))
+        times[0], saved = _timed(forward, comm, synchronize, clock)
+        times[1], _ = _timed(partial(backward, saved), comm, synchronize, clock)
         # Nothing of one repetition stays in memory in the next.
         del saved, _
-    everyone = np.empty((comm.size, *local.shape)) if comm.rank == 0 else None
-    comm.Gather(local, everyone)
-    if everyone is None:
+        everyone = np.empty((comm.size, 2, 2)) if comm.rank == 0 else None
+        comm.Gather(times, everyone)
+        repetition += 1
+        if everyone is not None and repetition > warmup:
+            kept.append(everyone)
+            ended_by = limits.reached(len(kept), clock.now() - begun, lambda: [
+                median_interval(slowest(samples)) for samples in _samples(kept)])
+        ended_by = comm.bcast(ended_by)
+    if comm.rank:
         return None
-    counted = everyone[:, :, warmup:].transpose(1, 2, 0)
-    return {"forward": counted[0].copy(), "backward": counted[1].copy()}
+    starts = np.array(kept)[..., 0].transpose(2, 0, 1)
+    late = starts - starts.min(axis=2, keepdims=True)
+    return Measured(dict(zip(PHASES, _samples(kept))), dict(zip(PHASES, late)), ended_by,
+                    *map(float, errors))
 
 
-def _timed(step: Callable[[], Any], comm, synchronize: Callable[[], None]) -> tuple[float, Any]:
+def _samples(kept: list[np.ndarray]) -> np.ndarray:
+    """Seconds (phases, repetitions, ranks) of (ranks, phases, start and end) a repetition."""
+    times = np.array(kept)
+    return np.ascontiguousarray((times[..., 1] - times[..., 0]).transpose(2, 0, 1))
+
+
+def _timed(step: Callable[[], Any], comm, synchronize: Callable[[], None],
+           clock: Clock) -> tuple[tuple[float, float], Any]:
+    """When `step` began and ended, and what it gave."""
     synchronize()
     comm.Barrier()
-    start = perf_counter()
+    start = clock.now()
     result = step()
     synchronize()
-    return perf_counter() - start, result
+    return (start, clock.now()), result
+
+
+def makespan(step: Callable[[], Any], comm, synchronize: Callable[[], None],
+             clock: Clock) -> tuple[float, Any]:
+    """Seconds from the first rank's start to the last rank's end, and what `step` gave here.
+
+    Where ranks outnumber cores a rank may start when another has finished: the slowest rank's own
+    time then flatters by up to the number of ranks a core, the makespan does not.  The seconds
+    are the same on every rank.
+    """
+    (start, end), result = _timed(step, comm, synchronize, clock)
+    times = np.empty((comm.size, 2))
+    comm.Allgather(np.array([start, end]), times)
+    return float(times[:, 1].max() - times[:, 0].min()), result
+
+
+def wait_patiently(comm) -> None:
+    """Meet at a barrier without keeping a core busy: a rank may be late by minutes."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(0.002)
 
 
 def slowest(samples: np.ndarray) -> np.ndarray:
@@ -79,6 +264,11 @@ def slowest(samples: np.ndarray) -> np.ndarray:
 def typical(samples: np.ndarray) -> float:
     """The median over repetitions of the maximum over ranks."""
     return median(slowest(samples).tolist())
+
+
+def step_times(samples: dict[str, np.ndarray], batch: int) -> np.ndarray:
+    """Seconds a sequence of every repetition: (forward + backward) / batch."""
+    return (slowest(samples["forward"]) + slowest(samples["backward"])) / batch
 
 
 def average_step_time(samples: dict[str, np.ndarray], batch: int) -> float:

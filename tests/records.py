@@ -20,7 +20,9 @@ def made_up(row: Row, forward: float = 0.25, backward: float = 0.5, preset: str 
                {"forward": forward * spread, "backward": backward * spread},
                {name: moved * (4 if name == "bytes" else 1) for name in store.COUNTS},
                moved.sum(axis=1), [Check("output", 2e-7, 1e-5), Check("dx", 3e-7, 5e-5)],
-               published(row), created)
+               published(row), created,
+               {phase: np.zeros((repetitions, ranks)) for phase in store.PHASES},
+               "repetitions", {"resolution": 1e-9, "offset_error": 0.0})
 
 
 def configuration(one: Case) -> dict:
@@ -29,7 +31,8 @@ def configuration(one: Case) -> dict:
     axes = {"1d": "x", "2d": "x y", "3d": "x y z"}[one.row.scheme]
     return {"table": one.row.table, "scheme": one.row.scheme, "preset": one.preset,
             "grid_axes": axes, "mlp_factor": 4, "dtype": "float32", "warmup": 2,
-            "repetitions": 3, "layers": sizes.layers, "hidden": sizes.hidden,
+            "repetitions": 3, "width": 0.05, "order": 7,
+            "layers": sizes.layers, "hidden": sizes.hidden,
             "heads": sizes.heads, "batch": sizes.batch, "seq": sizes.seq, "overridden": "",
             "verified_measured_model": True}
 

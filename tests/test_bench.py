@@ -7,13 +7,14 @@ from getpass import getuser
 import pytest
 
 from bench import machine, reproduce
-from bench.cases import case, select
+from bench.cases import case, select, shuffled
 from bench.run import command_line
 from bench.tables import words_agree
 from mm3d import store
 from support import run_python, run_ranks
 
-TINY = ("--preset", "tiny", "--repetitions", "2")
+TINY = ("--preset", "tiny", "--repetitions", "2",
+        "--max-repetitions", "2")
 
 
 def runs(folder):
@@ -39,6 +40,8 @@ def test_run_measures_verifies_and_writes(tmp_path):
     chosen = case(select("weak", "3d")[0], "tiny").sizes
     for name in ("layers", "hidden", "heads", "batch", "seq"):
         assert first.configuration[name] == getattr(chosen, name)
+    assert first.ended_by == "repetitions" and 0 < first.clock["resolution"] < 1e-3
+    assert first.late["backward"].shape == (2, 8) and first.configuration["order"] >= 0
     assert first.configuration["grid"] == "2 x 2 x 2"
     assert first.environment["command"].endswith(f"--out {tmp_path.name}")
     check_private(first)
@@ -53,10 +56,13 @@ def check_private(run):
 
 def test_one_job_measures_all_rows_of_its_rank_count(tmp_path):
     done = run_ranks(8, "-m", "bench", "run", *TINY, "--dtype", "float64", "--layers", "2",
-                     "--batch", "5", "--out", str(tmp_path))
+                     "--batch", "5", "--order", "5", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
-    assert [line.split(":")[1].strip() for line in done.stdout.splitlines()] == [
-        f"{table} {scheme} 8 ranks" for table in ("weak", "strong") for scheme in ("1-D", "3-D")]
+    titles = [line.split(":")[1].strip() for line in done.stdout.splitlines()]
+    assert sorted(titles) == sorted(
+        f"{table} {scheme} 8 ranks" for table in ("weak", "strong") for scheme in ("1-D", "3-D"))
+    ordered = shuffled([case(row, "tiny") for row in select() if row.gpus == 8], 5)
+    assert titles == [one.title for one in ordered]
     for run in runs(tmp_path):
         assert run.configuration["batch"] == 5 and run.configuration["layers"] == 2
         assert run.configuration["overridden"] == "batch layers"
@@ -94,8 +100,8 @@ def test_a_wrong_result_writes_no_times(tmp_path):
     assert not list((tmp_path / "out").iterdir())
     # Each row is named, and the second is tried although the first has failed.
     lines = done.stdout.splitlines()
-    assert [line.split(":")[:2] for line in lines] == [
-        ["failed", " weak 3-D 8 ranks"], ["failed", " strong 3-D 8 ranks"]]
+    assert [line.split(":")[:2] for line in sorted(lines)] == [
+        ["failed", f" {table} 3-D 8 ranks"] for table in ("strong", "weak")]
     for line in lines:
         assert re.search(r"gradient of layers.0.attention.qkv.weight has a relative error of "
                          r"0.00\d+, tolerance 5e-05 \(1 of 14 quantities fail\)", line), line
@@ -135,6 +141,8 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (("--preset", "huge"), "invalid choice: 'huge'"),
     (("--hidden", "100"), "--hidden 100: must be a multiple of the 32 heads"),
     (("--repetitions", "0"), "--repetitions 0: must be at least 1"),
+    (("--max-repetitions", "1"), "at most 1 repetitions: must be at least the 2"),
+    (("--width", "0"), "width 0 and 1 seconds: both must be greater than 0"),
     (("--backend", "abacus"), "abacus")])
 def test_wrong_arguments_get_one_message(tmp_path, options, message):
     done = run_ranks(8, "-m", "bench", "run", "--table", "weak", "--scheme", "1d", *TINY,
@@ -149,8 +157,8 @@ def test_reproduce_runs_every_rank_count_and_shows_the_results(tmp_path):
     done = run_python("-m", "bench", "reproduce", "--table", "strong", "--scheme", "3d", *TINY,
                       "--out", str(out), timeout=360)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\[ 1/2 \d\d:\d\d\] done: strong 3-D 8 ranks", done.stdout)
-    assert re.search(r"\[ 2/2 \d\d:\d\d\] done: strong 3-D 64 ranks", done.stdout)
+    assert re.search(r"\[ [12]/2 \d\d:\d\d\] done: strong 3-D 8 ranks", done.stdout)
+    assert re.search(r"\[ [12]/2 \d\d:\d\d\] done: strong 3-D 64 ranks", done.stdout)
     assert "Table 2, strong scaling" in done.stdout
     assert {path.suffix for path in out.iterdir()} == {".h5", ".png", ".txt"}
     assert [run.ranks for run in runs(out)] == [8, 64]

@@ -27,13 +27,15 @@ MAY_IMPORT = {
     "transformer": {"backend", "layers", "contract"},
     "cost": {"contract"},
     "environment": set(),
-    "timing": {"backend", "grid"},
-    "store": set(),
+    "statistics": set(),
+    "timing": {"statistics"},
+    "record": set(),
+    "store": {"record"},
     "__init__": {"environment", "cost", "grid", "layout", "contract", "space", "transformer"}}
 SCHEME = ARRAYS | {"contract"}
 
 # Packages that one file alone, or two, may know.
-ONLY_IN = {"cupy": {"backend"}, "mpi4py": {"grid", "contract"}, "h5py": {"store"},
+ONLY_IN = {"cupy": {"backend"}, "mpi4py": {"grid", "contract"}, "h5py": {"record", "store"},
            "threadpoolctl": {"environment"}}
 TYPE_HINTS_ONLY = {("schemes.cube", "mpi4py")}
 EVERYWHERE = {"numpy", *sys.stdlib_module_names}

@@ -77,6 +77,7 @@ def write_all(folder, **options):
 def test_tables_show_published_beside_measured(tmp_path):
     write_all(tmp_path)
     text = tables(tmp_path)
+    assert text.count("95 % confidence") == 2 and text.count(" %+") == 36
     for number, row in enumerate(load().rows):
         line = next(line for line in text.splitlines()
                     if f"{row.forward:.3f}" in line and "|" in line)
@@ -90,12 +91,15 @@ def test_tables_show_published_beside_measured(tmp_path):
 def test_tables_show_speed_ups_and_the_papers_errors(tmp_path):
     write_all(tmp_path)
     lines = tables(tmp_path).splitlines()
-    over = [line.split() for line in lines if line.startswith("over ")]
+    over = [line.split()[:5] for line in lines if line.startswith("over ")]
     # The made-up averages at 64 ranks: 4, 7 and 9 (weak), 13, 16 and 18 (strong).
     assert over == [["over", "1-D", "2.32x", "2.93x", f"{4 / 9:.2f}x"],
                     ["over", "2-D", "1.57x", "1.98x", f"{7 / 9:.2f}x"],
                     ["over", "1-D", "1.53x", "1.53x", f"{13 / 18:.2f}x"],
                     ["over", "2-D", "1.38x", "1.38x", f"{16 / 18:.2f}x"]]
+    # Three repetitions against three cannot differ significantly: at best 2 of 20 orders.
+    assert [line.split()[5:] for line in lines if line.startswith("over 1-D")] == 2 * [
+        ["no,", "p", "=", "0.1"]]
     prose = " ".join(" ".join(lines).split())
     assert "prints 0.672 s, but its own times give (79.349 + 125.037) / 384 = 0.532 s" in prose
     assert "2.32x and 1.57x, are given for strong scaling" in prose

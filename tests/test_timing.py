@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 from mm3d import timing
+from mm3d.statistics import median_interval
 
 
 @pytest.mark.ranks(1, 4)
@@ -22,13 +23,19 @@ def test_samples_of_every_rank_without_warm_up(comm):
         calls.append("backward")
         time.sleep(0.05 if comm.rank == comm.size - 1 else 0.0)
 
-    samples = timing.measure(forward, backward, comm, lambda: calls.append("idle"), 1, 3,
-                             lambda: calls.append("prepare"))
+    found = timing.measure(forward, backward, comm, lambda: calls.append("idle"), 1,
+                           timing.Limits(3, 3), lambda: calls.append("prepare"))
     step = ["prepare", "idle", "forward", "idle", "idle", "backward", "idle"]
     assert calls == 4 * step
     if comm.rank:
-        assert samples is None
+        assert found is None
         return
+    samples = found.samples
+    assert found.ended_by == "repetitions" and 0 < found.clock_resolution < 1e-3
+    assert found.clock_offset_error == 0
+    for phase, late in found.late.items():
+        assert late.shape == samples[phase].shape
+        assert (late.min(axis=1) == 0).all() and late.max() < 5
     assert samples["forward"].shape == samples["backward"].shape == (3, comm.size)
     assert 0.05 <= samples["forward"][0].min() and samples["forward"].max() < 0.2
     assert (samples["backward"][:, -1] >= 0.05).all()
@@ -45,7 +52,59 @@ def test_statistics():
 
 @pytest.mark.ranks(1)
 def test_nothing_to_measure(comm):
-    for warmup, repetitions in ((0, 0), (-1, 1)):
-        with pytest.raises(ValueError, match="at least one repetition"):
-            timing.measure(lambda: None, lambda saved: None, comm, lambda: None, warmup,
-                           repetitions)
+    with pytest.raises(ValueError, match="must not be negative"):
+        timing.measure(lambda: None, lambda saved: None, comm, lambda: None, -1,
+                       timing.Limits(1, 1))
+
+
+@pytest.mark.parametrize("limits, message", [
+    ((0, 1), "repetitions 0: must be at least 1"), ((3, 2), "at most 2 .* at least the 3"),
+    ((1, 1, 0.0), "0 seconds: both must"), ((1, 1, 1.0, -0.5), "width -0.5")])
+def test_limits_that_cannot_be_meant(limits, message):
+    with pytest.raises(ValueError, match=message):
+        timing.Limits(*limits)
+
+
+def test_what_ends_the_repetitions():
+    limits = timing.Limits(6, 20, 10.0, 0.05)
+
+    def reached(done, seconds, spread):
+        samples = 1 + spread * np.linspace(-1, 1, max(1, done))
+        return limits.reached(done, seconds, lambda: [median_interval(samples)])
+    assert reached(5, 100.0, 0.0) == ""
+    assert reached(6, 0.0, 0.02) == "width"
+    assert reached(6, 0.0, 0.03) == "" and reached(20, 0.0, 0.5) == "repetitions"
+    assert reached(6, 10.0, 0.03) == "seconds"
+    # A narrow interval of too few samples has not the confidence.
+    few = timing.Limits(2, 9)
+    assert few.reached(5, 0.0, lambda: [median_interval([1.0] * 5)]) == ""
+
+
+@pytest.mark.ranks(4)
+def test_repetitions_end_on_all_ranks_when_the_median_is_known(comm):
+    counts = []
+    found = timing.measure(lambda: time.sleep(0.05), lambda saved: counts.append(1), comm,
+                           lambda: None, 0, timing.Limits(6, 9, width=1e6))
+    assert len(counts) == 6
+    assert comm.rank or found.ended_by == "width"
+
+
+@pytest.mark.ranks(4)
+def test_the_makespan_is_from_the_first_start_to_the_last_end(comm):
+    clock = timing.Clock(comm)
+    seconds, rank = timing.makespan(
+        lambda: time.sleep(0.05 if comm.rank == 2 else 0.0) or comm.rank, comm, lambda: None,
+        clock)
+    assert 0.05 <= seconds < 5 and rank == comm.rank
+    assert set(comm.allgather(seconds)) == {seconds}
+
+
+@pytest.mark.ranks(2)
+def test_clocks_of_two_kernels_are_aligned(comm, monkeypatch):
+    monkeypatch.setattr(timing, "_kernel", lambda: comm.rank)
+    offset = 1000.0 * comm.rank
+    monkeypatch.setattr(timing, "perf_counter", lambda: time.perf_counter() + offset)
+    clock = timing.Clock(comm)
+    if comm.rank:
+        assert clock.offset == pytest.approx(-1000, abs=clock.offset_error + 1e-6)
+        assert 0 < clock.offset_error < 1

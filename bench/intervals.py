@@ -1,0 +1,70 @@
+"""How well the measured figures are known: confidence intervals, and what differs from what."""
+
+from typing import Sequence
+
+import numpy as np
+
+from bench.cases import TITLES, Row
+from mm3d import timing
+from mm3d.statistics import CONFIDENCE, Interval, median_interval, rank_sum
+from mm3d.store import PHASES, Run
+
+SIGNIFICANT = 0.05
+ENDS = {"width": "the intervals are narrow enough", "repetitions": "the limit of repetitions",
+        "seconds": "the limit of seconds"}
+Cells = list[list[str | int]]
+
+
+def certainty(rows: Sequence[Row], runs: Sequence[Run | None]) -> tuple[Cells, Cells]:
+    """Headings and lines of a table: of each measured row the interval of both medians."""
+    heads: Cells = [["95 % confidence", "", "", "forward", "", "backward", "", ""],
+                    ["intervals", "ranks", "n", "interval (s)", "width", "interval (s)", "width",
+                     "ended by"]]
+    lines: Cells = []
+    for row, run in zip(rows, runs):
+        if run is None:
+            continue
+        cells: list[str | int] = [TITLES[row.scheme], row.gpus, len(run.samples["forward"])]
+        for phase in PHASES:
+            cells += spread(median_interval(timing.slowest(run.samples[phase])))
+        lines.append([*cells, run.ended_by])
+    return heads, lines
+
+
+def spread(interval: Interval, unit: float = 1.0, decimals: int | None = None) -> list[str]:
+    """The bounds in a unit, and the width as a percentage; "+" where it has less than 95 %."""
+    few = "" if interval.confidence >= CONFIDENCE else "+"
+    digits = "#.3g" if decimals is None else f".{decimals}f"
+    low, high = (format(bound / unit, digits).rstrip(".") for bound in interval[1:3])
+    return [f"{low} - {high}", f"{100 * interval.width:.1f} %{few}"]
+
+
+def verdict(slow: Run, fast: Run) -> str:
+    """Whether the steps of two runs differ, by the rank-sum test on their repetitions."""
+    p = rank_sum(*(timing.step_times(run.samples, run.configuration["batch"])
+                   for run in (slow, fast)))
+    return f"{'yes' if p < SIGNIFICANT else 'no'}, p = {p:.2g}"
+
+
+def notes(runs: Sequence[Run]) -> list[str]:
+    """What the intervals are, which limits ended the repetitions, and how good the clock is."""
+    text = ["Intervals hold the true median with at least 95 % (order statistics; + marks those "
+            "of fewer than six repetitions, which have less), where repetitions are independent; "
+            "'differs' is the two-sided rank-sum test of the steps' times at 5 %."]
+    ended = {reason: sum(run.ended_by == reason for run in runs) for reason in ENDS}
+    widths = " or ".join(sorted({f"{100 * float(run.configuration.get('width', np.nan)):g} %"
+                                 for run in runs if run.clock})) or "no width"
+    counts = ", ".join(f"{ENDS[reason]} in {count}" for reason, count in ended.items() if count)
+    text.append(f"Asked for: a width of {widths} of the median. What ended the repetitions, of "
+                f"{len(runs)} rows: {counts}.")
+    timed = [run for run in runs if run.clock]
+    if timed:
+        late = np.concatenate([found.max(axis=1) for run in timed for found in run.late.values()])
+        text.append(f"Clock: resolution {max(run.clock['resolution'] for run in timed):.2g} s, "
+                    f"error between nodes {max(run.clock['offset_error'] for run in timed):.2g} "
+                    f"s. After the barrier the last rank began {np.median(late):.2g} s (median; "
+                    f"at most {late.max():.2g} s) after the first.")
+    orders = sorted({run.configuration["order"] for run in timed})
+    if orders:
+        text.append(f"The rows were measured in random order, seed {', '.join(map(str, orders))}.")
+    return text

@@ -1,0 +1,149 @@
+"""What the files of all kinds of run have in common, and the record of a microbenchmark."""
+
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Mapping, Sequence
+
+import h5py
+import numpy as np
+
+Setting = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class Check:
+    """One quantity compared with its reference.
+
+    Attributes
+    ----------
+    quantity : str
+        Such as "output" or "gradient of layers.0.mlp.up.weight".
+    error : float
+        Relative Frobenius error, or the error as a multiple of its natural scale.
+    tolerance : float
+        The largest error that passes.
+    """
+
+    quantity: str
+    error: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the tolerance (a NaN is not)."""
+        return self.error <= self.tolerance
+
+
+@dataclass
+class Variable:
+    """Numbers over named dimensions.
+
+    Attributes
+    ----------
+    values : ndarray
+        The numbers; NaN where there is none.
+    units : str
+        "s", "byte", "s byte-1", "1" for plain numbers, and so on.
+    dims : tuple of str
+        A dimension each, all of them among `Measurements.scales`.
+    """
+
+    values: np.ndarray
+    units: str
+    dims: tuple[str, ...]
+
+
+@dataclass
+class Measurements:
+    """One run of a microbenchmark.
+
+    Attributes
+    ----------
+    kind : str
+        "gemm", "collectives" or "matmul".
+    configuration, environment : dict of str to str, int, float or bool
+        What was run, and on what.
+    scales : dict of str to sequence
+        By dimension the labels or numbers along it.
+    variables : dict of str to Variable
+        What was measured and derived.
+    checks : list of Check
+        The verification; empty where there is nothing to verify.
+    created : str
+        UTC, ISO 8601.
+    """
+
+    kind: str
+    configuration: dict[str, Setting]
+    environment: dict[str, Setting]
+    scales: dict[str, Sequence]
+    variables: dict[str, Variable]
+    checks: list[Check]
+    created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat())
+
+
+def fill_measurements(file: h5py.File, run: Measurements) -> None:
+    """Write what is `run`'s own."""
+    group = file.create_group("measurements")
+    for name, labels in run.scales.items():
+        scale(group, name, list(labels))
+    for name, variable in run.variables.items():
+        dataset(group, name, np.asarray(variable.values), variable.units, variable.dims)
+
+
+def parse_measurements(file: h5py.File, kind: str) -> Measurements:
+    """The record of a microbenchmark in `file`."""
+    scales, variables = {}, {}
+    for name, found in file["measurements"].items():
+        if found.is_scale:
+            labels = found[...].tolist()
+            scales[name] = [label.decode() if isinstance(label, bytes) else label
+                            for label in labels]
+        else:
+            dims = tuple(dim[0].name.rpartition("/")[2] for dim in found.dims)
+            variables[name] = Variable(found[...], str(found.attrs["units"]), dims)
+    return Measurements(kind, settings(file["configuration"].attrs),
+                        settings(file["environment"].attrs), scales, variables,
+                        parse_checks(file) if "verification" in file else [],
+                        str(file.attrs["created"]))
+
+
+def fill_checks(file: h5py.File, checks: list[Check]) -> None:
+    """Write the verification, if there is one."""
+    if not checks:
+        return
+    group = file.create_group("verification")
+    scale(group, "quantity", [check.quantity for check in checks])
+    for name in ("error", "tolerance"):
+        values = np.array([getattr(check, name) for check in checks], np.float64)
+        dataset(group, name, values, "1", ("quantity",))
+
+
+def parse_checks(file: h5py.File) -> list[Check]:
+    """The verification in `file`."""
+    group = file["verification"]
+    return [Check(quantity.decode(), float(error), float(tolerance)) for quantity, error,
+            tolerance in zip(group["quantity"][...], group["error"][...],
+                             group["tolerance"][...], strict=True)]
+
+
+def scale(group: h5py.Group, name: str, values) -> None:
+    """A dimension scale: the labels or numbers along the dimension `name`."""
+    group.create_dataset(name, data=values).make_scale(name)
+
+
+def dataset(group: h5py.Group, name: str, values: np.ndarray, units: str,
+            dims: tuple[str, ...]) -> None:
+    """A dataset with a checksum, its units, and `group`'s scales as its dimensions."""
+    stored = (dict(chunks=values.shape, fletcher32=True, compression="gzip")
+              if values.size and values.ndim else {})
+    found = group.create_dataset(name, data=values, **stored)
+    found.attrs["units"] = units
+    for index, dim in enumerate(dims):
+        found.dims[index].attach_scale(group[dim])
+
+
+def settings(attributes: Mapping) -> dict[str, Setting]:
+    """Attributes as plain Python values."""
+    return {name: value.item() if isinstance(value, np.generic) else value
+            for name, value in attributes.items()}
