@@ -1,11 +1,16 @@
 """``python -m bench``: the verbs of the benchmark."""
 
 import argparse
+import importlib
 import sys
 import traceback
 from typing import NoReturn, Sequence
 
 from bench.cases import HEADINGS, TITLES, UsageError, load
+from bench.options import add_microbenchmarks
+
+ON_ALL_RANKS = {"run": "bench.run", "gemm": "bench.micro", "collectives": "bench.micro",
+                "matmul": "bench.matmul"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -61,6 +66,7 @@ def parser() -> argparse.ArgumentParser:
         "under mpirun: measure the selected rows that have as many ranks as the job"))
     for name in ("layers", "hidden", "heads", "batch", "seq"):
         run.add_argument(f"--{name}", type=int, metavar="N", help="instead of the preset's")
+    add_microbenchmarks(verbs)
     verbs.add_parser("reproduce", parents=[rows], help=(
         "measure all selected rows, starting mpirun for each rank count; then the tables and "
         "figures"))
@@ -73,13 +79,13 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_on_all_ranks(arguments) -> int:
-    """The verb ``run``: a rank that fails ends the job, and never leaves the others waiting."""
+    """A verb for ``mpirun``: a rank that fails ends the job, and never leaves the others waiting."""
     import mm3d
     from mpi4py import MPI
-    from bench.run import run
+    verb = getattr(importlib.import_module(ON_ALL_RANKS[arguments.verb]), arguments.verb)
     comm = MPI.COMM_WORLD
     try:
-        status = run(arguments, comm)
+        status = verb(arguments, comm)
         # A rank that leaves with a failure may end the job: only after rank 0 has said why.
         comm.Barrier()
         return status
@@ -101,7 +107,7 @@ def run_on_all_ranks(arguments) -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line says; the exit status."""
     arguments = parser().parse_args(argv)
-    if arguments.verb == "run":
+    if arguments.verb in ON_ALL_RANKS:
         return run_on_all_ranks(arguments)
     from mm3d.store import StoreError
     try:

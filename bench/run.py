@@ -150,15 +150,15 @@ def measure(one: Case, options: Options, comm) -> str:
     everyone = comm.gather(traffic)
     outcome = None
     if found is not None:
-        outcome = written(store.Run(
+        clock = {"resolution": found.clock_resolution, "offset_error": found.clock_offset_error}
+        record = store.Run(
             configuration(one, scheme, options),
             machine.describe(scheme.grid.backend.name, comm.size, MPI.Get_library_version(),
                              command_line(sys.argv[1:])),
             found.samples, dict(zip(store.COUNTS, np.stack(everyone, axis=2))),
             expected_words(one, scheme), checks, published(one.row), late=found.late,
-            ended_by=found.ended_by, clock={"resolution": found.clock_resolution,
-                                            "offset_error": found.clock_offset_error}),
-            one, options.out)
+            ended_by=found.ended_by, clock=clock)
+        outcome = written(record, one, options.out)
     succeeded, text = comm.bcast(outcome)
     scheme.grid.free()
     if not succeeded:

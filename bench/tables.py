@@ -57,9 +57,9 @@ def table(name: str, results: Results) -> str:
     units = ["size", "size", "time (s)", "time (s)", "step (s)"]
     heads = [["", "# GPUs", *columns, "|", *columns], ["scheme", "or ranks", *units, "|", *units]]
     groups = {"published (GPUs)": (2, 7), "measured (ranks)": (8, 13)}
-    parts = [HEADINGS[name], _grid(heads, lines, groups)]
+    parts = [HEADINGS[name], aligned(heads, lines, groups)]
     heads, lines = intervals.certainty(rows, runs)
-    return "\n\n".join(parts + [_grid(heads, lines, {})] * bool(lines))
+    return "\n\n".join(parts + [aligned(heads, lines, {})] * bool(lines))
 
 
 def speed_ups(name: str, results: Results) -> str:
@@ -74,7 +74,7 @@ def speed_ups(name: str, results: Results) -> str:
         lines.append([f"over {TITLES[other]}", _ratio(*(row.average for row in pair)),
                       _ratio(*(row.recomputed for row in pair)), *measured])
     heads = [["speed-up of 3-D at 64", "printed", "recomputed", "measured", "differs"]]
-    return _grid(heads, lines, {})
+    return aligned(heads, lines, {})
 
 
 def measured_average(run: Run) -> float:
@@ -177,7 +177,7 @@ def _column(seconds: list[float | None]) -> list[str]:
     return [f"{value:.{decimals}f}" if value else "missing" for value in seconds]
 
 
-def _grid(heads: list[list], lines: list[list], groups: dict[str, tuple[int, int]]) -> str:
+def aligned(heads: list[list], lines: list[list], groups: dict[str, tuple[int, int]]) -> str:
     """Columns under headings, the first to the left; `groups` are titles over some of them."""
     rows = [[str(cell) for cell in row] for row in [*heads, *lines]]
     widths = [max(map(len, column)) for column in zip(*rows)]

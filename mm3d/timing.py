@@ -235,25 +235,25 @@ def _timed(step: Callable[[], Any], comm, synchronize: Callable[[], None],
     return (start, clock.now()), result
 
 
-def makespan(step: Callable[[], Any], comm, synchronize: Callable[[], None],
-             clock: Clock) -> tuple[float, Any]:
-    """Seconds from the first rank's start to the last rank's end, and what `step` gave here.
+def spans(step: Callable[[], Any], comm, synchronize: Callable[[], None],
+          clock: Clock) -> tuple[np.ndarray, Any]:
+    """When each rank began and ended `step`, and what it gave here.
 
-    Where ranks outnumber cores a rank may start when another has finished: the slowest rank's own
-    time then flatters by up to the number of ranks a core, the makespan does not.  The seconds
-    are the same on every rank.
+    The seconds count from the first rank's start, (ranks, 2), the same on every rank; their
+    greatest is the makespan.  Where ranks outnumber cores a rank may start when another has
+    finished: the slowest rank's own time then flatters, the makespan does not.
     """
-    (start, end), result = _timed(step, comm, synchronize, clock)
+    mine, result = _timed(step, comm, synchronize, clock)
     times = np.empty((comm.size, 2))
-    comm.Allgather(np.array([start, end]), times)
-    return float(times[:, 1].max() - times[:, 0].min()), result
+    comm.Allgather(np.array(mine), times)
+    return times - times[:, 0].min(), result
 
 
 def wait_patiently(comm) -> None:
     """Meet at a barrier without keeping a core busy: a rank may be late by minutes."""
     request = comm.Ibarrier()
     while not request.Test():
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
 def slowest(samples: np.ndarray) -> np.ndarray:

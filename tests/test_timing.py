@@ -92,11 +92,12 @@ def test_repetitions_end_on_all_ranks_when_the_median_is_known(comm):
 @pytest.mark.ranks(4)
 def test_the_makespan_is_from_the_first_start_to_the_last_end(comm):
     clock = timing.Clock(comm)
-    seconds, rank = timing.makespan(
+    times, rank = timing.spans(
         lambda: time.sleep(0.05 if comm.rank == 2 else 0.0) or comm.rank, comm, lambda: None,
         clock)
-    assert 0.05 <= seconds < 5 and rank == comm.rank
-    assert set(comm.allgather(seconds)) == {seconds}
+    assert times.shape == (4, 2) and times[:, 0].min() == 0 and rank == comm.rank
+    assert 0.05 <= times.max() < 5 and times[2, 1] - times[2, 0] >= 0.05
+    assert all(np.array_equal(times, other) for other in comm.allgather(times))
 
 
 @pytest.mark.ranks(2)

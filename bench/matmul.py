@@ -1,0 +1,230 @@
+"""The verb ``matmul``: a distributed product beside one process that uses all cores.
+
+In every repetition the product, the same local matrix products without communication, and the
+whole product on one process are measured one after another, in random order, so that what slows
+the machine for a while slows them all; efficiencies are medians of the ratios of such pairs.
+"""
+
+import gc
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+from threadpoolctl import threadpool_limits
+
+from bench import machine, operands, residual
+from bench.cases import UsageError
+from bench.micro import failed, limits_of, measured_environment, publish
+from bench.products import Problem, Replay, Whole
+from bench.run import writable
+from bench.tables import aligned
+from mm3d import cost, environment, timing
+from mm3d.record import Measurements, Variable
+from mm3d.statistics import Interval, median_interval
+
+KINDS = ("product", "local products", "one process")
+RESULTS = {"forward": ("C",), "backward": ("dA", "dB")}
+RATIOS = {"efficiency": (2, 0), "ceiling": (2, 1), "share of the ceiling": (1, 0)}
+BOUNDS = ("median", "low", "high", "confidence")
+# BLAS threads spin for a while after the last product; the ranks must not be timed meanwhile.
+SETTLE = 0.05
+
+
+def matmul(arguments, comm) -> int:
+    """Measure every shape and form; 0 when all were right and written.
+
+    Raises
+    ------
+    UsageError
+        When an argument cannot be meant.
+    StoreError
+        When the results folder cannot be written.
+    """
+    limits = limits_of(arguments)
+    out = writable(Path(arguments.out or machine.default_out()), comm)
+    status = 0
+    for shape in arguments.shape:
+        for form in arguments.form:
+            gc.collect()
+            try:
+                problem = Problem(arguments.scheme, form, comm, arguments.grid, shape,
+                                  arguments.dtype, arguments.seed, arguments.backend)
+            except ValueError as error:
+                raise UsageError(str(error)) from error
+            status = max(status, one(problem, shape, arguments, limits, out))
+            problem.grid.free()
+            del problem
+    return status
+
+
+def one(problem: Problem, shape: tuple[int, int, int], arguments, limits: timing.Limits,
+        out: Path) -> int:
+    """Verify, measure, print and write one product; 0 unless it is wrong."""
+    grid = problem.grid
+    phases = ("forward", "backward") if arguments.backward else ("forward",)
+    name = f"matmul-{problem.scheme}-{problem.form}-{'x'.join(map(str, shape))}-{problem.dtype}"
+    replays, words, checks = {}, {}, []
+    for phase in phases:
+        grid.reset_traffic()
+        replays[phase] = Replay(getattr(problem, phase), grid.backend, problem.dtype)
+        words[phase] = sum(traffic.words for traffic in grid.traffic().values())
+        checks += verified(problem, replays[phase].result, arguments.seed)
+        replays[phase].result = None
+    problems = residual.failure(checks)
+    if problems:
+        return failed(name, problems, grid.comm)
+    times, ended_by, last = measured(problem, phases, replays, arguments.seed, limits)
+    again = [check for phase in phases for check in verified(problem, last[phase],
+                                                             arguments.seed + 1)]
+    problems = residual.failure(again)
+    if problems:
+        return failed(name, f"after the last repetition, {problems}", grid.comm)
+    everyone = grid.comm.gather([words[phase] for phase in phases])
+    environs = measured_environment(grid.backend.name, grid.comm)
+    if everyone is None:
+        return publish(None, out, name, grid.comm)
+    settings = {"form": problem.form, "scheme": problem.scheme, "dtype": problem.dtype,
+                "M": shape[0], "N": shape[1], "K": shape[2], "seed": arguments.seed,
+                "grid": " x ".join(map(str, grid.shape.values())),
+                "grid_axes": " ".join(grid.shape), "transport": operands.transport(grid),
+                "ended_by": ended_by, "one_process_threads": environment.cores(),
+                "one_process_cores": len(os.sched_getaffinity(0)), **asdict(limits)}
+    record = summary(phases, times, np.array(everyone).T, settings, environs, checks + again)
+    print(table(record), flush=True)
+    return publish(record, out, name, grid.comm)
+
+
+def verified(problem: Problem, results: dict, seed: int) -> list[residual.Check]:
+    """The checks of C, or of dA and dB."""
+    found = []
+    for name, block in results.items():
+        result = problem.distributed(name.removeprefix("d"), block)
+        found += residual.checks(name, *problem.factors(name), result, seed, problem.dtype)
+    return found
+
+
+def measured(problem: Problem, phases: tuple[str, ...], replays: dict[str, Replay], seed: int,
+             limits: timing.Limits) -> tuple[np.ndarray, str, dict]:
+    """Seconds (phases, repetitions, kinds, ranks, begin and end), what ended them, and the last
+    results.  One repetition before the first that counts warms up."""
+    comm, backend = problem.grid.comm, problem.grid.backend
+    clock, order = timing.Clock(comm), np.random.default_rng(seed)
+    whole = Whole(problem, seed) if comm.rank == 0 else None
+    kept, last, ended_by, begun = [], {}, "", 0.0
+    while not ended_by:
+        times = np.full((len(phases), len(KINDS), comm.size, 2), np.nan)
+        for p, phase in enumerate(phases):
+            for kind in order.permutation(len(KINDS)):
+                if kind == 2:
+                    times[p, kind, 0] = alone(whole and getattr(whole, phase), comm, backend)
+                    continue
+                step = replays[phase] if kind else getattr(problem, phase)
+                timing.wait_patiently(comm)
+                times[p, kind], result = timing.spans(step, comm, backend.synchronize, clock)
+                if kind == 0:
+                    last[phase] = result
+                del result
+        if not begun:
+            begun = clock.now()
+        else:
+            kept.append(times)
+        if comm.rank == 0 and kept:
+            ended_by = limits.reached(len(kept), clock.now() - begun, lambda: [
+                ratio(makespans(np.array(kept)), p, "efficiency") for p in range(len(phases))])
+        ended_by = comm.bcast(ended_by)
+    return np.array(kept).swapaxes(0, 1), ended_by, last
+
+
+def alone(step, comm, backend) -> tuple[float, float]:
+    """Begin and end of `step` on rank 0, with all cores, while the other ranks sleep."""
+    timing.wait_patiently(comm)
+    found = (0.0, np.nan)
+    if step:
+        with threadpool_limits(environment.cores(), user_api="blas"):
+            start = time.perf_counter()
+            step()
+            backend.synchronize()
+            if time.perf_counter() - start < 0.5:
+                # The first wakes the threads; where it is long that does not matter.
+                start = time.perf_counter()
+                step()
+                backend.synchronize()
+            found = (0.0, time.perf_counter() - start)
+        time.sleep(SETTLE)
+    timing.wait_patiently(comm)
+    return found
+
+
+def makespans(times: np.ndarray) -> np.ndarray:
+    """Seconds without the last two dimensions, ranks and begin and end."""
+    return np.nanmax(times[..., 1], axis=-1)
+
+
+def ratio(seconds: np.ndarray, phase: int, name: str) -> Interval:
+    """The interval of one of `RATIOS`, of seconds (repetitions, phases, kinds)."""
+    above, below = RATIOS[name]
+    return median_interval(seconds[:, phase, above] / seconds[:, phase, below])
+
+
+def summary(phases: tuple[str, ...], times: np.ndarray, words: np.ndarray, settings: dict,
+            environs: dict, checks: list) -> Measurements:
+    """The record of what was measured."""
+    shape = [settings[name] for name in "MNK"]
+    ranks, repetitions = times.shape[3], times.shape[1]
+    seconds = makespans(times).swapaxes(0, 1)
+    products = np.array([len(RESULTS[phase]) for phase in phases])
+    spread = {name: [ratio(seconds, p, name) for p in range(len(phases))] for name in RATIOS}
+    typical = [[median_interval(seconds[:, p, kind]) for kind in range(len(KINDS))]
+               for p in range(len(phases))]
+    variables = {
+        "times": Variable(times, "s", ("phase", "repetition", "kind", "rank", "edge")),
+        "seconds": Variable(np.array(typical), "s", ("phase", "kind", "bound")),
+        "flops": Variable(products * 2 * np.prod(shape, dtype=np.int64), "1", ("phase",)),
+        "words": Variable(words, "1", ("phase", "rank")),
+        "least_words": Variable(products * cost.lower_bound(*shape, ranks), "1", ("phase",))}
+    variables |= {name.replace(" ", "_"): Variable(np.array(found), "1", ("phase", "bound"))
+                  for name, found in spread.items()}
+    scales = {"phase": phases, "repetition": range(repetitions), "kind": KINDS,
+              "rank": range(ranks), "edge": ("begin", "end"), "bound": BOUNDS}
+    return Measurements("matmul", settings, environs, scales, variables, checks)
+
+
+def table(record: Measurements) -> str:
+    """The record for people."""
+    chosen, found = record.configuration, {name: variable.values for name, variable
+                                           in record.variables.items()}
+    heads = [["", "time", "rate", "one process", "efficiency", "", "ceiling", "of the", "words",
+              "over the"],
+             ["", "(ms)", "(GFLOP/s)", "(ms)", "(median)", "95 %", "", "ceiling", "a rank",
+              "bound"]]
+    lines = []
+    for p, phase in enumerate(record.scales["phase"]):
+        product, _, process = 1e3 * found["seconds"][p, :, 0]
+        median, low, high, _ = found["efficiency"][p]
+        words, least = found["words"][p].max(), found["least_words"][p]
+        lines.append([phase, f"{product:#.4g}", f"{found['flops'][p] / product / 1e6:.1f}",
+                      f"{process:#.4g}", f"{median:.3f}", f"{low:.3f} - {high:.3f}",
+                      f"{found['ceiling'][p, 0]:.3f}",
+                      f"{found['share_of_the_ceiling'][p, 0]:.3f}", words,
+                      f"{words / least:.3f}" if least > 0 else "-"])
+    ranks, cores = len(record.scales["rank"]), record.environment["cores"]
+    environs, worst = record.environment, max(check.error / check.tolerance
+                                              for check in record.checks)
+    lines_below = [
+        f"{len(record.scales['repetition'])} repetitions, ended by {chosen['ended_by']}; times "
+        f"are makespans; verified: at most {100 * worst:.2g} % of the tolerance, "
+        f"{residual.MULTIPLE} eps |A||B|",
+        f"{environs['cpu_model']}, {cores} cores; {environs['blas']}, "
+        f"{environs['blas_architecture']} kernels; {environs['mpi']}; transport "
+        f"{chosen['transport']}"]
+    if chosen["one_process_cores"] < cores:
+        lines_below.append(f"WARNING: the one process was bound to "
+                           f"{chosen['one_process_cores']} of {cores} cores: no fair reference")
+    title = (f"{chosen['form']} {chosen['M']} x {chosen['N']} x {chosen['K']} {chosen['dtype']}, "
+             f"{chosen['scheme']} on {chosen['grid']} = {ranks} ranks, one process with "
+             f"{chosen['one_process_threads']} threads")
+    return "\n".join([title, aligned(heads, lines, {}), *lines_below, ""])

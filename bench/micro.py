@@ -1,0 +1,334 @@
+"""The verbs ``gemm`` and ``collectives``, and what all microbenchmarks share."""
+
+import math
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Callable
+
+import numpy as np
+from mpi4py import MPI
+from threadpoolctl import threadpool_limits
+
+import mm3d
+from bench import machine, operands
+from bench.cases import UsageError
+from bench.run import command_line, writable
+from bench.tables import aligned
+from mm3d import backend as backends
+from mm3d import environment, store, timing
+from mm3d.record import Measurements, Variable
+from mm3d.statistics import Interval, median_interval
+
+BOUNDS = ("median", "low", "high", "confidence")
+# A sample is as many calls as take at least so long, at most `CALLS` of them.
+SAMPLE = 2e-3
+CALLS = 1000
+
+
+def limits_of(arguments) -> timing.Limits:
+    """When to stop repeating; UsageError when that cannot be meant."""
+    most = arguments.max_repetitions
+    try:
+        return timing.Limits(arguments.repetitions,
+                             max(30, arguments.repetitions) if most is None else most,
+                             arguments.max_seconds, arguments.width)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def measured_environment(backend: str, comm) -> dict[str, store.Setting]:
+    """What the job runs on, with the clock of its worst rank."""
+    clock = comm.allreduce(timing.Clock.resolution(), MPI.MAX)
+    error = comm.allreduce(timing.Clock(comm).offset_error, MPI.MAX)
+    return machine.describe(backend, comm.size, MPI.Get_library_version(),
+                            command_line(sys.argv[1:])) | {
+        "clock_resolution_s": clock, "clock_offset_error_s": error}
+
+
+def publish(record: Measurements | None, out: Path, name: str, comm) -> int:
+    """Write the record that rank 0 has; 0 when it was written, the same on every rank."""
+    outcome = None
+    if record is not None:
+        try:
+            outcome = 0, f"written: {store.write(record, out, name)}"
+        except store.StoreError as error:
+            outcome = 1, f"failed: {error}"
+    status, line = comm.bcast(outcome)
+    if comm.rank == 0:
+        print(line, flush=True)
+    return status
+
+
+def failed(name: str, why: str, comm) -> int:
+    """Say that a measurement came to nothing; 1."""
+    if comm.rank == 0:
+        print(f"failed: {name}: {why}", flush=True)
+    return 1
+
+
+def repeated(sample: Callable[[], float], limits: timing.Limits,
+             comm) -> tuple[list[float], str]:
+    """Samples until they are enough, and what ended them; rank 0 decides."""
+    found: list[float] = []
+    ended_by, begun = "", time.perf_counter()
+    while not ended_by:
+        found.append(sample())
+        if comm.rank == 0:
+            ended_by = limits.reached(len(found), time.perf_counter() - begun,
+                                      lambda: [median_interval(found)])
+        ended_by = comm.bcast(ended_by)
+    return found, ended_by
+
+
+def padded(samples: list[list[float]], shape: tuple[int, ...]) -> np.ndarray:
+    """Samples of points in row-major order as one array, NaN where a point has fewer."""
+    most = max(map(len, samples))
+    rows = [found + [math.nan] * (most - len(found)) for found in samples]
+    return np.array(rows).reshape(*shape, most)
+
+
+def in_random_order(points: list, seed: int, measure: Callable) -> list:
+    """What `measure` gives for each point, in their order, measured in another."""
+    found = [None] * len(points)
+    for index in np.random.default_rng(seed).permutation(len(points)):
+        found[index] = measure(*points[index])
+    return found
+
+
+def gemm(arguments, comm) -> int:
+    """Measure the rate of square matrix products on one rank; 0 when written.
+
+    Raises
+    ------
+    UsageError
+        When there is more than one rank, or an argument cannot be meant.
+    """
+    if comm.size > 1:
+        raise UsageError("gemm measures one rank: start it without mpirun")
+    limits, cores = limits_of(arguments), environment.cores()
+    threads = arguments.threads or sorted({1, cores})
+    try:
+        backend = backends.get(arguments.backend)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    out = writable(Path(arguments.out or machine.default_out()), comm)
+    points = [(dtype, count, n) for dtype in arguments.dtypes for count in threads
+              for n in arguments.sizes]
+
+    def point(dtype: str, count: int, n: int) -> tuple[list[float], str]:
+        a, b = (operands.fill(backend.empty((n, n), dtype), backend, arguments.seed, name)
+                for name in "AB")
+        with threadpool_limits(count, user_api="blas"):
+            return repeated(sampler(lambda: backends.matmul(a, b), backend.synchronize), limits,
+                            comm)
+
+    found = in_random_order(points, arguments.seed, point)
+    shape = (len(arguments.dtypes), len(threads), len(arguments.sizes))
+    samples = padded([seconds for seconds, _ in found], shape)
+    bounds = np.array([median_interval(seconds) for seconds, _ in found]).reshape(*shape, 4)
+    flops = 2 * np.array(arguments.sizes, np.float64) ** 3
+    dims = ("dtype", "threads", "size")
+    record = Measurements(
+        "gemm", {"seed": arguments.seed, **asdict(limits)},
+        measured_environment(backend.name, comm),
+        {"dtype": arguments.dtypes, "threads": threads, "size": arguments.sizes,
+         "repetition": range(samples.shape[-1]), "bound": BOUNDS},
+        {"samples": Variable(samples, "s", (*dims, "repetition")),
+         "seconds": Variable(bounds, "s", (*dims, "bound")),
+         "rate": Variable(flops / bounds[..., 0], "s-1", dims),
+         "ended_by_width": Variable(np.array([int(end == "width") for _, end in found])
+                                    .reshape(shape), "1", dims)}, [])
+    print(gemm_table(record), flush=True)
+    return publish(record, out, "gemm", comm)
+
+
+def sampler(step: Callable[[], object], synchronize: Callable[[], None]) -> Callable[[], float]:
+    """What takes a sample of `step`: the seconds of a call, of as many as the clock needs."""
+    def run(calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            step()
+        synchronize()
+        return time.perf_counter() - start
+    run(1)
+    calls = min(CALLS, max(1, math.ceil(SAMPLE / max(run(1), 1e-9))))
+    return lambda: run(calls) / calls
+
+
+def gemm_table(record: Measurements) -> str:
+    """The rates for people."""
+    seconds, rates = (record.variables[name].values for name in ("seconds", "rate"))
+    series = [(d, t) for d in range(rates.shape[0]) for t in range(rates.shape[1])]
+    heads = [["", *(cell for d, t in series for cell in (record.scales["dtype"][d], ""))],
+             ["size", *(cell for _, t in series
+                        for cell in (f"{record.scales['threads'][t]} thread(s)", "95 %"))]]
+    lines = []
+    for s, size in enumerate(record.scales["size"]):
+        cells = [size]
+        for d, t in series:
+            interval = Interval(*seconds[d, t, s])
+            cells += [f"{rates[d, t, s] / 1e9:.1f}", f"+-{50 * interval.width:.1f} %"]
+        lines.append(cells)
+    environs = record.environment
+    return "\n".join(["rate of C = A B on one rank, GFLOP/s", aligned(heads, lines, {}),
+                      f"{environs['cpu_model']}, {environs['cores']} cores; {environs['blas']}, "
+                      f"{environs['blas_architecture']} kernels", ""])
+
+
+def collectives(arguments, comm) -> int:
+    """Measure every collective along every direction; 0 when written.
+
+    All lines of a direction are busy at the same time, as they are in the algorithms.
+
+    Raises
+    ------
+    UsageError
+        When the ranks do not fit the grid, or an argument cannot be meant.
+    """
+    limits = limits_of(arguments)
+    itemsize = np.dtype(arguments.dtype).itemsize
+    if not itemsize <= arguments.least <= arguments.most:
+        raise UsageError(f"--least {arguments.least} --most {arguments.most}: at least "
+                         f"{itemsize} bytes, and no more than --most, would do")
+    try:
+        sizes = arguments.grid or mm3d.SCHEMES["3d"].default_grid(comm.size)
+        if len(sizes) > 3:
+            raise ValueError(f"--grid {'x'.join(map(str, sizes))}: at most three directions")
+        grid = mm3d.Grid(comm, arguments.backend, **dict(zip("xyz", sizes)))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    axes = [name for name, size in grid.shape.items() if size > 1]
+    if not axes:
+        raise UsageError("collectives needs two ranks or more, as in mpirun -n 8")
+    out = writable(Path(arguments.out or machine.default_out()), comm)
+    steps = int(math.log(arguments.most / arguments.least, 4) + 1e-9) + 1
+    lengths = [arguments.least * 4 ** k // itemsize for k in range(steps)]
+    points = [(axis, kind, n) for axis in axes for kind in store.COLLECTIVES for n in lengths]
+    clock = timing.Clock(comm)
+    found = in_random_order(points, arguments.seed, lambda *point: one_collective(
+        grid, *point, arguments, limits, clock))
+    environs = measured_environment(grid.backend.name, comm)
+    record = None
+    if comm.rank == 0:
+        settings = {"dtype": arguments.dtype, "seed": arguments.seed, "grid_axes": "".join(axes),
+                    "grid": " x ".join(map(str, grid.shape.values())),
+                    "transport": operands.transport(grid), **asdict(limits)}
+        record = collectives_record(axes, [n * itemsize for n in lengths], found, settings,
+                                    environs)
+        print(collectives_table(record), flush=True)
+    grid.free()
+    return publish(record, out, "collectives", comm)
+
+
+def one_collective(grid: mm3d.Grid, name: str, kind: str, length: int, arguments,
+                   limits: timing.Limits, clock: timing.Clock) -> tuple[list[float], str, int]:
+    """Samples of one collective on an array of `length`, what ended them, and bytes a rank."""
+    axis, comm, backend = grid[name], grid.comm, grid.backend
+    layout = mm3d.Layout(name)
+    split = layout.split(grid, (length,), name)
+    if kind == "all_gather":
+        a = operands.empty(layout, grid, (length,), arguments.dtype)
+    elif kind == "reduce_scatter":
+        a = operands.term(split, (length,), arguments.dtype)
+    else:
+        a = backend.empty((length,), arguments.dtype)
+    operands.fill(a, backend, arguments.seed, comm.rank)
+    step = {"all_gather": lambda: split.all_gather(a),
+            "reduce_scatter": lambda: split.reduce_scatter(a),
+            "all_reduce": lambda: axis.all_reduce(a),
+            "broadcast": lambda: axis.broadcast(a, 0),
+            "reduce": lambda: axis.reduce(a, 0)}[kind]
+    grid.reset_traffic()
+    step()
+    moved = comm.allreduce(axis.traffic[kind].bytes, MPI.MAX)
+
+    def span(calls: int) -> float:
+        def several() -> None:
+            for _ in range(calls):
+                step()
+        times, _ = timing.spans(several, comm, backend.synchronize, clock)
+        return float(times.max())
+    trial = comm.bcast(min(span(1), span(1)))
+    calls = min(CALLS, max(1, math.ceil(SAMPLE / trial)))
+    seconds, ended_by = repeated(lambda: span(calls) / calls, limits, comm)
+    return seconds, ended_by, moved
+
+
+def fitted(sizes: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
+    """alpha and beta of seconds = alpha + beta sizes, and the largest relative error.
+
+    The squares of *relative* errors are the least, so that small sizes count as much as large
+    ones; neither is negative.
+    """
+    weighted = np.stack([1 / seconds, sizes / seconds], axis=1)
+    alpha, beta = np.linalg.lstsq(weighted, np.ones(len(sizes)), rcond=None)[0]
+    if alpha < 0 or beta < 0:
+        keep = 1 if alpha < 0 else 0
+        column = weighted[:, keep]
+        only = column.sum() / (column @ column)
+        alpha, beta = (0.0, only) if keep else (only, 0.0)
+    return float(alpha), float(beta), float(np.abs((alpha + beta * sizes) / seconds - 1).max())
+
+
+def collectives_record(axes: list[str], sizes: list[int], found: list, settings: dict,
+                       environs: dict) -> Measurements:
+    """The record of what was measured, with the fits."""
+    shape = (len(axes), len(store.COLLECTIVES), len(sizes))
+    samples = padded([seconds for seconds, _, _ in found], shape)
+    bounds = np.array([median_interval(seconds) for seconds, _, _ in found]).reshape(*shape, 4)
+    moved = np.array([count for _, _, count in found], np.float64).reshape(shape)
+    fits = np.array([fitted(np.array(sizes, np.float64), line)
+                     for line in bounds[..., 0].reshape(-1, len(sizes))]).reshape(*shape[:2], 3)
+    dims = ("axis", "collective", "size")
+    return Measurements(
+        "collectives", settings, environs,
+        {"axis": axes, "collective": store.COLLECTIVES, "size": sizes,
+         "repetition": range(samples.shape[-1]), "bound": BOUNDS},
+        {"samples": Variable(samples, "s", (*dims, "repetition")),
+         "seconds": Variable(bounds, "s", (*dims, "bound")),
+         "bytes_moved": Variable(moved, "byte", dims),
+         "bandwidth": Variable(moved / bounds[..., 0], "byte s-1", dims),
+         "ended_by_width": Variable(np.array([int(end == "width") for _, end, _ in found])
+                                    .reshape(shape), "1", dims),
+         "alpha": Variable(fits[..., 0], "s", dims[:2]),
+         "beta": Variable(fits[..., 1], "s byte-1", dims[:2]),
+         "fit_error": Variable(fits[..., 2], "1", dims[:2])}, [])
+
+
+def collectives_table(record: Measurements) -> str:
+    """Times, bandwidths and fits for people."""
+    values = {name: variable.values for name, variable in record.variables.items()}
+    heads = [["", "", *(_bytes(size) for size in record.scales["size"]), "bandwidth", "alpha",
+              "1 / beta", "fit"],
+             ["collective", "along", *("(us)" for _ in record.scales["size"]), "(GB/s)", "(us)",
+              "(GB/s)", "within"]]
+    lines = []
+    for c, kind in enumerate(record.scales["collective"]):
+        for a, axis in enumerate(record.scales["axis"]):
+            beta = values["beta"][a, c]
+            lines.append([kind, axis, *(f"{1e6 * t:.0f}" for t in values["seconds"][a, c, :, 0]),
+                          f"{values['bandwidth'][a, c].max() / 1e9:.2f}",
+                          f"{1e6 * values['alpha'][a, c]:.0f}",
+                          f"{1e-9 / beta:.2f}" if beta else "-",
+                          f"{100 * values['fit_error'][a, c]:.0f} %"])
+    chosen, environs = record.configuration, record.environment
+    narrow = values["ended_by_width"]
+    return "\n".join([
+        f"median makespan of a collective on {chosen['grid']} ranks, all lines at once, by the "
+        f"size of the whole array",
+        aligned(heads, lines, {}),
+        "bandwidth: bytes that the busiest rank moves over the time, at the best size; the fit "
+        "alpha + beta n is of relative least squares",
+        f"{int(narrow.sum())} of {narrow.size} intervals are within {100 * chosen['width']:g} % "
+        f"of the median, the others ended by repetitions or seconds",
+        f"{environs['cpu_model']}, {environs['cores']} cores; {environs['mpi']}; transport "
+        f"{chosen['transport']}", ""])
+
+
+def _bytes(size: int) -> str:
+    for unit, factor in (("MiB", 2 ** 20), ("KiB", 2 ** 10)):
+        if size >= factor:
+            return f"{size / factor:g} {unit}"
+    return f"{size} B"

@@ -1,0 +1,34 @@
+"""Where the microbenchmarks obtain the arrays that travel."""
+
+from typing import Any
+
+import numpy as np
+
+from mm3d.backend import Array
+from mm3d.grid import Grid, Split
+from mm3d.layout import Layout
+
+
+def empty(layout: Layout, grid: Grid, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Memory for this rank's block of an array of global `shape`."""
+    return grid.backend.empty(layout.local_shape(grid, shape), dtype)
+
+
+def term(split: Split, shape: tuple[int, ...], dtype: Any) -> Array:
+    """Memory for this rank's term of a sum that is reduced and scattered along `split`."""
+    return split.axis.backend.empty(shape, dtype)
+
+
+def fill(a: Array, backend, seed: int, *names: Any) -> Array:
+    """`a` with normally distributed numbers in it, drawn from the seed and the names."""
+    key = [seed, *(sum(map(ord, name)) if isinstance(name, str) else name for name in names)]
+    random = np.random.default_rng(key)
+    a[...] = backend.asarray(random.standard_normal(tuple(a.shape), np.dtype(str(a.dtype))))
+    return a
+
+
+def transport(grid: Grid) -> str:
+    """How the grid's collectives travel, as its directions call it."""
+    names = {getattr(axis.transport, "name", "mpi") for axis in grid.axes.values()
+             if axis.size > 1}
+    return " ".join(sorted(names)) or "none"

@@ -1,0 +1,107 @@
+"""The command line of the microbenchmarks ``gemm``, ``collectives`` and ``matmul``."""
+
+import argparse
+
+FORMS = ("ab", "abt", "atb")
+SCHEMES = ("3d", "2d", "1d")
+
+
+def add_microbenchmarks(verbs) -> None:
+    """Add the three verbs to the parsers of ``python -m bench``."""
+    gemm = _verb(verbs, "gemm", "the rate of one rank's matrix products, by size and dtype", 7, 1.0)
+    gemm.add_argument("--sizes", type=_numbers, default=[2 ** k for k in range(6, 13)],
+                      metavar="N,...", help="of square matrices (default 64, 128, ... 4096)")
+    gemm.add_argument("--dtypes", type=_names("float32", "float64"), metavar="NAMES",
+                      default=["float32", "float64"], help="(default float32,float64)")
+    gemm.add_argument("--threads", type=_numbers, metavar="N,...",
+                      help="of BLAS (default: 1 and as many as there are cores)")
+
+    collectives = _verb(verbs, "collectives", "under mpirun: latency and bandwidth of each "
+                        "collective along each direction", 7, 1.0)
+    _grid_option(collectives)
+    collectives.add_argument("--least", type=int, default=1024, metavar="BYTES",
+                             help="the smallest array (default 1024); each is 4 times the last")
+    collectives.add_argument("--most", type=int, default=4 * 2 ** 20, metavar="BYTES",
+                             help="the largest array (default 4 MiB)")
+    collectives.add_argument("--dtype", default="float32", choices=("float32", "float64"))
+
+    matmul = _verb(verbs, "matmul", "under mpirun: distributed products beside one process with "
+                   "all cores", 7, 30.0)
+    matmul.add_argument("--shape", type=_shape, action="append", required=True, metavar="M,N,K",
+                        help="C is M x K, the sum has N terms; N alone for cubes; may be repeated")
+    _grid_option(matmul)
+    matmul.add_argument("--scheme", default="3d", choices=SCHEMES, help="(default 3d)")
+    matmul.add_argument("--form", type=_names(*FORMS), default=["ab"], metavar="NAMES",
+                        help="of C = AB, AB^T, A^T B: ab, abt, atb, with commas (default ab)")
+    matmul.add_argument("--dtype", default="float32", choices=("float32", "float64"))
+    matmul.add_argument("--backward", action="store_true", help="measure dA and dB too")
+
+
+def _verb(verbs, name: str, about: str, repetitions: int,
+          seconds: float) -> argparse.ArgumentParser:
+    parser = verbs.add_parser(name, help=about)
+    parser.add_argument("--out", metavar="DIR",
+                        help="where the .h5 files go (default results/<machine>)")
+    parser.add_argument("--repetitions", type=int, default=repetitions, metavar="N",
+                        help=f"the least number that count (default {repetitions})")
+    parser.add_argument("--max-repetitions", type=int, metavar="N",
+                        help="the greatest (default 30, or the least number)")
+    parser.add_argument("--max-seconds", type=float, default=seconds, metavar="S",
+                        help=f"of each measurement, once the least number is done (default "
+                             f"{seconds:g})")
+    parser.add_argument("--width", type=float, default=0.05, metavar="FRACTION",
+                        help="of the median, that the 95 %% confidence interval may have "
+                             "(default 0.05)")
+    parser.add_argument("--seed", type=int, default=0, metavar="N",
+                        help="of numbers and order (default 0)")
+    parser.add_argument("--backend", metavar="NAME",
+                        help="the array library (default MM3D_BACKEND, or numpy)")
+    return parser
+
+
+def _grid_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--grid", type=_sizes, metavar="XxYxZ",
+                        help="such as 2x2x2 (default: a cube; a square for 2d, a line for 1d)")
+
+
+def _positive(text: str, separator: str) -> list[int]:
+    numbers = [int(word) for word in text.lower().split(separator)]
+    if min(numbers) < 1:
+        raise ValueError
+    return numbers
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return _positive(text, ",")
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: whole numbers of at least 1 with commas "
+                                         f"between would do, such as 256,512") from None
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(_positive(text, "x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: sizes of at least 1 with x between would "
+                                         f"do, such as 2x2x2") from None
+
+
+def _shape(text: str) -> tuple[int, int, int]:
+    numbers = _numbers(text)
+    if len(numbers) == 1:
+        numbers *= 3
+    if len(numbers) != 3:
+        raise argparse.ArgumentTypeError(f"{text!r}: three sizes M,N,K would do, or one")
+    return tuple(numbers)
+
+
+def _names(*known: str):
+    def names(text: str) -> list[str]:
+        found = text.split(",")
+        for name in found:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is unknown: choose of "
+                                                 f"{', '.join(known)}")
+        return found
+    return names
