@@ -79,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_on_all_ranks(arguments) -> int:
-    """A verb for ``mpirun``: a rank that fails ends the job, and never leaves the others waiting."""
+    """A verb for ``mpirun``: a failing rank ends the job, and leaves none waiting."""
     import mm3d
     from mpi4py import MPI
     verb = getattr(importlib.import_module(ON_ALL_RANKS[arguments.verb]), arguments.verb)

@@ -6,14 +6,13 @@ the machine for a while slows them all; efficiencies are medians of the ratios o
 """
 
 import gc
+import math
 import os
-import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 from bench import machine, operands, residual
@@ -32,6 +31,8 @@ RATIOS = {"efficiency": (2, 0), "ceiling": (2, 1), "share of the ceiling": (1, 0
 BOUNDS = ("median", "low", "high", "confidence")
 # BLAS threads spin for a while after the last product; the ranks must not be timed meanwhile.
 SETTLE = 0.05
+# Unless told otherwise a sample is as many calls as take one process so long.
+SAMPLE = 0.02
 
 
 def matmul(arguments, comm) -> int:
@@ -77,7 +78,7 @@ def one(problem: Problem, shape: tuple[int, int, int], arguments, limits: timing
     problems = residual.failure(checks)
     if problems:
         return failed(name, problems, grid.comm)
-    times, ended_by, last = measured(problem, phases, replays, arguments.seed, limits)
+    times, calls, ended_by, last = measured(problem, phases, replays, arguments, limits)
     again = [check for phase in phases for check in verified(problem, last[phase],
                                                              arguments.seed + 1)]
     problems = residual.failure(again)
@@ -91,7 +92,7 @@ def one(problem: Problem, shape: tuple[int, int, int], arguments, limits: timing
                 "M": shape[0], "N": shape[1], "K": shape[2], "seed": arguments.seed,
                 "grid": " x ".join(map(str, grid.shape.values())),
                 "grid_axes": " ".join(grid.shape), "transport": operands.transport(grid),
-                "ended_by": ended_by, "one_process_threads": environment.cores(),
+                "ended_by": ended_by, "calls": calls, "one_process_threads": environment.cores(),
                 "one_process_cores": len(os.sched_getaffinity(0)), **asdict(limits)}
     record = summary(phases, times, np.array(everyone).T, settings, environs, checks + again)
     print(table(record), flush=True)
@@ -107,56 +108,72 @@ def verified(problem: Problem, results: dict, seed: int) -> list[residual.Check]
     return found
 
 
-def measured(problem: Problem, phases: tuple[str, ...], replays: dict[str, Replay], seed: int,
-             limits: timing.Limits) -> tuple[np.ndarray, str, dict]:
-    """Seconds (phases, repetitions, kinds, ranks, begin and end), what ended them, and the last
-    results.  One repetition before the first that counts warms up."""
+def measured(problem: Problem, phases: tuple[str, ...], replays: dict[str, Replay], arguments,
+             limits: timing.Limits) -> tuple[np.ndarray, int, str, dict]:
+    """Seconds a call (phases, repetitions, kinds, ranks, begin and end), calls a sample, what
+    ended the repetitions, and the last results."""
     comm, backend = problem.grid.comm, problem.grid.backend
-    clock, order = timing.Clock(comm), np.random.default_rng(seed)
-    whole = Whole(problem, seed) if comm.rank == 0 else None
-    kept, last, ended_by, begun = [], {}, "", 0.0
+    clock, order = timing.Clock(comm), np.random.default_rng(arguments.seed)
+    whole = Whole(problem, arguments.seed) if comm.rank == 0 else None
+    last: dict[str, dict] = {}
+
+    def sample(phase: str, kind: int, calls: int) -> np.ndarray:
+        if kind == 2:
+            times = np.full((comm.size, 2), np.nan)
+            times[0] = alone(whole and getattr(whole, phase), calls, comm, backend)
+            return times / calls
+        step = replays[phase] if kind else getattr(problem, phase)
+
+        def several() -> object:
+            result = None
+            for _ in range(calls):
+                # One result goes before the next is made.
+                del result
+                result = step()
+            return result
+        timing.wait_patiently(comm)
+        times, result = timing.spans(several, comm, backend.synchronize, clock)
+        if kind == 0:
+            last[phase] = result
+        return times / calls
+
+    # All three once, to warm up.
+    trial = [sample(phase, kind, 1) for phase in phases for kind in range(3)][2][0, 1]
+    calls = comm.bcast(arguments.calls or max(1, math.ceil(SAMPLE / max(trial, 1e-6))
+                                              if comm.rank == 0 else 1))
+    kept, ended_by, begun = [], "", clock.now()
     while not ended_by:
-        times = np.full((len(phases), len(KINDS), comm.size, 2), np.nan)
+        times = np.empty((len(phases), len(KINDS), comm.size, 2))
         for p, phase in enumerate(phases):
             for kind in order.permutation(len(KINDS)):
-                if kind == 2:
-                    times[p, kind, 0] = alone(whole and getattr(whole, phase), comm, backend)
-                    continue
-                step = replays[phase] if kind else getattr(problem, phase)
-                timing.wait_patiently(comm)
-                times[p, kind], result = timing.spans(step, comm, backend.synchronize, clock)
-                if kind == 0:
-                    last[phase] = result
-                del result
-        if not begun:
-            begun = clock.now()
-        else:
-            kept.append(times)
-        if comm.rank == 0 and kept:
+                times[p, kind] = sample(phase, kind, calls)
+        kept.append(times)
+        if comm.rank == 0:
+            seconds = makespans(np.array(kept))
             ended_by = limits.reached(len(kept), clock.now() - begun, lambda: [
-                ratio(makespans(np.array(kept)), p, "efficiency") for p in range(len(phases))])
+                ratio(seconds, p, "efficiency") for p in range(len(phases))])
         ended_by = comm.bcast(ended_by)
-    return np.array(kept).swapaxes(0, 1), ended_by, last
+    return np.array(kept).swapaxes(0, 1), calls, ended_by, last
 
 
-def alone(step, comm, backend) -> tuple[float, float]:
-    """Begin and end of `step` on rank 0, with all cores, while the other ranks sleep."""
+def alone(step, calls: int, comm, backend) -> tuple[float, float]:
+    """Begin and end of some calls on rank 0, with all cores, while the other ranks sleep."""
     timing.wait_patiently(comm)
-    found = (0.0, np.nan)
+    end = np.nan
     if step:
         with threadpool_limits(environment.cores(), user_api="blas"):
-            start = time.perf_counter()
-            step()
-            backend.synchronize()
-            if time.perf_counter() - start < 0.5:
-                # The first wakes the threads; where it is long that does not matter.
+            # The first call wakes the threads; where it is long that does not matter.
+            for _ in range(2):
                 start = time.perf_counter()
-                step()
+                for _ in range(calls):
+                    step()
                 backend.synchronize()
-            found = (0.0, time.perf_counter() - start)
+                end = time.perf_counter() - start
+                if end > 0.5:
+                    break
         time.sleep(SETTLE)
     timing.wait_patiently(comm)
-    return found
+    return 0.0, end
 
 
 def makespans(times: np.ndarray) -> np.ndarray:
@@ -215,12 +232,15 @@ def table(record: Measurements) -> str:
     environs, worst = record.environment, max(check.error / check.tolerance
                                               for check in record.checks)
     lines_below = [
-        f"{len(record.scales['repetition'])} repetitions, ended by {chosen['ended_by']}; times "
-        f"are makespans; verified: at most {100 * worst:.2g} % of the tolerance, "
-        f"{residual.MULTIPLE} eps |A||B|",
+        f"{len(record.scales['repetition'])} repetitions of {chosen['calls']} calls, ended by "
+        f"{chosen['ended_by']}; times are makespans a call; errors at most "
+        f"{100 * worst:.2g} % of the tolerance, {residual.MULTIPLE} eps |A||B|",
         f"{environs['cpu_model']}, {cores} cores; {environs['blas']}, "
         f"{environs['blas_architecture']} kernels; {environs['mpi']}; transport "
         f"{chosen['transport']}"]
+    if "backward" in record.scales["phase"]:
+        lines_below.append("the bound of backward is that of its two products apart, which share "
+                           "dC: fewer words are possible")
     if chosen["one_process_cores"] < cores:
         lines_below.append(f"WARNING: the one process was bound to "
                            f"{chosen['one_process_cores']} of {cores} cores: no fair reference")

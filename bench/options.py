@@ -8,7 +8,8 @@ SCHEMES = ("3d", "2d", "1d")
 
 def add_microbenchmarks(verbs) -> None:
     """Add the three verbs to the parsers of ``python -m bench``."""
-    gemm = _verb(verbs, "gemm", "the rate of one rank's matrix products, by size and dtype", 7, 1.0)
+    gemm = _verb(verbs, "gemm", "the rate of one rank's matrix products, by size and dtype", 7,
+                 1.0)
     gemm.add_argument("--sizes", type=_numbers, default=[2 ** k for k in range(6, 13)],
                       metavar="N,...", help="of square matrices (default 64, 128, ... 4096)")
     gemm.add_argument("--dtypes", type=_names("float32", "float64"), metavar="NAMES",
@@ -34,6 +35,8 @@ def add_microbenchmarks(verbs) -> None:
     matmul.add_argument("--form", type=_names(*FORMS), default=["ab"], metavar="NAMES",
                         help="of C = AB, AB^T, A^T B: ab, abt, atb, with commas (default ab)")
     matmul.add_argument("--dtype", default="float32", choices=("float32", "float64"))
+    matmul.add_argument("--calls", type=int, metavar="N",
+                        help="in a sample (default: as many as take one process 20 ms)")
     matmul.add_argument("--backward", action="store_true", help="measure dA and dB too")
 
 

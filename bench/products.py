@@ -129,8 +129,9 @@ class Whole:
     def __init__(self, problem: Problem, seed: int) -> None:
         backend = problem.grid.backend
         self.form = problem.form
-        self.blocks = {name: operands.fill(backend.empty(shape, problem.dtype), backend, seed, name)
-                       for name, shape in problem.shapes.items()}
+        self.blocks = {
+            name: operands.fill(backend.empty(shape, problem.dtype), backend, seed, name)
+            for name, shape in problem.shapes.items()}
 
     def forward(self) -> Array:
         """C."""

@@ -1,0 +1,194 @@
+"""The microbenchmarks, at tiny sizes, and the checks that guard them."""
+import numpy as np
+import pytest
+
+from bench import micro, residual
+from bench.products import SHAPES, Problem, Replay, Whole
+from mm3d import cost, store
+from mm3d.record import Variable
+from support import run_python, run_ranks
+
+QUICK = ("--repetitions", "2", "--max-repetitions", "2")
+
+
+def only(folder) -> store.Measurements:
+    """The one run in a folder."""
+    path, = folder.glob("*.h5")
+    return store.read(path)
+
+
+MN, NK, MK = 19 * 14, 14 * 23, 19 * 23
+
+
+# The words of ab, abt, atb forward: which matrices cross directions of two ranks.
+@pytest.mark.parametrize("scheme, ranks, grid, words", [
+    ("3d", 8, "2x2x2", [MN + NK + MK] * 3), ("3d", 4, "1x2x2", [MN + MK, MN + MK, MN + NK]),
+    ("2d", 4, "2x2", [MN + NK, NK + MK, MN + MK]), ("1d", 3, "3", [2 * MN] * 3)])
+def test_matmul_measures_verified_products(tmp_path, scheme, ranks, grid, words):
+    done = run_ranks(ranks, "-m", "mpi4py", "-m", "bench", "matmul", "--shape", "19,14,23",
+                     "--form", "ab,abt,atb", "--scheme", scheme, "--grid", grid, "--backward",
+                     "--dtype", "float64", "--calls", "2", *QUICK, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = [store.read(path) for path in sorted(tmp_path.glob("*.h5"))]
+    assert [run.configuration["form"] for run in runs] == ["ab", "abt", "atb"]
+    for run in runs:
+        found = {name: variable.values for name, variable in run.variables.items()}
+        assert run.kind == "matmul" and len(run.checks) == 12
+        assert all(check.passed for check in run.checks)
+        assert found["times"].shape == (2, 2, 3, ranks, 2)
+        assert found["flops"].tolist() == [2 * 19 * 14 * 23, 4 * 19 * 14 * 23]
+        assert found["least_words"][0] == cost.lower_bound(19, 14, 23, ranks)
+        product, _, one = found["seconds"][0, :, 0]
+        assert product > 0 and one > 0 and found["efficiency"][0, 0] > 0
+        assert run.variables["times"].dims == ("phase", "repetition", "kind", "rank", "edge")
+    assert "2 repetitions of 2 calls, ended by repetitions" in done.stdout
+    assert [run.variables["words"].values[0].sum() for run in runs] == words
+
+
+@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.parametrize("scheme", ["3d", "2d", "1d"])
+def test_each_product_is_right_and_a_wrong_one_is_found(comm, scheme):
+    if scheme == "2d" and comm.size == 8:
+        with pytest.raises(ValueError, match="8 ranks are no square"):
+            Problem(scheme, "ab", comm, None, (9, 8, 7), "float32", 0, None)
+        return
+    sizes = {1: (1, 1, 1), 4: (1, 2, 2), 8: (2, 2, 2)}[comm.size] if scheme == "3d" else None
+    for form in SHAPES:
+        problem = Problem(scheme, form, comm, sizes, (33, 26, 21), "float32", 0, None)
+        for phase in ("forward", "backward"):
+            replay = Replay(getattr(problem, phase), problem.grid.backend, "float32")
+            assert len(replay.calls) >= (1 if phase == "forward" else 2)
+            for name, block in replay.result.items():
+                result = problem.distributed(name[-1], block)
+                factors = problem.factors(name)
+                found = residual.checks(name, *factors, result, 1, "float32")
+                assert residual.failure(found) is None, (scheme, form, name, found)
+                if comm.rank == comm.size - 1 and block.size:
+                    block[-1, -1] += 1e-2
+                found = residual.checks(name, *factors, result, 1, "float32")
+                assert "times a random vector: off by" in residual.failure(found)
+                assert "no times were written" in residual.failure(found)
+            replay()
+        problem.grid.free()
+
+
+@pytest.mark.ranks(1)
+def test_not_a_number_is_wrong_and_zeros_are_right(comm):
+    def matrix(values):
+        values = np.asarray(values, np.float64)
+        place = tuple(slice(0, n) for n in values.shape)
+        return residual.Distributed(values, place, values.shape, comm)
+    zeros = matrix(np.zeros((3, 3)))
+    assert residual.failure(residual.checks("C", zeros, zeros, zeros, 0, "float64")) is None
+    bad = matrix(np.full((3, 3), np.nan))
+    assert "off by nan" in residual.failure(residual.checks("C", zeros, zeros, bad, 0, "float64"))
+
+
+@pytest.mark.ranks(1)
+def test_the_whole_product_is_that_of_its_matrices(comm):
+    for form in SHAPES:
+        problem = Problem("1d", form, comm, None, (5, 4, 3), "float64", 0, None)
+        whole = Whole(problem, 0)
+        A, B, dC = (whole.blocks[name] for name in "ABC")
+        left, right = (A.T if form == "atb" else A), (B.T if form == "abt" else B)
+        np.testing.assert_allclose(whole.forward(), left @ right)
+        dA, dB = whole.backward()
+        dleft, dright = dC @ right.T, left.T @ dC
+        np.testing.assert_allclose(dA, dleft.T if form == "atb" else dleft)
+        np.testing.assert_allclose(dB, dright.T if form == "abt" else dright)
+        problem.grid.free()
+
+
+WRONG = """
+import sys
+import mm3d
+from mm3d.grid import Split
+from bench.__main__ import main
+scatter = Split.reduce_scatter
+
+def wrong(self, a):
+    out = scatter(self, a)
+    if self.axis.comm.rank == 1:
+        out *= 1.001
+    return out
+
+Split.reduce_scatter = wrong
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_wrong_product_writes_no_times(tmp_path):
+    script = tmp_path / "wrong.py"
+    script.write_text(WRONG)
+    done = run_ranks(4, str(script), "matmul", "--shape", "32", "--grid", "1x2x2", *QUICK,
+                     "--out", str(tmp_path / "out"))
+    assert done.returncode == 1, done.stderr
+    assert "no times were written" in done.stdout and "GFLOP" not in done.stdout
+    assert not list((tmp_path / "out").iterdir())
+
+
+def test_gemm(tmp_path):
+    done = run_python("-m", "bench", "gemm", "--sizes", "8,32", "--threads", "1", *QUICK,
+                      "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    run = only(tmp_path)
+    assert run.kind == "gemm" and run.scales["size"] == [8, 32]
+    assert run.scales["dtype"] == ["float32", "float64"]
+    seconds, rate = (run.variables[name].values for name in ("seconds", "rate"))
+    np.testing.assert_allclose(rate * seconds[..., 0], [[[1024, 65536]]] * 2)
+    assert run.variables["samples"].values.shape == (2, 1, 2, 2)
+    assert run.environment["clock_resolution_s"] < 1e-3
+    assert "rate of C = A B" in done.stdout
+
+
+def test_collectives(tmp_path):
+    done = run_ranks(4, "-m", "bench", "collectives", "--grid", "2x1x2", "--least", "64",
+                     "--most", "1100", *QUICK, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    run = only(tmp_path)
+    assert run.scales["axis"] == ["x", "z"] and run.scales["size"] == [64, 256, 1024]
+    assert run.scales["collective"] == list(store.COLLECTIVES)
+    found = {name: variable.values for name, variable in run.variables.items()}
+    assert found["samples"].shape == (2, 5, 3, 2) and (found["samples"] > 0).all()
+    # Half of the array for a gather or a scatter, twice that for both, all of it otherwise.
+    assert (found["bytes_moved"] / run.scales["size"] == [[[.5], [.5], [1], [1], [1]]] * 2).all()
+    assert (found["alpha"] >= 0).all() and (found["beta"] >= 0).all()
+    assert run.variables["beta"].units == "s byte-1"
+    assert "transport" in done.stdout
+
+
+def test_the_fit_finds_latency_and_bandwidth():
+    sizes = 4.0 ** np.arange(5, 12)
+    alpha, beta, error = micro.fitted(sizes, 2e-5 + 3e-10 * sizes)
+    assert alpha == pytest.approx(2e-5) and beta == pytest.approx(3e-10) and error < 1e-9
+    alpha, beta, error = micro.fitted(sizes, 1e-9 * sizes ** 1.5)
+    assert alpha == 0 and beta > 0 and error > 0.5
+
+
+@pytest.mark.parametrize("ranks, options, message", [
+    (2, ("gemm",), "gemm measures one rank"),
+    (2, ("matmul", "--shape", "8", "--grid", "2x2x2"), "a grid of 2 x 2 x 2 has 8 ranks"),
+    (2, ("matmul", "--shape", "8", "--scheme", "2d"), "2 ranks are no square"),
+    (2, ("matmul", "--shape", "8,8"), "three sizes M,N,K would do"),
+    (2, ("matmul", "--shape", "8", "--grid", "2x1"), "scheme 3d has 3 directions"),
+    (2, ("collectives", "--grid", "2x1x1", "--least", "1"), "at least 4 bytes"),
+    (2, ("collectives", "--grid", "2x1x1", "--repetitions", "0"), "must be at least 1")])
+def test_wrong_arguments_get_one_message(tmp_path, ranks, options, message):
+    done = run_ranks(ranks, "-m", "bench", *options, "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert (done.stdout + done.stderr).count(message) == 1, done.stdout + done.stderr
+
+
+def test_a_folder_of_both_kinds_shows_only_models(tmp_path):
+    from bench.cases import select
+    from bench.results import collect
+    from records import made_up
+    store.write(made_up(select("weak", "3d")[0]), tmp_path, "weak")
+    record = store.Measurements("gemm", {"seed": 0}, {"cores": 2}, {"size": [8]}, {
+        "rate": Variable(np.array([1.0]), "s-1", ("size",))}, [])
+    path = store.write(record, tmp_path, "gemm")
+    found = store.read(path)
+    assert found.kind == "gemm" and found.scales == record.scales and found.checks == []
+    assert found.variables["rate"].dims == ("size",)
+    results, problems = collect(tmp_path)
+    assert len(results) == 1 and not problems
