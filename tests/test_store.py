@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from bench.cases import select
+from bench.tables import tables
 from mm3d import store
 from records import made_up
 
@@ -190,3 +191,18 @@ def test_folders_are_made_and_must_be_writable(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(store.StoreError, match="cannot be written .Not a directory.*--out"):
         store.check_folder(tmp_path / "file" / "results")
+
+
+def test_files_of_version_1_stay_readable(tmp_path):
+    path = store.write(made_up(ROW), tmp_path, "a")
+    with h5py.File(path, "r+") as file:
+        file.attrs["schema_version"] = 1
+        del file.attrs["kind"], file["clock"], file["samples"].attrs["ended_by"]
+        for phase in store.PHASES:
+            del file[f"samples/{phase}_late"]
+        for name in ("width", "order"):
+            del file["configuration"].attrs[name]
+    run = store.read(path)
+    assert run.late == run.clock == {} and run.ended_by == "repetitions"
+    np.testing.assert_array_equal(run.samples["forward"], made_up(ROW).samples["forward"])
+    assert "Missing, 17 of 18 rows" in " ".join(tables(tmp_path).split())
