@@ -61,8 +61,7 @@ class Problem:
         sizes = sizes or cls.default_grid(comm.size)
         if len(sizes) != len(cls.directions):
             raise ValueError(f"--grid {'x'.join(map(str, sizes))}: scheme {scheme} has "
-                             f"{len(cls.directions)} directions, such as "
-                             f"{'x'.join(map(str, cls.default_grid(comm.size)))}")
+                             f"the directions {', '.join(cls.directions)}: name a size for each")
         cls.check_grid(sizes)
         self.grid = Grid(comm, backend, **dict(zip(cls.directions, sizes)))
         self.scheme, self.form, self.dtype = scheme, form, dtype
