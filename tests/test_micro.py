@@ -170,7 +170,7 @@ def test_the_fit_finds_latency_and_bandwidth():
     (2, ("matmul", "--shape", "8", "--grid", "2x2x2"), "a grid of 2 x 2 x 2 has 8 ranks"),
     (2, ("matmul", "--shape", "8", "--scheme", "2d"), "2 ranks are no square"),
     (2, ("matmul", "--shape", "8,8"), "three sizes M,N,K would do"),
-    (2, ("matmul", "--shape", "8", "--grid", "2x1"), "scheme 3d has the directions x, y, z: name a size"),
+    (2, ("matmul", "--shape", "8", "--grid", "2x1"), "scheme 3d has the directions x, y, z: "),
     (2, ("collectives", "--grid", "2x1x1", "--least", "1"), "at least 4 bytes"),
     (2, ("collectives", "--grid", "2x1x1", "--repetitions", "0"), "must be at least 1")])
 def test_wrong_arguments_get_one_message(tmp_path, ranks, options, message):
