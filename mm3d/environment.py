@@ -61,6 +61,25 @@ def cores(environ: Mapping[str, str] = os.environ) -> int:
     return min(len(available), int(allocated)) if allocated.isdigit() else len(available)
 
 
+def check_launcher(size: int | None) -> None:
+    """Refuse a world of one rank where the launcher has started more than one.
+
+    Parameters
+    ----------
+    size : int or None
+        Ranks of the world; None to check nothing.
+
+    Raises
+    ------
+    ValueError
+        When the launcher and mpi4py belong to different MPI libraries.
+    """
+    if size == 1 and local_ranks() > 1:
+        raise ValueError(f"the launcher started {local_ranks()} ranks, each alone in its world: "
+                         "mpirun and mpi4py belong to different MPI libraries; use the mpirun of "
+                         "the MPI that this Python's mpi4py loads")
+
+
 def oversubscribed(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether more ranks than cores share this node."""
     return local_ranks(environ) > cores(environ)

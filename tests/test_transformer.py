@@ -157,7 +157,7 @@ def test_random_numbers_depend_on_seed_and_name():
         if a.ndim == 2:
             assert abs(a.std() * a.shape[0] ** 0.5 - 1) < 0.1, name
         else:
-            assert np.all(a == name.endswith("weight")), name
+            assert 0 < np.abs(a - name.endswith("weight")).max() < 0.5, name
 
 
 @pytest.mark.parametrize("sizes, batch, rows", [
