@@ -6,6 +6,7 @@ import traceback
 from typing import NoReturn, Sequence
 
 from bench.cases import HEADINGS, TITLES, UsageError, load
+from mm3d import environment
 
 
 class Parser(argparse.ArgumentParser):
@@ -64,18 +65,18 @@ def parser() -> argparse.ArgumentParser:
 
 def run_on_all_ranks(arguments) -> int:
     """The verb ``run``: a rank that fails ends the job, and never leaves the others waiting."""
-    import mm3d
-    from mpi4py import MPI
     from bench.run import run
+    from mpi4py import MPI
+    from mm3d.store import StoreError
     comm = MPI.COMM_WORLD
     try:
         status = run(arguments, comm)
         # A rank that leaves with a failure may end the job: only after rank 0 has said why.
         comm.Barrier()
         return status
-    except (UsageError, mm3d.store.StoreError) as error:
+    except (UsageError, StoreError) as error:
         # The same on every rank, so one of them says it; all leave together.
-        if comm.rank == 0:
+        if comm.rank == environment.launcher_rank() == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         comm.Barrier()
         return 2
@@ -93,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if arguments.verb == "run":
         return run_on_all_ranks(arguments)
+    if environment.launcher_rank():
+        return 0  # one rank is enough
     from mm3d.store import StoreError
     try:
         if arguments.verb == "reproduce":
@@ -109,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for path in plots(arguments.folder):
                 print(path)
         return 0
-    except (UsageError, StoreError) as error:
+    except (UsageError, StoreError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

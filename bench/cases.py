@@ -206,3 +206,21 @@ def _one_of(known: dict, name: str, what: str, *also: str):
         choices: Iterable[str] = [*known, *also]
         raise UsageError(f"{what} {name!r} is unknown: choose one of {', '.join(choices)}")
     return known[name]
+
+
+def step_counts(arguments) -> dict[str, int]:
+    """``warmup`` and ``repetitions`` of the command line, or else of its preset.
+
+    Raises
+    ------
+    UsageError
+        When one of them is less than 1.
+    """
+    preset = load().presets[arguments.preset]
+    counts = {}
+    for name in ("warmup", "repetitions"):
+        given = getattr(arguments, name)
+        counts[name] = getattr(preset, name) if given is None else given
+        if counts[name] < 1:
+            raise UsageError(f"--{name} {counts[name]}: must be at least 1")
+    return counts

@@ -11,7 +11,8 @@ from mpi4py import MPI
 
 import mm3d
 from bench import machine, verify
-from bench.cases import Case, Row, UsageError, case, load, select
+from bench.cases import Case, Row, UsageError, case, select, step_counts
+from mm3d import backend as backends
 from mm3d import store, timing
 
 
@@ -41,12 +42,8 @@ def run(arguments, comm) -> int:
         When the results folder cannot be written.
     """
     cases = fitting(select(arguments.table, arguments.scheme), comm.size, arguments)
-    steps = {name: getattr(load().presets[arguments.preset], name)
-             if getattr(arguments, name) is None else getattr(arguments, name)
-             for name in ("warmup", "repetitions")}
-    for name, count in steps.items():
-        if count < 1:
-            raise UsageError(f"--{name} {count}: must be at least 1")
+    steps = step_counts(arguments)
+    usable(arguments.backend, comm)
     out = writable(Path(arguments.out or machine.default_out()), comm)
     options = Options(out=out, dtype=arguments.dtype, backend=arguments.backend,
                       seed=arguments.seed, **steps)
@@ -75,6 +72,18 @@ def fitting(rows: list[Row], ranks: int, arguments) -> list[Case]:
                     "mpi4py belong to different MPI libraries; use the mpirun of the MPI that "
                     "this Python's mpi4py loads")
     raise UsageError(message)
+
+
+def usable(backend: str | None, comm) -> None:
+    """Raise the same UsageError everywhere when some rank cannot use the array library."""
+    problem = None
+    try:
+        backends.get(backend)
+    except ValueError as error:
+        problem = str(error)
+    problems = [text for text in comm.allgather(problem) if text]
+    if problems:
+        raise UsageError(f"{problems[0]} ({len(problems)} of {comm.size} ranks)")
 
 
 def writable(folder: Path, comm) -> Path:

@@ -25,6 +25,7 @@ from mm3d.transport import MpiTransport, StagedTransport, block_indices, resized
 RING = 1024      # choices that the first rank may be ahead of the slowest
 REGIONS = 4096   # regions that a line of ranks can have
 PAGE = 4096
+SEGMENT = 1 << 30  # bytes mapped at a time; what is never used takes no memory
 LARGE = 16384    # elements from which an all-reduce goes through shared memory
 
 
@@ -40,19 +41,21 @@ class SharedMemory:
     def __init__(self, comm) -> None:
         self.rank, self.size = comm.rank, comm.size
         maker = np.array([os.getpid(), 0])
-        words = 1 + RING + 2 * REGIONS + self.size * (1 + REGIONS)
+        words = 1 + RING + 4 * REGIONS + self.size * (1 + REGIONS)
         if self.rank == 0:
             maker[1] = self._create(8 * words)
         comm.Bcast(maker)
         self._maker = int(maker[0])
         board = self._map(int(maker[1]), 8 * words).view(np.int64)
-        parts = np.split(board, np.cumsum([1, RING, 2 * REGIONS, self.size]))
+        parts = np.split(board, np.cumsum([1, RING, 4 * REGIONS, self.size]))
         self._told, self._choices, table, self._followed, returned = parts
-        self._table = table.reshape(REGIONS, 2)         # descriptor and bytes of each region
+        # Of each region its segment, that segment's descriptor, and offset and bytes in it.
+        self._table = table.reshape(REGIONS, 4)
         self._returned = returned.reshape(self.size, REGIONS)
         self._lent = np.zeros(REGIONS, np.int64)        # times this rank has been lent each
-        self._regions: dict[int, np.ndarray] = {}       # those this rank has opened
+        self._segments: list[np.ndarray] = []           # what this rank has opened
         self._by_size: dict[int, list[int]] = {}        # what the first rank chooses from
+        self._next = (-1, -1, SEGMENT)                  # segment, descriptor, bytes in use
         self._made: list[tuple[int, int]] = []          # turn and descriptor, while needed
         comm.Barrier()
         if self.rank == 0:
@@ -74,11 +77,12 @@ class SharedMemory:
         else:
             _wait(lambda: self._told[0] > turn)
         region = int(self._choices[turn % RING])
-        if region not in self._regions:
-            self._regions[region] = self._map(*map(int, self._table[region]))
+        segment, descriptor, offset, size = map(int, self._table[region])
+        if segment == len(self._segments):
+            self._segments.append(self._map(descriptor, max(SEGMENT, size)))
         self._followed[self.rank] = turn + 1
         self._lent[region] += 1
-        return region, self._regions[region]
+        return region, self._segments[segment][offset:offset + size]
 
     def give_back(self, region: int) -> None:
         """Say that this rank is done with a region."""
@@ -95,14 +99,17 @@ class SharedMemory:
         if region == REGIONS:
             raise MemoryError(f"a line of ranks shares more than {REGIONS} arrays: set "
                               "MM3D_TRANSPORT=mpi")
-        descriptor = self._create(size)
-        self._table[region] = descriptor, size
-        self._made.append((int(self._followed[0]), descriptor))
+        segment, descriptor, used = self._next
+        if used + size > SEGMENT:
+            segment, descriptor, used = segment + 1, self._create(max(SEGMENT, size)), 0
+            self._made.append((int(self._followed[0]), descriptor))
+        self._table[region] = segment, descriptor, used, size
+        self._next = segment, descriptor, used + size
         known.append(region)
         return region
 
     def _close(self, followed: int) -> None:
-        """Close the descriptors of regions that every rank has opened, `followed` turns ago."""
+        """Close the descriptors of segments that every rank has opened, `followed` turns on."""
         while self._made and self._made[0][0] < followed:
             os.close(self._made.pop(0)[1])
 

@@ -11,7 +11,6 @@ import secrets
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Mapping
 
 import h5py
 import numpy as np
@@ -23,6 +22,12 @@ PHASES = ("forward", "backward")
 AXES = ("x", "y", "z")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
 COUNTS = {"calls": "1", "messages": "1", "words": "1", "bytes": "byte"}
+CONFIGURATION = ("table", "scheme", "preset", "grid", "grid_axes", "layers", "hidden", "heads",
+                 "batch", "seq", "mlp_factor", "dtype", "warmup", "repetitions", "overridden",
+                 "verified_measured_model")
+ENVIRONMENT = ("ranks", "cores", "ranks_per_core", "oversubscribed", "cpu_model", "backend", "mpi",
+               "blas", "blas_architecture", "blas_threads", "python", "numpy_version",
+               "git_commit", "git_clean")
 PUBLISHED = {"gpus": "1", "batch": "1", "hidden": "1", "forward_time": "s",
              "backward_time": "s", "average_step_time": "s", "recomputed_step_time": "s"}
 
@@ -278,13 +283,18 @@ def _parse(file: h5py.File) -> Run:
     checks = [Check(quantity.decode(), float(error), float(tolerance)) for quantity, error,
               tolerance in zip(group["quantity"][...], group["error"][...],
                                group["tolerance"][...], strict=True)]
-    return Run(_settings(file["configuration"].attrs), _settings(file["environment"].attrs),
+    return Run(_settings(file, "configuration", CONFIGURATION),
+               _settings(file, "environment", ENVIRONMENT),
                samples, traffic, expected, checks,
                {name: float(file["published"][name][()]) for name in PUBLISHED},
                str(file.attrs["created"]))
 
 
-def _settings(attributes: Mapping) -> dict[str, Setting]:
-    """Attributes as plain Python values."""
+def _settings(file: h5py.File, group: str, required: tuple[str, ...]) -> dict[str, Setting]:
+    """Attributes of a group as plain Python values; KeyError when a required one is missing."""
+    attributes = file[group].attrs
+    for name in required:
+        if name not in attributes:
+            raise KeyError(f"{group}/{name} is missing")
     return {name: value.item() if isinstance(value, np.generic) else value
             for name, value in attributes.items()}

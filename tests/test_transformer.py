@@ -12,6 +12,8 @@ from mm3d.layers import Linear
 from models import PARALLELISMS, SIZES, SOME, Parallelism, data, differences, serial, train
 from reference import integers, relative_error
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 every_size = pytest.mark.parametrize("sizes, causal", [
     ("even", False), ("uneven", True), ("few", False)])
 every_grid = pytest.mark.ranks(*PARALLELISMS)
