@@ -8,6 +8,7 @@ from typing import NoReturn, Sequence
 
 from bench.cases import HEADINGS, TITLES, UsageError, load
 from bench.options import add_microbenchmarks
+from mm3d import environment
 
 ON_ALL_RANKS = {"run": "bench.run", "gemm": "bench.micro", "collectives": "bench.micro",
                 "matmul": "bench.matmul"}
@@ -80,18 +81,18 @@ def parser() -> argparse.ArgumentParser:
 
 def run_on_all_ranks(arguments) -> int:
     """A verb for ``mpirun``: a failing rank ends the job, and leaves none waiting."""
-    import mm3d
-    from mpi4py import MPI
     verb = getattr(importlib.import_module(ON_ALL_RANKS[arguments.verb]), arguments.verb)
+    from mpi4py import MPI
+    from mm3d.store import StoreError
     comm = MPI.COMM_WORLD
     try:
         status = verb(arguments, comm)
         # A rank that leaves with a failure may end the job: only after rank 0 has said why.
         comm.Barrier()
         return status
-    except (UsageError, mm3d.store.StoreError) as error:
+    except (UsageError, StoreError) as error:
         # The same on every rank, so one of them says it; all leave together.
-        if comm.rank == 0:
+        if comm.rank == environment.launcher_rank() == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         comm.Barrier()
         return 2
@@ -109,6 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     if arguments.verb in ON_ALL_RANKS:
         return run_on_all_ranks(arguments)
+    if environment.launcher_rank():
+        return 0  # one rank is enough
     from mm3d.store import StoreError
     try:
         if arguments.verb == "reproduce":
@@ -125,7 +128,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for path in plots(arguments.folder):
                 print(path)
         return 0
-    except (UsageError, StoreError) as error:
+    except (UsageError, StoreError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

@@ -8,6 +8,8 @@ from typing import Iterable, Literal
 
 import msgspec
 
+from mm3d.timing import Limits
+
 TITLES = {"1d": "1-D", "2d": "2-D", "3d": "3-D"}
 HEADINGS = {"weak": "Table 1, weak scaling", "strong": "Table 2, strong scaling"}
 
@@ -217,3 +219,26 @@ def _one_of(known: dict, name: str, what: str, *also: str):
         choices: Iterable[str] = [*known, *also]
         raise UsageError(f"{what} {name!r} is unknown: choose one of {', '.join(choices)}")
     return known[name]
+
+
+def step_counts(arguments) -> tuple[int, Limits]:
+    """Steps to warm up, and when to stop repeating: the command line's, or else its preset's.
+
+    Raises
+    ------
+    UsageError
+        When they cannot be meant.
+    """
+    preset = load().presets[arguments.preset]
+    chosen = {name: getattr(preset, name) if getattr(arguments, name) is None
+              else getattr(arguments, name)
+              for name in ("warmup", "repetitions", "max_repetitions", "max_seconds")}
+    if arguments.max_repetitions is None:
+        chosen["max_repetitions"] = max(chosen["max_repetitions"], chosen["repetitions"])
+    for name in ("warmup", "repetitions"):
+        if chosen[name] < 1:
+            raise UsageError(f"--{name} {chosen[name]}: must be at least 1")
+    try:
+        return chosen.pop("warmup"), Limits(**chosen, width=arguments.width)
+    except ValueError as error:
+        raise UsageError(str(error)) from error

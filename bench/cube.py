@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 from types import SimpleNamespace
 
+from bench.cases import UsageError
 from mm3d.layout import Layout
 
 # Okabe and Ito's colours, one a rank of the 2 x 2 x 2 cube.
@@ -14,7 +15,20 @@ MATRICES = {"A": ("xy,z", "rows by x, then y; columns by z", "all-gathered along
 
 
 def cube(path: str | Path) -> Path:
-    """Draw the 2 x 2 x 2 cube and the blocks of C = A B on it, from the layouts themselves."""
+    """Draw the 2 x 2 x 2 cube and the blocks of C = A B on it, from the layouts themselves.
+
+    Parameters
+    ----------
+    path : path
+        The picture to write; a .png, .svg or .pdf.
+
+    Raises
+    ------
+    UsageError
+        When it is to be of another kind.
+    """
+    if Path(path).suffix not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"{path}: a picture's name ends in .png, .svg or .pdf")
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot

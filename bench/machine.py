@@ -34,6 +34,15 @@ def slug() -> str:
     return "-".join([*words, str(environment.cores()), "cores"])
 
 
+def mpi_name(library: str) -> str:
+    """Name and version from what an MPI library says of itself.
+
+    The rest may name who built it, and where.
+    """
+    first = library.replace("\0", "").splitlines()[0].partition(",")[0]
+    return " ".join(first.replace("Version:", "").split())
+
+
 def default_out() -> Path:
     """Where results go unless ``--out`` says otherwise: ``results/<machine>``."""
     return Path("results") / slug()
@@ -49,7 +58,7 @@ def describe(backend: str, ranks: int, mpi_library: str, command: str) -> dict[s
     ranks : int
         Ranks of the run.
     mpi_library : str
-        What the MPI library says of itself; its first line is kept.
+        What the MPI library says of itself.
     command : str
         The command line, with nothing private in it.
     """
@@ -62,7 +71,7 @@ def describe(backend: str, ranks: int, mpi_library: str, command: str) -> dict[s
             "oversubscribed": environment.oversubscribed(), "backend": backend,
             "operating_system": f"{platform.system()} {platform.machine()}",
             "python": platform.python_version(),
-            "mpi": " ".join(mpi_library.replace("\0", " ").splitlines()[0].split()),
+            "mpi": mpi_name(mpi_library),
             "tuning_variables": " ".join(tuning), "command": command, "git_commit": commit,
             "git_clean": clean} | _versions() | _blas()
 

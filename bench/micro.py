@@ -229,9 +229,9 @@ def one_collective(grid: mm3d.Grid, name: str, kind: str, length: int, arguments
     layout = mm3d.Layout(name)
     split = layout.split(grid, (length,), name)
     if kind == "all_gather":
-        a = operands.empty(layout, grid, (length,), arguments.dtype)
+        a = operands.empty(layout, grid, (length,), arguments.dtype, name)
     elif kind == "reduce_scatter":
-        a = operands.term(split, (length,), arguments.dtype)
+        a = split.term((length,), arguments.dtype)
     else:
         a = backend.empty((length,), arguments.dtype)
     operands.fill(a, backend, arguments.seed, comm.rank)

@@ -5,18 +5,20 @@ from typing import Any
 import numpy as np
 
 from mm3d.backend import Array
-from mm3d.grid import Grid, Split
+from mm3d.grid import Grid
 from mm3d.layout import Layout
 
 
-def empty(layout: Layout, grid: Grid, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Memory for this rank's block of an array of global `shape`."""
-    return grid.backend.empty(layout.local_shape(grid, shape), dtype)
+def empty(layout: Layout, grid: Grid, shape: tuple[int, ...], dtype: Any,
+          letter: str | None) -> Array:
+    """Memory for this rank's block of an array of global `shape`.
 
-
-def term(split: Split, shape: tuple[int, ...], dtype: Any) -> Array:
-    """Memory for this rank's term of a sum that is reduced and scattered along `split`."""
-    return split.axis.backend.empty(shape, dtype)
+    It is placed for travelling along the direction `letter`, if there is one.
+    """
+    local = layout.local_shape(grid, shape)
+    if letter is None:
+        return grid.backend.empty(local, dtype)
+    return layout.split(grid, shape, letter).empty(local, dtype)
 
 
 def fill(a: Array, backend, seed: int, *names: Any) -> Array:

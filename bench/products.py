@@ -26,7 +26,10 @@ LAYOUTS = {
            "atb": ("xz,y", "xy,z", "y,zx")},
     "2d": dict.fromkeys(SHAPES, ("x,y", "x,y", "x,y")),
     "1d": {"ab": ("x,", ",x", ",x"), "abt": ("x,", "x,", ",x"), "atb": ("x,", ",x", ",x")}}
-DIRECTIONS = {"ab": "yxz", "abt": "yxz", "atb": "zyx"}
+# Along which A, B and C (or dC) travel; None where a matrix stays.
+DIRECTIONS = {"3d": {"ab": "yxz", "abt": "yxz", "atb": "zyx"},
+              "2d": dict.fromkeys(SHAPES, ("y", "x", None)),
+              "1d": dict.fromkeys(SHAPES, ("x", None, None))}
 
 
 class Problem:
@@ -69,12 +72,13 @@ class Problem:
         self.shapes = {name: tuple(extents[n] for n in letters)
                        for name, letters in zip("ABC", SHAPES[form])}
         self.layouts = dict(zip("ABC", map(Layout, LAYOUTS[scheme][form])))
+        letters = DIRECTIONS[scheme][form]
         self.blocks = {name: operands.fill(
-            operands.empty(self.layouts[name], self.grid, self.shapes[name], dtype),
-            self.grid.backend, seed, name, comm.rank) for name in "ABC"}
+            operands.empty(self.layouts[name], self.grid, self.shapes[name], dtype, letter),
+            self.grid.backend, seed, name, comm.rank) for name, letter in zip("ABC", letters)}
         if scheme == "3d":
             self.splits = [self.layouts[name].split(self.grid, self.shapes[name], letter)
-                           for name, letter in zip("ABC", DIRECTIONS[form])]
+                           for name, letter in zip("ABC", letters)]
 
     def forward(self) -> dict[str, Array]:
         """This rank's block of C."""

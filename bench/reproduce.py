@@ -12,11 +12,10 @@ from typing import Iterable
 from tqdm import tqdm
 
 from bench import machine
-from bench.cases import Case, UsageError, case, select, shuffled
+from bench.cases import Case, UsageError, case, select, shuffled, step_counts
 from bench.plots import plots
-from bench.run import steps
 from bench.tables import tables
-from mm3d import environment, store
+from mm3d import backend, environment, store
 
 
 class Progress:
@@ -63,11 +62,15 @@ def reproduce(arguments) -> int:
     if environment.local_ranks() > 1:
         raise UsageError("reproduce starts mpirun itself: run it without, as in "
                          "python -m bench reproduce")
+    step_counts(arguments)
+    try:
+        backend.get(arguments.backend)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     if arguments.order is None:
         arguments.order = secrets.randbelow(2 ** 31)
     cases = shuffled((case(row, arguments.preset)
                       for row in select(arguments.table, arguments.scheme)), arguments.order)
-    steps(arguments)
     out = store.check_folder(arguments.out or machine.default_out())
     options = passed_on(arguments, out)
     progress = Progress(len(cases))
@@ -84,10 +87,11 @@ def reproduce(arguments) -> int:
                                  progress)
     finally:
         progress.close()
-    finish(out)
     if failures:
         print(f"\n{len(failures)} of {len(cases)} rows failed:", *failures, sep="\n  ",
               file=sys.stderr)
+    if len(failures) < len(cases):
+        finish(out)
     return 1 if failures else 0
 
 
@@ -158,9 +162,8 @@ def run_command(job: Iterable[Case], options: list[str]) -> list[str]:
     tables, schemes = (",".join(sorted({getattr(row, name) for row in rows}))
                        for name in ("table", "scheme"))
     try:
-        # An exception on one rank must end the others too: mpi4py's runner sees to that.
         return environment.mpirun_command(
-            rows[0].gpus, sys.executable, "-m", "mpi4py", "-m", "bench", "run",
+            rows[0].gpus, sys.executable, "-m", "bench", "run",
             f"--table={tables}", f"--scheme={schemes}", *options)
     except FileNotFoundError as error:
         raise UsageError(str(error)) from error

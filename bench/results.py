@@ -22,11 +22,14 @@ class Results:
         By (table, scheme, ranks) the latest run of that row.
     earlier : int
         How many runs are not shown because a later one of the same row is.
+    overridden : int
+        How many are not shown because their sizes were given by hand.
     """
 
     preset: str
     runs: dict[Key, Run] = field(default_factory=dict)
     earlier: int = 0
+    overridden: int = 0
 
     def get(self, row: Row) -> Run | None:
         """The run of `row`, if there is one."""
@@ -58,6 +61,9 @@ def collect(folder: str | Path) -> tuple[list[Results], list[str]]:
     for run in sorted(runs, key=lambda run: run.created):
         chosen = run.configuration
         results = found.setdefault(chosen["preset"], Results(chosen["preset"]))
+        if chosen["overridden"]:
+            results.overridden += 1
+            continue
         key = (chosen["table"], chosen["scheme"], run.ranks)
         results.earlier += key in results.runs
         results.runs[key] = run

@@ -13,7 +13,8 @@ from mpi4py import MPI
 
 import mm3d
 from bench import machine, verify
-from bench.cases import Case, Row, UsageError, case, load, select, shuffled
+from bench.cases import Case, Row, UsageError, case, select, shuffled, step_counts
+from mm3d import backend as backends
 from mm3d import store, timing
 
 
@@ -44,35 +45,13 @@ def run(arguments, comm) -> int:
         When the results folder cannot be written.
     """
     cases = fitting(select(arguments.table, arguments.scheme), comm.size, arguments)
-    warmup, limits = steps(arguments)
+    warmup, limits = step_counts(arguments)
+    usable(arguments.backend, comm)
     order = comm.bcast(secrets.randbelow(2 ** 31) if arguments.order is None else arguments.order)
     out = writable(Path(arguments.out or machine.default_out()), comm)
     options = Options(out=out, dtype=arguments.dtype, backend=arguments.backend,
                       seed=arguments.seed, warmup=warmup, limits=limits, order=order)
     return max([report(one, options, comm) for one in shuffled(cases, order)])
-
-
-def steps(arguments) -> tuple[int, timing.Limits]:
-    """Steps to warm up, and when to stop repeating: the preset's where nothing else is given.
-
-    Raises
-    ------
-    UsageError
-        When they cannot be meant.
-    """
-    preset = load().presets[arguments.preset]
-    chosen = {name: getattr(preset, name) if getattr(arguments, name) is None
-              else getattr(arguments, name)
-              for name in ("warmup", "repetitions", "max_repetitions", "max_seconds")}
-    if arguments.max_repetitions is None:
-        chosen["max_repetitions"] = max(chosen["max_repetitions"], chosen["repetitions"])
-    for name in ("warmup", "repetitions"):
-        if chosen[name] < 1:
-            raise UsageError(f"--{name} {chosen[name]}: must be at least 1")
-    try:
-        return chosen.pop("warmup"), timing.Limits(**chosen, width=arguments.width)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def fitting(rows: list[Row], ranks: int, arguments) -> list[Case]:
@@ -97,6 +76,18 @@ def fitting(rows: list[Row], ranks: int, arguments) -> list[Case]:
                     "mpi4py belong to different MPI libraries; use the mpirun of the MPI that "
                     "this Python's mpi4py loads")
     raise UsageError(message)
+
+
+def usable(backend: str | None, comm) -> None:
+    """Raise the same UsageError everywhere when some rank cannot use the array library."""
+    problem = None
+    try:
+        backends.get(backend)
+    except ValueError as error:
+        problem = str(error)
+    problems = [text for text in comm.allgather(problem) if text]
+    if problems:
+        raise UsageError(f"{problems[0]} ({len(problems)} of {comm.size} ranks)")
 
 
 def writable(folder: Path, comm) -> Path:

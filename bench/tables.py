@@ -107,6 +107,8 @@ def published_notes() -> list[str]:
 def measured_notes(results: Results) -> list[str]:
     """How the measured figures came about, and what they do not show."""
     runs = list(results.runs.values())
+    if not runs:
+        return [f"None but {_count(results.overridden, 'run')} with sizes given by hand."]
     notes = [f"Model: layers {_all(runs, 'layers')}, sequence {_all(runs, 'seq')}, "
              f"{_all(runs, 'dtype')}, MLP {_all(runs, 'mlp_factor')} x hidden. The published "
              f"figures are from V100 GPUs at the published sizes: compare ratios, not seconds.",
@@ -136,6 +138,8 @@ def measured_notes(results: Results) -> list[str]:
     if results.earlier:
         notes.append(f"Of each row the latest run is shown; the folder also has "
                      f"{_count(results.earlier, 'earlier run')}.")
+    if results.overridden:
+        notes.append(f"Not shown: {_count(results.overridden, 'run')} with sizes given by hand.")
     return notes + machines(runs)
 
 

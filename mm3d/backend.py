@@ -118,17 +118,20 @@ class Backend:
         """`a` as a NumPy array (the explicit way to the host, and the only one)."""
         return np.asarray(a)
 
+    def is_contiguous(self, a: Array) -> bool:
+        """Whether the elements of `a` lie in C order without gaps."""
+        return a.flags.c_contiguous
+
     def contiguous(self, a: Array) -> Array:
-        """`a` itself when its elements lie in C order without gaps, otherwise a copy."""
-        if a.flags.c_contiguous:
+        """`a` itself when it is contiguous, otherwise a copy that is."""
+        if self.is_contiguous(a):
             return a
         copy = self.empty(a.shape, a.dtype)
         copy[...] = a
         return copy
 
-    def gemm(self, a: Array, b: Array) -> Array:
+    def gemm(self, a: Array, b: Array, out: Array) -> Array:
         """The product of two matrices in their own dtype; float16 is summed in float32."""
-        out = self.empty((a.shape[0], b.shape[1]), a.dtype)
         if a.dtype == np.float16:
             out[...] = np.matmul(a.astype(np.float32), b.astype(np.float32))
             return out
@@ -179,8 +182,8 @@ class CupyBackend(Backend):
     def to_host(self, a: Array) -> np.ndarray:
         return self.xp.asnumpy(a)
 
-    def gemm(self, a: Array, b: Array) -> Array:
-        return self.xp.matmul(a, b, out=self.empty((a.shape[0], b.shape[1]), a.dtype))
+    def gemm(self, a: Array, b: Array, out: Array) -> Array:
+        return self.xp.matmul(a, b, out=out)
 
     def synchronize(self) -> None:
         self.xp.cuda.get_current_stream().synchronize()
@@ -244,29 +247,38 @@ def wide_dtype(a: Array) -> Any:
     return xp.float32 if a.dtype == getattr(xp, "float16", None) else a.dtype
 
 
-def matmul(a: Array, b: Array) -> Array:
-    """C = A B: (..., n) times (n, ...); the last dimension of A meets the first of B."""
+def matmul(a: Array, b: Array, empty: Callable[..., Array] | None = None) -> Array:
+    """C = A B: (..., n) times (n, ...); the last dimension of A meets the first of B.
+
+    `empty` makes the array of the result, from its shape and dtype.
+    """
     n = b.shape[0]
-    backend, xp = of(a), namespace(a)
-    c = backend.gemm(xp.reshape(a, (math.prod(a.shape[:-1]), n)),
-                     xp.reshape(b, (n, math.prod(b.shape[1:]))))
-    return xp.reshape(c, a.shape[:-1] + b.shape[1:])
+    return _gemm((math.prod(a.shape[:-1]), n), a, (n, math.prod(b.shape[1:])), b,
+                 a.shape[:-1] + b.shape[1:], empty)
 
 
-def matmul_nt(a: Array, b: Array) -> Array:
+def matmul_nt(a: Array, b: Array, empty: Callable[..., Array] | None = None) -> Array:
     """C = A B^T: (..., k) times (n, k); k may be several dimensions, all but B's first."""
     n, inner = b.shape[0], b.shape[1:]
-    k = math.prod(inner)
     rows = a.shape[:len(a.shape) - len(inner)]
-    backend, xp = of(a), namespace(a)
-    c = backend.gemm(xp.reshape(a, (math.prod(rows), k)), xp.reshape(b, (n, k)).T)
-    return xp.reshape(c, rows + (n,))
+    k = math.prod(inner)
+    return _gemm((math.prod(rows), k), a, (n, k), b, rows + (n,), empty, right=True)
 
 
-def matmul_tn(a: Array, b: Array) -> Array:
+def matmul_tn(a: Array, b: Array, empty: Callable[..., Array] | None = None) -> Array:
     """C = A^T B: (m, n) and (m, ...); m may be several dimensions, all but A's last."""
     n, m = a.shape[-1], math.prod(a.shape[:-1])
     outer = b.shape[len(a.shape) - 1:]
+    return _gemm((m, n), a, (m, math.prod(outer)), b, (n,) + outer, empty, left=True)
+
+
+def _gemm(rows: tuple[int, int], a: Array, columns: tuple[int, int], b: Array,
+          shape: tuple[int, ...], empty: Callable[..., Array] | None, left: bool = False,
+          right: bool = False) -> Array:
+    """The product of `a` and `b` as matrices of the two shapes, transposed if `left`, `right`."""
     backend, xp = of(a), namespace(a)
-    c = backend.gemm(xp.reshape(a, (m, n)).T, xp.reshape(b, (m, math.prod(outer))))
-    return xp.reshape(c, (n,) + outer)
+    a, b = xp.reshape(a, rows), xp.reshape(b, columns)
+    c = (empty or backend.empty)(shape, a.dtype)
+    flat = (rows[1] if left else rows[0], columns[0] if right else columns[1])
+    backend.gemm(a.T if left else a, b.T if right else b, xp.reshape(c, flat))
+    return c

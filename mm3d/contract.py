@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from mpi4py import MPI
 
 from mm3d.backend import Array, Backend
-from mm3d.grid import Grid
+from mm3d.grid import Grid, Split
 from mm3d.layout import Layout
 from mm3d.space import Space
 
@@ -25,6 +25,7 @@ class Product(ABC):
     """A distributed C = A B of a linear layer, with its backward."""
 
     weight: Layout
+    travels: Split | None = None  # how the blocks of B move, if they do
 
     @abstractmethod
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
@@ -43,6 +44,9 @@ class Move(NamedTuple):
     collective: str
     words: int
     calls: int = 1
+
+
+Strings = tuple[str, str, str, str]
 
 
 class Scheme(ABC):
@@ -75,6 +79,9 @@ class Scheme(ABC):
 
     def __init__(self, comm: MPI.Intracomm, grid: tuple[int, ...] | None = None,
                  backend: str | Backend | None = None) -> None:
+        if grid is not None and not isinstance(grid, (tuple, list)):
+            raise ValueError(f"grid={grid!r} should be a tuple of sizes, one for each of the "
+                             f"directions {', '.join(self.directions)}")
         sizes = tuple(grid) if grid is not None else self.default_grid(comm.size)
         if len(sizes) != len(self.directions):
             raise ValueError(f"the grid of scheme {self.name!r} has the directions "
@@ -98,8 +105,8 @@ class Scheme(ABC):
     @classmethod
     @abstractmethod
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int,
-                **options: Any) -> tuple[tuple[str, str, str], tuple[str, str, str]]:
-        """Rows, features and vector (see `Space`) of the outer and the inner space."""
+                **options: Any) -> tuple[Strings, Strings]:
+        """Rows, features, vector and travels (see `Space`) of the outer and the inner space."""
 
     @abstractmethod
     def product(self, source: Space, target: Space, shape: tuple[int, ...],

@@ -36,6 +36,7 @@ class _Space:
     rows: str
     features: str
     vector: str
+    travels: str
 
     def ranks(self, letters: str) -> int:
         return math.prod(self.sizes[c] for c in letters if c != ",")

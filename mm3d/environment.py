@@ -15,6 +15,9 @@ from collections.abc import Mapping, MutableMapping
 # Ranks that the launcher started on this node: MPICH's hydra and Intel MPI, Open MPI, MVAPICH.
 LOCAL_RANKS = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 
+# The rank in the job: hydra and PMI launchers, Open MPI, PMIx (srun --mpi=pmix).
+RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+
 BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
 
 # Ranks that share a core must give it up while they wait; both libraries spin by default.
@@ -61,6 +64,36 @@ def cores(environ: Mapping[str, str] = os.environ) -> int:
     return min(len(available), int(allocated)) if allocated.isdigit() else len(available)
 
 
+def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """This process' rank according to the launcher; 0 when there was none.
+
+    Unlike the rank in the world, it tells processes apart whose MPI is not the launcher's.
+    """
+    for name in RANK:
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return 0
+
+
+def check_launcher(size: int | None) -> None:
+    """Refuse a world of one rank where the launcher has started more than one.
+
+    Parameters
+    ----------
+    size : int or None
+        Ranks of the world; None to check nothing.
+
+    Raises
+    ------
+    ValueError
+        When the launcher and mpi4py belong to different MPI libraries.
+    """
+    if size == 1 and local_ranks() > 1:
+        raise ValueError(f"the launcher started {local_ranks()} ranks, each alone in its world: "
+                         "mpirun and mpi4py belong to different MPI libraries; use the mpirun of "
+                         "the MPI that this Python's mpi4py loads")
+
+
 def oversubscribed(environ: Mapping[str, str] = os.environ) -> bool:
     """Whether more ranks than cores share this node."""
     return local_ranks(environ) > cores(environ)
@@ -105,7 +138,7 @@ def set_defaults(environ: MutableMapping[str, str] = os.environ) -> dict[str, st
     if oversubscribed(environ):
         chosen.update(YIELD)
         if ("mpi4py.MPI" in sys.modules and not YIELD.keys() & environ.keys()
-                and environ.get("PMI_RANK", "0") == "0"):
+                and launcher_rank(environ) == 0):
             warnings.warn(f"{local_ranks(environ)} ranks share {cores(environ)} cores, and mm3d "
                           "was imported after mpi4py.MPI, too late to make MPI yield while it "
                           "waits: import mm3d first", RuntimeWarning, stacklevel=3)

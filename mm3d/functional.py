@@ -19,10 +19,14 @@ GELU_CUBIC = 0.044715
 def row_blocks(*arrays: Array) -> Iterator[tuple[Array, ...]]:
     """Matching views of a few rows of each array, the last dimension being a row.
 
-    All arrays have the same leading dimensions and lie in C order.
+    All arrays have the same leading dimensions.
     """
-    first = arrays[0]
-    rows, block = math.prod(first.shape[:-1]), backend.of(first).block
+    first, library = arrays[0], backend.of(arrays[0])
+    if not all(library.is_contiguous(a) for a in arrays):
+        for index in range(first.shape[0]):
+            yield from row_blocks(*(a[index, ...] for a in arrays))
+        return
+    rows, block = math.prod(first.shape[:-1]), library.block
     xp = namespace(first)
     flat = [xp.reshape(a, (rows, a.shape[-1])) for a in arrays]
     step = max(1, block // max(1, first.shape[-1]))

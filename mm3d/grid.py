@@ -8,14 +8,17 @@ scatter.  How the bytes travel is the transport's business.
 
 import itertools
 import math
+import numbers
 from dataclasses import dataclass
 from typing import Any, Iterator, Mapping
 
 from mpi4py import MPI
 
 from mm3d import backend as backends
+from mm3d import environment
 from mm3d.backend import Array, Backend
-from mm3d.transport import Transport, host_dtype, transport_for
+from mm3d.shared import transport_for
+from mm3d.transport import host_dtype, resized
 
 
 def blocks(extent: int, parts: int, unit: int = 1) -> list[int]:
@@ -74,15 +77,11 @@ class Axis:
     def __init__(self, name: str, comm: MPI.Intracomm, backend: Backend) -> None:
         self.name, self.comm, self.backend = name, comm, backend
         self.size, self.rank = comm.size, comm.rank
-        self.transport: Transport = transport_for(backend, comm)
+        self.transport = transport_for(comm, backend)
         self.traffic: dict[str, Traffic] = {}
 
     def __repr__(self) -> str:
         return f"Axis({self.name}: rank {self.rank} of {self.size})"
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Memory for a block that will travel along this axis."""
-        return self.backend.empty(shape, dtype)
 
     def split(self, dim: int, extent: int, unit: int = 1) -> "Split":
         """Dimension `dim`, of `extent` elements in all, dealt over this axis."""
@@ -98,7 +97,7 @@ class Axis:
         dim : int
             The dimension that the blocks divide.
         counts : list of int, optional
-            The blocks' lengths along `dim`; all equal to this rank's when not given.
+            The blocks' lengths along `dim`; the ranks tell each other when not given.
 
         Returns
         -------
@@ -107,17 +106,11 @@ class Axis:
         """
         if self.size == 1:
             return a
-        counts = counts or [a.shape[dim]] * self.size
+        if counts is None:
+            counts = self.comm.allgather(a.shape[dim])
         self._check(counts, a.shape[dim], counts[self.rank])
-        whole = _resized(a.shape, dim, sum(counts))
-        out = self.backend.empty(whole, a.dtype)
-        flat, lengths = self._flat(out, dim, counts)
-        self.transport.all_gather(self.backend.contiguous(a), flat, lengths)
-        self._count("all_gather", out, math.prod(whole) - math.prod(a.shape),
-                    self.size - 1)
-        if flat is not out:
-            for piece, block in self._pieces(flat, out, dim, counts):
-                block[...] = piece
+        out = self.transport.all_gather(a, dim, counts)
+        self._count("all_gather", a, math.prod(out.shape) - math.prod(a.shape), self.size - 1)
         return out
 
     def reduce_scatter(self, a: Array, dim: int = 0, counts: list[int] | None = None) -> Array:
@@ -139,15 +132,10 @@ class Axis:
         """
         if self.size == 1:
             return a
-        counts = counts or blocks(a.shape[dim], self.size)
+        if counts is None:
+            counts = blocks(a.shape[dim], self.size)
         self._check(counts, a.shape[dim], sum(counts))
-        a = self.backend.contiguous(a)
-        flat, lengths = self._flat(a, dim, counts)
-        if flat is not a:
-            for piece, block in self._pieces(flat, a, dim, counts):
-                piece[...] = block
-        out = self.empty(_resized(a.shape, dim, counts[self.rank]), a.dtype)
-        self.transport.reduce_scatter(flat, out, lengths)
+        out = self.transport.reduce_scatter(a, dim, counts)
         self._count("reduce_scatter", a, math.prod(a.shape) - math.prod(out.shape),
                     self.size - 1)
         return out
@@ -156,9 +144,7 @@ class Axis:
         """The sum of `a` over all ranks; `a` itself on an axis of one rank."""
         if self.size == 1:
             return a
-        a = self.backend.contiguous(a)
-        out = self.backend.empty(a.shape, a.dtype)
-        self.transport.all_reduce(a, out)
+        out = self.transport.all_reduce(a)
         length = math.prod(a.shape)
         own = blocks(length, self.size)[self.rank]
         self._count("all_reduce", a, 2 * (length - own), 2 * (self.size - 1))
@@ -171,19 +157,16 @@ class Axis:
         """
         if self.size == 1:
             return a
-        a = self.backend.contiguous(a)
-        self.transport.broadcast(a, root)
+        out = self.transport.broadcast(a, root)
         received = int(self.rank != root)
         self._count("broadcast", a, received * math.prod(a.shape), received)
-        return a
+        return out
 
     def reduce(self, a: Array, root: int) -> Array | None:
         """The sum of `a` over all ranks on the rank `root`, None on the others."""
         if self.size == 1:
             return a
-        a = self.backend.contiguous(a)
-        out = self.backend.empty(a.shape, a.dtype) if self.rank == root else None
-        self.transport.reduce(a, out, root)
+        out = self.transport.reduce(a, root)
         sent = int(self.rank != root)
         self._count("reduce", a, sent * math.prod(a.shape), sent)
         return out
@@ -193,42 +176,12 @@ class Axis:
             raise ValueError(f"an array {length} long does not fit blocks of {counts} on rank "
                              f"{self.rank} of {self.size} along {self.name}")
 
-    def _flat(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int]]:
-        """A buffer in which the blocks of `a` lie one after another, and their lengths.
-
-        That is `a` itself where its blocks already do.
-        """
-        outer = math.prod(a.shape[:dim % len(a.shape)])
-        share = math.prod(a.shape) // max(1, a.shape[dim])
-        lengths = [count * share for count in counts]
-        flat = a if outer <= 1 else self.backend.empty((sum(lengths),), a.dtype)
-        return flat, lengths
-
-    @staticmethod
-    def _pieces(flat: Array, a: Array, dim: int,
-                counts: list[int]) -> Iterator[tuple[Array, Array]]:
-        """Each block as it lies in the flat buffer, and in the array."""
-        xp, dim = backends.namespace(a), dim % len(a.shape)
-        start = offset = 0
-        for count in counts:
-            shape = _resized(a.shape, dim, count)
-            length = math.prod(shape)
-            index = (slice(None),) * dim + (slice(start, start + count), Ellipsis)
-            yield xp.reshape(flat[offset:offset + length], shape), a[index]
-            start, offset = start + count, offset + length
-
     def _count(self, collective: str, a: Array, words: int, messages: int) -> None:
         traffic = self.traffic.setdefault(collective, Traffic())
         traffic.calls += 1
         traffic.messages += messages
         traffic.words += words
         traffic.bytes += words * host_dtype(a).itemsize
-
-
-def _resized(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
-    """`shape` with dimension `dim` made `length` long."""
-    dim %= len(shape)
-    return tuple(shape[:dim]) + (length,) + tuple(shape[dim + 1:])
 
 
 class Split:
@@ -258,6 +211,18 @@ class Split:
     def __repr__(self) -> str:
         return f"Split(dimension {self.dim} of {self.extent} over {self.axis.name})"
 
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Memory for this rank's block, of local `shape`; every rank of the axis calls it."""
+        if self.axis.size == 1:
+            return self.axis.backend.empty(shape, dtype)
+        return self.axis.transport.block(shape, dtype, self.dim, self.counts)
+
+    def term(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Memory for this rank's term of a sum that `reduce_scatter` is to divide."""
+        if self.axis.size == 1:
+            return self.axis.backend.empty(shape, dtype)
+        return self.axis.transport.term(shape, dtype)
+
     def all_gather(self, a: Array) -> Array:
         """The whole dimension, from every rank's block of it."""
         return self.axis.all_gather(a, self.dim, self.counts)
@@ -269,7 +234,7 @@ class Split:
     def broadcast(self, a: Array, root: int) -> Array:
         """The block of the rank `root`, on every rank."""
         if self.axis.rank != root:
-            shape = _resized(a.shape, self.dim, self.counts[root])
+            shape = resized(a.shape, self.dim, self.counts[root])
             a = self.axis.backend.empty(shape, a.dtype)
         return self.axis.broadcast(a, root)
 
@@ -307,7 +272,7 @@ class Grid:
                  **shape: int) -> None:
         self.backend = backend if isinstance(backend, Backend) else backends.get(backend)
         wrong = [f"{name}={size!r}" for name, size in shape.items()
-                 if len(name) != 1 or not isinstance(size, int) or size < 1]
+                 if len(name) != 1 or not isinstance(size, numbers.Integral) or size < 1]
         if wrong:
             raise ValueError(f"grid directions are single letters with sizes of at least 1, "
                              f"not {', '.join(wrong)}")
@@ -316,7 +281,8 @@ class Grid:
             raise ValueError(f"a grid of {text} has {math.prod(shape.values())} ranks, but the "
                              f"communicator has {comm.size}: start that many ranks, or give "
                              f"sizes whose product is {comm.size}")
-        self.comm, self.shape = comm, dict(shape)
+        environment.check_launcher(comm.size if comm == MPI.COMM_WORLD else None)
+        self.comm, self.shape = comm, {name: int(size) for name, size in shape.items()}
         self.size, self.rank = comm.size, comm.rank
         self.coords = self.coordinates(comm.rank)
         self.axes: dict[str, Axis] = {}
@@ -339,20 +305,6 @@ class Grid:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.shape.items())
         return f"Grid({sizes}; rank {self.rank} at {tuple(self.coords.values())})"
-
-    def empty(self, shape: tuple[int, ...], dtype: Any, along: str = "") -> Array:
-        """Memory for an array of this rank: where the model obtains all of its arrays.
-
-        Parameters
-        ----------
-        shape : tuple of int
-            Local shape.
-        dtype : dtype
-            Of the array library.
-        along : str, optional
-            The direction that the array will travel along, if it will.
-        """
-        return self[along].empty(shape, dtype) if along else self.backend.empty(shape, dtype)
 
     def coordinates(self, rank: int) -> dict[str, int]:
         """The coordinate along each direction of the rank numbered `rank`."""
@@ -383,5 +335,6 @@ class Grid:
         program that makes many grids frees those it is done with.
         """
         for axis in self.axes.values():
+            axis.transport.free()
             axis.comm.Free()
         self.axes = {}

@@ -13,11 +13,12 @@ import numpy as np
 
 from mm3d import functional
 from mm3d.backend import Array, namespace
-from mm3d.grid import Grid
+from mm3d.grid import Grid, Split
 from mm3d.layout import Layout
 from mm3d.contract import Product, Scheme
 from mm3d.space import (Space, Vector, add_backward, add_forward, scale_backward,
                         scale_forward)
+from mm3d.transport import host_dtype
 
 
 class Parameter:
@@ -38,13 +39,13 @@ class Parameter:
     """
 
     def __init__(self, name: str, grid: Grid, layout: Layout, shape: tuple[int, ...],
-                 dtype: Any) -> None:
+                 dtype: Any, travels: Split | None = None) -> None:
         self.name, self.grid, self.layout, self.shape = name, grid, layout, tuple(shape)
         inputs = self.shape[:1] if name.endswith("weight") and len(shape) > 1 else ()
         self.public_shape = (*inputs, math.prod(self.shape[len(inputs):]))
         local = layout.local_shape(grid, self.shape)
-        self.value, self.grad = (grid.empty(local, dtype, along=layout.letters[-1:])
-                                 for _ in range(2))
+        self.value = (travels or grid.backend).empty(local, dtype)
+        self.grad = grid.backend.empty(local, dtype)
         self.grad[...] = 0
 
     def accumulate(self, gradient: Array | None) -> None:
@@ -56,8 +57,7 @@ class Parameter:
         """Take this rank's block of the global `value`."""
         place = self.layout.slices(self.grid, self.shape)
         block = np.ascontiguousarray(np.reshape(value, self.shape)[place])
-        dtype = self.grid.backend.to_host(self.value).dtype
-        self.value[...] = self.grid.backend.asarray(block.astype(dtype))
+        self.value[...] = self.grid.backend.asarray(block.astype(host_dtype(self.value)))
 
     def gather(self, block: Array) -> np.ndarray:
         """The global array of which this rank holds `block` (for checks; collective)."""
@@ -99,7 +99,8 @@ class Linear:
         self.product: Product = scheme.product(source, target, shape, units)
         self.vector = Vector(target, shape[1:], units[1])
         grid = scheme.grid
-        self.weight = Parameter(f"{name}.weight", grid, self.product.weight, shape, dtype)
+        self.weight = Parameter(f"{name}.weight", grid, self.product.weight, shape, dtype,
+                                self.product.travels)
         self.bias = Parameter(f"{name}.bias", grid, self.vector.layout, shape[1:], dtype)
         self.parameters = [self.weight, self.bias]
 
@@ -123,7 +124,7 @@ class LayerNorm:
     eps = 1e-5
 
     def __init__(self, name: str, space: Space, hidden: int, dtype: Any) -> None:
-        self.space, self.hidden = space, hidden
+        self.space, self.hidden, self.empty = space, hidden, space.allocator(hidden)
         self.vector = Vector(space, (hidden,))
         self.weight, self.bias = (
             Parameter(f"{name}.{part}", space.grid, self.vector.layout, (hidden,), dtype)
@@ -132,8 +133,8 @@ class LayerNorm:
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         xhat, rstd = functional.normalize_forward(
-            x, self.hidden, self.eps, self.space.sum_features, self.space.empty(x.shape, x.dtype))
-        y = self.space.empty(x.shape, x.dtype)
+            x, self.hidden, self.eps, self.space.sum_features, self.empty(x.dtype))
+        y = self.empty(x.dtype)
         y, gamma_l = scale_forward(xhat, self.weight.value, self.vector, out=y)
         y = add_forward(y, self.bias.value, self.vector, out=y)
         return y, (xhat, rstd, gamma_l)
@@ -141,7 +142,7 @@ class LayerNorm:
     def backward(self, dy: Array, saved: Any) -> Array:
         xhat, rstd, gamma_l = saved
         self.bias.accumulate(add_backward(dy, self.vector))
-        dxhat = self.space.empty(dy.shape, dy.dtype)
+        dxhat = self.empty(dy.dtype)
         dxhat, dgamma = scale_backward(dy, xhat, gamma_l, self.vector, out=dxhat)
         self.weight.accumulate(dgamma)
         return functional.normalize_backward(dxhat, xhat, rstd, self.hidden,
@@ -153,14 +154,14 @@ class Gelu:
 
     parameters: list[Parameter] = []
 
-    def __init__(self, space: Space) -> None:
-        self.space = space
+    def __init__(self, space: Space, features: int) -> None:
+        self.empty = space.allocator(features)
 
     def forward(self, x: Array) -> tuple[Array, Any]:
-        return functional.gelu_forward(x, self.space.empty(x.shape, x.dtype)), x
+        return functional.gelu_forward(x, self.empty(x.dtype)), x
 
     def backward(self, dy: Array, saved: Any) -> Array:
-        return functional.gelu_backward(dy, saved, self.space.empty(dy.shape, dy.dtype))
+        return functional.gelu_backward(dy, saved, self.empty(dy.dtype))
 
 
 class Attention:
@@ -173,8 +174,10 @@ class Attention:
 
     parameters: list[Parameter] = []
 
-    def __init__(self, space: Space, head: int, causal: bool) -> None:
+    def __init__(self, space: Space, features: int, head: int, causal: bool) -> None:
         self.space, self.head, self.causal = space, head, causal
+        self.empty = space.allocator(features, unit=head)
+        self.empty_qkv = space.allocator(3, features, unit=head)
         axis = space.sequence
         self.split = None if axis is None else space.rows_split(axis.name)
 
@@ -191,7 +194,7 @@ class Attention:
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         q, k, v = self._gathered(x)
-        y = self.space.empty((*x.shape[:2], x.shape[3]), x.dtype)
+        y = self.empty(x.dtype)
         _, lse = functional.attention_forward(q, k, v, self.space.first_position, self.causal,
                                               out=self._by_head(y))
         return y, (x, lse)
@@ -199,11 +202,11 @@ class Attention:
     def backward(self, dy: Array, saved: Any) -> Array:
         x, lse = saved
         q, k, v = self._gathered(x)
-        dx = self.space.empty(x.shape, x.dtype)
+        dx = self.empty_qkv(x.dtype)
         by_head = self._by_head(dx)
         dkv = by_head[:, :, 1:, ...]
         if self.split is not None:
-            dkv = self.space.empty((k.shape[0], k.shape[1], 2, *k.shape[2:]), x.dtype)
+            dkv = self.split.term((k.shape[0], k.shape[1], 2, *k.shape[2:]), x.dtype)
         functional.attention_backward(
             self._by_head(dy), q, k, v, lse, self.space.first_position, self.causal,
             by_head[:, :, 0, ...], dkv[:, :, 0, ...], dkv[:, :, 1, ...])

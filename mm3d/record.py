@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Mapping, Sequence
+from typing import Sequence
 
 import h5py
 import numpy as np
@@ -102,8 +102,8 @@ def parse_measurements(file: h5py.File, kind: str) -> Measurements:
         else:
             dims = tuple(dim[0].name.rpartition("/")[2] for dim in found.dims)
             variables[name] = Variable(found[...], str(found.attrs["units"]), dims)
-    return Measurements(kind, settings(file["configuration"].attrs),
-                        settings(file["environment"].attrs), scales, variables,
+    return Measurements(kind, settings(file, "configuration"),
+                        settings(file, "environment"), scales, variables,
                         parse_checks(file) if "verification" in file else [],
                         str(file.attrs["created"]))
 
@@ -143,7 +143,11 @@ def dataset(group: h5py.Group, name: str, values: np.ndarray, units: str,
         found.dims[index].attach_scale(group[dim])
 
 
-def settings(attributes: Mapping) -> dict[str, Setting]:
-    """Attributes as plain Python values."""
+def settings(file: h5py.File, group: str, required: tuple[str, ...] = ()) -> dict[str, Setting]:
+    """Attributes of a group as plain Python values; KeyError when a required one is missing."""
+    attributes = file[group].attrs
+    for name in required:
+        if name not in attributes:
+            raise KeyError(f"{group}/{name} is missing")
     return {name: value.item() if isinstance(value, np.generic) else value
             for name, value in attributes.items()}

@@ -1,7 +1,8 @@
 """Spaces: how activations, and the vectors along their features, lie on the grid."""
 
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Callable
 
 from mm3d.backend import Array, namespace, wide_dtype
 from mm3d.grid import Axis, Grid, Split
@@ -24,6 +25,9 @@ class Space:
         The directions that divide the last dimension.
     vector : str
         Layout of a vector along the features (a bias), as in ``"zx@y"``.
+    travels : str
+        The direction along which products gather or broadcast these activations; empty when
+        they use them where they lie.
     """
 
     grid: Grid
@@ -32,6 +36,7 @@ class Space:
     rows: str
     features: str
     vector: str
+    travels: str = ""
 
     def layout(self, middle: int = 0, unit: int = 1) -> Layout:
         """Layout of an activation with `middle` whole dimensions before the features."""
@@ -43,12 +48,18 @@ class Space:
         layout = self.layout(len(features) - 1, unit)
         return layout.local_shape(self.grid, (self.batch, self.seq, *features))
 
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Memory for an activation of this space, of local `shape`.
+    def allocator(self, *features: int, unit: int = 1) -> Callable[[Any], Array]:
+        """What makes, from a dtype, this rank's block of an activation (batch, seq, *features).
 
-        A product gathers it along the direction that divides its rows last.
+        Where the layers obtain their activations: the memory is placed for the direction that
+        they travel along.  Every rank must call it.
         """
-        return self.grid.empty(shape, dtype, along=self.rows.replace(",", "")[-1:])
+        layout, shape = self.layout(len(features) - 1, unit), (self.batch, self.seq, *features)
+        local = layout.local_shape(self.grid, shape)
+        source = self.grid.backend
+        if self.travels:
+            source = layout.split(self.grid, shape, self.travels)
+        return partial(source.empty, local)
 
     def rows_split(self, letter: str) -> Split:
         """How the direction `letter` divides the rows."""
@@ -108,7 +119,7 @@ class Vector:
         if self._line is not None:
             root = self.layout.root(self.space.grid)
             if self._line.rank != root:
-                b = self._line.empty(self._block, b.dtype)
+                b = self.space.grid.backend.empty(self._block, b.dtype)
             b = self._line.broadcast(b, root)
         for split in reversed(self._sub):
             b = split.all_gather(b)

@@ -25,6 +25,12 @@ PHASES = ("forward", "backward")
 AXES = ("x", "y", "z")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
 COUNTS = {"calls": "1", "messages": "1", "words": "1", "bytes": "byte"}
+CONFIGURATION = ("table", "scheme", "preset", "grid", "grid_axes", "layers", "hidden", "heads",
+                 "batch", "seq", "mlp_factor", "dtype", "warmup", "repetitions", "overridden",
+                 "verified_measured_model")
+ENVIRONMENT = ("ranks", "cores", "ranks_per_core", "oversubscribed", "cpu_model", "backend", "mpi",
+               "blas", "blas_architecture", "blas_threads", "python", "numpy_version",
+               "git_commit", "git_clean")
 PUBLISHED = {"gpus": "1", "batch": "1", "hidden": "1", "forward_time": "s",
              "backward_time": "s", "average_step_time": "s", "recomputed_step_time": "s"}
 
@@ -254,7 +260,8 @@ def _parse(file: h5py.File) -> Run:
     for name, shape, wanted in shapes:
         if shape != wanted:
             raise ValueError(f"{name} has the shape {shape}, which should be {wanted}")
-    return Run(settings(file["configuration"].attrs), settings(file["environment"].attrs),
+    return Run(settings(file, "configuration", CONFIGURATION),
+               settings(file, "environment", ENVIRONMENT),
                samples, traffic, expected, parse_checks(file),
                {name: float(file["published"][name][()]) for name in PUBLISHED},
                str(file.attrs["created"]), late,

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import numbers
 from typing import Any, Iterator, Mapping
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from mm3d.backend import Array
 from mm3d.layers import Attention, Chain, Gelu, LayerNorm, Linear, Residual
 from mm3d.contract import Scheme
+from mm3d.transport import host_dtype
 
 DTYPES = ("float64", "float32", "float16")
 
@@ -45,7 +47,8 @@ class Transformer:
     """A stack of pre-LN Transformer layers, without embedding and head, as the paper measures.
 
     y = x + Attention(LN(x)); y + MLP(LN(y)), with MLP factor 4 and GELU.  Weights are drawn from
-    N(0, 1 / fan-in), biases are zero; the same seed gives the same model for every scheme, grid
+    N(0, 1 / fan-in), biases from N(0, 0.01) and the norms' weights from N(1, 0.01), so that a
+    check of results sees all of them.  The same seed gives the same model for every scheme, grid
     and number of ranks.
 
     Parameters
@@ -80,7 +83,7 @@ class Transformer:
                  seed: int = 0, dtype: str = "float32", causal: bool = False) -> None:
         sizes = dict(layers=layers, hidden=hidden, heads=heads, batch=batch, seq=seq)
         for name, size in sizes.items():
-            if not isinstance(size, (int, np.integer)) or size < 1:
+            if not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name}={size!r} should be a whole number of at least 1")
         if hidden % heads:
             below, above = hidden // heads * heads, (hidden // heads + 1) * heads
@@ -115,8 +118,8 @@ class Transformer:
                           (unit, 1))
 
         return (Residual(norm("ln1"), into("attention.qkv", 3, h, unit=head),
-                         Attention(inner, head, causal), back("attention.proj", h, unit=head)),
-                Residual(norm("ln2"), into("mlp.up", 4 * h), Gelu(inner),
+                         Attention(inner, h, head, causal), back("attention.proj", h, unit=head)),
+                Residual(norm("ln2"), into("mlp.up", 4 * h), Gelu(inner, 4 * h),
                          back("mlp.down", 4 * h)))
 
     @property
@@ -126,14 +129,14 @@ class Transformer:
     def _draw(self) -> None:
         """Give every parameter its first value."""
         for p in self.parameters:
-            if p.name.endswith(".bias"):
-                p.value[...] = 0
-            elif len(p.shape) == 1:
-                p.value[...] = 1
-            else:
-                place = p.layout.slices(self.grid, p.shape)
+            place = p.layout.slices(self.grid, p.shape)
+            if p.name.endswith(".weight") and len(p.shape) > 1:
                 block = normal(self.seed, p.name, p.shape, place, 1) / math.sqrt(p.shape[0])
-                p.value[...] = self.grid.backend.asarray(block.astype(self.dtype))
+            else:
+                one_row = (1, *p.shape), (slice(0, 1), *place)
+                block = 0.1 * normal(self.seed, p.name, *one_row, 1)[0]
+                block += p.name.endswith(".weight")
+            p.value[...] = self.grid.backend.asarray(block.astype(self.dtype))
 
     def random(self, name: str) -> Array:
         """This rank's block of an activation drawn from N(0, 1) by the model's seed and `name`."""
@@ -152,10 +155,10 @@ class Transformer:
         return self.layers.backward(dy, saved)
 
     def _check_block(self, name: str, a: Array) -> None:
-        expected = self.outer.local_shape(self.hidden)
-        if tuple(a.shape) != expected:
-            raise ValueError(f"{name} has the shape {tuple(a.shape)}, but this rank's block of "
-                             f"{self.shape} is {expected}: use model.shard")
+        dtype = host_dtype(a)
+        if tuple(a.shape) != self.outer.local_shape(self.hidden) or dtype != self.dtype:
+            raise ValueError(f"{name}, {tuple(a.shape)} of {dtype}, should be this rank's block "
+                             f"of {self.shape} in {self.dtype}, as model.shard(X) gives it")
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero."""
@@ -197,8 +200,7 @@ class Transformer:
     def saved_bytes(self, saved: Any) -> int:
         """Bytes that this rank keeps in `saved` between forward and backward."""
         arrays = {id(a): a for a in _arrays(saved)}
-        return sum(math.prod(a.shape) * np.dtype(str(a.dtype).split(".")[-1]).itemsize
-                   for a in arrays.values())
+        return sum(math.prod(a.shape) * host_dtype(a).itemsize for a in arrays.values())
 
 
 def _arrays(saved: Any) -> Iterator[Array]:

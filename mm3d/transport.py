@@ -1,63 +1,137 @@
-"""How the bytes of a collective travel.
+"""How the blocks of a collective travel between the ranks of one communicator.
 
-A transport moves flat, contiguous buffers between the ranks of one communicator; the shapes,
-the counting and the order of the blocks are `mm3d.grid.Axis`'.  `Transport` hands the arrays
-themselves to MPI.  `StagedTransport` carries arrays that MPI cannot read through copies in host
-memory, explicitly.
+What is moved, and how much of it, is `mm3d.grid.Axis`' to know; a transport carries it out.
+`MpiTransport` hands the arrays themselves to MPI; `StagedTransport` carries arrays that MPI cannot
+read through copies in host memory, explicitly; `mm3d.shared` lets the ranks of one node read each
+other's blocks where they lie.
 """
 
 import itertools
+import math
+from typing import Any, Iterator
 
 import numpy as np
 
 from mm3d.backend import Array, Backend
 
 
-class Transport:
+class MpiTransport:
     """MPI's own collectives on the arrays where they lie.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
         The ranks.
+    backend : Backend
+        Whose arrays travel.
     """
 
-    def __init__(self, comm) -> None:
-        self.comm = comm
+    name = "mpi"
 
-    def all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:
-        """Fill `recv` with the blocks of all ranks, `lengths` elements each, in rank order."""
+    def __init__(self, comm, backend: Backend) -> None:
+        self.comm, self.backend, self.rank = comm, backend, comm.rank
+
+    def block(self, shape: tuple[int, ...], dtype: Any, dim: int, counts: list[int]) -> Array:
+        """Memory for this rank's block, of local `shape`, of an array divided along `dim`.
+
+        A transport may place it so that gathering it costs nothing.  Every rank calls this.
+        """
+        return self.backend.empty(shape, dtype)
+
+    def term(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Memory for this rank's term of a sum over the ranks.  Every rank calls this."""
+        return self.backend.empty(shape, dtype)
+
+    def all_gather(self, a: Array, dim: int, counts: list[int]) -> Array:
+        """The blocks `a` of all ranks, `counts` long along `dim`, joined."""
+        out = self.backend.empty(resized(a.shape, dim, sum(counts)), a.dtype)
+        flat, lengths = self._flat(out, dim, counts)
+        self._all_gather(self.backend.contiguous(a), flat, lengths)
+        if flat is not out:
+            for piece, block in self._pieces(flat, out, dim, counts):
+                block[...] = piece
+        return out
+
+    def reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Array:
+        """This rank's block, along `dim`, of the sum of the ranks' terms `a`."""
+        a = self.backend.contiguous(a)
+        flat, lengths = self._flat(a, dim, counts)
+        if flat is not a:
+            for piece, block in self._pieces(flat, a, dim, counts):
+                piece[...] = block
+        out = self.block(resized(a.shape, dim, counts[self.rank]), a.dtype, dim, counts)
+        self._reduce_scatter(flat, out, lengths)
+        return out
+
+    def all_reduce(self, a: Array) -> Array:
+        """The sum of the ranks' terms `a`."""
+        out = self.backend.empty(a.shape, a.dtype)
+        self._all_reduce(self.backend.contiguous(a), out)
+        return out
+
+    def broadcast(self, a: Array, root: int) -> Array:
+        """`a` of the rank `root`; the others' is overwritten."""
+        a = self.backend.contiguous(a)
+        self._broadcast(a, root)
+        return a
+
+    def reduce(self, a: Array, root: int) -> Array | None:
+        """The sum of the ranks' terms `a` on the rank `root`, None elsewhere."""
+        out = self.backend.empty(a.shape, a.dtype) if self.rank == root else None
+        self._reduce(self.backend.contiguous(a), out, root)
+        return out
+
+    def free(self) -> None:
+        """Give back what all ranks hold together; every rank calls this."""
+
+    # The collectives on flat, contiguous buffers.
+
+    def _all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:
         if len(set(lengths)) == 1:
             self.comm.Allgather(send, recv)
         else:
             self.comm.Allgatherv(send, [recv, (lengths, _offsets(lengths))])
 
-    def reduce_scatter(self, send: Array, recv: Array, lengths: list[int]) -> None:
-        """Fill `recv` with this rank's block of the sum of `send` over the ranks."""
+    def _reduce_scatter(self, send: Array, recv: Array, lengths: list[int]) -> None:
         if len(set(lengths)) == 1:
             self.comm.Reduce_scatter_block(send, recv)
         else:
             self.comm.Reduce_scatter(send, recv, lengths)
 
-    def all_reduce(self, send: Array, recv: Array) -> None:
-        """Fill `recv` with the sum of `send` over the ranks."""
+    def _all_reduce(self, send: Array, recv: Array) -> None:
         self.comm.Allreduce(send, recv)
 
-    def broadcast(self, buffer: Array, root: int) -> None:
-        """Fill `buffer` with that of the rank `root`."""
+    def _broadcast(self, buffer: Array, root: int) -> None:
         self.comm.Bcast(buffer, root)
 
-    def reduce(self, send: Array, recv: Array | None, root: int) -> None:
-        """Fill `recv` on the rank `root` with the sum of `send` over the ranks."""
+    def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
         self.comm.Reduce(send, recv, root=root)
 
+    def _flat(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int]]:
+        """A buffer in which the blocks of `a` lie one after another, and their lengths.
 
-class StagedTransport(Transport):
+        That is `a` itself where its blocks already do.
+        """
+        outer = math.prod(a.shape[:dim % len(a.shape)])
+        share = math.prod(a.shape) // max(1, a.shape[dim])
+        lengths = [count * share for count in counts]
+        return (a if outer <= 1 else self.backend.empty((sum(lengths),), a.dtype)), lengths
+
+    def _pieces(self, flat: Array, a: Array, dim: int,
+                counts: list[int]) -> Iterator[tuple[Array, Array]]:
+        """Each block as it lies in the flat buffer, and in the array."""
+        offset = 0
+        for index in block_indices(len(a.shape), dim, counts):
+            block = a[index]
+            length = math.prod(block.shape)
+            yield self.backend.xp.reshape(flat[offset:offset + length], block.shape), block
+            offset += length
+
+
+class StagedTransport(MpiTransport):
     """The same collectives through host memory, for arrays out of MPI's reach."""
 
-    def __init__(self, comm, backend: Backend) -> None:
-        super().__init__(comm)
-        self.backend = backend
+    name = "staged"
 
     def _host(self, a: Array) -> np.ndarray:
         return np.ascontiguousarray(self.backend.to_host(a))
@@ -68,41 +142,49 @@ class StagedTransport(Transport):
     def _deliver(self, host: np.ndarray, a: Array) -> None:
         a[...] = self.backend.asarray(host)
 
-    def all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:
+    def _all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:
         host = self._like(recv)
-        super().all_gather(self._host(send), host, lengths)
+        super()._all_gather(self._host(send), host, lengths)
         self._deliver(host, recv)
 
-    def reduce_scatter(self, send: Array, recv: Array, lengths: list[int]) -> None:
+    def _reduce_scatter(self, send: Array, recv: Array, lengths: list[int]) -> None:
         host = self._like(recv)
-        super().reduce_scatter(self._host(send), host, lengths)
+        super()._reduce_scatter(self._host(send), host, lengths)
         self._deliver(host, recv)
 
-    def all_reduce(self, send: Array, recv: Array) -> None:
+    def _all_reduce(self, send: Array, recv: Array) -> None:
         host = self._like(recv)
-        super().all_reduce(self._host(send), host)
+        super()._all_reduce(self._host(send), host)
         self._deliver(host, recv)
 
-    def broadcast(self, buffer: Array, root: int) -> None:
+    def _broadcast(self, buffer: Array, root: int) -> None:
         host = self._host(buffer).copy()
-        super().broadcast(host, root)
+        super()._broadcast(host, root)
         self._deliver(host, buffer)
 
-    def reduce(self, send: Array, recv: Array | None, root: int) -> None:
+    def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
         host = None if recv is None else self._like(recv)
-        super().reduce(self._host(send), host, root)
+        super()._reduce(self._host(send), host, root)
         if recv is not None:
             self._deliver(host, recv)
-
-
-def transport_for(backend: Backend, comm) -> Transport:
-    """The transport for arrays of `backend` between the ranks of `comm`."""
-    return Transport(comm) if backend.host_buffers else StagedTransport(comm, backend)
 
 
 def host_dtype(a: Array) -> np.dtype:
     """The NumPy dtype of the elements of `a`, found without looking at them."""
     return np.dtype(str(a.dtype).rpartition(".")[2])  # a library may call it "library.float32"
+
+
+def resized(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
+    """`shape` with dimension `dim` made `length` long."""
+    dim %= len(shape)
+    return tuple(shape[:dim]) + (length,) + tuple(shape[dim + 1:])
+
+
+def block_indices(ndim: int, dim: int, counts: list[int]) -> Iterator[tuple]:
+    """For each block along `dim`, what to index an array of `ndim` dimensions with."""
+    stops = list(itertools.accumulate(counts))
+    for count, stop in zip(counts, stops):
+        yield (slice(None),) * (dim % ndim) + (slice(stop - count, stop), Ellipsis)
 
 
 def _offsets(lengths: list[int]) -> list[int]:

@@ -107,6 +107,13 @@ def comm(request) -> MPI.Intracomm:
     return first_ranks(request.param)
 
 
+@pytest.fixture(params=["mpi", "shared"])
+def transport(request, monkeypatch) -> str:
+    """How blocks travel; what holds for one must hold for the other."""
+    monkeypatch.setenv("MM3D_TRANSPORT", request.param)
+    return request.param
+
+
 @pytest.fixture
 def shared_tmp_path(comm, tmp_path):
     """Rank 0's `tmp_path`, on all the ranks that run this test."""

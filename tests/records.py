@@ -30,7 +30,8 @@ def configuration(one: Case) -> dict:
     sizes = one.sizes
     axes = {"1d": "x", "2d": "x y", "3d": "x y z"}[one.row.scheme]
     return {"table": one.row.table, "scheme": one.row.scheme, "preset": one.preset,
-            "grid_axes": axes, "mlp_factor": 4, "dtype": "float32", "warmup": 2,
+            "grid": " x ".join("2" for _ in axes.split()), "grid_axes": axes,
+            "mlp_factor": 4, "dtype": "float32", "warmup": 2,
             "repetitions": 3, "width": 0.05, "order": 7,
             "layers": sizes.layers, "hidden": sizes.hidden,
             "heads": sizes.heads, "batch": sizes.batch, "seq": sizes.seq, "overridden": "",
@@ -40,7 +41,8 @@ def configuration(one: Case) -> dict:
 def environment(ranks: int, oversubscribed: bool) -> dict:
     """Some machine."""
     cores = ranks // 2 if oversubscribed else 2 * ranks
-    return {"cpu_model": "Some CPU", "cores": cores, "ranks_per_core": ranks / cores,
+    return {"ranks": ranks,
+            "cpu_model": "Some CPU", "cores": cores, "ranks_per_core": ranks / cores,
             "oversubscribed": oversubscribed, "mpi": "Some MPI 1.0", "blas": "someblas 1.0",
             "blas_architecture": "Some", "blas_threads": 1, "backend": "numpy",
             "numpy_version": "2.0", "python": "3.11", "git_commit": "0123456789abcdef",

@@ -204,3 +204,9 @@ def test_the_machine_has_a_neutral_name(monkeypatch):
     monkeypatch.setattr(machine, "cpu_model", lambda: "AMD EPYC(TM) 7763 CPU @ 2.45GHz")
     monkeypatch.setattr(machine.environment, "cores", lambda: 8)
     assert machine.slug() == "amd-epyc-7763-8-cores"
+
+
+def test_the_mpi_library_is_named_without_its_builder():
+    assert machine.mpi_name("MPICH Version:      5.0.2\nMPICH Release: today") == "MPICH 5.0.2"
+    assert machine.mpi_name("Open MPI v5.0.11, package: Open MPI someone@somewhere Distribution"
+                            ", ident: 5.0.11\x00") == "Open MPI v5.0.11"

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d import backend, transformer, transport
+from mm3d import backend, grid, transformer
 from models import SIZES, SOME
 
 
@@ -30,7 +30,7 @@ class WatchedBackend(backend.Backend):
 
 @pytest.fixture
 def travelled(monkeypatch):
-    """Type and last dimension of every array that has been handed to a transport."""
+    """Type and last dimension of every array that has been handed to an axis."""
     found = set()
 
     def spied(method):
@@ -41,14 +41,15 @@ def travelled(monkeypatch):
         return call
 
     for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce"):
-        method = getattr(transport.Transport, name)
-        monkeypatch.setattr(transport.Transport, name, spied(method))
+        method = getattr(grid.Axis, name)
+        monkeypatch.setattr(grid.Axis, name, spied(method))
     return found
 
 
 @pytest.fixture
 def watched(monkeypatch):
     """A backend whose arrays' types are recorded, and that all arrays in use belong to."""
+    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")    # so that the backend makes every array
     library = WatchedBackend()
     monkeypatch.setattr(backend, "_made", {"watched": library})
     monkeypatch.setattr(Watched, "seen", set())

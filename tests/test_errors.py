@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d import backend, transport
+from mm3d import backend, grid
 
 SIZES = dict(layers=1, hidden=8, heads=2, batch=8, seq=4)
 
@@ -32,7 +32,7 @@ def refused(comm, monkeypatch):
     def check(call, *words):
         with monkeypatch.context() as patch, pytest.raises(ValueError) as caught:
             for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce"):
-                patch.setattr(transport.Transport, name, Silent(0).__getattr__)
+                patch.setattr(grid.Axis, name, Silent(0).__getattr__)
             call()
         message = str(caught.value)
         assert [word for word in words if word not in message] == [], message
@@ -43,6 +43,8 @@ def refused(comm, monkeypatch):
 @pytest.mark.ranks(1, 8)
 @pytest.mark.parametrize("ranks, name, arguments, words", [
     (8, "4d", {}, ["'4d'", "1d, 1d-sp, 2d, 3d, serial"]),
+    (7, "3d", {}, ["7 ranks", "start 1 or 8"]),
+    (7, "3d", {}, ["7 ranks", "start 1 or 8"]),
     (10, "3d", {}, ["10 ranks", "8", "27", "grid=(10, 1, 1)"]),
     (63, "3d", {}, ["63 ranks", "64"]),
     (8, "2d", {}, ["8 ranks", "4", "9"]),
@@ -51,6 +53,8 @@ def refused(comm, monkeypatch):
     (8, "3d", {"grid": (2, 2, 2, 1)}, ["(2, 2, 2, 1)", "3 sizes"]),
     (8, "1d", {"grid": (2, 4)}, ["(2, 4)", "1 sizes"]),
     (8, "3d", {"grid": (2, 3, 2)}, ["2 x 3 x 2", "12", "8"]),
+    (8, "1d", {"grid": 8}, ["grid=8", "tuple of sizes"]),
+    (8, "1d", {"grid": 8}, ["grid=8", "tuple of sizes"]),
     (8, "3d", {"grid": (8, 0, 1)}, ["y=0", "at least 1"]),
     (8, "3d", {"grid": (-2, -4, 1)}, ["x=-2", "at least 1"]),
     (8, "3d", {"grid": (2.0, 2, 2)}, ["x=2.0"]),
@@ -119,11 +123,19 @@ def test_activations(refused, model, shape):
 
 @pytest.mark.ranks(1, 8)
 def test_blocks(refused, comm, model):
-    """Of the wrong shape, as when model.shard was forgotten."""
-    expected = {1: (8, 4, 8), 8: (2, 4, 4)}[comm.size]
+    """Of the wrong shape, as when model.shard was forgotten, or type."""
     x, whole = model.random("x"), np.zeros((8, 4, 8 + (comm.size == 1)))
-    refused(lambda: model.forward(whole), "x ", str(whole.shape), str(expected), "model.shard")
-    refused(lambda: model.backward(x[:, :2], None), "dy ", "model.shard")
+    refused(lambda: model.forward(whole), "x, ", str(whole.shape), "model.shard")
+    refused(lambda: model.backward(x[:, :2], None), "dy, ", "model.shard")
+    refused(lambda: model.forward(x.astype(np.float32)), "x, ", "float32", "float64")
+
+
+@pytest.mark.ranks(8)
+def test_a_whole_activation_instead_of_a_block_is_refused_alike_where_blocks_differ(refused, comm):
+    scheme = mm3d.scheme("3d", comm)
+    model = mm3d.Transformer(scheme, layers=1, hidden=9, heads=3, batch=3, seq=5)
+    refused(lambda: model.forward(np.zeros((3, 5, 9), np.float32)), "(3, 5, 9)", "model.shard")
+    scheme.grid.free()
 
 
 @pytest.mark.ranks(1, 8)

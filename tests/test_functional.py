@@ -12,7 +12,7 @@ from reference import relative_error
 
 @pytest.fixture(params=[8, 16384], ids=["blocks", "whole"])
 def blocks(request, monkeypatch):
-    """Work in blocks of two rows of 4, or of 7 heads, and a smaller last one; and in one go."""
+    """Work in blocks of two rows of 4, or of 7 heads, and a last smaller one; and in one go."""
     monkeypatch.setattr(backend.get("numpy"), "block", request.param)
 
 
@@ -113,7 +113,7 @@ def plain_attention(q, k, v, first=0, causal=False):
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention(blocks, causal):
     """Queries 2 to 4 of 6 positions: the mask counts from the first one's position."""
-    (q, dy), (k, v) = normal(7, 2, 2, 3, 10, 4), normal(8, 2, 2, 6, 10, 4)
+    (q, dy), (k, v) = normal(7, 2, 2, 3, 8, 4), normal(8, 2, 2, 6, 8, 4)
     y, lse = functional.attention_forward(q, k, v, 2, causal, np.empty_like(q))
     expected, expected_lse = plain_attention(q, k, v, 2, causal)
     assert relative_error(y, expected) <= 1e-14 and relative_error(lse, expected_lse) <= 1e-14
@@ -151,10 +151,11 @@ def layers(scheme):
     yield "linear into", linear(), ten, wide
     yield "linear back", back(), wide, ten
     yield "layer norm", LayerNorm("norm", outer, 10, np.float64), ten, ten
-    yield "gelu", Gelu(inner), wide, wide
-    yield "residual", Residual(linear(), Gelu(inner), back()), ten, ten
+    yield "gelu", Gelu(inner, 15), wide, wide
+    yield "residual", Residual(linear(), Gelu(inner, 15), back()), ten, ten
     for causal in (False, True):    # 2 heads of 5
-        yield f"attention {causal}", Chain(qkv(), Attention(inner, 5, causal)), ten, (inner, 10, 5)
+        attention = Attention(inner, 10, 5, causal)
+        yield f"attention {causal}", Chain(qkv(), attention), ten, (inner, 10, 5)
 
 
 def derivative_error(grid, layer, source, target):

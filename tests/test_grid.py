@@ -10,6 +10,8 @@ from mm3d.backend import Pool
 from mm3d.grid import Traffic, blocks
 from reference import every_grid, grids, integers, on_grid, total
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 LINES = pytest.mark.ranks(1, 3, 8)
 DTYPES = "float64", "float32", "float16", "int64"
 
@@ -68,6 +70,13 @@ def test_rank_numbers_and_coordinates(comm):
             assert axis is getattr(grid, letter)
             assert (axis.size, axis.rank) == (grid.shape[letter], grid.coords[letter])
             assert axis.all_gather(np.array([comm.rank])).tolist() == line, (grid, letter)
+
+
+@pytest.mark.ranks(1, 4, 8)
+def test_uneven_blocks_need_no_counts(comm):
+    with on_grid(comm, x=comm.size) as grid:
+        whole = np.arange(7.0) * comm.size
+        assert np.array_equal(grid.x.all_gather(grid.x.reduce_scatter(np.arange(7.0))), whole)
 
 
 @pytest.mark.ranks(2)

@@ -11,20 +11,21 @@ PACKAGE = Path(mm3d.__file__).parent
 MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
            for path in PACKAGE.rglob("*.py")}
 
-# backend <- transport <- grid <- layout <- space <- contract <- schemes, and
+# backend <- transport <- shared <- grid <- layout <- space <- contract <- schemes, and
 # functional <- layers <- transformer: no module sees one above it, layers see no scheme.
 ARRAYS = {"backend", "grid", "layout", "space"}
 MAY_IMPORT = {
     "backend": set(),
     "transport": {"backend"},
-    "grid": {"backend", "transport"},
+    "shared": {"backend", "transport"},
+    "grid": {"backend", "environment", "shared", "transport"},
     "layout": {"backend", "grid"},
     "space": {"backend", "grid", "layout"},
     "contract": ARRAYS | {"schemes"},    # the registry alone, which looks into the folder
     "schemes.__init__": set(),
     "functional": {"backend"},
-    "layers": ARRAYS | {"functional", "contract"},
-    "transformer": {"backend", "layers", "contract"},
+    "layers": ARRAYS | {"functional", "contract", "transport"},
+    "transformer": {"backend", "layers", "contract", "transport"},
     "cost": {"contract"},
     "environment": set(),
     "statistics": set(),
@@ -35,7 +36,8 @@ MAY_IMPORT = {
 SCHEME = ARRAYS | {"contract"}
 
 # Packages that one file alone, or two, may know.
-ONLY_IN = {"cupy": {"backend"}, "mpi4py": {"grid", "contract"}, "h5py": {"record", "store"},
+ONLY_IN = {"cupy": {"backend"}, "mpi4py": {"grid", "contract", "shared"},
+           "h5py": {"record", "store"},
            "threadpoolctl": {"environment"}}
 TYPE_HINTS_ONLY = {("schemes.cube", "mpi4py")}
 EVERYWHERE = {"numpy", *sys.stdlib_module_names}

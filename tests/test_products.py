@@ -13,6 +13,8 @@ from mm3d.schemes import cube, summa
 from reference import (SHAPES, every_grid, grids, integers, moved, on_grid,
                        relative_error, schemes, words)
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 
 class Form(NamedTuple):
     """One of the three products: layouts and directions of A, B and C in the paper's letters,

@@ -12,6 +12,8 @@ from mm3d.layers import Linear
 from models import PARALLELISMS, SIZES, SOME, Parallelism, data, differences, serial, train
 from reference import integers, relative_error
 
+pytestmark = pytest.mark.usefixtures("transport")
+
 every_size = pytest.mark.parametrize("sizes, causal", [
     ("even", False), ("uneven", True), ("few", False)])
 every_grid = pytest.mark.ranks(*PARALLELISMS)
@@ -157,7 +159,7 @@ def test_random_numbers_depend_on_seed_and_name():
         if a.ndim == 2:
             assert abs(a.std() * a.shape[0] ** 0.5 - 1) < 0.1, name
         else:
-            assert np.all(a == name.endswith("weight")), name
+            assert 0 < np.abs(a - name.endswith("weight")).max() < 0.5, name
 
 
 @pytest.mark.parametrize("sizes, batch, rows", [

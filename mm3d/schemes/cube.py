@@ -40,7 +40,7 @@ def ab(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
     """C = A B (Algorithm 1): A_ijl, B_lji -> C_ilj in y, x, z."""
     A_il = gather(A, a)
     B_lj = gather(B, b)
-    return c.reduce_scatter(matmul(A_il, B_lj))
+    return c.reduce_scatter(matmul(A_il, B_lj, c.term))
 
 
 def ab_backward(dC: Operand, A: Operand, B: Operand,
@@ -54,7 +54,7 @@ def abt(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
     """C = A B^T (Algorithm 3): A_ijl, B_jli -> C_ilj in y, x, z."""
     A_il = gather(A, a)
     B_jl = gather(B, b)
-    return c.reduce_scatter(matmul_nt(A_il, B_jl))
+    return c.reduce_scatter(matmul_nt(A_il, B_jl, c.term))
 
 
 def abt_backward(dC: Operand, A: Operand, B: Operand,
@@ -68,7 +68,7 @@ def atb(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
     """C = A^T B (Algorithm 5): A_ilj, B_ijl -> C_jli in z, y, x; c divides columns."""
     A_ij = gather(A, a)
     B_il = gather(B, b)
-    return c.reduce_scatter(matmul_tn(A_ij, B_il))
+    return c.reduce_scatter(matmul_tn(A_ij, B_il, c.term))
 
 
 def atb_backward(dC: Operand, A: Operand, B: Operand,
@@ -97,6 +97,7 @@ class CubeProduct(Product):
 
     def __init__(self, a: Split, b: Split, c: Split, weight: Layout, keep: str) -> None:
         self.a, self.b, self.c, self.weight, self.keep = a, b, c, weight, keep
+        self.travels = b
 
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
         A_il = Gathered(gather(A, self.a))
@@ -147,6 +148,7 @@ class Cube(Scheme):
     @classmethod
     def default_grid(cls, ranks: int) -> tuple[int, ...]:
         p = round(ranks ** (1 / 3))
+        p -= p ** 3 > ranks
         if p ** 3 != ranks:
             raise ValueError(f"{ranks} ranks are no cube: start {p ** 3} or {(p + 1) ** 3}, or "
                              f"name a grid of {ranks}, such as grid=({ranks}, 1, 1)")
@@ -160,7 +162,7 @@ class Cube(Scheme):
             rows = "sequences" if whole else "positions"
         comma = "" if rows == "sequences" else ","
         end = "," if rows == "sequences" else ""
-        return ((f"x{comma}y{end}", "z", "zx@y"), (f"x{comma}z{end}", "y", "yx@z"))
+        return ((f"x{comma}y{end}", "z", "zx@y", "y"), (f"x{comma}z{end}", "y", "yx@z", "z"))
 
     def spaces(self, batch: int, seq: int) -> tuple[Space, Space]:
         outer, inner = self.layouts(self.grid.shape, batch, seq, self.rows)

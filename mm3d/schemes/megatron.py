@@ -70,7 +70,7 @@ class Megatron(Scheme):
 
     @classmethod
     def layouts(cls, sizes, batch, seq, **options):
-        return (",", "", ""), (",", "x", "x")
+        return (",", "", "", ""), (",", "x", "x", "")
 
     def rows(self, outer: Space):
         """How the rows of the outer space become whole, and how sums return to it."""
@@ -99,7 +99,7 @@ class MegatronSequence(Megatron):
 
     @classmethod
     def layouts(cls, sizes, batch, seq, **options):
-        return (",x", "", ""), (",", "x", "x")
+        return (",x", "", "", "x"), (",", "x", "x", "")
 
     def rows(self, outer: Space):
         return outer.rows_split("x")

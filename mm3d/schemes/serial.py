@@ -33,7 +33,7 @@ class Serial(Scheme):
 
     @classmethod
     def layouts(cls, sizes, batch, seq, **options):
-        return (",", "", ""), (",", "", "")
+        return (",", "", "", ""), (",", "", "", "")
 
     def product(self, source: Space, target: Space, shape: tuple[int, ...],
                 units: tuple[int, int]) -> Product:

@@ -54,7 +54,7 @@ class SummaProduct(Product):
     """C = A B with dA = dC B^T and dB = A^T dC."""
 
     def __init__(self, a: Split, b: Split, weight: Layout) -> None:
-        self.a, self.b, self.weight = a, b, weight
+        self.a, self.b, self.weight, self.travels = a, b, weight, b
 
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
         return ab(A, B, self.a, self.b), A
@@ -87,7 +87,7 @@ class Summa(Scheme):
 
     @classmethod
     def layouts(cls, sizes, batch, seq, **options):
-        return ("x,", "y", "y@x"), ("x,", "y", "y@x")
+        return ("x,", "y", "y@x", "y"), ("x,", "y", "y@x", "y")
 
     def product(self, source: Space, target: Space, shape: tuple[int, ...],
                 units: tuple[int, int]) -> Product:
