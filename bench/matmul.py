@@ -17,9 +17,9 @@ from threadpoolctl import threadpool_limits
 
 from bench import machine, operands, residual
 from bench.cases import UsageError
-from bench.micro import failed, limits_of, measured_environment, publish
 from bench.products import Problem, Replay, Whole
 from bench.run import writable
+from bench.sampling import BOUNDS, failed, limits_of, measured_environment, publish
 from bench.tables import aligned
 from mm3d import cost, environment, timing
 from mm3d.record import Measurements, Variable
@@ -28,7 +28,6 @@ from mm3d.statistics import Interval, median_interval
 KINDS = ("product", "local products", "one process")
 RESULTS = {"forward": ("C",), "backward": ("dA", "dB")}
 RATIOS = {"efficiency": (2, 0), "ceiling": (2, 1), "share of the ceiling": (1, 0)}
-BOUNDS = ("median", "low", "high", "confidence")
 # BLAS threads spin for a while after the last product; the ranks must not be timed meanwhile.
 SETTLE = 0.05
 # Unless told otherwise a sample is as many calls as take one process so long.

@@ -1,0 +1,89 @@
+"""What the microbenchmarks share: samples, their order, and where the record goes."""
+
+import math
+import sys
+import time
+from pathlib import Path
+from typing import Callable
+
+import numpy as np
+from mpi4py import MPI
+
+from bench import machine
+from bench.cases import UsageError
+from bench.run import command_line
+from mm3d import store, timing
+from mm3d.record import Measurements
+from mm3d.statistics import median_interval
+
+BOUNDS = ("median", "low", "high", "confidence")
+
+
+def limits_of(arguments) -> timing.Limits:
+    """When to stop repeating; UsageError when that cannot be meant."""
+    most = arguments.max_repetitions
+    try:
+        return timing.Limits(arguments.repetitions,
+                             max(30, arguments.repetitions) if most is None else most,
+                             arguments.max_seconds, arguments.width)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def measured_environment(backend: str, comm) -> dict[str, store.Setting]:
+    """What the job runs on, with the clock of its worst rank."""
+    clock = comm.allreduce(timing.Clock.resolution(), MPI.MAX)
+    error = comm.allreduce(timing.Clock(comm).offset_error, MPI.MAX)
+    return machine.describe(backend, comm.size, MPI.Get_library_version(),
+                            command_line(sys.argv[1:])) | {
+        "clock_resolution_s": clock, "clock_offset_error_s": error}
+
+
+def publish(record: Measurements | None, out: Path, name: str, comm) -> int:
+    """Write the record that rank 0 has; 0 when it was written, the same on every rank."""
+    outcome = None
+    if record is not None:
+        try:
+            outcome = 0, f"written: {store.write(record, out, name)}"
+        except store.StoreError as error:
+            outcome = 1, f"failed: {error}"
+    status, line = comm.bcast(outcome)
+    if comm.rank == 0:
+        print(line, flush=True)
+    return status
+
+
+def failed(name: str, why: str, comm) -> int:
+    """Say that a measurement came to nothing; 1."""
+    if comm.rank == 0:
+        print(f"failed: {name}: {why}", flush=True)
+    return 1
+
+
+def repeated(sample: Callable[[], float], limits: timing.Limits,
+             comm) -> tuple[list[float], str]:
+    """Samples until they are enough, and what ended them; rank 0 decides."""
+    found: list[float] = []
+    ended_by, begun = "", time.perf_counter()
+    while not ended_by:
+        found.append(sample())
+        if comm.rank == 0:
+            ended_by = limits.reached(len(found), time.perf_counter() - begun,
+                                      lambda: [median_interval(found)])
+        ended_by = comm.bcast(ended_by)
+    return found, ended_by
+
+
+def padded(samples: list[list[float]], shape: tuple[int, ...]) -> np.ndarray:
+    """Samples of points in row-major order as one array, NaN where a point has fewer."""
+    most = max(map(len, samples))
+    rows = [found + [math.nan] * (most - len(found)) for found in samples]
+    return np.array(rows).reshape(*shape, most)
+
+
+def in_random_order(points: list, seed: int, measure: Callable) -> list:
+    """What `measure` gives for each point, in their order, measured in another."""
+    found = [None] * len(points)
+    for index in np.random.default_rng(seed).permutation(len(points)):
+        found[index] = measure(*points[index])
+    return found
