@@ -6,6 +6,7 @@ import sys
 import traceback
 from typing import NoReturn, Sequence
 
+from bench import beyond
 from bench.cases import HEADINGS, TITLES, UsageError, load
 from bench.options import add_microbenchmarks
 from mm3d import environment
@@ -67,6 +68,10 @@ def parser() -> argparse.ArgumentParser:
         "under mpirun: measure the selected rows that have as many ranks as the job"))
     for name in ("layers", "hidden", "heads", "batch", "seq"):
         run.add_argument(f"--{name}", type=int, metavar="N", help="instead of the preset's")
+    run.add_argument("--grid", metavar="XxYxZ", help=(
+        "sizes of the grid's directions, or auto for the planner's choice"))
+    run.add_argument("--machine", default="cpu", metavar="NAME", help=(
+        "the machine that the planner of --grid auto plans for (default cpu)"))
     add_microbenchmarks(verbs)
     verbs.add_parser("reproduce", parents=[rows], help=(
         "measure all selected rows, starting mpirun for each rank count; then the tables and "
@@ -76,6 +81,7 @@ def parser() -> argparse.ArgumentParser:
         verbs.add_parser(name, help=text).add_argument("folder", metavar="DIR")
     picture = verbs.add_parser("cube", help="draw which rank of a cube holds which block")
     picture.add_argument("file", metavar="FILE", help="the picture, such as cube.png")
+    beyond.add_verbs(verbs)
     return top
 
 
@@ -114,6 +120,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0  # one rank is enough
     from mm3d.store import StoreError
     try:
+        if arguments.verb in beyond.VERBS:
+            return beyond.run(arguments)
         if arguments.verb == "reproduce":
             from bench.reproduce import reproduce
             return reproduce(arguments)

@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mm3d
-from bench import machine, verify
+from bench import beyond, machine, verify
 from bench.cases import Case, Row, UsageError, case, select, shuffled, step_counts
 from mm3d import backend as backends
 from mm3d import store, timing
@@ -32,6 +32,8 @@ class Options(msgspec.Struct, frozen=True):
     dtype: str
     backend: str | None
     seed: int
+    grid: str | None = None
+    machine: str = "cpu"
 
 
 def run(arguments, comm) -> int:
@@ -50,7 +52,8 @@ def run(arguments, comm) -> int:
     order = comm.bcast(secrets.randbelow(2 ** 31) if arguments.order is None else arguments.order)
     out = writable(Path(arguments.out or machine.default_out()), comm)
     options = Options(out=out, dtype=arguments.dtype, backend=arguments.backend,
-                      seed=arguments.seed, warmup=warmup, limits=limits, order=order)
+                      seed=arguments.seed, warmup=warmup, limits=limits, order=order,
+                      grid=arguments.grid, machine=arguments.machine)
     return max([report(one, options, comm) for one in shuffled(cases, order)])
 
 
@@ -127,7 +130,8 @@ def measure(one: Case, options: Options, comm) -> str:
         the file cannot be written.
     """
     try:
-        scheme = mm3d.scheme(one.row.scheme, comm, backend=options.backend)
+        scheme = mm3d.scheme(one.row.scheme, comm, chosen_grid(one, options, comm),
+                             options.backend)
         model = verify.build(scheme, one.sizes, options.seed, options.dtype)
     except ValueError as error:
         raise Failed(str(error)) from error
@@ -155,6 +159,23 @@ def measure(one: Case, options: Options, comm) -> str:
     if not succeeded:
         raise Failed(text)
     return text
+
+
+def chosen_grid(one: Case, options: Options, comm) -> tuple[int, ...] | None:
+    """What ``--grid`` says, for the planner's choice (of rank 0) where it says auto."""
+    if options.grid is None:
+        return None
+    chosen = problem = None
+    if comm.rank == 0:
+        try:
+            chosen = beyond.grid(options.grid, one.row.scheme, comm.size, options.machine,
+                                 options.dtype, msgspec.structs.asdict(one.sizes))
+        except UsageError as error:
+            problem = str(error)
+    chosen, problem = comm.bcast((chosen, problem))
+    if problem:
+        raise UsageError(problem)
+    return chosen
 
 
 def written(record: store.Run, one: Case, out: Path) -> tuple[bool, str]:
@@ -236,7 +257,7 @@ def configuration(one: Case, scheme, options: Options) -> dict[str, store.Settin
             "grid": " x ".join(map(str, shape.values())), "grid_axes": " ".join(shape),
             "mlp_factor": 4, "causal": False, "dtype": options.dtype, "seed": options.seed,
             "warmup": options.warmup, "order": options.order, **asdict(options.limits),
-            "overridden": " ".join(one.overridden),
+            "overridden": " ".join([*one.overridden, *["grid"] * (options.grid is not None)]),
             "verified_measured_model": one.verified == one.sizes,
             **msgspec.structs.asdict(one.sizes), **verified_sizes}
 

@@ -45,11 +45,15 @@ class Pool:
         if free:
             storage = free.pop()
         else:
-            storage = np.empty(size, np.uint8)
+            storage = self._storage(size)
             self.reserved += size
         self.in_use += size
         self.peak = max(self.peak, self.in_use)
         return np.asarray(_Lease(self, storage))[:length].view(dtype).reshape(shape)
+
+    def _storage(self, size: int) -> np.ndarray:
+        """New memory of `size` bytes."""
+        return np.empty(size, np.uint8)
 
     def give_back(self, storage: np.ndarray) -> None:
         """Take `storage` back; called when its last array is gone."""
@@ -113,6 +117,10 @@ class Backend:
         a = self.empty(host.shape, host.dtype)
         a[...] = host
         return a
+
+    def made(self, shape: tuple[int, ...], dtype: Any, make: Callable[[], np.ndarray]) -> Array:
+        """The NumPy array of `shape` that `make` gives, as one of `dtype` in this library."""
+        return self.asarray(make().astype(dtype, copy=False))
 
     def to_host(self, a: Array) -> np.ndarray:
         """`a` as a NumPy array (the explicit way to the host, and the only one)."""

@@ -18,7 +18,7 @@ from mm3d import backend as backends
 from mm3d import environment
 from mm3d.backend import Array, Backend
 from mm3d.shared import transport_for
-from mm3d.transport import host_dtype, resized
+from mm3d.transport import Absent, host_dtype, resized
 
 
 def blocks(extent: int, parts: int, unit: int = 1) -> list[int]:
@@ -250,7 +250,7 @@ class Grid:
 
     Parameters
     ----------
-    comm : mpi4py.MPI.Intracomm
+    comm : mpi4py.MPI.Intracomm or Absent
         All ranks of the grid; every one of them must make it.
     backend : str or Backend, optional
         Whose arrays travel on it; see `mm3d.backend.get`.
@@ -268,7 +268,7 @@ class Grid:
     >>> grid["x"].all_gather(a, dim=0)
     """
 
-    def __init__(self, comm: MPI.Intracomm, backend: str | Backend | None = None,
+    def __init__(self, comm: MPI.Intracomm | Absent, backend: str | Backend | None = None,
                  **shape: int) -> None:
         self.backend = backend if isinstance(backend, Backend) else backends.get(backend)
         wrong = [f"{name}={size!r}" for name, size in shape.items()
@@ -285,13 +285,16 @@ class Grid:
         self.comm, self.shape = comm, {name: int(size) for name, size in shape.items()}
         self.size, self.rank = comm.size, comm.rank
         self.coords = self.coordinates(comm.rank)
-        self.axes: dict[str, Axis] = {}
-        for name in shape:
-            line = [c for other, c in self.coords.items() if other != name]
-            colour = 0
-            for c, size in zip(line, (s for other, s in shape.items() if other != name)):
-                colour = colour * size + c
-            self.axes[name] = Axis(name, comm.Split(colour, self.coords[name]), self.backend)
+        self.axes = {name: Axis(name, self._line(name), self.backend) for name in shape}
+
+    def _line(self, name: str) -> MPI.Intracomm | Absent:
+        """The ranks that differ from this one along the direction `name`."""
+        names = list(self.shape)
+        stride = math.prod(self.shape[other] for other in names[names.index(name) + 1:])
+        if isinstance(self.comm, Absent):
+            return Absent(self.shape[name], self.coords[name], name, stride)
+        # Ranks are on one line when they have the same number but for this coordinate.
+        return self.comm.Split(self.rank - stride * self.coords[name], self.coords[name])
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]

@@ -20,7 +20,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mm3d.backend import Array, Backend
-from mm3d.transport import MpiTransport, StagedTransport, block_indices, resized
+from mm3d.transport import (Absent, MpiTransport, SilentTransport, StagedTransport,
+                            block_indices, resized)
 
 RING = 1024      # choices that the first rank may be ahead of the slowest
 REGIONS = 4096   # regions that a line of ranks can have
@@ -248,17 +249,19 @@ def _owners(a: Any) -> Iterator[Any]:
 def transport_for(comm, backend: Backend) -> MpiTransport:
     """The transport for arrays of `backend` between the ranks of `comm`.
 
-    Host arrays of ranks that all run on one node travel through shared memory, unless
-    ``MM3D_TRANSPORT`` is "mpi"; everything else by MPI.
+    By MPI, or with ``MM3D_TRANSPORT=shared`` through shared memory where the arrays are NumPy's
+    and the ranks all run on one node.
 
     Raises
     ------
     ValueError
         When ``MM3D_TRANSPORT`` is neither "shared" nor "mpi".
     """
-    wanted = os.environ.get("MM3D_TRANSPORT", "shared")
-    if wanted not in ("shared", "mpi"):
-        raise ValueError(f"MM3D_TRANSPORT={wanted!r} is unknown: choose shared or mpi")
+    wanted = os.environ.get("MM3D_TRANSPORT", "mpi")
+    if wanted not in ("mpi", "shared"):
+        raise ValueError(f"MM3D_TRANSPORT={wanted!r} is unknown: choose mpi or shared")
+    if isinstance(comm, Absent):
+        return SilentTransport(comm, backend)
     if not backend.host_buffers:
         return StagedTransport(comm, backend)
     if wanted == "mpi" or comm.size == 1 or not hasattr(os, "memfd_create"):

@@ -131,18 +131,24 @@ class Transformer:
         for p in self.parameters:
             place = p.layout.slices(self.grid, p.shape)
             if p.name.endswith(".weight") and len(p.shape) > 1:
-                block = normal(self.seed, p.name, p.shape, place, 1) / math.sqrt(p.shape[0])
+                p.value[...] = self._normal(p.name, p.shape, place, 1, math.sqrt(p.shape[0]))
             else:
                 one_row = (1, *p.shape), (slice(0, 1), *place)
-                block = 0.1 * normal(self.seed, p.name, *one_row, 1)[0]
-                block += p.name.endswith(".weight")
-            p.value[...] = self.grid.backend.asarray(block.astype(self.dtype))
+                p.value[...] = self._normal(p.name, *one_row, 1, 10)[0, ...]
+                if p.name.endswith(".weight"):
+                    p.value += 1
 
     def random(self, name: str) -> Array:
         """This rank's block of an activation drawn from N(0, 1) by the model's seed and `name`."""
         place = self.outer.layout().slices(self.grid, self.shape)
-        block = normal(self.seed, name, self.shape, place, 2)
-        return self.grid.backend.asarray(block.astype(self.dtype))
+        return self._normal(name, self.shape, place, 2)
+
+    def _normal(self, name: str, shape: tuple[int, ...], place: tuple[slice, ...], lead: int,
+                divisor: float = 1.0) -> Array:
+        """This rank's part of `normal`, over `divisor`, in the model's dtype."""
+        return self.grid.backend.made(
+            tuple(s.stop - s.start for s in place), self.dtype,
+            lambda: normal(self.seed, name, shape, place, lead) / divisor)
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         """The output for this rank's block `x` of the input, and what `backward` needs."""

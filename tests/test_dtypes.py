@@ -49,7 +49,7 @@ def travelled(monkeypatch):
 @pytest.fixture
 def watched(monkeypatch):
     """A backend whose arrays' types are recorded, and that all arrays in use belong to."""
-    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")    # so that the backend makes every array
+    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")    # where the backend makes every array
     library = WatchedBackend()
     monkeypatch.setattr(backend, "_made", {"watched": library})
     monkeypatch.setattr(Watched, "seen", set())

@@ -32,6 +32,9 @@ MAY_IMPORT = {
     "timing": {"statistics"},
     "record": set(),
     "store": {"record"},
+    "trace": set(),
+    "hollow": {"backend", "trace", "transport"},
+    "dry": {"backend", "contract", "hollow", "trace", "transformer", "transport"},
     "__init__": {"environment", "cost", "grid", "layout", "contract", "space", "transformer"}}
 SCHEME = ARRAYS | {"contract"}
 

@@ -8,12 +8,18 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d.shared import SharedMemory, SharedTransport
+from mm3d.shared import SharedMemory, SharedTransport, transport_for
 from reference import integers, on_grid
 from support import run_ranks
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"),
                                 reason="this system has no memfd_create")
+
+
+@pytest.fixture(autouse=True)
+def shared(monkeypatch):
+    """The transport of this module, also for programs that a test starts."""
+    monkeypatch.setenv("MM3D_TRANSPORT", "shared")
 
 
 @pytest.fixture
@@ -131,14 +137,13 @@ def test_the_transport_is_a_setting(comm, monkeypatch):
     with on_grid(comm, x=comm.size) as grid:
         assert grid.x.transport.name == "mpi"
     monkeypatch.setenv("MM3D_TRANSPORT", "smoke")
-    with pytest.raises(ValueError, match="MM3D_TRANSPORT='smoke' is unknown: choose shared or"):
+    with pytest.raises(ValueError, match="MM3D_TRANSPORT='smoke' is unknown: choose mpi or"):
         mm3d.Grid(comm, x=comm.size)
 
 
 @pytest.mark.ranks(4)
 def test_ranks_of_several_nodes_use_mpi(comm, monkeypatch):
     """The first two ranks on one node, the last two on another."""
-    from mm3d import shared
     node_size = 2
 
     class Nodes:
@@ -152,7 +157,7 @@ def test_ranks_of_several_nodes_use_mpi(comm, monkeypatch):
             return getattr(self.comm, name)
 
     backend = mm3d.Grid(comm, x=comm.size).backend
-    assert shared.transport_for(Nodes(comm), backend).name == "mpi"
+    assert transport_for(Nodes(comm), backend).name == "mpi"
     node_size = comm.size
     assert shared.transport_for(Nodes(comm), backend).name == "shared"
 

@@ -1,0 +1,79 @@
+"""The command line of what goes beyond this machine: ``dry``, ``plan`` and ``predict``."""
+
+import argparse
+import importlib
+
+from bench.cases import UsageError
+
+VERBS = ("dry", "plan", "predict")
+
+
+def run(arguments) -> int:
+    """Do what the verb says; the exit status."""
+    return importlib.import_module(f"bench.{arguments.verb}").run(arguments)
+
+
+def grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: str,
+         sizes: dict[str, int]) -> tuple[int, ...] | None:
+    """Sizes as ``16x4x1`` says; ``auto`` for what the planner chooses; None for the default.
+
+    Raises
+    ------
+    UsageError
+        When `text` is neither, or nothing is known of the machine.
+    """
+    if text is None:
+        return None
+    if text == "auto":
+        from bench import model, plan
+        return plan.best_grid(scheme, ranks, model.load(machine), dtype=dtype, **sizes)
+    try:
+        return tuple(int(size) for size in text.split("x"))
+    except ValueError as error:
+        raise UsageError(f"--grid {text}: give sizes as in 16x4x1, or auto") from error
+
+
+def add_verbs(verbs) -> None:
+    """Add these verbs to the sub-parsers `verbs`."""
+    model = argparse.ArgumentParser(add_help=False)
+    model.add_argument("--ranks", type=int, required=True, metavar="P", help="how many ranks")
+    model.add_argument("--hidden", type=int, required=True, metavar="N", help="features")
+    for name, default in (("layers", 24), ("batch", 384), ("seq", 512)):
+        model.add_argument(f"--{name}", type=int, default=default, metavar="N",
+                           help=f"of the model (default {default})")
+    model.add_argument("--heads", type=int, metavar="N",
+                       help="of attention (default: the tables', or heads of 128 features)")
+    model.add_argument("--dtype", default="float32", choices=("float16", "float32", "float64"),
+                       help="of every array (default float32)")
+
+    dry = verbs.add_parser("dry", parents=[model], help=(
+        "what a rank would do on any number of ranks: products, collectives, memory"))
+    dry.add_argument("--scheme", default="3d", help="the parallelism (default 3d)")
+    dry.add_argument("--grid", metavar="XxYxZ",
+                     help="sizes of the grid's directions, or auto for the planner's choice")
+    dry.add_argument("--rank", type=int, default=0, metavar="N",
+                     help="which rank (default 0, whose blocks are the largest)")
+    dry.add_argument("--keep", default="none", choices=("none", "weight", "both"),
+                     help="gathered operands kept for backward in 3d (default none)")
+    dry.add_argument("--causal", action="store_true", help="attention looks backward only")
+    dry.add_argument("--all-layers", action="store_true",
+                     help="run all layers instead of extending three, which gives the same")
+    dry.add_argument("--machine", metavar="NAME", help="also predict seconds on this machine")
+
+    plan = verbs.add_parser("plan", parents=[model], help=(
+        "rank every scheme and grid by predicted time, with words and memory"))
+    plan.add_argument("--machine", default="longhorn", metavar="NAME",
+                      help="a supplied machine or a .toml file (default longhorn)")
+    plan.add_argument("--top", type=int, default=12, metavar="N",
+                      help="how many to print (default 12)")
+    plan.add_argument("--recompute", action="store_true",
+                      help="keep only the layers' inputs and repeat forward in backward")
+    plan.add_argument("--pictures", metavar="DIR", help="also draw the figures into this folder")
+
+    predict = verbs.add_parser("predict", help=(
+        "the paper's tables as a machine model predicts them, fitted on some rows"))
+    predict.add_argument("--machine", default="longhorn", metavar="NAME",
+                         help="a supplied machine or a .toml file (default longhorn)")
+    predict.add_argument("--table", default="all", metavar="NAMES", help="weak, strong or all")
+    predict.add_argument("--pictures", metavar="DIR",
+                         help="also draw the figures into this folder")

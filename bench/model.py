@@ -1,0 +1,162 @@
+"""Machine models: what a trace costs in seconds on a machine described by a TOML file.
+
+A product takes the larger of flops over the rate for its shape and of bytes over the memory's
+bandwidth; an elementwise pass bytes over bandwidth; a collective alpha-beta costs on the level of
+the network that it needs, whose links it shares.  This is a model: the trace alone is exact.
+"""
+
+import math
+from importlib import resources
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from bench.cases import UsageError
+from mm3d.dry import PHASES, Collective, Gemm, Pass, Trace
+
+TERMS = ("gemm", "memory", "node", "network", "latency")
+Terms = dict[str, float]
+
+
+class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Links: seconds of a message of no length, and bytes a second in one direction.
+
+    Within a node the bandwidth is each rank's own; between nodes it is a node's, which its
+    ranks share.
+    """
+
+    seconds_per_message: float
+    bytes_per_second: float
+
+
+class Achieved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The part of each figure that programs get out of it."""
+
+    gemm: float
+    memory: float
+    node: float
+    network: float
+    latency: float = 1.0
+
+
+class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A machine of nodes with so many ranks each; ranks are placed node by node.
+
+    Attributes
+    ----------
+    memory_bytes, memory_bandwidth : float
+        Of a rank.
+    launch_seconds : float
+        Of starting an operation.
+    gemm_rate : dict of str to float
+        Operations a second of large products, by dtype.
+    gemm_half_size : float
+        A product whose edges have this harmonic mean runs at half that rate.
+    node, network : Level
+        Links inside a node and between nodes.
+    achieved : Achieved
+        What is got out of these figures.
+    sources : dict of str to str
+        Where each figure is from.
+    """
+
+    name: str
+    about: str
+    ranks_per_node: int
+    memory_bytes: float
+    memory_bandwidth: float
+    launch_seconds: float
+    gemm_half_size: float
+    gemm_rate: dict[str, float]
+    node: Level
+    network: Level
+    achieved: Achieved
+    sources: dict[str, str]
+
+
+def load(name: str) -> Machine:
+    """The machine called `name`, or described in the TOML file of that path.
+
+    Raises
+    ------
+    UsageError
+        When there is none, or the file does not describe a machine.
+    """
+    supplied = {Path(file.name).stem: file
+                for file in resources.files("bench").joinpath("machines").iterdir()
+                if file.name.endswith(".toml")}
+    file = Path(name) if name.endswith(".toml") else supplied.get(name)
+    if file is None:
+        raise UsageError(f"machine {name!r} is unknown: choose one of "
+                         f"{', '.join(sorted(supplied))}, or name a .toml file")
+    try:
+        return msgspec.toml.decode(file.read_bytes(), type=Machine, strict=False)
+    except (OSError, msgspec.DecodeError) as error:
+        raise UsageError(f"machine file {name}: {error}") from error
+
+
+def gemm_seconds(machine: Machine, gemm: Gemm) -> float:
+    """A batch of products at the full figures of `machine`."""
+    edges = (gemm.m, gemm.n, gemm.k)
+    if not all(edges):
+        return 0.0
+    slowdown = 1 + machine.gemm_half_size * sum(1 / edge for edge in edges) / 3
+    size = np.dtype(gemm.dtype).itemsize
+    moved = gemm.batch * size * (gemm.m * gemm.n + gemm.n * gemm.k + gemm.m * gemm.k)
+    return max(gemm.flops / machine.gemm_rate[gemm.dtype] * slowdown,
+               moved / machine.memory_bandwidth)
+
+
+def collective_terms(machine: Machine, event: Collective) -> Terms:
+    """Seconds of one collective, when the same one runs along all parallel lines of the grid.
+
+    Rings move (g-1)/g of the whole through each rank, an all-reduce twice, a pipelined broadcast
+    or reduction all of it.  A line that leaves its node crosses the node's link once for all of
+    its members there, and the lines that pass through the node share that link.
+    """
+    g, per_node = event.size, machine.ranks_per_node
+    share = {"all_gather": (g - 1) / g, "reduce_scatter": (g - 1) / g,
+             "all_reduce": 2 * (g - 1) / g}.get(event.kind, 1.0)
+    steps = math.ceil(math.log2(g)) * (2 if event.kind == "all_reduce" else 1)
+    moved = share * event.bytes
+    within = moved / machine.node.bytes_per_second
+    reach = g * event.stride
+    if per_node % reach == 0:
+        return {"node": within, "latency": steps * machine.node.seconds_per_message}
+    members = min(g, max(1, per_node // event.stride))
+    crossing = moved * per_node / members / machine.network.bytes_per_second
+    level = "network" if crossing >= within else "node"
+    return {level: max(within, crossing),
+            "latency": steps * machine.network.seconds_per_message}
+
+
+def terms(machine: Machine, trace: Trace) -> dict[str, Terms]:
+    """Seconds of each phase by what they are spent on, at the full figures of `machine`."""
+    found = {phase: dict.fromkeys(TERMS, 0.0) for phase in PHASES}
+    for (phase, _, event), times in trace.events.items():
+        if phase not in found:
+            continue
+        spent = found[phase]
+        if isinstance(event, Collective):
+            for term, seconds in collective_terms(machine, event).items():
+                spent[term] += times * seconds
+            continue
+        spent["latency"] += times * machine.launch_seconds
+        if isinstance(event, Pass):
+            spent["memory"] += times * event.bytes / machine.memory_bandwidth
+        else:
+            spent["gemm"] += times * gemm_seconds(machine, event)
+    return found
+
+
+def seconds(machine: Machine, spent: Terms) -> float:
+    """The sum of `spent`, each at the part that is achieved."""
+    return sum(value / getattr(machine.achieved, term) for term, value in spent.items())
+
+
+def step_seconds(machine: Machine, trace: Trace, recompute: bool = False) -> dict[str, float]:
+    """Predicted seconds of forward and backward, which with `recompute` repeats the forward."""
+    spent = terms(machine, trace)
+    forward, backward = (seconds(machine, spent[phase]) for phase in PHASES)
+    return {"forward": forward, "backward": backward + forward * recompute}

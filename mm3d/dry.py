@@ -1,0 +1,120 @@
+"""Dry runs: what the model would do on so many ranks, from the code that does it.
+
+The arrays are `mm3d.hollow`'s, the grid's ranks are `mm3d.transport.Absent`.  The unchanged model
+on them leaves the exact `Trace` of any one rank of any grid, in one process: every matrix product,
+every elementwise pass, every collective, and the memory as it grows and shrinks.
+
+>>> trace = mm3d.dry.step("3d", 4096, grid=(16, 16, 16), layers=2, hidden=1024, heads=16,
+...                       batch=32, seq=128)
+>>> trace.flops("forward"), trace.peak
+"""
+
+import sys
+from typing import Any
+
+from mm3d import backend as backends
+from mm3d import hollow  # noqa: F401  (registers the array library)
+from mm3d.contract import scheme as make_scheme
+from mm3d.trace import PHASES, Collective, Gemm, Pass, Trace
+from mm3d.transformer import Transformer
+from mm3d.transport import Absent
+
+__all__ = ["PHASES", "Collective", "Gemm", "Pass", "Trace", "extended", "step"]
+
+
+class _Labelled:
+    """A layer that says its name to the trace before it works."""
+
+    def __init__(self, layer: Any, name: str, trace: Trace) -> None:
+        self.layer, self.name, self.trace = layer, name, trace
+
+    def forward(self, x: Any) -> tuple[Any, Any]:
+        self.trace.part = self.name
+        return self._unlabelled(self.layer.forward(x))
+
+    def backward(self, dy: Any, saved: Any) -> Any:
+        self.trace.part = self.name
+        return self._unlabelled(self.layer.backward(dy, saved))
+
+    def _unlabelled(self, result: Any) -> Any:
+        self.trace.part = "residual"    # what a block does between and after its layers
+        return result
+
+
+def _label(model: Transformer, trace: Trace) -> None:
+    for residual in model.layers.layers:
+        residual.layers = tuple(_Labelled(layer, _part(layer), trace)
+                                for layer in residual.layers)
+
+
+def _part(layer: Any) -> str:
+    """A name such as "mlp.up", the same in all layers of the model."""
+    if not layer.parameters:
+        return type(layer).__name__.lower()
+    return layer.parameters[0].name.split(".", 2)[2].rpartition(".")[0]
+
+
+def step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0,
+         block: int = sys.maxsize, options: dict[str, Any] | None = None,
+         **sizes: Any) -> Trace:
+    """The trace of a forward and a backward pass of rank `rank` of `ranks`.
+
+    Parameters
+    ----------
+    name, grid, options
+        Of `mm3d.scheme`.
+    ranks, rank : int
+        How many ranks there would be, and which is traced; rank 0 has the largest blocks.
+    block : int
+        Elements that elementwise work handles at a time; ``Backend.block`` for what NumPy
+        does, by default everything at once, as on a GPU.
+    **sizes
+        Of `mm3d.Transformer`.
+    """
+    backend = backends.get("dry")
+    backend.begin(block)
+    trace = backend.trace
+    scheme = make_scheme(name, Absent(ranks, rank), grid, backend, **(options or {}))
+    model = Transformer(scheme, **sizes)
+    _label(model, trace)
+    trace.layers = sizes["layers"]
+    trace.parameters = sum(p.value.nbytes + p.grad.nbytes for p in model.parameters)
+    x, dy = model.random("input"), model.random("output gradient")
+    trace.phase = "forward"
+    scheme.grid.reset_traffic()
+    y, saved = model.forward(x)
+    trace.traffic["forward"] = scheme.grid.traffic()
+    trace.saved = model.saved_bytes(saved)
+    trace.phase = "backward"
+    scheme.grid.reset_traffic()
+    model.backward(dy, saved)
+    trace.traffic["backward"] = scheme.grid.traffic()
+    trace.phase = "done"
+    return trace
+
+
+def extended(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0, *,
+             layers: int, **rest: Any) -> Trace:
+    """What `step` gives, in the time of five layers.
+
+    All layers do the same, so what the third adds to two is what every further one adds.
+    The timeline is that of three layers.
+    """
+    if layers <= 3:
+        return step(name, ranks, grid, rank, layers=layers, **rest)
+    two, three = (step(name, ranks, grid, rank, layers=n, **rest) for n in (2, 3))
+
+    def more(a: int, b: int) -> int:
+        return b + (layers - 3) * (b - a)
+
+    for key, times in three.events.items():
+        three.events[key] = more(two.events[key], times)
+    for phase, moved in three.traffic.items():
+        for key, traffic in moved.items():
+            before = two.traffic[phase][key]
+            for field, value in vars(traffic).items():
+                setattr(traffic, field, more(getattr(before, field), value))
+    for field in ("parameters", "saved", "peak", "held", "pool_peak"):
+        setattr(three, field, more(getattr(two, field), getattr(three, field)))
+    three.layers = layers
+    return three

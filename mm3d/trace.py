@@ -1,0 +1,94 @@
+"""Traces: what one rank of a dry run did, event by event."""
+
+from collections import Counter
+from typing import NamedTuple
+
+PHASES = ("forward", "backward")
+
+
+class Gemm(NamedTuple):
+    """`batch` products of m x n and n x k matrices."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    dtype: str
+
+    @property
+    def flops(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+class Pass(NamedTuple):
+    """An elementwise operation or a sum, and the bytes that it reads and writes."""
+
+    operation: str
+    bytes: int
+
+
+class Collective(NamedTuple):
+    """A collective of `size` ranks, `stride` apart, along `direction`.
+
+    `bytes` are those of the whole that is gathered, scattered, reduced or broadcast.
+    """
+
+    kind: str
+    direction: str
+    size: int
+    stride: int
+    bytes: int
+
+
+Event = Gemm | Pass | Collective
+
+
+class Trace:
+    """What one rank did.
+
+    Attributes
+    ----------
+    events : Counter
+        How often each (phase, part of a layer, Event) happened.
+    traffic : dict
+        For "forward" and "backward" what `Grid.traffic` says.
+    timeline : list of (str, int)
+        Phase and bytes in use whenever memory was taken.
+    layers : int
+        Of the model.
+    pool_peak, peak, held : int
+        Most bytes at one time in arrays that the model obtains from its backend, as
+        `Backend.memory` counts them; in all arrays, with the intermediate ones; and in these
+        with what a `Pool` keeps to lend again.
+    parameters, saved : int
+        Bytes of parameters with their gradients, and of what forward keeps for backward.
+    """
+
+    def __init__(self) -> None:
+        self.events: Counter = Counter()
+        self.traffic: dict[str, dict] = {}
+        self.timeline: list[tuple[str, int]] = []
+        self.phase, self.part, self.layers = "build", "", 0
+        self.pool_peak = self.peak = self.held = self.parameters = self.saved = 0
+
+    def note(self, event: Event) -> None:
+        """Count an event of the part and phase that are running."""
+        self.events[self.phase, self.part, event] += 1
+
+    def of(self, kind: type, phase: str | None = None) -> Counter:
+        """How often each event of a kind happened in a phase (by default in both)."""
+        found: Counter = Counter()
+        for (when, _, event), times in self.events.items():
+            if isinstance(event, kind) and when in (phase, *(() if phase else PHASES)):
+                found[event] += times
+        return found
+
+    def flops(self, phase: str | None = None) -> int:
+        """Floating-point operations of all matrix products."""
+        return sum(times * event.flops for event, times in self.of(Gemm, phase).items())
+
+    def words(self, phase: str | None = None) -> int:
+        """Words moved, as `mm3d.grid.Traffic` counts them."""
+        return sum(traffic.words for when in ([phase] if phase else PHASES)
+                   for traffic in self.traffic[when].values())
