@@ -105,10 +105,12 @@ class Linear:
         self.parameters = [self.weight, self.bias]
 
     def forward(self, x: Array) -> tuple[Array, Any]:
+        """y = x W + b and what the product keeps."""
         y, saved = self.product.forward(x, self.weight.value)
         return add_forward(y, self.bias.value, self.vector, out=y), saved
 
     def backward(self, dy: Array, saved: Any) -> Array:
+        """dx = dy W^T; adds dW and db to the gradients."""
         self.bias.accumulate(add_backward(dy, self.vector))
         dx, dW = self.product.backward(dy, self.weight.value, saved)
         self.weight.accumulate(dW)
@@ -132,6 +134,7 @@ class LayerNorm:
         self.parameters = [self.weight, self.bias]
 
     def forward(self, x: Array) -> tuple[Array, Any]:
+        """The normalized rows times gamma, plus beta."""
         xhat, rstd = functional.normalize_forward(
             x, self.hidden, self.eps, self.space.sum_features, self.empty(x.dtype))
         y = self.empty(x.dtype)
@@ -140,6 +143,7 @@ class LayerNorm:
         return y, (xhat, rstd, gamma_l)
 
     def backward(self, dy: Array, saved: Any) -> Array:
+        """dx; adds the gradients of gamma and beta."""
         xhat, rstd, gamma_l = saved
         self.bias.accumulate(add_backward(dy, self.vector))
         dxhat = self.empty(dy.dtype)
@@ -158,9 +162,11 @@ class Gelu:
         self.empty = space.allocator(features)
 
     def forward(self, x: Array) -> tuple[Array, Any]:
+        """GELU of x, which is kept."""
         return functional.gelu_forward(x, self.empty(x.dtype)), x
 
     def backward(self, dy: Array, saved: Any) -> Array:
+        """dy times the slope of GELU at x."""
         return functional.gelu_backward(dy, saved, self.empty(dy.dtype))
 
 
@@ -193,6 +199,7 @@ class Attention:
         return by_head[:, :, 0, ...], kv[:, :, 0, ...], kv[:, :, 1, ...]
 
     def forward(self, x: Array) -> tuple[Array, Any]:
+        """(batch, seq, 3, features) to (batch, seq, features), blocks of this rank."""
         q, k, v = self._gathered(x)
         y = self.empty(x.dtype)
         _, lse = functional.attention_forward(q, k, v, self.space.first_position, self.causal,
@@ -200,6 +207,7 @@ class Attention:
         return y, (x, lse)
 
     def backward(self, dy: Array, saved: Any) -> Array:
+        """The gradients of Q, K and V, together."""
         x, lse = saved
         q, k, v = self._gathered(x)
         dx = self.empty_qkv(x.dtype)
@@ -223,6 +231,7 @@ class Chain:
         self.parameters = [p for layer in layers for p in layer.parameters]
 
     def forward(self, x: Array) -> tuple[Array, Any]:
+        """The last layer's output, and what each layer keeps."""
         saved = []
         for layer in self.layers:
             x, kept = layer.forward(x)
@@ -230,6 +239,7 @@ class Chain:
         return x, saved
 
     def backward(self, dy: Array, saved: Any) -> Array:
+        """The gradient through all layers, from the last to the first."""
         for layer, kept in zip(reversed(self.layers), reversed(saved)):
             dy = layer.backward(dy, kept)
         return dy
@@ -239,11 +249,13 @@ class Residual(Chain):
     """x + f(x), f being the chain of the layers given."""
 
     def forward(self, x: Array) -> tuple[Array, Any]:
+        """x + f(x)."""
         y, saved = super().forward(x)
         y += x
         return y, saved
 
     def backward(self, dy: Array, saved: Any) -> Array:
+        """dy plus the gradient through f."""
         dx = super().backward(dy, saved)
         dx += dy
         return dx

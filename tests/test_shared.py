@@ -159,7 +159,7 @@ def test_ranks_of_several_nodes_use_mpi(comm, monkeypatch):
     backend = mm3d.Grid(comm, x=comm.size).backend
     assert transport_for(Nodes(comm), backend).name == "mpi"
     node_size = comm.size
-    assert shared.transport_for(Nodes(comm), backend).name == "shared"
+    assert transport_for(Nodes(comm), backend).name == "shared"
 
 
 def test_a_crash_leaves_nothing_behind(tmp_path):

@@ -7,10 +7,12 @@ from support import run_ranks
 
 EXPECTED = {
     9: ["2d 3x3 [x,] uneven", "3d 3x1x3 [x,y] uneven"],
-    27: ["1d 27 [,] uneven", "1d-sp 27 [,x] uneven", "3d 3x3x3 [x,y] uneven"],
+    27: ["1d 27 [,] uneven", "1d-sp 27 [,x] uneven", "3d 3x3x3 [x,y] uneven",
+         "3d 3x3x3 [x,y] odd", "3d 3x3x3 [x,y] thin", "products 3x3x3"],
     36: ["1d 36 [,] table 1", "2d 6x6 [x,] uneven"],
     64: ["3d 4x4x4 [x,y] table 2", "3d 4x4x4 [xy,] whole sequences", "3d 4x4x4 [x,y] uneven",
-         "2d 8x8 [x,] uneven", "1d 64 [,] uneven"]}
+         "3d 4x4x4 [x,y] odd", "3d 4x4x4 [x,y] thin",
+         "2d 8x8 [x,] uneven", "1d 64 [,] uneven", "products 4x4x4"]}
 
 
 @pytest.mark.limit(400)

@@ -17,7 +17,7 @@ from mpi4py import MPI
 from mm3d.backend import Array, Backend, matmul, matmul_nt, matmul_tn
 from mm3d.grid import Split
 from mm3d.layout import Layout
-from mm3d.contract import Move, Product, Scheme
+from mm3d.contract import Move, Product, Scheme, Strings
 from mm3d.space import Space
 
 
@@ -155,7 +155,8 @@ class Cube(Scheme):
         return (p, p, p)
 
     @classmethod
-    def layouts(cls, sizes, batch, seq, rows="auto"):
+    def layouts(cls, sizes: dict[str, int], batch: int, seq: int, rows: str = "auto",
+                **options: Any) -> tuple[Strings, Strings]:
         X, Y, Z = (sizes[c] for c in "xyz")
         if rows == "auto":
             whole = batch % (X * Y) == 0 and batch % (X * Z) == 0
@@ -177,8 +178,8 @@ class Cube(Scheme):
                            target.rows_split(source.features), weight, self.keep)
 
     @classmethod
-    def product_moves(cls, sizes, way, M, N, K, keep="none",
-                      **options) -> tuple[list[Move], list[Move]]:
+    def product_moves(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+                      keep: str = "none", **options: Any) -> tuple[list[Move], list[Move]]:
         """Each matrix crosses one direction: A along y, B along x, C along z (back: z, x, y).
 
         A rank moves w(Y) MN/(XZ) + w(X) NK/(ZY) + w(Z) MK/(XY) forward, w(n) = (n-1)/n.
@@ -196,7 +197,8 @@ class Cube(Scheme):
         return forward, backward
 
     @classmethod
-    def kept_words(cls, sizes, way, M, N, K, keep="none", **options) -> int:
+    def kept_words(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+                   keep: str = "none", **options: Any) -> int:
         """X copies of B with "weight", and Y (back: Z) of A instead of one with "both"."""
         y = sizes["y" if way == "into" else "z"]
         B = N * K * sizes["x"] if sizes["x"] > 1 else 0

@@ -11,7 +11,7 @@ from typing import Any
 
 from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
 from mm3d.layout import Layout
-from mm3d.contract import Move, Product, Scheme
+from mm3d.contract import Move, Product, Scheme, Strings
 from mm3d.space import Space
 
 
@@ -69,7 +69,8 @@ class Megatron(Scheme):
         return (ranks,)
 
     @classmethod
-    def layouts(cls, sizes, batch, seq, **options):
+    def layouts(cls, sizes: dict[str, int], batch: int, seq: int,
+                **options: Any) -> tuple[Strings, Strings]:
         return (",", "", "", ""), (",", "x", "x", "")
 
     def rows(self, outer: Space):
@@ -84,7 +85,8 @@ class Megatron(Scheme):
         return RowParallel(self.rows(target), Layout("x" + "," * last, {0: units[0]}))
 
     @classmethod
-    def product_moves(cls, sizes, way, M, N, K, **options) -> tuple[list[Move], list[Move]]:
+    def product_moves(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+                      **options: Any) -> tuple[list[Move], list[Move]]:
         """An all-reduce of M x h: of dA for the columns, of C for the rows."""
         P = sizes["x"]
         if way == "into":
@@ -98,14 +100,16 @@ class MegatronSequence(Megatron):
     name = "1d-sp"
 
     @classmethod
-    def layouts(cls, sizes, batch, seq, **options):
+    def layouts(cls, sizes: dict[str, int], batch: int, seq: int,
+                **options: Any) -> tuple[Strings, Strings]:
         return (",x", "", "", "x"), (",", "x", "x", "")
 
     def rows(self, outer: Space):
         return outer.rows_split("x")
 
     @classmethod
-    def product_moves(cls, sizes, way, M, N, K, **options) -> tuple[list[Move], list[Move]]:
+    def product_moves(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+                      **options: Any) -> tuple[list[Move], list[Move]]:
         """A gather and a reduce-scatter of M x h where 1-D all-reduces; A once more for dB."""
         A, C = (sizes["x"] - 1) * M * N, (sizes["x"] - 1) * M * K
         if way == "into":

@@ -4,7 +4,7 @@ from typing import Any
 
 from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
 from mm3d.layout import Layout
-from mm3d.contract import Move, Product, Scheme
+from mm3d.contract import Move, Product, Scheme, Strings
 from mm3d.space import Space
 
 
@@ -32,7 +32,8 @@ class Serial(Scheme):
         return (ranks,)
 
     @classmethod
-    def layouts(cls, sizes, batch, seq, **options):
+    def layouts(cls, sizes: dict[str, int], batch: int, seq: int,
+                **options: Any) -> tuple[Strings, Strings]:
         return (",", "", "", ""), (",", "", "", "")
 
     def product(self, source: Space, target: Space, shape: tuple[int, ...],
@@ -40,5 +41,6 @@ class Serial(Scheme):
         return SerialProduct(Layout("," * (len(shape) - 1)))
 
     @classmethod
-    def product_moves(cls, sizes, way, M, N, K, **options) -> tuple[list[Move], list[Move]]:
+    def product_moves(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+                      **options: Any) -> tuple[list[Move], list[Move]]:
         return [], []

@@ -12,7 +12,7 @@ from typing import Any
 from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
 from mm3d.grid import Split
 from mm3d.layout import Layout
-from mm3d.contract import Move, Product, Scheme
+from mm3d.contract import Move, Product, Scheme, Strings
 from mm3d.space import Space
 
 
@@ -86,7 +86,8 @@ class Summa(Scheme):
             raise ValueError(f"scheme '2d' needs a square grid, not {sizes[0]} x {sizes[1]}")
 
     @classmethod
-    def layouts(cls, sizes, batch, seq, **options):
+    def layouts(cls, sizes: dict[str, int], batch: int, seq: int,
+                **options: Any) -> tuple[Strings, Strings]:
         return ("x,", "y", "y@x", "y"), ("x,", "y", "y@x", "y")
 
     def product(self, source: Space, target: Space, shape: tuple[int, ...],
@@ -97,7 +98,8 @@ class Summa(Scheme):
         return SummaProduct(a, weight.split(self.grid, shape, "x"), weight)
 
     @classmethod
-    def product_moves(cls, sizes, way, M, N, K, **options) -> tuple[list[Move], list[Move]]:
+    def product_moves(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+                      **options: Any) -> tuple[list[Move], list[Move]]:
         """q broadcasts of A and of B; backward the same and a reduction of each gradient."""
         q = sizes["x"]
         A, B = (q - 1) * M * N, (q - 1) * N * K
