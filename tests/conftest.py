@@ -36,7 +36,9 @@ def say(text: str) -> None:
 
 
 def abort() -> None:
+    """End the run on all ranks, once they have spoken and the launcher has passed it on."""
     kill_running()
+    time.sleep(2)
     WORLD.Abort(1)
 
 
@@ -69,7 +71,6 @@ class Watch:
             for text in self.earlier if WORLD.rank == 0 else ():
                 say(f"failed earlier: {text}")
             say(f"{self.task}: {self.verdict or self.place()}")
-            time.sleep(2)    # so that every rank can say its own
         finally:
             abort()
 
@@ -159,7 +160,6 @@ def pytest_collection_finish(session):
     if everyone.count(mine) < WORLD.size:
         errors, names = mine
         say(f"the ranks have found different tests; here {len(names)} and {errors} errors")
-        time.sleep(1)
         abort()
 
 
