@@ -7,7 +7,7 @@ import traceback
 from typing import NoReturn, Sequence
 
 from bench import beyond
-from bench.cases import HEADINGS, TITLES, UsageError, load
+from bench.cases import HEADINGS, PAPER, TITLES, UsageError, load
 from bench.options import add_microbenchmarks
 from mm3d import environment
 
@@ -37,7 +37,8 @@ def parser() -> argparse.ArgumentParser:
     rows.add_argument("--table", default="all", metavar="NAMES",
                       help=f"{', '.join(HEADINGS)}, some with commas between, or all (default)")
     rows.add_argument("--scheme", default="all", metavar="NAMES",
-                      help=f"{', '.join(TITLES)}, some with commas between, or all (default)")
+                      help=f"{', '.join(TITLES)}, some with commas between, or all that the "
+                           f"paper has: {', '.join(PAPER)} (default)")
     rows.add_argument("--preset", default="laptop", choices=load().presets,
                       help=f"the sizes (default laptop). {presets}")
     rows.add_argument("--out", metavar="DIR",

@@ -8,9 +8,12 @@ from typing import Iterable, Literal
 
 import msgspec
 
+import mm3d
 from mm3d.timing import Limits
 
-TITLES = {"1d": "1-D", "2d": "2-D", "3d": "3-D"}
+PAPER = ("1d", "2d", "3d")    # the schemes that the paper's tables have
+TITLES = {name: mm3d.SCHEMES[name].title
+          for name in sorted(mm3d.SCHEMES, key=lambda name: (name not in PAPER, name))}
 HEADINGS = {"weak": "Table 1, weak scaling", "strong": "Table 2, strong scaling"}
 
 
@@ -19,10 +22,10 @@ class UsageError(ValueError):
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True):
-    """A row as the paper prints it; times in seconds."""
+    """A row as the paper prints it; times in seconds, NaN in a row that it does not have."""
 
     table: Literal["weak", "strong"]
-    scheme: Literal["1d", "2d", "3d"]
+    scheme: str
     gpus: int
     batch: int
     hidden: int
@@ -38,7 +41,12 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
     @property
     def consistent(self) -> bool:
         """Whether the printed average is the recomputed one, to the digits printed."""
-        return abs(self.average - self.recomputed) < 0.001
+        return not self.published or abs(self.average - self.recomputed) < 0.001
+
+    @property
+    def published(self) -> bool:
+        """Whether the paper has it."""
+        return not math.isnan(self.average)
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -119,7 +127,12 @@ class Case(msgspec.Struct, frozen=True):
     @property
     def title(self) -> str:
         """Such as ``weak 3-D 64 ranks``."""
-        return f"{self.row.table} {TITLES[self.row.scheme]} {self.row.gpus} ranks"
+        return f"{self.row.table} {title(self.row.scheme)} {self.row.gpus} ranks"
+
+
+def title(scheme: str) -> str:
+    """What tables call `scheme`; its name when it is not known here."""
+    return TITLES.get(scheme, scheme)
 
 
 @cache
@@ -171,23 +184,52 @@ def case(row: Row, preset: str, **overrides: int | None) -> Case:
     return Case(row, preset, sizes, _verified(chosen, sizes), tuple(sorted(given)))
 
 
-def select(tables: str = "all", schemes: str = "all") -> list[Row]:
-    """The rows of some tables and schemes, in the paper's order.
+def select(tables: str = "all", schemes: str = "all", ranks: int | None = None) -> list[Row]:
+    """The rows of some tables and schemes: the paper's in its order, then `own` ones.
 
     Parameters
     ----------
     tables, schemes : str
-        Names with commas between them, or "all".
+        Names with commas between them, or "all": for schemes, those that the paper has.
+    ranks : int, optional
+        For how many ranks a scheme that the paper lacks has rows; by default for each of the
+        table's rank counts that fits the scheme.
 
     Raises
     ------
     UsageError
-        When a name is unknown, or no row has both.
+        When a name is unknown.
     """
     wanted_tables = _names(tables, list(HEADINGS), "--table")
-    wanted_schemes = _names(schemes, list(TITLES), "--scheme")
-    return [row for row in load().rows
+    wanted_schemes = PAPER if schemes == "all" else _names(schemes, list(TITLES), "--scheme")
+    rows = [row for row in load().rows
             if row.table in wanted_tables and row.scheme in wanted_schemes]
+    return rows + [own(table, scheme, count) for table in wanted_tables
+                   for scheme in wanted_schemes if scheme not in PAPER
+                   for count in ([ranks] if ranks else _fitting(table, scheme))]
+
+
+def own(table: str, scheme: str, ranks: int) -> Row:
+    """A row that the paper does not have.
+
+    Its sizes are those of the table's row with the nearest number of ranks, and of several such
+    rows the one with the largest batch.
+    """
+    rows = [row for row in load().rows if row.table == table]
+    like = min(rows, key=lambda row: (abs(math.log(row.gpus / ranks)), -row.batch))
+    return Row(table, scheme, ranks, like.batch, like.hidden, *[math.nan] * 3)
+
+
+def _fitting(table: str, scheme: str) -> list[int]:
+    """The rank counts of `table` for which `scheme` has a grid."""
+    found = []
+    for ranks in sorted({row.gpus for row in load().rows if row.table == table}):
+        try:
+            mm3d.SCHEMES[scheme].default_grid(ranks)
+        except ValueError:
+            continue
+        found.append(ranks)
+    return found
 
 
 def shuffled(cases: Iterable[Case], seed: int) -> list[Case]:

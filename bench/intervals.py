@@ -4,7 +4,7 @@ from typing import Sequence
 
 import numpy as np
 
-from bench.cases import TITLES, Row
+from bench.cases import Row, title
 from mm3d import timing
 from mm3d.statistics import CONFIDENCE, Interval, median_interval, rank_sum
 from mm3d.store import PHASES, Run
@@ -24,7 +24,7 @@ def certainty(rows: Sequence[Row], runs: Sequence[Run | None]) -> tuple[Cells, C
     for row, run in zip(rows, runs):
         if run is None:
             continue
-        cells: list[str | int] = [TITLES[row.scheme], row.gpus, len(run.samples["forward"])]
+        cells: list[str | int] = [title(row.scheme), row.gpus, len(run.samples["forward"])]
         for phase in PHASES:
             cells += spread(median_interval(timing.slowest(run.samples[phase])))
         lines.append([*cells, run.ended_by])

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from bench import model, plan, predict
-from bench.cases import HEADINGS, TITLES, load, select
+from bench.cases import HEADINGS, PAPER, load, select
 from mm3d import cost, dry
 
 # Okabe and Ito's colours; markers differ too, for print.
@@ -182,7 +182,7 @@ def scaling(folder: str, outcome: predict.Outcome) -> Path:
              "3d": (8, 64, 512, 4096)}
     for panel, (name, heading) in zip(panels, HEADINGS.items()):
         of = weak_sizes if name == "weak" else strong_sizes
-        for scheme, family in zip(TITLES, ("1-D", "2-D", "3-D cube")):
+        for scheme, family in zip(PAPER, ("1-D", "2-D", "3-D cube")):
             colour, marker = FAMILIES[family]
             points = [(p, _average(outcome, scheme, p, of(scheme, p))) for p in ticks[scheme]]
             panel.plot(*zip(*points), color=colour, linewidth=1.2, label=f"{family}, predicted")

@@ -1,16 +1,20 @@
 """Figures: average step time, and words moved beside their closed form."""
 
+import itertools
+import math
 from pathlib import Path
 
-from bench.cases import HEADINGS, TITLES, Row, select
+from bench.cases import HEADINGS, TITLES, Row, select, title
 from bench.results import Results, collect
 from bench.tables import measured_average
-from mm3d import cost
+from mm3d import SCHEMES, cost
 from mm3d.store import Run
 
 # Okabe and Ito's colours, which are told apart with every kind of colour vision; markers differ
 # too, for print.
-STYLES = {"1d": ("#D55E00", "o"), "2d": ("#009E73", "s"), "3d": ("#0072B2", "^")}
+CYCLE = (("#D55E00", "o"), ("#009E73", "s"), ("#0072B2", "^"), ("#E69F00", "v"),
+         ("#CC79A7", "D"), ("#56B4E9", "P"), ("black", "X"), ("#F0E442", "*"))
+STYLES = dict(zip(TITLES, itertools.cycle(CYCLE)))    # the paper's schemes have the first
 TICKS = (8, 16, 36, 64)
 
 
@@ -46,9 +50,9 @@ def step_times(results: Results):
     figure.suptitle("Average step time of a sequence, (forward + backward) / batch")
     for row, table in enumerate(HEADINGS):
         published, measured = panels[row]
-        for scheme in TITLES:
-            rows = [r for r in select(table, scheme)]
-            _line(published, scheme, [(r.gpus, r.average) for r in rows])
+        for scheme in results.schemes():
+            rows = results.rows(table, scheme)
+            _line(published, scheme, [(r.gpus, r.average) for r in rows if r.published])
             found = [(r.gpus, results.get(r)) for r in rows]
             _line(measured, scheme, [(p, measured_average(run)) for p, run in found if run])
         for wrong in (r for r in select(table) if not r.consistent):
@@ -71,17 +75,17 @@ def words(results: Results):
     figure.suptitle("Words moved in a step, per rank and sequence: "
                     "measured, and by the closed form")
     for panel, table in zip(panels[0], HEADINGS):
-        for scheme in TITLES:
-            runs = [run for run in map(results.get, select(table, scheme)) if run]
-            colour, marker = STYLES[scheme]
+        for scheme in results.schemes():
+            runs = [run for run in map(results.get, results.rows(table, scheme)) if run]
+            colour, marker = style(scheme)
             points = [(run.ranks, moved(run)) for run in runs]
             curve = closed_form(runs, table)
             if curve:
                 panel.plot(*zip(*curve), "-", color=colour, alpha=0.6, linewidth=1.5)
             if points:
                 panel.plot(*zip(*points), linestyle="", marker=marker, color=colour,
-                           markersize=7, label=TITLES[scheme])
-        if any(results.get(row) for row in select(table)):
+                           markersize=7, label=title(scheme))
+        if any(results.get(row) for row in results.rows(table)):
             panel.plot([], [], "-", color="grey", label="closed form")
         panel.set(title=f"{HEADINGS[table]}, preset {results.preset}", xlabel="ranks",
                   ylabel="words per rank and sequence")
@@ -89,6 +93,11 @@ def words(results: Results):
         panel.yaxis.set_major_formatter(EngFormatter(sep=""))
         _legend(panel)
     return figure
+
+
+def style(scheme: str) -> tuple[str, str]:
+    """Colour and marker of `scheme`; grey dots when it is not known here."""
+    return STYLES.get(scheme, ("grey", "."))
 
 
 def moved(run: Run) -> float:
@@ -102,23 +111,26 @@ def closed_form(runs: list[Run], table: str) -> list[tuple[int, float]]:
               for run in runs}
     if table == "strong" and runs:
         chosen = runs[-1].configuration
-        for grid in grids_between(chosen["scheme"], chosen["grid_axes"].split()):
+        for grid in grids_between(chosen["scheme"]):
             forms = cost.transformer_words(
                 chosen["scheme"], grid, *(chosen[name] for name in (
                     "layers", "hidden", "heads", "batch", "seq")))
-            ranks = 1
-            for size in grid.values():
-                ranks *= size
+            ranks = math.prod(grid.values())
             total = sum(sum(form.values()) for form in forms.values())
             points[ranks] = total / ranks / chosen["batch"]
     return sorted(points.items())
 
 
-def grids_between(scheme: str, axes: list[str]) -> list[dict[str, int]]:
-    """The lines, squares or cubes of 8 to 64 ranks."""
-    sides = [side for side in range(2, TICKS[-1] + 1)
-             if TICKS[0] <= side ** len(axes) <= TICKS[-1]]
-    return [dict.fromkeys(axes, side) for side in sides]
+def grids_between(scheme: str) -> list[dict[str, int]]:
+    """The grids that `scheme` has for 8 to 64 ranks."""
+    known = SCHEMES.get(scheme)
+    grids = []
+    for ranks in range(TICKS[0], TICKS[-1] + 1) if known else ():
+        try:
+            grids.append(dict(zip(known.directions, known.default_grid(ranks))))
+        except ValueError:    # no grid of so many
+            continue
+    return grids
 
 
 def _panels(rows: int, columns: int, size: tuple[float, float]):
@@ -135,9 +147,9 @@ def _panels(rows: int, columns: int, size: tuple[float, float]):
 
 
 def _line(panel, scheme: str, points: list[tuple[int, float]]) -> None:
-    colour, marker = STYLES[scheme]
+    colour, marker = style(scheme)
     if points:
-        panel.plot(*zip(*points), marker=marker, color=colour, label=TITLES[scheme])
+        panel.plot(*zip(*points), marker=marker, color=colour, label=title(scheme))
 
 
 def _legend(panel) -> None:
@@ -149,9 +161,9 @@ def _legend(panel) -> None:
 
 def _correction(panel, row: Row) -> None:
     """The figure that the row's own times give, beside the wrong one."""
-    colour, marker = STYLES[row.scheme]
+    colour, marker = style(row.scheme)
     panel.plot(row.gpus, row.recomputed, marker=marker, color=colour, markerfacecolor="white",
-               linestyle="", label=f"{TITLES[row.scheme]}, recomputed")
+               linestyle="", label=f"{title(row.scheme)}, recomputed")
 
 
 def _caption(figure, results: Results) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 from tabulate import tabulate
 
 from bench import model
-from bench.cases import HEADINGS, TITLES, Case, Row, case, select
+from bench.cases import HEADINGS, PAPER, TITLES, Case, Row, case, select
 from mm3d import dry
 
 LAYERS = (12, 16, 24, 32, 48)    # what the paper's models may have had
@@ -102,7 +102,7 @@ def fitted(rows: list[Spent], machine: model.Machine, layers: Iterable[int]) -> 
     best = None
     for count, again in itertools.product(layers, itertools.product((False, True),
                                                                     repeat=len(schemes))):
-        recompute = dict.fromkeys(TITLES, False) | dict(zip(schemes, again))
+        recompute = dict.fromkeys(PAPER, False) | dict(zip(schemes, again))
         if any(row.peak * count / 24 > machine.memory_bytes for row in rows
                if not recompute[row.case.row.scheme]):
             continue

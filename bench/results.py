@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from bench.cases import Row, load
+from bench.cases import PAPER, Row, load, own, select
 from mm3d import store
 from mm3d.store import Run, StoreError
 
@@ -34,6 +34,17 @@ class Results:
     def get(self, row: Row) -> Run | None:
         """The run of `row`, if there is one."""
         return self.runs.get((row.table, row.scheme, row.gpus))
+
+    def schemes(self) -> list[str]:
+        """The paper's schemes, and the others that were run."""
+        return list(dict.fromkeys([*PAPER, *sorted(scheme for _, scheme, _ in self.runs)]))
+
+    def rows(self, table: str, scheme: str = "all") -> list[Row]:
+        """The paper's rows of `table`, and those of other schemes that were run."""
+        known = select(table, "all")
+        keys = {(row.table, row.scheme, row.gpus) for row in known}
+        rows = known + [own(*key) for key in sorted(self.runs.keys() - keys) if key[0] == table]
+        return [row for row in rows if scheme in ("all", row.scheme)]
 
 
 def collect(folder: str | Path) -> tuple[list[Results], list[str]]:

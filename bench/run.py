@@ -46,7 +46,7 @@ def run(arguments, comm) -> int:
     StoreError
         When the results folder cannot be written.
     """
-    cases = fitting(select(arguments.table, arguments.scheme), comm.size, arguments)
+    cases = fitting(select(arguments.table, arguments.scheme, comm.size), comm.size, arguments)
     warmup, limits = step_counts(arguments)
     usable(arguments.backend, comm)
     order = comm.bcast(secrets.randbelow(2 ** 31) if arguments.order is None else arguments.order)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from bench import intervals
-from bench.cases import HEADINGS, TITLES, load, select
+from bench.cases import HEADINGS, load, select, title
 from bench.results import Results, collect
 from mm3d import timing
 from mm3d.store import PHASES, Run
@@ -42,7 +42,7 @@ def one_preset(results: Results) -> list[str]:
 
 def table(name: str, results: Results) -> str:
     """The rows of the table `name`; "missing" where nothing was measured."""
-    rows = select(name)
+    rows = results.rows(name)
     runs = [results.get(row) for row in rows]
     forward, backward = (_column([run and timing.typical(run.samples[phase]) for run in runs])
                          for phase in PHASES)
@@ -50,9 +50,10 @@ def table(name: str, results: Results) -> str:
     lines = []
     for row, run, *times in zip(rows, runs, forward, backward, average):
         sizes = [run.configuration[s] for s in ("batch", "hidden")] if run else ["", ""]
-        printed = f"{row.average:.3f}{' ' if row.consistent else '*'}"
-        lines.append([TITLES[row.scheme], row.gpus, row.batch, row.hidden, f"{row.forward:.3f}",
-                      f"{row.backward:.3f}", printed, "|", *sizes, *times])
+        printed = [f"{row.forward:.3f}", f"{row.backward:.3f}",
+                   f"{row.average:.3f}{' ' if row.consistent else '*'}"]
+        known = [row.batch, row.hidden, *printed] if row.published else ["-"] * 5
+        lines.append([title(row.scheme), row.gpus, *known, "|", *sizes, *times])
     columns = ["batch", "hidden", "forward", "backward", "average"]
     units = ["size", "size", "time (s)", "time (s)", "step (s)"]
     heads = [["", "# GPUs", *columns, "|", *columns], ["scheme", "or ranks", *units, "|", *units]]
@@ -71,7 +72,7 @@ def speed_ups(name: str, results: Results) -> str:
         runs = [results.get(row) for row in pair]
         measured = (["missing", ""] if None in runs else
                     [_ratio(*map(measured_average, runs)), intervals.verdict(*runs)])
-        lines.append([f"over {TITLES[other]}", _ratio(*(row.average for row in pair)),
+        lines.append([f"over {title(other)}", _ratio(*(row.average for row in pair)),
                       _ratio(*(row.recomputed for row in pair)), *measured])
     heads = [["speed-up of 3-D at 64", "printed", "recomputed", "measured", "differs"]]
     return aligned(heads, lines, {})
@@ -85,7 +86,7 @@ def measured_average(run: Run) -> float:
 def published_notes() -> list[str]:
     """The paper's inconsistencies, from its own figures."""
     wrong = [row for row in load().rows if not row.consistent]
-    notes = [f"* {HEADINGS[row.table]}, {TITLES[row.scheme]} on {row.gpus} GPUs: the paper prints "
+    notes = [f"* {HEADINGS[row.table]}, {title(row.scheme)} on {row.gpus} GPUs: the paper prints "
              f"{row.average:.3f} s, but its own times give ({row.forward:.3f} + "
              f"{row.backward:.3f}) / {row.batch} = {row.recomputed:.3f} s (equation 6), as "
              f"all other rows do." for row in wrong]
@@ -162,7 +163,7 @@ def words_agree(run: Run) -> bool:
 
 
 def _title(key: tuple[str, str, int]) -> str:
-    return f"{key[0]} {TITLES.get(key[1], key[1])} {key[2]}"
+    return f"{key[0]} {title(key[1])} {key[2]}"
 
 
 def _all(runs: list[Run], setting: str) -> str:
@@ -190,9 +191,9 @@ def aligned(heads: list[list], lines: list[list], groups: dict[str, tuple[int, i
             for row in rows]
     text.insert(len(heads), "  ".join("-" * width for width in widths))
     over = ""
-    for title, (first, last) in groups.items():
+    for heading, (first, last) in groups.items():
         over = over.ljust(sum(widths[:first]) + 2 * first)
-        over += f" {title} ".center(sum(widths[first:last]) + 2 * (last - first - 1), "-")
+        over += f" {heading} ".center(sum(widths[first:last]) + 2 * (last - first - 1), "-")
     return "\n".join([over, *text] if over else text)
 
 

@@ -68,14 +68,22 @@ class Scheme(ABC):
     ----------
     name : str
         What `mm3d.scheme` calls it.
+    title : str
+        What tables and figures call it; its name, if it does not say.
     directions : str
-        The letters of its grid's directions.
+        The letters of its grid's directions, of x, y and z.
     grid : Grid
         The ranks.
     """
 
     name: str
+    title: str
     directions: str
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" in cls.__dict__ and "title" not in cls.__dict__:
+            cls.title = cls.name    # not that of the scheme it is derived from
 
     def __init__(self, comm: MPI.Intracomm, grid: tuple[int, ...] | None = None,
                  backend: str | Backend | None = None) -> None:

@@ -12,6 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mm3d
+from reference import fits
 
 
 class Parallelism(NamedTuple):
@@ -33,24 +34,26 @@ class Parallelism(NamedTuple):
         scheme.grid.free()    # not after a failure, when other ranks may never come to it
 
 
-# Cubes, slabs, lines and uneven grids; rows in whole sequences and not; operands kept and not.
+# Every scheme there is, on the grid that it chooses for itself.
+CHOSEN = {ranks: [Parallelism(name) for name in mm3d.SCHEMES
+                  if name != "serial" and fits(name, ranks)] for ranks in (1, 4, 6, 8)}
+
+# Slabs, lines and uneven grids; rows in whole sequences and not; operands kept and not.
 PARALLELISMS = {
-    1: [Parallelism(name) for name in ("1d", "1d-sp", "2d", "3d")],
-    4: [Parallelism("2d"), Parallelism("1d"), Parallelism("3d", (1, 2, 2), {"keep": "both"}),
+    1: CHOSEN[1],
+    4: [*CHOSEN[4], Parallelism("3d", (1, 2, 2), {"keep": "both"}),
         Parallelism("3d", (2, 2, 1), {"rows": "positions"})],
-    6: [Parallelism("1d"), Parallelism("1d-sp"), Parallelism("3d", (3, 2, 1)),
-        Parallelism("3d", (2, 1, 3)), Parallelism("3d", (2, 1, 3), {"keep": "weight"})],
-    8: [Parallelism("1d"), Parallelism("1d-sp"),
-        *(Parallelism("3d", grid) for grid in ((2, 2, 2), (4, 2, 1), (1, 2, 4), (2, 4, 1),
-                                               (8, 1, 1), (1, 8, 1), (1, 1, 8))),
+    6: [*CHOSEN[6], Parallelism("3d", (3, 2, 1)), Parallelism("3d", (2, 1, 3)),
+        Parallelism("3d", (2, 1, 3), {"keep": "weight"})],
+    8: [*CHOSEN[8], *(Parallelism("3d", grid) for grid in (
+            (4, 2, 1), (1, 2, 4), (2, 4, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8))),
         *(Parallelism("3d", (2, 2, 2), options) for options in (
             {"keep": "weight"}, {"keep": "both"}, {"rows": "positions"}, {"rows": "sequences"}))]}
 
 # One of each kind, for what depends little on the grid.
 SOME = {1: [Parallelism("serial"), Parallelism("3d")],
-        4: [Parallelism("2d")],
-        8: [Parallelism("1d"), Parallelism("1d-sp"), Parallelism("3d"),
-            Parallelism("3d", (1, 2, 4), {"rows": "positions", "keep": "both"})]}
+        4: [one for one in CHOSEN[4] if not fits(one.name, 8)],
+        8: [*CHOSEN[8], Parallelism("3d", (1, 2, 4), {"rows": "positions", "keep": "both"})]}
 
 SIZES = {    # the last two fit no grid of several ranks evenly
     "even": dict(layers=1, hidden=16, heads=8, batch=8, seq=8),

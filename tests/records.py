@@ -3,7 +3,7 @@ import numpy as np
 
 from bench.cases import Case, Row, case
 from bench.run import published
-from mm3d import store
+from mm3d import SCHEMES, store
 from mm3d.store import Check, Run
 
 
@@ -28,7 +28,7 @@ def made_up(row: Row, forward: float = 0.25, backward: float = 0.5, preset: str 
 def configuration(one: Case) -> dict:
     """What a run of `one` would record."""
     sizes = one.sizes
-    axes = {"1d": "x", "2d": "x y", "3d": "x y z"}[one.row.scheme]
+    axes = " ".join(SCHEMES[one.row.scheme].directions)
     return {"table": one.row.table, "scheme": one.row.scheme, "preset": one.preset,
             "grid": " x ".join("2" for _ in axes.split()), "grid_axes": axes,
             "mlp_factor": 4, "dtype": "float32", "warmup": 2,

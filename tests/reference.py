@@ -43,11 +43,18 @@ def grids(comm) -> Iterator[mm3d.Grid]:
             yield grid
 
 
+def fits(name: str, ranks: int) -> bool:
+    """Whether a scheme has a grid of its own choice for so many ranks."""
+    try:
+        return bool(mm3d.SCHEMES[name].default_grid(ranks))
+    except ValueError:
+        return False
+
+
 def schemes(comm, *names: str, **options: str) -> Iterator[mm3d.Scheme]:
     """Each of the schemes called `names` (or all), on every grid of so many ranks."""
     for name in names or mm3d.SCHEMES:
-        square = round(comm.size ** 0.5) ** 2 == comm.size
-        for sizes in GRIDS[comm.size] if name == "3d" else [None] * (name != "2d" or square):
+        for sizes in GRIDS[comm.size] if name == "3d" else [None] * fits(name, comm.size):
             scheme = mm3d.scheme(name, comm, grid=sizes, **options if name == "3d" else {})
             yield scheme
             scheme.grid.free()

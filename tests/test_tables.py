@@ -52,10 +52,36 @@ def test_hidden_sizes_are_scaled_to_whole_heads():
 
 @pytest.mark.parametrize("tables, schemes, named", [
     ("medium", "3d", "'medium' is unknown: choose one of weak, strong, all"),
-    ("weak", "3d,4d", "'4d' is unknown: choose one of 1d, 2d, 3d, all")])
+    ("weak", "3d,4d", "'4d' is unknown: choose one of 1d, 2d, 3d, 1d-sp, serial, all")])
 def test_unknown_rows(tables, schemes, named):
     with pytest.raises(UsageError, match=named):
         select(tables, schemes)
+
+
+def test_schemes_that_the_paper_lacks_have_rows_of_their_own():
+    """At any number of ranks, with the sizes of the nearest row of the table."""
+    weak, strong = select("all", "1d-sp", ranks=27)
+    assert (weak.table, weak.gpus, weak.batch, weak.hidden) == ("weak", 27, 288, 6120)
+    assert (strong.table, strong.gpus, strong.batch, strong.hidden) == ("strong", 27, 24, 3072)
+    assert not weak.published and weak.consistent and case(weak, "tiny").sizes.batch == 144
+    assert [row.gpus for row in select("strong", "1d-sp")] == [8, 16, 36, 64]
+    assert not {row.scheme for row in select()} - {"1d", "2d", "3d"}
+
+
+def test_tables_and_figures_show_every_scheme_that_was_run(tmp_path):
+    row = select("weak", "1d-sp", ranks=27)[0]
+    for one in (row, select("weak", "3d")[0]):
+        store.write(made_up(one), tmp_path, case(one, "laptop").name)
+    line, = (line for line in tables(tmp_path).splitlines()
+             if line.startswith("1-D, sequence") and "|" in line)
+    assert line.split("|")[0].split()[-6:] == ["27", "-", "-", "-", "-", "-"]
+    assert line.split("|")[1].split()[-1] == f"{0.75 / case(row, 'laptop').sizes.batch:.5f}"
+    results = collect(tmp_path)[0][0]
+    published, measured, *_ = plots.step_times(results).axes
+    drawn = {line.get_label(): line.get_color() for line in measured.lines}
+    assert drawn.keys() == {"3-D", "1-D, sequence"} and len(set(drawn.values())) == 2
+    assert "1-D, sequence" not in [line.get_label() for line in published.lines]
+    assert len(set(plots.STYLES.values())) == len(plots.STYLES) == len(plots.TITLES)
 
 
 def test_sizes_that_make_no_model():

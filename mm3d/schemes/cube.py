@@ -133,6 +133,7 @@ class Cube(Scheme):
     """
 
     name = "3d"
+    title = "3-D"
     directions = "xyz"
 
     def __init__(self, comm: MPI.Intracomm, grid: tuple[int, ...] | None = None,

@@ -62,6 +62,7 @@ class Megatron(Scheme):
     """Weights divided over all ranks in a line, activations replicated outside the blocks."""
 
     name = "1d"
+    title = "1-D"
     directions = "x"
 
     @classmethod
@@ -98,6 +99,7 @@ class MegatronSequence(Megatron):
     """The same with the sequence divided outside the blocks."""
 
     name = "1d-sp"
+    title = "1-D, sequence"
 
     @classmethod
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int,

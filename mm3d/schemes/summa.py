@@ -71,6 +71,7 @@ class Summa(Scheme):
     """
 
     name = "2d"
+    title = "2-D"
     directions = "xy"
 
     @classmethod
