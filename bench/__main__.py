@@ -73,6 +73,12 @@ def parser() -> argparse.ArgumentParser:
         "sizes of the grid's directions, or auto for the planner's choice"))
     run.add_argument("--machine", default="cpu", metavar="NAME", help=(
         "the machine that the planner of --grid auto plans for (default cpu)"))
+    run.add_argument("--inside", default="auto", metavar="AXIS", help=(
+        "the direction of the grid that stays inside a node, where ranks fill nodes one after "
+        "the other (default auto: the one that moves the most words)"))
+    run.add_argument("--stop-file", metavar="FILE", help=(
+        "when this file exists, end the row with the repetitions that there are, and begin no "
+        "other: what a job does that nears its time limit"))
     add_microbenchmarks(verbs)
     verbs.add_parser("reproduce", parents=[rows], help=(
         "measure all selected rows, starting mpirun for each rank count; then the tables and "

@@ -11,7 +11,7 @@ from mm3d.store import PHASES, Run
 
 SIGNIFICANT = 0.05
 ENDS = {"width": "the intervals are narrow enough", "repetitions": "the limit of repetitions",
-        "seconds": "the limit of seconds"}
+        "seconds": "the limit of seconds", "stopped": "the end of the job"}
 Cells = list[list[str | int]]
 
 

@@ -1,6 +1,7 @@
 """The verb ``run``: measure the rows whose rank count is that of the job."""
 
 import gc
+import math
 import secrets
 import shlex
 import sys
@@ -12,10 +13,11 @@ import numpy as np
 from mpi4py import MPI
 
 import mm3d
-from bench import beyond, machine, verify
+from bench import beyond, machine, placement, verify
 from bench.cases import Case, Row, UsageError, case, select, shuffled, step_counts
 from mm3d import backend as backends
 from mm3d import store, timing
+from mm3d.contract import lookup
 
 
 class Failed(Exception):
@@ -34,6 +36,12 @@ class Options(msgspec.Struct, frozen=True):
     seed: int
     grid: str | None = None
     machine: str = "cpu"
+    inside: str = "auto"
+    stop_file: str | None = None
+
+    def stop(self) -> bool:
+        """Whether somebody wants an end."""
+        return self.stop_file is not None and Path(self.stop_file).exists()
 
 
 def run(arguments, comm) -> int:
@@ -53,7 +61,8 @@ def run(arguments, comm) -> int:
     out = writable(Path(arguments.out or machine.default_out()), comm)
     options = Options(out=out, dtype=arguments.dtype, backend=arguments.backend,
                       seed=arguments.seed, warmup=warmup, limits=limits, order=order,
-                      grid=arguments.grid, machine=arguments.machine)
+                      grid=arguments.grid, machine=arguments.machine, inside=arguments.inside,
+                      stop_file=arguments.stop_file)
     return max([report(one, options, comm) for one in shuffled(cases, order)])
 
 
@@ -112,6 +121,8 @@ def report(one: Case, options: Options, comm) -> int:
     # What the last row held goes back before this one asks for memory.
     gc.collect()
     try:
+        if comm.bcast(comm.rank == 0 and options.stop()):
+            raise Failed("not begun, as it was told to stop")
         line, status = f"done: {one.title}: {measure(one, options, comm)}", 0
     except Failed as error:
         line, status = f"failed: {one.title}: {error}", 1
@@ -129,9 +140,11 @@ def measure(one: Case, options: Options, comm) -> str:
         When the sizes do not fit the scheme, the result differs from the serial scheme's, or
         the file cannot be written.
     """
+    world = comm
     try:
-        scheme = mm3d.scheme(one.row.scheme, comm, chosen_grid(one, options, comm),
-                             options.backend)
+        shape, order = arranged(one, options, comm)
+        comm = placement.placed(world, shape, order)
+        scheme = mm3d.scheme(one.row.scheme, comm, tuple(shape.values()), options.backend)
         model = verify.build(scheme, one.sizes, options.seed, options.dtype)
     except ValueError as error:
         raise Failed(str(error)) from error
@@ -141,13 +154,14 @@ def measure(one: Case, options: Options, comm) -> str:
     found = timing.measure(lambda: model.forward(x)[1],
                            lambda saved: model.backward(dy, saved), comm,
                            scheme.grid.backend.synchronize, options.warmup - 1,
-                           options.limits, model.zero_gradients)
+                           options.limits, model.zero_gradients, options.stop)
     everyone = comm.gather(traffic)
+    nodes = placement.found(comm, shape, order)
     outcome = None
     if found is not None:
         clock = {"resolution": found.clock_resolution, "offset_error": found.clock_offset_error}
         record = store.Run(
-            configuration(one, scheme, options),
+            configuration(one, scheme, options) | asdict(nodes),
             machine.describe(scheme.grid.backend.name, comm.size, MPI.Get_library_version(),
                              command_line(sys.argv[1:])),
             found.samples, dict(zip(store.COUNTS, np.stack(everyone, axis=2))),
@@ -156,9 +170,31 @@ def measure(one: Case, options: Options, comm) -> str:
         outcome = written(record, one, options.out)
     succeeded, text = comm.bcast(outcome)
     scheme.grid.free()
+    comm.Free()
     if not succeeded:
         raise Failed(text)
     return text
+
+
+def arranged(one: Case, options: Options, comm) -> tuple[dict[str, int], str]:
+    """The grid's directions and sizes, and their order over the nodes.
+
+    Raises
+    ------
+    ValueError
+        When they do not fit the scheme.
+    """
+    kind = lookup(one.row.scheme)
+    sizes = chosen_grid(one, options, comm) or kind.default_grid(comm.size)
+    if (len(sizes) != len(kind.directions) or math.prod(sizes) != comm.size
+            or min(sizes) < 1):
+        raise ValueError(f"--grid {options.grid}: scheme {kind.name!r} has the directions "
+                         f"{', '.join(kind.directions)}, whose sizes must multiply to the "
+                         f"{comm.size} ranks")
+    kind.check_grid(sizes)
+    shape = dict(zip(kind.directions, sizes))
+    return shape, placement.order(options.inside, kind.name, shape,
+                                  msgspec.structs.asdict(one.sizes))
 
 
 def chosen_grid(one: Case, options: Options, comm) -> tuple[int, ...] | None:
@@ -180,6 +216,8 @@ def chosen_grid(one: Case, options: Options, comm) -> tuple[int, ...] | None:
 
 def written(record: store.Run, one: Case, out: Path) -> tuple[bool, str]:
     """Write `record`: whether it was, and a summary or what went wrong."""
+    if not len(record.samples["forward"]):
+        return False, "stopped before the first repetition that counts"
     try:
         path = store.write(record, out, one.name)
     except store.StoreError as error:

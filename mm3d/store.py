@@ -64,7 +64,7 @@ class Run:
         For each of `PHASES` how many seconds after the first rank each began, like `samples`;
         empty in files of version 1.
     ended_by : str
-        What ended the repetitions: "width", "repetitions" or "seconds".
+        What ended the repetitions: "width", "repetitions", "seconds" or "stopped".
     clock : dict of str to float
         "resolution" and "offset_error", seconds; empty in files of version 1.
     """

@@ -139,7 +139,8 @@ class Measured:
         For the same phases, repetitions and ranks: seconds by which the rank began after the
         first of them, the skew that the barrier leaves.
     ended_by : str
-        "width", "repetitions" or "seconds": which of `Limits` ended it.
+        "width", "repetitions" or "seconds": which of `Limits` ended it; "stopped" when it was
+        told to stop.
     clock_resolution, clock_offset_error : float
         Of the worst rank, seconds.
     """
@@ -153,7 +154,8 @@ class Measured:
 
 def measure(forward: Callable[[], Any], backward: Callable[[Any], Any], comm,
             synchronize: Callable[[], None], warmup: int, limits: Limits,
-            prepare: Callable[[], None] = lambda: None) -> Measured | None:
+            prepare: Callable[[], None] = lambda: None,
+            stop: Callable[[], bool] = lambda: False) -> Measured | None:
     """Time `forward` and `backward` apart, until the medians are known well enough.
 
     Before each of the two all ranks meet at a barrier and the device is idle; a phase ends when
@@ -176,6 +178,9 @@ def measure(forward: Callable[[], Any], backward: Callable[[Any], Any], comm,
         When to stop.
     prepare : callable, optional
         Called before each repetition, such as to clear gradients.
+    stop : callable, optional
+        Asked on rank 0 after each repetition; when it says so none follows, be there as few as
+        there are, or none that counts.
 
     Returns
     -------
@@ -209,18 +214,21 @@ def measure(forward: Callable[[], Any], backward: Callable[[Any], Any], comm,
             kept.append(everyone)
             ended_by = limits.reached(len(kept), clock.now() - begun, lambda: [
                 median_interval(slowest(samples)) for samples in _samples(kept)])
+        if not ended_by and comm.rank == 0 and stop():
+            ended_by = "stopped"
         ended_by = comm.bcast(ended_by)
     if comm.rank:
         return None
-    starts = np.array(kept)[..., 0].transpose(2, 0, 1)
+    times = np.array(kept).reshape(-1, comm.size, 2, 2)
+    starts = times[..., 0].transpose(2, 0, 1)
     late = starts - starts.min(axis=2, keepdims=True)
-    return Measured(dict(zip(PHASES, _samples(kept))), dict(zip(PHASES, late)), ended_by,
+    return Measured(dict(zip(PHASES, _samples(times))), dict(zip(PHASES, late)), ended_by,
                     *map(float, errors))
 
 
-def _samples(kept: list[np.ndarray]) -> np.ndarray:
+def _samples(kept: list[np.ndarray] | np.ndarray) -> np.ndarray:
     """Seconds (phases, repetitions, ranks) of (ranks, phases, start and end) a repetition."""
-    times = np.array(kept)
+    times = np.asarray(kept)
     return np.ascontiguousarray((times[..., 1] - times[..., 0]).transpose(2, 0, 1))
 
 

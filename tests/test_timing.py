@@ -109,3 +109,16 @@ def test_clocks_of_two_kernels_are_aligned(comm, monkeypatch):
     if comm.rank:
         assert clock.offset == pytest.approx(-1000, abs=clock.offset_error + 1e-6)
         assert 0 < clock.offset_error < 1
+
+
+@pytest.mark.ranks(1, 4)
+@pytest.mark.parametrize("after, kept", [(1, 0), (2, 0), (3, 1), (5, 3)])
+def test_told_to_stop(comm, after, kept):
+    """Between repetitions, on all ranks at once; those that there are count."""
+    begun = []
+    found = timing.measure(lambda: begun.append(1), lambda saved: None, comm, lambda: None, 2,
+                           timing.Limits(10, 10), stop=lambda: len(begun) >= after)
+    assert comm.allgather(len(begun)) == [after] * comm.size
+    if comm.rank == 0:
+        assert found.ended_by == "stopped"
+        assert found.samples["forward"].shape == found.late["backward"].shape == (kept, comm.size)
