@@ -26,6 +26,7 @@ class Product(ABC):
 
     weight: Layout
     travels: Split | None = None  # how the blocks of B move, if they do
+    operands = {"a": "A", "b": "B", "c": "C"}  # the attributes that communicate, and for what
 
     @abstractmethod
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:

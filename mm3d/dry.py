@@ -15,43 +15,12 @@ from typing import Any
 from mm3d import backend as backends
 from mm3d import hollow  # noqa: F401  (registers the array library)
 from mm3d.contract import scheme as make_scheme
+from mm3d.observe import observed
 from mm3d.trace import PHASES, Collective, Gemm, Pass, Trace
 from mm3d.transformer import Transformer
 from mm3d.transport import Absent
 
 __all__ = ["PHASES", "Collective", "Gemm", "Pass", "Trace", "extended", "step"]
-
-
-class _Labelled:
-    """A layer that says its name to the trace before it works."""
-
-    def __init__(self, layer: Any, name: str, trace: Trace) -> None:
-        self.layer, self.name, self.trace = layer, name, trace
-
-    def forward(self, x: Any) -> tuple[Any, Any]:
-        self.trace.part = self.name
-        return self._unlabelled(self.layer.forward(x))
-
-    def backward(self, dy: Any, saved: Any) -> Any:
-        self.trace.part = self.name
-        return self._unlabelled(self.layer.backward(dy, saved))
-
-    def _unlabelled(self, result: Any) -> Any:
-        self.trace.part = "residual"    # what a block does between and after its layers
-        return result
-
-
-def _label(model: Transformer, trace: Trace) -> None:
-    for residual in model.layers.layers:
-        residual.layers = tuple(_Labelled(layer, _part(layer), trace)
-                                for layer in residual.layers)
-
-
-def _part(layer: Any) -> str:
-    """A name such as "mlp.up", the same in all layers of the model."""
-    if not layer.parameters:
-        return type(layer).__name__.lower()
-    return layer.parameters[0].name.split(".", 2)[2].rpartition(".")[0]
 
 
 def step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0,
@@ -76,19 +45,19 @@ def step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int =
     trace = backend.trace
     scheme = make_scheme(name, Absent(ranks, rank), grid, backend, **(options or {}))
     model = Transformer(scheme, **sizes)
-    _label(model, trace)
     trace.layers = sizes["layers"]
     trace.parameters = sum(p.value.nbytes + p.grad.nbytes for p in model.parameters)
     x, dy = model.random("input"), model.random("output gradient")
-    trace.phase = "forward"
-    scheme.grid.reset_traffic()
-    y, saved = model.forward(x)
-    trace.traffic["forward"] = scheme.grid.traffic()
-    trace.saved = model.saved_bytes(saved)
-    trace.phase = "backward"
-    scheme.grid.reset_traffic()
-    model.backward(dy, saved)
-    trace.traffic["backward"] = scheme.grid.traffic()
+    with observed(scheme.grid, trace, model):
+        trace.phase = "forward"
+        scheme.grid.reset_traffic()
+        y, saved = model.forward(x)
+        trace.traffic["forward"] = scheme.grid.traffic()
+        trace.saved = model.saved_bytes(saved)
+        trace.phase = "backward"
+        scheme.grid.reset_traffic()
+        model.backward(dy, saved)
+        trace.traffic["backward"] = scheme.grid.traffic()
     trace.phase = "done"
     return trace
 

@@ -289,12 +289,16 @@ class Grid:
 
     def _line(self, name: str) -> MPI.Intracomm | Absent:
         """The ranks that differ from this one along the direction `name`."""
-        names = list(self.shape)
-        stride = math.prod(self.shape[other] for other in names[names.index(name) + 1:])
         if isinstance(self.comm, Absent):
-            return Absent(self.shape[name], self.coords[name], name, stride)
+            return Absent(self.shape[name], self.coords[name])
         # Ranks are on one line when they have the same number but for this coordinate.
-        return self.comm.Split(self.rank - stride * self.coords[name], self.coords[name])
+        return self.comm.Split(self.rank - self.stride(name) * self.coords[name],
+                               self.coords[name])
+
+    def stride(self, name: str) -> int:
+        """How far apart neighbours along the direction `name` are in the numbering of ranks."""
+        names = list(self.shape)
+        return math.prod(self.shape[other] for other in names[names.index(name) + 1:])
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]

@@ -4,7 +4,6 @@ They behave as NumPy's do, in shape, dtype, strides and errors, as far as the mo
 what is asked of them is noted in a `Trace`, and the memory they would take is accounted for.
 """
 
-import math
 import sys
 from typing import Any, Callable
 
@@ -12,8 +11,7 @@ import numpy as np
 
 from mm3d import backend as backends
 from mm3d.backend import Backend, Pool
-from mm3d.trace import Collective, Gemm, Pass, Trace
-from mm3d.transport import Absent
+from mm3d.trace import Pass, Trace
 
 
 class DryArray:
@@ -109,7 +107,6 @@ class DryNamespace:
         (m, n), k = a.shape[-2:], b.shape[-1]
         if b.shape[-2] != n:
             raise ValueError(f"matmul of {a.shape} and {b.shape}: {n} is not {b.shape[-2]}")
-        self._backend.trace.note(Gemm(math.prod(lead), m, n, k, str(a.dtype)))
         return self._backend.scratch_array((*lead, m, k), np.result_type(a.dtype, b.dtype))
 
     def reshape(self, a: DryArray, shape: tuple[int, ...]) -> DryArray:
@@ -204,7 +201,6 @@ class DryBackend(Backend):
         raise TypeError("an array of a dry run has no contents to bring to the host")
 
     def gemm(self, a: DryArray, b: DryArray, out: DryArray) -> DryArray:
-        self.trace.note(Gemm(1, *a.shape, b.shape[1], str(a.dtype)))
         return out
 
     def result(self, operation: str, shape: tuple[int, ...], dtype: Any, *read: Any) -> DryArray:
@@ -234,10 +230,6 @@ class DryBackend(Backend):
             if not isinstance(a, (DryArray, int, float, np.number)):
                 raise TypeError(f"{type(a).__name__} and an array without contents")
         return [a for a in operands if self.owns(a)]
-
-    def note_collective(self, comm: Absent, kind: str, a: DryArray) -> None:
-        """Called by the transport between ranks that do not exist."""
-        self.trace.note(Collective(kind, comm.direction, comm.size, comm.stride, a.nbytes))
 
 
 def _bytes(operands: tuple) -> int:

@@ -1,7 +1,8 @@
-"""Traces: what one rank of a dry run did, event by event."""
+"""What one rank does, event by event: the events, who is told of them, and the trace of a dry run.
+"""
 
 from collections import Counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 PHASES = ("forward", "backward")
 
@@ -41,10 +42,37 @@ class Collective(NamedTuple):
     bytes: int
 
 
-Event = Gemm | Pass | Collective
+class Layer(NamedTuple):
+    """The work of one layer: its `name` in the model, such as "layers.0.mlp.up", and the `part`
+    of a Transformer layer that it is, such as "mlp.up", the same in all of them."""
+
+    name: str
+    part: str
 
 
-class Trace:
+Event = Gemm | Pass | Collective | Layer
+
+
+class Observer:
+    """What `mm3d.observe.observed` tells of every layer, product and collective.
+
+    Attributes
+    ----------
+    operand : str
+        Name of what travels while an algorithm asks for a collective, such as "A"; a gradient
+        has the name of its operand.
+    """
+
+    operand = ""
+
+    def enter(self, event: Event, comm: Any = None) -> None:
+        """`event` begins; `comm` are the ranks of a collective."""
+
+    def leave(self) -> None:
+        """What was entered last has ended."""
+
+
+class Trace(Observer):
     """What one rank did.
 
     Attributes
@@ -70,11 +98,24 @@ class Trace:
         self.traffic: dict[str, dict] = {}
         self.timeline: list[tuple[str, int]] = []
         self.phase, self.part, self.layers = "build", "", 0
+        self._parts: list[str] = []    # of what is around the part that is running
         self.pool_peak = self.peak = self.held = self.parameters = self.saved = 0
 
     def note(self, event: Event) -> None:
         """Count an event of the part and phase that are running."""
         self.events[self.phase, self.part, event] += 1
+
+    def enter(self, event: Event, comm: Any = None) -> None:
+        """A layer gives its part's name to what follows; all else is counted."""
+        self._parts.append(self.part)
+        if isinstance(event, Layer):
+            self.part = event.part
+        else:
+            self.note(event)
+
+    def leave(self) -> None:
+        """Back to the part around it."""
+        self.part = self._parts.pop()
 
     def of(self, kind: type, phase: str | None = None) -> Counter:
         """How often each event of a kind happened in a phase (by default in both)."""

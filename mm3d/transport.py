@@ -138,44 +138,36 @@ class Absent:
     ----------
     size, rank : int
         How many ranks there would be, and which of them this is.
-    direction : str
-        The letter of the direction that these ranks lie along, if they are such a line.
-    stride : int
-        Between two neighbours in the numbering of all ranks.
     """
 
-    def __init__(self, size: int, rank: int = 0, direction: str = "", stride: int = 1) -> None:
+    def __init__(self, size: int, rank: int = 0) -> None:
         if not 0 <= rank < size:
             raise ValueError(f"rank {rank} of {size} does not exist: 0 to {size - 1} would do")
-        self.size, self.rank, self.direction, self.stride = size, rank, direction, stride
+        self.size, self.rank = size, rank
 
     def Free(self) -> None:
         """Nothing to give back."""
 
 
 class SilentTransport(MpiTransport):
-    """Collectives between ranks that do not exist: the backend only notes them."""
+    """Collectives between ranks that do not exist: nothing travels."""
 
     name = "silent"
 
-    def __init__(self, comm: Absent, backend: Backend) -> None:
-        super().__init__(comm, backend)
-        self.note = getattr(backend, "note_collective", lambda *event: None)
-
     def _all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:
-        self.note(self.comm, "all_gather", recv)
+        """Nothing to gather."""
 
     def _reduce_scatter(self, send: Array, recv: Array, lengths: list[int]) -> None:
-        self.note(self.comm, "reduce_scatter", send)
+        """Nothing to sum."""
 
     def _all_reduce(self, send: Array, recv: Array) -> None:
-        self.note(self.comm, "all_reduce", send)
+        """Nothing to sum."""
 
     def _broadcast(self, buffer: Array, root: int) -> None:
-        self.note(self.comm, "broadcast", buffer)
+        """Nobody to tell."""
 
     def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
-        self.note(self.comm, "reduce", send)
+        """Nothing to sum."""
 
     def _pieces(self, flat: Array, a: Array, dim: int,
                 counts: list[int]) -> Iterator[tuple[Array, Array]]:

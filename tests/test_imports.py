@@ -33,8 +33,9 @@ MAY_IMPORT = {
     "record": set(),
     "store": {"record"},
     "trace": set(),
-    "hollow": {"backend", "trace", "transport"},
-    "dry": {"backend", "contract", "hollow", "trace", "transformer", "transport"},
+    "observe": {"trace", "transport"},
+    "hollow": {"backend", "trace"},
+    "dry": {"backend", "contract", "hollow", "observe", "trace", "transformer", "transport"},
     "__init__": {"environment", "cost", "grid", "layout", "contract", "space", "transformer"}}
 SCHEME = ARRAYS | {"contract"}
 

@@ -33,6 +33,8 @@ class Replicated:
 class ColumnParallel(Product):
     """C_j = A B_j: columns of B divided, the rows of A gathered if they are."""
 
+    operands = {"rows": "A"}
+
     def __init__(self, rows, weight: Layout) -> None:
         self.rows, self.weight = rows, weight
 
@@ -46,6 +48,8 @@ class ColumnParallel(Product):
 
 class RowParallel(Product):
     """C = sum_j A_j B_j: rows of B divided like the features of A."""
+
+    operands = {"rows": "C"}
 
     def __init__(self, rows, weight: Layout) -> None:
         self.rows, self.weight = rows, weight

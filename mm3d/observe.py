@@ -1,0 +1,203 @@
+"""Observing a step: one hook for every product, collective and layer of a model.
+
+`observed` stands in front of a grid's backend and transports, and of a model's layers, and tells
+an `Observer` of each call, for as long as a ``with`` block lasts.  The code that computes knows
+nothing of it and pays nothing for it outside the block.  A dry run's `mm3d.trace.Trace` observes
+to count, `mm3d.spans.Recorder` to measure.
+"""
+
+import math
+import os
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, Callable, Iterator
+
+import numpy as np
+
+from mm3d.trace import Collective, Gemm, Layer, Observer
+from mm3d.transport import host_dtype, resized
+
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
+
+# What travels for each attribute of a layer that communicates; of a product it says so itself.
+OPERANDS = {"vector": "b", "split": "KV", "space": "row sums"}
+TRAVELS = {*COLLECTIVES, "fetch", "collect", "sum_features"}
+
+
+@contextmanager
+def observed(grid: Any, observer: Observer, model: Any = None) -> Iterator[None]:
+    """Tell `observer` what happens on `grid` meanwhile, and in the layers of `model`.
+
+    Parameters
+    ----------
+    grid : Grid
+        Of whose backend the products, and of whose axes the collectives are observed.
+    observer : Observer
+        Who is told.
+    model : Transformer, optional
+        Whose layers are told of too, and name the operands that travel.
+    """
+    backend, busy = grid.backend, []
+    undo = [_replace(backend, "gemm", _product(backend.gemm, observer, busy)),
+            _replace(backend, "xp", _Library(backend.xp, observer, busy))]
+    for name, axis in grid.axes.items():
+        if axis.size > 1:
+            transport = _Transport(axis, grid.stride(name), observer)
+            undo.append(_replace(axis, "transport", transport))
+    for block in model.layers.layers if model is not None else ():
+        undo.append(_replace(block, "layers", tuple(
+            _Observed(_named_operands(layer, observer, undo), _layer(layer, block), observer)
+            for layer in block.layers)))
+    if model is not None:
+        undo.append(_replace(model.layers, "layers", tuple(
+            _Observed(block, Layer(_block_name(block), "residual"), observer)
+            for block in model.layers.layers)))
+    try:
+        yield
+    finally:
+        for restore in reversed(undo):
+            restore()
+
+
+def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
+    """Put `value` in the place of an attribute; what puts back what was there."""
+    had, before = name in vars(owner), getattr(owner, name)
+    setattr(owner, name, value)
+
+    def restore() -> None:
+        if had:
+            setattr(owner, name, before)
+        else:
+            delattr(owner, name)
+    return restore
+
+
+def _product(multiply: Callable, observer: Observer, busy: list) -> Callable:
+    """`multiply` of matrices or stacks of them, with its calls told.
+
+    What it calls itself while `busy` is part of it and not told again.
+    """
+    @wraps(multiply)
+    def told(a: Any, b: Any, *out: Any, **options: Any) -> Any:
+        if busy:
+            return multiply(a, b, *out, **options)
+        batch = math.prod(np.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+        observer.enter(Gemm(batch, *a.shape[-2:], b.shape[-1], str(host_dtype(a))))
+        busy.append(multiply)
+        result = multiply(a, b, *out, **options)
+        busy.pop()
+        observer.leave()
+        return result
+    return told
+
+
+class _Library:
+    """An array library whose `matmul` is told of."""
+
+    def __init__(self, library: Any, observer: Observer, busy: list) -> None:
+        self._library, self.matmul = library, _product(library.matmul, observer, busy)
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._library, name)
+        setattr(self, name, found)
+        return found
+
+
+class _Transport:
+    """The transport of `axis`, with its collectives told."""
+
+    def __init__(self, axis: Any, stride: int, observer: Observer) -> None:
+        self._axis, self._stride, self._observer = axis, stride, observer
+        self._transport = axis.transport
+        for kind in COLLECTIVES:
+            setattr(self, kind, self._told(kind, getattr(axis.transport, kind)))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._transport, name)
+
+    def _told(self, kind: str, move: Callable) -> Callable:
+        axis = self._axis
+
+        def told(a: Any, *where: Any) -> Any:
+            shape = resized(a.shape, where[0], sum(where[1])) if kind == "all_gather" else a.shape
+            size = math.prod(shape) * host_dtype(a).itemsize
+            self._observer.enter(Collective(kind, axis.name, axis.size, self._stride, size),
+                                 axis.comm)
+            result = move(a, *where)
+            self._observer.leave()
+            return result
+        return told
+
+
+class _Observed:
+    """A layer that tells when it works."""
+
+    def __init__(self, layer: Any, event: Layer, observer: Observer) -> None:
+        self.layer, self.event, self.observer = layer, event, observer
+
+    def forward(self, x: Any) -> tuple[Any, Any]:
+        return self._told(self.layer.forward, x)
+
+    def backward(self, dy: Any, saved: Any) -> Any:
+        return self._told(self.layer.backward, dy, saved)
+
+    def _told(self, work: Callable, *arrays: Any) -> Any:
+        self.observer.enter(self.event)
+        result = work(*arrays)
+        self.observer.leave()
+        return result
+
+
+class Named:
+    """Something that communicates, which tells the observer the name of what travels.
+
+    Parameters
+    ----------
+    target : Split, Vector or Space
+        What communicates.
+    operand : str
+        Such as "A".
+    observer : Observer
+        Whose `operand` is set meanwhile.
+    """
+
+    def __init__(self, target: Any, operand: str, observer: Observer) -> None:
+        self._target, self._operand, self._observer = target, operand, observer
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._target, name)
+        if name not in TRAVELS:
+            return found
+
+        def told(*arguments: Any) -> Any:
+            before, self._observer.operand = self._observer.operand, self._operand
+            result = found(*arguments)
+            self._observer.operand = before
+            return result
+        return told
+
+
+def _named_operands(layer: Any, observer: Observer, undo: list[Callable]) -> Any:
+    """`layer`, in which everything that communicates has a name."""
+    product = getattr(layer, "product", None)
+    for owner, names in ((layer, OPERANDS), (product, getattr(product, "operands", {}))):
+        for attribute, operand in names.items():
+            target = getattr(owner, attribute, None)
+            if target is not None:
+                undo.append(_replace(owner, attribute, Named(target, operand, observer)))
+    return layer
+
+
+def _block_name(block: Any) -> str:
+    """The name of a residual block, such as "layers.0.mlp", from those of its weights."""
+    names = [p.name.rpartition(".")[0] for p in block.parameters if len(p.shape) > 1]
+    return os.path.commonprefix(names).rpartition(".")[0]
+
+
+def _layer(layer: Any, block: Any) -> Layer:
+    """Its name in the model, and that of the part of a layer, the same in all layers."""
+    if not layer.parameters:
+        kind = type(layer).__name__.lower()
+        return Layer(f"{_block_name(block)}.{kind}", kind)
+    name = layer.parameters[0].name.rpartition(".")[0]
+    return Layer(name, name.split(".", 2)[2])
