@@ -1,5 +1,9 @@
 """No time without a correct result: the measured model against the serial scheme."""
 
+import hashlib
+import math
+from typing import Any, NamedTuple
+
 import numpy as np
 from mpi4py import MPI
 from threadpoolctl import threadpool_limits
@@ -15,11 +19,23 @@ from mm3d.store import Check
 # missing collective gives errors of order one.
 TOLERANCES = {"float64": (1e-12, 1e-11), "float32": (1e-5, 5e-5)}
 
+Block = tuple[tuple[slice, ...], np.ndarray]
+
 
 def build(scheme, sizes: Sizes, seed: int, dtype: str) -> mm3d.Transformer:
     """The Transformer of `sizes`: the same numbers whatever the scheme."""
     return mm3d.Transformer(scheme, layers=sizes.layers, hidden=sizes.hidden, heads=sizes.heads,
                             batch=sizes.batch, seq=sizes.seq, seed=seed, dtype=dtype)
+
+
+class Part(NamedTuple):
+    """A quantity that is compared, and this rank's block of it."""
+
+    quantity: str
+    block: Any
+    layout: mm3d.Layout
+    shape: tuple[int, ...]
+    tolerance: float
 
 
 def compare(model: mm3d.Transformer, output, input_gradient, sizes: Sizes, seed: int,
@@ -40,31 +56,30 @@ def compare(model: mm3d.Transformer, output, input_gradient, sizes: Sizes, seed:
     -------
     list of Check
         The output, the input's gradient and that of every parameter, the same on every rank.
+        Every copy of every block counts: the error is that of the worst copies together.
 
     Notes
     -----
-    Rank 0 computes the reference with all cores while the others sleep, and one quantity at a
-    time is brought together there: many ranks may share few cores and one memory.
+    Blocks come together on rank 0, which computes the reference with all cores while the others
+    sleep: many ranks may share few cores and one memory.  Of copies that are equal to the bit
+    only the first is sent.
     """
     grid = model.grid
-    reference = None
+    forward, gradient = TOLERANCES[dtype]
+    layout = model.outer.layout()
+    parts = [Part("output", output, layout, model.shape, forward),
+             Part("input gradient", input_gradient, layout, model.shape, gradient)]
+    parts += [Part(f"gradient of {p.name}", p.grad, p.layout, p.shape, gradient)
+              for p in model.parameters]
+    found = _collect(parts, grid)
+    checks = None
     if grid.rank == 0:
         with threadpool_limits(environment.cores(), user_api="blas"):
             reference = _reference(grid.backend, sizes, seed, dtype)
+        checks = [Check(part.quantity, worst_error(found.pop(part.quantity),
+                                                   reference.pop(part.quantity)), part.tolerance)
+                  for part in parts]
     timing.wait_patiently(grid.comm)
-
-    forward, gradient = TOLERANCES[dtype]
-    layout = model.outer.layout()
-    parts = [("output", output, layout, model.shape, forward),
-             ("input gradient", input_gradient, layout, model.shape, gradient)]
-    parts += [(f"gradient of {p.name}", p.grad, p.layout, p.shape, gradient)
-              for p in model.parameters]
-    checks = []
-    for quantity, block, layout, shape, tolerance in parts:
-        whole = _collect(block, layout, grid, shape)
-        if reference is not None:
-            error = relative_error(whole, reference.pop(quantity))
-            checks.append(Check(quantity, error, tolerance))
     return grid.comm.bcast(checks)
 
 
@@ -79,11 +94,35 @@ def failure(checks: list[Check]) -> str | None:
             f"quantities fail); no times were written")
 
 
-def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
-    """Frobenius norm of the difference over that of `expected`, in float64."""
-    expected = expected.astype(np.float64)
-    difference = np.linalg.norm(found.astype(np.float64) - expected)
-    return float(difference / np.linalg.norm(expected)) if difference else 0.0
+def worst_error(blocks: list[Block], expected: np.ndarray) -> float:
+    """Relative Frobenius error of the worst copy of each block.
+
+    Parameters
+    ----------
+    blocks : list of (tuple of slice, ndarray)
+        Where in the whole array a block lies, and the block; of one place there may be several.
+    expected : ndarray
+        The whole array.
+
+    Returns
+    -------
+    float
+        NaN where a block is none, has another shape than its place, or no block covers a place.
+    """
+    squares: dict[tuple, np.float64] = {}
+    covered = np.zeros(expected.shape, bool)
+    for place, block in blocks:
+        wanted = expected[place].astype(np.float64)
+        if block.shape != wanted.shape:
+            return math.nan
+        covered[place] = True
+        square = np.float64(np.linalg.norm(block.astype(np.float64) - wanted)) ** 2
+        key = tuple((s.start, s.stop) for s in place)
+        squares[key] = np.maximum(squares.get(key, square), square)    # keeps a NaN
+    if not covered.all():
+        return math.nan
+    difference = math.sqrt(sum(squares.values()))
+    return difference / float(np.linalg.norm(expected.astype(np.float64))) if difference else 0.0
 
 
 def _reference(backend, sizes: Sizes, seed: int, dtype: str) -> dict[str, np.ndarray]:
@@ -97,14 +136,20 @@ def _reference(backend, sizes: Sizes, seed: int, dtype: str) -> dict[str, np.nda
         f"gradient of {p.name}": host(p.grad) for p in model.parameters}
 
 
-def _collect(block, layout, grid, shape: tuple[int, ...]) -> np.ndarray | None:
-    """The whole array on rank 0; NaN where no rank holds a part of it."""
-    blocks = grid.comm.gather(grid.backend.to_host(block))
-    if blocks is None:
-        return None
-    whole = np.full(shape, np.nan, blocks[0].dtype)
-    for coords, part in zip(grid.everywhere(), blocks):
-        place = layout.slices(grid, shape, coords)
-        if part.size:
-            whole[place] = part
-    return whole
+def _collect(parts: list[Part], grid) -> dict[str, list[Block]] | None:
+    """On rank 0, by quantity, the blocks of all ranks, but only once what is equal to the bit."""
+    blocks, keys = [], []
+    for part in parts:
+        block = grid.backend.to_host(part.block)
+        place = part.layout.slices(grid, part.shape)
+        blocks.append((place, block))
+        digest = hashlib.blake2b(np.ascontiguousarray(block), digest_size=20).digest()
+        keys.append((tuple((s.start, s.stop) for s in place), block.shape, digest))
+    everyone = grid.comm.allgather(keys)
+    found = {}
+    for k, part in enumerate(parts):
+        first = [keys[k] for keys in everyone].index(keys[k]) == grid.rank
+        sent = grid.comm.gather(blocks[k] if first and blocks[k][1].size else None)
+        if sent is not None:
+            found[part.quantity] = [block for block in sent if block is not None]
+    return found if grid.rank == 0 else None

@@ -261,7 +261,7 @@ def wait_patiently(comm) -> None:
     """Meet at a barrier without keeping a core busy: a rank may be late by minutes."""
     request = comm.Ibarrier()
     while not request.Test():
-        time.sleep(0.01)
+        time.sleep(0.02)
 
 
 def slowest(samples: np.ndarray) -> np.ndarray:

@@ -107,6 +107,16 @@ def test_a_wrong_result_writes_no_times(tmp_path):
                          r"0.00\d+, tolerance 5e-05 \(1 of 14 quantities fail\)", line), line
 
 
+@pytest.mark.parametrize("rank", [0, 3])
+def test_one_wrong_copy_is_a_wrong_result(tmp_path, rank):
+    """In 1-D every rank holds the whole of dx: seven are right."""
+    done = perturbed(tmp_path, f"if self.grid.size > 1 and self.grid.rank == {rank}: dx[0] *= 1.5",
+                     "--scheme", "1d", "--table", "weak")
+    assert done.returncode == 1 and not list((tmp_path / "out").iterdir())
+    assert re.search(r"input gradient has a relative error of 0\.\d+.*1 of 14 quantities fail",
+                     done.stdout), done.stdout
+
+
 def test_not_a_number_is_a_wrong_result(tmp_path):
     done = perturbed(tmp_path, "dx[...] = float('nan')", "--table", "weak")
     assert done.returncode == 1 and "input gradient has a relative error of nan" in done.stdout

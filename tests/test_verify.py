@@ -1,0 +1,41 @@
+"""What is compared with the serial scheme, and how."""
+import math
+
+import numpy as np
+import pytest
+
+from bench.verify import worst_error
+
+WHOLE = np.arange(1.0, 13.0).reshape(3, 4)
+LEFT, RIGHT = np.s_[0:3, 0:2], np.s_[0:3, 2:4]
+
+
+def dealt(*extra) -> list:
+    """The two halves, and further blocks."""
+    return [(LEFT, WHOLE[LEFT]), (RIGHT, WHOLE[RIGHT]), *extra]
+
+
+def test_equal_blocks_have_no_error():
+    assert worst_error(dealt((LEFT, WHOLE[LEFT])), WHOLE) == 0
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_the_worst_copy_counts_wherever_it_stands(first):
+    blocks = dealt((LEFT, 1.5 * WHOLE[LEFT]), (LEFT, 1.25 * WHOLE[LEFT]))
+    expected = 0.5 * np.linalg.norm(WHOLE[LEFT]) / np.linalg.norm(WHOLE)
+    assert worst_error(blocks[::-1] if first else blocks, WHOLE) == pytest.approx(expected)
+
+
+def test_errors_of_several_places_add_up():
+    blocks = [(LEFT, 1.5 * WHOLE[LEFT]), (RIGHT, 1.5 * WHOLE[RIGHT])]
+    assert worst_error(blocks, WHOLE) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("blocks", [
+    dealt()[:1],
+    dealt((LEFT, np.full((3, 2), math.nan)), (LEFT, WHOLE[LEFT])),
+    dealt((LEFT, WHOLE[RIGHT][:2])),
+    dealt((np.s_[0:0, 0:0], np.ones((1, 1))))],
+    ids=["a place that nothing covers", "not a number", "another shape", "a block of no place"])
+def test_what_cannot_be_compared_is_not_a_number(blocks):
+    assert math.isnan(worst_error(blocks, WHOLE))
