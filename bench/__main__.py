@@ -8,7 +8,7 @@ from typing import NoReturn, Sequence
 
 from bench import beyond
 from bench.cases import HEADINGS, PAPER, TITLES, UsageError, load
-from bench.options import add_microbenchmarks
+from bench.options import add_doctor, add_microbenchmarks
 from mm3d import environment
 
 ON_ALL_RANKS = {"run": "bench.run", "gemm": "bench.micro", "collectives": "bench.micro",
@@ -88,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
         verbs.add_parser(name, help=text).add_argument("folder", metavar="DIR")
     picture = verbs.add_parser("cube", help="draw which rank of a cube holds which block")
     picture.add_argument("file", metavar="FILE", help="the picture, such as cube.png")
+    add_doctor(verbs)
     beyond.add_verbs(verbs)
     return top
 
@@ -129,6 +130,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if arguments.verb in beyond.VERBS:
             return beyond.run(arguments)
+        if arguments.verb == "doctor":
+            from bench.doctor import doctor
+            return doctor(arguments)
         if arguments.verb == "reproduce":
             from bench.reproduce import reproduce
             return reproduce(arguments)

@@ -73,7 +73,7 @@ def describe(backend: str, ranks: int, mpi_library: str, command: str) -> dict[s
             "python": platform.python_version(),
             "mpi": mpi_name(mpi_library),
             "tuning_variables": " ".join(tuning), "command": command, "git_commit": commit,
-            "git_clean": clean} | _versions() | _blas()
+            "git_clean": clean} | _versions() | blas()
 
 
 def _versions() -> dict[str, Setting]:
@@ -86,7 +86,7 @@ def _versions() -> dict[str, Setting]:
     return found
 
 
-def _blas() -> dict[str, Setting]:
+def blas() -> dict[str, Setting]:
     """Name, kernels and threads of the first BLAS that is loaded."""
     for library in threadpool_info():
         if library["user_api"] == "blas":

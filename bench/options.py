@@ -1,4 +1,5 @@
-"""The command line of the microbenchmarks ``gemm``, ``collectives`` and ``matmul``."""
+"""The command line of the microbenchmarks ``gemm``, ``collectives`` and ``matmul``, and of
+``doctor``."""
 
 import argparse
 
@@ -38,6 +39,29 @@ def add_microbenchmarks(verbs) -> None:
     matmul.add_argument("--calls", type=int, metavar="N",
                         help="in a sample (default: as many as take one process 20 ms)")
     matmul.add_argument("--backward", action="store_true", help="measure dA and dB too")
+
+
+def add_doctor(verbs) -> None:
+    """Add the verb to the parsers of ``python -m bench``."""
+    parser = verbs.add_parser("doctor", help=(
+        "what this environment can do; fails when that is not what is wanted"))
+    parser.add_argument("--ranks", type=int, default=2, metavar="N",
+                        help="that the launcher shall start (default 2)")
+    parser.add_argument("--launcher", metavar="COMMAND",
+                        help="starts so many ranks of a program, such as 'srun --mpi=pmix -n 8' "
+                             "(default: mpirun)")
+    parser.add_argument("--ranks-per-node", type=int, default=0, metavar="N",
+                        help="fail when a node has more")
+    parser.add_argument("--gpus-per-node", type=int, default=0, metavar="N",
+                        help="fail when a node has fewer, or ranks share one")
+    parser.add_argument("--device-buffers", action="store_true",
+                        help="fail when MPI cannot carry them")
+    parser.add_argument("--module", action="append", default=[], metavar="NAME",
+                        help="fail when it is not loaded; may be repeated")
+    parser.add_argument("--out", metavar="DIR", help="fail when results cannot be written there")
+    parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS",
+                        help="that a child job may take (default 60)")
+    parser.add_argument("--json", action="store_true", help="machine-readable")
 
 
 def _verb(verbs, name: str, about: str, repetitions: int,

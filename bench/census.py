@@ -1,0 +1,95 @@
+"""What every rank of a job sees: the child that ``bench doctor`` starts under the launcher.
+
+``python -m bench.census census`` prints one line of JSON for each world of ranks that comes about,
+``python -m bench.census exchange`` sends device buffers around and says whether they arrived.  An
+MPI that cannot read them may crash, which is why this is a program of its own.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import mm3d  # noqa: F401  (before MPI starts: sets the variables that it reads)
+from bench import machine
+from mm3d import environment
+
+MARK = "mm3d-census "
+WORDS = 1 << 16    # of an exchange: beyond what is sent eagerly, below what takes time
+
+
+def gpus() -> tuple[list[str], str]:
+    """The GPUs that this process can use, by bus address, and who says so.
+
+    Where no CUDA library can tell, the numbers in CUDA_VISIBLE_DEVICES stand for them.
+    """
+    try:
+        import cupy
+        count = cupy.cuda.runtime.getDeviceCount()
+        return [str(cupy.cuda.Device(i).pci_bus_id) for i in range(count)], "CUDA"
+    except (ImportError, RuntimeError):
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+        return [name for name in visible.split(",") if name.strip()], "CUDA_VISIBLE_DEVICES"
+
+
+def best_kernels() -> str:
+    """Vector instructions of this processor that BLAS kernels should use; "" where unknown."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return ""
+    flags = set(text[text.find("flags"):].partition("\n")[0].split())
+    return next((name for name in ("avx512f", "avx2") if name in flags), "")
+
+
+def census() -> list[dict[str, Any]]:
+    """What each rank of this world sees, in rank order (every rank calls it)."""
+    from mpi4py import MPI
+    from mm3d.timing import Clock
+    comm = MPI.COMM_WORLD
+    near = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    seen, source = gpus()
+    clock = Clock(comm)
+    mine = {"size": comm.size, "node": near.bcast(comm.rank), "local_rank": near.rank,
+            "ranks_on_node": near.size, "cores": environment.cores(), "gpus": seen,
+            "gpu_source": source, "mpi": machine.mpi_name(MPI.Get_library_version()),
+            "best_kernels": best_kernels(), **machine.blas(),
+            "clock_resolution": clock.resolution(), "clock_offset_error": clock.offset_error}
+    return comm.allgather(mine)
+
+
+def exchange() -> str:
+    """Sum and pass on device buffers; "" when they arrived, else what is wrong."""
+    import cupy
+    cupy.zeros(1)    # the device's context has to exist when MPI starts
+    from mpi4py import MPI
+    comm = MPI.COMM_WORLD
+    near = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    cupy.cuda.Device(near.rank % cupy.cuda.runtime.getDeviceCount()).use()
+    mine = cupy.full(WORDS, comm.rank + 1, dtype="float32")
+    total, passed = cupy.zeros(WORDS, dtype="float32"), cupy.zeros(WORDS, dtype="float32")
+    cupy.cuda.Device().synchronize()
+    comm.Allreduce(mine, total)
+    comm.Sendrecv(mine, (comm.rank + 1) % comm.size, recvbuf=passed,
+                  source=(comm.rank - 1) % comm.size)
+    wrong = [name for name, got, value in (
+        ("the sum", total, comm.size * (comm.size + 1) / 2),
+        ("the neighbour's block", passed, (comm.rank - 1) % comm.size + 1))
+        if not (cupy.asnumpy(got) == value).all()]
+    problems = [text for text in comm.allgather(", ".join(wrong)) if text]
+    return f"{problems[0]} arrived wrong on {len(problems)} ranks" if problems else ""
+
+
+def main(what: str) -> None:
+    """Print what was found, from rank 0 of the world."""
+    found = census() if what == "census" else exchange()
+    from mpi4py import MPI
+    if MPI.COMM_WORLD.rank == 0:
+        # One write: several worlds may share the output.
+        sys.stdout.write(f"{MARK}{json.dumps(found)}\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
