@@ -6,7 +6,7 @@ import sys
 import traceback
 from typing import NoReturn, Sequence
 
-from bench import beyond
+from bench import beyond, show
 from bench.cases import HEADINGS, PAPER, TITLES, UsageError, load
 from bench.options import add_doctor, add_microbenchmarks
 from mm3d import environment
@@ -83,9 +83,7 @@ def parser() -> argparse.ArgumentParser:
     verbs.add_parser("reproduce", parents=[rows], help=(
         "measure all selected rows, starting mpirun for each rank count; then the tables and "
         "figures"))
-    for name, text in (("table", "print the tables from the files of a folder"),
-                       ("plot", "draw the figures from the files of a folder")):
-        verbs.add_parser(name, help=text).add_argument("folder", metavar="DIR")
+    show.add_verbs(verbs)
     picture = verbs.add_parser("cube", help="draw which rank of a cube holds which block")
     picture.add_argument("file", metavar="FILE", help="the picture, such as cube.png")
     add_doctor(verbs)
@@ -133,19 +131,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.verb == "doctor":
             from bench.doctor import doctor
             return doctor(arguments)
+        if arguments.verb in show.VERBS:
+            return show.run(arguments)
         if arguments.verb == "reproduce":
             from bench.reproduce import reproduce
             return reproduce(arguments)
-        if arguments.verb == "table":
-            from bench.tables import tables
-            print(tables(arguments.folder))
-        elif arguments.verb == "cube":
+        if arguments.verb == "cube":
             from bench.cube import cube
             print(cube(arguments.file))
-        else:
-            from bench.plots import plots
-            for path in plots(arguments.folder):
-                print(path)
         return 0
     except (UsageError, StoreError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)

@@ -5,6 +5,7 @@ from typing import Sequence
 import numpy as np
 
 from bench.cases import Row, title
+from bench.formats import Cell, Column, Number, Rows, Table
 from mm3d import timing
 from mm3d.statistics import CONFIDENCE, Interval, median_interval, rank_sum
 from mm3d.store import PHASES, Run
@@ -12,31 +13,32 @@ from mm3d.store import PHASES, Run
 SIGNIFICANT = 0.05
 ENDS = {"width": "the intervals are narrow enough", "repetitions": "the limit of repetitions",
         "seconds": "the limit of seconds", "stopped": "the end of the job"}
-Cells = list[list[str | int]]
 
 
-def certainty(rows: Sequence[Row], runs: Sequence[Run | None]) -> tuple[Cells, Cells]:
-    """Headings and lines of a table: of each measured row the interval of both medians."""
-    heads: Cells = [["95 % confidence", "", "", "forward", "", "backward", "", ""],
-                    ["intervals", "ranks", "n", "interval (s)", "width", "interval (s)", "width",
-                     "ended by"]]
-    lines: Cells = []
+def certainty(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
+    """Of each measured row the interval of both medians, and what ended the repetitions."""
+    lines: Rows = []
     for row, run in zip(rows, runs):
         if run is None:
             continue
-        cells: list[str | int] = [title(row.scheme), row.gpus, len(run.samples["forward"])]
+        crowd = run.environment["ranks_per_core"]
+        cells: list[Cell] = [title(row.scheme), row.gpus, Number(crowd, f"{crowd:g}"),
+                             len(run.samples["forward"])]
         for phase in PHASES:
             cells += spread(median_interval(timing.slowest(run.samples[phase])))
         lines.append([*cells, run.ended_by])
-    return heads, lines
+    bounds = [Column(*head, phase) for phase in PHASES
+              for head in (("low", "(s)"), ("high", "(s)"), ("width", ""))]
+    first = [Column(name) for name in ("scheme", "ranks", "a core", "n")]
+    return Table(f"{heading}: 95 % confidence intervals of the medians",
+                 [*first, *bounds, Column("ended by")], lines)
 
 
-def spread(interval: Interval, unit: float = 1.0, decimals: int | None = None) -> list[str]:
-    """The bounds in a unit, and the width as a percentage; "+" where it has less than 95 %."""
+def spread(interval: Interval) -> list[Number]:
+    """The bounds, and the width as a percentage; "+" where it has less than 95 %."""
     few = "" if interval.confidence >= CONFIDENCE else "+"
-    digits = "#.3g" if decimals is None else f".{decimals}f"
-    low, high = (format(bound / unit, digits).rstrip(".") for bound in interval[1:3])
-    return [f"{low} - {high}", f"{100 * interval.width:.1f} %{few}"]
+    bounds = [Number(bound, format(bound, "#.3g").rstrip(".")) for bound in interval[1:3]]
+    return [*bounds, Number(interval.width, f"{100 * interval.width:.1f} %{few}")]
 
 
 def verdict(slow: Run, fast: Run) -> str:

@@ -15,12 +15,12 @@ from pathlib import Path
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from bench import machine, operands, residual
+from bench import machine, microtables, operands, residual
 from bench.cases import UsageError
+from bench.formats import render
 from bench.products import Problem, Replay, Whole
 from bench.run import writable
 from bench.sampling import BOUNDS, failed, limits_of, measured_environment, publish
-from bench.tables import aligned
 from mm3d import cost, environment, timing
 from mm3d.record import Measurements, Variable
 from mm3d.statistics import Interval, median_interval
@@ -94,7 +94,7 @@ def one(problem: Problem, shape: tuple[int, int, int], arguments, limits: timing
                 "ended_by": ended_by, "calls": calls, "one_process_threads": environment.cores(),
                 "one_process_cores": len(os.sched_getaffinity(0)), **asdict(limits)}
     record = summary(phases, times, np.array(everyone).T, settings, environs, checks + again)
-    print(table(record), flush=True)
+    print(render(microtables.matmul([record])), "", sep="\n", flush=True)
     return publish(record, out, name, grid.comm)
 
 
@@ -207,43 +207,3 @@ def summary(phases: tuple[str, ...], times: np.ndarray, words: np.ndarray, setti
     scales = {"phase": phases, "repetition": range(repetitions), "kind": KINDS,
               "rank": range(ranks), "edge": ("begin", "end"), "bound": BOUNDS}
     return Measurements("matmul", settings, environs, scales, variables, checks)
-
-
-def table(record: Measurements) -> str:
-    """The record for people."""
-    chosen, found = record.configuration, {name: variable.values for name, variable
-                                           in record.variables.items()}
-    heads = [["", "time", "rate", "one process", "efficiency", "", "ceiling", "of the", "words",
-              "over the"],
-             ["", "(ms)", "(GFLOP/s)", "(ms)", "(median)", "95 %", "", "ceiling", "a rank",
-              "bound"]]
-    lines = []
-    for p, phase in enumerate(record.scales["phase"]):
-        product, _, process = 1e3 * found["seconds"][p, :, 0]
-        median, low, high, _ = found["efficiency"][p]
-        words, least = found["words"][p].max(), found["least_words"][p]
-        lines.append([phase, f"{product:#.4g}", f"{found['flops'][p] / product / 1e6:.1f}",
-                      f"{process:#.4g}", f"{median:.3f}", f"{low:.3f} - {high:.3f}",
-                      f"{found['ceiling'][p, 0]:.3f}",
-                      f"{found['share_of_the_ceiling'][p, 0]:.3f}", words,
-                      f"{words / least:.3f}" if least > 0 else "-"])
-    ranks, cores = len(record.scales["rank"]), record.environment["cores"]
-    environs, worst = record.environment, max(check.error / check.tolerance
-                                              for check in record.checks)
-    lines_below = [
-        f"{len(record.scales['repetition'])} repetitions of {chosen['calls']} calls, ended by "
-        f"{chosen['ended_by']}; times are makespans a call; errors at most "
-        f"{100 * worst:.2g} % of the tolerance, {residual.MULTIPLE} eps |A||B|",
-        f"{environs['cpu_model']}, {cores} cores; {environs['blas']}, "
-        f"{environs['blas_architecture']} kernels; {environs['mpi']}; transport "
-        f"{chosen['transport']}"]
-    if "backward" in record.scales["phase"]:
-        lines_below.append("the bound of backward is that of its two products apart, which share "
-                           "dC: fewer words are possible")
-    if chosen["one_process_cores"] < cores:
-        lines_below.append(f"WARNING: the one process was bound to "
-                           f"{chosen['one_process_cores']} of {cores} cores: no fair reference")
-    title = (f"{chosen['form']} {chosen['M']} x {chosen['N']} x {chosen['K']} {chosen['dtype']}, "
-             f"{chosen['scheme']} on {chosen['grid']} = {ranks} ranks, one process with "
-             f"{chosen['one_process_threads']} threads")
-    return "\n".join([title, aligned(heads, lines, {}), *lines_below, ""])

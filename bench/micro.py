@@ -11,16 +11,16 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 import mm3d
-from bench import machine, operands
+from bench import machine, microtables, operands
 from bench.cases import UsageError
+from bench.formats import render
 from bench.run import writable
 from bench.sampling import (BOUNDS, in_random_order, limits_of, measured_environment, padded,
                             publish, repeated)
-from bench.tables import aligned
 from mm3d import backend as backends
 from mm3d import environment, store, timing
 from mm3d.record import Measurements, Variable
-from mm3d.statistics import Interval, median_interval
+from mm3d.statistics import median_interval
 
 # A sample is as many calls as take at least so long, at most `CALLS` of them.
 SAMPLE = 2e-3
@@ -70,7 +70,7 @@ def gemm(arguments, comm) -> int:
          "rate": Variable(flops / bounds[..., 0], "s-1", dims),
          "ended_by_width": Variable(np.array([int(end == "width") for _, end in found])
                                     .reshape(shape), "1", dims)}, [])
-    print(gemm_table(record), flush=True)
+    print(render(microtables.gemm(record)), "", sep="\n", flush=True)
     return publish(record, out, "gemm", comm)
 
 
@@ -85,26 +85,6 @@ def sampler(step: Callable[[], object], synchronize: Callable[[], None]) -> Call
     run(1)
     calls = min(CALLS, max(1, math.ceil(SAMPLE / max(run(1), 1e-9))))
     return lambda: run(calls) / calls
-
-
-def gemm_table(record: Measurements) -> str:
-    """The rates for people."""
-    seconds, rates = (record.variables[name].values for name in ("seconds", "rate"))
-    series = [(d, t) for d in range(rates.shape[0]) for t in range(rates.shape[1])]
-    heads = [["", *(cell for d, t in series for cell in (record.scales["dtype"][d], ""))],
-             ["size", *(cell for _, t in series
-                        for cell in (f"{record.scales['threads'][t]} thread(s)", "95 %"))]]
-    lines = []
-    for s, size in enumerate(record.scales["size"]):
-        cells = [size]
-        for d, t in series:
-            interval = Interval(*seconds[d, t, s])
-            cells += [f"{rates[d, t, s] / 1e9:.1f}", f"+-{50 * interval.width:.1f} %"]
-        lines.append(cells)
-    environs = record.environment
-    return "\n".join(["rate of C = A B on one rank, GFLOP/s", aligned(heads, lines, {}),
-                      f"{environs['cpu_model']}, {environs['cores']} cores; {environs['blas']}, "
-                      f"{environs['blas_architecture']} kernels", ""])
 
 
 def collectives(arguments, comm) -> int:
@@ -147,7 +127,7 @@ def collectives(arguments, comm) -> int:
                     "transport": operands.transport(grid), **asdict(limits)}
         record = collectives_record(axes, [n * itemsize for n in lengths], found, settings,
                                     environs)
-        print(collectives_table(record), flush=True)
+        print(render(microtables.collectives(record)), "", sep="\n", flush=True)
     grid.free()
     return publish(record, out, "collectives", comm)
 
@@ -225,40 +205,3 @@ def collectives_record(axes: list[str], sizes: list[int], found: list, settings:
          "alpha": Variable(fits[..., 0], "s", dims[:2]),
          "beta": Variable(fits[..., 1], "s byte-1", dims[:2]),
          "fit_error": Variable(fits[..., 2], "1", dims[:2])}, [])
-
-
-def collectives_table(record: Measurements) -> str:
-    """Times, bandwidths and fits for people."""
-    values = {name: variable.values for name, variable in record.variables.items()}
-    heads = [["", "", *(_bytes(size) for size in record.scales["size"]), "bandwidth", "alpha",
-              "1 / beta", "fit"],
-             ["collective", "along", *("(us)" for _ in record.scales["size"]), "(GB/s)", "(us)",
-              "(GB/s)", "within"]]
-    lines = []
-    for c, kind in enumerate(record.scales["collective"]):
-        for a, axis in enumerate(record.scales["axis"]):
-            beta = values["beta"][a, c]
-            lines.append([kind, axis, *(f"{1e6 * t:.0f}" for t in values["seconds"][a, c, :, 0]),
-                          f"{values['bandwidth'][a, c].max() / 1e9:.2f}",
-                          f"{1e6 * values['alpha'][a, c]:.0f}",
-                          f"{1e-9 / beta:.2f}" if beta else "-",
-                          f"{100 * values['fit_error'][a, c]:.0f} %"])
-    chosen, environs = record.configuration, record.environment
-    narrow = values["ended_by_width"]
-    return "\n".join([
-        f"median makespan of a collective on {chosen['grid']} ranks, all lines at once, by the "
-        f"size of the whole array",
-        aligned(heads, lines, {}),
-        "bandwidth: bytes that the busiest rank moves over the time, at the best size; the fit "
-        "alpha + beta n is of relative least squares",
-        f"{int(narrow.sum())} of {narrow.size} intervals are within {100 * chosen['width']:g} % "
-        f"of the median, the others ended by repetitions or seconds",
-        f"{environs['cpu_model']}, {environs['cores']} cores; {environs['mpi']}; transport "
-        f"{chosen['transport']}", ""])
-
-
-def _bytes(size: int) -> str:
-    for unit, factor in (("MiB", 2 ** 20), ("KiB", 2 ** 10)):
-        if size >= factor:
-            return f"{size / factor:g} {unit}"
-    return f"{size} B"

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 
 from bench.cases import HEADINGS, TITLES, Row, select, title
-from bench.results import Results, collect
+from bench.results import Results, gather
 from bench.tables import measured_average
 from mm3d import SCHEMES, cost
 from mm3d.store import Run
@@ -34,7 +34,7 @@ def plots(folder: str | Path) -> list[Path]:
     import matplotlib
     matplotlib.use("Agg")
     drawn = []
-    for results in collect(folder)[0]:
+    for results in gather(folder).results:
         for name, draw in (("average-step-time", step_times), ("words-per-rank", words)):
             path = Path(folder) / f"{name}-{results.preset}.png"
             figure = draw(results)

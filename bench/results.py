@@ -1,13 +1,16 @@
-"""The runs in a folder: the latest of each row."""
+"""The runs in a folder: the latest of each."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.cases import PAPER, Row, load, own, select
 from mm3d import store
-from mm3d.store import Run, StoreError
+from mm3d.store import Measurements, Run, StoreError
 
 Key = tuple[str, str, int]  # table, scheme, ranks
+# Settings that say how long was measured, not what.
+EFFORT = {"seed", "order", "warmup", "repetitions", "max_repetitions", "max_seconds", "width",
+          "calls", "ended_by"}
 
 
 @dataclass
@@ -47,8 +50,30 @@ class Results:
         return [row for row in rows if scheme in ("all", row.scheme)]
 
 
-def collect(folder: str | Path) -> tuple[list[Results], list[str]]:
-    """The results in `folder` by preset, and what is wrong with the files that were left out.
+@dataclass
+class Found:
+    """All that a folder holds.
+
+    Attributes
+    ----------
+    folder : Path
+        Which.
+    results : list of Results
+        The rows of the tables, by preset, in the presets' order.
+    measurements : list of Measurements
+        The microbenchmarks, the latest of each configuration, in the order of their making.
+    problems : list of str
+        What is wrong with the files that were left out.
+    """
+
+    folder: Path
+    results: list[Results]
+    measurements: list[Measurements]
+    problems: list[str]
+
+
+def gather(folder: str | Path) -> Found:
+    """Read every file in `folder`.
 
     Raises
     ------
@@ -58,18 +83,31 @@ def collect(folder: str | Path) -> tuple[list[Results], list[str]]:
     folder = Path(folder)
     if not folder.is_dir():
         raise StoreError(f"{folder} is no folder of results")
-    runs: list[Run] = []
+    runs: list[Run | Measurements] = []
     problems: list[str] = []
     for path in sorted(folder.glob("*.h5")):
         try:
-            run = store.read(path)
+            runs.append(store.read(path))
         except StoreError as error:
             problems.append(str(error))
-            continue
-        if isinstance(run, Run):
-            runs.append(run)
+    if not runs:
+        raise StoreError("\n".join([f"no results in {folder}", *problems]))
+    runs.sort(key=lambda run: run.created)
+    latest = {identity(run): run for run in runs if isinstance(run, Measurements)}
+    return Found(folder, by_preset([run for run in runs if isinstance(run, Run)]),
+                 sorted(latest.values(), key=lambda run: run.created), problems)
+
+
+def identity(run: Measurements) -> tuple:
+    """What two runs of one microbenchmark have in common: all but how long they were measured."""
+    return run.kind, tuple(sorted((name, value) for name, value in run.configuration.items()
+                                  if name not in EFFORT))
+
+
+def by_preset(runs: list[Run]) -> list[Results]:
+    """The rows of the tables among `runs`, which are in the order of their making."""
     found: dict[str, Results] = {}
-    for run in sorted(runs, key=lambda run: run.created):
+    for run in runs:
         chosen = run.configuration
         results = found.setdefault(chosen["preset"], Results(chosen["preset"]))
         if chosen["overridden"]:
@@ -78,8 +116,6 @@ def collect(folder: str | Path) -> tuple[list[Results], list[str]]:
         key = (chosen["table"], chosen["scheme"], run.ranks)
         results.earlier += key in results.runs
         results.runs[key] = run
-    if not found:
-        raise StoreError("\n".join([f"no results in {folder}", *problems]))
     order = list(load().presets)
     return sorted(found.values(), key=lambda r: (order.index(r.preset) if r.preset in order
-                                                 else len(order), r.preset)), problems
+                                                 else len(order), r.preset))

@@ -1,81 +1,90 @@
 """The paper's Tables 1 and 2, with what was measured beside what was published."""
 
 import math
-import textwrap
 from pathlib import Path
+from typing import Iterable, Sequence
 
 import numpy as np
 
-from bench import intervals
-from bench.cases import HEADINGS, load, select, title
-from bench.results import Results, collect
+from bench import formats, intervals, microtables
+from bench.cases import HEADINGS, Row, load, select, title
+from bench.formats import Column, Notes, Number, Part, Rows, Table
+from bench.results import Found, Results, gather
 from mm3d import timing
 from mm3d.store import PHASES, Run
 
-WIDTH = 100
 
-
-def tables(folder: str | Path) -> str:
-    """Both tables, for every preset that `folder` has results of, with notes.
+def tables(folder: str | Path, form: str = "text") -> str:
+    """All tables of a folder, with notes, in one of `bench.formats.FORMATS`.
 
     Raises
     ------
     StoreError
         When there are no results in `folder`.
     """
-    found, problems = collect(folder)
-    parts = [part for results in found for part in one_preset(results)]
-    if problems:
-        parts.append(_note("Left out:", problems))
-    return "\n\n".join(parts)
+    return formats.render(document(gather(folder)), form)
 
 
-def one_preset(results: Results) -> list[str]:
+def document(found: Found) -> list[Part]:
+    """Both of the paper's tables for every preset, the microbenchmarks, and notes."""
+    parts = [part for results in found.results for part in one_preset(results)]
+    parts += microtables.parts(found.measurements)
+    if found.problems:
+        parts.append(Notes("Left out:", found.problems))
+    return parts
+
+
+def one_preset(results: Results) -> list[Part]:
     """The tables and notes of one preset."""
     about = load().presets[results.preset].about if results.preset in load().presets else ""
-    parts = [f"Preset {results.preset}: {about}"]
+    parts: list[Part] = [f"Preset {results.preset}: {about}"]
     for name in HEADINGS:
-        parts += [table(name, results), speed_ups(name, results)]
-    return parts + [_note("About the published figures:", published_notes()),
-                    _note("About the measured figures:", measured_notes(results))]
+        rows = results.rows(name)
+        runs = [results.get(row) for row in rows]
+        heading = f"{HEADINGS[name]}, preset {results.preset}"
+        parts.append(table(heading, rows, runs))
+        if any(runs):
+            parts.append(intervals.certainty(heading, rows, runs))
+        parts.append(speed_ups(heading, name, results))
+    return parts + [Notes("About the published figures:", published_notes()),
+                    Notes("About the measured figures:", measured_notes(results))]
 
 
-def table(name: str, results: Results) -> str:
-    """The rows of the table `name`; "missing" where nothing was measured."""
-    rows = results.rows(name)
-    runs = [results.get(row) for row in rows]
-    forward, backward = (_column([run and timing.typical(run.samples[phase]) for run in runs])
-                         for phase in PHASES)
-    average = _column([run and measured_average(run) for run in runs])
-    lines = []
-    for row, run, *times in zip(rows, runs, forward, backward, average):
+def table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
+    """The rows of one of the paper's tables; "missing" where nothing was measured."""
+    times = [_column([run and timing.typical(run.samples[phase]) for run in runs])
+             for phase in PHASES]
+    times.append(_column([run and measured_average(run) for run in runs]))
+    lines: Rows = []
+    for row, run, *measured in zip(rows, runs, *times):
         sizes = [run.configuration[s] for s in ("batch", "hidden")] if run else ["", ""]
-        printed = [f"{row.forward:.3f}", f"{row.backward:.3f}",
-                   f"{row.average:.3f}{' ' if row.consistent else '*'}"]
+        printed = [Number(row.forward, f"{row.forward:.3f}"),
+                   Number(row.backward, f"{row.backward:.3f}"),
+                   Number(row.average, f"{row.average:.3f}{' ' if row.consistent else '*'}")]
         known = [row.batch, row.hidden, *printed] if row.published else ["-"] * 5
-        lines.append([title(row.scheme), row.gpus, *known, "|", *sizes, *times])
-    columns = ["batch", "hidden", "forward", "backward", "average"]
-    units = ["size", "size", "time (s)", "time (s)", "step (s)"]
-    heads = [["", "# GPUs", *columns, "|", *columns], ["scheme", "or ranks", *units, "|", *units]]
-    groups = {"published (GPUs)": (2, 7), "measured (ranks)": (8, 13)}
-    parts = [HEADINGS[name], aligned(heads, lines, groups)]
-    heads, lines = intervals.certainty(rows, runs)
-    return "\n\n".join(parts + [aligned(heads, lines, {})] * bool(lines))
+        lines.append([title(row.scheme), row.gpus, *known, *sizes, *measured])
+    heads = [("batch", "size"), ("hidden", "size"), ("forward", "time (s)"),
+             ("backward", "time (s)"), ("average", "step (s)")]
+    columns = [Column("", "scheme"), Column("# GPUs", "or ranks"),
+               *(Column(*head, group) for group in ("published (GPUs)", "measured (ranks)")
+                 for head in heads)]
+    return Table(heading, columns, lines)
 
 
-def speed_ups(name: str, results: Results) -> str:
+def speed_ups(heading: str, name: str, results: Results) -> Table:
     """The speed-up of 3-D over the others at the most GPUs, published and measured."""
     rows = {row.scheme: row for row in select(name) if row.gpus == 64}
-    lines = []
+    lines: Rows = []
     for other in ("1d", "2d"):
         pair = rows[other], rows["3d"]
         runs = [results.get(row) for row in pair]
-        measured = (["missing", ""] if None in runs else
+        measured = ([_missing(), ""] if None in runs else
                     [_ratio(*map(measured_average, runs)), intervals.verdict(*runs)])
         lines.append([f"over {title(other)}", _ratio(*(row.average for row in pair)),
                       _ratio(*(row.recomputed for row in pair)), *measured])
-    heads = [["speed-up of 3-D at 64", "printed", "recomputed", "measured", "differs"]]
-    return aligned(heads, lines, {})
+    return Table(f"{heading}: speed-up of 3-D at 64 GPUs or ranks",
+                 [Column(head) for head in ("speed-up", "printed", "recomputed", "measured",
+                                            "differs")], lines)
 
 
 def measured_average(run: Run) -> float:
@@ -95,7 +104,7 @@ def published_notes() -> list[str]:
         rows = {row.scheme: row for row in select(name) if row.gpus == 64}
         for kind in ("average", "recomputed"):
             ratios[name, kind] = " and ".join(
-                _ratio(getattr(rows[other], kind), getattr(rows["3d"], kind))
+                str(_ratio(getattr(rows[other], kind), getattr(rows["3d"], kind)))
                 for other in ("1d", "2d"))
     notes.append(f"The paper's speed-ups of 3-D over 1-D and 2-D, {ratios['weak', 'average']}, "
                  f"are given for strong scaling (Section 4.2.2), but they are the ratios of "
@@ -171,37 +180,21 @@ def _all(runs: list[Run], setting: str) -> str:
     return " or ".join(map(str, sorted({run.configuration[setting] for run in runs})))
 
 
-def _ratio(slow: float, fast: float) -> str:
-    return f"{slow / fast:.2f}x"
+def _ratio(slow: float, fast: float) -> Number:
+    return Number(slow / fast, f"{slow / fast:.2f}x")
 
 
-def _column(seconds: list[float | None]) -> list[str]:
+def _missing() -> Number:
+    return Number(math.nan, "missing")
+
+
+def _column(seconds: Iterable[float | None]) -> list[Number]:
     """Seconds with as many decimals as give the least of them three significant digits."""
+    seconds = list(seconds)
     found = [value for value in seconds if value]
     decimals = min(9, max(0, 2 - math.floor(math.log10(min(found))))) if found else 0
-    return [f"{value:.{decimals}f}" if value else "missing" for value in seconds]
-
-
-def aligned(heads: list[list], lines: list[list], groups: dict[str, tuple[int, int]]) -> str:
-    """Columns under headings, the first to the left; `groups` are titles over some of them."""
-    rows = [[str(cell) for cell in row] for row in [*heads, *lines]]
-    widths = [max(map(len, column)) for column in zip(*rows)]
-    text = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width
-                                                  in zip(row[1:], widths[1:]))]).rstrip()
-            for row in rows]
-    text.insert(len(heads), "  ".join("-" * width for width in widths))
-    over = ""
-    for heading, (first, last) in groups.items():
-        over = over.ljust(sum(widths[:first]) + 2 * first)
-        over += f" {heading} ".center(sum(widths[first:last]) + 2 * (last - first - 1), "-")
-    return "\n".join([over, *text] if over else text)
+    return [Number(value, f"{value:.{decimals}f}") if value else _missing() for value in seconds]
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def _note(heading: str, notes: list[str]) -> str:
-    lines = [textwrap.fill(note, WIDTH, initial_indent="  - ", subsequent_indent="    ",
-                           break_long_words=False, break_on_hyphens=False) for note in notes]
-    return "\n".join([heading, *lines])

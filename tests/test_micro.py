@@ -138,7 +138,7 @@ def test_gemm(tmp_path):
     np.testing.assert_allclose(rate * seconds[..., 0], [[[1024, 65536]]] * 2)
     assert run.variables["samples"].values.shape == (2, 1, 2, 2)
     assert run.environment["clock_resolution_s"] < 1e-3
-    assert "rate of C = A B" in done.stdout
+    assert "Rate of C = A B" in done.stdout
 
 
 def test_collectives(tmp_path):
@@ -181,7 +181,7 @@ def test_wrong_arguments_get_one_message(tmp_path, ranks, options, message):
 
 def test_a_folder_of_both_kinds_shows_only_models(tmp_path):
     from bench.cases import select
-    from bench.results import collect
+    from bench.results import gather
     from records import made_up
     store.write(made_up(select("weak", "3d")[0]), tmp_path, "weak")
     record = store.Measurements("gemm", {"seed": 0}, {"cores": 2}, {"size": [8]}, {
@@ -190,5 +190,6 @@ def test_a_folder_of_both_kinds_shows_only_models(tmp_path):
     found = store.read(path)
     assert found.kind == "gemm" and found.scales == record.scales and found.checks == []
     assert found.variables["rate"].dims == ("size",)
-    results, problems = collect(tmp_path)
-    assert len(results) == 1 and not problems
+    everything = gather(tmp_path)
+    assert len(everything.results) == len(everything.measurements) == 1
+    assert not everything.problems

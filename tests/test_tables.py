@@ -3,7 +3,7 @@ import pytest
 
 from bench import plots
 from bench.cases import UsageError, case, load, scaled_hidden, select
-from bench.results import collect
+from bench.results import gather
 from bench.tables import tables, words_agree
 from mm3d import store
 from records import made_up
@@ -72,11 +72,11 @@ def test_tables_and_figures_show_every_scheme_that_was_run(tmp_path):
     row = select("weak", "1d-sp", ranks=27)[0]
     for one in (row, select("weak", "3d")[0]):
         store.write(made_up(one), tmp_path, case(one, "laptop").name)
-    line, = (line for line in tables(tmp_path).splitlines()
-             if line.startswith("1-D, sequence") and "|" in line)
+    line = next(line for line in tables(tmp_path).splitlines()
+                if line.startswith("1-D, sequence") and "|" in line)
     assert line.split("|")[0].split()[-6:] == ["27", "-", "-", "-", "-", "-"]
     assert line.split("|")[1].split()[-1] == f"{0.75 / case(row, 'laptop').sizes.batch:.5f}"
-    results = collect(tmp_path)[0][0]
+    results = gather(tmp_path).results[0]
     published, measured, *_ = plots.step_times(results).axes
     drawn = {line.get_label(): line.get_color() for line in measured.lines}
     assert drawn.keys() == {"3-D", "1-D, sequence"} and len(set(drawn.values())) == 2
@@ -146,9 +146,10 @@ def test_the_latest_run_is_shown_and_bad_files_are_named(tmp_path):
         store.write(made_up(row, forward, created=f"2030-01-02T03:04:0{second}+00:00"), tmp_path,
                     "strong")
     (tmp_path / "broken.h5").write_bytes(b"\x89HDF\r\n\x1a\nno more")
-    found, problems = collect(tmp_path)
-    assert found[0].get(row).samples["forward"].max(axis=1)[1] == pytest.approx(0.5)
-    assert found[0].earlier == 2
+    found = gather(tmp_path)
+    problems = found.problems
+    assert found.results[0].get(row).samples["forward"].max(axis=1)[1] == pytest.approx(0.5)
+    assert found.results[0].earlier == 2
     assert len(problems) == 1 and "broken.h5" in problems[0]
     text = " ".join(tables(tmp_path).split())
     assert "2 earlier runs" in text and "broken.h5" in text
@@ -171,7 +172,7 @@ def test_no_results(tmp_path):
 
 def test_figures_show_published_and_measured(tmp_path):
     write_all(tmp_path)
-    results = collect(tmp_path)[0][0]
+    results = gather(tmp_path).results[0]
     published, measured, *strong = plots.step_times(results).axes
     lines = {line.get_label(): line.get_xydata().tolist() for line in published.lines}
     assert lines["3-D"] == [[8, 0.58], [64, 0.672]]

@@ -1,0 +1,181 @@
+"""The tables of the microbenchmarks, from their records."""
+
+import itertools
+import math
+from typing import Callable, Sequence
+
+import numpy as np
+
+from bench.formats import Cell, Column, Notes, Number, Part, Rows, Table
+from mm3d.record import Measurements
+from mm3d.statistics import Interval
+
+# What a table of an unknown kind does not spread out: the samples are behind the medians.
+INNER = {"repetition", "rank", "edge", "bound"}
+
+
+def parts(records: Sequence[Measurements]) -> list[Part]:
+    """The tables and notes of all records, by kind."""
+    found: list[Part] = []
+    for kind in sorted({record.kind for record in records}):
+        mine = [record for record in records if record.kind == kind]
+        if kind == "matmul":
+            found += matmul(mine)
+        else:
+            build = BUILDERS.get(kind, other)
+            found += itertools.chain.from_iterable(map(build, mine))
+    return found
+
+
+def gemm(record: Measurements) -> list[Part]:
+    """The rate of products on one rank against their size."""
+    seconds, rates = (record.variables[name].values for name in ("seconds", "rate"))
+    series = [(d, t) for d in range(rates.shape[0]) for t in range(rates.shape[1])]
+    columns = [Column("size")]
+    for d, t in series:
+        group = f"{record.scales['dtype'][d]}, {_threads(record.scales['threads'][t])}"
+        columns += [Column("rate", "(GFLOP/s)", group), Column("95 %", "+-", group)]
+    rows: Rows = []
+    for s, size in enumerate(record.scales["size"]):
+        cells: list[Cell] = [int(size)]
+        for d, t in series:
+            half = Interval(*seconds[d, t, s]).width / 2
+            cells += [_number(rates[d, t, s] / 1e9, ".1f"), Number(half, f"{100 * half:.1f} %")]
+        rows.append(cells)
+    return [Table("Rate of C = A B of square matrices on one rank", columns, rows),
+            Notes("About these rates:", [machine(record)])]
+
+
+def collectives(record: Measurements) -> list[Part]:
+    """Times, bandwidths and fits of collectives."""
+    values = {name: variable.values for name, variable in record.variables.items()}
+    columns = [Column("", "collective"), Column("", "along"),
+               *(Column(_bytes(size), "(us)", "median makespan by the size of the whole array")
+                 for size in record.scales["size"]),
+               Column("bandwidth", "(GB/s)"), Column("alpha", "(us)", "fit"),
+               Column("1 / beta", "(GB/s)", "fit"), Column("within", "", "fit")]
+    rows: Rows = []
+    for c, kind in enumerate(record.scales["collective"]):
+        for a, axis in enumerate(record.scales["axis"]):
+            beta, error = values["beta"][a, c], values["fit_error"][a, c]
+            rows.append([kind, axis, *(_number(1e6 * t, ".0f")
+                                       for t in values["seconds"][a, c, :, 0]),
+                         _number(values["bandwidth"][a, c].max() / 1e9, ".2f"),
+                         _number(1e6 * values["alpha"][a, c], ".0f"),
+                         _number(1e-9 / beta, ".2f") if beta else Number(math.nan, "-"),
+                         Number(error, f"{100 * error:.0f} %")])
+    chosen, narrow = record.configuration, values["ended_by_width"]
+    return [Table(f"Collectives on {chosen['grid']} ranks, all lines at once", columns, rows),
+            Notes("About these times:", [
+                "Bandwidth: bytes that the busiest rank moves over the time, at the best size; "
+                "the fit alpha + beta n is of relative least squares.",
+                f"{int(narrow.sum())} of {narrow.size} intervals are within "
+                f"{100 * chosen['width']:g} % of the median, the others ended by repetitions or "
+                f"seconds.", f"{machine(record)}; transport {chosen['transport']}."])]
+
+
+def matmul(records: Sequence[Measurements]) -> list[Part]:
+    """Distributed products beside one process; any number of records in one table."""
+    rows: Rows = []
+    for record in records:
+        chosen = record.configuration
+        found = {name: variable.values for name, variable in record.variables.items()}
+        for p, phase in enumerate(record.scales["phase"]):
+            product, _, process = found["seconds"][p, :, 0]
+            words, least = int(found["words"][p].max()), found["least_words"][p]
+            rows.append([
+                f"{chosen['form']} {chosen['M']} x {chosen['N']} x {chosen['K']}",
+                chosen["dtype"], f"{chosen['scheme']} {chosen['grid']}", phase,
+                _number(1e3 * product, "#.4g"),
+                _number(found["flops"][p] / product / 1e9, ".1f"),
+                _number(1e3 * process, "#.4g"),
+                *(_number(value, ".3f") for value in found["efficiency"][p, :3]),
+                _number(found["ceiling"][p, 0], ".3f"),
+                _number(found["share_of_the_ceiling"][p, 0], ".3f"), words,
+                _number(words / least, ".3f") if least > 0 else Number(math.nan, "-")])
+    columns = [Column("", "product"), Column("", "dtype"), Column("", "scheme, grid"),
+               Column("", "phase"), Column("time", "(ms)"), Column("rate", "(GFLOP/s)"),
+               Column("one process", "(ms)"), Column("median", "", "efficiency"),
+               Column("low", "95 %", "efficiency"), Column("high", "95 %", "efficiency"),
+               Column("ceiling"), Column("of the", "ceiling"), Column("words", "a rank"),
+               Column("over the", "bound")]
+    return [Table("Distributed matrix products beside one process with all cores", columns, rows),
+            Notes("About these products:", matmul_notes(records))]
+
+
+def matmul_notes(records: Sequence[Measurements]) -> list[str]:
+    """How the products were measured; warnings where the reference was not fair."""
+    notes = []
+    for record in records:
+        chosen, cores = record.configuration, record.environment["cores"]
+        worst = max(check.error / check.tolerance for check in record.checks)
+        notes.append(f"{chosen['form']} {chosen['M']} x {chosen['N']} x {chosen['K']}, "
+                     f"{chosen['scheme']}: {len(record.scales['repetition'])} repetitions of "
+                     f"{chosen['calls']} calls, ended by {chosen['ended_by']}; one process with "
+                     f"{_threads(chosen['one_process_threads'])}; transport "
+                     f"{chosen['transport']}; verified, errors at most {100 * worst:.2g} % of "
+                     f"the tolerance.")
+        if chosen["one_process_cores"] < cores:
+            notes.append(f"WARNING: the one process was bound to {chosen['one_process_cores']} of "
+                         f"{cores} cores: no fair reference.")
+    notes.append("Times are makespans a call. Efficiency: one process / product; ceiling: one "
+                 "process / the local products without communication.")
+    if any("backward" in record.scales["phase"] for record in records):
+        notes.append("The bound of backward is that of its two products apart, which share dC: "
+                     "fewer words are possible.")
+    return notes + list(dict.fromkeys(f"{machine(record)}." for record in records))
+
+
+def other(record: Measurements) -> list[Part]:
+    """A record of any kind: a table for each set of dimensions, medians beside their bounds."""
+    by_dims: dict[tuple[str, ...], dict[str, np.ndarray]] = {}
+    for name, variable in record.variables.items():
+        dims = tuple(dim for dim in variable.dims if dim not in INNER)
+        left = [dim for dim in variable.dims if dim in INNER]
+        if left in ([], ["bound"]):
+            title = name if variable.units == "1" else f"{name} ({variable.units})"
+            by_dims.setdefault(dims, {})[title] = variable.values
+    found: list[Part] = []
+    for dims, variables in by_dims.items():
+        columns = [Column(dim) for dim in dims]
+        for name, values in variables.items():
+            columns += ([Column(part, "", name) for part in ("median", "low", "high")]
+                        if values.ndim > len(dims) else [Column(name)])
+        rows: Rows = []
+        for place in np.ndindex(*(len(record.scales[dim]) for dim in dims)):
+            cells: list[Cell] = [str(record.scales[dim][k]) for dim, k in zip(dims, place)]
+            for values in variables.values():
+                cells += [_number(value, ".4g") for value in np.ravel(values[place])[:3]]
+            rows.append(cells)
+        found.append(Table(f"{record.kind}: by {', '.join(dims)}" if dims else record.kind,
+                           columns, rows))
+    settings = ", ".join(f"{name} {value}" for name, value in record.configuration.items())
+    return [*found, Notes(f"About {record.kind}:", [settings, machine(record)])]
+
+
+def machine(record: Measurements) -> str:
+    """What it was measured on."""
+    env = record.environment
+    known = [f"{env[name]}{unit}" for name, unit in (
+        ("cpu_model", ""), ("cores", " cores"), ("blas", ""), ("blas_architecture", " kernels"),
+        ("mpi", ""), ("ranks", " rank(s)")) if name in env]
+    return ", ".join(known)
+
+
+def _number(value: float, digits: str) -> Number:
+    return Number(float(value), format(float(value), digits).rstrip("."))
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'' if count == 1 else 's'}"
+
+
+def _bytes(size: int) -> str:
+    for unit, factor in (("MiB", 2 ** 20), ("KiB", 2 ** 10)):
+        if size >= factor:
+            return f"{size / factor:g} {unit}"
+    return f"{size} B"
+
+
+BUILDERS: dict[str, Callable[[Measurements], list[Part]]] = {
+    "gemm": gemm, "collectives": collectives}
