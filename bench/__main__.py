@@ -12,7 +12,7 @@ from bench.options import add_doctor, add_microbenchmarks
 from mm3d import environment
 
 ON_ALL_RANKS = {"run": "bench.run", "gemm": "bench.micro", "collectives": "bench.micro",
-                "matmul": "bench.matmul"}
+                "matmul": "bench.matmul", "calibrate": "bench.calibrate"}
 
 
 class Parser(argparse.ArgumentParser):

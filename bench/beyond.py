@@ -70,6 +70,11 @@ def add_verbs(verbs) -> None:
                       help="keep only the layers' inputs and repeat forward in backward")
     plan.add_argument("--pictures", metavar="DIR", help="also draw the figures into this folder")
 
+    calibrate = verbs.add_parser("calibrate", help=(
+        "alone or under mpirun: measure this machine and write its model for as many ranks"))
+    calibrate.add_argument("--out", required=True, metavar="FILE",
+                           help="the machine's model, a .toml file for --machine")
+
     predict = verbs.add_parser("predict", help=(
         "the paper's tables as a machine model predicts them, fitted on some rows"))
     predict.add_argument("--machine", default="longhorn", metavar="NAME",

@@ -1,5 +1,6 @@
 """The verb ``dry``: what one rank of any number of ranks would do."""
 
+import sys
 from collections import defaultdict
 
 from tabulate import tabulate
@@ -40,13 +41,14 @@ def run(arguments) -> int:
                          f"{', '.join(mm3d.SCHEMES)}")
     shape = beyond.grid(arguments.grid, arguments.scheme, arguments.ranks,
                         arguments.machine or "longhorn", arguments.dtype, chosen)
+    machine = model.load(arguments.machine) if arguments.machine else None
     trace_of = dry.step if arguments.all_layers else dry.extended
     options = {"keep": arguments.keep} if arguments.scheme == "3d" else {}
     try:
         shape = shape or mm3d.SCHEMES[arguments.scheme].default_grid(arguments.ranks)
         trace = trace_of(arguments.scheme, arguments.ranks, shape, arguments.rank,
                          options=options, dtype=arguments.dtype, causal=arguments.causal,
-                         **chosen)
+                         block=machine.granule if machine else sys.maxsize, **chosen)
     except ValueError as error:
         raise UsageError(str(error)) from error
     print(f"scheme {arguments.scheme}, grid {' x '.join(map(str, shape))}, rank "
@@ -56,8 +58,8 @@ def run(arguments) -> int:
     whole = cost.flops(**chosen, causal=arguments.causal)
     for table in (phases(trace, whole), collectives(trace), parts(trace), memory(trace)):
         print(table + "\n")
-    if arguments.machine:
-        print(predicted(trace, model.load(arguments.machine)))
+    if machine:
+        print(predicted(trace, machine))
     return 0
 
 

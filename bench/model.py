@@ -2,10 +2,13 @@
 
 A product takes the larger of flops over the rate for its shape and of bytes over the memory's
 bandwidth; an elementwise pass bytes over bandwidth; a collective alpha-beta costs on the level of
-the network that it needs, whose links it shares.  This is a model: the trace alone is exact.
+the network that it needs, whose links it shares.  Where the file has measured curves of passes and
+collectives (`bench.calibrate` writes such files), these are read instead.  This is a model: the
+trace alone is exact.
 """
 
 import math
+import sys
 from importlib import resources
 from pathlib import Path
 
@@ -40,6 +43,35 @@ class Achieved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     latency: float = 1.0
 
 
+class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds measured at some sizes in bytes, in ascending order."""
+
+    bytes: list[float]
+    seconds: list[float]
+
+    def at(self, size: float) -> float:
+        """Seconds of `size` bytes: a power law between neighbours, the first's time below them,
+        the last's rate above."""
+        if size >= self.bytes[-1]:
+            return self.seconds[-1] * size / self.bytes[-1]
+        return math.exp(np.interp(math.log(max(size, 1)), np.log(self.bytes),
+                                  np.log(self.seconds)))
+
+
+class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A collective measured along lines of `size` ranks, `stride` apart, all of them busy.
+
+    `alpha` + `beta` bytes is the fit of least relative squares to the curve, for people.
+    """
+
+    kind: str
+    size: int
+    stride: int
+    alpha: float
+    beta: float
+    curve: Curve
+
+
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A machine of nodes with so many ranks each; ranks are placed node by node.
 
@@ -51,14 +83,24 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         Of starting an operation.
     gemm_rate : dict of str to float
         Operations a second of large products, by dtype.
-    gemm_half_size : float
-        A product whose edges have this harmonic mean runs at half that rate.
+    gemm_half_size : tuple of float
+        For the rows, the inner dimension and the columns of a product m x n by n x k: its time
+        is that at the full rate times 1 + (first / m + second / n + third / k) / 3.
+    gemm_seconds : float
+        Of a product of no size, or of a batch of them.
     node, network : Level
         Links inside a node and between nodes.
     achieved : Achieved
         What is got out of these figures.
     sources : dict of str to str
         Where each figure is from.
+    block : int
+        Elements that elementwise work handles at a time; 0 for everything at once.
+    passes : dict of str to Curve
+        Seconds of elementwise operations by the bytes they read and write; "other" for those
+        that are not named.  Empty where the bandwidth alone is known.
+    collectives : list of Line
+        What was measured, if anything; others follow from `node` and `network`.
     """
 
     name: str
@@ -67,12 +109,21 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     memory_bytes: float
     memory_bandwidth: float
     launch_seconds: float
-    gemm_half_size: float
+    gemm_half_size: tuple[float, float, float]
     gemm_rate: dict[str, float]
     node: Level
     network: Level
     achieved: Achieved
     sources: dict[str, str]
+    gemm_seconds: float = 0.0
+    block: int = 0
+    passes: dict[str, Curve] = {}
+    collectives: list[Line] = []
+
+    @property
+    def granule(self) -> int:
+        """`block`, as `mm3d.dry.step` takes it."""
+        return self.block or sys.maxsize
 
 
 def load(name: str) -> Machine:
@@ -101,11 +152,18 @@ def gemm_seconds(machine: Machine, gemm: Gemm) -> float:
     edges = (gemm.m, gemm.n, gemm.k)
     if not all(edges):
         return 0.0
-    slowdown = 1 + machine.gemm_half_size * sum(1 / edge for edge in edges) / 3
+    slowdown = 1 + sum(half / edge for half, edge in zip(machine.gemm_half_size, edges)) / 3
     size = np.dtype(gemm.dtype).itemsize
     moved = gemm.batch * size * (gemm.m * gemm.n + gemm.n * gemm.k + gemm.m * gemm.k)
-    return max(gemm.flops / machine.gemm_rate[gemm.dtype] * slowdown,
-               moved / machine.memory_bandwidth)
+    return machine.gemm_seconds + max(
+        gemm.flops / machine.gemm_rate[gemm.dtype] * slowdown, moved / machine.memory_bandwidth)
+
+
+def pass_seconds(machine: Machine, event: Pass) -> float:
+    """An elementwise operation at the full figures of `machine`."""
+    if not machine.passes:
+        return event.bytes / machine.memory_bandwidth
+    return machine.passes.get(event.operation, machine.passes["other"]).at(event.bytes)
 
 
 def collective_terms(machine: Machine, event: Collective) -> Terms:
@@ -115,6 +173,9 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     or reduction all of it.  A line that leaves its node crosses the node's link once for all of
     its members there, and the lines that pass through the node share that link.
     """
+    for line in machine.collectives:
+        if (line.kind, line.size, line.stride) == (event.kind, event.size, event.stride):
+            return {"node": line.curve.at(event.bytes)}
     g, per_node = event.size, machine.ranks_per_node
     share = {"all_gather": (g - 1) / g, "reduce_scatter": (g - 1) / g,
              "all_reduce": 2 * (g - 1) / g}.get(event.kind, 1.0)
@@ -144,7 +205,7 @@ def terms(machine: Machine, trace: Trace) -> dict[str, Terms]:
             continue
         spent["latency"] += times * machine.launch_seconds
         if isinstance(event, Pass):
-            spent["memory"] += times * event.bytes / machine.memory_bandwidth
+            spent["memory"] += times * pass_seconds(machine, event)
         else:
             spent["gemm"] += times * gemm_seconds(machine, event)
     return found

@@ -25,7 +25,9 @@ def fill(a: Array, backend, seed: int, *names: Any) -> Array:
     """`a` with normally distributed numbers in it, drawn from the seed and the names."""
     key = [seed, *(sum(map(ord, name)) if isinstance(name, str) else name for name in names)]
     random = np.random.default_rng(key)
-    a[...] = backend.asarray(random.standard_normal(tuple(a.shape), np.dtype(str(a.dtype))))
+    dtype = np.dtype(str(a.dtype))
+    a[...] = backend.made(tuple(a.shape), dtype,
+                          lambda: random.standard_normal(tuple(a.shape), dtype))
     return a
 
 

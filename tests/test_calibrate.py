@@ -1,0 +1,92 @@
+"""The machine model that a machine measures of itself."""
+import platform
+
+import numpy as np
+import pytest
+
+from bench import calibrate, model, probes
+from bench.__main__ import main
+from mm3d import dry
+from support import run_ranks
+from test_plan import assert_sourced
+
+CURVE = model.Curve([100.0, 1000.0], [1e-6, 1e-5])
+LINE = model.Line("all_gather", 2, 4, 1e-6, 1e-9, CURVE)
+
+
+def test_a_curve_is_a_power_law_between_what_was_measured():
+    assert CURVE.at(1) == CURVE.at(100) == pytest.approx(1e-6)
+    assert CURVE.at(100 * 10 ** 0.5) == pytest.approx(1e-6 * 10 ** 0.5)
+    assert CURVE.at(5000) == pytest.approx(5e-5)
+
+
+def test_a_fit_finds_what_made_the_times():
+    """Rate, start and the cost of each edge; a rate alone where nothing else was put in."""
+    shapes = [*((edge,) * 3 for edge in probes.EDGES), *probes.OBLONG]
+    for start, half in ((5e-6, (60.0, 30.0, 90.0)), (0.0, (0.0, 0.0, 0.0))):
+        times = {shape: start + 2 * np.prod(shape) / 1e11 * (
+            1 + sum(h / edge for h, edge in zip(half, shape)) / 3) for shape in shapes}
+        found = calibrate.fitted(times)
+        assert found.rate == pytest.approx(1e11)
+        assert found.start == pytest.approx(start, abs=1e-12)
+        assert found.half == pytest.approx(half, abs=1e-4)
+        assert np.abs(found.errors).max() < 1e-6
+
+
+def test_nothing_is_negative():
+    rng = np.random.default_rng(3)
+    A = rng.random((9, 4))
+    found = calibrate.nonnegative(A, A @ [1, -2, 0, 3])
+    assert (found >= 0).all() and found.any()
+    assert calibrate.nonnegative(A, A @ [1, 2, 0, 3]) == pytest.approx([1, 2, 0, 3], abs=1e-9)
+
+
+def test_every_line_of_every_grid_is_measured():
+    """Of 12 ranks: all sizes and strides that directions of grids have."""
+    lines = {(y, z) for x in range(1, 13) for y in range(2, 13) for z in range(1, 13)
+             if x * y * z == 12}
+    assert sorted(probes.placements(12)) == sorted(lines) and probes.placements(1) == []
+
+
+def test_measured_curves_are_used_where_there_are_some():
+    machine = model.load("cpu")
+    event = dry.Collective("all_gather", "x", 2, 4, 1000)
+    other = dry.Collective("all_gather", "x", 4, 4, 1000)
+    plain = model.collective_terms(machine, other)
+    changed = model.msgspec.structs.replace(machine, collectives=[LINE],
+                                            passes={"exp": CURVE, "other": LINE.curve})
+    assert model.collective_terms(changed, event) == {"node": pytest.approx(1e-5)}
+    assert model.collective_terms(changed, other) == plain
+    assert model.pass_seconds(changed, dry.Pass("exp", 100)) == pytest.approx(1e-6)
+    assert model.pass_seconds(changed, dry.Pass("add", 1000)) == pytest.approx(1e-5)
+    assert model.pass_seconds(machine, dry.Pass("exp", 100)) == 100 / machine.memory_bandwidth
+
+
+def test_a_written_machine_is_read_again(tmp_path):
+    machine = model.msgspec.structs.replace(
+        model.load("cpu"), about='with "quotes"', gemm_seconds=1e-6, block=5, collectives=[LINE],
+        passes={"other": CURVE})
+    path = tmp_path / "mine.toml"
+    path.write_text(calibrate.written(machine))
+    assert model.load(str(path)) == machine
+
+
+def test_a_machine_measures_itself(tmp_path):
+    """On two ranks: every collective, rates that can be, and no word of who and where."""
+    path = tmp_path / "here.toml"
+    run = run_ranks(2, "-m", "mpi4py", "-m", "bench", "calibrate", "--out", str(path))
+    assert run.returncode == 0, run.stderr
+    machine = model.load(str(path))
+    assert machine.ranks_per_node == 2 and len(machine.collectives) == 5
+    assert 1e8 < machine.gemm_rate["float64"] < machine.gemm_rate["float32"] < 1e14
+    assert platform.node() not in path.read_text()
+    assert_sourced(machine)
+    trace = dry.step("3d", 2, (2, 1, 1), layers=1, hidden=64, heads=4, batch=4, seq=16,
+                     block=machine.granule)
+    assert sum(model.step_seconds(machine, trace).values()) > 1e-5
+
+
+@pytest.mark.parametrize("name", ["here.txt", "no/folder/here.toml"])
+def test_a_file_that_cannot_be_written_is_refused_first(name, capsys, tmp_path):
+    assert main(["calibrate", "--out", str(tmp_path / name)]) == 2
+    assert "a .toml file in a folder that exists" in capsys.readouterr().err
