@@ -14,6 +14,8 @@ from typing import Any, Callable
 
 import numpy as np
 
+from mm3d.elementwise import Kernels
+
 Array = Any  # an array of whichever library the backend wraps
 
 
@@ -90,15 +92,21 @@ class Backend:
         processor, everything at once where each operation is a kernel launch.
     host_buffers : bool
         Whether MPI may read and write the arrays where they lie.
+    kernels : object or None
+        The library's own versions of functions of `mm3d.functional`, under the same names, for
+        arrays of the types in its `dtypes`; where there is none the readable one is used.
     """
 
     name = "numpy"
     xp: ModuleType = np
-    block = 16384
+    block = 32768
     host_buffers = True
+    kernels: Any = None
 
     def __init__(self) -> None:
         self.pool = Pool()
+        if self.xp is np:
+            self.kernels = Kernels(self)
 
     def owns(self, a: Array) -> bool:
         """Whether `a` is an array of this library."""

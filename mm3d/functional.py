@@ -1,46 +1,83 @@
 """Forward and backward of everything that is no linear layer, on the arrays of one rank.
 
 Pairs ``x_forward`` and ``x_backward`` without state: what backward needs is in its signature.
-Results go into the array `out`, which the caller provides; on a processor the work is done in
-blocks that stay in cache.  Only functions of the array API standard are used, and no operation
-promotes: float32 in, float32 throughout (float16 is summed in float32).
+Results go into the array `out`, which the caller provides; work is done in blocks, whose
+intermediate values take little memory and stay in cache.  These are the pairs to read, for any
+array library; a backend may bring a faster `kernel` of the same name.  Only functions of the
+array API standard are used, and no operation promotes: float32 in, float32 throughout (float16
+is summed in float32).
 """
 
+import functools
 import math
-from typing import Callable, Iterator
+from typing import Callable
 
 from mm3d import backend
 from mm3d.backend import Array, namespace, wide_dtype
-
-GELU_SCALE = math.sqrt(2 / math.pi)
-GELU_CUBIC = 0.044715
+from mm3d.elementwise import GELU_CUBIC, GELU_SCALE, head_blocks, row_blocks
 
 
-def row_blocks(*arrays: Array) -> Iterator[tuple[Array, ...]]:
-    """Matching views of a few rows of each array, the last dimension being a row.
+def kernel(readable: Callable) -> Callable:
+    """`readable`, or the backend's own function of that name where it has one for the dtype.
 
-    All arrays have the same leading dimensions.
+    The backend is that of the first argument, and its functions are those of
+    `mm3d.backend.Backend.kernels`.  The readable one remains as ``__wrapped__``.
     """
-    first, library = arrays[0], backend.of(arrays[0])
-    if not all(library.is_contiguous(a) for a in arrays):
-        for index in range(first.shape[0]):
-            yield from row_blocks(*(a[index, ...] for a in arrays))
-        return
-    rows, block = math.prod(first.shape[:-1]), library.block
-    xp = namespace(first)
-    flat = [xp.reshape(a, (rows, a.shape[-1])) for a in arrays]
-    step = max(1, block // max(1, first.shape[-1]))
-    for start in range(0, rows, step):
-        yield tuple(a[start:min(start + step, rows), :] for a in flat)
+    name = readable.__name__
+
+    @functools.wraps(readable)
+    def chosen(a: Array, *rest, **more):
+        found = backend.of(a).kernels
+        fast = getattr(found, name, None) if found and a.dtype in found.dtypes else None
+        return (fast or readable)(a, *rest, **more)
+    return chosen
 
 
+@kernel
+def add_rows(a: Array, b: Array, out: Array) -> Array:
+    """a + b, every row of `a` plus the vector b; `out` may be `a`."""
+    for u, y in row_blocks(backend.of(a), a, out):
+        y[...] = u + b
+    return out
+
+
+@kernel
+def scale_rows(a: Array, b: Array, out: Array) -> Array:
+    """a * b, every row of `a` times the vector b; `out` may be `a`."""
+    for u, y in row_blocks(backend.of(a), a, out):
+        y[...] = u * b
+    return out
+
+
+@kernel
+def sum_rows(a: Array) -> Array:
+    """The sum of all rows of `a`, in float32 at least."""
+    return _total(a, lambda u: u, a)
+
+
+@kernel
+def sum_products(a: Array, b: Array) -> Array:
+    """The sum over all rows of a * b, in float32 at least."""
+    return _total(a, lambda u, v: u * v, a, b)
+
+
+def _total(like: Array, term: Callable[..., Array], *arrays: Array) -> Array:
+    xp, library, wide = namespace(like), backend.of(like), wide_dtype(like)
+    total = library.empty(like.shape[-1:], wide)
+    total[...] = 0
+    for rows in row_blocks(library, *arrays):
+        total += xp.sum(term(*rows), axis=0, dtype=wide)
+    return xp.astype(total, like.dtype, copy=False)
+
+
+@kernel
 def gelu_forward(x: Array, out: Array) -> Array:
     """GELU in its tanh form, x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
 
     Hendrycks and Gimpel, arXiv 1606.08415.
     """
-    xp = namespace(x)
-    for u, y in row_blocks(x, out):
+    library, xp = backend.of(x), namespace(x)
+    for u, y in row_blocks(library, x, out):
         t = xp.tanh(u * (GELU_SCALE + GELU_SCALE * GELU_CUBIC * (u * u)))
         t += 1
         t *= u
@@ -48,10 +85,11 @@ def gelu_forward(x: Array, out: Array) -> Array:
     return out
 
 
+@kernel
 def gelu_backward(dy: Array, x: Array, out: Array) -> Array:
     """dx of `gelu_forward`, from its input x."""
-    xp = namespace(x)
-    for g, u, dx in row_blocks(dy, x, out):
+    library, xp = backend.of(x), namespace(x)
+    for g, u, dx in row_blocks(library, dy, x, out):
         square = u * u
         t = xp.tanh(u * (GELU_SCALE + GELU_SCALE * GELU_CUBIC * square))
         slope = GELU_SCALE / 2 + (1.5 * GELU_SCALE * GELU_CUBIC) * square
@@ -67,6 +105,7 @@ def _sums(xp, a: Array) -> Array:
     return xp.sum(a, axis=-1, dtype=wide_dtype(a), keepdims=True)
 
 
+@kernel
 def normalize_forward(x: Array, features: int, eps: float, total: Callable[[Array], Array],
                       out: Array) -> tuple[Array, Array]:
     """Layer normalization without its affine part, (x - mean) / sqrt(variance + eps).
@@ -92,35 +131,37 @@ def normalize_forward(x: Array, features: int, eps: float, total: Callable[[Arra
     xhat, rstd : Array
         `out`, and 1 / sqrt(variance + eps) as (..., 1).
     """
-    xp = namespace(x)
+    library, xp = backend.of(x), namespace(x)
     mean = total(_sums(xp, x)) / features
-    squares = backend.of(x).empty(mean.shape, mean.dtype)
-    for u, m, y, s in row_blocks(x, mean, out, squares):
+    squares = library.empty(mean.shape, mean.dtype)
+    for u, m, y, s in row_blocks(library, x, mean, out, squares):
         y[...] = xp.astype(u - m, y.dtype, copy=False)
         s[...] = _sums(xp, y * y)
     rstd = 1 / xp.sqrt(total(squares) / features + eps)
-    for y, r in row_blocks(out, rstd):
+    for y, r in row_blocks(library, out, rstd):
         y[...] = xp.astype(y * r, y.dtype, copy=False)
     return out, rstd
 
 
+@kernel
 def normalize_backward(dy: Array, xhat: Array, rstd: Array, features: int,
                        total: Callable[[Array], Array], out: Array) -> Array:
     """dx of `normalize_forward`, rstd (dy - mean(dy) - xhat mean(dy xhat)).
 
     The two means are summed over the ranks in one go.
     """
-    xp = namespace(dy)
-    sums = backend.of(dy).empty(rstd.shape[:-1] + (2,), rstd.dtype)
-    for g, h, s in row_blocks(dy, xhat, sums):
+    library, xp = backend.of(dy), namespace(dy)
+    sums = library.empty(rstd.shape[:-1] + (2,), rstd.dtype)
+    for g, h, s in row_blocks(library, dy, xhat, sums):
         s[:, 0:1] = _sums(xp, g)
         s[:, 1:2] = _sums(xp, g * h)
     means = total(sums) / features
-    for g, h, r, m, dx in row_blocks(dy, xhat, rstd, means, out):
+    for g, h, r, m, dx in row_blocks(library, dy, xhat, rstd, means, out):
         dx[...] = xp.astype((g - m[:, 0:1] - h * m[:, 1:2]) * r, dx.dtype, copy=False)
     return out
 
 
+@kernel
 def attention_forward(q: Array, k: Array, v: Array, first: int, causal: bool,
                       out: Array) -> tuple[Array, Array]:
     """softmax(Q K^T / sqrt(d)) V for each sequence and head.
@@ -146,12 +187,12 @@ def attention_forward(q: Array, k: Array, v: Array, first: int, causal: bool,
     out, lse : Array
         The result, and the logarithm of each row's sum of exponentials, (batch, heads, queries).
     """
-    xp = namespace(q)
+    library, xp = backend.of(q), namespace(q)
     batch, queries, heads, d = q.shape
     wide = wide_dtype(q)
-    lse = backend.of(q).empty((batch, heads, queries), wide)
+    lse = library.empty((batch, heads, queries), wide)
     mask = _mask(q, k, first, wide) if causal else None
-    for b, some in _head_blocks(q, k):
+    for b, some in head_blocks(library, q, k):
         Q, K, V = (_by_head(xp, a[b, :, some, :]) for a in (q, k, v))
         S = _scores(xp, Q, K, mask, wide)
         top = xp.max(S, axis=-1, keepdims=True)
@@ -165,6 +206,7 @@ def attention_forward(q: Array, k: Array, v: Array, first: int, causal: bool,
     return out, lse
 
 
+@kernel
 def attention_backward(do: Array, q: Array, k: Array, v: Array, lse: Array, first: int,
                        causal: bool, dq: Array, dk: Array, dv: Array) -> None:
     """Fill dq, dk and dv; the probabilities are computed again from `lse`.
@@ -172,10 +214,10 @@ def attention_backward(do: Array, q: Array, k: Array, v: Array, lse: Array, firs
     With P the probabilities: dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)) / sqrt(d),
     dQ = dS K and dK = dS^T Q.
     """
-    xp = namespace(q)
+    library, xp = backend.of(q), namespace(q)
     scale = 1 / math.sqrt(q.shape[-1])
     mask = _mask(q, k, first, lse.dtype) if causal else None
-    for b, some in _head_blocks(q, k):
+    for b, some in head_blocks(library, q, k):
         Q, K, V, dO = (_by_head(xp, a[b, :, some, :]) for a in (q, k, v, do))
         P = _scores(xp, Q, K, mask, lse.dtype)
         P -= lse[b, some, :][:, :, None]
@@ -189,15 +231,6 @@ def attention_backward(do: Array, q: Array, k: Array, v: Array, lse: Array, firs
         for a, gradient in ((dq, xp.matmul(dS, K)),
                             (dk, xp.matmul(xp.matrix_transpose(dS), Q)), (dv, dV)):
             a[b, :, some, :] = xp.permute_dims(gradient, (1, 0, 2))
-
-
-def _head_blocks(q: Array, k: Array) -> Iterator[tuple[int, slice]]:
-    """A sequence and some of its heads, whose scores are about 16 blocks in size."""
-    batch, queries, heads, _ = q.shape
-    step = max(1, 16 * backend.of(q).block // max(1, queries * k.shape[1]))
-    for b in range(batch):
-        for start in range(0, heads, step):
-            yield b, slice(start, min(start + step, heads))
 
 
 def _by_head(xp, a: Array) -> Array:

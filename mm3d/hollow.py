@@ -11,6 +11,7 @@ import numpy as np
 
 from mm3d import backend as backends
 from mm3d.backend import Backend, Pool
+from mm3d.elementwise import Kernels
 from mm3d.trace import Pass, Trace
 
 
@@ -78,11 +79,18 @@ class DryNamespace:
 
     def __init__(self, backend: "DryBackend") -> None:
         self._backend = backend
-        for name in ("tanh", "exp", "log", "sqrt"):
-            setattr(self, name, self._unary(name))
+        for name in ("tanh", "exp", "log", "sqrt", "add", "subtract", "multiply", "divide"):
+            setattr(self, name, self._elementwise(name))
 
-    def _unary(self, name: str) -> Callable:
-        return lambda a: self._backend.elementwise(name, a)
+    def _elementwise(self, name: str) -> Callable:
+        def operate(*operands, out=None):
+            if out is None:
+                return self._backend.elementwise(name, *operands)
+            return self._backend.into(name, out, *operands)
+        return operate
+
+    def copyto(self, a: DryArray, value: Any, where: DryArray) -> None:
+        self._backend.into("copy", a, value, where)
 
     def where(self, condition: DryArray, a: DryArray, b: DryArray) -> DryArray:
         return self._backend.elementwise("where", condition, a, b,
@@ -93,20 +101,36 @@ class DryNamespace:
             return a
         return self._backend.elementwise("astype", a, dtype=dtype)
 
-    def sum(self, a: DryArray, axis: int, dtype: Any = None, keepdims: bool = False) -> DryArray:
+    def sum(self, a: DryArray, axis: int, dtype: Any = None, keepdims: bool = False,
+            out: DryArray | None = None) -> DryArray:
         axis %= a.ndim
         kept = (1,) if keepdims else ()
         shape = a.shape[:axis] + kept + a.shape[axis + 1:]
-        return self._backend.result("sum", shape, dtype or a.dtype, a)
+        return self._backend.reduced("sum", out, shape, dtype or a.dtype, a)
 
-    def max(self, a: DryArray, axis: int, keepdims: bool = False) -> DryArray:
-        return self.sum(a, axis, keepdims=keepdims)
+    def max(self, a: DryArray, axis: int, keepdims: bool = False,
+            out: DryArray | None = None) -> DryArray:
+        return self.sum(a, axis, keepdims=keepdims, out=out)
 
-    def matmul(self, a: DryArray, b: DryArray) -> DryArray:
+    def vecdot(self, a: DryArray, b: DryArray, out: DryArray | None = None) -> DryArray:
+        shape = np.broadcast_shapes(a.shape, b.shape)[:-1]
+        return self._backend.reduced("vecdot", out, shape, a.dtype, a, b)
+
+    def einsum(self, subscripts: str, *operands: DryArray, out: DryArray) -> DryArray:
+        lengths = {c: n for dims, a in zip(subscripts.split("->")[0].split(","), operands)
+                   for c, n in zip(dims, a.shape, strict=True)}
+        shape = tuple(lengths[c] for c in subscripts.partition("->")[2])
+        return self._backend.reduced("einsum", out, shape, out.dtype, *operands)
+
+    def matmul(self, a: DryArray, b: DryArray, out: DryArray | None = None) -> DryArray:
         lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
         (m, n), k = a.shape[-2:], b.shape[-1]
         if b.shape[-2] != n:
             raise ValueError(f"matmul of {a.shape} and {b.shape}: {n} is not {b.shape[-2]}")
+        if out is not None and out.shape != (*lead, m, k):
+            raise ValueError(f"matmul of {a.shape} and {b.shape} does not fit {out.shape}")
+        if out is not None:
+            return out
         return self._backend.scratch_array((*lead, m, k), np.result_type(a.dtype, b.dtype))
 
     def reshape(self, a: DryArray, shape: tuple[int, ...]) -> DryArray:
@@ -162,7 +186,7 @@ class DryBackend(Backend):
     host_buffers = False
 
     def __init__(self) -> None:
-        self.xp = DryNamespace(self)
+        self.xp, self.kernels = DryNamespace(self), Kernels(self)
         self.begin()
 
     def begin(self, block: int = sys.maxsize) -> None:
@@ -206,6 +230,16 @@ class DryBackend(Backend):
     def result(self, operation: str, shape: tuple[int, ...], dtype: Any, *read: Any) -> DryArray:
         """A new array that `operation` fills from the arrays among `read`."""
         out = self.scratch_array(shape, dtype)
+        self.trace.note(Pass(operation, out.nbytes + _bytes(read)))
+        return out
+
+    def reduced(self, operation: str, out: DryArray | None, shape: tuple[int, ...], dtype: Any,
+                *read: DryArray) -> DryArray:
+        """`result` of that shape, in `out` if there is one."""
+        if out is None:
+            return self.result(operation, shape, dtype, *read)
+        if out.shape != shape:
+            raise ValueError(f"{operation}: a result of {shape} does not fit {out.shape}")
         self.trace.note(Pass(operation, out.nbytes + _bytes(read)))
         return out
 

@@ -1,10 +1,12 @@
 """Spaces: how activations, and the vectors along their features, lie on the grid."""
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable
 
-from mm3d.backend import Array, namespace, wide_dtype
+from mm3d.backend import Array, namespace
+from mm3d.functional import add_rows, scale_rows, sum_products, sum_rows
 from mm3d.grid import Axis, Grid, Split
 from mm3d.layout import Layout
 
@@ -141,38 +143,37 @@ class Vector:
         return db
 
 
-def _sum_rows(a: Array) -> Array:
-    """The sum of `a` over batch and positions, in float32 at least."""
-    xp = namespace(a)
-    rows = xp.reshape(a, (a.shape[0] * a.shape[1],) + a.shape[2:])
-    return xp.astype(xp.sum(rows, axis=0, dtype=wide_dtype(a)), a.dtype, copy=False)
+def _rows(a: Array) -> Array:
+    """`a` as (batch, positions, features), whatever its features are."""
+    return namespace(a).reshape(a, (*a.shape[:2], math.prod(a.shape[2:])))
+
+
+def _flat(b: Array) -> Array:
+    """A vector along the features with one dimension."""
+    return namespace(b).reshape(b, (math.prod(b.shape),))
 
 
 def add_forward(A: Array, b: Array, vector: Vector, out: Array) -> Array:
     """C = A + b, the vector b added to every row (Algorithm 7)."""
-    b_l = vector.fetch(b)
-    if out is A:
-        out += b_l
-    else:
-        out[...] = A + b_l
+    add_rows(_rows(A), _flat(vector.fetch(b)), out=_rows(out))
     return out
 
 
 def add_backward(dC: Array, vector: Vector) -> Array | None:
     """db = the sum of dC over all rows (Algorithm 8, corrected); dA is dC itself."""
-    return vector.collect(_sum_rows(dC))
+    return vector.collect(namespace(dC).reshape(sum_rows(_rows(dC)), dC.shape[2:]))
 
 
 def scale_forward(A: Array, b: Array, vector: Vector, out: Array) -> tuple[Array, Array]:
     """C = A * b, every row times the vector b; returns also b_l, which backward needs."""
     b_l = vector.fetch(b)
-    out[...] = A * b_l
+    scale_rows(_rows(A), _flat(b_l), out=_rows(out))
     return out, b_l
 
 
 def scale_backward(dC: Array, A: Array, b_l: Array, vector: Vector,
                    out: Array) -> tuple[Array, Array | None]:
     """dA = dC * b_l, with the gathered b_l, and db = the sum of dC * A over all rows."""
-    db = vector.collect(_sum_rows(dC * A))
-    out[...] = dC * b_l
-    return out, db
+    db = sum_products(_rows(dC), _rows(A))
+    scale_rows(_rows(dC), _flat(b_l), out=_rows(out))
+    return out, vector.collect(namespace(dC).reshape(db, dC.shape[2:]))

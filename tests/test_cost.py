@@ -52,12 +52,13 @@ def spy(monkeypatch, owner, *names) -> list:
 @every_model
 def test_collectives_words_and_flops_of_the_model(comm, name, options, sizes, monkeypatch):
     """By direction and kind of collective: words over all ranks, and calls on each. No
-    multiplication is done twice; backward computes the scores again, which `flops` leaves out."""
+    multiplication is done twice; backward computes the scores again, less the logarithms of their
+    sums, which is one more term for each head and which `flops` leaves out."""
     matmuls = spy(monkeypatch, np, "matmul")
     rest = {key: n for key, n in sizes.items() if key != "heads"}
     flops = cost.flops(**sizes)
-    flops["backward"] += 2 * math.prod(sizes[key] for key in ("layers", "batch", "seq", "seq",
-                                                              "hidden"))
+    flops["backward"] += (2 * math.prod(sizes[key] for key in ("layers", "batch", "seq", "seq"))
+                          * (sizes["hidden"] + sizes["heads"]))
     for scheme in schemes(comm, name, **options):
         def count():
             done = sum(2 * math.prod(a.shape) * b.shape[-1] for _, a, b in matmuls)

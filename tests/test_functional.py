@@ -6,6 +6,7 @@ import pytest
 
 from mm3d import backend, functional
 from mm3d.layers import Attention, Chain, Gelu, LayerNorm, Linear, Residual
+from mm3d.elementwise import Kernels
 from models import SOME
 from reference import relative_error
 
@@ -132,6 +133,49 @@ def test_attention_with_large_scores():
     q, v = k[:, ::-1], normal(9, 1, 4, 1, 4)
     y, lse = functional.attention_forward(q, k, v, 0, False, np.empty_like(q))
     assert np.array_equal(y, v[:, ::-1]) and np.array_equal(lse, np.full((1, 1, 4), 5000.0))
+
+
+def pairs(dtype):
+    """Every function that has a faster version, with its arguments, contiguous and not."""
+    def arrays(n, *shape):
+        whole = 2 * normal(n, n, shape[0], 2, *shape[1:]).astype(dtype)
+        return list(whole[:, :, 0]), list(np.ascontiguousarray(whole[:, :, 0]))
+
+    for x, dy, out in arrays(3, 5, 3, 6):
+        b = x[0, 0].copy()
+        yield "gelu_forward", (x,), 1
+        yield "gelu_backward", (x, dy), 1
+        yield "add_rows", (x, b), 1
+        yield "scale_rows", (x, b), 1
+        yield "sum_rows", (x,), 0
+        yield "sum_products", (x, dy), 0
+        yield "normalize_forward", (x, 6, 1e-5, itself), 1
+        rstd = abs(dy[:, :, :1]).copy()
+        yield "normalize_backward", (dy, x, rstd, 6, itself), 1
+    for q, k, v, dy in arrays(4, 2, 6, 5, 4):
+        for causal in (False, True):
+            yield "attention_forward", (q, k, v, 0, causal), 1
+            _, lse = plain_attention(q, k, v, 0, causal)
+            yield "attention_backward", (dy, q, k, v, lse.astype(dtype), 0, causal), 3
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-14), ("float32", 2e-6)])
+def test_fast_versions_are_the_readable_ones(blocks, dtype, tolerance):
+    """The same results from the library's kernels and from the pairs, and the same types."""
+    seen = set()
+    for name, arguments, outputs in pairs(dtype):
+        results = []
+        for function in (getattr(functional, name).__wrapped__,
+                         getattr(backend.get("numpy").kernels, name)):
+            out = [np.empty_like(arguments[0]) for _ in range(outputs)]
+            found = function(*arguments, *out)
+            found = found if isinstance(found, tuple) else [found]
+            results.append([*out, *(a for a in found if a is not None)])
+        for readable, fast in zip(*results, strict=True):
+            assert fast.dtype == readable.dtype == dtype, name
+            assert relative_error(fast, readable) <= tolerance, name
+        seen.add(name)
+    assert seen == {name for name in vars(Kernels) if not name.startswith("_")} - {"dtypes", "np"}
 
 
 def layers(scheme):

@@ -11,19 +11,21 @@ PACKAGE = Path(mm3d.__file__).parent
 MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
            for path in PACKAGE.rglob("*.py")}
 
-# backend <- transport <- shared <- grid <- layout <- space <- contract <- schemes, and
-# functional <- layers <- transformer: no module sees one above it, layers see no scheme.
+# elementwise <- backend <- transport <- shared <- grid <- layout <- space <- contract <- schemes,
+# and functional <- space, layers <- transformer: no module sees one above it, layers see no
+# scheme.
 ARRAYS = {"backend", "grid", "layout", "space"}
 MAY_IMPORT = {
-    "backend": set(),
+    "elementwise": set(),
+    "backend": {"elementwise"},
     "transport": {"backend"},
     "shared": {"backend", "transport"},
     "grid": {"backend", "environment", "shared", "transport"},
     "layout": {"backend", "grid"},
-    "space": {"backend", "grid", "layout"},
+    "space": {"backend", "functional", "grid", "layout"},
     "contract": ARRAYS | {"schemes"},    # the registry alone, which looks into the folder
     "schemes.__init__": set(),
-    "functional": {"backend"},
+    "functional": {"backend", "elementwise"},
     "layers": ARRAYS | {"functional", "contract", "transport"},
     "transformer": {"backend", "layers", "contract", "transport"},
     "cost": {"contract"},
@@ -34,7 +36,7 @@ MAY_IMPORT = {
     "store": {"record"},
     "trace": set(),
     "observe": {"trace", "transport"},
-    "hollow": {"backend", "trace"},
+    "hollow": {"backend", "elementwise", "trace"},
     "dry": {"backend", "contract", "hollow", "observe", "trace", "transformer", "transport"},
     "__init__": {"environment", "cost", "grid", "layout", "contract", "space", "transformer"}}
 SCHEME = ARRAYS | {"contract"}
