@@ -80,22 +80,32 @@ def gather(folder: str | Path) -> Found:
     StoreError
         When there is no folder, or no run in it.
     """
-    folder = Path(folder)
-    if not folder.is_dir():
+    if not Path(folder).is_dir():
         raise StoreError(f"{folder} is no folder of results")
+    runs, problems = read_all(folder)
+    latest = {identity(run): run for run in runs if isinstance(run, Measurements)}
+    return Found(Path(folder), by_preset([run for run in runs if isinstance(run, Run)]),
+                 sorted(latest.values(), key=lambda run: run.created), problems)
+
+
+def read_all(path: str | Path) -> tuple[list[Run | Measurements], list[str]]:
+    """The runs in a folder or a file in the order of their making, and what could not be read.
+
+    Raises
+    ------
+    StoreError
+        When there is none.
+    """
     runs: list[Run | Measurements] = []
     problems: list[str] = []
-    for path in sorted(folder.glob("*.h5")):
+    for file in sorted(Path(path).glob("*.h5")) if Path(path).is_dir() else [Path(path)]:
         try:
-            runs.append(store.read(path))
+            runs.append(store.read(file))
         except StoreError as error:
             problems.append(str(error))
     if not runs:
-        raise StoreError("\n".join([f"no results in {folder}", *problems]))
-    runs.sort(key=lambda run: run.created)
-    latest = {identity(run): run for run in runs if isinstance(run, Measurements)}
-    return Found(folder, by_preset([run for run in runs if isinstance(run, Run)]),
-                 sorted(latest.values(), key=lambda run: run.created), problems)
+        raise StoreError("\n".join([f"no results in {path}", *problems]))
+    return sorted(runs, key=lambda run: run.created), problems
 
 
 def identity(run: Measurements) -> tuple:

@@ -1,18 +1,25 @@
-"""The verbs that read results: ``table`` and ``plot``."""
+"""The verbs that read results: ``table``, ``plot`` and ``compare``."""
 
 import argparse
 
 from bench import formats
 
-VERBS = ("table", "plot")
+VERBS = ("table", "plot", "compare")
 
 
 def add_verbs(verbs) -> None:
     """Give the command line the verbs."""
     table = _verb(verbs, "table", "print the tables from the files of a folder")
-    table.add_argument("--format", default="text", choices=formats.FORMATS, help=(
-        "how (default text); csv is one file of all tables, with numbers in full"))
     _verb(verbs, "plot", "draw the figures from the files of a folder")
+    compare = verbs.add_parser("compare", help=(
+        "tell two sets of results apart, case by case, with confidence"))
+    for name in "AB":
+        compare.add_argument(name.lower(), metavar=name, help="a folder of .h5 files, or a file")
+    compare.add_argument("--fail-on-regression", type=float, metavar="PERCENT", help=(
+        "exit with 1 when B is slower in a case by more than this, and the test says so too"))
+    for verb in (table, compare):
+        verb.add_argument("--format", default="text", choices=formats.FORMATS, help=(
+            "how (default text); csv is one file of all tables, with numbers in full"))
 
 
 def _verb(verbs, name: str, text: str) -> argparse.ArgumentParser:
@@ -22,16 +29,21 @@ def _verb(verbs, name: str, text: str) -> argparse.ArgumentParser:
 
 
 def run(arguments) -> int:
-    """Do what the verb says; 0.
+    """Do what the verb says; the exit status.
 
     Raises
     ------
+    UsageError
+        When the results cannot be compared.
     StoreError
         When there are no results.
     """
     if arguments.verb == "table":
         from bench.tables import tables
         print(tables(arguments.folder, arguments.format))
+    elif arguments.verb == "compare":
+        from bench.compare import compare
+        return compare(arguments)
     else:
         from bench.plots import plots
         for path in plots(arguments.folder):

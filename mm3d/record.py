@@ -71,6 +71,8 @@ class Measurements:
         The verification; empty where there is nothing to verify.
     created : str
         UTC, ISO 8601.
+    schema : int
+        The version of the schema that it was read from; 0 when it was not.
     """
 
     kind: str
@@ -80,6 +82,7 @@ class Measurements:
     variables: dict[str, Variable]
     checks: list[Check]
     created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat())
+    schema: int = 0
 
 
 def fill_measurements(file: h5py.File, run: Measurements) -> None:

@@ -6,6 +6,7 @@ systems" (SC'15), recommend; the test is Wilcoxon's rank-sum test (Mann and Whit
 """
 
 import math
+from statistics import NormalDist
 from typing import NamedTuple, Sequence
 
 import numpy as np
@@ -105,11 +106,71 @@ def rank_sum(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.n
             return 1.0
         z = max(0.0, distance / 2 - 0.5) / math.sqrt(variance)
         return math.erfc(z / math.sqrt(2))
-    # ways[k, s]: how many choices of k ranks have the sum s.
+    ways = _ways(ranks, n)
+    far = np.abs(np.arange(ways.size) - n * (total + 1)) >= distance
+    return min(1.0, float(ways[far].sum() / ways.sum()))
+
+
+def _ways(ranks: np.ndarray, n: int) -> np.ndarray:
+    """How many choices of `n` of the `ranks` have each sum."""
     ways = np.zeros((n + 1, int(ranks.sum()) + 1))
     ways[0, 0] = 1
     for rank in ranks:
         ways[1:, rank:] += ways[:-1, :-rank].copy()
-    sums = np.arange(ways.shape[1])
-    far = np.abs(sums - n * (total + 1)) >= distance
-    return min(1.0, float(ways[n, far].sum() / ways[n].sum()))
+    return ways[n]
+
+
+def ratio_interval(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray,
+                   confidence: float = CONFIDENCE) -> Interval:
+    """By what factor `second` is greater than `first`, and what the rank-sum test leaves open.
+
+    The estimate of Hodges and Lehmann (1963) on logarithms: the median of all ratios of a sample
+    of `second` to one of `first`.  The interval is Moses': the factors by which `first` could be
+    multiplied and the rank-sum test still not tell it from `second`.  It supposes that the two
+    distributions differ by a factor, and nothing else of them.
+
+    Parameters
+    ----------
+    first, second : sequence of float
+        At least one each, all greater than 0.
+    confidence : float
+        The least probability; with too few samples the interval is that of all ratios, with the
+        confidence that it has.
+
+    Raises
+    ------
+    ValueError
+        When a group is empty, or a sample is not a finite number greater than 0.
+    """
+    groups = [np.asarray(group, np.float64).ravel() for group in (first, second)]
+    if not all(group.size and np.isfinite(group).all() and (group > 0).all() for group in groups):
+        raise ValueError("the ratio of two groups needs samples of both, finite and greater "
+                         "than 0")
+    n, m = map(len, groups)
+    ratios = np.sort(np.divide.outer(groups[1], groups[0]).ravel())
+    if n + m > EXACT:
+        spread = math.sqrt(n * m * (n + m + 1) / 12)
+        below = NormalDist(n * m / 2, spread).inv_cdf((1 - confidence) / 2)
+        j, reached = max(1, math.floor(below)), confidence
+    else:
+        ways = _ways(np.arange(1, n + m + 1), n)[n * (n + 1) // 2:]
+        # beyond[j - 1] is the probability that fewer than j ratios are below the true one.
+        beyond = np.cumsum(ways) / ways.sum()
+        j = max(1, int(np.searchsorted(beyond, (1 - confidence) / 2, side="right")))
+        reached = 1 - 2 * float(beyond[j - 1])
+    return Interval(math.exp(float(np.median(np.log(ratios)))), float(ratios[j - 1]),
+                    float(ratios[n * m - j]), max(0.0, reached))
+
+
+def holm(values: Sequence[float]) -> list[float]:
+    """The p values of many tests, raised so that all of them together may be read at one level.
+
+    Holm's (1979): the least times their number, the next times one less, and so on, none below
+    one before it.  The probability of a single false alarm among all is then at most the level,
+    whatever the tests have to do with each other.
+    """
+    adjusted, greatest = [0.0] * len(values), 0.0
+    for k, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
+        greatest = max(greatest, min(1.0, (len(values) - k) * values[index]))
+        adjusted[index] = greatest
+    return adjusted

@@ -67,6 +67,8 @@ class Run:
         What ended the repetitions: "width", "repetitions", "seconds" or "stopped".
     clock : dict of str to float
         "resolution" and "offset_error", seconds; empty in files of version 1.
+    schema : int
+        The version of the schema that it was read from.
     """
 
     configuration: dict[str, Setting]
@@ -80,6 +82,7 @@ class Run:
     late: dict[str, np.ndarray] = field(default_factory=dict)
     ended_by: str = "repetitions"
     clock: dict[str, float] = field(default_factory=dict)
+    schema: int = SCHEMA
 
     @property
     def ranks(self) -> int:
@@ -159,7 +162,9 @@ def read(path: str | os.PathLike) -> Run | Measurements:
         with h5py.File(path, "r") as file:
             _check_kind(file, path)
             kind = str(file.attrs.get("kind", "model"))
-            return _parse(file) if kind == "model" else parse_measurements(file, kind)
+            run = _parse(file) if kind == "model" else parse_measurements(file, kind)
+            run.schema = int(file.attrs["schema_version"])
+            return run
     except StoreError:
         raise
     except FileNotFoundError as error:

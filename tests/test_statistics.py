@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from mm3d import statistics
-from mm3d.statistics import Interval, median_interval, rank_sum
+from mm3d.statistics import Interval, holm, median_interval, rank_sum, ratio_interval
 
 
 @pytest.mark.parametrize("n, low, confidence", [
@@ -108,3 +108,52 @@ def test_false_alarms_are_as_rare_as_stated():
 def test_an_empty_group():
     with pytest.raises(ValueError, match="at least one"):
         rank_sum([], [1.0])
+
+
+@pytest.mark.parametrize("n, below", [(5, 2), (6, 5), (8, 13), (10, 23), (20, 127)])
+def test_the_interval_of_ratios_has_tabulated_bounds(n, below):
+    """The critical values of Mann and Whitney's U at 5 %, two-sided, for n against n."""
+    random = np.random.default_rng(n)
+    first, second = random.lognormal(0, 1, (2, n))
+    found = ratio_interval(first, second)
+    ratios = np.sort([b / a for a in first for b in second])
+    assert (found.low, found.high) == (ratios[below], ratios[-below - 1])
+    assert 0.95 <= found.confidence < 0.98
+    assert found.low <= found.median <= found.high
+
+
+def test_the_interval_of_ratios_is_what_the_test_leaves_open():
+    random = np.random.default_rng(5)
+    first, second = random.lognormal(0, 0.2, 9), 1.3 * random.lognormal(0, 0.2, 11)
+    found = ratio_interval(first, second)
+    for factor, inside in ((found.low * 1.0001, True), (found.low * 0.9999, False),
+                           (found.high * 0.9999, True), (found.high * 1.0001, False)):
+        assert (rank_sum(factor * first, second) > 1 - found.confidence) == inside
+    assert ratio_interval(first, 2 * first).median == pytest.approx(2)
+
+
+def test_few_or_many_samples_of_a_ratio(monkeypatch):
+    few = ratio_interval([1.0, 2.0, 3.0], [2.0, 4.0])
+    assert few == (pytest.approx(math.sqrt(8 / 3)), 2 / 3, 4.0, pytest.approx(1 - 2 / 10))
+    random = np.random.default_rng(6)
+    first, second = random.lognormal(0, 0.3, (2, 40))
+    exact = ratio_interval(first, second)
+    monkeypatch.setattr(statistics, "EXACT", 10)
+    assert ratio_interval(first, second)[:3] == pytest.approx(exact[:3], rel=0.01)
+    for bad in ([], [0.0], [math.nan]):
+        with pytest.raises(ValueError, match="finite and greater"):
+            ratio_interval([1.0], bad)
+
+
+def test_the_interval_of_ratios_covers_as_often_as_stated():
+    random = np.random.default_rng(7)
+    found = [ratio_interval(*random.exponential(1, (2, 7))) for _ in range(3000)]
+    covered = np.mean([interval.low <= 1 <= interval.high for interval in found])
+    expected = found[0].confidence
+    assert covered == pytest.approx(expected, abs=4 * math.sqrt(expected * 0.05 / 3000))
+
+
+def test_holm_corrects_known_values():
+    """The example of Holm's step-down: 4 x 0.005, 3 x 0.01, then 2 x 0.03 holds back 0.04."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []

@@ -1,0 +1,178 @@
+"""Two sets of results told apart, and what is refused."""
+import numpy as np
+import pytest
+
+from bench.__main__ import main
+from bench.cases import select
+from mm3d import store
+from mm3d.record import Measurements, Variable
+from records import made_up
+
+ROWS = select("weak", "1d,3d")
+
+
+def write_set(folder, seed, factors=None, repetitions=12, **changes):
+    """Rows with some noise, each slower by its factor."""
+    random = np.random.default_rng(seed)
+    for number, row in enumerate(ROWS):
+        run = made_up(row, repetitions=repetitions)
+        for phase in store.PHASES:
+            noise = random.lognormal(0, 0.02, (repetitions, 1))
+            run.samples[phase] = (factors or {}).get(number, 1.0) * noise * np.ones(row.gpus)
+        run.configuration |= changes.get("configuration", {})
+        run.environment |= changes.get("environment", {})
+        store.write(run, folder, f"row{number}")
+    return str(folder)
+
+
+@pytest.fixture
+def sets(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    return tmp_path / "a", tmp_path / "b"
+
+
+def verdicts(text):
+    """Of each line of the table: case, ratio and verdict."""
+    found = {}
+    for line in text.splitlines():
+        if " ranks, laptop " in line and "|" in line:
+            left, right = line.split("|")
+            found[left.split(",")[0]] = (float(right.split()[0]), " ".join(right.split()[4:]))
+    return found
+
+
+def test_each_case_gets_the_verdict_it_deserves(sets, capsys):
+    a = write_set(sets[0], 0)
+    b = write_set(sets[1], 1, {1: 1.2, 4: 0.7})
+    assert main(["compare", a, b]) == 0
+    text = capsys.readouterr().out
+    found = verdicts(text)
+    assert len(found) == len(ROWS) == 6
+    ratio, word = found.pop("weak 1-D 16 ranks")
+    assert ratio == pytest.approx(1.2, rel=0.03) and word == "slower"
+    ratio, word = found.pop("weak 3-D 8 ranks")
+    assert ratio == pytest.approx(0.7, rel=0.03) and word == "faster"
+    assert {word for _, word in found.values()} == {"no difference shown"}
+    assert "B is faster in 1, slower in 1; in 4 no difference" in " ".join(text.split())
+    assert "same in both" in text and "WARNING" not in text
+
+
+@pytest.mark.parametrize("limit, status", [("5", 1), ("15", 1), ("30", 0), ("0", 1)])
+def test_a_regression_beyond_the_limit_fails(sets, capsys, limit, status):
+    a = write_set(sets[0], 0)
+    b = write_set(sets[1], 1, {1: 1.2, 4: 0.7})
+    assert main(["compare", a, b, "--fail-on-regression", limit]) == status
+    out = capsys.readouterr().out
+    assert (f"Slower by more than {limit} %" in out) == bool(status)
+    # The other way round the third of 1 / 0.7 is the regression.
+    assert main(["compare", b, a, "--fail-on-regression", limit]) == 1
+    assert "weak 3-D 8 ranks, laptop: 4" in capsys.readouterr().out
+
+
+def test_slower_without_proof_is_no_regression(sets, capsys):
+    """Three repetitions of each cannot show anything; the table says so."""
+    a = write_set(sets[0], 0, repetitions=3)
+    b = write_set(sets[1], 1, {0: 3.0}, repetitions=3)
+    assert main(["compare", a, b, "--fail-on-regression", "5"]) == 0
+    text = capsys.readouterr().out
+    assert {word for _, word in verdicts(text).values()} == {"no difference shown"}
+    assert "too few repetitions to show any difference among 6 cases" in " ".join(text.split())
+    assert text.count("+ ") >= 12
+
+
+def test_other_environments_are_named(sets, capsys):
+    a = write_set(sets[0], 0, environment={"git_commit": "a" * 40})
+    b = write_set(sets[1], 0, environment={"mpi": "Other MPI 2", "git_commit": "b" * 40},
+                  configuration={"transport": "shared"})
+    assert main(["compare", a, b]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Differs: mpi is Some MPI 1.0 in A and Other MPI 2 in B." in text
+    assert "transport is not recorded in A and shared in B" in text
+    assert f"git_commit is {'a' * 40} in A and {'b' * 40} in B" in text
+
+
+def test_crowded_cases_and_cases_of_one_set_are_named(sets, capsys):
+    a = write_set(sets[0], 0)
+    extra = select("strong", "2d")[0]
+    store.write(made_up(extra, oversubscribed=True), sets[0], "extra")
+    b = write_set(sets[1], 0, environment={"oversubscribed": True})
+    assert main(["compare", a, b]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Only in A, 1: strong 2-D 16 ranks, laptop." in text
+    assert "in 6 of 12 runs ranks outnumber cores" in text
+
+
+def test_runs_that_did_other_work_are_refused(sets, capsys):
+    a = write_set(sets[0], 0)
+    b = write_set(sets[1], 0, configuration={"hidden": 96, "dtype": "float64"})
+    assert main(["compare", a, b]) == 2
+    error = capsys.readouterr().err
+    assert "different work under the same name cannot be compared" in error
+    assert "weak 1-D 8 ranks, laptop: hidden 256 and 96" in error and "and 6 more" in error
+
+
+def test_nothing_in_common_is_refused(sets, capsys):
+    store.write(made_up(ROWS[0]), sets[0], "one")
+    store.write(made_up(ROWS[5]), sets[1], "other")
+    assert main(["compare", *map(str, sets)]) == 2
+    error = capsys.readouterr().err
+    assert "nothing in common" in error
+    assert "weak 1-D 8 ranks" in error and "weak 3-D 64 ranks" in error
+
+
+def test_other_schemas_are_refused(sets, capsys, monkeypatch):
+    a = write_set(sets[0], 0)
+    monkeypatch.setattr(store, "SCHEMA", store.SCHEMA + 1)
+    b = write_set(sets[1], 0)
+    assert main(["compare", a, b]) == 2
+    assert (f"different schema versions cannot be compared: {a} has {store.SCHEMA - 1}, {b} has "
+            f"{store.SCHEMA}") in capsys.readouterr().err
+
+
+def test_damaged_files_are_named_and_a_folder_of_them_is_refused(sets, capsys):
+    a, b = write_set(sets[0], 0), write_set(sets[1], 0)
+    (sets[1] / "cut.h5").write_bytes(next(sets[0].glob("*.h5")).read_bytes()[:3000])
+    assert main(["compare", a, b]) == 0
+    assert "cut.h5 is truncated, damaged" in " ".join(capsys.readouterr().out.split())
+    assert main(["compare", a, str(sets[1] / "cut.h5")]) == 2
+    assert "no results in" in capsys.readouterr().err
+    assert main(["compare", a, str(sets[1] / "none")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_a_limit_that_cannot_be_meant(sets, capsys):
+    assert main(["compare", *map(str, sets), "--fail-on-regression", "-3"]) == 2
+    assert "a percentage of at least 0 would do" in capsys.readouterr().err
+
+
+def products(factor, transport):
+    """A made-up run of ``matmul``: the second rank ends last."""
+    times = np.zeros((1, 8, 2, 2, 2))
+    spread = np.linspace(1, 1.1, 8)[:, None]
+    times[0, :, :, 0, 1], times[0, :, :, 1, 1] = 0.5 * spread, spread
+    times[0, :, 0] *= factor
+    times[0, :, 1, 1] = np.nan    # one process has no second rank
+    return Measurements("matmul", {"M": 8, "transport": transport, "seed": 0}, {"cores": 2}, {
+        "phase": ["forward"], "repetition": range(8), "kind": ["product", "one process"],
+        "rank": range(2), "edge": ["begin", "end"]}, {"times": Variable(
+            times, "s", ("phase", "repetition", "kind", "rank", "edge"))}, [])
+
+
+def test_points_of_microbenchmarks_are_cases(sets, capsys):
+    store.write(products(1.0, "mpi"), sets[0], "matmul")
+    store.write(products(0.5, "shared"), sets[1], "matmul")
+    assert main(["compare", *map(str, sets)]) == 0
+    text = capsys.readouterr().out
+    lines = {line.split("|")[0].split(",")[0]: line for line in text.splitlines() if "|" in line}
+    product = lines["matmul phase forward kind product"]
+    assert product.endswith("faster") and " 1.05 " in product and " 0.525 " in product
+    assert lines["matmul phase forward kind one process"].endswith("no difference shown")
+    assert "transport is mpi in A and shared in B" in text
+
+
+def test_the_same_results_do_not_differ(sets, capsys):
+    a = write_set(sets[0], 3)
+    assert main(["compare", a, a, "--format", "csv"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 7 and all(line.endswith("no difference shown") for line in lines[1:])
