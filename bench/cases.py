@@ -280,6 +280,8 @@ def step_counts(arguments) -> tuple[int, Limits]:
     for name in ("warmup", "repetitions"):
         if chosen[name] < 1:
             raise UsageError(f"--{name} {chosen[name]}: must be at least 1")
+    if arguments.traced < 0:
+        raise UsageError(f"--traced {arguments.traced}: 0 would do, or a number of steps")
     try:
         return chosen.pop("warmup"), Limits(**chosen, width=arguments.width)
     except ValueError as error:

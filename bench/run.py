@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mm3d
-from bench import beyond, machine, placement, verify
+from bench import beyond, machine, placement, traced, verify
 from bench.cases import Case, Row, UsageError, case, select, shuffled, step_counts
 from mm3d import backend as backends
 from mm3d import store, timing
@@ -38,6 +38,7 @@ class Options(msgspec.Struct, frozen=True):
     machine: str = "cpu"
     inside: str = "auto"
     stop_file: str | None = None
+    traced: int = 3
 
     def stop(self) -> bool:
         """Whether somebody wants an end."""
@@ -62,7 +63,7 @@ def run(arguments, comm) -> int:
     options = Options(out=out, dtype=arguments.dtype, backend=arguments.backend,
                       seed=arguments.seed, warmup=warmup, limits=limits, order=order,
                       grid=arguments.grid, machine=arguments.machine, inside=arguments.inside,
-                      stop_file=arguments.stop_file)
+                      stop_file=arguments.stop_file, traced=arguments.traced)
     return max([report(one, options, comm) for one in shuffled(cases, order)])
 
 
@@ -150,11 +151,12 @@ def measure(one: Case, options: Options, comm) -> str:
         raise Failed(str(error)) from error
     x, dy = model.random("input"), model.random("output gradient")
     checks, traffic = verified(one, scheme, model, x, dy, options)
+    step = timing.Step(lambda: model.forward(x)[1], lambda saved: model.backward(dy, saved),
+                       comm, scheme.grid.backend.synchronize, model.zero_gradients)
     # The step that was counted and verified has been the first to warm up.
-    found = timing.measure(lambda: model.forward(x)[1],
-                           lambda saved: model.backward(dy, saved), comm,
-                           scheme.grid.backend.synchronize, options.warmup - 1,
-                           options.limits, model.zero_gradients, options.stop)
+    found = timing.measure(step, options.warmup - 1, options.limits, options.stop)
+    stopped = comm.bcast(comm.rank == 0 and options.stop())
+    spans, parts = ([], None) if stopped else traced.traced(step, model, options.traced)
     everyone = comm.gather(traffic)
     nodes = placement.found(comm, shape, order)
     outcome = None
@@ -166,7 +168,8 @@ def measure(one: Case, options: Options, comm) -> str:
                              command_line(sys.argv[1:])),
             found.samples, dict(zip(store.COUNTS, np.stack(everyone, axis=2))),
             expected_words(one, scheme), checks, published(one.row), late=found.late,
-            ended_by=found.ended_by, clock=clock)
+            ended_by=found.ended_by, clock=clock,
+            groups={"parts": parts} if parts is not None else {})
         outcome = written(record, one, options.out)
     succeeded, text = comm.bcast(outcome)
     scheme.grid.free()

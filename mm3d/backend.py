@@ -156,6 +156,12 @@ class Backend:
     def synchronize(self) -> None:
         """Wait until everything asked of the device is done (nothing to wait for here)."""
 
+    def begin_range(self, name: str) -> None:
+        """Tell the device's profiler that `name` begins (there is none here)."""
+
+    def end_range(self) -> None:
+        """Tell it that what began last has ended."""
+
     def memory(self) -> dict[str, int]:
         """Bytes of array memory: ``in_use``, ``peak`` and ``reserved``."""
         return {"in_use": self.pool.in_use, "peak": self.pool.peak,
@@ -203,6 +209,12 @@ class CupyBackend(Backend):
 
     def synchronize(self) -> None:
         self.xp.cuda.get_current_stream().synchronize()
+
+    def begin_range(self, name: str) -> None:
+        self.xp.cuda.nvtx.RangePush(name)
+
+    def end_range(self) -> None:
+        self.xp.cuda.nvtx.RangePop()
 
     def memory(self) -> dict[str, int]:
         pool = self.xp.get_default_memory_pool()

@@ -45,12 +45,28 @@ class Variable:
     units : str
         "s", "byte", "s byte-1", "1" for plain numbers, and so on.
     dims : tuple of str
-        A dimension each, all of them among `Measurements.scales`.
+        A dimension each, all of them among the scales of its group.
     """
 
     values: np.ndarray
     units: str
     dims: tuple[str, ...]
+
+
+@dataclass
+class Group:
+    """Variables that share dimensions.
+
+    Attributes
+    ----------
+    scales : dict of str to sequence
+        By dimension the labels or numbers along it.
+    variables : dict of str to Variable
+        By name the numbers.
+    """
+
+    scales: dict[str, Sequence]
+    variables: dict[str, Variable]
 
 
 @dataclass
@@ -87,17 +103,31 @@ class Measurements:
 
 def fill_measurements(file: h5py.File, run: Measurements) -> None:
     """Write what is `run`'s own."""
-    group = file.create_group("measurements")
-    for name, labels in run.scales.items():
-        scale(group, name, list(labels))
-    for name, variable in run.variables.items():
-        dataset(group, name, np.asarray(variable.values), variable.units, variable.dims)
+    fill_group(file, "measurements", Group(run.scales, run.variables))
 
 
 def parse_measurements(file: h5py.File, kind: str) -> Measurements:
     """The record of a microbenchmark in `file`."""
+    found = parse_group(file["measurements"])
+    return Measurements(kind, settings(file, "configuration"), settings(file, "environment"),
+                        found.scales, found.variables,
+                        parse_checks(file) if "verification" in file else [],
+                        str(file.attrs["created"]))
+
+
+def fill_group(file: h5py.File, name: str, found: Group) -> None:
+    """Write a group of variables."""
+    group = file.create_group(name)
+    for dim, labels in found.scales.items():
+        scale(group, dim, list(labels))
+    for variable, kept in found.variables.items():
+        dataset(group, variable, np.asarray(kept.values), kept.units, kept.dims)
+
+
+def parse_group(group: h5py.Group) -> Group:
+    """What `fill_group` wrote."""
     scales, variables = {}, {}
-    for name, found in file["measurements"].items():
+    for name, found in group.items():
         if found.is_scale:
             labels = found[...].tolist()
             scales[name] = [label.decode() if isinstance(label, bytes) else label
@@ -105,10 +135,7 @@ def parse_measurements(file: h5py.File, kind: str) -> Measurements:
         else:
             dims = tuple(dim[0].name.rpartition("/")[2] for dim in found.dims)
             variables[name] = Variable(found[...], str(found.attrs["units"]), dims)
-    return Measurements(kind, settings(file, "configuration"),
-                        settings(file, "environment"), scales, variables,
-                        parse_checks(file) if "verification" in file else [],
-                        str(file.attrs["created"]))
+    return Group(scales, variables)
 
 
 def fill_checks(file: h5py.File, checks: list[Check]) -> None:

@@ -15,11 +15,12 @@ from pathlib import Path
 import h5py
 import numpy as np
 
-from mm3d.record import (Check, Measurements, Setting, dataset, fill_checks, fill_measurements,
-                         parse_checks, parse_measurements, scale, settings)
+from mm3d.record import (Check, Group, Measurements, Setting, dataset, fill_checks, fill_group,
+                         fill_measurements, parse_checks, parse_group, parse_measurements, scale,
+                         settings)
 
 FORMAT = "mm3d run"
-SCHEMA = 2
+SCHEMA = 3
 
 PHASES = ("forward", "backward")
 AXES = ("x", "y", "z")
@@ -33,6 +34,7 @@ ENVIRONMENT = ("ranks", "cores", "ranks_per_core", "oversubscribed", "cpu_model"
                "git_commit", "git_clean")
 PUBLISHED = {"gpus": "1", "batch": "1", "hidden": "1", "forward_time": "s",
              "backward_time": "s", "average_step_time": "s", "recomputed_step_time": "s"}
+GROUPS = ("parts", "machine", "memory")
 
 
 class StoreError(Exception):
@@ -69,6 +71,9 @@ class Run:
         "resolution" and "offset_error", seconds; empty in files of version 1.
     schema : int
         The version of the schema that it was read from.
+    groups : dict of str to Group
+        Of `GROUPS` those that were measured: where the time went, what the machine can do, and
+        memory; ``results/README.rst`` describes them.  Empty in files before version 3.
     """
 
     configuration: dict[str, Setting]
@@ -83,6 +88,7 @@ class Run:
     ended_by: str = "repetitions"
     clock: dict[str, float] = field(default_factory=dict)
     schema: int = SCHEMA
+    groups: dict[str, Group] = field(default_factory=dict)
 
     @property
     def ranks(self) -> int:
@@ -237,6 +243,8 @@ def _fill(file: h5py.File, run: Run) -> None:
     published = file.create_group("published")
     for name, unit in PUBLISHED.items():
         published.create_dataset(name, data=run.published[name]).attrs["units"] = unit
+    for name, group in run.groups.items():
+        fill_group(file, name, group)
 
 
 def _check_kind(file: h5py.File, path) -> None:
@@ -271,4 +279,5 @@ def _parse(file: h5py.File) -> Run:
                {name: float(file["published"][name][()]) for name in PUBLISHED},
                str(file.attrs["created"]), late,
                str(file["samples"].attrs.get("ended_by", "repetitions")),
-               {name: float(value[()]) for name, value in file.get("clock", {}).items()})
+               {name: float(value[()]) for name, value in file.get("clock", {}).items()},
+               groups={name: parse_group(file[name]) for name in GROUPS if name in file})

@@ -152,15 +152,11 @@ class Measured:
     clock_offset_error: float
 
 
-def measure(forward: Callable[[], Any], backward: Callable[[Any], Any], comm,
-            synchronize: Callable[[], None], warmup: int, limits: Limits,
-            prepare: Callable[[], None] = lambda: None,
-            stop: Callable[[], bool] = lambda: False) -> Measured | None:
-    """Time `forward` and `backward` apart, until the medians are known well enough.
+class Step:
+    """A repetition that is timed: forward, then backward.
 
     Before each of the two all ranks meet at a barrier and the device is idle; a phase ends when
-    the device is idle again.  `prepare`, the barriers and rank 0's decision whether to go on are
-    not timed.
+    the device is idle again.  `prepare` and the barriers are not timed.
 
     Parameters
     ----------
@@ -169,15 +165,47 @@ def measure(forward: Callable[[], Any], backward: Callable[[Any], Any], comm,
     backward : callable
         One backward pass.
     comm : mpi4py.MPI.Intracomm
-        The ranks that take part.
+        The ranks that take part; every one of them must make it.
     synchronize : callable
         Waits until the device has finished.
+    prepare : callable, optional
+        Called before each repetition, such as to clear gradients.
+
+    Attributes
+    ----------
+    clock : Clock
+        What it is timed with.
+    """
+
+    def __init__(self, forward: Callable[[], Any], backward: Callable[[Any], Any], comm,
+                 synchronize: Callable[[], None],
+                 prepare: Callable[[], None] = lambda: None) -> None:
+        self.forward, self.backward, self.comm = forward, backward, comm
+        self.synchronize, self.prepare, self.clock = synchronize, prepare, Clock(comm)
+
+    def __call__(self) -> np.ndarray:
+        """Do it: when each phase began and ended on this rank, (phases, 2), in seconds."""
+        self.prepare()
+        times = np.empty((2, 2))
+        times[0], saved = _timed(self.forward, self.comm, self.synchronize, self.clock)
+        # Nothing of one repetition stays in memory in the next.
+        times[1], _ = _timed(partial(self.backward, saved), self.comm, self.synchronize,
+                             self.clock)
+        return times
+
+
+def measure(step: Step, warmup: int, limits: Limits,
+            stop: Callable[[], bool] = lambda: False) -> Measured | None:
+    """Repeat `step` until the medians are known well enough; rank 0 decides, off the clock.
+
+    Parameters
+    ----------
+    step : Step
+        What is repeated.
     warmup : int
         Repetitions before the first that counts.
     limits : Limits
         When to stop.
-    prepare : callable, optional
-        Called before each repetition, such as to clear gradients.
     stop : callable, optional
         Asked on rank 0 after each repetition; when it says so none follows, be there as few as
         there are, or none that counts.
@@ -194,21 +222,15 @@ def measure(forward: Callable[[], Any], backward: Callable[[Any], Any], comm,
     """
     if warmup < 0:
         raise ValueError(f"warm-up {warmup}: must not be negative")
-    clock = Clock(comm)
+    comm, clock = step.comm, step.clock
     errors = np.array(comm.allgather((clock.resolution(), clock.offset_error))).max(axis=0)
     kept: list[np.ndarray] = []
     ended_by, repetition, begun = "", 0, clock.now()
     while not ended_by:
         if repetition == warmup:
             begun = clock.now()
-        prepare()
-        times = np.empty((2, 2))
-        times[0], saved = _timed(forward, comm, synchronize, clock)
-        times[1], _ = _timed(partial(backward, saved), comm, synchronize, clock)
-        # Nothing of one repetition stays in memory in the next.
-        del saved, _
         everyone = np.empty((comm.size, 2, 2)) if comm.rank == 0 else None
-        comm.Gather(times, everyone)
+        comm.Gather(step(), everyone)
         repetition += 1
         if everyone is not None and repetition > warmup:
             kept.append(everyone)
@@ -217,9 +239,12 @@ def measure(forward: Callable[[], Any], backward: Callable[[Any], Any], comm,
         if not ended_by and comm.rank == 0 and stop():
             ended_by = "stopped"
         ended_by = comm.bcast(ended_by)
-    if comm.rank:
-        return None
-    times = np.array(kept).reshape(-1, comm.size, 2, 2)
+    return None if comm.rank else _measured(kept, comm.size, ended_by, errors)
+
+
+def _measured(kept: list[np.ndarray], ranks: int, ended_by: str, errors: np.ndarray) -> Measured:
+    """Durations and lateness of the repetitions that count."""
+    times = np.array(kept).reshape(-1, ranks, 2, 2)
     starts = times[..., 0].transpose(2, 0, 1)
     late = starts - starts.min(axis=2, keepdims=True)
     return Measured(dict(zip(PHASES, _samples(times))), dict(zip(PHASES, late)), ended_by,

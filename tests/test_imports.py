@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "store": {"record"},
     "trace": set(),
     "observe": {"trace", "transport"},
+    "spans": {"trace"},
     "hollow": {"backend", "elementwise", "trace"},
     "dry": {"backend", "contract", "hollow", "observe", "trace", "transformer", "transport"},
     "__init__": {"environment", "cost", "grid", "layout", "contract", "space", "transformer"}}

@@ -23,8 +23,9 @@ def test_samples_of_every_rank_without_warm_up(comm):
         calls.append("backward")
         time.sleep(0.05 if comm.rank == comm.size - 1 else 0.0)
 
-    found = timing.measure(forward, backward, comm, lambda: calls.append("idle"), 1,
-                           timing.Limits(3, 3), lambda: calls.append("prepare"))
+    repeated = timing.Step(forward, backward, comm, lambda: calls.append("idle"),
+                           lambda: calls.append("prepare"))
+    found = timing.measure(repeated, 1, timing.Limits(3, 3))
     step = ["prepare", "idle", "forward", "idle", "idle", "backward", "idle"]
     assert calls == 4 * step
     if comm.rank:
@@ -53,7 +54,7 @@ def test_statistics():
 @pytest.mark.ranks(1)
 def test_nothing_to_measure(comm):
     with pytest.raises(ValueError, match="must not be negative"):
-        timing.measure(lambda: None, lambda saved: None, comm, lambda: None, -1,
+        timing.measure(timing.Step(lambda: None, lambda saved: None, comm, lambda: None), -1,
                        timing.Limits(1, 1))
 
 
@@ -83,8 +84,9 @@ def test_what_ends_the_repetitions():
 @pytest.mark.ranks(4)
 def test_repetitions_end_on_all_ranks_when_the_median_is_known(comm):
     counts = []
-    found = timing.measure(lambda: time.sleep(0.05), lambda saved: counts.append(1), comm,
-                           lambda: None, 0, timing.Limits(6, 9, width=1e6))
+    step = timing.Step(lambda: time.sleep(0.05), lambda saved: counts.append(1), comm,
+                       lambda: None)
+    found = timing.measure(step, 0, timing.Limits(6, 9, width=1e6))
     assert len(counts) == 6
     assert comm.rank or found.ended_by == "width"
 
@@ -116,8 +118,8 @@ def test_clocks_of_two_kernels_are_aligned(comm, monkeypatch):
 def test_told_to_stop(comm, after, kept):
     """Between repetitions, on all ranks at once; those that there are count."""
     begun = []
-    found = timing.measure(lambda: begun.append(1), lambda saved: None, comm, lambda: None, 2,
-                           timing.Limits(10, 10), stop=lambda: len(begun) >= after)
+    step = timing.Step(lambda: begun.append(1), lambda saved: None, comm, lambda: None)
+    found = timing.measure(step, 2, timing.Limits(10, 10), lambda: len(begun) >= after)
     assert comm.allgather(len(begun)) == [after] * comm.size
     if comm.rank == 0:
         assert found.ended_by == "stopped"

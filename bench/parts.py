@@ -1,0 +1,84 @@
+"""Where the time went: the parts of a run's forward and backward, from its file."""
+
+import numpy as np
+
+from mm3d import timing
+from mm3d.record import Variable
+from mm3d.spans import AXES
+from mm3d.store import PHASES, Run
+
+# In the order in which a figure may stack them.
+LABELS = {"gemm": "matrix products", "x": "collectives along x", "y": "collectives along y",
+          "z": "collectives along z", "elementwise": "elementwise", "waiting": "waiting",
+          "other": "other"}
+
+
+def parts(run: Run) -> dict[str, dict[str, float]] | None:
+    """Seconds of each of `LABELS`, by phase: what a step of the slowest rank is made of.
+
+    Means over the traced repetitions and over ranks.  What a rank waits at the end of a phase for
+    the slowest is "waiting", so the parts of a phase add up to the traced repetitions' mean time,
+    which `overhead` compares with that of the others.
+
+    Parameters
+    ----------
+    run : Run
+        A run; None is returned where it was not traced.
+    """
+    seconds = _seconds(run)
+    if seconds is None:
+        return None
+    names = run.groups["parts"].scales["part"]
+    own = seconds.sum(axis=-1)                              # (repetition, phase, rank)
+    late = own.max(axis=-1, keepdims=True) - own
+    mean, late = seconds.mean(axis=(0, 2)), late.mean(axis=(0, 2))
+    found = {}
+    for p, phase in enumerate(PHASES):
+        shares = dict.fromkeys(LABELS, 0.0)
+        for name, value in zip(names, mean[p].tolist()):
+            shares[name if name in LABELS else name.rpartition(" ")[2]] += value
+        shares["waiting"] += float(late[p])
+        found[phase] = shares
+    return found
+
+
+def overhead(run: Run) -> dict[str, float] | None:
+    """By phase the median time of traced repetitions over that of the others."""
+    seconds = _seconds(run)
+    if seconds is None:
+        return None
+    own = seconds.sum(axis=-1)
+    return {phase: timing.typical(own[:, p]) / timing.typical(run.samples[phase])
+            for p, phase in enumerate(PHASES)}
+
+
+def bandwidth(run: Run) -> dict[str, float] | None:
+    """By direction the bytes a second that a rank moves while it is in collectives.
+
+    Bytes as `mm3d.grid.Traffic` counts them, of both phases and all ranks, over the mean time of
+    traced repetitions; waiting for others is not in it.  Directions that move nothing are left
+    out.
+    """
+    seconds = _seconds(run)
+    if seconds is None:
+        return None
+    names = np.array(run.groups["parts"].scales["part"])
+    found = {}
+    for a, axis in enumerate(AXES):
+        moved = run.traffic["bytes"][:, :, a].sum()
+        inside = np.array([name.endswith(f" {axis}") for name in names])
+        taken = seconds[..., inside].sum(axis=(1, 2, 3)).mean()
+        if moved:
+            found[axis] = float(moved / taken)
+    return found
+
+
+def variable(run: Run, group: str, name: str) -> Variable | None:
+    """A variable of one of the run's groups, if it has it."""
+    return run.groups[group].variables.get(name) if group in run.groups else None
+
+
+def _seconds(run: Run) -> np.ndarray | None:
+    """Of the traced repetitions, (repetition, phase, rank, part)."""
+    found = variable(run, "parts", "seconds")
+    return None if found is None else found.values

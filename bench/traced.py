@@ -1,0 +1,81 @@
+"""Traced repetitions: where the time of a step goes, on every rank.
+
+They follow the repetitions whose times are reported, which nothing traces.
+"""
+
+import copy
+from functools import partial
+
+import numpy as np
+
+from mm3d import timing
+from mm3d.observe import observed
+from mm3d.record import Group, Variable
+from mm3d.spans import PARTS, Recorder, Span, breakdown
+from mm3d.store import PHASES
+
+
+def traced(step: timing.Step, model, repetitions: int) -> tuple[list[Span], Group | None]:
+    """Repeat `step` under observation.
+
+    Parameters
+    ----------
+    step : Step
+        A forward and a backward pass of `model`.
+    model : Transformer
+        Whose layers, products and collectives are observed.
+    repetitions : int
+        How often; 0 for not at all.
+
+    Returns
+    -------
+    spans : list of Span
+        The last repetition's, of this rank, on the step's clock.
+    parts : Group or None
+        The group ``parts`` of a run, on rank 0; None on the other ranks, and without repetitions.
+    """
+    if not repetitions:
+        return [], None
+    grid = model.grid
+    recorder = Recorder(grid.backend, step.clock.now)
+    watched = copy.copy(step)
+    watched.forward = partial(recorder.phase, PHASES[0], step.forward)
+    watched.backward = lambda saved: recorder.phase(PHASES[1], partial(step.backward, saved))
+    seconds = np.empty((repetitions, len(PHASES), len(PARTS)))
+    with observed(grid, recorder, model):
+        for repetition in range(repetitions):
+            recorder.spans.clear()
+            times = watched()
+            for p, phase in enumerate(PHASES):
+                found = breakdown(within(recorder.spans, phase), times[p, 1] - times[p, 0])
+                seconds[repetition, p] = [found[part] for part in PARTS]
+    counts = np.array([tallied(within(recorder.spans, phase)) for phase in PHASES])
+    everyone = step.comm.gather((seconds, counts))
+    return recorder.spans, everyone and parts_group(*map(np.array, zip(*everyone)))
+
+
+def within(spans: list[Span], phase: str) -> list[Span]:
+    """Those of one phase."""
+    return [span for span in spans if span.phase == phase]
+
+
+def tallied(spans: list[Span]) -> list[list[int]]:
+    """Calls, bytes and operations of each of `PARTS`."""
+    found = {part: [0, 0, 0] for part in PARTS}
+    for span in spans:
+        for index, count in enumerate((1, span.bytes, span.flops)):
+            found[span.part][index] += count
+    return list(found.values())
+
+
+def parts_group(seconds: np.ndarray, counts: np.ndarray) -> Group:
+    """The group from (ranks, repetitions, phases, parts) and (ranks, phases, parts, 3)."""
+    ranks, repetitions = seconds.shape[:2]
+    scales = {"repetition": range(repetitions), "phase": PHASES, "rank": range(ranks),
+              "part": PARTS}
+    dims = ("phase", "rank", "part")
+    calls, moved, flops = counts.transpose(3, 1, 0, 2).astype(np.int64)
+    return Group(scales, {
+        "seconds": Variable(seconds.transpose(1, 2, 0, 3), "s", ("repetition", *dims)),
+        "calls": Variable(calls, "1", dims), "bytes": Variable(moved, "byte", dims),
+        "flops": Variable(flops, "1", dims)})
