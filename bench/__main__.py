@@ -8,7 +8,7 @@ from typing import NoReturn, Sequence
 
 from bench import beyond, show
 from bench.cases import HEADINGS, PAPER, TITLES, UsageError, load
-from bench.options import add_doctor, add_microbenchmarks
+from bench.options import add_doctor, add_microbenchmarks, add_reproduce
 from mm3d import environment
 
 ON_ALL_RANKS = {"run": "bench.run", "gemm": "bench.micro", "collectives": "bench.micro",
@@ -72,6 +72,8 @@ def parser() -> argparse.ArgumentParser:
         "under mpirun: measure the selected rows that have as many ranks as the job"))
     for name in ("layers", "hidden", "heads", "batch", "seq"):
         run.add_argument(f"--{name}", type=int, metavar="N", help="instead of the preset's")
+    run.add_argument("--rows", metavar="NAMES", help=(
+        "instead of --table and --scheme: both of each row, such as weak:3d,strong:1d"))
     run.add_argument("--grid", metavar="XxYxZ", help=(
         "sizes of the grid's directions, or auto for the planner's choice"))
     run.add_argument("--machine", default="cpu", metavar="NAME", help=(
@@ -83,9 +85,7 @@ def parser() -> argparse.ArgumentParser:
         "when this file exists, end the row with the repetitions that there are, and begin no "
         "other: what a job does that nears its time limit"))
     add_microbenchmarks(verbs)
-    verbs.add_parser("reproduce", parents=[rows], help=(
-        "measure all selected rows, starting mpirun for each rank count; then the tables and "
-        "figures"))
+    add_reproduce(verbs, rows)
     show.add_verbs(verbs)
     picture = verbs.add_parser("cube", help="draw which rank of a cube holds which block")
     picture.add_argument("file", metavar="FILE", help="the picture, such as cube.png")

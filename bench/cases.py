@@ -209,6 +209,23 @@ def select(tables: str = "all", schemes: str = "all", ranks: int | None = None) 
                    for count in ([ranks] if ranks else _fitting(table, scheme))]
 
 
+def named(pairs: str, ranks: int) -> list[Row]:
+    """The rows called ``weak:3d,strong:1d`` that have so many ranks.
+
+    Raises
+    ------
+    UsageError
+        When a name is unknown, or no pair.
+    """
+    found = []
+    for pair in pairs.split(","):
+        table, colon, scheme = pair.partition(":")
+        if not colon:
+            raise UsageError(f"--rows {pair}: give a table and a scheme, as in weak:3d")
+        found += [row for row in select(table, scheme, ranks) if row.gpus == ranks]
+    return found
+
+
 def own(table: str, scheme: str, ranks: int) -> Row:
     """A row that the paper does not have.
 

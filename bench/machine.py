@@ -1,5 +1,6 @@
 """What the benchmark ran on, without user or host names."""
 
+import hashlib
 import os
 import platform
 import re
@@ -74,6 +75,17 @@ def describe(backend: str, ranks: int, mpi_library: str, command: str) -> dict[s
             "mpi": mpi_name(mpi_library),
             "tuning_variables": " ".join(tuning), "command": command, "git_commit": commit,
             "git_clean": clean} | _versions() | blas()
+
+
+def source_digest() -> str:
+    """What tells whether two runs have the same source, whether committed or not."""
+    root = Path(__file__).resolve().parents[1]
+    digest = hashlib.blake2b(digest_size=10)
+    for folder in ("mm3d", "bench"):
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in (".py", ".toml"):
+                digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
 
 
 def _versions() -> dict[str, Setting]:

@@ -19,7 +19,7 @@ from bench import machine, microtables, operands, residual
 from bench.cases import UsageError
 from bench.formats import render
 from bench.products import Problem, Replay, Whole
-from bench.run import writable
+from bench.journal import writable
 from bench.sampling import BOUNDS, failed, limits_of, measured_environment, publish
 from mm3d import cost, environment, timing
 from mm3d.record import Measurements, Variable

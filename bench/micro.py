@@ -14,7 +14,7 @@ import mm3d
 from bench import machine, microtables, operands
 from bench.cases import UsageError
 from bench.formats import render
-from bench.run import writable
+from bench.journal import writable
 from bench.sampling import (BOUNDS, in_random_order, limits_of, measured_environment, padded,
                             publish, repeated)
 from mm3d import backend as backends

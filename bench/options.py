@@ -64,6 +64,17 @@ def add_doctor(verbs) -> None:
     parser.add_argument("--json", action="store_true", help="machine-readable")
 
 
+def add_reproduce(verbs, rows: argparse.ArgumentParser) -> None:
+    """Add ``reproduce``, with the options of `rows` and its own."""
+    parser = verbs.add_parser("reproduce", parents=[rows], help=(
+        "measure all selected rows, starting mpirun for each rank count, then the tables and "
+        "figures; goes on where an earlier one was stopped"))
+    parser.add_argument("--ranks", type=_numbers, metavar="P,...", help=(
+        "only rows of so many ranks; for schemes that the paper lacks, any number (default: all)"))
+    parser.add_argument("--fresh", action="store_true", help=(
+        "measure every row anew, also those that an earlier one, which was stopped, has finished"))
+
+
 def _verb(verbs, name: str, about: str, repetitions: int,
           seconds: float) -> argparse.ArgumentParser:
     parser = verbs.add_parser(name, help=about)

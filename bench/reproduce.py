@@ -1,29 +1,42 @@
 """The verb ``reproduce``: every row of both tables, one mpirun for each rank count."""
 
+import ctypes
 import os
-import secrets
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Iterable
+from typing import Any, Iterable
 
 from tqdm import tqdm
 
-from bench import machine
-from bench.cases import Case, UsageError, case, select, shuffled, step_counts
+from bench import machine, resume
+from bench.cases import Case, UsageError, case, select, shuffled
+from bench.journal import Journal
 from bench.plots import plots
 from bench.tables import tables
-from mm3d import backend, environment, store
+from mm3d import environment, store
+
+PATIENCE = 15    # seconds that a job has to end when it is told to
+
+
+class Stopped(Exception):
+    """A signal that asks for an end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.status = 128 + number
 
 
 class Progress:
     """Rows done of all: a bar on a terminal, a line a row in a log."""
 
-    def __init__(self, total: int) -> None:
-        self.total, self.done, self.start = total, 0, time.monotonic()
-        self._bar = tqdm(total=total, unit="row", disable=None, dynamic_ncols=True)
+    def __init__(self, total: int, done: int = 0) -> None:
+        self.total, self.done, self.start = total, done, time.monotonic()
+        self.failures: list[str] = []
+        self._bar = tqdm(total=total, initial=done, unit="row", disable=None, dynamic_ncols=True)
 
     def say(self, line: str) -> None:
         """A line, above the bar."""
@@ -31,8 +44,10 @@ class Progress:
         sys.stdout.flush()
 
     def row(self, line: str) -> None:
-        """A line that ends a row."""
+        """A line that ends a row, "done: ..." or "failed: ..."."""
         self.done += 1
+        if line.startswith("failed"):
+            self.failures.append(line)
         elapsed = tqdm.format_interval(time.monotonic() - self.start)
         self.say(f"[{self.done:2d}/{self.total} {elapsed}] {line}")
         self._bar.update()
@@ -45,54 +60,67 @@ class Progress:
 def reproduce(arguments) -> int:
     """Measure every selected row, then print the tables and draw the figures.
 
-    A row that fails is named and does not keep the others from being measured.
+    A row that fails is named and does not keep the others from being measured.  Rows that an
+    earlier reproduction, which was stopped or killed, has finished with the same settings are
+    not measured again.
 
     Returns
     -------
     int
-        0 when all rows were measured, 1 otherwise.
+        0 when all rows were measured, 1 when some failed, 128 and its number after a signal.
 
     Raises
     ------
     UsageError
         When started under mpirun, there is no mpirun to start, or an argument cannot be meant.
     StoreError
-        When the results folder cannot be written.
+        When the results folder cannot be written, or is in use.
     """
     if environment.local_ranks() > 1:
         raise UsageError("reproduce starts mpirun itself: run it without, as in "
                          "python -m bench reproduce")
-    step_counts(arguments)
-    try:
-        backend.get(arguments.backend)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-    if arguments.order is None:
-        arguments.order = secrets.randbelow(2 ** 31)
-    cases = shuffled((case(row, arguments.preset)
-                      for row in select(arguments.table, arguments.scheme)), arguments.order)
+    wanted = resume.settings(arguments)
+    cases = [case(row, arguments.preset) for row in rows(arguments)]
     out = store.check_folder(arguments.out or machine.default_out())
-    options = passed_on(arguments, out)
-    progress = Progress(len(cases))
+    log = Journal(out)
+    log.claim()
+    resume.tidy(out)
+    session, finished = resume.begin(log, cases, wanted, arguments)
+    arguments.order = session.order
+    cases = shuffled(cases, session.order)
+    progress = Progress(len(cases), len(finished))
     progress.say(f"{len(cases)} rows, preset {arguments.preset}, on {machine.cpu_model()}, "
-                 f"{environment.cores()} cores; results in {out}; "
-                 f"order {arguments.order}")
-    failures: list[str] = []
-    # A polite kill ends the job that is running too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+                 f"{environment.cores()} cores; results in {out}; order {session.order}")
+    if finished:
+        progress.say(f"going on with what was begun at {session.begun[:19]} UTC: {len(finished)} "
+                     f"rows are there and not measured again")
+    left = [one for one in cases if one.name not in finished]
+    stopped = None
     try:
-        for ranks in dict.fromkeys(one.row.gpus for one in cases):
-            progress.say(f"starting {ranks} ranks")
-            failures += measured([one for one in cases if one.row.gpus == ranks], options,
-                                 progress)
+        measured_all(left, passed_on(arguments, out), progress)
+    except Stopped as error:
+        stopped = error
     finally:
         progress.close()
-    if failures:
-        print(f"\n{len(failures)} of {len(cases)} rows failed:", *failures, sep="\n  ",
-              file=sys.stderr)
-    if len(failures) < len(cases):
-        finish(out)
-    return 1 if failures else 0
+    return conclude(log, progress, stopped)
+
+
+def rows(arguments) -> list:
+    """The rows that are asked for.
+
+    Raises
+    ------
+    UsageError
+        When there are none.
+    """
+    if not arguments.ranks:
+        return select(arguments.table, arguments.scheme)
+    found = [row for ranks in arguments.ranks
+             for row in select(arguments.table, arguments.scheme, ranks) if row.gpus == ranks]
+    if not found:
+        raise UsageError(f"no row of --table {arguments.table} --scheme {arguments.scheme} is "
+                         f"for {' or '.join(map(str, arguments.ranks))} ranks")
+    return found
 
 
 def passed_on(arguments, out: Path) -> list[str]:
@@ -106,37 +134,52 @@ def passed_on(arguments, out: Path) -> list[str]:
     return options
 
 
-def measured(cases: list[Case], options: list[str], progress: Progress) -> list[str]:
-    """Measure `cases`, all of one rank count, in one job; what failed.
+def measured_all(cases: list[Case], options: list[str], progress: Progress) -> None:
+    """Measure `cases`, a job for each rank count.
+
+    Raises
+    ------
+    Stopped
+        When a signal asks for an end; the job that was running is over then.
+    """
+    def stop(number: int, frame: Any) -> None:
+        raise Stopped(number)
+    handlers = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        for ranks in dict.fromkeys(one.row.gpus for one in cases):
+            progress.say(f"starting {ranks} ranks")
+            measured([one for one in cases if one.row.gpus == ranks], options, progress)
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+def measured(cases: list[Case], options: list[str], progress: Progress) -> None:
+    """Measure `cases`, all of one rank count, in one job.
 
     When the job dies, the row that it was at has failed and the rest get a job each.
     """
-    pending, failures = list(cases), []
+    pending = list(cases)
     jobs = [pending]
     while jobs:
         job = jobs.pop(0)
-        status, failed = launched(job, options, progress, pending)
-        failures += failed
+        status = launched(job, options, progress, pending)
         left = [one for one in job if one in pending]
         if left:
-            line = f"failed: {left[0].title}: mpirun ended with status {status}"
             pending.remove(left[0])
-            failures.append(line)
-            progress.row(line)
+            progress.row(f"failed: {left[0].title}: mpirun ended with status {status}")
             jobs = [[one] for one in left[1:]] + jobs
-    return failures
 
 
 def launched(job: list[Case], options: list[str], progress: Progress,
-             pending: list[Case]) -> tuple[int, list[str]]:
-    """Run `job` under mpirun; its exit status and failed rows.
+             pending: list[Case]) -> int:
+    """Run `job` under mpirun; its exit status.
 
     Rows are taken from `pending` as the job reports them.
     """
     command = run_command(job, options)
-    failures = []
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL,
-                               text=True, start_new_session=True,
+                               text=True, start_new_session=True, preexec_fn=end_with_parent,
                                env=os.environ | environment.launcher_environment())
     try:
         for line in process.stdout:
@@ -147,32 +190,62 @@ def launched(job: list[Case], options: list[str], progress: Progress,
                 continue
             pending.remove(reported[0])
             progress.row(line.rstrip())
-            if line.startswith("failed"):
-                failures.append(line.rstrip())
-        return process.wait(), failures
+        return process.wait()
     finally:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
+            try:
+                process.wait(PATIENCE)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def end_with_parent() -> None:
+    """Have Linux end this process, which becomes mpirun, also when its parent is killed."""
+    if sys.platform == "linux":
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 def run_command(job: Iterable[Case], options: list[str]) -> list[str]:
     """The mpirun command line that measures the rows of `job`."""
-    rows = [one.row for one in job]
-    tables, schemes = (",".join(sorted({getattr(row, name) for row in rows}))
-                       for name in ("table", "scheme"))
+    job = list(job)
+    names = ",".join(f"{one.row.table}:{one.row.scheme}" for one in job)
     try:
         return environment.mpirun_command(
-            rows[0].gpus, sys.executable, "-m", "bench", "run",
-            f"--table={tables}", f"--scheme={schemes}", *options)
+            job[0].row.gpus, sys.executable, "-m", "bench", "run", f"--rows={names}", *options)
     except FileNotFoundError as error:
         raise UsageError(str(error)) from error
 
 
-def finish(out: Path) -> None:
+def conclude(log: Journal, progress: Progress, stopped: Stopped | None) -> int:
+    """Say what came of it, and show what is there; the exit status."""
+    failures = progress.failures
+    measured_rows = progress.done - len(failures)
+    outcome = "stopped" if stopped else "incomplete" if failures else "complete"
+    log.write("end", outcome=outcome, measured=measured_rows, of=progress.total)
+    if failures:
+        print(f"\n{len(failures)} of {progress.total} rows failed:", *failures, sep="\n  ",
+              file=sys.stderr)
+    if measured_rows:
+        finish(log.folder, figures=not stopped)
+    if stopped or failures:
+        print(f"\n{stopped or 'Ended'}: {measured_rows} of {progress.total} rows are in "
+              f"{log.folder}; the same command measures the others:\n  "
+              f"{shlex.join(['python', '-m', 'bench', *sys.argv[1:]])}", file=sys.stderr)
+    return stopped.status if stopped else 1 if failures else 0
+
+
+def finish(out: Path, figures: bool = True) -> None:
     """Print the tables, keep them beside the results, and draw the figures."""
     text = tables(out)
     print(f"\n{text}\n")
-    (out / "tables.txt").write_text(text + "\n")
-    for path in plots(out):
+    aside = out / "tables.txt.part"
+    try:
+        aside.write_text(text + "\n")
+        os.replace(aside, out / "tables.txt")    # a full disk leaves the old ones
+    finally:
+        aside.unlink(missing_ok=True)
+    for path in plots(out) if figures else ():
         print(f"drawn: {path}")

@@ -13,8 +13,9 @@ import numpy as np
 from mpi4py import MPI
 
 import mm3d
-from bench import beyond, machine, placement, traced, verify
-from bench.cases import Case, Row, UsageError, case, select, shuffled, step_counts
+from bench import beyond, journal, machine, placement, traced, verify
+from bench.cases import Case, Row, UsageError, case, named, select, shuffled, step_counts
+from bench.journal import writable
 from mm3d import backend as backends
 from mm3d import store, timing
 from mm3d.contract import lookup
@@ -55,7 +56,9 @@ def run(arguments, comm) -> int:
     StoreError
         When the results folder cannot be written.
     """
-    cases = fitting(select(arguments.table, arguments.scheme, comm.size), comm.size, arguments)
+    rows = (named(arguments.rows, comm.size) if arguments.rows else
+            select(arguments.table, arguments.scheme, comm.size))
+    cases = fitting(rows, comm.size, arguments)
     warmup, limits = step_counts(arguments)
     usable(arguments.backend, comm)
     order = comm.bcast(secrets.randbelow(2 ** 31) if arguments.order is None else arguments.order)
@@ -103,20 +106,6 @@ def usable(backend: str | None, comm) -> None:
         raise UsageError(f"{problems[0]} ({len(problems)} of {comm.size} ranks)")
 
 
-def writable(folder: Path, comm) -> Path:
-    """`folder`, made by rank 0 and found writable; otherwise the same StoreError everywhere."""
-    problem = None
-    if comm.rank == 0:
-        try:
-            store.check_folder(folder)
-        except store.StoreError as error:
-            problem = str(error)
-    problem = comm.bcast(problem)
-    if problem:
-        raise store.StoreError(problem)
-    return folder
-
-
 def report(one: Case, options: Options, comm) -> int:
     """Measure one case and say in a line of rank 0 what came of it; 0 when it was written."""
     # What the last row held goes back before this one asks for memory.
@@ -128,6 +117,8 @@ def report(one: Case, options: Options, comm) -> int:
     except Failed as error:
         line, status = f"failed: {one.title}: {error}", 1
     if comm.rank == 0:
+        journal.of(options.out).write("row", row=one.name, outcome=line.partition(":")[0],
+                                      line=line)
         print(line, flush=True)
     return status
 
@@ -221,6 +212,8 @@ def written(record: store.Run, one: Case, out: Path) -> tuple[bool, str]:
     """Write `record`: whether it was, and a summary or what went wrong."""
     if not len(record.samples["forward"]):
         return False, "stopped before the first repetition that counts"
+    if journal.taken_over(out):
+        return False, f"another reproduce has taken over {out.name}"
     try:
         path = store.write(record, out, one.name)
     except store.StoreError as error:

@@ -1,0 +1,83 @@
+"""Going on where a reproduction was stopped: which rows are there, and whether they belong."""
+
+import os
+import secrets
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from bench import journal, machine
+from bench.cases import Case, UsageError, step_counts
+from bench.journal import Journal, Session
+from mm3d import backend, store
+
+
+def settings(arguments) -> dict[str, Any]:
+    """All that a row depends on, and that must be the same for rows to belong together.
+
+    The sizes, repetitions and numbers that are asked for, the source, the machine, its libraries
+    and the variables that tune them.  Not which rows are asked for, nor in which order.
+
+    Raises
+    ------
+    UsageError
+        When an argument cannot be meant.
+    """
+    warmup, limits = step_counts(arguments)
+    try:
+        library = backend.get(arguments.backend).name
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    found = machine.describe(library, 1, MPI.Get_library_version(), "")
+    same = {name: value for name, value in found.items() if name in (
+        "cpu_model", "cores", "backend", "python", "mpi", "tuning_variables", "blas",
+        "blas_architecture") or name.endswith("_version")}
+    return {"preset": arguments.preset, "warmup": warmup, **vars(limits),
+            "dtype": arguments.dtype, "seed": arguments.seed,
+            "source": machine.source_digest(), **same}
+
+
+def begin(log: Journal, cases: list[Case], wanted: dict[str, Any],
+          arguments) -> tuple[Session, set[str]]:
+    """The reproduction to go on with, or a new one, and the names of its finished rows."""
+    token = os.environ[journal.VARIABLE] = secrets.token_hex(8)
+    old = None if arguments.fresh else journal.unfinished(log.entries())
+    if old:
+        changed = journal.differences(old.settings, wanted)
+        if arguments.order not in (None, old.order):
+            changed.append(f"order {arguments.order} instead of {old.order}")
+        if not changed:
+            finished = {one.name for one in cases if measured_before(one, old, log.folder)}
+            log.write("resume", token=token, order=old.order, finished=sorted(finished))
+            return old, finished
+        print(f"not going on with what was begun at {old.begun[:19]} UTC, but beginning anew, "
+              f"because of: {'; '.join(changed)}", flush=True)
+    order = secrets.randbelow(2 ** 31) if arguments.order is None else arguments.order
+    new = Session(order, journal.now(), wanted)
+    log.write("begin", token=token, order=order, settings=wanted,
+              rows=sorted(one.name for one in cases))
+    return new, set()
+
+
+def measured_before(one: Case, session: Session, folder: Path) -> bool:
+    """Whether a whole file of the row is there that this reproduction has written."""
+    for path in folder.glob(f"{one.name}-*.h5"):
+        try:
+            run = store.read(path)
+        except store.StoreError:
+            continue    # is measured again; tables say what is wrong with the file
+        if (isinstance(run, store.Run) and run.created >= session.begun
+                and run.configuration.get("order") == session.order
+                and not run.configuration["overridden"]
+                and all(run.configuration[name] == session.settings[name]
+                        for name in ("dtype", "seed", "warmup", "repetitions"))):
+            return True
+    return False
+
+
+def tidy(folder: Path) -> None:
+    """Delete what writers that were killed have left; for who has claimed the folder."""
+    for pattern in ("*.h5.part", ".probe-*"):
+        for path in folder.glob(pattern):
+            path.unlink(missing_ok=True)
