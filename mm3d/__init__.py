@@ -11,6 +11,10 @@ from mm3d import environment
 
 environment.set_defaults()  # before NumPy and MPI start, which read the environment once
 
+from mm3d import gpu  # noqa: E402
+
+gpu.start()  # a device's context before MPI, which otherwise takes its memory for the host's
+
 from mm3d import cost  # noqa: E402
 from mm3d.grid import Axis, Grid, Split, Traffic  # noqa: E402
 from mm3d.layout import Layout  # noqa: E402

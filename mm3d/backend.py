@@ -8,7 +8,7 @@ benchmarks, ``MM3D_BACKEND``), never in the middle of a computation.
 
 import math
 import os
-import sys
+import time
 from types import ModuleType
 from typing import Any, Callable
 
@@ -134,6 +134,26 @@ class Backend:
         """`a` as a NumPy array (the explicit way to the host, and the only one)."""
         return np.asarray(a)
 
+    def host_copy(self, a: Array) -> np.ndarray:
+        """A copy of `a` in host memory, made to travel (see `wire`)."""
+        return np.ascontiguousarray(self.to_host(a))
+
+    def host_buffer(self, a: Array) -> np.ndarray:
+        """Host memory of the shape of `a`, for what is to be delivered there."""
+        return np.empty(tuple(a.shape), str(a.dtype).rpartition(".")[2])
+
+    def deliver(self, host: np.ndarray, a: Array) -> None:
+        """Copy `host`, from `host_copy` or `host_buffer`, into `a`."""
+        a[...] = self.asarray(host)
+
+    def wire(self, a: Array) -> Array:
+        """`a` where it lies, as a type that MPI can move."""
+        return a
+
+    def place(self) -> tuple[str, str] | None:
+        """The node and the device that the arrays lie on; None without a device."""
+        return None
+
     def is_contiguous(self, a: Array) -> bool:
         """Whether the elements of `a` lie in C order without gaps."""
         return a.flags.c_contiguous
@@ -162,6 +182,14 @@ class Backend:
     def end_range(self) -> None:
         """Tell it that what began last has ended."""
 
+    def mark(self) -> Any:
+        """This moment in the order of what the device does, for `seconds`."""
+        return time.perf_counter()
+
+    def seconds(self, start: Any, end: Any) -> float:
+        """Seconds on the device between two marks; waits until it has reached the second."""
+        return end - start
+
     def memory(self) -> dict[str, int]:
         """Bytes of array memory: ``in_use``, ``peak`` and ``reserved``."""
         return {"in_use": self.pool.in_use, "peak": self.pool.peak,
@@ -172,59 +200,7 @@ class Backend:
         self.pool.reset_peak()
 
 
-class CupyBackend(Backend):
-    """CuPy device arrays; CuPy's own pool reuses the memory."""
-
-    name = "cupy"
-    block = sys.maxsize
-    host_buffers = False
-
-    def __init__(self) -> None:
-        try:
-            import cupy
-        except ImportError as error:
-            raise ValueError("backend 'cupy' needs the package cupy: "
-                             "pip install cupy-cuda13x, or choose backend 'numpy'") from error
-        if not cupy.is_available():
-            raise ValueError("backend 'cupy' found no usable GPU: choose backend 'numpy'")
-        self.xp = cupy
-        self._peak = 0
-
-    def owns(self, a: Array) -> bool:
-        return isinstance(a, self.xp.ndarray)
-
-    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        a = self.xp.empty(tuple(shape), dtype)
-        self._peak = max(self._peak, self.xp.get_default_memory_pool().used_bytes())
-        return a
-
-    def asarray(self, host: np.ndarray) -> Array:
-        return self.xp.asarray(host)
-
-    def to_host(self, a: Array) -> np.ndarray:
-        return self.xp.asnumpy(a)
-
-    def gemm(self, a: Array, b: Array, out: Array) -> Array:
-        return self.xp.matmul(a, b, out=out)
-
-    def synchronize(self) -> None:
-        self.xp.cuda.get_current_stream().synchronize()
-
-    def begin_range(self, name: str) -> None:
-        self.xp.cuda.nvtx.RangePush(name)
-
-    def end_range(self) -> None:
-        self.xp.cuda.nvtx.RangePop()
-
-    def memory(self) -> dict[str, int]:
-        pool = self.xp.get_default_memory_pool()
-        return {"in_use": pool.used_bytes(), "peak": self._peak, "reserved": pool.total_bytes()}
-
-    def reset_peak(self) -> None:
-        self._peak = self.xp.get_default_memory_pool().used_bytes()
-
-
-_makers: dict[str, Callable[[], Backend]] = {"numpy": Backend, "cupy": CupyBackend}
+_makers: dict[str, Callable[[], Backend]] = {"numpy": Backend}
 _made: dict[str, Backend] = {}
 
 
@@ -270,9 +246,8 @@ def namespace(a: Array) -> ModuleType:
 
 
 def wide_dtype(a: Array) -> Any:
-    """The dtype for sums over `a`: its own, but float32 for float16 where the library has it."""
-    xp = namespace(a)
-    return xp.float32 if a.dtype == getattr(xp, "float16", None) else a.dtype
+    """The dtype for sums over `a`: its own, but float32 for floating point of 16 bits."""
+    return namespace(a).float32 if str(a.dtype) in ("float16", "bfloat16") else a.dtype
 
 
 def matmul(a: Array, b: Array, empty: Callable[..., Array] | None = None) -> Array:

@@ -15,6 +15,13 @@ from collections.abc import Mapping, MutableMapping
 # Ranks that the launcher started on this node: MPICH's hydra and Intel MPI, Open MPI, MVAPICH.
 LOCAL_RANKS = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
 
+# The rank among those of this node: the same launchers, and srun.
+LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK",
+              "SLURM_LOCALID")
+
+# Beginnings of what a launcher tells its ranks, which must not reach those of another launcher.
+LAUNCHER = ("PMI_", "PMIX_", "HYDRA_", "HYDI_", "OMPI_", "PRTE_", "MPI_LOCAL")
+
 # The rank in the job: hydra and PMI launchers, Open MPI, PMIx (srun --mpi=pmix).
 RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
@@ -49,6 +56,20 @@ def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
     # Some launchers tell only the size of the world: exact on one node, an upper bound on several.
     size = environ.get("PMI_SIZE", "")
     return int(size) if size.isdigit() else 1
+
+
+def local_rank(environ: Mapping[str, str] = os.environ) -> int:
+    """This process' rank among those of its node; 0 when there was no launcher."""
+    for name in LOCAL_RANK:
+        if environ.get(name, "").isdigit():
+            return int(environ[name])
+    return 0
+
+
+def without_launcher(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment for starting another launcher: settings of MPI stay, ranks' own do not."""
+    return {name: value for name, value in environ.items()
+            if not name.startswith(LAUNCHER) or "_MCA_" in name or name in PERMIT}
 
 
 def cores(environ: Mapping[str, str] = os.environ) -> int:

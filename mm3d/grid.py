@@ -17,7 +17,7 @@ from mpi4py import MPI
 from mm3d import backend as backends
 from mm3d import environment
 from mm3d.backend import Array, Backend
-from mm3d.shared import transport_for
+from mm3d.choice import settle, transport_for
 from mm3d.transport import Absent, host_dtype, resized
 
 
@@ -72,12 +72,14 @@ class Axis:
         These ranks, in order.
     backend : Backend
         Whose arrays travel.
+    kind : str
+        The name of their transport; see `mm3d.choice.settle`.
     """
 
-    def __init__(self, name: str, comm: MPI.Intracomm, backend: Backend) -> None:
+    def __init__(self, name: str, comm: MPI.Intracomm, backend: Backend, kind: str) -> None:
         self.name, self.comm, self.backend = name, comm, backend
         self.size, self.rank = comm.size, comm.rank
-        self.transport = transport_for(comm, backend)
+        self.transport = transport_for(comm, backend, kind)
         self.traffic: dict[str, Traffic] = {}
 
     def __repr__(self) -> str:
@@ -285,7 +287,8 @@ class Grid:
         self.comm, self.shape = comm, {name: int(size) for name, size in shape.items()}
         self.size, self.rank = comm.size, comm.rank
         self.coords = self.coordinates(comm.rank)
-        self.axes = {name: Axis(name, self._line(name), self.backend) for name in shape}
+        kind = settle(comm, self.backend)
+        self.axes = {name: Axis(name, self._line(name), self.backend, kind) for name in shape}
 
     def _line(self, name: str) -> MPI.Intracomm | Absent:
         """The ranks that differ from this one along the direction `name`."""

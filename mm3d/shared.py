@@ -20,8 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mm3d.backend import Array, Backend
-from mm3d.transport import (Absent, MpiTransport, SilentTransport, StagedTransport,
-                            block_indices, resized)
+from mm3d.transport import MpiTransport, block_indices, resized
 
 RING = 1024      # choices that the first rank may be ahead of the slowest
 REGIONS = 4096   # regions that a line of ranks can have
@@ -246,27 +245,11 @@ def _owners(a: Any) -> Iterator[Any]:
         a = getattr(a, "base", None)
 
 
-def transport_for(comm, backend: Backend) -> MpiTransport:
-    """The transport for arrays of `backend` between the ranks of `comm`.
-
-    By MPI, or with ``MM3D_TRANSPORT=shared`` through shared memory where the arrays are NumPy's
-    and the ranks all run on one node.
-
-    Raises
-    ------
-    ValueError
-        When ``MM3D_TRANSPORT`` is neither "shared" nor "mpi".
-    """
-    wanted = os.environ.get("MM3D_TRANSPORT", "mpi")
-    if wanted not in ("mpi", "shared"):
-        raise ValueError(f"MM3D_TRANSPORT={wanted!r} is unknown: choose mpi or shared")
-    if isinstance(comm, Absent):
-        return SilentTransport(comm, backend)
-    if not backend.host_buffers:
-        return StagedTransport(comm, backend)
-    if wanted == "mpi" or comm.size == 1 or not hasattr(os, "memfd_create"):
-        return MpiTransport(comm, backend)
+def one_node(comm) -> bool:
+    """Whether the ranks of `comm` all run on one node, whose memory they can share."""
+    if comm.size == 1 or not hasattr(os, "memfd_create"):
+        return False
     node = comm.Split_type(MPI.COMM_TYPE_SHARED)
     alone = node.size < comm.size
     node.Free()
-    return MpiTransport(comm, backend) if alone else SharedTransport(comm, backend)
+    return not alone

@@ -1,9 +1,8 @@
 """How the blocks of a collective travel between the ranks of one communicator.
 
 What is moved, and how much of it, is `mm3d.grid.Axis`' to know; a transport carries it out.
-`MpiTransport` hands the arrays themselves to MPI; `StagedTransport` carries arrays that MPI cannot
-read through copies in host memory, explicitly; `mm3d.shared` lets the ranks of one node read each
-other's blocks where they lie.
+`MpiTransport` hands the arrays themselves to MPI; `mm3d.shared` lets the ranks of one node read
+each other's blocks where they lie; `mm3d.device` carries what lies in a device's memory.
 """
 
 import itertools
@@ -173,47 +172,6 @@ class SilentTransport(MpiTransport):
                 counts: list[int]) -> Iterator[tuple[Array, Array]]:
         """All of them in one: they have no contents, and there may be a million."""
         yield self.backend.xp.reshape(flat, a.shape), a
-
-
-class StagedTransport(MpiTransport):
-    """The same collectives through host memory, for arrays out of MPI's reach."""
-
-    name = "staged"
-
-    def _host(self, a: Array) -> np.ndarray:
-        return np.ascontiguousarray(self.backend.to_host(a))
-
-    def _like(self, a: Array) -> np.ndarray:
-        return np.empty(tuple(a.shape), host_dtype(a))
-
-    def _deliver(self, host: np.ndarray, a: Array) -> None:
-        a[...] = self.backend.asarray(host)
-
-    def _all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:
-        host = self._like(recv)
-        super()._all_gather(self._host(send), host, lengths)
-        self._deliver(host, recv)
-
-    def _reduce_scatter(self, send: Array, recv: Array, lengths: list[int]) -> None:
-        host = self._like(recv)
-        super()._reduce_scatter(self._host(send), host, lengths)
-        self._deliver(host, recv)
-
-    def _all_reduce(self, send: Array, recv: Array) -> None:
-        host = self._like(recv)
-        super()._all_reduce(self._host(send), host)
-        self._deliver(host, recv)
-
-    def _broadcast(self, buffer: Array, root: int) -> None:
-        host = self._host(buffer).copy()
-        super()._broadcast(host, root)
-        self._deliver(host, buffer)
-
-    def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
-        host = None if recv is None else self._like(recv)
-        super()._reduce(self._host(send), host, root)
-        if recv is not None:
-            self._deliver(host, recv)
 
 
 def host_dtype(a: Array) -> np.dtype:

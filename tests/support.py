@@ -62,6 +62,12 @@ def run_python(*argv: str, timeout: float = 0.8 * LIMIT, cwd: str | Path | None 
     return _run([sys.executable, *argv], timeout, cwd, env)
 
 
+def run_command(command: list[str], timeout: float = 0.8 * LIMIT,
+                cwd: str | Path | None = None, **env: str) -> subprocess.CompletedProcess:
+    """Run any command in a clean environment, as `run_python` does."""
+    return _run(command, timeout, cwd, env)
+
+
 def kill_running() -> None:
     """Kill whatever `run_ranks` and `run_python` have running: this process is about to end."""
     for process in tuple(_running):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d import backend
+from mm3d import backend, gpu
 from models import PARALLELISMS, SIZES, Parallelism, data, differences, serial, train
 from reference import SHAPES, integers, on_grid
 
@@ -183,7 +183,7 @@ def test_functions_exist_with_these_arguments(library):
 def test_cupy_backend_uses_what_cupy_has():
     """The functions that its backend alone calls."""
     cupy = pytest.importorskip("cupy", reason="cupy is not installed")
-    tree = ast.parse(inspect.getsource(backend.CupyBackend))
+    tree = ast.parse(inspect.getsource(gpu.CupyBackend))
     names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
              and isinstance(node.value, ast.Attribute) and node.value.attr == "xp"}
     assert "asnumpy" in names

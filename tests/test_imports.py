@@ -11,16 +11,21 @@ PACKAGE = Path(mm3d.__file__).parent
 MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
            for path in PACKAGE.rglob("*.py")}
 
-# elementwise <- backend <- transport <- shared <- grid <- layout <- space <- contract <- schemes,
-# and functional <- space, layers <- transformer: no module sees one above it, layers see no
-# scheme.
+# elementwise <- backend <- transport <- shared, device <- choice <- grid <- layout <- space <-
+# contract <- schemes, and functional <- space, layers <- transformer: no module sees one above
+# it, layers see no scheme.
 ARRAYS = {"backend", "grid", "layout", "space"}
 MAY_IMPORT = {
     "elementwise": set(),
     "backend": {"elementwise"},
     "transport": {"backend"},
     "shared": {"backend", "transport"},
-    "grid": {"backend", "environment", "shared", "transport"},
+    "gpu": {"backend", "environment"},
+    "device": {"backend", "transport"},
+    "proof": {"environment"},
+    "choice": {"backend", "device", "proof", "shared", "transport"},
+    "grid": {"backend", "choice", "environment", "transport"},
+    "selftest": {"grid"},
     "layout": {"backend", "grid"},
     "space": {"backend", "functional", "grid", "layout"},
     "contract": ARRAYS | {"schemes"},    # the registry alone, which looks into the folder
@@ -39,11 +44,13 @@ MAY_IMPORT = {
     "spans": {"trace"},
     "hollow": {"backend", "elementwise", "trace"},
     "dry": {"backend", "contract", "hollow", "observe", "trace", "transformer", "transport"},
-    "__init__": {"environment", "cost", "grid", "layout", "contract", "space", "transformer"}}
+    "__init__": {"environment", "gpu", "cost", "grid", "layout", "contract", "space",
+                 "transformer"}}
 SCHEME = ARRAYS | {"contract"}
 
 # Packages that one file alone, or two, may know.
-ONLY_IN = {"cupy": {"backend"}, "mpi4py": {"grid", "contract", "shared"},
+ONLY_IN = {"cupy": {"gpu"}, "cupy_backends": {"gpu"}, "ml_dtypes": {"gpu"},
+           "mpi4py": {"grid", "contract", "proof", "selftest", "shared"},
            "h5py": {"record", "store"},
            "threadpoolctl": {"environment"}}
 TYPE_HINTS_ONLY = {("schemes.cube", "mpi4py")}

@@ -1,0 +1,72 @@
+"""Which transport carries the arrays of a grid: by setting, or by what is proven to work here."""
+
+import os
+
+from mm3d import proof
+from mm3d.backend import Backend
+from mm3d.device import TRANSPORTS
+from mm3d.shared import SharedTransport, one_node
+from mm3d.transport import Absent, MpiTransport, SilentTransport
+
+ON_HOST = ("mpi", "shared")
+
+
+def settle(comm, backend: Backend) -> str:
+    """The name of the transport for arrays of `backend` on all lines of a grid of `comm`.
+
+    ``MM3D_TRANSPORT`` decides where it is set: ``mpi`` or ``shared`` for arrays in host memory,
+    ``nccl``, ``device`` (a CUDA-aware MPI) or ``staged`` for those on a device.  Without it arrays
+    in host memory go by MPI; for the others it is NCCL where it is installed and every rank has a
+    GPU to itself, else a CUDA-aware MPI if a small job of its own shows that it works, else copies
+    in host memory.  All ranks of `comm` must call it, and get the same answer.
+
+    Raises
+    ------
+    ValueError
+        When the setting does not carry such arrays.
+    """
+    wanted = os.environ.get("MM3D_TRANSPORT", "")
+    known = ON_HOST if backend.host_buffers else tuple(TRANSPORTS)
+    alone = isinstance(comm, Absent) or comm.size == 1
+    if wanted and wanted not in (known if not alone else (*ON_HOST, *TRANSPORTS)):
+        raise ValueError(f"MM3D_TRANSPORT={wanted!r} is unknown for arrays of backend "
+                         f"{backend.name!r}: choose {', '.join(known[:-1])} or {known[-1]}")
+    if alone:
+        return "none"
+    if backend.host_buffers:
+        return wanted or "mpi"
+    if wanted and wanted != "nccl":
+        return wanted
+    places = comm.allgather(backend.place())
+    problem = _nccl_problem(places, comm.allgather(backend.nccl is not None))
+    if wanted and problem:
+        raise ValueError(f"MM3D_TRANSPORT=nccl: {problem}; choose device or staged")
+    if not problem:
+        return "nccl"
+    if None in places:
+        return "staged"
+    return "device" if comm.bcast(comm.rank == 0 and proof.cuda_aware()) else "staged"
+
+
+def _nccl_problem(places: list, installed: list[bool]) -> str:
+    """Why NCCL cannot carry the arrays of ranks at these places; empty if it can."""
+    if not all(installed):
+        return f"{installed.count(False)} of {len(installed)} ranks have no NCCL"
+    gpus = len(set(places))
+    if None in places or gpus < len(places):
+        return f"NCCL needs a GPU for each rank, and {len(places)} ranks have {gpus}"
+    return ""
+
+
+def transport_for(comm, backend: Backend, kind: str) -> MpiTransport:
+    """The transport of that name (see `settle`) between the ranks of `comm`; all must make it.
+
+    Ranks of different nodes, which share no memory, go by MPI.
+    """
+    if isinstance(comm, Absent):
+        return SilentTransport(comm, backend)
+    if kind in TRANSPORTS and comm.size > 1:
+        return TRANSPORTS[kind](comm, backend)
+    if kind == "shared" and one_node(comm):
+        return SharedTransport(comm, backend)
+    return MpiTransport(comm, backend)

@@ -1,0 +1,353 @@
+"""A CuPy for machines without a GPU: host arithmetic, but a device's rules.
+
+Memory has two sides.  What kernels of the computing stream write is on the one, and what copies,
+MPI and NCCL read and write by address is on the other.  Only waiting brings the two together: the
+stream's `synchronize`, or events between streams.  Work on other streams is not done until
+somebody waits for it.  Code that forgets to wait gets wrong numbers, each time.  Arrays refuse to
+become NumPy arrays unasked.
+
+With a `driver` (see ``standin/driver.c``) the second side is memory that no host instruction may
+touch, for a CUDA-aware MPI to work on.
+"""
+import ctypes
+import types
+
+import numpy as np
+
+
+class Memory:
+    """One allocation and its two sides."""
+
+    alive: dict[int, "Memory"] = {}    # by address
+    written: set["Memory"] = set()     # by kernels, since the last flush
+    driver = None
+
+    def __init__(self, nbytes: int) -> None:
+        nbytes = max(1, nbytes)
+        self.computing = np.full(nbytes, 0xA5, np.uint8)
+        if self.driver is None:
+            self.device = np.full(nbytes, 0x5A, np.uint8)
+            self.address = self.device.ctypes.data
+        else:
+            pointer = ctypes.c_uint64()
+            assert self.driver.cuMemAlloc_v2(ctypes.byref(pointer), ctypes.c_size_t(nbytes)) == 0
+            self.address = pointer.value
+            there = self.driver.standin_memory(pointer)
+            self.device = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(there))
+        self.told = False
+        self.alive[self.address] = self
+
+    @property
+    def dirty(self) -> bool:
+        return self in self.written
+
+    def write(self) -> None:
+        """A kernel has written."""
+        self.told = False
+        self.written.add(self)
+
+    def __del__(self) -> None:
+        self.alive.pop(self.address, None)
+        if self.driver is not None:
+            del self.device
+            self.driver.cuMemFree_v2(ctypes.c_uint64(self.address))
+
+    def see(self) -> None:
+        """Before a kernel looks: take what others wrote since they were told the address."""
+        if self.told:
+            self.computing[...] = self.device
+            self.told = False
+
+
+def flush() -> None:
+    """What kernels wrote has arrived."""
+    while Memory.written:
+        memory = Memory.written.pop()
+        memory.device[...] = memory.computing
+
+
+def at(pointer: int, dtype, count: int, kernel: bool = False) -> np.ndarray:
+    """`count` elements at an address, on the side of kernels or on the other."""
+    exact = Memory.alive.get(pointer)
+    for memory in [exact] if exact else list(Memory.alive.values()):
+        start = memory.address
+        if start <= pointer < start + memory.device.nbytes:
+            side = memory.computing if kernel else memory.device
+            part = side[pointer - start:pointer - start + count * np.dtype(dtype).itemsize]
+            assert part.nbytes == count * np.dtype(dtype).itemsize, "beyond the allocation"
+            if kernel:    # it was told the address, but is no stranger
+                memory.write()
+            return part.view(dtype)
+    assert not count, f"no device memory at {pointer:#x}"
+    return np.empty(0, dtype)
+
+
+class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
+    """An array on the device: a view of what kernels see of some memory."""
+
+    def __init__(self, memory: Memory, shell: np.ndarray) -> None:
+        self.memory, self.shell = memory, shell
+
+    shape = property(lambda self: self.shell.shape)
+    dtype = property(lambda self: self.shell.dtype)
+    ndim = property(lambda self: self.shell.ndim)
+    size = property(lambda self: self.shell.size)
+    nbytes = property(lambda self: self.shell.nbytes)
+    itemsize = property(lambda self: self.shell.itemsize)
+    strides = property(lambda self: self.shell.strides)
+    flags = property(lambda self: self.shell.flags)
+    T = property(lambda self: ndarray(self.memory, self.shell.T))
+
+    def __array__(self, *_, **__):
+        raise TypeError("implicit conversion to a NumPy array is not allowed")
+
+    def __len__(self) -> int:
+        return len(self.shell)
+
+    def _address(self) -> int:
+        """Tell the address to a stranger."""
+        if not self.memory.dirty:
+            self.memory.see()
+        self.memory.told = True
+        offset = self.shell.__array_interface__["data"][0] - self.memory.computing.ctypes.data
+        return self.memory.address + offset if self.size else 0
+
+    @property
+    def data(self):
+        return types.SimpleNamespace(ptr=self._address())
+
+    @property
+    def __cuda_array_interface__(self) -> dict:
+        if Memory.driver is None:
+            raise AttributeError("no MPI can read this memory")
+        assert self.flags.c_contiguous
+        return dict(shape=self.shape, typestr=self.dtype.str, strides=None, version=3,
+                    data=(self._address(), False))
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=None, **options):
+        return call(getattr(ufunc, method), *inputs, out=out and out[0], **options)
+
+    def __getitem__(self, index):
+        return call(lambda a: a[index], self)
+
+    def __setitem__(self, index, value):
+        self.memory.see()
+        self.shell[index] = unwrapped(value)
+        self.memory.write()
+
+    def view(self, dtype):
+        return ndarray(self.memory, self.shell.view(dtype))
+
+    def reshape(self, *shape):
+        return call(np.reshape, self, shape[0] if len(shape) == 1 else shape)
+
+    def astype(self, dtype, copy=True):
+        return self if not copy and self.dtype == dtype else call(lambda a: a.astype(dtype), self)
+
+
+def unwrapped(value):
+    if isinstance(value, ndarray):
+        value.memory.see()
+        return value.shell
+    if isinstance(value, np.ndarray) and value.ndim:
+        raise TypeError("a NumPy array is not on the device")
+    return value
+
+
+def new(a: np.ndarray) -> ndarray:
+    """An array in memory of its own, of the contents of `a`."""
+    memory = Memory(a.nbytes)
+    shell = memory.computing[:a.nbytes].view(a.dtype).reshape(a.shape)
+    shell[...] = a
+    memory.write()
+    return ndarray(memory, shell)
+
+
+def call(function, *arguments, out=None, **options):
+    """A function of NumPy's as a kernel; what it returns is a view if NumPy's is one."""
+    given = [a for a in arguments if isinstance(a, ndarray)]
+    plain = [unwrapped(a) for a in arguments]
+    if out is not None:
+        options["out"] = unwrapped(out)
+        function(*plain, **options)
+        out.memory.write()
+        return out
+    result = function(*plain, **options)
+    if not isinstance(result, np.ndarray):
+        return new(np.asarray(result)) if isinstance(result, np.generic) else result
+    for a in given:
+        if result.base is not None and np.may_share_memory(result, a.memory.computing):
+            return ndarray(a.memory, result)
+    return new(result)
+
+
+# --- Streams -------------------------------------------------------------------------------
+
+class Event:
+    """A place in the order of a stream."""
+
+    def __init__(self, **_) -> None:
+        self.stream = None
+
+    @property
+    def done(self) -> bool:
+        return self.place <= self.stream.finished
+
+    def synchronize(self) -> None:
+        self.stream.finish(self.place)
+
+
+class Stream:
+    """Work in order; that of the `computing` stream is done at once, on its own side of memory."""
+
+    computing: "Stream | None" = None
+    every: dict[int, "Stream"] = {}
+
+    def __init__(self, non_blocking: bool = False) -> None:
+        assert non_blocking, "a stream that waits for the default stream"
+        self.queue, self.finished, self.ready = [], 0, False
+        self.ptr = id(self)
+        self.every[self.ptr] = self
+
+    def use(self) -> "Stream":
+        Stream.computing = self
+        return self
+
+    def record(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.stream, event.place = self, self.finished + len(self.queue)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        if self is Stream.computing:
+            event.synchronize()
+        elif event.stream is Stream.computing:
+            flush()
+
+    def synchronize(self) -> None:
+        if self is Stream.computing:
+            flush()
+        self.finish(self.finished + len(self.queue))
+
+    def finish(self, place: int) -> None:
+        while self.finished < place:
+            work = self.queue.pop(0)
+            self.finished += 1
+            work()
+
+
+def enqueue(pointer: int, work) -> None:
+    """Put work on the stream of that pointer, to be done when somebody waits for it."""
+    stream = Stream.every[pointer]
+    assert stream is not Stream.computing
+    stream.queue.append(work)
+
+
+# --- The module ----------------------------------------------------------------------------
+
+def memcpyAsync(to: int, source: int, nbytes: int, kind: str, stream: int) -> None:
+    def copy():
+        host = [np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(p))
+                if side == "host" else at(p, np.uint8, nbytes)
+                for p, side in zip((source, to), kind.split(" to "))]
+        host[1][...] = host[0]
+    enqueue(stream, copy)
+
+
+class MemoryPool:
+    """Counts; the memory itself is `Memory`'s."""
+
+    def malloc(self, size: int) -> int:
+        return size
+
+    def used_bytes(self) -> int:
+        return sum(memory.computing.nbytes for memory in Memory.alive.values())
+
+    total_bytes = used_bytes
+
+
+class Device:
+    def __init__(self, number: int) -> None:
+        self.pci_bus_id = f"0000:0{number}:00.0"
+
+    def use(self) -> None:
+        """There is no other."""
+
+
+class FakeCupy(types.ModuleType):
+    """What `import cupy` gives."""
+
+    ndarray = ndarray
+
+    def __init__(self, gpus: int = 1) -> None:
+        super().__init__("cupy")
+        self.runtime = types.SimpleNamespace(
+            getDeviceCount=lambda: gpus, memcpyAsync=memcpyAsync,
+            memcpyDeviceToHost="device to host", memcpyHostToDevice="host to device",
+            CUDA_R_64F=np.float64, CUDA_R_32F=np.float32, CUDA_R_16F=np.float16)
+        self.allocate = None
+        self.cuda = types.SimpleNamespace(
+            runtime=self.runtime, Device=Device, MemoryPool=MemoryPool, Stream=Stream,
+            Event=Event, set_allocator=lambda allocate: setattr(self, "allocate", allocate),
+            alloc_pinned_memory=lambda size: bytearray(size), get_cublas_handle=lambda: 0,
+            get_elapsed_time=lambda a, b: 1000.0 * (b.place - a.place))
+
+    def __getattr__(self, name: str):
+        function = getattr(np, name)
+        if isinstance(function, type):    # a dtype
+            return function
+        return lambda *arguments, **options: call(function, *arguments, **options)
+
+    def is_available(self) -> bool:
+        return True
+
+    def empty(self, shape, dtype=float) -> ndarray:
+        self.allocate(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        memory = Memory(int(np.prod(shape)) * np.dtype(dtype).itemsize)
+        shell = memory.computing[:int(np.prod(shape)) * np.dtype(dtype).itemsize]
+        return ndarray(memory, shell.view(dtype).reshape(shape))
+
+    def zeros(self, shape, dtype=float) -> ndarray:
+        a = self.empty(shape, dtype)
+        a[...] = 0
+        return a
+
+    def asarray(self, a) -> ndarray:
+        return a if isinstance(a, ndarray) else new(np.asarray(a))
+
+    def asnumpy(self, a: ndarray) -> np.ndarray:
+        return unwrapped(a).copy()
+
+
+def gemm_ex(handle, turn_a, turn_b, m, n, k, alpha, a, a_type, step_a, b, b_type, step_b, beta, c,
+            c_type, step_c, sums, algorithm) -> None:
+    """C = A B of matrices stored by columns, as cuBLAS computes it, on the computing stream."""
+    wide = {"CUBLAS_COMPUTE_64F": np.float64}.get(sums, np.float32)
+    factors = []
+    for pointer, kind, step, rows, columns, turn in ((a, a_type, step_a, m, k, turn_a),
+                                                     (b, b_type, step_b, k, n, turn_b)):
+        rows, columns = (columns, rows) if turn else (rows, columns)
+        flat = at(pointer, kind, step * (columns - 1) + rows, kernel=True)
+        matrix = np.lib.stride_tricks.as_strided(flat, (rows, columns),
+                                                 (flat.itemsize, step * flat.itemsize))
+        factors.append((matrix.T if turn else matrix).astype(wide))
+    scalars = [np.ctypeslib.as_array((np.ctypeslib.as_ctypes_type(wide) * 1).from_address(p))[0]
+               for p in (alpha, beta)]
+    assert scalars == [1, 0]
+    flat = at(c, c_type, step_c * (n - 1) + m, kernel=True)
+    out = np.lib.stride_tricks.as_strided(flat, (m, n), (flat.itemsize, step_c * flat.itemsize))
+    out[...] = factors[0] @ factors[1]
+
+
+def modules(gpus: int = 1) -> dict[str, types.ModuleType]:
+    """What to put into `sys.modules`."""
+    cublas = types.ModuleType("cublas")
+    cublas.__getattr__ = lambda name: name    # constants stand for themselves
+    cublas.setPointerMode = lambda handle, mode: None
+    cublas.gemmEx = gemm_ex
+    libs = types.ModuleType("cupy_backends.cuda.libs")
+    libs.cublas = cublas
+    return {"cupy": FakeCupy(gpus), "cupy_backends.cuda.libs": libs,
+            "cupy_backends.cuda": types.ModuleType("cupy_backends.cuda"),
+            "cupy_backends": types.ModuleType("cupy_backends"),
+            "cupy_backends.cuda.libs.cublas": cublas}

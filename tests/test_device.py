@@ -1,0 +1,208 @@
+"""Transports of device arrays and the CuPy backend, on a CuPy that needs no GPU."""
+import sys
+
+import numpy as np
+import pytest
+
+import fakecupy
+import fakenccl
+import mm3d
+from mm3d import backend, choice, device, gpu, proof, selftest
+from models import SIZES, SOME, data, differences, serial, train
+from reference import integers, on_grid
+
+NAMES = tuple(device.TRANSPORTS)
+
+
+class Nccl(device.NcclTransport):
+    """Tells the fake which ranks make a group."""
+
+    def __init__(self, comm, backend) -> None:
+        fakenccl.line = comm
+        super().__init__(comm, backend)
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """The backend "cupy" over host memory, with NCCL."""
+    for name, module in fakecupy.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(backend, "_made", {})
+    monkeypatch.setattr(gpu.CupyBackend, "nccl", fakenccl)
+    monkeypatch.setitem(device.TRANSPORTS, "nccl", Nccl)
+    monkeypatch.setattr(choice, "_nccl_problem", lambda places, installed: "")
+    return backend.get("cupy")
+
+
+@pytest.fixture(params=["staged", "nccl"])
+def carried(request, monkeypatch, cupy):
+    """Each transport that needs no MPI of its own."""
+    monkeypatch.setenv("MM3D_TRANSPORT", request.param)
+    return request.param
+
+
+@pytest.mark.ranks(1, 3, 8)
+def test_every_collective_even_and_uneven(comm, carried):
+    """Types of 16 and 32 bits, blocks of no elements, everything on one rank."""
+    grid = mm3d.Grid(comm, "cupy", x=comm.size)
+    assert comm.size == 1 or grid.x.transport.name == carried
+    assert selftest.failures(grid, (1, 700), ("float32", "float16")) == []
+    grid.free()
+
+
+@pytest.mark.ranks(1, 4, 8)
+def test_the_model_equals_the_serial_one(comm, carried):
+    """On every scheme: nothing is computed before what it needs has arrived."""
+    for parallelism in SOME[comm.size]:
+        with parallelism.on(comm, "cupy") as scheme:
+            model = mm3d.Transformer(scheme, **SIZES["uneven"], dtype="float64", causal=True)
+            results = train(model, *data(**SIZES["uneven"]))
+            assert all(isinstance(a, fakecupy.ndarray) for a in results.values())
+            wrong = differences(model, results, serial("uneven", True), 1e-12, 1e-11)
+        assert not wrong, f"{parallelism} {carried}: {wrong}"
+
+
+@pytest.mark.ranks(8)
+def test_sixteen_bits_are_summed_in_float32(comm, carried):
+    """Terms of which a float16 sum would lose all but the first."""
+    grid = mm3d.Grid(comm, "cupy", x=comm.size)
+    for length in (8, 3 * device.SMALL):
+        term = np.full(length, 2048 if comm.rank == 0 else 1, np.float16)
+        found = grid.x.all_reduce(grid.backend.asarray(term))
+        assert set(grid.backend.to_host(found).tolist()) == {2048 + 8}    # 2055, rounded once
+        found = grid.x.reduce_scatter(grid.backend.asarray(term))
+        assert set(grid.backend.to_host(found).tolist()) == {2048 + 8}
+    grid.free()
+
+
+@pytest.mark.ranks(2)
+def test_pinned_memory_is_kept_until_it_has_been_copied(comm, cupy, monkeypatch):
+    monkeypatch.setenv("MM3D_TRANSPORT", "staged")
+    a = cupy.empty((4,), "float32")
+    host = cupy.host_buffer(a)
+    host[...] = 7
+    cupy.deliver(host, a)
+    assert any(kept is host for _, kept in cupy._delivering)
+    assert cupy.to_host(a).tolist() == [7] * 4
+    cupy.deliver(host, a)
+    assert len(cupy._delivering) == 1      # the first has arrived
+
+
+# --- Which transport -----------------------------------------------------------------------
+
+class Lent(backend.Backend):
+    """Arrays on a device at a given place."""
+
+    host_buffers, name = False, "lent"
+
+    def __init__(self, place, nccl) -> None:
+        super().__init__()
+        self.place, self.nccl = (lambda: place), nccl
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("gpus, nccl, aware, expected", [
+    (4, True, True, "nccl"), (1, True, True, "device"), (4, False, True, "device"),
+    (1, True, False, "staged"), (2, False, False, "staged"), (0, True, True, "staged")])
+def test_what_is_proven_is_chosen(comm, monkeypatch, gpus, nccl, aware, expected):
+    """NCCL where every rank has a GPU, then an MPI that proves to be CUDA-aware, then copies."""
+    monkeypatch.delenv("MM3D_TRANSPORT", raising=False)
+    asked = []
+    monkeypatch.setattr(proof, "cuda_aware", lambda: asked.append(1) or aware)
+    lent = Lent(("node", comm.rank % gpus) if gpus else None, "library" if nccl else None)
+    assert choice.settle(comm, lent) == expected
+    assert len(asked) == (comm.rank == 0 and expected != "nccl" and gpus > 0)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("setting, place, nccl, message", [
+    ("nccl", ("node", 0), True, "NCCL needs a GPU for each rank, and 4 ranks have 1; choose"),
+    ("nccl", ("node", 0), None, "4 of 4 ranks have no NCCL; choose device or staged"),
+    ("shared", ("node", 0), True, "'shared' is unknown for arrays of backend 'lent': choose")])
+def test_a_setting_that_cannot_be_is_refused_on_all_ranks(comm, monkeypatch, setting, place, nccl,
+                                                          message):
+    monkeypatch.setenv("MM3D_TRANSPORT", setting)
+    with pytest.raises(ValueError, match=message):
+        choice.settle(comm, Lent(place, nccl))
+
+
+@pytest.mark.ranks(2)
+def test_a_device_transport_does_not_carry_host_arrays(comm, monkeypatch):
+    """But on one rank, where nothing travels, the setting of a GPU's job does not matter."""
+    for name in NAMES:
+        monkeypatch.setenv("MM3D_TRANSPORT", name)
+        with pytest.raises(ValueError, match="unknown for arrays of backend 'numpy': choose mpi"):
+            mm3d.Grid(comm, "numpy", x=2)
+        assert mm3d.Grid(mm3d.grid.MPI.COMM_SELF, "numpy", x=1).x.all_gather(name) == name
+
+
+def test_a_job_that_does_not_end_proves_nothing(monkeypatch):
+    """Nor one that fails, nor an MPI that says no; each answer is asked for once."""
+    monkeypatch.setattr(proof, "claimed", lambda: True)
+    for program, expected in (("import time; time.sleep(60)", False),
+                              ("raise SystemExit(3)", False), ("pass", True)):
+        monkeypatch.setattr(proof.environment, "mpirun_command",
+                            lambda *_, program=program: [sys.executable, "-c", program])
+        assert proof.cuda_aware.__wrapped__(seconds=2) is expected
+    monkeypatch.setattr(proof, "claimed", lambda: False)
+    assert proof.cuda_aware.__wrapped__() is False
+
+
+# --- The backend ---------------------------------------------------------------------------
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("m, k, n", [(3, 5, 7), (1, 5, 7), (3, 1, 7), (3, 5, 1), (1, 1, 1),
+                                     (0, 5, 7), (3, 0, 7)])
+def test_products_of_all_forms_and_layouts(cupy, dtype, m, k, n):
+    """cuBLAS stores by columns and is told sizes, steps and addresses: all must fit."""
+    A, B = integers((m, k), 1, dtype), integers((k, n), 2, dtype)
+    for turn_a in (False, True):
+        for turn_b in (False, True):
+            a = cupy.asarray(np.ascontiguousarray(A.T)).T if turn_a else cupy.asarray(A)
+            b = cupy.asarray(np.ascontiguousarray(B.T)).T if turn_b else cupy.asarray(B)
+            wide_a = cupy.asarray(np.repeat(A, 2, axis=1))[:, ::2]    # rows and columns apart
+            for left in (a, wide_a):
+                out = cupy.gemm(left, b, cupy.empty((m, n), dtype))
+                assert np.array_equal(cupy.to_host(out), A @ B)
+    if dtype == "float16":
+        out = cupy.gemm(cupy.asarray(A), cupy.asarray(B), cupy.empty((m, n), "float32"))
+        assert out.dtype == np.float32 and np.array_equal(cupy.to_host(out), A @ B)
+
+
+def test_one_rank_a_gpu_by_local_rank(monkeypatch):
+    """And several on one where there are fewer GPUs."""
+    for rank, gpus, expected in ((0, 4, 0), (3, 4, 3), (5, 4, 1), (7, 1, 0)):
+        for name, module in fakecupy.modules(gpus).items():
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setenv("MPI_LOCALRANKID", str(rank))
+        assert gpu.CupyBackend().gpu == expected
+
+
+def test_memory_counts_temporaries(cupy):
+    """The peak is the allocator's own, not that of the arrays the backend is asked for."""
+    cupy.reset_peak()
+    before = cupy.memory()["peak"]
+    kept = cupy.empty((1000,), "float64")
+    assert cupy.memory()["peak"] >= before
+    assert cupy.memory()["in_use"] >= 8000 and kept.nbytes == 8000
+
+
+def test_arrays_refuse_the_host(cupy):
+    a = cupy.asarray(np.ones(3))
+    for use in (np.asarray, lambda a: a + np.ones(3), memoryview):
+        with pytest.raises(TypeError):
+            use(a)
+
+
+@pytest.mark.ranks(4)
+def test_bfloat16_travels_as_it_is(comm, carried):
+    """Moved in 16 bits, summed in float32."""
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+    with on_grid(comm, comm.size):
+        grid = mm3d.Grid(comm, "cupy", x=comm.size)
+    term = np.full(6, 256 if comm.rank == 0 else 1, ml_dtypes.bfloat16)
+    found = grid.backend.to_host(grid.x.all_reduce(grid.backend.asarray(term)))
+    assert found.dtype == term.dtype and set(found.astype(float).tolist()) == {260.0}
+    found = grid.backend.to_host(grid.x.all_gather(grid.backend.asarray(term)))
+    assert found.astype(float).tolist() == [256.0] * 6 + [1.0] * 18
+    grid.free()
