@@ -12,7 +12,8 @@ from bench.options import add_doctor, add_microbenchmarks, add_reproduce
 from mm3d import environment
 
 ON_ALL_RANKS = {"run": "bench.run", "gemm": "bench.micro", "collectives": "bench.micro",
-                "matmul": "bench.matmul", "calibrate": "bench.calibrate"}
+                "matmul": "bench.matmul", "calibrate": "bench.calibrate",
+                "check": "bench.check"}
 
 
 class Parser(argparse.ArgumentParser):

@@ -3,6 +3,7 @@
 import argparse
 import importlib
 
+from bench import options
 from bench.cases import UsageError
 
 VERBS = ("dry", "plan", "predict")
@@ -74,6 +75,21 @@ def add_verbs(verbs) -> None:
         "alone or under mpirun: measure this machine and write its model for as many ranks"))
     calibrate.add_argument("--out", required=True, metavar="FILE",
                            help="the machine's model, a .toml file for --machine")
+
+    check = verbs.add_parser("check", help=(
+        "alone or under mpirun: measure every scheme and grid beside the model's predictions"))
+    check.add_argument("--machine", required=True, metavar="FILE",
+                       help="what calibrate wrote with as many ranks")
+    check.add_argument("--matmul", type=options.shape, action="append", metavar="M,N,K",
+                       help="C is M x K, the sum has N terms; may be repeated")
+    check.add_argument("--layer", type=options.sizes("HIDDEN,HEADS,BATCH,SEQ"), action="append",
+                       metavar="HIDDEN,HEADS,BATCH,SEQ", help="may be repeated")
+    check.add_argument("--layers", type=int, default=1, metavar="N", help="of each (default 1)")
+    check.add_argument("--dtype", default="float32", choices=("float32", "float64"))
+    check.add_argument("--seed", type=int, default=0, metavar="N",
+                       help="of numbers and order (default 0)")
+    check.add_argument("--out", metavar="DIR",
+                       help="where the .h5 file goes (default results/<machine>)")
 
     predict = verbs.add_parser("predict", help=(
         "the paper's tables as a machine model predicts them, fitted on some rows"))

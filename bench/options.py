@@ -5,6 +5,7 @@ import argparse
 
 FORMS = ("ab", "abt", "atb")
 SCHEMES = ("3d", "2d", "1d")
+COUNTS = {3: "three", 4: "four"}
 
 
 def add_microbenchmarks(verbs) -> None:
@@ -29,7 +30,7 @@ def add_microbenchmarks(verbs) -> None:
 
     matmul = _verb(verbs, "matmul", "under mpirun: distributed products beside one process with "
                    "all cores", 7, 30.0)
-    matmul.add_argument("--shape", type=_shape, action="append", required=True, metavar="M,N,K",
+    matmul.add_argument("--shape", type=shape, action="append", required=True, metavar="M,N,K",
                         help="C is M x K, the sum has N terms; N alone for cubes; may be repeated")
     _grid_option(matmul)
     matmul.add_argument("--scheme", default="3d", choices=SCHEMES, help="(default 3d)")
@@ -125,13 +126,22 @@ def _sizes(text: str) -> tuple[int, ...]:
                                          f"do, such as 2x2x2") from None
 
 
-def _shape(text: str) -> tuple[int, int, int]:
-    numbers = _numbers(text)
-    if len(numbers) == 1:
-        numbers *= 3
-    if len(numbers) != 3:
-        raise argparse.ArgumentTypeError(f"{text!r}: three sizes M,N,K would do, or one")
-    return tuple(numbers)
+def shape(text: str) -> tuple[int, ...]:
+    """M, N and K of ``M,N,K``, or of one number for all."""
+    return sizes("M,N,K")(text if "," in text else ",".join([text] * 3))
+
+
+def sizes(names: str):
+    """What makes of a text as many whole numbers of at least 1 as there are names."""
+    count = len(names.split(","))
+
+    def several(text: str) -> tuple[int, ...]:
+        found = _numbers(text)
+        if len(found) != count:
+            raise argparse.ArgumentTypeError(f"{text!r}: {COUNTS[count]} sizes {names} would do"
+                                             + ", or one" * (count == 3))
+        return tuple(found)
+    return several
 
 
 def _names(*known: str):

@@ -12,6 +12,7 @@ import numpy as np
 
 import mm3d
 from bench import micro, model
+from bench.sampling import repeated
 from mm3d import backend as backends
 from mm3d import dry, store, timing
 from mm3d.statistics import median_interval
@@ -28,8 +29,8 @@ TINY = dict(layers=4, hidden=16, heads=2, batch=2, seq=4)
 Shape = tuple[int, int, int]
 
 
-def seconds(step: Callable[[], object], comm) -> float:
-    """Median makespan of `step` on all ranks at once, of many in a row over their number."""
+def samples(step: Callable[[], object], comm) -> list[float]:
+    """Makespans of `step` on all ranks at once, each of many in a row over their number."""
     clock, nothing = timing.Clock(comm), (lambda: None)
 
     def span(calls: int) -> float:
@@ -41,8 +42,12 @@ def seconds(step: Callable[[], object], comm) -> float:
     span(1)
     trial = comm.bcast(min(span(1), span(1)))
     calls = min(micro.CALLS, max(1, math.ceil(SAMPLE / trial)))
-    found, _ = micro.repeated(lambda: span(calls) / calls, LIMITS, comm)
-    return comm.bcast(median_interval(found).median)
+    return repeated(lambda: span(calls) / calls, LIMITS, comm)[0]
+
+
+def seconds(step: Callable[[], object], comm) -> float:
+    """The median of `samples`, the same on every rank."""
+    return comm.bcast(median_interval(samples(step, comm)).median)
 
 
 def products(dtype: str, comm) -> dict[Shape, float]:
@@ -103,9 +108,9 @@ def collectives(comm) -> list[model.Line]:
         for kind in store.COLLECTIVES:
             times = []
             for length in (b // 4 for b in sizes):
-                samples, _, _ = micro.one_collective(grid, "y", kind, length, chosen, LIMITS,
-                                                     clock)
-                times.append(comm.bcast(median_interval(samples).median))
+                spans, _, _ = micro.one_collective(grid, "y", kind, length, chosen, LIMITS,
+                                                   clock)
+                times.append(comm.bcast(median_interval(spans).median))
             alpha, beta, _ = micro.fitted(np.array(sizes, float), np.array(times))
             found.append(model.Line(kind, size, stride, alpha, beta,
                                     model.Curve([float(b) for b in sizes], times)))

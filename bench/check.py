@@ -1,0 +1,103 @@
+"""The verb ``check``: every scheme and grid of the job's ranks, measured beside predictions."""
+
+from pathlib import Path
+
+import mm3d
+from bench import machine, matmul, model, plan, probes, replay, sampling, verify
+from bench.cases import Sizes, UsageError
+from bench.products import DIRECTIONS, Problem
+from bench.replay import Work
+from bench.run import writable
+from mm3d import dry, timing
+from mm3d.record import Check, Measurements, Variable
+
+Phases = list[list[float]]    # samples of forward and of backward
+
+
+def check(arguments, comm) -> int:
+    """Measure products and layers, print them beside the model's seconds; 0 when written.
+
+    Raises
+    ------
+    UsageError
+        When there is nothing to measure, or the machine is a model for other ranks.
+    """
+    chosen = model.load(arguments.machine)
+    if not arguments.matmul and not arguments.layer:
+        raise UsageError("nothing to measure: give --matmul M,N,K or --layer "
+                         "HIDDEN,HEADS,BATCH,SEQ")
+    if chosen.passes and chosen.ranks_per_node != comm.size:
+        raise UsageError(f"--machine {arguments.machine} was measured with "
+                         f"{chosen.ranks_per_node} ranks, not {comm.size}: start that many, or "
+                         f"calibrate with {comm.size}")
+    out = writable(Path(arguments.out or machine.default_out()), comm)
+    works = wanted(arguments, comm.size)
+    checks: list[Check] = []
+    try:
+        found = sampling.in_random_order(
+            [(work,) for work in works], arguments.seed,
+            lambda work: (product if work.kind == "matmul" else layers)(work, arguments, comm,
+                                                                        checks))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    environs = sampling.measured_environment("numpy", comm)
+    wrong = [f"{done.quantity} is off by {done.error:.2g}, tolerance {done.tolerance:.2g}"
+             for done in checks if not done.passed]
+    if wrong:
+        return sampling.failed("check", f"{wrong[0]}; no times were written", comm)
+    record = Measurements(
+        "check", {"dtype": arguments.dtype, "seed": arguments.seed}, environs,
+        {"work": [work.label for work in works], "phase": dry.PHASES,
+         "repetition": range(max(len(times) for phases in found for times in phases))},
+        {"samples": Variable(
+            sampling.padded([times for phases in found for times in phases],
+                            (len(works), len(dry.PHASES))), "s",
+            ("work", "phase", "repetition"))}, checks)
+    if comm.rank == 0:
+        print(replay.report(chosen, list(replay.measured(record))), flush=True)
+    return sampling.publish(record if comm.rank == 0 else None, out, "check", comm)
+
+
+def wanted(arguments, ranks: int) -> list[Work]:
+    """Every scheme and grid of so many ranks, for each size that was asked for."""
+    grids = [("3d", (1, 1, 1))] if ranks == 1 else list(plan.candidates(ranks))
+    works = [Work("matmul", scheme, grid, shape, "ab") for shape in arguments.matmul or ()
+             for scheme, grid in grids if scheme in DIRECTIONS]
+    return works + [Work("layer", scheme, grid, (*sizes, arguments.layers))
+                    for sizes in arguments.layer or () for scheme, grid in grids]
+
+
+def product(work: Work, arguments, comm, checks: list[Check]) -> Phases:
+    """C = AB, and then dA and dB."""
+    problem = Problem(work.scheme, work.form, comm, work.grid, work.sizes, arguments.dtype,
+                      arguments.seed, "numpy")
+    found = []
+    for phase in dry.PHASES:
+        step = getattr(problem, phase)
+        for done in matmul.verified(problem, step(), arguments.seed):
+            checks.append(Check(f"{work.label}: {done.quantity}", done.error, done.tolerance))
+        found.append(probes.samples(step, comm))
+    problem.grid.free()
+    return found
+
+
+def layers(work: Work, arguments, comm, checks: list[Check]) -> Phases:
+    """A Transformer's step, verified against the serial scheme."""
+    sizes = Sizes(**dict(zip(replay.NAMES["layer"], work.sizes)))
+    scheme = mm3d.scheme(work.scheme, comm, work.grid, "numpy")
+    network = verify.build(scheme, sizes, arguments.seed, arguments.dtype)
+    x, dy = network.random("input"), network.random("output gradient")
+    y, saved = network.forward(x)
+    dx = network.backward(dy, saved)
+    for done in verify.compare(network, y, dx, sizes, arguments.seed, arguments.dtype):
+        checks.append(Check(f"{work.label}: {done.quantity}", done.error, done.tolerance))
+    del y, saved, dx
+    found = timing.measure(lambda: network.forward(x)[1],
+                           lambda saved: network.backward(dy, saved), comm,
+                           scheme.grid.backend.synchronize, 1, probes.LIMITS,
+                           network.zero_gradients)
+    scheme.grid.free()
+    if found is None:
+        return [[], []]
+    return [(found.late[phase] + found.samples[phase]).max(axis=1).tolist()
+            for phase in dry.PHASES]
