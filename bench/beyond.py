@@ -85,6 +85,8 @@ def add_verbs(verbs) -> None:
     check.add_argument("--layer", type=options.sizes("HIDDEN,HEADS,BATCH,SEQ"), action="append",
                        metavar="HIDDEN,HEADS,BATCH,SEQ", help="may be repeated")
     check.add_argument("--layers", type=int, default=1, metavar="N", help="of each (default 1)")
+    check.add_argument("--rounds", type=int, default=9, metavar="N",
+                       help="over all, the least of which counts (default 9)")
     check.add_argument("--dtype", default="float32", choices=("float32", "float64"))
     check.add_argument("--seed", type=int, default=0, metavar="N",
                        help="of numbers and order (default 0)")
@@ -95,6 +97,8 @@ def add_verbs(verbs) -> None:
         "the paper's tables as a machine model predicts them, fitted on some rows"))
     predict.add_argument("--machine", default="longhorn", metavar="NAME",
                          help="a supplied machine or a .toml file (default longhorn)")
+    predict.add_argument("--results", metavar="DIR",
+                         help="instead of fitting, set predictions beside what was measured")
     predict.add_argument("--table", default="all", metavar="NAMES", help="weak, strong or all")
     predict.add_argument("--pictures", metavar="DIR",
                          help="also draw the figures into this folder")

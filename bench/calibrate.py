@@ -56,13 +56,13 @@ def measured(comm) -> model.Machine:
     passes = probes.passes(comm)
     lines = probes.collectives(comm) if comm.size > 1 else []
     node = link(lines, comm.size)
-    largest = passes["mul"]
+    largest = passes["multiply"]
     environs = here.describe("numpy", comm.size, MPI.Get_library_version(), "")
     first = fits[DTYPES[0]]
-    started = (f"{environs['cpu_model']}, {comm.size} ranks on {environs['cores']} cores, "
-               f"{environs['blas_threads']} BLAS threads a rank")
+    started = (f"{environs['cpu_model']}, ranks: {comm.size}, cores: {environs['cores']}, BLAS "
+               f"threads a rank: {environs['blas_threads']}")
     machine = model.Machine(
-        name=f"{here.slug()}-{comm.size}-ranks", about=started, ranks_per_node=comm.size,
+        name=f"{here.slug()}-p{comm.size}", about=started, ranks_per_node=comm.size,
         memory_bytes=float(memory_bytes() // comm.size),
         memory_bandwidth=largest.bytes[-1] / largest.seconds[-1], launch_seconds=0.0,
         gemm_half_size=first.half, gemm_rate={d: fit.rate for d, fit in fits.items()},
@@ -129,15 +129,16 @@ def memory_bytes() -> int:
 def sources(machine: model.Machine, fits: dict[str, Fit], environs: dict) -> dict[str, str]:
     """Where each figure is from."""
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    how = f"measured {when}, all ranks at once"
+    how = f"measured {when}, all ranks at once, the least of {probes.ROUNDS} rounds"
     off = {d: np.abs(fit.errors) for d, fit in fits.items()}
     fit = (f"{how}: products of {len(fits[DTYPES[0]].errors)} shapes; the fit is "
            + ", ".join(f"{100 * np.median(e):.0f} % off in the median and {100 * e.max():.0f} % "
                        f"at most in {d}" for d, e in off.items()))
     blas = f"{environs['blas']}, {environs['blas_architecture']} kernels"
+    largest = machine.passes["multiply"].bytes[-1]
     return {"ranks_per_node": f"ranks of the job, measured {when}",
             "memory_bytes": "the node's memory over its ranks",
-            "memory_bandwidth": f"{how}: a * b of {machine.passes['mul'].bytes[-1] / 3e6:.0f} MB",
+            "memory_bandwidth": f"{how}: c = a * b, {largest / 1e6:.0f} MB in all",
             "launch_seconds": f"{how}: a tiny model's step beyond its operations, over their "
                               f"number (Python {environs['python']})",
             "gemm_half_size": f"{fit}; {DTYPES[0]}", "gemm_rate": f"{fit}; {blas}",
@@ -146,8 +147,7 @@ def sources(machine: model.Machine, fits: dict[str, Fit], environs: dict) -> dic
             "network": "not measured: as inside the node",
             "achieved": "all: the figures are measured, not nominal",
             "block": "mm3d.backend.Backend.block",
-            "passes": f"{how}: float32, NumPy {environs['numpy_version']}; through "
-                      f"{probes.STREAM >> 20} MiB",
+            "passes": f"{how}: float32, NumPy {environs['numpy_version']}",
             "collectives": f"{how}: {environs['mpi']}; "
                            f"{environs['tuning_variables'] or 'no tuning variables'}"}
 

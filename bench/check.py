@@ -1,6 +1,9 @@
 """The verb ``check``: every scheme and grid of the job's ranks, measured beside predictions."""
 
 from pathlib import Path
+from typing import Callable
+
+import numpy as np
 
 import mm3d
 from bench import machine, matmul, model, plan, probes, replay, sampling, verify
@@ -9,9 +12,10 @@ from bench.products import DIRECTIONS, Problem
 from bench.replay import Work
 from bench.run import writable
 from mm3d import dry, timing
-from mm3d.record import Check, Measurements, Variable
+from mm3d.record import Measurements, Variable
+from mm3d.store import Check
 
-Phases = list[list[float]]    # samples of forward and of backward
+Trial = Callable[[], list[float]]    # seconds of forward and of backward
 
 
 def check(arguments, comm) -> int:
@@ -23,6 +27,8 @@ def check(arguments, comm) -> int:
         When there is nothing to measure, or the machine is a model for other ranks.
     """
     chosen = model.load(arguments.machine)
+    if arguments.rounds < 1:
+        raise UsageError(f"--rounds {arguments.rounds}: must be at least 1")
     if not arguments.matmul and not arguments.layer:
         raise UsageError("nothing to measure: give --matmul M,N,K or --layer "
                          "HIDDEN,HEADS,BATCH,SEQ")
@@ -34,25 +40,25 @@ def check(arguments, comm) -> int:
     works = wanted(arguments, comm.size)
     checks: list[Check] = []
     try:
-        found = sampling.in_random_order(
-            [(work,) for work in works], arguments.seed,
-            lambda work: (product if work.kind == "matmul" else layers)(work, arguments, comm,
-                                                                        checks))
+        trials = [(product if work.kind == "matmul" else layers)(work, arguments, comm, checks)
+                  for work in works]
     except ValueError as error:
         raise UsageError(str(error)) from error
-    environs = sampling.measured_environment("numpy", comm)
     wrong = [f"{done.quantity} is off by {done.error:.2g}, tolerance {done.tolerance:.2g}"
              for done in checks if not done.passed]
     if wrong:
         return sampling.failed("check", f"{wrong[0]}; no times were written", comm)
+    # In rounds, so that what slows the machine for a while slows no work for good.
+    found = np.array([sampling.in_random_order([(trial,) for trial in trials],
+                                               arguments.seed + turn, lambda trial: trial())
+                      for turn in range(arguments.rounds)])
+    environs = sampling.measured_environment("numpy", comm)
     record = Measurements(
         "check", {"dtype": arguments.dtype, "seed": arguments.seed}, environs,
         {"work": [work.label for work in works], "phase": dry.PHASES,
-         "repetition": range(max(len(times) for phases in found for times in phases))},
-        {"samples": Variable(
-            sampling.padded([times for phases in found for times in phases],
-                            (len(works), len(dry.PHASES))), "s",
-            ("work", "phase", "repetition"))}, checks)
+         "repetition": range(arguments.rounds)},
+        {"samples": Variable(found.transpose(1, 2, 0), "s", ("work", "phase", "repetition"))},
+        checks)
     if comm.rank == 0:
         print(replay.report(chosen, list(replay.measured(record))), flush=True)
     return sampling.publish(record if comm.rank == 0 else None, out, "check", comm)
@@ -67,37 +73,34 @@ def wanted(arguments, ranks: int) -> list[Work]:
                     for sizes in arguments.layer or () for scheme, grid in grids]
 
 
-def product(work: Work, arguments, comm, checks: list[Check]) -> Phases:
+def product(work: Work, arguments, comm, checks: list[Check]) -> Trial:
     """C = AB, and then dA and dB."""
     problem = Problem(work.scheme, work.form, comm, work.grid, work.sizes, arguments.dtype,
                       arguments.seed, "numpy")
-    found = []
+    samplers = []
     for phase in dry.PHASES:
         step = getattr(problem, phase)
-        for done in matmul.verified(problem, step(), arguments.seed):
-            checks.append(Check(f"{work.label}: {done.quantity}", done.error, done.tolerance))
-        found.append(probes.samples(step, comm))
-    problem.grid.free()
-    return found
+        checks += [Check(f"{work.label}: {done.quantity}", done.error, done.tolerance)
+                   for done in matmul.verified(problem, step(), arguments.seed)]
+        samplers.append(probes.sampler(step, comm))
+    return lambda: [sample() for sample in samplers]
 
 
-def layers(work: Work, arguments, comm, checks: list[Check]) -> Phases:
+def layers(work: Work, arguments, comm, checks: list[Check]) -> Trial:
     """A Transformer's step, verified against the serial scheme."""
     sizes = Sizes(**dict(zip(replay.NAMES["layer"], work.sizes)))
     scheme = mm3d.scheme(work.scheme, comm, work.grid, "numpy")
     network = verify.build(scheme, sizes, arguments.seed, arguments.dtype)
     x, dy = network.random("input"), network.random("output gradient")
+    clock, nothing = timing.Clock(comm), (lambda: None)
     y, saved = network.forward(x)
     dx = network.backward(dy, saved)
-    for done in verify.compare(network, y, dx, sizes, arguments.seed, arguments.dtype):
-        checks.append(Check(f"{work.label}: {done.quantity}", done.error, done.tolerance))
-    del y, saved, dx
-    found = timing.measure(lambda: network.forward(x)[1],
-                           lambda saved: network.backward(dy, saved), comm,
-                           scheme.grid.backend.synchronize, 1, probes.LIMITS,
-                           network.zero_gradients)
-    scheme.grid.free()
-    if found is None:
-        return [[], []]
-    return [(found.late[phase] + found.samples[phase]).max(axis=1).tolist()
-            for phase in dry.PHASES]
+    checks += [Check(f"{work.label}: {done.quantity}", done.error, done.tolerance) for done in
+               verify.compare(network, y, dx, sizes, arguments.seed, arguments.dtype)]
+
+    def trial() -> list[float]:
+        network.zero_gradients()
+        there, (_, kept) = timing.spans(lambda: network.forward(x), comm, nothing, clock)
+        again, _ = timing.spans(lambda: network.backward(dy, kept), comm, nothing, clock)
+        return [float(there.max()), float(again.max())]
+    return trial

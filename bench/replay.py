@@ -62,7 +62,11 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Work and its measured seconds by phase, and the published average step time, if any."""
+    """Work and its measured seconds by phase, and the published average step time, if any.
+
+    Seconds are medians, but those of `bench.check` the least of its rounds, as are the figures of
+    `bench.calibrate`.
+    """
 
     work: Work
     dtype: str
@@ -107,7 +111,7 @@ def measured(run: store.Run | Measurements) -> Iterator[Measured]:
         yield Measured(work, chosen["dtype"], dict(zip(run.scales["phase"], seconds.tolist())))
     elif run.kind == "check":
         for label, times in zip(run.scales["work"], run.variables["samples"].values):
-            seconds = dict(zip(run.scales["phase"], np.nanmedian(times, axis=-1).tolist()))
+            seconds = dict(zip(run.scales["phase"], np.min(times, axis=-1).tolist()))
             yield Measured(Work.of(label), chosen["dtype"], seconds)
 
 

@@ -1,0 +1,126 @@
+"""Predicted beside measured: the traces behind it, the report, and the verb that measures."""
+import math
+
+import pytest
+
+from bench import model, plan, replay
+from bench.__main__ import main
+from bench.products import Problem
+from bench.replay import Measured, Work
+from mm3d import dry, store
+from support import run_ranks
+
+CPU = model.load("cpu")
+SHAPE = (24, 40, 36)
+LAYER = dict(layers=2, hidden=64, heads=4, batch=8, seq=16)
+
+
+@pytest.mark.parametrize("work", [Work("matmul", "2d", (2, 2), (5, 6, 7), "atb"),
+                                  Work("layer", "3d", (2, 1, 3), (64, 4, 8, 16, 2))])
+def test_a_label_says_all_of_the_work(work):
+    assert Work.of(work.label) == work and work.ranks == math.prod(work.grid)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("scheme, grid", [("3d", (2, 2, 1)), ("3d", (1, 2, 2)), ("2d", (2, 2)),
+                                          ("1d", (4,))])
+def test_a_product_s_trace_is_what_the_product_moves(comm, scheme, grid):
+    """Bytes of rank 0 along each direction, forward and backward, and its flops."""
+    problem = Problem(scheme, "ab", comm, grid, SHAPE, "float32", 0, "numpy")
+    trace = replay.trace(Work("matmul", scheme, grid, SHAPE, "ab"), "float32", 16384)
+    for phase in dry.PHASES:
+        problem.grid.reset_traffic()
+        getattr(problem, phase)()
+        real = {(axis, kind): moved.calls for (axis, kind), moved
+                in problem.grid.traffic().items()}
+        noted = {}
+        for event, times in trace.of(dry.Collective, phase).items():
+            key = event.direction, event.kind
+            noted[key] = noted.get(key, 0) + times
+        assert noted == real
+    flops = sum(event.flops * times for event, times in trace.of(dry.Gemm).items())
+    assert flops == 3 * 2 * math.prod(SHAPE) // 4    # the sizes divide evenly
+    problem.grid.free()
+
+
+def made(slower=1.25) -> list[Measured]:
+    """Every grid of 8 ranks, measured as predicted but for a factor; 8 x 1 x 1 far faster."""
+    found = []
+    for scheme, grid in plan.candidates(8):
+        work = Work("layer", scheme, grid, (64, 4, 8, 16, 2))
+        factor = 0.01 if grid == (8, 1, 1) else slower
+        seconds = replay.predicted(CPU, work, "float32")
+        found.append(Measured(work, "float32", {p: s * factor for p, s in seconds.items()}))
+    return found
+
+
+def test_the_report_says_how_far_off_predictions_are():
+    found = made()
+    text = replay.report(CPU, found)
+    assert "error 20% in the median" in text and "9900% at most" in text
+    lines = [line for line in text.splitlines() if line.startswith("layer 64 x 4 x 8 x 16 x 2 ")]
+    best = plan.plans(8, CPU, **LAYER)[0]
+    assert best.grid != (8, 1, 1)
+    assert len(lines) == 2 and all("3-D 8 x 1 x 1" in line for line in lines)
+    assert " x ".join(map(str, best.grid)) in lines[0]    # what the planner would have taken
+
+
+def test_a_measured_machine_is_for_its_own_ranks():
+    curve = model.Curve([1.0, 2.0], [1e-6, 2e-6])
+    other = model.msgspec.structs.replace(CPU, passes={"other": curve}, ranks_per_node=2)
+    assert "12 runs of other numbers of ranks left out" in replay.report(other, made())
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("check")
+    run = run_ranks(2, "-m", "mpi4py", "-m", "bench", "check", "--machine", "cpu", "--matmul",
+                    "48", "--layer", "32,4,4,8", "--rounds", "2", "--out", str(folder))
+    assert run.returncode == 0, run.stderr
+    return run, folder
+
+
+def test_every_scheme_and_grid_is_measured_and_written(measured):
+    run, folder = measured
+    (path,) = folder.glob("*.h5")
+    record = store.read(path)
+    assert record.kind == "check" and all(check.passed for check in record.checks)
+    grids = {(work.kind, work.scheme, work.grid) for work in map(Work.of, record.scales["work"])}
+    candidates = list(plan.candidates(2))
+    assert grids == {("layer", *one) for one in candidates} | {
+        ("matmul", *one) for one in candidates if one[0] != "1d-sp"}
+    samples = record.variables["samples"].values
+    assert samples.shape == (len(grids), 2, 2) and (samples > 0).all()
+    assert "matmul: 4 runs, error" in run.stdout and "3-D 1 x 2 x 1" in run.stdout
+
+
+def test_results_are_read_again(measured, capsys):
+    """`predict --results` prints what `check` printed."""
+    run, folder = measured
+    found = replay.collected(str(folder))
+    assert len(found) == 9 and all(min(one.seconds.values()) > 0 for one in found)
+    assert main(["predict", "--machine", "cpu", "--results", str(folder)]) == 0
+    assert capsys.readouterr().out.strip() in run.stdout.replace("written", "\nwritten")
+
+
+def test_runs_of_the_tables_have_a_published_column(capsys, tmp_path):
+    run = run_ranks(8, "-m", "mpi4py", "-m", "bench", "run", "--preset", "tiny", "--table", "weak",
+                    "--scheme", "1d", "--out", str(tmp_path))
+    assert run.returncode == 0, run.stderr
+    assert main(["predict", "--machine", "cpu", "--results", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "published" in out and "0.3406" in out    # 20.435 s for 60 sequences
+
+
+@pytest.mark.parametrize("more, message", [
+    ([], "nothing to measure"), (["--matmul", "8", "--rounds", "0"], "--rounds 0"),
+    (["--layer", "30,4,4,8"], "hidden=30"), (["--machine", "abacus"], "is unknown")])
+def test_wrong_arguments_are_named(more, message, capsys, tmp_path):
+    command = ["check", "--machine", "cpu", "--out", str(tmp_path), *more]
+    assert main(command) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_folder_without_results(capsys, tmp_path):
+    assert main(["predict", "--results", str(tmp_path)]) == 2
+    assert "no measured products or Transformers" in capsys.readouterr().err
