@@ -247,5 +247,6 @@ def finish(out: Path, figures: bool = True) -> None:
         os.replace(aside, out / "tables.txt")    # a full disk leaves the old ones
     finally:
         aside.unlink(missing_ok=True)
-    for path in plots(out) if figures else ():
-        print(f"drawn: {path}")
+    drawn, left_out = plots(out) if figures else ([], [])
+    for line in [f"drawn: {path}" for path in drawn] + [f"not drawn: {why}" for why in left_out]:
+        print(line)

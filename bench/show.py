@@ -10,7 +10,9 @@ VERBS = ("table", "plot", "compare")
 def add_verbs(verbs) -> None:
     """Give the command line the verbs."""
     table = _verb(verbs, "table", "print the tables from the files of a folder")
-    _verb(verbs, "plot", "draw the figures from the files of a folder")
+    plot = _verb(verbs, "plot", "draw the figures from the files of a folder")
+    plot.add_argument("--format", default="png", metavar="NAMES", help=(
+        "png, svg or pdf, or several with commas between (default png)"))
     compare = verbs.add_parser("compare", help=(
         "tell two sets of results apart, case by case, with confidence"))
     for name in "AB":
@@ -46,6 +48,6 @@ def run(arguments) -> int:
         return compare(arguments)
     else:
         from bench.plots import plots
-        for path in plots(arguments.folder):
-            print(path)
+        drawn, left_out = plots(arguments.folder, tuple(arguments.format.split(",")))
+        print(*drawn, *[f"not drawn: {why}" for why in left_out], sep="\n")
     return 0

@@ -1,12 +1,11 @@
 """The paper's rows as data, and how tables and figures show them."""
 import pytest
 
-from bench import plots
 from bench.cases import UsageError, case, load, scaled_hidden, select
 from bench.results import gather
 from bench.tables import tables, words_agree
 from mm3d import store
-from records import made_up
+from records import made_up, write_all
 
 
 def test_every_row_of_both_tables():
@@ -68,7 +67,7 @@ def test_schemes_that_the_paper_lacks_have_rows_of_their_own():
     assert not {row.scheme for row in select()} - {"1d", "2d", "3d"}
 
 
-def test_tables_and_figures_show_every_scheme_that_was_run(tmp_path):
+def test_tables_show_every_scheme_that_was_run(tmp_path):
     row = select("weak", "1d-sp", ranks=27)[0]
     for one in (row, select("weak", "3d")[0]):
         store.write(made_up(one), tmp_path, case(one, "laptop").name)
@@ -76,12 +75,6 @@ def test_tables_and_figures_show_every_scheme_that_was_run(tmp_path):
                 if line.startswith("1-D, sequence") and "|" in line)
     assert line.split("|")[0].split()[-6:] == ["27", "-", "-", "-", "-", "-"]
     assert line.split("|")[1].split()[-1] == f"{0.75 / case(row, 'laptop').sizes.batch:.5f}"
-    results = gather(tmp_path).results[0]
-    published, measured, *_ = plots.step_times(results).axes
-    drawn = {line.get_label(): line.get_color() for line in measured.lines}
-    assert drawn.keys() == {"3-D", "1-D, sequence"} and len(set(drawn.values())) == 2
-    assert "1-D, sequence" not in [line.get_label() for line in published.lines]
-    assert len(set(plots.STYLES.values())) == len(plots.STYLES) == len(plots.TITLES)
 
 
 def test_sizes_that_make_no_model():
@@ -90,14 +83,6 @@ def test_sizes_that_make_no_model():
         case(row, "tiny", hidden=100)
     with pytest.raises(UsageError, match="--seq 0"):
         case(row, "tiny", seq=0)
-
-
-def write_all(folder, **options):
-    """A made-up run of each row; the average of row number n is n + 1 thousandths of a second."""
-    for number, row in enumerate(load().rows):
-        average = (number + 1) / 1000 * case(row, "laptop").sizes.batch
-        store.write(made_up(row, average / 3, average * 2 / 3, **options), folder,
-                    case(row, "laptop").name)
 
 
 def test_tables_show_published_beside_measured(tmp_path):
@@ -168,30 +153,3 @@ def test_no_results(tmp_path):
         tables(tmp_path)
     with pytest.raises(store.StoreError, match="no folder of results"):
         tables(tmp_path / "nowhere")
-
-
-def test_figures_show_published_and_measured(tmp_path):
-    write_all(tmp_path)
-    results = gather(tmp_path).results[0]
-    published, measured, *strong = plots.step_times(results).axes
-    lines = {line.get_label(): line.get_xydata().tolist() for line in published.lines}
-    assert lines["3-D"] == [[8, 0.58], [64, 0.672]]
-    assert lines["3-D, recomputed"] == [[64, pytest.approx(0.532, abs=5e-4)]]
-    lines = {line.get_label(): line.get_xydata().tolist() for line in measured.lines}
-    assert lines["2-D"] == [[16, pytest.approx(0.005)], [36, pytest.approx(0.006)],
-                            [64, pytest.approx(0.007)]]
-    for panel in (published, measured, *strong):
-        assert panel.get_ylabel().endswith("(s)") and panel.get_legend()
-
-
-def test_figures_are_written(tmp_path):
-    write_all(tmp_path, oversubscribed=True)
-    for path in plots.plots(tmp_path):
-        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
-
-
-def test_closed_form_covers_the_ranks_between():
-    runs = [made_up(row) for row in select("strong", "2d")]
-    assert [ranks for ranks, _ in plots.closed_form(runs, "strong")] == [9, 16, 25, 36, 49, 64]
-    weak = [made_up(row) for row in select("weak", "2d")]
-    assert [ranks for ranks, _ in plots.closed_form(weak, "weak")] == [16, 36, 64]

@@ -1,0 +1,180 @@
+"""Figures against ranks: step time, speed-up and efficiency, words, memory."""
+
+import math
+
+from bench.cases import HEADINGS, Row, load, select, title
+from bench.panels import TICKS, Point, against_ranks, bars, caption, finish, line, style
+from bench.results import Results
+from bench.tables import measured_average
+from mm3d import SCHEMES, cost, timing
+from mm3d.statistics import median_interval
+from mm3d.store import Run
+
+
+def step_times(results: Results):
+    """Average step time against GPUs or ranks: weak and strong, published and measured."""
+    figure, panels = against_ranks(2, 2, (9, 7.2), (
+        "Average step time of a sequence, (forward + backward) / batch"))
+    for row, table in enumerate(HEADINGS):
+        published, measured = panels[row]
+        for scheme in results.schemes():
+            rows = results.rows(table, scheme)
+            line(published, scheme, [(r.gpus, r.average) for r in rows if r.published])
+            found = found_runs(results, rows)
+            line(measured, scheme, [(p, measured_average(run)) for p, run in found])
+            bars(measured, scheme, [(p, *spread(run)) for p, run in found])
+        for wrong in (r for r in select(table) if not r.consistent):
+            _correction(published, wrong)
+        published.set(title=f"{HEADINGS[table]}: published", xlabel="GPUs",
+                      ylabel="average step time (s)")
+        measured.set(title=f"{HEADINGS[table]}: measured, preset {results.preset}", xlabel="ranks",
+                     ylabel="average step time (s)")
+        for panel in panels[row]:
+            panel.set_ylim(bottom=0)
+            finish(panel)
+    caption(figure, results, "Bars: 95 % confidence intervals of the median.")
+    return figure
+
+
+def scaling(results: Results):
+    """Speed-up of strong scaling, and efficiency of weak scaling: published and measured.
+
+    Both from the useful floating-point operations of all ranks over the step's time, relative to
+    the scheme's fewest ranks, where speed-up is the number of ranks and efficiency 1.
+    """
+    figure, panels = against_ranks(2, 2, (9, 7.2), (
+        "Speed-up and efficiency, relative to each scheme's fewest ranks"))
+    for row, (table, whole) in enumerate((("strong", True), ("weak", False))):
+        published, measured = panels[row]
+        for scheme in results.schemes():
+            rows = [r for r in results.rows(table, scheme) if r.published]
+            line(published, scheme, relative([(r.gpus, paper_rate(r)) for r in rows], whole))
+            found = sorted(found_runs(results, results.rows(table, scheme)))
+            rates = relative([(p, rate(run)) for p, run in found], whole)
+            line(measured, scheme, rates)
+            bars(measured, scheme, [
+                (p, *(y * rate_at(run, bound) / rate(run) for bound in spread(run)))
+                for (p, run), (_, y) in zip(found, rates)])
+        for panel, what, unit in ((published, "published", "GPUs"),
+                                  (measured, f"measured, preset {results.preset}", "ranks")):
+            panel.plot(TICKS, TICKS if whole else [1] * len(TICKS), ":", color="black",
+                       linewidth=1, label="ideal")
+            panel.set(title=f"{HEADINGS[table]}: {what}", xlabel=unit,
+                      ylabel="speed-up" if whole else "efficiency")
+            if whole:
+                panel.set_yscale("log", base=2)
+                panel.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+                panel.yaxis.set_minor_locator(_no_ticks())
+            else:
+                panel.set_ylim(bottom=0)
+            finish(panel)
+    caption(figure, results, "Bars: 95 % confidence intervals of the step's median time; that at "
+            "the fewest ranks is not in the others'.")
+    return figure
+
+
+def words(results: Results):
+    """Words moved per rank and sequence against ranks, with the closed form."""
+    from matplotlib.ticker import EngFormatter
+    figure, panels = against_ranks(1, 2, (9, 4.4), (
+        "Words moved in a step, per rank and sequence: measured, and by the closed form"))
+    for panel, table in zip(panels[0], HEADINGS):
+        for scheme in results.schemes():
+            runs = [run for _, run in found_runs(results, results.rows(table, scheme))]
+            curve = closed_form(runs, table)
+            if curve:
+                line(panel, scheme, curve, marker="", alpha=0.6, label="_curve")
+            line(panel, scheme, [(run.ranks, moved(run)) for run in runs], linestyle="",
+                 markersize=7)
+        if any(results.get(row) for row in results.rows(table)):
+            panel.plot([], [], "-", color="grey", label="closed form")
+        panel.set(title=f"{HEADINGS[table]}, preset {results.preset}", xlabel="ranks",
+                  ylabel="words per rank and sequence")
+        panel.set_ylim(bottom=0)
+        panel.yaxis.set_major_formatter(EngFormatter(sep=""))
+        finish(panel)
+    return figure
+
+
+def found_runs(results: Results, rows: list[Row]) -> list[tuple[int, Run]]:
+    """Ranks and run of the rows that were measured."""
+    return [(row.gpus, run) for row in rows if (run := results.get(row))]
+
+
+def spread(run: Run) -> tuple[float, float]:
+    """The 95 % confidence interval of the average step time, of whole steps."""
+    found = median_interval(timing.step_times(run.samples, run.configuration["batch"]))
+    return found.low, found.high
+
+
+def rate(run: Run) -> float:
+    """Useful floating-point operations a second, of all ranks."""
+    return rate_at(run, measured_average(run))
+
+
+def rate_at(run: Run, average: float) -> float:
+    """The same if the average step time were `average` seconds."""
+    chosen = run.configuration
+    work = cost.flops(*(chosen[name] for name in ("layers", "hidden", "heads", "batch", "seq")))
+    return sum(work.values()) / (average * chosen["batch"])
+
+
+def paper_rate(row: Row) -> float:
+    """The same of a published row, by its own times."""
+    settings = load().settings
+    work = cost.flops(settings.layers, row.hidden, settings.heads[row.hidden], row.batch,
+                      settings.seq)
+    return sum(work.values()) / (row.forward + row.backward)
+
+
+def relative(points: list[Point], whole: bool) -> list[Point]:
+    """Rates over that of the fewest ranks: times those ranks, or (not `whole`) over the ranks."""
+    if not points:
+        return []
+    ranks, base = min(points)
+    return [(p, y / base * (ranks if whole else ranks / p)) for p, y in sorted(points)]
+
+
+def moved(run: Run) -> float:
+    """Words moved in a step, the mean over ranks, over the batch."""
+    return run.traffic["words"].sum() / run.ranks / run.configuration["batch"]
+
+
+def closed_form(runs: list[Run], table: str) -> list[Point]:
+    """The closed form at the runs' ranks; where sizes stay the same, at the ranks between too."""
+    points = {run.ranks: run.expected_words.sum() / run.ranks / run.configuration["batch"]
+              for run in runs}
+    if table == "strong" and runs:
+        chosen = runs[-1].configuration
+        for grid in grids_between(chosen["scheme"]):
+            forms = cost.transformer_words(
+                chosen["scheme"], grid, *(chosen[name] for name in (
+                    "layers", "hidden", "heads", "batch", "seq")))
+            ranks = math.prod(grid.values())
+            total = sum(sum(form.values()) for form in forms.values())
+            points[ranks] = total / ranks / chosen["batch"]
+    return sorted(points.items())
+
+
+def grids_between(scheme: str) -> list[dict[str, int]]:
+    """The grids that `scheme` has for 8 to 64 ranks."""
+    known = SCHEMES.get(scheme)
+    grids = []
+    for ranks in range(TICKS[0], TICKS[-1] + 1) if known else ():
+        try:
+            grids.append(dict(zip(known.directions, known.default_grid(ranks))))
+        except ValueError:    # no grid of so many
+            continue
+    return grids
+
+
+def _no_ticks():
+    from matplotlib.ticker import NullLocator
+    return NullLocator()
+
+
+def _correction(panel, row: Row) -> None:
+    """The figure that the row's own times give, beside the wrong one."""
+    colour, marker = style(row.scheme)
+    panel.plot(row.gpus, row.recomputed, marker=marker, color=colour, markerfacecolor="white",
+               linestyle="", label=f"{title(row.scheme)}, recomputed")

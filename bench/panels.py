@@ -1,0 +1,98 @@
+"""What the figures share: colours, axes of ranks, intervals, captions."""
+
+import itertools
+from contextlib import contextmanager
+from importlib import resources
+from typing import Iterator
+
+from bench.cases import TITLES, title
+from bench.results import Results
+from mm3d.store import Run
+
+# Okabe and Ito's colours, which are told apart with every kind of colour vision; markers differ
+# too, for print.
+CYCLE = (("#D55E00", "o"), ("#009E73", "s"), ("#0072B2", "^"), ("#E69F00", "v"),
+         ("#CC79A7", "D"), ("#56B4E9", "P"), ("black", "X"), ("#F0E442", "*"))
+STYLES = dict(zip(TITLES, itertools.cycle(CYCLE)))    # the paper's schemes have the first
+TICKS = (8, 16, 36, 64)
+Point = tuple[int, float]
+
+
+class LeftOut(Exception):
+    """A figure that the results do not suffice for; says what is missing."""
+
+
+@contextmanager
+def look() -> Iterator[None]:
+    """The style of all figures, while they are made and saved."""
+    import matplotlib
+    from matplotlib import style as sheets
+    matplotlib.use("Agg")
+    with (resources.as_file(resources.files("bench") / "figures.mplstyle") as path,
+          sheets.context(path)):
+        yield
+
+
+def style(scheme: str) -> tuple[str, str]:
+    """Colour and marker of `scheme`; grey dots when it is not known here."""
+    return STYLES.get(scheme, ("grey", "."))
+
+
+def blank(rows: int, columns: int, size: tuple[float, float], heading: str):
+    """A figure and its panels, (rows, columns)."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(heading)
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def against_ranks(rows: int, columns: int, size: tuple[float, float], heading: str):
+    """The same with the paper's numbers of ranks along the panels."""
+    figure, panels = blank(rows, columns, size, heading)
+    for panel in panels.flat:
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(TICKS, [str(tick) for tick in TICKS])
+        panel.minorticks_off()
+        panel.set_xlim(TICKS[0] / 1.25, TICKS[-1] * 1.25)
+    return figure, panels
+
+
+def line(panel, scheme: str, points: list[Point], **how) -> None:
+    """A scheme's points, joined."""
+    colour, marker = style(scheme)
+    if points:
+        panel.plot(*zip(*sorted(points)), **{"marker": marker, "color": colour,
+                                             "label": title(scheme)} | how)
+
+
+def bars(panel, scheme: str, points: list[tuple[int, float, float]]) -> None:
+    """Intervals at numbers of ranks, each scheme's a little aside."""
+    aside = 1.035 ** (list(STYLES).index(scheme) - 1 if scheme in STYLES else 0)
+    for ranks, *bounds in points:
+        panel.plot([ranks * aside] * 2, bounds, color=style(scheme)[0], linewidth=4, alpha=0.35,
+                   solid_capstyle="butt", label="_interval")
+
+
+def finish(panel) -> None:
+    """The legend, or that there is nothing to show."""
+    if any(not drawn.get_label().startswith("_") for drawn in panel.lines):
+        panel.legend()
+    else:
+        panel.text(0.5, 0.5, "no results", transform=panel.transAxes, ha="center")
+
+
+def caption(figure, results: Results, *remarks: str) -> None:
+    """Below the panels: remarks, and when the measured times are no scaling results."""
+    lines = list(remarks)
+    crowd = most_crowded(list(results.runs.values()))
+    if crowd:
+        lines.append(f"Measured with up to {crowd.ranks} ranks on {crowd.environment['cores']} "
+                     f"cores, which take turns: not scaling results.")
+    if lines:
+        figure.supxlabel("\n".join(lines), fontsize=8.5)
+
+
+def most_crowded(runs: list[Run]) -> Run | None:
+    """The run with the most ranks a core, where ranks outnumber cores."""
+    return max((run for run in runs if run.environment["oversubscribed"]),
+               key=lambda run: run.environment["ranks_per_core"], default=None)

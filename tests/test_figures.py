@@ -1,0 +1,105 @@
+"""What the figures show, and the files they become."""
+import pytest
+
+from bench import curves, panels, plots
+from bench.__main__ import main
+from bench.cases import case, select
+from bench.results import gather
+from mm3d import store
+from records import made_up, write_all
+
+
+@pytest.fixture
+def results(tmp_path):
+    write_all(tmp_path)
+    return gather(tmp_path).results[0]
+
+
+def drawn(panel):
+    """The points of a panel's lines by their labels."""
+    return {line.get_label(): line.get_xydata().tolist() for line in panel.lines
+            if not line.get_label().startswith("_")}
+
+
+def test_published_beside_measured(results):
+    published, measured, *strong = curves.step_times(results).axes
+    lines = drawn(published)
+    assert lines["3-D"] == [[8, 0.58], [64, 0.672]]
+    assert lines["3-D, recomputed"] == [[64, pytest.approx(0.532, abs=5e-4)]]
+    assert drawn(measured)["2-D"] == [[16, pytest.approx(0.005)], [36, pytest.approx(0.006)],
+                                      [64, pytest.approx(0.007)]]
+    for panel in (published, measured, *strong):
+        assert panel.get_ylabel().endswith("(s)") and panel.get_legend()
+
+
+def test_intervals_are_drawn(results):
+    """Of three repetitions from 0.9 to 1.1 of the median, at each point."""
+    measured = curves.step_times(results).axes[1]
+    intervals = [line.get_ydata().tolist() for line in measured.lines
+                 if line.get_label() == "_interval"]
+    assert len(intervals) == 9
+    medians = [y for points in drawn(measured).values() for _, y in points]
+    assert sorted(intervals) == [[pytest.approx(0.9 * y), pytest.approx(1.1 * y)]
+                                 for y in sorted(medians)]
+
+
+def test_speed_up_and_efficiency(results):
+    speed_up, measured, efficiency, weak = curves.scaling(results).axes
+    lines = drawn(speed_up)
+    # Published step times at 8 and 64, 0.515 and 0.359 s, and those of 1-D at 16.
+    assert lines["3-D"] == [[8, 8], [64, pytest.approx(8 * 0.515 / 0.359, rel=2e-3)]]
+    assert lines["1-D"][1] == [16, pytest.approx(8 * 0.597 / 0.544, rel=2e-3)]
+    # The made-up averages of 1-D grow as 10, 11, 12, 13 in strong scaling.
+    assert drawn(measured)["1-D"] == [[p, pytest.approx(8 * 10 / t)]
+                                      for p, t in ((8, 10), (16, 11), (36, 12), (64, 13))]
+    sizes = [case(row, "paper").sizes for row in select("weak", "2d")]
+    work = [24 * s.hidden ** 2 + 4 * s.seq * s.hidden for s in sizes]
+    assert drawn(efficiency)["2-D"][2] == [64, pytest.approx(
+        work[2] / work[0] / 4 * 0.708 / 1.052, rel=2e-3)]
+    assert [p for p, _ in drawn(weak)["2-D"]] == [16, 36, 64]
+
+
+def test_every_scheme_that_was_run_has_its_colour(tmp_path):
+    for row in (select("weak", "1d-sp", ranks=27)[0], select("weak", "3d")[0]):
+        store.write(made_up(row), tmp_path, case(row, "laptop").name)
+    published, measured, *_ = curves.step_times(gather(tmp_path).results[0]).axes
+    colours = {line.get_label(): line.get_color() for line in measured.lines
+               if not line.get_label().startswith("_")}
+    assert colours.keys() == {"3-D", "1-D, sequence"} and len(set(colours.values())) == 2
+    assert "1-D, sequence" not in drawn(published)
+    assert len(set(panels.STYLES.values())) == len(panels.STYLES) == len(panels.TITLES)
+
+
+def test_closed_form_covers_the_ranks_between():
+    runs = [made_up(row) for row in select("strong", "2d")]
+    assert [ranks for ranks, _ in curves.closed_form(runs, "strong")] == [9, 16, 25, 36, 49, 64]
+    weak = [made_up(row) for row in select("weak", "2d")]
+    assert [ranks for ranks, _ in curves.closed_form(weak, "weak")] == [16, 36, 64]
+
+
+def test_files_in_every_format_the_same_each_time(tmp_path, capsys):
+    store.write(made_up(select("weak", "3d")[1], oversubscribed=True), tmp_path, "weak")
+    begin = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
+    assert main(["plot", str(tmp_path), "--format", ",".join(begin)]) == 0
+    said = capsys.readouterr().out
+    files = {path.name: path.read_bytes() for form in begin for path in tmp_path.glob(f"*.{form}")}
+    assert len(files) == 3 * sum(f"{name}-laptop.png" in files for name in plots.FIGURES)
+    for name, content in files.items():
+        assert name in said and content.startswith(begin[name[-3:]]) and len(content) > 10_000
+    assert main(["plot", str(tmp_path), "--format", "png,svg"]) == 0
+    for path in tmp_path.glob("*.[ps][nv]g"):
+        assert path.read_bytes() == files[path.name], path.name
+
+
+def test_what_cannot_be_drawn_is_said(tmp_path, capsys):
+    write_all(tmp_path)
+    assert main(["plot", str(tmp_path), "--format", "png,bmp"]) == 2
+    assert "--format png,bmp: png, svg, pdf would do" in capsys.readouterr().err
+
+
+def test_crowded_ranks_are_said_below(tmp_path):
+    store.write(made_up(select("weak", "3d")[1], oversubscribed=True), tmp_path, "weak")
+    results = gather(tmp_path).results[0]
+    for draw in (curves.step_times, curves.scaling):
+        assert "up to 64 ranks on 32 cores, which take turns: not scaling results" in \
+            draw(results).get_supxlabel()
