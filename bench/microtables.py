@@ -7,6 +7,7 @@ from typing import Callable, Sequence
 import numpy as np
 
 from bench.formats import Cell, Column, Notes, Number, Part, Rows, Table
+from bench.layertables import layers
 from mm3d.record import Measurements
 from mm3d.statistics import Interval
 
@@ -19,8 +20,8 @@ def parts(records: Sequence[Measurements]) -> list[Part]:
     found: list[Part] = []
     for kind in sorted({record.kind for record in records}):
         mine = [record for record in records if record.kind == kind]
-        if kind == "matmul":
-            found += matmul(mine)
+        if kind in TOGETHER:
+            found += TOGETHER[kind](mine)
         else:
             build = BUILDERS.get(kind, other)
             found += itertools.chain.from_iterable(map(build, mine))
@@ -179,3 +180,5 @@ def _bytes(size: int) -> str:
 
 BUILDERS: dict[str, Callable[[Measurements], list[Part]]] = {
     "gemm": gemm, "collectives": collectives}
+# Any number of records in one table.
+TOGETHER = {"matmul": matmul, "layer": layers}

@@ -1,5 +1,5 @@
-"""The command line of the microbenchmarks ``gemm``, ``collectives`` and ``matmul``, and of
-``doctor``."""
+"""The command line of the microbenchmarks ``gemm``, ``collectives`` and ``matmul`` and
+``layer``, and of ``doctor``."""
 
 import argparse
 
@@ -9,7 +9,7 @@ COUNTS = {3: "three", 4: "four"}
 
 
 def add_microbenchmarks(verbs) -> None:
-    """Add the three verbs to the parsers of ``python -m bench``."""
+    """Add the verbs to the parsers of ``python -m bench``."""
     gemm = _verb(verbs, "gemm", "the rate of one rank's matrix products, by size and dtype", 7,
                  1.0)
     gemm.add_argument("--sizes", type=_numbers, default=[2 ** k for k in range(6, 13)],
@@ -40,6 +40,7 @@ def add_microbenchmarks(verbs) -> None:
     matmul.add_argument("--calls", type=int, metavar="N",
                         help="in a sample (default: as many as take one process 20 ms)")
     matmul.add_argument("--backward", action="store_true", help="measure dA and dB too")
+    _add_layer(verbs)
 
 
 def add_doctor(verbs) -> None:
@@ -74,6 +75,23 @@ def add_reproduce(verbs, rows: argparse.ArgumentParser) -> None:
         "only rows of so many ranks; for schemes that the paper lacks, any number (default: all)"))
     parser.add_argument("--fresh", action="store_true", help=(
         "measure every row anew, also those that an earlier one, which was stopped, has finished"))
+
+
+def _add_layer(verbs) -> None:
+    layer = _verb(verbs, "layer", "under mpirun: one Transformer layer, forward and backward, "
+                  "beside one process' PyTorch", 7, 60.0)
+    layer.add_argument("--hidden", type=_numbers, default=[512, 1024, 2048], metavar="N,...",
+                       help="(default 512,1024,2048)")
+    layer.add_argument("--head", type=int, default=64, metavar="N",
+                       help="features of a head (default 64)")
+    layer.add_argument("--batch", type=int, default=8, metavar="N", help="(default 8)")
+    layer.add_argument("--seq", type=int, default=512, metavar="N", help="(default 512)")
+    layer.add_argument("--dtype", default="float32", choices=("float32", "float64"))
+    layer.add_argument("--scheme", default="3d", metavar="NAME", help="(default 3d)")
+    _grid_option(layer)
+    layer.add_argument("--torch", metavar="PYTHON", help=(
+        "an interpreter that has PyTorch, which the layer is then verified with and measured "
+        "beside (default: verified with the serial scheme, measured alone)"))
 
 
 def _verb(verbs, name: str, about: str, repetitions: int,

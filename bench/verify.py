@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
 
 def compare(model: mm3d.Transformer, output, input_gradient, sizes: Sizes, seed: int,
-            dtype: str) -> list[Check]:
+            dtype: str, other: Callable[[], dict[str, np.ndarray]] | None = None) -> list[Check]:
     """Outputs and gradients of one step of `model` against the serial scheme.
 
     Parameters
@@ -51,6 +51,8 @@ def compare(model: mm3d.Transformer, output, input_gradient, sizes: Sizes, seed:
         This rank's blocks of what that step gave.
     sizes, seed, dtype
         What `model` was built from.
+    other : callable, optional
+        Gives on rank 0 the quantities by name, to compare with instead of the serial scheme's.
 
     Returns
     -------
@@ -75,7 +77,9 @@ def compare(model: mm3d.Transformer, output, input_gradient, sizes: Sizes, seed:
     checks = None
     if grid.rank == 0:
         with threadpool_limits(environment.cores(), user_api="blas"):
-            reference = _reference(grid.backend, sizes, seed, dtype)
+            reference = other() if other else _reference(grid.backend, sizes, seed, dtype)
+        shapes = {part.quantity: part.shape for part in parts}
+        reference = {name: np.reshape(a, shapes[name]) for name, a in reference.items()}
         checks = [Check(part.quantity, worst_error(found.pop(part.quantity),
                                                    reference.pop(part.quantity)), part.tolerance)
                   for part in parts]
@@ -83,13 +87,13 @@ def compare(model: mm3d.Transformer, output, input_gradient, sizes: Sizes, seed:
     return grid.comm.bcast(checks)
 
 
-def failure(checks: list[Check]) -> str | None:
-    """What to say of checks that did not pass; None when all did."""
+def failure(checks: list[Check], reference: str = "the serial scheme") -> str | None:
+    """What to say of checks against `reference` that did not pass; None when all did."""
     failed = [check for check in checks if not check.passed]
     if not failed:
         return None
     worst = max(failed, key=lambda check: np.nan_to_num(check.error, nan=np.inf))
-    return (f"differs from the serial scheme: {worst.quantity} has a relative error of "
+    return (f"differs from {reference}: {worst.quantity} has a relative error of "
             f"{worst.error:.2g}, tolerance {worst.tolerance:g} ({len(failed)} of {len(checks)} "
             f"quantities fail); no times were written")
 

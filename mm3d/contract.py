@@ -141,6 +141,15 @@ class Scheme(ABC):
         """Words that one product keeps for backward beside A itself, over all ranks."""
         return 0
 
+    @classmethod
+    def transient_words(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+                        **options: Any) -> float:
+        """Words that a rank needs at most in backward of one product, beside dC, dA and dB.
+
+        Where everything divides; by default none, which is right where nothing is gathered.
+        """
+        return 0
+
     def spaces(self, batch: int, seq: int) -> tuple[Space, Space]:
         """The outer and the inner space of activations of so many sequences and positions."""
         outer, inner = self.layouts(self.grid.shape, batch, seq)

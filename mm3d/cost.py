@@ -180,6 +180,31 @@ def saved_words(name: str, sizes: dict[str, int], layers: int, hidden: int, head
     return layers * (outside + inside + vectors + kept)
 
 
+def peak_words(name: str, sizes: dict[str, int], layers: int, hidden: int, heads: int, batch: int,
+               seq: int, keep: str = "none", rows: str = "auto") -> float:
+    """Words of a rank at the worst moment of a step, where everything divides.
+
+    Parameters and gradients, input and output with their gradients, all that is kept between
+    forward and backward, and what passes: the gradients of one linear layer or activation, that
+    of the residual stream, and what products gather.  Blocks of elementwise work are left out.
+    """
+    outer, inner = _spaces(name, sizes, batch, seq, rows=rows)
+    M, h, P = batch * seq, hidden, math.prod(sizes.values())
+    outside, inside = outer.copies * M / P, inner.copies * M / P
+    lasting = (2 * parameters(layers, h) + saved_words(
+        name, sizes, layers, h, heads, batch, seq, keep, rows)) / P + 3 * h * outside
+    split = math.prod(sizes[c] for c in inner.rows.partition(",")[2])
+    dealt = "positions" if outer.rows.partition(",")[2] else "sequences"
+    # Keys and values along a divided sequence, their gradients, and the buffer they are sent from.
+    along = 2 * h * inside * split * (3 if split > 1 else 0)
+    passing = [8 * h * inside, 4 * h * inside + along]    # GELU, attention
+    for way, N, K in _products(h):
+        dA, dC = (N * outside, K * inside) if way == "into" else (N * inside, K * outside)
+        passing.append(dA + dC + N * K / P + lookup(name).transient_words(
+            sizes, way, M, N, K, keep=keep, rows=dealt))
+    return lasting + h * outside + max(passing)
+
+
 def _products(h: int) -> Iterator[tuple[str, int, int]]:
     """Way, rows and columns of the weights of a layer's four products."""
     yield from (("into", h, 3 * h), ("back", h, h), ("into", h, 4 * h), ("back", 4 * h, h))

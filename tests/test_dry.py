@@ -118,6 +118,20 @@ def test_all_memory_within_five_percent(causal):
     assert measured == pytest.approx(trace.held, rel=0.05)
 
 
+@pytest.mark.parametrize("options", [{}, {"keep": "weight"}, {"keep": "both"},
+                                     {"rows": "positions"}], ids=str)
+@pytest.mark.parametrize("grid", [(2, 2, 2), (4, 2, 1), (1, 2, 4), (8, 1, 1), (1, 8, 1),
+                                  (1, 1, 8), (2, 4, 1), (4, 4, 4), (2, 4, 8)])
+def test_peak_memory_is_that_of_the_closed_form(grid, options):
+    """Within 15 %: what the pool counts, which is what a real run's counts, to the byte."""
+    for hidden, layers in ((512, 1), (1024, 1), (512, 3)):
+        sizes = dict(layers=layers, hidden=hidden, heads=hidden // 64, batch=16, seq=512)
+        trace = dry.step("3d", math.prod(grid), grid, block=backend.Backend.block,
+                         options=options, **sizes)
+        expected = 4 * cost.peak_words("3d", dict(zip("xyz", grid)), **sizes, **options)
+        assert 1 / 1.15 <= trace.pool_peak / expected <= 1.15, (hidden, layers)
+
+
 def test_layers_beyond_three_follow_from_two_and_three():
     """`extended` is what all the layers give."""
     for name, grid in (("3d", (2, 1, 3)), ("1d-sp", None), ("3d", (2, 3, 1))):

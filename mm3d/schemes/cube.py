@@ -204,3 +204,24 @@ class Cube(Scheme):
         y = sizes["y" if way == "into" else "z"]
         B = N * K * sizes["x"] if sizes["x"] > 1 else 0
         return {"none": 0, "weight": B, "both": B + (y - 1) * M * N}[keep]
+
+    @classmethod
+    def transient_words(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+                        keep: str = "none", rows: str = "sequences", **options: Any) -> float:
+        """dC_ij and, for dA, B_lj with the terms of dA_il; for dB, A_il with the terms of dB_lj.
+
+        What is divided by columns, as everything that crosses x, or by positions lies in a
+        second buffer while it is sent.
+        """
+        X, a, c = sizes["x"], *(sizes[d] for d in ("yz" if way == "into" else "zy"))
+        A, B, C = M * N / (X * c), N * K / (a * c), M * K / (X * a)
+        sent = 2 if rows == "positions" else 1
+        terms_A, terms_B = sent * A if a > 1 else 0, 2 * B if X > 1 else 0
+        gathered_A = A if a > 1 and keep != "both" else 0
+        gathered_B = B if X > 1 and keep == "none" else 0
+        gathered_C = C if c > 1 else 0
+        return max(sent * gathered_C - A / a - B / X,
+                   gathered_C + 2 * gathered_B - A / a - B / X,
+                   gathered_C + gathered_B + terms_A - B / X,
+                   gathered_C + sent * gathered_A - B / X,
+                   gathered_C + gathered_A + terms_B)

@@ -1,0 +1,214 @@
+"""The verb ``layer``: one Transformer layer, forward and backward, beside one process' PyTorch.
+
+In every repetition the distributed layer, its linear layers' local matrix products alone, and
+PyTorch with all cores are measured one after another, in random order, while the other side
+sleeps; ratios are medians over such repetitions.
+"""
+
+import gc
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import mm3d
+from bench import layertables, machine, operands, verify
+from bench.cases import Sizes, UsageError
+from bench.formats import render
+from bench.footprint import Footprint
+from bench.matmul import SETTLE, makespans
+from bench.products import Replay
+from bench.rival import Rival
+from bench.run import writable
+from bench.sampling import BOUNDS, failed, limits_of, measured_environment, publish
+from mm3d import cost, timing
+from mm3d.record import Check, Measurements, Variable
+from mm3d.statistics import median_interval
+
+KINDS = ("layer", "local products", "PyTorch")
+
+
+def layer(arguments, comm) -> int:
+    """Measure one layer of each hidden size; 0 when all were right and written.
+
+    Raises
+    ------
+    UsageError
+        When an argument cannot be meant.
+    StoreError
+        When the results folder cannot be written.
+    """
+    limits = limits_of(arguments)
+    out = writable(Path(arguments.out or machine.default_out()), comm)
+    every = [Sizes(1, hidden, max(1, hidden // arguments.head), arguments.batch, arguments.seq)
+             for hidden in arguments.hidden]
+    status = 0
+    for sizes in every:
+        gc.collect()
+        try:
+            scheme = mm3d.scheme(arguments.scheme, comm, arguments.grid, arguments.backend)
+            subject = Subject(scheme, sizes, arguments.seed, arguments.dtype)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        status = max(status, one(subject, arguments, limits, out))
+        scheme.grid.free()
+        del subject
+    return status
+
+
+class Subject:
+    """The layer that is measured, with its input and its output's gradient.
+
+    Parameters
+    ----------
+    scheme : Scheme
+        Of the layer.
+    sizes, seed, dtype
+        See `bench.verify.build`.
+    """
+
+    def __init__(self, scheme: mm3d.Scheme, sizes: Sizes, seed: int, dtype: str) -> None:
+        self.footprint = Footprint(scheme.grid)
+        self.scheme, self.sizes, self.seed, self.dtype = scheme, sizes, seed, dtype
+        self.model = verify.build(scheme, sizes, seed, dtype)
+        self.x, self.dy = self.model.random("input"), self.model.random("output gradient")
+        self.model.zero_gradients()
+
+    def step(self) -> tuple[Any, Any]:
+        """The output and the input's gradient."""
+        y, saved = self.model.forward(self.x)
+        return y, self.model.backward(self.dy, saved)
+
+    def checks(self, results: tuple[Any, Any], rival: Rival | None) -> list[Check]:
+        """The results and the parameters' gradients against PyTorch, or the serial scheme."""
+        reference = rival and (lambda: dict(rival.results))
+        return verify.compare(self.model, *results, self.sizes, self.seed, self.dtype, reference)
+
+
+@dataclass
+class Found:
+    """What was measured: times (repetitions, kinds, ranks, begin and end) and the checks."""
+
+    times: np.ndarray
+    ended_by: str
+    checks: list[Check]
+
+
+def one(subject: Subject, arguments, limits: timing.Limits, out: Path) -> int:
+    """Verify, measure, print and write one layer; 0 unless it is wrong."""
+    comm, sizes = subject.scheme.grid.comm, subject.sizes
+    name = f"layer-{arguments.scheme}-h{sizes.hidden}-{arguments.dtype}"
+    results = subject.step()
+    memory = comm.gather(subject.footprint.peaks())
+    rival = started(subject, arguments, comm)
+    against = "PyTorch" if arguments.torch else "the serial scheme"
+    try:
+        checks = subject.checks(results, rival)
+        problem = verify.failure(checks, against)
+        if problem:
+            return failed(name, problem, comm)
+        found = measured(subject, arguments, limits, rival)
+        problem = verify.failure(found.checks, against)
+        if problem:
+            return failed(name, f"after the last repetition, {problem}", comm)
+        about = rival.about if rival else "none"
+    finally:
+        if rival:
+            rival.close()
+    environs = measured_environment(subject.scheme.grid.backend.name, comm)
+    if memory is None:
+        return publish(None, out, name, comm)
+    settings = {"scheme": arguments.scheme, "dtype": arguments.dtype, **_named(sizes),
+                "seed": arguments.seed, "reference": about, "ended_by": found.ended_by,
+                "grid": " x ".join(map(str, subject.scheme.grid.shape.values())),
+                "grid_axes": " ".join(subject.scheme.grid.shape),
+                "transport": operands.transport(subject.scheme.grid), **asdict(limits)}
+    record = summary(subject, found, np.array(memory).T, settings, environs, checks)
+    print(render(layertables.layers([record])), "", sep="\n", flush=True)
+    return publish(record, out, name, comm)
+
+
+def started(subject: Subject, arguments, comm) -> Rival | None:
+    """The reference process, on rank 0; UsageError everywhere when it does not start."""
+    rival, problem = None, None
+    if arguments.torch and comm.rank == 0:
+        try:
+            rival = Rival(arguments.torch, subject.sizes, subject.seed, subject.dtype)
+        except UsageError as error:
+            problem = str(error)
+    timing.wait_patiently(comm)
+    problem = comm.bcast(problem)
+    if problem:
+        raise UsageError(problem)
+    return rival
+
+
+def measured(subject: Subject, arguments, limits: timing.Limits, rival: Rival | None) -> Found:
+    """Repetitions until they are enough, and the checks of the last one."""
+    comm, backend = subject.scheme.grid.comm, subject.scheme.grid.backend
+    clock, order = timing.Clock(comm), np.random.default_rng(arguments.seed)
+    replay = Replay(subject.step, backend, subject.dtype)
+    replay.result, last = None, None
+    kinds = len(KINDS) if arguments.torch else 2
+
+    def sample(kind: int) -> np.ndarray:
+        nonlocal last
+        timing.wait_patiently(comm)
+        if kind == 2:
+            times = np.full((comm.size, 2), np.nan)
+            if rival:
+                times[0] = 0, rival.step()
+                time.sleep(SETTLE)
+            timing.wait_patiently(comm)
+            return times
+        if kind == 1:
+            return timing.spans(replay, comm, backend.synchronize, clock)[0]
+        last = None
+        subject.model.zero_gradients()
+        times, last = timing.spans(subject.step, comm, backend.synchronize, clock)
+        return times
+
+    kept, ended_by, begun = [], "", clock.now()
+    while not ended_by:
+        times = np.full((len(KINDS), comm.size, 2), np.nan)
+        for kind in order.permutation(kinds):
+            times[kind] = sample(kind)
+        kept.append(times)
+        # The first of them warms all up.
+        if comm.rank == 0 and len(kept) > 1:
+            seconds = makespans(np.array(kept[1:])[:, :kinds])
+            ended_by = limits.reached(len(kept) - 1, clock.now() - begun, lambda: [
+                median_interval(seconds[:, -1] / seconds[:, 0])])
+        ended_by = comm.bcast(ended_by)
+    return Found(np.array(kept[1:]), ended_by, subject.checks(last, rival))
+
+
+def summary(subject: Subject, found: Found, memory: np.ndarray, settings: dict, environs: dict,
+            checks: list[Check]) -> Measurements:
+    """The record of what was measured."""
+    sizes = _named(subject.sizes)
+    times, kinds = found.times, 2 if settings["reference"] == "none" else 3
+    seconds = makespans(times[:, :kinds])
+    unknown = (np.nan, np.nan, np.nan, 0.0)
+    typical = [median_interval(seconds[:, k]) if k < kinds else unknown for k in range(3)]
+    ratios = [median_interval(seconds[:, k] / seconds[:, 0]) if k < kinds else unknown
+              for k in (1, 2)]
+    expected = cost.peak_words(settings["scheme"], subject.scheme.grid.shape, **sizes)
+    variables = {
+        "times": Variable(times, "s", ("repetition", "kind", "rank", "edge")),
+        "seconds": Variable(np.array(typical), "s", ("kind", "bound")),
+        "share_of_products": Variable(np.array(ratios[0]), "1", ("bound",)),
+        "speed_of_reference": Variable(np.array(ratios[1]), "1", ("bound",)),
+        "flops": Variable(np.array(sum(cost.flops(**sizes).values())), "1", ()),
+        "memory": Variable(memory, "byte", ("account", "rank")),
+        "expected_memory": Variable(
+            np.array(expected * np.dtype(settings["dtype"]).itemsize), "byte", ())}
+    scales = {"repetition": range(len(times)), "kind": KINDS, "rank": range(times.shape[2]),
+              "edge": ("begin", "end"), "bound": BOUNDS, "account": Footprint.accounts}
+    return Measurements("layer", settings, environs, scales, variables, checks + found.checks)
+
+
+def _named(sizes: Sizes) -> dict[str, int]:
+    return {name: getattr(sizes, name) for name in ("layers", "hidden", "heads", "batch", "seq")}

@@ -1,0 +1,74 @@
+"""One Transformer layer by PyTorch, in a process of its own and under an interpreter that has it.
+
+``python torchlayer.py FOLDER THREADS``: reads ``case.npz``, does a step, leaves its results in
+``result.npz`` and prints a line about the library; then, for each line on its standard input, does
+another step and prints its seconds.  Between two lines it sleeps.  It knows nothing of mm3d.
+"""
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+
+class Layer:
+    """x + Attention(LN(x)), then y + MLP(LN(y)), as `mm3d.Transformer` has it, by autograd."""
+
+    def __init__(self, torch: Any, case: dict[str, np.ndarray]) -> None:
+        self.torch, self.heads = torch, int(case["heads"])
+        self.x, self.dy = (torch.from_numpy(case[name]) for name in ("input", "output gradient"))
+        self.p = {name.split(".", 2)[2]: torch.from_numpy(a).requires_grad_()
+                  for name, a in case.items() if name.startswith("layers.")}
+        self.x.requires_grad_()
+
+    def forward(self) -> Any:
+        """The output."""
+        F, p, (batch, seq, hidden) = self.torch.nn.functional, self.p, self.x.shape
+
+        def linear(a, name):
+            return self.torch.addmm(p[f"{name}.bias"], a.reshape(batch * seq, -1),
+                                    p[f"{name}.weight"])
+
+        def norm(a, name):
+            return F.layer_norm(a, (hidden,), p[f"{name}.weight"], p[f"{name}.bias"], 1e-5)
+
+        qkv = linear(norm(self.x, "ln1"), "attention.qkv").view(batch, seq, 3, self.heads, -1)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, seq, hidden)
+        y = self.x + linear(mixed, "attention.proj").view(batch, seq, hidden)
+        wide = F.gelu(linear(norm(y, "ln2"), "mlp.up"), approximate="tanh")
+        return y + linear(wide, "mlp.down").view(batch, seq, hidden)
+
+    def step(self) -> tuple[float, Any]:
+        """Seconds of forward and backward, and the output; gradients start from none."""
+        for leaf in (self.x, *self.p.values()):
+            leaf.grad = None
+        start = time.perf_counter()
+        y = self.forward()
+        y.backward(self.dy)
+        return time.perf_counter() - start, y
+
+    def results(self, y: Any) -> dict[str, np.ndarray]:
+        """What the step gave, by the names that the check has."""
+        found = {"output": y.detach(), "input gradient": self.x.grad}
+        found |= {f"gradient of layers.0.{name}": leaf.grad for name, leaf in self.p.items()}
+        return {name: a.numpy() for name, a in found.items()}
+
+
+def main(folder: str, threads: str) -> None:
+    """Serve steps until the input ends."""
+    import torch
+    torch.set_num_threads(int(threads))
+    with np.load(Path(folder) / "case.npz") as case:
+        layer = Layer(torch, dict(case))
+    np.savez(Path(folder) / "result.npz", **layer.results(layer.step()[1]))
+    print(f"PyTorch {torch.__version__}, {torch.get_num_threads()} threads, "
+          f"{torch.backends.cpu.get_cpu_capability()}", flush=True)
+    for _ in sys.stdin:
+        print(repr(layer.step()[0]), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,92 @@
+"""The benchmark of one layer, at a tiny size, and beside a made-up reference."""
+import stat
+import sys
+
+import numpy as np
+import pytest
+
+from bench import layertables
+from bench.layer import KINDS
+from mm3d import store
+from support import ROOT, run_ranks
+
+QUICK = ("--hidden", "32", "--head", "8", "--batch", "4", "--seq", "8", "--repetitions", "2",
+         "--max-repetitions", "2", "--grid", "1x2x2", "--dtype", "float64")
+
+# In the place of an interpreter with PyTorch: the serial scheme, and FACTOR times its output.
+REFERENCE = """#!{python}
+import sys
+sys.path.insert(0, {root!r})
+import numpy as np
+import mm3d
+from mpi4py import MPI
+folder = sys.argv[2]
+case = dict(np.load(folder + "/case.npz"))
+x = case["input"]
+model = mm3d.Transformer(mm3d.scheme("serial", MPI.COMM_SELF), layers=1, hidden=x.shape[2],
+                         heads=int(case["heads"]), batch=x.shape[0], seq=x.shape[1],
+                         dtype=str(x.dtype))
+model.load({{name: a for name, a in case.items() if name.startswith("layers.")}})
+y, saved = model.forward(x)
+dx = model.backward(case["output gradient"], saved)
+np.savez(folder + "/result.npz", **{{"output": {factor} * y, "input gradient": dx}},
+         **{{"gradient of " + name: a for name, a in model.gradients().items()}})
+print("made up", flush=True)
+for line in sys.stdin:
+    print(0.25, flush=True)
+"""
+
+
+def reference(folder, factor):
+    path = folder / "python"
+    path.write_text(REFERENCE.format(python=sys.executable, root=str(ROOT), factor=factor))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def measured(folder, *options):
+    done = run_ranks(4, "-m", "bench", "layer", *QUICK, *options, "--out", str(folder))
+    files = list(folder.glob("*.h5"))
+    return done, store.read(files[0]) if files else None
+
+
+def test_a_layer_is_measured_beside_a_reference(tmp_path):
+    done, run = measured(tmp_path / "out", "--torch", reference(tmp_path, 1))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = {name: variable.values for name, variable in run.variables.items()}
+    assert run.kind == "layer" and len(run.checks) == 2 * 14
+    assert all(check.passed for check in run.checks)
+    assert found["times"].shape == (2, len(KINDS), 4, 2)
+    assert (found["times"][:, 2, 0, 1] == 0.25).all() and np.isnan(found["times"][:, 2, 1:]).all()
+    own, products, other = found["seconds"][:, 0]
+    assert 0 < products and 0 < own and other == 0.25
+    makespans = found["times"][:, 0, :, 1].max(axis=1)
+    assert found["speed_of_reference"][0] == pytest.approx(np.median(0.25 / makespans))
+    assert found["flops"] == 3 * (24 * 32 * 32 ** 2 + 4 * 32 * 8 * 32)
+    assert (found["memory"][0] > 0).all()
+    assert run.configuration["reference"] == "made up" and "PyTorch / layer" in done.stdout
+    assert layertables.layers([run])[0].rows[0][0] == 32
+
+
+def test_alone_it_is_verified_with_the_serial_scheme(tmp_path):
+    done, run = measured(tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert len(run.checks) == 2 * 14 and run.configuration["reference"] == "none"
+    assert np.isnan(run.variables["speed_of_reference"].values[0])
+
+
+def test_what_differs_from_the_reference_gets_no_times(tmp_path):
+    done, run = measured(tmp_path / "out", "--torch", reference(tmp_path, 1.001))
+    assert done.returncode == 1 and run is None
+    assert "differs from PyTorch: output has a relative error of 0.001" in done.stdout
+
+
+@pytest.mark.parametrize("options, message", [
+    (("--torch", "/nowhere/python"), "--torch /nowhere/python: No such file"),
+    (("--torch", "false"), "could not do the layer"),
+    (("--hidden", "33"), "hidden=33 cannot be dealt to heads"),
+    (("--scheme", "4d"), "scheme '4d' is unknown")])
+def test_wrong_arguments_get_one_message(tmp_path, options, message):
+    done, run = measured(tmp_path, *options)
+    assert done.returncode == 2 and run is None
+    assert (done.stdout + done.stderr).count(message) == 1, done.stdout + done.stderr
