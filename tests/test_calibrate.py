@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from bench import calibrate, model, probes
-from bench.__main__ import main
 from mm3d import dry
 from support import run_ranks
 from test_plan import assert_sourced
@@ -87,6 +86,7 @@ def test_a_machine_measures_itself(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["here.txt", "no/folder/here.toml"])
-def test_a_file_that_cannot_be_written_is_refused_first(name, capsys, tmp_path):
-    assert main(["calibrate", "--out", str(tmp_path / name)]) == 2
-    assert "a .toml file in a folder that exists" in capsys.readouterr().err
+def test_a_file_that_cannot_be_written_is_refused_first(name, tmp_path):
+    run = run_ranks(1, "-m", "bench", "calibrate", "--out", str(tmp_path / name))
+    assert run.returncode == 2
+    assert "a .toml file in a folder that exists" in run.stderr
