@@ -16,6 +16,7 @@ import tempfile
 from dataclasses import dataclass, field
 from functools import cached_property
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
@@ -25,6 +26,7 @@ from mm3d import environment, store
 from mm3d.record import Measurements, Variable
 
 OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
+TIMED_OUT = (124, 137)    # of the command timeout
 PACKAGES = ("mm3d", "numpy", "mpi4py", "h5py")
 
 
@@ -57,6 +59,9 @@ class Facts:
         Where results will be written.
     limit : float
         Seconds that a child job may take.
+    seen : Path or None
+        Where the child jobs' output lies, when somebody else has run them; then `launcher` only
+        serves messages.
     """
 
     ranks: int
@@ -67,6 +72,7 @@ class Facts:
     modules: list[str] = field(default_factory=list)
     folder: str | None = None
     limit: float = 60.0
+    seen: Path | None = None
 
     @cached_property
     def census(self) -> tuple[list[list[dict[str, Any]]], str]:
@@ -86,6 +92,8 @@ class Facts:
 
     def child(self, what: str) -> tuple[list[Any], str]:
         """Run `bench.census` under the launcher: what each world said, and what went wrong."""
+        if self.seen:
+            return self.kept(what)
         command = [*self.launcher, sys.executable, "-m", "bench.census", what]
         try:
             process = subprocess.Popen(
@@ -99,8 +107,23 @@ class Facts:
             problem = "" if process.returncode == 0 else died(process.returncode, err)
         except subprocess.TimeoutExpired:
             out, problem = ended(process), f"did not end within {self.limit:g} seconds"
-        said = [json.loads(line.partition(MARK)[2]) for line in out.splitlines() if MARK in line]
-        return said, problem
+        return said(out), problem
+
+    def kept(self, what: str) -> tuple[list[Any], str]:
+        """What a child job said that somebody else has run: WHAT.out, .err and .status."""
+        try:
+            out, err, status = ((self.seen / f"{what}.{end}").read_text()
+                                for end in ("out", "err", "status"))
+        except OSError as error:
+            return [], f"was not started: {error.filename}: {error.strerror}"
+        if int(status) in TIMED_OUT:
+            return said(out), f"did not end within {self.limit:g} seconds"
+        return said(out), died(int(status), err) if int(status) else ""
+
+
+def said(out: str) -> list[Any]:
+    """What each world said."""
+    return [json.loads(line.partition(MARK)[2]) for line in out.splitlines() if MARK in line]
 
 
 def ended(process: subprocess.Popen) -> str:
@@ -242,10 +265,10 @@ def cuda_aware(facts: Facts) -> Finding:
     """MPI reads and writes device buffers, shown by doing it in a child job."""
     if not facts.device_buffers and not facts.sees_gpus:
         return Finding("cuda_aware", SKIPPED, "no GPU seen, device buffers not wanted")
-    said, problem = facts.child("exchange")
-    if not problem and said and not said[0]:
+    answers, problem = facts.child("exchange")
+    if not problem and answers and not answers[0]:
         return Finding("cuda_aware", OK, f"{facts.ranks} ranks exchanged device buffers")
-    text = f"an exchange of device buffers {problem or (said or ['said nothing'])[0]}"
+    text = f"an exchange of device buffers {problem or (answers or ['said nothing'])[0]}"
     if facts.device_buffers:
         return Finding("cuda_aware", FAILED, f"{text}: this MPI, or the way it is started, does "
                        "not carry device buffers; use a CUDA-aware one, set what it needs in the "

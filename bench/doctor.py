@@ -4,6 +4,7 @@ import argparse
 import json
 import shlex
 from dataclasses import asdict
+from pathlib import Path
 
 from bench.cases import UsageError
 from bench.checks import CHECKS, FAILED, Facts
@@ -26,11 +27,13 @@ def doctor(arguments: argparse.Namespace) -> int:
                          "one rank, and more than 0 seconds")
     try:
         command = (shlex.split(arguments.launcher) if arguments.launcher
-                   else environment.mpirun_command(arguments.ranks))
+                   else environment.mpirun_command(arguments.ranks) if not arguments.seen
+                   else ["launcher"])
     except (FileNotFoundError, ValueError) as error:
         raise UsageError(f"--launcher: {error}") from error
     facts = Facts(arguments.ranks, command, arguments.ranks_per_node, arguments.gpus_per_node,
-                  arguments.device_buffers, arguments.module, arguments.out, arguments.limit)
+                  arguments.device_buffers, arguments.module, arguments.out, arguments.limit,
+                  Path(arguments.seen) if arguments.seen else None)
     findings = [check(facts) for check in CHECKS]
     if arguments.json:
         print(json.dumps({"findings": [asdict(one) for one in findings], "ranks": facts.world},

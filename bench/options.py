@@ -63,6 +63,9 @@ def add_doctor(verbs) -> None:
     parser.add_argument("--out", metavar="DIR", help="fail when results cannot be written there")
     parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS",
                         help="that a child job may take (default 60)")
+    parser.add_argument("--seen", metavar="DIR",
+                        help="start no child job: read what bench.census has said into this "
+                             "folder, as batch jobs do")
     parser.add_argument("--json", action="store_true", help="machine-readable")
 
 

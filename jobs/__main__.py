@@ -1,0 +1,201 @@
+"""``python -m jobs``: render, submit, status, collect."""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn, Sequence
+
+from tabulate import tabulate
+
+from bench.cases import Case, UsageError, case, load, select
+from jobs import rows, scripts, slurm
+from jobs import site as sites
+from jobs.collect import collect, line
+from jobs.rows import DONE, UNDER_WAY
+from jobs.scripts import Work
+from mm3d.contract import lookup
+from mm3d.store import StoreError
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(prog="python -m jobs", description=(
+        "Measure the rows of both tables as batch jobs under Slurm."))
+    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
+    rest = argparse.ArgumentParser(add_help=False)
+    rest.add_argument("--site", required=True, metavar="SITE", help=(
+        f"what the cluster is like: {', '.join(sites.supplied())}, or a .toml file"))
+    rest.add_argument("--table", default="all", metavar="NAMES",
+                      help="weak, strong, with commas between, or all (default)")
+    rest.add_argument("--scheme", default="all", metavar="NAMES",
+                      help="1d, 2d, 3d, some with commas between, or all (default)")
+    rest.add_argument("--ranks", metavar="N,...", help="only rows on so many ranks")
+    rest.add_argument("--preset", default="paper", choices=load().presets,
+                      help="the sizes (default paper)")
+    rest.add_argument("--inside", metavar="AXIS", help=(
+        "the direction of the grid that stays inside a node (default: the site file's, or the "
+        "one that moves the most words)"))
+    rest.add_argument("--out", metavar="DIR", help="the results (default results/SITE)")
+    verbs.add_parser("render", parents=[rest], help="write the scripts, and say what they ask for")
+    submit = verbs.add_parser("submit", parents=[rest], help=(
+        "submit what has no result and is not under way, and a last job that collects"))
+    submit.add_argument("--array", action="store_true",
+                        help="one job array for each rank count instead of one job a row")
+    submit.add_argument("--test-only", action="store_true",
+                        help="only ask Slurm whether it would take the scripts")
+    verbs.add_parser("status", parents=[rest], help="how each row stands, and why")
+    verbs.add_parser("collect", parents=[rest], help=(
+        "merge what is there, name what is missing, print the tables and draw the figures"))
+    return top
+
+
+def work_and_cases(arguments) -> tuple[Work, list[Case]]:
+    """What the command line means.
+
+    Raises
+    ------
+    UsageError
+        When it cannot be meant.
+    """
+    site = sites.load(arguments.site)
+    cases = [case(row, arguments.preset) for row in select(arguments.table, arguments.scheme)]
+    counts = sorted({str(one.row.gpus) for one in cases}, key=int)
+    wanted = arguments.ranks.split(",") if arguments.ranks else counts
+    if not set(wanted) <= set(counts):
+        raise UsageError(f"--ranks {arguments.ranks}: these rows are for {', '.join(counts)} "
+                         "ranks; choose some of them")
+    cases = [one for one in cases if str(one.row.gpus) in wanted]
+    out = Path(arguments.out or Path("results") / Path(arguments.site).stem)
+    work = Work(site, arguments.site, scripts.check_path(out), arguments.inside)
+    for one in cases:
+        directions = lookup(one.row.scheme).directions
+        inside = work.inside or site.inside.get(one.row.scheme, "auto")
+        if inside != "auto" and inside not in directions:
+            raise UsageError(f"--inside {inside}: the grid of scheme {one.row.scheme!r} has the "
+                             f"directions {', '.join(directions)}; choose one of them, or auto")
+    return work, cases
+
+
+def render(work: Work, cases: list[Case], arguments) -> None:
+    """Write the script of every row, and of the last job."""
+    for folder in (work.folder, work.folder / "logs"):
+        folder.mkdir(parents=True, exist_ok=True)
+    for one in cases:
+        replace(work.script(one), scripts.row_script(work, one))
+    again = [f"--site={site_name(work)}", f"--table={arguments.table}",
+             f"--scheme={arguments.scheme}", f"--preset={arguments.preset}", f"--out={work.out}",
+             *[f"--ranks={arguments.ranks}"] * bool(arguments.ranks)]
+    replace(work.folder / "collect.sh", scripts.collect_script(work, again))
+
+
+def site_name(work: Work) -> str:
+    """The site as a job finds it, wherever it runs."""
+    return work.name if work.name in sites.supplied() else str(Path(work.name).absolute())
+
+
+def replace(path: Path, text: str) -> None:
+    """Write a script in one piece: a job may be reading the old one."""
+    part = path.with_name(f".{path.name}-{os.getpid()}")
+    part.write_text(text)
+    part.chmod(0o755)
+    os.replace(part, path)
+
+
+def overview(work: Work, cases: list[Case]) -> str:
+    """What each row asks for."""
+    site = work.site
+    lines = [[one.title, one.row.gpus, scripts.nodes(site, one.row.gpus),
+              scripts.gpus(site, one.row.gpus) or "-", site.slurm.time,
+              work.inside or site.inside.get(one.row.scheme, "auto"), work.script(one).name]
+             for one in cases]
+    return tabulate(lines, ["row", "ranks", "nodes", "GPUs a node", "time", "inside", "script"])
+
+
+def submit(work: Work, cases: list[Case], arguments) -> int:
+    """Submit what is missing, then the last job; 1 when the queue did not take all."""
+    with rows.locked(work):
+        render(work, cases, arguments)
+        standings = rows.survey(work, cases, slurm.queue())
+        due = [one.case for one in standings if one.state not in (DONE, *UNDER_WAY)]
+        under_way = [one.job for one in standings if one.state in UNDER_WAY]
+        print(f"{len(cases)} rows: {sum(one.state == DONE for one in standings)} done, "
+              f"{len(under_way)} under way, {len(due)} to submit")
+        new: list[str] = []
+        try:
+            for group in grouped(due) if arguments.array else [[one] for one in due]:
+                new += submit_group(work, group, arguments.array)
+            if new:
+                before = dict.fromkeys(job.partition("_")[0] for job in under_way + new)
+                last = slurm.submit(work.folder / "collect.sh",
+                                    f"--dependency=afterany:{':'.join(before)}")
+                print(f"job {last} collects when they have ended")
+        except slurm.SlurmError as error:
+            print(f"error: the queue took {len(new)} of {len(due)} rows: {error}\nSubmit again "
+                  "for the others; python -m jobs collect collects", file=sys.stderr)
+            return 1
+    return 0
+
+
+def grouped(cases: list[Case]) -> list[list[Case]]:
+    """The cases by rank count."""
+    counts = dict.fromkeys(one.row.gpus for one in cases)
+    return [[one for one in cases if one.row.gpus == count] for count in counts]
+
+
+def submit_group(work: Work, group: list[Case], array: bool) -> list[str]:
+    """Submit rows, as a job array or a job; their jobs."""
+    if not array:
+        jobs = [slurm.submit(work.script(group[0]))]
+    else:
+        script = work.folder / f"array-p{group[0].row.gpus:03d}-{group[0].preset}.sh"
+        replace(script, scripts.array_script(work, group))
+        number = slurm.submit(script)
+        jobs = [f"{number}_{index}" for index in range(len(group))]
+    for one, job in zip(group, jobs):
+        rows.note(work, one, job)
+        print(f"job {job}: {one.title}")
+    return jobs
+
+
+def test_only(work: Work, cases: list[Case], arguments) -> int:
+    """Ask Slurm about every script; 1 when it would not take one."""
+    render(work, cases, arguments)
+    refused = 0
+    for path in [*map(work.script, cases), work.folder / "collect.sh"]:
+        try:
+            print(f"{path.name}: {slurm.test_only(path)}")
+        except slurm.SlurmError as error:
+            refused += 1
+            print(f"{path.name}: refused: {error}")
+    return int(bool(refused))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Do what the command line says; the exit status."""
+    arguments = parser().parse_args(argv)
+    try:
+        work, cases = work_and_cases(arguments)
+        if arguments.verb == "render":
+            render(work, cases, arguments)
+            print(f"{overview(work, cases)}\n\nin {work.folder}; nothing is submitted")
+        elif arguments.verb == "submit":
+            return (test_only if arguments.test_only else submit)(work, cases, arguments)
+        elif arguments.verb == "collect":
+            return collect(work, cases)
+        else:
+            for one in rows.survey(work, cases, slurm.queue()):
+                print(line(one))
+        return 0
+    except (UsageError, StoreError, slurm.SlurmError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def command() -> NoReturn:
+    """The program."""
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    command()

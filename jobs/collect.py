@@ -1,0 +1,65 @@
+"""What comes of the jobs: their files in one folder, the tables and the figures."""
+
+import os
+import secrets
+import shutil
+from pathlib import Path
+
+from bench.cases import Case
+from bench.reproduce import finish
+from jobs import rows, slurm
+from jobs.rows import DONE, Standing
+from jobs.scripts import Work
+from mm3d import store
+
+
+def gather(work: Work, case: Case) -> int:
+    """Copy the sound files of a row's jobs to the results; how many are new."""
+    new = 0
+    for path, _ in rows.results(work, case):
+        target = work.out / path.name
+        if path.parent == work.out or target.exists():
+            continue
+        part = work.out / f".{path.name}-{secrets.token_hex(4)}"
+        shutil.copyfile(path, part)
+        with open(part, "rb+") as file:
+            os.fsync(file.fileno())
+        os.replace(part, target)
+        new += 1
+    return new
+
+
+def collect(work: Work, cases: list[Case]) -> int:
+    """Gather what is there, name what is not, print the tables and draw the figures.
+
+    Returns
+    -------
+    int
+        0 when no row is missing, otherwise 1.
+    """
+    store.check_folder(work.out)
+    new = sum(gather(work, one) for one in cases)
+    missing = [one for one in rows.survey(work, cases, queue_or_nothing())
+               if one.state != DONE]
+    done = len(cases) - len(missing)
+    if any(work.out.glob("*.h5")):
+        finish(Path(work.out))
+    print(f"\n{done} of {len(cases)} rows done, {new} files new in {work.out}")
+    for one in missing:
+        print(f"missing: {line(one)}")
+    return int(bool(missing))
+
+
+def queue_or_nothing() -> dict[str, slurm.State]:
+    """The queue, empty where there is no Slurm: results can be collected anywhere."""
+    try:
+        return slurm.queue()
+    except slurm.SlurmError:
+        return {}
+
+
+def line(one: Standing) -> str:
+    """A row and how it stands, in a line."""
+    job = f", job {one.job}" if one.job else ""
+    reason = f": {one.reason}" if one.reason else ""
+    return f"{one.case.title}: {one.state}{job}{reason}"

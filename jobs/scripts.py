@@ -1,0 +1,174 @@
+"""From a site file and rows to scripts for sbatch.
+
+Every expression of a template is quoted for the shell when it is written, wherever it stands, so
+that no value can become a command; lists become as many words.
+"""
+
+import math
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from bench.cases import Case, UsageError
+from jobs.site import Site
+
+ROOT = Path(__file__).resolve().parents[1]    # where python -m bench finds its source
+LIMIT = 120                                   # seconds that a question of the pre-flight may take
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is to be done, and where.
+
+    Attributes
+    ----------
+    site : Site
+        Of which cluster.
+    name : str
+        What the user calls the site: a name or a file.
+    out : Path
+        The folder of results; scripts, logs and bookkeeping lie in ``jobs`` within it.
+    inside : str or None
+        The direction that stays inside a node, instead of the site's.
+    """
+
+    site: Site
+    name: str
+    out: Path
+    inside: str | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where scripts, logs and bookkeeping lie."""
+        return self.out / "jobs"
+
+    def runs(self, case: Case) -> Path:
+        """Where the jobs of a row write."""
+        return self.folder / "runs" / case.name
+
+    def script(self, case: Case) -> Path:
+        """The script of a row."""
+        return self.folder / f"{case.name}.sh"
+
+
+def shell(value: Any) -> str:
+    """`value` as one word of the shell, a list as several."""
+    if isinstance(value, (list, tuple)):
+        return " ".join(map(shell, value))
+    text = str(value)
+    # A comma is harmless, but reads as if it divided the elements of an array.
+    return f"'{text}'" if "," in text and shlex.quote(text) == text else shlex.quote(text)
+
+
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.PackageLoader("jobs"), undefined=jinja2.StrictUndefined, finalize=shell,
+    trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
+
+
+def check_path(path: Path) -> Path:
+    """`path`, absolute, when Slurm can write a log in it.
+
+    Raises
+    ------
+    UsageError
+        When its name has characters that Slurm would take for something else.
+    """
+    path = path.absolute()
+    if not str(path).isprintable() or any(sign in str(path) for sign in "%\\\"'"):
+        raise UsageError(f"--out {path}: Slurm cannot write logs into a folder whose name has "
+                         "one of % \\ \" ' or an unprintable character; choose another")
+    return path
+
+
+def nodes(site: Site, ranks: int) -> int:
+    """How many nodes so many ranks take."""
+    return math.ceil(ranks / site.node.ranks)
+
+
+def slurm_options(work: Work, name: str, time: str, ranks: int) -> list[str]:
+    """The options of sbatch for a job on so many ranks."""
+    site = work.site
+    chosen = [f"--job-name={name}", f"--time={time}",
+              f"--output={check_path(work.folder)}/logs/%x-%A_%a.out" if name.endswith("-array")
+              else f"--output={check_path(work.folder)}/logs/%x-%j.out"]
+    for key in ("partition", "account", "qos", "constraint"):
+        value = getattr(site.slurm, key)
+        if value is not None:
+            chosen.append(f"--{key}={value}")
+    return [*chosen, f"--nodes={nodes(site, ranks)}", f"--ntasks={ranks}"]
+
+
+def row_options(work: Work, name: str, ranks: int) -> list[str]:
+    """The options of sbatch for a row."""
+    site = work.site
+    chosen = [*slurm_options(work, name, site.slurm.time, ranks),
+              f"--ntasks-per-node={min(ranks, site.node.ranks)}",
+              f"--cpus-per-task={site.node.cores_per_rank}",
+              f"--signal=B:USR1@{site.slurm.warning}"]
+    if site.node.gpus:
+        chosen.append(f"--gpus-per-node={gpus(site, ranks)}")
+    return [*chosen, *["--exclusive"] * site.slurm.exclusive, *site.slurm.options]
+
+
+def gpus(site: Site, ranks: int) -> int:
+    """GPUs that are asked for of each node."""
+    return min(ranks, site.node.gpus)
+
+
+def launch(site: Site, ranks: int) -> list[str]:
+    """The command that starts so many ranks, without the program."""
+    if site.launch.launcher == "mpirun":
+        words = ["mpirun", "-n", str(ranks), *site.launch.options]
+    else:
+        # Consecutive ranks fill one node after the other: placement relies on it.
+        words = ["srun", f"--mpi={site.launch.mpi}", f"--ntasks={ranks}",
+                 "--distribution=block,Pack", "--kill-on-bad-exit=1",
+                 *["--gpus-per-task=1"] * (site.launch.gpu_binding == "task"),
+                 *site.launch.options]
+    return words
+
+
+def row_script(work: Work, case: Case) -> str:
+    """The script that measures one row."""
+    site, ranks, folder = work.site, case.row.gpus, check_path(work.runs(case))
+    inside = work.inside or site.inside.get(case.row.scheme, "auto")
+    doctor = [f"--ranks={ranks}", f"--launcher={shlex.join(launch(site, ranks))}",
+              f"--seen={folder}", f"--out={folder}", f"--limit={LIMIT}",
+              f"--ranks-per-node={site.node.ranks}",
+              *[f"--module={name}" for name in site.software.modules]]
+    if site.launch.gpu_binding != "none":
+        doctor.append(f"--gpus-per-node={gpus(site, ranks)}")
+    if site.run.device_buffers:
+        doctor.append("--device-buffers")
+    run = [f"--table={case.row.table}", f"--scheme={case.row.scheme}", f"--preset={case.preset}",
+           f"--out={folder}", f"--backend={site.run.backend}", f"--inside={inside}",
+           *site.run.options]
+    return TEMPLATES.get_template("row.sh.j2").render(
+        title=f"{case.title}, preset {case.preset}", site=site, root=ROOT, folder=folder,
+        options=row_options(work, job_name(case), ranks), launch=launch(site, ranks),
+        questions=["census", "exchange"] if site.run.device_buffers else ["census"],
+        limit=LIMIT, doctor=doctor, run=run)
+
+
+def array_script(work: Work, cases: list[Case]) -> str:
+    """The script that measures rows on equally many ranks as a job array."""
+    ranks = cases[0].row.gpus
+    options = row_options(work, f"mm3d-p{ranks:03d}-{cases[0].preset}-array", ranks)
+    return TEMPLATES.get_template("array.sh.j2").render(
+        ranks=ranks, options=[*options, f"--array=0-{len(cases) - 1}"],
+        scripts=[check_path(work.script(case)) for case in cases])
+
+
+def collect_script(work: Work, arguments: list[str]) -> str:
+    """The script of the last job, which runs ``python -m jobs collect`` with `arguments`."""
+    options = slurm_options(work, "mm3d-collect", work.site.slurm.collect_time, 1)
+    return TEMPLATES.get_template("collect.sh.j2").render(
+        site=work.site, root=ROOT, options=options, arguments=arguments)
+
+
+def job_name(case: Case) -> str:
+    """What the queue calls the job of a row."""
+    return f"mm3d-{case.name}"
