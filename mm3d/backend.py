@@ -279,9 +279,10 @@ def _gemm(rows: tuple[int, int], a: Array, columns: tuple[int, int], b: Array,
           shape: tuple[int, ...], empty: Callable[..., Array] | None, left: bool = False,
           right: bool = False) -> Array:
     """The product of `a` and `b` as matrices of the two shapes, transposed if `left`, `right`."""
-    backend, xp = of(a), namespace(a)
-    a, b = xp.reshape(a, rows), xp.reshape(b, columns)
+    backend = of(a)
     c = (empty or backend.empty)(shape, a.dtype)
     flat = (rows[1] if left else rows[0], columns[0] if right else columns[1])
-    backend.gemm(a.T if left else a, b.T if right else b, xp.reshape(c, flat))
+    a, b, out = (m if m.shape == matrix else backend.xp.reshape(m, matrix)
+                 for m, matrix in ((a, rows), (b, columns), (c, flat)))
+    backend.gemm(a.T if left else a, b.T if right else b, out)
     return c

@@ -58,15 +58,15 @@ def _nccl_problem(places: list, installed: list[bool]) -> str:
     return ""
 
 
-def transport_for(comm, backend: Backend, kind: str) -> MpiTransport:
+def transport_for(comm, backend: Backend, kind: str, node: int = 0) -> MpiTransport:
     """The transport of that name (see `settle`) between the ranks of `comm`; all must make it.
 
-    Ranks of different nodes, which share no memory, go by MPI.
+    Ranks of different nodes, as `mm3d.shared.node_of` numbers them, share no memory and go by MPI.
     """
     if isinstance(comm, Absent):
         return SilentTransport(comm, backend)
     if kind in TRANSPORTS and comm.size > 1:
         return TRANSPORTS[kind](comm, backend)
-    if kind == "shared" and one_node(comm):
+    if kind == "shared" and one_node(comm, node):
         return SharedTransport(comm, backend)
     return MpiTransport(comm, backend)

@@ -18,6 +18,7 @@ from mm3d import backend as backends
 from mm3d import environment
 from mm3d.backend import Array, Backend
 from mm3d.choice import settle, transport_for
+from mm3d.shared import node_of
 from mm3d.transport import Absent, host_dtype, resized
 
 
@@ -74,12 +75,15 @@ class Axis:
         Whose arrays travel.
     kind : str
         The name of their transport; see `mm3d.choice.settle`.
+    node : int
+        This rank's node; see `mm3d.shared.node_of`.
     """
 
-    def __init__(self, name: str, comm: MPI.Intracomm, backend: Backend, kind: str) -> None:
+    def __init__(self, name: str, comm: MPI.Intracomm, backend: Backend, kind: str,
+                 node: int) -> None:
         self.name, self.comm, self.backend = name, comm, backend
         self.size, self.rank = comm.size, comm.rank
-        self.transport = transport_for(comm, backend, kind)
+        self.transport = transport_for(comm, backend, kind, node)
         self.traffic: dict[str, Traffic] = {}
 
     def __repr__(self) -> str:
@@ -288,7 +292,9 @@ class Grid:
         self.size, self.rank = comm.size, comm.rank
         self.coords = self.coordinates(comm.rank)
         kind = settle(comm, self.backend)
-        self.axes = {name: Axis(name, self._line(name), self.backend, kind) for name in shape}
+        node = node_of(comm) if kind == "shared" else 0
+        self.axes = {name: Axis(name, self._line(name), self.backend, kind, node)
+                     for name in shape}
 
     def _line(self, name: str) -> MPI.Intracomm | Absent:
         """The ranks that differ from this one along the direction `name`."""

@@ -176,6 +176,8 @@ class SilentTransport(MpiTransport):
 
 def host_dtype(a: Array) -> np.dtype:
     """The NumPy dtype of the elements of `a`, found without looking at them."""
+    if isinstance(a.dtype, np.dtype):
+        return a.dtype
     return np.dtype(str(a.dtype).rpartition(".")[2])  # a library may call it "library.float32"
 
 

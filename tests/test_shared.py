@@ -6,10 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mm3d
-from mm3d.choice import transport_for
-from mm3d.shared import SharedMemory, SharedTransport
+from mm3d.memory import NOTES, TAKES, SharedMemory
+from mm3d.shared import SharedTransport, node_of
 from reference import integers, on_grid
 from support import run_ranks
 
@@ -25,36 +26,43 @@ def shared(monkeypatch):
 
 @pytest.fixture
 def copies(monkeypatch):
-    """The axis and kind of every collective that had to copy its operand into shared memory."""
-    found = []
-    gather, reduce = SharedTransport.all_gather, SharedTransport.reduce_scatter
+    """Names of the collectives that had to copy a large operand into shared memory."""
+    found, made_by = [], []
 
-    def all_gather(self, a, dim, counts):
-        found.extend(["all_gather"] * (self._whole(a, dim, list(counts)) is None))
-        return gather(self, a, dim, counts)
+    def inside(name):
+        method = getattr(SharedTransport, name)
 
-    def reduce_scatter(self, a, dim, counts):
-        terms = []
-        with monkeypatch.context() as patch:
-            patch.setattr(SharedTransport, "term",
-                          lambda self, *args, term=SharedTransport.term:
-                          terms.append(args) or term(self, *args))
-            out = reduce(self, a, dim, counts)
-        found.extend(["reduce_scatter"] * len(terms))
-        return out
+        def call(self, *args):
+            made_by.append(name)
+            try:
+                return method(self, *args)
+            finally:
+                made_by.pop()
+        monkeypatch.setattr(SharedTransport, name, call)
 
-    monkeypatch.setattr(SharedTransport, "all_gather", all_gather)
-    monkeypatch.setattr(SharedTransport, "reduce_scatter", reduce_scatter)
+    def made(name):
+        method = getattr(SharedTransport, name)
+
+        def call(self, *args):
+            found.extend(made_by[:1])
+            return method(self, *args)
+        monkeypatch.setattr(SharedTransport, name, call)
+
+    for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        inside(name)
+    for name in ("block", "term"):
+        made(name)
     return found
 
 
 @pytest.mark.ranks(8)
 @pytest.mark.parametrize("options, gathers", [({}, 1), ({"rows": "positions"}, 1 + 2)])
-def test_products_copy_nothing(comm, copies, options, gathers):
+def test_products_copy_nothing(comm, copies, monkeypatch, options, gathers):
     """But what the caller brings, dy, and keys and values, which are a part of a block.
 
     Vectors are copied too: their blocks lie on the diagonal only.
     """
+    monkeypatch.setattr("mm3d.shared.MAIL", 0)    # nothing counts as small
     scheme = mm3d.scheme("3d", comm, **options)
     assert all(axis.transport.name == "shared" for axis in scheme.grid.axes.values())
     model = mm3d.Transformer(scheme, layers=1, hidden=24, heads=4, batch=8, seq=4)
@@ -96,25 +104,142 @@ def test_no_block_changes_while_another_rank_reads_it(comm):
         kept.clear()
 
 
+@pytest.mark.ranks(4, 8)
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("mail", [0, 1 << 16])
+def test_every_collective_is_exact_whoever_is_late(comm, monkeypatch, mail):
+    """In random order with random delays, in both ways: handed to all, and in regions."""
+    monkeypatch.setattr("mm3d.shared.MAIL", mail)
+    late, order = random.Random(comm.rank), random.Random(comm.size)
+    n = 2 * comm.size + 1
+    with on_grid(comm, x=comm.size) as grid:
+        mine = grid.x.split(0, n)
+        cut = np.cumsum([0, *mine.counts])[comm.rank:comm.rank + 2]
+        for turn in range(1500):
+            kind, root = order.randrange(5), order.randrange(comm.size)
+            terms = [integers((n, 3), turn * comm.size + rank) for rank in range(comm.size)]
+            total, own = sum(terms), terms[comm.rank].copy()
+            if late.random() < 0.1:
+                time.sleep(late.random() / 300)
+            if kind == 0:
+                found, expected = mine.all_gather(own[slice(*cut)]), np.concatenate(
+                    [term[start:stop] for term, start, stop in zip(
+                        terms, np.cumsum([0, *mine.counts]), np.cumsum(mine.counts))])
+            elif kind == 1:
+                found, expected = mine.reduce_scatter(own), total[slice(*cut)]
+            elif kind == 2:
+                found, expected = grid.x.all_reduce(own), total
+            elif kind == 3:
+                found, expected = grid.x.broadcast(own, root), terms[root]
+            else:
+                found = grid.x.reduce(own, root)
+                expected = total if comm.rank == root else found
+            # What a rank has given is its own again, whatever the others are doing.
+            if found is not own:
+                own[...] = 99
+            if late.random() < 0.1:
+                time.sleep(late.random() / 300)
+            assert found is expected is None or np.array_equal(found, expected), (turn, kind)
+
+
+@pytest.mark.ranks(4)
+def test_a_fork_takes_nothing_with_it(comm):
+    """A child that drops all its arrays and ends does not give them back for its parent."""
+    with on_grid(comm, x=comm.size) as grid:
+        split = grid.x.split(0, comm.size)
+        block = split.empty((1,), np.float64)
+        block[...] = comm.rank
+        whole = split.all_gather(block)
+        child = os.fork()
+        if child == 0:
+            del block, whole
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        for turn in range(20):
+            other = split.empty((1,), np.float64)
+            other[...] = -1
+            split.all_gather(other)
+        assert np.array_equal(whole, range(comm.size))
+        del block, whole, other
+
+
+@pytest.mark.ranks(4)
+def test_an_error_on_all_ranks_leaves_the_memory_in_order(comm):
+    """Nothing is left half done by a collective that refuses its arguments."""
+    with on_grid(comm, x=comm.size) as grid:
+        split = grid.x.split(0, 2 * comm.size)
+        for turn in range(100):
+            term = split.term((2 * comm.size, 3), np.float64)
+            with pytest.raises(ValueError, match="does not fit"):
+                split.reduce_scatter(term[1:])
+            block = split.empty((2, 3), np.float64)
+            block[...] = turn
+            with pytest.raises(ValueError, match="does not fit"):
+                split.all_gather(block[1:])
+            assert (split.all_gather(block) == turn).all()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("way", ["mpi", "shared"])
+def test_no_object_is_pickled_after_the_start(comm, monkeypatch, way):
+    """A step of training sends arrays only."""
+    monkeypatch.setenv("MM3D_TRANSPORT", way)
+    scheme = mm3d.scheme("3d", comm, grid=(1, 2, 2))
+    model = mm3d.Transformer(scheme, layers=1, hidden=8, heads=2, batch=4, seq=2)
+    x, dy = model.random("x"), model.random("dy")
+
+    def refuse(*args):
+        raise AssertionError("an object was pickled")
+
+    MPI.pickle.__init__(refuse, refuse)
+    try:
+        with pytest.raises(AssertionError, match="pickled"):
+            MPI.COMM_SELF.bcast(0)
+        model.backward(dy, model.forward(x)[1])
+    finally:
+        MPI.pickle.__init__()
+    scheme.grid.free()
+
+
 @pytest.mark.ranks(4)
 def test_regions_are_used_again_once_all_ranks_have_given_them_back(comm):
     memory = SharedMemory(comm)
     first, _ = memory.take(100)
     second, _ = memory.take(100)
     assert second != first
-    comm.Barrier()
     if comm.rank != 2:
         memory.give_back(first)
-    comm.Barrier()
-    third, _ = memory.take(100)
-    assert third not in (first, second)     # rank 2 still has the first
-    comm.Barrier()
+    memory.meet()
+    assert memory.take(100)[0] not in (first, second)     # rank 2 still has the first
     if comm.rank == 2:
         memory.give_back(first)
-    comm.Barrier()
+    assert memory.take(100)[0] != first     # which the others do not know yet
+    memory.meet()
     assert memory.take(100)[0] == first
-    comm.Barrier()
-    memory.free()
+    memory.meet()
+
+
+@pytest.mark.ranks(4)
+def test_more_regions_than_one_meeting_can_hear_of_are_used_again(comm):
+    memory = SharedMemory(comm)
+    regions = [memory.take(100)[0] for _ in range(3 * NOTES)]
+    assert len(set(regions)) == 3 * NOTES
+    for region in regions:
+        memory.give_back(region)
+    for _ in range(3):
+        memory.meet()
+    assert {memory.take(100)[0] for _ in regions} == set(regions)
+    memory.meet()
+
+
+@pytest.mark.ranks(4)
+def test_memory_does_not_grow_where_ranks_never_meet_otherwise(comm):
+    """Blocks made and dropped without ever being gathered."""
+    with on_grid(comm, x=comm.size) as grid:
+        split = grid.x.split(0, comm.size)
+        places = {split.empty((1,), np.float64).base.__array_interface__["data"]
+                  for _ in range(1000)}
+        assert len(places) <= 2 * TAKES
 
 
 @pytest.mark.ranks(8)
@@ -142,25 +267,32 @@ def test_the_transport_is_a_setting(comm, monkeypatch):
         mm3d.Grid(comm, x=comm.size)
 
 
-@pytest.mark.ranks(4)
-def test_ranks_of_several_nodes_use_mpi(comm, monkeypatch):
-    """The first two ranks on one node, the last two on another."""
-    node_size = 2
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("node_size, names", [
+    (1, "mpi mpi mpi"), (2, "mpi mpi shared"), (4, "mpi shared shared"),
+    (3, ""), (8, "shared shared shared"), (100, "shared shared shared")])
+def test_only_ranks_of_one_node_share(comm, monkeypatch, node_size, names):
+    """One machine's ranks count as several nodes; what crosses them goes by MPI."""
+    monkeypatch.setenv("MM3D_NODE_SIZE", str(node_size))
+    with on_grid(comm, x=2, y=2, z=2) as grid:
+        found = [axis.transport.name for axis in grid.axes.values()]
+        if names:    # else some lines of a direction lie in a node and some do not
+            assert found == names.split()
+        assert node_size != 3 or {"mpi", "shared"} == set(sum(comm.allgather(found), []))
+        for axis in grid.axes.values():
+            mine = integers((4, 3), comm.rank)
+            line = axis.comm.allgather(comm.rank)
+            assert np.array_equal(axis.all_gather(mine),
+                                  np.concatenate([integers((4, 3), rank) for rank in line]))
+            assert np.array_equal(axis.all_reduce(mine),
+                                  sum(integers((4, 3), rank) for rank in line))
 
-    class Nodes:
-        def __init__(self, comm):
-            self.comm, self.size = comm, comm.size
 
-        def Split_type(self, kind):
-            return self.comm.Split(self.comm.rank // node_size)
-
-        def __getattr__(self, name):
-            return getattr(self.comm, name)
-
-    backend = mm3d.Grid(comm, x=comm.size).backend
-    assert transport_for(Nodes(comm), backend, "shared").name == "mpi"
-    node_size = comm.size
-    assert transport_for(Nodes(comm), backend, "shared").name == "shared"
+@pytest.mark.parametrize("wrong", ["0", "-1", "two"])
+def test_a_wrong_node_size_is_refused(comm, monkeypatch, wrong):
+    monkeypatch.setenv("MM3D_NODE_SIZE", wrong)
+    with pytest.raises(ValueError, match=f"MM3D_NODE_SIZE='{wrong}': give the number of ranks"):
+        node_of(comm)
 
 
 def test_a_crash_leaves_nothing_behind(tmp_path):

@@ -1,0 +1,243 @@
+"""Memory that the ranks of one node share, and how they meet there.
+
+The memory never has a name, so nothing is left behind however a program ends: a rank opens it
+through the descriptor of the rank that made it.
+
+Ranks meet by counting.  Each has a counter in shared memory; to meet it adds one, wakes whoever
+sleeps on it, and waits until the others' are as high.  What a rank wrote before it arrived, the
+others see afterwards: processors of this kind keep the order of stores (others do not, there
+`available` says no).  A rank that waits gives its core away, and soon sleeps until it is woken.
+
+Regions of memory are handed out without a word between the ranks, because all of them make the
+same calls in the same order and know the same: what a rank is done with it notes for the next
+meeting, where all read all notes.  A note is written over two meetings later only, when everybody
+has been at the meeting in between and so has read it.
+"""
+
+import collections
+import ctypes
+import mmap
+import os
+import platform
+import sys
+import threading
+
+import numpy as np
+
+PAGE = 4096
+SEGMENT = 1 << 30   # bytes mapped at a time; what is never used takes no memory
+NOTES = 63          # regions that a rank can give back at one meeting; more wait for the next
+TAKES = 32          # regions taken without a meeting before there is one
+MAIL = 1 << 16      # bytes that a rank can hand to all others at a meeting
+YIELDS = 2          # looks at a counter, the core given away in between, before sleeping
+NAP = 10_000_000    # nanoseconds; longer waits let MPI make progress in between
+
+_FUTEX = 202        # number of the system call on x86-64
+_SLEEP, _WAKE = 0, 1
+
+
+def available() -> bool:
+    """Whether this system can share memory so."""
+    return (sys.platform == "linux" and platform.machine() == "x86_64"
+            and hasattr(os, "memfd_create"))
+
+
+_system_call = ctypes.CDLL(None).syscall
+_system_call.restype = ctypes.c_long
+_system_call.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32,
+                         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
+_nap = (ctypes.c_long * 2)(0, NAP)
+
+
+class SharedMemory:
+    """Memory of the ranks of one node, handed out to all of them in regions.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks; all of them make it, and make the same calls in the same order.
+
+    Raises
+    ------
+    OSError
+        On every rank, when one of them cannot open the memory of another.
+    """
+
+    def __init__(self, comm) -> None:
+        self.comm, self.rank, self.size = comm, comm.rank, comm.size
+        self._maker = 0
+        # Of each rank: the counter, whether it sleeps, a descriptor, the last two meetings that
+        # it left notes for; these notes; two slots of mail.
+        notes = 64 + 2 * 4 * (1 + NOTES)
+        self._stride = -(-(notes + 2 * MAIL) // PAGE) * PAGE
+        board = self._open_board(self.size * self._stride)
+        self._counters, self._asleep, self._descriptors, *self._noted = (
+            board.view(np.int64)[word::self._stride // 8].data for word in range(5))
+        self._fence = threading.Lock()
+        rows = board.reshape(self.size, self._stride)
+        self._notes = [[row[64:notes].view(np.int32).reshape(2, -1)[turn].data for row in rows]
+                       for turn in (0, 1)]
+        self._mail = [[row[notes + turn * MAIL:notes + (turn + 1) * MAIL] for row in rows]
+                      for turn in (0, 1)]
+        self._addresses = [row.ctypes.data for row in rows]
+        self._all = range(self.size)
+        self._others = [rank for rank in range(self.size) if rank != self.rank]
+        self._turn = 0
+        self._given_back: collections.deque[int] = collections.deque()
+        self._sizes: list[int] = []                     # of the regions
+        self._places: list[int] = []                    # their addresses
+        self._users: list[int] = []                     # ranks that still use each
+        self._free: dict[int, list[int]] = {}           # regions that nobody uses, by size
+        self._segments: list[np.ndarray] = []
+        self._used = SEGMENT                            # bytes of the last segment
+        self._taken = 0                                 # regions since the last meeting
+
+    def meet(self) -> None:
+        """Wait for all ranks; what each wrote before, the others see afterwards."""
+        turn = self._turn = self._turn + 1
+        counters, asleep, noted = self._counters, self._asleep, self._noted[turn & 1]
+        if self._given_back:
+            self._note(turn)
+        counters[self.rank] = turn
+        self._order()
+        for rank in self._others:
+            if asleep[rank]:
+                _system_call(_FUTEX, self._addresses[self.rank], _WAKE, 0x7fffffff, None, None, 0)
+                break
+        for rank in self._others:
+            if counters[rank] < turn:
+                self._wait(rank, turn)
+        for rank in self._all:
+            if noted[rank] == turn:
+                self._read(self._notes[turn & 1][rank])
+        self._taken = 0
+
+    def _order(self) -> None:
+        """See to it that others see what is written before they are looked at after this.
+
+        Stores may wait while later loads go ahead; taking a lock makes the processor finish them.
+        """
+        with self._fence:
+            pass
+
+    def _wait(self, rank: int, turn: int) -> None:
+        """Until another rank has come to the meeting `turn`."""
+        for _ in range(YIELDS):
+            os.sched_yield()
+            if self._counters[rank] >= turn:
+                return
+        self._asleep[self.rank] = 1
+        self._order()
+        while (seen := self._counters[rank]) < turn:
+            # The kernel compares what it finds there with the low half of what was seen.
+            if _system_call(_FUTEX, self._addresses[rank], _SLEEP, seen & 0xffffffff, _nap,
+                            None, 0):
+                self.comm.Iprobe()
+        self._asleep[self.rank] = 0
+
+    def _note(self, turn: int) -> None:
+        """Leave word of what this rank has given back."""
+        note, given_back, count = self._notes[turn & 1][self.rank], self._given_back, 0
+        while given_back and count < NOTES:
+            count += 1
+            note[count] = given_back.popleft()
+        note[0] = count
+        self._noted[turn & 1][self.rank] = turn
+
+    def _read(self, note: memoryview) -> None:
+        """Count what a rank has given back; what all have is free."""
+        for place in range(1, 1 + note[0]):
+            region = note[place]
+            self._users[region] -= 1
+            if not self._users[region]:
+                self._free[self._sizes[region]].append(region)
+
+    def exchange(self, a: np.ndarray, writes: bool = True) -> list[np.ndarray]:
+        """The small arrays `a` of all ranks, each flat; to be read before the next meeting.
+
+        Blocks of other ranks may be longer or shorter; what lies behind their end is undefined.
+        """
+        slots = self._mail[(self._turn + 1) & 1]
+        if writes and a.size:
+            slots[self.rank][:a.nbytes].view(a.dtype).reshape(a.shape)[...] = a
+        self.meet()
+        whole = MAIL // a.itemsize * a.itemsize
+        return [slot[:whole].view(a.dtype) for slot in slots]
+
+    def take(self, length: int) -> tuple[int, int]:
+        """A region of at least `length` bytes, the same on every rank; all must ask for it.
+
+        Returns
+        -------
+        region, address : int
+            Its number, for `give_back`, and where it lies in this process.
+        """
+        size = -(-max(1, length) // PAGE) * PAGE
+        if self._taken == TAKES:
+            self.meet()
+        self._taken += 1
+        free = self._free.setdefault(size, [])
+        region = free.pop() if free else self._new(size)
+        self._users[region] = self.size
+        return region, self._places[region]
+
+    def give_back(self, region: int) -> None:
+        """Say, at the next meeting, that this rank is done with a region."""
+        self._given_back.append(region)
+
+    def _new(self, size: int) -> int:
+        """One more region."""
+        if self._used + size > SEGMENT:
+            self._segments.append(self._open_segment(max(SEGMENT, size)))
+            self._used = 0
+        self._places.append(self._segments[-1].ctypes.data + self._used)
+        self._sizes.append(size)
+        self._users.append(0)
+        self._used += size
+        return len(self._sizes) - 1
+
+    def _open_board(self, size: int) -> np.ndarray:
+        """The memory where the ranks meet, which MPI tells them of."""
+        maker = np.array([os.getpid(), 0])
+        if self.rank == 0:
+            maker[1] = _create(size)
+        self.comm.Bcast(maker)
+        self._maker, descriptor = map(int, maker)
+        try:
+            board = self._map(descriptor, size)
+        except OSError:
+            board = None
+        opened = np.zeros(1, np.int64)
+        self.comm.Allreduce(np.array([board is not None], np.int64), opened)
+        if self.rank == 0:
+            os.close(descriptor)
+        if board is None or opened[0] < self.size:
+            raise OSError("the ranks of this node cannot open each other's memory: set "
+                          "MM3D_TRANSPORT=mpi")
+        return board
+
+    def _open_segment(self, size: int) -> np.ndarray:
+        """More memory for regions."""
+        if self.rank == 0:
+            self._descriptors[0] = _create(size)
+        self.meet()
+        descriptor = self._descriptors[0]
+        segment = self._map(descriptor, size)
+        self.meet()
+        if self.rank == 0:
+            os.close(descriptor)
+        return segment
+
+    def _map(self, descriptor: int, size: int) -> np.ndarray:
+        """The memory behind a descriptor of the first rank."""
+        file = os.open(f"/proc/{self._maker}/fd/{descriptor}", os.O_RDWR)
+        memory = np.frombuffer(mmap.mmap(file, size), np.uint8)
+        os.close(file)
+        return memory
+
+
+def _create(size: int) -> int:
+    """A descriptor of nameless memory, filled with zeros."""
+    descriptor = os.memfd_create("mm3d")
+    os.ftruncate(descriptor, size)
+    return descriptor
