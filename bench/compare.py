@@ -5,7 +5,6 @@ repetitions, each of the slowest rank.
 """
 
 import math
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator
@@ -15,7 +14,7 @@ import numpy as np
 from bench.cases import UsageError, title
 from bench.formats import Column, Notes, Number, Table, render
 from bench.intervals import SIGNIFICANT
-from bench.results import EFFORT, read_all
+from bench.results import EFFORT, natural, read_all
 from mm3d import timing
 from mm3d.record import Measurements
 from mm3d.statistics import CONFIDENCE, Interval, holm, rank_sum, ratio_interval
@@ -175,8 +174,7 @@ def comparable(names: tuple[str, str], first: dict[str, Case],
                          for name, version in zip(names, versions))
         raise UsageError(f"files of different schema versions cannot be compared: {said}; "
                          f"measure again what is older")
-    common = sorted(first.keys() & second.keys(), key=lambda name: [
-        (int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", name)])
+    common = sorted(first.keys() & second.keys(), key=natural)
     if not common:
         raise UsageError("nothing in common: " + "; ".join(
             f"{name} has {_some(list(found))}" for name, found in zip(names, (first, second))))

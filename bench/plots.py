@@ -1,5 +1,6 @@
 """The verb ``plot``: all figures of a folder's results."""
 
+import re
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
@@ -39,11 +40,13 @@ class Drawing(NamedTuple):
 def drawings(found: Found) -> Iterator[Drawing]:
     """Every figure of every preset, to be used under `bench.panels.look`."""
     for results in found.results:
+        # It becomes part of a file's name, and a file may hold anything.
+        preset = re.sub(r"[^\w.-]", "-", results.preset)
         for name, (draw, about) in FIGURES.items():
             try:
-                yield Drawing(f"{name}-{results.preset}", about, draw(results))
+                yield Drawing(f"{name}-{preset}", about, draw(results))
             except panels.LeftOut as reason:
-                yield Drawing(f"{name}-{results.preset}", str(reason), None)
+                yield Drawing(f"{name}-{preset}", str(reason), None)
 
 
 def plots(folder: str | Path, formats: tuple[str, ...] = ("png",)) -> tuple[list[Path], list[str]]:

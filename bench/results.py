@@ -1,5 +1,6 @@
 """The runs in a folder: the latest of each."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -129,3 +130,9 @@ def by_preset(runs: list[Run]) -> list[Results]:
     order = list(load().presets)
     return sorted(found.values(), key=lambda r: (order.index(r.preset) if r.preset in order
                                                  else len(order), r.preset))
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """What to sort `text` by, so that 8 comes before 16."""
+    return [(int(word), "") if word.isdigit() else (-1, word)
+            for word in re.split(r"(\d+)", text) if word]

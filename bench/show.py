@@ -1,10 +1,10 @@
-"""The verbs that read results: ``table``, ``plot`` and ``compare``."""
+"""The verbs that read results: ``table``, ``plot``, ``report`` and ``compare``."""
 
 import argparse
 
 from bench import formats
 
-VERBS = ("table", "plot", "compare")
+VERBS = ("table", "plot", "report", "compare")
 
 
 def add_verbs(verbs) -> None:
@@ -13,6 +13,8 @@ def add_verbs(verbs) -> None:
     plot = _verb(verbs, "plot", "draw the figures from the files of a folder")
     plot.add_argument("--format", default="png", metavar="NAMES", help=(
         "png, svg or pdf, or several with commas between (default png)"))
+    report = _verb(verbs, "report", "write all results of a folder into one HTML page")
+    report.add_argument("--out", metavar="FILE", help="the page (default DIR/report.html)")
     compare = verbs.add_parser("compare", help=(
         "tell two sets of results apart, case by case, with confidence"))
     for name in "AB":
@@ -43,6 +45,9 @@ def run(arguments) -> int:
     if arguments.verb == "table":
         from bench.tables import tables
         print(tables(arguments.folder, arguments.format))
+    elif arguments.verb == "report":
+        from bench.report import report
+        print(report(arguments.folder, arguments.out))
     elif arguments.verb == "compare":
         from bench.compare import compare
         return compare(arguments)

@@ -103,3 +103,13 @@ def test_crowded_ranks_are_said_below(tmp_path):
     for draw in (curves.step_times, curves.scaling):
         assert "up to 64 ranks on 32 cores, which take turns: not scaling results" in \
             draw(results).get_supxlabel()
+
+
+def test_a_presets_name_cannot_leave_the_folder(tmp_path):
+    run = made_up(select("weak", "3d")[0])
+    run.configuration["preset"] = "../up $x_{"
+    (tmp_path / "in").mkdir()
+    store.write(run, tmp_path / "in", "weak")
+    files, _ = plots.plots(tmp_path / "in")
+    assert {path.parent for path in files} == {tmp_path / "in"}
+    assert "average-step-time-..-up--x_-.png" in {path.name for path in files}
