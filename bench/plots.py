@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
-from bench import curves, panels
+from bench import curves, panels, stacks
 from bench.cases import UsageError
 from bench.results import Found, Results, gather
 
@@ -14,6 +14,8 @@ FIGURES: dict[str, tuple[Callable[[Results], object], str]] = {
                           "scaling, published and measured."),
     "speed-up-and-efficiency": (curves.scaling, "Speed-up of strong and efficiency of weak "
                                 "scaling against ranks, published and measured."),
+    "where-the-time-goes": (stacks.where, "Parts of forward and backward: matrix products, "
+                            "collectives by direction, elementwise work, waiting, other."),
     "words-per-rank": (curves.words, "Words moved per rank and sequence against ranks, measured "
                        "and by the closed form.")}
 METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}

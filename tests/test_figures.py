@@ -1,11 +1,15 @@
 """What the figures show, and the files they become."""
+import numpy as np
 import pytest
+from matplotlib.colors import to_rgba
 
-from bench import curves, panels, plots
+from bench import curves, panels, plots, stacks
 from bench.__main__ import main
 from bench.cases import case, select
 from bench.results import gather
 from mm3d import store
+from mm3d.record import Group, Variable
+from mm3d.spans import PARTS
 from records import made_up, write_all
 
 
@@ -113,3 +117,49 @@ def test_a_presets_name_cannot_leave_the_folder(tmp_path):
     files, _ = plots.plots(tmp_path / "in")
     assert {path.parent for path in files} == {tmp_path / "in"}
     assert "average-step-time-..-up--x_-.png" in {path.name for path in files}
+
+
+def traced(row):
+    """A made-up run of `row` that says where its time went: rank k takes 1 + k/8 of the parts."""
+    run = made_up(row)
+    seconds = np.zeros((3, 2, row.gpus, len(PARTS)))
+    seconds += np.linspace(1, 2, row.gpus, endpoint=False)[:, None] / 100
+    run.groups["parts"] = Group(
+        {"repetition": range(3), "phase": store.PHASES, "rank": range(row.gpus), "part": PARTS},
+        {"seconds": Variable(seconds, "s", ("repetition", "phase", "rank", "part"))})
+    return run
+
+
+def test_where_the_time_goes_is_stacked_to_the_whole(tmp_path):
+    for row in select("weak", "1d,3d")[:2]:
+        store.write(traced(row), tmp_path, case(row, "laptop").name)
+    figure = stacks.where(gather(tmp_path).results[0])
+    weak, strong = figure.axes
+    assert [tick.get_text() for tick in weak.get_xticklabels()] == ["1-D\n8 ranks",
+                                                                    "1-D\n16 ranks"]
+    bars = {}
+    for patch in weak.patches:
+        bars.setdefault(round(patch.get_x(), 6), []).append(patch)
+    assert len(bars) == 4    # two runs, two phases
+    for parts in bars.values():
+        assert [p.get_facecolor() for p in parts] == [to_rgba(c) for c in stacks.COLOURS.values()]
+        assert [p.get_y() for p in parts[1:]] == pytest.approx(
+            [p.get_y() + p.get_height() for p in parts[:-1]])
+        assert parts[-1].get_y() + parts[-1].get_height() == pytest.approx(100)
+    # Of 8 ranks the mean takes 1 + 7/16; what it lacks to the slowest, 1 + 7/8, is waiting.
+    shares = {name: p.get_height() for name, p in zip(stacks.COLOURS, min(bars.items())[1])}
+    whole = len(PARTS) * (1 + 7 / 8)
+    assert shares["x"] == pytest.approx(100 * 5 * (1 + 7 / 16) / whole)
+    assert shares["waiting"] == pytest.approx(
+        100 * (1 + 7 / 16 + len(PARTS) * (7 / 8 - 7 / 16)) / whole)
+    assert "no results" in [text.get_text() for text in strong.texts]
+    labels = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert labels >= {"waiting", "elementwise"}
+
+
+def test_a_figure_without_its_numbers_is_left_out_with_a_reason(tmp_path, capsys):
+    write_all(tmp_path)
+    assert main(["plot", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "not drawn: where-the-time-goes-laptop: no run says where its time went" in out
+    assert not list(tmp_path.glob("where*"))
