@@ -95,6 +95,8 @@ class Backend:
     kernels : object or None
         The library's own versions of functions of `mm3d.functional`, under the same names, for
         arrays of the types in its `dtypes`; where there is none the readable one is used.
+    nccl : module or None
+        CuPy's binding of NCCL, where the arrays lie on a device and NCCL is installed.
     """
 
     name = "numpy"
@@ -102,6 +104,7 @@ class Backend:
     block = 32768
     host_buffers = True
     kernels: Any = None
+    nccl: Any = None
 
     def __init__(self) -> None:
         self.pool = Pool()

@@ -115,10 +115,10 @@ def test_runs_of_the_tables_have_a_published_column(capsys, tmp_path):
 @pytest.mark.parametrize("more, message", [
     ([], "nothing to measure"), (["--matmul", "8", "--rounds", "0"], "--rounds 0"),
     (["--layer", "30,4,4,8"], "hidden=30"), (["--machine", "abacus"], "is unknown")])
-def test_wrong_arguments_are_named(more, message, capsys, tmp_path):
-    command = ["check", "--machine", "cpu", "--out", str(tmp_path), *more]
-    assert main(command) == 2
-    assert message in capsys.readouterr().err
+def test_wrong_arguments_are_named(more, message, tmp_path):
+    run = run_ranks(1, "-m", "bench", "check", "--machine", "cpu", "--out", str(tmp_path), *more)
+    assert run.returncode == 2
+    assert message in run.stderr
 
 
 def test_a_folder_without_results(capsys, tmp_path):
