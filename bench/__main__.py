@@ -82,6 +82,9 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--inside", default="auto", metavar="AXIS", help=(
         "the direction of the grid that stays inside a node, where ranks fill nodes one after "
         "the other (default auto: the one that moves the most words)"))
+    run.add_argument("--trace", metavar="FILE", help=(
+        "write the last traced step of each row for chrome://tracing and ui.perfetto.dev; with "
+        "several rows each has its name in the file's"))
     run.add_argument("--stop-file", metavar="FILE", help=(
         "when this file exists, end the row with the repetitions that there are, and begin no "
         "other: what a job does that nears its time limit"))

@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from bench import machine, microtables, operands, residual
+from bench import chrome, machine, microtables, operands, residual, traced
 from bench.cases import UsageError
 from bench.formats import render
 from bench.products import Problem, Replay, Whole
@@ -46,6 +46,7 @@ def matmul(arguments, comm) -> int:
     """
     limits = limits_of(arguments)
     out = writable(Path(arguments.out or machine.default_out()), comm)
+    chrome.asked_for(arguments, comm)
     status = 0
     for shape in arguments.shape:
         for form in arguments.form:
@@ -83,6 +84,11 @@ def one(problem: Problem, shape: tuple[int, int, int], arguments, limits: timing
     problems = residual.failure(again)
     if problems:
         return failed(name, f"after the last repetition, {problems}", grid.comm)
+    if arguments.trace:
+        clock = timing.Clock(grid.comm)
+        cases = len(arguments.shape) * len(arguments.form)
+        chrome.write(chrome.named(arguments.trace, name, cases),
+                     traced.product(problem, phases, clock), grid, clock, name)
     everyone = grid.comm.gather([words[phase] for phase in phases])
     environs = measured_environment(grid.backend.name, grid.comm)
     if everyone is None:

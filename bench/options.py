@@ -37,6 +37,9 @@ def add_microbenchmarks(verbs) -> None:
     matmul.add_argument("--form", type=_names(*FORMS), default=["ab"], metavar="NAMES",
                         help="of C = AB, AB^T, A^T B: ab, abt, atb, with commas (default ab)")
     matmul.add_argument("--dtype", default="float32", choices=("float32", "float64"))
+    matmul.add_argument("--trace", metavar="FILE", help=(
+        "write a traced call of each product for chrome://tracing and ui.perfetto.dev; with "
+        "several products each has its name in the file's"))
     matmul.add_argument("--calls", type=int, metavar="N",
                         help="in a sample (default: as many as take one process 20 ms)")
     matmul.add_argument("--backward", action="store_true", help="measure dA and dB too")

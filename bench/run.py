@@ -13,7 +13,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mm3d
-from bench import beyond, journal, machine, placement, traced, verify
+from bench import beyond, chrome, journal, machine, placement, traced, verify, yardsticks
 from bench.cases import Case, Row, UsageError, case, named, select, shuffled, step_counts
 from bench.journal import writable
 from mm3d import backend as backends
@@ -40,6 +40,8 @@ class Options(msgspec.Struct, frozen=True):
     inside: str = "auto"
     stop_file: str | None = None
     traced: int = 3
+    trace: str | None = None
+    cases: int = 1
 
     def stop(self) -> bool:
         """Whether somebody wants an end."""
@@ -66,7 +68,8 @@ def run(arguments, comm) -> int:
     options = Options(out=out, dtype=arguments.dtype, backend=arguments.backend,
                       seed=arguments.seed, warmup=warmup, limits=limits, order=order,
                       grid=arguments.grid, machine=arguments.machine, inside=arguments.inside,
-                      stop_file=arguments.stop_file, traced=arguments.traced)
+                      stop_file=arguments.stop_file, traced=arguments.traced,
+                      trace=chrome.asked_for(arguments, comm), cases=len(cases))
     return max([report(one, options, comm) for one in shuffled(cases, order)])
 
 
@@ -110,6 +113,7 @@ def report(one: Case, options: Options, comm) -> int:
     """Measure one case and say in a line of rank 0 what came of it; 0 when it was written."""
     # What the last row held goes back before this one asks for memory.
     gc.collect()
+    backends.get(options.backend).trim()
     try:
         if comm.bcast(comm.rank == 0 and options.stop()):
             raise Failed("not begun, as it was told to stop")
@@ -137,6 +141,8 @@ def measure(one: Case, options: Options, comm) -> str:
         shape, order = arranged(one, options, comm)
         comm = placement.placed(world, shape, order)
         scheme = mm3d.scheme(one.row.scheme, comm, tuple(shape.values()), options.backend)
+        rates = yardsticks.peaks(scheme.grid.backend, options.dtype, comm)
+        resident = yardsticks.Resident()
         model = verify.build(scheme, one.sizes, options.seed, options.dtype)
     except ValueError as error:
         raise Failed(str(error)) from error
@@ -146,8 +152,11 @@ def measure(one: Case, options: Options, comm) -> str:
                        comm, scheme.grid.backend.synchronize, model.zero_gradients)
     # The step that was counted and verified has been the first to warm up.
     found = timing.measure(step, options.warmup - 1, options.limits, options.stop)
-    stopped = comm.bcast(comm.rank == 0 and options.stop())
-    spans, parts = ([], None) if stopped else traced.traced(step, model, options.traced)
+    groups, spans = {"machine": rates}, []
+    if not comm.bcast(comm.rank == 0 and options.stop()):
+        spans, groups["parts"] = traced.traced(step, model, options.traced)
+        groups["memory"] = yardsticks.memory(model, msgspec.structs.asdict(one.sizes), x, dy,
+                                             resident, comm)
     everyone = comm.gather(traffic)
     nodes = placement.found(comm, shape, order)
     outcome = None
@@ -160,9 +169,12 @@ def measure(one: Case, options: Options, comm) -> str:
             found.samples, dict(zip(store.COUNTS, np.stack(everyone, axis=2))),
             expected_words(one, scheme), checks, published(one.row), late=found.late,
             ended_by=found.ended_by, clock=clock,
-            groups={"parts": parts} if parts is not None else {})
+            groups={name: group for name, group in groups.items() if group is not None})
         outcome = written(record, one, options.out)
     succeeded, text = comm.bcast(outcome)
+    if succeeded and options.trace:
+        chrome.write(chrome.named(options.trace, one.name, options.cases), spans, scheme.grid,
+                     step.clock, one.title)
     scheme.grid.free()
     comm.Free()
     if not succeeded:

@@ -10,6 +10,8 @@ VERBS = ("table", "plot", "report", "compare")
 def add_verbs(verbs) -> None:
     """Give the command line the verbs."""
     table = _verb(verbs, "table", "print the tables from the files of a folder")
+    table.add_argument("--parts", action="store_true", help=(
+        "where the time of each run goes, and its figures of merit, instead"))
     plot = _verb(verbs, "plot", "draw the figures from the files of a folder")
     plot.add_argument("--format", default="png", metavar="NAMES", help=(
         "png, svg or pdf, or several with commas between (default png)"))
@@ -42,7 +44,10 @@ def run(arguments) -> int:
     StoreError
         When there are no results.
     """
-    if arguments.verb == "table":
+    if arguments.verb == "table" and arguments.parts:
+        from bench.merit import document
+        print(formats.render(document(arguments.folder), arguments.format))
+    elif arguments.verb == "table":
         from bench.tables import tables
         print(tables(arguments.folder, arguments.format))
     elif arguments.verb == "report":

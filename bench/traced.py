@@ -5,11 +5,12 @@ They follow the repetitions whose times are reported, which nothing traces.
 
 import copy
 from functools import partial
+from typing import Sequence
 
 import numpy as np
 
 from mm3d import timing
-from mm3d.observe import observed
+from mm3d.observe import Named, observed
 from mm3d.record import Group, Variable
 from mm3d.spans import PARTS, Recorder, Span, breakdown
 from mm3d.store import PHASES
@@ -52,6 +53,25 @@ def traced(step: timing.Step, model, repetitions: int) -> tuple[list[Span], Grou
     counts = np.array([tallied(within(recorder.spans, phase)) for phase in PHASES])
     everyone = step.comm.gather((seconds, counts))
     return recorder.spans, everyone and parts_group(*map(np.array, zip(*everyone)))
+
+
+def product(problem, phases: Sequence[str], clock: timing.Clock) -> list[Span]:
+    """The spans of this rank in one traced call of a `bench.products.Problem`'s phases.
+
+    The matrices that travel are named for the schemes 3d and 1d.
+    """
+    grid = problem.grid
+    recorder = Recorder(grid.backend, clock.now)
+    recorder.operand = "A" if problem.scheme == "1d" else ""
+    splits = getattr(problem, "splits", [])
+    if splits:
+        problem.splits = [Named(split, name, recorder) for split, name in zip(splits, "ABC")]
+    with observed(grid, recorder):
+        for phase in phases:
+            grid.comm.Barrier()
+            recorder.phase(phase, getattr(problem, phase))
+    problem.splits = splits
+    return recorder.spans
 
 
 def within(spans: list[Span], phase: str) -> list[Span]:

@@ -66,6 +66,11 @@ class Pool:
         """Let `peak` start again from what is in use now."""
         self.peak = self.in_use
 
+    def trim(self) -> None:
+        """Give what is not lent back to the system."""
+        self._free.clear()
+        self.reserved = self.in_use
+
 
 class _Lease:
     """The owner that every array of one `Pool.take` keeps alive."""
@@ -201,6 +206,10 @@ class Backend:
     def reset_peak(self) -> None:
         """Let the peak of `memory` start again from what is in use now."""
         self.pool.reset_peak()
+
+    def trim(self) -> None:
+        """Give memory that no array uses back to the system."""
+        self.pool.trim()
 
 
 _makers: dict[str, Callable[[], Backend]] = {"numpy": Backend}

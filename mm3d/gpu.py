@@ -201,6 +201,9 @@ class CupyBackend(Backend):
     def reset_peak(self) -> None:
         self._peak = self.pool.used_bytes()
 
+    def trim(self) -> None:
+        self.pool.free_all_blocks()
+
 
 def _dtype(name: Any) -> Any:
     """The dtype; "bfloat16" is known once the package ml_dtypes is imported."""

@@ -7,7 +7,7 @@ import pytest
 import mm3d
 from bench import parts, traced
 from bench.cases import select
-from mm3d import backend, spans, store, timing
+from mm3d import backend, gpu, spans, store, timing
 from mm3d.observe import observed
 from mm3d.spans import PARTS, Recorder, breakdown
 from mm3d.trace import Collective, Gemm, Layer
@@ -187,16 +187,13 @@ class Nvtx:
     def RangePop(self):
         self.open.pop()
 
-    def get_current_stream(self):
-        return self
-
     def synchronize(self):
         """The device is always idle."""
 
 
 def test_names_reach_the_profiler_of_a_gpu():
-    library, profiler = object.__new__(backend.CupyBackend), Nvtx()
-    library.xp = profiler
+    library, profiler = object.__new__(gpu.CupyBackend), Nvtx()
+    library.xp = library.stream = profiler
     recorder = Recorder(library, Clock())
 
     def step():

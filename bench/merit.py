@@ -1,0 +1,188 @@
+"""Figures of merit of a run, each beside its closed form where there is one."""
+
+import math
+from pathlib import Path
+from typing import NamedTuple
+
+from bench import parts
+from bench.cases import title
+from bench.formats import Column, Notes, Number, Part, Table
+from bench.results import read_all
+from mm3d import cost, timing
+from mm3d.store import AXES, PHASES, Run, StoreError
+
+
+class Figure(NamedTuple):
+    """A number, its unit, and what theory says; NaN where it was not measured or says nothing."""
+
+    name: str
+    value: float
+    unit: str
+    expected: float = math.nan
+
+
+def useful_flops(run: Run) -> int:
+    """Operations of a step's matrix products over all ranks, each counted once.
+
+    What backward computes again, or several ranks alike, is not useful.
+    """
+    sizes = {name: run.configuration[name] for name in ("layers", "hidden", "heads", "batch",
+                                                        "seq")}
+    return sum(cost.flops(**sizes).values())
+
+
+def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:
+    """The part of the peak rate that useful operations reach (MFU).
+
+    Parameters
+    ----------
+    flops : float
+        Useful operations over all ranks.
+    seconds : float
+        That they took.
+    ranks : int
+        How many there are.
+    peak : float
+        Operations a second that one of them could do.
+    """
+    return flops / seconds / ranks / peak
+
+
+def figures(run: Run) -> list[Figure]:
+    """All of them; a step is the median forward and the median backward, both untraced."""
+    batch, seq = run.configuration["batch"], run.configuration["seq"]
+    seconds = sum(timing.typical(run.samples[phase]) for phase in PHASES)
+    flops, ranks = useful_flops(run), run.ranks
+    found = [Figure("average step time", timing.average_step_time(run.samples, batch),
+                    "s a sequence"),
+             Figure("tokens a second", batch * seq / seconds, "1/s"),
+             Figure("useful rate a rank", flops / seconds / ranks / 1e9, "GFLOP/s")]
+    rates = {name: _scalar(run, "machine", name) for name in (
+        "gemm_together", "gemm_alone", "memory_together", "memory_alone")}
+    for name, who in (("together", "all ranks at once"), ("alone", "one rank alone")):
+        peak = rates[f"gemm_{name}"]
+        found += [Figure(f"peak of products, {who}", peak / 1e9, "GFLOP/s"),
+                  Figure("  part of it that is useful (MFU)",
+                         100 * utilization(flops, seconds, ranks, peak), "%"),
+                  Figure(f"memory bandwidth, {who}", rates[f"memory_{name}"] / 1e9, "GB/s")]
+    return found + traffic(run) + intensities(run, flops) + memory(run)
+
+
+def traffic(run: Run) -> list[Figure]:
+    """Words and bytes of a step by direction, of the mean rank, and the bandwidth they get."""
+    words, moved = (run.traffic[name].sum(axis=(0, 3)).mean(axis=0) for name in ("words", "bytes"))
+    expected = run.expected_words.sum(axis=(0, 2)) / run.ranks
+    speed, found = parts.bandwidth(run) or {}, []
+    for a, axis in enumerate(AXES):
+        if expected[a] or words[a]:
+            item = moved[a] / words[a]
+            found += [Figure(f"words a rank along {axis}", float(words[a]), "1",
+                             float(expected[a])),
+                      Figure(f"bytes a rank along {axis}", float(moved[a]), "byte",
+                             float(expected[a] * item)),
+                      Figure(f"  bandwidth in collectives along {axis}",
+                             speed.get(axis, math.nan) / 1e9, "GB/s")]
+    return found
+
+
+def intensities(run: Run, flops: int) -> list[Figure]:
+    """Useful operations for each byte moved, and operations for each byte of the operands."""
+    moved = run.traffic["bytes"].sum()
+    found = [Figure("arithmetic intensity, a byte moved", flops / moved if moved else math.nan,
+                    "flop/byte")]
+    for phase, (intensity, rate) in (roofline(run) or {}).items():
+        found += [Figure(f"intensity of {phase} products, a byte of memory", intensity,
+                         "flop/byte"),
+                  Figure("  rate a rank while in them", rate / 1e9, "GFLOP/s")]
+    return found
+
+
+def roofline(run: Run) -> dict[str, tuple[float, float]] | None:
+    """By phase where the matrix products lie: flops a byte of operands and results, and flops a
+    second of a rank while it is in them.
+
+    The roof is ``machine/gemm_together`` and ``machine/memory_together`` times the first.  None
+    where the run was not traced.
+    """
+    counts = [parts.variable(run, "parts", name) for name in ("flops", "bytes", "seconds")]
+    if None in counts:
+        return None
+    place = list(run.groups["parts"].scales["part"]).index("gemm")
+    flops, moved, seconds = (v.values[..., place] for v in counts)
+    return {phase: (float(flops[p].sum() / moved[p].sum()),
+                    float(flops[p].sum() / seconds[:, p].mean(axis=0).sum()))
+            for p, phase in enumerate(PHASES)}
+
+
+def memory(run: Run) -> list[Figure]:
+    """Bytes of the rank that has the most of each."""
+    names = {"parameters": "parameters", "gradients": "gradients", "saved": "saved activations",
+             "transient": "transient beyond what forward leaves", "pool_peak": "peak of arrays",
+             "device_peak": "peak on the device", "resident_growth": "growth of the process"}
+    found = []
+    for name, words in names.items():
+        bytes_ = parts.variable(run, "memory", name)
+        if bytes_ is not None:
+            found.append(Figure(f"memory: {words}", float(bytes_.values.max()) / 2 ** 20, "MiB",
+                                _scalar(run, "memory", f"expected_{name}") / 2 ** 20))
+    return found
+
+
+def _scalar(run: Run, group: str, name: str) -> float:
+    found = parts.variable(run, group, name)
+    return math.nan if found is None else float(found.values)
+
+
+def document(path: str | Path) -> list[Part]:
+    """Where the time of each run in a folder, or of one file, went, and its figures of merit.
+
+    Raises
+    ------
+    StoreError
+        When there is no run of a model.
+    """
+    runs = [run for run in read_all(path)[0] if isinstance(run, Run)]
+    if not runs:
+        raise StoreError(f"no run of a model in {path}: the microbenchmarks have no parts")
+    return [part for run in runs for part in one(run)]
+
+
+def one(run: Run) -> list[Part]:
+    """The tables and notes of one run."""
+    chosen = run.configuration
+    name = (f"{chosen['table']} {title(chosen['scheme'])} on {chosen['grid']} = {run.ranks} "
+            f"ranks, {chosen['preset']}, {run.created[:19]}")
+    merits = Table(f"Figures of merit, {name}",
+                   [Column("figure"), Column("measured"), Column("closed form"), Column("unit")],
+                   [[figure.name, _number(figure.value), _number(figure.expected), figure.unit]
+                    for figure in figures(run)])
+    shares = parts.parts(run)
+    if shares is None:
+        return [merits, Notes("About it:", ["The run was not traced: no parts."])]
+    ratio = parts.overhead(run)
+    rows = [[phase, *map(_number, found.values()), _number(sum(found.values())),
+             _number(timing.typical(run.samples[phase])), Number(ratio[phase],
+                                                                 f"{ratio[phase]:.2f}")]
+            for phase, found in shares.items()]
+    rows += [[f"{phase}, %", *(_percent(value / sum(found.values())) for value in found.values()),
+              "", "", ""] for phase, found in shares.items()]
+    columns = [Column("seconds"), *(Column(label, "", "collectives along" if label in AXES else "")
+                                    for label in parts.LABELS),
+               Column("sum", "traced"), Column("time", "untraced"), Column("traced /", "untraced")]
+    return [Table(f"Where the time goes, {name}", columns, rows), merits, Notes("About them:", [
+        "Parts are means over ranks and traced repetitions, which follow those that count; what a "
+        "rank waits for others before a collective and at the end is waiting. Times and rates are "
+        "of untraced medians; bandwidth and products are of traced repetitions.",
+        "Useful operations are counted once, and none that is computed again. Memory is that of "
+        "the rank with the most; the closed form of the peak is a dry run's."])]
+
+
+def _number(value: float) -> Number:
+    if math.isnan(value):
+        return Number(value, "-")
+    whole = value == int(value) and abs(value) >= 1000
+    return Number(value, f"{value:.0f}" if whole else f"{value:.4g}")
+
+
+def _percent(share: float) -> Number:
+    return Number(100 * share, f"{100 * share:.1f}")
