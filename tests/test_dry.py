@@ -13,7 +13,7 @@ import mm3d
 from mm3d import backend, cost, dry
 from mm3d.dry import Collective, Gemm, Pass
 from mm3d.transport import Absent, MpiTransport
-from models import PARALLELISMS, SIZES, Parallelism
+from models import CHOSEN, PARALLELISMS, SIZES, Parallelism
 
 # Squares and lines of every scheme on every grid of the other tests, and serial.
 CASES = {n: [Parallelism("serial"), *found] for n, found in PARALLELISMS.items()}
@@ -96,14 +96,10 @@ def test_dry_and_real_traces_are_equal(comm, sizes, dtype, causal, monkeypatch):
             assert getattr(trace, name) == real[name], (str(case), name)
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_all_memory_within_five_percent(causal):
-    """Intermediate arrays too, against what Python's allocator sees of NumPy."""
-    sizes = dict(layers=2, hidden=128, heads=4, batch=6, seq=96)
-    scheme = mm3d.scheme("serial", MPI.COMM_SELF, backend="numpy")
+def allocated(scheme, sizes, causal) -> int:
+    """The most bytes at one time that Python's allocator sees of a step on this rank."""
     gc.collect()
-    pool = scheme.grid.backend.pool
-    pool._free.clear()    # so that nothing is reused that was paid for before
+    scheme.grid.backend.pool._free.clear()    # so that nothing is reused that was paid for before
     tracemalloc.start()
     try:
         model = mm3d.Transformer(scheme, **sizes, causal=causal)
@@ -111,11 +107,25 @@ def test_all_memory_within_five_percent(causal):
         tracemalloc.reset_peak()    # drawing the numbers takes float64, which is no model memory
         y, saved = model.forward(x)
         model.backward(dy, saved)
-        measured = tracemalloc.get_traced_memory()[1]
+        return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    trace = dry.step("serial", 1, block=backend.Backend.block, **sizes, causal=causal)
-    assert measured == pytest.approx(trace.held, rel=0.05)
+
+
+@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.parametrize("causal", [False, True])
+def test_all_memory_within_five_percent(comm, causal, monkeypatch):
+    """Intermediate arrays too, on every rank of every scheme's own grid and of some others."""
+    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")    # shared memory is not Python's to count
+    sizes = dict(layers=2, hidden=128, heads=8, batch=16, seq=128)
+    more = [Parallelism("3d", (comm.size, 1, 1)), Parallelism("3d", (1, comm.size, 1))]
+    for case in [Parallelism("serial"), *CHOSEN[comm.size], *more]:
+        with case.on(comm, "numpy") as scheme:
+            measured = allocated(scheme, sizes, causal)
+            shape = tuple(scheme.grid.shape.values())
+        trace = dry.step(case.name, comm.size, shape, comm.rank, backend.Backend.block,
+                         **sizes, causal=causal)
+        assert measured == pytest.approx(trace.held, rel=0.05), str(case)
 
 
 @pytest.mark.parametrize("options", [{}, {"keep": "weight"}, {"keep": "both"},
