@@ -9,6 +9,7 @@ import numpy as np
 
 from bench import model, plan, predict
 from bench.cases import HEADINGS, PAPER, load, select
+from bench.panels import look
 from mm3d import cost, dry
 
 # Okabe and Ito's colours; markers differ too, for print.
@@ -75,17 +76,17 @@ def planned(folder: str, machine: model.Machine, arguments, sizes: dict) -> Iter
         panel, arguments.ranks, machine, arguments, sizes), text)
 
 
-def _save(folder: str, name: str, draw: Callable, text: str) -> Path:
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, panel = pyplot.subplots(figsize=(8.5, 5.6), layout="constrained")
-    draw(panel)
-    figure.supxlabel(text, fontsize=8.5)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    path = Path(folder) / name
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+def _save(folder: str, name: str, draw: Callable, text: str,
+          size: tuple[float, float] = (8.5, 5.6), columns: int = 1) -> Path:
+    """Draw on so many panels, with a line of text below them; the PNG file."""
+    from matplotlib.figure import Figure
+    with look():
+        figure = Figure(figsize=size, layout="constrained")
+        draw(*figure.subplots(1, columns, squeeze=False).flat)
+        figure.supxlabel(text, fontsize=8.5)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        path = Path(folder) / name
+        figure.savefig(path)
     return path
 
 
@@ -95,7 +96,6 @@ def _lines(panel, found: Curves, value: Callable[[plan.Plan], float]) -> None:
         panel.plot([r for r, _ in points], [value(p) for _, p in points], color=colour,
                    marker=marker, markersize=4.5, linewidth=1.2, label=family)
     panel.set(xscale="log", yscale="log", xlabel="ranks")
-    panel.grid(alpha=0.3)
 
 
 def _words(panel, found: Curves, machine: model.Machine, sizes: dict) -> None:
@@ -106,7 +106,7 @@ def _words(panel, found: Curves, machine: model.Machine, sizes: dict) -> None:
                               for _, N, K in plan.products(sizes["hidden"])) for r in ranks]
     panel.plot(ranks, bound, "--", color="grey", label="lower bound of each product by itself")
     panel.set(title="Words moved in a step, per rank", ylabel="words")
-    panel.legend(fontsize=8.5)
+    panel.legend()
 
 
 def _time(panel, found: Curves, machine: model.Machine, sizes: dict) -> None:
@@ -125,7 +125,7 @@ def _memory(panel, found: Curves, machine: model.Machine, sizes: dict) -> None:
     panel.axhline(machine.memory_bytes / 2**30, color="grey", linestyle="--",
                   label=f"a rank of {machine.name}")
     panel.set(title="Peak memory of a rank, by closed forms", ylabel="GiB")
-    panel.legend(fontsize=8.5)
+    panel.legend()
 
 
 def _map(panel, ranks: int, machine: model.Machine, arguments, sizes: dict) -> None:
@@ -137,6 +137,7 @@ def _map(panel, ranks: int, machine: model.Machine, arguments, sizes: dict) -> N
     for p in found:
         cells[ys.index(p.grid[1]), xs.index(p.grid[0])] = p.seconds
     best = min(found, key=lambda p: p.seconds)
+    panel.grid(False)
     image = panel.imshow(np.log10(cells), origin="lower", cmap="viridis_r", aspect="auto")
     if len(xs) <= 16:
         middle = np.nanmean(np.log10(cells))
@@ -174,38 +175,36 @@ def strong_sizes(scheme: str, ranks: int) -> dict[str, int]:
 
 def scaling(folder: str, outcome: predict.Outcome) -> Path:
     """Draw both tables as published and as predicted, to 4096 GPUs."""
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    figure, panels = pyplot.subplots(1, 2, figsize=(10, 5), layout="constrained")
+    text = (f"Predicted on the model of {outcome.machine.name}, fitted on every other published "
+            f"row; beyond 64 GPUs nothing was measured.")
+
+    def draw(*panels) -> None:
+        for panel, name in zip(panels, HEADINGS):
+            _scaling(panel, name, outcome)
+    return _save(folder, "predicted-scaling.png", draw, text, (10, 5), 2)
+
+
+def _scaling(panel, name: str, outcome: predict.Outcome) -> None:
+    """One table."""
     ticks = {"1d": (8, 16, 36, 64, 256, 1024, 4096), "2d": (16, 36, 64, 256, 1024, 4096),
              "3d": (8, 64, 512, 4096)}
-    for panel, (name, heading) in zip(panels, HEADINGS.items()):
-        of = weak_sizes if name == "weak" else strong_sizes
-        for scheme, family in zip(PAPER, ("1-D", "2-D", "3-D cube")):
-            colour, marker = FAMILIES[family]
-            points = [(p, _average(outcome, scheme, p, of(scheme, p))) for p in ticks[scheme]]
-            panel.plot(*zip(*points), color=colour, linewidth=1.2, label=f"{family}, predicted")
-            rows = select(name, scheme)
-            panel.plot([r.gpus for r in rows], [r.recomputed for r in rows], linestyle="",
-                       marker=marker, color=colour, label=f"{family}, published")
-        panel.set(xscale="log", yscale="log", xlabel="GPUs", title=heading,
-                  ylabel="average step time (s)", xticks=(8, 64, 512, 4096),
-                  xticklabels=(8, 64, 512, 4096))
-        marks = [m * 10.0**e for e in (-3, -2, -1, 0, 1) for m in (1, 2, 5)]
-        low, high = panel.get_ylim()
-        panel.set_yticks(marks, [f"{mark:g}" for mark in marks])
-        panel.set_ylim(low, high)
-        panel.minorticks_off()
-        panel.grid(alpha=0.3)
-        panel.legend(fontsize=8.5)
-    figure.supxlabel(f"Predicted on the model of {outcome.machine.name}, fitted on every other "
-                     f"published row; beyond 64 GPUs nothing was measured.", fontsize=8.5)
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    path = Path(folder) / "predicted-scaling.png"
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
-    return path
+    of = weak_sizes if name == "weak" else strong_sizes
+    for scheme, family in zip(PAPER, ("1-D", "2-D", "3-D cube")):
+        colour, marker = FAMILIES[family]
+        points = [(p, _average(outcome, scheme, p, of(scheme, p))) for p in ticks[scheme]]
+        panel.plot(*zip(*points), color=colour, linewidth=1.2, label=f"{family}, predicted")
+        rows = select(name, scheme)
+        panel.plot([r.gpus for r in rows], [r.recomputed for r in rows], linestyle="",
+                   marker=marker, color=colour, label=f"{family}, published")
+    panel.set(xscale="log", yscale="log", xlabel="GPUs", title=HEADINGS[name],
+              ylabel="average step time (s)")
+    panel.set_xticks((8, 64, 512, 4096), ("8", "64", "512", "4096"))
+    marks = [m * 10.0**e for e in (-3, -2, -1, 0, 1) for m in (1, 2, 5)]
+    low, high = panel.get_ylim()
+    panel.set_yticks(marks, [f"{mark:g}" for mark in marks])
+    panel.set_ylim(low, high)
+    panel.minorticks_off()
+    panel.legend()
 
 
 def _average(outcome: predict.Outcome, scheme: str, ranks: int, sizes: dict) -> float:

@@ -62,7 +62,7 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Work and its measured seconds by phase, and the published average step time, if any.
+    """Work and its measured seconds by phase, or of a "step", and the published average, if any.
 
     Seconds are medians, but those of `bench.check` the least of its rounds, as are the figures of
     `bench.calibrate`.
@@ -109,6 +109,10 @@ def measured(run: store.Run | Measurements) -> Iterator[Measured]:
                     tuple(chosen[name] for name in "MNK"), chosen["form"])
         seconds = run.variables["seconds"].values[:, 0, 0]
         yield Measured(work, chosen["dtype"], dict(zip(run.scales["phase"], seconds.tolist())))
+    elif run.kind == "layer":
+        work = Work("layer", chosen["scheme"], _grid(chosen["grid"]),
+                    tuple(chosen[name] for name in NAMES["layer"]))
+        yield Measured(work, chosen["dtype"], {"step": run.variables["seconds"].values[0, 0]})
     elif run.kind == "check":
         for label, times in zip(run.scales["work"], run.variables["samples"].values):
             seconds = dict(zip(run.scales["phase"], np.min(times, axis=-1).tolist()))
@@ -151,7 +155,8 @@ def report(machine: model.Machine, found: list[Measured]) -> str:
 
 def _totals(one: Measured, guess: Seconds) -> tuple[float, float]:
     """Predicted and measured seconds of the phases that were measured."""
-    return sum(guess[phase] for phase in one.seconds), sum(one.seconds.values())
+    phases = dry.PHASES if "step" in one.seconds else one.seconds
+    return sum(guess[phase] for phase in phases), sum(one.seconds.values())
 
 
 def table(found: list[Measured], guesses: list[Seconds]) -> str:
