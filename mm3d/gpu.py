@@ -14,6 +14,7 @@ import numpy as np
 
 from mm3d import backend, environment
 from mm3d.backend import Array, Backend
+from mm3d.kernels import GpuKernels
 
 
 class CupyBackend(Backend):
@@ -56,6 +57,7 @@ class CupyBackend(Backend):
         self.stream.use()
         self._sides: dict[str, Any] = {}
         self._delivering: list[tuple[Any, np.ndarray]] = []
+        self.kernels = GpuKernels(self)
         cupy.zeros(1)
 
     def _allocate(self, size: int) -> Any:
@@ -121,6 +123,14 @@ class CupyBackend(Backend):
         return self._sides[name]
 
     @property
+    def more_dtypes(self) -> tuple[Any, ...]:
+        """bfloat16, where the package ml_dtypes, which CuPy takes it from, is installed."""
+        try:
+            return (np.dtype(_dtype("bfloat16")),)
+        except ImportError:
+            return ()
+
+    @property
     def nccl(self) -> Any:
         """CuPy's binding of NCCL; None where the library is not installed."""
         from cupy.cuda import nccl
@@ -135,34 +145,46 @@ class CupyBackend(Backend):
         The factors are matrices of one type, contiguous or transposed; others are copied.  `out`
         is contiguous, of their type or, where they have 16 bits, of float32.
         """
-        (m, k), n = a.shape, b.shape[1]
-        if not m * n * k:
+        xp = self.xp
+        self.gemms(xp.reshape(a, (1, *a.shape)), xp.reshape(b, (1, *b.shape)),
+                   xp.reshape(out, (1, *out.shape)))
+        return out
+
+    def gemms(self, a: Array, b: Array, out: Array) -> None:
+        """The products of matrices along the first dimension, as `gemm`; of any row strides."""
+        (count, m, k), n = a.shape, b.shape[2]
+        if not count * m * n * k:
             out[...] = 0
-            return out
+            return
         from cupy_backends.cuda.libs import cublas
         # cuBLAS stores by columns: what it is told is C^T = B^T A^T.
-        b, turn_b, step_b = self._by_columns(b)
-        a, turn_a, step_a = self._by_columns(a)
+        factors = []
+        for factor in (b, a):
+            factor, turned, step = self._by_columns(factor)
+            factors.append((turned, [self.pointer(factor), self._kind(factor.dtype), step,
+                                     factor.strides[0] // factor.itemsize]))
+        if out.strides[2] != out.itemsize and n > 1:
+            raise ValueError("the rows of a product must be contiguous")
         sums = np.float64 if a.dtype == np.float64 else np.float32
         one, zero = np.ones((), sums), np.zeros((), sums)
         handle = self.xp.cuda.get_cublas_handle()
         cublas.setPointerMode(handle, cublas.CUBLAS_POINTER_MODE_HOST)
-        cublas.gemmEx(
-            handle, turn_b, turn_a, n, m, k, one.ctypes.data, self.pointer(b),
-            self._kind(b.dtype), step_b, self.pointer(a), self._kind(a.dtype), step_a,
-            zero.ctypes.data, self.pointer(out), self._kind(out.dtype), n,
-            self._sums(cublas, a.dtype), cublas.CUBLAS_GEMM_DEFAULT)
-        return out
+        (turn_b, second), (turn_a, first) = factors
+        cublas.gemmStridedBatchedEx(
+            handle, turn_b, turn_a, n, m, k, one.ctypes.data, *second, *first, zero.ctypes.data,
+            self.pointer(out), self._kind(out.dtype), max(n, out.strides[1] // out.itemsize),
+            out.strides[0] // out.itemsize, count, self._sums(cublas, a.dtype),
+            cublas.CUBLAS_GEMM_DEFAULT)
 
     def _by_columns(self, a: Array) -> tuple[Array, int, int]:
-        """A matrix for cuBLAS: itself or a copy, 1 if its rows are not contiguous (it is to be
-        read transposed), and the step between its rows or columns."""
-        size, (rows, columns) = a.itemsize, a.strides
-        if a.shape[1] == 1 or columns == size and rows >= a.shape[1] * size:
-            return a, 0, max(a.shape[1], rows // size)
-        if a.shape[0] == 1 or rows == size and columns >= a.shape[0] * size:
-            return a, 1, max(a.shape[0], columns // size)
-        return self.contiguous(a), 0, a.shape[1]
+        """Matrices for cuBLAS: themselves or a copy, 1 if their rows are not contiguous (they
+        are to be read transposed), and the step between their rows or columns."""
+        size, (_, rows, columns) = a.itemsize, a.strides
+        if a.shape[2] == 1 or columns == size and rows >= a.shape[2] * size:
+            return a, 0, max(a.shape[2], rows // size)
+        if a.shape[1] == 1 or rows == size and columns >= a.shape[1] * size:
+            return a, 1, max(a.shape[1], columns // size)
+        return self.contiguous(a), 0, a.shape[2]
 
     def _kind(self, dtype: Any) -> int:
         """cuBLAS' name for a type."""
@@ -177,6 +199,10 @@ class CupyBackend(Backend):
         if dtype == np.float32 and self.tf32:
             return cublas.CUBLAS_COMPUTE_32F_FAST_TF32
         return cublas.CUBLAS_COMPUTE_32F
+
+    def compiled(self, code: str, options: tuple[str, ...], names: list[str]) -> Any:
+        """CUDA C++ compiled for this GPU; `names` are the instances of its templates."""
+        return self.xp.RawModule(code=code, options=options, name_expressions=names)
 
     def synchronize(self) -> None:
         self.stream.synchronize()

@@ -14,6 +14,11 @@ import types
 
 import numpy as np
 
+try:
+    import ml_dtypes
+except ImportError:
+    ml_dtypes = None
+
 
 class Memory:
     """One allocation and its two sides."""
@@ -140,6 +145,9 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def reshape(self, *shape):
         return call(np.reshape, self, shape[0] if len(shape) == 1 else shape)
+
+    def transpose(self, *axes):
+        return call(np.transpose, self, axes)
 
     def astype(self, dtype, copy=True):
         return self if not copy and self.dtype == dtype else call(lambda a: a.astype(dtype), self)
@@ -287,7 +295,8 @@ class FakeCupy(types.ModuleType):
         self.runtime = types.SimpleNamespace(
             getDeviceCount=lambda: gpus, memcpyAsync=memcpyAsync,
             memcpyDeviceToHost="device to host", memcpyHostToDevice="host to device",
-            CUDA_R_64F=np.float64, CUDA_R_32F=np.float32, CUDA_R_16F=np.float16)
+            CUDA_R_64F=np.float64, CUDA_R_32F=np.float32, CUDA_R_16F=np.float16,
+            CUDA_R_16BF=getattr(ml_dtypes, "bfloat16", None))
         self.allocate = None
         self.cuda = types.SimpleNamespace(
             runtime=self.runtime, Device=Device, MemoryPool=MemoryPool, Stream=Stream,
@@ -320,37 +329,3 @@ class FakeCupy(types.ModuleType):
 
     def asnumpy(self, a: ndarray) -> np.ndarray:
         return unwrapped(a).copy()
-
-
-def gemm_ex(handle, turn_a, turn_b, m, n, k, alpha, a, a_type, step_a, b, b_type, step_b, beta, c,
-            c_type, step_c, sums, algorithm) -> None:
-    """C = A B of matrices stored by columns, as cuBLAS computes it, on the computing stream."""
-    wide = {"CUBLAS_COMPUTE_64F": np.float64}.get(sums, np.float32)
-    factors = []
-    for pointer, kind, step, rows, columns, turn in ((a, a_type, step_a, m, k, turn_a),
-                                                     (b, b_type, step_b, k, n, turn_b)):
-        rows, columns = (columns, rows) if turn else (rows, columns)
-        flat = at(pointer, kind, step * (columns - 1) + rows, kernel=True)
-        matrix = np.lib.stride_tricks.as_strided(flat, (rows, columns),
-                                                 (flat.itemsize, step * flat.itemsize))
-        factors.append((matrix.T if turn else matrix).astype(wide))
-    scalars = [np.ctypeslib.as_array((np.ctypeslib.as_ctypes_type(wide) * 1).from_address(p))[0]
-               for p in (alpha, beta)]
-    assert scalars == [1, 0]
-    flat = at(c, c_type, step_c * (n - 1) + m, kernel=True)
-    out = np.lib.stride_tricks.as_strided(flat, (m, n), (flat.itemsize, step_c * flat.itemsize))
-    out[...] = factors[0] @ factors[1]
-
-
-def modules(gpus: int = 1) -> dict[str, types.ModuleType]:
-    """What to put into `sys.modules`."""
-    cublas = types.ModuleType("cublas")
-    cublas.__getattr__ = lambda name: name    # constants stand for themselves
-    cublas.setPointerMode = lambda handle, mode: None
-    cublas.gemmEx = gemm_ex
-    libs = types.ModuleType("cupy_backends.cuda.libs")
-    libs.cublas = cublas
-    return {"cupy": FakeCupy(gpus), "cupy_backends.cuda.libs": libs,
-            "cupy_backends.cuda": types.ModuleType("cupy_backends.cuda"),
-            "cupy_backends": types.ModuleType("cupy_backends"),
-            "cupy_backends.cuda.libs.cublas": cublas}

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import fakecupy
+import fakelibs
 import fakenccl
 import mm3d
 from mm3d import backend, choice, device, gpu, proof, selftest
@@ -25,7 +26,7 @@ class Nccl(device.NcclTransport):
 @pytest.fixture
 def cupy(monkeypatch):
     """The backend "cupy" over host memory, with NCCL."""
-    for name, module in fakecupy.modules().items():
+    for name, module in fakelibs.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(backend, "_made", {})
     monkeypatch.setattr(gpu.CupyBackend, "nccl", fakenccl)
@@ -172,7 +173,7 @@ def test_products_of_all_forms_and_layouts(cupy, dtype, m, k, n):
 def test_one_rank_a_gpu_by_local_rank(monkeypatch):
     """And several on one where there are fewer GPUs."""
     for rank, gpus, expected in ((0, 4, 0), (3, 4, 3), (5, 4, 1), (7, 1, 0)):
-        for name, module in fakecupy.modules(gpus).items():
+        for name, module in fakelibs.modules(gpus).items():
             monkeypatch.setitem(sys.modules, name, module)
         monkeypatch.setenv("MPI_LOCALRANKID", str(rank))
         assert gpu.CupyBackend().gpu == expected

@@ -11,12 +11,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import fakecupy  # noqa: E402
+import fakelibs  # noqa: E402
 
 driver = ctypes.CDLL("libcuda.so.1", ctypes.RTLD_GLOBAL)
 driver.standin_memory.restype = ctypes.c_void_p
 driver.standin_copied_between_processes.restype = ctypes.c_long
 fakecupy.Memory.driver = driver
-sys.modules |= fakecupy.modules()
+sys.modules |= fakelibs.modules()
 os.environ |= {"MM3D_BACKEND": "cupy", "MM3D_TRANSPORT": "device"}
 
 import mm3d  # noqa: E402  (makes the context, then starts MPI)
