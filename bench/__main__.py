@@ -13,7 +13,7 @@ from mm3d import environment
 
 ON_ALL_RANKS = {"run": "bench.run", "gemm": "bench.micro", "collectives": "bench.micro",
                 "matmul": "bench.matmul", "calibrate": "bench.calibrate",
-                "check": "bench.check", "layer": "bench.layer"}
+                "check": "bench.check", "layer": "bench.layer", "gpu": "bench.gpu"}
 
 
 class Parser(argparse.ArgumentParser):

@@ -5,6 +5,7 @@ import argparse
 
 FORMS = ("ab", "abt", "atb")
 SCHEMES = ("3d", "2d", "1d")
+GPU_PARTS = ("gemm", "elementwise", "layer", "rows")
 COUNTS = {3: "three", 4: "four"}
 
 
@@ -44,6 +45,7 @@ def add_microbenchmarks(verbs) -> None:
                         help="in a sample (default: as many as take one process 20 ms)")
     matmul.add_argument("--backward", action="store_true", help="measure dA and dB too")
     _add_layer(verbs)
+    _add_gpu(verbs)
 
 
 def add_doctor(verbs) -> None:
@@ -98,6 +100,15 @@ def _add_layer(verbs) -> None:
     layer.add_argument("--torch", metavar="PYTHON", help=(
         "an interpreter that has PyTorch, which the layer is then verified with and measured "
         "beside (default: verified with the serial scheme, measured alone)"))
+
+
+def _add_gpu(verbs) -> None:
+    gpu = _verb(verbs, "gpu", "what one GPU achieves: products, elementwise kernels, one layer "
+                "beside PyTorch's, and a rank's part of each row of both tables", 10, 5.0)
+    gpu.add_argument("--part", type=_names(*GPU_PARTS), default=list(GPU_PARTS), metavar="NAMES",
+                     help=f"of {', '.join(GPU_PARTS)} (default: all)")
+    gpu.add_argument("--scale", default="paper", choices=("paper", "tiny"),
+                     help="full size, or a rehearsal (default paper)")
 
 
 def _verb(verbs, name: str, about: str, repetitions: int,

@@ -39,7 +39,8 @@ class Rival:
 
     def __init__(self, python: str, sizes: Sizes, seed: int, dtype: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            np.savez(Path(folder) / "case.npz", heads=sizes.heads, **_case(sizes, seed, dtype))
+            np.savez(Path(folder) / "case.npz", heads=sizes.heads,
+                     **whole_case(sizes, seed, dtype))
             cores = environment.cores()
             hidden = ("PMI_", "PMIX_", "MPI", "OMP_", "MKL_", "OPENBLAS_")
             env = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
@@ -70,7 +71,7 @@ class Rival:
         self._process.wait()
 
 
-def _case(sizes: Sizes, seed: int, dtype: str) -> dict[str, np.ndarray]:
+def whole_case(sizes: Sizes, seed: int, dtype: str) -> dict[str, np.ndarray]:
     """Input, output's gradient and parameters of the layer as whole arrays."""
     model = build(mm3d.scheme("serial", MPI.COMM_SELF, backend="numpy"), sizes, seed, dtype)
     arrays = {p.name: p.value.reshape(p.public_shape) for p in model.parameters}

@@ -102,6 +102,8 @@ class Backend:
         arrays of the types in its `dtypes`; where there is none the readable one is used.
     nccl : module or None
         CuPy's binding of NCCL, where the arrays lie on a device and NCCL is installed.
+    more_dtypes : tuple of dtype
+        Floating-point types beside those of 16, 32 and 64 bits that every library has.
     """
 
     name = "numpy"
@@ -110,6 +112,7 @@ class Backend:
     host_buffers = True
     kernels: Any = None
     nccl: Any = None
+    more_dtypes: tuple[Any, ...] = ()
 
     def __init__(self) -> None:
         self.pool = Pool()
@@ -161,6 +164,10 @@ class Backend:
     def place(self) -> tuple[str, str] | None:
         """The node and the device that the arrays lie on; None without a device."""
         return None
+
+    def describe(self) -> dict[str, str | int]:
+        """What the device is, for the record of a run; nothing without a device."""
+        return {}
 
     def is_contiguous(self, a: Array) -> bool:
         """Whether the elements of `a` lie in C order without gaps."""

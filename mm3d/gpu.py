@@ -139,6 +139,15 @@ class CupyBackend(Backend):
     def place(self) -> tuple[str, str]:
         return platform.node(), self.xp.cuda.Device(self.gpu).pci_bus_id
 
+    def describe(self) -> dict[str, str | int]:
+        runtime = self.xp.cuda.runtime
+        properties = runtime.getDeviceProperties(self.gpu)
+        return {"gpu": properties["name"].decode(), "gpu_number": self.gpu,
+                "gpu_memory": int(properties["totalGlobalMem"]),
+                "gpu_multiprocessors": int(properties["multiProcessorCount"]),
+                "cuda_runtime": int(runtime.runtimeGetVersion()),
+                "cuda_driver": int(runtime.driverGetVersion()), "tf32": int(self.tf32)}
+
     def gemm(self, a: Array, b: Array, out: Array) -> Array:
         """A B by cuBLAS; the sums are float32 for float32 and what has 16 bits.
 

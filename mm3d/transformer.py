@@ -61,8 +61,8 @@ class Transformer:
         Global number of sequences and positions in each.
     seed : int
         Of the weights.
-    dtype : {"float64", "float32", "float16"}
-        Of parameters, gradients and activations.
+    dtype : {"float64", "float32", "float16", "bfloat16"}
+        The last one on CuPy alone.  Of parameters, gradients and activations.
     causal : bool
         Whether attention looks backward only.
 
@@ -90,8 +90,10 @@ class Transformer:
             near = f"hidden={below} or hidden={above}" if below else f"hidden={above}"
             raise ValueError(f"hidden={hidden} cannot be dealt to heads={heads} of equal size: "
                              f"{near} would do")
-        if str(dtype) not in DTYPES:
-            raise ValueError(f"dtype={dtype!r} is unknown: choose one of {', '.join(DTYPES)}")
+        known = (*DTYPES, *map(str, scheme.grid.backend.more_dtypes))
+        if str(dtype) not in known:
+            raise ValueError(f"dtype={dtype!r} is unknown to backend "
+                             f"{scheme.grid.backend.name!r}: choose one of {', '.join(known)}")
         self.scheme, self.grid, self.seed = scheme, scheme.grid, seed
         self.dtype, self.hidden = str(dtype), hidden
         self.shape = (batch, seq, hidden)
@@ -124,7 +126,7 @@ class Transformer:
 
     @property
     def _dtype(self) -> Any:
-        return getattr(self.grid.backend.xp, self.dtype)
+        return getattr(self.grid.backend.xp, self.dtype, self.dtype)
 
     def _draw(self) -> None:
         """Give every parameter its first value."""

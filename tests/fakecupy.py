@@ -10,6 +10,7 @@ With a `driver` (see ``standin/driver.c``) the second side is memory that no hos
 touch, for a CUDA-aware MPI to work on.
 """
 import ctypes
+import time
 import types
 
 import numpy as np
@@ -224,6 +225,7 @@ class Stream:
     def record(self, event: Event | None = None) -> Event:
         event = event or Event()
         event.stream, event.place = self, self.finished + len(self.queue)
+        event.time = time.perf_counter()
         return event
 
     def wait_event(self, event: Event) -> None:
@@ -294,6 +296,9 @@ class FakeCupy(types.ModuleType):
         super().__init__("cupy")
         self.runtime = types.SimpleNamespace(
             getDeviceCount=lambda: gpus, memcpyAsync=memcpyAsync,
+            getDeviceProperties=lambda n: {"name": b"none", "totalGlobalMem": 1,
+                                           "multiProcessorCount": 1},
+            runtimeGetVersion=lambda: 13000, driverGetVersion=lambda: 13000,
             memcpyDeviceToHost="device to host", memcpyHostToDevice="host to device",
             CUDA_R_64F=np.float64, CUDA_R_32F=np.float32, CUDA_R_16F=np.float16,
             CUDA_R_16BF=getattr(ml_dtypes, "bfloat16", None))
@@ -302,7 +307,7 @@ class FakeCupy(types.ModuleType):
             runtime=self.runtime, Device=Device, MemoryPool=MemoryPool, Stream=Stream,
             Event=Event, set_allocator=lambda allocate: setattr(self, "allocate", allocate),
             alloc_pinned_memory=lambda size: bytearray(size), get_cublas_handle=lambda: 0,
-            get_elapsed_time=lambda a, b: 1000.0 * (b.place - a.place))
+            get_elapsed_time=lambda a, b: 1000.0 * (b.time - a.time))
 
     def __getattr__(self, name: str):
         function = getattr(np, name)

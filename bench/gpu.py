@@ -1,0 +1,187 @@
+"""The verb ``gpu``: what one rank's device achieves, alone and on a rank's work of the tables.
+
+Four parts, each a record of its own: products beside the library's own, elementwise kernels beside
+a copy, one Transformer layer beside PyTorch's, and one layer of every row of both tables as rank 0
+has it, without communication.  Seconds are the device's own, between two marks in its stream.
+"""
+
+import gc
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy as np
+from mpi4py import MPI
+
+import mm3d
+from bench import gpucases, machine, operands
+from bench.cases import Sizes, UsageError, case, load
+from bench.formats import render
+from bench.microtables import other
+from bench.run import writable
+from bench.sampling import BOUNDS, limits_of, measured_environment, padded, publish, repeated
+from mm3d import backend as backends
+from mm3d.record import Measurements, Variable
+from mm3d.statistics import median_interval
+from mm3d.transport import Absent
+
+Step = Callable[[], object]
+
+
+def gpu(arguments, comm) -> int:
+    """Measure the chosen parts; 0 when all were written.
+
+    Raises
+    ------
+    UsageError
+        When there is more than one rank, or an argument cannot be meant.
+    """
+    if comm.size > 1:
+        raise UsageError("gpu measures one rank: start it without mpirun")
+    try:
+        bench = Bench(backends.get(arguments.backend or "cupy"), arguments, comm)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    out, status = writable(Path(arguments.out or machine.default_out()), comm), 0
+    for part in arguments.part:
+        gc.collect()
+        record = getattr(bench, part)()
+        print(render(other(record)), "", sep="\n", flush=True)
+        status = max(status, publish(record, out, record.kind, comm))
+    return status
+
+
+class Bench:
+    """The parts.
+
+    Parameters
+    ----------
+    backend : Backend
+        What is measured.
+    arguments : Namespace
+        ``scale`` ("paper" or "tiny"), ``seed`` and when to stop repeating.
+    comm : mpi4py.MPI.Intracomm
+        One rank.
+    """
+
+    def __init__(self, backend: backends.Backend, arguments, comm) -> None:
+        self.backend, self.comm, self.seed = backend, comm, arguments.seed
+        self.limits, self.scale = limits_of(arguments), gpucases.SCALES[arguments.scale]
+        self.settings = {"scale": arguments.scale, "seed": self.seed, **asdict(self.limits)}
+        self.modes = gpucases.modes(backend)
+
+    def seconds(self, step: Step) -> list[float]:
+        """Seconds of a call of `step`, several times, after two that do not count."""
+        def sample(calls: int) -> float:
+            start = self.backend.mark()
+            for _ in range(calls):
+                step()
+            return self.backend.seconds(start, self.backend.mark()) / calls
+        sample(1)
+        calls = max(1, min(200, round(2e-3 / max(sample(1), 1e-9))))
+        return repeated(lambda: sample(calls), self.limits, self.comm)[0]
+
+    def array(self, shape: tuple[int, ...], dtype: Any, name: str) -> Any:
+        """Normally distributed numbers, of which all are different."""
+        a = self.backend.empty(shape, dtype)
+        values = operands.fill(self.backend.empty(shape, "float32"), self.backend, self.seed, name)
+        a[...] = self.backend.xp.astype(values, a.dtype, copy=False)
+        return a
+
+    def gemm(self) -> Measurements:
+        """C = A B as the model computes it, and by one bare call of the library."""
+        found, flops = [], []
+        for mode in self.modes:
+            with mode:
+                for n in self.scale.gemm:
+                    a, b = (self.array((n, n), mode.dtype, name) for name in "AB")
+                    c = self.backend.empty((n, n), mode.dtype)
+                    found += [self.seconds(lambda: backends.matmul(a, b)),
+                              self.seconds(lambda: self.backend.gemm(a, b, c))]
+                    flops += [2.0 * n ** 3] * 2
+        return self.record("gpu-gemm", {"mode": [str(mode) for mode in self.modes],
+                                        "size": self.scale.gemm, "how": ["model", "alone"]},
+                           found, "rate", "s-1", flops)
+
+    def elementwise(self) -> Measurements:
+        """Each kernel's bandwidth, counting every array once, beside that of a copy."""
+        found, moved, names = [], [], []
+        rows, cols = self.scale.elementwise
+        for mode in self.modes:
+            with mode:
+                kernels = gpucases.elementwise(self.backend, *(
+                    self.array((rows, cols), mode.dtype, name) for name in "abc"))
+                names = list(kernels)
+                for arrays, step in kernels.values():
+                    found.append(self.seconds(step))
+                    moved.append(float(arrays * rows * cols * mode.itemsize))
+        return self.record("gpu-elementwise", {"mode": [str(mode) for mode in self.modes],
+                                               "kernel": names}, found, "bandwidth",
+                           "byte s-1", moved)
+
+    def layer(self) -> Measurements:
+        """Forward and backward of one layer, by mm3d and by PyTorch; NaN where there is none."""
+        found, flops = [], []
+        batch, seq = self.scale.tokens
+        for mode in self.modes:
+            with mode:
+                for hidden in self.scale.hidden:
+                    sizes = Sizes(1, hidden, load().settings.heads.get(hidden, 4), batch, seq)
+                    work = float(sum(mm3d.cost.flops(1, hidden, sizes.heads, batch, seq)
+                                     .values()))
+                    found.append(self.seconds(self.own_layer(mm3d.scheme(
+                        "serial", MPI.COMM_SELF, None, self.backend), sizes, mode.dtype)))
+                    gc.collect()
+                    theirs = gpucases.torch_layer(self.backend, sizes, mode)
+                    found.append(self.seconds_of_torch(theirs) if theirs else [np.nan])
+                    flops += [work] * 2
+        return self.record("gpu-layer", {"mode": [str(mode) for mode in self.modes],
+                                         "hidden": self.scale.hidden,
+                                         "library": ["mm3d", "PyTorch"]}, found, "rate", "s-1",
+                           flops)
+
+    def seconds_of_torch(self, step: Callable[[], float]) -> list[float]:
+        """Seconds of PyTorch's steps, which time themselves."""
+        step()
+        step()
+        return repeated(step, self.limits, self.comm)[0]
+
+    def rows(self) -> Measurements:
+        """One layer of each row of both tables, as rank 0 has it, nothing travelling."""
+        found, names = [], []
+        mode = self.modes[0]
+        for row in load().rows:
+            sizes = case(row, self.scale.preset, layers=1).sizes
+            scheme = mm3d.scheme(row.scheme, Absent(row.gpus), None, self.backend)
+            with mode:
+                found.append(self.seconds(self.own_layer(scheme, sizes, mode.dtype)))
+            names.append(f"{row.table} {row.scheme} {row.gpus}")
+            gc.collect()
+        return self.record("gpu-rows", {"row": names}, found)
+
+    def own_layer(self, scheme: mm3d.Scheme, sizes: Sizes, dtype: str) -> Step:
+        """Forward and backward of one layer on this rank's blocks."""
+        model = mm3d.Transformer(scheme, sizes.layers, sizes.hidden, sizes.heads, sizes.batch,
+                                 sizes.seq, self.seed, dtype)
+        x, dy = model.random("input"), model.random("output gradient")
+
+        def step() -> None:
+            _, saved = model.forward(x)
+            model.backward(dy, saved)
+        return step
+
+    def record(self, kind: str, scales: dict, found: list[list[float]], name: str = "",
+               units: str = "", work: list[float] | None = None) -> Measurements:
+        """The record of samples along `scales`, and of `work` over their medians."""
+        shape, dims = tuple(len(labels) for labels in scales.values()), tuple(scales)
+        samples = padded(found, shape)
+        bounds = np.array([median_interval(one) if np.isfinite(one).all() else [np.nan] * 4
+                           for one in found]).reshape(*shape, 4)
+        variables = {"samples": Variable(samples, "s", (*dims, "repetition")),
+                     "seconds": Variable(bounds, "s", (*dims, "bound"))}
+        if work:
+            variables[name] = Variable(np.reshape(work, shape) / bounds[..., 0], units, dims)
+        return Measurements(
+            kind, self.settings, measured_environment(self.backend.name, self.comm)
+            | gpucases.describe(self.backend),
+            {**scales, "repetition": range(samples.shape[-1]), "bound": BOUNDS}, variables, [])

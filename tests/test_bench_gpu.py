@@ -1,0 +1,66 @@
+"""The verb ``gpu``, rehearsed: on NumPy, and on a CuPy that needs no GPU."""
+import shutil
+import sys
+from argparse import Namespace
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import fakelibs
+from bench import gpu, gpucases
+from bench.__main__ import parser
+from bench.cases import UsageError, load
+from mm3d import backend, store
+
+
+def arguments(tmp_path, library: str) -> Namespace:
+    return parser().parse_args(["gpu", "--backend", library, "--scale", "tiny", "--repetitions",
+                                "2", "--max-repetitions", "2", "--out", str(tmp_path)])
+
+
+def records(tmp_path) -> dict:
+    found = [store.read(path) for path in tmp_path.glob("*.h5")]
+    return {record.kind: record for record in found}
+
+
+@pytest.mark.parametrize("library", ["numpy", "cupy"])
+def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, library):
+    if library == "cupy":
+        if not shutil.which("g++"):
+            pytest.skip("no g++ to compile kernels")
+        for name, module in fakelibs.modules().items():
+            monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(backend, "_made", {})
+    monkeypatch.setattr(gpucases, "torch_layer", lambda *_: None)
+    chosen = arguments(tmp_path, library)
+    if library == "cupy":
+        chosen.part.remove("rows")    # minutes, where a processor's threads take turns as a GPU's
+    assert gpu.gpu(chosen, MPI.COMM_SELF) == 0
+    found = records(tmp_path)
+    assert found.keys() == {f"gpu-{part}" for part in chosen.part}
+    modes = found["gpu-gemm"].scales["mode"]
+    assert modes[0] == "float32" and ("tf32" in modes) == (library == "cupy")
+    for kind in found.keys() - {"gpu-layer"}:
+        assert (found[kind].variables["samples"].values > 0).all(), kind
+    layers = found["gpu-layer"].variables["samples"].values
+    assert (layers[:, :, 0] > 0).all() and np.isnan(layers[:, :, 1]).all()    # no PyTorch
+    if library == "numpy":
+        assert len(found["gpu-rows"].scales["row"]) == len(load().rows)
+    assert ("gpu" in found["gpu-gemm"].environment) == (library == "cupy")
+    assert "gpu-layer" in capsys.readouterr().out
+    assert not getattr(backend.get(library), "tf32", False)
+
+
+def test_it_measures_one_rank(tmp_path):
+    class Two:
+        size = 2
+    with pytest.raises(UsageError, match="gpu measures one rank"):
+        gpu.gpu(arguments(tmp_path, "numpy"), Two)
+
+
+def test_without_a_gpu_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(backend, "_made", {})
+    with pytest.raises(UsageError, match="backend 'cupy' needs the package cupy"):
+        gpu.gpu(arguments(tmp_path, "cupy"), MPI.COMM_SELF)
