@@ -34,7 +34,11 @@ def doctor(arguments: argparse.Namespace) -> int:
     facts = Facts(arguments.ranks, command, arguments.ranks_per_node, arguments.gpus_per_node,
                   arguments.device_buffers, arguments.module, arguments.out, arguments.limit,
                   Path(arguments.seen) if arguments.seen else None)
-    findings = [check(facts) for check in CHECKS]
+    checks = list(CHECKS)
+    if arguments.gpu:
+        from bench.doctor_gpu import CHECKS as MORE
+        checks += MORE
+    findings = [check(facts) for check in checks]
     if arguments.json:
         print(json.dumps({"findings": [asdict(one) for one in findings], "ranks": facts.world},
                          indent=1))

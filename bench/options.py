@@ -61,6 +61,8 @@ def add_doctor(verbs) -> None:
                         help="fail when a node has more")
     parser.add_argument("--gpus-per-node", type=int, default=0, metavar="N",
                         help="fail when a node has fewer, or ranks share one")
+    parser.add_argument("--gpu", action="store_true", help=(
+        "also that the GPU here computes every type right, and which transports carry its arrays"))
     parser.add_argument("--device-buffers", action="store_true",
                         help="fail when MPI cannot carry them")
     parser.add_argument("--module", action="append", default=[], metavar="NAME",

@@ -22,7 +22,7 @@ from _pytest.runner import runtestprotocol
 from mpi4py import MPI
 
 from mm3d import environment
-from support import LIMIT, kill_running
+from support import LIMIT, gpu_problem, kill_running
 
 WORLD = MPI.COMM_WORLD
 MEETING = WORLD.Dup()         # no message of a test can be taken for one of the meeting's
@@ -150,6 +150,8 @@ def pytest_collection_modifyitems(items):
         n = rank_count(item)
         if n > WORLD.size:
             item.add_marker(pytest.mark.skip(reason=f"needs mpirun -n {n}"))
+        if item.get_closest_marker("gpu") and gpu_problem():
+            item.add_marker(pytest.mark.skip(reason=gpu_problem()))
 
 
 def pytest_collection_finish(session):

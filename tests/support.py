@@ -1,4 +1,5 @@
 """Starting programs, under mpirun or not, from inside a test."""
+import functools
 import os
 import signal
 import subprocess
@@ -13,6 +14,17 @@ LIMIT = float(os.environ.get("MM3D_TEST_TIMEOUT", 120))    # seconds that a test
 
 # What a launcher tells its ranks, which must not reach the ranks of another launcher.
 LAUNCHER = ("PMI_", "PMIX_", "HYDRA_", "HYDI_", "OMPI_", "PRTE_", "MPI_LOCAL")
+
+
+@functools.cache
+def gpu_problem() -> str:
+    """Why tests that need a GPU cannot run; empty when they can."""
+    try:
+        import cupy
+    except ImportError:
+        return "cupy is not installed"
+    return "" if cupy.is_available() else "no GPU"
+
 
 _running: set[subprocess.Popen] = set()
 

@@ -35,7 +35,10 @@ def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, libra
     monkeypatch.setattr(gpucases, "torch_layer", lambda *_: None)
     chosen = arguments(tmp_path, library)
     if library == "cupy":
-        chosen.part.remove("rows")    # minutes, where a processor's threads take turns as a GPU's
+        # Minutes, where the threads of a GPU take turns on a processor.
+        chosen.part.remove("rows")
+        monkeypatch.setitem(gpucases.SCALES, "tiny",
+                            gpucases.Scale([8], (2, 16), [16], (1, 4), "tiny"))
     assert gpu.gpu(chosen, MPI.COMM_SELF) == 0
     found = records(tmp_path)
     assert found.keys() == {f"gpu-{part}" for part in chosen.part}

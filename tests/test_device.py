@@ -4,7 +4,6 @@ import sys
 import numpy as np
 import pytest
 
-import fakecupy
 import fakelibs
 import fakenccl
 import mm3d
@@ -35,11 +34,18 @@ def cupy(monkeypatch):
     return backend.get("cupy")
 
 
-@pytest.fixture(params=["staged", "nccl"])
-def carried(request, monkeypatch, cupy):
-    """Each transport that needs no MPI of its own."""
-    monkeypatch.setenv("MM3D_TRANSPORT", request.param)
-    return request.param
+@pytest.fixture(params=["staged", "nccl",
+                        *(pytest.param(f"{kind} on a GPU", marks=pytest.mark.gpu)
+                          for kind in ("staged", "device"))])
+def carried(request, monkeypatch):
+    """Each transport that needs no MPI of its own; where there is a GPU, all ranks share it."""
+    kind, _, where = request.param.partition(" ")
+    if not where:
+        request.getfixturevalue("cupy")
+    elif kind == "device" and not proof.claimed():
+        pytest.skip("this MPI does not say that it is CUDA-aware")
+    monkeypatch.setenv("MM3D_TRANSPORT", kind)
+    return kind
 
 
 @pytest.mark.ranks(1, 3, 8)
@@ -58,7 +64,7 @@ def test_the_model_equals_the_serial_one(comm, carried):
         with parallelism.on(comm, "cupy") as scheme:
             model = mm3d.Transformer(scheme, **SIZES["uneven"], dtype="float64", causal=True)
             results = train(model, *data(**SIZES["uneven"]))
-            assert all(isinstance(a, fakecupy.ndarray) for a in results.values())
+            assert all(scheme.grid.backend.owns(a) for a in results.values())
             wrong = differences(model, results, serial("uneven", True), 1e-12, 1e-11)
         assert not wrong, f"{parallelism} {carried}: {wrong}"
 

@@ -11,7 +11,6 @@ import pytest
 import fakelibs
 from mm3d import backend, functional, kernels
 
-needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="no g++ to compile kernels")
 DTYPES = ["float64", "float32", "float16"]
 try:
     import ml_dtypes
@@ -27,11 +26,15 @@ def dtype_of(name: str):
     return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
 
 
-@pytest.fixture
-def cupy(monkeypatch):
-    for name, module in fakelibs.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(backend, "_made", {})
+@pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
+def cupy(request, monkeypatch):
+    """The backend: on this processor, and on a GPU where there is one."""
+    if request.param == "fake":
+        if not shutil.which("g++"):
+            pytest.skip("no g++ to compile kernels")
+        for name, module in fakelibs.modules().items():
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(backend, "_made", {})
     backend.get("numpy")
     return backend.get("cupy")
 
@@ -69,7 +72,6 @@ def both(cupy, name: str, function: str, arrays, out_like: int | None, *rest, **
     return [(cupy.to_host(f), e) for f, e in zip(as_tuple(found), as_tuple(expected))]
 
 
-@needs_compiler
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("name", DTYPES)
 def test_elementwise(cupy, name):
@@ -86,7 +88,6 @@ def test_elementwise(cupy, name):
                     close(found, expected, name, 16 + shape[0])
 
 
-@needs_compiler
 @pytest.mark.parametrize("name", DTYPES)
 def test_into_arrays_with_gaps_and_in_place(cupy, name):
     """The rows of `out` need not follow each other, and `out` may be the input."""
@@ -99,7 +100,6 @@ def test_into_arrays_with_gaps_and_in_place(cupy, name):
     assert np.array_equal(cupy.to_host(wide)[:, :2], x[:, :2])
 
 
-@needs_compiler
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("shape", [(2, 3, 5), (7, 300), (1, 1)])
@@ -122,7 +122,6 @@ def test_layer_normalization(cupy, name, whole, shape):
         close(found, expected, name, 16)
 
 
-@needs_compiler
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("causal, first, queries, positions", [(False, 0, 5, 5), (True, 0, 6, 6),
