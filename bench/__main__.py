@@ -8,7 +8,7 @@ from typing import NoReturn, Sequence
 
 from bench import beyond, show
 from bench.cases import HEADINGS, PAPER, TITLES, UsageError, load
-from bench.options import add_doctor, add_microbenchmarks, add_reproduce
+from bench.options import add_doctor, add_files, add_microbenchmarks, add_reproduce
 from mm3d import environment
 
 ON_ALL_RANKS = {"run": "bench.run", "gemm": "bench.micro", "collectives": "bench.micro",
@@ -91,6 +91,7 @@ def parser() -> argparse.ArgumentParser:
     add_microbenchmarks(verbs)
     add_reproduce(verbs, rows)
     show.add_verbs(verbs)
+    add_files(verbs)
     picture = verbs.add_parser("cube", help="draw which rank of a cube holds which block")
     picture.add_argument("file", metavar="FILE", help="the picture, such as cube.png")
     add_doctor(verbs)
@@ -143,6 +144,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.verb == "reproduce":
             from bench.reproduce import reproduce
             return reproduce(arguments)
+        if arguments.verb == "merge":
+            from bench.merge import merge
+            print(merge(arguments.target, arguments.sources))
+        if arguments.verb == "validate":
+            from bench.validate import validate
+            return validate(arguments.sources)
         if arguments.verb == "cube":
             from bench.cube import cube
             print(cube(arguments.file))

@@ -113,6 +113,17 @@ def _add_gpu(verbs) -> None:
                      help="full size, or a rehearsal (default paper)")
 
 
+def add_files(verbs) -> None:
+    """Add ``merge`` and ``validate``."""
+    merge = verbs.add_parser("merge", help="join the runs of files and folders in one new file")
+    merge.add_argument("target", metavar="OUT", help="the new file, such as all.h5")
+    validate = verbs.add_parser("validate", help=(
+        "check files against the schema and the rules of a run; explain each violation"))
+    for parser in (merge, validate):
+        parser.add_argument("sources", metavar="FILE", nargs="+",
+                            help="a file of one run, a merged one, or a folder of them")
+
+
 def _verb(verbs, name: str, about: str, repetitions: int,
           seconds: float) -> argparse.ArgumentParser:
     parser = verbs.add_parser(name, help=about)

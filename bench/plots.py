@@ -79,12 +79,13 @@ def plots(folder: str | Path, formats: tuple[str, ...] = ("png",)) -> tuple[list
                          f"commas between")
     drawn, left_out = [], []
     with panels.look():
-        for one in drawings(gather(folder)):
+        found = gather(folder)
+        for one in drawings(found):
             if one.figure is None:
                 left_out.append(f"{one.name}: {one.about}")
                 continue
             for form in formats:
-                path = Path(folder) / f"{one.name}.{form}"
+                path = found.folder / f"{one.name}.{form}"
                 one.figure.savefig(path, metadata=METADATA[form])
                 drawn.append(path)
     return drawn, left_out

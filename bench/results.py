@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.cases import PAPER, Row, load, own, select
-from mm3d import store
+from mm3d import merged
 from mm3d.store import Measurements, Run, StoreError
 
 Key = tuple[str, str, int]  # table, scheme, ranks
@@ -58,7 +58,7 @@ class Found:
     Attributes
     ----------
     folder : Path
-        Which.
+        Which; of a file, the one that it is in.
     results : list of Results
         The rows of the tables, by preset, in the presets' order.
     measurements : list of Measurements
@@ -74,18 +74,19 @@ class Found:
 
 
 def gather(folder: str | Path) -> Found:
-    """Read every file in `folder`.
+    """Read every file in `folder`, or one file.
 
     Raises
     ------
     StoreError
-        When there is no folder, or no run in it.
+        When there is nothing, or no run in it.
     """
-    if not Path(folder).is_dir():
-        raise StoreError(f"{folder} is no folder of results")
+    if not Path(folder).exists():
+        raise StoreError(f"{folder} is no folder of results, and no file")
     runs, problems = read_all(folder)
     latest = {identity(run): run for run in runs if isinstance(run, Measurements)}
-    return Found(Path(folder), by_preset([run for run in runs if isinstance(run, Run)]),
+    home = Path(folder) if Path(folder).is_dir() else Path(folder).parent
+    return Found(home, by_preset([run for run in runs if isinstance(run, Run)]),
                  sorted(latest.values(), key=lambda run: run.created), problems)
 
 
@@ -101,12 +102,14 @@ def read_all(path: str | Path) -> tuple[list[Run | Measurements], list[str]]:
     problems: list[str] = []
     for file in sorted(Path(path).glob("*.h5")) if Path(path).is_dir() else [Path(path)]:
         try:
-            runs.append(store.read(file))
+            runs += merged.runs(file)
         except StoreError as error:
             problems.append(str(error))
     if not runs:
         raise StoreError("\n".join([f"no results in {path}", *problems]))
-    return sorted(runs, key=lambda run: run.created), problems
+    # A merged file may lie beside those it was made of.
+    once = {(run.created, str(run.configuration)): run for run in runs}
+    return sorted(once.values(), key=lambda run: run.created), problems
 
 
 def identity(run: Measurements) -> tuple:

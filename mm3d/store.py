@@ -5,12 +5,15 @@ written again, so that neither a kill, nor a full disk, nor a second writer lose
 was finished.  ``results/README.rst`` describes the schema.
 """
 
+import errno
 import io
 import os
 import secrets
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Iterator
 
 import h5py
 import numpy as np
@@ -164,13 +167,16 @@ def read(path: str | os.PathLike) -> Run | Measurements:
     StoreError
         When the file is truncated, damaged, of another kind, or of a newer schema.
     """
+    with opened(path) as file:
+        return parse(file, path)
+
+
+@contextmanager
+def opened(path: str | os.PathLike) -> Iterator[h5py.File]:
+    """A file of results; what cannot be opened or read in it is a StoreError."""
     try:
         with h5py.File(path, "r") as file:
-            _check_kind(file, path)
-            kind = str(file.attrs.get("kind", "model"))
-            run = _parse(file) if kind == "model" else parse_measurements(file, kind)
-            run.schema = int(file.attrs["schema_version"])
-            return run
+            yield file
     except StoreError:
         raise
     except FileNotFoundError as error:
@@ -181,6 +187,18 @@ def read(path: str | os.PathLike) -> Run | Measurements:
         raise StoreError(f"{path} is damaged or not a complete run: {error}") from error
 
 
+def parse(file: h5py.Group, path: str | os.PathLike) -> Run | Measurements:
+    """The run in an open file, or in a group of one; `path` is what messages call it."""
+    _check_kind(file, path)
+    kind = str(file.attrs.get("kind", "model"))
+    try:
+        run = _parse(file) if kind == "model" else parse_measurements(file, kind)
+    except (KeyError, ValueError, TypeError, AttributeError) as error:
+        raise StoreError(f"{path} is damaged or not a complete run: {error}") from error
+    run.schema = int(file.attrs["schema_version"])
+    return run
+
+
 def _publish(data: memoryview, folder: Path, stem: str) -> Path:
     """Write `data` as the next free name of `stem`: part, fsync, rename, fsync of the folder.
 
@@ -188,25 +206,30 @@ def _publish(data: memoryview, folder: Path, stem: str) -> Path:
     no two writers meet, and no file is replaced.
     """
     for attempt in range(1, 1000):
-        name = stem if attempt == 1 else f"{stem}-{attempt}"
-        part, final = folder / f"{name}.h5.part", folder / f"{name}.h5"
+        final = folder / (f"{stem}.h5" if attempt == 1 else f"{stem}-{attempt}.h5")
         try:
-            descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+            publish(data, final)
         except FileExistsError:
             continue
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                if final.exists():
-                    continue
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(part, final)
-        finally:
-            part.unlink(missing_ok=True)
-        _sync_folder(folder)
         return final
     raise FileExistsError(0, f"{stem}.h5 and 999 numbered names are all taken")
+
+
+def publish(data: memoryview, final: Path) -> None:
+    """Write `data` as the new file `final`; FileExistsError when it, or its part, is there."""
+    part = final.with_name(f"{final.name}.part")
+    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            if final.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(part, final)
+    finally:
+        part.unlink(missing_ok=True)
+    _sync_folder(final.parent)
 
 
 def _sync_folder(folder: Path) -> None:

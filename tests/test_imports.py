@@ -41,6 +41,7 @@ MAY_IMPORT = {
     "timing": {"statistics"},
     "record": set(),
     "store": {"record"},
+    "merged": {"record", "store"},
     "trace": set(),
     "observe": {"trace", "transport"},
     "spans": {"trace"},
@@ -53,7 +54,7 @@ SCHEME = ARRAYS | {"contract"}
 # Packages that one file alone, or two, may know.
 ONLY_IN = {"cupy": {"gpu"}, "cupy_backends": {"gpu"}, "ml_dtypes": {"gpu"},
            "mpi4py": {"grid", "contract", "proof", "selftest", "shared"},
-           "h5py": {"record", "store"},
+           "h5py": {"record", "store", "merged"},
            "threadpoolctl": {"environment"}}
 TYPE_HINTS_ONLY = {("schemes.cube", "mpi4py")}
 EVERYWHERE = {"numpy", *sys.stdlib_module_names}

@@ -1,0 +1,225 @@
+"""The rules that a run must keep to be cited; each says in a line how one is broken."""
+
+import getpass
+import math
+import re
+import socket
+from typing import Any, Callable, Iterator
+
+import h5py
+import numpy as np
+
+from bench.cases import UsageError, case, load, own, title
+from bench.verify import TOLERANCES
+from mm3d import SCHEMES, cost, timing
+from mm3d.record import Check, Measurements
+from mm3d.statistics import median_interval
+from mm3d.store import AXES, COLLECTIVES, PHASES, Run
+
+SIZES = ("layers", "hidden", "heads", "batch", "seq")
+PATHS = re.compile(r"(?<![\w.])/(home|Users|root|tmp|mnt|scratch|work|gpfs|lustre)(/|\b)")
+ADDRESS = re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)*")
+CLOSE = 1e-9    # relative: the same numbers computed again
+
+
+def samples(run: Run) -> Iterator[str]:
+    """Times are times, and there are as many as were asked for."""
+    chosen, count = run.configuration, len(run.samples["forward"])
+    for phase in PHASES:
+        if not (np.isfinite(run.samples[phase]) & (run.samples[phase] > 0)).all():
+            yield f"samples/{phase} has times that are not greater than 0, or no numbers"
+        late = run.late.get(phase)
+        if late is not None and not ((late >= 0).all() and (late.min(axis=1) == 0).all()):
+            yield (f"samples/{phase}_late: in each repetition some rank is the first, 0, and no "
+                   f"other before it")
+    least, most = chosen["repetitions"], chosen.get("max_repetitions", math.inf)
+    if count < least and run.ended_by != "stopped":
+        yield f"too few samples: {count} repetitions of at least {least} that were asked for"
+    if count > most:
+        yield f"too many samples: {count} repetitions of at most {most}"
+
+
+def ending(run: Run) -> Iterator[str]:
+    """What ended the repetitions is what the samples say."""
+    chosen, count = run.configuration, len(run.samples["forward"])
+    if not run.clock or count == 0 or not all(np.isfinite(run.samples[p]).all() for p in PHASES):
+        return    # version 1, or said elsewhere
+    intervals = {phase: median_interval(timing.slowest(run.samples[phase])) for phase in PHASES}
+    wide = [f"{phase} {100 * interval.width:.1f} % wide at {100 * interval.confidence:.0f} %"
+            for phase, interval in intervals.items() if not interval.within(chosen["width"])]
+    if run.ended_by == "width" and wide:
+        yield (f"ended_by says that the intervals are within {100 * chosen['width']:g} %, but "
+               f"those of the samples are not: {', '.join(wide)}")
+    if run.ended_by == "repetitions" and count != chosen.get("max_repetitions", count):
+        yield (f"ended_by says that {chosen['max_repetitions']} repetitions were done, but there "
+               f"are {count}")
+
+
+def verification(run: Run) -> Iterator[str]:
+    """All quantities were compared, as strictly as the benchmark does, and passed."""
+    yield from failed(run.checks)
+    forward, gradient = TOLERANCES.get(run.configuration["dtype"], (math.nan, math.nan))
+    for check in run.checks:
+        limit = forward if check.quantity == "output" else gradient
+        if not check.tolerance <= limit:
+            yield (f"verification: the tolerance of {check.quantity} is {check.tolerance:g}; the "
+                   f"rules allow {limit:g}")
+    layers = run.configuration.get("verified_layers", run.configuration["layers"])
+    names = {check.quantity for check in run.checks}
+    wanted = 2 + 12 * layers
+    if not {"output", "input gradient"} <= names or len(names) != wanted:
+        yield (f"verification: {len(names)} quantities, but {layers} layers have {wanted}: the "
+               f"output, its input's gradient and 12 parameters a layer")
+
+
+def failed(checks: list[Check]) -> Iterator[str]:
+    """The checks that did not pass."""
+    for check in checks:
+        if not check.passed:
+            yield (f"verification of {check.quantity} has failed: error {check.error:g}, "
+                   f"tolerance {check.tolerance:g}; its times must not be written")
+
+
+def ranks(run: Run) -> Iterator[str]:
+    """One number of ranks everywhere, and said where they outnumber the cores."""
+    count, chosen = run.ranks, run.configuration
+    grid = [int(size) for size in chosen["grid"].split(" x ")]
+    for name, value in (("environment/ranks", run.environment["ranks"]),
+                        ("the grid", math.prod(grid)),
+                        ("published/gpus", run.published["gpus"])):
+        if value != count:
+            yield f"{name} says {value:g} ranks, the samples are of {count}"
+    known = SCHEMES.get(chosen["scheme"])
+    if known and chosen["grid_axes"] != " ".join(known.directions):
+        yield (f"grid_axes {chosen['grid_axes']}: scheme {chosen['scheme']} has the directions "
+               f"{' '.join(known.directions)}")
+    yield from crowded(run.environment, count)
+
+
+def crowded(environment: dict[str, Any], count: int) -> Iterator[str]:
+    """Whether ranks outnumber cores is said, and right."""
+    local, cores = environment.get("ranks_on_this_node", count), environment["cores"]
+    if (local > cores) != bool(environment["oversubscribed"]):
+        yield (f"{local} ranks on {cores} cores, but oversubscribed says "
+               f"{bool(environment['oversubscribed'])}")
+    if not math.isclose(environment["ranks_per_core"], local / cores, rel_tol=CLOSE):
+        yield f"ranks_per_core {environment['ranks_per_core']:g}: {local} / {cores} would do"
+
+
+def words(run: Run) -> Iterator[str]:
+    """The words that were counted, and those the file expects, are the closed form's."""
+    chosen = run.configuration
+    if chosen["scheme"] not in SCHEMES:
+        return
+    shape = dict(zip(chosen["grid_axes"].split(), map(int, chosen["grid"].split(" x "))))
+    forms = cost.transformer_words(chosen["scheme"], shape, *(chosen[name] for name in SIZES))
+    expected = np.zeros_like(run.expected_words)
+    for phase, name in enumerate(PHASES):
+        for (axis, collective), count in forms[name].items():
+            expected[phase, AXES.index(axis), COLLECTIVES.index(collective)] = count
+    counted = run.traffic["words"].sum(axis=1)
+    for name, found in (("expected_words", run.expected_words), ("the words counted", counted)):
+        if not np.array_equal(found, expected):
+            yield (f"{name} are {int(found.sum())} in all, by the closed form of these sizes "
+                   f"{int(expected.sum())}")
+    size = np.dtype(chosen["dtype"]).itemsize
+    if not np.array_equal(run.traffic["bytes"], size * run.traffic["words"]):
+        yield f"traffic/bytes are not {size} times the words, as {chosen['dtype']} has"
+
+
+def sizes(run: Run) -> Iterator[str]:
+    """The sizes are those of the table's row under the preset, or the file says otherwise."""
+    chosen = run.configuration
+    row = next((row for row in load().rows if (row.table, row.scheme, row.gpus) == (
+        chosen["table"], chosen["scheme"], run.ranks)), None)
+    row = row or own(chosen["table"], chosen["scheme"], run.ranks)
+    for name, value in (("batch", row.batch), ("hidden", row.hidden),
+                        ("forward_time", row.forward), ("backward_time", row.backward),
+                        ("average_step_time", row.average)):
+        if not np.isclose(run.published[name], value, rtol=CLOSE, equal_nan=True):
+            yield f"published/{name} is {run.published[name]:g}, in the table {value:g}"
+    by_hand = set(str(chosen["overridden"]).split())
+    try:
+        wanted = case(row, chosen["preset"], **{name: chosen[name] for name in by_hand & {*SIZES}})
+    except UsageError as error:
+        yield str(error)
+        return
+    for name in SIZES:
+        if chosen[name] != getattr(wanted.sizes, name):
+            yield (f"{name} {chosen[name]}: preset {chosen['preset']} runs {row.table} "
+                   f"{title(row.scheme)} {row.gpus} with {getattr(wanted.sizes, name)}, and "
+                   f"'overridden' does not say otherwise")
+    smaller = any(chosen.get(f"verified_{name}", chosen[name]) != chosen[name] for name in SIZES)
+    if smaller == bool(chosen["verified_measured_model"]):
+        yield "verified_measured_model does not say whether the verified sizes are the measured"
+
+
+def derived(run: Measurements) -> Iterator[str]:
+    """What is computed from samples is what they give."""
+    found = {name: variable.values for name, variable in run.variables.items()}
+    if "samples" in found:
+        points = found["samples"].reshape(-1, found["samples"].shape[-1])
+        kept = found["seconds"].reshape(-1, found["seconds"].shape[-1])
+        for line, bounds in zip(points, kept):
+            again = median_interval(line[~np.isnan(line)])
+            if not np.allclose(bounds, again, rtol=CLOSE, atol=0):
+                yield (f"measurements/seconds: the median and interval {bounds[:3]} are not those "
+                       f"of their samples, {np.array(again[:3])}")
+                return
+    medians = found["seconds"][..., 0]
+    if "bandwidth" in found and not np.allclose(found["bandwidth"] * medians,
+                                                found["bytes_moved"], rtol=CLOSE):
+        yield "measurements/bandwidth is not the bytes moved over the median"
+    if "times" in found:
+        spans = np.nanmax(found["times"][..., 1], axis=-1) - np.nanmin(
+            found["times"][..., 0], axis=-1)    # phase, repetition, kind
+        if not np.allclose(np.median(spans, axis=1), medians, rtol=CLOSE):
+            yield "measurements/seconds: the medians are not those of the makespans of the times"
+
+
+def passed(run: Measurements) -> Iterator[str]:
+    """The verification, where there is something to verify, and the number of ranks."""
+    yield from failed(run.checks)
+    yield from crowded(run.environment, run.environment["ranks"])
+
+
+def private(group: h5py.Group) -> Iterator[str]:
+    """No text names a user, a host or a folder of somebody's."""
+    here = [name for name in (getpass.getuser(), socket.gethostname()) if len(name) > 2]
+    names = re.compile("|".join(rf"(?<![\w-]){re.escape(name)}\b" for name in here) or r"(?!)")
+    lines: list[str] = []
+
+    def visit(place: str, item: h5py.HLObject) -> None:
+        for key, value in item.attrs.items():
+            if key in ("host", "hostname", "user", "username"):
+                lines.append(f"{place or '/'} has an attribute {key}: mask it")
+            for kind, pattern in (("a folder", PATHS), ("an address", ADDRESS),
+                                  ("this user or host", names)):
+                if isinstance(value, str) and pattern.search(value):
+                    lines.append(f"{place or '/'} attribute {key} names {kind}, which is private: "
+                                 f"mask it")
+    visit("", group)
+    group.visititems(visit)
+    yield from lines
+
+
+def warnings(run: Run | Measurements) -> Iterator[str]:
+    """What breaks no rule and must be known."""
+    if not run.environment["git_clean"]:
+        yield "the source had changes that were not committed: nobody else can build it"
+    if isinstance(run, Measurements):
+        return
+    count = len(run.samples["forward"])
+    if count < 6:
+        yield f"{count} repetitions give no 95 % interval: at least six do"
+    if run.ended_by == "stopped":
+        yield "it was told to stop before its repetitions were done"
+    if run.environment["oversubscribed"]:
+        yield "ranks outnumber cores: its times are no scaling results"
+    if run.configuration["scheme"] not in SCHEMES:
+        yield f"scheme {run.configuration['scheme']} is unknown: its words were not checked"
+
+
+MODEL: tuple[Callable[[Run], Iterator[str]], ...] = (
+    samples, ending, verification, ranks, words, sizes)
+MEASUREMENTS: tuple[Callable[[Measurements], Iterator[str]], ...] = (derived, passed)

@@ -1,0 +1,236 @@
+"""``validate`` rejects what is damaged or dishonest; ``merge`` joins what may be joined."""
+import os
+import shutil
+
+import h5py
+import numpy as np
+import pytest
+
+from bench.__main__ import main
+from bench.results import gather, read_all
+from bench.validate import check
+from mm3d import merged, store
+from support import run_python, run_ranks
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A folder with two rows and two microbenchmarks, as they are measured."""
+    folder = tmp_path_factory.mktemp("measured")
+    for done in (run_ranks(2, "-m", "bench", "run", "--scheme", "1d-sp", "--preset", "tiny",
+                           "--repetitions", "6", "--max-repetitions", "8", "--out", str(folder)),
+                 run_ranks(2, "-m", "bench", "matmul", "--shape", "32", "--scheme", "1d",
+                           "--max-seconds", "0.1", "--out", str(folder)),
+                 run_python("-m", "bench", "gemm", "--sizes", "16,32", "--threads", "1",
+                            "--dtypes", "float32", "--out", str(folder))):
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def a_copy(folder, name: str, to):
+    """A copy of the one file whose name begins so."""
+    path, = folder.glob(f"{name}*.h5")
+    return shutil.copy(path, to / path.name)
+
+
+def test_what_was_measured_is_valid(measured, capsys):
+    for path in measured.glob("*.h5"):
+        assert check(path)[0] == [], path
+    assert main(["validate", str(measured)]) == 0
+    assert capsys.readouterr().out.count(": valid\n") == 4
+
+
+def truncated(path):
+    os.truncate(path, os.path.getsize(path) * 2 // 3)
+
+
+def foreign(path):
+    with h5py.File(path, "w") as file:
+        file["numbers"] = np.arange(3)
+
+
+def edit(change):
+    """A way to damage a file: `change` is given the open file."""
+    def damage(path):
+        with h5py.File(path, "r+") as file:
+            change(file)
+    return damage
+
+
+def sets(place: str, **attributes):
+    return edit(lambda file: file[place].attrs.update(attributes))
+
+
+def writes(place: str, value, where=...):
+    def change(file):
+        file[place][where] = value
+    return edit(change)
+
+
+def fewer(file):
+    """Keep three repetitions only."""
+    for name in ("repetition", "forward", "backward", "forward_late", "backward_late"):
+        kept = file["samples"][name][:3]
+        attributes = dict(file["samples"][name].attrs)
+        del file["samples"][name]
+        file["samples"][name] = kept
+        if "units" in attributes:
+            file["samples"][name].attrs["units"] = attributes["units"]
+    for name in ("repetition",):
+        file["samples"][name].make_scale(name)
+    for name in ("forward", "backward", "forward_late", "backward_late"):
+        for index, dim in enumerate(("repetition", "rank")):
+            file["samples"][name].dims[index].attach_scale(file["samples"][dim])
+
+
+def spread_out(file):
+    """Times far apart, which the file says are within the width asked for."""
+    count, ranks = file["samples/forward"].shape
+    file["samples/forward"][...] = np.geomspace(0.1, 10, count)[:, None] * np.ones(ranks)
+    file["samples"].attrs["ended_by"] = "width"
+
+
+DAMAGES = {
+    "truncated": (truncated, "is truncated, damaged, or no HDF5 file"),
+    "foreign": (foreign, "an HDF5 file, but not an mm3d run"),
+    "newer version": (sets("/", schema_version=99), "schema version 99: there are versions 1 to"),
+    "version 0": (sets("/", schema_version=0), "schema version 0: there are versions 1 to"),
+    "no samples": (edit(lambda file: file.__delitem__("samples/forward")), "not a complete run"),
+    "no verification": (edit(lambda file: file.__delitem__("verification")),
+                        "there is no verification: no time counts without one"),
+    "failed verification": (writes("verification/error", 0.5, 1),
+                            "verification of input gradient has failed: error 0.5"),
+    "not a number": (writes("verification/error", np.nan, 0),
+                     "verification of output has failed: error nan"),
+    "lax tolerance": (writes("verification/tolerance", 1.0, 2),
+                      "is 1; the rules allow 5e-05"),
+    "too few samples": (edit(fewer), "too few samples: 3 repetitions of at least 6"),
+    "no time": (writes("samples/forward", -1.0, (0, 0)), "not greater than 0"),
+    "interval": (edit(spread_out), "those of the samples are not: forward"),
+    "skew": (writes("samples/forward_late", 1.0), "some rank is the first"),
+    "crowded": (sets("environment", ranks_on_this_node=64),
+                "64 ranks on"),
+    "ranks": (sets("environment", ranks=4),
+              "environment/ranks says 4 ranks, the samples are of 2"),
+    "words": (writes("traffic/words", 1), "the words counted are"),
+    "closed form": (writes("traffic/expected_words", 1), "expected_words are"),
+    "bytes": (writes("traffic/bytes", 7), "traffic/bytes are not 4 times the words"),
+    "sizes": (sets("configuration", batch=7), "batch 7: preset tiny runs strong"),
+    "published": (writes("published/batch", 3.0), "published/batch is 3, in the table"),
+    "smaller model": (sets("configuration", verified_batch=1),
+                      "does not say whether the verified sizes are the measured"),
+    "user": (sets("environment", command="python /home/someone/run.py"),
+             "attribute command names a folder, which is private"),
+    "address": (sets("environment", mpi="Open MPI someone@node17"),
+                "attribute mpi names an address, which is private"),
+    "host": (sets("environment", hostname="node17"), "has an attribute hostname: mask it"),
+    "units": (edit(lambda file: file["samples/forward"].attrs.__delitem__("units")),
+              "samples/forward has no units"),
+    "scales": (edit(lambda file: file["traffic/words"].attrs.__delitem__("DIMENSION_LIST")),
+               "dimension 0 of traffic/words has no scale")}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_and_dishonest_files_are_rejected(measured, tmp_path, kind):
+    damage, message = DAMAGES[kind]
+    path = a_copy(measured, "strong", tmp_path)
+    damage(path)
+    errors, _ = check(path)
+    assert any(message in line for line in errors), errors
+
+
+@pytest.mark.parametrize("name, damage, message", [
+    ("gemm", writes("measurements/seconds", 1e-9, (0, 0, 0, 0)), "not those of their samples"),
+    ("matmul", writes("measurements/seconds", 1e-9, (0, 0, 0)), "not those of the makespans"),
+    ("matmul", writes("verification/error", 9.0, 0), "has failed: error 9"),
+    ("matmul", edit(lambda file: file.__delitem__("verification")), "there is no verification")])
+def test_microbenchmarks_that_are_dishonest(measured, tmp_path, name, damage, message):
+    path = a_copy(measured, name, tmp_path)
+    damage(path)
+    errors, _ = check(path)
+    assert any(message in line for line in errors), errors
+
+
+def test_what_a_reader_must_know(measured, tmp_path, capsys):
+    path = a_copy(measured, "strong", tmp_path)
+    with h5py.File(path, "r+") as file:
+        file["environment"].attrs["git_clean"] = False
+        file["samples"].attrs["ended_by"] = "stopped"
+    errors, warnings = check(path)
+    assert not errors and any("not committed" in line for line in warnings)
+    assert any("told to stop" in line for line in warnings)
+    assert main(["validate", str(path)]) == 0
+    sets("environment", ranks=4)(path)
+    assert main(["validate", str(tmp_path)]) == 1
+    assert f"{path}: NOT VALID\n  error: environment/ranks" in capsys.readouterr().out
+
+
+def contents(group) -> dict:
+    """Every dataset of a group, its attributes and the names of its dimensions."""
+    found = {}
+
+    def visit(name, item):
+        if isinstance(item, h5py.Dataset):
+            scales = [] if item.is_scale else [dim[0].name.rpartition("/")[2] for dim in item.dims]
+            found[name] = item[...].tolist(), item.attrs.get("units"), scales
+        else:
+            found[name] = dict(item.attrs)
+    group.visititems(visit)
+    return found
+
+
+def test_merged_files_hold_all_that_their_parts_do(measured, tmp_path, capsys):
+    target = tmp_path / "all.h5"
+    assert main(["merge", str(target), str(measured)]) == 0
+    with h5py.File(target) as file:
+        assert file.attrs["format"] == merged.FORMAT
+        assert file.attrs["schema_version"] == store.SCHEMA
+        for path in measured.glob("*.h5"):
+            with h5py.File(path) as one:
+                assert str(contents(file[f"runs/{path.stem}"])) == str(contents(one))
+    # Tables, validation and merging again read it like the folder.
+    assert main(["validate", str(target)]) == 0
+    capsys.readouterr()
+    assert main(["table", str(target)]) == 0
+    text = capsys.readouterr().out
+    assert main(["table", str(measured)]) == 0
+    assert text == capsys.readouterr().out
+    shutil.copy(target, measured / "zzz.h5")
+    try:
+        assert len(read_all(measured)[0]) == 4 and gather(measured).results[0].earlier == 0
+        assert main(["merge", str(tmp_path / "again.h5"), str(measured)]) == 0
+    finally:
+        os.unlink(measured / "zzz.h5")
+    assert len(merged.runs(tmp_path / "again.h5")) == 4
+    assert main(["plot", str(target)]) == 0 and list(tmp_path.glob("*.png"))
+
+
+def test_a_violation_in_a_merged_file_names_its_run(measured, tmp_path):
+    target = tmp_path / "all.h5"
+    assert main(["merge", str(target), str(measured)]) == 0
+    name = next(measured.glob("weak*.h5")).stem
+    sets(f"runs/{name}/environment", ranks=4)(target)
+    errors, _ = check(target)
+    assert errors == [f"{name}: environment/ranks says 4 ranks, the samples are of 2"]
+    sets(f"runs/{name}", schema_version=1)(target)
+    assert any("versions must not be mixed" in line for line in check(target)[0])
+
+
+def test_what_cannot_be_merged_changes_nothing(measured, tmp_path, capsys):
+    old = a_copy(measured, "strong", tmp_path)
+    sets("/", schema_version=store.SCHEMA - 1)(old)
+    target = tmp_path / "out" / "all.h5"
+    target.parent.mkdir()
+    for sources, message in (
+            ([measured, old], "files of different versions of the schema are not merged: version"),
+            ([tmp_path / "nothing.h5"], "does not exist"),
+            ([target.parent], "there is no .h5 file in")):
+        assert main(["merge", str(target), *map(str, sources)]) == 2
+        assert message in capsys.readouterr().err and not list(target.parent.iterdir())
+    assert main(["merge", str(old), str(measured)]) == 2
+    assert "is there already: name a new file" in capsys.readouterr().err
+    assert main(["merge", str(tmp_path / "no" / "all.h5"), str(measured)]) == 2
+    assert "could not be written (No such file or directory)" in capsys.readouterr().err
+    truncated(old)
+    assert main(["merge", str(target), str(old), str(measured)]) == 2
+    assert "is truncated" in capsys.readouterr().err and not list(target.parent.iterdir())
