@@ -108,7 +108,7 @@ def read_all(path: str | Path) -> tuple[list[Run | Measurements], list[str]]:
     if not runs:
         raise StoreError("\n".join([f"no results in {path}", *problems]))
     # A merged file may lie beside those it was made of.
-    once = {(run.created, str(run.configuration)): run for run in runs}
+    once = {(run.created, str(run.configuration), str(run.environment)): run for run in runs}
     return sorted(once.values(), key=lambda run: run.created), problems
 
 

@@ -52,8 +52,7 @@ def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
     if group.attrs.get("format") != FORMAT:
         return [f"{place} is an HDF5 file, but not an mm3d run"], []
     errors = [*schema(group), *rules.private(group), *described(group)]
-    if (group.attrs.get("kind", "model") not in ("gemm", "collectives")
-            and "verification" not in group):
+    if group.attrs.get("kind", "model") in rules.VERIFIED and "verification" not in group:
         return [*errors, "there is no verification: no time counts without one"], []
     try:
         run = parse(group, place)
