@@ -13,18 +13,21 @@ from threadpoolctl import threadpool_info
 from mm3d import environment
 from mm3d.store import Setting
 
-# Settings of MPI and BLAS that change times; their values name no person and no machine.
-TUNING = re.compile(r"(MPIR_CVAR|OMPI_MCA_mpi|OMPI_MCA_(pml|btl|coll)|OPENBLAS|MKL_NUM|OMP_NUM|"
-                    r"BLIS_NUM|MM3D)[A-Za-z_0-9]*")
+# Settings of MPI, its networks and BLAS that change times.
+TUNING = re.compile(r"(MPIR_CVAR|MPICH_|I_MPI_|MV2_|FI_|UCX_|NCCL_|PSM|OMPI_MCA_(mpi|pml|btl|mtl|"
+                    r"coll|osc|smsc|opal)|OPENBLAS|GOTO|MKL_|OMP_|BLIS_|MM3D)[A-Za-z_0-9]*")
+# Of a Slurm job what changes times; neither its user nor its account, name, folder or hosts.
+SLURM = ("JOB_ID", "ARRAY_TASK_ID", "JOB_NUM_NODES", "NTASKS", "NTASKS_PER_NODE",
+         "TASKS_PER_NODE", "CPUS_PER_TASK", "CPUS_ON_NODE", "CPU_BIND", "CPU_BIND_TYPE",
+         "DISTRIBUTION", "GPUS_PER_NODE", "GPUS_ON_NODE", "THREADS_PER_CORE")
+PRIVATE = re.compile(r"[/@~]")    # in folders and addresses, which may name somebody
+CPUFREQ = Path("/sys/devices/system/cpu/cpu0/cpufreq")
 
 
 def cpu_model() -> str:
     """The processor's name as it gives it, or the architecture where it gives none."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        text = ""
-    found = re.search(r"^(?:model name|cpu)\s*:\s*(.+)$", text, re.MULTILINE)
+    found = re.search(r"^(?:model name|cpu)\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")),
+                      re.MULTILINE)
     return found.group(1).strip() if found else platform.processor() or platform.machine()
 
 
@@ -65,16 +68,51 @@ def describe(backend: str, ranks: int, mpi_library: str, command: str) -> dict[s
     """
     cores, local = environment.cores(), environment.local_ranks()
     commit, clean = _source_version()
-    tuning = sorted(f"{name}={value}" for name, value in os.environ.items()
-                    if TUNING.fullmatch(name))
+    tuning = {name: value for name, value in sorted(os.environ.items())
+              if TUNING.fullmatch(name)}
+    slurm = {name: os.environ[f"SLURM_{name}"] for name in SLURM if f"SLURM_{name}" in os.environ}
     return {"cpu_model": cpu_model(), "cores": cores, "ranks": ranks,
             "ranks_on_this_node": local, "ranks_per_core": local / cores,
             "oversubscribed": environment.oversubscribed(), "backend": backend,
             "operating_system": f"{platform.system()} {platform.machine()}",
+            "kernel": platform.release().partition("-")[0],
             "python": platform.python_version(),
             "mpi": mpi_name(mpi_library),
-            "tuning_variables": " ".join(tuning), "command": command, "git_commit": commit,
-            "git_clean": clean} | _versions() | blas()
+            "tuning_variables": masked(tuning), "slurm": masked(slurm), "command": command,
+            "git_commit": commit, "git_clean": clean} | clocks() | _versions() | blas()
+
+
+def masked(variables: dict[str, str]) -> str:
+    """Variables as they are recorded: values that may name somebody are left out."""
+    return " ".join(f"{name}={'(masked)' if PRIVATE.search(value) else value}"
+                    for name, value in variables.items())
+
+
+def clocks() -> dict[str, Setting]:
+    """What the system says of the processor's clock, as far as it does.
+
+    ``cpu_mhz``: the mean over the cores at this moment; ``cpu_mhz_least`` and ``cpu_mhz_most``:
+    what they may run at; ``cpu_governor``: what chooses between.
+    """
+    found: dict[str, Setting] = {}
+    cores = re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    if cores:
+        found["cpu_mhz"] = round(sum(map(float, cores)) / len(cores), 1)
+    for name, file in (("cpu_mhz_least", "cpuinfo_min_freq"), ("cpu_mhz_most",
+                                                               "cpuinfo_max_freq")):
+        kilohertz = _text(CPUFREQ / file).strip()
+        if kilohertz.isdigit():
+            found[name] = int(kilohertz) / 1000
+    governor = _text(CPUFREQ / "scaling_governor").strip()
+    return found | ({"cpu_governor": governor} if governor else {})
+
+
+def _text(path: Path) -> str:
+    """What a file of the system holds; nothing where there is none."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
 
 
 def source_digest() -> str:

@@ -28,11 +28,14 @@ class Placement:
         Those of more than one rank whose lines all lie within a node, as MPI saw the nodes.
     nodes : int
         How many nodes the ranks are on.
+    node_of_rank : str
+        The number of each rank's node, in the order of the grid; nodes are numbered as they come.
     """
 
     placement: str
     within_nodes: str
     nodes: int
+    node_of_rank: str
 
 
 def words(scheme: str, shape: Sizes, model: Sizes) -> Sizes:
@@ -104,14 +107,20 @@ def found(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> Placement:
     chosen : str
         See `order`.
     """
-    near = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    node = near.bcast(comm.rank)    # a node is known by its first rank
-    near.Free()
-    nodes = comm.allgather(node)
+    nodes = numbers(comm)
     within, stride = "", math.prod(shape.values())
     for axis, size in shape.items():
         stride //= size
         first = [rank - stride * (rank // stride % size) for rank in range(comm.size)]
         if size > 1 and all(nodes[rank] == nodes[first[rank]] for rank in range(comm.size)):
             within += axis
-    return Placement(chosen, within, len(set(nodes)))
+    return Placement(chosen, within, len(set(nodes)), " ".join(map(str, nodes)))
+
+
+def numbers(comm: MPI.Intracomm) -> list[int]:
+    """The number of every rank's node, without its name; every rank calls this."""
+    near = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    first = comm.allgather(near.bcast(comm.rank))    # a node is known by its first rank
+    near.Free()
+    known = list(dict.fromkeys(first))
+    return [known.index(rank) for rank in first]

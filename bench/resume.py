@@ -34,7 +34,7 @@ def settings(arguments) -> dict[str, Any]:
         "cpu_model", "cores", "backend", "python", "mpi", "tuning_variables", "blas",
         "blas_architecture") or name.endswith("_version")}
     return {"preset": arguments.preset, "warmup": warmup, **vars(limits),
-            "dtype": arguments.dtype, "seed": arguments.seed,
+            "traced": arguments.traced, "dtype": arguments.dtype, "seed": arguments.seed,
             "source": machine.source_digest(), **same}
 
 

@@ -217,6 +217,12 @@ def warnings(run: Run | Measurements) -> Iterator[str]:
     count = len(run.samples["forward"])
     if count < 6:
         yield f"{count} repetitions give no 95 % interval: at least six do"
+    spans = {phase: timing.slowest(run.samples[phase]) for phase in PHASES} if count > 5 else {}
+    for phase, found in spans.items():
+        if found[0] == found.max() and found[0] > 1.5 * np.median(found):
+            yield (f"the first {phase} that counts took {found[0] / np.median(found):.1f} times "
+                   f"the median: more than {run.configuration['warmup']} steps to warm up would "
+                   f"do")
     if run.ended_by == "stopped":
         yield "it was told to stop before its repetitions were done"
     if run.environment["oversubscribed"]:

@@ -9,7 +9,7 @@ from typing import Callable
 import numpy as np
 from mpi4py import MPI
 
-from bench import machine
+from bench import machine, placement
 from bench.cases import UsageError
 from bench.run import command_line
 from mm3d import store, timing
@@ -34,9 +34,10 @@ def measured_environment(backend: str, comm) -> dict[str, store.Setting]:
     """What the job runs on, with the clock of its worst rank."""
     clock = comm.allreduce(timing.Clock.resolution(), MPI.MAX)
     error = comm.allreduce(timing.Clock(comm).offset_error, MPI.MAX)
+    nodes = " ".join(map(str, placement.numbers(comm)))
     return machine.describe(backend, comm.size, MPI.Get_library_version(),
                             command_line(sys.argv[1:])) | {
-        "clock_resolution_s": clock, "clock_offset_error_s": error}
+        "node_of_rank": nodes, "clock_resolution_s": clock, "clock_offset_error_s": error}
 
 
 def publish(record: Measurements | None, out: Path, name: str, comm) -> int:

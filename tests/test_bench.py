@@ -210,6 +210,19 @@ def test_the_recorded_command_has_no_folders():
     assert command_line(["run", "--out=/home/someone/x"]) == "python -m bench run --out=x"
 
 
+def test_what_may_name_somebody_is_masked(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "rc,sm")
+    monkeypatch.setenv("OMPI_MCA_coll_tuned_dynamic_rules_filename", "/home/someone/rules")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_CPU_BIND", "cores")
+    for name in ("SLURM_JOB_USER", "SLURM_JOB_NODELIST", "SLURM_JOB_ACCOUNT"):
+        monkeypatch.setenv(name, "someone")
+    found = machine.describe("numpy", 1, "MPICH Version: 5", "python -m bench")
+    assert "OMPI_MCA_coll_tuned_dynamic_rules_filename=(masked)" in found["tuning_variables"]
+    assert "UCX_TLS=rc,sm" in found["tuning_variables"]
+    assert found["slurm"] == "JOB_ID=77 CPU_BIND=cores" and "someone" not in str(found)
+
+
 def test_the_machine_has_a_neutral_name(monkeypatch):
     monkeypatch.setattr(machine, "cpu_model", lambda: "AMD EPYC(TM) 7763 CPU @ 2.45GHz")
     monkeypatch.setattr(machine.environment, "cores", lambda: 8)

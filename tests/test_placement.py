@@ -70,13 +70,15 @@ def test_what_lies_within_a_node_is_found(comm, monkeypatch):
         def Split_type(self, kind):
             return self.ranks.Split(node, self.rank)
 
-    for chosen, within in (("xyz", "yz"), ("zxy", "xy"), ("yzx", "xz")):
+    for chosen, within, nodes in (("xyz", "yz", "0 0 0 0 1 1 1 1"),
+                                  ("zxy", "xy", "0 1 0 1 0 1 0 1"),
+                                  ("yzx", "xz", "0 0 1 1 0 0 1 1")):
         ranks = placement.placed(comm, shape, chosen)
         assert placement.found(Nodes(ranks), shape, chosen) == placement.Placement(
-            chosen, within, 2)
+            chosen, within, 2, nodes)
         ranks.Free()
     everything = placement.found(comm, shape, "xyz")
-    assert everything == placement.Placement("xyz", "xyz", 1)
+    assert everything == placement.Placement("xyz", "xyz", 1, "0 0 0 0 0 0 0 0")
 
 
 def test_the_placement_is_recorded_and_changes_no_result(tmp_path):

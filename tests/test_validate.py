@@ -40,6 +40,31 @@ def test_what_was_measured_is_valid(measured, capsys):
     assert capsys.readouterr().out.count(": valid\n") == 4
 
 
+def test_every_dataset_has_units_and_dimension_scales(measured):
+    for path in measured.glob("*.h5"):
+        with h5py.File(path) as file:
+            datasets = []
+            file.visititems(lambda name, item: datasets.append(item) if isinstance(
+                item, h5py.Dataset) and not item.is_scale else None)
+            assert len(datasets) > 3
+            for found in datasets:
+                assert isinstance(found.attrs["units"], str), found.name
+                assert [len(dim[0]) for dim in found.dims] == list(found.shape), found.name
+
+
+def test_the_environment_is_complete(measured):
+    for path in measured.glob("*.h5"):
+        run = store.read(path)
+        for name in ("cpu_model", "cores", "kernel", "operating_system", "mpi", "numpy_version",
+                     "mpi4py_version", "h5py_version", "blas", "blas_architecture",
+                     "blas_threads", "tuning_variables", "slurm", "command", "git_commit",
+                     "git_clean", "python", "ranks", "ranks_on_this_node"):
+            assert name in run.environment, name
+        where = run.environment if run.environment.get("node_of_rank") else run.configuration
+        assert where["node_of_rank"] == " ".join("0" * run.environment["ranks"])
+        assert run.environment["command"].startswith("python -m bench ")
+
+
 def truncated(path):
     os.truncate(path, os.path.getsize(path) * 2 // 3)
 
@@ -156,8 +181,12 @@ def test_what_a_reader_must_know(measured, tmp_path, capsys):
     with h5py.File(path, "r+") as file:
         file["environment"].attrs["git_clean"] = False
         file["samples"].attrs["ended_by"] = "stopped"
+        times = np.ones(file["samples/forward"].shape)
+        times[0] = 2
+        file["samples/forward"][...] = times
     errors, warnings = check(path)
     assert not errors and any("not committed" in line for line in warnings)
+    assert any("the first forward that counts took 2.0 times" in line for line in warnings)
     assert any("told to stop" in line for line in warnings)
     assert main(["validate", str(path)]) == 0
     sets("environment", ranks=4)(path)
