@@ -10,6 +10,7 @@ from pathlib import Path
 
 from threadpoolctl import threadpool_info
 
+from mm3d import backend as backends
 from mm3d import environment
 from mm3d.store import Setting
 
@@ -58,7 +59,7 @@ def describe(backend: str, ranks: int, mpi_library: str, command: str) -> dict[s
     Parameters
     ----------
     backend : str
-        The array library.
+        The array library, one that can be used here.
     ranks : int
         Ranks of the run.
     mpi_library : str
@@ -79,7 +80,8 @@ def describe(backend: str, ranks: int, mpi_library: str, command: str) -> dict[s
             "python": platform.python_version(),
             "mpi": mpi_name(mpi_library),
             "tuning_variables": masked(tuning), "slurm": masked(slurm), "command": command,
-            "git_commit": commit, "git_clean": clean} | clocks() | _versions() | blas()
+            "git_commit": commit, "git_clean": clean,
+            **backends.get(backend).describe()} | clocks() | _versions() | blas()
 
 
 def masked(variables: dict[str, str]) -> str:

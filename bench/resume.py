@@ -31,8 +31,8 @@ def settings(arguments) -> dict[str, Any]:
         raise UsageError(str(error)) from error
     found = machine.describe(library, 1, MPI.Get_library_version(), "")
     same = {name: value for name, value in found.items() if name in (
-        "cpu_model", "cores", "backend", "python", "mpi", "tuning_variables", "blas",
-        "blas_architecture") or name.endswith("_version")}
+        "cpu_model", "cores", "gpu", "backend", "python", "mpi", "tuning_variables",
+        "blas", "blas_architecture") or name.endswith("_version")}
     return {"preset": arguments.preset, "warmup": warmup, **vars(limits),
             "traced": arguments.traced, "dtype": arguments.dtype, "seed": arguments.seed,
             "source": machine.source_digest(), **same}

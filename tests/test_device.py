@@ -7,6 +7,7 @@ import pytest
 import fakelibs
 import fakenccl
 import mm3d
+from bench import machine
 from mm3d import backend, choice, device, gpu, proof, selftest
 from models import SIZES, SOME, data, differences, serial, train
 from reference import integers, on_grid
@@ -174,6 +175,12 @@ def test_products_of_all_forms_and_layouts(cupy, dtype, m, k, n):
     if dtype == "float16":
         out = cupy.gemm(cupy.asarray(A), cupy.asarray(B), cupy.empty((m, n), "float32"))
         assert out.dtype == np.float32 and np.array_equal(cupy.to_host(out), A @ B)
+
+
+def test_the_record_names_the_device(cupy):
+    found = machine.describe("cupy", 1, "MPICH Version: 5", "python -m bench")
+    assert found["gpu"] == "none" and found["cuda_driver"] == 13000    # the fake's
+    assert "gpu" not in machine.describe("numpy", 1, "MPICH Version: 5", "")
 
 
 def test_one_rank_a_gpu_by_local_rank(monkeypatch):

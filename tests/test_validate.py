@@ -55,10 +55,10 @@ def test_every_dataset_has_units_and_dimension_scales(measured):
 def test_the_environment_is_complete(measured):
     for path in measured.glob("*.h5"):
         run = store.read(path)
-        for name in ("cpu_model", "cores", "kernel", "operating_system", "mpi", "numpy_version",
-                     "mpi4py_version", "h5py_version", "blas", "blas_architecture",
-                     "blas_threads", "tuning_variables", "slurm", "command", "git_commit",
-                     "git_clean", "python", "ranks", "ranks_on_this_node"):
+        for name in ("cpu_model", "cores", "kernel", "operating_system", "mpi",
+                     "numpy_version", "mpi4py_version", "h5py_version", "blas",
+                     "blas_architecture", "blas_threads", "tuning_variables", "slurm", "command",
+                     "git_commit", "git_clean", "python", "ranks", "ranks_on_this_node"):
             assert name in run.environment, name
         where = run.environment if run.environment.get("node_of_rank") else run.configuration
         assert where["node_of_rank"] == " ".join("0" * run.environment["ranks"])
