@@ -99,9 +99,11 @@ def model(backend: backends.Backend) -> Finding:
 
 def transport(kind: str) -> Callable[[Facts], Finding]:
     """The check that ranks carry device arrays in this way, in a child job."""
+    name = f"by {kind}"
+
     def checked(facts: Facts) -> Finding:
         if isinstance(usable(), str):
-            return Finding(kind, SKIPPED, "no usable GPU")
+            return Finding(name, SKIPPED, "no usable GPU")
         command = [*facts.launcher, sys.executable, "-m", "mm3d.selftest"]
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
@@ -114,10 +116,10 @@ def transport(kind: str) -> Callable[[Facts], Finding]:
         except subprocess.TimeoutExpired:
             out, problem = ended(process), f"did not end within {facts.limit:g} seconds"
         if problem:
-            return Finding(kind, FAILED if kind == "staged" else WARNING,
+            return Finding(name, FAILED if kind == "staged" else WARNING,
                            f"MM3D_TRANSPORT={kind} {problem}")
-        return Finding(kind, OK, out.strip().splitlines()[-1])
-    checked.__name__, checked.__doc__ = kind, transport.__doc__
+        return Finding(name, OK, out.strip().splitlines()[-1])
+    checked.__name__, checked.__doc__ = name, transport.__doc__
     return checked
 
 
