@@ -112,10 +112,6 @@ template <typename T> __global__ void gelu_backward(const T *dy, const T *x, T *
 {
     each(n, dy, x, dx, [](W g, W u) { return g * gelu_slope(u); });
 }
-template <typename T> __global__ void add(const T *a, const T *b, T *y, long long n)
-{
-    each(n, a, b, y, [](W u, W v) { return u + v; });
-}
 template <typename T>
 __global__ void add_rows(const T *a, const T *b, T *y, long long rows, long long cols)
 {

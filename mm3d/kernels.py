@@ -14,7 +14,7 @@ Array = Any
 
 SOURCE = Path(__file__).with_name("kernels.cu")
 TYPES = {"float32": "float", "float64": "double", "float16": "half_t", "bfloat16": "bf16_t"}
-NAMES = ("gelu_forward", "gelu_backward", "add", "add_rows", "scale_rows", "sum_rows",
+NAMES = ("gelu_forward", "gelu_backward", "add_rows", "scale_rows", "sum_rows",
          "sum_products", "sum_parts", "norm_sums", "norm_squares", "norm_scale", "norm_forward",
          "norm_backward_sums", "norm_backward", "softmax_forward", "softmax_again",
          "softmax_backward")
