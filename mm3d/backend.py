@@ -16,6 +16,9 @@ import numpy as np
 
 from mm3d.elementwise import Kernels
 
+# A product that hides a collective is cut into so many panels, of so many rows at least.
+PANELS, PANEL = 8, 64
+
 Array = Any  # an array of whichever library the backend wraps
 
 
@@ -104,6 +107,8 @@ class Backend:
         CuPy's binding of NCCL, where the arrays lie on a device and NCCL is installed.
     more_dtypes : tuple of dtype
         Floating-point types beside those of 16, 32 and 64 bits that every library has.
+    progress : callable or None
+        To be called now and then during a product, while a collective goes on.
     """
 
     name = "numpy"
@@ -113,6 +118,7 @@ class Backend:
     kernels: Any = None
     nccl: Any = None
     more_dtypes: tuple[Any, ...] = ()
+    progress: Callable[[], None] | None = None
 
     def __init__(self) -> None:
         self.pool = Pool()
@@ -186,7 +192,13 @@ class Backend:
         if a.dtype == np.float16:
             out[...] = np.matmul(a.astype(np.float32), b.astype(np.float32))
             return out
-        return np.matmul(a, b, out=out)
+        if self.progress is None:
+            return np.matmul(a, b, out=out)
+        step = max(PANEL, -(-a.shape[0] // PANELS))
+        for start in range(0, a.shape[0], step):
+            np.matmul(a[start:start + step], b, out=out[start:start + step])
+            self.progress()
+        return out
 
     def synchronize(self) -> None:
         """Wait until everything asked of the device is done (nothing to wait for here)."""

@@ -19,7 +19,7 @@ from mm3d import environment
 from mm3d.backend import Array, Backend
 from mm3d.choice import settle, transport_for
 from mm3d.shared import node_of
-from mm3d.transport import Absent, host_dtype, resized
+from mm3d.transport import Absent, Pending, host_dtype, resized
 
 
 def blocks(extent: int, parts: int, unit: int = 1) -> list[int]:
@@ -136,15 +136,26 @@ class Axis:
         Array
             ``counts[rank]`` long along `dim`; `a` itself on an axis of one rank.
         """
+        return self._scattered(a, dim, counts, "reduce_scatter")
+
+    def begin_reduce_scatter(self, a: Array, dim: int = 0,
+                             counts: list[int] | None = None) -> Pending:
+        """`reduce_scatter` that may go on while this rank multiplies; see `Pending`."""
+        found = self._scattered(a, dim, counts, "begin_reduce_scatter")
+        return found if isinstance(found, Pending) else Pending(self.backend, found)
+
+    def _scattered(self, a: Array, dim: int, counts: list[int] | None,
+                   way: str) -> Array | Pending:
+        """What the transport's method `way` gives."""
         if self.size == 1:
             return a
         if counts is None:
             counts = blocks(a.shape[dim], self.size)
         self._check(counts, a.shape[dim], sum(counts))
-        out = self.transport.reduce_scatter(a, dim, counts)
-        self._count("reduce_scatter", a, math.prod(a.shape) - math.prod(out.shape),
-                    self.size - 1)
-        return out
+        found = getattr(self.transport, way)(a, dim, counts)
+        own = resized(a.shape, dim, counts[self.rank])
+        self._count("reduce_scatter", a, math.prod(a.shape) - math.prod(own), self.size - 1)
+        return found
 
     def all_reduce(self, a: Array) -> Array:
         """The sum of `a` over all ranks; `a` itself on an axis of one rank."""
@@ -236,6 +247,10 @@ class Split:
     def reduce_scatter(self, a: Array) -> Array:
         """This rank's block of the sum over the ranks of `a`, whose dimension is whole."""
         return self.axis.reduce_scatter(a, self.dim, self.counts)
+
+    def begin_reduce_scatter(self, a: Array) -> Pending:
+        """`reduce_scatter` that may go on while this rank multiplies; see `Pending`."""
+        return self.axis.begin_reduce_scatter(a, self.dim, self.counts)
 
     def broadcast(self, a: Array, root: int) -> Array:
         """The block of the rank `root`, on every rank."""

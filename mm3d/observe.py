@@ -21,7 +21,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduc
 
 # What travels for each attribute of a layer that communicates; of a product it says so itself.
 OPERANDS = {"vector": "b", "split": "KV", "space": "row sums"}
-TRAVELS = {*COLLECTIVES, "fetch", "collect", "sum_features"}
+TRAVELS = {*COLLECTIVES, "begin_reduce_scatter", "fetch", "collect", "sum_features"}
 
 
 @contextmanager
@@ -111,6 +111,8 @@ class _Transport:
         self._transport = axis.transport
         for kind in COLLECTIVES:
             setattr(self, kind, self._told(kind, getattr(axis.transport, kind)))
+        self.begin_reduce_scatter = self._told("reduce_scatter",
+                                               axis.transport.begin_reduce_scatter)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

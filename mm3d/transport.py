@@ -14,6 +14,48 @@ import numpy as np
 from mm3d.backend import Array, Backend
 
 
+class Pending:
+    """A collective that goes on while this rank multiplies: between ``with`` and `wait`.
+
+    Within the block the backend cuts its products into panels, after each of which MPI, which
+    moves nothing by itself, is given the chance to.
+
+    Parameters
+    ----------
+    backend : Backend
+        Whose products hide it.
+    out : Array
+        The result, once there.
+    request : mpi4py.MPI.Request, optional
+        What is waited for; nothing when it is done already.
+    sent : Array, optional
+        What must stay until then.
+    """
+
+    def __init__(self, backend: Backend, out: Array, request: Any = None,
+                 sent: Array | None = None) -> None:
+        self.backend, self.out, self.request, self.sent = backend, out, request, sent
+
+    def __enter__(self) -> "Pending":
+        if self.request is not None:
+            self.backend.progress = self.progress
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self.backend.progress = None
+
+    def progress(self) -> None:
+        """Let MPI move on."""
+        self.request.Test()
+
+    def wait(self) -> Array:
+        """The result, when it is there."""
+        if self.request is not None:
+            self.request.Wait()
+            self.request = self.sent = None
+        return self.out
+
+
 class MpiTransport:
     """MPI's own collectives on the arrays where they lie.
 
@@ -53,14 +95,28 @@ class MpiTransport:
 
     def reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Array:
         """This rank's block, along `dim`, of the sum of the ranks' terms `a`."""
+        flat, lengths, out = self._terms(a, dim, counts)
+        self._reduce_scatter(flat, out, lengths)
+        return out
+
+    def begin_reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Pending:
+        """The same, still going on where this is by MPI on arrays that it reads; else done."""
+        kind, own = type(self), (MpiTransport.reduce_scatter, MpiTransport._reduce_scatter)
+        if (kind.reduce_scatter, kind._reduce_scatter) != own:
+            return Pending(self.backend, self.reduce_scatter(a, dim, counts))
+        flat, lengths, out = self._terms(a, dim, counts)
+        # MPICH sums in this one, also where blocks are even, in the order of the blocking one.
+        return Pending(self.backend, out, self.comm.Ireduce_scatter(flat, out, lengths), flat)
+
+    def _terms(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int], Array]:
+        """The blocks of `a` one after another, their lengths, and memory for this rank's sum."""
         a = self.backend.contiguous(a)
         flat, lengths = self._flat(a, dim, counts)
         if flat is not a:
             for piece, block in self._pieces(flat, a, dim, counts):
                 piece[...] = block
-        out = self.block(resized(a.shape, dim, counts[self.rank]), a.dtype, dim, counts)
-        self._reduce_scatter(flat, out, lengths)
-        return out
+        return flat, lengths, self.block(resized(a.shape, dim, counts[self.rank]), a.dtype, dim,
+                                         counts)
 
     def all_reduce(self, a: Array) -> Array:
         """The sum of the ranks' terms `a`."""

@@ -43,11 +43,18 @@ def ab(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
     return c.reduce_scatter(matmul(A_il, B_lj, c.term))
 
 
-def ab_backward(dC: Operand, A: Operand, B: Operand,
-                a: Split, b: Split, c: Split) -> tuple[Array, Array]:
-    """dA = dC B^T in z, x, y and dB = A^T dC in y, z, x (Algorithm 2); dC is gathered once."""
+def ab_backward(dC: Operand, A: Operand, B: Operand, a: Split, b: Split, c: Split,
+                overlap: bool = False) -> tuple[Array, Array]:
+    """dA = dC B^T in z, x, y and dB = A^T dC in y, z, x (Algorithm 2); dC is gathered once.
+
+    With `overlap` the terms of dA travel while dB is computed.
+    """
     dC = Gathered(gather(dC, c))
-    return abt(dC, B, c, b, a), atb(A, dC, a, c, b)
+    if not overlap:
+        return abt(dC, B, c, b, a), atb(A, dC, a, c, b)
+    with a.begin_reduce_scatter(matmul_nt(dC.array, gather(B, b), a.term)) as dA:
+        dB = atb(A, dC, a, c, b)
+    return dA.wait(), dB
 
 
 def abt(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
@@ -93,10 +100,14 @@ class CubeProduct(Product):
     keep : {"none", "weight", "both"}
         Which gathered operands stay in memory from forward to backward; the others are gathered
         again.
+    overlap : bool
+        Whether the terms of dA travel while dB is computed.
     """
 
-    def __init__(self, a: Split, b: Split, c: Split, weight: Layout, keep: str) -> None:
+    def __init__(self, a: Split, b: Split, c: Split, weight: Layout, keep: str,
+                 overlap: bool = False) -> None:
         self.a, self.b, self.c, self.weight, self.keep = a, b, c, weight, keep
+        self.overlap = overlap
         self.travels = b
 
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
@@ -108,7 +119,8 @@ class CubeProduct(Product):
 
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
         A, B_lj = saved
-        return ab_backward(dC, A, B if B_lj is None else B_lj, self.a, self.b, self.c)
+        return ab_backward(dC, A, B if B_lj is None else B_lj, self.a, self.b, self.c,
+                           self.overlap)
 
 
 class Cube(Scheme):
@@ -130,6 +142,9 @@ class Cube(Scheme):
         Gathered operands that are kept from forward to backward, see `CubeProduct`.
     rows : {"auto", "sequences", "positions"}
         Whether rows are dealt in whole sequences or also by position.
+    overlap : bool
+        Whether gradients of activations are summed over the ranks while those of weights are
+        computed.  The results are the same to the bit.
     """
 
     name = "3d"
@@ -138,13 +153,13 @@ class Cube(Scheme):
 
     def __init__(self, comm: MPI.Intracomm, grid: tuple[int, ...] | None = None,
                  backend: str | Backend | None = None, keep: str = "none",
-                 rows: str = "auto") -> None:
+                 rows: str = "auto", overlap: bool = False) -> None:
         if keep not in KEEP:
             raise ValueError(f"keep={keep!r} is unknown: choose one of {', '.join(KEEP)}")
         if rows not in ("auto", "sequences", "positions"):
             raise ValueError(f"rows={rows!r} is unknown: choose auto, sequences or positions")
         super().__init__(comm, grid, backend)
-        self.keep, self.rows = keep, rows
+        self.keep, self.rows, self.overlap = keep, rows, overlap
 
     @classmethod
     def default_grid(cls, ranks: int) -> tuple[int, ...]:
@@ -176,7 +191,8 @@ class Cube(Scheme):
         weight = Layout(f"{source.features}{middle}{target.features}x",
                         {0: units[0], len(shape) - 1: units[1]})
         return CubeProduct(source.rows_split(target.features), weight.split(self.grid, shape, "x"),
-                           target.rows_split(source.features), weight, self.keep)
+                           target.rows_split(source.features), weight, self.keep,
+                           self.overlap)
 
     @classmethod
     def product_moves(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,

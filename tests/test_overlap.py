@@ -1,0 +1,57 @@
+"""Communication that goes on while a rank multiplies changes no bit of any result."""
+import numpy as np
+import pytest
+
+import mm3d
+from mm3d.grid import Grid
+from mm3d.transport import Pending
+
+SIZES = dict(layers=1, hidden=512, heads=8, batch=4, seq=32)    # weights of several panels
+GRIDS = {1: [(1, 1, 1)], 4: [(1, 4, 1), (1, 2, 2), (4, 1, 1)],
+         8: [(2, 2, 2), (1, 2, 4), (1, 8, 1), (1, 1, 8)]}
+
+
+def results(comm, grid, overlap):
+    """This rank's results and what it moved."""
+    scheme = mm3d.scheme("3d", comm, grid=grid, backend="numpy", overlap=overlap)
+    model = mm3d.Transformer(scheme, **SIZES)
+    y, saved = model.forward(model.random("x"))
+    dx = model.backward(model.random("dy"), saved)
+    moved = scheme.grid.traffic()
+    found = [a.copy() for a in (y, dx, *(p.grad for p in model.parameters))]
+    scheme.grid.free()
+    return found, moved
+
+
+@pytest.mark.ranks(*GRIDS)
+def test_the_same_bits_and_words_with_overlap_and_without(comm, transport, monkeypatch):
+    panels = []
+    progress = Pending.progress
+    monkeypatch.setattr(Pending, "progress",
+                        lambda self: (panels.append(self), progress(self))[1])
+    for grid in GRIDS[comm.size]:
+        (plain, words), (hidden, same_words) = (results(comm, grid, overlap)
+                                                for overlap in (False, True))
+        assert all(np.array_equal(a, b) for a, b in zip(plain, hidden, strict=True)), grid
+        assert words == same_words, grid
+        if transport == "mpi" and comm.size > 1 and grid[1] * grid[2] > 1:
+            assert len(panels) >= 4, grid
+        panels.clear()
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_sum_that_goes_on_is_the_sum(comm, transport):
+    """In exact integers, of even and of uneven blocks; products meanwhile are right too."""
+    grid = Grid(comm, "numpy", x=comm.size)
+    a, b = np.arange(300.0 * 70).reshape(300, 70) % 7, np.arange(70.0 * 5).reshape(70, 5) % 5
+    for rows in (6 * comm.size, 6 * comm.size + 1):
+        split = grid["x"].split(0, rows)
+        every = [np.random.default_rng(rank).integers(-9, 9, (rows, 40)).astype(float)
+                 for rank in range(comm.size)]
+        with split.begin_reduce_scatter(every[comm.rank].copy()) as pending:
+            product = grid.backend.gemm(a, b, np.empty((300, 5)))
+        assert np.array_equal(product, a @ b) and grid.backend.progress is None
+        start = sum(split.counts[:comm.rank])
+        expected = sum(every)[start:start + split.counts[comm.rank]]
+        assert np.array_equal(pending.wait(), expected) and pending.wait() is pending.out
+    grid.free()
