@@ -2,7 +2,8 @@
 
 In every repetition the distributed layer, its linear layers' local matrix products alone, and
 PyTorch with all cores are measured one after another, in random order, while the other side
-sleeps; ratios are medians over such repetitions.
+sleeps; ratios are medians over such repetitions.  With ``--overlap`` the layer is measured a
+second time in each, with communication going on while ranks multiply.
 """
 
 import gc
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 
 import mm3d
-from bench import layertables, machine, operands, verify
+from bench import hiding, layertables, machine, operands, verify
 from bench.cases import Sizes, UsageError
 from bench.formats import render
 from bench.footprint import Footprint
@@ -27,7 +28,7 @@ from mm3d import cost, timing
 from mm3d.record import Check, Measurements, Variable
 from mm3d.statistics import median_interval
 
-KINDS = ("layer", "local products", "PyTorch")
+KINDS = ("layer", "local products", "PyTorch", "layer with overlap")
 
 
 def layer(arguments, comm) -> int:
@@ -89,9 +90,12 @@ class Subject:
 
 @dataclass
 class Found:
-    """What was measured: times (repetitions, kinds, ranks, begin and end) and the checks."""
+    """What was measured: times (repetitions, kinds, ranks, begin and end), of which kinds, the
+    share of communication that overlap hides, and the checks."""
 
     times: np.ndarray
+    kinds: list[int]
+    hidden: float
     ended_by: str
     checks: list[Check]
 
@@ -151,7 +155,8 @@ def measured(subject: Subject, arguments, limits: timing.Limits, rival: Rival | 
     clock, order = timing.Clock(comm), np.random.default_rng(arguments.seed)
     replay = Replay(subject.step, backend, subject.dtype)
     replay.result, last = None, None
-    kinds = len(KINDS) if arguments.torch else 2
+    overlap = arguments.overlap and hiding.set_overlap(subject.model, False)
+    kinds = [0, 1, *([2] if arguments.torch else []), *([3] if overlap else [])]
 
     def sample(kind: int) -> np.ndarray:
         nonlocal last
@@ -167,6 +172,7 @@ def measured(subject: Subject, arguments, limits: timing.Limits, rival: Rival | 
             return timing.spans(replay, comm, backend.synchronize, clock)[0]
         last = None
         subject.model.zero_gradients()
+        hiding.set_overlap(subject.model, kind == 3)
         times, last = timing.spans(subject.step, comm, backend.synchronize, clock)
         return times
 
@@ -178,29 +184,37 @@ def measured(subject: Subject, arguments, limits: timing.Limits, rival: Rival | 
         kept.append(times)
         # The first of them warms all up.
         if comm.rank == 0 and len(kept) > 1:
-            seconds = makespans(np.array(kept[1:])[:, :kinds])
+            seconds = makespans(np.array(kept[1:])[:, kinds])
             ended_by = limits.reached(len(kept) - 1, clock.now() - begun, lambda: [
-                median_interval(seconds[:, -1] / seconds[:, 0])])
+                median_interval(seconds[:, k] / seconds[:, 0]) for k in range(1, len(kinds))])
         ended_by = comm.bcast(ended_by)
-    return Found(np.array(kept[1:]), ended_by, subject.checks(last, rival))
+    checks = subject.checks(last, rival)
+    last = None
+    hidden = np.nan
+    if overlap:
+        hiding.set_overlap(subject.model, True)
+        hidden = hiding.hidden_share(subject.scheme.grid, subject.step, 3)
+    return Found(np.array(kept[1:]), kinds, hidden, ended_by, checks)
 
 
 def summary(subject: Subject, found: Found, memory: np.ndarray, settings: dict, environs: dict,
             checks: list[Check]) -> Measurements:
     """The record of what was measured."""
-    sizes = _named(subject.sizes)
-    times, kinds = found.times, 2 if settings["reference"] == "none" else 3
-    seconds = makespans(times[:, :kinds])
-    unknown = (np.nan, np.nan, np.nan, 0.0)
-    typical = [median_interval(seconds[:, k]) if k < kinds else unknown for k in range(3)]
-    ratios = [median_interval(seconds[:, k] / seconds[:, 0]) if k < kinds else unknown
-              for k in (1, 2)]
+    sizes, times = _named(subject.sizes), found.times
+    seconds = np.full((len(times), len(KINDS)), np.nan)
+    seconds[:, found.kinds] = makespans(times[:, found.kinds])
+
+    def interval(values: np.ndarray) -> tuple:
+        return (np.nan, np.nan, np.nan, 0.0) if np.isnan(values).any() else median_interval(values)
+
+    typical = [interval(column) for column in seconds.T]
+    ratios = [interval(column / seconds[:, 0]) for column in seconds.T]
     expected = cost.peak_words(settings["scheme"], subject.scheme.grid.shape, **sizes)
     variables = {
         "times": Variable(times, "s", ("repetition", "kind", "rank", "edge")),
         "seconds": Variable(np.array(typical), "s", ("kind", "bound")),
-        "share_of_products": Variable(np.array(ratios[0]), "1", ("bound",)),
-        "speed_of_reference": Variable(np.array(ratios[1]), "1", ("bound",)),
+        "ratio": Variable(np.array(ratios), "1", ("kind", "bound")),
+        "hidden": Variable(np.array(found.hidden), "1", ()),
         "flops": Variable(np.array(sum(cost.flops(**sizes).values())), "1", ()),
         "memory": Variable(memory, "byte", ("account", "rank")),
         "expected_memory": Variable(

@@ -102,6 +102,8 @@ def _add_layer(verbs) -> None:
     layer.add_argument("--torch", metavar="PYTHON", help=(
         "an interpreter that has PyTorch, which the layer is then verified with and measured "
         "beside (default: verified with the serial scheme, measured alone)"))
+    layer.add_argument("--overlap", action="store_true", help=(
+        "measure it also with communication that goes on while ranks multiply"))
 
 
 def _add_gpu(verbs) -> None:

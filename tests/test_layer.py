@@ -51,17 +51,17 @@ def measured(folder, *options):
 
 
 def test_a_layer_is_measured_beside_a_reference(tmp_path):
-    done, run = measured(tmp_path / "out", "--torch", reference(tmp_path, 1))
+    done, run = measured(tmp_path / "out", "--torch", reference(tmp_path, 1), "--overlap")
     assert done.returncode == 0, done.stdout + done.stderr
     found = {name: variable.values for name, variable in run.variables.items()}
     assert run.kind == "layer" and len(run.checks) == 2 * 14
     assert all(check.passed for check in run.checks)
     assert found["times"].shape == (2, len(KINDS), 4, 2)
     assert (found["times"][:, 2, 0, 1] == 0.25).all() and np.isnan(found["times"][:, 2, 1:]).all()
-    own, products, other = found["seconds"][:, 0]
-    assert 0 < products and 0 < own and other == 0.25
+    own, products, other, overlapped = found["seconds"][:, 0]
+    assert min(own, products, overlapped) > 0 and other == 0.25 and found["hidden"] < 1
     makespans = found["times"][:, 0, :, 1].max(axis=1)
-    assert found["speed_of_reference"][0] == pytest.approx(np.median(0.25 / makespans))
+    assert found["ratio"][2, 0] == pytest.approx(np.median(0.25 / makespans))
     assert found["flops"] == 3 * (24 * 32 * 32 ** 2 + 4 * 32 * 8 * 32)
     assert (found["memory"][0] > 0).all()
     assert run.configuration["reference"] == "made up" and "PyTorch / layer" in done.stdout
@@ -72,7 +72,7 @@ def test_alone_it_is_verified_with_the_serial_scheme(tmp_path):
     done, run = measured(tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(run.checks) == 2 * 14 and run.configuration["reference"] == "none"
-    assert np.isnan(run.variables["speed_of_reference"].values[0])
+    assert np.isnan(run.variables["ratio"].values[2:, 0]).all()
 
 
 def test_what_differs_from_the_reference_gets_no_times(tmp_path):

@@ -1,0 +1,62 @@
+"""How much of the communication of a step other work hides."""
+
+import time
+from typing import Any, Callable
+
+import numpy as np
+
+from mm3d.grid import Grid
+
+
+def set_overlap(model: Any, overlap: bool) -> bool:
+    """Let the products of `model` overlap or not; whether there are any that can."""
+    products = [layer.product for block in model.layers.layers for layer in block.layers
+                if hasattr(getattr(layer, "product", None), "overlap")]
+    for product in products:
+        product.overlap = overlap
+    return bool(products)
+
+
+def hidden_share(grid: Grid, step: Callable[[], object], repetitions: int) -> float:
+    """The share of the time of those collectives of `step` that may go on, which is not seen.
+
+    Seen is what this rank spends on them, beginning, moving on and waiting; of the same steps
+    with each collective ended where it begins, that is all of their time.  Medians over the
+    repetitions, summed over the ranks; NaN where there is no such collective.
+    """
+    seen = np.array([[_seen(grid, step, at_once) for at_once in (False, True)]
+                     for _ in range(repetitions)])
+    going_on, ended = np.array(grid.comm.allreduce(np.median(seen, axis=0)))
+    return float(1 - going_on / ended) if ended else float("nan")
+
+
+def _seen(grid: Grid, step: Callable[[], object], at_once: bool) -> float:
+    """Seconds that this rank spends on collectives that may go on in one step."""
+    seconds = [0.0]
+
+    def timed(call: Callable) -> Callable:
+        def told(*arguments: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*arguments)
+            seconds[0] += time.perf_counter() - start
+            return result
+        return told
+
+    def begun(begin: Callable) -> Callable:
+        def told(*arguments: Any) -> Any:
+            pending = timed(begin)(*arguments)
+            pending.progress, pending.wait = timed(pending.progress), timed(pending.wait)
+            if at_once:
+                pending.wait()
+            return pending
+        return told
+
+    for axis in grid.axes.values():
+        axis.begin_reduce_scatter = begun(axis.begin_reduce_scatter)
+    try:
+        grid.comm.Barrier()
+        step()
+    finally:
+        for axis in grid.axes.values():
+            del axis.begin_reduce_scatter
+    return seconds[0]
