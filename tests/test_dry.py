@@ -133,13 +133,13 @@ def test_all_memory_within_five_percent(comm, causal, monkeypatch):
 @pytest.mark.parametrize("grid", [(2, 2, 2), (4, 2, 1), (1, 2, 4), (8, 1, 1), (1, 8, 1),
                                   (1, 1, 8), (2, 4, 1), (4, 4, 4), (2, 4, 8)])
 def test_peak_memory_is_that_of_the_closed_form(grid, options):
-    """Within 15 %: what the pool counts, which is what a real run's counts, to the byte."""
-    for hidden, layers in ((512, 1), (1024, 1), (512, 3)):
-        sizes = dict(layers=layers, hidden=hidden, heads=hidden // 64, batch=16, seq=512)
+    """Within 6 %, whatever is largest: what the pool counts, which is what a real run's counts."""
+    for hidden, layers, seq in ((512, 1, 512), (1024, 1, 512), (512, 3, 512), (2048, 1, 64)):
+        sizes = dict(layers=layers, hidden=hidden, heads=hidden // 64, batch=16, seq=seq)
         trace = dry.step("3d", math.prod(grid), grid, block=backend.Backend.block,
                          options=options, **sizes)
         expected = 4 * cost.peak_words("3d", dict(zip("xyz", grid)), **sizes, **options)
-        assert 1 / 1.15 <= trace.pool_peak / expected <= 1.15, (hidden, layers)
+        assert 0.94 <= trace.pool_peak / expected <= 1.02, (hidden, layers, seq)
 
 
 def test_layers_beyond_three_follow_from_two_and_three():
