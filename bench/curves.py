@@ -2,8 +2,10 @@
 
 import math
 
+from bench import merit
 from bench.cases import HEADINGS, Row, load, select, title
-from bench.panels import TICKS, Point, against_ranks, bars, caption, finish, line, style
+from bench.panels import (TICKS, Point, against_ranks, bars, caption, finish, line, plain_log,
+                          style)
 from bench.results import Results
 from bench.tables import measured_average
 from mm3d import SCHEMES, cost, timing
@@ -63,8 +65,7 @@ def scaling(results: Results):
                       ylabel="speed-up" if whole else "efficiency")
             if whole:
                 panel.set_yscale("log", base=2)
-                panel.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
-                panel.yaxis.set_minor_locator(_no_ticks())
+                plain_log(panel.yaxis, 2.0, (1,))
             else:
                 panel.set_ylim(bottom=0)
             finish(panel)
@@ -114,9 +115,7 @@ def rate(run: Run) -> float:
 
 def rate_at(run: Run, average: float) -> float:
     """The same if the average step time were `average` seconds."""
-    chosen = run.configuration
-    work = cost.flops(*(chosen[name] for name in ("layers", "hidden", "heads", "batch", "seq")))
-    return sum(work.values()) / (average * chosen["batch"])
+    return merit.useful_flops(run) / (average * run.configuration["batch"])
 
 
 def paper_rate(row: Row) -> float:
@@ -166,11 +165,6 @@ def grids_between(scheme: str) -> list[dict[str, int]]:
         except ValueError:    # no grid of so many
             continue
     return grids
-
-
-def _no_ticks():
-    from matplotlib.ticker import NullLocator
-    return NullLocator()
 
 
 def _correction(panel, row: Row) -> None:

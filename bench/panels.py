@@ -81,6 +81,14 @@ def finish(panel) -> None:
         panel.text(0.5, 0.5, "no results", transform=panel.transAxes, ha="center")
 
 
+def plain_log(axis, base: float = 10.0, marks: tuple[float, ...] = (1, 2, 5)) -> None:
+    """Label a logarithmic axis with plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+    axis.set_major_locator(LogLocator(base, marks))
+    axis.set_major_formatter(lambda number, _: f"{number:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
 def caption(figure, results: Results, *remarks: str) -> None:
     """Below the panels: remarks, and when the measured times are no scaling results."""
     lines = list(remarks)
@@ -95,4 +103,4 @@ def caption(figure, results: Results, *remarks: str) -> None:
 def most_crowded(runs: list[Run]) -> Run | None:
     """The run with the most ranks a core, where ranks outnumber cores."""
     return max((run for run in runs if run.environment["oversubscribed"]),
-               key=lambda run: run.environment["ranks_per_core"], default=None)
+               key=lambda run: (run.environment["ranks_per_core"], run.ranks), default=None)

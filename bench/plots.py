@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
-from bench import curves, panels, stacks
+from bench import curves, limits, panels, stacks
 from bench.cases import UsageError
 from bench.results import Found, Results, gather
 
@@ -17,7 +17,11 @@ FIGURES: dict[str, tuple[Callable[[Results], object], str]] = {
     "where-the-time-goes": (stacks.where, "Parts of forward and backward: matrix products, "
                             "collectives by direction, elementwise work, waiting, other."),
     "words-per-rank": (curves.words, "Words moved per rank and sequence against ranks, measured "
-                       "and by the closed form.")}
+                       "and by the closed form."),
+    "roofline": (limits.roofline, "Achieved rates of a rank against arithmetic intensity, under "
+                 "the machine's rate of products and memory bandwidth."),
+    "memory-per-rank": (limits.memory, "Memory of a rank against ranks, measured and by the "
+                        "closed form.")}
 METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 

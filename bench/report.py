@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
+from bench import merit
 from bench.formats import Notes, Part, Table
 from bench.panels import look
 from bench.plots import METADATA, drawings
@@ -52,10 +53,12 @@ def page(found: Found) -> str:
     runs: list[Run | Measurements] = [run for results in found.results
                                       for run in results.runs.values()]
     runs += found.measurements
+    # In the folder's order; each run's own tables are folded away.
+    details = [(history(run)[1], merit.one(run)) for run in runs if isinstance(run, Run)]
     drawn, left_out = figures(found)
     return environment.get_template("report.html").render(
         name=found.folder.resolve().name, parts=parts, warnings=warnings(parts),
-        figures=drawn, left_out=left_out, environment=surroundings(runs),
+        details=details, figures=drawn, left_out=left_out, environment=surroundings(runs),
         runs=sorted(map(history, runs)))
 
 

@@ -9,6 +9,7 @@ import numpy as np
 from bench import formats, intervals, microtables
 from bench.cases import HEADINGS, Row, load, select, title
 from bench.formats import Column, Notes, Number, Part, Rows, Table
+from bench.overview import overview
 from bench.results import Found, Results, gather
 from mm3d import timing
 from mm3d.store import PHASES, Run
@@ -44,7 +45,7 @@ def one_preset(results: Results) -> list[Part]:
         heading = f"{HEADINGS[name]}, preset {results.preset}"
         parts.append(table(heading, rows, runs))
         if any(runs):
-            parts.append(intervals.certainty(heading, rows, runs))
+            parts += [intervals.certainty(heading, rows, runs), overview(heading, rows, runs)]
         parts.append(speed_ups(heading, name, results))
     return parts + [Notes("About the published figures:", published_notes()),
                     Notes("About the measured figures:", measured_notes(results))]

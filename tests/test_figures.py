@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_rgba
 
-from bench import curves, panels, plots, stacks
+from bench import curves, limits, panels, plots, stacks
 from bench.__main__ import main
 from bench.cases import case, select
 from bench.results import gather
@@ -163,3 +163,57 @@ def test_a_figure_without_its_numbers_is_left_out_with_a_reason(tmp_path, capsys
     out = capsys.readouterr().out
     assert "not drawn: where-the-time-goes-laptop: no run says where its time went" in out
     assert not list(tmp_path.glob("where*"))
+
+
+def limited(row, peak=100e9, memory=10e9):
+    """A made-up run of `row` with everything that the machine and memory say."""
+    run = traced(row)
+    of_gemm = np.zeros((2, row.gpus, len(PARTS)))
+    of_gemm[..., 0] = 1
+    for name, amount, units in (("flops", 6e8, "1"), ("bytes", 2e7, "byte")):
+        run.groups["parts"].variables[name] = Variable(amount * of_gemm, units,
+                                                       ("phase", "rank", "part"))
+    run.groups["machine"] = Group({}, {
+        "gemm_together": Variable(np.float64(peak), "s-1", ()),
+        "memory_together": Variable(np.float64(memory), "byte s-1", ())})
+    names = (*limits.KEPT, *limits.PEAK)
+    run.groups["memory"] = Group({"rank": range(row.gpus)}, {
+        name: Variable(2.0 ** 20 * np.linspace(0, 1 + k, row.gpus), "byte", ("rank",))
+        for k, name in enumerate(names)} | {
+        f"expected_{name}": Variable(np.float64(2 ** 20), "byte", ()) for name in names})
+    return run
+
+
+def test_the_roofline_has_its_roofs_and_points(tmp_path):
+    row = select("weak", "3d")[0]
+    run = limited(row)
+    store.write(run, tmp_path, "weak")
+    panel = limits.roofline(gather(tmp_path).results[0]).axes[0]
+    lines = {line.get_label(): line.get_xydata().tolist() for line in panel.lines}
+    # 8 ranks take 10 ms (1 + k/8) in products, of 6e8 flop and 2e7 bytes a phase.
+    rate = 2 * 8 * 6e8 / (2 * 8 * 0.01 * (1 + 7 / 16)) / 1e9
+    assert lines["3-D"] == [[30, pytest.approx(rate)]]
+    assert lines["_step"] == [[30, pytest.approx(curves.rate(run) / 8 / 1e9)]]
+    ridge = lines["_roof"][1]
+    assert ridge == [10, 100] and lines["_roof"][2][1] == 100
+    assert lines["_roof"][0][1] == pytest.approx(10 * lines["_roof"][0][0])
+
+
+def test_memory_is_that_of_the_rank_with_the_most(tmp_path):
+    store.write(limited(select("strong", "2d")[0]), tmp_path, "strong")
+    kept, peak = limits.memory(gather(tmp_path).results[0]).axes[2:]
+    assert drawn(kept)["2-D"] == [[16, 1 + 2 + 3]] and drawn(peak)["2-D"] == [[16, 4]]
+    forms = [line.get_xydata().tolist() for panel in (kept, peak) for line in panel.lines
+             if line.get_label() == "_form"]
+    assert forms == [[[16, 3]], [[16, 1]]]
+
+
+@pytest.mark.parametrize("lacking", ["parts", "machine", "memory"])
+def test_what_was_not_recorded_leaves_its_figure_out(tmp_path, lacking):
+    run = limited(select("weak", "3d")[0])
+    del run.groups[lacking]
+    store.write(run, tmp_path, "weak")
+    _, left_out = plots.plots(tmp_path)
+    named = {"parts": {"where-the-time-goes-laptop", "roofline-laptop"},
+             "machine": {"roofline-laptop"}, "memory": {"memory-per-rank-laptop"}}
+    assert {line.partition(":")[0] for line in left_out} == named[lacking]

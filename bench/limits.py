@@ -1,0 +1,123 @@
+"""Figures of runs beside their limits: the roofline, and memory beside its closed form."""
+
+import math
+from typing import Iterable
+
+import numpy as np
+
+from bench import parts
+from bench.cases import HEADINGS
+from bench.curves import found_runs, rate
+from bench.overview import most, scalar
+from bench.panels import (LeftOut, Point, against_ranks, blank, caption, finish, line,
+                          plain_log, style)
+from bench.results import Results
+from mm3d.store import Run
+
+OLD = "no run that is shown has recorded"
+# What a rank keeps between forward and backward, and the most that it had.
+KEPT, PEAK = ("parameters", "gradients", "saved"), ("pool_peak",)
+
+
+def roofline(results: Results):
+    """Rates of a rank in matrix products and over whole steps, under the machine's roofs.
+
+    Raises
+    ------
+    LeftOut
+        When no run was traced and has the machine's peaks.
+    """
+    lie = {key: place for key, run in results.runs.items() if (place := placed(run))}
+    if not lie:
+        raise LeftOut(f"{OLD} the machine's peaks and where its time went")
+    figure, panels = blank(1, 2, (10, 5), "Roofline: rates of a rank against operations for each "
+                           "byte of the products' operands and results")
+    for panel, table in zip(panels[0], HEADINGS):
+        for scheme in results.schemes():
+            found = [(p, lie[table, scheme, p])
+                     for p, _ in found_runs(results, results.rows(table, scheme))
+                     if (table, scheme, p) in lie]
+            for what, place, face in (("in products", 1, style(scheme)[0]), ("step", 2, "white")):
+                line(panel, scheme, [(at[0], at[place]) for _, at in found], linestyle="",
+                     markerfacecolor=face, **{} if place == 1 else {"label": "_step"})
+            for ranks, at in found:
+                panel.annotate(ranks, at[:2], xytext=(5, -3), fontsize=7,
+                               textcoords="offset points")
+        panel.set(xscale="log", yscale="log", title=f"{HEADINGS[table]}, preset {results.preset}",
+                  xlabel="flop/byte", ylabel="GFLOP/s a rank")
+        for axis in (panel.xaxis, panel.yaxis):
+            plain_log(axis)
+        _roofs(panel, [results.runs[key] for key in lie if key[0] == table])
+        finish(panel)
+    caption(figure, results, "Filled: while in matrix products. Open: useful operations over the "
+            "whole step. Numbers: ranks.", "Roofs: memory bandwidth and rate of products that "
+            "each rank had with all at work, measured in the same runs (medians).")
+    return figure
+
+
+def placed(run: Run) -> tuple[float, float, float] | None:
+    """Operations a byte, GFLOP/s of a rank in products, and in the whole step; None where it was
+    not recorded."""
+    counts = [parts.variable(run, "parts", name) for name in ("flops", "bytes", "seconds")]
+    if None in counts or not all(limit > 0 for limit in peaks(run)):
+        return None
+    gemm = list(run.groups["parts"].scales["part"]).index("gemm")
+    flops, moved, seconds = (count.values[..., gemm] for count in counts)
+    return (float(flops.sum() / moved.sum()),
+            float(flops.sum() / seconds.mean(axis=0).sum()) / 1e9, rate(run) / run.ranks / 1e9)
+
+
+def peaks(run: Run) -> tuple[float, float]:
+    """Operations and bytes a second of a rank with all at work; NaN where not recorded."""
+    return scalar(run, "machine", "gemm_together"), scalar(run, "machine", "memory_together")
+
+
+def _roofs(panel, runs: list[Run]) -> None:
+    """A roof for each number of ranks, as they share the machine."""
+    left, right = panel.get_xlim()
+    for ranks in sorted({run.ranks for run in runs}):
+        multiply, memory = np.median([peaks(run) for run in runs if run.ranks == ranks], axis=0)
+        ridge = multiply / memory
+        at = np.array([min(left, ridge / 4), ridge, max(right, ridge * 4)])
+        panel.plot(at, np.minimum(multiply, memory * at) / 1e9, color="0.45", linewidth=0.9,
+                   zorder=1, label="_roof")
+        panel.annotate(f"roof of {ranks} ranks", (at[-1], multiply / 1e9), xytext=(0, 2),
+                       textcoords="offset points", ha="right", fontsize=7, color="0.35")
+
+
+def memory(results: Results):
+    """What a rank keeps, and the most that it has, against ranks; with the closed forms.
+
+    Raises
+    ------
+    LeftOut
+        When no run has its memory.
+    """
+    if not any("memory" in run.groups for run in results.runs.values()):
+        raise LeftOut(f"{OLD} its memory")
+    figure, panels = against_ranks(2, 2, (9, 7.2), "Memory of the rank that has the most: "
+                                   "measured, and by the closed form")
+    for row, table in zip(panels, HEADINGS):
+        for panel, names, what in zip(row, (KEPT, PEAK), (
+                "parameters, gradients, saved", "peak of all arrays")):
+            for scheme in results.schemes():
+                runs = [run for _, run in found_runs(results, results.rows(table, scheme))]
+                line(panel, scheme, _mebibytes(runs, [f"expected_{name}" for name in names]),
+                     marker="", alpha=0.6, label="_form")
+                line(panel, scheme, _mebibytes(runs, names), linestyle="", markersize=7)
+            if panel.lines:
+                panel.plot([], [], "-", color="grey", label="closed form")
+            panel.set(title=f"{HEADINGS[table]}: {what}", xlabel="ranks", ylabel="MiB a rank")
+            panel.set_ylim(bottom=0)
+            finish(panel)
+    figure.supxlabel(f"Preset {results.preset}. The closed form of the peak is that of a dry run; "
+                     f"that of what is kept is the mean rank's.", fontsize=8.5)
+    return figure
+
+
+def _mebibytes(runs: list[Run], names: Iterable[str]) -> list[Point]:
+    """By ranks the sum of some variables, each of the rank that has the most of it."""
+    points = []
+    for run in runs:
+        points.append((run.ranks, sum(most(run, name) for name in names) / 2 ** 20))
+    return [point for point in points if math.isfinite(point[1])]

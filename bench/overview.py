@@ -1,0 +1,54 @@
+"""A line of figures of merit for each measured row."""
+
+import math
+from typing import Sequence
+
+from bench import merit, parts
+from bench.cases import Row, title
+from bench.formats import Column, Number, Rows, Table
+from mm3d import timing
+from mm3d.store import PHASES, Run
+
+
+def overview(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
+    """Throughput, use of the machine, words and memory; what was not recorded is "-"."""
+    lines: Rows = []
+    for row, run in zip(rows, runs):
+        if run is None:
+            continue
+        seconds = sum(timing.typical(run.samples[phase]) for phase in PHASES)
+        tokens = run.configuration["batch"] * run.configuration["seq"] / seconds
+        rate = merit.useful_flops(run) / seconds / run.ranks
+        words = run.traffic["words"].sum() / run.ranks
+        lines.append([title(row.scheme), row.gpus, _number(tokens), _number(rate / 1e9),
+                      _number(100 * rate / scalar(run, "machine", "gemm_together")),
+                      _number(words / 1e6), _number(run.expected_words.sum() / run.ranks / 1e6),
+                      _number(run.traffic["bytes"].sum() / run.ranks / 1e6),
+                      _number(most(run, "pool_peak") / 2 ** 20),
+                      _number(scalar(run, "memory", "expected_pool_peak") / 2 ** 20)])
+    words, peak = "moved a rank", "peak memory of a rank"
+    return Table(f"{heading}: figures of merit", [
+        Column("scheme"), Column("ranks"), Column("tokens", "a second"),
+        Column("useful", "GFLOP/s a rank"), Column("of the", "peak (%)"),
+        Column("words", "(millions)", words), Column("closed form", "(millions)", words),
+        Column("MB", "", words), Column("measured", "(MiB)", peak),
+        Column("closed form", "(MiB)", peak)], lines)
+
+
+def scalar(run: Run, group: str, name: str) -> float:
+    """A number that was recorded of the whole run; NaN where it was not."""
+    found = parts.variable(run, group, name)
+    return math.nan if found is None else float(found.values)
+
+
+def most(run: Run, name: str) -> float:
+    """Bytes of the rank that has the most; NaN where they were not recorded."""
+    found = parts.variable(run, "memory", name)
+    return math.nan if found is None else float(found.values.max())
+
+
+def _number(value: float) -> Number:
+    value = float(value)
+    if math.isnan(value):
+        return Number(value, "-")
+    return Number(value, f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip("."))
