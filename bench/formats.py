@@ -199,7 +199,7 @@ def _latex_table(table: Table) -> str:
     heads = [line(column[k] for column in table.columns) for k in (0, 1)]
     heads = heads if any(column.unit for column in table.columns) else heads[:1]
     return "\n".join([
-        r"\begin{table}", r"\centering", r"\footnotesize",
+        r"\begin{table}[ht]", r"\centering", r"\footnotesize",
         rf"\caption{{{_latex_escaped(table.title)}}}",
         rf"\begin{{tabular}}{{l{'r' * (len(table.columns) - 1)}}}", r"\toprule", *over, *heads,
         r"\midrule", *map(line, table.rows), r"\bottomrule", r"\end{tabular}", r"\end{table}"])

@@ -44,7 +44,7 @@ def gemm(record: Measurements) -> list[Part]:
             cells += [_number(rates[d, t, s] / 1e9, ".1f"), Number(half, f"{100 * half:.1f} %")]
         rows.append(cells)
     return [Table("Rate of C = A B of square matrices on one rank", columns, rows),
-            Notes("About these rates:", [machine(record)])]
+            Notes("About these rates:", [f"{machine(record)}."])]
 
 
 def collectives(record: Measurements) -> list[Part]:
@@ -151,7 +151,7 @@ def other(record: Measurements) -> list[Part]:
         found.append(Table(f"{record.kind}: by {', '.join(dims)}" if dims else record.kind,
                            columns, rows))
     settings = ", ".join(f"{name} {value}" for name, value in record.configuration.items())
-    return [*found, Notes(f"About {record.kind}:", [settings, machine(record)])]
+    return [*found, Notes(f"About {record.kind}:", [f"{settings}.", f"{machine(record)}."])]
 
 
 def machine(record: Measurements) -> str:
@@ -159,7 +159,7 @@ def machine(record: Measurements) -> str:
     env = record.environment
     known = [f"{env[name]}{unit}" for name, unit in (
         ("cpu_model", ""), ("cores", " cores"), ("blas", ""), ("blas_architecture", " kernels"),
-        ("mpi", ""), ("ranks", " rank(s)")) if name in env]
+        ("mpi", "")) if name in env]
     return ", ".join(known)
 
 

@@ -6,8 +6,7 @@ from importlib import resources
 from typing import Iterator
 
 from bench.cases import TITLES, title
-from bench.results import Results
-from mm3d.store import Run
+from bench.results import Results, most_crowded
 
 # Okabe and Ito's colours, which are told apart with every kind of colour vision; markers differ
 # too, for print.
@@ -98,9 +97,3 @@ def caption(figure, results: Results, *remarks: str) -> None:
                      f"cores, which take turns: not scaling results.")
     if lines:
         figure.supxlabel("\n".join(lines), fontsize=8.5)
-
-
-def most_crowded(runs: list[Run]) -> Run | None:
-    """The run with the most ranks a core, where ranks outnumber cores."""
-    return max((run for run in runs if run.environment["oversubscribed"]),
-               key=lambda run: (run.environment["ranks_per_core"], run.ranks), default=None)

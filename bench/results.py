@@ -139,3 +139,9 @@ def natural(text: str) -> list[tuple[int, str]]:
     """What to sort `text` by, so that 8 comes before 16."""
     return [(int(word), "") if word.isdigit() else (-1, word)
             for word in re.split(r"(\d+)", text) if word]
+
+
+def most_crowded(runs: list[Run]) -> Run | None:
+    """The run with the most ranks a core, where ranks outnumber cores."""
+    return max((run for run in runs if run.environment["oversubscribed"]),
+               key=lambda run: (run.environment["ranks_per_core"], run.ranks), default=None)

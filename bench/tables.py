@@ -10,7 +10,7 @@ from bench import formats, intervals, microtables
 from bench.cases import HEADINGS, Row, load, select, title
 from bench.formats import Column, Notes, Number, Part, Rows, Table
 from bench.overview import overview
-from bench.results import Found, Results, gather
+from bench.results import Found, Results, gather, most_crowded
 from mm3d import timing
 from mm3d.store import PHASES, Run
 
@@ -129,8 +129,8 @@ def measured_notes(results: Results) -> list[str]:
              f"{max(check.error for run in runs for check in run.checks):.1g}."]
     notes += intervals.notes(runs)
     crowded = [run for run in runs if run.environment["oversubscribed"]]
-    if crowded:
-        most = max(crowded, key=lambda run: run.environment["ranks_per_core"])
+    most = most_crowded(runs)
+    if most:
         notes.append(f"NOT SCALING RESULTS: in {len(crowded)} of {len(runs)} rows ranks outnumber "
                      f"cores, with up to {most.ranks} ranks on {most.environment['cores']} cores. "
                      f"The ranks take turns, so more ranks cannot be faster; such times compare "
