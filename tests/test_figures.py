@@ -6,6 +6,7 @@ from matplotlib.colors import to_rgba
 from bench import curves, limits, panels, plots, stacks
 from bench.__main__ import main
 from bench.cases import case, select
+from bench.overview import overview
 from bench.results import gather
 from mm3d import store
 from mm3d.record import Group, Variable
@@ -217,3 +218,18 @@ def test_what_was_not_recorded_leaves_its_figure_out(tmp_path, lacking):
     named = {"parts": {"where-the-time-goes-laptop", "roofline-laptop"},
              "machine": {"roofline-laptop"}, "memory": {"memory-per-rank-laptop"}}
     assert {line.partition(":")[0] for line in left_out} == named[lacking]
+
+
+def test_the_overview_has_what_was_recorded_and_dashes_for_the_rest():
+    row = select("weak", "3d")[0]
+    run = limited(row, peak=1e6)
+    table = overview("Table 1", [row, row], [run, made_up(row)])
+    full, old = ([str(cell) for cell in line] for line in table.rows)
+    assert full[:2] == old[:2] == ["3-D", "8"] and full[2:4] == old[2:4]
+    sizes = case(row, "laptop").sizes
+    assert float(table.rows[0][2].value) == pytest.approx(sizes.batch * sizes.seq / 0.75)
+    useful, share = (cell.value for cell in table.rows[0][3:5])
+    assert share == pytest.approx(100 * useful * 1e9 / 1e6)
+    # Two phases in which rank k moves k words.
+    assert table.rows[0][5].value == table.rows[0][6].value == pytest.approx(2 * 3.5e-6)
+    assert full[8:] == ["4.00", "1.00"] and old[4] == "-" and old[8:] == ["-", "-"]

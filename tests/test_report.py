@@ -69,6 +69,7 @@ def test_all_rows_figures_and_warnings_are_there(page):
     warnings = page.text[:page.text.index("Preset laptop")]
     assert "NOT SCALING RESULTS: in 18 of 18 rows" in warnings
     assert "WARNING: the one process was bound to 1 of 2 cores" in warnings
+    assert page.tags.count("details") == 18 and page.text.count("MFU") >= 18
     assert "cut.h5" in page.text and "Some CPU" in page.text and "Some MPI 1.0" in page.text
     assert "the median of at least 3 repetitions after 2 to warm up" in page.text
 
