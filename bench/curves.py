@@ -4,8 +4,8 @@ import math
 
 from bench import merit
 from bench.cases import HEADINGS, Row, load, select, title
-from bench.panels import (TICKS, Point, against_ranks, bars, caption, finish, line, plain_log,
-                          style)
+from bench.panels import (TICKS, Point, against_ranks, bars, caption, curve, finish, from_zero,
+                          line, plain_log, style)
 from bench.results import Results
 from bench.tables import measured_average
 from mm3d import SCHEMES, cost, timing
@@ -32,7 +32,7 @@ def step_times(results: Results):
         measured.set(title=f"{HEADINGS[table]}: measured, preset {results.preset}", xlabel="ranks",
                      ylabel="average step time (s)")
         for panel in panels[row]:
-            panel.set_ylim(bottom=0)
+            from_zero(panel)
             finish(panel)
     caption(figure, results, "Bars: 95 % confidence intervals of the median.")
     return figure
@@ -67,7 +67,7 @@ def scaling(results: Results):
                 panel.set_yscale("log", base=2)
                 plain_log(panel.yaxis, 2.0, (1,))
             else:
-                panel.set_ylim(bottom=0)
+                from_zero(panel)
             finish(panel)
     caption(figure, results, "Bars: 95 % confidence intervals of the step's median time; that at "
             "the fewest ranks is not in the others'.")
@@ -82,16 +82,14 @@ def words(results: Results):
     for panel, table in zip(panels[0], HEADINGS):
         for scheme in results.schemes():
             runs = [run for _, run in found_runs(results, results.rows(table, scheme))]
-            curve = closed_form(runs, table)
-            if curve:
-                line(panel, scheme, curve, marker="", alpha=0.6, label="_curve")
+            curve(panel, scheme, closed_form(runs, table))
             line(panel, scheme, [(run.ranks, moved(run)) for run in runs], linestyle="",
                  markersize=7)
         if any(results.get(row) for row in results.rows(table)):
             panel.plot([], [], "-", color="grey", label="closed form")
         panel.set(title=f"{HEADINGS[table]}, preset {results.preset}", xlabel="ranks",
                   ylabel="words per rank and sequence")
-        panel.set_ylim(bottom=0)
+        from_zero(panel)
         panel.yaxis.set_major_formatter(EngFormatter(sep=""))
         finish(panel)
     return figure

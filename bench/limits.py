@@ -9,8 +9,8 @@ from bench import parts
 from bench.cases import HEADINGS
 from bench.curves import found_runs, rate
 from bench.overview import most, scalar
-from bench.panels import (LeftOut, Point, against_ranks, blank, caption, finish, line,
-                          plain_log, style)
+from bench.panels import (LeftOut, Point, against_ranks, blank, caption, curve, finish, from_zero,
+                          line, plain_log, style)
 from bench.results import Results
 from mm3d.store import Run
 
@@ -102,13 +102,12 @@ def memory(results: Results):
                 "parameters, gradients, saved", "peak of all arrays")):
             for scheme in results.schemes():
                 runs = [run for _, run in found_runs(results, results.rows(table, scheme))]
-                line(panel, scheme, _mebibytes(runs, [f"expected_{name}" for name in names]),
-                     marker="", alpha=0.6, label="_form")
+                curve(panel, scheme, _mebibytes(runs, [f"expected_{name}" for name in names]))
                 line(panel, scheme, _mebibytes(runs, names), linestyle="", markersize=7)
             if panel.lines:
                 panel.plot([], [], "-", color="grey", label="closed form")
             panel.set(title=f"{HEADINGS[table]}: {what}", xlabel="ranks", ylabel="MiB a rank")
-            panel.set_ylim(bottom=0)
+            from_zero(panel)
             finish(panel)
     figure.supxlabel(f"Preset {results.preset}. The closed form of the peak is that of a dry run; "
                      f"that of what is kept is the mean rank's.", fontsize=8.5)

@@ -72,6 +72,19 @@ def bars(panel, scheme: str, points: list[tuple[int, float, float]]) -> None:
                    solid_capstyle="butt", label="_interval")
 
 
+def curve(panel, scheme: str, points: list[Point]) -> None:
+    """What theory says of a scheme, joined; a dash where it is one point."""
+    line(panel, scheme, points, alpha=0.6, label="_closed form", markersize=16,
+         marker="" if len(points) > 1 else "_")
+
+
+def from_zero(panel) -> None:
+    """Let the vertical axis begin at zero, and leave room above for the markers."""
+    top = max((max(drawn.get_ydata()) for drawn in panel.lines if len(drawn.get_ydata())),
+              default=1.0)
+    panel.set_ylim(0, 1.06 * top)
+
+
 def finish(panel) -> None:
     """The legend, or that there is nothing to show."""
     if any(not drawn.get_label().startswith("_") for drawn in panel.lines):

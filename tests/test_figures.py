@@ -205,7 +205,7 @@ def test_memory_is_that_of_the_rank_with_the_most(tmp_path):
     kept, peak = limits.memory(gather(tmp_path).results[0]).axes[2:]
     assert drawn(kept)["2-D"] == [[16, 1 + 2 + 3]] and drawn(peak)["2-D"] == [[16, 4]]
     forms = [line.get_xydata().tolist() for panel in (kept, peak) for line in panel.lines
-             if line.get_label() == "_form"]
+             if line.get_label() == "_closed form"]
     assert forms == [[[16, 3]], [[16, 1]]]
 
 
@@ -233,3 +233,11 @@ def test_the_overview_has_what_was_recorded_and_dashes_for_the_rest():
     # Two phases in which rank k moves k words.
     assert table.rows[0][5].value == table.rows[0][6].value == pytest.approx(2 * 3.5e-6)
     assert full[8:] == ["4.00", "1.00"] and old[4] == "-" and old[8:] == ["-", "-"]
+
+
+def test_no_marker_touches_the_upper_edge(results):
+    for draw in (curves.step_times, curves.words):
+        for panel in draw(results).axes:
+            highest = max(max(line.get_ydata()) for line in panel.lines
+                          if len(line.get_ydata()))
+            assert panel.get_ylim()[0] == 0 and panel.get_ylim()[1] > 1.05 * highest
