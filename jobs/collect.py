@@ -3,9 +3,9 @@
 import os
 import secrets
 import shutil
-from pathlib import Path
 
 from bench.cases import Case
+from bench.report import report
 from bench.reproduce import finish
 from jobs import rows, slurm
 from jobs.rows import DONE, Standing
@@ -43,7 +43,8 @@ def collect(work: Work, cases: list[Case]) -> int:
                if one.state != DONE]
     done = len(cases) - len(missing)
     if any(work.out.glob("*.h5")):
-        finish(Path(work.out))
+        finish(work.out)
+        print(f"all of it on one page: {report(work.out)}")
     print(f"\n{done} of {len(cases)} rows done, {new} files new in {work.out}")
     for one in missing:
         print(f"missing: {line(one)}")

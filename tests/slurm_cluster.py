@@ -1,0 +1,188 @@
+"""A real Slurm on this machine: one controller and some nodes on the loopback, for the tests.
+
+Everything lives in one folder, key and sockets included, and ends with `Cluster.stop`, by process
+id.  Nodes have as many cores and GPUs as they are told to have; jobs take turns on the real cores.
+"""
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+from support import clean_environment
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
+SYSTEM = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+
+CONFIGURATION = """\
+ClusterName=test
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser=root
+SlurmctldPort={ports[0]}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_min_interval=1,batch_sched_delay=0,defer_batch=0
+GresTypes=gpu
+MpiDefault=none
+ReturnToService=2
+KillWait=2
+MinJobAge=300
+FirstJobId={first_job}
+MaxJobCount={most_jobs}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/%n
+TmpFS={folder}
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/%n.log
+NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port=[{ports[1]}-{last}] \
+CPUs={cpus} RealMemory=64000 {gres}
+PartitionName={partition} Nodes=ALL Default=YES State=UP MaxTime=INFINITE OverTimeLimit=0
+"""
+
+
+def missing() -> str:
+    """Why no Slurm can be started here; "" when one can."""
+    lacking = [name for name in PROGRAMS if not shutil.which(name, path=SYSTEM)]
+    if lacking:
+        return f"Slurm is not installed (no {', '.join(lacking)})"
+    return "" if os.geteuid() == 0 else "Slurm's daemons need root"
+
+
+def free_ports(count: int) -> int:
+    """The first of `count` ports in a row that nobody uses."""
+    for first in range(21000, 60000, count + 7):
+        held = []
+        try:
+            for port in range(first, first + count):
+                held.append(socket.create_server(("127.0.0.1", port)))
+            return first
+        except OSError:
+            continue
+        finally:
+            for one in held:
+                one.close()
+    raise OSError(f"no {count} free ports in a row")
+
+
+class Cluster:
+    """A running Slurm.
+
+    Parameters
+    ----------
+    folder : path
+        An empty folder of its own, which users may enter.
+    nodes, cpus, gpus : int
+        How many nodes, and what each has.
+    partition : str
+        Names of its partitions, all of which hold all nodes.
+    most_jobs : int
+        How many jobs the queue takes.
+    """
+
+    def __init__(self, folder: Path, nodes: int = 4, cpus: int = 16, gpus: int = 4,
+                 partition: str = "all", most_jobs: int = 1000) -> None:
+        self.folder, self.nodes = Path(folder), nodes
+        self.daemons: list[subprocess.Popen] = []
+        first = free_ports(nodes + 1)
+        host = socket.gethostname().partition(".")[0]
+        (self.folder / "state").mkdir()
+        devices = [self.folder / f"gpu{i}" for i in range(gpus)]
+        for device in devices:
+            os.mknod(device, 0o20666, os.makedev(1, 3))    # /dev/null by another name
+        (self.folder / "gres.conf").write_text("AutoDetect=off\n" + (
+            f"NodeName=n[1-{nodes}] Name=gpu File={self.folder}/gpu[0-{gpus - 1}]\n"
+            if gpus else ""))
+        self.conf = self.folder / "slurm.conf"
+        self.conf.write_text(CONFIGURATION.format(
+            host=host, folder=self.folder, ports=(first, first + 1), last=first + nodes,
+            nodes=nodes, cpus=cpus, gres=f"Gres=gpu:{gpus}" if gpus else "",
+            partition=partition, most_jobs=most_jobs,
+            # MPICH names shared memory after the job; what a killed one left must not be met
+            # again.  Longer numbers than these make its lines too long for Slurm's PMI-2.
+            first_job=10_000 + secrets.randbelow(80_000)))
+
+    def environment(self, **more: str) -> dict[str, str]:
+        """What a user of the cluster has set."""
+        env = {name: value for name, value in clean_environment().items()
+               if not name.startswith(("SLURM", "SBATCH"))}
+        return env | {"SLURM_CONF": str(self.conf), "PATH": SYSTEM} | more
+
+    def start(self) -> "Cluster":
+        """Start the daemons and wait until all nodes are idle."""
+        key = self.folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        self.folder.chmod(0o755)    # munged wants its socket where all can reach it
+        self._daemon("munged", "--foreground", "--force", f"--key-file={key}",
+                     f"--socket={self.folder}/munge.socket", f"--pid-file={self.folder}/m.pid",
+                     f"--log-file={self.folder}/munged.log", f"--seed-file={self.folder}/m.seed")
+        self._wait(lambda: (self.folder / "munge.socket").exists(), "munged has no socket")
+        self._daemon("slurmctld", "-D", "-c", "-f", str(self.conf))
+        for number in range(1, self.nodes + 1):
+            self._daemon("slurmd", "-D", "-N", f"n{number}", "-f", str(self.conf))
+        self._wait(lambda: self.idle() == self.nodes, "the nodes do not become idle")
+        return self
+
+    def idle(self) -> int:
+        """How many nodes have nothing to do."""
+        found = self.command("sinfo", "-h", "-N", "-o", "%N %T")
+        return len({line for line in found.stdout.splitlines() if line.endswith(" idle")})
+
+    def command(self, *argv: str, timeout: float = 100, cwd: str | Path | None = None,
+                **env: str) -> subprocess.CompletedProcess:
+        """Run a command as a user of the cluster."""
+        return subprocess.run(argv, env=self.environment(**env), text=True, cwd=cwd,
+                              capture_output=True, timeout=timeout, stdin=subprocess.DEVNULL)
+
+    def quiet(self, seconds: float) -> bool:
+        """Wait until the queue is empty; whether it is before so many seconds have passed."""
+        return self._until(lambda: not self.command("squeue", "-h").stdout.strip(), seconds)
+
+    def stop(self) -> None:
+        """Cancel all jobs and end the daemons, the nodes' first."""
+        if any(daemon.poll() is None for daemon in self.daemons):
+            self.command("scancel", "--user=root")
+            self.quiet(10)
+        for daemon in reversed(self.daemons):
+            daemon.send_signal(signal.SIGTERM)
+        for daemon in reversed(self.daemons):
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+    def _daemon(self, name: str, *argv: str) -> None:
+        program = shutil.which(name, path=SYSTEM)
+        with open(self.folder / f"{name}-{len(self.daemons)}.out", "w") as out:
+            # Should the tests be killed, their daemons go with them.
+            self.daemons.append(subprocess.Popen(
+                ["setpriv", "--pdeathsig", "TERM", program, *argv],
+                env=self.environment(), stdout=out, stderr=out,
+                stdin=subprocess.DEVNULL, start_new_session=True))
+
+    def _wait(self, condition, message: str, seconds: float = 40) -> None:
+        if not self._until(condition, seconds):
+            logs = "\n".join(f"{path.name}: {path.read_text()[-1000:]}"
+                             for path in sorted(self.folder.glob("*.out")))
+            self.stop()
+            raise RuntimeError(f"{message} after {seconds:g} s\n{logs}")
+
+    @staticmethod
+    def _until(condition, seconds: float) -> bool:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            if condition():
+                return True
+            time.sleep(0.2)
+        return False
