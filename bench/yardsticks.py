@@ -14,8 +14,9 @@ from mm3d.record import Group, Variable
 
 SIZE = 512          # of the square matrices whose product is the peak
 BYTES = 3 * 2 ** 26  # of the three arrays of the sum, over all ranks of a node
-SAMPLE = 0.01       # seconds that one rank alone works in a sample
-ROUNDS = 3          # the best of which counts
+SAMPLE = 0.005      # seconds that one rank alone works in a sample
+ALONE = 0.1         # seconds that one rank works while the others, falling asleep, wait
+ROUNDS = 2          # the best of which counts
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -52,13 +53,14 @@ def peaks(backend: Backend, dtype: str, comm) -> Group | None:
 def _rates(step: Callable[[], Any], amount: int, synchronize: Callable[[], None],
            clock: timing.Clock, comm) -> tuple[float, float]:
     """The best rates of rank 0 alone, and of each rank when all work at once."""
-    seconds = math.inf
-    if comm.rank == 0:
-        for _ in range(ROUNDS + 1):    # the first touches the memory
-            start = time.perf_counter()
-            step()
-            synchronize()
-            seconds = min(seconds, time.perf_counter() - start)
+    step()    # touches the memory
+    timing.wait_patiently(comm)
+    seconds, begun = math.inf, time.perf_counter()
+    while comm.rank == 0 and time.perf_counter() < begun + ALONE:
+        start = time.perf_counter()
+        step()
+        synchronize()
+        seconds = min(seconds, time.perf_counter() - start)
     timing.wait_patiently(comm)
     seconds = comm.bcast(seconds)
     calls = max(1, math.ceil(SAMPLE / seconds))
@@ -66,7 +68,6 @@ def _rates(step: Callable[[], Any], amount: int, synchronize: Callable[[], None]
     def several() -> None:
         for _ in range(calls):
             step()
-    several()
     makespan = min(timing.spans(several, comm, synchronize, clock)[0].max()
                    for _ in range(ROUNDS))
     return amount / seconds, amount * calls / float(makespan)
