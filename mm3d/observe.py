@@ -19,6 +19,9 @@ from mm3d.transport import host_dtype, resized
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
 
+# Methods of a backend that multiply matrices, and stacks of them where it has its own for these.
+PRODUCTS = ("gemm", "gemms")
+
 # What travels for each attribute of a layer that communicates; of a product it says so itself.
 OPERANDS = {"vector": "b", "split": "KV", "space": "row sums"}
 TRAVELS = {*COLLECTIVES, "begin_reduce_scatter", "fetch", "collect", "sum_features"}
@@ -38,8 +41,9 @@ def observed(grid: Any, observer: Observer, model: Any = None) -> Iterator[None]
         Whose layers are told of too, and name the operands that travel.
     """
     backend, busy = grid.backend, []
-    undo = [_replace(backend, "gemm", _product(backend.gemm, observer, busy)),
-            _replace(backend, "xp", _Library(backend.xp, observer, busy))]
+    undo = [_replace(backend, name, _product(getattr(backend, name), observer, busy))
+            for name in PRODUCTS if hasattr(backend, name)]
+    undo.append(_replace(backend, "xp", _Library(backend.xp, observer, busy)))
     for name, axis in grid.axes.items():
         if axis.size > 1:
             transport = _Transport(axis, grid.stride(name), observer)

@@ -207,15 +207,18 @@ def test_names_reach_the_profiler_of_a_gpu():
 
 
 def test_a_product_that_calls_another_is_one():
-    """As CuPy's gemm, which calls its library's matmul, is."""
+    """As CuPy's gemm is, which calls its gemms; stacks are seen by themselves."""
     library = backend.Backend()
-    library.gemm = lambda a, b, out: library.xp.matmul(a, b, out=out)
+    library.gemms = lambda a, b, out: library.xp.matmul(a, b, out=out)
+    library.gemm = lambda a, b, out: library.gemms(a[None], b[None], out[None])
     grid = mm3d.Grid(mm3d.grid.MPI.COMM_SELF, library, x=1)
     recorder = Recorder(library, Clock())
     with observed(grid, recorder):
         library.gemm(np.ones((2, 3)), np.ones((3, 4)), np.ones((2, 4)))
-        library.xp.matmul(np.ones((5, 2, 3)), np.ones((5, 3, 4)))
-    assert [s.name for s in recorder.spans] == ["gemm 2 x 3 x 4", "gemm 5 x 2 x 3 x 4"]
+        library.gemms(np.ones((5, 2, 3)), np.ones((5, 3, 4)), np.ones((5, 2, 4)))
+        library.xp.matmul(np.ones((6, 2, 3)), np.ones((6, 3, 4)))
+    assert [s.name for s in recorder.spans] == [
+        "gemm 2 x 3 x 4", "gemm 5 x 2 x 3 x 4", "gemm 6 x 2 x 3 x 4"]
 
 
 @pytest.mark.ranks(1, 4)
