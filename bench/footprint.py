@@ -28,9 +28,14 @@ class Footprint:
             CLEAR.write_text("5")    # the system's high-water mark starts anew
 
     def peaks(self) -> tuple[float, float]:
-        """Bytes of the most arrays at one time, and of the most resident memory; NaN unknown."""
+        """Bytes of the most arrays at one time, and of the most resident memory; NaN unknown.
+
+        Of memory that ranks share, this rank's part of all that was ever needed.
+        """
         arrays = self.grid.backend.memory()["peak"] - self.before
-        return float(arrays), _resident("VmHWM") - self.resident
+        shared = sum(axis.transport.memory.reserved / axis.size
+                     for axis in self.grid.axes.values() if axis.transport.name == "shared")
+        return float(arrays + shared), _resident("VmHWM") - self.resident
 
 
 def _in_use(grid: Grid) -> int:

@@ -7,7 +7,7 @@ import pytest
 
 from bench import layertables
 from bench.layer import KINDS
-from mm3d import store
+from mm3d import cost, store
 from support import ROOT, run_ranks
 
 QUICK = ("--hidden", "32", "--head", "8", "--batch", "4", "--seq", "8", "--repetitions", "2",
@@ -44,8 +44,8 @@ def reference(folder, factor):
     return str(path)
 
 
-def measured(folder, *options):
-    done = run_ranks(4, "-m", "bench", "layer", *QUICK, *options, "--out", str(folder))
+def measured(folder, *options, **env):
+    done = run_ranks(4, "-m", "bench", "layer", *QUICK, *options, "--out", str(folder), **env)
     files = list(folder.glob("*.h5"))
     return done, store.read(files[0]) if files else None
 
@@ -68,11 +68,14 @@ def test_a_layer_is_measured_beside_a_reference(tmp_path):
     assert layertables.layers([run])[0].rows[0][0] == 32
 
 
-def test_alone_it_is_verified_with_the_serial_scheme(tmp_path):
-    done, run = measured(tmp_path)
+@pytest.mark.parametrize("transport", ["mpi", "shared"])
+def test_alone_it_is_verified_with_the_serial_scheme(tmp_path, transport):
+    done, run = measured(tmp_path, MM3D_TRANSPORT=transport)
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(run.checks) == 2 * 14 and run.configuration["reference"] == "none"
     assert np.isnan(run.variables["ratio"].values[2:, 0]).all()
+    counted, parameters = run.variables["memory"].values[0], 8 * 2 * cost.parameters(1, 32) / 4
+    assert (counted > parameters).all() and run.configuration["transport"] == transport
 
 
 def test_what_differs_from_the_reference_gets_no_times(tmp_path):
