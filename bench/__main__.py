@@ -13,7 +13,8 @@ from mm3d import environment
 
 ON_ALL_RANKS = {"run": "bench.run", "gemm": "bench.micro", "collectives": "bench.micro",
                 "matmul": "bench.matmul", "calibrate": "bench.calibrate",
-                "check": "bench.check", "layer": "bench.layer", "gpu": "bench.gpu"}
+                "check": "bench.check", "layer": "bench.layer", "gpu": "bench.gpu",
+                "scalapack": "bench.scalapack"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -150,6 +151,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.verb == "validate":
             from bench.validate import validate
             return validate(arguments.sources)
+        if arguments.verb == "start":
+            from bench.start import start
+            return start(arguments)
         if arguments.verb == "cube":
             from bench.cube import cube
             print(cube(arguments.file))

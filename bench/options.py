@@ -44,6 +44,20 @@ def add_microbenchmarks(verbs) -> None:
     matmul.add_argument("--calls", type=int, metavar="N",
                         help="in a sample (default: as many as take one process 20 ms)")
     matmul.add_argument("--backward", action="store_true", help="measure dA and dB too")
+
+    rival = _verb(verbs, "scalapack", "under mpirun: the 3-D product beside ScaLAPACK's, which "
+                  "must be installed", 7, 30.0)
+    rival.add_argument("--shape", type=shape, action="append", required=True, metavar="M,N,K",
+                       help="C is M x K, the sum has N terms; N alone for cubes; may be repeated")
+    _grid_option(rival)
+    rival.add_argument("--dtype", default="float32", choices=("float32", "float64"))
+    rival.add_argument("--block", type=_numbers, default=[64, 128, 256], metavar="N,...",
+                       help="rows and columns of ScaLAPACK's blocks (default 64,128,256)")
+    rival.add_argument("--calls", type=int, default=5, metavar="N",
+                       help="in a sample (default 5)")
+    many = verbs.add_parser("start", help="what many ranks cost: starting, grid, a tiny step")
+    many.add_argument("--ranks", type=_numbers, default=[8, 27, 64], metavar="N,...",
+                      help="cubes (default 8,27,64)")
     _add_layer(verbs)
     _add_gpu(verbs)
 

@@ -13,7 +13,8 @@ import numpy as np
 from mpi4py import MPI
 
 import mm3d
-from bench import beyond, chrome, journal, machine, placement, traced, verify, yardsticks
+from bench import (beyond, chrome, journal, machine, operands, placement, traced, verify,
+                   yardsticks)
 from bench.cases import Case, Row, UsageError, case, named, select, shuffled, step_counts
 from bench.journal import writable
 from mm3d import backend as backends
@@ -163,7 +164,8 @@ def measure(one: Case, options: Options, comm) -> str:
     if found is not None:
         clock = {"resolution": found.clock_resolution, "offset_error": found.clock_offset_error}
         record = store.Run(
-            configuration(one, scheme, options) | asdict(nodes),
+            configuration(one, scheme, options) | asdict(nodes) | {
+                "transport": operands.transport(scheme.grid)},
             machine.describe(scheme.grid.backend.name, comm.size, MPI.Get_library_version(),
                              command_line(sys.argv[1:])),
             found.samples, dict(zip(store.COUNTS, np.stack(everyone, axis=2))),

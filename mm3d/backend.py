@@ -60,6 +60,11 @@ class Pool:
         """New memory of `size` bytes."""
         return np.empty(size, np.uint8)
 
+    def count(self, size: int) -> None:
+        """Add to what is in use bytes that the pool does not hold itself, or take them away."""
+        self.in_use += size
+        self.peak = max(self.peak, self.in_use)
+
     def give_back(self, storage: np.ndarray) -> None:
         """Take `storage` back; called when its last array is gone."""
         self.in_use -= storage.nbytes

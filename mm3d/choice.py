@@ -15,10 +15,11 @@ def settle(comm, backend: Backend) -> str:
     """The name of the transport for arrays of `backend` on all lines of a grid of `comm`.
 
     ``MM3D_TRANSPORT`` decides where it is set: ``mpi`` or ``shared`` for arrays in host memory,
-    ``nccl``, ``device`` (a CUDA-aware MPI) or ``staged`` for those on a device.  Without it arrays
-    in host memory go by MPI; for the others it is NCCL where it is installed and every rank has a
-    GPU to itself, else a CUDA-aware MPI if a small job of its own shows that it works, else copies
-    in host memory.  All ranks of `comm` must call it, and get the same answer.
+    ``nccl``, ``device`` (a CUDA-aware MPI) or ``staged`` for those on a device.  Without it
+    ranks of one node share their arrays in host memory; for the others it is NCCL where it is
+    installed and every rank has a GPU to itself, else a CUDA-aware MPI if a small job of its own
+    shows that it works, else copies in host memory.  All ranks of `comm` must call it, and get the
+    same answer.
 
     Raises
     ------
@@ -34,7 +35,7 @@ def settle(comm, backend: Backend) -> str:
     if alone:
         return "none"
     if backend.host_buffers:
-        return wanted or "mpi"
+        return wanted or "shared"
     if wanted and wanted != "nccl":
         return wanted
     places = comm.allgather(backend.place())
@@ -61,12 +62,22 @@ def _nccl_problem(places: list, installed: list[bool]) -> str:
 def transport_for(comm, backend: Backend, kind: str, node: int = 0) -> MpiTransport:
     """The transport of that name (see `settle`) between the ranks of `comm`; all must make it.
 
-    Ranks of different nodes, as `mm3d.shared.node_of` numbers them, share no memory and go by MPI.
+    Ranks of different nodes, as `mm3d.shared.node_of` numbers them, share no memory and go by MPI;
+    so do, unless sharing was asked for, those that may not open each other's memory.
+
+    Raises
+    ------
+    OSError
+        When they may not, and ``MM3D_TRANSPORT=shared`` asks for it.
     """
     if isinstance(comm, Absent):
         return SilentTransport(comm, backend)
     if kind in TRANSPORTS and comm.size > 1:
         return TRANSPORTS[kind](comm, backend)
     if kind == "shared" and one_node(comm, node):
-        return SharedTransport(comm, backend)
+        try:
+            return SharedTransport(comm, backend)
+        except OSError:
+            if os.environ.get("MM3D_TRANSPORT"):
+                raise
     return MpiTransport(comm, backend)

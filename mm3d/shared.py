@@ -14,13 +14,15 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mm3d.backend import Array, Backend
+from mm3d.backend import Array, Backend, Pool
 from mm3d.memory import MAIL, SharedMemory, available
 from mm3d.transport import MpiTransport, block_indices, resized
 
 
 class _Lease:
     """One use of a region by this rank; every array in it keeps it alive.
+
+    An equal share of its bytes counts as memory of this rank.
 
     Attributes
     ----------
@@ -36,13 +38,18 @@ class _Lease:
     divided: tuple = ()
     partner: np.ndarray | None = None
 
-    def __init__(self, memory: SharedMemory, shape: tuple[int, ...], dtype: np.dtype) -> None:
-        self.memory = memory
-        self.region, address = memory.take(math.prod(shape) * dtype.itemsize)
+    def __init__(self, memory: SharedMemory, pool: Pool, shape: tuple[int, ...],
+                 dtype: np.dtype) -> None:
+        self.memory, self.pool = memory, pool
+        length = math.prod(shape) * dtype.itemsize
+        self.share = length // memory.size
+        self.region, address = memory.take(length)
+        pool.count(self.share)
         self.__array_interface__ = {"data": (address, False), "shape": shape,
                                     "typestr": dtype.str, "version": 3}
 
     def __del__(self) -> None:
+        self.pool.count(-self.share)
         self.memory.give_back(self.region)
 
 
@@ -140,7 +147,7 @@ class SharedTransport(MpiTransport):
 
     def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """An array that all ranks share."""
-        return np.asarray(_Lease(self.memory, shape, np.dtype(dtype)))
+        return np.asarray(_Lease(self.memory, self.backend.pool, shape, np.dtype(dtype)))
 
     def _own(self, ndim: int, dim: int, counts: list[int]) -> tuple:
         """What to index a whole array with for this rank's part."""

@@ -24,6 +24,8 @@ from mpi4py import MPI
 from mm3d import environment
 from support import LIMIT, gpu_problem, kill_running
 
+# Tests that mean another transport, or both, say so.
+os.environ.setdefault("MM3D_TRANSPORT", "mpi")
 WORLD = MPI.COMM_WORLD
 MEETING = WORLD.Dup()         # no message of a test can be taken for one of the meeting's
 GRACE = min(LIMIT / 3, 10)    # seconds that a failed rank waits: it may be all the others wait for

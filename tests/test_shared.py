@@ -220,6 +220,21 @@ def test_regions_are_used_again_once_all_ranks_have_given_them_back(comm):
 
 
 @pytest.mark.ranks(4)
+def test_each_rank_accounts_for_its_share(comm):
+    """A gathered array is there once for all ranks, a term once for each."""
+    with on_grid(comm, x=comm.size) as grid:
+        before = grid.backend.memory()["in_use"]
+        split = grid.x.split(0, 40)
+        whole = split.all_gather(split.empty((10, 7), np.float64))
+        assert grid.backend.memory()["in_use"] == before + 40 * 7 * 8 // comm.size
+        term = split.term((40, 7), np.float64)
+        terms = 40 * 7 * 8
+        assert grid.backend.memory()["in_use"] == before + terms + 40 * 7 * 8 // comm.size
+        del whole, term
+        assert grid.backend.memory()["in_use"] == before
+
+
+@pytest.mark.ranks(4)
 def test_more_regions_than_one_meeting_can_hear_of_are_used_again(comm):
     memory = SharedMemory(comm)
     regions = [memory.take(100)[0] for _ in range(3 * NOTES)]
@@ -262,6 +277,9 @@ def test_the_transport_is_a_setting(comm, monkeypatch):
     monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
     with on_grid(comm, x=comm.size) as grid:
         assert grid.x.transport.name == "mpi"
+    monkeypatch.delenv("MM3D_TRANSPORT")
+    with on_grid(comm, x=comm.size) as grid:
+        assert grid.x.transport.name == ("shared" if comm.size > 1 else "mpi")
     monkeypatch.setenv("MM3D_TRANSPORT", "smoke")
     with pytest.raises(ValueError, match="MM3D_TRANSPORT='smoke' is unknown .*: choose mpi or"):
         mm3d.Grid(comm, x=comm.size)
@@ -286,6 +304,22 @@ def test_only_ranks_of_one_node_share(comm, monkeypatch, node_size, names):
                                   np.concatenate([integers((4, 3), rank) for rank in line]))
             assert np.array_equal(axis.all_reduce(mine),
                                   sum(integers((4, 3), rank) for rank in line))
+
+
+@pytest.mark.ranks(4)
+def test_ranks_that_may_not_open_each_others_memory_use_mpi(comm, monkeypatch):
+    """As in containers of their own; unless sharing was asked for: then it is an error."""
+    def refuse(self, descriptor, size, opened=SharedMemory._map):
+        if self.rank == 2:
+            raise PermissionError("no")
+        return opened(self, descriptor, size)
+
+    monkeypatch.setattr(SharedMemory, "_map", refuse)
+    with pytest.raises(OSError, match="set MM3D_TRANSPORT=mpi"):
+        mm3d.Grid(comm, x=comm.size)
+    monkeypatch.delenv("MM3D_TRANSPORT")
+    with on_grid(comm, x=comm.size) as grid:
+        assert grid.x.transport.name == "mpi"
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "two"])

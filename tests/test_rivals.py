@@ -1,0 +1,62 @@
+"""ScaLAPACK's product beside ours, and what many ranks cost before they compute."""
+import pytest
+
+from bench import scalapack
+from support import run_python, run_ranks
+
+SMALL = ("-m", "bench", "scalapack", "--shape", "48,40,56", "--block", "8,16", "--grid", "1x2x2",
+         "--repetitions", "1", "--max-repetitions", "1", "--calls", "1")
+
+
+@pytest.fixture
+def installed():
+    """Skip where there is no ScaLAPACK."""
+    if not any(map(scalapack.find_library, ("scalapack-mpich", "scalapack-openmpi"))):
+        pytest.skip("ScaLAPACK is not installed")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_both_products_are_verified_and_compared(installed, dtype):
+    done = run_ranks(4, *SMALL, "--dtype", dtype)
+    assert done.returncode == 0, done.stderr
+    assert f"48 x 40 x 56 {dtype}, 4 ranks" in done.stdout
+    assert "ScaLAPACK on 2 x 2, blocks of 8" in done.stdout
+    assert "3d on 1 x 2 x 2" in done.stdout
+
+
+def test_a_wrong_product_of_scalapack_is_noticed(installed, tmp_path):
+    program = tmp_path / "wrong.py"
+    program.write_text("""
+import mm3d
+from mpi4py import MPI
+from bench import scalapack
+rival = scalapack.Pgemm(scalapack.library(), MPI.COMM_WORLD, (48, 40, 56), "float64", 8, 0)
+rival()
+right = rival.error(1)
+if MPI.COMM_WORLD.rank == 1:
+    rival.blocks["C"][0, 0] += 1e-6
+print(right < 1e-14 < 1e-10 < rival.error(1))
+""")
+    done = run_ranks(4, str(program))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True"] * 4
+
+
+def test_without_scalapack_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setattr(scalapack, "find_library", lambda name: None)
+    with pytest.raises(scalapack.UsageError, match="apt-get install libscalapack"):
+        scalapack.library()
+
+
+def test_many_ranks_are_started_and_timed():
+    done = run_python("-m", "bench", "start", "--ranks", "1,8", MM3D_TRANSPORT="shared")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
+    assert [row[:2] for row in rows] == [["1", "mpi"], ["8", "shared"]]
+    assert all(float(cell) >= 0 for row in rows for cell in row[2:])
+
+
+def test_a_number_of_ranks_that_is_no_cube_is_refused():
+    done = run_python("-m", "bench", "start", "--ranks", "8,9")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "error: --ranks 9: give cubes, such as 8,27,64"
