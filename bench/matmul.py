@@ -31,7 +31,7 @@ RATIOS = {"efficiency": (2, 0), "ceiling": (2, 1), "share of the ceiling": (1, 0
 # BLAS threads spin for a while after the last product; the ranks must not be timed meanwhile.
 SETTLE = 0.05
 # Unless told otherwise a sample is as many calls as take one process so long.
-SAMPLE = 0.02
+SAMPLE = 0.1
 
 
 def matmul(arguments, comm) -> int:

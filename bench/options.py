@@ -42,7 +42,7 @@ def add_microbenchmarks(verbs) -> None:
         "write a traced call of each product for chrome://tracing and ui.perfetto.dev; with "
         "several products each has its name in the file's"))
     matmul.add_argument("--calls", type=int, metavar="N",
-                        help="in a sample (default: as many as take one process 20 ms)")
+                        help="in a sample (default: as many as take one process 100 ms)")
     matmul.add_argument("--backward", action="store_true", help="measure dA and dB too")
 
     rival = _verb(verbs, "scalapack", "under mpirun: the 3-D product beside ScaLAPACK's, which "
