@@ -154,9 +154,7 @@ class CupyBackend(Backend):
         The factors are matrices of one type, contiguous or transposed; others are copied.  `out`
         is contiguous, of their type or, where they have 16 bits, of float32.
         """
-        xp = self.xp
-        self.gemms(xp.reshape(a, (1, *a.shape)), xp.reshape(b, (1, *b.shape)),
-                   xp.reshape(out, (1, *out.shape)))
+        self.gemms(a[None, ...], b[None, ...], out[None, ...])
         return out
 
     def gemms(self, a: Array, b: Array, out: Array) -> None:
