@@ -296,3 +296,22 @@ def test_slurm_takes_the_scripts_of_each_site(tmp_path, site, nodes, cpus, gpus,
         assert done.returncode == 1 and "weak-3d-p064-paper.sh: refused: " in done.stdout
     finally:
         cluster.stop()
+
+
+@pytest.mark.skipif("MM3D_SLURM_TABLE" not in os.environ, reason=(
+    "takes many minutes on a few cores: set MM3D_SLURM_TABLE to weak, strong or all"))
+@pytest.mark.limit(7200)
+def test_every_row_of_a_table(cluster, tmp_path):
+    """8 to 64 tasks, all schemes, as under mpirun."""
+    table = os.environ["MM3D_SLURM_TABLE"]
+    user = User(cluster, tmp_path, rows=("--table", table), hours="2:00:00")
+    user.site.write_text(user.site.read_text().replace("ranks = 2\ngpus = 2", "ranks = 16")
+                         .replace('gpu_binding = "task"', "").replace("=2", "=1"))
+    jobs = user.submit()
+    assert cluster.quiet(7000), user.logs()
+    runs = user.runs()
+    for run in runs:
+        check_run(run)
+    expected = sorted((row.table, row.scheme, row.gpus) for row in select(table))
+    assert len(jobs) == len(expected) and expected == sorted(
+        (run.configuration["table"], run.configuration["scheme"], run.ranks) for run in runs)
