@@ -1,6 +1,7 @@
 """Predicted beside measured: the traces behind it, the report, and the verb that measures."""
 import math
 
+import numpy as np
 import pytest
 
 from bench import model, plan, replay
@@ -8,6 +9,7 @@ from bench.__main__ import main
 from bench.products import Problem
 from bench.replay import Measured, Work
 from mm3d import dry, store
+from mm3d.record import Measurements, Variable
 from support import run_ranks
 
 CPU = model.load("cpu")
@@ -62,7 +64,29 @@ def test_the_report_says_how_far_off_predictions_are():
     best = plan.plans(8, CPU, **LAYER)[0]
     assert best.grid != (8, 1, 1)
     assert len(lines) == 2 and all("3-D 8 x 1 x 1" in line for line in lines)
-    assert " x ".join(map(str, best.grid)) in lines[0]    # what the planner would have taken
+    for line in lines:    # what the planner would have taken, and then the fastest
+        taken, fastest = line.index(" x ".join(map(str, best.grid))), line.index("3-D 8 x 1 x 1")
+        assert taken < fastest
+
+
+def test_layers_and_products_of_other_verbs_are_read():
+    """Of `bench layer` the whole step, of `bench matmul` the phases that it measured."""
+    sizes = dict(zip(replay.NAMES["layer"], (64, 4, 8, 16, 1)))
+    both = dict(scheme="3d", grid="2 x 1 x 3", dtype="float64")
+    layer = Measurements("layer", both | sizes, {}, {}, {"seconds": Variable(
+        np.array([[0.5, 0, 0, 0], [0.1, 0, 0, 0]]), "s", ("kind", "bound"))}, [])
+    product = Measurements("matmul", both | dict(M=4, N=5, K=6, form="abt"), {},
+                           {"phase": ["forward"]}, {"seconds": Variable(
+                               np.array([[[0.2, 0, 0, 0], [0.1, 0, 0, 0]]]), "s",
+                               ("phase", "kind", "bound"))}, [])
+    (one,), (other,) = map(list, map(replay.measured, (layer, product)))
+    assert one == Measured(Work("layer", "3d", (2, 1, 3), (64, 4, 8, 16, 1)), "float64",
+                           {"step": 0.5})
+    assert other == Measured(Work("matmul", "3d", (2, 1, 3), (4, 5, 6), "abt"), "float64",
+                             {"forward": 0.2})
+    guess = replay.predicted(CPU, one.work, "float64")
+    off = f"{sum(guess.values()) / 0.5 - 1:+.0%}"
+    assert off in replay.report(CPU, [one])
 
 
 def test_a_measured_machine_is_for_its_own_ranks():
