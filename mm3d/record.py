@@ -76,7 +76,7 @@ class Measurements:
     Attributes
     ----------
     kind : str
-        "gemm", "collectives", "matmul" or "layer".
+        "gemm", "collectives", "matmul", "layer" or "check".
     configuration, environment : dict of str to str, int, float or bool
         What was run, and on what.
     scales : dict of str to sequence
