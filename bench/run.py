@@ -318,14 +318,14 @@ def published(row: Row) -> dict[str, float]:
 
 
 def command_line(argv: list[str]) -> str:
-    """The command as it is recorded: of the results folder only the last part."""
+    """The command as it is recorded: of the results folder and the machine only the last part."""
     kept, names_folder = [], False
     for word in argv:
         option, equals, value = word.partition("=")
         if names_folder:
             word = Path(word).name
-        elif equals and option == "--out":
-            word = f"--out={Path(value).name}"
+        elif equals and option in ("--out", "--machine"):
+            word = f"{option}={Path(value).name}"
         kept.append(word)
-        names_folder = word == "--out"
+        names_folder = word in ("--out", "--machine")
     return shlex.join(["python", "-m", "bench", *kept])
