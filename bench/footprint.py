@@ -30,12 +30,10 @@ class Footprint:
     def peaks(self) -> tuple[float, float]:
         """Bytes of the most arrays at one time, and of the most resident memory; NaN unknown.
 
-        Of memory that ranks share, this rank's part of all that was ever needed.
+        Of an array that ranks share each counts an equal part.
         """
         arrays = self.grid.backend.memory()["peak"] - self.before
-        shared = sum(axis.transport.memory.reserved / axis.size
-                     for axis in self.grid.axes.values() if axis.transport.name == "shared")
-        return float(arrays + shared), _resident("VmHWM") - self.resident
+        return float(arrays), _resident("VmHWM") - self.resident
 
 
 def _in_use(grid: Grid) -> int:

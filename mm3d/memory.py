@@ -92,11 +92,6 @@ class SharedMemory:
         self._used = SEGMENT                            # bytes of the last segment
         self._taken = 0                                 # regions since the last meeting
 
-    @property
-    def reserved(self) -> int:
-        """Bytes of all regions that there are, in use or not."""
-        return sum(self._sizes)
-
     def meet(self) -> None:
         """Wait for all ranks; what each wrote before, the others see afterwards."""
         turn = self._turn = self._turn + 1
