@@ -77,7 +77,7 @@ def test_a_machine_measures_itself(tmp_path):
     assert run.returncode == 0, run.stderr
     machine = model.load(str(path))
     assert machine.ranks_per_node == 2 and len(machine.collectives) == 5
-    assert 1e8 < machine.gemm_rate["float64"] < machine.gemm_rate["float32"] < 1e14
+    assert all(1e6 < rate < 1e15 for rate in machine.gemm_rate.values())
     assert platform.node() not in path.read_text()
     assert_sourced(machine)
     trace = dry.step("3d", 2, (2, 1, 1), layers=1, hidden=64, heads=4, batch=4, seq=16,
