@@ -82,8 +82,10 @@ def plots(folder: str | Path, formats: tuple[str, ...] = ("png",)) -> tuple[list
         raise UsageError(f"--format {','.join(formats)}: {', '.join(METADATA)} would do, with "
                          f"commas between")
     drawn, left_out = [], []
+    found = gather(folder)
+    if not found.results:
+        left_out.append(f"all figures: no row of the tables was measured in {folder}")
     with panels.look():
-        found = gather(folder)
         for one in drawings(found):
             if one.figure is None:
                 left_out.append(f"{one.name}: {one.about}")

@@ -7,6 +7,7 @@ from collections import Counter
 from pathlib import Path
 
 from bench import merit
+from bench.cases import title
 from bench.formats import Notes, Part, Table
 from bench.panels import look
 from bench.plots import METADATA, drawings
@@ -98,6 +99,6 @@ def surroundings(runs: list[Run | Measurements]) -> dict[str, list[str]]:
 def history(run: Run | Measurements) -> tuple[str, str, str]:
     """When a run was made, what it is, and the command."""
     chosen = run.configuration
-    what = (f"{chosen['table']} {chosen['scheme']} {run.ranks} ranks, {chosen['preset']}"
+    what = (f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"
             if isinstance(run, Run) else run.kind)
     return run.created, what, str(run.environment.get("command", ""))

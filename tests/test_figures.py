@@ -12,6 +12,7 @@ from mm3d import store
 from mm3d.record import Group, Variable
 from mm3d.spans import PARTS
 from records import made_up, write_all
+from test_formats import products
 
 
 @pytest.fixture
@@ -241,3 +242,10 @@ def test_no_marker_touches_the_upper_edge(results):
             highest = max(max(line.get_ydata()) for line in panel.lines
                           if len(line.get_ydata()))
             assert panel.get_ylim()[0] == 0 and panel.get_ylim()[1] > 1.05 * highest
+
+
+def test_microbenchmarks_alone_have_no_figures(tmp_path, capsys):
+    store.write(products(), tmp_path, "matmul")
+    assert main(["plot", str(tmp_path)]) == 0
+    assert "not drawn: all figures: no row of the tables was measured" in capsys.readouterr().out
+    assert not list(tmp_path.glob("*.png"))
