@@ -304,19 +304,24 @@ def matmul_nt(a: Array, b: Array, empty: Callable[..., Array] | None = None) -> 
     return _gemm((math.prod(rows), k), a, (n, k), b, rows + (n,), empty, right=True)
 
 
-def matmul_tn(a: Array, b: Array, empty: Callable[..., Array] | None = None) -> Array:
-    """C = A^T B: (m, n) and (m, ...); m may be several dimensions, all but A's last."""
+def matmul_tn(a: Array, b: Array, empty: Callable[..., Array] | None = None,
+              wide: bool = False) -> Array:
+    """C = A^T B: (m, n) and (m, ...); m may be several dimensions, all but A's last.
+
+    With `wide` C has the `wide_dtype` of A.
+    """
     n, m = a.shape[-1], math.prod(a.shape[:-1])
     outer = b.shape[len(a.shape) - 1:]
-    return _gemm((m, n), a, (m, math.prod(outer)), b, (n,) + outer, empty, left=True)
+    return _gemm((m, n), a, (m, math.prod(outer)), b, (n,) + outer, empty, left=True,
+                 wide=wide)
 
 
 def _gemm(rows: tuple[int, int], a: Array, columns: tuple[int, int], b: Array,
           shape: tuple[int, ...], empty: Callable[..., Array] | None, left: bool = False,
-          right: bool = False) -> Array:
+          right: bool = False, wide: bool = False) -> Array:
     """The product of `a` and `b` as matrices of the two shapes, transposed if `left`, `right`."""
     backend = of(a)
-    c = (empty or backend.empty)(shape, a.dtype)
+    c = (empty or backend.empty)(shape, wide_dtype(a) if wide else a.dtype)
     flat = (rows[1] if left else rows[0], columns[0] if right else columns[1])
     a, b, out = (m if m.shape == matrix else backend.xp.reshape(m, matrix)
                  for m, matrix in ((a, rows), (b, columns), (c, flat)))

@@ -22,9 +22,17 @@ from mm3d.space import Space
 
 
 class Product(ABC):
-    """A distributed C = A B of a linear layer, with its backward."""
+    """A distributed C = A B of a linear layer, with its backward.
+
+    Attributes
+    ----------
+    wide : bool
+        Whether dB is to be computed, summed over the ranks and returned in float32 where the
+        operands have 16 bits.
+    """
 
     weight: Layout
+    wide = False
     travels: Split | None = None  # how the blocks of B move, if they do
     operands = {"a": "A", "b": "B", "c": "C"}  # the attributes that communicate, and for what
 

@@ -46,7 +46,7 @@ def step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int =
     scheme = make_scheme(name, Absent(ranks, rank), grid, backend, **(options or {}))
     model = Transformer(scheme, **sizes)
     trace.layers = sizes["layers"]
-    trace.parameters = sum(p.value.nbytes + p.grad.nbytes for p in model.parameters)
+    trace.parameters = sum(p.nbytes for p in model.parameters)
     x, dy = model.random("input"), model.random("output gradient")
     with observed(scheme.grid, trace, model):
         trace.phase = "forward"

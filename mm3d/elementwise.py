@@ -125,10 +125,10 @@ class Kernels:
     def scale_rows(self, a: Array, b: Array, out: Array) -> Array:
         return self.np.multiply(a, b, out=out)
 
-    def sum_rows(self, a: Array) -> Array:
+    def sum_rows(self, a: Array, wide: bool = False) -> Array:
         return self._summed(lambda u, out: self.np.sum(u, axis=0, out=out), a)
 
-    def sum_products(self, a: Array, b: Array) -> Array:
+    def sum_products(self, a: Array, b: Array, wide: bool = False) -> Array:
         return self._summed(lambda u, v, out: self.np.einsum("ij,ij->j", u, v, out=out), a, b)
 
     def _summed(self, add: Callable[..., Array], *arrays: Array) -> Array:

@@ -50,24 +50,27 @@ def scale_rows(a: Array, b: Array, out: Array) -> Array:
 
 
 @kernel
-def sum_rows(a: Array) -> Array:
-    """The sum of all rows of `a`, in float32 at least."""
-    return _total(a, lambda u: u, a)
+def sum_rows(a: Array, wide: bool = False) -> Array:
+    """The sum of all rows of `a`, in float32 at least; with `wide` it is left in that type."""
+    return _total(wide, lambda u: u, a)
 
 
 @kernel
-def sum_products(a: Array, b: Array) -> Array:
-    """The sum over all rows of a * b, in float32 at least."""
-    return _total(a, lambda u, v: u * v, a, b)
+def sum_products(a: Array, b: Array, wide: bool = False) -> Array:
+    """The sum over all rows of a * b, as `sum_rows`."""
+    return _total(wide, lambda u, v: u * v, a, b)
 
 
-def _total(like: Array, term: Callable[..., Array], *arrays: Array) -> Array:
-    xp, library, wide = namespace(like), backend.of(like), wide_dtype(like)
-    total = library.empty(like.shape[-1:], wide)
+def _total(wide: bool, term: Callable[..., Array], *arrays: Array) -> Array:
+    like = arrays[0]
+    xp, library, dtype = namespace(like), backend.of(like), wide_dtype(like)
+    total = library.empty(like.shape[-1:], dtype)
     total[...] = 0
     for rows in row_blocks(library, *arrays):
-        total += xp.sum(term(*rows), axis=0, dtype=wide)
-    return xp.astype(total, like.dtype, copy=False)
+        if wide:
+            rows = [xp.astype(u, dtype, copy=False) for u in rows]
+        total += xp.sum(term(*rows), axis=0, dtype=dtype)
+    return total if wide else xp.astype(total, like.dtype, copy=False)
 
 
 @kernel

@@ -96,20 +96,20 @@ class GpuKernels:
         return self._into(out, lambda y: self._launch(name, y, (across, down), a, b, y,
                                                       np.int64(rows), np.int64(cols)))
 
-    def sum_rows(self, a: Array) -> Array:
-        return self._columns("sum_rows", a)
+    def sum_rows(self, a: Array, wide: bool = False) -> Array:
+        return self._columns("sum_rows", wide, a)
 
-    def sum_products(self, a: Array, b: Array) -> Array:
-        return self._columns("sum_products", a, b)
+    def sum_products(self, a: Array, b: Array, wide: bool = False) -> Array:
+        return self._columns("sum_products", wide, a, b)
 
-    def _columns(self, name: str, *arrays: Array) -> Array:
+    def _columns(self, name: str, wide: bool, *arrays: Array) -> Array:
         a, (rows, cols) = arrays[0], _matrix(arrays[0])
         count = max(1, min(-(-rows // 64), 256))
         parts = self.library.empty((count, cols), self._wide(a))
-        out = self.library.empty((cols,), a.dtype)
+        out = self.library.empty((cols,), parts.dtype if wide else a.dtype)
         self._launch(name, a, (-(-cols // 32), count), *map(self.library.contiguous, arrays),
                      parts, np.int64(rows), np.int64(cols))
-        self._launch("sum_parts", a, (-(-cols // THREADS),), parts, out, np.int32(count),
+        self._launch("sum_parts", out, (-(-cols // THREADS),), parts, out, np.int32(count),
                      np.int64(cols))
         return out
 

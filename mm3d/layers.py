@@ -28,10 +28,14 @@ class Parameter:
     ----------
     name : str
         Its name in the model, such as "layers.0.mlp.up.weight".
-    value, grad : Array
-        This rank's block of it and of its gradient.
+    value : Array
+        This rank's block of it, in the type that is computed with.
+    master : Array
+        The same in the type that is trained and stored; `value` itself where that is one type.
+    grad : Array
+        This rank's block of the gradient, in the master's type.
     layout : Layout
-        Of both.
+        Of all three.
     shape : tuple of int
         Global shape as stored; a query-key-value weight is (in, 3, out).
     public_shape : tuple of int
@@ -39,14 +43,28 @@ class Parameter:
     """
 
     def __init__(self, name: str, grid: Grid, layout: Layout, shape: tuple[int, ...],
-                 dtype: Any, travels: Split | None = None) -> None:
+                 dtype: Any, travels: Split | None = None, master: Any = None) -> None:
         self.name, self.grid, self.layout, self.shape = name, grid, layout, tuple(shape)
         inputs = self.shape[:1] if name.endswith("weight") and len(shape) > 1 else ()
         self.public_shape = (*inputs, math.prod(self.shape[len(inputs):]))
         local = layout.local_shape(grid, self.shape)
         self.value = (travels or grid.backend).empty(local, dtype)
-        self.grad = grid.backend.empty(local, dtype)
+        self.wide = master is not None
+        self.master = grid.backend.empty(local, master) if self.wide else self.value
+        self.grad = grid.backend.empty(local, master if self.wide else dtype)
         self.grad[...] = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that this rank holds: value and gradient, and the master if it has its own."""
+        held = [self.value, self.grad, *([self.master] if self.wide else ())]
+        return sum(a.nbytes for a in held)
+
+    def refresh(self) -> None:
+        """Round the master, which has changed, to what is computed with."""
+        if self.wide:
+            xp = namespace(self.master)
+            self.value[...] = xp.astype(self.master, self.value.dtype, copy=False)
 
     def accumulate(self, gradient: Array | None) -> None:
         """Add to the gradient; None where this rank holds no block."""
@@ -57,7 +75,8 @@ class Parameter:
         """Take this rank's block of the global `value`."""
         place = self.layout.slices(self.grid, self.shape)
         block = np.ascontiguousarray(np.reshape(value, self.shape)[place])
-        self.value[...] = self.grid.backend.asarray(block.astype(host_dtype(self.value)))
+        self.master[...] = self.grid.backend.asarray(block.astype(host_dtype(self.master)))
+        self.refresh()
 
     def gather(self, block: Array) -> np.ndarray:
         """The global array of which this rank holds `block` (for checks; collective)."""
@@ -92,16 +111,21 @@ class Linear:
         Of the parameters.
     units : tuple of int
         Features that stay together (a head's) in x and in y.
+    master : dtype, optional
+        Of their masters and gradients, if not `dtype`.
     """
 
     def __init__(self, scheme: Scheme, name: str, source: Space, target: Space,
-                 shape: tuple[int, ...], dtype: Any, units: tuple[int, int] = (1, 1)) -> None:
+                 shape: tuple[int, ...], dtype: Any, units: tuple[int, int] = (1, 1),
+                 master: Any = None) -> None:
         self.product: Product = scheme.product(source, target, shape, units)
+        self.product.wide = master is not None
         self.vector = Vector(target, shape[1:], units[1])
         grid = scheme.grid
         self.weight = Parameter(f"{name}.weight", grid, self.product.weight, shape, dtype,
-                                self.product.travels)
-        self.bias = Parameter(f"{name}.bias", grid, self.vector.layout, shape[1:], dtype)
+                                self.product.travels, master)
+        self.bias = Parameter(f"{name}.bias", grid, self.vector.layout, shape[1:], dtype,
+                              master=master)
         self.parameters = [self.weight, self.bias]
 
     def forward(self, x: Array) -> tuple[Array, Any]:
@@ -111,7 +135,7 @@ class Linear:
 
     def backward(self, dy: Array, saved: Any) -> Array:
         """dx = dy W^T; adds dW and db to the gradients."""
-        self.bias.accumulate(add_backward(dy, self.vector))
+        self.bias.accumulate(add_backward(dy, self.vector, self.bias.wide))
         dx, dW = self.product.backward(dy, self.weight.value, saved)
         self.weight.accumulate(dW)
         return dx
@@ -125,11 +149,13 @@ class LayerNorm:
 
     eps = 1e-5
 
-    def __init__(self, name: str, space: Space, hidden: int, dtype: Any) -> None:
+    def __init__(self, name: str, space: Space, hidden: int, dtype: Any,
+                 master: Any = None) -> None:
         self.space, self.hidden, self.empty = space, hidden, space.allocator(hidden)
         self.vector = Vector(space, (hidden,))
         self.weight, self.bias = (
-            Parameter(f"{name}.{part}", space.grid, self.vector.layout, (hidden,), dtype)
+            Parameter(f"{name}.{part}", space.grid, self.vector.layout, (hidden,), dtype,
+                      master=master)
             for part in ("weight", "bias"))
         self.parameters = [self.weight, self.bias]
 
@@ -145,9 +171,9 @@ class LayerNorm:
     def backward(self, dy: Array, saved: Any) -> Array:
         """dx; adds the gradients of gamma and beta."""
         xhat, rstd, gamma_l = saved
-        self.bias.accumulate(add_backward(dy, self.vector))
+        self.bias.accumulate(add_backward(dy, self.vector, self.bias.wide))
         dxhat = self.empty(dy.dtype)
-        dxhat, dgamma = scale_backward(dy, xhat, gamma_l, self.vector, out=dxhat)
+        dxhat, dgamma = scale_backward(dy, xhat, gamma_l, self.vector, dxhat, self.weight.wide)
         self.weight.accumulate(dgamma)
         return functional.normalize_backward(dxhat, xhat, rstd, self.hidden,
                                              self.space.sum_features, out=dxhat)

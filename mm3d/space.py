@@ -159,9 +159,12 @@ def add_forward(A: Array, b: Array, vector: Vector, out: Array) -> Array:
     return out
 
 
-def add_backward(dC: Array, vector: Vector) -> Array | None:
-    """db = the sum of dC over all rows (Algorithm 8, corrected); dA is dC itself."""
-    return vector.collect(namespace(dC).reshape(sum_rows(_rows(dC)), dC.shape[2:]))
+def add_backward(dC: Array, vector: Vector, wide: bool = False) -> Array | None:
+    """db = the sum of dC over all rows (Algorithm 8, corrected); dA is dC itself.
+
+    With `wide` it is summed, also over the ranks, and returned in float32 at least.
+    """
+    return vector.collect(namespace(dC).reshape(sum_rows(_rows(dC), wide), dC.shape[2:]))
 
 
 def scale_forward(A: Array, b: Array, vector: Vector, out: Array) -> tuple[Array, Array]:
@@ -172,8 +175,11 @@ def scale_forward(A: Array, b: Array, vector: Vector, out: Array) -> tuple[Array
 
 
 def scale_backward(dC: Array, A: Array, b_l: Array, vector: Vector,
-                   out: Array) -> tuple[Array, Array | None]:
-    """dA = dC * b_l, with the gathered b_l, and db = the sum of dC * A over all rows."""
-    db = sum_products(_rows(dC), _rows(A))
+                   out: Array, wide: bool = False) -> tuple[Array, Array | None]:
+    """dA = dC * b_l, with the gathered b_l, and db = the sum of dC * A over all rows.
+
+    `wide` as in `add_backward`.
+    """
+    db = sum_products(_rows(dC), _rows(A), wide)
     scale_rows(_rows(dC), _flat(b_l), out=_rows(out))
     return out, vector.collect(namespace(dC).reshape(db, dC.shape[2:]))

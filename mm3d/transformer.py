@@ -65,6 +65,11 @@ class Transformer:
         The last one on CuPy alone.  Of parameters, gradients and activations.
     causal : bool
         Whether attention looks backward only.
+    master : {None, "float32"}
+        For types of 16 bits: also a float32 copy of every parameter, which an optimizer changes
+        (``p.master -= ...``, then `refresh`) and which `state` and `load` are of.  Gradients
+        are then computed, summed over the ranks and accumulated in float32; scaling the loss is
+        the trainer's.  A dry run counts all of it, the closed forms of `mm3d.cost` do not.
 
     Raises
     ------
@@ -80,7 +85,8 @@ class Transformer:
     """
 
     def __init__(self, scheme: Scheme, layers: int, hidden: int, heads: int, batch: int, seq: int,
-                 seed: int = 0, dtype: str = "float32", causal: bool = False) -> None:
+                 seed: int = 0, dtype: str = "float32", causal: bool = False,
+                 master: str | None = None) -> None:
         sizes = dict(layers=layers, hidden=hidden, heads=heads, batch=batch, seq=seq)
         for name, size in sizes.items():
             if not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1:
@@ -94,8 +100,11 @@ class Transformer:
         if str(dtype) not in known:
             raise ValueError(f"dtype={dtype!r} is unknown to backend "
                              f"{scheme.grid.backend.name!r}: choose one of {', '.join(known)}")
+        if master is not None and (master != "float32" or dtype in ("float32", "float64")):
+            raise ValueError(f"master={master!r} for a model in {dtype}: float32 masters are for "
+                             f"types of 16 bits, such as dtype='float16'; leave master out")
         self.scheme, self.grid, self.seed = scheme, scheme.grid, seed
-        self.dtype, self.hidden = str(dtype), hidden
+        self.dtype, self.master, self.hidden = str(dtype), master, hidden
         self.shape = (batch, seq, hidden)
         self.outer, self.inner = scheme.spaces(batch, seq)
         self.layers = Chain(*(layer for n in range(layers)
@@ -105,40 +114,43 @@ class Transformer:
 
     def _layer(self, name: str, heads: int, causal: bool) -> tuple[Residual, Residual]:
         """One Transformer layer: attention, then the multi-layer perceptron."""
-        h, head, dtype = self.hidden, self.hidden // heads, self._dtype
+        h, head = self.hidden, self.hidden // heads
+        dtype, master = (self._named(name) for name in (self.dtype, self.master))
         outer, inner = self.outer, self.inner
 
         def norm(part):
-            return LayerNorm(f"{name}.{part}", outer, h, dtype)
+            return LayerNorm(f"{name}.{part}", outer, h, dtype, master)
 
         def into(part, *features, unit=1):
             return Linear(self.scheme, f"{name}.{part}", outer, inner, (h, *features), dtype,
-                          (1, unit))
+                          (1, unit), master)
 
         def back(part, features, unit=1):
             return Linear(self.scheme, f"{name}.{part}", inner, outer, (features, h), dtype,
-                          (unit, 1))
+                          (unit, 1), master)
 
         return (Residual(norm("ln1"), into("attention.qkv", 3, h, unit=head),
                          Attention(inner, h, head, causal), back("attention.proj", h, unit=head)),
                 Residual(norm("ln2"), into("mlp.up", 4 * h), Gelu(inner, 4 * h),
                          back("mlp.down", 4 * h)))
 
-    @property
-    def _dtype(self) -> Any:
-        return getattr(self.grid.backend.xp, self.dtype, self.dtype)
+    def _named(self, dtype: str | None) -> Any:
+        """The array library's dtype of that name."""
+        return dtype and getattr(self.grid.backend.xp, dtype, dtype)
 
     def _draw(self) -> None:
         """Give every parameter its first value."""
         for p in self.parameters:
             place = p.layout.slices(self.grid, p.shape)
             if p.name.endswith(".weight") and len(p.shape) > 1:
-                p.value[...] = self._normal(p.name, p.shape, place, 1, math.sqrt(p.shape[0]))
+                p.master[...] = self._normal(p.name, p.shape, place, 1, math.sqrt(p.shape[0]),
+                                             self.master)
             else:
                 one_row = (1, *p.shape), (slice(0, 1), *place)
-                p.value[...] = self._normal(p.name, *one_row, 1, 10)[0, ...]
+                p.master[...] = self._normal(p.name, *one_row, 1, 10, self.master)[0, ...]
                 if p.name.endswith(".weight"):
-                    p.value += 1
+                    p.master += 1
+            p.refresh()
 
     def random(self, name: str) -> Array:
         """This rank's block of an activation drawn from N(0, 1) by the model's seed and `name`."""
@@ -146,10 +158,10 @@ class Transformer:
         return self._normal(name, self.shape, place, 2)
 
     def _normal(self, name: str, shape: tuple[int, ...], place: tuple[slice, ...], lead: int,
-                divisor: float = 1.0) -> Array:
-        """This rank's part of `normal`, over `divisor`, in the model's dtype."""
+                divisor: float = 1.0, dtype: str | None = None) -> Array:
+        """This rank's part of `normal`, over `divisor`, in `dtype`, the model's by default."""
         return self.grid.backend.made(
-            tuple(s.stop - s.start for s in place), self.dtype,
+            tuple(s.stop - s.start for s in place), dtype or self.dtype,
             lambda: normal(self.seed, name, shape, place, lead) / divisor)
 
     def forward(self, x: Array) -> tuple[Array, Any]:
@@ -173,6 +185,11 @@ class Transformer:
         for p in self.parameters:
             p.grad[...] = 0
 
+    def refresh(self) -> None:
+        """Round the masters to what is computed with; after each change of theirs."""
+        for p in self.parameters:
+            p.refresh()
+
     def shard(self, x: np.ndarray) -> Array:
         """This rank's block of a global activation (batch, seq, hidden), in the model's dtype."""
         if np.shape(x) != self.shape:
@@ -186,7 +203,7 @@ class Transformer:
 
     def state(self) -> dict[str, np.ndarray]:
         """Every parameter as a global array, on every rank (collective; for checks)."""
-        return {p.name: p.gather(p.value) for p in self.parameters}
+        return {p.name: p.gather(p.master) for p in self.parameters}
 
     def gradients(self) -> dict[str, np.ndarray]:
         """Every gradient as a global array, on every rank (collective; for checks)."""

@@ -9,7 +9,7 @@ import fakenccl
 import mm3d
 from bench import machine
 from mm3d import backend, choice, device, gpu, proof, selftest
-from models import SIZES, SOME, data, differences, serial, train
+from models import SIZES, SOME, Parallelism, data, differences, serial, train
 from reference import integers, on_grid
 
 NAMES = tuple(device.TRANSPORTS)
@@ -68,6 +68,26 @@ def test_the_model_equals_the_serial_one(comm, carried):
             assert all(scheme.grid.backend.owns(a) for a in results.values())
             wrong = differences(model, results, serial("uneven", True), 1e-12, 1e-11)
         assert not wrong, f"{parallelism} {carried}: {wrong}"
+
+
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("dtype, forward, backward", [("float16", 0.01, 0.05),
+                                                      ("bfloat16", 0.08, 0.4)])
+def test_float32_masters(comm, carried, dtype, forward, backward):
+    """What is trained is float32 on the device, too; what is computed with is its rounding."""
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+    with Parallelism("3d", (1, comm.size, 1)).on(comm, "cupy") as scheme:
+        model = mm3d.Transformer(scheme, **SIZES["uneven"], dtype=dtype, master="float32",
+                                 causal=True)
+        results = train(model, *data(**SIZES["uneven"]))
+        wrong = differences(model, results, serial("uneven", True), forward, backward)
+        for p in model.parameters:
+            assert (str(p.value.dtype), str(p.master.dtype), str(p.grad.dtype)) == (
+                dtype, "float32", "float32")
+            value, master = (scheme.grid.backend.to_host(a) for a in (p.value, p.master))
+            assert np.array_equal(value, master.astype(value.dtype)), p.name
+    assert not wrong, wrong
 
 
 @pytest.mark.ranks(8)

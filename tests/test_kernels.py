@@ -86,6 +86,10 @@ def test_elementwise(cupy, name):
             if 0 not in shape:
                 for found, expected in both(cupy, name, function, arrays, None):
                     close(found, expected, name, 16 + shape[0])
+                sums = "float64" if name == "float64" else "float32"
+                for found, expected in both(cupy, name, function, arrays, None, True):
+                    assert str(found.dtype) == sums
+                    close(found, expected, sums, 64 + shape[0])
 
 
 @pytest.mark.parametrize("name", DTYPES)

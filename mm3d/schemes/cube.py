@@ -44,16 +44,17 @@ def ab(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
 
 
 def ab_backward(dC: Operand, A: Operand, B: Operand, a: Split, b: Split, c: Split,
-                overlap: bool = False) -> tuple[Array, Array]:
+                overlap: bool = False, wide: bool = False) -> tuple[Array, Array]:
     """dA = dC B^T in z, x, y and dB = A^T dC in y, z, x (Algorithm 2); dC is gathered once.
 
-    With `overlap` the terms of dA travel while dB is computed.
+    With `overlap` the terms of dA travel while dB is computed; with `wide` dB is in float32 at
+    least.
     """
     dC = Gathered(gather(dC, c))
     if not overlap:
-        return abt(dC, B, c, b, a), atb(A, dC, a, c, b)
+        return abt(dC, B, c, b, a), atb(A, dC, a, c, b, wide)
     with a.begin_reduce_scatter(matmul_nt(dC.array, gather(B, b), a.term)) as dA:
-        dB = atb(A, dC, a, c, b)
+        dB = atb(A, dC, a, c, b, wide)
     return dA.wait(), dB
 
 
@@ -71,11 +72,14 @@ def abt_backward(dC: Operand, A: Operand, B: Operand,
     return ab(dC, B, c, b, a), atb(dC, A, c, a, b)
 
 
-def atb(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
-    """C = A^T B (Algorithm 5): A_ilj, B_ijl -> C_jli in z, y, x; c divides columns."""
+def atb(A: Operand, B: Operand, a: Split, b: Split, c: Split, wide: bool = False) -> Array:
+    """C = A^T B (Algorithm 5): A_ilj, B_ijl -> C_jli in z, y, x; c divides columns.
+
+    With `wide` C is computed, and summed over the ranks, in float32 at least.
+    """
     A_ij = gather(A, a)
     B_il = gather(B, b)
-    return c.reduce_scatter(matmul_tn(A_ij, B_il, c.term))
+    return c.reduce_scatter(matmul_tn(A_ij, B_il, c.term, wide))
 
 
 def atb_backward(dC: Operand, A: Operand, B: Operand,
@@ -120,7 +124,7 @@ class CubeProduct(Product):
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
         A, B_lj = saved
         return ab_backward(dC, A, B if B_lj is None else B_lj, self.a, self.b, self.c,
-                           self.overlap)
+                           self.overlap, self.wide)
 
 
 class Cube(Scheme):

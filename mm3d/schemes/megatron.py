@@ -43,7 +43,7 @@ class ColumnParallel(Product):
 
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
         dA = self.rows.reduce_scatter(matmul_nt(dC, B))
-        return dA, matmul_tn(self.rows.all_gather(saved), dC)
+        return dA, matmul_tn(self.rows.all_gather(saved), dC, wide=self.wide)
 
 
 class RowParallel(Product):
@@ -59,7 +59,7 @@ class RowParallel(Product):
 
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
         dC = self.rows.all_gather(dC)
-        return matmul_nt(dC, B), matmul_tn(saved, dC)
+        return matmul_nt(dC, B), matmul_tn(saved, dC, wide=self.wide)
 
 
 class Megatron(Scheme):

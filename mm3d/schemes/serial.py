@@ -18,7 +18,7 @@ class SerialProduct(Product):
         return matmul(A, B), A
 
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        return matmul_nt(dC, B), matmul_tn(saved, dC)
+        return matmul_nt(dC, B), matmul_tn(saved, dC, wide=self.wide)
 
 
 class Serial(Scheme):

@@ -40,12 +40,15 @@ def abt(A: Array, B: Array, a: Split, b: Split) -> Array:
     return C
 
 
-def atb(A: Array, B: Array, a: Split, b: Split) -> Array:
-    """C_tj = sum_i A_it^T B_ij: A_it is broadcast along y, C_tj reduced along x."""
+def atb(A: Array, B: Array, a: Split, b: Split, wide: bool = False) -> Array:
+    """C_tj = sum_i A_it^T B_ij: A_it is broadcast along y, C_tj reduced along x.
+
+    With `wide` in float32 at least.
+    """
     C = None
     for t in range(len(a.counts)):
         A_it = a.broadcast(A, t)
-        C_tj = b.reduce(matmul_tn(A_it, B), t)
+        C_tj = b.reduce(matmul_tn(A_it, B, wide=wide), t)
         C = C if C_tj is None else C_tj
     return C
 
@@ -60,7 +63,7 @@ class SummaProduct(Product):
         return ab(A, B, self.a, self.b), A
 
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        return abt(dC, B, self.a, self.b), atb(saved, dC, self.a, self.b)
+        return abt(dC, B, self.a, self.b), atb(saved, dC, self.a, self.b, self.wide)
 
 
 class Summa(Scheme):
