@@ -10,6 +10,7 @@ import h5py
 import numpy as np
 
 from bench.cases import UsageError, case, load, own, title
+from bench.matmul import RATIOS
 from bench.verify import TOLERANCES
 from mm3d import SCHEMES, cost, timing
 from mm3d.record import Check, Measurements
@@ -128,6 +129,36 @@ def words(run: Run) -> Iterator[str]:
         yield f"traffic/bytes are not {size} times the words, as {chosen['dtype']} has"
 
 
+def groups(run: Run) -> Iterator[str]:
+    """Parts have the collectives that were counted; memory is what its closed forms say."""
+    chosen, found = run.configuration, {name: {
+        key: variable.values for key, variable in group.variables.items()}
+        for name, group in run.groups.items()}
+    if "parts" in found:
+        names = run.groups["parts"].scales["part"]
+        calls = run.traffic["calls"]
+        for a, axis in enumerate(AXES):
+            for c, collective in enumerate(COLLECTIVES):
+                part = list(names).index(f"{collective} {axis}")
+                if not np.array_equal(found["parts"]["calls"][..., part], calls[:, :, a, c]):
+                    yield f"parts/calls of {collective} along {axis} are not traffic/calls"
+        if not (found["parts"]["seconds"] >= 0).all():
+            yield "parts/seconds has times below 0, or no numbers"
+    if "memory" not in found or chosen["scheme"] not in SCHEMES:
+        return
+    shape = dict(zip(chosen["grid_axes"].split(), map(int, chosen["grid"].split(" x "))))
+    stored = cost.parameters(chosen["layers"], chosen["hidden"])
+    saved = cost.saved_words(chosen["scheme"], shape, *(chosen[name] for name in SIZES))
+    size = np.dtype(chosen["dtype"]).itemsize
+    for name, count in (("parameters", stored), ("gradients", stored), ("saved", saved)):
+        if not np.isclose(found["memory"][f"expected_{name}"] * run.ranks, count * size,
+                          rtol=CLOSE):
+            yield f"memory/expected_{name} is not the closed form's {count * size / run.ranks:g}"
+    if found["memory"]["saved"].sum() != saved * size:
+        yield (f"memory/saved is {found['memory']['saved'].sum():g} in all, by the closed form "
+               f"{saved * size}")
+
+
 def sizes(run: Run) -> Iterator[str]:
     """The sizes are those of the table's row under the preset, or the file says otherwise."""
     chosen = run.configuration
@@ -162,17 +193,21 @@ def derived(run: Measurements) -> Iterator[str]:
         points = found["samples"].reshape(-1, found["samples"].shape[-1])
         kept = found["seconds"].reshape(-1, found["seconds"].shape[-1])
         for line, bounds in zip(points, kept):
-            again = median_interval(line[~np.isnan(line)])
-            if not np.allclose(bounds, again, rtol=CLOSE, atol=0):
+            taken = line[~np.isnan(line)]
+            again = median_interval(taken) if len(taken) else (np.nan,) * 4
+            if not np.allclose(bounds, again, rtol=CLOSE, atol=0, equal_nan=True):
                 yield (f"measurements/seconds: the median and interval {bounds[:3]} are not those "
                        f"of their samples, {np.array(again[:3])}")
                 return
     if "seconds" not in found:
         return
     medians = found["seconds"][..., 0]
-    if "bandwidth" in found and not np.allclose(found["bandwidth"] * medians,
-                                                found["bytes_moved"], rtol=CLOSE):
+    if {"bandwidth", "bytes_moved"} <= found.keys() and not np.allclose(
+            found["bandwidth"] * medians, found["bytes_moved"], rtol=CLOSE):
         yield "measurements/bandwidth is not the bytes moved over the median"
+    if run.kind == "gemm" and not np.allclose(
+            found["rate"] * medians, 2.0 * np.array(run.scales["size"], float) ** 3, rtol=CLOSE):
+        yield "measurements/rate is not the operations over the median"
     if "times" in found:
         spans = (np.fmax.reduce(found["times"][..., 1], axis=-1)
                  - np.fmin.reduce(found["times"][..., 0], axis=-1))    # NaN: had no part
@@ -180,6 +215,10 @@ def derived(run: Measurements) -> Iterator[str]:
         if not np.allclose(np.median(spans, axis=repetition), medians, rtol=CLOSE,
                            equal_nan=True):
             yield "measurements/seconds: the medians are not those of the makespans of the times"
+        for name, (above, below) in RATIOS.items() if run.kind == "matmul" else ():
+            again = [median_interval(one[:, above] / one[:, below]) for one in spans]
+            if not np.allclose(found[name.replace(" ", "_")], again, rtol=CLOSE):
+                yield f"measurements: the {name} is not that of the times"
 
 
 def passed(run: Measurements) -> Iterator[str]:
@@ -232,5 +271,5 @@ def warnings(run: Run | Measurements) -> Iterator[str]:
 
 
 MODEL: tuple[Callable[[Run], Iterator[str]], ...] = (
-    samples, ending, verification, ranks, words, sizes)
+    samples, ending, verification, ranks, words, groups, sizes)
 MEASUREMENTS: tuple[Callable[[Measurements], Iterator[str]], ...] = (derived, passed)

@@ -11,6 +11,7 @@ import fakelibs
 from bench import gpu, gpucases
 from bench.__main__ import parser
 from bench.cases import UsageError, load
+from bench.validate import check
 from mm3d import backend, store
 
 
@@ -51,6 +52,7 @@ def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, libra
     if library == "numpy":
         assert len(found["gpu-rows"].scales["row"]) == len(load().rows)
     assert ("gpu" in found["gpu-gemm"].environment) == (library == "cupy")
+    assert [check(path)[0] for path in tmp_path.glob("*.h5")] == [[]] * len(found)
     assert "gpu-layer" in capsys.readouterr().out
     assert not getattr(backend.get(library), "tf32", False)
 

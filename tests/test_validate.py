@@ -140,6 +140,10 @@ DAMAGES = {
     "words": (writes("traffic/words", 1), "the words counted are"),
     "closed form": (writes("traffic/expected_words", 1), "expected_words are"),
     "bytes": (writes("traffic/bytes", 7), "traffic/bytes are not 4 times the words"),
+    "calls": (writes("parts/calls", 9, (0, 0, 4)), "are not traffic/calls"),
+    "memory": (writes("memory/saved", 1.0), "memory/saved is 2 in all, by the closed form"),
+    "closed form of memory": (writes("memory/expected_saved", 1.0),
+                              "memory/expected_saved is not the closed form's"),
     "sizes": (sets("configuration", batch=7), "batch 7: preset tiny runs strong"),
     "published": (writes("published/batch", 3.0), "published/batch is 3, in the table"),
     "smaller model": (sets("configuration", verified_batch=1),
@@ -167,6 +171,8 @@ def test_damaged_and_dishonest_files_are_rejected(measured, tmp_path, kind):
 @pytest.mark.parametrize("name, damage, message", [
     ("gemm", writes("measurements/seconds", 1e-9, (0, 0, 0, 0)), "not those of their samples"),
     ("matmul", writes("measurements/seconds", 1e-9, (0, 0, 0)), "not those of the makespans"),
+    ("gemm", writes("measurements/rate", 1e15), "not the operations over the median"),
+    ("matmul", writes("measurements/efficiency", 1.0), "the efficiency is not that of the times"),
     ("matmul", writes("verification/error", 9.0, 0), "has failed: error 9"),
     ("matmul", edit(lambda file: file.__delitem__("verification")), "there is no verification")])
 def test_microbenchmarks_that_are_dishonest(measured, tmp_path, name, damage, message):
