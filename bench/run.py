@@ -318,14 +318,9 @@ def published(row: Row) -> dict[str, float]:
 
 
 def command_line(argv: list[str]) -> str:
-    """The command as it is recorded: of the results folder and the machine only the last part."""
-    kept, names_folder = [], False
+    """The command as it is recorded: of folders and files only the last part."""
+    kept = []
     for word in argv:
-        option, equals, value = word.partition("=")
-        if names_folder:
-            word = Path(word).name
-        elif equals and option in ("--out", "--machine"):
-            word = f"{option}={Path(value).name}"
-        kept.append(word)
-        names_folder = word in ("--out", "--machine")
+        option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+        kept.append(f"{option}{equals}{Path(value).name if '/' in value else value}")
     return shlex.join(["python", "-m", "bench", *kept])

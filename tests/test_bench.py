@@ -208,6 +208,8 @@ def test_the_recorded_command_has_no_folders():
     assert command_line(["run", "--out", "/home/someone/results/x", "--seed", "1"]) == (
         "python -m bench run --out x --seed 1")
     assert command_line(["run", "--out=/home/someone/x"]) == "python -m bench run --out=x"
+    assert command_line(["layer", "--torch", "/home/one/bin/python", "--trace=/tmp/t.json"]) == (
+        "python -m bench layer --torch python --trace=t.json")
     assert command_line(["run", "--machine", "/home/someone/x.toml"]) == (
         "python -m bench run --machine x.toml")
 
