@@ -158,7 +158,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             from bench.cube import cube
             print(cube(arguments.file))
         return 0
-    except (UsageError, StoreError, OSError) as error:
+    except OSError as error:
+        named = error.filename and error.strerror
+        print(f"error: {f'{error.filename}: {error.strerror}' if named else error}",
+              file=sys.stderr)
+        return 2
+    except (UsageError, StoreError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

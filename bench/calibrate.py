@@ -6,6 +6,7 @@ in the figures too.
 
 import itertools
 import json
+import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -32,8 +33,9 @@ def calibrate(arguments, comm) -> int:
     """
     path = Path(arguments.out)
     problem = None
-    if comm.rank == 0 and not (path.suffix == ".toml" and path.parent.is_dir()):
-        problem = f"--out {path}: a .toml file in a folder that exists would do"
+    if comm.rank == 0 and not (path.suffix == ".toml" and writable(path.parent)):
+        problem = (f"--out {path}: a .toml file in a folder that exists and can be written would "
+                   f"do")
     if environment.local_ranks() not in (1, comm.size):
         problem = "calibrate measures one node: start all ranks on one"
     problems = [text for text in comm.allgather(problem) if text]
@@ -47,6 +49,15 @@ def calibrate(arguments, comm) -> int:
         print(text, flush=True)
     comm.Barrier()
     return 0
+
+
+def writable(folder: Path) -> bool:
+    """Whether files can be made in it, found out by making one."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def measured(comm) -> model.Machine:

@@ -46,7 +46,7 @@ def add_microbenchmarks(verbs) -> None:
     matmul.add_argument("--backward", action="store_true", help="measure dA and dB too")
 
     rival = _verb(verbs, "scalapack", "under mpirun: the 3-D product beside ScaLAPACK's, which "
-                  "must be installed", 7, 30.0)
+                  "must be installed; prints, and writes no file", 7, 30.0, writes=False)
     rival.add_argument("--shape", type=shape, action="append", required=True, metavar="M,N,K",
                        help="C is M x K, the sum has N terms; N alone for cubes; may be repeated")
     _grid_option(rival)
@@ -140,11 +140,14 @@ def add_files(verbs) -> None:
                             help="a file of one run, a merged one, or a folder of them")
 
 
-def _verb(verbs, name: str, about: str, repetitions: int,
-          seconds: float) -> argparse.ArgumentParser:
+def _verb(verbs, name: str, about: str, repetitions: int, seconds: float,
+          writes: bool = True) -> argparse.ArgumentParser:
     parser = verbs.add_parser(name, help=about)
-    parser.add_argument("--out", metavar="DIR",
-                        help="where the .h5 files go (default results/<machine>)")
+    if writes:
+        parser.add_argument("--out", metavar="DIR",
+                            help="where the .h5 files go (default results/<machine>)")
+        parser.add_argument("--backend", metavar="NAME",
+                            help="the array library (default MM3D_BACKEND, or numpy)")
     parser.add_argument("--repetitions", type=int, default=repetitions, metavar="N",
                         help=f"the least number that count (default {repetitions})")
     parser.add_argument("--max-repetitions", type=int, metavar="N",
@@ -157,8 +160,6 @@ def _verb(verbs, name: str, about: str, repetitions: int,
                              "(default 0.05)")
     parser.add_argument("--seed", type=int, default=0, metavar="N",
                         help="of numbers and order (default 0)")
-    parser.add_argument("--backend", metavar="NAME",
-                        help="the array library (default MM3D_BACKEND, or numpy)")
     return parser
 
 

@@ -85,7 +85,7 @@ def test_a_machine_measures_itself(tmp_path):
     assert sum(model.step_seconds(machine, trace).values()) > 1e-5
 
 
-@pytest.mark.parametrize("name", ["here.txt", "no/folder/here.toml"])
+@pytest.mark.parametrize("name", ["here.txt", "no/folder/here.toml", "/proc/here.toml"])
 def test_a_file_that_cannot_be_written_is_refused_first(name, tmp_path):
     run = run_ranks(1, "-m", "bench", "calibrate", "--out", str(tmp_path / name))
     assert run.returncode == 2
