@@ -160,7 +160,7 @@ class Session:
     begun : str
         When, UTC, ISO 8601.
     settings : dict
-        What its rows are measured with: see `bench.reproduce.settings`.
+        What its rows are measured with: see `bench.resume.settings`.
     """
 
     order: int

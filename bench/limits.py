@@ -8,7 +8,7 @@ import numpy as np
 from bench import parts
 from bench.cases import HEADINGS
 from bench.curves import found_runs, rate
-from bench.overview import most, scalar
+from bench.overview import most
 from bench.panels import (LeftOut, Point, against_ranks, blank, caption, curve, finish, from_zero,
                           line, plain_log, style)
 from bench.results import Results
@@ -69,7 +69,7 @@ def placed(run: Run) -> tuple[float, float, float] | None:
 
 def peaks(run: Run) -> tuple[float, float]:
     """Operations and bytes a second of a rank with all at work; NaN where not recorded."""
-    return scalar(run, "machine", "gemm_together"), scalar(run, "machine", "memory_together")
+    return tuple(parts.scalar(run, "machine", f"{name}_together") for name in ("gemm", "memory"))
 
 
 def _roofs(panel, runs: list[Run]) -> None:

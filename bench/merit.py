@@ -57,7 +57,7 @@ def figures(run: Run) -> list[Figure]:
                     "s a sequence"),
              Figure("tokens a second", batch * seq / seconds, "1/s"),
              Figure("useful rate a rank", flops / seconds / ranks / 1e9, "GFLOP/s")]
-    rates = {name: _scalar(run, "machine", name) for name in (
+    rates = {name: parts.scalar(run, "machine", name) for name in (
         "gemm_together", "gemm_alone", "memory_together", "memory_alone")}
     for name, who in (("together", "all ranks at once"), ("alone", "one rank alone")):
         peak = rates[f"gemm_{name}"]
@@ -124,13 +124,8 @@ def memory(run: Run) -> list[Figure]:
         bytes_ = parts.variable(run, "memory", name)
         if bytes_ is not None:
             found.append(Figure(f"memory: {words}", float(bytes_.values.max()) / 2 ** 20, "MiB",
-                                _scalar(run, "memory", f"expected_{name}") / 2 ** 20))
+                                parts.scalar(run, "memory", f"expected_{name}") / 2 ** 20))
     return found
-
-
-def _scalar(run: Run, group: str, name: str) -> float:
-    found = parts.variable(run, group, name)
-    return math.nan if found is None else float(found.values)
 
 
 def document(path: str | Path) -> list[Part]:

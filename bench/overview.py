@@ -21,11 +21,11 @@ def overview(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> T
         rate = merit.useful_flops(run) / seconds / run.ranks
         words = run.traffic["words"].sum() / run.ranks
         lines.append([title(row.scheme), row.gpus, _number(tokens), _number(rate / 1e9),
-                      _number(100 * rate / scalar(run, "machine", "gemm_together")),
+                      _number(100 * rate / parts.scalar(run, "machine", "gemm_together")),
                       _number(words / 1e6), _number(run.expected_words.sum() / run.ranks / 1e6),
                       _number(run.traffic["bytes"].sum() / run.ranks / 1e6),
                       _number(most(run, "pool_peak") / 2 ** 20),
-                      _number(scalar(run, "memory", "expected_pool_peak") / 2 ** 20)])
+                      _number(parts.scalar(run, "memory", "expected_pool_peak") / 2 ** 20)])
     words, peak = "moved a rank", "peak memory of a rank"
     return Table(f"{heading}: figures of merit", [
         Column("scheme"), Column("ranks"), Column("tokens", "a second"),
@@ -33,12 +33,6 @@ def overview(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> T
         Column("words", "(millions)", words), Column("closed form", "(millions)", words),
         Column("MB", "", words), Column("measured", "(MiB)", peak),
         Column("closed form", "(MiB)", peak)], lines)
-
-
-def scalar(run: Run, group: str, name: str) -> float:
-    """A number that was recorded of the whole run; NaN where it was not."""
-    found = parts.variable(run, group, name)
-    return math.nan if found is None else float(found.values)
 
 
 def most(run: Run, name: str) -> float:

@@ -1,5 +1,7 @@
 """Where the time went: the parts of a run's forward and backward, from its file."""
 
+import math
+
 import numpy as np
 
 from mm3d import timing
@@ -76,6 +78,12 @@ def bandwidth(run: Run) -> dict[str, float] | None:
 def variable(run: Run, group: str, name: str) -> Variable | None:
     """A variable of one of the run's groups, if it has it."""
     return run.groups[group].variables.get(name) if group in run.groups else None
+
+
+def scalar(run: Run, group: str, name: str) -> float:
+    """A number that was recorded of the whole run; NaN where it was not."""
+    found = variable(run, group, name)
+    return math.nan if found is None else float(found.values)
 
 
 def _seconds(run: Run) -> np.ndarray | None:

@@ -12,8 +12,6 @@ from mm3d.spans import PARTS
 from models import SIZES, Parallelism
 from support import run_ranks
 
-NUMBERS = {"ts", "dur"}
-
 
 def tracks(document: dict) -> dict[int, list[dict]]:
     """The complete events of each rank, after the format's rules have been checked."""
