@@ -1,4 +1,4 @@
-"""What comes of the jobs: their files in one folder, the tables and the figures."""
+"""What comes of the jobs: their files in one folder and one file, the tables and the figures."""
 
 import os
 import secrets
@@ -10,7 +10,7 @@ from bench.reproduce import finish
 from jobs import rows, slurm
 from jobs.rows import DONE, Standing
 from jobs.scripts import Work
-from mm3d import store
+from mm3d import merged, store
 
 
 def gather(work: Work, case: Case) -> int:
@@ -29,8 +29,29 @@ def gather(work: Work, case: Case) -> int:
     return new
 
 
+def merge(work: Work, cases: list[Case]) -> str:
+    """Join the collected runs of the rows in one file anew; a line that says so.
+
+    It lies beside the scripts: tables and figures read every file of the results' folder.
+
+    Raises
+    ------
+    StoreError
+        When versions of the schema differ, or the file cannot be written.
+    """
+    target, part = work.folder / "all.h5", work.folder / f".all-{secrets.token_hex(4)}.h5"
+    paths = [path for one in cases for path, _ in rows.results(work, one)
+             if path.parent == work.out]
+    if not paths:
+        return "nothing to merge"
+    store.check_folder(work.folder)
+    count = merged.merge(paths, part)
+    os.replace(part, target)
+    return f"{count} runs merged in {target}"
+
+
 def collect(work: Work, cases: list[Case]) -> int:
-    """Gather what is there, name what is not, print the tables and draw the figures.
+    """Gather and merge what is there, name what is not, print the tables and draw the figures.
 
     Returns
     -------
@@ -48,6 +69,7 @@ def collect(work: Work, cases: list[Case]) -> int:
     print(f"\n{done} of {len(cases)} rows done, {new} files new in {work.out}")
     for one in missing:
         print(f"missing: {line(one)}")
+    print(merge(work, cases))
     return int(bool(missing))
 
 

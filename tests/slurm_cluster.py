@@ -34,6 +34,7 @@ GresTypes=gpu
 MpiDefault=none
 ReturnToService=2
 KillWait=2
+MessageTimeout=60
 MinJobAge=300
 FirstJobId={first_job}
 MaxJobCount={most_jobs}

@@ -11,7 +11,7 @@ from bench.cases import UsageError, case, select
 from jobs import rows, scripts, site, slurm
 from jobs.__main__ import main
 from jobs.scripts import Work
-from mm3d import store
+from mm3d import merged, store
 from records import made_up
 from support import run_python
 
@@ -278,13 +278,17 @@ def test_collect_merges_and_names_what_is_missing(tmp_path, capsys):
             "--out", str(out)]
     assert main(verb) == 1
     text = capsys.readouterr().out
-    assert "1 of 2 rows done, 1 files new" in text
+    assert "1 of 2 rows done, 1 files new" in text and "1 runs merged in " in text
     assert "missing: strong 3-D 8 ranks: not submitted" in text
     assert "missing: weak" not in text
     assert (out / path.name).read_bytes() == path.read_bytes() and (out / "tables.txt").exists()
     store.write(made_up(other.row, preset="tiny"), out, other.name)
     assert main(verb) == 0
-    assert "2 of 2 rows done, 0 files new" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "2 of 2 rows done, 0 files new" in text and "2 runs merged in " in text
+    runs = merged.runs(out / "jobs" / "all.h5")
+    assert sorted(run.configuration["table"] for run in runs) == ["strong", "weak"]
+    assert not list((out / "jobs").glob(".all-*"))
 
 
 @pytest.mark.parametrize("options, message", [

@@ -40,6 +40,9 @@ mpi = "pmi2"
 gpu_binding = "task"
 [run]
 options = [{options}]
+[environment]
+MPIR_CVAR_POLLS_BEFORE_YIELD = "1"
+MPIR_CVAR_ENABLE_HEAVY_YIELD = "1"
 """
 QUICK = '"--repetitions=2", "--max-repetitions=2"'
 ENDLESS = '"--repetitions=1000000", "--max-repetitions=1000000"'
@@ -119,6 +122,30 @@ class User:
         return min(used)
 
 
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory):
+    """Jobs of a minute, which end while other tests go on: on a cluster of their own."""
+    lacking = slurm_cluster.missing()
+    if lacking:
+        pytest.skip(lacking)
+    heeding, hanging = (tmp_path_factory.mktemp(name) for name in ("heeds", "hangs"))
+    python = hanging / "python"
+    python.write_text("#!/bin/bash\ntrap '' TERM USR1\nsleep 100 & wait; wait; wait\n")
+    python.chmod(0o755)
+    running = Cluster(tmp_path_factory.mktemp("limits")).start()
+    try:
+        heeds = User(running, heeding, options=ENDLESS, hours="0:01:00")
+        hangs = User(running, hanging, python=python, hours="0:01:00")
+        # It leaves the cores to the others early.
+        heeds.site.write_text(heeds.site.read_text().replace("warning = 1", "warning = 30"))
+        for user in (heeds, hangs):
+            user.submit()
+        running.command("scancel", "--name=mm3d-collect")
+        yield running, heeds, hangs
+    finally:
+        running.stop()
+
+
 def check_run(run):
     """What ``mpirun`` guarantees of a result holds of one that Slurm started."""
     one = case(select(run.configuration["table"], run.configuration["scheme"])[0], "tiny")
@@ -130,6 +157,7 @@ def check_run(run):
     assert "srun" not in run.environment["command"] and run.environment["ranks"] == run.ranks
 
 
+@pytest.mark.usefixtures("limited")    # so that its minute begins now
 def test_rows_from_submission_to_tables_and_only_what_is_missing(cluster, tmp_path):
     user = User(cluster, tmp_path, rows=("--table", "strong", "--ranks", "8"))
     assert "nothing is submitted" in user.jobs("render")[1]
@@ -226,20 +254,10 @@ def test_a_job_that_is_told_that_its_time_is_nearly_over(cluster, tmp_path):
     assert cluster.quiet(30)
 
 
-def test_jobs_at_their_limit(cluster, tmp_path):
+def test_jobs_at_their_limit(limited):
     """Slurm's clock, a minute at the least: one job heeds the warning, one is killed."""
-    folders = [tmp_path / name for name in ("heeds", "hangs")]
-    for folder in folders:
-        folder.mkdir()
-    hanging = folders[1] / "python"
-    hanging.write_text("#!/bin/bash\ntrap '' TERM USR1\nsleep 100 & wait; wait; wait\n")
-    hanging.chmod(0o755)
-    heeds = User(cluster, folders[0], options=ENDLESS, hours="0:01:00")
-    hangs = User(cluster, folders[1], python=hanging, hours="0:01:00")
-    heeds.submit()
-    hangs.submit()
-    cluster.command("scancel", "--name=mm3d-collect")
-    assert cluster.quiet(200), heeds.logs()
+    running, heeds, hangs = limited
+    assert running.quiet(200), heeds.logs()
     # With what it has; on a busy machine the warning may come before the first repetition.
     assert re.search("stopped early, job|stopped near the time limit", heeds.jobs("status")[1])
     assert "TIMEOUT" not in heeds.jobs("status")[1]
@@ -301,17 +319,31 @@ def test_slurm_takes_the_scripts_of_each_site(tmp_path, site, nodes, cpus, gpus,
 @pytest.mark.skipif("MM3D_SLURM_TABLE" not in os.environ, reason=(
     "takes many minutes on a few cores: set MM3D_SLURM_TABLE to weak, strong or all"))
 @pytest.mark.limit(7200)
-def test_every_row_of_a_table(cluster, tmp_path):
+@pytest.mark.parametrize("ranks, nodes, slots", [
+    # Between nodes that are none MPI waits longer, so the wide rows have one that is wide enough.
+    ("8,16", 4, 4), ("36,64", 1, 64)])
+def test_every_row_of_a_table(tmp_path, ranks, nodes, slots):
     """8 to 64 tasks, all schemes, as under mpirun."""
+    if slurm_cluster.missing():
+        pytest.skip(slurm_cluster.missing())
     table = os.environ["MM3D_SLURM_TABLE"]
-    user = User(cluster, tmp_path, rows=("--table", table), hours="2:00:00")
-    user.site.write_text(user.site.read_text().replace("ranks = 2\ngpus = 2", "ranks = 16")
-                         .replace('gpu_binding = "task"', "").replace("=2", "=1"))
-    jobs = user.submit()
-    assert cluster.quiet(7000), user.logs()
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    wide = Cluster(folder, nodes, cpus=slots, gpus=0).start()
+    try:
+        user = User(wide, tmp_path, rows=("--table", table, "--ranks", ranks), hours="2:00:00",
+                    options='"--repetitions=1", "--max-repetitions=1"')
+        user.site.write_text(user.site.read_text().replace(
+            "ranks = 2\ngpus = 2", f"ranks = {slots}").replace('gpu_binding = "task"', ""))
+        jobs = user.submit()
+        assert wide.quiet(7000), user.logs()
+    finally:
+        wide.stop()
     runs = user.runs()
     for run in runs:
         check_run(run)
-    expected = sorted((row.table, row.scheme, row.gpus) for row in select(table))
+    expected = sorted((row.table, row.scheme, row.gpus) for row in select(table)
+                      if str(row.gpus) in ranks.split(","))
     assert len(jobs) == len(expected) and expected == sorted(
-        (run.configuration["table"], run.configuration["scheme"], run.ranks) for run in runs)
+        (run.configuration["table"], run.configuration["scheme"], run.ranks)
+        for run in runs), user.logs()
