@@ -60,7 +60,7 @@ def refused(comm, monkeypatch):
     (8, "3d", {"grid": (2.0, 2, 2)}, ["x=2.0"]),
     (8, "3d", {"keep": "all"}, ["keep='all'", "none, weight, both"]),
     (8, "3d", {"rows": "columns"}, ["rows='columns'", "auto, sequences or positions"]),
-    (8, "3d", {"kept": "both"}, ["'kept'", "keep, rows"]),
+    (8, "3d", {"kept": "both"}, ["'kept'", "keep, overlap, rows"]),
     (8, "1d", {"keep": "both"}, ["'1d'", "'keep'", "none"]),
     (8, "3d", {"backend": "torch"}, ["'torch'", "numpy, cupy"])])
 def test_schemes(refused, ranks, name, arguments, words):
