@@ -1,11 +1,10 @@
 """How much of the communication of a step other work hides."""
 
-import time
 from typing import Any, Callable
 
 import numpy as np
 
-from mm3d.grid import Grid
+from mm3d.grid import Grid, Pending
 
 
 def set_overlap(model: Any, overlap: bool) -> bool:
@@ -20,9 +19,10 @@ def set_overlap(model: Any, overlap: bool) -> bool:
 def hidden_share(grid: Grid, step: Callable[[], object], repetitions: int) -> float:
     """The share of the time of those collectives of `step` that may go on, which is not seen.
 
-    Seen is what this rank spends on them, beginning, moving on and waiting; of the same steps
-    with each collective ended where it begins, that is all of their time.  Medians over the
-    repetitions, summed over the ranks; NaN where there is no such collective.
+    Seen is what this rank, on a device the stream that computes, spends on them, beginning,
+    moving on and waiting; of the same steps with each collective ended where it begins, that is
+    all of their time.  Medians over the repetitions, summed over the ranks; NaN where there is
+    no such collective.
     """
     seen = np.array([[_seen(grid, step, at_once) for at_once in (False, True)]
                      for _ in range(repetitions)])
@@ -32,19 +32,22 @@ def hidden_share(grid: Grid, step: Callable[[], object], repetitions: int) -> fl
 
 def _seen(grid: Grid, step: Callable[[], object], at_once: bool) -> float:
     """Seconds that this rank spends on collectives that may go on in one step."""
-    seconds = [0.0]
+    marks, mark = [], grid.backend.mark
 
     def timed(call: Callable) -> Callable:
         def told(*arguments: Any) -> Any:
-            start = time.perf_counter()
+            start = mark()
             result = call(*arguments)
-            seconds[0] += time.perf_counter() - start
+            marks.append((start, mark()))
             return result
         return told
 
     def begun(begin: Callable) -> Callable:
         def told(*arguments: Any) -> Any:
             pending = timed(begin)(*arguments)
+            if not isinstance(pending, Pending):    # nothing to prefetch, or nothing that can
+                marks.pop()
+                return pending
             pending.progress, pending.wait = timed(pending.progress), timed(pending.wait)
             if at_once:
                 pending.wait()
@@ -53,10 +56,11 @@ def _seen(grid: Grid, step: Callable[[], object], at_once: bool) -> float:
 
     for axis in grid.axes.values():
         axis.begin_reduce_scatter = begun(axis.begin_reduce_scatter)
+        axis.prefetch = begun(axis.prefetch)
     try:
         grid.comm.Barrier()
         step()
     finally:
         for axis in grid.axes.values():
-            del axis.begin_reduce_scatter
-    return seconds[0]
+            del axis.begin_reduce_scatter, axis.prefetch
+    return sum(grid.backend.seconds(*pair) for pair in marks)

@@ -8,62 +8,12 @@ MPI are never asked for: on device buffers some of them crash (Open MPI's `Iallr
 and none knows bfloat16.
 """
 
-import itertools
 import math
 from contextlib import contextmanager
-from typing import Iterator
+from typing import Any, Callable, Iterator
 
-from mm3d.backend import Array, Backend, namespace, wide_dtype
-from mm3d.transport import MpiTransport
-
-# Elements up to which an all-reduce gathers all terms: one exchange instead of two.
-SMALL = 4096
-
-Lengths = list[int]
-
-
-class WireTransport(MpiTransport):
-    """Collectives made of a gather, a broadcast and an exchange; sums are the device's own.
-
-    Terms are summed in the order of the ranks, in float32 where the elements have 16 bits, so that
-    every transport gives the same bits.
-    """
-
-    def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
-        """Elements to and from every rank, one rank's after another's in both flat buffers."""
-        raise NotImplementedError
-
-    def _reduce_scatter(self, send: Array, recv: Array, lengths: Lengths) -> None:
-        own = lengths[self.rank]
-        terms = self.backend.empty((self.comm.size, own), send.dtype)
-        self._exchange(_flat(send), _flat(terms), lengths, [own] * self.comm.size)
-        _sum(terms, recv)
-
-    def _all_reduce(self, send: Array, recv: Array) -> None:
-        size, length = self.comm.size, math.prod(send.shape)
-        if length <= SMALL:
-            terms = self.backend.empty((size, length), send.dtype)
-            self._all_gather(send, terms, [length] * size)
-            _sum(terms, recv)
-            return
-        part, lengths = self._part(send)
-        self._all_gather(part, recv, lengths)
-
-    def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
-        part, lengths = self._part(send)
-        at_root = recv is not None
-        sends = [lengths[self.rank] * (rank == root) for rank in range(self.comm.size)]
-        receives = lengths if at_root else [0] * self.comm.size
-        into = _flat(recv) if at_root else self.backend.empty((0,), send.dtype)
-        self._exchange(part, into, sends, receives)
-
-    def _part(self, send: Array) -> tuple[Array, Lengths]:
-        """This rank's even share of the sum, and the lengths of all shares."""
-        share, more = divmod(math.prod(send.shape), self.comm.size)
-        lengths = [share + (rank < more) for rank in range(self.comm.size)]
-        part = self.backend.empty((lengths[self.rank],), send.dtype)
-        self._reduce_scatter(_flat(send), part, lengths)
-        return part, lengths
+from mm3d.backend import Array, Backend
+from mm3d.wire import Lengths, WireTransport, messages, places
 
 
 class DeviceTransport(WireTransport):
@@ -85,7 +35,8 @@ class DeviceTransport(WireTransport):
 
     def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
         self.backend.synchronize()
-        _all_to_all(self.comm, self.backend.wire(send), self.backend.wire(recv), sends, receives)
+        self.comm.Alltoallv(*messages(self.backend.wire(send), self.backend.wire(recv), sends,
+                                      receives))
 
 
 class StagedTransport(WireTransport):
@@ -95,6 +46,7 @@ class StagedTransport(WireTransport):
     """
 
     name = "staged"
+    prefetches = True
 
     def _all_gather(self, send: Array, recv: Array, lengths: Lengths) -> None:
         there, back = self.backend.host_copy(send), self.backend.host_buffer(recv)
@@ -109,9 +61,25 @@ class StagedTransport(WireTransport):
             self.backend.deliver(host, buffer)
 
     def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
+        self._begin_exchange(send, recv, sends, receives)()
+
+    def _begin_exchange(self, send: Array, recv: Array, sends: Lengths,
+                        receives: Lengths) -> Callable[[], Any]:
         there, back = self.backend.host_copy(send), self.backend.host_buffer(recv)
-        _all_to_all(self.comm, there, back, sends, receives)
-        if sum(receives):
+        request = self.comm.Ialltoallv(*messages(there, back, sends, receives))
+        return lambda: self._end(request, there, back, recv)
+
+    def _begin_all_gather(self, send: Array, recv: Array,
+                          lengths: Lengths) -> Callable[[], Any]:
+        there, back = self.backend.host_copy(send), self.backend.host_buffer(recv)
+        starts = [start for _, start in places(lengths)]
+        request = self.comm.Iallgatherv(there, [back, (lengths, starts)])
+        return lambda: self._end(request, there, back, recv)
+
+    def _end(self, request: Any, there: Array, back: Array, recv: Array) -> None:
+        """Wait for MPI, which reads `there` until then, and take what has come."""
+        request.Wait()
+        if math.prod(recv.shape):
             self.backend.deliver(back, recv)
 
 
@@ -123,9 +91,11 @@ class NcclTransport(WireTransport):
     """
 
     name = "nccl"
+    prefetches = True
 
     def __init__(self, comm, backend: Backend) -> None:
         super().__init__(comm, backend)
+        self._at_once = True    # whether what is computed next waits for a collective
         self.nccl, self.stream = backend.nccl, backend.side_stream("nccl")
         key = self.nccl.get_unique_id() if comm.rank == 0 else None
         self.group = self.nccl.NcclCommunicator(comm.size, comm.bcast(key), comm.rank)
@@ -137,11 +107,34 @@ class NcclTransport(WireTransport):
     @contextmanager
     def _on_stream(self) -> Iterator[int]:
         """The pointer of NCCL's stream, which starts after what has been computed so far; what
-        is computed from now on comes after it."""
+        is computed from now on comes after it, unless the collective is only begun."""
         computing = self.backend.stream
         self.stream.wait_event(computing.record())
         yield self.stream.ptr
-        computing.wait_event(self.stream.record())
+        if self._at_once:
+            computing.wait_event(self.stream.record())
+
+    def _begin(self, collective: Callable, *arguments: Any) -> Callable[[], Any]:
+        """Start a collective; what lets the stream that computes wait for it."""
+        self._at_once = False
+        try:
+            collective(*arguments)
+        finally:
+            self._at_once = True
+        arrived = self.stream.record()
+        return lambda: self.backend.stream.wait_event(arrived)
+
+    def _begin_exchange(self, *buffers: Any) -> Callable[[], Any]:
+        return self._begin(self._exchange, *buffers)
+
+    def _begin_all_gather(self, *buffers: Any) -> Callable[[], Any]:
+        return self._begin(self._all_gather, *buffers)
+
+    def _begin_reduce_scatter(self, send: Array, recv: Array,
+                              lengths: Lengths) -> Callable[[], Any]:
+        if self._summed(send) is None:
+            return super()._begin_reduce_scatter(send, recv, lengths)
+        return self._begin(self._reduce_scatter, send, recv, lengths)
 
     @contextmanager
     def _grouped(self) -> Iterator[int]:
@@ -160,7 +153,7 @@ class NcclTransport(WireTransport):
                 self.group.allGather(source, into, lengths[0] * size, self.nccl.NCCL_UINT8, stream)
             return
         with self._grouped() as stream:
-            for root, (length, start) in enumerate(_places(lengths)):
+            for root, (length, start) in enumerate(places(lengths)):
                 if length:
                     self.group.broadcast(source, into + start * size, length * size,
                                          self.nccl.NCCL_UINT8, root, stream)
@@ -174,11 +167,11 @@ class NcclTransport(WireTransport):
     def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
         source, into, size = self._bytes(send, recv)
         with self._grouped() as stream:
-            for peer, (length, start) in enumerate(_places(sends)):
+            for peer, (length, start) in enumerate(places(sends)):
                 if length:
                     self.group.send(source + start * size, length * size, self.nccl.NCCL_UINT8,
                                     peer, stream)
-            for peer, (length, start) in enumerate(_places(receives)):
+            for peer, (length, start) in enumerate(places(receives)):
                 if length:
                     self.group.recv(into + start * size, length * size, self.nccl.NCCL_UINT8,
                                     peer, stream)
@@ -195,7 +188,7 @@ class NcclTransport(WireTransport):
                                          stream)
             return
         with self._grouped() as stream:
-            for root, (length, start) in enumerate(_places(lengths)):
+            for root, (length, start) in enumerate(places(lengths)):
                 if length:
                     self.group.reduce(source + start * size, into, length, kind,
                                       self.nccl.NCCL_SUM, root, stream)
@@ -231,26 +224,3 @@ class NcclTransport(WireTransport):
 
 
 TRANSPORTS = {kind.name: kind for kind in (DeviceTransport, StagedTransport, NcclTransport)}
-
-
-def _sum(terms: Array, out: Array) -> None:
-    """`out` becomes the sum over the first dimension, in float32 at least."""
-    xp = namespace(terms)
-    total = xp.sum(terms, axis=0, dtype=wide_dtype(terms))
-    out[...] = xp.reshape(xp.astype(total, out.dtype, copy=False), out.shape)
-
-
-def _flat(a: Array) -> Array:
-    """The elements of a contiguous array, where they lie."""
-    return namespace(a).reshape(a, (math.prod(a.shape),))
-
-
-def _places(lengths: Lengths) -> list[tuple[int, int]]:
-    """Length and start of blocks that lie one after another."""
-    return list(zip(lengths, itertools.accumulate(lengths, initial=0)))
-
-
-def _all_to_all(comm, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
-    """Elements to and from every rank of an MPI communicator."""
-    starts = [[start for _, start in _places(lengths)] for lengths in (sends, receives)]
-    comm.Alltoallv([send, (sends, starts[0])], [recv, (receives, starts[1])])

@@ -157,6 +157,16 @@ class Axis:
         self._count("reduce_scatter", a, math.prod(a.shape) - math.prod(own), self.size - 1)
         return found
 
+    def prefetch(self, a: Array, dim: int, counts: list[int]) -> Array | Pending:
+        """`all_gather` that goes on while this rank computes; `a` itself where none can."""
+        if self.size == 1 or not self.transport.prefetches:
+            return a
+        self._check(counts, a.shape[dim], counts[self.rank])
+        found = self.transport.begin_all_gather(a, dim, counts)
+        self._count("all_gather", a, math.prod(found.out.shape) - math.prod(a.shape),
+                    self.size - 1)
+        return found
+
     def all_reduce(self, a: Array) -> Array:
         """The sum of `a` over all ranks; `a` itself on an axis of one rank."""
         if self.size == 1:
@@ -251,6 +261,10 @@ class Split:
     def begin_reduce_scatter(self, a: Array) -> Pending:
         """`reduce_scatter` that may go on while this rank multiplies; see `Pending`."""
         return self.axis.begin_reduce_scatter(a, self.dim, self.counts)
+
+    def prefetch(self, a: Array) -> Array | Pending:
+        """`all_gather` that goes on while this rank computes; `a` itself where none can."""
+        return self.axis.prefetch(a, self.dim, self.counts)
 
     def broadcast(self, a: Array, root: int) -> Array:
         """The block of the rank `root`, on every rank."""

@@ -24,7 +24,7 @@ PRODUCTS = ("gemm", "gemms")
 
 # What travels for each attribute of a layer that communicates; of a product it says so itself.
 OPERANDS = {"vector": "b", "split": "KV", "space": "row sums"}
-TRAVELS = {*COLLECTIVES, "begin_reduce_scatter", "fetch", "collect", "sum_features"}
+TRAVELS = {*COLLECTIVES, "begin_reduce_scatter", "prefetch", "fetch", "collect", "sum_features"}
 
 
 @contextmanager
@@ -117,6 +117,8 @@ class _Transport:
             setattr(self, kind, self._told(kind, getattr(axis.transport, kind)))
         self.begin_reduce_scatter = self._told("reduce_scatter",
                                                axis.transport.begin_reduce_scatter)
+        if axis.transport.prefetches:
+            self.begin_all_gather = self._told("all_gather", axis.transport.begin_all_gather)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

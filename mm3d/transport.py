@@ -68,6 +68,7 @@ class MpiTransport:
     """
 
     name = "mpi"
+    prefetches = False    # whether there is a `begin_all_gather` that goes on by itself
 
     def __init__(self, comm, backend: Backend) -> None:
         self.comm, self.backend, self.rank = comm, backend, comm.rank
@@ -88,10 +89,7 @@ class MpiTransport:
         out = self.backend.empty(resized(a.shape, dim, sum(counts)), a.dtype)
         flat, lengths = self._flat(out, dim, counts)
         self._all_gather(self.backend.contiguous(a), flat, lengths)
-        if flat is not out:
-            for piece, block in self._pieces(flat, out, dim, counts):
-                block[...] = piece
-        return out
+        return self._unpacked(flat, out, dim, counts)
 
     def reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Array:
         """This rank's block, along `dim`, of the sum of the ranks' terms `a`."""
@@ -171,6 +169,13 @@ class MpiTransport:
         share = math.prod(a.shape) // max(1, a.shape[dim])
         lengths = [count * share for count in counts]
         return (a if outer <= 1 else self.backend.empty((sum(lengths),), a.dtype)), lengths
+
+    def _unpacked(self, flat: Array, out: Array, dim: int, counts: list[int]) -> Array:
+        """`out` with the blocks that lie in `flat`, if that is another buffer."""
+        if flat is not out:
+            for piece, block in self._pieces(flat, out, dim, counts):
+                block[...] = piece
+        return out
 
     def _pieces(self, flat: Array, a: Array, dim: int,
                 counts: list[int]) -> Iterator[tuple[Array, Array]]:

@@ -12,6 +12,7 @@ touch, for a CUDA-aware MPI to work on.
 import ctypes
 import time
 import types
+import weakref
 
 import numpy as np
 
@@ -24,7 +25,8 @@ except ImportError:
 class Memory:
     """One allocation and its two sides."""
 
-    alive: dict[int, "Memory"] = {}    # by address
+    alive: "weakref.WeakValueDictionary[int, Memory]" = weakref.WeakValueDictionary()  # by address
+    lent: list["Memory"] = []          # a driver's, which other processes may have open
     written: set["Memory"] = set()     # by kernels, since the last flush
     driver = None
 
@@ -42,6 +44,8 @@ class Memory:
             self.device = np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(there))
         self.told = False
         self.alive[self.address] = self
+        if self.driver is not None:
+            self.lent.append(self)
 
     @property
     def dirty(self) -> bool:
@@ -53,7 +57,6 @@ class Memory:
         self.written.add(self)
 
     def __del__(self) -> None:
-        self.alive.pop(self.address, None)
         if self.driver is not None:
             del self.device
             self.driver.cuMemFree_v2(ctypes.c_uint64(self.address))

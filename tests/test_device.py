@@ -7,8 +7,8 @@ import pytest
 import fakelibs
 import fakenccl
 import mm3d
-from bench import machine
-from mm3d import backend, choice, device, gpu, proof, selftest
+from bench import hiding, machine
+from mm3d import backend, choice, device, gpu, proof, selftest, wire
 from models import SIZES, SOME, Parallelism, data, differences, serial, train
 from reference import integers, on_grid
 
@@ -70,6 +70,80 @@ def test_the_model_equals_the_serial_one(comm, carried):
         assert not wrong, f"{parallelism} {carried}: {wrong}"
 
 
+@pytest.fixture
+def underway(monkeypatch):
+    """Of each product, how many collectives go on meanwhile."""
+    begun, found = [], []
+    make, multiply = wire.Underway.__init__, gpu.CupyBackend.gemms
+
+    def made(self, *arguments):
+        make(self, *arguments)
+        begun.append(self)
+
+    def multiplied(self, *arguments):
+        found.append(sum(one.finish is not None for one in begun))
+        return multiply(self, *arguments)
+
+    monkeypatch.setattr(wire.Underway, "__init__", made)
+    monkeypatch.setattr(gpu.CupyBackend, "gemms", multiplied)
+    return found
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("keep, options", [
+    ("none", dict(dtype="float16", master="float32")), ("both", dict(dtype="float32"))])
+def test_overlap_changes_no_bit(comm, carried, underway, options, keep):
+    """A is gathered under the product of dA, and dA summed under that of dB."""
+    for grid in {2: [(1, 2, 1)], 4: [(1, 2, 2)]}[comm.size]:
+        found, moved = [], []
+        for overlap in (False, True):
+            parallelism = Parallelism("3d", grid, dict(keep=keep, overlap=overlap))
+            with parallelism.on(comm, "cupy") as scheme:
+                model = mm3d.Transformer(scheme, **SIZES["uneven"], **options, causal=True)
+                underway.clear()
+                results = train(model, *data(**SIZES["uneven"]))
+                counted = sum(underway)
+                found.append({name: scheme.grid.backend.to_host(a).copy()
+                              for name, a in results.items()})
+                moved.append(str(scheme.grid.traffic()))
+                if overlap:    # neither changes what is computed, nor stays behind
+                    share = hiding.hidden_share(scheme.grid, lambda: model.backward(
+                        model.random("dy"), model.forward(model.random("x"))[1]), 1)
+                    assert np.isfinite(share) and "prefetch" not in vars(scheme.grid.y)
+            # On a line A of two of the four products is divided, on a plane that of all; where
+            # it has been kept it is not gathered.
+            lines = sum(size > 1 for size in grid) * 2
+            assert counted == overlap * lines * (1 + (keep == "none")), (grid, counted)
+        assert moved[0] == moved[1], grid
+        for name, a in found[0].items():
+            assert np.array_equal(a, found[1][name]), (grid, name)
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_what_goes_on_arrives(comm, carried, dtype):
+    """Rows and columns, even and uneven, blocks of none; what is sent may go at once, and what
+    is computed in between does not disturb."""
+    grid = mm3d.Grid(comm, "cupy", x=comm.size)
+    library = grid.backend
+    for dim in (0, 1):
+        for extent in (4 * comm.size, 4 * comm.size + 1, 1):
+            split = grid.x.split(dim, extent)
+            shape = (extent, 6) if dim == 0 else (6, extent)
+            terms = [integers(shape, 10 + rank, dtype) for rank in range(comm.size)]
+            here = slice(sum(split.counts[:comm.rank]), sum(split.counts[:comm.rank + 1]))
+            block = (here, slice(None)) if dim == 0 else (slice(None), here)
+            pending = split.begin_reduce_scatter(library.asarray(terms[comm.rank]))
+            arriving = split.prefetch(library.asarray(terms[0][block]))
+            other = [library.asarray(np.full(shape, 77, dtype)) for _ in range(4)]
+            assert all((library.to_host(a) == 77).all() for a in other)
+            expected = sum(a.astype(float) for a in terms)[block]
+            assert np.array_equal(library.to_host(pending.wait()), expected), (dim, extent)
+            assert np.array_equal(library.to_host(arriving.wait()), terms[0]), (dim, extent)
+            assert pending.wait() is pending.out
+    grid.free()
+
+
 @pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("dtype, forward, backward", [("float16", 0.01, 0.05),
                                                       ("bfloat16", 0.08, 0.4)])
@@ -94,7 +168,7 @@ def test_float32_masters(comm, carried, dtype, forward, backward):
 def test_sixteen_bits_are_summed_in_float32(comm, carried):
     """Terms of which a float16 sum would lose all but the first."""
     grid = mm3d.Grid(comm, "cupy", x=comm.size)
-    for length in (8, 3 * device.SMALL):
+    for length in (8, 3 * wire.SMALL):
         term = np.full(length, 2048 if comm.rank == 0 else 1, np.float16)
         found = grid.x.all_reduce(grid.backend.asarray(term))
         assert set(grid.backend.to_host(found).tolist()) == {2048 + 8}    # 2055, rounded once

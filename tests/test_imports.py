@@ -11,9 +11,9 @@ PACKAGE = Path(mm3d.__file__).parent
 MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
            for path in PACKAGE.rglob("*.py")}
 
-# elementwise <- backend <- transport <- shared, device <- choice <- grid <- layout <- space <-
-# contract <- schemes, and functional <- space, layers <- transformer: no module sees one above
-# it, layers see no scheme.
+# elementwise <- backend <- transport <- shared, wire <- device <- choice <- grid <- layout <-
+# space <- contract <- schemes, and functional <- space, layers <- transformer: no module sees one
+# above it, layers see no scheme.
 ARRAYS = {"backend", "grid", "layout", "space"}
 MAY_IMPORT = {
     "elementwise": set(),
@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "shared": {"backend", "memory", "transport"},
     "kernels": set(),
     "gpu": {"backend", "environment", "kernels"},
-    "device": {"backend", "transport"},
+    "wire": {"backend", "transport"},
+    "device": {"backend", "wire"},
     "proof": {"environment"},
     "choice": {"backend", "device", "proof", "shared", "transport"},
     "grid": {"backend", "choice", "environment", "shared", "transport"},

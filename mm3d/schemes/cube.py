@@ -15,7 +15,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mm3d.backend import Array, Backend, matmul, matmul_nt, matmul_tn
-from mm3d.grid import Split
+from mm3d.grid import Pending, Split
 from mm3d.layout import Layout
 from mm3d.contract import Move, Product, Scheme, Strings
 from mm3d.space import Space
@@ -28,11 +28,13 @@ class Gathered:
         self.array = array
 
 
-Operand = Array | Gathered
+Operand = Array | Gathered | Pending
 
 
 def gather(operand: Operand, split: Split) -> Array:
     """The operand gathered along its direction, at no cost when it was before."""
+    if isinstance(operand, Pending):
+        return operand.wait()
     return operand.array if isinstance(operand, Gathered) else split.all_gather(operand)
 
 
@@ -47,13 +49,19 @@ def ab_backward(dC: Operand, A: Operand, B: Operand, a: Split, b: Split, c: Spli
                 overlap: bool = False, wide: bool = False) -> tuple[Array, Array]:
     """dA = dC B^T in z, x, y and dB = A^T dC in y, z, x (Algorithm 2); dC is gathered once.
 
-    With `overlap` the terms of dA travel while dB is computed; with `wide` dB is in float32 at
-    least.
+    With `overlap` the terms of dA travel while dB is computed, and A, where it can be prefetched,
+    while dA is; with `wide` dB is in float32 at least.
     """
     dC = Gathered(gather(dC, c))
     if not overlap:
         return abt(dC, B, c, b, a), atb(A, dC, a, c, b, wide)
-    with a.begin_reduce_scatter(matmul_nt(dC.array, gather(B, b), a.term)) as dA:
+    B_lj = gather(B, b)
+    if not isinstance(A, Gathered):
+        A = a.prefetch(A)
+    terms = matmul_nt(dC.array, B_lj, a.term)
+    del B_lj    # nothing is held longer than it is needed
+    with a.begin_reduce_scatter(terms) as dA:
+        del terms
         dB = atb(A, dC, a, c, b, wide)
     return dA.wait(), dB
 

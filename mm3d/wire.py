@@ -1,0 +1,135 @@
+"""Collectives of device arrays, made of three ways to move bytes; sums are the device's own."""
+
+import itertools
+import math
+from typing import Any, Callable
+
+from mm3d.backend import Array, Backend, namespace, wide_dtype
+from mm3d.transport import MpiTransport, Pending, resized
+
+# Elements up to which an all-reduce gathers all terms: one exchange instead of two.
+SMALL = 4096
+
+Lengths = list[int]
+
+
+class Underway(Pending):
+    """A collective beside the stream that computes.
+
+    Parameters
+    ----------
+    backend : Backend
+        Whose arrays travel.
+    out : Array
+        The result, once there.
+    finish : callable
+        Makes what is computed from then on come after it.
+    *kept : Array
+        What must stay until then.
+    """
+
+    def __init__(self, backend: Backend, out: Array, finish: Callable[[], Any],
+                 *kept: Array) -> None:
+        super().__init__(backend, out)
+        self.finish, self.kept = finish, kept
+
+    def wait(self) -> Array:
+        """The result, for what is computed next."""
+        if self.finish is not None:
+            self.finish()
+            self.finish, self.kept = None, ()
+        return self.out
+
+
+class WireTransport(MpiTransport):
+    """Collectives made of a gather, a broadcast and an exchange; sums are the device's own.
+
+    Terms are summed in the order of the ranks, in float32 where the elements have 16 bits, so that
+    every transport gives the same bits.
+    """
+
+    def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
+        """Elements to and from every rank, one rank's after another's in both flat buffers."""
+        raise NotImplementedError
+
+    def _begin_exchange(self, send: Array, recv: Array, sends: Lengths,
+                        receives: Lengths) -> Callable[[], Any]:
+        """Start an `_exchange`; what ends it.  Done at once unless a transport can more."""
+        self._exchange(send, recv, sends, receives)
+        return lambda: None
+
+    def begin_reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Pending:
+        flat, lengths, out = self._terms(a, dim, counts)
+        return Underway(self.backend, out, self._begin_reduce_scatter(flat, out, lengths), flat)
+
+    def _begin_reduce_scatter(self, send: Array, recv: Array,
+                              lengths: Lengths) -> Callable[[], Any]:
+        """Start a `_reduce_scatter`; what ends it."""
+        own = lengths[self.rank]
+        terms = self.backend.empty((self.comm.size, own), send.dtype)
+        arrive = self._begin_exchange(_flat(send), _flat(terms), lengths, [own] * self.comm.size)
+        return lambda: (arrive(), _sum(terms, recv))
+
+    def begin_all_gather(self, a: Array, dim: int, counts: list[int]) -> Pending:
+        """`all_gather` that goes on while this rank computes."""
+        a, out = self.backend.contiguous(a), self.backend.empty(
+            resized(a.shape, dim, sum(counts)), a.dtype)
+        flat, lengths = self._flat(out, dim, counts)
+        arrive = self._begin_all_gather(a, flat, lengths)
+        return Underway(self.backend, out,
+                        lambda: (arrive(), self._unpacked(flat, out, dim, counts)), a)
+
+    def _reduce_scatter(self, send: Array, recv: Array, lengths: Lengths) -> None:
+        own = lengths[self.rank]
+        terms = self.backend.empty((self.comm.size, own), send.dtype)
+        self._exchange(_flat(send), _flat(terms), lengths, [own] * self.comm.size)
+        _sum(terms, recv)
+
+    def _all_reduce(self, send: Array, recv: Array) -> None:
+        size, length = self.comm.size, math.prod(send.shape)
+        if length <= SMALL:
+            terms = self.backend.empty((size, length), send.dtype)
+            self._all_gather(send, terms, [length] * size)
+            _sum(terms, recv)
+            return
+        part, lengths = self._part(send)
+        self._all_gather(part, recv, lengths)
+
+    def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
+        part, lengths = self._part(send)
+        at_root = recv is not None
+        sends = [lengths[self.rank] * (rank == root) for rank in range(self.comm.size)]
+        receives = lengths if at_root else [0] * self.comm.size
+        into = _flat(recv) if at_root else self.backend.empty((0,), send.dtype)
+        self._exchange(part, into, sends, receives)
+
+    def _part(self, send: Array) -> tuple[Array, Lengths]:
+        """This rank's even share of the sum, and the lengths of all shares."""
+        share, more = divmod(math.prod(send.shape), self.comm.size)
+        lengths = [share + (rank < more) for rank in range(self.comm.size)]
+        part = self.backend.empty((lengths[self.rank],), send.dtype)
+        self._reduce_scatter(_flat(send), part, lengths)
+        return part, lengths
+
+
+def _sum(terms: Array, out: Array) -> None:
+    """`out` becomes the sum over the first dimension, in float32 at least."""
+    xp = namespace(terms)
+    total = xp.sum(terms, axis=0, dtype=wide_dtype(terms))
+    out[...] = xp.reshape(xp.astype(total, out.dtype, copy=False), out.shape)
+
+
+def _flat(a: Array) -> Array:
+    """The elements of a contiguous array, where they lie."""
+    return namespace(a).reshape(a, (math.prod(a.shape),))
+
+
+def places(lengths: Lengths) -> list[tuple[int, int]]:
+    """Length and start of blocks that lie one after another."""
+    return list(zip(lengths, itertools.accumulate(lengths, initial=0)))
+
+
+def messages(send: Array, recv: Array, sends: Lengths, receives: Lengths) -> tuple[list, list]:
+    """What MPI's all-to-all takes to move elements to and from every rank."""
+    starts = [[start for _, start in places(lengths)] for lengths in (sends, receives)]
+    return [send, (sends, starts[0])], [recv, (receives, starts[1])]
