@@ -90,6 +90,7 @@ def underway(monkeypatch):
 
 
 @pytest.mark.ranks(2, 4)
+@pytest.mark.limit(240)
 @pytest.mark.parametrize("keep, options", [
     ("none", dict(dtype="float16", master="float32")), ("both", dict(dtype="float32"))])
 def test_overlap_changes_no_bit(comm, carried, underway, options, keep):
