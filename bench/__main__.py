@@ -3,7 +3,6 @@
 import argparse
 import importlib
 import sys
-import traceback
 from typing import NoReturn, Sequence
 
 from bench import beyond, show
@@ -120,9 +119,7 @@ def run_on_all_ranks(arguments) -> int:
     except BaseException:
         if comm.size == 1:
             raise
-        traceback.print_exc()
-        sys.stderr.flush()
-        comm.Abort(1)
+        environment.abort(comm)
         raise
 
 

@@ -9,6 +9,8 @@ import os
 import re
 import shutil
 import sys
+import time
+import traceback
 import warnings
 from collections.abc import Mapping, MutableMapping
 
@@ -201,6 +203,18 @@ def mpirun_command(ranks: int, *argv: str) -> list[str]:
         raise FileNotFoundError(f"there is no mpirun in {beside} nor on PATH: install an MPI "
                                 "library, for example with: pip install mpich")
     return [mpirun, "-n", str(ranks), *argv]
+
+
+def abort(comm) -> None:
+    """End the job of all ranks of `comm` with status 1 for the exception being handled.
+
+    Its traceback comes first.  A launcher that ends a job drops what ranks have written and it has
+    not yet passed on, so it gets two seconds for that.
+    """
+    traceback.print_exc()
+    sys.stderr.flush()
+    time.sleep(2)
+    comm.Abort(1)
 
 
 def _affinity(pid: int) -> set[int]:

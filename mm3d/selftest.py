@@ -5,11 +5,11 @@
 """
 
 import sys
-import traceback
 
 import numpy as np
 from mpi4py import MPI
 
+from mm3d import environment
 from mm3d.grid import Axis, Grid
 
 LENGTHS = (1, 7, 1000, 2 ** 18)    # of one rank's block, elements
@@ -74,6 +74,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except Exception:
-        traceback.print_exc()
-        sys.stderr.flush()
-        MPI.COMM_WORLD.Abort(1)
+        environment.abort(MPI.COMM_WORLD)

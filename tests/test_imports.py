@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "proof": {"environment"},
     "choice": {"backend", "device", "proof", "shared", "transport"},
     "grid": {"backend", "choice", "environment", "shared", "transport"},
-    "selftest": {"grid"},
+    "selftest": {"environment", "grid"},
     "layout": {"backend", "grid"},
     "space": {"backend", "functional", "grid", "layout"},
     "contract": ARRAYS | {"schemes"},    # the registry alone, which looks into the folder
