@@ -147,7 +147,16 @@ def pytest_generate_tests(metafunc):
                                 "that use the fixture `comm`")
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--several-ranks", action="store_true", help=(
+        "leave out what one rank runs: for `mpirun -n 8 pytest` right after `pytest`"))
+
+
+def pytest_collection_modifyitems(config, items):
+    if config.getoption("several_ranks"):
+        alone = [item for item in items if rank_count(item) == 1]
+        items[:] = [item for item in items if rank_count(item) > 1]
+        config.hook.pytest_deselected(items=alone)
     for item in items:
         n = rank_count(item)
         if n > WORLD.size:

@@ -54,6 +54,14 @@ def test_one_process_runs_what_one_rank_can(tmp_path, run):
     assert "needs mpirun -n 4" in done.stdout
 
 
+def test_what_one_rank_runs_can_be_left_out(run):
+    done = run("def test_alone(): pass\n"
+               "@pytest.mark.ranks(1, 2, 4)\ndef test_it(comm): assert comm.size > 1\n",
+               "--several-ranks")
+    assert done.returncode == 0, done.text
+    assert "2 passed, 2 deselected" in done.stdout
+
+
 def test_too_few_ranks_skip_and_say_so(run):
     done = run("@pytest.mark.ranks(4, 5)\ndef test_it(comm): pass\n")
     assert done.returncode == 0, done.text
