@@ -53,6 +53,8 @@ PartitionName={partition} Nodes=ALL Default=YES State=UP MaxTime=INFINITE OverTi
 
 def missing() -> str:
     """Why no Slurm can be started here; "" when one can."""
+    if os.environ.get("MM3D_SLURM") == "0":
+        return "MM3D_SLURM=0 asks for no Slurm"
     lacking = [name for name in PROGRAMS if not shutil.which(name, path=SYSTEM)]
     if lacking:
         return f"Slurm is not installed (no {', '.join(lacking)})"
