@@ -4,7 +4,8 @@ from typing import Any, Callable
 
 import numpy as np
 
-from mm3d.grid import Grid, Pending
+from mm3d.grid import Grid
+from mm3d.transport import Pending
 
 
 def set_overlap(model: Any, overlap: bool) -> bool:

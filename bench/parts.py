@@ -57,7 +57,7 @@ def overhead(run: Run) -> dict[str, float] | None:
 def bandwidth(run: Run) -> dict[str, float] | None:
     """By direction the bytes a second that a rank moves while it is in collectives.
 
-    Bytes as `mm3d.grid.Traffic` counts them, of both phases and all ranks, over the mean time of
+    Bytes as `mm3d.axis.Traffic` counts them, of both phases and all ranks, over the mean time of
     traced repetitions; waiting for others is not in it.  Directions that move nothing are left
     out.
     """

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
+from mm3d.axis import Split
 from mm3d.backend import Array, Backend
-from mm3d.grid import Grid, Split
+from mm3d.grid import Grid
 from mm3d.layout import Layout
 from mm3d.space import Space
 
@@ -47,7 +48,7 @@ class Product(ABC):
 
 class Move(NamedTuple):
     """One collective of a closed form: its direction and kind, how often each rank enters it,
-    and the words that all ranks together move with it (see `mm3d.grid.Traffic`)."""
+    and the words that all ranks together move with it (see `mm3d.axis.Traffic`)."""
 
     axis: str
     collective: str

@@ -1,6 +1,6 @@
 """Closed forms: floating-point operations, words moved and words kept.
 
-Words are counted as `mm3d.grid.Traffic` counts them and summed over all ranks, which makes them
+Words are counted as `mm3d.axis.Traffic` counts them and summed over all ranks, which makes them
 whole numbers on every grid, also where nothing divides; a rank's share is that sum over P, exactly
 where everything does.  What a product moves is the scheme's own to state; everything else follows
 from the layouts of its two spaces.

@@ -12,8 +12,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from mm3d import functional
+from mm3d.axis import Split
 from mm3d.backend import Array, namespace
-from mm3d.grid import Grid, Split
+from mm3d.grid import Grid
 from mm3d.layout import Layout
 from mm3d.contract import Product, Scheme
 from mm3d.space import (Space, Vector, add_backward, add_forward, scale_backward,

@@ -17,8 +17,9 @@ from typing import Mapping
 
 import numpy as np
 
+from mm3d.axis import Split, blocks
 from mm3d.backend import Array
-from mm3d.grid import Grid, Split, blocks
+from mm3d.grid import Grid
 
 
 class Layout:

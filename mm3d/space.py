@@ -5,9 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Callable
 
+from mm3d.axis import Axis, Split
 from mm3d.backend import Array, namespace
 from mm3d.functional import add_rows, scale_rows, sum_products, sum_rows
-from mm3d.grid import Axis, Grid, Split
+from mm3d.grid import Grid
 from mm3d.layout import Layout
 
 

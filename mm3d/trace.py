@@ -130,6 +130,6 @@ class Trace(Observer):
         return sum(times * event.flops for event, times in self.of(Gemm, phase).items())
 
     def words(self, phase: str | None = None) -> int:
-        """Words moved, as `mm3d.grid.Traffic` counts them."""
+        """Words moved, as `mm3d.axis.Traffic` counts them."""
         return sum(traffic.words for when in ([phase] if phase else PHASES)
                    for traffic in self.traffic[when].values())

@@ -1,6 +1,6 @@
 """How the blocks of a collective travel between the ranks of one communicator.
 
-What is moved, and how much of it, is `mm3d.grid.Axis`' to know; a transport carries it out.
+What is moved, and how much of it, is `mm3d.axis.Axis`' to know; a transport carries it out.
 `MpiTransport` hands the arrays themselves to MPI; `mm3d.shared` lets the ranks of one node read
 each other's blocks where they lie; `mm3d.device` carries what lies in a device's memory.
 """

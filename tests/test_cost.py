@@ -7,8 +7,8 @@ import pytest
 
 import mm3d
 from mm3d import cost
+from mm3d.axis import Axis
 from mm3d.schemes import cube
-from mm3d.grid import Axis
 from reference import (every_grid, grids, integers, on_grid, relative_error, schemes, total,
                        words)
 

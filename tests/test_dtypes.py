@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d import backend, grid, transformer
+from mm3d import axis, backend, transformer
 from models import SIZES, SOME
 
 
@@ -41,8 +41,8 @@ def travelled(monkeypatch):
         return call
 
     for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce"):
-        method = getattr(grid.Axis, name)
-        monkeypatch.setattr(grid.Axis, name, spied(method))
+        method = getattr(axis.Axis, name)
+        monkeypatch.setattr(axis.Axis, name, spied(method))
     return found
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d import backend, grid
+from mm3d import axis, backend
 
 SIZES = dict(layers=1, hidden=8, heads=2, batch=8, seq=4)
 
@@ -32,7 +32,7 @@ def refused(comm, monkeypatch):
     def check(call, *words):
         with monkeypatch.context() as patch, pytest.raises(ValueError) as caught:
             for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce"):
-                patch.setattr(grid.Axis, name, Silent(0).__getattr__)
+                patch.setattr(axis.Axis, name, Silent(0).__getattr__)
             call()
         message = str(caught.value)
         assert [word for word in words if word not in message] == [], message

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import mm3d
+from mm3d.axis import Traffic, blocks
 from mm3d.backend import Pool
-from mm3d.grid import Traffic, blocks
 from reference import every_grid, grids, integers, on_grid, total
 
 pytestmark = pytest.mark.usefixtures("transport")

@@ -11,10 +11,10 @@ PACKAGE = Path(mm3d.__file__).parent
 MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
            for path in PACKAGE.rglob("*.py")}
 
-# elementwise <- backend <- transport <- shared, wire <- device <- choice <- grid <- layout <-
-# space <- contract <- schemes, and functional <- space, layers <- transformer: no module sees one
-# above it, layers see no scheme.
-ARRAYS = {"backend", "grid", "layout", "space"}
+# elementwise <- backend <- transport <- shared, wire <- device <- choice <- axis <- grid <-
+# layout <- space <- contract <- schemes, and functional <- space, layers <- transformer: no module
+# sees one above it, layers see no scheme.
+ARRAYS = {"axis", "backend", "grid", "layout", "space"}
 MAY_IMPORT = {
     "elementwise": set(),
     "backend": {"elementwise"},
@@ -27,10 +27,11 @@ MAY_IMPORT = {
     "device": {"backend", "wire"},
     "proof": {"environment"},
     "choice": {"backend", "device", "proof", "shared", "transport"},
-    "grid": {"backend", "choice", "environment", "shared", "transport"},
-    "selftest": {"environment", "grid"},
-    "layout": {"backend", "grid"},
-    "space": {"backend", "functional", "grid", "layout"},
+    "axis": {"backend", "choice", "transport"},
+    "grid": {"axis", "backend", "choice", "environment", "shared", "transport"},
+    "selftest": {"axis", "environment", "grid"},
+    "layout": {"axis", "backend", "grid"},
+    "space": {"axis", "backend", "functional", "grid", "layout"},
     "contract": ARRAYS | {"schemes"},    # the registry alone, which looks into the folder
     "schemes.__init__": set(),
     "functional": {"backend", "elementwise"},
@@ -48,7 +49,7 @@ MAY_IMPORT = {
     "spans": {"trace"},
     "hollow": {"backend", "elementwise", "trace"},
     "dry": {"backend", "contract", "hollow", "observe", "trace", "transformer", "transport"},
-    "__init__": {"environment", "gpu", "cost", "grid", "layout", "contract", "space",
+    "__init__": {"axis", "environment", "gpu", "cost", "grid", "layout", "contract", "space",
                  "transformer"}}
 SCHEME = ARRAYS | {"contract"}
 
@@ -57,7 +58,7 @@ ONLY_IN = {"cupy": {"gpu"}, "cupy_backends": {"gpu"}, "ml_dtypes": {"gpu"},
            "mpi4py": {"grid", "contract", "proof", "selftest", "shared"},
            "h5py": {"record", "store", "merged"},
            "threadpoolctl": {"environment"}}
-TYPE_HINTS_ONLY = {("schemes.cube", "mpi4py")}
+TYPE_HINTS_ONLY = {("axis", "mpi4py"), ("schemes.cube", "mpi4py")}
 EVERYWHERE = {"numpy", *sys.stdlib_module_names}
 
 

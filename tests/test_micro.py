@@ -102,7 +102,7 @@ def test_the_whole_product_is_that_of_its_matrices(comm):
 WRONG = """
 import sys
 import mm3d
-from mm3d.grid import Split
+from mm3d.axis import Split
 from bench.__main__ import main
 scatter = Split.reduce_scatter
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import mm3d
+from mm3d.axis import Split
 from mm3d.backend import matmul, matmul_nt, matmul_tn
 from mm3d.contract import Move
-from mm3d.grid import Split
 from mm3d.schemes import cube, summa
 from reference import (SHAPES, every_grid, grids, integers, moved, on_grid,
                        relative_error, schemes, words)

@@ -14,8 +14,8 @@ from typing import Any
 
 from mpi4py import MPI
 
+from mm3d.axis import Pending, Split
 from mm3d.backend import Array, Backend, matmul, matmul_nt, matmul_tn
-from mm3d.grid import Pending, Split
 from mm3d.layout import Layout
 from mm3d.contract import Move, Product, Scheme, Strings
 from mm3d.space import Space

@@ -9,8 +9,8 @@ rows of B over x.
 import math
 from typing import Any
 
+from mm3d.axis import Split
 from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
-from mm3d.grid import Split
 from mm3d.layout import Layout
 from mm3d.contract import Move, Product, Scheme, Strings
 from mm3d.space import Space

@@ -1,0 +1,273 @@
+"""One direction of the process grid, and how arrays travel along it.
+
+An `Axis` is the set of ranks that differ from this one along one direction of the grid; its
+collectives take and return arrays.  A `Split` is one dimension of one matrix dealt over one
+Axis, which is all an algorithm needs to know of a direction: what to gather and what to
+scatter.  How the bytes travel is the transport's business.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from mpi4py import MPI
+
+from mm3d.backend import Array, Backend
+from mm3d.choice import transport_for
+from mm3d.transport import Pending, host_dtype, resized
+
+
+def blocks(extent: int, parts: int, unit: int = 1) -> list[int]:
+    """Lengths of the `parts` contiguous blocks of `extent` elements.
+
+    Whole units of `unit` elements are dealt, the first blocks getting one more where they do
+    not come out even; `extent` must be a multiple of `unit`.
+    """
+    units, rest = divmod(extent, unit)
+    if rest:
+        raise ValueError(f"a length of {extent} cannot be dealt in units of {unit}: "
+                         f"{unit * max(1, units)} or {unit * (units + 1)} would do")
+    share, more = divmod(units, parts)
+    return [(share + (part < more)) * unit for part in range(parts)]
+
+
+@dataclass
+class Traffic:
+    """What one rank moved with one kind of collective along one direction.
+
+    Counted as the bucket (ring) algorithms move it, which for gathers and reductions is the
+    least possible: a gather receives and a reduction sends every block but the rank's own.
+
+    Attributes
+    ----------
+    calls : int
+        Collectives entered.
+    messages : int
+        Blocks received or sent.
+    words : int
+        Array elements received (gather, broadcast) or sent (reductions); an all-reduce is a
+        reduce-scatter and an all-gather.
+    bytes : int
+        `words` times the size of an element.
+    """
+
+    calls: int = 0
+    messages: int = 0
+    words: int = 0
+    bytes: int = 0
+
+
+class Axis:
+    """The ranks that differ from this one along one direction of the grid.
+
+    Parameters
+    ----------
+    name : str
+        The direction's letter.
+    comm : mpi4py.MPI.Intracomm
+        These ranks, in order.
+    backend : Backend
+        Whose arrays travel.
+    kind : str
+        The name of their transport; see `mm3d.choice.settle`.
+    node : int
+        This rank's node; see `mm3d.shared.node_of`.
+    """
+
+    def __init__(self, name: str, comm: MPI.Intracomm, backend: Backend, kind: str,
+                 node: int) -> None:
+        self.name, self.comm, self.backend = name, comm, backend
+        self.size, self.rank = comm.size, comm.rank
+        self.transport = transport_for(comm, backend, kind, node)
+        self.traffic: dict[str, Traffic] = {}
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name}: rank {self.rank} of {self.size})"
+
+    def split(self, dim: int, extent: int, unit: int = 1) -> "Split":
+        """Dimension `dim`, of `extent` elements in all, dealt over this axis."""
+        return Split(self, dim, extent, unit)
+
+    def all_gather(self, a: Array, dim: int = 0, counts: list[int] | None = None) -> Array:
+        """The blocks of all ranks joined along `dim`.
+
+        Parameters
+        ----------
+        a : Array
+            This rank's block.
+        dim : int
+            The dimension that the blocks divide.
+        counts : list of int, optional
+            The blocks' lengths along `dim`; the ranks tell each other when not given.
+
+        Returns
+        -------
+        Array
+            The whole, `sum(counts)` long along `dim`; `a` itself on an axis of one rank.
+        """
+        if self.size == 1:
+            return a
+        if counts is None:
+            counts = self.comm.allgather(a.shape[dim])
+        self._check(counts, a.shape[dim], counts[self.rank])
+        out = self.transport.all_gather(a, dim, counts)
+        self._count("all_gather", a, math.prod(out.shape) - math.prod(a.shape), self.size - 1)
+        return out
+
+    def reduce_scatter(self, a: Array, dim: int = 0, counts: list[int] | None = None) -> Array:
+        """This rank's block, along `dim`, of the sum of `a` over all ranks.
+
+        Parameters
+        ----------
+        a : Array
+            This rank's term of the sum, of the same shape on every rank.
+        dim : int
+            The dimension to divide.
+        counts : list of int, optional
+            The blocks' lengths along `dim`; as `blocks` deals them when not given.
+
+        Returns
+        -------
+        Array
+            ``counts[rank]`` long along `dim`; `a` itself on an axis of one rank.
+        """
+        return self._scattered(a, dim, counts, "reduce_scatter")
+
+    def begin_reduce_scatter(self, a: Array, dim: int = 0,
+                             counts: list[int] | None = None) -> Pending:
+        """`reduce_scatter` that may go on while this rank multiplies; see `Pending`."""
+        found = self._scattered(a, dim, counts, "begin_reduce_scatter")
+        return found if isinstance(found, Pending) else Pending(self.backend, found)
+
+    def _scattered(self, a: Array, dim: int, counts: list[int] | None,
+                   way: str) -> Array | Pending:
+        """What the transport's method `way` gives."""
+        if self.size == 1:
+            return a
+        if counts is None:
+            counts = blocks(a.shape[dim], self.size)
+        self._check(counts, a.shape[dim], sum(counts))
+        found = getattr(self.transport, way)(a, dim, counts)
+        own = resized(a.shape, dim, counts[self.rank])
+        self._count("reduce_scatter", a, math.prod(a.shape) - math.prod(own), self.size - 1)
+        return found
+
+    def prefetch(self, a: Array, dim: int, counts: list[int]) -> Array | Pending:
+        """`all_gather` that goes on while this rank computes; `a` itself where none can."""
+        if self.size == 1 or not self.transport.prefetches:
+            return a
+        self._check(counts, a.shape[dim], counts[self.rank])
+        found = self.transport.begin_all_gather(a, dim, counts)
+        self._count("all_gather", a, math.prod(found.out.shape) - math.prod(a.shape),
+                    self.size - 1)
+        return found
+
+    def all_reduce(self, a: Array) -> Array:
+        """The sum of `a` over all ranks; `a` itself on an axis of one rank."""
+        if self.size == 1:
+            return a
+        out = self.transport.all_reduce(a)
+        length = math.prod(a.shape)
+        own = blocks(length, self.size)[self.rank]
+        self._count("all_reduce", a, 2 * (length - own), 2 * (self.size - 1))
+        return out
+
+    def broadcast(self, a: Array, root: int) -> Array:
+        """`a` of the rank `root`, on every rank.
+
+        On the other ranks `a` gives the shape and is overwritten.
+        """
+        if self.size == 1:
+            return a
+        out = self.transport.broadcast(a, root)
+        received = int(self.rank != root)
+        self._count("broadcast", a, received * math.prod(a.shape), received)
+        return out
+
+    def reduce(self, a: Array, root: int) -> Array | None:
+        """The sum of `a` over all ranks on the rank `root`, None on the others."""
+        if self.size == 1:
+            return a
+        out = self.transport.reduce(a, root)
+        sent = int(self.rank != root)
+        self._count("reduce", a, sent * math.prod(a.shape), sent)
+        return out
+
+    def _check(self, counts: list[int], length: int, expected: int) -> None:
+        if length != expected or len(counts) != self.size:
+            raise ValueError(f"an array {length} long does not fit blocks of {counts} on rank "
+                             f"{self.rank} of {self.size} along {self.name}")
+
+    def _count(self, collective: str, a: Array, words: int, messages: int) -> None:
+        traffic = self.traffic.setdefault(collective, Traffic())
+        traffic.calls += 1
+        traffic.messages += messages
+        traffic.words += words
+        traffic.bytes += words * host_dtype(a).itemsize
+
+
+class Split:
+    """One dimension of a matrix, dealt over one axis.
+
+    Parameters
+    ----------
+    axis : Axis
+        The direction.
+    dim : int
+        The dimension of the array that is divided.
+    extent : int
+        Its length before it is divided.
+    unit : int
+        Elements that stay together (the columns of a head).
+
+    Attributes
+    ----------
+    counts : list of int
+        Length of each rank's block.
+    """
+
+    def __init__(self, axis: Axis, dim: int, extent: int, unit: int = 1) -> None:
+        self.axis, self.dim, self.extent = axis, dim, extent
+        self.counts = blocks(extent, axis.size, unit)
+
+    def __repr__(self) -> str:
+        return f"Split(dimension {self.dim} of {self.extent} over {self.axis.name})"
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Memory for this rank's block, of local `shape`; every rank of the axis calls it."""
+        if self.axis.size == 1:
+            return self.axis.backend.empty(shape, dtype)
+        return self.axis.transport.block(shape, dtype, self.dim, self.counts)
+
+    def term(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Memory for this rank's term of a sum that `reduce_scatter` is to divide."""
+        if self.axis.size == 1:
+            return self.axis.backend.empty(shape, dtype)
+        return self.axis.transport.term(shape, dtype)
+
+    def all_gather(self, a: Array) -> Array:
+        """The whole dimension, from every rank's block of it."""
+        return self.axis.all_gather(a, self.dim, self.counts)
+
+    def reduce_scatter(self, a: Array) -> Array:
+        """This rank's block of the sum over the ranks of `a`, whose dimension is whole."""
+        return self.axis.reduce_scatter(a, self.dim, self.counts)
+
+    def begin_reduce_scatter(self, a: Array) -> Pending:
+        """`reduce_scatter` that may go on while this rank multiplies; see `Pending`."""
+        return self.axis.begin_reduce_scatter(a, self.dim, self.counts)
+
+    def prefetch(self, a: Array) -> Array | Pending:
+        """`all_gather` that goes on while this rank computes; `a` itself where none can."""
+        return self.axis.prefetch(a, self.dim, self.counts)
+
+    def broadcast(self, a: Array, root: int) -> Array:
+        """The block of the rank `root`, on every rank."""
+        if self.axis.rank != root:
+            shape = resized(a.shape, self.dim, self.counts[root])
+            a = self.axis.backend.empty(shape, a.dtype)
+        return self.axis.broadcast(a, root)
+
+    def reduce(self, a: Array, root: int) -> Array | None:
+        """The sum of the ranks' terms of the block of `root`, there; None elsewhere."""
+        return self.axis.reduce(a, root)
