@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from abc import ABC, abstractmethod
 from typing import Any, Callable
 
 from mm3d.backend import Array, Backend, namespace, wide_dtype
@@ -41,16 +42,16 @@ class Underway(Pending):
         return self.out
 
 
-class WireTransport(MpiTransport):
+class WireTransport(MpiTransport, ABC):
     """Collectives made of a gather, a broadcast and an exchange; sums are the device's own.
 
     Terms are summed in the order of the ranks, in float32 where the elements have 16 bits, so that
     every transport gives the same bits.
     """
 
+    @abstractmethod
     def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
         """Elements to and from every rank, one rank's after another's in both flat buffers."""
-        raise NotImplementedError
 
     def _begin_exchange(self, send: Array, recv: Array, sends: Lengths,
                         receives: Lengths) -> Callable[[], Any]:
