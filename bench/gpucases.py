@@ -64,8 +64,8 @@ def elementwise(backend: Backend, a: Array, b: Array,
         c[...] = a
     return {
         "copy": (2, copy),
-        "gelu_forward": (2, lambda: functional.gelu_forward(a, c)),
-        "gelu_backward": (3, lambda: functional.gelu_backward(b, a, c)),
+        "bias_gelu_forward": (2, lambda: functional.bias_gelu_forward(a, row, c)),
+        "bias_gelu_backward": (3, lambda: functional.bias_gelu_backward(b, a, row, c)),
         "add_rows": (2, lambda: functional.add_rows(a, row, c)),
         "scale_rows": (2, lambda: functional.scale_rows(a, row, c)),
         "sum_rows": (1, lambda: functional.sum_rows(a)),

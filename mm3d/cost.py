@@ -168,13 +168,14 @@ def saved_words(name: str, sizes: dict[str, int], layers: int, hidden: int, head
 
     A layer keeps, of each token: twice the normalized row, the row after the affine part and a
     number (LN), Q, K and V, the attention's output and one number a head, and the wide activation
-    before and after GELU; each rank the norms' gathered weights, and what the products keep.
+    before and after GELU; each rank the gathered weights of the norms and bias of the GELU, and
+    what the products keep.
     """
     outer, inner = _spaces(name, sizes, batch, seq, rows=rows)
     M, h, P = batch * seq, hidden, math.prod(sizes.values())
     outside = outer.copies * M * 4 * h + 2 * M * P // outer.ranks(outer.rows)
     inside = inner.copies * M * (3 * h + h + heads + 8 * h)
-    vectors = 2 * h * P // outer.ranks(outer.features)
+    vectors = 2 * h * P // outer.ranks(outer.features) + 4 * h * P // inner.ranks(inner.features)
     kept = sum(lookup(name).kept_words(sizes, way, M, N, K, keep=keep)
                for way, N, K in _products(h))
     return layers * (outside + inside + vectors + kept)

@@ -86,9 +86,10 @@ class Kernels:
                 more = [self.library.empty(views[0].shape, views[0].dtype) for _ in range(spare)]
             yield *views, *(a[:rows, :] for a in more)
 
-    def gelu_forward(self, x: Array, out: Array) -> Array:
+    def bias_gelu_forward(self, x: Array, b: Array, out: Array) -> Array:
         np = self.np
-        for u, y in self._blocks(x, out):
+        for v, y, u in self._blocks(x, out, spare=1):
+            np.add(v, b, out=u)
             np.multiply(u, u, out=y)
             np.multiply(y, GELU_SCALE * GELU_CUBIC, out=y)
             np.add(y, GELU_SCALE, out=y)
@@ -99,10 +100,13 @@ class Kernels:
             np.multiply(y, 0.5, out=y)
         return out
 
-    def gelu_backward(self, dy: Array, x: Array, out: Array) -> Array:
-        """With z the argument of tanh and t = tanh z: dx = dy (1 + t) (1/2 + u z'/2 (1 - t))."""
+    def bias_gelu_backward(self, dy: Array, x: Array, b: Array, out: Array,
+                           wide: bool = False) -> tuple[Array, Array]:
+        """With u = x + b, z the argument of tanh and t = tanh z:
+        dx = dy (1 + t) (1/2 + u z'/2 (1 - t))."""
         np = self.np
-        for g, u, dx, t, rest in self._blocks(dy, x, out, spare=2):
+        for g, v, dx, u, t, rest in self._blocks(dy, x, out, spare=3):
+            np.add(v, b, out=u)
             np.multiply(u, u, out=dx)
             np.multiply(dx, GELU_SCALE * GELU_CUBIC, out=t)
             np.add(t, GELU_SCALE, out=t)
@@ -117,7 +121,7 @@ class Kernels:
             np.add(t, 1, out=t)
             np.multiply(dx, t, out=dx)
             np.multiply(dx, g, out=dx)
-        return out
+        return out, self.sum_rows(out)
 
     def add_rows(self, a: Array, b: Array, out: Array) -> Array:
         return self.np.add(a, b, out=out)

@@ -73,7 +73,6 @@ def _total(wide: bool, term: Callable[..., Array], *arrays: Array) -> Array:
     return total if wide else xp.astype(total, like.dtype, copy=False)
 
 
-@kernel
 def gelu_forward(x: Array, out: Array) -> Array:
     """GELU in its tanh form, x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
 
@@ -88,7 +87,6 @@ def gelu_forward(x: Array, out: Array) -> Array:
     return out
 
 
-@kernel
 def gelu_backward(dy: Array, x: Array, out: Array) -> Array:
     """dx of `gelu_forward`, from its input x."""
     library, xp = backend.of(x), namespace(x)
@@ -101,6 +99,23 @@ def gelu_backward(dy: Array, x: Array, out: Array) -> Array:
         slope += 0.5 * (1 + t)
         dx[...] = g * slope
     return out
+
+
+@kernel
+def bias_gelu_forward(x: Array, b: Array, out: Array) -> Array:
+    """GELU of x + b, every row of `x` plus the vector b: `gelu_forward` after `add_rows`."""
+    for u, y in row_blocks(backend.of(x), x, out):
+        gelu_forward(u + b, y)
+    return out
+
+
+@kernel
+def bias_gelu_backward(dy: Array, x: Array, b: Array, out: Array,
+                       wide: bool = False) -> tuple[Array, Array]:
+    """dx and db of `bias_gelu_forward`: `gelu_backward` at x + b, and its `sum_rows`."""
+    for g, u, dx in row_blocks(backend.of(x), dy, x, out):
+        gelu_backward(g, u + b, dx)
+    return out, sum_rows(out, wide)
 
 
 def _sums(xp, a: Array) -> Array:

@@ -51,23 +51,6 @@ __device__ inline bool aligned(const void *a, const void *b, const void *c)
     return ((((size_t)a) | ((size_t)b) | ((size_t)c)) & 15) == 0;
 }
 
-template <typename T, typename F>
-__device__ void each(long long n, const T *a, const T *b, T *y, F f)
-{
-    const int width = 16 / sizeof(T);
-    const long long step = (long long)gridDim.x * blockDim.x;
-    const long long first = (long long)blockIdx.x * blockDim.x + threadIdx.x;
-    const long long packs = aligned(a, b, y) ? n / width : 0;
-    for (long long p = first; p < packs; p += step) {
-        Pack<T> u = ((const Pack<T> *)a)[p], v = ((const Pack<T> *)b)[p], out;
-        for (int i = 0; i < width; i++)
-            put(out.of[i], f(wide(u.of[i]), wide(v.of[i])));
-        ((Pack<T> *)y)[p] = out;
-    }
-    for (long long i = packs * width + first; i < n; i += step)
-        put(y[i], f(wide(a[i]), wide(b[i])));
-}
-
 // Every row with the vector b, which a thread reads once for all its rows.
 template <typename T, typename F>
 __device__ void with_rows(long long rows, long long cols, const T *a, const T *b, T *y, F f)
@@ -104,13 +87,10 @@ template <typename V> __device__ inline V gelu_slope(V u)
     const V t = tanh(u * (a + b * (u * u)));
     return (V)0.5 * (1 + t) + (V)0.5 * u * (a + 3 * b * (u * u)) * (1 - t * t);
 }
-template <typename T> __global__ void gelu_forward(const T *x, T *y, long long n)
+template <typename T>
+__global__ void bias_gelu_forward(const T *x, const T *b, T *y, long long rows, long long cols)
 {
-    each(n, x, x, y, [](W u, W) { return gelu(u); });
-}
-template <typename T> __global__ void gelu_backward(const T *dy, const T *x, T *dx, long long n)
-{
-    each(n, dy, x, dx, [](W g, W u) { return g * gelu_slope(u); });
+    with_rows(rows, cols, x, b, y, [](W u, W v) { return gelu(u + v); });
 }
 template <typename T>
 __global__ void add_rows(const T *a, const T *b, T *y, long long rows, long long cols)
@@ -152,6 +132,57 @@ template <typename T>
 __global__ void sum_products(const T *a, const T *b, W *parts, long long rows, long long cols)
 {
     column_parts<T>(rows, cols, parts, [=](long long i) { return wide(a[i]) * wide(b[i]); });
+}
+// dx of GELU(x + b) and, while its elements are at hand, the sums of its columns: db.
+template <typename T>
+__global__ void bias_gelu_backward(const T *dy, const T *x, const T *b, T *dx, W *parts,
+                                   long long rows, long long cols)
+{
+    const int width = 16 / sizeof(T);
+    __shared__ W some[8][32 * width + 1];
+    const int lane = threadIdx.x % 32, group = threadIdx.x / 32;
+    const long long c = ((long long)blockIdx.x * 32 + lane) * width;
+    const int mine = c >= cols ? 0 : cols - c < width ? (int)(cols - c) : width;
+    const bool packed = aligned(dy, x, dx) && cols % width == 0;
+    W bias[width], sum[width];
+    for (int i = 0; i < width; i++) {
+        bias[i] = i < mine ? wide(b[c + i]) : 0;
+        sum[i] = 0;
+    }
+    for (long long r = (long long)blockIdx.y * 8 + group; mine && r < rows; r += 8 * gridDim.y) {
+        const long long at = r * cols + c;
+        Pack<T> g, u;
+        if (packed) {
+            g = *(const Pack<T> *)(dy + at);
+            u = *(const Pack<T> *)(x + at);
+        } else
+            for (int i = 0; i < mine; i++) {
+                g.of[i] = dy[at + i];
+                u.of[i] = x[at + i];
+            }
+        for (int i = 0; i < width; i++)
+            if (i < mine) {
+                const W d = wide(g.of[i]) * gelu_slope(wide(u.of[i]) + bias[i]);
+                put(g.of[i], d);
+                sum[i] += d;
+            }
+        if (packed)
+            *(Pack<T> *)(dx + at) = g;
+        else
+            for (int i = 0; i < mine; i++)
+                dx[at + i] = g.of[i];
+    }
+    for (int i = 0; i < width; i++)
+        some[group][lane * width + i] = sum[i];
+    __syncthreads();
+    for (int i = threadIdx.x; i < 32 * width; i += blockDim.x) {
+        const long long column = (long long)blockIdx.x * 32 * width + i;
+        W total = some[0][i];
+        for (int g = 1; g < 8; g++)
+            total += some[g][i];
+        if (column < cols)
+            parts[blockIdx.y * cols + column] = total;
+    }
 }
 template <typename T> __global__ void sum_parts(const W *parts, T *sum, int count, long long cols)
 {

@@ -14,7 +14,7 @@ Array = Any
 
 SOURCE = Path(__file__).with_name("kernels.cu")
 TYPES = {"float32": "float", "float64": "double", "float16": "half_t", "bfloat16": "bf16_t"}
-NAMES = ("gelu_forward", "gelu_backward", "add_rows", "scale_rows", "sum_rows",
+NAMES = ("bias_gelu_forward", "bias_gelu_backward", "add_rows", "scale_rows", "sum_rows",
          "sum_products", "sum_parts", "norm_sums", "norm_squares", "norm_scale", "norm_forward",
          "norm_backward_sums", "norm_backward", "softmax_forward", "softmax_again",
          "softmax_backward")
@@ -69,18 +69,18 @@ class GpuKernels:
             out[...] = together
         return out
 
-    def _each(self, name: str, arrays: list[Array], out: Array) -> Array:
-        given = [self.library.contiguous(a) for a in arrays]
-        per_block = THREADS * (16 // out.dtype.itemsize)
-        blocks = min(BLOCKS, -(-out.size // per_block))
-        return self._into(out, lambda y: self._launch(name, y, (blocks,), *given, y,
-                                                      np.int64(y.size)))
+    def bias_gelu_forward(self, x: Array, b: Array, out: Array) -> Array:
+        return self._with_rows("bias_gelu_forward", x, b, out)
 
-    def gelu_forward(self, x: Array, out: Array) -> Array:
-        return self._each("gelu_forward", [x], out)
-
-    def gelu_backward(self, dy: Array, x: Array, out: Array) -> Array:
-        return self._each("gelu_backward", [dy, x], out)
+    def bias_gelu_backward(self, dy: Array, x: Array, b: Array, out: Array,
+                           wide: bool = False) -> tuple[Array, Array]:
+        dy, x, b = map(self.library.contiguous, (dy, x, b))
+        (rows, cols), packs = _matrix(dy), 16 // dy.dtype.itemsize
+        parts = self._parts(dy)
+        self._into(out, lambda dx: self._launch(
+            "bias_gelu_backward", dy, (-(-cols // (32 * packs)), parts.shape[0]), dy, x, b, dx,
+            parts, np.int64(rows), np.int64(cols)))
+        return out, self._summed(parts, dy, wide)
 
     def add_rows(self, a: Array, b: Array, out: Array) -> Array:
         return self._with_rows("add_rows", a, b, out)
@@ -104,11 +104,20 @@ class GpuKernels:
 
     def _columns(self, name: str, wide: bool, *arrays: Array) -> Array:
         a, (rows, cols) = arrays[0], _matrix(arrays[0])
-        count = max(1, min(-(-rows // 64), 256))
-        parts = self.library.empty((count, cols), self._wide(a))
-        out = self.library.empty((cols,), parts.dtype if wide else a.dtype)
-        self._launch(name, a, (-(-cols // 32), count), *map(self.library.contiguous, arrays),
-                     parts, np.int64(rows), np.int64(cols))
+        parts = self._parts(a)
+        self._launch(name, a, (-(-cols // 32), parts.shape[0]),
+                     *map(self.library.contiguous, arrays), parts, np.int64(rows), np.int64(cols))
+        return self._summed(parts, a, wide)
+
+    def _parts(self, a: Array) -> Array:
+        """Memory for the sums of the columns of `a` over some of its rows each."""
+        rows, cols = _matrix(a)
+        return self.library.empty((max(1, min(-(-rows // 64), 256)), cols), self._wide(a))
+
+    def _summed(self, parts: Array, like: Array, wide: bool) -> Array:
+        """The sum of the parts, in the type of `like` unless it is `wide`."""
+        count, cols = parts.shape
+        out = self.library.empty((cols,), parts.dtype if wide else like.dtype)
         self._launch("sum_parts", out, (-(-cols // THREADS),), parts, out, np.int32(count),
                      np.int64(cols))
         return out

@@ -17,8 +17,8 @@ from mm3d.backend import Array, namespace
 from mm3d.grid import Grid
 from mm3d.layout import Layout
 from mm3d.contract import Product, Scheme
-from mm3d.space import (Space, Vector, add_backward, add_forward, scale_backward,
-                        scale_forward)
+from mm3d.space import (Space, Vector, add_backward, add_forward, gelu_backward, gelu_forward,
+                        scale_backward, scale_forward)
 from mm3d.transport import host_dtype
 
 
@@ -114,13 +114,15 @@ class Linear:
         Features that stay together (a head's) in x and in y.
     master : dtype, optional
         Of their masters and gradients, if not `dtype`.
+    adds : bool
+        Whether the bias is added here; otherwise a `Gelu` that follows does it on the way.
     """
 
     def __init__(self, scheme: Scheme, name: str, source: Space, target: Space,
                  shape: tuple[int, ...], dtype: Any, units: tuple[int, int] = (1, 1),
-                 master: Any = None) -> None:
+                 master: Any = None, adds: bool = True) -> None:
         self.product: Product = scheme.product(source, target, shape, units)
-        self.product.wide = master is not None
+        self.product.wide, self.adds = master is not None, adds
         self.vector = Vector(target, shape[1:], units[1])
         grid = scheme.grid
         self.weight = Parameter(f"{name}.weight", grid, self.product.weight, shape, dtype,
@@ -132,11 +134,14 @@ class Linear:
     def forward(self, x: Array) -> tuple[Array, Any]:
         """y = x W + b and what the product keeps."""
         y, saved = self.product.forward(x, self.weight.value)
-        return add_forward(y, self.bias.value, self.vector, out=y), saved
+        if self.adds:
+            y = add_forward(y, self.bias.value, self.vector, out=y)
+        return y, saved
 
     def backward(self, dy: Array, saved: Any) -> Array:
         """dx = dy W^T; adds dW and db to the gradients."""
-        self.bias.accumulate(add_backward(dy, self.vector, self.bias.wide))
+        if self.adds:
+            self.bias.accumulate(add_backward(dy, self.vector, self.bias.wide))
         dx, dW = self.product.backward(dy, self.weight.value, saved)
         self.weight.accumulate(dW)
         return dx
@@ -181,20 +186,37 @@ class LayerNorm:
 
 
 class Gelu:
-    """GELU in its tanh form, element by element."""
+    """GELU in its tanh form of x + b, where x is the output of a linear layer and b its bias.
 
-    parameters: list[Parameter] = []
+    Adding the bias here saves a pass over the widest activation in each direction.
 
-    def __init__(self, space: Space, features: int) -> None:
+    Parameters
+    ----------
+    linear : Linear
+        The layer before, which holds the bias and does not add it.
+    space : Space
+        Of x.
+    features : int
+        Of x.
+    """
+
+    parameters: list[Parameter] = []    # the bias is the linear layer's
+
+    def __init__(self, linear: Linear, space: Space, features: int) -> None:
+        self.bias, self.vector = linear.bias, linear.vector
         self.empty = space.allocator(features)
 
     def forward(self, x: Array) -> tuple[Array, Any]:
-        """GELU of x, which is kept."""
-        return functional.gelu_forward(x, self.empty(x.dtype)), x
+        """GELU of x + b; x and the features of b are kept."""
+        y, b_l = gelu_forward(x, self.bias.value, self.vector, out=self.empty(x.dtype))
+        return y, (x, b_l)
 
     def backward(self, dy: Array, saved: Any) -> Array:
-        """dy times the slope of GELU at x."""
-        return functional.gelu_backward(dy, saved, self.empty(dy.dtype))
+        """dy times the slope of GELU at x + b; adds db to the bias' gradient."""
+        x, b_l = saved
+        dx, db = gelu_backward(dy, x, b_l, self.vector, self.empty(dy.dtype), self.bias.wide)
+        self.bias.accumulate(db)
+        return dx
 
 
 class Attention:

@@ -7,7 +7,8 @@ from typing import Any, Callable
 
 from mm3d.axis import Axis, Split
 from mm3d.backend import Array, namespace
-from mm3d.functional import add_rows, scale_rows, sum_products, sum_rows
+from mm3d.functional import (add_rows, bias_gelu_backward, bias_gelu_forward, scale_rows,
+                             sum_products, sum_rows)
 from mm3d.grid import Grid
 from mm3d.layout import Layout
 
@@ -183,4 +184,22 @@ def scale_backward(dC: Array, A: Array, b_l: Array, vector: Vector,
     """
     db = sum_products(_rows(dC), _rows(A), wide)
     scale_rows(_rows(dC), _flat(b_l), out=_rows(out))
+    return out, vector.collect(namespace(dC).reshape(db, dC.shape[2:]))
+
+
+def gelu_forward(A: Array, b: Array, vector: Vector, out: Array) -> tuple[Array, Array]:
+    """C = GELU(A + b), the vector b added to every row; returns also b_l, for backward."""
+    b_l = vector.fetch(b)
+    bias_gelu_forward(_rows(A), _flat(b_l), out=_rows(out))
+    return out, b_l
+
+
+def gelu_backward(dC: Array, A: Array, b_l: Array, vector: Vector, out: Array,
+                  wide: bool = False) -> tuple[Array, Array | None]:
+    """dA = dC times the slope of GELU at A + b, with the gathered b_l, and db = the sum of dA
+    over all rows.
+
+    `wide` as in `add_backward`.
+    """
+    _, db = bias_gelu_backward(_rows(dC), _rows(A), _flat(b_l), _rows(out), wide)
     return out, vector.collect(namespace(dC).reshape(db, dC.shape[2:]))

@@ -121,18 +121,18 @@ class Transformer:
         def norm(part):
             return LayerNorm(f"{name}.{part}", outer, h, dtype, master)
 
-        def into(part, *features, unit=1):
+        def into(part, *features, unit=1, adds=True):
             return Linear(self.scheme, f"{name}.{part}", outer, inner, (h, *features), dtype,
-                          (1, unit), master)
+                          (1, unit), master, adds)
 
         def back(part, features, unit=1):
             return Linear(self.scheme, f"{name}.{part}", inner, outer, (features, h), dtype,
                           (unit, 1), master)
 
+        up = into("mlp.up", 4 * h, adds=False)
         return (Residual(norm("ln1"), into("attention.qkv", 3, h, unit=head),
                          Attention(inner, h, head, causal), back("attention.proj", h, unit=head)),
-                Residual(norm("ln2"), into("mlp.up", 4 * h), Gelu(inner, 4 * h),
-                         back("mlp.down", 4 * h)))
+                Residual(norm("ln2"), up, Gelu(up, inner, 4 * h), back("mlp.down", 4 * h)))
 
     def _named(self, dtype: str | None) -> Any:
         """The array library's dtype of that name."""

@@ -39,7 +39,7 @@ def test_what_computes_right_is_found_right(cupy):
 
 def test_what_computes_wrong_is_found(cupy, monkeypatch):
     """A product that is 1 % off, a kernel that forgets a factor."""
-    gemms, gelu = type(cupy).gemms, type(cupy.kernels).gelu_backward
+    gemms, gelu = type(cupy).gemms, type(cupy.kernels).bias_gelu_backward
 
     def off(self, a, b, out):
         gemms(self, a, b, out)
@@ -47,8 +47,8 @@ def test_what_computes_wrong_is_found(cupy, monkeypatch):
     monkeypatch.setattr(type(cupy), "gemms", off)
     assert doctor_gpu.products(FACTS).state == FAILED
     monkeypatch.setattr(type(cupy), "gemms", gemms)
-    monkeypatch.setattr(type(cupy.kernels), "gelu_backward",
-                        lambda self, dy, x, out: gelu(self, dy, dy, out))
+    monkeypatch.setattr(type(cupy.kernels), "bias_gelu_backward",
+                        lambda self, dy, x, *rest: gelu(self, dy, dy, *rest))
     assert doctor_gpu.model(FACTS).state == FAILED
 
 

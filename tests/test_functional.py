@@ -143,8 +143,8 @@ def pairs(dtype):
 
     for x, dy, out in arrays(3, 5, 3, 6):
         b = x[0, 0].copy()
-        yield "gelu_forward", (x,), 1
-        yield "gelu_backward", (x, dy), 1
+        yield "bias_gelu_forward", (x, b), 1
+        yield "bias_gelu_backward", (dy, x, b), 1
         yield "add_rows", (x, b), 1
         yield "scale_rows", (x, b), 1
         yield "sum_rows", (x,), 0
@@ -183,8 +183,8 @@ def layers(scheme):
     outer, inner = scheme.spaces(3, 4)
     ten, wide = (outer, 10, 1), (inner, 15, 1)
 
-    def linear():
-        return Linear(scheme, "linear", outer, inner, (10, 15), np.float64)
+    def linear(adds=True):
+        return Linear(scheme, "linear", outer, inner, (10, 15), np.float64, adds=adds)
 
     def back():
         return Linear(scheme, "back", inner, outer, (15, 10), np.float64)
@@ -195,8 +195,9 @@ def layers(scheme):
     yield "linear into", linear(), ten, wide
     yield "linear back", back(), wide, ten
     yield "layer norm", LayerNorm("norm", outer, 10, np.float64), ten, ten
-    yield "gelu", Gelu(inner, 15), wide, wide
-    yield "residual", Residual(linear(), Gelu(inner, 15), back()), ten, ten
+    up = linear(adds=False)
+    yield "gelu", Chain(up, Gelu(up, inner, 15)), ten, wide
+    yield "residual", Residual(linear(), back()), ten, ten
     for causal in (False, True):    # 2 heads of 5
         attention = Attention(inner, 10, 5, causal)
         yield f"attention {causal}", Chain(qkv(), attention), ten, (inner, 10, 5)

@@ -78,10 +78,15 @@ def test_elementwise(cupy, name):
     for shape in SHAPES:
         x, dy = numbers(shape, name, 1), numbers(shape, name, 2)
         b = numbers(shape[-1:], name, 3)
-        for function, arrays in (("gelu_forward", [x]), ("gelu_backward", [dy, x]),
-                                 ("add_rows", [x, b]), ("scale_rows", [x, b])):
-            for found, expected in both(cupy, name, function, arrays, 0):
+        for function in ("add_rows", "scale_rows", "bias_gelu_forward"):
+            for found, expected in both(cupy, name, function, [x, b], 0):
                 close(found, expected, name)
+        for wide in (False, True):
+            (dx, expected), db = both(cupy, name, "bias_gelu_backward", [dy, x, b], 0, wide=wide)
+            close(dx, expected, name)
+            sums = "float64" if name == "float64" else "float32" if wide else name
+            assert str(db[0].dtype) == sums
+            close(*db, sums, 64 + shape[0])
         for function, arrays in (("sum_rows", [x]), ("sum_products", [x, dy])):
             if 0 not in shape:
                 for found, expected in both(cupy, name, function, arrays, None):
@@ -102,6 +107,12 @@ def test_into_arrays_with_gaps_and_in_place(cupy, name):
     cupy.kernels.add_rows(part, cupy.asarray(b), part)
     close(cupy.to_host(wide)[:, 2:5, 5:], expected, name)
     assert np.array_equal(cupy.to_host(wide)[:, :2], x[:, :2])
+    dy, given = numbers((4, 3, 5), name, 3), cupy.to_host(part).astype(float)
+    dx = np.empty(given.shape)
+    _, db = functional.bias_gelu_backward.__wrapped__(dy.astype(float), given, b.astype(float), dx)
+    _, found = cupy.kernels.bias_gelu_backward(cupy.asarray(dy), part, cupy.asarray(b), part)
+    close(cupy.to_host(part), dx, name)
+    close(cupy.to_host(found), db, name)
 
 
 @pytest.mark.parametrize("name", DTYPES)
