@@ -57,9 +57,9 @@ def parser() -> argparse.ArgumentParser:
     rows.add_argument("--width", type=float, default=0.05, metavar="FRACTION",
                       help="enough steps are timed when the 95 %% confidence intervals of both "
                            "medians are no wider than this part of them (default 0.05)")
-    rows.add_argument("--traced", type=int, default=3, metavar="N",
+    rows.add_argument("--traced", type=int, metavar="N",
                       help="steps after those that count, traced to tell where the time goes "
-                           "(default 3; 0 for none)")
+                           "(default: the preset's; 0 for none)")
     rows.add_argument("--order", type=int, metavar="SEED",
                       help="of the order in which rows are measured (default: drawn; recorded)")
     rows.add_argument("--dtype", default=load().settings.dtype, choices=("float32", "float64"),

@@ -4,7 +4,7 @@ import math
 import random
 from functools import cache
 from importlib import resources
-from typing import Iterable, Literal
+from typing import Any, Iterable, Literal
 
 import msgspec
 
@@ -71,6 +71,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     repetitions: int
     max_repetitions: int
     max_seconds: float
+    traced: int
     verify_layers: int | None = None
     verify_seq: int | None = None
     verify_batch: int | None = None
@@ -288,18 +289,34 @@ def step_counts(arguments) -> tuple[int, Limits]:
     UsageError
         When they cannot be meant.
     """
-    preset = load().presets[arguments.preset]
-    chosen = {name: getattr(preset, name) if getattr(arguments, name) is None
-              else getattr(arguments, name)
+    chosen = {name: _chosen(arguments, name)
               for name in ("warmup", "repetitions", "max_repetitions", "max_seconds")}
     if arguments.max_repetitions is None:
         chosen["max_repetitions"] = max(chosen["max_repetitions"], chosen["repetitions"])
     for name in ("warmup", "repetitions"):
         if chosen[name] < 1:
             raise UsageError(f"--{name} {chosen[name]}: must be at least 1")
-    if arguments.traced < 0:
-        raise UsageError(f"--traced {arguments.traced}: 0 would do, or a number of steps")
     try:
         return chosen.pop("warmup"), Limits(**chosen, width=arguments.width)
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def traced_steps(arguments) -> int:
+    """Steps to trace: the command line's, or else its preset's.
+
+    Raises
+    ------
+    UsageError
+        When they cannot be meant.
+    """
+    steps = _chosen(arguments, "traced")
+    if steps < 0:
+        raise UsageError(f"--traced {steps}: 0 would do, or a number of steps")
+    return steps
+
+
+def _chosen(arguments, name: str) -> Any:
+    """What the command line says of a count, or else its preset."""
+    given = getattr(arguments, name)
+    return getattr(load().presets[arguments.preset], name) if given is None else given

@@ -107,7 +107,7 @@ def asked_for(arguments, comm) -> str | None:
     """
     if not arguments.trace:
         return None
-    if not getattr(arguments, "traced", 1):
+    if getattr(arguments, "traced", None) == 0:
         raise UsageError(f"--trace {arguments.trace} --traced 0: nothing would be traced; leave "
                          f"one of them out")
     problem = None

@@ -8,7 +8,7 @@ from typing import Any
 from mpi4py import MPI
 
 from bench import journal, machine
-from bench.cases import Case, UsageError, step_counts
+from bench.cases import Case, UsageError, step_counts, traced_steps
 from bench.journal import Journal, Session
 from mm3d import backend, store
 
@@ -34,7 +34,7 @@ def settings(arguments) -> dict[str, Any]:
         "cpu_model", "cores", "gpu", "backend", "python", "mpi", "tuning_variables",
         "blas", "blas_architecture") or name.endswith("_version")}
     return {"preset": arguments.preset, "warmup": warmup, **vars(limits),
-            "traced": arguments.traced, "dtype": arguments.dtype, "seed": arguments.seed,
+            "traced": traced_steps(arguments), "dtype": arguments.dtype, "seed": arguments.seed,
             "source": machine.source_digest(), **same}
 
 

@@ -2,11 +2,12 @@
 
 import gc
 import math
-import secrets
+import random
 import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any, Callable
 
 import msgspec
 import numpy as np
@@ -15,11 +16,13 @@ from mpi4py import MPI
 import mm3d
 from bench import (beyond, chrome, journal, machine, operands, placement, traced, verify,
                    yardsticks)
-from bench.cases import Case, Row, UsageError, case, named, select, shuffled, step_counts
+from bench.cases import (Case, Row, UsageError, case, named, select, shuffled, step_counts,
+                         traced_steps)
 from bench.journal import writable
 from mm3d import backend as backends
 from mm3d import store, timing
 from mm3d.contract import lookup
+from mm3d.record import Group
 
 
 class Failed(Exception):
@@ -36,11 +39,11 @@ class Options(msgspec.Struct, frozen=True):
     dtype: str
     backend: str | None
     seed: int
+    traced: int
     grid: str | None = None
     machine: str = "cpu"
     inside: str = "auto"
     stop_file: str | None = None
-    traced: int = 3
     trace: str | None = None
     cases: int = 1
 
@@ -64,14 +67,16 @@ def run(arguments, comm) -> int:
     cases = fitting(rows, comm.size, arguments)
     warmup, limits = step_counts(arguments)
     usable(arguments.backend, comm)
-    order = comm.bcast(secrets.randbelow(2 ** 31) if arguments.order is None else arguments.order)
+    order = comm.bcast(random.SystemRandom().randrange(2 ** 31) if arguments.order is None
+                       else arguments.order)
     out = writable(Path(arguments.out or machine.default_out()), comm)
     options = Options(out=out, dtype=arguments.dtype, backend=arguments.backend,
                       seed=arguments.seed, warmup=warmup, limits=limits, order=order,
                       grid=arguments.grid, machine=arguments.machine, inside=arguments.inside,
-                      stop_file=arguments.stop_file, traced=arguments.traced,
+                      stop_file=arguments.stop_file, traced=traced_steps(arguments),
                       trace=chrome.asked_for(arguments, comm), cases=len(cases))
-    return max([report(one, options, comm) for one in shuffled(cases, order)])
+    rates = yardsticks.peaks(backends.get(options.backend), options.dtype, comm)
+    return max([report(one, options, rates, comm) for one in shuffled(cases, order)])
 
 
 def fitting(rows: list[Row], ranks: int, arguments) -> list[Case]:
@@ -110,15 +115,18 @@ def usable(backend: str | None, comm) -> None:
         raise UsageError(f"{problems[0]} ({len(problems)} of {comm.size} ranks)")
 
 
-def report(one: Case, options: Options, comm) -> int:
-    """Measure one case and say in a line of rank 0 what came of it; 0 when it was written."""
+def report(one: Case, options: Options, rates: Group | None, comm) -> int:
+    """Measure one case and say in a line of rank 0 what came of it; 0 when it was written.
+
+    `rates` are the machine's, on rank 0; see `bench.yardsticks.peaks`.
+    """
     # What the last row held goes back before this one asks for memory.
     gc.collect()
     backends.get(options.backend).trim()
     try:
         if comm.bcast(comm.rank == 0 and options.stop()):
             raise Failed("not begun, as it was told to stop")
-        line, status = f"done: {one.title}: {measure(one, options, comm)}", 0
+        line, status = f"done: {one.title}: {measure(one, options, rates, comm)}", 0
     except Failed as error:
         line, status = f"failed: {one.title}: {error}", 1
     if comm.rank == 0:
@@ -128,7 +136,7 @@ def report(one: Case, options: Options, comm) -> int:
     return status
 
 
-def measure(one: Case, options: Options, comm) -> str:
+def measure(one: Case, options: Options, rates: Group | None, comm) -> str:
     """Verify and measure one case and write its file; a summary of it.
 
     Raises
@@ -142,22 +150,22 @@ def measure(one: Case, options: Options, comm) -> str:
         shape, order = arranged(one, options, comm)
         comm = placement.placed(world, shape, order)
         scheme = mm3d.scheme(one.row.scheme, comm, tuple(shape.values()), options.backend)
-        rates = yardsticks.peaks(scheme.grid.backend, options.dtype, comm)
         resident = yardsticks.Resident()
         model = verify.build(scheme, one.sizes, options.seed, options.dtype)
     except ValueError as error:
         raise Failed(str(error)) from error
     x, dy = model.random("input"), model.random("output gradient")
-    checks, traffic = verified(one, scheme, model, x, dy, options)
+    memory = yardsticks.StepMemory(model, resident)
+    y, dx, traffic = counted_step(model, x, dy, memory.between)
+    groups = {"machine": rates, "memory": memory.group(msgspec.structs.asdict(one.sizes), comm)}
+    checks = verified(one, scheme, model, y, dx, options)
     step = timing.Step(lambda: model.forward(x)[1], lambda saved: model.backward(dy, saved),
                        comm, scheme.grid.backend.synchronize, model.zero_gradients)
     # The step that was counted and verified has been the first to warm up.
     found = timing.measure(step, options.warmup - 1, options.limits, options.stop)
-    groups, spans = {"machine": rates}, []
+    spans = []
     if not comm.bcast(comm.rank == 0 and options.stop()):
         spans, groups["parts"] = traced.traced(step, model, options.traced)
-        groups["memory"] = yardsticks.memory(model, msgspec.structs.asdict(one.sizes), x, dy,
-                                             resident, comm)
     everyone = comm.gather(traffic)
     nodes = placement.found(comm, shape, order)
     outcome = None
@@ -173,6 +181,7 @@ def measure(one: Case, options: Options, comm) -> str:
             ended_by=found.ended_by, clock=clock,
             groups={name: group for name, group in groups.items() if group is not None})
         outcome = written(record, one, options.out)
+    timing.wait_patiently(comm)    # while rank 0 writes
     succeeded, text = comm.bcast(outcome)
     if succeeded and options.trace:
         chrome.write(chrome.named(options.trace, one.name, options.cases), spans, scheme.grid,
@@ -238,15 +247,16 @@ def written(record: store.Run, one: Case, out: Path) -> tuple[bool, str]:
                   f"{error:.1g}, {path.name}")
 
 
-def verified(one: Case, scheme, model, x, dy, options: Options) -> tuple[list, np.ndarray]:
-    """The checks, all passed, and what this rank moves in one step of `model`.
+def verified(one: Case, scheme, model, y, dx, options: Options) -> list[store.Check]:
+    """The checks, all passed, of a step of `model` that gave `y` and `dx`.
+
+    Of another step, where the preset verifies a smaller model.
 
     Raises
     ------
     Failed
         When a check does not pass.
     """
-    y, dx, traffic = counted_step(model, x, dy)
     checked = model
     if one.verified != one.sizes:
         checked = verify.build(scheme, one.verified, options.seed, options.dtype)
@@ -257,13 +267,14 @@ def verified(one: Case, scheme, model, x, dy, options: Options) -> tuple[list, n
     if problem:
         scheme.grid.free()
         raise Failed(problem)
-    return checks, traffic
+    return checks
 
 
-def counted_step(model, x, dy) -> tuple:
+def counted_step(model, x, dy, between: Callable[[Any], None] = lambda saved: None) -> tuple:
     """One step from cleared gradients: output, input gradient, and this rank's traffic.
 
-    The traffic is int64, (counts, phases, axes, collectives) in `mm3d.store`'s orders.
+    The traffic is int64, (counts, phases, axes, collectives) in `mm3d.store`'s orders.  `between`
+    is handed what forward saved for backward.
     """
     grid = model.grid
     moved = np.zeros((len(store.COUNTS), len(store.PHASES), len(store.AXES),
@@ -279,6 +290,7 @@ def counted_step(model, x, dy) -> tuple:
     grid.reset_traffic()
     y, saved = model.forward(x)
     note(0)
+    between(saved)
     dx = model.backward(dy, saved)
     note(1)
     return y, dx, moved

@@ -97,47 +97,49 @@ def _status(name: str) -> float:
     return 1024.0 * int(found[0]) if found else math.nan
 
 
-def memory(model, sizes: dict[str, int], x, dy, resident: Resident, comm) -> Group | None:
-    """The group ``memory``: bytes of every rank in a step of `model`, on rank 0.
+class StepMemory:
+    """The bytes of every rank in one step of a model.
+
+    Made right before the step; `between` is called between forward and backward, `group` after
+    it.  Every rank makes one.
 
     Parameters
     ----------
     model : Transformer
-        Of which one step is done, from cleared gradients.
-    sizes : dict of str to int
-        Its own.
-    x, dy : Array
-        This rank's blocks of the input and of the output's gradient.
+        Whose step it is, from cleared gradients.
     resident : Resident
         Made before the model.
-    comm : mpi4py.MPI.Intracomm
-        All ranks; each must call this.
     """
-    backend = model.grid.backend
-    # What verification and the repetitions before left behind goes first.
-    gc.collect()
-    backend.trim()
-    resident.mark()
-    model.zero_gradients()
-    backend.reset_peak()
-    y, saved = model.forward(x)
-    kept, after = model.saved_bytes(saved), backend.memory()["in_use"]
-    model.backward(dy, saved)
-    peak = backend.memory()["peak"]
-    parameters, gradients = (sum(math.prod(a.shape) * np.dtype(model.dtype).itemsize
-                                 for a in arrays) for arrays in zip(
-        *((p.value, p.grad) for p in model.parameters)))
-    device = math.nan if backend.host_buffers else float(peak)
-    mine = (parameters, gradients, kept, peak - after, peak, device, resident.growth())
-    everyone = comm.gather(mine)
-    if everyone is None:
-        return None
-    names = ("parameters", "gradients", "saved", "transient", "pool_peak", "device_peak",
-             "resident_growth")
-    columns = zip(names, np.array(everyone, np.float64).T)
-    return Group({"rank": range(comm.size)},
-                 {name: Variable(values, "byte", ("rank",)) for name, values in columns}
-                 | _expected(model, sizes))
+
+    def __init__(self, model, resident: Resident) -> None:
+        self.model, self.resident, self.backend = model, resident, model.grid.backend
+        # What others left behind goes first.
+        gc.collect()
+        self.backend.trim()
+        resident.mark()
+        self.backend.reset_peak()
+
+    def between(self, saved: Any) -> None:
+        """Note what forward leaves for backward."""
+        self.kept, self.after = self.model.saved_bytes(saved), self.backend.memory()["in_use"]
+
+    def group(self, sizes: dict[str, int], comm) -> Group | None:
+        """The group ``memory`` of a run, on rank 0; `sizes` are the model's."""
+        model, peak = self.model, self.backend.memory()["peak"]
+        parameters, gradients = (sum(math.prod(a.shape) * np.dtype(model.dtype).itemsize
+                                     for a in arrays) for arrays in zip(
+            *((p.value, p.grad) for p in model.parameters)))
+        device = math.nan if self.backend.host_buffers else float(peak)
+        everyone = comm.gather((parameters, gradients, self.kept, peak - self.after, peak, device,
+                                self.resident.growth()))
+        if everyone is None:
+            return None
+        names = ("parameters", "gradients", "saved", "transient", "pool_peak", "device_peak",
+                 "resident_growth")
+        columns = zip(names, np.array(everyone, np.float64).T)
+        return Group({"rank": range(comm.size)},
+                     {name: Variable(values, "byte", ("rank",)) for name, values in columns}
+                     | _expected(model, sizes))
 
 
 def _expected(model, sizes: dict[str, int]) -> dict[str, Variable]:

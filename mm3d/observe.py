@@ -130,7 +130,7 @@ class _Transport:
             shape = resized(a.shape, where[0], sum(where[1])) if kind == "all_gather" else a.shape
             size = math.prod(shape) * host_dtype(a).itemsize
             self._observer.enter(Collective(kind, axis.name, axis.size, self._stride, size),
-                                 axis.comm)
+                                 self._transport.meet)
             result = move(a, *where)
             self._observer.leave()
             return result

@@ -69,6 +69,9 @@ class SharedTransport(MpiTransport):
         self.size = comm.size
         self.memory = SharedMemory(comm)
 
+    def meet(self) -> None:
+        self.memory.meet()
+
     def block(self, shape: tuple[int, ...], dtype: Any, dim: int, counts: list[int]) -> Array:
         whole = self._empty(resized(shape, dim, sum(counts)), dtype)
         return self._placed(whole, dim, counts)

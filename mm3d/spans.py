@@ -89,7 +89,7 @@ class Recorder(Observer):
         self.leave()
         return result
 
-    def enter(self, event: Event, comm: Any = None) -> None:
+    def enter(self, event: Event, meet: Callable[[], None] | None = None) -> None:
         """Begin the span of `event`, for a collective after a barrier of its ranks."""
         if isinstance(event, Layer):
             self._begin(event.name, "layer")
@@ -99,9 +99,9 @@ class Recorder(Observer):
                         bytes=event.batch * size * np.dtype(event.dtype).itemsize)
         elif isinstance(event, Collective):
             where = event.direction, event.kind, self._operand(event.kind)
-            if comm is not None:
+            if meet is not None:
                 self._begin(f"wait along {event.direction}", "wait", *where)
-                comm.Barrier()
+                meet()
                 self.leave()
             name = " ".join(filter(None, (event.kind.replace("_", "-"), where[2],
                                           f"along {event.direction}")))

@@ -2,7 +2,7 @@
 """
 
 from collections import Counter
-from typing import Any, NamedTuple
+from typing import Callable, NamedTuple
 
 PHASES = ("forward", "backward")
 
@@ -65,8 +65,8 @@ class Observer:
 
     operand = ""
 
-    def enter(self, event: Event, comm: Any = None) -> None:
-        """`event` begins; `comm` are the ranks of a collective."""
+    def enter(self, event: Event, meet: Callable[[], None] | None = None) -> None:
+        """`event` begins; the ranks of a collective wait for each other in `meet`."""
 
     def leave(self) -> None:
         """What was entered last has ended."""
@@ -105,7 +105,7 @@ class Trace(Observer):
         """Count an event of the part and phase that are running."""
         self.events[self.phase, self.part, event] += 1
 
-    def enter(self, event: Event, comm: Any = None) -> None:
+    def enter(self, event: Event, meet: Callable[[], None] | None = None) -> None:
         """A layer gives its part's name to what follows; all else is counted."""
         self._parts.append(self.part)
         if isinstance(event, Layer):

@@ -73,6 +73,10 @@ class MpiTransport:
     def __init__(self, comm, backend: Backend) -> None:
         self.comm, self.backend, self.rank = comm, backend, comm.rank
 
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        self.comm.Barrier()
+
     def block(self, shape: tuple[int, ...], dtype: Any, dim: int, counts: list[int]) -> Array:
         """Memory for this rank's block, of local `shape`, of an array divided along `dim`.
 

@@ -9,6 +9,7 @@ import mm3d
 from bench import merit, yardsticks
 from bench.cases import Sizes, select
 from bench.formats import render
+from bench.run import counted_step
 from bench.traced import parts_group
 from mm3d import backend, cost, store
 from mm3d.record import Group, Variable
@@ -96,19 +97,25 @@ def test_peaks_of_the_machine(comm):
     assert group.variables["gemm_alone"].units == "s-1"
 
 
+def step_memory(case, keys, comm):
+    """The group of one step, and the grid's shape; nothing else stays."""
+    with case.on(comm, "numpy") as scheme:
+        resident = yardsticks.Resident()
+        model = mm3d.Transformer(scheme, **keys)
+        x, dy = model.random("input"), model.random("output gradient")
+        scheme.grid.backend.empty((10 ** 6,), "float64")    # an earlier peak does not count
+        memory = yardsticks.StepMemory(model, resident)
+        counted_step(model, x, dy, memory.between)
+        return memory.group(keys, comm), scheme.grid.shape
+
+
 @pytest.mark.ranks(1, 4, 8)
 def test_memory_of_every_rank_and_its_closed_forms(comm):
     """Sums over ranks are the closed forms', and the peak is a dry run's to the byte."""
     sizes = Sizes(layers=2, hidden=24, heads=4, batch=8, seq=8)
     keys = {name: getattr(sizes, name) for name in ("layers", "hidden", "heads", "batch", "seq")}
     for case in (one for one in SOME[comm.size] if not one.options):
-        with case.on(comm, "numpy") as scheme:
-            resident = yardsticks.Resident()
-            model = mm3d.Transformer(scheme, **keys)
-            x, dy = model.random("input"), model.random("output gradient")
-            scheme.grid.backend.empty((10 ** 6,), "float64")    # an earlier peak does not count
-            group = yardsticks.memory(model, keys, x, dy, resident, comm)
-            shape = scheme.grid.shape
+        group, shape = step_memory(case, keys, comm)
         if comm.rank:
             assert group is None
             continue
