@@ -15,11 +15,12 @@ from mpi4py import MPI
 
 import mm3d
 from bench import gpucases, machine, operands
-from bench.cases import Sizes, UsageError, case, load
+from bench.cases import Sizes, case, load
 from bench.formats import render
 from bench.microtables import other
 from bench.run import writable
-from bench.sampling import BOUNDS, limits_of, measured_environment, padded, publish, repeated
+from bench.sampling import (BOUNDS, alone, limits_of, measured_environment, padded, publish,
+                            repeated)
 from mm3d import backend as backends
 from mm3d.record import Measurements, Variable
 from mm3d.statistics import median_interval
@@ -36,12 +37,7 @@ def gpu(arguments, comm) -> int:
     UsageError
         When there is more than one rank, or an argument cannot be meant.
     """
-    if comm.size > 1:
-        raise UsageError("gpu measures one rank: start it without mpirun")
-    try:
-        bench = Bench(backends.get(arguments.backend or "cupy"), arguments, comm)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    bench = Bench(alone("gpu", arguments.backend or "cupy", comm), arguments, comm)
     out, status = writable(Path(arguments.out or machine.default_out()), comm), 0
     for part in arguments.part:
         gc.collect()

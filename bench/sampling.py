@@ -12,11 +12,15 @@ from mpi4py import MPI
 from bench import machine, placement
 from bench.cases import UsageError
 from bench.run import command_line
+from mm3d import backend as backends
 from mm3d import store, timing
 from mm3d.record import Measurements
 from mm3d.statistics import median_interval
 
 BOUNDS = ("median", "low", "high", "confidence")
+# A sample is as many calls as take at least so long, at most `CALLS` of them.
+SAMPLE = 2e-3
+CALLS = 1000
 
 
 def limits_of(arguments) -> timing.Limits:
@@ -26,6 +30,22 @@ def limits_of(arguments) -> timing.Limits:
         return timing.Limits(arguments.repetitions,
                              max(30, arguments.repetitions) if most is None else most,
                              arguments.max_seconds, arguments.width)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def alone(verb: str, backend: str | None, comm) -> backends.Backend:
+    """The array library of a verb that measures one rank.
+
+    Raises
+    ------
+    UsageError
+        When there are more, or no such library.
+    """
+    if comm.size > 1:
+        raise UsageError(f"{verb} measures one rank: start it without mpirun")
+    try:
+        return backends.get(backend)
     except ValueError as error:
         raise UsageError(str(error)) from error
 
@@ -73,6 +93,38 @@ def repeated(sample: Callable[[], float], limits: timing.Limits,
                                       lambda: [median_interval(found)])
         ended_by = comm.bcast(ended_by)
     return found, ended_by
+
+
+def several(step: Callable[[], object], calls: int) -> Callable[[], None]:
+    """What calls `step` so many times."""
+    def repeat() -> None:
+        for _ in range(calls):
+            step()
+    return repeat
+
+
+def enough(span: Callable[[int], float]) -> int:
+    """How many calls take `SAMPLE` seconds, `span` being those of so many; `CALLS` at most.
+
+    It is found with ever more calls, since the first of some may wait for all ranks to begin.
+    """
+    span(1)
+    calls, took = 1, span(1)
+    while took < SAMPLE and calls < CALLS:
+        calls = min(CALLS, max(2 * calls, math.ceil(0.9 * calls * SAMPLE / took)))
+        took = span(calls)
+    return calls
+
+
+def makespans(step: Callable[[], object], comm, synchronize: Callable[[], None],
+              clock: timing.Clock) -> Callable[[], float]:
+    """What measures the makespan of `step` on all ranks at once, of many in a row over their
+    number; the same on every rank."""
+    def span(calls: int) -> float:
+        return float(timing.spans(several(step, calls), comm, synchronize, clock)[0].max())
+
+    calls = enough(span)
+    return lambda: span(calls) / calls
 
 
 def padded(samples: list[list[float]], shape: tuple[int, ...]) -> np.ndarray:
