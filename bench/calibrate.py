@@ -4,9 +4,6 @@ It is a model for as many ranks on a node as measured it: more ranks than cores 
 in the figures too.
 """
 
-import itertools
-import json
-import tempfile
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -14,13 +11,15 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
+from bench import fits as fitting
 from bench import machine as here
-from bench import model, probes
+from bench import machinefile, model, operands, probes
 from bench.cases import UsageError
 from mm3d import backend as backends
 from mm3d import environment
 
 DTYPES = ("float32", "float64")
+NOTHING = model.Level(0.0, 1e15)    # links of one rank, where nothing travels
 
 
 def calibrate(arguments, comm) -> int:
@@ -32,46 +31,32 @@ def calibrate(arguments, comm) -> int:
         When the file cannot be written, or ranks run on several nodes.
     """
     path = Path(arguments.out)
-    problem = None
-    if comm.rank == 0 and not (path.suffix == ".toml" and writable(path.parent)):
-        problem = (f"--out {path}: a .toml file in a folder that exists and can be written would "
-                   f"do")
-    if environment.local_ranks() not in (1, comm.size):
-        problem = "calibrate measures one node: start all ranks on one"
-    problems = [text for text in comm.allgather(problem) if text]
-    if problems:
-        raise UsageError(problems[0])
+    machinefile.check("--out", path, comm)
+    if not comm.bcast(environment.local_ranks() in (1, comm.size)):
+        raise UsageError("calibrate measures one node: start all ranks on one")
     found = measured(comm)
     text = None
     if comm.rank == 0:
-        path.write_text(written(found))
+        path.write_text(machinefile.written(found))
         text = f"{described(found)}\nwritten: {path}"
         print(text, flush=True)
     comm.Barrier()
     return 0
 
 
-def writable(folder: Path) -> bool:
-    """Whether files can be made in it, found out by making one."""
-    try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
-    except OSError:
-        return False
-
-
 def measured(comm) -> model.Machine:
     """The model of this machine; the same on every rank."""
     times = {dtype: probes.products(dtype, comm) for dtype in DTYPES}
-    fits = {dtype: fitted(found) for dtype, found in times.items()}
+    fits = {dtype: fitting.products(found) for dtype, found in times.items()}
     passes = probes.passes(comm)
     lines = probes.collectives(comm) if comm.size > 1 else []
-    node = link(lines, comm.size)
+    transport = operands.usual_transport(comm)
+    node = fitting.links(lines, comm.size).get("node", NOTHING)
     largest = passes["multiply"]
     environs = here.describe("numpy", comm.size, MPI.Get_library_version(), "")
     first = fits[DTYPES[0]]
     started = (f"{environs['cpu_model']}, ranks: {comm.size}, cores: {environs['cores']}, BLAS "
-               f"threads a rank: {environs['blas_threads']}")
+               f"threads a rank: {environs['blas_threads']}, transport: {transport}")
     machine = model.Machine(
         name=f"{here.slug()}-p{comm.size}", about=started, ranks_per_node=comm.size,
         memory_bytes=float(memory_bytes() // comm.size),
@@ -79,54 +64,11 @@ def measured(comm) -> model.Machine:
         gemm_half_size=first.half, gemm_rate={d: fit.rate for d, fit in fits.items()},
         node=node, network=node, achieved=model.Achieved(1.0, 1.0, 1.0, 1.0), sources={},
         gemm_seconds=first.start, block=backends.get("numpy").block, passes=passes,
-        collectives=lines)
+        collectives=lines, transport=transport)
     machine = msgspec.structs.replace(machine, launch_seconds=probes.python(machine, comm))
+    if lines:
+        machine = msgspec.structs.replace(machine, waiting=probes.waiting(machine, comm))
     return msgspec.structs.replace(machine, sources=sources(machine, fits, environs))
-
-
-class Fit(msgspec.Struct, frozen=True):
-    """Products by shape: seconds of one of no size, the rate, what its edges cost, and the
-    relative errors of the fit at the shapes that were measured."""
-
-    start: float
-    rate: float
-    half: tuple[float, float, float]
-    errors: list[float]
-
-
-def fitted(times: dict[probes.Shape, float]) -> Fit:
-    """seconds = start + flops / rate (1 + sum of half / edge / 3), of least relative squares."""
-    shapes = np.array(list(times), float)
-    took = np.array(list(times.values()))
-    m, n, k = shapes.T
-    terms = np.stack([np.ones(len(took)), 2 * m * n * k, n * k, m * k, m * n], axis=1)
-    found = nonnegative(terms / took[:, None], np.ones(len(took)))
-    rate = 1 / found[1]
-    errors = terms @ found / took - 1
-    return Fit(float(found[0]), float(rate), tuple((1.5 * rate * found[2:]).tolist()),
-               errors.tolist())
-
-
-def nonnegative(A: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The c >= 0 that makes |A c - b| least: the best of all choices of columns."""
-    best, least = np.zeros(A.shape[1]), np.inf
-    for count in range(1, A.shape[1] + 1):
-        for chosen in map(list, itertools.combinations(range(A.shape[1]), count)):
-            c = np.linalg.lstsq(A[:, chosen], b, rcond=None)[0]
-            residual = np.linalg.norm(A[:, chosen] @ c - b)
-            if (c >= 0).all() and residual < least:
-                best, least = np.zeros(A.shape[1]), residual
-                best[chosen] = c
-    return best
-
-
-def link(lines: list[model.Line], ranks: int) -> model.Level:
-    """The links of the node by all-gathers of all ranks, for what was not measured."""
-    for line in lines:
-        if (line.kind, line.size) == ("all_gather", ranks):
-            moved = (ranks - 1) / ranks
-            return model.Level(line.alpha, moved / max(line.beta, 1e-15))
-    return model.Level(0.0, 1e15)    # one rank: nothing travels
 
 
 def memory_bytes() -> int:
@@ -137,10 +79,13 @@ def memory_bytes() -> int:
     raise UsageError("/proc/meminfo does not say how much memory there is")
 
 
-def sources(machine: model.Machine, fits: dict[str, Fit], environs: dict) -> dict[str, str]:
+def sources(machine: model.Machine, fits: dict[str, fitting.Fit],
+            environs: dict) -> dict[str, str]:
     """Where each figure is from."""
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    how = f"measured {when}, all ranks at once, the least of {probes.ROUNDS} rounds"
+    what = ("processor time of all ranks over cores" if environment.oversubscribed()
+            else "makespans")
+    how = f"measured {when}, all ranks at once, {what}, the least of {probes.ROUNDS} rounds"
     off = {d: np.abs(fit.errors) for d, fit in fits.items()}
     fit = (f"{how}: products of {len(fits[DTYPES[0]].errors)} shapes; the fit is "
            + ", ".join(f"{100 * np.median(e):.0f} % off in the median and {100 * e.max():.0f} % "
@@ -154,42 +99,16 @@ def sources(machine: model.Machine, fits: dict[str, Fit], environs: dict) -> dic
                               f"number (Python {environs['python']})",
             "gemm_half_size": f"{fit}; {DTYPES[0]}", "gemm_rate": f"{fit}; {blas}",
             "gemm_seconds": f"{fit}; {DTYPES[0]}",
-            "node": "the fit of the all-gather of all ranks; one rank moves nothing",
+            "node": "the fits of gathers and scatters of all ranks; one rank moves nothing",
             "network": "not measured: as inside the node",
             "achieved": "all: the figures are measured, not nominal",
             "block": "mm3d.backend.Backend.block",
             "passes": f"{how}: float32, NumPy {environs['numpy_version']}",
             "collectives": f"{how}: {environs['mpi']}; "
-                           f"{environs['tuning_variables'] or 'no tuning variables'}"}
-
-
-def written(machine: model.Machine) -> str:
-    """The TOML file of a machine."""
-    plain = msgspec.to_builtins(machine)
-    lines, tables = [], []
-    for name, value in plain.items():
-        if isinstance(value, dict):
-            tables += _table(name, value)
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            for item in value:
-                tables += ["", f"[[{name}]]", *(f"{key} = {_value(v)}"
-                                                for key, v in item.items())]
-        else:
-            lines.append(f"{name} = {_value(value)}")
-    about = "# Measured by `python -m bench calibrate`; see `bench.model.Machine` for the units."
-    return "\n".join([about, *lines, *tables, ""])
-
-
-def _table(name: str, value: dict) -> list[str]:
-    return ["", f"[{name}]", *(f"{key} = {_value(v)}" for key, v in value.items())]
-
-
-def _value(value) -> str:
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_value(v)}" for key, v in value.items()) + " }"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    return f"{value:.5g}" if isinstance(value, float) else json.dumps(value)
+                           f"{environs['tuning_variables'] or 'no tuning variables'}",
+            "transport": "how the bytes of collectives travelled",
+            "waiting": f"measured {when}: makespans of a modest model's step on every 3-D grid "
+                       f"beyond its parts"}
 
 
 def described(machine: model.Machine) -> str:
@@ -203,6 +122,9 @@ def described(machine: model.Machine) -> str:
                  f"{name} {curve.bytes[-1] / curve.seconds[-1] / 1e9:.1f} GB/s"
                  for name, curve in machine.passes.items() if name != "other"),
              f"Python: {1e6 * machine.launch_seconds:.1f} us an operation"]
+    if machine.waiting:
+        lines.append("waiting: " + ", ".join(f"{1e6 * seconds:.0f} us for {size} ranks"
+                                             for size, seconds in machine.waiting.items()))
     lines += [f"{line.kind} of {line.size} ranks {line.stride} apart: {1e6 * line.alpha:.0f} us, "
               f"{1e-9 / line.beta if line.beta else np.inf:.2f} GB/s"
               for line in machine.collectives]

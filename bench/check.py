@@ -6,7 +6,7 @@ from typing import Callable
 import numpy as np
 
 import mm3d
-from bench import machine, matmul, model, plan, probes, replay, sampling, verify
+from bench import machine, matmul, model, operands, plan, probes, replay, sampling, verify
 from bench.cases import Sizes, UsageError
 from bench.products import DIRECTIONS, Problem
 from bench.replay import Work
@@ -24,7 +24,8 @@ def check(arguments, comm) -> int:
     Raises
     ------
     UsageError
-        When there is nothing to measure, or the machine is a model for other ranks.
+        When there is nothing to measure, or the machine is a model for other ranks or another
+        transport.
     """
     chosen = model.load(arguments.machine)
     if arguments.rounds < 1:
@@ -32,6 +33,11 @@ def check(arguments, comm) -> int:
     if not arguments.matmul and not arguments.layer:
         raise UsageError("nothing to measure: give --matmul M,N,K or --layer "
                          "HIDDEN,HEADS,BATCH,SEQ")
+    transport = operands.usual_transport(comm)
+    if chosen.transport not in ("", transport):
+        raise UsageError(f"--machine {arguments.machine} was measured with transport "
+                         f"{chosen.transport}, not {transport}: set MM3D_TRANSPORT="
+                         f"{chosen.transport}, or calibrate again")
     if chosen.passes and chosen.ranks_per_node != comm.size:
         raise UsageError(f"--machine {arguments.machine} was measured with "
                          f"{chosen.ranks_per_node} ranks, not {comm.size}: start that many, or "
@@ -54,7 +60,8 @@ def check(arguments, comm) -> int:
                       for turn in range(arguments.rounds)])
     environs = sampling.measured_environment("numpy", comm)
     record = Measurements(
-        "check", {"dtype": arguments.dtype, "seed": arguments.seed}, environs,
+        "check", {"dtype": arguments.dtype, "seed": arguments.seed, "transport": transport},
+        environs,
         {"work": [work.label for work in works], "phase": dry.PHASES,
          "repetition": range(arguments.rounds)},
         {"samples": Variable(found.transpose(1, 2, 0), "s", ("work", "phase", "repetition"))},
@@ -77,12 +84,12 @@ def product(work: Work, arguments, comm, checks: list[Check]) -> Trial:
     """C = AB, and then dA and dB."""
     problem = Problem(work.scheme, work.form, comm, work.grid, work.sizes, arguments.dtype,
                       arguments.seed, "numpy")
-    samplers = []
+    clock, samplers = timing.Clock(comm), []
     for phase in dry.PHASES:
         step = getattr(problem, phase)
         checks += [Check(f"{work.label}: {done.quantity}", done.error, done.tolerance)
                    for done in matmul.verified(problem, step(), arguments.seed)]
-        samplers.append(probes.sampler(step, comm))
+        samplers.append(sampling.makespans(step, comm, lambda: None, clock))
     return lambda: [sample() for sample in samplers]
 
 
@@ -92,15 +99,10 @@ def layers(work: Work, arguments, comm, checks: list[Check]) -> Trial:
     scheme = mm3d.scheme(work.scheme, comm, work.grid, "numpy")
     network = verify.build(scheme, sizes, arguments.seed, arguments.dtype)
     x, dy = network.random("input"), network.random("output gradient")
-    clock, nothing = timing.Clock(comm), (lambda: None)
+    clock = timing.Clock(comm)
     y, saved = network.forward(x)
     dx = network.backward(dy, saved)
     checks += [Check(f"{work.label}: {done.quantity}", done.error, done.tolerance) for done in
                verify.compare(network, y, dx, sizes, arguments.seed, arguments.dtype)]
 
-    def trial() -> list[float]:
-        network.zero_gradients()
-        there, (_, kept) = timing.spans(lambda: network.forward(x), comm, nothing, clock)
-        again, _ = timing.spans(lambda: network.backward(dy, kept), comm, nothing, clock)
-        return [float(there.max()), float(again.max())]
-    return trial
+    return lambda: probes.phases(network, x, dy, comm, clock)

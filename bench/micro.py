@@ -11,20 +11,16 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 import mm3d
-from bench import machine, microtables, operands
+from bench import contribution, fits, machine, microtables, operands
 from bench.cases import UsageError
 from bench.formats import render
 from bench.journal import writable
-from bench.sampling import (BOUNDS, in_random_order, limits_of, measured_environment, padded,
-                            publish, repeated)
+from bench.sampling import (BOUNDS, alone, enough, in_random_order, limits_of, makespans,
+                            measured_environment, padded, publish, repeated, several)
 from mm3d import backend as backends
 from mm3d import environment, store, timing
 from mm3d.record import Measurements, Variable
 from mm3d.statistics import median_interval
-
-# A sample is as many calls as take at least so long, at most `CALLS` of them.
-SAMPLE = 2e-3
-CALLS = 1000
 
 
 def gemm(arguments, comm) -> int:
@@ -35,14 +31,10 @@ def gemm(arguments, comm) -> int:
     UsageError
         When there is more than one rank, or an argument cannot be meant.
     """
-    if comm.size > 1:
-        raise UsageError("gemm measures one rank: start it without mpirun")
+    backend = alone("gemm", arguments.backend, comm)
     limits, cores = limits_of(arguments), environment.cores()
     threads = arguments.threads or sorted({1, cores})
-    try:
-        backend = backends.get(arguments.backend)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    model = contribution.begun(arguments, 1, comm)
     out = writable(Path(arguments.out or machine.default_out()), comm)
     points = [(dtype, count, n) for dtype in arguments.dtypes for count in threads
               for n in arguments.sizes]
@@ -71,20 +63,21 @@ def gemm(arguments, comm) -> int:
          "ended_by_width": Variable(np.array([int(end == "width") for _, end in found])
                                     .reshape(shape), "1", dims)}, [])
     print(render(microtables.gemm(record)), "", sep="\n", flush=True)
+    if model is not None:
+        contribution.publish(contribution.products(model, record), arguments.machine)
     return publish(record, out, "gemm", comm)
 
 
 def sampler(step: Callable[[], object], synchronize: Callable[[], None]) -> Callable[[], float]:
     """What takes a sample of `step`: the seconds of a call, of as many as the clock needs."""
-    def run(calls: int) -> float:
+    def span(calls: int) -> float:
         start = time.perf_counter()
-        for _ in range(calls):
-            step()
+        several(step, calls)()
         synchronize()
         return time.perf_counter() - start
-    run(1)
-    calls = min(CALLS, max(1, math.ceil(SAMPLE / max(run(1), 1e-9))))
-    return lambda: run(calls) / calls
+
+    calls = enough(span)
+    return lambda: span(calls) / calls
 
 
 def collectives(arguments, comm) -> int:
@@ -112,6 +105,7 @@ def collectives(arguments, comm) -> int:
     axes = [name for name, size in grid.shape.items() if size > 1]
     if not axes:
         raise UsageError("collectives needs two ranks or more, as in mpirun -n 8")
+    model = contribution.begun(arguments, environment.local_ranks(), comm)
     out = writable(Path(arguments.out or machine.default_out()), comm)
     steps = int(math.log(arguments.most / arguments.least, 4) + 1e-9) + 1
     lengths = [arguments.least * 4 ** k // itemsize for k in range(steps)]
@@ -128,12 +122,15 @@ def collectives(arguments, comm) -> int:
         record = collectives_record(axes, [n * itemsize for n in lengths], found, settings,
                                     environs)
         print(render(microtables.collectives(record)), "", sep="\n", flush=True)
+        if model is not None:
+            contribution.publish(contribution.lines(model, record), arguments.machine)
     grid.free()
     return publish(record, out, "collectives", comm)
 
 
 def one_collective(grid: mm3d.Grid, name: str, kind: str, length: int, arguments,
-                   limits: timing.Limits, clock: timing.Clock) -> tuple[list[float], str, int]:
+                   limits: timing.Limits, clock: timing.Clock,
+                   sampler: Callable = makespans) -> tuple[list[float], str, int]:
     """Samples of one collective on an array of `length`, what ended them, and bytes a rank."""
     axis, comm, backend = grid[name], grid.comm, grid.backend
     layout = mm3d.Layout(name)
@@ -154,32 +151,9 @@ def one_collective(grid: mm3d.Grid, name: str, kind: str, length: int, arguments
     step()
     moved = comm.allreduce(axis.traffic[kind].bytes, MPI.MAX)
 
-    def span(calls: int) -> float:
-        def several() -> None:
-            for _ in range(calls):
-                step()
-        times, _ = timing.spans(several, comm, backend.synchronize, clock)
-        return float(times.max())
-    trial = comm.bcast(min(span(1), span(1)))
-    calls = min(CALLS, max(1, math.ceil(SAMPLE / trial)))
-    seconds, ended_by = repeated(lambda: span(calls) / calls, limits, comm)
+    sample = sampler(step, comm, backend.synchronize, clock)
+    seconds, ended_by = repeated(sample, limits, comm)
     return seconds, ended_by, moved
-
-
-def fitted(sizes: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
-    """alpha and beta of seconds = alpha + beta sizes, and the largest relative error.
-
-    The squares of *relative* errors are the least, so that small sizes count as much as large
-    ones; neither is negative.
-    """
-    weighted = np.stack([1 / seconds, sizes / seconds], axis=1)
-    alpha, beta = np.linalg.lstsq(weighted, np.ones(len(sizes)), rcond=None)[0]
-    if alpha < 0 or beta < 0:
-        keep = 1 if alpha < 0 else 0
-        column = weighted[:, keep]
-        only = column.sum() / (column @ column)
-        alpha, beta = (0.0, only) if keep else (only, 0.0)
-    return float(alpha), float(beta), float(np.abs((alpha + beta * sizes) / seconds - 1).max())
 
 
 def collectives_record(axes: list[str], sizes: list[int], found: list, settings: dict,
@@ -189,8 +163,9 @@ def collectives_record(axes: list[str], sizes: list[int], found: list, settings:
     samples = padded([seconds for seconds, _, _ in found], shape)
     bounds = np.array([median_interval(seconds) for seconds, _, _ in found]).reshape(*shape, 4)
     moved = np.array([count for _, _, count in found], np.float64).reshape(shape)
-    fits = np.array([fitted(np.array(sizes, np.float64), line)
-                     for line in bounds[..., 0].reshape(-1, len(sizes))]).reshape(*shape[:2], 3)
+    lines = np.array([fits.line(np.array(sizes, np.float64), seconds)
+                      for seconds in bounds[..., 0].reshape(-1, len(sizes))])
+    lines = lines.reshape(*shape[:2], 3)
     dims = ("axis", "collective", "size")
     return Measurements(
         "collectives", settings, environs,
@@ -202,6 +177,6 @@ def collectives_record(axes: list[str], sizes: list[int], found: list, settings:
          "bandwidth": Variable(moved / bounds[..., 0], "byte s-1", dims),
          "ended_by_width": Variable(np.array([int(end == "width") for _, end, _ in found])
                                     .reshape(shape), "1", dims),
-         "alpha": Variable(fits[..., 0], "s", dims[:2]),
-         "beta": Variable(fits[..., 1], "s byte-1", dims[:2]),
-         "fit_error": Variable(fits[..., 2], "1", dims[:2])}, [])
+         "alpha": Variable(lines[..., 0], "s", dims[:2]),
+         "beta": Variable(lines[..., 1], "s byte-1", dims[:2]),
+         "fit_error": Variable(lines[..., 2], "1", dims[:2])}, [])

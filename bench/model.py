@@ -101,6 +101,12 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         that are not named.  Empty where the bandwidth alone is known.
     collectives : list of Line
         What was measured, if anything; others follow from `node` and `network`.
+    transport : str
+        How the bytes of `collectives` travelled, as `mm3d.choice.settle` calls it; "" where
+        nothing was measured.
+    waiting : dict of int to float
+        Seconds that a meeting of so many ranks takes longer between work than when there is
+        nothing but meetings, since not all come at the same time.
     """
 
     name: str
@@ -119,6 +125,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     block: int = 0
     passes: dict[str, Curve] = {}
     collectives: list[Line] = []
+    transport: str = ""
+    waiting: dict[int, float] = {}
 
     @property
     def granule(self) -> int:
@@ -173,23 +181,32 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     or reduction all of it.  A line that leaves its node crosses the node's link once for all of
     its members there, and the lines that pass through the node share that link.
     """
+    meetings = 2 if event.kind == "all_reduce" else 1
     for line in machine.collectives:
         if (line.kind, line.size, line.stride) == (event.kind, event.size, event.stride):
-            return {"node": line.curve.at(event.bytes)}
-    g, per_node = event.size, machine.ranks_per_node
+            waiting = meetings * machine.waiting.get(event.size, 0.0)
+            return {"node": line.curve.at(event.bytes), "latency": waiting}
+    g = event.size
     share = {"all_gather": (g - 1) / g, "reduce_scatter": (g - 1) / g,
              "all_reduce": 2 * (g - 1) / g}.get(event.kind, 1.0)
-    steps = math.ceil(math.log2(g)) * (2 if event.kind == "all_reduce" else 1)
+    steps = math.ceil(math.log2(g)) * meetings
     moved = share * event.bytes
     within = moved / machine.node.bytes_per_second
-    reach = g * event.stride
-    if per_node % reach == 0:
+    widest, times = links(g, event.stride, machine.ranks_per_node)
+    if widest == "node":
         return {"node": within, "latency": steps * machine.node.seconds_per_message}
-    members = min(g, max(1, per_node // event.stride))
-    crossing = moved * per_node / members / machine.network.bytes_per_second
+    crossing = moved * times / machine.network.bytes_per_second
     level = "network" if crossing >= within else "node"
     return {level: max(within, crossing),
             "latency": steps * machine.network.seconds_per_message}
+
+
+def links(size: int, stride: int, per_node: int) -> tuple[str, float]:
+    """The level that a line of `size` ranks needs, and how many times what moves through one of
+    its ranks passes through a link there."""
+    if per_node % (size * stride) == 0:
+        return "node", 1.0
+    return "network", per_node / min(size, max(1, per_node // stride))
 
 
 def terms(machine: Machine, trace: Trace) -> dict[str, Terms]:

@@ -36,3 +36,11 @@ def transport(grid: Grid) -> str:
     names = {getattr(axis.transport, "name", "mpi") for axis in grid.axes.values()
              if axis.size > 1}
     return " ".join(sorted(names)) or "none"
+
+
+def usual_transport(comm) -> str:
+    """How collectives of all ranks of `comm` travel; "none" for one rank."""
+    grid = Grid(comm, "numpy", x=comm.size)
+    name = transport(grid)
+    grid.free()
+    return name

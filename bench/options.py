@@ -20,6 +20,8 @@ def add_microbenchmarks(verbs) -> None:
     gemm.add_argument("--threads", type=_numbers, metavar="N,...",
                       help="of BLAS (default: 1 and as many as there are cores)")
 
+    _machine_options(gemm, "the rate of products, with the fewest threads")
+
     collectives = _verb(verbs, "collectives", "under mpirun: latency and bandwidth of each "
                         "collective along each direction", 7, 1.0)
     _grid_option(collectives)
@@ -28,6 +30,8 @@ def add_microbenchmarks(verbs) -> None:
     collectives.add_argument("--most", type=int, default=4 * 2 ** 20, metavar="BYTES",
                              help="the largest array (default 4 MiB)")
     collectives.add_argument("--dtype", default="float32", choices=("float32", "float64"))
+
+    _machine_options(collectives, "the cost of each collective, and of the links")
 
     matmul = _verb(verbs, "matmul", "under mpirun: distributed products beside one process with "
                    "all cores", 7, 30.0)
@@ -166,6 +170,14 @@ def _verb(verbs, name: str, about: str, repetitions: int, seconds: float,
 def _grid_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grid", type=_sizes, metavar="XxYxZ",
                         help="such as 2x2x2 (default: a cube; a square for 2d, a line for 1d)")
+
+
+def _machine_options(parser: argparse.ArgumentParser, what: str) -> None:
+    parser.add_argument("--machine", metavar="FILE", help=(
+        f"put {what} into this machine file too, a .toml file for --machine of plan, predict and "
+        f"check; it is made where there is none"))
+    parser.add_argument("--base", default="cpu", metavar="NAME", help=(
+        "the machine that a new file has all else from (default cpu)"))
 
 
 def _positive(text: str, separator: str) -> list[int]:

@@ -6,17 +6,18 @@ a node take from each other (cores, memory bandwidth) is in the figures.
 
 import itertools
 import math
+import time
 from argparse import Namespace
 from typing import Any, Callable, Iterable
 
 import numpy as np
 
 import mm3d
-from bench import micro, model
+from bench import fits, micro, model, plan, sampling
+from bench.fits import Shape
 from mm3d import backend as backends
-from mm3d import dry, store, timing
+from mm3d import dry, environment, store, timing
 
-SAMPLE = 2e-3    # a sample is as many calls as take so long
 SAMPLES, ROUNDS = 3, 3    # of each point in a round, and rounds over all points
 LIMITS = timing.Limits(SAMPLES, SAMPLES)
 EDGES = (32, 64, 128, 256, 512, 1024)
@@ -25,23 +26,28 @@ OBLONG = ((1024, 64, 1024), (64, 1024, 1024), (1024, 1024, 64), (256, 1024, 2048
 BYTES = tuple(64 * 8 ** k for k in range(7))    # 64 B to 16 MiB
 ROW = 256    # elements of a row, in passes that add rows or columns up
 TINY = dict(layers=4, hidden=16, heads=2, batch=2, seq=4)
-Shape = tuple[int, int, int]
+MODEST = dict(layers=2, hidden=96, heads=8, batch=8, seq=32)
 
 
-def sampler(step: Callable[[], object], comm) -> Callable[[], float]:
-    """What measures the makespan of `step` on all ranks at once, of many in a row over their
-    number; the same on every rank."""
-    clock, nothing = timing.Clock(comm), (lambda: None)
+def sampler(step: Callable[[], object], comm, synchronize: Callable[[], None] = lambda: None,
+            clock: timing.Clock | None = None) -> Callable[[], float]:
+    """What takes a sample of `step` on all ranks at once; the same on every rank.
+
+    It is the makespan of many steps in a row over their number.  Where ranks outnumber cores, a
+    core always has something to do while a rank waits, and short makespans are of the system's
+    turns; there it is the work, the processor time of all ranks, over cores and steps.
+    """
+    if not environment.oversubscribed():
+        return sampling.makespans(step, comm, synchronize, clock or timing.Clock(comm))
+    cores = environment.cores()
 
     def span(calls: int) -> float:
-        def several() -> None:
-            for _ in range(calls):
-                step()
-        return float(timing.spans(several, comm, nothing, clock)[0].max())
+        comm.Barrier()
+        start = time.process_time()
+        sampling.several(step, calls)()
+        return comm.allreduce(time.process_time() - start) / cores
 
-    span(1)
-    trial = comm.bcast(min(span(1), span(1)))
-    calls = min(micro.CALLS, max(1, math.ceil(SAMPLE / trial)))
+    calls = sampling.enough(span)
     return lambda: span(calls) / calls
 
 
@@ -127,7 +133,7 @@ def collectives(comm) -> list[model.Line]:
     def measure(point: tuple) -> float:
         line, kind, size = point
         samples, _, _ = micro.one_collective(grids[line], "y", kind, size // 4, chosen, LIMITS,
-                                             clock)
+                                             clock, sampler)
         return comm.bcast(min(samples))
 
     times = least(measure, itertools.product(grids, store.COLLECTIVES, sizes))
@@ -136,7 +142,7 @@ def collectives(comm) -> list[model.Line]:
     found = []
     for line, kind in itertools.product(grids, store.COLLECTIVES):
         took = [times[line, kind, size] for size in sizes]
-        alpha, beta, _ = micro.fitted(np.array(sizes, float), np.array(took))
+        alpha, beta, _ = fits.line(np.array(sizes, float), np.array(took))
         found.append(model.Line(kind, *line, alpha, beta,
                                 model.Curve([float(size) for size in sizes], took)))
     return found
@@ -157,3 +163,35 @@ def python(machine: model.Machine, comm) -> float:
     known = sum(model.seconds(machine, spent) for spent in model.terms(machine, trace).values())
     count = sum(times for (phase, _, _), times in trace.events.items() if phase in dry.PHASES)
     return max(0.0, measured - known) / count
+
+
+def phases(network: mm3d.Transformer, x: Any, dy: Any, comm,
+           clock: timing.Clock) -> list[float]:
+    """The makespans of a forward and of a backward pass."""
+    network.zero_gradients()
+    there, (_, saved) = timing.spans(lambda: network.forward(x), comm, lambda: None, clock)
+    again, _ = timing.spans(lambda: network.backward(dy, saved), comm, lambda: None, clock)
+    return [float(there.max()), float(again.max())]
+
+
+def waiting(machine: model.Machine, comm) -> dict[int, float]:
+    """Seconds of a meeting by the number of ranks, beyond those of meetings alone: what makes
+    up best for what a step of a modest model takes longer on each 3-D grid than its parts."""
+    clock, steps, rows, known = timing.Clock(comm), {}, [], []
+    sizes = sorted({size for size, _ in placements(comm.size)})
+    for grid in plan.triples(comm.size):
+        network = mm3d.Transformer(mm3d.scheme("3d", comm, grid, "numpy"), **MODEST)
+        steps[grid] = network, network.random("input"), network.random("output gradient")
+        trace = dry.step("3d", comm.size, grid, block=machine.granule, **MODEST)
+        known.append(sum(model.step_seconds(machine, trace).values()))
+        meetings = dict.fromkeys(sizes, 0)
+        for event, times in trace.of(dry.Collective).items():
+            meetings[event.size] += times * (1 + (event.kind == "all_reduce"))
+        rows.append(list(meetings.values()))
+    times = least(lambda grid: min(sum(phases(*steps[grid], comm, clock))
+                                   for _ in range(SAMPLES)), steps)
+    for network, _, _ in steps.values():
+        network.scheme.grid.free()
+    excess = np.maximum(0, np.array(list(times.values())) - known)
+    found = fits.nonnegative(np.array(rows, float), excess)
+    return dict(zip(sizes, found.tolist()))

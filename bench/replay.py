@@ -62,7 +62,8 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Measured(msgspec.Struct, frozen=True):
-    """Work and its measured seconds by phase, or of a "step", and the published average, if any.
+    """Work and its measured seconds by phase, or of a "step", the published average, if any, and
+    how its collectives travelled, if that is known.
 
     Seconds are medians, but those of `bench.check` the least of its rounds, as are the figures of
     `bench.calibrate`.
@@ -72,6 +73,17 @@ class Measured(msgspec.Struct, frozen=True):
     dtype: str
     seconds: Seconds
     published: float = math.nan
+    transport: str = ""
+
+    def fits(self, machine: model.Machine) -> bool:
+        """Whether `machine` is a model for these ranks and this transport.
+
+        A measured one is for as many ranks as measured it; nothing is said of a transport that
+        is not known.
+        """
+        same = not machine.passes or self.work.ranks == machine.ranks_per_node
+        return same and (self.transport == machine.transport or "" in (self.transport,
+                                                                       machine.transport))
 
 
 def trace(work: Work, dtype: str, block: int) -> dry.Trace:
@@ -98,25 +110,28 @@ def predicted(machine: model.Machine, work: Work, dtype: str) -> Seconds:
 def measured(run: store.Run | Measurements) -> Iterator[Measured]:
     """The products and Transformers in a file of results."""
     chosen = run.configuration
+    more = {"transport": chosen.get("transport", "")}
     if isinstance(run, store.Run):
         work = Work("layer", chosen["scheme"], _grid(chosen["grid"]),
                     tuple(chosen[name] for name in NAMES["layer"]))
         yield Measured(work, chosen["dtype"],
                        {phase: timing.typical(run.samples[phase]) for phase in dry.PHASES},
-                       run.published["recomputed_step_time"])
+                       run.published["recomputed_step_time"], **more)
     elif run.kind == "matmul":
         work = Work("matmul", chosen["scheme"], _grid(chosen["grid"]),
                     tuple(chosen[name] for name in "MNK"), chosen["form"])
         seconds = run.variables["seconds"].values[:, 0, 0]
-        yield Measured(work, chosen["dtype"], dict(zip(run.scales["phase"], seconds.tolist())))
+        yield Measured(work, chosen["dtype"], dict(zip(run.scales["phase"], seconds.tolist())),
+                       **more)
     elif run.kind == "layer":
         work = Work("layer", chosen["scheme"], _grid(chosen["grid"]),
                     tuple(chosen[name] for name in NAMES["layer"]))
-        yield Measured(work, chosen["dtype"], {"step": run.variables["seconds"].values[0, 0]})
+        yield Measured(work, chosen["dtype"], {"step": run.variables["seconds"].values[0, 0]},
+                       **more)
     elif run.kind == "check":
         for label, times in zip(run.scales["work"], run.variables["samples"].values):
             seconds = dict(zip(run.scales["phase"], np.min(times, axis=-1).tolist()))
-            yield Measured(Work.of(label), chosen["dtype"], seconds)
+            yield Measured(Work.of(label), chosen["dtype"], seconds, **more)
 
 
 def _grid(text: str) -> tuple[int, ...]:
@@ -141,11 +156,11 @@ def collected(folder: str) -> list[Measured]:
 def report(machine: model.Machine, found: list[Measured]) -> str:
     """Predicted beside measured, the median error of each kind, and the planner's choices.
 
-    A measured machine is a model for as many ranks as measured it, and others are left out.
+    What the machine is no model for is left out.
     """
-    own = [one for one in found
-           if not machine.passes or one.work.ranks == machine.ranks_per_node]
-    left = f"{len(found) - len(own)} runs of other numbers of ranks left out" * (own != found)
+    own = [one for one in found if one.fits(machine)]
+    left = (f"{len(found) - len(own)} runs of other numbers of ranks or another transport left "
+            f"out") * (own != found)
     if not own:
         return f"{machine.about}\n{left}"
     guesses = [predicted(machine, one.work, one.dtype) for one in own]

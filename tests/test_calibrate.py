@@ -4,7 +4,7 @@ import platform
 import numpy as np
 import pytest
 
-from bench import calibrate, model, probes
+from bench import fits, machinefile, model, probes
 from mm3d import dry
 from support import run_ranks
 from test_plan import assert_sourced
@@ -25,7 +25,7 @@ def test_a_fit_finds_what_made_the_times():
     for start, half in ((5e-6, (60.0, 30.0, 90.0)), (0.0, (0.0, 0.0, 0.0))):
         times = {shape: start + 2 * np.prod(shape) / 1e11 * (
             1 + sum(h / edge for h, edge in zip(half, shape)) / 3) for shape in shapes}
-        found = calibrate.fitted(times)
+        found = fits.products(times)
         assert found.rate == pytest.approx(1e11)
         assert found.start == pytest.approx(start, abs=1e-12)
         assert found.half == pytest.approx(half, abs=1e-4)
@@ -35,9 +35,9 @@ def test_a_fit_finds_what_made_the_times():
 def test_nothing_is_negative():
     rng = np.random.default_rng(3)
     A = rng.random((9, 4))
-    found = calibrate.nonnegative(A, A @ [1, -2, 0, 3])
+    found = fits.nonnegative(A, A @ [1, -2, 0, 3])
     assert (found >= 0).all() and found.any()
-    assert calibrate.nonnegative(A, A @ [1, 2, 0, 3]) == pytest.approx([1, 2, 0, 3], abs=1e-9)
+    assert fits.nonnegative(A, A @ [1, 2, 0, 3]) == pytest.approx([1, 2, 0, 3], abs=1e-9)
 
 
 def test_every_line_of_every_grid_is_measured():
@@ -54,19 +54,54 @@ def test_measured_curves_are_used_where_there_are_some():
     plain = model.collective_terms(machine, other)
     changed = model.msgspec.structs.replace(machine, collectives=[LINE],
                                             passes={"exp": CURVE, "other": LINE.curve})
-    assert model.collective_terms(changed, event) == {"node": pytest.approx(1e-5)}
+    assert model.collective_terms(changed, event) == {"node": pytest.approx(1e-5), "latency": 0}
     assert model.collective_terms(changed, other) == plain
     assert model.pass_seconds(changed, dry.Pass("exp", 100)) == pytest.approx(1e-6)
     assert model.pass_seconds(changed, dry.Pass("add", 1000)) == pytest.approx(1e-5)
     assert model.pass_seconds(machine, dry.Pass("exp", 100)) == 100 / machine.memory_bandwidth
 
 
+def test_ranks_wait_where_they_meet_between_work():
+    """An all-reduce meets twice; of sizes that were not measured nothing is known."""
+    def waits(kind, size):
+        line = model.Line(kind, size, 1, 0, 0, CURVE)
+        machine = model.msgspec.structs.replace(model.load("cpu"), collectives=[line],
+                                                waiting={2: 1e-4, 8: 3e-4})
+        return model.collective_terms(machine, dry.Collective(kind, "x", size, 1, 9))["latency"]
+
+    assert waits("all_gather", 2) == 1e-4 and waits("reduce", 8) == 3e-4
+    assert waits("all_reduce", 8) == 6e-4 and waits("broadcast", 4) == 0
+
+
+def test_squares_do_not_tell_edges_apart():
+    times = {(n, n, n): 1e-6 + 2 * n ** 3 / 1e11 * (1 + 50 / n) for n in probes.EDGES}
+    found = fits.products(times)
+    assert found.rate == pytest.approx(1e11) and found.half == pytest.approx((50, 50, 50))
+    assert fits.products({(8, 8, 8): 1e-6}).rate == pytest.approx(2 * 8 ** 3 / 1e-6)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("crowded", [False, True])
+def test_a_sample_is_of_one_call(comm, crowded, monkeypatch):
+    """Work, or makespan: of 3 ms on each of two ranks, all of it on one core, half on two."""
+    monkeypatch.setattr(probes.environment, "oversubscribed", lambda: crowded)
+    monkeypatch.setattr(probes.environment, "cores", lambda: 2 - crowded)
+
+    def busy():
+        end = probes.time.process_time() + 3e-3
+        while probes.time.process_time() < end:
+            pass
+
+    found = probes.sampler(busy, comm)()
+    assert 3e-3 * (1 + crowded) <= found < (9e-3 if crowded else 1)
+
+
 def test_a_written_machine_is_read_again(tmp_path):
     machine = model.msgspec.structs.replace(
         model.load("cpu"), about='with "quotes"', gemm_seconds=1e-6, block=5, collectives=[LINE],
-        passes={"other": CURVE})
+        passes={"other": CURVE}, transport="mpi", waiting={2: 1e-4})
     path = tmp_path / "mine.toml"
-    path.write_text(calibrate.written(machine))
+    path.write_text(machinefile.written(machine))
     assert model.load(str(path)) == machine
 
 
@@ -77,6 +112,7 @@ def test_a_machine_measures_itself(tmp_path):
     assert run.returncode == 0, run.stderr
     machine = model.load(str(path))
     assert machine.ranks_per_node == 2 and len(machine.collectives) == 5
+    assert machine.transport == "mpi" and set(machine.waiting) == {2}
     assert all(1e6 < rate < 1e15 for rate in machine.gemm_rate.values())
     assert platform.node() not in path.read_text()
     assert_sourced(machine)

@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from bench import model, plan, replay
+from bench import machinefile, model, plan, replay
 from bench.__main__ import main
 from bench.products import Problem
 from bench.replay import Measured, Work
@@ -92,7 +92,19 @@ def test_layers_and_products_of_other_verbs_are_read():
 def test_a_measured_machine_is_for_its_own_ranks():
     curve = model.Curve([1.0, 2.0], [1e-6, 2e-6])
     other = model.msgspec.structs.replace(CPU, passes={"other": curve}, ranks_per_node=2)
-    assert "12 runs of other numbers of ranks left out" in replay.report(other, made())
+    assert "12 runs of other numbers of ranks or another transport left out" in replay.report(
+        other, made())
+
+
+def test_a_measured_machine_is_for_its_own_transport():
+    """What a file does not say of its transport is taken on trust."""
+    shared, unknown = (model.msgspec.structs.replace(CPU, transport=name)
+                       for name in ("shared", ""))
+    one = made()[0]
+    other, same = (model.msgspec.structs.replace(one, transport=name)
+                   for name in ("mpi", "shared"))
+    assert one.fits(shared) and same.fits(shared) and other.fits(unknown)
+    assert not other.fits(shared)
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +121,7 @@ def test_every_scheme_and_grid_is_measured_and_written(measured):
     (path,) = folder.glob("*.h5")
     record = store.read(path)
     assert record.kind == "check" and all(check.passed for check in record.checks)
+    assert record.configuration["transport"] == "mpi"
     grids = {(work.kind, work.scheme, work.grid) for work in map(Work.of, record.scales["work"])}
     candidates = list(plan.candidates(2))
     assert grids == {("layer", *one) for one in candidates} | {
@@ -143,6 +156,17 @@ def test_wrong_arguments_are_named(more, message, tmp_path):
     run = run_ranks(1, "-m", "bench", "check", "--machine", "cpu", "--out", str(tmp_path), *more)
     assert run.returncode == 2
     assert message in run.stderr
+
+
+def test_a_machine_of_another_transport_is_refused(tmp_path):
+    path = tmp_path / "mine.toml"
+    machine = model.msgspec.structs.replace(CPU, transport="shared")
+    path.write_text(machinefile.written(machine))
+    run = run_ranks(2, "-m", "bench", "check", "--machine", str(path), "--matmul", "8", "--out",
+                    str(tmp_path))
+    assert run.returncode == 2 and not list(tmp_path.glob("*.h5"))
+    assert run.stderr.count("was measured with transport shared, not mpi: set MM3D_TRANSPORT="
+                            "shared") == 1
 
 
 def test_a_folder_without_results(capsys, tmp_path):

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from bench import micro, residual
+from bench import fits, residual
 from bench.products import SHAPES, Problem, Replay, Whole
 from mm3d import cost, store
 from mm3d.record import Variable
@@ -159,9 +159,9 @@ def test_collectives(tmp_path):
 
 def test_the_fit_finds_latency_and_bandwidth():
     sizes = 4.0 ** np.arange(5, 12)
-    alpha, beta, error = micro.fitted(sizes, 2e-5 + 3e-10 * sizes)
+    alpha, beta, error = fits.line(sizes, 2e-5 + 3e-10 * sizes)
     assert alpha == pytest.approx(2e-5) and beta == pytest.approx(3e-10) and error < 1e-9
-    alpha, beta, error = micro.fitted(sizes, 1e-9 * sizes ** 1.5)
+    alpha, beta, error = fits.line(sizes, 1e-9 * sizes ** 1.5)
     assert alpha == 0 and beta > 0 and error > 0.5
 
 

@@ -1,0 +1,133 @@
+"""What ``bench gemm`` and ``bench collectives`` add to a machine's file.
+
+Each puts in what it has measured.  What neither has is of the machine that the file began as, and
+its source says so.
+"""
+
+from datetime import datetime, timezone
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from bench import fits, machinefile, model
+from bench import machine as here
+from bench.cases import UsageError
+from mm3d.record import Measurements
+
+MEASURED = "all of what is measured here; of the rest "
+
+
+def begun(arguments, ranks_per_node: int, comm) -> model.Machine | None:
+    """The machine of ``--machine`` as its file has it, or as ``--base``; None without a file.
+
+    Raises
+    ------
+    UsageError
+        When the file cannot be written, describes no machine, or one that was calibrated with
+        another number of ranks.
+    """
+    if not arguments.machine:
+        return None
+    path = Path(arguments.machine)
+    machinefile.check("--machine", path, comm)
+    if not path.exists():
+        return taken(model.load(arguments.base))
+    machine = model.load(str(path))
+    if machine.passes and machine.ranks_per_node != ranks_per_node and comm.size > 1:
+        raise UsageError(f"--machine {path} was calibrated with {machine.ranks_per_node} ranks a "
+                         f"node, not {ranks_per_node}: start that many, or name a new file")
+    return machine
+
+
+def taken(base: model.Machine) -> model.Machine:
+    """A machine of this kind of which nothing is measured yet."""
+    sources = {name: f"{machinefile.TAKEN}{base.name}: {source}"
+               for name, source in base.sources.items()}
+    return msgspec.structs.replace(base, name=here.slug(), about=here.cpu_model(),
+                                   sources=sources)
+
+
+def products(machine: model.Machine, record: Measurements) -> model.Machine:
+    """`machine` with the products that ``gemm`` has measured, with the fewest threads of BLAS."""
+    threads = record.scales["threads"]
+    least = min(range(len(threads)), key=lambda k: threads[k])
+    medians = record.variables["seconds"].values[:, least, :, 0]
+    edges = record.scales["size"]
+    found = {dtype: fits.products(dict(zip(((n,) * 3 for n in edges), line.tolist())))
+             for dtype, line in zip(record.scales["dtype"], medians)}
+    first, fit = next(iter(found.items()))
+    off = max(np.abs(one.errors).max() for one in found.values())
+    how = (f"{measured(record)}, one rank alone with {threads[least]} of BLAS' threads: medians "
+           f"of squares of {edges[0]} to {edges[-1]}; the fit is {100 * off:.0f} % off at most")
+    rates = machine.gemm_rate | {dtype: one.rate for dtype, one in found.items()}
+    rest = [name for name in machine.gemm_rate if name not in found]
+    before = f"; {', '.join(rest)} {machine.sources['gemm_rate']}" if rest else ""
+    return replaced(
+        machine, {"gemm_rate": how + before, "gemm_seconds": f"{how}; {first}",
+                  "gemm_half_size": f"{how}; {first}, the same for every edge"}, ("gemm",),
+        gemm_rate=rates, gemm_seconds=fit.start, gemm_half_size=fit.half)
+
+
+def lines(machine: model.Machine, record: Measurements) -> model.Machine:
+    """`machine` with the collectives that ``collectives`` has measured, and the links by them.
+
+    Lines of before stay if they were measured with as many ranks a node and by the same
+    transport.
+    """
+    chosen, per_node = record.configuration, record.environment["ranks_on_this_node"]
+    found = measured_lines(record)
+    keys = {(line.kind, line.size, line.stride) for line in found}
+    same = (machine.ranks_per_node, machine.transport) == (per_node, chosen["transport"])
+    kept = [line for line in machine.collectives if same
+            and (line.kind, line.size, line.stride) not in keys]
+    how = f"{measured(record)}, all lines of a direction at once"
+    links = fits.links(found, per_node)
+    fit = f"{how}: the mean of the fits of all-gather and reduce-scatter on the longest line"
+    sources = {"ranks_per_node": f"{how}: ranks of the job on a node",
+               "transport": f"{how}: how the bytes travelled",
+               "collectives": f"{how}: medians; {record.environment['mpi']}; "
+                              f"{record.environment['tuning_variables'] or 'no tuning variables'}"}
+    return replaced(machine, sources | {name: fit for name in links}, tuple(links),
+                    ranks_per_node=per_node, transport=chosen["transport"],
+                    collectives=kept + found, **links)
+
+
+def measured_lines(record: Measurements) -> list[model.Line]:
+    """The collectives of a record, each with its fit."""
+    sizes = dict(zip("xyz", map(int, record.configuration["grid"].split(" x "))))
+    letters = list(sizes)
+    alpha, beta, seconds = (record.variables[name].values
+                            for name in ("alpha", "beta", "seconds"))
+    found = []
+    for i, axis in enumerate(record.scales["axis"]):
+        stride = int(np.prod([sizes[c] for c in letters[letters.index(axis) + 1:]], dtype=int))
+        for k, kind in enumerate(record.scales["collective"]):
+            curve = model.Curve([float(size) for size in record.scales["size"]],
+                                seconds[i, k, :, 0].tolist())
+            found.append(model.Line(kind, sizes[axis], stride, float(alpha[i, k]),
+                                    float(beta[i, k]), curve))
+    return found
+
+
+def replaced(machine: model.Machine, sources: dict[str, str], full: tuple[str, ...],
+             **figures) -> model.Machine:
+    """`machine` with measured figures, of which all is achieved, and their sources."""
+    achieved = msgspec.structs.replace(machine.achieved, **dict.fromkeys(full, 1.0))
+    before = machine.sources["achieved"].removeprefix(MEASURED)
+    return msgspec.structs.replace(
+        machine, achieved=achieved,
+        sources=machine.sources | sources | {"achieved": MEASURED + before}, **figures)
+
+
+def measured(record: Measurements) -> str:
+    """When and with what, for the source of a figure."""
+    environs = record.environment
+    when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
+    return f"measured {when} by bench {record.kind} on {environs['cpu_model']}"
+
+
+def publish(machine: model.Machine, path: str) -> None:
+    """Write the file."""
+    Path(path).write_text(machinefile.written(machine))
+    print(f"machine file: {path}", flush=True)

@@ -1,0 +1,71 @@
+"""Machine files: where they may be, and how a machine's model is written down."""
+
+import json
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from bench import model
+from bench.cases import UsageError
+
+TAKEN = "as of "    # how sources of what was not measured begin
+
+
+def check(option: str, path: Path, comm) -> None:
+    """Find out before anything is measured whether rank 0 can write a machine's file there.
+
+    Raises
+    ------
+    UsageError
+        On every rank, when it cannot.
+    """
+    fits = comm.rank > 0 or path.suffix == ".toml" and _writable(path.parent)
+    if not comm.bcast(fits):
+        raise UsageError(f"{option} {path}: a .toml file in a folder that exists and can be "
+                         f"written would do")
+
+
+def _writable(folder: Path) -> bool:
+    """Whether files can be made in it, found out by making one."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
+
+
+def written(machine: model.Machine) -> str:
+    """The TOML file of a machine."""
+    plain = msgspec.to_builtins(machine)
+    lines, tables = [], []
+    for name, value in plain.items():
+        if isinstance(value, dict):
+            tables += _table(name, value)
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            for item in value:
+                tables += ["", f"[[{name}]]", *(f"{key} = {_value(v)}"
+                                                for key, v in item.items())]
+        else:
+            lines.append(f"{name} = {_value(value)}")
+    return "\n".join([*_comments(machine), *lines, *tables, ""])
+
+
+def _comments(machine: model.Machine) -> list[str]:
+    """What the file is, and what in it was not measured."""
+    taken = [name for name, source in machine.sources.items() if source.startswith(TAKEN)]
+    return ["# A machine's model for `python -m bench`: `sources` says where each figure is from,",
+            "# `bench.model.Machine` its units.",
+            *[f"# Not measured here: {', '.join(taken)}."] * bool(taken)]
+
+
+def _table(name: str, value: dict) -> list[str]:
+    return ["", f"[{name}]", *(f"{key} = {_value(v)}" for key, v in value.items())]
+
+
+def _value(value) -> str:
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {_value(v)}" for key, v in value.items()) + " }"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_value, value)) + "]"
+    return f"{value:.6g}" if isinstance(value, float) else json.dumps(value)
