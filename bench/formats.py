@@ -12,8 +12,6 @@ import textwrap
 from dataclasses import dataclass, field
 from typing import Callable, Iterable, NamedTuple, Sequence
 
-from tabulate import tabulate
-
 WIDTH = 100
 
 
@@ -141,6 +139,7 @@ def _aligned(table: Table) -> str:
 
 def rst(parts: list[Part]) -> str:
     """reStructuredText."""
+    from tabulate import tabulate    # where it is needed: ranks that print nothing start sooner
     found = []
     for part in parts:
         if isinstance(part, Table):

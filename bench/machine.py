@@ -5,7 +5,6 @@ import os
 import platform
 import re
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from threadpoolctl import threadpool_info
@@ -129,6 +128,8 @@ def source_digest() -> str:
 
 
 def _versions() -> dict[str, Setting]:
+    # Imported by the one rank that asks: the others start sooner.
+    from importlib.metadata import PackageNotFoundError, version
     found: dict[str, Setting] = {}
     for package in ("mm3d", "numpy", "mpi4py", "h5py", "cupy"):
         try:
