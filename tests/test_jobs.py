@@ -208,6 +208,19 @@ def test_a_failed_pre_flight_ends_the_job_before_the_row(tmp_path):
     assert "doctor" in said and "run" not in said
 
 
+@pytest.mark.parametrize("falters", [1, 2])
+def test_ranks_that_do_not_answer_are_asked_once_more(tmp_path, falters):
+    asked = tmp_path / "asked"
+    done, _ = executed(tmp_path, timeout=f"""if [[ "$*" == *census ]]; then
+        echo >> {asked}; exit $(($(wc -l < {asked}) <= {falters} ? 15 : 0)); fi""")
+    assert len(asked.read_text().splitlines()) == 2
+    said = done.stdout.splitlines()
+    assert "the first census of the ranks ended with status 15" in said
+    assert ("the second census of the ranks ended with status 15" in said) == (falters == 2)
+    status, = (tmp_path / "out").rglob("census.status")
+    assert status.read_text() == f"{15 * (falters == 2)}\n"
+
+
 def test_a_failed_row_hands_its_status_on(tmp_path):
     done, ended = executed(tmp_path, srun="exit 3")
     assert done.returncode == 1 and ended == "bench run ended with status 3, see the log"
