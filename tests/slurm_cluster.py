@@ -1,8 +1,11 @@
 """A real Slurm on this machine: one controller and some nodes on the loopback, for the tests.
 
 Everything lives in one folder, key and sockets included, and ends with `Cluster.stop`, by process
-id.  Nodes have as many cores and GPUs as they are told to have; jobs take turns on the real cores.
+id.  Nodes have as many cores and GPUs as they are told to have; jobs take turns on the real
+cores.  Each node has a /dev/shm of its own where the kernel allows it: what a killed rank leaves
+there goes with the node, and no job of another cluster meets it.
 """
+import contextlib
 import os
 import secrets
 import shutil
@@ -11,11 +14,14 @@ import socket
 import subprocess
 import time
 from pathlib import Path
+from typing import Iterable
 
 from support import clean_environment
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
 SYSTEM = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
+ATTEMPTS = 3    # to start: between finding a port free and using it, somebody else may take it
+PRIVATE = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs node /dev/shm && exec "$@"', "sh"]
 
 CONFIGURATION = """\
 ClusterName=test
@@ -63,7 +69,8 @@ def missing() -> str:
 
 def free_ports(count: int) -> int:
     """The first of `count` ports in a row that nobody uses."""
-    for first in range(21000, 60000, count + 7):
+    # Not where all who look begin, and below the ports that the kernel hands out.
+    for first in range(20000 + secrets.randbelow(8000), 32000, count + 7):
         held = []
         try:
             for port in range(first, first + count):
@@ -96,8 +103,6 @@ class Cluster:
                  partition: str = "all", most_jobs: int = 1000) -> None:
         self.folder, self.nodes = Path(folder), nodes
         self.daemons: list[subprocess.Popen] = []
-        first = free_ports(nodes + 1)
-        host = socket.gethostname().partition(".")[0]
         (self.folder / "state").mkdir()
         devices = [self.folder / f"gpu{i}" for i in range(gpus)]
         for device in devices:
@@ -106,13 +111,20 @@ class Cluster:
             f"NodeName=n[1-{nodes}] Name=gpu File={self.folder}/gpu[0-{gpus - 1}]\n"
             if gpus else ""))
         self.conf = self.folder / "slurm.conf"
+        self.shape = dict(nodes=nodes, cpus=cpus, gres=f"Gres=gpu:{gpus}" if gpus else "",
+                          partition=partition, most_jobs=most_jobs)
+        alone = subprocess.run([*PRIVATE, "true"], capture_output=True).returncode == 0
+        self.private = PRIVATE if alone else []
+
+    def configure(self) -> None:
+        """Write slurm.conf, with ports that are free now."""
+        first = free_ports(self.nodes + 1)
         self.conf.write_text(CONFIGURATION.format(
-            host=host, folder=self.folder, ports=(first, first + 1), last=first + nodes,
-            nodes=nodes, cpus=cpus, gres=f"Gres=gpu:{gpus}" if gpus else "",
-            partition=partition, most_jobs=most_jobs,
+            host=socket.gethostname().partition(".")[0], folder=self.folder,
+            ports=(first, first + 1), last=first + self.nodes,
             # MPICH names shared memory after the job; what a killed one left must not be met
             # again.  Longer numbers than these make its lines too long for Slurm's PMI-2.
-            first_job=10_000 + secrets.randbelow(80_000)))
+            first_job=10_000 + secrets.randbelow(80_000), **self.shape))
 
     def environment(self, **more: str) -> dict[str, str]:
         """What a user of the cluster has set."""
@@ -122,6 +134,19 @@ class Cluster:
 
     def start(self) -> "Cluster":
         """Start the daemons and wait until all nodes are idle."""
+        for attempt in range(1, ATTEMPTS + 1):
+            self.daemons = []
+            self.configure()
+            try:
+                self._start()
+                return self
+            except RuntimeError:
+                self.stop()
+                if attempt == ATTEMPTS:
+                    raise
+        raise AssertionError
+
+    def _start(self) -> None:
         key = self.folder / "munge.key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o600)
@@ -134,28 +159,34 @@ class Cluster:
         for number in range(1, self.nodes + 1):
             self._daemon("slurmd", "-D", "-N", f"n{number}", "-f", str(self.conf))
         self._wait(lambda: self.idle() == self.nodes, "the nodes do not become idle")
-        return self
 
     def idle(self) -> int:
         """How many nodes have nothing to do."""
         found = self.command("sinfo", "-h", "-N", "-o", "%N %T")
         return len({line for line in found.stdout.splitlines() if line.endswith(" idle")})
 
-    def command(self, *argv: str, timeout: float = 100, cwd: str | Path | None = None,
+    def command(self, *argv: str, timeout: float = 200, cwd: str | Path | None = None,
                 **env: str) -> subprocess.CompletedProcess:
         """Run a command as a user of the cluster."""
         return subprocess.run(argv, env=self.environment(**env), text=True, cwd=cwd,
                               capture_output=True, timeout=timeout, stdin=subprocess.DEVNULL)
 
-    def quiet(self, seconds: float) -> bool:
-        """Wait until the queue is empty; whether it is before so many seconds have passed."""
-        return self._until(lambda: not self.command("squeue", "-h").stdout.strip(), seconds)
+    def quiet(self, seconds: float, jobs: Iterable[str] | None = None) -> bool:
+        """Wait until `jobs` (elements of arrays as 12_3), or all, have left the queue; whether
+        they do so before so many seconds have passed."""
+        def left() -> bool:
+            asked = self.command("squeue", "--noheader", "--array", "--format=%i")
+            there = set(asked.stdout.split())
+            return asked.returncode == 0 and not (there if jobs is None else there & set(jobs))
+
+        return self._until(left, seconds)
 
     def stop(self) -> None:
         """Cancel all jobs and end the daemons, the nodes' first."""
-        if any(daemon.poll() is None for daemon in self.daemons):
-            self.command("scancel", "--user=root")
-            self.quiet(10)
+        if self.daemons and all(daemon.poll() is None for daemon in self.daemons):
+            with contextlib.suppress(subprocess.SubprocessError):
+                self.command("scancel", "--user=root")
+                self.quiet(20)
         for daemon in reversed(self.daemons):
             daemon.send_signal(signal.SIGTERM)
         for daemon in reversed(self.daemons):
@@ -170,16 +201,19 @@ class Cluster:
         with open(self.folder / f"{name}-{len(self.daemons)}.out", "w") as out:
             # Should the tests be killed, their daemons go with them.
             self.daemons.append(subprocess.Popen(
-                ["setpriv", "--pdeathsig", "TERM", program, *argv],
+                ["setpriv", "--pdeathsig", "TERM", *self.private * (name == "slurmd"),
+                 program, *argv],
                 env=self.environment(), stdout=out, stderr=out,
                 stdin=subprocess.DEVNULL, start_new_session=True))
 
-    def _wait(self, condition, message: str, seconds: float = 40) -> None:
-        if not self._until(condition, seconds):
+    def _wait(self, condition, message: str, seconds: float = 60) -> None:
+        def ended() -> bool:
+            return any(daemon.poll() is not None for daemon in self.daemons)
+
+        if not self._until(lambda: ended() or condition(), seconds) or ended():
             logs = "\n".join(f"{path.name}: {path.read_text()[-1000:]}"
                              for path in sorted(self.folder.glob("*.out")))
-            self.stop()
-            raise RuntimeError(f"{message} after {seconds:g} s\n{logs}")
+            raise RuntimeError(f"{'a daemon has ended' if ended() else message}\n{logs}")
 
     @staticmethod
     def _until(condition, seconds: float) -> bool:

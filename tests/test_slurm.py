@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 from mpi4py import MPI
@@ -15,37 +14,12 @@ from bench.cases import case, select
 from bench.tables import words_agree
 from jobs import slurm
 from jobs.__main__ import main
-from mm3d import store
 from slurm_cluster import Cluster
+from slurm_user import ENDLESS, PATIENCE, User
 from support import ROOT
 
-pytestmark = [pytest.mark.limit(400), pytest.mark.skipif(
+pytestmark = [pytest.mark.limit(800), pytest.mark.skipif(
     MPI.COMM_WORLD.size > 1, reason="Slurm starts its own ranks: run without mpirun")]
-
-# Two ranks a node, so that eight are on all four nodes, and a GPU for each.
-SITE = """
-about = "one machine that plays four nodes with four GPUs each"
-[slurm]
-partition = "all"
-exclusive = false
-time = "{time}"
-warning = 1
-[node]
-ranks = 2
-gpus = 2
-[software]
-python = "{python}"
-[launch]
-mpi = "pmi2"
-gpu_binding = "task"
-[run]
-options = [{options}]
-[environment]
-MPIR_CVAR_POLLS_BEFORE_YIELD = "1"
-MPIR_CVAR_ENABLE_HEAVY_YIELD = "1"
-"""
-QUICK = '"--repetitions=2", "--max-repetitions=2"'
-ENDLESS = '"--repetitions=1000000", "--max-repetitions=1000000"'
 
 
 @pytest.fixture(scope="module")
@@ -59,91 +33,20 @@ def cluster(tmp_path_factory):
     assert all(daemon.poll() is not None for daemon in running.daemons)
 
 
-class User:
-    """Somebody with an account on a cluster, a site file and a folder of results."""
-
-    def __init__(self, cluster, folder, options=QUICK, python=sys.executable, hours="0:10:00",
-                 rows=("--table", "strong", "--scheme", "3d", "--ranks", "8")):
-        self.cluster, self.out = cluster, folder / "my results"
-        self.site = folder / "mine.toml"
-        self.site.write_text(SITE.format(options=options, python=python, time=hours))
-        self.rows = rows
-
-    def argv(self, verb, *more):
-        return (verb, "--site", str(self.site), "--preset", "tiny", "--out", str(self.out),
-                *self.rows, *more)
-
-    def jobs(self, verb, *more):
-        """``python -m jobs``: exit status, output, errors."""
-        done = self.cluster.command(sys.executable, "-m", "jobs", *self.argv(verb, *more),
-                                    cwd=ROOT)
-        return done.returncode, done.stdout, done.stderr
-
-    def submit(self, *more):
-        """Submit; the numbers of the rows' jobs."""
-        status, out, err = self.jobs("submit", *more)
-        assert status == 0, out + err
-        return re.findall(r"^job (\S+): ", out, re.M)
-
-    def runs(self):
-        """The collected results."""
-        return [store.read(path) for path in sorted(self.out.glob("*.h5"))]
-
-    def logs(self):
-        return "\n".join(f"{path.name}: {path.read_text()}"
-                         for path in sorted((self.out / "jobs" / "logs").glob("*")))
-
-    def wait_for(self, condition, seconds=90):
-        end = time.monotonic() + seconds
-        while not condition():
-            assert time.monotonic() < end, self.jobs("status")[1] + self.logs()
-            time.sleep(0.2)
-
-    def measuring(self):
-        """The processes of ranks that measure a row (not srun, which has the same words)."""
-        found = []
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                words = path.read_bytes().decode().split("\0")
-            except OSError:    # it has just ended
-                continue
-            if words[0] == sys.executable and words[2:4] == ["bench", "run"] and any(
-                    str(self.out) in word for word in words):
-                found.append(int(path.parent.name))
-        return found
-
-    def worked(self):
-        """Processor seconds of the rank that has used least; what a rank needs to start is 2."""
-        ranks = self.measuring()
-        used = [0.0] * (len(ranks) < 8)
-        for rank in ranks:
-            times = Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[11:13]
-            used.append(sum(map(int, times)) / os.sysconf("SC_CLK_TCK"))
-        return min(used)
-
-
 @pytest.fixture(scope="module")
-def limited(tmp_path_factory):
-    """Jobs of a minute, which end while other tests go on: on a cluster of their own."""
-    lacking = slurm_cluster.missing()
-    if lacking:
-        pytest.skip(lacking)
+def limited(cluster, tmp_path_factory):
+    """Jobs of a minute, the least that Slurm knows, which end while other tests go on."""
     heeding, hanging = (tmp_path_factory.mktemp(name) for name in ("heeds", "hangs"))
     python = hanging / "python"
     python.write_text("#!/bin/bash\ntrap '' TERM USR1\nsleep 100 & wait; wait; wait\n")
     python.chmod(0o755)
-    running = Cluster(tmp_path_factory.mktemp("limits")).start()
-    try:
-        heeds = User(running, heeding, options=ENDLESS, hours="0:01:00")
-        hangs = User(running, hanging, python=python, hours="0:01:00")
-        # It leaves the cores to the others early.
-        heeds.site.write_text(heeds.site.read_text().replace("warning = 1", "warning = 30"))
-        for user in (heeds, hangs):
-            user.submit()
-        running.command("scancel", "--name=mm3d-collect")
-        yield running, heeds, hangs
-    finally:
-        running.stop()
+    # Warned early, it leaves the cores to the others.
+    heeds = User(cluster, heeding, options=ENDLESS, time="0:01:00", warning=30, gpus=0)
+    hangs = User(cluster, hanging, python=python, time="0:01:00", gpus=0)
+    for user in (heeds, hangs):
+        user.submit()
+        cluster.command("scancel", user.submitted[-1])    # nothing to collect
+    return heeds, hangs
 
 
 def check_run(run):
@@ -166,7 +69,7 @@ def test_rows_from_submission_to_tables_and_only_what_is_missing(cluster, tmp_pa
     assert len(jobs) == 2
     # Somebody who submits again while they are under way submits nothing.
     assert user.submit() == []
-    assert cluster.quiet(150), user.logs()
+    assert user.quiet(), user.logs()
     # The last job has collected, printed and drawn.
     assert {path.suffix for path in user.out.iterdir()} >= {".h5", ".txt", ".png", ".html"}, (
         user.logs())
@@ -190,7 +93,7 @@ def test_rows_from_submission_to_tables_and_only_what_is_missing(cluster, tmp_pa
     status, out, _ = user.jobs("collect")
     assert status == 1 and "missing: strong 1-D 8 ranks: failed" in out
     assert len(user.submit()) == 1
-    assert cluster.quiet(90) and len(user.runs()) == 2
+    assert user.quiet() and len(user.runs()) == 2, user.logs()
 
 
 def test_two_who_submit_at_once(cluster, tmp_path):
@@ -198,11 +101,11 @@ def test_two_who_submit_at_once(cluster, tmp_path):
     both = [subprocess.Popen([sys.executable, "-m", "jobs", *user.argv("submit")], cwd=ROOT,
                              env=cluster.environment(), stdout=subprocess.PIPE, text=True)
             for _ in range(2)]
-    out = "".join(process.communicate(timeout=60)[0] for process in both)
-    cluster.command("scancel", "--user=root")
+    out = "".join(process.communicate(timeout=PATIENCE)[0] for process in both)
+    user.submitted = re.findall(r"^job (\S+)(?:: | collects)", out, re.M)
+    user.cancel()
     assert [process.returncode for process in both] == [0, 0]
     assert len(re.findall(r"^job \S+: ", out, re.M)) == 4 and "4 under way, 0 to submit" in out
-    assert cluster.quiet(30)
 
 
 def test_an_array_that_is_cancelled(cluster, tmp_path):
@@ -213,15 +116,15 @@ def test_an_array_that_is_cancelled(cluster, tmp_path):
     assert len({job.partition("_")[0] for job in jobs}) == 1
     user.wait_for(user.measuring)
     cluster.command("scancel", jobs[0].partition("_")[0])
-    assert cluster.quiet(60), user.logs()
+    assert user.quiet(), user.logs()
     status, out, _ = user.jobs("status")
     assert status == 0 and out.count("failed, job ") == 4 and out.count(": CANCELLED") == 4, out
     assert not user.measuring()
     # All of them are due again, and this time they may finish; one stands for all.
-    user.site.write_text(SITE.format(options=QUICK, python=sys.executable, time="0:10:00"))
+    user.write_site()
     user.rows = ("--table", "weak", "--scheme", "3d", "--ranks", "8")
     assert len(user.submit("--array")) == 1
-    assert cluster.quiet(90), user.logs()
+    assert user.quiet(), user.logs()
     check_run(*user.runs())
 
 
@@ -231,7 +134,7 @@ def test_a_task_that_is_killed(cluster, tmp_path):
     user.wait_for(lambda: len(user.measuring()) == 8)
     time.sleep(1)
     os.kill(user.measuring()[3], signal.SIGKILL)
-    assert cluster.quiet(60), user.logs()
+    assert user.quiet(), user.logs()
     out = user.jobs("status")[1]
     assert re.search(rf"strong 3-D 8 ranks: failed, job {job}: FAILED; bench run ended with "
                      r"status \d+", out), out + user.logs()
@@ -244,42 +147,41 @@ def test_a_job_that_is_told_that_its_time_is_nearly_over(cluster, tmp_path):
     job, = user.submit()
     user.wait_for(lambda: user.worked() > 4)
     cluster.command("scancel", "--signal=USR1", "--batch", job)
-    assert cluster.quiet(60), user.logs()
+    assert user.quiet(), user.logs()
     run, = user.runs()
     check_run(run)
     assert run.ended_by == "stopped" and len(run.samples["forward"]) >= 1, user.logs()
     assert "strong 3-D 8 ranks: stopped early, job" in user.jobs("status")[1]
     assert len(user.submit()) == 1    # such a row is due again
-    cluster.command("scancel", "--user=root")
-    assert cluster.quiet(30)
+    user.cancel()
 
 
 def test_jobs_at_their_limit(limited):
     """Slurm's clock, a minute at the least: one job heeds the warning, one is killed."""
-    running, heeds, hangs = limited
-    assert running.quiet(200), heeds.logs()
+    heeds, hangs = limited
+    assert heeds.quiet() and hangs.quiet(), heeds.logs() + hangs.logs()
     # With what it has; on a busy machine the warning may come before the first repetition.
     assert re.search("stopped early, job|stopped near the time limit", heeds.jobs("status")[1])
     assert "TIMEOUT" not in heeds.jobs("status")[1]
     assert ": failed, job" in (out := hangs.jobs("status")[1]) and ": TIMEOUT" in out
 
 
-def test_a_full_queue(tmp_path, monkeypatch, capsys, cluster):
+def test_a_full_queue(tmp_path, monkeypatch, capsys):
+    if slurm_cluster.missing():
+        pytest.skip(slurm_cluster.missing())
     folder = tmp_path / "full"
     folder.mkdir()
     full = Cluster(folder, nodes=1, most_jobs=3).start()
     try:
-        user = User(full, tmp_path, rows=("--table", "all", "--ranks", "8"))
-        user.site.write_text(user.site.read_text().replace("ranks = 2\ngpus = 2", "ranks = 8")
-                             .replace('gpu_binding = "task"', ""))
+        user = User(full, tmp_path, ("--table", "all", "--ranks", "8"), ranks=8, gpus=0)
         for name, value in full.environment().items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setattr(slurm, "LIMIT", 6)
+        monkeypatch.setattr(slurm, "LIMIT", 10)
         full.command("scontrol", "update", "PartitionName=all", "State=DOWN")
         assert main(user.argv("submit")) == 1
         said = capsys.readouterr()
         assert len(re.findall(r"^job \S+: ", said.out, re.M)) == 2
-        assert "error: the queue took 2 of 4 rows: sbatch did not end within 6 seconds" in said.err
+        assert "the queue took 2 of 4 rows: sbatch did not end within 10 seconds" in said.err
         assert "temporarily unable to accept job" in said.err
         assert main(user.argv("status")) == 0
         out = capsys.readouterr().out
@@ -317,7 +219,8 @@ def test_slurm_takes_the_scripts_of_each_site(tmp_path, site, nodes, cpus, gpus,
 
 
 @pytest.mark.skipif("MM3D_SLURM_TABLE" not in os.environ, reason=(
-    "takes many minutes on a few cores: set MM3D_SLURM_TABLE to weak, strong or all"))
+    "takes many minutes on a few cores: set MM3D_SLURM_TABLE to weak, strong or all, and give "
+    "pytest -o faulthandler_timeout=7200"))
 @pytest.mark.limit(7200)
 @pytest.mark.parametrize("ranks, nodes, slots", [
     # Between nodes that are none MPI waits longer, so the wide rows have one that is wide enough.
@@ -331,10 +234,9 @@ def test_every_row_of_a_table(tmp_path, ranks, nodes, slots):
     folder.mkdir()
     wide = Cluster(folder, nodes, cpus=slots, gpus=0).start()
     try:
-        user = User(wide, tmp_path, rows=("--table", table, "--ranks", ranks), hours="2:00:00",
-                    options='"--repetitions=1", "--max-repetitions=1"')
-        user.site.write_text(user.site.read_text().replace(
-            "ranks = 2\ngpus = 2", f"ranks = {slots}").replace('gpu_binding = "task"', ""))
+        user = User(wide, tmp_path, ("--table", table, "--ranks", ranks), time="2:00:00",
+                    ranks=slots, gpus=0,
+                    options='"--repetitions=1", "--max-repetitions=1", "--traced=0"')
         jobs = user.submit()
         assert wide.quiet(7000), user.logs()
     finally:
