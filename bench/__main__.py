@@ -5,8 +5,8 @@ import importlib
 import sys
 from typing import NoReturn, Sequence
 
-from bench import beyond, show
-from bench.cases import HEADINGS, PAPER, TITLES, UsageError, load
+from bench import beyond, rowoptions, show
+from bench.cases import UsageError
 from bench.options import add_doctor, add_files, add_microbenchmarks, add_reproduce
 from mm3d import environment
 
@@ -32,62 +32,8 @@ def parser() -> argparse.ArgumentParser:
         "Measure the rows of Tables 1 and 2 of arXiv:2105.14450 and set them beside what was "
         "published."))
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
-    presets = "; ".join(f"{name}: {preset.about}" for name, preset in load().presets.items())
-
-    rows = argparse.ArgumentParser(add_help=False)
-    rows.add_argument("--table", default="all", metavar="NAMES",
-                      help=f"{', '.join(HEADINGS)}, some with commas between, or all (default)")
-    rows.add_argument("--scheme", default="all", metavar="NAMES",
-                      help=f"{', '.join(TITLES)}, some with commas between, or all that the "
-                           f"paper has: {', '.join(PAPER)} (default)")
-    rows.add_argument("--preset", default="laptop", choices=load().presets,
-                      help=f"the sizes (default laptop). {presets}")
-    rows.add_argument("--out", metavar="DIR",
-                      help="where the .h5 files go (default results/<machine>)")
-    rows.add_argument("--warmup", type=int, metavar="N",
-                      help="steps before the first that is timed, with the one that is verified "
-                           "(default: the preset's)")
-    rows.add_argument("--repetitions", type=int, metavar="N",
-                      help="the least number of steps that are timed (default: the preset's)")
-    rows.add_argument("--max-repetitions", type=int, metavar="N",
-                      help="the greatest (default: the preset's)")
-    rows.add_argument("--max-seconds", type=float, metavar="S",
-                      help="no step beyond the least number begins when so many seconds have "
-                           "passed (default: the preset's)")
-    rows.add_argument("--width", type=float, default=0.05, metavar="FRACTION",
-                      help="enough steps are timed when the 95 %% confidence intervals of both "
-                           "medians are no wider than this part of them (default 0.05)")
-    rows.add_argument("--traced", type=int, metavar="N",
-                      help="steps after those that count, traced to tell where the time goes "
-                           "(default: the preset's; 0 for none)")
-    rows.add_argument("--order", type=int, metavar="SEED",
-                      help="of the order in which rows are measured (default: drawn; recorded)")
-    rows.add_argument("--dtype", default=load().settings.dtype, choices=("float32", "float64"),
-                      help=f"of every array (default {load().settings.dtype})")
-    rows.add_argument("--backend", metavar="NAME",
-                      help="the array library (default MM3D_BACKEND, or numpy)")
-    rows.add_argument("--seed", type=int, default=0, metavar="N",
-                      help="of parameters and input (default 0)")
-
-    run = verbs.add_parser("run", parents=[rows], help=(
-        "under mpirun: measure the selected rows that have as many ranks as the job"))
-    for name in ("layers", "hidden", "heads", "batch", "seq"):
-        run.add_argument(f"--{name}", type=int, metavar="N", help="instead of the preset's")
-    run.add_argument("--rows", metavar="NAMES", help=(
-        "instead of --table and --scheme: both of each row, such as weak:3d,strong:1d"))
-    run.add_argument("--grid", metavar="XxYxZ", help=(
-        "sizes of the grid's directions, or auto for the planner's choice"))
-    run.add_argument("--machine", default="cpu", metavar="NAME", help=(
-        "the machine that the planner of --grid auto plans for (default cpu)"))
-    run.add_argument("--inside", default="auto", metavar="AXIS", help=(
-        "the direction of the grid that stays inside a node, where ranks fill nodes one after "
-        "the other (default auto: the one that moves the most words)"))
-    run.add_argument("--trace", metavar="FILE", help=(
-        "write the last traced step of each row for chrome://tracing and ui.perfetto.dev; with "
-        "several rows each has its name in the file's"))
-    run.add_argument("--stop-file", metavar="FILE", help=(
-        "when this file exists, end the row with the repetitions that there are, and begin no "
-        "other: what a job does that nears its time limit"))
+    rows = rowoptions.rows()
+    rowoptions.add_run(verbs, rows)
     add_microbenchmarks(verbs)
     add_reproduce(verbs, rows)
     show.add_verbs(verbs)

@@ -35,7 +35,17 @@ def grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: str,
 
 
 def add_verbs(verbs) -> None:
-    """Add these verbs to the sub-parsers `verbs`."""
+    """Add these verbs to the sub-parsers `verbs`, and those that measure for them."""
+    model = _model()
+    _add_dry(verbs, model)
+    _add_plan(verbs, model)
+    _add_calibrate(verbs)
+    _add_check(verbs)
+    _add_predict(verbs)
+
+
+def _model() -> argparse.ArgumentParser:
+    """The options that say which model on how many ranks, as a parent of parsers."""
     model = argparse.ArgumentParser(add_help=False)
     model.add_argument("--ranks", type=int, required=True, metavar="P", help="how many ranks")
     model.add_argument("--hidden", type=int, required=True, metavar="N", help="features")
@@ -46,7 +56,10 @@ def add_verbs(verbs) -> None:
                        help="of attention (default: the tables', or heads of 128 features)")
     model.add_argument("--dtype", default="float32", choices=("float16", "float32", "float64"),
                        help="of every array (default float32)")
+    return model
 
+
+def _add_dry(verbs, model: argparse.ArgumentParser) -> None:
     dry = verbs.add_parser("dry", parents=[model], help=(
         "what a rank would do on any number of ranks: products, collectives, memory"))
     dry.add_argument("--scheme", default="3d", help="the parallelism (default 3d)")
@@ -61,21 +74,26 @@ def add_verbs(verbs) -> None:
                      help="run all layers instead of extending three, which gives the same")
     dry.add_argument("--machine", metavar="NAME", help="also predict seconds on this machine")
 
+
+def _add_plan(verbs, model: argparse.ArgumentParser) -> None:
     plan = verbs.add_parser("plan", parents=[model], help=(
         "rank every scheme and grid by predicted time, with words and memory"))
-    plan.add_argument("--machine", default="longhorn", metavar="NAME",
-                      help="a supplied machine or a .toml file (default longhorn)")
+    _machine_option(plan)
     plan.add_argument("--top", type=int, default=12, metavar="N",
                       help="how many to print (default 12)")
     plan.add_argument("--recompute", action="store_true",
                       help="keep only the layers' inputs and repeat forward in backward")
-    plan.add_argument("--pictures", metavar="DIR", help="also draw the figures into this folder")
+    _pictures_option(plan)
 
+
+def _add_calibrate(verbs) -> None:
     calibrate = verbs.add_parser("calibrate", help=(
         "alone or under mpirun: measure this machine and write its model for as many ranks"))
     calibrate.add_argument("--out", required=True, metavar="FILE",
                            help="the machine's model, a .toml file for --machine")
 
+
+def _add_check(verbs) -> None:
     check = verbs.add_parser("check", help=(
         "alone or under mpirun: measure every scheme and grid beside the model's predictions"))
     check.add_argument("--machine", required=True, metavar="FILE",
@@ -93,12 +111,22 @@ def add_verbs(verbs) -> None:
     check.add_argument("--out", metavar="DIR",
                        help="where the .h5 file goes (default results/<machine>)")
 
+
+def _add_predict(verbs) -> None:
     predict = verbs.add_parser("predict", help=(
         "the paper's tables as a machine model predicts them, fitted on some rows"))
-    predict.add_argument("--machine", default="longhorn", metavar="NAME",
-                         help="a supplied machine or a .toml file (default longhorn)")
+    _machine_option(predict)
     predict.add_argument("--results", metavar="DIR",
                          help="instead of fitting, set predictions beside what was measured")
     predict.add_argument("--table", default="all", metavar="NAMES", help="weak, strong or all")
-    predict.add_argument("--pictures", metavar="DIR",
-                         help="also draw the figures into this folder")
+    _pictures_option(predict)
+
+
+def _machine_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--machine", default="longhorn", metavar="NAME",
+                        help="a supplied machine or a .toml file (default longhorn)")
+
+
+def _pictures_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--pictures", metavar="DIR",
+                        help="also draw the figures into this folder")

@@ -11,6 +11,12 @@ COUNTS = {3: "three", 4: "four"}
 
 def add_microbenchmarks(verbs) -> None:
     """Add the verbs to the parsers of ``python -m bench``."""
+    for add in (_add_gemm, _add_collectives, _add_matmul, _add_scalapack, _add_start, _add_layer,
+                _add_gpu):
+        add(verbs)
+
+
+def _add_gemm(verbs) -> None:
     gemm = _verb(verbs, "gemm", "the rate of one rank's matrix products, by size and dtype", 7,
                  1.0)
     gemm.add_argument("--sizes", type=_numbers, default=[2 ** k for k in range(6, 13)],
@@ -19,9 +25,9 @@ def add_microbenchmarks(verbs) -> None:
                       default=["float32", "float64"], help="(default float32,float64)")
     gemm.add_argument("--threads", type=_numbers, metavar="N,...",
                       help="of BLAS (default: 1 and as many as there are cores)")
-
     _machine_options(gemm, "the rate of products, with the fewest threads")
 
+def _add_collectives(verbs) -> None:
     collectives = _verb(verbs, "collectives", "under mpirun: latency and bandwidth of each "
                         "collective along each direction", 7, 1.0)
     _grid_option(collectives)
@@ -29,19 +35,18 @@ def add_microbenchmarks(verbs) -> None:
                              help="the smallest array (default 1024); each is 4 times the last")
     collectives.add_argument("--most", type=int, default=4 * 2 ** 20, metavar="BYTES",
                              help="the largest array (default 4 MiB)")
-    collectives.add_argument("--dtype", default="float32", choices=("float32", "float64"))
-
+    _dtype_option(collectives)
     _machine_options(collectives, "the cost of each collective, and of the links")
 
+def _add_matmul(verbs) -> None:
     matmul = _verb(verbs, "matmul", "under mpirun: distributed products beside one process with "
                    "all cores", 7, 30.0)
-    matmul.add_argument("--shape", type=shape, action="append", required=True, metavar="M,N,K",
-                        help="C is M x K, the sum has N terms; N alone for cubes; may be repeated")
+    _shape_option(matmul)
     _grid_option(matmul)
     matmul.add_argument("--scheme", default="3d", choices=SCHEMES, help="(default 3d)")
     matmul.add_argument("--form", type=_names(*FORMS), default=["ab"], metavar="NAMES",
                         help="of C = AB, AB^T, A^T B: ab, abt, atb, with commas (default ab)")
-    matmul.add_argument("--dtype", default="float32", choices=("float32", "float64"))
+    _dtype_option(matmul)
     matmul.add_argument("--trace", metavar="FILE", help=(
         "write a traced call of each product for chrome://tracing and ui.perfetto.dev; with "
         "several products each has its name in the file's"))
@@ -49,21 +54,23 @@ def add_microbenchmarks(verbs) -> None:
                         help="in a sample (default: as many as take one process 100 ms)")
     matmul.add_argument("--backward", action="store_true", help="measure dA and dB too")
 
+
+def _add_scalapack(verbs) -> None:
     rival = _verb(verbs, "scalapack", "under mpirun: the 3-D product beside ScaLAPACK's, which "
                   "must be installed; prints, and writes no file", 7, 30.0, writes=False)
-    rival.add_argument("--shape", type=shape, action="append", required=True, metavar="M,N,K",
-                       help="C is M x K, the sum has N terms; N alone for cubes; may be repeated")
+    _shape_option(rival)
     _grid_option(rival)
-    rival.add_argument("--dtype", default="float32", choices=("float32", "float64"))
+    _dtype_option(rival)
     rival.add_argument("--block", type=_numbers, default=[64, 128, 256], metavar="N,...",
                        help="rows and columns of ScaLAPACK's blocks (default 64,128,256)")
     rival.add_argument("--calls", type=int, default=5, metavar="N",
                        help="in a sample (default 5)")
-    many = verbs.add_parser("start", help="what many ranks cost: starting, grid, a tiny step")
-    many.add_argument("--ranks", type=_numbers, default=[8, 27, 64], metavar="N,...",
-                      help="cubes (default 8,27,64)")
-    _add_layer(verbs)
-    _add_gpu(verbs)
+
+
+def _add_start(verbs) -> None:
+    start = verbs.add_parser("start", help="what many ranks cost: starting, grid, a tiny step")
+    start.add_argument("--ranks", type=_numbers, default=[8, 27, 64], metavar="N,...",
+                       help="cubes (default 8,27,64)")
 
 
 def add_doctor(verbs) -> None:
@@ -114,7 +121,7 @@ def _add_layer(verbs) -> None:
                        help="features of a head (default 64)")
     layer.add_argument("--batch", type=int, default=8, metavar="N", help="(default 8)")
     layer.add_argument("--seq", type=int, default=512, metavar="N", help="(default 512)")
-    layer.add_argument("--dtype", default="float32", choices=("float32", "float64"))
+    _dtype_option(layer)
     layer.add_argument("--scheme", default="3d", metavar="NAME", help="(default 3d)")
     _grid_option(layer)
     layer.add_argument("--torch", metavar="PYTHON", help=(
@@ -165,6 +172,15 @@ def _verb(verbs, name: str, about: str, repetitions: int, seconds: float,
     parser.add_argument("--seed", type=int, default=0, metavar="N",
                         help="of numbers and order (default 0)")
     return parser
+
+
+def _shape_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--shape", type=shape, action="append", required=True, metavar="M,N,K",
+                        help="C is M x K, the sum has N terms; N alone for cubes; may be repeated")
+
+
+def _dtype_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
 
 
 def _grid_option(parser: argparse.ArgumentParser) -> None:
