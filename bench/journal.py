@@ -150,7 +150,7 @@ def taken_over(folder: Path) -> bool:
 
 
 @dataclass(frozen=True)
-class Session:
+class Reproduction:
     """A reproduction that is under way.
 
     Attributes
@@ -168,7 +168,7 @@ class Session:
     settings: dict[str, Any]
 
 
-def unfinished(entries: list[dict]) -> Session | None:
+def unfinished(entries: list[dict]) -> Reproduction | None:
     """The latest reproduction, unless it came to its end."""
     begun = None
     for entry in entries:
@@ -177,7 +177,8 @@ def unfinished(entries: list[dict]) -> Session | None:
         elif entry["event"] == "end" and entry.get("outcome") == "complete":
             begun = None
     try:
-        return begun and Session(int(begun["order"]), begun["at"], dict(begun["settings"]))
+        return begun and Reproduction(int(begun["order"]), begun["at"],
+                                      dict(begun["settings"]))
     except (KeyError, TypeError, ValueError):
         return None    # by another version: nothing of it can be compared
 

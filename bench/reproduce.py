@@ -85,15 +85,15 @@ def reproduce(arguments) -> int:
     log = Journal(out)
     log.claim()
     resume.tidy(out)
-    session, finished = resume.begin(log, cases, wanted, arguments)
-    arguments.order = session.order
-    cases = shuffled(cases, session.order)
+    reproduction, finished = resume.begin(log, cases, wanted, arguments)
+    arguments.order = reproduction.order
+    cases = shuffled(cases, reproduction.order)
     progress = Progress(len(cases), len(finished))
     progress.say(f"{len(cases)} rows, preset {arguments.preset}, on {machine.cpu_model()}, "
-                 f"{environment.cores()} cores; results in {out}; order {session.order}")
+                 f"{environment.cores()} cores; results in {out}; order {reproduction.order}")
     if finished:
-        progress.say(f"going on with what was begun at {session.begun[:19]} UTC: {len(finished)} "
-                     f"rows are there and not measured again")
+        progress.say(f"going on with what was begun at {reproduction.begun[:19]} UTC: "
+                     f"{len(finished)} rows are there and not measured again")
     left = [one for one in cases if one.name not in finished]
     stopped = None
     try:

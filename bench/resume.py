@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 from bench import journal, machine
 from bench.cases import Case, UsageError, step_counts, traced_steps
-from bench.journal import Journal, Session
+from bench.journal import Journal, Reproduction
 from mm3d import backend, store
 
 
@@ -39,7 +39,7 @@ def settings(arguments) -> dict[str, Any]:
 
 
 def begin(log: Journal, cases: list[Case], wanted: dict[str, Any],
-          arguments) -> tuple[Session, set[str]]:
+          arguments) -> tuple[Reproduction, set[str]]:
     """The reproduction to go on with, or a new one, and the names of its finished rows."""
     token = os.environ[journal.VARIABLE] = secrets.token_hex(8)
     old = None if arguments.fresh else journal.unfinished(log.entries())
@@ -54,23 +54,23 @@ def begin(log: Journal, cases: list[Case], wanted: dict[str, Any],
         print(f"not going on with what was begun at {old.begun[:19]} UTC, but beginning anew, "
               f"because of: {'; '.join(changed)}", flush=True)
     order = secrets.randbelow(2 ** 31) if arguments.order is None else arguments.order
-    new = Session(order, journal.now(), wanted)
+    new = Reproduction(order, journal.now(), wanted)
     log.write("begin", token=token, order=order, settings=wanted,
               rows=sorted(one.name for one in cases))
     return new, set()
 
 
-def measured_before(one: Case, session: Session, folder: Path) -> bool:
+def measured_before(one: Case, reproduction: Reproduction, folder: Path) -> bool:
     """Whether a whole file of the row is there that this reproduction has written."""
     for path in folder.glob(f"{one.name}-*.h5"):
         try:
             run = store.read(path)
         except store.StoreError:
             continue    # is measured again; tables say what is wrong with the file
-        if (isinstance(run, store.Run) and run.created >= session.begun
-                and run.configuration.get("order") == session.order
+        if (isinstance(run, store.Run) and run.created >= reproduction.begun
+                and run.configuration.get("order") == reproduction.order
                 and not run.configuration["overridden"]
-                and all(run.configuration[name] == session.settings[name]
+                and all(run.configuration[name] == reproduction.settings[name]
                         for name in ("dtype", "seed", "warmup", "repetitions"))):
             return True
     return False

@@ -88,10 +88,10 @@ def kill_and_go_on(folder: Path, kills: int, seed: int, longest: float) -> dict[
     watch.check()
     events = [entry["event"] for entry in watch.journal()]
     last = len(events) - events[::-1].index("begin") - 1
-    session = watch.journal()[last]
+    begin = watch.journal()[last]
     runs = [store.read(path) for path in folder.glob("*.h5")]
-    rows = [run for run in runs if run.configuration["order"] == session["order"]]
-    assert len(rows) == 6 == len(session["rows"]) and events[-1] == "end"
+    rows = [run for run in runs if run.configuration["order"] == begin["order"]]
+    assert len(rows) == 6 == len(begin["rows"]) and events[-1] == "end"
     assert watch.journal()[-1]["outcome"] == "complete"
     left = [path.name for path in folder.iterdir() if path.name.endswith(".part")]
     assert not left, left
