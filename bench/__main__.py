@@ -69,6 +69,32 @@ def run_on_all_ranks(arguments) -> int:
         raise
 
 
+def run_alone(arguments) -> int:
+    """A verb for one process; the exit status."""
+    for family in (beyond, show):
+        if arguments.verb in family.VERBS:
+            return family.run(arguments)
+    if arguments.verb == "doctor":
+        from bench.doctor import doctor
+        return doctor(arguments)
+    if arguments.verb == "reproduce":
+        from bench.reproduce import reproduce
+        return reproduce(arguments)
+    if arguments.verb == "validate":
+        from bench.validate import validate
+        return validate(arguments.sources)
+    if arguments.verb == "start":
+        from bench.start import start
+        return start(arguments)
+    if arguments.verb == "merge":
+        from bench.merge import merge
+        print(merge(arguments.target, arguments.sources))
+    if arguments.verb == "cube":
+        from bench.cube import cube
+        print(cube(arguments.file))
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line says; the exit status."""
     arguments = parser().parse_args(argv)
@@ -76,39 +102,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return run_on_all_ranks(arguments)
     if environment.launcher_rank():
         return 0  # one rank is enough
-    from mm3d.store import StoreError
-    try:
-        if arguments.verb in beyond.VERBS:
-            return beyond.run(arguments)
-        if arguments.verb == "doctor":
-            from bench.doctor import doctor
-            return doctor(arguments)
-        if arguments.verb in show.VERBS:
-            return show.run(arguments)
-        if arguments.verb == "reproduce":
-            from bench.reproduce import reproduce
-            return reproduce(arguments)
-        if arguments.verb == "merge":
-            from bench.merge import merge
-            print(merge(arguments.target, arguments.sources))
-        if arguments.verb == "validate":
-            from bench.validate import validate
-            return validate(arguments.sources)
-        if arguments.verb == "start":
-            from bench.start import start
-            return start(arguments)
-        if arguments.verb == "cube":
-            from bench.cube import cube
-            print(cube(arguments.file))
-        return 0
-    except OSError as error:
-        named = error.filename and error.strerror
-        print(f"error: {f'{error.filename}: {error.strerror}' if named else error}",
-              file=sys.stderr)
-        return 2
-    except (UsageError, StoreError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    from bench.status import status_of
+    return status_of(run_alone, arguments)
 
 
 def command() -> NoReturn:

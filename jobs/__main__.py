@@ -9,13 +9,13 @@ from typing import NoReturn, Sequence
 from tabulate import tabulate
 
 from bench.cases import Case, UsageError, case, load, select
+from bench.status import status_of
 from jobs import rows, scripts, slurm
 from jobs import site as sites
 from jobs.collect import collect, line
 from jobs.rows import DONE, UNDER_WAY
 from jobs.scripts import Work
 from mm3d.contract import lookup
-from mm3d.store import StoreError
 
 
 def parser() -> argparse.ArgumentParser:
@@ -171,25 +171,25 @@ def test_only(work: Work, cases: list[Case], arguments) -> int:
     return int(bool(refused))
 
 
+def do(arguments) -> int:
+    """What the verb says; the exit status."""
+    work, cases = work_and_cases(arguments)
+    if arguments.verb == "submit":
+        return (test_only if arguments.test_only else submit)(work, cases, arguments)
+    if arguments.verb == "collect":
+        return collect(work, cases)
+    if arguments.verb == "render":
+        render(work, cases, arguments)
+        print(f"{overview(work, cases)}\n\nin {work.folder}; nothing is submitted")
+    else:
+        for one in rows.survey(work, cases, slurm.queue()):
+            print(line(one))
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line says; the exit status."""
-    arguments = parser().parse_args(argv)
-    try:
-        work, cases = work_and_cases(arguments)
-        if arguments.verb == "render":
-            render(work, cases, arguments)
-            print(f"{overview(work, cases)}\n\nin {work.folder}; nothing is submitted")
-        elif arguments.verb == "submit":
-            return (test_only if arguments.test_only else submit)(work, cases, arguments)
-        elif arguments.verb == "collect":
-            return collect(work, cases)
-        else:
-            for one in rows.survey(work, cases, slurm.queue()):
-                print(line(one))
-        return 0
-    except (UsageError, StoreError, slurm.SlurmError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return status_of(do, parser().parse_args(argv), slurm.SlurmError)
 
 
 def command() -> NoReturn:
