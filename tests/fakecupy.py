@@ -13,6 +13,7 @@ import ctypes
 import time
 import types
 import weakref
+from operator import attrgetter
 
 import numpy as np
 
@@ -97,14 +98,9 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
     def __init__(self, memory: Memory, shell: np.ndarray) -> None:
         self.memory, self.shell = memory, shell
 
-    shape = property(lambda self: self.shell.shape)
-    dtype = property(lambda self: self.shell.dtype)
-    ndim = property(lambda self: self.shell.ndim)
-    size = property(lambda self: self.shell.size)
-    nbytes = property(lambda self: self.shell.nbytes)
-    itemsize = property(lambda self: self.shell.itemsize)
-    strides = property(lambda self: self.shell.strides)
-    flags = property(lambda self: self.shell.flags)
+    shape, dtype, ndim, size, nbytes, itemsize, strides, flags = (
+        property(attrgetter(f"shell.{name}")) for name in
+        ("shape", "dtype", "ndim", "size", "nbytes", "itemsize", "strides", "flags"))
     T = property(lambda self: ndarray(self.memory, self.shell.T))
 
     def __array__(self, *_, **__):
