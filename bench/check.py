@@ -1,16 +1,15 @@
 """The verb ``check``: every scheme and grid of the job's ranks, measured beside predictions."""
 
-from pathlib import Path
 from typing import Callable
 
 import numpy as np
 
 import mm3d
-from bench import machine, matmul, model, operands, plan, probes, replay, sampling, verify
+from bench import matmul, model, operands, plan, probes, replay, sampling, verify
 from bench.cases import Sizes, UsageError
+from bench.journal import writable
 from bench.products import DIRECTIONS, Problem
 from bench.replay import Work
-from bench.run import writable
 from mm3d import dry, timing
 from mm3d.record import Measurements, Variable
 from mm3d.store import Check
@@ -42,7 +41,7 @@ def check(arguments, comm) -> int:
         raise UsageError(f"--machine {arguments.machine} was measured with "
                          f"{chosen.ranks_per_node} ranks, not {comm.size}: start that many, or "
                          f"calibrate with {comm.size}")
-    out = writable(Path(arguments.out or machine.default_out()), comm)
+    out = writable(arguments.out, comm)
     works = wanted(arguments, comm.size)
     checks: list[Check] = []
     try:

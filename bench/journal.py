@@ -16,6 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from bench import machine
 from mm3d import store
 from mm3d.store import StoreError
 
@@ -113,17 +114,18 @@ class Journal:
 _open: dict[Path, Journal] = {}
 
 
-def writable(folder: Path, comm) -> Path:
-    """`folder`, made by rank 0, found writable and, unless it is lent, claimed.
+def writable(out: str | os.PathLike | None, comm) -> Path:
+    """The folder `out`, made by rank 0, found writable and, unless it is lent, claimed.
 
-    Every rank calls this; the claim lasts until rank 0 ends.
+    Every rank calls this; the claim lasts until rank 0 ends.  Without `out` it is
+    ``results/<machine>``.
 
     Raises
     ------
     StoreError
         The same on every rank, when the folder cannot be written or is in use.
     """
-    problem = None
+    folder, problem = Path(out or machine.default_out()), None
     if comm.rank == 0:
         try:
             store.check_folder(folder)

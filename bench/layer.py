@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 import mm3d
-from bench import hiding, layertables, machine, operands, verify
+from bench import hiding, layertables, operands, verify
 from bench.cases import Sizes, UsageError
 from bench.formats import render
 from bench.footprint import Footprint
+from bench.journal import writable
 from bench.matmul import SETTLE, makespans
 from bench.products import Replay
 from bench.rival import Rival
-from bench.run import writable
 from bench.sampling import BOUNDS, failed, limits_of, measured_environment, publish
 from mm3d import cost, timing
 from mm3d.record import Check, Measurements, Variable
@@ -42,7 +42,7 @@ def layer(arguments, comm) -> int:
         When the results folder cannot be written.
     """
     limits = limits_of(arguments)
-    out = writable(Path(arguments.out or machine.default_out()), comm)
+    out = writable(arguments.out, comm)
     every = [Sizes(1, hidden, max(1, hidden // arguments.head), arguments.batch, arguments.seq)
              for hidden in arguments.hidden]
     status = 0

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from bench import chrome, machine, microtables, operands, residual, traced
+from bench import chrome, microtables, operands, residual, traced
 from bench.cases import UsageError
 from bench.formats import render
-from bench.products import Problem, Replay, Whole
 from bench.journal import writable
+from bench.products import Problem, Replay, Whole
 from bench.sampling import BOUNDS, failed, limits_of, measured_environment, publish
 from mm3d import cost, environment, timing
 from mm3d.record import Measurements, Variable
@@ -45,7 +45,7 @@ def matmul(arguments, comm) -> int:
         When the results folder cannot be written.
     """
     limits = limits_of(arguments)
-    out = writable(Path(arguments.out or machine.default_out()), comm)
+    out = writable(arguments.out, comm)
     chrome.asked_for(arguments, comm)
     status = 0
     for shape in arguments.shape:

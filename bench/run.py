@@ -69,7 +69,7 @@ def run(arguments, comm) -> int:
     usable(arguments.backend, comm)
     order = comm.bcast(random.SystemRandom().randrange(2 ** 31) if arguments.order is None
                        else arguments.order)
-    out = writable(Path(arguments.out or machine.default_out()), comm)
+    out = writable(arguments.out, comm)
     options = Options(out=out, dtype=arguments.dtype, backend=arguments.backend,
                       seed=arguments.seed, warmup=warmup, limits=limits, order=order,
                       grid=arguments.grid, machine=arguments.machine, inside=arguments.inside,
