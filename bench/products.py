@@ -1,11 +1,12 @@
 """The distributed products alone: C = A B, A B^T or A^T B by the 3-D, 2-D and 1-D schemes."""
 
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 
 from bench import operands
 from bench.residual import Distributed
+from mm3d.axis import Split
 from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
 from mm3d.contract import lookup
 from mm3d.grid import Grid
@@ -30,6 +31,8 @@ LAYOUTS = {
 DIRECTIONS = {"3d": {"ab": "yxz", "abt": "yxz", "atb": "zyx"},
               "2d": dict.fromkeys(SHAPES, ("y", "x", None)),
               "1d": dict.fromkeys(SHAPES, ("x", None, None))}
+# What SUMMA broadcasts, or where it is C reduces, along the rows and along the columns of ranks.
+SUMMA = {"ab": "AB", "abt": "CB", "atb": "AC"}
 
 
 class Problem:
@@ -52,6 +55,12 @@ class Problem:
     backend : str or None
         The array library.
 
+    Attributes
+    ----------
+    named : callable
+        Of a Split and the name of the matrix that travels over it, the Split to use instead: the
+        same, unless somebody observes.
+
     Raises
     ------
     ValueError
@@ -68,6 +77,7 @@ class Problem:
         cls.check_grid(sizes)
         self.grid = Grid(comm, backend, **dict(zip(cls.directions, sizes)))
         self.scheme, self.form, self.dtype = scheme, form, dtype
+        self.named: Callable[[Split, str], Split] = lambda split, name: split
         extents = dict(zip("MNK", shape))
         self.shapes = {name: tuple(extents[n] for n in letters)
                        for name, letters in zip("ABC", SHAPES[form])}
@@ -77,39 +87,46 @@ class Problem:
             operands.empty(self.layouts[name], self.grid, self.shapes[name], dtype, letter),
             self.grid.backend, seed, name, comm.rank) for name, letter in zip("ABC", letters)}
         if scheme == "3d":
-            self.splits = [self.layouts[name].split(self.grid, self.shapes[name], letter)
-                           for name, letter in zip("ABC", letters)]
+            self._splits = [self.layouts[name].split(self.grid, self.shapes[name], letter)
+                            for name, letter in zip("ABC", letters)]
 
     def forward(self) -> dict[str, Array]:
         """This rank's block of C."""
         A, B = self.blocks["A"], self.blocks["B"]
         if self.scheme == "3d":
-            return {"C": getattr(cube, self.form)(A, B, *self.splits)}
+            return {"C": getattr(cube, self.form)(A, B, *self._cube())}
         if self.scheme == "2d":
-            return {"C": self._summa(self.form, "AB")}
+            return {"C": self._summa(self.form, "ABC")}
         return {"C": LOCAL[self.form](self._rows().all_gather(A), B)}
 
     def backward(self) -> dict[str, Array]:
         """This rank's blocks of dA and dB."""
         A, B, dC = (self.blocks[name] for name in "ABC")
         if self.scheme == "3d":
-            found = getattr(cube, f"{self.form}_backward")(dC, A, B, *self.splits)
+            found = getattr(cube, f"{self.form}_backward")(dC, A, B, *self._cube())
             return dict(zip(("dA", "dB"), found))
         (first, left), (second, right) = BACKWARD[self.form]
         if self.scheme == "2d":
-            return {"dA": self._summa(first, left), "dB": self._summa(second, right)}
+            return {"dA": self._summa(first, left + "A"), "dB": self._summa(second, right + "B")}
         dA = self._rows().reduce_scatter(LOCAL[first](*(self.blocks[name] for name in left)))
         whole = {"A": self._rows().all_gather(A), "B": B, "C": dC}
         return {"dA": dA, "dB": LOCAL[second](*(whole[name] for name in right))}
 
-    def _rows(self):
-        return self.layouts["A"].split(self.grid, self.shapes["A"], "x")
+    def _cube(self) -> list[Split]:
+        return [self.named(split, name) for split, name in zip(self._splits, "ABC")]
+
+    def _rows(self) -> Split:
+        return self.named(self.layouts["A"].split(self.grid, self.shapes["A"], "x"), "A")
 
     def _summa(self, form: str, names: str) -> Array:
-        first, second = names
-        return getattr(summa, form)(self.blocks[first], self.blocks[second],
-                                    self.grid.y.split(-1, self.shapes[first][1]),
-                                    self.grid.x.split(0, self.shapes[second][0]))
+        """The product whose A, B and C are the matrices `names`."""
+        first, second = names[:2]
+        travels = dict(zip("ABC", names))
+        a, b = (travels[letter] for letter in SUMMA[form])
+        return getattr(summa, form)(
+            self.blocks[first], self.blocks[second],
+            self.named(self.grid.y.split(-1, self.shapes[first][1]), a),
+            self.named(self.grid.x.split(0, self.shapes[second][0]), b))
 
     def distributed(self, name: str, block: Array | None = None) -> Distributed:
         """A, B or C for `bench.residual`: what was drawn, or the `block` of a result."""

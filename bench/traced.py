@@ -56,21 +56,15 @@ def traced(step: timing.Step, model, repetitions: int) -> tuple[list[Span], Grou
 
 
 def product(problem, phases: Sequence[str], clock: timing.Clock) -> list[Span]:
-    """The spans of this rank in one traced call of a `bench.products.Problem`'s phases.
-
-    The matrices that travel are named for the schemes 3d and 1d.
-    """
+    """The spans of this rank in one traced call of a `bench.products.Problem`'s phases."""
     grid = problem.grid
     recorder = Recorder(grid.backend, clock.now)
-    recorder.operand = "A" if problem.scheme == "1d" else ""
-    splits = getattr(problem, "splits", [])
-    if splits:
-        problem.splits = [Named(split, name, recorder) for split, name in zip(splits, "ABC")]
+    plain, problem.named = problem.named, partial(Named, observer=recorder)
     with observed(grid, recorder):
         for phase in phases:
             grid.comm.Barrier()
             recorder.phase(phase, getattr(problem, phase))
-    problem.splits = splits
+    problem.named = plain
     return recorder.spans
 
 

@@ -7,6 +7,7 @@ import pytest
 import mm3d
 from bench import chrome, traced
 from bench.cases import UsageError
+from bench.products import Problem
 from mm3d import store, timing
 from mm3d.spans import PARTS
 from models import SIZES, Parallelism
@@ -110,6 +111,28 @@ def test_a_trace_that_cannot_be_is_refused_on_every_rank(comm):
         chrome.asked_for(Namespace(trace="t.json", traced=0), comm)
     with pytest.raises(store.StoreError, match="/dev/null/a cannot be written"):
         chrome.asked_for(Namespace(trace="/dev/null/a/t.json", traced=1), comm)
+
+
+# By hand, from the three forms of SUMMA: the collectives of each phase, with what they carry.
+SUMMA = {
+    "ab": ({("broadcast", "y", "A"), ("broadcast", "x", "B")},
+           {("broadcast", "x", "B"), ("reduce", "y", "dA"),
+            ("broadcast", "y", "A"), ("reduce", "x", "dB")}),
+    "abt": ({("broadcast", "x", "B"), ("reduce", "y", "C")},
+            {("broadcast", "y", "dC"), ("broadcast", "x", "B"), ("reduce", "x", "dB")}),
+    "atb": ({("broadcast", "y", "A"), ("reduce", "x", "C")},
+            {("broadcast", "x", "dC"), ("reduce", "y", "dA"), ("broadcast", "y", "A")})}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("form", SUMMA)
+def test_the_matrices_that_summa_moves_have_names(comm, form):
+    problem = Problem("2d", form, comm, None, (6, 10, 14), "float64", 0, "numpy")
+    spans = traced.product(problem, store.PHASES, timing.Clock(comm))
+    problem.grid.free()
+    for phase, expected in zip(store.PHASES, SUMMA[form]):
+        assert {(span.collective, span.axis, span.operand) for span in spans
+                if span.phase == phase and span.kind == "collective"} == expected
 
 
 def test_run_and_matmul_write_traces(tmp_path):
