@@ -7,18 +7,17 @@ has it, without communication.  Seconds are the device's own, between two marks 
 
 import gc
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
 from mpi4py import MPI
 
 import mm3d
-from bench import gpucases, machine, operands
+from bench import gpucases, operands
 from bench.cases import Sizes, case, load
 from bench.formats import render
+from bench.journal import writable
 from bench.microtables import other
-from bench.run import writable
 from bench.sampling import (BOUNDS, alone, limits_of, measured_environment, padded, publish,
                             repeated)
 from mm3d import backend as backends
@@ -38,7 +37,7 @@ def gpu(arguments, comm) -> int:
         When there is more than one rank, or an argument cannot be meant.
     """
     bench = Bench(alone("gpu", arguments.backend or "cupy", comm), arguments, comm)
-    out, status = writable(Path(arguments.out or machine.default_out()), comm), 0
+    out, status = writable(arguments.out, comm), 0
     for part in arguments.part:
         gc.collect()
         record = getattr(bench, part)()

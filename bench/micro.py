@@ -3,7 +3,6 @@
 import math
 import time
 from dataclasses import asdict
-from pathlib import Path
 from typing import Callable
 
 import numpy as np
@@ -11,7 +10,7 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 import mm3d
-from bench import contribution, fits, machine, microtables, operands
+from bench import contribution, fits, microtables, operands
 from bench.cases import UsageError
 from bench.formats import render
 from bench.journal import writable
@@ -35,7 +34,7 @@ def gemm(arguments, comm) -> int:
     limits, cores = limits_of(arguments), environment.cores()
     threads = arguments.threads or sorted({1, cores})
     model = contribution.begun(arguments, 1, comm)
-    out = writable(Path(arguments.out or machine.default_out()), comm)
+    out = writable(arguments.out, comm)
     points = [(dtype, count, n) for dtype in arguments.dtypes for count in threads
               for n in arguments.sizes]
 
@@ -106,7 +105,7 @@ def collectives(arguments, comm) -> int:
     if not axes:
         raise UsageError("collectives needs two ranks or more, as in mpirun -n 8")
     model = contribution.begun(arguments, environment.local_ranks(), comm)
-    out = writable(Path(arguments.out or machine.default_out()), comm)
+    out = writable(arguments.out, comm)
     steps = int(math.log(arguments.most / arguments.least, 4) + 1e-9) + 1
     lengths = [arguments.least * 4 ** k // itemsize for k in range(steps)]
     points = [(axis, kind, n) for axis in axes for kind in store.COLLECTIVES for n in lengths]

@@ -27,6 +27,7 @@ def _add_gemm(verbs) -> None:
                       help="of BLAS (default: 1 and as many as there are cores)")
     _machine_options(gemm, "the rate of products, with the fewest threads")
 
+
 def _add_collectives(verbs) -> None:
     collectives = _verb(verbs, "collectives", "under mpirun: latency and bandwidth of each "
                         "collective along each direction", 7, 1.0)
@@ -37,6 +38,7 @@ def _add_collectives(verbs) -> None:
                              help="the largest array (default 4 MiB)")
     _dtype_option(collectives)
     _machine_options(collectives, "the cost of each collective, and of the links")
+
 
 def _add_matmul(verbs) -> None:
     matmul = _verb(verbs, "matmul", "under mpirun: distributed products beside one process with "
