@@ -20,6 +20,7 @@ from mm3d.backend import Array, Backend
 from mm3d.grid import Grid
 from mm3d.layout import Layout
 from mm3d.space import Space
+from mm3d.transport import Pending
 
 
 class Product(ABC):
@@ -42,8 +43,8 @@ class Product(ABC):
         """C = A B and what backward needs, from this rank's blocks."""
 
     @abstractmethod
-    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        """The gradients dA and dB, laid out as A and B are."""
+    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array | Pending]:
+        """The gradients dA and dB, laid out as A and B are; dB may still be being summed."""
 
 
 class Move(NamedTuple):

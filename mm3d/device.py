@@ -13,17 +13,25 @@ from contextlib import contextmanager
 from typing import Any, Callable, Iterator
 
 from mm3d.backend import Array, Backend
-from mm3d.wire import Lengths, WireTransport, messages, places
+from mm3d.wire import Lengths, WireTransport, flattened, messages, places
+
+
+def _blocks(a: Array, lengths: Lengths) -> list[Array]:
+    """The parts of a flat buffer, of so many elements each."""
+    return [a[start:start + length] for length, start in places(lengths)]
 
 
 class DeviceTransport(WireTransport):
     """A CUDA-aware MPI on the device buffers themselves.
 
     The stream is synchronised before every call: MPI reads and writes device memory at once, in
-    no stream's order.  Only all-gather(v), all-to-all(v) and broadcast are called.
+    no stream's order.  Only all-gather(v), all-to-all(v) and broadcast are called, and, for what
+    goes on while the device computes, messages between two ranks: of Open MPI's nonblocking
+    collectives some crash on device buffers, and these need none of them.
     """
 
     name = "device"
+    prefetches = True
 
     def _all_gather(self, send: Array, recv: Array, lengths: Lengths) -> None:
         self.backend.synchronize()
@@ -37,6 +45,24 @@ class DeviceTransport(WireTransport):
         self.backend.synchronize()
         self.comm.Alltoallv(*messages(self.backend.wire(send), self.backend.wire(recv), sends,
                                       receives))
+
+    def _begin_exchange(self, send: Array, recv: Array, sends: Lengths,
+                        receives: Lengths) -> Callable[[], Any]:
+        return self._begin(_blocks(send, sends), _blocks(recv, receives))
+
+    def _begin_all_gather(self, send: Array, recv: Array,
+                          lengths: Lengths) -> Callable[[], Any]:
+        return self._begin([flattened(send)] * self.comm.size,
+                           _blocks(flattened(recv), lengths))
+
+    def _begin(self, there: list[Array], back: list[Array]) -> Callable[[], Any]:
+        """Send a block to every rank and receive one from each; what ends it."""
+        back[self.rank][...] = there[self.rank]
+        self.backend.synchronize()
+        requests = [start(self.backend.wire(block), peer)
+                    for start, blocks in ((self.comm.Irecv, back), (self.comm.Isend, there))
+                    for peer, block in enumerate(blocks) if peer != self.rank and block.size]
+        return lambda: [request.Wait() for request in requests]
 
 
 class StagedTransport(WireTransport):

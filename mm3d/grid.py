@@ -3,7 +3,7 @@
 import itertools
 import math
 import numbers
-from typing import Iterator, Mapping
+from typing import Any, Iterator, Mapping
 
 from mpi4py import MPI
 
@@ -58,6 +58,7 @@ class Grid:
         self.comm, self.shape = comm, {name: int(size) for name, size in shape.items()}
         self.size, self.rank = comm.size, comm.rank
         self.coords = self.coordinates(comm.rank)
+        self.arriving: Any = None    # the parameter whose gradient is being summed, if one is
         kind = settle(comm, self.backend)
         node = node_of(comm) if kind == "shared" else 0
         self.axes = {name: Axis(name, self._line(name), self.backend, kind, node)

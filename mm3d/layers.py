@@ -19,7 +19,7 @@ from mm3d.layout import Layout
 from mm3d.contract import Product, Scheme
 from mm3d.space import (Space, Vector, add_backward, add_forward, gelu_backward, gelu_forward,
                         scale_backward, scale_forward)
-from mm3d.transport import host_dtype
+from mm3d.transport import Pending, host_dtype
 
 
 class Parameter:
@@ -52,13 +52,24 @@ class Parameter:
         self.value = (travels or grid.backend).empty(local, dtype)
         self.wide = master is not None
         self.master = grid.backend.empty(local, master) if self.wide else self.value
-        self.grad = grid.backend.empty(local, master if self.wide else dtype)
-        self.grad[...] = 0
+        self._sum: Pending | None = None    # still to be added to the gradient
+        self._grad = grid.backend.empty(local, master if self.wide else dtype)
+        self._grad[...] = 0
+
+    @property
+    def grad(self) -> Array:
+        """The gradient; a sum that still goes on is waited for."""
+        self.settle()
+        return self._grad
+
+    @grad.setter
+    def grad(self, gradient: Array) -> None:
+        self._grad = gradient
 
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds: value and gradient, and the master if it has its own."""
-        held = [self.value, self.grad, *([self.master] if self.wide else ())]
+        held = [self.value, self._grad, *([self.master] if self.wide else ())]
         return sum(a.nbytes for a in held)
 
     def refresh(self) -> None:
@@ -67,10 +78,24 @@ class Parameter:
             xp = namespace(self.master)
             self.value[...] = xp.astype(self.master, self.value.dtype, copy=False)
 
-    def accumulate(self, gradient: Array | None) -> None:
-        """Add to the gradient; None where this rank holds no block."""
-        if gradient is not None:
-            self.grad += gradient
+    def accumulate(self, gradient: Array | Pending | None) -> None:
+        """Add to the gradient; None where this rank holds no block.
+
+        A sum that goes on is added when the next one of the grid begins, at the latest when it
+        is read: memory for the terms of two is all that it takes.
+        """
+        if isinstance(gradient, Pending) and not gradient.done:
+            if self.grid.arriving is not None:
+                self.grid.arriving.settle()
+            self._sum, self.grid.arriving = gradient, self
+        elif gradient is not None:
+            self.grad += gradient.wait() if isinstance(gradient, Pending) else gradient
+
+    def settle(self) -> None:
+        """Wait for a sum that goes on, and add it."""
+        if self._sum is not None:
+            self._grad += self._sum.wait()
+            self._sum = self.grid.arriving = None
 
     def load(self, value: np.ndarray) -> None:
         """Take this rank's block of the global `value`."""

@@ -12,6 +12,7 @@ from mpi4py import MPI
 from mm3d import environment
 from mm3d.axis import Axis
 from mm3d.grid import Grid
+from mm3d.transport import Pending
 
 LENGTHS = (1, 7, 1000, 2 ** 18)    # of one rank's block, elements
 TYPES = ("float32", "float64", "float16", "int64")
@@ -48,13 +49,18 @@ def _wrong(axis: Axis, dtype: str, counts: list[int], dim: int) -> list[str]:
     own = (slice(None),) * dim + (slice(starts[rank], starts[rank + 1]),)
     here, added = term(rank), sum(term(of) for of in range(axis.size))
     root = axis.size - 1
+    summing = axis.begin_reduce_scatter(backend.asarray(here), dim, counts)
+    gathering = axis.prefetch(backend.asarray(term(0)[own].copy()), dim, counts)
     results = {
         "all_gather": (axis.all_gather(backend.asarray(term(0)[own].copy()), dim, counts),
                        term(0)),
         "reduce_scatter": (axis.reduce_scatter(backend.asarray(here), dim, counts), added[own]),
         "all_reduce": (axis.all_reduce(backend.asarray(here)), added),
         "broadcast": (axis.broadcast(backend.asarray(here), root), term(root)),
-        "reduce": (axis.reduce(backend.asarray(here), root), added if rank == root else None)}
+        "reduce": (axis.reduce(backend.asarray(here), root), added if rank == root else None),
+        "begin_reduce_scatter": (summing.wait(), added[own])}
+    if isinstance(gathering, Pending):
+        results["prefetch"] = gathering.wait(), term(0)
     return [name for name, (found, expected) in results.items()
             if (found is None) != (expected is None)
             or (found is not None and not np.array_equal(backend.to_host(found), expected))]

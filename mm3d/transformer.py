@@ -172,7 +172,10 @@ class Transformer:
     def backward(self, dy: Array, saved: Any) -> Array:
         """The gradient dx for this rank's block `dy`; adds to the parameters' gradients."""
         self._check_block("dy", dy)
-        return self.layers.backward(dy, saved)
+        dx = self.layers.backward(dy, saved)
+        if self.grid.arriving is not None:
+            self.grid.arriving.settle()
+        return dx
 
     def _check_block(self, name: str, a: Array) -> None:
         dtype = host_dtype(a)

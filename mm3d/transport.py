@@ -44,6 +44,11 @@ class Pending:
     def __exit__(self, *failure: Any) -> None:
         self.backend.progress = None
 
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing to wait for."""
+        return self.request is None
+
     def progress(self) -> None:
         """Let MPI move on."""
         self.request.Test()

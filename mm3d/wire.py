@@ -34,6 +34,10 @@ class Underway(Pending):
         super().__init__(backend, out)
         self.finish, self.kept = finish, kept
 
+    @property
+    def done(self) -> bool:
+        return self.finish is None
+
     def wait(self) -> Array:
         """The result, for what is computed next."""
         if self.finish is not None:
@@ -68,7 +72,8 @@ class WireTransport(MpiTransport, ABC):
         """Start a `_reduce_scatter`; what ends it."""
         own = lengths[self.rank]
         terms = self.backend.empty((self.comm.size, own), send.dtype)
-        arrive = self._begin_exchange(_flat(send), _flat(terms), lengths, [own] * self.comm.size)
+        arrive = self._begin_exchange(flattened(send), flattened(terms), lengths,
+                                      [own] * self.comm.size)
         return lambda: (arrive(), _sum(terms, recv))
 
     def begin_all_gather(self, a: Array, dim: int, counts: list[int]) -> Pending:
@@ -83,7 +88,7 @@ class WireTransport(MpiTransport, ABC):
     def _reduce_scatter(self, send: Array, recv: Array, lengths: Lengths) -> None:
         own = lengths[self.rank]
         terms = self.backend.empty((self.comm.size, own), send.dtype)
-        self._exchange(_flat(send), _flat(terms), lengths, [own] * self.comm.size)
+        self._exchange(flattened(send), flattened(terms), lengths, [own] * self.comm.size)
         _sum(terms, recv)
 
     def _all_reduce(self, send: Array, recv: Array) -> None:
@@ -101,7 +106,7 @@ class WireTransport(MpiTransport, ABC):
         at_root = recv is not None
         sends = [lengths[self.rank] * (rank == root) for rank in range(self.comm.size)]
         receives = lengths if at_root else [0] * self.comm.size
-        into = _flat(recv) if at_root else self.backend.empty((0,), send.dtype)
+        into = flattened(recv) if at_root else self.backend.empty((0,), send.dtype)
         self._exchange(part, into, sends, receives)
 
     def _part(self, send: Array) -> tuple[Array, Lengths]:
@@ -109,7 +114,7 @@ class WireTransport(MpiTransport, ABC):
         share, more = divmod(math.prod(send.shape), self.comm.size)
         lengths = [share + (rank < more) for rank in range(self.comm.size)]
         part = self.backend.empty((lengths[self.rank],), send.dtype)
-        self._reduce_scatter(_flat(send), part, lengths)
+        self._reduce_scatter(flattened(send), part, lengths)
         return part, lengths
 
 
@@ -120,7 +125,7 @@ def _sum(terms: Array, out: Array) -> None:
     out[...] = xp.reshape(xp.astype(total, out.dtype, copy=False), out.shape)
 
 
-def _flat(a: Array) -> Array:
+def flattened(a: Array) -> Array:
     """The elements of a contiguous array, where they lie."""
     return namespace(a).reshape(a, (math.prod(a.shape),))
 

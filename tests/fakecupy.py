@@ -30,6 +30,7 @@ class Memory:
     lent: list["Memory"] = []          # a driver's, which other processes may have open
     written: set["Memory"] = set()     # by kernels, since the last flush
     driver = None
+    open = False                       # whether MPI reads it without a driver, too
 
     def __init__(self, nbytes: int) -> None:
         nbytes = max(1, nbytes)
@@ -123,7 +124,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
     @property
     def __cuda_array_interface__(self) -> dict:
-        if Memory.driver is None:
+        if Memory.driver is None and not Memory.open:
             raise AttributeError("no MPI can read this memory")
         assert self.flags.c_contiguous
         return dict(shape=self.shape, typestr=self.dtype.str, strides=None, version=3,

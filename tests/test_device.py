@@ -4,6 +4,7 @@ import sys
 import numpy as np
 import pytest
 
+import fakecupy
 import fakelibs
 import fakenccl
 import mm3d
@@ -35,14 +36,15 @@ def cupy(monkeypatch):
     return backend.get("cupy")
 
 
-@pytest.fixture(params=["staged", "nccl",
+@pytest.fixture(params=["staged", "nccl", "device",
                         *(pytest.param(f"{kind} on a GPU", marks=pytest.mark.gpu)
                           for kind in ("staged", "device"))])
 def carried(request, monkeypatch):
-    """Each transport that needs no MPI of its own; where there is a GPU, all ranks share it."""
+    """Each transport, on host memory that any MPI reads; where there is a GPU, all share it."""
     kind, _, where = request.param.partition(" ")
     if not where:
         request.getfixturevalue("cupy")
+        monkeypatch.setattr(fakecupy.Memory, "open", kind == "device")
     elif kind == "device" and not proof.claimed():
         pytest.skip("this MPI does not say that it is CUDA-aware")
     monkeypatch.setenv("MM3D_TRANSPORT", kind)
@@ -86,16 +88,19 @@ def underway(monkeypatch):
 
     monkeypatch.setattr(wire.Underway, "__init__", made)
     monkeypatch.setattr(gpu.CupyBackend, "gemms", multiplied)
+    # Of the other kernels, which take long without a GPU, it asks nothing.
+    monkeypatch.setattr(backend.get("cupy"), "kernels", None)
     return found
 
 
-@pytest.mark.ranks(2, 4)
+@pytest.mark.ranks(2, 4, 8)
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("keep, options", [
     ("none", dict(dtype="float16", master="float32")), ("both", dict(dtype="float32"))])
 def test_overlap_changes_no_bit(comm, carried, underway, options, keep):
-    """A is gathered under the product of dA, and dA summed under that of dB."""
-    for grid in {2: [(1, 2, 1)], 4: [(1, 2, 2)]}[comm.size]:
+    """A is gathered under the product of dA, dA summed under that of dB, and dB under those of
+    the layer before."""
+    for grid in {2: [(1, 2, 1), (2, 1, 1)], 4: [(1, 2, 2)], 8: [(2, 2, 2)]}[comm.size]:
         found, moved = [], []
         for overlap in (False, True):
             parallelism = Parallelism("3d", grid, dict(keep=keep, overlap=overlap))
@@ -112,9 +117,11 @@ def test_overlap_changes_no_bit(comm, carried, underway, options, keep):
                         model.random("dy"), model.forward(model.random("x"))[1]), 1)
                     assert np.isfinite(share) and "prefetch" not in vars(scheme.grid.y)
             # On a line A of two of the four products is divided, on a plane that of all; where
-            # it has been kept it is not gathered.
-            lines = sum(size > 1 for size in grid) * 2
-            assert counted == overlap * lines * (1 + (keep == "none")), (grid, counted)
+            # it has been kept it is not gathered.  The sum of dB goes on under both products of
+            # each of the three linear layers before.
+            lines = sum(size > 1 for size in grid[1:]) * 2
+            expected = lines * (1 + (keep == "none")) + (grid[0] > 1) * 3 * 2
+            assert counted == overlap * expected, (grid, counted)
         assert moved[0] == moved[1], grid
         for name, a in found[0].items():
             assert np.array_equal(a, found[1][name]), (grid, name)

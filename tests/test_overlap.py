@@ -11,12 +11,14 @@ GRIDS = {1: [(1, 1, 1)], 4: [(1, 4, 1), (1, 2, 2), (4, 1, 1)],
          8: [(2, 2, 2), (1, 2, 4), (1, 8, 1), (1, 1, 8)]}
 
 
-def results(comm, grid, overlap):
-    """This rank's results and what it moved."""
+def results(comm, grid, overlap, settled=True):
+    """This rank's results and what it moved; `settled` or not when backward returns."""
     scheme = mm3d.scheme("3d", comm, grid=grid, backend="numpy", overlap=overlap)
     model = mm3d.Transformer(scheme, **SIZES)
     y, saved = model.forward(model.random("x"))
-    dx = model.backward(model.random("dy"), saved)
+    backward = model.backward if settled else model.layers.backward
+    dx = backward(model.random("dy"), saved)
+    assert scheme.grid.arriving is None or not settled
     moved = scheme.grid.traffic()
     found = [a.copy() for a in (y, dx, *(p.grad for p in model.parameters))]
     scheme.grid.free()
@@ -30,9 +32,11 @@ def test_the_same_bits_and_words_with_overlap_and_without(comm, transport, monke
     monkeypatch.setattr(Pending, "progress",
                         lambda self: (panels.append(self), progress(self))[1])
     for grid in GRIDS[comm.size]:
-        (plain, words), (hidden, same_words) = (results(comm, grid, overlap)
-                                                for overlap in (False, True))
-        assert all(np.array_equal(a, b) for a, b in zip(plain, hidden, strict=True)), grid
+        (plain, words), (hidden, same_words), (read, _) = (
+            results(comm, grid, overlap, settled)
+            for overlap, settled in ((False, True), (True, True), (True, False)))
+        for found in (hidden, read):
+            assert all(np.array_equal(a, b) for a, b in zip(plain, found, strict=True)), grid
         assert words == same_words, grid
         if transport == "mpi" and comm.size > 1 and grid[1] * grid[2] > 1:
             assert len(panels) >= 4, grid

@@ -46,11 +46,11 @@ def ab(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
 
 
 def ab_backward(dC: Operand, A: Operand, B: Operand, a: Split, b: Split, c: Split,
-                overlap: bool = False, wide: bool = False) -> tuple[Array, Array]:
+                overlap: bool = False, wide: bool = False) -> tuple[Array, Array | Pending]:
     """dA = dC B^T in z, x, y and dB = A^T dC in y, z, x (Algorithm 2); dC is gathered once.
 
     With `overlap` the terms of dA travel while dB is computed, and A, where it can be prefetched,
-    while dA is; with `wide` dB is in float32 at least.
+    while dA is; those of dB still do when this returns.  With `wide` dB is in float32 at least.
     """
     dC = Gathered(gather(dC, c))
     if not overlap:
@@ -62,7 +62,8 @@ def ab_backward(dC: Operand, A: Operand, B: Operand, a: Split, b: Split, c: Spli
     del B_lj    # nothing is held longer than it is needed
     with a.begin_reduce_scatter(terms) as dA:
         del terms
-        dB = atb(A, dC, a, c, b, wide)
+        terms = atb_terms(A, dC, a, c, b, wide)
+    dB = b.begin_reduce_scatter(terms)
     return dA.wait(), dB
 
 
@@ -85,9 +86,14 @@ def atb(A: Operand, B: Operand, a: Split, b: Split, c: Split, wide: bool = False
 
     With `wide` C is computed, and summed over the ranks, in float32 at least.
     """
+    return c.reduce_scatter(atb_terms(A, B, a, b, c, wide))
+
+
+def atb_terms(A: Operand, B: Operand, a: Split, b: Split, c: Split, wide: bool) -> Array:
+    """This rank's term of the sum in `atb`."""
     A_ij = gather(A, a)
     B_il = gather(B, b)
-    return c.reduce_scatter(matmul_tn(A_ij, B_il, c.term, wide))
+    return matmul_tn(A_ij, B_il, c.term, wide)
 
 
 def atb_backward(dC: Operand, A: Operand, B: Operand,
@@ -113,7 +119,8 @@ class CubeProduct(Product):
         Which gathered operands stay in memory from forward to backward; the others are gathered
         again.
     overlap : bool
-        Whether the terms of dA travel while dB is computed.
+        Whether the terms of dA travel while dB is computed, and those of dB while whatever comes
+        next is.
     """
 
     def __init__(self, a: Split, b: Split, c: Split, weight: Layout, keep: str,
@@ -129,7 +136,7 @@ class CubeProduct(Product):
         keep_B = self.keep != "none" and B_lj.array is not B
         return C, (A_il if self.keep == "both" else A, B_lj if keep_B else None)
 
-    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
+    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array | Pending]:
         A, B_lj = saved
         return ab_backward(dC, A, B if B_lj is None else B_lj, self.a, self.b, self.c,
                            self.overlap, self.wide)
@@ -156,7 +163,8 @@ class Cube(Scheme):
         Whether rows are dealt in whole sequences or also by position.
     overlap : bool
         Whether gradients of activations are summed over the ranks while those of weights are
-        computed.  The results are the same to the bit.
+        computed, and these while the layer before goes backward, until then in memory of their
+        own.  The results are the same to the bit.
     """
 
     name = "3d"
