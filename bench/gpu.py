@@ -14,7 +14,7 @@ from mpi4py import MPI
 
 import mm3d
 from bench import gpucases, operands
-from bench.cases import Sizes, case, load
+from bench.cases import Sizes, UsageError, case, load
 from bench.formats import render
 from bench.journal import writable
 from bench.microtables import other
@@ -64,6 +64,13 @@ class Bench:
         self.limits, self.scale = limits_of(arguments), gpucases.SCALES[arguments.scale]
         self.settings = {"scale": arguments.scale, "seed": self.seed, **asdict(self.limits)}
         self.modes = gpucases.modes(backend)
+        self.libraries = ["mm3d", "PyTorch"]
+        if arguments.graph:
+            try:
+                backend.graph(lambda: None)
+            except ValueError as error:    # now rather than after an hour
+                raise UsageError(str(error)) from error
+            self.libraries.append("mm3d, graph")
 
     def seconds(self, step: Step) -> list[float]:
         """Seconds of a call of `step`, several times, after two that do not count."""
@@ -115,7 +122,8 @@ class Bench:
                            "byte s-1", moved)
 
     def layer(self) -> Measurements:
-        """Forward and backward of one layer, by mm3d and by PyTorch; NaN where there is none."""
+        """Forward and backward of one layer, by mm3d and by PyTorch, NaN where there is none;
+        with ``--graph`` also by mm3d as one launch."""
         found, flops = [], []
         batch, seq = self.scale.tokens
         for mode in self.modes:
@@ -124,15 +132,20 @@ class Bench:
                     sizes = Sizes(1, hidden, load().settings.heads.get(hidden, 4), batch, seq)
                     work = float(sum(mm3d.cost.flops(1, hidden, sizes.heads, batch, seq)
                                      .values()))
-                    found.append(self.seconds(self.own_layer(mm3d.scheme(
-                        "serial", MPI.COMM_SELF, None, self.backend), sizes, mode.dtype)))
+                    scheme = mm3d.scheme("serial", MPI.COMM_SELF, None, self.backend)
+                    step = self.own_layer(scheme, sizes, mode.dtype)
+                    own = [self.seconds(step)]
+                    if "mm3d, graph" in self.libraries:
+                        own.append(self.seconds(scheme.grid.graph(step)))
+                    del step
                     gc.collect()
                     theirs = gpucases.torch_layer(self.backend, sizes, mode)
-                    found.append(self.seconds_of_torch(theirs) if theirs else [np.nan])
-                    flops += [work] * 2
+                    other = self.seconds_of_torch(theirs) if theirs else [np.nan]
+                    found += [own[0], other, *own[1:]]
+                    flops += [work] * len(self.libraries)
         return self.record("gpu-layer", {"mode": [str(mode) for mode in self.modes],
                                          "hidden": self.scale.hidden,
-                                         "library": ["mm3d", "PyTorch"]}, found, "rate", "s-1",
+                                         "library": self.libraries}, found, "rate", "s-1",
                            flops)
 
     def seconds_of_torch(self, step: Callable[[], float]) -> list[float]:

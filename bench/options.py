@@ -138,6 +138,8 @@ def _add_gpu(verbs) -> None:
                 "beside PyTorch's, and a rank's part of each row of both tables", 10, 5.0)
     gpu.add_argument("--part", type=_names(*GPU_PARTS), default=list(GPU_PARTS), metavar="NAMES",
                      help=f"of {', '.join(GPU_PARTS)} (default: all)")
+    gpu.add_argument("--graph", action="store_true", help=(
+        "measure the layer also as a CUDA graph, all of a step launched at once"))
     gpu.add_argument("--scale", default="paper", choices=("paper", "tiny"),
                      help="full size, or a rehearsal (default paper)")
 

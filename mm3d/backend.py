@@ -222,6 +222,16 @@ class Backend:
         """Seconds on the device between two marks; waits until it has reached the second."""
         return end - start
 
+    def graph(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """A call that has the device repeat all that it does in `step`, launched as one.
+
+        Raises
+        ------
+        ValueError
+            Where there is no device that can.
+        """
+        raise ValueError(f"backend {self.name!r} cannot record a step as a graph: choose 'cupy'")
+
     def memory(self) -> dict[str, int]:
         """Bytes of array memory: ``in_use``, ``peak`` and ``reserved``."""
         return {"in_use": self.pool.in_use, "peak": self.pool.peak,

@@ -118,6 +118,7 @@ class NcclTransport(WireTransport):
 
     name = "nccl"
     prefetches = True
+    on_host = False
 
     def __init__(self, comm, backend: Backend) -> None:
         super().__init__(comm, backend)

@@ -3,7 +3,7 @@
 import itertools
 import math
 import numbers
-from typing import Any, Iterator, Mapping
+from typing import Any, Callable, Iterator, Mapping
 
 from mpi4py import MPI
 
@@ -111,6 +111,21 @@ class Grid:
         """Start counting anew."""
         for axis in self.axes.values():
             axis.traffic = {}
+
+    def graph(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """A call that repeats `step`, which communicates on this grid; see `Backend.graph`.
+
+        Raises
+        ------
+        ValueError
+            On every rank alike, where the backend has no graphs or the host carries messages.
+        """
+        host = sorted({axis.transport.name for axis in self.axes.values()
+                       if axis.size > 1 and axis.transport.on_host})
+        if host:
+            raise ValueError(f"a graph of a step has no place for what the host does, as with "
+                             f"MM3D_TRANSPORT={host[0]}: choose nccl, or one rank")
+        return self.backend.graph(step)
 
     def free(self) -> None:
         """Give the communicators of the directions back; the grid is of no use afterwards.

@@ -74,6 +74,7 @@ class MpiTransport:
 
     name = "mpi"
     prefetches = False    # whether there is a `begin_all_gather` that goes on by itself
+    on_host = True        # whether the host has a part in it, beyond asking for it
 
     def __init__(self, comm, backend: Backend) -> None:
         self.comm, self.backend, self.rank = comm, backend, comm.rank
@@ -222,6 +223,7 @@ class SilentTransport(MpiTransport):
     """Collectives between ranks that do not exist: nothing travels."""
 
     name = "silent"
+    on_host = False
 
     def _all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:
         """Nothing to gather."""

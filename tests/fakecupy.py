@@ -138,8 +138,12 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
 
     def __setitem__(self, index, value):
         self.memory.see()
-        self.shell[index] = unwrapped(value)
-        self.memory.write()
+        value = unwrapped(value)
+
+        def work() -> None:
+            self.shell[index] = value
+            self.memory.write()
+        kernel(work)
 
     def view(self, dtype):
         return ndarray(self.memory, self.shell.view(dtype))
@@ -172,14 +176,24 @@ def new(a: np.ndarray) -> ndarray:
     return ndarray(memory, shell)
 
 
+def kernel(work) -> None:
+    """Do what a kernel does; in a capture it is noted, too, and undone when that ends."""
+    work()
+    if Graph.captured is not None:
+        Graph.captured.append(work)
+
+
 def call(function, *arguments, out=None, **options):
     """A function of NumPy's as a kernel; what it returns is a view if NumPy's is one."""
     given = [a for a in arguments if isinstance(a, ndarray)]
     plain = [unwrapped(a) for a in arguments]
     if out is not None:
         options["out"] = unwrapped(out)
-        function(*plain, **options)
-        out.memory.write()
+
+        def work() -> None:
+            function(*plain, **options)
+            out.memory.write()
+        kernel(work)
         return out
     result = function(*plain, **options)
     if not isinstance(result, np.ndarray):
@@ -187,10 +201,49 @@ def call(function, *arguments, out=None, **options):
     for a in given:
         if result.base is not None and np.may_share_memory(result, a.memory.computing):
             return ndarray(a.memory, result)
-    return new(result)
+    made = new(result)
+
+    def again() -> None:
+        made.shell[...] = function(*plain, **options)
+        made.memory.write()
+    kernel(again)
+    return made
 
 
-# --- Streams -------------------------------------------------------------------------------
+# --- Streams and graphs --------------------------------------------------------------------
+
+class Graph:
+    """Kernels in order.  Nothing is computed while they are captured, and nobody may wait."""
+
+    captured: "list | None" = None
+
+    @classmethod
+    def begin(cls) -> None:
+        assert cls.captured is None
+        flush()
+        cls.captured = []
+        cls.before = [(memory, memory.computing.copy()) for memory in Memory.alive.values()]
+
+    def __init__(self) -> None:
+        self.kernels, Graph.captured = self.captured, None
+        for memory in Memory.alive.values():
+            memory.computing[...] = 0xA5
+        for memory, contents in self.before:
+            memory.computing[...] = contents
+        del Graph.before
+        Memory.written.clear()
+
+    @classmethod
+    def refuse(cls) -> None:
+        """What would wait for the device, or copy from the host, ends a capture."""
+        if cls.captured is not None:
+            raise RuntimeError("cudaErrorStreamCaptureUnsupported")
+
+    def launch(self, stream: "Stream") -> None:
+        assert stream is Stream.computing
+        for work in self.kernels:
+            work()
+
 
 class Event:
     """A place in the order of a stream."""
@@ -203,6 +256,7 @@ class Event:
         return self.place <= self.stream.finished
 
     def synchronize(self) -> None:
+        Graph.refuse()
         self.stream.finish(self.place)
 
 
@@ -234,7 +288,15 @@ class Stream:
         elif event.stream is Stream.computing:
             flush()
 
+    def begin_capture(self) -> None:
+        assert self is Stream.computing
+        Graph.begin()
+
+    def end_capture(self) -> Graph:
+        return Graph()
+
     def synchronize(self) -> None:
+        Graph.refuse()
         if self is Stream.computing:
             flush()
         self.finish(self.finished + len(self.queue))
@@ -267,7 +329,10 @@ def memcpyAsync(to: int, source: int, nbytes: int, kind: str, stream: int) -> No
 class MemoryPool:
     """Counts; the memory itself is `Memory`'s."""
 
+    asked = 0
+
     def malloc(self, size: int) -> int:
+        self.asked += 1
         return size
 
     def used_bytes(self) -> int:
@@ -330,7 +395,9 @@ class FakeCupy(types.ModuleType):
         return a
 
     def asarray(self, a) -> ndarray:
+        Graph.refuse()
         return a if isinstance(a, ndarray) else new(np.asarray(a))
 
     def asnumpy(self, a: ndarray) -> np.ndarray:
+        Graph.refuse()
         return unwrapped(a).copy()

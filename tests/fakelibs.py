@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fakecupy import FakeCupy, at, ndarray
+from fakecupy import FakeCupy, at, kernel, ndarray
 
 HERE = Path(__file__).parent / "standin"
 
@@ -32,7 +32,11 @@ def gemms_ex(handle, turn_a, turn_b, m, n, k, alpha, a, a_type, step_a, next_a, 
     A = matrices(a, a_type, *((k, m) if turn_a else (m, k)), step_a, next_a)
     B = matrices(b, b_type, *((n, k) if turn_b else (k, n)), step_b, next_b)
     A, B = A.swapaxes(1, 2) if turn_a else A, B.swapaxes(1, 2) if turn_b else B
-    matrices(c, c_type, m, n, step_c, next_c)[...] = A.astype(wide) @ B.astype(wide)
+    C = matrices(c, c_type, m, n, step_c, next_c)
+
+    def work() -> None:
+        C[...] = A.astype(wide) @ B.astype(wide)
+    kernel(work)
 
 
 class RawModule:
@@ -62,10 +66,13 @@ class RawModule:
             for a in arguments:
                 assert a.flags.c_contiguous if isinstance(a, ndarray) else hasattr(a, "dtype")
             pointers = (ctypes.c_void_p * len(values))(*(v.ctypes.data for v in values))
-            function(_Dim(*(*grid, 1, 1)[:3]), _Dim(*(*block, 1, 1)[:3]), pointers)
-            for a in arguments:
-                if isinstance(a, ndarray):
-                    a.memory.write()
+
+            def work(values=values) -> None:    # which the pointers point to
+                function(_Dim(*(*grid, 1, 1)[:3]), _Dim(*(*block, 1, 1)[:3]), pointers)
+                for a in arguments:
+                    if isinstance(a, ndarray):
+                        a.memory.write()
+            kernel(work)
         return launch
 
 

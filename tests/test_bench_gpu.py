@@ -15,9 +15,9 @@ from bench.validate import check
 from mm3d import backend, store
 
 
-def arguments(tmp_path, library: str) -> Namespace:
+def arguments(tmp_path, library: str, *more: str) -> Namespace:
     return parser().parse_args(["gpu", "--backend", library, "--scale", "tiny", "--repetitions",
-                                "2", "--max-repetitions", "2", "--out", str(tmp_path)])
+                                "2", "--max-repetitions", "2", "--out", str(tmp_path), *more])
 
 
 def records(tmp_path) -> dict:
@@ -34,7 +34,7 @@ def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, libra
             monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(backend, "_made", {})
     monkeypatch.setattr(gpucases, "torch_layer", lambda *_: None)
-    chosen = arguments(tmp_path, library)
+    chosen = arguments(tmp_path, library, *["--graph"] * (library == "cupy"))
     if library == "cupy":
         # Minutes, where the threads of a GPU take turns on a processor.
         chosen.part.remove("rows")
@@ -48,13 +48,19 @@ def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, libra
     for kind in found.keys() - {"gpu-layer"}:
         assert (found[kind].variables["samples"].values > 0).all(), kind
     layers = found["gpu-layer"].variables["samples"].values
-    assert (layers[:, :, 0] > 0).all() and np.isnan(layers[:, :, 1]).all()    # no PyTorch
+    assert (layers[:, :, 0::2] > 0).all() and np.isnan(layers[:, :, 1]).all()    # no PyTorch
+    assert len(found["gpu-layer"].scales["library"]) == 2 + (library == "cupy")    # the graph
     if library == "numpy":
         assert len(found["gpu-rows"].scales["row"]) == len(load().rows)
     assert ("gpu" in found["gpu-gemm"].environment) == (library == "cupy")
     assert [check(path)[0] for path in tmp_path.glob("*.h5")] == [[]] * len(found)
     assert "gpu-layer" in capsys.readouterr().out
     assert not getattr(backend.get(library), "tf32", False)
+
+
+def test_without_a_device_there_are_no_graphs(tmp_path):
+    with pytest.raises(UsageError, match="backend 'numpy' cannot record a step as a graph"):
+        gpu.gpu(arguments(tmp_path, "numpy", "--graph"), MPI.COMM_SELF)
 
 
 def test_it_measures_one_rank(tmp_path):

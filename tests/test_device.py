@@ -322,3 +322,48 @@ def test_bfloat16_travels_as_it_is(comm, carried):
     found = grid.backend.to_host(grid.x.all_gather(grid.backend.asarray(term)))
     assert found.astype(float).tolist() == [256.0] * 6 + [1.0] * 18
     grid.free()
+
+
+# --- Graphs --------------------------------------------------------------------------------
+
+def test_a_graph_repeats_a_step(cupy):
+    """On what its input has become, from memory that nothing else is given; nothing is computed
+    while it is recorded."""
+    with Parallelism("serial").on(mm3d.grid.MPI.COMM_SELF, "cupy") as scheme:
+        model = mm3d.Transformer(scheme, **SIZES["uneven"], causal=True)
+        x, dy = model.random("x"), model.random("dy")
+
+        def step():
+            model.zero_gradients()
+            y, saved = model.forward(x)
+            return y, model.backward(dy, saved), *(p.grad for p in model.parameters)
+        pool, asked = cupy.pool, cupy.pool.asked
+        again = scheme.grid.graph(step)
+        assert cupy.pool is pool and pool.asked == asked
+        for name in ("x", "another"):
+            x[...] = model.random(name)
+            expected = [cupy.to_host(a).copy() for a in step()]
+            model.zero_gradients()
+            found = again()
+            assert all(np.array_equal(cupy.to_host(a), b)
+                       for a, b in zip(found, expected, strict=True))
+
+
+def test_a_step_that_waits_is_no_graph(cupy):
+    """The backend is as before, and records the next one."""
+    pool, a = cupy.pool, cupy.asarray(np.ones(3))
+    with pytest.raises(RuntimeError, match="CaptureUnsupported"):
+        cupy.graph(lambda: cupy.to_host(a))
+    assert cupy.pool is pool and cupy.to_host(cupy.graph(lambda: a + 1)()).tolist() == [2] * 3
+
+
+@pytest.mark.ranks(2)
+def test_where_the_host_carries_messages_there_is_no_graph(comm, carried):
+    """But with NCCL."""
+    grid = mm3d.Grid(comm, "cupy", x=2)
+    if carried == "nccl":
+        assert grid.graph(lambda: 3)() == 3
+    else:
+        with pytest.raises(ValueError, match=f"MM3D_TRANSPORT={carried}: choose nccl, or one"):
+            grid.graph(lambda: 3)
+    grid.free()
