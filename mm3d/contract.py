@@ -15,12 +15,11 @@ from typing import Any, NamedTuple
 
 from mpi4py import MPI
 
-from mm3d.axis import Split
+from mm3d.axis import Pending, Split
 from mm3d.backend import Array, Backend
 from mm3d.grid import Grid
 from mm3d.layout import Layout
 from mm3d.space import Space
-from mm3d.transport import Pending
 
 
 class Product(ABC):

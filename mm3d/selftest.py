@@ -10,9 +10,8 @@ import numpy as np
 from mpi4py import MPI
 
 from mm3d import environment
-from mm3d.axis import Axis
+from mm3d.axis import Axis, Pending
 from mm3d.grid import Grid
-from mm3d.transport import Pending
 
 LENGTHS = (1, 7, 1000, 2 ** 18)    # of one rank's block, elements
 TYPES = ("float32", "float64", "float16", "int64")

@@ -1,9 +1,11 @@
 """Run under a CUDA-aware MPI: the device transport on memory that no host instruction may touch.
 
-Every collective, even and uneven, then one training step of a model of each scheme beside the
-serial one.  The last line says what travelled between processes as the driver saw it.
+Every collective, even and uneven, then one training step of a model of each scheme, and of some
+whose communication goes on meanwhile, beside the serial one.  The last line says what travelled
+between processes as the driver saw it.
 """
 import ctypes
+import math
 import os
 import sys
 from pathlib import Path
@@ -22,8 +24,12 @@ os.environ |= {"MM3D_BACKEND": "cupy", "MM3D_TRANSPORT": "device"}
 
 import mm3d  # noqa: E402  (makes the context, then starts MPI)
 from mm3d import backend, proof, selftest  # noqa: E402
-from models import SIZES, SOME, data, differences, serial, train  # noqa: E402
+from models import SIZES, SOME, Parallelism, data, differences, serial, train  # noqa: E402
 from mpi4py import MPI  # noqa: E402
+
+
+OVERLAPS = [Parallelism("3d", grid, {"overlap": True})
+            for grid in ((2, 2, 1), (1, 2, 2), (2, 2, 2))]
 
 
 def main() -> list[str]:
@@ -34,12 +40,14 @@ def main() -> list[str]:
     assert grid.x.transport.name == "device"
     wrong += selftest.failures(grid, (1, 700, 30000), ("float32", "float16"))
     grid.free()
-    for parallelism in SOME[comm.size]:
+    overlaps = [one for one in OVERLAPS if math.prod(one.grid) == comm.size]
+    for parallelism in (*SOME[comm.size], *overlaps):
         with parallelism.on(comm, "cupy") as scheme:
             model = mm3d.Transformer(scheme, **SIZES["uneven"], dtype="float64", causal=True)
             results = train(model, *data(**SIZES["uneven"]))
             found = differences(model, results, serial("uneven", True), 1e-12, 1e-11)
-            wrong += [f"{parallelism}: {text}" for text in found]
+            wrong += [f"{parallelism.name} {parallelism.grid} {parallelism.options}: {text}"
+                      for text in found]
     return sorted({text for one in comm.allgather(wrong) for text in one})
 
 
