@@ -54,7 +54,8 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
         "Times are makespans.  Products alone: the local matrix products of the linear layers, "
         "without communication, attention's own and everything else.",
         "With overlap: gradients of activations are summed over the ranks while those of weights "
-        "are computed; ratio: to the layer without; hidden: of those sums' time.",
+        "are computed, and these while the layer before goes backward; ratio: to the layer "
+        "without; hidden: of those sums' time.",
         "Rate: floating-point operations of all matrix products; scores that backward computes "
         "again are not counted."]
 
