@@ -6,107 +6,14 @@ Where activations lie is their `Space`; how a product is computed is the scheme'
 and backward return is new and may be overwritten by the caller; what they are given is not.
 """
 
-import math
 from typing import Any, Protocol
 
-import numpy as np
-
 from mm3d import functional
-from mm3d.axis import Split
 from mm3d.backend import Array, namespace
-from mm3d.grid import Grid
-from mm3d.layout import Layout
 from mm3d.contract import Product, Scheme
+from mm3d.parameter import Parameter
 from mm3d.space import (Space, Vector, add_backward, add_forward, gelu_backward, gelu_forward,
                         scale_backward, scale_forward)
-from mm3d.transport import Pending, host_dtype
-
-
-class Parameter:
-    """A trained array, dealt over the grid, and its gradient.
-
-    Attributes
-    ----------
-    name : str
-        Its name in the model, such as "layers.0.mlp.up.weight".
-    value : Array
-        This rank's block of it, in the type that is computed with.
-    master : Array
-        The same in the type that is trained and stored; `value` itself where that is one type.
-    grad : Array
-        This rank's block of the gradient, in the master's type.
-    layout : Layout
-        Of all three.
-    shape : tuple of int
-        Global shape as stored; a query-key-value weight is (in, 3, out).
-    public_shape : tuple of int
-        Global shape outside, (in, 3 out).
-    """
-
-    def __init__(self, name: str, grid: Grid, layout: Layout, shape: tuple[int, ...],
-                 dtype: Any, travels: Split | None = None, master: Any = None) -> None:
-        self.name, self.grid, self.layout, self.shape = name, grid, layout, tuple(shape)
-        inputs = self.shape[:1] if name.endswith("weight") and len(shape) > 1 else ()
-        self.public_shape = (*inputs, math.prod(self.shape[len(inputs):]))
-        local = layout.local_shape(grid, self.shape)
-        self.value = (travels or grid.backend).empty(local, dtype)
-        self.wide = master is not None
-        self.master = grid.backend.empty(local, master) if self.wide else self.value
-        self._sum: Pending | None = None    # still to be added to the gradient
-        self._grad = grid.backend.empty(local, master if self.wide else dtype)
-        self._grad[...] = 0
-
-    @property
-    def grad(self) -> Array:
-        """The gradient; a sum that still goes on is waited for."""
-        self.settle()
-        return self._grad
-
-    @grad.setter
-    def grad(self, gradient: Array) -> None:
-        self._grad = gradient
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that this rank holds: value and gradient, and the master if it has its own."""
-        held = [self.value, self._grad, *([self.master] if self.wide else ())]
-        return sum(a.nbytes for a in held)
-
-    def refresh(self) -> None:
-        """Round the master, which has changed, to what is computed with."""
-        if self.wide:
-            xp = namespace(self.master)
-            self.value[...] = xp.astype(self.master, self.value.dtype, copy=False)
-
-    def accumulate(self, gradient: Array | Pending | None) -> None:
-        """Add to the gradient; None where this rank holds no block.
-
-        A sum that goes on is added when the next one of the grid begins, at the latest when it
-        is read: memory for the terms of two is all that it takes.
-        """
-        if isinstance(gradient, Pending) and not gradient.done:
-            if self.grid.arriving is not None:
-                self.grid.arriving.settle()
-            self._sum, self.grid.arriving = gradient, self
-        elif gradient is not None:
-            self.grad += gradient.wait() if isinstance(gradient, Pending) else gradient
-
-    def settle(self) -> None:
-        """Wait for a sum that goes on, and add it."""
-        if self._sum is not None:
-            self._grad += self._sum.wait()
-            self._sum = self.grid.arriving = None
-
-    def load(self, value: np.ndarray) -> None:
-        """Take this rank's block of the global `value`."""
-        place = self.layout.slices(self.grid, self.shape)
-        block = np.ascontiguousarray(np.reshape(value, self.shape)[place])
-        self.master[...] = self.grid.backend.asarray(block.astype(host_dtype(self.master)))
-        self.refresh()
-
-    def gather(self, block: Array) -> np.ndarray:
-        """The global array of which this rank holds `block` (for checks; collective)."""
-        return self.layout.unshard(block, self.grid, self.shape).reshape(self.public_shape)
 
 
 class Layer(Protocol):

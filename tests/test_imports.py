@@ -35,7 +35,8 @@ MAY_IMPORT = {
     "contract": ARRAYS | {"schemes"},    # the registry alone, which looks into the folder
     "schemes.__init__": set(),
     "functional": {"backend", "elementwise"},
-    "layers": ARRAYS | {"functional", "contract", "transport"},
+    "parameter": {"axis", "backend", "grid", "layout", "transport"},
+    "layers": {"backend", "contract", "functional", "parameter", "space"},
     "transformer": {"backend", "layers", "contract", "transport"},
     "cost": {"contract"},
     "environment": set(),
