@@ -16,6 +16,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
+from bench.journal import NAME
 from mm3d import store
 from support import ROOT, clean_environment
 
@@ -31,9 +32,17 @@ def started(folder: Path, *options: str) -> subprocess.Popen:
                             stderr=subprocess.STDOUT, text=True)
 
 
-def killed(folder: Path, seconds: float, *options: str) -> bool:
-    """Kill a reproduction after so many seconds, unless it has ended; whether it was killed."""
+def killed(folder: Path, seconds: float, begun: bool, *options: str) -> bool:
+    """Kill a reproduction after so many seconds, unless it has ended; whether it was killed.
+
+    They count from its start, or from the moment that the journal tells that it has `begun`.
+    """
+    journal = folder / NAME
+    before = journal.stat().st_size if journal.exists() else 0
     process = started(folder, *options)
+    while begun and process.poll() is None and (
+            not journal.exists() or journal.stat().st_size == before):
+        time.sleep(0.01)
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:
@@ -66,7 +75,7 @@ class Watch:
 
     def journal(self) -> list[dict]:
         """The entries of the journal that are whole."""
-        path, entries = self.folder / "journal.jsonl", []
+        path, entries = self.folder / NAME, []
         for line in path.read_text().splitlines() if path.exists() else ():
             try:
                 entries.append(json.loads(line))
@@ -76,11 +85,13 @@ class Watch:
 
 
 def kill_and_go_on(folder: Path, kills: int, seed: int, longest: float) -> dict[str, int]:
-    """Kill so many reproductions, each at most `longest` seconds old; then let one end."""
+    """Kill so many reproductions, by turns within `longest` seconds of their start and of the
+    moment that they have begun; then let one end."""
     draw, watch, count = random.Random(seed), Watch(folder), Counter()
     while count["kills"] < kills:
         fresh = ["--fresh"] * (draw.random() < 0.2)    # so that rows are being measured
-        count["kills" if killed(folder, draw.uniform(0.3, longest), *fresh) else "ended"] += 1
+        dead = killed(folder, draw.uniform(0.3, longest), count["kills"] % 2 == 1, *fresh)
+        count["kills" if dead else "ended"] += 1
         watch.check()
     process = started(folder)
     output = process.communicate()[0]

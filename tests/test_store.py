@@ -3,6 +3,8 @@ import multiprocessing
 import os
 import random
 import resource
+import shutil
+import subprocess
 import time
 
 import h5py
@@ -41,6 +43,35 @@ def test_datasets_have_units_and_named_dimensions(tmp_path):
         assert file["traffic/collective"].asstr()[0] == "all_gather"
         assert file["published/forward_time"].attrs["units"] == "s"
         assert file.attrs["schema_version"] == store.SCHEMA
+
+
+def test_h5dump_shows_units_and_dimension_scales(tmp_path):
+    if not shutil.which("h5dump"):
+        pytest.skip("h5dump is not installed (hdf5-tools of Debian)")
+    path = store.write(made_up(ROW), tmp_path, "a")
+
+    def shown(name: str) -> str:
+        return subprocess.run(["h5dump", "-A", "-d", name, path], capture_output=True, text=True,
+                              check=True).stdout
+    forward = shown("/samples/forward")
+    assert 'ATTRIBUTE "units"' in forward and '(0): "s"' in forward
+    assert all(f'"/samples/{name}"' in forward for name in ("repetition", "rank"))
+    assert '"DIMENSION_SCALE"' in shown("/samples/rank")
+
+
+def test_xarray_opens_groups_with_units_and_dimensions(tmp_path):
+    xarray = pytest.importorskip("xarray", reason="xarray is not installed")
+    pytest.importorskip("h5netcdf", reason="h5netcdf, which xarray reads HDF5 with, is missing")
+    run = made_up(ROW)
+    path = store.write(run, tmp_path, "a")
+    with xarray.open_dataset(path, group="samples", engine="h5netcdf") as samples:
+        assert samples.forward.dims == ("repetition", "rank")
+        assert samples.forward.attrs["units"] == "s"
+        np.testing.assert_array_equal(samples.forward, run.samples["forward"])
+    with xarray.open_dataset(path, group="traffic", engine="h5netcdf") as traffic:
+        moved = traffic.bytes.sel(axis="x", collective="all_gather", rank=ROW.gpus - 1)
+        assert moved.attrs["units"] == "byte"
+        np.testing.assert_array_equal(moved, run.traffic["bytes"][:, -1, 0, 0])
 
 
 def test_a_name_that_is_taken_is_not_taken_again(tmp_path):
