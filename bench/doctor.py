@@ -7,7 +7,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 from bench.cases import UsageError
-from bench.checks import CHECKS, FAILED, Facts
+from bench.checks import CHECKS, FAILED
+from bench.facts import Facts
 from mm3d import environment
 
 

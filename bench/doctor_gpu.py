@@ -1,6 +1,6 @@
 """What ``bench doctor --gpu`` checks besides: that this GPU computes and travels as it should.
 
-Each is a function of `bench.checks.Facts`, as those of `bench.checks` are.
+Each is a function of `bench.facts.Facts`, as those of `bench.checks` are.
 """
 
 import os
@@ -13,7 +13,8 @@ from mpi4py import MPI
 
 import mm3d
 from bench import gpucases
-from bench.checks import FAILED, OK, SKIPPED, WARNING, Facts, Finding, died, ended
+from bench.checks import FAILED, OK, SKIPPED, WARNING, Finding
+from bench.facts import Facts, died, ended
 from mm3d import backend as backends
 from mm3d import environment
 from mm3d.device import TRANSPORTS

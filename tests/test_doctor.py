@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.checks import CHECKS
+from bench.facts import Facts
 from mm3d import environment
 from support import run_python, run_ranks
 
@@ -110,7 +111,7 @@ def test_device_buffers_without_a_device():
 
 def test_kernels_that_are_forced(monkeypatch):
     from bench import checks
-    facts = checks.Facts(1, ["none"])
+    facts = Facts(1, ["none"])
     rank = {"blas": "openblas", "blas_architecture": "Haswell", "blas_threads": 1, "cores": 2,
             "ranks_on_node": 1, "best_kernels": "avx512f"}
     facts.census = [[rank]], ""

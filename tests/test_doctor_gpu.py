@@ -6,7 +6,8 @@ import pytest
 
 import fakelibs
 from bench import doctor_gpu
-from bench.checks import FAILED, OK, SKIPPED, WARNING, Facts
+from bench.checks import FAILED, OK, SKIPPED, WARNING
+from bench.facts import Facts
 from mm3d import backend
 
 FACTS = Facts(1, [], limit=30)
