@@ -1,9 +1,7 @@
 """The verb ``run``: measure the rows whose rank count is that of the job."""
 
 import gc
-import math
 import random
-import shlex
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -14,42 +12,18 @@ import numpy as np
 from mpi4py import MPI
 
 import mm3d
-from bench import (beyond, chrome, journal, machine, operands, placement, traced, verify,
-                   yardsticks)
-from bench.cases import (Case, Row, UsageError, case, named, select, shuffled, step_counts,
-                         traced_steps)
+from bench import chrome, journal, machine, operands, placement, traced, verify, yardsticks
+from bench.cases import Case, named, select, shuffled, step_counts, traced_steps
+from bench.job import Options, arranged, fitting, usable
 from bench.journal import writable
+from bench.provenance import command_line, configuration, expected_words, published
 from mm3d import backend as backends
 from mm3d import store, timing
-from mm3d.contract import lookup
 from mm3d.record import Group
 
 
 class Failed(Exception):
     """A row that could not be measured, for a reason that is the same on every rank."""
-
-
-class Options(msgspec.Struct, frozen=True):
-    """What is the same for every row of a job."""
-
-    out: Path
-    warmup: int
-    limits: timing.Limits
-    order: int
-    dtype: str
-    backend: str | None
-    seed: int
-    traced: int
-    grid: str | None = None
-    machine: str = "cpu"
-    inside: str = "auto"
-    stop_file: str | None = None
-    trace: str | None = None
-    cases: int = 1
-
-    def stop(self) -> bool:
-        """Whether somebody wants an end."""
-        return self.stop_file is not None and Path(self.stop_file).exists()
 
 
 def run(arguments, comm) -> int:
@@ -77,42 +51,6 @@ def run(arguments, comm) -> int:
                       trace=chrome.asked_for(arguments, comm), cases=len(cases))
     rates = yardsticks.peaks(backends.get(options.backend), options.dtype, comm)
     return max([report(one, options, rates, comm) for one in shuffled(cases, order)])
-
-
-def fitting(rows: list[Row], ranks: int, arguments) -> list[Case]:
-    """The cases of those of `rows` that are for `ranks` ranks.
-
-    Raises
-    ------
-    UsageError
-        When there are none.
-    """
-    sizes = {name: getattr(arguments, name)
-             for name in ("layers", "hidden", "heads", "batch", "seq")}
-    cases = [case(row, arguments.preset, **sizes) for row in rows if row.gpus == ranks]
-    if cases:
-        return cases
-    counts = sorted({row.gpus for row in rows})
-    message = (f"no row of --table {arguments.table} --scheme {arguments.scheme} is for {ranks} "
-               f"rank{'s' * (ranks > 1)}: there are rows for {', '.join(map(str, counts))} ranks, "
-               f"as in mpirun -n {counts[0]} python -m bench run")
-    if ranks == 1:
-        message += (". If more ranks were started, the launcher started worlds of one: mpirun and "
-                    "mpi4py belong to different MPI libraries; use the mpirun of the MPI that "
-                    "this Python's mpi4py loads")
-    raise UsageError(message)
-
-
-def usable(backend: str | None, comm) -> None:
-    """Raise the same UsageError everywhere when some rank cannot use the array library."""
-    problem = None
-    try:
-        backends.get(backend)
-    except ValueError as error:
-        problem = str(error)
-    problems = [text for text in comm.allgather(problem) if text]
-    if problems:
-        raise UsageError(f"{problems[0]} ({len(problems)} of {comm.size} ranks)")
 
 
 def report(one: Case, options: Options, rates: Group | None, comm) -> int:
@@ -193,44 +131,6 @@ def measure(one: Case, options: Options, rates: Group | None, comm) -> str:
     return text
 
 
-def arranged(one: Case, options: Options, comm) -> tuple[dict[str, int], str]:
-    """The grid's directions and sizes, and their order over the nodes.
-
-    Raises
-    ------
-    ValueError
-        When they do not fit the scheme.
-    """
-    kind = lookup(one.row.scheme)
-    sizes = chosen_grid(one, options, comm) or kind.default_grid(comm.size)
-    if (len(sizes) != len(kind.directions) or math.prod(sizes) != comm.size
-            or min(sizes) < 1):
-        raise ValueError(f"--grid {options.grid}: scheme {kind.name!r} has the directions "
-                         f"{', '.join(kind.directions)}, whose sizes must multiply to the "
-                         f"{comm.size} ranks")
-    kind.check_grid(sizes)
-    shape = dict(zip(kind.directions, sizes))
-    return shape, placement.order(options.inside, kind.name, shape,
-                                  msgspec.structs.asdict(one.sizes))
-
-
-def chosen_grid(one: Case, options: Options, comm) -> tuple[int, ...] | None:
-    """What ``--grid`` says, for the planner's choice (of rank 0) where it says auto."""
-    if options.grid is None:
-        return None
-    chosen = problem = None
-    if comm.rank == 0:
-        try:
-            chosen = beyond.grid(options.grid, one.row.scheme, comm.size, options.machine,
-                                 options.dtype, msgspec.structs.asdict(one.sizes))
-        except UsageError as error:
-            problem = str(error)
-    chosen, problem = comm.bcast((chosen, problem))
-    if problem:
-        raise UsageError(problem)
-    return chosen
-
-
 def written(record: store.Run, one: Case, out: Path) -> tuple[bool, str]:
     """Write `record`: whether it was, and a summary or what went wrong."""
     if not len(record.samples["forward"]):
@@ -294,45 +194,3 @@ def counted_step(model, x, dy, between: Callable[[Any], None] = lambda saved: No
     dx = model.backward(dy, saved)
     note(1)
     return y, dx, moved
-
-
-def expected_words(one: Case, scheme) -> np.ndarray:
-    """The closed form of the words of one step, as `mm3d.store.Run` keeps it."""
-    sizes = one.sizes
-    forms = mm3d.cost.transformer_words(scheme.name, scheme.grid.shape, sizes.layers,
-                                        sizes.hidden, sizes.heads, sizes.batch, sizes.seq)
-    expected = np.zeros((len(store.PHASES), len(store.AXES), len(store.COLLECTIVES)), np.int64)
-    for phase, name in enumerate(store.PHASES):
-        for (axis, collective), words in forms[name].items():
-            expected[phase, store.AXES.index(axis), store.COLLECTIVES.index(collective)] = words
-    return expected
-
-
-def configuration(one: Case, scheme, options: Options) -> dict[str, store.Setting]:
-    """Everything that says what was run."""
-    shape = scheme.grid.shape
-    verified_sizes = {f"verified_{name}": value
-                      for name, value in msgspec.structs.asdict(one.verified).items()}
-    return {"table": one.row.table, "scheme": one.row.scheme, "preset": one.preset,
-            "grid": " x ".join(map(str, shape.values())), "grid_axes": " ".join(shape),
-            "mlp_factor": 4, "causal": False, "dtype": options.dtype, "seed": options.seed,
-            "warmup": options.warmup, "order": options.order, **asdict(options.limits),
-            "overridden": " ".join([*one.overridden, *["grid"] * (options.grid is not None)]),
-            "verified_measured_model": one.verified == one.sizes,
-            **msgspec.structs.asdict(one.sizes), **verified_sizes}
-
-
-def published(row: Row) -> dict[str, float]:
-    """The row as the paper prints it, with the names that files use."""
-    return {"gpus": row.gpus, "batch": row.batch, "hidden": row.hidden,
-            "forward_time": row.forward, "backward_time": row.backward,
-            "average_step_time": row.average, "recomputed_step_time": row.recomputed}
-
-
-def command_line(argv: list[str]) -> str:
-    """The command as it is recorded: of folders and files only the last part."""
-    kept = []
-    for word in argv:
-        option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
-        kept.append(f"{option}{equals}{Path(value).name if '/' in value else value}")
-    return shlex.join(["python", "-m", "bench", *kept])

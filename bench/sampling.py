@@ -11,7 +11,7 @@ from mpi4py import MPI
 
 from bench import machine, placement
 from bench.cases import UsageError
-from bench.run import command_line
+from bench.provenance import command_line
 from mm3d import backend as backends
 from mm3d import store, timing
 from mm3d.record import Measurements

@@ -2,7 +2,7 @@
 import numpy as np
 
 from bench.cases import Case, Row, case, load
-from bench.run import published
+from bench.provenance import published
 from mm3d import SCHEMES, store
 from mm3d.store import Check, Run
 

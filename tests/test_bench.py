@@ -8,7 +8,7 @@ import pytest
 
 from bench import machine, reproduce
 from bench.cases import case, select, shuffled
-from bench.run import command_line
+from bench.provenance import command_line
 from bench.tables import words_agree
 from mm3d import store
 from support import run_python, run_ranks

@@ -1,0 +1,109 @@
+"""What a job of ``run`` is to do: its options, its rows, and the grid of each."""
+
+import math
+from pathlib import Path
+
+import msgspec
+
+from bench import beyond, placement
+from bench.cases import Case, Row, UsageError, case
+from mm3d import backend as backends
+from mm3d import timing
+from mm3d.contract import lookup
+
+
+class Options(msgspec.Struct, frozen=True):
+    """What is the same for every row of a job."""
+
+    out: Path
+    warmup: int
+    limits: timing.Limits
+    order: int
+    dtype: str
+    backend: str | None
+    seed: int
+    traced: int
+    grid: str | None = None
+    machine: str = "cpu"
+    inside: str = "auto"
+    stop_file: str | None = None
+    trace: str | None = None
+    cases: int = 1
+
+    def stop(self) -> bool:
+        """Whether somebody wants an end."""
+        return self.stop_file is not None and Path(self.stop_file).exists()
+
+
+def fitting(rows: list[Row], ranks: int, arguments) -> list[Case]:
+    """The cases of those of `rows` that are for `ranks` ranks.
+
+    Raises
+    ------
+    UsageError
+        When there are none.
+    """
+    sizes = {name: getattr(arguments, name)
+             for name in ("layers", "hidden", "heads", "batch", "seq")}
+    cases = [case(row, arguments.preset, **sizes) for row in rows if row.gpus == ranks]
+    if cases:
+        return cases
+    counts = sorted({row.gpus for row in rows})
+    message = (f"no row of --table {arguments.table} --scheme {arguments.scheme} is for {ranks} "
+               f"rank{'s' * (ranks > 1)}: there are rows for {', '.join(map(str, counts))} ranks, "
+               f"as in mpirun -n {counts[0]} python -m bench run")
+    if ranks == 1:
+        message += (". If more ranks were started, the launcher started worlds of one: mpirun and "
+                    "mpi4py belong to different MPI libraries; use the mpirun of the MPI that "
+                    "this Python's mpi4py loads")
+    raise UsageError(message)
+
+
+def usable(backend: str | None, comm) -> None:
+    """Raise the same UsageError everywhere when some rank cannot use the array library."""
+    problem = None
+    try:
+        backends.get(backend)
+    except ValueError as error:
+        problem = str(error)
+    problems = [text for text in comm.allgather(problem) if text]
+    if problems:
+        raise UsageError(f"{problems[0]} ({len(problems)} of {comm.size} ranks)")
+
+
+def arranged(one: Case, options: Options, comm) -> tuple[dict[str, int], str]:
+    """The grid's directions and sizes, and their order over the nodes.
+
+    Raises
+    ------
+    ValueError
+        When they do not fit the scheme.
+    """
+    kind = lookup(one.row.scheme)
+    sizes = chosen_grid(one, options, comm) or kind.default_grid(comm.size)
+    if (len(sizes) != len(kind.directions) or math.prod(sizes) != comm.size
+            or min(sizes) < 1):
+        raise ValueError(f"--grid {options.grid}: scheme {kind.name!r} has the directions "
+                         f"{', '.join(kind.directions)}, whose sizes must multiply to the "
+                         f"{comm.size} ranks")
+    kind.check_grid(sizes)
+    shape = dict(zip(kind.directions, sizes))
+    return shape, placement.order(options.inside, kind.name, shape,
+                                  msgspec.structs.asdict(one.sizes))
+
+
+def chosen_grid(one: Case, options: Options, comm) -> tuple[int, ...] | None:
+    """What ``--grid`` says, for the planner's choice (of rank 0) where it says auto."""
+    if options.grid is None:
+        return None
+    chosen = problem = None
+    if comm.rank == 0:
+        try:
+            chosen = beyond.grid(options.grid, one.row.scheme, comm.size, options.machine,
+                                 options.dtype, msgspec.structs.asdict(one.sizes))
+        except UsageError as error:
+            problem = str(error)
+    chosen, problem = comm.bcast((chosen, problem))
+    if problem:
+        raise UsageError(problem)
+    return chosen

@@ -1,0 +1,55 @@
+"""What the file of a row says beside what was measured: how it was made, and what is expected."""
+
+import shlex
+from dataclasses import asdict
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+import mm3d
+from bench.cases import Case, Row
+from bench.job import Options
+from mm3d import store
+
+
+def expected_words(one: Case, scheme) -> np.ndarray:
+    """The closed form of the words of one step, as `mm3d.store.Run` keeps it."""
+    sizes = one.sizes
+    forms = mm3d.cost.transformer_words(scheme.name, scheme.grid.shape, sizes.layers,
+                                        sizes.hidden, sizes.heads, sizes.batch, sizes.seq)
+    expected = np.zeros((len(store.PHASES), len(store.AXES), len(store.COLLECTIVES)), np.int64)
+    for phase, name in enumerate(store.PHASES):
+        for (axis, collective), words in forms[name].items():
+            expected[phase, store.AXES.index(axis), store.COLLECTIVES.index(collective)] = words
+    return expected
+
+
+def configuration(one: Case, scheme, options: Options) -> dict[str, store.Setting]:
+    """Everything that says what was run."""
+    shape = scheme.grid.shape
+    verified_sizes = {f"verified_{name}": value
+                      for name, value in msgspec.structs.asdict(one.verified).items()}
+    return {"table": one.row.table, "scheme": one.row.scheme, "preset": one.preset,
+            "grid": " x ".join(map(str, shape.values())), "grid_axes": " ".join(shape),
+            "mlp_factor": 4, "causal": False, "dtype": options.dtype, "seed": options.seed,
+            "warmup": options.warmup, "order": options.order, **asdict(options.limits),
+            "overridden": " ".join([*one.overridden, *["grid"] * (options.grid is not None)]),
+            "verified_measured_model": one.verified == one.sizes,
+            **msgspec.structs.asdict(one.sizes), **verified_sizes}
+
+
+def published(row: Row) -> dict[str, float]:
+    """The row as the paper prints it, with the names that files use."""
+    return {"gpus": row.gpus, "batch": row.batch, "hidden": row.hidden,
+            "forward_time": row.forward, "backward_time": row.backward,
+            "average_step_time": row.average, "recomputed_step_time": row.recomputed}
+
+
+def command_line(argv: list[str]) -> str:
+    """The command as it is recorded: of folders and files only the last part."""
+    kept = []
+    for word in argv:
+        option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+        kept.append(f"{option}{equals}{Path(value).name if '/' in value else value}")
+    return shlex.join(["python", "-m", "bench", *kept])
