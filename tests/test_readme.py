@@ -65,7 +65,7 @@ def test_names_of_the_library_are_there():
 
 
 def test_variables_are_read():
-    named = {name for word in LITERALS for name in re.findall(r"MM3D_[A-Z_]+", word)}
+    named = {name for word in LITERALS for name in re.findall(r"MM3D_[A-Z0-9_]+", word)}
     source = "".join(path.read_text() for folder in ("mm3d", "bench", "tests")
                      for path in (ROOT / folder).rglob("*.py"))
     assert named and [name for name in named if name not in source] == []
