@@ -8,10 +8,14 @@ sleeps on it, and waits until the others' are as high.  What a rank wrote before
 others see afterwards: processors of this kind keep the order of stores (others do not, there
 `available` says no).  A rank that waits gives its core away, and soon sleeps until it is woken.
 
+Where only one rank has something to say, or to hear, the others come to the meeting and go on:
+whoever hears waits for those who speak.  So a rank can be some meetings ahead, and writes into a
+slot of its mail again only when all have come to a meeting after that of the last writing.
+
 Regions of memory are handed out without a word between the ranks, because all of them make the
 same calls in the same order and know the same: what a rank is done with it notes for the next
-meeting, where all read all notes.  A note is written over two meetings later only, when everybody
-has been at the meeting in between and so has read it.
+meeting where all wait for all, and there all read all notes.  A note is written over two meetings
+later only, when everybody has been at the meeting in between and so has read it.
 """
 
 import collections
@@ -29,6 +33,7 @@ SEGMENT = 1 << 30   # bytes mapped at a time; what is never used takes no memory
 NOTES = 63          # regions that a rank can give back at one meeting; more wait for the next
 TAKES = 32          # regions taken without a meeting before there is one
 MAIL = 1 << 16      # bytes that a rank can hand to all others at a meeting
+SLOTS = 4           # of mail; a rank can be so many meetings, less one, ahead of the others
 YIELDS = 2          # looks at a counter, the core given away in between, before sleeping
 NAP = 10_000_000    # nanoseconds; longer waits let MPI make progress in between
 
@@ -66,10 +71,10 @@ class SharedMemory:
     def __init__(self, comm) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         self._maker = 0
-        # Of each rank: the counter, whether it sleeps, a descriptor, the last two meetings that
-        # it left notes for; these notes; two slots of mail.
+        # Of each rank: the counter, the number, from 1, of the rank on which it sleeps, a
+        # descriptor, the last two meetings that it left notes for; these notes; slots of mail.
         notes = 64 + 2 * 4 * (1 + NOTES)
-        self._stride = -(-(notes + 2 * MAIL) // PAGE) * PAGE
+        self._stride = -(-(notes + SLOTS * MAIL) // PAGE) * PAGE
         board = self._open_board(self.size * self._stride)
         self._counters, self._asleep, self._descriptors, *self._noted = (
             board.view(np.int64)[word::self._stride // 8].data for word in range(5))
@@ -77,12 +82,13 @@ class SharedMemory:
         rows = board.reshape(self.size, self._stride)
         self._notes = [[row[64:notes].view(np.int32).reshape(2, -1)[turn].data for row in rows]
                        for turn in (0, 1)]
-        self._mail = [[row[notes + turn * MAIL:notes + (turn + 1) * MAIL] for row in rows]
-                      for turn in (0, 1)]
+        self._mail = [[row[notes + slot * MAIL:notes + (slot + 1) * MAIL] for row in rows]
+                      for slot in range(SLOTS)]
         self._addresses = [row.ctypes.data for row in rows]
         self._all = range(self.size)
         self._others = [rank for rank in range(self.size) if rank != self.rank]
-        self._turn = 0
+        self._turn = 0                                  # the last meeting that this rank came to
+        self._met = 0                                   # one that it knows all have come to
         self._given_back: collections.deque[int] = collections.deque()
         self._sizes: list[int] = []                     # of the regions
         self._places: list[int] = []                    # their addresses
@@ -94,23 +100,34 @@ class SharedMemory:
 
     def meet(self) -> None:
         """Wait for all ranks; what each wrote before, the others see afterwards."""
-        turn = self._turn = self._turn + 1
-        counters, asleep, noted = self._counters, self._asleep, self._noted[turn & 1]
+        noted, notes = self._noted[(self._turn + 1) & 1], self._notes[(self._turn + 1) & 1]
         if self._given_back:
-            self._note(turn)
-        counters[self.rank] = turn
-        self._order()
-        for rank in self._others:
-            if asleep[rank]:
-                _system_call(_FUTEX, self._addresses[self.rank], _WAKE, 0x7fffffff, None, None, 0)
-                break
-        for rank in self._others:
-            if counters[rank] < turn:
-                self._wait(rank, turn)
+            self._await_all(self._turn)
+            self._note(self._turn + 1)
+        turn = self._arrive()
+        self._await_all(turn)
         for rank in self._all:
             if noted[rank] == turn:
-                self._read(self._notes[turn & 1][rank])
+                self._read(notes[rank])
         self._taken = 0
+
+    def _arrive(self) -> int:
+        """Come to the next meeting, and say so; its number."""
+        turn = self._turn = self._turn + 1
+        self._counters[self.rank] = turn
+        self._order()
+        if self.rank + 1 in self._asleep:
+            _system_call(_FUTEX, self._addresses[self.rank], _WAKE, 0x7fffffff, None, None, 0)
+        return turn
+
+    def _await_all(self, turn: int) -> None:
+        """Wait until all have come to the meeting `turn`."""
+        if self._met < turn:
+            counters = self._counters
+            for rank in self._others:
+                if counters[rank] < turn:
+                    self._wait(rank, turn)
+            self._met = turn
 
     def _order(self) -> None:
         """See to it that others see what is written before they are looked at after this.
@@ -126,7 +143,7 @@ class SharedMemory:
             os.sched_yield()
             if self._counters[rank] >= turn:
                 return
-        self._asleep[self.rank] = 1
+        self._asleep[self.rank] = rank + 1
         self._order()
         while (seen := self._counters[rank]) < turn:
             # The kernel compares what it finds there with the low half of what was seen.
@@ -152,17 +169,41 @@ class SharedMemory:
             if not self._users[region]:
                 self._free[self._sizes[region]].append(region)
 
-    def exchange(self, a: np.ndarray, writes: bool = True) -> list[np.ndarray]:
+    def exchange(self, a: np.ndarray) -> list[np.ndarray]:
         """The small arrays `a` of all ranks, each flat; to be read before the next meeting.
 
         Blocks of other ranks may be longer or shorter; what lies behind their end is undefined.
         """
-        slots = self._mail[(self._turn + 1) & 1]
-        if writes and a.size:
-            slots[self.rank][:a.nbytes].view(a.dtype).reshape(a.shape)[...] = a
+        slots = self._post(a, True)
         self.meet()
-        whole = MAIL // a.itemsize * a.itemsize
-        return [slot[:whole].view(a.dtype) for slot in slots]
+        return _contents(slots, a.dtype)
+
+    def tell(self, a: np.ndarray, root: int) -> np.ndarray:
+        """`a` of the rank `root`, flat, for which alone the others wait; as `exchange` has it."""
+        slots = self._post(a, self.rank == root)
+        turn = self._arrive()
+        if self._counters[root] < turn:
+            self._wait(root, turn)
+        return _contents(slots[root:root + 1], a.dtype)[0]
+
+    def collect(self, a: np.ndarray, root: int) -> list[np.ndarray] | None:
+        """What `exchange` gives, on the rank `root`, which alone waits; None elsewhere."""
+        slots = self._post(a, True)
+        turn = self._arrive()
+        if self.rank != root:
+            return None
+        self._await_all(turn)
+        return _contents(slots, a.dtype)
+
+    def _post(self, a: np.ndarray, writes: bool) -> list[np.ndarray]:
+        """The ranks' mail for the next meeting, in which this rank, if it `writes`, puts `a`."""
+        turn = self._turn + 1
+        slots = self._mail[turn % SLOTS]
+        if writes:
+            self._await_all(turn - SLOTS + 1)
+            if a.size:
+                slots[self.rank][:a.nbytes].view(a.dtype).reshape(a.shape)[...] = a
+        return slots
 
     def take(self, length: int) -> tuple[int, int]:
         """A region of at least `length` bytes, the same on every rank; all must ask for it.
@@ -234,6 +275,12 @@ class SharedMemory:
         memory = np.frombuffer(mmap.mmap(file, size), np.uint8)
         os.close(file)
         return memory
+
+
+def _contents(slots: list[np.ndarray], dtype: np.dtype) -> list[np.ndarray]:
+    """The slots as arrays of a type, which need not fill them."""
+    whole = MAIL // dtype.itemsize * dtype.itemsize
+    return [slot[:whole].view(dtype) for slot in slots]
 
 
 def _create(size: int) -> int:

@@ -99,7 +99,7 @@ class SharedTransport(MpiTransport):
         lease = self._lease(a)
         if lease is None or lease.partner is None:
             if self._small(a.shape, a.dtype):
-                return self._sum_small(a, self._own(a.ndim, dim, counts))
+                return self._sum_mail(self.memory.exchange(a), a, self._own(a.ndim, dim, counts))
             term = self.term(a.shape, a.dtype)
             term[...] = a
             lease, a = self._lease(term), term
@@ -114,7 +114,7 @@ class SharedTransport(MpiTransport):
 
     def all_reduce(self, a: Array) -> Array:
         if self._small(a.shape, a.dtype):
-            return self._sum_small(a, ())
+            return self._sum_mail(self.memory.exchange(a), a, ())
         share, more = divmod(a.size, self.size)
         counts = [share + (rank < more) for rank in range(self.size)]
         part = self.reduce_scatter(np.reshape(a, -1), 0, counts)
@@ -124,9 +124,9 @@ class SharedTransport(MpiTransport):
 
     def broadcast(self, a: Array, root: int) -> Array:
         if self._small(a.shape, a.dtype):
-            parts = self.memory.exchange(a, self.rank == root)
+            told = self.memory.tell(a, root)
             if self.rank != root:
-                a[...] = parts[root][:a.size].reshape(a.shape)
+                a[...] = told[:a.size].reshape(a.shape)
             return a
         whole = self._empty(a.shape, a.dtype)
         if self.rank == root:
@@ -136,7 +136,8 @@ class SharedTransport(MpiTransport):
 
     def reduce(self, a: Array, root: int) -> Array | None:
         if self._small(a.shape, a.dtype):
-            return self._sum_small(a, (), self.rank == root)
+            terms = self.memory.collect(a, root)
+            return None if terms is None else self._sum_mail(terms, a, ())
         terms = self._empty((self.size, *a.shape), a.dtype)
         if self.rank != root:
             terms[self.rank] = a
@@ -180,11 +181,8 @@ class SharedTransport(MpiTransport):
             place[...] = part[:place.size].reshape(place.shape)
         return out
 
-    def _sum_small(self, a: Array, own: tuple, wanted: bool = True) -> Array | None:
-        """The part `own` of the sum of all ranks' `a`, where it is wanted."""
-        terms = self.memory.exchange(a)
-        if not wanted:
-            return None
+    def _sum_mail(self, terms: list[Array], a: Array, own: tuple) -> Array:
+        """The part `own` of the sum of the flat `terms`, which are arrays like `a`."""
         return self._sum([term[:a.size].reshape(a.shape)[own] for term in terms])
 
     def _sum(self, terms: list[Array]) -> Array:

@@ -9,7 +9,7 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from mm3d.memory import NOTES, TAKES, SharedMemory
+from mm3d.memory import MAIL, NOTES, SLOTS, TAKES, SharedMemory
 from mm3d.shared import SharedTransport, node_of
 from reference import integers, on_grid
 from support import run_ranks
@@ -140,6 +140,56 @@ def test_every_collective_is_exact_whoever_is_late(comm, monkeypatch, mail):
             if late.random() < 0.1:
                 time.sleep(late.random() / 300)
             assert found is expected is None or np.array_equal(found, expected), (turn, kind)
+
+
+@pytest.mark.ranks(4, 8)
+@pytest.mark.limit(300)
+def test_mail_stays_until_all_have_read_it(comm):
+    """However far a rank that waits for nobody is ahead of those that read late."""
+    memory = SharedMemory(comm)
+    late, order = random.Random(comm.rank), random.Random(comm.size)
+    root, regions = 0, set()
+    for turn in range(3000):
+        kind = order.random()
+        if order.random() < 0.1:    # mostly one rank speaks, or hears, many times on end
+            root = order.randrange(comm.size)
+        everyone = [turn + rank for rank in range(comm.size)]
+        mine, expected = np.full(5, everyone[comm.rank]), everyone
+        if kind < 0.5:
+            found, expected = [memory.tell(mine, root)], everyone[root:root + 1]
+        elif kind < 0.9:
+            found = memory.collect(mine, root)
+        else:
+            region, _ = memory.take(100)
+            memory.give_back(region)
+            regions.add(region)
+            found = memory.exchange(mine)
+        if late.random() < 0.03:
+            time.sleep(late.random() / 200)
+        if found is None:
+            assert 0.5 <= kind < 0.9 and comm.rank != root
+        else:
+            assert [set(part[:5]) for part in found] == [{value} for value in expected], turn
+    assert len(regions) < 10    # those given back were taken again
+    memory.meet()
+
+
+@pytest.mark.ranks(4)
+def test_who_alone_has_something_to_say_waits_for_nobody(comm):
+    """Until its mail is full; and who has something for one rank waits for none of the others."""
+    memory = SharedMemory(comm)
+    for way in (memory.tell, memory.collect):
+        comm.Barrier()
+        ahead = comm.rank == 0 if way == memory.tell else comm.rank != 0
+        if ahead:
+            for turn in range(SLOTS - 1):
+                way(np.full(3, turn), 0)
+        comm.Barrier()
+        if not ahead:
+            for turn in range(SLOTS - 1):
+                found = np.concatenate([way(np.full(3, turn), 0)]).reshape(-1, MAIL // 8)
+                assert (found[:, :3] == turn).all()
+        memory.meet()
 
 
 @pytest.mark.ranks(4)
