@@ -68,4 +68,6 @@ def _value(value) -> str:
         return "{ " + ", ".join(f"{key} = {_value(v)}" for key, v in value.items()) + " }"
     if isinstance(value, (list, tuple)):
         return "[" + ", ".join(map(_value, value)) + "]"
-    return f"{value:.6g}" if isinstance(value, float) else json.dumps(value)
+    if isinstance(value, float):
+        return f"{value:.15g}" if value.is_integer() else f"{value:.6g}"
+    return json.dumps(value)
