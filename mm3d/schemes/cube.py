@@ -62,7 +62,7 @@ def ab_backward(dC: Operand, A: Operand, B: Operand, a: Split, b: Split, c: Spli
     del B_lj    # nothing is held longer than it is needed
     with a.begin_reduce_scatter(terms) as dA:
         del terms
-        terms = atb_terms(A, dC, a, c, b, wide)
+        terms = matmul_tn(gather(A, a), dC.array, b.term, wide)
     dB = b.begin_reduce_scatter(terms)
     return dA.wait(), dB
 
@@ -86,14 +86,9 @@ def atb(A: Operand, B: Operand, a: Split, b: Split, c: Split, wide: bool = False
 
     With `wide` C is computed, and summed over the ranks, in float32 at least.
     """
-    return c.reduce_scatter(atb_terms(A, B, a, b, c, wide))
-
-
-def atb_terms(A: Operand, B: Operand, a: Split, b: Split, c: Split, wide: bool) -> Array:
-    """This rank's term of the sum in `atb`."""
     A_ij = gather(A, a)
     B_il = gather(B, b)
-    return matmul_tn(A_ij, B_il, c.term, wide)
+    return c.reduce_scatter(matmul_tn(A_ij, B_il, c.term, wide))
 
 
 def atb_backward(dC: Operand, A: Operand, B: Operand,
