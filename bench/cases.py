@@ -303,7 +303,7 @@ def step_counts(arguments) -> tuple[int, Limits]:
 
 
 def traced_steps(arguments) -> int:
-    """Steps to trace: the command line's, or else its preset's.
+    """Steps to trace: the command line's, or else its preset's, for ``--trace`` at least one.
 
     Raises
     ------
@@ -313,7 +313,8 @@ def traced_steps(arguments) -> int:
     steps = _chosen(arguments, "traced")
     if steps < 0:
         raise UsageError(f"--traced {steps}: 0 would do, or a number of steps")
-    return steps
+    wanted = arguments.traced is None and getattr(arguments, "trace", None)
+    return max(steps, 1) if wanted else steps
 
 
 def _chosen(arguments, name: str) -> Any:

@@ -152,7 +152,7 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (("--hidden", "100"), "--hidden 100: must be a multiple of the 32 heads"),
     (("--repetitions", "0"), "--repetitions 0: must be at least 1"),
     (("--max-repetitions", "1"), "at most 1 repetitions: must be at least the 2"),
-    (("--width", "0"), "width 0 and 1 seconds: both must be greater than 0"),
+    (("--width", "0"), "width 0 and 0.5 seconds: both must be greater than 0"),
     (("--backend", "abacus"), "abacus")])
 def test_wrong_arguments_get_one_message(tmp_path, options, message):
     done = run_ranks(8, "-m", "bench", "run", "--table", "weak", "--scheme", "1d", *TINY,

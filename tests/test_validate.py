@@ -18,7 +18,8 @@ def measured(tmp_path_factory):
     """A folder with two rows and two microbenchmarks, as they are measured."""
     folder = tmp_path_factory.mktemp("measured")
     for done in (run_ranks(2, "-m", "bench", "run", "--scheme", "1d-sp", "--preset", "tiny",
-                           "--repetitions", "6", "--max-repetitions", "8", "--out", str(folder)),
+                           "--repetitions", "6", "--max-repetitions", "8", "--traced", "1",
+                           "--out", str(folder)),
                  run_ranks(2, "-m", "bench", "matmul", "--shape", "32", "--scheme", "1d",
                            "--max-seconds", "0.1", "--out", str(folder)),
                  run_python("-m", "bench", "gemm", "--sizes", "16,32", "--threads", "1",
