@@ -30,6 +30,8 @@ options = [{options}]
 [environment]
 MPIR_CVAR_POLLS_BEFORE_YIELD = "1"
 MPIR_CVAR_ENABLE_HEAVY_YIELD = "1"
+MPIR_CVAR_CH4_NETMOD = "ofi"
+FI_PROVIDER = "tcp"
 """
 QUICK = '"--repetitions=2", "--max-repetitions=2"'
 ENDLESS = '"--repetitions=1000000", "--max-repetitions=1000000"'
