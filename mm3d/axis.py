@@ -154,7 +154,7 @@ class Axis:
 
     def prefetch(self, a: Array, dim: int, counts: list[int]) -> Array | Pending:
         """`all_gather` that goes on while this rank computes; `a` itself where none can."""
-        if self.size == 1 or not self.transport.prefetches:
+        if self.size == 1 or not self.transport.goes_on:
             return a
         self._check(counts, a.shape[dim], counts[self.rank])
         found = self.transport.begin_all_gather(a, dim, counts)

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pkgutil
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 
 from mpi4py import MPI
 
@@ -30,20 +30,32 @@ class Product(ABC):
     wide : bool
         Whether dB is to be computed, summed over the ranks and returned in float32 where the
         operands have 16 bits.
+    ahead : callable
+        What may set out when this product's own operands are there, to arrive while it
+        multiplies: the weight of the product that comes next, by its layer's `send`.
     """
 
     weight: Layout
     wide = False
+    ahead: Callable[[], Pending | None] = staticmethod(lambda: None)
     travels: Split | None = None  # how the blocks of B move, if they do
     operands = {"a": "A", "b": "B", "c": "C"}  # the attributes that communicate, and for what
 
     @abstractmethod
-    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
-        """C = A B and what backward needs, from this rank's blocks."""
+    def forward(self, A: Array, B: Array | Pending) -> tuple[Array, Any]:
+        """C = A B and what backward needs, from this rank's blocks; B may have been sent."""
 
     @abstractmethod
-    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array | Pending]:
+    def backward(self, dC: Array, B: Array | Pending,
+                 saved: Any) -> tuple[Array, Array | Pending]:
         """The gradients dA and dB, laid out as A and B are; dB may still be being summed."""
+
+    def send(self, B: Array, back: bool) -> Pending | None:
+        """B on its way to who multiplies with it in forward, or `back` in backward.
+
+        None where it does not travel, or not while others compute.
+        """
+        return None
 
 
 class Move(NamedTuple):

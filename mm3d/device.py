@@ -31,7 +31,6 @@ class DeviceTransport(WireTransport):
     """
 
     name = "device"
-    prefetches = True
 
     def _all_gather(self, send: Array, recv: Array, lengths: Lengths) -> None:
         self.backend.synchronize()
@@ -72,7 +71,6 @@ class StagedTransport(WireTransport):
     """
 
     name = "staged"
-    prefetches = True
 
     def _all_gather(self, send: Array, recv: Array, lengths: Lengths) -> None:
         there, back = self.backend.host_copy(send), self.backend.host_buffer(recv)
@@ -117,7 +115,6 @@ class NcclTransport(WireTransport):
     """
 
     name = "nccl"
-    prefetches = True
     on_host = False
 
     def __init__(self, comm, backend: Backend) -> None:

@@ -6,9 +6,13 @@ Where activations lie is their `Space`; how a product is computed is the scheme'
 and backward return is new and may be overwritten by the caller; what they are given is not.
 """
 
-from typing import Any, Protocol
+from contextlib import contextmanager
+from functools import partial
+from itertools import pairwise
+from typing import Any, Iterator, Protocol
 
 from mm3d import functional
+from mm3d.axis import Pending
 from mm3d.backend import Array, namespace
 from mm3d.contract import Product, Scheme
 from mm3d.parameter import Parameter
@@ -62,10 +66,27 @@ class Linear:
         self.bias = Parameter(f"{name}.bias", grid, self.vector.layout, shape[1:], dtype,
                               master=master)
         self.parameters = [self.weight, self.bias]
+        self.sent: Pending | None = None    # W on its way to where it is multiplied with next
+
+    def send(self, back: bool) -> Pending | None:
+        """Let W set out for the next forward of this layer, or `back` for its next backward."""
+        self.sent = self.product.send(self.weight.value, back)
+        return self.sent
+
+    def _weight(self) -> Array | Pending:
+        """W, or what has been sent of it."""
+        sent, self.sent = self.sent, None
+        return self.weight.value if sent is None else sent
+
+    def recall(self) -> None:
+        """Forget what was sent and never multiplied with, since a pass ended early."""
+        if self.sent is not None:
+            self.sent.wait()
+            self.sent = None
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         """y = x W + b and what the product keeps."""
-        y, saved = self.product.forward(x, self.weight.value)
+        y, saved = self.product.forward(x, self._weight())
         if self.adds:
             y = add_forward(y, self.bias.value, self.vector, out=y)
         return y, saved
@@ -74,9 +95,31 @@ class Linear:
         """dx = dy W^T; adds dW and db to the gradients."""
         if self.adds:
             self.bias.accumulate(add_backward(dy, self.vector, self.bias.wide))
-        dx, dW = self.product.backward(dy, self.weight.value, saved)
+        dx, dW = self.product.backward(dy, self._weight(), saved)
         self.weight.accumulate(dW)
         return dx
+
+
+@contextmanager
+def one_ahead(linears: list[Linear], back: bool = False) -> Iterator[None]:
+    """Within the block each weight sets out while the product before it is computed.
+
+    Parameters
+    ----------
+    linears : list of Linear
+        In the order in which the block goes through them.
+    back : bool
+        Whether it goes backward.
+    """
+    for linear in linears:
+        linear.recall()
+    for one, following in pairwise(linears):
+        one.product.ahead = partial(following.send, back)
+    try:
+        yield
+    finally:
+        for one, _ in pairwise(linears):
+            del one.product.ahead
 
 
 class LayerNorm:

@@ -117,8 +117,7 @@ class _Transport:
             setattr(self, kind, self._told(kind, getattr(axis.transport, kind)))
         self.begin_reduce_scatter = self._told("reduce_scatter",
                                                axis.transport.begin_reduce_scatter)
-        if axis.transport.prefetches:
-            self.begin_all_gather = self._told("all_gather", axis.transport.begin_all_gather)
+        self.begin_all_gather = self._told("all_gather", axis.transport.begin_all_gather)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)

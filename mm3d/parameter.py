@@ -54,6 +54,7 @@ class Parameter:
 
     @grad.setter
     def grad(self, gradient: Array) -> None:
+        self.settle()    # or the sum would be added to the new one
         self._grad = gradient
 
     @property

@@ -63,6 +63,7 @@ class SharedTransport(MpiTransport):
     """
 
     name = "shared"
+    goes_on = False    # a gather copies nothing, and sums are made at once
 
     def __init__(self, comm, backend: Backend) -> None:
         super().__init__(comm, backend)

@@ -8,7 +8,7 @@ from typing import Any, Iterator, Mapping
 import numpy as np
 
 from mm3d.backend import Array
-from mm3d.layers import Attention, Chain, Gelu, LayerNorm, Linear, Residual
+from mm3d.layers import Attention, Chain, Gelu, LayerNorm, Linear, Residual, one_ahead
 from mm3d.contract import Scheme
 from mm3d.transport import host_dtype
 
@@ -109,6 +109,8 @@ class Transformer:
         self.outer, self.inner = scheme.spaces(batch, seq)
         self.layers = Chain(*(layer for n in range(layers)
                               for layer in self._layer(f"layers.{n}", heads, causal)))
+        self.linears = [layer for block in self.layers.layers for layer in block.layers
+                        if isinstance(layer, Linear)]
         self.parameters = self.layers.parameters
         self._draw()
 
@@ -167,12 +169,14 @@ class Transformer:
     def forward(self, x: Array) -> tuple[Array, Any]:
         """The output for this rank's block `x` of the input, and what `backward` needs."""
         self._check_block("x", x)
-        return self.layers.forward(x)
+        with one_ahead(self.linears):
+            return self.layers.forward(x)
 
     def backward(self, dy: Array, saved: Any) -> Array:
         """The gradient dx for this rank's block `dy`; adds to the parameters' gradients."""
         self._check_block("dy", dy)
-        dx = self.layers.backward(dy, saved)
+        with one_ahead(self.linears[::-1], back=True):
+            dx = self.layers.backward(dy, saved)
         if self.grid.arriving is not None:
             self.grid.arriving.settle()
         return dx

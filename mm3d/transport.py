@@ -7,7 +7,7 @@ each other's blocks where they lie; `mm3d.device` carries what lies in a device'
 
 import itertools
 import math
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import numpy as np
 
@@ -26,15 +26,18 @@ class Pending:
         Whose products hide it.
     out : Array
         The result, once there.
+    finish : callable, optional
+        Makes what is computed from then on come after it; nothing when it is done already.
     request : mpi4py.MPI.Request, optional
-        What is waited for; nothing when it is done already.
-    sent : Array, optional
+        What is waited for before.
+    kept : tuple of Array
         What must stay until then.
     """
 
-    def __init__(self, backend: Backend, out: Array, request: Any = None,
-                 sent: Array | None = None) -> None:
-        self.backend, self.out, self.request, self.sent = backend, out, request, sent
+    def __init__(self, backend: Backend, out: Array, finish: Callable[[], Any] | None = None,
+                 request: Any = None, kept: tuple[Array, ...] = ()) -> None:
+        self.backend, self.out = backend, out
+        self.finish, self.request, self.kept = finish, request, kept
 
     def __enter__(self) -> "Pending":
         if self.request is not None:
@@ -47,18 +50,26 @@ class Pending:
     @property
     def done(self) -> bool:
         """Whether there is nothing to wait for."""
-        return self.request is None
+        return self.request is None and self.finish is None
 
     def progress(self) -> None:
         """Let MPI move on."""
         self.request.Test()
 
     def wait(self) -> Array:
-        """The result, when it is there."""
+        """The result, for what is computed next."""
         if self.request is not None:
             self.request.Wait()
-            self.request = self.sent = None
+        if self.finish is not None:
+            self.finish()
+        self.finish, self.request, self.kept = None, None, ()
         return self.out
+
+    def take(self) -> Array:
+        """The result, once: it is not held here any longer."""
+        out = self.wait()
+        self.out = None
+        return out
 
 
 class MpiTransport:
@@ -73,7 +84,7 @@ class MpiTransport:
     """
 
     name = "mpi"
-    prefetches = False    # whether there is a `begin_all_gather` that goes on by itself
+    goes_on = True        # whether what is begun goes on while this rank computes
     on_host = True        # whether the host has a part in it, beyond asking for it
 
     def __init__(self, comm, backend: Backend) -> None:
@@ -96,10 +107,24 @@ class MpiTransport:
 
     def all_gather(self, a: Array, dim: int, counts: list[int]) -> Array:
         """The blocks `a` of all ranks, `counts` long along `dim`, joined."""
-        out = self.backend.empty(resized(a.shape, dim, sum(counts)), a.dtype)
-        flat, lengths = self._flat(out, dim, counts)
-        self._all_gather(self.backend.contiguous(a), flat, lengths)
+        a, flat, lengths, out = self._whole(a, dim, counts)
+        self._all_gather(a, flat, lengths)
         return self._unpacked(flat, out, dim, counts)
+
+    def begin_all_gather(self, a: Array, dim: int, counts: list[int]) -> Pending:
+        """The same, still going on where it can."""
+        if not self.goes_on:
+            return Pending(self.backend, self.all_gather(a, dim, counts))
+        a, flat, lengths, out = self._whole(a, dim, counts)
+        request = self.comm.Iallgatherv(a, [flat, (lengths, _offsets(lengths))])
+        return Pending(self.backend, out, lambda: self._unpacked(flat, out, dim, counts),
+                       request, (a,))
+
+    def _whole(self, a: Array, dim: int,
+               counts: list[int]) -> tuple[Array, Array, list[int], Array]:
+        """`a` to be sent, where all blocks arrive, their lengths, and memory for the whole."""
+        out = self.backend.empty(resized(a.shape, dim, sum(counts)), a.dtype)
+        return (self.backend.contiguous(a), *self._flat(out, dim, counts), out)
 
     def reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Array:
         """This rank's block, along `dim`, of the sum of the ranks' terms `a`."""
@@ -108,13 +133,13 @@ class MpiTransport:
         return out
 
     def begin_reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Pending:
-        """The same, still going on where this is by MPI on arrays that it reads; else done."""
-        kind, own = type(self), (MpiTransport.reduce_scatter, MpiTransport._reduce_scatter)
-        if (kind.reduce_scatter, kind._reduce_scatter) != own:
+        """The same, still going on where it can."""
+        if not self.goes_on:
             return Pending(self.backend, self.reduce_scatter(a, dim, counts))
         flat, lengths, out = self._terms(a, dim, counts)
         # MPICH sums in this one, also where blocks are even, in the order of the blocking one.
-        return Pending(self.backend, out, self.comm.Ireduce_scatter(flat, out, lengths), flat)
+        request = self.comm.Ireduce_scatter(flat, out, lengths)
+        return Pending(self.backend, out, request=request, kept=(flat,))
 
     def _terms(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int], Array]:
         """The blocks of `a` one after another, their lengths, and memory for this rank's sum."""
@@ -223,6 +248,7 @@ class SilentTransport(MpiTransport):
     """Collectives between ranks that do not exist: nothing travels."""
 
     name = "silent"
+    goes_on = False
     on_host = False
 
     def _all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:

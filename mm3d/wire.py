@@ -5,45 +5,13 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any, Callable
 
-from mm3d.backend import Array, Backend, namespace, wide_dtype
-from mm3d.transport import MpiTransport, Pending, resized
+from mm3d.backend import Array, namespace, wide_dtype
+from mm3d.transport import MpiTransport, Pending
 
 # Elements up to which an all-reduce gathers all terms: one exchange instead of two.
 SMALL = 4096
 
 Lengths = list[int]
-
-
-class Underway(Pending):
-    """A collective beside the stream that computes.
-
-    Parameters
-    ----------
-    backend : Backend
-        Whose arrays travel.
-    out : Array
-        The result, once there.
-    finish : callable
-        Makes what is computed from then on come after it.
-    *kept : Array
-        What must stay until then.
-    """
-
-    def __init__(self, backend: Backend, out: Array, finish: Callable[[], Any],
-                 *kept: Array) -> None:
-        super().__init__(backend, out)
-        self.finish, self.kept = finish, kept
-
-    @property
-    def done(self) -> bool:
-        return self.finish is None
-
-    def wait(self) -> Array:
-        """The result, for what is computed next."""
-        if self.finish is not None:
-            self.finish()
-            self.finish, self.kept = None, ()
-        return self.out
 
 
 class WireTransport(MpiTransport, ABC):
@@ -65,7 +33,8 @@ class WireTransport(MpiTransport, ABC):
 
     def begin_reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Pending:
         flat, lengths, out = self._terms(a, dim, counts)
-        return Underway(self.backend, out, self._begin_reduce_scatter(flat, out, lengths), flat)
+        return Pending(self.backend, out, self._begin_reduce_scatter(flat, out, lengths),
+                       kept=(flat,))
 
     def _begin_reduce_scatter(self, send: Array, recv: Array,
                               lengths: Lengths) -> Callable[[], Any]:
@@ -77,13 +46,15 @@ class WireTransport(MpiTransport, ABC):
         return lambda: (arrive(), _sum(terms, recv))
 
     def begin_all_gather(self, a: Array, dim: int, counts: list[int]) -> Pending:
-        """`all_gather` that goes on while this rank computes."""
-        a, out = self.backend.contiguous(a), self.backend.empty(
-            resized(a.shape, dim, sum(counts)), a.dtype)
-        flat, lengths = self._flat(out, dim, counts)
+        a, flat, lengths, out = self._whole(a, dim, counts)
         arrive = self._begin_all_gather(a, flat, lengths)
-        return Underway(self.backend, out,
-                        lambda: (arrive(), self._unpacked(flat, out, dim, counts)), a)
+        return Pending(self.backend, out,
+                       lambda: (arrive(), self._unpacked(flat, out, dim, counts)), kept=(a,))
+
+    @abstractmethod
+    def _begin_all_gather(self, send: Array, recv: Array,
+                          lengths: Lengths) -> Callable[[], Any]:
+        """Start an `_all_gather`; what ends it."""
 
     def _reduce_scatter(self, send: Array, recv: Array, lengths: Lengths) -> None:
         own = lengths[self.rank]

@@ -10,6 +10,7 @@ import fakenccl
 import mm3d
 from bench import hiding, machine
 from mm3d import backend, choice, device, gpu, proof, selftest, wire
+from mm3d.transport import Pending
 from models import SIZES, SOME, Parallelism, data, differences, serial, train
 from reference import integers, on_grid
 
@@ -76,17 +77,17 @@ def test_the_model_equals_the_serial_one(comm, carried):
 def underway(monkeypatch):
     """Of each product, how many collectives go on meanwhile."""
     begun, found = [], []
-    make, multiply = wire.Underway.__init__, gpu.CupyBackend.gemms
+    make, multiply = Pending.__init__, gpu.CupyBackend.gemms
 
-    def made(self, *arguments):
-        make(self, *arguments)
+    def made(self, *arguments, **more):
+        make(self, *arguments, **more)
         begun.append(self)
 
     def multiplied(self, *arguments):
         found.append(sum(one.finish is not None for one in begun))
         return multiply(self, *arguments)
 
-    monkeypatch.setattr(wire.Underway, "__init__", made)
+    monkeypatch.setattr(Pending, "__init__", made)
     monkeypatch.setattr(gpu.CupyBackend, "gemms", multiplied)
     # Of the other kernels, which take long without a GPU, it asks nothing.
     monkeypatch.setattr(backend.get("cupy"), "kernels", None)
@@ -99,7 +100,7 @@ def underway(monkeypatch):
     ("none", dict(dtype="float16", master="float32")), ("both", dict(dtype="float32"))])
 def test_overlap_changes_no_bit(comm, carried, underway, options, keep):
     """A is gathered under the product of dA, dA summed under that of dB, and dB under those of
-    the layer before."""
+    the layer before; the next weight is gathered under the last product of each layer."""
     for grid in {2: [(1, 2, 1), (2, 1, 1)], 4: [(1, 2, 2)], 8: [(2, 2, 2)]}[comm.size]:
         found, moved = [], []
         for overlap in (False, True):
@@ -118,9 +119,10 @@ def test_overlap_changes_no_bit(comm, carried, underway, options, keep):
                     assert np.isfinite(share) and "prefetch" not in vars(scheme.grid.y)
             # On a line A of two of the four products is divided, on a plane that of all; where
             # it has been kept it is not gathered.  The sum of dB goes on under both products of
-            # each of the three linear layers before.
-            lines = sum(size > 1 for size in grid[1:]) * 2
-            expected = lines * (1 + (keep == "none")) + (grid[0] > 1) * 3 * 2
+            # each of the three linear layers before; forward sends three weights ahead, and
+            # backward the same where they are gathered again.
+            lines, again = sum(size > 1 for size in grid[1:]) * 2, keep == "none"
+            expected = lines * (1 + again) + (grid[0] > 1) * (3 * 2 + 3 * (1 + again))
             assert counted == overlap * expected, (grid, counted)
         assert moved[0] == moved[1], grid
         for name, a in found[0].items():

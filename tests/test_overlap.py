@@ -4,7 +4,7 @@ import pytest
 
 import mm3d
 from mm3d.grid import Grid
-from mm3d.transport import Pending
+from mm3d.transport import MpiTransport, Pending
 
 SIZES = dict(layers=1, hidden=512, heads=8, batch=4, seq=32)    # weights of several panels
 GRIDS = {1: [(1, 1, 1)], 4: [(1, 4, 1), (1, 2, 2), (4, 1, 1)],
@@ -38,9 +38,67 @@ def test_the_same_bits_and_words_with_overlap_and_without(comm, transport, monke
         for found in (hidden, read):
             assert all(np.array_equal(a, b) for a, b in zip(plain, found, strict=True)), grid
         assert words == same_words, grid
-        if transport == "mpi" and comm.size > 1 and grid[1] * grid[2] > 1:
+        if transport == "mpi" and comm.size > 1:
             assert len(panels) >= 4, grid
         panels.clear()
+
+
+@pytest.fixture
+def gathers(monkeypatch):
+    """The names of MPI's gathers of weights as they are called."""
+    called = []
+    for name in ("all_gather", "begin_all_gather"):
+        def told(self, a, *where, name=name, move=getattr(MpiTransport, name)):
+            called.extend([name] * (a.size > 3 * 32))    # a vector is gathered where it is added
+            return move(self, a, *where)
+        monkeypatch.setattr(MpiTransport, name, told)
+    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
+    return called
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("keep, again", [("none", 8), ("weight", 0)])
+def test_each_weight_sets_out_while_the_product_before_is_computed(comm, gathers, keep, again):
+    """Of all products but the first of each pass; nothing is gathered twice or left behind."""
+    scheme = mm3d.scheme("3d", comm, grid=(comm.size, 1, 1), backend="numpy", overlap=True,
+                         keep=keep)
+    model = mm3d.Transformer(scheme, **{**SIZES, "hidden": 32, "layers": 2})
+    for _ in range(2):
+        _, saved = model.forward(model.random("x"))
+        assert gathers == ["all_gather"] + ["begin_all_gather"] * 7
+        gathers.clear()
+        model.backward(model.random("dy"), saved)
+        assert gathers == (["all_gather"] + ["begin_all_gather"] * (again - 1))[:again]
+        gathers.clear()
+        assert all(linear.sent is None for linear in model.linears)
+    scheme.grid.free()
+
+
+def fail(x):
+    """A layer in which a pass ends."""
+    raise FloatingPointError("no norm")
+
+
+@pytest.mark.ranks(2)
+def test_what_was_sent_in_a_pass_that_failed_is_not_multiplied_with(comm, monkeypatch):
+    """The weights may have changed since."""
+    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
+    found = []
+    for fails in (True, False):
+        scheme = mm3d.scheme("3d", comm, grid=(2, 1, 1), backend="numpy", overlap=True)
+        model = mm3d.Transformer(scheme, **{**SIZES, "hidden": 32})
+        x, second = model.random("x"), model.linears[2]
+        if fails:
+            norm = model.layers.layers[1].layers[0]
+            with monkeypatch.context() as broken, pytest.raises(FloatingPointError):
+                broken.setattr(norm, "forward", fail)
+                model.forward(x)
+            assert second.sent is not None
+        for linear in model.linears:
+            linear.weight.value *= 2
+        found.append(model.forward(x)[0].copy())
+        scheme.grid.free()
+    assert np.array_equal(*found)
 
 
 @pytest.mark.ranks(1, 2, 3)

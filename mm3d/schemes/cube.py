@@ -10,7 +10,8 @@ the ranks (i, 0..Y-1, l) hold together, A_ijl the part of it on the rank (i, j, 
 the same three forms again with the directions permuted.
 """
 
-from typing import Any
+from contextlib import nullcontext
+from typing import Any, Callable, ContextManager
 
 from mpi4py import MPI
 
@@ -34,8 +35,13 @@ Operand = Array | Gathered | Pending
 def gather(operand: Operand, split: Split) -> Array:
     """The operand gathered along its direction, at no cost when it was before."""
     if isinstance(operand, Pending):
-        return operand.wait()
+        return operand.take()
     return operand.array if isinstance(operand, Gathered) else split.all_gather(operand)
+
+
+def meanwhile(operand: Operand | None) -> ContextManager:
+    """A block in which `operand`, if it is on its way, moves on."""
+    return operand if isinstance(operand, Pending) else nullcontext()
 
 
 def ab(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
@@ -46,11 +52,14 @@ def ab(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
 
 
 def ab_backward(dC: Operand, A: Operand, B: Operand, a: Split, b: Split, c: Split,
-                overlap: bool = False, wide: bool = False) -> tuple[Array, Array | Pending]:
+                overlap: bool = False, wide: bool = False,
+                ahead: Callable[[], Pending | None] = Product.ahead
+                ) -> tuple[Array, Array | Pending]:
     """dA = dC B^T in z, x, y and dB = A^T dC in y, z, x (Algorithm 2); dC is gathered once.
 
-    With `overlap` the terms of dA travel while dB is computed, and A, where it can be prefetched,
-    while dA is; those of dB still do when this returns.  With `wide` dB is in float32 at least.
+    With `overlap` the terms of dA travel while dB is computed, and so does what `ahead` sends;
+    A, where it can be prefetched, while dA is; those of dB still do when this returns.  With
+    `wide` dB is in float32 at least.
     """
     dC = Gathered(gather(dC, c))
     if not overlap:
@@ -58,9 +67,10 @@ def ab_backward(dC: Operand, A: Operand, B: Operand, a: Split, b: Split, c: Spli
     B_lj = gather(B, b)
     if not isinstance(A, Gathered):
         A = a.prefetch(A)
-    terms = matmul_nt(dC.array, B_lj, a.term)
+    with meanwhile(A):
+        terms = matmul_nt(dC.array, B_lj, a.term)
     del B_lj    # nothing is held longer than it is needed
-    with a.begin_reduce_scatter(terms) as dA:
+    with a.begin_reduce_scatter(terms) as dA, meanwhile(ahead()):
         del terms
         terms = matmul_tn(gather(A, a), dC.array, b.term, wide)
     dB = b.begin_reduce_scatter(terms)
@@ -115,7 +125,7 @@ class CubeProduct(Product):
         again.
     overlap : bool
         Whether the terms of dA travel while dB is computed, and those of dB while whatever comes
-        next is.
+        next is; and B on its way to this product while the one before is computed.
     """
 
     def __init__(self, a: Split, b: Split, c: Split, weight: Layout, keep: str,
@@ -124,17 +134,25 @@ class CubeProduct(Product):
         self.overlap = overlap
         self.travels = b
 
-    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
+    def send(self, B: Array, back: bool) -> Pending | None:
+        if not self.overlap or (back and self.keep != "none"):
+            return None
+        sent = self.b.prefetch(B)
+        return sent if isinstance(sent, Pending) else None
+
+    def forward(self, A: Array, B: Array | Pending) -> tuple[Array, Any]:
         A_il = Gathered(gather(A, self.a))
         B_lj = Gathered(gather(B, self.b))
-        C = ab(A_il, B_lj, self.a, self.b, self.c)
+        with meanwhile(self.ahead()):
+            C = ab(A_il, B_lj, self.a, self.b, self.c)
         keep_B = self.keep != "none" and B_lj.array is not B
         return C, (A_il if self.keep == "both" else A, B_lj if keep_B else None)
 
-    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array | Pending]:
+    def backward(self, dC: Array, B: Array | Pending,
+                 saved: Any) -> tuple[Array, Array | Pending]:
         A, B_lj = saved
         return ab_backward(dC, A, B if B_lj is None else B_lj, self.a, self.b, self.c,
-                           self.overlap, self.wide)
+                           self.overlap, self.wide, self.ahead)
 
 
 class Cube(Scheme):
@@ -159,7 +177,8 @@ class Cube(Scheme):
     overlap : bool
         Whether gradients of activations are summed over the ranks while those of weights are
         computed, and these while the layer before goes backward, until then in memory of their
-        own.  The results are the same to the bit.
+        own; and whether each weight is gathered while the product before it is computed, in
+        memory for two.  The results are the same to the bit.
     """
 
     name = "3d"
