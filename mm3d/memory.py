@@ -25,6 +25,7 @@ import os
 import platform
 import sys
 import threading
+from typing import Callable
 
 import numpy as np
 
@@ -65,19 +66,21 @@ class SharedMemory:
     Raises
     ------
     OSError
-        On every rank, when one of them cannot open the memory of another.
+        On every rank alike when one cannot make the memory, or open that of another: here, and
+        in `take` when more is needed.
     """
 
     def __init__(self, comm) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
-        self._maker = 0
-        # Of each rank: the counter, the number, from 1, of the rank on which it sleeps, a
-        # descriptor, the last two meetings that it left notes for; these notes; slots of mail.
+        # Of each rank: the counter, the number, from 1, of the rank on which it sleeps, the last
+        # two meetings that it left notes for; these notes; slots of mail.
         notes = 64 + 2 * 4 * (1 + NOTES)
         self._stride = -(-(notes + SLOTS * MAIL) // PAGE) * PAGE
-        board = self._open_board(self.size * self._stride)
-        self._counters, self._asleep, self._descriptors, *self._noted = (
-            board.view(np.int64)[word::self._stride // 8].data for word in range(5))
+        # With it the first segment, so that who may not share so much learns it here.
+        length = self.size * self._stride
+        board, segment = np.split(self._open(length + SEGMENT, comm.allgather), [length])
+        self._counters, self._asleep, *self._noted = (
+            board.view(np.int64)[word::self._stride // 8].data for word in range(4))
         self._fence = threading.Lock()
         rows = board.reshape(self.size, self._stride)
         self._notes = [[row[64:notes].view(np.int32).reshape(2, -1)[turn].data for row in rows]
@@ -94,8 +97,8 @@ class SharedMemory:
         self._places: list[int] = []                    # their addresses
         self._users: list[int] = []                     # ranks that still use each
         self._free: dict[int, list[int]] = {}           # regions that nobody uses, by size
-        self._segments: list[np.ndarray] = []
-        self._used = SEGMENT                            # bytes of the last segment
+        self._segments = [segment]
+        self._used = 0                                  # bytes of the last segment
         self._taken = 0                                 # regions since the last meeting
 
     def meet(self) -> None:
@@ -229,7 +232,7 @@ class SharedMemory:
     def _new(self, size: int) -> int:
         """One more region."""
         if self._used + size > SEGMENT:
-            self._segments.append(self._open_segment(max(SEGMENT, size)))
+            self._segments.append(self._open(max(SEGMENT, size), self._by_mail))
             self._used = 0
         self._places.append(self._segments[-1].ctypes.data + self._used)
         self._sizes.append(size)
@@ -237,44 +240,35 @@ class SharedMemory:
         self._used += size
         return len(self._sizes) - 1
 
-    def _open_board(self, size: int) -> np.ndarray:
-        """The memory where the ranks meet, which MPI tells them of."""
-        maker = np.array([os.getpid(), 0])
-        if self.rank == 0:
-            maker[1] = _create(size)
-        self.comm.Bcast(maker)
-        self._maker, descriptor = map(int, maker)
-        try:
-            board = self._map(descriptor, size)
-        except OSError:
-            board = None
-        opened = np.zeros(1, np.int64)
-        self.comm.Allreduce(np.array([board is not None], np.int64), opened)
-        if self.rank == 0:
-            os.close(descriptor)
-        if board is None or opened[0] < self.size:
-            raise OSError("the ranks of this node cannot open each other's memory: set "
-                          "MM3D_TRANSPORT=mpi")
-        return board
+    def _open(self, size: int, tell_all: Callable[[list[int]], list]) -> np.ndarray:
+        """New memory, which the first rank makes; on every rank the same OSError if one fails.
 
-    def _open_segment(self, size: int) -> np.ndarray:
-        """More memory for regions."""
+        `tell_all` gives the numbers of all ranks to all.  A rank that fails says so then, as the
+        others would wait for it.
+        """
+        descriptor, error = -1, 0
         if self.rank == 0:
-            self._descriptors[0] = _create(size)
-        self.meet()
-        descriptor = self._descriptors[0]
-        segment = self._map(descriptor, size)
-        self.meet()
-        if self.rank == 0:
+            try:
+                descriptor = _create(size)
+            except OSError as failure:
+                error = failure.errno
+        maker, number, failed = tell_all([os.getpid(), descriptor, error])[0]
+        if not failed:
+            try:
+                memory = _map(f"/proc/{maker}/fd/{number}", size)
+            except OSError as failure:
+                error = failure.errno
+        errors = [numbers[0] for numbers in tell_all([error])]
+        if descriptor >= 0:
             os.close(descriptor)
-        return segment
-
-    def _map(self, descriptor: int, size: int) -> np.ndarray:
-        """The memory behind a descriptor of the first rank."""
-        file = os.open(f"/proc/{self._maker}/fd/{descriptor}", os.O_RDWR)
-        memory = np.frombuffer(mmap.mmap(file, size), np.uint8)
-        os.close(file)
+        if any(errors):
+            raise OSError(f"the ranks of this node cannot share memory ({os.strerror(max(errors))}"
+                          "): set MM3D_TRANSPORT=mpi")
         return memory
+
+    def _by_mail(self, numbers: list[int]) -> list[list[int]]:
+        """The numbers of all ranks."""
+        return [part[:len(numbers)].tolist() for part in self.exchange(np.array(numbers))]
 
 
 def _contents(slots: list[np.ndarray], dtype: np.dtype) -> list[np.ndarray]:
@@ -286,5 +280,18 @@ def _contents(slots: list[np.ndarray], dtype: np.dtype) -> list[np.ndarray]:
 def _create(size: int) -> int:
     """A descriptor of nameless memory, filled with zeros."""
     descriptor = os.memfd_create("mm3d")
-    os.ftruncate(descriptor, size)
+    try:
+        os.ftruncate(descriptor, size)
+    except OSError:
+        os.close(descriptor)
+        raise
     return descriptor
+
+
+def _map(path: str, size: int) -> np.ndarray:
+    """The memory behind a descriptor of another process."""
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+    finally:
+        os.close(descriptor)

@@ -1,6 +1,9 @@
 """Blocks in memory that ranks share: no copies, no races, nothing left behind."""
+import ctypes
+import errno
 import os
 import random
+import resource
 import time
 from pathlib import Path
 
@@ -9,7 +12,8 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from mm3d.memory import MAIL, NOTES, SLOTS, TAKES, SharedMemory
+from mm3d import memory
+from mm3d.memory import MAIL, NOTES, SEGMENT, SLOTS, TAKES, SharedMemory
 from mm3d.shared import SharedTransport, node_of
 from reference import integers, on_grid
 from support import run_ranks
@@ -356,20 +360,61 @@ def test_only_ranks_of_one_node_share(comm, monkeypatch, node_size, names):
                                   sum(integers((4, 3), rank) for rank in line))
 
 
-@pytest.mark.ranks(4)
-def test_ranks_that_may_not_open_each_others_memory_use_mpi(comm, monkeypatch):
-    """As in containers of their own; unless sharing was asked for: then it is an error."""
-    def refuse(self, descriptor, size, opened=SharedMemory._map):
-        if self.rank == 2:
-            raise PermissionError("no")
-        return opened(self, descriptor, size)
+def refuse(*arguments):
+    """As a system that lets nobody do this."""
+    raise PermissionError(errno.EPERM, "no")
 
-    monkeypatch.setattr(SharedMemory, "_map", refuse)
-    with pytest.raises(OSError, match="set MM3D_TRANSPORT=mpi"):
+
+# Who has no memory: the rank that makes it, or one that opens it, itself or another.
+without_memory = pytest.mark.parametrize("rank, step", [(0, "_create"), (0, "_map"), (2, "_map")])
+
+
+@pytest.mark.ranks(4)
+@without_memory
+def test_ranks_that_may_not_share_memory_use_mpi(comm, monkeypatch, rank, step):
+    """As in containers of their own; unless sharing was asked for: then it is an error."""
+    if comm.rank == rank:
+        monkeypatch.setattr(memory, step, refuse)
+    with pytest.raises(OSError) as caught:
         mm3d.Grid(comm, x=comm.size)
+    message = "the ranks of this node cannot share memory (Operation not permitted): set "
+    assert comm.allgather(str(caught.value)) == [message + "MM3D_TRANSPORT=mpi"] * comm.size
     monkeypatch.delenv("MM3D_TRANSPORT")
     with on_grid(comm, x=comm.size) as grid:
         assert grid.x.transport.name == "mpi"
+        assert grid.x.all_reduce(np.ones(1)) == comm.size
+
+
+@pytest.mark.ranks(4)
+@without_memory
+def test_all_ranks_learn_that_there_is_no_more_memory(comm, monkeypatch, rank, step):
+    """Beyond the first segment, and until one rank's trouble is over."""
+    memory_of_all = SharedMemory(comm)
+    with monkeypatch.context() as patch:
+        if comm.rank == rank:
+            patch.setattr(memory, step, refuse)
+        for _ in range(3):
+            with pytest.raises(OSError, match="cannot share memory .*set MM3D_TRANSPORT=mpi"):
+                memory_of_all.take(SEGMENT + 1)
+    place = memory_of_all.take(SEGMENT + 1)[1]
+    end = np.ctypeslib.as_array((ctypes.c_int64 * 1).from_address(place + SEGMENT - 8))
+    if comm.rank == 0:
+        end[0] = 7
+    memory_of_all.meet()
+    assert end[0] == 7
+
+
+@pytest.mark.ranks(4)
+def test_a_limit_on_the_size_of_files_is_known_at_the_start(comm):
+    """What `ulimit -f` sets counts for memory, too."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if comm.rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 26, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            SharedMemory(comm)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("wrong", ["0", "-1", "two"])
