@@ -6,6 +6,17 @@
 import os
 import sys
 
+
+def backend(words: list[str]) -> str:
+    """What ``--backend NAME`` or ``--backend=NAME`` says, the last of them; "" without."""
+    found = ""
+    for word, following in zip(words, [*words[1:], ""]):
+        option, equals, value = word.partition("=")
+        if option == "--backend":
+            found = value if equals else following
+    return found
+
+
 # The array library has to be known before MPI starts (see `mm3d.gpu.start`).
-if "--backend" in sys.argv[:-1]:
-    os.environ["MM3D_BACKEND"] = sys.argv[sys.argv.index("--backend") + 1]
+if backend(sys.argv):
+    os.environ["MM3D_BACKEND"] = backend(sys.argv)

@@ -1,15 +1,20 @@
 """The verbs, run as a user runs them."""
 import re
+import shlex
 import socket
 import sys
 from getpass import getuser
 
 import pytest
 
+import bench
 from bench import machine, reproduce
+from bench.__main__ import parser
 from bench.cases import case, select, shuffled
 from bench.provenance import command_line
 from bench.tables import words_agree
+from jobs import scripts, site
+from jobs.scripts import Work
 from mm3d import store
 from support import run_python, run_ranks
 
@@ -197,6 +202,21 @@ def test_reproduce_goes_on_after_a_row_that_kills_its_job(monkeypatch, capsys):
     assert progress.failures == [f"failed: {titles[1]}: mpirun ended with status 9"]
     assert started == [titles, [titles[2]], [titles[3]]]
     assert progress.done == 4 and "[ 4/4 " in capsys.readouterr().out
+
+
+def test_the_array_library_is_known_before_mpi_starts(tmp_path):
+    """Whoever names it: a user, in both ways; `reproduce` to `run`; the script of a row."""
+    arguments = parser().parse_args(["reproduce", "--backend", "cupy"])
+    work = Work(site.load("gpu4"), "gpu4", tmp_path)
+    script = scripts.row_script(work, case(select("weak", "3d")[0], "tiny"))
+    row = re.search(r"^row=\((.*?)\)$", script, re.M | re.S).group(1)
+    for words in (reproduce.passed_on(arguments, tmp_path), shlex.split(row),
+                  ["run", "--backend", "cupy"], ["--backend=numpy", "--backend", "cupy"]):
+        assert bench.backend(words) == "cupy", words
+    assert bench.backend(["run", "--backend"]) == bench.backend([]) == ""
+    done = run_python("-c", "import bench, os, sys; assert 'mpi4py.MPI' not in sys.modules; "
+                            "print(os.environ['MM3D_BACKEND'])", "--backend=numpy")
+    assert done.stdout == "numpy\n", done.stderr
 
 
 def test_reproduce_is_not_for_mpirun(tmp_path):
