@@ -79,36 +79,57 @@ class Journal:
 
     def write(self, event: str, **entry: Any) -> None:
         """Append an entry; one that cannot be written is said and does not end anything."""
-        line = json.dumps({"event": event, "at": now(), **entry}) + "\n"
         try:
-            end = os.fstat(self._descriptor).st_size
-            if end and os.pread(self._descriptor, 1, end - 1) != b"\n":
-                line = "\n" + line    # after an entry that a kill or a full disk has cut short
-            data = line.encode()
-            if os.write(self._descriptor, data) < len(data):
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            os.fsync(self._descriptor)
+            append(self._descriptor, {"event": event, "at": now(), **entry})
         except OSError as error:
             print(f"warning: {self.path} could not be written ({error.strerror}); what was "
                   f"measured is in files of its own", file=sys.stderr)
 
     def entries(self) -> list[dict]:
         """All entries that are whole."""
-        found = []
-        for line in self.path.read_text(errors="replace").splitlines():
-            try:
-                entry = json.loads(line)
-            except ValueError:    # cut short
-                continue
-            if isinstance(entry, dict) and "event" in entry:
-                found.append(entry)
-        return found
+        return [entry for entry in whole(self.path) if "event" in entry]
 
     def lent(self) -> bool:
         """Whether this process was started by the reproduction that has the folder."""
         tokens = [entry.get("token") for entry in self.entries()
                   if entry["event"] in ("begin", "resume")]
         return bool(tokens) and tokens[-1] == os.environ.get(VARIABLE)
+
+
+def append(descriptor: int, entry: dict[str, Any]) -> None:
+    """Append a line to a file of entries, by a single write, and see it on the disk.
+
+    Parameters
+    ----------
+    descriptor : int
+        The file, opened for reading and appending.
+    entry : dict
+        What JSON can say.
+
+    Raises
+    ------
+    OSError
+        When the entry is not there as a whole.
+    """
+    line = json.dumps(entry) + "\n"
+    end = os.fstat(descriptor).st_size
+    if end and os.pread(descriptor, 1, end - 1) != b"\n":
+        line = "\n" + line    # after an entry that a kill or a full disk has cut short
+    data = line.encode()
+    if os.write(descriptor, data) < len(data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    os.fsync(descriptor)
+
+
+def whole(path: Path) -> list[dict[str, Any]]:
+    """The entries of a file that are not cut short."""
+    found = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            found.append(json.loads(line))
+        except ValueError:    # cut short
+            continue
+    return [entry for entry in found if isinstance(entry, dict)]
 
 
 _open: dict[Path, Journal] = {}

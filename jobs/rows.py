@@ -2,12 +2,12 @@
 
 import contextlib
 import fcntl
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator
 
+from bench import journal
 from bench.cases import Case, UsageError
 from jobs import slurm
 from jobs.scripts import Work
@@ -48,21 +48,35 @@ def locked(work: Work) -> Iterator[None]:
 
 
 def note(work: Work, case: Case, job: str) -> None:
-    """Write down that `case` was submitted as `job`: one line, in one piece, on the disk."""
-    line = json.dumps({"row": case.name, "job": job}) + "\n"
-    file = os.open(work.folder / "submitted.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    """Write down that `case` was submitted as `job`.
+
+    Raises
+    ------
+    StoreError
+        When that cannot be: the job, which nobody would know of, is named.
+    """
+    path, number = books(work), job.partition("_")[0]
     try:
-        os.write(file, line.encode())
-        os.fsync(file)
-    finally:
-        os.close(file)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        try:
+            journal.append(file, {"row": case.name, "job": job})
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise store.StoreError(
+            f"job {job}, {case.title}, is in the queue, but {path} could not be written "
+            f"({error.strerror}): scancel {number}, make room, and submit again") from error
 
 
 def submitted(work: Work) -> dict[str, str]:
     """The last job of each row, by the row's name."""
-    path = work.folder / "submitted.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    return {entry["row"]: entry["job"] for entry in map(json.loads, lines)}
+    entries = journal.whole(books(work)) if books(work).exists() else []
+    return {entry["row"]: entry["job"] for entry in entries if {"row", "job"} <= entry.keys()}
+
+
+def books(work: Work) -> Path:
+    """The file of what was submitted: a line a row and job."""
+    return work.folder / "submitted.jsonl"
 
 
 def results(work: Work, case: Case) -> list[tuple[Path, store.Run]]:

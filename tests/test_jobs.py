@@ -281,6 +281,37 @@ def test_how_a_row_stands(tmp_path, monkeypatch):
     assert standing()[0] == "done"
 
 
+def test_books_that_a_full_disk_has_torn(tmp_path):
+    """Half a line is no line, and what follows begins on a new one."""
+    mine = work(tmp_path, site_file(tmp_path))
+    store.check_folder(mine.folder)
+    rows.note(mine, ROW, "6")
+    with open(rows.books(mine), "a") as file:
+        file.write('{"row": "weak-3d-p0')
+    assert rows.submitted(mine) == {ROW.name: "6"}
+    rows.note(mine, ROW, "7")
+    assert rows.submitted(mine) == {ROW.name: "7"}
+
+
+@pytest.mark.parametrize("array, job", [((), "77"), (("--array",), "77_0")])
+def test_a_job_that_cannot_be_noted_is_named(tmp_path, monkeypatch, capsys, array, job):
+    """Half a line fits on the disk; the queue has the job, so somebody must know."""
+    monkeypatch.setattr(slurm, "queue", dict)
+    monkeypatch.setattr(slurm, "submit", lambda *command: "77")
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:9]))
+    verb = ["--site", site_file(tmp_path), "--table", "weak", "--scheme", "3d", "--ranks", "8",
+            "--preset", "tiny", "--out", str(tmp_path / "out")]
+    assert main(["submit", *verb, *array]) == 2
+    books = tmp_path / "out" / "jobs" / "submitted.jsonl"
+    assert capsys.readouterr().err == (
+        f"error: job {job}, weak 3-D 8 ranks, is in the queue, but {books} could not be written "
+        "(No space left on device): scancel 77, make room, and submit again\n")
+    assert books.read_text() == '{"row": "'
+    assert main(["status", *verb]) == 0
+    assert capsys.readouterr().out == "weak 3-D 8 ranks: not submitted\n"
+
+
 def test_collect_merges_and_names_what_is_missing(tmp_path, capsys):
     name, out = site_file(tmp_path), tmp_path / "out"
     mine = work(tmp_path, name)
