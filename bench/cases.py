@@ -211,7 +211,7 @@ def select(tables: str = "all", schemes: str = "all", ranks: int | None = None) 
 
 
 def named(pairs: str, ranks: int) -> list[Row]:
-    """The rows called ``weak:3d,strong:1d`` that have so many ranks.
+    """The rows called ``weak:3d,strong:1d``; of a scheme that the paper lacks on so many ranks.
 
     Raises
     ------
@@ -223,7 +223,7 @@ def named(pairs: str, ranks: int) -> list[Row]:
         table, colon, scheme = pair.partition(":")
         if not colon:
             raise UsageError(f"--rows {pair}: give a table and a scheme, as in weak:3d")
-        found += [row for row in select(table, scheme, ranks) if row.gpus == ranks]
+        found += select(table, scheme, ranks)
     return found
 
 

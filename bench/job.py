@@ -49,9 +49,11 @@ def fitting(rows: list[Row], ranks: int, arguments) -> list[Case]:
     if cases:
         return cases
     counts = sorted({row.gpus for row in rows})
-    message = (f"no row of --table {arguments.table} --scheme {arguments.scheme} is for {ranks} "
-               f"rank{'s' * (ranks > 1)}: there are rows for {', '.join(map(str, counts))} ranks, "
-               f"as in mpirun -n {counts[0]} python -m bench run")
+    chosen = (f"--rows {arguments.rows}" if arguments.rows else
+              f"--table {arguments.table} --scheme {arguments.scheme}")
+    message = (f"no row of {chosen} is for {ranks} rank{'s' * (ranks > 1)}: there are rows for "
+               f"{', '.join(map(str, counts))} ranks, as in mpirun -n {counts[0]} python -m bench "
+               f"run")
     if ranks == 1:
         message += (". If more ranks were started, the launcher started worlds of one: mpirun and "
                     "mpi4py belong to different MPI libraries; use the mpirun of the MPI that "

@@ -7,7 +7,8 @@ import signal
 
 import pytest
 
-from bench import journal
+from bench import cases, job, journal
+from bench.__main__ import parser
 from bench.journal import Journal
 from kills import kill_and_go_on, started
 from mm3d import store
@@ -162,3 +163,19 @@ def test_unknown_rows_and_ranks(tmp_path):
     done = run_ranks(2, "-m", "bench", "run", "--rows", "weak", "--out", str(tmp_path))
     assert done.returncode == 2
     assert "--rows weak: give a table and a scheme, as in weak:3d" in done.stderr
+
+
+@pytest.mark.parametrize("named", ["weak:3d", "weak:3d,strong:3d"])
+def test_rows_of_other_rank_counts(named):
+    """What would do is named, and rows beside those that fit are left out."""
+    arguments = parser().parse_args(["run", "--rows", named])
+    rows = cases.named(named, 4)
+    with pytest.raises(cases.UsageError) as caught:
+        job.fitting(rows, 4, arguments)
+    assert str(caught.value) == (
+        f"no row of --rows {named} is for 4 ranks: there are rows for 8, 64 ranks, as in mpirun "
+        "-n 8 python -m bench run")
+    found = job.fitting(cases.named(named, 64), 64, arguments)
+    assert [one.row.gpus for one in found] == [64] * len(named.split(","))
+    own, = job.fitting(cases.named("weak:1d-sp", 5), 5, arguments)
+    assert own.row.gpus == 5
