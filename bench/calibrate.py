@@ -23,7 +23,7 @@ NOTHING = model.Level(0.0, 1e15)    # links of one rank, where nothing travels
 
 
 def calibrate(arguments, comm) -> int:
-    """Measure this machine with all ranks of the job and write the file; 0 when it was.
+    """Measure this machine with all ranks of the job and write the file; 0 when it was written.
 
     Raises
     ------
@@ -35,13 +35,9 @@ def calibrate(arguments, comm) -> int:
     if not comm.bcast(environment.local_ranks() in (1, comm.size)):
         raise UsageError("calibrate measures one node: start all ranks on one")
     found = measured(comm)
-    text = None
     if comm.rank == 0:
-        path.write_text(machinefile.written(found))
-        text = f"{described(found)}\nwritten: {path}"
-        print(text, flush=True)
-    comm.Barrier()
-    return 0
+        print(described(found), flush=True)
+    return machinefile.publish(found, path, comm)
 
 
 def measured(comm) -> model.Machine:

@@ -125,9 +125,3 @@ def measured(record: Measurements) -> str:
     environs = record.environment
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     return f"measured {when} by bench {record.kind} on {environs['cpu_model']}"
-
-
-def publish(machine: model.Machine, path: str) -> None:
-    """Write the file."""
-    Path(path).write_text(machinefile.written(machine))
-    print(f"machine file: {path}", flush=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench import model
+from bench import model, textfile
 from bench.cases import UsageError
 
 TAKEN = "as of "    # how sources of what was not measured begin
@@ -33,6 +33,27 @@ def _writable(folder: Path) -> bool:
             return True
     except OSError:
         return False
+
+
+def publish(machine: model.Machine | None, path: str | Path, comm) -> int:
+    """Write the file of a machine, which rank 0 has, in the place of the one that is there.
+
+    Returns
+    -------
+    int
+        0 when it was written, and 1 when what was there before still is, which rank 0 says; the
+        same on every rank.
+    """
+    status = 0
+    if comm.rank == 0:
+        try:
+            textfile.replace(path, written(machine))
+            print(f"machine file: {path}", flush=True)
+        except OSError as error:
+            status = 1
+            print(f"failed: machine file {path} could not be written ({error.strerror}); what "
+                  f"was there is untouched", flush=True)
+    return comm.bcast(status)
 
 
 def written(machine: model.Machine) -> str:

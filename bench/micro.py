@@ -10,7 +10,7 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 import mm3d
-from bench import contribution, fits, microtables, operands
+from bench import contribution, fits, machinefile, microtables, operands
 from bench.cases import UsageError
 from bench.formats import render
 from bench.journal import writable
@@ -62,9 +62,11 @@ def gemm(arguments, comm) -> int:
          "ended_by_width": Variable(np.array([int(end == "width") for _, end in found])
                                     .reshape(shape), "1", dims)}, [])
     print(render(microtables.gemm(record)), "", sep="\n", flush=True)
+    status = publish(record, out, "gemm", comm)
     if model is not None:
-        contribution.publish(contribution.products(model, record), arguments.machine)
-    return publish(record, out, "gemm", comm)
+        status = max(status, machinefile.publish(contribution.products(model, record),
+                                                 arguments.machine, comm))
+    return status
 
 
 def sampler(step: Callable[[], object], synchronize: Callable[[], None]) -> Callable[[], float]:
@@ -121,10 +123,12 @@ def collectives(arguments, comm) -> int:
         record = collectives_record(axes, [n * itemsize for n in lengths], found, settings,
                                     environs)
         print(render(microtables.collectives(record)), "", sep="\n", flush=True)
-        if model is not None:
-            contribution.publish(contribution.lines(model, record), arguments.machine)
     grid.free()
-    return publish(record, out, "collectives", comm)
+    status = publish(record, out, "collectives", comm)
+    if model is not None:
+        machine = record and contribution.lines(model, record)
+        status = max(status, machinefile.publish(machine, arguments.machine, comm))
+    return status
 
 
 def one_collective(grid: mm3d.Grid, name: str, kind: str, length: int, arguments,

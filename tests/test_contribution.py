@@ -1,9 +1,12 @@
 """What `bench gemm` and `bench collectives` put into a machine file."""
+import os
+
 import numpy as np
 import pytest
+from mpi4py import MPI
 
-from bench import contribution, machinefile, model
-from bench.__main__ import main
+from bench import contribution, machinefile, micro, model
+from bench.__main__ import main, parser
 from mm3d import dry, store
 from mm3d.record import Measurements, Variable
 from support import run_python, run_ranks
@@ -44,9 +47,10 @@ def both(folder, per_node=8) -> model.Machine:
     """The file to which both have contributed."""
     path, record = folder / "mine.toml", invented_collectives()
     record.environment = ENVIRONMENT | {"ranks_on_this_node": per_node}
-    contribution.publish(contribution.products(contribution.taken(CPU), invented_products()),
-                         str(path))
-    contribution.publish(contribution.lines(model.load(str(path)), record), str(path))
+    made = contribution.products(contribution.taken(CPU), invented_products())
+    assert machinefile.publish(made, path, MPI.COMM_SELF) == 0
+    made = contribution.lines(model.load(str(path)), record)
+    assert machinefile.publish(made, path, MPI.COMM_SELF) == 0
     return model.load(str(path))
 
 
@@ -151,3 +155,35 @@ def test_a_machine_calibrated_with_other_ranks_is_refused(tmp_path):
                      str(path), "--out", str(tmp_path / "out"))
     assert done.returncode == 2 and "was calibrated with 7 ranks a node, not 2" in done.stderr
     assert path.read_text() == before
+
+
+def test_a_full_disk_leaves_the_file_and_the_record(tmp_path, monkeypatch, capsys):
+    """The record is written first; whether the file was is in the exit status."""
+    path, out = tmp_path / "mine.toml", tmp_path / "out"
+    path.write_text(machinefile.written(CPU))
+    before, replace = path.read_text(), os.replace
+
+    def full(part, final):
+        if path == final:
+            raise OSError(28, "No space left on device")
+        replace(part, final)
+
+    monkeypatch.setattr(os, "replace", full)
+    arguments = parser().parse_args(["gemm", "--sizes", "8,16", "--threads", "1", *QUICK,
+                                     "--machine", str(path), "--out", str(out)])
+    assert micro.gemm(arguments, MPI.COMM_SELF) == 1
+    said = capsys.readouterr().out.splitlines()[-2:]
+    assert said[0].startswith("written: ") and len(list(out.glob("*.h5"))) == 1
+    assert said[1] == (f"failed: machine file {path} could not be written (No space left on "
+                       "device); what was there is untouched")
+    assert path.read_text() == before
+    assert {one.name for one in tmp_path.iterdir()} == {"mine.toml", "out"}
+
+
+@pytest.mark.ranks(1, 4)
+def test_all_ranks_learn_whether_the_file_was_written(comm, shared_tmp_path):
+    machine = CPU if comm.rank == 0 else None
+    path = shared_tmp_path / "mine.toml"
+    assert machinefile.publish(machine, path, comm) == 0
+    assert model.load(str(path)) == CPU
+    assert machinefile.publish(machine, shared_tmp_path / "no" / "mine.toml", comm) == 1

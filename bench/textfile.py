@@ -1,0 +1,31 @@
+"""Text files that are replaced in one piece."""
+
+import os
+from pathlib import Path
+
+
+def replace(path: str | os.PathLike, text: str) -> None:
+    """Have `text` in the file `path`: all of it and on the disk, or else what was there before.
+
+    Parameters
+    ----------
+    path : path
+        The file, new or not; of a link, what it leads to.
+    text : str
+        What is to be in it.
+
+    Raises
+    ------
+    OSError
+        When it cannot be written.
+    """
+    final = Path(path).resolve()
+    part = final.with_name(f"{final.name}.part")
+    try:
+        with open(part, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(part, final)
+    finally:
+        part.unlink(missing_ok=True)
