@@ -13,8 +13,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mm3d.backend import Array, Backend
-from mm3d.choice import transport_for
-from mm3d.transport import Pending, host_dtype, resized
+from mm3d.transport import MpiTransport, Pending, host_dtype, resized
 
 
 def blocks(extent: int, parts: int, unit: int = 1) -> list[int]:
@@ -68,17 +67,15 @@ class Axis:
         These ranks, in order.
     backend : Backend
         Whose arrays travel.
-    kind : str
-        The name of their transport; see `mm3d.choice.settle`.
-    node : int
-        This rank's node; see `mm3d.shared.node_of`.
+    transport : MpiTransport
+        How they do; see `mm3d.choice.transports_for`.
     """
 
-    def __init__(self, name: str, comm: MPI.Intracomm, backend: Backend, kind: str,
-                 node: int) -> None:
+    def __init__(self, name: str, comm: MPI.Intracomm, backend: Backend,
+                 transport: MpiTransport) -> None:
         self.name, self.comm, self.backend = name, comm, backend
         self.size, self.rank = comm.size, comm.rank
-        self.transport = transport_for(comm, backend, kind, node)
+        self.transport = transport
         self.traffic: dict[str, Traffic] = {}
 
     def __repr__(self) -> str:

@@ -1,6 +1,7 @@
 """Which transport carries the arrays of a grid: by setting, or by what is proven to work here."""
 
 import os
+from typing import Any, Mapping
 
 from mm3d import proof
 from mm3d.backend import Backend
@@ -59,25 +60,55 @@ def _nccl_problem(places: list, installed: list[bool]) -> str:
     return ""
 
 
-def transport_for(comm, backend: Backend, kind: str, node: int = 0) -> MpiTransport:
-    """The transport of that name (see `settle`) between the ranks of `comm`; all must make it.
+def transports_for(comm, lines: Mapping[str, Any], backend: Backend, kind: str,
+                   node: int = 0) -> dict[str, MpiTransport]:
+    """The transport of that name (see `settle`) along each of a grid's directions.
 
     Ranks of different nodes, as `mm3d.shared.node_of` numbers them, share no memory and go by MPI;
-    so do, unless sharing was asked for, those that may not open each other's memory.
+    so do, unless sharing was asked for, those that may not open each other's memory.  There each
+    line decides for itself: all its ranks fail alike, and its collectives concern no other line.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm or Absent
+        All ranks of the grid, which all call this.
+    lines : mapping of str to communicator
+        For each direction those of them on this rank's line.
+    backend : Backend
+        Whose arrays travel.
+    kind : str
+        What `settle` says.
+    node : int
+        This rank's node.
 
     Raises
     ------
     OSError
-        When they may not, and ``MM3D_TRANSPORT=shared`` asks for it.
+        On every rank of `comm` alike, when ranks of one line may not, and
+        ``MM3D_TRANSPORT=shared`` asks for it.
     """
-    if isinstance(comm, Absent):
-        return SilentTransport(comm, backend)
-    if kind in TRANSPORTS and comm.size > 1:
-        return TRANSPORTS[kind](comm, backend)
-    if kind == "shared" and one_node(comm, node):
+    found, problem = {}, ""
+    for name, line in lines.items():
         try:
-            return SharedTransport(comm, backend)
-        except OSError:
-            if os.environ.get("MM3D_TRANSPORT"):
+            found[name] = _transport(line, backend, kind, node)
+        except OSError as error:
+            if kind != "shared":
                 raise
-    return MpiTransport(comm, backend)
+            found[name], problem = MpiTransport(line, backend), str(error)
+    if kind == "shared" and os.environ.get("MM3D_TRANSPORT"):
+        # Other lines may have no problem, but their ranks would wait for those of this one.
+        problem = next(filter(None, comm.allgather(problem)), "")
+        if problem:
+            raise OSError(problem)
+    return found
+
+
+def _transport(line, backend: Backend, kind: str, node: int) -> MpiTransport:
+    """The transport between the ranks of one line, which all make it."""
+    if isinstance(line, Absent):
+        return SilentTransport(line, backend)
+    if kind in TRANSPORTS and line.size > 1:
+        return TRANSPORTS[kind](line, backend)
+    if kind == "shared" and one_node(line, node):
+        return SharedTransport(line, backend)
+    return MpiTransport(line, backend)

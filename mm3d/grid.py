@@ -11,7 +11,7 @@ from mm3d import backend as backends
 from mm3d import environment
 from mm3d.axis import Axis, Traffic
 from mm3d.backend import Backend
-from mm3d.choice import settle
+from mm3d.choice import settle, transports_for
 from mm3d.shared import node_of
 from mm3d.transport import Absent
 
@@ -34,6 +34,8 @@ class Grid:
     ------
     ValueError
         When the sizes do not multiply to the number of ranks, or a name is not one letter.
+    OSError
+        When ``MM3D_TRANSPORT=shared`` asks for memory that some ranks cannot share.
 
     Examples
     --------
@@ -61,8 +63,10 @@ class Grid:
         self.arriving: Any = None    # the parameter whose gradient is being summed, if one is
         kind = settle(comm, self.backend)
         node = node_of(comm) if kind == "shared" else 0
-        self.axes = {name: Axis(name, self._line(name), self.backend, kind, node)
-                     for name in shape}
+        lines = {name: self._line(name) for name in shape}
+        transports = transports_for(comm, lines, self.backend, kind, node)
+        self.axes = {name: Axis(name, line, self.backend, transports[name])
+                     for name, line in lines.items()}
 
     def _line(self, name: str) -> MPI.Intracomm | Absent:
         """The ranks that differ from this one along the direction `name`."""

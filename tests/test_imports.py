@@ -11,7 +11,7 @@ PACKAGE = Path(mm3d.__file__).parent
 MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
            for path in PACKAGE.rglob("*.py")}
 
-# elementwise <- backend <- transport <- shared, wire <- device <- choice <- axis <- grid <-
+# elementwise <- backend <- transport <- shared, wire <- device <- choice, axis <- grid <-
 # layout <- space <- contract <- schemes, and functional <- space, layers <- transformer: no module
 # sees one above it, layers see no scheme.
 ARRAYS = {"axis", "backend", "grid", "layout", "space"}
@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "device": {"backend", "wire"},
     "proof": {"environment"},
     "choice": {"backend", "device", "proof", "shared", "transport"},
-    "axis": {"backend", "choice", "transport"},
+    "axis": {"backend", "transport"},
     "grid": {"axis", "backend", "choice", "environment", "shared", "transport"},
     "selftest": {"axis", "environment", "grid"},
     "layout": {"axis", "backend", "grid"},

@@ -385,6 +385,24 @@ def test_ranks_that_may_not_share_memory_use_mpi(comm, monkeypatch, rank, step):
         assert grid.x.all_reduce(np.ones(1)) == comm.size
 
 
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("step, without", [("_create", "xz"), ("_map", "xyz")])
+def test_all_ranks_of_a_grid_hear_of_one_without_memory(comm, monkeypatch, step, without):
+    """Also those of other lines, where sharing was asked for; else only its own go by MPI."""
+    if comm.rank == 2:    # the first of its lines along x and z
+        monkeypatch.setattr(memory, step, refuse)
+    with pytest.raises(OSError, match="cannot share memory"):
+        mm3d.Grid(comm, x=2, y=2, z=2)
+    monkeypatch.delenv("MM3D_TRANSPORT")
+    with on_grid(comm, x=2, y=2, z=2) as grid:
+        for name, axis in grid.axes.items():
+            line = axis.comm.allgather(comm.rank)
+            alone = 2 in line and name in without
+            assert axis.transport.name == ("mpi" if alone else "shared"), name
+            assert axis.all_gather(np.full(1, comm.rank)).tolist() == line
+            assert axis.all_reduce(np.ones(3)).tolist() == [2] * 3
+
+
 @pytest.mark.ranks(4)
 @without_memory
 def test_all_ranks_learn_that_there_is_no_more_memory(comm, monkeypatch, rank, step):
