@@ -33,12 +33,12 @@ def row_blocks(library: Any, *arrays: Array,
         About how many elements a view of the first has; the library's `block` if not given.
     """
     first, xp = arrays[0], library.xp
-    if not all(library.is_contiguous(a) for a in arrays):
+    if len(first.shape) > 2 and not all(library.is_contiguous(a) for a in arrays):
         for index in range(first.shape[0]):
             yield from row_blocks(library, *(a[index, ...] for a in arrays), block=block)
         return
     rows = math.prod(first.shape[:-1])
-    flat = [xp.reshape(a, (rows, a.shape[-1])) for a in arrays]
+    flat = [a if len(a.shape) == 2 else xp.reshape(a, (rows, a.shape[-1])) for a in arrays]
     step = max(1, (block or library.block) // max(1, first.shape[-1]))
     for start in range(0, rows, step):
         yield tuple(a[start:min(start + step, rows), :] for a in flat)

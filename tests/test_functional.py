@@ -6,7 +6,7 @@ import pytest
 
 from mm3d import backend, functional
 from mm3d.layers import Attention, Chain, Gelu, LayerNorm, Linear, Residual
-from mm3d.elementwise import Kernels
+from mm3d.elementwise import Kernels, row_blocks
 from models import SOME
 from reference import relative_error
 
@@ -139,7 +139,10 @@ def pairs(dtype):
     """Every function that has a faster version, with its arguments, contiguous and not."""
     def arrays(n, *shape):
         whole = 2 * normal(n, n, shape[0], 2, *shape[1:]).astype(dtype)
-        return list(whole[:, :, 0]), list(np.ascontiguousarray(whole[:, :, 0]))
+        apart = whole[:, :, 0]
+        rows_apart = np.concatenate([apart, apart], -1)[..., :shape[-1]]
+        return (list(apart), list(np.ascontiguousarray(apart)), list(rows_apart),
+                [np.asfortranarray(a) for a in apart])
 
     for x, dy, out in arrays(3, 5, 3, 6):
         b = x[0, 0].copy()
@@ -234,3 +237,11 @@ def test_layers_by_directional_derivatives(comm):
             for name, layer, source, target in layers(scheme):
                 error = derivative_error(scheme.grid, layer, source, target)
                 assert error <= 1e-6, f"{parallelism}: {name}, {error:.1e}"
+
+
+def test_rows_that_lie_apart_stay_together_in_blocks():
+    """A block of columns is taken sequence by sequence, not row by row."""
+    library, whole = backend.get("numpy"), np.arange(2 * 64 * 16.0).reshape(2, 64, 16)
+    found = [a for a, in row_blocks(library, whole[..., 8:])]
+    assert [a.shape for a in found] == [(64, 8)] * 2
+    assert np.array_equal(np.stack(found), whole[..., 8:])

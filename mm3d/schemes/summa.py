@@ -57,7 +57,7 @@ class SummaProduct(Product):
     """C = A B with dA = dC B^T and dB = A^T dC."""
 
     def __init__(self, a: Split, b: Split, weight: Layout) -> None:
-        self.a, self.b, self.weight, self.travels = a, b, weight, b
+        self.a, self.b, self.weight = a, b, weight
 
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
         return ab(A, B, self.a, self.b), A
@@ -92,7 +92,9 @@ class Summa(Scheme):
     @classmethod
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int,
                 **options: Any) -> tuple[Strings, Strings]:
-        return ("x,", "y", "y@x", "y"), ("x,", "y", "y@x", "y")
+        # Blocks are broadcast, not gathered: none is placed as a part of a whole, where its rows
+        # would lie apart.
+        return ("x,", "y", "y@x", ""), ("x,", "y", "y@x", "")
 
     def product(self, source: Space, target: Space, shape: tuple[int, ...],
                 units: tuple[int, int]) -> Product:
@@ -109,3 +111,10 @@ class Summa(Scheme):
         A, B = (q - 1) * M * N, (q - 1) * N * K
         forward = [Move("y", "broadcast", A, q), Move("x", "broadcast", B, q)]
         return forward, forward + [Move("y", "reduce", A, q), Move("x", "reduce", B, q)]
+
+    @classmethod
+    def transient_words(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+                        **options: Any) -> float:
+        """A block of A with the terms of dB, or with the block of A that came before."""
+        q, A, B = sizes["x"], M * N / sizes["x"] ** 2, N * K / sizes["x"] ** 2
+        return max(A + B, 2 * A if q > 2 else 0) if q > 1 else 0
