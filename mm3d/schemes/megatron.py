@@ -98,6 +98,13 @@ class Megatron(Scheme):
             return [], [Move("x", "all_reduce", 2 * (P - 1) * M * N)]
         return [Move("x", "all_reduce", 2 * (P - 1) * M * K)], []
 
+    @classmethod
+    def transient_words(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+                        **options: Any) -> float:
+        """The terms of dA, summed before dB is there."""
+        P = sizes["x"]
+        return max(0, M * N - N * K / P) if way == "into" and P > 1 else 0
+
 
 class MegatronSequence(Megatron):
     """The same with the sequence divided outside the blocks."""
@@ -122,3 +129,15 @@ class MegatronSequence(Megatron):
             return ([Move("x", "all_gather", A)],
                     [Move("x", "reduce_scatter", A), Move("x", "all_gather", A)])
         return [Move("x", "reduce_scatter", C)], [Move("x", "all_gather", C)]
+
+    @classmethod
+    def transient_words(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+                        **options: Any) -> float:
+        """dC whole, or A whole and before it the terms of dA.
+
+        Each lies in a second buffer while it is sent, when dB, and on the way back dA, is not
+        there yet.
+        """
+        P = sizes["x"]
+        whole, later = (M * N, 0) if way == "into" else (M * K, M * N / P)
+        return max(2 * whole - later - N * K / P, whole) if P > 1 else 0
