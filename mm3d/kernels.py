@@ -126,7 +126,7 @@ class GpuKernels:
                           total: Callable[[Array], Array], out: Array) -> tuple[Array, Array]:
         x, (rows, cols), wide = self.library.contiguous(x), _matrix(x), self._wide(x)
         rstd = self.library.empty((*x.shape[:-1], 1), wide)
-        if cols == features:    # whole rows: no other rank has a part of them
+        if cols == features > 1:    # whole rows: no other rank has any of them
             return self._into(out, lambda y: self._launch(
                 "norm_forward", x, (rows,), x, y, rstd, wide(features), wide(eps),
                 np.int64(cols))), rstd

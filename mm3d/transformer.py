@@ -176,7 +176,9 @@ class Transformer:
         """The gradient dx for this rank's block `dy`; adds to the parameters' gradients."""
         self._check_block("dy", dy)
         with one_ahead(self.linears[::-1], back=True):
-            dx = self.layers.backward(dy, saved)
+            # A view: whether it is gathered where it lies is then the same on all ranks, also if
+            # some give what forward returned and others a copy.
+            dx = self.layers.backward(dy[...], saved)
         if self.grid.arriving is not None:
             self.grid.arriving.settle()
         return dx
