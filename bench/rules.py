@@ -10,7 +10,7 @@ import h5py
 import numpy as np
 
 from bench.cases import UsageError, case, load, own, title
-from bench.matmul import RATIOS
+from bench.recomputed import CLOSE, derived
 from bench.verify import TOLERANCES
 from mm3d import SCHEMES, cost, timing
 from mm3d.record import Check, Measurements
@@ -21,7 +21,6 @@ SIZES = ("layers", "hidden", "heads", "batch", "seq")
 PATHS = re.compile(r"(?<![\w.])/(home|Users|root|tmp|mnt|scratch|work|gpfs|lustre)(/|\b)")
 ADDRESS = re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)*")
 VERIFIED = ("model", "matmul", "layer", "check")    # kinds of run that have a right result
-CLOSE = 1e-9    # relative: the same numbers computed again
 
 
 def samples(run: Run) -> Iterator[str]:
@@ -167,7 +166,8 @@ def sizes(run: Run) -> Iterator[str]:
     row = row or own(chosen["table"], chosen["scheme"], run.ranks)
     for name, value in (("batch", row.batch), ("hidden", row.hidden),
                         ("forward_time", row.forward), ("backward_time", row.backward),
-                        ("average_step_time", row.average)):
+                        ("average_step_time", row.average),
+                        ("recomputed_step_time", row.recomputed)):
         if not np.isclose(run.published[name], value, rtol=CLOSE, equal_nan=True):
             yield f"published/{name} is {run.published[name]:g}, in the table {value:g}"
     by_hand = set(str(chosen["overridden"]).split())
@@ -184,41 +184,6 @@ def sizes(run: Run) -> Iterator[str]:
     smaller = any(chosen.get(f"verified_{name}", chosen[name]) != chosen[name] for name in SIZES)
     if smaller == bool(chosen["verified_measured_model"]):
         yield "verified_measured_model does not say whether the verified sizes are the measured"
-
-
-def derived(run: Measurements) -> Iterator[str]:
-    """What is computed from samples is what they give."""
-    found = {name: variable.values for name, variable in run.variables.items()}
-    if {"samples", "seconds"} <= found.keys():
-        points = found["samples"].reshape(-1, found["samples"].shape[-1])
-        kept = found["seconds"].reshape(-1, found["seconds"].shape[-1])
-        for line, bounds in zip(points, kept):
-            taken = line[~np.isnan(line)]
-            again = median_interval(taken) if len(taken) else (np.nan,) * 4
-            if not np.allclose(bounds, again, rtol=CLOSE, atol=0, equal_nan=True):
-                yield (f"measurements/seconds: the median and interval {bounds[:3]} are not those "
-                       f"of their samples, {np.array(again[:3])}")
-                return
-    if "seconds" not in found:
-        return
-    medians = found["seconds"][..., 0]
-    if {"bandwidth", "bytes_moved"} <= found.keys() and not np.allclose(
-            found["bandwidth"] * medians, found["bytes_moved"], rtol=CLOSE):
-        yield "measurements/bandwidth is not the bytes moved over the median"
-    if run.kind == "gemm" and not np.allclose(
-            found["rate"] * medians, 2.0 * np.array(run.scales["size"], float) ** 3, rtol=CLOSE):
-        yield "measurements/rate is not the operations over the median"
-    if "times" in found:
-        spans = (np.fmax.reduce(found["times"][..., 1], axis=-1)
-                 - np.fmin.reduce(found["times"][..., 0], axis=-1))    # NaN: had no part
-        repetition = run.variables["times"].dims.index("repetition")
-        if not np.allclose(np.median(spans, axis=repetition), medians, rtol=CLOSE,
-                           equal_nan=True):
-            yield "measurements/seconds: the medians are not those of the makespans of the times"
-        for name, (above, below) in RATIOS.items() if run.kind == "matmul" else ():
-            again = [median_interval(one[:, above] / one[:, below]) for one in spans]
-            if not np.allclose(found[name.replace(" ", "_")], again, rtol=CLOSE):
-                yield f"measurements: the {name} is not that of the times"
 
 
 def passed(run: Measurements) -> Iterator[str]:
