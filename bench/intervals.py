@@ -52,7 +52,10 @@ def notes(runs: Sequence[Run]) -> list[str]:
     """What the intervals are, which limits ended the repetitions, and how good the clock is."""
     text = ["Intervals hold the true median with at least 95 % (order statistics; + marks those "
             "of fewer than six repetitions, which have less), where repetitions are independent; "
-            "'differs' is the two-sided rank-sum test of the steps' times at 5 %."]
+            "'differs' is the two-sided rank-sum test of the steps' times at 5 %, of each pair by "
+            "itself: p is not corrected for the number of tests. The repetitions of a row are "
+            "from one run: what changes from run to run, such as placement, clocks and "
+            "neighbours, is in no interval and no p."]
     ended = {reason: sum(run.ended_by == reason for run in runs) for reason in ENDS}
     widths = " or ".join(sorted({f"{100 * float(run.configuration.get('width', np.nan)):g} %"
                                  for run in runs if run.clock})) or "no width"
@@ -68,5 +71,6 @@ def notes(runs: Sequence[Run]) -> list[str]:
                     f"at most {late.max():.2g} s) after the first.")
     orders = sorted({run.configuration["order"] for run in timed})
     if orders:
-        text.append(f"The rows were measured in random order, seed {', '.join(map(str, orders))}.")
+        text.append(f"Order: one number of ranks after another, at random, and the rows of each "
+                    f"at random, seed {', '.join(map(str, orders))}.")
     return text

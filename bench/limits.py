@@ -96,7 +96,7 @@ def memory(results: Results):
     if not any("memory" in run.groups for run in results.runs.values()):
         raise LeftOut(f"{OLD} its memory")
     figure, panels = against_ranks(2, 2, (9, 7.2), "Memory of the rank that has the most: "
-                                   "measured, and by the closed form")
+                                   "measured, and expected")
     for row, table in zip(panels, HEADINGS):
         for panel, names, what in zip(row, (KEPT, PEAK), (
                 "parameters, gradients, saved", "peak of all arrays")):
@@ -105,12 +105,14 @@ def memory(results: Results):
                 curve(panel, scheme, _mebibytes(runs, [f"expected_{name}" for name in names]))
                 line(panel, scheme, _mebibytes(runs, names), linestyle="", markersize=7)
             if panel.lines:
-                panel.plot([], [], "-", color="grey", label="closed form")
+                panel.plot([], [], "-", color="grey",
+                           label="dry run" if names is PEAK else "closed form")
             panel.set(title=f"{HEADINGS[table]}: {what}", xlabel="ranks", ylabel="MiB a rank")
             from_zero(panel)
             finish(panel)
-    figure.supxlabel(f"Preset {results.preset}. The closed form of the peak is that of a dry run; "
-                     f"that of what is kept is the mean rank's.", fontsize=8.5)
+    figure.supxlabel(f"Preset {results.preset}. The closed form of what is kept is the mean "
+                     f"rank's; the peak is beside that of a dry run, by way of MPI.",
+                     fontsize=8.5)
     return figure
 
 

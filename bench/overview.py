@@ -32,7 +32,21 @@ def overview(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> T
         Column("useful", "GFLOP/s a rank"), Column("of the", "peak (%)"),
         Column("words", "(millions)", words), Column("closed form", "(millions)", words),
         Column("MB", "", words), Column("measured", "(MiB)", peak),
-        Column("closed form", "(MiB)", peak)], lines)
+        Column("dry run", "(MiB)", peak)], lines)
+
+
+def notes(runs: Sequence[Run]) -> list[str]:
+    """What the peaks of memory are, and why those measured are others than a dry run's."""
+    peaks = [run for run in runs if not math.isnan(most(run, "pool_peak"))]
+    if not peaks:
+        return []
+    text = ("Peak memory: all arrays of the rank that has the most, beside a dry run of rank 0, "
+            "which counts them as MPI needs them: each rank has what it gathers to itself.")
+    if any("shared" in str(run.configuration.get("transport")) for run in peaks):
+        text += (" Ranks that share memory have a gathered block only once and count an equal "
+                 "part of it each, which is less. A large all-reduce takes more, by this rank's "
+                 "part of the sum: it lies in shared memory while the whole is copied out.")
+    return [text]
 
 
 def most(run: Run, name: str) -> float:

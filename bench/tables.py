@@ -6,13 +6,15 @@ from typing import Iterable, Sequence
 
 import numpy as np
 
-from bench import formats, intervals, microtables
+from bench import formats, intervals, microtables, overview
 from bench.cases import HEADINGS, Row, load, select, title
 from bench.formats import Column, Notes, Number, Part, Rows, Table
-from bench.overview import overview
 from bench.results import Found, Results, gather, most_crowded
 from mm3d import timing
 from mm3d.store import PHASES, Run
+
+
+Key = tuple[str, str, int]    # a row: its table, scheme and ranks
 
 
 def tables(folder: str | Path, form: str = "text") -> str:
@@ -45,7 +47,8 @@ def one_preset(results: Results) -> list[Part]:
         heading = f"{HEADINGS[name]}, preset {results.preset}"
         parts.append(table(heading, rows, runs))
         if any(runs):
-            parts += [intervals.certainty(heading, rows, runs), overview(heading, rows, runs)]
+            parts += [intervals.certainty(heading, rows, runs),
+                      overview.overview(heading, rows, runs)]
         parts.append(speed_ups(heading, name, results))
     return parts + [Notes("About the published figures:", published_notes()),
                     Notes("About the measured figures:", measured_notes(results))]
@@ -127,7 +130,7 @@ def measured_notes(results: Results) -> list[str]:
              f"repetitions after {_all(runs, 'warmup')} to warm up. Every result was first "
              f"verified against the serial scheme: the largest relative error is "
              f"{max(check.error for run in runs for check in run.checks):.1g}."]
-    notes += intervals.notes(runs)
+    notes += intervals.notes(runs) + overview.notes(runs)
     crowded = [run for run in runs if run.environment["oversubscribed"]]
     most = most_crowded(runs)
     if most:
@@ -151,20 +154,32 @@ def measured_notes(results: Results) -> list[str]:
                      f"{_count(results.earlier, 'earlier run')}.")
     if results.overridden:
         notes.append(f"Not shown: {_count(results.overridden, 'run')} with sizes given by hand.")
-    return notes + machines(runs)
+    return notes + machines(results)
 
 
-def machines(runs: list[Run]) -> list[str]:
-    """A line for each environment that the runs have."""
-    lines = []
-    for run in runs:
+def machines(results: Results) -> list[str]:
+    """A line for each environment that the runs have; where there are several, of which rows."""
+    found: dict[str, list[Key]] = {}
+    for key, run in sorted(results.runs.items()):
         env = run.environment
         commit = env["git_commit"][:12] + ("" if env["git_clean"] else " with changes")
-        lines.append(f"Machine: {env['cpu_model']}, {env['cores']} cores; {env['mpi']}; "
-                     f"{env['blas']} with {env['blas_architecture']} kernels, "
-                     f"{_count(env['blas_threads'], 'thread')} a rank; backend {env['backend']}, "
-                     f"NumPy {env['numpy_version']}, Python {env['python']}; source {commit}.")
-    return list(dict.fromkeys(lines))
+        about = (f"{env['cpu_model']}, {env['cores']} cores; {env['mpi']}; "
+                 f"{env['blas']} with {env['blas_architecture']} kernels, "
+                 f"{_count(env['blas_threads'], 'thread')} a rank; backend {env['backend']}, "
+                 f"NumPy {env['numpy_version']}, Python {env['python']}; source {commit}.")
+        found.setdefault(about, []).append(key)
+    return [f"Machine{f' of {_together(keys, results)}' * (len(found) > 1)}: {about}"
+            for about, keys in found.items()]
+
+
+def _together(keys: list[Key], results: Results) -> str:
+    """The names of rows, those of a table in one where they are all that was measured of it."""
+    names = []
+    for table in sorted({key[0] for key in keys}):
+        mine = [key for key in keys if key[0] == table]
+        whole = len(mine) == sum(key[0] == table for key in results.runs)
+        names += [f"all {table} rows"] if whole else map(_title, mine)
+    return ", ".join(names)
 
 
 def words_agree(run: Run) -> bool:
@@ -172,7 +187,7 @@ def words_agree(run: Run) -> bool:
     return np.array_equal(run.traffic["words"].sum(axis=1), run.expected_words)
 
 
-def _title(key: tuple[str, str, int]) -> str:
+def _title(key: Key) -> str:
     return f"{key[0]} {title(key[1])} {key[2]}"
 
 

@@ -1,10 +1,13 @@
 """The paper's rows as data, and how tables and figures show them."""
+import numpy as np
 import pytest
 
+from bench import overview
 from bench.cases import UsageError, case, load, scaled_hidden, select
 from bench.results import gather
-from bench.tables import tables, words_agree
+from bench.tables import measured_notes, tables, words_agree
 from mm3d import store
+from mm3d.record import Group, Variable
 from records import made_up, write_all
 
 
@@ -123,6 +126,43 @@ def test_missing_rows_and_crowded_ranks_are_said(tmp_path):
     assert "Missing, 17 of 18 rows: weak 1-D 8," in text
     assert "NOT SCALING RESULTS: in 1 of 1 rows ranks outnumber cores, with up to 64 ranks on " \
            "32 cores" in text
+
+
+def test_each_machine_is_said_with_its_rows(tmp_path):
+    for row in [*select("weak", "3d"), *select("strong", "3d")]:
+        run = made_up(row)
+        other = row.table == "strong" and row.gpus == 64
+        run.environment |= {"git_commit": "cd" if other else "ab", "cores": 4}
+        store.write(run, tmp_path, row.table)
+    lines = [line for line in measured_notes(gather(tmp_path).results[0]) if "Machine" in line]
+    assert [line.partition(":")[0] for line in lines] == [
+        "Machine of strong 3-D 8, all weak rows", "Machine of strong 3-D 64"]
+    assert [line.rpartition(" ")[2] for line in lines] == ["ab.", "cd."]
+
+
+def test_what_the_order_and_the_tests_are(tmp_path):
+    store.write(made_up(select("weak", "3d")[0]), tmp_path, "weak")
+    text = " ".join(tables(tmp_path).split())
+    assert "one number of ranks after another, at random, and the rows of each at random, " \
+           "seed 7." in text
+    assert "p is not corrected for the number of tests" in text and "in no interval" in text
+    assert "Machine: Some CPU" in text
+
+
+@pytest.mark.parametrize("transport, said", [("mpi", 1), ("shared", 3)])
+def test_the_peak_of_memory_is_beside_a_dry_run(tmp_path, transport, said):
+    run = made_up(select("weak", "3d")[0])
+    run.configuration["transport"] = transport
+    assert overview.notes([run]) == []
+    run.groups["memory"] = Group({"rank": range(8)}, {
+        "pool_peak": Variable(np.full(8, 3.0 * 2 ** 20), "byte", ("rank",)),
+        "expected_pool_peak": Variable(np.float64(2 ** 22), "byte", ())})
+    store.write(run, tmp_path, "weak")
+    text = tables(tmp_path)
+    line, = [line for line in text.splitlines() if "peak memory" in line or "dry run" in line][1:2]
+    assert line.endswith("dry run")
+    note, = overview.notes([run])
+    assert note.count(". ") + 1 == said and "Peak memory: all arrays" in text
 
 
 def test_the_latest_run_is_shown_and_bad_files_are_named(tmp_path):
