@@ -9,7 +9,7 @@ from bench.panels import (TICKS, Point, against_ranks, bars, caption, curve, fin
 from bench.results import Results
 from bench.tables import measured_average
 from mm3d import SCHEMES, cost, timing
-from mm3d.statistics import median_interval
+from mm3d.statistics import Interval, median_interval
 from mm3d.store import Run
 
 
@@ -23,8 +23,9 @@ def step_times(results: Results):
             rows = results.rows(table, scheme)
             line(published, scheme, [(r.gpus, r.average) for r in rows if r.published])
             found = found_runs(results, rows)
-            line(measured, scheme, [(p, measured_average(run)) for p, run in found])
-            bars(measured, scheme, [(p, *spread(run)) for p, run in found])
+            averages = [(p, average(run)) for p, run in found]
+            line(measured, scheme, [(p, one.median) for p, one in averages])
+            bars(measured, scheme, [(p, one.low, one.high) for p, one in averages])
         for wrong in (r for r in select(table) if not r.consistent):
             _correction(published, wrong)
         published.set(title=f"{HEADINGS[table]}: published", xlabel="GPUs",
@@ -34,7 +35,8 @@ def step_times(results: Results):
         for panel in panels[row]:
             from_zero(panel)
             finish(panel)
-    caption(figure, results, "Bars: 95 % confidence intervals of the median.")
+    caption(figure, results, "Measured: medians of whole steps; bars: their 95 % confidence "
+            "intervals.", "The tables add the medians of forward and of backward.")
     return figure
 
 
@@ -52,11 +54,12 @@ def scaling(results: Results):
             rows = [r for r in results.rows(table, scheme) if r.published]
             line(published, scheme, relative([(r.gpus, paper_rate(r)) for r in rows], whole))
             found = sorted(found_runs(results, results.rows(table, scheme)))
-            rates = relative([(p, rate(run)) for p, run in found], whole)
+            averages = [average(run) for _, run in found]
+            rates = relative([(p, rate_at(run, one.median))
+                              for (p, run), one in zip(found, averages)], whole)
             line(measured, scheme, rates)
-            bars(measured, scheme, [
-                (p, *(y * rate_at(run, bound) / rate(run) for bound in spread(run)))
-                for (p, run), (_, y) in zip(found, rates)])
+            bars(measured, scheme, [(p, y * one.median / one.low, y * one.median / one.high)
+                                    for (p, y), one in zip(rates, averages)])
         for panel, what, unit in ((published, "published", "GPUs"),
                                   (measured, f"measured, preset {results.preset}", "ranks")):
             panel.plot(TICKS, TICKS if whole else [1] * len(TICKS), ":", color="black",
@@ -69,8 +72,8 @@ def scaling(results: Results):
             else:
                 from_zero(panel)
             finish(panel)
-    caption(figure, results, "Bars: 95 % confidence intervals of the step's median time; that at "
-            "the fewest ranks is not in the others'.")
+    caption(figure, results, "Measured: by the medians of whole steps; bars: by their 95 % "
+            "confidence intervals; that at the fewest ranks is not in the others'.")
     return figure
 
 
@@ -100,10 +103,9 @@ def found_runs(results: Results, rows: list[Row]) -> list[tuple[int, Run]]:
     return [(row.gpus, run) for row in rows if (run := results.get(row))]
 
 
-def spread(run: Run) -> tuple[float, float]:
-    """The 95 % confidence interval of the average step time, of whole steps."""
-    found = median_interval(timing.step_times(run.samples, run.configuration["batch"]))
-    return found.low, found.high
+def average(run: Run) -> Interval:
+    """The median average step time of whole steps, and its 95 % confidence interval."""
+    return median_interval(timing.step_times(run.samples, run.configuration["batch"]))
 
 
 def rate(run: Run) -> float:

@@ -49,6 +49,23 @@ def test_intervals_are_drawn(results):
                                  for y in sorted(medians)]
 
 
+def test_markers_are_the_medians_whose_intervals_are_drawn(tmp_path):
+    """Forward and backward take turns in being slow: their medians do not add up to a step's."""
+    slow, fast = [9.0] * 4, [0.1] * 4
+    for row in select("strong", "1d"):
+        run = made_up(row, repetitions=9)
+        for phase, times in (("forward", [*fast, 0.1, *slow]), ("backward", [*slow, 0.1, *fast])):
+            run.samples[phase] = np.repeat(np.array(times)[:, None], row.gpus, 1)
+        store.write(run, tmp_path, case(row, "laptop").name)
+    results = gather(tmp_path).results[0]
+    for draw, place in ((curves.step_times, 3), (curves.scaling, 1)):
+        panel = draw(results).axes[place]
+        bars = [sorted(line.get_ydata()) for line in panel.lines
+                if line.get_label() == "_interval"]
+        markers = [y for _, y in drawn(panel)["1-D"]]
+        assert len(bars) == 4 and all(low <= y <= high for (low, high), y in zip(bars, markers))
+
+
 def test_speed_up_and_efficiency(results):
     speed_up, measured, efficiency, weak = curves.scaling(results).axes
     lines = drawn(speed_up)
