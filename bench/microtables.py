@@ -9,7 +9,6 @@ import numpy as np
 from bench.formats import Cell, Column, Notes, Number, Part, Rows, Table
 from bench.layertables import layers
 from mm3d.record import Measurements
-from mm3d.statistics import Interval
 
 # What a table of an unknown kind does not spread out: the samples are behind the medians.
 INNER = {"repetition", "rank", "edge", "bound"}
@@ -35,13 +34,15 @@ def gemm(record: Measurements) -> list[Part]:
     columns = [Column("size")]
     for d, t in series:
         group = f"{record.scales['dtype'][d]}, {_threads(record.scales['threads'][t])}"
-        columns += [Column("rate", "(GFLOP/s)", group), Column("95 %", "+-", group)]
+        columns += [Column("rate", "(GFLOP/s)", group), Column("low", "95 %", group),
+                    Column("high", "95 %", group)]
     rows: Rows = []
     for s, size in enumerate(record.scales["size"]):
         cells: list[Cell] = [int(size)]
         for d, t in series:
-            half = Interval(*seconds[d, t, s]).width / 2
-            cells += [_number(rates[d, t, s] / 1e9, ".1f"), Number(half, f"{100 * half:.1f} %")]
+            median, low, high = seconds[d, t, s, :3]
+            cells += [_number(rate / 1e9, ".1f") for rate in rates[d, t, s] * median / np.array(
+                [median, high, low])]
         rows.append(cells)
     return [Table("Rate of C = A B of square matrices on one rank", columns, rows),
             Notes("About these rates:", [f"{machine(record)}."])]
@@ -86,7 +87,8 @@ def matmul(records: Sequence[Measurements]) -> list[Part]:
             words, least = int(found["words"][p].max()), found["least_words"][p]
             rows.append([
                 f"{chosen['form']} {chosen['M']} x {chosen['N']} x {chosen['K']}",
-                chosen["dtype"], f"{chosen['scheme']} {chosen['grid']}", phase,
+                chosen["dtype"], f"{chosen['scheme']} {chosen['grid']}", chosen["transport"],
+                phase,
                 _number(1e3 * product, "#.4g"),
                 _number(found["flops"][p] / product / 1e9, ".1f"),
                 _number(1e3 * process, "#.4g"),
@@ -95,8 +97,9 @@ def matmul(records: Sequence[Measurements]) -> list[Part]:
                 _number(found["share_of_the_ceiling"][p, 0], ".3f"), words,
                 _number(words / least, ".3f") if least > 0 else Number(math.nan, "-")])
     columns = [Column("", "product"), Column("", "dtype"), Column("", "scheme, grid"),
-               Column("", "phase"), Column("time", "(ms)"), Column("rate", "(GFLOP/s)"),
-               Column("one process", "(ms)"), Column("median", "", "efficiency"),
+               Column("", "transport"), Column("", "phase"), Column("time", "(ms)"),
+               Column("rate", "(GFLOP/s)"), Column("one process", "(ms)"),
+               Column("median", "", "efficiency"),
                Column("low", "95 %", "efficiency"), Column("high", "95 %", "efficiency"),
                Column("ceiling"), Column("of the", "ceiling"), Column("words", "a rank"),
                Column("over the", "bound")]
@@ -110,12 +113,12 @@ def matmul_notes(records: Sequence[Measurements]) -> list[str]:
     for record in records:
         chosen, cores = record.configuration, record.environment["cores"]
         worst = max(check.error / check.tolerance for check in record.checks)
-        notes.append(f"{chosen['form']} {chosen['M']} x {chosen['N']} x {chosen['K']}, "
-                     f"{chosen['scheme']}: {len(record.scales['repetition'])} repetitions of "
+        notes.append(f"{chosen['form']} {chosen['M']} x {chosen['N']} x {chosen['K']} "
+                     f"{chosen['dtype']}, {chosen['scheme']} {chosen['grid']}, transport "
+                     f"{chosen['transport']}: {len(record.scales['repetition'])} repetitions of "
                      f"{chosen['calls']} calls, ended by {chosen['ended_by']}; one process with "
-                     f"{_threads(chosen['one_process_threads'])}; transport "
-                     f"{chosen['transport']}; verified, errors at most {100 * worst:.2g} % of "
-                     f"the tolerance.")
+                     f"{_threads(chosen['one_process_threads'])}; verified, errors at most "
+                     f"{100 * worst:.2g} % of the tolerance.")
         if chosen["one_process_cores"] < cores:
             notes.append(f"WARNING: the one process was bound to {chosen['one_process_cores']} of "
                          f"{cores} cores: no fair reference.")

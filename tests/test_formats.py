@@ -118,11 +118,24 @@ def test_products_of_several_runs_share_a_table():
     table, notes = microtables.matmul([products(), products()])
     assert len(table.rows) == 4
     assert [str(cell) for cell in table.rows[1]] == [
-        "abt 64 x 32 x 16", "float32", "3d 2 x 2 x 1", "backward", "4.000", "0.0", "1.000",
+        "abt 64 x 32 x 16", "float32", "3d 2 x 2 x 1", "mpi", "backward", "4.000", "0.0", "1.000",
         "0.250", "0.200", "0.300", "0.250", "0.250", "40", "-"]
     assert str(table.rows[0][-1]) == "2.000"
+    assert notes.items[0].startswith(
+        "abt 64 x 32 x 16 float32, 3d 2 x 2 x 1, transport mpi: 6 repetitions of 7 calls")
     assert any(note.startswith("WARNING: the one process was bound to 1 of 2")
                for note in notes.items)
+
+
+def test_rates_have_both_bounds_of_their_interval():
+    """An asymmetric one: 16^3 x 2 operations in 2 us, from 1 to 8."""
+    seconds = np.array([[[[2e-6, 1e-6, 8e-6, 0.97]]]])
+    record = Measurements("gemm", {}, {"cores": 2}, {
+        "dtype": ["float32"], "threads": [1], "size": [16]}, {
+        "seconds": Variable(seconds, "s", ("dtype", "threads", "size", "bound")),
+        "rate": Variable(8192 / seconds[..., 0], "s-1", ("dtype", "threads", "size"))}, [])
+    table, _ = microtables.gemm(record)
+    assert [str(cell) for cell in table.rows[0]] == ["16", "4.1", "1.0", "8.2"]
 
 
 def test_a_kind_that_is_not_known_still_gets_a_table():
