@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from bench import fits as fitting
 from bench import machine as here
-from bench import machinefile, model, operands, probes
+from bench import machinefile, model, operands, placement, probes
 from bench.cases import UsageError
 from mm3d import backend as backends
 from mm3d import environment
@@ -32,8 +32,10 @@ def calibrate(arguments, comm) -> int:
     """
     path = Path(arguments.out)
     machinefile.check("--out", path, comm)
-    if not comm.bcast(environment.local_ranks() in (1, comm.size)):
-        raise UsageError("calibrate measures one node: start all ranks on one")
+    nodes = len(set(placement.numbers(comm)))
+    if nodes > 1:
+        raise UsageError(f"{comm.size} ranks on {nodes} nodes: calibrate measures one node, start "
+                         f"all ranks on one")
     found = measured(comm)
     if comm.rank == 0:
         print(described(found), flush=True)

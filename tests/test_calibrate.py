@@ -1,10 +1,11 @@
 """The machine model that a machine measures of itself."""
 import platform
+from argparse import Namespace
 
 import numpy as np
 import pytest
 
-from bench import fits, machinefile, model, probes
+from bench import calibrate, fits, machinefile, model, probes
 from mm3d import dry
 from support import run_ranks
 from test_plan import assert_sourced
@@ -119,6 +120,16 @@ def test_a_machine_measures_itself(tmp_path):
     trace = dry.step("3d", 2, (2, 1, 1), layers=1, hidden=64, heads=4, batch=4, seq=16,
                      block=machine.granule)
     assert sum(model.step_seconds(machine, trace).values()) > 1e-5
+
+
+@pytest.mark.ranks(4)
+def test_ranks_on_several_nodes_are_refused(comm, shared_tmp_path, monkeypatch):
+    """Also one on each, as with ``mpirun -ppn 1``, where each is all that its node has."""
+    monkeypatch.setenv("MPI_LOCALNRANKS", "1")
+    monkeypatch.setattr(calibrate.placement, "numbers", lambda comm: list(range(comm.size)))
+    monkeypatch.setattr(calibrate, "measured", lambda comm: pytest.fail("it measures"))
+    with pytest.raises(calibrate.UsageError, match="on 4 nodes: .* start all ranks on one"):
+        calibrate.calibrate(Namespace(out=str(shared_tmp_path / "here.toml")), comm)
 
 
 @pytest.mark.parametrize("name", ["here.txt", "no/folder/here.toml", "/proc/here.toml"])
