@@ -122,7 +122,7 @@ def source_digest() -> str:
     digest = hashlib.blake2b(digest_size=10)
     for folder in ("mm3d", "bench"):
         for path in sorted((root / folder).rglob("*")):
-            if path.suffix in (".py", ".toml"):
+            if path.suffix in (".py", ".cu", ".toml"):
                 digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
     return digest.hexdigest()
 

@@ -16,7 +16,7 @@ from bench.tables import words_agree
 from jobs import scripts, site
 from jobs.scripts import Work
 from mm3d import store
-from support import run_python, run_ranks
+from support import ROOT, run_python, run_ranks
 
 TINY = ("--preset", "tiny", "--repetitions", "2",
         "--max-repetitions", "2")
@@ -245,6 +245,23 @@ def test_what_may_name_somebody_is_masked(monkeypatch):
     assert "OMPI_MCA_coll_tuned_dynamic_rules_filename=(masked)" in found["tuning_variables"]
     assert "UCX_TLS=rc,sm" in found["tuning_variables"]
     assert found["slurm"] == "JOB_ID=77 CPU_BIND=cores" and "someone" not in str(found)
+
+
+def test_all_that_computes_is_of_the_source(tmp_path, monkeypatch):
+    """To the byte, whatever its language; how figures and pages look is not."""
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "bench" / "machine.py"))
+    kinds = {path.suffix for folder in ("mm3d", "bench") for path in (ROOT / folder).rglob("*")
+             if path.is_file() and "__pycache__" not in path.parts}
+    assert kinds >= {".py", ".cu", ".toml"}
+    for folder in ("bench", "mm3d"):
+        (tmp_path / folder).mkdir()
+        for kind in sorted(kinds):
+            before = machine.source_digest()
+            (tmp_path / folder / f"a{kind}").write_bytes(b"1")
+            new = machine.source_digest()
+            (tmp_path / folder / f"a{kind}").write_bytes(b"2")
+            seen = len({before, new, machine.source_digest()})
+            assert seen == (1 if kind in (".mplstyle", ".html") else 3), kind
 
 
 def test_the_machine_has_a_neutral_name(monkeypatch):
