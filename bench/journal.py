@@ -184,24 +184,29 @@ class Reproduction:
         When, UTC, ISO 8601.
     settings : dict
         What its rows are measured with: see `bench.resume.settings`.
+    rows : tuple of str
+        The names of all rows that it was asked for, in its beginning or later.
     """
 
     order: int
     begun: str
     settings: dict[str, Any]
+    rows: tuple[str, ...]
 
 
 def unfinished(entries: list[dict]) -> Reproduction | None:
     """The latest reproduction, unless it came to its end."""
-    begun = None
+    begun, rows = None, []
     for entry in entries:
         if entry["event"] == "begin":
-            begun = entry
+            begun, rows = entry, []
         elif entry["event"] == "end" and entry.get("outcome") == "complete":
             begun = None
+        if entry["event"] in ("begin", "resume"):
+            rows += entry.get("rows", [])
     try:
         return begun and Reproduction(int(begun["order"]), begun["at"],
-                                      dict(begun["settings"]))
+                                      dict(begun["settings"]), tuple(dict.fromkeys(rows)))
     except (KeyError, TypeError, ValueError):
         return None    # by another version: nothing of it can be compared
 

@@ -12,9 +12,9 @@ from typing import Any, Iterable
 
 from tqdm import tqdm
 
-from bench import machine, resume
+from bench import machine, resume, textfile
 from bench.cases import Case, UsageError, case, select, shuffled
-from bench.journal import Journal
+from bench.journal import Journal, Reproduction
 from bench.plots import plots
 from bench.tables import tables
 from mm3d import environment, store
@@ -102,7 +102,7 @@ def reproduce(arguments) -> int:
         stopped = error
     finally:
         progress.close()
-    return conclude(log, progress, stopped)
+    return conclude(log, reproduction, progress, stopped)
 
 
 def rows(arguments) -> list:
@@ -219,11 +219,14 @@ def run_command(job: Iterable[Case], options: list[str]) -> list[str]:
         raise UsageError(str(error)) from error
 
 
-def conclude(log: Journal, progress: Progress, stopped: Stopped | None) -> int:
+def conclude(log: Journal, reproduction: Reproduction, progress: Progress,
+             stopped: Stopped | None) -> int:
     """Say what came of it, and show what is there; the exit status."""
     failures = progress.failures
     measured_rows = progress.done - len(failures)
-    outcome = "stopped" if stopped else "incomplete" if failures else "complete"
+    # Others may have been begun with than were asked for now: they are to be gone on with.
+    missing = resume.missing(reproduction, log.folder)
+    outcome = "stopped" if stopped else "incomplete" if failures or missing else "complete"
     log.write("end", outcome=outcome, measured=measured_rows, of=progress.total)
     if failures:
         print(f"\n{len(failures)} of {progress.total} rows failed:", *failures, sep="\n  ",
@@ -232,21 +235,25 @@ def conclude(log: Journal, progress: Progress, stopped: Stopped | None) -> int:
         finish(log.folder, figures=not stopped)
     if stopped or failures:
         print(f"\n{stopped or 'Ended'}: {measured_rows} of {progress.total} rows are in "
-              f"{log.folder}; the same command measures the others:\n  "
-              f"{shlex.join(['python', '-m', 'bench', *sys.argv[1:]])}", file=sys.stderr)
+              f"{log.folder}; {advice(sys.argv[1:])}", file=sys.stderr)
+    elif missing:
+        print(f"\nOf what was begun at {reproduction.begun[:19]} UTC {len(missing)} rows are not "
+              f"measured yet: the command that began it goes on with them")
     return stopped.status if stopped else 1 if failures else 0
+
+
+def advice(words: list[str]) -> str:
+    """The command that measures what is left, after one with these `words`."""
+    left = [word for word in words if len(word) < 3 or not "--fresh".startswith(word)]
+    return (f"the same command{' without --fresh' * (left != words)} measures the others:\n  "
+            f"{shlex.join(['python', '-m', 'bench', *left])}")
 
 
 def finish(out: Path, figures: bool = True) -> None:
     """Print the tables, keep them beside the results, and draw the figures."""
     text = tables(out)
     print(f"\n{text}\n")
-    aside = out / "tables.txt.part"
-    try:
-        aside.write_text(text + "\n")
-        os.replace(aside, out / "tables.txt")    # a full disk leaves the old ones
-    finally:
-        aside.unlink(missing_ok=True)
+    textfile.replace(out / "tables.txt", text + "\n")    # a full disk leaves the old ones
     drawn, left_out = plots(out) if figures else ([], [])
     for line in [f"drawn: {path}" for path in drawn] + [f"not drawn: {why}" for why in left_out]:
         print(line)

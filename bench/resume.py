@@ -2,6 +2,7 @@
 
 import os
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,27 +43,34 @@ def begin(log: Journal, cases: list[Case], wanted: dict[str, Any],
           arguments) -> tuple[Reproduction, set[str]]:
     """The reproduction to go on with, or a new one, and the names of its finished rows."""
     token = os.environ[journal.VARIABLE] = secrets.token_hex(8)
+    names = [one.name for one in cases]
     old = None if arguments.fresh else journal.unfinished(log.entries())
     if old:
         changed = journal.differences(old.settings, wanted)
         if arguments.order not in (None, old.order):
             changed.append(f"order {arguments.order} instead of {old.order}")
         if not changed:
-            finished = {one.name for one in cases if measured_before(one, old, log.folder)}
-            log.write("resume", token=token, order=old.order, finished=sorted(finished))
-            return old, finished
+            finished = {name for name in names if measured_before(name, old, log.folder)}
+            log.write("resume", token=token, order=old.order, rows=sorted(names),
+                      finished=sorted(finished))
+            return replace(old, rows=tuple(dict.fromkeys([*old.rows, *names]))), finished
         print(f"not going on with what was begun at {old.begun[:19]} UTC, but beginning anew, "
               f"because of: {'; '.join(changed)}", flush=True)
     order = secrets.randbelow(2 ** 31) if arguments.order is None else arguments.order
-    new = Reproduction(order, journal.now(), wanted)
-    log.write("begin", token=token, order=order, settings=wanted,
-              rows=sorted(one.name for one in cases))
+    new = Reproduction(order, journal.now(), wanted, tuple(names))
+    log.write("begin", token=token, order=order, settings=wanted, rows=sorted(names))
     return new, set()
 
 
-def measured_before(one: Case, reproduction: Reproduction, folder: Path) -> bool:
+def missing(reproduction: Reproduction, folder: Path) -> list[str]:
+    """The rows of a reproduction that it has not measured."""
+    return [name for name in reproduction.rows
+            if not measured_before(name, reproduction, folder)]
+
+
+def measured_before(name: str, reproduction: Reproduction, folder: Path) -> bool:
     """Whether a whole file of the row is there that this reproduction has written."""
-    for path in folder.glob(f"{one.name}-*.h5"):
+    for path in folder.glob(f"{name}-*.h5"):
         try:
             run = store.read(path)
         except store.StoreError:

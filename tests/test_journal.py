@@ -2,12 +2,14 @@
 import json
 import multiprocessing
 import os
+import re
 import resource
 import signal
 
 import pytest
 
 from bench import cases, job, journal
+from bench import reproduce as reproduce_verb
 from bench.__main__ import parser
 from bench.journal import Journal
 from kills import kill_and_go_on, started
@@ -70,6 +72,42 @@ def test_a_damaged_row_is_measured_again(tmp_path):
     os.truncate(path, path.stat().st_size // 2)
     done = reproduce(tmp_path)
     assert done.stdout.count("done: ") == 2 and path.name in done.stdout    # named by the tables
+
+
+def test_a_part_of_what_was_begun_does_not_complete_it(tmp_path):
+    """Of two rows none is measured, then each alone is asked for."""
+    weak, strong = [(*SMALL, "--ranks", "1", "--table", table, "--out", str(tmp_path))
+                    for table in ("weak", "strong")]
+    first = reproduce(tmp_path)
+    assert first.returncode == 0 and "not measured yet" not in first.stdout
+    for path in tmp_path.glob("*.h5"):
+        path.unlink()
+    lines = (tmp_path / journal.NAME).read_text().splitlines(keepends=True)
+    (tmp_path / journal.NAME).write_text(lines[0])
+    done = run_python("-m", "bench", "reproduce", *weak)
+    assert done.returncode == 0 and entries(tmp_path)[-1]["outcome"] == "incomplete"
+    assert re.search(r"Of what was begun at \S+ UTC 1 rows are not measured yet", done.stdout)
+    assert journal.unfinished(entries(tmp_path)).rows == tuple(entries(tmp_path)[0]["rows"])
+    done = run_python("-m", "bench", "reproduce", *strong)
+    assert done.returncode == 0 and entries(tmp_path)[-1]["outcome"] == "complete"
+    assert "yet" not in done.stdout and len(list(tmp_path.glob("*.h5"))) == 2
+
+
+def test_what_is_asked_for_later_is_of_the_reproduction_too():
+    begin = {"event": "begin", "at": "2030", "order": 3, "settings": {}, "rows": ["a", "b"]}
+    again = {"event": "resume", "order": 3, "rows": ["b", "c"]}
+    assert journal.unfinished([begin, again]).rows == ("a", "b", "c")
+    assert journal.unfinished([begin, again, begin]).rows == ("a", "b")
+    assert journal.unfinished([begin, {"event": "end", "outcome": "complete"}]) is None
+
+
+@pytest.mark.parametrize("words, without, left", [
+    ("reproduce --fresh --out x", " without --fresh", "reproduce --out x"),
+    ("reproduce --table weak --fre", " without --fresh", "reproduce --table weak"),
+    ("reproduce --table weak -- ", "", "reproduce --table weak --")])
+def test_the_command_that_measures_the_others(words, without, left):
+    assert reproduce_verb.advice(words.split()) == (
+        f"the same command{without} measures the others:\n  python -m bench {left}")
 
 
 @pytest.mark.parametrize("sign, name", [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")])
