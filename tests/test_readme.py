@@ -20,6 +20,7 @@ LITERALS = {word for text in TEXTS.values() for word in re.findall(r"``([^`]+)``
 # Of pytest and srun; and a file that a job writes into its folder of results.
 OTHERS = {"--several-ranks", "--mpi"}
 WRITTEN = {"jobs/all.h5"}
+TESTED = {"MM3D_CUDA_MPI"}    # variables that README gives to the tests
 
 
 def verbs(program: str) -> dict[str, argparse.ArgumentParser]:
@@ -66,6 +67,7 @@ def test_names_of_the_library_are_there():
 
 def test_variables_are_read():
     named = {name for word in LITERALS for name in re.findall(r"MM3D_[A-Z0-9_]+", word)}
-    source = "".join(path.read_text() for folder in ("mm3d", "bench", "tests")
-                     for path in (ROOT / folder).rglob("*.py"))
-    assert named and [name for name in named if name not in source] == []
+    for names, folders in ((named - TESTED, ("mm3d", "bench", "jobs")), (TESTED, ("tests",))):
+        source = "".join(path.read_text() for folder in folders
+                         for path in (ROOT / folder).rglob("*.py") if "readme" not in path.name)
+        assert names <= named and [name for name in names if name not in source] == []
