@@ -1,11 +1,29 @@
 """The memory that a rank takes, as its allocator counts it and as the system sees it."""
 
 import gc
+import math
 from pathlib import Path
 
 from mm3d.grid import Grid
 
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+class Resident:
+    """Memory of this process beyond what it had when this was made, as the system counts it."""
+
+    def __init__(self) -> None:
+        gc.collect()
+        self.before = _status("VmRSS")
+
+    def mark(self) -> None:
+        """Let the highest start again from what there is now."""
+        if CLEAR.exists():
+            CLEAR.write_text("5")
+
+    def growth(self) -> float:
+        """Bytes at the highest since the mark; NaN where the system does not tell."""
+        return _status("VmHWM") - self.before
 
 
 class Footprint:
@@ -20,30 +38,21 @@ class Footprint:
     accounts = ("arrays", "resident")
 
     def __init__(self, grid: Grid) -> None:
-        gc.collect()
-        self.grid, self.resident = grid, _resident("VmRSS")
-        self.before = _in_use(grid)
-        grid.backend.reset_peak()
-        if CLEAR.exists():
-            CLEAR.write_text("5")    # the system's high-water mark starts anew
+        self.resident, self.backend = Resident(), grid.backend
+        self.before = self.backend.memory()["in_use"]
+        self.backend.reset_peak()
+        self.resident.mark()
 
     def peaks(self) -> tuple[float, float]:
         """Bytes of the most arrays at one time, and of the most resident memory; NaN unknown.
 
         Of an array that ranks share each counts an equal part.
         """
-        arrays = self.grid.backend.memory()["peak"] - self.before
-        return float(arrays), _resident("VmHWM") - self.resident
+        return float(self.backend.memory()["peak"] - self.before), self.resident.growth()
 
 
-def _in_use(grid: Grid) -> int:
-    return grid.backend.memory()["in_use"]
-
-
-def _resident(name: str) -> float:
+def _status(name: str) -> float:
     """A line of the system's account of this process, in bytes; NaN where it keeps none."""
-    if not STATUS.exists():
-        return float("nan")
-    found = [line.split()[1] for line in STATUS.read_text().splitlines()
-             if line.startswith(f"{name}:")]
-    return 1024.0 * int(found[0]) if found else float("nan")
+    lines = STATUS.read_text().splitlines() if STATUS.exists() else []
+    found = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
+    return 1024.0 * int(found[0]) if found else math.nan

@@ -5,7 +5,7 @@ from typing import Iterable
 
 import numpy as np
 
-from bench import parts
+from bench import merit, parts
 from bench.cases import HEADINGS
 from bench.curves import found_runs, rate
 from bench.overview import most
@@ -58,13 +58,11 @@ def roofline(results: Results):
 def placed(run: Run) -> tuple[float, float, float] | None:
     """Operations a byte, GFLOP/s of a rank in products, and in the whole step; None where it was
     not recorded."""
-    counts = [parts.variable(run, "parts", name) for name in ("flops", "bytes", "seconds")]
-    if None in counts or not all(limit > 0 for limit in peaks(run)):
+    lie = merit.roofline(run)
+    if lie is None or not all(limit > 0 for limit in peaks(run)):
         return None
-    gemm = list(run.groups["parts"].scales["part"]).index("gemm")
-    flops, moved, seconds = (count.values[..., gemm] for count in counts)
-    return (float(flops.sum() / moved.sum()),
-            float(flops.sum() / seconds.mean(axis=0).sum()) / 1e9, rate(run) / run.ranks / 1e9)
+    intensity, speed = lie["step"]
+    return intensity, speed / 1e9, rate(run) / run.ranks / 1e9
 
 
 def peaks(run: Run) -> tuple[float, float]:

@@ -90,7 +90,9 @@ def intensities(run: Run, flops: int) -> list[Figure]:
     moved = run.traffic["bytes"].sum()
     found = [Figure("arithmetic intensity, a byte moved", flops / moved if moved else math.nan,
                     "flop/byte")]
-    for phase, (intensity, rate) in (roofline(run) or {}).items():
+    lie = roofline(run)
+    for phase in PHASES if lie else ():
+        intensity, rate = lie[phase]
         found += [Figure(f"intensity of {phase} products, a byte of memory", intensity,
                          "flop/byte"),
                   Figure("  rate a rank while in them", rate / 1e9, "GFLOP/s")]
@@ -98,8 +100,8 @@ def intensities(run: Run, flops: int) -> list[Figure]:
 
 
 def roofline(run: Run) -> dict[str, tuple[float, float]] | None:
-    """By phase where the matrix products lie: flops a byte of operands and results, and flops a
-    second of a rank while it is in them.
+    """Where the matrix products of each phase, and of the "step", lie: flops a byte of operands
+    and results, and flops a second of a rank while it is in them.
 
     The roof is ``machine/gemm_together`` and ``machine/memory_together`` times the first.  None
     where the run was not traced.
@@ -109,9 +111,10 @@ def roofline(run: Run) -> dict[str, tuple[float, float]] | None:
         return None
     place = list(run.groups["parts"].scales["part"]).index("gemm")
     flops, moved, seconds = (v.values[..., place] for v in counts)
-    return {phase: (float(flops[p].sum() / moved[p].sum()),
-                    float(flops[p].sum() / seconds[:, p].mean(axis=0).sum()))
-            for p, phase in enumerate(PHASES)}
+    phases = {phase: [p] for p, phase in enumerate(PHASES)} | {"step": [*range(len(PHASES))]}
+    return {name: (float(flops[which].sum() / moved[which].sum()),
+                   float(flops[which].sum() / seconds[:, which].mean(axis=0).sum()))
+            for name, which in phases.items()}
 
 
 def memory(run: Run) -> list[Figure]:

@@ -8,16 +8,15 @@ import msgspec
 import numpy as np
 
 import mm3d
-from bench.cases import Case, Row
+from bench.cases import Case, Row, Sizes
 from bench.job import Options
 from mm3d import store
 
 
-def expected_words(one: Case, scheme) -> np.ndarray:
+def expected_words(scheme: str, grid: dict[str, int], sizes: Sizes) -> np.ndarray:
     """The closed form of the words of one step, as `mm3d.store.Run` keeps it."""
-    sizes = one.sizes
-    forms = mm3d.cost.transformer_words(scheme.name, scheme.grid.shape, sizes.layers,
-                                        sizes.hidden, sizes.heads, sizes.batch, sizes.seq)
+    forms = mm3d.cost.transformer_words(scheme, grid, sizes.layers, sizes.hidden, sizes.heads,
+                                        sizes.batch, sizes.seq)
     expected = np.zeros((len(store.PHASES), len(store.AXES), len(store.COLLECTIVES)), np.int64)
     for phase, name in enumerate(store.PHASES):
         for (axis, collective), words in forms[name].items():

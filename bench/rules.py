@@ -9,7 +9,8 @@ from typing import Any, Callable, Iterator
 import h5py
 import numpy as np
 
-from bench.cases import UsageError, case, load, own, title
+from bench.cases import Sizes, UsageError, case, load, own, title
+from bench.provenance import expected_words
 from bench.recomputed import CLOSE, derived
 from bench.verify import TOLERANCES
 from mm3d import SCHEMES, cost, timing
@@ -113,11 +114,7 @@ def words(run: Run) -> Iterator[str]:
     if chosen["scheme"] not in SCHEMES:
         return
     shape = dict(zip(chosen["grid_axes"].split(), map(int, chosen["grid"].split(" x "))))
-    forms = cost.transformer_words(chosen["scheme"], shape, *(chosen[name] for name in SIZES))
-    expected = np.zeros_like(run.expected_words)
-    for phase, name in enumerate(PHASES):
-        for (axis, collective), count in forms[name].items():
-            expected[phase, AXES.index(axis), COLLECTIVES.index(collective)] = count
+    expected = expected_words(chosen["scheme"], shape, Sizes(*(chosen[name] for name in SIZES)))
     counted = run.traffic["words"].sum(axis=1)
     for name, found in (("expected_words", run.expected_words), ("the words counted", counted)):
         if not np.array_equal(found, expected):

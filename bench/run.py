@@ -12,7 +12,8 @@ import numpy as np
 from mpi4py import MPI
 
 import mm3d
-from bench import chrome, journal, machine, operands, placement, traced, verify, yardsticks
+from bench import (chrome, footprint, journal, machine, operands, placement, traced, verify,
+                   yardsticks)
 from bench.cases import Case, named, select, shuffled, step_counts, traced_steps
 from bench.job import Options, arranged, fitting, usable
 from bench.journal import writable
@@ -88,7 +89,7 @@ def measure(one: Case, options: Options, rates: Group | None, comm) -> str:
         shape, order = arranged(one, options, comm)
         comm = placement.placed(world, shape, order)
         scheme = mm3d.scheme(one.row.scheme, comm, tuple(shape.values()), options.backend)
-        resident = yardsticks.Resident()
+        resident = footprint.Resident()
         model = verify.build(scheme, one.sizes, options.seed, options.dtype)
     except ValueError as error:
         raise Failed(str(error)) from error
@@ -115,8 +116,8 @@ def measure(one: Case, options: Options, rates: Group | None, comm) -> str:
             machine.describe(scheme.grid.backend.name, comm.size, MPI.Get_library_version(),
                              command_line(sys.argv[1:])),
             found.samples, dict(zip(store.COUNTS, np.stack(everyone, axis=2))),
-            expected_words(one, scheme), checks, published(one.row), late=found.late,
-            ended_by=found.ended_by, clock=clock,
+            expected_words(scheme.name, scheme.grid.shape, one.sizes), checks, published(one.row),
+            late=found.late, ended_by=found.ended_by, clock=clock,
             groups={name: group for name, group in groups.items() if group is not None})
         outcome = written(record, one, options.out)
     timing.wait_patiently(comm)    # while rank 0 writes

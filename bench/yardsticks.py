@@ -3,11 +3,11 @@
 import gc
 import math
 import time
-from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
 
+from bench.footprint import Resident
 from mm3d import cost, dry, environment, timing
 from mm3d.backend import Backend
 from mm3d.record import Group, Variable
@@ -17,7 +17,6 @@ BYTES = 3 * 2 ** 26  # of the three arrays of the sum, over all ranks of a node
 SAMPLE = 0.005      # seconds that one rank alone works in a sample
 ALONE = 0.1         # seconds that one rank works while the others, falling asleep, wait
 ROUNDS = 2          # the best of which counts
-STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def peaks(backend: Backend, dtype: str, comm) -> Group | None:
@@ -71,30 +70,6 @@ def _rates(step: Callable[[], Any], amount: int, synchronize: Callable[[], None]
     makespan = min(timing.spans(several, comm, synchronize, clock)[0].max()
                    for _ in range(ROUNDS))
     return amount / seconds, amount * calls / float(makespan)
-
-
-class Resident:
-    """Memory of this process beyond what it had when this was made, as the system counts it."""
-
-    def __init__(self) -> None:
-        gc.collect()
-        self.before = _status("VmRSS")
-
-    def mark(self) -> None:
-        """Let the highest start again from what there is now."""
-        if CLEAR.exists():
-            CLEAR.write_text("5")
-
-    def growth(self) -> float:
-        """Bytes at the highest since the mark; NaN where the system does not tell."""
-        return _status("VmHWM") - self.before
-
-
-def _status(name: str) -> float:
-    """A line of the system's account of this process, in bytes."""
-    lines = STATUS.read_text().splitlines() if STATUS.exists() else []
-    found = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
-    return 1024.0 * int(found[0]) if found else math.nan
 
 
 class StepMemory:

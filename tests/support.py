@@ -12,9 +12,6 @@ from mm3d import environment
 ROOT = Path(__file__).parents[1]
 LIMIT = float(os.environ.get("MM3D_TEST_TIMEOUT", 120))    # seconds that a test may take
 
-# What a launcher tells its ranks, which must not reach the ranks of another launcher.
-LAUNCHER = ("PMI_", "PMIX_", "HYDRA_", "HYDI_", "OMPI_", "PRTE_", "MPI_LOCAL")
-
 
 @functools.cache
 def gpu_problem() -> str:
@@ -34,7 +31,7 @@ def clean_environment(**more: str) -> dict[str, str]:
     the one that started this process, and of what mm3d has set on its account."""
     defaults = {*environment.BLAS_THREADS, *environment.YIELD}
     env = {name: value for name, value in os.environ.items()
-           if not name.startswith(LAUNCHER) and name not in defaults}
+           if not name.startswith(environment.LAUNCHER) and name not in defaults}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
     return env | environment.launcher_environment(env) | more
 

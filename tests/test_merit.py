@@ -6,7 +6,7 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from bench import merit, yardsticks
+from bench import footprint, merit, yardsticks
 from bench.cases import Sizes, select
 from bench.formats import render
 from bench.run import counted_step
@@ -62,7 +62,8 @@ def test_figures_of_known_times(tmp_path):
     assert found["  bandwidth in collectives along x"].value == pytest.approx(
         2 * 112 / (8 * 2 * 2.0) / 1e9)
     assert "words a rank along y" not in found
-    assert merit.roofline(run) == {phase: (8.0, 16000.0) for phase in store.PHASES}
+    assert merit.roofline(run) == {name: (8.0, 16000.0) for name in (
+        *store.PHASES, "step")}
     assert found["memory: saved activations"][1:] == (8.0, "MiB", 7.0)
 
 
@@ -100,7 +101,7 @@ def test_peaks_of_the_machine(comm):
 def step_memory(case, keys, comm):
     """The group of one step, and the grid's shape; nothing else stays."""
     with case.on(comm, "numpy") as scheme:
-        resident = yardsticks.Resident()
+        resident = footprint.Resident()
         model = mm3d.Transformer(scheme, **keys)
         x, dy = model.random("input"), model.random("output gradient")
         scheme.grid.backend.empty((10 ** 6,), "float64")    # an earlier peak does not count
@@ -133,11 +134,11 @@ def test_memory_of_every_rank_and_its_closed_forms(comm):
 
 
 def test_growth_of_the_process_is_seen():
-    resident = yardsticks.Resident()
+    resident = footprint.Resident()
     resident.mark()
     block = np.ones(2 ** 23)    # 64 MiB
     del block
-    if yardsticks.STATUS.exists():
+    if footprint.STATUS.exists():
         assert 60 * 2 ** 20 < resident.growth() < 2 ** 30
 
 
