@@ -48,8 +48,8 @@ def merge(paths: list[Path], target: Path) -> int:
     Raises
     ------
     StoreError
-        When a file cannot be read, the versions of the schema differ, or `target` is there
-        already or cannot be written; no file is changed then.
+        When a file cannot be read, there are no runs, the versions of the schema differ, or
+        `target` is there already or cannot be written; no file is changed then.
     """
     image, versions, written = io.BytesIO(), {}, {}
     with h5py.File(image, "w", libver="v110") as made:
@@ -65,6 +65,8 @@ def merge(paths: list[Path], target: Path) -> int:
                     if stem not in written:
                         written[stem] = run.created
                         copy(group, made.create_group(f"runs/{stem}"))
+        if not written:
+            raise StoreError(f"there are no runs to merge in {target}: name files that have some")
         if len(versions) > 1:
             found = "; ".join(f"version {version} in {place}"
                               for version, place in sorted(versions.items()))
@@ -74,7 +76,10 @@ def merge(paths: list[Path], target: Path) -> int:
     try:
         publish(image.getbuffer(), target)
     except FileExistsError as error:
-        raise StoreError(f"{target} is there already: name a new file") from error
+        if target.exists():
+            raise StoreError(f"{target} is there already: name a new file") from error
+        raise StoreError(f"{target}.part is there, of a merge that goes on or was killed: delete "
+                         f"it if none goes on, or name another file") from error
     except OSError as error:
         raise StoreError(f"{target} could not be written ({error.strerror}); nothing was "
                          f"changed") from error

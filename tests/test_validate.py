@@ -316,3 +316,16 @@ def test_what_cannot_be_merged_changes_nothing(measured, tmp_path, capsys):
     truncated(old)
     assert main(["merge", str(target), str(old), str(measured)]) == 2
     assert "is truncated" in capsys.readouterr().err and not list(target.parent.iterdir())
+
+
+def test_nothing_to_merge_and_what_a_killed_merge_left(measured, tmp_path, capsys):
+    target, part = tmp_path / "all.h5", tmp_path / "all.h5.part"
+    assert main(["merge", str(target), str(measured)]) == 0
+    assert main(["merge", str(target), str(tmp_path)]) == 2    # which has nothing else
+    assert f"there are no runs to merge in {target}" in capsys.readouterr().err
+    target.rename(part)
+    assert main(["merge", str(target), str(measured)]) == 2
+    said = capsys.readouterr().err
+    assert f"{part} is there, of a merge that goes on or was killed: delete it" in said
+    part.unlink()
+    assert main(["merge", str(target), str(measured)]) == 0
