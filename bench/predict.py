@@ -207,7 +207,10 @@ def run(arguments) -> int:
         When there are no results.
     """
     if arguments.results:
-        print(replay.report(model.load(arguments.machine), replay.collected(arguments.results)))
+        found, problems = replay.collected(arguments.results)
+        print(replay.report(model.load(arguments.machine), found))
+        if problems:
+            print("", "Left out:", *problems, sep="\n")
         return 0
     wanted = {row.table for row in select(arguments.table)}
     outcome = predict(model.load(arguments.machine))

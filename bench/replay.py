@@ -1,7 +1,6 @@
 """Predicted beside measured: what was run on a machine, replayed on its model."""
 
 import math
-from pathlib import Path
 from typing import Iterator
 
 import msgspec
@@ -11,6 +10,7 @@ from tabulate import tabulate
 from bench import model
 from bench.cases import TITLES
 from bench.products import Problem
+from bench.results import read_all
 from mm3d import backend as backends
 from mm3d import dry, store, timing
 from mm3d.observe import observed
@@ -138,19 +138,19 @@ def _grid(text: str) -> tuple[int, ...]:
     return tuple(map(int, text.split(" x ")))
 
 
-def collected(folder: str) -> list[Measured]:
-    """All that the files in `folder` have measured.
+def collected(folder: str) -> tuple[list[Measured], list[str]]:
+    """All that the files in `folder` have measured, and what could not be read.
 
     Raises
     ------
     StoreError
         When there is no such folder, or nothing in it.
     """
-    found = [one for path in sorted(Path(folder).glob("*.h5"))
-             for one in measured(store.read(path))]
+    runs, problems = read_all(folder)
+    found = [one for run in runs for one in measured(run)]
     if not found:
         raise store.StoreError(f"{folder}: no measured products or Transformers")
-    return found
+    return found, problems
 
 
 def report(machine: model.Machine, found: list[Measured]) -> str:

@@ -134,10 +134,22 @@ def test_every_scheme_and_grid_is_measured_and_written(measured):
 def test_results_are_read_again(measured, capsys):
     """`predict --results` prints what `check` printed."""
     run, folder = measured
-    found = replay.collected(str(folder))
-    assert len(found) == 9 and all(min(one.seconds.values()) > 0 for one in found)
+    found, problems = replay.collected(str(folder))
+    assert len(found) == 9 and not problems and all(min(one.seconds.values()) > 0 for one in found)
     assert main(["predict", "--machine", "cpu", "--results", str(folder)]) == 0
     assert capsys.readouterr().out.strip() in run.stdout.replace("written", "\nwritten")
+
+
+def test_a_merged_file_is_read_and_a_damaged_one_named(measured, tmp_path, capsys):
+    _, folder = measured
+    assert main(["merge", str(tmp_path / "all.h5"), str(folder)]) == 0
+    (tmp_path / "cut.h5").write_bytes((tmp_path / "all.h5").read_bytes()[:3000])
+    capsys.readouterr()
+    assert main(["predict", "--machine", "cpu", "--results", str(tmp_path)]) == 0
+    merged, _, left_out = capsys.readouterr().out.partition("\nLeft out:\n")
+    assert left_out.startswith(f"{tmp_path / 'cut.h5'} is truncated, damaged")
+    assert main(["predict", "--machine", "cpu", "--results", str(folder)]) == 0
+    assert capsys.readouterr().out == merged
 
 
 def test_runs_of_the_tables_have_a_published_column(capsys, tmp_path):
@@ -171,4 +183,4 @@ def test_a_machine_of_another_transport_is_refused(tmp_path):
 
 def test_a_folder_without_results(capsys, tmp_path):
     assert main(["predict", "--results", str(tmp_path)]) == 2
-    assert "no measured products or Transformers" in capsys.readouterr().err
+    assert f"no results in {tmp_path}" in capsys.readouterr().err
