@@ -5,6 +5,7 @@ repetitions, each of the slowest rank.
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Iterator
@@ -90,6 +91,7 @@ def compare(arguments) -> int:
         raise UsageError(f"--fail-on-regression {limit:g}: a percentage of at least 0 would do")
     names = arguments.a, arguments.b
     (first, lost), (second, also_lost) = map(cases, names)
+    first, second = told_apart(first, second)
     common = comparable(names, first, second)
     verdicts = judged(first, second, common)
     worse = [] if limit is None else [
@@ -107,8 +109,9 @@ def compare(arguments) -> int:
     return 1 if worse else 0
 
 
-def cases(path: str | Path) -> tuple[dict[str, Case], list[str]]:
-    """The cases of a file or of a folder by name, of each the latest, and what could not be read.
+def cases(path: str | Path) -> tuple[dict[tuple[str, str], Case], list[str]]:
+    """The cases of a file or of a folder by name and transport, of each the latest, and what could
+    not be read.
 
     Raises
     ------
@@ -116,12 +119,22 @@ def cases(path: str | Path) -> tuple[dict[str, Case], list[str]]:
         When there are none.
     """
     runs, problems = read_all(path)
-    found: dict[str, Case] = {}
+    found: dict[tuple[str, str], Case] = {}
     for run in runs:
-        found |= dict(model_case(run) if isinstance(run, Run) else points(run))
+        transport = str(run.configuration.get("transport", "not recorded"))
+        for name, case in model_case(run) if isinstance(run, Run) else points(run):
+            found[name, transport] = case
     if not found:
         raise StoreError(f"{path} holds nothing that was timed repeatedly")
     return found, problems
+
+
+def told_apart(*sets: dict[tuple[str, str], Case]) -> list[dict[str, Case]]:
+    """The cases of each set by name, with the transport in it where a set has one by two."""
+    several = {name for found in sets
+               for name, count in Counter(name for name, _ in found).items() if count > 1}
+    return [{f"{name}, transport {transport}" if name in several else name: case
+             for (name, transport), case in found.items()} for found in sets]
 
 
 def model_case(run: Run) -> Iterator[tuple[str, Case]]:

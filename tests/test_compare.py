@@ -2,6 +2,7 @@
 import numpy as np
 import pytest
 
+from bench import compare
 from bench.__main__ import main
 from bench.cases import select
 from mm3d import store
@@ -169,6 +170,32 @@ def test_points_of_microbenchmarks_are_cases(sets, capsys):
     assert product.endswith("faster") and " 1.05 " in product and " 0.525 " in product
     assert lines["matmul phase forward kind one process"].endswith("no difference shown")
     assert "transport is mpi in A and shared in B" in text
+
+
+def test_transports_of_one_set_are_cases_of_their_own(sets, capsys):
+    """Of products and of rows; what only one set has is said, not dropped."""
+    for transport, factor in (("mpi", 1.0), ("shared", 0.5)):
+        store.write(products(factor, transport), sets[0], "matmul")
+        run = made_up(ROWS[0], factor, factor)
+        run.configuration["transport"] = transport
+        store.write(run, sets[0], "row")
+    store.write(products(0.5, "shared"), sets[1], "matmul")
+    run = made_up(ROWS[0], 0.5, 0.5)
+    run.configuration["transport"] = "shared"
+    store.write(run, sets[1], "row")
+    both, one = compare.told_apart(*(compare.cases(folder)[0] for folder in sets))
+    names = ["matmul phase forward kind one process, M 8", "weak 1-D 8 ranks, laptop",
+             "matmul phase forward kind product, M 8"]
+    assert both.keys() == {f"{name}, transport {transport}" for name in names
+                           for transport in ("mpi", "shared")}
+    assert one.keys() == {f"{name}, transport shared" for name in names}
+    assert [np.median(both[f"{names[2]}, transport {transport}"].samples)
+            for transport in ("mpi", "shared")] == pytest.approx([1.05, 0.525])
+    for pair in (sets, sets[::-1]):
+        assert main(["compare", *map(str, pair)]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert "Of 3 cases B is faster in 0, slower in 0" in text
+        assert f"Only in {'AB'[pair is not sets]}, 3: " in text
 
 
 def test_the_same_results_do_not_differ(sets, capsys):
