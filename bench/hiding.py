@@ -8,13 +8,11 @@ from mm3d.grid import Grid
 from mm3d.transport import Pending
 
 
-def set_overlap(model: Any, overlap: bool) -> bool:
-    """Let the products of `model` overlap or not; whether there are any that can."""
-    products = [layer.product for block in model.layers.layers for layer in block.layers
-                if hasattr(getattr(layer, "product", None), "overlap")]
-    for product in products:
-        product.overlap = overlap
-    return bool(products)
+def set_overlap(model: Any, overlap: bool) -> None:
+    """Let the products of `model` that can overlap do so or not."""
+    for layer in [layer for block in model.layers.layers for layer in block.layers]:
+        if hasattr(getattr(layer, "product", None), "overlap"):
+            layer.product.overlap = overlap
 
 
 def hidden_share(grid: Grid, step: Callable[[], object], repetitions: int) -> float:

@@ -7,6 +7,7 @@ second time in each, with communication going on while ranks multiply.
 """
 
 import gc
+import inspect
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,6 +43,8 @@ def layer(arguments, comm) -> int:
         When the results folder cannot be written.
     """
     limits = limits_of(arguments)
+    if arguments.overlap:
+        check_overlap(arguments.scheme)
     out = writable(arguments.out, comm)
     every = [Sizes(1, hidden, max(1, hidden // arguments.head), arguments.batch, arguments.seq)
              for hidden in arguments.hidden]
@@ -57,6 +60,15 @@ def layer(arguments, comm) -> int:
         scheme.grid.free()
         del subject
     return status
+
+
+def check_overlap(scheme: str) -> None:
+    """Raise UsageError for a scheme whose products cannot overlap."""
+    able = [name for name, cls in mm3d.SCHEMES.items()
+            if "overlap" in inspect.signature(cls).parameters]
+    if scheme not in able:
+        raise UsageError(f"--overlap --scheme {scheme}: only products of {', '.join(able)} can "
+                         f"overlap")
 
 
 class Subject:
@@ -155,8 +167,7 @@ def measured(subject: Subject, arguments, limits: timing.Limits, rival: Rival | 
     clock, order = timing.Clock(comm), np.random.default_rng(arguments.seed)
     replay = Replay(subject.step, backend, subject.dtype)
     replay.result, last = None, None
-    overlap = arguments.overlap and hiding.set_overlap(subject.model, False)
-    kinds = [0, 1, *([2] if arguments.torch else []), *([3] if overlap else [])]
+    kinds = [0, 1, *([2] if arguments.torch else []), *([3] if arguments.overlap else [])]
 
     def sample(kind: int) -> np.ndarray:
         nonlocal last
@@ -191,7 +202,7 @@ def measured(subject: Subject, arguments, limits: timing.Limits, rival: Rival | 
     checks = subject.checks(last, rival)
     last = None
     hidden = np.nan
-    if overlap:
+    if arguments.overlap:
         hiding.set_overlap(subject.model, True)
         hidden = hiding.hidden_share(subject.scheme.grid, subject.step, 3)
     return Found(np.array(kept[1:]), kinds, hidden, ended_by, checks)

@@ -87,6 +87,7 @@ def test_what_differs_from_the_reference_gets_no_times(tmp_path):
 @pytest.mark.parametrize("options, message", [
     (("--torch", "/nowhere/python"), "--torch /nowhere/python: No such file"),
     (("--torch", "false"), "could not do the layer"),
+    (("--overlap", "--scheme", "1d"), "--overlap --scheme 1d: only products of 3d can overlap"),
     (("--hidden", "33"), "hidden=33 cannot be dealt to heads"),
     (("--scheme", "4d"), "scheme '4d' is unknown")])
 def test_wrong_arguments_get_one_message(tmp_path, options, message):
