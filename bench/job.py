@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from typing import Callable, TypeVar
 
 import msgspec
 
@@ -10,6 +11,8 @@ from bench.cases import Case, Row, UsageError, case
 from mm3d import backend as backends
 from mm3d import timing
 from mm3d.contract import lookup
+
+Made = TypeVar("Made")
 
 
 class Options(msgspec.Struct, frozen=True):
@@ -61,16 +64,28 @@ def fitting(rows: list[Row], ranks: int, arguments) -> list[Case]:
     raise UsageError(message)
 
 
-def usable(backend: str | None, comm) -> None:
-    """Raise the same UsageError everywhere when some rank cannot use the array library."""
-    problem = None
+def everywhere(make: Callable[[], Made], comm) -> Made:
+    """What `make` gives on each rank.
+
+    Raises
+    ------
+    UsageError
+        The same on every rank, when one cannot have it: a ValueError or an OSError there.
+    """
+    made = problem = None
     try:
-        backends.get(backend)
-    except ValueError as error:
+        made = make()
+    except (ValueError, OSError) as error:
         problem = str(error)
     problems = [text for text in comm.allgather(problem) if text]
     if problems:
         raise UsageError(f"{problems[0]} ({len(problems)} of {comm.size} ranks)")
+    return made
+
+
+def usable(backend: str | None, comm) -> None:
+    """Raise the same UsageError everywhere when some rank cannot use the array library."""
+    everywhere(lambda: backends.get(backend), comm)
 
 
 def arranged(one: Case, options: Options, comm) -> tuple[dict[str, int], str]:

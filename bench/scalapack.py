@@ -17,6 +17,7 @@ from threadpoolctl import threadpool_info
 from bench import operands, residual
 from bench.cases import UsageError
 from bench.formats import Column, Notes, Part, Rows, Table, render
+from bench.job import everywhere
 from bench.matmul import verified
 from bench.products import Problem
 from bench.sampling import failed, limits_of
@@ -150,7 +151,7 @@ def scalapack(arguments, comm) -> int:
         When there is no ScaLAPACK, or an argument cannot be meant.
     """
     limits = limits_of(arguments)
-    lib, status = library(), 0
+    lib, status = everywhere(library, comm), 0
     for shape in arguments.shape:
         try:
             problem = Problem("3d", "ab", comm, arguments.grid, shape, arguments.dtype,

@@ -6,6 +6,7 @@ which opens the shared memory; and in microseconds of a rank's processor time, a
 """
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -33,7 +34,8 @@ def start(arguments) -> int:
     for ranks in arguments.ranks:
         command = environment.mpirun_command(ranks, sys.executable, "-m", "bench.start",
                                              repr(time.time()))
-        done = subprocess.run(command, capture_output=True, text=True)
+        done = subprocess.run(command, capture_output=True, text=True,
+                              env=os.environ | environment.launcher_environment())
         if done.returncode:
             print(f"failed: {ranks} ranks:\n{done.stderr.strip()}", file=sys.stderr)
             return 1

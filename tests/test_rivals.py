@@ -1,7 +1,12 @@
 """ScaLAPACK's product beside ours, and what many ranks cost before they compute."""
+import os
+import subprocess
+from argparse import Namespace
+
 import pytest
 
-from bench import scalapack
+from bench import job, scalapack, start
+from mm3d import environment
 from support import run_python, run_ranks
 
 SMALL = ("-m", "bench", "scalapack", "--shape", "48,40,56", "--block", "8,16", "--grid", "1x2x2",
@@ -50,12 +55,49 @@ def test_without_scalapack_it_is_said_what_to_install(monkeypatch):
         scalapack.library()
 
 
+@pytest.mark.ranks(4)
+def test_what_one_rank_lacks_all_learn(comm, monkeypatch):
+    """As when ScaLAPACK is missing on one node, or its MPI library cannot be opened."""
+    def library():
+        if comm.rank == 2:
+            raise error("not here")
+
+    arguments = Namespace(shape=[], repetitions=1, max_repetitions=1, max_seconds=1, width=0.5)
+    monkeypatch.setattr(scalapack, "library", library)
+    for error in (scalapack.Missing, OSError):
+        with pytest.raises(scalapack.UsageError, match=r"^not here \(1 of 4 ranks\)$"):
+            scalapack.scalapack(arguments, comm)
+    error = RuntimeError    # of the program, not of what is installed: ends the job
+    if comm.rank == 2:
+        with pytest.raises(RuntimeError):
+            scalapack.library()
+    monkeypatch.setattr(job.backends, "get", lambda name: library())
+    error = ValueError
+    with pytest.raises(scalapack.UsageError, match=r"^not here \(1 of 4 ranks\)$"):
+        job.usable(None, comm)
+
+
 def test_many_ranks_are_started_and_timed():
     done = run_python("-m", "bench", "start", "--ranks", "1,8", MM3D_TRANSPORT="shared")
     assert done.returncode == 0, done.stderr
     rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
     assert [row[:2] for row in rows] == [["1", "mpi"], ["8", "shared"]]
     assert all(float(cell) >= 0 for row in rows for cell in row[2:])
+
+
+def test_ranks_are_started_as_root_and_beyond_the_cores_too(monkeypatch, capsys):
+    """Open MPI does so when it is told; what the user has set stays."""
+    def run(command, env, **options):
+        given.update(env)
+        return subprocess.CompletedProcess(command, 1, "", "no ranks")
+
+    given: dict[str, str] = {}
+    for name in environment.PERMIT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "0")
+    monkeypatch.setattr(start.subprocess, "run", run)
+    assert start.start(Namespace(ranks=[1])) == 1 and "no ranks" in capsys.readouterr().err
+    assert given == os.environ | environment.PERMIT | {"OMPI_ALLOW_RUN_AS_ROOT": "0"}
 
 
 def test_a_number_of_ranks_that_is_no_cube_is_refused():
