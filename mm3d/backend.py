@@ -61,8 +61,9 @@ class Pool:
         return np.empty(size, np.uint8)
 
     def count(self, size: int) -> None:
-        """Add to what is in use bytes that the pool does not hold itself, or take them away."""
+        """Add bytes that all ranks hold together, or take them away: held as long as in use."""
         self.in_use += size
+        self.reserved += size
         self.peak = max(self.peak, self.in_use)
 
     def give_back(self, storage: np.ndarray) -> None:

@@ -284,8 +284,11 @@ def test_each_rank_accounts_for_its_share(comm):
         term = split.term((40, 7), np.float64)
         terms = 40 * 7 * 8
         assert grid.backend.memory()["in_use"] == before + terms + 40 * 7 * 8 // comm.size
+        grid.backend.trim()
+        assert grid.backend.memory()["reserved"] == grid.backend.memory()["in_use"]
         del whole, term
-        assert grid.backend.memory()["in_use"] == before
+        memory = grid.backend.memory()
+        assert memory["in_use"] == memory["reserved"] == before
 
 
 @pytest.mark.ranks(4)
