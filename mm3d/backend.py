@@ -256,14 +256,20 @@ def register(name: str, maker: Callable[[], Backend]) -> None:
     _makers[name] = maker
 
 
-def get(name: str | None = None) -> Backend:
+def get(name: str | Backend | None = None) -> Backend:
     """The backend called `name`, or the one ``MM3D_BACKEND`` names, or NumPy's.
+
+    One that is given itself takes the place of the one of its name: from then on arrays of its
+    library belong to it.
 
     Raises
     ------
     ValueError
         When no backend has that name, or its library cannot be used here.
     """
+    if isinstance(name, Backend):
+        _made[name.name] = name
+        return name
     name = name or os.environ.get("MM3D_BACKEND") or "numpy"
     if name not in _makers:
         raise ValueError(f"backend {name!r} is unknown: choose one of {', '.join(_makers)}")

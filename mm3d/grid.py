@@ -45,7 +45,7 @@ class Grid:
 
     def __init__(self, comm: MPI.Intracomm | Absent, backend: str | Backend | None = None,
                  **shape: int) -> None:
-        self.backend = backend if isinstance(backend, Backend) else backends.get(backend)
+        self.backend = backends.get(backend)
         wrong = [f"{name}={size!r}" for name, size in shape.items()
                  if len(name) != 1 or not isinstance(size, numbers.Integral) or size < 1]
         if wrong:

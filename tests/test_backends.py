@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mm3d
 from mm3d import backend, gpu
@@ -75,6 +76,19 @@ def test_the_library_is_chosen_by_argument_then_environment(monkeypatch):
     monkeypatch.setenv("MM3D_BACKEND", "strict")
     assert backend.get().name == "strict" and backend.get("numpy").name == "numpy"
     assert backend.get() is backend.get("strict")
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_backend_given_itself_is_the_one_of_its_arrays(before):
+    """Whether or not there was one of its name; a step takes all memory from it."""
+    earlier = backend.get("numpy") if before else backend.Backend()
+    own = backend.Backend()
+    with Parallelism("serial").on(MPI.COMM_SELF, own) as scheme:
+        model = mm3d.Transformer(scheme, **SIZES["few"])
+        y, saved = model.forward(model.random("x"))
+        model.backward(y, saved)
+    assert scheme.grid.backend is own is backend.of(y) is backend.get("numpy")
+    assert own.memory()["peak"] > model.saved_bytes(saved) and earlier.memory()["peak"] == 0
 
 
 @pytest.mark.ranks(1, 4, 6, 8)
