@@ -88,10 +88,11 @@ def _product(multiply: Callable, observer: Observer, busy: list) -> Callable:
         batch = math.prod(np.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
         observer.enter(Gemm(batch, *a.shape[-2:], b.shape[-1], str(host_dtype(a))))
         busy.append(multiply)
-        result = multiply(a, b, *out, **options)
-        busy.pop()
-        observer.leave()
-        return result
+        try:
+            return multiply(a, b, *out, **options)
+        finally:
+            busy.pop()
+            observer.leave()
     return told
 
 
@@ -130,9 +131,10 @@ class _Transport:
             size = math.prod(shape) * host_dtype(a).itemsize
             self._observer.enter(Collective(kind, axis.name, axis.size, self._stride, size),
                                  self._transport.meet)
-            result = move(a, *where)
-            self._observer.leave()
-            return result
+            try:
+                return move(a, *where)
+            finally:
+                self._observer.leave()
         return told
 
 
@@ -150,9 +152,10 @@ class _Observed:
 
     def _told(self, work: Callable, *arrays: Any) -> Any:
         self.observer.enter(self.event)
-        result = work(*arrays)
-        self.observer.leave()
-        return result
+        try:
+            return work(*arrays)
+        finally:
+            self.observer.leave()
 
 
 class Named:
@@ -178,9 +181,10 @@ class Named:
 
         def told(*arguments: Any) -> Any:
             before, self._observer.operand = self._observer.operand, self._operand
-            result = found(*arguments)
-            self._observer.operand = before
-            return result
+            try:
+                return found(*arguments)
+            finally:
+                self._observer.operand = before
         return told
 
 

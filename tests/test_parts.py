@@ -206,8 +206,31 @@ def test_names_reach_the_profiler_of_a_gpu():
     assert profiler.open == []
 
 
-def test_a_product_that_calls_another_is_one():
+def test_what_fails_is_told_and_what_follows_too(monkeypatch):
+    """A program that catches the error within goes on being observed."""
+    monkeypatch.setattr(backend, "_made", {})
+    library = backend.get("numpy")
+    model = mm3d.Transformer(mm3d.scheme("serial", backend=library, comm=mm3d.grid.MPI.COMM_SELF),
+                             layers=1, hidden=8, heads=2, batch=1, seq=4)
+    recorder, counts = Recorder(library, Clock()), []
+    a, b = np.ones((2, 3)), np.ones((3, 4))
+    with observed(model.grid, recorder, model):
+        for _ in range(2):
+            for wrong in (lambda: library.gemm(a, b, np.ones((5, 5))), lambda: model.forward(a)):
+                with pytest.raises(ValueError):
+                    wrong()
+            with pytest.raises(ValueError):
+                model.layers.layers[0].forward(a)
+            before = len(recorder.spans)
+            model.forward(model.random("x"))
+            counts.append(len(recorder.spans) - before)
+            assert recorder.operand == ""
+    assert counts[0] == counts[1] > 10
+
+
+def test_a_product_that_calls_another_is_one(monkeypatch):
     """As CuPy's gemm is, which calls its gemms; stacks are seen by themselves."""
+    monkeypatch.setattr(backend, "_made", {})
     library = backend.Backend()
     library.gemms = lambda a, b, out: library.xp.matmul(a, b, out=out)
     library.gemm = lambda a, b, out: library.gemms(a[None], b[None], out[None])
