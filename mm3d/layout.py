@@ -108,8 +108,12 @@ class Layout:
         """The division by the direction `letter` of an array of `shape`.
 
         Its extent on this rank is what the directions before `letter` leave of the dimension.
+        ValueError where `letter` divides none.
         """
         self._check(grid, shape)
+        if len(letter) != 1 or letter not in self.letters:
+            raise ValueError(f"layout {self.spec!r} divides nothing by {letter!r}: it has "
+                             f"{', '.join(self.letters) or 'no directions'}")
         dim = next(d for d, letters in enumerate(self.dims) if letter in letters)
         length, unit = shape[dim], self.units.get(dim, 1)
         for before in self.dims[dim].partition(letter)[0]:

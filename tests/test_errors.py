@@ -44,7 +44,6 @@ def refused(comm, monkeypatch):
 @pytest.mark.parametrize("ranks, name, arguments, words", [
     (8, "4d", {}, ["'4d'", "1d, 1d-sp, 2d, 3d, serial"]),
     (7, "3d", {}, ["7 ranks", "start 1 or 8"]),
-    (7, "3d", {}, ["7 ranks", "start 1 or 8"]),
     (10, "3d", {}, ["10 ranks", "8", "27", "grid=(10, 1, 1)"]),
     (63, "3d", {}, ["63 ranks", "64"]),
     (8, "2d", {}, ["8 ranks", "4", "9"]),
@@ -53,7 +52,6 @@ def refused(comm, monkeypatch):
     (8, "3d", {"grid": (2, 2, 2, 1)}, ["(2, 2, 2, 1)", "3 sizes"]),
     (8, "1d", {"grid": (2, 4)}, ["(2, 4)", "1 sizes"]),
     (8, "3d", {"grid": (2, 3, 2)}, ["2 x 3 x 2", "12", "8"]),
-    (8, "1d", {"grid": 8}, ["grid=8", "tuple of sizes"]),
     (8, "1d", {"grid": 8}, ["grid=8", "tuple of sizes"]),
     (8, "3d", {"grid": (8, 0, 1)}, ["y=0", "at least 1"]),
     (8, "3d", {"grid": (-2, -4, 1)}, ["x=-2", "at least 1"]),
@@ -85,6 +83,17 @@ def test_cupy_that_is_not_there(refused, monkeypatch):
 @pytest.mark.ranks(1)
 def test_unknown_scheme_of_closed_forms(refused):
     refused(lambda: mm3d.cost.transformer_words("4d", {"x": 8}, **SIZES), "'4d'", "1d, 1d-sp")
+
+
+@pytest.mark.ranks(1, 8)
+@pytest.mark.parametrize("letter, words", [
+    ("w", ["'xy,z'", "'w'", "x, y, z"]), ("u", ["'xy,z'", "'u'", "x, y, z"]),
+    ("xy", ["'xy'"]), ("", ["''"])])
+def test_direction_that_divides_nothing(refused, comm, letter, words):
+    """Be it one of the grid or none."""
+    grid = mm3d.Grid(comm, x=comm.size, y=1, z=1, u=1)
+    refused(lambda: mm3d.Layout("xy,z").split(grid, (4, 4), letter), *words)
+    grid.free()
 
 
 @pytest.fixture
