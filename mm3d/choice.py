@@ -1,7 +1,9 @@
 """Which transport carries the arrays of a grid: by setting, or by what is proven to work here."""
 
 import os
-from typing import Any, Mapping
+from typing import Mapping
+
+from mpi4py import MPI
 
 from mm3d import proof
 from mm3d.backend import Backend
@@ -12,7 +14,7 @@ from mm3d.transport import Absent, MpiTransport, SilentTransport
 ON_HOST = ("mpi", "shared")
 
 
-def settle(comm, backend: Backend) -> str:
+def settle(comm: MPI.Intracomm | Absent, backend: Backend) -> str:
     """The name of the transport for arrays of `backend` on all lines of a grid of `comm`.
 
     ``MM3D_TRANSPORT`` decides where it is set: ``mpi`` or ``shared`` for arrays in host memory,
@@ -60,8 +62,8 @@ def _nccl_problem(places: list, installed: list[bool]) -> str:
     return ""
 
 
-def transports_for(comm, lines: Mapping[str, Any], backend: Backend, kind: str,
-                   node: int = 0) -> dict[str, MpiTransport]:
+def transports_for(comm: MPI.Intracomm | Absent, lines: Mapping[str, MPI.Intracomm | Absent],
+                   backend: Backend, kind: str, node: int = 0) -> dict[str, MpiTransport]:
     """The transport of that name (see `settle`) along each of a grid's directions.
 
     Ranks of different nodes, as `mm3d.shared.node_of` numbers them, share no memory and go by MPI;
@@ -103,7 +105,8 @@ def transports_for(comm, lines: Mapping[str, Any], backend: Backend, kind: str,
     return found
 
 
-def _transport(line, backend: Backend, kind: str, node: int) -> MpiTransport:
+def _transport(line: MPI.Intracomm | Absent, backend: Backend, kind: str,
+               node: int) -> MpiTransport:
     """The transport between the ranks of one line, which all make it."""
     if isinstance(line, Absent):
         return SilentTransport(line, backend)

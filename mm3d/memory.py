@@ -28,6 +28,7 @@ import threading
 from typing import Callable
 
 import numpy as np
+from mpi4py import MPI
 
 PAGE = 4096
 SEGMENT = 1 << 30   # bytes mapped at a time; what is never used takes no memory
@@ -70,7 +71,7 @@ class SharedMemory:
         in `take` when more is needed.
     """
 
-    def __init__(self, comm) -> None:
+    def __init__(self, comm: MPI.Intracomm) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         # Of each rank: the counter, the number, from 1, of the rank on which it sleeps, the last
         # two meetings that it left notes for; these notes; slots of mail.

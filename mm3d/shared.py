@@ -65,7 +65,7 @@ class SharedTransport(MpiTransport):
     name = "shared"
     goes_on = False    # a gather copies nothing, and sums are made at once
 
-    def __init__(self, comm, backend: Backend) -> None:
+    def __init__(self, comm: MPI.Intracomm, backend: Backend) -> None:
         super().__init__(comm, backend)
         self.size = comm.size
         self.memory = SharedMemory(comm)
@@ -195,7 +195,7 @@ class SharedTransport(MpiTransport):
         return out
 
 
-def node_of(comm) -> int:
+def node_of(comm: MPI.Intracomm) -> int:
     """A number that the ranks of `comm` on one node have in common; all must call it.
 
     With ``MM3D_NODE_SIZE=n`` every n ranks of a node count as a node of their own, which shows
@@ -207,7 +207,7 @@ def node_of(comm) -> int:
         When ``MM3D_NODE_SIZE`` is no positive integer.
     """
     wanted = os.environ.get("MM3D_NODE_SIZE")
-    if wanted is not None and not (wanted.isdigit() and int(wanted) > 0):
+    if wanted is not None and not (wanted.isdecimal() and int(wanted) > 0):
         raise ValueError(f"MM3D_NODE_SIZE={wanted!r}: give the number of ranks, 1 or more, that "
                          "count as one node")
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
@@ -219,7 +219,7 @@ def node_of(comm) -> int:
     return first
 
 
-def one_node(comm, node: int) -> bool:
+def one_node(comm: MPI.Intracomm, node: int) -> bool:
     """Whether the ranks of `comm`, this one's node being `node`, can share memory."""
     nodes = np.empty(comm.size, np.int64)
     comm.Allgather(np.array([node]), nodes)

@@ -59,7 +59,8 @@ ONLY_IN = {"cupy": {"gpu"}, "cupy_backends": {"gpu"}, "ml_dtypes": {"gpu"},
            "mpi4py": {"grid", "contract", "proof", "selftest", "shared"},
            "h5py": {"record", "store", "merged"},
            "threadpoolctl": {"environment"}}
-TYPE_HINTS_ONLY = {("axis", "mpi4py"), ("schemes.cube", "mpi4py")}
+TYPE_HINTS_ONLY = {("axis", "mpi4py"), ("choice", "mpi4py"), ("memory", "mpi4py"),
+                   ("schemes.cube", "mpi4py")}
 EVERYWHERE = {"numpy", *sys.stdlib_module_names}
 
 

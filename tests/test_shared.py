@@ -438,7 +438,7 @@ def test_a_limit_on_the_size_of_files_is_known_at_the_start(comm):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-@pytest.mark.parametrize("wrong", ["0", "-1", "two"])
+@pytest.mark.parametrize("wrong", ["0", "-1", "two", "²"])
 def test_a_wrong_node_size_is_refused(comm, monkeypatch, wrong):
     monkeypatch.setenv("MM3D_NODE_SIZE", wrong)
     with pytest.raises(ValueError, match=f"MM3D_NODE_SIZE='{wrong}': give the number of ranks"):
