@@ -36,7 +36,7 @@ MAY_IMPORT = {
     "schemes.__init__": set(),
     "functional": {"backend", "elementwise"},
     "parameter": {"axis", "backend", "grid", "layout", "transport"},
-    "layers": {"backend", "contract", "functional", "parameter", "space"},
+    "layers": {"axis", "backend", "contract", "functional", "parameter", "space"},
     "transformer": {"backend", "layers", "contract", "transport"},
     "cost": {"contract"},
     "environment": set(),
