@@ -12,9 +12,9 @@ from support import ROOT
 
 PROGRAMS = {"bench": bench, "jobs": jobs}
 NAMES = ("README.rst", "results/README.rst")
-# Literals in one line each: those of a paragraph may go on in the next.
+# Commands and literals in one line each: they may go on in the next.
 TEXTS = {name: re.sub(r"``[^`]+``", lambda found: " ".join(found[0].split()),
-                      (ROOT / name).read_text()) for name in NAMES}
+                      (ROOT / name).read_text().replace("\\\n", " ")) for name in NAMES}
 LITERALS = {word for text in TEXTS.values() for word in re.findall(r"``([^`]+)``", text)}
 
 # Of pytest and srun; and a file that a job writes into its folder of results.
