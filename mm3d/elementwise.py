@@ -200,9 +200,9 @@ class Kernels:
         mask = self._mask(q, k, first) if causal else None
         ones = self._ones(k.shape[1], q.dtype)
         for b, some, (P, Q, sums) in self._head_blocks(q, k, "qk", "qd", "q"):
-            K, V, y = (_by_head(np, a[b, :, some, :]) for a in (k, v, out))
+            K, V, y = (by_head(np, a[b, :, some, :]) for a in (k, v, out))
             top = lse[b, some, :]
-            np.multiply(_by_head(np, q[b, :, some, :]), 1 / math.sqrt(q.shape[-1]), out=Q)
+            np.multiply(by_head(np, q[b, :, some, :]), 1 / math.sqrt(q.shape[-1]), out=Q)
             self._scores(Q, K, mask, P)
             np.max(P, axis=-1, out=top)
             np.subtract(P, top[:, :, None], out=P)
@@ -221,10 +221,10 @@ class Kernels:
         mask = self._mask(q, k, first) if causal else None
         blocks = self._head_blocks(q, k, "qk", "qk", "qe", "ke", "q")
         for b, some, (P, dS, Q, K, sums) in blocks:
-            V, dO, dQ, dK, dV = (_by_head(np, a[b, :, some, :]) for a in (v, do, dq, dk, dv))
-            np.multiply(_by_head(np, q[b, :, some, :]), scale, out=Q[:, :, :d])
+            V, dO, dQ, dK, dV = (by_head(np, a[b, :, some, :]) for a in (v, do, dq, dk, dv))
+            np.multiply(by_head(np, q[b, :, some, :]), scale, out=Q[:, :, :d])
             np.multiply(lse[b, some, :], -1, out=Q[:, :, d])
-            K[:, :, :d] = _by_head(np, k[b, :, some, :])
+            K[:, :, :d] = by_head(np, k[b, :, some, :])
             K[:, :, d] = 1
             self._scores(Q, K, mask, P)
             np.exp(P, out=P)
@@ -269,6 +269,6 @@ class Kernels:
         return mask
 
 
-def _by_head(np: ModuleType | Any, a: Array) -> Array:
+def by_head(xp: ModuleType | Any, a: Array) -> Array:
     """(positions, heads, d) as (heads, positions, d)."""
-    return np.permute_dims(a, (1, 0, 2))
+    return xp.permute_dims(a, (1, 0, 2))

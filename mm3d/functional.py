@@ -14,7 +14,7 @@ from typing import Callable
 
 from mm3d import backend
 from mm3d.backend import Array, namespace, wide_dtype
-from mm3d.elementwise import GELU_CUBIC, GELU_SCALE, head_blocks, row_blocks
+from mm3d.elementwise import GELU_CUBIC, GELU_SCALE, by_head, head_blocks, row_blocks
 
 
 def kernel(readable: Callable) -> Callable:
@@ -211,7 +211,7 @@ def attention_forward(q: Array, k: Array, v: Array, first: int, causal: bool,
     lse = library.empty((batch, heads, queries), wide)
     mask = _mask(q, k, first, wide) if causal else None
     for b, some in head_blocks(library, q, k):
-        Q, K, V = (_by_head(xp, a[b, :, some, :]) for a in (q, k, v))
+        Q, K, V = (by_head(xp, a[b, :, some, :]) for a in (q, k, v))
         S = _scores(xp, Q, K, mask, wide)
         top = xp.max(S, axis=-1, keepdims=True)
         S -= top
@@ -236,7 +236,7 @@ def attention_backward(do: Array, q: Array, k: Array, v: Array, lse: Array, firs
     scale = 1 / math.sqrt(q.shape[-1])
     mask = _mask(q, k, first, lse.dtype) if causal else None
     for b, some in head_blocks(library, q, k):
-        Q, K, V, dO = (_by_head(xp, a[b, :, some, :]) for a in (q, k, v, do))
+        Q, K, V, dO = (by_head(xp, a[b, :, some, :]) for a in (q, k, v, do))
         P = _scores(xp, Q, K, mask, lse.dtype)
         P -= lse[b, some, :][:, :, None]
         P = xp.exp(P)
@@ -249,10 +249,6 @@ def attention_backward(do: Array, q: Array, k: Array, v: Array, lse: Array, firs
         for a, gradient in ((dq, xp.matmul(dS, K)),
                             (dk, xp.matmul(xp.matrix_transpose(dS), Q)), (dv, dV)):
             a[b, :, some, :] = xp.permute_dims(gradient, (1, 0, 2))
-
-
-def _by_head(xp, a: Array) -> Array:
-    return xp.permute_dims(a, (1, 0, 2))
 
 
 def _mask(q: Array, k: Array, first: int, dtype) -> Array:

@@ -137,7 +137,8 @@ class MpiTransport:
         if not self.goes_on:
             return Pending(self.backend, self.reduce_scatter(a, dim, counts))
         flat, lengths, out = self._terms(a, dim, counts)
-        # MPICH sums in this one, also where blocks are even, in the order of the blocking one.
+        # MPICH sums in this one, also where blocks are even, in the order of the blocking one;
+        # of another MPI the last bits may differ where three or more ranks sum.
         request = self.comm.Ireduce_scatter(flat, out, lengths)
         return Pending(self.backend, out, request=request, kept=(flat,))
 

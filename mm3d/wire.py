@@ -18,7 +18,7 @@ class WireTransport(MpiTransport, ABC):
     """Collectives made of a gather, a broadcast and an exchange; sums are the device's own.
 
     Terms are summed in the order of the ranks, in float32 where the elements have 16 bits, so that
-    every transport gives the same bits.
+    a CUDA-aware MPI and staging give the same bits; NCCL sums wider types in an order of its own.
     """
 
     @abstractmethod

@@ -108,10 +108,9 @@ def test_saved_bytes_are_as_documented(comm, sizes):
 
 
 @every_grid
-def test_parameters_are_stored_once(comm):
-    """2-D and 3-D store every number once, and of each weight exactly 1/P on each rank where
-    everything divides; 1-D does so for weights.  Other schemes store no more than their layouts
-    say."""
+def test_weights_are_dealt_over_all_ranks(comm):
+    """Of each weight exactly 1/P lies on each rank where everything divides.  Other schemes store
+    no more than their layouts say."""
     size = dict(layers=1, hidden=48, heads=24, batch=1, seq=1)
     for parallelism in PARALLELISMS[comm.size]:
         with parallelism.on(comm) as scheme:
@@ -122,9 +121,6 @@ def test_parameters_are_stored_once(comm):
                 dealt = math.prod(scheme.grid.shape[c] for c in p.layout.letters)
                 assert p.value.size * dealt == math.prod(p.public_shape), p.name
                 assert dealt == comm.size or parallelism.name not in ("1d", "1d-sp", "2d", "3d")
-        if parallelism.name in ("2d", "3d"):
-            stored = comm.allreduce(sum(p.value.size for p in model.parameters))
-            assert stored == mm3d.cost.parameters(size["layers"], size["hidden"]), parallelism
 
 
 @every_grid
@@ -138,11 +134,9 @@ def test_random_numbers_do_not_depend_on_the_grid(comm, sizes):
 
     with Parallelism("serial").on(MPI.COMM_SELF) as scheme:
         expected = drawn(scheme)[1]
-    expected = {name: a for name, a in expected.items() if a.any()}    # no bias
     for parallelism in PARALLELISMS[comm.size]:
         with parallelism.on(comm) as scheme:
             model, found = drawn(scheme)
-            found = {name: a for name, a in found.items() if name in expected}
             assert not differences(model, found, expected, 0, 0), parallelism
 
 

@@ -9,6 +9,7 @@ that norms and residuals work on shards of it.
 
 from typing import Any
 
+from mm3d.axis import Axis, Split
 from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
 from mm3d.layout import Layout
 from mm3d.contract import Move, Product, Scheme, Strings
@@ -18,7 +19,7 @@ from mm3d.space import Space
 class Replicated:
     """Rows whole on every rank: `gather` is free, the sum of the ranks' terms an all-reduce."""
 
-    def __init__(self, axis) -> None:
+    def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
     def all_gather(self, a: Array) -> Array:
@@ -35,7 +36,7 @@ class ColumnParallel(Product):
 
     operands = {"rows": "A"}
 
-    def __init__(self, rows, weight: Layout) -> None:
+    def __init__(self, rows: Replicated | Split, weight: Layout) -> None:
         self.rows, self.weight = rows, weight
 
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
@@ -51,7 +52,7 @@ class RowParallel(Product):
 
     operands = {"rows": "C"}
 
-    def __init__(self, rows, weight: Layout) -> None:
+    def __init__(self, rows: Replicated | Split, weight: Layout) -> None:
         self.rows, self.weight = rows, weight
 
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
@@ -78,7 +79,7 @@ class Megatron(Scheme):
                 **options: Any) -> tuple[Strings, Strings]:
         return (",", "", "", ""), (",", "x", "x", "")
 
-    def rows(self, outer: Space):
+    def rows(self, outer: Space) -> Replicated | Split:
         """How the rows of the outer space become whole, and how sums return to it."""
         return Replicated(self.grid.x)
 
@@ -117,7 +118,7 @@ class MegatronSequence(Megatron):
                 **options: Any) -> tuple[Strings, Strings]:
         return (",x", "", "", "x"), (",", "x", "x", "")
 
-    def rows(self, outer: Space):
+    def rows(self, outer: Space) -> Split:
         return outer.rows_split("x")
 
     @classmethod
