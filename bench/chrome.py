@@ -5,10 +5,10 @@ with ``ts`` and ``dur`` in microseconds, and metadata events (``"M"``) that name
 """
 
 import json
-import os
 from pathlib import Path
 from typing import Any, Sequence
 
+from bench import textfile
 from bench.cases import UsageError
 from mm3d import store
 from mm3d.spans import Span
@@ -57,7 +57,7 @@ def _complete(span: Span, rank: int, first: float) -> dict[str, Any]:
             "args": {key: value for key, value in details.items() if value}}
 
 
-def write(path: Path, spans: list[Span], grid: Any, clock: Clock, title: str) -> None:
+def write(path: Path, spans: list[Span], grid: Any, clock: Clock, title: str) -> int:
     """Write the trace of all ranks of `grid`; each must call it with its own spans.
 
     Parameters
@@ -73,26 +73,30 @@ def write(path: Path, spans: list[Span], grid: Any, clock: Clock, title: str) ->
     title : str
         What was traced.
 
-    Raises
-    ------
-    OSError
-        On rank 0, when the file cannot be written.
+    Returns
+    -------
+    int
+        0 when it was written, and 1 when it could not be, which rank 0 says; the same on every
+        rank.
     """
     place = ", ".join(map(str, grid.coords.values()))
     everyone = grid.comm.gather((spans, f"rank {grid.rank} ({place})", clock.offset,
                                  clock.offset_error))
     if everyone is None:
-        return
+        return grid.comm.bcast(None)
     tracks, names, offsets, errors = zip(*everyone)
     about = {"title": title, "grid": " x ".join(f"{axis}={n}" for axis, n in grid.shape.items()),
              "clock": "rank 0's; the offset of a rank on another kernel was measured by the "
                       "fastest of 100 round trips, and is wrong by at most half of that one",
              "clock_offset_s": list(offsets), "clock_offset_error_s": list(errors),
              "spans": "each collective follows a barrier of its ranks, a span of its own"}
-    text = json.dumps(document(tracks, names, title, about))
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text)
-    os.replace(part, path)
+    status = 0
+    try:
+        textfile.replace(path, json.dumps(document(tracks, names, title, about)))
+    except OSError as error:
+        status = 1
+        print(f"not written: the trace {path} ({error.strerror})", flush=True)
+    return grid.comm.bcast(status)
 
 
 def asked_for(arguments, comm) -> str | None:

@@ -84,15 +84,16 @@ def one(problem: Problem, shape: tuple[int, int, int], arguments, limits: timing
     problems = residual.failure(again)
     if problems:
         return failed(name, f"after the last repetition, {problems}", grid.comm)
+    status = 0
     if arguments.trace:
         clock = timing.Clock(grid.comm)
         cases = len(arguments.shape) * len(arguments.form)
-        chrome.write(chrome.named(arguments.trace, name, cases),
-                     traced.product(problem, phases, clock), grid, clock, name)
+        status = chrome.write(chrome.named(arguments.trace, name, cases),
+                              traced.product(problem, phases, clock), grid, clock, name)
     everyone = grid.comm.gather([words[phase] for phase in phases])
     environs = measured_environment(grid.backend.name, grid.comm)
     if everyone is None:
-        return publish(None, out, name, grid.comm)
+        return max(status, publish(None, out, name, grid.comm))
     settings = {"form": problem.form, "scheme": problem.scheme, "dtype": problem.dtype,
                 "M": shape[0], "N": shape[1], "K": shape[2], "seed": arguments.seed,
                 "grid": " x ".join(map(str, grid.shape.values())),
@@ -101,7 +102,7 @@ def one(problem: Problem, shape: tuple[int, int, int], arguments, limits: timing
                 "one_process_cores": len(os.sched_getaffinity(0)), **asdict(limits)}
     record = summary(phases, times, np.array(everyone).T, settings, environs, checks + again)
     print(render(microtables.matmul([record])), "", sep="\n", flush=True)
-    return publish(record, out, name, grid.comm)
+    return max(status, publish(record, out, name, grid.comm))
 
 
 def verified(problem: Problem, results: dict, seed: int) -> list[residual.Check]:

@@ -3,9 +3,10 @@
 import gc
 import random
 import sys
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import msgspec
 import numpy as np
@@ -21,6 +22,7 @@ from bench.provenance import command_line, configuration, expected_words, publis
 from mm3d import backend as backends
 from mm3d import store, timing
 from mm3d.record import Group
+from mm3d.spans import Span
 
 
 class Failed(Exception):
@@ -55,7 +57,7 @@ def run(arguments, comm) -> int:
 
 
 def report(one: Case, options: Options, rates: Group | None, comm) -> int:
-    """Measure one case and say in a line of rank 0 what came of it; 0 when it was written.
+    """Measure one case and say in a line of rank 0 what came of it; 0 when all was written.
 
     `rates` are the machine's, on rank 0; see `bench.yardsticks.peaks`.
     """
@@ -65,7 +67,8 @@ def report(one: Case, options: Options, rates: Group | None, comm) -> int:
     try:
         if comm.bcast(comm.rank == 0 and options.stop()):
             raise Failed("not begun, as it was told to stop")
-        line, status = f"done: {one.title}: {measure(one, options, rates, comm)}", 0
+        text, status = measure(one, options, rates, comm)
+        line = f"done: {one.title}: {text}"
     except Failed as error:
         line, status = f"failed: {one.title}: {error}", 1
     if comm.rank == 0:
@@ -75,8 +78,8 @@ def report(one: Case, options: Options, rates: Group | None, comm) -> int:
     return status
 
 
-def measure(one: Case, options: Options, rates: Group | None, comm) -> str:
-    """Verify and measure one case and write its file; a summary of it.
+def measure(one: Case, options: Options, rates: Group | None, world) -> tuple[str, int]:
+    """Verify and measure one case and write its file; a summary of it, and 1 without its trace.
 
     Raises
     ------
@@ -84,15 +87,52 @@ def measure(one: Case, options: Options, rates: Group | None, comm) -> str:
         When the sizes do not fit the scheme, the result differs from the serial scheme's, or
         the file cannot be written.
     """
-    world = comm
+    shape, order = possible(lambda: arranged(one, options, world))
+    comm = placement.placed(world, shape, order)
+    with freeing(comm.Free):
+        scheme = possible(lambda: mm3d.scheme(one.row.scheme, comm, tuple(shape.values()),
+                                              options.backend))
+        with freeing(scheme.grid.free):
+            record, spans, clock = measured(one, scheme, order, options, rates)
+            outcome = record and written(record, one, options.out)
+            timing.wait_patiently(comm)    # while rank 0 writes
+            succeeded, text = comm.bcast(outcome)
+            if not succeeded:
+                raise Failed(text)
+            status = 0
+            if options.trace:
+                status = chrome.write(chrome.named(options.trace, one.name, options.cases), spans,
+                                      scheme.grid, clock, one.title)
+            return text, status
+
+
+def possible(make: Callable[[], Any]) -> Any:
+    """What `make` gives; its ValueError, which is the same on every rank, as Failed."""
     try:
-        shape, order = arranged(one, options, comm)
-        comm = placement.placed(world, shape, order)
-        scheme = mm3d.scheme(one.row.scheme, comm, tuple(shape.values()), options.backend)
-        resident = footprint.Resident()
-        model = verify.build(scheme, one.sizes, options.seed, options.dtype)
+        return make()
     except ValueError as error:
         raise Failed(str(error)) from error
+
+
+@contextmanager
+def freeing(free: Callable[[], None]) -> Iterator[None]:
+    """Call `free` on all ranks at the end, also when all have failed.
+
+    Not after another exception: one rank may be alone with it, and would wait for the others.
+    """
+    try:
+        yield
+    except Failed:
+        free()
+        raise
+    free()
+
+
+def measured(one: Case, scheme, order: str, options: Options,
+             rates: Group | None) -> tuple[store.Run | None, list[Span], timing.Clock]:
+    """What was measured, on rank 0; and this rank's spans of the last traced step, on a clock."""
+    resident, comm = footprint.Resident(), scheme.grid.comm
+    model = possible(lambda: verify.build(scheme, one.sizes, options.seed, options.dtype))
     x, dy = model.random("input"), model.random("output gradient")
     memory = yardsticks.StepMemory(model, resident)
     y, dx, traffic = counted_step(model, x, dy, memory.between)
@@ -106,8 +146,8 @@ def measure(one: Case, options: Options, rates: Group | None, comm) -> str:
     if not comm.bcast(comm.rank == 0 and options.stop()):
         spans, groups["parts"] = traced.traced(step, model, options.traced)
     everyone = comm.gather(traffic)
-    nodes = placement.found(comm, shape, order)
-    outcome = None
+    nodes = placement.found(comm, scheme.grid.shape, order)
+    record = None
     if found is not None:
         clock = {"resolution": found.clock_resolution, "offset_error": found.clock_offset_error}
         record = store.Run(
@@ -119,17 +159,7 @@ def measure(one: Case, options: Options, rates: Group | None, comm) -> str:
             expected_words(scheme.name, scheme.grid.shape, one.sizes), checks, published(one.row),
             late=found.late, ended_by=found.ended_by, clock=clock,
             groups={name: group for name, group in groups.items() if group is not None})
-        outcome = written(record, one, options.out)
-    timing.wait_patiently(comm)    # while rank 0 writes
-    succeeded, text = comm.bcast(outcome)
-    if succeeded and options.trace:
-        chrome.write(chrome.named(options.trace, one.name, options.cases), spans, scheme.grid,
-                     step.clock, one.title)
-    scheme.grid.free()
-    comm.Free()
-    if not succeeded:
-        raise Failed(text)
-    return text
+    return record, spans, step.clock
 
 
 def written(record: store.Run, one: Case, out: Path) -> tuple[bool, str]:
@@ -166,7 +196,6 @@ def verified(one: Case, scheme, model, y, dx, options: Options) -> list[store.Ch
     checks = verify.compare(checked, y, dx, one.verified, options.seed, options.dtype)
     problem = verify.failure(checks)
     if problem:
-        scheme.grid.free()
         raise Failed(problem)
     return checks
 

@@ -6,9 +6,12 @@ import sys
 from getpass import getuser
 
 import pytest
+from mpi4py import MPI
 
 import bench
+import mm3d
 from bench import machine, reproduce
+from bench import run as run_verb
 from bench.__main__ import parser
 from bench.cases import case, select, shuffled
 from bench.provenance import command_line
@@ -120,6 +123,23 @@ def test_one_wrong_copy_is_a_wrong_result(tmp_path, rank):
     assert done.returncode == 1 and not list((tmp_path / "out").glob("*.h5*"))
     assert re.search(r"input gradient has a relative error of 0\.\d+.*1 of 14 quantities fail",
                      done.stdout), done.stdout
+
+
+@pytest.mark.ranks(1, 4)
+def test_what_fails_on_all_ranks_gives_back_what_it_had(comm, shared_tmp_path, monkeypatch):
+    """The communicator of every row, and its grid: MPI has few of them."""
+    made, grids = [], []
+    placed, free = run_verb.placement.placed, mm3d.Grid.free
+    monkeypatch.setattr(run_verb.placement, "placed",
+                        lambda *arguments: made.append(placed(*arguments)) or made[-1])
+    monkeypatch.setattr(mm3d.Grid, "free", lambda grid: grids.append(grid.comm) or free(grid))
+    monkeypatch.setattr(run_verb.verify, "failure", lambda checks: "it is wrong")
+    arguments = parser().parse_args(["run", *TINY, "--scheme", "1d-sp", "--out",
+                                     str(shared_tmp_path)])
+    assert run_verb.run(arguments, comm) == 1
+    assert made == [MPI.COMM_NULL] * 2
+    assert all(any(comm is one for comm in grids) for one in made)
+    assert not list(shared_tmp_path.glob("*.h5"))
 
 
 def test_not_a_number_is_a_wrong_result(tmp_path):

@@ -5,8 +5,10 @@ from argparse import Namespace
 import pytest
 
 import mm3d
-from bench import chrome, traced
+from bench import chrome, run, traced
+from bench.__main__ import parser
 from bench.cases import UsageError
+from bench.journal import Journal
 from bench.products import Problem
 from mm3d import store, timing
 from mm3d.spans import PARTS
@@ -111,6 +113,26 @@ def test_a_trace_that_cannot_be_is_refused_on_every_rank(comm):
         chrome.asked_for(Namespace(trace="t.json", traced=0), comm)
     with pytest.raises(store.StoreError, match="/dev/null/a cannot be written"):
         chrome.asked_for(Namespace(trace="/dev/null/a/t.json", traced=1), comm)
+
+
+@pytest.mark.ranks(1, 4)
+def test_a_trace_that_cannot_be_written_costs_no_row(comm, shared_tmp_path, capsys):
+    """It is named, all rows are measured and journalled as done, and the status is not 0."""
+    out, bad = shared_tmp_path / "out", f"t-weak-1d-sp-p{comm.size:03d}-tiny.json"
+    arguments = parser().parse_args([
+        "run", "--preset", "tiny", "--scheme", "1d-sp", "--repetitions", "1", "--max-repetitions",
+        "1", "--out", str(out), "--trace", str(shared_tmp_path / "t.json")])
+    if comm.rank == 0:
+        (shared_tmp_path / bad).mkdir()
+    assert run.run(arguments, comm) == 1
+    said = capsys.readouterr().out.splitlines()
+    if comm.rank == 0:
+        assert f"not written: the trace {shared_tmp_path / bad} (Is a directory)" in said
+        assert sum(line.startswith("done: ") for line in said) == 2 == len(list(out.glob("*.h5")))
+        good = bad.replace("weak", "strong")
+        assert {path.name for path in shared_tmp_path.iterdir()} == {"out", bad, good}
+        entries = Journal(out).entries()
+        assert [entry["outcome"] for entry in entries] == ["done", "done"]
 
 
 # By hand, from the three forms of SUMMA: the collectives of each phase, with what they carry.
