@@ -1,4 +1,4 @@
-"""Figures of runs beside their limits: the roofline, and memory beside its closed form."""
+"""Figures of runs beside their limits: the roofline, and memory beside what is expected."""
 
 import math
 from typing import Iterable
@@ -84,7 +84,7 @@ def _roofs(panel, runs: list[Run]) -> None:
 
 
 def memory(results: Results):
-    """What a rank keeps, and the most that it has, against ranks; with the closed forms.
+    """What a rank keeps, with the closed form, and the most that it has, with a dry run's.
 
     Raises
     ------

@@ -20,8 +20,8 @@ FIGURES: dict[str, tuple[Callable[[Results], object], str]] = {
                        "and by the closed form."),
     "roofline": (limits.roofline, "Achieved rates of a rank against arithmetic intensity, under "
                  "the machine's rate of products and memory bandwidth."),
-    "memory-per-rank": (limits.memory, "Memory of a rank against ranks, measured and by the "
-                        "closed form.")}
+    "memory-per-rank": (limits.memory, "Memory of a rank against ranks, measured, and by the "
+                        "closed form or, its peak, by a dry run.")}
 METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
