@@ -100,7 +100,9 @@ class Axis:
         Returns
         -------
         Array
-            The whole, `sum(counts)` long along `dim`; `a` itself on an axis of one rank.
+            The whole, `sum(counts)` long along `dim`; `a` itself on an axis of one rank.  Where
+            ranks share memory it is the same for all of them: it must not be written, and where
+            `a` was placed in it (`Split.empty`), what is written there all see.
         """
         if self.size == 1:
             return a
@@ -117,7 +119,8 @@ class Axis:
         Parameters
         ----------
         a : Array
-            This rank's term of the sum, of the same shape on every rank.
+            This rank's term of the sum, of the same shape on every rank; of one that was made
+            for it (`Split.term`) nothing need be left afterwards.
         dim : int
             The dimension to divide.
         counts : list of int, optional
@@ -172,7 +175,8 @@ class Axis:
     def broadcast(self, a: Array, root: int) -> Array:
         """`a` of the rank `root`, on every rank.
 
-        On the other ranks `a` gives the shape and is overwritten.
+        On the other ranks `a` gives the shape and may be overwritten; what is returned may be
+        another array, which several ranks have in common and none may write.
         """
         if self.size == 1:
             return a

@@ -94,7 +94,7 @@ class SharedTransport(MpiTransport):
             block[...] = a
             a = block
         self.memory.meet()
-        return a.base
+        return _common(a.base)
 
     def reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Array:
         lease = self._lease(a)
@@ -133,7 +133,7 @@ class SharedTransport(MpiTransport):
         if self.rank == root:
             whole[...] = a
         self.memory.meet()
-        return a if self.rank == root else whole
+        return a if self.rank == root else _common(whole)
 
     def reduce(self, a: Array, root: int) -> Array | None:
         if self._small(a.shape, a.dtype):
@@ -193,6 +193,13 @@ class SharedTransport(MpiTransport):
         for term in terms[2:]:
             np.add(out, term, out=out)
         return out
+
+
+def _common(whole: Array) -> Array:
+    """An array of all ranks, to be read only: what one wrote there the others would see."""
+    view = whole.view()
+    view.flags.writeable = False
+    return view
 
 
 def node_of(comm: MPI.Intracomm) -> int:

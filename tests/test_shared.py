@@ -197,6 +197,21 @@ def test_who_alone_has_something_to_say_waits_for_nobody(comm):
 
 
 @pytest.mark.ranks(4)
+def test_what_ranks_have_in_common_cannot_be_written(comm):
+    """What a gather or a broadcast gives; a part of a sum is the rank's own."""
+    with on_grid(comm, x=comm.size) as grid:
+        a = np.full((4 * comm.size, MAIL // 8), comm.rank + 1.0)
+        common = [grid.x.all_gather(a), *[grid.x.broadcast(a, 0)] * (comm.rank > 0)]
+        for whole in common:
+            with pytest.raises(ValueError, match="read-only"):
+                whole[0] = 0
+        part = grid.x.reduce_scatter(a)
+        part[...] += 1
+        assert (part == sum(range(comm.size + 1)) + 1).all()
+        del common, whole, part
+
+
+@pytest.mark.ranks(4)
 def test_a_fork_takes_nothing_with_it(comm):
     """A child that drops all its arrays and ends does not give them back for its parent."""
     with on_grid(comm, x=comm.size) as grid:
