@@ -41,7 +41,7 @@ def test_matmul_measures_verified_products(tmp_path, scheme, ranks, grid, words)
         product, _, one = found["seconds"][0, :, 0]
         assert product > 0 and one > 0 and found["efficiency"][0, 0] > 0
         assert run.variables["times"].dims == ("phase", "repetition", "kind", "rank", "edge")
-    assert "2 repetitions of 2 calls, ended by repetitions" in done.stdout
+    assert "2 repetitions of 2 calls, ended by repetitions" in " ".join(done.stdout.split())
     assert [run.variables["words"].values[0].sum() for run in runs] == words
 
 
