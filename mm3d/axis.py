@@ -200,7 +200,9 @@ class Axis:
                              f"{self.rank} of {self.size} along {self.name}")
 
     def _count(self, collective: str, a: Array, words: int, messages: int) -> None:
-        traffic = self.traffic.setdefault(collective, Traffic())
+        traffic = self.traffic.get(collective)
+        if traffic is None:
+            traffic = self.traffic[collective] = Traffic()
         traffic.calls += 1
         traffic.messages += messages
         traffic.words += words
