@@ -20,6 +20,7 @@ later only, when everybody has been at the meeting in between and so has read it
 
 import collections
 import ctypes
+import errno
 import mmap
 import os
 import platform
@@ -247,16 +248,17 @@ class SharedMemory:
         `tell_all` gives the numbers of all ranks to all.  A rank that fails says so then, as the
         others would wait for it.
         """
-        descriptor, error = -1, 0
+        descriptor, file, error = -1, 0, 0
         if self.rank == 0:
             try:
                 descriptor = _create(size)
+                file = os.fstat(descriptor).st_ino
             except OSError as failure:
                 error = failure.errno
-        maker, number, failed = tell_all([os.getpid(), descriptor, error])[0]
+        maker, number, file, failed = tell_all([os.getpid(), descriptor, file, error])[0]
         if not failed:
             try:
-                memory = _map(f"/proc/{maker}/fd/{number}", size)
+                memory = _map(f"/proc/{maker}/fd/{number}", size, file)
             except OSError as failure:
                 error = failure.errno
         errors = [numbers[0] for numbers in tell_all([error])]
@@ -289,10 +291,13 @@ def _create(size: int) -> int:
     return descriptor
 
 
-def _map(path: str, size: int) -> np.ndarray:
-    """The memory behind a descriptor of another process."""
+def _map(path: str, size: int, file: int) -> np.ndarray:
+    """The memory behind a descriptor of another process, whose inode is `file`."""
     descriptor = os.open(path, os.O_RDWR)
     try:
+        # In a container of its own a process of that number is another one.
+        if os.fstat(descriptor).st_ino != file:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
     finally:
         os.close(descriptor)

@@ -441,6 +441,18 @@ def test_all_ranks_learn_that_there_is_no_more_memory(comm, monkeypatch, rank, s
 
 
 @pytest.mark.ranks(4)
+def test_memory_of_another_process_of_that_number_is_not_taken(comm, monkeypatch, tmp_path):
+    """In a container of its own a rank finds there, if anything, what is not meant."""
+    path = tmp_path / "other"
+    path.write_bytes(bytes(memory.PAGE))
+    if comm.rank == 1:
+        opened = memory._map
+        monkeypatch.setattr(memory, "_map", lambda _, *rest: opened(str(path), *rest))
+    with pytest.raises(OSError, match="No such file"):
+        SharedMemory(comm)
+
+
+@pytest.mark.ranks(4)
 def test_a_limit_on_the_size_of_files_is_known_at_the_start(comm):
     """What `ulimit -f` sets counts for memory, too."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
