@@ -53,9 +53,9 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
     return found + [
         "Times are makespans.  Products alone: the local matrix products of the linear layers, "
         "without communication, attention's own and everything else.",
-        "With overlap: gradients of activations are summed over the ranks while those of weights "
-        "are computed, and these while the layer before goes backward; ratio: to the layer "
-        "without; hidden: of those sums' time.",
+        "With overlap: sums of gradients over the ranks, gathers of weights, and those of inputs "
+        "that backward repeats, go on while ranks multiply; ratio: to the layer without; hidden: "
+        "of the time of these collectives.",
         "Rate: floating-point operations of all matrix products; scores that backward computes "
         "again are not counted."]
 
