@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from bench import merit
+from bench import merit, textfile
 from bench.cases import title
 from bench.formats import Notes, Part, Table
 from bench.panels import look
@@ -39,7 +39,7 @@ def report(folder: str | Path, out: str | Path | None = None) -> Path:
     """
     found = gather(folder)
     path = Path(out) if out else Path(folder) / "report.html"
-    path.write_text(page(found), encoding="utf-8")
+    textfile.replace(path, page(found))
     return path
 
 
