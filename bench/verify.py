@@ -19,6 +19,10 @@ from mm3d.store import Check
 # missing collective gives errors of order one.
 TOLERANCES = {"float64": (1e-12, 1e-11), "float32": (1e-5, 5e-5)}
 
+# Words of the whole quantities whose blocks come to rank 0 in one gather; where ranks share few
+# cores, each gather has all of them take turns.
+BATCH = 2 ** 24
+
 Block = tuple[tuple[slice, ...], np.ndarray]
 
 
@@ -150,10 +154,23 @@ def _collect(parts: list[Part], grid) -> dict[str, list[Block]] | None:
         digest = hashlib.blake2b(np.ascontiguousarray(block), digest_size=20).digest()
         keys.append((tuple((s.start, s.stop) for s in place), block.shape, digest))
     everyone = grid.comm.allgather(keys)
-    found = {}
-    for k, part in enumerate(parts):
-        first = [keys[k] for keys in everyone].index(keys[k]) == grid.rank
-        sent = grid.comm.gather(blocks[k] if first and blocks[k][1].size else None)
-        if sent is not None:
-            found[part.quantity] = [block for block in sent if block is not None]
+    found: dict[str, list[Block]] = {part.quantity: [] for part in parts}
+    for batch in _batches(parts):
+        wanted = [k for k in batch if blocks[k][1].size and
+                  [keys[k] for keys in everyone].index(keys[k]) == grid.rank]
+        for sent in grid.comm.gather({k: blocks[k] for k in wanted}) or ():
+            for k, block in sent.items():
+                found[parts[k].quantity].append(block)
     return found if grid.rank == 0 else None
+
+
+def _batches(parts: list[Part]) -> list[list[int]]:
+    """The numbers of the parts, in groups that are sent together: of `BATCH` words or one part."""
+    batches, words = [], BATCH
+    for k, part in enumerate(parts):
+        words += math.prod(part.shape)
+        if words > BATCH:
+            batches.append([])
+            words = math.prod(part.shape)
+        batches[-1].append(k)
+    return batches

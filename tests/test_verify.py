@@ -4,6 +4,9 @@ import math
 import numpy as np
 import pytest
 
+import mm3d
+from bench import verify
+from bench.cases import Sizes
 from bench.verify import worst_error
 
 WHOLE = np.arange(1.0, 13.0).reshape(3, 4)
@@ -39,3 +42,21 @@ def test_errors_of_several_places_add_up():
     ids=["a place that nothing covers", "not a number", "another shape", "a block of no place"])
 def test_what_cannot_be_compared_is_not_a_number(blocks):
     assert math.isnan(worst_error(blocks, WHOLE))
+
+
+@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.parametrize("batch", [1, 1000, verify.BATCH])
+def test_every_copy_is_compared_however_many_are_sent_at_once(comm, monkeypatch, batch):
+    monkeypatch.setattr(verify, "BATCH", batch)
+    sizes = Sizes(layers=1, hidden=16, heads=8, batch=4, seq=4)
+    model = verify.build(mm3d.scheme("1d", comm), sizes, 0, "float64")
+    model.zero_gradients()
+    y, saved = model.forward(model.random("input"))
+    dx = model.backward(model.random("output gradient"), saved)
+    assert verify.failure(verify.compare(model, y, dx, sizes, 0, "float64")) is None
+    # In 1-D every rank has a copy of this one: a fault in the last of them alone.
+    bias = next(p for p in model.parameters if p.name.endswith("mlp.down.bias"))
+    if comm.rank == comm.size - 1:
+        bias.grad[3] += 1.0
+    checks = verify.compare(model, y, dx, sizes, 0, "float64")
+    assert [c.quantity for c in checks if not c.passed] == [f"gradient of {bias.name}"]
