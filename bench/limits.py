@@ -79,8 +79,9 @@ def _roofs(panel, runs: list[Run]) -> None:
         at = np.array([min(left, ridge / 4), ridge, max(right, ridge * 4)])
         panel.plot(at, np.minimum(multiply, memory * at) / 1e9, color="0.45", linewidth=0.9,
                    zorder=1, label="_roof")
-        panel.annotate(f"roof of {ranks} ranks", (at[-1], multiply / 1e9), xytext=(0, 2),
-                       textcoords="offset points", ha="right", fontsize=7, color="0.35")
+        # At the ridge: what is measured lies further right.
+        panel.annotate(f"roof of {ranks} ranks", (ridge, multiply / 1e9), xytext=(2, 2),
+                       textcoords="offset points", fontsize=7, color="0.35")
 
 
 def memory(results: Results):
