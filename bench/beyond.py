@@ -103,8 +103,8 @@ def _add_check(verbs) -> None:
     check.add_argument("--layer", type=options.sizes("HIDDEN,HEADS,BATCH,SEQ"), action="append",
                        metavar="HIDDEN,HEADS,BATCH,SEQ", help="may be repeated")
     check.add_argument("--layers", type=int, default=1, metavar="N", help="of each (default 1)")
-    check.add_argument("--rounds", type=int, default=9, metavar="N",
-                       help="over all, the least of which counts (default 9)")
+    check.add_argument("--rounds", type=int, default=20, metavar="N",
+                       help="over all, whose median counts (default 20)")
     check.add_argument("--dtype", default="float32", choices=("float32", "float64"))
     check.add_argument("--seed", type=int, default=0, metavar="N",
                        help="of numbers and order (default 0)")

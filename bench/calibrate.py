@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from bench import fits as fitting
 from bench import machine as here
-from bench import machinefile, model, operands, placement, probes
+from bench import machinefile, model, operands, placement, probes, trials
 from bench.cases import UsageError
 from mm3d import backend as backends
 from mm3d import environment
@@ -64,8 +64,8 @@ def measured(comm) -> model.Machine:
         gemm_seconds=first.start, block=backends.get("numpy").block, passes=passes,
         collectives=lines, transport=transport)
     machine = msgspec.structs.replace(machine, launch_seconds=probes.python(machine, comm))
-    if lines:
-        machine = msgspec.structs.replace(machine, waiting=probes.waiting(machine, comm))
+    works = trials.everywhere(comm.size, trials.PRODUCTS, trials.LAYERS)
+    machine = trials.together(machine, works, trials.medians(works, comm))
     return msgspec.structs.replace(machine, sources=sources(machine, fits, environs))
 
 
@@ -90,6 +90,8 @@ def sources(machine: model.Machine, fits: dict[str, fitting.Fit],
                        f"at most in {d}" for d, e in off.items()))
     blas = f"{environs['blas']}, {environs['blas_architecture']} kernels"
     largest = machine.passes["multiply"].bytes[-1]
+    whole = (f"measured {when}: what the makespans of products and of a model's steps on every "
+             f"grid, medians of {trials.ROUNDS} rounds, take beyond their parts")
     return {"ranks_per_node": f"ranks of the job, measured {when}",
             "memory_bytes": "the node's memory over its ranks",
             "memory_bandwidth": f"{how}: c = a * b, {largest / 1e6:.0f} MB in all",
@@ -99,14 +101,13 @@ def sources(machine: model.Machine, fits: dict[str, fitting.Fit],
             "gemm_seconds": f"{fit}; {DTYPES[0]}",
             "node": "the fits of gathers and scatters of all ranks; one rank moves nothing",
             "network": "not measured: as inside the node",
-            "achieved": "all: the figures are measured, not nominal",
+            "achieved": whole,
             "block": "mm3d.backend.Backend.block",
             "passes": f"{how}: float32, NumPy {environs['numpy_version']}",
             "collectives": f"{how}: {environs['mpi']}; "
                            f"{environs['tuning_variables'] or 'no tuning variables'}",
             "transport": "how the bytes of collectives travelled",
-            "waiting": f"measured {when}: makespans of a modest model's step on every 3-D grid "
-                       f"beyond its parts"}
+            "waiting": whole}
 
 
 def described(machine: model.Machine) -> str:
@@ -120,6 +121,9 @@ def described(machine: model.Machine) -> str:
                  f"{name} {curve.bytes[-1] / curve.seconds[-1] / 1e9:.1f} GB/s"
                  for name, curve in machine.passes.items() if name != "other"),
              f"Python: {1e6 * machine.launch_seconds:.1f} us an operation"]
+    kept = machine.achieved
+    lines.append(f"in a step: {kept.gemm:.0%} of the rate of products and of what moves, "
+                 f"{kept.memory:.0%} of passes', {kept.latency:.0%} of Python's")
     if machine.waiting:
         lines.append("waiting: " + ", ".join(f"{1e6 * seconds:.0f} us for {size} ranks"
                                              for size, seconds in machine.waiting.items()))

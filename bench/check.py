@@ -1,20 +1,14 @@
 """The verb ``check``: every scheme and grid of the job's ranks, measured beside predictions."""
 
-from typing import Callable
-
-import numpy as np
-
 import mm3d
-from bench import matmul, model, operands, plan, probes, replay, sampling, verify
+from bench import matmul, model, operands, replay, sampling, trials, verify
 from bench.cases import Sizes, UsageError
 from bench.journal import writable
-from bench.products import DIRECTIONS, Problem
+from bench.products import Problem
 from bench.replay import Work
 from mm3d import dry, timing
 from mm3d.record import Measurements, Variable
 from mm3d.store import Check
-
-Trial = Callable[[], list[float]]    # seconds of forward and of backward
 
 
 def check(arguments, comm) -> int:
@@ -42,21 +36,19 @@ def check(arguments, comm) -> int:
                          f"{chosen.ranks_per_node} ranks, not {comm.size}: start that many, or "
                          f"calibrate with {comm.size}")
     out = writable(arguments.out, comm)
-    works = wanted(arguments, comm.size)
+    works = trials.everywhere(comm.size, arguments.matmul or (),
+                              [(*sizes, arguments.layers) for sizes in arguments.layer or ()])
     checks: list[Check] = []
     try:
-        trials = [(product if work.kind == "matmul" else layers)(work, arguments, comm, checks)
-                  for work in works]
+        steps = [(product if work.kind == "matmul" else layers)(work, arguments, comm, checks)
+                 for work in works]
     except ValueError as error:
         raise UsageError(str(error)) from error
     wrong = [f"{done.quantity} is off by {done.error:.2g}, tolerance {done.tolerance:.2g}"
              for done in checks if not done.passed]
     if wrong:
         return sampling.failed("check", f"{wrong[0]}; no times were written", comm)
-    # In rounds, so that what slows the machine for a while slows no work for good.
-    found = np.array([sampling.in_random_order([(trial,) for trial in trials],
-                                               arguments.seed + turn, lambda trial: trial())
-                      for turn in range(arguments.rounds)])
+    found = trials.rounds(steps, arguments.rounds, arguments.seed)
     environs = sampling.measured_environment("numpy", comm)
     record = Measurements(
         "check", {"dtype": arguments.dtype, "seed": arguments.seed, "transport": transport},
@@ -70,38 +62,24 @@ def check(arguments, comm) -> int:
     return sampling.publish(record if comm.rank == 0 else None, out, "check", comm)
 
 
-def wanted(arguments, ranks: int) -> list[Work]:
-    """Every scheme and grid of so many ranks, for each size that was asked for."""
-    grids = [("3d", (1, 1, 1))] if ranks == 1 else list(plan.candidates(ranks))
-    works = [Work("matmul", scheme, grid, shape, "ab") for shape in arguments.matmul or ()
-             for scheme, grid in grids if scheme in DIRECTIONS]
-    return works + [Work("layer", scheme, grid, (*sizes, arguments.layers))
-                    for sizes in arguments.layer or () for scheme, grid in grids]
-
-
-def product(work: Work, arguments, comm, checks: list[Check]) -> Trial:
+def product(work: Work, arguments, comm, checks: list[Check]) -> trials.Trial:
     """C = AB, and then dA and dB."""
     problem = Problem(work.scheme, work.form, comm, work.grid, work.sizes, arguments.dtype,
                       arguments.seed, "numpy")
-    clock, samplers = timing.Clock(comm), []
     for phase in dry.PHASES:
-        step = getattr(problem, phase)
-        checks += [Check(f"{work.label}: {done.quantity}", done.error, done.tolerance)
-                   for done in matmul.verified(problem, step(), arguments.seed)]
-        samplers.append(sampling.makespans(step, comm, lambda: None, clock))
-    return lambda: [sample() for sample in samplers]
+        checks += [Check(f"{work.label}: {done.quantity}", done.error, done.tolerance) for done in
+                   matmul.verified(problem, getattr(problem, phase)(), arguments.seed)]
+    return trials.product(problem, comm, timing.Clock(comm))
 
 
-def layers(work: Work, arguments, comm, checks: list[Check]) -> Trial:
+def layers(work: Work, arguments, comm, checks: list[Check]) -> trials.Trial:
     """A Transformer's step, verified against the serial scheme."""
     sizes = Sizes(**dict(zip(replay.NAMES["layer"], work.sizes)))
     scheme = mm3d.scheme(work.scheme, comm, work.grid, "numpy")
     network = verify.build(scheme, sizes, arguments.seed, arguments.dtype)
     x, dy = network.random("input"), network.random("output gradient")
-    clock = timing.Clock(comm)
     y, saved = network.forward(x)
     dx = network.backward(dy, saved)
     checks += [Check(f"{work.label}: {done.quantity}", done.error, done.tolerance) for done in
                verify.compare(network, y, dx, sizes, arguments.seed, arguments.dtype)]
-
-    return lambda: probes.phases(network, x, dy, comm, clock)
+    return trials.layers(network, comm, timing.Clock(comm))

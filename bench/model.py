@@ -34,7 +34,10 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Achieved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The part of each figure that programs get out of it."""
+    """The part of each figure that programs get out of it.
+
+    Of a measured machine: in a step, of what operations get that follow themselves.
+    """
 
     gemm: float
     memory: float
@@ -106,7 +109,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         nothing was measured.
     waiting : dict of int to float
         Seconds that a meeting of so many ranks takes longer between work than when there is
-        nothing but meetings, since not all come at the same time.
+        nothing but meetings, since not all come at the same time and others have used the caches
+        meanwhile.
     """
 
     name: str
@@ -174,6 +178,11 @@ def pass_seconds(machine: Machine, event: Pass) -> float:
     return machine.passes.get(event.operation, machine.passes["other"]).at(event.bytes)
 
 
+def meetings(event: Collective) -> int:
+    """How often the ranks of a collective meet."""
+    return 2 if event.kind == "all_reduce" else 1
+
+
 def collective_terms(machine: Machine, event: Collective) -> Terms:
     """Seconds of one collective, when the same one runs along all parallel lines of the grid.
 
@@ -181,15 +190,14 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     or reduction all of it.  A line that leaves its node crosses the node's link once for all of
     its members there, and the lines that pass through the node share that link.
     """
-    meetings = 2 if event.kind == "all_reduce" else 1
     for line in machine.collectives:
         if (line.kind, line.size, line.stride) == (event.kind, event.size, event.stride):
-            waiting = meetings * machine.waiting.get(event.size, 0.0)
+            waiting = meetings(event) * machine.waiting.get(event.size, 0.0)
             return {"node": line.curve.at(event.bytes), "latency": waiting}
     g = event.size
     share = {"all_gather": (g - 1) / g, "reduce_scatter": (g - 1) / g,
              "all_reduce": 2 * (g - 1) / g}.get(event.kind, 1.0)
-    steps = math.ceil(math.log2(g)) * meetings
+    steps = math.ceil(math.log2(g)) * meetings(event)
     moved = share * event.bytes
     within = moved / machine.node.bytes_per_second
     widest, times = links(g, event.stride, machine.ranks_per_node)

@@ -13,7 +13,7 @@ from typing import Any, Callable, Iterable
 import numpy as np
 
 import mm3d
-from bench import fits, micro, model, plan, sampling
+from bench import fits, micro, model, sampling
 from bench.fits import Shape
 from mm3d import backend as backends
 from mm3d import dry, environment, store, timing
@@ -26,7 +26,6 @@ OBLONG = ((1024, 64, 1024), (64, 1024, 1024), (1024, 1024, 64), (256, 1024, 2048
 BYTES = tuple(64 * 8 ** k for k in range(7))    # 64 B to 16 MiB
 ROW = 256    # elements of a row, in passes that add rows or columns up
 TINY = dict(layers=4, hidden=16, heads=2, batch=2, seq=4)
-MODEST = dict(layers=2, hidden=96, heads=8, batch=8, seq=32)
 
 
 def sampler(step: Callable[[], object], comm, synchronize: Callable[[], None] = lambda: None,
@@ -163,35 +162,3 @@ def python(machine: model.Machine, comm) -> float:
     known = sum(model.seconds(machine, spent) for spent in model.terms(machine, trace).values())
     count = sum(times for (phase, _, _), times in trace.events.items() if phase in dry.PHASES)
     return max(0.0, measured - known) / count
-
-
-def phases(network: mm3d.Transformer, x: Any, dy: Any, comm,
-           clock: timing.Clock) -> list[float]:
-    """The makespans of a forward and of a backward pass."""
-    network.zero_gradients()
-    there, (_, saved) = timing.spans(lambda: network.forward(x), comm, lambda: None, clock)
-    again, _ = timing.spans(lambda: network.backward(dy, saved), comm, lambda: None, clock)
-    return [float(there.max()), float(again.max())]
-
-
-def waiting(machine: model.Machine, comm) -> dict[int, float]:
-    """Seconds of a meeting by the number of ranks, beyond those of meetings alone: what makes
-    up best for what a step of a modest model takes longer on each 3-D grid than its parts."""
-    clock, steps, rows, known = timing.Clock(comm), {}, [], []
-    sizes = sorted({size for size, _ in placements(comm.size)})
-    for grid in plan.triples(comm.size):
-        network = mm3d.Transformer(mm3d.scheme("3d", comm, grid, "numpy"), **MODEST)
-        steps[grid] = network, network.random("input"), network.random("output gradient")
-        trace = dry.step("3d", comm.size, grid, block=machine.granule, **MODEST)
-        known.append(sum(model.step_seconds(machine, trace).values()))
-        meetings = dict.fromkeys(sizes, 0)
-        for event, times in trace.of(dry.Collective).items():
-            meetings[event.size] += times * (1 + (event.kind == "all_reduce"))
-        rows.append(list(meetings.values()))
-    times = least(lambda grid: min(sum(phases(*steps[grid], comm, clock))
-                                   for _ in range(SAMPLES)), steps)
-    for network, _, _ in steps.values():
-        network.scheme.grid.free()
-    excess = np.maximum(0, np.array(list(times.values())) - known)
-    found = fits.nonnegative(np.array(rows, float), excess)
-    return dict(zip(sizes, found.tolist()))

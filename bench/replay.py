@@ -65,8 +65,7 @@ class Measured(msgspec.Struct, frozen=True):
     """Work and its measured seconds by phase, or of a "step", the published average, if any, and
     how its collectives travelled, if that is known.
 
-    Seconds are medians, but those of `bench.check` the least of its rounds, as are the figures of
-    `bench.calibrate`.
+    Seconds are medians.
     """
 
     work: Work
@@ -130,7 +129,7 @@ def measured(run: store.Run | Measurements) -> Iterator[Measured]:
                        **more)
     elif run.kind == "check":
         for label, times in zip(run.scales["work"], run.variables["samples"].values):
-            seconds = dict(zip(run.scales["phase"], np.min(times, axis=-1).tolist()))
+            seconds = dict(zip(run.scales["phase"], np.median(times, axis=-1).tolist()))
             yield Measured(Work.of(label), chosen["dtype"], seconds, **more)
 
 

@@ -5,7 +5,7 @@ from argparse import Namespace
 import numpy as np
 import pytest
 
-from bench import calibrate, fits, machinefile, model, probes
+from bench import calibrate, fits, machinefile, model, probes, replay, trials
 from mm3d import dry
 from support import run_ranks
 from test_plan import assert_sourced
@@ -72,6 +72,38 @@ def test_ranks_wait_where_they_meet_between_work():
 
     assert waits("all_gather", 2) == 1e-4 and waits("reduce", 8) == 3e-4
     assert waits("all_reduce", 8) == 6e-4 and waits("broadcast", 4) == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 8])
+def test_what_steps_lose_is_found(ranks):
+    """From the seconds of works on a machine that loses just that, exactly; noise changes little,
+    and steps as fast as their parts lose nothing."""
+    works = trials.everywhere(ranks, trials.PRODUCTS, trials.LAYERS)
+    sizes = [size for size in (2, 8) if size <= ranks]
+    alone = model.msgspec.structs.replace(
+        model.load("cpu"), ranks_per_node=ranks,
+        collectives=[model.Line(kind, size, stride, 0, 0, CURVE)
+                     for size, stride in probes.placements(ranks)
+                     for kind in probes.store.COLLECTIVES])
+    truth = model.msgspec.structs.replace(
+        alone, achieved=model.Achieved(0.8, 0.5, 0.8, 0.8, 0.9),
+        waiting={size: 1e-5 * size for size in sizes})
+    alone = model.msgspec.structs.replace(alone, achieved=model.Achieved(1.0, 1.0, 1.0, 1.0, 1.0))
+
+    def seconds(machine):
+        return np.array([sum(replay.predicted(machine, work, "float32").values())
+                         for work in works])
+
+    found = trials.together(alone, works, seconds(truth))
+    for name in ("gemm", "memory", "node", "latency"):
+        assert getattr(found.achieved, name) == pytest.approx(getattr(truth.achieved, name))
+    for size in sizes:
+        assert found.waiting[size] == pytest.approx(truth.waiting[size])
+    noise = 1 + 0.02 * np.random.default_rng(1).standard_normal(len(works))
+    noisy = trials.together(alone, works, seconds(truth) * noise)
+    assert seconds(noisy) == pytest.approx(seconds(truth), rel=0.03)
+    same = trials.together(alone, works, 0.9 * seconds(alone))
+    assert set(same.waiting.values()) <= {0.0} and same.achieved == alone.achieved
 
 
 def test_squares_do_not_tell_edges_apart():

@@ -131,6 +131,17 @@ def test_every_scheme_and_grid_is_measured_and_written(measured):
     assert "matmul: 4 runs, error" in run.stdout and "1 x 2 x 1" in run.stdout
 
 
+def test_the_median_of_the_rounds_stands_for_them():
+    """Of each phase; the least of many rounds would depend on their number."""
+    label = "matmul 3d 2x1x1 8x8x8 ab"
+    record = Measurements("check", {"dtype": "float32", "transport": "mpi"}, {},
+                          {"work": [label], "phase": dry.PHASES, "repetition": range(3)},
+                          {"samples": Variable(np.array([[[3, 1, 2], [9, 8, 70]]], float), "s",
+                                               ("work", "phase", "repetition"))}, [])
+    (one,) = replay.measured(record)
+    assert one.seconds == {"forward": 2, "backward": 9} and one.work.label == label
+
+
 def test_results_are_read_again(measured, capsys):
     """`predict --results` prints what `check` printed."""
     run, folder = measured

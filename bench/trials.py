@@ -1,0 +1,107 @@
+"""Whole steps on every grid: how they are timed, and what they take beyond their parts."""
+
+import math
+from typing import Callable, Iterable, Sequence
+
+import msgspec
+import numpy as np
+
+import mm3d
+from bench import fits, model, plan, replay, sampling
+from bench.products import DIRECTIONS, Problem
+from bench.replay import Work
+from mm3d import dry, timing
+
+Trial = Callable[[], list[float]]    # seconds of forward and of backward
+# Short and long, so that what a meeting adds is told from what work does.
+PRODUCTS = ((384, 384, 384), (768, 768, 768))
+LAYERS = ((96, 8, 8, 32, 2), (448, 8, 8, 96, 1))    # hidden, heads, batch, seq, layers
+ROUNDS = 15
+
+
+def everywhere(ranks: int, products: Iterable[tuple[int, ...]],
+               layers: Iterable[tuple[int, ...]]) -> list[Work]:
+    """Products C = AB and Transformers of these sizes, on every grid of every scheme."""
+    grids = [("3d", (1, 1, 1))] if ranks == 1 else list(plan.candidates(ranks))
+    works = [Work("matmul", scheme, grid, sizes, "ab") for sizes in products
+             for scheme, grid in grids if scheme in DIRECTIONS]
+    return works + [Work("layer", scheme, grid, sizes) for sizes in layers
+                    for scheme, grid in grids]
+
+
+def product(problem: Problem, comm, clock: timing.Clock) -> Trial:
+    """C, and then dA and dB."""
+    samplers = [sampling.makespans(getattr(problem, phase), comm, lambda: None, clock)
+                for phase in dry.PHASES]
+    return lambda: [sample() for sample in samplers]
+
+
+def layers(network: mm3d.Transformer, comm, clock: timing.Clock) -> Trial:
+    """A forward and a backward pass."""
+    x, dy = network.random("input"), network.random("output gradient")
+
+    def step() -> list[float]:
+        network.zero_gradients()
+        there, (_, saved) = timing.spans(lambda: network.forward(x), comm, lambda: None, clock)
+        again, _ = timing.spans(lambda: network.backward(dy, saved), comm, lambda: None, clock)
+        return [float(there.max()), float(again.max())]
+    return step
+
+
+def rounds(trials: Sequence[Trial], count: int, seed: int) -> np.ndarray:
+    """Seconds by round, trial and phase.
+
+    In rounds, each in an order of its own, so that what slows the machine for a while slows no
+    work for good.
+    """
+    return np.array([sampling.in_random_order([(trial,) for trial in trials], seed + turn,
+                                              lambda trial: trial()) for turn in range(count)])
+
+
+def medians(works: Sequence[Work], comm) -> np.ndarray:
+    """Seconds of forward and backward together of each."""
+    clock, trials, grids = timing.Clock(comm), [], []
+    for work in works:
+        if work.kind == "matmul":
+            problem = Problem(work.scheme, work.form, comm, work.grid, work.sizes, "float32", 0,
+                              "numpy")
+            trials.append(product(problem, comm, clock))
+            grids.append(problem.grid)
+        else:
+            scheme = mm3d.scheme(work.scheme, comm, work.grid, "numpy")
+            network = mm3d.Transformer(scheme, **dict(zip(replay.NAMES["layer"], work.sizes)))
+            trials.append(layers(network, comm, clock))
+            grids.append(scheme.grid)
+    found = rounds(trials, ROUNDS, 0).sum(axis=-1)
+    for grid in grids:
+        grid.free()
+    return np.median(found, axis=0)
+
+
+def together(machine: model.Machine, works: Sequence[Work],
+             took: np.ndarray) -> model.Machine:
+    """`machine` with what operations lose in a step, where they follow each other and not
+    themselves: data and code are in no cache, and ranks wait for each other.
+
+    Lost are a part of products and of what moves, of elementwise passes, and of Python, and
+    some time in every meeting, by the number of ranks that meet: what makes up best, in relative
+    squares, for the seconds that `works` took.
+    """
+    traces = [replay.trace(work, "float32", machine.granule) for work in works]
+    sizes = sorted({event.size for trace in traces for event in trace.of(dry.Collective)})
+    rows = []
+    for trace in traces:
+        spent = {term: math.fsum(phase[term] for phase in model.terms(machine, trace).values())
+                 for term in model.TERMS}
+        meetings = dict.fromkeys(sizes, 0)
+        for event, times in trace.of(dry.Collective).items():
+            meetings[event.size] += times * model.meetings(event)
+        rows.append([spent["gemm"] + spent["node"], spent["memory"], spent["latency"],
+                     *meetings.values()])
+    terms = np.array(rows)
+    known = terms[:, :3].sum(axis=1)
+    lost = fits.nonnegative(terms / took[:, None], 1 - known / took)
+    work, memory, latency = (1 / (1 + lost[:3])).tolist()
+    return msgspec.structs.replace(
+        machine, achieved=model.Achieved(work, memory, work, work, latency),
+        waiting=dict(zip(sizes, (latency * lost[3:]).tolist())))
