@@ -64,8 +64,9 @@ def measured(comm) -> model.Machine:
         gemm_seconds=first.start, block=backends.get("numpy").block, passes=passes,
         collectives=lines, transport=transport)
     machine = msgspec.structs.replace(machine, launch_seconds=probes.python(machine, comm))
-    works = trials.everywhere(comm.size, trials.PRODUCTS, trials.LAYERS)
-    machine = trials.together(machine, works, trials.medians(works, comm))
+    if lines:
+        works = trials.everywhere(comm.size, [], trials.MODELS)
+        machine = trials.together(machine, works, trials.medians(works, comm))
     return msgspec.structs.replace(machine, sources=sources(machine, fits, environs))
 
 
@@ -90,8 +91,8 @@ def sources(machine: model.Machine, fits: dict[str, fitting.Fit],
                        f"at most in {d}" for d, e in off.items()))
     blas = f"{environs['blas']}, {environs['blas_architecture']} kernels"
     largest = machine.passes["multiply"].bytes[-1]
-    whole = (f"measured {when}: what the makespans of products and of a model's steps on every "
-             f"grid, medians of {trials.ROUNDS} rounds, take beyond their parts")
+    whole = (f"measured {when}: what the makespans of two models' steps on every grid, medians of "
+             f"{trials.ROUNDS} rounds, take beyond their parts")
     return {"ranks_per_node": f"ranks of the job, measured {when}",
             "memory_bytes": "the node's memory over its ranks",
             "memory_bandwidth": f"{how}: c = a * b, {largest / 1e6:.0f} MB in all",
@@ -101,7 +102,7 @@ def sources(machine: model.Machine, fits: dict[str, fitting.Fit],
             "gemm_seconds": f"{fit}; {DTYPES[0]}",
             "node": "the fits of gathers and scatters of all ranks; one rank moves nothing",
             "network": "not measured: as inside the node",
-            "achieved": whole,
+            "achieved": f"memory, latency: {whole}" if machine.waiting else "all: as measured",
             "block": "mm3d.backend.Backend.block",
             "passes": f"{how}: float32, NumPy {environs['numpy_version']}",
             "collectives": f"{how}: {environs['mpi']}; "
@@ -121,12 +122,11 @@ def described(machine: model.Machine) -> str:
                  f"{name} {curve.bytes[-1] / curve.seconds[-1] / 1e9:.1f} GB/s"
                  for name, curve in machine.passes.items() if name != "other"),
              f"Python: {1e6 * machine.launch_seconds:.1f} us an operation"]
-    kept = machine.achieved
-    lines.append(f"in a step: {kept.gemm:.0%} of the rate of products and of what moves, "
-                 f"{kept.memory:.0%} of passes', {kept.latency:.0%} of Python's")
     if machine.waiting:
-        lines.append("waiting: " + ", ".join(f"{1e6 * seconds:.0f} us for {size} ranks"
-                                             for size, seconds in machine.waiting.items()))
+        lines.append(f"in a step: {machine.achieved.memory:.0%} of the rate of passes and of "
+                     "Python, waiting " + ", ".join(
+                         f"{1e6 * seconds:.0f} us for {size} ranks"
+                         for size, seconds in machine.waiting.items()))
     lines += [f"{line.kind} of {line.size} ranks {line.stride} apart: {1e6 * line.alpha:.0f} us, "
               f"{1e-9 / line.beta if line.beta else np.inf:.2f} GB/s"
               for line in machine.collectives]

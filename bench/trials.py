@@ -14,8 +14,7 @@ from mm3d import dry, timing
 
 Trial = Callable[[], list[float]]    # seconds of forward and of backward
 # Short and long, so that what a meeting adds is told from what work does.
-PRODUCTS = ((384, 384, 384), (768, 768, 768))
-LAYERS = ((96, 8, 8, 32, 2), (448, 8, 8, 96, 1))    # hidden, heads, batch, seq, layers
+MODELS = ((96, 8, 8, 32, 2), (448, 8, 8, 96, 1))    # hidden, heads, batch, seq, layers
 ROUNDS = 15
 
 
@@ -59,23 +58,15 @@ def rounds(trials: Sequence[Trial], count: int, seed: int) -> np.ndarray:
 
 
 def medians(works: Sequence[Work], comm) -> np.ndarray:
-    """Seconds of forward and backward together of each."""
-    clock, trials, grids = timing.Clock(comm), [], []
-    for work in works:
-        if work.kind == "matmul":
-            problem = Problem(work.scheme, work.form, comm, work.grid, work.sizes, "float32", 0,
-                              "numpy")
-            trials.append(product(problem, comm, clock))
-            grids.append(problem.grid)
-        else:
-            scheme = mm3d.scheme(work.scheme, comm, work.grid, "numpy")
-            network = mm3d.Transformer(scheme, **dict(zip(replay.NAMES["layer"], work.sizes)))
-            trials.append(layers(network, comm, clock))
-            grids.append(scheme.grid)
-    found = rounds(trials, ROUNDS, 0).sum(axis=-1)
-    for grid in grids:
-        grid.free()
-    return np.median(found, axis=0)
+    """Seconds of forward and backward together of each Transformer."""
+    clock, schemes = timing.Clock(comm), [mm3d.scheme(work.scheme, comm, work.grid, "numpy")
+                                          for work in works]
+    networks = [mm3d.Transformer(scheme, **dict(zip(replay.NAMES["layer"], work.sizes)))
+                for scheme, work in zip(schemes, works)]
+    found = rounds([layers(network, comm, clock) for network in networks], ROUNDS, 0)
+    for scheme in schemes:
+        scheme.grid.free()
+    return np.median(found.sum(axis=-1), axis=0)
 
 
 def together(machine: model.Machine, works: Sequence[Work],
@@ -83,9 +74,9 @@ def together(machine: model.Machine, works: Sequence[Work],
     """`machine` with what operations lose in a step, where they follow each other and not
     themselves: data and code are in no cache, and ranks wait for each other.
 
-    Lost are a part of products and of what moves, of elementwise passes, and of Python, and
-    some time in every meeting, by the number of ranks that meet: what makes up best, in relative
-    squares, for the seconds that `works` took.
+    Elementwise passes and Python lose a part, and every meeting takes some time, by the number of
+    ranks that meet: what makes up best, in relative squares, for the seconds that `works` took.
+    Products and what moves are taken as measured alone, whose data no cache holds either way.
     """
     traces = [replay.trace(work, "float32", machine.granule) for work in works]
     sizes = sorted({event.size for trace in traces for event in trace.of(dry.Collective)})
@@ -96,12 +87,11 @@ def together(machine: model.Machine, works: Sequence[Work],
         meetings = dict.fromkeys(sizes, 0)
         for event, times in trace.of(dry.Collective).items():
             meetings[event.size] += times * model.meetings(event)
-        rows.append([spent["gemm"] + spent["node"], spent["memory"], spent["latency"],
+        rows.append([math.fsum(spent.values()), spent["memory"] + spent["latency"],
                      *meetings.values()])
-    terms = np.array(rows)
-    known = terms[:, :3].sum(axis=1)
-    lost = fits.nonnegative(terms / took[:, None], 1 - known / took)
-    work, memory, latency = (1 / (1 + lost[:3])).tolist()
+    known, *terms = np.array(rows).T / took
+    lost, *each = fits.nonnegative(np.array(terms).T, 1 - known).tolist()
+    share = 1 / (1 + lost)
     return msgspec.structs.replace(
-        machine, achieved=model.Achieved(work, memory, work, work, latency),
-        waiting=dict(zip(sizes, (latency * lost[3:]).tolist())))
+        machine, achieved=model.Achieved(1.0, share, 1.0, 1.0, share),
+        waiting={size: share * seconds for size, seconds in zip(sizes, each)})

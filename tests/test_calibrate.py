@@ -74,11 +74,11 @@ def test_ranks_wait_where_they_meet_between_work():
     assert waits("all_reduce", 8) == 6e-4 and waits("broadcast", 4) == 0
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 8])
+@pytest.mark.parametrize("ranks", [2, 8])
 def test_what_steps_lose_is_found(ranks):
     """From the seconds of works on a machine that loses just that, exactly; noise changes little,
     and steps as fast as their parts lose nothing."""
-    works = trials.everywhere(ranks, trials.PRODUCTS, trials.LAYERS)
+    works = trials.everywhere(ranks, [], trials.MODELS)
     sizes = [size for size in (2, 8) if size <= ranks]
     alone = model.msgspec.structs.replace(
         model.load("cpu"), ranks_per_node=ranks,
@@ -86,7 +86,7 @@ def test_what_steps_lose_is_found(ranks):
                      for size, stride in probes.placements(ranks)
                      for kind in probes.store.COLLECTIVES])
     truth = model.msgspec.structs.replace(
-        alone, achieved=model.Achieved(0.8, 0.5, 0.8, 0.8, 0.9),
+        alone, achieved=model.Achieved(1.0, 0.6, 1.0, 1.0, 0.6),
         waiting={size: 1e-5 * size for size in sizes})
     alone = model.msgspec.structs.replace(alone, achieved=model.Achieved(1.0, 1.0, 1.0, 1.0, 1.0))
 
