@@ -18,8 +18,11 @@ from bench.sampling import (BOUNDS, alone, enough, in_random_order, limits_of, m
                             measured_environment, padded, publish, repeated, several)
 from mm3d import backend as backends
 from mm3d import environment, store, timing
+from mm3d.backend import Array
 from mm3d.record import Measurements, Variable
 from mm3d.statistics import median_interval
+
+SPARE = 4    # terms of a sum that there can be at a time, one being made and others on their way
 
 
 def gemm(arguments, comm) -> int:
@@ -140,13 +143,20 @@ def one_collective(grid: mm3d.Grid, name: str, kind: str, length: int, arguments
     split = layout.split(grid, (length,), name)
     if kind == "all_gather":
         a = operands.empty(layout, grid, (length,), arguments.dtype, name)
-    elif kind == "reduce_scatter":
-        a = split.term((length,), arguments.dtype)
     else:
         a = backend.empty((length,), arguments.dtype)
     operands.fill(a, backend, arguments.seed, comm.rank)
+
+    def term() -> Array:
+        return split.term((length,), arguments.dtype)
+
+    if kind == "reduce_scatter":    # of a new term each time, as products make them: zeros again
+        spare = [term() for _ in range(SPARE)]
+        for one in spare:
+            one[...] = 0
+        del one, spare
     step = {"all_gather": lambda: split.all_gather(a),
-            "reduce_scatter": lambda: split.reduce_scatter(a),
+            "reduce_scatter": lambda: split.reduce_scatter(term()),
             "all_reduce": lambda: axis.all_reduce(a),
             "broadcast": lambda: axis.broadcast(a, 0),
             "reduce": lambda: axis.reduce(a, 0)}[kind]
