@@ -22,7 +22,7 @@ from mm3d.backend import Array
 from mm3d.record import Measurements, Variable
 from mm3d.statistics import median_interval
 
-SPARE = 4    # terms of a sum that there can be at a time, one being made and others on their way
+TICK = 1e-9    # seconds; a difference of two times is not less
 
 
 def gemm(arguments, comm) -> int:
@@ -137,7 +137,11 @@ def collectives(arguments, comm) -> int:
 def one_collective(grid: mm3d.Grid, name: str, kind: str, length: int, arguments,
                    limits: timing.Limits, clock: timing.Clock,
                    sampler: Callable = makespans) -> tuple[list[float], str, int]:
-    """Samples of one collective on an array of `length`, what ended them, and bytes a rank."""
+    """Samples of one collective on an array of `length`, what ended them, and bytes a rank.
+
+    The terms of a reduce-scatter are new each time, in memory made for them, so that the other
+    ranks read what has just been written; what the writing takes by itself is left out.
+    """
     axis, comm, backend = grid[name], grid.comm, grid.backend
     layout = mm3d.Layout(name)
     split = layout.split(grid, (length,), name)
@@ -147,16 +151,15 @@ def one_collective(grid: mm3d.Grid, name: str, kind: str, length: int, arguments
         a = backend.empty((length,), arguments.dtype)
     operands.fill(a, backend, arguments.seed, comm.rank)
 
+    def written(term: Array) -> Array:
+        term[...] = a
+        return term
+
     def term() -> Array:
         return split.term((length,), arguments.dtype)
 
-    if kind == "reduce_scatter":    # of a new term each time, as products make them: zeros again
-        spare = [term() for _ in range(SPARE)]
-        for one in spare:
-            one[...] = 0
-        del one, spare
     step = {"all_gather": lambda: split.all_gather(a),
-            "reduce_scatter": lambda: split.reduce_scatter(term()),
+            "reduce_scatter": lambda: split.reduce_scatter(written(term())),
             "all_reduce": lambda: axis.all_reduce(a),
             "broadcast": lambda: axis.broadcast(a, 0),
             "reduce": lambda: axis.reduce(a, 0)}[kind]
@@ -165,6 +168,12 @@ def one_collective(grid: mm3d.Grid, name: str, kind: str, length: int, arguments
     moved = comm.allreduce(axis.traffic[kind].bytes, MPI.MAX)
 
     sample = sampler(step, comm, backend.synchronize, clock)
+    if kind == "reduce_scatter":
+        place, whole = term(), sample
+        writing = sampler(lambda: written(place), comm, backend.synchronize, clock)
+
+        def sample() -> float:
+            return max(whole() - writing(), TICK)
     seconds, ended_by = repeated(sample, limits, comm)
     return seconds, ended_by, moved
 
