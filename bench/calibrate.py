@@ -61,9 +61,7 @@ def measured(comm) -> model.Machine:
         memory_bandwidth=largest.bytes[-1] / largest.seconds[-1], launch_seconds=0.0,
         gemm_half_size=first.half, gemm_rate={d: fit.rate for d, fit in fits.items()},
         node=node, network=node, achieved=model.Achieved(1.0, 1.0, 1.0, 1.0), sources={},
-        gemm_seconds=first.start, gemm_measured={
-            dtype: [(*shape, took) for shape, took in found.items()]
-            for dtype, found in times.items()}, block=backends.get("numpy").block, passes=passes,
+        gemm_seconds=first.start, block=backends.get("numpy").block, passes=passes,
         collectives=lines, transport=transport)
     machine = msgspec.structs.replace(machine, launch_seconds=probes.python(machine, comm))
     if lines:
@@ -102,7 +100,6 @@ def sources(machine: model.Machine, fits: dict[str, fitting.Fit],
                               f"number (Python {environs['python']})",
             "gemm_half_size": f"{fit}; {DTYPES[0]}", "gemm_rate": f"{fit}; {blas}",
             "gemm_seconds": f"{fit}; {DTYPES[0]}",
-            "gemm_measured": f"{how}; {blas}",
             "node": "the fits of gathers and scatters of all ranks; one rank moves nothing",
             "network": "not measured: as inside the node",
             "achieved": f"memory, latency: {whole}" if machine.waiting else "all: as measured",

@@ -63,8 +63,6 @@ def products(machine: model.Machine, record: Measurements) -> model.Machine:
     rates = machine.gemm_rate | {dtype: one.rate for dtype, one in found.items()}
     rest = [name for name in machine.gemm_rate if name not in found]
     before = f"; {', '.join(rest)} {machine.sources['gemm_rate']}" if rest else ""
-    machine = msgspec.structs.replace(machine, gemm_measured={}, sources={
-        name: source for name, source in machine.sources.items() if name != "gemm_measured"})
     return replaced(
         machine, {"gemm_rate": how + before, "gemm_seconds": f"{how}; {first}",
                   "gemm_half_size": f"{how}; {first}, the same for every edge"}, ("gemm",),

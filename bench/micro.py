@@ -18,11 +18,8 @@ from bench.sampling import (BOUNDS, alone, enough, in_random_order, limits_of, m
                             measured_environment, padded, publish, repeated, several)
 from mm3d import backend as backends
 from mm3d import environment, store, timing
-from mm3d.backend import Array
 from mm3d.record import Measurements, Variable
 from mm3d.statistics import median_interval
-
-TICK = 1e-9    # seconds; a difference of two times is not less
 
 
 def gemm(arguments, comm) -> int:
@@ -137,29 +134,19 @@ def collectives(arguments, comm) -> int:
 def one_collective(grid: mm3d.Grid, name: str, kind: str, length: int, arguments,
                    limits: timing.Limits, clock: timing.Clock,
                    sampler: Callable = makespans) -> tuple[list[float], str, int]:
-    """Samples of one collective on an array of `length`, what ended them, and bytes a rank.
-
-    The terms of a reduce-scatter are new each time, in memory made for them, so that the other
-    ranks read what has just been written; what the writing takes by itself is left out.
-    """
+    """Samples of one collective on an array of `length`, what ended them, and bytes a rank."""
     axis, comm, backend = grid[name], grid.comm, grid.backend
     layout = mm3d.Layout(name)
     split = layout.split(grid, (length,), name)
     if kind == "all_gather":
         a = operands.empty(layout, grid, (length,), arguments.dtype, name)
+    elif kind == "reduce_scatter":
+        a = split.term((length,), arguments.dtype)
     else:
         a = backend.empty((length,), arguments.dtype)
     operands.fill(a, backend, arguments.seed, comm.rank)
-
-    def written(term: Array) -> Array:
-        term[...] = a
-        return term
-
-    def term() -> Array:
-        return split.term((length,), arguments.dtype)
-
     step = {"all_gather": lambda: split.all_gather(a),
-            "reduce_scatter": lambda: split.reduce_scatter(written(term())),
+            "reduce_scatter": lambda: split.reduce_scatter(a),
             "all_reduce": lambda: axis.all_reduce(a),
             "broadcast": lambda: axis.broadcast(a, 0),
             "reduce": lambda: axis.reduce(a, 0)}[kind]
@@ -168,12 +155,6 @@ def one_collective(grid: mm3d.Grid, name: str, kind: str, length: int, arguments
     moved = comm.allreduce(axis.traffic[kind].bytes, MPI.MAX)
 
     sample = sampler(step, comm, backend.synchronize, clock)
-    if kind == "reduce_scatter":
-        place, whole = term(), sample
-        writing = sampler(lambda: written(place), comm, backend.synchronize, clock)
-
-        def sample() -> float:
-            return max(whole() - writing(), TICK)
     seconds, ended_by = repeated(sample, limits, comm)
     return seconds, ended_by, moved
 

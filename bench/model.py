@@ -18,7 +18,6 @@ import numpy as np
 from bench.cases import UsageError
 from mm3d.dry import PHASES, Collective, Gemm, Pass, Trace
 
-NEAREST = 4    # measured products that tell of one more
 TERMS = ("gemm", "memory", "node", "network", "latency")
 Terms = dict[str, float]
 
@@ -92,9 +91,6 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         is that at the full rate times 1 + (first / m + second / n + third / k) / 3.
     gemm_seconds : float
         Of a product of no size, or of a batch of them.
-    gemm_measured : dict of str to list
-        Of products that were measured m, n, k and seconds, by dtype; they correct the formula
-        above for products of like shape.
     node, network : Level
         Links inside a node and between nodes.
     achieved : Achieved
@@ -130,7 +126,6 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     achieved: Achieved
     sources: dict[str, str]
     gemm_seconds: float = 0.0
-    gemm_measured: dict[str, list[tuple[float, float, float, float]]] = {}
     block: int = 0
     passes: dict[str, Curve] = {}
     collectives: list[Line] = []
@@ -169,29 +164,11 @@ def gemm_seconds(machine: Machine, gemm: Gemm) -> float:
     edges = (gemm.m, gemm.n, gemm.k)
     if not all(edges):
         return 0.0
-    return formula(machine, gemm.dtype, edges, gemm.batch) * correction(machine, gemm.dtype, edges)
-
-
-def formula(machine: Machine, dtype: str, edges: tuple[float, ...], batch: int = 1) -> float:
-    """Seconds of a batch of products by rate, half sizes, start and bandwidth."""
-    m, n, k = edges
     slowdown = 1 + sum(half / edge for half, edge in zip(machine.gemm_half_size, edges)) / 3
-    moved = batch * np.dtype(dtype).itemsize * (m * n + n * k + m * k)
-    return machine.gemm_seconds + max(2 * batch * m * n * k / machine.gemm_rate[dtype] * slowdown,
-                                      moved / machine.memory_bandwidth)
-
-
-def correction(machine: Machine, dtype: str, edges: tuple[float, ...]) -> float:
-    """What products of like shape took when they were measured, over their formula: the mean of
-    its logarithm over the nearest, by the square of how near the logarithms of the edges are."""
-    measured = np.array(machine.gemm_measured.get(dtype, ()), float).reshape(-1, 4)
-    if not len(measured):
-        return 1.0
-    apart = np.linalg.norm(np.log2(measured[:, :3] / edges), axis=1)
-    nearest = np.argsort(apart, kind="stable")[:NEAREST]
-    off = [math.log(took / formula(machine, dtype, shape))
-           for *shape, took in measured[nearest].tolist()]
-    return math.exp(np.average(off, weights=1 / (apart[nearest] + 1e-6) ** 2))
+    size = np.dtype(gemm.dtype).itemsize
+    moved = gemm.batch * size * (gemm.m * gemm.n + gemm.n * gemm.k + gemm.m * gemm.k)
+    return machine.gemm_seconds + max(
+        gemm.flops / machine.gemm_rate[gemm.dtype] * slowdown, moved / machine.memory_bandwidth)
 
 
 def pass_seconds(machine: Machine, event: Pass) -> float:

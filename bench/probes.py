@@ -20,11 +20,9 @@ from mm3d import dry, environment, store, timing
 
 SAMPLES, ROUNDS = 3, 3    # of each point in a round, and rounds over all points
 LIMITS = timing.Limits(SAMPLES, SAMPLES)
-EDGES = (32, 64, 128, 192, 256, 384, 512, 768, 1024)
+EDGES = (32, 64, 128, 256, 512, 1024)
 OBLONG = ((1024, 64, 1024), (64, 1024, 1024), (1024, 1024, 64), (256, 1024, 2048),
-          (64, 64, 512), (512, 128, 128), (128, 512, 64), (2048, 256, 256), (16, 256, 1024),
-          (96, 384, 768), (768, 96, 384), (384, 768, 96), (1536, 192, 384), (48, 384, 192),
-          (512, 32, 128), (256, 64, 64))
+          (64, 64, 512), (512, 128, 128), (128, 512, 64), (2048, 256, 256), (16, 256, 1024))
 BYTES = tuple(64 * 8 ** k for k in range(7))    # 64 B to 16 MiB
 ROW = 256    # elements of a row, in passes that add rows or columns up
 TINY = dict(layers=4, hidden=16, heads=2, batch=2, seq=4)

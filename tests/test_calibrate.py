@@ -62,26 +62,6 @@ def test_measured_curves_are_used_where_there_are_some():
     assert model.pass_seconds(machine, dry.Pass("exp", 100)) == 100 / machine.memory_bandwidth
 
 
-def test_measured_products_correct_the_formula():
-    """Where one was measured its seconds are told, and nearby and for batches the like; of another
-    dtype, and where there are none, the formula."""
-    plain = model.load("cpu")
-    shapes = [(64, 64, 64), (512, 512, 512), (512, 64, 512)]
-    times = [3 * model.formula(plain, "float32", shapes[0])] + [
-        2 * model.formula(plain, "float32", shape) for shape in shapes[1:]]
-    machine = model.msgspec.structs.replace(plain, gemm_measured={"float32": [
-        (*shape, took) for shape, took in zip(shapes, times)]})
-
-    def told(m, n, k, dtype="float32", batch=1):
-        return model.gemm_seconds(machine, dry.Gemm(batch, m, n, k, dtype)) / model.formula(
-            plain, dtype, (m, n, k), batch)
-
-    assert [told(*shape) for shape in shapes] == pytest.approx([3, 2, 2], rel=1e-9)
-    assert told(500, 80, 500) == pytest.approx(2, rel=0.02)
-    assert told(64, 64, 64, batch=7) == pytest.approx(3, rel=1e-9)
-    assert 2.1 < told(180, 180, 180) < 2.9 and told(64, 64, 64, "float64") == 1
-
-
 def test_ranks_wait_where_they_meet_between_work():
     """An all-reduce meets twice; of sizes that were not measured nothing is known."""
     def waits(kind, size):
@@ -152,7 +132,6 @@ def test_a_sample_is_of_one_call(comm, crowded, monkeypatch):
 def test_a_written_machine_is_read_again(tmp_path):
     machine = model.msgspec.structs.replace(
         model.load("cpu"), about='with "quotes"', gemm_seconds=1e-6, block=5, collectives=[LINE],
-        gemm_measured={"float32": [(8.0, 16.0, 24.0, 1e-6)]},
         passes={"other": CURVE}, transport="mpi", waiting={2: 1e-4})
     path = tmp_path / "mine.toml"
     path.write_text(machinefile.written(machine))
