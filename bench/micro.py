@@ -134,7 +134,11 @@ def collectives(arguments, comm) -> int:
 def one_collective(grid: mm3d.Grid, name: str, kind: str, length: int, arguments,
                    limits: timing.Limits, clock: timing.Clock,
                    sampler: Callable = makespans) -> tuple[list[float], str, int]:
-    """Samples of one collective on an array of `length`, what ended them, and bytes a rank."""
+    """Samples of one collective on an array of `length`, what ended them, and bytes a rank.
+
+    A reduce-scatter in shared memory begins, all but the first, by writing its term into memory
+    made for it, as a product does: so what the next rank reads is in no cache of its own.
+    """
     axis, comm, backend = grid[name], grid.comm, grid.backend
     layout = mm3d.Layout(name)
     split = layout.split(grid, (length,), name)
