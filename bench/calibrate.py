@@ -13,7 +13,7 @@ from mpi4py import MPI
 
 from bench import fits as fitting
 from bench import machine as here
-from bench import machinefile, model, operands, placement, probes, trials
+from bench import exact, machinefile, model, operands, placement, probes, sampling, trials
 from bench.cases import UsageError
 from mm3d import backend as backends
 from mm3d import environment
@@ -24,6 +24,8 @@ NOTHING = model.Level(0.0, 1e15)    # links of one rank, where nothing travels
 
 def calibrate(arguments, comm) -> int:
     """Measure this machine with all ranks of the job and write the file; 0 when it was written.
+
+    Collectives are checked first, with integers.
 
     Raises
     ------
@@ -36,7 +38,10 @@ def calibrate(arguments, comm) -> int:
     if nodes > 1:
         raise UsageError(f"{comm.size} ranks on {nodes} nodes: calibrate measures one node, start "
                          f"all ranks on one")
-    found = measured(comm)
+    try:
+        found = measured(comm)
+    except exact.WrongResult as wrong:
+        return sampling.failed("calibrate", f"{wrong}; no file was written", comm)
     if comm.rank == 0:
         print(described(found), flush=True)
     return machinefile.publish(found, path, comm)

@@ -10,11 +10,11 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 import mm3d
-from bench import contribution, fits, machinefile, microtables, operands
+from bench import contribution, exact, fits, machinefile, microtables, operands
 from bench.cases import UsageError
 from bench.formats import render
 from bench.journal import writable
-from bench.sampling import (BOUNDS, alone, enough, in_random_order, limits_of, makespans,
+from bench.sampling import (BOUNDS, alone, enough, failed, in_random_order, limits_of, makespans,
                             measured_environment, padded, publish, repeated, several)
 from mm3d import backend as backends
 from mm3d import environment, store, timing
@@ -37,15 +37,21 @@ def gemm(arguments, comm) -> int:
     out = writable(arguments.out, comm)
     points = [(dtype, count, n) for dtype in arguments.dtypes for count in threads
               for n in arguments.sizes]
+    checks: list[store.Check] = []
 
     def point(dtype: str, count: int, n: int) -> tuple[list[float], str]:
         a, b = (operands.fill(backend.empty((n, n), dtype), backend, arguments.seed, name)
                 for name in "AB")
         with threadpool_limits(count, user_api="blas"):
+            checks.extend(exact.product(a, b, backends.matmul(a, b), arguments.seed, backend,
+                                        f"C of {n} x {n} {dtype}, BLAS threads: {count}"))
             return repeated(sampler(lambda: backends.matmul(a, b), backend.synchronize), limits,
                             comm)
 
-    found = in_random_order(points, arguments.seed, point)
+    try:
+        found = in_random_order(points, arguments.seed, point)
+    except exact.WrongResult as wrong:
+        return failed("gemm", str(wrong), comm)
     shape = (len(arguments.dtypes), len(threads), len(arguments.sizes))
     samples = padded([seconds for seconds, _ in found], shape)
     bounds = np.array([median_interval(seconds) for seconds, _ in found]).reshape(*shape, 4)
@@ -60,7 +66,7 @@ def gemm(arguments, comm) -> int:
          "seconds": Variable(bounds, "s", (*dims, "bound")),
          "rate": Variable(flops / bounds[..., 0], "s-1", dims),
          "ended_by_width": Variable(np.array([int(end == "width") for _, end in found])
-                                    .reshape(shape), "1", dims)}, [])
+                                    .reshape(shape), "1", dims)}, checks)
     print(render(microtables.gemm(record)), "", sep="\n", flush=True)
     status = publish(record, out, "gemm", comm)
     if model is not None:
@@ -112,8 +118,11 @@ def collectives(arguments, comm) -> int:
     lengths = [arguments.least * 4 ** k // itemsize for k in range(steps)]
     points = [(axis, kind, n) for axis in axes for kind in store.COLLECTIVES for n in lengths]
     clock = timing.Clock(comm)
-    found = in_random_order(points, arguments.seed, lambda *point: one_collective(
-        grid, *point, arguments, limits, clock))
+    try:
+        found = in_random_order(points, arguments.seed, lambda *point: one_collective(
+            grid, *point, arguments, limits, clock))
+    except exact.WrongResult as wrong:
+        return failed("collectives", f"{wrong}; no times were written", comm)
     environs = measured_environment(grid.backend.name, comm)
     record = None
     if comm.rank == 0:
@@ -133,8 +142,10 @@ def collectives(arguments, comm) -> int:
 
 def one_collective(grid: mm3d.Grid, name: str, kind: str, length: int, arguments,
                    limits: timing.Limits, clock: timing.Clock,
-                   sampler: Callable = makespans) -> tuple[list[float], str, int]:
-    """Samples of one collective on an array of `length`, what ended them, and bytes a rank.
+                   sampler: Callable = makespans
+                   ) -> tuple[list[float], str, int, store.Check]:
+    """Samples of one collective on an array of `length`, what ended them, bytes a rank, and the
+    check; `exact.WrongResult` when that fails.
 
     A reduce-scatter in shared memory begins, all but the first, by writing its term into memory
     made for it, as a product does: so what the next rank reads is in no cache of its own.
@@ -148,28 +159,29 @@ def one_collective(grid: mm3d.Grid, name: str, kind: str, length: int, arguments
         a = split.term((length,), arguments.dtype)
     else:
         a = backend.empty((length,), arguments.dtype)
-    operands.fill(a, backend, arguments.seed, comm.rank)
     step = {"all_gather": lambda: split.all_gather(a),
             "reduce_scatter": lambda: split.reduce_scatter(a),
             "all_reduce": lambda: axis.all_reduce(a),
             "broadcast": lambda: axis.broadcast(a, 0),
             "reduce": lambda: axis.reduce(a, 0)}[kind]
+    check = exact.collective(split, kind, step, a, length, comm)
+    operands.fill(a, backend, arguments.seed, comm.rank)
     grid.reset_traffic()
     step()
     moved = comm.allreduce(axis.traffic[kind].bytes, MPI.MAX)
 
     sample = sampler(step, comm, backend.synchronize, clock)
     seconds, ended_by = repeated(sample, limits, comm)
-    return seconds, ended_by, moved
+    return seconds, ended_by, moved, check
 
 
 def collectives_record(axes: list[str], sizes: list[int], found: list, settings: dict,
                        environs: dict) -> Measurements:
     """The record of what was measured, with the fits."""
     shape = (len(axes), len(store.COLLECTIVES), len(sizes))
-    samples = padded([seconds for seconds, _, _ in found], shape)
-    bounds = np.array([median_interval(seconds) for seconds, _, _ in found]).reshape(*shape, 4)
-    moved = np.array([count for _, _, count in found], np.float64).reshape(shape)
+    samples = padded([seconds for seconds, *_ in found], shape)
+    bounds = np.array([median_interval(seconds) for seconds, *_ in found]).reshape(*shape, 4)
+    moved = np.array([count for _, _, count, _ in found], np.float64).reshape(shape)
     lines = np.array([fits.line(np.array(sizes, np.float64), seconds)
                       for seconds in bounds[..., 0].reshape(-1, len(sizes))])
     lines = lines.reshape(*shape[:2], 3)
@@ -182,8 +194,8 @@ def collectives_record(axes: list[str], sizes: list[int], found: list, settings:
          "seconds": Variable(bounds, "s", (*dims, "bound")),
          "bytes_moved": Variable(moved, "byte", dims),
          "bandwidth": Variable(moved / bounds[..., 0], "byte s-1", dims),
-         "ended_by_width": Variable(np.array([int(end == "width") for _, end, _ in found])
+         "ended_by_width": Variable(np.array([int(end == "width") for _, end, *_ in found])
                                     .reshape(shape), "1", dims),
          "alpha": Variable(lines[..., 0], "s", dims[:2]),
          "beta": Variable(lines[..., 1], "s byte-1", dims[:2]),
-         "fit_error": Variable(lines[..., 2], "1", dims[:2])}, [])
+         "fit_error": Variable(lines[..., 2], "1", dims[:2])}, [check for *_, check in found])

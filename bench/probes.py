@@ -131,8 +131,8 @@ def collectives(comm) -> list[model.Line]:
 
     def measure(point: tuple) -> float:
         line, kind, size = point
-        samples, _, _ = micro.one_collective(grids[line], "y", kind, size // 4, chosen, LIMITS,
-                                             clock, sampler)
+        samples, *_ = micro.one_collective(grids[line], "y", kind, size // 4, chosen, LIMITS,
+                                           clock, sampler)
         return comm.bcast(min(samples))
 
     times = least(measure, itertools.product(grids, store.COLLECTIVES, sizes))

@@ -164,6 +164,26 @@ def test_ranks_on_several_nodes_are_refused(comm, shared_tmp_path, monkeypatch):
         calibrate.calibrate(Namespace(out=str(shared_tmp_path / "here.toml")), comm)
 
 
+@pytest.mark.ranks(2)
+def test_a_wrong_collective_makes_no_machine(comm, shared_tmp_path, monkeypatch, capsys):
+    """Sums that are one too large in their first element: the file is not made."""
+    right = probes.micro.mm3d.axis.Split.reduce_scatter
+
+    def wrong(self, a):
+        found = right(self, a)
+        found[0] += 1
+        return found
+
+    monkeypatch.setattr(probes.micro.mm3d.axis.Split, "reduce_scatter", wrong)
+    for name in ("products", "passes"):
+        monkeypatch.setattr(probes, name, lambda *arguments: {})
+    monkeypatch.setattr(calibrate.fitting, "products", lambda found: None)
+    path = shared_tmp_path / "here.toml"
+    assert calibrate.calibrate(Namespace(out=str(path)), comm) == 1
+    line = "reduce_scatter of 128 elements along y is off by 1; no file was written"
+    assert not path.exists() and (line in capsys.readouterr().out) == (comm.rank == 0)
+
+
 @pytest.mark.parametrize("name", ["here.txt", "no/folder/here.toml", "/proc/here.toml"])
 def test_a_file_that_cannot_be_written_is_refused_first(name, tmp_path):
     run = run_ranks(1, "-m", "bench", "calibrate", "--out", str(tmp_path / name))

@@ -2,9 +2,9 @@
 import numpy as np
 import pytest
 
-from bench import fits, residual
+from bench import exact, fits, residual
 from bench.products import SHAPES, Problem, Replay, Whole
-from mm3d import cost, store
+from mm3d import Grid, Layout, cost, store
 from mm3d.record import Variable
 from support import run_python, run_ranks
 
@@ -117,6 +117,67 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+def test_a_wrong_collective_writes_no_times(tmp_path):
+    """A sum of which one rank has a thousandth too much is named, by four ranks."""
+    script = tmp_path / "wrong.py"
+    script.write_text(WRONG)
+    done = run_ranks(4, str(script), "collectives", "--grid", "1x2x2", *QUICK, "--out",
+                     str(tmp_path / "out"))
+    assert done.returncode == 1, done.stderr
+    assert "reduce_scatter of " in done.stdout and "no times were written" in done.stdout
+    assert not list((tmp_path / "out").glob("*.h5*"))
+
+
+def test_a_wrong_product_of_one_rank_writes_no_times(tmp_path):
+    script = tmp_path / "wrong.py"
+    script.write_text("""
+import sys
+from bench.__main__ import main
+from mm3d import backend
+right = backend.matmul
+
+def wrong(a, b, empty=None):
+    out = right(a, b, empty)
+    out[-1, -1] += 1
+    return out
+
+backend.matmul = wrong
+sys.exit(main(sys.argv[1:]))
+""")
+    done = run_python(str(script), "gemm", "--sizes", "8", "--threads", "1", *QUICK, "--out",
+                      str(tmp_path / "out"))
+    assert done.returncode == 1, done.stderr
+    assert "C of 8 x 8" in done.stdout and "no times were written" in done.stdout
+    assert not list((tmp_path / "out").glob("*.h5*"))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", store.COLLECTIVES)
+def test_collectives_are_checked_exactly(comm, kind):
+    """What is right passes; an element that is one off on the first rank does not, on any rank."""
+    grid = Grid(comm, "numpy", x=2, y=2)
+    split = Layout("y").split(grid, (13,), "y")
+    length = split.counts[grid["y"].rank] if kind == "all_gather" else 13
+    a = np.empty(length, np.float32)
+    steps = {"all_gather": lambda: split.all_gather(a),
+             "reduce_scatter": lambda: split.reduce_scatter(a),
+             "all_reduce": lambda: grid["y"].all_reduce(a),
+             "broadcast": lambda: grid["y"].broadcast(a, 0),
+             "reduce": lambda: grid["y"].reduce(a, 0)}
+    assert exact.collective(split, kind, steps[kind], a, 13, comm).passed
+
+    def off():
+        found = steps[kind]()
+        if comm.rank == 0:
+            found = np.array(found)
+            found[-1] += 1
+        return found
+
+    with pytest.raises(exact.WrongResult, match=f"{kind} of 13 elements along y is off by 1"):
+        exact.collective(split, kind, off, a, 13, comm)
+    grid.free()
+
+
 def test_a_wrong_product_writes_no_times(tmp_path):
     script = tmp_path / "wrong.py"
     script.write_text(WRONG)
@@ -137,6 +198,7 @@ def test_gemm(tmp_path):
     seconds, rate = (run.variables[name].values for name in ("seconds", "rate"))
     np.testing.assert_allclose(rate * seconds[..., 0], [[[1024, 65536]]] * 2)
     assert run.variables["samples"].values.shape == (2, 1, 2, 2)
+    assert len(run.checks) == 8 and all(check.passed for check in run.checks)
     assert run.environment["clock_resolution_s"] < 1e-3
     assert "Rate of C = A B" in done.stdout
 
@@ -148,6 +210,7 @@ def test_collectives(tmp_path):
     run = only(tmp_path)
     assert run.scales["axis"] == ["x", "z"] and run.scales["size"] == [64, 256, 1024]
     assert run.scales["collective"] == list(store.COLLECTIVES)
+    assert len(run.checks) == 30 and all(check.error == 0 for check in run.checks)
     found = {name: variable.values for name, variable in run.variables.items()}
     assert found["samples"].shape == (2, 5, 3, 2) and (found["samples"] > 0).all()
     # Half of the array for a gather or a scatter, twice that for both, all of it otherwise.

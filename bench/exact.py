@@ -1,0 +1,68 @@
+"""Single operations are checked before they are timed: collectives exactly, of integers."""
+
+import numpy as np
+from mpi4py import MPI
+
+from bench import residual
+from bench.residual import Distributed
+from mm3d.axis import Split
+from mm3d.backend import Array, Backend
+from mm3d.store import Check
+
+MODULUS = 11    # sums of so small integers are exact in every dtype
+
+
+class WrongResult(Exception):
+    """An operation gives something else than it must; the message names it."""
+
+
+def collective(split: Split, kind: str, step, a: Array, length: int, comm) -> Check:
+    """Whether `step` gives what the collective `kind` must, of integers that are put into `a`.
+
+    Parameters
+    ----------
+    split : Split
+        `length` elements dealt over an axis; every rank of `comm` has one of the same size.
+    kind : str
+        One of `mm3d.store.COLLECTIVES`; a broadcast is from the first rank, a reduction to it.
+    step : callable
+        Gives the result of the collective of `a`.
+
+    Raises
+    ------
+    WrongResult
+        When it does not, on any rank of `comm`; on all of them.
+    """
+    axis = split.axis
+    start = sum(split.counts[:axis.rank])
+    own = slice(start, start + split.counts[axis.rank])
+    terms = np.add.outer(np.arange(axis.size), np.arange(length)) % MODULUS
+    total = terms.sum(axis=0)
+    first = axis.rank == 0
+    given, wanted = {"all_gather": (terms[0][own], terms[0]),
+                     "reduce_scatter": (terms[axis.rank], total[own]),
+                     "all_reduce": (terms[axis.rank], total),
+                     "broadcast": (terms[axis.rank], terms[0]),
+                     "reduce": (terms[axis.rank], total if first else None)}[kind]
+    a[...] = axis.backend.asarray(given.astype(str(a.dtype)))
+    found = step()
+    if wanted is None or found is None:
+        off = 0.0 if wanted is found else np.inf
+    else:
+        off = float(np.abs(axis.backend.to_host(found) - wanted).max(initial=0))
+    off = comm.allreduce(off, MPI.MAX)
+    check = Check(f"{kind} of {length} elements along {axis.name}", off, 0.0)
+    if not check.passed:
+        raise WrongResult(f"{check.quantity} is off by {off:g}")
+    return check
+
+
+def product(a: Array, b: Array, c: Array, seed: int, backend: Backend, name: str) -> list[Check]:
+    """The checks of C = A B on one rank; WrongResult when one fails."""
+    A, B, C = (Distributed(block, tuple(map(slice, (0, 0), block.shape)), block.shape,
+                           MPI.COMM_SELF) for block in map(backend.to_host, (a, b, c)))
+    checks = residual.checks(name, A, B, C, seed, str(c.dtype))
+    problems = residual.failure(checks)
+    if problems:
+        raise WrongResult(problems)
+    return checks
