@@ -1,5 +1,7 @@
 """Single operations are checked before they are timed: collectives exactly, of integers."""
 
+from typing import Callable
+
 import numpy as np
 from mpi4py import MPI
 
@@ -16,7 +18,8 @@ class WrongResult(Exception):
     """An operation gives something else than it must; the message names it."""
 
 
-def collective(split: Split, kind: str, step, a: Array, length: int, comm) -> Check:
+def collective(split: Split, kind: str, step: Callable[[], Array | None], a: Array, length: int,
+               comm: MPI.Intracomm) -> Check:
     """Whether `step` gives what the collective `kind` must, of integers that are put into `a`.
 
     Parameters
@@ -38,12 +41,11 @@ def collective(split: Split, kind: str, step, a: Array, length: int, comm) -> Ch
     own = slice(start, start + split.counts[axis.rank])
     terms = np.add.outer(np.arange(axis.size), np.arange(length)) % MODULUS
     total = terms.sum(axis=0)
-    first = axis.rank == 0
     given, wanted = {"all_gather": (terms[0][own], terms[0]),
                      "reduce_scatter": (terms[axis.rank], total[own]),
                      "all_reduce": (terms[axis.rank], total),
                      "broadcast": (terms[axis.rank], terms[0]),
-                     "reduce": (terms[axis.rank], total if first else None)}[kind]
+                     "reduce": (terms[axis.rank], None if axis.rank else total)}[kind]
     a[...] = axis.backend.asarray(given.astype(str(a.dtype)))
     found = step()
     if wanted is None or found is None:

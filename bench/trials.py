@@ -59,8 +59,8 @@ def rounds(trials: Sequence[Trial], count: int, seed: int) -> np.ndarray:
 
 def medians(works: Sequence[Work], comm) -> np.ndarray:
     """Seconds of forward and backward together of each Transformer."""
-    clock, schemes = timing.Clock(comm), [mm3d.scheme(work.scheme, comm, work.grid, "numpy")
-                                          for work in works]
+    clock = timing.Clock(comm)
+    schemes = [mm3d.scheme(work.scheme, comm, work.grid, "numpy") for work in works]
     networks = [mm3d.Transformer(scheme, **dict(zip(replay.NAMES["layer"], work.sizes)))
                 for scheme, work in zip(schemes, works)]
     found = rounds([layers(network, comm, clock) for network in networks], ROUNDS, 0)
@@ -76,7 +76,8 @@ def together(machine: model.Machine, works: Sequence[Work],
 
     Elementwise passes and Python lose a part, and every meeting takes some time, by the number of
     ranks that meet: what makes up best, in relative squares, for the seconds that `works` took.
-    Products and what moves are taken as measured alone, whose data no cache holds either way.
+    Products and what moves are taken as measured alone: with a share of their own, whole steps
+    were predicted no better.
     """
     traces = [replay.trace(work, "float32", machine.granule) for work in works]
     sizes = sorted({event.size for trace in traces for event in trace.of(dry.Collective)})
@@ -93,5 +94,6 @@ def together(machine: model.Machine, works: Sequence[Work],
     lost, *each = fits.nonnegative(np.array(terms).T, 1 - known).tolist()
     share = 1 / (1 + lost)
     return msgspec.structs.replace(
-        machine, achieved=model.Achieved(1.0, share, 1.0, 1.0, share),
+        machine, achieved=model.Achieved(gemm=1.0, memory=share, node=1.0, network=1.0,
+                                         latency=share),
         waiting={size: share * seconds for size, seconds in zip(sizes, each)})

@@ -7,6 +7,7 @@ import pytest
 
 from bench import calibrate, fits, machinefile, model, probes, replay, trials
 from mm3d import dry
+from mm3d.axis import Split
 from support import run_ranks
 from test_plan import assert_sourced
 
@@ -167,14 +168,14 @@ def test_ranks_on_several_nodes_are_refused(comm, shared_tmp_path, monkeypatch):
 @pytest.mark.ranks(2)
 def test_a_wrong_collective_makes_no_machine(comm, shared_tmp_path, monkeypatch, capsys):
     """Sums that are one too large in their first element: the file is not made."""
-    right = probes.micro.mm3d.axis.Split.reduce_scatter
+    right = Split.reduce_scatter
 
     def wrong(self, a):
         found = right(self, a)
         found[0] += 1
         return found
 
-    monkeypatch.setattr(probes.micro.mm3d.axis.Split, "reduce_scatter", wrong)
+    monkeypatch.setattr(Split, "reduce_scatter", wrong)
     for name in ("products", "passes"):
         monkeypatch.setattr(probes, name, lambda *arguments: {})
     monkeypatch.setattr(calibrate.fitting, "products", lambda found: None)
