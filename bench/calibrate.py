@@ -48,11 +48,19 @@ def calibrate(arguments, comm) -> int:
 
 
 def measured(comm) -> model.Machine:
-    """The model of this machine; the same on every rank."""
+    """The model of this machine; the same on every rank.
+
+    Whole steps are measured before, between and after the parts, so that what slows the machine
+    for a while is in a few of them only.
+    """
+    works = trials.everywhere(comm.size, [], trials.MODELS) if comm.size > 1 else []
+    steps = [trials.steps(works, comm, 0)]
     times = {dtype: probes.products(dtype, comm) for dtype in DTYPES}
     fits = {dtype: fitting.products(found) for dtype, found in times.items()}
     passes = probes.passes(comm)
+    steps.append(trials.steps(works, comm, 1))
     lines = probes.collectives(comm) if comm.size > 1 else []
+    steps.append(trials.steps(works, comm, 2))
     transport = operands.usual_transport(comm)
     node = fitting.links(lines, comm.size).get("node", NOTHING)
     largest = passes["multiply"]
@@ -66,12 +74,11 @@ def measured(comm) -> model.Machine:
         memory_bandwidth=largest.bytes[-1] / largest.seconds[-1], launch_seconds=0.0,
         gemm_half_size=first.half, gemm_rate={d: fit.rate for d, fit in fits.items()},
         node=node, network=node, achieved=model.Achieved(1.0, 1.0, 1.0, 1.0), sources={},
-        gemm_seconds=first.start, block=backends.get("numpy").block, passes=passes,
-        collectives=lines, transport=transport)
+        gemm_seconds=first.start, gemm_deviations=first.deviations,
+        block=backends.get("numpy").block, passes=passes, collectives=lines, transport=transport)
     machine = msgspec.structs.replace(machine, launch_seconds=probes.python(machine, comm))
-    if lines:
-        works = trials.everywhere(comm.size, [], trials.MODELS)
-        machine = trials.together(machine, works, trials.medians(works, comm))
+    if works:
+        machine = trials.together(machine, works, np.median(np.concatenate(steps), axis=0))
     return msgspec.structs.replace(machine, sources=sources(machine, fits, environs))
 
 
@@ -97,7 +104,7 @@ def sources(machine: model.Machine, fits: dict[str, fitting.Fit],
     blas = f"{environs['blas']}, {environs['blas_architecture']} kernels"
     largest = machine.passes["multiply"].bytes[-1]
     whole = (f"measured {when}: what the makespans of two models' steps on every grid, medians of "
-             f"{trials.ROUNDS} rounds, take beyond their parts")
+             f"{3 * trials.ROUNDS} rounds, take beyond their parts")
     return {"ranks_per_node": f"ranks of the job, measured {when}",
             "memory_bytes": "the node's memory over its ranks",
             "memory_bandwidth": f"{how}: c = a * b, {largest / 1e6:.0f} MB in all",
@@ -105,9 +112,10 @@ def sources(machine: model.Machine, fits: dict[str, fitting.Fit],
                               f"number (Python {environs['python']})",
             "gemm_half_size": f"{fit}; {DTYPES[0]}", "gemm_rate": f"{fit}; {blas}",
             "gemm_seconds": f"{fit}; {DTYPES[0]}",
+            "gemm_deviations": f"{how}: these products over the fit; {DTYPES[0]}",
             "node": "the fits of gathers and scatters of all ranks; one rank moves nothing",
             "network": "not measured: as inside the node",
-            "achieved": f"memory, latency: {whole}" if machine.waiting else "all: as measured",
+            "achieved": whole if machine.waiting else "all: as measured",
             "block": "mm3d.backend.Backend.block",
             "passes": f"{how}: float32, NumPy {environs['numpy_version']}",
             "collectives": f"{how}: {environs['mpi']}; "
@@ -128,11 +136,11 @@ def described(machine: model.Machine) -> str:
                  for name, curve in machine.passes.items() if name != "other"),
              f"Python: {1e6 * machine.launch_seconds:.1f} us an operation"]
     if machine.waiting:
-        lines.append(f"in a step: {machine.achieved.memory:.0%} of the rate of passes and of "
-                     "Python, waiting " + ", ".join(
-                         f"{1e6 * seconds:.0f} us for {size} ranks"
-                         for size, seconds in machine.waiting.items()))
-    lines += [f"{line.kind} of {line.size} ranks {line.stride} apart: {1e6 * line.alpha:.0f} us, "
+        waiting = ", ".join(f"{1e6 * seconds:.0f} us for {size} ranks"
+                            for size, seconds in machine.waiting.items())
+        lines.append(f"in a step: {machine.achieved.gemm:.0%} of all rates; waiting {waiting}")
+    lines += [f"{line.kind}{' of columns' * line.pieces} of {line.size} ranks {line.stride} "
+              f"apart: {1e6 * line.alpha:.0f} us, "
               f"{1e-9 / line.beta if line.beta else np.inf:.2f} GB/s"
               for line in machine.collectives]
     return "\n".join(lines)

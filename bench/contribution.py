@@ -65,8 +65,10 @@ def products(machine: model.Machine, record: Measurements) -> model.Machine:
     before = f"; {', '.join(rest)} {machine.sources['gemm_rate']}" if rest else ""
     return replaced(
         machine, {"gemm_rate": how + before, "gemm_seconds": f"{how}; {first}",
-                  "gemm_half_size": f"{how}; {first}, the same for every edge"}, ("gemm",),
-        gemm_rate=rates, gemm_seconds=fit.start, gemm_half_size=fit.half)
+                  "gemm_half_size": f"{how}; {first}, the same for every edge",
+                  "gemm_deviations": f"{how}: these squares over the fit; {first}"}, ("gemm",),
+        gemm_rate=rates, gemm_seconds=fit.start, gemm_half_size=fit.half,
+        gemm_deviations=fit.deviations)
 
 
 def lines(machine: model.Machine, record: Measurements) -> model.Machine:
@@ -77,10 +79,9 @@ def lines(machine: model.Machine, record: Measurements) -> model.Machine:
     """
     chosen, per_node = record.configuration, record.environment["ranks_on_this_node"]
     found = measured_lines(record)
-    keys = {(line.kind, line.size, line.stride) for line in found}
+    keys = {line.key for line in found}
     same = (machine.ranks_per_node, machine.transport) == (per_node, chosen["transport"])
-    kept = [line for line in machine.collectives if same
-            and (line.kind, line.size, line.stride) not in keys]
+    kept = [line for line in machine.collectives if same and line.key not in keys]
     how = f"{measured(record)}, all lines of a direction at once"
     links = fits.links(found, per_node)
     fit = f"{how}: the mean of the fits of all-gather and reduce-scatter on the longest line"

@@ -1,5 +1,6 @@
 """Single operations are checked before they are timed: collectives exactly, of integers."""
 
+import math
 from typing import Callable
 
 import numpy as np
@@ -18,14 +19,15 @@ class WrongResult(Exception):
     """An operation gives something else than it must; the message names it."""
 
 
-def collective(split: Split, kind: str, step: Callable[[], Array | None], a: Array, length: int,
-               comm: MPI.Intracomm) -> Check:
+def collective(split: Split, kind: str, step: Callable[[], Array | None], a: Array,
+               shape: tuple[int, ...], comm: MPI.Intracomm) -> Check:
     """Whether `step` gives what the collective `kind` must, of integers that are put into `a`.
 
     Parameters
     ----------
     split : Split
-        `length` elements dealt over an axis; every rank of `comm` has one of the same size.
+        The last dimension of `shape` dealt over an axis; every rank of `comm` has one of the
+        same size.
     kind : str
         One of `mm3d.store.COLLECTIVES`; a broadcast is from the first rank, a reduction to it.
     step : callable
@@ -38,22 +40,26 @@ def collective(split: Split, kind: str, step: Callable[[], Array | None], a: Arr
     """
     axis = split.axis
     start = sum(split.counts[:axis.rank])
-    own = slice(start, start + split.counts[axis.rank])
-    terms = np.add.outer(np.arange(axis.size), np.arange(length)) % MODULUS
-    total = terms.sum(axis=0)
-    given, wanted = {"all_gather": (terms[0][own], terms[0]),
-                     "reduce_scatter": (terms[axis.rank], total[own]),
-                     "all_reduce": (terms[axis.rank], total),
-                     "broadcast": (terms[axis.rank], terms[0]),
-                     "reduce": (terms[axis.rank], None if axis.rank else total)}[kind]
-    a[...] = axis.backend.asarray(given.astype(str(a.dtype)))
+    own = ..., slice(start, start + split.counts[axis.rank])
+    periods = np.add.outer(np.arange(axis.size), np.arange(MODULUS)) % MODULUS
+    length = math.prod(shape)
+    first, term, total = (
+        np.tile(period.astype(str(a.dtype)), -(-length // MODULUS))[:length].reshape(shape)
+        for period in (periods[0], periods[axis.rank], periods.sum(axis=0)))
+    given, wanted = {"all_gather": (first[own], first),
+                     "reduce_scatter": (term, total[own]),
+                     "all_reduce": (term, total),
+                     "broadcast": (term, first),
+                     "reduce": (term, None if axis.rank else total)}[kind]
+    a[...] = axis.backend.asarray(given)
     found = step()
     if wanted is None or found is None:
         off = 0.0 if wanted is found else np.inf
     else:
         off = float(np.abs(axis.backend.to_host(found) - wanted).max(initial=0))
     off = comm.allreduce(off, MPI.MAX)
-    check = Check(f"{kind} of {length} elements along {axis.name}", off, 0.0)
+    what = f"{shape[0]} elements" if len(shape) == 1 else " x ".join(map(str, shape))
+    check = Check(f"{kind} of {what} along {axis.name}", off, 0.0)
     if not check.passed:
         raise WrongResult(f"{check.quantity} is off by {off:g}")
     return check

@@ -18,7 +18,14 @@ class Fit(msgspec.Struct, frozen=True):
     start: float
     rate: float
     half: tuple[float, float, float]
+    shapes: list[Shape]
     errors: list[float]
+
+    @property
+    def deviations(self) -> dict[str, float]:
+        """What was measured over the fit, as `bench.model.Machine` has it."""
+        return {"x".join(map(str, shape)): 1 / (1 + error)
+                for shape, error in zip(self.shapes, self.errors)}
 
 
 def products(times: dict[Shape, float]) -> Fit:
@@ -32,7 +39,7 @@ def products(times: dict[Shape, float]) -> Fit:
     if (shapes == shapes[:, :1]).all():    # squares do not tell one edge from another
         half = np.full(3, half.mean())
     errors = terms @ found / took - 1
-    return Fit(float(found[0]), float(rate), tuple((1.5 * rate * half).tolist()),
+    return Fit(float(found[0]), float(rate), tuple((1.5 * rate * half).tolist()), list(times),
                errors.tolist())
 
 
@@ -77,8 +84,8 @@ def links(lines: list[model.Line], per_node: int) -> dict[str, model.Level]:
     """
     found: dict[str, model.Level] = {}
     for one in sorted(lines, key=lambda one: one.size):
-        pair = [other for other in lines if (other.size, other.stride) == (one.size, one.stride)
-                and other.kind in ("all_gather", "reduce_scatter")]
+        pair = [other for other in lines if other.key in (
+            (kind, one.size, one.stride, False) for kind in ("all_gather", "reduce_scatter"))]
         alpha, beta = (float(np.mean([getattr(other, name) for other in pair]))
                        for name in ("alpha", "beta"))
         level, times = model.links(one.size, one.stride, per_node)

@@ -21,6 +21,8 @@ from mm3d import environment, store, timing
 from mm3d.record import Measurements, Variable
 from mm3d.statistics import median_interval
 
+TERMS = 4    # more than are in use at one time
+
 
 def gemm(arguments, comm) -> int:
     """Measure the rate of square matrix products on one rank; 0 when written.
@@ -119,8 +121,8 @@ def collectives(arguments, comm) -> int:
     points = [(axis, kind, n) for axis in axes for kind in store.COLLECTIVES for n in lengths]
     clock = timing.Clock(comm)
     try:
-        found = in_random_order(points, arguments.seed, lambda *point: one_collective(
-            grid, *point, arguments, limits, clock))
+        found = in_random_order(points, arguments.seed, lambda axis, kind, n: one_collective(
+            grid, axis, kind, (n,), arguments.dtype, limits, clock))
     except exact.WrongResult as wrong:
         return failed("collectives", f"{wrong}; no times were written", comm)
     environs = measured_environment(grid.backend.name, comm)
@@ -140,35 +142,43 @@ def collectives(arguments, comm) -> int:
     return status
 
 
-def one_collective(grid: mm3d.Grid, name: str, kind: str, length: int, arguments,
+def one_collective(grid: mm3d.Grid, name: str, kind: str, shape: tuple[int, ...], dtype: str,
                    limits: timing.Limits, clock: timing.Clock,
                    sampler: Callable = makespans
                    ) -> tuple[list[float], str, int, store.Check]:
-    """Samples of one collective on an array of `length`, what ended them, bytes a rank, and the
-    check; `exact.WrongResult` when that fails.
+    """Samples of one collective on an array of `shape`, whose last dimension is divided, what
+    ended them, bytes a rank, and the check; `exact.WrongResult` when that fails.
 
-    A reduce-scatter in shared memory begins, all but the first, by writing its term into memory
-    made for it, as a product does: so what the next rank reads is in no cache of its own.
+    The terms of a reduce-scatter lie where products are told to put them, and what a product
+    takes to write them is not timed.
     """
     axis, comm, backend = grid[name], grid.comm, grid.backend
-    layout = mm3d.Layout(name)
-    split = layout.split(grid, (length,), name)
+    layout = mm3d.Layout("," * (len(shape) - 1) + name)
+    split = layout.split(grid, shape, name)
     if kind == "all_gather":
-        a = operands.empty(layout, grid, (length,), arguments.dtype, name)
+        a = operands.empty(layout, grid, shape, dtype, name)
     elif kind == "reduce_scatter":
-        a = split.term((length,), arguments.dtype)
+        a = split.term(shape, dtype)
     else:
-        a = backend.empty((length,), arguments.dtype)
+        a = backend.empty(shape, dtype)
     step = {"all_gather": lambda: split.all_gather(a),
             "reduce_scatter": lambda: split.reduce_scatter(a),
             "all_reduce": lambda: axis.all_reduce(a),
             "broadcast": lambda: axis.broadcast(a, 0),
             "reduce": lambda: axis.reduce(a, 0)}[kind]
-    check = exact.collective(split, kind, step, a, length, comm)
-    operands.fill(a, backend, arguments.seed, comm.rank)
+    check = exact.collective(split, kind, step, a, shape, comm)
     grid.reset_traffic()
     step()
     moved = comm.allreduce(axis.traffic[kind].bytes, MPI.MAX)
+    if kind == "reduce_scatter":
+        del a
+        for _ in range(TERMS):    # sums of zeros remain zeros, however often they are made
+            term = split.term(shape, dtype)
+            term[...] = 0
+            split.reduce_scatter(term)
+
+        def step():
+            return split.reduce_scatter(split.term(shape, dtype))
 
     sample = sampler(step, comm, backend.synchronize, clock)
     seconds, ended_by = repeated(sample, limits, comm)

@@ -20,6 +20,8 @@ from mm3d.dry import PHASES, Collective, Gemm, Pass, Trace
 
 TERMS = ("gemm", "memory", "node", "network", "latency")
 Terms = dict[str, float]
+LIKE = 0.6    # shapes are alike when the logarithms of their edges differ no more than this
+FAR = 0.3     # weight of the figures themselves beside products of like shape
 
 
 class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,6 +67,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A collective measured along lines of `size` ranks, `stride` apart, all of them busy.
 
     `alpha` + `beta` bytes is the fit of least relative squares to the curve, for people.
+    `pieces` is as in `mm3d.trace.Collective`.
     """
 
     kind: str
@@ -73,6 +76,12 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     alpha: float
     beta: float
     curve: Curve
+    pieces: bool = False
+
+    @property
+    def key(self) -> tuple[str, int, int, bool]:
+        """What it is measured for."""
+        return self.kind, self.size, self.stride, self.pieces
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -91,6 +100,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         is that at the full rate times 1 + (first / m + second / n + third / k) / 3.
     gemm_seconds : float
         Of a product of no size, or of a batch of them.
+    gemm_deviations : dict of str to float
+        What products took, by their shape such as "256x64x512", over what these figures say.
     node, network : Level
         Links inside a node and between nodes.
     achieved : Achieved
@@ -126,6 +137,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     achieved: Achieved
     sources: dict[str, str]
     gemm_seconds: float = 0.0
+    gemm_deviations: dict[str, float] = {}
     block: int = 0
     passes: dict[str, Curve] = {}
     collectives: list[Line] = []
@@ -167,8 +179,24 @@ def gemm_seconds(machine: Machine, gemm: Gemm) -> float:
     slowdown = 1 + sum(half / edge for half, edge in zip(machine.gemm_half_size, edges)) / 3
     size = np.dtype(gemm.dtype).itemsize
     moved = gemm.batch * size * (gemm.m * gemm.n + gemm.n * gemm.k + gemm.m * gemm.k)
-    return machine.gemm_seconds + max(
+    seconds = machine.gemm_seconds + max(
         gemm.flops / machine.gemm_rate[gemm.dtype] * slowdown, moved / machine.memory_bandwidth)
+    return seconds * deviation(machine.gemm_deviations, edges)
+
+
+def deviation(measured: dict[str, float], edges: tuple[int, int, int]) -> float:
+    """How much longer a product takes than the figures say: as products of like shape did.
+
+    It is the mean of what was `measured`, of logarithms as are the distances of shapes, each
+    with the weight of its closeness; far from all of them the figures alone count.
+    """
+    total, weights = 0.0, FAR
+    for shape, ratio in measured.items():
+        apart = sum(math.log(edge / float(other)) ** 2
+                    for edge, other in zip(edges, shape.split("x")))
+        weight = math.exp(-apart / (2 * LIKE ** 2))
+        total, weights = total + weight * math.log(ratio), weights + weight
+    return math.exp(total / weights)
 
 
 def pass_seconds(machine: Machine, event: Pass) -> float:
@@ -190,10 +218,12 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     or reduction all of it.  A line that leaves its node crosses the node's link once for all of
     its members there, and the lines that pass through the node share that link.
     """
-    for line in machine.collectives:
-        if (line.kind, line.size, line.stride) == (event.kind, event.size, event.stride):
+    measured = {line.key: line.curve for line in machine.collectives}
+    for pieces in (event.pieces, False):    # where columns were not measured, as rows
+        curve = measured.get((event.kind, event.size, event.stride, pieces))
+        if curve is not None:
             waiting = meetings(event) * machine.waiting.get(event.size, 0.0)
-            return {"node": line.curve.at(event.bytes), "latency": waiting}
+            return {"node": curve.at(event.bytes), "latency": waiting}
     g = event.size
     share = {"all_gather": (g - 1) / g, "reduce_scatter": (g - 1) / g,
              "all_reduce": 2 * (g - 1) / g}.get(event.kind, 1.0)

@@ -7,13 +7,12 @@ a node take from each other (cores, memory bandwidth) is in the figures.
 import itertools
 import math
 import time
-from argparse import Namespace
 from typing import Any, Callable, Iterable
 
 import numpy as np
 
 import mm3d
-from bench import fits, micro, model, sampling
+from bench import fits, micro, model, operands, sampling
 from bench.fits import Shape
 from mm3d import backend as backends
 from mm3d import dry, environment, store, timing
@@ -24,6 +23,7 @@ EDGES = (32, 64, 128, 256, 512, 1024)
 OBLONG = ((1024, 64, 1024), (64, 1024, 1024), (1024, 1024, 64), (256, 1024, 2048),
           (64, 64, 512), (512, 128, 128), (128, 512, 64), (2048, 256, 256), (16, 256, 1024))
 BYTES = tuple(64 * 8 ** k for k in range(7))    # 64 B to 16 MiB
+DIVIDING = ("all_gather", "reduce_scatter")
 ROW = 256    # elements of a row, in passes that add rows or columns up
 TINY = dict(layers=4, hidden=16, heads=2, batch=2, seq=4)
 
@@ -69,15 +69,29 @@ def least(measure: Callable[[Any], float], points: Iterable) -> dict[Any, float]
 
 
 def products(dtype: str, comm) -> dict[Shape, float]:
-    """Seconds of m x n by n x k products of this many sizes."""
-    backend = backends.get("numpy")
+    """Seconds of m x n by n x k products of this many sizes.
+
+    The larger operand is one that all ranks have gathered, as in the algorithms: where they
+    share memory, it is in the caches that they share only once.
+    """
+    grid = mm3d.Grid(comm, "numpy", x=comm.size)
+
+    def ones(shape: tuple[int, int], layout: mm3d.Layout) -> np.ndarray:
+        letter = layout.letters or None
+        a = operands.empty(layout, grid, shape, dtype, letter)
+        a[...] = 1
+        return layout.split(grid, shape, letter).all_gather(a) if letter else a
 
     def measure(shape: Shape) -> float:
-        a, b = backend.empty(shape[:2], dtype), backend.empty(shape[1:], dtype)
-        a[...], b[...] = 1, 1
+        m, n, k = shape
+        whole, own = mm3d.Layout("x,"), mm3d.Layout(",")
+        a = ones((m, n), whole if m > k else own)
+        b = ones((n, k), own if m > k else whole)
         return seconds(lambda: backends.matmul(a, b), comm)
 
-    return least(measure, [*((edge,) * 3 for edge in EDGES), *OBLONG])
+    found = least(measure, [*((edge,) * 3 for edge in EDGES), *OBLONG])
+    grid.free()
+    return found
 
 
 def _operations(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> dict[str, tuple]:
@@ -122,28 +136,37 @@ def placements(ranks: int) -> list[tuple[int, int]]:
             for stride in range(1, ranks // size + 1) if ranks // size % stride == 0]
 
 
+def divided(length: int, pieces: bool) -> tuple[int, ...]:
+    """An array of so many elements, whose last dimension is dealt: nearly square if its parts
+    are to lie in many pieces."""
+    rows = 2 ** int(math.log2(length) / 2)
+    return (rows, length // rows) if pieces else (length,)
+
+
 def collectives(comm) -> list[model.Line]:
-    """Every collective along every line, by the bytes of the whole array."""
-    clock, chosen = timing.Clock(comm), Namespace(dtype="float32", seed=0)
+    """Every collective along every line, by the bytes of the whole array; those that divide one
+    also of columns."""
+    clock = timing.Clock(comm)
     sizes = [size for size in BYTES if size >= 512]
     grids = {(size, stride): mm3d.Grid(comm, "numpy", x=comm.size // size // stride, y=size,
                                        z=stride) for size, stride in placements(comm.size)}
+    ways = [*itertools.product(store.COLLECTIVES, [False]), *itertools.product(DIVIDING, [True])]
 
     def measure(point: tuple) -> float:
-        line, kind, size = point
-        samples, *_ = micro.one_collective(grids[line], "y", kind, size // 4, chosen, LIMITS,
-                                           clock, sampler)
+        line, (kind, pieces), size = point
+        samples, *_ = micro.one_collective(grids[line], "y", kind, divided(size // 4, pieces),
+                                           "float32", LIMITS, clock, sampler)
         return comm.bcast(min(samples))
 
-    times = least(measure, itertools.product(grids, store.COLLECTIVES, sizes))
+    times = least(measure, itertools.product(grids, ways, sizes))
     for grid in grids.values():
         grid.free()
     found = []
-    for line, kind in itertools.product(grids, store.COLLECTIVES):
-        took = [times[line, kind, size] for size in sizes]
+    for line, (kind, pieces) in itertools.product(grids, ways):
+        took = [times[line, (kind, pieces), size] for size in sizes]
         alpha, beta, _ = fits.line(np.array(sizes, float), np.array(took))
         found.append(model.Line(kind, *line, alpha, beta,
-                                model.Curve([float(size) for size in sizes], took)))
+                                model.Curve([float(size) for size in sizes], took), pieces))
     return found
 
 

@@ -1,6 +1,5 @@
 """Whole steps on every grid: how they are timed, and what they take beyond their parts."""
 
-import math
 from typing import Callable, Iterable, Sequence
 
 import msgspec
@@ -15,7 +14,7 @@ from mm3d import dry, timing
 Trial = Callable[[], list[float]]    # seconds of forward and of backward
 # Short and long, so that what a meeting adds is told from what work does.
 MODELS = ((96, 8, 8, 32, 2), (448, 8, 8, 96, 1))    # hidden, heads, batch, seq, layers
-ROUNDS = 15
+ROUNDS = 5
 
 
 def everywhere(ranks: int, products: Iterable[tuple[int, ...]],
@@ -57,16 +56,16 @@ def rounds(trials: Sequence[Trial], count: int, seed: int) -> np.ndarray:
                                               lambda trial: trial()) for turn in range(count)])
 
 
-def medians(works: Sequence[Work], comm) -> np.ndarray:
-    """Seconds of forward and backward together of each Transformer."""
+def steps(works: Sequence[Work], comm, seed: int) -> np.ndarray:
+    """Seconds of forward and backward together by round and Transformer."""
     clock = timing.Clock(comm)
     schemes = [mm3d.scheme(work.scheme, comm, work.grid, "numpy") for work in works]
     networks = [mm3d.Transformer(scheme, **dict(zip(replay.NAMES["layer"], work.sizes)))
                 for scheme, work in zip(schemes, works)]
-    found = rounds([layers(network, comm, clock) for network in networks], ROUNDS, 0)
+    found = rounds([layers(network, comm, clock) for network in networks], ROUNDS, seed * ROUNDS)
     for scheme in schemes:
         scheme.grid.free()
-    return np.median(found.sum(axis=-1), axis=0)
+    return found.sum(axis=-1)
 
 
 def together(machine: model.Machine, works: Sequence[Work],
@@ -74,26 +73,21 @@ def together(machine: model.Machine, works: Sequence[Work],
     """`machine` with what operations lose in a step, where they follow each other and not
     themselves: data and code are in no cache, and ranks wait for each other.
 
-    Elementwise passes and Python lose a part, and every meeting takes some time, by the number of
-    ranks that meet: what makes up best, in relative squares, for the seconds that `works` took.
-    Products and what moves are taken as measured alone: with a share of their own, whole steps
-    were predicted no better.
+    All of them get a part of what they get alone, the same part, and every meeting takes some
+    time more, by the number of ranks that meet: what makes up best, in relative squares, for the
+    seconds that `works` took.
     """
     traces = [replay.trace(work, "float32", machine.granule) for work in works]
     sizes = sorted({event.size for trace in traces for event in trace.of(dry.Collective)})
     rows = []
     for trace in traces:
-        spent = {term: math.fsum(phase[term] for phase in model.terms(machine, trace).values())
-                 for term in model.TERMS}
         meetings = dict.fromkeys(sizes, 0)
         for event, times in trace.of(dry.Collective).items():
             meetings[event.size] += times * model.meetings(event)
-        rows.append([math.fsum(spent.values()), spent["memory"] + spent["latency"],
-                     *meetings.values()])
-    known, *terms = np.array(rows).T / took
-    lost, *each = fits.nonnegative(np.array(terms).T, 1 - known).tolist()
-    share = 1 / (1 + lost)
+        rows.append([sum(model.step_seconds(machine, trace).values()), *meetings.values()])
+    terms = np.array(rows) / took[:, None]
+    more, *each = fits.nonnegative(terms, 1 - terms[:, 0]).tolist()
+    share = 1 / (1 + more)
     return msgspec.structs.replace(
-        machine, achieved=model.Achieved(gemm=1.0, memory=share, node=1.0, network=1.0,
-                                         latency=share),
+        machine, achieved=model.Achieved(*[share] * len(model.TERMS)),
         waiting={size: share * seconds for size, seconds in zip(sizes, each)})

@@ -129,8 +129,9 @@ class _Transport:
         def told(a: Any, *where: Any) -> Any:
             shape = resized(a.shape, where[0], sum(where[1])) if kind == "all_gather" else a.shape
             size = math.prod(shape) * host_dtype(a).itemsize
-            self._observer.enter(Collective(kind, axis.name, axis.size, self._stride, size),
-                                 self._transport.meet)
+            pieces = len(where) == 2 and math.prod(shape[:where[0] % len(shape)]) > 1
+            event = Collective(kind, axis.name, axis.size, self._stride, size, pieces)
+            self._observer.enter(event, self._transport.meet)
             try:
                 return move(a, *where)
             finally:

@@ -32,7 +32,8 @@ class Pass(NamedTuple):
 class Collective(NamedTuple):
     """A collective of `size` ranks, `stride` apart, along `direction`.
 
-    `bytes` are those of the whole that is gathered, scattered, reduced or broadcast.
+    `bytes` are those of the whole that is gathered, scattered, reduced or broadcast; `pieces`
+    says whether the ranks' blocks of it lie in many pieces of memory, as columns do.
     """
 
     kind: str
@@ -40,6 +41,7 @@ class Collective(NamedTuple):
     size: int
     stride: int
     bytes: int
+    pieces: bool = False
 
 
 class Layer(NamedTuple):

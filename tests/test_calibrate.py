@@ -1,4 +1,5 @@
 """The machine model that a machine measures of itself."""
+import functools
 import platform
 from argparse import Namespace
 
@@ -8,6 +9,8 @@ import pytest
 from bench import calibrate, fits, machinefile, model, probes, replay, trials
 from mm3d import dry
 from mm3d.axis import Split
+from mm3d.grid import Grid
+from mm3d.observe import observed
 from support import run_ranks
 from test_plan import assert_sourced
 
@@ -63,6 +66,59 @@ def test_measured_curves_are_used_where_there_are_some():
     assert model.pass_seconds(machine, dry.Pass("exp", 100)) == 100 / machine.memory_bandwidth
 
 
+def test_columns_cost_what_was_measured_of_columns():
+    """Or what rows do where nothing else is known."""
+    rows = model.Line("reduce_scatter", 2, 1, 0, 0, CURVE)
+    columns = model.msgspec.structs.replace(
+        rows, curve=model.Curve(CURVE.bytes, [3 * s for s in CURVE.seconds]), pieces=True)
+
+    def seconds(lines, pieces):
+        machine = model.msgspec.structs.replace(model.load("cpu"), collectives=lines)
+        event = dry.Collective("reduce_scatter", "x", 2, 1, 1000, pieces)
+        return model.collective_terms(machine, event)["node"]
+
+    assert seconds([rows, columns], True) == pytest.approx(3 * seconds([rows, columns], False))
+    assert seconds([rows], True) == seconds([rows], False) == seconds([columns, rows], False)
+
+
+@pytest.mark.parametrize("dim, pieces", [(0, False), (1, True), (-1, True)])
+@pytest.mark.ranks(2)
+def test_what_travels_in_pieces_is_told(comm, dim, pieces):
+    """Blocks of rows are in one piece each, blocks of columns are not; one row is."""
+    grid = Grid(comm, "numpy", x=2)
+    for shape, expected in (((4, 6), pieces), ((1, 6), False)):
+        trace = dry.Trace()
+        with observed(grid, trace):
+            if shape[dim] > 1:
+                grid["x"].reduce_scatter(np.ones(shape), dim)
+                grid["x"].all_gather(np.ones(shape), dim)
+        assert {event.pieces for _, _, event in trace.events} <= {expected}
+        assert len(trace.events) == 2 * (shape[dim] > 1)
+
+
+def test_products_cost_what_products_of_like_shape_did():
+    """Those of the shapes that were measured nearly exactly, those far from all as the figures
+    say."""
+    rng = np.random.default_rng(0)
+    times = {shape: 1e-5 + 2e-11 * np.prod(shape) * rng.uniform(0.8, 1.25)
+             for shape in [(16, 16, 16), (64, 512, 64), (2048, 2048, 2048)]}
+    fit = fits.products(times)
+    machine = model.msgspec.structs.replace(
+        model.load("cpu"), gemm_rate={"float32": fit.rate}, gemm_half_size=fit.half,
+        gemm_seconds=fit.start, memory_bandwidth=1e15)
+    plain = functools.partial(model.gemm_seconds, machine)
+    close = functools.partial(model.gemm_seconds, model.msgspec.structs.replace(
+        machine, gemm_deviations=fit.deviations))
+    for shape, seconds in times.items():
+        gemm = dry.Gemm(1, *shape, "float32")
+        off, before = (abs(np.log(one(gemm) / seconds)) for one in (close, plain))
+        assert off < 0.25 * before + 1e-9
+        near = gemm._replace(m=gemm.m + 1)
+        assert close(near) / plain(near) == pytest.approx(close(gemm) / plain(gemm), rel=0.05)
+    far = dry.Gemm(1, 10**6, 1, 10**6, "float32")
+    assert close(far) == pytest.approx(plain(far))
+
+
 def test_ranks_wait_where_they_meet_between_work():
     """An all-reduce meets twice; of sizes that were not measured nothing is known."""
     def waits(kind, size):
@@ -87,7 +143,7 @@ def test_what_steps_lose_is_found(ranks):
                      for size, stride in probes.placements(ranks)
                      for kind in probes.store.COLLECTIVES])
     truth = model.msgspec.structs.replace(
-        alone, achieved=model.Achieved(1.0, 0.6, 1.0, 1.0, 0.6),
+        alone, achieved=model.Achieved(0.6, 0.6, 0.6, 0.6, 0.6),
         waiting={size: 1e-5 * size for size in sizes})
     alone = model.msgspec.structs.replace(alone, achieved=model.Achieved(1.0, 1.0, 1.0, 1.0, 1.0))
 
@@ -145,7 +201,10 @@ def test_a_machine_measures_itself(tmp_path):
     run = run_ranks(2, "-m", "mpi4py", "-m", "bench", "calibrate", "--out", str(path))
     assert run.returncode == 0, run.stderr
     machine = model.load(str(path))
-    assert machine.ranks_per_node == 2 and len(machine.collectives) == 5
+    assert machine.ranks_per_node == 2
+    assert {line.key for line in machine.collectives} == {
+        *((kind, 2, 1, False) for kind in probes.store.COLLECTIVES),
+        ("all_gather", 2, 1, True), ("reduce_scatter", 2, 1, True)}
     assert machine.transport == "mpi" and set(machine.waiting) == {2}
     assert all(1e6 < rate < 1e15 for rate in machine.gemm_rate.values())
     assert platform.node() not in path.read_text()
