@@ -25,7 +25,7 @@ NOTHING = model.Level(0.0, 1e15)    # links of one rank, where nothing travels
 def calibrate(arguments, comm) -> int:
     """Measure this machine with all ranks of the job and write the file; 0 when it was written.
 
-    Collectives are checked first, with integers.
+    All that is timed is checked first, collectives exactly, with integers.
 
     Raises
     ------
@@ -54,13 +54,16 @@ def measured(comm) -> model.Machine:
     for a while is in a few of them only.
     """
     works = trials.everywhere(comm.size, [], trials.MODELS) if comm.size > 1 else []
-    steps = [trials.steps(works, comm, 0)]
+    networks = trials.transformers(works, comm)
+    steps = [trials.steps(networks, comm, 0)]
     times = {dtype: probes.products(dtype, comm) for dtype in DTYPES}
     fits = {dtype: fitting.products(found) for dtype, found in times.items()}
     passes = probes.passes(comm)
-    steps.append(trials.steps(works, comm, 1))
+    steps.append(trials.steps(networks, comm, 1))
     lines = probes.collectives(comm) if comm.size > 1 else []
-    steps.append(trials.steps(works, comm, 2))
+    steps.append(trials.steps(networks, comm, 2))
+    for network in networks:
+        network.grid.free()
     transport = operands.usual_transport(comm)
     node = fitting.links(lines, comm.size).get("node", NOTHING)
     largest = passes["multiply"]

@@ -1,8 +1,7 @@
 """The verb ``check``: every scheme and grid of the job's ranks, measured beside predictions."""
 
-import mm3d
-from bench import matmul, model, operands, replay, sampling, trials, verify
-from bench.cases import Sizes, UsageError
+from bench import matmul, model, operands, replay, sampling, trials
+from bench.cases import UsageError
 from bench.journal import writable
 from bench.products import Problem
 from bench.replay import Work
@@ -74,12 +73,6 @@ def product(work: Work, arguments, comm, checks: list[Check]) -> trials.Trial:
 
 def layers(work: Work, arguments, comm, checks: list[Check]) -> trials.Trial:
     """A Transformer's step, verified against the serial scheme."""
-    sizes = Sizes(**dict(zip(replay.NAMES["layer"], work.sizes)))
-    scheme = mm3d.scheme(work.scheme, comm, work.grid, "numpy")
-    network = verify.build(scheme, sizes, arguments.seed, arguments.dtype)
-    x, dy = network.random("input"), network.random("output gradient")
-    y, saved = network.forward(x)
-    dx = network.backward(dy, saved)
-    checks += [Check(f"{work.label}: {done.quantity}", done.error, done.tolerance) for done in
-               verify.compare(network, y, dx, sizes, arguments.seed, arguments.dtype)]
+    network, found = trials.transformer(work, comm, arguments.dtype, arguments.seed)
+    checks += found
     return trials.layers(network, comm, timing.Clock(comm))

@@ -46,14 +46,14 @@ def gemm(arguments, comm) -> int:
                 for name in "AB")
         with threadpool_limits(count, user_api="blas"):
             checks.extend(exact.product(a, b, backends.matmul(a, b), arguments.seed, backend,
-                                        f"C of {n} x {n} {dtype}, BLAS threads: {count}"))
+                                        f"C of {n} x {n} {dtype}, BLAS threads: {count}", comm))
             return repeated(sampler(lambda: backends.matmul(a, b), backend.synchronize), limits,
                             comm)
 
     try:
         found = in_random_order(points, arguments.seed, point)
     except exact.WrongResult as wrong:
-        return failed("gemm", str(wrong), comm)
+        return failed("gemm", f"{wrong}; no times were written", comm)
     shape = (len(arguments.dtypes), len(threads), len(arguments.sizes))
     samples = padded([seconds for seconds, _ in found], shape)
     bounds = np.array([median_interval(seconds) for seconds, _ in found]).reshape(*shape, 4)

@@ -12,7 +12,7 @@ from typing import Any, Callable, Iterable
 import numpy as np
 
 import mm3d
-from bench import fits, micro, model, operands, sampling
+from bench import exact, fits, micro, model, operands, sampling
 from bench.fits import Shape
 from mm3d import backend as backends
 from mm3d import dry, environment, store, timing
@@ -24,6 +24,7 @@ OBLONG = ((1024, 64, 1024), (64, 1024, 1024), (1024, 1024, 64), (256, 1024, 2048
           (64, 64, 512), (512, 128, 128), (128, 512, 64), (2048, 256, 256), (16, 256, 1024))
 BYTES = tuple(64 * 8 ** k for k in range(7))    # 64 B to 16 MiB
 DIVIDING = ("all_gather", "reduce_scatter")
+FILL = 0.5   # what elementwise work is of
 ROW = 256    # elements of a row, in passes that add rows or columns up
 TINY = dict(layers=4, hidden=16, heads=2, batch=2, seq=4)
 
@@ -76,17 +77,17 @@ def products(dtype: str, comm) -> dict[Shape, float]:
     """
     grid = mm3d.Grid(comm, "numpy", x=comm.size)
 
-    def ones(shape: tuple[int, int], layout: mm3d.Layout) -> np.ndarray:
-        letter = layout.letters or None
-        a = operands.empty(layout, grid, shape, dtype, letter)
-        a[...] = 1
-        return layout.split(grid, shape, letter).all_gather(a) if letter else a
+    def operand(name: str, shape: tuple[int, int], gathered: bool) -> np.ndarray:
+        layout, letter = (mm3d.Layout("x,"), "x") if gathered else (mm3d.Layout(","), None)
+        a = operands.fill(operands.empty(layout, grid, shape, dtype, letter), grid.backend, 0,
+                          name, comm.rank)
+        return layout.split(grid, shape, "x").all_gather(a) if gathered else a
 
     def measure(shape: Shape) -> float:
         m, n, k = shape
-        whole, own = mm3d.Layout("x,"), mm3d.Layout(",")
-        a = ones((m, n), whole if m > k else own)
-        b = ones((n, k), own if m > k else whole)
+        a, b = operand("A", (m, n), m > k), operand("B", (n, k), m <= k)
+        exact.product(a, b, backends.matmul(a, b), 0, grid.backend,
+                      f"C of {m} x {n} x {k} {dtype}", comm)
         return seconds(lambda: backends.matmul(a, b), comm)
 
     found = least(measure, [*((edge,) * 3 for edge in EDGES), *OBLONG])
@@ -95,18 +96,22 @@ def products(dtype: str, comm) -> dict[Shape, float]:
 
 
 def _operations(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> dict[str, tuple]:
-    """Elementwise work as the model does it, and the elements that it reads and writes."""
+    """Elementwise work as the model does it, the elements that it reads and writes, where its
+    result is, and what that must be if all of `a` and `b` is `FILL`."""
     n, width = a.size, min(ROW, a.size)
     u, v = a.reshape(-1, width), b.reshape(-1, width)
     row, column = np.empty(width, a.dtype), np.empty(n // width, a.dtype)
-    return {"copy": (lambda: np.copyto(out, a), 2 * n),
-            "multiply": (lambda: np.multiply(a, b, out=out), 3 * n),
-            "divide": (lambda: np.divide(a, b, out=out), 3 * n),
-            "tanh": (lambda: np.tanh(a, out=out), 2 * n),
-            "exp": (lambda: np.exp(a, out=out), 2 * n),
-            "sum": (lambda: np.sum(u, axis=0, out=row), n + width),
-            "einsum": (lambda: np.einsum("ij,ij->j", u, v, out=row), 2 * n + width),
-            "vecdot": (lambda: np.vecdot(u, v, out=column), 2 * n + n // width)}
+    square, rows = FILL ** 2, n // width
+    return {"copy": (lambda: np.copyto(out, a), 2 * n, out, FILL),
+            "multiply": (lambda: np.multiply(a, b, out=out), 3 * n, out, square),
+            "divide": (lambda: np.divide(a, b, out=out), 3 * n, out, 1),
+            "tanh": (lambda: np.tanh(a, out=out), 2 * n, out, math.tanh(FILL)),
+            "exp": (lambda: np.exp(a, out=out), 2 * n, out, math.exp(FILL)),
+            "sum": (lambda: np.sum(u, axis=0, out=row), n + width, row, rows * FILL),
+            "einsum": (lambda: np.einsum("ij,ij->j", u, v, out=row), 2 * n + width, row,
+                       rows * square),
+            "vecdot": (lambda: np.vecdot(u, v, out=column), 2 * n + n // width, column,
+                       width * square)}
 
 
 def passes(comm) -> dict[str, model.Curve]:
@@ -120,8 +125,11 @@ def passes(comm) -> dict[str, model.Curve]:
 
     def measure(point: tuple[str, int]) -> float:
         name, length = point
-        arrays = (np.full(length, 0.5, np.float32) for _ in range(3))
-        step, moved[point] = _operations(*arrays)[name]
+        a, b = (np.full(length, FILL, np.float32) for _ in range(2))
+        step, moved[point], result, expected = _operations(a, b, np.zeros_like(a))[name]
+        step()
+        right = np.allclose(result, expected, rtol=1e-5)
+        exact.agree("" if right else f"{name} of {length} elements is not {expected:g}", comm)
         return seconds(step, comm)
 
     times = least(measure, itertools.product(names, lengths))

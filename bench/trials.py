@@ -1,20 +1,23 @@
 """Whole steps on every grid: how they are timed, and what they take beyond their parts."""
 
+import math
 from typing import Callable, Iterable, Sequence
 
 import msgspec
 import numpy as np
 
 import mm3d
-from bench import fits, model, plan, replay, sampling
+from bench import exact, fits, model, plan, replay, sampling, verify
+from bench.cases import Sizes
 from bench.products import DIRECTIONS, Problem
 from bench.replay import Work
 from mm3d import dry, timing
+from mm3d.store import Check
 
 Trial = Callable[[], list[float]]    # seconds of forward and of backward
 # Short and long, so that what a meeting adds is told from what work does.
 MODELS = ((96, 8, 8, 32, 2), (448, 8, 8, 96, 1))    # hidden, heads, batch, seq, layers
-ROUNDS = 5
+ROUNDS = 8
 
 
 def everywhere(ranks: int, products: Iterable[tuple[int, ...]],
@@ -56,16 +59,32 @@ def rounds(trials: Sequence[Trial], count: int, seed: int) -> np.ndarray:
                                               lambda trial: trial()) for turn in range(count)])
 
 
-def steps(works: Sequence[Work], comm, seed: int) -> np.ndarray:
+def transformer(work: Work, comm, dtype: str, seed: int) -> tuple[mm3d.Transformer, list[Check]]:
+    """A Transformer, and the checks of a step of it against the serial scheme."""
+    sizes = Sizes(**dict(zip(replay.NAMES["layer"], work.sizes)))
+    network = verify.build(mm3d.scheme(work.scheme, comm, work.grid, "numpy"), sizes, seed, dtype)
+    y, saved = network.forward(network.random("input"))
+    dx = network.backward(network.random("output gradient"), saved)
+    return network, [Check(f"{work.label}: {done.quantity}", done.error, done.tolerance)
+                     for done in verify.compare(network, y, dx, sizes, seed, dtype)]
+
+
+def transformers(works: Sequence[Work], comm) -> list[mm3d.Transformer]:
+    """The Transformers of `works`; `exact.WrongResult` when a step of one is wrong."""
+    found = []
+    for work in works:
+        network, checks = transformer(work, comm, "float32", 0)
+        wrong = [done for done in checks if not done.passed]
+        exact.agree(f"{wrong[0].quantity} is off by {wrong[0].error:.2g}" if wrong else "", comm)
+        found.append(network)
+    return found
+
+
+def steps(networks: Sequence[mm3d.Transformer], comm, seed: int) -> np.ndarray:
     """Seconds of forward and backward together by round and Transformer."""
     clock = timing.Clock(comm)
-    schemes = [mm3d.scheme(work.scheme, comm, work.grid, "numpy") for work in works]
-    networks = [mm3d.Transformer(scheme, **dict(zip(replay.NAMES["layer"], work.sizes)))
-                for scheme, work in zip(schemes, works)]
-    found = rounds([layers(network, comm, clock) for network in networks], ROUNDS, seed * ROUNDS)
-    for scheme in schemes:
-        scheme.grid.free()
-    return found.sum(axis=-1)
+    return rounds([layers(network, comm, clock) for network in networks], ROUNDS,
+                  seed * ROUNDS).sum(axis=-1)
 
 
 def together(machine: model.Machine, works: Sequence[Work],
@@ -74,20 +93,21 @@ def together(machine: model.Machine, works: Sequence[Work],
     themselves: data and code are in no cache, and ranks wait for each other.
 
     All of them get a part of what they get alone, the same part, and every meeting takes some
-    time more, by the number of ranks that meet: what makes up best, in relative squares, for the
-    seconds that `works` took.
+    time more, which grows with the logarithm of the number of ranks that meet: what makes up
+    best, in relative squares, for the seconds that `works` took.
     """
     traces = [replay.trace(work, "float32", machine.granule) for work in works]
     sizes = sorted({event.size for trace in traces for event in trace.of(dry.Collective)})
     rows = []
     for trace in traces:
-        meetings = dict.fromkeys(sizes, 0)
+        row = [sum(model.step_seconds(machine, trace).values()), 0.0, 0.0]
         for event, times in trace.of(dry.Collective).items():
-            meetings[event.size] += times * model.meetings(event)
-        rows.append([sum(model.step_seconds(machine, trace).values()), *meetings.values()])
+            row[1] += times * model.meetings(event)
+            row[2] += times * model.meetings(event) * math.log2(event.size)
+        rows.append(row)
     terms = np.array(rows) / took[:, None]
-    more, *each = fits.nonnegative(terms, 1 - terms[:, 0]).tolist()
+    more, each, doubling = fits.nonnegative(terms, 1 - terms[:, 0]).tolist()
     share = 1 / (1 + more)
     return msgspec.structs.replace(
         machine, achieved=model.Achieved(*[share] * len(model.TERMS)),
-        waiting={size: share * seconds for size, seconds in zip(sizes, each)})
+        waiting={size: share * (each + doubling * math.log2(size)) for size in sizes})
