@@ -50,23 +50,25 @@ def calibrate(arguments, comm) -> int:
 def measured(comm) -> model.Machine:
     """The model of this machine; the same on every rank.
 
-    Whole steps are measured before, between and after the parts, so that what slows the machine
-    for a while is in a few of them only.
+    All is measured in rounds, so that what slows the machine for a while is in a few figures of
+    each kind only.
     """
     works = trials.everywhere(comm.size, [], trials.MODELS) if comm.size > 1 else []
     networks = trials.transformers(works, comm)
-    steps = [trials.steps(networks, comm, 0)]
-    times = {dtype: probes.products(dtype, comm) for dtype in DTYPES}
-    fits = {dtype: fitting.products(found) for dtype, found in times.items()}
-    passes = probes.passes(comm)
-    steps.append(trials.steps(networks, comm, 1))
-    lines = probes.collectives(comm) if comm.size > 1 else []
-    steps.append(trials.steps(networks, comm, 2))
+    steps, products, passes, collectives = [], [], [], []
+    for turn in range(probes.ROUNDS):
+        steps.append(trials.steps(networks, comm, turn))
+        products.append([probes.products(dtype, comm) for dtype in DTYPES])
+        passes.append(probes.passes(comm))
+        collectives.append(probes.collectives(comm))
     for network in networks:
         network.grid.free()
+    fits = {dtype: fitting.products(probes.least(rounds))
+            for dtype, rounds in zip(DTYPES, zip(*products))}
+    curves, lines = probes.curves(probes.least(passes)), probes.lines(probes.least(collectives))
     transport = operands.usual_transport(comm)
     node = fitting.links(lines, comm.size).get("node", NOTHING)
-    largest = passes["multiply"]
+    largest = curves["multiply"]
     environs = here.describe("numpy", comm.size, MPI.Get_library_version(), "")
     first = fits[DTYPES[0]]
     started = (f"{environs['cpu_model']}, ranks: {comm.size}, cores: {environs['cores']}, BLAS "
@@ -78,7 +80,7 @@ def measured(comm) -> model.Machine:
         gemm_half_size=first.half, gemm_rate={d: fit.rate for d, fit in fits.items()},
         node=node, network=node, achieved=model.Achieved(1.0, 1.0, 1.0, 1.0), sources={},
         gemm_seconds=first.start, gemm_deviations=first.deviations,
-        block=backends.get("numpy").block, passes=passes, collectives=lines, transport=transport)
+        block=backends.get("numpy").block, passes=curves, collectives=lines, transport=transport)
     machine = msgspec.structs.replace(machine, launch_seconds=probes.python(machine, comm))
     if works:
         machine = trials.together(machine, works, np.median(np.concatenate(steps), axis=0))
@@ -107,7 +109,7 @@ def sources(machine: model.Machine, fits: dict[str, fitting.Fit],
     blas = f"{environs['blas']}, {environs['blas_architecture']} kernels"
     largest = machine.passes["multiply"].bytes[-1]
     whole = (f"measured {when}: what the makespans of two models' steps on every grid, medians of "
-             f"{3 * trials.ROUNDS} rounds, take beyond their parts")
+             f"{probes.ROUNDS * trials.ROUNDS} rounds, take beyond their parts")
     return {"ranks_per_node": f"ranks of the job, measured {when}",
             "memory_bytes": "the node's memory over its ranks",
             "memory_bandwidth": f"{how}: c = a * b, {largest / 1e6:.0f} MB in all",

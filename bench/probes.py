@@ -7,7 +7,7 @@ a node take from each other (cores, memory bandwidth) is in the figures.
 import itertools
 import math
 import time
-from typing import Any, Callable, Iterable
+from typing import Callable, Iterable
 
 import numpy as np
 
@@ -57,15 +57,16 @@ def seconds(step: Callable[[], object], comm) -> float:
     return min(sample() for _ in range(SAMPLES))
 
 
-def least(measure: Callable[[Any], float], points: Iterable) -> dict[Any, float]:
+def least(rounds: Iterable[dict]) -> dict:
     """The least seconds of each point in some rounds over all.
 
     What other programs take from the machine for a while then spoils no point: the figures are
     those of the machine left alone.
     """
-    found: dict[Any, float] = {}
-    for point in [*points] * ROUNDS:
-        found[point] = min(found.get(point, math.inf), measure(point))
+    found: dict = {}
+    for times in rounds:
+        for point, taken in times.items():
+            found[point] = min(found.get(point, math.inf), taken)
     return found
 
 
@@ -90,7 +91,7 @@ def products(dtype: str, comm) -> dict[Shape, float]:
                       f"C of {m} x {n} x {k} {dtype}", comm)
         return seconds(lambda: backends.matmul(a, b), comm)
 
-    found = least(measure, [*((edge,) * 3 for edge in EDGES), *OBLONG])
+    found = {shape: measure(shape) for shape in [*((edge,) * 3 for edge in EDGES), *OBLONG]}
     grid.free()
     return found
 
@@ -114,27 +115,30 @@ def _operations(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> dict[str, tupl
                        width * square)}
 
 
-def passes(comm) -> dict[str, model.Curve]:
-    """Seconds of float32 passes by the bytes that they read and write.
+def passes(comm) -> dict[tuple[str, int], float]:
+    """Seconds of float32 passes by operation and bytes that it reads and writes.
 
     Small ones find their numbers in cache, as they do in the blocks of `mm3d.elementwise`, and
     large ones do not.
     """
-    lengths, moved = [size // 4 for size in BYTES], {}
-    names = list(_operations(*np.ones((3, 1), np.float32)))
-
-    def measure(point: tuple[str, int]) -> float:
-        name, length = point
+    found = {}
+    for length in (size // 4 for size in BYTES):
         a, b = (np.full(length, FILL, np.float32) for _ in range(2))
-        step, moved[point], result, expected = _operations(a, b, np.zeros_like(a))[name]
-        step()
-        right = np.allclose(result, expected, rtol=1e-5)
-        exact.agree("" if right else f"{name} of {length} elements is not {expected:g}", comm)
-        return seconds(step, comm)
+        for name, (step, moved, result, expected) in _operations(a, b, np.zeros_like(a)).items():
+            step()
+            right = np.allclose(result, expected, rtol=1e-5)
+            exact.agree("" if right else f"{name} of {length} elements is not {expected:g}", comm)
+            found[name, 4 * moved] = seconds(step, comm)
+    return found
 
-    times = least(measure, itertools.product(names, lengths))
-    found = {name: model.Curve([4.0 * moved[name, length] for length in lengths],
-                               [times[name, length] for length in lengths]) for name in names}
+
+def curves(times: dict[tuple[str, int], float]) -> dict[str, model.Curve]:
+    """Of what `passes` has found, with "other" for operations that it does not name."""
+    found: dict[str, model.Curve] = {}
+    for (name, size), taken in times.items():
+        curve = found.setdefault(name, model.Curve([], []))
+        curve.bytes.append(float(size))
+        curve.seconds.append(taken)
     return found | {"other": found["multiply"]}
 
 
@@ -151,31 +155,32 @@ def divided(length: int, pieces: bool) -> tuple[int, ...]:
     return (rows, length // rows) if pieces else (length,)
 
 
-def collectives(comm) -> list[model.Line]:
-    """Every collective along every line, by the bytes of the whole array; those that divide one
-    also of columns."""
-    clock = timing.Clock(comm)
-    sizes = [size for size in BYTES if size >= 512]
-    grids = {(size, stride): mm3d.Grid(comm, "numpy", x=comm.size // size // stride, y=size,
-                                       z=stride) for size, stride in placements(comm.size)}
+def collectives(comm) -> dict[tuple[str, int, int, bool, int], float]:
+    """Seconds of every collective along every line, as `bench.model.Line.key` has them, by the
+    bytes of the whole array; of columns too where the array is divided."""
+    clock, found = timing.Clock(comm), {}
     ways = [*itertools.product(store.COLLECTIVES, [False]), *itertools.product(DIVIDING, [True])]
-
-    def measure(point: tuple) -> float:
-        line, (kind, pieces), size = point
-        samples, *_ = micro.one_collective(grids[line], "y", kind, divided(size // 4, pieces),
-                                           "float32", LIMITS, clock, sampler)
-        return comm.bcast(min(samples))
-
-    times = least(measure, itertools.product(grids, ways, sizes))
-    for grid in grids.values():
+    for size, stride in placements(comm.size):
+        grid = mm3d.Grid(comm, "numpy", x=comm.size // size // stride, y=size, z=stride)
+        for (kind, pieces), length in itertools.product(ways, (n for n in BYTES if n >= 512)):
+            samples, *_ = micro.one_collective(grid, "y", kind, divided(length // 4, pieces),
+                                               "float32", LIMITS, clock, sampler)
+            found[kind, size, stride, pieces, length] = comm.bcast(min(samples))
         grid.free()
-    found = []
-    for line, (kind, pieces) in itertools.product(grids, ways):
-        took = [times[line, (kind, pieces), size] for size in sizes]
-        alpha, beta, _ = fits.line(np.array(sizes, float), np.array(took))
-        found.append(model.Line(kind, *line, alpha, beta,
-                                model.Curve([float(size) for size in sizes], took), pieces))
     return found
+
+
+def lines(times: dict[tuple[str, int, int, bool, int], float]) -> list[model.Line]:
+    """Of what `collectives` has found."""
+    found: dict[tuple, dict[int, float]] = {}
+    for (*key, length), taken in times.items():
+        found.setdefault(tuple(key), {})[length] = taken
+    made = []
+    for (kind, size, stride, pieces), curve in found.items():
+        alpha, beta, _ = fits.line(np.array(list(curve), float), np.array(list(curve.values())))
+        made.append(model.Line(kind, size, stride, alpha, beta,
+                               model.Curve(list(map(float, curve)), list(curve.values())), pieces))
+    return made
 
 
 def python(machine: model.Machine, comm) -> float:
@@ -188,7 +193,7 @@ def python(machine: model.Machine, comm) -> float:
     def step() -> None:
         tiny.backward(dy, tiny.forward(x)[1])
 
-    measured = least(lambda _: seconds(step, comm), ["step"])["step"]
+    measured = min(seconds(step, comm) for _ in range(ROUNDS))
     trace = dry.step("serial", 1, block=machine.granule, **TINY)
     known = sum(model.seconds(machine, spent) for spent in model.terms(machine, trace).values())
     count = sum(times for (phase, _, _), times in trace.events.items() if phase in dry.PHASES)
