@@ -92,22 +92,20 @@ def together(machine: model.Machine, works: Sequence[Work],
     """`machine` with what operations lose in a step, where they follow each other and not
     themselves: data and code are in no cache, and ranks wait for each other.
 
-    All of them get a part of what they get alone, the same part, and every meeting takes some
-    time more, which grows with the logarithm of the number of ranks that meet: what makes up
-    best, in relative squares, for the seconds that `works` took.
+    All of them get a part of what they get alone, the same part, and a meeting of g ranks takes
+    (g-1)/g of some time more: the two figures that make up best, in relative squares, for the
+    seconds that `works` took.  More figures were moved by noise more than they explained.
     """
     traces = [replay.trace(work, "float32", machine.granule) for work in works]
     sizes = sorted({event.size for trace in traces for event in trace.of(dry.Collective)})
-    rows = []
-    for trace in traces:
-        row = [sum(model.step_seconds(machine, trace).values()), 0.0, 0.0]
-        for event, times in trace.of(dry.Collective).items():
-            row[1] += times * model.meetings(event)
-            row[2] += times * model.meetings(event) * math.log2(event.size)
-        rows.append(row)
+    others = {size: (size - 1) / size for size in sizes}    # of the ranks that meet
+    rows = [[sum(model.step_seconds(machine, trace).values()),
+             math.fsum(times * model.meetings(event) * others[event.size]
+                       for event, times in trace.of(dry.Collective).items())]
+            for trace in traces]
     terms = np.array(rows) / took[:, None]
-    more, each, doubling = fits.nonnegative(terms, 1 - terms[:, 0]).tolist()
+    more, waiting = fits.nonnegative(terms, 1 - terms[:, 0]).tolist()
     share = 1 / (1 + more)
     return msgspec.structs.replace(
         machine, achieved=model.Achieved(*[share] * len(model.TERMS)),
-        waiting={size: share * (each + doubling * math.log2(size)) for size in sizes})
+        waiting={size: share * waiting * others[size] for size in sizes})

@@ -1,6 +1,5 @@
 """The machine model that a machine measures of itself."""
 import functools
-import math
 import platform
 from argparse import Namespace
 
@@ -145,7 +144,7 @@ def test_what_steps_lose_is_found(ranks):
                      for kind in probes.store.COLLECTIVES])
     truth = model.msgspec.structs.replace(
         alone, achieved=model.Achieved(0.6, 0.6, 0.6, 0.6, 0.6),
-        waiting={size: 1e-5 * (1 + 2 * math.log2(size)) for size in sizes})
+        waiting={size: 3e-5 * (size - 1) / size for size in sizes})
     alone = model.msgspec.structs.replace(alone, achieved=model.Achieved(1.0, 1.0, 1.0, 1.0, 1.0))
 
     def seconds(machine):
