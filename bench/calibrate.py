@@ -53,7 +53,7 @@ def measured(comm) -> model.Machine:
     All is measured in rounds, so that what slows the machine for a while is in a few figures of
     each kind only.
     """
-    works = trials.everywhere(comm.size, [], trials.MODELS) if comm.size > 1 else []
+    works = trials.everywhere(comm.size, [], trials.MODELS)
     networks = trials.transformers(works, comm)
     steps, products, passes, collectives = [], [], [], []
     for turn in range(probes.ROUNDS):
@@ -81,9 +81,7 @@ def measured(comm) -> model.Machine:
         node=node, network=node, achieved=model.Achieved(1.0, 1.0, 1.0, 1.0), sources={},
         gemm_seconds=first.start, gemm_deviations=first.deviations,
         block=backends.get("numpy").block, passes=curves, collectives=lines, transport=transport)
-    machine = msgspec.structs.replace(machine, launch_seconds=probes.python(machine, comm))
-    if works:
-        machine = trials.together(machine, works, np.median(np.concatenate(steps), axis=0))
+    machine = trials.together(machine, works, np.median(np.concatenate(steps), axis=0))
     return msgspec.structs.replace(machine, sources=sources(machine, fits, environs))
 
 
@@ -113,14 +111,13 @@ def sources(machine: model.Machine, fits: dict[str, fitting.Fit],
     return {"ranks_per_node": f"ranks of the job, measured {when}",
             "memory_bytes": "the node's memory over its ranks",
             "memory_bandwidth": f"{how}: c = a * b, {largest / 1e6:.0f} MB in all",
-            "launch_seconds": f"{how}: a tiny model's step beyond its operations, over their "
-                              f"number (Python {environs['python']})",
+            "launch_seconds": f"{whole} (Python {environs['python']})",
             "gemm_half_size": f"{fit}; {DTYPES[0]}", "gemm_rate": f"{fit}; {blas}",
             "gemm_seconds": f"{fit}; {DTYPES[0]}",
             "gemm_deviations": f"{how}: these products over the fit; {DTYPES[0]}",
             "node": "the fits of gathers and scatters of all ranks; one rank moves nothing",
             "network": "not measured: as inside the node",
-            "achieved": whole if machine.waiting else "all: as measured",
+            "achieved": whole,
             "block": "mm3d.backend.Backend.block",
             "passes": f"{how}: float32, NumPy {environs['numpy_version']}",
             "collectives": f"{how}: {environs['mpi']}; "
@@ -140,10 +137,10 @@ def described(machine: model.Machine) -> str:
                  f"{name} {curve.bytes[-1] / curve.seconds[-1] / 1e9:.1f} GB/s"
                  for name, curve in machine.passes.items() if name != "other"),
              f"Python: {1e6 * machine.launch_seconds:.1f} us an operation"]
-    if machine.waiting:
-        waiting = ", ".join(f"{1e6 * seconds:.0f} us for {size} ranks"
-                            for size, seconds in machine.waiting.items())
-        lines.append(f"in a step: {machine.achieved.gemm:.0%} of all rates; waiting {waiting}")
+    waiting = ", ".join(f"{1e6 * seconds:.0f} us for {size} ranks"
+                        for size, seconds in machine.waiting.items())
+    lines.append(f"in a step: {machine.achieved.gemm:.0%} of all rates"
+                 + f"; waiting {waiting}" * bool(waiting))
     lines += [f"{line.kind}{' of columns' * line.pieces} of {line.size} ranks {line.stride} "
               f"apart: {1e6 * line.alpha:.0f} us, "
               f"{1e-9 / line.beta if line.beta else np.inf:.2f} GB/s"

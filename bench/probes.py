@@ -1,4 +1,4 @@
-"""What `bench.calibrate` measures: products, elementwise passes, collectives, and Python itself.
+"""What `bench.calibrate` measures of operations alone: products, elementwise passes, collectives.
 
 All ranks work at the same time, as they do in a step, and times are makespans: what the ranks of
 a node take from each other (cores, memory bandwidth) is in the figures.
@@ -15,7 +15,7 @@ import mm3d
 from bench import exact, fits, micro, model, operands, sampling
 from bench.fits import Shape
 from mm3d import backend as backends
-from mm3d import dry, environment, store, timing
+from mm3d import environment, store, timing
 
 SAMPLES, ROUNDS = 3, 3    # of each point in a round, and rounds over all points
 LIMITS = timing.Limits(SAMPLES, SAMPLES)
@@ -26,7 +26,6 @@ BYTES = tuple(64 * 8 ** k for k in range(7))    # 64 B to 16 MiB
 DIVIDING = ("all_gather", "reduce_scatter")
 FILL = 0.5   # what elementwise work is of
 ROW = 256    # elements of a row, in passes that add rows or columns up
-TINY = dict(layers=4, hidden=16, heads=2, batch=2, seq=4)
 
 
 def sampler(step: Callable[[], object], comm, synchronize: Callable[[], None] = lambda: None,
@@ -181,20 +180,3 @@ def lines(times: dict[tuple[str, int, int, bool, int], float]) -> list[model.Lin
         made.append(model.Line(kind, size, stride, alpha, beta,
                                model.Curve(list(map(float, curve)), list(curve.values())), pieces))
     return made
-
-
-def python(machine: model.Machine, comm) -> float:
-    """Seconds of Python around each operation: what a step of a tiny model takes on each rank
-    beyond its operations, over their number."""
-    scheme = mm3d.scheme("serial", mm3d.grid.MPI.COMM_SELF, backend="numpy")
-    tiny = mm3d.Transformer(scheme, **TINY)
-    x, dy = tiny.random("input"), tiny.random("output gradient")
-
-    def step() -> None:
-        tiny.backward(dy, tiny.forward(x)[1])
-
-    measured = min(seconds(step, comm) for _ in range(ROUNDS))
-    trace = dry.step("serial", 1, block=machine.granule, **TINY)
-    known = sum(model.seconds(machine, spent) for spent in model.terms(machine, trace).values())
-    count = sum(times for (phase, _, _), times in trace.events.items() if phase in dry.PHASES)
-    return max(0.0, measured - known) / count

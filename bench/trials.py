@@ -89,23 +89,23 @@ def steps(networks: Sequence[mm3d.Transformer], comm, seed: int) -> np.ndarray:
 
 def together(machine: model.Machine, works: Sequence[Work],
              took: np.ndarray) -> model.Machine:
-    """`machine` with what operations lose in a step, where they follow each other and not
+    """`machine`, of which the parts alone are known, with what operations lose in a step, where they follow each other and not
     themselves: data and code are in no cache, and ranks wait for each other.
 
-    All of them get a part of what they get alone, the same part, and a meeting of g ranks takes
-    (g-1)/g of some time more: the two figures that make up best, in relative squares, for the
-    seconds that `works` took.  More figures were moved by noise more than they explained.
+    All of them get a part of what they get alone, the same part; Python takes some time around
+    each, and a meeting of g ranks (g-1)/g of some time: the three figures that make up best, in
+    relative squares, for the seconds that `works` took.
     """
     traces = [replay.trace(work, "float32", machine.granule) for work in works]
     sizes = sorted({event.size for trace in traces for event in trace.of(dry.Collective)})
     others = {size: (size - 1) / size for size in sizes}    # of the ranks that meet
     rows = [[sum(model.step_seconds(machine, trace).values()),
+             (trace.of(dry.Gemm) + trace.of(dry.Pass)).total(),
              math.fsum(times * model.meetings(event) * others[event.size]
                        for event, times in trace.of(dry.Collective).items())]
             for trace in traces]
     terms = np.array(rows) / took[:, None]
-    more, waiting = fits.nonnegative(terms, 1 - terms[:, 0]).tolist()
-    share = 1 / (1 + more)
+    more, launch, waiting = fits.nonnegative(terms, 1 - terms[:, 0]).tolist()
     return msgspec.structs.replace(
-        machine, achieved=model.Achieved(*[share] * len(model.TERMS)),
-        waiting={size: share * waiting * others[size] for size in sizes})
+        machine, achieved=model.Achieved(*[1 / (1 + more)] * 4, latency=1.0),
+        launch_seconds=launch, waiting={size: waiting * others[size] for size in sizes})
