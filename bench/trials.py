@@ -89,8 +89,9 @@ def steps(networks: Sequence[mm3d.Transformer], comm, seed: int) -> np.ndarray:
 
 def together(machine: model.Machine, works: Sequence[Work],
              took: np.ndarray) -> model.Machine:
-    """`machine`, of which the parts alone are known, with what operations lose in a step, where they follow each other and not
-    themselves: data and code are in no cache, and ranks wait for each other.
+    """`machine`, of which only operations alone are known, with what these lose in a step, where
+    they follow each other and not themselves: data and code are in no cache, and ranks wait for
+    each other.
 
     All of them get a part of what they get alone, the same part; Python takes some time around
     each, and a meeting of g ranks (g-1)/g of some time: the three figures that make up best, in
