@@ -16,8 +16,10 @@ import numpy as np
 
 from mm3d.elementwise import Kernels
 
-# A product that hides a collective is cut into so many panels, of so many rows at least.
-PANELS, PANEL = 8, 64
+# A product that hides a collective is cut into so many panels, of a multiple of so many rows.
+# BLAS works on blocks of rows, 12 or 24 with AVX2, and rounds in another way in the last, shorter
+# ones: so that cutting changes no bit, each panel is of whole blocks.
+PANELS, PANEL = 8, 96
 
 Array = Any  # an array of whichever library the backend wraps
 
@@ -200,7 +202,7 @@ class Backend:
             return out
         if self.progress is None:
             return np.matmul(a, b, out=out)
-        step = max(PANEL, -(-a.shape[0] // PANELS))
+        step = max(1, -(-a.shape[0] // (PANELS * PANEL))) * PANEL
         for start in range(0, a.shape[0], step):
             np.matmul(a[start:start + step], b, out=out[start:start + step])
             self.progress()
