@@ -55,12 +55,6 @@ class Problem:
     backend : str or None
         The array library.
 
-    Attributes
-    ----------
-    named : callable
-        Of a Split and the name of the matrix that travels over it, the Split to use instead: the
-        same, unless somebody observes.
-
     Raises
     ------
     ValueError
@@ -77,7 +71,6 @@ class Problem:
         cls.check_grid(sizes)
         self.grid = Grid(comm, backend, **dict(zip(cls.directions, sizes)))
         self.scheme, self.form, self.dtype = scheme, form, dtype
-        self.named: Callable[[Split, str], Split] = lambda split, name: split
         extents = dict(zip("MNK", shape))
         self.shapes = {name: tuple(extents[n] for n in letters)
                        for name, letters in zip("ABC", SHAPES[form])}
@@ -86,15 +79,21 @@ class Problem:
         self.blocks = {name: operands.fill(
             operands.empty(self.layouts[name], self.grid, self.shapes[name], dtype, letter),
             self.grid.backend, seed, name, comm.rank) for name, letter in zip("ABC", letters)}
-        if scheme == "3d":
-            self._splits = [self.layouts[name].split(self.grid, self.shapes[name], letter)
-                            for name, letter in zip("ABC", letters)]
+        self.observe(lambda split, name: split)
+
+    def observe(self, named: Callable[[Split, str], Split]) -> None:
+        """Let `named` replace each Split, of which it learns the matrix that travels over it."""
+        self._named = named
+        if self.scheme == "3d":
+            self._splits = [
+                named(self.layouts[name].split(self.grid, self.shapes[name], letter), name)
+                for name, letter in zip("ABC", DIRECTIONS["3d"][self.form])]
 
     def forward(self) -> dict[str, Array]:
         """This rank's block of C."""
         A, B = self.blocks["A"], self.blocks["B"]
         if self.scheme == "3d":
-            return {"C": getattr(cube, self.form)(A, B, *self._cube())}
+            return {"C": getattr(cube, self.form)(A, B, *self._splits)}
         if self.scheme == "2d":
             return {"C": self._summa(self.form, "ABC")}
         return {"C": LOCAL[self.form](self._rows().all_gather(A), B)}
@@ -103,7 +102,7 @@ class Problem:
         """This rank's blocks of dA and dB."""
         A, B, dC = (self.blocks[name] for name in "ABC")
         if self.scheme == "3d":
-            found = getattr(cube, f"{self.form}_backward")(dC, A, B, *self._cube())
+            found = getattr(cube, f"{self.form}_backward")(dC, A, B, *self._splits)
             return dict(zip(("dA", "dB"), found))
         (first, left), (second, right) = BACKWARD[self.form]
         if self.scheme == "2d":
@@ -112,11 +111,8 @@ class Problem:
         whole = {"A": self._rows().all_gather(A), "B": B, "C": dC}
         return {"dA": dA, "dB": LOCAL[second](*(whole[name] for name in right))}
 
-    def _cube(self) -> list[Split]:
-        return [self.named(split, name) for split, name in zip(self._splits, "ABC")]
-
     def _rows(self) -> Split:
-        return self.named(self.layouts["A"].split(self.grid, self.shapes["A"], "x"), "A")
+        return self._named(self.layouts["A"].split(self.grid, self.shapes["A"], "x"), "A")
 
     def _summa(self, form: str, names: str) -> Array:
         """The product whose A, B and C are the matrices `names`."""
@@ -125,8 +121,8 @@ class Problem:
         a, b = (travels[letter] for letter in SUMMA[form])
         return getattr(summa, form)(
             self.blocks[first], self.blocks[second],
-            self.named(self.grid.y.split(-1, self.shapes[first][1]), a),
-            self.named(self.grid.x.split(0, self.shapes[second][0]), b))
+            self._named(self.grid.y.split(-1, self.shapes[first][1]), a),
+            self._named(self.grid.x.split(0, self.shapes[second][0]), b))
 
     def distributed(self, name: str, block: Array | None = None) -> Distributed:
         """A, B or C for `bench.residual`: what was drawn, or the `block` of a result."""

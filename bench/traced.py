@@ -59,12 +59,12 @@ def product(problem, phases: Sequence[str], clock: timing.Clock) -> list[Span]:
     """The spans of this rank in one traced call of a `bench.products.Problem`'s phases."""
     grid = problem.grid
     recorder = Recorder(grid.backend, clock.now)
-    plain, problem.named = problem.named, partial(Named, observer=recorder)
+    problem.observe(partial(Named, observer=recorder))
     with observed(grid, recorder):
         for phase in phases:
             grid.comm.Barrier()
             recorder.phase(phase, getattr(problem, phase))
-    problem.named = plain
+    problem.observe(lambda split, name: split)
     return recorder.spans
 
 

@@ -6,7 +6,6 @@ Axis, which is all an algorithm needs to know of a direction: what to gather and
 scatter.  How the bytes travel is the transport's business.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,7 +109,7 @@ class Axis:
             counts = self.comm.allgather(a.shape[dim])
         self._check(counts, a.shape[dim], counts[self.rank])
         out = self.transport.all_gather(a, dim, counts)
-        self._count("all_gather", a, math.prod(out.shape) - math.prod(a.shape), self.size - 1)
+        self._count("all_gather", a, out.size - a.size, self.size - 1)
         return out
 
     def reduce_scatter(self, a: Array, dim: int = 0, counts: list[int] | None = None) -> Array:
@@ -131,45 +130,41 @@ class Axis:
         Array
             ``counts[rank]`` long along `dim`; `a` itself on an axis of one rank.
         """
-        return self._scattered(a, dim, counts, "reduce_scatter")
+        if self.size == 1:
+            return a
+        counts = counts or blocks(a.shape[dim], self.size)
+        self._check(counts, a.shape[dim], sum(counts))
+        out = self.transport.reduce_scatter(a, dim, counts)
+        self._count("reduce_scatter", a, a.size - out.size, self.size - 1)
+        return out
 
     def begin_reduce_scatter(self, a: Array, dim: int = 0,
                              counts: list[int] | None = None) -> Pending:
         """`reduce_scatter` that may go on while this rank multiplies; see `Pending`."""
-        found = self._scattered(a, dim, counts, "begin_reduce_scatter")
-        return found if isinstance(found, Pending) else Pending(self.backend, found)
-
-    def _scattered(self, a: Array, dim: int, counts: list[int] | None,
-                   way: str) -> Array | Pending:
-        """What the transport's method `way` gives."""
         if self.size == 1:
-            return a
-        if counts is None:
-            counts = blocks(a.shape[dim], self.size)
+            return Pending(self.backend, a)
+        counts = counts or blocks(a.shape[dim], self.size)
         self._check(counts, a.shape[dim], sum(counts))
-        found = getattr(self.transport, way)(a, dim, counts)
-        own = resized(a.shape, dim, counts[self.rank])
-        self._count("reduce_scatter", a, math.prod(a.shape) - math.prod(own), self.size - 1)
-        return found
+        sent = self.transport.begin_reduce_scatter(a, dim, counts)
+        self._count("reduce_scatter", a, a.size - sent.out.size, self.size - 1)
+        return sent
 
     def prefetch(self, a: Array, dim: int, counts: list[int]) -> Array | Pending:
         """`all_gather` that goes on while this rank computes; `a` itself where none can."""
         if self.size == 1 or not self.transport.goes_on:
             return a
         self._check(counts, a.shape[dim], counts[self.rank])
-        found = self.transport.begin_all_gather(a, dim, counts)
-        self._count("all_gather", a, math.prod(found.out.shape) - math.prod(a.shape),
-                    self.size - 1)
-        return found
+        sent = self.transport.begin_all_gather(a, dim, counts)
+        self._count("all_gather", a, sent.out.size - a.size, self.size - 1)
+        return sent
 
     def all_reduce(self, a: Array) -> Array:
         """The sum of `a` over all ranks; `a` itself on an axis of one rank."""
         if self.size == 1:
             return a
         out = self.transport.all_reduce(a)
-        length = math.prod(a.shape)
-        own = blocks(length, self.size)[self.rank]
-        self._count("all_reduce", a, 2 * (length - own), 2 * (self.size - 1))
+        own = blocks(a.size, self.size)[self.rank]
+        self._count("all_reduce", a, 2 * (a.size - own), 2 * (self.size - 1))
         return out
 
     def broadcast(self, a: Array, root: int) -> Array:
@@ -182,7 +177,7 @@ class Axis:
             return a
         out = self.transport.broadcast(a, root)
         received = int(self.rank != root)
-        self._count("broadcast", a, received * math.prod(a.shape), received)
+        self._count("broadcast", a, received * a.size, received)
         return out
 
     def reduce(self, a: Array, root: int) -> Array | None:
@@ -191,7 +186,7 @@ class Axis:
             return a
         out = self.transport.reduce(a, root)
         sent = int(self.rank != root)
-        self._count("reduce", a, sent * math.prod(a.shape), sent)
+        self._count("reduce", a, sent * a.size, sent)
         return out
 
     def _check(self, counts: list[int], length: int, expected: int) -> None:
@@ -206,7 +201,7 @@ class Axis:
         traffic.calls += 1
         traffic.messages += messages
         traffic.words += words
-        traffic.bytes += words * host_dtype(a).itemsize
+        traffic.bytes += words * (getattr(a.dtype, "itemsize", 0) or host_dtype(a).itemsize)
 
 
 class Split:

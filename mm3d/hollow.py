@@ -4,6 +4,7 @@ They behave as NumPy's do, in shape, dtype, strides and errors, as far as the mo
 what is asked of them is noted in a `Trace`, and the memory they would take is accounted for.
 """
 
+import ctypes
 import sys
 from typing import Any, Callable
 
@@ -147,25 +148,18 @@ class DryNamespace:
         return DryArray(self._backend, np.swapaxes(a._shell, -1, -2))
 
 
-class _Nothing:
-    """So many bytes of memory that do not exist, at the address of one that does."""
-
-    _byte = np.zeros(1, np.uint8)
-
-    def __init__(self, size: int) -> None:
-        self.__array_interface__ = {"shape": (size,), "typestr": "|u1", "version": 3,
-                                    "data": (self._byte.ctypes.data, True)}
-
-
 class DryPool(Pool):
     """The accounts of a `Pool` without the memory."""
+
+    _byte = ctypes.c_char()
 
     def __init__(self, granule: int, changed: Callable[[], None]) -> None:
         super().__init__()
         self.granule, self._changed = granule, changed
 
-    def _storage(self, size: int) -> np.ndarray:
-        return np.asarray(_Nothing(size))
+    def _storage(self, size: int) -> ctypes.Array:
+        """So many bytes of memory that do not exist, at the address of one that does."""
+        return (ctypes.c_char * size).from_address(ctypes.addressof(self._byte))
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         array = super().take(shape, dtype)

@@ -80,9 +80,12 @@ class SharedMemory:
         self._stride = -(-(notes + SLOTS * MAIL) // PAGE) * PAGE
         # With it the first segment, so that who may not share so much learns it here.
         length = self.size * self._stride
-        board, segment = np.split(self._open(length + SEGMENT, comm.allgather), [length])
+        segment = self._open(length + SEGMENT, comm.allgather)
+        board = np.frombuffer(segment, np.uint8, length)
         self._counters, self._asleep, *self._noted = (
             board.view(np.int64)[word::self._stride // 8].data for word in range(4))
+        # Stores may wait while later loads go ahead; taking a lock makes the processor finish
+        # them, so that others see what was written before they are looked at.
         self._fence = threading.Lock()
         rows = board.reshape(self.size, self._stride)
         self._notes = [[row[64:notes].view(np.int32).reshape(2, -1)[turn].data for row in rows]
@@ -95,19 +98,21 @@ class SharedMemory:
         self._turn = 0                                  # the last meeting that this rank came to
         self._met = 0                                   # one that it knows all have come to
         self._given_back: collections.deque[int] = collections.deque()
+        self.give_back = self._given_back.append        # say at the next meeting what is not used
         self._sizes: list[int] = []                     # of the regions
-        self._places: list[int] = []                    # their addresses
+        self._places: list[tuple[mmap.mmap, int]] = []  # the segment of each and where it begins
         self._users: list[int] = []                     # ranks that still use each
         self._free: dict[int, list[int]] = {}           # regions that nobody uses, by size
-        self._segments = [segment]
-        self._used = 0                                  # bytes of the last segment
+        self._segment = segment                         # where new ones are made
+        self._used = length                             # bytes of the last segment
         self._taken = 0                                 # regions since the last meeting
 
     def meet(self) -> None:
         """Wait for all ranks; what each wrote before, the others see afterwards."""
         noted, notes = self._noted[(self._turn + 1) & 1], self._notes[(self._turn + 1) & 1]
         if self._given_back:
-            self._await_all(self._turn)
+            if self._met < self._turn:
+                self._await_all(self._turn)
             self._note(self._turn + 1)
         turn = self._arrive()
         self._await_all(turn)
@@ -120,27 +125,19 @@ class SharedMemory:
         """Come to the next meeting, and say so; its number."""
         turn = self._turn = self._turn + 1
         self._counters[self.rank] = turn
-        self._order()
+        with self._fence:
+            pass
         if self.rank + 1 in self._asleep:
             _system_call(_FUTEX, self._addresses[self.rank], _WAKE, 0x7fffffff, None, None, 0)
         return turn
 
     def _await_all(self, turn: int) -> None:
         """Wait until all have come to the meeting `turn`."""
-        if self._met < turn:
-            counters = self._counters
-            for rank in self._others:
-                if counters[rank] < turn:
-                    self._wait(rank, turn)
-            self._met = turn
-
-    def _order(self) -> None:
-        """See to it that others see what is written before they are looked at after this.
-
-        Stores may wait while later loads go ahead; taking a lock makes the processor finish them.
-        """
-        with self._fence:
-            pass
+        counters = self._counters
+        for rank in self._others:
+            if counters[rank] < turn:
+                self._wait(rank, turn)
+        self._met = turn
 
     def _wait(self, rank: int, turn: int) -> None:
         """Until another rank has come to the meeting `turn`."""
@@ -149,7 +146,8 @@ class SharedMemory:
             if self._counters[rank] >= turn:
                 return
         self._asleep[self.rank] = rank + 1
-        self._order()
+        with self._fence:
+            pass
         while (seen := self._counters[rank]) < turn:
             # The kernel compares what it finds there with the low half of what was seen.
             if _system_call(_FUTEX, self._addresses[rank], _SLEEP, seen & 0xffffffff, _nap,
@@ -205,44 +203,43 @@ class SharedMemory:
         turn = self._turn + 1
         slots = self._mail[turn % SLOTS]
         if writes:
-            self._await_all(turn - SLOTS + 1)
+            if self._met < turn - SLOTS + 1:
+                self._await_all(turn - SLOTS + 1)
             if a.size:
                 slots[self.rank][:a.nbytes].view(a.dtype).reshape(a.shape)[...] = a
         return slots
 
-    def take(self, length: int) -> tuple[int, int]:
+    def take(self, length: int) -> tuple[int, tuple[mmap.mmap, int]]:
         """A region of at least `length` bytes, the same on every rank; all must ask for it.
 
         Returns
         -------
-        region, address : int
-            Its number, for `give_back`, and where it lies in this process.
+        region : int
+            Its number, for `give_back`.
+        place : tuple
+            The memory that it lies in, and how many bytes from its beginning.
         """
-        size = -(-max(1, length) // PAGE) * PAGE
+        size = -(-length // PAGE) * PAGE or PAGE
         if self._taken == TAKES:
             self.meet()
         self._taken += 1
-        free = self._free.setdefault(size, [])
+        free = self._free.get(size)
         region = free.pop() if free else self._new(size)
         self._users[region] = self.size
         return region, self._places[region]
 
-    def give_back(self, region: int) -> None:
-        """Say, at the next meeting, that this rank is done with a region."""
-        self._given_back.append(region)
-
     def _new(self, size: int) -> int:
         """One more region."""
-        if self._used + size > SEGMENT:
-            self._segments.append(self._open(max(SEGMENT, size), self._by_mail))
-            self._used = 0
-        self._places.append(self._segments[-1].ctypes.data + self._used)
+        if self._used + size > len(self._segment):
+            self._segment, self._used = self._open(max(SEGMENT, size), self._by_mail), 0
+        self._free.setdefault(size, [])
+        self._places.append((self._segment, self._used))
         self._sizes.append(size)
         self._users.append(0)
         self._used += size
         return len(self._sizes) - 1
 
-    def _open(self, size: int, tell_all: Callable[[list[int]], list]) -> np.ndarray:
+    def _open(self, size: int, tell_all: Callable[[list[int]], list]) -> mmap.mmap:
         """New memory, which the first rank makes; on every rank the same OSError if one fails.
 
         `tell_all` gives the numbers of all ranks to all.  A rank that fails says so then, as the
@@ -291,13 +288,13 @@ def _create(size: int) -> int:
     return descriptor
 
 
-def _map(path: str, size: int, file: int) -> np.ndarray:
+def _map(path: str, size: int, file: int) -> mmap.mmap:
     """The memory behind a descriptor of another process, whose inode is `file`."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         # In a container of its own a process of that number is another one.
         if os.fstat(descriptor).st_ino != file:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-        return np.frombuffer(mmap.mmap(descriptor, size), np.uint8)
+        return mmap.mmap(descriptor, size)
     finally:
         os.close(descriptor)

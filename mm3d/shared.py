@@ -14,18 +14,18 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mm3d.backend import Array, Backend, Pool
+from mm3d.backend import Array, Backend, Loan
 from mm3d.memory import MAIL, SharedMemory, available
 from mm3d.transport import MpiTransport, block_indices, resized
 
 
-class _Lease:
-    """One use of a region by this rank; every array in it keeps it alive.
-
-    An equal share of its bytes counts as memory of this rank.
+class _Lease(Loan):
+    """One use of a region by this rank, of which an equal share counts as its memory.
 
     Attributes
     ----------
+    memory : SharedMemory
+        What the region is of.
     handed_out : weakref to ndarray
         The array that was made here: this rank's part of the whole, or its term of a sum.
     divided : tuple
@@ -34,23 +34,10 @@ class _Lease:
         Of a term that is to be summed: on the first rank all other terms, elsewhere the first.
     """
 
+    memory: SharedMemory
     handed_out: Any = staticmethod(lambda: None)
     divided: tuple = ()
     partner: np.ndarray | None = None
-
-    def __init__(self, memory: SharedMemory, pool: Pool, shape: tuple[int, ...],
-                 dtype: np.dtype) -> None:
-        self.memory, self.pool = memory, pool
-        length = math.prod(shape) * dtype.itemsize
-        self.share = length // memory.size
-        self.region, address = memory.take(length)
-        pool.count(self.share)
-        self.__array_interface__ = {"data": (address, False), "shape": shape,
-                                    "typestr": dtype.str, "version": 3}
-
-    def __del__(self) -> None:
-        self.pool.count(-self.share)
-        self.memory.give_back(self.region)
 
 
 class SharedTransport(MpiTransport):
@@ -68,20 +55,21 @@ class SharedTransport(MpiTransport):
     def __init__(self, comm: MPI.Intracomm, backend: Backend) -> None:
         super().__init__(comm, backend)
         self.size = comm.size
-        self.memory = SharedMemory(comm)
+        self.memory, self.pool = SharedMemory(comm), backend.pool
 
     def meet(self) -> None:
         self.memory.meet()
 
     def block(self, shape: tuple[int, ...], dtype: Any, dim: int, counts: list[int]) -> Array:
-        whole = self._empty(resized(shape, dim, sum(counts)), dtype)
-        return self._placed(whole, dim, counts)
+        whole, lease = self._lend(resized(shape, dim, sum(counts)), dtype)
+        return _placed(whole, lease, dim, counts, self._own(whole.ndim, dim, counts))
 
     def term(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        first = self._empty(shape, dtype)
-        others = self._empty((self.size - 1, *shape), dtype)
-        term, partner = (first, others) if self.rank == 0 else (others[self.rank - 1], first)
-        lease = (term if self.rank == 0 else others).base
+        first, lease = self._lend(shape, dtype)
+        others, elsewhere = self._lend((self.size - 1, *shape), dtype)
+        term, partner = first, others
+        if self.rank:
+            term, partner, lease = others[self.rank - 1], first, elsewhere
         lease.handed_out, lease.partner = weakref.ref(term), partner
         return term
 
@@ -107,8 +95,8 @@ class SharedTransport(MpiTransport):
         first, others = (a, lease.partner) if self.rank == 0 else (lease.partner, a.base)
         lease.partner = None
         self.memory.meet()
-        part = self._placed(first, dim, counts)
         own = self._own(a.ndim, dim, counts)
+        part = _placed(first, self.pool.loan(first), dim, counts, own)
         for other in others:
             np.add(part, other[own], out=part)
         return part
@@ -129,7 +117,7 @@ class SharedTransport(MpiTransport):
             if self.rank != root:
                 a[...] = told[:a.size].reshape(a.shape)
             return a
-        whole = self._empty(a.shape, a.dtype)
+        whole, _ = self._lend(a.shape, a.dtype)
         if self.rank == root:
             whole[...] = a
         self.memory.meet()
@@ -139,7 +127,7 @@ class SharedTransport(MpiTransport):
         if self._small(a.shape, a.dtype):
             terms = self.memory.collect(a, root)
             return None if terms is None else self._sum_mail(terms, a, ())
-        terms = self._empty((self.size, *a.shape), a.dtype)
+        terms, _ = self._lend((self.size, *a.shape), a.dtype)
         if self.rank != root:
             terms[self.rank] = a
         self.memory.meet()
@@ -150,24 +138,24 @@ class SharedTransport(MpiTransport):
     def free(self) -> None:
         self.memory.meet()
 
-    def _empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def _lend(self, shape: tuple[int, ...], dtype: Any) -> tuple[Array, _Lease]:
         """An array that all ranks share."""
-        return np.asarray(_Lease(self.memory, self.backend.pool, shape, np.dtype(dtype)))
+        dtype = np.dtype(dtype)
+        length = math.prod(shape) * dtype.itemsize
+        region, place = self.memory.take(length)
+        whole = np.ndarray(shape, dtype, *place)
+        lease = self.pool.lend(whole, length // self.size, self.memory.give_back, region, _Lease)
+        lease.memory = self.memory
+        return whole, lease
 
     def _own(self, ndim: int, dim: int, counts: list[int]) -> tuple:
         """What to index a whole array with for this rank's part."""
         start = sum(counts[:self.rank])
         return (slice(None),) * (dim % ndim) + (slice(start, start + counts[self.rank]),)
 
-    def _placed(self, whole: Array, dim: int, counts: list[int]) -> Array:
-        """This rank's part of a shared array, which can be gathered without a copy."""
-        part, lease = whole[self._own(whole.ndim, dim, counts)], whole.base
-        lease.handed_out, lease.divided = weakref.ref(part), (dim % whole.ndim, counts)
-        return part
-
     def _lease(self, a: Array) -> _Lease | None:
         """The lease that `a`, and no view of it, was made by; None if it was not made here."""
-        lease = a.base if type(a.base) is _Lease else getattr(a.base, "base", None)
+        lease = self.pool.loan(a)
         known = type(lease) is _Lease and lease.memory is self.memory and lease.handed_out() is a
         return lease if known else None
 
@@ -195,10 +183,17 @@ class SharedTransport(MpiTransport):
         return out
 
 
+def _placed(whole: Array, lease: _Lease, dim: int, counts: list[int], own: tuple) -> Array:
+    """This rank's part of a shared array, its `own`, which can be gathered without a copy."""
+    part = whole[own]
+    lease.handed_out, lease.divided = weakref.ref(part), (dim % whole.ndim, counts)
+    return part
+
+
 def _common(whole: Array) -> Array:
     """An array of all ranks, to be read only: what one wrote there the others would see."""
     view = whole.view()
-    view.flags.writeable = False
+    view.setflags(write=False)
     return view
 
 

@@ -1,5 +1,4 @@
 """Blocks in memory that ranks share: no copies, no races, nothing left behind."""
-import ctypes
 import errno
 import os
 import random
@@ -432,8 +431,8 @@ def test_all_ranks_learn_that_there_is_no_more_memory(comm, monkeypatch, rank, s
         for _ in range(3):
             with pytest.raises(OSError, match="cannot share memory .*set MM3D_TRANSPORT=mpi"):
                 memory_of_all.take(SEGMENT + 1)
-    place = memory_of_all.take(SEGMENT + 1)[1]
-    end = np.ctypeslib.as_array((ctypes.c_int64 * 1).from_address(place + SEGMENT - 8))
+    segment, start = memory_of_all.take(SEGMENT + 1)[1]
+    end = np.frombuffer(segment, np.int64, 1, start + SEGMENT - 8)
     if comm.rank == 0:
         end[0] = 7
     memory_of_all.meet()
