@@ -213,6 +213,8 @@ def warnings(run: Run | Measurements) -> Iterator[str]:
     """What breaks no rule and must be known."""
     if not run.environment["git_clean"]:
         yield "the source had changes that were not committed: nobody else can build it"
+    if run.environment["oversubscribed"]:
+        yield "ranks outnumber cores: its times are no scaling results"
     if isinstance(run, Measurements):
         return
     count = len(run.samples["forward"])
@@ -226,8 +228,6 @@ def warnings(run: Run | Measurements) -> Iterator[str]:
                    f"do")
     if run.ended_by == "stopped":
         yield "it was told to stop before its repetitions were done"
-    if run.environment["oversubscribed"]:
-        yield "ranks outnumber cores: its times are no scaling results"
     if run.configuration["scheme"] not in SCHEMES:
         yield f"scheme {run.configuration['scheme']} is unknown: its words were not checked"
 
