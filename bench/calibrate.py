@@ -15,6 +15,7 @@ from bench import fits as fitting
 from bench import machine as here
 from bench import exact, machinefile, model, operands, placement, probes, sampling, trials
 from bench.cases import UsageError
+from bench.output import say
 from mm3d import backend as backends
 from mm3d import environment
 
@@ -42,9 +43,10 @@ def calibrate(arguments, comm) -> int:
         found = measured(comm)
     except exact.WrongResult as wrong:
         return sampling.failed("calibrate", f"{wrong}; no file was written", comm)
+    status = machinefile.publish(found, path, comm)
     if comm.rank == 0:
-        print(described(found), flush=True)
-    return machinefile.publish(found, path, comm)
+        say(described(found))
+    return status
 
 
 def measured(comm) -> model.Machine:

@@ -56,9 +56,8 @@ def check(arguments, comm) -> int:
          "repetition": range(arguments.rounds)},
         {"samples": Variable(found.transpose(1, 2, 0), "s", ("work", "phase", "repetition"))},
         checks)
-    if comm.rank == 0:
-        print(replay.report(chosen, list(replay.measured(record))), flush=True)
-    return sampling.publish(record if comm.rank == 0 else None, out, "check", comm)
+    return sampling.publish(record if comm.rank == 0 else None, out, "check", comm,
+                            lambda: replay.report(chosen, list(replay.measured(record))))
 
 
 def product(work: Work, arguments, comm, checks: list[Check]) -> trials.Trial:

@@ -10,6 +10,7 @@ from typing import Any, Sequence
 
 from bench import textfile
 from bench.cases import UsageError
+from bench.output import say
 from mm3d import store
 from mm3d.spans import Span
 from mm3d.timing import Clock
@@ -95,7 +96,7 @@ def write(path: Path, spans: list[Span], grid: Any, clock: Clock, title: str) ->
         textfile.replace(path, json.dumps(document(tracks, names, title, about)))
     except OSError as error:
         status = 1
-        print(f"not written: the trace {path} ({error.strerror})", flush=True)
+        say(f"not written: the trace {path} ({error.strerror})")
     return grid.comm.bcast(status)
 
 

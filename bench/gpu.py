@@ -41,8 +41,8 @@ def gpu(arguments, comm) -> int:
     for part in arguments.part:
         gc.collect()
         record = getattr(bench, part)()
-        print(render(other(record)), "", sep="\n", flush=True)
-        status = max(status, publish(record, out, record.kind, comm))
+        status = max(status, publish(record, out, record.kind, comm,
+                                     lambda: render(other(record))))
     return status
 
 

@@ -142,8 +142,7 @@ def one(subject: Subject, arguments, limits: timing.Limits, out: Path) -> int:
                 "grid_axes": " ".join(subject.scheme.grid.shape),
                 "transport": operands.transport(subject.scheme.grid), **asdict(limits)}
     record = summary(subject, found, np.array(memory).T, settings, environs, checks)
-    print(render(layertables.layers([record])), "", sep="\n", flush=True)
-    return publish(record, out, name, comm)
+    return publish(record, out, name, comm, lambda: render(layertables.layers([record])))
 
 
 def started(subject: Subject, arguments, comm) -> Rival | None:

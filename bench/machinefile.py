@@ -8,6 +8,7 @@ import msgspec
 
 from bench import model, textfile
 from bench.cases import UsageError
+from bench.output import say
 
 TAKEN = "as of "    # how sources of what was not measured begin
 
@@ -48,11 +49,12 @@ def publish(machine: model.Machine | None, path: str | Path, comm) -> int:
     if comm.rank == 0:
         try:
             textfile.replace(path, written(machine))
-            print(f"machine file: {path}", flush=True)
         except OSError as error:
             status = 1
-            print(f"failed: machine file {path} could not be written ({error.strerror}); what "
-                  f"was there is untouched", flush=True)
+            say(f"failed: machine file {path} could not be written ({error.strerror}); what was "
+                f"there is untouched")
+        else:
+            say(f"machine file: {path}")
     return comm.bcast(status)
 
 

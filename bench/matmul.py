@@ -101,8 +101,8 @@ def one(problem: Problem, shape: tuple[int, int, int], arguments, limits: timing
                 "ended_by": ended_by, "calls": calls, "one_process_threads": environment.cores(),
                 "one_process_cores": len(os.sched_getaffinity(0)), **asdict(limits)}
     record = summary(phases, times, np.array(everyone).T, settings, environs, checks + again)
-    print(render(microtables.matmul([record])), "", sep="\n", flush=True)
-    return max(status, publish(record, out, name, grid.comm))
+    return max(status, publish(record, out, name, grid.comm,
+                               lambda: render(microtables.matmul([record]))))
 
 
 def verified(problem: Problem, results: dict, seed: int) -> list[residual.Check]:

@@ -69,8 +69,7 @@ def gemm(arguments, comm) -> int:
          "rate": Variable(flops / bounds[..., 0], "s-1", dims),
          "ended_by_width": Variable(np.array([int(end == "width") for _, end in found])
                                     .reshape(shape), "1", dims)}, checks)
-    print(render(microtables.gemm(record)), "", sep="\n", flush=True)
-    status = publish(record, out, "gemm", comm)
+    status = publish(record, out, "gemm", comm, lambda: render(microtables.gemm(record)))
     if model is not None:
         status = max(status, machinefile.publish(contribution.products(model, record),
                                                  arguments.machine, comm))
@@ -133,9 +132,9 @@ def collectives(arguments, comm) -> int:
                     "transport": operands.transport(grid), **asdict(limits)}
         record = collectives_record(axes, [n * itemsize for n in lengths], found, settings,
                                     environs)
-        print(render(microtables.collectives(record)), "", sep="\n", flush=True)
     grid.free()
-    status = publish(record, out, "collectives", comm)
+    status = publish(record, out, "collectives", comm,
+                     lambda: render(microtables.collectives(record)))
     if model is not None:
         machine = record and contribution.lines(model, record)
         status = max(status, machinefile.publish(machine, arguments.machine, comm))

@@ -18,6 +18,7 @@ from bench import (chrome, footprint, journal, machine, operands, placement, tra
 from bench.cases import Case, named, select, shuffled, step_counts, traced_steps
 from bench.job import Options, arranged, fitting, usable
 from bench.journal import writable
+from bench.output import say
 from bench.provenance import command_line, configuration, expected_words, published
 from mm3d import backend as backends
 from mm3d import store, timing
@@ -74,7 +75,7 @@ def report(one: Case, options: Options, rates: Group | None, comm) -> int:
     if comm.rank == 0:
         journal.of(options.out).write("row", row=one.name, outcome=line.partition(":")[0],
                                       line=line)
-        print(line, flush=True)
+        say(line)
     return status
 
 

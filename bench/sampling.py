@@ -11,6 +11,7 @@ from mpi4py import MPI
 
 from bench import machine, placement
 from bench.cases import UsageError
+from bench.output import say
 from bench.provenance import command_line
 from mm3d import backend as backends
 from mm3d import store, timing
@@ -60,8 +61,12 @@ def measured_environment(backend: str, comm) -> dict[str, store.Setting]:
         "node_of_rank": nodes, "clock_resolution_s": clock, "clock_offset_error_s": error}
 
 
-def publish(record: Measurements | None, out: Path, name: str, comm) -> int:
-    """Write the record that rank 0 has; 0 when it was written, the same on every rank."""
+def publish(record: Measurements | None, out: Path, name: str, comm,
+            table: Callable[[], str] | None = None) -> int:
+    """Write the record that rank 0 has; 0 when it was written, the same on every rank.
+
+    Then its `table` is printed, and where the file is.
+    """
     outcome = None
     if record is not None:
         try:
@@ -70,14 +75,16 @@ def publish(record: Measurements | None, out: Path, name: str, comm) -> int:
             outcome = 1, f"failed: {error}"
     status, line = comm.bcast(outcome)
     if comm.rank == 0:
-        print(line, flush=True)
+        if record is not None and table is not None:
+            say(table() + "\n")
+        say(line)
     return status
 
 
 def failed(name: str, why: str, comm) -> int:
     """Say that a measurement came to nothing; 1."""
     if comm.rank == 0:
-        print(f"failed: {name}: {why}", flush=True)
+        say(f"failed: {name}: {why}")
     return 1
 
 

@@ -256,3 +256,30 @@ def test_a_folder_of_both_kinds_shows_only_models(tmp_path):
     everything = gather(tmp_path)
     assert len(everything.results) == len(everything.measurements) == 1
     assert not everything.problems
+
+
+DEAF = """
+import os
+import sys
+from bench.__main__ import main
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 1)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("ranks, files, verb", [
+    (1, 1, ("gemm", "--sizes", "16")),
+    (2, 1, ("collectives", "--grid", "2x1x1", "--most", "1024")),
+    (2, 2, ("matmul", "--shape", "16", "--shape", "8", "--grid", "2x1x1", "--calls", "1"))])
+def test_files_are_written_also_where_nobody_reads_the_tables(tmp_path, ranks, files, verb):
+    """And what comes after the first table that could not be printed is measured."""
+    program = tmp_path / "deaf.py"
+    program.write_text(DEAF)
+    done = run_ranks(ranks, str(program), *verb, "--repetitions", "1", "--max-repetitions", "1",
+                     "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("standard output cannot be written (Broken pipe)") == 1
+    assert "Traceback" not in done.stderr
+    assert len([store.read(path) for path in tmp_path.glob("*.h5")]) == files
