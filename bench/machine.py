@@ -7,7 +7,7 @@ import re
 import subprocess
 from pathlib import Path
 
-from threadpoolctl import threadpool_info
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from mm3d import backend as backends
 from mm3d import environment
@@ -137,6 +137,12 @@ def _versions() -> dict[str, Setting]:
         except PackageNotFoundError:
             continue
     return found
+
+
+def granted(threads: int) -> int:
+    """How many BLAS takes of so many: it was built for some number at most, and says nothing."""
+    with threadpool_limits(threads, user_api="blas"):
+        return blas()["blas_threads"] or threads
 
 
 def blas() -> dict[str, Setting]:

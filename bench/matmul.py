@@ -19,6 +19,7 @@ from bench import chrome, microtables, operands, residual, traced
 from bench.cases import UsageError
 from bench.formats import render
 from bench.journal import writable
+from bench.machine import granted
 from bench.products import Problem, Replay, Whole
 from bench.sampling import BOUNDS, failed, limits_of, measured_environment, publish
 from mm3d import cost, environment, timing
@@ -98,7 +99,8 @@ def one(problem: Problem, shape: tuple[int, int, int], arguments, limits: timing
                 "M": shape[0], "N": shape[1], "K": shape[2], "seed": arguments.seed,
                 "grid": " x ".join(map(str, grid.shape.values())),
                 "grid_axes": " ".join(grid.shape), "transport": operands.transport(grid),
-                "ended_by": ended_by, "calls": calls, "one_process_threads": environment.cores(),
+                "ended_by": ended_by, "calls": calls,
+                "one_process_threads": granted(environment.cores()),
                 "one_process_cores": len(os.sched_getaffinity(0)), **asdict(limits)}
     record = summary(phases, times, np.array(everyone).T, settings, environs, checks + again)
     return max(status, publish(record, out, name, grid.comm,

@@ -14,6 +14,7 @@ from bench import contribution, exact, fits, machinefile, microtables, operands
 from bench.cases import UsageError
 from bench.formats import render
 from bench.journal import writable
+from bench.machine import granted
 from bench.sampling import (BOUNDS, alone, enough, failed, in_random_order, limits_of, makespans,
                             measured_environment, padded, publish, repeated, several)
 from mm3d import backend as backends
@@ -33,8 +34,11 @@ def gemm(arguments, comm) -> int:
         When there is more than one rank, or an argument cannot be meant.
     """
     backend = alone("gemm", arguments.backend, comm)
-    limits, cores = limits_of(arguments), environment.cores()
-    threads = arguments.threads or sorted({1, cores})
+    limits = limits_of(arguments)
+    threads = arguments.threads or sorted({1, granted(environment.cores())})
+    most = granted(max(threads))
+    if most < max(threads):
+        raise UsageError(f"--threads {max(threads)}: BLAS takes {most} here at most")
     model = contribution.begun(arguments, 1, comm)
     out = writable(arguments.out, comm)
     points = [(dtype, count, n) for dtype in arguments.dtypes for count in threads

@@ -119,6 +119,10 @@ def matmul_notes(records: Sequence[Measurements]) -> list[str]:
                      f"{chosen['calls']} calls, ended by {chosen['ended_by']}; one process with "
                      f"{_threads(chosen['one_process_threads'])}; verified, errors at most "
                      f"{100 * worst:.2g} % of the tolerance.")
+        if chosen["one_process_threads"] < cores:
+            notes.append("WARNING: BLAS takes "
+                         f"{chosen['one_process_threads']} threads at most, of {cores} cores: no "
+                         "fair reference.")
         if chosen["one_process_cores"] < cores:
             notes.append(f"WARNING: the one process was bound to {chosen['one_process_cores']} of "
                          f"{cores} cores: no fair reference.")

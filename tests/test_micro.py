@@ -230,6 +230,7 @@ def test_the_fit_finds_latency_and_bandwidth():
 
 @pytest.mark.parametrize("ranks, options, message", [
     (2, ("gemm",), "gemm measures one rank"),
+    (1, ("gemm", "--threads", "1,99999"), "--threads 99999: BLAS takes "),
     (2, ("matmul", "--shape", "8", "--grid", "2x2x2"), "a grid of 2 x 2 x 2 has 8 ranks"),
     (2, ("matmul", "--shape", "8", "--scheme", "2d"), "2 ranks are no square"),
     (2, ("matmul", "--shape", "8,8"), "three sizes M,N,K would do"),
