@@ -9,19 +9,13 @@ import sys
 from typing import Callable
 
 import numpy as np
-from mpi4py import MPI
 
-import mm3d
-from bench import gpucases
+from bench import gpucases, gpuchecks
 from bench.checks import FAILED, OK, SKIPPED, WARNING, Finding
 from bench.facts import Facts, died, ended
 from mm3d import backend as backends
 from mm3d import environment
 from mm3d.device import TRANSPORTS
-
-# Relative errors that a model's step may have, by the type it computes in.
-TOLERANCES = {"float64": 1e-11, "float32": 1e-4, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 1e-1}
-SIZES = dict(layers=1, hidden=96, heads=6, batch=3, seq=32)
 
 
 def usable() -> backends.Backend | str:
@@ -65,8 +59,7 @@ def products(backend: backends.Backend) -> Finding:
             found = backend.to_host(backends.matmul(a, b)).astype(float)
             a, b = (backend.to_host(x).astype(float) for x in (a, b))
         # A result is rounded once to its type, and float32 sums differ in their order.
-        bits = {"tf32": 10, "float16": 10, "bfloat16": 7}.get(str(mode), 23)
-        error = np.max(np.abs(found - a @ b) / (np.abs(a) @ np.abs(b))) * 2 ** bits
+        error = np.max(np.abs(found - a @ b) / (np.abs(a) @ np.abs(b))) / gpuchecks.EPS[str(mode)]
         worst = max(worst, error)
         if not error <= 4:
             wrong.append(f"{mode} by {error:.1f} units")
@@ -78,20 +71,11 @@ def products(backend: backends.Backend) -> Finding:
 @on_device
 def model(backend: backends.Backend) -> Finding:
     """Forward and backward of a layer, with every kernel, beside NumPy's in float64."""
-    def step(library: str | backends.Backend, dtype: str) -> list[np.ndarray]:
-        scheme = mm3d.scheme("serial", MPI.COMM_SELF, None, library)
-        net = mm3d.Transformer(scheme, **SIZES, dtype=dtype, causal=True)
-        y, saved = net.forward(net.random("x"))
-        arrays = [y, net.backward(net.random("dy"), saved), *(p.grad for p in net.parameters)]
-        return [scheme.grid.backend.to_host(a).astype(float) for a in arrays]
-    expected, wrong, errors = step("numpy", "float64"), [], {}
-    modes = gpucases.modes(backend)
-    for mode in [gpucases.Mode(backend, "float64"), *modes]:
+    expected, wrong, errors = gpuchecks.model_step("numpy", "float64"), [], {}
+    for mode in [gpucases.Mode(backend, "float64"), *gpucases.modes(backend)]:
         with mode:
-            found = step(backend, mode.dtype)
-        errors[str(mode)] = max(float(np.linalg.norm(a - b) / np.linalg.norm(b))
-                                for a, b in zip(found, expected))
-        if not errors[str(mode)] <= TOLERANCES[str(mode)]:
+            errors[str(mode)] = gpuchecks.model_error(backend, mode.dtype, expected)
+        if not errors[str(mode)] <= gpuchecks.TOLERANCES[str(mode)]:
             wrong.append(str(mode))
     text = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
     return Finding("model", FAILED if wrong else OK,

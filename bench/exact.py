@@ -72,11 +72,14 @@ def agree(problem: str, comm: MPI.Intracomm) -> None:
 
 
 def product(a: Array, b: Array, c: Array, seed: int, backend: Backend, name: str,
-            comm: MPI.Intracomm) -> list[Check]:
-    """The checks of every rank's own C = A B; WrongResult on all when one of one rank fails."""
+            comm: MPI.Intracomm, eps: float | None = None) -> list[Check]:
+    """The checks of every rank's own C = A B; WrongResult on all when one of one rank fails.
+
+    `eps` is that of C's type unless given.
+    """
     A, B, C = (Distributed(block, tuple(map(slice, (0, 0), block.shape)), block.shape,
                            MPI.COMM_SELF) for block in map(backend.to_host, (a, b, c)))
-    checks = residual.checks(name, A, B, C, seed, str(c.dtype))
+    checks = residual.checks(name, A, B, C, seed, str(c.dtype), eps)
     wrong = [f"{done.quantity} is off by {done.error:.2g} |A||B|, tolerance {done.tolerance:.2g}"
              for done in checks if not done.passed]
     agree(wrong[0] if wrong else "", comm)

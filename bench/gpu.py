@@ -2,7 +2,8 @@
 
 Four parts, each a record of its own: products beside the library's own, elementwise kernels beside
 a copy, one Transformer layer beside PyTorch's, and one layer of every row of both tables as rank 0
-has it, without communication.  Seconds are the device's own, between two marks in its stream.
+has it, without communication.  All are compared with NumPy first, layers at a small size.
+Seconds are the device's own, between two marks in its stream.
 """
 
 import gc
@@ -13,16 +14,17 @@ import numpy as np
 from mpi4py import MPI
 
 import mm3d
-from bench import gpucases, operands
+from bench import exact, gpucases, gpuchecks, operands
 from bench.cases import Sizes, UsageError, case, load
 from bench.formats import render
 from bench.journal import writable
 from bench.microtables import other
-from bench.sampling import (BOUNDS, alone, limits_of, measured_environment, padded, publish,
-                            repeated)
+from bench.sampling import (BOUNDS, alone, failed, limits_of, measured_environment, padded,
+                            publish, repeated)
 from mm3d import backend as backends
 from mm3d.record import Measurements, Variable
 from mm3d.statistics import median_interval
+from mm3d.store import Check
 from mm3d.transport import Absent
 
 Step = Callable[[], object]
@@ -40,7 +42,11 @@ def gpu(arguments, comm) -> int:
     out, status = writable(arguments.out, comm), 0
     for part in arguments.part:
         gc.collect()
-        record = getattr(bench, part)()
+        try:
+            record = getattr(bench, part)()
+        except exact.WrongResult as wrong:
+            status = failed(f"gpu-{part}", f"{wrong}; no times were written", comm)
+            continue
         status = max(status, publish(record, out, record.kind, comm,
                                      lambda: render(other(record))))
     return status
@@ -92,48 +98,55 @@ class Bench:
 
     def gemm(self) -> Measurements:
         """C = A B as the model computes it, and by one bare call of the library."""
-        found, flops = [], []
+        found, flops, checks = [], [], []
         for mode in self.modes:
             with mode:
                 for n in self.scale.gemm:
                     a, b = (self.array((n, n), mode.dtype, name) for name in "AB")
                     c = self.backend.empty((n, n), mode.dtype)
+                    results = {"model": backends.matmul(a, b), "alone": self.backend.gemm(a, b, c)}
+                    checks += gpuchecks.products(mode, a, b, results, self.seed, self.comm)
+                    del results
                     found += [self.seconds(lambda: backends.matmul(a, b)),
                               self.seconds(lambda: self.backend.gemm(a, b, c))]
                     flops += [2.0 * n ** 3] * 2
         return self.record("gpu-gemm", {"mode": [str(mode) for mode in self.modes],
                                         "size": self.scale.gemm, "how": ["model", "alone"]},
-                           found, "rate", "s-1", flops)
+                           found, checks, "rate", "s-1", flops)
 
     def elementwise(self) -> Measurements:
         """Each kernel's bandwidth, counting every array once, beside that of a copy."""
-        found, moved, names = [], [], []
+        found, moved, names, checks = [], [], [], []
         rows, cols = self.scale.elementwise
         for mode in self.modes:
             with mode:
-                kernels = gpucases.elementwise(self.backend, *(
-                    self.array((rows, cols), mode.dtype, name) for name in "abc"))
+                arrays = [self.array((rows, cols), mode.dtype, name) for name in "abc"]
+                checks += gpuchecks.kernels(mode, *arrays)
+                kernels = gpucases.elementwise(self.backend, *arrays)
                 names = list(kernels)
-                for arrays, step in kernels.values():
+                for count, step in kernels.values():
                     found.append(self.seconds(step))
-                    moved.append(float(arrays * rows * cols * mode.itemsize))
+                    moved.append(float(count * rows * cols * mode.itemsize))
         return self.record("gpu-elementwise", {"mode": [str(mode) for mode in self.modes],
-                                               "kernel": names}, found, "bandwidth",
-                           "byte s-1", moved)
+                                               "kernel": names}, found, checks,
+                           "bandwidth", "byte s-1", moved)
 
     def layer(self) -> Measurements:
         """Forward and backward of one layer, by mm3d and by PyTorch, NaN where there is none;
         with ``--graph`` also by mm3d as one launch."""
-        found, flops = [], []
+        found, flops, checks = [], [], []
         batch, seq = self.scale.tokens
         for mode in self.modes:
             with mode:
+                checks += gpuchecks.layer(mode)
                 for hidden in self.scale.hidden:
                     sizes = Sizes(1, hidden, load().settings.heads.get(hidden, 4), batch, seq)
                     work = float(sum(mm3d.cost.flops(1, hidden, sizes.heads, batch, seq)
                                      .values()))
                     scheme = mm3d.scheme("serial", MPI.COMM_SELF, None, self.backend)
                     step = self.own_layer(scheme, sizes, mode.dtype)
+                    checks += gpuchecks.finite(
+                        self.backend, f"a layer of hidden {hidden} {mode}", step)
                     own = [self.seconds(step)]
                     if "mm3d, graph" in self.libraries:
                         own.append(self.seconds(scheme.grid.graph(step)))
@@ -145,8 +158,8 @@ class Bench:
                     flops += [work] * len(self.libraries)
         return self.record("gpu-layer", {"mode": [str(mode) for mode in self.modes],
                                          "hidden": self.scale.hidden,
-                                         "library": self.libraries}, found, "rate", "s-1",
-                           flops)
+                                         "library": self.libraries}, found, checks, "rate",
+                           "s-1", flops)
 
     def seconds_of_torch(self, step: Callable[[], float]) -> list[float]:
         """Seconds of PyTorch's steps, which time themselves."""
@@ -158,6 +171,8 @@ class Bench:
         """One layer of each row of both tables, as rank 0 has it, nothing travelling."""
         found, names = [], []
         mode = self.modes[0]
+        with mode:
+            checks = gpuchecks.layer(mode)
         for row in load().rows:
             sizes = case(row, self.scale.preset, layers=1).sizes
             scheme = mm3d.scheme(row.scheme, Absent(row.gpus), None, self.backend)
@@ -166,7 +181,7 @@ class Bench:
                 found.append(self.seconds(self.own_layer(scheme, sizes, mode.dtype)))
             names.append(f"{row.table} {row.scheme} {row.gpus}")
             gc.collect()
-        return self.record("gpu-rows", {"row": names}, found)
+        return self.record("gpu-rows", {"row": names}, found, checks)
 
     def own_layer(self, scheme: mm3d.Scheme, sizes: Sizes, dtype: str) -> Step:
         """Forward and backward of one layer on this rank's blocks."""
@@ -174,13 +189,13 @@ class Bench:
                                  sizes.seq, self.seed, dtype)
         x, dy = model.random("input"), model.random("output gradient")
 
-        def step() -> None:
-            _, saved = model.forward(x)
-            model.backward(dy, saved)
+        def step() -> tuple[Any, Any]:
+            y, saved = model.forward(x)
+            return y, model.backward(dy, saved)
         return step
 
-    def record(self, kind: str, scales: dict, found: list[list[float]], name: str = "",
-               units: str = "", work: list[float] | None = None) -> Measurements:
+    def record(self, kind: str, scales: dict, found: list[list[float]], checks: list[Check],
+               name: str = "", units: str = "", work: list[float] | None = None) -> Measurements:
         """The record of samples along `scales`, and of `work` over their medians."""
         shape, dims = tuple(len(labels) for labels in scales.values()), tuple(scales)
         samples = padded(found, shape)
@@ -193,4 +208,5 @@ class Bench:
         return Measurements(
             kind, self.settings, measured_environment(self.backend.name, self.comm)
             | gpucases.describe(self.backend),
-            {**scales, "repetition": range(samples.shape[-1]), "bound": BOUNDS}, variables, [])
+            {**scales, "repetition": range(samples.shape[-1]), "bound": BOUNDS}, variables,
+            checks)

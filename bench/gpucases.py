@@ -56,9 +56,12 @@ def modes(backend: Backend) -> list[Mode]:
 
 def elementwise(backend: Backend, a: Array, b: Array,
                 c: Array) -> dict[str, tuple[int, Callable[[], object]]]:
-    """By name, arrays that a kernel reads and writes, each counted once, and a call of it."""
+    """By name, arrays that a kernel reads and writes, each counted once, and a call of it.
+
+    At once `b` becomes `c` normalized; then `c` is where the results go.
+    """
     row, features = backend.contiguous(a[0, :]), a.shape[1]
-    _, rstd = functional.normalize_forward(a, features, 1e-5, lambda s: s, b)
+    _, rstd = functional.normalize_forward(c, features, 1e-5, lambda s: s, b)
 
     def copy() -> None:
         c[...] = a

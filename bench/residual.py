@@ -58,10 +58,13 @@ class Distributed:
 
 
 def checks(name: str, left: Distributed, right: Distributed, result: Distributed, seed: int,
-           dtype: str) -> list[Check]:
-    """Whether `result` is `left` times `right`, as computed in `dtype`; the same on all ranks."""
+           dtype: str, eps: float | None = None) -> list[Check]:
+    """Whether `result` is `left` times `right`, as computed in `dtype`; the same on all ranks.
+
+    `eps` is what products are rounded by, that of `dtype` if it is not given.
+    """
     random = np.random.default_rng(seed)
-    tolerance = MULTIPLE * float(np.finfo(dtype).eps)
+    tolerance = MULTIPLE * (eps or float(np.finfo(dtype).eps))
     x = random.choice([-1.0, 1.0], (right.shape[1], 1))
     vector = _ratio(result.times(x) - left.times(right.times(x)),
                     left.times(right.times(np.abs(x), True), True))

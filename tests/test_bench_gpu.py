@@ -8,7 +8,7 @@ import pytest
 from mpi4py import MPI
 
 import fakelibs
-from bench import gpu, gpucases
+from bench import exact, gpu, gpucases, gpuchecks
 from bench.__main__ import parser
 from bench.cases import UsageError, load
 from bench.validate import check
@@ -56,6 +56,36 @@ def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, libra
     assert [check(path)[0] for path in tmp_path.glob("*.h5")] == [[]] * len(found)
     assert "gpu-layer" in capsys.readouterr().out
     assert not getattr(backend.get(library), "tf32", False)
+
+
+@pytest.mark.parametrize("part, owner, name", [
+    ("gemm", backend.Backend, "gemm"), ("elementwise", gpucases.functional, "scale_rows"),
+    ("elementwise", gpucases.functional, "sum_products"), ("layer", backend.Backend, "gemm"),
+    ("rows", backend.Backend, "gemm")])
+def test_what_is_wrong_by_a_thousandth_gets_no_times(tmp_path, monkeypatch, capsys, part, owner,
+                                                     name):
+    """In float32, that is: what it is compared with is float64."""
+    right = getattr(owner, name)
+
+    def wrong(*arrays):
+        out = right(*arrays)
+        if out.dtype == np.float32:
+            out *= 1.001
+        return out
+    monkeypatch.setattr(owner, name, wrong)
+    monkeypatch.setattr(gpucases, "torch_layer", lambda *_: None)
+    assert gpu.gpu(arguments(tmp_path, "numpy", "--part", part), MPI.COMM_SELF) == 1
+    said = capsys.readouterr().out
+    assert f"failed: gpu-{part}: " in said and "no times were written" in said
+    assert not list(tmp_path.glob("*.h5"))
+
+
+def test_what_is_no_number_is_found():
+    numpy, a = backend.get("numpy"), np.ones(3, np.float16)
+    assert gpuchecks.finite(numpy, "ones", lambda: (a, a))[0].passed
+    a[1] = np.inf
+    with pytest.raises(exact.WrongResult, match="of ones that are not finite is off by 2"):
+        gpuchecks.finite(numpy, "ones", lambda: (a, a))
 
 
 def test_without_a_device_there_are_no_graphs(tmp_path):

@@ -5,7 +5,7 @@ import sys
 import pytest
 
 import fakelibs
-from bench import doctor_gpu
+from bench import doctor_gpu, gpuchecks
 from bench.checks import FAILED, OK, SKIPPED, WARNING
 from bench.facts import Facts
 from mm3d import backend
@@ -20,7 +20,7 @@ def cupy(monkeypatch):
     for name, module in fakelibs.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(backend, "_made", {})
-    monkeypatch.setattr(doctor_gpu, "SIZES", dict(layers=1, hidden=8, heads=2, batch=1, seq=4))
+    monkeypatch.setattr(gpuchecks, "SIZES", dict(layers=1, hidden=8, heads=2, batch=1, seq=4))
     return backend.get("cupy")
 
 

@@ -1,0 +1,100 @@
+"""Whether a device computes what it should, beside NumPy in float64; before its times count."""
+
+from typing import Callable
+
+import numpy as np
+from mpi4py import MPI
+
+import mm3d
+from bench import exact, gpucases
+from bench.gpucases import Mode
+from bench.verify import worst_error
+from mm3d import backend as backends
+from mm3d.backend import Array, Backend
+from mm3d.store import Check
+
+# Distances of one from the next number; TensorFloat-32 rounds what it multiplies.
+EPS = {"float64": 2.0 ** -52, "float32": 2.0 ** -23, "tf32": 2.0 ** -10, "float16": 2.0 ** -10,
+       "bfloat16": 2.0 ** -7}
+# Relative errors that a model's step may have.
+TOLERANCES = {"float64": 1e-11, "float32": 1e-4, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 1e-1}
+SIZES = dict(layers=1, hidden=96, heads=6, batch=3, seq=32)
+# What a kernel may be off by, relative to all that it gives, and how much of that is looked at.
+UNITS, ENDS = 16, 8
+
+
+def products(mode: Mode, a: Array, b: Array, results: dict[str, Array], seed: int,
+             comm: MPI.Intracomm) -> list[Check]:
+    """Each of the `results` is A B; WrongResult if one is not."""
+    size = " x ".join(map(str, a.shape))
+    return [check for how, c in results.items() for check in exact.product(
+        a, b, c, seed, mode.backend, f"C of {size} {mode}, {how}", comm, EPS[str(mode)])]
+
+
+def kernels(mode: Mode, a: Array, b: Array, c: Array) -> list[Check]:
+    """The kernels of `gpucases.elementwise`, at the size that is timed; WrongResult if one errs.
+
+    Of sums over the rows the first and last columns are looked at, of all else such rows.
+    """
+    backend = mode.backend
+
+    def ends(x: Array, dim: int = 0) -> np.ndarray:
+        x = backend.to_host(x).astype(np.float64)
+        return np.concatenate([x.take(range(min(ENDS, x.shape[dim])), dim),
+                               x.take(range(-min(ENDS, x.shape[dim]), 0), dim)], dim)
+    A, B, C = map(ends, (a, b, c))
+    readable = gpucases.elementwise(backends.get("numpy"), A, B, C)
+    cases = gpucases.elementwise(backend, a, b, c)
+    columns = ends(a, 1)
+    sums = {"sum_rows": columns.sum(0), "sum_products": (columns * ends(b, 1)).sum(0)}
+    found = []
+    for name, (_, step) in cases.items():
+        given = step()
+        if name in sums:
+            error = _relative(ends(given), sums[name])
+        else:
+            readable[name][1]()
+            error = _relative(ends(c), C)
+        found.append(Check(f"{name} {mode.dtype}", error, UNITS * EPS[mode.dtype]))
+    return right(found)
+
+
+def model_error(library: str | Backend, dtype: str, expected: dict[str, np.ndarray]) -> float:
+    """The worst relative error of what `model_step` gives, beside `expected`."""
+    return max(_relative(a, expected[name]) for name, a in model_step(library, dtype).items())
+
+
+def model_step(library: str | Backend, dtype: str) -> dict[str, np.ndarray]:
+    """Output and all gradients of a step of a causal layer of `SIZES`, by name."""
+    scheme = mm3d.scheme("serial", MPI.COMM_SELF, None, library)
+    net = mm3d.Transformer(scheme, **SIZES, dtype=dtype, causal=True)
+    y, saved = net.forward(net.random("x"))
+    arrays = {"output": y, "input gradient": net.backward(net.random("dy"), saved)} | {
+        f"gradient of {p.name}": p.grad for p in net.parameters}
+    return {name: scheme.grid.backend.to_host(a).astype(float) for name, a in arrays.items()}
+
+
+def layer(mode: Mode) -> list[Check]:
+    """A layer of `SIZES`, every kernel of it; WrongResult if it is not what NumPy's is."""
+    error = model_error(mode.backend, mode.dtype, model_step("numpy", "float64"))
+    return right([Check(f"a layer of hidden {SIZES['hidden']} {mode}", error,
+                        TOLERANCES[str(mode)])])
+
+
+def finite(backend: Backend, name: str, step: Callable[[], tuple[Array, ...]]) -> list[Check]:
+    """What `step` gives has no infinite number and no NaN; WrongResult if it has."""
+    wrong = sum(int((~np.isfinite(backend.to_host(a).astype(np.float32))).sum()) for a in step())
+    return right([Check(f"numbers of {name} that are not finite", float(wrong), 0.0)])
+
+
+def right(found: list[Check]) -> list[Check]:
+    """The checks themselves; WrongResult when one did not pass."""
+    for check in found:
+        if not check.passed:
+            raise exact.WrongResult(f"{check.quantity} is off by {check.error:.2g}, tolerance "
+                                    f"{check.tolerance:.2g}")
+    return found
+
+
+def _relative(found: np.ndarray, expected: np.ndarray) -> float:
+    return worst_error([(tuple(slice(0, n) for n in expected.shape), found)], expected)
