@@ -106,7 +106,7 @@ def _add_check(verbs) -> None:
     check.add_argument("--rounds", type=int, default=20, metavar="N",
                        help="over all, whose median counts (default 20)")
     check.add_argument("--dtype", default="float32", choices=("float32", "float64"))
-    check.add_argument("--seed", type=int, default=0, metavar="N",
+    check.add_argument("--seed", type=options.whole(0), default=0, metavar="N",
                        help="of numbers and order (default 0)")
     check.add_argument("--out", metavar="DIR",
                        help="where the .h5 file goes (default results/<machine>)")

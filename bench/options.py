@@ -173,7 +173,7 @@ def _verb(verbs, name: str, about: str, repetitions: int, seconds: float,
     parser.add_argument("--width", type=float, default=0.05, metavar="FRACTION",
                         help="of the median, that the 95 %% confidence interval may have "
                              "(default 0.05)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N",
+    parser.add_argument("--seed", type=whole(0), default=0, metavar="N",
                         help="of numbers and order (default 0)")
     return parser
 
@@ -205,6 +205,20 @@ def _positive(text: str, separator: str) -> list[int]:
     if min(numbers) < 1:
         raise ValueError
     return numbers
+
+
+def whole(least: int):
+    """What makes of a text a whole number of at least so many."""
+    def number(text: str) -> int:
+        try:
+            found = int(text)
+        except ValueError:
+            found = least - 1
+        if found < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: a whole number of at least {least} "
+                                             f"would do")
+        return found
+    return number
 
 
 def _numbers(text: str) -> list[int]:

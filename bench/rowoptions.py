@@ -2,6 +2,7 @@
 
 import argparse
 
+from bench import options
 from bench.cases import HEADINGS, PAPER, TITLES, load
 
 
@@ -54,7 +55,7 @@ def _add_arrays(parser: argparse.ArgumentParser) -> None:
                         help=f"of every array (default {dtype})")
     parser.add_argument("--backend", metavar="NAME",
                         help="the array library (default MM3D_BACKEND, or numpy)")
-    parser.add_argument("--seed", type=int, default=0, metavar="N",
+    parser.add_argument("--seed", type=options.whole(0), default=0, metavar="N",
                         help="of parameters and input (default 0)")
 
 

@@ -186,6 +186,18 @@ def test_wrong_arguments_get_one_message(tmp_path, options, message):
     assert (done.stdout + done.stderr).count(message) == 1
 
 
+@pytest.mark.parametrize("words", [
+    ["run"], ["reproduce"], ["gemm"], ["collectives"], ["matmul", "--shape", "8"],
+    ["scalapack", "--shape", "8"], ["layer"], ["gpu"], ["check", "--machine", "cpu"]])
+def test_seeds_below_zero_are_refused_by_every_verb(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args([*words, "--seed", "-1"])
+    assert ended.value.code == 2
+    said = "argument --seed: '-1': a whole number of at least 0 would do"
+    assert capsys.readouterr().err.count(said) == 1
+    assert parser().parse_args([*words, "--seed", "7"]).seed == 7
+
+
 @pytest.mark.limit(400)
 def test_reproduce_runs_every_rank_count_and_shows_the_results(tmp_path):
     out = tmp_path / "results" / "here"
