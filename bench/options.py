@@ -52,7 +52,7 @@ def _add_matmul(verbs) -> None:
     matmul.add_argument("--trace", metavar="FILE", help=(
         "write a traced call of each product for chrome://tracing and ui.perfetto.dev; with "
         "several products each has its name in the file's"))
-    matmul.add_argument("--calls", type=int, metavar="N",
+    matmul.add_argument("--calls", type=whole(1), metavar="N",
                         help="in a sample (default: as many as take one process 100 ms)")
     matmul.add_argument("--backward", action="store_true", help="measure dA and dB too")
 
@@ -65,7 +65,7 @@ def _add_scalapack(verbs) -> None:
     _dtype_option(rival)
     rival.add_argument("--block", type=_numbers, default=[64, 128, 256], metavar="N,...",
                        help="rows and columns of ScaLAPACK's blocks (default 64,128,256)")
-    rival.add_argument("--calls", type=int, default=5, metavar="N",
+    rival.add_argument("--calls", type=whole(1), default=5, metavar="N",
                        help="in a sample (default 5)")
 
 

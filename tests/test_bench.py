@@ -198,6 +198,17 @@ def test_seeds_below_zero_are_refused_by_every_verb(words, capsys):
     assert parser().parse_args([*words, "--seed", "7"]).seed == 7
 
 
+@pytest.mark.parametrize("verb", ["matmul", "scalapack"])
+@pytest.mark.parametrize("calls", ["0", "-1"])
+def test_a_sample_has_at_least_one_call(verb, calls, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args([verb, "--shape", "8", "--calls", calls])
+    assert ended.value.code == 2
+    said = f"argument --calls: '{calls}': a whole number of at least 1 would do"
+    assert capsys.readouterr().err.count(said) == 1
+    assert parser().parse_args([verb, "--shape", "8", "--calls", "1"]).calls == 1
+
+
 @pytest.mark.limit(400)
 def test_reproduce_runs_every_rank_count_and_shows_the_results(tmp_path):
     out = tmp_path / "results" / "here"
