@@ -43,10 +43,11 @@ def layer(arguments, comm) -> int:
         When the results folder cannot be written.
     """
     limits = limits_of(arguments)
+    check_head(arguments.hidden, arguments.head)
     if arguments.overlap:
         check_overlap(arguments.scheme)
     out = writable(arguments.out, comm)
-    every = [Sizes(1, hidden, max(1, hidden // arguments.head), arguments.batch, arguments.seq)
+    every = [Sizes(1, hidden, hidden // arguments.head, arguments.batch, arguments.seq)
              for hidden in arguments.hidden]
     status = 0
     for sizes in every:
@@ -60,6 +61,14 @@ def layer(arguments, comm) -> int:
         scheme.grid.free()
         del subject
     return status
+
+
+def check_head(every: list[int], head: int) -> None:
+    """Raise UsageError for hidden sizes that are no whole number of heads."""
+    for hidden in every:
+        if head < 1 or hidden % head:
+            raise UsageError(f"--hidden {hidden} --head {head}: a head of at least 1 feature, "
+                             f"and --hidden a multiple of it, would do")
 
 
 def check_overlap(scheme: str) -> None:

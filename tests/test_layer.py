@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from bench import layertables
-from bench.layer import KINDS
+from bench.__main__ import parser
+from bench.cases import UsageError
+from bench.layer import KINDS, layer
 from mm3d import cost, store
 from support import ROOT, run_ranks
 
@@ -84,11 +86,20 @@ def test_what_differs_from_the_reference_gets_no_times(tmp_path):
     assert "differs from PyTorch: output has a relative error of 0.001" in done.stdout
 
 
+@pytest.mark.ranks(1, 4)
+@pytest.mark.parametrize("hidden, head", [(100, 64), (200, 64), (32, 64), (64, 0), (64, -8)])
+def test_no_other_heads_are_measured_than_were_asked_for(comm, hidden, head):
+    arguments = parser().parse_args(["layer", "--hidden", f"64,{hidden}", f"--head={head}",
+                                     "--out", "/dev/null/out"])
+    with pytest.raises(UsageError, match=f"--hidden {hidden} --head {head}: a head of at least"):
+        layer(arguments, comm)
+
+
 @pytest.mark.parametrize("options, message", [
     (("--torch", "/nowhere/python"), "--torch /nowhere/python: No such file"),
     (("--torch", "false"), "could not do the layer"),
     (("--overlap", "--scheme", "1d"), "--overlap --scheme 1d: only products of 3d can overlap"),
-    (("--hidden", "33"), "hidden=33 cannot be dealt to heads"),
+    (("--hidden", "33"), "--hidden 33 --head 8: a head of at least 1 feature"),
     (("--scheme", "4d"), "scheme '4d' is unknown")])
 def test_wrong_arguments_get_one_message(tmp_path, options, message):
     done, run = measured(tmp_path, *options)
