@@ -118,7 +118,7 @@ def asked_for(arguments, comm) -> str | None:
     problem = None
     if comm.rank == 0:
         try:
-            store.check_folder(Path(arguments.trace).parent)
+            store.check_folder(Path(arguments.trace).parent, "the trace's folder", "--trace")
         except store.StoreError as error:
             problem = str(error)
     problem = comm.bcast(problem)

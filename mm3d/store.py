@@ -99,8 +99,16 @@ class Run:
         return self.samples["forward"].shape[1]
 
 
-def check_folder(folder: str | os.PathLike) -> Path:
+def check_folder(folder: str | os.PathLike, what: str = "results folder",
+                 option: str = "--out") -> Path:
     """Make `folder` if need be, and make sure that files can be written in it.
+
+    Parameters
+    ----------
+    folder : path
+        The folder.
+    what, option : str
+        What it is, and the option that names it, for the message when it cannot be.
 
     Raises
     ------
@@ -115,8 +123,8 @@ def check_folder(folder: str | os.PathLike) -> Path:
             file.write(b"0")
         probe.unlink()
     except OSError as error:
-        raise StoreError(f"results folder {folder} cannot be written ({error.strerror}): name "
-                         f"another with --out") from error
+        raise StoreError(f"{what} {folder} cannot be written ({error.strerror}): name another "
+                         f"with {option}") from error
     return folder
 
 
