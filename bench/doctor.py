@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import shlex
 from dataclasses import asdict
 from pathlib import Path
@@ -23,9 +24,9 @@ def doctor(arguments: argparse.Namespace) -> int:
     if environment.local_ranks() > 1:
         raise UsageError("doctor starts the launcher itself: run it without, as in "
                          "python -m bench doctor --launcher 'mpirun -n 8'")
-    if arguments.ranks < 1 or arguments.limit <= 0:
+    if arguments.ranks < 1 or not 0 < arguments.limit < math.inf:
         raise UsageError(f"--ranks {arguments.ranks} --limit {arguments.limit:g}: give at least "
-                         "one rank, and more than 0 seconds")
+                         "one rank, and a finite number of seconds above 0")
     try:
         command = (shlex.split(arguments.launcher) if arguments.launcher
                    else environment.mpirun_command(arguments.ranks) if not arguments.seen

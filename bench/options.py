@@ -84,9 +84,9 @@ def add_doctor(verbs) -> None:
     parser.add_argument("--launcher", metavar="COMMAND",
                         help="starts so many ranks of a program, such as 'srun --mpi=pmix -n 8' "
                              "(default: mpirun)")
-    parser.add_argument("--ranks-per-node", type=int, default=0, metavar="N",
+    parser.add_argument("--ranks-per-node", type=whole(0), default=0, metavar="N",
                         help="fail when a node has more")
-    parser.add_argument("--gpus-per-node", type=int, default=0, metavar="N",
+    parser.add_argument("--gpus-per-node", type=whole(0), default=0, metavar="N",
                         help="fail when a node has fewer, or ranks share one")
     parser.add_argument("--gpu", action="store_true", help=(
         "also that the GPU here computes every type right, and which transports carry its arrays"))

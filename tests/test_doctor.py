@@ -124,6 +124,10 @@ def test_kernels_that_are_forced(monkeypatch):
 
 @pytest.mark.parametrize("options, message", [
     (["--ranks", "0"], "--ranks 0 --limit 60: give at least one rank"),
+    (["--limit", "nan"], "--limit nan: give at least one rank, and a finite number"),
+    (["--limit", "inf"], "--limit inf: give at least one rank, and a finite number"),
+    (["--ranks-per-node", "-3"], "--ranks-per-node: '-3': a whole number of at least 0 would do"),
+    (["--gpus-per-node", "-1"], "--gpus-per-node: '-1': a whole number of at least 0 would do"),
     (["--launcher", "srun '"], "--launcher: No closing quotation")])
 def test_wrong_arguments(options, message):
     done = run_python("-m", "bench", "doctor", *options)
