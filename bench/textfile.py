@@ -17,9 +17,15 @@ def replace(path: str | os.PathLike, text: str) -> None:
     Raises
     ------
     OSError
-        When it cannot be written.
+        When it cannot be written; names `path`, not the file beside it that comes first.
     """
-    final = Path(path).resolve()
+    try:
+        _replace(Path(path).resolve(), text)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def _replace(final: Path, text: str) -> None:
     part = final.with_name(f"{final.name}.part")
     try:
         with open(part, "w", encoding="utf-8") as file:
