@@ -79,10 +79,13 @@ def curve(panel, scheme: str, points: list[Point]) -> None:
 
 
 def from_zero(panel) -> None:
-    """Let the vertical axis begin at zero, and leave room above for the markers."""
+    """Let the vertical axis begin at zero, and leave room above for the markers.
+
+    It ends at one where all that is drawn is zero.
+    """
     top = max((max(drawn.get_ydata()) for drawn in panel.lines if len(drawn.get_ydata())),
               default=1.0)
-    panel.set_ylim(0, 1.06 * top)
+    panel.set_ylim(0, 1.06 * top or 1.0)
 
 
 def finish(panel) -> None:

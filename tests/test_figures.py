@@ -261,6 +261,13 @@ def test_no_marker_touches_the_upper_edge(results):
             assert panel.get_ylim()[0] == 0 and panel.get_ylim()[1] > 1.05 * highest
 
 
+def test_zeros_alone_have_an_axis_without_a_warning(recwarn):
+    panel = panels.blank(1, 1, (4, 4), "")[1][0, 0]
+    panels.line(panel, "3d", [(8, 0.0), (64, 0.0)])
+    panels.from_zero(panel)
+    assert panel.get_ylim() == (0, 1) and not recwarn.list
+
+
 def test_microbenchmarks_alone_have_no_figures(tmp_path, capsys):
     store.write(products(), tmp_path, "matmul")
     assert main(["plot", str(tmp_path)]) == 0
