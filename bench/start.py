@@ -25,8 +25,10 @@ def start(arguments) -> int:
     Raises
     ------
     UsageError
-        When a number of ranks is no cube.
+        When started under mpirun, or a number of ranks is no cube.
     """
+    if environment.local_ranks() > 1:
+        raise UsageError("start starts mpirun itself: run it without, as in python -m bench start")
     wrong = [ranks for ranks in arguments.ranks if round(ranks ** (1 / 3)) ** 3 != ranks]
     if wrong:
         raise UsageError(f"--ranks {wrong[0]}: give cubes, such as 8,27,64")

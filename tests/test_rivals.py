@@ -96,6 +96,7 @@ def test_ranks_are_started_as_root_and_beyond_the_cores_too(monkeypatch, capsys)
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "0")
     monkeypatch.setattr(start.subprocess, "run", run)
+    monkeypatch.setattr(start.environment, "local_ranks", lambda: 1)
     assert start.start(Namespace(ranks=[1])) == 1 and "no ranks" in capsys.readouterr().err
     assert given == os.environ | environment.PERMIT | {"OMPI_ALLOW_RUN_AS_ROOT": "0"}
 
@@ -104,3 +105,9 @@ def test_a_number_of_ranks_that_is_no_cube_is_refused():
     done = run_python("-m", "bench", "start", "--ranks", "8,9")
     assert done.returncode == 2
     assert done.stderr.strip() == "error: --ranks 9: give cubes, such as 8,27,64"
+
+
+def test_start_is_not_for_mpirun():
+    done = run_ranks(2, "-m", "bench", "start", "--ranks", "8")
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.count("start starts mpirun itself") == 1
