@@ -7,7 +7,7 @@ import numpy as np
 from bench import operands
 from bench.residual import Distributed
 from mm3d.axis import Split
-from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
+from mm3d.backend import Array, Backend, matmul, matmul_nt, matmul_tn
 from mm3d.contract import lookup
 from mm3d.grid import Grid
 from mm3d.layout import Layout
@@ -52,7 +52,7 @@ class Problem:
         Of all matrices.
     seed : int
         Of the numbers in A, B and dC.
-    backend : str or None
+    backend : str, Backend or None
         The array library.
 
     Raises
@@ -62,7 +62,8 @@ class Problem:
     """
 
     def __init__(self, scheme: str, form: str, comm, sizes: tuple[int, ...] | None,
-                 shape: tuple[int, int, int], dtype: str, seed: int, backend: str | None) -> None:
+                 shape: tuple[int, int, int], dtype: str, seed: int,
+                 backend: str | Backend | None) -> None:
         cls = lookup(scheme)
         sizes = sizes or cls.default_grid(comm.size)
         if len(sizes) != len(cls.directions):

@@ -8,6 +8,7 @@ from bench import fits
 from bench.matmul import RATIOS, RESULTS
 from bench.products import Problem
 from mm3d import SCHEMES, cost
+from mm3d.hollow import DryBackend
 from mm3d.record import Measurements
 from mm3d.statistics import median_interval
 from mm3d.transport import Absent
@@ -130,7 +131,8 @@ def moved(chosen: dict, phases: list[str], ranks: int) -> np.ndarray:
     words = np.zeros((len(phases), ranks), np.int64)
     for rank in range(ranks):
         problem = Problem(chosen["scheme"], chosen["form"], Absent(ranks, rank), grid,
-                          tuple(chosen[name] for name in "MNK"), chosen["dtype"], 0, "dry")
+                          tuple(chosen[name] for name in "MNK"), chosen["dtype"], 0,
+                          DryBackend())
         for p, phase in enumerate(phases):
             problem.grid.reset_traffic()
             getattr(problem, phase)()

@@ -13,6 +13,7 @@ from bench.products import Problem
 from bench.results import read_all
 from mm3d import backend as backends
 from mm3d import dry, store, timing
+from mm3d.hollow import DryBackend
 from mm3d.observe import observed
 from mm3d.record import Measurements
 from mm3d.transport import Absent
@@ -90,10 +91,10 @@ def trace(work: Work, dtype: str, block: int) -> dry.Trace:
     if work.kind == "layer":
         return dry.extended(work.scheme, work.ranks, work.grid, dtype=dtype, block=block,
                             **dict(zip(NAMES["layer"], work.sizes)))
-    backend = backends.get("dry")
+    backend = backends.get(DryBackend())
     backend.begin(block)
     problem = Problem(work.scheme, work.form, Absent(work.ranks), work.grid, work.sizes, dtype, 0,
-                      "dry")
+                      backend)
     with observed(problem.grid, backend.trace):
         for phase in dry.PHASES:
             backend.trace.phase = phase

@@ -13,8 +13,8 @@ import sys
 from typing import Any
 
 from mm3d import backend as backends
-from mm3d import hollow  # noqa: F401  (registers the array library)
 from mm3d.contract import scheme as make_scheme
+from mm3d.hollow import DryBackend
 from mm3d.observe import observed
 from mm3d.trace import PHASES, Collective, Gemm, Pass, Trace
 from mm3d.transformer import Transformer
@@ -40,7 +40,7 @@ def step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int =
     **sizes
         Of `mm3d.Transformer`.
     """
-    backend = backends.get("dry")
+    backend = backends.get(DryBackend())
     backend.begin(block)
     trace = backend.trace
     scheme = make_scheme(name, Absent(ranks, rank), grid, backend, **(options or {}))

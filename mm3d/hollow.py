@@ -10,7 +10,6 @@ from typing import Any, Callable
 
 import numpy as np
 
-from mm3d import backend as backends
 from mm3d.backend import Backend, Pool
 from mm3d.elementwise import Kernels
 from mm3d.trace import Pass, Trace
@@ -170,6 +169,8 @@ class DryPool(Pool):
 class DryBackend(Backend):
     """Arrays of shape and dtype only.
 
+    It is not registered: nobody can choose by its name what nothing can be measured with.
+
     Attributes
     ----------
     trace : Trace
@@ -262,6 +263,3 @@ class DryBackend(Backend):
 
 def _bytes(operands: tuple) -> int:
     return sum(a.nbytes for a in operands if isinstance(a, DryArray))
-
-
-backends.register("dry", DryBackend)

@@ -1,4 +1,5 @@
 """The verbs, run as a user runs them."""
+import importlib
 import re
 import shlex
 import socket
@@ -12,8 +13,8 @@ import bench
 import mm3d
 from bench import machine, reproduce
 from bench import run as run_verb
-from bench.__main__ import parser
-from bench.cases import case, select, shuffled
+from bench.__main__ import ON_ALL_RANKS, parser
+from bench.cases import UsageError, case, select, shuffled
 from bench.provenance import command_line
 from bench.tables import words_agree
 from jobs import scripts, site
@@ -196,6 +197,20 @@ def test_seeds_below_zero_are_refused_by_every_verb(words, capsys):
     said = "argument --seed: '-1': a whole number of at least 0 would do"
     assert capsys.readouterr().err.count(said) == 1
     assert parser().parse_args([*words, "--seed", "7"]).seed == 7
+
+
+@pytest.mark.ranks(1, 8)
+@pytest.mark.parametrize("words", [
+    ["run", "--table", "weak", "--scheme", "1d-sp", *TINY], ["collectives"], ["layer"],
+    ["matmul", "--shape", "8", "--scheme", "1d"], ["gemm"], ["gpu"]])
+def test_no_verb_measures_arrays_without_contents(comm, shared_tmp_path, words):
+    if comm.size > 1 and words[0] in ("gemm", "gpu"):
+        return    # of one rank
+    arguments = parser().parse_args([*words, "--backend", "dry", "--out", str(shared_tmp_path)])
+    verb = getattr(importlib.import_module(ON_ALL_RANKS[words[0]]), words[0])
+    with pytest.raises(UsageError, match="'dry' is unknown: choose one of numpy, cupy"):
+        verb(arguments, comm)
+    assert not list(shared_tmp_path.glob("*.h5"))
 
 
 @pytest.mark.parametrize("verb", ["matmul", "scalapack"])

@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from mm3d import backend, cost, dry
+from mm3d import backend, cost, dry, hollow
 from mm3d.dry import Collective, Gemm, Pass
 from mm3d.transport import Absent, MpiTransport
 from models import CHOSEN, PARALLELISMS, SIZES, Parallelism
@@ -196,7 +196,7 @@ def test_nothing_is_drawn_and_nothing_computed(monkeypatch):
 
 
 def arrays():
-    library = backend.get("dry")
+    library = backend.get(hollow.DryBackend())
     library.begin()
     return library, library.empty((3, 4), np.float32), library.empty((4,), np.float64)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d import axis, backend
+from mm3d import axis, backend, dry
 
 SIZES = dict(layers=1, hidden=8, heads=2, batch=8, seq=4)
 
@@ -70,6 +70,18 @@ def test_backend_of_the_environment(refused, monkeypatch):
     monkeypatch.setenv("MM3D_BACKEND", "nonsense")
     refused(lambda: mm3d.scheme("3d", Silent(8)), "'nonsense'", "numpy, cupy")
     refused(lambda: mm3d.Grid(Silent(8), x=8), "'nonsense'", "numpy, cupy")
+
+
+@pytest.mark.ranks(1, 8)
+def test_the_arrays_of_dry_runs_are_no_choice(refused, monkeypatch):
+    """Nor are they named among those that are, also after a dry run."""
+    dry.step("3d", 8, layers=1, hidden=16, heads=4, batch=8, seq=4)
+    known = "'dry' is unknown: choose one of numpy, cupy$"
+    with pytest.raises(ValueError, match=known):
+        backend.get("dry")
+    monkeypatch.setenv("MM3D_BACKEND", "dry")
+    with pytest.raises(ValueError, match=known):
+        mm3d.Grid(Silent(8), x=8)
 
 
 @pytest.mark.ranks(1, 8)
