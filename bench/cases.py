@@ -213,6 +213,8 @@ def select(tables: str = "all", schemes: str = "all", ranks: int | None = None) 
 def named(pairs: str, ranks: int) -> list[Row]:
     """The rows called ``weak:3d,strong:1d``; of a scheme that the paper lacks on so many ranks.
 
+    Each is there once, however often it is called.
+
     Raises
     ------
     UsageError
@@ -224,7 +226,7 @@ def named(pairs: str, ranks: int) -> list[Row]:
         if not colon:
             raise UsageError(f"--rows {pair}: give a table and a scheme, as in weak:3d")
         found += select(table, scheme, ranks)
-    return found
+    return list({(row.table, row.scheme, row.gpus): row for row in found}.values())
 
 
 def own(table: str, scheme: str, ranks: int) -> Row:
@@ -271,7 +273,7 @@ def _names(given: str, known: list[str], option: str) -> list[str]:
     names = [name.strip() for name in given.split(",")]
     if names == ["all"]:
         return known
-    return [_one_of({k: k for k in known}, name, option, "all") for name in names]
+    return [_one_of({k: k for k in known}, name, option, "all") for name in dict.fromkeys(names)]
 
 
 def _one_of(known: dict, name: str, what: str, *also: str):

@@ -217,3 +217,10 @@ def test_rows_of_other_rank_counts(named):
     assert [one.row.gpus for one in found] == [64] * len(named.split(","))
     own, = job.fitting(cases.named("weak:1d-sp", 5), 5, arguments)
     assert own.row.gpus == 5
+
+
+def test_a_row_is_there_once_however_often_it_is_named():
+    for named, wanted in (("weak:3d,weak:3d", "weak:3d"), ("weak:all,weak:3d", "weak:all"),
+                          ("weak:1d-sp,weak:1d-sp", "weak:1d-sp")):
+        assert cases.named(named, 8) == cases.named(wanted, 8)
+    assert cases.select("weak,weak", "1d-sp,1d-sp", 8) == cases.select("weak", "1d-sp", 8)
