@@ -7,7 +7,7 @@ from typing import Callable, TypeVar
 import msgspec
 
 from bench import beyond, placement
-from bench.cases import Case, Row, UsageError, case
+from bench.cases import Case, Row, UsageError, case, named, select
 from mm3d import backend as backends
 from mm3d import timing
 from mm3d.contract import lookup
@@ -38,6 +38,24 @@ class Options(msgspec.Struct, frozen=True):
         return self.stop_file is not None and Path(self.stop_file).exists()
 
 
+def selected(arguments, ranks: int) -> list[Row]:
+    """The rows that the options name, of a scheme that the paper lacks on so many ranks.
+
+    Raises
+    ------
+    UsageError
+        When a name is unknown, or rows are named in both ways.
+    """
+    if arguments.rows is None:
+        return select(arguments.table, arguments.scheme, ranks)
+    for option in ("table", "scheme"):
+        value = getattr(arguments, option)
+        if value != "all":
+            raise UsageError(f"--rows {arguments.rows} --{option} {value}: leave one of them out; "
+                             f"--rows names both the table and the scheme")
+    return named(arguments.rows, ranks)
+
+
 def fitting(rows: list[Row], ranks: int, arguments) -> list[Case]:
     """The cases of those of `rows` that are for `ranks` ranks.
 
@@ -52,7 +70,7 @@ def fitting(rows: list[Row], ranks: int, arguments) -> list[Case]:
     if cases:
         return cases
     counts = sorted({row.gpus for row in rows})
-    chosen = (f"--rows {arguments.rows}" if arguments.rows else
+    chosen = (f"--rows {arguments.rows}" if arguments.rows is not None else
               f"--table {arguments.table} --scheme {arguments.scheme}")
     message = (f"no row of {chosen} is for {ranks} rank{'s' * (ranks > 1)}: there are rows for "
                f"{', '.join(map(str, counts))} ranks, as in mpirun -n {counts[0]} python -m bench "

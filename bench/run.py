@@ -15,8 +15,8 @@ from mpi4py import MPI
 import mm3d
 from bench import (chrome, footprint, journal, machine, operands, placement, traced, verify,
                    yardsticks)
-from bench.cases import Case, named, select, shuffled, step_counts, traced_steps
-from bench.job import Options, arranged, fitting, usable
+from bench.cases import Case, shuffled, step_counts, traced_steps
+from bench.job import Options, arranged, fitting, selected, usable
 from bench.journal import writable
 from bench.output import say
 from bench.provenance import command_line, configuration, expected_words, published
@@ -40,8 +40,7 @@ def run(arguments, comm) -> int:
     StoreError
         When the results folder cannot be written.
     """
-    rows = (named(arguments.rows, comm.size) if arguments.rows else
-            select(arguments.table, arguments.scheme, comm.size))
+    rows = selected(arguments, comm.size)
     cases = fitting(rows, comm.size, arguments)
     warmup, limits = step_counts(arguments)
     usable(arguments.backend, comm)

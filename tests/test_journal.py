@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from bench import cases, job, journal
+from bench import cases, job, journal, run
 from bench import reproduce as reproduce_verb
 from bench.__main__ import parser
 from bench.journal import Journal
@@ -224,3 +224,14 @@ def test_a_row_is_there_once_however_often_it_is_named():
                           ("weak:1d-sp,weak:1d-sp", "weak:1d-sp")):
         assert cases.named(named, 8) == cases.named(wanted, 8)
     assert cases.select("weak,weak", "1d-sp,1d-sp", 8) == cases.select("weak", "1d-sp", 8)
+
+
+@pytest.mark.ranks(1, 4)
+@pytest.mark.parametrize("options, message", [
+    (["--rows", "weak:1d-sp", "--table", "strong"], "--rows weak:1d-sp --table strong: leave one"),
+    (["--rows", "weak:1d-sp", "--scheme", "3d"], "--rows weak:1d-sp --scheme 3d: leave one"),
+    (["--rows", ""], "--rows : give a table and a scheme")])
+def test_rows_are_named_in_one_way(comm, options, message):
+    arguments = parser().parse_args(["run", "--out", "/dev/null/out", *options])
+    with pytest.raises(cases.UsageError, match=message):
+        run.run(arguments, comm)
