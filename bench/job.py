@@ -56,6 +56,18 @@ def selected(arguments, ranks: int) -> list[Row]:
     return named(arguments.rows, ranks)
 
 
+def left_out(pairs: str | None, ranks: int) -> list[str]:
+    """A line for each of the `pairs` of ``--rows`` without a row for `ranks` ranks."""
+    lines = []
+    for pair in dict.fromkeys(pairs.split(",") if pairs else ()):
+        counts = sorted({row.gpus for row in named(pair, ranks)})
+        if ranks not in counts:
+            lines.append(f"left out: {pair.strip()} of --rows, which has no row for {ranks} "
+                         f"rank{'s' * (ranks > 1)}: its rows are for "
+                         f"{', '.join(map(str, counts))}")
+    return lines
+
+
 def fitting(rows: list[Row], ranks: int, arguments) -> list[Case]:
     """The cases of those of `rows` that are for `ranks` ranks.
 

@@ -16,7 +16,7 @@ import mm3d
 from bench import (chrome, footprint, journal, machine, operands, placement, traced, verify,
                    yardsticks)
 from bench.cases import Case, shuffled, step_counts, traced_steps
-from bench.job import Options, arranged, fitting, selected, usable
+from bench.job import Options, arranged, fitting, left_out, selected, usable
 from bench.journal import writable
 from bench.output import say
 from bench.provenance import command_line, configuration, expected_words, published
@@ -52,6 +52,9 @@ def run(arguments, comm) -> int:
                       grid=arguments.grid, machine=arguments.machine, inside=arguments.inside,
                       stop_file=arguments.stop_file, traced=traced_steps(arguments),
                       trace=chrome.asked_for(arguments, comm), cases=len(cases))
+    if comm.rank == 0:
+        for line in left_out(arguments.rows, comm.size):
+            print(line, flush=True)
     rates = yardsticks.peaks(backends.get(options.backend), options.dtype, comm)
     return max([report(one, options, rates, comm) for one in shuffled(cases, order)])
 

@@ -235,3 +235,18 @@ def test_rows_are_named_in_one_way(comm, options, message):
     arguments = parser().parse_args(["run", "--out", "/dev/null/out", *options])
     with pytest.raises(cases.UsageError, match=message):
         run.run(arguments, comm)
+
+
+@pytest.mark.ranks(1, 4)
+def test_rows_that_are_left_out_are_said(comm, shared_tmp_path, capfd):
+    arguments = parser().parse_args([
+        "run", *SMALL[:2], *SMALL[4:], "--rows", "weak:1d-sp,strong:2d,weak:3d,strong:2d",
+        "--out", str(shared_tmp_path)])
+    assert run.run(arguments, comm) == 0
+    said = capfd.readouterr().out.splitlines()
+    said, done = said[:2], said[2:]
+    expected = [f"left out: {pair} of --rows, which has no row for {comm.size} "
+                f"rank{'s' * (comm.size > 1)}: its rows are for {counts}"
+                for pair, counts in (("strong:2d", "16, 36, 64"), ("weak:3d", "8, 64"))]
+    assert said == (expected if comm.rank == 0 else [])
+    assert [line.partition(":")[0] for line in done] == ["done"] * (comm.rank == 0)
