@@ -21,13 +21,13 @@ def grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: str,
     Raises
     ------
     UsageError
-        When `text` is neither, or nothing is known of the machine.
+        When `text` is neither, or nothing is known of the machine or of its rate for `dtype`.
     """
     if text is None:
         return None
     if text == "auto":
         from bench import model, plan
-        return plan.best_grid(scheme, ranks, model.load(machine), dtype=dtype, **sizes)
+        return plan.best_grid(scheme, ranks, model.load(machine, dtype), dtype=dtype, **sizes)
     try:
         return tuple(int(size) for size in text.split("x"))
     except ValueError as error:

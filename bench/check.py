@@ -16,10 +16,10 @@ def check(arguments, comm) -> int:
     Raises
     ------
     UsageError
-        When there is nothing to measure, or the machine is a model for other ranks or another
-        transport.
+        When there is nothing to measure, or the machine is a model for other ranks, another
+        transport or other dtypes.
     """
-    chosen = model.load(arguments.machine)
+    chosen = model.load(arguments.machine, arguments.dtype)
     if arguments.rounds < 1:
         raise UsageError(f"--rounds {arguments.rounds}: must be at least 1")
     if not arguments.matmul and not arguments.layer:

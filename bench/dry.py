@@ -41,7 +41,7 @@ def run(arguments) -> int:
                          f"{', '.join(mm3d.SCHEMES)}")
     shape = beyond.grid(arguments.grid, arguments.scheme, arguments.ranks,
                         arguments.machine or "longhorn", arguments.dtype, chosen)
-    machine = model.load(arguments.machine) if arguments.machine else None
+    machine = model.load(arguments.machine, arguments.dtype) if arguments.machine else None
     trace_of = dry.step if arguments.all_layers else dry.extended
     options = {"keep": arguments.keep} if arguments.scheme == "3d" else {}
     try:

@@ -6,7 +6,7 @@ from typing import Callable, TypeVar
 
 import msgspec
 
-from bench import beyond, placement
+from bench import beyond, model, placement
 from bench.cases import Case, Row, UsageError, case, named, select
 from mm3d import backend as backends
 from mm3d import timing
@@ -143,14 +143,33 @@ def chosen_grid(one: Case, options: Options, comm) -> tuple[int, ...] | None:
     """What ``--grid`` says, for the planner's choice (of rank 0) where it says auto."""
     if options.grid is None:
         return None
-    chosen = problem = None
+    return of_rank_0(lambda: beyond.grid(
+        options.grid, one.row.scheme, comm.size, options.machine, options.dtype,
+        msgspec.structs.asdict(one.sizes)), comm)
+
+
+def planned_for(arguments, comm) -> str:
+    """The machine that ``--grid auto`` plans for.
+
+    Raises
+    ------
+    UsageError
+        On every rank, when there is no such machine, or it has no rate for the dtype.
+    """
+    if arguments.grid == "auto":
+        of_rank_0(lambda: model.load(arguments.machine, arguments.dtype), comm)
+    return arguments.machine
+
+
+def of_rank_0(make: Callable[[], Made], comm) -> Made:
+    """What `make` gives on rank 0; UsageError on every rank, when it is a ValueError there."""
+    made = problem = None
     if comm.rank == 0:
         try:
-            chosen = beyond.grid(options.grid, one.row.scheme, comm.size, options.machine,
-                                 options.dtype, msgspec.structs.asdict(one.sizes))
-        except UsageError as error:
+            made = make()
+        except ValueError as error:
             problem = str(error)
-    chosen, problem = comm.bcast((chosen, problem))
+    made, problem = comm.bcast((made, problem))
     if problem:
         raise UsageError(problem)
-    return chosen
+    return made

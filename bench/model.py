@@ -150,13 +150,14 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return self.block or sys.maxsize
 
 
-def load(name: str) -> Machine:
+def load(name: str, dtype: str = "") -> Machine:
     """The machine called `name`, or described in the TOML file of that path.
 
     Raises
     ------
     UsageError
-        When there is none, or the file does not describe a machine.
+        When there is none, the file does not describe a machine, or no rate of products in
+        `dtype`, where one is named.
     """
     supplied = {Path(file.name).stem: file
                 for file in resources.files("bench").joinpath("machines").iterdir()
@@ -166,9 +167,13 @@ def load(name: str) -> Machine:
         raise UsageError(f"machine {name!r} is unknown: choose one of "
                          f"{', '.join(sorted(supplied))}, or name a .toml file")
     try:
-        return msgspec.toml.decode(file.read_bytes(), type=Machine, strict=False)
+        machine = msgspec.toml.decode(file.read_bytes(), type=Machine, strict=False)
     except (OSError, msgspec.DecodeError) as error:
         raise UsageError(f"machine file {name}: {error}") from error
+    if dtype and dtype not in machine.gemm_rate:
+        raise UsageError(f"machine {machine.name} has no rate for {dtype}: it has "
+                         f"{', '.join(machine.gemm_rate) or 'none'}")
+    return machine
 
 
 def gemm_seconds(machine: Machine, gemm: Gemm) -> float:

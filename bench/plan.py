@@ -100,9 +100,7 @@ def run(arguments) -> int:
     if arguments.ranks < 2 or arguments.top < 1:
         raise UsageError(f"--ranks {arguments.ranks} --top {arguments.top}: at least 2 ranks "
                          f"and one plan would do")
-    machine, sizes = model.load(arguments.machine), sizes_of(arguments)
-    if arguments.dtype not in machine.gemm_rate:
-        raise UsageError(f"machine {machine.name} has no rate for {arguments.dtype}")
+    machine, sizes = model.load(arguments.machine, arguments.dtype), sizes_of(arguments)
     start = time.perf_counter()
     found = plans(arguments.ranks, machine, arguments.dtype, arguments.recompute,
                   max(arguments.top, FEW), **sizes)

@@ -213,7 +213,7 @@ def run(arguments) -> int:
             print("", "Left out:", *problems, sep="\n")
         return 0
     wanted = {row.table for row in select(arguments.table)}
-    outcome = predict(model.load(arguments.machine))
+    outcome = predict(model.load(arguments.machine, "float32"))
     for name in HEADINGS:
         if name in wanted:
             print(f"{HEADINGS[name]}, on the model of {outcome.machine.name}\n")

@@ -158,9 +158,11 @@ def report(machine: model.Machine, found: list[Measured]) -> str:
 
     What the machine is no model for is left out.
     """
-    own = [one for one in found if one.fits(machine)]
-    left = (f"{len(found) - len(own)} runs of other numbers of ranks or another transport left "
-            f"out") * (own != found)
+    known = [one for one in found if one.dtype in machine.gemm_rate]
+    own = [one for one in known if one.fits(machine)]
+    left = "\n".join(f"{count} runs of {what} left out" for count, what in (
+        (len(known) - len(own), "other numbers of ranks or another transport"),
+        (len(found) - len(known), "dtypes without a rate of products")) if count)
     if not own:
         return f"{machine.about}\n{left}"
     guesses = [predicted(machine, one.work, one.dtype) for one in own]

@@ -16,7 +16,7 @@ import mm3d
 from bench import (chrome, footprint, journal, machine, operands, placement, traced, verify,
                    yardsticks)
 from bench.cases import Case, shuffled, step_counts, traced_steps
-from bench.job import Options, arranged, fitting, left_out, selected, usable
+from bench.job import Options, arranged, fitting, left_out, planned_for, selected, usable
 from bench.journal import writable
 from bench.output import say
 from bench.provenance import command_line, configuration, expected_words, published
@@ -43,13 +43,14 @@ def run(arguments, comm) -> int:
     rows = selected(arguments, comm.size)
     cases = fitting(rows, comm.size, arguments)
     warmup, limits = step_counts(arguments)
+    planned = planned_for(arguments, comm)
     usable(arguments.backend, comm)
     order = comm.bcast(random.SystemRandom().randrange(2 ** 31) if arguments.order is None
                        else arguments.order)
     out = writable(arguments.out, comm)
     options = Options(out=out, dtype=arguments.dtype, backend=arguments.backend,
                       seed=arguments.seed, warmup=warmup, limits=limits, order=order,
-                      grid=arguments.grid, machine=arguments.machine, inside=arguments.inside,
+                      grid=arguments.grid, machine=planned, inside=arguments.inside,
                       stop_file=arguments.stop_file, traced=traced_steps(arguments),
                       trace=chrome.asked_for(arguments, comm), cases=len(cases))
     if comm.rank == 0:

@@ -107,6 +107,14 @@ def test_a_measured_machine_is_for_its_own_transport():
     assert not other.fits(shared)
 
 
+def test_what_a_machine_has_no_rate_for_is_left_out():
+    few = model.msgspec.structs.replace(CPU, gemm_rate={"float32": 1e11})
+    double = model.msgspec.structs.replace(made()[0], dtype="float64")
+    text = replay.report(few, [*made(), double])
+    assert text == replay.report(few, made()) + (
+        "\n\n1 runs of dtypes without a rate of products left out")
+
+
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
     folder = tmp_path_factory.mktemp("check")
@@ -181,11 +189,24 @@ def test_wrong_arguments_are_named(more, message, tmp_path):
     assert message in run.stderr
 
 
+def written(folder, **figures) -> str:
+    """The file of a machine like the processor but for some figures."""
+    path = folder / "mine.toml"
+    path.write_text(machinefile.written(model.msgspec.structs.replace(CPU, **figures)))
+    return str(path)
+
+
+def test_a_machine_without_a_rate_for_the_dtype_is_refused(tmp_path):
+    path = written(tmp_path, gemm_rate={"float32": 1e11})
+    run = run_ranks(2, "-m", "bench", "check", "--machine", path, "--matmul", "8", "--dtype",
+                    "float64", "--out", str(tmp_path))
+    assert run.returncode == 2 and not list(tmp_path.glob("*.h5"))
+    assert run.stderr.strip() == "error: machine cpu has no rate for float64: it has float32"
+
+
 def test_a_machine_of_another_transport_is_refused(tmp_path):
-    path = tmp_path / "mine.toml"
-    machine = model.msgspec.structs.replace(CPU, transport="shared")
-    path.write_text(machinefile.written(machine))
-    run = run_ranks(2, "-m", "bench", "check", "--machine", str(path), "--matmul", "8", "--out",
+    path = written(tmp_path, transport="shared")
+    run = run_ranks(2, "-m", "bench", "check", "--machine", path, "--matmul", "8", "--out",
                     str(tmp_path))
     assert run.returncode == 2 and not list(tmp_path.glob("*.h5"))
     assert run.stderr.count("was measured with transport shared, not mpi: set MM3D_TRANSPORT="

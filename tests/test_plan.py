@@ -5,7 +5,7 @@ import time
 import pytest
 
 import mm3d
-from bench import model, plan
+from bench import machinefile, model, plan
 from bench.__main__ import main
 from bench.cases import UsageError
 from mm3d import cost, dry, store
@@ -127,6 +127,33 @@ def test_the_verbs_print_what_they_found(capsys):
 def test_wrong_arguments_are_named(command, message, capsys):
     assert main(command) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [
+    ["plan"], ["dry", "--grid", "auto"], ["dry", "--grid", "2x1x1"], ["predict"]])
+def test_a_machine_without_a_rate_for_the_dtype_is_named(command, tmp_path, capsys):
+    path = doubles(tmp_path)
+    sizes = ["--ranks", "2", "--hidden", "64"] * (command != ["predict"])
+    assert main([*command, *sizes, "--machine", path]) == 2
+    said = capsys.readouterr()
+    assert said.err == "error: machine cpu has no rate for float32: it has float64\n"
+    assert not said.out
+
+
+def doubles(folder) -> str:
+    """The file of a machine with a rate for float64 only."""
+    path = folder / "doubles.toml"
+    path.write_text(machinefile.written(
+        model.msgspec.structs.replace(model.load("cpu"), gemm_rate={"float64": 5e10})))
+    return str(path)
+
+
+def test_a_run_on_a_machine_without_a_rate_is_refused_before_anything_is_measured(tmp_path):
+    run = run_ranks(8, "-m", "bench", "run", "--preset", "tiny", "--table", "weak", "--scheme",
+                    "3d", "--grid", "auto", "--machine", doubles(tmp_path), "--out",
+                    str(tmp_path / "out"))
+    assert run.returncode == 2 and not run.stdout and not list(tmp_path.glob("out/*"))
+    assert run.stderr.strip() == "error: machine cpu has no rate for float32: it has float64"
 
 
 @pytest.mark.parametrize("name", ["longhorn", "dgx-h100", "dgx-h200", "cpu"])
