@@ -6,6 +6,7 @@ from bench.journal import writable
 from bench.products import Problem
 from bench.replay import Work
 from mm3d import dry, timing
+from mm3d.choice import ON_HOST
 from mm3d.record import Measurements, Variable
 from mm3d.store import Check
 
@@ -25,15 +26,15 @@ def check(arguments, comm) -> int:
     if not arguments.matmul and not arguments.layer:
         raise UsageError("nothing to measure: give --matmul M,N,K or --layer "
                          "HIDDEN,HEADS,BATCH,SEQ")
-    transport = operands.usual_transport(comm)
-    if chosen.transport not in ("", transport):
-        raise UsageError(f"--machine {arguments.machine} was measured with transport "
-                         f"{chosen.transport}, not {transport}: set MM3D_TRANSPORT="
-                         f"{chosen.transport}, or calibrate again")
     if chosen.passes and chosen.ranks_per_node != comm.size:
         raise UsageError(f"--machine {arguments.machine} was measured with "
-                         f"{chosen.ranks_per_node} ranks, not {comm.size}: start that many, or "
-                         f"calibrate with {comm.size}")
+                         f"{chosen.ranks_per_node} rank{'s' * (chosen.ranks_per_node > 1)}, not "
+                         f"{comm.size}: start that many, or calibrate with {comm.size}")
+    transport = operands.usual_transport(comm)
+    if not chosen.travels(transport):
+        raise UsageError(f"--machine {arguments.machine} was measured with transport "
+                         f"{chosen.transport}, not {transport}: "
+                         f"{remedy(chosen.transport, comm)}calibrate again")
     out = writable(arguments.out, comm)
     works = trials.everywhere(comm.size, arguments.matmul or (),
                               [(*sizes, arguments.layers) for sizes in arguments.layer or ()])
@@ -58,6 +59,13 @@ def check(arguments, comm) -> int:
         checks)
     return sampling.publish(record if comm.rank == 0 else None, out, "check", comm,
                             lambda: replay.report(chosen, list(replay.measured(record))))
+
+
+def remedy(transport: str, comm) -> str:
+    """What makes the ranks of `comm` use a machine's `transport`, if anything does."""
+    if comm.size == 1:
+        return "start more ranks, or "
+    return f"set MM3D_TRANSPORT={transport}, or " if transport in ON_HOST else ""
 
 
 def product(work: Work, arguments, comm, checks: list[Check]) -> trials.Trial:

@@ -116,8 +116,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     collectives : list of Line
         What was measured, if anything; others follow from `node` and `network`.
     transport : str
-        How the bytes of `collectives` travelled, as `mm3d.choice.settle` calls it; "" where
-        nothing was measured.
+        How the bytes of `collectives` travelled, as `mm3d.choice.settle` calls it, in several
+        ways where some ranks are on other nodes; "" where nothing was measured.
     waiting : dict of int to float
         Seconds that a meeting of so many ranks takes longer between work than when there is
         nothing but meetings, since not all come at the same time and others have used the caches
@@ -148,6 +148,10 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def granule(self) -> int:
         """`block`, as `mm3d.dry.step` takes it."""
         return self.block or sys.maxsize
+
+    def travels(self, transport: str) -> bool:
+        """Whether its collectives travelled by `transport` too; true where either is ""."""
+        return not self.transport or set(transport.split()) <= set(self.transport.split())
 
 
 def load(name: str, dtype: str = "") -> Machine:

@@ -82,8 +82,7 @@ class Measured(msgspec.Struct, frozen=True):
         is not known.
         """
         same = not machine.passes or self.work.ranks == machine.ranks_per_node
-        return same and (self.transport == machine.transport or "" in (self.transport,
-                                                                       machine.transport))
+        return same and machine.travels(self.transport)
 
 
 def trace(work: Work, dtype: str, block: int) -> dry.Trace:

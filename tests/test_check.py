@@ -98,13 +98,15 @@ def test_a_measured_machine_is_for_its_own_ranks():
 
 def test_a_measured_machine_is_for_its_own_transport():
     """What a file does not say of its transport is taken on trust."""
-    shared, unknown = (model.msgspec.structs.replace(CPU, transport=name)
-                       for name in ("shared", ""))
+    shared, unknown, nodes = (model.msgspec.structs.replace(CPU, transport=name)
+                              for name in ("shared", "", "mpi shared"))
     one = made()[0]
     other, same = (model.msgspec.structs.replace(one, transport=name)
                    for name in ("mpi", "shared"))
     assert one.fits(shared) and same.fits(shared) and other.fits(unknown)
     assert not other.fits(shared)
+    assert other.fits(nodes) and same.fits(nodes)
+    assert not model.msgspec.structs.replace(one, transport="mpi shared").fits(shared)
 
 
 def test_what_a_machine_has_no_rate_for_is_left_out():
@@ -204,13 +206,35 @@ def test_a_machine_without_a_rate_for_the_dtype_is_refused(tmp_path):
     assert run.stderr.strip() == "error: machine cpu has no rate for float64: it has float32"
 
 
-def test_a_machine_of_another_transport_is_refused(tmp_path):
-    path = written(tmp_path, transport="shared")
+@pytest.mark.parametrize("transport, ranks, message", [
+    ("shared", 2, "shared, not mpi: set MM3D_TRANSPORT=shared, or calibrate again"),
+    ("nccl", 2, "nccl, not mpi: calibrate again"),
+    ("shared", 1, "shared, not none: start more ranks, or calibrate again")])
+def test_a_machine_of_another_transport_is_refused(tmp_path, transport, ranks, message):
+    path = written(tmp_path, transport=transport)
+    run = run_ranks(ranks, "-m", "bench", "check", "--machine", path, "--matmul", "8", "--out",
+                    str(tmp_path), MM3D_TRANSPORT="mpi")
+    assert run.returncode == 2 and not list(tmp_path.glob("*.h5"))
+    assert run.stderr == f"error: --machine {path} was measured with transport {message}\n"
+
+
+def test_a_machine_of_another_number_of_ranks_is_refused_as_such(tmp_path):
+    """Whatever the transport, which one rank has none of."""
+    curve = model.Curve([1.0, 2.0], [1e-6, 2e-6])
+    path = written(tmp_path, transport="none", passes={"other": curve}, ranks_per_node=1)
     run = run_ranks(2, "-m", "bench", "check", "--machine", path, "--matmul", "8", "--out",
                     str(tmp_path))
     assert run.returncode == 2 and not list(tmp_path.glob("*.h5"))
-    assert run.stderr.count("was measured with transport shared, not mpi: set MM3D_TRANSPORT="
-                            "shared") == 1
+    assert run.stderr == (f"error: --machine {path} was measured with 1 rank, not 2: start that "
+                          "many, or calibrate with 2\n")
+
+
+def test_a_machine_measured_on_several_nodes_is_checked_there(tmp_path):
+    path = written(tmp_path, transport="mpi shared", ranks_per_node=2)
+    run = run_ranks(4, "-m", "bench", "check", "--machine", path, "--matmul", "16", "--rounds",
+                    "1", "--out", str(tmp_path), MM3D_TRANSPORT="", MM3D_NODE_SIZE="2")
+    assert run.returncode == 0 and len(list(tmp_path.glob("*.h5"))) == 1, run.stderr
+    assert "matmul: 8 runs, error" in run.stdout and "left out" not in run.stdout
 
 
 def test_a_folder_without_results(capsys, tmp_path):
