@@ -31,16 +31,17 @@ def calibrate(arguments, comm) -> int:
     Raises
     ------
     UsageError
-        When the file cannot be written, or ranks run on several nodes.
+        When the file cannot be written, ranks run on several nodes, or the environment asks for
+        a transport that there is not.
     """
-    path = Path(arguments.out)
+    path, transport = Path(arguments.out), operands.usual_transport(comm)
     machinefile.check("--out", path, comm)
     nodes = len(set(placement.numbers(comm)))
     if nodes > 1:
         raise UsageError(f"{comm.size} ranks on {nodes} nodes: calibrate measures one node, start "
                          f"all ranks on one")
     try:
-        found = measured(comm)
+        found = measured(comm, transport)
     except exact.WrongResult as wrong:
         return sampling.failed("calibrate", f"{wrong}; no file was written", comm)
     status = machinefile.publish(found, path, comm)
@@ -49,8 +50,8 @@ def calibrate(arguments, comm) -> int:
     return status
 
 
-def measured(comm) -> model.Machine:
-    """The model of this machine; the same on every rank.
+def measured(comm, transport: str) -> model.Machine:
+    """The model of this machine with that transport; the same on every rank.
 
     All is measured in rounds, so that what slows the machine for a while is in a few figures of
     each kind only.
@@ -68,7 +69,6 @@ def measured(comm) -> model.Machine:
     fits = {dtype: fitting.products(probes.least(rounds))
             for dtype, rounds in zip(DTYPES, zip(*products))}
     curves, lines = probes.curves(probes.least(passes)), probes.lines(probes.least(collectives))
-    transport = operands.usual_transport(comm)
     node = fitting.links(lines, comm.size).get("node", NOTHING)
     largest = curves["multiply"]
     environs = here.describe("numpy", comm.size, MPI.Get_library_version(), "")

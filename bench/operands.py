@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from bench.cases import UsageError
 from mm3d.backend import Array
 from mm3d.grid import Grid
 from mm3d.layout import Layout
@@ -39,8 +40,17 @@ def transport(grid: Grid) -> str:
 
 
 def usual_transport(comm) -> str:
-    """How collectives of all ranks of `comm` travel; "none" for one rank."""
-    grid = Grid(comm, "numpy", x=comm.size)
+    """How collectives of all ranks of `comm` travel; "none" for one rank.
+
+    Raises
+    ------
+    UsageError
+        When the environment asks for what cannot be.
+    """
+    try:
+        grid = Grid(comm, "numpy", x=comm.size)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
     name = transport(grid)
     grid.free()
     return name

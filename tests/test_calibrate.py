@@ -226,8 +226,17 @@ def test_ranks_on_several_nodes_are_refused(comm, shared_tmp_path, monkeypatch):
     """Also one on each, as with ``mpirun -ppn 1``, where each is all that its node has."""
     monkeypatch.setenv("MPI_LOCALNRANKS", "1")
     monkeypatch.setattr(calibrate.placement, "numbers", lambda comm: list(range(comm.size)))
-    monkeypatch.setattr(calibrate, "measured", lambda comm: pytest.fail("it measures"))
+    monkeypatch.setattr(calibrate, "measured", lambda *_: pytest.fail("it measures"))
     with pytest.raises(calibrate.UsageError, match="on 4 nodes: .* start all ranks on one"):
+        calibrate.calibrate(Namespace(out=str(shared_tmp_path / "here.toml")), comm)
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_wrong_transport_is_refused_before_anything_is_measured(comm, monkeypatch,
+                                                                  shared_tmp_path):
+    monkeypatch.setenv("MM3D_TRANSPORT", "foo")
+    monkeypatch.setattr(calibrate, "measured", lambda *_: pytest.fail("it measures"))
+    with pytest.raises(calibrate.UsageError, match="MM3D_TRANSPORT='foo' is unknown"):
         calibrate.calibrate(Namespace(out=str(shared_tmp_path / "here.toml")), comm)
 
 

@@ -198,6 +198,21 @@ def written(folder, **figures) -> str:
     return str(path)
 
 
+@pytest.mark.parametrize("verb", [("check", "--machine", "cpu", "--matmul", "8"), ("calibrate",)],
+                         ids=["check", "calibrate"])
+@pytest.mark.parametrize("ranks, name, value, message", [
+    (1, "MM3D_TRANSPORT", "foo", "choose mpi or shared"),
+    (2, "MM3D_TRANSPORT", "foo", "choose mpi or shared"),
+    (2, "MM3D_NODE_SIZE", "x", "give the number of ranks, 1 or more"),
+    (2, "MM3D_NODE_SIZE", "0", "give the number of ranks, 1 or more")])
+def test_wrong_variables_are_named_in_a_line(verb, ranks, name, value, message, tmp_path):
+    wrong = {"MM3D_TRANSPORT": "", name: value}
+    run = run_ranks(ranks, "-m", "bench", *verb, "--out", str(tmp_path / "new.toml"), **wrong)
+    assert run.returncode == 2 and not run.stdout, run.stderr
+    assert run.stderr.startswith(f"error: {name}={value!r}") and message in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
 def test_a_machine_without_a_rate_for_the_dtype_is_refused(tmp_path):
     path = written(tmp_path, gemm_rate={"float32": 1e11})
     run = run_ranks(2, "-m", "bench", "check", "--machine", path, "--matmul", "8", "--dtype",
