@@ -21,13 +21,17 @@ def grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: str,
     Raises
     ------
     UsageError
-        When `text` is neither, or nothing is known of the machine or of its rate for `dtype`.
+        When `text` is neither, the scheme has no grid of so many ranks, or nothing is known of
+        the machine or of its rate for `dtype`.
     """
     if text is None:
         return None
     if text == "auto":
         from bench import model, plan
-        return plan.best_grid(scheme, ranks, model.load(machine, dtype), dtype=dtype, **sizes)
+        try:
+            return plan.best_grid(scheme, ranks, model.load(machine, dtype), dtype=dtype, **sizes)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
     try:
         return tuple(int(size) for size in text.split("x"))
     except ValueError as error:

@@ -35,7 +35,13 @@ def triples(ranks: int) -> Iterator[tuple[int, int, int]]:
 
 
 def candidates(ranks: int, scheme: str | None = None) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every scheme that divides the work, and every grid of it, for so many ranks."""
+    """Every scheme that divides the work, and every grid of it, for so many ranks.
+
+    Raises
+    ------
+    ValueError
+        When `scheme` is named and has no grid of so many.
+    """
     for name in [scheme] if scheme else [n for n in mm3d.SCHEMES if n != "serial"]:
         if name == "3d":
             yield from ((name, grid) for grid in triples(ranks))
@@ -43,7 +49,8 @@ def candidates(ranks: int, scheme: str | None = None) -> Iterator[tuple[str, tup
             try:
                 yield name, mm3d.SCHEMES[name].default_grid(ranks)
             except ValueError:    # no square
-                continue
+                if scheme:
+                    raise
 
 
 def regime(M: int, N: int, K: int, ranks: int) -> int:
@@ -91,7 +98,13 @@ def plans(ranks: int, machine: model.Machine, dtype: str = "float32", recompute:
 
 def best_grid(scheme: str, ranks: int, machine: model.Machine, dtype: str = "float32",
               **sizes: int) -> tuple[int, ...]:
-    """The grid that ``--grid auto`` takes: the first of the scheme's `plans`."""
+    """The grid that ``--grid auto`` takes: the first of the scheme's `plans`.
+
+    Raises
+    ------
+    ValueError
+        When the scheme has no grid of so many ranks.
+    """
     return plans(ranks, machine, dtype, scheme=scheme, **sizes)[0].grid
 
 

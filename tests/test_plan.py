@@ -106,6 +106,12 @@ def test_grid_auto_is_the_planner_s_choice(capsys):
     assert f"grid {' x '.join(map(str, chosen))}, rank 0 of 64" in capsys.readouterr().out
 
 
+def test_a_scheme_without_a_grid_of_so_many_ranks_has_no_best_one():
+    with pytest.raises(ValueError, match="8 ranks are no square: start 4 or 9"):
+        plan.best_grid("2d", 8, LONGHORN, **SMALL["wide"])
+    assert {name for name, _ in plan.candidates(8)} == {"1d", "1d-sp", "3d"}
+
+
 def test_the_verbs_print_what_they_found(capsys):
     assert main(["plan", "--ranks", "64", "--hidden", "8192", "--layers", "2"]) == 0
     out = capsys.readouterr().out
@@ -120,6 +126,8 @@ def test_the_verbs_print_what_they_found(capsys):
     (["dry", "--ranks", "8", "--hidden", "64", "--grid", "banana"], "give sizes as in 16x4x1"),
     (["dry", "--ranks", "9", "--hidden", "64", "--scheme", "2d", "--rank", "9"], "rank 9 of 9"),
     (["dry", "--ranks", "8", "--hidden", "64", "--scheme", "4d"], "scheme '4d' is unknown"),
+    (["dry", "--ranks", "8", "--hidden", "64", "--scheme", "2d", "--grid", "auto"],
+     "8 ranks are no square: start 4 or 9"),
     (["plan", "--ranks", "8", "--hidden", "65", "--heads", "4"], "must be a multiple of the 4"),
     (["plan", "--ranks", "0", "--hidden", "64"], "at least 2 ranks"),
     (["plan", "--ranks", "8", "--hidden", "64", "--machine", "abacus"], "choose one of cpu, dgx"),
