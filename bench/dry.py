@@ -33,9 +33,11 @@ def run(arguments) -> int:
     Raises
     ------
     UsageError
-        When the sizes, the grid or the rank cannot be.
+        When the sizes, the ranks, the grid or the rank cannot be.
     """
     chosen = sizes(arguments)
+    if arguments.ranks < 1:
+        raise UsageError(f"--ranks {arguments.ranks}: must be at least 1")
     if arguments.scheme not in mm3d.SCHEMES:
         raise UsageError(f"scheme {arguments.scheme!r} is unknown: choose one of "
                          f"{', '.join(mm3d.SCHEMES)}")
