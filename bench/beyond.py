@@ -71,7 +71,7 @@ def _add_dry(verbs, model: argparse.ArgumentParser) -> None:
                      help="sizes of the grid's directions, or auto for the planner's choice")
     dry.add_argument("--rank", type=int, default=0, metavar="N",
                      help="which rank (default 0, whose blocks are the largest)")
-    dry.add_argument("--keep", default="none", choices=("none", "weight", "both"),
+    dry.add_argument("--keep", choices=("none", "weight", "both"),
                      help="gathered operands kept for backward in 3d (default none)")
     dry.add_argument("--causal", action="store_true", help="attention looks backward only")
     dry.add_argument("--all-layers", action="store_true",

@@ -33,7 +33,7 @@ def run(arguments) -> int:
     Raises
     ------
     UsageError
-        When the sizes, the ranks, the grid or the rank cannot be.
+        When the sizes, the ranks, the grid, the rank or what is kept cannot be.
     """
     chosen = sizes(arguments)
     if arguments.ranks < 1:
@@ -45,7 +45,7 @@ def run(arguments) -> int:
                         arguments.machine or "longhorn", arguments.dtype, chosen)
     machine = model.load(arguments.machine, arguments.dtype) if arguments.machine else None
     trace_of = dry.step if arguments.all_layers else dry.extended
-    options = {"keep": arguments.keep} if arguments.scheme == "3d" else {}
+    options = {"keep": arguments.keep} if arguments.keep else {}
     try:
         shape = shape or mm3d.SCHEMES[arguments.scheme].default_grid(arguments.ranks)
         trace = trace_of(arguments.scheme, arguments.ranks, shape, arguments.rank,

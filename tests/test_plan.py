@@ -128,6 +128,7 @@ def test_the_verbs_print_what_they_found(capsys):
     (["dry", "--ranks", "-4", "--hidden", "64", "--scheme", "2d"], "must be at least 1"),
     (["dry", "--ranks", "0", "--hidden", "64", "--grid", "auto"], "must be at least 1"),
     (["dry", "--ranks", "9", "--hidden", "64", "--scheme", "2d", "--rank", "9"], "rank 9 of 9"),
+    (["dry", "--ranks", "8", "--hidden", "64", "--scheme", "1d", "--keep", "both"], "'keep'"),
     (["dry", "--ranks", "8", "--hidden", "64", "--scheme", "4d"], "scheme '4d' is unknown"),
     (["dry", "--ranks", "8", "--hidden", "64", "--scheme", "2d", "--grid", "auto"],
      "8 ranks are no square: start 4 or 9"),
