@@ -122,7 +122,7 @@ def _add_predict(verbs) -> None:
     _machine_option(predict)
     predict.add_argument("--results", metavar="DIR",
                          help="instead of fitting, set predictions beside what was measured")
-    predict.add_argument("--table", default="all", metavar="NAMES", help="weak, strong or all")
+    predict.add_argument("--table", metavar="NAMES", help="weak, strong or all (default)")
     _pictures_option(predict)
 
 

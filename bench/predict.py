@@ -13,7 +13,7 @@ import numpy as np
 from tabulate import tabulate
 
 from bench import model, replay
-from bench.cases import HEADINGS, PAPER, TITLES, Case, Row, case, select
+from bench.cases import HEADINGS, PAPER, TITLES, Case, Row, UsageError, case, select
 from mm3d import dry
 
 LAYERS = (12, 16, 24, 32, 48)    # what the paper's models may have had
@@ -207,12 +207,18 @@ def run(arguments) -> int:
         When there are no results.
     """
     if arguments.results:
+        idle = [f"--{name} {value}" for name in ("table", "pictures")
+                if (value := getattr(arguments, name)) is not None]
+        if idle:
+            raise UsageError(f"--results {arguments.results} {' '.join(idle)}: what was measured "
+                             f"is no row of the paper's tables and has no figures; give --results "
+                             f"without {' and '.join(name.split()[0] for name in idle)}")
         found, problems = replay.collected(arguments.results)
         print(replay.report(model.load(arguments.machine), found))
         if problems:
             print("", "Left out:", *problems, sep="\n")
         return 0
-    wanted = {row.table for row in select(arguments.table)}
+    wanted = {row.table for row in select(arguments.table or "all")}
     outcome = predict(model.load(arguments.machine, "float32"))
     for name in HEADINGS:
         if name in wanted:

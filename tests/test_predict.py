@@ -60,6 +60,14 @@ def test_the_verb_prints_both_tables(capsys):
     assert sum("fitted" in line or "tested" in line for line in out.splitlines()) >= 9
 
 
+@pytest.mark.parametrize("more", [["--table", "strong"], ["--pictures", "pics"]])
+def test_results_go_without_options_of_the_tables(more, tmp_path, capsys):
+    assert main(["predict", "--results", str(tmp_path), *more]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: --results {tmp_path} {' '.join(more)}: ")
+    assert said.err.endswith(f"; give --results without {more[0]}\n") and not said.out
+
+
 def test_sizes_beyond_the_table_continue_it():
     for row in select("weak"):
         sizes = outlook.weak_sizes(row.scheme, row.gpus)
