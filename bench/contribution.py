@@ -25,14 +25,20 @@ def begun(arguments, ranks_per_node: int, comm) -> model.Machine | None:
     ------
     UsageError
         When the file cannot be written, describes no machine, or one that was calibrated with
-        another number of ranks.
+        another number of ranks, and when there is nothing to begin with ``--base``.
     """
     if not arguments.machine:
+        if arguments.base:
+            raise UsageError(f"--base {arguments.base}: a new machine file begins as that one; "
+                             f"name the file with --machine, or leave --base out")
         return None
     path = Path(arguments.machine)
     machinefile.check("--machine", path, comm)
     if not path.exists():
-        return taken(model.load(arguments.base))
+        return taken(model.load(arguments.base or "cpu"))
+    if arguments.base:
+        raise UsageError(f"--machine {path} --base {arguments.base}: the file is there, and only "
+                         f"a new one begins as another; name a new file, or leave --base out")
     machine = model.load(str(path))
     if machine.passes and machine.ranks_per_node != ranks_per_node and comm.size > 1:
         raise UsageError(f"--machine {path} was calibrated with {machine.ranks_per_node} ranks a "

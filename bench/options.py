@@ -196,7 +196,7 @@ def _machine_options(parser: argparse.ArgumentParser, what: str) -> None:
     parser.add_argument("--machine", metavar="FILE", help=(
         f"put {what} into this machine file too, a .toml file for --machine of plan, predict and "
         f"check; it is made where there is none"))
-    parser.add_argument("--base", default="cpu", metavar="NAME", help=(
+    parser.add_argument("--base", metavar="NAME", help=(
         "the machine that a new file has all else from (default cpu)"))
 
 

@@ -146,6 +146,21 @@ def test_wrong_files_are_refused_before_anything_is_measured(tmp_path, file, mor
     assert not list(tmp_path.glob("out/*"))
 
 
+@pytest.mark.parametrize("ranks, verb", [(1, ("gemm", "--sizes", "8")), (
+    2, ("collectives", "--grid", "2x1x1", "--most", "1024"))], ids=["gemm", "collectives"])
+@pytest.mark.parametrize("there, message", [
+    (False, "--base longhorn: a new machine file"), (True, "--base longhorn: the file is there")])
+def test_a_base_of_no_new_file_is_refused(tmp_path, ranks, verb, there, message):
+    path, where = tmp_path / "mine.toml", []
+    if there:
+        path.write_text(machinefile.written(CPU))
+        where = ["--machine", str(path)]
+    done = run_ranks(ranks, "-m", "bench", *verb, *where, "--base", "longhorn", *QUICK, "--out",
+                     str(tmp_path / "out"))
+    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
+    assert not done.stdout and not list(tmp_path.glob("out/*"))
+
+
 def test_a_machine_calibrated_with_other_ranks_is_refused(tmp_path):
     path, curve = tmp_path / "mine.toml", model.Curve([1.0, 2.0], [1e-6, 2e-6])
     machine = model.msgspec.structs.replace(CPU, passes={"other": curve}, ranks_per_node=7)
