@@ -154,11 +154,16 @@ def planned_for(arguments, comm) -> str:
     Raises
     ------
     UsageError
-        On every rank, when there is no such machine, or it has no rate for the dtype.
+        On every rank, when nothing is planned for ``--machine``, there is no such machine, or it
+        has no rate for the dtype.
     """
+    name = arguments.machine or "cpu"
     if arguments.grid == "auto":
-        of_rank_0(lambda: model.load(arguments.machine, arguments.dtype), comm)
-    return arguments.machine
+        of_rank_0(lambda: model.load(name, arguments.dtype), comm)
+    elif arguments.machine:
+        raise UsageError(f"--machine {name}: only --grid auto plans for a machine; give both, or "
+                         f"leave --machine out")
+    return name
 
 
 def of_rank_0(make: Callable[[], Made], comm) -> Made:

@@ -69,7 +69,7 @@ def add_run(verbs, parent: argparse.ArgumentParser) -> None:
         "instead of --table and --scheme: both of each row, such as weak:3d,strong:1d"))
     parser.add_argument("--grid", metavar="XxYxZ", help=(
         "sizes of the grid's directions, or auto for the planner's choice"))
-    parser.add_argument("--machine", default="cpu", metavar="NAME", help=(
+    parser.add_argument("--machine", metavar="NAME", help=(
         "the machine that the planner of --grid auto plans for (default cpu)"))
     parser.add_argument("--inside", default="auto", metavar="AXIS", help=(
         "the direction of the grid that stays inside a node, where ranks fill nodes one after "

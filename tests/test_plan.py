@@ -168,6 +168,15 @@ def test_a_run_on_a_machine_without_a_rate_is_refused_before_anything_is_measure
     assert run.stderr.strip() == "error: machine cpu has no rate for float32: it has float64"
 
 
+@pytest.mark.parametrize("grid", [[], ["--grid", "2x2x2"]])
+def test_a_machine_that_no_run_plans_for_is_refused(tmp_path, grid):
+    run = run_ranks(8, "-m", "bench", "run", "--preset", "tiny", "--scheme", "3d", *grid,
+                    "--machine", "longhorn", "--out", str(tmp_path / "out"))
+    assert run.returncode == 2 and not run.stdout and not list(tmp_path.glob("out/*"))
+    assert run.stderr == ("error: --machine longhorn: only --grid auto plans for a machine; give "
+                          "both, or leave --machine out\n")
+
+
 @pytest.mark.parametrize("name", ["longhorn", "dgx-h100", "dgx-h200", "cpu"])
 def test_every_figure_of_a_machine_has_its_source(name):
     assert_sourced(model.load(name))
