@@ -55,7 +55,7 @@ def run(arguments, comm) -> int:
                       trace=chrome.asked_for(arguments, comm), cases=len(cases))
     if comm.rank == 0:
         for line in left_out(arguments.rows, comm.size):
-            print(line, flush=True)
+            say(line)
     rates = yardsticks.peaks(backends.get(options.backend), options.dtype, comm)
     return max([report(one, options, rates, comm) for one in shuffled(cases, order)])
 
