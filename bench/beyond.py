@@ -76,7 +76,9 @@ def _add_dry(verbs, model: argparse.ArgumentParser) -> None:
     dry.add_argument("--causal", action="store_true", help="attention looks backward only")
     dry.add_argument("--all-layers", action="store_true",
                      help="run all layers instead of extending three, which gives the same")
-    dry.add_argument("--machine", metavar="NAME", help="also predict seconds on this machine")
+    dry.add_argument("--machine", metavar="NAME", help=(
+        "also predict seconds on this machine, and plan for it with --grid auto (for longhorn, if "
+        "none is given)"))
 
 
 def _add_plan(verbs, model: argparse.ArgumentParser) -> None:

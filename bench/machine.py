@@ -21,14 +21,24 @@ SLURM = ("JOB_ID", "ARRAY_TASK_ID", "JOB_NUM_NODES", "NTASKS", "NTASKS_PER_NODE"
          "TASKS_PER_NODE", "CPUS_PER_TASK", "CPUS_ON_NODE", "CPU_BIND", "CPU_BIND_TYPE",
          "DISTRIBUTION", "GPUS_PER_NODE", "GPUS_ON_NODE", "THREADS_PER_CORE")
 PRIVATE = re.compile(r"[/@~]")    # in folders and addresses, which may name somebody
+CPUINFO = Path("/proc/cpuinfo")
 CPUFREQ = Path("/sys/devices/system/cpu/cpu0/cpufreq")
 
 
 def cpu_model() -> str:
-    """The processor's name as it gives it, or the architecture where it gives none."""
-    found = re.search(r"^(?:model name|cpu)\s*:\s*(.+)$", _text(Path("/proc/cpuinfo")),
-                      re.MULTILINE)
-    return found.group(1).strip() if found else platform.processor() or platform.machine()
+    """The processor's name as it gives it, or the architecture where it gives none.
+
+    Virtual machines hide the number of the model, as in "AMD EPYC": family and model are added
+    then, which tell its generation.
+    """
+    about = dict(re.findall(r"^(model name|cpu|cpu family|model)\s*:\s*(.+)$", _text(CPUINFO),
+                            re.MULTILINE))
+    name = about.get("model name") or about.get("cpu")
+    if name is None:
+        return platform.processor() or platform.machine()
+    if not re.search(r"\d", name) and {"cpu family", "model"} <= about.keys():
+        name = f"{name.strip()} family {about['cpu family']} model {about['model']}"
+    return name.strip()
 
 
 def slug() -> str:
@@ -96,7 +106,7 @@ def clocks() -> dict[str, Setting]:
     what they may run at; ``cpu_governor``: what chooses between.
     """
     found: dict[str, Setting] = {}
-    cores = re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", _text(Path("/proc/cpuinfo")), re.MULTILINE)
+    cores = re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", _text(CPUINFO), re.MULTILINE)
     if cores:
         found["cpu_mhz"] = round(sum(map(float, cores)) / len(cores), 1)
     for name, file in (("cpu_mhz_least", "cpuinfo_min_freq"), ("cpu_mhz_most",

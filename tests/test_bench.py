@@ -328,6 +328,19 @@ def test_the_machine_has_a_neutral_name(monkeypatch):
     assert machine.slug() == "amd-epyc-7763-8-cores"
 
 
+@pytest.mark.parametrize("lines, name", [
+    ("cpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\n", "AMD EPYC family 25 model 1"),
+    ("cpu family\t: 6\nmodel\t: 85\nmodel name\t: Intel(R) Xeon(R) Gold 6148 CPU @ 2.40GHz\n",
+     "Intel(R) Xeon(R) Gold 6148 CPU @ 2.40GHz"),
+    ("cpu\t\t: POWER9, altivec supported\n", "POWER9, altivec supported"),
+    ("model name\t: some processor\n", "some processor")])
+def test_processors_that_hide_their_number_are_told_apart(monkeypatch, tmp_path, lines, name):
+    """By family and model, as in virtual machines."""
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\n" + lines * 2)
+    monkeypatch.setattr(machine, "CPUINFO", tmp_path / "cpuinfo")
+    assert machine.cpu_model() == name
+
+
 def test_the_mpi_library_is_named_without_its_builder():
     assert machine.mpi_name("MPICH Version:      5.0.2\nMPICH Release: today") == "MPICH 5.0.2"
     assert machine.mpi_name("Open MPI v5.0.11, package: Open MPI someone@somewhere Distribution"
