@@ -37,6 +37,8 @@ class Loan(weakref.ref):
         Bytes that count as in use meanwhile.
     back : callable
         What takes `what` back.
+    what : object
+        What was lent: the memory, or its number.
     """
 
     __slots__ = ("key", "size", "back", "what")
