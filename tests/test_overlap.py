@@ -3,6 +3,7 @@ import numpy as np
 import pytest
 
 import mm3d
+from mm3d.backend import PANELS, Backend
 from mm3d.grid import Grid
 from mm3d.transport import MpiTransport, Pending
 
@@ -118,3 +119,19 @@ def test_a_sum_that_goes_on_is_the_sum(comm, transport):
         expected = sum(every)[start:start + split.counts[comm.rank]]
         assert np.array_equal(pending.wait(), expected) and pending.wait() is pending.out
     grid.free()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 95, 97, 500, 768, 769, 5000])
+def test_panels_are_whole_blocks_of_rows(monkeypatch, rows):
+    """BLAS rounds in another way in a block of rows that is cut short, some kernels do."""
+    numpy, lengths, multiply = Backend(), [], np.matmul
+
+    def told(a, b, out):
+        lengths.append(len(out))
+        return multiply(a, b, out=out)
+    numpy.progress = lambda: None
+    monkeypatch.setattr(np, "matmul", told)
+    a, out = np.arange(2.0 * rows).reshape(rows, 2), np.empty((rows, 3))
+    assert (numpy.gemm(a, np.ones((2, 3)), out) == a.sum(1, keepdims=True)).all()
+    assert sum(lengths) == rows and len(lengths) <= PANELS
+    assert not any(length % 48 for length in lengths[:-1])
