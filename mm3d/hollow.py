@@ -10,8 +10,9 @@ from typing import Any, Callable
 
 import numpy as np
 
-from mm3d.backend import Backend, Pool
+from mm3d.backend import Backend
 from mm3d.elementwise import Kernels
+from mm3d.pool import Pool
 from mm3d.trace import Pass, Trace
 
 

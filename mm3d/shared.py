@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mm3d.backend import Array, Backend, Loan
+from mm3d.backend import Array, Backend
 from mm3d.memory import MAIL, SharedMemory, available
+from mm3d.pool import Loan
 from mm3d.transport import MpiTransport, block_indices, resized
 
 

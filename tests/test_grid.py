@@ -7,7 +7,7 @@ import pytest
 
 import mm3d
 from mm3d.axis import Traffic, blocks
-from mm3d.backend import Pool
+from mm3d.pool import Pool
 from reference import every_grid, grids, integers, on_grid, total
 
 pytestmark = pytest.mark.usefixtures("transport")

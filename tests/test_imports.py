@@ -11,16 +11,17 @@ PACKAGE = Path(mm3d.__file__).parent
 MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
            for path in PACKAGE.rglob("*.py")}
 
-# elementwise <- backend <- transport <- shared, wire <- device <- choice, axis <- grid <-
+# pool, elementwise <- backend <- transport <- shared, wire <- device <- choice, axis <- grid <-
 # layout <- space <- contract <- schemes, and functional <- space, layers <- transformer: no module
 # sees one above it, layers see no scheme.
 ARRAYS = {"axis", "backend", "grid", "layout", "space"}
 MAY_IMPORT = {
+    "pool": set(),
     "elementwise": set(),
-    "backend": {"elementwise"},
+    "backend": {"elementwise", "pool"},
     "transport": {"backend"},
     "memory": set(),
-    "shared": {"backend", "memory", "transport"},
+    "shared": {"backend", "memory", "pool", "transport"},
     "kernels": set(),
     "gpu": {"backend", "environment", "kernels"},
     "wire": {"backend", "transport"},
@@ -48,7 +49,7 @@ MAY_IMPORT = {
     "trace": set(),
     "observe": {"trace", "transport"},
     "spans": {"trace"},
-    "hollow": {"backend", "elementwise", "trace"},
+    "hollow": {"backend", "elementwise", "pool", "trace"},
     "dry": {"backend", "contract", "hollow", "observe", "trace", "transformer", "transport"},
     "__init__": {"axis", "environment", "gpu", "cost", "grid", "layout", "contract", "space",
                  "transformer"}}
