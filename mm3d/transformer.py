@@ -1,6 +1,5 @@
 """The Transformer: the only definition of it, for every scheme."""
 
-import hashlib
 import math
 import numbers
 from typing import Any, Iterator, Mapping
@@ -8,39 +7,12 @@ from typing import Any, Iterator, Mapping
 import numpy as np
 
 from mm3d.backend import Array
+from mm3d.draws import normal
 from mm3d.layers import Attention, Chain, Gelu, LayerNorm, Linear, Residual, one_ahead
 from mm3d.contract import Scheme
 from mm3d.transport import host_dtype
 
 DTYPES = ("float64", "float32", "float16")
-
-
-def normal(seed: int, name: str, shape: tuple[int, ...], place: tuple[slice, ...],
-           lead: int) -> np.ndarray:
-    """A part of a global array of independent N(0, 1) numbers, in float64.
-
-    Each row has a random stream of its own (Philox, keyed by seed and name, counted from the
-    row's number), so that every rank draws only its own rows and all grids see the same array.
-
-    Parameters
-    ----------
-    seed, name : int, str
-        What the array depends on.
-    shape : tuple of int
-        Of the global array.
-    place : tuple of slice
-        The part wanted.
-    lead : int
-        How many of the first dimensions number the rows.
-    """
-    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
-    key = np.frombuffer(digest, np.uint64)
-    out = np.empty([s.stop - s.start for s in place])
-    for index in np.ndindex(out.shape[:lead]):
-        row = np.ravel_multi_index([s.start + i for s, i in zip(place, index)], shape[:lead])
-        stream = np.random.Philox(key=key, counter=[0, 0, 0, int(row)])
-        out[index] = np.random.Generator(stream).standard_normal(shape[lead:])[place[lead:]]
-    return out
 
 
 class Transformer:
@@ -145,11 +117,10 @@ class Transformer:
         for p in self.parameters:
             place = p.layout.slices(self.grid, p.shape)
             if p.name.endswith(".weight") and len(p.shape) > 1:
-                p.master[...] = self._normal(p.name, p.shape, place, 1, math.sqrt(p.shape[0]),
+                p.master[...] = self._normal(p.name, p.shape, place, math.sqrt(p.shape[0]),
                                              self.master)
             else:
-                one_row = (1, *p.shape), (slice(0, 1), *place)
-                p.master[...] = self._normal(p.name, *one_row, 1, 10, self.master)[0, ...]
+                p.master[...] = self._normal(p.name, p.shape, place, 10, self.master)
                 if p.name.endswith(".weight"):
                     p.master += 1
             p.refresh()
@@ -157,14 +128,14 @@ class Transformer:
     def random(self, name: str) -> Array:
         """This rank's block of an activation drawn from N(0, 1) by the model's seed and `name`."""
         place = self.outer.layout().slices(self.grid, self.shape)
-        return self._normal(name, self.shape, place, 2)
+        return self._normal(name, self.shape, place)
 
-    def _normal(self, name: str, shape: tuple[int, ...], place: tuple[slice, ...], lead: int,
+    def _normal(self, name: str, shape: tuple[int, ...], place: tuple[slice, ...],
                 divisor: float = 1.0, dtype: str | None = None) -> Array:
         """This rank's part of `normal`, over `divisor`, in `dtype`, the model's by default."""
         return self.grid.backend.made(
             tuple(s.stop - s.start for s in place), dtype or self.dtype,
-            lambda: normal(self.seed, name, shape, place, lead) / divisor)
+            lambda: normal(self.seed, name, shape, place) / divisor)
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         """The output for this rank's block `x` of the input, and what `backward` needs."""
