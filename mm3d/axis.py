@@ -6,7 +6,7 @@ Axis, which is all an algorithm needs to know of a direction: what to gather and
 scatter.  How the bytes travel is the transport's business.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from mpi4py import MPI
@@ -31,10 +31,12 @@ def blocks(extent: int, parts: int, unit: int = 1) -> list[int]:
 
 @dataclass
 class Traffic:
-    """What one rank moved with one kind of collective along one direction.
+    """What one rank moves with one kind of collective along one direction.
 
-    Counted as the bucket (ring) algorithms move it, which for gathers and reductions is the
-    least possible: a gather receives and a reduction sends every block but the rank's own.
+    Calls, messages, words and bytes are counted from the arrays' shapes, as if the bucket (ring)
+    algorithms moved them, for which gathers and reductions move the least possible: a gather
+    receives and a reduction sends every block but the rank's own.  They are the same however the
+    arrays travel.  What a transport moves instead it states itself.
 
     Attributes
     ----------
@@ -47,12 +49,16 @@ class Traffic:
         reduce-scatter and an all-gather.
     bytes : int
         `words` times the size of an element.
+    moved : float
+        Words that the transport moved on this rank by its own statement, see
+        `mm3d.transport.MpiTransport.take_moved`; NaN where it does not know.
     """
 
     calls: int = 0
     messages: int = 0
     words: int = 0
     bytes: int = 0
+    moved: float = field(default=0, compare=False, repr=False)
 
 
 class Axis:
@@ -202,6 +208,7 @@ class Axis:
         traffic.messages += messages
         traffic.words += words
         traffic.bytes += words * (getattr(a.dtype, "itemsize", 0) or host_dtype(a).itemsize)
+        traffic.moved += self.transport.take_moved()
 
 
 class Split:

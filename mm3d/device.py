@@ -115,6 +115,8 @@ class NcclTransport(WireTransport):
     """
 
     name = "nccl"
+    note = ("NCCL moves by algorithms of its own: gathers and broadcasts bring a rank the words "
+            "counted, and may relay more; what sums move is not known, but those of 16 bits")
     on_host = False
 
     def __init__(self, comm, backend: Backend) -> None:
@@ -205,6 +207,7 @@ class NcclTransport(WireTransport):
         if kind is None:
             super()._reduce_scatter(send, recv, lengths)
             return
+        self._moved = math.nan
         source, into, size = self._bytes(send, recv)
         if len(set(lengths)) == 1:
             with self._on_stream() as stream:
@@ -222,6 +225,7 @@ class NcclTransport(WireTransport):
         if kind is None:
             super()._all_reduce(send, recv)
             return
+        self._moved = math.nan
         source, into, _ = self._bytes(send, recv)
         with self._on_stream() as stream:
             self.group.allReduce(source, into, math.prod(send.shape), kind, self.nccl.NCCL_SUM,
@@ -232,6 +236,7 @@ class NcclTransport(WireTransport):
         if kind is None:
             super()._reduce(send, recv, root)
             return
+        self._moved = math.nan
         source, into, _ = self._bytes(send, send if recv is None else recv)
         with self._on_stream() as stream:
             self.group.reduce(source, into, math.prod(send.shape), kind, self.nccl.NCCL_SUM, root,

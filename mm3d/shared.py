@@ -51,6 +51,9 @@ class SharedTransport(MpiTransport):
     """
 
     name = "shared"
+    note = ("ranks read each other's blocks where they lie: gathers of blocks that were placed "
+            "move nothing, the products read them; sums read the other ranks' terms, and what "
+            "was not placed is copied")
     goes_on = False    # a gather copies nothing, and sums are made at once
 
     def __init__(self, comm: MPI.Intracomm, backend: Backend) -> None:
@@ -81,6 +84,7 @@ class SharedTransport(MpiTransport):
                 return self._small_gather(a, dim, counts)
             block = self.block(a.shape, a.dtype, dim, counts)
             block[...] = a
+            self._moved += a.size
             a = block
         self.memory.meet()
         return _common(a.base)
@@ -89,9 +93,11 @@ class SharedTransport(MpiTransport):
         lease = self._lease(a)
         if lease is None or lease.partner is None:
             if self._small(a.shape, a.dtype):
+                self._moved += a.size
                 return self._sum_mail(self.memory.exchange(a), a, self._own(a.ndim, dim, counts))
             term = self.term(a.shape, a.dtype)
             term[...] = a
+            self._moved += a.size
             lease, a = self._lease(term), term
         first, others = (a, lease.partner) if self.rank == 0 else (lease.partner, a.base)
         lease.partner = None
@@ -100,20 +106,24 @@ class SharedTransport(MpiTransport):
         part = _placed(first, self.pool.loan(first), dim, counts, own)
         for other in others:
             np.add(part, other[own], out=part)
+        self._moved += (self.size - 1) * part.size
         return part
 
     def all_reduce(self, a: Array) -> Array:
         if self._small(a.shape, a.dtype):
+            self._moved += a.size
             return self._sum_mail(self.memory.exchange(a), a, ())
         share, more = divmod(a.size, self.size)
         counts = [share + (rank < more) for rank in range(self.size)]
         part = self.reduce_scatter(np.reshape(a, -1), 0, counts)
         out = self.backend.empty(a.shape, a.dtype)
         out[...] = self.all_gather(part, 0, counts).reshape(a.shape)
+        self._moved += a.size
         return out
 
     def broadcast(self, a: Array, root: int) -> Array:
         if self._small(a.shape, a.dtype):
+            self._moved += a.size
             told = self.memory.tell(a, root)
             if self.rank != root:
                 a[...] = told[:a.size].reshape(a.shape)
@@ -121,11 +131,14 @@ class SharedTransport(MpiTransport):
         whole, _ = self._lend(a.shape, a.dtype)
         if self.rank == root:
             whole[...] = a
+            self._moved += a.size
         self.memory.meet()
         return a if self.rank == root else _common(whole)
 
     def reduce(self, a: Array, root: int) -> Array | None:
+        self._moved += a.size * (self.rank != root)
         if self._small(a.shape, a.dtype):
+            self._moved += a.size * (self.rank == root)
             terms = self.memory.collect(a, root)
             return None if terms is None else self._sum_mail(terms, a, ())
         terms, _ = self._lend((self.size, *a.shape), a.dtype)
@@ -169,6 +182,7 @@ class SharedTransport(MpiTransport):
         for part, index in zip(self.memory.exchange(a), block_indices(a.ndim, dim, counts)):
             place = out[index]
             place[...] = part[:place.size].reshape(place.shape)
+        self._moved += a.size + out.size
         return out
 
     def _sum_mail(self, terms: list[Array], a: Array, own: tuple) -> Array:
@@ -181,6 +195,7 @@ class SharedTransport(MpiTransport):
         np.add(terms[0], terms[1], out=out)
         for term in terms[2:]:
             np.add(out, term, out=out)
+        self._moved += (self.size - 1) * out.size
         return out
 
 

@@ -1,6 +1,6 @@
 """How the blocks of a collective travel between the ranks of one communicator.
 
-What is moved, and how much of it, is `mm3d.axis.Axis`' to know; a transport carries it out.
+What is asked for, `mm3d.axis.Axis` counts; a transport carries it out, and states what it moved.
 `MpiTransport` hands the arrays themselves to MPI; `mm3d.shared` lets the ranks of one node read
 each other's blocks where they lie; `mm3d.device` carries what lies in a device's memory.
 """
@@ -81,14 +81,34 @@ class MpiTransport:
         The ranks.
     backend : Backend
         Whose arrays travel.
+
+    Attributes
+    ----------
+    name : str
+        How results and settings call it.
+    note : str
+        What it moves, for people, where that is not what `mm3d.axis.Traffic` counts.
     """
 
     name = "mpi"
+    note = ("MPI moves by algorithms of its own: gathers and broadcasts bring a rank the words "
+            "counted, and may relay more; what sums move is not known")
     goes_on = True        # whether what is begun goes on while this rank computes
     on_host = True        # whether the host has a part in it, beyond asking for it
 
     def __init__(self, comm, backend: Backend) -> None:
         self.comm, self.backend, self.rank = comm, backend, comm.rank
+        self._moved: float = 0
+
+    def take_moved(self) -> float:
+        """Words that this rank has moved since it was last asked.
+
+        Those that came from other ranks in messages; in shared memory those that the rank copied,
+        or read of other ranks to sum them.  NaN where a library below sums on the way, by an
+        algorithm that it chooses.
+        """
+        moved, self._moved = self._moved, 0
+        return moved
 
     def meet(self) -> None:
         """Wait for all ranks."""
@@ -124,6 +144,7 @@ class MpiTransport:
                counts: list[int]) -> tuple[Array, Array, list[int], Array]:
         """`a` to be sent, where all blocks arrive, their lengths, and memory for the whole."""
         out = self.backend.empty(resized(a.shape, dim, sum(counts)), a.dtype)
+        self._moved += out.size - a.size
         return (self.backend.contiguous(a), *self._flat(out, dim, counts), out)
 
     def reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Array:
@@ -139,6 +160,7 @@ class MpiTransport:
         flat, lengths, out = self._terms(a, dim, counts)
         # MPICH sums in this one, also where blocks are even, in the order of the blocking one;
         # of another MPI the last bits may differ where three or more ranks sum.
+        self._moved = math.nan
         request = self.comm.Ireduce_scatter(flat, out, lengths)
         return Pending(self.backend, out, request=request, kept=(flat,))
 
@@ -162,6 +184,7 @@ class MpiTransport:
         """`a` of the rank `root`; the others' is overwritten."""
         a = self.backend.contiguous(a)
         self._broadcast(a, root)
+        self._moved += a.size * (self.rank != root)
         return a
 
     def reduce(self, a: Array, root: int) -> Array | None:
@@ -182,18 +205,21 @@ class MpiTransport:
             self.comm.Allgatherv(send, [recv, (lengths, _offsets(lengths))])
 
     def _reduce_scatter(self, send: Array, recv: Array, lengths: list[int]) -> None:
+        self._moved = math.nan
         if len(set(lengths)) == 1:
             self.comm.Reduce_scatter_block(send, recv)
         else:
             self.comm.Reduce_scatter(send, recv, lengths)
 
     def _all_reduce(self, send: Array, recv: Array) -> None:
+        self._moved = math.nan
         self.comm.Allreduce(send, recv)
 
     def _broadcast(self, buffer: Array, root: int) -> None:
         self.comm.Bcast(buffer, root)
 
     def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
+        self._moved = math.nan
         self.comm.Reduce(send, recv, root=root)
 
     def _flat(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int]]:
@@ -249,8 +275,13 @@ class SilentTransport(MpiTransport):
     """Collectives between ranks that do not exist: nothing travels."""
 
     name = "silent"
+    note = "nothing travels between ranks that do not exist"
     goes_on = False
     on_host = False
+
+    def take_moved(self) -> float:
+        """None."""
+        return 0
 
     def _all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:
         """Nothing to gather."""

@@ -8,8 +8,9 @@ from typing import Any, Callable
 from mm3d.backend import Array, namespace, wide_dtype
 from mm3d.transport import MpiTransport, Pending
 
-# Elements up to which an all-reduce gathers all terms: one exchange instead of two.
-SMALL = 4096
+# Elements of the terms of all ranks up to which an all-reduce gathers them: one exchange instead
+# of two, which take longer than 128 KiB take to arrive.
+SMALL = 1 << 15
 
 Lengths = list[int]
 
@@ -20,6 +21,13 @@ class WireTransport(MpiTransport, ABC):
     Terms are summed in the order of the ranks, in float32 where the elements have 16 bits, so that
     a CUDA-aware MPI and staging give the same bits; NCCL sums wider types in an order of its own.
     """
+
+    note = ("terms are exchanged and summed on the device: a rank receives the words counted, but "
+            "of an all-reduce of few words all terms, and of a reduce a share of all terms")
+
+    def _take(self, lengths: Lengths) -> None:
+        """Blocks of these lengths, one of each rank, come here."""
+        self._moved += sum(lengths) - lengths[self.rank]
 
     @abstractmethod
     def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
@@ -40,6 +48,7 @@ class WireTransport(MpiTransport, ABC):
                               lengths: Lengths) -> Callable[[], Any]:
         """Start a `_reduce_scatter`; what ends it."""
         own = lengths[self.rank]
+        self._take([own] * self.comm.size)
         terms = self.backend.empty((self.comm.size, own), send.dtype)
         arrive = self._begin_exchange(flattened(send), flattened(terms), lengths,
                                       [own] * self.comm.size)
@@ -58,18 +67,21 @@ class WireTransport(MpiTransport, ABC):
 
     def _reduce_scatter(self, send: Array, recv: Array, lengths: Lengths) -> None:
         own = lengths[self.rank]
+        self._take([own] * self.comm.size)
         terms = self.backend.empty((self.comm.size, own), send.dtype)
         self._exchange(flattened(send), flattened(terms), lengths, [own] * self.comm.size)
         _sum(terms, recv)
 
     def _all_reduce(self, send: Array, recv: Array) -> None:
         size, length = self.comm.size, math.prod(send.shape)
-        if length <= SMALL:
+        if size * length <= SMALL:
+            self._take([length] * size)
             terms = self.backend.empty((size, length), send.dtype)
             self._all_gather(send, terms, [length] * size)
             _sum(terms, recv)
             return
         part, lengths = self._part(send)
+        self._take(lengths)
         self._all_gather(part, recv, lengths)
 
     def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
@@ -77,6 +89,7 @@ class WireTransport(MpiTransport, ABC):
         at_root = recv is not None
         sends = [lengths[self.rank] * (rank == root) for rank in range(self.comm.size)]
         receives = lengths if at_root else [0] * self.comm.size
+        self._take(receives)
         into = flattened(recv) if at_root else self.backend.empty((0,), send.dtype)
         self._exchange(part, into, sends, receives)
 
