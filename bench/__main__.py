@@ -9,7 +9,7 @@ from typing import NoReturn, Sequence
 from bench import beyond, rowoptions, show
 from bench.cases import UsageError
 from bench.options import add_doctor, add_files, add_microbenchmarks, add_reproduce
-from mm3d import environment
+from mm3d import environment, guard
 
 ON_ALL_RANKS = {"run": "bench.run", "gemm": "bench.micro", "collectives": "bench.micro",
                 "matmul": "bench.matmul", "calibrate": "bench.calibrate",
@@ -112,6 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command() -> NoReturn:
     """The program."""
+    guard.together()    # `run_on_all_ranks` ends the job when one rank fails
     sys.exit(main())
 
 

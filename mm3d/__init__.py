@@ -15,13 +15,15 @@ from mm3d import gpu  # noqa: E402
 
 gpu.start()  # a device's context before MPI, which otherwise takes its memory for the host's
 
-from mm3d import cost  # noqa: E402
+from mm3d import cost, guard  # noqa: E402
 from mm3d.axis import Axis, Split, Traffic  # noqa: E402
 from mm3d.grid import Grid  # noqa: E402
 from mm3d.layout import Layout  # noqa: E402
 from mm3d.contract import Scheme, registry, scheme  # noqa: E402
 from mm3d.space import Space, Vector  # noqa: E402
 from mm3d.transformer import Transformer  # noqa: E402
+
+guard.install()  # a rank that fails ends the job, which would wait for it for ever
 
 __version__ = "0.1.0"
 

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 from mpi4py import MPI
 
-from mm3d import environment
+from mm3d import environment, guard
 from mm3d.axis import Axis, Pending
 from mm3d.grid import Grid
 
@@ -77,6 +77,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    guard.together()    # the status is the same on all ranks, and what one raises ends the job
     try:
         sys.exit(main())
     except Exception:

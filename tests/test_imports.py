@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "choice": {"backend", "device", "proof", "shared", "transport"},
     "axis": {"backend", "transport"},
     "grid": {"axis", "backend", "choice", "environment", "shared", "transport"},
-    "selftest": {"axis", "environment", "grid"},
+    "selftest": {"axis", "environment", "grid", "guard"},
     "layout": {"axis", "backend", "grid"},
     "space": {"axis", "backend", "functional", "grid", "layout"},
     "contract": ARRAYS | {"schemes"},    # the registry alone, which looks into the folder
@@ -42,6 +42,7 @@ MAY_IMPORT = {
     "transformer": {"backend", "draws", "layers", "contract", "transport"},
     "cost": {"contract"},
     "environment": set(),
+    "guard": set(),
     "statistics": set(),
     "timing": {"statistics"},
     "record": set(),
@@ -52,13 +53,13 @@ MAY_IMPORT = {
     "spans": {"trace"},
     "hollow": {"backend", "elementwise", "pool", "trace"},
     "dry": {"backend", "contract", "hollow", "observe", "trace", "transformer", "transport"},
-    "__init__": {"axis", "environment", "gpu", "cost", "grid", "layout", "contract", "space",
-                 "transformer"}}
+    "__init__": {"axis", "environment", "gpu", "cost", "grid", "guard", "layout", "contract",
+                 "space", "transformer"}}
 SCHEME = ARRAYS | {"contract"}
 
 # Packages that one file alone, or two, may know.
 ONLY_IN = {"cupy": {"gpu"}, "cupy_backends": {"gpu"}, "ml_dtypes": {"gpu"},
-           "mpi4py": {"grid", "contract", "proof", "selftest", "shared"},
+           "mpi4py": {"grid", "contract", "guard", "proof", "selftest", "shared"},
            "h5py": {"record", "store", "merged"},
            "threadpoolctl": {"environment"}}
 TYPE_HINTS_ONLY = {("axis", "mpi4py"), ("choice", "mpi4py"), ("memory", "mpi4py"),
