@@ -50,8 +50,9 @@ def roofline(results: Results):
         _roofs(panel, [results.runs[key] for key in lie if key[0] == table])
         finish(panel)
     caption(figure, results, "Filled: while in matrix products. Open: useful operations over the "
-            "whole step. Numbers: ranks.", "Roofs: memory bandwidth and rate of products that "
-            "each rank had with all at work, measured in the same runs (medians).")
+            "whole step. Numbers: ranks.", "Roofs: rate of products, and bandwidth of memory "
+            "beyond the caches where known, of all cores over the ranks, of the same runs "
+            "(medians).")
     return figure
 
 
@@ -59,25 +60,27 @@ def placed(run: Run) -> tuple[float, float, float] | None:
     """Operations a byte, GFLOP/s of a rank in products, and in the whole step; None where it was
     not recorded."""
     lie = merit.roofline(run)
-    if lie is None or not all(limit > 0 for limit in peaks(run)):
+    if lie is None or not peaks(run)[0] > 0:
         return None
     intensity, speed = lie["step"]
     return intensity, speed / 1e9, rate(run) / run.ranks / 1e9
 
 
 def peaks(run: Run) -> tuple[float, float]:
-    """Operations and bytes a second of a rank with all at work; NaN where not recorded."""
-    return tuple(parts.scalar(run, "machine", f"{name}_together") for name in ("gemm", "memory"))
+    """Operations and bytes a second of a rank with all at work; NaN where not known."""
+    return tuple(parts.peak(run, f"{name}_together") for name in ("gemm", "memory"))
 
 
 def _roofs(panel, runs: list[Run]) -> None:
-    """A roof for each number of ranks, as they share the machine."""
+    """A roof for each number of ranks, as they share the machine; a level one where the rate of
+    memory is not known."""
     left, right = panel.get_xlim()
     for ranks in sorted({run.ranks for run in runs}):
         multiply, memory = np.median([peaks(run) for run in runs if run.ranks == ranks], axis=0)
-        ridge = multiply / memory
+        # Without a rate of memory it is that of products alone.
+        ridge = left if math.isnan(memory) else multiply / memory
         at = np.array([min(left, ridge / 4), ridge, max(right, ridge * 4)])
-        panel.plot(at, np.minimum(multiply, memory * at) / 1e9, color="0.45", linewidth=0.9,
+        panel.plot(at, np.fmin(multiply, memory * at) / 1e9, color="0.45", linewidth=0.9,
                    zorder=1, label="_roof")
         # At the ridge: what is measured lies further right.
         panel.annotate(f"roof of {ranks} ranks", (ridge, multiply / 1e9), xytext=(2, 2),

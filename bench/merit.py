@@ -57,7 +57,7 @@ def figures(run: Run) -> list[Figure]:
                     "s a sequence"),
              Figure("tokens a second", batch * seq / seconds, "1/s"),
              Figure("useful rate a rank", flops / seconds / ranks / 1e9, "GFLOP/s")]
-    rates = {name: parts.scalar(run, "machine", name) for name in (
+    rates = {name: parts.peak(run, name) for name in (
         "gemm_together", "gemm_alone", "memory_together", "memory_alone")}
     for name, who in (("together", "all ranks at once"), ("alone", "one rank alone")):
         peak = rates[f"gemm_{name}"]
@@ -103,8 +103,8 @@ def roofline(run: Run) -> dict[str, tuple[float, float]] | None:
     """Where the matrix products of each phase, and of the "step", lie: flops a byte of operands
     and results, and flops a second of a rank while it is in them.
 
-    The roof is ``machine/gemm_together`` and ``machine/memory_together`` times the first.  None
-    where the run was not traced.
+    The roof is ``machine/gemm_together`` and ``machine/memory_together`` (see `parts.peak`) times
+    the first.  None where the run was not traced.
     """
     counts = [parts.variable(run, "parts", name) for name in ("flops", "bytes", "seconds")]
     if None in counts:
@@ -171,6 +171,9 @@ def one(run: Run) -> list[Part]:
         "Parts are means over ranks and traced repetitions, which follow those that count; what a "
         "rank waits for others before a collective and at the end is waiting. Times and rates are "
         "of untraced medians; bandwidth and products are of traced repetitions.",
+        "Peaks of all ranks at once are those of all cores, over the ranks. Memory bandwidth is "
+        "of c = a + b, each array counted once, beyond the caches; it is left out where it may be "
+        "theirs.",
         "Useful operations are counted once, and none that is computed again. Memory is that of "
         "the rank with the most; the closed form of the peak is a dry run's."])]
 

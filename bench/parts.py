@@ -86,6 +86,20 @@ def scalar(run: Run, group: str, name: str) -> float:
     return math.nan if found is None else float(found.values)
 
 
+def peak(run: Run, name: str) -> float:
+    """A rate of the group ``machine``; NaN where it was not recorded.
+
+    NaN too for a rate of memory that may have been the caches': where the arrays were less than
+    twice as large as these, or, in files of before, nothing says how large they were.
+    """
+    if name.startswith("memory"):
+        arrays, caches = (scalar(run, "machine", which)
+                          for which in ("memory_arrays", "last_level_caches"))
+        if math.isnan(arrays) or arrays < 2 * caches:
+            return math.nan
+    return scalar(run, "machine", name)
+
+
 def _seconds(run: Run) -> np.ndarray | None:
     """Of the traced repetitions, (repetition, phase, rank, part)."""
     found = variable(run, "parts", "seconds")

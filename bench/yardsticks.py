@@ -2,74 +2,118 @@
 
 import gc
 import math
-import time
+import os
+from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
+from mpi4py import MPI
 
 from bench.footprint import Resident
+from bench.sampling import several
 from mm3d import cost, dry, environment, timing
 from mm3d.backend import Backend
 from mm3d.record import Group, Variable
 
-SIZE = 512          # of the square matrices whose product is the peak
-BYTES = 3 * 2 ** 26  # of the three arrays of the sum, over all ranks of a node
-SAMPLE = 0.005      # seconds that one rank alone works in a sample
-ALONE = 0.1         # seconds that one rank works while the others, falling asleep, wait
-ROUNDS = 2          # the best of which counts
+SIZE = 512          # of the square matrices whose product is the peak: the rate grows no further
+TIMES = 6           # the caches of a node: what the arrays of the sum are together at least
+LEAST = 192 << 20   # bytes of them where the system tells of no caches, or small ones
+PART = 8            # of the node's memory they are no more than this part
+SAMPLE = 0.02       # seconds that a sample takes at least
+ROUNDS = 5          # samples, the best of which counts
 
 
 def peaks(backend: Backend, dtype: str, comm) -> Group | None:
     """The group ``machine``: rates of matrix products and of memory, on rank 0.
 
-    Of every rank while all work at once (their calls over the makespan), and of one rank while
-    the others sleep, with the threads that a rank has.  The product is C = AB of square matrices,
-    the memory's the sum c = a + b, which moves as many bytes as STREAM's triad.
+    Of one rank while the others sleep, and of as many ranks of each node at once as it has cores:
+    what these reach together is divided by all ranks of a node, since that is what each gets where
+    they take turns.  So a node's rates do not depend on the number of ranks.  On a device all
+    ranks work at once.  Ranks have the BLAS threads that they have in a run.
+
+    The product is C = AB of square matrices.  The memory's rate is that of c = a + b in float32,
+    whose arrays are together several times as large as the last-level caches of a node, whoever
+    works.  Counted are the bytes of a, b and c once, as STREAM's triad does: that a processor
+    reads the lines of c before it writes them (write-allocate), a third more, is not counted.
 
     Parameters
     ----------
     backend : Backend
         Whose rates.
     dtype : str
-        Of the matrices and arrays.
+        Of the matrices.
     comm : mpi4py.MPI.Intracomm
         All ranks; each must call this.
     """
-    xp, itemsize = backend.xp, np.dtype(dtype).itemsize
-    length = BYTES // (3 * itemsize * min(comm.size, environment.local_ranks()))
-    a, b, c = (xp.ones((SIZE, SIZE), dtype=getattr(xp, dtype)) for _ in range(3))
-    u, v, w = (xp.ones((length,), dtype=getattr(xp, dtype)) for _ in range(3))
-    work = {"gemm": (lambda: backend.gemm(a, b, c), 2 * SIZE ** 3, "s-1"),
-            "memory": (lambda: xp.add(u, v, out=w), 3 * length * itemsize, "byte s-1")}
-    clock, found = timing.Clock(comm), {}
-    for name, (step, amount, units) in work.items():
-        alone, together = _rates(step, amount, backend.synchronize, clock, comm)
-        found[f"{name}_alone"] = Variable(np.float64(alone), units, ())
-        found[f"{name}_together"] = Variable(np.float64(together), units, ())
+    node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
+    at_work = node.bcast(min(node.size, environment.cores()) if backend.host_buffers
+                         else node.size)
+    total = node.bcast(summed_bytes(caches := cache_bytes() if backend.host_buffers else math.nan))
+    workers = comm.Split(int(node.rank >= at_work), comm.rank)
+    teams = {"alone": (comm.Split(int(comm.rank > 0), comm.rank), comm.rank == 0, 1, 1),
+             "together": (workers, node.rank < at_work, at_work, node.size)}
+    found = {"memory_arrays": Variable(np.float64(total), "byte", ()),
+             "last_level_caches": Variable(np.float64(caches), "byte", ()),
+             "ranks_at_work": Variable(np.int64(at_work), "1", ())}
+    for who, (team, works, working, sharing) in teams.items():
+        for name, units in (("gemm", "s-1"), ("memory", "byte s-1")):
+            timing.wait_patiently(comm)
+            if works:
+                step, amount = (_product(backend, dtype) if name == "gemm"
+                                else _sum(backend, total // working))
+                rate = _rate(step, amount, backend.synchronize, team) * working / sharing
+                found[f"{name}_{who}"] = Variable(np.float64(rate), units, ())
+                del step
+        timing.wait_patiently(comm)
+        team.Free()
+    node.Free()
     return Group({}, found) if comm.rank == 0 else None
 
 
-def _rates(step: Callable[[], Any], amount: int, synchronize: Callable[[], None],
-           clock: timing.Clock, comm) -> tuple[float, float]:
-    """The best rates of rank 0 alone, and of each rank when all work at once."""
-    step()    # touches the memory
-    timing.wait_patiently(comm)
-    seconds, begun = math.inf, time.perf_counter()
-    while comm.rank == 0 and time.perf_counter() < begun + ALONE:
-        start = time.perf_counter()
-        step()
-        synchronize()
-        seconds = min(seconds, time.perf_counter() - start)
-    timing.wait_patiently(comm)
-    seconds = comm.bcast(seconds)
-    calls = max(1, math.ceil(SAMPLE / seconds))
+def cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> float:
+    """Bytes of all last-level caches of this node; NaN where the system does not tell."""
+    levels: dict[int, dict[str, int]] = {}
+    for cache in cpus.glob("cpu[0-9]*/cache/index[0-9]*"):
+        try:
+            level, size, shared = ((cache / name).read_text().strip()
+                                   for name in ("level", "size", "shared_cpu_list"))
+            unit = {"K": 2 ** 10, "M": 2 ** 20}[size[-1]]
+            levels.setdefault(int(level), {})[shared] = int(size[:-1]) * unit
+        except (OSError, KeyError, ValueError, IndexError):    # this one is not described
+            continue
+    return float(sum(levels[max(levels)].values())) if levels else math.nan
 
-    def several() -> None:
-        for _ in range(calls):
-            step()
-    makespan = min(timing.spans(several, comm, synchronize, clock)[0].max()
-                   for _ in range(ROUNDS))
-    return amount / seconds, amount * calls / float(makespan)
+
+def summed_bytes(caches: float) -> int:
+    """Bytes of the three arrays of the sum, of all ranks of a node that work, with so many bytes
+    of caches."""
+    wanted = LEAST if math.isnan(caches) else max(LEAST, TIMES * int(caches))
+    return min(wanted, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // PART)
+
+
+def _product(backend: Backend, dtype: str) -> tuple[Callable[[], Any], int]:
+    """A product of square matrices, and its operations."""
+    a, b, c = (backend.xp.ones((SIZE, SIZE), dtype=getattr(backend.xp, dtype)) for _ in range(3))
+    return lambda: backend.gemm(a, b, c), 2 * SIZE ** 3
+
+
+def _sum(backend: Backend, total: int) -> tuple[Callable[[], Any], int]:
+    """c = a + b of arrays that have so many bytes together, and the bytes that it moves."""
+    xp, length = backend.xp, max(1, total // 12)
+    a, b, c = (xp.ones((length,), dtype=xp.float32) for _ in range(3))
+    return lambda: xp.add(a, b, out=c), 12 * length
+
+
+def _rate(step: Callable[[], Any], amount: int, synchronize: Callable[[], None], team) -> float:
+    """The best rate of each rank of `team` when all of them work at once."""
+    clock = timing.Clock(team)
+
+    def makespan(calls: int) -> float:
+        return float(timing.spans(several(step, calls), team, synchronize, clock)[0].max())
+
+    makespan(1)    # touches the memory
+    calls = math.ceil(SAMPLE / makespan(1))
+    return amount * calls / min(makespan(calls) for _ in range(ROUNDS))
 
 
 class StepMemory:

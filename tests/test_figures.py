@@ -194,7 +194,9 @@ def limited(row, peak=100e9, memory=10e9):
                                                        ("phase", "rank", "part"))
     run.groups["machine"] = Group({}, {
         "gemm_together": Variable(np.float64(peak), "s-1", ()),
-        "memory_together": Variable(np.float64(memory), "byte s-1", ())})
+        "memory_together": Variable(np.float64(memory), "byte s-1", ()),
+        "memory_arrays": Variable(np.float64(2 ** 28), "byte", ()),
+        "last_level_caches": Variable(np.float64(2 ** 25), "byte", ())})
     names = (*limits.KEPT, *limits.PEAK)
     run.groups["memory"] = Group({"rank": range(row.gpus)}, {
         name: Variable(2.0 ** 20 * np.linspace(0, 1 + k, row.gpus), "byte", ("rank",))
@@ -216,6 +218,15 @@ def test_the_roofline_has_its_roofs_and_points(tmp_path):
     ridge = lines["_roof"][1]
     assert ridge == [10, 100] and lines["_roof"][2][1] == 100
     assert lines["_roof"][0][1] == pytest.approx(10 * lines["_roof"][0][0])
+
+
+def test_the_roof_of_memory_is_left_out_where_it_may_be_that_of_the_caches(tmp_path):
+    run = limited(select("weak", "3d")[0])
+    del run.groups["machine"].variables["memory_arrays"]    # as in files of before
+    store.write(run, tmp_path, "weak")
+    panel = limits.roofline(gather(tmp_path).results[0]).axes[0]
+    lines = {line.get_label(): line.get_ydata().tolist() for line in panel.lines}
+    assert lines["_roof"] == [100, 100, 100] and lines["3-D"]
 
 
 def test_memory_is_that_of_the_rank_with_the_most(tmp_path):

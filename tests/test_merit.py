@@ -11,7 +11,7 @@ from bench.cases import Sizes, select
 from bench.formats import render
 from bench.run import counted_step
 from bench.traced import parts_group
-from mm3d import backend, cost, store
+from mm3d import backend, cost, environment, store
 from mm3d.record import Group, Variable
 from mm3d.spans import PARTS
 from models import SOME
@@ -93,9 +93,73 @@ def test_peaks_of_the_machine(comm):
         assert group is None
         return
     rates = {name: float(v.values) for name, v in group.variables.items()}
-    assert set(rates) == {"gemm_alone", "gemm_together", "memory_alone", "memory_together"}
-    assert all(1e6 < rate < 1e15 for rate in rates.values())
+    assert set(rates) == {"gemm_alone", "gemm_together", "memory_alone", "memory_together",
+                          "memory_arrays", "last_level_caches", "ranks_at_work"}
+    assert all(1e6 < rates[f"{what}_{who}"] < 1e15 for what in ("gemm", "memory")
+               for who in ("alone", "together"))
+    assert rates["ranks_at_work"] == min(comm.size, environment.cores())
     assert group.variables["gemm_alone"].units == "s-1"
+
+
+@pytest.mark.ranks(1, 4, 8)
+def test_memory_is_measured_beyond_the_caches_with_any_number_of_ranks(comm, monkeypatch):
+    """The arrays that are in use at one time are as large with 8 ranks as with one, and a node's
+    rates are those of its cores, which the ranks share."""
+    def made(backend, total):
+        asked.append(total)
+        return (lambda: None), 12
+
+    def rated(step, amount, synchronize, team):
+        teams.append(team.size)
+        return 1e9
+
+    asked: list[int] = []
+    teams: list[int] = []
+    monkeypatch.setattr(yardsticks, "_sum", made)
+    monkeypatch.setattr(yardsticks, "_rate", rated)
+    monkeypatch.setattr(yardsticks, "cache_bytes", lambda: 2.0 ** 26)
+    group = yardsticks.peaks(backend.get("numpy"), "float32", comm)
+    everyone = comm.gather((asked, teams))
+    if comm.rank:
+        return
+    busy = min(comm.size, environment.cores())
+    assert everyone[0] == ([6 * 2 ** 26, 6 * 2 ** 26 // busy], [1, 1, busy, busy])
+    assert sum(bool(sizes) for sizes, _ in everyone) == busy
+    found = {name: float(v.values) for name, v in group.variables.items()}
+    assert found["memory_arrays"] == 6 * 2 ** 26 and found["memory_alone"] == 1e9
+    assert found["memory_together"] == found["gemm_together"] == 1e9 * busy / comm.size
+
+
+def test_caches_of_a_node_are_added_up_once(tmp_path):
+    """Two chips with 32 MiB each for two cores, and what is not described."""
+    for cpu in range(4):
+        for index, (level, size, shared) in enumerate([
+                (2, "512K", str(cpu)), (3, "32768K", f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}")]):
+            folder = tmp_path / f"cpu{cpu}" / "cache" / f"index{index}"
+            folder.mkdir(parents=True)
+            for name, text in (("level", level), ("size", size), ("shared_cpu_list", shared)):
+                (folder / name).write_text(f"{text}\n")
+    assert yardsticks.cache_bytes(tmp_path) == 2 * 2 ** 25
+    (tmp_path / "cpu0" / "cache" / "index1" / "size").unlink()
+    assert yardsticks.cache_bytes(tmp_path) == 2 * 2 ** 25
+    assert math.isnan(yardsticks.cache_bytes(tmp_path / "nothing"))
+    assert yardsticks.summed_bytes(math.nan) == yardsticks.summed_bytes(2.0 ** 20) == 3 * 2 ** 26
+
+
+@pytest.mark.parametrize("sizes, known", [
+    ({}, False), ({"memory_arrays": 2.0 ** 26}, True),
+    ({"memory_arrays": 2.0 ** 26, "last_level_caches": 2.0 ** 25}, True),
+    ({"memory_arrays": 2.0 ** 26, "last_level_caches": 2.0 ** 26}, False)])
+def test_a_rate_of_the_caches_is_no_rate_of_memory(sizes, known):
+    """As in files of before, which do not say how large the arrays were."""
+    run = run_with_everything()
+    run.groups["machine"].variables.update(
+        {name: Variable(np.float64(size), "byte", ()) for name, size in sizes.items()})
+    found = {figure.name: figure.value for figure in merit.figures(run)}
+    assert found["memory bandwidth, one rank alone"] == 8 or not known
+    assert math.isnan(found["memory bandwidth, all ranks at once"]) != known
+    assert math.isnan(found["memory bandwidth, one rank alone"]) != known
+    assert found["peak of products, all ranks at once"] == 5
 
 
 def step_memory(case, keys, comm):
