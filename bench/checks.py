@@ -10,6 +10,7 @@ from typing import Callable
 
 import numpy as np
 
+from bench import leftovers as segments
 from bench.facts import Facts
 from mm3d import store
 from mm3d.record import Measurements, Variable
@@ -197,5 +198,15 @@ def clock(facts: Facts) -> Finding:
     return Finding("clock", WARNING if coarse else OK, text)
 
 
+def leftovers(facts: Facts) -> Finding:
+    """Shared memory that killed jobs have left here, removed where that is asked for."""
+    found = segments.abandoned()
+    if not found:
+        return Finding("leftovers", OK, f"no shared memory of killed jobs in {segments.FOLDER}")
+    if facts.clean:
+        return Finding("leftovers", OK, f"removed: {segments.amount(segments.remove(found))}")
+    return Finding("leftovers", WARNING, segments.advice(found))
+
+
 CHECKS: list[Callable[[Facts], Finding]] = [software, modules, launcher, nodes, blas, gpus,
-                                            cuda_aware, nccl, hdf5, clock]
+                                            cuda_aware, nccl, hdf5, clock, leftovers]

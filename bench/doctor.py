@@ -35,7 +35,7 @@ def doctor(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--launcher: {error}") from error
     facts = Facts(arguments.ranks, command, arguments.ranks_per_node, arguments.gpus_per_node,
                   arguments.device_buffers, arguments.module, arguments.out, arguments.limit,
-                  Path(arguments.seen) if arguments.seen else None)
+                  Path(arguments.seen) if arguments.seen else None, arguments.clean)
     checks = list(CHECKS)
     if arguments.gpu:
         from bench.doctor_gpu import CHECKS as MORE

@@ -45,6 +45,8 @@ class Facts:
     seen : Path or None
         Where the child jobs' output lies, when somebody else has run them; then `launcher` only
         serves messages.
+    clean : bool
+        Whether shared memory that killed jobs have left here is removed.
     """
 
     ranks: int
@@ -56,6 +58,7 @@ class Facts:
     folder: str | None = None
     limit: float = 60.0
     seen: Path | None = None
+    clean: bool = False
 
     @cached_property
     def census(self) -> tuple[list[list[dict[str, Any]]], str]:

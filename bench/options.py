@@ -100,6 +100,9 @@ def add_doctor(verbs) -> None:
     parser.add_argument("--seen", metavar="DIR",
                         help="start no child job: read what bench.census has said into this "
                              "folder, as batch jobs do")
+    parser.add_argument("--clean", action="store_true", help=(
+        "remove the shared memory that killed jobs of this user have left in /dev/shm, where no "
+        "process has it open"))
     parser.add_argument("--json", action="store_true", help="machine-readable")
 
 

@@ -12,7 +12,7 @@ from typing import Any, Iterable
 
 from tqdm import tqdm
 
-from bench import machine, resume, textfile
+from bench import leftovers, machine, resume, textfile
 from bench.cases import Case, UsageError, case, select, shuffled
 from bench.journal import Journal, Reproduction
 from bench.plots import plots
@@ -91,6 +91,8 @@ def reproduce(arguments) -> int:
     progress = Progress(len(cases), len(finished))
     progress.say(f"{len(cases)} rows, preset {arguments.preset}, on {machine.cpu_model()}, "
                  f"{environment.cores()} cores; results in {out}; order {reproduction.order}")
+    if left_behind := leftovers.advice(leftovers.abandoned()):
+        progress.say(left_behind)
     if finished:
         progress.say(f"going on with what was begun at {reproduction.begun[:19]} UTC: "
                      f"{len(finished)} rows are there and not measured again")
@@ -236,6 +238,8 @@ def conclude(log: Journal, reproduction: Reproduction, progress: Progress,
     if stopped or failures:
         print(f"\n{stopped or 'Ended'}: {measured_rows} of {progress.total} rows are in "
               f"{log.folder}; {advice(sys.argv[1:])}", file=sys.stderr)
+        if left_behind := leftovers.advice(leftovers.abandoned()):
+            print(left_behind, file=sys.stderr)
     elif missing:
         print(f"\nOf what was begun at {reproduction.begun[:19]} UTC {len(missing)} rows are not "
               f"measured yet: the command that began it goes on with them")
