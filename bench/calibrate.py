@@ -69,7 +69,7 @@ def measured(comm, transport: str) -> model.Machine:
     fits = {dtype: fitting.products(probes.least(rounds))
             for dtype, rounds in zip(DTYPES, zip(*products))}
     curves, lines = probes.curves(probes.least(passes)), probes.lines(probes.least(collectives))
-    node = fitting.links(lines, comm.size).get("node", NOTHING)
+    node = fitting.links(lines, comm.size, transport).get("node", NOTHING)
     largest = curves["multiply"]
     environs = here.describe("numpy", comm.size, MPI.Get_library_version(), "")
     first = fits[DTYPES[0]]
@@ -117,7 +117,8 @@ def sources(machine: model.Machine, fits: dict[str, fitting.Fit],
             "gemm_half_size": f"{fit}; {DTYPES[0]}", "gemm_rate": f"{fit}; {blas}",
             "gemm_seconds": f"{fit}; {DTYPES[0]}",
             "gemm_deviations": f"{how}: these products over the fit; {DTYPES[0]}",
-            "node": "the fits of gathers and scatters of all ranks; one rank moves nothing",
+            "node": "the fits of gathers and scatters of all ranks, the bandwidth of those that "
+                    "copy; one rank moves nothing",
             "network": "not measured: as inside the node",
             "achieved": whole,
             "block": "mm3d.backend.Backend.block",
@@ -143,8 +144,10 @@ def described(machine: model.Machine) -> str:
                         for size, seconds in machine.waiting.items())
     lines.append(f"in a step: {machine.achieved.gemm:.0%} of all rates"
                  + f"; waiting {waiting}" * bool(waiting))
+    idle = model.copies_nothing(machine.transport)
     lines += [f"{line.kind}{' of columns' * line.pieces} of {line.size} ranks {line.stride} "
               f"apart: {1e6 * line.alpha:.0f} us, "
-              f"{1e-9 / line.beta if line.beta else np.inf:.2f} GB/s"
+              + ("copies nothing" if line.kind in idle else
+                 f"{1e-9 / line.beta if line.beta else np.inf:.2f} GB/s")
               for line in machine.collectives]
     return "\n".join(lines)

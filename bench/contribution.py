@@ -89,8 +89,9 @@ def lines(machine: model.Machine, record: Measurements) -> model.Machine:
     same = (machine.ranks_per_node, machine.transport) == (per_node, chosen["transport"])
     kept = [line for line in machine.collectives if same and line.key not in keys]
     how = f"{measured(record)}, all lines of a direction at once"
-    links = fits.links(found, per_node)
-    fit = f"{how}: the mean of the fits of all-gather and reduce-scatter on the longest line"
+    links = fits.links(found, per_node, chosen["transport"])
+    fit = (f"{how}: the mean of the fits of all-gather and reduce-scatter on the longest line, "
+           f"the bandwidth of those that copy")
     sources = {"ranks_per_node": f"{how}: ranks of the job on a node",
                "transport": f"{how}: how the bytes travelled",
                "collectives": f"{how}: medians; {record.environment['mpi']}; "

@@ -2,11 +2,13 @@
 
 import itertools
 import math
+from typing import Sequence
 
 import msgspec
 import numpy as np
 
 from bench import model
+from mm3d.choice import in_place
 
 Shape = tuple[int, int, int]
 
@@ -76,19 +78,26 @@ def line(sizes: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
     return float(alpha), float(beta), float(np.abs((alpha + beta * sizes) / seconds - 1).max())
 
 
-def links(lines: list[model.Line], per_node: int) -> dict[str, model.Level]:
+def meetings(transports: str, kinds: Sequence[str]) -> np.ndarray:
+    """Whether collectives copy nothing, (direction, kind), with a transport of each direction."""
+    return np.array([[kind in in_place(name) for kind in kinds] for name in transports.split()])
+
+
+def links(lines: list[model.Line], per_node: int, transport: str) -> dict[str, model.Level]:
     """The links inside a node and between nodes, as far as `lines` use them.
 
     They are for collectives that were not measured, of which a program gathers about as many as
-    it scatters: the mean of the fits of both along the longest line.
+    it scatters: the mean of the fits of both along the longest line.  The bandwidth is of those
+    that copy: by `transport` a gather may be a meeting.
     """
     found: dict[str, model.Level] = {}
     for one in sorted(lines, key=lambda one: one.size):
         pair = [other for other in lines if other.key in (
             (kind, one.size, one.stride, False) for kind in ("all_gather", "reduce_scatter"))]
-        alpha, beta = (float(np.mean([getattr(other, name) for other in pair]))
-                       for name in ("alpha", "beta"))
         level, times = model.links(one.size, one.stride, per_node)
+        idle = model.copies_nothing(transport) if level == "node" else ()
+        alpha = float(np.mean([other.alpha for other in pair]))
+        beta = float(np.mean([other.beta for other in pair if other.kind not in idle]))
         found[level] = model.Level(alpha / math.ceil(math.log2(one.size)),
                                    times * (one.size - 1) / one.size / max(beta, 1e-15))
     return found

@@ -133,7 +133,8 @@ def collectives(arguments, comm) -> int:
     if comm.rank == 0:
         settings = {"dtype": arguments.dtype, "seed": arguments.seed, "grid_axes": "".join(axes),
                     "grid": " x ".join(map(str, grid.shape.values())),
-                    "transport": operands.transport(grid), **asdict(limits)}
+                    "transport": operands.transport(grid),
+                    "transports": operands.transports(grid, axes), **asdict(limits)}
         record = collectives_record(axes, [n * itemsize for n in lengths], found, settings,
                                     environs)
     grid.free()
@@ -199,6 +200,7 @@ def collectives_record(axes: list[str], sizes: list[int], found: list, settings:
                       for seconds in bounds[..., 0].reshape(-1, len(sizes))])
     lines = lines.reshape(*shape[:2], 3)
     dims = ("axis", "collective", "size")
+    copying = ~fits.meetings(settings["transports"], store.COLLECTIVES)
     return Measurements(
         "collectives", settings, environs,
         {"axis": axes, "collective": store.COLLECTIVES, "size": sizes,
@@ -206,7 +208,8 @@ def collectives_record(axes: list[str], sizes: list[int], found: list, settings:
         {"samples": Variable(samples, "s", (*dims, "repetition")),
          "seconds": Variable(bounds, "s", (*dims, "bound")),
          "bytes_moved": Variable(moved, "byte", dims),
-         "bandwidth": Variable(moved / bounds[..., 0], "byte s-1", dims),
+         "bandwidth": Variable(np.where(copying[..., None], moved / bounds[..., 0], np.nan),
+                               "byte s-1", dims),
          "ended_by_width": Variable(np.array([int(end == "width") for _, end, *_ in found])
                                     .reshape(shape), "1", dims),
          "alpha": Variable(lines[..., 0], "s", dims[:2]),

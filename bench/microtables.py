@@ -6,6 +6,7 @@ from typing import Callable, Sequence
 
 import numpy as np
 
+from bench import fits
 from bench.formats import Cell, Column, Notes, Number, Part, Rows, Table
 from bench.layertables import layers
 from mm3d.record import Measurements
@@ -57,20 +58,29 @@ def collectives(record: Measurements) -> list[Part]:
                Column("bandwidth", "(GB/s)"), Column("alpha", "(us)", "fit"),
                Column("1 / beta", "(GB/s)", "fit"), Column("within", "", "fit")]
     rows: Rows = []
+    chosen, narrow = record.configuration, values["ended_by_width"]
+    travel = chosen.get("transports") or " ".join(
+        [chosen["transport"].replace(" ", "+")] * len(record.scales["axis"]))
+    idle = fits.meetings(travel, record.scales["collective"])
     for c, kind in enumerate(record.scales["collective"]):
         for a, axis in enumerate(record.scales["axis"]):
             beta, error = values["beta"][a, c], values["fit_error"][a, c]
             rows.append([kind, axis, *(_number(1e6 * t, ".0f")
                                        for t in values["seconds"][a, c, :, 0]),
+                         Number(math.nan, "copies nothing") if idle[a, c] else
                          _number(values["bandwidth"][a, c].max() / 1e9, ".2f"),
                          _number(1e6 * values["alpha"][a, c], ".0f"),
-                         _number(1e-9 / beta, ".2f") if beta else Number(math.nan, "-"),
+                         _number(1e-9 / beta, ".2f") if beta and not idle[a, c]
+                         else Number(math.nan, "-"),
                          Number(error, f"{100 * error:.0f} %")])
-    chosen, narrow = record.configuration, values["ended_by_width"]
     return [Table(f"Collectives on {chosen['grid']} ranks, all lines at once", columns, rows),
             Notes("About these times:", [
                 "Bandwidth: bytes that the busiest rank moves over the time, at the best size; "
-                "the fit alpha + beta n is of relative least squares.",
+                "the fit alpha + beta n is of relative least squares. Arrays are sent again and "
+                "again: those that fit the caches are read from there.",
+                *["In shared memory a gather is a meeting, after which products read the blocks "
+                  "where they lie; of a broadcast only the first rank's copy is timed."]
+                * bool(idle.any()),
                 f"{int(narrow.sum())} of {narrow.size} intervals are within "
                 f"{100 * chosen['width']:g} % of the median, the others ended by repetitions or "
                 f"seconds.", f"{machine(record)}; transport {chosen['transport']}."])]

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from bench.cases import UsageError
+from mm3d.choice import in_place
 from mm3d.dry import PHASES, Collective, Gemm, Pass, Trace
 
 TERMS = ("gemm", "memory", "node", "network", "latency")
@@ -224,8 +225,9 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     """Seconds of one collective, when the same one runs along all parallel lines of the grid.
 
     Rings move (g-1)/g of the whole through each rank, an all-reduce twice, a pipelined broadcast
-    or reduction all of it.  A line that leaves its node crosses the node's link once for all of
-    its members there, and the lines that pass through the node share that link.
+    or reduction all of it; where ranks share memory, a gather nothing.  A line that leaves its
+    node crosses the node's link once for all of its members there, and the lines that pass
+    through the node share that link.
     """
     measured = {line.key: line.curve for line in machine.collectives}
     for pieces in (event.pieces, False):    # where columns were not measured, as rows
@@ -241,11 +243,19 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     within = moved / machine.node.bytes_per_second
     widest, times = links(g, event.stride, machine.ranks_per_node)
     if widest == "node":
+        if event.kind in copies_nothing(machine.transport):    # who reads the whole has its time
+            within = 0.0
         return {"node": within, "latency": steps * machine.node.seconds_per_message}
     crossing = moved * times / machine.network.bytes_per_second
     level = "network" if crossing >= within else "node"
     return {level: max(within, crossing),
             "latency": steps * machine.network.seconds_per_message}
+
+
+def copies_nothing(transport: str) -> frozenset[str]:
+    """The collectives of ranks of one node that copy nothing with this `Machine.transport`: of
+    several ways, those that leave the node are none for its ranks."""
+    return in_place("shared" if "shared" in transport.split() else transport)
 
 
 def links(size: int, stride: int, per_node: int) -> tuple[str, float]:

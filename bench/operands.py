@@ -1,6 +1,6 @@
 """Where the microbenchmarks obtain the arrays that travel."""
 
-from typing import Any
+from typing import Any, Iterable
 
 import numpy as np
 
@@ -37,6 +37,11 @@ def transport(grid: Grid) -> str:
     names = {getattr(axis.transport, "name", "mpi") for axis in grid.axes.values()
              if axis.size > 1}
     return " ".join(sorted(names)) or "none"
+
+
+def transports(grid: Grid, axes: Iterable[str]) -> str:
+    """How they travel along each of these directions, in their order."""
+    return " ".join(grid[name].transport.name for name in axes)
 
 
 def usual_transport(comm) -> str:

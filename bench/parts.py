@@ -1,13 +1,15 @@
 """Where the time went: the parts of a run's forward and backward, from its file."""
 
+import itertools
 import math
 
 import numpy as np
 
 from mm3d import timing
+from mm3d.choice import in_place
 from mm3d.record import Variable
 from mm3d.spans import AXES
-from mm3d.store import PHASES, Run
+from mm3d.store import COLLECTIVES, PHASES, Run
 
 # In the order in which a figure may stack them.
 LABELS = {"gemm": "matrix products", "x": "collectives along x", "y": "collectives along y",
@@ -55,11 +57,11 @@ def overhead(run: Run) -> dict[str, float] | None:
 
 
 def bandwidth(run: Run) -> dict[str, float] | None:
-    """By direction the bytes a second that a rank moves while it is in collectives.
+    """By direction the bytes a second that a rank moves while it is in collectives that copy.
 
     Bytes as `mm3d.axis.Traffic` counts them, of both phases and all ranks, over the mean time of
-    traced repetitions; waiting for others is not in it.  Directions that move nothing are left
-    out.
+    traced repetitions; waiting for others is not in it.  Gathers in shared memory copy nothing:
+    neither their bytes nor their time count.  Directions that copy nothing are left out.
     """
     seconds = _seconds(run)
     if seconds is None:
@@ -67,12 +69,23 @@ def bandwidth(run: Run) -> dict[str, float] | None:
     names = np.array(run.groups["parts"].scales["part"])
     found = {}
     for a, axis in enumerate(AXES):
-        moved = run.traffic["bytes"][:, :, a].sum()
-        inside = np.array([name.endswith(f" {axis}") for name in names])
+        copying = [kind not in idle(run, axis) for kind in COLLECTIVES]
+        moved = run.traffic["bytes"][:, :, a, copying].sum()
+        kinds = itertools.compress(COLLECTIVES, copying)
+        inside = np.isin(names, [f"{kind} {axis}" for kind in kinds])
         taken = seconds[..., inside].sum(axis=(1, 2, 3)).mean()
         if moved:
             found[axis] = float(moved / taken)
     return found
+
+
+def idle(run: Run, axis: str) -> frozenset[str]:
+    """The collectives that copied nothing along a direction of the grid."""
+    transports = str(run.configuration.get("transport", "")).split()
+    if "shared" in transports and (len(transports) == 1 or axis in run.configuration.get(
+            "within_nodes", "")):
+        transports = ["shared"]
+    return in_place(" ".join(transports))
 
 
 def variable(run: Run, group: str, name: str) -> Variable | None:

@@ -96,8 +96,12 @@ def _collectives(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, A
     fit = np.array([fits.line(sizes.astype(float), line)
                     for line in medians.reshape(-1, len(sizes))]).reshape(*medians.shape[:2], 3)
     source, longest = "the fit to the medians", medians.max(axis=-1)
+    bandwidth = moved / medians
+    if "transports" in run.configuration:    # files of before have one of meetings, too
+        bandwidth[fits.meetings(run.configuration["transports"],
+                                run.scales["collective"])] = np.nan
     return {"bytes_moved": Again(moved, "the sizes"),
-            "bandwidth": Again(moved / medians, "the bytes moved over the median"),
+            "bandwidth": Again(bandwidth, "the bytes moved over the median"),
             "alpha": Again(fit[..., 0], source, longest),
             "beta": Again(fit[..., 1], source, longest / sizes[-1]),
             "fit_error": Again(fit[..., 2], source, 1.0)}

@@ -1,5 +1,6 @@
 """Which transport carries the arrays of a grid: by setting, or by what is proven to work here."""
 
+import functools
 import os
 from typing import Mapping
 
@@ -50,6 +51,15 @@ def settle(comm: MPI.Intracomm | Absent, backend: Backend) -> str:
     if None in places:
         return "staged"
     return "device" if comm.bcast(comm.rank == 0 and proof.cuda_aware()) else "staged"
+
+
+@functools.cache
+def in_place(names: str) -> frozenset[str]:
+    """The collectives that copy nothing by any of these transports, such as "shared" or
+    "mpi shared"; see `mm3d.transport.MpiTransport.in_place`."""
+    known = {kind.name: kind for kind in (MpiTransport, SharedTransport)} | TRANSPORTS
+    kinds = [known[name].in_place if name in known else frozenset() for name in names.split()]
+    return frozenset.intersection(*kinds) if kinds else frozenset()
 
 
 def _nccl_problem(places: list, installed: list[bool]) -> str:

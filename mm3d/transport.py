@@ -88,6 +88,9 @@ class MpiTransport:
         How results and settings call it.
     note : str
         What it moves, for people, where that is not what `mm3d.axis.Traffic` counts.
+    in_place : frozenset of str
+        Collectives that copy nothing if the blocks were placed for them (`block`): they take the
+        time of a meeting, and no bandwidth follows from it.
     """
 
     name = "mpi"
@@ -95,6 +98,7 @@ class MpiTransport:
             "counted, and may relay more; what sums move is not known")
     goes_on = True        # whether what is begun goes on while this rank computes
     on_host = True        # whether the host has a part in it, beyond asking for it
+    in_place: frozenset[str] = frozenset()
 
     def __init__(self, comm, backend: Backend) -> None:
         self.comm, self.backend, self.rank = comm, backend, comm.rank

@@ -69,6 +69,22 @@ def test_the_file_has_what_was_measured_to_six_digits(tmp_path):
     assert machine.node == model.Level(1.5e-3, 0.75e9)
 
 
+def test_the_link_is_of_collectives_that_copy(tmp_path):
+    """In shared memory a gather takes as long whatever its size; through MPI both count."""
+    for transport, bandwidth in (("shared", 0.75e9), ("mpi", 1.5e9)):
+        record = invented_collectives(transport)
+        alpha, beta = (record.variables[name].values for name in ("alpha", "beta"))
+        beta[:, store.COLLECTIVES.index("all_gather")] = 0
+        alpha[:, store.COLLECTIVES.index("all_gather")] *= 3
+        machine = contribution.lines(CPU, record)
+        assert machine.node.bytes_per_second == pytest.approx(bandwidth)
+        assert machine.node.seconds_per_message == pytest.approx(3e-3)
+        gather, scatter = (model.collective_terms(machine, dry.Collective(kind, "x", 8, 1, 8e9))
+                           for kind in ("all_gather", "reduce_scatter"))
+        assert scatter["node"] == pytest.approx(7e9 / bandwidth)
+        assert gather["node"] == (0 if transport == "shared" else scatter["node"])
+
+
 def test_what_was_not_measured_is_the_base_s_and_said_so(tmp_path):
     machine = both(tmp_path)
     assert machine.memory_bandwidth == CPU.memory_bandwidth and machine.network == CPU.network

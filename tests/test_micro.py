@@ -2,9 +2,11 @@
 import numpy as np
 import pytest
 
-from bench import exact, fits, residual
+from bench import exact, fits, microtables, residual
+from bench.formats import render
 from bench.products import SHAPES, Problem, Replay, Whole
-from mm3d import Grid, Layout, cost, store
+from bench.recomputed import derived
+from mm3d import Grid, Layout, choice, cost, store
 from mm3d.record import Variable
 from support import run_python, run_ranks
 
@@ -205,7 +207,7 @@ def test_gemm(tmp_path):
 
 def test_collectives(tmp_path):
     done = run_ranks(4, "-m", "bench", "collectives", "--grid", "2x1x2", "--least", "64",
-                     "--most", "1100", *QUICK, "--out", str(tmp_path))
+                     "--most", "1100", *QUICK, "--out", str(tmp_path), MM3D_TRANSPORT="shared")
     assert done.returncode == 0, done.stderr
     run = only(tmp_path)
     assert run.scales["axis"] == ["x", "z"] and run.scales["size"] == [64, 256, 1024]
@@ -216,8 +218,34 @@ def test_collectives(tmp_path):
     # Half of the array for a gather or a scatter, twice that for both, all of it otherwise.
     assert (found["bytes_moved"] / run.scales["size"] == [[[.5], [.5], [1], [1], [1]]] * 2).all()
     assert (found["alpha"] >= 0).all() and (found["beta"] >= 0).all()
+    # In shared memory a gather is a meeting.
+    assert run.configuration["transports"] == "shared shared"
+    assert (np.isnan(found["bandwidth"]) == [[[True]] + 4 * [[False]]] * 2).all()
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert {line[0] for line in lines if "copies" in line} == {"all_gather"}
+    del run.configuration["transports"]    # as in files of before, with the same table
+    assert render(microtables.collectives(run)).count("copies nothing") == 2
+    assert not any("bandwidth" in line for line in derived(store.read(*tmp_path.glob("*.h5"))))
     assert run.variables["beta"].units == "s byte-1"
     assert "transport" in done.stdout
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("transport", ["shared", "mpi"])
+def test_who_copies_nothing_has_no_bandwidth(comm, monkeypatch, transport):
+    """What a transport says of its collectives is what it moves of blocks that were placed."""
+    monkeypatch.setenv("MM3D_TRANSPORT", transport)
+    grid = Grid(comm, "numpy", y=4)
+    for kind in store.COLLECTIVES:
+        grid.reset_traffic()
+        split = Layout("y").split(grid, (1 << 16,), "y")
+        a = split.empty((1 << 14,), "float32") if kind == "all_gather" else np.zeros(1 << 16)
+        {"all_gather": lambda: split.all_gather(a), "broadcast": lambda: grid.y.broadcast(a, 0),
+         "reduce_scatter": lambda: split.reduce_scatter(a), "reduce": lambda: grid.y.reduce(a, 0),
+         "all_reduce": lambda: grid.y.all_reduce(a)}[kind]()
+        moved = comm.allreduce(grid.y.traffic[kind].moved)
+        assert (moved == 0) == (kind in choice.in_place(transport)), kind
+    grid.free()
 
 
 def test_the_fit_finds_latency_and_bandwidth():

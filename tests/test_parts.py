@@ -293,6 +293,17 @@ def test_what_a_step_is_made_of(tmp_path):
     assert parts.overhead(again) == pytest.approx({"forward": 1.875 / 4, "backward": 9.875 / 8})
     # Traffic of `made_up`: rank r moves 4 r bytes a phase along x.
     assert parts.bandwidth(again) == {"x": 2 * 4 * 28 / (2 * 8 * 0.75)}
+    # They are gathers; in shared memory these copy nothing, and what is summed has its own time.
+    again.configuration["transport"] = "shared"
+    assert parts.bandwidth(again) == {}
+    reduced = list(store.COLLECTIVES).index("reduce")
+    again.traffic["bytes"][0, :, 0, reduced] = 100
+    assert parts.bandwidth(again) == {"x": 8 * 100 / (2 * 8 * 0.25)}
+    # Of several transports, along the directions that lie within nodes.
+    again.configuration.update(transport="mpi shared", within_nodes="y")
+    assert parts.bandwidth(again) == {"x": (2 * 4 * 28 + 800) / (2 * 8 * 0.75)}
+    again.configuration["within_nodes"] = "xy"
+    assert parts.bandwidth(again) == {"x": 8 * 100 / (2 * 8 * 0.25)}
 
 
 def test_the_orders_of_spans_and_files_agree():
