@@ -4,8 +4,9 @@ Pairs ``x_forward`` and ``x_backward`` without state: what backward needs is in 
 Results go into the array `out`, which the caller provides; work is done in blocks, whose
 intermediate values take little memory and stay in cache.  These are the pairs to read, for any
 array library; a backend may bring a faster `kernel` of the same name.  Only functions of the
-array API standard are used, and no operation promotes: float32 in, float32 throughout (float16
-is summed in float32).
+array API standard are used, and no operation promotes: float32 in, float32 throughout.  Types of
+16 bits are computed with in float32, since squares and scores of ordinary activations are beyond
+the range of float16, and only results are rounded to them.
 """
 
 import functools
@@ -61,15 +62,18 @@ def sum_products(a: Array, b: Array, wide: bool = False) -> Array:
     return _total(wide, lambda u, v: u * v, a, b)
 
 
+def _wide(a: Array) -> Array:
+    """`a` in the type that is computed with: itself, but float32 for types of 16 bits."""
+    return namespace(a).astype(a, wide_dtype(a), copy=False)
+
+
 def _total(wide: bool, term: Callable[..., Array], *arrays: Array) -> Array:
     like = arrays[0]
     xp, library, dtype = namespace(like), backend.of(like), wide_dtype(like)
     total = library.empty(like.shape[-1:], dtype)
     total[...] = 0
     for rows in row_blocks(library, *arrays):
-        if wide:
-            rows = [xp.astype(u, dtype, copy=False) for u in rows]
-        total += xp.sum(term(*rows), axis=0, dtype=dtype)
+        total += xp.sum(term(*map(_wide, rows)), axis=0, dtype=dtype)
     return total if wide else xp.astype(total, like.dtype, copy=False)
 
 
@@ -80,10 +84,11 @@ def gelu_forward(x: Array, out: Array) -> Array:
     """
     library, xp = backend.of(x), namespace(x)
     for u, y in row_blocks(library, x, out):
+        u = _wide(u)
         t = xp.tanh(u * (GELU_SCALE + GELU_SCALE * GELU_CUBIC * (u * u)))
         t += 1
         t *= u
-        y[...] = t * 0.5
+        y[...] = xp.astype(t * 0.5, y.dtype, copy=False)
     return out
 
 
@@ -91,13 +96,14 @@ def gelu_backward(dy: Array, x: Array, out: Array) -> Array:
     """dx of `gelu_forward`, from its input x."""
     library, xp = backend.of(x), namespace(x)
     for g, u, dx in row_blocks(library, dy, x, out):
+        u = _wide(u)
         square = u * u
         t = xp.tanh(u * (GELU_SCALE + GELU_SCALE * GELU_CUBIC * square))
         slope = GELU_SCALE / 2 + (1.5 * GELU_SCALE * GELU_CUBIC) * square
         slope *= u
         slope *= 1 - t * t
         slope += 0.5 * (1 + t)
-        dx[...] = g * slope
+        dx[...] = xp.astype(_wide(g) * slope, dx.dtype, copy=False)
     return out
 
 
@@ -105,7 +111,7 @@ def gelu_backward(dy: Array, x: Array, out: Array) -> Array:
 def bias_gelu_forward(x: Array, b: Array, out: Array) -> Array:
     """GELU of x + b, every row of `x` plus the vector b: `gelu_forward` after `add_rows`."""
     for u, y in row_blocks(backend.of(x), x, out):
-        gelu_forward(u + b, y)
+        gelu_forward(_wide(u) + _wide(b), y)
     return out
 
 
@@ -114,7 +120,7 @@ def bias_gelu_backward(dy: Array, x: Array, b: Array, out: Array,
                        wide: bool = False) -> tuple[Array, Array]:
     """dx and db of `bias_gelu_forward`: `gelu_backward` at x + b, and its `sum_rows`."""
     for g, u, dx in row_blocks(backend.of(x), dy, x, out):
-        gelu_backward(g, u + b, dx)
+        gelu_backward(g, _wide(u) + _wide(b), dx)
     return out, sum_rows(out, wide)
 
 
@@ -152,12 +158,12 @@ def normalize_forward(x: Array, features: int, eps: float, total: Callable[[Arra
     library, xp = backend.of(x), namespace(x)
     mean = total(_sums(xp, x)) / features
     squares = library.empty(mean.shape, mean.dtype)
-    for u, m, y, s in row_blocks(library, x, mean, out, squares):
-        y[...] = xp.astype(u - m, y.dtype, copy=False)
-        s[...] = _sums(xp, y * y)
+    for u, m, s in row_blocks(library, x, mean, squares):
+        centred = _wide(u) - m
+        s[...] = _sums(xp, centred * centred)
     rstd = 1 / xp.sqrt(total(squares) / features + eps)
-    for y, r in row_blocks(library, out, rstd):
-        y[...] = xp.astype(y * r, y.dtype, copy=False)
+    for u, m, y, r in row_blocks(library, x, mean, out, rstd):
+        y[...] = xp.astype((_wide(u) - m) * r, y.dtype, copy=False)
     return out, rstd
 
 
@@ -171,10 +177,12 @@ def normalize_backward(dy: Array, xhat: Array, rstd: Array, features: int,
     library, xp = backend.of(dy), namespace(dy)
     sums = library.empty(rstd.shape[:-1] + (2,), rstd.dtype)
     for g, h, s in row_blocks(library, dy, xhat, sums):
+        g, h = _wide(g), _wide(h)
         s[:, 0:1] = _sums(xp, g)
         s[:, 1:2] = _sums(xp, g * h)
     means = total(sums) / features
     for g, h, r, m, dx in row_blocks(library, dy, xhat, rstd, means, out):
+        g, h = _wide(g), _wide(h)
         dx[...] = xp.astype((g - m[:, 0:1] - h * m[:, 1:2]) * r, dx.dtype, copy=False)
     return out
 
@@ -211,15 +219,15 @@ def attention_forward(q: Array, k: Array, v: Array, first: int, causal: bool,
     lse = library.empty((batch, heads, queries), wide)
     mask = _mask(q, k, first, wide) if causal else None
     for b, some in head_blocks(library, q, k):
-        Q, K, V = (by_head(xp, a[b, :, some, :]) for a in (q, k, v))
-        S = _scores(xp, Q, K, mask, wide)
+        Q, K, V = (_wide(by_head(xp, a[b, :, some, :])) for a in (q, k, v))
+        S = _scores(xp, Q, K, mask)
         top = xp.max(S, axis=-1, keepdims=True)
         S -= top
         P = xp.exp(S)
         total = xp.sum(P, axis=-1, keepdims=True)
-        PV = xp.matmul(xp.astype(P, V.dtype, copy=False), V)
-        PV /= xp.astype(total, V.dtype, copy=False)
-        out[b, :, some, :] = xp.permute_dims(PV, (1, 0, 2))
+        PV = xp.matmul(P, V)
+        PV /= total
+        _put(out, b, some, PV)
         lse[b, some, :] = (top + xp.log(total))[:, :, 0]
     return out, lse
 
@@ -236,19 +244,23 @@ def attention_backward(do: Array, q: Array, k: Array, v: Array, lse: Array, firs
     scale = 1 / math.sqrt(q.shape[-1])
     mask = _mask(q, k, first, lse.dtype) if causal else None
     for b, some in head_blocks(library, q, k):
-        Q, K, V, dO = (by_head(xp, a[b, :, some, :]) for a in (q, k, v, do))
-        P = _scores(xp, Q, K, mask, lse.dtype)
+        Q, K, V, dO = (_wide(by_head(xp, a[b, :, some, :])) for a in (q, k, v, do))
+        P = _scores(xp, Q, K, mask)
         P -= lse[b, some, :][:, :, None]
         P = xp.exp(P)
-        dP = xp.astype(xp.matmul(dO, xp.matrix_transpose(V)), lse.dtype, copy=False)
-        dV = xp.matmul(xp.matrix_transpose(xp.astype(P, V.dtype, copy=False)), dO)
+        dP = xp.matmul(dO, xp.matrix_transpose(V))
+        _put(dv, b, some, xp.matmul(xp.matrix_transpose(P), dO))
         dP -= xp.sum(P * dP, axis=-1, keepdims=True)
         dP *= P
         dP *= scale
-        dS = xp.astype(dP, Q.dtype, copy=False)
-        for a, gradient in ((dq, xp.matmul(dS, K)),
-                            (dk, xp.matmul(xp.matrix_transpose(dS), Q)), (dv, dV)):
-            a[b, :, some, :] = xp.permute_dims(gradient, (1, 0, 2))
+        _put(dq, b, some, xp.matmul(dP, K))
+        _put(dk, b, some, xp.matmul(xp.matrix_transpose(dP), Q))
+
+
+def _put(a: Array, b: int, some: slice, by_heads: Array) -> None:
+    """Put (heads, positions, d) where it belongs in (batch, positions, heads, d)."""
+    xp = namespace(a)
+    a[b, :, some, :] = xp.astype(xp.permute_dims(by_heads, (1, 0, 2)), a.dtype, copy=False)
 
 
 def _mask(q: Array, k: Array, first: int, dtype) -> Array:
@@ -260,9 +272,9 @@ def _mask(q: Array, k: Array, first: int, dtype) -> Array:
     return library.xp.where(later, zero - math.inf, zero)
 
 
-def _scores(xp, Q: Array, K: Array, mask: Array | None, dtype) -> Array:
+def _scores(xp, Q: Array, K: Array, mask: Array | None) -> Array:
     """Q K^T / sqrt(d), plus the mask."""
-    S = xp.astype(xp.matmul(Q, xp.matrix_transpose(K)), dtype, copy=False)
+    S = xp.matmul(Q, xp.matrix_transpose(K))
     S *= 1 / math.sqrt(Q.shape[-1])
     if mask is not None:
         S += mask
