@@ -1,26 +1,30 @@
 """The verb ``scalapack``: the 3-D product beside ScaLAPACK's PSGEMM and PDGEMM, in one run.
 
 ScaLAPACK is called where it lies, through ctypes, on the same ranks, with its matrices dealt
-block-cyclically over its own grid; both products are verified.  In every repetition all are
-measured in random order, and the figures are medians of the ratios within repetitions.
+block-cyclically over its own grid.  It moves them by MPI; the 3-D product is measured by MPI, too,
+and in shared memory.  Local products of all of them are made by one function, that of the BLAS
+which ScaLAPACK calls (`bench.blas`).  All are verified.  In every repetition all are measured in
+random order, and the figures are medians of the ratios within repetitions.
 """
 
+import contextlib
 import ctypes
 import math
+import os
 import re
 from ctypes.util import find_library
 from pathlib import Path
+from typing import Callable, Iterator, NamedTuple
 
 import numpy as np
-from threadpoolctl import threadpool_info
 
-from bench import operands, residual
+from bench import blas, operands, residual
 from bench.cases import UsageError
 from bench.formats import Column, Notes, Part, Rows, Table, render
 from bench.job import everywhere
 from bench.matmul import verified
-from bench.products import Problem
-from bench.sampling import failed, limits_of
+from bench.products import Problem, Replay
+from bench.sampling import failed, limits_of, several
 from mm3d import environment, timing
 from mm3d.statistics import median_interval
 
@@ -142,86 +146,150 @@ class Pgemm:
         return out
 
 
+class Subject(NamedTuple):
+    """One of the things that take turns: its name, what does it once, and the function that
+    makes its matrix products where that is not its own choice."""
+
+    name: str
+    step: Callable[[], object]
+    gemm: Callable | None = None
+
+
 def scalapack(arguments, comm) -> int:
     """Measure and print every shape; 0 when all were right.
 
     Raises
     ------
     UsageError
-        When there is no ScaLAPACK, or an argument cannot be meant.
+        When there is no ScaLAPACK, its BLAS cannot be called, or an argument cannot be meant.
     """
     limits = limits_of(arguments)
     lib, status = everywhere(library, comm), 0
+    gemm = everywhere(lambda: blas.Gemm(lib, arguments.dtype), comm)
     for shape in arguments.shape:
+        problems = {}
         try:
-            problem = Problem("3d", "ab", comm, arguments.grid, shape, arguments.dtype,
-                              arguments.seed, "numpy")
+            for transport in ("", "mpi"):    # as usual, and as ScaLAPACK
+                with through(transport):
+                    problem = Problem("3d", "ab", comm, arguments.grid, shape, arguments.dtype,
+                                      arguments.seed, "numpy")
+                problems.setdefault(operands.transport(problem.grid), problem)
         except ValueError as error:
             raise UsageError(str(error)) from error
         rivals = [Pgemm(lib, comm, shape, arguments.dtype, block, arguments.seed)
                   for block in arguments.block]
-        status = max(status, _one(problem, rivals, shape, arguments, limits))
+        status = max(status, _one(problems, rivals, gemm, shape, arguments, limits))
         for rival in rivals:
             rival.free()
-        problem.grid.free()
+        for problem in problems.values():
+            problem.grid.free()
     return status
 
 
-def _one(problem: Problem, rivals: list[Pgemm], shape: tuple[int, int, int], arguments,
-         limits: timing.Limits) -> int:
+@contextlib.contextmanager
+def through(transport: str) -> Iterator[None]:
+    """Let grids that are made meanwhile use a transport; as usual if it is ""."""
+    before = os.environ.get("MM3D_TRANSPORT")
+    if transport:
+        os.environ["MM3D_TRANSPORT"] = transport
+    try:
+        yield
+    finally:
+        if transport:
+            del os.environ["MM3D_TRANSPORT"]
+            os.environ |= {"MM3D_TRANSPORT": before} if before is not None else {}
+
+
+def _one(problems: dict[str, Problem], rivals: list[Pgemm], gemm: blas.Gemm,
+         shape: tuple[int, int, int], arguments, limits: timing.Limits) -> int:
     """Verify, measure and print one shape; 0 unless something is wrong."""
-    comm, clock = problem.grid.comm, timing.Clock(problem.grid.comm)
-    steps = [problem.forward, *rivals]
-    problems = residual.failure(verified(problem, problem.forward(), arguments.seed))
+    grid = next(iter(problems.values())).grid
+    comm, clock = grid.comm, timing.Clock(grid.comm)
+    wrong = _wrong(problems, rivals, gemm, arguments)
+    if wrong:
+        return failed(f"{shape} {arguments.dtype}", wrong, comm)
+    subjects = _subjects(problems, rivals, gemm)
+    order, kept = np.random.default_rng(arguments.seed), []
+    ended_by, begun = "", clock.now()
+    while not ended_by:
+        seconds = np.empty(len(subjects))
+        for kind in order.permutation(len(subjects)):
+            step, own = subjects[kind].step, subjects[kind].gemm
+            with blas.multiplying(grid.backend, own) if own else contextlib.nullcontext():
+                timing.wait_patiently(comm)
+                times, _ = timing.spans(several(step, arguments.calls), comm, lambda: None, clock)
+            seconds[kind] = times.max() / arguments.calls
+        kept.append(seconds)
+        ended_by = comm.bcast(limits.reached(len(kept), clock.now() - begun, lambda: [
+            median_interval(line) for ratios in ahead(np.array(kept), len(problems), len(rivals))
+            for line in ratios.T]))
+    if comm.rank == 0:
+        print(render(_parts(problems, rivals, gemm, subjects, shape, arguments, np.array(kept))),
+              "", sep="\n", flush=True)
+    return 0
+
+
+def _wrong(problems: dict[str, Problem], rivals: list[Pgemm], gemm: blas.Gemm,
+           arguments) -> str | None:
+    """What is wrong of the first results; nothing when all are right."""
+    for problem in problems.values():
+        with blas.multiplying(problem.grid.backend, gemm):
+            result = problem.forward()
+        wrong = residual.failure(verified(problem, result, arguments.seed))
+        if wrong:
+            return wrong
     for rival in rivals:
         rival()
         worst = rival.error(arguments.seed)
         if not worst <= residual.MULTIPLE * np.finfo(arguments.dtype).eps:
-            problems = f"ScaLAPACK in blocks of {rival.block} is off by {worst:.2g} |A||B|"
-    if problems:
-        return failed(f"{shape} {arguments.dtype}", problems, comm)
-    order, kept = np.random.default_rng(arguments.seed), []
-    ended_by, begun = "", clock.now()
-    while not ended_by:
-        seconds = np.empty(len(steps))
-        for kind in order.permutation(len(steps)):
-            timing.wait_patiently(comm)
-            times, _ = timing.spans(lambda: [steps[kind]() for _ in range(arguments.calls)][:0],
-                                    comm, lambda: None, clock)
-            seconds[kind] = times.max() / arguments.calls
-        kept.append(seconds)
-        ended_by = comm.bcast(limits.reached(len(kept), clock.now() - begun, lambda: [
-            median_interval(_ratios(kept)[:, kind]) for kind in range(len(rivals))]))
-    if comm.rank == 0:
-        print(render(_parts(problem, rivals, shape, arguments, np.array(kept))), "", sep="\n",
-              flush=True)
-    return 0
+            return f"ScaLAPACK in blocks of {rival.block} is off by {worst:.2g} |A||B|"
+    return None
 
 
-def _ratios(kept: list[np.ndarray]) -> np.ndarray:
-    """ScaLAPACK's seconds over the 3-D product's, (repetitions, block sizes)."""
-    seconds = np.array(kept)
-    return seconds[:, 1:] / seconds[:, :1]
+def _subjects(problems: dict[str, Problem], rivals: list[Pgemm],
+              gemm: blas.Gemm) -> list[Subject]:
+    """The 3-D product by each transport, ScaLAPACK's in blocks of several sizes, and the local
+    products of the first alone, by the BLAS of all these and by NumPy's own."""
+    first = next(iter(problems.values()))
+    local = Replay(first.forward, first.grid.backend, first.dtype)
+    grid = " x ".join(map(str, first.grid.shape.values()))
+    return [*(Subject(f"3d on {grid}, transport {name}", problem.forward, gemm)
+              for name, problem in problems.items()),
+            *(Subject(f"ScaLAPACK on {rival.grid[0]} x {rival.grid[1]}, blocks of {rival.block}",
+                      rival) for rival in rivals),
+            Subject(f"local products of 3d alone, by {gemm.file}",
+                    lambda: [gemm(*call) for call in local.calls]),
+            Subject("the same, by NumPy's own BLAS", local)]
 
 
-def _parts(problem: Problem, rivals: list[Pgemm], shape: tuple[int, int, int], arguments,
+def ahead(seconds: np.ndarray, ours: int, rivals: int) -> list[np.ndarray]:
+    """ScaLAPACK's seconds over those of the 3-D product by each of its transports, (repetitions,
+    block sizes), from those of (repetitions, subjects)."""
+    return [seconds[:, ours:ours + rivals] / seconds[:, [k]] for k in range(ours)]
+
+
+def _parts(problems: dict[str, Problem], rivals: list[Pgemm], gemm: blas.Gemm,
+           subjects: list[Subject], shape: tuple[int, int, int], arguments,
            seconds: np.ndarray) -> list[Part]:
     """What was measured, for people."""
-    rates = 2e-9 * math.prod(shape) / np.median(seconds, axis=0)
-    names = ["3d on " + " x ".join(map(str, problem.grid.shape.values()))] + [
-        f"ScaLAPACK on {rival.grid[0]} x {rival.grid[1]}, blocks of {rival.block}"
-        for rival in rivals]
-    ahead = [["", ""]] + [[f"{median:.2f}", f"{low:.2f} - {high:.2f}"] for median, low, high, _ in
-                          map(median_interval, _ratios(list(seconds)).T)]
-    rows: Rows = [[name, f"{1e3 * time:#.4g}", f"{rate:.1f}", *found] for name, time, rate, found
-                  in zip(names, np.median(seconds, axis=0), rates, ahead)]
-    kernels = sorted({f"{blas['internal_api']} {blas['version']}, {blas.get('architecture')} "
-                      f"kernels, {blas['num_threads']} thread(s)" for blas in threadpool_info()
-                      if blas["user_api"] == "blas"})
+    times, ours = np.median(seconds, axis=0), len(problems)
+    rows: Rows = []
+    for k, (subject, time) in enumerate(zip(subjects, times)):
+        cells = [subject.name, f"{1e3 * time:#.4g}", f"{2e-9 * math.prod(shape) / time:.1f}"]
+        for ratios in ahead(seconds, ours, len(rivals)):
+            median, low, high, _ = (median_interval(ratios[:, k - ours])
+                                    if 0 <= k - ours < len(rivals) else (None,) * 4)
+            cells += ["", ""] if median is None else [f"{median:.2f}", f"{low:.2f} - {high:.2f}"]
+        rows.append(cells)
     columns = [Column("", "C = A B"), Column("time", "(ms)"), Column("rate", "(GFLOP/s)"),
-               Column("3d is ahead", "(median)"), Column("3d is ahead", "95 %")]
-    title = (f"{' x '.join(map(str, shape))} {arguments.dtype}, {problem.grid.size} ranks on "
-             f"{environment.cores()} cores, transport {operands.transport(problem.grid)}")
+               *(Column(which, "", f"3d, {name}, is ahead") for name in problems
+                 for which in ("median", "95 %"))]
+    size = problems[next(iter(problems))].grid.size
+    title = (f"{' x '.join(map(str, shape))} {arguments.dtype}, {size} ranks on "
+             f"{environment.cores()} cores")
     return [Table(title, columns, rows), Notes("About these figures:", [
         f"{len(seconds)} repetitions of {arguments.calls} calls each, in random order; times are "
-        f"makespans a call", " and ".join(kernels)])]
+        f"makespans a call, rates of all ranks.",
+        f"The 3-D product and ScaLAPACK multiply by one function, of {gemm.file}. ScaLAPACK moves "
+        f"by MPI.", "Loaded: " + "; ".join(f"{file}: {what}" for file, what in
+                                           blas.loaded().items()) + "."])]

@@ -22,11 +22,86 @@ def installed():
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_both_products_are_verified_and_compared(installed, dtype):
-    done = run_ranks(4, *SMALL, "--dtype", dtype)
+    done = run_ranks(4, *SMALL, "--dtype", dtype, MM3D_TRANSPORT="shared")
     assert done.returncode == 0, done.stderr
     assert f"48 x 40 x 56 {dtype}, 4 ranks" in done.stdout
-    assert "ScaLAPACK on 2 x 2, blocks of 8" in done.stdout
-    assert "3d on 1 x 2 x 2" in done.stdout
+    assert "3d, shared, is ahead" in done.stdout and "3d, mpi, is ahead" in done.stdout
+    rows = {line.split("  ")[0]: line.split("  ") for line in done.stdout.splitlines()}
+    numbers = {name: len([cell for cell in row if cell.strip()]) for name, row in rows.items()}
+    for transport in ("shared", "mpi"):
+        assert numbers[f"3d on 1 x 2 x 2, transport {transport}"] == 3
+    # ScaLAPACK beside both of them.
+    assert numbers["ScaLAPACK on 2 x 2, blocks of 8"] == 7
+    assert numbers["the same, by NumPy's own BLAS"] == 3
+    assert sum(name.startswith("local products of 3d alone, by lib") for name in rows) == 1
+    assert "multiply by one function, of lib" in " ".join(done.stdout.split())
+
+
+def test_where_mpi_is_usual_the_product_is_measured_by_it_alone(installed):
+    done = run_ranks(4, *SMALL, MM3D_TRANSPORT="mpi")
+    assert done.returncode == 0 and "transport mpi" in done.stdout, done.stderr
+    assert "shared" not in done.stdout
+
+
+def test_our_products_are_made_by_scalapack_s_function(installed, tmp_path):
+    """One that is wrong makes them wrong."""
+    program = tmp_path / "wrong.py"
+    program.write_text("""
+import sys
+from bench import blas
+from bench.__main__ import main
+right = blas.Gemm.__call__
+
+def wrong(self, a, b, out):
+    right(self, a, b, out)[-1, -1] += 1
+    return out
+
+blas.Gemm.__call__ = wrong
+sys.exit(main(sys.argv[1:]))
+""")
+    done = run_ranks(4, str(program), *SMALL[2:])
+    assert done.returncode == 1 and "off by" in done.stdout, done.stdout + done.stderr
+
+
+GEMM = """
+import numpy as np
+from bench import blas, scalapack
+library = scalapack.library()
+for dtype in ("float32", "float64"):
+    gemm = blas.Gemm(library, dtype)
+    draw = np.random.default_rng(0)
+    for m, n, k in ((5, 3, 4), (1, 3, 4), (5, 1, 4), (5, 3, 1), (1, 1, 1), (0, 3, 4), (5, 0, 4)):
+        for rows in (slice(None), slice(1, -1)):    # whole, and part of a larger one
+            a, b = (draw.integers(-3, 4, (x + 2, y + 2)).astype(dtype)[1:-1, rows][:, :y][:x]
+                    for x, y in ((m, n), (n, k)))
+            turned = [draw.integers(-3, 4, (y, x + 1)).astype(dtype).T[:x] for x, y in (
+                (m, n), (n, k))]
+            for left in (a, turned[0]):
+                for right in (b, turned[1]):
+                    found = gemm(left, right, np.full((m, k), 7, dtype))
+                    assert np.array_equal(found, left @ right), (left.strides, right.strides)
+    for a, b in ((np.ones((2, 2), "float16"), np.ones((2, 2), dtype)),
+                 (np.ones((4, 4), dtype)[::2, ::2], np.ones((2, 2), dtype))):
+        try:
+            gemm(a, b, np.ones((2, 2), dtype))
+        except ValueError:
+            print("refused")
+places = iter(range(2))    # as if another library had been loaded for all before
+blas.address = lambda function: next(places)
+blas.defined_in = lambda function: "libone.so"
+try:
+    blas.Gemm(library, "float64")
+except blas.OtherBlas as error:
+    print(error)
+"""
+
+
+def test_products_of_any_order_by_the_function_that_scalapack_calls(installed):
+    done = run_python("-c", GEMM)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["refused"] * 4 + [
+        "dgemm_ of ScaLAPACK's BLAS is in libone.so, but its calls end in libone.so, which was "
+        "loaded before"]
 
 
 def test_a_wrong_product_of_scalapack_is_noticed(installed, tmp_path):
