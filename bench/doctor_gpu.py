@@ -82,6 +82,14 @@ def model(backend: backends.Backend) -> Finding:
                    f"{'wrong in ' + ', '.join(wrong) + ': ' if wrong else ''}errors {text}")
 
 
+@on_device
+def graph(backend: backends.Backend) -> Finding:
+    """A product recorded as a CUDA graph and repeated on other numbers."""
+    problem = gpuchecks.graph_problem(backend)
+    return (Finding("graph", WARNING, f"no step can be a CUDA graph: {problem}") if problem else
+            Finding("graph", OK, "a recorded product follows its operands"))
+
+
 def transport(kind: str) -> Callable[[Facts], Finding]:
     """The check that ranks carry device arrays in this way, in a child job."""
     name = f"by {kind}"
@@ -108,4 +116,5 @@ def transport(kind: str) -> Callable[[Facts], Finding]:
     return checked
 
 
-CHECKS: list[Callable[[Facts], Finding]] = [device, products, model, *map(transport, TRANSPORTS)]
+CHECKS: list[Callable[[Facts], Finding]] = [device, products, model, graph,
+                                            *map(transport, TRANSPORTS)]

@@ -72,10 +72,9 @@ class Bench:
         self.modes = gpucases.modes(backend)
         self.libraries = ["mm3d", "PyTorch"]
         if arguments.graph:
-            try:
-                backend.graph(lambda: None)
-            except ValueError as error:    # now rather than after an hour
-                raise UsageError(str(error)) from error
+            problem = gpuchecks.graph_problem(backend)    # now rather than after an hour
+            if problem:
+                raise UsageError(f"--graph: {problem}")
             self.libraries.append("mm3d, graph")
 
     def seconds(self, step: Step) -> list[float]:

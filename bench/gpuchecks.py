@@ -87,6 +87,24 @@ def finite(backend: Backend, name: str, step: Callable[[], tuple[Array, ...]]) -
     return right([Check(f"numbers of {name} that are not finite", float(wrong), 0.0)])
 
 
+def graph_problem(backend: Backend) -> str:
+    """Why a product cannot be recorded as a graph and repeated; empty if it can.
+
+    A product is what most often cannot be: cuBLAS must neither wait nor allocate meanwhile.
+    """
+    first = np.arange(256, dtype=np.float32).reshape(16, 16) % 7
+    a = backend.asarray(first)
+    try:
+        again = backend.graph(lambda: backends.matmul(a, a))
+        for given in (first, first - 3):
+            a[...] = backend.asarray(given)
+            if not np.array_equal(backend.to_host(again()), given @ given):
+                return "a recorded product, repeated, is not the product of what is there then"
+    except (NotImplementedError, RuntimeError, ValueError) as error:
+        return str(error)
+    return ""
+
+
 def right(found: list[Check]) -> list[Check]:
     """The checks themselves; WrongResult when one did not pass."""
     for check in found:

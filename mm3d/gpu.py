@@ -7,6 +7,7 @@ and NCCL have streams of their own, which events order with it.
 
 import os
 import platform
+import re
 import sys
 from typing import Any, Callable
 
@@ -14,7 +15,15 @@ import numpy as np
 
 from mm3d import backend, environment
 from mm3d.backend import Array, Backend
+from mm3d.cublas import Cublas
 from mm3d.kernels import GpuKernels
+
+# cupy.astype and bfloat16 came with 14.0; before 14.1 the bytes in use, which are asked for at
+# each allocation, were summed over all blocks.
+CUPY = (14, 1)
+# CUDA 13 compiles for Turing and later.
+TURING, CUDA_13 = 75, 13000
+INSTALL = "pip install -U 'cupy-cuda13x[ctk]>=14.1' (cupy-cuda12x for GPUs before Turing)"
 
 
 class CupyBackend(Backend):
@@ -33,7 +42,8 @@ class CupyBackend(Backend):
     Raises
     ------
     ValueError
-        When CuPy is not installed or finds no GPU.
+        When CuPy is missing or too old, comes without cuBLAS or NVRTC, finds no GPU, or is of a
+        CUDA that does not know this one.
     """
 
     name = "cupy"
@@ -41,16 +51,12 @@ class CupyBackend(Backend):
     host_buffers = False
 
     def __init__(self) -> None:
-        try:
-            import cupy
-        except ImportError as error:
-            raise ValueError("backend 'cupy' needs the package cupy: "
-                             "pip install cupy-cuda13x, or choose backend 'numpy'") from error
-        if not cupy.is_available():
-            raise ValueError("backend 'cupy' found no usable GPU: choose backend 'numpy'")
-        self.xp, self.tf32 = cupy, os.environ.get("MM3D_TF32", "0") not in ("", "0")
+        cupy = self.xp = _library()
+        self.tf32 = os.environ.get("MM3D_TF32", "0") not in ("", "0")
         self.gpu = environment.local_rank() % cupy.cuda.runtime.getDeviceCount()
-        cupy.cuda.Device(self.gpu).use()
+        cupy.cuda.Device(self.gpu).use()    # before anything makes a context, on GPU 0 otherwise
+        capability = int(cupy.cuda.Device(self.gpu).compute_capability)
+        _check_architecture(capability, cupy.cuda.runtime.runtimeGetVersion())
         self.pool, self._peak = cupy.cuda.MemoryPool(), 0
         cupy.cuda.set_allocator(self._allocate)
         self.stream = cupy.cuda.Stream(non_blocking=True)
@@ -58,6 +64,7 @@ class CupyBackend(Backend):
         self._sides: dict[str, Any] = {}
         self._delivering: list[tuple[Any, np.ndarray]] = []
         self.kernels = GpuKernels(self)
+        self.cublas = Cublas(self, _cublas(), capability)
         cupy.zeros(1)
 
     def _allocate(self, size: int) -> Any:
@@ -157,55 +164,12 @@ class CupyBackend(Backend):
         self.gemms(a[None, ...], b[None, ...], out[None, ...])
         return out
 
-    def gemms(self, a: Array, b: Array, out: Array) -> None:
-        """The products of matrices along the first dimension, as `gemm`; of any row strides."""
-        (count, m, k), n = a.shape, b.shape[2]
-        if not count * m * n * k:
+    def gemms(self, a: Array, b: Array, out: Array, add: bool = False) -> None:
+        """The products of matrices along the first dimension, see `Cublas.gemms`."""
+        if a.size and b.size:
+            self.cublas.gemms(a, b, out, add)
+        elif not add:
             out[...] = 0
-            return
-        from cupy_backends.cuda.libs import cublas
-        # cuBLAS stores by columns: what it is told is C^T = B^T A^T.
-        factors = []
-        for factor in (b, a):
-            factor, turned, step = self._by_columns(factor)
-            factors.append((turned, [self.pointer(factor), self._kind(factor.dtype), step,
-                                     factor.strides[0] // factor.itemsize]))
-        if out.strides[2] != out.itemsize and n > 1:
-            raise ValueError("the rows of a product must be contiguous")
-        sums = np.float64 if a.dtype == np.float64 else np.float32
-        one, zero = np.ones((), sums), np.zeros((), sums)
-        handle = self.xp.cuda.get_cublas_handle()
-        cublas.setPointerMode(handle, cublas.CUBLAS_POINTER_MODE_HOST)
-        (turn_b, second), (turn_a, first) = factors
-        cublas.gemmStridedBatchedEx(
-            handle, turn_b, turn_a, n, m, k, one.ctypes.data, *second, *first, zero.ctypes.data,
-            self.pointer(out), self._kind(out.dtype), max(n, out.strides[1] // out.itemsize),
-            out.strides[0] // out.itemsize, count, self._sums(cublas, a.dtype),
-            cublas.CUBLAS_GEMM_DEFAULT)
-
-    def _by_columns(self, a: Array) -> tuple[Array, int, int]:
-        """Matrices for cuBLAS: themselves or a copy, 1 if their rows are not contiguous (they
-        are to be read transposed), and the step between their rows or columns."""
-        size, (_, rows, columns) = a.itemsize, a.strides
-        if a.shape[2] == 1 or columns == size and rows >= a.shape[2] * size:
-            return a, 0, max(a.shape[2], rows // size)
-        if a.shape[1] == 1 or rows == size and columns >= a.shape[1] * size:
-            return a, 1, max(a.shape[1], columns // size)
-        return self.contiguous(a), 0, a.shape[2]
-
-    def _kind(self, dtype: Any) -> int:
-        """cuBLAS' name for a type."""
-        names = {"float64": "CUDA_R_64F", "float32": "CUDA_R_32F", "float16": "CUDA_R_16F",
-                 "bfloat16": "CUDA_R_16BF"}
-        return getattr(self.xp.cuda.runtime, names[str(dtype)])
-
-    def _sums(self, cublas: Any, dtype: Any) -> int:
-        """cuBLAS' name for how products of such factors are computed."""
-        if dtype == np.float64:
-            return cublas.CUBLAS_COMPUTE_64F
-        if dtype == np.float32 and self.tf32:
-            return cublas.CUBLAS_COMPUTE_32F_FAST_TF32
-        return cublas.CUBLAS_COMPUTE_32F
 
     def compiled(self, code: str, options: tuple[str, ...], names: list[str]) -> Any:
         """CUDA C++ compiled for this GPU; `names` are the instances of its templates."""
@@ -279,6 +243,44 @@ class Graph:
     def __call__(self) -> Any:
         self._graph.launch(self._stream)
         return self.result
+
+
+def _library() -> Any:
+    """CuPy, with all that is used of it; ValueError says what is missing."""
+    try:
+        import cupy
+    except ImportError as error:
+        raise ValueError(f"backend 'cupy' needs the package cupy: {INSTALL}, or choose backend "
+                         "'numpy'") from error
+    if tuple(map(int, re.findall(r"\d+", cupy.__version__)[:2])) < CUPY:
+        raise ValueError(f"backend 'cupy' needs CuPy {'.'.join(map(str, CUPY))} or newer, here is "
+                         f"{cupy.__version__}: {INSTALL}")
+    if not cupy.is_available():
+        raise ValueError("backend 'cupy' found no usable GPU: choose backend 'numpy'")
+    try:
+        from cupy_backends.cuda.libs import nvrtc
+        nvrtc.getVersion()
+    except (ImportError, RuntimeError) as error:
+        raise ValueError(f"backend 'cupy' needs NVRTC, which CuPy does not find ({error}): "
+                         f"{INSTALL}") from error
+    return cupy
+
+
+def _cublas() -> Any:
+    """CuPy's binding of cuBLAS; ValueError where cuBLAS is missing."""
+    try:
+        from cupy_backends.cuda.libs import cublas
+    except ImportError as error:
+        raise ValueError(f"backend 'cupy' needs cuBLAS, which CuPy does not find ({error}): "
+                         f"{INSTALL}") from error
+    return cublas
+
+
+def _check_architecture(capability: int, cuda: int) -> None:
+    """ValueError when this CUDA compiles nothing for a GPU of this compute capability."""
+    if capability < TURING and cuda >= CUDA_13:
+        raise ValueError(f"CUDA {cuda // 1000} no longer supports this GPU (sm_{capability}): "
+                         "pip uninstall cupy-cuda13x; pip install 'cupy-cuda12x[ctk]>=14.1'")
 
 
 def _dtype(name: Any) -> Any:

@@ -345,6 +345,8 @@ class MemoryPool:
 
 
 class Device:
+    compute_capability = "80"
+
     def __init__(self, number: int) -> None:
         self.pci_bus_id = f"0000:0{number}:00.0"
 
@@ -352,10 +354,15 @@ class Device:
         """There is no other."""
 
 
+# Functions of CuPy's that call cuBLAS.
+PRODUCTS = ("matmul", "dot", "vdot", "inner", "tensordot", "einsum", "linalg")
+
+
 class FakeCupy(types.ModuleType):
     """What `import cupy` gives."""
 
     ndarray = ndarray
+    __version__ = "14.2.0"
 
     def __init__(self, gpus: int = 1) -> None:
         super().__init__("cupy")
@@ -364,20 +371,20 @@ class FakeCupy(types.ModuleType):
             getDeviceProperties=lambda n: {"name": b"none", "totalGlobalMem": 1,
                                            "multiProcessorCount": 1},
             runtimeGetVersion=lambda: 13000, driverGetVersion=lambda: 13000,
-            memcpyDeviceToHost="device to host", memcpyHostToDevice="host to device",
-            CUDA_R_64F=np.float64, CUDA_R_32F=np.float32, CUDA_R_16F=np.float16,
-            CUDA_R_16BF=getattr(ml_dtypes, "bfloat16", None))
+            memcpyDeviceToHost="device to host", memcpyHostToDevice="host to device")
         self.allocate = None
         self.cuda = types.SimpleNamespace(
             runtime=self.runtime, Device=Device, MemoryPool=MemoryPool, Stream=Stream,
             Event=Event, set_allocator=lambda allocate: setattr(self, "allocate", allocate),
-            alloc_pinned_memory=lambda size: bytearray(size), get_cublas_handle=lambda: 0,
+            alloc_pinned_memory=lambda size: bytearray(size),
             get_elapsed_time=lambda a, b: 1000.0 * (b.time - a.time))
 
     def __getattr__(self, name: str):
         function = getattr(np, name)
         if isinstance(function, type):    # a dtype
             return function
+        if name in PRODUCTS and Graph.captured is not None:
+            raise NotImplementedError("CuPy calls cuBLAS while a stream is captured")
         return lambda *arguments, **options: call(function, *arguments, **options)
 
     def is_available(self) -> bool:

@@ -4,27 +4,83 @@ import hashlib
 import os
 import subprocess
 import tempfile
+import traceback
 import types
 from pathlib import Path
 
 import numpy as np
 
-from fakecupy import FakeCupy, at, kernel, ndarray
+import fakecupy
+from fakecupy import FakeCupy, Graph, Stream, at, kernel, ml_dtypes, ndarray
 
 HERE = Path(__file__).parent / "standin"
 
 
-def gemms_ex(handle, turn_a, turn_b, m, n, k, alpha, a, a_type, step_a, next_a, b, b_type, step_b,
-             next_b, beta, c, c_type, step_c, next_c, count, sums, algorithm) -> None:
-    """C = A B of matrices stored by columns, as cuBLAS computes it, on the computing stream."""
-    wide = {"CUBLAS_COMPUTE_64F": np.float64}.get(sums, np.float32)
-    scalars = [np.ctypeslib.as_array((np.ctypeslib.as_ctypes_type(wide) * 1).from_address(p))[0]
-               for p in (alpha, beta)]
-    assert scalars == [1, 0]
+KINDS = {0: np.float32, 1: np.float64, 2: np.float16, 14: getattr(ml_dtypes, "bfloat16", None)}
+CONSTANTS = dict(CUBLAS_COMPUTE_32F=68, CUBLAS_COMPUTE_64F=70, CUBLAS_COMPUTE_32F_FAST_TF32=77,
+                 CUBLAS_GEMM_DEFAULT=-1)
+INTERNAL_ERROR = 14
+
+
+class Handle:
+    """What cuBLAS remembers: a stream, and memory to work in."""
+
+    every: dict[int, "Handle"] = {}
+
+    def __init__(self) -> None:
+        self.stream, self.workspace = 0, None
+        self.every[len(self.every) + 1] = self
+
+    def set_stream(self, stream: int) -> None:
+        self.stream, self.workspace = stream, None    # as cublasSetStream does
+
+
+def compiled(source: str, *more: str) -> ctypes.CDLL:
+    """A library made of this text once, by g++ with these options."""
+    text = " ".join(more) + source
+    name = hashlib.sha256(text.encode()).hexdigest()[:16]
+    library = Path(tempfile.gettempdir()) / f"mm3d-standin-{os.getuid()}-{name}.so"
+    if not library.exists():
+        made = library.with_suffix(f".{os.getpid()}")
+        subprocess.run(["g++", *more, "-O0", "-w", "-shared", "-fPIC", "-", "-o", str(made)],
+                       input=source, text=True, check=True)
+        os.replace(made, library)
+    return ctypes.CDLL(str(library))
+
+
+@ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.POINTER(ctypes.c_longlong))
+def answer(name: bytes, arguments) -> int:
+    """What libcublas does when it is called; nothing of it minds a capture."""
+    try:
+        handle = Handle.every[arguments[0]]
+        if name == b"stream":
+            handle.set_stream(arguments[1])
+        elif name == b"workspace":
+            assert arguments[1] % 256 == 0 or fakecupy.Memory.driver is None
+            handle.workspace = at(arguments[1], np.uint8, arguments[2])
+        else:
+            assert Stream.every[handle.stream] is Stream.computing
+            assert handle.workspace is not None, "a product would allocate"
+            gemms_ex(*arguments[1:23])
+    except Exception:
+        traceback.print_exc()
+        return INTERNAL_ERROR
+    return 0
+
+
+def gemms_ex(turn_a, turn_b, m, n, k, alpha, a, a_type, step_a, next_a, b, b_type, step_b, next_b,
+             beta, c, c_type, step_c, next_c, count, sums, algorithm) -> None:
+    """C = A B + beta C of matrices stored by columns, as cuBLAS computes it, on the computing
+    stream."""
+    wide = np.float64 if sums == CONSTANTS["CUBLAS_COMPUTE_64F"] else np.float32
+    one, add = [np.ctypeslib.as_array((np.ctypeslib.as_ctypes_type(wide) * 1).from_address(p))[0]
+                for p in (alpha, beta)]
+    assert one == 1 and add in (0, 1) and algorithm == CONSTANTS["CUBLAS_GEMM_DEFAULT"]
 
     def matrices(pointer, kind, rows, columns, step, following):
         assert step >= rows
-        flat = at(pointer, kind, following * (count - 1) + step * (columns - 1) + rows, True)
+        flat = at(pointer, KINDS[kind], following * (count - 1) + step * (columns - 1) + rows,
+                  True)
         return np.lib.stride_tricks.as_strided(
             flat, (count, rows, columns),
             (following * flat.itemsize, flat.itemsize, step * flat.itemsize))
@@ -35,8 +91,34 @@ def gemms_ex(handle, turn_a, turn_b, m, n, k, alpha, a, a_type, step_a, next_a, 
     C = matrices(c, c_type, m, n, step_c, next_c)
 
     def work() -> None:
-        C[...] = A.astype(wide) @ B.astype(wide)
+        product = A.astype(wide) @ B.astype(wide)
+        C[...] = product + C if add else product
     kernel(work)
+
+
+def binding() -> types.ModuleType:
+    """CuPy's binding of cuBLAS, whose calls set the stream first, and so refuse in a capture."""
+    library = compiled((HERE / "cublas.c").read_text(), "-x", "c")
+    library.standin_answer(answer)
+    module = types.ModuleType("cublas")
+    module.__file__ = library._name
+
+    def create() -> int:
+        Handle()
+        return len(Handle.every)
+
+    def setStream(handle: int, stream: int) -> None:
+        if Graph.captured is not None:
+            raise NotImplementedError("cuBLAS calls while a stream is captured")
+        Handle.every[handle].set_stream(stream)
+
+    def gemmStridedBatchedEx(handle: int, *arguments) -> None:
+        setStream(handle, Stream.computing.ptr)
+        gemms_ex(*arguments)
+
+    module.__dict__.update(CONSTANTS, create=create, setStream=setStream,
+                           gemmStridedBatchedEx=gemmStridedBatchedEx)
+    return module
 
 
 class RawModule:
@@ -47,15 +129,9 @@ class RawModule:
         launchers = "".join(f'extern "C" void launch{n}(Dim g, Dim b, void **a) '
                             f"{{ run({name}, g, b, a); }}\n"
                             for name, n in self.index.items())
-        source = f'#include "{HERE}/host.h"\n{code}\n{launchers}'
-        name = hashlib.sha256((source + (HERE / "host.h").read_text()).encode()).hexdigest()[:16]
-        library = Path(tempfile.gettempdir()) / f"mm3d-kernels-{os.getuid()}-{name}.so"
-        if not library.exists():
-            made = library.with_suffix(f".{os.getpid()}")
-            subprocess.run(["g++", "-std=c++17", "-O0", "-w", "-shared", "-fPIC", "-x", "c++", "-",
-                            "-o", str(made)], input=source, text=True, check=True)
-            os.replace(made, library)
-        self.library = ctypes.CDLL(str(library))
+        # What the source includes is part of what it is known by.
+        header = (HERE / "host.h").read_text()
+        self.library = compiled(f"{header}\n{code}\n{launchers}", "-std=c++17", "-x", "c++")
 
     def get_function(self, name: str):
         function = getattr(self.library, f"launch{self.index[name]}")
@@ -82,15 +158,13 @@ class _Dim(ctypes.Structure):
 
 def modules(gpus: int = 1) -> dict[str, types.ModuleType]:
     """What to put into `sys.modules`."""
-    cublas = types.ModuleType("cublas")
-    cublas.__getattr__ = lambda name: name    # constants stand for themselves
-    cublas.setPointerMode = lambda handle, mode: None
-    cublas.gemmStridedBatchedEx = gemms_ex
+    cublas, nvrtc = binding(), types.ModuleType("nvrtc")
+    nvrtc.getVersion = lambda: (13, 0)
     libs = types.ModuleType("cupy_backends.cuda.libs")
-    libs.cublas = cublas
+    libs.cublas, libs.nvrtc = cublas, nvrtc
     cupy = FakeCupy(gpus)
     cupy.RawModule = RawModule
     return {"cupy": cupy, "cupy_backends.cuda.libs": libs,
             "cupy_backends.cuda": types.ModuleType("cupy_backends.cuda"),
             "cupy_backends": types.ModuleType("cupy_backends"),
-            "cupy_backends.cuda.libs.cublas": cublas}
+            "cupy_backends.cuda.libs.cublas": cublas, "cupy_backends.cuda.libs.nvrtc": nvrtc}

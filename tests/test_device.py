@@ -351,6 +351,25 @@ def test_a_graph_repeats_a_step(cupy):
                        for a, b in zip(found, expected, strict=True))
 
 
+def test_cupys_own_calls_of_cublas_refuse_a_capture(cupy):
+    """Its wrappers set the stream first (cupy/cupy#6290), which takes a workspace away; ours have
+    a handle that keeps both, as long as it lives."""
+    a, binding = cupy.asarray(np.eye(4)), cupy.cublas.binding
+    own = fakelibs.Handle.every[cupy.cublas.handle]
+    for call in (lambda: cupy.xp.matmul(a, a), lambda: binding.gemmStridedBatchedEx(1)):
+        with pytest.raises(NotImplementedError, match="while a stream is captured"):
+            cupy.stream.begin_capture()
+            try:
+                call()
+            finally:
+                cupy.stream.end_capture()
+    cupy.xp.matmul(a, a)
+    assert own.workspace.nbytes == 4 << 20 and own.stream == cupy.stream.ptr
+    binding.setStream(cupy.cublas.handle, cupy.stream.ptr)
+    with pytest.raises(RuntimeError, match="cublasGemmStridedBatchedEx: an internal operation"):
+        cupy.gemm(a, a, cupy.empty((4, 4), "float64"))
+
+
 def test_a_step_that_waits_is_no_graph(cupy):
     """The backend is as before, and records the next one."""
     pool, a = cupy.pool, cupy.asarray(np.ones(3))

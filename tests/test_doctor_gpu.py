@@ -3,9 +3,12 @@ import shutil
 import sys
 
 import pytest
+from mpi4py import MPI
 
 import fakelibs
-from bench import doctor_gpu, gpuchecks
+from bench import doctor_gpu, gpu, gpuchecks
+from bench.__main__ import parser
+from bench.cases import UsageError
 from bench.checks import FAILED, OK, SKIPPED, WARNING
 from bench.facts import Facts
 from mm3d import backend
@@ -28,12 +31,12 @@ def test_without_a_gpu_nothing_is_claimed(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(backend, "_made", {})
     findings = [check(FACTS) for check in doctor_gpu.CHECKS]
-    assert [one.state for one in findings] == [FAILED] + [SKIPPED] * 5
+    assert [one.state for one in findings] == [FAILED] + [SKIPPED] * 6
     assert "needs the package cupy" in findings[0].text
 
 
 def test_what_computes_right_is_found_right(cupy):
-    for check in (doctor_gpu.device, doctor_gpu.products, doctor_gpu.model):
+    for check in (doctor_gpu.device, doctor_gpu.products, doctor_gpu.model, doctor_gpu.graph):
         finding = check(FACTS)
         assert finding.state == OK, finding
 
@@ -51,6 +54,15 @@ def test_what_computes_wrong_is_found(cupy, monkeypatch):
     monkeypatch.setattr(type(cupy.kernels), "bias_gelu_backward",
                         lambda self, dy, x, *rest: gelu(self, dy, dy, *rest))
     assert doctor_gpu.model(FACTS).state == FAILED
+
+
+def test_products_that_refuse_a_capture_are_no_graph(cupy, monkeypatch):
+    """As CuPy's own do, which call cuBLAS through wrappers that set the stream."""
+    monkeypatch.setattr(type(cupy), "gemm", lambda self, a, b, out: self.xp.matmul(a, b, out=out))
+    finding = doctor_gpu.graph(FACTS)
+    assert finding.state == WARNING and "while a stream is captured" in finding.text
+    with pytest.raises(UsageError, match="--graph: .*while a stream is captured"):
+        gpu.Bench(cupy, parser().parse_args(["gpu", "--graph"]), MPI.COMM_SELF)
 
 
 @pytest.mark.parametrize("program, kind, state, text", [
