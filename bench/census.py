@@ -11,6 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import mm3d  # noqa: F401  (before MPI starts: sets the variables that it reads)
 from bench import machine
 from mm3d import environment
@@ -60,23 +62,39 @@ def census() -> list[dict[str, Any]]:
 
 
 def exchange() -> str:
-    """Sum and pass on device buffers; "" when they arrived, else what is wrong."""
+    """Move device buffers by the calls of `mm3d.device.DeviceTransport`; "" when all arrived,
+    else what is wrong.
+
+    These are all-gather(v), all-to-all(v), broadcast and messages between two ranks.  No reduction
+    is among them: mm3d sums on the device.
+    """
     import cupy
-    cupy.zeros(1)    # the device's context has to exist when MPI starts
+    # The device's context has to exist when MPI starts, and on this rank's own GPU.
+    count = cupy.cuda.runtime.getDeviceCount()
+    cupy.cuda.Device(environment.local_rank() % count).use()
+    cupy.zeros(1)
     from mpi4py import MPI
     comm = MPI.COMM_WORLD
-    near = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    cupy.cuda.Device(near.rank % cupy.cuda.runtime.getDeviceCount()).use()
-    mine = cupy.full(WORDS, comm.rank + 1, dtype="float32")
-    total, passed = cupy.zeros(WORDS, dtype="float32"), cupy.zeros(WORDS, dtype="float32")
+    size, rank = comm.size, comm.rank
+    mine, source = cupy.full(WORDS, rank + 1, dtype="float32"), (rank - 1) % size
+    gathered, dealt = (cupy.zeros(size * WORDS, dtype="float32") for _ in range(2))
+    sent, passed = cupy.full(WORDS, size, dtype="float32"), cupy.zeros(WORDS, dtype="float32")
+    if rank:
+        sent = cupy.zeros(WORDS, dtype="float32")
     cupy.cuda.Device().synchronize()
-    comm.Allreduce(mine, total)
-    comm.Sendrecv(mine, (comm.rank + 1) % comm.size, recvbuf=passed,
-                  source=(comm.rank - 1) % comm.size)
-    wrong = [name for name, got, value in (
-        ("the sum", total, comm.size * (comm.size + 1) / 2),
-        ("the neighbour's block", passed, (comm.rank - 1) % comm.size + 1))
-        if not (cupy.asnumpy(got) == value).all()]
+    lengths = [WORDS] * size
+    blocks = lengths, [WORDS * of for of in range(size)]
+    comm.Allgatherv(mine, [gathered, blocks])
+    # Every rank sends the one block that it has, to each.
+    comm.Alltoallv([mine, (lengths, [0] * size)], [dealt, blocks])
+    comm.Bcast(sent, 0)
+    requests = [comm.Irecv(passed, source), comm.Isend(mine, (rank + 1) % size)]
+    MPI.Request.Waitall(requests)
+    ranks = np.repeat(np.arange(1, size + 1), WORDS)
+    wrong = [name for name, got, expected in (
+        ("an all-gather", gathered, ranks), ("an all-to-all", dealt, ranks),
+        ("a broadcast", sent, size), ("a message", passed, source + 1))
+        if not (cupy.asnumpy(got) == expected).all()]
     problems = [text for text in comm.allgather(", ".join(wrong)) if text]
     return f"{problems[0]} arrived wrong on {len(problems)} ranks" if problems else ""
 

@@ -202,7 +202,9 @@ class CupyBackend(Backend):
         self._peak = self.pool.used_bytes()
 
     def trim(self) -> None:
+        self._delivering = [(event, kept) for event, kept in self._delivering if not event.done]
         self.pool.free_all_blocks()
+        self.xp.get_default_pinned_memory_pool().free_all_blocks()    # host memory of `staged`
 
 
 class Graph:

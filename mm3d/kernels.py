@@ -1,9 +1,10 @@
 """The GPU's versions of the functions of `mm3d.functional`, which document them.
 
-They launch what ``kernels.cu`` holds.  Attention is made of batched products, some heads of one
-sequence at a time, and of kernels for the softmax.
+They launch what ``kernels.cu`` holds.  Attention is made of batched products and of kernels for
+the softmax, over as many sequences and heads at a time as the scores have memory for.
 """
 
+import itertools
 import math
 from pathlib import Path
 from typing import Any, Callable, Iterator
@@ -11,6 +12,7 @@ from typing import Any, Callable, Iterator
 import numpy as np
 
 Array = Any
+Part = tuple[slice, slice, slice]    # of the sequences, the heads and the queries
 
 SOURCE = Path(__file__).with_name("kernels.cu")
 TYPES = {"float32": "float", "float64": "double", "float16": "half_t", "bfloat16": "bf16_t"}
@@ -23,7 +25,7 @@ OPTIONS = ("--std=c++17",)
 
 THREADS = 256
 BLOCKS = 4096            # of an elementwise kernel, at most
-SCORES = 2 ** 28         # bytes of attention scores held at a time
+SCORES = 2 ** 28         # bytes of attention scores held at a time, at most
 
 
 class GpuKernels:
@@ -44,16 +46,24 @@ class GpuKernels:
         self.library = library
         self.dtypes = tuple(np.dtype(name) for name in TYPES if name != "bfloat16")
         self.dtypes += library.more_dtypes
+        self._functions: dict[tuple[str, Any], Callable] = {}    # by name and type
         self._module: Any = None
 
     def _launch(self, name: str, like: Array, blocks: tuple[int, ...], *arguments: Any) -> None:
         """Run the kernel `name` for the type of `like`; nothing where there is no work."""
         if 0 in blocks:
             return
+        function = self._functions.get((name, like.dtype))
+        if function is None:
+            function = self._function(name, like.dtype)
+        function((*blocks, 1)[:2], (THREADS,), arguments)
+
+    def _function(self, name: str, dtype: Any) -> Callable:
+        """The kernel `name` for a type, looked up once."""
         if self._module is None:
             self._module = self.library.compiled(SOURCE.read_text(), OPTIONS, EXPRESSIONS)
-        function = self._module.get_function(f"{name}<{TYPES[str(like.dtype)]}>")
-        function((*blocks, 1)[:2], (THREADS,), arguments)
+        found = self._module.get_function(f"{name}<{TYPES[str(dtype)]}>")
+        return self._functions.setdefault((name, dtype), found)
 
     def _wide(self, a: Array) -> Any:
         """The type of sums, of which a kernel's numbers are."""
@@ -155,55 +165,138 @@ class GpuKernels:
         batch, queries, heads, d = q.shape
         positions, wide = k.shape[1], self._wide(q)
         lse = self.library.empty((batch, heads, queries), wide)
-        for b, some, (S, P) in self._some_heads(q, k, 1):
-            Q, K, V, y = (_by_head(a, b, some) for a in (q, k, v, out))
-            self.library.gemms(Q, _turned(K), S)
-            self._launch("softmax_forward", q, (S.shape[0] * queries,), S, P, lse[b, some, :],
-                         np.int32(queries), np.int32(positions), np.int32(first),
-                         np.int32(causal), wide(1 / math.sqrt(d)))
-            self.library.gemms(P, V, y)
+        narrow = [q.dtype] if q.dtype != wide else []    # else P takes the place of its scores
+        for part, (S, *P) in self._parts_of_scores(q, positions, [wide, *narrow]):
+            P = P[0] if P else S
+            Q, y = _rows(q, part), _rows(out, part)
+            K, V = _rows(k, part[:2]), _rows(v, part[:2])
+            self.library.gemms(self._pairs(Q), _turned(self._pairs(K)), S)
+            self._launch("softmax_forward", q, (S.shape[0] * S.shape[1],), S, P, lse[part],
+                         np.int32(S.shape[1]), np.int32(positions),
+                         np.int32(first + part[2].start), np.int32(causal),
+                         wide(1 / math.sqrt(d)))
+            self._multiply(P, self._pairs(V), y)
         return out, lse
 
     def attention_backward(self, do: Array, q: Array, k: Array, v: Array, lse: Array, first: int,
                            causal: bool, dq: Array, dk: Array, dv: Array) -> None:
         queries, d = q.shape[1], q.shape[-1]
         positions, wide = k.shape[1], self._wide(q)
-        scale = wide(1 / math.sqrt(d))
-        for b, some, (S, P, dS) in self._some_heads(q, k, 2):
-            Q, K, V, dO, dQ, dK, dV = (_by_head(a, b, some) for a in (q, k, v, do, dq, dk, dv))
-            rows = S.shape[0] * queries
+        scale, sums = wide(1 / math.sqrt(d)), []
+        for part, (S, P) in self._parts_of_scores(q, positions, [wide, q.dtype]):
+            Q, dO = self._pairs(_rows(q, part)), self._pairs(_rows(do, part))
+            K, V = (self._pairs(_rows(a, part[:2])) for a in (k, v))
+            rows = S.shape[0] * S.shape[1]
             self.library.gemms(Q, _turned(K), S)
-            self._launch("softmax_again", q, (rows,), S, P, lse[b, some, :], np.int32(queries),
-                         np.int32(positions), np.int32(first), np.int32(causal), scale)
-            self.library.gemms(_turned(P), dO, dV)
+            self._launch("softmax_again", q, (rows,), S, P, lse[part], np.int32(S.shape[1]),
+                         np.int32(positions), np.int32(first + part[2].start), np.int32(causal),
+                         scale)
+            dV = self._sum(sums, 0, _turned(P), dO, _rows(dv, part[:2]), part[2], queries)
             self.library.gemms(dO, _turned(V), S)    # dP, where the scores were
-            self._launch("softmax_backward", q, (rows,), P, S, dS, np.int32(positions), scale)
-            self.library.gemms(dS, K, dQ)
-            self.library.gemms(_turned(dS), Q, dK)
+            # dS takes the place of P, which is needed no more.
+            self._launch("softmax_backward", q, (rows,), P, S, P, np.int32(positions), scale)
+            self._multiply(P, K, _rows(dq, part))
+            dK = self._sum(sums, 1, _turned(P), Q, _rows(dk, part[:2]), part[2], queries)
+            sums = [dV, dK]
 
-    def _some_heads(self, q: Array, k: Array,
-                    more: int) -> Iterator[tuple[int, slice, list[Array]]]:
-        """A sequence, some of its heads, and memory for their scores: in the type of sums, and
-        `more` in that of `q`."""
+    def _parts_of_scores(self, q: Array, positions: int,
+                         kinds: list[Any]) -> Iterator[tuple[Part, list[Array]]]:
+        """Sequences, heads and queries, and memory for their scores in these types, of `SCORES`
+        bytes at most: (pairs of a sequence and a head, queries, positions)."""
         batch, queries, heads, _ = q.shape
-        wide, one = self._wide(q), queries * k.shape[1]
-        step = max(1, min(heads, SCORES // max(1, one * np.dtype(wide).itemsize)))
-        made = [self.library.empty((step, queries, k.shape[1]), kind)
-                for kind in (wide, *[q.dtype] * more)]
-        for b in range(batch):
-            for start in range(0, heads, step):
-                some = slice(start, min(start + step, heads))
-                yield b, some, [a[:some.stop - start, ...] for a in made]
+        size = positions * sum(np.dtype(kind).itemsize for kind in kinds)
+        parts = parts_of_scores(batch, heads, queries, size)
+        sequences, some, rows = _extents(parts[0]) if parts else (0, 0, 0)    # of the largest
+        made = [self.library.empty((sequences * some, rows, positions), kind) for kind in kinds]
+        for part in parts:
+            sequences, some, rows = _extents(part)
+            yield part, [a[:sequences * some, :rows, ...] for a in made]
+
+    def _pairs(self, a: Array) -> Array:
+        """(sequences, heads, positions, d) as (sequences x heads, positions, d): where they lie
+        if one distance leads from each to the next, else a copy."""
+        there = _evenly_apart(a)
+        if there is None:
+            there = _evenly_apart(self.library.contiguous(a))
+        return there
+
+    def _multiply(self, a: Array, b: Array, out: Array) -> None:
+        """The product of pairs, into (sequences, heads, positions, d)."""
+        there = _evenly_apart(out)
+        if there is not None:
+            self.library.gemms(a, b, there)
+            return
+        together = self.library.empty(out.shape, out.dtype)
+        self.library.gemms(a, b, _evenly_apart(together))
+        out[...] = together
+
+    def _sum(self, sums: list[Array], which: int, a: Array, b: Array, out: Array, rows: slice,
+             queries: int) -> Array | None:
+        """The product of pairs over all queries into `out`; over `rows` of them it is added to
+        what those before gave, in the type of sums, which goes into `out` with the last."""
+        if rows == slice(0, queries):
+            self._multiply(a, b, out)
+            return None
+        begun = rows.start > 0
+        total = sums[which] if begun else self.library.empty(out.shape, self._wide(out))
+        self.library.gemms(a, b, _evenly_apart(total), begun)
+        if rows.stop == queries:
+            out[...] = total.astype(out.dtype, copy=False)
+        return total
+
+
+def parts_of_scores(batch: int, heads: int, queries: int, size: int) -> list[Part]:
+    """Parts of attention whose scores take `SCORES` bytes at most, all of nearly one size.
+
+    A part is all heads of some sequences, or some heads of one, or some queries of one head; at
+    least one query.  None is larger than the first.
+
+    Parameters
+    ----------
+    batch, heads, queries : int
+        How many there are.
+    size : int
+        Bytes of the scores of one query.
+    """
+    fit = max(1, SCORES // max(1, size))
+    if fit >= queries:
+        pairs = fit // max(1, queries)
+        most = (pairs // heads, heads, queries) if pairs >= heads > 0 else (1, pairs, queries)
+    else:
+        most = (1, 1, fit)
+    return list(itertools.product(*map(_even_parts, (batch, heads, queries), most)))
+
+
+def _even_parts(total: int, most: int) -> list[slice]:
+    step = max(1, -(-total // max(1, -(-total // max(1, most)))))
+    return [slice(start, min(start + step, total)) for start in range(0, total, step)]
+
+
+def _extents(part: Part) -> tuple[int, ...]:
+    return tuple(one.stop - one.start for one in part)
+
+
+def _rows(a: Array, part: tuple[slice, ...]) -> Array:
+    """Of (batch, positions, heads, d) the part, all positions where it names none, as (sequences,
+    heads, positions, d)."""
+    sequences, heads, rows = (*part, slice(None))[:3]
+    return a[sequences, rows, heads, :].transpose(0, 2, 1, 3)
+
+
+def _evenly_apart(a: Array) -> Array | None:
+    """The matrices of (sequences, heads, positions, d), where they lie, as one stack of them; None
+    where no single distance leads from each to the next."""
+    sequences, heads, rows, d = a.shape
+    if sequences == 1:
+        return a[0, ...]
+    if heads == 1:
+        return a[:, 0, ...]
+    return a.reshape(sequences * heads, rows, d) if a.flags.c_contiguous else None
 
 
 def _matrix(a: Array) -> tuple[int, int]:
     """Rows and columns of an array whose last dimension is a row."""
     return math.prod(a.shape[:-1]), a.shape[-1]
-
-
-def _by_head(a: Array, b: int, some: slice) -> Array:
-    """(batch, positions, heads, d) of one sequence as (heads, positions, d), where it lies."""
-    return a[b, :, some, :].transpose(1, 0, 2)
 
 
 def _turned(a: Array) -> Array:

@@ -344,6 +344,29 @@ class MemoryPool:
         """Nothing is kept."""
 
 
+class PinnedPool:
+    """Keeps what is free for the next that asks for so many bytes."""
+
+    def __init__(self) -> None:
+        self.free: list[bytearray] = []
+
+    def malloc(self, size: int) -> bytearray:
+        memory = Pinned(1 << (size - 1).bit_length())
+        memory.pool = self
+        return memory
+
+    def n_free_blocks(self) -> int:
+        return len(self.free)
+
+    def free_all_blocks(self) -> None:
+        self.free.clear()
+
+
+class Pinned(bytearray):
+    def __del__(self) -> None:
+        self.pool.free.append(bytearray(len(self)))
+
+
 class Device:
     compute_capability = "80"
 
@@ -372,11 +395,12 @@ class FakeCupy(types.ModuleType):
                                            "multiProcessorCount": 1},
             runtimeGetVersion=lambda: 13000, driverGetVersion=lambda: 13000,
             memcpyDeviceToHost="device to host", memcpyHostToDevice="host to device")
-        self.allocate = None
+        self.allocate, self.pinned = None, PinnedPool()
+        self.get_default_pinned_memory_pool = lambda: self.pinned
         self.cuda = types.SimpleNamespace(
             runtime=self.runtime, Device=Device, MemoryPool=MemoryPool, Stream=Stream,
             Event=Event, set_allocator=lambda allocate: setattr(self, "allocate", allocate),
-            alloc_pinned_memory=lambda size: bytearray(size),
+            alloc_pinned_memory=lambda size: self.pinned.malloc(size),
             get_elapsed_time=lambda a, b: 1000.0 * (b.time - a.time))
 
     def __getattr__(self, name: str):

@@ -200,6 +200,50 @@ def test_pinned_memory_is_kept_until_it_has_been_copied(comm, cupy, monkeypatch)
     assert len(cupy._delivering) == 1      # the first has arrived
 
 
+def test_trimming_gives_pinned_memory_back(cupy):
+    """Of the host's, too; what is on its way stays."""
+    a = cupy.empty((1000,), "float32")
+    for _ in range(3):
+        cupy.deliver(cupy.host_copy(a), a)
+    cupy.side_stream("host to device").synchronize()
+    pinned = cupy.xp.get_default_pinned_memory_pool()
+    cupy.deliver(cupy.host_copy(a), a)
+    assert pinned.n_free_blocks() or cupy._delivering
+    cupy.trim()
+    assert pinned.n_free_blocks() == 0 and len(cupy._delivering) == 0
+
+
+# --- Which CuPy ----------------------------------------------------------------------------
+
+@pytest.mark.parametrize("change, message", [
+    (dict(version="13.6.0"), r"needs CuPy 14.1 or newer, here is 13.6.0: pip install -U 'cupy-c"),
+    (dict(version="14.0.1"), "needs CuPy 14.1 or newer, here is 14.0.1"),
+    (dict(missing="nvrtc"), "needs NVRTC, which CuPy does not find .*: pip install"),
+    (dict(missing="cublas"), "needs cuBLAS, which CuPy does not find .*: pip install"),
+    (dict(capability="70"), r"CUDA 13 no longer supports this GPU \(sm_70\): pip uninstall"),
+    (dict(capability="70", cuda=12090), None), (dict(version="15.0.0a1"), None)])
+def test_what_lacks_something_is_refused_by_name(monkeypatch, change, message):
+    modules = fakelibs.modules()
+    cupy = modules["cupy"]
+    cupy.__version__ = change.get("version", cupy.__version__)
+    if "cuda" in change:
+        cupy.runtime.runtimeGetVersion = lambda: change["cuda"]
+    monkeypatch.setattr(fakecupy.Device, "compute_capability", change.get("capability", "80"))
+    if "missing" in change:    # as an import ends of what is linked to a missing library
+        def fail(name: str):
+            raise (ImportError if name == change["missing"] else AttributeError)(name)
+        libs = modules["cupy_backends.cuda.libs"]
+        delattr(libs, change["missing"])
+        libs.__getattr__ = fail
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    if message is None:
+        assert gpu.CupyBackend().name == "cupy"
+    else:
+        with pytest.raises(ValueError, match=message):
+            gpu.CupyBackend()
+
+
 # --- Which transport -----------------------------------------------------------------------
 
 class Lent(backend.Backend):

@@ -2,10 +2,14 @@
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from mpi4py import MPI
 
+from bench import census
 from bench.checks import CHECKS
 from bench.facts import Facts
 from mm3d import environment
@@ -102,6 +106,46 @@ def test_an_mpi_that_carries_device_buffers():
     assert done.returncode == 0, done.stdout + done.stderr
     assert (states["cuda_aware"], text["cuda_aware"]) == ("ok",
                                                           "3 ranks exchanged device buffers")
+
+
+def test_each_rank_makes_one_context_on_its_own_gpu(tmp_path):
+    """Not a first one on GPU 0, where those of all ranks would take memory."""
+    done, states, _ = doctor("--ranks", "3", "--device-buffers", PYTHONPATH=STANDIN,
+                             STANDIN_OPEN="1", STANDIN_CONTEXTS=str(tmp_path / "contexts"))
+    assert states["cuda_aware"] == "ok", done.stdout + done.stderr
+    made = {line for line in (tmp_path / "contexts").read_text().splitlines()}
+    assert sorted(line.split()[1] for line in made) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("call, what", [
+    ("Allgatherv", "an all-gather"), ("Alltoallv", "an all-to-all"), ("Bcast", "a broadcast"),
+    ("Isend", "a message")])
+def test_every_call_that_carries_device_buffers_is_tried(monkeypatch, call, what):
+    """And is missed where MPI loses what it should carry."""
+    monkeypatch.syspath_prepend(STANDIN)
+    monkeypatch.setenv("STANDIN_OPEN", "1")
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(MPI, "COMM_WORLD", Losing(MPI.COMM_SELF, call))
+    assert census.exchange() == f"{what} arrived wrong on 1 ranks"
+    sys.modules.pop("cupy", None)
+
+
+class Losing:
+    """A communicator one of whose calls does nothing, or sends something else."""
+
+    def __init__(self, comm, call: str) -> None:
+        self.comm, self.call = comm, call
+
+    def __getattr__(self, name: str):
+        if name != self.call:
+            return getattr(self.comm, name)
+        if name == "Isend":
+            return lambda a, peer: self.comm.Isend(0 * np.asarray(a.view), peer)
+
+        def lose(*buffers) -> None:
+            if name == "Bcast":
+                buffers[0].view[...] = -1
+        return lose
 
 
 def test_device_buffers_without_a_device():

@@ -115,6 +115,25 @@ def test_into_arrays_with_gaps_and_in_place(cupy, name):
     close(cupy.to_host(found), db, name)
 
 
+def test_kernels_are_looked_up_once(cupy, monkeypatch):
+    """For each type."""
+    looked, compiled = [], cupy.compiled
+
+    class Module:
+        def __init__(self, *source) -> None:
+            self.module = compiled(*source)
+
+        def get_function(self, name: str):
+            looked.append(name)
+            return self.module.get_function(name)
+    monkeypatch.setattr(cupy, "compiled", Module)
+    own = kernels.GpuKernels(cupy)
+    for name in ("float32", "float64", "float32"):
+        a, b = cupy.asarray(numbers((3, 4), name, 1)), cupy.asarray(numbers((4,), name, 2))
+        own.add_rows(a, b, cupy.empty((3, 4), name))
+    assert looked == ["add_rows<float>", "add_rows<double>"]
+
+
 @pytest.mark.parametrize("name", DTYPES)
 @pytest.mark.parametrize("whole", [True, False])
 @pytest.mark.parametrize("shape", [(2, 3, 5), (7, 300), (1, 1)])
@@ -164,6 +183,64 @@ def test_attention(cupy, monkeypatch, name, causal, first, queries, positions):
     cupy.kernels.attention_backward(there[0], Q, K, V, lse, first, causal, *found)
     for a, e in zip(found, expected):
         close(cupy.to_host(a), e, name, 32)
+
+
+def attend(cupy, shape, positions: int, name: str, causal: bool = True) -> list[np.ndarray]:
+    """Output, logarithms of sums, dQ, dK and dV of queries that begin at position 1."""
+    batch, queries, heads, d = shape
+    qkv = cupy.asarray(numbers((batch, positions, 3, heads, d), name, 1))
+    q, k, v = qkv[:, 1:queries + 1, 0, ...], qkv[:, :, 1, ...], qkv[:, :, 2, ...]
+    out, do = cupy.empty(shape, q.dtype), cupy.asarray(numbers(shape, name, 2))
+    _, lse = cupy.kernels.attention_forward(q, k, v, 1, causal, out)
+    made = cupy.empty((batch, positions, 3, heads, d), q.dtype)
+    made[...] = 0
+    dq, dk, dv = made[:, 1:queries + 1, 0, ...], made[:, :, 1, ...], made[:, :, 2, ...]
+    cupy.kernels.attention_backward(do, q, k, v, lse, 1, causal, dq, dk, dv)
+    return [cupy.to_host(a).copy() for a in (out, lse, made)]
+
+
+@pytest.mark.parametrize("name", ["float32", "float16"])
+def test_scores_stay_within_their_bound(cupy, monkeypatch, name):
+    """All sequences at once, some, some heads of one, some queries of one: nowhere are there more
+    bytes of scores than `SCORES`, and the bits are the same until queries are divided."""
+    (batch, queries, heads, d), positions, empty = (3, 5, 4, 2), 7, cupy.empty
+    one = positions * (4 + (4 if name == "float32" else 2))    # of a query, in backward
+    held: list[int] = []
+
+    def counted(shape, dtype):
+        held.append(np.dtype(dtype).itemsize * int(np.prod(shape)) * (
+            len(shape) == 3 and shape[2] == positions))
+        return empty(shape, dtype)
+    monkeypatch.setattr(cupy, "empty", counted)
+    expected = attend(cupy, (batch, queries, heads, d), positions, name)
+    assert sum(held) > batch * heads * queries * one    # both passes
+    for some, parts in ((2 * heads * queries, 2), (heads * queries, 3), (3 * queries, 3 * 2),
+                        (queries, 3 * 4), (2, 3 * 4 * 3), (1, 3 * 4 * 5)):
+        monkeypatch.setattr(kernels, "SCORES", some * one)
+        assert len(kernels.parts_of_scores(batch, heads, queries, one)) == parts
+        held.clear()
+        found = attend(cupy, (batch, queries, heads, d), positions, name)
+        scores = [size for size in held if size]
+        backward = sum(scores[-2:])
+        assert 0 < backward <= some * one and sum(scores[:-2]) <= some * one
+        for a, b in zip(found, expected):
+            if some >= queries:
+                assert np.array_equal(a, b), some
+            close(a, b.astype(np.float64), name, 16)
+
+
+def test_launches_of_attention_do_not_grow_with_sequences(cupy):
+    """Seven forward and fourteen backward for any number of sequences, where one at a time takes
+    three and seven for each."""
+    if not hasattr(cupy.xp, "pinned"):
+        pytest.skip("the stand-in counts what a graph holds")
+    for batch, counts in ((1, [3, 7]), (2, [7, 14]), (9, [7, 14])):
+        q, k, v, do = (cupy.asarray(numbers((batch, 3, 2, 4), "float32", n)) for n in range(4))
+        made = [cupy.empty(q.shape, q.dtype) for _ in range(4)]
+        lse = cupy.empty((batch, 2, 3), "float32")
+        steps = (lambda: cupy.kernels.attention_forward(q, k, v, 0, True, made[0]),
+                 lambda: cupy.kernels.attention_backward(do, q, k, v, lse, 0, True, *made[1:]))
+        assert [len(cupy.graph(step)._graph.kernels) for step in steps] == counts, batch
 
 
 # --- For GPUs ------------------------------------------------------------------------------
