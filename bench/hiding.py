@@ -10,9 +10,9 @@ from mm3d.transport import Pending
 
 def set_overlap(model: Any, overlap: bool) -> None:
     """Let the products of `model` that can overlap do so or not."""
-    for layer in [layer for block in model.layers.layers for layer in block.layers]:
-        if hasattr(getattr(layer, "product", None), "overlap"):
-            layer.product.overlap = overlap
+    for linear in model.linears:
+        if hasattr(linear.product, "overlap"):
+            linear.product.overlap = overlap
 
 
 def hidden_share(grid: Grid, step: Callable[[], object], repetitions: int) -> float:

@@ -31,13 +31,14 @@ class Product(ABC):
         Whether dB is to be computed, summed over the ranks and returned in float32 where the
         operands have 16 bits.
     ahead : callable
-        What may set out when this product's own operands are there, to arrive while it
-        multiplies: the weight of the product that comes next, by its layer's `send`.
+        ``ahead(back)``: what may set out when this product's own operands are there, in forward
+        or `back` in backward, to arrive while it multiplies: the weight of the product that
+        comes next, by its layer's `send`.
     """
 
     weight: Layout
     wide = False
-    ahead: Callable[[], Pending | None] = staticmethod(lambda: None)
+    ahead: Callable[[bool], Pending | None] = staticmethod(lambda back: None)
     travels: Split | None = None  # how the blocks of B move, if they do
     operands = {"a": "A", "b": "B", "c": "C"}  # the attributes that communicate, and for what
 
@@ -49,6 +50,14 @@ class Product(ABC):
     def backward(self, dC: Array, B: Array | Pending,
                  saved: Any) -> tuple[Array, Array | Pending]:
         """The gradients dA and dB, laid out as A and B are; dB may still be being summed."""
+
+    def again(self, A: Array, B: Array) -> Any:
+        """What `backward` needs, where forward has been before and C is not wanted.
+
+        By default a forward whose C is thrown away; a product that can do without it, says so.
+        What is kept beside A may be left out where `backward` can do without.
+        """
+        return self.forward(A, B)[1]
 
     def send(self, B: Array, back: bool) -> Pending | None:
         """B on its way to who multiplies with it in forward, or `back` in backward.

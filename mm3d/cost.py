@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, Iterator
 
 from mm3d.contract import Move, lookup
+from mm3d.recompute import policy
 
 
 def flops(layers: int, hidden: int, heads: int, batch: int, seq: int,
@@ -26,6 +27,20 @@ def flops(layers: int, hidden: int, heads: int, batch: int, seq: int,
     tokens = batch * seq
     forward = layers * (24 * tokens * hidden ** 2 + 4 * tokens * seq * hidden)
     return {"forward": forward, "backward": 2 * forward}
+
+
+def flops_again(layers: int, hidden: int, heads: int, batch: int, seq: int,
+                recompute: str = "none") -> int:
+    """Floating-point operations of what backward computes again, over all ranks.
+
+    They are none of `flops`: with ``selective`` attention, with groups of layers all of forward
+    but the last product of each group (`mm3d.recompute`).
+    """
+    chosen, tokens = policy(recompute), batch * seq
+    forward = flops(layers, hidden, heads, batch, seq)["forward"]
+    groups = len(chosen.groups(layers))
+    again = forward - groups * 8 * tokens * hidden ** 2 if groups else 0
+    return again + chosen.selective * layers * 4 * tokens * seq * hidden
 
 
 @dataclass(frozen=True)
@@ -93,30 +108,50 @@ def _spaces(name: str, sizes: dict[str, int], batch: int, seq: int,
     return _Space(sizes, *outer), _Space(sizes, *inner)
 
 
+Moves = dict[str, tuple[list[Move], list[Move]]]
+
+
 def _layer_moves(name: str, sizes: dict[str, int], hidden: int, batch: int, seq: int,
-                 keep: str, rows: str) -> tuple[list[Move], list[Move]]:
-    """All collectives of one Transformer layer, forward and backward."""
-    scheme, h, M = lookup(name), hidden, batch * seq
+                 keep: str, rows: str) -> Moves:
+    """Collectives of one Transformer layer forward and backward, by what enters them."""
+    h, M = hidden, batch * seq
     outer, inner = _spaces(name, sizes, batch, seq, rows=rows)
-    forward, backward = [], []
-    for way, N, K in _products(h):
-        there, again = scheme.product_moves(sizes, way, M, N, K, keep=keep)
+    norm = ([*outer.statistics(M, 1), *outer.statistics(M, 1), *outer.fetch(h), *outer.fetch(h)],
+            [*outer.collect(h), *outer.collect(h), *outer.statistics(M, 2)])
+    keys_and_values = [*inner.sequence("all_gather", 2 * M * h)]
+    found = {"ln1": norm, "ln2": norm, "gelu": ([], []), "attention": (
+        keys_and_values, [*keys_and_values, *inner.sequence("reduce_scatter", 2 * M * h)])}
+    for part, (way, N, K) in zip(("qkv", "proj", "up", "down"), _products(h)):
+        there, back = lookup(name).product_moves(sizes, way, M, N, K, keep=keep)
         target = inner if way == "into" else outer
-        forward += [*there, *target.fetch(K)]
-        backward += [*again, *target.collect(K)]
-    for _ in ("ln1", "ln2"):
-        forward += [*outer.statistics(M, 1), *outer.statistics(M, 1),
-                    *outer.fetch(h), *outer.fetch(h)]
-        backward += [*outer.collect(h), *outer.collect(h), *outer.statistics(M, 2)]
-    forward += inner.sequence("all_gather", 2 * M * h)
-    backward += inner.sequence("all_gather", 2 * M * h)
-    backward += inner.sequence("reduce_scatter", 2 * M * h)
-    return forward, backward
+        found[part] = there, back
+        adds = "gelu" if part == "up" else part    # GELU adds the bias of the product before it
+        found[adds] = ([*found[adds][0], *target.fetch(K)], [*found[adds][1], *target.collect(K)])
+    return found
+
+
+def _phases(name: str, sizes: dict[str, int], layers: int, hidden: int, batch: int, seq: int,
+            keep: str, rows: str, recompute: str) -> dict[str, list[tuple[int, list[Move]]]]:
+    """How often a rank enters which collectives in each phase."""
+    parts = _layer_moves(name, sizes, hidden, batch, seq, keep, rows)
+    chosen = policy(recompute)
+    groups = len(chosen.groups(layers))
+    forward = [(layers, there) for there, _ in parts.values()]
+    backward = [(layers, back) for _, back in parts.values()]
+    if groups:    # all is done again but the last product of each group, with the GELU before it
+        last = ("gelu", "down") if chosen.selective else ("down",)    # if that is done later
+        backward += forward + [(-groups, parts[part][0]) for part in last]
+        # Nothing of that product is kept for its backward.
+        bare = _layer_moves(name, sizes, hidden, batch, seq, "none", rows)
+        backward += [(groups, bare["down"][1]), (-groups, parts["down"][1])]
+    if chosen.selective:
+        backward += [(layers, parts[part][0]) for part in ("ln1", "attention", "ln2", "gelu")]
+    return {"forward": forward, "backward": backward}
 
 
 def transformer_moves(name: str, sizes: dict[str, int], layers: int, hidden: int, batch: int,
-                      seq: int, keep: str = "none",
-                      rows: str = "auto") -> dict[str, dict[tuple[str, str], Move]]:
+                      seq: int, keep: str = "none", rows: str = "auto",
+                      recompute: str = "none") -> dict[str, dict[tuple[str, str], Move]]:
     """Collectives of the model by phase, direction and kind.
 
     Parameters
@@ -129,6 +164,8 @@ def transformer_moves(name: str, sizes: dict[str, int], layers: int, hidden: int
         The model; the number of heads does not matter.
     keep, rows : str
         Options of `mm3d.schemes.cube.Cube`.
+    recompute : str
+        See `mm3d.recompute`; what is computed again is sent again, in backward.
 
     Returns
     -------
@@ -136,23 +173,24 @@ def transformer_moves(name: str, sizes: dict[str, int], layers: int, hidden: int
         "forward" and "backward": {(direction, collective): Move}, words summed over all ranks and
         calls of each rank.  Directions of one rank move nothing and are left out.
     """
-    phases = _layer_moves(name, sizes, hidden, batch, seq, keep, rows)
+    phases = _phases(name, sizes, layers, hidden, batch, seq, keep, rows, recompute)
     result = {}
-    for phase, moves in zip(("forward", "backward"), phases):
+    for phase, entered in phases.items():
         words, calls = Counter(), Counter()
-        for move in moves:
-            if sizes[move.axis] > 1:
-                words[move.axis, move.collective] += layers * move.words
-                calls[move.axis, move.collective] += layers * move.calls
-        result[phase] = {key: Move(*key, words[key], calls[key]) for key in words}
+        for times, moves in entered:
+            for move in moves:
+                if sizes[move.axis] > 1:
+                    words[move.axis, move.collective] += times * move.words
+                    calls[move.axis, move.collective] += times * move.calls
+        result[phase] = {key: Move(*key, words[key], calls[key]) for key in words if calls[key]}
     return result
 
 
 def transformer_words(name: str, sizes: dict[str, int], layers: int, hidden: int, heads: int,
-                      batch: int, seq: int, keep: str = "none",
-                      rows: str = "auto") -> dict[str, dict[tuple[str, str], int]]:
+                      batch: int, seq: int, keep: str = "none", rows: str = "auto",
+                      recompute: str = "none") -> dict[str, dict[tuple[str, str], int]]:
     """The words of `transformer_moves` alone."""
-    moves = transformer_moves(name, sizes, layers, hidden, batch, seq, keep, rows)
+    moves = transformer_moves(name, sizes, layers, hidden, batch, seq, keep, rows, recompute)
     return {phase: {key: move.words for key, move in found.items()}
             for phase, found in moves.items()}
 
@@ -163,16 +201,23 @@ def parameters(layers: int, hidden: int) -> int:
 
 
 def saved_words(name: str, sizes: dict[str, int], layers: int, hidden: int, heads: int, batch: int,
-                seq: int, keep: str = "none", rows: str = "auto") -> int:
+                seq: int, keep: str = "none", rows: str = "auto", recompute: str = "none") -> int:
     """Words kept between forward and backward, over all ranks.
 
     A layer keeps, of each token: twice the normalized row, the row after the affine part and a
     number (LN), Q, K and V, the attention's output and one number a head, and the wide activation
     before and after GELU; each rank the gathered weights of the norms and bias of the GELU, and
-    what the products keep.
+    what the products keep.  With recomputation of each group of layers the input of the first
+    (`mm3d.recompute`); with "selective" of each layer the inputs of the norms, Q, K and V, and
+    the wide activation before GELU.
     """
     outer, inner = _spaces(name, sizes, batch, seq, rows=rows)
     M, h, P = batch * seq, hidden, math.prod(sizes.values())
+    chosen = policy(recompute)
+    if chosen.every:
+        return len(chosen.groups(layers)) * outer.copies * M * h
+    if chosen.selective:
+        return layers * M * (outer.copies * 2 * h + inner.copies * (3 * h + 4 * h))
     outside = outer.copies * M * 4 * h + 2 * M * P // outer.ranks(outer.rows)
     inside = inner.copies * M * (3 * h + h + heads + 8 * h)
     vectors = 2 * h * P // outer.ranks(outer.features) + 4 * h * P // inner.ranks(inner.features)
@@ -182,28 +227,52 @@ def saved_words(name: str, sizes: dict[str, int], layers: int, hidden: int, head
 
 
 def peak_words(name: str, sizes: dict[str, int], layers: int, hidden: int, heads: int, batch: int,
-               seq: int, keep: str = "none", rows: str = "auto") -> float:
+               seq: int, keep: str = "none", rows: str = "auto",
+               recompute: str = "none") -> float:
     """Words of a rank at the worst moment of a step, where everything divides.
 
     Parameters and gradients, input and output with their gradients, all that is kept between
     forward and backward, and what passes: the gradients of one linear layer or activation, that
-    of the residual stream, and what products gather.  Blocks of elementwise work are left out.
+    of the residual stream, and what products gather; with recomputation also what is computed
+    again at one time.  Blocks of elementwise work are left out.
     """
     outer, inner = _spaces(name, sizes, batch, seq, rows=rows)
     M, h, P = batch * seq, hidden, math.prod(sizes.values())
-    outside, inside = outer.copies * M / P, inner.copies * M / P
+    outside = outer.copies * M / P
+    chosen = policy(recompute)
     lasting = (2 * parameters(layers, h) + saved_words(
-        name, sizes, layers, h, heads, batch, seq, keep, rows)) / P + 3 * h * outside
+        name, sizes, layers, h, heads, batch, seq, keep, rows, recompute)) / P + 3 * h * outside
+    passing = [*_passing(name, sizes, h, batch, seq, keep, rows, chosen.selective)]
+    groups = chosen.groups(layers)
+    if groups:
+        within = "selective" if chosen.selective else "none"
+        down = lookup(name).kept_words(sizes, "back", M, 4 * h, h, keep=keep)    # not at its end
+        passing[-1] = [*_passing(name, sizes, h, batch, seq, "none", rows, chosen.selective)][-1]
+        lasting += (saved_words(name, sizes, groups[0], h, heads, batch, seq, keep, rows, within)
+                    - down) / P + h * outside * (len(groups) > 1)    # the gradient at its end
+    # The input of the model, and of a group, is itself kept, and counted already.
+    return lasting + h * outside * (1 - bool(groups) - chosen.selective) + max(passing)
+
+
+def _passing(name: str, sizes: dict[str, int], h: int, batch: int, seq: int, keep: str, rows: str,
+             selective: bool) -> Iterator[float]:
+    """Words of a rank that come and go in backward around each linear layer; with `selective` also
+    of what is computed again for it: its input, and what the layer before it keeps."""
+    outer, inner = _spaces(name, sizes, batch, seq, rows=rows)
+    M, P = batch * seq, math.prod(sizes.values())
+    outside, inside = outer.copies * M / P, inner.copies * M / P
     split = math.prod(sizes[c] for c in inner.rows.partition(",")[2])
     dealt = "positions" if outer.rows.partition(",")[2] else "sequences"
     # Keys and values along a divided sequence, their gradients, and the buffer they are sent from.
     along = 2 * h * inside * split * (3 if split > 1 else 0)
-    passing = [8 * h * inside, 4 * h * inside + along]    # GELU, attention
-    for way, N, K in _products(h):
+    # Before each linear layer: a norm, attention, a norm, GELU.
+    before = (2 * h * outside, 4 * h * inside + along, 2 * h * outside, 8 * h * inside)
+    again = (2 * h * outside, h * inside, 2 * h * outside, 4 * h * inside)
+    for (way, N, K), layer, kept in zip(_products(h), before, again):
         dA, dC = (N * outside, K * inside) if way == "into" else (N * inside, K * outside)
-        passing.append(dA + dC + N * K / P + lookup(name).transient_words(
-            sizes, way, M, N, K, keep=keep, rows=dealt))
-    return lasting + h * outside + max(passing)
+        product = dA + dC + N * K / P + lookup(name).transient_words(
+            sizes, way, M, N, K, keep=keep, rows=dealt)
+        yield max(product, layer) + kept * selective
 
 
 def _products(h: int) -> Iterator[tuple[str, int, int]]:

@@ -16,6 +16,7 @@ from mm3d import backend as backends
 from mm3d.contract import scheme as make_scheme
 from mm3d.hollow import DryBackend
 from mm3d.observe import observed
+from mm3d.recompute import policy
 from mm3d.trace import PHASES, Collective, Gemm, Pass, Trace
 from mm3d.transformer import Transformer
 from mm3d.transport import Absent
@@ -66,15 +67,19 @@ def extended(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: i
              layers: int, **rest: Any) -> Trace:
     """What `step` gives, in the time of five layers.
 
-    All layers do the same, so what the third adds to two is what every further one adds.
-    The timeline is that of three layers.
+    All layers do the same, so what the third adds to two is what every further one adds; where
+    the inputs of every n-th layer are kept, all groups of n layers do.  The timeline is that of
+    three.
     """
-    if layers <= 3:
+    period = policy(rest.get("recompute", "none")).period
+    groups, left = divmod(layers, period)
+    if groups <= 3:
         return step(name, ranks, grid, rank, layers=layers, **rest)
-    two, three = (step(name, ranks, grid, rank, layers=n, **rest) for n in (2, 3))
+    two, three = (step(name, ranks, grid, rank, layers=n * period + left, **rest)
+                  for n in (2, 3))
 
     def more(a: int, b: int) -> int:
-        return b + (layers - 3) * (b - a)
+        return b + (groups - 3) * (b - a)
 
     for key, times in three.events.items():
         three.events[key] = more(two.events[key], times)

@@ -6,10 +6,7 @@ Where activations lie is their `Space`; how a product is computed is the scheme'
 and backward return is new and may be overwritten by the caller; what they are given is not.
 """
 
-from contextlib import contextmanager
-from functools import partial
-from itertools import pairwise
-from typing import Any, Iterator, Protocol
+from typing import Any, Protocol, Sequence
 
 from mm3d import functional
 from mm3d.axis import Pending
@@ -99,27 +96,9 @@ class Linear:
         self.weight.accumulate(dW)
         return dx
 
-
-@contextmanager
-def one_ahead(linears: list[Linear], back: bool = False) -> Iterator[None]:
-    """Within the block each weight sets out while the product before it is computed.
-
-    Parameters
-    ----------
-    linears : list of Linear
-        In the order in which the block goes through them.
-    back : bool
-        Whether it goes backward.
-    """
-    for linear in linears:
-        linear.recall()
-    for one, following in pairwise(linears):
-        one.product.ahead = partial(following.send, back)
-    try:
-        yield
-    finally:
-        for one, _ in pairwise(linears):
-            del one.product.ahead
+    def again(self, x: Array) -> Any:
+        """What `forward` keeps, without y."""
+        return self.product.again(x, self.weight.value)
 
 
 class LayerNorm:
@@ -257,17 +236,27 @@ class Chain:
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         """The last layer's output, and what each layer keeps."""
-        saved = []
-        for layer in self.layers:
-            x, kept = layer.forward(x)
-            saved.append(kept)
-        return x, saved
+        return _through(self.layers, x)
 
     def backward(self, dy: Array, saved: Any) -> Array:
         """The gradient through all layers, from the last to the first."""
         for layer, kept in zip(reversed(self.layers), reversed(saved)):
             dy = layer.backward(dy, kept)
         return dy
+
+    def again(self, x: Array) -> Any:
+        """What `forward` keeps, without y: the last layer, a linear one, does not multiply."""
+        x, saved = _through(self.layers[:-1], x)
+        return [*saved, self.layers[-1].again(x)]
+
+
+def _through(layers: Sequence[Layer], x: Array) -> tuple[Array, list]:
+    """The output of `layers`, and what each of them keeps."""
+    saved = []
+    for layer in layers:
+        x, kept = layer.forward(x)
+        saved.append(kept)
+    return x, saved
 
 
 class Residual(Chain):

@@ -14,7 +14,7 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
-from mm3d.trace import Collective, Gemm, Layer, Observer
+from mm3d.trace import Collective, Event, Gemm, Layer, Observer, Recomputation
 from mm3d.transport import host_dtype, resized
 
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
@@ -48,19 +48,43 @@ def observed(grid: Any, observer: Observer, model: Any = None) -> Iterator[None]
         if axis.size > 1:
             transport = _Transport(axis, grid.stride(name), observer)
             undo.append(_replace(axis, "transport", transport))
-    for block in model.layers.layers if model is not None else ():
-        undo.append(_replace(block, "layers", tuple(
-            _Observed(_named_operands(layer, observer, undo), _layer(layer, block), observer)
-            for layer in block.layers)))
     if model is not None:
-        undo.append(_replace(model.layers, "layers", tuple(
-            _Observed(block, Layer(_block_name(block), "residual"), observer)
-            for block in model.layers.layers)))
+        _observe_within(model.layers, observer, undo)
     try:
         yield
     finally:
         for restore in reversed(undo):
             restore()
+
+
+def _observe_within(chain: Any, observer: Observer, undo: list[Callable]) -> None:
+    """Have the layers of `chain`, and of the chains in it, tell the observer."""
+    watched = []
+    for layer in chain.layers:
+        if hasattr(layer, "recompute"):    # tells only when it is computed again
+            again = Recomputation(f"{_block_name(layer)} again")
+            undo.append(_replace(layer, "recompute", _told(layer.recompute, again, observer)))
+            _observe_within(layer, observer, undo)
+            watched.append(layer)
+        elif hasattr(layer, "layers"):
+            watched.append(_Observed(layer, Layer(_block_name(layer), "residual"), observer))
+            _observe_within(layer, observer, undo)
+        else:
+            watched.append(_Observed(_named_operands(layer, observer, undo),
+                                     _layer(layer, chain), observer))
+    undo.append(_replace(chain, "layers", tuple(watched)))
+
+
+def _told(work: Callable, event: Event, observer: Observer) -> Callable:
+    """`work`, with its calls told as `event`."""
+    @wraps(work)
+    def told(*arrays: Any) -> Any:
+        observer.enter(event)
+        try:
+            return work(*arrays)
+        finally:
+            observer.leave()
+    return told
 
 
 def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
@@ -143,20 +167,9 @@ class _Observed:
     """A layer that tells when it works."""
 
     def __init__(self, layer: Any, event: Layer, observer: Observer) -> None:
-        self.layer, self.event, self.observer = layer, event, observer
-
-    def forward(self, x: Any) -> tuple[Any, Any]:
-        return self._told(self.layer.forward, x)
-
-    def backward(self, dy: Any, saved: Any) -> Any:
-        return self._told(self.layer.backward, dy, saved)
-
-    def _told(self, work: Callable, *arrays: Any) -> Any:
-        self.observer.enter(self.event)
-        try:
-            return work(*arrays)
-        finally:
-            self.observer.leave()
+        for name in ("forward", "backward", "again"):
+            if hasattr(layer, name):
+                setattr(self, name, _told(getattr(layer, name), event, observer))
 
 
 class Named:

@@ -9,7 +9,7 @@ from typing import Any, Callable, Iterable, NamedTuple
 
 import numpy as np
 
-from mm3d.trace import Collective, Event, Gemm, Layer, Observer
+from mm3d.trace import Collective, Event, Gemm, Layer, Observer, Recomputation
 
 AXES = ("x", "y", "z")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
@@ -17,7 +17,8 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduc
 # a product, nor a collective, nor waiting; "other" is what happens between layers.
 PARTS = ("gemm", *(f"{kind} {axis}" for axis in AXES for kind in COLLECTIVES),
          "elementwise", "waiting", "other")
-OF_KIND = {"gemm": "gemm", "layer": "elementwise", "wait": "waiting", "phase": "other"}
+OF_KIND = {"gemm": "gemm", "layer": "elementwise", "again": "elementwise", "wait": "waiting",
+           "phase": "other"}
 
 
 class Span(NamedTuple):
@@ -28,7 +29,8 @@ class Span(NamedTuple):
     name : str
         For people, such as "layers.0.mlp.up" or "all-gather A along y".
     kind : str
-        "phase", "layer", "gemm", "collective" or "wait".
+        "phase", "layer", "again" (layers that backward computes again), "gemm", "collective" or
+        "wait".
     phase : str
         "forward" or "backward".
     axis, collective, operand : str
@@ -93,6 +95,8 @@ class Recorder(Observer):
         """Begin the span of `event`, for a collective after a barrier of its ranks."""
         if isinstance(event, Layer):
             self._begin(event.name, "layer")
+        elif isinstance(event, Recomputation):
+            self._begin(event.name, "again")
         elif isinstance(event, Gemm):
             size = event.m * event.n + event.n * event.k + event.m * event.k
             self._begin(_shape(event), "gemm", flops=event.flops,
@@ -126,8 +130,9 @@ class Recorder(Observer):
 
     def _operand(self, kind: str) -> str:
         """What travels: the gradient of the operand where backward sums it or gathers C's."""
-        gradient = self._phase == "backward" and (kind.startswith("reduce")
-                                                  or self.operand == "C")
+        again = any(kind == "again" for _, kind, *_ in self._open)
+        gradient = self._phase == "backward" and not again and (kind.startswith("reduce")
+                                                                or self.operand == "C")
         return f"d{self.operand}" if gradient and self.operand else self.operand
 
 

@@ -52,7 +52,15 @@ class Layer(NamedTuple):
     part: str
 
 
-Event = Gemm | Pass | Collective | Layer
+class Recomputation(NamedTuple):
+    """The work of layers that backward computes again: the `name` of what they are part of."""
+
+    name: str
+
+
+Event = Gemm | Pass | Collective | Layer | Recomputation
+
+AGAIN = " (again)"    # ends the name of the part to which work belongs that is done again
 
 
 class Observer:
@@ -93,6 +101,9 @@ class Trace(Observer):
         with what a `Pool` keeps to lend again.
     parameters, saved : int
         Bytes of parameters with their gradients, and of what forward keeps for backward.
+
+    What backward computes again is among the events of backward, in parts such as
+    "mlp.up (again)".
     """
 
     def __init__(self) -> None:
@@ -100,24 +111,27 @@ class Trace(Observer):
         self.traffic: dict[str, dict] = {}
         self.timeline: list[tuple[str, int]] = []
         self.phase, self.part, self.layers = "build", "", 0
-        self._parts: list[str] = []    # of what is around the part that is running
+        self._around: list[tuple[str, str]] = []    # of what is around the part that is running
+        self._again = ""
         self.pool_peak = self.peak = self.held = self.parameters = self.saved = 0
 
     def note(self, event: Event) -> None:
         """Count an event of the part and phase that are running."""
-        self.events[self.phase, self.part, event] += 1
+        self.events[self.phase, self.part + self._again, event] += 1
 
     def enter(self, event: Event, meet: Callable[[], None] | None = None) -> None:
         """A layer gives its part's name to what follows; all else is counted."""
-        self._parts.append(self.part)
+        self._around.append((self.part, self._again))
         if isinstance(event, Layer):
             self.part = event.part
+        elif isinstance(event, Recomputation):
+            self._again = AGAIN
         else:
             self.note(event)
 
     def leave(self) -> None:
         """Back to the part around it."""
-        self.part = self._parts.pop()
+        self.part, self._again = self._around.pop()
 
     def of(self, kind: type, phase: str | None = None) -> Counter:
         """How often each event of a kind happened in a phase (by default in both)."""
@@ -130,6 +144,11 @@ class Trace(Observer):
     def flops(self, phase: str | None = None) -> int:
         """Floating-point operations of all matrix products."""
         return sum(times * event.flops for event, times in self.of(Gemm, phase).items())
+
+    def flops_again(self) -> int:
+        """Those among them of what backward computes again."""
+        return sum(times * event.flops for (_, part, event), times in self.events.items()
+                   if isinstance(event, Gemm) and part.endswith(AGAIN))
 
     def words(self, phase: str | None = None) -> int:
         """Words moved, as `mm3d.axis.Traffic` counts them."""

@@ -2,14 +2,17 @@
 
 import math
 import numbers
+from itertools import chain, islice
 from typing import Any, Iterator, Mapping
 
 import numpy as np
 
 from mm3d.backend import Array
 from mm3d.draws import normal
-from mm3d.layers import Attention, Chain, Gelu, LayerNorm, Linear, Residual, one_ahead
+from mm3d.layers import Attention, Chain, Gelu, LayerNorm, Linear, Residual
 from mm3d.contract import Scheme
+from mm3d.recompute import policy
+from mm3d.segments import Recomputed, one_ahead, order
 from mm3d.transport import host_dtype
 
 DTYPES = ("float64", "float32", "float16")
@@ -42,6 +45,11 @@ class Transformer:
         (``p.master -= ...``, then `refresh`) and which `state` and `load` are of.  Gradients
         are then computed, summed over the ranks and accumulated in float32; scaling the loss is
         the trainer's.  A dry run counts all of it, the closed forms of `mm3d.cost` do not.
+    recompute : str
+        What backward computes again instead of finding it kept, by a policy's name; see
+        `mm3d.recompute`.  The results are the same to the bit.  Where anything is computed
+        again, the input of `forward` is read once more in `backward`, and must be left as it is
+        until then.
 
     Raises
     ------
@@ -58,7 +66,7 @@ class Transformer:
 
     def __init__(self, scheme: Scheme, layers: int, hidden: int, heads: int, batch: int, seq: int,
                  seed: int = 0, dtype: str = "float32", causal: bool = False,
-                 master: str | None = None) -> None:
+                 master: str | None = None, recompute: str = "none") -> None:
         sizes = dict(layers=layers, hidden=hidden, heads=heads, batch=batch, seq=seq)
         for name, size in sizes.items():
             if not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1:
@@ -75,14 +83,20 @@ class Transformer:
         if master is not None and (master != "float32" or dtype in ("float32", "float64")):
             raise ValueError(f"master={master!r} for a model in {dtype}: float32 masters are for "
                              f"types of 16 bits, such as dtype='float16'; leave master out")
+        self.policy, keep = policy(recompute), getattr(scheme, "keep", "none")
+        if self.policy.selective and keep != "none":
+            raise ValueError(f"recompute={recompute!r} keeps nothing that keep={keep!r} of the "
+                             f"scheme gathers: leave one of them out, or choose recompute='full'")
         self.scheme, self.grid, self.seed = scheme, scheme.grid, seed
         self.dtype, self.master, self.hidden = str(dtype), master, hidden
         self.shape = (batch, seq, hidden)
         self.outer, self.inner = scheme.spaces(batch, seq)
-        self.layers = Chain(*(layer for n in range(layers)
-                              for layer in self._layer(f"layers.{n}", heads, causal)))
-        self.linears = [layer for block in self.layers.layers for layer in block.layers
-                        if isinstance(layer, Linear)]
+        every = [self._layer(f"layers.{n}", heads, causal) for n in range(layers)]
+        groups = [Recomputed(*chain.from_iterable(islice(following, count)))
+                  for following in [iter(every)] for count in self.policy.groups(layers)]
+        self.layers = Chain(*(groups or chain.from_iterable(every)))
+        self.linears = [linear for linear, _ in order(self.layers)]
+        self._order = {back: order(self.layers, back) for back in (False, True)}
         self.parameters = self.layers.parameters
         self._draw()
 
@@ -103,10 +117,15 @@ class Transformer:
             return Linear(self.scheme, f"{name}.{part}", inner, outer, (features, h), dtype,
                           (unit, 1), master)
 
+        def residual(*layers):
+            if self.policy.selective:
+                layers = (Recomputed(*layers[:2]), Recomputed(*layers[2:]))
+            return Residual(*layers)
+
         up = into("mlp.up", 4 * h, adds=False)
-        return (Residual(norm("ln1"), into("attention.qkv", 3, h, unit=head),
+        return (residual(norm("ln1"), into("attention.qkv", 3, h, unit=head),
                          Attention(inner, h, head, causal), back("attention.proj", h, unit=head)),
-                Residual(norm("ln2"), up, Gelu(up, inner, 4 * h), back("mlp.down", 4 * h)))
+                residual(norm("ln2"), up, Gelu(up, inner, 4 * h), back("mlp.down", 4 * h)))
 
     def _named(self, dtype: str | None) -> Any:
         """The array library's dtype of that name."""
@@ -140,13 +159,13 @@ class Transformer:
     def forward(self, x: Array) -> tuple[Array, Any]:
         """The output for this rank's block `x` of the input, and what `backward` needs."""
         self._check_block("x", x)
-        with one_ahead(self.linears):
+        with one_ahead(self._order[False]):
             return self.layers.forward(x)
 
     def backward(self, dy: Array, saved: Any) -> Array:
         """The gradient dx for this rank's block `dy`; adds to the parameters' gradients."""
         self._check_block("dy", dy)
-        with one_ahead(self.linears[::-1], back=True):
+        with one_ahead(self._order[True]):
             # A view: whether it is gathered where it lies is then the same on all ranks, also if
             # some give what forward returned and others a copy.
             dx = self.layers.backward(dy[...], saved)

@@ -40,8 +40,11 @@ MAY_IMPORT = {
     "parameter": {"axis", "backend", "grid", "layout", "transport"},
     "layers": {"axis", "backend", "contract", "functional", "parameter", "space"},
     "draws": set(),
-    "transformer": {"backend", "draws", "layers", "contract", "transport"},
-    "cost": {"contract"},
+    "recompute": set(),
+    "segments": {"axis", "backend", "layers"},
+    "transformer": {"backend", "draws", "layers", "contract", "recompute", "segments",
+                    "transport"},
+    "cost": {"contract", "recompute"},
     "environment": set(),
     "guard": set(),
     "statistics": set(),
@@ -53,7 +56,8 @@ MAY_IMPORT = {
     "observe": {"trace", "transport"},
     "spans": {"trace"},
     "hollow": {"backend", "elementwise", "pool", "trace"},
-    "dry": {"backend", "contract", "hollow", "observe", "trace", "transformer", "transport"},
+    "dry": {"backend", "contract", "hollow", "observe", "recompute", "trace", "transformer",
+            "transport"},
     "__init__": {"axis", "environment", "gpu", "cost", "grid", "guard", "layout", "contract",
                  "space", "transformer"}}
 SCHEME = ARRAYS | {"contract"}

@@ -11,6 +11,7 @@ the same three forms again with the directions permuted.
 """
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, Callable, ContextManager
 
 from mpi4py import MPI
@@ -53,7 +54,7 @@ def ab(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
 
 def ab_backward(dC: Operand, A: Operand, B: Operand, a: Split, b: Split, c: Split,
                 overlap: bool = False, wide: bool = False,
-                ahead: Callable[[], Pending | None] = Product.ahead
+                ahead: Callable[[], Pending | None] = lambda: None
                 ) -> tuple[Array, Array | Pending]:
     """dA = dC B^T in z, x, y and dB = A^T dC in y, z, x (Algorithm 2); dC is gathered once.
 
@@ -143,7 +144,7 @@ class CubeProduct(Product):
     def forward(self, A: Array, B: Array | Pending) -> tuple[Array, Any]:
         A_il = Gathered(gather(A, self.a))
         B_lj = Gathered(gather(B, self.b))
-        with meanwhile(self.ahead()):
+        with meanwhile(self.ahead(False)):
             C = ab(A_il, B_lj, self.a, self.b, self.c)
         keep_B = self.keep != "none" and B_lj.array is not B
         return C, (A_il if self.keep == "both" else A, B_lj if keep_B else None)
@@ -152,7 +153,10 @@ class CubeProduct(Product):
                  saved: Any) -> tuple[Array, Array | Pending]:
         A, B_lj = saved
         return ab_backward(dC, A, B if B_lj is None else B_lj, self.a, self.b, self.c,
-                           self.overlap, self.wide, self.ahead)
+                           self.overlap, self.wide, partial(self.ahead, True))
+
+    def again(self, A: Array, B: Array) -> Any:
+        return A, None    # backward gathers them
 
 
 class Cube(Scheme):

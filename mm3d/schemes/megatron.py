@@ -46,6 +46,9 @@ class ColumnParallel(Product):
         dA = self.rows.reduce_scatter(matmul_nt(dC, B))
         return dA, matmul_tn(self.rows.all_gather(saved), dC, wide=self.wide)
 
+    def again(self, A: Array, B: Array) -> Any:
+        return A
+
 
 class RowParallel(Product):
     """C = sum_j A_j B_j: rows of B divided like the features of A."""
@@ -61,6 +64,9 @@ class RowParallel(Product):
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
         dC = self.rows.all_gather(dC)
         return matmul_nt(dC, B), matmul_tn(saved, dC, wide=self.wide)
+
+    def again(self, A: Array, B: Array) -> Any:
+        return A
 
 
 class Megatron(Scheme):

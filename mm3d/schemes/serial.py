@@ -20,6 +20,9 @@ class SerialProduct(Product):
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
         return matmul_nt(dC, B), matmul_tn(saved, dC, wide=self.wide)
 
+    def again(self, A: Array, B: Array) -> Any:
+        return A
+
 
 class Serial(Scheme):
     """No parallelism: every rank of the communicator holds and computes everything."""
