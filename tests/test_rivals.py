@@ -27,7 +27,7 @@ def test_both_products_are_verified_and_compared(installed, dtype):
     assert f"48 x 40 x 56 {dtype}, 4 ranks" in done.stdout
     assert "3d, shared, is ahead" in done.stdout and "3d, mpi, is ahead" in done.stdout
     rows = {line.split("  ")[0]: line.split("  ") for line in done.stdout.splitlines()}
-    numbers = {name: len([cell for cell in row if cell.strip()]) for name, row in rows.items()}
+    numbers = {name: len([cell for cell in row if cell.strip(" |")]) for name, row in rows.items()}
     for transport in ("shared", "mpi"):
         assert numbers[f"3d on 1 x 2 x 2, transport {transport}"] == 3
     # ScaLAPACK beside both of them.
