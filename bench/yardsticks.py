@@ -18,6 +18,7 @@ from mm3d.record import Group, Variable
 SIZE = 512          # of the square matrices whose product is the peak: the rate grows no further
 TIMES = 6           # the caches of a node: what the arrays of the sum are together at least
 LEAST = 192 << 20   # bytes of them where the system tells of no caches, or small ones
+ON_DEVICE = 768 << 20    # bytes of them of each rank on a device, several times its cache
 PART = 8            # of the node's memory they are no more than this part
 SAMPLE = 0.02       # seconds that a sample takes at least
 ROUNDS = 5          # samples, the best of which counts
@@ -29,7 +30,8 @@ def peaks(backend: Backend, dtype: str, comm) -> Group | None:
     Of one rank while the others sleep, and of as many ranks of each node at once as it has cores:
     what these reach together is divided by all ranks of a node, since that is what each gets where
     they take turns.  So a node's rates do not depend on the number of ranks.  On a device all
-    ranks work at once.  Ranks have the BLAS threads that they have in a run.
+    ranks work at once, each on arrays of that size.  Ranks have the BLAS threads that they have in
+    a run.
 
     The product is C = AB of square matrices.  The memory's rate is that of c = a + b in float32,
     whose arrays are together several times as large as the last-level caches of a node, whoever
@@ -48,7 +50,8 @@ def peaks(backend: Backend, dtype: str, comm) -> Group | None:
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
     at_work = node.bcast(min(node.size, environment.cores()) if backend.host_buffers
                          else node.size)
-    total = node.bcast(summed_bytes(caches := cache_bytes() if backend.host_buffers else math.nan))
+    caches = cache_bytes() if backend.host_buffers else math.nan
+    total = node.bcast(summed_bytes(caches) if backend.host_buffers else ON_DEVICE)
     workers = comm.Split(int(node.rank >= at_work), comm.rank)
     teams = {"alone": (comm.Split(int(comm.rank > 0), comm.rank), comm.rank == 0, 1, 1),
              "together": (workers, node.rank < at_work, at_work, node.size)}
@@ -59,8 +62,9 @@ def peaks(backend: Backend, dtype: str, comm) -> Group | None:
         for name, units in (("gemm", "s-1"), ("memory", "byte s-1")):
             timing.wait_patiently(comm)
             if works:
+                share = total // working if backend.host_buffers else total
                 step, amount = (_product(backend, dtype) if name == "gemm"
-                                else _sum(backend, total // working))
+                                else _sum(backend, share))
                 rate = _rate(step, amount, backend.synchronize, team) * working / sharing
                 found[f"{name}_{who}"] = Variable(np.float64(rate), units, ())
                 del step
