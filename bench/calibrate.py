@@ -18,6 +18,7 @@ from bench.cases import UsageError
 from bench.output import say
 from mm3d import backend as backends
 from mm3d import environment
+from mm3d.choice import in_place
 
 DTYPES = ("float32", "float64")
 NOTHING = model.Level(0.0, 1e15)    # links of one rank, where nothing travels
@@ -144,10 +145,10 @@ def described(machine: model.Machine) -> str:
                         for size, seconds in machine.waiting.items())
     lines.append(f"in a step: {machine.achieved.gemm:.0%} of all rates"
                  + f"; waiting {waiting}" * bool(waiting))
-    idle = model.copies_nothing(machine.transport)
+    placed = in_place(machine.transport)
     lines += [f"{line.kind}{' of columns' * line.pieces} of {line.size} ranks {line.stride} "
               f"apart: {1e6 * line.alpha:.0f} us, "
-              + ("copies nothing" if line.kind in idle else
+              + ("read where it lies" if line.kind in placed else
                  f"{1e-9 / line.beta if line.beta else np.inf:.2f} GB/s")
               for line in machine.collectives]
     return "\n".join(lines)

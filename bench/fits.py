@@ -78,8 +78,9 @@ def line(sizes: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
     return float(alpha), float(beta), float(np.abs((alpha + beta * sizes) / seconds - 1).max())
 
 
-def meetings(transports: str, kinds: Sequence[str]) -> np.ndarray:
-    """Whether collectives copy nothing, (direction, kind), with a transport of each direction."""
+def in_places(transports: str, kinds: Sequence[str]) -> np.ndarray:
+    """Whether collectives leave their result in place, (direction, kind), with a transport of
+    each direction."""
     return np.array([[kind in in_place(name) for kind in kinds] for name in transports.split()])
 
 

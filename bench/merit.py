@@ -171,7 +171,8 @@ def one(run: Run) -> list[Part]:
         "Parts are means over ranks and traced repetitions, which follow those that count; what a "
         "rank waits for others before a collective and at the end is waiting. Times and rates are "
         "of untraced medians; bandwidth and products are of traced repetitions, bandwidth of "
-        "collectives that copy: a gather in shared memory is a meeting, and has none.",
+        "collectives that copy: what is gathered or broadcast in shared memory is read where it "
+        "lies, and has none.",
         "Peaks of all ranks at once are those of all cores, over the ranks. Memory bandwidth is "
         "of c = a + b, each array counted once, beyond the caches; it is left out where it may be "
         "theirs.",

@@ -200,7 +200,7 @@ def collectives_record(axes: list[str], sizes: list[int], found: list, settings:
                       for seconds in bounds[..., 0].reshape(-1, len(sizes))])
     lines = lines.reshape(*shape[:2], 3)
     dims = ("axis", "collective", "size")
-    copying = ~fits.meetings(settings["transports"], store.COLLECTIVES)
+    copying = ~fits.in_places(settings["transports"], store.COLLECTIVES)
     return Measurements(
         "collectives", settings, environs,
         {"axis": axes, "collective": store.COLLECTIVES, "size": sizes,

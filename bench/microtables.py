@@ -13,6 +13,8 @@ from mm3d.record import Measurements
 
 # What a table of an unknown kind does not spread out: the samples are behind the medians.
 INNER = {"repetition", "rank", "edge", "bound"}
+# What is said of a collective whose result is read where it lies, instead of a bandwidth.
+IN_PLACE = {"all_gather": "copies nothing", "broadcast": "root copies"}
 
 
 def parts(records: Sequence[Measurements]) -> list[Part]:
@@ -61,16 +63,16 @@ def collectives(record: Measurements) -> list[Part]:
     chosen, narrow = record.configuration, values["ended_by_width"]
     travel = chosen.get("transports") or " ".join(
         [chosen["transport"].replace(" ", "+")] * len(record.scales["axis"]))
-    idle = fits.meetings(travel, record.scales["collective"])
+    placed = fits.in_places(travel, record.scales["collective"])
     for c, kind in enumerate(record.scales["collective"]):
         for a, axis in enumerate(record.scales["axis"]):
             beta, error = values["beta"][a, c], values["fit_error"][a, c]
             rows.append([kind, axis, *(_number(1e6 * t, ".0f")
                                        for t in values["seconds"][a, c, :, 0]),
-                         Number(math.nan, "copies nothing") if idle[a, c] else
+                         Number(math.nan, IN_PLACE[kind]) if placed[a, c] else
                          _number(values["bandwidth"][a, c].max() / 1e9, ".2f"),
                          _number(1e6 * values["alpha"][a, c], ".0f"),
-                         _number(1e-9 / beta, ".2f") if beta and not idle[a, c]
+                         _number(1e-9 / beta, ".2f") if beta and not placed[a, c]
                          else Number(math.nan, "-"),
                          Number(error, f"{100 * error:.0f} %")])
     return [Table(f"Collectives on {chosen['grid']} ranks, all lines at once", columns, rows),
@@ -78,9 +80,8 @@ def collectives(record: Measurements) -> list[Part]:
                 "Bandwidth: bytes that the busiest rank moves over the time, at the best size; "
                 "the fit alpha + beta n is of relative least squares. Arrays are sent again and "
                 "again: those that fit the caches are read from there.",
-                *["In shared memory a gather is a meeting, after which products read the blocks "
-                  "where they lie; of a broadcast only the first rank's copy is timed."]
-                * bool(idle.any()),
+                *["In shared memory ranks read what is gathered or broadcast where it lies, which "
+                  "is not timed: there is no bandwidth."] * bool(placed.any()),
                 f"{int(narrow.sum())} of {narrow.size} intervals are within "
                 f"{100 * chosen['width']:g} % of the median, the others ended by repetitions or "
                 f"seconds.", f"{machine(record)}; transport {chosen['transport']}."])]

@@ -255,7 +255,7 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
 def copies_nothing(transport: str) -> frozenset[str]:
     """The collectives of ranks of one node that copy nothing with this `Machine.transport`: of
     several ways, those that leave the node are none for its ranks."""
-    return in_place("shared" if "shared" in transport.split() else transport)
+    return in_place("shared" if "shared" in transport.split() else transport) & {"all_gather"}
 
 
 def links(size: int, stride: int, per_node: int) -> tuple[str, float]:

@@ -57,11 +57,12 @@ def overhead(run: Run) -> dict[str, float] | None:
 
 
 def bandwidth(run: Run) -> dict[str, float] | None:
-    """By direction the bytes a second that a rank moves while it is in collectives that copy.
+    """By direction the bytes a second that a rank moves while it is in collectives that copy them.
 
     Bytes as `mm3d.axis.Traffic` counts them, of both phases and all ranks, over the mean time of
-    traced repetitions; waiting for others is not in it.  Gathers in shared memory copy nothing:
-    neither their bytes nor their time count.  Directions that copy nothing are left out.
+    traced repetitions; waiting for others is not in it.  What is gathered or broadcast in shared
+    memory is read where it lies: neither its bytes nor its time count.  Directions where nothing
+    else moves are left out.
     """
     seconds = _seconds(run)
     if seconds is None:
@@ -69,7 +70,7 @@ def bandwidth(run: Run) -> dict[str, float] | None:
     names = np.array(run.groups["parts"].scales["part"])
     found = {}
     for a, axis in enumerate(AXES):
-        copying = [kind not in idle(run, axis) for kind in COLLECTIVES]
+        copying = [kind not in placed(run, axis) for kind in COLLECTIVES]
         moved = run.traffic["bytes"][:, :, a, copying].sum()
         kinds = itertools.compress(COLLECTIVES, copying)
         inside = np.isin(names, [f"{kind} {axis}" for kind in kinds])
@@ -79,8 +80,8 @@ def bandwidth(run: Run) -> dict[str, float] | None:
     return found
 
 
-def idle(run: Run, axis: str) -> frozenset[str]:
-    """The collectives that copied nothing along a direction of the grid."""
+def placed(run: Run, axis: str) -> frozenset[str]:
+    """The collectives whose results were read where they lie, along a direction of the grid."""
     transports = str(run.configuration.get("transport", "")).split()
     if "shared" in transports and (len(transports) == 1 or axis in run.configuration.get(
             "within_nodes", "")):

@@ -98,8 +98,8 @@ def _collectives(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, A
     source, longest = "the fit to the medians", medians.max(axis=-1)
     bandwidth = moved / medians
     if "transports" in run.configuration:    # files of before have one of meetings, too
-        bandwidth[fits.meetings(run.configuration["transports"],
-                                run.scales["collective"])] = np.nan
+        bandwidth[fits.in_places(run.configuration["transports"],
+                                 run.scales["collective"])] = np.nan
     return {"bytes_moved": Again(moved, "the sizes"),
             "bandwidth": Again(bandwidth, "the bytes moved over the median"),
             "alpha": Again(fit[..., 0], source, longest),

@@ -55,8 +55,8 @@ def settle(comm: MPI.Intracomm | Absent, backend: Backend) -> str:
 
 @functools.cache
 def in_place(names: str) -> frozenset[str]:
-    """The collectives that copy nothing by any of these transports, such as "shared" or
-    "mpi shared"; see `mm3d.transport.MpiTransport.in_place`."""
+    """The collectives that leave the result in place by each of these transports, such as "shared"
+    or "mpi shared"; see `mm3d.transport.MpiTransport.in_place`."""
     known = {kind.name: kind for kind in (MpiTransport, SharedTransport)} | TRANSPORTS
     kinds = [known[name].in_place if name in known else frozenset() for name in names.split()]
     return frozenset.intersection(*kinds) if kinds else frozenset()

@@ -55,7 +55,7 @@ class SharedTransport(MpiTransport):
             "move nothing, the products read them; sums read the other ranks' terms, and what "
             "was not placed is copied")
     goes_on = False    # a gather copies nothing, and sums are made at once
-    in_place = frozenset({"all_gather"})
+    in_place = frozenset({"all_gather", "broadcast"})
 
     def __init__(self, comm: MPI.Intracomm, backend: Backend) -> None:
         super().__init__(comm, backend)

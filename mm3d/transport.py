@@ -89,8 +89,9 @@ class MpiTransport:
     note : str
         What it moves, for people, where that is not what `mm3d.axis.Traffic` counts.
     in_place : frozenset of str
-        Collectives that copy nothing if the blocks were placed for them (`block`): they take the
-        time of a meeting, and no bandwidth follows from it.
+        Collectives whose result all ranks read where it lies, if it is not small: what is counted
+        does not arrive, and no bandwidth follows from their time.  A gather of blocks that were
+        placed (`block`) copies nothing, a broadcast is copied once, by its root.
     """
 
     name = "mpi"
