@@ -6,8 +6,9 @@ from typing import Iterable
 import numpy as np
 
 from bench import merit, parts
-from bench.cases import HEADINGS
+from bench.cases import HEADINGS, title
 from bench.curves import found_runs, rate
+from bench.labels import Label, beside, place
 from bench.overview import most
 from bench.panels import (LeftOut, Point, against_ranks, blank, caption, curve, finish, from_zero,
                           line, plain_log, style)
@@ -15,44 +16,53 @@ from bench.results import Results
 from mm3d.store import Run
 
 OLD = "no run that is shown has recorded"
+WORKERS = ("alone", "together")    # one rank while the others sleep; each while all work
+ROOFS = {"alone": "-", "together": "--"}
 # What a rank keeps between forward and backward, and the most that it had.
 KEPT, PEAK = ("parameters", "gradients", "saved"), ("pool_peak",)
 
 
 def roofline(results: Results):
-    """Rates of a rank in matrix products and over whole steps, under the machine's roofs.
+    """Rates of a rank in matrix products and over whole steps, each under its machine's roofs.
+
+    A rank that multiplies has a core to itself as often as others wait, so its rate is compared
+    with that of one rank alone; that of a step with what each rank has when all work at once.
 
     Raises
     ------
     LeftOut
         When no run was traced and has the machine's peaks.
     """
-    lie = {key: place for key, run in results.runs.items() if (place := placed(run))}
+    lie = {key: at for key, run in results.runs.items() if (at := placed(run))}
     if not lie:
         raise LeftOut(f"{OLD} the machine's peaks and where its time went")
-    figure, panels = blank(1, 2, (10, 5), "Roofline: rates of a rank against operations for each "
-                           "byte of the products' operands and results")
+    figure, panels = blank(1, 2, (11, 5.2), "Roofline: rates of a rank against operations for "
+                           "each byte of the products' operands and results")
+    texts, markers, lines = [], [], []
     for panel, table in zip(panels[0], HEADINGS):
         for scheme in results.schemes():
             found = [(p, lie[table, scheme, p])
                      for p, _ in found_runs(results, results.rows(table, scheme))
                      if (table, scheme, p) in lie]
-            for what, place, face in (("in products", 1, style(scheme)[0]), ("step", 2, "white")):
-                line(panel, scheme, [(at[0], at[place]) for _, at in found], linestyle="",
-                     markerfacecolor=face, **{} if place == 1 else {"label": "_step"})
-            for ranks, at in found:
-                panel.annotate(ranks, at[:2], xytext=(5, -3), fontsize=7,
-                               textcoords="offset points")
+            for what, face in ((1, style(scheme)[0]), (2, "white")):
+                line(panel, scheme, [(at[0], at[what]) for _, at in found], linestyle="",
+                     markerfacecolor=face, **{} if what == 1 else {"label": "_step"})
+                markers += [(panel, at[0], at[what]) for _, at in found]
+                texts += [Label(panel, str(ranks), beside(at[0], at[what]), style(scheme)[0])
+                          for ranks, at in found]
         panel.set(xscale="log", yscale="log", title=f"{HEADINGS[table]}, preset {results.preset}",
                   xlabel="flop/byte", ylabel="GFLOP/s a rank")
         for axis in (panel.xaxis, panel.yaxis):
             plain_log(axis)
-        _roofs(panel, [results.runs[key] for key in lie if key[0] == table])
-        finish(panel)
-    caption(figure, results, "Filled: while in matrix products. Open: useful operations over the "
-            "whole step. Numbers: ranks.", "Roofs: rate of products, and bandwidth of memory "
-            "beyond the caches where known, of all cores over the ranks, of the same runs "
-            "(medians).")
+        for roof, flat in _roofs(panel, [results.runs[key] for key in lie if key[0] == table]):
+            texts.append(roof)
+            lines.append(flat)
+    _roofline_legend(figure, [scheme for scheme in results.schemes()
+                              if any(key[1] == scheme for key in lie)])
+    caption(figure, results, "Numbers: ranks. Roofs: rate of products, and bandwidth of memory "
+            "beyond the caches where known, of the same runs (medians);", "of all at work that of "
+            "all cores over the ranks.")
+    place(figure, texts, markers, lines)
     return figure
 
 
@@ -60,31 +70,54 @@ def placed(run: Run) -> tuple[float, float, float] | None:
     """Operations a byte, GFLOP/s of a rank in products, and in the whole step; None where it was
     not recorded."""
     lie = merit.roofline(run)
-    if lie is None or not peaks(run)[0] > 0:
+    if lie is None or not all(peaks(run, who)[0] > 0 for who in WORKERS):
         return None
     intensity, speed = lie["step"]
     return intensity, speed / 1e9, rate(run) / run.ranks / 1e9
 
 
-def peaks(run: Run) -> tuple[float, float]:
-    """Operations and bytes a second of a rank with all at work; NaN where not known."""
-    return tuple(parts.peak(run, f"{name}_together") for name in ("gemm", "memory"))
+def peaks(run: Run, who: str) -> tuple[float, float]:
+    """Operations and bytes a second of a rank, `who` being of `WORKERS`; NaN where not known.
+    """
+    return tuple(parts.peak(run, f"{name}_{who}") for name in ("gemm", "memory"))
 
 
-def _roofs(panel, runs: list[Run]) -> None:
-    """A roof for each number of ranks, as they share the machine; a level one where the rate of
-    memory is not known."""
+def _roofs(panel, runs: list[Run]) -> list[tuple[Label, tuple]]:
+    """A roof of one rank alone, and one for each number of ranks, as they share the machine;
+    level ones where the rate of memory is not known.
+
+    Their labels, and the flat part of each: from where to where, and how high.
+    """
     left, right = panel.get_xlim()
-    for ranks in sorted({run.ranks for run in runs}):
-        multiply, memory = np.median([peaks(run) for run in runs if run.ranks == ranks], axis=0)
-        # Without a rate of memory it is that of products alone.
+    found = []
+    for ranks in [1, *sorted({run.ranks for run in runs})] if runs else []:
+        who = WORKERS[ranks > 1]
+        multiply, memory = np.median([peaks(run, who) for run in runs
+                                      if ranks in (1, run.ranks)], axis=0)
         ridge = left if math.isnan(memory) else multiply / memory
         at = np.array([min(left, ridge / 4), ridge, max(right, ridge * 4)])
         panel.plot(at, np.fmin(multiply, memory * at) / 1e9, color="0.45", linewidth=0.9,
-                   zorder=1, label="_roof")
-        # At the ridge: what is measured lies further right.
-        panel.annotate(f"roof of {ranks} ranks", (ridge, multiply / 1e9), xytext=(2, 2),
-                       textcoords="offset points", fontsize=7, color="0.35")
+                   zorder=1, label="_roof", linestyle=ROOFS[who])
+        # From the ridge to the right, above the roof, then below it.
+        along = np.geomspace(ridge, max(right, ridge * 4), 9)[1:-1]
+        label = Label(panel, f"{ranks} ranks" if ranks > 1 else "one rank alone", [
+            ((x, multiply / 1e9), (0, side)) for side in (6, -6) for x in along], "0.35")
+        found.append((label, (panel, ridge, at[-1], multiply / 1e9)))
+    return found
+
+
+def _roofline_legend(figure, schemes: list[str]) -> None:
+    """Beside the panels: schemes, what filled and open markers are, and which roof is theirs."""
+    from matplotlib.lines import Line2D
+    marks = [Line2D([], [], linestyle="", color=style(scheme)[0], marker=style(scheme)[1],
+                    label=title(scheme)) for scheme in schemes]
+    marks += [Line2D([], [], linestyle="", color="black", marker="o", markerfacecolor=face,
+                     label=text) for face, text in (
+        ("black", "while in products:\nunder the roof of\none rank alone"),
+        ("white", "useful operations over\nthe whole step: under\nthe roof of so many ranks"))]
+    marks += [Line2D([], [], color="0.45", linewidth=0.9, linestyle=ROOFS[who], label=text)
+              for who, text in zip(WORKERS, ("roof, the others sleep", "roof, all at work"))]
+    figure.legend(handles=marks, loc="outside right center", labelspacing=0.9)
 
 
 def memory(results: Results):

@@ -9,7 +9,7 @@ import numpy as np
 
 from bench import model, plan, predict
 from bench.cases import HEADINGS, PAPER, load, select
-from bench.panels import look
+from bench.panels import look, powers
 from mm3d import cost, dry
 
 # Okabe and Ito's colours; markers differ too, for print.
@@ -96,6 +96,8 @@ def _lines(panel, found: Curves, value: Callable[[plan.Plan], float]) -> None:
         panel.plot([r for r, _ in points], [value(p) for _, p in points], color=colour,
                    marker=marker, markersize=4.5, linewidth=1.2, label=family)
     panel.set(xscale="log", yscale="log", xlabel="ranks")
+    for axis in (panel.xaxis, panel.yaxis):
+        powers(axis)
 
 
 def _words(panel, found: Curves, machine: model.Machine, sizes: dict) -> None:
@@ -105,7 +107,8 @@ def _words(panel, found: Curves, machine: model.Machine, sizes: dict) -> None:
     bound = [3 * layers * sum(cost.lower_bound(M, N, K, r)
                               for _, N, K in plan.products(sizes["hidden"])) for r in ranks]
     panel.plot(ranks, bound, "--", color="grey", label="lower bound of each product by itself")
-    panel.set(title="Words moved in a step, per rank", ylabel="words")
+    panel.set(title="Words of a step, per rank, by closed forms (bucket algorithm)",
+              ylabel="words")
     panel.legend()
 
 

@@ -1,6 +1,7 @@
 """What the figures share: colours, axes of ranks, intervals, captions."""
 
 import itertools
+import math
 from contextlib import contextmanager
 from importlib import resources
 from typing import Iterator
@@ -101,6 +102,16 @@ def plain_log(axis, base: float = 10.0, marks: tuple[float, ...] = (1, 2, 5)) ->
     from matplotlib.ticker import LogLocator, NullFormatter
     axis.set_major_locator(LogLocator(base, marks))
     axis.set_major_formatter(lambda number, _: f"{number:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
+def powers(axis, base: int = 10) -> None:
+    """A logarithmic axis of many decades, labelled with powers written in plain text."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+    raised = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+    axis.set_major_locator(LogLocator(base, (1,)))
+    axis.set_major_formatter(
+        lambda number, _: f"{base}{str(round(math.log(number, base))).translate(raised)}")
     axis.set_minor_formatter(NullFormatter())
 
 

@@ -193,10 +193,11 @@ def limited(row, peak=100e9, memory=10e9):
         run.groups["parts"].variables[name] = Variable(amount * of_gemm, units,
                                                        ("phase", "rank", "part"))
     run.groups["machine"] = Group({}, {
-        "gemm_together": Variable(np.float64(peak), "s-1", ()),
-        "memory_together": Variable(np.float64(memory), "byte s-1", ()),
-        "memory_arrays": Variable(np.float64(2 ** 28), "byte", ()),
-        "last_level_caches": Variable(np.float64(2 ** 25), "byte", ())})
+        f"{name}_{who}": Variable(np.float64(rate * better), f"{unit}s-1", ())
+        for name, rate, unit in (("gemm", peak, ""), ("memory", memory, "byte "))
+        for who, better in (("together", 1), ("alone", 2))} | {
+        name: Variable(np.float64(size), "byte", ()) for name, size in (
+            ("memory_arrays", 2 ** 28), ("last_level_caches", 2 ** 25))})
     names = (*limits.KEPT, *limits.PEAK)
     run.groups["memory"] = Group({"rank": range(row.gpus)}, {
         name: Variable(2.0 ** 20 * np.linspace(0, 1 + k, row.gpus), "byte", ("rank",))
@@ -210,14 +211,19 @@ def test_the_roofline_has_its_roofs_and_points(tmp_path):
     run = limited(row)
     store.write(run, tmp_path, "weak")
     panel = limits.roofline(gather(tmp_path).results[0]).axes[0]
-    lines = {line.get_label(): line.get_xydata().tolist() for line in panel.lines}
+    lines, roofs = {}, []
+    for line in panel.lines:
+        lines[line.get_label()] = line.get_xydata().tolist()
+        roofs += [line.get_xydata().tolist()] if line.get_label() == "_roof" else []
     # 8 ranks take 10 ms (1 + k/8) in products, of 6e8 flop and 2e7 bytes a phase.
     rate = 2 * 8 * 6e8 / (2 * 8 * 0.01 * (1 + 7 / 16)) / 1e9
     assert lines["3-D"] == [[30, pytest.approx(rate)]]
     assert lines["_step"] == [[30, pytest.approx(curves.rate(run) / 8 / 1e9)]]
-    ridge = lines["_roof"][1]
-    assert ridge == [10, 100] and lines["_roof"][2][1] == 100
-    assert lines["_roof"][0][1] == pytest.approx(10 * lines["_roof"][0][0])
+    alone, together = roofs
+    for roof, level, slope in ((alone, 200, 20), (together, 100, 10)):
+        assert roof[1] == [10, level] and roof[2][1] == level
+        assert roof[0][1] == pytest.approx(slope * roof[0][0])
+    assert {text.get_text() for text in panel.texts} == {"8", "8 ranks", "one rank alone"}
 
 
 def test_the_roof_of_memory_is_left_out_where_it_may_be_that_of_the_caches(tmp_path):

@@ -1,0 +1,81 @@
+"""Labels in a figure's panels that lie on no other label and on no marker."""
+
+from typing import NamedTuple, Sequence
+
+Box = tuple[float, float, float, float]    # left, bottom, right, top, in pixels
+
+
+class Label(NamedTuple):
+    """A text, and where it may be: points of the panel's data, each with an offset in points.
+
+    The first place that is free is taken, or that where it covers the least.
+    """
+
+    panel: object
+    text: str
+    places: Sequence[tuple[tuple[float, float], tuple[float, float]]]
+    colour: str = "black"
+
+
+def beside(x: float, y: float) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+    """The places around a marker, the right of it first."""
+    return [((x, y), offset) for offset in (
+        (9, 0), (-9, 0), (9, 5), (9, -5), (-9, 5), (-9, -5), (0, 9), (0, -9), (17, 0), (-17, 0),
+        (0, 17), (0, -17))]
+
+
+def place(figure, labels: Sequence[Label], markers: Sequence[tuple[object, float, float]],
+          lines: Sequence[tuple[object, float, float, float]] = (), size: float = 7) -> None:
+    """Write `labels`; to be called when all else is drawn and the panels have their limits.
+
+    Parameters
+    ----------
+    figure : matplotlib.figure.Figure
+        Whose panels they are of.
+    labels : sequence of Label
+        Those that come first have the choice.
+    markers : sequence of (panel, x, y)
+        What they are to leave free.
+    lines : sequence of (panel, left, right, y)
+        The same of horizontal lines.
+    size : float
+        Of the letters and of the markers, points.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    renderer = FigureCanvasAgg(figure).get_renderer()
+    figure.draw_without_rendering()    # the layout settles where the panels are
+    half = size * figure.dpi / 72 / 2
+    taken: list[Box] = []
+    for panel, x, y in markers:
+        at = panel.transData.transform((x, y))
+        taken.append((*(at - half), *(at + half)))
+    for panel, left, right, y in lines:
+        taken.append((*panel.transData.transform((left, y)),
+                      *(panel.transData.transform((right, y)) + 1)))
+    for label in labels:
+        written = []
+        for where, offset in label.places:
+            text = label.panel.annotate(
+                label.text, where, xytext=offset, textcoords="offset points", fontsize=size,
+                color=label.colour, ha="center", va="center", annotation_clip=False)
+            box = text.get_window_extent(renderer).extents
+            inside = label.panel.get_window_extent(renderer).extents
+            cost = sum(_overlap(box, other) for other in taken) + _outside(box, inside)
+            written.append((cost, len(written), text, tuple(box)))
+            if not cost:
+                break
+        *worse, (_, _, _, chosen) = sorted(written, reverse=True)
+        for _, _, text, _ in worse:
+            text.remove()
+        taken.append(chosen)
+
+
+def _overlap(a: Box, b: Box) -> float:
+    """The area that two boxes have in common."""
+    width, height = (min(a[k + 2], b[k + 2]) - max(a[k], b[k]) for k in (0, 1))
+    return max(width, 0) * max(height, 0)
+
+
+def _outside(box: Box, panel: Box) -> float:
+    """The area of a box that is not in the panel."""
+    return (box[2] - box[0]) * (box[3] - box[1]) - _overlap(box, panel)
