@@ -3,7 +3,6 @@
 Each is a function of `bench.facts.Facts`, as those of `bench.checks` are.
 """
 
-import os
 import subprocess
 import sys
 from typing import Callable
@@ -101,7 +100,7 @@ def transport(kind: str) -> Callable[[Facts], Finding]:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
             text=True, start_new_session=True,
-            env=os.environ | environment.launcher_environment()
+            env=environment.for_launcher(command)
             | {"MM3D_BACKEND": "cupy", "MM3D_TRANSPORT": kind})
         try:
             out, err = process.communicate(timeout=facts.limit)

@@ -85,7 +85,7 @@ class Facts:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
                 stderr=subprocess.PIPE, start_new_session=True,
-                env=os.environ | environment.launcher_environment())
+                env=environment.for_launcher(command))
         except OSError as error:
             return [], f"{shlex.join(self.launcher)} cannot be started: {error.strerror}"
         try:
@@ -93,6 +93,9 @@ class Facts:
             problem = "" if process.returncode == 0 else died(process.returncode, err)
         except subprocess.TimeoutExpired:
             out, problem = ended(process), f"did not end within {self.limit:g} seconds"
+            if environment.in_step() and "srun" in command[0]:
+                problem += (", as srun within a step waits for the step's own cores: run doctor "
+                            "in the job's script, or under salloc")
         return said(out), problem
 
     def kept(self, what: str) -> tuple[list[Any], str]:

@@ -182,7 +182,7 @@ def launched(job: list[Case], options: list[str], progress: Progress,
     command = run_command(job, options)
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL,
                                text=True, start_new_session=True, preexec_fn=end_with_parent,
-                               env=os.environ | environment.launcher_environment())
+                               env=environment.for_launcher(command))
     try:
         for line in process.stdout:
             reported = [one for one in pending if line.startswith(

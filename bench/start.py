@@ -6,7 +6,6 @@ which opens the shared memory; and in microseconds of a rank's processor time, a
 """
 
 import json
-import os
 import subprocess
 import sys
 import time
@@ -37,7 +36,7 @@ def start(arguments) -> int:
         command = environment.mpirun_command(ranks, sys.executable, "-m", "bench.start",
                                              repr(time.time()))
         done = subprocess.run(command, capture_output=True, text=True,
-                              env=os.environ | environment.launcher_environment())
+                              env=environment.for_launcher(command))
         if done.returncode:
             print(f"failed: {ranks} ranks:\n{done.stderr.strip()}", file=sys.stderr)
             return 1

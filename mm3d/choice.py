@@ -2,6 +2,7 @@
 
 import functools
 import os
+import warnings
 from typing import Mapping
 
 from mpi4py import MPI
@@ -50,7 +51,11 @@ def settle(comm: MPI.Intracomm | Absent, backend: Backend) -> str:
         return "nccl"
     if None in places:
         return "staged"
-    return "device" if comm.bcast(comm.rank == 0 and proof.cuda_aware()) else "staged"
+    wrong = comm.bcast(proof.problem() if comm.rank == 0 else None)
+    if wrong and comm.rank == 0:
+        warnings.warn(f"arrays travel through copies in host memory (MM3D_TRANSPORT=staged): "
+                      f"{problem}; {wrong}", RuntimeWarning, stacklevel=2)
+    return "staged" if wrong else "device"
 
 
 @functools.cache

@@ -24,6 +24,11 @@ LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_L
 # Beginnings of what a launcher tells its ranks, which must not reach those of another launcher.
 LAUNCHER = ("PMI_", "PMIX_", "HYDRA_", "HYDI_", "OMPI_", "PRTE_", "MPI_LOCAL")
 
+# Beginnings of what Slurm tells a job.  An mpirun that finds it starts its ranks by srun, which,
+# from within a step, waits for the cores of that step itself.
+SLURM = ("SLURM_", "SLURMD_", "SRUN_")
+SPECIAL_STEPS = 0xfffffff0    # from here on the numbers of a job's script and of its prompt
+
 # The rank in the job: hydra and PMI launchers, Open MPI, PMIx (srun --mpi=pmix).
 RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
@@ -69,9 +74,30 @@ def local_rank(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def without_launcher(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment for starting another launcher: settings of MPI stay, ranks' own do not."""
+    """The environment for starting another launcher on this node, from a rank.
+
+    Settings of MPI stay; what makes this process a rank, or part of a job of Slurm, does not.
+    """
     return {name: value for name, value in environ.items()
-            if not name.startswith(LAUNCHER) or "_MCA_" in name or name in PERMIT}
+            if not name.startswith(LAUNCHER + SLURM) or "_MCA_" in name or name in PERMIT}
+
+
+def in_step(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process is a task that srun has started, within a job of Slurm."""
+    step = environ.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) < SPECIAL_STEPS
+
+
+def for_launcher(command: list[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The environment in which a process that is no rank starts the launcher `command`.
+
+    Within a step of Slurm an ``mpirun`` must know nothing of it, and starts its ranks on this
+    node; elsewhere it may use all nodes of the job.
+    """
+    mine = dict(environ)
+    if in_step(environ) and os.path.basename(command[0]).startswith(("mpirun", "mpiexec")):
+        mine = {name: value for name, value in mine.items() if not name.startswith(SLURM)}
+    return mine | launcher_environment(environ)
 
 
 def cores(environ: Mapping[str, str] = os.environ) -> int:

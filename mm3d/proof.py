@@ -7,6 +7,7 @@ program that believes it, so the question is put to a small job of its own, `mm3
 import ctypes
 import functools
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -34,21 +35,26 @@ def _mpich_claims(function) -> bool:
 
 
 @functools.cache
-def cuda_aware(seconds: float = 60) -> bool:
-    """Whether a job of two ranks, started here, moves device arrays by MPI and ends in time."""
+def problem(seconds: float = 60) -> str:
+    """Why MPI cannot carry device arrays here; empty when it can.
+
+    A job of two ranks, started on this node, tries: it must end in time and with status 0.
+    """
     if claimed() is False:
-        return False
+        return "this MPI says that it does not read device memory"
     try:
         command = environment.mpirun_command(2, sys.executable, "-m", "mm3d.selftest")
-    except FileNotFoundError:
-        return False
+    except FileNotFoundError as error:
+        return f"whether MPI reads device memory cannot be tried, as {error}"
     settings = {"MM3D_BACKEND": "cupy", "MM3D_TRANSPORT": "device"}
     job = subprocess.Popen(command, env=environment.without_launcher() | settings,
                            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                            stderr=subprocess.DEVNULL, start_new_session=True)
+    tried = f"a job of two ranks that tries device memory by MPI, {shlex.join(command)},"
     try:
-        return job.wait(seconds) == 0
+        status = job.wait(seconds)
     except subprocess.TimeoutExpired:
         os.killpg(job.pid, signal.SIGKILL)
         job.wait()
-        return False
+        return f"{tried} did not end within {seconds:g} seconds"
+    return f"{tried} ended with status {status}" if status else ""

@@ -1,5 +1,7 @@
 """Transports of device arrays and the CuPy backend, on a CuPy that needs no GPU."""
+import re
 import sys
+import warnings
 
 import numpy as np
 import pytest
@@ -264,10 +266,18 @@ def test_what_is_proven_is_chosen(comm, monkeypatch, gpus, nccl, aware, expected
     """NCCL where every rank has a GPU, then an MPI that proves to be CUDA-aware, then copies."""
     monkeypatch.delenv("MM3D_TRANSPORT", raising=False)
     asked = []
-    monkeypatch.setattr(proof, "cuda_aware", lambda: asked.append(1) or aware)
+    monkeypatch.setattr(proof, "problem",
+                        lambda: asked.append(1) or ("" if aware else "it did not end"))
     lent = Lent(("node", comm.rank % gpus) if gpus else None, "library" if nccl else None)
-    assert choice.settle(comm, lent) == expected
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        assert choice.settle(comm, lent) == expected
     assert len(asked) == (comm.rank == 0 and expected != "nccl" and gpus > 0)
+    # One rank says that arrays are copied, and why: neither of the better ways is there.
+    assert len(said) == (len(asked) and not aware)
+    for one in said:
+        assert re.search(r"staged\): (NCCL needs a GPU for each rank, and 4 ranks have \d|4 of 4 "
+                         r"ranks have no NCCL); it did not end", str(one.message)), one.message
 
 
 @pytest.mark.ranks(4)
@@ -295,13 +305,16 @@ def test_a_device_transport_does_not_carry_host_arrays(comm, monkeypatch):
 def test_a_job_that_does_not_end_proves_nothing(monkeypatch):
     """Nor one that fails, nor an MPI that says no; each answer is asked for once."""
     monkeypatch.setattr(proof, "claimed", lambda: True)
-    for program, expected in (("import time; time.sleep(60)", False),
-                              ("raise SystemExit(3)", False), ("pass", True)):
+    monkeypatch.setenv("SLURM_JOB_ID", "7")    # of which the job knows nothing
+    alone = "import os; assert not [name for name in os.environ if name.startswith('SLURM_')]"
+    for program, expected in (("import time; time.sleep(60)", "did not end within 2 seconds"),
+                              ("raise SystemExit(3)", "ended with status 3"), (alone, "")):
         monkeypatch.setattr(proof.environment, "mpirun_command",
                             lambda *_, program=program: [sys.executable, "-c", program])
-        assert proof.cuda_aware.__wrapped__(seconds=2) is expected
+        found = proof.problem.__wrapped__(seconds=2)
+        assert found.endswith(expected) and bool(found) == bool(expected), found
     monkeypatch.setattr(proof, "claimed", lambda: False)
-    assert proof.cuda_aware.__wrapped__() is False
+    assert "says that it does not" in proof.problem.__wrapped__()
 
 
 # --- The backend ---------------------------------------------------------------------------

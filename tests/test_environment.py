@@ -119,6 +119,28 @@ def test_the_launcher_is_permitted_unless_the_user_has_decided():
     assert environment.launcher_environment(mine).keys() == environment.PERMIT.keys() - mine.keys()
 
 
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n1", "PATH": "/bin",
+        "SRUN_CPUS_PER_TASK": "2"}
+
+
+def test_an_mpirun_within_a_step_of_slurm_knows_nothing_of_it():
+    """It would start its ranks by srun, which waits for the cores of the step itself."""
+    def left(command, **variables):
+        return {name for name in environment.for_launcher(command, STEP | variables)
+                if name.startswith(("SLURM", "SRUN"))}
+
+    everything = {name for name in STEP if name.startswith(("SLURM", "SRUN"))}
+    assert left(["/usr/bin/mpirun", "-n", "2"]) == left(["mpiexec.hydra"]) == set()
+    assert left(["srun", "-n", "2"]) == everything
+    # The script of a job, and a prompt that salloc gives, are no steps that keep its cores.
+    for step in ("4294967291", "4294967290", ""):
+        assert left(["mpirun"], SLURM_STEP_ID=step) == everything
+    assert environment.for_launcher(["mpirun"], STEP) == {"PATH": "/bin"} | environment.PERMIT
+    # From a rank, always: its job is another.
+    assert environment.without_launcher(STEP | {"PMI_RANK": "1", "OMPI_MCA_pml": "ob1"}) == {
+        "PATH": "/bin", "OMPI_MCA_pml": "ob1"}
+
+
 def test_the_mpirun_beside_the_interpreter_goes_first(tmp_path, monkeypatch):
     beside, on_path = tmp_path / "env", tmp_path / "usr"
     for folder in (beside, on_path):
