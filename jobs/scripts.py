@@ -125,7 +125,7 @@ def launch(site: Site, ranks: int) -> list[str]:
     else:
         # Consecutive ranks fill one node after the other: placement relies on it.
         words = ["srun", f"--mpi={site.launch.mpi}", f"--ntasks={ranks}",
-                 "--distribution=block,Pack", "--kill-on-bad-exit=1",
+                 "--distribution=block:block,Pack", "--kill-on-bad-exit=1",
                  *["--gpus-per-task=1"] * (site.launch.gpu_binding == "task"),
                  *site.launch.options]
     return words

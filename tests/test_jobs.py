@@ -59,6 +59,11 @@ def test_supplied_sites_are_sound_and_render_all_rows(tmp_path, name):
                              if option.startswith(f"--{key}=")) for key in ("nodes", "ntasks"))
         assert tasks == row.gpus <= nodes * mine.site.node.ranks < row.gpus + mine.site.node.ranks
         assert "jinja" not in text and "{{" not in text
+        # Consecutive ranks on one node, and there on neighbouring cores; NCCL by default where
+        # nodes have eight GPUs, which no CUDA-aware MPI is asked of.
+        assert "--distribution=block:block,Pack" in text
+        if name == "gpu8":
+            assert "export MM3D_TRANSPORT=nccl\n" in text and "--device-buffers" not in text
 
 
 @pytest.mark.parametrize("old, new, message", [
