@@ -1,79 +1,64 @@
-"""The verb ``compare``: two sets of results, case by case.
+"""The verb ``compare``: two sides of runs, case by case.
 
-A case is a row of the tables or a point of a microbenchmark; its samples are seconds of
-repetitions, each of the slowest rank.
+A run is the unit: repetitions of one run share its placement, its neighbours and its minutes, so
+that two runs of the same code differ by more than their repetitions do.  With one run a side the
+medians are set beside each other; what differs is said from three runs a side on.
 """
 
-import math
-from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Iterator
+from typing import Sequence
 
 import numpy as np
 
-from bench.cases import UsageError, title
+from bench.cases import UsageError
 from bench.formats import Column, Notes, Number, Table, render
 from bench.intervals import SIGNIFICANT
-from bench.results import EFFORT, natural, read_all
-from mm3d import timing
-from mm3d.record import Measurements
-from mm3d.statistics import CONFIDENCE, Interval, holm, rank_sum, ratio_interval
-from mm3d.store import Run, StoreError
+from bench.results import EFFORT
+from bench.sides import Cases, cases, comparable, some, told_apart
+from mm3d.statistics import Difference, runs_differ
 
-# What a run of a model has computed. Whatever else was set is mentioned where it differs.
-WORK = ("layers", "hidden", "heads", "batch", "seq", "mlp_factor", "causal", "dtype", "grid",
-        "grid_axes")
-# Settings of a microbenchmark that are how it was done, not what.
-MANNER = EFFORT | {"transport", "one_process_threads", "one_process_cores"}
+RUNS = 3    # of each side, that a verdict takes
 # What differs from run to run and says nothing, or is said otherwise.
-PASSING = {"command", "clock_resolution_s", "clock_offset_error_s", "git_clean"}
-SHOWN = 6
-
-
-@dataclass
-class Case:
-    """What was measured of one case.
-
-    Attributes
-    ----------
-    samples : ndarray
-        Seconds of every repetition.
-    run : Run or Measurements
-        Where they are from.
-    """
-
-    samples: np.ndarray
-    run: Run | Measurements
+PASSING = {"command", "clock_resolution_s", "clock_offset_error_s", "git_clean"} | (
+    EFFORT - {"seed"})
+# What the runs of one side should have in common.
+SAME = ("git_commit", "cpu_model", "cores", "mpi", "blas", "backend", "numpy_version", "transport")
 
 
 @dataclass
 class Verdict:
-    """One case of both sets.
+    """One case of both sides.
 
     Attributes
     ----------
     name : str
         Which.
     medians : tuple of float
-        Seconds, of A and of B.
-    ratio : Interval
-        B's times over A's.
-    p : float
-        Of the rank-sum test, after Holm's correction.
+        Seconds, of A and of B: the median of the runs' medians.
+    runs : tuple of int
+        How many each side has.
+    difference : Difference or None
+        B over A, with p after Holm's correction; None of too few runs.
     """
 
     name: str
     medians: tuple[float, float]
-    ratio: Interval
-    p: float
+    runs: tuple[int, int]
+    difference: Difference | None = None
+
+    @property
+    def ratio(self) -> float:
+        """B's time over A's."""
+        return self.difference.ratio if self.difference else self.medians[1] / self.medians[0]
 
     @property
     def word(self) -> str:
-        """ "faster" or "slower", or that no difference was shown."""
-        if self.p >= SIGNIFICANT:
+        """ "faster" or "slower", or that no difference was shown; "-" without a test."""
+        if self.difference is None:
+            return "-"
+        if self.difference.p >= SIGNIFICANT:
             return "no difference shown"
-        return "slower" if self.ratio.median > 1 else "faster"
+        return "slower" if self.ratio > 1 else "faster"
 
 
 def compare(arguments) -> int:
@@ -82,21 +67,27 @@ def compare(arguments) -> int:
     Raises
     ------
     UsageError
-        When the two sets cannot be compared.
+        When the two sides cannot be compared, or are to be judged by too few runs.
     StoreError
         When one of them cannot be read.
     """
     limit = arguments.fail_on_regression
     if limit is not None and not 0 <= limit < np.inf:
         raise UsageError(f"--fail-on-regression {limit:g}: a percentage of at least 0 would do")
-    names = arguments.a, arguments.b
-    (first, lost), (second, also_lost) = map(cases, names)
+    sides = chosen(arguments)
+    names = " ".join(sides[0]), " ".join(sides[1])
+    (first, lost), (second, also_lost) = map(cases, sides)
     first, second = told_apart(first, second)
     common = comparable(names, first, second)
     verdicts = judged(first, second, common)
-    worse = [] if limit is None else [
-        verdict for verdict in verdicts
-        if verdict.word == "slower" and verdict.ratio.median > 1 + limit / 100]
+    few = [one for one in verdicts if one.difference is None]
+    if few and limit is not None:
+        raise UsageError(
+            f"--fail-on-regression takes at least {RUNS} runs of each case on either side, "
+            f"because two runs of the same code differ by more than their repetitions do: "
+            f"{some([f'{one.name}: {one.runs[0]} and {one.runs[1]}' for one in few], '; ')}")
+    worse = [] if limit is None else [one for one in verdicts if one.word == "slower"
+                                      and one.ratio > 1 + limit / 100]
     parts = [f"A: {names[0]}\nB: {names[1]}" if arguments.format == "text" else
              f"A: {names[0]}, B: {names[1]}", table(verdicts),
              Notes("About this comparison:", notes(first, second, common, verdicts))]
@@ -104,180 +95,120 @@ def compare(arguments) -> int:
         parts.append(Notes("Left out:", lost + also_lost))
     if worse:
         parts.append(Notes(f"Slower by more than {limit:g} %:", [
-            f"{verdict.name}: {100 * (verdict.ratio.median - 1):.1f} %" for verdict in worse]))
+            f"{one.name}: {100 * (one.ratio - 1):.1f} %" for one in worse]))
     print(render(parts, arguments.format))
     return 1 if worse else 0
 
 
-def cases(path: str | Path) -> tuple[dict[tuple[str, str], Case], list[str]]:
-    """The cases of a file or of a folder by name and transport, of each the latest, and what could
-    not be read.
-
-    Raises
-    ------
-    StoreError
-        When there are none.
-    """
-    runs, problems = read_all(path)
-    found: dict[tuple[str, str], Case] = {}
-    for run in runs:
-        transport = str(run.configuration.get("transport", "not recorded"))
-        for name, case in model_case(run) if isinstance(run, Run) else points(run):
-            found[name, transport] = case
-    if not found:
-        raise StoreError(f"{path} holds nothing that was timed repeatedly")
-    return found, problems
-
-
-def told_apart(*sets: dict[tuple[str, str], Case]) -> list[dict[str, Case]]:
-    """The cases of each set by name, with the transport in it where a set has one by two."""
-    several = {name for found in sets
-               for name, count in Counter(name for name, _ in found).items() if count > 1}
-    return [{f"{name}, transport {transport}" if name in several else name: case
-             for (name, transport), case in found.items()} for found in sets]
-
-
-def model_case(run: Run) -> Iterator[tuple[str, Case]]:
-    """A row of the tables: the times of whole steps."""
-    chosen = run.configuration
-    name = f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"
-    if chosen["overridden"]:
-        name += ", with " + " ".join(f"{word} {chosen.get(word)}"
-                                     for word in chosen["overridden"].split())
-    yield name, Case(timing.step_times(run.samples, 1), run)
-
-
-def points(record: Measurements) -> Iterator[tuple[str, Case]]:
-    """The points of a microbenchmark: every place in its samples, whatever its kind."""
-    what = " ".join(f"{name} {value}" for name, value in sorted(record.configuration.items())
-                    if name not in MANNER)
-    for variable in record.variables.values():
-        if variable.units != "s" or "repetition" not in variable.dims:
-            continue
-        values, dims = np.asarray(variable.values, np.float64), list(variable.dims)
-        if "edge" in dims:    # when each rank began and ended, from the first one's start
-            values = values.take(-1, dims.index("edge"))
-            dims.remove("edge")
-        order = [dim for dim in dims if dim not in ("repetition", "rank")]
-        order += [dim for dim in ("repetition", "rank") if dim in dims]
-        values = values.transpose([dims.index(dim) for dim in order])
-        if "rank" in dims:
-            values = np.fmax.reduce(values, axis=-1)
-            order.remove("rank")
-        for place in np.ndindex(values.shape[:-1]):
-            where = " ".join(f"{dim} {record.scales[dim][k]}"
-                             for dim, k in zip(order, place))
-            samples = values[place][np.isfinite(values[place])]
-            if samples.size:
-                yield f"{record.kind} {where}" + f", {what}" * bool(what), Case(samples, record)
-
-
-def comparable(names: tuple[str, str], first: dict[str, Case],
-               second: dict[str, Case]) -> list[str]:
-    """The cases that both sets have.
+def chosen(arguments) -> tuple[list[str], list[str]]:
+    """The files and folders of both sides.
 
     Raises
     ------
     UsageError
-        When there are none, or a case is not the same in both.
+        When they are not two, or named in both ways.
     """
-    versions = [sorted({case.run.schema for case in found.values()}) for found in (first, second)]
-    if versions[0] != versions[1] or len(versions[0]) > 1:
-        said = ", ".join(f"{name} has {' and '.join(map(str, version))}"
-                         for name, version in zip(names, versions))
-        raise UsageError(f"files of different schema versions cannot be compared: {said}; "
-                         f"measure again what is older")
-    common = sorted(first.keys() & second.keys(), key=natural)
-    if not common:
-        raise UsageError("nothing in common: " + "; ".join(
-            f"{name} has {_some(list(found))}" for name, found in zip(names, (first, second))))
-    differ = []
-    for name in common:
-        a, b = (found[name].run.configuration for found in (first, second))
-        if isinstance(first[name].run, Run):
-            differ += [f"{name}: {word} {a[word]} and {b[word]}" for word in WORK
-                       if word in a and word in b and a[word] != b[word]]
-    if differ:
-        raise UsageError(f"different work under the same name cannot be compared: "
-                         f"{_some(differ, '; ')}")
-    return common
+    plain, options = arguments.sides, (arguments.before, arguments.after)
+    if len(plain) == 2 and options == (None, None):
+        return plain[:1], plain[1:]
+    if not plain and None not in options:
+        return options
+    raise UsageError("compare A B sets two files or folders side by side; for several of a side, "
+                     "name them all after --before and after --after")
 
 
-def judged(first: dict[str, Case], second: dict[str, Case], common: list[str]) -> list[Verdict]:
-    """The verdict on every case."""
-    pairs = [(first[name].samples, second[name].samples) for name in common]
-    corrected = holm([rank_sum(*pair) for pair in pairs])
-    return [Verdict(name, tuple(float(np.median(samples)) for samples in pair),
-                    ratio_interval(*pair), p)
-            for name, pair, p in zip(common, pairs, corrected)]
+def judged(first: Cases, second: Cases, common: list[str]) -> list[Verdict]:
+    """The verdict on every case, none on those with too few runs."""
+    medians = {name: tuple([timed.median for timed in side[name]] for side in (first, second))
+               for name in common}
+    enough = [name for name in common if min(map(len, medians[name])) >= RUNS]
+    tested = dict(zip(enough, runs_differ([medians[name] for name in enough])))
+    return [Verdict(name, tuple(float(np.median(side)) for side in medians[name]),
+                    tuple(map(len, medians[name])), tested.get(name)) for name in common]
 
 
 def table(verdicts: list[Verdict]) -> Table:
-    """The verdicts."""
+    """The verdicts; without a case that was tested, the medians and their ratios alone."""
+    tested = any(one.difference for one in verdicts)
     rows = []
     for one in verdicts:
-        few = "" if one.ratio.confidence >= CONFIDENCE else "+"
-        ratio, low, high = (Number(value, f"{value:.3f}{mark}") for value, mark in
-                            zip(one.ratio[:3], ("", few, few)))
-        rows.append([one.name, *(Number(value, f"{value:.4g}") for value in one.medians), ratio,
-                     low, high, Number(one.p, f"{one.p:.2g}"), one.word])
+        cells = [one.name, *(Number(value, f"{value:.4g}") for value in one.medians), *one.runs,
+                 Number(one.ratio, f"{one.ratio:.3f}")]
+        if one.difference:
+            cells += [Number(value, f"{value:.3f}") for value in one.difference[1:3]]
+            cells += [Number(one.difference.p, f"{one.difference.p:.2g}"), one.word]
+        elif tested:
+            cells += [Number(np.nan, "-")] * 3 + [one.word]
+        rows.append(cells)
     columns = [Column("", "case"), Column("A", "(s)", "median"), Column("B", "(s)", "median"),
-               Column("B / A", "", "ratio"), Column("low", "95 %", "ratio"),
-               Column("high", "95 %", "ratio"), Column("p", "corrected"), Column("B is")]
+               Column("A", "", "runs"), Column("B", "", "runs"), Column("B / A", "", "ratio")]
+    if tested:
+        columns += [Column("low", "95 %", "ratio"), Column("high", "95 %", "ratio"),
+                    Column("p", "corrected"), Column("B is")]
     return Table("Times of B over those of A", columns, rows)
 
 
-def notes(first: dict[str, Case], second: dict[str, Case], common: list[str],
-          verdicts: list[Verdict]) -> list[str]:
+def notes(first: Cases, second: Cases, common: list[str], verdicts: list[Verdict]) -> list[str]:
     """How it was compared, what was not, and what else differs."""
-    counts = {word: sum(one.word == word for one in verdicts)
-              for word in ("faster", "slower", "no difference shown")}
-    text = [f"Of {len(verdicts)} cases B is faster in {counts['faster']}, slower in "
-            f"{counts['slower']}; in {counts['no difference shown']} no difference was shown.",
-            "The ratio is Hodges and Lehmann's estimate, its interval Moses', both without an "
-            "assumption on the distributions but that they differ by a factor (+ marks intervals "
-            "with less than 95 %, of too few repetitions). p is that of the two-sided rank-sum "
-            f"test after Holm's correction for {len(verdicts)} cases, read at "
-            f"{100 * SIGNIFICANT:g} %.",
-            "The repetitions of a case are from one run each: what changes from run to run, such "
-            "as placement, clocks and neighbours, is in no interval."]
-    hopeless = [name for name in common if 2 * len(common) / math.comb(
-        len(first[name].samples) + len(second[name].samples), len(first[name].samples))
-        >= SIGNIFICANT]
-    if hopeless:
-        text.append(f"WARNING: too few repetitions to show any difference among {len(common)} "
-                    f"cases: {_some(hopeless)}.")
+    tested = [one for one in verdicts if one.difference]
+    text = []
+    if tested:
+        counts = {word: sum(one.word == word for one in tested)
+                  for word in ("faster", "slower", "no difference shown")}
+        text += [f"Of {len(tested)} cases B is faster in {counts['faster']}, slower in "
+                 f"{counts['slower']}; in {counts['no difference shown']} no difference was "
+                 f"shown.",
+                 "Each run counts once, by the median of its repetitions. The ratio is that of "
+                 "the geometric means over the runs, its interval and p are by Welch's t test on "
+                 "the logarithms, whose error is at least that of all cases together; p is "
+                 f"corrected for {len(tested)} cases by Holm's method and read at "
+                 f"{100 * SIGNIFICANT:g} %. Runs that were not measured in turns have in their "
+                 "difference also what the machine did meanwhile."]
+    if len(tested) < len(verdicts):
+        text.append(f"No verdict on {len(verdicts) - len(tested)} of {len(verdicts)} cases, which "
+                    f"have fewer than {RUNS} runs a side: two runs of the same code differ by "
+                    f"more than their repetitions do, and how much is not known from one.")
     for name, found, other in (("A", first, second), ("B", second, first)):
         alone = [case for case in found if case not in other]
         if alone:
-            text.append(f"Only in {name}, {len(alone)}: {_some(alone)}.")
-    crowded = sum(bool(found[name].run.environment.get("oversubscribed"))
-                  for found in (first, second) for name in common)
+            text.append(f"Only in {name}, {len(alone)}: {some(alone)}.")
+        text += mixed(name, [found[case] for case in common])
+    runs = [timed.run for side in (first, second) for name in common for timed in side[name]]
+    crowded = sum(bool(run.environment.get("oversubscribed")) for run in runs)
     if crowded:
-        text.append(f"WARNING: in {crowded} of {2 * len(common)} runs ranks outnumber cores and "
-                    f"take turns.")
+        text.append(f"WARNING: in {crowded} of {len(runs)} runs ranks outnumber cores and take "
+                    f"turns.")
     return text + differences(first, second, common)
 
 
-def differences(first: dict[str, Case], second: dict[str, Case],
-                common: list[str]) -> list[str]:
-    """What else than the times differs: settings and environment."""
+def mixed(side: str, cases: Sequence[list]) -> list[str]:
+    """A warning for each setting in which the runs of one side differ among themselves."""
+    found: dict[str, None] = {}
+    for word in SAME:
+        for runs in cases:
+            values = list(dict.fromkeys(
+                str((timed.run.environment | timed.run.configuration).get(word, "not recorded"))
+                for timed in runs))
+            if len(values) > 1:
+                found[f"WARNING: runs of {side} differ in {word}: {' and '.join(values)}."] = None
+    return list(found)
+
+
+def differences(first: Cases, second: Cases, common: list[str]) -> list[str]:
+    """What else than the times differs between the sides: settings and environment."""
     found: dict[tuple[str, str, str], int] = {}
     for name in common:
-        a, b = first[name].run, second[name].run
-        passing = PASSING | (EFFORT - {"seed"})
         for group in ("configuration", "environment"):
-            before, after = getattr(a, group), getattr(b, group)
-            for word in sorted((before.keys() | after.keys()) - passing):
-                values = [str(side.get(word, "not recorded")) for side in (before, after)]
+            before, after = ([getattr(timed.run, group) for timed in side[name]]
+                             for side in (first, second))
+            words = {word for one in before + after for word in one}
+            for word in sorted(words - PASSING):
+                values = [" and ".join(dict.fromkeys(str(one.get(word, "not recorded"))
+                                                     for one in side))
+                          for side in (before, after)]
                 if values[0] != values[1]:
                     found[word, *values] = found.get((word, *values), 0) + 1
     return [f"Differs: {word} is {a} in A and {b} in B" + (
         "." if count == len(common) else f" ({count} of {len(common)} cases).")
         for (word, a, b), count in found.items()] or [
         "Settings and environment are the same in both."]
-
-
-def _some(names: list[str], between: str = ", ") -> str:
-    more = len(names) - SHOWN
-    return between.join(names[:SHOWN]) + (f"{between}and {more} more" if more > 0 else "")

@@ -17,15 +17,26 @@ def add_verbs(verbs) -> None:
         "png, svg or pdf, or several with commas between (default png)"))
     report = _verb(verbs, "report", "write all results of a folder into one HTML page")
     report.add_argument("--out", metavar="FILE", help="the page (default DIR/report.html)")
-    compare = verbs.add_parser("compare", help=(
-        "tell two sets of results apart, case by case, with confidence"))
-    for name in "AB":
-        compare.add_argument(name.lower(), metavar=name, help="a folder of .h5 files, or a file")
+    _add_compare(verbs.add_parser("compare", help=(
+        "two sides of runs, case by case; what differs is said from three runs a side on")))
+    _format_option(table)
+
+
+def _add_compare(compare: argparse.ArgumentParser) -> None:
+    compare.add_argument("sides", nargs="*", metavar="A B", help=(
+        "folders of .h5 files, or files: all runs of a case in a folder are runs of that side"))
+    for name, side in (("before", "A"), ("after", "B")):
+        compare.add_argument(f"--{name}", nargs="+", metavar="RUN", help=(
+            f"the files or folders of side {side}, instead of A B"))
     compare.add_argument("--fail-on-regression", type=float, metavar="PERCENT", help=(
-        "exit with 1 when B is slower in a case by more than this, and the test says so too"))
-    for verb in (table, compare):
-        verb.add_argument("--format", default="text", choices=formats.FORMATS, help=(
-            "how (default text); csv is one file of all tables, with numbers in full"))
+        "exit with 1 when B is slower in a case by more than this, and the test says so too; "
+        "takes three runs a side"))
+    _format_option(compare)
+
+
+def _format_option(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--format", default="text", choices=formats.FORMATS, help=(
+        "how (default text); csv is one file of all tables, with numbers in full"))
 
 
 def _verb(verbs, name: str, text: str) -> argparse.ArgumentParser:

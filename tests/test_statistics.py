@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 from mm3d import statistics
-from mm3d.statistics import Interval, holm, median_interval, rank_sum, ratio_interval
+from mm3d.statistics import (Interval, holm, median_interval, rank_sum, runs_differ,
+                             student_tails)
 
 
 @pytest.mark.parametrize("n, low, confidence", [
@@ -110,47 +111,88 @@ def test_an_empty_group():
         rank_sum([], [1.0])
 
 
-@pytest.mark.parametrize("n, below", [(5, 2), (6, 5), (8, 13), (10, 23), (20, 127)])
-def test_the_interval_of_ratios_has_tabulated_bounds(n, below):
-    """The critical values of Mann and Whitney's U at 5 %, two-sided, for n against n."""
-    random = np.random.default_rng(n)
-    first, second = random.lognormal(0, 1, (2, n))
-    found = ratio_interval(first, second)
-    ratios = np.sort([b / a for a in first for b in second])
-    assert (found.low, found.high) == (ratios[below], ratios[-below - 1])
-    assert 0.95 <= found.confidence < 0.98
-    assert found.low <= found.median <= found.high
+@pytest.mark.parametrize("freedom, t", [(1, 12.706), (2, 4.303), (4, 2.776), (10, 2.228),
+                                        (1000, 1.962)])
+def test_students_t_has_tabulated_quantiles(freedom, t):
+    assert student_tails(t, freedom) == pytest.approx(0.05, rel=1e-3)
+    assert student_tails(-t, freedom) == student_tails(t, freedom)
+    assert student_tails(0, freedom) == 1
 
 
-def test_the_interval_of_ratios_is_what_the_test_leaves_open():
-    random = np.random.default_rng(5)
-    first, second = random.lognormal(0, 0.2, 9), 1.3 * random.lognormal(0, 0.2, 11)
-    found = ratio_interval(first, second)
-    for factor, inside in ((found.low * 1.0001, True), (found.low * 0.9999, False),
-                           (found.high * 0.9999, True), (found.high * 1.0001, False)):
-        assert (rank_sum(factor * first, second) > 1 - found.confidence) == inside
-    assert ratio_interval(first, 2 * first).median == pytest.approx(2)
+def test_the_ratio_of_runs_is_welchs():
+    """One case: t, degrees of freedom and bounds as computed by hand from the logarithms."""
+    first, second = [1.0, 1.02, 1.01], [1.10, 1.16, 1.20, 1.12]
+    found, = runs_differ([(first, second)])
+    a, b = np.log(first), np.log(second)
+    parts = a.var(ddof=1) / 3, b.var(ddof=1) / 4
+    pooled = (2 * a.var(ddof=1) + 3 * b.var(ddof=1)) / 5
+    error = math.sqrt(max(sum(parts), pooled * (1 / 3 + 1 / 4)))
+    freedom = sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2 / 3)
+    assert found.ratio == pytest.approx(math.exp(b.mean() - a.mean()))
+    assert found.p == pytest.approx(student_tails((b.mean() - a.mean()) / error, freedom))
+    reach = math.log(found.high / found.ratio) / error
+    assert student_tails(reach, freedom) == pytest.approx(0.05, rel=1e-6)
+    assert found.low * found.high == pytest.approx(found.ratio ** 2)
 
 
-def test_few_or_many_samples_of_a_ratio(monkeypatch):
-    few = ratio_interval([1.0, 2.0, 3.0], [2.0, 4.0])
-    assert few == (pytest.approx(math.sqrt(8 / 3)), 2 / 3, 4.0, pytest.approx(1 - 2 / 10))
-    random = np.random.default_rng(6)
-    first, second = random.lognormal(0, 0.3, (2, 40))
-    exact = ratio_interval(first, second)
-    monkeypatch.setattr(statistics, "EXACT", 10)
-    assert ratio_interval(first, second)[:3] == pytest.approx(exact[:3], rel=0.01)
-    for bad in ([], [0.0], [math.nan]):
-        with pytest.raises(ValueError, match="finite and greater"):
-            ratio_interval([1.0], bad)
+def test_runs_that_agree_by_accident_do_not_shrink_the_error():
+    """Three runs that are equal to a millionth, among cases that vary by 3 %."""
+    noisy = ([1.0, 1.03, 1.06], [1.02, 1.05, 0.99])
+    lucky = ([1.000001, 1.0, 1.000002], [1.01, 1.010001, 1.010002])
+    assert runs_differ([lucky])[0].p < 1e-6
+    assert runs_differ([lucky, noisy, noisy])[0].p > 0.5
 
 
-def test_the_interval_of_ratios_covers_as_often_as_stated():
-    random = np.random.default_rng(7)
-    found = [ratio_interval(*random.exponential(1, (2, 7))) for _ in range(3000)]
-    covered = np.mean([interval.low <= 1 <= interval.high for interval in found])
-    expected = found[0].confidence
-    assert covered == pytest.approx(expected, abs=4 * math.sqrt(expected * 0.05 / 3000))
+def run_medians(random, noise, cases, runs=3):
+    """Medians of two sides of runs of the same code; a run may disturb all of its cases."""
+    alike = noise(random, (2, runs, 1)) / 2
+    return [tuple(np.exp(alike + noise(random, (2, runs, 1)))[..., 0]) for _ in range(cases)]
+
+
+def outliers(random, shape):
+    """One run in ten is a fifth slower."""
+    return random.normal(0, 0.02, shape) + 0.2 * (random.random(shape) < 0.1)
+
+
+def two_speeds(random, shape):
+    """Every second run is a tenth slower, as an unlucky placement makes it."""
+    return random.normal(0, 0.005, shape) + 0.1 * (random.random(shape) < 0.5)
+
+
+@pytest.mark.parametrize("noise", [lambda random, shape: random.normal(0, 0.03, shape),
+                                   outliers, two_speeds])
+@pytest.mark.parametrize("cases", [1, 4])
+def test_runs_of_the_same_code_are_told_apart_as_rarely_as_stated(noise, cases):
+    random = np.random.default_rng(8)
+    alarms = np.mean([min(one.p for one in runs_differ(run_medians(random, noise, cases))) < 0.05
+                      for _ in range(120)])
+    assert alarms <= 0.05
+
+
+def test_repetitions_taken_for_runs_cry_wolf():
+    """What the rank-sum test of repetitions makes of runs that differ by 3 %."""
+    random = np.random.default_rng(9)
+    alarms = np.mean([rank_sum(*np.exp(random.normal(0, 0.03, (2, 1))
+                                       + random.normal(0, 0.01, (2, 20)))) < 0.05
+                      for _ in range(100)])
+    assert alarms > 0.6
+
+
+def test_a_slowdown_is_found_by_three_runs_a_side():
+    random = np.random.default_rng(10)
+    found = []
+    for _ in range(60):
+        pairs = [tuple(np.exp(random.normal(0, 0.01, (2, 3)))) for _ in range(4)]
+        pairs[1] = pairs[1][0], 1.15 * pairs[1][1]
+        judged = runs_differ(pairs)
+        found.append(judged[1].p < 0.05 and judged[1].ratio > 1.1)
+    assert np.mean(found) > 0.7
+
+
+@pytest.mark.parametrize("bad", [[1.0], [1.0, 0.0], [1.0, math.nan], []])
+def test_runs_that_cannot_be_told_apart(bad):
+    with pytest.raises(ValueError, match="two or more finite medians"):
+        runs_differ([([1.0, 2.0], bad)])
 
 
 def test_holm_corrects_known_values():
