@@ -60,8 +60,12 @@ def notes(runs: Sequence[Run]) -> list[str]:
     widths = " or ".join(sorted({f"{100 * float(run.configuration.get('width', np.nan)):g} %"
                                  for run in runs if run.clock})) or "no width"
     counts = ", ".join(f"{ENDS[reason]} in {count}" for reason, count in ended.items() if count)
+    reached = sorted(max(median_interval(timing.slowest(run.samples[phase])).width
+                         for phase in PHASES) for run in runs)
     text.append(f"Asked for: a width of {widths} of the median. What ended the repetitions, of "
-                f"{len(runs)} rows: {counts}.")
+                f"{len(runs)} rows: {counts}. Reached: the wider interval of a row is "
+                f"{100 * reached[0]:.2g} to {100 * reached[-1]:.2g} % wide, "
+                f"{100 * float(np.median(reached)):.2g} % in the median.")
     timed = [run for run in runs if run.clock]
     if timed:
         late = np.concatenate([found.max(axis=1) for run in timed for found in run.late.values()])
