@@ -22,7 +22,11 @@ class UsageError(ValueError):
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True):
-    """A row as the paper prints it; times in seconds, NaN in a row that it does not have."""
+    """A row as the paper prints it; times in seconds, NaN in a row that it does not have.
+
+    Where `like` names a scheme, the row is measured with the batch of that scheme's row of the
+    same table and ranks, so that both have equally many tokens.
+    """
 
     table: Literal["weak", "strong"]
     scheme: str
@@ -32,6 +36,12 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
     forward: float
     backward: float
     average: float
+    like: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Which row of the paper's it is: table, scheme, ranks."""
+        return self.table, self.scheme, self.gpus
 
     @property
     def recomputed(self) -> float:
@@ -123,12 +133,14 @@ class Case(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """Such as ``weak-3d-p064-laptop``: the beginning of a result's file name."""
-        return f"{self.row.table}-{self.row.scheme}-p{self.row.gpus:03d}-{self.preset}"
+        like = f"-as-{self.row.like}" * bool(self.row.like)
+        return f"{self.row.table}-{self.row.scheme}{like}-p{self.row.gpus:03d}-{self.preset}"
 
     @property
     def title(self) -> str:
         """Such as ``weak 3-D 64 ranks``."""
-        return f"{self.row.table} {title(self.row.scheme)} {self.row.gpus} ranks"
+        like = f", batch of {title(self.row.like)}" * bool(self.row.like)
+        return f"{self.row.table} {title(self.row.scheme)} {self.row.gpus} ranks{like}"
 
 
 def title(scheme: str) -> str:
@@ -173,7 +185,7 @@ def case(row: Row, preset: str, **overrides: int | None) -> Case:
         "layers": chosen.layers,
         "hidden": scaled_hidden(row.hidden, heads, chosen.hidden_divisor, chosen.rounding),
         "heads": heads,
-        "batch": max(1, row.batch // chosen.batch_divisor),
+        "batch": max(1, batch_of(row) // chosen.batch_divisor),
         "seq": chosen.seq} | given)
     for name, value in msgspec.structs.asdict(sizes).items():
         if value < 1:
@@ -183,6 +195,29 @@ def case(row: Row, preset: str, **overrides: int | None) -> Case:
         raise UsageError(f"--hidden {sizes.hidden}: must be a multiple of the {sizes.heads} "
                          f"heads, such as {near}")
     return Case(row, preset, sizes, _verified(chosen, sizes), tuple(sorted(given)))
+
+
+def batch_of(row: Row) -> int:
+    """The published batch that `row` is measured with: its own, or that of the row `like` it."""
+    if not row.like:
+        return row.batch
+    found = {other.key: other for other in load().rows}.get((row.table, row.like, row.gpus))
+    return (found or own(row.table, row.like, row.gpus)).batch
+
+
+def equal_tokens(rows: Iterable[Row]) -> list[Row]:
+    """What makes the 3-D rows and the others on as many ranks comparable at equal batches.
+
+    Each of a pair whose batches differ, measured with the batch of the other too.
+    """
+    rows, more = list(rows), []
+    for cube in (row for row in rows if row.scheme == "3d" and not row.like):
+        for other in rows:
+            if (other.table, other.gpus) == (cube.table, cube.gpus) and not other.like and (
+                    other.batch != cube.batch):
+                more += [msgspec.structs.replace(other, like="3d"),
+                         msgspec.structs.replace(cube, like=other.scheme)]
+    return list(dict.fromkeys(more))
 
 
 def select(tables: str = "all", schemes: str = "all", ranks: int | None = None) -> list[Row]:
@@ -213,7 +248,8 @@ def select(tables: str = "all", schemes: str = "all", ranks: int | None = None) 
 def named(pairs: str, ranks: int) -> list[Row]:
     """The rows called ``weak:3d,strong:1d``; of a scheme that the paper lacks on so many ranks.
 
-    Each is there once, however often it is called.
+    ``weak:3d:1d`` is the row of 3-D with the batch of that of 1-D.  Each is there once, however
+    often it is called.
 
     Raises
     ------
@@ -225,8 +261,11 @@ def named(pairs: str, ranks: int) -> list[Row]:
         table, colon, scheme = pair.partition(":")
         if not colon:
             raise UsageError(f"--rows {pair}: give a table and a scheme, as in weak:3d")
-        found += select(table, scheme, ranks)
-    return list({(row.table, row.scheme, row.gpus): row for row in found}.values())
+        scheme, colon, like = scheme.partition(":")
+        if colon:
+            _one_of(TITLES, like, "--rows")
+        found += [msgspec.structs.replace(row, like=like) for row in select(table, scheme, ranks)]
+    return list({(row.key, row.like): row for row in found}.values())
 
 
 def own(table: str, scheme: str, ranks: int) -> Row:

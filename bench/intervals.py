@@ -42,7 +42,12 @@ def spread(interval: Interval) -> list[Number]:
 
 
 def verdict(slow: Run, fast: Run) -> str:
-    """Whether the steps of two runs differ, by the rank-sum test on their repetitions."""
+    """Whether the steps of two runs differ, by the rank-sum test on their repetitions.
+
+    Nothing where ranks outnumber cores: there the repetitions tell how ranks take turns.
+    """
+    if any(run.environment["oversubscribed"] for run in (slow, fast)):
+        return "not tested"
     p = rank_sum(*(timing.step_times(run.samples, run.configuration["batch"])
                    for run in (slow, fast)))
     return f"{'yes' if p < SIGNIFICANT else 'no'}, p = {p:.2g}"
@@ -53,9 +58,9 @@ def notes(runs: Sequence[Run]) -> list[str]:
     text = ["Intervals hold the true median with at least 95 % (order statistics; + marks those "
             "of fewer than six repetitions, which have less), where repetitions are independent; "
             "'differs' is the two-sided rank-sum test of the steps' times at 5 %, of each pair by "
-            "itself: p is not corrected for the number of tests. The repetitions of a row are "
-            "from one run: what changes from run to run, such as placement, clocks and "
-            "neighbours, is in no interval and no p."]
+            "itself, where no ranks outnumber cores: p is not corrected for the number of tests. "
+            "The repetitions of a row are from one run: what changes from run to run, such as "
+            "placement, clocks and neighbours, is in no interval and no p."]
     ended = {reason: sum(run.ended_by == reason for run in runs) for reason in ENDS}
     widths = " or ".join(sorted({f"{100 * float(run.configuration.get('width', np.nan)):g} %"
                                  for run in runs if run.clock})) or "no width"

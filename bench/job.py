@@ -7,7 +7,7 @@ from typing import Callable, TypeVar
 import msgspec
 
 from bench import beyond, model, placement
-from bench.cases import Case, Row, UsageError, case, named, select
+from bench.cases import Case, Row, UsageError, case, equal_tokens, named, select
 from mm3d import backend as backends
 from mm3d import timing
 from mm3d.contract import lookup
@@ -47,13 +47,15 @@ def selected(arguments, ranks: int) -> list[Row]:
         When a name is unknown, or rows are named in both ways.
     """
     if arguments.rows is None:
-        return select(arguments.table, arguments.scheme, ranks)
+        rows = select(arguments.table, arguments.scheme, ranks)
+        return rows + (equal_tokens(rows) if arguments.equal_tokens else [])
     for option in ("table", "scheme"):
         value = getattr(arguments, option)
         if value != "all":
             raise UsageError(f"--rows {arguments.rows} --{option} {value}: leave one of them out; "
                              f"--rows names both the table and the scheme")
-    return named(arguments.rows, ranks)
+    rows = named(arguments.rows, ranks)
+    return rows + (equal_tokens(rows) if arguments.equal_tokens else [])
 
 
 def left_out(pairs: str | None, ranks: int) -> list[str]:

@@ -52,7 +52,7 @@ def page(found: Found) -> str:
                           "notes": lambda part: isinstance(part, Notes)}
     parts = document(found)
     runs: list[Run | Measurements] = [run for results in found.results
-                                      for run in results.runs.values()]
+                                      for run in results.shown()]
     runs += found.measurements
     # In the folder's order; each run's own tables are folded away.
     details = [(history(run)[1], merit.one(run)) for run in runs if isinstance(run, Run)]

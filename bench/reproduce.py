@@ -13,7 +13,7 @@ from typing import Any, Iterable
 from tqdm import tqdm
 
 from bench import leftovers, machine, resume, textfile
-from bench.cases import Case, UsageError, case, select, shuffled
+from bench.cases import Case, UsageError, case, equal_tokens, select, shuffled
 from bench.journal import Journal, Reproduction
 from bench.plots import plots
 from bench.tables import tables
@@ -116,13 +116,14 @@ def rows(arguments) -> list:
         When there are none.
     """
     if not arguments.ranks:
-        return select(arguments.table, arguments.scheme)
-    found = [row for ranks in arguments.ranks
-             for row in select(arguments.table, arguments.scheme, ranks) if row.gpus == ranks]
+        found = select(arguments.table, arguments.scheme)
+    else:
+        found = [row for ranks in arguments.ranks
+                 for row in select(arguments.table, arguments.scheme, ranks) if row.gpus == ranks]
     if not found:
         raise UsageError(f"no row of --table {arguments.table} --scheme {arguments.scheme} is "
                          f"for {' or '.join(map(str, arguments.ranks))} ranks")
-    return found
+    return found + (equal_tokens(found) if arguments.equal_tokens else [])
 
 
 def passed_on(arguments, out: Path) -> list[str]:
@@ -213,7 +214,8 @@ def end_with_parent() -> None:
 def run_command(job: Iterable[Case], options: list[str]) -> list[str]:
     """The mpirun command line that measures the rows of `job`."""
     job = list(job)
-    names = ",".join(f"{one.row.table}:{one.row.scheme}" for one in job)
+    names = ",".join(":".join(filter(None, (one.row.table, one.row.scheme, one.row.like)))
+                     for one in job)
     try:
         return environment.mpirun_command(
             job[0].row.gpus, sys.executable, "-m", "bench", "run", f"--rows={names}", *options)

@@ -24,6 +24,9 @@ class Results:
         Its name.
     runs : dict
         By (table, scheme, ranks) the latest run of that row.
+    equal : dict
+        By (table, scheme, ranks) and the scheme whose batch it has, the latest run of a row that
+        was measured with another row's batch.
     earlier : int
         How many runs are not shown because a later one of the same row is.
     overridden : int
@@ -32,12 +35,17 @@ class Results:
 
     preset: str
     runs: dict[Key, Run] = field(default_factory=dict)
+    equal: dict[tuple[Key, str], Run] = field(default_factory=dict)
     earlier: int = 0
     overridden: int = 0
 
     def get(self, row: Row) -> Run | None:
         """The run of `row`, if there is one."""
-        return self.runs.get((row.table, row.scheme, row.gpus))
+        return self.equal.get((row.key, row.like)) if row.like else self.runs.get(row.key)
+
+    def shown(self) -> list[Run]:
+        """All runs that tables show."""
+        return [*self.runs.values(), *self.equal.values()]
 
     def schemes(self) -> list[str]:
         """The paper's schemes, and the others that were run."""
@@ -128,8 +136,12 @@ def by_preset(runs: list[Run]) -> list[Results]:
             results.overridden += 1
             continue
         key = (chosen["table"], chosen["scheme"], run.ranks)
-        results.earlier += key in results.runs
-        results.runs[key] = run
+        like = chosen.get("equal_tokens")
+        results.earlier += ((key, like) in results.equal) if like else (key in results.runs)
+        if like:
+            results.equal[key, like] = run
+        else:
+            results.runs[key] = run
     order = list(load().presets)
     return sorted(found.values(), key=lambda r: (order.index(r.preset) if r.preset in order
                                                  else len(order), r.preset))

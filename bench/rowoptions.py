@@ -24,6 +24,9 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
                              f"paper has: {', '.join(PAPER)} (default)")
     parser.add_argument("--preset", default="laptop", choices=load().presets,
                         help=f"the sizes (default laptop). {presets}")
+    parser.add_argument("--equal-tokens", action="store_true", help=(
+        "measure 3-D rows also with the batch of each other scheme's row on as many ranks, and "
+        "these with that of 3-D, so that speed-ups at equal batches can be read"))
     parser.add_argument("--out", metavar="DIR",
                         help="where the .h5 files go (default results/<machine>)")
 
@@ -66,7 +69,8 @@ def add_run(verbs, parent: argparse.ArgumentParser) -> None:
     for name in ("layers", "hidden", "heads", "batch", "seq"):
         parser.add_argument(f"--{name}", type=int, metavar="N", help="instead of the preset's")
     parser.add_argument("--rows", metavar="NAMES", help=(
-        "instead of --table and --scheme: both of each row, such as weak:3d,strong:1d"))
+        "instead of --table and --scheme: both of each row, such as weak:3d,strong:1d; "
+        "weak:3d:1d is the row of 3d with the batch of 1d"))
     parser.add_argument("--grid", metavar="XxYxZ", help=(
         "sizes of the grid's directions, or auto for the planner's choice"))
     parser.add_argument("--machine", metavar="NAME", help=(

@@ -8,6 +8,7 @@ from typing import Any, Callable, Iterator
 
 import h5py
 import numpy as np
+from msgspec.structs import replace
 
 from bench.cases import Sizes, UsageError, case, load, own, title
 from bench.provenance import expected_words
@@ -168,6 +169,7 @@ def sizes(run: Run) -> Iterator[str]:
         if not np.isclose(run.published[name], value, rtol=CLOSE, equal_nan=True):
             yield f"published/{name} is {run.published[name]:g}, in the table {value:g}"
     by_hand = set(str(chosen["overridden"]).split())
+    row = replace(row, like=chosen.get("equal_tokens", ""))
     try:
         wanted = case(row, chosen["preset"], **{name: chosen[name] for name in by_hand & {*SIZES}})
     except UsageError as error:

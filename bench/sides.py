@@ -88,6 +88,8 @@ def model_case(run: Run) -> Iterator[tuple[str, Timed]]:
     """A row of the tables: the times of whole steps."""
     chosen = run.configuration
     name = f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"
+    if chosen.get("equal_tokens"):
+        name += f", batch of {title(chosen['equal_tokens'])}"
     if chosen["overridden"]:
         name += ", with " + " ".join(f"{word} {chosen.get(word)}"
                                      for word in chosen["overridden"].split())

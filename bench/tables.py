@@ -6,7 +6,7 @@ from typing import Iterable, Sequence
 
 import numpy as np
 
-from bench import formats, intervals, microtables, overview
+from bench import formats, intervals, microtables, overview, speedups
 from bench.cases import HEADINGS, Row, load, select, title
 from bench.formats import Column, Notes, Number, Part, Rows, Table
 from bench.results import Found, Results, gather, most_crowded
@@ -44,14 +44,22 @@ def one_preset(results: Results) -> list[Part]:
     for name in HEADINGS:
         rows = results.rows(name)
         runs = [results.get(row) for row in rows]
-        heading = f"{HEADINGS[name]}, preset {results.preset}"
+        heading = f"{HEADINGS[name]}, preset {results.preset}{warning(runs)}"
         parts.append(table(heading, rows, runs))
         if any(runs):
             parts += [intervals.certainty(heading, rows, runs),
                       overview.overview(heading, rows, runs)]
-        parts.append(speed_ups(heading, name, results))
+        parts.append(speedups.table(heading, name, results))
     return parts + [Notes("About the published figures:", published_notes()),
                     Notes("About the measured figures:", measured_notes(results))]
+
+
+def warning(runs: Sequence[Run | None]) -> str:
+    """What headings say of times that are no scaling results; nothing where all ranks had cores.
+    """
+    most = most_crowded([run for run in runs if run])
+    return "" if most is None else (f" (NOT SCALING RESULTS: up to {most.ranks} ranks take turns "
+                                    f"on {most.environment['cores']} cores)")
 
 
 def table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
@@ -75,22 +83,6 @@ def table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Tabl
     return Table(heading, columns, lines)
 
 
-def speed_ups(heading: str, name: str, results: Results) -> Table:
-    """The speed-up of 3-D over the others at the most GPUs, published and measured."""
-    rows = {row.scheme: row for row in select(name) if row.gpus == 64}
-    lines: Rows = []
-    for other in ("1d", "2d"):
-        pair = rows[other], rows["3d"]
-        runs = [results.get(row) for row in pair]
-        measured = ([_missing(), ""] if None in runs else
-                    [_ratio(*map(measured_average, runs)), intervals.verdict(*runs)])
-        lines.append([f"over {title(other)}", _ratio(*(row.average for row in pair)),
-                      _ratio(*(row.recomputed for row in pair)), *measured])
-    return Table(f"{heading}: speed-up of 3-D at 64 GPUs or ranks",
-                 [Column(head) for head in ("speed-up", "printed", "recomputed", "measured",
-                                            "differs")], lines)
-
-
 def measured_average(run: Run) -> float:
     """Average step time in seconds per sequence (equation 6), of medians."""
     return timing.average_step_time(run.samples, run.configuration["batch"])
@@ -108,7 +100,7 @@ def published_notes() -> list[str]:
         rows = {row.scheme: row for row in select(name) if row.gpus == 64}
         for kind in ("average", "recomputed"):
             ratios[name, kind] = " and ".join(
-                str(_ratio(getattr(rows[other], kind), getattr(rows["3d"], kind)))
+                f"{getattr(rows[other], kind) / getattr(rows['3d'], kind):.2f}x"
                 for other in ("1d", "2d"))
     notes.append(f"The paper's speed-ups of 3-D over 1-D and 2-D, {ratios['weak', 'average']}, "
                  f"are given for strong scaling (Section 4.2.2), but they are the ratios of "
@@ -120,7 +112,7 @@ def published_notes() -> list[str]:
 
 def measured_notes(results: Results) -> list[str]:
     """How the measured figures came about, and what they do not show."""
-    runs = list(results.runs.values())
+    runs = results.shown()
     if not runs:
         return [f"None but {_count(results.overridden, 'run')} with sizes given by hand."]
     notes = [f"Model: layers {_all(runs, 'layers')}, sequence {_all(runs, 'seq')}, "
@@ -130,7 +122,7 @@ def measured_notes(results: Results) -> list[str]:
              f"repetitions after {_all(runs, 'warmup')} to warm up. Every result was first "
              f"verified against the serial scheme: the largest relative error is "
              f"{max(check.error for run in runs for check in run.checks):.1g}."]
-    notes += intervals.notes(runs) + overview.notes(runs)
+    notes += intervals.notes(runs) + speedups.notes(results) + overview.notes(runs)
     crowded = [run for run in runs if run.environment["oversubscribed"]]
     most = most_crowded(runs)
     if most:
@@ -143,6 +135,8 @@ def measured_notes(results: Results) -> list[str]:
         notes.append(f"In {len(smaller)} rows a smaller model of the same scheme and grid was "
                      f"verified, because a serial model of the measured size does not fit.")
     differ = [_title(key) for key, run in results.runs.items() if not words_agree(run)]
+    differ += [f"{_title(key)} with the batch of {title(like)}"
+               for (key, like), run in results.equal.items() if not words_agree(run)]
     if differ:
         notes.append(f"The words moved differ from the closed form in: {', '.join(differ)}.")
     missing = [_title((row.table, row.scheme, row.gpus)) for row in load().rows
@@ -194,10 +188,6 @@ def _title(key: Key) -> str:
 def _all(runs: list[Run], setting: str) -> str:
     """The value that a setting has in all runs, or its values."""
     return " or ".join(map(str, sorted({run.configuration[setting] for run in runs})))
-
-
-def _ratio(slow: float, fast: float) -> Number:
-    return Number(slow / fast, f"{slow / fast:.2f}x")
 
 
 def _missing() -> Number:

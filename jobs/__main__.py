@@ -8,7 +8,7 @@ from typing import NoReturn, Sequence
 
 from tabulate import tabulate
 
-from bench.cases import Case, UsageError, case, load, select
+from bench.cases import Case, UsageError, case, equal_tokens, load, select
 from bench.status import status_of
 from jobs import rows, scripts, slurm
 from jobs import site as sites
@@ -30,6 +30,9 @@ def parser() -> argparse.ArgumentParser:
                       help="weak, strong, with commas between, or all (default)")
     rest.add_argument("--scheme", default="all", metavar="NAMES",
                       help="1d, 2d, 3d, some with commas between, or all (default)")
+    rest.add_argument("--equal-tokens", action="store_true", help=(
+        "3-D rows also with the batch of each other scheme's row on as many ranks, and these "
+        "with that of 3-D"))
     rest.add_argument("--ranks", metavar="N,...", help="only rows on so many ranks")
     rest.add_argument("--preset", default="paper", choices=load().presets,
                       help="the sizes (default paper)")
@@ -59,7 +62,9 @@ def work_and_cases(arguments) -> tuple[Work, list[Case]]:
         When it cannot be meant.
     """
     site = sites.load(arguments.site)
-    cases = [case(row, arguments.preset) for row in select(arguments.table, arguments.scheme)]
+    chosen = select(arguments.table, arguments.scheme)
+    chosen += equal_tokens(chosen) if arguments.equal_tokens else []
+    cases = [case(row, arguments.preset) for row in chosen]
     counts = sorted({str(one.row.gpus) for one in cases}, key=int)
     wanted = arguments.ranks.split(",") if arguments.ranks else counts
     if not set(wanted) <= set(counts):
@@ -85,7 +90,8 @@ def render(work: Work, cases: list[Case], arguments) -> None:
         replace(work.script(one), scripts.row_script(work, one))
     again = [f"--site={site_name(work)}", f"--table={arguments.table}",
              f"--scheme={arguments.scheme}", f"--preset={arguments.preset}", f"--out={work.out}",
-             *[f"--ranks={arguments.ranks}"] * bool(arguments.ranks)]
+             *[f"--ranks={arguments.ranks}"] * bool(arguments.ranks),
+             *["--equal-tokens"] * arguments.equal_tokens]
     replace(work.folder / "collect.sh", scripts.collect_script(work, again))
 
 

@@ -143,7 +143,9 @@ def row_script(work: Work, case: Case) -> str:
         doctor.append(f"--gpus-per-node={gpus(site, ranks)}")
     if site.run.device_buffers:
         doctor.append("--device-buffers")
-    run = [f"--table={case.row.table}", f"--scheme={case.row.scheme}", f"--preset={case.preset}",
+    named = ([f"--rows={case.row.table}:{case.row.scheme}:{case.row.like}"] if case.row.like else
+             [f"--table={case.row.table}", f"--scheme={case.row.scheme}"])
+    run = [*named, f"--preset={case.preset}",
            f"--out={folder}", f"--backend={site.run.backend}", f"--inside={inside}",
            *site.run.options]
     return TEMPLATES.get_template("row.sh.j2").render(

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from bench import overview
-from bench.cases import UsageError, case, load, scaled_hidden, select
+from bench.cases import UsageError, case, equal_tokens, load, named, scaled_hidden, select
 from bench.results import gather
 from bench.tables import measured_notes, tables, words_agree
 from mm3d import store
@@ -105,15 +105,25 @@ def test_tables_show_published_beside_measured(tmp_path):
 def test_tables_show_speed_ups_and_the_papers_errors(tmp_path):
     write_all(tmp_path)
     lines = tables(tmp_path).splitlines()
-    over = [line.split()[:5] for line in lines if line.startswith("over ")]
-    # The made-up averages at 64 ranks: 4, 7 and 9 (weak), 13, 16 and 18 (strong).
-    assert over == [["over", "1-D", "2.32x", "2.93x", f"{4 / 9:.2f}x"],
-                    ["over", "2-D", "1.57x", "1.98x", f"{7 / 9:.2f}x"],
-                    ["over", "1-D", "1.53x", "1.53x", f"{13 / 18:.2f}x"],
-                    ["over", "2-D", "1.38x", "1.38x", f"{16 / 18:.2f}x"]]
+    over = [line.split("|") for line in lines if line.startswith("over ")]
+    published = [left.split()[1:] for left, _ in over]
+    measured = [right.split() for _, right in over]
+    assert published == [["1-D", "8", "60", "192", "0.59x", "0.59x"],
+                         ["1-D", "64", "30", "384", "2.32x", "2.93x"],
+                         ["2-D", "64", "384", "384", "1.57x", "1.98x"],
+                         ["1-D", "8", "12", "24", "1.16x", "1.16x"],
+                         ["1-D", "64", "12", "24", "1.53x", "1.53x"],
+                         ["2-D", "64", "24", "24", "1.38x", "1.38x"]]
+    # The made-up averages: 1 and 8 at 8 ranks, 4, 7 and 9 at 64 (weak); 10 and 17, 13, 16 and 18.
+    assert [words[:5] for words in measured] == [
+        ["30", "96", "960", "3072", f"{1 / 8:.2f}x"],
+        ["15", "192", "480", "6144", f"{4 / 9:.2f}x"],
+        ["192", "192", "6144", "6144", f"{7 / 9:.2f}x"],
+        ["6", "12", "192", "384", f"{10 / 17:.2f}x"],
+        ["6", "12", "192", "384", f"{13 / 18:.2f}x"],
+        ["12", "12", "384", "384", f"{16 / 18:.2f}x"]]
     # Three repetitions against three cannot differ significantly: at best 2 of 20 orders.
-    assert [line.split()[5:] for line in lines if line.startswith("over 1-D")] == 2 * [
-        ["no,", "p", "=", "0.1"]]
+    assert {" ".join(words[5:]) for words in measured if words[0] != words[1]} == {"no, p = 0.1"}
     prose = " ".join(" ".join(lines).split())
     assert "prints 0.672 s, but its own times give (79.349 + 125.037) / 384 = 0.532 s" in prose
     assert "2.32x and 1.57x, are given for strong scaling" in prose
@@ -126,6 +136,53 @@ def test_missing_rows_and_crowded_ranks_are_said(tmp_path):
     assert "Missing, 17 of 18 rows: weak 1-D 8," in text
     assert "NOT SCALING RESULTS: in 1 of 1 rows ranks outnumber cores, with up to 64 ranks on " \
            "32 cores" in text
+
+
+@pytest.mark.parametrize("form", ["text", "rst", "latex", "csv"])
+def test_headings_say_that_crowded_ranks_do_not_scale(tmp_path, form):
+    """Every table of times, in every format; and no test of repetitions that take turns."""
+    for scheme in ("1d", "3d"):
+        row, = [row for row in select("weak", scheme) if row.gpus == 8]
+        store.write(made_up(row, oversubscribed=True), tmp_path, scheme)
+        strong, = [row for row in select("strong", scheme) if row.gpus == 8]
+        store.write(made_up(strong), tmp_path, f"strong-{scheme}")
+    text = tables(tmp_path, form)
+    said = "preset laptop (NOT SCALING RESULTS: up to 8 ranks take turns on 4 cores)"
+    assert text.count(f"Table 1, weak scaling, {said}") == (4 if form != "csv" else 16)
+    assert f"Table 2, strong scaling, {said}" not in text
+    crowded = next(line for line in text.splitlines() if "over 1-D" in line and "30" in line)
+    assert "not tested" in crowded and "p =" not in crowded
+    assert form == "csv" or "Speed-ups are ratios of seconds a sequence." in " ".join(text.split())
+
+
+def test_rows_with_equal_tokens():
+    """Of each pair of unequal batches both, each with the batch of the other."""
+    rows = [row for row in select("all", "all") if row.gpus == 64]
+    found = [case(row, "laptop") for row in equal_tokens(rows)]
+    assert [(one.name, one.sizes.batch) for one in found] == [
+        ("weak-1d-as-3d-p064-laptop", 192), ("weak-3d-as-1d-p064-laptop", 15),
+        ("strong-1d-as-3d-p064-laptop", 12), ("strong-3d-as-1d-p064-laptop", 6)]
+    assert found[1].title == "weak 3-D 64 ranks, batch of 1-D"
+    assert equal_tokens(row for row in rows if row.scheme != "3d") == []
+    assert named("weak:3d:1d", 64)[-1] == found[1].row
+    with pytest.raises(UsageError, match="--rows '4d' is unknown"):
+        named("weak:3d:4d", 64)
+
+
+def test_equal_tokens_have_rows_of_their_own_in_the_speed_ups(tmp_path):
+    """And are nowhere taken for the rows of the tables."""
+    rows = [row for row in select("weak", "1d,3d") if row.gpus == 8]
+    for k, row in enumerate([*rows, *equal_tokens(rows)]):
+        one = case(row, "laptop")
+        run = made_up(row, *[(k + 1) * one.sizes.batch / 2] * 2)
+        run.configuration |= {"equal_tokens": row.like} if row.like else {}
+        store.write(run, tmp_path, one.name)
+    found = gather(tmp_path).results[0]
+    assert len(found.runs) == len(found.equal) == 2 and found.earlier == 0
+    lines = [line.split("|")[1].split()[:5] for line in tables(tmp_path).splitlines()
+             if line.startswith("over 1-D") and "missing" not in line]
+    assert lines == [["30", "96", "960", "3072", "0.50x"], ["96", "96", "3072", "3072", "1.50x"],
+                     ["30", "30", "960", "960", "0.25x"]]
 
 
 def test_each_machine_is_said_with_its_rows(tmp_path):
