@@ -8,14 +8,12 @@ from mpi4py import MPI
 import mm3d
 from bench import exact, gpucases
 from bench.gpucases import Mode
+from bench.residual import EPS
 from bench.verify import worst_error
 from mm3d import backend as backends
 from mm3d.backend import Array, Backend
 from mm3d.store import Check
 
-# Distances of one from the next number; TensorFloat-32 rounds what it multiplies.
-EPS = {"float64": 2.0 ** -52, "float32": 2.0 ** -23, "tf32": 2.0 ** -10, "float16": 2.0 ** -10,
-       "bfloat16": 2.0 ** -7}
 # Relative errors that a model's step may have.
 TOLERANCES = {"float64": 1e-11, "float32": 1e-4, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 1e-1}
 SIZES = dict(layers=1, hidden=96, heads=6, batch=3, seq=32)

@@ -16,7 +16,8 @@ ENDS = {"width": "the intervals are narrow enough", "repetitions": "the limit of
 
 
 def certainty(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
-    """Of each measured row the interval of both medians, and what ended the repetitions."""
+    """Of each measured row the interval of both medians, what ended the repetitions, and how the
+    measured model was verified."""
     lines: Rows = []
     for row, run in zip(rows, runs):
         if run is None:
@@ -26,12 +27,19 @@ def certainty(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> 
                              len(run.samples["forward"])]
         for phase in PHASES:
             cells += spread(median_interval(timing.slowest(run.samples[phase])))
-        lines.append([*cells, run.ended_by])
+        lines.append([*cells, run.ended_by, verified_by(run)])
     bounds = [Column(*head, phase) for phase in PHASES
               for head in (("low", "(s)"), ("high", "(s)"), ("width", ""))]
     first = [Column(name) for name in ("scheme", "ranks", "a core", "n")]
     return Table(f"{heading}: 95 % confidence intervals of the medians",
-                 [*first, *bounds, Column("ended by")], lines)
+                 [*first, *bounds, Column("ended by"), Column("verified by")], lines)
+
+
+def verified_by(run: Run) -> str:
+    """How the measured model was verified; a smaller one may have been beside it."""
+    chosen = run.configuration
+    whole = bool(chosen["verified_measured_model"])
+    return str(chosen.get("verified_by", "serial model" if whole else "a smaller model"))
 
 
 def spread(interval: Interval) -> list[Number]:

@@ -35,6 +35,7 @@ def configuration(one: Case, scheme, options: Options) -> dict[str, store.Settin
             "warmup": options.warmup, "order": options.order, **asdict(options.limits),
             "overridden": " ".join([*one.overridden, *["grid"] * (options.grid is not None)]),
             "verified_measured_model": one.verified == one.sizes,
+            "verified_by": "serial model" if one.verified == one.sizes else "residuals",
             **({"equal_tokens": one.row.like} if one.row.like else {}),
             **msgspec.structs.asdict(one.sizes), **verified_sizes}
 

@@ -16,6 +16,9 @@ from mm3d.store import Check
 MULTIPLE = 8
 ROWS = 4
 CHUNK = 256
+# Distances of one from the next number; TensorFloat-32 rounds what it multiplies.
+EPS = {"float64": 2.0 ** -52, "float32": 2.0 ** -23, "tf32": 2.0 ** -10, "float16": 2.0 ** -10,
+       "bfloat16": 2.0 ** -7}
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,11 @@ import h5py
 import numpy as np
 from msgspec.structs import replace
 
-from bench.cases import Sizes, UsageError, case, load, own, title
+from bench import residuals
+from bench.cases import Sizes, UsageError, case, load, own as own_row, title
 from bench.provenance import expected_words
 from bench.recomputed import CLOSE, derived
+from bench.residual import EPS
 from bench.verify import TOLERANCES
 from mm3d import SCHEMES, cost, timing
 from mm3d.record import Check, Measurements
@@ -62,17 +64,43 @@ def verification(run: Run) -> Iterator[str]:
     """All quantities were compared, as strictly as the benchmark does, and passed."""
     yield from failed(run.checks)
     forward, gradient = TOLERANCES.get(run.configuration["dtype"], (math.nan, math.nan))
-    for check in run.checks:
+    serial, own = residuals.apart(run.checks)
+    for check in serial:
         limit = forward if check.quantity == "output" else gradient
         if not check.tolerance <= limit:
             yield (f"verification: the tolerance of {check.quantity} is {check.tolerance:g}; the "
                    f"rules allow {limit:g}")
     layers = run.configuration.get("verified_layers", run.configuration["layers"])
-    names = {check.quantity for check in run.checks}
+    names = {check.quantity for check in serial}
     wanted = 2 + 12 * layers
     if not {"output", "input gradient"} <= names or len(names) != wanted:
         yield (f"verification: {len(names)} quantities, but {layers} layers have {wanted}: the "
                f"output, its input's gradient and 12 parameters a layer")
+    yield from looked_at(run, own)
+
+
+def looked_at(run: Run, own: list[Check]) -> Iterator[str]:
+    """Where the file says so, the measured model's step has all of its residuals."""
+    chosen = run.configuration
+    how = "serial model" if chosen["verified_measured_model"] else "residuals"
+    if chosen.get("verified_by", how) != how or bool(own) != (chosen.get("verified_by")
+                                                              == "residuals"):
+        yield (f"verified_by {chosen.get('verified_by')}: with verified_measured_model "
+               f"{bool(chosen['verified_measured_model'])} and {len(own)} residuals it should be "
+               f"{how}")
+    if not own:
+        return
+    multiples, eps = residuals.quantities(chosen["layers"]), EPS.get(chosen["dtype"], math.nan)
+    if "MM3D_TF32=1" in str(run.environment.get("tuning_variables")):
+        eps = max(eps, EPS["tf32"])
+    if {check.quantity for check in own} != multiples.keys():
+        yield (f"verification: {len(own)} residuals, but {chosen['layers']} layers have "
+               f"{len(multiples)}")
+    for check in own:
+        limit = multiples.get(check.quantity, math.nan) * eps
+        if not check.tolerance <= limit * (1 + CLOSE):
+            yield (f"verification: the tolerance of {check.quantity} is {check.tolerance:g}; the "
+                   f"rules allow {limit:g}")
 
 
 def failed(checks: list[Check]) -> Iterator[str]:
@@ -161,7 +189,7 @@ def sizes(run: Run) -> Iterator[str]:
     chosen = run.configuration
     row = next((row for row in load().rows if (row.table, row.scheme, row.gpus) == (
         chosen["table"], chosen["scheme"], run.ranks)), None)
-    row = row or own(chosen["table"], chosen["scheme"], run.ranks)
+    row = row or own_row(chosen["table"], chosen["scheme"], run.ranks)
     for name, value in (("batch", row.batch), ("hidden", row.hidden),
                         ("forward_time", row.forward), ("backward_time", row.backward),
                         ("average_step_time", row.average),
@@ -228,6 +256,8 @@ def warnings(run: Run | Measurements) -> Iterator[str]:
             yield (f"the first {phase} that counts took {found[0] / np.median(found):.1f} times "
                    f"the median: more than {run.configuration['warmup']} steps to warm up would "
                    f"do")
+    if not run.configuration["verified_measured_model"] and not residuals.apart(run.checks)[1]:
+        yield "a smaller model was verified, the measured one was not: measure it again"
     if run.ended_by == "stopped":
         yield "it was told to stop before its repetitions were done"
     if run.configuration["scheme"] not in SCHEMES:

@@ -13,8 +13,8 @@ import numpy as np
 from mpi4py import MPI
 
 import mm3d
-from bench import (chrome, footprint, journal, machine, operands, placement, traced, verify,
-                   yardsticks)
+from bench import (chrome, footprint, journal, machine, operands, placement, residuals, traced,
+                   verify, yardsticks)
 from bench.cases import Case, shuffled, step_counts, traced_steps
 from bench.job import Options, arranged, fitting, left_out, planned_for, selected, usable
 from bench.journal import writable
@@ -142,6 +142,9 @@ def measured(one: Case, scheme, order: str, options: Options,
     y, dx, traffic = counted_step(model, x, dy, memory.between)
     groups = {"machine": rates, "memory": memory.group(msgspec.structs.asdict(one.sizes), comm)}
     checks = verified(one, scheme, model, y, dx, options)
+    del y, dx
+    if one.verified != one.sizes:
+        checks += looked_at(model, x, dy, options)
     step = timing.Step(lambda: model.forward(x)[1], lambda saved: model.backward(dy, saved),
                        comm, scheme.grid.backend.synchronize, model.zero_gradients)
     # The step that was counted and verified has been the first to warm up.
@@ -177,15 +180,20 @@ def written(record: store.Run, one: Case, out: Path) -> tuple[bool, str]:
     except store.StoreError as error:
         return False, str(error)
     forward, backward = (timing.typical(record.samples[phase]) for phase in store.PHASES)
-    error = max(check.error for check in record.checks)
-    return True, (f"forward {forward:.3g} s, backward {backward:.3g} s, differs from serial by "
-                  f"{error:.1g}, {path.name}")
+    serial, own = residuals.apart(record.checks)
+    error = max(check.error for check in serial)
+    model = "a smaller model differs" if own else "differs"
+    step = (f"residuals up to {max(check.error / check.tolerance for check in own):.1g} of their "
+            f"tolerance, " if own else "")
+    return True, (f"forward {forward:.3g} s, backward {backward:.3g} s, {model} from serial by "
+                  f"{error:.1g}, {step}{path.name}")
 
 
 def verified(one: Case, scheme, model, y, dx, options: Options) -> list[store.Check]:
     """The checks, all passed, of a step of `model` that gave `y` and `dx`.
 
-    Of another step, where the preset verifies a smaller model.
+    Of a smaller model's, where the preset has no serial model of the measured size; the measured
+    one is then `looked_at`.
 
     Raises
     ------
@@ -199,6 +207,21 @@ def verified(one: Case, scheme, model, y, dx, options: Options) -> list[store.Ch
                                 checked.random("output gradient"))
     checks = verify.compare(checked, y, dx, one.verified, options.seed, options.dtype)
     problem = verify.failure(checks)
+    if problem:
+        raise Failed(problem)
+    return checks
+
+
+def looked_at(model, x, dy, options: Options) -> list[store.Check]:
+    """The residuals, all passed, of one step of the model that is measured.
+
+    Raises
+    ------
+    Failed
+        When one does not pass; the same on every rank.
+    """
+    checks = residuals.step(model, x, dy, options.seed)
+    problem = residuals.failure(checks)
     if problem:
         raise Failed(problem)
     return checks

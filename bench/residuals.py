@@ -1,0 +1,137 @@
+"""Whether a step of the measured model is right where no serial model of its size can be had.
+
+One forward and one backward are checked layer by layer while they go on, each layer's output and
+gradients against its own input, so that no matrix is brought together:
+
+- every distributed product, C = AB and both of its gradients, by a random vector in float64
+  (Freivalds 1979), held against a multiple of eps |A||B| as in `bench.residual`;
+- every gradient of a bias or of a norm's weight by its inner product with a random vector;
+- layer norms, GELU and the sums of residual blocks in some rows, against NumPy in float64;
+- attention as `bench.attentioncheck` says.
+
+Of what several ranks hold copies of, every copy is checked.
+"""
+
+from contextlib import contextmanager
+from typing import Any, Iterator
+
+import numpy as np
+
+from bench import attentioncheck
+from bench.look import SUMS, Look
+from bench.sheets import greatest
+from mm3d.store import Check
+
+# Multiples of eps that pass: of |A||B| in products, and of what rounding can do to each number of
+# a layer that works by rows, or to each term of a sum over all rows.
+PRODUCT, ROW = 8, 32
+PREFIX = "residual of "
+
+
+def step(model: Any, x: Any, dy: Any, seed: int) -> list[Check]:
+    """Do one step of `model` and check it.
+
+    Parameters
+    ----------
+    model : Transformer
+        In float32 or float64; its gradients are cleared first.
+    x, dy : array
+        This rank's blocks of the input and of the output's gradient.
+    seed : int
+        Of the random vectors and of what is sampled.
+
+    Returns
+    -------
+    list of Check
+        The same on every rank: of each quantity the worst of all ranks and copies.
+    """
+    look = Look(model, seed)
+    model.zero_gradients()
+    with watched(model, look):
+        _, saved = model.forward(x)
+        model.backward(dy, saved)
+    worst = greatest(np.array(list(look.errors.values())), model.grid.comm)
+    multiples = quantities(len(model.layers.layers) // 2)
+    return [Check(PREFIX + name, float(error), multiples[PREFIX + name] * look.eps)
+            for name, error in zip(look.errors, worst)]
+
+
+def failure(checks: list[Check]) -> str | None:
+    """What to say of checks of a step that did not pass; None when all did."""
+    failed = [check for check in checks if not check.passed]
+    if not failed:
+        return None
+    worst = max(failed, key=lambda check: check.error / check.tolerance)
+    return (f"the measured model's own step is wrong: {worst.quantity}, is off by "
+            f"{worst.error:.2g} of its bound, tolerance {worst.tolerance:.2g} ({len(failed)} of "
+            f"{len(checks)} residuals fail); no times were written")
+
+
+def apart(checks: list[Check]) -> tuple[list[Check], list[Check]]:
+    """The checks beside the serial scheme, and the residuals."""
+    residuals = [check for check in checks if check.quantity.startswith(PREFIX)]
+    return [check for check in checks if check not in residuals], residuals
+
+
+def quantities(layers: int) -> dict[str, int]:
+    """The checks of a model of so many layers: by name the multiple of eps that passes."""
+    norm = {name: ROW for name in (*SUMS, "dweight", "dbias")}
+    product = {"C": PRODUCT, "dA": PRODUCT, "dB": PRODUCT}
+    whole = product | {"dbias": ROW}
+    sums = {name: ROW for name in SUMS}
+    parts = {"ln1": norm, "attention.qkv": whole, "attention.attention":
+             attentioncheck.QUANTITIES, "attention.proj": whole, "attention": sums, "ln2": norm,
+             "mlp.up": product, "mlp.gelu": sums | {"dbias": ROW}, "mlp.down": whole,
+             "mlp": sums}
+    return {f"{PREFIX}layers.{n}.{part}, {what}": multiple for n in range(layers)
+            for part, kinds in parts.items() for what, multiple in kinds.items()}
+
+
+@contextmanager
+def watched(model: Any, look: "Look") -> Iterator[None]:
+    """Have `look` see what every layer of `model` makes within the block."""
+    blocks = model.layers.layers
+    before = [block.layers for block in blocks]
+    for block in blocks:
+        block.layers = tuple(_Watched(layer, look) for layer in block.layers)
+    model.layers.layers = tuple(_WatchedBlock(block, look) for block in blocks)
+    try:
+        yield
+    finally:
+        model.layers.layers = blocks
+        for block, layers in zip(blocks, before):
+            block.layers = layers
+
+
+class _Watched:
+    """A layer whose results are looked at as they come."""
+
+    def __init__(self, layer: Any, look: "Look") -> None:
+        self.layer, self.look = layer, look
+
+    def forward(self, x: Any) -> tuple[Any, Any]:
+        y, kept = self.layer.forward(x)
+        return y, (kept, self.look.forward(self.layer, x, y))
+
+    def backward(self, dy: Any, saved: Any) -> Any:
+        kept, needed = saved
+        dx = self.layer.backward(dy, kept)
+        self.look.backward(self.layer, dy, dx, needed)
+        return dx
+
+
+class _WatchedBlock:
+    """A residual block whose two sums are looked at in some rows."""
+
+    def __init__(self, block: Any, look: "Look") -> None:
+        self.block, self.look = block, look
+
+    def forward(self, x: Any) -> tuple[Any, Any]:
+        y, kept = self.block.forward(x)
+        self.look.sum(self.block, SUMS[0], x, y)
+        return y, kept
+
+    def backward(self, dy: Any, kept: Any) -> Any:
+        dx = self.block.backward(dy, kept)
+        self.look.sum(self.block, SUMS[1], dy, dx)
+        return dx
