@@ -1,6 +1,7 @@
 """Figures against ranks: step time, speed-up and efficiency, words, memory."""
 
 import math
+import textwrap
 
 from bench import merit
 from bench.cases import HEADINGS, Row, load, select, title
@@ -78,15 +79,16 @@ def scaling(results: Results):
 
 
 def words(results: Results):
-    """Words moved per rank and sequence against ranks, with the closed form."""
+    """Words counted per rank and sequence against ranks, with the closed form."""
     from matplotlib.ticker import EngFormatter
-    figure, panels = against_ranks(1, 2, (9, 4.4), (
-        "Words moved in a step, per rank and sequence: measured, and by the closed form"))
+    figure, panels = against_ranks(1, 2, (9, 4.9), (
+        "Words of a step, per rank and sequence: counted, bucket algorithm, and by the closed "
+        "form"))
     for panel, table in zip(panels[0], HEADINGS):
         for scheme in results.schemes():
             runs = [run for _, run in found_runs(results, results.rows(table, scheme))]
             curve(panel, scheme, closed_form(runs, table))
-            line(panel, scheme, [(run.ranks, moved(run)) for run in runs], linestyle="",
+            line(panel, scheme, [(run.ranks, counted(run)) for run in runs], linestyle="",
                  markersize=7)
         if any(results.get(row) for row in results.rows(table)):
             panel.plot([], [], "-", color="grey", label="closed form")
@@ -95,6 +97,8 @@ def words(results: Results):
         from_zero(panel)
         panel.yaxis.set_major_formatter(EngFormatter(sep=""))
         finish(panel)
+    note = merit.words_note(map(merit.transport, results.runs.values()))
+    figure.supxlabel(textwrap.fill(note, 130), fontsize=8.5)
     return figure
 
 
@@ -134,8 +138,8 @@ def relative(points: list[Point], whole: bool) -> list[Point]:
     return [(p, y / base * (ranks if whole else ranks / p)) for p, y in sorted(points)]
 
 
-def moved(run: Run) -> float:
-    """Words moved in a step, the mean over ranks, over the batch."""
+def counted(run: Run) -> float:
+    """Words counted in a step, the mean over ranks, over the batch."""
     return run.traffic["words"].sum() / run.ranks / run.configuration["batch"]
 
 

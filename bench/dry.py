@@ -71,7 +71,7 @@ def phases(trace: dry.Trace, whole: dict[str, int]) -> str:
              sum(t.messages for t in trace.traffic[phase].values()),
              sum(e.bytes * n for e, n in trace.of(dry.Pass, phase).items())]
             for phase in dry.PHASES]
-    return tabulate(rows, ["phase", "flops", "flops of all ranks", "words moved", "messages",
+    return tabulate(rows, ["phase", "flops", "flops of all ranks", "words counted", "messages",
                            "bytes of elementwise work"], intfmt=",")
 
 
@@ -81,7 +81,8 @@ def collectives(trace: dry.Trace) -> str:
     rows = [[phase, axis, kind, *groups[axis], t.calls, t.messages, t.words, t.bytes]
             for phase in dry.PHASES for (axis, kind), t in sorted(trace.traffic[phase].items())]
     return tabulate(rows, ["phase", "direction", "collective", "ranks", "stride", "calls",
-                           "messages", "words", "bytes"], intfmt=",")
+                           "messages", "words", "bytes"], intfmt=",") + (
+        "\nWords, bytes and messages are counted by the bucket algorithm; nothing travels.")
 
 
 def parts(trace: dry.Trace) -> str:

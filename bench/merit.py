@@ -2,13 +2,15 @@
 
 import math
 from pathlib import Path
-from typing import NamedTuple
+from typing import Iterable, NamedTuple
+
+import numpy as np
 
 from bench import parts
 from bench.cases import title
 from bench.formats import Column, Notes, Number, Part, Table
 from bench.results import read_all
-from mm3d import cost, timing
+from mm3d import choice, cost, timing
 from mm3d.store import AXES, PHASES, Run, StoreError
 
 
@@ -69,26 +71,49 @@ def figures(run: Run) -> list[Figure]:
 
 
 def traffic(run: Run) -> list[Figure]:
-    """Words and bytes of a step by direction, of the mean rank, and the bandwidth they get."""
+    """Words and bytes of a step by direction, of the mean rank: counted, and what the transport
+    says that it moved; and the bandwidth they get."""
     words, moved = (run.traffic[name].sum(axis=(0, 3)).mean(axis=0) for name in ("words", "bytes"))
     expected = run.expected_words.sum(axis=(0, 2)) / run.ranks
     speed, found = parts.bandwidth(run) or {}, []
+    stated = moved_words(run)
     for a, axis in enumerate(AXES):
         if expected[a] or words[a]:
             item = moved[a] / words[a]
-            found += [Figure(f"words a rank along {axis}", float(words[a]), "1",
+            found += [Figure(f"words a rank along {axis}, counted", float(words[a]), "1",
                              float(expected[a])),
-                      Figure(f"bytes a rank along {axis}", float(moved[a]), "byte",
+                      Figure(f"  moved by transport {transport(run)}", float(stated[a]), "1"),
+                      Figure(f"bytes a rank along {axis}, counted", float(moved[a]), "byte",
                              float(expected[a] * item)),
                       Figure(f"  bandwidth in collectives along {axis}",
                              speed.get(axis, math.nan) / 1e9, "GB/s")]
     return found
 
 
+def moved_words(run: Run) -> np.ndarray:
+    """By direction the words of a step that the transport moved by its own statement, of the mean
+    rank; NaN where it does not know, or was not asked."""
+    stated = run.traffic.get("moved", np.full(run.traffic["words"].shape, math.nan))
+    return stated.sum(axis=(0, 3)).mean(axis=0)
+
+
+def transport(run: Run) -> str:
+    """How the run's collectives travelled."""
+    return str(run.configuration.get("transport", "not recorded"))
+
+
+def words_note(names: Iterable[str]) -> str:
+    """That words are counted, and what the transports of these settings really move."""
+    known = {name: choice.note(name) for several in names for name in several.split()}
+    about = "; ".join(f"{name}: {note}" for name, note in sorted(known.items()) if note)
+    return ("Words, and bytes of them, are counted from shapes by the bucket algorithm, the same "
+            "for every transport" + (f". What it moves, {about}." if about else "."))
+
+
 def intensities(run: Run, flops: int) -> list[Figure]:
-    """Useful operations for each byte moved, and operations for each byte of the operands."""
+    """Useful operations for each byte counted, and operations for each byte of the operands."""
     moved = run.traffic["bytes"].sum()
-    found = [Figure("arithmetic intensity, a byte moved", flops / moved if moved else math.nan,
+    found = [Figure("arithmetic intensity, a byte counted", flops / moved if moved else math.nan,
                     "flop/byte")]
     lie = roofline(run)
     for phase in PHASES if lie else ():
@@ -151,12 +176,13 @@ def one(run: Run) -> list[Part]:
     name = (f"{chosen['table']} {title(chosen['scheme'])} on {chosen['grid']} = {run.ranks} "
             f"ranks, {chosen['preset']}, {run.created[:19]}")
     merits = Table(f"Figures of merit, {name}",
-                   [Column("figure"), Column("measured"), Column("closed form"), Column("unit")],
+                   [Column("figure"), Column("value"), Column("closed form"), Column("unit")],
                    [[figure.name, _number(figure.value), _number(figure.expected), figure.unit]
                     for figure in figures(run)])
+    words = words_note([transport(run)]) + ' "-" where it does not know, or was not asked.'
     shares = parts.parts(run)
     if shares is None:
-        return [merits, Notes("About it:", ["The run was not traced: no parts."])]
+        return [merits, Notes("About it:", ["The run was not traced: no parts.", words])]
     ratio = parts.overhead(run)
     rows = [[phase, *map(_number, found.values()), _number(sum(found.values())),
              _number(timing.typical(run.samples[phase])), Number(ratio[phase],
@@ -176,6 +202,7 @@ def one(run: Run) -> list[Part]:
         "Peaks of all ranks at once are those of all cores, over the ranks. Memory bandwidth is "
         "of c = a + b, each array counted once, beyond the caches; it is left out where it may be "
         "theirs.",
+        words,
         "Useful operations are counted once, and none that is computed again. Memory is that of "
         "the rank with the most; the closed form of the peak is a dry run's."])]
 

@@ -9,6 +9,7 @@ import numpy as np
 from bench import fits
 from bench.formats import Cell, Column, Notes, Number, Part, Rows, Table
 from bench.layertables import layers
+from bench.merit import words_note
 from mm3d.record import Measurements
 
 # What a table of an unknown kind does not spread out: the samples are behind the medians.
@@ -112,7 +113,7 @@ def matmul(records: Sequence[Measurements]) -> list[Part]:
                Column("rate", "(GFLOP/s)"), Column("one process", "(ms)"),
                Column("median", "", "efficiency"),
                Column("low", "95 %", "efficiency"), Column("high", "95 %", "efficiency"),
-               Column("ceiling"), Column("of the", "ceiling"), Column("words", "a rank"),
+               Column("ceiling"), Column("of the", "ceiling"), Column("words", "counted"),
                Column("over the", "bound")]
     return [Table("Distributed matrix products beside one process with all cores", columns, rows),
             Notes("About these products:", matmul_notes(records))]
@@ -139,6 +140,8 @@ def matmul_notes(records: Sequence[Measurements]) -> list[str]:
                          f"{cores} cores: no fair reference.")
     notes.append("Times are makespans a call. Efficiency: one process / product; ceiling: one "
                  "process / the local products without communication.")
+    notes.append(words_note(record.configuration["transport"] for record in records)
+                 + " They are the busiest rank's.")
     if any("backward" in record.scales["phase"] for record in records):
         notes.append("The bound of backward is that of its two products apart, which share dC: "
                      "fewer words are possible.")

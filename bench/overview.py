@@ -24,29 +24,33 @@ def overview(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> T
                       _number(100 * rate / parts.scalar(run, "machine", "gemm_together")),
                       _number(words / 1e6), _number(run.expected_words.sum() / run.ranks / 1e6),
                       _number(run.traffic["bytes"].sum() / run.ranks / 1e6),
+                      merit.transport(run), _number(merit.moved_words(run).sum() / 1e6),
                       _number(most(run, "pool_peak") / 2 ** 20),
                       _number(parts.scalar(run, "memory", "expected_pool_peak") / 2 ** 20)])
-    words, peak = "moved a rank", "peak memory of a rank"
+    words, peak = "counted a rank, bucket algorithm", "peak memory of a rank"
+    moved = "moved a rank"
     return Table(f"{heading}: figures of merit", [
         Column("scheme"), Column("ranks"), Column("tokens", "a second"),
         Column("useful", "GFLOP/s a rank"), Column("of the", "peak (%)"),
         Column("words", "(millions)", words), Column("closed form", "(millions)", words),
-        Column("MB", "", words), Column("measured", "(MiB)", peak),
+        Column("MB", "", words), Column("by", "transport", moved),
+        Column("words", "(millions)", moved), Column("measured", "(MiB)", peak),
         Column("dry run", "(MiB)", peak)], lines)
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
-    """What the peaks of memory are, and why those measured are others than a dry run's."""
+    """What words are, which transports move others, and what the peaks of memory are."""
+    found = [merit.words_note(map(merit.transport, runs)) + ' "-" where it does not know.']
     peaks = [run for run in runs if not math.isnan(most(run, "pool_peak"))]
     if not peaks:
-        return []
+        return found
     text = ("Peak memory: all arrays of the rank that has the most, beside a dry run of rank 0, "
             "which counts them as MPI needs them: each rank has what it gathers to itself.")
     if any("shared" in str(run.configuration.get("transport")) for run in peaks):
         text += (" Ranks that share memory have a gathered block only once and count an equal "
                  "part of it each, which is less. A large all-reduce takes more, by this rank's "
                  "part of the sum: it lies in shared memory while the whole is copied out.")
-    return [text]
+    return [*found, text]
 
 
 def most(run: Run, name: str) -> float:

@@ -124,7 +124,8 @@ def run(arguments) -> int:
     print(table(found[:arguments.top]))
     print("\n" + verdict(found, sizes, arguments.ranks)
           + f"\n{len(found)} plans screened, {sum(p.traced for p in found)} traced in "
-          f"{took:.1f} s. Words are exact, memory is exact on rank 0, seconds are a model.")
+          f"{took:.1f} s. Words are those of the bucket "
+          f"algorithm, exactly; memory is exact on rank 0; seconds are a model.")
     if arguments.pictures:
         from bench.outlook import planned
         for path in planned(arguments.pictures, machine, arguments, sizes):

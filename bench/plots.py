@@ -16,8 +16,8 @@ FIGURES: dict[str, tuple[Callable[[Results], object], str]] = {
                                 "scaling against ranks, published and measured."),
     "where-the-time-goes": (stacks.where, "Parts of forward and backward: matrix products, "
                             "collectives by direction, elementwise work, waiting, other."),
-    "words-per-rank": (curves.words, "Words moved per rank and sequence against ranks, measured "
-                       "and by the closed form."),
+    "words-per-rank": (curves.words, "Words per rank and sequence against ranks, counted by the "
+                       "bucket algorithm, and by the closed form."),
     "roofline": (limits.roofline, "Achieved rates of a rank against arithmetic intensity, under "
                  "the machine's rate of products and memory bandwidth."),
     "memory-per-rank": (limits.memory, "Memory of a rank against ranks, measured, and by the "

@@ -152,6 +152,9 @@ def words(run: Run) -> Iterator[str]:
     size = np.dtype(chosen["dtype"]).itemsize
     if not np.array_equal(run.traffic["bytes"], size * run.traffic["words"]):
         yield f"traffic/bytes are not {size} times the words, as {chosen['dtype']} has"
+    moved = run.traffic.get("moved", np.zeros(()))
+    if not ((moved >= 0) | np.isnan(moved)).all():
+        yield "traffic/moved has numbers below 0"
 
 
 def groups(run: Run) -> Iterator[str]:

@@ -162,7 +162,7 @@ def measured(one: Case, scheme, order: str, options: Options,
                 "transport": operands.transport(scheme.grid)},
             machine.describe(scheme.grid.backend.name, comm.size, MPI.Get_library_version(),
                              command_line(sys.argv[1:])),
-            found.samples, dict(zip(store.COUNTS, np.stack(everyone, axis=2))),
+            found.samples, dict(zip((*store.COUNTS, "moved"), np.stack(everyone, axis=2))),
             expected_words(scheme.name, scheme.grid.shape, one.sizes), checks, published(one.row),
             late=found.late, ended_by=found.ended_by, clock=clock,
             groups={name: group for name, group in groups.items() if group is not None})
@@ -230,17 +230,16 @@ def looked_at(model, x, dy, options: Options) -> list[store.Check]:
 def counted_step(model, x, dy, between: Callable[[Any], None] = lambda saved: None) -> tuple:
     """One step from cleared gradients: output, input gradient, and this rank's traffic.
 
-    The traffic is int64, (counts, phases, axes, collectives) in `mm3d.store`'s orders.  `between`
-    is handed what forward saved for backward.
+    The traffic is float64, which holds such numbers exactly, (counts and "moved", phases, axes,
+    collectives) in `mm3d.store`'s orders.  `between` is handed what forward saved for backward.
     """
-    grid = model.grid
-    moved = np.zeros((len(store.COUNTS), len(store.PHASES), len(store.AXES),
-                      len(store.COLLECTIVES)), np.int64)
+    grid, names = model.grid, (*store.COUNTS, "moved")
+    found = np.zeros((len(names), len(store.PHASES), len(store.AXES), len(store.COLLECTIVES)))
 
     def note(phase: int) -> None:
         for (axis, collective), traffic in grid.traffic().items():
             place = store.AXES.index(axis), store.COLLECTIVES.index(collective)
-            moved[(slice(None), phase, *place)] = [getattr(traffic, c) for c in store.COUNTS]
+            found[(slice(None), phase, *place)] = [getattr(traffic, name) for name in names]
         grid.reset_traffic()
 
     model.zero_gradients()
@@ -250,4 +249,4 @@ def counted_step(model, x, dy, between: Callable[[Any], None] = lambda saved: No
     between(saved)
     dx = model.backward(dy, saved)
     note(1)
-    return y, dx, moved
+    return y, dx, found

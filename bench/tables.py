@@ -133,7 +133,7 @@ def measured_notes(results: Results) -> list[str]:
     differ += [f"{_title(key)} with the batch of {title(like)}"
                for (key, like), run in results.equal.items() if not words_agree(run)]
     if differ:
-        notes.append(f"The words moved differ from the closed form in: {', '.join(differ)}.")
+        notes.append(f"The words counted differ from the closed form in: {', '.join(differ)}.")
     missing = [_title((row.table, row.scheme, row.gpus)) for row in load().rows
                if results.get(row) is None]
     if missing:

@@ -62,9 +62,20 @@ def settle(comm: MPI.Intracomm | Absent, backend: Backend) -> str:
 def in_place(names: str) -> frozenset[str]:
     """The collectives that leave the result in place by each of these transports, such as "shared"
     or "mpi shared"; see `mm3d.transport.MpiTransport.in_place`."""
-    known = {kind.name: kind for kind in (MpiTransport, SharedTransport)} | TRANSPORTS
+    known = _known()
     kinds = [known[name].in_place if name in known else frozenset() for name in names.split()]
     return frozenset.intersection(*kinds) if kinds else frozenset()
+
+
+def note(name: str) -> str:
+    """What the transport of that name moves where that is not what is counted; "" if unknown."""
+    return getattr(_known().get(name), "note", "")
+
+
+def _known() -> dict[str, type[MpiTransport]]:
+    """The transports by name."""
+    return {kind.name: kind for kind in (MpiTransport, SharedTransport,
+                                         SilentTransport)} | TRANSPORTS
 
 
 def _nccl_problem(places: list, installed: list[bool]) -> str:

@@ -55,8 +55,9 @@ class Run:
     samples : dict of str to ndarray
         For each of `PHASES` the seconds of every repetition and rank, (repetitions, ranks).
     traffic : dict of str to ndarray of int64
-        For each of `COUNTS` what every rank moved in one step, (phases, ranks, axes,
-        collectives) in the orders of `PHASES`, `AXES` and `COLLECTIVES`.
+        For each of `COUNTS` what was counted of every rank in one step, (phases, ranks, axes,
+        collectives) in the orders of `PHASES`, `AXES` and `COLLECTIVES`; and "moved", float64,
+        the words that its transport moved (`mm3d.axis.Traffic`), absent in files of before.
     expected_words : ndarray of int64
         The closed form of the words summed over ranks, (phases, axes, collectives).
     checks : list of Check
@@ -269,6 +270,9 @@ def _fill(file: h5py.File, run: Run) -> None:
     for name, unit in COUNTS.items():
         dataset(traffic, name, run.traffic[name].astype(np.int64), unit,
                 ("phase", "rank", "axis", "collective"))
+    if "moved" in run.traffic:
+        dataset(traffic, "moved", run.traffic["moved"].astype(np.float64), "1",
+                ("phase", "rank", "axis", "collective"))
     dataset(traffic, "expected_words", run.expected_words.astype(np.int64), "1",
             ("phase", "axis", "collective"))
     published = file.create_group("published")
@@ -290,12 +294,13 @@ def _check_kind(file: h5py.File, path) -> None:
 def _parse(file: h5py.File) -> Run:
     samples = {phase: file["samples"][phase][...] for phase in PHASES}
     repetitions, ranks = samples["forward"].shape
-    traffic = {name: file["traffic"][name][...] for name in COUNTS}
+    traffic = {name: file["traffic"][name][...] for name in (*COUNTS, "moved")
+               if name in COUNTS or name in file["traffic"]}
     counted = (len(PHASES), ranks, len(AXES), len(COLLECTIVES))
     expected = file["traffic"]["expected_words"][...]
     shapes = [(f"samples/{phase}", samples[phase].shape, (repetitions, ranks))
               for phase in PHASES]
-    shapes += [(f"traffic/{name}", traffic[name].shape, counted) for name in COUNTS]
+    shapes += [(f"traffic/{name}", traffic[name].shape, counted) for name in traffic]
     shapes += [("traffic/expected_words", expected.shape, counted[:1] + counted[2:])]
     late = {phase: file[f"samples/{phase}_late"][...] for phase in PHASES
             if f"{phase}_late" in file["samples"]}

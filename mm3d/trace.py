@@ -151,6 +151,6 @@ class Trace(Observer):
                    if isinstance(event, Gemm) and part.endswith(AGAIN))
 
     def words(self, phase: str | None = None) -> int:
-        """Words moved, as `mm3d.axis.Traffic` counts them."""
+        """Words, as `mm3d.axis.Traffic` counts them."""
         return sum(traffic.words for when in ([phase] if phase else PHASES)
                    for traffic in self.traffic[when].values())

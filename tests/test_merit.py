@@ -57,7 +57,8 @@ def test_figures_of_known_times(tmp_path):
     shares = [f.value for f in merit.figures(run) if f.name.endswith("(MFU)")]
     assert shares == pytest.approx([100 * flops / 12 / 8 / 5e9, 100 * flops / 12 / 8 / 2e10])
     # Rank r of the made-up run moves r words of 4 bytes along x in each phase.
-    words, moved = found["words a rank along x"], found["bytes a rank along x"]
+    words, moved = (
+        found[f"{unit} a rank along x, counted"] for unit in ("words", "bytes"))
     assert words.value == words.expected == 7 and moved.value == moved.expected == 28
     assert found["  bandwidth in collectives along x"].value == pytest.approx(
         2 * 112 / (8 * 2 * 2.0) / 1e9)

@@ -6,8 +6,13 @@ import pytest
 
 import fakecupy
 import mm3d
-from mm3d import device, shared, wire
+from bench import merit
+from bench.cases import select
+from bench.formats import render
+from bench.run import counted_step
+from mm3d import choice, device, shared, store, wire
 from mm3d.axis import blocks
+from records import made_up
 from reference import on_grid
 from test_device import cupy  # noqa: F401
 
@@ -231,7 +236,38 @@ def test_what_is_placed_is_gathered_without_moving_a_word(comm, monkeypatch):
         assert found.moved == (comm.size - 1) * split.counts[comm.rank]
 
 
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("kind", ["mpi", "shared"])
+def test_a_run_records_what_its_transport_moved(comm, monkeypatch, tmp_path, kind):
+    """Of every collective as the grid says, in a file and in what is printed of it."""
+    monkeypatch.setenv("MM3D_TRANSPORT", kind)
+    scheme = mm3d.scheme("3d", comm, (1, 1, comm.size))
+    model = mm3d.Transformer(scheme, layers=1, hidden=64, heads=8, batch=8, seq=8)
+    *_, found = counted_step(model, model.random("x"), model.random("dy"))
+    everyone = np.stack(comm.allgather(found), axis=2)
+    run = made_up(select("weak", "3d")[0])
+    run.configuration["transport"] = kind
+    run.traffic = dict(zip((*store.COUNTS, "moved"), everyone))
+    run.expected_words = run.traffic["words"].sum(axis=1)
+    read = store.read(store.write(run, tmp_path, "a"))
+    assert all(np.array_equal(read.traffic[name], run.traffic[name], equal_nan=True)
+               for name in run.traffic)
+    sums = [store.COLLECTIVES.index(kind) for kind in ("reduce_scatter", "all_reduce", "reduce")]
+    moved, words = (read.traffic[name][:, :, store.AXES.index("z")] for name in ("moved", "words"))
+    assert words[..., sums].sum() > 0
+    if kind == "mpi":
+        calls = read.traffic["calls"][:, :, store.AXES.index("z")]
+        assert np.array_equal(np.isnan(moved), np.isin(np.arange(5), sums) & (calls > 0))
+        assert np.array_equal(np.delete(moved, sums, -1), np.delete(words, sums, -1))
+    else:
+        assert 0 < moved.sum() != words.sum()
+    text = render(merit.one(read), "text")
+    assert f"moved by transport {kind}" in text and f"What it moves, {kind}: " in text
+    scheme.grid.free()
+
+
 def test_every_transport_has_its_note():
     kinds = (mm3d.transport.MpiTransport, mm3d.transport.SilentTransport, shared.SharedTransport,
              *device.TRANSPORTS.values())
     assert len({kind.note for kind in kinds}) == len(kinds) - 1    # two move alike
+    assert all(choice.note(kind.name) == kind.note for kind in kinds) and not choice.note("none")
