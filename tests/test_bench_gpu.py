@@ -40,6 +40,7 @@ def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, libra
         chosen.part.remove("rows")
         monkeypatch.setitem(gpucases.SCALES, "tiny",
                             gpucases.Scale([8], (2, 16), [16], (1, 4), "tiny"))
+        monkeypatch.setattr(gpuchecks, "SIZES", dict(layers=1, hidden=16, heads=2, batch=2, seq=5))
     assert gpu.gpu(chosen, MPI.COMM_SELF) == 0
     found = records(tmp_path)
     assert found.keys() == {f"gpu-{part}" for part in chosen.part}
