@@ -1,11 +1,18 @@
 """Memory that is lent: who lends it learns when the array and all views of it are gone."""
 
+import collections
 import ctypes
 import math
+import mmap
 import weakref
 from typing import Any, Callable
 
 import numpy as np
+
+from mm3d.idle import GRANULE, Idle, size_class
+
+MAPPED = 1 << 17    # bytes from which storage is mapped, so that it does go back to the system
+HUGE = 1 << 22      # from which the system is asked for large pages, as NumPy does
 
 
 class Loan(weakref.ref):
@@ -33,37 +40,50 @@ class Pool:
     for the same sizes again and again.  Every view of an array from `take` keeps that array
     alive; when the last of them goes the storage returns.
 
+    After each `take` at most twice the bytes are idle that were in use at one time of late, or
+    16 MiB if that is more (see `mm3d.idle`); storage is less than an eighth larger than what is
+    asked for, in whole granules.
+
     Attributes
     ----------
     in_use, peak : int
         Bytes lent at this moment, and the most ever lent at one time since `reset_peak`.
-    idle : int
-        Bytes held to be lent again.
     """
 
-    granule = 4096
+    granule = GRANULE
 
     def __init__(self) -> None:
-        self._free: dict[int, list[ctypes.Array]] = {}
+        self._idle = Idle()
+        # Arrays end at any moment, also in the middle of `take`: what comes back waits here.
+        self._returned: collections.deque[tuple[int, Any, int]] = collections.deque()
         self._loans: dict[int, Loan] = {}    # a weak reference that is gone itself tells nobody
-        self.in_use = self.peak = self.idle = 0
+        self.in_use = self.peak = self._spare = 0
+
+    @property
+    def idle(self) -> int:
+        """Bytes held to be lent again."""
+        self._collect()
+        return self._idle.bytes
 
     @property
     def reserved(self) -> int:
         """Bytes held altogether."""
-        return self.in_use + self.idle
+        return self.idle + self.in_use + self._spare
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """An uninitialised C-ordered array of `shape` and `dtype`."""
-        size = -(-math.prod(shape) * dtype.itemsize // self.granule) * self.granule or self.granule
-        free = self._free.get(size)
-        if free:
-            storage = free.pop()
-            self.idle -= size
-        else:
-            storage = self._storage(size)
+        length = math.prod(shape) * dtype.itemsize
+        wanted = -(-length // self.granule) * self.granule or self.granule
+        size = size_class(length, self.granule)
+        self._collect()
+        found = self._idle.get(size)
+        storage = self._storage(size) if found is None else found[1]
         array = np.ndarray(shape, dtype, storage)
-        self.lend(array, size, self._give_back, storage)
+        self._spare += size - wanted
+        self.lend(array, wanted, self._returned.append, (size, storage, size - wanted))
+        self._idle.used(self.in_use)
+        if self._idle.bytes > self._idle.bound:
+            self._idle.surplus()
         return array
 
     def _storage(self, size: int) -> ctypes.Array:
@@ -72,11 +92,19 @@ class Pool:
         It is no NumPy array, since the base of a view would then be that, and not the array that
         was lent.
         """
-        return (ctypes.c_char * size).from_buffer(np.empty(size, np.uint8))
+        if size < MAPPED:
+            return (ctypes.c_char * size).from_buffer(np.empty(size, np.uint8))
+        memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+        return (ctypes.c_char * size).from_buffer(memory)
 
-    def _give_back(self, storage: ctypes.Array) -> None:
-        self._free.setdefault(len(storage), []).append(storage)
-        self.idle += len(storage)
+    def _collect(self) -> None:
+        """Count what has come back as idle."""
+        while self._returned:
+            size, storage, spare = self._returned.popleft()
+            self._idle.put(size, storage)
+            self._spare -= spare
 
     def lend(self, array: np.ndarray, size: int, back: Callable[[Any], None], what: Any,
              kind: type[Loan] = Loan) -> Loan:
@@ -105,5 +133,5 @@ class Pool:
 
     def trim(self) -> None:
         """Give what is not lent back to the system."""
-        self._free.clear()
-        self.idle = 0
+        self._collect()
+        self._idle.clear()
