@@ -96,11 +96,13 @@ class Axis:
         Parameters
         ----------
         a : Array
-            This rank's block.
+            This rank's block, of the same dtype on all ranks and the same shape but along `dim`.
+            One that was made for it (`Split.empty`) is not copied where ranks share memory, if
+            it is given itself and no view of it; on any of the ranks a copy does as well.
         dim : int
             The dimension that the blocks divide.
         counts : list of int, optional
-            The blocks' lengths along `dim`; the ranks tell each other when not given.
+            The blocks' lengths along `dim`; the ranks tell each other when given on none of them.
 
         Returns
         -------
@@ -108,6 +110,12 @@ class Axis:
             The whole, `sum(counts)` long along `dim`; `a` itself on an axis of one rank.  Where
             ranks share memory it is the same for all of them: it must not be written, and where
             `a` was placed in it (`Split.empty`), what is written there all see.
+
+        Raises
+        ------
+        ValueError
+            When `a` does not fit `counts`; where ranks share memory, on all of them, also when
+            they make different calls, before any array is read.
         """
         if self.size == 1:
             return a
@@ -124,8 +132,9 @@ class Axis:
         Parameters
         ----------
         a : Array
-            This rank's term of the sum, of the same shape on every rank; of one that was made
-            for it (`Split.term`) nothing need be left afterwards.
+            This rank's term of the sum, of the same shape and dtype on every rank; of one that
+            was made for it (`Split.term`) nothing need be left afterwards.  On any of the ranks
+            a copy of it does as well.
         dim : int
             The dimension to divide.
         counts : list of int, optional
@@ -135,6 +144,11 @@ class Axis:
         -------
         Array
             ``counts[rank]`` long along `dim`; `a` itself on an axis of one rank.
+
+        Raises
+        ------
+        ValueError
+            As `all_gather`.
         """
         if self.size == 1:
             return a
@@ -177,7 +191,9 @@ class Axis:
         """`a` of the rank `root`, on every rank.
 
         On the other ranks `a` gives the shape and may be overwritten; what is returned may be
-        another array, which several ranks have in common and none may write.
+        another array, which several ranks have in common and none may write.  Shape, dtype and
+        root must be the same on all ranks; where these share memory, a difference is a ValueError
+        at the latest when all ranks next meet in a collective that gathers or sums for all.
         """
         if self.size == 1:
             return a
@@ -187,7 +203,11 @@ class Axis:
         return out
 
     def reduce(self, a: Array, root: int) -> Array | None:
-        """The sum of `a` over all ranks on the rank `root`, None on the others."""
+        """The sum of `a` over all ranks on the rank `root`, None on the others.
+
+        Of an `a` that was made for it (`Split.summand`) nothing need be left afterwards.  Shape,
+        dtype and root are as `broadcast` has them.
+        """
         if self.size == 1:
             return a
         out = self.transport.reduce(a, root)
@@ -239,16 +259,30 @@ class Split:
         return f"Split(dimension {self.dim} of {self.extent} over {self.axis.name})"
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Memory for this rank's block, of local `shape`; every rank of the axis calls it."""
+        """Memory for this rank's block, of local `shape`, which `all_gather` need not copy.
+
+        Every rank of the axis calls it, with the same dtype and with shapes that fit, also one
+        that is to give another array; `all_gather` takes that, or a copy of this one, as well.
+        """
         if self.axis.size == 1:
             return self.axis.backend.empty(shape, dtype)
         return self.axis.transport.block(shape, dtype, self.dim, self.counts)
 
     def term(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Memory for this rank's term of a sum that `reduce_scatter` is to divide."""
+        """Memory for this rank's term of a sum that `reduce_scatter` is to divide.
+
+        Every rank of the axis calls it, with the same shape and dtype, also one that is to give
+        another array, or a copy of this one.
+        """
         if self.axis.size == 1:
             return self.axis.backend.empty(shape, dtype)
         return self.axis.transport.term(shape, dtype)
+
+    def summand(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Memory for this rank's term of a sum that `reduce` is to make; otherwise as `term`."""
+        if self.axis.size == 1:
+            return self.axis.backend.empty(shape, dtype)
+        return self.axis.transport.summand(shape, dtype)
 
     def all_gather(self, a: Array) -> Array:
         """The whole dimension, from every rank's block of it."""

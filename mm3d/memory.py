@@ -1,47 +1,40 @@
-"""Memory that the ranks of one node share, and how they meet there.
+"""Memory that the ranks of one node share, and what they hand each other there.
 
 The memory never has a name, so nothing is left behind however a program ends: a rank opens it
 through the descriptor of the rank that made it.
 
-Ranks meet by counting.  Each has a counter in shared memory; to meet it adds one, wakes whoever
-sleeps on it, and waits until the others' are as high.  What a rank wrote before it arrived, the
-others see afterwards: processors of this kind keep the order of stores (others do not, there
-`available` says no).  A rank that waits gives its core away, and soon sleeps until it is woken.
-
-Where only one rank has something to say, or to hear, the others come to the meeting and go on:
-whoever hears waits for those who speak.  So a rank can be some meetings ahead, and writes into a
-slot of its mail again only when all have come to a meeting after that of the last writing.
-
 Regions of memory are handed out without a word between the ranks, because all of them make the
 same calls in the same order and know the same: what a rank is done with it notes for the next
 meeting where all wait for all, and there all read all notes.  A note is written over two meetings
-later only, when everybody has been at the meeting in between and so has read it.
+later only, when everybody has been at the meeting in between and so has read it.  How ranks meet
+is told in `mm3d.meeting`.
 """
 
 import collections
-import ctypes
 import errno
 import mmap
 import os
 import platform
 import sys
-import threading
 from typing import Callable
 
 import numpy as np
 from mpi4py import MPI
+
+from mm3d import calls
+from mm3d.calls import Call
+from mm3d.idle import size_class
+from mm3d.meeting import BY_MAIL, BYTES, CROWDED, NOWHERE, SLOTS, Meetings
+from mm3d.regions import Place, Regions
 
 PAGE = 4096
 SEGMENT = 1 << 30   # bytes mapped at a time; what is never used takes no memory
 NOTES = 63          # regions that a rank can give back at one meeting; more wait for the next
 TAKES = 32          # regions taken without a meeting before there is one
 MAIL = 1 << 16      # bytes that a rank can hand to all others at a meeting
-SLOTS = 4           # of mail; a rank can be so many meetings, less one, ahead of the others
-YIELDS = 2          # looks at a counter, the core given away in between, before sleeping
-NAP = 10_000_000    # nanoseconds; longer waits let MPI make progress in between
 
-_FUTEX = 202        # number of the system call on x86-64
-_SLEEP, _WAKE = 0, 1
+_MEETING = calls.call(calls.MEETING)
+_MORE = calls.call(calls.MORE)
 
 
 def available() -> bool:
@@ -50,20 +43,25 @@ def available() -> bool:
             and hasattr(os, "memfd_create"))
 
 
-_system_call = ctypes.CDLL(None).syscall
-_system_call.restype = ctypes.c_long
-_system_call.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32,
-                         ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
-_nap = (ctypes.c_long * 2)(0, NAP)
-
-
 class SharedMemory:
     """Memory of the ranks of one node, handed out to all of them in regions.
+
+    After each meeting of all ranks, regions that nobody uses hold at most twice the bytes that
+    were in use at one time of late, or 16 MiB if that is more (see `mm3d.idle`); the rest goes
+    back to the system, and all of it with the last rank.  A region beyond 64 KiB is less than an
+    eighth larger than what was asked for, in whole pages.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
         The ranks; all of them make it, and make the same calls in the same order.
+    looks : int
+        How often a rank looks for another before it sleeps until it is woken.
+
+    Attributes
+    ----------
+    regions : Regions
+        Their books, the same on all ranks.
 
     Raises
     ------
@@ -72,88 +70,77 @@ class SharedMemory:
         in `take` when more is needed.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, looks: int = CROWDED) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
-        # Of each rank: the counter, the number, from 1, of the rank on which it sleeps, the last
-        # two meetings that it left notes for; these notes; slots of mail.
-        notes = 64 + 2 * 4 * (1 + NOTES)
-        self._stride = -(-(notes + SLOTS * MAIL) // PAGE) * PAGE
+        # Of each rank: what meetings need, with the last two that it left notes for; these
+        # notes; slots of mail.
+        notes = BYTES + 2 * 4 * (1 + NOTES)
+        stride = -(-(notes + SLOTS * MAIL) // PAGE) * PAGE
         # With it the first segment, so that who may not share so much learns it here.
-        length = self.size * self._stride
+        length = self.size * stride
         segment = self._open(length + SEGMENT, comm.allgather)
-        board = np.frombuffer(segment, np.uint8, length)
-        self._counters, self._asleep, *self._noted = (
-            board.view(np.int64)[word::self._stride // 8].data for word in range(4))
-        # Stores may wait while later loads go ahead; taking a lock makes the processor finish
-        # them, so that others see what was written before they are looked at.
-        self._fence = threading.Lock()
-        rows = board.reshape(self.size, self._stride)
-        self._notes = [[row[64:notes].view(np.int32).reshape(2, -1)[turn].data for row in rows]
+        rows = np.frombuffer(segment, np.uint8, length).reshape(self.size, stride)
+        self.meetings = Meetings(comm, rows, looks)
+        self._noted = [rows[:, 8 * word:8 * word + 8].view(np.int64)[:, 0].data for word in (2, 3)]
+        self._notes = [[row[BYTES:notes].view(np.int32).reshape(2, -1)[turn].data for row in rows]
                        for turn in (0, 1)]
         self._mail = [[row[notes + slot * MAIL:notes + (slot + 1) * MAIL] for row in rows]
                       for slot in range(SLOTS)]
-        self._addresses = [row.ctypes.data for row in rows]
         self._all = range(self.size)
-        self._others = [rank for rank in range(self.size) if rank != self.rank]
-        self._turn = 0                                  # the last meeting that this rank came to
-        self._met = 0                                   # one that it knows all have come to
         self._given_back: collections.deque[int] = collections.deque()
         self.give_back = self._given_back.append        # say at the next meeting what is not used
-        self._sizes: list[int] = []                     # of the regions
-        self._places: list[tuple[mmap.mmap, int]] = []  # the segment of each and where it begins
-        self._users: list[int] = []                     # ranks that still use each
-        self._free: dict[int, list[int]] = {}           # regions that nobody uses, by size
-        self._segment = segment                         # where new ones are made
-        self._used = length                             # bytes of the last segment
+        self.regions = Regions(self.size, segment, length)
         self._taken = 0                                 # regions since the last meeting
 
-    def meet(self) -> None:
-        """Wait for all ranks; what each wrote before, the others see afterwards."""
-        noted, notes = self._noted[(self._turn + 1) & 1], self._notes[(self._turn + 1) & 1]
+    def meet(self, call: Call = _MEETING, region: int = BY_MAIL) -> bool:
+        """Wait for all ranks; what each wrote before, the others see afterwards.
+
+        Parameters
+        ----------
+        call : Call
+            What this rank comes for.
+        region : int
+            Where the arrays lie that it is to read and to be read.
+
+        Returns
+        -------
+        bool
+            Whether all ranks named the same region, and one at all; if so, those that were taken
+            on trial are taken, else they never were.
+
+        Raises
+        ------
+        ValueError
+            On all ranks alike when they come for different calls, or have made different ones.
+        """
+        meetings, regions, differ = self.meetings, self.regions, ""
+        noted, notes = (which[(meetings.turn + 1) & 1] for which in (self._noted, self._notes))
         if self._given_back:
-            if self._met < self._turn:
-                self._await_all(self._turn)
-            self._note(self._turn + 1)
-        turn = self._arrive()
-        self._await_all(turn)
+            if meetings.met < meetings.turn:
+                meetings.await_all(meetings.turn)
+            self._note(meetings.turn + 1)
+        turn = meetings.arrive(call, region)
+        meetings.await_all(turn)
+        agreed = meetings.agreed()
+        if not agreed:
+            differ = meetings.difference(self._all)
+        agreed = agreed and region != NOWHERE
+        regions.settle(agreed)
+        regions.idle.used(regions.in_use)
         for rank in self._all:
             if noted[rank] == turn:
                 self._read(notes[rank])
-        self._taken = 0
+        self._empty()
+        self._taken = meetings.before = 0
+        if differ:
+            raise ValueError(differ)
+        return agreed
 
-    def _arrive(self) -> int:
-        """Come to the next meeting, and say so; its number."""
-        turn = self._turn = self._turn + 1
-        self._counters[self.rank] = turn
-        with self._fence:
-            pass
-        if self.rank + 1 in self._asleep:
-            _system_call(_FUTEX, self._addresses[self.rank], _WAKE, 0x7fffffff, None, None, 0)
-        return turn
-
-    def _await_all(self, turn: int) -> None:
-        """Wait until all have come to the meeting `turn`."""
-        counters = self._counters
-        for rank in self._others:
-            if counters[rank] < turn:
-                self._wait(rank, turn)
-        self._met = turn
-
-    def _wait(self, rank: int, turn: int) -> None:
-        """Until another rank has come to the meeting `turn`."""
-        for _ in range(YIELDS):
-            os.sched_yield()
-            if self._counters[rank] >= turn:
-                return
-        self._asleep[self.rank] = rank + 1
-        with self._fence:
-            pass
-        while (seen := self._counters[rank]) < turn:
-            # The kernel compares what it finds there with the low half of what was seen.
-            if _system_call(_FUTEX, self._addresses[rank], _SLEEP, seen & 0xffffffff, _nap,
-                            None, 0):
-                self.comm.Iprobe()
-        self._asleep[self.rank] = 0
+    def _empty(self) -> None:
+        """Give memory of which too much lies idle back to the system: the first rank does."""
+        for segment, start, size in self.regions.emptied():
+            if self.rank == 0:
+                segment.madvise(mmap.MADV_REMOVE, start, size)
 
     def _note(self, turn: int) -> None:
         """Leave word of what this rank has given back."""
@@ -165,51 +152,56 @@ class SharedMemory:
         self._noted[turn & 1][self.rank] = turn
 
     def _read(self, note: memoryview) -> None:
-        """Count what a rank has given back; what all have is free."""
+        """Count what a rank has given back."""
         for place in range(1, 1 + note[0]):
-            region = note[place]
-            self._users[region] -= 1
-            if not self._users[region]:
-                self._free[self._sizes[region]].append(region)
+            self.regions.drop(note[place])
 
-    def exchange(self, a: np.ndarray) -> list[np.ndarray]:
+    def exchange(self, a: np.ndarray, call: Call = _MEETING) -> list[np.ndarray] | None:
         """The small arrays `a` of all ranks, each flat; to be read before the next meeting.
 
         Blocks of other ranks may be longer or shorter; what lies behind their end is undefined.
+        None where some ranks came with a region instead; errors are those of `meet`.
         """
         slots = self._post(a, True)
-        self.meet()
-        return _contents(slots, a.dtype)
+        return _contents(slots, a.dtype) if self.meet(call) else None
 
-    def tell(self, a: np.ndarray, root: int) -> np.ndarray:
-        """`a` of the rank `root`, flat, for which alone the others wait; as `exchange` has it."""
+    def tell(self, a: np.ndarray, root: int, call: Call = _MEETING) -> np.ndarray:
+        """`a` of the rank `root`, flat, for which alone the others wait; as `exchange` has it.
+
+        A ValueError is raised by a rank whose call differs from that of the root, and at the next
+        `meet` by all.
+        """
         slots = self._post(a, self.rank == root)
-        turn = self._arrive()
-        if self._counters[root] < turn:
-            self._wait(root, turn)
+        self.meetings.await_rank(root, self.meetings.arrive(call))
+        self.meetings.compare((self.rank, root), call)
         return _contents(slots[root:root + 1], a.dtype)[0]
 
-    def collect(self, a: np.ndarray, root: int) -> list[np.ndarray] | None:
-        """What `exchange` gives, on the rank `root`, which alone waits; None elsewhere."""
+    def collect(self, a: np.ndarray, root: int,
+                call: Call = _MEETING) -> list[np.ndarray] | None:
+        """What `exchange` gives, on the rank `root`, which alone waits; None elsewhere.
+
+        A ValueError is raised by the root when calls differ, and at the next `meet` by all.
+        """
         slots = self._post(a, True)
-        turn = self._arrive()
+        turn = self.meetings.arrive(call)
         if self.rank != root:
+            self.meetings.note(call)
             return None
-        self._await_all(turn)
+        self.meetings.await_all(turn)
+        self.meetings.compare(self._all, call)
         return _contents(slots, a.dtype)
 
     def _post(self, a: np.ndarray, writes: bool) -> list[np.ndarray]:
         """The ranks' mail for the next meeting, in which this rank, if it `writes`, puts `a`."""
-        turn = self._turn + 1
+        turn = self.meetings.turn + 1
         slots = self._mail[turn % SLOTS]
         if writes:
-            if self._met < turn - SLOTS + 1:
-                self._await_all(turn - SLOTS + 1)
+            self.meetings.await_slot(turn)
             if a.size:
                 slots[self.rank][:a.nbytes].view(a.dtype).reshape(a.shape)[...] = a
         return slots
 
-    def take(self, length: int) -> tuple[int, tuple[mmap.mmap, int]]:
+    def take(self, length: int) -> tuple[int, Place]:
         """A region of at least `length` bytes, the same on every rank; all must ask for it.
 
         Returns
@@ -219,25 +211,23 @@ class SharedMemory:
         place : tuple
             The memory that it lies in, and how many bytes from its beginning.
         """
-        size = -(-length // PAGE) * PAGE or PAGE
         if self._taken == TAKES:
             self.meet()
         self._taken += 1
-        free = self._free.get(size)
-        region = free.pop() if free else self._new(size)
-        self._users[region] = self.size
-        return region, self._places[region]
+        self.meetings.note(length)
+        region = self.regions.take(length)
+        if region is None:
+            self.regions.add(self._open(max(SEGMENT, size_class(length)), self._by_mail))
+            region = self.regions.take(length)
+        return region, self.regions.place(region)
 
-    def _new(self, size: int) -> int:
-        """One more region."""
-        if self._used + size > len(self._segment):
-            self._segment, self._used = self._open(max(SEGMENT, size), self._by_mail), 0
-        self._free.setdefault(size, [])
-        self._places.append((self._segment, self._used))
-        self._sizes.append(size)
-        self._users.append(0)
-        self._used += size
-        return len(self._sizes) - 1
+    def try_take(self, length: int) -> tuple[int, Place | None]:
+        """`take` for as long as until the next `meet`, which then decides; maybe `NOWHERE`.
+
+        Ranks need not do it alike.
+        """
+        region = self.regions.take(length, trial=True)
+        return (NOWHERE, None) if region is None else (region, self.regions.place(region))
 
     def _open(self, size: int, tell_all: Callable[[list[int]], list]) -> mmap.mmap:
         """New memory, which the first rank makes; on every rank the same OSError if one fails.
@@ -268,7 +258,7 @@ class SharedMemory:
 
     def _by_mail(self, numbers: list[int]) -> list[list[int]]:
         """The numbers of all ranks."""
-        return [part[:len(numbers)].tolist() for part in self.exchange(np.array(numbers))]
+        return [part[:len(numbers)].tolist() for part in self.exchange(np.array(numbers), _MORE)]
 
 
 def _contents(slots: list[np.ndarray], dtype: np.dtype) -> list[np.ndarray]:

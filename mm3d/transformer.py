@@ -166,9 +166,7 @@ class Transformer:
         """The gradient dx for this rank's block `dy`; adds to the parameters' gradients."""
         self._check_block("dy", dy)
         with one_ahead(self._order[True]):
-            # A view: whether it is gathered where it lies is then the same on all ranks, also if
-            # some give what forward returned and others a copy.
-            dx = self.layers.backward(dy[...], saved)
+            dx = self.layers.backward(dy, saved)
         if self.grid.arriving is not None:
             self.grid.arriving.settle()
         return dx

@@ -127,7 +127,11 @@ class MpiTransport:
         return self.backend.empty(shape, dtype)
 
     def term(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Memory for this rank's term of a sum over the ranks.  Every rank calls this."""
+        """Memory for this rank's term of a sum that all divide.  Every rank calls this."""
+        return self.backend.empty(shape, dtype)
+
+    def summand(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Memory for this rank's term of a sum for one rank.  Every rank calls this."""
         return self.backend.empty(shape, dtype)
 
     def all_gather(self, a: Array, dim: int, counts: list[int]) -> Array:

@@ -11,17 +11,22 @@ PACKAGE = Path(mm3d.__file__).parent
 MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
            for path in PACKAGE.rglob("*.py")}
 
-# pool, elementwise <- backend <- transport <- shared, wire <- device <- choice, axis <- grid <-
-# layout <- space <- contract <- schemes, and functional <- space, layers <- transformer: no module
-# sees one above it, layers see no scheme.
+# idle <- pool, regions; calls <- meeting <- memory <- shared; pool, elementwise <- backend <-
+# transport <- shared, wire <- device <- choice, axis <- grid <- layout <- space <- contract <-
+# schemes, and functional <- space, layers <- transformer: no module sees one above it, layers see
+# no scheme.
 ARRAYS = {"axis", "backend", "grid", "layout", "space"}
 MAY_IMPORT = {
-    "pool": set(),
+    "idle": set(),
+    "pool": {"idle"},
     "elementwise": set(),
     "backend": {"elementwise", "pool"},
     "transport": {"backend"},
-    "memory": set(),
-    "shared": {"backend", "memory", "pool", "transport"},
+    "calls": set(),
+    "regions": {"idle"},
+    "meeting": {"calls"},
+    "memory": {"calls", "idle", "meeting", "regions"},
+    "shared": {"backend", "calls", "environment", "meeting", "memory", "pool", "transport"},
     "kernels": set(),
     "cublas": set(),
     "gpu": {"backend", "cublas", "environment", "kernels"},
@@ -67,8 +72,8 @@ ONLY_IN = {"cupy": {"gpu"}, "cupy_backends": {"gpu"}, "ml_dtypes": {"gpu"},
            "mpi4py": {"grid", "contract", "guard", "proof", "selftest", "shared"},
            "h5py": {"record", "store", "merged"},
            "threadpoolctl": {"environment"}}
-TYPE_HINTS_ONLY = {("axis", "mpi4py"), ("choice", "mpi4py"), ("memory", "mpi4py"),
-                   ("schemes.cube", "mpi4py")}
+TYPE_HINTS_ONLY = {("axis", "mpi4py"), ("choice", "mpi4py"), ("meeting", "mpi4py"),
+                   ("memory", "mpi4py"), ("schemes.cube", "mpi4py")}
 EVERYWHERE = {"numpy", *sys.stdlib_module_names}
 
 

@@ -12,7 +12,8 @@ from mpi4py import MPI
 
 import mm3d
 from mm3d import memory
-from mm3d.memory import MAIL, NOTES, SEGMENT, SLOTS, TAKES, SharedMemory
+from mm3d.meeting import SLOTS
+from mm3d.memory import MAIL, NOTES, SEGMENT, TAKES, SharedMemory
 from mm3d.shared import SharedTransport, node_of
 from reference import integers, on_grid
 from support import run_ranks
@@ -53,8 +54,7 @@ def copies(monkeypatch):
 
     for name in ("all_gather", "reduce_scatter", "all_reduce"):
         inside(name)
-    for name in ("block", "term"):
-        made(name)
+    made("_copy")
     return found
 
 

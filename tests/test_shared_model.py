@@ -47,7 +47,7 @@ def test_steps_after_the_second_make_no_new_region(comm, options):
     regions = []
     for _ in range(6):
         model.backward(dy, model.forward(x)[1])
-        regions.append([len(memory._sizes) for memory in memories])
+        regions.append([len(memory.regions) for memory in memories])
     assert min(regions[1]) > 0 and regions[1:] == regions[1:2] * 5
     scheme.grid.free()
 
