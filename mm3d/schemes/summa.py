@@ -35,7 +35,7 @@ def abt(A: Array, B: Array, a: Split, b: Split) -> Array:
     C = None
     for t in range(len(a.counts)):
         B_tj = b.broadcast(B, t)
-        C_it = a.reduce(matmul_nt(A, B_tj), t)
+        C_it = a.reduce(matmul_nt(A, B_tj, a.summand), t)
         C = C if C_it is None else C_it
     return C
 
@@ -48,7 +48,7 @@ def atb(A: Array, B: Array, a: Split, b: Split, wide: bool = False) -> Array:
     C = None
     for t in range(len(a.counts)):
         A_it = a.broadcast(A, t)
-        C_tj = b.reduce(matmul_tn(A_it, B, wide=wide), t)
+        C_tj = b.reduce(matmul_tn(A_it, B, b.summand, wide), t)
         C = C if C_tj is None else C_tj
     return C
 
