@@ -82,6 +82,8 @@ class Idle:
     def surplus(self) -> list[Any]:
         """What is over the bound, no longer kept: the pieces that have lain idle longest."""
         found: list[Any] = []
+        if self.bytes <= FLOOR:
+            return found
         while self.bytes > self.bound:
             size = min((size for size, pieces in self._pieces.items() if pieces),
                        key=lambda size: self._pieces[size][0][0])

@@ -102,7 +102,10 @@ class Regions:
         Others could be ahead of that rank, so these regions are taken again after the next
         meeting only.
         """
+        found = self.idle.surplus()
+        if not found and not self._emptied:
+            return []
         for region in self._emptied:
             self._hollow.setdefault(self._sizes[region], []).append(region)
-        self._emptied = self.idle.surplus()
+        self._emptied = found
         return [(*self._places[region], self._sizes[region]) for region in self._emptied]
