@@ -20,7 +20,7 @@ def size_class(length: int, granule: int = GRANULE) -> int:
     Up to 16 granules it is the next multiple of a granule, at least one; beyond, less than an
     eighth larger than that.
     """
-    units = -(-length // granule) or 1
+    units = int(-(-length // granule)) or 1
     step = 1 << max(0, units.bit_length() - 1 - BITS)
     return -(-units // step) * step * granule
 
