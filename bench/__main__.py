@@ -50,13 +50,15 @@ def run_on_all_ranks(arguments) -> int:
     """A verb for ``mpirun``: a failing rank ends the job, and leaves none waiting."""
     verb = getattr(importlib.import_module(ON_ALL_RANKS[arguments.verb]), arguments.verb)
     from mpi4py import MPI
+    from bench.watch import watching
     from mm3d.store import StoreError
     comm = MPI.COMM_WORLD
     # Modules stay: the collections before each measurement need not look through them again, on
     # many ranks that share few cores.
     gc.freeze()
     try:
-        status = verb(arguments, comm)
+        with watching(comm, getattr(arguments, "stall", None)) as arguments.watched:
+            status = verb(arguments, comm)
         # A rank that leaves with a failure may end the job: only after rank 0 has said why.
         comm.Barrier()
         return status

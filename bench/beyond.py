@@ -97,6 +97,7 @@ def _add_calibrate(verbs) -> None:
         "alone or under mpirun: measure this machine and write its model for as many ranks"))
     calibrate.add_argument("--out", required=True, metavar="FILE",
                            help="the machine's model, a .toml file for --machine")
+    options.add_stall(calibrate)
 
 
 def _add_check(verbs) -> None:
@@ -116,6 +117,7 @@ def _add_check(verbs) -> None:
                        help="of numbers and order (default 0)")
     check.add_argument("--out", metavar="DIR",
                        help="where the .h5 file goes (default results/<machine>)")
+    options.add_stall(check)
 
 
 def _add_predict(verbs) -> None:

@@ -2,12 +2,13 @@
 
 import math
 from pathlib import Path
-from typing import Callable, TypeVar
+from typing import Callable, ContextManager, TypeVar
 
 import msgspec
 
 from bench import beyond, model, placement
 from bench.cases import Case, Row, UsageError, case, equal_tokens, named, select
+from bench.watch import unwatched
 from mm3d import backend as backends
 from mm3d import timing
 from mm3d.contract import lookup
@@ -32,6 +33,7 @@ class Options(msgspec.Struct, frozen=True):
     stop_file: str | None = None
     trace: str | None = None
     cases: int = 1
+    watched: Callable[..., ContextManager] = unwatched
 
     def stop(self) -> bool:
         """Whether somebody wants an end."""

@@ -22,6 +22,7 @@ from bench.journal import writable
 from bench.machine import granted
 from bench.products import Problem, Replay, Whole
 from bench.sampling import BOUNDS, failed, limits_of, measured_environment, publish
+from bench.watch import unwatched
 from mm3d import cost, environment, timing
 from mm3d.record import Measurements, Variable
 from mm3d.statistics import Interval, median_interval
@@ -79,7 +80,8 @@ def one(problem: Problem, shape: tuple[int, int, int], arguments, limits: timing
     problems = residual.failure(checks)
     if problems:
         return failed(name, problems, grid.comm)
-    times, calls, ended_by, last = measured(problem, phases, replays, arguments, limits)
+    with getattr(arguments, "watched", unwatched)(grid):
+        times, calls, ended_by, last = measured(problem, phases, replays, arguments, limits)
     again = [check for phase in phases for check in verified(problem, last[phase],
                                                              arguments.seed + 1)]
     problems = residual.failure(again)

@@ -178,7 +178,15 @@ def _verb(verbs, name: str, about: str, repetitions: int, seconds: float,
                              "(default 0.05)")
     parser.add_argument("--seed", type=whole(0), default=0, metavar="N",
                         help="of numbers and order (default 0)")
+    add_stall(parser)
     return parser
+
+
+def add_stall(parser: argparse.ArgumentParser) -> None:
+    """Give a verb that ranks run the option of `bench.watch`."""
+    parser.add_argument("--stall", type=whole(1), metavar="SECONDS", help=(
+        "end the job, and say in which layer and collective each rank is, when nothing is heard "
+        "of a rank for so long, or ranks wait in collectives and none works (default: never)"))
 
 
 def _shape_option(parser: argparse.ArgumentParser) -> None:

@@ -130,7 +130,7 @@ def passed_on(arguments, out: Path) -> list[str]:
     """The options of ``run`` that every row is measured with."""
     options = [f"--preset={arguments.preset}", f"--out={out}"]
     for name in ("warmup", "repetitions", "max_repetitions", "max_seconds", "width", "order",
-                 "traced", "dtype", "backend", "seed"):
+                 "traced", "dtype", "backend", "seed", "stall"):
         value = getattr(arguments, name)
         if value is not None:
             options.append(f"--{name.replace('_', '-')}={value}")

@@ -12,6 +12,7 @@ def rows() -> argparse.ArgumentParser:
     _add_selection(parser)
     _add_steps(parser)
     _add_arrays(parser)
+    options.add_stall(parser)
     return parser
 
 

@@ -20,6 +20,7 @@ from bench.job import Options, arranged, fitting, left_out, planned_for, selecte
 from bench.journal import writable
 from bench.output import say
 from bench.provenance import command_line, configuration, expected_words, published
+from bench.watch import unwatched
 from mm3d import backend as backends
 from mm3d import store, timing
 from mm3d.record import Group
@@ -52,7 +53,8 @@ def run(arguments, comm) -> int:
                       seed=arguments.seed, warmup=warmup, limits=limits, order=order,
                       grid=arguments.grid, machine=planned, inside=arguments.inside,
                       stop_file=arguments.stop_file, traced=traced_steps(arguments),
-                      trace=chrome.asked_for(arguments, comm), cases=len(cases))
+                      trace=chrome.asked_for(arguments, comm), cases=len(cases),
+                      watched=getattr(arguments, "watched", unwatched))
     if comm.rank == 0:
         for line in left_out(arguments.rows, comm.size):
             say(line)
@@ -148,7 +150,8 @@ def measured(one: Case, scheme, order: str, options: Options,
     step = timing.Step(lambda: model.forward(x)[1], lambda saved: model.backward(dy, saved),
                        comm, scheme.grid.backend.synchronize, model.zero_gradients)
     # The step that was counted and verified has been the first to warm up.
-    found = timing.measure(step, options.warmup - 1, options.limits, options.stop)
+    with options.watched(scheme.grid, model):
+        found = timing.measure(step, options.warmup - 1, options.limits, options.stop)
     spans = []
     if not comm.bcast(comm.rank == 0 and options.stop()):
         spans, groups["parts"] = traced.traced(step, model, options.traced)

@@ -22,6 +22,7 @@ from mm3d.layout import Layout  # noqa: E402
 from mm3d.contract import Scheme, registry, scheme  # noqa: E402
 from mm3d.space import Space, Vector  # noqa: E402
 from mm3d.transformer import Transformer  # noqa: E402
+from mm3d.watchdog import Watchdog  # noqa: E402
 
 guard.install()  # a rank that fails ends the job, which would wait for it for ever
 
@@ -30,4 +31,4 @@ __version__ = "0.1.0"
 SCHEMES = registry()
 
 __all__ = ["Axis", "Grid", "Layout", "SCHEMES", "Scheme", "Space", "Split", "Traffic",
-           "Transformer", "Vector", "cost", "registry", "scheme"]
+           "Transformer", "Vector", "Watchdog", "cost", "registry", "scheme"]

@@ -41,9 +41,11 @@ def observed(grid: Any, observer: Observer, model: Any = None) -> Iterator[None]
         Whose layers are told of too, and name the operands that travel.
     """
     backend, busy = grid.backend, []
-    undo = [_replace(backend, name, _product(getattr(backend, name), observer, busy))
-            for name in PRODUCTS if hasattr(backend, name)]
-    undo.append(_replace(backend, "xp", _Library(backend.xp, observer, busy)))
+    undo = []
+    if observer.everything:
+        undo += [_replace(backend, name, _product(getattr(backend, name), observer, busy))
+                 for name in PRODUCTS if hasattr(backend, name)]
+        undo.append(_replace(backend, "xp", _Library(backend.xp, observer, busy)))
     for name, axis in grid.axes.items():
         if axis.size > 1:
             transport = _Transport(axis, grid.stride(name), observer)
@@ -149,6 +151,14 @@ class _Transport:
 
     def _told(self, kind: str, move: Callable) -> Callable:
         axis = self._axis
+        plain = Collective(kind, axis.name, axis.size, self._stride, 0)
+
+        def named(a: Any, *where: Any) -> Any:
+            self._observer.enter(plain, self._transport.meet)
+            try:
+                return move(a, *where)
+            finally:
+                self._observer.leave()
 
         def told(a: Any, *where: Any) -> Any:
             shape = resized(a.shape, where[0], sum(where[1])) if kind == "all_gather" else a.shape
@@ -160,7 +170,7 @@ class _Transport:
                 return move(a, *where)
             finally:
                 self._observer.leave()
-        return told
+        return told if self._observer.everything else named
 
 
 class _Observed:

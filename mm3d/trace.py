@@ -71,9 +71,12 @@ class Observer:
     operand : str
         Name of what travels while an algorithm asks for a collective, such as "A"; a gradient
         has the name of its operand.
+    everything : bool
+        Whether it is told of products, too, and how large collectives are.
     """
 
     operand = ""
+    everything = True
 
     def enter(self, event: Event, meet: Callable[[], None] | None = None) -> None:
         """`event` begins; the ranks of a collective wait for each other in `meet`."""

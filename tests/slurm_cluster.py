@@ -4,6 +4,10 @@ Everything lives in one folder, key and sockets included, and ends with `Cluster
 id.  Nodes have as many cores and GPUs as they are told to have; jobs take turns on the real
 cores.  Each node has a /dev/shm of its own where the kernel allows it: what a killed rank leaves
 there goes with the node, and no job of another cluster meets it.
+
+No task is bound to cores (task/none), as nodes pretend to have more than there are: what
+``--cpu-bind`` and the second half of ``--distribution=block:block`` do is not shown here, only
+that Slurm takes them.
 """
 import contextlib
 import os

@@ -60,11 +60,13 @@ MAY_IMPORT = {
     "trace": set(),
     "observe": {"trace", "transport"},
     "spans": {"trace"},
+    "hearsay": set(),
+    "watchdog": {"hearsay", "observe", "shared", "trace"},
     "hollow": {"backend", "elementwise", "pool", "trace"},
     "dry": {"backend", "contract", "hollow", "observe", "recompute", "trace", "transformer",
             "transport"},
     "__init__": {"axis", "environment", "gpu", "cost", "grid", "guard", "layout", "contract",
-                 "space", "transformer"}}
+                 "space", "transformer", "watchdog"}}
 SCHEME = ARRAYS | {"contract"}
 
 # Packages that one file alone, or two, may know.
