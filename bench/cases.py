@@ -9,6 +9,7 @@ from typing import Any, Iterable, Literal
 import msgspec
 
 import mm3d
+from bench.variants import Variant
 from mm3d.timing import Limits
 
 PAPER = ("1d", "2d", "3d")    # the schemes that the paper's tables have
@@ -122,6 +123,8 @@ class Case(msgspec.Struct, frozen=True):
         that a serial model cannot be that large.
     overridden : tuple of str
         The sizes that were given by hand instead of by the preset.
+    variant : Variant
+        How it is computed otherwise than the tables' rows.
     """
 
     row: Row
@@ -129,18 +132,21 @@ class Case(msgspec.Struct, frozen=True):
     sizes: Sizes
     verified: Sizes
     overridden: tuple[str, ...] = ()
+    variant: Variant = Variant()
 
     @property
     def name(self) -> str:
         """Such as ``weak-3d-p064-laptop``: the beginning of a result's file name."""
         like = f"-as-{self.row.like}" * bool(self.row.like)
-        return f"{self.row.table}-{self.row.scheme}{like}-p{self.row.gpus:03d}-{self.preset}"
+        return (f"{self.row.table}-{self.row.scheme}{like}-p{self.row.gpus:03d}-{self.preset}"
+                f"{self.variant.slug}")
 
     @property
     def title(self) -> str:
         """Such as ``weak 3-D 64 ranks``."""
         like = f", batch of {title(self.row.like)}" * bool(self.row.like)
-        return f"{self.row.table} {title(self.row.scheme)} {self.row.gpus} ranks{like}"
+        return (f"{self.row.table} {title(self.row.scheme)} {self.row.gpus} ranks{like}"
+                f"{self.variant.label}")
 
 
 def title(scheme: str) -> str:
@@ -161,7 +167,8 @@ def scaled_hidden(hidden: int, heads: int, divisor: int, rounding: str) -> int:
     return heads * max(1, math.ceil(size) if rounding == "up" else math.floor(size + 0.5))
 
 
-def case(row: Row, preset: str, **overrides: int | None) -> Case:
+def case(row: Row, preset: str, variant: Variant = Variant(),
+         **overrides: int | None) -> Case:
     """The case that `row` is under `preset`.
 
     Parameters
@@ -170,6 +177,8 @@ def case(row: Row, preset: str, **overrides: int | None) -> Case:
         Which row.
     preset : str
         One of ``load().presets``.
+    variant : Variant
+        How it is computed.
     **overrides : int or None
         Sizes to run instead of the preset's: `layers`, `hidden`, `heads`, `batch`, `seq`.
 
@@ -194,7 +203,7 @@ def case(row: Row, preset: str, **overrides: int | None) -> Case:
         near = sizes.heads * max(1, round(sizes.hidden / sizes.heads))
         raise UsageError(f"--hidden {sizes.hidden}: must be a multiple of the {sizes.heads} "
                          f"heads, such as {near}")
-    return Case(row, preset, sizes, _verified(chosen, sizes), tuple(sorted(given)))
+    return Case(row, preset, sizes, _verified(chosen, sizes), tuple(sorted(given)), variant)
 
 
 def batch_of(row: Row) -> int:

@@ -31,7 +31,7 @@ def step_times(results: Results):
             _correction(published, wrong)
         published.set(title=f"{HEADINGS[table]}: published", xlabel="GPUs",
                       ylabel="average step time (s)")
-        measured.set(title=f"{HEADINGS[table]}: measured, preset {results.preset}", xlabel="ranks",
+        measured.set(title=f"{HEADINGS[table]}: measured, preset {results.title}", xlabel="ranks",
                      ylabel="average step time (s)")
         for panel in panels[row]:
             from_zero(panel)
@@ -62,7 +62,7 @@ def scaling(results: Results):
             bars(measured, scheme, [(p, y * one.median / one.low, y * one.median / one.high)
                                     for (p, y), one in zip(rates, averages)])
         for panel, what, unit in ((published, "published", "GPUs"),
-                                  (measured, f"measured, preset {results.preset}", "ranks")):
+                                  (measured, f"measured, preset {results.title}", "ranks")):
             panel.plot(TICKS, TICKS if whole else [1] * len(TICKS), ":", color="black",
                        linewidth=1, label="ideal")
             panel.set(title=f"{HEADINGS[table]}: {what}", xlabel=unit,
@@ -92,7 +92,7 @@ def words(results: Results):
                  markersize=7)
         if any(results.get(row) for row in results.rows(table)):
             panel.plot([], [], "-", color="grey", label="closed form")
-        panel.set(title=f"{HEADINGS[table]}, preset {results.preset}", xlabel="ranks",
+        panel.set(title=f"{HEADINGS[table]}, preset {results.title}", xlabel="ranks",
                   ylabel="words per rank and sequence")
         from_zero(panel)
         panel.yaxis.set_major_formatter(EngFormatter(sep=""))

@@ -6,8 +6,9 @@ from typing import Callable, ContextManager, TypeVar
 
 import msgspec
 
-from bench import beyond, model, placement
+from bench import beyond, model, placement, variants
 from bench.cases import Case, Row, UsageError, case, equal_tokens, named, select
+from bench.variants import Variant
 from bench.watch import unwatched
 from mm3d import backend as backends
 from mm3d import timing
@@ -23,7 +24,6 @@ class Options(msgspec.Struct, frozen=True):
     warmup: int
     limits: timing.Limits
     order: int
-    dtype: str
     backend: str | None
     seed: int
     traced: int
@@ -72,8 +72,8 @@ def left_out(pairs: str | None, ranks: int) -> list[str]:
     return lines
 
 
-def fitting(rows: list[Row], ranks: int, arguments) -> list[Case]:
-    """The cases of those of `rows` that are for `ranks` ranks.
+def fitting(rows: list[Row], ranks: int, arguments, variant: Variant) -> list[Case]:
+    """The cases of those of `rows` that are for `ranks` ranks, in this variant.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def fitting(rows: list[Row], ranks: int, arguments) -> list[Case]:
     """
     sizes = {name: getattr(arguments, name)
              for name in ("layers", "hidden", "heads", "batch", "seq")}
-    cases = [case(row, arguments.preset, **sizes) for row in rows if row.gpus == ranks]
+    cases = [case(row, arguments.preset, variant, **sizes) for row in rows if row.gpus == ranks]
     if cases:
         return cases
     counts = sorted({row.gpus for row in rows})
@@ -96,6 +96,23 @@ def fitting(rows: list[Row], ranks: int, arguments) -> list[Case]:
                     "mpi4py belong to different MPI libraries; use the mpirun of the MPI that "
                     "this Python's mpi4py loads")
     raise UsageError(message)
+
+
+def verifiable(cases: list[Case]) -> list[Case]:
+    """The cases themselves.
+
+    Raises
+    ------
+    UsageError
+        When a result could not be verified: in 16 bits a step is compared with the serial
+        scheme's alone, not by residuals.
+    """
+    for one in cases:
+        if one.verified != one.sizes and one.variant.dtype in variants.SIXTEEN:
+            raise UsageError(f"--dtype {one.variant.dtype} --preset {one.preset}: a serial model "
+                             f"of that size does not fit, and residuals of a step are for "
+                             f"float32 and float64; choose --preset laptop or tiny")
+    return cases
 
 
 def everywhere(make: Callable[[], Made], comm) -> Made:
@@ -120,6 +137,21 @@ def everywhere(make: Callable[[], Made], comm) -> Made:
 def usable(backend: str | None, comm) -> None:
     """Raise the same UsageError everywhere when some rank cannot use the array library."""
     everywhere(lambda: backends.get(backend), comm)
+
+
+def variant_of(arguments, rows: list[Row]) -> Variant:
+    """How rows are computed, on arrays of the library that is asked for.
+
+    Raises
+    ------
+    UsageError
+        When the rows' schemes, or the library, cannot.
+    """
+    library = backends.get(arguments.backend)
+    variant = variants.asked_for(arguments, library)
+    if problem := variants.problem(variant, (row.scheme for row in rows), library):
+        raise UsageError(problem)
+    return variant
 
 
 def arranged(one: Case, options: Options, comm) -> tuple[dict[str, int], str]:
@@ -148,7 +180,7 @@ def chosen_grid(one: Case, options: Options, comm) -> tuple[int, ...] | None:
     if options.grid is None:
         return None
     return of_rank_0(lambda: beyond.grid(
-        options.grid, one.row.scheme, comm.size, options.machine, options.dtype,
+        options.grid, one.row.scheme, comm.size, options.machine, one.variant.dtype,
         msgspec.structs.asdict(one.sizes)), comm)
 
 

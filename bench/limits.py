@@ -50,7 +50,7 @@ def roofline(results: Results):
                 markers += [(panel, at[0], at[what]) for _, at in found]
                 texts += [Label(panel, str(ranks), beside(at[0], at[what]), style(scheme)[0])
                           for ranks, at in found]
-        panel.set(xscale="log", yscale="log", title=f"{HEADINGS[table]}, preset {results.preset}",
+        panel.set(xscale="log", yscale="log", title=f"{HEADINGS[table]}, preset {results.title}",
                   xlabel="flop/byte", ylabel="GFLOP/s a rank")
         for axis in (panel.xaxis, panel.yaxis):
             plain_log(axis)
@@ -145,7 +145,7 @@ def memory(results: Results):
             panel.set(title=f"{HEADINGS[table]}: {what}", xlabel="ranks", ylabel="MiB a rank")
             from_zero(panel)
             finish(panel)
-    figure.supxlabel(f"Preset {results.preset}. The closed form of what is kept is the mean "
+    figure.supxlabel(f"Preset {results.title}. The closed form of what is kept is the mean "
                      f"rank's; the peak is beside that of a dry run, by way of MPI.",
                      fontsize=8.5)
     return figure

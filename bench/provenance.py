@@ -13,10 +13,11 @@ from bench.job import Options
 from mm3d import store
 
 
-def expected_words(scheme: str, grid: dict[str, int], sizes: Sizes) -> np.ndarray:
+def expected_words(scheme: str, grid: dict[str, int], sizes: Sizes,
+                   keep: str = "none") -> np.ndarray:
     """The closed form of the words of one step, as `mm3d.store.Run` keeps it."""
     forms = mm3d.cost.transformer_words(scheme, grid, sizes.layers, sizes.hidden, sizes.heads,
-                                        sizes.batch, sizes.seq)
+                                        sizes.batch, sizes.seq, keep)
     expected = np.zeros((len(store.PHASES), len(store.AXES), len(store.COLLECTIVES)), np.int64)
     for phase, name in enumerate(store.PHASES):
         for (axis, collective), words in forms[name].items():
@@ -26,12 +27,12 @@ def expected_words(scheme: str, grid: dict[str, int], sizes: Sizes) -> np.ndarra
 
 def configuration(one: Case, scheme, options: Options) -> dict[str, store.Setting]:
     """Everything that says what was run."""
-    shape = scheme.grid.shape
+    shape, variant = scheme.grid.shape, msgspec.structs.asdict(one.variant)
     verified_sizes = {f"verified_{name}": value
                       for name, value in msgspec.structs.asdict(one.verified).items()}
     return {"table": one.row.table, "scheme": one.row.scheme, "preset": one.preset,
             "grid": " x ".join(map(str, shape.values())), "grid_axes": " ".join(shape),
-            "mlp_factor": 4, "causal": False, "dtype": options.dtype, "seed": options.seed,
+            "mlp_factor": 4, "seed": options.seed, **variant,
             "warmup": options.warmup, "order": options.order, **asdict(options.limits),
             "overridden": " ".join([*one.overridden, *["grid"] * (options.grid is not None)]),
             "verified_measured_model": one.verified == one.sizes,

@@ -12,8 +12,9 @@ from typing import Any, Iterable
 
 from tqdm import tqdm
 
-from bench import leftovers, machine, resume, textfile
+from bench import leftovers, machine, resume, textfile, variants
 from bench.cases import Case, UsageError, case, equal_tokens, select, shuffled
+from bench.job import variant_of
 from bench.journal import Journal, Reproduction
 from bench.plots import plots
 from bench.tables import tables
@@ -80,7 +81,9 @@ def reproduce(arguments) -> int:
         raise UsageError("reproduce starts mpirun itself: run it without, as in "
                          "python -m bench reproduce")
     wanted = resume.settings(arguments)
-    cases = [case(row, arguments.preset) for row in rows(arguments)]
+    asked = rows(arguments)
+    variant = variant_of(arguments, asked)
+    cases = [case(row, arguments.preset, variant) for row in asked]
     out = store.check_folder(arguments.out or machine.default_out())
     log = Journal(out)
     log.claim()
@@ -128,9 +131,10 @@ def rows(arguments) -> list:
 
 def passed_on(arguments, out: Path) -> list[str]:
     """The options of ``run`` that every row is measured with."""
-    options = [f"--preset={arguments.preset}", f"--out={out}"]
+    options = [f"--preset={arguments.preset}", f"--out={out}",
+               *variants.asked_for(arguments).arguments()]
     for name in ("warmup", "repetitions", "max_repetitions", "max_seconds", "width", "order",
-                 "traced", "dtype", "backend", "seed", "stall"):
+                 "traced", "backend", "seed", "stall"):
         value = getattr(arguments, name)
         if value is not None:
             options.append(f"--{name.replace('_', '-')}={value}")

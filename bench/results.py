@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from bench.cases import PAPER, Row, load, own, select
+from bench.variants import Variant, recorded
 from mm3d import merged
 from mm3d.store import Measurements, Run, StoreError
 
@@ -16,12 +17,14 @@ EFFORT = {"seed", "order", "warmup", "repetitions", "max_repetitions", "max_seco
 
 @dataclass
 class Results:
-    """What a folder holds for one preset.
+    """What a folder holds for one preset in one variant.
 
     Attributes
     ----------
     preset : str
         Its name.
+    variant : Variant
+        How all of its rows are computed.
     runs : dict
         By (table, scheme, ranks) the latest run of that row.
     equal : dict
@@ -34,10 +37,21 @@ class Results:
     """
 
     preset: str
+    variant: Variant = Variant()
     runs: dict[Key, Run] = field(default_factory=dict)
     equal: dict[tuple[Key, str], Run] = field(default_factory=dict)
     earlier: int = 0
     overridden: int = 0
+
+    @property
+    def title(self) -> str:
+        """The preset, and the variant unless it is the tables' own."""
+        return f"{self.preset}{self.variant.label}"
+
+    @property
+    def plain(self) -> bool:
+        """Whether these are the tables' own rows."""
+        return self.variant == Variant()
 
     def get(self, row: Row) -> Run | None:
         """The run of `row`, if there is one."""
@@ -52,9 +66,14 @@ class Results:
         return list(dict.fromkeys([*PAPER, *sorted(scheme for _, scheme, _ in self.runs)]))
 
     def rows(self, table: str, scheme: str = "all") -> list[Row]:
-        """The paper's rows of `table`, and those of other schemes that were run."""
+        """The paper's rows of `table`, and those of other schemes that were run.
+
+        Of a variant only what was run.
+        """
         known = select(table, "all")
         keys = {(row.table, row.scheme, row.gpus) for row in known}
+        if not self.plain:
+            known = [row for row in known if self.get(row)]
         rows = known + [own(*key) for key in sorted(self.runs.keys() - keys) if key[0] == table]
         return [row for row in rows if scheme in ("all", row.scheme)]
 
@@ -127,11 +146,15 @@ def identity(run: Measurements) -> tuple:
 
 
 def by_preset(runs: list[Run]) -> list[Results]:
-    """The rows of the tables among `runs`, which are in the order of their making."""
-    found: dict[str, Results] = {}
+    """The rows of the tables among `runs`, which are in the order of their making.
+
+    Those of each variant are apart.
+    """
+    found: dict[tuple[str, Variant], Results] = {}
     for run in runs:
         chosen = run.configuration
-        results = found.setdefault(chosen["preset"], Results(chosen["preset"]))
+        kind = chosen["preset"], recorded(chosen)
+        results = found.setdefault(kind, Results(*kind))
         if chosen["overridden"]:
             results.overridden += 1
             continue
@@ -144,7 +167,7 @@ def by_preset(runs: list[Run]) -> list[Results]:
             results.runs[key] = run
     order = list(load().presets)
     return sorted(found.values(), key=lambda r: (order.index(r.preset) if r.preset in order
-                                                 else len(order), r.preset))
+                                                 else len(order), r.preset, r.variant.words))
 
 
 def natural(text: str) -> list[tuple[int, str]]:

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from mpi4py import MPI
 
-from bench import journal, machine
+from bench import journal, machine, variants
 from bench.cases import Case, UsageError, step_counts, traced_steps
 from bench.journal import Journal, Reproduction
 from mm3d import backend, store
@@ -35,7 +36,8 @@ def settings(arguments) -> dict[str, Any]:
         "cpu_model", "cores", "gpu", "backend", "python", "mpi", "tuning_variables",
         "blas", "blas_architecture") or name.endswith("_version")}
     return {"preset": arguments.preset, "warmup": warmup, **vars(limits),
-            "traced": traced_steps(arguments), "dtype": arguments.dtype, "seed": arguments.seed,
+            "traced": traced_steps(arguments), "seed": arguments.seed,
+            **msgspec.structs.asdict(variants.asked_for(arguments, backend.get(library))),
             "source": machine.source_digest(), **same}
 
 
@@ -78,8 +80,10 @@ def measured_before(name: str, reproduction: Reproduction, folder: Path) -> bool
         if (isinstance(run, store.Run) and run.created >= reproduction.begun
                 and run.configuration.get("order") == reproduction.order
                 and not run.configuration["overridden"]
+                and all(value == reproduction.settings.get(name, value) for name, value in
+                        msgspec.structs.asdict(variants.recorded(run.configuration)).items())
                 and all(run.configuration[name] == reproduction.settings[name]
-                        for name in ("dtype", "seed", "warmup", "repetitions"))):
+                        for name in ("seed", "warmup", "repetitions"))):
             return True
     return False
 

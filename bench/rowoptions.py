@@ -2,7 +2,7 @@
 
 import argparse
 
-from bench import options
+from bench import options, variants
 from bench.cases import HEADINGS, PAPER, TITLES, load
 
 
@@ -54,9 +54,7 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_arrays(parser: argparse.ArgumentParser) -> None:
-    dtype = load().settings.dtype
-    parser.add_argument("--dtype", default=dtype, choices=("float32", "float64"),
-                        help=f"of every array (default {dtype})")
+    variants.add_options(parser)
     parser.add_argument("--backend", metavar="NAME",
                         help="the array library (default MM3D_BACKEND, or numpy)")
     parser.add_argument("--seed", type=options.whole(0), default=0, metavar="N",

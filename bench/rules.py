@@ -15,7 +15,8 @@ from bench.cases import Sizes, UsageError, case, load, own as own_row, title
 from bench.provenance import expected_words
 from bench.recomputed import CLOSE, derived
 from bench.residual import EPS
-from bench.verify import TOLERANCES
+from bench.variants import itemsize, recorded
+from bench.verify import tolerances
 from mm3d import SCHEMES, cost, timing
 from mm3d.record import Check, Measurements
 from mm3d.statistics import median_interval
@@ -63,14 +64,17 @@ def ending(run: Run) -> Iterator[str]:
 def verification(run: Run) -> Iterator[str]:
     """All quantities were compared, as strictly as the benchmark does, and passed."""
     yield from failed(run.checks)
-    forward, gradient = TOLERANCES.get(run.configuration["dtype"], (math.nan, math.nan))
+    layers = run.configuration.get("verified_layers", run.configuration["layers"])
+    try:
+        forward, gradient = tolerances(recorded(run.configuration).rounding, layers)
+    except KeyError:
+        forward, gradient = math.nan, math.nan
     serial, own = residuals.apart(run.checks)
     for check in serial:
         limit = forward if check.quantity == "output" else gradient
         if not check.tolerance <= limit:
             yield (f"verification: the tolerance of {check.quantity} is {check.tolerance:g}; the "
                    f"rules allow {limit:g}")
-    layers = run.configuration.get("verified_layers", run.configuration["layers"])
     names = {check.quantity for check in serial}
     wanted = 2 + 12 * layers
     if not {"output", "input gradient"} <= names or len(names) != wanted:
@@ -143,14 +147,17 @@ def words(run: Run) -> Iterator[str]:
     if chosen["scheme"] not in SCHEMES:
         return
     shape = dict(zip(chosen["grid_axes"].split(), map(int, chosen["grid"].split(" x "))))
-    expected = expected_words(chosen["scheme"], shape, Sizes(*(chosen[name] for name in SIZES)))
+    expected = expected_words(chosen["scheme"], shape, Sizes(*(chosen[name] for name in SIZES)),
+                              recorded(chosen).keep)
     counted = run.traffic["words"].sum(axis=1)
     for name, found in (("expected_words", run.expected_words), ("the words counted", counted)):
         if not np.array_equal(found, expected):
             yield (f"{name} are {int(found.sum())} in all, by the closed form of these sizes "
                    f"{int(expected.sum())}")
-    size = np.dtype(chosen["dtype"]).itemsize
-    if not np.array_equal(run.traffic["bytes"], size * run.traffic["words"]):
+    size, moved = itemsize(chosen["dtype"]), run.traffic["bytes"]
+    # With 16 bits some sums travel in float32.
+    least, most = (times * run.traffic["words"] for times in (size, max(size, 4)))
+    if not ((least <= moved) & (moved <= most)).all():
         yield f"traffic/bytes are not {size} times the words, as {chosen['dtype']} has"
     moved = run.traffic.get("moved", np.zeros(()))
     if not ((moved >= 0) | np.isnan(moved)).all():
@@ -176,13 +183,16 @@ def groups(run: Run) -> Iterator[str]:
         return
     shape = dict(zip(chosen["grid_axes"].split(), map(int, chosen["grid"].split(" x "))))
     stored = cost.parameters(chosen["layers"], chosen["hidden"])
-    saved = cost.saved_words(chosen["scheme"], shape, *(chosen[name] for name in SIZES))
-    size = np.dtype(chosen["dtype"]).itemsize
+    saved = cost.saved_words(chosen["scheme"], shape, *(chosen[name] for name in SIZES),
+                             recorded(chosen).keep)
+    size = itemsize(chosen["dtype"])
     for name, count in (("parameters", stored), ("gradients", stored), ("saved", saved)):
         if not np.isclose(found["memory"][f"expected_{name}"] * run.ranks, count * size,
                           rtol=CLOSE):
             yield f"memory/expected_{name} is not the closed form's {count * size / run.ranks:g}"
-    if found["memory"]["saved"].sum() != saved * size:
+    # With 16 bits the statistics of rows are float32, and few.
+    kept = found["memory"]["saved"].sum()
+    if not saved * size <= kept <= saved * size * (1.5 if size == 2 else 1):
         yield (f"memory/saved is {found['memory']['saved'].sum():g} in all, by the closed form "
                f"{saved * size}")
 

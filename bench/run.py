@@ -16,7 +16,8 @@ import mm3d
 from bench import (chrome, footprint, journal, machine, operands, placement, residuals, traced,
                    verify, yardsticks)
 from bench.cases import Case, shuffled, step_counts, traced_steps
-from bench.job import Options, arranged, fitting, left_out, planned_for, selected, usable
+from bench.job import (Options, arranged, fitting, left_out, planned_for, selected, usable,
+                       variant_of, verifiable)
 from bench.journal import writable
 from bench.output import say
 from bench.provenance import command_line, configuration, expected_words, published
@@ -42,14 +43,15 @@ def run(arguments, comm) -> int:
         When the results folder cannot be written.
     """
     rows = selected(arguments, comm.size)
-    cases = fitting(rows, comm.size, arguments)
     warmup, limits = step_counts(arguments)
     planned = planned_for(arguments, comm)
     usable(arguments.backend, comm)
+    variant = variant_of(arguments, rows)
+    cases = verifiable(fitting(rows, comm.size, arguments, variant))
     order = comm.bcast(random.SystemRandom().randrange(2 ** 31) if arguments.order is None
                        else arguments.order)
     out = writable(arguments.out, comm)
-    options = Options(out=out, dtype=arguments.dtype, backend=arguments.backend,
+    options = Options(out=out, backend=arguments.backend,
                       seed=arguments.seed, warmup=warmup, limits=limits, order=order,
                       grid=arguments.grid, machine=planned, inside=arguments.inside,
                       stop_file=arguments.stop_file, traced=traced_steps(arguments),
@@ -58,7 +60,7 @@ def run(arguments, comm) -> int:
     if comm.rank == 0:
         for line in left_out(arguments.rows, comm.size):
             say(line)
-    rates = yardsticks.peaks(backends.get(options.backend), options.dtype, comm)
+    rates = yardsticks.peaks(backends.get(options.backend), variant.dtype, comm)
     return max([report(one, options, rates, comm) for one in shuffled(cases, order)])
 
 
@@ -97,7 +99,8 @@ def measure(one: Case, options: Options, rates: Group | None, world) -> tuple[st
     comm = placement.placed(world, shape, order)
     with freeing(comm.Free):
         scheme = possible(lambda: mm3d.scheme(one.row.scheme, comm, tuple(shape.values()),
-                                              options.backend))
+                                              options.backend,
+                                              **one.variant.options(one.row.scheme)))
         with freeing(scheme.grid.free):
             record, spans, clock = measured(one, scheme, order, options, rates)
             outcome = record and written(record, one, options.out)
@@ -138,11 +141,13 @@ def measured(one: Case, scheme, order: str, options: Options,
              rates: Group | None) -> tuple[store.Run | None, list[Span], timing.Clock]:
     """What was measured, on rank 0; and this rank's spans of the last traced step, on a clock."""
     resident, comm = footprint.Resident(), scheme.grid.comm
-    model = possible(lambda: verify.build(scheme, one.sizes, options.seed, options.dtype))
+    model = possible(lambda: verify.build(scheme, one.sizes, options.seed, one.variant.dtype,
+                                          one.variant.causal))
     x, dy = model.random("input"), model.random("output gradient")
     memory = yardsticks.StepMemory(model, resident)
     y, dx, traffic = counted_step(model, x, dy, memory.between)
-    groups = {"machine": rates, "memory": memory.group(msgspec.structs.asdict(one.sizes), comm)}
+    groups = {"machine": rates, "memory": memory.group(
+        msgspec.structs.asdict(one.sizes), comm, one.variant)}
     checks = verified(one, scheme, model, y, dx, options)
     del y, dx
     if one.verified != one.sizes:
@@ -166,7 +171,8 @@ def measured(one: Case, scheme, order: str, options: Options,
             machine.describe(scheme.grid.backend.name, comm.size, MPI.Get_library_version(),
                              command_line(sys.argv[1:])),
             found.samples, dict(zip((*store.COUNTS, "moved"), np.stack(everyone, axis=2))),
-            expected_words(scheme.name, scheme.grid.shape, one.sizes), checks, published(one.row),
+            expected_words(scheme.name, scheme.grid.shape, one.sizes, one.variant.keep), checks,
+            published(one.row),
             late=found.late, ended_by=found.ended_by, clock=clock,
             groups={name: group for name, group in groups.items() if group is not None})
     return record, spans, step.clock
@@ -205,10 +211,12 @@ def verified(one: Case, scheme, model, y, dx, options: Options) -> list[store.Ch
     """
     checked = model
     if one.verified != one.sizes:
-        checked = verify.build(scheme, one.verified, options.seed, options.dtype)
+        checked = verify.build(scheme, one.verified, options.seed, one.variant.dtype,
+                               one.variant.causal)
         y, dx, _ = counted_step(checked, checked.random("input"),
                                 checked.random("output gradient"))
-    checks = verify.compare(checked, y, dx, one.verified, options.seed, options.dtype)
+    checks = verify.compare(checked, y, dx, one.verified, options.seed, one.variant.rounding,
+                            causal=one.variant.causal)
     problem = verify.failure(checks)
     if problem:
         raise Failed(problem)

@@ -13,13 +13,14 @@ import numpy as np
 
 from bench.cases import UsageError, title
 from bench.results import EFFORT, natural, read_all
+from bench.variants import recorded
 from mm3d import timing
 from mm3d.record import Measurements
 from mm3d.store import Run, StoreError
 
 # What a run of a model has computed. Whatever else was set is mentioned where it differs.
-WORK = ("layers", "hidden", "heads", "batch", "seq", "mlp_factor", "causal", "dtype", "grid",
-        "grid_axes")
+WORK = ("layers", "hidden", "heads", "batch", "seq", "mlp_factor", "causal", "dtype", "tf32",
+        "grid", "grid_axes")
 # Settings of a microbenchmark that are how it was done, not what.
 MANNER = EFFORT | {"transport", "one_process_threads", "one_process_cores"}
 SHOWN = 6
@@ -87,7 +88,8 @@ def told_apart(*sides: ByTransport) -> list[Cases]:
 def model_case(run: Run) -> Iterator[tuple[str, Timed]]:
     """A row of the tables: the times of whole steps."""
     chosen = run.configuration
-    name = f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"
+    name = (f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"
+            f"{recorded(chosen).label}")
     if chosen.get("equal_tokens"):
         name += f", batch of {title(chosen['equal_tokens'])}"
     if chosen["overridden"]:

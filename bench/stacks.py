@@ -33,7 +33,7 @@ def where(results: Results):
             _stacked(panel, place, run, traced[table, run.configuration["scheme"], run.ranks])
         panel.set_xticks(range(len(runs)), [
             f"{title(run.configuration['scheme'])}\n{run.ranks} ranks" for run in runs])
-        panel.set(title=f"{HEADINGS[table]}, preset {results.preset}: forward (left bars) and "
+        panel.set(title=f"{HEADINGS[table]}, preset {results.title}: forward (left bars) and "
                   f"backward (right), seconds of a step above", ylabel="share of the phase (%)",
                   ylim=(0, 108), xlim=(-0.6, max(len(runs), 1) - 0.4))
         panel.grid(visible=False, axis="x")

@@ -40,16 +40,19 @@ def document(found: Found) -> list[Part]:
 def one_preset(results: Results) -> list[Part]:
     """The tables and notes of one preset."""
     about = load().presets[results.preset].about if results.preset in load().presets else ""
-    parts: list[Part] = [f"Preset {results.preset}: {about}"]
+    parts: list[Part] = [f"Preset {results.title}: {about}"]
     for name in HEADINGS:
         rows = results.rows(name)
+        if not (rows or results.plain):
+            continue
         runs = [results.get(row) for row in rows]
-        heading = f"{HEADINGS[name]}, preset {results.preset}{warning(runs)}"
+        heading = f"{HEADINGS[name]}, preset {results.title}{warning(runs)}"
         parts.append(table(heading, rows, runs))
         if any(runs):
             parts += [intervals.certainty(heading, rows, runs),
                       overview.overview(heading, rows, runs)]
-        parts.append(speedups.table(heading, name, results))
+        if results.plain or results.runs.keys() & {(name, "3d", 64)}:
+            parts.append(speedups.table(heading, name, results))
     return parts + [Notes("About the published figures:", published_notes()),
                     Notes("About the measured figures:", measured_notes(results))]
 
@@ -121,6 +124,9 @@ def measured_notes(results: Results) -> list[str]:
              f"Times: of the slowest rank, the median of at least {_all(runs, 'repetitions')} "
              f"repetitions after {_all(runs, 'warmup')} to warm up.",
              *verified_notes(runs)]
+    if not results.plain:
+        notes.insert(0, f"VARIANT{results.variant.label.replace(',', ':', 1)}: these rows are "
+                        f"computed otherwise than the tables', whose plain rows are apart.")
     notes += intervals.notes(runs) + speedups.notes(results) + overview.notes(runs)
     crowded = [run for run in runs if run.environment["oversubscribed"]]
     most = most_crowded(runs)
@@ -136,7 +142,7 @@ def measured_notes(results: Results) -> list[str]:
         notes.append(f"The words counted differ from the closed form in: {', '.join(differ)}.")
     missing = [_title((row.table, row.scheme, row.gpus)) for row in load().rows
                if results.get(row) is None]
-    if missing:
+    if missing and results.plain:
         notes.append(f"Missing, {len(missing)} of {len(load().rows)} rows: {', '.join(missing)}.")
     if results.earlier:
         notes.append(f"Of each row the latest run is shown; the folder also has "

@@ -19,6 +19,12 @@ from mm3d.store import Check
 # missing collective gives errors of order one.
 TOLERANCES = {"float64": (1e-12, 1e-11), "float32": (1e-5, 5e-5)}
 
+# Where results are rounded to few digits the serial scheme's are, too, in the same places but for
+# partial sums, so that few roundings differ: distances of one from the next number, times the
+# square root of the layers.  A factor of 1.02 is beyond that for up to two layers in bfloat16.
+EPS = {"tf32": 2.0 ** -10, "float16": 2.0 ** -10, "bfloat16": 2.0 ** -7}
+UNITS = 1.75
+
 # Words of the whole quantities whose blocks come to rank 0 in one gather; where ranks share few
 # cores, each gather has all of them take turns.
 BATCH = 2 ** 24
@@ -26,10 +32,25 @@ BATCH = 2 ** 24
 Block = tuple[tuple[slice, ...], np.ndarray]
 
 
-def build(scheme, sizes: Sizes, seed: int, dtype: str) -> mm3d.Transformer:
+def tolerances(rounding: str, layers: int) -> tuple[float, float]:
+    """The relative errors that outputs and gradients may have.
+
+    Parameters
+    ----------
+    rounding : str
+        What numbers are rounded to: the dtype, or "tf32" where products of float32 are.
+    layers : int
+        Of the model that is compared.
+    """
+    if rounding in TOLERANCES:
+        return TOLERANCES[rounding]
+    return (UNITS * EPS[rounding] * math.sqrt(layers),) * 2
+
+
+def build(scheme, sizes: Sizes, seed: int, dtype: str, causal: bool = False) -> mm3d.Transformer:
     """The Transformer of `sizes`: the same numbers whatever the scheme."""
-    return mm3d.Transformer(scheme, layers=sizes.layers, hidden=sizes.hidden, heads=sizes.heads,
-                            batch=sizes.batch, seq=sizes.seq, seed=seed, dtype=dtype)
+    return mm3d.Transformer(scheme, sizes.layers, sizes.hidden, sizes.heads, sizes.batch,
+                            sizes.seq, seed, dtype, causal)
 
 
 class Part(NamedTuple):
@@ -43,7 +64,8 @@ class Part(NamedTuple):
 
 
 def compare(model: mm3d.Transformer, output, input_gradient, sizes: Sizes, seed: int,
-            dtype: str, other: Callable[[], dict[str, np.ndarray]] | None = None) -> list[Check]:
+            rounding: str, other: Callable[[], dict[str, np.ndarray]] | None = None,
+            causal: bool = False) -> list[Check]:
     """Outputs and gradients of one step of `model` against the serial scheme.
 
     Parameters
@@ -53,8 +75,10 @@ def compare(model: mm3d.Transformer, output, input_gradient, sizes: Sizes, seed:
         ``model.random("output gradient")``.
     output, input_gradient : array
         This rank's blocks of what that step gave.
-    sizes, seed, dtype
+    sizes, seed, causal
         What `model` was built from.
+    rounding : str
+        See `tolerances`.
     other : callable, optional
         Gives on rank 0 the quantities by name, to compare with instead of the serial scheme's.
 
@@ -71,7 +95,7 @@ def compare(model: mm3d.Transformer, output, input_gradient, sizes: Sizes, seed:
     only the first is sent.
     """
     grid = model.grid
-    forward, gradient = TOLERANCES[dtype]
+    forward, gradient = tolerances(rounding, sizes.layers)
     layout = model.outer.layout()
     parts = [Part("output", output, layout, model.shape, forward),
              Part("input gradient", input_gradient, layout, model.shape, gradient)]
@@ -81,7 +105,8 @@ def compare(model: mm3d.Transformer, output, input_gradient, sizes: Sizes, seed:
     checks = None
     if grid.rank == 0:
         with threadpool_limits(environment.cores(), user_api="blas"):
-            reference = other() if other else _reference(grid.backend, sizes, seed, dtype)
+            reference = other() if other else _reference(
+                grid.backend, sizes, seed, model.dtype, causal)
         shapes = {part.quantity: part.shape for part in parts}
         reference = {name: np.reshape(a, shapes[name]) for name, a in reference.items()}
         checks = [Check(part.quantity, worst_error(found.pop(part.quantity),
@@ -133,10 +158,11 @@ def worst_error(blocks: list[Block], expected: np.ndarray) -> float:
     return difference / float(np.linalg.norm(expected.astype(np.float64))) if difference else 0.0
 
 
-def _reference(backend, sizes: Sizes, seed: int, dtype: str) -> dict[str, np.ndarray]:
+def _reference(backend, sizes: Sizes, seed: int, dtype: str,
+               causal: bool) -> dict[str, np.ndarray]:
     """The quantities of `compare` by the serial scheme, on this rank alone."""
     scheme = mm3d.scheme("serial", MPI.COMM_SELF, backend=backend)
-    model = build(scheme, sizes, seed, dtype)
+    model = build(scheme, sizes, seed, dtype, causal)
     y, saved = model.forward(model.random("input"))
     dx = model.backward(model.random("output gradient"), saved)
     host = backend.to_host

@@ -8,6 +8,7 @@ from typing import NoReturn, Sequence
 
 from tabulate import tabulate
 
+from bench import variants
 from bench.cases import Case, UsageError, case, equal_tokens, load, select
 from bench.status import status_of
 from jobs import rows, scripts, slurm
@@ -40,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
         "the direction of the grid that stays inside a node (default: the site file's, or the "
         "one that moves the most words)"))
     rest.add_argument("--out", metavar="DIR", help="the results (default results/SITE)")
+    variants.add_options(rest)
     verbs.add_parser("render", parents=[rest], help="write the scripts, and say what they ask for")
     submit = verbs.add_parser("submit", parents=[rest], help=(
         "submit what has no result and is not under way, and a last job that collects"))
@@ -62,9 +64,11 @@ def work_and_cases(arguments) -> tuple[Work, list[Case]]:
         When it cannot be meant.
     """
     site = sites.load(arguments.site)
-    chosen = select(arguments.table, arguments.scheme)
+    chosen, variant = select(arguments.table, arguments.scheme), variants.asked_for(arguments)
     chosen += equal_tokens(chosen) if arguments.equal_tokens else []
-    cases = [case(row, arguments.preset) for row in chosen]
+    if problem := variants.problem(variant, (row.scheme for row in chosen)):
+        raise UsageError(problem)
+    cases = [case(row, arguments.preset, variant) for row in chosen]
     counts = sorted({str(one.row.gpus) for one in cases}, key=int)
     wanted = arguments.ranks.split(",") if arguments.ranks else counts
     if not set(wanted) <= set(counts):
@@ -91,7 +95,8 @@ def render(work: Work, cases: list[Case], arguments) -> None:
     again = [f"--site={site_name(work)}", f"--table={arguments.table}",
              f"--scheme={arguments.scheme}", f"--preset={arguments.preset}", f"--out={work.out}",
              *[f"--ranks={arguments.ranks}"] * bool(arguments.ranks),
-             *["--equal-tokens"] * arguments.equal_tokens]
+             *["--equal-tokens"] * arguments.equal_tokens,
+             *variants.asked_for(arguments).arguments()]
     replace(work.folder / "collect.sh", scripts.collect_script(work, again))
 
 

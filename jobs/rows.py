@@ -9,6 +9,7 @@ from typing import Iterator
 
 from bench import journal
 from bench.cases import Case, UsageError
+from bench.variants import recorded
 from jobs import slurm
 from jobs.scripts import Work
 from mm3d import store
@@ -86,7 +87,8 @@ def results(work: Work, case: Case) -> list[tuple[Path, store.Run]]:
         for path in sorted(folder.glob(f"{case.name}-*.h5")):
             with contextlib.suppress(store.StoreError):    # as if it were not there
                 run = store.read(path)
-                if isinstance(run, store.Run) and not run.configuration["overridden"]:
+                if (isinstance(run, store.Run) and not run.configuration["overridden"]
+                        and recorded(run.configuration).arguments() == case.variant.arguments()):
                     found.append((path, run))
     return found
 

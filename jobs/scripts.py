@@ -147,7 +147,7 @@ def row_script(work: Work, case: Case) -> str:
              [f"--table={case.row.table}", f"--scheme={case.row.scheme}"])
     run = [*named, f"--preset={case.preset}",
            f"--out={folder}", f"--backend={site.run.backend}", f"--inside={inside}",
-           *site.run.options]
+           *case.variant.arguments(), *site.run.options]
     return TEMPLATES.get_template("row.sh.j2").render(
         title=f"{case.title}, preset {case.preset}", site=site, root=ROOT, folder=folder,
         options=row_options(work, job_name(case), ranks), launch=launch(site, ranks),
