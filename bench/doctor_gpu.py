@@ -69,14 +69,11 @@ def products(backend: backends.Backend) -> Finding:
 
 @on_device
 def model(backend: backends.Backend) -> Finding:
-    """Forward and backward of a layer, with every kernel, beside NumPy's in float64."""
-    expected, wrong, errors = gpuchecks.model_step("numpy", "float64"), [], {}
-    for mode in [gpucases.Mode(backend, "float64"), *gpucases.modes(backend)]:
-        with mode:
-            errors[str(mode)] = gpuchecks.model_error(backend, mode.dtype, expected)
-        if not errors[str(mode)] <= gpuchecks.TOLERANCES[str(mode)]:
-            wrong.append(str(mode))
-    text = ", ".join(f"{name} {error:.1e}" for name, error in errors.items())
+    """Forward and backward of a layer, with every kernel, beside NumPy's."""
+    found = {str(mode): gpuchecks.model_check(mode) for mode in
+             [gpucases.Mode(backend, "float64"), *gpucases.modes(backend)]}
+    wrong = [name for name, check in found.items() if not check.passed]
+    text = ", ".join(f"{name} {check.error:.1e}" for name, check in found.items())
     return Finding("model", FAILED if wrong else OK,
                    f"{'wrong in ' + ', '.join(wrong) + ': ' if wrong else ''}errors {text}")
 

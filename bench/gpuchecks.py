@@ -1,4 +1,8 @@
-"""Whether a device computes what it should, beside NumPy in float64; before its times count."""
+"""Whether a device computes what it should, beside NumPy; before its times count.
+
+Products and kernels are compared with float64; a model, in whose results the roundings of many
+operations meet, with NumPy's that rounds in the same places (`bench.rounded`).
+"""
 
 from typing import Callable
 
@@ -6,16 +10,15 @@ import numpy as np
 from mpi4py import MPI
 
 import mm3d
-from bench import exact, gpucases
+from bench import exact, gpucases, verify
 from bench.gpucases import Mode
 from bench.residual import EPS
+from bench.rounded import rounded
 from bench.verify import worst_error
 from mm3d import backend as backends
 from mm3d.backend import Array, Backend
 from mm3d.store import Check
 
-# Relative errors that a model's step may have.
-TOLERANCES = {"float64": 1e-11, "float32": 1e-4, "tf32": 1e-2, "float16": 1e-2, "bfloat16": 1e-1}
 SIZES = dict(layers=1, hidden=96, heads=6, batch=3, seq=32)
 # What a kernel may be off by, relative to all that it gives, and how much of that is looked at.
 UNITS, ENDS = 16, 8
@@ -57,9 +60,19 @@ def kernels(mode: Mode, a: Array, b: Array, c: Array) -> list[Check]:
     return right(found)
 
 
-def model_error(library: str | Backend, dtype: str, expected: dict[str, np.ndarray]) -> float:
-    """The worst relative error of what `model_step` gives, beside `expected`."""
-    return max(_relative(a, expected[name]) for name, a in model_step(library, dtype).items())
+def model_check(mode: Mode) -> Check:
+    """The worst relative error of what `model_step` gives in `mode`, and what it may be.
+
+    float64 and float32 are compared with float64, what has fewer digits with the same type.
+    """
+    few = str(mode) in verify.EPS
+    with rounded(mode.tf32) as library:
+        expected = model_step(library, mode.dtype if few else "float64")
+    with mode:
+        found = model_step(mode.backend, mode.dtype)
+    error = max(_relative(a, expected[name]) for name, a in found.items())
+    return Check(f"a layer of hidden {SIZES['hidden']} {mode}", error,
+                 verify.tolerances(str(mode), SIZES["layers"])[1])
 
 
 def model_step(library: str | Backend, dtype: str) -> dict[str, np.ndarray]:
@@ -74,9 +87,7 @@ def model_step(library: str | Backend, dtype: str) -> dict[str, np.ndarray]:
 
 def layer(mode: Mode) -> list[Check]:
     """A layer of `SIZES`, every kernel of it; WrongResult if it is not what NumPy's is."""
-    error = model_error(mode.backend, mode.dtype, model_step("numpy", "float64"))
-    return right([Check(f"a layer of hidden {SIZES['hidden']} {mode}", error,
-                        TOLERANCES[str(mode)])])
+    return right([model_check(mode)])
 
 
 def finite(backend: Backend, name: str, step: Callable[[], tuple[Array, ...]]) -> list[Check]:
