@@ -17,7 +17,7 @@ def expected_words(scheme: str, grid: dict[str, int], sizes: Sizes,
                    keep: str = "none") -> np.ndarray:
     """The closed form of the words of one step, as `mm3d.store.Run` keeps it."""
     forms = mm3d.cost.transformer_words(scheme, grid, sizes.layers, sizes.hidden, sizes.heads,
-                                        sizes.batch, sizes.seq, keep)
+                                        sizes.batch, sizes.seq, keep=keep)
     expected = np.zeros((len(store.PHASES), len(store.AXES), len(store.COLLECTIVES)), np.int64)
     for phase, name in enumerate(store.PHASES):
         for (axis, collective), words in forms[name].items():
