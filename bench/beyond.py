@@ -73,6 +73,11 @@ def _add_dry(verbs, model: argparse.ArgumentParser) -> None:
                      help="which rank (default 0, whose blocks are the largest)")
     dry.add_argument("--keep", choices=("none", "weight", "both"),
                      help="gathered operands kept for backward in 3d (default none)")
+    dry.add_argument("--recompute", type=options.recompute, default="none", metavar="POLICY",
+                     help=f"{options.RECOMPUTE} (default none)")
+    dry.add_argument("--memory", metavar="SIZE", help=(
+        "of a rank, such as '16 GB': say whether the model fits, or which --recompute would, and "
+        "end with status 1 if it does not"))
     dry.add_argument("--causal", action="store_true", help="attention looks backward only")
     dry.add_argument("--all-layers", action="store_true",
                      help="run all layers instead of extending three, which gives the same")
@@ -87,8 +92,8 @@ def _add_plan(verbs, model: argparse.ArgumentParser) -> None:
     _machine_option(plan)
     plan.add_argument("--top", type=int, default=12, metavar="N",
                       help="how many to print (default 12)")
-    plan.add_argument("--recompute", action="store_true",
-                      help="keep only the layers' inputs and repeat forward in backward")
+    plan.add_argument("--recompute", type=options.recompute, default="none", metavar="POLICY",
+                      help=f"{options.RECOMPUTE} (default none)")
     _pictures_option(plan)
 
 

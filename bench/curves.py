@@ -152,7 +152,8 @@ def closed_form(runs: list[Run], table: str) -> list[Point]:
         for grid in grids_between(chosen["scheme"]):
             forms = cost.transformer_words(
                 chosen["scheme"], grid, *(chosen[name] for name in (
-                    "layers", "hidden", "heads", "batch", "seq")))
+                    "layers", "hidden", "heads", "batch", "seq")),
+                recompute=chosen.get("recompute", "none"))
             ranks = math.prod(grid.values())
             total = sum(sum(form.values()) for form in forms.values())
             points[ranks] = total / ranks / chosen["batch"]

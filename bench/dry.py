@@ -6,7 +6,7 @@ from collections import defaultdict
 from tabulate import tabulate
 
 import mm3d
-from bench import beyond, model
+from bench import beyond, fit, model
 from bench.cases import UsageError, load as load_cases
 from mm3d import cost, dry
 
@@ -46,32 +46,44 @@ def run(arguments) -> int:
     machine = model.load(arguments.machine, arguments.dtype) if arguments.machine else None
     trace_of = dry.step if arguments.all_layers else dry.extended
     options = {"keep": arguments.keep} if arguments.keep else {}
+    limit = fit.size(arguments.memory) if arguments.memory else 0
+    if limit and (arguments.keep or arguments.causal or arguments.rank):
+        raise UsageError("--memory is held against rank 0 without --keep, --causal and --rank: "
+                         "leave them out")
     try:
         shape = shape or mm3d.SCHEMES[arguments.scheme].default_grid(arguments.ranks)
         trace = trace_of(arguments.scheme, arguments.ranks, shape, arguments.rank,
                          options=options, dtype=arguments.dtype, causal=arguments.causal,
+                         recompute=arguments.recompute,
                          block=machine.granule if machine else sys.maxsize, **chosen)
     except ValueError as error:
         raise UsageError(str(error)) from error
     print(f"scheme {arguments.scheme}, grid {' x '.join(map(str, shape))}, rank "
           f"{arguments.rank} of {arguments.ranks}; "
           + ", ".join(f"{name} {value}" for name, value in chosen.items())
-          + f", {arguments.dtype}\n")
+          + f", {arguments.dtype}, recompute {arguments.recompute}\n")
     whole = cost.flops(**chosen, causal=arguments.causal)
     for table in (phases(trace, whole), collectives(trace), parts(trace), memory(trace)):
         print(table + "\n")
     if machine:
         print(predicted(trace, machine))
-    return 0
+    if not limit:
+        return 0
+    fits, line = fit.verdict(arguments.scheme, tuple(shape), arguments.dtype, arguments.recompute,
+                             chosen, limit)
+    print(line)
+    return int(not fits)
 
 
 def phases(trace: dry.Trace, whole: dict[str, int]) -> str:
     """Flops, words and messages of a step."""
-    rows = [[phase, trace.flops(phase), whole[phase], trace.words(phase),
+    again = {"forward": 0, "backward": trace.flops_again()}
+    rows = [[phase, trace.flops(phase), again[phase], whole[phase], trace.words(phase),
              sum(t.messages for t in trace.traffic[phase].values()),
              sum(e.bytes * n for e, n in trace.of(dry.Pass, phase).items())]
             for phase in dry.PHASES]
-    return tabulate(rows, ["phase", "flops", "flops of all ranks", "words counted", "messages",
+    return tabulate(rows, ["phase", "flops", "of these again", "useful flops of all ranks",
+                           "words counted", "messages",
                            "bytes of elementwise work"], intfmt=",")
 
 

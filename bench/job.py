@@ -34,6 +34,7 @@ class Options(msgspec.Struct, frozen=True):
     trace: str | None = None
     cases: int = 1
     watched: Callable[..., ContextManager] = unwatched
+    recompute: str = "none"
 
     def stop(self) -> bool:
         """Whether somebody wants an end."""

@@ -58,7 +58,8 @@ def figures(run: Run) -> list[Figure]:
     found = [Figure("average step time", timing.average_step_time(run.samples, batch),
                     "s a sequence"),
              Figure("tokens a second", batch * seq / seconds, "1/s"),
-             Figure("useful rate a rank", flops / seconds / ranks / 1e9, "GFLOP/s")]
+             Figure("useful rate a rank", flops / seconds / ranks / 1e9, "GFLOP/s"),
+             *computed_again(run)]
     rates = {name: parts.peak(run, name) for name in (
         "gemm_together", "gemm_alone", "memory_together", "memory_alone")}
     for name, who in (("together", "all ranks at once"), ("alone", "one rank alone")):
@@ -68,6 +69,24 @@ def figures(run: Run) -> list[Figure]:
                          100 * utilization(flops, seconds, ranks, peak), "%"),
                   Figure(f"memory bandwidth, {who}", rates[f"memory_{name}"] / 1e9, "GB/s")]
     return found + traffic(run) + intensities(run, flops) + memory(run)
+
+
+def computed_again(run: Run) -> list[Figure]:
+    """Operations beyond the useful ones, where the run computes anything again; no MFU has them.
+
+    Those that were traced also have the scores that every backward computes again, and what
+    several ranks compute alike.
+    """
+    chosen = run.configuration
+    name = chosen.get("recompute", "none")
+    if name == "none":
+        return []
+    again = cost.flops_again(*(chosen[size] for size in ("layers", "hidden", "heads", "batch",
+                                                         "seq")), recompute=name)
+    useful, traced = useful_flops(run), parts.variable(run, "parts", "flops")
+    executed = math.nan if traced is None else float(traced.values.sum())
+    return [Figure(f"operations executed, recompute {name}, over useful", executed / useful, "1",
+                   (useful + again) / useful)]
 
 
 def traffic(run: Run) -> list[Figure]:

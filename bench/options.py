@@ -3,6 +3,11 @@
 
 import argparse
 
+from mm3d.recompute import policy
+
+RECOMPUTE = ("what backward computes again instead of finding it kept: none; selective, all but "
+             "products with weights; full, each layer from its input; uniform:N, every N layers "
+             "from the first one's input; full+selective or uniform:N+selective")
 FORMS = ("ab", "abt", "atb")
 SCHEMES = ("3d", "2d", "1d")
 GPU_PARTS = ("gemm", "elementwise", "layer", "rows")
@@ -230,6 +235,15 @@ def whole(least: int):
                                              f"would do")
         return found
     return number
+
+
+def recompute(text: str) -> str:
+    """The name of a policy of `mm3d.recompute`."""
+    try:
+        policy(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
 
 
 def _numbers(text: str) -> list[int]:

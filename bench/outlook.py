@@ -28,7 +28,7 @@ def grid_of(family: str, ranks: int) -> tuple[str, tuple[int, ...]] | None:
             "3-D cube": ("3d", (side,) * 3) if side ** 3 == ranks else None}.get(family)
 
 
-def curves(machine: model.Machine, dtype: str, recompute: bool, sizes: dict[str, int],
+def curves(machine: model.Machine, dtype: str, recompute: str, sizes: dict[str, int],
            most: int = 2**21) -> Curves:
     """The plans, by closed forms, of each family at powers of two up to `most` ranks."""
     found: Curves = {family: [] for family in FAMILIES}

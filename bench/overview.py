@@ -1,7 +1,7 @@
 """A line of figures of merit for each measured row."""
 
 import math
-from typing import Sequence
+from typing import Mapping, Sequence
 
 from bench import merit, parts
 from bench.cases import Row, title
@@ -51,6 +51,20 @@ def notes(runs: Sequence[Run]) -> list[str]:
                  "part of it each, which is less. A large all-reduce takes more, by this rank's "
                  "part of the sum: it lies in shared memory while the whole is copied out.")
     return [*found, text]
+
+
+def recomputing(runs: Mapping[tuple[str, str, int], Run]) -> list[str]:
+    """Which rows compute what again, where any does: their times and words include it."""
+    found: dict[str, list[str]] = {}
+    for (table, scheme, ranks), run in sorted(runs.items()):
+        name = str(run.configuration.get("recompute", "none"))
+        found.setdefault(name, []).append(f"{table} {title(scheme)} {ranks}")
+    if set(found) <= {"none"}:
+        return []
+    rows = "; ".join(f"{name}: {'all rows' if len(found) == 1 else ', '.join(names)}"
+                     for name, names in found.items())
+    return [f"Recomputed in backward, which times, words and memory show and useful operations "
+            f"do not: {rows}."]
 
 
 def most(run: Run, name: str) -> float:

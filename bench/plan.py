@@ -10,15 +10,14 @@ import time
 from typing import Iterator
 
 import msgspec
-import numpy as np
 from tabulate import tabulate
 
 import mm3d
-from bench import model
+from bench import fit, model
 from bench.cases import UsageError
 from bench.dry import sizes as sizes_of
-from bench.screen import Plan, Sizes, local_elements, products, screen
-from mm3d import cost, dry
+from bench.screen import Plan, Sizes, products, screen
+from mm3d import dry
 
 TRACED = 32    # plans that are traced after screening: all, where there are no more
 FEW = 12    # and so many where there are more
@@ -59,29 +58,19 @@ def regime(M: int, N: int, K: int, ranks: int) -> int:
     return 1 if ranks * n <= m else 2 if ranks * k * k <= m * n else 3
 
 
-def traced(plan: Plan, machine: model.Machine, dtype: str, recompute: bool,
+def traced(plan: Plan, machine: model.Machine, dtype: str, recompute: str,
            sizes: Sizes) -> Plan:
     """The same plan with seconds and memory from a dry run of rank 0."""
     ranks = math.prod(plan.grid)
     trace = dry.extended(plan.scheme, ranks, plan.grid, dtype=dtype, block=machine.granule,
-                         **sizes)
-    seconds = model.step_seconds(machine, trace, recompute)
-    memory = recomputed_peak(plan, ranks, dtype, sizes) if recompute else trace.peak
+                         recompute=recompute, **sizes)
+    seconds = model.step_seconds(machine, trace)
     return msgspec.structs.replace(plan, forward=seconds["forward"],
-                                   backward=seconds["backward"], memory=memory,
-                                   fits=memory <= machine.memory_bytes, traced=True)
+                                   backward=seconds["backward"], memory=trace.peak,
+                                   fits=trace.peak <= machine.memory_bytes, traced=True)
 
 
-def recomputed_peak(plan: Plan, ranks: int, dtype: str, sizes: Sizes) -> float:
-    """Bytes when only the inputs of the layers are kept: those, and all of one layer's."""
-    one = dry.step(plan.scheme, ranks, plan.grid, dtype=dtype, **{**sizes, "layers": 1})
-    shape = dict(zip(mm3d.SCHEMES[plan.scheme].directions, plan.grid))
-    held = 2 * cost.parameters(1, sizes["hidden"]) * np.dtype(dtype).itemsize / ranks
-    inputs = local_elements(plan.scheme, tuple(shape.values()), sizes)[0]
-    return one.peak + (sizes["layers"] - 1) * (held + inputs * np.dtype(dtype).itemsize)
-
-
-def plans(ranks: int, machine: model.Machine, dtype: str = "float32", recompute: bool = False,
+def plans(ranks: int, machine: model.Machine, dtype: str = "float32", recompute: str = "none",
           top: int = FEW, scheme: str | None = None, **sizes: int) -> list[Plan]:
     """The plans of all candidates, the best first, `top` of them traced.
 
@@ -120,12 +109,13 @@ def run(arguments) -> int:
     took = time.perf_counter() - start
     print(f"{machine.about}\n{arguments.ranks} ranks; "
           + ", ".join(f"{key} {value}" for key, value in sizes.items())
-          + f", {arguments.dtype}{', forward repeated' if arguments.recompute else ''}\n")
-    print(table(found[:arguments.top]))
+          + f", {arguments.dtype}, recompute {arguments.recompute}\n")
+    shown = found[:arguments.top]
+    print(table(shown, [with_policy(plan, machine, arguments.dtype, sizes) for plan in shown]))
     print("\n" + verdict(found, sizes, arguments.ranks)
           + f"\n{len(found)} plans screened, {sum(p.traced for p in found)} traced in "
-          f"{took:.1f} s. Words are those of the bucket "
-          f"algorithm, exactly; memory is exact on rank 0; seconds are a model.")
+          f"{took:.1f} s. Words are those of the bucket algorithm, exactly; memory of what is "
+          f"traced is a dry run's of rank 0; seconds are a model.")
     if arguments.pictures:
         from bench.outlook import planned
         for path in planned(arguments.pictures, machine, arguments, sizes):
@@ -133,11 +123,19 @@ def run(arguments) -> int:
     return 0
 
 
-def table(found: list[Plan]) -> str:
-    """The plans, one a line."""
+def with_policy(plan: Plan, machine: model.Machine, dtype: str, sizes: Sizes) -> str:
+    """Whether the plan fits, or which policy of recomputation fits instead."""
+    if plan.fits:
+        return "yes"
+    name, _ = fit.policy(plan.scheme, plan.grid, dtype, sizes, machine.memory_bytes)
+    return f"with {name}" if name else "NO"
+
+
+def table(found: list[Plan], fits: list[str]) -> str:
+    """The plans, one a line, and whether each fits."""
     rows = [[p.scheme, " x ".join(map(str, p.grid)), p.seconds, p.forward, p.backward,
              p.words["forward"] / 1e6, p.words["backward"] / 1e6, p.over_bound,
-             p.memory / 2**30, "yes" if p.fits else "NO"] for p in found]
+             p.memory / 2**30, said] for p, said in zip(found, fits)]
     return tabulate(rows, ["scheme", "grid", "step s", "forward s", "backward s",
                            "Mwords fwd", "Mwords bwd", "/ bound", "GiB", "fits"],
                     floatfmt=".4g")

@@ -14,10 +14,11 @@ from mm3d import store
 
 
 def expected_words(scheme: str, grid: dict[str, int], sizes: Sizes,
-                   keep: str = "none") -> np.ndarray:
+                   keep: str = "none", recompute: str = "none") -> np.ndarray:
     """The closed form of the words of one step, as `mm3d.store.Run` keeps it."""
     forms = mm3d.cost.transformer_words(scheme, grid, sizes.layers, sizes.hidden, sizes.heads,
-                                        sizes.batch, sizes.seq, keep=keep)
+                                        sizes.batch, sizes.seq, keep=keep,
+                                        recompute=recompute)
     expected = np.zeros((len(store.PHASES), len(store.AXES), len(store.COLLECTIVES)), np.int64)
     for phase, name in enumerate(store.PHASES):
         for (axis, collective), words in forms[name].items():
@@ -33,6 +34,7 @@ def configuration(one: Case, scheme, options: Options) -> dict[str, store.Settin
     return {"table": one.row.table, "scheme": one.row.scheme, "preset": one.preset,
             "grid": " x ".join(map(str, shape.values())), "grid_axes": " ".join(shape),
             "mlp_factor": 4, "seed": options.seed, **variant,
+            "recompute": options.recompute,
             "warmup": options.warmup, "order": options.order, **asdict(options.limits),
             "overridden": " ".join([*one.overridden, *["grid"] * (options.grid is not None)]),
             "verified_measured_model": one.verified == one.sizes,

@@ -134,7 +134,7 @@ def passed_on(arguments, out: Path) -> list[str]:
     options = [f"--preset={arguments.preset}", f"--out={out}",
                *variants.asked_for(arguments).arguments()]
     for name in ("warmup", "repetitions", "max_repetitions", "max_seconds", "width", "order",
-                 "traced", "backend", "seed", "stall"):
+                 "traced", "backend", "seed", "stall", "recompute"):
         value = getattr(arguments, name)
         if value is not None:
             options.append(f"--{name.replace('_', '-')}={value}")

@@ -37,6 +37,7 @@ def settings(arguments) -> dict[str, Any]:
         "blas", "blas_architecture") or name.endswith("_version")}
     return {"preset": arguments.preset, "warmup": warmup, **vars(limits),
             "traced": traced_steps(arguments), "seed": arguments.seed,
+            "recompute": arguments.recompute,
             **msgspec.structs.asdict(variants.asked_for(arguments, backend.get(library))),
             "source": machine.source_digest(), **same}
 
@@ -83,7 +84,9 @@ def measured_before(name: str, reproduction: Reproduction, folder: Path) -> bool
                 and all(value == reproduction.settings.get(name, value) for name, value in
                         msgspec.structs.asdict(variants.recorded(run.configuration)).items())
                 and all(run.configuration[name] == reproduction.settings[name]
-                        for name in ("seed", "warmup", "repetitions"))):
+                        for name in ("seed", "warmup", "repetitions"))
+                and run.configuration.get("recompute", "none")
+                == reproduction.settings.get("recompute", "none")):
             return True
     return False
 

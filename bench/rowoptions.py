@@ -59,6 +59,8 @@ def _add_arrays(parser: argparse.ArgumentParser) -> None:
                         help="the array library (default MM3D_BACKEND, or numpy)")
     parser.add_argument("--seed", type=options.whole(0), default=0, metavar="N",
                         help="of parameters and input (default 0)")
+    parser.add_argument("--recompute", type=options.recompute, default="none", metavar="POLICY",
+                        help=f"{options.RECOMPUTE} (default none)")
 
 
 def add_run(verbs, parent: argparse.ArgumentParser) -> None:

@@ -18,6 +18,7 @@ from bench.residual import EPS
 from bench.variants import itemsize, recorded
 from bench.verify import tolerances
 from mm3d import SCHEMES, cost, timing
+from mm3d.recompute import policy
 from mm3d.record import Check, Measurements
 from mm3d.statistics import median_interval
 from mm3d.store import AXES, COLLECTIVES, PHASES, Run
@@ -141,6 +142,19 @@ def crowded(environment: dict[str, Any], count: int) -> Iterator[str]:
         yield f"ranks_per_core {environment['ranks_per_core']:g}: {local} / {cores} would do"
 
 
+def recomputation(run: Run) -> Iterator[str]:
+    """The policy of recomputation is one, or there is none in the file."""
+    try:
+        policy(run.configuration.get("recompute", "none"))
+    except ValueError as error:
+        yield str(error)
+
+
+def recomputed(run: Run) -> str:
+    """Its policy; "none" where the file says nothing, or what `recomputation` tells of."""
+    return "none" if any(recomputation(run)) else run.configuration.get("recompute", "none")
+
+
 def words(run: Run) -> Iterator[str]:
     """The words that were counted, and those the file expects, are the closed form's."""
     chosen = run.configuration
@@ -148,7 +162,7 @@ def words(run: Run) -> Iterator[str]:
         return
     shape = dict(zip(chosen["grid_axes"].split(), map(int, chosen["grid"].split(" x "))))
     expected = expected_words(chosen["scheme"], shape, Sizes(*(chosen[name] for name in SIZES)),
-                              recorded(chosen).keep)
+                              recorded(chosen).keep, recomputed(run))
     counted = run.traffic["words"].sum(axis=1)
     for name, found in (("expected_words", run.expected_words), ("the words counted", counted)):
         if not np.array_equal(found, expected):
@@ -184,7 +198,7 @@ def groups(run: Run) -> Iterator[str]:
     shape = dict(zip(chosen["grid_axes"].split(), map(int, chosen["grid"].split(" x "))))
     stored = cost.parameters(chosen["layers"], chosen["hidden"])
     saved = cost.saved_words(chosen["scheme"], shape, *(chosen[name] for name in SIZES),
-                             recorded(chosen).keep)
+                             recorded(chosen).keep, recompute=recomputed(run))
     size = itemsize(chosen["dtype"])
     for name, count in (("parameters", stored), ("gradients", stored), ("saved", saved)):
         if not np.isclose(found["memory"][f"expected_{name}"] * run.ranks, count * size,
@@ -278,5 +292,5 @@ def warnings(run: Run | Measurements) -> Iterator[str]:
 
 
 MODEL: tuple[Callable[[Run], Iterator[str]], ...] = (
-    samples, ending, verification, ranks, words, groups, sizes)
+    samples, ending, verification, ranks, recomputation, words, groups, sizes)
 MEASUREMENTS: tuple[Callable[[Measurements], Iterator[str]], ...] = (derived, passed)

@@ -56,7 +56,8 @@ def run(arguments, comm) -> int:
                       grid=arguments.grid, machine=planned, inside=arguments.inside,
                       stop_file=arguments.stop_file, traced=traced_steps(arguments),
                       trace=chrome.asked_for(arguments, comm), cases=len(cases),
-                      watched=getattr(arguments, "watched", unwatched))
+                      watched=getattr(arguments, "watched", unwatched),
+                      recompute=arguments.recompute)
     if comm.rank == 0:
         for line in left_out(arguments.rows, comm.size):
             say(line)
@@ -142,7 +143,7 @@ def measured(one: Case, scheme, order: str, options: Options,
     """What was measured, on rank 0; and this rank's spans of the last traced step, on a clock."""
     resident, comm = footprint.Resident(), scheme.grid.comm
     model = possible(lambda: verify.build(scheme, one.sizes, options.seed, one.variant.dtype,
-                                          one.variant.causal))
+                                          one.variant.causal, options.recompute))
     x, dy = model.random("input"), model.random("output gradient")
     memory = yardsticks.StepMemory(model, resident)
     y, dx, traffic = counted_step(model, x, dy, memory.between)
@@ -171,7 +172,8 @@ def measured(one: Case, scheme, order: str, options: Options,
             machine.describe(scheme.grid.backend.name, comm.size, MPI.Get_library_version(),
                              command_line(sys.argv[1:])),
             found.samples, dict(zip((*store.COUNTS, "moved"), np.stack(everyone, axis=2))),
-            expected_words(scheme.name, scheme.grid.shape, one.sizes, one.variant.keep), checks,
+            expected_words(scheme.name, scheme.grid.shape, one.sizes, one.variant.keep,
+                           options.recompute), checks,
             published(one.row),
             late=found.late, ended_by=found.ended_by, clock=clock,
             groups={name: group for name, group in groups.items() if group is not None})
@@ -212,7 +214,7 @@ def verified(one: Case, scheme, model, y, dx, options: Options) -> list[store.Ch
     checked = model
     if one.verified != one.sizes:
         checked = verify.build(scheme, one.verified, options.seed, one.variant.dtype,
-                               one.variant.causal)
+                               one.variant.causal, options.recompute)
         y, dx, _ = counted_step(checked, checked.random("input"),
                                 checked.random("output gradient"))
     checks = verify.compare(checked, y, dx, one.verified, options.seed, one.variant.rounding,

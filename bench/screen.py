@@ -13,6 +13,7 @@ import numpy as np
 import mm3d
 from bench import model
 from mm3d import cost, dry
+from mm3d.recompute import policy
 
 Sizes = dict[str, int]
 
@@ -125,13 +126,13 @@ def _local_gemms(name: str, grid: tuple[int, ...], sizes: Sizes,
 
 
 def screen(name: str, grid: tuple[int, ...], machine: model.Machine, dtype: str,
-           recompute: bool, sizes: Sizes) -> Plan:
+           recompute: str, sizes: Sizes) -> Plan:
     """The plan of a scheme on a grid by the closed forms."""
     letters = mm3d.SCHEMES[name].directions
     shape, ranks = dict(zip(letters, grid)), math.prod(grid)
     size = np.dtype(dtype).itemsize
     rest = {key: sizes[key] for key in ("layers", "hidden", "batch", "seq")}
-    moves = cost.transformer_moves(name, shape, **rest)
+    moves = cost.transformer_moves(name, shape, **rest, recompute=recompute)
     words = {phase: sum(m.words for m in found.values()) / ranks
              for phase, found in moves.items()}
     strides = {c: math.prod(grid[i + 1:]) for i, c in enumerate(letters)}
@@ -148,18 +149,20 @@ def screen(name: str, grid: tuple[int, ...], machine: model.Machine, dtype: str,
     per_layer = sum(times * model.gemm_seconds(machine, gemm) for times, gemm in gemms)
     attention = model.gemm_seconds(machine, gemms[-1][1])
     spent["forward"]["gemm"] = sizes["layers"] * per_layer
-    spent["backward"]["gemm"] = sizes["layers"] * (2 * per_layer + attention / 2)
+    again = (cost.flops_again(**sizes, recompute=recompute)
+             / cost.flops(**sizes)["forward"])
+    spent["backward"]["gemm"] = sizes["layers"] * ((2 + again) * per_layer + attention / 2)
     local = local_elements(name, grid, sizes)
     for phase, coefficients in zip(dry.PHASES, elementwise()):
         spent[phase]["memory"] = (sizes["layers"] * size * float(coefficients @ local)
                                   / machine.memory_bandwidth)
+    # Elementwise work is done again with every policy, twice where two are joined.
+    chosen = policy(recompute)
+    spent["backward"]["memory"] += (bool(chosen.every) + chosen.selective
+                                    ) * spent["forward"]["memory"]
     seconds = {phase: model.seconds(machine, spent[phase]) for phase in dry.PHASES}
-    saved = size * cost.saved_words(name, shape, **sizes) / ranks
-    memory = _memory(name, grid, sizes, size, saved, recompute)
-    return Plan(name, grid, seconds["forward"],
-                seconds["backward"] + recompute * seconds["forward"],
-                {p: w + recompute * (p == "backward") * words["forward"]
-                 for p, w in words.items()},
+    memory = size * cost.peak_words(name, shape, **sizes, recompute=recompute)
+    return Plan(name, grid, seconds["forward"], seconds["backward"], words,
                 over_bound(name, shape, sizes), memory, memory <= machine.memory_bytes)
 
 
@@ -172,16 +175,3 @@ def local_elements(name: str, grid: tuple[int, ...], sizes: Sizes) -> np.ndarray
     uneven = -(-heads // parts) * parts / heads
     scores = sizes["batch"] * heads * sizes["seq"] ** 2 / ranks
     return np.array([outer, whole / ranks * uneven, scores * uneven])
-
-
-def _memory(name: str, grid: tuple[int, ...], sizes: Sizes, size: int, saved: float,
-            recompute: bool) -> float:
-    """Bytes on a rank: parameters and gradients, what is saved, and the largest product."""
-    parts = math.prod(grid)
-    held = 2 * cost.parameters(sizes["layers"], sizes["hidden"]) * size / parts
-    product = max(g.m * g.n + g.n * g.k + g.m * g.k
-                  for _, g in list(_local_gemms(name, grid, sizes, "float32"))[:-1])
-    if recompute:
-        outer = local_elements(name, grid, sizes)[0] * size
-        saved = saved / sizes["layers"] + outer * sizes["layers"]
-    return held + saved + product * size

@@ -47,10 +47,11 @@ def tolerances(rounding: str, layers: int) -> tuple[float, float]:
     return (UNITS * EPS[rounding] * math.sqrt(layers),) * 2
 
 
-def build(scheme, sizes: Sizes, seed: int, dtype: str, causal: bool = False) -> mm3d.Transformer:
+def build(scheme, sizes: Sizes, seed: int, dtype: str, causal: bool = False,
+          recompute: str = "none") -> mm3d.Transformer:
     """The Transformer of `sizes`: the same numbers whatever the scheme."""
     return mm3d.Transformer(scheme, sizes.layers, sizes.hidden, sizes.heads, sizes.batch,
-                            sizes.seq, seed, dtype, causal)
+                            sizes.seq, seed, dtype, causal, recompute=recompute)
 
 
 class Part(NamedTuple):

@@ -178,11 +178,13 @@ def _expected(model, sizes: dict[str, int], variant: Variant) -> dict[str, Varia
     """
     grid, size, options = model.grid, itemsize(model.dtype), variant.options(model.scheme.name)
     parameters = cost.parameters(sizes["layers"], sizes["hidden"])
-    saved = cost.saved_words(model.scheme.name, grid.shape, **sizes, keep=variant.keep)
+    saved = cost.saved_words(model.scheme.name, grid.shape, **sizes, keep=variant.keep,
+                             recompute=model.recompute)
     run = dry.extended(model.scheme.name, grid.size, tuple(grid.shape.values()),
                        block=grid.backend.block, options=options, causal=variant.causal,
                        # bfloat16 takes as much as float16, which dry runs have.
-                       dtype="float16" if size == 2 else model.dtype, **sizes)
+                       dtype="float16" if size == 2 else model.dtype,
+                       recompute=model.recompute, **sizes)
     found = {"parameters": parameters * size / grid.size,
              "gradients": parameters * size / grid.size,
              "saved": saved * size / grid.size, "pool_peak": run.pool_peak}

@@ -83,6 +83,7 @@ class Transformer:
         if master is not None and (master != "float32" or dtype in ("float32", "float64")):
             raise ValueError(f"master={master!r} for a model in {dtype}: float32 masters are for "
                              f"types of 16 bits, such as dtype='float16'; leave master out")
+        self.recompute = recompute
         self.policy, keep = policy(recompute), getattr(scheme, "keep", "none")
         if self.policy.selective and keep != "none":
             raise ValueError(f"recompute={recompute!r} keeps nothing that keep={keep!r} of the "

@@ -1,0 +1,97 @@
+"""What fits the memory of a rank, and which policy of recomputation makes it fit."""
+import pytest
+
+import mm3d
+from bench import fit, rules
+from bench.__main__ import main
+from bench.cases import UsageError, select
+from bench.overview import recomputing
+from mm3d import dry
+from mm3d.recompute import POLICIES
+from records import made_up
+
+SIZES = dict(layers=4, hidden=64, heads=4, batch=8, seq=32)
+GRID = (2, 2, 2)
+
+
+@pytest.mark.parametrize("text, count", [("16 GB", 16 * 10 ** 9), ("15GiB", 15 * 2 ** 30),
+                                         ("1.5 KiB", 1536), ("7", 7), ("7 B", 7)])
+def test_sizes_of_memory(text, count):
+    assert fit.size(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1 GB", "16 gigabytes", "0 GB", "16 iB", "1e9"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(UsageError, match="give it as 16 GB"):
+        fit.size(text)
+
+
+def test_the_policy_is_the_first_that_fits_by_a_dry_run():
+    """One byte less than a policy needs, and another one is found."""
+    found = {name: fit.peak("3d", GRID, "float32", name, SIZES) for name in POLICIES}
+    for name in ("none", "selective", "full"):
+        assert dry.step("3d", 8, GRID, **SIZES, recompute=name).peak == found[name]
+        assert fit.policy("3d", GRID, "float32", SIZES, found[name]) == (name, found[name])
+        other, peak = fit.policy("3d", GRID, "float32", SIZES, found[name] - 1)
+        assert other != name and (other is None or peak == found[other] < found[name])
+    none, least = fit.policy("3d", GRID, "float32", SIZES, min(found.values()) // 2)
+    assert none is None and least <= 1.1 * min(found.values())
+
+
+def test_dry_says_whether_it_fits_and_what_would(capsys):
+    options = ["dry", "--ranks", "8", *(f"--{name}={n}" for name, n in SIZES.items())]
+    full = fit.peak("3d", GRID, "float32", "full", SIZES)
+    assert main([*options, f"--memory={full} B"]) == 1
+    assert "it does not fit, but --recompute full does" in capsys.readouterr().out
+    assert main([*options, f"--memory={full} B", "--recompute", "full"]) == 0
+    printed = capsys.readouterr().out
+    assert "it fits" in printed and "of these again" in printed and "(again)" in printed
+    assert main([*options, "--memory=1 KB"]) == 1
+    assert "no policy fits" in capsys.readouterr().out
+    assert main([*options, "--memory=lots"]) == 2
+    with pytest.raises(SystemExit):
+        main([*options, "--recompute", "some"])
+    assert "none, selective, full, or uniform:n" in capsys.readouterr().err
+
+
+@pytest.mark.ranks(8)
+def test_memory_of_the_real_model_is_what_the_choice_was_made_by(comm, monkeypatch):
+    """The most of any rank, as the pool counts it, is that of the dry run of rank 0."""
+    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
+    for name in ("none", "selective", "full", "uniform:2+selective"):
+        scheme = mm3d.scheme("3d", comm, GRID, "numpy")
+        pool = scheme.grid.backend.pool
+        before = pool.in_use
+        pool.reset_peak()
+        model = mm3d.Transformer(scheme, **SIZES, recompute=name)
+        x, dy = model.random("input"), model.random("output gradient")
+        y, saved = model.forward(x)
+        model.backward(dy, saved)
+        most = comm.allreduce(pool.peak - before, mm3d.grid.MPI.MAX)
+        block = scheme.grid.backend.block
+        del model, x, dy, y, saved
+        scheme.grid.free()
+        assert most == dry.extended("3d", 8, GRID, block=block, recompute=name,
+                                    **SIZES).pool_peak, name
+
+
+def rows(name="3d"):
+    """A row of a table, as a made-up run."""
+    return made_up(next(row for row in select("weak", name) if row.gpus == 64))
+
+
+def test_files_say_the_policy_and_those_of_before_had_none():
+    run = rows()
+    assert not [*rules.recomputation(run)] and rules.recomputed(run) == "none"
+    run.configuration["recompute"] = "full"
+    assert not [*rules.recomputation(run)] and rules.recomputed(run) == "full"
+    run.configuration["recompute"] = "some"
+    assert "recompute='some' is unknown" in next(rules.recomputation(run))
+
+
+def test_tables_say_which_rows_recompute():
+    run, other = rows(), rows("1d")
+    both = {("weak", "3d", 64): run, ("weak", "1d", 64): other}
+    assert recomputing(both) == []
+    run.configuration["recompute"] = "full"
+    assert "full: weak 3-D 64" in recomputing(both)[0]
