@@ -8,10 +8,10 @@ from typing import NoReturn, Sequence
 
 from tabulate import tabulate
 
-from bench import variants
+from bench import options, variants
 from bench.cases import Case, UsageError, case, equal_tokens, load, select
 from bench.status import status_of
-from jobs import rows, scripts, slurm
+from jobs import fitting, rows, scripts, slurm
 from jobs import site as sites
 from jobs.collect import collect, line
 from jobs.rows import DONE, UNDER_WAY
@@ -40,6 +40,9 @@ def parser() -> argparse.ArgumentParser:
     rest.add_argument("--inside", metavar="AXIS", help=(
         "the direction of the grid that stays inside a node (default: the site file's, or the "
         "one that moves the most words)"))
+    rest.add_argument("--recompute", type=options.recompute, metavar="POLICY", help=(
+        f"{options.RECOMPUTE} (default: the first of none, selective, full and so on with which "
+        "the row fits the memory that the site file gives)"))
     rest.add_argument("--out", metavar="DIR", help="the results (default results/SITE)")
     variants.add_options(rest)
     verbs.add_parser("render", parents=[rest], help="write the scripts, and say what they ask for")
@@ -76,7 +79,8 @@ def work_and_cases(arguments) -> tuple[Work, list[Case]]:
                          "ranks; choose some of them")
     cases = [one for one in cases if str(one.row.gpus) in wanted]
     out = Path(arguments.out or Path("results") / Path(arguments.site).stem)
-    work = Work(site, arguments.site, scripts.check_path(out), arguments.inside)
+    work = Work(site, arguments.site, scripts.check_path(out), arguments.inside,
+                arguments.recompute)
     for one in cases:
         directions = lookup(one.row.scheme).directions
         inside = work.inside or site.inside.get(one.row.scheme, "auto")
@@ -118,9 +122,12 @@ def overview(work: Work, cases: list[Case]) -> str:
     site = work.site
     lines = [[one.title, one.row.gpus, scripts.nodes(site, one.row.gpus),
               scripts.gpus(site, one.row.gpus) or "-", site.slurm.time,
-              work.inside or site.inside.get(one.row.scheme, "auto"), work.script(one).name]
-             for one in cases]
-    return tabulate(lines, ["row", "ranks", "nodes", "GPUs a node", "time", "inside", "script"])
+              work.inside or site.inside.get(one.row.scheme, "auto"), fits.recompute,
+              "-" if fits.peak is None else f"{fits.peak / 2 ** 30:.1f}",
+              "-" if fits.peak is None else "yes" if fits.fits else "NO", work.script(one).name]
+             for one, fits in ((one, work.fitting(one)) for one in cases)]
+    return tabulate(lines, ["row", "ranks", "nodes", "GPUs a node", "time", "inside", "recompute",
+                            "GiB a rank", "fits", "script"])
 
 
 def submit(work: Work, cases: list[Case], arguments) -> int:
@@ -129,6 +136,11 @@ def submit(work: Work, cases: list[Case], arguments) -> int:
         render(work, cases, arguments)
         standings = rows.survey(work, cases, slurm.queue())
         due = [one.case for one in standings if one.state not in (DONE, *UNDER_WAY)]
+        refused = [one for one in due if not work.fitting(one).fits]
+        for one in refused:
+            most = fitting.limit(work.site, one.row.gpus)
+            print(f"refused: {one.title}: {work.fitting(one).refusal(most)}", file=sys.stderr)
+        due = [one for one in due if one not in refused]
         under_way = [one.job for one in standings if one.state in UNDER_WAY]
         print(f"{len(cases)} rows: {sum(one.state == DONE for one in standings)} done, "
               f"{len(under_way)} under way, {len(due)} to submit")
@@ -145,7 +157,7 @@ def submit(work: Work, cases: list[Case], arguments) -> int:
             print(f"error: the queue took {len(new)} of {len(due)} rows: {error}\nSubmit again "
                   "for the others; python -m jobs collect collects", file=sys.stderr)
             return 1
-    return 0
+    return int(bool(refused))
 
 
 def grouped(cases: list[Case]) -> list[list[Case]]:

@@ -13,6 +13,7 @@ from typing import Any
 import jinja2
 
 from bench.cases import Case, UsageError
+from jobs.fitting import Fitting, check, fitting, limit
 from jobs.site import Site
 
 ROOT = Path(__file__).resolve().parents[1]    # where python -m bench finds its source
@@ -33,17 +34,24 @@ class Work:
         The folder of results; scripts, logs and bookkeeping lie in ``jobs`` within it.
     inside : str or None
         The direction that stays inside a node, instead of the site's.
+    recompute : str or None
+        What backward computes again, instead of the least with which each row fits.
     """
 
     site: Site
     name: str
     out: Path
     inside: str | None = None
+    recompute: str | None = None
 
     @property
     def folder(self) -> Path:
         """Where scripts, logs and bookkeeping lie."""
         return self.out / "jobs"
+
+    def fitting(self, case: Case) -> Fitting:
+        """How a row fits the memory of the site's ranks."""
+        return fitting(self.site, case, self.recompute)
 
     def runs(self, case: Case) -> Path:
         """Where the jobs of a row write."""
@@ -135,6 +143,7 @@ def row_script(work: Work, case: Case) -> str:
     """The script that measures one row."""
     site, ranks, folder = work.site, case.row.gpus, check_path(work.runs(case))
     inside = work.inside or site.inside.get(case.row.scheme, "auto")
+    fits = work.fitting(case)
     doctor = [f"--ranks={ranks}", f"--launcher={shlex.join(launch(site, ranks))}",
               f"--seen={folder}", f"--out={folder}", f"--limit={LIMIT}",
               f"--ranks-per-node={site.node.ranks}",
@@ -147,12 +156,14 @@ def row_script(work: Work, case: Case) -> str:
              [f"--table={case.row.table}", f"--scheme={case.row.scheme}"])
     run = [*named, f"--preset={case.preset}",
            f"--out={folder}", f"--backend={site.run.backend}", f"--inside={inside}",
-           *case.variant.arguments(), *site.run.options]
+           f"--recompute={fits.recompute}", *case.variant.arguments(), *site.run.options]
+    most = limit(site, ranks)
     return TEMPLATES.get_template("row.sh.j2").render(
         title=f"{case.title}, preset {case.preset}", site=site, root=ROOT, folder=folder,
         options=row_options(work, job_name(case), ranks), launch=launch(site, ranks),
         questions=["census", "exchange"] if site.run.device_buffers else ["census"],
-        limit=LIMIT, doctor=doctor, run=run)
+        limit=LIMIT, doctor=doctor, run=run,
+        memory=check(case, fits.recompute, most) if most else [])
 
 
 def array_script(work: Work, cases: list[Case]) -> str:

@@ -9,6 +9,7 @@ from typing import Any, Iterator, Literal
 
 import msgspec
 
+from bench import fit
 from bench.cases import UsageError
 
 # What may stand in a line that Slurm reads, where quoting is Slurm's own affair.
@@ -52,11 +53,28 @@ class Slurm(Part):
 
 
 class Node(Part):
-    """A node: how many ranks are started on it, the cores of each, and its GPUs."""
+    """A node.
+
+    Attributes
+    ----------
+    ranks : int
+        How many are started on it.
+    cores_per_rank : int
+        The cores of each.
+    gpus : int
+        GPUs of the node.
+    gpu_memory : str or None
+        Of each GPU for arrays, such as ``16 GB`` (of 1000^3 bytes) or ``15 GiB`` (of 1024^3);
+        what the driver, the libraries and MPI need besides is not in it.
+    memory : str or None
+        Of the node for the arrays of all of its ranks, where there are no GPUs.
+    """
 
     ranks: int
     cores_per_rank: int = 1
     gpus: int = 0
+    gpu_memory: str | None = None
+    memory: str | None = None
 
 
 class Software(Part):
@@ -170,6 +188,17 @@ def problems(site: Site) -> Iterator[str]:
     for key in ("time", "collect_time"):
         if not TIME.fullmatch(getattr(site.slurm, key)):
             yield f"slurm.{key} = {getattr(site.slurm, key)!r}: give it as 2:00:00 or 1-12:00:00"
+    for key in ("gpu_memory", "memory"):
+        text = getattr(site.node, key)
+        try:
+            fit.size(text or "1 B")
+        except UsageError as error:
+            yield f"node.{key} = {error}"
+    if site.node.gpu_memory and site.node.memory:
+        yield "node.gpu_memory and node.memory: give that of the GPUs, or without any the node's"
+    if any(option.partition("=")[0] == "--recompute" for option in site.run.options):
+        yield ("run.options: --recompute is chosen for each row by node.gpu_memory or "
+               "node.memory, or given to jobs render and submit as --recompute")
     for option in site.slurm.options:
         if not option.startswith("--"):
             yield f"slurm.options: {option!r} is no option of sbatch: give it as --mem=0"
