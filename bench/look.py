@@ -9,7 +9,7 @@ from bench import attentioncheck
 from bench.residual import EPS
 from bench.sheets import Sheet, chunks
 from mm3d.elementwise import GELU_CUBIC, GELU_SCALE
-from mm3d.layers import Attention, Gelu, LayerNorm, Linear
+from mm3d.layers import Attention, Gelu, LayerNorm, Linear, Residual
 from mm3d.layout import Layout
 
 ROWS = 4
@@ -236,11 +236,23 @@ def _row(vector: Layout) -> Layout:
 def _names(model: Any) -> dict[int, str]:
     """The name of every layer and residual block by its identity."""
     names = {}
-    for number, block in enumerate(model.layers.layers):
+    for number, block in enumerate(residual_blocks(model.layers)):
         part = ("attention", "mlp")[number % 2]
         names[id(block)] = f"layers.{number // 2}.{part}"
-        for layer in block.layers:
+        for layer in leaves(block):
             own = (layer.parameters[0].name.rpartition(".")[0] if layer.parameters else
                    f"{names[id(block)]}.{type(layer).__name__.lower()}")
             names[id(layer)] = own
     return names
+
+
+def residual_blocks(chain: Any) -> list[Residual]:
+    """The residual blocks within `chain`, also those that are computed again, in order."""
+    return [block for layer in chain.layers for block in (
+        [layer] if isinstance(layer, Residual) else residual_blocks(layer))]
+
+
+def leaves(chain: Any) -> list[Any]:
+    """The layers within `chain` that are no chains themselves, in order."""
+    return [leaf for layer in chain.layers for leaf in (
+        leaves(layer) if hasattr(layer, "layers") else [layer])]

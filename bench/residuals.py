@@ -18,8 +18,9 @@ from typing import Any, Iterator
 import numpy as np
 
 from bench import attentioncheck
-from bench.look import SUMS, Look
+from bench.look import SUMS, Look, residual_blocks
 from bench.sheets import greatest
+from mm3d.layers import Residual
 from mm3d.store import Check
 
 # Multiples of eps that pass: of |A||B| in products, and of what rounding can do to each number of
@@ -51,7 +52,7 @@ def step(model: Any, x: Any, dy: Any, seed: int) -> list[Check]:
         _, saved = model.forward(x)
         model.backward(dy, saved)
     worst = greatest(np.array(list(look.errors.values())), model.grid.comm)
-    multiples = quantities(len(model.layers.layers) // 2)
+    multiples = quantities(len(residual_blocks(model.layers)) // 2)
     return [Check(PREFIX + name, float(error), multiples[PREFIX + name] * look.eps)
             for name, error in zip(look.errors, worst)]
 
@@ -90,17 +91,24 @@ def quantities(layers: int) -> dict[str, int]:
 @contextmanager
 def watched(model: Any, look: "Look") -> Iterator[None]:
     """Have `look` see what every layer of `model` makes within the block."""
-    blocks = model.layers.layers
-    before = [block.layers for block in blocks]
-    for block in blocks:
-        block.layers = tuple(_Watched(layer, look) for layer in block.layers)
-    model.layers.layers = tuple(_WatchedBlock(block, look) for block in blocks)
+    before: list[tuple[Any, tuple]] = []
+    _watch(model.layers, look, before)
     try:
         yield
     finally:
-        model.layers.layers = blocks
-        for block, layers in zip(blocks, before):
-            block.layers = layers
+        for chain, layers in before:
+            chain.layers = layers
+
+
+def _watch(chain: Any, look: "Look", before: list[tuple[Any, tuple]]) -> None:
+    """Put watched layers in the place of those within `chain`, and note what was there."""
+    before.append((chain, chain.layers))
+    for layer in chain.layers:
+        if hasattr(layer, "layers"):
+            _watch(layer, look, before)
+    chain.layers = tuple(
+        _WatchedBlock(layer, look) if isinstance(layer, Residual) else
+        layer if hasattr(layer, "layers") else _Watched(layer, look) for layer in chain.layers)
 
 
 class _Watched:
@@ -119,6 +127,10 @@ class _Watched:
         self.look.backward(self.layer, dy, dx, needed)
         return dx
 
+    def again(self, x: Any) -> Any:
+        """What forward keeps; here its output, too, is computed again and looked at."""
+        return self.forward(x)[1]
+
 
 class _WatchedBlock:
     """A residual block whose two sums are looked at in some rows."""
@@ -135,3 +147,7 @@ class _WatchedBlock:
         dx = self.block.backward(dy, kept)
         self.look.sum(self.block, SUMS[1], dy, dx)
         return dx
+
+    def again(self, x: Any) -> Any:
+        """What forward keeps, without the sum."""
+        return self.block.again(x)

@@ -2,7 +2,7 @@
 import pytest
 
 import mm3d
-from bench import fit, rules
+from bench import fit, residuals, rules
 from bench.__main__ import main
 from bench.cases import UsageError, select
 from bench.overview import recomputing
@@ -95,3 +95,16 @@ def test_tables_say_which_rows_recompute():
     assert recomputing(both) == []
     run.configuration["recompute"] = "full"
     assert "full: weak 3-D 64" in recomputing(both)[0]
+
+
+@pytest.mark.ranks(1, 8)
+@pytest.mark.parametrize("name", ["none", "selective", "full", "uniform:2+selective"])
+def test_residuals_are_of_the_model_that_recomputes(comm, name):
+    """Of every layer as without; what is computed again is looked at, too."""
+    scheme = mm3d.scheme("3d", comm, backend="numpy")
+    model = mm3d.Transformer(scheme, layers=3, hidden=32, heads=4, batch=8, seq=8, recompute=name)
+    before = model.layers.layers
+    checks = residuals.step(model, model.random("x"), model.random("dy"), 0)
+    assert len(checks) == len(residuals.quantities(3)) and residuals.failure(checks) is None
+    assert model.layers.layers is before
+    scheme.grid.free()
