@@ -181,6 +181,9 @@ class GpuKernels:
     def attention_backward(self, do: Array, q: Array, k: Array, v: Array, lse: Array, first: int,
                            causal: bool, dq: Array, dk: Array, dv: Array) -> None:
         queries, d = q.shape[1], q.shape[-1]
+        if not queries:    # no part fills these, which are added to those of other ranks
+            dk[...], dv[...] = 0, 0
+            return
         positions, wide = k.shape[1], self._wide(q)
         scale, sums = wide(1 / math.sqrt(d)), []
         for part, (S, P) in self._parts_of_scores(q, positions, [wide, q.dtype]):

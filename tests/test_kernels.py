@@ -158,11 +158,13 @@ def test_layer_normalization(cupy, name, whole, shape):
 
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("name", DTYPES)
-@pytest.mark.parametrize("causal, first, queries, positions", [(False, 0, 5, 5), (True, 0, 6, 6),
-                                                               (True, 2, 3, 7)])
-def test_attention(cupy, monkeypatch, name, causal, first, queries, positions):
-    """Forward and backward, also a part of the heads at a time; queries of a part of the rows."""
-    batch, heads, d = 2, 3, 4
+@pytest.mark.parametrize("batch, heads, causal, first, queries, positions", [
+    (2, 3, False, 0, 5, 5), (2, 3, True, 0, 6, 6), (2, 3, True, 2, 3, 7), (2, 3, True, 3, 0, 3),
+    (2, 3, False, 0, 0, 3), (0, 3, True, 0, 3, 3), (2, 0, True, 0, 3, 3), (0, 0, False, 0, 0, 3)])
+def test_attention(cupy, monkeypatch, name, batch, heads, causal, first, queries, positions):
+    """Forward and backward, also a part of the heads at a time; queries of a part of the rows.  A
+    rank without queries fills dK and dV all the same: they are added to those of others."""
+    d = 4
     monkeypatch.setattr(kernels, "SCORES", 2 * queries * positions * 8)
     q, do = (numbers((batch, queries, heads, d), name, n) for n in (1, 2))
     kv = numbers((batch, positions, 2, heads, d), name, 3)
@@ -179,6 +181,7 @@ def test_attention(cupy, monkeypatch, name, causal, first, queries, positions):
     expected = [np.empty(a.shape) for a in wide[1:]]
     functional.attention_backward.__wrapped__(*wide, lse_host, first, causal, *expected)
     dq, dkv = cupy.empty(q.shape, q.dtype), cupy.empty(kv.shape, kv.dtype)
+    dq[...], dkv[...] = 7, 7    # what is not written shows
     found = [dq, dkv[:, :, 0, ...], dkv[:, :, 1, ...]]
     cupy.kernels.attention_backward(there[0], Q, K, V, lse, first, causal, *found)
     for a, e in zip(found, expected):
