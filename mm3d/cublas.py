@@ -24,6 +24,7 @@ KINDS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 
 _int, _long, _void = ctypes.c_int, ctypes.c_longlong, ctypes.c_void_p
 FUNCTIONS = {
+    "cublasGetStatusString": (_int,),
     "cublasSetStream_v2": (_void, _void),
     "cublasSetWorkspace_v2": (_void, _void, ctypes.c_size_t),
     "cublasGemmStridedBatchedEx": (
@@ -55,14 +56,14 @@ class Cublas:
     def __init__(self, backend: Any, binding: Any, capability: int) -> None:
         self.backend, self.binding = backend, binding
         library = ctypes.CDLL(binding.__file__)
-        library.cublasGetStatusString.restype = ctypes.c_char_p
-        self._status = library.cublasGetStatusString
         try:
             for name, arguments in FUNCTIONS.items():
                 getattr(library, name).argtypes = arguments
         except AttributeError as error:
             raise ValueError(f"the cuBLAS that CuPy uses has no {name}: pip install -U "
                              "'cupy-cuda13x[ctk]', or cupy-cuda12x") from error
+        self._status = library.cublasGetStatusString
+        self._status.restype = ctypes.c_char_p
         self.library, self.handle = library, binding.create()
         self._call("cublasSetStream_v2", backend.stream.ptr)
         size = WORKSPACE if capability >= HOPPER else EARLIER

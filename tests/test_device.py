@@ -232,6 +232,8 @@ def test_trimming_gives_pinned_memory_back(cupy):
     (dict(version="14.0.1"), "needs CuPy 14.1 or newer, here is 14.0.1"),
     (dict(missing="nvrtc"), "needs NVRTC, which CuPy does not find .*: pip install"),
     (dict(missing="cublas"), "needs cuBLAS, which CuPy does not find .*: pip install"),
+    *((dict(lacks=name), f"the cuBLAS that CuPy uses has no {name}: pip install -U 'cupy-cuda")
+      for name in ("cublasGemmStridedBatchedEx", "cublasGetStatusString")),
     (dict(capability="70"), r"CUDA 13 no longer supports this GPU \(sm_70\): pip uninstall"),
     (dict(capability="70", cuda=12090), None), (dict(version="15.0.0a1"), None)])
 def test_what_lacks_something_is_refused_by_name(monkeypatch, change, message):
@@ -247,6 +249,10 @@ def test_what_lacks_something_is_refused_by_name(monkeypatch, change, message):
         libs = modules["cupy_backends.cuda.libs"]
         delattr(libs, change["missing"])
         libs.__getattr__ = fail
+    if "lacks" in change:    # as an older library: that function has another name
+        library = fakelibs.compiled((fakelibs.HERE / "cublas.c").read_text(),
+                                    f"-D{change['lacks']}=another", "-x", "c")
+        modules["cupy_backends.cuda.libs.cublas"].__file__ = library._name
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     if message is None:
