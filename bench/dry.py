@@ -8,6 +8,7 @@ from tabulate import tabulate
 import mm3d
 from bench import beyond, fit, model
 from bench.cases import UsageError, load as load_cases
+from bench.variants import Variant
 from mm3d import cost, dry
 
 
@@ -47,9 +48,8 @@ def run(arguments) -> int:
     trace_of = dry.step if arguments.all_layers else dry.extended
     options = {"keep": arguments.keep} if arguments.keep else {}
     limit = fit.size(arguments.memory) if arguments.memory else 0
-    if limit and (arguments.keep or arguments.causal or arguments.rank):
-        raise UsageError("--memory is held against rank 0 without --keep, --causal and --rank: "
-                         "leave them out")
+    if limit and arguments.rank:
+        raise UsageError("--memory is held against rank 0, which has the most: leave --rank out")
     try:
         shape = shape or mm3d.SCHEMES[arguments.scheme].default_grid(arguments.ranks)
         trace = trace_of(arguments.scheme, arguments.ranks, shape, arguments.rank,
@@ -70,7 +70,8 @@ def run(arguments) -> int:
     if not limit:
         return 0
     fits, line = fit.verdict(arguments.scheme, tuple(shape), arguments.dtype, arguments.recompute,
-                             chosen, limit)
+                             chosen, limit,
+                             Variant(keep=arguments.keep or "none", causal=arguments.causal))
     print(line)
     return int(not fits)
 

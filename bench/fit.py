@@ -8,13 +8,15 @@ import numpy as np
 
 import mm3d
 from bench.cases import UsageError
-from mm3d import cost, dry
+from bench.variants import Variant
+from mm3d import cost, dry, recompute as recomputation
 from mm3d.recompute import POLICIES
 
 UNITS = {"": 1, "B": 1, **{f"{prefix}{ending}": base ** power
                            for ending, base in (("B", 1000), ("iB", 1024))
                            for power, prefix in enumerate("KMGT", 1)}}
-NEAR = 1.1    # closed forms are nearer to dry runs than this factor
+NEAR = 1.1    # closed forms are no more than this factor above dry runs
+SURE = 4    # where they leave so many times their bytes free, no dry run is needed
 
 
 def size(text: str) -> int:
@@ -34,58 +36,67 @@ def size(text: str) -> int:
 
 @cache
 def _peak(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
-          sizes: tuple[tuple[str, int], ...]) -> int:
-    return dry.extended(scheme, math.prod(grid), grid, dtype=dtype, recompute=recompute,
-                        **dict(sizes)).peak
+          sizes: tuple[tuple[str, int], ...], how: Variant) -> int:
+    return dry.extended(scheme, math.prod(grid), grid, options=how.options(scheme), dtype=dtype,
+                        causal=how.causal, recompute=recompute, **dict(sizes)).peak
 
 
 def peak(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
-         sizes: dict[str, int]) -> int:
-    """Most bytes at one time on rank 0, which has the most, by a dry run of the model's code."""
-    return _peak(scheme, grid, dtype, recompute, tuple(sizes.items()))
+         sizes: dict[str, int], how: Variant = Variant()) -> int:
+    """Most bytes at one time on rank 0, which has the most, by a dry run of the model's code.
+
+    Of `how` this takes what is kept and overlaps, and whether attention looks backward only.
+    """
+    return _peak(scheme, grid, dtype, recompute, tuple(sizes.items()), how)
 
 
 def estimate(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
-             sizes: dict[str, int]) -> float:
-    """Most bytes at one time on rank 0 by the closed form and 6 %: at once, no less than `peak`.
+             sizes: dict[str, int], keep: str = "none") -> float:
+    """Most bytes at one time on rank 0 by the closed form and 6 %, at once.
 
-    The closed form is of what divides: where heads do not, the rank with one more has as much
-    more of everything, at most.
+    At the paper's sizes that is up to 6 % above `peak`.  Small models need more than it, more
+    than 3 times as much where a rank has few features: blocks that do not divide weigh more
+    there.  The closed form is of what divides: where heads do not, the rank with one more has as
+    much more of everything, at most.
     """
     shape = dict(zip(mm3d.SCHEMES[scheme].directions, grid))
     parts, heads = max(grid), sizes["heads"]
-    closed = cost.peak_words(scheme, shape, **sizes, recompute=recompute)
+    closed = cost.peak_words(scheme, shape, **sizes, keep=keep, recompute=recompute)
     return 1.06 * closed * np.dtype(dtype).itemsize * -(-heads // parts) * parts / heads
 
 
 def policy(scheme: str, grid: tuple[int, ...], dtype: str, sizes: dict[str, int],
-           limit: float) -> tuple[str | None, int]:
+           limit: float, how: Variant = Variant()) -> tuple[str | None, int]:
     """The policy that computes least again and fits into `limit` bytes, and its dry run's peak.
 
     None, and the least peak, where none fits.  Policies that are far from fitting by the closed
     forms are not run dry.
     """
     shape = dict(zip(mm3d.SCHEMES[scheme].directions, grid))
-    closed = {name: np.dtype(dtype).itemsize * cost.peak_words(scheme, shape, **sizes,
-                                                               recompute=name)
-              for name in POLICIES}
-    least = min(POLICIES, key=closed.get)
-    for name in POLICIES:
-        if closed[name] <= NEAR * limit:
-            found = peak(scheme, grid, dtype, name, sizes)
+    closed = {name: np.dtype(dtype).itemsize * cost.peak_words(
+        scheme, shape, **sizes, keep=how.keep, recompute=name) for name in policies(how.keep)}
+    for name, words in closed.items():
+        if words <= NEAR * limit:
+            found = peak(scheme, grid, dtype, name, sizes, how)
             if found <= limit:
                 return name, found
-    return None, peak(scheme, grid, dtype, least, sizes)
+    return None, peak(scheme, grid, dtype, min(closed, key=closed.get), sizes, how)
+
+
+def policies(keep: str = "none") -> list[str]:
+    """Those that go with `keep`: "selective" keeps nothing that products gather."""
+    able = {name: keep == "none" or not recomputation.policy(name).selective for name in POLICIES}
+    return [name for name in POLICIES if able[name]]
 
 
 def verdict(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
-            sizes: dict[str, int], limit: int) -> tuple[bool, str]:
+            sizes: dict[str, int], limit: int, how: Variant = Variant()) -> tuple[bool, str]:
     """Whether `recompute` fits into `limit` bytes a rank, and a line that says so or what does."""
-    needed = peak(scheme, grid, dtype, recompute, sizes)
+    needed = peak(scheme, grid, dtype, recompute, sizes, how)
     line = f"recompute {recompute} needs {gib(needed)} a rank by a dry run, of {gib(limit)}"
     if needed <= limit:
         return True, f"{line}: it fits"
-    name, least = policy(scheme, grid, dtype, sizes, limit)
+    name, least = policy(scheme, grid, dtype, sizes, limit, how)
     if name is None:
         return False, f"{line}, and no policy fits: the least is {gib(least)}; take more ranks"
     return False, f"{line}: it does not fit, but --recompute {name} does, with {gib(least)}"

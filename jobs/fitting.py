@@ -6,9 +6,9 @@ import msgspec
 
 import mm3d
 from bench import fit
-from bench.cases import Case, load
+from bench.cases import Case
+from bench.variants import SIXTEEN, Variant
 from jobs.site import Site
-from mm3d.recompute import POLICIES
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,8 @@ class Fitting:
     recompute : str
         The policy that the row is run with.
     peak : int or None
-        Bytes of a rank that it needs, at most; None where the site's memory is not known.
+        Bytes of a rank that it needs: by a dry run or, far below the site's memory, by closed
+        forms; None where that memory is not known.
     fits : bool
         Whether a rank has so many; True where it is not known.
     """
@@ -46,29 +47,39 @@ def limit(site: Site, ranks: int) -> int | None:
 
 
 def fitting(site: Site, case: Case, recompute: str | None = None) -> Fitting:
-    """How `case` fits the site with the policy `recompute`, or the one that repeats least.
+    """How `case`, in its variant, fits the site with `recompute`, or what repeats least.
 
-    Closed forms, which are at once, are no less than a dry run: what fits by them fits.  Before
-    a row is refused a dry run is made; the job itself makes one in any case.
+    Closed forms, which are at once but may be less than what is needed, decide only where they
+    leave `fit.SURE` times their bytes; nearer to the limit a dry run does.  The job itself makes
+    one in any case.
     """
-    most, dtype = limit(site, case.row.gpus), load().settings.dtype
+    most, how, scheme = limit(site, case.row.gpus), case.variant, case.row.scheme
     if most is None:
         return Fitting(recompute or "none")
-    grid = mm3d.SCHEMES[case.row.scheme].default_grid(case.row.gpus)
+    grid, dtype = mm3d.SCHEMES[scheme].default_grid(case.row.gpus), numpy_dtype(how)
     sizes = msgspec.structs.asdict(case.sizes)
-    for name in [recompute] if recompute else POLICIES:
-        found = fit.estimate(case.row.scheme, grid, dtype, name, sizes)
-        if found <= most:
-            return Fitting(name, int(found))
+    names = [recompute] if recompute else fit.policies(how.keep)
+    closed = fit.estimate(scheme, grid, dtype, names[0], sizes, how.keep)
+    # In 16 bits some intermediate arrays are float32's.
+    if closed * (2 if dtype == "float16" else 1) < most / fit.SURE:
+        return Fitting(names[0], int(closed))
     if recompute:
-        found = fit.peak(case.row.scheme, grid, dtype, recompute, sizes)
+        found = fit.peak(scheme, grid, dtype, recompute, sizes, how)
         return Fitting(recompute, found, found <= most)
-    name, found = fit.policy(case.row.scheme, grid, dtype, sizes, most)
+    name, found = fit.policy(scheme, grid, dtype, sizes, most, how)
     return Fitting(name or "none", found, name is not None)
+
+
+def numpy_dtype(how: Variant) -> str:
+    """The dtype of a dry run, which NumPy has: float16 for bfloat16, of as many bytes."""
+    return "float16" if how.dtype in SIXTEEN else how.dtype
 
 
 def check(case: Case, recompute: str, most: int) -> list[str]:
     """The options of ``bench dry`` that hold the row against `most` bytes of a rank."""
+    how = case.variant
     return [f"--scheme={case.row.scheme}", f"--ranks={case.row.gpus}",
             *(f"--{name}={size}" for name, size in msgspec.structs.asdict(case.sizes).items()),
-            f"--dtype={load().settings.dtype}", f"--recompute={recompute}", f"--memory={most} B"]
+            f"--dtype={numpy_dtype(how)}", f"--recompute={recompute}",
+            *[f"--keep={how.keep}"] * (how.keep != "none"), *["--causal"] * how.causal,
+            f"--memory={most} B"]

@@ -1,9 +1,15 @@
 """Rows of the tables and the memory of a cluster's ranks."""
 import msgspec
+import pytest
 
+import mm3d
+from bench import fit
+from bench.__main__ import main
 from bench.cases import case, load as tables, select
+from bench.variants import Variant
 from jobs import fitting, scripts
 from jobs.site import load
+from mm3d.recompute import POLICIES, policy
 
 
 def site(**node):
@@ -34,6 +40,55 @@ def test_a_row_gets_the_policy_that_fits_or_is_refused(tmp_path):
         scripts.Work(site(gpu_memory=None), "gpu4", tmp_path), one)
 
 
+@pytest.mark.parametrize("variant", [Variant(dtype="float64"), Variant(dtype="float16"),
+                                     Variant(dtype="bfloat16"), Variant(keep="both"),
+                                     Variant(causal=True), Variant("weight", overlap=True)],
+                         ids=lambda variant: variant.slug)
+def test_a_variant_is_held_against_what_it_needs_itself(tmp_path, variant, capsys):
+    """In its own dtype, with what it keeps; the script's dry run and run are of one model."""
+    row, (grid, sizes) = weak().row, of(weak())
+    one = case(row, "tiny", variant)
+    dtype = fitting.numpy_dtype(variant)
+    most = fit.peak("3d", grid, "float32", "none", sizes)
+    found = fitting.fitting(site(gpu_memory=f"{most} B"), one)
+    plain = fitting.fitting(site(gpu_memory=f"{most} B"), weak())
+    assert plain == fitting.Fitting("none", most)
+    needed = fit.peak("3d", grid, dtype, "none", sizes, variant)
+    if dtype == "float16":
+        assert found == fitting.Fitting("none", needed) and needed < most
+    elif needed > most:
+        assert not found.fits or found.recompute != "none" and found.peak <= most
+        assert variant.keep == "none" or not policy(found.recompute).selective
+    assert variant.causal or (needed > most) == (dtype != "float16")
+    needed = fit.peak("3d", grid, dtype, found.recompute, sizes, variant)
+    script = scripts.row_script(scripts.Work(site(gpu_memory=f"{most} B"), "gpu4", tmp_path), one)
+    for option in {f"--dtype={variant.dtype}", f"--keep={variant.keep}"} & {*variant.arguments()}:
+        assert option in script
+    options = fitting.check(one, found.recompute, needed)
+    assert f"--dtype={dtype}" in options and all(word in script for word in options[:-1])
+    assert main(["dry", *options]) == 0
+    assert "it fits" in capsys.readouterr().out
+    assert main(["dry", *fitting.check(one, found.recompute, needed // 2)]) == 1
+
+
+def of(one):
+    """The grid and the sizes of a case."""
+    return (mm3d.SCHEMES[one.row.scheme].default_grid(one.row.gpus),
+            msgspec.structs.asdict(one.sizes))
+
+
+@pytest.mark.parametrize("preset, recompute", [("laptop", None), ("tiny", None), ("tiny", "none")])
+def test_what_fits_by_the_closed_form_alone_is_run_dry(preset, recompute):
+    """Small models need more than the closed form says."""
+    one = case(next(row for row in select("strong", "2d") if row.gpus == 64), preset)
+    grid, sizes = of(one)
+    most = int(fit.estimate("2d", grid, "float32", "none", sizes)) + 1
+    assert fit.peak("2d", grid, "float32", "none", sizes) > 1.3 * most
+    found = fitting.fitting(site(gpu_memory=f"{most} B", ranks=1), one, recompute)
+    assert (found.peak <= most) == found.fits
+    assert not found.fits or found.peak == fit.peak("2d", grid, "float32", found.recompute, sizes)
+
+
 def test_ranks_share_the_memory_of_their_gpu_or_node():
     assert fitting.limit(site(gpu_memory="16 GB", ranks=8), 64) == 8 * 10 ** 9
     assert fitting.limit(site(gpu_memory=None, memory="64 GB", gpus=0), 64) == 16 * 10 ** 9
@@ -49,6 +104,9 @@ def test_the_largest_row_fits_the_paper_s_gpus():
 
 
 def test_every_published_row_fits_the_paper_s_gpus():
-    """By the closed forms, on any machine and at once."""
+    # Which are above dry runs at the paper's sizes.
     for row in tables().rows:
-        assert fitting.fitting(load("gpu4"), case(row, "paper")).fits, row
+        one, most = case(row, "paper"), fitting.limit(load("gpu4"), row.gpus)
+        grid, sizes = of(one)
+        assert any(fit.estimate(row.scheme, grid, "float32", name, sizes) <= most
+                   for name in POLICIES), row
