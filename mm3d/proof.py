@@ -47,9 +47,10 @@ def problem(seconds: float = 60) -> str:
     except FileNotFoundError as error:
         return f"whether MPI reads device memory cannot be tried, as {error}"
     settings = {"MM3D_BACKEND": "cupy", "MM3D_TRANSPORT": "device"}
-    job = subprocess.Popen(command, env=environment.without_launcher() | settings,
+    variables = environment.without_launcher() | environment.launcher_environment() | settings
+    job = subprocess.Popen(command, env=variables, start_new_session=True,
                            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                           stderr=subprocess.DEVNULL, start_new_session=True)
+                           stderr=subprocess.DEVNULL)
     tried = f"a job of two ranks that tries device memory by MPI, {shlex.join(command)},"
     try:
         status = job.wait(seconds)

@@ -322,7 +322,10 @@ def test_a_job_that_does_not_end_proves_nothing(monkeypatch):
     """Nor one that fails, nor an MPI that says no; each answer is asked for once."""
     monkeypatch.setattr(proof, "claimed", lambda: True)
     monkeypatch.setenv("SLURM_JOB_ID", "7")    # of which the job knows nothing
-    alone = "import os; assert not [name for name in os.environ if name.startswith('SLURM_')]"
+    for name in proof.environment.PERMIT:    # as started by a plain mpirun
+        monkeypatch.delenv(name, raising=False)
+    alone = ("import os; assert not [name for name in os.environ if name.startswith('SLURM_')]; "
+             f"assert os.environ.keys() >= {set(proof.environment.PERMIT)}")
     for program, expected in (("import time; time.sleep(60)", "did not end within 2 seconds"),
                               ("raise SystemExit(3)", "ended with status 3"), (alone, "")):
         monkeypatch.setattr(proof.environment, "mpirun_command",
