@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import os
 import sys
+import threading
 import time
 from typing import Any, NoReturn
 
@@ -62,6 +64,9 @@ class Guard:
 
     def exit(self, status: Any = None, /) -> NoReturn:
         """As ``sys.exit``."""
+        # In a thread it ends the thread alone; the hook there is silent on no subclass.
+        if threading.current_thread() is not threading.main_thread():
+            raise SystemExit(status)
         error = Exit(status) if status is not None else Exit()
         error.guard = self
         raise error
@@ -83,7 +88,8 @@ class Guard:
             return
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
-                stream.flush()
+                with contextlib.suppress(OSError, ValueError):    # a full disk, a closed stream
+                    stream.flush()
         time.sleep(GRACE)
         MPI.COMM_WORLD.Abort(status)
 

@@ -33,6 +33,23 @@ def test_a_rank_that_fails_ends_the_job(fails, status, said):
     assert re.findall(r"rank (\d) has tidied up", done.stdout) == ["2"], text
 
 
+@pytest.mark.parametrize("breaks", [
+    "sys.stdout.close()", 'sys.stdout = open("/dev/full", "w"); print("lost")'])
+def test_a_rank_that_cannot_write_ends_the_job(breaks):
+    source = f"""
+import sys
+import mm3d
+from mpi4py import MPI
+if MPI.COMM_WORLD.rank == 1:
+    {breaks}
+    sys.exit(3)
+MPI.COMM_WORLD.Barrier()
+"""
+    done = run_ranks(2, "-c", source, timeout=60)
+    text = done.stdout + done.stderr
+    assert "killed: did not end" not in text and done.returncode == 3, text
+
+
 def test_nothing_else_does():
     """An exit that is caught, an exception in a thread, at a prompt or of a child process."""
     source = """
@@ -66,6 +83,7 @@ sys.exit()
     text = done.stdout + done.stderr
     assert done.returncode == 0 and done.stdout.count("all is well") == 3, text
     assert "Abort" not in text and text.count("ZeroDivisionError") == 2, text
+    assert text.count("Traceback") == 2, text    # none of the exit in a thread
 
 
 WHO = 'import mm3d, sys; print(type(getattr(sys.exit, "__self__", None)).__name__, flush=True)'
