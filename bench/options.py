@@ -190,8 +190,9 @@ def _verb(verbs, name: str, about: str, repetitions: int, seconds: float,
 def add_stall(parser: argparse.ArgumentParser) -> None:
     """Give a verb that ranks run the option of `bench.watch`."""
     parser.add_argument("--stall", type=whole(1), metavar="SECONDS", help=(
-        "end the job, and say in which layer and collective each rank is, when nothing is heard "
-        "of a rank for so long, or ranks wait in collectives and none works (default: never)"))
+        "end the job when nothing is heard of a rank for so long; in the steps that run counts "
+        "and times, and the calls that matmul times, also when ranks wait in collectives and none "
+        "works, and say in which layer and collective each rank is (default: never)"))
 
 
 def _shape_option(parser: argparse.ArgumentParser) -> None:

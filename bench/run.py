@@ -146,7 +146,8 @@ def measured(one: Case, scheme, order: str, options: Options,
                                           one.variant.causal, options.recompute))
     x, dy = model.random("input"), model.random("output gradient")
     memory = yardsticks.StepMemory(model, resident)
-    y, dx, traffic = counted_step(model, x, dy, memory.between)
+    with options.watched(scheme.grid, model):
+        y, dx, traffic = counted_step(model, x, dy, memory.between)
     groups = {"machine": rates, "memory": memory.group(
         msgspec.structs.asdict(one.sizes), comm, one.variant)}
     checks = verified(one, scheme, model, y, dx, options)

@@ -21,7 +21,7 @@ import numpy as np
 from mm3d.hearsay import Hearsay
 from mm3d.observe import observed
 from mm3d.shared import node_of
-from mm3d.trace import Event, Layer, Observer
+from mm3d.trace import Event, Layer, Observer, Recomputation
 
 # Of each rank: its process; when its thread last looked, when it last made progress, and when it
 # last used its processor; how many collectives it has entered and left, and whether it is in one.
@@ -86,9 +86,9 @@ class Position(Observer):
         self.names: dict[tuple[str, str, str], bytes] = {}
 
     def enter(self, event: Event, meet: Callable[[], None] | None = None) -> None:
-        """A layer, or a collective, begins."""
+        """A layer, its recomputation, or a collective begins."""
         board = self.board
-        if type(event) is Layer:
+        if isinstance(event, (Layer, Recomputation)):
             text = _padded(event.name)
             board.memory[board.texts[0]] = text
             self.entered.append(text)
@@ -115,7 +115,9 @@ class Watchdog:
 
     It does when nothing is heard of a rank for so long, because it is stopped, swapped out, or its
     node is lost; and when ranks wait in collectives under watch (`attached`) for so long, and none
-    of the others works.  A rank that computes for longer than that is left alone.
+    of the others works.  A rank that computes for longer than that is left alone.  One of another
+    node of which nothing was ever heard, as where datagrams between nodes are blocked, may
+    compute, too: it is not missed, and no waiting for it ends the job.
 
     Parameters
     ----------
@@ -254,7 +256,8 @@ class Watchdog:
 
 def stalled(states: list[str]) -> bool:
     """Whether ranks in these states will never go on."""
-    return "silent" in states or ("waiting" in states and "working" not in states)
+    return "silent" in states or ("waiting" in states
+                                  and not {"working", "unknown"}.intersection(states))
 
 
 def collective_name(kind: str, direction: str, operand: str) -> str:

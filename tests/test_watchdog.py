@@ -8,7 +8,7 @@ import pytest
 import mm3d
 from mm3d import watchdog
 from mm3d.watchdog import Watchdog, stalled
-from support import run_ranks
+from support import run_python, run_ranks
 
 # Rank 3 stops itself when it is to gather the input of a layer in the second layer.
 STOPS = """
@@ -104,16 +104,19 @@ def test_states(comm, monkeypatch):
 @pytest.mark.parametrize("states, ends", [
     (["waiting", "silent", "working"], True), (["waiting", "idle"], True),
     (["waiting", "waiting"], True), (["waiting", "left"], True), (["waiting", "working"], False),
+    (["waiting", "waiting", "unknown"], False), (["silent", "unknown"], True),
     (["idle", "idle"], False), (["working"], False), (["left", "unknown"], False)])
 def test_what_ends_a_job(states, ends):
     assert stalled(states) is ends
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.ranks(1, 4)
-def test_nothing_is_changed_by_being_watched(comm, transport):
+def test_nothing_is_changed_by_being_watched(comm, transport, recompute):
     """The same bits; every collective is noted on entering and leaving; all is put back."""
     scheme = mm3d.scheme("3d", comm, grid=(1, comm.size // 2 or 1, min(comm.size, 2)))
-    model = mm3d.Transformer(scheme, layers=1, hidden=8, heads=4, batch=4, seq=4)
+    model = mm3d.Transformer(scheme, layers=1, hidden=8, heads=4, batch=4, seq=4,
+                             recompute=recompute)
     x, dy = model.random("input"), model.random("output gradient")
 
     def step():
@@ -131,6 +134,33 @@ def test_nothing_is_changed_by_being_watched(comm, transport):
     assert dog.board.mine[watchdog.EVENTS] == 2 * calls and not dog.board.mine[watchdog.INSIDE]
     assert (" of layers.0." in dog.board.text(comm.rank)) == (comm.size > 1)
     scheme.grid.free()
+
+
+def test_a_row_is_watched_where_it_is_counted_and_timed(tmp_path):
+    """Also one that recomputes; it is measured all the same."""
+    source = """
+import sys
+from bench import __main__ as bench, run
+from mm3d.watchdog import Position
+counted, enter, where, told = run.counted_step, Position.enter, ["timed"], set()
+def step(*arguments):
+    where.append("counted")
+    found = counted(*arguments)
+    where.pop()
+    return found
+def entered(*arguments):
+    told.add(where[-1])
+    enter(*arguments)
+run.counted_step, Position.enter = step, entered
+status = bench.main(sys.argv[1:])
+print("told of", sorted(told), flush=True)
+sys.exit(status)
+"""
+    done = run_python("-c", source, "run", "--preset", "tiny", "--scheme", "serial", "--table",
+                      "weak", "--out", str(tmp_path), "--repetitions", "2", "--max-repetitions",
+                      "2", "--recompute", "full", "--stall", "60", timeout=90)
+    text = done.stdout + done.stderr
+    assert done.returncode == 0 and "told of ['counted', 'timed']" in done.stdout, text
 
 
 def test_ranks_are_named_in_runs():
