@@ -159,12 +159,18 @@ class Watchdog:
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        """Watch no longer; a rank that leaves so is not missed."""
+        """Watch no longer; a rank that leaves so is not missed.
+
+        All ranks do it, or the job fails.  One that leaves by an exception may be alone and frees
+        no communicator, for which it might wait for the others.
+        """
         self._over.set()
         self._thread.join()
         self.board.mine[BEAT] = -1
         self.hearsay.tell(self.board.numbers[self.board.rank], time.monotonic_ns())
         self.hearsay.close()
+        if not any(failure):
+            self.comm.Free()
 
     @contextlib.contextmanager
     def attached(self, grid: Any, model: Any = None) -> Iterator[None]:

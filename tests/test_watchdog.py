@@ -126,9 +126,9 @@ def test_nothing_is_changed_by_being_watched(comm, transport, recompute):
         return [y.copy(), model.backward(dy, saved).copy()]
     before, transports = step(), [axis.transport for axis in scheme.grid.axes.values()]
     calls = sum(traffic.calls for traffic in scheme.grid.traffic().values())
-    dog = Watchdog(comm, 100)
-    with dog.attached(scheme.grid, model):
+    with Watchdog(comm, 100) as dog, dog.attached(scheme.grid, model):
         after = step()
+    assert not dog.comm    # it has been freed
     assert all(map(np.array_equal, before, after))
     assert [axis.transport for axis in scheme.grid.axes.values()] == transports
     assert dog.board.mine[watchdog.EVENTS] == 2 * calls and not dog.board.mine[watchdog.INSIDE]
