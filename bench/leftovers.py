@@ -26,8 +26,10 @@ class Segment(NamedTuple):
 def abandoned(folder: Path = FOLDER) -> list[Segment]:
     """Segments of this user's that MPICH has named and no living process has open.
 
-    Nothing is said of those that a process may have which this one cannot look into, such as one
-    in a container of its own, or where the system is not Linux.
+    Nothing is said of those that a process of this user may have which is listed in ``/proc`` but
+    cannot be looked into, or where the system is not Linux.  Processes of another PID namespace,
+    as of a container, are not listed: where it shares the folder, what they have counts as
+    abandoned.
     """
     # Whoever makes a segment was there before it, and lies in what is listed from here on.
     found = [segment for path in sorted(folder.glob("mpich_sh*")) if NAME.fullmatch(path.name)

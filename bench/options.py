@@ -107,7 +107,8 @@ def add_doctor(verbs) -> None:
                              "folder, as batch jobs do")
     parser.add_argument("--clean", action="store_true", help=(
         "remove the shared memory that killed jobs of this user have left in /dev/shm, where no "
-        "process has it open"))
+        "process has it open; those of a container that shares the folder are not seen: not "
+        "while one runs a job"))
     parser.add_argument("--json", action="store_true", help="machine-readable")
 
 
