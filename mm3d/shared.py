@@ -3,7 +3,8 @@
 A gather then copies nothing: every rank's block is placed as its part of the whole array, which
 the others read where it lies once all have arrived.  A sum over the ranks is made in place: the
 first rank's term lies where the result is to be, and every rank adds the others' terms to its
-part of it, also when one rank alone is to have the sum.  Small arrays that were not placed, such
+part of it, also when one rank alone is to have the sum; float16 is added in float32 and rounded
+once.  Small arrays that were not placed, such
 as biases and statistics, are handed to all.
 
 What was not placed is copied, on any of the ranks: they compare at the meeting where their arrays
@@ -19,7 +20,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from mm3d import calls, environment
+from mm3d import calls, environment, sums
 from mm3d.backend import Array, Backend
 from mm3d.calls import Call
 from mm3d.meeting import CROWDED, LOOKS, NOWHERE
@@ -155,8 +156,7 @@ class SharedTransport(MpiTransport):
 
     def _add(self, part: Array, others: list[Array]) -> Array:
         """`part` plus the `others`, in their order, in place."""
-        for other in others:
-            np.add(part, other, out=part)
+        sums.add([part, *others], part)
         self._moved += len(others) * part.size
         return part
 
@@ -264,9 +264,7 @@ class SharedTransport(MpiTransport):
     def _sum(self, terms: list[Array]) -> Array:
         """The sum, in the order of the ranks, in new memory."""
         out = self.backend.empty(terms[0].shape, terms[0].dtype)
-        np.add(terms[0], terms[1], out=out)
-        for term in terms[2:]:
-            np.add(out, term, out=out)
+        sums.add(terms, out)
         self._moved += (self.size - 1) * out.size
         return out
 

@@ -11,6 +11,7 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
+from mm3d import sums
 from mm3d.backend import Array, Backend
 
 
@@ -74,6 +75,9 @@ class Pending:
 
 class MpiTransport:
     """MPI's own collectives on the arrays where they lie.
+
+    It would sum float16 in float16: such terms go to a sum as a copy in float32, twice the bytes,
+    and the result is rounded once.
 
     Parameters
     ----------
@@ -170,8 +174,9 @@ class MpiTransport:
         # MPICH sums in this one, also where blocks are even, in the order of the blocking one;
         # of another MPI the last bits may differ where three or more ranks sum.
         self._moved = math.nan
-        request = self.comm.Ireduce_scatter(flat, out, lengths)
-        return Pending(self.backend, out, request=request, kept=(flat,))
+        terms, total = sums.wide(flat), sums.room(out)
+        request = self.comm.Ireduce_scatter(terms, total, lengths)
+        return Pending(self.backend, out, lambda: sums.rounded(total, out), request, (terms,))
 
     def _terms(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int], Array]:
         """The blocks of `a` one after another, their lengths, and memory for this rank's sum."""
@@ -215,21 +220,28 @@ class MpiTransport:
 
     def _reduce_scatter(self, send: Array, recv: Array, lengths: list[int]) -> None:
         self._moved = math.nan
+        total = sums.room(recv)
         if len(set(lengths)) == 1:
-            self.comm.Reduce_scatter_block(send, recv)
+            self.comm.Reduce_scatter_block(sums.wide(send), total)
         else:
-            self.comm.Reduce_scatter(send, recv, lengths)
+            self.comm.Reduce_scatter(sums.wide(send), total, lengths)
+        sums.rounded(total, recv)
 
     def _all_reduce(self, send: Array, recv: Array) -> None:
         self._moved = math.nan
-        self.comm.Allreduce(send, recv)
+        total = sums.room(recv)
+        self.comm.Allreduce(sums.wide(send), total)
+        sums.rounded(total, recv)
 
     def _broadcast(self, buffer: Array, root: int) -> None:
         self.comm.Bcast(buffer, root)
 
     def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
         self._moved = math.nan
-        self.comm.Reduce(send, recv, root=root)
+        total = None if recv is None else sums.room(recv)
+        self.comm.Reduce(sums.wide(send), total, root=root)
+        if total is not None:
+            sums.rounded(total, recv)
 
     def _flat(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int]]:
         """A buffer in which the blocks of `a` lie one after another, and their lengths.

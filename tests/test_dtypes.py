@@ -5,6 +5,7 @@ import pytest
 import mm3d
 from mm3d import axis, backend, transformer
 from models import SIZES, SOME
+from reference import on_grid
 
 
 class Watched(np.ndarray):
@@ -79,3 +80,31 @@ def test_no_promotion(comm, watched, travelled, dtype):
         assert comm.size == 1 or {kind for kind, _ in travelled} <= {dtype} | wide, parallelism
         if float16:
             assert all(kind == dtype or last <= 2 for kind, last in travelled), parallelism
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("columns", [4, 9000])    # handed to all ranks in shared memory, and not
+@pytest.mark.parametrize("terms, total", [((40000, 40000, -40000, 0), 40000),
+                                          ((2048, 1, 1, 0), 2050)])
+def test_sums_of_float16_over_ranks_are_rounded_once(comm, transport, columns, terms, total):
+    """Summed in float16 the first would be infinite, and the second 2048."""
+    with on_grid(comm, x=4) as grid:
+        x, term = grid.x, np.full((4, columns), terms[comm.rank], np.float16)
+        split, found = x.split(0, 4), {}
+        found["all_reduce"] = x.all_reduce(term.copy())
+        for dim in (0, 1):
+            found[f"reduce_scatter {dim}"] = x.reduce_scatter(term.copy(), dim)
+            found[f"begun {dim}"] = x.begin_reduce_scatter(term.copy(), dim).take()
+        found["uneven"] = x.reduce_scatter(term.copy(), 0, [2, 1, 0, 1])
+        for name, made, add in (("placed", split.term, split.reduce_scatter),
+                                ("summand", split.summand, lambda a: x.reduce(a, 1)),
+                                ("reduce", lambda *_: term.copy(), lambda a: x.reduce(a, 1))):
+            mine = made(term.shape, np.float16)
+            mine[...] = term
+            found[name] = add(mine)
+        for name, a in found.items():
+            assert a is None or a.dtype == np.float16 and np.array_equal(
+                a, np.full(a.shape, total)), (name, a)
+        assert [name for name, a in found.items() if a is None] == (
+            [] if comm.rank == 1 else ["summand", "reduce"])
+        del found, mine

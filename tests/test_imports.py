@@ -11,22 +11,24 @@ PACKAGE = Path(mm3d.__file__).parent
 MODULES = {".".join(path.relative_to(PACKAGE).with_suffix("").parts): path
            for path in PACKAGE.rglob("*.py")}
 
-# idle <- pool, regions; calls <- meeting <- memory <- shared; pool, elementwise <- backend <-
-# transport <- shared, wire <- device <- choice, axis <- grid <- layout <- space <- contract <-
-# schemes, and functional <- space, layers <- transformer: no module sees one above it, layers see
-# no scheme.
+# idle <- pool, regions; calls <- meeting <- memory <- shared; sums <- transport, shared; pool,
+# elementwise <- backend <- transport <- shared, wire <- device <- choice, axis <- grid <- layout
+# <- space <- contract <- schemes, and functional <- space, layers <- transformer: no module sees
+# one above it, layers see no scheme.
 ARRAYS = {"axis", "backend", "grid", "layout", "space"}
 MAY_IMPORT = {
     "idle": set(),
     "pool": {"idle"},
     "elementwise": set(),
     "backend": {"elementwise", "pool"},
-    "transport": {"backend"},
+    "sums": set(),
+    "transport": {"backend", "sums"},
     "calls": set(),
     "regions": {"idle"},
     "meeting": {"calls"},
     "memory": {"calls", "idle", "meeting", "regions"},
-    "shared": {"backend", "calls", "environment", "meeting", "memory", "pool", "transport"},
+    "shared": {"backend", "calls", "environment", "meeting", "memory", "pool", "sums",
+               "transport"},
     "kernels": set(),
     "cublas": set(),
     "gpu": {"backend", "cublas", "environment", "kernels"},
