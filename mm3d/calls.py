@@ -33,8 +33,16 @@ def text(words: Sequence[int]) -> str:
     if kind in (MEETING, MORE):
         return KINDS[kind]
     which = {ALL_REDUCE: "", BROADCAST: f" from rank {dim}", REDUCE: f" to rank {dim}"}
-    return (f"{KINDS[kind]} of {tuple(shape[:ndim])} in {np.dtype(chr(letter))}"
+    return (f"{KINDS[kind]} of {tuple(shape[:ndim])} in {_name(chr(letter))}"
             + which.get(kind, f" along dimension {dim}"))
+
+
+def _name(letter: str) -> str:
+    """A dtype's name; NumPy does not know by their letters those that other packages add."""
+    try:
+        return np.dtype(letter).name
+    except TypeError:
+        return {"E": "bfloat16"}.get(letter, f"a dtype of letter {letter}")
 
 
 def difference(found: Iterable[tuple[int, Sequence[int]]]) -> str:

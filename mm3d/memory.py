@@ -11,6 +11,7 @@ is told in `mm3d.meeting`.
 """
 
 import collections
+import contextlib
 import errno
 import mmap
 import os
@@ -140,7 +141,9 @@ class SharedMemory:
         """Give memory of which too much lies idle back to the system: the first rank does."""
         for segment, start, size in self.regions.emptied():
             if self.rank == 0:
-                segment.madvise(mmap.MADV_REMOVE, start, size)
+                # Advice only: where a kernel refuses it, the memory is used again as it is.
+                with contextlib.suppress(OSError):
+                    segment.madvise(mmap.MADV_REMOVE, start, size)
 
     def _note(self, turn: int) -> None:
         """Leave word of what this rank has given back."""

@@ -1,6 +1,7 @@
 """Memory that is lent: who lends it learns when the array and all views of it are gone."""
 
 import collections
+import contextlib
 import ctypes
 import math
 import mmap
@@ -96,7 +97,9 @@ class Pool:
             return (ctypes.c_char * size).from_buffer(np.empty(size, np.uint8))
         memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+            # Advice only: a kernel without large pages refuses it, and the memory is as good.
+            with contextlib.suppress(OSError):
+                memory.madvise(mmap.MADV_HUGEPAGE)
         return (ctypes.c_char * size).from_buffer(memory)
 
     def _collect(self) -> None:

@@ -144,6 +144,18 @@ def test_who_is_told_something_else_says_so(comm):
         memory.tell(np.ones(3, "int64"), 0, call)
 
 
+@pytest.mark.parametrize("name", ["float64", "float16", "int32", "bool", "bfloat16"])
+def test_a_call_names_its_dtype(name):
+    """Also one that NumPy does not know by its letter."""
+    if name == "bfloat16":
+        dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
+    else:
+        dtype = np.dtype(name)
+    one, other = (calls.call(calls.ALL_REDUCE, dtype, shape) for shape in ((3,), (4,)))
+    assert calls.text(one) == f"all-reduce of (3,) in {name}"
+    assert f"rank 1: all-reduce of (4,) in {name}" in calls.difference([(0, one), (1, other)])
+
+
 @pytest.mark.ranks(8)
 def test_backward_takes_what_forward_gave_or_a_copy_of_it(comm):
     """On some ranks this and on some that: the same bits as copies on all."""

@@ -1,4 +1,6 @@
 """Memory that nobody uses is used again by arrays of other sizes, or goes back to the system."""
+import errno
+import mmap
 import os
 import random
 import re
@@ -10,7 +12,7 @@ import pytest
 
 from mm3d import idle
 from mm3d.idle import FLOOR, GRANULE, Idle, size_class
-from mm3d.pool import Pool
+from mm3d.pool import HUGE, Pool
 from reference import integers, on_grid
 
 proc = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc/self/smaps")
@@ -88,6 +90,40 @@ def test_the_pool_holds_no_more_than_it_says_whatever_the_sizes():
     del kept, kept_too
     pool.trim()
     assert pool.reserved == 0 and held("^$", "Rss") - before <= 2 * MiB
+
+
+class Deaf(mmap.mmap):
+    """Memory of a kernel that takes no advice about it, such as one without large pages."""
+
+    def madvise(self, *advice):
+        asked.append(advice)
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+asked: list[tuple] = []
+
+
+def test_a_kernel_without_large_pages_gives_memory_all_the_same(monkeypatch):
+    monkeypatch.setattr(mmap, "mmap", Deaf)
+    asked.clear()
+    a = Pool().take((HUGE,), np.dtype("uint8"))
+    a[...] = 1
+    assert a.sum() == HUGE and asked == [(mmap.MADV_HUGEPAGE,)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd_create")
+def test_ranks_go_on_where_the_kernel_takes_no_shared_memory_back(comm, monkeypatch):
+    """It stays what it was: regions beyond the bound are used again, with what lies in them."""
+    monkeypatch.setenv("MM3D_TRANSPORT", "shared")
+    monkeypatch.setattr(mmap, "mmap", Deaf)
+    asked.clear()
+    with on_grid(comm, x=2) as grid:
+        for turn in range(24):
+            block = np.full((1, (turn + 8) * MiB // 64), turn + comm.rank)
+            assert (grid.x.all_gather(block) == [[turn], [turn + 1]]).all()
+        assert comm.allgather(bool(asked)) == [True, False]
+        assert {advice[0] for advice in asked} <= {mmap.MADV_REMOVE}
 
 
 @proc
