@@ -6,7 +6,6 @@ from typing import Any
 import numpy as np
 
 from bench import attentioncheck
-from bench.residual import EPS
 from bench.sheets import Sheet, chunks
 from mm3d.elementwise import GELU_CUBIC, GELU_SCALE
 from mm3d.layers import Attention, Gelu, LayerNorm, Linear, Residual
@@ -29,15 +28,15 @@ class Look:
     Attributes
     ----------
     errors : dict of str to float
-        By layer and quantity what this rank has found.
-    eps : float
-        What products are rounded by.
+        By layer and quantity the worst that this rank has found.
+    rounding : str
+        What products are rounded to: the model's dtype, or "tf32".
     """
 
     def __init__(self, model: Any, seed: int) -> None:
         self.model, self.grid = model, model.grid
-        self.eps = EPS["tf32" if getattr(self.grid.backend, "tf32", False)
-                       and model.dtype == "float32" else model.dtype]
+        self.rounding = ("tf32" if getattr(self.grid.backend, "tf32", False)
+                         and model.dtype == "float32" else model.dtype)
         self.random = np.random.default_rng(seed)
         self.errors: dict[str, float] = {}
         self.last: Any = None    # some rows of what the layer before has given
@@ -55,12 +54,16 @@ class Look:
                                        for place in places.values() if numbers[place].size}))
 
     def note(self, layer: Any, what: str, difference: Any, bound: Any) -> None:
-        """Keep the greatest difference as a multiple of its bound."""
+        """Keep the greatest difference as a multiple of its bound.
+
+        A layer that is computed again is looked at twice, and a fault of either time counts.
+        """
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio = np.where(np.equal(difference, 0), 0.0, np.abs(difference) / bound)
         error = float(np.max(ratio, initial=0.0))
         name = f"{self.names[id(layer)]}, {what}"
-        self.errors[name] = error if math.isfinite(error) else math.inf
+        self.errors[name] = max(self.errors.get(name, 0.0),
+                                error if math.isfinite(error) else math.inf)
 
     def signs(self, shape: tuple[int, ...]) -> np.ndarray:
         """A random vector of -1 and 1."""

@@ -12,6 +12,7 @@ gradients against its own input, so that no matrix is brought together:
 Of what several ranks hold copies of, every copy is checked.
 """
 
+import math
 from contextlib import contextmanager
 from typing import Any, Iterator
 
@@ -19,12 +20,14 @@ import numpy as np
 
 from bench import attentioncheck
 from bench.look import SUMS, Look, residual_blocks
+from bench.residual import EPS
 from bench.sheets import greatest
 from mm3d.layers import Residual
 from mm3d.store import Check
 
 # Multiples of eps that pass: of |A||B| in products, and of what rounding can do to each number of
-# a layer that works by rows, or to each term of a sum over all rows.
+# a layer that works by rows, or to each term of a sum over all rows.  TensorFloat-32 rounds the
+# factors of products alone, and so only products and attention have its eps.
 PRODUCT, ROW = 8, 32
 PREFIX = "residual of "
 
@@ -52,8 +55,8 @@ def step(model: Any, x: Any, dy: Any, seed: int) -> list[Check]:
         _, saved = model.forward(x)
         model.backward(dy, saved)
     worst = greatest(np.array(list(look.errors.values())), model.grid.comm)
-    multiples = quantities(len(residual_blocks(model.layers)) // 2)
-    return [Check(PREFIX + name, float(error), multiples[PREFIX + name] * look.eps)
+    limits = tolerances(len(residual_blocks(model.layers)) // 2, look.rounding)
+    return [Check(PREFIX + name, float(error), limits[PREFIX + name])
             for name, error in zip(look.errors, worst)]
 
 
@@ -74,18 +77,28 @@ def apart(checks: list[Check]) -> tuple[list[Check], list[Check]]:
     return [check for check in checks if check not in residuals], residuals
 
 
-def quantities(layers: int) -> dict[str, int]:
-    """The checks of a model of so many layers: by name the multiple of eps that passes."""
-    norm = {name: ROW for name in (*SUMS, "dweight", "dbias")}
-    product = {"C": PRODUCT, "dA": PRODUCT, "dB": PRODUCT}
-    whole = product | {"dbias": ROW}
-    sums = {name: ROW for name in SUMS}
-    parts = {"ln1": norm, "attention.qkv": whole, "attention.attention":
-             attentioncheck.QUANTITIES, "attention.proj": whole, "attention": sums, "ln2": norm,
-             "mlp.up": product, "mlp.gelu": sums | {"dbias": ROW}, "mlp.down": whole,
-             "mlp": sums}
-    return {f"{PREFIX}layers.{n}.{part}, {what}": multiple for n in range(layers)
-            for part, kinds in parts.items() for what, multiple in kinds.items()}
+def tolerances(layers: int, rounding: str) -> dict[str, float]:
+    """The checks of a model of so many layers: by name the error that passes.
+
+    Parameters
+    ----------
+    layers : int
+        Their number.
+    rounding : str
+        What products are rounded to: the model's dtype, or "tf32".  NaN, which nothing passes,
+        for one that is unknown.
+    """
+    eps = EPS.get(rounding, math.nan)
+    row = ROW * (EPS["float32"] if rounding == "tf32" else eps)
+    bias, sums = {"dbias": row}, dict.fromkeys(SUMS, row)
+    norm, product = sums | bias | {"dweight": row}, dict.fromkeys(("C", "dA", "dB"), PRODUCT * eps)
+    attention = {name: multiple * eps
+                 for name, multiple in attentioncheck.multiples(rounding).items()}
+    parts = {"ln1": norm, "attention.qkv": product | bias, "attention.attention": attention,
+             "attention.proj": product | bias, "attention": sums, "ln2": norm,
+             "mlp.up": product, "mlp.gelu": sums | bias, "mlp.down": product | bias, "mlp": sums}
+    return {f"{PREFIX}layers.{n}.{part}, {what}": limit for n in range(layers)
+            for part, kinds in parts.items() for what, limit in kinds.items()}
 
 
 @contextmanager
@@ -128,8 +141,11 @@ class _Watched:
         return dx
 
     def again(self, x: Any) -> Any:
-        """What forward keeps; here its output, too, is computed again and looked at."""
-        return self.forward(x)[1]
+        """What forward keeps, without its output.
+
+        Only a linear layer does this, and its backward is looked at with its input.
+        """
+        return self.layer.again(x), x
 
 
 class _WatchedBlock:

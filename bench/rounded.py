@@ -22,7 +22,7 @@ class Rounded(Backend):
     """
 
     def __init__(self, tf32: bool = False) -> None:
-        self.xp = Rounding(tf32)
+        self.xp, self.tf32 = Rounding(tf32), tf32
         super().__init__()
 
     @property

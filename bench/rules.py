@@ -14,7 +14,6 @@ from bench import residuals
 from bench.cases import Sizes, UsageError, case, load, own as own_row, title
 from bench.provenance import expected_words
 from bench.recomputed import CLOSE, derived
-from bench.residual import EPS
 from bench.variants import itemsize, recorded
 from bench.verify import tolerances
 from mm3d import SCHEMES, cost, timing
@@ -95,14 +94,12 @@ def looked_at(run: Run, own: list[Check]) -> Iterator[str]:
                f"{how}")
     if not own:
         return
-    multiples, eps = residuals.quantities(chosen["layers"]), EPS.get(chosen["dtype"], math.nan)
-    if "MM3D_TF32=1" in str(run.environment.get("tuning_variables")):
-        eps = max(eps, EPS["tf32"])
-    if {check.quantity for check in own} != multiples.keys():
+    limits = residuals.tolerances(chosen["layers"], recorded(chosen).rounding)
+    if {check.quantity for check in own} != limits.keys():
         yield (f"verification: {len(own)} residuals, but {chosen['layers']} layers have "
-               f"{len(multiples)}")
+               f"{len(limits)}")
     for check in own:
-        limit = multiples.get(check.quantity, math.nan) * eps
+        limit = limits.get(check.quantity, math.nan)
         if not check.tolerance <= limit * (1 + CLOSE):
             yield (f"verification: the tolerance of {check.quantity} is {check.tolerance:g}; the "
                    f"rules allow {limit:g}")

@@ -1,10 +1,15 @@
 """A step of the measured model is checked where it lies, and a fault of one rank is found."""
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mm3d
-from bench import residuals
+from bench import residuals, rules
 from bench.__main__ import main
+from bench.look import leaves
+from bench.rounded import rounded
 from bench.validate import check
 from mm3d import store
 from mm3d.layers import Attention, Gelu, LayerNorm, Linear
@@ -33,7 +38,7 @@ def test_a_right_step_passes_on_every_grid(comm, dtype, causal):
             checks = looked_at(model_of(comm, scheme, grid, dtype, causal, layers=2, heads=8))
             assert residuals.failure(checks) is None
             assert [c.quantity for c in checks] != [] and all(c.error >= 0 for c in checks)
-            assert {c.quantity for c in checks} == residuals.quantities(2).keys()
+            assert {c.quantity for c in checks} == residuals.tolerances(2, dtype).keys()
             assert any(c.error > 0 for c in checks)
             assert comm.allgather(checks) == [checks] * comm.size
 
@@ -54,21 +59,21 @@ def gradient(name, place=np.s_[...]):
     return change
 
 
-FIRST = np.s_[-1:, :, :1]    # a feature of a sequence
+ONE = np.s_[:1]    # in a sum with random signs a fault of all numbers can be next to nothing
 FAULTS = {
     "a block of C": (Linear, 0, "forward", times(1.01), "attention.qkv, C"),
     "a column of C": (Linear, 3, "forward", times(1.1, np.s_[..., :1]), "mlp.down, C"),
     "dA": (Linear, 2, "backward", times(1.01), "mlp.up, dA"),
     "dB": (Linear, 1, "backward", gradient("weight"), "attention.proj, dB"),
     "a row of dB": (Linear, 3, "backward", gradient("weight", np.s_[:1]), "mlp.down, dB"),
-    "db": (Linear, 0, "backward", gradient("bias"), "attention.qkv, dbias"),
-    "dgamma": (LayerNorm, 0, "backward", gradient("weight"), "ln1, dweight"),
-    "dbeta": (LayerNorm, 1, "backward", gradient("bias"), "ln2, dbias"),
+    "db": (Linear, 0, "backward", gradient("bias", ONE), "attention.qkv, dbias"),
+    "dgamma": (LayerNorm, 0, "backward", gradient("weight", ONE), "ln1, dweight"),
+    "dbeta": (LayerNorm, 1, "backward", gradient("bias", ONE), "ln2, dbias"),
     "a norm": (LayerNorm, 1, "forward", times(1.01), "ln2, y in some rows"),
     "a norm's dx": (LayerNorm, 0, "backward", times(1.01), "ln1, dx in some rows"),
     "GELU": (Gelu, 0, "forward", times(1.001), "mlp.gelu, y in some rows"),
     "GELU's dx": (Gelu, 0, "backward", times(1.001), "mlp.gelu, dx in some rows"),
-    "GELU's db": (Gelu, 0, "backward", gradient("bias"), "mlp.gelu, dbias"),
+    "GELU's db": (Gelu, 0, "backward", gradient("bias", ONE), "mlp.gelu, dbias"),
     "a head": (Attention, 0, "forward", times(1.01, np.s_[-1, :, -12:]), "attention.attention, "),
     "dK of a head": (Attention, 0, "backward", times(1.01, np.s_[-1, :, 1, -12:]),
                      "attention.attention, <dK, K>"),
@@ -108,6 +113,113 @@ def faulty(model, layer, change):
     return max(rank for rank, held in enumerate(model.grid.comm.allgather(size)) if held)
 
 
+def one_of(model, kind, number):
+    """A layer wherever it lies within what is computed again."""
+    return [layer for layer in leaves(model.layers) if type(layer) is kind][number]
+
+
+def failed(model):
+    return [check.quantity for check in looked_at(model) if not check.passed]
+
+
+@pytest.mark.ranks(1, 8)
+@pytest.mark.parametrize("policy", ["none", "selective", "full"])
+@pytest.mark.parametrize("kind, number, named", [
+    (Linear, 0, "attention.qkv, C"), (Linear, 2, "mlp.up, C"),
+    (Attention, 0, "attention.attention, O"), (LayerNorm, 1, "ln2, y in some rows")])
+def test_a_fault_of_the_first_forward_alone_is_found(comm, policy, kind, number, named):
+    """What is computed again is right, and does not hide it."""
+    scheme, grid = {1: ("serial", None), 8: ("3d", (2, 2, 2))}[comm.size]
+    model = model_of(comm, scheme, grid, batch=4, seq=5, recompute=policy)
+    layer = one_of(model, kind, number)
+    right, calls = layer.forward, []
+
+    def wrong(x):
+        y, kept = right(x)
+        calls.append(x)
+        if len(calls) == 1:
+            y *= 1.5
+        return y, kept
+    layer.forward = wrong
+    found = failed(model)
+    assert calls and any(named in quantity for quantity in found), found
+
+
+@pytest.mark.ranks(1, 8)
+@pytest.mark.parametrize("policy, number, named", [
+    ("selective", 0, "attention.qkv, dB"), ("selective", 3, "mlp.down, dB"),
+    ("full", 3, "mlp.down, dB")])
+def test_what_a_product_keeps_again_is_that_of_a_real_step(comm, policy, number, named):
+    scheme, grid = {1: ("serial", None), 8: ("3d", (2, 2, 2))}[comm.size]
+    model = model_of(comm, scheme, grid, batch=4, seq=5, recompute=policy)
+    product = one_of(model, Linear, number).product
+    right, calls, factor = product.again, [], 1.0
+
+    def again(A, B):
+        calls.append(A)
+        return right(A * np.float32(factor), B)
+    product.again = again
+    assert failed(model) == [] and len(calls) == 1
+    model.backward(model.random("output gradient"), model.forward(model.random("input"))[1])
+    assert len(calls) == 2
+    factor = 1.5
+    found = failed(model)
+    assert any(named in quantity for quantity in found), found
+
+
+ROUNDED = {
+    "nothing": (Linear, 0, "forward", times(1), None),
+    "C": (Linear, 0, "forward", times(1.5), "attention.qkv, C"),
+    "a norm": (LayerNorm, 1, "forward", times(1.01), "ln2, y in some rows"),
+    "a norm's dx": (LayerNorm, 0, "backward", times(1.01), "ln1, dx in some rows"),
+    "dgamma": (LayerNorm, 0, "backward", gradient("weight", ONE), "ln1, dweight"),
+    "GELU's dx": (Gelu, 0, "backward", times(1.01), "mlp.gelu, dx in some rows"),
+    "attention": (Attention, 0, "forward", times(1.02), "attention.attention, O of a sequence"),
+    "dQ": (Attention, 0, "backward", times(0.9, np.s_[:, :, 0]), "<dK, K>"),
+    "dK": (Attention, 0, "backward", times(0.9, np.s_[:, :, 1]), "<dK, K>"),
+    "dV": (Attention, 0, "backward", times(0.9, np.s_[:, :, 2]), "<dV, V>")}
+
+
+@pytest.mark.parametrize("fault", ROUNDED)
+@pytest.mark.parametrize("causal", [False, True])
+def test_with_tf32_layers_without_products_are_held_to_float32(fault, causal):
+    kind, number, way, change, named = ROUNDED[fault]
+    with rounded(True) as library:
+        scheme = mm3d.scheme("serial", MPI.COMM_SELF, backend=library)
+        model = mm3d.Transformer(scheme, layers=1, hidden=64, heads=4, batch=4, seq=24,
+                                 causal=causal)
+        layer = one_of(model, kind, number)
+        right = getattr(layer, way)
+
+        def wrong(*arrays):
+            result = right(*arrays)
+            change(result, layer)
+            return result
+        setattr(layer, way, wrong)
+        found = failed(model)
+    assert (found == []) if named is None else any(named in quantity for quantity in found), found
+
+
+@pytest.mark.parametrize("tuning", ["", "MM3D_TF32=1", "MM3D_TF32=yes"])
+def test_the_rules_allow_tf32_its_eps_where_products_are(tuning):
+    """They go by what the file says was computed, not by how the variable was spelled."""
+    def said(tf32, limits):
+        run = SimpleNamespace(
+            configuration=dict(layers=1, dtype="float32", tf32=tf32, verified_by="residuals",
+                               verified_measured_model=0),
+            environment=dict(tuning_variables=tuning))
+        return [*rules.looked_at(run, [Check(name, 0.0, limit) for name, limit in limits.items()])]
+    plain, few = (residuals.tolerances(1, rounding) for rounding in ("float32", "tf32"))
+    wider = {name for name in plain if few[name] > plain[name]}
+    assert len(wider) == 4 * 3 + 6 and all("mlp.up" in n or "attention." in n or "mlp.down" in n
+                                           for n in wider)
+    assert said(1, few) == said(1, plain) == said(0, plain) == []
+    assert len(said(0, few)) == len(wider)
+    lax = {name: limit * 8192 for name, limit in plain.items()}    # TF32's eps everywhere
+    assert len(said(1, lax)) == len(plain) - 4 * 3
+    assert said(0, lax) and len(said(1, lax)) < len(said(0, lax))
+
+
 RUN = ("run", "--scheme", "1d-sp", "--table", "weak", "--preset", "paper", "--layers", "3",
        "--hidden", "320", "--batch", "4", "--seq", "8", "--repetitions", "2",
        "--max-repetitions", "2", "--traced", "0")
@@ -119,7 +231,7 @@ def test_the_paper_preset_checks_the_model_that_it_measures(tmp_path, capsys):
     path, = tmp_path.glob("*.h5")
     run = store.read(path)
     serial, own = residuals.apart(run.checks)
-    assert len(serial) == 2 + 12 * 2 and len(own) == len(residuals.quantities(3))
+    assert len(serial) == 2 + 12 * 2 and len(own) == len(residuals.tolerances(3, "float32"))
     assert run.configuration["verified_by"] == "residuals"
     assert not run.configuration["verified_measured_model"]
     assert check(path)[0] == []
