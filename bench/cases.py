@@ -217,15 +217,16 @@ def batch_of(row: Row) -> int:
 def equal_tokens(rows: Iterable[Row]) -> list[Row]:
     """What makes the 3-D rows and the others on as many ranks comparable at equal batches.
 
-    Each of a pair whose batches differ, measured with the batch of the other too.
+    Each of a pair of the tables' rows whose batches differ, measured with the batch of the other
+    too, if it is one of `rows`.
     """
     rows, more = list(rows), []
-    for cube in (row for row in rows if row.scheme == "3d" and not row.like):
-        for other in rows:
-            if (other.table, other.gpus) == (cube.table, cube.gpus) and not other.like and (
-                    other.batch != cube.batch):
-                more += [msgspec.structs.replace(other, like="3d"),
-                         msgspec.structs.replace(cube, like=other.scheme)]
+    known = [row for row in dict.fromkeys([*rows, *load().rows]) if not row.like]
+    for cube in (row for row in known if row.scheme == "3d"):
+        for other in known:
+            if (other.table, other.gpus) == (cube.table, cube.gpus) and other.batch != cube.batch:
+                more += [msgspec.structs.replace(one, like=like) for one, like in (
+                    (other, "3d"), (cube, other.scheme)) if one in rows]
     return list(dict.fromkeys(more))
 
 

@@ -9,6 +9,7 @@ from bench.panels import (TICKS, Point, against_ranks, bars, caption, curve, fin
                           line, plain_log, style)
 from bench.results import Results
 from bench.tables import measured_average
+from bench.variants import recorded
 from mm3d import SCHEMES, cost, timing
 from mm3d.statistics import Interval, median_interval
 from mm3d.store import Run
@@ -153,10 +154,10 @@ def closed_form(runs: list[Run], table: str) -> list[Point]:
             forms = cost.transformer_words(
                 chosen["scheme"], grid, *(chosen[name] for name in (
                     "layers", "hidden", "heads", "batch", "seq")),
-                recompute=chosen.get("recompute", "none"))
+                keep=recorded(chosen).keep, recompute=chosen.get("recompute", "none"))
             ranks = math.prod(grid.values())
             total = sum(sum(form.values()) for form in forms.values())
-            points[ranks] = total / ranks / chosen["batch"]
+            points.setdefault(ranks, total / ranks / chosen["batch"])
     return sorted(points.items())
 
 

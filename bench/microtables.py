@@ -78,9 +78,9 @@ def collectives(record: Measurements) -> list[Part]:
                          Number(error, f"{100 * error:.0f} %")])
     return [Table(f"Collectives on {chosen['grid']} ranks, all lines at once", columns, rows),
             Notes("About these times:", [
-                "Bandwidth: bytes that the busiest rank moves over the time, at the best size; "
-                "the fit alpha + beta n is of relative least squares. Arrays are sent again and "
-                "again: those that fit the caches are read from there.",
+                "Bandwidth: bytes counted of the busiest rank (bucket algorithm) over the time, "
+                "at the best size; the fit alpha + beta n is of relative least squares. Arrays "
+                "are sent again and again: those that fit the caches are read from there.",
                 *["In shared memory ranks read what is gathered or broadcast where it lies, which "
                   "is not timed: there is no bandwidth."] * bool(placed.any()),
                 f"{int(narrow.sum())} of {narrow.size} intervals are within "

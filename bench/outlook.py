@@ -68,7 +68,8 @@ def crossovers(found: Curves) -> list[tuple[int, str]]:
 def planned(folder: str, machine: model.Machine, arguments, sizes: dict) -> Iterator[Path]:
     """Draw words, time, memory and the map of grids of one model; the PNG files."""
     found = curves(machine, arguments.dtype, arguments.recompute, sizes)
-    text = ", ".join(f"{key} {value}" for key, value in sizes.items())
+    text = ", ".join([*(f"{key} {value}" for key, value in sizes.items()), arguments.dtype,
+                      f"recompute {arguments.recompute}"])
     for name, draw in (("words", _words), ("time", _time), ("memory", _memory)):
         yield _save(folder, f"plan-{name}.png",
                     lambda panel: draw(panel, found, machine, sizes), text)

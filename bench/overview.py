@@ -40,7 +40,8 @@ def overview(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> T
 
 def notes(runs: Sequence[Run]) -> list[str]:
     """What words are, which transports move others, and what the peaks of memory are."""
-    found = [merit.words_note(map(merit.transport, runs)) + ' "-" where it does not know.']
+    found = [merit.words_note(map(merit.transport, runs))
+             + ' "-" where it does not know, or was not asked.']
     peaks = [run for run in runs if not math.isnan(most(run, "pool_peak"))]
     if not peaks:
         return found

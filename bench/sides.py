@@ -92,6 +92,8 @@ def model_case(run: Run) -> Iterator[tuple[str, Timed]]:
             f"{recorded(chosen).label}")
     if chosen.get("equal_tokens"):
         name += f", batch of {title(chosen['equal_tokens'])}"
+    if (again := chosen.get("recompute", "none")) != "none":
+        name += f", recompute {again}"
     if chosen["overridden"]:
         name += ", with " + " ".join(f"{word} {chosen.get(word)}"
                                      for word in chosen["overridden"].split())

@@ -81,14 +81,18 @@ def books(work: Work) -> Path:
 
 
 def results(work: Work, case: Case) -> list[tuple[Path, store.Run]]:
-    """The sound files of a row, of its jobs and collected, with the sizes of its preset."""
+    """The sound files of a row, of its jobs and collected, with the sizes of its preset.
+
+    Where a policy of recomputation was asked for, those that were measured with it.
+    """
     found = []
     for folder in (work.runs(case), work.out):
         for path in sorted(folder.glob(f"{case.name}-*.h5")):
             with contextlib.suppress(store.StoreError):    # as if it were not there
                 run = store.read(path)
                 if (isinstance(run, store.Run) and not run.configuration["overridden"]
-                        and recorded(run.configuration).arguments() == case.variant.arguments()):
+                        and recorded(run.configuration).arguments() == case.variant.arguments()
+                        and work.recompute in (None, run.configuration.get("recompute", "none"))):
                     found.append((path, run))
     return found
 

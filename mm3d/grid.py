@@ -107,7 +107,7 @@ class Grid:
             yield dict(zip(self.shape, point))
 
     def traffic(self) -> dict[tuple[str, str], Traffic]:
-        """What this rank moved since `reset_traffic`, by (direction, collective)."""
+        """What was counted of this rank since `reset_traffic`, by (direction, collective)."""
         return {(name, collective): traffic for name, axis in self.axes.items()
                 for collective, traffic in axis.traffic.items()}
 

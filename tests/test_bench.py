@@ -69,9 +69,10 @@ def test_one_job_measures_all_rows_of_its_rank_count(tmp_path):
     assert done.returncode == 0, done.stderr
     titles = [line.split(":")[1].strip() for line in done.stdout.splitlines()]
     assert sorted(titles) == sorted(
-        f"{table} {scheme} 8 ranks" for table in ("weak", "strong") for scheme in ("1-D", "3-D"))
+        f"{table} {scheme} 8 ranks, float64" for table in ("weak", "strong")
+        for scheme in ("1-D", "3-D"))
     ordered = shuffled([case(row, "tiny") for row in select() if row.gpus == 8], 5)
-    assert titles == [one.title for one in ordered]
+    assert titles == [f"{one.title}, float64" for one in ordered]
     for run in runs(tmp_path):
         assert run.configuration["batch"] == 5 and run.configuration["layers"] == 2
         assert run.configuration["overridden"] == "batch layers"

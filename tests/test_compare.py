@@ -281,3 +281,11 @@ def test_the_same_results_do_not_differ(sets, capsys):
     assert main(["compare", a, a, "--format", "csv"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3 and all(line.endswith("no difference shown") for line in lines[1:])
+
+
+def test_recomputation_makes_a_case_of_its_own(sets, capsys):
+    """Runs that compute more are neither repetitions of the others nor slower than they."""
+    a = write_set(sets[0], 0, rows=ROWS[:1])
+    full = {"configuration": {"recompute": "full"}}
+    assert main(["compare", a, write_set(sets[1], 1, rows=ROWS[:1], **full)]) == 2
+    assert "weak 1-D 8 ranks, laptop, recompute full" in capsys.readouterr().err

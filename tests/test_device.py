@@ -173,9 +173,10 @@ def test_float32_masters(comm, carried, dtype):
         results = train(model, *data(**SIZES["uneven"]))
         limits = verify.tolerances(dtype, layers=1)
         wrong = differences(model, results, expected, *limits)
-        # One that is off by 2 % in bfloat16, and by 0.3 % in float16, would be seen.
-        off = {name: a * (1.02 if dtype == "bfloat16" else 1.003) for name, a in expected.items()
-               if a.any()}
+        # One that is off by 2 % in bfloat16, and by 0.3 % in float16, would be seen; where a
+        # rank has a part of the array, which is held against the norm of the whole, more.
+        off = {name: a * (1 + (0.02 if dtype == "bfloat16" else 0.003) * comm.size)
+               for name, a in expected.items() if a.any()}
         assert len(differences(model, {name: results[name] for name in off}, off,
                                *limits)) == len(off)
         for p in model.parameters:

@@ -100,6 +100,14 @@ def test_closed_form_covers_the_ranks_between():
     assert [ranks for ranks, _ in curves.closed_form(weak, "weak")] == [16, 36, 64]
 
 
+def test_the_closed_form_at_measured_ranks_is_that_of_the_run():
+    """Whatever the last run keeps or computes again."""
+    runs = [made_up(row) for row in select("strong", "3d")]
+    runs[-1].configuration |= {"recompute": "full"}
+    first = runs[0].expected_words.sum() / runs[0].ranks / runs[0].configuration["batch"]
+    assert dict(curves.closed_form(runs, "strong"))[runs[0].ranks] == first
+
+
 def test_files_in_every_format_the_same_each_time(tmp_path, capsys):
     store.write(made_up(select("weak", "3d")[1], oversubscribed=True), tmp_path, "weak")
     begin = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}

@@ -90,7 +90,7 @@ def test_points_lie_under_the_roof_that_they_are_compared_with():
 def test_pictures_of_plans(tmp_path, texts, monkeypatch):
     """To two million ranks, of which not all grids are looked at."""
     monkeypatch.setattr(plan, "candidates", lambda ranks, scheme: [("3d", (ranks, 1, 1))])
-    arguments = SimpleNamespace(ranks=16, dtype="float32", recompute=False)
+    arguments = SimpleNamespace(ranks=16, dtype="float32", recompute="none")
     assert len(list(outlook.planned(str(tmp_path), LONGHORN, arguments, SIZES))) == 4
     assert list(texts.problems()) == [] and texts.pictures == 4
 

@@ -42,7 +42,7 @@ def test_the_choice_is_the_best_of_all_when_every_candidate_is_traced(ranks, siz
 def test_screened_words_are_those_of_the_traces(sizes):
     """Of all ranks together, for every scheme and grid of 8 ranks."""
     for scheme, grid in plan.candidates(8):
-        screened = plan.screen(scheme, grid, LONGHORN, "float32", False, sizes)
+        screened = plan.screen(scheme, grid, LONGHORN, "float32", "none", sizes)
         traces = [dry.step(scheme, 8, grid, rank, **sizes) for rank in range(8)]
         for phase in dry.PHASES:
             assert sum(t.words(phase) for t in traces) == round(8 * screened.words[phase])
@@ -51,8 +51,8 @@ def test_screened_words_are_those_of_the_traces(sizes):
 def test_screened_memory_and_seconds_are_near_the_traces():
     sizes = dict(WEAK_64, layers=4, batch=96)
     for scheme, grid in plan.candidates(64):
-        screened = plan.screen(scheme, grid, LONGHORN, "float32", False, sizes)
-        traced = plan.traced(screened, LONGHORN, "float32", False, sizes)
+        screened = plan.screen(scheme, grid, LONGHORN, "float32", "none", sizes)
+        traced = plan.traced(screened, LONGHORN, "float32", "none", sizes)
         assert screened.memory == pytest.approx(traced.memory, rel=0.5), (scheme, grid)
         assert screened.seconds == pytest.approx(traced.seconds, rel=0.15), (scheme, grid)
 

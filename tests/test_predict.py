@@ -87,7 +87,7 @@ def test_crossovers_and_figures(tmp_path, outcome):
     assert changes[0][0] == 2 and len({ranks for ranks, _ in changes}) == len(changes)
 
     class Arguments:
-        ranks, dtype, recompute = 16, "float32", False
+        ranks, dtype, recompute = 16, "float32", "none"
 
     paths = [*outlook.planned(str(tmp_path), LONGHORN, Arguments, sizes),
              outlook.scaling(str(tmp_path), outcome)]

@@ -163,7 +163,9 @@ def test_rows_with_equal_tokens():
         ("weak-1d-as-3d-p064-laptop", 192), ("weak-3d-as-1d-p064-laptop", 15),
         ("strong-1d-as-3d-p064-laptop", 12), ("strong-3d-as-1d-p064-laptop", 6)]
     assert found[1].title == "weak 3-D 64 ranks, batch of 1-D"
-    assert equal_tokens(row for row in rows if row.scheme != "3d") == []
+    for scheme in ("1d", "2d", "3d"):    # by itself: its part of all of them
+        assert equal_tokens(row for row in rows if row.scheme == scheme) == [
+            one.row for one in found if one.row.scheme == scheme]
     assert named("weak:3d:1d", 64)[-1] == found[1].row
     with pytest.raises(UsageError, match="--rows '4d' is unknown"):
         named("weak:3d:4d", 64)
