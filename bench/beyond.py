@@ -15,7 +15,7 @@ def run(arguments) -> int:
 
 
 def grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: str,
-         sizes: dict[str, int]) -> tuple[int, ...] | None:
+         sizes: dict[str, int], recompute: str = "none") -> tuple[int, ...] | None:
     """Sizes as ``16x4x1`` says; ``auto`` for what the planner chooses; None for the default.
 
     Raises
@@ -29,7 +29,8 @@ def grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: str,
     if text == "auto":
         from bench import model, plan
         try:
-            return plan.best_grid(scheme, ranks, model.load(machine, dtype), dtype=dtype, **sizes)
+            return plan.best_grid(scheme, ranks, model.load(machine, dtype), dtype, recompute,
+                                  **sizes)
         except ValueError as error:
             raise UsageError(str(error)) from error
     try:

@@ -43,7 +43,8 @@ def run(arguments) -> int:
         raise UsageError(f"scheme {arguments.scheme!r} is unknown: choose one of "
                          f"{', '.join(mm3d.SCHEMES)}")
     shape = beyond.grid(arguments.grid, arguments.scheme, arguments.ranks,
-                        arguments.machine or "longhorn", arguments.dtype, chosen)
+                        arguments.machine or "longhorn", arguments.dtype, chosen,
+                        arguments.recompute)
     machine = model.load(arguments.machine, arguments.dtype) if arguments.machine else None
     trace_of = dry.step if arguments.all_layers else dry.extended
     options = {"keep": arguments.keep} if arguments.keep else {}

@@ -150,7 +150,8 @@ def variant_of(arguments, rows: list[Row]) -> Variant:
     """
     library = backends.get(arguments.backend)
     variant = variants.asked_for(arguments, library)
-    if problem := variants.problem(variant, (row.scheme for row in rows), library):
+    if problem := variants.problem(variant, (row.scheme for row in rows), library,
+                                   arguments.recompute):
         raise UsageError(problem)
     return variant
 
@@ -182,7 +183,7 @@ def chosen_grid(one: Case, options: Options, comm) -> tuple[int, ...] | None:
         return None
     return of_rank_0(lambda: beyond.grid(
         options.grid, one.row.scheme, comm.size, options.machine, one.variant.dtype,
-        msgspec.structs.asdict(one.sizes)), comm)
+        msgspec.structs.asdict(one.sizes), options.recompute), comm)
 
 
 def planned_for(arguments, comm) -> str:

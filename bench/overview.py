@@ -1,11 +1,12 @@
 """A line of figures of merit for each measured row."""
 
 import math
-from typing import Mapping, Sequence
+from typing import Iterable, Sequence
 
 from bench import merit, parts
 from bench.cases import Row, title
 from bench.formats import Column, Number, Rows, Table
+from bench.results import policy_of, row_of
 from mm3d import timing
 from mm3d.store import PHASES, Run
 
@@ -54,12 +55,13 @@ def notes(runs: Sequence[Run]) -> list[str]:
     return [*found, text]
 
 
-def recomputing(runs: Mapping[tuple[str, str, int], Run]) -> list[str]:
+def recomputing(runs: Iterable[Run]) -> list[str]:
     """Which rows compute what again, where any does: their times and words include it."""
     found: dict[str, list[str]] = {}
-    for (table, scheme, ranks), run in sorted(runs.items()):
-        name = str(run.configuration.get("recompute", "none"))
-        found.setdefault(name, []).append(f"{table} {title(scheme)} {ranks}")
+    for (table, scheme, ranks), like, run in sorted(
+            ((*row_of(run), run) for run in runs), key=lambda one: (one[0], one[1] or "")):
+        batch = f" with the batch of {title(like)}" if like else ""
+        found.setdefault(policy_of(run), []).append(f"{table} {title(scheme)} {ranks}{batch}")
     if set(found) <= {"none"}:
         return []
     rows = "; ".join(f"{name}: {'all rows' if len(found) == 1 else ', '.join(names)}"

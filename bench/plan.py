@@ -86,7 +86,7 @@ def plans(ranks: int, machine: model.Machine, dtype: str = "float32", recompute:
 
 
 def best_grid(scheme: str, ranks: int, machine: model.Machine, dtype: str = "float32",
-              **sizes: int) -> tuple[int, ...]:
+              recompute: str = "none", **sizes: int) -> tuple[int, ...]:
     """The grid that ``--grid auto`` takes: the first of the scheme's `plans`.
 
     Raises
@@ -94,7 +94,7 @@ def best_grid(scheme: str, ranks: int, machine: model.Machine, dtype: str = "flo
     ValueError
         When the scheme has no grid of so many ranks.
     """
-    return plans(ranks, machine, dtype, scheme=scheme, **sizes)[0].grid
+    return plans(ranks, machine, dtype, recompute, scheme=scheme, **sizes)[0].grid
 
 
 def run(arguments) -> int:

@@ -47,7 +47,7 @@ def drawings(found: Found) -> Iterator[Drawing]:
     """Every figure of every preset, to be used under `bench.panels.look`."""
     for results in found.results:
         # It becomes part of a file's name, and a file may hold anything.
-        preset = re.sub(r"[^\w.-]", "-", results.preset) + results.variant.slug
+        preset = re.sub(r"[^\w.-]", "-", results.preset) + results.slug
         for name, (draw, about) in FIGURES.items():
             try:
                 yield Drawing(f"{name}-{preset}", about, draw(results))

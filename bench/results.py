@@ -17,7 +17,7 @@ EFFORT = {"seed", "order", "warmup", "repetitions", "max_repetitions", "max_seco
 
 @dataclass
 class Results:
-    """What a folder holds for one preset in one variant.
+    """What a folder holds for one preset in one variant, or with one policy of recomputation.
 
     Attributes
     ----------
@@ -25,6 +25,9 @@ class Results:
         Its name.
     variant : Variant
         How all of its rows are computed.
+    recompute : str
+        The policy of its rows, where some row was measured with several and so they are apart
+        from those of the tables; otherwise empty, and each row has what it was measured with.
     runs : dict
         By (table, scheme, ranks) the latest run of that row.
     equal : dict
@@ -38,6 +41,7 @@ class Results:
 
     preset: str
     variant: Variant = Variant()
+    recompute: str = ""
     runs: dict[Key, Run] = field(default_factory=dict)
     equal: dict[tuple[Key, str], Run] = field(default_factory=dict)
     earlier: int = 0
@@ -46,12 +50,23 @@ class Results:
     @property
     def title(self) -> str:
         """The preset, and the variant unless it is the tables' own."""
-        return f"{self.preset}{self.variant.label}"
+        return f"{self.preset}{self.label}"
+
+    @property
+    def label(self) -> str:
+        """What the title has after the preset; nothing for the tables' own rows."""
+        return f"{self.variant.label}{f', recompute {self.recompute}' * bool(self.recompute)}"
+
+    @property
+    def slug(self) -> str:
+        """The same in the name of a file."""
+        more = f"-recompute-{self.recompute}" * bool(self.recompute)
+        return self.variant.slug + re.sub(r"[^\w.-]", "-", more)
 
     @property
     def plain(self) -> bool:
         """Whether these are the tables' own rows."""
-        return self.variant == Variant()
+        return self.variant == Variant() and not self.recompute
 
     def get(self, row: Row) -> Run | None:
         """The run of `row`, if there is one."""
@@ -148,18 +163,20 @@ def identity(run: Measurements) -> tuple:
 def by_preset(runs: list[Run]) -> list[Results]:
     """The rows of the tables among `runs`, which are in the order of their making.
 
-    Those of each variant are apart.
+    Those of each variant are apart; so are those of each policy of recomputation, in a preset
+    and variant of which some row was measured with several.
     """
-    found: dict[tuple[str, Variant], Results] = {}
+    found: dict[tuple[str, Variant, str], Results] = {}
+    several = with_several_policies(runs)
     for run in runs:
         chosen = run.configuration
         kind = chosen["preset"], recorded(chosen)
-        results = found.setdefault(kind, Results(*kind))
+        name = policy_of(run) if kind in several else "none"
+        results = found.setdefault((*kind, name), Results(*kind, "" if name == "none" else name))
         if chosen["overridden"]:
             results.overridden += 1
             continue
-        key = (chosen["table"], chosen["scheme"], run.ranks)
-        like = chosen.get("equal_tokens")
+        key, like = row_of(run)
         results.earlier += ((key, like) in results.equal) if like else (key in results.runs)
         if like:
             results.equal[key, like] = run
@@ -167,7 +184,30 @@ def by_preset(runs: list[Run]) -> list[Results]:
             results.runs[key] = run
     order = list(load().presets)
     return sorted(found.values(), key=lambda r: (order.index(r.preset) if r.preset in order
-                                                 else len(order), r.preset, r.variant.words))
+                                                 else len(order), r.preset, r.variant.words,
+                                                 r.recompute))
+
+
+def with_several_policies(runs: list[Run]) -> set[tuple[str, Variant]]:
+    """The presets and variants of which some row was measured with several policies."""
+    found: dict[tuple, set[str]] = {}
+    for run in runs:
+        chosen = run.configuration
+        if not chosen["overridden"]:
+            row = chosen["preset"], recorded(chosen), row_of(run)
+            found.setdefault(row, set()).add(policy_of(run))
+    return {(preset, variant) for (preset, variant, _), names in found.items() if len(names) > 1}
+
+
+def policy_of(run: Run) -> str:
+    """What backward computed again; nothing in files of before."""
+    return str(run.configuration.get("recompute", "none"))
+
+
+def row_of(run: Run) -> tuple[Key, str | None]:
+    """Which row of the tables a run is of, and the scheme whose batch it has, if another's."""
+    chosen = run.configuration
+    return (chosen["table"], chosen["scheme"], run.ranks), chosen.get("equal_tokens") or None
 
 
 def natural(text: str) -> list[tuple[int, str]]:

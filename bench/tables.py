@@ -125,10 +125,10 @@ def measured_notes(results: Results) -> list[str]:
              f"repetitions after {_all(runs, 'warmup')} to warm up.",
              *verified_notes(runs)]
     if not results.plain:
-        notes.insert(0, f"VARIANT{results.variant.label.replace(',', ':', 1)}: these rows are "
+        notes.insert(0, f"VARIANT{results.label.replace(',', ':', 1)}: these rows are "
                         f"computed otherwise than the tables', whose plain rows are apart.")
     notes += (intervals.notes(runs) + speedups.notes(results) + overview.notes(runs)
-              + overview.recomputing(results.runs))
+              + overview.recomputing(runs))
     crowded = [run for run in runs if run.environment["oversubscribed"]]
     most = most_crowded(runs)
     if most:

@@ -13,6 +13,7 @@ import numpy as np
 
 import mm3d
 from mm3d.backend import Backend
+from mm3d.recompute import policy
 from mm3d.schemes.cube import KEEP
 from mm3d.transformer import DTYPES
 
@@ -101,8 +102,12 @@ def recorded(configuration: Mapping[str, Any]) -> Variant:
         name, getattr(known, name))) for name in Variant.__struct_fields__})
 
 
-def problem(variant: Variant, schemes: Iterable[str], backend: Backend | None = None) -> str:
-    """Why rows of `schemes` cannot be of this variant; empty when they can."""
+def problem(variant: Variant, schemes: Iterable[str], backend: Backend | None = None,
+            recompute: str | None = None) -> str:
+    """Why rows of `schemes` cannot be of this variant, with this policy; empty when they can."""
+    if variant.keep != "none" and recompute and policy(recompute).selective:
+        return (f"--keep {variant.keep} --recompute {recompute}: selective keeps nothing that "
+                f"products gather; leave one of them out, or choose --recompute full")
     for name, flag in (("keep", f"--keep {variant.keep}"), ("overlap", "--overlap")):
         if getattr(variant, name) == getattr(Variant(), name):
             continue

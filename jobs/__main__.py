@@ -69,7 +69,8 @@ def work_and_cases(arguments) -> tuple[Work, list[Case]]:
     site = sites.load(arguments.site)
     chosen, variant = select(arguments.table, arguments.scheme), variants.asked_for(arguments)
     chosen += equal_tokens(chosen) if arguments.equal_tokens else []
-    if problem := variants.problem(variant, (row.scheme for row in chosen)):
+    if problem := variants.problem(variant, (row.scheme for row in chosen),
+                                   recompute=arguments.recompute):
         raise UsageError(problem)
     cases = [case(row, arguments.preset, variant) for row in chosen]
     counts = sorted({str(one.row.gpus) for one in cases}, key=int)

@@ -91,10 +91,12 @@ def test_files_say_the_policy_and_those_of_before_had_none():
 
 def test_tables_say_which_rows_recompute():
     run, other = rows(), rows("1d")
-    both = {("weak", "3d", 64): run, ("weak", "1d", 64): other}
+    both = run, other
     assert recomputing(both) == []
     run.configuration["recompute"] = "full"
     assert "full: weak 3-D 64" in recomputing(both)[0]
+    run.configuration["equal_tokens"] = "1d"
+    assert "full: weak 3-D 64 with the batch of 1-D" in recomputing(both)[0]
 
 
 @pytest.mark.ranks(1, 8)

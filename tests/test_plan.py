@@ -1,11 +1,12 @@
 """The planner against brute force, the bound, and what is known of the paper's shapes."""
 import math
 import time
+from types import SimpleNamespace
 
 import pytest
 
 import mm3d
-from bench import machinefile, model, plan
+from bench import beyond, machinefile, model, plan
 from bench.__main__ import main
 from bench.cases import UsageError
 from mm3d import cost, dry, store
@@ -222,3 +223,12 @@ def test_a_measured_run_takes_the_planner_s_grid(tmp_path):
     sizes = {name: found[name] for name in ("layers", "hidden", "heads", "batch", "seq")}
     best = plan.best_grid("3d", 8, model.load("cpu"), **sizes)
     assert found["grid"] == " x ".join(map(str, best)) and found["overridden"] == "grid"
+
+
+def test_the_grid_of_auto_is_of_the_policy(monkeypatch):
+    """What is chosen is planned for the step that is run."""
+    asked = []
+    monkeypatch.setattr(plan, "plans", lambda ranks, machine, dtype, recompute, **rest:
+                        asked.append(recompute) or [SimpleNamespace(grid=(32, 2, 1))])
+    assert beyond.grid("auto", "3d", 64, "longhorn", "float32", WEAK_64, "full") == (32, 2, 1)
+    assert asked == ["full"]

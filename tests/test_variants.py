@@ -16,6 +16,7 @@ from bench.tables import document
 from bench.variants import Variant
 from jobs import rows as books
 from jobs import scripts, site
+from jobs.__main__ import main as jobs_main
 from jobs.scripts import Work
 from mm3d import backend, store
 from records import made_up
@@ -77,6 +78,27 @@ def test_tables_and_figures_show_each_apart(tmp_path):
     assert len(set(names)) == len(names)
 
 
+def test_policies_of_one_row_are_apart_and_of_several_rows_are_not(tmp_path):
+    """A later run that recomputes does not take the place of the plain one; where each row has
+    one policy, as on a cluster, all are in the same tables."""
+    other = select("weak", "1d")[0]
+    plain, again, third = run_of(Variant()), run_of(Variant(), 3.0), made_up(other)
+    again.configuration["recompute"] = third.configuration["recompute"] = "uniform:2+selective"
+    mixed, = by_preset([plain, third])
+    assert mixed.plain and mixed.get(ROW) is plain and mixed.get(other) is third
+    for n, run in enumerate((plain, again)):
+        store.write(run, tmp_path, f"row-{n}")
+    found = gather(tmp_path)
+    first, second = found.results
+    assert first.plain and not second.plain and first.earlier == second.earlier == 0
+    assert np.array_equal(first.get(ROW).samples["forward"], plain.samples["forward"])
+    assert np.array_equal(second.get(ROW).samples["forward"], again.samples["forward"])
+    assert "preset laptop, recompute uniform:2+selective" in render(document(found), "text")
+    names = [one.name for one in drawings(found)]
+    assert len(set(names)) == len(names) and "roofline-laptop" in names
+    assert "roofline-laptop-recompute-uniform-2-selective" in names
+
+
 def test_a_variant_is_not_compared_with_the_plain_row(tmp_path, capsys):
     for name, variant in (("a", Variant()), ("b", Variant(causal=True))):
         (tmp_path / name).mkdir()
@@ -117,6 +139,19 @@ def test_what_cannot_be_is_refused_in_a_line(tmp_path, capsys, words, message):
     assert main(["run", "--scheme", "serial", "--preset", "tiny", "--backend", "numpy",
                  "--out", str(tmp_path / "new"), *words]) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
+    assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("command", [
+    [main, "run", "--scheme", "3d"], [main, "reproduce", "--scheme", "3d"],
+    [jobs_main, "render", "--site", "cpu", "--scheme", "3d"]], ids=lambda words: words[1])
+def test_what_selective_cannot_keep_is_refused_before_the_start(tmp_path, capsys, command):
+    program, *words = command
+    assert program([*words, "--preset", "tiny", "--keep", "both", "--recompute", "selective",
+                    "--out", str(tmp_path / "new")]) == 2
+    found = capsys.readouterr()
+    assert found.err == ("error: --keep both --recompute selective: selective keeps nothing that "
+                         "products gather; leave one of them out, or choose --recompute full\n")
     assert not (tmp_path / "new").exists()
 
 
