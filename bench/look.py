@@ -12,6 +12,7 @@ from mm3d.layers import Attention, Gelu, LayerNorm, Linear, Residual
 from mm3d.layout import Layout
 
 ROWS = 4
+VECTORS = 3    # random ones beside a vector's gradient
 SUMS = ("y in some rows", "dx in some rows")
 
 
@@ -127,7 +128,7 @@ class Look:
         dB = self.parameter(layer.weight.grad, layer.weight)
         self.note(layer, "dB", dB.times(w) - A.left(v)[0], A.left(bound, True)[0])
         if layer.adds:
-            self._vector(layer, "dbias", layer.bias, w, v.sum(), bound.sum())
+            self._bias(layer, dC)
 
     def _product(self, layer: Linear, x: Any, y: Any) -> tuple[Sheet, Sheet, Sheet]:
         """A, C and B of C = A B."""
@@ -137,6 +138,16 @@ class Look:
         return (self.activation(x, source, shape[:1], units.get(0, 1)),
                 self.activation(y, target, shape[1:], units.get(len(shape) - 1, 1)),
                 self.parameter(layer.weight.value, layer.weight))
+
+    def _bias(self, layer: Any, dy: Sheet) -> None:
+        """Compare a bias' gradient with the sum over the rows of `dy`, by a few inner products.
+
+        A fault that is nearly orthogonal to one random vector is not so to all.
+        """
+        for _ in range(VECTORS):
+            w = self.signs(dy.shape[2:])
+            self._vector(layer, "dbias", layer.bias, w, dy.times(w)[0].sum(),
+                         dy.times(np.abs(w), True)[0].sum())
 
     def _vector(self, layer: Any, what: str, parameter: Any, w: np.ndarray, expected: Any,
                 bound: Any) -> None:
@@ -174,8 +185,7 @@ class Look:
                           for a, b in zip(chunks(dY.matrix()), chunks(Y.matrix()))]).sum(0)
         total, bound = self._over_first_copies(dY, terms)
         self._vector(layer, "dweight", layer.weight, gamma * w, total, bound)
-        self._vector(layer, "dbias", layer.bias, w, dY.times(w)[0].sum(),
-                     dY.times(np.abs(w), True)[0].sum())
+        self._bias(layer, dY)
 
     def _over_first_copies(self, sheet: Sheet, terms: np.ndarray) -> np.ndarray:
         total = np.empty_like(terms)
@@ -197,10 +207,7 @@ class Look:
         slope = (1 + t) / 2 + u / 2 * (1 - t * t) * GELU_SCALE * (1 + 3 * GELU_CUBIC * u ** 2)
         self.note(layer, SUMS[1], self._local_rows(dx) - g * slope,
                   np.abs(g) * (1 + self._gelu_size(layer, x)))
-        dX = self._gelu_sheet(layer, dx)
-        w = self.signs(dX.shape[2:])
-        self._vector(layer, "dbias", layer.bias, w, dX.times(w)[0].sum(),
-                     dX.times(np.abs(w), True)[0].sum())
+        self._bias(layer, self._gelu_sheet(layer, dx))
 
     def _gelu_sheet(self, layer: Gelu, a: Any) -> Sheet:
         return self.activation(a, layer.vector.space, layer.vector.shape, 1)
