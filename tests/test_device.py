@@ -15,7 +15,7 @@ from bench import hiding, machine, rounded, verify
 from mm3d import backend, choice, device, gpu, proof, selftest, wire
 from mm3d.transport import Pending
 from models import SIZES, SOME, Parallelism, data, differences, serial, train
-from reference import integers, on_grid
+from reference import integers
 
 NAMES = tuple(device.TRANSPORTS)
 
@@ -394,8 +394,7 @@ def test_arrays_refuse_the_host(cupy):
 def test_bfloat16_travels_as_it_is(comm, carried):
     """Moved in 16 bits, summed in float32."""
     ml_dtypes = pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
-    with on_grid(comm, comm.size):
-        grid = mm3d.Grid(comm, "cupy", x=comm.size)
+    grid = mm3d.Grid(comm, "cupy", x=comm.size)
     term = np.full(6, 256 if comm.rank == 0 else 1, ml_dtypes.bfloat16)
     found = grid.backend.to_host(grid.x.all_reduce(grid.backend.asarray(term)))
     assert found.dtype == term.dtype and set(found.astype(float).tolist()) == {260.0}
