@@ -17,6 +17,7 @@ from bench.__main__ import ON_ALL_RANKS, parser
 from bench.cases import UsageError, case, select, shuffled
 from bench.provenance import command_line
 from bench.tables import words_agree
+from bench.variants import Variant
 from jobs import scripts, site
 from jobs.scripts import Work
 from mm3d import store
@@ -71,8 +72,9 @@ def test_one_job_measures_all_rows_of_its_rank_count(tmp_path):
     assert sorted(titles) == sorted(
         f"{table} {scheme} 8 ranks, float64" for table in ("weak", "strong")
         for scheme in ("1-D", "3-D"))
-    ordered = shuffled([case(row, "tiny") for row in select() if row.gpus == 8], 5)
-    assert titles == [f"{one.title}, float64" for one in ordered]
+    ordered = shuffled([case(row, "tiny", variant=Variant(dtype="float64")) for row in select()
+                        if row.gpus == 8], 5)
+    assert titles == [one.title for one in ordered]
     for run in runs(tmp_path):
         assert run.configuration["batch"] == 5 and run.configuration["layers"] == 2
         assert run.configuration["overridden"] == "batch layers"

@@ -1,4 +1,6 @@
 """What fits the memory of a rank, and which policy of recomputation makes it fit."""
+import gc
+
 import pytest
 
 import mm3d
@@ -61,6 +63,7 @@ def test_memory_of_the_real_model_is_what_the_choice_was_made_by(comm, monkeypat
     for name in ("none", "selective", "full", "uniform:2+selective"):
         scheme = mm3d.scheme("3d", comm, GRID, "numpy")
         pool = scheme.grid.backend.pool
+        gc.collect()    # of other tests
         before = pool.in_use
         pool.reset_peak()
         model = mm3d.Transformer(scheme, **SIZES, recompute=name)
