@@ -78,7 +78,7 @@ def test_sizes_beyond_the_table_continue_it():
 def test_crossovers_and_figures(tmp_path, outcome):
     """Few ranks and small sizes; each figure is a PNG of some size."""
     sizes = dict(layers=2, hidden=512, heads=8, batch=16, seq=64)
-    found = outlook.curves(LONGHORN, "float32", False, sizes, 64)
+    found = outlook.curves(LONGHORN, "float32", "none", sizes, 64)
     best = dict(found["3-D, best grid"])
     for family, points in found.items():
         assert all(p.seconds >= best[ranks].seconds for ranks, p in points
