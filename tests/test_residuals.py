@@ -51,6 +51,17 @@ def times(factor, place=np.s_[...]):
     return change
 
 
+def spoil(layer, way, change):
+    """Have `change` spoil what the layer gives forward or backward."""
+    right = getattr(layer, way)
+
+    def wrong(*arrays):
+        result = right(*arrays)
+        change(result, layer)
+        return result
+    setattr(layer, way, wrong)
+
+
 def gradient(name, place=np.s_[...]):
     """A fault in the gradient of one of the layer's parameters."""
     def change(result, layer):
@@ -92,13 +103,7 @@ def test_a_fault_of_one_rank_is_found_and_named(comm, fault):
     layer = [one for block in model.layers.layers for one in block.layers
              if type(one) is kind][number]
     if comm.rank == faulty(model, layer, change):
-        right = getattr(layer, way)
-
-        def wrong(*arrays):
-            result = right(*arrays)
-            change(result, layer)
-            return result
-        setattr(layer, way, wrong)
+        spoil(layer, way, change)
     checks = looked_at(model)
     failed = [c.quantity for c in checks if not c.passed]
     assert any(named in quantity for quantity in failed), failed
@@ -189,13 +194,7 @@ def test_with_tf32_layers_without_products_are_held_to_float32(fault, causal):
         model = mm3d.Transformer(scheme, layers=1, hidden=64, heads=4, batch=4, seq=24,
                                  causal=causal)
         layer = one_of(model, kind, number)
-        right = getattr(layer, way)
-
-        def wrong(*arrays):
-            result = right(*arrays)
-            change(result, layer)
-            return result
-        setattr(layer, way, wrong)
+        spoil(layer, way, change)
         found = failed(model)
     assert (found == []) if named is None else any(named in quantity for quantity in found), found
 
