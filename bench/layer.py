@@ -27,7 +27,7 @@ from bench.rival import Rival
 from bench.sampling import BOUNDS, failed, limits_of, measured_environment, publish
 from mm3d import cost, timing
 from mm3d.record import Check, Measurements, Variable
-from mm3d.statistics import median_interval
+from mm3d.statistics import Interval, median_interval
 
 KINDS = ("layer", "local products", "PyTorch", "layer with overlap")
 
@@ -195,25 +195,26 @@ def measured(subject: Subject, arguments, limits: timing.Limits, rival: Rival | 
         times, last = timing.spans(subject.step, comm, backend.synchronize, clock)
         return times
 
-    kept, ended_by, begun = [], "", clock.now()
-    while not ended_by:
+    kept: list[np.ndarray] = []
+
+    def intervals() -> list[Interval]:
+        seconds = makespans(np.array(kept)[:, kinds])
+        return [median_interval(seconds[:, k] / seconds[:, 0]) for k in range(1, len(kinds))]
+
+    repetitions = timing.Repetitions(limits, comm, intervals, warmup=1)
+    for counts in repetitions:
         times = np.full((len(KINDS), comm.size, 2), np.nan)
         for kind in order.permutation(kinds):
             times[kind] = sample(kind)
-        kept.append(times)
-        # The first of them warms all up.
-        if comm.rank == 0 and len(kept) > 1:
-            seconds = makespans(np.array(kept[1:])[:, kinds])
-            ended_by = limits.reached(len(kept) - 1, clock.now() - begun, lambda: [
-                median_interval(seconds[:, k] / seconds[:, 0]) for k in range(1, len(kinds))])
-        ended_by = comm.bcast(ended_by)
+        if counts:
+            kept.append(times)
     checks = subject.checks(last, rival)
     last = None
     hidden = np.nan
     if arguments.overlap:
         hiding.set_overlap(subject.model, True)
         hidden = hiding.hidden_share(subject.scheme.grid, subject.step, 3)
-    return Found(np.array(kept[1:]), kinds, hidden, ended_by, checks)
+    return Found(np.array(kept), kinds, hidden, repetitions.ended_by, checks)
 
 
 def summary(subject: Subject, found: Found, memory: np.ndarray, settings: dict, environs: dict,

@@ -151,19 +151,20 @@ def measured(problem: Problem, phases: tuple[str, ...], replays: dict[str, Repla
     trial = [sample(phase, kind, 1) for phase in phases for kind in range(3)][2][0, 1]
     calls = comm.bcast(arguments.calls or max(1, math.ceil(SAMPLE / max(trial, 1e-6))
                                               if comm.rank == 0 else 1))
-    kept, ended_by, begun = [], "", clock.now()
-    while not ended_by:
+    kept: list[np.ndarray] = []
+
+    def intervals() -> list[Interval]:
+        seconds = makespans(np.array(kept))
+        return [ratio(seconds, p, "efficiency") for p in range(len(phases))]
+
+    repetitions = timing.Repetitions(limits, comm, intervals)
+    for _ in repetitions:
         times = np.empty((len(phases), len(KINDS), comm.size, 2))
         for p, phase in enumerate(phases):
             for kind in order.permutation(len(KINDS)):
                 times[p, kind] = sample(phase, kind, calls)
         kept.append(times)
-        if comm.rank == 0:
-            seconds = makespans(np.array(kept))
-            ended_by = limits.reached(len(kept), clock.now() - begun, lambda: [
-                ratio(seconds, p, "efficiency") for p in range(len(phases))])
-        ended_by = comm.bcast(ended_by)
-    return np.array(kept).swapaxes(0, 1), calls, ended_by, last
+    return np.array(kept).swapaxes(0, 1), calls, repetitions.ended_by, last
 
 
 def alone(step, calls: int, comm, backend) -> tuple[float, float]:

@@ -2,7 +2,6 @@
 
 import math
 import sys
-import time
 from pathlib import Path
 from typing import Callable
 
@@ -92,14 +91,10 @@ def repeated(sample: Callable[[], float], limits: timing.Limits,
              comm) -> tuple[list[float], str]:
     """Samples until they are enough, and what ended them; rank 0 decides."""
     found: list[float] = []
-    ended_by, begun = "", time.perf_counter()
-    while not ended_by:
+    repetitions = timing.Repetitions(limits, comm, lambda: [median_interval(found)])
+    for _ in repetitions:
         found.append(sample())
-        if comm.rank == 0:
-            ended_by = limits.reached(len(found), time.perf_counter() - begun,
-                                      lambda: [median_interval(found)])
-        ended_by = comm.bcast(ended_by)
-    return found, ended_by
+    return found, repetitions.ended_by
 
 
 def several(step: Callable[[], object], calls: int) -> Callable[[], None]:

@@ -210,8 +210,9 @@ def _one(problems: dict[str, Problem], rivals: list[Pgemm], gemm: blas.Gemm,
         return failed(f"{shape} {arguments.dtype}", wrong, comm)
     subjects = _subjects(problems, rivals, gemm)
     order, kept = np.random.default_rng(arguments.seed), []
-    ended_by, begun = "", clock.now()
-    while not ended_by:
+    for _ in timing.Repetitions(limits, comm, lambda: [
+            median_interval(line) for ratios in ahead(np.array(kept), len(problems), len(rivals))
+            for line in ratios.T]):
         seconds = np.empty(len(subjects))
         for kind in order.permutation(len(subjects)):
             step, own = subjects[kind].step, subjects[kind].gemm
@@ -220,9 +221,6 @@ def _one(problems: dict[str, Problem], rivals: list[Pgemm], gemm: blas.Gemm,
                 times, _ = timing.spans(several(step, arguments.calls), comm, lambda: None, clock)
             seconds[kind] = times.max() / arguments.calls
         kept.append(seconds)
-        ended_by = comm.bcast(limits.reached(len(kept), clock.now() - begun, lambda: [
-            median_interval(line) for ratios in ahead(np.array(kept), len(problems), len(rivals))
-            for line in ratios.T]))
     if comm.rank == 0:
         print(render(_parts(problems, rivals, gemm, subjects, shape, arguments, np.array(kept))),
               "", sep="\n", flush=True)

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from time import perf_counter
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import numpy as np
 
@@ -63,6 +63,65 @@ class Limits:
         if done >= self.max_repetitions:
             return "repetitions"
         return "seconds" if seconds >= self.max_seconds else ""
+
+
+class Repetitions:
+    """Repetitions until limits are reached: iterate, and do one in each turn.
+
+    Every rank iterates.  Rank 0 decides after each repetition whether another follows, and tells
+    the others, so that all end after the same one.
+
+    Parameters
+    ----------
+    limits : Limits
+        When to stop.
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    intervals : callable
+        Computes the confidence intervals to which ``limits.width`` applies, from all repetitions
+        that count; called on rank 0 alone.
+    warmup : int, optional
+        Repetitions before the first that counts.
+    stop : callable, optional
+        Asked on rank 0 after each repetition, those of the warm-up included; if it is true none
+        follows.
+
+    Attributes
+    ----------
+    ended_by : str
+        The limit that ended them, as `Limits.reached` names it; "stopped" where `stop` did; ""
+        before.
+
+    Examples
+    --------
+    >>> found = []
+    >>> repetitions = Repetitions(limits, comm, lambda: [median_interval(found)], warmup=1)
+    >>> for counts in repetitions:
+    ...     seconds = sample()
+    ...     if counts:
+    ...         found.append(seconds)
+    """
+
+    def __init__(self, limits: Limits, comm, intervals: Callable[[], list[Interval]],
+                 warmup: int = 0, stop: Callable[[], bool] = lambda: False) -> None:
+        self.limits, self.comm, self.intervals = limits, comm, intervals
+        self.warmup, self.stop, self.ended_by = warmup, stop, ""
+
+    def __iter__(self) -> Iterator[bool]:
+        """Begin the next repetition: whether it counts."""
+        done, begun = -self.warmup, perf_counter()
+        while not self.ended_by:
+            if not done:
+                begun = perf_counter()
+            yield done >= 0
+            done += 1
+            reason = ""
+            if self.comm.rank == 0:
+                if done > 0:
+                    reason = self.limits.reached(done, perf_counter() - begun, self.intervals)
+                if not reason and self.stop():
+                    reason = "stopped"
+            self.ended_by = self.comm.bcast(reason)
 
 
 class Clock:
@@ -225,21 +284,14 @@ def measure(step: Step, warmup: int, limits: Limits,
     comm, clock = step.comm, step.clock
     errors = np.array(comm.allgather((clock.resolution(), clock.offset_error))).max(axis=0)
     kept: list[np.ndarray] = []
-    ended_by, repetition, begun = "", 0, clock.now()
-    while not ended_by:
-        if repetition == warmup:
-            begun = clock.now()
+    repetitions = Repetitions(limits, comm, lambda: [
+        median_interval(slowest(samples)) for samples in _samples(kept)], warmup, stop)
+    for counts in repetitions:
         everyone = np.empty((comm.size, 2, 2)) if comm.rank == 0 else None
         comm.Gather(step(), everyone)
-        repetition += 1
-        if everyone is not None and repetition > warmup:
+        if everyone is not None and counts:
             kept.append(everyone)
-            ended_by = limits.reached(len(kept), clock.now() - begun, lambda: [
-                median_interval(slowest(samples)) for samples in _samples(kept)])
-        if not ended_by and comm.rank == 0 and stop():
-            ended_by = "stopped"
-        ended_by = comm.bcast(ended_by)
-    return None if comm.rank else _measured(kept, comm.size, ended_by, errors)
+    return None if comm.rank else _measured(kept, comm.size, repetitions.ended_by, errors)
 
 
 def _measured(kept: list[np.ndarray], ranks: int, ended_by: str, errors: np.ndarray) -> Measured:

@@ -124,3 +124,22 @@ def test_told_to_stop(comm, after, kept):
     if comm.rank == 0:
         assert found.ended_by == "stopped"
         assert found.samples["forward"].shape == found.late["backward"].shape == (kept, comm.size)
+
+
+@pytest.mark.ranks(1, 4)
+def test_repetitions_that_follow_a_warm_up_end_alike_on_all_ranks(comm):
+    """Seconds are counted from the first that counts; rank 0 alone computes intervals."""
+    seen, asked = [], []
+
+    def intervals():
+        asked.append(comm.rank)
+        return [median_interval([1.0, 2.0])]
+
+    repetitions = timing.Repetitions(timing.Limits(2, 9, 0.2), comm, intervals, warmup=2)
+    for counts in repetitions:
+        seen.append(counts)
+        time.sleep(0.0 if counts else 0.15)
+        if len(seen) == 5 and comm.rank == 0:
+            time.sleep(0.25)
+    assert seen == [False, False, True, True, True] and repetitions.ended_by == "seconds"
+    assert asked == [0, 0] * (comm.rank == 0)
