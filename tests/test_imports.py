@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "proof": {"environment"},
     "choice": {"backend", "device", "proof", "shared", "transport"},
     "axis": {"backend", "transport"},
+    "shape": set(),
     "grid": {"axis", "backend", "choice", "environment", "shared", "transport"},
     "selftest": {"axis", "environment", "grid", "guard"},
     "layout": {"axis", "backend", "grid"},

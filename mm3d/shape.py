@@ -1,0 +1,184 @@
+"""The shape of a process grid: sizes of named directions, as a value that needs no ranks.
+
+Ranks are numbered with the first direction varying slowest: on an X x Y x Z grid, rank
+(i Y + j) Z + l has the coordinates (i, j, l).  Directions are single letters; any will do: x, y
+and z of a tensor parallelism, d of data parallelism, s of pipeline stages, e of experts.
+"""
+
+import itertools
+import math
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Iterable, Iterator
+
+DIRECTIONS = "xyz"    # where a text gives sizes alone
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class GridShape(Mapping[str, int]):
+    """Sizes of the named directions of a process grid, the slowest first.
+
+    It is a read-only mapping from directions to sizes: ``shape["x"]``, ``dict(shape)``.  Two
+    shapes are equal when they have the same sizes in the same order.
+
+    Parameters
+    ----------
+    directions : str or iterable of str
+        The letters of the directions, as in ``"xyz"``.
+    sizes : iterable of int
+        The number of ranks along each.
+
+    Raises
+    ------
+    ValueError
+        When a direction is no single letter or appears twice, a size is no integer of at least
+        1, or there are not as many sizes as directions.
+
+    Examples
+    --------
+    >>> shape = GridShape("dxyz", (2, 2, 4, 1))
+    >>> str(shape), shape.ranks, shape.stride("x")
+    ('2 x 2 x 4 x 1', 16, 4)
+    >>> shape.coordinates(13)
+    {'d': 1, 'x': 1, 'y': 1, 'z': 0}
+    """
+
+    directions: str
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        names, sizes = tuple(self.directions), tuple(self.sizes)
+        wrong = [f"{name}={size!r}" for name, size in zip(names, sizes)
+                 if len(name) != 1 or not name.isalpha()
+                 or not isinstance(size, numbers.Integral) or size < 1]
+        if wrong:
+            raise ValueError(f"grid directions are single letters with sizes of at least 1, "
+                             f"not {', '.join(wrong)}")
+        if len(names) != len(sizes):
+            raise ValueError(f"{len(sizes)} sizes, {' x '.join(map(str, sizes))}, for the "
+                             f"{len(names)} grid directions {', '.join(names) or '(none)'}: "
+                             f"give one size for each")
+        if len(set(names)) != len(names):
+            raise ValueError(f"grid directions {', '.join(names)}: one appears twice")
+        object.__setattr__(self, "directions", "".join(names))
+        object.__setattr__(self, "sizes", tuple(map(int, sizes)))
+
+    @classmethod
+    def of(cls, sizes: Mapping[str, int]) -> "GridShape":
+        """Return the shape with these sizes by direction, the slowest first."""
+        return sizes if isinstance(sizes, cls) else cls(tuple(sizes), tuple(sizes.values()))
+
+    @classmethod
+    def parse(cls, text: str, directions: str | None = None) -> "GridShape":
+        """Return the shape that a text states: ``2x2x2`` or ``2 x 2 x 2``.
+
+        Parameters
+        ----------
+        text : str
+            The sizes, with an x between them.
+        directions : str, optional
+            Their directions, as in ``"xyz"`` or ``"x y z"``; x, y, z as far as there are sizes,
+            if not given.
+
+        Raises
+        ------
+        ValueError
+            When the text does not give an integer of at least 1 for each direction.
+        """
+        try:
+            sizes = tuple(map(int, text.split("x"))) if text.strip() else ()
+        except ValueError:
+            raise ValueError(f"{text!r} is no shape of a grid: give sizes as in 2x2x2") from None
+        if directions is None:
+            directions = DIRECTIONS[:len(sizes)]
+        return cls(directions.replace(" ", ""), sizes)
+
+    def __getitem__(self, direction: str) -> int:
+        for name, size in zip(self.directions, self.sizes):
+            if name == direction:
+                return size
+        raise KeyError(direction)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.directions)
+
+    def __len__(self) -> int:
+        return len(self.sizes)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, GridShape):
+            return (self.directions, self.sizes) == (other.directions, other.sizes)
+        return Mapping.__eq__(self, other)
+
+    def __hash__(self) -> int:
+        return hash((self.directions, self.sizes))
+
+    def __str__(self) -> str:
+        return " x ".join(map(str, self.sizes))
+
+    def __repr__(self) -> str:
+        return f"GridShape({self.directions!r}, {self.sizes})"
+
+    @property
+    def compact(self) -> str:
+        """The sizes without spaces, as in options and names of files: ``2x2x2``."""
+        return "x".join(map(str, self.sizes))
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks."""
+        return math.prod(self.sizes)
+
+    def ranks_along(self, directions: Iterable[str]) -> int:
+        """Number of ranks whose coordinates are the same but along these directions."""
+        return math.prod(self[name] for name in directions)
+
+    def stride(self, direction: str) -> int:
+        """Difference of the numbers of two ranks that are neighbours along a direction."""
+        return math.prod(self.sizes[self._place(direction) + 1:])
+
+    def coordinates(self, rank: int) -> dict[str, int]:
+        """Coordinate along each direction of the rank numbered `rank`.
+
+        Raises
+        ------
+        ValueError
+            When the grid has no such rank.
+        """
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"a grid of {self} has the ranks 0 to {self.ranks - 1}, not {rank}")
+        found = []
+        for size in reversed(self.sizes):
+            rank, coordinate = divmod(rank, size)
+            found.append(coordinate)
+        return dict(zip(self.directions, reversed(found)))
+
+    def rank(self, coordinates: Mapping[str, int]) -> int:
+        """Number of the rank at `coordinates`, which has every direction of the grid.
+
+        Raises
+        ------
+        KeyError
+            When a direction is missing.
+        ValueError
+            When a coordinate is not below the size of its direction.
+        """
+        number = 0
+        for name, size in zip(self.directions, self.sizes):
+            if not 0 <= coordinates[name] < size:
+                raise ValueError(f"coordinate {name}={coordinates[name]} of a grid of {self}: "
+                                 f"0 to {size - 1} would do")
+            number = number * size + coordinates[name]
+        return number
+
+    def everywhere(self) -> Iterator[dict[str, int]]:
+        """Iterate over the coordinates of all ranks, in rank order."""
+        for point in itertools.product(*map(range, self.sizes)):
+            yield dict(zip(self.directions, point))
+
+    def _place(self, direction: str) -> int:
+        place = self.directions.find(direction)
+        if len(direction) != 1 or place < 0:
+            raise KeyError(direction)
+        return place
