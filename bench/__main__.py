@@ -1,20 +1,15 @@
-"""``python -m bench``: the verbs of the benchmark."""
+"""``python -m bench VERB``: runs one of the verbs of `bench.verbs`, on one rank or on all."""
 
 import argparse
 import gc
-import importlib
+import shutil
 import sys
-from typing import NoReturn, Sequence
+import textwrap
+from typing import Callable, NoReturn, Sequence
 
-from bench import beyond, rowoptions, show
+from bench import verbs
 from bench.cases import UsageError
-from bench.options import add_doctor, add_files, add_microbenchmarks, add_reproduce
 from mm3d import environment, guard
-
-ON_ALL_RANKS = {"run": "bench.run", "gemm": "bench.micro", "collectives": "bench.micro",
-                "matmul": "bench.matmul", "calibrate": "bench.calibrate",
-                "check": "bench.check", "layer": "bench.layer", "gpu": "bench.gpu",
-                "scalapack": "bench.scalapack"}
 
 
 class Parser(argparse.ArgumentParser):
@@ -27,28 +22,42 @@ class Parser(argparse.ArgumentParser):
             super()._print_message(message, file)
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    top = Parser(prog="python -m bench", description=(
+class VerbsParser(Parser):
+    """The parser of the whole command line, whose help lists the verbs in groups."""
+
+    def format_help(self) -> str:
+        """Return the help."""
+        width = min(100, shutil.get_terminal_size().columns) - 2
+        lines = [self.format_usage(), textwrap.fill(str(self.description), width)]
+        for group, entries in verbs.groups().items():
+            lines += ["", f"{group}:"]
+            lines += [textwrap.fill(one.about, width, initial_indent=f"  {one.name:13}",
+                                    subsequent_indent=" " * 15) for one in entries]
+        return "\n".join([*lines, "", "python -m bench VERB --help says more of a verb.", ""])
+
+
+def parser(verb: str | None = None) -> argparse.ArgumentParser:
+    """Return the command line; with the options of `verb` alone, or of all verbs.
+
+    No other verb is imported than those whose options are there.
+    """
+    top = VerbsParser(prog="python -m bench", description=(
         "Measure the rows of Tables 1 and 2 of arXiv:2105.14450 and set them beside what was "
         "published."))
-    verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
-    rows = rowoptions.rows()
-    rowoptions.add_run(verbs, rows)
-    add_microbenchmarks(verbs)
-    add_reproduce(verbs, rows)
-    show.add_verbs(verbs)
-    add_files(verbs)
-    picture = verbs.add_parser("cube", help="draw which rank of a cube holds which block")
-    picture.add_argument("file", metavar="FILE", help="the picture, such as cube.png")
-    add_doctor(verbs)
-    beyond.add_verbs(verbs)
+    subparsers = top.add_subparsers(dest="verb", required=True, metavar="VERB",
+                                    parser_class=Parser)
+    for name in verbs.names():
+        if verb in (None, name):
+            module = verbs.load(name)
+            module.add_options(subparsers.add_parser(
+                name, description=verbs.first_line(module.__doc__)))
+        else:
+            subparsers.add_parser(name)
     return top
 
 
-def run_on_all_ranks(arguments) -> int:
-    """A verb for ``mpirun``: a failing rank ends the job, and leaves none waiting."""
-    verb = getattr(importlib.import_module(ON_ALL_RANKS[arguments.verb]), arguments.verb)
+def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> int:
+    """Run a verb for ``mpirun``: a failing rank ends the job, and leaves none waiting."""
     from mpi4py import MPI
     from bench.watch import watching
     from mm3d.store import StoreError
@@ -58,7 +67,7 @@ def run_on_all_ranks(arguments) -> int:
     gc.freeze()
     try:
         with watching(comm, getattr(arguments, "stall", None)) as arguments.watched:
-            status = verb(arguments, comm)
+            status = run(arguments, comm)
         # A rank that leaves with a failure may end the job: only after rank 0 has said why.
         comm.Barrier()
         return status
@@ -75,41 +84,19 @@ def run_on_all_ranks(arguments) -> int:
         raise
 
 
-def run_alone(arguments) -> int:
-    """A verb for one process; the exit status."""
-    for family in (beyond, show):
-        if arguments.verb in family.VERBS:
-            return family.run(arguments)
-    if arguments.verb == "doctor":
-        from bench.doctor import doctor
-        return doctor(arguments)
-    if arguments.verb == "reproduce":
-        from bench.reproduce import reproduce
-        return reproduce(arguments)
-    if arguments.verb == "validate":
-        from bench.validate import validate
-        return validate(arguments.sources)
-    if arguments.verb == "start":
-        from bench.start import start
-        return start(arguments)
-    if arguments.verb == "merge":
-        from bench.merge import merge
-        print(merge(arguments.target, arguments.sources))
-    if arguments.verb == "cube":
-        from bench.cube import cube
-        print(cube(arguments.file))
-    return 0
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line says; the exit status."""
-    arguments = parser().parse_args(argv)
-    if arguments.verb in ON_ALL_RANKS:
-        return run_on_all_ranks(arguments)
+    words = list(sys.argv[1:] if argv is None else argv)
+    # Before the verb there is no option that takes a value.
+    first = next((word for word in words if not word.startswith("-")), "")
+    arguments = parser(first).parse_args(words)
+    verb = verbs.load(arguments.verb)
+    if verb.ON_ALL_RANKS:
+        return run_on_all_ranks(verb.run, arguments)
     if environment.launcher_rank():
         return 0  # one rank is enough
     from bench.status import status_of
-    return status_of(run_alone, arguments)
+    return status_of(verb.run, arguments)
 
 
 def command() -> NoReturn:

@@ -6,9 +6,10 @@ from collections import defaultdict
 from tabulate import tabulate
 
 import mm3d
-from bench import beyond, fit, model
+from bench import fit, model
 from bench.cases import UsageError, load as load_cases
 from bench.variants import Variant
+from bench.verbs import grids
 from mm3d import cost, dry
 
 
@@ -42,9 +43,9 @@ def run(arguments) -> int:
     if arguments.scheme not in mm3d.SCHEMES:
         raise UsageError(f"scheme {arguments.scheme!r} is unknown: choose one of "
                          f"{', '.join(mm3d.SCHEMES)}")
-    shape = beyond.grid(arguments.grid, arguments.scheme, arguments.ranks,
-                        arguments.machine or "longhorn", arguments.dtype, chosen,
-                        arguments.recompute)
+    shape = grids.grid(arguments.grid, arguments.scheme, arguments.ranks,
+                       arguments.machine or "longhorn", arguments.dtype, chosen,
+                       arguments.recompute)
     machine = model.load(arguments.machine, arguments.dtype) if arguments.machine else None
     trace_of = dry.step if arguments.all_layers else dry.extended
     options = {"keep": arguments.keep} if arguments.keep else {}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Mapping, NamedTuple, Sequence
 
 from bench.facts import died, ended
-from bench.options import GPU_PARTS
+from bench.gpucases import PARTS
 from mm3d import environment
 
 
@@ -55,7 +55,7 @@ def steps(out: Path, ranks: int, limit: float, rehearse: bool) -> list[Step]:
                           {"MM3D_BACKEND": library, "MM3D_TRANSPORT": kind}))
     found += [Step("tests-1", [*python, "pytest", "-q", "-m", "gpu"], limit),
               Step(f"tests-{ranks}", job(ranks, "pytest", "-q", "-m", "gpu"), limit)]
-    measured = {f"gpu-{part}": ["--part", part] for part in GPU_PARTS}
+    measured = {f"gpu-{part}": ["--part", part] for part in PARTS}
     if not rehearse:
         measured["gpu-layer-graph"] = ["--part", "layer", "--graph"]
     scale = ["--backend", "numpy", "--scale", "tiny"] if rehearse else []

@@ -6,9 +6,10 @@ from typing import Callable, ContextManager, TypeVar
 
 import msgspec
 
-from bench import beyond, model, placement, variants
+from bench import model, placement, variants
 from bench.cases import Case, Row, UsageError, case, equal_tokens, named, select
 from bench.variants import Variant
+from bench.verbs import grids
 from bench.watch import unwatched
 from mm3d import backend as backends
 from mm3d import timing
@@ -181,7 +182,7 @@ def chosen_grid(one: Case, options: Options, comm) -> tuple[int, ...] | None:
     """What ``--grid`` says, for the planner's choice (of rank 0) where it says auto."""
     if options.grid is None:
         return None
-    return of_rank_0(lambda: beyond.grid(
+    return of_rank_0(lambda: grids.grid(
         options.grid, one.row.scheme, comm.size, options.machine, one.variant.dtype,
         msgspec.structs.asdict(one.sizes), options.recompute), comm)
 

@@ -8,9 +8,10 @@ from typing import NoReturn, Sequence
 
 from tabulate import tabulate
 
-from bench import options, variants
+from bench import variants
 from bench.cases import Case, UsageError, case, equal_tokens, load, select
 from bench.status import status_of
+from bench.verbs import options
 from jobs import fitting, rows, scripts, slurm
 from jobs import site as sites
 from jobs.collect import collect, line

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 import mm3d
-from bench import beyond, machinefile, model, plan
+from bench import machinefile, model, plan
 from bench.__main__ import main
 from bench.cases import UsageError
+from bench.verbs import grids
 from mm3d import cost, dry, store
 from support import run_ranks
 
@@ -230,5 +231,5 @@ def test_the_grid_of_auto_is_of_the_policy(monkeypatch):
     asked = []
     monkeypatch.setattr(plan, "plans", lambda ranks, machine, dtype, recompute, **rest:
                         asked.append(recompute) or [SimpleNamespace(grid=(32, 2, 1))])
-    assert beyond.grid("auto", "3d", 64, "longhorn", "float32", WEAK_64, "full") == (32, 2, 1)
+    assert grids.grid("auto", "3d", 64, "longhorn", "float32", WEAK_64, "full") == (32, 2, 1)
     assert asked == ["full"]

@@ -1,19 +1,18 @@
-"""The command line of ``run``, and the options that ``reproduce`` shares with it."""
+"""Options of the verbs that measure the rows of the paper's tables."""
 
 import argparse
 
-from bench import options, variants
+from bench import variants
 from bench.cases import HEADINGS, PAPER, TITLES, load
+from bench.verbs import options
 
 
-def rows() -> argparse.ArgumentParser:
-    """The options that ``run`` and ``reproduce`` share, as a parent of their parsers."""
-    parser = argparse.ArgumentParser(add_help=False)
+def add_rows(parser: argparse.ArgumentParser) -> None:
+    """Add the options that ``run`` and ``reproduce`` share."""
     _add_selection(parser)
     _add_steps(parser)
     _add_arrays(parser)
     options.add_stall(parser)
-    return parser
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +27,7 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--equal-tokens", action="store_true", help=(
         "measure 3-D rows also with the batch of each other scheme's row on as many ranks, and "
         "these with that of 3-D, so that speed-ups at equal batches can be read"))
-    parser.add_argument("--out", metavar="DIR",
-                        help="where the .h5 files go (default results/<machine>)")
+    options.add_out(parser)
 
 
 def _add_steps(parser: argparse.ArgumentParser) -> None:
@@ -55,33 +53,7 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
 
 def _add_arrays(parser: argparse.ArgumentParser) -> None:
     variants.add_options(parser)
-    parser.add_argument("--backend", metavar="NAME",
-                        help="the array library (default MM3D_BACKEND, or numpy)")
+    options.add_backend(parser)
     parser.add_argument("--seed", type=options.whole(0), default=0, metavar="N",
                         help="of parameters and input (default 0)")
-    parser.add_argument("--recompute", type=options.recompute, default="none", metavar="POLICY",
-                        help=f"{options.RECOMPUTE} (default none)")
-
-
-def add_run(verbs, parent: argparse.ArgumentParser) -> None:
-    """Add ``run``, with the options of `parent` and its own."""
-    parser = verbs.add_parser("run", parents=[parent], help=(
-        "under mpirun: measure the selected rows that have as many ranks as the job"))
-    for name in ("layers", "hidden", "heads", "batch", "seq"):
-        parser.add_argument(f"--{name}", type=int, metavar="N", help="instead of the preset's")
-    parser.add_argument("--rows", metavar="NAMES", help=(
-        "instead of --table and --scheme: both of each row, such as weak:3d,strong:1d; "
-        "weak:3d:1d is the row of 3d with the batch of 1d"))
-    parser.add_argument("--grid", metavar="XxYxZ", help=(
-        "sizes of the grid's directions, or auto for the planner's choice"))
-    parser.add_argument("--machine", metavar="NAME", help=(
-        "the machine that the planner of --grid auto plans for (default cpu)"))
-    parser.add_argument("--inside", default="auto", metavar="AXIS", help=(
-        "the direction of the grid that stays inside a node, where ranks fill nodes one after "
-        "the other (default auto: the one that moves the most words)"))
-    parser.add_argument("--trace", metavar="FILE", help=(
-        "write the last traced step of each row for chrome://tracing and ui.perfetto.dev; with "
-        "several rows each has its name in the file's"))
-    parser.add_argument("--stop-file", metavar="FILE", help=(
-        "when this file exists, end the row with the repetitions that there are, and begin no "
-        "other: what a job does that nears its time limit"))
+    options.add_recompute(parser)

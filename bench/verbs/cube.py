@@ -1,0 +1,19 @@
+"""Draw which rank of a cube holds which block."""
+
+import argparse
+
+from bench import cube
+
+GROUP = "Plan and predict"
+ON_ALL_RANKS = False
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``cube``."""
+    parser.add_argument("file", metavar="FILE", help="the picture, such as cube.png")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draw the picture and name its file; 0."""
+    print(cube.cube(arguments.file))
+    return 0

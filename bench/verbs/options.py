@@ -1,0 +1,208 @@
+"""Options that several verbs have, and the types of options."""
+
+import argparse
+from typing import Callable
+
+from bench import formats
+from mm3d.recompute import policy
+
+RECOMPUTE = ("what backward computes again instead of finding it kept: none; selective, all but "
+             "products with weights; full, each layer from its input; uniform:N, every N layers "
+             "from the first one's input; full+selective or uniform:N+selective")
+COUNTS = {3: "three", 4: "four"}
+
+
+def add_stall(parser: argparse.ArgumentParser) -> None:
+    """Add ``--stall`` to a verb of several ranks; see `bench.watch`."""
+    parser.add_argument("--stall", type=whole(1), metavar="SECONDS", help=(
+        "end the job when nothing is heard of a rank for so long; in the steps that run counts "
+        "and times, and the calls that matmul times, also when ranks wait in collectives and none "
+        "works, and say in which layer and collective each rank is (default: never)"))
+
+
+def add_out(parser: argparse.ArgumentParser) -> None:
+    """Add ``--out``, the folder of results."""
+    parser.add_argument("--out", metavar="DIR",
+                        help="where the .h5 files go (default results/<machine>)")
+
+
+def add_backend(parser: argparse.ArgumentParser) -> None:
+    """Add ``--backend``."""
+    parser.add_argument("--backend", metavar="NAME",
+                        help="the array library (default MM3D_BACKEND, or numpy)")
+
+
+def add_repetitions(parser: argparse.ArgumentParser, repetitions: int, seconds: float) -> None:
+    """Add the options of a microbenchmark: how often it repeats, the seed and ``--stall``."""
+    parser.add_argument("--repetitions", type=int, default=repetitions, metavar="N",
+                        help=f"the least number that count (default {repetitions})")
+    parser.add_argument("--max-repetitions", type=int, metavar="N",
+                        help="the greatest (default 30, or the least number)")
+    parser.add_argument("--max-seconds", type=float, default=seconds, metavar="S",
+                        help=f"of each measurement, once the least number is done (default "
+                             f"{seconds:g})")
+    parser.add_argument("--width", type=float, default=0.05, metavar="FRACTION",
+                        help="of the median, that the 95 %% confidence interval may have "
+                             "(default 0.05)")
+    parser.add_argument("--seed", type=whole(0), default=0, metavar="N",
+                        help="of numbers and order (default 0)")
+    add_stall(parser)
+
+
+def add_measurement(parser: argparse.ArgumentParser, repetitions: int, seconds: float) -> None:
+    """Add the options of a microbenchmark that writes a file."""
+    add_out(parser)
+    add_backend(parser)
+    add_repetitions(parser, repetitions, seconds)
+
+
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Add ``--shape``, the sizes of matrix products."""
+    parser.add_argument("--shape", type=shape, action="append", required=True, metavar="M,N,K",
+                        help="C is M x K, the sum has N terms; N alone for cubes; may be repeated")
+
+
+def add_dtype(parser: argparse.ArgumentParser) -> None:
+    """Add ``--dtype`` of a microbenchmark."""
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
+
+
+def add_grid(parser: argparse.ArgumentParser) -> None:
+    """Add ``--grid``, the sizes of a grid's directions."""
+    parser.add_argument("--grid", type=grid_sizes, metavar="XxYxZ",
+                        help="such as 2x2x2 (default: a cube; a square for 2d, a line for 1d)")
+
+
+def add_machine_file(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add ``--machine`` and ``--base``, which put `what` into a machine file."""
+    parser.add_argument("--machine", metavar="FILE", help=(
+        f"put {what} into this machine file too, a .toml file for --machine of plan, predict and "
+        f"check; it is made where there is none"))
+    parser.add_argument("--base", metavar="NAME", help=(
+        "the machine that a new file has all else from (default cpu)"))
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Add ``--machine``, the machine that something is predicted for."""
+    parser.add_argument("--machine", default="longhorn", metavar="NAME",
+                        help="a supplied machine or a .toml file (default longhorn)")
+
+
+def add_model(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say which model is predicted on how many ranks."""
+    parser.add_argument("--ranks", type=int, required=True, metavar="P", help="how many ranks")
+    parser.add_argument("--hidden", type=int, required=True, metavar="N", help="features")
+    for name, default in (("layers", 24), ("batch", 384), ("seq", 512)):
+        parser.add_argument(f"--{name}", type=int, default=default, metavar="N",
+                            help=f"of the model (default {default})")
+    parser.add_argument("--heads", type=int, metavar="N",
+                        help="of attention (default: the tables', or heads of 128 features)")
+    parser.add_argument("--dtype", default="float32", choices=("float16", "float32", "float64"),
+                        help="of every array (default float32)")
+
+
+def add_recompute(parser: argparse.ArgumentParser) -> None:
+    """Add ``--recompute``, the policy of recomputation."""
+    parser.add_argument("--recompute", type=recompute, default="none", metavar="POLICY",
+                        help=f"{RECOMPUTE} (default none)")
+
+
+def add_folder(parser: argparse.ArgumentParser) -> None:
+    """Add the folder of results that a verb reads."""
+    parser.add_argument("folder", metavar="DIR", help="the folder with the .h5 files")
+
+
+def add_sources(parser: argparse.ArgumentParser) -> None:
+    """Add the files and folders that a verb reads."""
+    parser.add_argument("sources", metavar="FILE", nargs="+",
+                        help="a file of one run, a merged one, or a folder of them")
+
+
+def add_format(parser: argparse.ArgumentParser) -> None:
+    """Add ``--format`` of tables."""
+    parser.add_argument("--format", default="text", choices=formats.FORMATS, help=(
+        "how (default text); csv is one file of all tables, with numbers in full"))
+
+
+def add_pictures(parser: argparse.ArgumentParser) -> None:
+    """Add ``--pictures``, the folder of figures."""
+    parser.add_argument("--pictures", metavar="DIR",
+                        help="also draw the figures into this folder")
+
+
+def whole(least: int) -> Callable[[str], int]:
+    """Return the type of an option that is a whole number of at least `least`."""
+    def number(text: str) -> int:
+        try:
+            found = int(text)
+        except ValueError:
+            found = least - 1
+        if found < least:
+            raise argparse.ArgumentTypeError(f"{text!r}: a whole number of at least {least} "
+                                             f"would do")
+        return found
+    return number
+
+
+def recompute(text: str) -> str:
+    """Check that `text` is a policy of `mm3d.recompute`."""
+    try:
+        policy(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return text
+
+
+def numbers(text: str) -> list[int]:
+    """Read ``256,512``."""
+    try:
+        return _positive(text, ",")
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: whole numbers of at least 1 with commas "
+                                         f"between would do, such as 256,512") from None
+
+
+def grid_sizes(text: str) -> tuple[int, ...]:
+    """Read ``2x2x2``."""
+    try:
+        return tuple(_positive(text, "x"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: sizes of at least 1 with x between would "
+                                         f"do, such as 2x2x2") from None
+
+
+def shape(text: str) -> tuple[int, ...]:
+    """Read M, N and K of ``M,N,K``, or of one number for all."""
+    return sizes("M,N,K")(text if "," in text else ",".join([text] * 3))
+
+
+def sizes(names: str) -> Callable[[str], tuple[int, ...]]:
+    """Return the type of an option that has a whole number of at least 1 for each of `names`."""
+    count = len(names.split(","))
+
+    def several(text: str) -> tuple[int, ...]:
+        found = numbers(text)
+        if len(found) != count:
+            raise argparse.ArgumentTypeError(f"{text!r}: {COUNTS[count]} sizes {names} would do"
+                                             + ", or one" * (count == 3))
+        return tuple(found)
+    return several
+
+
+def some_of(*known: str) -> Callable[[str], list[str]]:
+    """Return the type of an option that is one or more of the names `known`."""
+    def chosen(text: str) -> list[str]:
+        found = text.split(",")
+        for name in found:
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is unknown: choose of "
+                                                 f"{', '.join(known)}")
+        return found
+    return chosen
+
+
+def _positive(text: str, separator: str) -> list[int]:
+    found = [int(word) for word in text.lower().split(separator)]
+    if min(found) < 1:
+        raise ValueError
+    return found

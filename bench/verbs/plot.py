@@ -1,0 +1,23 @@
+"""Draw the figures from the files of a folder."""
+
+import argparse
+
+from bench import plots
+from bench.verbs import options
+
+GROUP = "Look at results"
+ON_ALL_RANKS = False
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``plot``."""
+    options.add_folder(parser)
+    parser.add_argument("--format", default="png", metavar="NAMES", help=(
+        "png, svg or pdf, or several with commas between (default png)"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Draw the figures and name their files; 0."""
+    drawn, left_out = plots.plots(arguments.folder, tuple(arguments.format.split(",")))
+    print(*drawn, *[f"not drawn: {why}" for why in left_out], sep="\n")
+    return 0

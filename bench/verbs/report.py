@@ -1,0 +1,21 @@
+"""Write all results of a folder into one HTML page."""
+
+import argparse
+
+from bench import report
+from bench.verbs import options
+
+GROUP = "Look at results"
+ON_ALL_RANKS = False
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``report``."""
+    options.add_folder(parser)
+    parser.add_argument("--out", metavar="FILE", help="the page (default DIR/report.html)")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Write the page and name its file; 0."""
+    print(report.report(arguments.folder, arguments.out))
+    return 0

@@ -1,0 +1,26 @@
+"""Print the tables from the files of a folder."""
+
+import argparse
+
+from bench import formats, merit, tables
+from bench.verbs import options
+
+GROUP = "Look at results"
+ON_ALL_RANKS = False
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``table``."""
+    options.add_folder(parser)
+    parser.add_argument("--parts", action="store_true", help=(
+        "where the time of each run goes, and its figures of merit, instead"))
+    options.add_format(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print the tables; 0."""
+    if arguments.parts:
+        print(formats.render(merit.document(arguments.folder), arguments.format))
+    else:
+        print(tables.tables(arguments.folder, arguments.format))
+    return 0
