@@ -104,9 +104,8 @@ def _lines(panel, found: Curves, value: Callable[[plan.Plan], float]) -> None:
 def _words(panel, found: Curves, machine: model.Machine, sizes: dict) -> None:
     _lines(panel, found, lambda p: sum(p.words.values()))
     ranks = [r for r, _ in found["1-D"]]
-    M, layers = sizes["batch"] * sizes["seq"], sizes["layers"]
-    bound = [3 * layers * sum(cost.lower_bound(M, N, K, r)
-                              for _, N, K in plan.products(sizes["hidden"])) for r in ranks]
+    bound = [3 * sizes["layers"] * sum(cost.lower_bound(*product.extents, r)
+                                       for product in plan.products(sizes)) for r in ranks]
     panel.plot(ranks, bound, "--", color="grey", label="lower bound of each product by itself")
     panel.set(title="Words of a step, per rank, by closed forms (bucket algorithm)",
               ylabel="words")
@@ -135,7 +134,7 @@ def _memory(panel, found: Curves, machine: model.Machine, sizes: dict) -> None:
 def _map(panel, ranks: int, machine: model.Machine, arguments, sizes: dict) -> None:
     """Predicted seconds over X and Y; Z is what is left."""
     found = [plan.screen("3d", grid, machine, arguments.dtype, arguments.recompute, sizes)
-             for grid in plan.triples(ranks)]
+             for _, grid in plan.candidates(ranks, "3d")]
     xs, ys = (sorted({p.grid[k] for p in found}) for k in (0, 1))
     cells = np.full((len(ys), len(xs)), np.nan)
     for p in found:

@@ -12,25 +12,15 @@ from typing import Iterator
 import msgspec
 from tabulate import tabulate
 
-import mm3d
 from bench import fit, model
 from bench.cases import UsageError
 from bench.dry import sizes as sizes_of
 from bench.screen import Plan, Sizes, products, screen
 from mm3d import dry
+from mm3d.contract import lookup, registry
 
 TRACED = 32    # plans that are traced after screening: all, where there are no more
 FEW = 12    # and so many where there are more
-
-
-def triples(ranks: int) -> Iterator[tuple[int, int, int]]:
-    """All X, Y and Z whose product is `ranks`."""
-    divisors = [d for d in range(1, math.isqrt(ranks) + 1) if ranks % d == 0]
-    divisors = sorted({*divisors, *(ranks // d for d in divisors)})
-    for x in divisors:
-        for y in divisors:
-            if ranks // x % y == 0:
-                yield x, y, ranks // x // y
 
 
 def candidates(ranks: int, scheme: str | None = None) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -41,15 +31,14 @@ def candidates(ranks: int, scheme: str | None = None) -> Iterator[tuple[str, tup
     ValueError
         When `scheme` is named and has no grid of so many.
     """
-    for name in [scheme] if scheme else [n for n in mm3d.SCHEMES if n != "serial"]:
-        if name == "3d":
-            yield from ((name, grid) for grid in triples(ranks))
-        else:
-            try:
-                yield name, mm3d.SCHEMES[name].default_grid(ranks)
-            except ValueError:    # no square
-                if scheme:
-                    raise
+    for name in [scheme] if scheme else [n for n, s in registry().items() if s.divides_work]:
+        try:
+            grids = lookup(name).grids(ranks)
+        except ValueError:    # no square
+            if scheme:
+                raise
+            continue
+        yield from ((name, grid) for grid in grids)
 
 
 def regime(M: int, N: int, K: int, ranks: int) -> int:
@@ -153,8 +142,7 @@ def verdict(found: list[Plan], sizes: Sizes, ranks: int) -> str:
         lines.append(f"the cube {side} x {side} x {side}: {cube.words['forward'] / 1e6:.4g} "
                      f"million forward, {cube.words['forward'] / least.words['forward']:.3g} "
                      f"times as many; {cube.seconds:.4g} s")
-    M = sizes["batch"] * sizes["seq"]
-    kinds = {regime(M, N, K, ranks) for _, N, K in products(sizes["hidden"])}
+    kinds = {regime(*product.extents, ranks) for product in products(sizes)}
     lines.append("regime of the lower bound for the products: "
                  + ", ".join(f"{kind}-D" for kind in sorted(kinds)))
     return "\n".join(lines)

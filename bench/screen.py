@@ -5,14 +5,14 @@ Words are exact; flops, elementwise work and memory follow from the sizes of the
 
 import math
 from functools import cache
-from typing import Iterator
 
 import msgspec
 import numpy as np
 
-import mm3d
 from bench import model
 from mm3d import cost, dry
+from mm3d.closed_form import ProductShape, largest_block
+from mm3d.contract import lookup
 from mm3d.recompute import policy
 
 Sizes = dict[str, int]
@@ -60,21 +60,20 @@ class Plan(msgspec.Struct):
         return not self.fits, self.seconds
 
 
-def products(hidden: int) -> list[tuple[str, int, int]]:
-    """Way, rows and columns of the weights of a layer's four products."""
-    h = hidden
-    return [("into", h, 3 * h), ("back", h, h), ("into", h, 4 * h), ("back", 4 * h, h)]
-
-
 def over_bound(name: str, grid: dict[str, int], sizes: Sizes) -> float:
     """Words of the layers' products forward over their lower bound; nan where that is 0."""
-    ranks, M = math.prod(grid.values()), sizes["batch"] * sizes["seq"]
+    ranks = math.prod(grid.values())
     moved = least = 0.0
-    for way, N, K in products(sizes["hidden"]):
-        moves = mm3d.SCHEMES[name].product_moves(grid, way, M, N, K)[0]
+    for product in products(sizes):
+        moves = lookup(name).product_moves(grid, product)[0]
         moved += sum(m.words for m in moves if grid[m.axis] > 1) / ranks
-        least += cost.lower_bound(M, N, K, ranks)
+        least += cost.lower_bound(*product.extents, ranks)
     return moved / least if least > 0 else math.nan
+
+
+def products(sizes: Sizes) -> list[ProductShape]:
+    """Shapes of the four products of one layer."""
+    return cost.layer_products(sizes["batch"] * sizes["seq"], sizes["hidden"], sizes["heads"])
 
 
 @cache
@@ -96,41 +95,51 @@ def elementwise() -> tuple[np.ndarray, np.ndarray]:
                  for phase in dry.PHASES)
 
 
-def _directions(name: str, grid: tuple[int, ...]) -> tuple[int, int, int]:
-    """Into how many parts rows, the features outside and those inside are divided: the sizes
-    X, Z and Y of the 3-D grid whose local products are the same."""
-    if name == "3d":
-        return grid[0], grid[2], grid[1]
-    if name == "2d":
-        return grid[0], grid[1], grid[1]
-    return 1, 1, grid[0]
+class _Blocks:
+    """How a scheme divides activations on a grid: sizes of a rank's parts of them.
 
+    Parameters
+    ----------
+    name : str
+        The scheme.
+    grid : dict of str to int
+        Sizes of its directions.
+    sizes : dict of str to int
+        Of the model.
+    """
 
-def _local_gemms(name: str, grid: tuple[int, ...], sizes: Sizes,
-                 dtype: str) -> Iterator[tuple[int, dry.Gemm]]:
-    """The products of rank 0 in a layer forward, those of attention last."""
-    X, Z, Y = _directions(name, grid)
-    h, heads, seq = sizes["hidden"], sizes["heads"], sizes["seq"]
-    rows = -(-sizes["batch"] * seq // X)
-    own = -(-heads // Y)
-    wide = {h: own * (h // heads), 3 * h: 3 * own * (h // heads), 4 * h: -(-4 * h // Y)}
-    times = grid[0] if name == "2d" else 1
-    for way, N, K in products(h):
-        n, k = (-(-N // Z), wide[K]) if way == "into" else (wide[N], -(-K // Z))
-        # Each of SUMMA's turns multiplies one block of the inner dimension.
-        n = n if name != "2d" or way == "back" else -(-N // grid[0])
-        yield times, dry.Gemm(1, rows, n, k, dtype)
-    queries = max(1, rows // Z // max(1, sizes["batch"] // (X * Z)))
-    pairs = -(-rows // Z // queries) * own
-    yield 1, dry.Gemm(2 * pairs, queries, h // heads, seq, dtype)
+    def __init__(self, name: str, grid: dict[str, int], sizes: Sizes) -> None:
+        outer, inner = lookup(name).layouts(grid, sizes["batch"], sizes["seq"])
+        self.sizes = sizes
+        # Numbers of parts: of outer activations, of inner rows and of inner features.
+        (self.outside, self.sequences, self.positions, self.features) = (
+            math.prod(grid[letter] for letter in letters if letter != ",")
+            for letters in (outer[0] + outer[1], *inner[0].split(","), inner[1]))
+        self.heads = largest_block(sizes["heads"], self.features)
+
+    def attention(self, dtype: str) -> dry.Gemm:
+        """The products of attention, forward."""
+        batch, seq = self.sizes["batch"], self.sizes["seq"]
+        pairs = largest_block(batch, self.sequences) * self.heads
+        return dry.Gemm(2 * pairs, largest_block(seq, self.positions),
+                        self.sizes["hidden"] // self.sizes["heads"], seq, dtype)
+
+    def elements(self) -> np.ndarray:
+        """Elements of an outer and an inner activation and of the scores."""
+        seq, heads = self.sizes["seq"], self.sizes["heads"]
+        tokens, inside = self.sizes["batch"] * seq, self.sequences * self.positions * self.features
+        uneven = self.heads * self.features / heads
+        whole = tokens * self.sizes["hidden"]
+        return np.array([whole / self.outside, whole / inside * uneven,
+                         tokens * seq * heads / inside * uneven])
 
 
 def screen(name: str, grid: tuple[int, ...], machine: model.Machine, dtype: str,
            recompute: str, sizes: Sizes) -> Plan:
     """The plan of a scheme on a grid by the closed forms."""
-    letters = mm3d.SCHEMES[name].directions
+    letters, size = lookup(name).directions, np.dtype(dtype).itemsize
     shape, ranks = dict(zip(letters, grid)), math.prod(grid)
-    size = np.dtype(dtype).itemsize
+    blocks = _Blocks(name, shape, sizes)
     rest = {key: sizes[key] for key in ("layers", "hidden", "batch", "seq")}
     moves = cost.transformer_moves(name, shape, **rest, recompute=recompute)
     words = {phase: sum(m.words for m in found.values()) / ranks
@@ -145,16 +154,16 @@ def screen(name: str, grid: tuple[int, ...], machine: model.Machine, dtype: str,
             event = dry.Collective(kind, axis, g, strides[axis], whole)
             for term, value in model.collective_terms(machine, event).items():
                 spent[phase][term] += move.calls * value
-    gemms = list(_local_gemms(name, grid, sizes, dtype))
-    per_layer = sum(times * model.gemm_seconds(machine, gemm) for times, gemm in gemms)
-    attention = model.gemm_seconds(machine, gemms[-1][1])
+    attention = model.gemm_seconds(machine, blocks.attention(dtype))
+    per_layer = attention + sum(
+        local.count * model.gemm_seconds(machine, dry.Gemm(1, *local[:3], dtype))
+        for product in products(sizes) for local in lookup(name).local_products(shape, product))
     spent["forward"]["gemm"] = sizes["layers"] * per_layer
     again = (cost.flops_again(**sizes, recompute=recompute)
              / cost.flops(**sizes)["forward"])
     spent["backward"]["gemm"] = sizes["layers"] * ((2 + again) * per_layer + attention / 2)
-    local = local_elements(name, grid, sizes)
     for phase, coefficients in zip(dry.PHASES, elementwise()):
-        spent[phase]["memory"] = (sizes["layers"] * size * float(coefficients @ local)
+        spent[phase]["memory"] = (sizes["layers"] * size * float(coefficients @ blocks.elements())
                                   / machine.memory_bandwidth)
     # Elementwise work is done again with every policy, twice where two are joined.
     chosen = policy(recompute)
@@ -164,14 +173,3 @@ def screen(name: str, grid: tuple[int, ...], machine: model.Machine, dtype: str,
     memory = size * cost.peak_words(name, shape, **sizes, recompute=recompute)
     return Plan(name, grid, seconds["forward"], seconds["backward"], words,
                 over_bound(name, shape, sizes), memory, memory <= machine.memory_bytes)
-
-
-def local_elements(name: str, grid: tuple[int, ...], sizes: Sizes) -> np.ndarray:
-    """Elements of an outer and an inner activation and of the scores, on a rank."""
-    ranks, h, heads = math.prod(grid), sizes["hidden"], sizes["heads"]
-    whole = sizes["batch"] * sizes["seq"] * h
-    outer = whole if name == "1d" else whole / ranks
-    parts = _directions(name, grid)[2]
-    uneven = -(-heads // parts) * parts / heads
-    scores = sizes["batch"] * heads * sizes["seq"] ** 2 / ranks
-    return np.array([outer, whole / ranks * uneven, scores * uneven])

@@ -11,12 +11,13 @@ import importlib
 import inspect
 import pkgutil
 from abc import ABC, abstractmethod
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable, Mapping
 
 from mpi4py import MPI
 
 from mm3d.axis import Pending, Split
 from mm3d.backend import Array, Backend
+from mm3d.closed_form import LocalProduct, Move, ProductShape, factorizations
 from mm3d.grid import Grid
 from mm3d.layout import Layout
 from mm3d.space import Space
@@ -67,16 +68,6 @@ class Product(ABC):
         return None
 
 
-class Move(NamedTuple):
-    """One collective of a closed form: its direction and kind, how often each rank enters it,
-    and the words that all ranks together move with it (see `mm3d.axis.Traffic`)."""
-
-    axis: str
-    collective: str
-    words: int
-    calls: int = 1
-
-
 Strings = tuple[str, str, str, str]
 
 
@@ -103,6 +94,8 @@ class Scheme(ABC):
         What tables and figures call it; its name, if it does not say.
     directions : str
         The letters of its grid's directions, of x, y and z.
+    divides_work : bool
+        Whether ranks share the work of a model; False where each does all of it.
     grid : Grid
         The ranks.
     """
@@ -110,6 +103,7 @@ class Scheme(ABC):
     name: str
     title: str
     directions: str
+    divides_work = True
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -156,23 +150,51 @@ class Scheme(ABC):
         dimension.
         """
 
+    # In closed form, from the sizes of the grid's directions and the options of the scheme alone.
+
+    @classmethod
+    def grids(cls, ranks: int) -> list[tuple[int, ...]]:
+        """All sizes of the directions that the scheme can use on `ranks` ranks, ascending.
+
+        Raises
+        ------
+        ValueError
+            That of `default_grid`, when there are none.
+        """
+        return [sizes for sizes in factorizations(ranks, len(cls.directions))
+                if cls._can_use(sizes)] or [cls.default_grid(ranks)]
+
+    @classmethod
+    def _can_use(cls, sizes: tuple[int, ...]) -> bool:
+        try:
+            cls.check_grid(sizes)
+        except ValueError:
+            return False
+        return True
+
     @classmethod
     @abstractmethod
-    def product_moves(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
-                      **options: Any) -> tuple[list[Move], list[Move]]:
-        """What one product moves forward and backward.
+    def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
+                       **options: Any) -> list[LocalProduct]:
+        """Matrix products of rank 0, which has the largest blocks, for one product forward.
 
-        `way` is "into" or "back", A is M x N and B is N x K.
+        Backward has as many for each of the two gradients, with rows, inner and columns
+        exchanged.
         """
 
     @classmethod
-    def kept_words(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
-                   **options: Any) -> int:
+    @abstractmethod
+    def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
+                      **options: Any) -> tuple[list[Move], list[Move]]:
+        """Collectives of one product forward and backward."""
+
+    @classmethod
+    def kept_words(cls, sizes: Mapping[str, int], product: ProductShape, **options: Any) -> int:
         """Words that one product keeps for backward beside A itself, over all ranks."""
         return 0
 
     @classmethod
-    def transient_words(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+    def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
                         **options: Any) -> float:
         """Words that a rank needs at most in backward of one product, beside dC, dA and dB.
 

@@ -11,7 +11,8 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any, Iterator
 
-from mm3d.contract import Move, lookup
+from mm3d.closed_form import Move, ProductShape
+from mm3d.contract import lookup
 from mm3d.recompute import policy
 
 
@@ -121,12 +122,13 @@ def _layer_moves(name: str, sizes: dict[str, int], hidden: int, batch: int, seq:
     keys_and_values = [*inner.sequence("all_gather", 2 * M * h)]
     found = {"ln1": norm, "ln2": norm, "gelu": ([], []), "attention": (
         keys_and_values, [*keys_and_values, *inner.sequence("reduce_scatter", 2 * M * h)])}
-    for part, (way, N, K) in zip(("qkv", "proj", "up", "down"), _products(h)):
-        there, back = lookup(name).product_moves(sizes, way, M, N, K, keep=keep)
-        target = inner if way == "into" else outer
+    for part, product in zip(("qkv", "proj", "up", "down"), layer_products(M, h)):
+        there, back = lookup(name).product_moves(sizes, product, keep=keep)
+        target = inner if product.way == "into" else outer
         found[part] = there, back
         adds = "gelu" if part == "up" else part    # GELU adds the bias of the product before it
-        found[adds] = ([*found[adds][0], *target.fetch(K)], [*found[adds][1], *target.collect(K)])
+        found[adds] = ([*found[adds][0], *target.fetch(product.K)],
+                       [*found[adds][1], *target.collect(product.K)])
     return found
 
 
@@ -221,8 +223,8 @@ def saved_words(name: str, sizes: dict[str, int], layers: int, hidden: int, head
     outside = outer.copies * M * 4 * h + 2 * M * P // outer.ranks(outer.rows)
     inside = inner.copies * M * (3 * h + h + heads + 8 * h)
     vectors = 2 * h * P // outer.ranks(outer.features) + 4 * h * P // inner.ranks(inner.features)
-    kept = sum(lookup(name).kept_words(sizes, way, M, N, K, keep=keep)
-               for way, N, K in _products(h))
+    kept = sum(lookup(name).kept_words(sizes, product, keep=keep)
+               for product in layer_products(M, h))
     return layers * (outside + inside + vectors + kept)
 
 
@@ -246,7 +248,8 @@ def peak_words(name: str, sizes: dict[str, int], layers: int, hidden: int, heads
     groups = chosen.groups(layers)
     if groups:
         within = "selective" if chosen.selective else "none"
-        down = lookup(name).kept_words(sizes, "back", M, 4 * h, h, keep=keep)    # not at its end
+        last = layer_products(M, h)[-1]
+        down = lookup(name).kept_words(sizes, last, keep=keep)    # not at its end
         passing[-1] = [*_passing(name, sizes, h, batch, seq, "none", rows, chosen.selective)][-1]
         lasting += (saved_words(name, sizes, groups[0], h, heads, batch, seq, keep, rows, within)
                     - down) / P + h * outside * (len(groups) > 1)    # the gradient at its end
@@ -268,16 +271,23 @@ def _passing(name: str, sizes: dict[str, int], h: int, batch: int, seq: int, kee
     # Before each linear layer: a norm, attention, a norm, GELU.
     before = (2 * h * outside, 4 * h * inside + along, 2 * h * outside, 8 * h * inside)
     again = (2 * h * outside, h * inside, 2 * h * outside, 4 * h * inside)
-    for (way, N, K), layer, kept in zip(_products(h), before, again):
-        dA, dC = (N * outside, K * inside) if way == "into" else (N * inside, K * outside)
-        product = dA + dC + N * K / P + lookup(name).transient_words(
-            sizes, way, M, N, K, keep=keep, rows=dealt)
-        yield max(product, layer) + kept * selective
+    for product, layer, kept in zip(layer_products(M, h), before, again):
+        source, target = (outside, inside) if product.way == "into" else (inside, outside)
+        N, K = product.N, product.K
+        around = N * source + K * target + N * K / P + lookup(name).transient_words(
+            sizes, product, keep=keep, rows=dealt)
+        yield max(around, layer) + kept * selective
 
 
-def _products(h: int) -> Iterator[tuple[str, int, int]]:
-    """Way, rows and columns of the weights of a layer's four products."""
-    yield from (("into", h, 3 * h), ("back", h, h), ("into", h, 4 * h), ("back", 4 * h, h))
+def layer_products(tokens: int, hidden: int, heads: int = 1) -> list[ProductShape]:
+    """Shapes of the four products of one Transformer layer.
+
+    The number of heads matters where their features are divided, to local products alone.
+    """
+    h, head = hidden, hidden // heads
+    return [ProductShape("into", tokens, h, 3 * h, (1, 3 * head)),
+            ProductShape("back", tokens, h, h, (head, 1)),
+            ProductShape("into", tokens, h, 4 * h), ProductShape("back", tokens, 4 * h, h)]
 
 
 def lower_bound(M: int, N: int, K: int, ranks: int) -> float:

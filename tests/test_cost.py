@@ -8,6 +8,7 @@ import pytest
 import mm3d
 from mm3d import cost
 from mm3d.axis import Axis
+from mm3d.closed_form import ProductShape
 from mm3d.schemes import cube
 from reference import (every_grid, grids, integers, on_grid, relative_error, schemes, total,
                        words)
@@ -117,7 +118,7 @@ def test_words_of_all_ranks_where_nothing_divides(comm, m, n, k):
         X, Y, Z = grid.shape.values()
         formula = (Y - 1) * m * n + (X - 1) * n * k + (Z - 1) * m * k
         assert comm.allreduce(words_of_product(grid, m, n, k)) == formula, grid
-        forward, _ = cube.Cube.product_moves(grid.shape, "into", m, n, k)
+        forward, _ = cube.Cube.product_moves(grid.shape, ProductShape("into", m, n, k))
         assert sum(move.words for move in forward) == formula, grid
 
 
@@ -138,7 +139,7 @@ def test_words_reach_the_lower_bound(comm, sizes, m, n, k):
 def test_every_cube_of_ranks_reaches_the_lower_bound(p, way):
     """M = N = K on p x p x p ranks: 3 w(p) (n/p)^2 words a rank, the bound itself."""
     n, sizes = p ** 2 * 6, dict(x=p, y=p, z=p)
-    forward, _ = cube.Cube.product_moves(sizes, way, n, n, n)
+    forward, _ = cube.Cube.product_moves(sizes, ProductShape(way, n, n, n))
     words, rest = divmod(sum(move.words for move in forward), p ** 3)
     assert (words, rest) == (3 * (p - 1) * n ** 2 // p ** 3, 0)
     assert words == pytest.approx(cost.lower_bound(n, n, n, p ** 3), rel=1e-12, abs=1e-6)
@@ -151,7 +152,7 @@ def test_no_grid_moves_less_than_the_lower_bound(m, n, k, ranks):
     for X, Y in product(range(1, ranks + 1), repeat=2):
         if ranks % (X * Y) == 0:
             sizes = dict(x=X, y=Y, z=ranks // (X * Y))
-            forward, _ = cube.Cube.product_moves(sizes, "into", m, n, k)
+            forward, _ = cube.Cube.product_moves(sizes, ProductShape("into", m, n, k))
             assert sum(move.words for move in forward) / ranks >= bound * (1 - 1e-12), sizes
 
 
@@ -168,7 +169,8 @@ def test_words_of_both_phases_by_what_is_kept(keep, share):
     """M = N = K on a cube: as printed, with dC gathered twice, nine faces of (n/p)^2 w(p) words
     on each rank; eight with dC gathered once, and one less for each operand kept."""
     n, p = 64, 4
-    phases = cube.Cube.product_moves(dict(x=p, y=p, z=p), "into", n, n, n, keep=keep)
+    phases = cube.Cube.product_moves(dict(x=p, y=p, z=p), ProductShape("into", n, n, n),
+                                     keep=keep)
     moved = sum(move.words for moves in phases for move in moves)
     assert moved == share * (p - 1) * n ** 2
 

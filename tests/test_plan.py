@@ -5,12 +5,13 @@ from types import SimpleNamespace
 
 import pytest
 
-import mm3d
 from bench import machinefile, model, plan
 from bench.__main__ import main
 from bench.cases import UsageError
 from bench.verbs import grids
 from mm3d import cost, dry, store
+from mm3d.closed_form import ProductShape
+from mm3d.contract import lookup
 from support import run_ranks
 
 LONGHORN = model.load("longhorn")
@@ -24,7 +25,7 @@ SMALL = {"wide": dict(layers=2, hidden=1024, heads=16, batch=8, seq=32),
 def test_all_grids_are_found_once(ranks):
     every = {(x, y, ranks // x // y) for x in range(1, ranks + 1) if ranks % x == 0
              for y in range(1, ranks // x + 1) if ranks // x % y == 0}
-    assert sorted(plan.triples(ranks)) == sorted(every)
+    assert lookup("3d").grids(ranks) == sorted(every)
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 12, 36])
@@ -75,8 +76,9 @@ def test_no_grid_is_below_the_bound_in_any_regime():
     for kind, (M, N, K) in shapes.items():
         assert plan.regime(M, N, K, 64) == kind
         bound = cost.lower_bound(M, N, K, 64)
-        for grid in plan.triples(64):
-            moves = mm3d.SCHEMES["3d"].product_moves(dict(zip("xyz", grid)), "into", M, N, K)[0]
+        for grid in lookup("3d").grids(64):
+            shape = ProductShape("into", M, N, K)
+            moves = lookup("3d").product_moves(dict(zip("xyz", grid)), shape)[0]
             words = sum(m.words for m in moves if dict(zip("xyz", grid))[m.axis] > 1) / 64
             assert words >= bound * (1 - 1e-12), (kind, grid)
             if kind == 3 and grid == (4, 4, 4):

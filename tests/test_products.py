@@ -8,7 +8,7 @@ import pytest
 import mm3d
 from mm3d.axis import Split
 from mm3d.backend import matmul, matmul_nt, matmul_tn
-from mm3d.contract import Move
+from mm3d.closed_form import Move, ProductShape
 from mm3d.schemes import cube, summa
 from reference import (SHAPES, every_grid, grids, integers, moved, on_grid,
                        relative_error, schemes, words)
@@ -240,8 +240,8 @@ def check_linear_products(comm, way, name, **options):
             for layout, local, a in zip(case.layouts, case.blocks, case.arrays):
                 assert np.array_equal(local, layout.shard(a, scheme.grid)), (scheme, batch)
         for phase, moves in zip(("forward", "backward"),
-                                scheme.product_moves(scheme.grid.shape, way, *case.sizes,
-                                                     **options)):
+                                scheme.product_moves(scheme.grid.shape,
+                                                     ProductShape(way, *case.sizes), **options)):
             check_moves(comm, case, phase, moves)
 
 

@@ -12,14 +12,15 @@ the same three forms again with the directions permuted.
 
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Callable, ContextManager
+from typing import Any, Callable, ContextManager, Mapping
 
 from mpi4py import MPI
 
 from mm3d.axis import Pending, Split
 from mm3d.backend import Array, Backend, matmul, matmul_nt, matmul_tn
+from mm3d.closed_form import LocalProduct, Move, ProductShape
+from mm3d.contract import Product, Scheme, Strings
 from mm3d.layout import Layout
-from mm3d.contract import Move, Product, Scheme, Strings
 from mm3d.space import Space
 
 
@@ -233,13 +234,20 @@ class Cube(Scheme):
                            self.overlap)
 
     @classmethod
-    def product_moves(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
-                      keep: str = "none", **options: Any) -> tuple[list[Move], list[Move]]:
+    def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
+                       **options: Any) -> list[LocalProduct]:
+        """A_il by B_lj (back: A_ij by B_jl)."""
+        y, z = cls._crossed(product)
+        return [LocalProduct(*product.largest(sizes["x"], sizes[z], sizes[y]))]
+
+    @classmethod
+    def product_moves(cls, sizes: Mapping[str, int], product: ProductShape, keep: str = "none",
+                      **options: Any) -> tuple[list[Move], list[Move]]:
         """Each matrix crosses one direction: A along y, B along x, C along z (back: z, x, y).
 
         A rank moves w(Y) MN/(XZ) + w(X) NK/(ZY) + w(Z) MK/(XY) forward, w(n) = (n-1)/n.
         """
-        y, z = ("y", "z") if way == "into" else ("z", "y")
+        (y, z), (M, N, K) = cls._crossed(product), product.extents
         A, B, C = (sizes[y] - 1) * M * N, (sizes["x"] - 1) * N * K, (sizes[z] - 1) * M * K
         forward = [Move(y, "all_gather", A), Move("x", "all_gather", B),
                    Move(z, "reduce_scatter", C)]
@@ -252,22 +260,24 @@ class Cube(Scheme):
         return forward, backward
 
     @classmethod
-    def kept_words(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
-                   keep: str = "none", **options: Any) -> int:
+    def kept_words(cls, sizes: Mapping[str, int], product: ProductShape, keep: str = "none",
+                   **options: Any) -> int:
         """X copies of B with "weight", and Y (back: Z) of A instead of one with "both"."""
-        y = sizes["y" if way == "into" else "z"]
+        M, N, K = product.extents
+        y = sizes[cls._crossed(product)[0]]
         B = N * K * sizes["x"] if sizes["x"] > 1 else 0
         return {"none": 0, "weight": B, "both": B + (y - 1) * M * N}[keep]
 
     @classmethod
-    def transient_words(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
-                        keep: str = "none", rows: str = "sequences", **options: Any) -> float:
+    def transient_words(cls, sizes: Mapping[str, int], product: ProductShape, keep: str = "none",
+                        rows: str = "sequences", **options: Any) -> float:
         """dC_ij and, for dA, B_lj with the terms of dA_il; for dB, A_il with the terms of dB_lj.
 
         What is divided by columns, as everything that crosses x, or by positions lies in a
         second buffer while it is sent.
         """
-        X, a, c = sizes["x"], *(sizes[d] for d in ("yz" if way == "into" else "zy"))
+        M, N, K = product.extents
+        X, a, c = sizes["x"], *(sizes[d] for d in cls._crossed(product))
         A, B, C = M * N / (X * c), N * K / (a * c), M * K / (X * a)
         sent = 2 if rows == "positions" else 1
         terms_A, terms_B = sent * A if a > 1 else 0, 2 * B if X > 1 else 0
@@ -279,3 +289,8 @@ class Cube(Scheme):
                    gathered_C + gathered_B + terms_A - B / X,
                    gathered_C + sent * gathered_A - B / X,
                    gathered_C + gathered_A + terms_B)
+
+    @staticmethod
+    def _crossed(product: ProductShape) -> str:
+        """The directions that A and C cross."""
+        return "yz" if product.way == "into" else "zy"

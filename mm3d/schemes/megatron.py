@@ -7,12 +7,13 @@ inside; each block needs one all-reduce forward and one backward.  Korthikanti e
 that norms and residuals work on shards of it.
 """
 
-from typing import Any
+from typing import Any, Mapping
 
 from mm3d.axis import Axis, Split
 from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
+from mm3d.closed_form import LocalProduct, Move, ProductShape
+from mm3d.contract import Product, Scheme, Strings
 from mm3d.layout import Layout
-from mm3d.contract import Move, Product, Scheme, Strings
 from mm3d.space import Space
 
 
@@ -97,20 +98,28 @@ class Megatron(Scheme):
         return RowParallel(self.rows(target), Layout("x" + "," * last, {0: units[0]}))
 
     @classmethod
-    def product_moves(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+    def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
+                       **options: Any) -> list[LocalProduct]:
+        """All rows by a block of columns of B (back: of rows)."""
+        P = sizes["x"]
+        return [LocalProduct(*(product.largest(1, 1, P) if product.way == "into" else
+                               product.largest(1, P, 1)))]
+
+    @classmethod
+    def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                       **options: Any) -> tuple[list[Move], list[Move]]:
         """An all-reduce of M x h: of dA for the columns, of C for the rows."""
-        P = sizes["x"]
-        if way == "into":
+        P, (M, N, K) = sizes["x"], product.extents
+        if product.way == "into":
             return [], [Move("x", "all_reduce", 2 * (P - 1) * M * N)]
         return [Move("x", "all_reduce", 2 * (P - 1) * M * K)], []
 
     @classmethod
-    def transient_words(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+    def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
                         **options: Any) -> float:
         """The terms of dA, summed before dB is there."""
-        P = sizes["x"]
-        return max(0, M * N - N * K / P) if way == "into" and P > 1 else 0
+        P, (M, N, K) = sizes["x"], product.extents
+        return max(0, M * N - N * K / P) if product.way == "into" and P > 1 else 0
 
 
 class MegatronSequence(Megatron):
@@ -128,23 +137,24 @@ class MegatronSequence(Megatron):
         return outer.rows_split("x")
 
     @classmethod
-    def product_moves(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+    def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                       **options: Any) -> tuple[list[Move], list[Move]]:
         """A gather and a reduce-scatter of M x h where 1-D all-reduces; A once more for dB."""
+        M, N, K = product.extents
         A, C = (sizes["x"] - 1) * M * N, (sizes["x"] - 1) * M * K
-        if way == "into":
+        if product.way == "into":
             return ([Move("x", "all_gather", A)],
                     [Move("x", "reduce_scatter", A), Move("x", "all_gather", A)])
         return [Move("x", "reduce_scatter", C)], [Move("x", "all_gather", C)]
 
     @classmethod
-    def transient_words(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+    def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
                         **options: Any) -> float:
         """dC whole, or A whole and before it the terms of dA.
 
         Each lies in a second buffer while it is sent, when dB, and on the way back dA, is not
         there yet.
         """
-        P = sizes["x"]
-        whole, later = (M * N, 0) if way == "into" else (M * K, M * N / P)
+        P, (M, N, K) = sizes["x"], product.extents
+        whole, later = (M * N, 0) if product.way == "into" else (M * K, M * N / P)
         return max(2 * whole - later - N * K / P, whole) if P > 1 else 0

@@ -1,10 +1,11 @@
 """The whole model on one rank: what every other scheme is checked against."""
 
-from typing import Any
+from typing import Any, Mapping
 
 from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
+from mm3d.closed_form import LocalProduct, Move, ProductShape
+from mm3d.contract import Product, Scheme, Strings
 from mm3d.layout import Layout
-from mm3d.contract import Move, Product, Scheme, Strings
 from mm3d.space import Space
 
 
@@ -29,6 +30,7 @@ class Serial(Scheme):
 
     name = "serial"
     directions = "x"
+    divides_work = False
 
     @classmethod
     def default_grid(cls, ranks: int) -> tuple[int, ...]:
@@ -44,6 +46,11 @@ class Serial(Scheme):
         return SerialProduct(Layout("," * (len(shape) - 1)))
 
     @classmethod
-    def product_moves(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+    def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
+                       **options: Any) -> list[LocalProduct]:
+        return [LocalProduct(product.M, product.N, product.K)]
+
+    @classmethod
+    def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                       **options: Any) -> tuple[list[Move], list[Move]]:
         return [], []

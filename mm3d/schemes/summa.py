@@ -7,12 +7,13 @@ rows of B over x.
 """
 
 import math
-from typing import Any
+from typing import Any, Mapping
 
 from mm3d.axis import Split
 from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
+from mm3d.closed_form import LocalProduct, Move, ProductShape
+from mm3d.contract import Product, Scheme, Strings
 from mm3d.layout import Layout
-from mm3d.contract import Move, Product, Scheme, Strings
 from mm3d.space import Space
 
 
@@ -107,17 +108,25 @@ class Summa(Scheme):
         return SummaProduct(a, weight.split(self.grid, shape, "x"), weight)
 
     @classmethod
-    def product_moves(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+    def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
+                       **options: Any) -> list[LocalProduct]:
+        """One of each turn's blocks."""
+        q = sizes["x"]
+        return [LocalProduct(*product.largest(q, q, q), count=q)]
+
+    @classmethod
+    def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                       **options: Any) -> tuple[list[Move], list[Move]]:
         """q broadcasts of A and of B; backward the same and a reduction of each gradient."""
-        q = sizes["x"]
+        q, (M, N, K) = sizes["x"], product.extents
         A, B = (q - 1) * M * N, (q - 1) * N * K
         forward = [Move("y", "broadcast", A, q), Move("x", "broadcast", B, q)]
         return forward, forward + [Move("y", "reduce", A, q), Move("x", "reduce", B, q)]
 
     @classmethod
-    def transient_words(cls, sizes: dict[str, int], way: str, M: int, N: int, K: int,
+    def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
                         **options: Any) -> float:
         """A block of A with the terms of dB, or with the block of A that came before."""
-        q, A, B = sizes["x"], M * N / sizes["x"] ** 2, N * K / sizes["x"] ** 2
+        q, (M, N, K) = sizes["x"], product.extents
+        A, B = M * N / q ** 2, N * K / q ** 2
         return max(A + B, 2 * A if q > 2 else 0) if q > 1 else 0
