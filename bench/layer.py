@@ -7,7 +7,6 @@ second time in each, with communication going on while ranks multiply.
 """
 
 import gc
-import inspect
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from bench.matmul import SETTLE, makespans
 from bench.products import Replay
 from bench.rival import Rival
 from bench.sampling import BOUNDS, failed, limits_of, measured_environment, publish
+from bench.variants import having
 from mm3d import cost, timing
 from mm3d.record import Check, Measurements, Variable
 from mm3d.statistics import Interval, median_interval
@@ -73,8 +73,7 @@ def check_head(every: list[int], head: int) -> None:
 
 def check_overlap(scheme: str) -> None:
     """Raise UsageError for a scheme whose products cannot overlap."""
-    able = [name for name, cls in mm3d.SCHEMES.items()
-            if "overlap" in inspect.signature(cls).parameters]
+    able = having("overlap")
     if scheme not in able:
         raise UsageError(f"--overlap --scheme {scheme}: only products of {', '.join(able)} can "
                          f"overlap")

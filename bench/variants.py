@@ -5,16 +5,14 @@ keep each variant apart from the plain rows and from the others.
 """
 
 import argparse
-import inspect
 from typing import Any, Iterable, Mapping
 
 import msgspec
 import numpy as np
 
-import mm3d
 from mm3d.backend import Backend
+from mm3d.contract import Option, lookup, registry
 from mm3d.recompute import policy
-from mm3d.schemes.cube import KEEP
 from mm3d.transformer import DTYPES
 
 PLAIN = "float32"    # the dtype of the tables
@@ -70,7 +68,7 @@ class Variant(msgspec.Struct, frozen=True):
     def options(self, scheme: str) -> dict[str, Any]:
         """Keyword arguments of `mm3d.scheme`."""
         return {name: value for name, value in (("keep", self.keep), ("overlap", self.overlap))
-                if name in inspect.signature(mm3d.SCHEMES[scheme]).parameters}
+                if name in lookup(scheme).options}
 
     def arguments(self) -> list[str]:
         """The options of the command line that give this variant, but for TF32."""
@@ -78,14 +76,22 @@ class Variant(msgspec.Struct, frozen=True):
                 *["--causal"] * self.causal, *[f"--dtype={self.dtype}"] * (self.dtype != PLAIN)]
 
 
+def having(option: str) -> dict[str, Option]:
+    """Return the schemes that have an option of this name, with their descriptions of it."""
+    return {name: cls.options[option] for name, cls in registry().items() if option in cls.options}
+
+
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of `asked_for`."""
     parser.add_argument("--dtype", default=PLAIN, choices=KNOWN,
                         help=f"of every array (default {PLAIN}; bfloat16 on a GPU alone)")
-    parser.add_argument("--keep", default="none", choices=KEEP, help=(
-        "gathered operands that 3d keeps from forward to backward (default none)"))
+    keep, overlap = having("keep"), having("overlap")
+    choices = dict.fromkeys(one for option in keep.values() for one in option.choices)
+    parser.add_argument("--keep", default="none", choices=tuple(choices), help=(
+        f"gathered operands that {' and '.join(keep)} keeps from forward to backward "
+        f"(default none)"))
     parser.add_argument("--overlap", action="store_true", help=(
-        "3d communicates while ranks multiply"))
+        f"{' and '.join(overlap)} communicates while ranks multiply"))
     parser.add_argument("--causal", action="store_true", help="attention looks backward only")
 
 
@@ -111,8 +117,7 @@ def problem(variant: Variant, schemes: Iterable[str], backend: Backend | None = 
     for name, flag in (("keep", f"--keep {variant.keep}"), ("overlap", "--overlap")):
         if getattr(variant, name) == getattr(Variant(), name):
             continue
-        able = [scheme for scheme in mm3d.SCHEMES
-                if name in inspect.signature(mm3d.SCHEMES[scheme]).parameters]
+        able = having(name)
         unable = [scheme for scheme in dict.fromkeys(schemes) if scheme not in able]
         if unable:
             return (f"{flag}: scheme {', '.join(map(repr, unable))} has no such option; choose "

@@ -8,10 +8,10 @@ contract; a new parallelism is one new file in ``mm3d/schemes/``.
 """
 
 import importlib
-import inspect
 import pkgutil
 from abc import ABC, abstractmethod
-from typing import Any, Callable, Mapping
+from functools import cache
+from typing import Any, Callable, Mapping, NamedTuple
 
 from mpi4py import MPI
 
@@ -71,6 +71,17 @@ class Product(ABC):
 Strings = tuple[str, str, str, str]
 
 
+class Option(NamedTuple):
+    """An option of one scheme: its default, the values that it may have, and its meaning."""
+
+    default: Any
+    choices: tuple
+    meaning: str
+
+
+SCHEMES: dict[str, type["Scheme"]] = {}    # in alphabetical order; see `registry`
+
+
 class Scheme(ABC):
     """A tensor parallelism on a grid of ranks.
 
@@ -85,11 +96,15 @@ class Scheme(ABC):
         Sizes of the directions; the scheme's own choice when not given.
     backend : str or Backend, optional
         Whose arrays are used; see `mm3d.backend.get`.
+    **options
+        Values for some of the class' `options`; each option is an attribute of the scheme.
 
     Attributes
     ----------
     name : str
         What `mm3d.scheme` calls it.
+    options : mapping of str to Option
+        What can be chosen beside the grid, of this class.
     title : str
         What tables and figures call it; its name, if it does not say.
     directions : str
@@ -104,14 +119,22 @@ class Scheme(ABC):
     title: str
     directions: str
     divides_work = True
+    options: Mapping[str, Option] = {}
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
-        if "name" in cls.__dict__ and "title" not in cls.__dict__:
+        if "name" not in cls.__dict__:
+            return
+        if "title" not in cls.__dict__:
             cls.title = cls.name    # not that of the scheme it is derived from
+        SCHEMES[cls.name] = cls
+        ordered = sorted(SCHEMES.items())
+        SCHEMES.clear()
+        SCHEMES.update(ordered)
 
     def __init__(self, comm: MPI.Intracomm, grid: tuple[int, ...] | None = None,
-                 backend: str | Backend | None = None) -> None:
+                 backend: str | Backend | None = None, **options: Any) -> None:
+        vars(self).update(self.chosen(options))
         if grid is not None and not isinstance(grid, (tuple, list)):
             raise ValueError(f"grid={grid!r} should be a tuple of sizes, one for each of the "
                              f"directions {', '.join(self.directions)}")
@@ -125,6 +148,24 @@ class Scheme(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.grid!r})"
+
+    @classmethod
+    def chosen(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The value of each of the scheme's options: the given one, or the default.
+
+        Raises
+        ------
+        ValueError
+            When there is no such option, or no such choice.
+        """
+        for name, value in sorted(options.items()):
+            if name not in cls.options:
+                raise ValueError(f"scheme {cls.name!r} has no option {name!r}: "
+                                 f"it has {', '.join(sorted(cls.options)) or 'none'}")
+            if value not in cls.options[name].choices:
+                raise ValueError(f"{name}={value!r} is unknown: choose one of "
+                                 f"{', '.join(map(str, cls.options[name].choices))}")
+        return {name: options.get(name, option.default) for name, option in cls.options.items()}
 
     @classmethod
     @abstractmethod
@@ -204,23 +245,23 @@ class Scheme(ABC):
 
     def spaces(self, batch: int, seq: int) -> tuple[Space, Space]:
         """The outer and the inner space of activations of so many sequences and positions."""
-        outer, inner = self.layouts(self.grid.shape, batch, seq)
+        options = {name: getattr(self, name) for name in self.options}
+        outer, inner = self.layouts(self.grid.shape, batch, seq, **options)
         return (Space(self.grid, batch, seq, *outer), Space(self.grid, batch, seq, *inner))
 
 
 def registry() -> dict[str, type[Scheme]]:
-    """The schemes by name: every subclass of `Scheme` in ``mm3d/schemes/`` that has one."""
+    """The schemes by name: those of ``mm3d/schemes/``, and every other subclass of `Scheme` that
+    has been defined with a name."""
+    _import_schemes()
+    return SCHEMES
+
+
+@cache
+def _import_schemes() -> None:
     from mm3d import schemes
     for module in pkgutil.iter_modules(schemes.__path__):
         importlib.import_module(f"{schemes.__name__}.{module.name}")
-
-    def found(cls: type) -> dict[str, type[Scheme]]:
-        named = {cls.name: cls} if "name" in cls.__dict__ else {}
-        for sub in cls.__subclasses__():
-            named.update(found(sub))
-        return named
-
-    return dict(sorted(found(Scheme).items()))
 
 
 def lookup(name: str) -> type[Scheme]:
@@ -248,7 +289,7 @@ def scheme(name: str, comm: MPI.Intracomm | None = None, grid: tuple[int, ...] |
     backend : str or Backend, optional
         "numpy" or "cupy"; ``MM3D_BACKEND`` or NumPy if not given.
     **options
-        Of the scheme's class, such as ``keep`` of `mm3d.schemes.cube.Cube`.
+        Of the scheme's class, such as ``keep`` of `mm3d.schemes.cube.Cube`; see its `options`.
 
     Raises
     ------
@@ -256,10 +297,4 @@ def scheme(name: str, comm: MPI.Intracomm | None = None, grid: tuple[int, ...] |
         On every rank alike and before any communication, when no scheme has that name, the
         ranks do not fit the grid, or an option is unknown.
     """
-    cls = lookup(name)
-    known = set(inspect.signature(cls.__init__).parameters) - {"self", "comm", "grid", "backend"}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise ValueError(f"scheme {name!r} has no option {unknown[0]!r}: "
-                         f"it has {', '.join(sorted(known)) or 'none'}")
-    return cls(comm if comm is not None else MPI.COMM_WORLD, grid, backend, **options)
+    return lookup(name)(comm if comm is not None else MPI.COMM_WORLD, grid, backend, **options)

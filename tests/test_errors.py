@@ -57,7 +57,7 @@ def refused(comm, monkeypatch):
     (8, "3d", {"grid": (-2, -4, 1)}, ["x=-2", "at least 1"]),
     (8, "3d", {"grid": (2.0, 2, 2)}, ["x=2.0"]),
     (8, "3d", {"keep": "all"}, ["keep='all'", "none, weight, both"]),
-    (8, "3d", {"rows": "columns"}, ["rows='columns'", "auto, sequences or positions"]),
+    (8, "3d", {"rows": "columns"}, ["rows='columns'", "auto, sequences, positions"]),
     (8, "3d", {"kept": "both"}, ["'kept'", "keep, overlap, rows"]),
     (8, "1d", {"keep": "both"}, ["'1d'", "'keep'", "none"]),
     (8, "3d", {"backend": "torch"}, ["'torch'", "numpy, cupy"])])

@@ -80,7 +80,7 @@ ONLY_IN = {"cupy": {"gpu"}, "cupy_backends": {"gpu"}, "ml_dtypes": {"gpu"},
            "h5py": {"record", "store", "merged"},
            "threadpoolctl": {"environment"}}
 TYPE_HINTS_ONLY = {("axis", "mpi4py"), ("choice", "mpi4py"), ("meeting", "mpi4py"),
-                   ("memory", "mpi4py"), ("schemes.cube", "mpi4py")}
+                   ("memory", "mpi4py")}
 EVERYWHERE = {"numpy", *sys.stdlib_module_names}
 
 

@@ -14,12 +14,10 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, Callable, ContextManager, Mapping
 
-from mpi4py import MPI
-
 from mm3d.axis import Pending, Split
-from mm3d.backend import Array, Backend, matmul, matmul_nt, matmul_tn
+from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
 from mm3d.closed_form import LocalProduct, Move, ProductShape
-from mm3d.contract import Product, Scheme, Strings
+from mm3d.contract import Option, Product, Scheme, Strings
 from mm3d.layout import Layout
 from mm3d.space import Space
 
@@ -190,15 +188,11 @@ class Cube(Scheme):
     title = "3-D"
     directions = "xyz"
 
-    def __init__(self, comm: MPI.Intracomm, grid: tuple[int, ...] | None = None,
-                 backend: str | Backend | None = None, keep: str = "none",
-                 rows: str = "auto", overlap: bool = False) -> None:
-        if keep not in KEEP:
-            raise ValueError(f"keep={keep!r} is unknown: choose one of {', '.join(KEEP)}")
-        if rows not in ("auto", "sequences", "positions"):
-            raise ValueError(f"rows={rows!r} is unknown: choose auto, sequences or positions")
-        super().__init__(comm, grid, backend)
-        self.keep, self.rows, self.overlap = keep, rows, overlap
+    options = {
+        "keep": Option("none", KEEP, "gathered operands kept from forward to backward"),
+        "rows": Option("auto", ("auto", "sequences", "positions"),
+                       "rows are divided in whole sequences, or also by position"),
+        "overlap": Option(False, (False, True), "communicate while ranks multiply")}
 
     @classmethod
     def default_grid(cls, ranks: int) -> tuple[int, ...]:
@@ -219,10 +213,6 @@ class Cube(Scheme):
         comma = "" if rows == "sequences" else ","
         end = "," if rows == "sequences" else ""
         return ((f"x{comma}y{end}", "z", "zx@y", "y"), (f"x{comma}z{end}", "y", "yx@z", "z"))
-
-    def spaces(self, batch: int, seq: int) -> tuple[Space, Space]:
-        outer, inner = self.layouts(self.grid.shape, batch, seq, self.rows)
-        return (Space(self.grid, batch, seq, *outer), Space(self.grid, batch, seq, *inner))
 
     def product(self, source: Space, target: Space, shape: tuple[int, ...],
                 units: tuple[int, int]) -> Product:
