@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 
 from bench import model
+from bench.seconds import copies_nothing, link_level
 from mm3d.choice import in_place
 
 Shape = tuple[int, int, int]
@@ -95,8 +96,8 @@ def links(lines: list[model.Line], per_node: int, transport: str) -> dict[str, m
     for one in sorted(lines, key=lambda one: one.size):
         pair = [other for other in lines if other.key in (
             (kind, one.size, one.stride, False) for kind in ("all_gather", "reduce_scatter"))]
-        level, times = model.links(one.size, one.stride, per_node)
-        idle = model.copies_nothing(transport) if level == "node" else ()
+        level, times = link_level(one.size, one.stride, per_node)
+        idle = copies_nothing(transport) if level == "node" else ()
         alpha = float(np.mean([other.alpha for other in pair]))
         beta = float(np.mean([other.beta for other in pair if other.kind not in idle]))
         found[level] = model.Level(alpha / math.ceil(math.log2(one.size)),

@@ -34,12 +34,23 @@ class Number(NamedTuple):
 
 
 class Column(NamedTuple):
-    """The heading of a column: its name, a second line such as its unit, and the title that it
-    shares with its neighbours."""
+    """The heading of a column, and how its cells are aligned.
+
+    Attributes
+    ----------
+    name, unit : str
+        The first line, and a second one.
+    group : str
+        The title that it shares with its neighbours.
+    align : {">", "<", "."}
+        To the right, to the left, or, in text, with decimal points below each other; the first
+        column of a table is aligned to the left.
+    """
 
     name: str
     unit: str = ""
     group: str = ""
+    align: str = ">"
 
     @property
     def full(self) -> str:
@@ -81,6 +92,11 @@ class Table:
         """Whether columns share a title."""
         return any(column.group for column in self.columns)
 
+    @property
+    def left(self) -> list[bool]:
+        """Which columns are aligned to the left."""
+        return [column.align == "<" or k == 0 for k, column in enumerate(self.columns)]
+
 
 @dataclass(frozen=True)
 class Notes:
@@ -112,8 +128,8 @@ def _listed(notes: Notes, bullet: str, escape: Callable[[str], str] = str) -> st
 
 
 def _aligned(table: Table) -> str:
-    """The first column to the left, the others to the right; "|" where groups meet."""
-    columns, rows = list(table.columns), [list(map(str, row)) for row in table.rows]
+    """Pad each cell to the width of its column; "|" where groups meet."""
+    columns, rows = list(table.columns), _pointed(table)
     spans, bars = [], 0
     for (before, *_), (group, first, last) in itertools.pairwise([("", 0, 0), *table.groups()]):
         if before and group:
@@ -122,7 +138,7 @@ def _aligned(table: Table) -> str:
             bars += 1
         spans += [(group, first + bars, last + bars)] * bool(group)
     heads = [[column[k] for column in columns] for k in (0, 1)]
-    heads = heads if any(heads[1]) else heads[:1]
+    heads = heads if any(column.unit for column in table.columns) else heads[:1]
     widths = [max(map(len, column)) for column in zip(*heads, *rows)]
     for group, first, last in spans:
         widths[last - 1] += max(0, len(group) + 2 - sum(widths[first:last])
@@ -131,10 +147,27 @@ def _aligned(table: Table) -> str:
     for group, first, last in spans:
         over = over.ljust(sum(widths[:first]) + 2 * first)
         over += f" {group} ".center(sum(widths[first:last]) + 2 * (last - first - 1), "-")
-    lines = ["  ".join([row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width
-                                                   in zip(row[1:], widths[1:]))]).rstrip()
+    left = [True, *(column.align == "<" for column in columns[1:])]
+    lines = ["  ".join(cell.ljust(width) if before else cell.rjust(width)
+                       for cell, width, before in zip(row, widths, left)).rstrip()
              for row in [*heads, ["-" * width for width in widths], *rows]]
     return "\n".join([over.rstrip(), *lines] if over else lines)
+
+
+def _pointed(table: Table) -> list[list[str]]:
+    """The cells, padded where decimal points are below each other."""
+    rows = [list(map(str, row)) for row in table.rows]
+    for k, column in enumerate(table.columns):
+        if column.align == ".":
+            longest = max((len(_fraction(row[k])) for row in rows), default=0)
+            for row in rows:
+                row[k] += " " * (longest - len(_fraction(row[k])))
+    return rows
+
+
+def _fraction(number: str) -> str:
+    """The decimal point of a number and what follows it."""
+    return "".join(number.partition(".")[1:])
 
 
 def rst(parts: list[Part]) -> str:
@@ -145,10 +178,10 @@ def rst(parts: list[Part]) -> str:
         if isinstance(part, Table):
             rows = [[_rst_escaped(str(cell)) or r"\ " for cell in row] for row in part.rows]
             heads = [_rst_escaped(column.full) or r"\ " for column in part.columns]
-            right = ["left"] + ["right"] * (len(heads) - 1)
+            sides = ["left" if left else "right" for left in part.left]
             found += [_underlined(part.title, "-"),
                       tabulate(rows, heads, tablefmt="rst", disable_numparse=True,
-                               colalign=right if rows else None)]
+                               colalign=sides if rows else None)]
         elif isinstance(part, Notes):
             found += [f"**{_rst_escaped(part.heading)}**", _listed(part, "- ", _rst_escaped)]
         else:
@@ -200,7 +233,8 @@ def _latex_table(table: Table) -> str:
     return "\n".join([
         r"\begin{table}[ht]", r"\centering", r"\footnotesize",
         rf"\caption{{{_latex_escaped(table.title)}}}",
-        rf"\begin{{tabular}}{{l{'r' * (len(table.columns) - 1)}}}", r"\toprule", *over, *heads,
+        rf"\begin{{tabular}}{{{''.join('l' if left else 'r' for left in table.left)}}}",
+        r"\toprule", *over, *heads,
         r"\midrule", *map(line, table.rows), r"\bottomrule", r"\end{tabular}", r"\end{table}"])
 
 
@@ -223,6 +257,11 @@ def csv_of_all(parts: list[Part]) -> str:
             writer.writerow({"table": table.title} | dict(zip(
                 (column.full for column in table.columns), map(_in_full, row))))
     return out.getvalue().rstrip("\n")
+
+
+def rounded(value: float, form: str = ".4g") -> Number:
+    """Make a cell of a number, printed in this format; empty where it is NaN."""
+    return Number(value, "" if math.isnan(value) else format(value, form))
 
 
 def _in_full(cell: Cell) -> str | int:

@@ -1,4 +1,4 @@
-"""The verb ``predict``: the paper's tables as a machine model predicts them.
+"""The paper's tables as a machine model predicts them.
 
 Every row is a dry run at its published sizes, replayed on the model.  What the paper leaves open
 (layers, whether backward repeats the forward, how much of the machine's figures is achieved) is
@@ -12,16 +12,15 @@ from typing import Iterable
 
 import msgspec
 import numpy as np
-from tabulate import tabulate
 
-from bench import model, replay
-from bench.cases import HEADINGS, PAPER, TITLES, Case, Row, UsageError, case, select
+from bench import model
+from bench.cases import PAPER, Case, Row, case, select
+from bench.seconds import TERMS, Terms, achieved_seconds, terms
 from mm3d import dry
 
 LAYERS = (12, 16, 24, 32, 48)    # what the paper's models may have had
 FREE = ("gemm", "node", "network")    # figures whose achieved part is fitted
 LEAST = 0.01    # of a figure: a fit that needs less explains nothing
-UNEXPLAINED = 0.35    # error beyond which a row counts as not explained by the model
 
 
 class Spent(msgspec.Struct, frozen=True):
@@ -30,7 +29,7 @@ class Spent(msgspec.Struct, frozen=True):
 
     case: Case
     peak: int
-    terms: dict[str, model.Terms]
+    terms: dict[str, Terms]
 
 
 class Fit(msgspec.Struct, frozen=True):
@@ -60,7 +59,7 @@ def spent(machine: model.Machine, rows: Iterable[Row], dtype: str) -> list[Spent
     for one in (case(row, "paper", layers=24) for row in rows):
         trace = dry.extended(one.row.scheme, one.row.gpus, dtype=dtype,
                              **msgspec.structs.asdict(one.sizes))
-        found.append(Spent(one, trace.peak, model.terms(machine, trace)))
+        found.append(Spent(one, trace.peak, terms(machine, trace)))
     return found
 
 
@@ -69,7 +68,7 @@ def _equations(rows: list[Spent], fit: tuple[int, dict[str, bool]]) -> tuple:
     layers, recompute = fit
     lines = []
     for row in rows:
-        there, again = (np.array([row.terms[phase][t] for t in model.TERMS])
+        there, again = (np.array([row.terms[phase][t] for t in TERMS])
                         for phase in dry.PHASES)
         again = again + there * recompute[row.case.row.scheme]
         lines += [there * layers / 24 / row.case.row.forward,
@@ -120,9 +119,9 @@ def fitted(rows: list[Spent], machine: model.Machine, layers: Iterable[int]) -> 
     No figure may be exceeded, and no less than a hundredth of it be got; what is not free is
     as the machine's file says.  A scheme whose rows do not fit the memory repeats the forward.
     """
-    free = [model.TERMS.index(name) for name in FREE]
-    fixed = [k for k in range(len(model.TERMS)) if k not in free]
-    known = np.array([1 / getattr(machine.achieved, model.TERMS[k]) for k in fixed])
+    free = [TERMS.index(name) for name in FREE]
+    fixed = [k for k in range(len(TERMS)) if k not in free]
+    known = np.array([1 / getattr(machine.achieved, TERMS[k]) for k in fixed])
     schemes = sorted({row.case.row.scheme for row in rows})
     best = None
     for count, again in itertools.product(layers, itertools.product((False, True),
@@ -145,7 +144,7 @@ def fitted(rows: list[Spent], machine: model.Machine, layers: Iterable[int]) -> 
 def predicted(row: Spent, fit: Fit, machine: model.Machine) -> tuple[float, float]:
     """Seconds of forward and backward of a row."""
     tuned = msgspec.structs.replace(machine, achieved=fit.achieved)
-    forward, backward = (model.seconds(tuned, row.terms[phase]) * fit.layers / 24
+    forward, backward = (achieved_seconds(tuned, row.terms[phase]) * fit.layers / 24
                          for phase in dry.PHASES)
     return forward, backward + forward * fit.recompute[row.case.row.scheme]
 
@@ -196,89 +195,3 @@ def predict(machine: model.Machine, dtype: str = "float32") -> Outcome:
         left_out.append(error(row, others, machine))
     return Outcome(machine, rows, chosen, fit, left_out,
                    {one.layers: one.residual for one in fits})
-
-
-def run(arguments) -> int:
-    """Print the tables, or what was measured beside predictions.
-
-    Raises
-    ------
-    UsageError
-        When the arguments cannot be meant.
-    StoreError
-        When there are no results.
-    """
-    if arguments.results:
-        idle = [f"--{name} {value}" for name in ("table", "pictures")
-                if (value := getattr(arguments, name)) is not None]
-        if idle:
-            raise UsageError(f"--results {arguments.results} {' '.join(idle)}: what was measured "
-                             f"is no row of the paper's tables and has no figures; give --results "
-                             f"without {' and '.join(name.split()[0] for name in idle)}")
-        found, problems = replay.collected(arguments.results)
-        print(replay.report(model.load(arguments.machine), found))
-        if problems:
-            print("", "Left out:", *problems, sep="\n")
-        return 0
-    wanted = {row.table for row in select(arguments.table or "all")}
-    outcome = predict(model.load(arguments.machine, "float32"))
-    for name in HEADINGS:
-        if name in wanted:
-            print(f"{HEADINGS[name]}, on the model of {outcome.machine.name}\n")
-            print(table(outcome, name) + "\n")
-    print(summary(outcome))
-    if arguments.pictures:
-        from bench.outlook import scaling
-        print(scaling(arguments.pictures, outcome))
-    return 0
-
-
-def table(outcome: Outcome, name: str) -> str:
-    """The rows of one table: published and predicted, and the error of each."""
-    lines = []
-    for k, row in enumerate(outcome.rows):
-        published = row.case.row
-        if published.table != name:
-            continue
-        forward, backward = predicted(row, outcome.fit, outcome.machine)
-        lines.append([TITLES[published.scheme], published.gpus, published.forward, forward,
-                      published.backward, backward, published.recomputed,
-                      (forward + backward) / published.batch, row.peak / 2**30,
-                      f"{error(row, outcome.fit, outcome.machine):+.0%}",
-                      "fitted" if k in outcome.chosen else "not fitted",
-                      f"{outcome.left_out[k]:+.0%}"])
-    return tabulate(lines, ["", "GPUs", "forward s\npublished", "\npredicted",
-                            "backward s\npublished", "\npredicted", "average s\npublished",
-                            "\npredicted", "GiB", "error",
-                            "row is", "error when\nleft out"],
-                    floatfmt=[".3f"] * 8 + [".1f"], disable_numparse=[9, 10, 11],
-                    colalign=("left",))
-
-
-def summary(outcome: Outcome) -> str:
-    """The fit, its residuals, and the rows that it does not explain."""
-    fit, machine = outcome.fit, outcome.machine
-    got = {"gemm": machine.gemm_rate["float32"] / 1e12, "node": machine.node.bytes_per_second
-           / 1e9, "network": machine.network.bytes_per_second / 1e9}
-    unit = {"gemm": "Tflop/s", "node": "GB/s a rank", "network": "GB/s a node"}
-    lines = [f"Fitted on {len(outcome.chosen)} of {len(outcome.rows)} rows, forward and backward "
-             f"(mean absolute logarithm of predicted over published {fit.residual:.3f}):",
-             f"  layers {fit.layers}; backward repeats the forward in "
-             + (", ".join(TITLES[s] for s, on in fit.recompute.items() if on) or "no scheme")]
-    lines.append("  with other numbers of layers: "
-                 + ", ".join(f"{n} {r:.3f}" for n, r in outcome.by_layers.items())
-                 + "; rates make up for layers, so the times hardly tell")
-    lines += [f"  {name}: {getattr(fit.achieved, name):.1%} of {got[name]:g} {unit[name]}, "
-              f"{getattr(fit.achieved, name) * got[name]:.3g}" for name in FREE]
-    full = sum(row.peak > machine.memory_bytes for row in outcome.rows)
-    lines.append(f"GiB is rank 0's peak with 24 layers and nothing repeated: {full} rows need "
-                 f"more than a rank's {machine.memory_bytes / 2**30:.0f}.")
-    lines.append(f"Mean absolute error of the average step time: {outcome.mean(True):.0%} on the "
-                 f"fitted rows, {outcome.mean(False):.0%} on the others, "
-                 f"{np.mean(np.abs(outcome.left_out)):.0%} when each row is left out of the fit "
-                 f"(the form of the model was chosen with all rows in view).")
-    wrong = [f"{row.case.title} ({off:+.0%})" for row, off in zip(outcome.rows, outcome.left_out)
-             if abs(off) > UNEXPLAINED]
-    lines.append(f"Rows that the model does not explain (more than {UNEXPLAINED:.0%} off when "
-                 f"left out): " + (", ".join(wrong) or "none"))
-    return "\n".join(lines)

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from bench import model
+from bench.seconds import TERMS, achieved_seconds, collective_terms, gemm_seconds
 from mm3d import cost, dry
 from mm3d.closed_form import ProductShape, largest_block
 from mm3d.contract import lookup
@@ -145,18 +146,18 @@ def screen(name: str, grid: tuple[int, ...], machine: model.Machine, dtype: str,
     words = {phase: sum(m.words for m in found.values()) / ranks
              for phase, found in moves.items()}
     strides = {c: math.prod(grid[i + 1:]) for i, c in enumerate(letters)}
-    spent = {phase: dict.fromkeys(model.TERMS, 0.0) for phase in dry.PHASES}
+    spent = {phase: dict.fromkeys(TERMS, 0.0) for phase in dry.PHASES}
     for phase, found in moves.items():
         for (axis, kind), move in found.items():
             g = shape[axis]
             whole = move.words / ranks * size * g / (g - 1) / move.calls
             whole /= 2 if kind == "all_reduce" else 1
             event = dry.Collective(kind, axis, g, strides[axis], whole)
-            for term, value in model.collective_terms(machine, event).items():
+            for term, value in collective_terms(machine, event).items():
                 spent[phase][term] += move.calls * value
-    attention = model.gemm_seconds(machine, blocks.attention(dtype))
+    attention = gemm_seconds(machine, blocks.attention(dtype))
     per_layer = attention + sum(
-        local.count * model.gemm_seconds(machine, dry.Gemm(1, *local[:3], dtype))
+        local.count * gemm_seconds(machine, dry.Gemm(1, *local[:3], dtype))
         for product in products(sizes) for local in lookup(name).local_products(shape, product))
     spent["forward"]["gemm"] = sizes["layers"] * per_layer
     again = (cost.flops_again(**sizes, recompute=recompute)
@@ -169,7 +170,7 @@ def screen(name: str, grid: tuple[int, ...], machine: model.Machine, dtype: str,
     chosen = policy(recompute)
     spent["backward"]["memory"] += (bool(chosen.every) + chosen.selective
                                     ) * spent["forward"]["memory"]
-    seconds = {phase: model.seconds(machine, spent[phase]) for phase in dry.PHASES}
+    seconds = {phase: achieved_seconds(machine, spent[phase]) for phase in dry.PHASES}
     memory = size * cost.peak_words(name, shape, **sizes, recompute=recompute)
     return Plan(name, grid, seconds["forward"], seconds["backward"], words,
                 over_bound(name, shape, sizes), memory, memory <= machine.memory_bytes)

@@ -1,4 +1,5 @@
-"""Whole steps on every grid: how they are timed, and what they take beyond their parts."""
+"""Whole steps on every grid: how they are verified and timed, and what they take beyond their
+parts."""
 
 import math
 from typing import Callable, Iterable, Sequence
@@ -7,11 +8,13 @@ import msgspec
 import numpy as np
 
 import mm3d
-from bench import exact, fits, model, plan, replay, sampling, verify
+from bench import exact, fits, matmul, model, plan, sampling, verify
 from bench.cases import Sizes
 from bench.products import DIRECTIONS, Problem
-from bench.replay import Work
+from bench.seconds import meetings, step_seconds
+from bench.work import NAMES, Work, trace
 from mm3d import dry, timing
+from mm3d.record import Measurements, Variable
 from mm3d.store import Check
 
 Trial = Callable[[], list[float]]    # seconds of forward and of backward
@@ -28,6 +31,66 @@ def everywhere(ranks: int, products: Iterable[tuple[int, ...]],
              for scheme, grid in grids if scheme in DIRECTIONS]
     return works + [Work("layer", scheme, grid, sizes) for sizes in layers
                     for scheme, grid in grids]
+
+
+def measure(works: Sequence[Work], comm, dtype: str, seed: int, count: int,
+            transport: str) -> Measurements:
+    """Verify and measure forward and backward of `works` on all ranks of `comm`.
+
+    Parameters
+    ----------
+    works : sequence of Work
+        On grids of as many ranks.
+    dtype, seed : str, int
+        Of the numbers; `seed` is also of the order of measurements.
+    count : int
+        Rounds over all works.
+    transport : str
+        How collectives travel, for the record.
+
+    Returns
+    -------
+    Measurements
+        Seconds by work, phase and round, all ranks the same.
+
+    Raises
+    ------
+    ValueError
+        When a work cannot be: its sizes do not fit the grid or each other.
+    exact.WrongResult
+        When a result is wrong.
+    """
+    checks: list[Check] = []
+    trials = [(product_trial if work.kind == "matmul" else layer_trial)(work, comm, dtype, seed,
+                                                                        checks) for work in works]
+    wrong = [done for done in checks if not done.passed]
+    if wrong:
+        raise exact.WrongResult(f"{wrong[0].quantity} is off by {wrong[0].error:.2g}, tolerance "
+                                f"{wrong[0].tolerance:.2g}")
+    found = rounds(trials, count, seed)
+    return Measurements(
+        "check", {"dtype": dtype, "seed": seed, "transport": transport},
+        sampling.measured_environment("numpy", comm),
+        {"work": [work.label for work in works], "phase": dry.PHASES, "repetition": range(count)},
+        {"samples": Variable(found.transpose(1, 2, 0), "s", ("work", "phase", "repetition"))},
+        checks)
+
+
+def product_trial(work: Work, comm, dtype: str, seed: int, checks: list[Check]) -> Trial:
+    """Verify C = AB, dA and dB, adding to `checks`; the call that times them."""
+    problem = Problem(work.scheme, work.form, comm, work.grid, work.sizes, dtype, seed, "numpy")
+    for phase in dry.PHASES:
+        checks += [Check(f"{work.label}: {done.quantity}", done.error, done.tolerance) for done in
+                   matmul.verified(problem, getattr(problem, phase)(), seed)]
+    return product(problem, comm, timing.Clock(comm))
+
+
+def layer_trial(work: Work, comm, dtype: str, seed: int, checks: list[Check]) -> Trial:
+    """Verify a Transformer's step against the serial scheme, adding to `checks`; the call that
+    times it."""
+    network, found = transformer(work, comm, dtype, seed)
+    checks += found
+    return layers(network, comm, timing.Clock(comm))
 
 
 def product(problem: Problem, comm, clock: timing.Clock) -> Trial:
@@ -61,7 +124,7 @@ def rounds(trials: Sequence[Trial], count: int, seed: int) -> np.ndarray:
 
 def transformer(work: Work, comm, dtype: str, seed: int) -> tuple[mm3d.Transformer, list[Check]]:
     """A Transformer, and the checks of a step of it against the serial scheme."""
-    sizes = Sizes(**dict(zip(replay.NAMES["layer"], work.sizes)))
+    sizes = Sizes(**dict(zip(NAMES["layer"], work.sizes)))
     network = verify.build(mm3d.scheme(work.scheme, comm, work.grid, "numpy"), sizes, seed, dtype)
     y, saved = network.forward(network.random("input"))
     dx = network.backward(network.random("output gradient"), saved)
@@ -97,14 +160,14 @@ def together(machine: model.Machine, works: Sequence[Work],
     each, and a meeting of g ranks (g-1)/g of some time: the three figures that make up best, in
     relative squares, for the seconds that `works` took.
     """
-    traces = [replay.trace(work, "float32", machine.granule) for work in works]
-    sizes = sorted({event.size for trace in traces for event in trace.of(dry.Collective)})
+    traces = [trace(work, "float32", machine.granule) for work in works]
+    sizes = sorted({event.size for one in traces for event in one.of(dry.Collective)})
     others = {size: (size - 1) / size for size in sizes}    # of the ranks that meet
-    rows = [[sum(model.step_seconds(machine, trace).values()),
-             (trace.of(dry.Gemm) + trace.of(dry.Pass)).total(),
-             math.fsum(times * model.meetings(event) * others[event.size]
-                       for event, times in trace.of(dry.Collective).items())]
-            for trace in traces]
+    rows = [[sum(step_seconds(machine, one).values()),
+             (one.of(dry.Gemm) + one.of(dry.Pass)).total(),
+             math.fsum(times * meetings(event) * others[event.size]
+                       for event, times in one.of(dry.Collective).items())]
+            for one in traces]
     terms = np.array(rows) / took[:, None]
     more, launch, waiting = fits.nonnegative(terms, 1 - terms[:, 0]).tolist()
     return msgspec.structs.replace(

@@ -5,7 +5,9 @@ from argparse import Namespace
 import numpy as np
 import pytest
 
-from bench import calibrate, fits, machinefile, model, probes, replay, trials
+from bench import calibrate, fits, machinefile, model, probes, trials
+from bench.seconds import collective_terms, gemm_seconds, pass_seconds, step_seconds
+from bench.work import predicted
 from mm3d import backend, dry
 from mm3d.axis import Split
 from mm3d.grid import Grid
@@ -55,14 +57,14 @@ def test_measured_curves_are_used_where_there_are_some():
     machine = model.load("cpu")
     event = dry.Collective("all_gather", "x", 2, 4, 1000)
     other = dry.Collective("all_gather", "x", 4, 4, 1000)
-    plain = model.collective_terms(machine, other)
+    plain = collective_terms(machine, other)
     changed = model.msgspec.structs.replace(machine, collectives=[LINE],
                                             passes={"exp": CURVE, "other": LINE.curve})
-    assert model.collective_terms(changed, event) == {"node": pytest.approx(1e-5), "latency": 0}
-    assert model.collective_terms(changed, other) == plain
-    assert model.pass_seconds(changed, dry.Pass("exp", 100)) == pytest.approx(1e-6)
-    assert model.pass_seconds(changed, dry.Pass("add", 1000)) == pytest.approx(1e-5)
-    assert model.pass_seconds(machine, dry.Pass("exp", 100)) == 100 / machine.memory_bandwidth
+    assert collective_terms(changed, event) == {"node": pytest.approx(1e-5), "latency": 0}
+    assert collective_terms(changed, other) == plain
+    assert pass_seconds(changed, dry.Pass("exp", 100)) == pytest.approx(1e-6)
+    assert pass_seconds(changed, dry.Pass("add", 1000)) == pytest.approx(1e-5)
+    assert pass_seconds(machine, dry.Pass("exp", 100)) == 100 / machine.memory_bandwidth
 
 
 def test_columns_cost_what_was_measured_of_columns():
@@ -74,7 +76,7 @@ def test_columns_cost_what_was_measured_of_columns():
     def seconds(lines, pieces):
         machine = model.msgspec.structs.replace(model.load("cpu"), collectives=lines)
         event = dry.Collective("reduce_scatter", "x", 2, 1, 1000, pieces)
-        return model.collective_terms(machine, event)["node"]
+        return collective_terms(machine, event)["node"]
 
     assert seconds([rows, columns], True) == pytest.approx(3 * seconds([rows, columns], False))
     assert seconds([rows], True) == seconds([rows], False) == seconds([columns, rows], False)
@@ -104,7 +106,7 @@ def test_products_cost_what_products_of_like_shape_did():
 
     def longer(*edges):
         gemm = dry.Gemm(1, *edges, "float32")
-        return model.gemm_seconds(close, gemm) / model.gemm_seconds(plain, gemm)
+        return gemm_seconds(close, gemm) / gemm_seconds(plain, gemm)
 
     assert 1.3 < longer(64, 512, 64) < 1.5 and 0.9 < longer(64, 2048, 64) < 0.95
     assert longer(65, 512, 64) == pytest.approx(longer(64, 512, 64), rel=0.01)
@@ -121,7 +123,7 @@ def test_deviations_are_what_was_measured_over_the_fit():
         model.load("cpu"), gemm_rate={"float32": fit.rate}, gemm_half_size=fit.half,
         gemm_seconds=fit.start, memory_bandwidth=1e15)
     for shape, seconds in times.items():
-        ratio = seconds / model.gemm_seconds(machine, dry.Gemm(1, *shape, "float32"))
+        ratio = seconds / gemm_seconds(machine, dry.Gemm(1, *shape, "float32"))
         assert fit.deviations["x".join(map(str, shape))] == pytest.approx(ratio)
 
 
@@ -131,7 +133,7 @@ def test_ranks_wait_where_they_meet_between_work():
         line = model.Line(kind, size, 1, 0, 0, CURVE)
         machine = model.msgspec.structs.replace(model.load("cpu"), collectives=[line],
                                                 waiting={2: 1e-4, 8: 3e-4})
-        return model.collective_terms(machine, dry.Collective(kind, "x", size, 1, 9))["latency"]
+        return collective_terms(machine, dry.Collective(kind, "x", size, 1, 9))["latency"]
 
     assert waits("all_gather", 2) == 1e-4 and waits("reduce", 8) == 3e-4
     assert waits("all_reduce", 8) == 6e-4 and waits("broadcast", 4) == 0
@@ -155,7 +157,7 @@ def test_what_steps_lose_is_found(ranks):
         alone, achieved=model.Achieved(1.0, 1.0, 1.0, 1.0, 1.0), launch_seconds=0.0)
 
     def seconds(machine):
-        return np.array([sum(replay.predicted(machine, work, "float32").values())
+        return np.array([sum(predicted(machine, work, "float32").values())
                          for work in works])
 
     found = trials.together(alone, works, seconds(truth))
@@ -218,7 +220,7 @@ def test_a_machine_measures_itself(tmp_path):
     assert_sourced(machine)
     trace = dry.step("3d", 2, (2, 1, 1), layers=1, hidden=64, heads=4, batch=4, seq=16,
                      block=machine.granule)
-    assert sum(model.step_seconds(machine, trace).values()) > 1e-5
+    assert sum(step_seconds(machine, trace).values()) > 1e-5
 
 
 @pytest.mark.ranks(4)

@@ -1,4 +1,5 @@
 """Predicted beside measured: the traces behind it, the report, and the verb that measures."""
+import dataclasses
 import math
 
 import numpy as np
@@ -7,7 +8,10 @@ import pytest
 from bench import machinefile, model, plan, replay
 from bench.__main__ import main
 from bench.products import Problem
-from bench.replay import Measured, Work
+from bench.formats import render
+from bench.measured_tables import document
+from bench.replay import Measured
+from bench.work import NAMES, Work, predicted, trace as trace_of
 from mm3d import dry, store
 from mm3d.record import Measurements, Variable
 from support import run_ranks
@@ -29,7 +33,7 @@ def test_a_label_says_all_of_the_work(work):
 def test_a_product_s_trace_is_what_the_product_moves(comm, scheme, grid):
     """Bytes of rank 0 along each direction, forward and backward, and its flops."""
     problem = Problem(scheme, "ab", comm, grid, SHAPE, "float32", 0, "numpy")
-    trace = replay.trace(Work("matmul", scheme, grid, SHAPE, "ab"), "float32", 16384)
+    trace = trace_of(Work("matmul", scheme, grid, SHAPE, "ab"), "float32", 16384)
     for phase in dry.PHASES:
         problem.grid.reset_traffic()
         getattr(problem, phase)()
@@ -51,14 +55,14 @@ def made(slower=1.25) -> list[Measured]:
     for scheme, grid in plan.candidates(8):
         work = Work("layer", scheme, grid, (64, 4, 8, 16, 2))
         factor = 0.01 if grid == (8, 1, 1) else slower
-        seconds = replay.predicted(CPU, work, "float32")
+        seconds = predicted(CPU, work, "float32")
         found.append(Measured(work, "float32", {p: s * factor for p, s in seconds.items()}))
     return found
 
 
 def test_the_report_says_how_far_off_predictions_are():
     found = made()
-    text = replay.report(CPU, found)
+    text = render(document(CPU, found))
     assert "error 20% in the median" in text and "9900% at most" in text
     lines = [line for line in text.splitlines() if line.startswith("layer 64 x 4 x 8 x 16 x 2 ")]
     best = plan.plans(8, CPU, **LAYER)[0]
@@ -71,7 +75,7 @@ def test_the_report_says_how_far_off_predictions_are():
 
 def test_layers_and_products_of_other_verbs_are_read():
     """Of `bench layer` the whole step, of `bench matmul` the phases that it measured."""
-    sizes = dict(zip(replay.NAMES["layer"], (64, 4, 8, 16, 1)))
+    sizes = dict(zip(NAMES["layer"], (64, 4, 8, 16, 1)))
     both = dict(scheme="3d", grid="2 x 1 x 3", dtype="float64")
     layer = Measurements("layer", both | sizes, {}, {}, {"seconds": Variable(
         np.array([[0.5, 0, 0, 0], [0.1, 0, 0, 0]]), "s", ("kind", "bound"))}, [])
@@ -84,16 +88,16 @@ def test_layers_and_products_of_other_verbs_are_read():
                            {"step": 0.5})
     assert other == Measured(Work("matmul", "3d", (2, 1, 3), (4, 5, 6), "abt"), "float64",
                              {"forward": 0.2})
-    guess = replay.predicted(CPU, one.work, "float64")
+    guess = predicted(CPU, one.work, "float64")
     off = f"{sum(guess.values()) / 0.5 - 1:+.0%}"
-    assert off in replay.report(CPU, [one])
+    assert off in render(document(CPU, [one]))
 
 
 def test_a_measured_machine_is_for_its_own_ranks():
     curve = model.Curve([1.0, 2.0], [1e-6, 2e-6])
     other = model.msgspec.structs.replace(CPU, passes={"other": curve}, ranks_per_node=2)
-    assert "12 runs of other numbers of ranks or another transport left out" in replay.report(
-        other, made())
+    assert "12 runs of other numbers of ranks or another transport left out" in render(
+        document(other, made()))
 
 
 def test_a_measured_machine_is_for_its_own_transport():
@@ -101,20 +105,19 @@ def test_a_measured_machine_is_for_its_own_transport():
     shared, unknown, nodes = (model.msgspec.structs.replace(CPU, transport=name)
                               for name in ("shared", "", "mpi shared"))
     one = made()[0]
-    other, same = (model.msgspec.structs.replace(one, transport=name)
-                   for name in ("mpi", "shared"))
+    other, same = (dataclasses.replace(one, transport=name) for name in ("mpi", "shared"))
     assert one.fits(shared) and same.fits(shared) and other.fits(unknown)
     assert not other.fits(shared)
     assert other.fits(nodes) and same.fits(nodes)
-    assert not model.msgspec.structs.replace(one, transport="mpi shared").fits(shared)
+    assert not dataclasses.replace(one, transport="mpi shared").fits(shared)
 
 
 def test_what_a_machine_has_no_rate_for_is_left_out():
     few = model.msgspec.structs.replace(CPU, gemm_rate={"float32": 1e11})
-    double = model.msgspec.structs.replace(made()[0], dtype="float64")
-    text = replay.report(few, [*made(), double])
-    assert text == replay.report(few, made()) + (
-        "\n\n1 runs of dtypes without a rate of products left out")
+    double = dataclasses.replace(made()[0], dtype="float64")
+    text = render(document(few, [*made(), double]))
+    assert text == render(document(few, made())) + (
+        "\n\nLeft out\n  - 1 runs of dtypes without a rate of products left out")
 
 
 @pytest.fixture(scope="module")

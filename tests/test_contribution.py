@@ -7,6 +7,7 @@ from mpi4py import MPI
 
 from bench import contribution, machinefile, micro, model
 from bench.__main__ import main, parser
+from bench.seconds import collective_terms
 from mm3d import dry, store
 from mm3d.record import Measurements, Variable
 from support import run_python, run_ranks
@@ -79,7 +80,7 @@ def test_the_link_is_of_collectives_that_copy(tmp_path):
         machine = contribution.lines(CPU, record)
         assert machine.node.bytes_per_second == pytest.approx(bandwidth)
         assert machine.node.seconds_per_message == pytest.approx(3e-3)
-        gather, scatter = (model.collective_terms(machine, dry.Collective(kind, "x", 8, 1, 8e9))
+        gather, scatter = (collective_terms(machine, dry.Collective(kind, "x", 8, 1, 8e9))
                            for kind in ("all_gather", "reduce_scatter"))
         assert scatter["node"] == pytest.approx(7e9 / bandwidth)
         assert gather["node"] == (0 if transport == "shared" else scatter["node"])
@@ -105,7 +106,7 @@ def test_a_line_between_nodes_is_the_network_s(tmp_path):
     assert machine.network == model.Level(1.5e-3, 1.5e9)
     event = dry.Collective("all_gather", "x", 4, 2, 2**20)
     fresh = model.msgspec.structs.replace(machine, collectives=[])
-    spent = model.collective_terms(fresh, event)
+    spent = collective_terms(fresh, event)
     assert spent["latency"] + spent["network"] == pytest.approx(3e-3 + 2**20 * 1e-9)
 
 

@@ -90,13 +90,14 @@ def test_points_lie_under_the_roof_that_they_are_compared_with():
 def test_pictures_of_plans(tmp_path, texts, monkeypatch):
     """To two million ranks, of which not all grids are looked at."""
     monkeypatch.setattr(plan, "candidates", lambda ranks, scheme: [("3d", (ranks, 1, 1))])
-    arguments = SimpleNamespace(ranks=16, dtype="float32", recompute="none")
-    assert len(list(outlook.planned(str(tmp_path), LONGHORN, arguments, SIZES))) == 4
+    drawn = outlook.planned(str(tmp_path), 16, LONGHORN, "float32", "none", SIZES)
+    assert len(list(drawn)) == 4
     assert list(texts.problems()) == [] and texts.pictures == 4
 
 
 def test_pictures_of_predictions(tmp_path, texts, monkeypatch):
-    monkeypatch.setattr(outlook, "_average", lambda outcome, scheme, ranks, sizes: 9 / ranks)
+    monkeypatch.setattr(outlook, "average_step_time",
+                        lambda outcome, scheme, ranks, sizes: 9 / ranks)
     outlook.scaling(str(tmp_path), SimpleNamespace(machine=LONGHORN))
     assert list(texts.problems()) == [] and texts.pictures == 1
 

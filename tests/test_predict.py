@@ -3,7 +3,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from bench import model, outlook, plan, predict
+from bench import model, outlook, plan, predict, scaling
 from bench.__main__ import main
 from bench.cases import select
 
@@ -70,26 +70,22 @@ def test_results_go_without_options_of_the_tables(more, tmp_path, capsys):
 
 def test_sizes_beyond_the_table_continue_it():
     for row in select("weak"):
-        sizes = outlook.weak_sizes(row.scheme, row.gpus)
+        sizes = scaling.weak_sizes(row.scheme, row.gpus)
         assert (sizes["hidden"], sizes["batch"]) == (row.hidden, row.batch)
-    assert outlook.weak_sizes("2d", 256) == dict(hidden=16384, heads=256, batch=768, seq=512)
+    assert scaling.weak_sizes("2d", 256) == dict(hidden=16384, heads=256, batch=768, seq=512)
 
 
 def test_crossovers_and_figures(tmp_path, outcome):
     """Few ranks and small sizes; each figure is a PNG of some size."""
     sizes = dict(layers=2, hidden=512, heads=8, batch=16, seq=64)
-    found = outlook.curves(LONGHORN, "float32", "none", sizes, 64)
+    found = scaling.curves(LONGHORN, "float32", "none", sizes, 64)
     best = dict(found["3-D, best grid"])
     for family, points in found.items():
         assert all(p.seconds >= best[ranks].seconds for ranks, p in points
                    if p.scheme == "3d"), family
-    changes = outlook.crossovers(found)
+    changes = scaling.crossovers(found)
     assert changes[0][0] == 2 and len({ranks for ranks, _ in changes}) == len(changes)
-
-    class Arguments:
-        ranks, dtype, recompute = 16, "float32", "none"
-
-    paths = [*outlook.planned(str(tmp_path), LONGHORN, Arguments, sizes),
+    paths = [*outlook.planned(str(tmp_path), 16, LONGHORN, "float32", "none", sizes),
              outlook.scaling(str(tmp_path), outcome)]
     assert len(paths) == 5
     for path in paths:
@@ -98,7 +94,7 @@ def test_crossovers_and_figures(tmp_path, outcome):
 
 def test_named_families_are_grids_of_so_many_ranks():
     for ranks in (64, 8, 12):
-        for family in outlook.FAMILIES:
-            chosen = outlook.grid_of(family, ranks)
+        for family in scaling.FAMILIES:
+            chosen = scaling.grid_of(family, ranks)
             if chosen:
                 assert chosen in list(plan.candidates(ranks))

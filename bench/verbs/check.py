@@ -2,8 +2,14 @@
 
 import argparse
 
-from bench import check
+from bench import exact, model, operands, sampling, trials
+from bench.cases import UsageError
+from bench.formats import render
+from bench.journal import writable
+from bench.measured_tables import document
+from bench.replay import measured
 from bench.verbs import options
+from mm3d.choice import ON_HOST
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = True
@@ -29,5 +35,56 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure and write; the exit status."""
-    return check.check(arguments, comm)
+    """Measure products and layers, print them beside the model's seconds; 0 when written.
+
+    Raises
+    ------
+    UsageError
+        When there is nothing to measure, or the machine is a model for other ranks, another
+        transport or other dtypes.
+    """
+    machine = model.load(arguments.machine, arguments.dtype)
+    if arguments.rounds < 1:
+        raise UsageError(f"--rounds {arguments.rounds}: must be at least 1")
+    if not arguments.matmul and not arguments.layer:
+        raise UsageError("nothing to measure: give --matmul M,N,K or --layer "
+                         "HIDDEN,HEADS,BATCH,SEQ")
+    transport = _transport(arguments.machine, machine, comm)
+    out = writable(arguments.out, comm)
+    works = trials.everywhere(comm.size, arguments.matmul or (),
+                              [(*sizes, arguments.layers) for sizes in arguments.layer or ()])
+    try:
+        record = trials.measure(works, comm, arguments.dtype, arguments.seed, arguments.rounds,
+                                transport)
+    except exact.WrongResult as wrong:
+        return sampling.failed("check", f"{wrong}; no times were written", comm)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return sampling.publish(record if comm.rank == 0 else None, out, "check", comm,
+                            lambda: render(document(machine, list(measured(record)))))
+
+
+def _transport(name: str, machine: model.Machine, comm) -> str:
+    """Return how the collectives of `comm` travel.
+
+    Raises
+    ------
+    UsageError
+        When the machine was measured with other ranks or another transport.
+    """
+    if machine.passes and machine.ranks_per_node != comm.size:
+        raise UsageError(f"--machine {name} was measured with {machine.ranks_per_node} "
+                         f"rank{'s' * (machine.ranks_per_node > 1)}, not {comm.size}: start that "
+                         f"many, or calibrate with {comm.size}")
+    transport = operands.usual_transport(comm)
+    if not machine.travels(transport):
+        raise UsageError(f"--machine {name} was measured with transport {machine.transport}, not "
+                         f"{transport}: {_remedy(machine.transport, comm)}calibrate again")
+    return transport
+
+
+def _remedy(transport: str, comm) -> str:
+    """Say what makes the ranks of `comm` use a machine's `transport`, if anything does."""
+    if comm.size == 1:
+        return "start more ranks, or "
+    return f"set MM3D_TRANSPORT={transport}, or " if transport in ON_HOST else ""

@@ -1,9 +1,16 @@
 """Say what a rank would do on any number of ranks: products, collectives, memory."""
 
 import argparse
+import sys
 
-from bench import dry
-from bench.verbs import options
+import mm3d
+from bench import dry as tables
+from bench import fit, model
+from bench.cases import UsageError
+from bench.formats import render
+from bench.variants import Variant
+from bench.verbs import grids, options
+from mm3d import cost, dry
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = False
@@ -32,5 +39,45 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the report; the exit status."""
-    return dry.run(arguments)
+    """Print the tables of a dry run; 1 when the model does not fit into ``--memory``."""
+    sizes = grids.model_sizes(*(getattr(arguments, name) for name in grids.SIZES))
+    if arguments.ranks < 1:
+        raise UsageError(f"--ranks {arguments.ranks}: must be at least 1")
+    if arguments.scheme not in mm3d.SCHEMES:
+        raise UsageError(f"scheme {arguments.scheme!r} is unknown: choose one of "
+                         f"{', '.join(mm3d.SCHEMES)}")
+    shape = grids.grid(arguments.grid, arguments.scheme, arguments.ranks,
+                       arguments.machine or "longhorn", arguments.dtype, sizes,
+                       arguments.recompute)
+    machine = model.load(arguments.machine, arguments.dtype) if arguments.machine else None
+    limit = fit.size(arguments.memory) if arguments.memory else 0
+    if limit and arguments.rank:
+        raise UsageError("--memory is held against rank 0, which has the most: leave --rank out")
+    try:
+        shape = shape or mm3d.SCHEMES[arguments.scheme].default_grid(arguments.ranks)
+        trace = _trace(arguments, shape, sizes, machine)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    title = (f"scheme {arguments.scheme}, grid {' x '.join(map(str, shape))}, rank "
+             f"{arguments.rank} of {arguments.ranks}; "
+             + ", ".join(f"{name} {value}" for name, value in sizes.items())
+             + f", {arguments.dtype}, recompute {arguments.recompute}")
+    useful = cost.flops(**sizes, causal=arguments.causal)
+    print(render([title, *tables.tables(trace, useful, machine)]))
+    if not limit:
+        return 0
+    fits, line = fit.verdict(arguments.scheme, tuple(shape), arguments.dtype, arguments.recompute,
+                             sizes, limit,
+                             Variant(keep=arguments.keep or "none", causal=arguments.causal))
+    print("\n" + line)
+    return int(not fits)
+
+
+def _trace(arguments: argparse.Namespace, shape: tuple[int, ...], sizes: dict[str, int],
+           machine: model.Machine | None) -> dry.Trace:
+    """Run a step of the rank dry; ValueError when the grid, the rank or an option cannot be."""
+    trace_of = dry.step if arguments.all_layers else dry.extended
+    return trace_of(arguments.scheme, arguments.ranks, shape, arguments.rank,
+                    options={"keep": arguments.keep} if arguments.keep else {},
+                    dtype=arguments.dtype, causal=arguments.causal, recompute=arguments.recompute,
+                    block=machine.granule if machine else sys.maxsize, **sizes)

@@ -1,11 +1,34 @@
-"""The option ``--grid``: sizes, or ``auto`` for the planner's choice."""
+"""Sizes of a model and of a grid, as options give them."""
 
-from bench.cases import UsageError
+from bench.cases import UsageError, load
+
+SIZES = ("layers", "hidden", "heads", "batch", "seq")
+
+
+def model_sizes(layers: int, hidden: int, heads: int | None, batch: int,
+                seq: int) -> dict[str, int]:
+    """Return the sizes of a Transformer; without `heads` those of the tables, or 128 wide.
+
+    Raises
+    ------
+    UsageError
+        When one is less than 1, or the heads do not divide the features.
+    """
+    if heads is None:
+        heads = load().settings.heads.get(hidden) or max(1, hidden // 128)
+    chosen = dict(zip(SIZES, (layers, hidden, heads, batch, seq)))
+    for name, value in chosen.items():
+        if value < 1:
+            raise UsageError(f"--{name} {value}: must be at least 1")
+    if hidden % heads:
+        raise UsageError(f"--hidden {hidden}: must be a multiple of the {heads} heads; give "
+                         f"--heads")
+    return chosen
 
 
 def grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: str,
          sizes: dict[str, int], recompute: str = "none") -> tuple[int, ...] | None:
-    """Read sizes as ``16x4x1``, or choose those of ``auto``; None for the scheme's default.
+    """Read sizes such as ``16x4x1``; ``auto`` is the planner's choice, None the default grid.
 
     Raises
     ------

@@ -1,9 +1,13 @@
 """Rank every scheme and grid by predicted time, with words and memory."""
 
 import argparse
+import time
 
-from bench import plan
-from bench.verbs import options
+from bench import model, plan
+from bench.cases import UsageError
+from bench.formats import render
+from bench.plan_tables import remarks, table
+from bench.verbs import grids, options
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = False
@@ -20,5 +24,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plans; the exit status."""
-    return plan.run(arguments)
+    """Print the plans; UsageError when the arguments cannot be meant."""
+    ranks, dtype, recompute = arguments.ranks, arguments.dtype, arguments.recompute
+    if ranks < 2 or arguments.top < 1:
+        raise UsageError(f"--ranks {ranks} --top {arguments.top}: at least 2 ranks and one plan "
+                         f"would do")
+    machine = model.load(arguments.machine, dtype)
+    sizes = grids.model_sizes(*(getattr(arguments, name) for name in grids.SIZES))
+    start = time.perf_counter()
+    found = plan.plans(ranks, machine, dtype, recompute, max(arguments.top, plan.FEW), **sizes)
+    took = time.perf_counter() - start
+    shown = found[:arguments.top]
+    fits = [plan.fitting(one, machine, dtype, sizes) for one in shown]
+    title = (f"{ranks} ranks; " + ", ".join(f"{key} {value}" for key, value in sizes.items())
+             + f", {dtype}, recompute {recompute}")
+    print(render([machine.about, title, table(shown, fits), remarks(found, sizes, ranks, took)]))
+    if arguments.pictures:
+        from bench.outlook import planned
+        for path in planned(arguments.pictures, ranks, machine, dtype, recompute, sizes):
+            print(path)
+    return 0

@@ -2,7 +2,9 @@
 
 import argparse
 
-from bench import predict
+from bench import model
+from bench.cases import HEADINGS, UsageError, select
+from bench.formats import render
 from bench.verbs import options
 
 GROUP = "Plan and predict"
@@ -19,5 +21,33 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the predictions; the exit status."""
-    return predict.run(arguments)
+    """Print the paper's tables, or what was measured in ``--results``, beside predictions."""
+    if arguments.results:
+        return _measured(arguments)
+    from bench import prediction_tables as tables
+    from bench.predict import predict
+    wanted = {row.table for row in select(arguments.table or "all")}
+    outcome = predict(model.load(arguments.machine, "float32"))
+    parts = [tables.table(outcome, name) for name in HEADINGS if name in wanted]
+    print(render([*parts, *tables.remarks(outcome)]))
+    if arguments.pictures:
+        from bench.outlook import scaling
+        print(scaling(arguments.pictures, outcome))
+    return 0
+
+
+def _measured(arguments: argparse.Namespace) -> int:
+    """Print what the files of a folder have measured beside predictions."""
+    from bench import replay
+    from bench.measured_tables import document
+    idle = [f"--{name} {value}" for name in ("table", "pictures")
+            if (value := getattr(arguments, name)) is not None]
+    if idle:
+        raise UsageError(f"--results {arguments.results} {' '.join(idle)}: what was measured is "
+                         f"no row of the paper's tables and has no figures; give --results "
+                         f"without {' and '.join(name.split()[0] for name in idle)}")
+    found, problems = replay.collected(arguments.results)
+    print(render(document(model.load(arguments.machine), found)))
+    if problems:
+        print("", "Left out:", *problems, sep="\n")
+    return 0

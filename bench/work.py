@@ -1,0 +1,78 @@
+"""Work on a grid: a product or a Transformer, its dry run, and the seconds that this predicts."""
+
+import math
+from dataclasses import dataclass
+
+from bench.model import Machine
+from bench.products import Problem
+from bench.seconds import step_seconds
+from mm3d import backend as backends
+from mm3d import dry
+from mm3d.hollow import DryBackend
+from mm3d.observe import observed
+from mm3d.transport import Absent
+
+NAMES = {"matmul": "MNK", "layer": ("hidden", "heads", "batch", "seq", "layers")}
+Seconds = dict[str, float]    # by phase
+
+
+@dataclass(frozen=True)
+class Work:
+    """A product C = AB or a Transformer, and how it is divided.
+
+    Attributes
+    ----------
+    kind : {"matmul", "layer"}
+        Which.
+    scheme, grid : str, tuple of int
+        How it is divided.
+    sizes : tuple of int
+        M, N and K, or hidden, heads, batch, seq and layers.
+    form : str
+        Of a product; "" for a Transformer.
+    """
+
+    kind: str
+    scheme: str
+    grid: tuple[int, ...]
+    sizes: tuple[int, ...]
+    form: str = ""
+
+    @property
+    def label(self) -> str:
+        """Such as ``matmul 3d 2x1x1 512x512x512 ab``."""
+        return " ".join([self.kind, self.scheme, "x".join(map(str, self.grid)),
+                         "x".join(map(str, self.sizes)), self.form]).rstrip()
+
+    @property
+    def ranks(self) -> int:
+        """Of the grid."""
+        return math.prod(self.grid)
+
+    @classmethod
+    def of(cls, label: str) -> "Work":
+        """The work that has this label."""
+        kind, scheme, grid, sizes, *form = label.split()
+        return cls(kind, scheme, *(tuple(map(int, text.split("x"))) for text in (grid, sizes)),
+                   *form)
+
+
+def trace(work: Work, dtype: str, block: int) -> dry.Trace:
+    """Run rank 0 of `work` dry, elementwise in blocks of `block` elements."""
+    if work.kind == "layer":
+        return dry.extended(work.scheme, work.ranks, work.grid, dtype=dtype, block=block,
+                            **dict(zip(NAMES["layer"], work.sizes)))
+    backend = backends.get(DryBackend())
+    backend.begin(block)
+    problem = Problem(work.scheme, work.form, Absent(work.ranks), work.grid, work.sizes, dtype, 0,
+                      backend)
+    with observed(problem.grid, backend.trace):
+        for phase in dry.PHASES:
+            backend.trace.phase = phase
+            getattr(problem, phase)()
+    return backend.trace
+
+
+def predicted(machine: Machine, work: Work, dtype: str) -> Seconds:
+    """Predict seconds of forward and backward on `machine`."""
+    return step_seconds(machine, trace(work, dtype, machine.granule))
