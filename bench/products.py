@@ -1,4 +1,4 @@
-"""The distributed products alone: C = A B, A B^T or A^T B by the 3-D, 2-D and 1-D schemes."""
+"""The distributed products alone: C = A B, A B^T or A^T B by a scheme's algorithms."""
 
 from typing import Any, Callable
 
@@ -7,32 +7,15 @@ import numpy as np
 from bench import operands
 from bench.residual import Distributed
 from mm3d.axis import Split
-from mm3d.backend import Array, Backend, matmul, matmul_nt, matmul_tn
-from mm3d.contract import lookup
+from mm3d.backend import Array, Backend
+from mm3d.contract import lookup, registry
 from mm3d.grid import Grid
-from mm3d.layout import Layout
-from mm3d.schemes import cube, summa
+from mm3d.matrix_product import GRADIENTS, LOCAL
 
-LOCAL = {"ab": matmul, "abt": matmul_nt, "atb": matmul_tn}
-SHAPES = {"ab": ("MN", "NK", "MK"), "abt": ("MN", "KN", "MK"), "atb": ("NM", "NK", "MK")}
 
-# The gradients are products again: the form of dA and of dB, and their operands.
-BACKWARD = {"ab": (("abt", "CB"), ("atb", "AC")), "abt": (("ab", "CB"), ("atb", "CA")),
-            "atb": (("abt", "BC"), ("ab", "AC"))}
-
-# Of A, B and C.  Every scheme starts from one copy of A and B and ends with one of C; 1-D
-# gathers A, against columns of op(B), as Megatron-LM with sequence parallelism does.
-LAYOUTS = {
-    "3d": {"ab": ("xy,z", "z,yx", "xz,y"), "abt": ("xy,z", "y,zx", "xz,y"),
-           "atb": ("xz,y", "xy,z", "y,zx")},
-    "2d": dict.fromkeys(SHAPES, ("x,y", "x,y", "x,y")),
-    "1d": {"ab": ("x,", ",x", ",x"), "abt": ("x,", "x,", ",x"), "atb": ("x,", ",x", ",x")}}
-# Along which A, B and C (or dC) travel; None where a matrix stays.
-DIRECTIONS = {"3d": {"ab": "yxz", "abt": "yxz", "atb": "zyx"},
-              "2d": dict.fromkeys(SHAPES, ("y", "x", None)),
-              "1d": dict.fromkeys(SHAPES, ("x", None, None))}
-# What SUMMA broadcasts, or where it is C reduces, along the rows and along the columns of ranks.
-SUMMA = {"ab": "AB", "abt": "CB", "atb": "AC"}
+def schemes() -> list[str]:
+    """Return the names of the schemes that have products of plain matrices."""
+    return [name for name, cls in registry().items() if cls.matrix_product]
 
 
 class Problem:
@@ -58,13 +41,16 @@ class Problem:
     Raises
     ------
     ValueError
-        When the ranks do not fit the grid.
+        When the ranks do not fit the grid, or the scheme has no products of plain matrices.
     """
 
     def __init__(self, scheme: str, form: str, comm, sizes: tuple[int, ...] | None,
                  shape: tuple[int, int, int], dtype: str, seed: int,
                  backend: str | Backend | None) -> None:
         cls = lookup(scheme)
+        if cls.matrix_product is None:
+            raise ValueError(f"scheme {scheme!r} has no products of plain matrices: choose one of "
+                             f"{', '.join(schemes())}")
         sizes = sizes or cls.default_grid(comm.size)
         if len(sizes) != len(cls.directions):
             raise ValueError(f"--grid {'x'.join(map(str, sizes))}: scheme {scheme} has "
@@ -72,58 +58,25 @@ class Problem:
         cls.check_grid(sizes)
         self.grid = Grid(comm, backend, **dict(zip(cls.directions, sizes)))
         self.scheme, self.form, self.dtype = scheme, form, dtype
-        extents = dict(zip("MNK", shape))
-        self.shapes = {name: tuple(extents[n] for n in letters)
-                       for name, letters in zip("ABC", SHAPES[form])}
-        self.layouts = dict(zip("ABC", map(Layout, LAYOUTS[scheme][form])))
-        letters = DIRECTIONS[scheme][form]
+        self.product = cls.matrix_product(self.grid, form, shape)
+        self.layouts, self.shapes = self.product.layouts, self.product.shapes
         self.blocks = {name: operands.fill(
-            operands.empty(self.layouts[name], self.grid, self.shapes[name], dtype, letter),
-            self.grid.backend, seed, name, comm.rank) for name, letter in zip("ABC", letters)}
-        self.observe(lambda split, name: split)
+            operands.empty(self.layouts[name], self.grid, self.shapes[name], dtype, direction),
+            self.grid.backend, seed, name, comm.rank)
+            for name, direction in self.product.directions.items()}
 
     def observe(self, named: Callable[[Split, str], Split]) -> None:
         """Let `named` replace each Split, of which it learns the matrix that travels over it."""
-        self._named = named
-        if self.scheme == "3d":
-            self._splits = [
-                named(self.layouts[name].split(self.grid, self.shapes[name], letter), name)
-                for name, letter in zip("ABC", DIRECTIONS["3d"][self.form])]
+        self.product.observe(named)
 
     def forward(self) -> dict[str, Array]:
         """This rank's block of C."""
-        A, B = self.blocks["A"], self.blocks["B"]
-        if self.scheme == "3d":
-            return {"C": getattr(cube, self.form)(A, B, *self._splits)}
-        if self.scheme == "2d":
-            return {"C": self._summa(self.form, "ABC")}
-        return {"C": LOCAL[self.form](self._rows().all_gather(A), B)}
+        return {"C": self.product.forward(self.blocks["A"], self.blocks["B"])}
 
     def backward(self) -> dict[str, Array]:
         """This rank's blocks of dA and dB."""
-        A, B, dC = (self.blocks[name] for name in "ABC")
-        if self.scheme == "3d":
-            found = getattr(cube, f"{self.form}_backward")(dC, A, B, *self._splits)
-            return dict(zip(("dA", "dB"), found))
-        (first, left), (second, right) = BACKWARD[self.form]
-        if self.scheme == "2d":
-            return {"dA": self._summa(first, left + "A"), "dB": self._summa(second, right + "B")}
-        dA = self._rows().reduce_scatter(LOCAL[first](*(self.blocks[name] for name in left)))
-        whole = {"A": self._rows().all_gather(A), "B": B, "C": dC}
-        return {"dA": dA, "dB": LOCAL[second](*(whole[name] for name in right))}
-
-    def _rows(self) -> Split:
-        return self._named(self.layouts["A"].split(self.grid, self.shapes["A"], "x"), "A")
-
-    def _summa(self, form: str, names: str) -> Array:
-        """The product whose A, B and C are the matrices `names`."""
-        first, second = names[:2]
-        travels = dict(zip("ABC", names))
-        a, b = (travels[letter] for letter in SUMMA[form])
-        return getattr(summa, form)(
-            self.blocks[first], self.blocks[second],
-            self._named(self.grid.y.split(-1, self.shapes[first][1]), a),
-            self._named(self.grid.x.split(0, self.shapes[second][0]), b))
+        dA, dB = self.product.backward(*(self.blocks[name] for name in "CAB"))
+        return {"dA": dA, "dB": dB}
 
     def distributed(self, name: str, block: Array | None = None) -> Distributed:
         """A, B or C for `bench.residual`: what was drawn, or the `block` of a result."""
@@ -134,8 +87,8 @@ class Problem:
 
     def factors(self, result: str) -> tuple[Distributed, Distributed]:
         """The two matrices whose plain product is C, dA or dB."""
-        form, names = {"C": (self.form, "AB"), "dA": BACKWARD[self.form][0],
-                       "dB": BACKWARD[self.form][1]}[result]
+        form, names = {"C": (self.form, "AB"), "dA": GRADIENTS[self.form][0],
+                       "dB": GRADIENTS[self.form][1]}[result]
         left, right = map(self.distributed, names)
         return left.T if form == "atb" else left, right.T if form == "abt" else right
 
@@ -157,7 +110,7 @@ class Whole:
     def backward(self) -> tuple[Array, Array]:
         """dA and dB."""
         dA, dB = (LOCAL[form](*(self.blocks[name] for name in names))
-                  for form, names in BACKWARD[self.form])
+                  for form, names in GRADIENTS[self.form])
         return dA, dB
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import mm3d
 from bench import exact, fits, matmul, model, plan, sampling, verify
 from bench.cases import Sizes
-from bench.products import DIRECTIONS, Problem
+from bench.products import Problem
 from bench.seconds import meetings, step_seconds
 from bench.work import NAMES, Work, trace
 from mm3d import dry, timing
+from mm3d.contract import lookup
 from mm3d.record import Measurements, Variable
 from mm3d.store import Check
 
@@ -28,7 +29,7 @@ def everywhere(ranks: int, products: Iterable[tuple[int, ...]],
     """Products C = AB and Transformers of these sizes, on every grid of every scheme."""
     grids = [("3d", (1, 1, 1))] if ranks == 1 else list(plan.candidates(ranks))
     works = [Work("matmul", scheme, grid, sizes, "ab") for sizes in products
-             for scheme, grid in grids if scheme in DIRECTIONS]
+             for scheme, grid in grids if lookup(scheme).matrix_product]
     return works + [Work("layer", scheme, grid, sizes) for sizes in layers
                     for scheme, grid in grids]
 

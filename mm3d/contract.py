@@ -20,6 +20,7 @@ from mm3d.backend import Array, Backend
 from mm3d.closed_form import LocalProduct, Move, ProductShape, factorizations
 from mm3d.grid import Grid
 from mm3d.layout import Layout
+from mm3d.matrix_product import MatrixProduct
 from mm3d.space import Space
 
 
@@ -111,6 +112,8 @@ class Scheme(ABC):
         The letters of its grid's directions, of x, y and z.
     divides_work : bool
         Whether ranks share the work of a model; False where each does all of it.
+    matrix_product : type of MatrixProduct, optional
+        The scheme's products of plain matrices; None where there are none of its own.
     grid : Grid
         The ranks.
     """
@@ -119,6 +122,7 @@ class Scheme(ABC):
     title: str
     directions: str
     divides_work = True
+    matrix_product: type[MatrixProduct] | None = None
     options: Mapping[str, Option] = {}
 
     def __init_subclass__(cls) -> None:

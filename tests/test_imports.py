@@ -43,8 +43,9 @@ MAY_IMPORT = {
     "layout": {"axis", "backend", "grid"},
     "space": {"axis", "backend", "functional", "grid", "layout"},
     "closed_form": set(),
+    "matrix_product": ARRAYS - {"space"},
     # Of the schemes the registry alone, which looks into the folder.
-    "contract": ARRAYS | {"closed_form", "schemes"},
+    "contract": ARRAYS | {"closed_form", "matrix_product", "schemes"},
     "schemes.__init__": set(),
     "functional": {"backend", "elementwise"},
     "parameter": {"axis", "backend", "grid", "layout", "transport"},
@@ -72,7 +73,7 @@ MAY_IMPORT = {
             "transport"},
     "__init__": {"axis", "environment", "gpu", "cost", "grid", "guard", "layout", "contract",
                  "space", "transformer", "watchdog"}}
-SCHEME = ARRAYS | {"closed_form", "contract"}
+SCHEME = ARRAYS | {"closed_form", "contract", "matrix_product"}
 
 # Packages that one file alone, or two, may know.
 ONLY_IN = {"cupy": {"gpu"}, "cupy_backends": {"gpu"}, "ml_dtypes": {"gpu"},

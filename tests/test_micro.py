@@ -4,9 +4,10 @@ import pytest
 
 from bench import exact, fits, microtables, residual
 from bench.formats import render
-from bench.products import SHAPES, Problem, Replay, Whole
+from bench.products import Problem, Replay, Whole
 from bench.recomputed import derived
 from mm3d import Grid, Layout, choice, cost, store
+from mm3d.matrix_product import FORMS
 from mm3d.record import Variable
 from support import run_python, run_ranks
 
@@ -55,7 +56,7 @@ def test_each_product_is_right_and_a_wrong_one_is_found(comm, scheme):
             Problem(scheme, "ab", comm, None, (9, 8, 7), "float32", 0, None)
         return
     sizes = {1: (1, 1, 1), 4: (1, 2, 2), 8: (2, 2, 2)}[comm.size] if scheme == "3d" else None
-    for form in SHAPES:
+    for form in FORMS:
         problem = Problem(scheme, form, comm, sizes, (33, 26, 21), "float32", 0, None)
         for phase in ("forward", "backward"):
             replay = Replay(getattr(problem, phase), problem.grid.backend, "float32")
@@ -75,6 +76,13 @@ def test_each_product_is_right_and_a_wrong_one_is_found(comm, scheme):
 
 
 @pytest.mark.ranks(1)
+def test_a_scheme_without_products_of_plain_matrices_is_refused(comm):
+    with pytest.raises(ValueError, match="'1d-sp' has no products of plain matrices: choose one "
+                                         "of 1d, 2d, 3d"):
+        Problem("1d-sp", "ab", comm, None, (9, 8, 7), "float32", 0, None)
+
+
+@pytest.mark.ranks(1)
 def test_not_a_number_is_wrong_and_zeros_are_right(comm):
     def matrix(values):
         values = np.asarray(values, np.float64)
@@ -88,7 +96,7 @@ def test_not_a_number_is_wrong_and_zeros_are_right(comm):
 
 @pytest.mark.ranks(1)
 def test_the_whole_product_is_that_of_its_matrices(comm):
-    for form in SHAPES:
+    for form in FORMS:
         problem = Problem("1d", form, comm, None, (5, 4, 3), "float64", 0, None)
         whole = Whole(problem, 0)
         A, B, dC = (whole.blocks[name] for name in "ABC")

@@ -3,12 +3,12 @@
 import argparse
 
 from bench import matmul
+from bench.products import schemes
 from bench.verbs import options
+from mm3d.matrix_product import FORMS
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
-FORMS = ("ab", "abt", "atb")
-SCHEMES = ("3d", "2d", "1d")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +16,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_measurement(parser, 7, 30.0)
     options.add_shape(parser)
     options.add_grid(parser)
-    parser.add_argument("--scheme", default="3d", choices=SCHEMES, help="(default 3d)")
+    parser.add_argument("--scheme", default="3d", choices=schemes(), help="(default 3d)")
     parser.add_argument("--form", type=options.some_of(*FORMS), default=["ab"], metavar="NAMES",
                         help="of C = AB, AB^T, A^T B: ab, abt, atb, with commas (default ab)")
     options.add_dtype(parser)

@@ -19,6 +19,7 @@ from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
 from mm3d.closed_form import LocalProduct, Move, ProductShape
 from mm3d.contract import Option, Product, Scheme, Strings
 from mm3d.layout import Layout
+from mm3d.matrix_product import MatrixProduct
 from mm3d.space import Space
 
 
@@ -158,6 +159,25 @@ class CubeProduct(Product):
         return A, None    # backward gathers them
 
 
+class CubeMatrixProduct(MatrixProduct):
+    """C = A B, A B^T or A^T B of matrices, by Algorithms 1 to 6."""
+
+    LAYOUTS = {"ab": ("xy,z", "z,yx", "xz,y"), "abt": ("xy,z", "y,zx", "xz,y"),
+               "atb": ("xz,y", "xy,z", "y,zx")}
+    DIRECTIONS = {"ab": "yxz", "abt": "yxz", "atb": "zyx"}
+    ALGORITHMS = {"ab": (ab, ab_backward), "abt": (abt, abt_backward), "atb": (atb, atb_backward)}
+
+    def observe(self, named: Callable[[Split, str], Split]) -> None:
+        super().observe(named)
+        self.splits = [self.split(name) for name in "ABC"]
+
+    def forward(self, A: Array, B: Array) -> Array:
+        return self.ALGORITHMS[self.form][0](A, B, *self.splits)
+
+    def backward(self, dC: Array, A: Array, B: Array) -> tuple[Array, Array]:
+        return self.ALGORITHMS[self.form][1](dC, A, B, *self.splits)
+
+
 class Cube(Scheme):
     """Matrices dealt over an X x Y x Z grid, with perfect load balance.
 
@@ -187,6 +207,7 @@ class Cube(Scheme):
     name = "3d"
     title = "3-D"
     directions = "xyz"
+    matrix_product = CubeMatrixProduct
 
     options = {
         "keep": Option("none", KEEP, "gathered operands kept from forward to backward"),

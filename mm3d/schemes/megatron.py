@@ -14,6 +14,7 @@ from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
 from mm3d.closed_form import LocalProduct, Move, ProductShape
 from mm3d.contract import Product, Scheme, Strings
 from mm3d.layout import Layout
+from mm3d.matrix_product import FORMS, GRADIENTS, LOCAL, MatrixProduct
 from mm3d.space import Space
 
 
@@ -70,12 +71,31 @@ class RowParallel(Product):
         return A
 
 
+class MegatronMatrixProduct(MatrixProduct):
+    """C = A B, A B^T or A^T B of matrices: rows of A gathered against columns of op(B), as with
+    sequence parallelism."""
+
+    LAYOUTS = {"ab": ("x,", ",x", ",x"), "abt": ("x,", "x,", ",x"), "atb": ("x,", ",x", ",x")}
+    DIRECTIONS = dict.fromkeys(FORMS, ("x", None, None))
+
+    def forward(self, A: Array, B: Array) -> Array:
+        return LOCAL[self.form](self.split("A").all_gather(A), B)
+
+    def backward(self, dC: Array, A: Array, B: Array) -> tuple[Array, Array]:
+        (form_A, names_A), (form_B, names_B) = GRADIENTS[self.form]
+        blocks = {"B": B, "C": dC}
+        dA = self.split("A").reduce_scatter(LOCAL[form_A](*(blocks[n] for n in names_A)))
+        blocks["A"] = self.split("A").all_gather(A)
+        return dA, LOCAL[form_B](*(blocks[n] for n in names_B))
+
+
 class Megatron(Scheme):
     """Weights divided over all ranks in a line, activations replicated outside the blocks."""
 
     name = "1d"
     title = "1-D"
     directions = "x"
+    matrix_product = MegatronMatrixProduct
 
     @classmethod
     def default_grid(cls, ranks: int) -> tuple[int, ...]:
@@ -127,6 +147,7 @@ class MegatronSequence(Megatron):
 
     name = "1d-sp"
     title = "1-D, sequence"
+    matrix_product = None    # that of 1-D gathers rows already
 
     @classmethod
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int,

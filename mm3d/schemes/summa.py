@@ -14,6 +14,7 @@ from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
 from mm3d.closed_form import LocalProduct, Move, ProductShape
 from mm3d.contract import Product, Scheme, Strings
 from mm3d.layout import Layout
+from mm3d.matrix_product import FORMS, GRADIENTS, MatrixProduct
 from mm3d.space import Space
 
 
@@ -70,6 +71,33 @@ class SummaProduct(Product):
         return A
 
 
+class SummaMatrixProduct(MatrixProduct):
+    """C = A B, A B^T or A^T B of matrices, each divided into q x q blocks."""
+
+    LAYOUTS = dict.fromkeys(FORMS, ("x,y", "x,y", "x,y"))
+    DIRECTIONS = dict.fromkeys(FORMS, ("y", "x", None))
+    # The algorithm, and the matrices that it broadcasts, or of C reduces, along y and along x.
+    ALGORITHMS = {"ab": (ab, "AB"), "abt": (abt, "CB"), "atb": (atb, "AC")}
+
+    def forward(self, A: Array, B: Array) -> Array:
+        return self._multiply(self.form, "ABC", {"A": A, "B": B})
+
+    def backward(self, dC: Array, A: Array, B: Array) -> tuple[Array, Array]:
+        blocks = {"A": A, "B": B, "C": dC}
+        (form_A, names_A), (form_B, names_B) = GRADIENTS[self.form]
+        return (self._multiply(form_A, names_A + "A", blocks),
+                self._multiply(form_B, names_B + "B", blocks))
+
+    def _multiply(self, form: str, names: str, blocks: dict[str, Array]) -> Array:
+        """The product of this form whose A, B and C are the matrices `names`."""
+        (algorithm, crossing), matrix = self.ALGORITHMS[form], dict(zip("ABC", names))
+        first, second = names[:2]
+        a, b = (matrix[letter] for letter in crossing)
+        return algorithm(blocks[first], blocks[second],
+                         self.named(self.grid.y.split(-1, self.shapes[first][1]), a),
+                         self.named(self.grid.x.split(0, self.shapes[second][0]), b))
+
+
 class Summa(Scheme):
     """All matrices divided in blocks over a square of ranks.
 
@@ -80,6 +108,7 @@ class Summa(Scheme):
     name = "2d"
     title = "2-D"
     directions = "xy"
+    matrix_product = SummaMatrixProduct
 
     @classmethod
     def default_grid(cls, ranks: int) -> tuple[int, ...]:
