@@ -1,4 +1,4 @@
-"""Single operations are checked before they are timed, collectives exactly, of integers."""
+"""Check single operations before they are timed: collectives exactly, of small integers."""
 
 import math
 from typing import Callable
@@ -8,37 +8,41 @@ from mpi4py import MPI
 
 from bench import residual
 from bench.residual import Distributed
+from mm3d import backend as backends
 from mm3d.axis import Split
-from mm3d.backend import Array, Backend
+from mm3d.backend import Array
 from mm3d.store import Check
 
 MODULUS = 11    # sums of so small integers are exact in every dtype
 
 
 class WrongResult(Exception):
-    """An operation gives something else than it must; the message names it."""
+    """A result is wrong, and no time of it counts; the message names it."""
 
 
 def collective(split: Split, kind: str, step: Callable[[], Array | None], a: Array,
-               shape: tuple[int, ...], comm: MPI.Intracomm) -> Check:
-    """Whether `step` gives what the collective `kind` must, of integers that are put into `a`.
+               comm: MPI.Intracomm) -> Check:
+    """Compare the result of the collective `kind` with what it must be, of small integers.
 
     Parameters
     ----------
     split : Split
-        The last dimension of `shape` dealt over an axis; every rank of `comm` has one of the
-        same size.
+        The last dimension divided over an axis; every rank of `comm` has one of the same size.
     kind : str
         One of `mm3d.store.COLLECTIVES`; a broadcast is from the first rank, a reduction to it.
     step : callable
-        Gives the result of the collective of `a`.
+        Does the collective of `a` and returns its result.
+    a : Array
+        This rank's block of an all-gather, the whole array otherwise; it is overwritten.
+    comm : mpi4py.MPI.Intracomm
+        All ranks that take part, on whatever line of the axis.
 
     Raises
     ------
     WrongResult
-        When it does not, on any rank of `comm`; on all of them.
+        On all ranks of `comm`, when the result of one is wrong.
     """
-    axis = split.axis
+    axis, shape = split.axis, (*a.shape[:-1], split.extent)
     start = sum(split.counts[:axis.rank])
     own = ..., slice(start, start + split.counts[axis.rank])
     periods = np.add.outer(np.arange(axis.size), np.arange(MODULUS)) % MODULUS
@@ -65,21 +69,38 @@ def collective(split: Split, kind: str, step: Callable[[], Array | None], a: Arr
 
 
 def agree(problem: str, comm: MPI.Intracomm) -> None:
-    """WrongResult on all ranks when one has a `problem`: the first rank's that has."""
+    """Raise WrongResult on all ranks when one has a `problem`: that of the first such rank."""
     found = next(filter(None, comm.allgather(problem)), "")
     if found:
         raise WrongResult(found)
 
 
-def product(a: Array, b: Array, c: Array, seed: int, backend: Backend, name: str,
-            comm: MPI.Intracomm, eps: float | None = None) -> list[Check]:
-    """The checks of every rank's own C = A B; WrongResult on all when one of one rank fails.
+def product(name: str, matrices: tuple[Array, Array, Array], seed: int,
+            comm: MPI.Intracomm = MPI.COMM_SELF, eps: float | None = None) -> list[Check]:
+    """Compare every rank's own C with A B.
 
-    `eps` is that of C's type unless given.
+    Parameters
+    ----------
+    name : str
+        Of the product, in messages and in the record.
+    matrices : tuple of Array
+        A, B and C, whole ones.
+    seed : int
+        Of the random vector that both sides are multiplied with.
+    comm : mpi4py.MPI.Intracomm
+        All ranks that check a product of their own.
+    eps : float, optional
+        The rounding of the factors; that of C's dtype unless given.
+
+    Raises
+    ------
+    WrongResult
+        On all ranks of `comm`, when the product of one is wrong.
     """
     A, B, C = (Distributed(block, tuple(map(slice, (0, 0), block.shape)), block.shape,
-                           MPI.COMM_SELF) for block in map(backend.to_host, (a, b, c)))
-    checks = residual.checks(name, A, B, C, seed, str(c.dtype), eps)
+                           MPI.COMM_SELF) for block in (backends.of(a).to_host(a)
+                                                        for a in matrices))
+    checks = residual.checks(name, A, B, C, seed, str(matrices[2].dtype), eps)
     wrong = [f"{done.quantity} is off by {done.error:.2g} |A||B|, tolerance {done.tolerance:.2g}"
              for done in checks if not done.passed]
     agree(wrong[0] if wrong else "", comm)

@@ -11,9 +11,6 @@ from mm3d import functional
 from mm3d.backend import Array, Backend
 
 
-PARTS = ("gemm", "elementwise", "layer", "rows")
-
-
 class Scale(NamedTuple):
     """Sizes of everything."""
 

@@ -24,12 +24,12 @@ SIZES = dict(layers=1, hidden=96, heads=6, batch=3, seq=32)
 UNITS, ENDS = 16, 8
 
 
-def products(mode: Mode, a: Array, b: Array, results: dict[str, Array], seed: int,
-             comm: MPI.Intracomm) -> list[Check]:
-    """Each of the `results` is A B; WrongResult if one is not."""
+def products(mode: Mode, a: Array, b: Array, results: dict[str, Array],
+             seed: int) -> list[Check]:
+    """Compare each of the `results` with A B; WrongResult if one differs."""
     size = " x ".join(map(str, a.shape))
     return [check for how, c in results.items() for check in exact.product(
-        a, b, c, seed, mode.backend, f"C of {size} {mode}, {how}", comm, EPS[str(mode)])]
+        f"C of {size} {mode}, {how}", (a, b, c), seed, eps=EPS[str(mode)])]
 
 
 def kernels(mode: Mode, a: Array, b: Array, c: Array) -> list[Check]:

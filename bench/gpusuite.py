@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Mapping, NamedTuple, Sequence
 
 from bench.facts import died, ended
-from bench.gpucases import PARTS
+from bench.gpu import PARTS
 from mm3d import environment
 
 

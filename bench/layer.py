@@ -1,74 +1,35 @@
-"""The verb ``layer``: one Transformer layer, forward and backward, beside one process' PyTorch.
+"""Measure one Transformer layer, forward and backward, beside one process' PyTorch.
 
 In every repetition the distributed layer, its linear layers' local matrix products alone, and
 PyTorch with all cores are measured one after another, in random order, while the other side
-sleeps; ratios are medians over such repetitions.  With ``--overlap`` the layer is measured a
-second time in each, with communication going on while ranks multiply.
+sleeps; ratios are medians over such repetitions.  With overlap the layer is measured a second
+time in each, with communication going on while ranks multiply.
 """
 
-import gc
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 import mm3d
-from bench import hiding, layertables, operands, verify
+from bench import hiding, operands, verify
 from bench.cases import Sizes, UsageError
-from bench.formats import render
+from bench.exact import WrongResult
 from bench.footprint import Footprint
-from bench.journal import writable
 from bench.matmul import SETTLE, makespans
 from bench.products import Replay
 from bench.rival import Rival
-from bench.sampling import BOUNDS, failed, limits_of, measured_environment, publish
+from bench.sampling import BOUNDS, measured_environment
 from bench.variants import having
 from mm3d import cost, timing
 from mm3d.record import Check, Measurements, Variable
 from mm3d.statistics import Interval, median_interval
+from mm3d.timing import Limits
 
 KINDS = ("layer", "local products", "PyTorch", "layer with overlap")
-
-
-def layer(arguments, comm) -> int:
-    """Measure one layer of each hidden size; 0 when all were right and written.
-
-    Raises
-    ------
-    UsageError
-        When an argument cannot be meant.
-    StoreError
-        When the results folder cannot be written.
-    """
-    limits = limits_of(arguments)
-    check_head(arguments.hidden, arguments.head)
-    if arguments.overlap:
-        check_overlap(arguments.scheme)
-    out = writable(arguments.out, comm)
-    every = [Sizes(1, hidden, hidden // arguments.head, arguments.batch, arguments.seq)
-             for hidden in arguments.hidden]
-    status = 0
-    for sizes in every:
-        gc.collect()
-        try:
-            scheme = mm3d.scheme(arguments.scheme, comm, arguments.grid, arguments.backend)
-            subject = Subject(scheme, sizes, arguments.seed, arguments.dtype)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        status = max(status, one(subject, arguments, limits, out))
-        scheme.grid.free()
-        del subject
-    return status
-
-
-def check_head(every: list[int], head: int) -> None:
-    """Raise UsageError for hidden sizes that are no whole number of heads."""
-    for hidden in every:
-        if head < 1 or hidden % head:
-            raise UsageError(f"--hidden {hidden} --head {head}: a head of at least 1 feature, "
-                             f"and --hidden a multiple of it, would do")
+LIMITS = Limits(7, 30, 60.0)    # unless told otherwise
 
 
 def check_overlap(scheme: str) -> None:
@@ -79,7 +40,7 @@ def check_overlap(scheme: str) -> None:
                          f"overlap")
 
 
-class Subject:
+class MeasuredLayer:
     """The layer that is measured, with its input and its output's gradient.
 
     Parameters
@@ -90,7 +51,8 @@ class Subject:
         See `bench.verify.build`.
     """
 
-    def __init__(self, scheme: mm3d.Scheme, sizes: Sizes, seed: int, dtype: str) -> None:
+    def __init__(self, scheme: mm3d.Scheme, sizes: Sizes, seed: int = 0,
+                 dtype: str = "float32") -> None:
         self.footprint = Footprint(scheme.grid)
         self.scheme, self.sizes, self.seed, self.dtype = scheme, sizes, seed, dtype
         self.model = verify.build(scheme, sizes, seed, dtype)
@@ -108,10 +70,23 @@ class Subject:
         return verify.compare(self.model, *results, self.sizes, self.seed, self.dtype, reference)
 
 
-@dataclass
-class Found:
-    """What was measured: times (repetitions, kinds, ranks, begin and end), of which kinds, the
-    share of communication that overlap hides, and the checks."""
+@dataclass(frozen=True)
+class Times:
+    """Times of a layer and of what it is measured beside.
+
+    Attributes
+    ----------
+    times : ndarray
+        Seconds, (repetitions, kinds, ranks, begin and end); NaN for kinds that were not measured.
+    kinds : list of int
+        Those of `KINDS` that were.
+    hidden : float
+        The share of communication that overlap hides; NaN without overlap.
+    ended_by : str
+        The limit that was reached.
+    checks : list of Check
+        Of the results of the last repetition.
+    """
 
     times: np.ndarray
     kinds: list[int]
@@ -120,45 +95,80 @@ class Found:
     checks: list[Check]
 
 
-def one(subject: Subject, arguments, limits: timing.Limits, out: Path) -> int:
-    """Verify, measure, print and write one layer; 0 unless it is wrong."""
-    comm, sizes = subject.scheme.grid.comm, subject.sizes
-    name = f"layer-{arguments.scheme}-h{sizes.hidden}-{arguments.dtype}"
+def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: bool = False,
+                  limits: Limits = LIMITS) -> Measurements | None:
+    """Measure one layer beside one process' PyTorch, or alone.
+
+    The results are verified before the first repetition, and those of the last one again.
+
+    Parameters
+    ----------
+    subject : MeasuredLayer
+        The layer; every rank of its grid calls this.
+    torch : str, optional
+        An interpreter that has PyTorch: the layer is verified with it and measured beside it.
+        Without one the layer is verified with the serial scheme and measured alone.
+    overlap : bool
+        Whether to measure it also with communication that goes on while ranks multiply.
+    limits : Limits
+        When to stop repeating.
+
+    Returns
+    -------
+    Measurements or None
+        A record of kind "layer", by repetition, kind and rank: seconds, ratios, operations,
+        memory and its closed form; on rank 0, None on the others.
+
+    Raises
+    ------
+    UsageError
+        On all ranks, when the scheme's products cannot overlap, or the interpreter cannot
+        compute the layer.
+    WrongResult
+        On all ranks, when a result or a gradient is wrong.
+    """
+    comm, scheme = subject.scheme.grid.comm, subject.scheme
+    if overlap:
+        check_overlap(scheme.name)
     results = subject.step()
     memory = comm.gather(subject.footprint.peaks())
-    rival = started(subject, arguments, comm)
-    against = "PyTorch" if arguments.torch else "the serial scheme"
+    rival = started(subject, torch)
     try:
         checks = subject.checks(results, rival)
-        problem = verify.failure(checks, against)
-        if problem:
-            return failed(name, problem, comm)
-        found = measured(subject, arguments, limits, rival)
-        problem = verify.failure(found.checks, against)
-        if problem:
-            return failed(name, f"after the last repetition, {problem}", comm)
+        reject(checks, torch)
+        del results
+        kinds = [0, 1, *[2] * bool(torch), *[3] * overlap]
+        found = time_layer(subject, kinds, limits, rival)
+        reject(found.checks, torch, "after the last repetition, ")
         about = rival.about if rival else "none"
     finally:
         if rival:
             rival.close()
-    environs = measured_environment(subject.scheme.grid.backend.name, comm)
+    environs = measured_environment(scheme.grid.backend.name, comm)
     if memory is None:
-        return publish(None, out, name, comm)
-    settings = {"scheme": arguments.scheme, "dtype": arguments.dtype, **_named(sizes),
-                "seed": arguments.seed, "reference": about, "ended_by": found.ended_by,
-                "grid": " x ".join(map(str, subject.scheme.grid.shape.values())),
-                "grid_axes": " ".join(subject.scheme.grid.shape),
-                "transport": operands.transport(subject.scheme.grid), **asdict(limits)}
-    record = summary(subject, found, np.array(memory).T, settings, environs, checks)
-    return publish(record, out, name, comm, lambda: render(layertables.layers([record])))
+        return None
+    settings = {"scheme": scheme.name, "dtype": subject.dtype,
+                **msgspec.structs.asdict(subject.sizes), "seed": subject.seed,
+                "reference": about, "ended_by": found.ended_by,
+                "grid": " x ".join(map(str, scheme.grid.shape.values())),
+                "grid_axes": " ".join(scheme.grid.shape),
+                "transport": operands.transport(scheme.grid), **asdict(limits)}
+    return layer_record(subject, found, np.array(memory).T, settings, environs, checks)
 
 
-def started(subject: Subject, arguments, comm) -> Rival | None:
-    """The reference process, on rank 0; UsageError everywhere when it does not start."""
-    rival, problem = None, None
-    if arguments.torch and comm.rank == 0:
+def reject(checks: list[Check], torch: str | None, when: str = "") -> None:
+    """Raise WrongResult, on all ranks, when one of the `checks` did not pass."""
+    problem = verify.failure(checks, "PyTorch" if torch else "the serial scheme")
+    if problem:
+        raise WrongResult(f"{when}{problem}")
+
+
+def started(subject: MeasuredLayer, torch: str | None) -> Rival | None:
+    """Start the reference process, on rank 0; UsageError everywhere when it does not start."""
+    rival, problem, comm = None, None, subject.scheme.grid.comm
+    if torch and comm.rank == 0:
         try:
-            rival = Rival(arguments.torch, subject.sizes, subject.seed, subject.dtype)
+            rival = Rival(torch, subject.sizes, subject.seed, subject.dtype)
         except UsageError as error:
             problem = str(error)
     timing.wait_patiently(comm)
@@ -168,13 +178,13 @@ def started(subject: Subject, arguments, comm) -> Rival | None:
     return rival
 
 
-def measured(subject: Subject, arguments, limits: timing.Limits, rival: Rival | None) -> Found:
-    """Repetitions until they are enough, and the checks of the last one."""
+def time_layer(subject: MeasuredLayer, kinds: list[int], limits: Limits,
+               rival: Rival | None) -> Times:
+    """Measure all `kinds` until the limits are reached, and check the last results."""
     comm, backend = subject.scheme.grid.comm, subject.scheme.grid.backend
-    clock, order = timing.Clock(comm), np.random.default_rng(arguments.seed)
+    clock, order = timing.Clock(comm), np.random.default_rng(subject.seed)
     replay = Replay(subject.step, backend, subject.dtype)
     replay.result, last = None, None
-    kinds = [0, 1, *([2] if arguments.torch else []), *([3] if arguments.overlap else [])]
 
     def sample(kind: int) -> np.ndarray:
         nonlocal last
@@ -210,16 +220,16 @@ def measured(subject: Subject, arguments, limits: timing.Limits, rival: Rival | 
     checks = subject.checks(last, rival)
     last = None
     hidden = np.nan
-    if arguments.overlap:
+    if 3 in kinds:
         hiding.set_overlap(subject.model, True)
         hidden = hiding.hidden_share(subject.scheme.grid, subject.step, 3)
-    return Found(np.array(kept), kinds, hidden, repetitions.ended_by, checks)
+    return Times(np.array(kept), kinds, hidden, repetitions.ended_by, checks)
 
 
-def summary(subject: Subject, found: Found, memory: np.ndarray, settings: dict, environs: dict,
-            checks: list[Check]) -> Measurements:
-    """The record of what was measured."""
-    sizes, times = _named(subject.sizes), found.times
+def layer_record(subject: MeasuredLayer, found: Times, memory: np.ndarray, settings: dict,
+                 environs: dict, checks: list[Check]) -> Measurements:
+    """Make the record of the repetitions, with medians, ratios and closed forms."""
+    sizes, times = msgspec.structs.asdict(subject.sizes), found.times
     seconds = np.full((len(times), len(KINDS)), np.nan)
     seconds[:, found.kinds] = makespans(times[:, found.kinds])
 
@@ -241,7 +251,3 @@ def summary(subject: Subject, found: Found, memory: np.ndarray, settings: dict, 
     scales = {"repetition": range(len(times)), "kind": KINDS, "rank": range(times.shape[2]),
               "edge": ("begin", "end"), "bound": BOUNDS, "account": Footprint.accounts}
     return Measurements("layer", settings, environs, scales, variables, checks + found.checks)
-
-
-def _named(sizes: Sizes) -> dict[str, int]:
-    return {name: getattr(sizes, name) for name in ("layers", "hidden", "heads", "batch", "seq")}

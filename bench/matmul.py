@@ -1,31 +1,30 @@
-"""The verb ``matmul``: a distributed product beside one process that uses all cores.
+"""Measure a distributed product beside one process that uses all cores.
 
 In every repetition the product, the same local matrix products without communication, and the
 whole product on one process are measured one after another, in random order, so that what slows
 the machine for a while slows them all; efficiencies are medians of the ratios of such pairs.
 """
 
-import gc
 import math
 import os
 import time
-from dataclasses import asdict
-from pathlib import Path
+from dataclasses import asdict, dataclass
+from typing import Callable, ContextManager
 
 import numpy as np
 from threadpoolctl import threadpool_limits
 
-from bench import chrome, microtables, operands, residual, traced
-from bench.cases import UsageError
-from bench.formats import render
-from bench.journal import writable
+from bench import operands, residual
+from bench.exact import WrongResult
 from bench.machine import granted
 from bench.products import Problem, Replay, Whole
-from bench.sampling import BOUNDS, failed, limits_of, measured_environment, publish
+from bench.sampling import BOUNDS, measured_environment
 from bench.watch import unwatched
 from mm3d import cost, environment, timing
+from mm3d.backend import Array
 from mm3d.record import Measurements, Variable
 from mm3d.statistics import Interval, median_interval
+from mm3d.timing import Limits
 
 KINDS = ("product", "local products", "one process")
 RESULTS = {"forward": ("C",), "backward": ("dA", "dB")}
@@ -34,79 +33,78 @@ RATIOS = {"efficiency": (2, 0), "ceiling": (2, 1), "share of the ceiling": (1, 0
 SETTLE = 0.05
 # Unless told otherwise a sample is as many calls as take one process so long.
 SAMPLE = 0.1
+LIMITS = Limits(7, 30, 30.0)    # unless told otherwise
 
 
-def matmul(arguments, comm) -> int:
-    """Measure every shape and form; 0 when all were right and written.
+def measure_product(problem: Problem, backward: bool = False, calls: int | None = None,
+                    limits: Limits = LIMITS, seed: int = 0,
+                    watched: Callable[..., ContextManager] = unwatched) -> Measurements | None:
+    """Measure a distributed product beside one process that uses all cores.
+
+    The results are verified before the first repetition, and those of the last one again.
+
+    Parameters
+    ----------
+    problem : Problem
+        The product; every rank of its grid calls this.
+    backward : bool
+        Whether to measure dA and dB too.
+    calls : int, optional
+        Calls of a sample; as many as take one process `SAMPLE` seconds unless given.
+    limits : Limits
+        When to stop repeating.
+    seed : int
+        Of the random vectors of the checks, of the matrices of the one process and of the order
+        of what is measured in a repetition.
+    watched : callable
+        The context in which the repetitions run, of the grid; see `bench.watch.watching`.
+
+    Returns
+    -------
+    Measurements or None
+        A record of kind "matmul", by phase, repetition, kind and rank: seconds a call, words
+        counted and their lower bound, efficiency and its ceiling; on rank 0, None on the others.
 
     Raises
     ------
-    UsageError
-        When an argument cannot be meant.
-    StoreError
-        When the results folder cannot be written.
+    WrongResult
+        On all ranks, when C, dA or dB is wrong.
     """
-    limits = limits_of(arguments)
-    out = writable(arguments.out, comm)
-    chrome.asked_for(arguments, comm)
-    status = 0
-    for shape in arguments.shape:
-        for form in arguments.form:
-            gc.collect()
-            try:
-                problem = Problem(arguments.scheme, form, comm, arguments.grid, shape,
-                                  arguments.dtype, arguments.seed, arguments.backend)
-            except ValueError as error:
-                raise UsageError(str(error)) from error
-            status = max(status, one(problem, shape, arguments, limits, out))
-            problem.grid.free()
-            del problem
-    return status
-
-
-def one(problem: Problem, shape: tuple[int, int, int], arguments, limits: timing.Limits,
-        out: Path) -> int:
-    """Verify, measure, print and write one product; 0 unless it is wrong."""
     grid = problem.grid
-    phases = ("forward", "backward") if arguments.backward else ("forward",)
-    name = f"matmul-{problem.scheme}-{problem.form}-{'x'.join(map(str, shape))}-{problem.dtype}"
-    replays, words, checks = {}, {}, []
+    phases = ("forward", "backward") if backward else ("forward",)
+    replays, words, checks = {}, [], []
     for phase in phases:
         grid.reset_traffic()
-        replays[phase] = Replay(getattr(problem, phase), grid.backend, problem.dtype)
-        words[phase] = sum(traffic.words for traffic in grid.traffic().values())
-        checks += verified(problem, replays[phase].result, arguments.seed)
+        replays[phase] = Replay(problem.steps[phase], grid.backend, problem.dtype)
+        words.append(sum(traffic.words for traffic in grid.traffic().values()))
+        checks += verified(problem, replays[phase].result, seed)
         replays[phase].result = None
-    problems = residual.failure(checks)
-    if problems:
-        return failed(name, problems, grid.comm)
-    with getattr(arguments, "watched", unwatched)(grid):
-        times, calls, ended_by, last = measured(problem, phases, replays, arguments, limits)
-    again = [check for phase in phases for check in verified(problem, last[phase],
-                                                             arguments.seed + 1)]
-    problems = residual.failure(again)
-    if problems:
-        return failed(name, f"after the last repetition, {problems}", grid.comm)
-    status = 0
-    if arguments.trace:
-        clock = timing.Clock(grid.comm)
-        cases = len(arguments.shape) * len(arguments.form)
-        status = chrome.write(chrome.named(arguments.trace, name, cases),
-                              traced.product(problem, phases, clock), grid, clock, name)
-    everyone = grid.comm.gather([words[phase] for phase in phases])
+    reject(residual.failure(checks))
+    with watched(grid):
+        found = time_product(problem, replays, calls, limits, seed)
+    again = [check for results in found.last.values()
+             for check in verified(problem, results, seed + 1)]
+    reject(residual.failure(again), "after the last repetition, ")
+    everyone = grid.comm.gather(words)
     environs = measured_environment(grid.backend.name, grid.comm)
     if everyone is None:
-        return max(status, publish(None, out, name, grid.comm))
+        return None
+    M, K = problem.shapes["C"]
     settings = {"form": problem.form, "scheme": problem.scheme, "dtype": problem.dtype,
-                "M": shape[0], "N": shape[1], "K": shape[2], "seed": arguments.seed,
+                "M": M, "N": math.prod(problem.shapes["A"]) // M, "K": K, "seed": seed,
                 "grid": " x ".join(map(str, grid.shape.values())),
                 "grid_axes": " ".join(grid.shape), "transport": operands.transport(grid),
-                "ended_by": ended_by, "calls": calls,
+                "ended_by": found.ended_by, "calls": found.calls,
                 "one_process_threads": granted(environment.cores()),
                 "one_process_cores": len(os.sched_getaffinity(0)), **asdict(limits)}
-    record = summary(phases, times, np.array(everyone).T, settings, environs, checks + again)
-    return max(status, publish(record, out, name, grid.comm,
-                               lambda: render(microtables.matmul([record]))))
+    return product_record(phases, found.times, np.array(everyone).T, settings, environs,
+                          checks + again)
+
+
+def reject(problem: str | None, when: str = "") -> None:
+    """Raise WrongResult when there is a `problem`, which is the same on all ranks."""
+    if problem:
+        raise WrongResult(f"{when}{problem}")
 
 
 def verified(problem: Problem, results: dict, seed: int) -> list[residual.Check]:
@@ -118,21 +116,43 @@ def verified(problem: Problem, results: dict, seed: int) -> list[residual.Check]
     return found
 
 
-def measured(problem: Problem, phases: tuple[str, ...], replays: dict[str, Replay], arguments,
-             limits: timing.Limits) -> tuple[np.ndarray, int, str, dict]:
-    """Seconds a call (phases, repetitions, kinds, ranks, begin and end), calls a sample, what
-    ended the repetitions, and the last results."""
+@dataclass(frozen=True)
+class Times:
+    """Times of a product, its local products and the one process.
+
+    Attributes
+    ----------
+    times : ndarray
+        Seconds a call, (phases, repetitions, kinds, ranks, begin and end).
+    calls : int
+        Calls of a sample.
+    ended_by : str
+        The limit that was reached.
+    last : dict
+        This rank's results of the last repetition, by phase.
+    """
+
+    times: np.ndarray
+    calls: int
+    ended_by: str
+    last: dict[str, dict[str, Array]]
+
+
+def time_product(problem: Problem, replays: dict[str, Replay], calls: int | None, limits: Limits,
+                 seed: int) -> Times:
+    """Measure the product, its local products and the one process until the limits are
+    reached."""
     comm, backend = problem.grid.comm, problem.grid.backend
-    clock, order = timing.Clock(comm), np.random.default_rng(arguments.seed)
-    whole = Whole(problem, arguments.seed) if comm.rank == 0 else None
-    last: dict[str, dict] = {}
+    clock, order = timing.Clock(comm), np.random.default_rng(seed)
+    whole = Whole(problem, seed) if comm.rank == 0 else None
+    last: dict[str, dict[str, Array]] = {}
 
     def sample(phase: str, kind: int, calls: int) -> np.ndarray:
         if kind == 2:
             times = np.full((comm.size, 2), np.nan)
-            times[0] = alone(whole and getattr(whole, phase), calls, comm, backend)
+            times[0] = alone(whole and whole.steps[phase], calls, comm, backend)
             return times / calls
-        step = replays[phase] if kind else getattr(problem, phase)
+        step = replays[phase] if kind else problem.steps[phase]
 
         def several() -> object:
             result = None
@@ -148,23 +168,23 @@ def measured(problem: Problem, phases: tuple[str, ...], replays: dict[str, Repla
         return times / calls
 
     # All three once, to warm up.
-    trial = [sample(phase, kind, 1) for phase in phases for kind in range(3)][2][0, 1]
-    calls = comm.bcast(arguments.calls or max(1, math.ceil(SAMPLE / max(trial, 1e-6))
-                                              if comm.rank == 0 else 1))
+    trial = [sample(phase, kind, 1) for phase in replays for kind in range(3)][2][0, 1]
+    calls = comm.bcast(calls or max(1, math.ceil(SAMPLE / max(trial, 1e-6))
+                                    if comm.rank == 0 else 1))
     kept: list[np.ndarray] = []
 
     def intervals() -> list[Interval]:
         seconds = makespans(np.array(kept))
-        return [ratio(seconds, p, "efficiency") for p in range(len(phases))]
+        return [ratio(seconds, p, "efficiency") for p in range(len(replays))]
 
     repetitions = timing.Repetitions(limits, comm, intervals)
     for _ in repetitions:
-        times = np.empty((len(phases), len(KINDS), comm.size, 2))
-        for p, phase in enumerate(phases):
+        times = np.empty((len(replays), len(KINDS), comm.size, 2))
+        for p, phase in enumerate(replays):
             for kind in order.permutation(len(KINDS)):
                 times[p, kind] = sample(phase, kind, calls)
         kept.append(times)
-    return np.array(kept).swapaxes(0, 1), calls, repetitions.ended_by, last
+    return Times(np.array(kept).swapaxes(0, 1), calls, repetitions.ended_by, last)
 
 
 def alone(step, calls: int, comm, backend) -> tuple[float, float]:
@@ -198,9 +218,9 @@ def ratio(seconds: np.ndarray, phase: int, name: str) -> Interval:
     return median_interval(seconds[:, phase, above] / seconds[:, phase, below])
 
 
-def summary(phases: tuple[str, ...], times: np.ndarray, words: np.ndarray, settings: dict,
-            environs: dict, checks: list) -> Measurements:
-    """The record of what was measured."""
+def product_record(phases: tuple[str, ...], times: np.ndarray, words: np.ndarray, settings: dict,
+                   environs: dict, checks: list[residual.Check]) -> Measurements:
+    """Make the record of the `times` of all phases, with ratios, and operations and words."""
     shape = [settings[name] for name in "MNK"]
     ranks, repetitions = times.shape[3], times.shape[1]
     seconds = makespans(times).swapaxes(0, 1)

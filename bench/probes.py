@@ -12,7 +12,8 @@ from typing import Callable, Iterable
 import numpy as np
 
 import mm3d
-from bench import exact, fits, micro, model, operands, sampling
+from bench import exact, fits, model, operands, sampling
+from bench.collectives import measure_collective
 from bench.fits import Shape
 from mm3d import backend as backends
 from mm3d import environment, store, timing
@@ -86,8 +87,7 @@ def products(dtype: str, comm) -> dict[Shape, float]:
     def measure(shape: Shape) -> float:
         m, n, k = shape
         a, b = operand("A", (m, n), m > k), operand("B", (n, k), m <= k)
-        exact.product(a, b, backends.matmul(a, b), 0, grid.backend,
-                      f"C of {m} x {n} x {k} {dtype}", comm)
+        exact.product(f"C of {m} x {n} x {k} {dtype}", (a, b, backends.matmul(a, b)), 0, comm)
         return seconds(lambda: backends.matmul(a, b), comm)
 
     found = {shape: measure(shape) for shape in [*((edge,) * 3 for edge in EDGES), *OBLONG]}
@@ -162,9 +162,10 @@ def collectives(comm) -> dict[tuple[str, int, int, bool, int], float]:
     for size, stride in placements(comm.size):
         grid = mm3d.Grid(comm, "numpy", x=comm.size // size // stride, y=size, z=stride)
         for (kind, pieces), length in itertools.product(ways, (n for n in BYTES if n >= 512)):
-            samples, *_ = micro.one_collective(grid, "y", kind, divided(length // 4, pieces),
-                                               "float32", LIMITS, clock, sampler)
-            found[kind, size, stride, pieces, length] = comm.bcast(min(samples))
+            measured = measure_collective(
+                grid, "y", kind, divided(length // 4, pieces), "float32",
+                lambda step: sampling.repeated(sampler(step, comm, clock=clock), LIMITS, comm))
+            found[kind, size, stride, pieces, length] = comm.bcast(min(measured.seconds))
         grid.free()
     return found
 

@@ -78,6 +78,11 @@ class Problem:
         dA, dB = self.product.backward(*(self.blocks[name] for name in "CAB"))
         return {"dA": dA, "dB": dB}
 
+    @property
+    def steps(self) -> dict[str, Callable[[], dict[str, Array]]]:
+        """Forward and backward, by the name of the phase."""
+        return {"forward": self.forward, "backward": self.backward}
+
     def distributed(self, name: str, block: Array | None = None) -> Distributed:
         """A, B or C for `bench.residual`: what was drawn, or the `block` of a result."""
         block = self.blocks[name] if block is None else block
@@ -112,6 +117,11 @@ class Whole:
         dA, dB = (LOCAL[form](*(self.blocks[name] for name in names))
                   for form, names in GRADIENTS[self.form])
         return dA, dB
+
+    @property
+    def steps(self) -> dict[str, Callable[[], Any]]:
+        """Forward and backward, by the name of the phase."""
+        return {"forward": self.forward, "backward": self.backward}
 
 
 class Replay:

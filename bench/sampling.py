@@ -1,53 +1,22 @@
-"""What the microbenchmarks share: samples, their order, and where the record goes."""
+"""Take samples: how many calls make one, in which order, and what they were taken on."""
 
 import math
 import sys
-from pathlib import Path
 from typing import Callable
 
 import numpy as np
 from mpi4py import MPI
 
 from bench import machine, placement
-from bench.cases import UsageError
 from bench.output import say
 from bench.provenance import command_line
-from mm3d import backend as backends
 from mm3d import store, timing
-from mm3d.record import Measurements
 from mm3d.statistics import median_interval
 
 BOUNDS = ("median", "low", "high", "confidence")
 # A sample is as many calls as take at least so long, at most `CALLS` of them.
 SAMPLE = 2e-3
 CALLS = 1000
-
-
-def limits_of(arguments) -> timing.Limits:
-    """When to stop repeating; UsageError when that cannot be meant."""
-    most = arguments.max_repetitions
-    try:
-        return timing.Limits(arguments.repetitions,
-                             max(30, arguments.repetitions) if most is None else most,
-                             arguments.max_seconds, arguments.width)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-def alone(verb: str, backend: str | None, comm) -> backends.Backend:
-    """The array library of a verb that measures one rank.
-
-    Raises
-    ------
-    UsageError
-        When there are more, or no such library.
-    """
-    if comm.size > 1:
-        raise UsageError(f"{verb} measures one rank: start it without mpirun")
-    try:
-        return backends.get(backend)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def measured_environment(backend: str, comm) -> dict[str, store.Setting]:
@@ -58,26 +27,6 @@ def measured_environment(backend: str, comm) -> dict[str, store.Setting]:
     return machine.describe(backend, comm.size, MPI.Get_library_version(),
                             command_line(sys.argv[1:])) | {
         "node_of_rank": nodes, "clock_resolution_s": clock, "clock_offset_error_s": error}
-
-
-def publish(record: Measurements | None, out: Path, name: str, comm,
-            table: Callable[[], str] | None = None) -> int:
-    """Write the record that rank 0 has; 0 when it was written, the same on every rank.
-
-    Then its `table` is printed, and where the file is.
-    """
-    outcome = None
-    if record is not None:
-        try:
-            outcome = 0, f"written: {store.write(record, out, name)}"
-        except store.StoreError as error:
-            outcome = 1, f"failed: {error}"
-    status, line = comm.bcast(outcome)
-    if comm.rank == 0:
-        if record is not None and table is not None:
-            say(table() + "\n")
-        say(line)
-    return status
 
 
 def failed(name: str, why: str, comm) -> int:

@@ -1,4 +1,4 @@
-"""The verb ``scalapack``: the 3-D product beside ScaLAPACK's PSGEMM and PDGEMM, in one run.
+"""Measure the 3-D product beside ScaLAPACK's PSGEMM and PDGEMM, in one run.
 
 ScaLAPACK is called where it lies, through ctypes, on the same ranks, with its matrices dealt
 block-cyclically over its own grid.  It moves them by MPI; the 3-D product is measured by MPI, too,
@@ -13,21 +13,24 @@ import math
 import os
 import re
 from ctypes.util import find_library
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable, Iterator, NamedTuple, Sequence
 
 import numpy as np
 
 from bench import blas, operands, residual
 from bench.cases import UsageError
-from bench.formats import Column, Notes, Part, Rows, Table, render
+from bench.exact import WrongResult
 from bench.job import everywhere
 from bench.matmul import verified
 from bench.products import Problem, Replay
-from bench.sampling import failed, limits_of, several
+from bench.sampling import several
 from mm3d import environment, timing
-from mm3d.statistics import median_interval
+from mm3d.statistics import Interval, median_interval
+from mm3d.timing import Limits
 
+LIMITS = Limits(7, 30, 30.0)    # unless told otherwise
 INSTALL = ("ScaLAPACK is not here: apt-get install libscalapack-mpich2.2 libopenblas0-pthread, "
            "or libscalapack-openmpi2.2 where mpi4py uses Open MPI")
 
@@ -147,43 +150,158 @@ class Pgemm:
 
 
 class Subject(NamedTuple):
-    """One of the things that take turns: its name, what does it once, and the function that
-    makes its matrix products where that is not its own choice."""
+    """A step that is measured in turn with others.
+
+    Attributes
+    ----------
+    name : str
+        What tables call it.
+    step : callable
+        One call.
+    gemm : callable or None
+        The function that makes its matrix products, where that is not its own choice.
+    """
 
     name: str
     step: Callable[[], object]
     gemm: Callable | None = None
 
 
-def scalapack(arguments, comm) -> int:
-    """Measure and print every shape; 0 when all were right.
+@dataclass(frozen=True)
+class Comparison:
+    """The 3-D product beside ScaLAPACK's, at one size.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        M, N, K.
+    dtype : str
+        Of all matrices.
+    ranks, cores : int
+        Of the job and of the machine.
+    calls : int
+        Calls of a sample.
+    subjects : list of str
+        Names of what took turns: the 3-D product by each of `transports`, ScaLAPACK's in
+        blocks of each of `blocks`, and local products alone.
+    transports : list of str
+        Of the 3-D product.
+    blocks : list of int
+        Rows and columns of ScaLAPACK's blocks.
+    seconds : ndarray
+        Makespans of a call, (repetitions, subjects).
+    library : str
+        The file of the BLAS that both sides multiply with.
+    loaded : dict of str to str
+        Every BLAS that is loaded, by the name of its file.
+    """
+
+    shape: tuple[int, int, int]
+    dtype: str
+    ranks: int
+    cores: int
+    calls: int
+    subjects: list[str]
+    transports: list[str]
+    blocks: list[int]
+    seconds: np.ndarray
+    library: str
+    loaded: dict[str, str]
+
+    def ahead(self) -> list[np.ndarray]:
+        """Divide ScaLAPACK's seconds by those of the 3-D product by each of its transports:
+        (repetitions, block sizes) for each."""
+        return ahead(self.seconds, len(self.transports), len(self.blocks))
+
+
+class Products:
+    """The products of both sides at one size, on the same ranks.
+
+    Parameters
+    ----------
+    library : ctypes.CDLL
+        ScaLAPACK; see `library`.
+    gemm : blas.Gemm
+        The function that both sides multiply with.
+    comm : mpi4py.MPI.Intracomm
+        All ranks of the job.
+    shape : tuple of int
+        M, N, K.
+    grid : tuple of int, optional
+        Sizes of the directions of the 3-D product; a cube unless given.
+    blocks : sequence of int
+        Rows and columns of ScaLAPACK's blocks, each a subject of its own.
+    seed : int
+        Of the numbers in all matrices.
 
     Raises
     ------
     UsageError
-        When there is no ScaLAPACK, its BLAS cannot be called, or an argument cannot be meant.
+        When the ranks do not fit the grid.
     """
-    limits = limits_of(arguments)
-    lib, status = everywhere(library, comm), 0
-    gemm = everywhere(lambda: blas.Gemm(lib, arguments.dtype), comm)
-    for shape in arguments.shape:
-        problems = {}
+
+    def __init__(self, library: ctypes.CDLL, gemm: blas.Gemm, comm, shape: tuple[int, int, int],
+                 grid: tuple[int, ...] | None = None, blocks: Sequence[int] = (64, 128, 256),
+                 seed: int = 0) -> None:
+        self.gemm, self.comm, self.shape, self.seed = gemm, comm, shape, seed
+        self.dtype = str(gemm.dtype)
+        self.ours: dict[str, Problem] = {}
         try:
             for transport in ("", "mpi"):    # as usual, and as ScaLAPACK
                 with through(transport):
-                    problem = Problem("3d", "ab", comm, arguments.grid, shape, arguments.dtype,
-                                      arguments.seed, "numpy")
-                problems.setdefault(operands.transport(problem.grid), problem)
+                    problem = Problem("3d", "ab", comm, grid, shape, self.dtype, seed, "numpy")
+                self.ours.setdefault(operands.transport(problem.grid), problem)
         except ValueError as error:
             raise UsageError(str(error)) from error
-        rivals = [Pgemm(lib, comm, shape, arguments.dtype, block, arguments.seed)
-                  for block in arguments.block]
-        status = max(status, _one(problems, rivals, gemm, shape, arguments, limits))
-        for rival in rivals:
-            rival.free()
-        for problem in problems.values():
+        self.theirs = [Pgemm(library, comm, shape, self.dtype, block, seed) for block in blocks]
+
+    def free(self) -> None:
+        """Give all grids back."""
+        for pgemm in self.theirs:
+            pgemm.free()
+        for problem in self.ours.values():
             problem.grid.free()
-    return status
+
+    def wrong(self) -> str | None:
+        """Say what is wrong of the first results; None when all are right."""
+        for problem in self.ours.values():
+            with blas.multiplying(problem.grid.backend, self.gemm):
+                result = problem.forward()
+            wrong = residual.failure(verified(problem, result, self.seed))
+            if wrong:
+                return wrong
+        for pgemm in self.theirs:
+            pgemm()
+            worst = pgemm.error(self.seed)
+            if not worst <= residual.MULTIPLE * np.finfo(self.dtype).eps:
+                return f"ScaLAPACK in blocks of {pgemm.block} is off by {worst:.2g} |A||B|"
+        return None
+
+    def subjects(self) -> list[Subject]:
+        """List the 3-D product by each transport, ScaLAPACK's in blocks of each size, and the
+        local products of the first alone, by the BLAS of all these and by NumPy's own."""
+        first = next(iter(self.ours.values()))
+        local = Replay(first.forward, first.grid.backend, first.dtype)
+        grid = " x ".join(map(str, first.grid.shape.values()))
+        return [*(Subject(f"3d on {grid}, transport {name}", problem.forward, self.gemm)
+                  for name, problem in self.ours.items()),
+                *(Subject(f"ScaLAPACK on {pgemm.grid[0]} x {pgemm.grid[1]}, blocks of "
+                          f"{pgemm.block}", pgemm) for pgemm in self.theirs),
+                Subject(f"local products of 3d alone, by {self.gemm.file}",
+                        lambda: [self.gemm(*call) for call in local.calls]),
+                Subject("the same, by NumPy's own BLAS", local)]
+
+
+def loaded(comm, dtype: str) -> tuple[ctypes.CDLL, blas.Gemm]:
+    """Load ScaLAPACK, and the function of its BLAS for `dtype`, on every rank.
+
+    Raises
+    ------
+    UsageError
+        On all ranks, when one has no ScaLAPACK, or its BLAS cannot be called.
+    """
+    lib = everywhere(library, comm)
+    return lib, everywhere(lambda: blas.Gemm(lib, dtype), comm)
 
 
 @contextlib.contextmanager
@@ -200,94 +318,69 @@ def through(transport: str) -> Iterator[None]:
             os.environ |= {"MM3D_TRANSPORT": before} if before is not None else {}
 
 
-def _one(problems: dict[str, Problem], rivals: list[Pgemm], gemm: blas.Gemm,
-         shape: tuple[int, int, int], arguments, limits: timing.Limits) -> int:
-    """Verify, measure and print one shape; 0 unless something is wrong."""
-    grid = next(iter(problems.values())).grid
-    comm, clock = grid.comm, timing.Clock(grid.comm)
-    wrong = _wrong(problems, rivals, gemm, arguments)
+def compare_products(products: Products, calls: int = 5,
+                     limits: Limits = LIMITS) -> Comparison | None:
+    """Verify and measure all products in turns, until the limits are reached.
+
+    Parameters
+    ----------
+    products : Products
+        Of both sides; every rank of the job calls this.
+    calls : int
+        Calls of a sample.
+    limits : Limits
+        When to stop repeating.
+
+    Returns
+    -------
+    Comparison or None
+        The record on rank 0, None on the others.
+
+    Raises
+    ------
+    WrongResult
+        On all ranks, when a product is wrong.
+    """
+    wrong = products.wrong()
     if wrong:
-        return failed(f"{shape} {arguments.dtype}", wrong, comm)
-    subjects = _subjects(problems, rivals, gemm)
-    order, kept = np.random.default_rng(arguments.seed), []
-    for _ in timing.Repetitions(limits, comm, lambda: [
-            median_interval(line) for ratios in ahead(np.array(kept), len(problems), len(rivals))
-            for line in ratios.T]):
+        raise WrongResult(wrong)
+    comm, subjects = products.comm, products.subjects()
+    seconds = _seconds(products, subjects, calls, limits)
+    if comm.rank > 0:
+        return None
+    return Comparison(
+        products.shape, products.dtype, comm.size, environment.cores(), calls,
+        [subject.name for subject in subjects], list(products.ours),
+        [pgemm.block for pgemm in products.theirs], seconds, products.gemm.file, blas.loaded())
+
+
+def _seconds(products: Products, subjects: list[Subject], calls: int,
+             limits: Limits) -> np.ndarray:
+    """Measure makespans of a call, (repetitions, subjects)."""
+    comm, backend = products.comm, next(iter(products.ours.values())).grid.backend
+    clock, order = timing.Clock(comm), np.random.default_rng(products.seed)
+    kept: list[np.ndarray] = []
+
+    def intervals() -> list[Interval]:
+        return [median_interval(line) for ratios in ahead(
+            np.array(kept), len(products.ours), len(products.theirs)) for line in ratios.T]
+
+    for _ in timing.Repetitions(limits, comm, intervals):
         seconds = np.empty(len(subjects))
         for kind in order.permutation(len(subjects)):
             step, own = subjects[kind].step, subjects[kind].gemm
-            with blas.multiplying(grid.backend, own) if own else contextlib.nullcontext():
+            with blas.multiplying(backend, own) if own else contextlib.nullcontext():
                 timing.wait_patiently(comm)
-                times, _ = timing.spans(several(step, arguments.calls), comm, lambda: None, clock)
-            seconds[kind] = times.max() / arguments.calls
+                times, _ = timing.spans(several(step, calls), comm, lambda: None, clock)
+            seconds[kind] = times.max() / calls
         kept.append(seconds)
-    if comm.rank == 0:
-        print(render(_parts(problems, rivals, gemm, subjects, shape, arguments, np.array(kept))),
-              "", sep="\n", flush=True)
-    return 0
+    return np.array(kept)
 
 
-def _wrong(problems: dict[str, Problem], rivals: list[Pgemm], gemm: blas.Gemm,
-           arguments) -> str | None:
-    """What is wrong of the first results; nothing when all are right."""
-    for problem in problems.values():
-        with blas.multiplying(problem.grid.backend, gemm):
-            result = problem.forward()
-        wrong = residual.failure(verified(problem, result, arguments.seed))
-        if wrong:
-            return wrong
-    for rival in rivals:
-        rival()
-        worst = rival.error(arguments.seed)
-        if not worst <= residual.MULTIPLE * np.finfo(arguments.dtype).eps:
-            return f"ScaLAPACK in blocks of {rival.block} is off by {worst:.2g} |A||B|"
-    return None
+def ahead(seconds: np.ndarray, ours: int, theirs: int) -> list[np.ndarray]:
+    """Divide ScaLAPACK's seconds by those of the 3-D product by each of its transports.
 
-
-def _subjects(problems: dict[str, Problem], rivals: list[Pgemm],
-              gemm: blas.Gemm) -> list[Subject]:
-    """The 3-D product by each transport, ScaLAPACK's in blocks of several sizes, and the local
-    products of the first alone, by the BLAS of all these and by NumPy's own."""
-    first = next(iter(problems.values()))
-    local = Replay(first.forward, first.grid.backend, first.dtype)
-    grid = " x ".join(map(str, first.grid.shape.values()))
-    return [*(Subject(f"3d on {grid}, transport {name}", problem.forward, gemm)
-              for name, problem in problems.items()),
-            *(Subject(f"ScaLAPACK on {rival.grid[0]} x {rival.grid[1]}, blocks of {rival.block}",
-                      rival) for rival in rivals),
-            Subject(f"local products of 3d alone, by {gemm.file}",
-                    lambda: [gemm(*call) for call in local.calls]),
-            Subject("the same, by NumPy's own BLAS", local)]
-
-
-def ahead(seconds: np.ndarray, ours: int, rivals: int) -> list[np.ndarray]:
-    """ScaLAPACK's seconds over those of the 3-D product by each of its transports, (repetitions,
-    block sizes), from those of (repetitions, subjects)."""
-    return [seconds[:, ours:ours + rivals] / seconds[:, [k]] for k in range(ours)]
-
-
-def _parts(problems: dict[str, Problem], rivals: list[Pgemm], gemm: blas.Gemm,
-           subjects: list[Subject], shape: tuple[int, int, int], arguments,
-           seconds: np.ndarray) -> list[Part]:
-    """What was measured, for people."""
-    times, ours = np.median(seconds, axis=0), len(problems)
-    rows: Rows = []
-    for k, (subject, time) in enumerate(zip(subjects, times)):
-        cells = [subject.name, f"{1e3 * time:#.4g}", f"{2e-9 * math.prod(shape) / time:.1f}"]
-        for ratios in ahead(seconds, ours, len(rivals)):
-            median, low, high, _ = (median_interval(ratios[:, k - ours])
-                                    if 0 <= k - ours < len(rivals) else (None,) * 4)
-            cells += ["", ""] if median is None else [f"{median:.2f}", f"{low:.2f} - {high:.2f}"]
-        rows.append(cells)
-    columns = [Column("", "C = A B"), Column("time", "(ms)"), Column("rate", "(GFLOP/s)"),
-               *(Column(which, "", f"3d, {name}, is ahead") for name in problems
-                 for which in ("median", "95 %"))]
-    size = problems[next(iter(problems))].grid.size
-    title = (f"{' x '.join(map(str, shape))} {arguments.dtype}, {size} ranks on "
-             f"{environment.cores()} cores")
-    return [Table(title, columns, rows), Notes("About these figures:", [
-        f"{len(seconds)} repetitions of {arguments.calls} calls each, in random order; times are "
-        f"makespans a call, rates of all ranks.",
-        f"The 3-D product and ScaLAPACK multiply by one function, of {gemm.file}. ScaLAPACK moves "
-        f"by MPI.", "Loaded: " + "; ".join(f"{file}: {what}" for file, what in
-                                           blas.loaded().items()) + "."])]
+    `seconds` are of (repetitions, subjects), of which `ours` come first and then `theirs`; the
+    ratios are of (repetitions, block sizes).
+    """
+    return [seconds[:, ours:ours + theirs] / seconds[:, [k]] for k in range(ours)]

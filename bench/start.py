@@ -1,59 +1,83 @@
-"""The verb ``start``: what many ranks cost before and beside the arithmetic.
+"""Measure what many ranks cost before and beside the arithmetic.
 
 For each number of ranks, a cube, `mpirun` is started once and rank 0 tells, in seconds: until all
 ranks run, to make the grid, to make a tiny model of one layer, and for its steps, the first of
 which opens the shared memory; and in microseconds of a rank's processor time, a small gather.
+
+``python -m bench.start SECONDS``, with the time of the launch, is what mpirun starts.
 """
 
 import json
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 
 from bench.cases import UsageError
-from bench.formats import Column, Notes, Rows, Table, render
 from mm3d import environment
 
 PHASES = ("all ranks run", "grid", "model", "first step", "step")
 CALLS = 100
+PROGRAM = __spec__.name    # of this module, also where it is run as a program
 
 
-def start(arguments) -> int:
-    """Print the table; 0 when every job ended well.
+@dataclass(frozen=True)
+class Start:
+    """The cost of one job.
+
+    Attributes
+    ----------
+    ranks : int
+        Of the job.
+    transport : str
+        Along the first direction of its grid.
+    seconds : dict of str to float
+        By `PHASES`.
+    call : float
+        Seconds of a rank's processor time for a small gather, the mean of `CALLS`.
+    """
+
+    ranks: int
+    transport: str
+    seconds: dict[str, float]
+    call: float
+
+
+class FailedJob(Exception):
+    """A job that was started ended with a failure; the message is what it printed."""
+
+
+def check_cubes(every: list[int]) -> None:
+    """Raise UsageError for numbers of ranks that are no cubes, and when started by mpirun."""
+    if environment.local_ranks() > 1:
+        raise UsageError("start starts mpirun itself: run it without, as in python -m bench start")
+    wrong = [ranks for ranks in every if round(ranks ** (1 / 3)) ** 3 != ranks]
+    if wrong:
+        raise UsageError(f"--ranks {wrong[0]}: give cubes, such as 8,27,64")
+
+
+def measure_start(ranks: int) -> Start:
+    """Start a job of `ranks` ranks and measure what they cost.
 
     Raises
     ------
     UsageError
-        When started under mpirun, or a number of ranks is no cube.
+        When that is no cube, or this process was started by mpirun itself.
+    FailedJob
+        When the job ends with a failure.
     """
-    if environment.local_ranks() > 1:
-        raise UsageError("start starts mpirun itself: run it without, as in python -m bench start")
-    wrong = [ranks for ranks in arguments.ranks if round(ranks ** (1 / 3)) ** 3 != ranks]
-    if wrong:
-        raise UsageError(f"--ranks {wrong[0]}: give cubes, such as 8,27,64")
-    rows: Rows = []
-    for ranks in arguments.ranks:
-        command = environment.mpirun_command(ranks, sys.executable, "-m", "bench.start",
-                                             repr(time.time()))
-        done = subprocess.run(command, capture_output=True, text=True,
-                              env=environment.for_launcher(command))
-        if done.returncode:
-            print(f"failed: {ranks} ranks:\n{done.stderr.strip()}", file=sys.stderr)
-            return 1
-        found = json.loads(done.stdout.strip().rpartition("\n")[2])
-        rows.append([ranks, found["transport"], *(f"{found[name]:#.3g}" for name in PHASES),
-                     f"{1e6 * found['call']:.0f}"])
-    columns = [Column("ranks"), Column("transport"), *(Column(name, "(s)") for name in PHASES),
-               Column("a small gather", "(us of CPU)")]
-    print(render([Table(f"Many ranks on {environment.cores()} cores", columns, rows),
-                  Notes("About these figures:", [
-                      "once each; a step is forward and backward of one tiny layer; the gather is "
-                      f"the mean of {CALLS} along x, all that a rank's processor spends on it"])]))
-    return 0
+    check_cubes([ranks])
+    command = environment.mpirun_command(ranks, sys.executable, "-m", PROGRAM, repr(time.time()))
+    done = subprocess.run(command, capture_output=True, text=True,
+                          env=environment.for_launcher(command))
+    if done.returncode:
+        raise FailedJob(f"{ranks} ranks:\n{done.stderr.strip()}")
+    found = json.loads(done.stdout.strip().rpartition("\n")[2])
+    return Start(ranks, found["transport"], {name: found[name] for name in PHASES}, found["call"])
 
 
 def rank(launched: float) -> None:
-    """What each rank does; rank 0 prints what it found."""
+    """Run as one rank of the job; rank 0 prints its times as JSON."""
     import mm3d
     from mpi4py import MPI
     comm, found = MPI.COMM_WORLD, {}

@@ -63,7 +63,7 @@ def product(problem, phases: Sequence[str], clock: timing.Clock) -> list[Span]:
     with observed(grid, recorder):
         for phase in phases:
             grid.comm.Barrier()
-            recorder.phase(phase, getattr(problem, phase))
+            recorder.phase(phase, problem.steps[phase])
     problem.observe(lambda split, name: split)
     return recorder.spans
 

@@ -8,11 +8,14 @@ import pytest
 from mpi4py import MPI
 
 import fakelibs
-from bench import exact, gpu, gpucases, gpuchecks
+from bench import exact, gpucases, gpuchecks
 from bench.__main__ import parser
 from bench.cases import UsageError, load
+from bench.gpu import Bench, measure_part
 from bench.validate import check
+from bench.verbs import gpu
 from mm3d import backend, store
+from mm3d.timing import Limits
 
 
 def arguments(tmp_path, library: str, *more: str) -> Namespace:
@@ -41,7 +44,7 @@ def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, libra
         monkeypatch.setitem(gpucases.SCALES, "tiny",
                             gpucases.Scale([8], (2, 16), [16], (1, 4), "tiny"))
         monkeypatch.setattr(gpuchecks, "SIZES", dict(layers=1, hidden=16, heads=2, batch=2, seq=5))
-    assert gpu.gpu(chosen, MPI.COMM_SELF) == 0
+    assert gpu.run(chosen, MPI.COMM_SELF) == 0
     found = records(tmp_path)
     assert found.keys() == {f"gpu-{part}" for part in chosen.part}
     modes = found["gpu-gemm"].scales["mode"]
@@ -75,10 +78,14 @@ def test_what_is_wrong_by_a_thousandth_gets_no_times(tmp_path, monkeypatch, caps
         return out
     monkeypatch.setattr(owner, name, wrong)
     monkeypatch.setattr(gpucases, "torch_layer", lambda *_: None)
-    assert gpu.gpu(arguments(tmp_path, "numpy", "--part", part), MPI.COMM_SELF) == 1
-    said = capsys.readouterr().out
-    assert f"failed: gpu-{part}: " in said and "no times were written" in said
-    assert not list(tmp_path.glob("*.h5"))
+    with pytest.raises(exact.WrongResult, match="is off by|has a relative error"):
+        measure_part(Bench("numpy", "tiny", limits=Limits(2, 2)), part)
+    assert not any(capsys.readouterr())
+    if part == "gemm":
+        assert gpu.run(arguments(tmp_path, "numpy", "--part", part), MPI.COMM_SELF) == 1
+        said = capsys.readouterr().out
+        assert f"failed: gpu-{part}: " in said and "no times were written" in said
+        assert not list(tmp_path.glob("*.h5"))
 
 
 def test_what_is_no_number_is_found():
@@ -89,20 +96,20 @@ def test_what_is_no_number_is_found():
         gpuchecks.finite(numpy, "ones", lambda: (a, a))
 
 
-def test_without_a_device_there_are_no_graphs(tmp_path):
+def test_without_a_device_there_are_no_graphs():
     with pytest.raises(UsageError, match="--graph: backend .numpy. cannot record a step as"):
-        gpu.gpu(arguments(tmp_path, "numpy", "--graph"), MPI.COMM_SELF)
+        Bench("numpy", graph=True)
 
 
 def test_it_measures_one_rank(tmp_path):
     class Two:
         size = 2
     with pytest.raises(UsageError, match="gpu measures one rank"):
-        gpu.gpu(arguments(tmp_path, "numpy"), Two)
+        gpu.run(arguments(tmp_path, "numpy"), Two)
 
 
 def test_without_a_gpu_it_says_so(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(backend, "_made", {})
     with pytest.raises(UsageError, match="backend 'cupy' needs the package cupy"):
-        gpu.gpu(arguments(tmp_path, "cupy"), MPI.COMM_SELF)
+        gpu.run(arguments(tmp_path, "cupy"), MPI.COMM_SELF)

@@ -5,9 +5,10 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-from bench import contribution, machinefile, micro, model
+from bench import contribution, machinefile, model
 from bench.__main__ import main, parser
 from bench.seconds import collective_terms
+from bench.verbs import gemm
 from mm3d import dry, store
 from mm3d.record import Measurements, Variable
 from support import run_python, run_ranks
@@ -203,7 +204,7 @@ def test_a_full_disk_leaves_the_file_and_the_record(tmp_path, monkeypatch, capsy
     monkeypatch.setattr(os, "replace", full)
     arguments = parser().parse_args(["gemm", "--sizes", "8,16", "--threads", "1", *QUICK,
                                      "--machine", str(path), "--out", str(out)])
-    assert micro.gemm(arguments, MPI.COMM_SELF) == 1
+    assert gemm.run(arguments, MPI.COMM_SELF) == 1
     said = capsys.readouterr().out.splitlines()[-2:]
     assert said[0].startswith("written: ") and len(list(out.glob("*.h5"))) == 1
     assert said[1] == (f"failed: machine file {path} could not be written (No space left on "

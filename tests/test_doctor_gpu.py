@@ -3,11 +3,9 @@ import shutil
 import sys
 
 import pytest
-from mpi4py import MPI
 
 import fakelibs
 from bench import doctor_gpu, gpu, gpuchecks
-from bench.__main__ import parser
 from bench.cases import UsageError
 from bench.checks import FAILED, OK, SKIPPED, WARNING
 from bench.facts import Facts
@@ -62,7 +60,7 @@ def test_products_that_refuse_a_capture_are_no_graph(cupy, monkeypatch):
     finding = doctor_gpu.graph(FACTS)
     assert finding.state == WARNING and "while a stream is captured" in finding.text
     with pytest.raises(UsageError, match="--graph: .*while a stream is captured"):
-        gpu.Bench(cupy, parser().parse_args(["gpu", "--graph"]), MPI.COMM_SELF)
+        gpu.Bench(cupy, graph=True)
 
 
 @pytest.mark.parametrize("program, kind, state, text", [

@@ -8,7 +8,8 @@ import pytest
 from bench import layertables
 from bench.__main__ import parser
 from bench.cases import UsageError
-from bench.layer import KINDS, layer
+from bench.layer import KINDS
+from bench.verbs import layer
 from mm3d import cost, store
 from support import ROOT, run_ranks
 
@@ -92,7 +93,7 @@ def test_no_other_heads_are_measured_than_were_asked_for(comm, hidden, head):
     arguments = parser().parse_args(["layer", "--hidden", f"64,{hidden}", f"--head={head}",
                                      "--out", "/dev/null/out"])
     with pytest.raises(UsageError, match=f"--hidden {hidden} --head {head}: a head of at least"):
-        layer(arguments, comm)
+        layer.run(arguments, comm)
 
 
 @pytest.mark.parametrize("options, message", [

@@ -6,6 +6,7 @@ from argparse import Namespace
 import pytest
 
 from bench import job, scalapack, start
+from bench.verbs import start as verb
 from mm3d import environment
 from support import run_python, run_ranks
 
@@ -137,11 +138,10 @@ def test_what_one_rank_lacks_all_learn(comm, monkeypatch):
         if comm.rank == 2:
             raise error("not here")
 
-    arguments = Namespace(shape=[], repetitions=1, max_repetitions=1, max_seconds=1, width=0.5)
     monkeypatch.setattr(scalapack, "library", library)
     for error in (scalapack.Missing, OSError):
         with pytest.raises(scalapack.UsageError, match=r"^not here \(1 of 4 ranks\)$"):
-            scalapack.scalapack(arguments, comm)
+            scalapack.loaded(comm, "float32")
     error = RuntimeError    # of the program, not of what is installed: ends the job
     if comm.rank == 2:
         with pytest.raises(RuntimeError):
@@ -172,7 +172,8 @@ def test_ranks_are_started_as_root_and_beyond_the_cores_too(monkeypatch, capsys)
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "0")
     monkeypatch.setattr(start.subprocess, "run", run)
     monkeypatch.setattr(start.environment, "local_ranks", lambda: 1)
-    assert start.start(Namespace(ranks=[1])) == 1 and "no ranks" in capsys.readouterr().err
+    assert verb.run(Namespace(ranks=[1])) == 1
+    assert capsys.readouterr() == ("", "failed: 1 ranks:\nno ranks\n")
     assert given == os.environ | environment.PERMIT | {"OMPI_ALLOW_RUN_AS_ROOT": "0"}
 
 

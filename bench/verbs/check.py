@@ -2,13 +2,14 @@
 
 import argparse
 
-from bench import exact, model, operands, sampling, trials
+from bench import exact, model, operands, trials
 from bench.cases import UsageError
 from bench.formats import render
 from bench.journal import writable
 from bench.measured_tables import document
 from bench.replay import measured
 from bench.verbs import options
+from bench.verbs.publish import failed, publish
 from mm3d.choice import ON_HOST
 
 GROUP = "Plan and predict"
@@ -57,11 +58,11 @@ def run(arguments: argparse.Namespace, comm) -> int:
         record = trials.measure(works, comm, arguments.dtype, arguments.seed, arguments.rounds,
                                 transport)
     except exact.WrongResult as wrong:
-        return sampling.failed("check", f"{wrong}; no times were written", comm)
+        return failed("check", f"{wrong}; no times were written", comm)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return sampling.publish(record if comm.rank == 0 else None, out, "check", comm,
-                            lambda: render(document(machine, list(measured(record)))))
+    return publish(record if comm.rank == 0 else None, out, "check", comm,
+                   lambda record: render(document(machine, list(measured(record)))))
 
 
 def _transport(name: str, machine: model.Machine, comm) -> str:

@@ -2,8 +2,14 @@
 
 import argparse
 
-from bench import micro
+from bench import contribution, machinefile
+from bench.collectives import array_bytes, collective_grid, measure_collectives
+from bench.exact import WrongResult
+from bench.journal import writable
 from bench.verbs import options
+from bench.verbs.publish import failed, publish
+from mm3d import environment
+from mm3d.record import Measurements
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -22,5 +28,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure and write; the exit status."""
-    return micro.collectives(arguments, comm)
+    """Measure, write the record and update the machine file; the exit status."""
+    limits = options.limits_of(arguments)
+    sizes = array_bytes(arguments.least, arguments.most, arguments.dtype)
+    grid = collective_grid(comm, arguments.grid, arguments.backend)
+    machine = contribution.begun(arguments, environment.local_ranks(), comm)
+    out = writable(arguments.out, comm)
+    try:
+        record = measure_collectives(grid, sizes, arguments.dtype, limits, arguments.seed)
+    except WrongResult as wrong:
+        return failed("collectives", f"{wrong}; no times were written", comm)
+    grid.free()
+    status = publish(record, out, "collectives", comm, table)
+    if machine is not None:
+        measured = record and contribution.lines(machine, record)
+        status = max(status, machinefile.publish(measured, arguments.machine, comm))
+    return status
+
+
+def table(record: Measurements) -> str:
+    """Format the tables of a record."""
+    from bench import microtables
+    from bench.formats import render
+    return render(microtables.collectives(record))

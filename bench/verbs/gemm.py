@@ -2,8 +2,13 @@
 
 import argparse
 
-from bench import micro
+from bench import contribution, machinefile
+from bench.exact import WrongResult
+from bench.gemm import measure_gemm, thread_counts
+from bench.journal import writable
 from bench.verbs import options
+from bench.verbs.publish import failed, publish
+from mm3d.record import Measurements
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -22,5 +27,26 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure and write; the exit status."""
-    return micro.gemm(arguments, comm)
+    """Measure on one rank, write the record and update the machine file; the exit status."""
+    backend = options.alone("gemm", arguments.backend, comm)
+    limits = options.limits_of(arguments)
+    threads = thread_counts(arguments.threads)
+    machine = contribution.begun(arguments, 1, comm)
+    out = writable(arguments.out, comm)
+    try:
+        record = measure_gemm(arguments.sizes, arguments.dtypes, threads, backend, limits,
+                              arguments.seed)
+    except WrongResult as wrong:
+        return failed("gemm", f"{wrong}; no times were written", comm)
+    status = publish(record, out, "gemm", comm, table)
+    if machine is not None:
+        status = max(status, machinefile.publish(contribution.products(machine, record),
+                                                 arguments.machine, comm))
+    return status
+
+
+def table(record: Measurements) -> str:
+    """Format the table of a record."""
+    from bench import microtables
+    from bench.formats import render
+    return render(microtables.gemm(record))

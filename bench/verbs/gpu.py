@@ -2,9 +2,12 @@
 
 import argparse
 
-from bench import gpu
-from bench.gpucases import PARTS
+from bench.exact import WrongResult
+from bench.gpu import PARTS, Bench, measure_part
+from bench.journal import writable
 from bench.verbs import options
+from bench.verbs.publish import failed, publish
+from mm3d.record import Measurements
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -22,5 +25,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure and write; the exit status."""
-    return gpu.gpu(arguments, comm)
+    """Measure and write the chosen parts, on one rank; the exit status."""
+    backend = options.alone("gpu", arguments.backend or "cupy", comm)
+    limits = options.limits_of(arguments)
+    bench = Bench(backend, arguments.scale, arguments.graph, limits, arguments.seed)
+    out, status = writable(arguments.out, comm), 0
+    for part in arguments.part:
+        try:
+            record = measure_part(bench, part)
+        except WrongResult as wrong:
+            status = failed(f"gpu-{part}", f"{wrong}; no times were written", comm)
+        else:
+            status = max(status, publish(record, out, record.kind, comm, table))
+    return status
+
+
+def table(record: Measurements) -> str:
+    """Format the tables of a record."""
+    from bench import microtables
+    from bench.formats import render
+    return render(microtables.other(record))

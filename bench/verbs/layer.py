@@ -1,9 +1,16 @@
 """Measure one Transformer layer beside one process' PyTorch, under mpirun."""
 
 import argparse
+import gc
 
-from bench import layer
+import mm3d
+from bench.cases import Sizes, UsageError
+from bench.exact import WrongResult
+from bench.journal import writable
+from bench.layer import MeasuredLayer, check_overlap, measure_layer
 from bench.verbs import options
+from bench.verbs.publish import failed, publish
+from mm3d.record import Measurements
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -29,5 +36,43 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure and write; the exit status."""
-    return layer.layer(arguments, comm)
+    """Measure and write a layer of each hidden size; the exit status."""
+    limits = options.limits_of(arguments)
+    check_head(arguments.hidden, arguments.head)
+    if arguments.overlap:
+        check_overlap(arguments.scheme)
+    out = writable(arguments.out, comm)
+    status = 0
+    for hidden in arguments.hidden:
+        gc.collect()
+        sizes = Sizes(1, hidden, hidden // arguments.head, arguments.batch, arguments.seq)
+        try:
+            scheme = mm3d.scheme(arguments.scheme, comm, arguments.grid, arguments.backend)
+            layer = MeasuredLayer(scheme, sizes, arguments.seed, arguments.dtype)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        name = f"layer-{arguments.scheme}-h{hidden}-{arguments.dtype}"
+        try:
+            record = measure_layer(layer, arguments.torch, arguments.overlap, limits)
+        except WrongResult as wrong:
+            status = failed(name, wrong, comm)
+        else:
+            status = max(status, publish(record, out, name, comm, table))
+        scheme.grid.free()
+        del layer
+    return status
+
+
+def check_head(every: list[int], head: int) -> None:
+    """Raise UsageError for hidden sizes that are no whole number of heads."""
+    for hidden in every:
+        if head < 1 or hidden % head:
+            raise UsageError(f"--hidden {hidden} --head {head}: a head of at least 1 feature, "
+                             f"and --hidden a multiple of it, would do")
+
+
+def table(record: Measurements) -> str:
+    """Format the table of a record."""
+    from bench import layertables
+    from bench.formats import render
+    return render(layertables.layers([record]))

@@ -1,11 +1,21 @@
 """Measure distributed products beside one process with all cores, under mpirun."""
 
 import argparse
+import gc
+from pathlib import Path
 
-from bench import matmul
-from bench.products import schemes
+from bench import chrome, traced
+from bench.cases import UsageError
+from bench.exact import WrongResult
+from bench.journal import writable
+from bench.matmul import measure_product
+from bench.products import Problem, schemes
 from bench.verbs import options
+from bench.verbs.publish import failed, publish
+from bench.watch import unwatched
 from mm3d.matrix_product import FORMS
+from mm3d.record import Measurements
+from mm3d.timing import Clock, Limits
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -29,5 +39,49 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure and write; the exit status."""
-    return matmul.matmul(arguments, comm)
+    """Measure and write every shape and form; the exit status."""
+    limits = options.limits_of(arguments)
+    out = writable(arguments.out, comm)
+    chrome.asked_for(arguments, comm)
+    status = 0
+    for shape in arguments.shape:
+        for form in arguments.form:
+            gc.collect()
+            try:
+                problem = Problem(arguments.scheme, form, comm, arguments.grid, shape,
+                                  arguments.dtype, arguments.seed, arguments.backend)
+            except ValueError as error:
+                raise UsageError(str(error)) from error
+            sizes = "x".join(map(str, shape))
+            name = f"matmul-{arguments.scheme}-{form}-{sizes}-{arguments.dtype}"
+            status = max(status, measure(problem, name, arguments, limits, out))
+            problem.grid.free()
+            del problem
+    return status
+
+
+def measure(problem: Problem, name: str, arguments: argparse.Namespace, limits: Limits,
+            out: Path) -> int:
+    """Measure, write and trace one product; the exit status."""
+    comm = problem.grid.comm
+    try:
+        record = measure_product(problem, arguments.backward, arguments.calls, limits,
+                                 arguments.seed, getattr(arguments, "watched", unwatched))
+    except WrongResult as wrong:
+        return failed(name, wrong, comm)
+    status = publish(record, out, name, comm, table)
+    if arguments.trace:
+        clock = Clock(comm)
+        phases = ("forward", "backward")[:1 + arguments.backward]
+        cases = len(arguments.shape) * len(arguments.form)
+        spans = traced.product(problem, phases, clock)
+        status = max(status, chrome.write(chrome.named(arguments.trace, name, cases), spans,
+                                          problem.grid, clock, name))
+    return status
+
+
+def table(record: Measurements) -> str:
+    """Format the table of a record."""
+    from bench import microtables
+    from bench.formats import render
+    return render(microtables.matmul([record]))

@@ -4,7 +4,11 @@ import argparse
 from typing import Callable
 
 from bench import formats
+from bench.cases import UsageError
+from mm3d import backend as backends
+from mm3d.backend import Backend
 from mm3d.recompute import policy
+from mm3d.timing import Limits
 
 RECOMPUTE = ("what backward computes again instead of finding it kept: none; selective, all but "
              "products with weights; full, each layer from its input; uniform:N, every N layers "
@@ -54,6 +58,39 @@ def add_measurement(parser: argparse.ArgumentParser, repetitions: int, seconds: 
     add_out(parser)
     add_backend(parser)
     add_repetitions(parser, repetitions, seconds)
+
+
+def limits_of(arguments: argparse.Namespace) -> Limits:
+    """Return when to stop repeating, as the options of `add_repetitions` say.
+
+    Raises
+    ------
+    UsageError
+        When the limits cannot be meant.
+    """
+    most = arguments.max_repetitions
+    try:
+        return Limits(arguments.repetitions,
+                      max(30, arguments.repetitions) if most is None else most,
+                      arguments.max_seconds, arguments.width)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def alone(verb: str, backend: str | None, comm) -> Backend:
+    """Return the array library of a verb that measures one rank.
+
+    Raises
+    ------
+    UsageError
+        When there are more ranks, or no such library.
+    """
+    if comm.size > 1:
+        raise UsageError(f"{verb} measures one rank: start it without mpirun")
+    try:
+        return backends.get(backend)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:

@@ -1,9 +1,16 @@
 """Measure the 3-D product beside ScaLAPACK's, which must be installed, under mpirun; print it."""
 
 import argparse
+import math
 
-from bench import scalapack
+import numpy as np
+
+from bench.exact import WrongResult
+from bench.output import say
+from bench.scalapack import Comparison, Products, compare_products, loaded
 from bench.verbs import options
+from bench.verbs.publish import failed
+from mm3d.statistics import median_interval
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -22,5 +29,46 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure and print; the exit status."""
-    return scalapack.scalapack(arguments, comm)
+    """Measure and print every shape; the exit status."""
+    limits = options.limits_of(arguments)
+    library, gemm = loaded(comm, arguments.dtype)
+    status = 0
+    for shape in arguments.shape:
+        products = Products(library, gemm, comm, shape, arguments.grid, arguments.block,
+                            arguments.seed)
+        try:
+            found = compare_products(products, arguments.calls, limits)
+        except WrongResult as wrong:
+            status = failed(f"{shape} {arguments.dtype}", wrong, comm)
+        else:
+            if found is not None:
+                say(table(found) + "\n")
+        products.free()
+    return status
+
+
+def table(found: Comparison) -> str:
+    """Format the table of a comparison."""
+    from bench.formats import Column, Notes, Rows, Table, render
+    ours, theirs = len(found.transports), len(found.blocks)
+    rows: Rows = []
+    for k, (name, time) in enumerate(zip(found.subjects, np.median(found.seconds, axis=0))):
+        cells = [name, f"{1e3 * time:#.4g}", f"{2e-9 * math.prod(found.shape) / time:.1f}"]
+        for ratios in found.ahead():
+            if 0 <= k - ours < theirs:
+                median, low, high, _ = median_interval(ratios[:, k - ours])
+                cells += [f"{median:.2f}", f"{low:.2f} - {high:.2f}"]
+            else:
+                cells += ["", ""]
+        rows.append(cells)
+    columns = [Column("", "C = A B"), Column("time", "(ms)"), Column("rate", "(GFLOP/s)"),
+               *(Column(which, "", f"3d, {name}, is ahead") for name in found.transports
+                 for which in ("median", "95 %"))]
+    title = (f"{' x '.join(map(str, found.shape))} {found.dtype}, {found.ranks} ranks on "
+             f"{found.cores} cores")
+    return render([Table(title, columns, rows), Notes("About these figures:", [
+        f"{len(found.seconds)} repetitions of {found.calls} calls each, in random order; times "
+        f"are makespans a call, rates of all ranks.",
+        f"The 3-D product and ScaLAPACK multiply by one function, of {found.library}. ScaLAPACK "
+        f"moves by MPI.", "Loaded: " + "; ".join(f"{file}: {about}" for file, about in
+                                                 found.loaded.items()) + "."])])

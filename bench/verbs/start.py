@@ -1,9 +1,12 @@
 """Measure what many ranks cost: starting them, their grid, a tiny step."""
 
 import argparse
+import sys
 
-from bench import start
+from bench.formats import Column, Notes, Rows, Table, render
+from bench.start import CALLS, PHASES, FailedJob, Start, check_cubes, measure_start
 from bench.verbs import options
+from mm3d import environment
 
 GROUP = "This machine"
 ON_ALL_RANKS = False
@@ -16,5 +19,25 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure and print; the exit status."""
-    return start.start(arguments)
+    """Start a job of each number of ranks and print the table; the exit status."""
+    check_cubes(arguments.ranks)
+    try:
+        found = [measure_start(ranks) for ranks in arguments.ranks]
+    except FailedJob as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
+    print(table(found))
+    return 0
+
+
+def table(found: list[Start]) -> str:
+    """Format the table of all jobs."""
+    rows: Rows = [[one.ranks, one.transport, *(f"{one.seconds[name]:#.3g}" for name in PHASES),
+                   f"{1e6 * one.call:.0f}"] for one in found]
+    columns = [Column("ranks"), Column("transport"), *(Column(name, "(s)") for name in PHASES),
+               Column("a small gather", "(us of CPU)")]
+    return render([Table(f"Many ranks on {environment.cores()} cores", columns, rows),
+                   Notes("About these figures:", [
+                       "once each; a step is forward and backward of one tiny layer; the gather "
+                       f"is the mean of {CALLS} along x, all that a rank's processor spends on "
+                       "it"])])
