@@ -1,24 +1,24 @@
-"""Everything that a machine with a GPU is asked, one after another, whatever fails.
+"""Do all that needs a GPU, one step after another, whatever fails.
 
-``python -m bench.gpusuite DIR`` runs the doctor, every transport's self-test, the tests that need
-a GPU on 1 and 8 ranks, and each part of ``bench gpu``, each in a process of its own with a limit
-of time: one that crashes or hangs costs the others nothing.  What each prints is in
-``DIR/NAME.log`` as soon as it is printed, results are in DIR, and ``DIR/summary.txt`` says what
-came of each.
-``--rehearse`` does the same on NumPy at tiny sizes.
+The steps are the doctor, every transport's self-test, the tests that need a GPU on 1 and 8 ranks,
+and each part of ``bench gpu``, each in a process of its own with a limit of time: one that crashes
+or hangs costs the others nothing.  The output of each is in ``DIR/NAME.log`` as soon as it is
+printed, results are in DIR, and ``DIR/summary.txt`` has a line for each.
 """
 
-import argparse
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Mapping, NamedTuple, Sequence
+from typing import Iterator, Mapping, NamedTuple, Sequence
 
+import bench
+from bench.cases import UsageError
 from bench.facts import died, ended
 from bench.gpu import PARTS
 from mm3d import environment
+
+ROOT = Path(bench.__file__).parents[1]    # where the tests are
 
 
 class Step(NamedTuple):
@@ -31,7 +31,7 @@ class Step(NamedTuple):
 
 
 def steps(out: Path, ranks: int, limit: float, rehearse: bool) -> list[Step]:
-    """What is run, in order: what is short and tells most comes first.
+    """List the steps in their order: those that are short and tell most come first.
 
     Parameters
     ----------
@@ -65,12 +65,27 @@ def steps(out: Path, ranks: int, limit: float, rehearse: bool) -> list[Step]:
     return found
 
 
+def chosen(every: Sequence[Step], only: str | None) -> list[Step]:
+    """Choose the steps named in `only`, with commas between; all unless it is given.
+
+    Raises
+    ------
+    UsageError
+        When a name is unknown.
+    """
+    names = [step.name for step in every]
+    asked = only.split(",") if only else names
+    if set(asked) - set(names):
+        raise UsageError(f"--only {only}: choose of {', '.join(names)}")
+    return [step for step in every if step.name in asked]
+
+
 def outcome(step: Step, log: Path) -> str:
     """Run a step; "" if it ended well, else how it ended."""
     variables = environment.without_launcher() | environment.launcher_environment()
     with log.open("w") as said:
         process = subprocess.Popen(step.command, stdin=subprocess.DEVNULL, stdout=said,
-                                   stderr=subprocess.STDOUT, start_new_session=True,
+                                   stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT,
                                    env={**variables, **step.settings})
         try:
             status = process.wait(step.limit)
@@ -83,9 +98,34 @@ def outcome(step: Step, log: Path) -> str:
     return died(status, log.read_text(errors="replace")) if status else ""
 
 
-def run(every: Sequence[Step], out: Path) -> int:
-    """Run all steps; how many did not end well."""
-    failed = 0
+class Outcome(NamedTuple):
+    """The end of a step.
+
+    Attributes
+    ----------
+    name : str
+        Of the step.
+    seconds : float
+        That it took.
+    problem : str
+        How it failed; "" when it ended well.
+    said : str
+        The last line that it printed: of tests, how many were skipped.
+    """
+
+    name: str
+    seconds: float
+    problem: str
+    said: str
+
+    def __str__(self) -> str:
+        return (f"{'failed' if self.problem else 'ok':8}{self.name:20}{self.seconds:7.1f} s  "
+                f"{self.problem or self.said}").rstrip()
+
+
+def run(every: Sequence[Step], out: Path) -> Iterator[Outcome]:
+    """Run the steps, one after another, and write a line for each into the summary in `out`."""
+    out.mkdir(parents=True, exist_ok=True)
     with (out / "summary.txt").open("w") as summary:
         for step in every:
             begun = time.monotonic()
@@ -94,45 +134,12 @@ def run(every: Sequence[Step], out: Path) -> int:
                 problem = outcome(step, log)
             except OSError as error:    # the program is not there
                 problem = str(error)
-            failed += bool(problem)
-            line = (f"{'failed' if problem else 'ok':8}{step.name:20}"
-                    f"{time.monotonic() - begun:7.1f} s  {problem or _last_line(log)}").rstrip()
-            print(line, flush=True)
-            print(line, file=summary, flush=True)
-    return failed
+            found = Outcome(step.name, time.monotonic() - begun, problem, _last_line(log))
+            summary.write(f"{found}\n")
+            summary.flush()
+            yield found
 
 
 def _last_line(log: Path) -> str:
-    """What was said last: of tests, how many were skipped."""
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines()]
     return next(filter(None, reversed(lines)), "")[:100]
-
-
-def main(words: Sequence[str] | None = None) -> int:
-    """Do what the command line says; 1 when a step did not end well."""
-    parser = argparse.ArgumentParser(prog="python -m bench.gpusuite", description=(
-        "Run all that needs a GPU, one after another, whatever fails."))
-    parser.add_argument("out", type=Path, metavar="DIR", help="for logs, summary and results")
-    parser.add_argument("--ranks", type=int, default=8, metavar="N",
-                        help="of the jobs of several ranks (default 8)")
-    parser.add_argument("--limit", type=float, default=600, metavar="SECONDS",
-                        help="for a measurement or the tests (default 600)")
-    parser.add_argument("--only", metavar="NAME,...", help="of the steps, in their order")
-    parser.add_argument("--rehearse", action="store_true", help="on NumPy, without a GPU")
-    options = parser.parse_args(words)
-    out = options.out.resolve()
-    try:
-        every = steps(out, options.ranks, options.limit, options.rehearse)
-    except FileNotFoundError as error:
-        parser.error(str(error))
-    names = [step.name for step in every]
-    chosen = options.only.split(",") if options.only else names
-    if set(chosen) - set(names):
-        parser.error(f"--only {options.only}: choose of {', '.join(names)}")
-    out.mkdir(parents=True, exist_ok=True)
-    os.chdir(Path(__file__).parents[1])    # where the tests are
-    return min(1, run([step for step in every if step.name in chosen], out))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,9 +1,8 @@
 """All that needs a GPU, in one go: what fails, hangs or is missing costs the rest nothing."""
 import sys
 
-import pytest
-
 from bench import gpusuite
+from bench.__main__ import main
 from bench.gpusuite import Step
 from mm3d import environment
 
@@ -19,9 +18,10 @@ def test_each_step_survives_the_others(tmp_path, capsys):
              python("hang", "import time; print('here', flush=True); time.sleep(60)", 1),
              Step("missing", [str(tmp_path / "nothing")], 1),
              python("well", "import os; print(os.environ['GIVEN'])", GIVEN="this")]
-    assert gpusuite.run(every, tmp_path) == 4
+    found = list(gpusuite.run(every, tmp_path))
+    assert [bool(one.problem) for one in found] == [True] * 4 + [False]
     lines = (tmp_path / "summary.txt").read_text().splitlines()
-    assert capsys.readouterr().out.splitlines() == lines
+    assert list(map(str, found)) == lines and not any(capsys.readouterr())
     assert [line.split()[:2] for line in lines] == [
         ["failed", "status"], ["failed", "signal"], ["failed", "hang"], ["failed", "missing"],
         ["ok", "well"]]
@@ -47,15 +47,17 @@ def test_everything_is_asked(tmp_path):
 
 def test_a_rehearsal_needs_no_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert gpusuite.main(["out", "--rehearse", "--ranks", "2", "--only",
-                          "selftest-mpi,gpu-elementwise"]) == 0, capsys.readouterr().out
-    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()] == [
+    assert main(["gpusuite", "out", "--rehearse", "--ranks", "2", "--only",
+                 "selftest-mpi,gpu-elementwise"]) == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert [line.split()[:2] for line in said.splitlines()] == [
         ["ok", "selftest-mpi"], ["ok", "gpu-elementwise"]]
+    assert (tmp_path / "out" / "summary.txt").read_text() == said
     assert list((tmp_path / "out" / "gpu-elementwise").glob("*.h5"))
     assert "right on 2 ranks" in (tmp_path / "out" / "selftest-mpi.log").read_text()
 
 
 def test_steps_that_are_unknown_are_refused(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        gpusuite.main([str(tmp_path), "--rehearse", "--only", "doctor,all"])
+    assert main(["gpusuite", str(tmp_path / "out"), "--rehearse", "--only", "doctor,all"]) == 2
+    assert not (tmp_path / "out").exists()
     assert "--only doctor,all: choose of doctor, selftest-mpi" in capsys.readouterr().err
