@@ -2,10 +2,10 @@
 
 import itertools
 from pathlib import Path
-from types import SimpleNamespace
 
 from bench.cases import UsageError
 from mm3d.layout import Layout
+from mm3d.shape import GridShape
 
 # Okabe and Ito's colours, one a rank of the 2 x 2 x 2 cube.
 COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#BBBBBB")
@@ -76,13 +76,14 @@ def _ranks(panel) -> None:
 
 def _product(panel) -> None:
     """The three matrices where a product is written by hand: A left of C, B above it."""
-    grid, n = SimpleNamespace(shape={"x": 2, "y": 2, "z": 2}), 4
+    shape, n = GridShape("xyz", (2, 2, 2)), 4
     places = {"A": (0, 0), "B": (5.2, 5.4), "C": (5.2, 0)}
     for name, (left, bottom) in places.items():
         spec, dealt, moved = MATRICES[name]
         layout = Layout(spec)
-        for i, j, l in itertools.product(range(2), repeat=3):  # noqa: E741
-            rows, columns = layout.slices(grid, (n, n), {"x": i, "y": j, "z": l})
+        for coords in shape.everywhere():
+            i, j, l = coords.values()  # noqa: E741
+            rows, columns = layout.slices(shape, (n, n), coords)
             width, height = columns.stop - columns.start, rows.stop - rows.start
             x, y = left + columns.start, bottom + n - rows.stop
             panel.fill((x, x + width, x + width, x), (y, y, y + height, y + height),

@@ -1,6 +1,5 @@
 """Figures against ranks: step time, speed-up and efficiency, words, memory."""
 
-import math
 import textwrap
 
 from bench import merit
@@ -12,6 +11,7 @@ from bench.tables import measured_average
 from bench.variants import recorded
 from mm3d import SCHEMES, cost, timing
 from mm3d.statistics import Interval, median_interval
+from mm3d.shape import GridShape
 from mm3d.store import Run
 
 
@@ -155,19 +155,18 @@ def closed_form(runs: list[Run], table: str) -> list[Point]:
                 chosen["scheme"], grid, *(chosen[name] for name in (
                     "layers", "hidden", "heads", "batch", "seq")),
                 keep=recorded(chosen).keep, recompute=chosen.get("recompute", "none"))
-            ranks = math.prod(grid.values())
             total = sum(sum(form.values()) for form in forms.values())
-            points.setdefault(ranks, total / ranks / chosen["batch"])
+            points.setdefault(grid.ranks, total / grid.ranks / chosen["batch"])
     return sorted(points.items())
 
 
-def grids_between(scheme: str) -> list[dict[str, int]]:
+def grids_between(scheme: str) -> list[GridShape]:
     """The grids that `scheme` has for 8 to 64 ranks."""
     known = SCHEMES.get(scheme)
     grids = []
     for ranks in range(TICKS[0], TICKS[-1] + 1) if known else ():
         try:
-            grids.append(dict(zip(known.directions, known.default_grid(ranks))))
+            grids.append(GridShape(known.directions, known.default_grid(ranks)))
         except ValueError:    # no grid of so many
             continue
     return grids

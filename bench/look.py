@@ -49,7 +49,7 @@ class Look:
         shape = self.model.shape
         numbers = np.arange(math.prod(shape[:2])).reshape(shape[:2])
         rows = set(self.random.choice(numbers.size, min(ROWS, numbers.size), False).tolist())
-        places = {str(place): place for coords in self.grid.everywhere()
+        places = {str(place): place for coords in self.grid.shape.everywhere()
                   for place in [self.model.outer.layout().slices(self.grid, shape, coords)[:2]]}
         return np.array(sorted(rows | {int(self.random.choice(numbers[place].ravel()))
                                        for place in places.values() if numbers[place].size}))

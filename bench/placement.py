@@ -6,12 +6,12 @@ they fit; where a node holds more, the next direction follows.  The grid itself 
 its own order: `placed` gives it the ranks in another.
 """
 
-import math
 from dataclasses import dataclass
 
 from mpi4py import MPI
 
 from mm3d import cost
+from mm3d.shape import GridShape
 
 Sizes = dict[str, int]
 
@@ -86,13 +86,8 @@ def placed(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> MPI.Intracomm:
 
     Every rank calls this.  Rank 0 stays rank 0; the caller frees the communicator.
     """
-    coords, rest = {}, comm.rank
-    for axis in reversed(chosen):
-        rest, coords[axis] = divmod(rest, shape[axis])
-    number = 0
-    for axis, size in shape.items():
-        number = number * size + coords[axis]
-    return comm.Split(0, number)
+    launched = GridShape(chosen, [shape[axis] for axis in chosen])
+    return comm.Split(0, GridShape.of(shape).rank(launched.coordinates(comm.rank)))
 
 
 def found(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> Placement:
@@ -107,13 +102,13 @@ def found(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> Placement:
     chosen : str
         See `order`.
     """
-    nodes = numbers(comm)
-    within, stride = "", math.prod(shape.values())
-    for axis, size in shape.items():
-        stride //= size
-        first = [rank - stride * (rank // stride % size) for rank in range(comm.size)]
-        if size > 1 and all(nodes[rank] == nodes[first[rank]] for rank in range(comm.size)):
-            within += axis
+    nodes, grid = numbers(comm), GridShape.of(shape)
+
+    def within_nodes(axis: str) -> bool:
+        first = [grid.rank({**coords, axis: 0}) for coords in grid.everywhere()]
+        return all(nodes[rank] == nodes[start] for rank, start in enumerate(first))
+
+    within = "".join(axis for axis, size in grid.items() if size > 1 and within_nodes(axis))
     return Placement(chosen, within, len(set(nodes)), " ".join(map(str, nodes)))
 
 

@@ -180,7 +180,7 @@ def _expected(model, sizes: dict[str, int], variant: Variant) -> dict[str, Varia
     parameters = cost.parameters(sizes["layers"], sizes["hidden"])
     saved = cost.saved_words(model.scheme.name, grid.shape, **sizes, keep=variant.keep,
                              recompute=model.recompute)
-    run = dry.extended(model.scheme.name, grid.size, tuple(grid.shape.values()),
+    run = dry.extended(model.scheme.name, grid.size, grid.shape.sizes,
                        block=grid.backend.block, options=options, causal=variant.causal,
                        # bfloat16 takes as much as float16, which dry runs have.
                        dtype="float16" if size == 2 else model.dtype,

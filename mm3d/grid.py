@@ -1,9 +1,6 @@
 """The process grid: ranks with coordinates, and an `Axis` for each of its directions."""
 
-import itertools
-import math
-import numbers
-from typing import Any, Callable, Iterator, Mapping
+from typing import Any, Callable
 
 from mpi4py import MPI
 
@@ -12,6 +9,7 @@ from mm3d import environment
 from mm3d.axis import Axis, Traffic
 from mm3d.backend import Backend
 from mm3d.choice import settle, transports_for
+from mm3d.shape import GridShape
 from mm3d.shared import node_of
 from mm3d.transport import Absent
 
@@ -19,7 +17,7 @@ from mm3d.transport import Absent
 class Grid:
     """The ranks of a communicator as a Cartesian grid with named directions.
 
-    The first direction varies slowest: on an X x Y x Z grid, rank (i Y + j) Z + l is (i, j, l).
+    Ranks are numbered as `mm3d.shape.GridShape` says, the first direction varying slowest.
 
     Parameters
     ----------
@@ -29,6 +27,17 @@ class Grid:
         Whose arrays travel on it; see `mm3d.backend.get`.
     **shape : int
         The directions, single letters, and their sizes.
+
+    Attributes
+    ----------
+    shape : GridShape
+        Sizes of the directions.
+    size, rank : int
+        Number of ranks, and the number of this one.
+    coords : dict of str to int
+        Coordinate of this rank along each direction.
+    axes : dict of str to Axis
+        The ranks that differ from this one along each direction.
 
     Raises
     ------
@@ -46,24 +55,18 @@ class Grid:
     def __init__(self, comm: MPI.Intracomm | Absent, backend: str | Backend | None = None,
                  **shape: int) -> None:
         self.backend = backends.get(backend)
-        wrong = [f"{name}={size!r}" for name, size in shape.items()
-                 if len(name) != 1 or not isinstance(size, numbers.Integral) or size < 1]
-        if wrong:
-            raise ValueError(f"grid directions are single letters with sizes of at least 1, "
-                             f"not {', '.join(wrong)}")
-        text = " x ".join(map(str, shape.values()))
-        if math.prod(shape.values()) != comm.size:
-            raise ValueError(f"a grid of {text} has {math.prod(shape.values())} ranks, but the "
+        self.comm, self.shape = comm, GridShape.of(shape)
+        if self.shape.ranks != comm.size:
+            raise ValueError(f"a grid of {self.shape} has {self.shape.ranks} ranks, but the "
                              f"communicator has {comm.size}: start that many ranks, or give "
                              f"sizes whose product is {comm.size}")
         environment.check_launcher(comm.size if comm == MPI.COMM_WORLD else None)
-        self.comm, self.shape = comm, {name: int(size) for name, size in shape.items()}
         self.size, self.rank = comm.size, comm.rank
-        self.coords = self.coordinates(comm.rank)
+        self.coords = self.shape.coordinates(comm.rank)
         self.arriving: Any = None    # the parameter whose gradient is being summed, if one is
         kind = settle(comm, self.backend)
         node = node_of(comm) if kind == "shared" else 0
-        lines = {name: self._line(name) for name in shape}
+        lines = {name: self._line(name) for name in self.shape}
         transports = transports_for(comm, lines, self.backend, kind, node)
         self.axes = {name: Axis(name, line, self.backend, transports[name])
                      for name, line in lines.items()}
@@ -72,14 +75,8 @@ class Grid:
         """The ranks that differ from this one along the direction `name`."""
         if isinstance(self.comm, Absent):
             return Absent(self.shape[name], self.coords[name])
-        # Ranks are on one line when they have the same number but for this coordinate.
-        return self.comm.Split(self.rank - self.stride(name) * self.coords[name],
-                               self.coords[name])
-
-    def stride(self, name: str) -> int:
-        """How far apart neighbours along the direction `name` are in the numbering of ranks."""
-        names = list(self.shape)
-        return math.prod(self.shape[other] for other in names[names.index(name) + 1:])
+        # A line is known by its first rank.
+        return self.comm.Split(self.shape.rank({**self.coords, name: 0}), self.coords[name])
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
@@ -93,18 +90,6 @@ class Grid:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.shape.items())
         return f"Grid({sizes}; rank {self.rank} at {tuple(self.coords.values())})"
-
-    def coordinates(self, rank: int) -> dict[str, int]:
-        """The coordinate along each direction of the rank numbered `rank`."""
-        coords = {}
-        for name, size in reversed(self.shape.items()):
-            rank, coords[name] = divmod(rank, size)
-        return {name: coords[name] for name in self.shape}
-
-    def everywhere(self) -> Iterator[Mapping[str, int]]:
-        """The coordinates of every rank, in rank order."""
-        for point in itertools.product(*map(range, self.shape.values())):
-            yield dict(zip(self.shape, point))
 
     def traffic(self) -> dict[tuple[str, str], Traffic]:
         """What was counted of this rank since `reset_traffic`, by (direction, collective)."""

@@ -20,10 +20,15 @@ import numpy as np
 from mm3d.axis import Split, blocks
 from mm3d.backend import Array
 from mm3d.grid import Grid
+from mm3d.shape import GridShape
 
 
 class Layout:
     """How an array lies on a grid.
+
+    Where each block lies follows from the shape of the grid and coordinates alone: `slices`,
+    `local_shape`, `owns` and `root` take a `GridShape` and coordinates, or a live `Grid`, whose
+    coordinates are then those of this rank.
 
     Parameters
     ----------
@@ -58,48 +63,48 @@ class Layout:
         units = f", units={self.units}" if self.units else ""
         return f"Layout({self.spec!r}{units})"
 
-    def _check(self, grid: Grid, shape: tuple[int, ...]) -> None:
-        missing = [c for c in self.letters + (self.diagonal or "") if c not in grid.shape]
+    def _check(self, sizes: GridShape, shape: tuple[int, ...]) -> None:
+        missing = [c for c in self.letters + (self.diagonal or "") if c not in sizes]
         if missing:
             raise ValueError(f"layout {self.spec!r} names the direction {missing[0]!r}, which "
-                             f"the grid does not have: it has {', '.join(grid.shape)}")
+                             f"the grid does not have: it has {', '.join(sizes)}")
         if len(shape) != len(self.dims):
             raise ValueError(f"layout {self.spec!r} is for {len(self.dims)} dimensions, but the "
                              f"array has {len(shape)}: {tuple(shape)}")
 
-    def _bounds(self, grid: Grid, length: int, dim: int,
+    def _bounds(self, sizes: GridShape, length: int, dim: int,
                 coords: Mapping[str, int]) -> tuple[int, int]:
         """Start and length of the block of dimension `dim` at `coords`."""
         start, unit = 0, self.units.get(dim, 1)
         for letter in self.dims[dim]:
-            counts = blocks(length, grid.shape[letter], unit)
+            counts = blocks(length, sizes[letter], unit)
             start += sum(counts[:coords[letter]])
             length, unit = counts[coords[letter]], 1
         return start, length
 
-    def owns(self, grid: Grid, coords: Mapping[str, int] | None = None) -> bool:
-        """Whether the rank at `coords` (this one, if not given) holds a block at all."""
+    def owns(self, grid: GridShape | Grid, coords: Mapping[str, int] | None = None) -> bool:
+        """Whether the rank at `coords` holds a block at all."""
         if self.diagonal is None:
             return True
-        coords = coords or grid.coords
-        return coords[self.diagonal] == self.root(grid, coords)
+        sizes, coords = _place(grid, coords)
+        return coords[self.diagonal] == self.root(sizes, coords)
 
-    def root(self, grid: Grid, coords: Mapping[str, int] | None = None) -> int:
-        """The rank along the direction after '@' that holds this line's block."""
-        coords = coords or grid.coords
-        return coords[self.letters[0]] % grid.shape[self.diagonal]
+    def root(self, grid: GridShape | Grid, coords: Mapping[str, int] | None = None) -> int:
+        """The rank along the direction after '@' that holds the block of the rank at `coords`."""
+        sizes, coords = _place(grid, coords)
+        return coords[self.letters[0]] % sizes[self.diagonal]
 
-    def slices(self, grid: Grid, shape: tuple[int, ...],
+    def slices(self, grid: GridShape | Grid, shape: tuple[int, ...],
                coords: Mapping[str, int] | None = None) -> tuple[slice, ...]:
         """Where in the global array of `shape` the block of the rank at `coords` lies."""
-        self._check(grid, shape)
-        coords = coords or grid.coords
-        if not self.owns(grid, coords):
+        sizes, coords = _place(grid, coords)
+        self._check(sizes, shape)
+        if not self.owns(sizes, coords):
             return (slice(0, 0),) * len(shape)
-        bounds = (self._bounds(grid, n, dim, coords) for dim, n in enumerate(shape))
+        bounds = (self._bounds(sizes, n, dim, coords) for dim, n in enumerate(shape))
         return tuple(slice(start, start + length) for start, length in bounds)
 
-    def local_shape(self, grid: Grid, shape: tuple[int, ...],
+    def local_shape(self, grid: GridShape | Grid, shape: tuple[int, ...],
                     coords: Mapping[str, int] | None = None) -> tuple[int, ...]:
         """Shape of the block that the rank at `coords` holds of an array of `shape`."""
         return tuple(s.stop - s.start for s in self.slices(grid, shape, coords))
@@ -110,7 +115,7 @@ class Layout:
         Its extent on this rank is what the directions before `letter` leave of the dimension.
         ValueError where `letter` divides none.
         """
-        self._check(grid, shape)
+        self._check(grid.shape, shape)
         if len(letter) != 1 or letter not in self.letters:
             raise ValueError(f"layout {self.spec!r} divides nothing by {letter!r}: it has "
                              f"{', '.join(self.letters) or 'no directions'}")
@@ -138,7 +143,7 @@ class Layout:
             if wrong:
                 raise ValueError(f"the block of an array of {shape} in layout {self.spec!r} is "
                                  f"{wrong[0]} on rank {rank}, not {wrong[1]}")
-        places = [self.slices(grid, shape, coords) for coords in grid.everywhere()]
+        places = [self.slices(grid, shape, coords) for coords in grid.shape.everywhere()]
         lengths = [math.prod(s.stop - s.start for s in place) for place in places]
         parts = np.empty(sum(lengths), local.dtype)
         offsets = np.cumsum([0] + lengths)
@@ -148,3 +153,13 @@ class Layout:
             out[place] = parts[start:start + length].reshape(
                 [s.stop - s.start for s in place])
         return out
+
+
+def _place(grid: GridShape | Grid, coords: Mapping[str, int] | None
+           ) -> tuple[GridShape, Mapping[str, int]]:
+    """The shape of a grid, and coordinates on it: of this rank, if none are given."""
+    if not isinstance(grid, GridShape):
+        return grid.shape, grid.coords if coords is None else coords
+    if coords is None:
+        raise ValueError(f"a block on {grid!r} needs coordinates: no rank is behind the shape")
+    return grid, coords

@@ -48,7 +48,7 @@ def observed(grid: Any, observer: Observer, model: Any = None) -> Iterator[None]
         undo.append(_replace(backend, "xp", _Library(backend.xp, observer, busy)))
     for name, axis in grid.axes.items():
         if axis.size > 1:
-            transport = _Transport(axis, grid.stride(name), observer)
+            transport = _Transport(axis, grid.shape.stride(name), observer)
             undo.append(_replace(axis, "transport", transport))
     if model is not None:
         _observe_within(model.layers, observer, undo)

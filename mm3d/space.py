@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Callable
+from typing import Any, Callable, Mapping
 
 from mm3d.axis import Axis, Split
 from mm3d.backend import Array, namespace
@@ -11,6 +11,7 @@ from mm3d.functional import (add_rows, bias_gelu_backward, bias_gelu_forward, sc
                              sum_products, sum_rows)
 from mm3d.grid import Grid
 from mm3d.layout import Layout
+from mm3d.shape import GridShape
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,8 @@ class Space:
 
     Attributes
     ----------
-    grid : Grid
-        The ranks.
+    grid : Grid or GridShape
+        The ranks; their shape is enough for layouts and the shapes of blocks.
     batch, seq : int
         Global number of sequences, and of positions in each.
     rows : str
@@ -34,7 +35,7 @@ class Space:
         they use them where they lie.
     """
 
-    grid: Grid
+    grid: Grid | GridShape
     batch: int
     seq: int
     rows: str
@@ -47,10 +48,14 @@ class Space:
         spec = ",".join([self.rows, *[""] * middle, self.features])
         return Layout(spec, {2 + middle: unit})
 
-    def local_shape(self, *features: int, unit: int = 1) -> tuple[int, ...]:
-        """This rank's block of an activation of (batch, seq, *features)."""
+    def local_shape(self, *features: int, unit: int = 1,
+                    coords: Mapping[str, int] | None = None) -> tuple[int, ...]:
+        """Shape of a block of an activation of (batch, seq, *features).
+
+        That of the rank at `coords`; of this rank, if not given and the grid is live.
+        """
         layout = self.layout(len(features) - 1, unit)
-        return layout.local_shape(self.grid, (self.batch, self.seq, *features))
+        return layout.local_shape(self.grid, (self.batch, self.seq, *features), coords)
 
     def allocator(self, *features: int, unit: int = 1) -> Callable[[Any], Array]:
         """What makes, from a dtype, this rank's block of an activation (batch, seq, *features).
@@ -73,7 +78,7 @@ class Space:
     def sequence(self) -> Axis | None:
         """The direction that divides the positions of a sequence, if one does."""
         letter = self.rows.partition(",")[2]
-        return self.grid[letter] if letter and self.grid.shape[letter] > 1 else None
+        return self.grid[letter] if letter and self.grid[letter].size > 1 else None
 
     @property
     def first_position(self) -> int:
@@ -115,16 +120,15 @@ class Vector:
         self._copies = [grid[c] for c in space.rows.replace(",", "") if c not in held]
         coords = dict(grid.coords)
         if self._line is not None:
-            coords[self._line.name] = self.layout.root(grid)
+            self._root = coords[self._line.name] = self.layout.root(grid)
         self._block = self.layout.local_shape(grid, self.shape, coords)
 
     def fetch(self, b: Array) -> Array:
         """The features of this rank, b_l or b_j, from the stored blocks (Algorithm 7)."""
         if self._line is not None:
-            root = self.layout.root(self.space.grid)
-            if self._line.rank != root:
+            if self._line.rank != self._root:
                 b = self.space.grid.backend.empty(self._block, b.dtype)
-            b = self._line.broadcast(b, root)
+            b = self._line.broadcast(b, self._root)
         for split in reversed(self._sub):
             b = split.all_gather(b)
         return b
@@ -141,7 +145,7 @@ class Vector:
         for split in self._sub:
             db = split.reduce_scatter(db)
         if self._line is not None:
-            db = self._line.reduce(db, self.layout.root(self.space.grid))
+            db = self._line.reduce(db, self._root)
         return db
 
 

@@ -60,8 +60,7 @@ def test_rank_numbers_and_coordinates(comm):
         i, j, k = (grid.coords[c] for c in "xyz")
         assert (i * Y + j) * Z + k == comm.rank == grid.rank
         assert (grid.size, grid.axes.keys()) == (comm.size, set("xyz"))
-        assert list(grid.everywhere()) == [grid.coordinates(r) for r in range(comm.size)]
-        assert list(grid.everywhere())[comm.rank] == grid.coords
+        assert grid.shape.coordinates(comm.rank) == grid.coords
         lines = {"x": [(n * Y + j) * Z + k for n in range(X)],
                  "y": [(i * Y + n) * Z + k for n in range(Y)],
                  "z": [(i * Y + j) * Z + n for n in range(Z)]}
@@ -166,7 +165,7 @@ def test_all_reduce_reduce_and_broadcast(comm, shape):
 def test_collectives_stay_within_their_line_of_the_grid(comm, letter):
     """On a cube: the other coordinates are those of this rank, in what it receives too."""
     with on_grid(comm, 2, 2, 2) as grid:
-        line = [r for r in range(8) if all(grid.coordinates(r)[c] == grid.coords[c]
+        line = [r for r in range(8) if all(grid.shape.coordinates(r)[c] == grid.coords[c]
                                            for c in "xyz" if c != letter)]
         terms = [integers((2, 3), r) for r in line]
         axis, mine = grid[letter], terms[grid.coords[letter]]

@@ -3,6 +3,8 @@ import numpy as np
 import pytest
 
 import mm3d
+from mm3d.shape import GridShape
+from mm3d.space import Space
 from reference import SHAPES, block, every_grid, grids, integers, on_grid
 
 # Matrices, activations and weights of every scheme; what no letter divides is held in copies.
@@ -36,11 +38,34 @@ def test_every_rank_knows_the_block_of_every_other(comm, spec, dims):
     for grid in grids(comm):
         copies = np.prod([n for c, n in grid.shape.items() if c not in spec], dtype=int)
         held = np.zeros(shape, int)
-        for coords in grid.everywhere():
+        for coords in grid.shape.everywhere():
             held[layout.slices(grid, shape, coords)] += 1
         assert (held == copies).all(), grid
-        mine = [layout.local_shape(grid, shape, coords) for coords in grid.everywhere()]
+        mine = [layout.local_shape(grid.shape, shape, coords)
+                for coords in grid.shape.everywhere()]
         assert comm.allgather(layout.local_shape(grid, shape)) == mine
+
+
+def test_blocks_need_the_shape_of_a_grid_and_no_ranks():
+    """Directions of any names: each element is on one stage, and in each of three replicas."""
+    shape = GridShape("dsx", (3, 2, 4))
+    held = np.zeros((7, 9), int)
+    for coords in shape.everywhere():
+        held[mm3d.Layout("s,x").slices(shape, (7, 9), coords)] += 1
+    assert (held == 3).all()
+    owners = [coords for coords in shape.everywhere()
+              if mm3d.Layout("x@s").owns(shape, coords)]
+    assert [(c["s"], c["x"]) for c in owners] == [(0, 0), (0, 2), (1, 1), (1, 3)] * 3
+    with pytest.raises(ValueError, match="needs coordinates: no rank is behind the shape"):
+        mm3d.Layout("s,x").local_shape(shape, (7, 9))
+    with pytest.raises(ValueError, match="names the direction 'z'.* it has d, s, x"):
+        mm3d.Layout("z,x").local_shape(shape, (7, 9), shape.coordinates(0))
+
+
+def test_blocks_of_activations_need_the_shape_of_a_grid_and_no_ranks():
+    space = Space(GridShape("dxyz", (2, 2, 2, 3)), 4, 6, "xy,", "z", "zx@y")
+    assert [space.local_shape(15, unit=3, coords=coords)
+            for coords in space.grid.everywhere()] == [(1, 6, 6), (1, 6, 6), (1, 6, 3)] * 8
 
 
 @every_grid

@@ -63,7 +63,7 @@ def check(name: str, parallelism: Parallelism, comm) -> None:
             assert moved == moves[phase], f"{parallelism}, {name}: {phase} moved {moved}"
         rows = scheme.spaces(sizes["batch"], sizes["seq"])[0].rows
     if comm.rank == 0:
-        print(f"{scheme.name} {'x'.join(map(str, scheme.grid.shape.values()))} [{rows}] {name}")
+        print(f"{scheme.name} {scheme.grid.shape.compact} [{rows}] {name}")
 
 
 def check_products(comm) -> None:
