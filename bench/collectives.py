@@ -144,7 +144,7 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
     if comm.rank > 0:
         return None
     settings = {"dtype": dtype, "seed": seed, "grid_axes": "".join(axes),
-                "grid": " x ".join(map(str, grid.shape.values())),
+                "grid": str(grid.shape),
                 "transport": operands.transport(grid),
                 "transports": operands.transports(grid, axes), **asdict(limits)}
     scales = {"axis": axes, "collective": store.COLLECTIVES, "size": list(sizes)}

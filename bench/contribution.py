@@ -13,7 +13,7 @@ import numpy as np
 from bench import fits, machinefile, model
 from bench import machine as here
 from bench.cases import UsageError
-from mm3d.record import Measurements
+from mm3d.record import Measurements, grid_shape
 
 MEASURED = "all of what is measured here; of the rest "
 
@@ -103,17 +103,15 @@ def lines(machine: model.Machine, record: Measurements) -> model.Machine:
 
 def measured_lines(record: Measurements) -> list[model.Line]:
     """The collectives of a record, each with its fit."""
-    sizes = dict(zip("xyz", map(int, record.configuration["grid"].split(" x "))))
-    letters = list(sizes)
+    shape = grid_shape(record.configuration)
     alpha, beta, seconds = (record.variables[name].values
                             for name in ("alpha", "beta", "seconds"))
     found = []
     for i, axis in enumerate(record.scales["axis"]):
-        stride = int(np.prod([sizes[c] for c in letters[letters.index(axis) + 1:]], dtype=int))
         for k, kind in enumerate(record.scales["collective"]):
             curve = model.Curve([float(size) for size in record.scales["size"]],
                                 seconds[i, k, :, 0].tolist())
-            found.append(model.Line(kind, sizes[axis], stride, float(alpha[i, k]),
+            found.append(model.Line(kind, shape[axis], shape.stride(axis), float(alpha[i, k]),
                                     float(beta[i, k]), curve))
     return found
 

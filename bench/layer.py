@@ -24,7 +24,7 @@ from bench.rival import Rival
 from bench.sampling import BOUNDS, measured_environment
 from bench.variants import having
 from mm3d import cost, timing
-from mm3d.record import Check, Measurements, Variable
+from mm3d.record import Check, Measurements, Variable, grid_settings
 from mm3d.statistics import Interval, median_interval
 from mm3d.timing import Limits
 
@@ -150,8 +150,7 @@ def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: boo
     settings = {"scheme": scheme.name, "dtype": subject.dtype,
                 **msgspec.structs.asdict(subject.sizes), "seed": subject.seed,
                 "reference": about, "ended_by": found.ended_by,
-                "grid": " x ".join(map(str, scheme.grid.shape.values())),
-                "grid_axes": " ".join(scheme.grid.shape),
+                **grid_settings(scheme.grid.shape),
                 "transport": operands.transport(scheme.grid), **asdict(limits)}
     return layer_record(subject, found, np.array(memory).T, settings, environs, checks)
 

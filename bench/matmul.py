@@ -22,7 +22,7 @@ from bench.sampling import BOUNDS, measured_environment
 from bench.watch import unwatched
 from mm3d import cost, environment, timing
 from mm3d.backend import Array
-from mm3d.record import Measurements, Variable
+from mm3d.record import Measurements, Variable, grid_settings
 from mm3d.statistics import Interval, median_interval
 from mm3d.timing import Limits
 
@@ -92,8 +92,7 @@ def measure_product(problem: Problem, backward: bool = False, calls: int | None 
     M, K = problem.shapes["C"]
     settings = {"form": problem.form, "scheme": problem.scheme, "dtype": problem.dtype,
                 "M": M, "N": math.prod(problem.shapes["A"]) // M, "K": K, "seed": seed,
-                "grid": " x ".join(map(str, grid.shape.values())),
-                "grid_axes": " ".join(grid.shape), "transport": operands.transport(grid),
+                **grid_settings(grid.shape), "transport": operands.transport(grid),
                 "ended_by": found.ended_by, "calls": found.calls,
                 "one_process_threads": granted(environment.cores()),
                 "one_process_cores": len(os.sched_getaffinity(0)), **asdict(limits)}

@@ -11,7 +11,7 @@ from bench.cases import title
 from bench.formats import Column, Notes, Number, Part, Table
 from bench.results import read_all
 from mm3d import choice, cost, timing
-from mm3d.store import AXES, PHASES, Run, StoreError
+from mm3d.store import PHASES, Run, StoreError
 
 
 class Figure(NamedTuple):
@@ -96,7 +96,7 @@ def traffic(run: Run) -> list[Figure]:
     expected = run.expected_words.sum(axis=(0, 2)) / run.ranks
     speed, found = parts.bandwidth(run) or {}, []
     stated = moved_words(run)
-    for a, axis in enumerate(AXES):
+    for a, axis in enumerate(run.directions):
         if expected[a] or words[a]:
             item = moved[a] / words[a]
             found += [Figure(f"words a rank along {axis}, counted", float(words[a]), "1",
@@ -209,8 +209,9 @@ def one(run: Run) -> list[Part]:
             for phase, found in shares.items()]
     rows += [[f"{phase}, %", *(_percent(value / sum(found.values())) for value in found.values()),
               "", "", ""] for phase, found in shares.items()]
-    columns = [Column("seconds"), *(Column(label, "", "collectives along" if label in AXES else "")
-                                    for label in parts.LABELS),
+    columns = [Column("seconds"),
+               *(Column(part, "", "collectives along" if part in run.directions else "")
+                 for part in parts.part_names(run.directions)),
                Column("sum", "traced"), Column("time", "untraced"), Column("traced /", "untraced")]
     return [Table(f"Where the time goes, {name}", columns, rows), merits, Notes("About them:", [
         "Parts are means over ranks and traced repetitions, which follow those that count; what a "

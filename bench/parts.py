@@ -2,23 +2,34 @@
 
 import itertools
 import math
+from typing import Iterable
 
 import numpy as np
 
 from mm3d import timing
 from mm3d.choice import in_place
 from mm3d.record import Variable
-from mm3d.spans import AXES
 from mm3d.store import COLLECTIVES, PHASES, Run
 
-# In the order in which a figure may stack them.
-LABELS = {"gemm": "matrix products", "x": "collectives along x", "y": "collectives along y",
-          "z": "collectives along z", "elementwise": "elementwise", "waiting": "waiting",
+LABELS = {"gemm": "matrix products", "elementwise": "elementwise", "waiting": "waiting",
           "other": "other"}
 
 
+def part_names(directions: Iterable[str]) -> tuple[str, ...]:
+    """Name the parts of a step, in the order in which a figure may stack them.
+
+    The collectives along a direction of the grid are one part, with the direction's name.
+    """
+    return ("gemm", *directions, "elementwise", "waiting", "other")
+
+
+def label(part: str) -> str:
+    """Title of one of the `part_names`."""
+    return LABELS.get(part, f"collectives along {part}")
+
+
 def parts(run: Run) -> dict[str, dict[str, float]] | None:
-    """Seconds of each of `LABELS`, by phase: what a step of the slowest rank is made of.
+    """Seconds of each of the `part_names`, by phase: what a step of the slowest rank is made of.
 
     Means over the traced repetitions and over ranks.  What a rank waits at the end of a phase for
     the slowest is "waiting", so the parts of a phase add up to the traced repetitions' mean time,
@@ -38,9 +49,9 @@ def parts(run: Run) -> dict[str, dict[str, float]] | None:
     mean, late = seconds.mean(axis=(0, 2)), late.mean(axis=(0, 2))
     found = {}
     for p, phase in enumerate(PHASES):
-        shares = dict.fromkeys(LABELS, 0.0)
+        shares = dict.fromkeys(part_names(run.directions), 0.0)
         for name, value in zip(names, mean[p].tolist()):
-            shares[name if name in LABELS else name.rpartition(" ")[2]] += value
+            shares[name if name in shares else name.rpartition(" ")[2]] += value
         shares["waiting"] += float(late[p])
         found[phase] = shares
     return found
@@ -69,7 +80,7 @@ def bandwidth(run: Run) -> dict[str, float] | None:
         return None
     names = np.array(run.groups["parts"].scales["part"])
     found = {}
-    for a, axis in enumerate(AXES):
+    for a, axis in enumerate(run.directions):
         copying = [kind not in placed(run, axis) for kind in COLLECTIVES]
         moved = run.traffic["bytes"][:, :, a, copying].sum()
         kinds = itertools.compress(COLLECTIVES, copying)

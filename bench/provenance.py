@@ -11,18 +11,25 @@ import mm3d
 from bench.cases import Case, Row, Sizes
 from bench.job import Options
 from mm3d import store
+from mm3d.record import grid_settings
+from mm3d.shape import GridShape
 
 
-def expected_words(scheme: str, grid: dict[str, int], sizes: Sizes,
-                   keep: str = "none", recompute: str = "none") -> np.ndarray:
-    """The closed form of the words of one step, as `mm3d.store.Run` keeps it."""
+def expected_words(scheme: str, grid: GridShape, sizes: Sizes, keep: str = "none",
+                   recompute: str = "none",
+                   directions: tuple[str, ...] | None = None) -> np.ndarray:
+    """The closed form of the words of one step, as `mm3d.store.Run` keeps it.
+
+    Along `directions`; those of a new record, if not given.
+    """
+    directions = directions or store.directions_of(grid)
     forms = mm3d.cost.transformer_words(scheme, grid, sizes.layers, sizes.hidden, sizes.heads,
                                         sizes.batch, sizes.seq, keep=keep,
                                         recompute=recompute)
-    expected = np.zeros((len(store.PHASES), len(store.AXES), len(store.COLLECTIVES)), np.int64)
+    expected = np.zeros((len(store.PHASES), len(directions), len(store.COLLECTIVES)), np.int64)
     for phase, name in enumerate(store.PHASES):
         for (axis, collective), words in forms[name].items():
-            expected[phase, store.AXES.index(axis), store.COLLECTIVES.index(collective)] = words
+            expected[phase, directions.index(axis), store.COLLECTIVES.index(collective)] = words
     return expected
 
 
@@ -32,8 +39,7 @@ def configuration(one: Case, scheme, options: Options) -> dict[str, store.Settin
     verified_sizes = {f"verified_{name}": value
                       for name, value in msgspec.structs.asdict(one.verified).items()}
     return {"table": one.row.table, "scheme": one.row.scheme, "preset": one.preset,
-            "grid": " x ".join(map(str, shape.values())), "grid_axes": " ".join(shape),
-            "mlp_factor": 4, "seed": options.seed, **variant,
+            **grid_settings(shape), "mlp_factor": 4, "seed": options.seed, **variant,
             "recompute": options.recompute,
             "warmup": options.warmup, "order": options.order, **asdict(options.limits),
             "overridden": " ".join([*one.overridden, *["grid"] * (options.grid is not None)]),

@@ -9,7 +9,7 @@ from bench.matmul import RATIOS, RESULTS
 from bench.products import Problem
 from mm3d import SCHEMES, cost
 from mm3d.hollow import DryBackend
-from mm3d.record import Measurements
+from mm3d.record import Measurements, grid_shape
 from mm3d.statistics import median_interval
 from mm3d.transport import Absent
 
@@ -87,7 +87,7 @@ def _collectives(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, A
     medians, moved = found["seconds"][..., 0], np.empty_like(found["bytes_moved"])
     sizes = np.array(run.scales["size"], np.int64)
     item = np.dtype(run.configuration["dtype"]).itemsize
-    lines = [int(size) for size in run.configuration["grid"].split(" x ") if size != "1"]
+    lines = [size for size in grid_shape(run.configuration).sizes if size > 1]
     for a, ranks in enumerate(lines):
         least = item * (sizes // item // ranks)    # the smallest block of the whole array
         busiest = {"all_gather": sizes - least, "reduce_scatter": sizes - least,
@@ -131,7 +131,7 @@ def _matmul(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]
 
 def moved(chosen: dict, phases: list[str], ranks: int) -> np.ndarray:
     """Words that each rank of a product moves, (phase, rank), without moving any."""
-    grid = tuple(map(int, chosen["grid"].split(" x ")))
+    grid = grid_shape(chosen).sizes
     words = np.zeros((len(phases), ranks), np.int64)
     for rank in range(ranks):
         problem = Problem(chosen["scheme"], chosen["form"], Absent(ranks, rank), grid,
@@ -155,8 +155,7 @@ def _layer(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]:
                             "the times"),
              "flops": Again(np.array(sum(cost.flops(**sizes).values())), "the sizes")}
     if chosen["scheme"] in SCHEMES:
-        grid = dict(zip(chosen["grid_axes"].split(), map(int, chosen["grid"].split(" x "))))
-        words = cost.peak_words(chosen["scheme"], grid, **sizes)
+        words = cost.peak_words(chosen["scheme"], grid_shape(chosen), **sizes)
         again["expected_memory"] = Again(
             np.array(words * np.dtype(chosen["dtype"]).itemsize), "the closed form")
     return again

@@ -10,7 +10,7 @@ from bench.model import Machine
 from bench.results import read_all
 from bench.work import NAMES, Seconds, Work
 from mm3d import dry, store, timing
-from mm3d.record import Measurements
+from mm3d.record import Measurements, grid_shape
 
 
 @dataclass(frozen=True)
@@ -51,19 +51,19 @@ def measured(run: store.Run | Measurements) -> Iterator[Measured]:
     more = {"transport": chosen.get("transport", "")}
     if isinstance(run, store.Run):
         published = run.published["recomputed_step_time"]
-        work = Work("layer", chosen["scheme"], _grid(chosen["grid"]),
+        work = Work("layer", chosen["scheme"], grid_shape(chosen).sizes,
                     tuple(chosen[name] for name in NAMES["layer"]))
         yield Measured(work, chosen["dtype"],
                        {phase: timing.typical(run.samples[phase]) for phase in dry.PHASES},
                        None if math.isnan(published) else published, **more)
     elif run.kind == "matmul":
-        work = Work("matmul", chosen["scheme"], _grid(chosen["grid"]),
+        work = Work("matmul", chosen["scheme"], grid_shape(chosen).sizes,
                     tuple(chosen[name] for name in "MNK"), chosen["form"])
         seconds = run.variables["seconds"].values[:, 0, 0]
         yield Measured(work, chosen["dtype"], dict(zip(run.scales["phase"], seconds.tolist())),
                        **more)
     elif run.kind == "layer":
-        work = Work("layer", chosen["scheme"], _grid(chosen["grid"]),
+        work = Work("layer", chosen["scheme"], grid_shape(chosen).sizes,
                     tuple(chosen[name] for name in NAMES["layer"]))
         yield Measured(work, chosen["dtype"], {"step": run.variables["seconds"].values[0, 0]},
                        **more)
@@ -71,10 +71,6 @@ def measured(run: store.Run | Measurements) -> Iterator[Measured]:
         for label, times in zip(run.scales["work"], run.variables["samples"].values):
             seconds = dict(zip(run.scales["phase"], np.median(times, axis=-1).tolist()))
             yield Measured(Work.of(label), chosen["dtype"], seconds, **more)
-
-
-def _grid(text: str) -> tuple[int, ...]:
-    return tuple(map(int, text.split(" x ")))
 
 
 def collected(folder: str) -> tuple[list[Measured], list[str]]:

@@ -20,7 +20,7 @@ from mm3d import SCHEMES, cost, timing
 from mm3d.recompute import policy
 from mm3d.record import Check, Measurements
 from mm3d.statistics import median_interval
-from mm3d.store import AXES, COLLECTIVES, PHASES, Run
+from mm3d.store import COLLECTIVES, PHASES, Run
 
 SIZES = ("layers", "hidden", "heads", "batch", "seq")
 PATHS = re.compile(r"(?<![\w.])/(home|Users|root|tmp|mnt|scratch|work|gpfs|lustre)(/|\b)")
@@ -116,9 +116,8 @@ def failed(checks: list[Check]) -> Iterator[str]:
 def ranks(run: Run) -> Iterator[str]:
     """One number of ranks everywhere, and said where they outnumber the cores."""
     count, chosen = run.ranks, run.configuration
-    grid = [int(size) for size in chosen["grid"].split(" x ")]
     for name, value in (("environment/ranks", run.environment["ranks"]),
-                        ("the grid", math.prod(grid)),
+                        ("the grid", run.grid.ranks),
                         ("published/gpus", run.published["gpus"])):
         if value != count:
             yield f"{name} says {value:g} ranks, the samples are of {count}"
@@ -126,7 +125,15 @@ def ranks(run: Run) -> Iterator[str]:
     if known and chosen["grid_axes"] != " ".join(known.directions):
         yield (f"grid_axes {chosen['grid_axes']}: scheme {chosen['scheme']} has the directions "
                f"{' '.join(known.directions)}")
+    if not counted_along_grid(run):
+        yield (f"traffic was counted along {' '.join(run.directions)}, but the grid has the "
+               f"directions {' '.join(run.grid)}")
     yield from crowded(run.environment, count)
+
+
+def counted_along_grid(run: Run) -> bool:
+    """Whether traffic was counted along every direction of the grid."""
+    return set(run.grid) <= set(run.directions)
 
 
 def crowded(environment: dict[str, Any], count: int) -> Iterator[str]:
@@ -155,11 +162,10 @@ def recomputed(run: Run) -> str:
 def words(run: Run) -> Iterator[str]:
     """The words that were counted, and those the file expects, are the closed form's."""
     chosen = run.configuration
-    if chosen["scheme"] not in SCHEMES:
+    if chosen["scheme"] not in SCHEMES or not counted_along_grid(run):
         return
-    shape = dict(zip(chosen["grid_axes"].split(), map(int, chosen["grid"].split(" x "))))
-    expected = expected_words(chosen["scheme"], shape, Sizes(*(chosen[name] for name in SIZES)),
-                              recorded(chosen).keep, recomputed(run))
+    expected = expected_words(chosen["scheme"], run.grid, Sizes(*(chosen[name] for name in SIZES)),
+                              recorded(chosen).keep, recomputed(run), run.directions)
     counted = run.traffic["words"].sum(axis=1)
     for name, found in (("expected_words", run.expected_words), ("the words counted", counted)):
         if not np.array_equal(found, expected):
@@ -183,7 +189,7 @@ def groups(run: Run) -> Iterator[str]:
     if "parts" in found:
         names = run.groups["parts"].scales["part"]
         calls = run.traffic["calls"]
-        for a, axis in enumerate(AXES):
+        for a, axis in enumerate(run.directions):
             for c, collective in enumerate(COLLECTIVES):
                 part = list(names).index(f"{collective} {axis}")
                 if not np.array_equal(found["parts"]["calls"][..., part], calls[:, :, a, c]):
@@ -192,9 +198,8 @@ def groups(run: Run) -> Iterator[str]:
             yield "parts/seconds has times below 0, or no numbers"
     if "memory" not in found or chosen["scheme"] not in SCHEMES:
         return
-    shape = dict(zip(chosen["grid_axes"].split(), map(int, chosen["grid"].split(" x "))))
     stored = cost.parameters(chosen["layers"], chosen["hidden"])
-    saved = cost.saved_words(chosen["scheme"], shape, *(chosen[name] for name in SIZES),
+    saved = cost.saved_words(chosen["scheme"], run.grid, *(chosen[name] for name in SIZES),
                              recorded(chosen).keep, recompute=recomputed(run))
     size = itemsize(chosen["dtype"])
     for name, count in (("parameters", stored), ("gradients", stored), ("saved", saved)):

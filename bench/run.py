@@ -177,7 +177,8 @@ def measured(one: Case, scheme, order: str, options: Options,
                            options.recompute), checks,
             published(one.row),
             late=found.late, ended_by=found.ended_by, clock=clock,
-            groups={name: group for name, group in groups.items() if group is not None})
+            groups={name: group for name, group in groups.items() if group is not None},
+            directions=store.directions_of(scheme.grid.shape))
     return record, spans, step.clock
 
 
@@ -244,15 +245,17 @@ def looked_at(model, x, dy, options: Options) -> list[store.Check]:
 def counted_step(model, x, dy, between: Callable[[Any], None] = lambda saved: None) -> tuple:
     """One step from cleared gradients: output, input gradient, and this rank's traffic.
 
-    The traffic is float64, which holds such numbers exactly, (counts and "moved", phases, axes,
-    collectives) in `mm3d.store`'s orders.  `between` is handed what forward saved for backward.
+    The traffic is float64, which holds such numbers exactly, (counts and "moved", phases,
+    directions, collectives) in `mm3d.store`'s orders.  `between` is handed what forward saved
+    for backward.
     """
     grid, names = model.grid, (*store.COUNTS, "moved")
-    found = np.zeros((len(names), len(store.PHASES), len(store.AXES), len(store.COLLECTIVES)))
+    directions = store.directions_of(grid.shape)
+    found = np.zeros((len(names), len(store.PHASES), len(directions), len(store.COLLECTIVES)))
 
     def note(phase: int) -> None:
         for (axis, collective), traffic in grid.traffic().items():
-            place = store.AXES.index(axis), store.COLLECTIVES.index(collective)
+            place = directions.index(axis), store.COLLECTIVES.index(collective)
             found[(slice(None), phase, *place)] = [getattr(traffic, name) for name in names]
         grid.reset_traffic()
 

@@ -282,7 +282,7 @@ class Products:
         local products of the first alone, by the BLAS of all these and by NumPy's own."""
         first = next(iter(self.ours.values()))
         local = Replay(first.forward, first.grid.backend, first.dtype)
-        grid = " x ".join(map(str, first.grid.shape.values()))
+        grid = first.grid.shape
         return [*(Subject(f"3d on {grid}, transport {name}", problem.forward, self.gemm)
                   for name, problem in self.ours.items()),
                 *(Subject(f"ScaLAPACK on {pgemm.grid[0]} x {pgemm.grid[1]}, blocks of "

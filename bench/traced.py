@@ -12,8 +12,8 @@ import numpy as np
 from mm3d import timing
 from mm3d.observe import Named, observed
 from mm3d.record import Group, Variable
-from mm3d.spans import PARTS, Recorder, Span, breakdown
-from mm3d.store import PHASES
+from mm3d.spans import Recorder, Span, breakdown, parts
+from mm3d.store import PHASES, directions_of
 
 
 def traced(step: timing.Step, model, repetitions: int) -> tuple[list[Span], Group | None]:
@@ -38,21 +38,21 @@ def traced(step: timing.Step, model, repetitions: int) -> tuple[list[Span], Grou
     if not repetitions:
         return [], None
     grid = model.grid
-    recorder = Recorder(grid.backend, step.clock.now)
+    recorder, names = Recorder(grid.backend, step.clock.now), parts(directions_of(grid.shape))
     watched = copy.copy(step)
     watched.forward = partial(recorder.phase, PHASES[0], step.forward)
     watched.backward = lambda saved: recorder.phase(PHASES[1], partial(step.backward, saved))
-    seconds = np.empty((repetitions, len(PHASES), len(PARTS)))
+    seconds = np.empty((repetitions, len(PHASES), len(names)))
     with observed(grid, recorder, model):
         for repetition in range(repetitions):
             recorder.spans.clear()
             times = watched()
             for p, phase in enumerate(PHASES):
-                found = breakdown(within(recorder.spans, phase), times[p, 1] - times[p, 0])
-                seconds[repetition, p] = [found[part] for part in PARTS]
-    counts = np.array([tallied(within(recorder.spans, phase)) for phase in PHASES])
+                found = breakdown(within(recorder.spans, phase), times[p, 1] - times[p, 0], names)
+                seconds[repetition, p] = list(found.values())
+    counts = np.array([tallied(within(recorder.spans, phase), names) for phase in PHASES])
     everyone = step.comm.gather((seconds, counts))
-    return recorder.spans, everyone and parts_group(*map(np.array, zip(*everyone)))
+    return recorder.spans, everyone and parts_group(*map(np.array, zip(*everyone)), names)
 
 
 def product(problem, phases: Sequence[str], clock: timing.Clock) -> list[Span]:
@@ -73,20 +73,20 @@ def within(spans: list[Span], phase: str) -> list[Span]:
     return [span for span in spans if span.phase == phase]
 
 
-def tallied(spans: list[Span]) -> list[list[int]]:
-    """Calls, bytes and operations of each of `PARTS`."""
-    found = {part: [0, 0, 0] for part in PARTS}
+def tallied(spans: list[Span], names: Sequence[str]) -> list[list[int]]:
+    """Calls, bytes and operations of each of the parts `names` (`mm3d.spans.parts`)."""
+    found = {part: [0, 0, 0] for part in names}
     for span in spans:
         for index, count in enumerate((1, span.bytes, span.flops)):
             found[span.part][index] += count
     return list(found.values())
 
 
-def parts_group(seconds: np.ndarray, counts: np.ndarray) -> Group:
+def parts_group(seconds: np.ndarray, counts: np.ndarray, names: Sequence[str]) -> Group:
     """The group from (ranks, repetitions, phases, parts) and (ranks, phases, parts, 3)."""
     ranks, repetitions = seconds.shape[:2]
     scales = {"repetition": range(repetitions), "phase": PHASES, "rank": range(ranks),
-              "part": PARTS}
+              "part": names}
     dims = ("phase", "rank", "part")
     calls, moved, flops = counts.transpose(3, 1, 0, 2).astype(np.int64)
     return Group(scales, {

@@ -2,10 +2,12 @@
 
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
-from typing import Sequence
+from typing import Mapping, Sequence
 
 import h5py
 import numpy as np
+
+from mm3d.shape import GridShape
 
 Setting = str | int | float | bool
 
@@ -181,3 +183,24 @@ def settings(file: h5py.File, group: str, required: tuple[str, ...] = ()) -> dic
             raise KeyError(f"{group}/{name} is missing")
     return {name: value.item() if isinstance(value, np.generic) else value
             for name, value in attributes.items()}
+
+
+def grid_settings(shape: GridShape) -> dict[str, Setting]:
+    """The settings ``grid`` and ``grid_axes`` of a configuration: sizes, and their directions."""
+    return {"grid": str(shape), "grid_axes": " ".join(shape)}
+
+
+def grid_shape(configuration: Mapping[str, Setting]) -> GridShape:
+    """Return the grid that a configuration states.
+
+    Its directions are x, y, z where ``grid_axes`` is missing or has not one for each size, as
+    that of the microbenchmark ``collectives``, which names those of more than one rank.
+
+    Raises
+    ------
+    ValueError
+        When it states no grid.
+    """
+    text, axes = str(configuration["grid"]), str(configuration.get("grid_axes", ""))
+    complete = len(axes.replace(" ", "")) == len(text.split("x"))
+    return GridShape.parse(text, axes if complete else None)

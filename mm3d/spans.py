@@ -11,12 +11,7 @@ import numpy as np
 
 from mm3d.trace import Collective, Event, Gemm, Layer, Observer, Recomputation
 
-AXES = ("x", "y", "z")
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
-# What the time of a phase is made of.  "elementwise" is everything within a layer that is neither
-# a product, nor a collective, nor waiting; "other" is what happens between layers.
-PARTS = ("gemm", *(f"{kind} {axis}" for axis in AXES for kind in COLLECTIVES),
-         "elementwise", "waiting", "other")
 OF_KIND = {"gemm": "gemm", "layer": "elementwise", "again": "elementwise", "wait": "waiting",
            "phase": "other"}
 
@@ -58,7 +53,7 @@ class Span(NamedTuple):
 
     @property
     def part(self) -> str:
-        """Which of `PARTS` its own time belongs to."""
+        """Which of `parts` its own time belongs to."""
         return (f"{self.collective} {self.axis}" if self.kind == "collective"
                 else OF_KIND[self.kind])
 
@@ -141,12 +136,22 @@ def _shape(event: Gemm) -> str:
     return f"gemm {lead}{event.m} x {event.n} x {event.k}"
 
 
-def breakdown(spans: Iterable[Span], whole: float) -> dict[str, float]:
-    """Seconds of each of `PARTS` in the spans of one phase that took `whole` seconds.
+def parts(directions: Iterable[str]) -> tuple[str, ...]:
+    """Name the parts of a phase's time on a grid with these directions.
 
-    They add up to the whole: what no span accounts for is "other".
+    "elementwise" is everything within a layer that is neither a product, nor a collective, nor
+    waiting; "other" is what happens between layers.
     """
-    seconds = dict.fromkeys(PARTS, 0.0)
+    return ("gemm", *(f"{kind} {direction}" for direction in directions for kind in COLLECTIVES),
+            "elementwise", "waiting", "other")
+
+
+def breakdown(spans: Iterable[Span], whole: float, names: Iterable[str]) -> dict[str, float]:
+    """Seconds of each of the parts `names` in the spans of one phase that took `whole` seconds.
+
+    They are those of `parts`, and add up to the whole: what no span accounts for is "other".
+    """
+    seconds = dict.fromkeys(names, 0.0)
     for span in spans:
         seconds[span.part] += span.own
     seconds["other"] = whole - sum(s for part, s in seconds.items() if part != "other")

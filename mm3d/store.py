@@ -19,14 +19,15 @@ import h5py
 import numpy as np
 
 from mm3d.record import (Check, Group, Measurements, Setting, dataset, fill_checks, fill_group,
-                         fill_measurements, parse_checks, parse_group, parse_measurements, scale,
-                         settings)
+                         fill_measurements, grid_shape, parse_checks, parse_group,
+                         parse_measurements, scale, settings)
+from mm3d.shape import GridShape
 
 FORMAT = "mm3d run"
 SCHEMA = 3
 
 PHASES = ("forward", "backward")
-AXES = ("x", "y", "z")
+AXES = ("x", "y", "z")    # the directions that every record has
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
 COUNTS = {"calls": "1", "messages": "1", "words": "1", "bytes": "byte"}
 CONFIGURATION = ("table", "scheme", "preset", "grid", "grid_axes", "layers", "hidden", "heads",
@@ -38,6 +39,15 @@ ENVIRONMENT = ("ranks", "cores", "ranks_per_core", "oversubscribed", "cpu_model"
 PUBLISHED = {"gpus": "1", "batch": "1", "hidden": "1", "forward_time": "s",
              "backward_time": "s", "average_step_time": "s", "recomputed_step_time": "s"}
 GROUPS = ("parts", "machine", "memory")
+
+
+def directions_of(shape: GridShape) -> tuple[str, ...]:
+    """Return the directions of a record: those of the grid, then those of `AXES` that it lacks.
+
+    Along the latter nothing moves; readers that know of x, y and z alone find these in all files
+    of grids without further directions.
+    """
+    return (*shape, *(axis for axis in AXES if axis not in shape))
 
 
 class StoreError(Exception):
@@ -55,11 +65,12 @@ class Run:
     samples : dict of str to ndarray
         For each of `PHASES` the seconds of every repetition and rank, (repetitions, ranks).
     traffic : dict of str to ndarray of int64
-        For each of `COUNTS` what was counted of every rank in one step, (phases, ranks, axes,
-        collectives) in the orders of `PHASES`, `AXES` and `COLLECTIVES`; and "moved", float64,
-        the words that its transport moved (`mm3d.axis.Traffic`), absent in files of before.
+        For each of `COUNTS` what was counted of every rank in one step, (phases, ranks,
+        directions, collectives) in the orders of `PHASES`, `directions` and `COLLECTIVES`; and
+        "moved", float64, the words that its transport moved (`mm3d.axis.Traffic`), absent in
+        files of before.
     expected_words : ndarray of int64
-        The closed form of the words summed over ranks, (phases, axes, collectives).
+        The closed form of the words summed over ranks, (phases, directions, collectives).
     checks : list of Check
         The verification.
     published : dict of str to float
@@ -78,6 +89,8 @@ class Run:
     groups : dict of str to Group
         Of `GROUPS` those that were measured: where the time went, what the machine can do, and
         memory; ``results/README.rst`` describes them.  Empty in files before version 3.
+    directions : tuple of str
+        The directions along which traffic was counted; see `directions_of`.
     """
 
     configuration: dict[str, Setting]
@@ -93,11 +106,17 @@ class Run:
     clock: dict[str, float] = field(default_factory=dict)
     schema: int = SCHEMA
     groups: dict[str, Group] = field(default_factory=dict)
+    directions: tuple[str, ...] = AXES
 
     @property
     def ranks(self) -> int:
         """Ranks of the run."""
         return self.samples["forward"].shape[1]
+
+    @property
+    def grid(self) -> GridShape:
+        """The grid that the configuration states."""
+        return grid_shape(self.configuration)
 
 
 def check_folder(folder: str | os.PathLike, what: str = "results folder",
@@ -264,7 +283,8 @@ def _fill(file: h5py.File, run: Run) -> None:
     for name, seconds in run.clock.items():
         file.require_group("clock").create_dataset(name, data=seconds).attrs["units"] = "s"
     traffic = file.create_group("traffic")
-    for name, labels in (("phase", PHASES), ("axis", AXES), ("collective", COLLECTIVES)):
+    for name, labels in (("phase", PHASES), ("axis", run.directions),
+                         ("collective", COLLECTIVES)):
         scale(traffic, name, list(labels))
     scale(traffic, "rank", np.arange(ranks))
     for name, unit in COUNTS.items():
@@ -296,7 +316,8 @@ def _parse(file: h5py.File) -> Run:
     repetitions, ranks = samples["forward"].shape
     traffic = {name: file["traffic"][name][...] for name in (*COUNTS, "moved")
                if name in COUNTS or name in file["traffic"]}
-    counted = (len(PHASES), ranks, len(AXES), len(COLLECTIVES))
+    directions = _directions(file["traffic"])
+    counted = (len(PHASES), ranks, len(directions), len(COLLECTIVES))
     expected = file["traffic"]["expected_words"][...]
     shapes = [(f"samples/{phase}", samples[phase].shape, (repetitions, ranks))
               for phase in PHASES]
@@ -316,4 +337,15 @@ def _parse(file: h5py.File) -> Run:
                str(file.attrs["created"]), late,
                str(file["samples"].attrs.get("ended_by", "repetitions")),
                {name: float(value[()]) for name, value in file.get("clock", {}).items()},
-               groups={name: parse_group(file[name]) for name in GROUPS if name in file})
+               groups={name: parse_group(file[name]) for name in GROUPS if name in file},
+               directions=directions)
+
+
+def _directions(traffic: h5py.Group) -> tuple[str, ...]:
+    """The directions that a file counts traffic along; `AXES` where it does not say."""
+    if "axis" not in traffic:
+        return AXES
+    found = tuple(label.decode() for label in traffic["axis"][...].tolist())
+    if len(set(found)) != len(found):
+        raise ValueError(f"traffic/axis has a direction twice: {' '.join(found)}")
+    return found

@@ -11,7 +11,7 @@ from bench.cases import UsageError
 from bench.journal import Journal
 from bench.products import Problem
 from mm3d import store, timing
-from mm3d.spans import PARTS
+from mm3d.spans import parts
 from models import SIZES, Parallelism
 from support import run_ranks
 
@@ -88,7 +88,7 @@ def test_a_trace_has_what_the_grid_counts_and_what_the_file_says(comm, tmp_path)
         assert seen == everyone[rank]
         for (phase, part), microseconds in nested(events).items():
             if part != "other":    # which has what the clock saw beside the spans, too
-                kept = seconds[store.PHASES.index(phase), rank, PARTS.index(part)]
+                kept = seconds[store.PHASES.index(phase), rank, parts("xyz").index(part)]
                 assert microseconds == pytest.approx(1e6 * kept, abs=1.0), part
         names = {event["name"] for event in events}
         assert {"layers.0.attention.qkv", "layers.1.mlp.gelu", "forward"} <= names

@@ -8,11 +8,12 @@ from bench.__main__ import main
 from bench.cases import case, select
 from bench.overview import overview
 from bench.results import gather
-from mm3d import store
+from mm3d import spans, store
 from mm3d.record import Group, Variable
-from mm3d.spans import PARTS
 from records import made_up, write_all
 from test_formats import products
+
+PARTS = spans.parts("xyz")
 
 
 @pytest.fixture

@@ -13,11 +13,12 @@ from bench.run import counted_step
 from bench.traced import parts_group
 from mm3d import backend, cost, environment, store
 from mm3d.record import Group, Variable
-from mm3d.spans import PARTS
+from mm3d.spans import parts
 from models import SOME
 from records import made_up
 
 ROW = select("weak", "3d")[0]
+PARTS = parts("xyz")
 
 
 def run_with_everything():
@@ -27,7 +28,7 @@ def run_with_everything():
     seconds[..., PARTS.index("gemm")], seconds[..., PARTS.index("all_gather x")] = 0.5, 2.0
     seconds[..., PARTS.index("waiting")] = 2.5
     counts[:, :, PARTS.index("gemm")] = 3, 1000, 8000
-    run.groups["parts"] = parts_group(seconds, counts)
+    run.groups["parts"] = parts_group(seconds, counts, PARTS)
     run.groups["machine"] = Group({}, {
         name: Variable(np.float64(rate), units, ()) for name, rate, units in (
             ("gemm_together", 5e9, "s-1"), ("gemm_alone", 2e10, "s-1"),

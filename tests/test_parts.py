@@ -9,10 +9,12 @@ from bench import parts, traced
 from bench.cases import select
 from mm3d import backend, gpu, spans, store, timing
 from mm3d.observe import observed
-from mm3d.spans import PARTS, Recorder, breakdown
+from mm3d.spans import Recorder, breakdown
 from mm3d.trace import Collective, Gemm, Layer
 from models import PARALLELISMS, SIZES, Parallelism, data, train
 from records import made_up
+
+PARTS = spans.parts("xyz")
 
 
 class Clock:
@@ -55,7 +57,7 @@ def test_as_many_collectives_as_the_grid_counts(comm):
             root = found[-1]
             assert root.kind == "phase" and root.name == phase
             whole = root.end - root.start + 0.5
-            seconds = breakdown(found, whole)
+            seconds = breakdown(found, whole, PARTS)
             assert tuple(seconds) == PARTS
             assert sum(seconds.values()) == pytest.approx(whole, rel=1e-12)
             assert seconds["other"] >= 0.5 and seconds["gemm"] > 0 < seconds["elementwise"]
@@ -169,7 +171,7 @@ def test_own_time_is_without_what_lies_within():
         ("layers.0.mlp.up", 2, 7, 3, "elementwise"), ("forward", 1, 8, 2, "other")]
     product, collective = recorder.spans[:2]
     assert (product.flops, product.bytes) == (48, 4 * (6 + 12 + 8)) and collective.bytes == 64
-    seconds = breakdown(recorder.spans, 10.0)
+    seconds = breakdown(recorder.spans, 10.0, PARTS)
     assert {part: s for part, s in seconds.items() if s} == {
         "gemm": 1, "reduce_scatter z": 1, "elementwise": 3, "other": 5}
 
@@ -271,7 +273,7 @@ def test_the_parts_of_every_rank_and_repetition(comm):
 def with_parts(run, seconds) -> None:
     """Give a made-up run traced repetitions: (repetition, phase, rank, part)."""
     counts = np.zeros((run.ranks, 2, len(PARTS), 3))
-    run.groups["parts"] = traced.parts_group(seconds.transpose(2, 0, 1, 3), counts)
+    run.groups["parts"] = traced.parts_group(seconds.transpose(2, 0, 1, 3), counts, PARTS)
 
 
 def test_what_a_step_is_made_of(tmp_path):
@@ -307,4 +309,4 @@ def test_what_a_step_is_made_of(tmp_path):
 
 
 def test_the_orders_of_spans_and_files_agree():
-    assert spans.AXES == store.AXES and spans.COLLECTIVES == store.COLLECTIVES
+    assert spans.COLLECTIVES == store.COLLECTIVES
