@@ -63,21 +63,28 @@ def crossovers(found: Curves) -> list[tuple[int, str]]:
 
 
 def weak_sizes(scheme: str, ranks: int) -> dict[str, int]:
-    """Table 1's sizes, and beyond its last row: features grow with the root of the ranks, the
-    batch too but for 1-D, whose memory lets it fall."""
-    for row in select("weak", scheme):
+    """Return Table 1's sizes, beyond its last row continued with the root of the ranks.
+
+    Features grow with it, and the batch as far as it grows in the table: that of 1-D, whose
+    memory does not allow it, falls.
+    """
+    rows = select("weak", scheme)
+    for row in rows:
         if row.gpus == ranks:
             heads = load().settings.heads[row.hidden]
-            return dict(hidden=row.hidden, heads=heads, batch=row.batch, seq=512)
-    root = math.sqrt(ranks)
-    hidden = 64 * round(16 * root)
-    batch = max(1, round(240 / root if scheme == "1d" else 48 * root))
-    return dict(hidden=hidden, heads=hidden // 64, batch=batch, seq=512)
+            return dict(hidden=row.hidden, heads=heads, batch=row.batch, seq=load().settings.seq)
+    first, last = rows[0], rows[-1]
+    hidden = 64 * round(16 * math.sqrt(ranks))
+    more = math.sqrt(ranks / last.gpus)
+    batch = max(1, round(last.batch * more if last.batch > first.batch else last.batch / more))
+    return dict(hidden=hidden, heads=hidden // 64, batch=batch, seq=load().settings.seq)
 
 
 def strong_sizes(scheme: str, ranks: int) -> dict[str, int]:
-    """Table 2's sizes, whatever the ranks."""
-    return dict(hidden=3072, heads=64, batch=12 if scheme == "1d" else 24, seq=512)
+    """Return Table 2's sizes, which are the same for all numbers of ranks."""
+    row = select("strong", scheme)[-1]
+    return dict(hidden=row.hidden, heads=load().settings.heads[row.hidden], batch=row.batch,
+                seq=load().settings.seq)
 
 
 def average_step_time(outcome: predict.Outcome, scheme: str, ranks: int,

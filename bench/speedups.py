@@ -5,7 +5,7 @@ import math
 from msgspec.structs import replace
 
 from bench import intervals
-from bench.cases import Row, select, title
+from bench.cases import BASELINES, PROPOSED, Row, select, title
 from bench.formats import Cell, Column, Number, Rows, Table
 from bench.results import Results
 from mm3d import timing
@@ -19,11 +19,11 @@ def table(heading: str, name: str, results: Results) -> Table:
     """
     rows = {(row.scheme, row.gpus): row for row in select(name)}
     lines: Rows = []
-    for cube in (row for row in rows.values() if row.scheme == "3d"):
-        for other in ("1d", "2d"):
+    for cube in (row for row in rows.values() if row.scheme == PROPOSED):
+        for other in BASELINES:
             if row := rows.get((other, cube.gpus)):
                 lines.append(line(f"over {title(other)}", row, cube, results))
-                equal = ((replace(row, like="3d"), cube), (row, replace(cube, like=other)))
+                equal = ((replace(row, like=PROPOSED), cube), (row, replace(cube, like=other)))
                 lines += [line(f"over {title(other)}, equal batches", *pair, results)
                           for pair in equal if any(one.like and results.get(one) for one in pair)]
     batches = [Column("batch", "other"), Column("batch", "3-D")]
@@ -58,7 +58,7 @@ def notes(results: Results) -> list[str]:
     unequal = any(results.get(cube) and results.get(row)
                   and results.get(cube).configuration["batch"]
                   != results.get(row).configuration["batch"]
-                  for cube in select(schemes="3d") for row in select(cube.table)
+                  for cube in select(schemes=PROPOSED) for row in select(cube.table)
                   if row.gpus == cube.gpus)
     if not unequal:
         return []

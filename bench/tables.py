@@ -7,7 +7,7 @@ from typing import Iterable, Sequence
 import numpy as np
 
 from bench import formats, intervals, microtables, overview, residuals, speedups
-from bench.cases import HEADINGS, Row, load, select, title
+from bench.cases import BASELINES, HEADINGS, PROPOSED, Row, load, select, title
 from bench.formats import Column, Notes, Number, Part, Rows, Table
 from bench.results import Found, Results, gather, most_crowded
 from mm3d import timing
@@ -51,7 +51,7 @@ def one_preset(results: Results) -> list[Part]:
         if any(runs):
             parts += [intervals.certainty(heading, rows, runs),
                       overview.overview(heading, rows, runs)]
-        if results.plain or results.runs.keys() & {(name, "3d", 64)}:
+        if results.plain or results.runs.keys() & {(name, PROPOSED, 64)}:
             parts.append(speedups.table(heading, name, results))
     return parts + [Notes("About the published figures:", published_notes()),
                     Notes("About the measured figures:", measured_notes(results))]
@@ -103,8 +103,8 @@ def published_notes() -> list[str]:
         rows = {row.scheme: row for row in select(name) if row.gpus == 64}
         for kind in ("average", "recomputed"):
             ratios[name, kind] = " and ".join(
-                f"{getattr(rows[other], kind) / getattr(rows['3d'], kind):.2f}x"
-                for other in ("1d", "2d"))
+                f"{getattr(rows[other], kind) / getattr(rows[PROPOSED], kind):.2f}x"
+                for other in BASELINES)
     notes.append(f"The paper's speed-ups of 3-D over 1-D and 2-D, {ratios['weak', 'average']}, "
                  f"are given for strong scaling (Section 4.2.2), but they are the ratios of "
                  f"Table 1, weak scaling, with the wrong figure; with the recomputed one Table 1 "
