@@ -2,6 +2,7 @@
 import ast
 import sys
 from pathlib import Path
+from typing import Iterator
 
 import pytest
 
@@ -136,3 +137,60 @@ def test_the_order_has_no_circles():
         assert ready, f"a circle among {sorted(left)}"
         for m in ready:
             del left[m]
+
+
+# --- A scheme is known by what it states ------------------------------------------------------
+
+def comparisons(source: str, names: set[str]) -> list[int]:
+    """Lines on which something is compared with one of `names`, in a comparison or a case of a
+    match, or looked up by it in a dictionary that is written there."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        compared = []
+        if isinstance(node, ast.Compare):
+            compared = [node.left, *node.comparators]
+        elif isinstance(node, ast.match_case):
+            compared = [node.pattern]
+        elif isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.value, ast.Dict):
+            compared = [node.value]    # {"3d": ...}[name] and {"3d": ...}.get(name)
+        if names & {literal for part in compared for literal in literals(part)}:
+            found.append(compared[0].lineno)
+    return found
+
+
+def literals(node: ast.AST | None) -> Iterator[object]:
+    """The constants in an expression or pattern, in its tuples, lists, sets and keys."""
+    if isinstance(node, ast.Constant):
+        yield node.value
+    members = {ast.Dict: "keys", ast.MatchOr: "patterns", ast.MatchSequence: "patterns"}
+    for member in getattr(node, members.get(type(node), "elts"), ()):
+        yield from literals(member)
+    if isinstance(node, ast.MatchValue):
+        yield from literals(node.value)
+
+
+@pytest.mark.parametrize("line", [
+    'if name == "3d": pass', 'if "3d" != row.scheme: pass', 'x = name in ("1d", "2d")',
+    'x = name not in {"1d": 1}', 'x = (name, p) == ("3d", 8)', 'x = {"2d": f}[name](p)',
+    'x = {"2d": f}.get(name)',
+    'match name:\n    case "1d" | "2d": pass', 'x = [n for n in every if n != "serial"]'])
+def test_a_comparison_with_a_scheme_s_name_is_seen(line):
+    assert comparisons(line, set(mm3d.SCHEMES))
+
+
+@pytest.mark.parametrize("line", [
+    'x = mm3d.scheme("serial")', 'PAPER = ("1d", "2d", "3d")', 'x = grids["3d"] == (2, 2)',
+    'x = size in ("2dx", 3)', 'f(name, like="3d")', 'x = scheme("3d").grid == grid'])
+def test_a_name_as_data_is_not_a_comparison(line):
+    assert not comparisons(line, set(mm3d.SCHEMES))
+
+
+def test_no_module_asks_for_the_name_of_a_scheme():
+    """What a scheme is or can do it states itself (`mm3d.contract.Scheme`), so that a new one
+    needs no line elsewhere."""
+    files = [path for folder in ("mm3d", "bench", "jobs") for path in
+             (PACKAGE.parent / folder).rglob("*.py")
+             if path.parent != PACKAGE / "schemes"]
+    found = {f"{path.relative_to(PACKAGE.parent)}:{line}" for path in files
+             for line in comparisons(path.read_text(), set(mm3d.SCHEMES))}
+    assert len(files) > 100 and not found, sorted(found)

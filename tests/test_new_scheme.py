@@ -1,12 +1,22 @@
 """A new parallelism is one new file: nothing else has to know of it."""
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from mm3d import store
+from bench import fit, model, placement, plan, trials, work
+from mm3d import cost, dry, store
+from mm3d.contract import SCHEMES, lookup
+from mm3d.matrix_product import FORMS
 from support import ROOT, run_python, run_ranks
+
+LONGHORN = model.load("longhorn")
+WEAK = dict(layers=24, hidden=8192, heads=128, batch=384, seq=512)    # the paper's, at 64 ranks
+
+SMALL = dict(layers=2, hidden=240, heads=5, batch=16, seq=8)
 
 # The paper's algorithms on a grid of columns: a scheme that is right, and that nobody knows.
 COLUMNS = '''
@@ -88,3 +98,87 @@ def test_a_new_scheme_that_is_wrong_is_found(tmp_path):
     done = bench(folder, 4)
     assert done.returncode == 1 and "differs from the serial scheme" in done.stdout
     assert not list((folder / "results" / "here").glob("*.h5"))
+
+
+def has_grids(name: str, ranks: int) -> bool:
+    """Whether the scheme can use so many ranks."""
+    try:
+        return bool(lookup(name).grids(ranks))
+    except ValueError:
+        return False
+
+
+@pytest.fixture
+def renamed(request):
+    """The name of a known scheme, and another under which the same algorithms are registered."""
+    class Renamed(lookup(request.param)):
+        name = "renamed"
+    yield request.param, "renamed"
+    del SCHEMES["renamed"]
+
+
+@pytest.mark.parametrize("renamed, ranks", [
+    (name, ranks) for name, cls in SCHEMES.items() if cls.divides_work
+    for ranks in (8, 64, 256) if has_grids(name, ranks)], indirect=["renamed"])
+def test_under_another_name_a_scheme_has_the_same_grids_and_plans(renamed, ranks):
+    """To the last digit, by closed forms for the paper's sizes and with dry runs of the best."""
+    grids = lookup(renamed[0]).grids(ranks)
+    assert lookup(renamed[1]).grids(ranks) == grids
+    for grid in grids:
+        known, new = (plan.screen(name, grid, LONGHORN, "float32", "full", WEAK)
+                      for name in renamed)
+        assert msgspec.structs.replace(known, scheme="renamed") == new
+    known, new = (plan.plans(ranks, LONGHORN, top=2, scheme=name, **SMALL) for name in renamed)
+    assert [msgspec.structs.replace(p, scheme="renamed") for p in known] == new
+    assert {p.grid for p in new} == set(grids) and new[0].traced
+    assert all(p.traced for p in new) == (len(new) <= plan.TRACED)
+
+
+@pytest.mark.parametrize("renamed", ["3d"], indirect=True)
+def test_another_name_is_among_all_candidates_and_trials(renamed):
+    candidates = list(plan.candidates(256))
+    known, new = ([grid for scheme, grid in candidates if scheme == name] for name in renamed)
+    assert known == new == lookup("3d").grids(256)
+    works = trials.everywhere(8, [(64, 48, 32)], [(96, 8, 8, 32, 2)])
+    known, new = ([replace(one, scheme="") for one in works if one.scheme == name]
+                  for name in renamed)
+    assert known == new and {one.kind for one in new} == {"matmul", "layer"}
+
+
+@pytest.mark.parametrize("renamed", ["1d", "2d", "3d"], indirect=True)
+@pytest.mark.parametrize("ranks", [16, 64])
+def test_under_another_name_a_scheme_has_the_same_predictions(renamed, ranks):
+    """Dry runs of a model and of products, the seconds of both, where ranks are placed, and what
+    is computed again to fit."""
+    sizes = dict(layers=2, hidden=120, heads=5, batch=7, seq=9)
+    for grid in lookup(renamed[0]).grids(ranks)[1::5] or [None]:
+        grid = grid or lookup(renamed[0]).default_grid(ranks)
+        shape = dict(zip(lookup("renamed").directions, grid))
+        found = []
+        for name in renamed:
+            run = dry.step(name, ranks, grid, ranks - 1, **sizes)
+            works = [work.Work("layer", name, grid, (120, 5, 7, 9, 2)),
+                     *(work.Work("matmul", name, grid, (33, 26, 21), form) for form in FORMS)]
+            found.append([run.events, run.traffic, run.peak, run.saved,
+                          [work.predicted(LONGHORN, one, "float32") for one in works],
+                          placement.order("auto", name, shape, sizes),
+                          fit.policy(name, grid, "float32", sizes, 2 ** 16)])
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name, ranks", [(name, ranks) for name, cls in SCHEMES.items()
+                                         for ranks in (4, 8) if has_grids(name, ranks)])
+def test_local_products_are_those_of_a_dry_run(name, ranks):
+    """As many as rank 0 does forward for each linear layer, of the size of its largest."""
+    sizes = dict(hidden=45, heads=5, batch=16, seq=8)
+    parts = ("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
+    for grid in lookup(name).grids(ranks):
+        shape = dict(zip(lookup(name).directions, grid))
+        events = dry.step(name, ranks, grid, layers=1, **sizes).events
+        for part, product in zip(parts, cost.layer_products(16 * 8, 45, 5)):
+            done = {event: times for (phase, where, event), times in events.items()
+                    if (phase, where, type(event)) == ("forward", part, dry.Gemm)}
+            local, = lookup(name).local_products(shape, product)
+            assert local.count == sum(done.values()), (grid, part)
+            assert local[:3] == tuple(max(getattr(event, side) for event in done)
+                                      for side in "mnk"), (grid, part)
