@@ -4,13 +4,12 @@ import math
 import random
 from functools import cache
 from importlib import resources
-from typing import Any, Iterable, Literal
+from typing import Iterable, Literal
 
 import msgspec
 
 import mm3d
 from bench.variants import Variant
-from mm3d.timing import Limits
 
 BASELINES = ("1d", "2d")    # the schemes that the paper compares with
 PROPOSED = "3d"    # and its own
@@ -62,8 +61,8 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
         return not math.isnan(self.average)
 
 
-class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What the paper leaves open."""
+class Assumptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Sizes and types that the paper leaves open."""
 
     layers: int
     seq: int
@@ -95,7 +94,7 @@ class Cases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The contents of ``tables.toml``."""
 
     rows: list[Row]
-    settings: Settings
+    settings: Assumptions
     presets: dict[str, Preset]
 
 
@@ -332,45 +331,3 @@ def _one_of(known: dict, name: str, what: str, *also: str):
         choices: Iterable[str] = [*known, *also]
         raise UsageError(f"{what} {name!r} is unknown: choose one of {', '.join(choices)}")
     return known[name]
-
-
-def step_counts(arguments) -> tuple[int, Limits]:
-    """Steps to warm up, and when to stop repeating: the command line's, or else its preset's.
-
-    Raises
-    ------
-    UsageError
-        When they cannot be meant.
-    """
-    chosen = {name: _chosen(arguments, name)
-              for name in ("warmup", "repetitions", "max_repetitions", "max_seconds")}
-    if arguments.max_repetitions is None:
-        chosen["max_repetitions"] = max(chosen["max_repetitions"], chosen["repetitions"])
-    for name in ("warmup", "repetitions"):
-        if chosen[name] < 1:
-            raise UsageError(f"--{name} {chosen[name]}: must be at least 1")
-    try:
-        return chosen.pop("warmup"), Limits(**chosen, width=arguments.width)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
-
-
-def traced_steps(arguments) -> int:
-    """Steps to trace: the command line's, or else its preset's, for ``--trace`` at least one.
-
-    Raises
-    ------
-    UsageError
-        When they cannot be meant.
-    """
-    steps = _chosen(arguments, "traced")
-    if steps < 0:
-        raise UsageError(f"--traced {steps}: 0 would do, or a number of steps")
-    wanted = arguments.traced is None and getattr(arguments, "trace", None)
-    return max(steps, 1) if wanted else steps
-
-
-def _chosen(arguments, name: str) -> Any:
-    """What the command line says of a count, or else its preset."""
-    given = getattr(arguments, name)
-    return getattr(load().presets[arguments.preset], name) if given is None else given

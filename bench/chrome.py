@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any, Sequence
 
 from bench import textfile
-from bench.cases import UsageError
 from bench.output import say
-from mm3d import store
 from mm3d.spans import Span
 from mm3d.timing import Clock
 
@@ -58,13 +56,11 @@ def _complete(span: Span, rank: int, first: float) -> dict[str, Any]:
             "args": {key: value for key, value in details.items() if value}}
 
 
-def write(path: Path, spans: list[Span], grid: Any, clock: Clock, title: str) -> int:
-    """Write the trace of all ranks of `grid`; each must call it with its own spans.
+def gathered(spans: list[Span], grid: Any, clock: Clock, title: str) -> dict[str, Any] | None:
+    """Make the trace of all ranks of `grid`, on rank 0; each must call this with its own spans.
 
     Parameters
     ----------
-    path : Path
-        The file, which rank 0 writes, at once or not at all.
     spans : list of Span
         Of this rank, on `clock`.
     grid : Grid
@@ -76,58 +72,40 @@ def write(path: Path, spans: list[Span], grid: Any, clock: Clock, title: str) ->
 
     Returns
     -------
-    int
-        0 when it was written, and 1 when it could not be, which rank 0 says; the same on every
-        rank.
+    dict or None
+        See `document`; None on the other ranks.
     """
     place = ", ".join(map(str, grid.coords.values()))
     everyone = grid.comm.gather((spans, f"rank {grid.rank} ({place})", clock.offset,
                                  clock.offset_error))
     if everyone is None:
-        return grid.comm.bcast(None)
+        return None
     tracks, names, offsets, errors = zip(*everyone)
     about = {"title": title, "grid": " x ".join(f"{axis}={n}" for axis, n in grid.shape.items()),
              "clock": "rank 0's; the offset of a rank on another kernel was measured by the "
                       "fastest of 100 round trips, and is wrong by at most half of that one",
              "clock_offset_s": list(offsets), "clock_offset_error_s": list(errors),
              "spans": "each collective follows a barrier of its ranks, a span of its own"}
-    status = 0
+    return document(tracks, names, title, about)
+
+
+def put(path: Path, trace: dict[str, Any]) -> int:
+    """Write a trace, all of it or nothing; 0, or 1 after saying why it cannot be written."""
     try:
-        textfile.replace(path, json.dumps(document(tracks, names, title, about)))
+        textfile.replace(path, json.dumps(trace))
     except OSError as error:
-        status = 1
         say(f"not written: the trace {path} ({error.strerror})")
-    return grid.comm.bcast(status)
+        return 1
+    return 0
 
 
-def asked_for(arguments, comm) -> str | None:
-    """The file of ``--trace``, in a folder that rank 0 has found writable.
-
-    Raises
-    ------
-    UsageError
-        When nothing would be in it.
-    StoreError
-        The same on every rank, when its folder cannot be written.
-    """
-    if not arguments.trace:
-        return None
-    if getattr(arguments, "traced", None) == 0:
-        raise UsageError(f"--trace {arguments.trace} --traced 0: nothing would be traced; leave "
-                         f"one of them out")
-    problem = None
-    if comm.rank == 0:
-        try:
-            store.check_folder(Path(arguments.trace).parent, "the trace's folder", "--trace")
-        except store.StoreError as error:
-            problem = str(error)
-    problem = comm.bcast(problem)
-    if problem:
-        raise store.StoreError(problem)
-    return arguments.trace
+def write(path: Path, spans: list[Span], grid: Any, clock: Clock, title: str) -> int:
+    """Write what `gathered` makes; 0 when it was written, the same on every rank."""
+    trace = gathered(spans, grid, clock, title)
+    return grid.comm.bcast(trace and put(path, trace))
 
 
 def named(file: str, name: str, cases: int) -> Path:
-    """The file for the case `name`, one of so many: `file`, with its name in it if need be."""
+    """Return the file of the case `name`: `file`, with its name in it if there are several."""
     path = Path(file)
     return path if cases == 1 else path.with_name(f"{path.stem}-{name}{path.suffix or '.json'}")

@@ -183,7 +183,7 @@ class Reproduction:
     begun : str
         When, UTC, ISO 8601.
     settings : dict
-        What its rows are measured with: see `bench.resume.settings`.
+        What its rows are measured with and on: see `bench.verbs.reproduce.row_settings`.
     rows : tuple of str
         The names of all rows that it was asked for, in its beginning or later.
     """

@@ -9,7 +9,7 @@ import numpy as np
 
 import mm3d
 from bench.cases import Case, Row, Sizes
-from bench.job import Options
+from bench.job import Settings
 from mm3d import store
 from mm3d.record import grid_settings
 from mm3d.shape import GridShape
@@ -33,16 +33,16 @@ def expected_words(scheme: str, grid: GridShape, sizes: Sizes, keep: str = "none
     return expected
 
 
-def configuration(one: Case, scheme, options: Options) -> dict[str, store.Setting]:
+def configuration(one: Case, scheme, settings: Settings) -> dict[str, store.Setting]:
     """Everything that says what was run."""
     shape, variant = scheme.grid.shape, msgspec.structs.asdict(one.variant)
     verified_sizes = {f"verified_{name}": value
                       for name, value in msgspec.structs.asdict(one.verified).items()}
     return {"table": one.row.table, "scheme": one.row.scheme, "preset": one.preset,
-            **grid_settings(shape), "mlp_factor": 4, "seed": options.seed, **variant,
-            "recompute": options.recompute,
-            "warmup": options.warmup, "order": options.order, **asdict(options.limits),
-            "overridden": " ".join([*one.overridden, *["grid"] * (options.grid is not None)]),
+            **grid_settings(shape), "mlp_factor": 4, "seed": settings.seed, **variant,
+            "recompute": settings.recompute,
+            "warmup": settings.warmup, "order": settings.order, **asdict(settings.limits),
+            "overridden": " ".join([*one.overridden, *["grid"] * (settings.grid is not None)]),
             "verified_measured_model": one.verified == one.sizes,
             "verified_by": "serial model" if one.verified == one.sizes else "residuals",
             **({"equal_tokens": one.row.like} if one.row.like else {}),

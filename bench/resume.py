@@ -4,62 +4,71 @@ import os
 import secrets
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable, Sequence
 
 import msgspec
 from mpi4py import MPI
 
 from bench import journal, machine, variants
-from bench.cases import Case, UsageError, step_counts, traced_steps
 from bench.journal import Journal, Reproduction
-from mm3d import backend, store
+from mm3d import store
 
 
-def settings(arguments) -> dict[str, Any]:
-    """All that a row depends on, and that must be the same for rows to belong together.
+def same_machine(library: str) -> dict[str, Any]:
+    """Describe the source, the machine, its libraries and the variables that tune them.
 
-    The sizes, repetitions and numbers that are asked for, the source, the machine, its libraries
-    and the variables that tune them.  Not which rows are asked for, nor in which order.
+    Rows belong together only where all of it is the same.
 
-    Raises
-    ------
-    UsageError
-        When an argument cannot be meant.
+    Parameters
+    ----------
+    library : str
+        The array library.
     """
-    warmup, limits = step_counts(arguments)
-    try:
-        library = backend.get(arguments.backend).name
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     found = machine.describe(library, 1, MPI.Get_library_version(), "")
-    same = {name: value for name, value in found.items() if name in (
-        "cpu_model", "cores", "gpu", "backend", "python", "mpi", "tuning_variables",
-        "blas", "blas_architecture") or name.endswith("_version")}
-    return {"preset": arguments.preset, "warmup": warmup, **vars(limits),
-            "traced": traced_steps(arguments), "seed": arguments.seed,
-            "recompute": arguments.recompute,
-            **msgspec.structs.asdict(variants.asked_for(arguments, backend.get(library))),
-            "source": machine.source_digest(), **same}
+    return {"source": machine.source_digest()} | {
+        name: value for name, value in found.items() if name in (
+            "cpu_model", "cores", "gpu", "backend", "python", "mpi", "tuning_variables", "blas",
+            "blas_architecture") or name.endswith("_version")}
 
 
-def begin(log: Journal, cases: list[Case], wanted: dict[str, Any],
-          arguments) -> tuple[Reproduction, set[str]]:
-    """The reproduction to go on with, or a new one, and the names of its finished rows."""
+def begin(log: Journal, names: Sequence[str], wanted: dict[str, Any], order: int | None,
+          fresh: bool, say: Callable[[str], object]) -> tuple[Reproduction, set[str]]:
+    """Go on with a reproduction, or begin a new one.
+
+    Parameters
+    ----------
+    log : Journal
+        Of the folder of results, claimed.
+    names : sequence of str
+        The rows that are asked for.
+    wanted : dict
+        All that rows depend on and must have in common to belong together.
+    order : int or None
+        The seed of the order of rows, if one is asked for.
+    fresh : bool
+        Whether to begin anew in any case.
+    say : callable
+        Shows a line to the user: why a reproduction that was stopped is not gone on with.
+
+    Returns
+    -------
+    Reproduction, set of str
+        The reproduction, and the names of its finished rows.
+    """
     token = os.environ[journal.VARIABLE] = secrets.token_hex(8)
-    names = [one.name for one in cases]
-    old = None if arguments.fresh else journal.unfinished(log.entries())
+    old = None if fresh else journal.unfinished(log.entries())
     if old:
         changed = journal.differences(old.settings, wanted)
-        if arguments.order not in (None, old.order):
-            changed.append(f"order {arguments.order} instead of {old.order}")
+        if order not in (None, old.order):
+            changed.append(f"order {order} instead of {old.order}")
         if not changed:
             finished = {name for name in names if measured_before(name, old, log.folder)}
             log.write("resume", token=token, order=old.order, rows=sorted(names),
                       finished=sorted(finished))
             return replace(old, rows=tuple(dict.fromkeys([*old.rows, *names]))), finished
-        print(f"not going on with what was begun at {old.begun[:19]} UTC, but beginning anew, "
-              f"because of: {'; '.join(changed)}", flush=True)
-    order = secrets.randbelow(2 ** 31) if arguments.order is None else arguments.order
+        say(f"not going on with what was begun at {old.begun[:19]} UTC, but beginning anew, "
+            f"because of: {'; '.join(changed)}")
+    order = secrets.randbelow(2 ** 31) if order is None else order
     new = Reproduction(order, journal.now(), wanted, tuple(names))
     log.write("begin", token=token, order=order, settings=wanted, rows=sorted(names))
     return new, set()

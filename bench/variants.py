@@ -4,7 +4,6 @@ A row of a variant is no row of the tables: file names, titles, tables, figures 
 keep each variant apart from the plain rows and from the others.
 """
 
-import argparse
 from typing import Any, Iterable, Mapping
 
 import msgspec
@@ -79,26 +78,6 @@ class Variant(msgspec.Struct, frozen=True):
 def having(option: str) -> dict[str, Option]:
     """Return the schemes that have an option of this name, with their descriptions of it."""
     return {name: cls.options[option] for name, cls in registry().items() if option in cls.options}
-
-
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `asked_for`."""
-    parser.add_argument("--dtype", default=PLAIN, choices=KNOWN,
-                        help=f"of every array (default {PLAIN}; bfloat16 on a GPU alone)")
-    keep, overlap = having("keep"), having("overlap")
-    choices = dict.fromkeys(one for option in keep.values() for one in option.choices)
-    parser.add_argument("--keep", default="none", choices=tuple(choices), help=(
-        f"gathered operands that {' and '.join(keep)} keeps from forward to backward "
-        f"(default none)"))
-    parser.add_argument("--overlap", action="store_true", help=(
-        f"{' and '.join(overlap)} communicates while ranks multiply"))
-    parser.add_argument("--causal", action="store_true", help="attention looks backward only")
-
-
-def asked_for(arguments, backend: Backend | None = None) -> Variant:
-    """What a command line with `add_options` asks for, on arrays of `backend`."""
-    return Variant(arguments.keep, arguments.overlap, arguments.causal, arguments.dtype,
-                   arguments.dtype == PLAIN and bool(getattr(backend, "tf32", False)))
 
 
 def recorded(configuration: Mapping[str, Any]) -> Variant:

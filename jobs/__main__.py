@@ -11,7 +11,7 @@ from tabulate import tabulate
 from bench import variants
 from bench.cases import Case, UsageError, case, equal_tokens, load, select
 from bench.status import status_of
-from bench.verbs import options
+from bench.verbs import options, row_options
 from jobs import fitting, rows, scripts, slurm
 from jobs import site as sites
 from jobs.collect import collect, line
@@ -45,7 +45,7 @@ def parser() -> argparse.ArgumentParser:
         f"{options.RECOMPUTE} (default: the first of none, selective, full and so on with which "
         "the row fits the memory that the site file gives)"))
     rest.add_argument("--out", metavar="DIR", help="the results (default results/SITE)")
-    variants.add_options(rest)
+    row_options.add_variant(rest)
     verbs.add_parser("render", parents=[rest], help="write the scripts, and say what they ask for")
     submit = verbs.add_parser("submit", parents=[rest], help=(
         "submit what has no result and is not under way, and a last job that collects"))
@@ -68,7 +68,7 @@ def work_and_cases(arguments) -> tuple[Work, list[Case]]:
         When it cannot be meant.
     """
     site = sites.load(arguments.site)
-    chosen, variant = select(arguments.table, arguments.scheme), variants.asked_for(arguments)
+    chosen, variant = select(arguments.table, arguments.scheme), row_options.variant(arguments)
     chosen += equal_tokens(chosen) if arguments.equal_tokens else []
     if problem := variants.problem(variant, (row.scheme for row in chosen),
                                    recompute=arguments.recompute):
@@ -102,7 +102,7 @@ def render(work: Work, cases: list[Case], arguments) -> None:
              f"--scheme={arguments.scheme}", f"--preset={arguments.preset}", f"--out={work.out}",
              *[f"--ranks={arguments.ranks}"] * bool(arguments.ranks),
              *["--equal-tokens"] * arguments.equal_tokens,
-             *variants.asked_for(arguments).arguments()]
+             *row_options.variant(arguments).arguments()]
     replace(work.folder / "collect.sh", scripts.collect_script(work, again))
 
 

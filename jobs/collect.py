@@ -5,8 +5,8 @@ import secrets
 import shutil
 
 from bench.cases import Case
+from bench.finish import finish
 from bench.report import report
-from bench.reproduce import finish
 from jobs import rows, slurm
 from jobs.rows import DONE, Standing
 from jobs.scripts import Work
@@ -64,7 +64,7 @@ def collect(work: Work, cases: list[Case]) -> int:
                if one.state != DONE]
     done = len(cases) - len(missing)
     if any(work.out.glob("*.h5")):
-        finish(work.out)
+        finish(work.out, print)
         print(f"all of it on one page: {report(work.out)}")
     print(f"\n{done} of {len(cases)} rows done, {new} files new in {work.out}")
     for one in missing:

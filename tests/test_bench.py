@@ -11,12 +11,13 @@ from mpi4py import MPI
 import bench
 import mm3d
 from bench import machine, reproduce, verbs
-from bench import run as run_verb
+from bench import run as row
 from bench.__main__ import parser
 from bench.cases import UsageError, case, select, shuffled
 from bench.provenance import command_line
 from bench.tables import words_agree
 from bench.variants import Variant
+from bench.verbs import reproduce as reproduce_verb
 from jobs import scripts, site
 from jobs.scripts import Work
 from mm3d import store
@@ -132,14 +133,14 @@ def test_one_wrong_copy_is_a_wrong_result(tmp_path, rank):
 def test_what_fails_on_all_ranks_gives_back_what_it_had(comm, shared_tmp_path, monkeypatch):
     """The communicator of every row, and its grid: MPI has few of them."""
     made, grids = [], []
-    placed, free = run_verb.placement.placed, mm3d.Grid.free
-    monkeypatch.setattr(run_verb.placement, "placed",
+    placed, free = row.placement.placed, mm3d.Grid.free
+    monkeypatch.setattr(row.placement, "placed",
                         lambda *arguments: made.append(placed(*arguments)) or made[-1])
     monkeypatch.setattr(mm3d.Grid, "free", lambda grid: grids.append(grid.comm) or free(grid))
-    monkeypatch.setattr(run_verb.verify, "failure", lambda checks: "it is wrong")
+    monkeypatch.setattr(row.verify, "failure", lambda checks: "it is wrong")
     arguments = parser().parse_args(["run", *TINY, "--scheme", "1d-sp", "--out",
                                      str(shared_tmp_path)])
-    assert run_verb.run(arguments, comm) == 1
+    assert verbs.load("run").run(arguments, comm) == 1
     assert made == [MPI.COMM_NULL] * 2
     assert all(any(comm is one for comm in grids) for one in made)
     assert not list(shared_tmp_path.glob("*.h5"))
@@ -254,7 +255,7 @@ def test_reproduce_goes_on_after_a_row_that_kills_its_job(monkeypatch, capsys):
         return [sys.executable, "-c", code]
 
     monkeypatch.setattr(reproduce, "run_command", command)
-    progress = reproduce.Progress(len(cases))
+    progress = reproduce_verb.Progress(len(cases))
     reproduce.measured(cases, [], progress)
     progress.close()
     titles = [one.title for one in cases]
@@ -269,7 +270,7 @@ def test_the_array_library_is_known_before_mpi_starts(tmp_path):
     work = Work(site.load("gpu4"), "gpu4", tmp_path)
     script = scripts.row_script(work, case(select("weak", "3d")[0], "tiny"))
     row = re.search(r"^row=\((.*?)\)$", script, re.M | re.S).group(1)
-    for words in (reproduce.passed_on(arguments, tmp_path), shlex.split(row),
+    for words in (reproduce_verb.passed_on(arguments, tmp_path, 1), shlex.split(row),
                   ["run", "--backend", "cupy"], ["--backend=numpy", "--backend", "cupy"]):
         assert bench.backend(words) == "cupy", words
     assert bench.backend(["run", "--backend"]) == bench.backend([]) == ""

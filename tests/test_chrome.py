@@ -1,15 +1,16 @@
 """Traces for Chrome and Perfetto: the format's rules, nesting, and what they add up to."""
 import json
-from argparse import Namespace
 
 import pytest
 
 import mm3d
-from bench import chrome, run, traced
+from bench import chrome, traced
 from bench.__main__ import parser
 from bench.cases import UsageError
 from bench.journal import Journal
 from bench.products import Problem
+from bench.verbs import run
+from bench.verbs.publish import trace_file
 from mm3d import store, timing
 from mm3d.spans import parts
 from models import SIZES, Parallelism
@@ -110,11 +111,11 @@ def test_several_cases_have_a_file_each():
 @pytest.mark.ranks(1, 4)
 def test_a_trace_that_cannot_be_is_refused_on_every_rank(comm):
     with pytest.raises(UsageError, match="--traced 0: nothing would be traced"):
-        chrome.asked_for(Namespace(trace="t.json", traced=0), comm)
+        trace_file("t.json", comm, 0)
     with pytest.raises(store.StoreError, match=(
             r"^the trace's folder /dev/null/a cannot be written \(Not a directory\): name another "
             "with --trace$")):
-        chrome.asked_for(Namespace(trace="/dev/null/a/t.json", traced=1), comm)
+        trace_file("/dev/null/a/t.json", comm, 1)
 
 
 @pytest.mark.ranks(1, 4)

@@ -8,11 +8,12 @@ import signal
 
 import pytest
 
-from bench import cases, job, journal, run
-from bench import reproduce as reproduce_verb
+from bench import cases, journal
 from bench.__main__ import parser
 from bench.journal import Journal
 from bench.variants import Variant
+from bench.verbs import reproduce as reproduce_verb
+from bench.verbs import run
 from kills import kill_and_go_on, started
 from mm3d import store
 from support import run_python, run_ranks
@@ -210,13 +211,13 @@ def test_rows_of_other_rank_counts(named):
     arguments = parser().parse_args(["run", "--rows", named])
     rows = cases.named(named, 4)
     with pytest.raises(cases.UsageError) as caught:
-        job.fitting(rows, 4, arguments, Variant())
+        run.fitting(rows, 4, arguments, Variant())
     assert str(caught.value) == (
         f"no row of --rows {named} is for 4 ranks: there are rows for 8, 64 ranks, as in mpirun "
         "-n 8 python -m bench run")
-    found = job.fitting(cases.named(named, 64), 64, arguments, Variant())
+    found = run.fitting(cases.named(named, 64), 64, arguments, Variant())
     assert [one.row.gpus for one in found] == [64] * len(named.split(","))
-    own, = job.fitting(cases.named("weak:1d-sp", 5), 5, arguments, Variant())
+    own, = run.fitting(cases.named("weak:1d-sp", 5), 5, arguments, Variant())
     assert own.row.gpus == 5
 
 

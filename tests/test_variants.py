@@ -14,6 +14,7 @@ from bench.plots import drawings
 from bench.results import by_preset, gather
 from bench.tables import document
 from bench.variants import Variant
+from bench.verbs import row_options
 from jobs import rows as books
 from jobs import scripts, site
 from jobs.__main__ import main as jobs_main
@@ -44,7 +45,7 @@ def test_a_variant_goes_through_file_and_command_line(tmp_path, variant):
     path = store.write(run_of(variant), tmp_path, "one")
     assert variants.recorded(store.read(path).configuration) == variant
     words = ["run", *variant.arguments()]
-    asked = variants.asked_for(parser().parse_args(words))
+    asked = row_options.variant(parser().parse_args(words))
     assert asked == Variant(variant.keep, variant.overlap, variant.causal, variant.dtype)
 
 
@@ -217,5 +218,5 @@ def test_bfloat16_is_known_where_a_backend_has_it():
     class Device(backend.Backend):
         name, more_dtypes = "device", ("bfloat16",)
     asked = argparse.Namespace(keep="none", overlap=False, causal=False, dtype="bfloat16")
-    assert variants.problem(variants.asked_for(asked), ["1d"], Device()) == ""
-    assert variants.problem(variants.asked_for(asked), ["1d"], backend.get("numpy"))
+    assert variants.problem(row_options.variant(asked), ["1d"], Device()) == ""
+    assert variants.problem(row_options.variant(asked), ["1d"], backend.get("numpy"))

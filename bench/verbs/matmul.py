@@ -11,8 +11,7 @@ from bench.journal import writable
 from bench.matmul import measure_product
 from bench.products import Problem, schemes
 from bench.verbs import options
-from bench.verbs.publish import failed, publish
-from bench.watch import unwatched
+from bench.verbs.publish import failed, publish, trace_file
 from mm3d.matrix_product import FORMS
 from mm3d.record import Measurements
 from mm3d.timing import Clock, Limits
@@ -42,7 +41,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write every shape and form; the exit status."""
     limits = options.limits_of(arguments)
     out = writable(arguments.out, comm)
-    chrome.asked_for(arguments, comm)
+    trace_file(arguments.trace, comm)
     status = 0
     for shape in arguments.shape:
         for form in arguments.form:
@@ -66,7 +65,7 @@ def measure(problem: Problem, name: str, arguments: argparse.Namespace, limits: 
     comm = problem.grid.comm
     try:
         record = measure_product(problem, arguments.backward, arguments.calls, limits,
-                                 arguments.seed, getattr(arguments, "watched", unwatched))
+                                 arguments.seed, arguments.watched)
     except WrongResult as wrong:
         return failed(name, wrong, comm)
     status = publish(record, out, name, comm, table)

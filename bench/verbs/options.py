@@ -5,6 +5,7 @@ from typing import Callable
 
 from bench import formats
 from bench.cases import UsageError
+from bench.watch import unwatched
 from mm3d import backend as backends
 from mm3d.backend import Backend
 from mm3d.recompute import policy
@@ -22,6 +23,7 @@ def add_stall(parser: argparse.ArgumentParser) -> None:
         "end the job when nothing is heard of a rank for so long; in the steps that run counts "
         "and times, and the calls that matmul times, also when ranks wait in collectives and none "
         "works, and say in which layer and collective each rank is (default: never)"))
+    parser.set_defaults(watched=unwatched)    # until the watchdog of the job is there
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Callable
 
+from bench.cases import UsageError
 from bench.output import say
 from mm3d import store
 from mm3d.record import Measurements
@@ -49,3 +50,39 @@ def failed(name: str, why: object, comm) -> int:
     if comm.rank == 0:
         say(f"failed: {name}: {why}")
     return 1
+
+
+def trace_file(file: str | None, comm, traced: int | None = None) -> str | None:
+    """Check that rank 0 can write into the folder of ``--trace``; `file` itself.
+
+    Parameters
+    ----------
+    file : str or None
+        As given.
+    comm : mpi4py.MPI.Intracomm
+        All ranks; each must call this.
+    traced : int, optional
+        The steps of ``--traced``, as given.
+
+    Raises
+    ------
+    UsageError
+        When nothing would be in it.
+    StoreError
+        The same on every rank, when its folder cannot be written.
+    """
+    if not file:
+        return None
+    if traced == 0:
+        raise UsageError(f"--trace {file} --traced 0: nothing would be traced; leave one of them "
+                         f"out")
+    problem = None
+    if comm.rank == 0:
+        try:
+            store.check_folder(Path(file).parent, "the trace's folder", "--trace")
+        except store.StoreError as error:
+            problem = str(error)
+    problem = comm.bcast(problem)
+    if problem:
+        raise store.StoreError(problem)
+    return file

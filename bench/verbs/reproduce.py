@@ -1,12 +1,28 @@
 """Measure all selected rows, starting mpirun for each rank count; print tables, draw figures.
 
-It goes on where an earlier one was stopped.
+It goes on where an earlier one was stopped.  A row that fails is named and does not keep the
+others from being measured.
 """
 
 import argparse
+import shlex
+import sys
+import time
+from pathlib import Path
+from typing import Any
 
-from bench import reproduce
+import msgspec
+from tqdm import tqdm
+
+from bench import leftovers, machine, resume
+from bench.cases import Row, UsageError, case, equal_tokens, select, shuffled
+from bench.finish import finish
+from bench.job import check_variant
+from bench.journal import Journal, Reproduction
+from bench.reproduce import Stopped, measured_all
 from bench.verbs import options, row_options
+from mm3d import backend as backends
+from mm3d import environment, store
 
 GROUP = "Measure the paper's tables"
 ON_ALL_RANKS = False
@@ -21,6 +37,178 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "measure every row anew, also those that an earlier one, which was stopped, has finished"))
 
 
+class Progress:
+    """Rows done of all: a bar on a terminal, a line a row in a log."""
+
+    def __init__(self, total: int, done: int = 0) -> None:
+        self.total, self.done, self.start = total, done, time.monotonic()
+        self.failures: list[str] = []
+        self._bar = tqdm(total=total, initial=done, unit="row", disable=None, dynamic_ncols=True)
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+    def row(self, line: str) -> None:
+        """Print a line that ends a row, "done: ..." or "failed: ..."."""
+        self.done += 1
+        if line.startswith("failed"):
+            self.failures.append(line)
+        elapsed = tqdm.format_interval(time.monotonic() - self.start)
+        self.say(f"[{self.done:2d}/{self.total} {elapsed}] {line}")
+        self._bar.update()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.close()
+
+
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, print and draw; the exit status."""
-    return reproduce.reproduce(arguments)
+    """Measure every selected row, then print the tables and draw the figures.
+
+    Rows that an earlier reproduction, which was stopped or killed, has finished with the same
+    settings are not measured again.
+
+    Returns
+    -------
+    int
+        0 when all rows were measured, 1 when some failed, 128 and its number after a signal.
+
+    Raises
+    ------
+    UsageError
+        When started under mpirun, there is no mpirun to start, or an argument cannot be meant.
+    StoreError
+        When the results folder cannot be written, or is in use.
+    """
+    if environment.local_ranks() > 1:
+        raise UsageError("reproduce starts mpirun itself: run it without, as in "
+                         "python -m bench reproduce")
+    wanted = row_settings(arguments)
+    asked = rows(arguments)
+    library = backends.get(arguments.backend)
+    variant = row_options.variant(arguments, library)
+    check_variant(variant, asked, library, arguments.recompute)
+    cases = [case(row, arguments.preset, variant) for row in asked]
+    out = store.check_folder(arguments.out or machine.default_out())
+    log = Journal(out)
+    log.claim()
+    resume.tidy(out)
+    reproduction, finished = resume.begin(log, [one.name for one in cases], wanted,
+                                          arguments.order, arguments.fresh, print_line)
+    cases = shuffled(cases, reproduction.order)
+    progress = Progress(len(cases), len(finished))
+    announce(progress, arguments.preset, out, reproduction, len(finished))
+    left = [one for one in cases if one.name not in finished]
+    stopped = None
+    try:
+        measured_all(left, passed_on(arguments, out, reproduction.order), progress)
+    except Stopped as error:
+        stopped = error
+    finally:
+        progress.close()
+    return conclude(log, reproduction, progress, stopped)
+
+
+def row_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return all that a row depends on, and that must be the same for rows to belong together.
+
+    The sizes, repetitions and numbers that are asked for, the source, the machine, its libraries
+    and the variables that tune them.  Not which rows are asked for, nor in which order.
+
+    Raises
+    ------
+    UsageError
+        When an argument cannot be meant.
+    """
+    warmup, limits = row_options.step_counts(arguments)
+    try:
+        library = backends.get(arguments.backend)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return {"preset": arguments.preset, "warmup": warmup, **vars(limits),
+            "traced": row_options.traced_steps(arguments), "seed": arguments.seed,
+            "recompute": arguments.recompute,
+            **msgspec.structs.asdict(row_options.variant(arguments, library)),
+            **resume.same_machine(library.name)}
+
+
+def rows(arguments: argparse.Namespace) -> list[Row]:
+    """List the rows that are asked for.
+
+    Raises
+    ------
+    UsageError
+        When there are none.
+    """
+    if not arguments.ranks:
+        found = select(arguments.table, arguments.scheme)
+    else:
+        found = [row for ranks in arguments.ranks
+                 for row in select(arguments.table, arguments.scheme, ranks) if row.gpus == ranks]
+    if not found:
+        raise UsageError(f"no row of --table {arguments.table} --scheme {arguments.scheme} is "
+                         f"for {' or '.join(map(str, arguments.ranks))} ranks")
+    return found + (equal_tokens(found) if arguments.equal_tokens else [])
+
+
+def passed_on(arguments: argparse.Namespace, out: Path, order: int) -> list[str]:
+    """Return the options of ``run`` that every row is measured with."""
+    words = [f"--preset={arguments.preset}", f"--out={out}", f"--order={order}",
+             *row_options.variant(arguments).arguments()]
+    for name in ("warmup", "repetitions", "max_repetitions", "max_seconds", "width", "traced",
+                 "backend", "seed", "stall", "recompute"):
+        value = getattr(arguments, name)
+        if value is not None:
+            words.append(f"--{name.replace('_', '-')}={value}")
+    return words
+
+
+def announce(progress: Progress, preset: str, out: Path, reproduction: Reproduction,
+             finished: int) -> None:
+    """Say what is measured where, and what was found there."""
+    progress.say(f"{progress.total} rows, preset {preset}, on {machine.cpu_model()}, "
+                 f"{environment.cores()} cores; results in {out}; order {reproduction.order}")
+    if left_behind := leftovers.advice(leftovers.abandoned()):
+        progress.say(left_behind)
+    if finished:
+        progress.say(f"going on with what was begun at {reproduction.begun[:19]} UTC: "
+                     f"{finished} rows are there and not measured again")
+
+
+def conclude(log: Journal, reproduction: Reproduction, progress: Progress,
+             stopped: Stopped | None) -> int:
+    """Say how it ended, and show what is there; the exit status."""
+    failures = progress.failures
+    measured_rows = progress.done - len(failures)
+    # Others may have been begun with than were asked for now: they are to be gone on with.
+    missing = resume.missing(reproduction, log.folder)
+    outcome = "stopped" if stopped else "incomplete" if failures or missing else "complete"
+    log.write("end", outcome=outcome, measured=measured_rows, of=progress.total)
+    if failures:
+        print(f"\n{len(failures)} of {progress.total} rows failed:", *failures, sep="\n  ",
+              file=sys.stderr)
+    if measured_rows:
+        finish(log.folder, print, figures=not stopped)
+    if stopped or failures:
+        print(f"\n{stopped or 'Ended'}: {measured_rows} of {progress.total} rows are in "
+              f"{log.folder}; {advice(sys.argv[1:])}", file=sys.stderr)
+        if left_behind := leftovers.advice(leftovers.abandoned()):
+            print(left_behind, file=sys.stderr)
+    elif missing:
+        print(f"\nOf what was begun at {reproduction.begun[:19]} UTC {len(missing)} rows are not "
+              f"measured yet: the command that began it goes on with them")
+    return stopped.status if stopped else 1 if failures else 0
+
+
+def advice(words: list[str]) -> str:
+    """Return the command that measures the rows left by a command with these `words`."""
+    left = [word for word in words if len(word) < 3 or not "--fresh".startswith(word)]
+    return (f"the same command{' without --fresh' * (left != words)} measures the others:\n  "
+            f"{shlex.join(['python', '-m', 'bench', *left])}")
+
+
+def print_line(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)

@@ -1,10 +1,13 @@
 """Options of the verbs that measure the rows of the paper's tables."""
 
 import argparse
+from typing import Any
 
-from bench import variants
-from bench.cases import HEADINGS, PAPER, TITLES, load
+from bench.cases import HEADINGS, PAPER, TITLES, UsageError, load
+from bench.variants import KNOWN, PLAIN, Variant, having
 from bench.verbs import options
+from mm3d.backend import Backend
+from mm3d.timing import Limits
 
 
 def add_rows(parser: argparse.ArgumentParser) -> None:
@@ -52,8 +55,70 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_arrays(parser: argparse.ArgumentParser) -> None:
-    variants.add_options(parser)
+    add_variant(parser)
     options.add_backend(parser)
     parser.add_argument("--seed", type=options.whole(0), default=0, metavar="N",
                         help="of parameters and input (default 0)")
     options.add_recompute(parser)
+
+
+def add_variant(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a row's variant."""
+    parser.add_argument("--dtype", default=PLAIN, choices=KNOWN,
+                        help=f"of every array (default {PLAIN}; bfloat16 on a GPU alone)")
+    keep, overlap = having("keep"), having("overlap")
+    choices = dict.fromkeys(one for option in keep.values() for one in option.choices)
+    parser.add_argument("--keep", default="none", choices=tuple(choices), help=(
+        f"gathered operands that {' and '.join(keep)} keeps from forward to backward "
+        f"(default none)"))
+    parser.add_argument("--overlap", action="store_true", help=(
+        f"{' and '.join(overlap)} communicates while ranks multiply"))
+    parser.add_argument("--causal", action="store_true", help="attention looks backward only")
+
+
+def variant(arguments: argparse.Namespace, backend: Backend | None = None) -> Variant:
+    """Return the variant that a command line with `add_variant` names, on arrays of `backend`."""
+    return Variant(arguments.keep, arguments.overlap, arguments.causal, arguments.dtype,
+                   arguments.dtype == PLAIN and bool(getattr(backend, "tf32", False)))
+
+
+def step_counts(arguments: argparse.Namespace) -> tuple[int, Limits]:
+    """Return the steps to warm up, and when to stop repeating: as given, or the preset's.
+
+    Raises
+    ------
+    UsageError
+        When they cannot be meant.
+    """
+    chosen = {name: _given(arguments, name)
+              for name in ("warmup", "repetitions", "max_repetitions", "max_seconds")}
+    if arguments.max_repetitions is None:
+        chosen["max_repetitions"] = max(chosen["max_repetitions"], chosen["repetitions"])
+    for name in ("warmup", "repetitions"):
+        if chosen[name] < 1:
+            raise UsageError(f"--{name} {chosen[name]}: must be at least 1")
+    try:
+        return chosen.pop("warmup"), Limits(**chosen, width=arguments.width)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def traced_steps(arguments: argparse.Namespace) -> int:
+    """Return the steps to trace: as given, or the preset's, with ``--trace`` at least one.
+
+    Raises
+    ------
+    UsageError
+        When they cannot be meant.
+    """
+    steps = _given(arguments, "traced")
+    if steps < 0:
+        raise UsageError(f"--traced {steps}: 0 would do, or a number of steps")
+    wanted = arguments.traced is None and getattr(arguments, "trace", None)
+    return max(steps, 1) if wanted else steps
+
+
+def _given(arguments: argparse.Namespace, name: str) -> Any:
+    """Return a count as it is given, or the preset's."""
+    given = getattr(arguments, name)
+    return getattr(load().presets[arguments.preset], name) if given is None else given

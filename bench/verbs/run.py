@@ -1,18 +1,35 @@
 """Measure the selected rows that have as many ranks as the job, under mpirun."""
 
 import argparse
+import gc
+import random
+from pathlib import Path
+from typing import Callable
 
-from bench import run as rows
-from bench.verbs import row_options
+import msgspec
+
+from bench import chrome, journal, model, residuals, yardsticks
+from bench.cases import Case, Row, UsageError, case, equal_tokens, named, select, shuffled
+from bench.job import Settings, check_variant, of_rank_0, usable, verifiable
+from bench.journal import writable
+from bench.output import say
+from bench.run import Failed, Measured, measure
+from bench.variants import Variant
+from bench.verbs import grids, row_options
+from bench.verbs.publish import trace_file
+from mm3d import backend as backends
+from mm3d import store, timing
+from mm3d.record import Group
 
 GROUP = "Measure the paper's tables"
 ON_ALL_RANKS = True
+SIZES = ("layers", "hidden", "heads", "batch", "seq")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``run``."""
     row_options.add_rows(parser)
-    for name in ("layers", "hidden", "heads", "batch", "seq"):
+    for name in SIZES:
         parser.add_argument(f"--{name}", type=int, metavar="N", help="instead of the preset's")
     parser.add_argument("--rows", metavar="NAMES", help=(
         "instead of --table and --scheme: both of each row, such as weak:3d,strong:1d; "
@@ -33,5 +50,185 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure and write every row; the exit status."""
-    return rows.run(arguments, comm)
+    """Measure every selected row that has `comm.size` ranks; the exit status.
+
+    Raises
+    ------
+    UsageError
+        When no row has that many ranks, or an argument cannot be meant.
+    StoreError
+        When the results folder cannot be written.
+    """
+    rows = selected(arguments, comm.size)
+    warmup, limits = row_options.step_counts(arguments)
+    grid = grid_chooser(arguments, comm)
+    usable(arguments.backend, comm)
+    library = backends.get(arguments.backend)
+    variant = row_options.variant(arguments, library)
+    check_variant(variant, rows, library, arguments.recompute)
+    cases = verifiable(fitting(rows, comm.size, arguments, variant))
+    order = comm.bcast(random.SystemRandom().randrange(2 ** 31) if arguments.order is None
+                       else arguments.order)
+    out = writable(arguments.out, comm)
+    settings = Settings(
+        warmup=warmup, limits=limits, order=order, backend=arguments.backend, seed=arguments.seed,
+        traced=row_options.traced_steps(arguments), recompute=arguments.recompute, grid=grid,
+        inside=arguments.inside, watched=arguments.watched, stop=stopper(arguments.stop_file))
+    trace = trace_file(arguments.trace, comm, arguments.traced)
+    if comm.rank == 0:
+        for line in left_out(arguments.rows, comm.size):
+            say(line)
+    peaks = yardsticks.peaks(library, variant.dtype, comm)
+    return max([report(one, settings, peaks, comm, out,
+                       trace and chrome.named(trace, one.name, len(cases)))
+                for one in shuffled(cases, order)])
+
+
+def selected(arguments: argparse.Namespace, ranks: int) -> list[Row]:
+    """List the rows that the options name; of a scheme that the paper lacks for `ranks` ranks.
+
+    Raises
+    ------
+    UsageError
+        When a name is unknown, or rows are named in both ways.
+    """
+    if arguments.rows is None:
+        rows = select(arguments.table, arguments.scheme, ranks)
+        return rows + (equal_tokens(rows) if arguments.equal_tokens else [])
+    for option in ("table", "scheme"):
+        value = getattr(arguments, option)
+        if value != "all":
+            raise UsageError(f"--rows {arguments.rows} --{option} {value}: leave one of them out; "
+                             f"--rows names both the table and the scheme")
+    rows = named(arguments.rows, ranks)
+    return rows + (equal_tokens(rows) if arguments.equal_tokens else [])
+
+
+def left_out(pairs: str | None, ranks: int) -> list[str]:
+    """Name, a line each, the `pairs` of ``--rows`` without a row for `ranks` ranks."""
+    lines = []
+    for pair in dict.fromkeys(pairs.split(",") if pairs else ()):
+        counts = sorted({row.gpus for row in named(pair, ranks)})
+        if ranks not in counts:
+            lines.append(f"left out: {pair.strip()} of --rows, which has no row for {ranks} "
+                         f"rank{'s' * (ranks > 1)}: its rows are for "
+                         f"{', '.join(map(str, counts))}")
+    return lines
+
+
+def fitting(rows: list[Row], ranks: int, arguments: argparse.Namespace,
+            variant: Variant) -> list[Case]:
+    """Make cases of those of `rows` that are for `ranks` ranks, in this variant.
+
+    Raises
+    ------
+    UsageError
+        When there are none.
+    """
+    sizes = {name: getattr(arguments, name) for name in SIZES}
+    cases = [case(row, arguments.preset, variant, **sizes) for row in rows if row.gpus == ranks]
+    if cases:
+        return cases
+    counts = sorted({row.gpus for row in rows})
+    chosen = (f"--rows {arguments.rows}" if arguments.rows is not None else
+              f"--table {arguments.table} --scheme {arguments.scheme}")
+    message = (f"no row of {chosen} is for {ranks} rank{'s' * (ranks > 1)}: there are rows for "
+               f"{', '.join(map(str, counts))} ranks, as in mpirun -n {counts[0]} python -m bench "
+               f"run")
+    if ranks == 1:
+        message += (". If more ranks were started, the launcher started worlds of one: mpirun and "
+                    "mpi4py belong to different MPI libraries; use the mpirun of the MPI that "
+                    "this Python's mpi4py loads")
+    raise UsageError(message)
+
+
+def grid_chooser(arguments: argparse.Namespace,
+                 comm) -> Callable[[Case], tuple[int, ...]] | None:
+    """Return the function that gives a case the grid of ``--grid``; None without.
+
+    Raises
+    ------
+    UsageError
+        On every rank, when nothing is planned for ``--machine``, there is no such machine, or it
+        has no rate for the dtype.
+    """
+    name = arguments.machine or "cpu"
+    if arguments.grid == "auto":
+        of_rank_0(lambda: model.load(name, arguments.dtype), comm)
+    elif arguments.machine:
+        raise UsageError(f"--machine {name}: only --grid auto plans for a machine; give both, or "
+                         f"leave --machine out")
+    if arguments.grid is None:
+        return None
+    return lambda one: of_rank_0(lambda: grids.grid(
+        arguments.grid, one.row.scheme, comm.size, name, one.variant.dtype,
+        msgspec.structs.asdict(one.sizes), arguments.recompute), comm)
+
+
+def stopper(file: str | None) -> Callable[[], bool]:
+    """Return the function that says whether the stop file exists; never without one."""
+    return lambda: file is not None and Path(file).exists()
+
+
+def report(one: Case, settings: Settings, peaks: Group | None, comm, out: Path,
+           trace: Path | None) -> int:
+    """Measure one case, write its files, and say in a line of rank 0 how it ended.
+
+    Parameters
+    ----------
+    one : Case
+        The case, of as many ranks as `comm` has.
+    settings : Settings
+        How it is measured.
+    peaks : Group or None
+        The machine's rates, on rank 0; see `bench.yardsticks.peaks`.
+    comm : mpi4py.MPI.Intracomm
+        All ranks; each must call this.
+    out : Path
+        The folder of results.
+    trace : Path or None
+        The file of its trace.
+
+    Returns
+    -------
+    int
+        0 when all was written, the same on every rank.
+    """
+    # What the last row held goes back before this one asks for memory.
+    gc.collect()
+    backends.get(settings.backend).trim()
+    try:
+        found = measure(one, settings, peaks, comm, trace is not None)
+        outcome = written(found, one, out, trace) if comm.rank == 0 else None
+        timing.wait_patiently(comm)    # while rank 0 writes
+        status, line = comm.bcast(outcome)
+    except Failed as error:
+        status, line = 1, f"failed: {one.title}: {error}"
+    if comm.rank == 0:
+        journal.of(out).write("row", row=one.name, outcome=line.partition(":")[0], line=line)
+        say(line)
+    return status
+
+
+def written(found: Measured, one: Case, out: Path, trace: Path | None) -> tuple[int, str]:
+    """Write the record and the trace; the exit status, and the line that says how it ended."""
+    if journal.taken_over(out):
+        return 1, f"failed: {one.title}: another reproduce has taken over {out.name}"
+    try:
+        path = store.write(found.record, out, one.name)
+    except store.StoreError as error:
+        return 1, f"failed: {one.title}: {error}"
+    status = chrome.put(trace, found.trace) if trace else 0
+    return status, f"done: {one.title}: {summary(found.record)}, {path.name}"
+
+
+def summary(record: store.Run) -> str:
+    """Say in a line the times of a step and by how much it differs from the serial scheme's."""
+    forward, backward = (timing.typical(record.samples[phase]) for phase in store.PHASES)
+    serial, own = residuals.apart(record.checks)
+    error = max(check.error for check in serial)
+    checked = "a smaller model differs" if own else "differs"
+    worst = max((check.error / check.tolerance for check in own), default=0.0)
+    step = f", residuals up to {worst:.1g} of their tolerance" if own else ""
+    return (f"forward {forward:.3g} s, backward {backward:.3g} s, {checked} from serial by "
+            f"{error:.1g}{step}")
