@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if environment.launcher_rank():
         return 0  # one rank is enough
     from bench.status import status_of
-    return status_of(verb.run, arguments)
+    return status_of(lambda: verb.run(arguments))
 
 
 def command() -> NoReturn:

@@ -1,4 +1,4 @@
-"""The verb ``compare``: two sides of runs, case by case.
+"""Compare two sides of runs, case by case.
 
 A run is the unit: repetitions of one run share its placement, its neighbours and its minutes, so
 that two runs of the same code differ by more than their repetitions do.  With one run a side the
@@ -11,7 +11,7 @@ from typing import Sequence
 import numpy as np
 
 from bench.cases import UsageError
-from bench.formats import Column, Notes, Number, Table, render
+from bench.formats import Column, Notes, Number, Part, Table
 from bench.intervals import SIGNIFICANT
 from bench.results import EFFORT
 from bench.sides import Cases, cases, comparable, some, told_apart
@@ -61,8 +61,33 @@ class Verdict:
         return "slower" if self.ratio > 1 else "faster"
 
 
-def compare(arguments) -> int:
-    """Print the comparison; 1 when a case is slower by more than `fail_on_regression` per cent.
+@dataclass
+class Comparison:
+    """Two sides of runs, case by case.
+
+    Attributes
+    ----------
+    parts : list
+        A document of `bench.formats`: the table of the verdicts, and notes.
+    slower : list of Verdict
+        The cases of B that are slower by more than was to be said, and in which a difference was
+        shown.
+    """
+
+    parts: list[Part]
+    slower: list[Verdict]
+
+
+def compare(first: Sequence[str], second: Sequence[str],
+            limit: float | None = None) -> Comparison:
+    """Compare two sides of runs.
+
+    Parameters
+    ----------
+    first, second : sequence of str
+        The files and folders of A and of B.
+    limit : float, optional
+        Per cent by which a case may be slower before it is named.
 
     Raises
     ------
@@ -71,50 +96,27 @@ def compare(arguments) -> int:
     StoreError
         When one of them cannot be read.
     """
-    limit = arguments.fail_on_regression
-    if limit is not None and not 0 <= limit < np.inf:
-        raise UsageError(f"--fail-on-regression {limit:g}: a percentage of at least 0 would do")
-    sides = chosen(arguments)
-    names = " ".join(sides[0]), " ".join(sides[1])
-    (first, lost), (second, also_lost) = map(cases, sides)
-    first, second = told_apart(first, second)
-    common = comparable(names, first, second)
-    verdicts = judged(first, second, common)
+    names = " ".join(first), " ".join(second)
+    (before, lost), (after, also_lost) = cases(first), cases(second)
+    before, after = told_apart(before, after)
+    common = comparable(names, before, after)
+    verdicts = judged(before, after, common)
     few = [one for one in verdicts if one.difference is None]
     if few and limit is not None:
         raise UsageError(
             f"--fail-on-regression takes at least {RUNS} runs of each case on either side, "
             f"because two runs of the same code differ by more than their repetitions do: "
             f"{some([f'{one.name}: {one.runs[0]} and {one.runs[1]}' for one in few], '; ')}")
-    worse = [] if limit is None else [one for one in verdicts if one.word == "slower"
-                                      and one.ratio > 1 + limit / 100]
-    parts = [f"A: {names[0]}\nB: {names[1]}" if arguments.format == "text" else
-             f"A: {names[0]}, B: {names[1]}", table(verdicts),
-             Notes("About this comparison:", notes(first, second, common, verdicts))]
+    slower = [] if limit is None else [one for one in verdicts if one.word == "slower"
+                                       and one.ratio > 1 + limit / 100]
+    parts: list[Part] = [table(verdicts), Notes("About this comparison:",
+                                                notes(before, after, common, verdicts))]
     if lost + also_lost:
         parts.append(Notes("Left out:", lost + also_lost))
-    if worse:
+    if slower:
         parts.append(Notes(f"Slower by more than {limit:g} %:", [
-            f"{one.name}: {100 * (one.ratio - 1):.1f} %" for one in worse]))
-    print(render(parts, arguments.format))
-    return 1 if worse else 0
-
-
-def chosen(arguments) -> tuple[list[str], list[str]]:
-    """The files and folders of both sides.
-
-    Raises
-    ------
-    UsageError
-        When they are not two, or named in both ways.
-    """
-    plain, options = arguments.sides, (arguments.before, arguments.after)
-    if len(plain) == 2 and options == (None, None):
-        return plain[:1], plain[1:]
-    if not plain and None not in options:
-        return options
-    raise UsageError("compare A B sets two files or folders side by side; for several of a side, "
-                     "name them all after --before and after --after")
+            f"{one.name}: {100 * (one.ratio - 1):.1f} %" for one in slower]))
+    return Comparison(parts, slower)
 
 
 def judged(first: Cases, second: Cases, common: list[str]) -> list[Verdict]:

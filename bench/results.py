@@ -3,6 +3,7 @@
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Iterable
 
 from bench.cases import PAPER, Row, load, own, select
 from bench.variants import Variant, recorded
@@ -220,3 +221,20 @@ def most_crowded(runs: list[Run]) -> Run | None:
     """The run with the most ranks a core, where ranks outnumber cores."""
     return max((run for run in runs if run.environment["oversubscribed"]),
                key=lambda run: (run.environment["ranks_per_core"], run.ranks), default=None)
+
+
+def list_files(sources: Iterable[str]) -> list[Path]:
+    """List the files that are named, and those in the folders that are.
+
+    Raises
+    ------
+    StoreError
+        When one is not there, or there is none in a folder.
+    """
+    files: list[Path] = []
+    for source in map(Path, sources):
+        here = sorted(source.glob("*.h5")) if source.is_dir() else [source]
+        if not here:
+            raise StoreError(f"there is no .h5 file in {source}")
+        files += here
+    return list(dict.fromkeys(files))

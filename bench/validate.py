@@ -1,4 +1,4 @@
-"""The verb ``validate``: files against the schema and the rules of a run.
+"""Check files against the schema and the rules of a run.
 
 A violation makes a file unfit to be cited, and is explained in a line; a warning is what a reader
 must know.  Nothing is taken from the file that can be computed from its samples or its sizes.
@@ -10,27 +10,13 @@ from typing import Iterator
 import h5py
 
 from bench import rules
-from bench.merge import found
 from mm3d import merged
 from mm3d.record import Measurements
 from mm3d.store import FORMAT, SCHEMA, StoreError, opened, parse
 
 
-def validate(sources: list[str]) -> int:
-    """Check files, print what is wrong with each; 1 when something is."""
-    wrong = 0
-    for path in found(sources):
-        errors, warnings = check(path)
-        wrong += bool(errors)
-        print(f"{path}: {'NOT VALID' if errors else 'valid'}")
-        for kind, lines in (("error", errors), ("warning", warnings)):
-            for line in lines:
-                print(f"  {kind}: {line}")
-    return 1 if wrong else 0
-
-
 def check(path: Path) -> tuple[list[str], list[str]]:
-    """What is wrong with a file, and what a reader must know."""
+    """Check a file: its violations of the rules, and warnings that a reader must know."""
     errors: list[str] = []
     warnings: list[str] = []
     try:

@@ -214,7 +214,8 @@ def do(arguments) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Do what the command line says; the exit status."""
-    return status_of(do, parser().parse_args(argv), slurm.SlurmError)
+    arguments = parser().parse_args(argv)
+    return status_of(lambda: do(arguments), slurm.SlurmError)
 
 
 def command() -> NoReturn:

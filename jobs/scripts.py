@@ -175,11 +175,11 @@ def array_script(work: Work, cases: list[Case]) -> str:
         scripts=[check_path(work.script(case)) for case in cases])
 
 
-def collect_script(work: Work, arguments: list[str]) -> str:
-    """The script of the last job, which runs ``python -m jobs collect`` with `arguments`."""
+def collect_script(work: Work, words: list[str]) -> str:
+    """The script of the last job, which runs ``python -m jobs collect`` with `words`."""
     options = slurm_options(work, "mm3d-collect", work.site.slurm.collect_time, 1)
     return TEMPLATES.get_template("collect.sh.j2").render(
-        site=work.site, root=ROOT, options=options, arguments=arguments)
+        site=work.site, root=ROOT, options=options, arguments=words)
 
 
 def job_name(case: Case) -> str:

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from bench import resume, validate, variants, verify
+from bench import resume, variants, verify
 from bench.__main__ import main, parser
 from bench.cases import Sizes, case, select
 from bench.formats import render
@@ -167,7 +167,7 @@ def test_a_row_with_every_option_is_measured_and_valid(tmp_path, capsys):
     path, = tmp_path.glob("weak-3d-p008-tiny-keep-both-overlap-causal-float16-*.h5")
     assert variants.recorded(store.read(path).configuration) == Variant("both", True, True,
                                                                         "float16")
-    assert validate.validate([str(path)]) == 0, capsys.readouterr().out
+    assert main(["validate", str(path)]) == 0, capsys.readouterr().out
 
 
 # --- How strictly results in 16 bits are verified --------------------------------------------

@@ -1,8 +1,11 @@
 """Compare two sides of runs, case by case; say what differs from three runs a side on."""
 
 import argparse
+import math
 
-from bench import compare
+from bench import formats
+from bench.cases import UsageError
+from bench.compare import compare
 from bench.verbs import options
 
 GROUP = "Look at results"
@@ -23,5 +26,38 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the comparison; the exit status."""
-    return compare.compare(arguments)
+    """Print the comparison; 1 when a case is slower by more than ``--fail-on-regression``.
+
+    Raises
+    ------
+    UsageError
+        When the two sides cannot be compared, or are to be judged by too few runs.
+    StoreError
+        When one of them cannot be read.
+    """
+    limit = arguments.fail_on_regression
+    if limit is not None and not 0 <= limit < math.inf:
+        raise UsageError(f"--fail-on-regression {limit:g}: a percentage of at least 0 would do")
+    sides = chosen(arguments)
+    found = compare(*sides, limit)
+    names = [f"{side}: {' '.join(words)}" for side, words in zip("AB", sides)]
+    heading = ("\n" if arguments.format == "text" else ", ").join(names)
+    print(formats.render([heading, *found.parts], arguments.format))
+    return 1 if found.slower else 0
+
+
+def chosen(arguments: argparse.Namespace) -> tuple[list[str], list[str]]:
+    """Return the files and folders of both sides.
+
+    Raises
+    ------
+    UsageError
+        When they are not two, or named in both ways.
+    """
+    plain, named = arguments.sides, (arguments.before, arguments.after)
+    if len(plain) == 2 and named == (None, None):
+        return plain[:1], plain[1:]
+    if not plain and None not in named:
+        return named
+    raise UsageError("compare A B sets two files or folders side by side; for several of a side, "
+                     "name them all after --before and after --after")

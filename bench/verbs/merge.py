@@ -1,9 +1,11 @@
 """Join the runs of files and folders in one new file."""
 
 import argparse
+from pathlib import Path
 
-from bench import merge
+from bench.results import list_files
 from bench.verbs import options
+from mm3d import merged
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False
@@ -16,6 +18,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the new file and say what is in it; 0."""
-    print(merge.merge(arguments.target, arguments.sources))
+    """Write the new file and print how many runs are in it; 0.
+
+    Raises
+    ------
+    StoreError
+        When something cannot be read or written, or versions of the schema differ.
+    """
+    target = Path(arguments.target)
+    files = [path for path in list_files(arguments.sources) if path.resolve() != target.resolve()]
+    count = merged.merge(files, target)
+    print(f"{arguments.target}: {count} runs of {len(files)} files")
     return 0

@@ -2,7 +2,8 @@
 
 import argparse
 
-from bench import validate
+from bench.results import list_files
+from bench.validate import check
 from bench.verbs import options
 
 GROUP = "Look at results"
@@ -15,5 +16,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print what is wrong with each file; the exit status."""
-    return validate.validate(arguments.sources)
+    """Print the violations and warnings of each file; 1 when one is not valid.
+
+    Raises
+    ------
+    StoreError
+        When there is no such file.
+    """
+    status = 0
+    for path in list_files(arguments.sources):
+        errors, warnings = check(path)
+        print(f"{path}: {'NOT VALID' if errors else 'valid'}")
+        for kind, lines in (("error", errors), ("warning", warnings)):
+            for line in lines:
+                print(f"  {kind}: {line}")
+        status = max(status, int(bool(errors)))
+    return status
