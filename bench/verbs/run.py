@@ -23,13 +23,12 @@ from mm3d.record import Group
 
 GROUP = "Measure the paper's tables"
 ON_ALL_RANKS = True
-SIZES = ("layers", "hidden", "heads", "batch", "seq")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``run``."""
     row_options.add_rows(parser)
-    for name in SIZES:
+    for name in grids.SIZES:
         parser.add_argument(f"--{name}", type=int, metavar="N", help="instead of the preset's")
     parser.add_argument("--rows", metavar="NAMES", help=(
         "instead of --table and --scheme: both of each row, such as weak:3d,strong:1d; "
@@ -125,7 +124,7 @@ def fitting(rows: list[Row], ranks: int, arguments: argparse.Namespace,
     UsageError
         When there are none.
     """
-    sizes = {name: getattr(arguments, name) for name in SIZES}
+    sizes = {name: getattr(arguments, name) for name in grids.SIZES}
     cases = [case(row, arguments.preset, variant, **sizes) for row in rows if row.gpus == ranks]
     if cases:
         return cases
