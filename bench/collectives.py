@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mm3d
-from bench import exact, fits, operands
+from bench import exact, least_squares, operands
 from bench.cases import UsageError
 from bench.sampling import (BOUNDS, in_random_order, makespans, measured_environment, padded,
                             repeated)
@@ -215,10 +215,10 @@ def collectives_record(scales: dict[str, Sequence[Any]], found: list[Sampled], s
     bounds = np.array([median_interval(one.seconds) for one in found]).reshape(*shape, 4)
     moved = np.array([one.moved for one in found], np.float64).reshape(shape)
     by_width = np.array([int(one.ended_by == "width") for one in found]).reshape(shape)
-    lines = np.array([fits.line(np.array(scales["size"], np.float64), seconds)
+    lines = np.array([least_squares.line(np.array(scales["size"], np.float64), seconds)
                       for seconds in bounds[..., 0].reshape(-1, shape[-1])])
     lines = lines.reshape(*shape[:2], 3)
-    copying = ~fits.in_places(settings["transports"], scales["collective"])
+    copying = ~operands.in_places(settings["transports"], scales["collective"])
     return Measurements(
         "collectives", settings, environs,
         {**scales, "repetition": range(samples.shape[-1]), "bound": BOUNDS},

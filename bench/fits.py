@@ -1,15 +1,13 @@
 """The few numbers that stand for many samples: of products, of collectives, of links."""
 
-import itertools
 import math
-from typing import Sequence
 
 import msgspec
 import numpy as np
 
 from bench import model
+from bench.least_squares import nonnegative
 from bench.seconds import copies_nothing, link_level
-from mm3d.choice import in_place
 
 Shape = tuple[int, int, int]
 
@@ -44,45 +42,6 @@ def products(times: dict[Shape, float]) -> Fit:
     errors = terms @ found / took - 1
     return Fit(float(found[0]), float(rate), tuple((1.5 * rate * half).tolist()), list(times),
                errors.tolist())
-
-
-def nonnegative(A: np.ndarray, b: np.ndarray, needed: int | None = None) -> np.ndarray:
-    """The c >= 0 that makes |A c - b| least: the best of all choices of columns, of those that
-    have the column `needed` if there is one, whose c is greater than 0."""
-    best, least = np.zeros(A.shape[1]), np.inf
-    for count in range(1, A.shape[1] + 1):
-        for chosen in map(list, itertools.combinations(range(A.shape[1]), count)):
-            if needed not in (None, *chosen):
-                continue
-            c = np.linalg.lstsq(A[:, chosen], b, rcond=None)[0]
-            residual = np.linalg.norm(A[:, chosen] @ c - b)
-            good = (c >= 0).all() and (needed is None or c[chosen.index(needed)] > 0)
-            if good and residual < least:
-                best, least = np.zeros(A.shape[1]), residual
-                best[chosen] = c
-    return best
-
-
-def line(sizes: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
-    """alpha and beta of seconds = alpha + beta sizes, and the largest relative error.
-
-    The squares of *relative* errors are the least, so that small sizes count as much as large
-    ones; neither is negative.
-    """
-    weighted = np.stack([1 / seconds, sizes / seconds], axis=1)
-    alpha, beta = np.linalg.lstsq(weighted, np.ones(len(sizes)), rcond=None)[0]
-    if alpha < 0 or beta < 0:
-        keep = 1 if alpha < 0 else 0
-        column = weighted[:, keep]
-        only = column.sum() / (column @ column)
-        alpha, beta = (0.0, only) if keep else (only, 0.0)
-    return float(alpha), float(beta), float(np.abs((alpha + beta * sizes) / seconds - 1).max())
-
-
-def in_places(transports: str, kinds: Sequence[str]) -> np.ndarray:
-    """Whether collectives leave their result in place, (direction, kind), with a transport of
-    each direction."""
-    return np.array([[kind in in_place(name) for kind in kinds] for name in transports.split()])
 
 
 def links(lines: list[model.Line], per_node: int, transport: str) -> dict[str, model.Level]:

@@ -6,7 +6,7 @@ from typing import Callable, Sequence
 
 import numpy as np
 
-from bench import fits
+from bench import operands
 from bench.formats import Cell, Column, Notes, Number, Part, Rows, Table
 from bench.layertables import layers
 from bench.merit import words_note
@@ -64,7 +64,7 @@ def collectives(record: Measurements) -> list[Part]:
     chosen, narrow = record.configuration, values["ended_by_width"]
     travel = chosen.get("transports") or " ".join(
         [chosen["transport"].replace(" ", "+")] * len(record.scales["axis"]))
-    placed = fits.in_places(travel, record.scales["collective"])
+    placed = operands.in_places(travel, record.scales["collective"])
     for c, kind in enumerate(record.scales["collective"]):
         for a, axis in enumerate(record.scales["axis"]):
             beta, error = values["beta"][a, c], values["fit_error"][a, c]

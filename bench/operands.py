@@ -1,11 +1,12 @@
 """Where the microbenchmarks obtain the arrays that travel."""
 
-from typing import Any, Iterable
+from typing import Any, Iterable, Sequence
 
 import numpy as np
 
 from bench.cases import UsageError
 from mm3d.backend import Array
+from mm3d.choice import in_place
 from mm3d.grid import Grid
 from mm3d.layout import Layout
 
@@ -42,6 +43,12 @@ def transport(grid: Grid) -> str:
 def transports(grid: Grid, axes: Iterable[str]) -> str:
     """How they travel along each of these directions, in their order."""
     return " ".join(grid[name].transport.name for name in axes)
+
+
+def in_places(transports: str, kinds: Sequence[str]) -> np.ndarray:
+    """Whether collectives leave their result in place, (direction, kind), with a transport of
+    each direction."""
+    return np.array([[kind in in_place(name) for kind in kinds] for name in transports.split()])
 
 
 def usual_transport(comm) -> str:

@@ -8,6 +8,7 @@ error of a row that is left out of the fit is the fairer figure.
 """
 
 import itertools
+import math
 from typing import Iterable
 
 import msgspec
@@ -15,12 +16,14 @@ import numpy as np
 
 from bench import model
 from bench.cases import PAPER, Case, Row, case, select
+from bench.least_squares import bounded
 from bench.seconds import TERMS, Terms, achieved_seconds, terms
 from mm3d import dry
 
 LAYERS = (12, 16, 24, 32, 48)    # what the paper's models may have had
 FREE = ("gemm", "node", "network")    # figures whose achieved part is fitted
 LEAST = 0.01    # of a figure: a fit that needs less explains nothing
+STRIDES = (0.3, 0.03)    # of logarithms of figures, with which searches begin
 
 
 class Spent(msgspec.Struct, frozen=True):
@@ -76,41 +79,32 @@ def _equations(rows: list[Spent], fit: tuple[int, dict[str, bool]]) -> tuple:
     return np.array(lines)
 
 
-def least_squares(A: np.ndarray, b: np.ndarray, low: float, high: float) -> np.ndarray:
-    """The c with `low` <= c <= `high` that makes |A c - b| least, by coordinate descent."""
-    gram, target = A.T @ A, A.T @ b
-    c = np.full(A.shape[1], float(low))
-    for _ in range(300):
-        before = c.copy()
-        for k in range(len(c)):
-            if gram[k, k] > 0:
-                c[k] = min(high, max(low, c[k] + (target[k] - gram[k] @ c) / gram[k, k]))
-        if np.abs(c - before).max() < 1e-9 * np.abs(c).max():
-            break
-    return c
-
-
 def refined(A: np.ndarray, rest: np.ndarray, c: np.ndarray, low: float,
             high: float) -> tuple[np.ndarray, float]:
-    """The c, searched from `c`, that makes the mean of abs(log(A c + 1 - rest)) least, and that.
+    """Find the c near `c` that makes the mean of abs(log(A c + 1 - rest)) least; c, and that.
 
     Ratios, so that twice too slow counts as much as twice too fast; not squared, so that a few
-    rows which nothing explains do not pull the others along.
+    rows which nothing explains do not pull the others along.  The mean has edges wherever a row
+    is right, so the search goes by its values alone, and starts anew where it ends until that
+    finds nothing better.
     """
-    def cost(c: np.ndarray) -> float:
-        return float(np.abs(np.log(A @ c + 1 - rest)).mean())
+    from scipy.optimize import minimize
 
-    least = cost(c)
-    around = np.array([d for d in itertools.product((-1, 0, 1), repeat=len(c)) if any(d)])
-    for step in (2, 1.3, 1.1, 1.03, 1.01, 1.003, 1.001):
-        better = True
-        while better:
-            tried = [np.clip(c * float(step) ** d, low, high) for d in around]
-            costs = [cost(one) for one in tried]
-            better = min(costs) < least - 1e-9
-            if better:
-                c, least = tried[int(np.argmin(costs))], min(costs)
-    return c, least
+    def deviation(u: np.ndarray) -> float:
+        return float(np.abs(np.log(A @ np.exp(u) + 1 - rest)).mean())
+
+    ends = math.log(low), math.log(high)
+    u, least, strides = np.log(c), math.inf, list(STRIDES)
+    while strides:
+        corners = u + strides[0] * np.where(u + strides[0] > ends[1], -1, 1) * np.eye(len(u))
+        found = minimize(deviation, u, method="Nelder-Mead", bounds=[ends] * len(u), options={
+            "initial_simplex": np.vstack([u, corners]), "xatol": 1e-9, "fatol": 1e-12,
+            "maxiter": 5000, "maxfev": 5000})
+        if found.fun > least - 1e-9:
+            del strides[0]
+        if found.fun < least:
+            u, least = found.x, float(found.fun)
+    return np.clip(np.exp(u), low, high), least
 
 
 def fitted(rows: list[Spent], machine: model.Machine, layers: Iterable[int]) -> Fit:
@@ -132,7 +126,7 @@ def fitted(rows: list[Spent], machine: model.Machine, layers: Iterable[int]) -> 
             continue
         A = _equations(rows, (count, recompute))
         rest = 1 - A[:, fixed] @ known
-        start = least_squares(A[:, free], rest, 1.0, 1 / LEAST)
+        start = bounded(A[:, free], rest, 1.0, 1 / LEAST)
         c, residual = refined(A[:, free], rest, start, 1.0, 1 / LEAST)
         if best is None or residual < best.residual - 1e-9:
             parts = dict(zip(FREE, (1 / c).tolist()))

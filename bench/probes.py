@@ -12,9 +12,10 @@ from typing import Callable, Iterable
 import numpy as np
 
 import mm3d
-from bench import exact, fits, model, operands, sampling
+from bench import exact, model, operands, sampling
 from bench.collectives import measure_collective
 from bench.fits import Shape
+from bench.least_squares import line
 from mm3d import backend as backends
 from mm3d import environment, store, timing
 
@@ -177,7 +178,7 @@ def lines(times: dict[tuple[str, int, int, bool, int], float]) -> list[model.Lin
         found.setdefault(tuple(key), {})[length] = taken
     made = []
     for (kind, size, stride, pieces), curve in found.items():
-        alpha, beta, _ = fits.line(np.array(list(curve), float), np.array(list(curve.values())))
+        alpha, beta, _ = line(np.array(list(curve), float), np.array(list(curve.values())))
         made.append(model.Line(kind, size, stride, alpha, beta,
                                model.Curve(list(map(float, curve)), list(curve.values())), pieces))
     return made

@@ -4,7 +4,7 @@ from typing import Callable, Iterator, NamedTuple
 
 import numpy as np
 
-from bench import fits
+from bench import least_squares, operands
 from bench.matmul import RATIOS, RESULTS
 from bench.products import Problem
 from mm3d import SCHEMES, cost
@@ -93,13 +93,13 @@ def _collectives(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, A
         busiest = {"all_gather": sizes - least, "reduce_scatter": sizes - least,
                    "all_reduce": 2 * (sizes - least), "broadcast": sizes, "reduce": sizes}
         moved[a] = [busiest[kind] for kind in run.scales["collective"]]
-    fit = np.array([fits.line(sizes.astype(float), line)
+    fit = np.array([least_squares.line(sizes.astype(float), line)
                     for line in medians.reshape(-1, len(sizes))]).reshape(*medians.shape[:2], 3)
     source, longest = "the fit to the medians", medians.max(axis=-1)
     bandwidth = moved / medians
     if "transports" in run.configuration:    # files of before have one of meetings, too
-        bandwidth[fits.in_places(run.configuration["transports"],
-                                 run.scales["collective"])] = np.nan
+        bandwidth[operands.in_places(run.configuration["transports"],
+                                     run.scales["collective"])] = np.nan
     return {"bytes_moved": Again(moved, "the sizes"),
             "bandwidth": Again(bandwidth, "the bytes moved over the median"),
             "alpha": Again(fit[..., 0], source, longest),

@@ -8,8 +8,9 @@ import msgspec
 import numpy as np
 
 import mm3d
-from bench import exact, fits, matmul, model, plan, sampling, verify
+from bench import exact, matmul, model, plan, sampling, verify
 from bench.cases import Sizes
+from bench.least_squares import nonnegative
 from bench.products import Problem
 from bench.seconds import meetings, step_seconds
 from bench.work import NAMES, Work, trace
@@ -170,7 +171,7 @@ def together(machine: model.Machine, works: Sequence[Work],
                        for event, times in one.of(dry.Collective).items())]
             for one in traces]
     terms = np.array(rows) / took[:, None]
-    more, launch, waiting = fits.nonnegative(terms, 1 - terms[:, 0]).tolist()
+    more, launch, waiting = nonnegative(terms, 1 - terms[:, 0]).tolist()
     return msgspec.structs.replace(
         machine, achieved=model.Achieved(*[1 / (1 + more)] * 4, latency=1.0),
         launch_seconds=launch, waiting={size: waiting * others[size] for size in sizes})

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from bench import exact, fits, microtables, residual
+from bench import exact, least_squares, microtables, residual
 from bench.formats import render
 from bench.products import Problem, Replay, Whole
 from bench.recomputed import derived
@@ -262,9 +262,9 @@ def test_what_is_read_in_place_is_not_moved(comm, monkeypatch, transport):
 
 def test_the_fit_finds_latency_and_bandwidth():
     sizes = 4.0 ** np.arange(5, 12)
-    alpha, beta, error = fits.line(sizes, 2e-5 + 3e-10 * sizes)
+    alpha, beta, error = least_squares.line(sizes, 2e-5 + 3e-10 * sizes)
     assert alpha == pytest.approx(2e-5) and beta == pytest.approx(3e-10) and error < 1e-9
-    alpha, beta, error = fits.line(sizes, 1e-9 * sizes ** 1.5)
+    alpha, beta, error = least_squares.line(sizes, 1e-9 * sizes ** 1.5)
     assert alpha == 0 and beta > 0 and error > 0.5
 
 

@@ -39,13 +39,6 @@ def test_rows_that_need_more_memory_than_there_is_repeat_the_forward(outcome):
     assert all(row.peak / 2 > LONGHORN.memory_bytes for row in weak)
 
 
-def test_least_squares_keeps_its_bounds():
-    A = np.vstack([np.diag([1.0, 2, 3])] * 2)
-    assert predict.least_squares(A, A @ [0.5, 2.5, 300], 1, 100).tolist() == [1, 2.5, 100]
-    A = np.random.default_rng(0).random((20, 3))
-    assert predict.least_squares(A, A @ [7, 2, 30], 1, 100) == pytest.approx([7, 2, 30], 1e-3)
-
-
 def test_errors_are_within_what_the_documentation_says(outcome):
     """The rows that were not fitted are predicted about as well as those that were."""
     assert len(outcome.rows) == 18 and len(outcome.chosen) == 9
