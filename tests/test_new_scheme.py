@@ -85,6 +85,11 @@ def test_a_new_scheme_is_tested_measured_and_shown(tmp_path):
     assert any(line.split()[:2] == ["Columns", "4"] for line in done.stdout.splitlines())
     done = run_python("-m", "bench", "plot", "results/here", cwd=folder)
     assert done.returncode == 0 and "average-step-time-tiny.png" in done.stdout, done.stderr
+    done = run_python("-m", "bench", "plan", "--ranks", "4", "--hidden", "64", "--heads", "4",
+                      "--layers", "1", "--batch", "8", "--seq", "16", "--top", "40", cwd=folder)
+    plans = [line.split(maxsplit=1) for line in done.stdout.splitlines() if " x " in line]
+    known, new = ({rest for name, rest in plans if name == scheme} for scheme in ("3d", "columns"))
+    assert len(new) > 3 and known == new, done.stdout
     done = bench(folder, 3)
     assert done.returncode == 1 and "3 ranks are odd: start 4" in done.stdout
 
