@@ -8,7 +8,8 @@ import msgspec
 import pytest
 
 from bench import fit, model, placement, plan, trials, work
-from mm3d import cost, dry, store
+from mm3d import dry, store
+from mm3d.closed_form import ProductShape
 from mm3d.contract import SCHEMES, lookup
 from mm3d.matrix_product import FORMS
 from support import ROOT, run_python, run_ranks
@@ -175,13 +176,15 @@ def test_under_another_name_a_scheme_has_the_same_predictions(renamed, ranks):
                                          for ranks in (4, 8) if has_grids(name, ranks)])
 def test_local_products_are_those_of_a_dry_run(name, ranks):
     """As many as rank 0 does forward for each linear layer, of the size of its largest."""
-    sizes = dict(hidden=45, heads=5, batch=16, seq=8)
-    parts = ("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
+    products = {"attention.qkv": ProductShape("into", 128, 45, 135, (1, 27)),
+                "attention.proj": ProductShape("back", 128, 45, 45, (9, 1)),
+                "mlp.up": ProductShape("into", 128, 45, 180),
+                "mlp.down": ProductShape("back", 128, 180, 45)}
     for grid in lookup(name).grids(ranks):
         shape = dict(zip(lookup(name).directions, grid))
-        events = dry.step(name, ranks, grid, layers=1, **sizes).events
-        for part, product in zip(parts, cost.layer_products(16 * 8, 45, 5)):
-            done = {event: times for (phase, where, event), times in events.items()
+        run = dry.step(name, ranks, grid, layers=1, hidden=45, heads=5, batch=16, seq=8)
+        for part, product in products.items():
+            done = {event: times for (phase, where, event), times in run.events.items()
                     if (phase, where, type(event)) == ("forward", part, dry.Gemm)}
             local, = lookup(name).local_products(shape, product)
             assert local.count == sum(done.values()), (grid, part)
