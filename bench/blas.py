@@ -1,4 +1,4 @@
-"""The matrix products of another BLAS: the one that ScaLAPACK calls, called by both sides."""
+"""Call the matrix products of ScaLAPACK's BLAS, so that both sides multiply with it."""
 
 import contextlib
 import ctypes
@@ -14,11 +14,11 @@ ROUTINES = {"float32": ("sgemm_", ctypes.c_float), "float64": ("dgemm_", ctypes.
 
 
 class OtherBlas(OSError):
-    """ScaLAPACK's products are made by another function than the one that was found."""
+    """ScaLAPACK's products are computed by another function than the one found."""
 
 
 class Gemm:
-    """C = A B in Fortran's order of arguments, by the function that ScaLAPACK's calls end in.
+    """Compute C = A B with the function that ScaLAPACK's calls end in.
 
     Parameters
     ----------
@@ -35,8 +35,8 @@ class Gemm:
     Raises
     ------
     OtherBlas
-        When what its calls are bound to, the first such function of all that is loaded, is not
-        its own library's.
+        When its calls are bound to another library: to the first function of that name among all
+        libraries loaded.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: str) -> None:
@@ -50,7 +50,7 @@ class Gemm:
         self.file, self.dtype = files[0], np.dtype(dtype)
 
     def __call__(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
-        """A B in `out`, all of them matrices with contiguous rows or, A and B, columns."""
+        """Compute A B in `out`; rows of all three are contiguous, or columns of A and B."""
         if {a.dtype, b.dtype, out.dtype} != {self.dtype} or not out.flags.c_contiguous:
             raise ValueError(f"{a.dtype} times {b.dtype} into {out.dtype}: {self.dtype} in rows "
                              f"would do")
@@ -65,8 +65,8 @@ class Gemm:
 
 
 def _stored(a: np.ndarray) -> tuple[bytes, object]:
-    """How Fortran is to take a matrix whose transpose it sees, and how far apart its columns
-    are there."""
+    """Return Fortran's transposition flag and leading dimension of a matrix, whose transpose it
+    sees."""
     rows, columns = (max(1, stride // a.itemsize) for stride in a.strides)
     if columns == 1 or a.shape[1] == 1:
         return b"N", ctypes.byref(ctypes.c_int(max(rows, a.shape[1], 1)))
@@ -81,12 +81,12 @@ def _place(a: np.ndarray) -> ctypes.c_void_p:
 
 
 def address(function) -> int:
-    """Where a function of a library lies."""
+    """Return the address of a function of a library."""
     return ctypes.cast(function, ctypes.c_void_p).value
 
 
 def defined_in(function) -> str:
-    """The name of the library that a function is in."""
+    """Return the name of the library that contains a function."""
     class Info(ctypes.Structure):
         _fields_ = [("file", ctypes.c_char_p), ("base", ctypes.c_void_p),
                     ("name", ctypes.c_char_p), ("address", ctypes.c_void_p)]
@@ -107,7 +107,7 @@ def multiplying(backend: Backend, gemm: Callable) -> Iterator[None]:
 
 
 def loaded() -> dict[str, str]:
-    """Every BLAS that is loaded: what it is, by the name of its file."""
+    """Describe every BLAS that is loaded, by the name of its file."""
     return {Path(blas["filepath"]).name:
             f"{blas['internal_api']} {blas['version']}, {blas.get('architecture')} kernels, "
             f"{blas['num_threads']} thread{'s' * (blas['num_threads'] != 1)}"

@@ -1,4 +1,4 @@
-"""The memory that a rank takes, as its allocator counts it and as the system sees it."""
+"""Measure the memory of a rank, as its allocator counts it and as the system sees it."""
 
 import gc
 import math
@@ -10,24 +10,24 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 class Resident:
-    """Memory of this process beyond what it had when this was made, as the system counts it."""
+    """Growth of this process' memory since this was made, as the system counts it."""
 
     def __init__(self) -> None:
         gc.collect()
         self.before = _status("VmRSS")
 
     def mark(self) -> None:
-        """Let the highest start again from what there is now."""
+        """Reset the peak."""
         if CLEAR.exists():
             CLEAR.write_text("5")
 
     def growth(self) -> float:
-        """Bytes at the highest since the mark; NaN where the system does not tell."""
+        """Return the bytes of the peak since the mark; NaN where the system does not tell."""
         return _status("VmHWM") - self.before
 
 
 class Footprint:
-    """What this rank takes beyond what it had when this was made.
+    """Growth of this rank's memory since this was made.
 
     Parameters
     ----------
@@ -44,15 +44,15 @@ class Footprint:
         self.resident.mark()
 
     def peaks(self) -> tuple[float, float]:
-        """Bytes of the most arrays at one time, and of the most resident memory; NaN unknown.
+        """Return the peaks in bytes, of arrays and of resident memory; NaN unknown.
 
-        Of an array that ranks share each counts an equal part.
+        Each rank counts an equal part of an array that ranks share.
         """
         return float(self.backend.memory()["peak"] - self.before), self.resident.growth()
 
 
 def _status(name: str) -> float:
-    """A line of the system's account of this process, in bytes; NaN where it keeps none."""
+    """Read a line of the system's status of this process, in bytes; NaN where there is none."""
     lines = STATUS.read_text().splitlines() if STATUS.exists() else []
     found = [line.split()[1] for line in lines if line.startswith(f"{name}:")]
     return 1024.0 * int(found[0]) if found else math.nan

@@ -45,8 +45,8 @@ class Rate(NamedTuple):
     work: list[float]
 
 
-class Bench:
-    """The parts that can be measured on one device; see `measure_part`.
+class GpuBenchmark:
+    """The parts that `measure_part` measures on one device.
 
     Parameters
     ----------
@@ -217,12 +217,12 @@ class Bench:
             checks)
 
 
-PARTS: dict[str, Callable[[Bench], Measurements]] = {
-    "gemm": Bench.gemm, "elementwise": Bench.elementwise, "layer": Bench.layer,
-    "rows": Bench.rows}
+PARTS: dict[str, Callable[[GpuBenchmark], Measurements]] = {
+    "gemm": GpuBenchmark.gemm, "elementwise": GpuBenchmark.elementwise,
+    "layer": GpuBenchmark.layer, "rows": GpuBenchmark.rows}
 
 
-def measure_part(bench: Bench, part: str) -> Measurements:
+def measure_part(benchmark: GpuBenchmark, part: str) -> Measurements:
     """Verify and measure one of `PARTS`; a record of kind "gpu-" and its name.
 
     Raises
@@ -231,4 +231,4 @@ def measure_part(bench: Bench, part: str) -> Measurements:
         When a result is wrong.
     """
     gc.collect()
-    return PARTS[part](bench)
+    return PARTS[part](benchmark)

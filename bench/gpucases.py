@@ -1,4 +1,4 @@
-"""What ``bench gpu`` measures: sizes, types and how they are multiplied, kernels, and PyTorch."""
+"""Cases of ``bench gpu``: sizes, dtypes and modes of products, kernels, and PyTorch's layer."""
 
 import time
 from dataclasses import dataclass
@@ -28,7 +28,7 @@ SCALES = {"paper": Scale([1024, 2048, 4096, 8192], (24 * 512, 8192), [3072, 8192
 
 @dataclass
 class Mode:
-    """A type, and whether products may round float32 to TensorFloat-32; in force inside `with`."""
+    """A dtype, and whether products may use TensorFloat-32; in force inside `with`."""
 
     backend: Backend
     dtype: str
@@ -46,7 +46,7 @@ class Mode:
 
 
 def modes(backend: Backend) -> list[Mode]:
-    """The types that the backend has, float32 first; TensorFloat-32 on a GPU."""
+    """List the dtypes of the backend, float32 first; on a GPU also TensorFloat-32."""
     found = [Mode(backend, "float32", itemsize=4)]
     if not backend.host_buffers:
         found.append(Mode(backend, "float32", tf32=True, itemsize=4))
@@ -56,7 +56,7 @@ def modes(backend: Backend) -> list[Mode]:
 
 def elementwise(backend: Backend, a: Array, b: Array,
                 c: Array) -> dict[str, tuple[int, Callable[[], object]]]:
-    """By name, arrays that a kernel reads and writes, each counted once, and a call of it.
+    """Return, by kernel, how many arrays it reads and writes, each counted once, and a call.
 
     At once `b` becomes `c` normalized; then `c` is where the results go.
     """
@@ -110,5 +110,5 @@ def torch_layer(backend: Backend, sizes: Sizes, mode: Mode) -> Callable[[], floa
 
 
 def describe(backend: Backend) -> dict[str, Any]:
-    """What the device says of itself, for the record."""
+    """Describe the device, for the record."""
     return backend.describe() | {"peak_device_bytes": backend.memory()["peak"]}

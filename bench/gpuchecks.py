@@ -1,4 +1,4 @@
-"""Whether a device computes what it should, beside NumPy; before its times count.
+"""Check the results of a device against NumPy before its times count.
 
 Products and kernels are compared with float64; a model, in whose results the roundings of many
 operations meet, with NumPy's that rounds in the same places (`bench.rounded`).
@@ -33,9 +33,15 @@ def products(mode: Mode, a: Array, b: Array, results: dict[str, Array],
 
 
 def kernels(mode: Mode, a: Array, b: Array, c: Array) -> list[Check]:
-    """The kernels of `gpucases.elementwise`, at the size that is timed; WrongResult if one errs.
+    """Check the kernels of `gpucases.elementwise` at the size that is timed.
 
-    Of sums over the rows the first and last columns are looked at, of all else such rows.
+    Of sums over the rows the first and last columns are compared, otherwise the first and last
+    rows.
+
+    Raises
+    ------
+    WrongResult
+        When one errs.
     """
     backend = mode.backend
 
@@ -61,9 +67,9 @@ def kernels(mode: Mode, a: Array, b: Array, c: Array) -> list[Check]:
 
 
 def model_check(mode: Mode) -> Check:
-    """The worst relative error of what `model_step` gives in `mode`, and what it may be.
+    """Compute the worst relative error of `model_step` in `mode`, with its tolerance.
 
-    float64 and float32 are compared with float64, what has fewer digits with the same type.
+    float64 and float32 are compared with float64, dtypes with fewer digits with themselves.
     """
     few = str(mode) in verify.EPS
     with rounded(mode.tf32) as library:
@@ -76,7 +82,7 @@ def model_check(mode: Mode) -> Check:
 
 
 def model_step(library: str | Backend, dtype: str) -> dict[str, np.ndarray]:
-    """Output and all gradients of a step of a causal layer of `SIZES`, by name."""
+    """Compute a step of a causal layer of `SIZES`: its output and all gradients, by name."""
     scheme = mm3d.scheme("serial", MPI.COMM_SELF, None, library)
     net = mm3d.Transformer(scheme, **SIZES, dtype=dtype, causal=True)
     y, saved = net.forward(net.random("x"))
@@ -86,18 +92,18 @@ def model_step(library: str | Backend, dtype: str) -> dict[str, np.ndarray]:
 
 
 def layer(mode: Mode) -> list[Check]:
-    """A layer of `SIZES`, every kernel of it; WrongResult if it is not what NumPy's is."""
+    """Compare a layer of `SIZES` with NumPy's; WrongResult if it differs."""
     return right([model_check(mode)])
 
 
 def finite(backend: Backend, name: str, step: Callable[[], tuple[Array, ...]]) -> list[Check]:
-    """What `step` gives has no infinite number and no NaN; WrongResult if it has."""
+    """Raise WrongResult when a result of `step` has an infinite number or a NaN."""
     wrong = sum(int((~np.isfinite(backend.to_host(a).astype(np.float32))).sum()) for a in step())
     return right([Check(f"numbers of {name} that are not finite", float(wrong), 0.0)])
 
 
 def graph_problem(backend: Backend) -> str:
-    """Why a product cannot be recorded as a graph and repeated; empty if it can.
+    """Say why a product cannot be recorded as a graph and repeated; empty if it can.
 
     A product is what most often cannot be: cuBLAS must neither wait nor allocate meanwhile.
     """
@@ -115,7 +121,7 @@ def graph_problem(backend: Backend) -> str:
 
 
 def right(found: list[Check]) -> list[Check]:
-    """The checks themselves; WrongResult when one did not pass."""
+    """Return the checks; WrongResult when one did not pass."""
     for check in found:
         if not check.passed:
             raise exact.WrongResult(f"{check.quantity} is off by {check.error:.2g}, tolerance "

@@ -1,4 +1,4 @@
-"""The table of the verb ``layer``, from its records."""
+"""Make the table of measured layers from their records."""
 
 import math
 from typing import Sequence

@@ -1,4 +1,4 @@
-"""The tables of the microbenchmarks, from their records."""
+"""Make the tables of the microbenchmarks from their records."""
 
 import itertools
 import math
@@ -12,14 +12,14 @@ from bench.layertables import layers
 from bench.merit import words_note
 from mm3d.record import Measurements
 
-# What a table of an unknown kind does not spread out: the samples are behind the medians.
+# Dimensions that a table of an unknown kind does not spread out: those of samples and bounds.
 INNER = {"repetition", "rank", "edge", "bound"}
-# What is said of a collective whose result is read where it lies, instead of a bandwidth.
+# Shown instead of a bandwidth for a collective whose result is read where it lies.
 IN_PLACE = {"all_gather": "copies nothing", "broadcast": "root copies"}
 
 
 def parts(records: Sequence[Measurements]) -> list[Part]:
-    """The tables and notes of all records, by kind."""
+    """Make the tables and notes of all records, by kind."""
     found: list[Part] = []
     for kind in sorted({record.kind for record in records}):
         mine = [record for record in records if record.kind == kind]
@@ -32,7 +32,7 @@ def parts(records: Sequence[Measurements]) -> list[Part]:
 
 
 def gemm(record: Measurements) -> list[Part]:
-    """The rate of products on one rank against their size."""
+    """Make the table of rates of products on one rank against their size."""
     seconds, rates = (record.variables[name].values for name in ("seconds", "rate"))
     series = [(d, t) for d in range(rates.shape[0]) for t in range(rates.shape[1])]
     columns = [Column("size")]
@@ -53,7 +53,7 @@ def gemm(record: Measurements) -> list[Part]:
 
 
 def collectives(record: Measurements) -> list[Part]:
-    """Times, bandwidths and fits of collectives."""
+    """Make the table of times, bandwidths and fits of collectives."""
     values = {name: variable.values for name, variable in record.variables.items()}
     columns = [Column("", "collective"), Column("", "along"),
                *(Column(_bytes(size), "(us)", "median makespan by the size of the whole array")
@@ -89,7 +89,7 @@ def collectives(record: Measurements) -> list[Part]:
 
 
 def matmul(records: Sequence[Measurements]) -> list[Part]:
-    """Distributed products beside one process; any number of records in one table."""
+    """Make one table of distributed products beside one process, from any number of records."""
     rows: Rows = []
     for record in records:
         chosen = record.configuration
@@ -120,7 +120,7 @@ def matmul(records: Sequence[Measurements]) -> list[Part]:
 
 
 def matmul_notes(records: Sequence[Measurements]) -> list[str]:
-    """How the products were measured; warnings where the reference was not fair."""
+    """Say how the products were measured, and warn where the reference was not fair."""
     notes = []
     for record in records:
         chosen, cores = record.configuration, record.environment["cores"]
@@ -149,7 +149,7 @@ def matmul_notes(records: Sequence[Measurements]) -> list[str]:
 
 
 def other(record: Measurements) -> list[Part]:
-    """A record of any kind: a table for each set of dimensions, medians beside their bounds."""
+    """Make tables of a record of any kind: one for each set of dimensions, medians and bounds."""
     by_dims: dict[tuple[str, ...], dict[str, np.ndarray]] = {}
     for name, variable in record.variables.items():
         dims = tuple(dim for dim in variable.dims if dim not in INNER)
@@ -176,7 +176,7 @@ def other(record: Measurements) -> list[Part]:
 
 
 def machine(record: Measurements) -> str:
-    """What it was measured on."""
+    """Name the machine of a record: processor, cores, BLAS and MPI."""
     env = record.environment
     known = [f"{env[name]}{unit}" for name, unit in (
         ("cpu_model", ""), ("cores", " cores"), ("blas", ""), ("blas_architecture", " kernels"),

@@ -1,4 +1,4 @@
-"""Where the microbenchmarks obtain the arrays that travel."""
+"""Allocate and fill the operands of microbenchmarks, and name the transports they use."""
 
 from typing import Any, Iterable, Sequence
 
@@ -13,9 +13,9 @@ from mm3d.layout import Layout
 
 def empty(layout: Layout, grid: Grid, shape: tuple[int, ...], dtype: Any,
           letter: str | None) -> Array:
-    """Memory for this rank's block of an array of global `shape`.
+    """Allocate this rank's block of an array of global `shape`.
 
-    It is placed for travelling along the direction `letter`, if there is one.
+    It lies where collectives along the direction `letter`, if there is one, need not copy it.
     """
     local = layout.local_shape(grid, shape)
     if letter is None:
@@ -24,7 +24,7 @@ def empty(layout: Layout, grid: Grid, shape: tuple[int, ...], dtype: Any,
 
 
 def fill(a: Array, backend, seed: int, *names: Any) -> Array:
-    """`a` with normally distributed numbers in it, drawn from the seed and the names."""
+    """Fill `a` with normally distributed numbers, drawn from the seed and the names; return it."""
     key = [seed, *(sum(map(ord, name)) if isinstance(name, str) else name for name in names)]
     random = np.random.default_rng(key)
     dtype = np.dtype(str(a.dtype))
@@ -34,14 +34,14 @@ def fill(a: Array, backend, seed: int, *names: Any) -> Array:
 
 
 def transport(grid: Grid) -> str:
-    """How the grid's collectives travel, as its directions call it."""
+    """Name the transports of the grid's collectives."""
     names = {getattr(axis.transport, "name", "mpi") for axis in grid.axes.values()
              if axis.size > 1}
     return " ".join(sorted(names)) or "none"
 
 
 def transports(grid: Grid, axes: Iterable[str]) -> str:
-    """How they travel along each of these directions, in their order."""
+    """Name the transport along each of these directions, in their order."""
     return " ".join(grid[name].transport.name for name in axes)
 
 
@@ -52,7 +52,7 @@ def in_places(transports: str, kinds: Sequence[str]) -> np.ndarray:
 
 
 def usual_transport(comm) -> str:
-    """How collectives of all ranks of `comm` travel; "none" for one rank.
+    """Name the transport of collectives of all ranks of `comm`; "none" for one rank.
 
     Raises
     ------

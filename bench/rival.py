@@ -1,4 +1,4 @@
-"""The one process that a layer is measured against: PyTorch's, started and asked by rank 0."""
+"""Start PyTorch in a process of its own, beside which rank 0 measures a layer."""
 
 import os
 import subprocess
@@ -15,7 +15,7 @@ from mm3d import environment
 
 
 class Rival:
-    """A process in which PyTorch does the layer of `sizes`, asleep between two steps.
+    """A process in which PyTorch computes the layer of `sizes`, asleep between two steps.
 
     Parameters
     ----------
@@ -29,12 +29,12 @@ class Rival:
     about : str
         Version, threads and instructions of the library.
     results : dict of str to ndarray
-        What its first step gave, by quantity.
+        Of its first step, by quantity.
 
     Raises
     ------
     UsageError
-        When the interpreter cannot do it.
+        When the interpreter cannot compute it.
     """
 
     def __init__(self, python: str, sizes: Sizes, seed: int, dtype: str) -> None:
@@ -60,7 +60,7 @@ class Rival:
                 self.results = dict(found)
 
     def step(self) -> float:
-        """Seconds of another step."""
+        """Do another step; its seconds."""
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         return float(self._process.stdout.readline())
@@ -72,7 +72,7 @@ class Rival:
 
 
 def whole_case(sizes: Sizes, seed: int, dtype: str) -> dict[str, np.ndarray]:
-    """Input, output's gradient and parameters of the layer as whole arrays."""
+    """Draw input, output's gradient and parameters of the layer as whole arrays."""
     model = build(mm3d.scheme("serial", MPI.COMM_SELF, backend="numpy"), sizes, seed, dtype)
     arrays = {p.name: p.value.reshape(p.public_shape) for p in model.parameters}
     return arrays | {name: model.random(name) for name in ("input", "output gradient")}

@@ -1,4 +1,4 @@
-"""What a step gives when it is computed on a processor and rounded where a device rounds."""
+"""Compute on a processor, rounding where a device rounds."""
 
 from contextlib import contextmanager
 from typing import Any, Iterator
@@ -27,7 +27,7 @@ class Rounded(Backend):
 
     @property
     def more_dtypes(self) -> tuple[Any, ...]:
-        """bfloat16, where the package ml_dtypes is installed."""
+        """Return bfloat16, where the package ml_dtypes is installed."""
         try:
             import ml_dtypes
         except ImportError:
@@ -52,21 +52,21 @@ class Rounding:
         return getattr(np, name)
 
     def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-        """A B."""
+        """Compute A B."""
         if self.tf32 and a.dtype == np.float32:
             a, b = to_tf32(a), to_tf32(b)
         return np.matmul(a, b)
 
 
 def to_tf32(a: np.ndarray) -> np.ndarray:
-    """float32 rounded to the 10 binary places of TensorFloat-32, halves away from zero."""
+    """Round float32 to the 10 binary places of TensorFloat-32, halves away from zero."""
     bits = np.ascontiguousarray(a).view(np.uint32)
     return ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
 
 
 @contextmanager
 def rounded(tf32: bool = False) -> Iterator[Rounded]:
-    """In the block `Rounded` is what computes on NumPy's arrays."""
+    """Context in which `Rounded` computes on NumPy's arrays."""
     plain, library = backends.get("numpy"), Rounded(tf32)
     backends.get(library)
     try:

@@ -1,4 +1,4 @@
-"""One Transformer layer by PyTorch, in a process of its own and under an interpreter that has it.
+"""Compute one Transformer layer by PyTorch, in a process and an interpreter of its own.
 
 ``python torchlayer.py FOLDER THREADS``: reads ``case.npz``, does a step, leaves its results in
 ``result.npz`` and prints a line about the library; then, for each line on its standard input, does
@@ -24,7 +24,7 @@ class Layer:
         self.x.requires_grad_()
 
     def forward(self) -> Any:
-        """The output."""
+        """Compute the output."""
         F, p, (batch, seq, hidden) = self.torch.nn.functional, self.p, self.x.shape
 
         def linear(a, name):
@@ -42,7 +42,7 @@ class Layer:
         return y + linear(wide, "mlp.down").view(batch, seq, hidden)
 
     def step(self) -> tuple[float, Any]:
-        """Seconds of forward and backward, and the output; gradients start from none."""
+        """Do forward and backward from no gradients: the seconds and the output."""
         for leaf in (self.x, *self.p.values()):
             leaf.grad = None
         start = time.perf_counter()
@@ -51,7 +51,7 @@ class Layer:
         return time.perf_counter() - start, y
 
     def results(self, y: Any) -> dict[str, np.ndarray]:
-        """What the step gave, by the names that the check has."""
+        """Return the results of the step, by the names of the check."""
         found = {"output": y.detach(), "input gradient": self.x.grad}
         found |= {f"gradient of layers.0.{name}": leaf.grad for name, leaf in self.p.items()}
         return {name: a.numpy() for name, a in found.items()}

@@ -11,7 +11,7 @@ import fakelibs
 from bench import exact, gpucases, gpuchecks
 from bench.__main__ import parser
 from bench.cases import UsageError, load
-from bench.gpu import Bench, measure_part
+from bench.gpu import GpuBenchmark, measure_part
 from bench.validate import check
 from bench.verbs import gpu
 from mm3d import backend, store
@@ -79,7 +79,7 @@ def test_what_is_wrong_by_a_thousandth_gets_no_times(tmp_path, monkeypatch, caps
     monkeypatch.setattr(owner, name, wrong)
     monkeypatch.setattr(gpucases, "torch_layer", lambda *_: None)
     with pytest.raises(exact.WrongResult, match="is off by|has a relative error"):
-        measure_part(Bench("numpy", "tiny", limits=Limits(2, 2)), part)
+        measure_part(GpuBenchmark("numpy", "tiny", limits=Limits(2, 2)), part)
     assert not any(capsys.readouterr())
     if part == "gemm":
         assert gpu.run(arguments(tmp_path, "numpy", "--part", part), MPI.COMM_SELF) == 1
@@ -98,7 +98,7 @@ def test_what_is_no_number_is_found():
 
 def test_without_a_device_there_are_no_graphs():
     with pytest.raises(UsageError, match="--graph: backend .numpy. cannot record a step as"):
-        Bench("numpy", graph=True)
+        GpuBenchmark("numpy", graph=True)
 
 
 def test_it_measures_one_rank(tmp_path):

@@ -60,7 +60,7 @@ def test_products_that_refuse_a_capture_are_no_graph(cupy, monkeypatch):
     finding = doctor_gpu.graph(FACTS)
     assert finding.state == WARNING and "while a stream is captured" in finding.text
     with pytest.raises(UsageError, match="--graph: .*while a stream is captured"):
-        gpu.Bench(cupy, graph=True)
+        gpu.GpuBenchmark(cupy, graph=True)
 
 
 @pytest.mark.parametrize("program, kind, state, text", [

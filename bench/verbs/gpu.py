@@ -3,7 +3,7 @@
 import argparse
 
 from bench.exact import WrongResult
-from bench.gpu import PARTS, Bench, measure_part
+from bench.gpu import PARTS, GpuBenchmark, measure_part
 from bench.journal import writable
 from bench.verbs import options
 from bench.verbs.publish import failed, publish
@@ -28,11 +28,11 @@ def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write the chosen parts, on one rank; the exit status."""
     backend = options.alone("gpu", arguments.backend or "cupy", comm)
     limits = options.limits_of(arguments)
-    bench = Bench(backend, arguments.scale, arguments.graph, limits, arguments.seed)
+    benchmark = GpuBenchmark(backend, arguments.scale, arguments.graph, limits, arguments.seed)
     out, status = writable(arguments.out, comm), 0
     for part in arguments.part:
         try:
-            record = measure_part(bench, part)
+            record = measure_part(benchmark, part)
         except WrongResult as wrong:
             status = failed(f"gpu-{part}", f"{wrong}; no times were written", comm)
         else:
