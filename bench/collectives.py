@@ -15,7 +15,8 @@ from bench.sampling import (BOUNDS, in_random_order, makespans, measured_environ
 from mm3d import store
 from mm3d.axis import Split
 from mm3d.backend import Array
-from mm3d.record import Check, Measurements, Variable
+from mm3d.record import Check, Measurements, Variable, grid_settings
+from mm3d.shape import DIRECTIONS, GridShape
 from mm3d.statistics import median_interval
 from mm3d.timing import Clock, Limits
 
@@ -60,7 +61,7 @@ def collective_grid(comm: MPI.Intracomm, sizes: Sequence[int] | None = None,
         sizes = sizes or mm3d.SCHEMES["3d"].default_grid(comm.size)
         if len(sizes) > 3:
             raise ValueError(f"--grid {'x'.join(map(str, sizes))}: at most three directions")
-        grid = mm3d.Grid(comm, backend, **dict(zip("xyz", sizes)))
+        grid = mm3d.Grid(comm, backend, **GridShape(DIRECTIONS[:len(sizes)], sizes))
     except ValueError as error:
         raise UsageError(str(error)) from error
     directions(grid)
@@ -143,8 +144,7 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
     environs = measured_environment(grid.backend.name, comm)
     if comm.rank > 0:
         return None
-    settings = {"dtype": dtype, "seed": seed, "grid_axes": "".join(axes),
-                "grid": str(grid.shape),
+    settings = {"dtype": dtype, "seed": seed, **grid_settings(grid.shape),
                 "transport": operands.transport(grid),
                 "transports": operands.transports(grid, axes), **asdict(limits)}
     scales = {"axis": axes, "collective": store.COLLECTIVES, "size": list(sizes)}

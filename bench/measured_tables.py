@@ -51,10 +51,6 @@ def document(machine: Machine, found: Sequence[Measured]) -> list[Part]:
     return parts + [Notes("Left out", left)] * bool(left)
 
 
-def _grid(work: Work) -> str:
-    return " x ".join(map(str, work.grid))
-
-
 def _sizes(work: Work) -> str:
     return f"{work.kind} {' x '.join(map(str, work.sizes))} {work.form}".rstrip()
 
@@ -72,8 +68,9 @@ def table(pairs: Sequence[Pair]) -> Table:
         if work.kind == "layer" and one.published is not None:
             average = [rounded(seconds) for seconds in (
                 one.published, *(total / work.sizes[2] for total in pair.totals))]
-        rows.append([TITLES.get(work.scheme, work.scheme), _grid(work), _sizes(work), one.dtype,
-                     *times, rounded(pair.error, "+.0%"), *(average if published else [])])
+        rows.append([TITLES.get(work.scheme, work.scheme), str(work.shape), _sizes(work),
+                     one.dtype, *times, rounded(pair.error, "+.0%"),
+                     *(average if published else [])])
     columns = [Column("scheme"), *(Column(name, align="<") for name in ("grid", "sizes", "dtype")),
                *(Column(kind, "", f"{phase} ms", ".") for phase in dry.PHASES
                  for kind in ("predicted", "measured")), Column("error")]
@@ -114,7 +111,7 @@ def choices(pairs: Sequence[Pair]) -> Table:
         chosen: list[Cell] = []
         for pair in (taken, fastest):
             work = pair.measured.work
-            chosen += [f"{TITLES.get(work.scheme, work.scheme)} {_grid(work)}",
+            chosen += [f"{TITLES.get(work.scheme, work.scheme)} {work.shape}",
                        rounded(1e3 * pair.totals[1])]
         rows.append([_sizes(taken.measured.work), ranks, TITLES.get(schemes, schemes), len(tried),
                      *chosen, rounded(taken.totals[1] / least - 1, "+.0%"),

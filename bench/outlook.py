@@ -109,7 +109,7 @@ def _map(panel, found: list[plan.Plan], ranks: int, machine: str) -> None:
     panel.set_yticks(range(len(ys)), ys)
     panel.set(xlabel="X", ylabel="Y", title=(
         f"Predicted seconds of a step of X x Y x Z grids of {ranks} ranks on {machine}: "
-        f"best {' x '.join(map(str, best.grid))}"))
+        f"best {best.shape}"))
     panel.title.set_fontsize(10)
     panel.figure.colorbar(image, label="log10 of seconds")
 

@@ -10,7 +10,7 @@ from mm3d.contract import lookup
 
 def table(plans: Sequence[Plan], fits: Sequence[str]) -> Table:
     """Make the table of plans, one a line, and whether each fits."""
-    rows = [[p.scheme, " x ".join(map(str, p.grid)),
+    rows = [[p.scheme, str(p.shape),
              *map(rounded, (p.seconds, p.forward, p.backward, p.words["forward"] / 1e6,
                             p.words["backward"] / 1e6, p.over_bound, p.memory / 2**30)), said]
             for p, said in zip(plans, fits)]
@@ -24,7 +24,7 @@ def table(plans: Sequence[Plan], fits: Sequence[str]) -> Table:
 def remarks(plans: Sequence[Plan], sizes: Sizes, ranks: int, took: float) -> Notes:
     """Say which plan moves least, what the cube does, and how all were found in `took` seconds."""
     least = min(plans, key=lambda p: p.words["forward"])
-    lines = [f"fewest words forward: {least.scheme} {' x '.join(map(str, least.grid))}, "
+    lines = [f"fewest words forward: {least.scheme} {least.shape}, "
              f"{least.words['forward'] / 1e6:.4g} million a rank"]
     for scheme in dict.fromkeys(p.scheme for p in plans):
         lines += _default(scheme, plans, least, ranks)
@@ -48,6 +48,6 @@ def _default(scheme: str, plans: Sequence[Plan], least: Plan, ranks: int) -> lis
     if len(own) == 1 or grid not in own:
         return []
     moved = own[grid].words["forward"]
-    return [f"{scheme} on its default grid, {' x '.join(map(str, grid))}: {moved / 1e6:.4g} "
+    return [f"{scheme} on its default grid, {own[grid].shape}: {moved / 1e6:.4g} "
             f"million forward, {moved / least.words['forward']:.3g} times as many; "
             f"{own[grid].seconds:.4g} s"]

@@ -56,7 +56,7 @@ class Problem:
             raise ValueError(f"--grid {'x'.join(map(str, sizes))}: scheme {scheme} has "
                              f"the directions {', '.join(cls.directions)}: name a size for each")
         cls.check_grid(sizes)
-        self.grid = Grid(comm, backend, **dict(zip(cls.directions, sizes)))
+        self.grid = Grid(comm, backend, **cls.grid_shape(sizes))
         self.scheme, self.form, self.dtype = scheme, form, dtype
         self.product = cls.matrix_product(self.grid, form, shape)
         self.layouts, self.shapes = self.product.layouts, self.product.shapes

@@ -15,6 +15,7 @@ from mm3d import cost, dry
 from mm3d.closed_form import ProductShape, largest_block
 from mm3d.contract import lookup
 from mm3d.recompute import policy
+from mm3d.shape import GridShape
 
 Sizes = dict[str, int]
 
@@ -49,6 +50,11 @@ class Plan(msgspec.Struct):
     memory: float
     fits: bool
     traced: bool = False
+
+    @property
+    def shape(self) -> GridShape:
+        """The shape of the grid."""
+        return lookup(self.scheme).grid_shape(self.grid)
 
     @property
     def seconds(self) -> float:

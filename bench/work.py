@@ -1,6 +1,5 @@
 """Work on a grid: a product or a Transformer, its dry run, and the seconds that this predicts."""
 
-import math
 from dataclasses import dataclass
 
 from bench.model import Machine
@@ -8,8 +7,10 @@ from bench.products import Problem
 from bench.seconds import step_seconds
 from mm3d import backend as backends
 from mm3d import dry
+from mm3d.contract import lookup
 from mm3d.hollow import DryBackend
 from mm3d.observe import observed
+from mm3d.shape import GridShape
 from mm3d.transport import Absent
 
 NAMES = {"matmul": "MNK", "layer": ("hidden", "heads", "batch", "seq", "layers")}
@@ -41,20 +42,25 @@ class Work:
     @property
     def label(self) -> str:
         """Such as ``matmul 3d 2x1x1 512x512x512 ab``."""
-        return " ".join([self.kind, self.scheme, "x".join(map(str, self.grid)),
+        return " ".join([self.kind, self.scheme, self.shape.compact,
                          "x".join(map(str, self.sizes)), self.form]).rstrip()
+
+    @property
+    def shape(self) -> GridShape:
+        """The shape of the grid."""
+        return lookup(self.scheme).grid_shape(self.grid)
 
     @property
     def ranks(self) -> int:
         """Of the grid."""
-        return math.prod(self.grid)
+        return self.shape.ranks
 
     @classmethod
     def of(cls, label: str) -> "Work":
         """The work that has this label."""
         kind, scheme, grid, sizes, *form = label.split()
-        return cls(kind, scheme, *(tuple(map(int, text.split("x"))) for text in (grid, sizes)),
-                   *form)
+        shape = GridShape.parse(grid, lookup(scheme).directions)
+        return cls(kind, scheme, shape.sizes, tuple(map(int, sizes.split("x"))), *form)
 
 
 def trace(work: Work, dtype: str, block: int) -> dry.Trace:

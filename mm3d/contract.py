@@ -21,6 +21,7 @@ from mm3d.closed_form import LocalProduct, Move, ProductShape, factorizations
 from mm3d.grid import Grid
 from mm3d.layout import Layout
 from mm3d.matrix_product import MatrixProduct
+from mm3d.shape import GridShape
 from mm3d.space import Space
 
 
@@ -148,7 +149,7 @@ class Scheme(ABC):
                              f"{', '.join(self.directions) or '(none)'}, so grid={sizes} should "
                              f"have {len(self.directions)} sizes")
         self.check_grid(sizes)
-        self.grid = Grid(comm, backend, **dict(zip(self.directions, sizes)))
+        self.grid = Grid(comm, backend, **self.grid_shape(sizes))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.grid!r})"
@@ -179,6 +180,11 @@ class Scheme(ABC):
     @classmethod
     def check_grid(cls, sizes: tuple[int, ...]) -> None:
         """Raise ValueError for sizes that the scheme cannot use."""
+
+    @classmethod
+    def grid_shape(cls, sizes: tuple[int, ...]) -> GridShape:
+        """Return the shape of the grid with these sizes of the scheme's directions."""
+        return GridShape(cls.directions, sizes)
 
     @classmethod
     @abstractmethod

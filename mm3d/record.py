@@ -193,8 +193,8 @@ def grid_settings(shape: GridShape) -> dict[str, Setting]:
 def grid_shape(configuration: Mapping[str, Setting]) -> GridShape:
     """Return the grid that a configuration states.
 
-    Its directions are x, y, z where ``grid_axes`` is missing or has not one for each size, as
-    that of the microbenchmark ``collectives``, which names those of more than one rank.
+    Its directions are x, y, z where ``grid_axes`` is missing or has not one for each size, as in
+    older files of the microbenchmark ``collectives``, which names those of more than one rank.
 
     Raises
     ------

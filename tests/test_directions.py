@@ -186,7 +186,7 @@ def test_directions_that_cannot_be_are_refused(tmp_path, labels, match):
 @pytest.mark.parametrize("settings, names, sizes", [
     ({"grid": "2 x 4", "grid_axes": "x y"}, "xy", (2, 4)),
     ({"grid": "2 x 1 x 2 x 2", "grid_axes": "d x y z"}, "dxyz", (2, 1, 2, 2)),
-    ({"grid": "4 x 1 x 2", "grid_axes": "xz"}, "xyz", (4, 1, 2)),    # as collectives records it
+    ({"grid": "4 x 1 x 2", "grid_axes": "xz"}, "xyz", (4, 1, 2)),    # of older collectives
     ({"grid": "4 x 1 x 2"}, "xyz", (4, 1, 2))])
 def test_the_grid_that_a_configuration_states(settings, names, sizes):
     shape = grid_shape(settings)

@@ -46,7 +46,7 @@ MAY_IMPORT = {
     "closed_form": set(),
     "matrix_product": ARRAYS - {"space"},
     # Of the schemes the registry alone, which looks into the folder.
-    "contract": ARRAYS | {"closed_form", "matrix_product", "schemes"},
+    "contract": ARRAYS | {"closed_form", "matrix_product", "schemes", "shape"},
     "schemes.__init__": set(),
     "functional": {"backend", "elementwise"},
     "parameter": {"axis", "backend", "grid", "layout", "transport"},

@@ -58,8 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
         trace = _trace(arguments, shape, sizes, machine)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    title = (f"scheme {arguments.scheme}, grid {' x '.join(map(str, shape))}, rank "
-             f"{arguments.rank} of {arguments.ranks}; "
+    grid = mm3d.SCHEMES[arguments.scheme].grid_shape(shape)
+    title = (f"scheme {arguments.scheme}, grid {grid}, rank {arguments.rank} of "
+             f"{arguments.ranks}; "
              + ", ".join(f"{name} {value}" for name, value in sizes.items())
              + f", {arguments.dtype}, recompute {arguments.recompute}")
     useful = cost.flops(**sizes, causal=arguments.causal)
