@@ -4,6 +4,7 @@ import hashlib
 import os
 import platform
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -91,6 +92,15 @@ def describe(backend: str, ranks: int, mpi_library: str, command: str) -> dict[s
             "tuning_variables": masked(tuning), "slurm": masked(slurm), "command": command,
             "git_commit": commit, "git_clean": clean,
             **backends.get(backend).describe()} | clocks() | _versions() | blas()
+
+
+def command_line(argv: list[str]) -> str:
+    """Return the command as it is recorded: of folders and files only the last part."""
+    kept = []
+    for word in argv:
+        option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+        kept.append(f"{option}{equals}{Path(value).name if '/' in value else value}")
+    return shlex.join(["python", "-m", "bench", *kept])
 
 
 def masked(variables: dict[str, str]) -> str:

@@ -1,8 +1,6 @@
 """What the file of a row says beside what was measured: how it was made, and what is expected."""
 
-import shlex
 from dataclasses import asdict
-from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -54,12 +52,3 @@ def published(row: Row) -> dict[str, float]:
     return {"gpus": row.gpus, "batch": row.batch, "hidden": row.hidden,
             "forward_time": row.forward, "backward_time": row.backward,
             "average_step_time": row.average, "recomputed_step_time": row.recomputed}
-
-
-def command_line(argv: list[str]) -> str:
-    """The command as it is recorded: of folders and files only the last part."""
-    kept = []
-    for word in argv:
-        option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
-        kept.append(f"{option}{equals}{Path(value).name if '/' in value else value}")
-    return shlex.join(["python", "-m", "bench", *kept])

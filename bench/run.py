@@ -14,7 +14,7 @@ from bench import (chrome, footprint, machine, operands, placement, residuals, t
                    yardsticks)
 from bench.cases import Case
 from bench.job import Settings, arranged
-from bench.provenance import command_line, configuration, expected_words, published
+from bench.provenance import configuration, expected_words, published
 from mm3d import store, timing
 from mm3d.record import Group
 
@@ -131,7 +131,7 @@ def measured(one: Case, scheme, order: str, settings: Settings, peaks: Group | N
         configuration(one, scheme, settings) | asdict(nodes) | {
             "transport": operands.transport(scheme.grid)},
         machine.describe(scheme.grid.backend.name, comm.size, MPI.Get_library_version(),
-                         command_line(sys.argv[1:])),
+                         machine.command_line(sys.argv[1:])),
         found.samples, dict(zip((*store.COUNTS, "moved"), np.stack(everyone, axis=2))),
         expected_words(scheme.name, scheme.grid.shape, one.sizes, one.variant.keep,
                        settings.recompute), checks,

@@ -9,7 +9,6 @@ from mpi4py import MPI
 
 from bench import machine, placement
 from bench.output import say
-from bench.provenance import command_line
 from mm3d import store, timing
 from mm3d.statistics import median_interval
 
@@ -25,7 +24,7 @@ def measured_environment(backend: str, comm) -> dict[str, store.Setting]:
     error = comm.allreduce(timing.Clock(comm).offset_error, MPI.MAX)
     nodes = " ".join(map(str, placement.numbers(comm)))
     return machine.describe(backend, comm.size, MPI.Get_library_version(),
-                            command_line(sys.argv[1:])) | {
+                            machine.command_line(sys.argv[1:])) | {
         "node_of_rank": nodes, "clock_resolution_s": clock, "clock_offset_error_s": error}
 
 

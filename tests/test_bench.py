@@ -14,7 +14,7 @@ from bench import machine, reproduce, verbs
 from bench import run as row
 from bench.__main__ import parser
 from bench.cases import UsageError, case, select, shuffled
-from bench.provenance import command_line
+from bench.machine import command_line
 from bench.tables import words_agree
 from bench.variants import Variant
 from bench.verbs import reproduce as reproduce_verb
