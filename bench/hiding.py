@@ -9,10 +9,9 @@ from mm3d.transport import Pending
 
 
 def set_overlap(model: Any, overlap: bool) -> None:
-    """Let the products of `model` that can overlap do so or not."""
+    """Let communication go on during the products of `model`, of a scheme that can, or not."""
     for linear in model.linears:
-        if hasattr(linear.product, "overlap"):
-            linear.product.overlap = overlap
+        linear.product.overlap = overlap
 
 
 def hidden_share(grid: Grid, step: Callable[[], object], repetitions: int) -> float:

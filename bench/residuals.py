@@ -23,6 +23,7 @@ from bench.look import SUMS, Look, residual_blocks
 from bench.residual import EPS
 from bench.sheets import greatest
 from mm3d.layers import Residual
+from mm3d.overlap import Overlap
 from mm3d.store import Check
 
 # Multiples of eps that pass: of |A||B| in products, and of what rounding can do to each number of
@@ -130,22 +131,24 @@ class _Watched:
     def __init__(self, layer: Any, look: "Look") -> None:
         self.layer, self.look = layer, look
 
-    def forward(self, x: Any) -> tuple[Any, Any]:
-        y, kept = self.layer.forward(x)
+    def forward(self, x: Any, overlap: Overlap | None = None) -> tuple[Any, Any]:
+        y, kept = self.layer.forward(x, overlap)
         return y, (kept, self.look.forward(self.layer, x, y))
 
-    def backward(self, dy: Any, saved: Any) -> Any:
+    def backward(self, dy: Any, saved: Any, overlap: Overlap | None = None) -> Any:
         kept, needed = saved
-        dx = self.layer.backward(dy, kept)
+        dx = self.layer.backward(dy, kept, overlap)
+        if overlap is not None:
+            overlap.finish_gradients()
         self.look.backward(self.layer, dy, dx, needed)
         return dx
 
-    def again(self, x: Any) -> Any:
+    def again(self, x: Any, overlap: Overlap | None = None) -> Any:
         """What forward keeps, without its output.
 
         Only a linear layer does this, and its backward is looked at with its input.
         """
-        return self.layer.again(x), x
+        return self.layer.again(x, overlap), x
 
 
 class _WatchedBlock:
@@ -154,16 +157,16 @@ class _WatchedBlock:
     def __init__(self, block: Any, look: "Look") -> None:
         self.block, self.look = block, look
 
-    def forward(self, x: Any) -> tuple[Any, Any]:
-        y, kept = self.block.forward(x)
+    def forward(self, x: Any, overlap: Overlap | None = None) -> tuple[Any, Any]:
+        y, kept = self.block.forward(x, overlap)
         self.look.sum(self.block, SUMS[0], x, y)
         return y, kept
 
-    def backward(self, dy: Any, kept: Any) -> Any:
-        dx = self.block.backward(dy, kept)
+    def backward(self, dy: Any, kept: Any, overlap: Overlap | None = None) -> Any:
+        dx = self.block.backward(dy, kept, overlap)
         self.look.sum(self.block, SUMS[1], dy, dx)
         return dx
 
-    def again(self, x: Any) -> Any:
+    def again(self, x: Any, overlap: Overlap | None = None) -> Any:
         """What forward keeps, without the sum."""
-        return self.block.again(x)
+        return self.block.again(x, overlap)

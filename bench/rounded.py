@@ -34,7 +34,7 @@ class Rounded(Backend):
             return ()
         return (np.dtype(ml_dtypes.bfloat16),)
 
-    def gemm(self, a: Array, b: Array, out: Array) -> Array:
+    def gemm(self, a: Array, b: Array, out: Array, progress: Any = None) -> Array:
         if a.dtype.itemsize == 2:
             out[...] = np.matmul(a.astype(np.float32), b.astype(np.float32))
         else:

@@ -160,23 +160,23 @@ class Axis:
 
     def begin_reduce_scatter(self, a: Array, dim: int = 0,
                              counts: list[int] | None = None) -> Pending:
-        """`reduce_scatter` that may go on while this rank multiplies; see `Pending`."""
+        """Start a `reduce_scatter`, which may go on while this rank multiplies."""
         if self.size == 1:
-            return Pending(self.backend, a)
+            return Pending(a)
         counts = counts or blocks(a.shape[dim], self.size)
         self._check(counts, a.shape[dim], sum(counts))
-        sent = self.transport.begin_reduce_scatter(a, dim, counts)
-        self._count("reduce_scatter", a, a.size - sent.out.size, self.size - 1)
-        return sent
+        pending = self.transport.begin_reduce_scatter(a, dim, counts)
+        self._count("reduce_scatter", a, a.size - pending.out.size, self.size - 1)
+        return pending
 
     def prefetch(self, a: Array, dim: int, counts: list[int]) -> Array | Pending:
-        """`all_gather` that goes on while this rank computes; `a` itself where none can."""
-        if self.size == 1 or not self.transport.goes_on:
+        """Start an `all_gather` that goes on while this rank computes; `a` where none can."""
+        if self.size == 1 or not self.transport.nonblocking:
             return a
         self._check(counts, a.shape[dim], counts[self.rank])
-        sent = self.transport.begin_all_gather(a, dim, counts)
-        self._count("all_gather", a, sent.out.size - a.size, self.size - 1)
-        return sent
+        pending = self.transport.begin_all_gather(a, dim, counts)
+        self._count("all_gather", a, pending.out.size - a.size, self.size - 1)
+        return pending
 
     def all_reduce(self, a: Array) -> Array:
         """The sum of `a` over all ranks; `a` itself on an axis of one rank."""
@@ -293,11 +293,11 @@ class Split:
         return self.axis.reduce_scatter(a, self.dim, self.counts)
 
     def begin_reduce_scatter(self, a: Array) -> Pending:
-        """`reduce_scatter` that may go on while this rank multiplies; see `Pending`."""
+        """Start a `reduce_scatter`, which may go on while this rank multiplies."""
         return self.axis.begin_reduce_scatter(a, self.dim, self.counts)
 
     def prefetch(self, a: Array) -> Array | Pending:
-        """`all_gather` that goes on while this rank computes; `a` itself where none can."""
+        """Start an `all_gather` that goes on while this rank computes; `a` where none can."""
         return self.axis.prefetch(a, self.dim, self.counts)
 
     def broadcast(self, a: Array, root: int) -> Array:

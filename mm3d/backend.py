@@ -17,12 +17,14 @@ import numpy as np
 from mm3d.elementwise import Kernels
 from mm3d.pool import Pool
 
-# A product that hides a collective is cut into so many panels, of a multiple of so many rows.
+# A product during which a collective goes on is cut into PANELS panels at most, each of a multiple
+# of PANEL rows.
 # BLAS works on blocks of rows, 12 or 24 with AVX2, and rounds in another way in the last, shorter
 # ones: so that cutting changes no bit, each panel is of whole blocks.
 PANELS, PANEL = 8, 96
 
 Array = Any  # an array of whichever library the backend wraps
+Progress = Callable[[], None] | None    # lets collectives move on during a product
 
 
 class Backend:
@@ -46,8 +48,6 @@ class Backend:
         CuPy's binding of NCCL, where the arrays lie on a device and NCCL is installed.
     more_dtypes : tuple of dtype
         Floating-point types beside those of 16, 32 and 64 bits that every library has.
-    progress : callable or None
-        To be called now and then during a product, while a collective goes on.
     """
 
     name = "numpy"
@@ -57,7 +57,6 @@ class Backend:
     kernels: Any = None
     nccl: Any = None
     more_dtypes: tuple[Any, ...] = ()
-    progress: Callable[[], None] | None = None
 
     def __init__(self) -> None:
         self.pool = Pool()
@@ -126,17 +125,21 @@ class Backend:
         copy[...] = a
         return copy
 
-    def gemm(self, a: Array, b: Array, out: Array) -> Array:
-        """The product of two matrices in their own dtype; float16 is summed in float32."""
+    def gemm(self, a: Array, b: Array, out: Array, progress: Progress = None) -> Array:
+        """The product of two matrices in their own dtype; float16 is summed in float32.
+
+        Where `progress` is given, the product is made in panels of rows and it is called after
+        each of them, so that collectives in flight move on.
+        """
         if a.dtype == np.float16:
             out[...] = np.matmul(a.astype(np.float32), b.astype(np.float32))
             return out
-        if self.progress is None:
+        if progress is None:
             return np.matmul(a, b, out=out)
         step = max(1, -(-a.shape[0] // (PANELS * PANEL))) * PANEL
         for start in range(0, a.shape[0], step):
             np.matmul(a[start:start + step], b, out=out[start:start + step])
-            self.progress()
+            progress()
         return out
 
     def synchronize(self) -> None:
@@ -236,39 +239,42 @@ def wide_dtype(a: Array) -> Any:
     return namespace(a).float32 if str(a.dtype) in ("float16", "bfloat16") else a.dtype
 
 
-def matmul(a: Array, b: Array, empty: Callable[..., Array] | None = None) -> Array:
+def matmul(a: Array, b: Array, empty: Callable[..., Array] | None = None,
+           progress: Progress = None) -> Array:
     """C = A B: (..., n) times (n, ...); the last dimension of A meets the first of B.
 
-    `empty` makes the array of the result, from its shape and dtype.
+    `empty` makes the array of the result, from its shape and dtype; for `progress` see
+    `Backend.gemm`.
     """
     n = b.shape[0]
     return _gemm((math.prod(a.shape[:-1]), n), a, (n, math.prod(b.shape[1:])), b,
-                 a.shape[:-1] + b.shape[1:], empty)
+                 a.shape[:-1] + b.shape[1:], empty, progress)
 
 
-def matmul_nt(a: Array, b: Array, empty: Callable[..., Array] | None = None) -> Array:
+def matmul_nt(a: Array, b: Array, empty: Callable[..., Array] | None = None,
+              progress: Progress = None) -> Array:
     """C = A B^T: (..., k) times (n, k); k may be several dimensions, all but B's first."""
     n, inner = b.shape[0], b.shape[1:]
     rows = a.shape[:len(a.shape) - len(inner)]
     k = math.prod(inner)
-    return _gemm((math.prod(rows), k), a, (n, k), b, rows + (n,), empty, right=True)
+    return _gemm((math.prod(rows), k), a, (n, k), b, rows + (n,), empty, progress, right=True)
 
 
 def matmul_tn(a: Array, b: Array, empty: Callable[..., Array] | None = None,
-              wide: bool = False) -> Array:
+              accumulate_float32: bool = False, progress: Progress = None) -> Array:
     """C = A^T B: (m, n) and (m, ...); m may be several dimensions, all but A's last.
 
-    With `wide` C has the `wide_dtype` of A.
+    With `accumulate_float32` C has the `wide_dtype` of A.
     """
     n, m = a.shape[-1], math.prod(a.shape[:-1])
     outer = b.shape[len(a.shape) - 1:]
-    return _gemm((m, n), a, (m, math.prod(outer)), b, (n,) + outer, empty, left=True,
-                 wide=wide)
+    return _gemm((m, n), a, (m, math.prod(outer)), b, (n,) + outer, empty, progress, left=True,
+                 wide=accumulate_float32)
 
 
 def _gemm(rows: tuple[int, int], a: Array, columns: tuple[int, int], b: Array,
-          shape: tuple[int, ...], empty: Callable[..., Array] | None, left: bool = False,
-          right: bool = False, wide: bool = False) -> Array:
+          shape: tuple[int, ...], empty: Callable[..., Array] | None, progress: Progress,
+          left: bool = False, right: bool = False, wide: bool = False) -> Array:
     """The product of `a` and `b` as matrices of the two shapes, transposed if `left`, `right`."""
     backend = of(a)
     c = (empty or backend.empty)(shape, wide_dtype(a) if wide else a.dtype)
@@ -278,5 +284,9 @@ def _gemm(rows: tuple[int, int], a: Array, columns: tuple[int, int], b: Array,
     if b.shape != columns:
         b = backend.xp.reshape(b, columns)
     out = c if c.shape == flat else backend.xp.reshape(c, flat)
-    backend.gemm(a.T if left else a, b.T if right else b, out)
+    a, b = a.T if left else a, b.T if right else b
+    if progress is None:
+        backend.gemm(a, b, out)
+    else:
+        backend.gemm(a, b, out, progress=progress)
     return c

@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from functools import cache
-from typing import Any, Callable, Mapping, NamedTuple
+from typing import Any, Mapping, NamedTuple
 
 from mpi4py import MPI
 
@@ -30,29 +30,32 @@ class Product(ABC):
 
     Attributes
     ----------
-    wide : bool
-        Whether dB is to be computed, summed over the ranks and returned in float32 where the
-        operands have 16 bits.
-    ahead : callable
-        ``ahead(back)``: what may set out when this product's own operands are there, in forward
-        or `back` in backward, to arrive while it multiplies: the weight of the product that
-        comes next, by its layer's `send`.
+    weight : Layout
+        Of B.
+    accumulate_float32 : bool
+        Whether dB is computed, summed over the ranks and returned in float32 where the operands
+        have 16 bits.
+    overlap : bool
+        Whether communication goes on during products.  Then `forward` and `backward` are given
+        the `mm3d.overlap.Overlap` of the pass as one more argument; B may be a `Pending` gather,
+        and the dB that is returned a `Pending` sum.
+    gathered_along : Split or None
+        How B is divided, where it is gathered.
     """
 
     weight: Layout
-    wide = False
-    ahead: Callable[[bool], Pending | None] = staticmethod(lambda back: None)
-    travels: Split | None = None  # how the blocks of B move, if they do
+    accumulate_float32 = False
+    overlap = False
+    gathered_along: Split | None = None
     operands = {"a": "A", "b": "B", "c": "C"}  # the attributes that communicate, and for what
 
     @abstractmethod
-    def forward(self, A: Array, B: Array | Pending) -> tuple[Array, Any]:
-        """C = A B and what backward needs, from this rank's blocks; B may have been sent."""
+    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
+        """C = A B and what backward needs, from this rank's blocks."""
 
     @abstractmethod
-    def backward(self, dC: Array, B: Array | Pending,
-                 saved: Any) -> tuple[Array, Array | Pending]:
-        """The gradients dA and dB, laid out as A and B are; dB may still be being summed."""
+    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
+        """The gradients dA and dB, laid out as A and B are."""
 
     def again(self, A: Array, B: Array) -> Any:
         """What `backward` needs, where forward has been before and C is not wanted.
@@ -62,10 +65,10 @@ class Product(ABC):
         """
         return self.forward(A, B)[1]
 
-    def send(self, B: Array, back: bool) -> Pending | None:
-        """B on its way to who multiplies with it in forward, or `back` in backward.
+    def prefetch(self, B: Array, backward: bool) -> Pending | None:
+        """Start gathering B for the next `forward`, or the next `backward`.
 
-        None where it does not travel, or not while others compute.
+        None where B is not gathered, or not while this rank multiplies.
         """
         return None
 

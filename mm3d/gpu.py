@@ -14,7 +14,7 @@ from typing import Any, Callable
 import numpy as np
 
 from mm3d import backend, environment
-from mm3d.backend import Array, Backend
+from mm3d.backend import Array, Backend, Progress
 from mm3d.cublas import Cublas
 from mm3d.kernels import GpuKernels
 
@@ -155,11 +155,12 @@ class CupyBackend(Backend):
                 "cuda_runtime": int(runtime.runtimeGetVersion()),
                 "cuda_driver": int(runtime.driverGetVersion()), "tf32": int(self.tf32)}
 
-    def gemm(self, a: Array, b: Array, out: Array) -> Array:
+    def gemm(self, a: Array, b: Array, out: Array, progress: Progress = None) -> Array:
         """A B by cuBLAS; the sums are float32 for float32 and what has 16 bits.
 
         The factors are matrices of one type, contiguous or transposed; others are copied.  `out`
-        is contiguous, of their type or, where they have 16 bits, of float32.
+        is contiguous, of their type or, where they have 16 bits, of float32.  The host, which
+        has left when the device multiplies, calls no `progress`.
         """
         self.gemms(a[None, ...], b[None, ...], out[None, ...])
         return out

@@ -63,7 +63,6 @@ class Grid:
         environment.check_launcher(comm.size if comm == MPI.COMM_WORLD else None)
         self.size, self.rank = comm.size, comm.rank
         self.coords = self.shape.coordinates(comm.rank)
-        self.arriving: Any = None    # the parameter whose gradient is being summed, if one is
         kind = settle(comm, self.backend)
         node = node_of(comm) if kind == "shared" else 0
         lines = {name: self._line(name) for name in self.shape}

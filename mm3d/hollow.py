@@ -220,7 +220,7 @@ class DryBackend(Backend):
     def to_host(self, a: DryArray) -> np.ndarray:
         raise TypeError("an array of a dry run has no contents to bring to the host")
 
-    def gemm(self, a: DryArray, b: DryArray, out: DryArray) -> DryArray:
+    def gemm(self, a: DryArray, b: DryArray, out: DryArray, progress: Any = None) -> DryArray:
         return out
 
     def result(self, operation: str, shape: tuple[int, ...], dtype: Any, *read: Any) -> DryArray:

@@ -1,7 +1,8 @@
 """The layers of a Transformer, written once for every scheme.
 
 ``forward(x) -> (y, saved)`` and ``backward(dy, saved) -> dx``, which adds to the parameters'
-gradients.  No layer keeps anything between the two, so many micro-batches can be in flight.
+gradients.  No layer keeps anything between the two, so many micro-batches can be in flight.  What
+communication overlaps with is the business of the pass' `Overlap`, if it is given one.
 Where activations lie is their `Space`; how a product is computed is the scheme's.  What forward
 and backward return is new and may be overwritten by the caller; what they are given is not.
 """
@@ -9,23 +10,27 @@ and backward return is new and may be overwritten by the caller; what they are g
 from typing import Any, Protocol, Sequence
 
 from mm3d import functional
-from mm3d.axis import Pending
 from mm3d.backend import Array, namespace
 from mm3d.contract import Product, Scheme
+from mm3d.overlap import Overlap
 from mm3d.parameter import Parameter
 from mm3d.space import (Space, Vector, add_backward, add_forward, gelu_backward, gelu_forward,
                         scale_backward, scale_forward)
 
 
 class Layer(Protocol):
-    """What a chain is made of."""
+    """A part of a chain.
+
+    `overlap` is handed on to the linear layers of one pass; without it each of their collectives
+    is completed where it begins.
+    """
 
     @property
     def parameters(self) -> list[Parameter]: ...
 
-    def forward(self, x: Array) -> tuple[Array, Any]: ...
+    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]: ...
 
-    def backward(self, dy: Array, saved: Any) -> Array: ...
+    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array: ...
 
 
 class Linear:
@@ -55,48 +60,36 @@ class Linear:
                  shape: tuple[int, ...], dtype: Any, units: tuple[int, int] = (1, 1),
                  master: Any = None, adds: bool = True) -> None:
         self.product: Product = scheme.product(source, target, shape, units)
-        self.product.wide, self.adds = master is not None, adds
+        self.product.accumulate_float32, self.adds = master is not None, adds
         self.vector = Vector(target, shape[1:], units[1])
         grid = scheme.grid
         self.weight = Parameter(f"{name}.weight", grid, self.product.weight, shape, dtype,
-                                self.product.travels, master)
+                                self.product.gathered_along, master)
         self.bias = Parameter(f"{name}.bias", grid, self.vector.layout, shape[1:], dtype,
                               master=master)
         self.parameters = [self.weight, self.bias]
-        self.sent: Pending | None = None    # W on its way to where it is multiplied with next
 
-    def send(self, back: bool) -> Pending | None:
-        """Let W set out for the next forward of this layer, or `back` for its next backward."""
-        self.sent = self.product.send(self.weight.value, back)
-        return self.sent
-
-    def _weight(self) -> Array | Pending:
-        """W, or what has been sent of it."""
-        sent, self.sent = self.sent, None
-        return self.weight.value if sent is None else sent
-
-    def recall(self) -> None:
-        """Forget what was sent and never multiplied with, since a pass ended early."""
-        if self.sent is not None:
-            self.sent.wait()
-            self.sent = None
-
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
         """y = x W + b and what the product keeps."""
-        y, saved = self.product.forward(x, self._weight())
+        if overlap is None:
+            y, saved = self.product.forward(x, self.weight.value)
+        else:
+            y, saved = overlap.forward(self, x)
         if self.adds:
             y = add_forward(y, self.bias.value, self.vector, out=y)
         return y, saved
 
-    def backward(self, dy: Array, saved: Any) -> Array:
+    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
         """dx = dy W^T; adds dW and db to the gradients."""
         if self.adds:
-            self.bias.accumulate(add_backward(dy, self.vector, self.bias.wide))
-        dx, dW = self.product.backward(dy, self._weight(), saved)
+            self.bias.accumulate(add_backward(dy, self.vector, self.bias.has_master))
+        if overlap is not None:
+            return overlap.backward(self, dy, saved)
+        dx, dW = self.product.backward(dy, self.weight.value, saved)
         self.weight.accumulate(dW)
         return dx
 
-    def again(self, x: Array) -> Any:
+    def again(self, x: Array, overlap: Overlap | None = None) -> Any:
         """What `forward` keeps, without y."""
         return self.product.again(x, self.weight.value)
 
@@ -119,9 +112,9 @@ class LayerNorm:
             for part in ("weight", "bias"))
         self.parameters = [self.weight, self.bias]
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
         """The normalized rows times gamma, plus beta."""
-        own = self.space.grid.backend.empty(x.shape, x.dtype)    # it travels nowhere
+        own = self.space.grid.backend.empty(x.shape, x.dtype)    # never gathered
         xhat, rstd = functional.normalize_forward(
             x, self.hidden, self.eps, self.space.sum_features, own)
         y = self.empty(x.dtype)
@@ -129,12 +122,13 @@ class LayerNorm:
         y = add_forward(y, self.bias.value, self.vector, out=y)
         return y, (xhat, rstd, gamma_l)
 
-    def backward(self, dy: Array, saved: Any) -> Array:
+    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
         """dx; adds the gradients of gamma and beta."""
         xhat, rstd, gamma_l = saved
-        self.bias.accumulate(add_backward(dy, self.vector, self.bias.wide))
+        self.bias.accumulate(add_backward(dy, self.vector, self.bias.has_master))
         dxhat = self.empty(dy.dtype)
-        dxhat, dgamma = scale_backward(dy, xhat, gamma_l, self.vector, dxhat, self.weight.wide)
+        dxhat, dgamma = scale_backward(dy, xhat, gamma_l, self.vector, dxhat,
+                                       self.weight.has_master)
         self.weight.accumulate(dgamma)
         return functional.normalize_backward(dxhat, xhat, rstd, self.hidden,
                                              self.space.sum_features, out=dxhat)
@@ -161,15 +155,16 @@ class Gelu:
         self.bias, self.vector = linear.bias, linear.vector
         self.empty = space.allocator(features)
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
         """GELU of x + b; x and the features of b are kept."""
         y, b_l = gelu_forward(x, self.bias.value, self.vector, out=self.empty(x.dtype))
         return y, (x, b_l)
 
-    def backward(self, dy: Array, saved: Any) -> Array:
+    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
         """dy times the slope of GELU at x + b; adds db to the bias' gradient."""
         x, b_l = saved
-        dx, db = gelu_backward(dy, x, b_l, self.vector, self.empty(dy.dtype), self.bias.wide)
+        dx, db = gelu_backward(dy, x, b_l, self.vector, self.empty(dy.dtype),
+                               self.bias.has_master)
         self.bias.accumulate(db)
         return dx
 
@@ -202,7 +197,7 @@ class Attention:
             kv = self.split.all_gather(kv)
         return by_head[:, :, 0, ...], kv[:, :, 0, ...], kv[:, :, 1, ...]
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
         """(batch, seq, 3, features) to (batch, seq, features), blocks of this rank."""
         q, k, v = self._gathered(x)
         y = self.empty(x.dtype)
@@ -210,7 +205,7 @@ class Attention:
                                               out=self._by_head(y))
         return y, (x, lse)
 
-    def backward(self, dy: Array, saved: Any) -> Array:
+    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
         """The gradients of Q, K and V, together."""
         x, lse = saved
         q, k, v = self._gathered(x)
@@ -234,27 +229,28 @@ class Chain:
         self.layers = layers
         self.parameters = [p for layer in layers for p in layer.parameters]
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
         """The last layer's output, and what each layer keeps."""
-        return _through(self.layers, x)
+        return _through(self.layers, x, overlap)
 
-    def backward(self, dy: Array, saved: Any) -> Array:
+    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
         """The gradient through all layers, from the last to the first."""
         for layer, kept in zip(reversed(self.layers), reversed(saved)):
-            dy = layer.backward(dy, kept)
+            dy = layer.backward(dy, kept, overlap)
         return dy
 
-    def again(self, x: Array) -> Any:
+    def again(self, x: Array, overlap: Overlap | None = None) -> Any:
         """What `forward` keeps, without y: the last layer, a linear one, does not multiply."""
-        x, saved = _through(self.layers[:-1], x)
-        return [*saved, self.layers[-1].again(x)]
+        x, saved = _through(self.layers[:-1], x, overlap)
+        return [*saved, self.layers[-1].again(x, overlap)]
 
 
-def _through(layers: Sequence[Layer], x: Array) -> tuple[Array, list]:
+def _through(layers: Sequence[Layer], x: Array,
+             overlap: Overlap | None) -> tuple[Array, list]:
     """The output of `layers`, and what each of them keeps."""
     saved = []
     for layer in layers:
-        x, kept = layer.forward(x)
+        x, kept = layer.forward(x, overlap)
         saved.append(kept)
     return x, saved
 
@@ -262,14 +258,14 @@ def _through(layers: Sequence[Layer], x: Array) -> tuple[Array, list]:
 class Residual(Chain):
     """x + f(x), f being the chain of the layers given."""
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
         """x + f(x)."""
-        y, saved = super().forward(x)
+        y, saved = super().forward(x, overlap)
         y += x
         return y, saved
 
-    def backward(self, dy: Array, saved: Any) -> Array:
+    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
         """dy plus the gradient through f."""
-        dx = super().backward(dy, saved)
+        dx = super().backward(dy, saved, overlap)
         dx += dy
         return dx

@@ -9,7 +9,7 @@ from mm3d.axis import Split
 from mm3d.backend import Array, namespace
 from mm3d.grid import Grid
 from mm3d.layout import Layout
-from mm3d.transport import Pending, host_dtype
+from mm3d.transport import host_dtype
 
 
 class Parameter:
@@ -34,59 +34,33 @@ class Parameter:
     """
 
     def __init__(self, name: str, grid: Grid, layout: Layout, shape: tuple[int, ...],
-                 dtype: Any, travels: Split | None = None, master: Any = None) -> None:
+                 dtype: Any, gathered_along: Split | None = None, master: Any = None) -> None:
         self.name, self.grid, self.layout, self.shape = name, grid, layout, tuple(shape)
         inputs = self.shape[:1] if name.endswith("weight") and len(shape) > 1 else ()
         self.public_shape = (*inputs, math.prod(self.shape[len(inputs):]))
         local = layout.local_shape(grid, self.shape)
-        self.value = (travels or grid.backend).empty(local, dtype)
-        self.wide = master is not None
-        self.master = grid.backend.empty(local, master) if self.wide else self.value
-        self._sum: Pending | None = None    # still to be added to the gradient
-        self._grad = grid.backend.empty(local, master if self.wide else dtype)
-        self._grad[...] = 0
-
-    @property
-    def grad(self) -> Array:
-        """The gradient; a sum that still goes on is waited for."""
-        self.settle()
-        return self._grad
-
-    @grad.setter
-    def grad(self, gradient: Array) -> None:
-        self.settle()    # or the sum would be added to the new one
-        self._grad = gradient
+        self.value = (gathered_along or grid.backend).empty(local, dtype)
+        self.has_master = master is not None
+        self.master = grid.backend.empty(local, master) if self.has_master else self.value
+        self.grad = grid.backend.empty(local, master if self.has_master else dtype)
+        self.grad[...] = 0
 
     @property
     def nbytes(self) -> int:
         """Bytes that this rank holds: value and gradient, and the master if it has its own."""
-        held = [self.value, self._grad, *([self.master] if self.wide else ())]
+        held = [self.value, self.grad, *([self.master] if self.has_master else ())]
         return sum(a.nbytes for a in held)
 
     def refresh(self) -> None:
         """Round the master, which has changed, to what is computed with."""
-        if self.wide:
+        if self.has_master:
             xp = namespace(self.master)
             self.value[...] = xp.astype(self.master, self.value.dtype, copy=False)
 
-    def accumulate(self, gradient: Array | Pending | None) -> None:
-        """Add to the gradient; None where this rank holds no block.
-
-        A sum that goes on is added when the next one of the grid begins, at the latest when it
-        is read: memory for the terms of two is all that it takes.
-        """
-        if isinstance(gradient, Pending) and not gradient.done:
-            if self.grid.arriving is not None:
-                self.grid.arriving.settle()
-            self._sum, self.grid.arriving = gradient, self
-        elif gradient is not None:
-            self.grad += gradient.wait() if isinstance(gradient, Pending) else gradient
-
-    def settle(self) -> None:
-        """Wait for a sum that goes on, and add it."""
-        if self._sum is not None:
-            self._grad += self._sum.wait()
-            self._sum = self.grid.arriving = None
+    def accumulate(self, gradient: Array | None) -> None:
+        """Add to the gradient; None where this rank holds no block."""
+        if gradient is not None:
+            self.grad += gradient
 
     def load(self, value: np.ndarray) -> None:
         """Take this rank's block of the global `value`."""

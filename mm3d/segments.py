@@ -1,19 +1,14 @@
-"""Layers that are computed again in backward, and the order in which weights are used.
+"""Layers that are computed again in backward, and the order of the products with weights.
 
 What `mm3d.recompute` names is built of one wrapper, `Recomputed`, around those layers of which
 only the input is kept.  It is the same for every scheme, and holds nothing itself.
 """
 
-from contextlib import contextmanager
-from functools import partial
-from itertools import pairwise
-from typing import Any, Iterator
+from typing import Any
 
-from mm3d.axis import Pending
 from mm3d.backend import Array
 from mm3d.layers import Chain, Layer, Linear
-
-Use = tuple[Linear, bool]    # a product with the weight of a layer, and whether it is backward's
+from mm3d.overlap import Overlap
 
 
 class Recomputed(Chain):
@@ -24,72 +19,51 @@ class Recomputed(Chain):
     and which does not multiply again.
     """
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
         """The last layer's output, and x."""
         y = x
         for layer in self.layers:
-            y = layer.forward(y)[0]
+            y = layer.forward(y, overlap)[0]
         return y, x
 
-    def backward(self, dy: Array, saved: Any) -> Array:
+    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
         """The gradient through all layers, from the last to the first."""
-        return super().backward(dy, self.recompute(saved))
+        return super().backward(dy, self.recompute(saved, overlap), overlap)
 
-    def recompute(self, x: Array) -> Any:
+    def recompute(self, x: Array, overlap: Overlap | None = None) -> Any:
         """What the layers keep."""
-        return super().again(x)
+        return super().again(x, overlap)
 
-    def again(self, x: Array) -> Any:
+    def again(self, x: Array, overlap: Overlap | None = None) -> Any:
         """What `forward` keeps: x."""
         return x
 
 
-def order(layer: Layer, back: bool = False, again: bool = False) -> list[Use]:
-    """The products with weights of a forward or `back` of a backward pass, one after another.
+def weighted_products(layer: Layer, backward: bool = False,
+                      again: bool = False) -> list[tuple[Linear, bool]]:
+    """The products with weights of a forward or a `backward` pass, in their order.
 
     Parameters
     ----------
     layer : Layer
-        What is passed through, such as a chain of all.
-    back : bool
-        Whether backward.
+        The layer or chain of layers that is passed through.
+    backward : bool
+        Whether the pass is backward.
     again : bool
         Whether forward is computed again, for what it keeps alone.
+
+    Returns
+    -------
+    list of (Linear, bool)
+        For each product the layer that holds the weight, and whether the product is backward's.
     """
     if isinstance(layer, Linear):
-        return [] if again else [(layer, back)]
+        return [] if again else [(layer, backward)]
     layers = getattr(layer, "layers", ())
     if not layers or again and isinstance(layer, Recomputed):
         return []
-    if not back:
-        return [use for one in layers for use in order(one, again=again and one is layers[-1])]
-    first = order(Chain(*layers), again=True) if isinstance(layer, Recomputed) else []
-    return first + [use for one in reversed(layers) for use in order(one, back=True)]
-
-
-@contextmanager
-def one_ahead(uses: list[Use]) -> Iterator[None]:
-    """Within the block each weight sets out while the product before it is computed.
-
-    Parameters
-    ----------
-    uses : list of (Linear, bool)
-        The products in the order in which the block computes them, as `order` gives them.
-    """
-    following, linears = dict(pairwise(uses)), dict.fromkeys(linear for linear, _ in uses)
-    for linear in linears:
-        linear.recall()
-        linear.product.ahead = partial(_send, following, linear)
-    try:
-        yield
-    finally:
-        for linear in linears:
-            del linear.product.ahead
-
-
-def _send(following: dict[Use, Use], linear: Linear, back: bool) -> Pending | None:
-    """Let the weight set out that is used after that of `linear`."""
-    if (linear, back) not in following:
-        return None
-    then, then_back = following[linear, back]
-    return then.send(then_back)
+    if not backward:
+        return [use for one in layers
+                for use in weighted_products(one, again=again and one is layers[-1])]
+    first = weighted_products(Chain(*layers), again=True) if isinstance(layer, Recomputed) else []
+    return first + [use for one in reversed(layers) for use in weighted_products(one, True)]

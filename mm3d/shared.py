@@ -66,7 +66,7 @@ class SharedTransport(MpiTransport):
     note = ("ranks read each other's blocks where they lie: gathers of blocks that were placed "
             "move nothing, the products read them; sums read the other ranks' terms, and what "
             "was not placed is copied")
-    goes_on = False    # a gather copies nothing, and sums are made at once
+    nonblocking = False    # a gather copies nothing, and sums are made at once
     in_place = frozenset({"all_gather", "broadcast"})
 
     def __init__(self, comm: MPI.Intracomm, backend: Backend) -> None:

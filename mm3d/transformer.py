@@ -2,8 +2,9 @@
 
 import math
 import numbers
+from contextlib import nullcontext
 from itertools import chain, islice
-from typing import Any, Iterator, Mapping
+from typing import Any, ContextManager, Iterator, Mapping
 
 import numpy as np
 
@@ -11,8 +12,9 @@ from mm3d.backend import Array
 from mm3d.draws import normal
 from mm3d.layers import Attention, Chain, Gelu, LayerNorm, Linear, Residual
 from mm3d.contract import Scheme
+from mm3d.overlap import Overlap
 from mm3d.recompute import policy
-from mm3d.segments import Recomputed, one_ahead, order
+from mm3d.segments import Recomputed, weighted_products
 from mm3d.transport import host_dtype
 
 DTYPES = ("float64", "float32", "float16")
@@ -96,8 +98,9 @@ class Transformer:
         groups = [Recomputed(*chain.from_iterable(islice(following, count)))
                   for following in [iter(every)] for count in self.policy.groups(layers)]
         self.layers = Chain(*(groups or chain.from_iterable(every)))
-        self.linears = [linear for linear, _ in order(self.layers)]
-        self._order = {back: order(self.layers, back) for back in (False, True)}
+        self._products = {backward: weighted_products(self.layers, backward)
+                          for backward in (False, True)}
+        self.linears = [linear for linear, _ in self._products[False]]
         self.parameters = self.layers.parameters
         self._draw()
 
@@ -160,17 +163,20 @@ class Transformer:
     def forward(self, x: Array) -> tuple[Array, Any]:
         """The output for this rank's block `x` of the input, and what `backward` needs."""
         self._check_block("x", x)
-        with one_ahead(self._order[False]):
-            return self.layers.forward(x)
+        with self._overlap(backward=False) as overlap:
+            return self.layers.forward(x, overlap)
 
     def backward(self, dy: Array, saved: Any) -> Array:
         """The gradient dx for this rank's block `dy`; adds to the parameters' gradients."""
         self._check_block("dy", dy)
-        with one_ahead(self._order[True]):
-            dx = self.layers.backward(dy, saved)
-        if self.grid.arriving is not None:
-            self.grid.arriving.settle()
-        return dx
+        with self._overlap(backward=True) as overlap:
+            return self.layers.backward(dy, saved, overlap)
+
+    def _overlap(self, backward: bool) -> ContextManager[Overlap | None]:
+        """The communication in flight during one pass; None where no product overlaps any."""
+        if any(linear.product.overlap for linear in self.linears):
+            return Overlap(self._products[backward])
+        return nullcontext()
 
     def _check_block(self, name: str, a: Array) -> None:
         dtype = host_dtype(a)

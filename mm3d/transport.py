@@ -16,37 +16,24 @@ from mm3d.backend import Array, Backend
 
 
 class Pending:
-    """A collective that goes on while this rank multiplies: between ``with`` and `wait`.
-
-    Within the block the backend cuts its products into panels, after each of which MPI, which
-    moves nothing by itself, is given the chance to.
+    """A collective in flight: it goes on while this rank multiplies, until `wait`.
 
     Parameters
     ----------
-    backend : Backend
-        Whose products hide it.
     out : Array
-        The result, once there.
+        The result, once complete.
     finish : callable, optional
-        Makes what is computed from then on come after it; nothing when it is done already.
+        Orders what is computed from then on after the collective; None if that is complete.
     request : mpi4py.MPI.Request, optional
-        What is waited for before.
+        The request to complete before that.  MPI moves nothing by itself: a product that lasts
+        long calls `progress` now and then.
     kept : tuple of Array
-        What must stay until then.
+        Buffers that must stay until then.
     """
 
-    def __init__(self, backend: Backend, out: Array, finish: Callable[[], Any] | None = None,
+    def __init__(self, out: Array, finish: Callable[[], Any] | None = None,
                  request: Any = None, kept: tuple[Array, ...] = ()) -> None:
-        self.backend, self.out = backend, out
-        self.finish, self.request, self.kept = finish, request, kept
-
-    def __enter__(self) -> "Pending":
-        if self.request is not None:
-            self.backend.progress = self.progress
-        return self
-
-    def __exit__(self, *failure: Any) -> None:
-        self.backend.progress = None
+        self.out, self.finish, self.request, self.kept = out, finish, request, kept
 
     @property
     def done(self) -> bool:
@@ -54,11 +41,11 @@ class Pending:
         return self.request is None and self.finish is None
 
     def progress(self) -> None:
-        """Let MPI move on."""
+        """Let MPI move the request on."""
         self.request.Test()
 
     def wait(self) -> Array:
-        """The result, for what is computed next."""
+        """Complete the collective; returns the result."""
         if self.request is not None:
             self.request.Wait()
         if self.finish is not None:
@@ -67,7 +54,7 @@ class Pending:
         return self.out
 
     def take(self) -> Array:
-        """The result, once: it is not held here any longer."""
+        """`wait`, and hold the result no longer."""
         out = self.wait()
         self.out = None
         return out
@@ -101,7 +88,7 @@ class MpiTransport:
     name = "mpi"
     note = ("MPI moves by algorithms of its own: gathers and broadcasts bring a rank the words "
             "counted, and may relay more; what sums move is not known")
-    goes_on = True        # whether what is begun goes on while this rank computes
+    nonblocking = True    # whether what is begun goes on while this rank computes
     on_host = True        # whether the host has a part in it, beyond asking for it
     in_place: frozenset[str] = frozenset()
 
@@ -145,13 +132,12 @@ class MpiTransport:
         return self._unpacked(flat, out, dim, counts)
 
     def begin_all_gather(self, a: Array, dim: int, counts: list[int]) -> Pending:
-        """The same, still going on where it can."""
-        if not self.goes_on:
-            return Pending(self.backend, self.all_gather(a, dim, counts))
+        """Start an `all_gather`; it is complete already where the transport has no other."""
+        if not self.nonblocking:
+            return Pending(self.all_gather(a, dim, counts))
         a, flat, lengths, out = self._whole(a, dim, counts)
         request = self.comm.Iallgatherv(a, [flat, (lengths, _offsets(lengths))])
-        return Pending(self.backend, out, lambda: self._unpacked(flat, out, dim, counts),
-                       request, (a,))
+        return Pending(out, lambda: self._unpacked(flat, out, dim, counts), request, (a,))
 
     def _whole(self, a: Array, dim: int,
                counts: list[int]) -> tuple[Array, Array, list[int], Array]:
@@ -167,16 +153,16 @@ class MpiTransport:
         return out
 
     def begin_reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Pending:
-        """The same, still going on where it can."""
-        if not self.goes_on:
-            return Pending(self.backend, self.reduce_scatter(a, dim, counts))
+        """Start a `reduce_scatter`; it is complete already where the transport has no other."""
+        if not self.nonblocking:
+            return Pending(self.reduce_scatter(a, dim, counts))
         flat, lengths, out = self._terms(a, dim, counts)
         # MPICH sums in this one, also where blocks are even, in the order of the blocking one;
         # of another MPI the last bits may differ where three or more ranks sum.
         self._moved = math.nan
         terms, total = sums.wide(flat), sums.room(out)
         request = self.comm.Ireduce_scatter(terms, total, lengths)
-        return Pending(self.backend, out, lambda: sums.rounded(total, out), request, (terms,))
+        return Pending(out, lambda: sums.rounded(total, out), request, (terms,))
 
     def _terms(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int], Array]:
         """The blocks of `a` one after another, their lengths, and memory for this rank's sum."""
@@ -297,7 +283,7 @@ class SilentTransport(MpiTransport):
 
     name = "silent"
     note = "nothing travels between ranks that do not exist"
-    goes_on = False
+    nonblocking = False
     on_host = False
 
     def take_moved(self) -> float:

@@ -41,8 +41,7 @@ class WireTransport(MpiTransport, ABC):
 
     def begin_reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Pending:
         flat, lengths, out = self._terms(a, dim, counts)
-        return Pending(self.backend, out, self._begin_reduce_scatter(flat, out, lengths),
-                       kept=(flat,))
+        return Pending(out, self._begin_reduce_scatter(flat, out, lengths), kept=(flat,))
 
     def _begin_reduce_scatter(self, send: Array, recv: Array,
                               lengths: Lengths) -> Callable[[], Any]:
@@ -57,8 +56,8 @@ class WireTransport(MpiTransport, ABC):
     def begin_all_gather(self, a: Array, dim: int, counts: list[int]) -> Pending:
         a, flat, lengths, out = self._whole(a, dim, counts)
         arrive = self._begin_all_gather(a, flat, lengths)
-        return Pending(self.backend, out,
-                       lambda: (arrive(), self._unpacked(flat, out, dim, counts)), kept=(a,))
+        return Pending(out, lambda: (arrive(), self._unpacked(flat, out, dim, counts)),
+                       kept=(a,))
 
     @abstractmethod
     def _begin_all_gather(self, send: Array, recv: Array,

@@ -14,6 +14,7 @@ import mm3d
 from bench import hiding, machine, rounded, verify
 from mm3d import backend, choice, device, gpu, proof, selftest, wire
 from mm3d.transport import Pending
+from mirror import during_products
 from models import SIZES, SOME, Parallelism, data, differences, serial, train
 from reference import integers
 
@@ -120,12 +121,8 @@ def test_overlap_changes_no_bit(comm, carried, underway, options, keep):
                     share = hiding.hidden_share(scheme.grid, lambda: model.backward(
                         model.random("dy"), model.forward(model.random("x"))[1]), 1)
                     assert np.isfinite(share) and "prefetch" not in vars(scheme.grid.y)
-            # On a line A of two of the four products is divided, on a plane that of all; where
-            # it has been kept it is not gathered.  The sum of dB goes on under both products of
-            # each of the three linear layers before; forward sends three weights ahead, and
-            # backward the same where they are gathered again.
-            lines, again = sum(size > 1 for size in grid[1:]) * 2, keep == "none"
-            expected = lines * (1 + again) + (grid[0] > 1) * (3 * 2 + 3 * (1 + again))
+            expected = sum(len(names) for way in ("forward", "backward")
+                           for _, names in during_products(grid, way, keep=keep))
             assert counted == overlap * expected, (grid, counted)
         assert moved[0] == moved[1], grid
         for name, a in found[0].items():

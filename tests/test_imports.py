@@ -50,11 +50,12 @@ MAY_IMPORT = {
     "schemes.__init__": set(),
     "functional": {"backend", "elementwise"},
     "parameter": {"axis", "backend", "grid", "layout", "transport"},
-    "layers": {"axis", "backend", "contract", "functional", "parameter", "space"},
+    "overlap": {"axis", "backend"},
+    "layers": {"backend", "contract", "functional", "overlap", "parameter", "space"},
     "draws": set(),
     "recompute": set(),
-    "segments": {"axis", "backend", "layers"},
-    "transformer": {"backend", "draws", "layers", "contract", "recompute", "segments",
+    "segments": {"backend", "layers", "overlap"},
+    "transformer": {"backend", "draws", "layers", "contract", "overlap", "recompute", "segments",
                     "transport"},
     "cost": {"closed_form", "contract", "recompute"},
     "environment": set(),
@@ -74,7 +75,7 @@ MAY_IMPORT = {
             "transport"},
     "__init__": {"axis", "environment", "gpu", "cost", "grid", "guard", "layout", "contract",
                  "space", "transformer", "watchdog"}}
-SCHEME = ARRAYS | {"closed_form", "contract", "matrix_product"}
+SCHEME = ARRAYS | {"closed_form", "contract", "matrix_product", "overlap"}
 
 # Packages that one file alone, or two, may know.
 ONLY_IN = {"cupy": {"gpu"}, "cupy_backends": {"gpu"}, "ml_dtypes": {"gpu"},

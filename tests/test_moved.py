@@ -75,7 +75,7 @@ def collectives(axis, length, dtype="float32"):
         yield "reduce_scatter", lambda: axis.reduce_scatter(made(whole, dtype), dim, counts)
         yield "reduce_scatter", lambda: axis.begin_reduce_scatter(made(whole, dtype), dim,
                                                                   counts).wait()
-        if axis.transport.goes_on:
+        if axis.transport.nonblocking:
             yield "all_gather", lambda: axis.prefetch(made(part, dtype), dim, counts).wait()
     yield "all_reduce", lambda: axis.all_reduce(made((length,), dtype))
     yield "broadcast", lambda: axis.broadcast(made((length,), dtype), 1)

@@ -11,7 +11,6 @@ from mm3d.observe import observed
 from mm3d.recompute import POLICIES, Policy, policy
 from mm3d.segments import Recomputed
 from mm3d.spans import Recorder
-from mm3d.transport import MpiTransport
 from models import SIZES, SOME, Parallelism
 from reference import total
 
@@ -61,32 +60,23 @@ def test_the_same_bits_as_without(comm, transport, sizes, options):
                 assert same(found(name), expected), (str(parallelism), name)
 
 
-@pytest.mark.ranks(2, 4, 8)
-def test_the_same_bits_and_one_weight_ahead_with_overlap(comm, monkeypatch):
-    """No weight is gathered twice for one product or left behind."""
+@pytest.mark.ranks(2, 8)
+def test_the_same_bits_and_words_with_overlap(comm, monkeypatch):
+    """No operand is gathered twice for one product."""
     monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
-    called = []
-    for kind in ("all_gather", "begin_all_gather"):
-        def told(self, a, *where, kind=kind, move=getattr(MpiTransport, kind)):
-            called.extend([kind] * (a.size > 3 * 32))    # vectors are gathered where they are used
-            return move(self, a, *where)
-        monkeypatch.setattr(MpiTransport, kind, told)
-    sizes, grid = dict(layers=3, hidden=32, heads=4, batch=4, seq=8), (comm.size, 1, 1)
+    sizes = dict(layers=3, hidden=32, heads=4, batch=4, seq=8)
+    grid = {2: (2, 1, 1), 8: (2, 2, 2)}[comm.size]
     for keep in ("none", "weight"):
-        plain = mm3d.scheme("3d", comm, grid, "numpy", keep=keep)
-        expected = results(mm3d.Transformer(plain, **sizes))
-        plain.grid.free()
-        scheme = mm3d.scheme("3d", comm, grid, "numpy", overlap=True, keep=keep)
-        for name in filter(lambda name: keep == "none" or not policy(name).selective, AGAIN):
-            model = mm3d.Transformer(scheme, **sizes, recompute=name)
-            called.clear()
-            assert same(results(model), expected), name
-            again = 0 if not policy(name).every else 12 - len(policy(name).groups(3))
-            # The first of each pass could not set out before it.
-            assert called.count("all_gather") == 2 if keep == "none" else True
-            assert len(called) == 12 + again + (12 if keep == "none" else 12 - again)
-            assert all(linear.sent is None for linear in model.linears)
-        scheme.grid.free()
+        expected = {}
+        for overlap in (False, True):
+            scheme = mm3d.scheme("3d", comm, grid, "numpy", overlap=overlap, keep=keep)
+            for name in filter(lambda name: keep == "none" or not policy(name).selective, AGAIN):
+                scheme.grid.reset_traffic()
+                found = results(mm3d.Transformer(scheme, **sizes, recompute=name), ("a", "b"))
+                before, moved = expected.setdefault(name, (found, scheme.grid.traffic()))
+                assert same(found, before), name
+                assert scheme.grid.traffic() == moved, name
+            scheme.grid.free()
 
 
 @pytest.mark.ranks(*EXAMPLES)

@@ -10,9 +10,7 @@ the ranks (i, 0..Y-1, l) hold together, A_ijl the part of it on the rank (i, j, 
 the same three forms again with the directions permuted.
 """
 
-from contextlib import nullcontext
-from functools import partial
-from typing import Any, Callable, ContextManager, Mapping
+from typing import Any, Callable, Mapping
 
 from mm3d.axis import Pending, Split
 from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
@@ -20,29 +18,8 @@ from mm3d.closed_form import LocalProduct, Move, ProductShape
 from mm3d.contract import Option, Product, Scheme, Strings
 from mm3d.layout import Layout
 from mm3d.matrix_product import MatrixProduct
+from mm3d.overlap import Gathered, Operand, Overlap, gather
 from mm3d.space import Space
-
-
-class Gathered:
-    """An operand whose gather has been done already."""
-
-    def __init__(self, array: Array) -> None:
-        self.array = array
-
-
-Operand = Array | Gathered | Pending
-
-
-def gather(operand: Operand, split: Split) -> Array:
-    """The operand gathered along its direction, at no cost when it was before."""
-    if isinstance(operand, Pending):
-        return operand.take()
-    return operand.array if isinstance(operand, Gathered) else split.all_gather(operand)
-
-
-def meanwhile(operand: Operand | None) -> ContextManager:
-    """A block in which `operand`, if it is on its way, moves on."""
-    return operand if isinstance(operand, Pending) else nullcontext()
 
 
 def ab(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
@@ -53,29 +30,13 @@ def ab(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
 
 
 def ab_backward(dC: Operand, A: Operand, B: Operand, a: Split, b: Split, c: Split,
-                overlap: bool = False, wide: bool = False,
-                ahead: Callable[[], Pending | None] = lambda: None
-                ) -> tuple[Array, Array | Pending]:
+                accumulate_float32: bool = False) -> tuple[Array, Array]:
     """dA = dC B^T in z, x, y and dB = A^T dC in y, z, x (Algorithm 2); dC is gathered once.
 
-    With `overlap` the terms of dA travel while dB is computed, and so does what `ahead` sends;
-    A, where it can be prefetched, while dA is; those of dB still do when this returns.  With
-    `wide` dB is in float32 at least.
+    With `accumulate_float32` dB is in float32 at least.
     """
     dC = Gathered(gather(dC, c))
-    if not overlap:
-        return abt(dC, B, c, b, a), atb(A, dC, a, c, b, wide)
-    B_lj = gather(B, b)
-    if not isinstance(A, Gathered):
-        A = a.prefetch(A)
-    with meanwhile(A):
-        terms = matmul_nt(dC.array, B_lj, a.term)
-    del B_lj    # nothing is held longer than it is needed
-    with a.begin_reduce_scatter(terms) as dA, meanwhile(ahead()):
-        del terms
-        terms = matmul_tn(gather(A, a), dC.array, b.term, wide)
-    dB = b.begin_reduce_scatter(terms)
-    return dA.wait(), dB
+    return abt(dC, B, c, b, a), atb(A, dC, a, c, b, accumulate_float32)
 
 
 def abt(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
@@ -92,14 +53,15 @@ def abt_backward(dC: Operand, A: Operand, B: Operand,
     return ab(dC, B, c, b, a), atb(dC, A, c, a, b)
 
 
-def atb(A: Operand, B: Operand, a: Split, b: Split, c: Split, wide: bool = False) -> Array:
+def atb(A: Operand, B: Operand, a: Split, b: Split, c: Split,
+        accumulate_float32: bool = False) -> Array:
     """C = A^T B (Algorithm 5): A_ilj, B_ijl -> C_jli in z, y, x; c divides columns.
 
-    With `wide` C is computed, and summed over the ranks, in float32 at least.
+    With `accumulate_float32` C is computed, and summed over the ranks, in float32 at least.
     """
     A_ij = gather(A, a)
     B_il = gather(B, b)
-    return c.reduce_scatter(matmul_tn(A_ij, B_il, c.term, wide))
+    return c.reduce_scatter(matmul_tn(A_ij, B_il, c.term, accumulate_float32))
 
 
 def atb_backward(dC: Operand, A: Operand, B: Operand,
@@ -125,35 +87,36 @@ class CubeProduct(Product):
         Which gathered operands stay in memory from forward to backward; the others are gathered
         again.
     overlap : bool
-        Whether the terms of dA travel while dB is computed, and those of dB while whatever comes
-        next is; and B on its way to this product while the one before is computed.
+        Whether communication goes on during products, see `mm3d.overlap`.
     """
 
     def __init__(self, a: Split, b: Split, c: Split, weight: Layout, keep: str,
                  overlap: bool = False) -> None:
         self.a, self.b, self.c, self.weight, self.keep = a, b, c, weight, keep
         self.overlap = overlap
-        self.travels = b
+        self.gathered_along = b
 
-    def send(self, B: Array, back: bool) -> Pending | None:
-        if not self.overlap or (back and self.keep != "none"):
+    def prefetch(self, B: Array, backward: bool) -> Pending | None:
+        if not self.overlap or (backward and self.keep != "none"):
             return None
-        sent = self.b.prefetch(B)
-        return sent if isinstance(sent, Pending) else None
+        pending = self.b.prefetch(B)
+        return pending if isinstance(pending, Pending) else None
 
-    def forward(self, A: Array, B: Array | Pending) -> tuple[Array, Any]:
+    def forward(self, A: Array, B: Array | Pending,
+                overlap: Overlap | None = None) -> tuple[Array, Any]:
         A_il = Gathered(gather(A, self.a))
         B_lj = Gathered(gather(B, self.b))
-        with meanwhile(self.ahead(False)):
-            C = ab(A_il, B_lj, self.a, self.b, self.c)
+        algorithm = ab if overlap is None else overlap.ab
+        C = algorithm(A_il, B_lj, self.a, self.b, self.c)
         keep_B = self.keep != "none" and B_lj.array is not B
         return C, (A_il if self.keep == "both" else A, B_lj if keep_B else None)
 
-    def backward(self, dC: Array, B: Array | Pending,
-                 saved: Any) -> tuple[Array, Array | Pending]:
+    def backward(self, dC: Array, B: Array | Pending, saved: Any,
+                 overlap: Overlap | None = None) -> tuple[Array, Array | Pending]:
         A, B_lj = saved
-        return ab_backward(dC, A, B if B_lj is None else B_lj, self.a, self.b, self.c,
-                           self.overlap, self.wide, partial(self.ahead, True))
+        algorithm = ab_backward if overlap is None else overlap.ab_backward
+        return algorithm(dC, A, B if B_lj is None else B_lj, self.a, self.b, self.c,
+                         self.accumulate_float32)
 
     def again(self, A: Array, B: Array) -> Any:
         return A, None    # backward gathers them
@@ -198,10 +161,9 @@ class Cube(Scheme):
     rows : {"auto", "sequences", "positions"}
         Whether rows are dealt in whole sequences or also by position.
     overlap : bool
-        Whether gradients of activations are summed over the ranks while those of weights are
-        computed, and these while the layer before goes backward, until then in memory of their
-        own; and whether each weight is gathered while the product before it is computed, in
-        memory for two.  With one BLAS thread a rank the results are the same to the bit.
+        Whether communication goes on during products, see `mm3d.overlap`; it takes memory for
+        the terms of two sums of dB and for two gathered weights.  With one BLAS thread a rank
+        the results are the same to the bit.
     """
 
     name = "3d"

@@ -46,7 +46,8 @@ class ColumnParallel(Product):
 
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
         dA = self.rows.reduce_scatter(matmul_nt(dC, B))
-        return dA, matmul_tn(self.rows.all_gather(saved), dC, wide=self.wide)
+        A = self.rows.all_gather(saved)
+        return dA, matmul_tn(A, dC, accumulate_float32=self.accumulate_float32)
 
     def again(self, A: Array, B: Array) -> Any:
         return A
@@ -65,7 +66,8 @@ class RowParallel(Product):
 
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
         dC = self.rows.all_gather(dC)
-        return matmul_nt(dC, B), matmul_tn(saved, dC, wide=self.wide)
+        dA = matmul_nt(dC, B)
+        return dA, matmul_tn(saved, dC, accumulate_float32=self.accumulate_float32)
 
     def again(self, A: Array, B: Array) -> Any:
         return A

@@ -19,7 +19,8 @@ class SerialProduct(Product):
         return matmul(A, B), A
 
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        return matmul_nt(dC, B), matmul_tn(saved, dC, wide=self.wide)
+        dA = matmul_nt(dC, B)
+        return dA, matmul_tn(saved, dC, accumulate_float32=self.accumulate_float32)
 
     def again(self, A: Array, B: Array) -> Any:
         return A

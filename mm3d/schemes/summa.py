@@ -42,15 +42,15 @@ def abt(A: Array, B: Array, a: Split, b: Split) -> Array:
     return C
 
 
-def atb(A: Array, B: Array, a: Split, b: Split, wide: bool = False) -> Array:
+def atb(A: Array, B: Array, a: Split, b: Split, accumulate_float32: bool = False) -> Array:
     """C_tj = sum_i A_it^T B_ij: A_it is broadcast along y, C_tj reduced along x.
 
-    With `wide` in float32 at least.
+    With `accumulate_float32` in float32 at least.
     """
     C = None
     for t in range(len(a.counts)):
         A_it = a.broadcast(A, t)
-        C_tj = b.reduce(matmul_tn(A_it, B, b.summand, wide), t)
+        C_tj = b.reduce(matmul_tn(A_it, B, b.summand, accumulate_float32), t)
         C = C if C_tj is None else C_tj
     return C
 
@@ -65,7 +65,8 @@ class SummaProduct(Product):
         return ab(A, B, self.a, self.b), A
 
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        return abt(dC, B, self.a, self.b), atb(saved, dC, self.a, self.b, self.wide)
+        dA = abt(dC, B, self.a, self.b)
+        return dA, atb(saved, dC, self.a, self.b, self.accumulate_float32)
 
     def again(self, A: Array, B: Array) -> Any:
         return A
