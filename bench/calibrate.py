@@ -1,11 +1,13 @@
-"""The verb ``calibrate``: a machine model of the machine that it runs on, as a TOML file.
+"""The model of the machine that this runs on, measured.
 
 It is a model for as many ranks on a node as measured it: more ranks than cores share the cores
 in the figures too.
 """
 
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Sequence
 
 import msgspec
 import numpy as np
@@ -13,50 +15,40 @@ from mpi4py import MPI
 
 from bench import fits as fitting
 from bench import machine as here
-from bench import exact, machinefile, model, operands, placement, probes, sampling, trials
+from bench import model, operands, placement, probes, trials
 from bench.cases import UsageError
-from bench.output import say
+from bench.work import Work
 from mm3d import backend as backends
 from mm3d import environment
-from mm3d.choice import in_place
 
 DTYPES = ("float32", "float64")
 NOTHING = model.Level(0.0, 1e15)    # links of one rank, where nothing travels
 
 
-def calibrate(arguments, comm) -> int:
-    """Measure this machine with all ranks of the job and write the file; 0 when it was written.
+def measure(comm) -> model.Machine | None:
+    """Measure this machine with all ranks of `comm`, as a model for as many ranks.
 
-    All that is timed is checked first, collectives exactly, with integers.
+    All that is timed is checked first, collectives exactly, with integers.  All is measured in
+    rounds, so that what slows the machine for a while is in a few figures of each kind only.
+
+    Returns
+    -------
+    model.Machine or None
+        The model on rank 0, None on the others.
 
     Raises
     ------
     UsageError
-        When the file cannot be written, ranks run on several nodes, or the environment asks for
-        a transport that there is not.
+        When the ranks run on several nodes, or the environment asks for a transport that there
+        is not.
+    exact.WrongResult
+        When a result is wrong; the same on every rank.
     """
-    path, transport = Path(arguments.out), operands.usual_transport(comm)
-    machinefile.check("--out", path, comm)
+    transport, memory = operands.usual_transport(comm), memory_bytes()
     nodes = len(set(placement.numbers(comm)))
     if nodes > 1:
         raise UsageError(f"{comm.size} ranks on {nodes} nodes: calibrate measures one node, start "
                          f"all ranks on one")
-    try:
-        found = measured(comm, transport)
-    except exact.WrongResult as wrong:
-        return sampling.failed("calibrate", f"{wrong}; no file was written", comm)
-    status = machinefile.publish(found, path, comm)
-    if comm.rank == 0:
-        say(described(found))
-    return status
-
-
-def measured(comm, transport: str) -> model.Machine:
-    """The model of this machine with that transport; the same on every rank.
-
-    All is measured in rounds, so that what slows the machine for a while is in a few figures of
-    each kind only.
-    """
     works = trials.everywhere(comm.size, [], trials.MODELS)
     networks = trials.transformers(works, comm)
     steps, products, passes, collectives = [], [], [], []
@@ -67,29 +59,57 @@ def measured(comm, transport: str) -> model.Machine:
         collectives.append(probes.collectives(comm))
     for network in networks:
         network.grid.free()
-    fits = {dtype: fitting.products(probes.least(rounds))
-            for dtype, rounds in zip(DTYPES, zip(*products))}
-    curves, lines = probes.curves(probes.least(passes)), probes.lines(probes.least(collectives))
-    node = fitting.links(lines, comm.size, transport).get("node", NOTHING)
-    largest = curves["multiply"]
-    environs = here.describe("numpy", comm.size, MPI.Get_library_version(), "")
-    first = fits[DTYPES[0]]
-    started = (f"{environs['cpu_model']}, ranks: {comm.size}, cores: {environs['cores']}, BLAS "
+    if comm.rank:
+        return None
+    alone = Alone({dtype: probes.least(rounds) for dtype, rounds in zip(DTYPES, zip(*products))},
+                  probes.least(passes), probes.least(collectives))
+    return described(alone, works, np.median(np.concatenate(steps), axis=0), comm.size, transport,
+                     memory)
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Seconds of operations that follow themselves, as `bench.probes` measures them."""
+
+    products: dict[str, dict[fitting.Shape, float]]    # by dtype
+    passes: dict[tuple[str, int], float]
+    collectives: dict[tuple[str, int, int, bool, int], float]
+
+
+def described(alone: Alone, works: Sequence[Work], steps: np.ndarray, ranks: int, transport: str,
+              memory: int) -> model.Machine:
+    """Fit the description of this machine to what was measured.
+
+    Parameters
+    ----------
+    alone : Alone
+        What operations take alone.
+    works, steps : sequence of Work, (n,) array
+        Transformers, and the seconds of a step of each.
+    ranks, transport, memory : int, str, int
+        The ranks that measured, how their collectives travelled, and the node's bytes.
+    """
+    fits = {dtype: fitting.products(times) for dtype, times in alone.products.items()}
+    curves, lines = probes.curves(alone.passes), probes.lines(alone.collectives)
+    node = fitting.links(lines, ranks, transport).get("node", NOTHING)
+    largest, first = curves["multiply"], fits[DTYPES[0]]
+    environs = here.describe("numpy", ranks, MPI.Get_library_version(), "")
+    started = (f"{environs['cpu_model']}, ranks: {ranks}, cores: {environs['cores']}, BLAS "
                f"threads a rank: {environs['blas_threads']}, transport: {transport}")
     machine = model.Machine(
-        name=f"{here.slug()}-p{comm.size}", about=started, ranks_per_node=comm.size,
-        memory_bytes=float(memory_bytes() // comm.size),
+        name=f"{here.slug()}-p{ranks}", about=started, ranks_per_node=ranks,
+        memory_bytes=float(memory // ranks),
         memory_bandwidth=largest.bytes[-1] / largest.seconds[-1], launch_seconds=0.0,
         gemm_half_size=first.half, gemm_rate={d: fit.rate for d, fit in fits.items()},
         node=node, network=node, achieved=model.Achieved(1.0, 1.0, 1.0, 1.0), sources={},
         gemm_seconds=first.start, gemm_deviations=first.deviations,
         block=backends.get("numpy").block, passes=curves, collectives=lines, transport=transport)
-    machine = trials.together(machine, works, np.median(np.concatenate(steps), axis=0))
+    machine = trials.together(machine, works, steps)
     return msgspec.structs.replace(machine, sources=sources(machine, fits, environs))
 
 
 def memory_bytes() -> int:
-    """Of the node."""
+    """Read how much memory the node has."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemTotal:"):
             return 1024 * int(line.split()[1])
@@ -128,27 +148,3 @@ def sources(machine: model.Machine, fits: dict[str, fitting.Fit],
                            f"{environs['tuning_variables'] or 'no tuning variables'}",
             "transport": "how the bytes of collectives travelled",
             "waiting": whole}
-
-
-def described(machine: model.Machine) -> str:
-    """The figures for people."""
-    half = ", ".join(f"{edge:.0f}" for edge in machine.gemm_half_size)
-    rates = ", ".join(f"{d} {rate / 1e9:.1f}" for d, rate in machine.gemm_rate.items())
-    lines = [machine.about,
-             f"products: {rates} GFLOP/s a rank, half sizes {half}, "
-             f"{1e6 * machine.gemm_seconds:.1f} us each",
-             "passes: " + ", ".join(
-                 f"{name} {curve.bytes[-1] / curve.seconds[-1] / 1e9:.1f} GB/s"
-                 for name, curve in machine.passes.items() if name != "other"),
-             f"Python: {1e6 * machine.launch_seconds:.1f} us an operation"]
-    waiting = ", ".join(f"{1e6 * seconds:.0f} us for {size} ranks"
-                        for size, seconds in machine.waiting.items())
-    lines.append(f"in a step: {machine.achieved.gemm:.0%} of all rates"
-                 + f"; waiting {waiting}" * bool(waiting))
-    placed = in_place(machine.transport)
-    lines += [f"{line.kind}{' of columns' * line.pieces} of {line.size} ranks {line.stride} "
-              f"apart: {1e6 * line.alpha:.0f} us, "
-              + ("read where it lies" if line.kind in placed else
-                 f"{1e-9 / line.beta if line.beta else np.inf:.2f} GB/s")
-              for line in machine.collectives]
-    return "\n".join(lines)

@@ -18,8 +18,19 @@ from mm3d.record import Measurements, grid_shape
 MEASURED = "all of what is measured here; of the rest "
 
 
-def begun(arguments, ranks_per_node: int, comm) -> model.Machine | None:
-    """The machine of ``--machine`` as its file has it, or as ``--base``; None without a file.
+def begun(file: str | None, base: str | None, ranks_per_node: int,
+          comm) -> model.Machine | None:
+    """Read the machine that is to be updated, or begin one as another; None without a file.
+
+    Parameters
+    ----------
+    file, base : str, optional
+        Values of ``--machine`` and ``--base``: the file, and the machine that a new one begins
+        as.
+    ranks_per_node : int
+        Ranks on a node now.
+    comm : mpi4py.MPI.Intracomm
+        All ranks, which call this.
 
     Raises
     ------
@@ -27,17 +38,17 @@ def begun(arguments, ranks_per_node: int, comm) -> model.Machine | None:
         When the file cannot be written, describes no machine, or one that was calibrated with
         another number of ranks, and when there is nothing to begin with ``--base``.
     """
-    if not arguments.machine:
-        if arguments.base:
-            raise UsageError(f"--base {arguments.base}: a new machine file begins as that one; "
+    if not file:
+        if base:
+            raise UsageError(f"--base {base}: a new machine file begins as that one; "
                              f"name the file with --machine, or leave --base out")
         return None
-    path = Path(arguments.machine)
+    path = Path(file)
     machinefile.check("--machine", path, comm)
     if not path.exists():
-        return taken(model.load(arguments.base or "cpu"))
-    if arguments.base:
-        raise UsageError(f"--machine {path} --base {arguments.base}: the file is there, and only "
+        return taken(model.load(base or "cpu"))
+    if base:
+        raise UsageError(f"--machine {path} --base {base}: the file is there, and only "
                          f"a new one begins as another; name a new file, or leave --base out")
     machine = model.load(str(path))
     if machine.passes and machine.ranks_per_node != ranks_per_node and comm.size > 1:

@@ -1,6 +1,5 @@
 """Machine files: where they may be, and how a machine's model is written down."""
 
-import json
 import tempfile
 from pathlib import Path
 
@@ -8,7 +7,6 @@ import msgspec
 
 from bench import model, textfile
 from bench.cases import UsageError
-from bench.output import say
 
 TAKEN = "as of "    # how sources of what was not measured begin
 
@@ -36,61 +34,47 @@ def _writable(folder: Path) -> bool:
         return False
 
 
-def publish(machine: model.Machine | None, path: str | Path, comm) -> int:
+def write(machine: model.Machine | None, path: str | Path, comm) -> str:
     """Write the file of a machine, which rank 0 has, in the place of the one that is there.
 
     Returns
     -------
-    int
-        0 when it was written, and 1 when what was there before still is, which rank 0 says; the
+    str
+        Why it could not be written, and what was there before still is; "" when it was.  The
         same on every rank.
     """
-    status = 0
+    problem = ""
     if comm.rank == 0:
         try:
             textfile.replace(path, written(machine))
         except OSError as error:
-            status = 1
-            say(f"failed: machine file {path} could not be written ({error.strerror}); what was "
-                f"there is untouched")
-        else:
-            say(f"machine file: {path}")
-    return comm.bcast(status)
+            problem = error.strerror or str(error)
+    return comm.bcast(problem)
 
 
 def written(machine: model.Machine) -> str:
-    """The TOML file of a machine."""
-    plain = msgspec.to_builtins(machine)
-    lines, tables = [], []
-    for name, value in plain.items():
-        if isinstance(value, dict):
-            tables += _table(name, value)
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            for item in value:
-                tables += ["", f"[[{name}]]", *(f"{key} = {_value(v)}"
-                                                for key, v in item.items())]
-        else:
-            lines.append(f"{name} = {_value(value)}")
-    return "\n".join([*_comments(machine), *lines, *tables, ""])
+    """Write a machine as TOML, numbers to six digits."""
+    import tomli_w
+    plain = msgspec.to_builtins(machine, str_keys=True)
+    return _comments(machine) + tomli_w.dumps(_shortened(plain))
 
 
-def _comments(machine: model.Machine) -> list[str]:
-    """What the file is, and what in it was not measured."""
-    taken = [name for name, source in machine.sources.items() if source.startswith(TAKEN)]
-    return ["# A machine's model for `python -m bench`: `sources` says where each figure is from,",
-            "# `bench.model.Machine` its units.",
-            *[f"# Not measured here: {', '.join(taken)}."] * bool(taken)]
-
-
-def _table(name: str, value: dict) -> list[str]:
-    return ["", f"[{name}]", *(f"{key} = {_value(v)}" for key, v in value.items())]
-
-
-def _value(value) -> str:
+def _shortened(value):
+    """Round the numbers of a tree to six digits; whole ones stay as they are."""
     if isinstance(value, dict):
-        return "{ " + ", ".join(f"{key} = {_value(v)}" for key, v in value.items()) + " }"
+        return {key: _shortened(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_value, value)) + "]"
-    if isinstance(value, float):
-        return f"{value:.15g}" if value.is_integer() else f"{value:.6g}"
-    return json.dumps(value)
+        return [_shortened(item) for item in value]
+    if isinstance(value, float) and not value.is_integer():
+        return float(f"{value:.6g}")
+    return value
+
+
+def _comments(machine: model.Machine) -> str:
+    """Say what the file is, and what in it was not measured."""
+    taken = [name for name in machine.__struct_fields__
+             if machine.sources.get(name, "").startswith(TAKEN)]
+    return "\n".join([
+        "# A machine's model for `python -m bench`: `sources` says where each figure is from,",
+        "# `bench.model.Machine` its units.",
+        *[f"# Not measured here: {', '.join(taken)}."] * bool(taken), ""])

@@ -1,12 +1,16 @@
 """The machine model that a machine measures of itself."""
+import math
 import platform
+import re
+import tomllib
 from argparse import Namespace
 
 import numpy as np
 import pytest
 
-from bench import calibrate, fits, machinefile, model, probes, trials
+from bench import calibrate, exact, fits, machinefile, model, probes, trials
 from bench.seconds import collective_terms, gemm_seconds, pass_seconds, step_seconds
+from bench.verbs import calibrate as verb
 from bench.work import predicted
 from mm3d import backend, dry
 from mm3d.axis import Split
@@ -216,22 +220,21 @@ def test_a_machine_measures_itself(tmp_path):
 
 
 @pytest.mark.ranks(4)
-def test_ranks_on_several_nodes_are_refused(comm, shared_tmp_path, monkeypatch):
+def test_ranks_on_several_nodes_are_refused(comm, monkeypatch):
     """Also one on each, as with ``mpirun -ppn 1``, where each is all that its node has."""
     monkeypatch.setenv("MPI_LOCALNRANKS", "1")
     monkeypatch.setattr(calibrate.placement, "numbers", lambda comm: list(range(comm.size)))
-    monkeypatch.setattr(calibrate, "measured", lambda *_: pytest.fail("it measures"))
+    monkeypatch.setattr(trials, "transformers", lambda *_: pytest.fail("it measures"))
     with pytest.raises(calibrate.UsageError, match="on 4 nodes: .* start all ranks on one"):
-        calibrate.calibrate(Namespace(out=str(shared_tmp_path / "here.toml")), comm)
+        calibrate.measure(comm)
 
 
 @pytest.mark.ranks(1, 2)
-def test_a_wrong_transport_is_refused_before_anything_is_measured(comm, monkeypatch,
-                                                                  shared_tmp_path):
+def test_a_wrong_transport_is_refused_before_anything_is_measured(comm, monkeypatch):
     monkeypatch.setenv("MM3D_TRANSPORT", "foo")
-    monkeypatch.setattr(calibrate, "measured", lambda *_: pytest.fail("it measures"))
+    monkeypatch.setattr(trials, "transformers", lambda *_: pytest.fail("it measures"))
     with pytest.raises(calibrate.UsageError, match="MM3D_TRANSPORT='foo' is unknown"):
-        calibrate.calibrate(Namespace(out=str(shared_tmp_path / "here.toml")), comm)
+        calibrate.measure(comm)
 
 
 @pytest.mark.ranks(2)
@@ -240,8 +243,8 @@ def test_a_wrong_transport_is_refused_before_anything_is_measured(comm, monkeypa
     ("products", "C of 32 x 32 x 32 float32"),
     ("passes", "exp of 16 elements is not 1.64872"),
     ("collectives", "reduce_scatter of 128 elements along y is off by 1")])
-def test_what_is_wrong_makes_no_machine(comm, shared_tmp_path, monkeypatch, capsys, part, line):
-    """On one rank only; the others stop too, and the file is not made."""
+def test_what_is_wrong_is_not_timed(comm, monkeypatch, part, line):
+    """On one rank only; all of them say so."""
     right = {"steps": Split.reduce_scatter, "products": backend.matmul,
              "passes": probes._operations, "collectives": Split.reduce_scatter}[part]
 
@@ -255,15 +258,50 @@ def test_what_is_wrong_makes_no_machine(comm, shared_tmp_path, monkeypatch, caps
 
     where = {"products": (backend, "matmul"), "passes": (probes, "_operations")}
     monkeypatch.setattr(*where.get(part, (Split, "reduce_scatter")), wrong)
-    measured = {"steps": (trials, "transformers"), "products": (probes, "products"),
-                "passes": (probes, "passes")}
-    for name, place in measured.items():
-        if name != part:
-            monkeypatch.setattr(*place, lambda *arguments: {})
-    monkeypatch.setattr(trials, "steps", lambda *arguments: None)
-    monkeypatch.setattr(calibrate.fitting, "products", lambda found: None)
+    works = trials.everywhere(comm.size, [], trials.MODELS[:1])
+    with pytest.raises(exact.WrongResult, match=re.escape(line)):
+        {"steps": lambda: trials.transformers(works, comm),
+         "products": lambda: probes.products("float32", comm),
+         "passes": lambda: probes.passes(comm),
+         "collectives": lambda: probes.collectives(comm)}[part]()
+
+
+@pytest.mark.ranks(2)
+def test_what_is_wrong_makes_no_machine(comm, shared_tmp_path, monkeypatch, capsys):
+    def wrong(comm):
+        raise exact.WrongResult("exp of 16 elements is not 1.64872")
+
+    monkeypatch.setattr(calibrate, "measure", wrong)
     path = shared_tmp_path / "here.toml"
-    assert calibrate.calibrate(Namespace(out=str(path)), comm) == 1
-    out = capsys.readouterr().out
-    assert not path.exists() and (line in out) == (comm.rank == 0)
-    assert comm.rank or "failed: calibrate: " in out and "no file was written" in out
+    assert verb.run(Namespace(out=str(path)), comm) == 1 and not path.exists()
+    assert capsys.readouterr().out == (comm.rank == 0) * (
+        "failed: calibrate: exp of 16 elements is not 1.64872; no file was written\n")
+
+
+NASTY = ['with "quotes" and \\', "an emoji \N{GRINNING FACE}", "two\nlines\r\n and \ta tab",
+         "# no comment", "'" * 3, '"' * 3, "\x00\x07\x1f\x7f\x85", "[table]\nname = 3", "",
+         "\ue000\U0010ffff", "a = b"]
+
+
+@pytest.mark.parametrize("text", NASTY, ids=ascii)
+def test_any_text_is_written_and_read_again(text, tmp_path):
+    """Also as the name of a source or of an operation."""
+    machine = model.msgspec.structs.replace(
+        model.load("cpu"), name=text, about=text, passes={"other": CURVE, text: CURVE},
+        sources={text: f"{machinefile.TAKEN}{text}", "network": f"{machinefile.TAKEN}{text}"})
+    written = machinefile.written(machine)
+    path = tmp_path / "mine.toml"
+    path.write_text(written, encoding="utf-8", newline="")
+    assert model.load(str(path)) == machine
+    assert tomllib.loads(written)["about"] == text
+    assert written.split("\n")[2] == "# Not measured here: network."
+
+
+def test_numbers_are_written_to_six_digits_and_whole_ones_in_full():
+    numbers = [1 / 3, 123456789.5, 2.0 ** 53, 1e300, -0.0, 5e-324, math.inf, -math.inf, math.nan]
+    curve = model.Curve(numbers, [*map(float, range(9))])
+    machine = model.msgspec.structs.replace(model.load("cpu"), passes={"other": curve})
+    found = tomllib.loads(machinefile.written(machine))["passes"]["other"]
+    assert found["bytes"][:8] == [0.333333, 123457000, 2.0 ** 53, 1e300, 0, 5e-324, math.inf,
+                                  -math.inf] and math.isnan(found["bytes"][8])
+    assert found["seconds"] == curve.seconds

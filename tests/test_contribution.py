@@ -50,9 +50,9 @@ def both(folder, per_node=8) -> model.Machine:
     path, record = folder / "mine.toml", invented_collectives()
     record.environment = ENVIRONMENT | {"ranks_on_this_node": per_node}
     made = contribution.products(contribution.taken(CPU), invented_products())
-    assert machinefile.publish(made, path, MPI.COMM_SELF) == 0
+    assert machinefile.write(made, path, MPI.COMM_SELF) == ""
     made = contribution.lines(model.load(str(path)), record)
-    assert machinefile.publish(made, path, MPI.COMM_SELF) == 0
+    assert machinefile.write(made, path, MPI.COMM_SELF) == ""
     return model.load(str(path))
 
 
@@ -217,6 +217,7 @@ def test_a_full_disk_leaves_the_file_and_the_record(tmp_path, monkeypatch, capsy
 def test_all_ranks_learn_whether_the_file_was_written(comm, shared_tmp_path):
     machine = CPU if comm.rank == 0 else None
     path = shared_tmp_path / "mine.toml"
-    assert machinefile.publish(machine, path, comm) == 0
+    assert machinefile.write(machine, path, comm) == ""
     assert model.load(str(path)) == CPU
-    assert machinefile.publish(machine, shared_tmp_path / "no" / "mine.toml", comm) == 1
+    problem = machinefile.write(machine, shared_tmp_path / "no" / "mine.toml", comm)
+    assert problem == "No such file or directory"

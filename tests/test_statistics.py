@@ -1,8 +1,10 @@
-"""Confidence intervals and the rank-sum test against known cases."""
+"""Confidence intervals and tests against known cases, SciPy and brute force."""
+import itertools
 import math
 
 import numpy as np
 import pytest
+from scipy import stats
 
 from mm3d import statistics
 from mm3d.statistics import (Interval, holm, median_interval, rank_sum, runs_differ,
@@ -36,6 +38,17 @@ def test_each_confidence_is_the_least_that_suffices():
         j = int(found.low) + 1
         tail = [2 * sum(math.comb(n, i) for i in range(k)) / 2 ** n for k in (j, j + 1)]
         assert 1 - tail[0] >= 0.95 > 1 - tail[1]
+
+
+def test_the_interval_is_that_of_scipy():
+    random = np.random.default_rng(5)
+    for n in (6, 7, 12, 33, 70):
+        samples = random.lognormal(0, 1, n)
+        found = median_interval(samples)
+        scipys = stats.quantile_test(samples, p=0.5).confidence_interval(0.95)
+        assert (found.low, found.high) == tuple(scipys)
+        below = np.searchsorted(np.sort(samples), found.low)
+        assert found.confidence == pytest.approx(1 - 2 * stats.binom.cdf(below, n, 0.5))
 
 
 def test_thousands_of_samples():
@@ -82,14 +95,26 @@ def test_rank_sum_of_known_samples(first, second, p):
     assert rank_sum(first, second) == pytest.approx(p, rel=1e-12)
 
 
-def test_rank_sum_is_exact_by_counting():
-    import itertools
-    first, second = [0.3, 1.2, 1.2, 4.0], [0.1, 1.2, 2.0, 5.0, 6.0]
-    pooled = np.array(first + second)
-    ranks = np.array([(pooled < x).sum() + ((pooled == x).sum() + 1) / 2 for x in pooled])
-    sums = np.array([ranks[list(c)].sum() for c in itertools.combinations(range(9), 4)])
-    distance = abs(ranks[:4].sum() - 20)
-    assert rank_sum(first, second) == pytest.approx(np.mean(np.abs(sums - 20) >= distance))
+def test_rank_sum_is_mann_and_whitneys():
+    """Without ties by SciPy's exact distribution."""
+    random = np.random.default_rng(1)
+    for first, second in random.integers(1, 20, (12, 2)):
+        groups = random.normal(0, 1, first), random.normal(0.7, 1, second)
+        exact = stats.mannwhitneyu(*groups, method="exact").pvalue
+        assert rank_sum(*groups) == pytest.approx(exact, rel=1e-9)
+
+
+def test_rank_sum_is_exact_with_ties():
+    """By SciPy's count of all ways to divide the samples."""
+    random = np.random.default_rng(2)
+    for first, second in [(3, 3), (2, 6), (4, 5), (5, 2)]:
+        groups = random.integers(0, 4, first), random.integers(0, 5, second)
+        ranks = stats.rankdata(np.concatenate(groups))
+        middle = first * ranks.mean()
+        counted = stats.permutation_test(
+            (ranks[:first], ranks[first:]), lambda one, other: abs(one.sum() - middle),
+            vectorized=False, alternative="greater", n_resamples=math.inf)
+        assert rank_sum(*groups) == pytest.approx(counted.pvalue)
 
 
 def test_the_approximation_continues_the_exact_values(monkeypatch):
@@ -98,6 +123,8 @@ def test_the_approximation_continues_the_exact_values(monkeypatch):
     exact = rank_sum(first, second)
     monkeypatch.setattr(statistics, "EXACT", 10)
     assert rank_sum(first, second) == pytest.approx(exact, rel=0.05)
+    normal = stats.mannwhitneyu(first, second, method="asymptotic").pvalue
+    assert rank_sum(first, second) == pytest.approx(normal, rel=1e-9)
 
 
 def test_false_alarms_are_as_rare_as_stated():
@@ -111,11 +138,12 @@ def test_an_empty_group():
         rank_sum([], [1.0])
 
 
-@pytest.mark.parametrize("freedom, t", [(1, 12.706), (2, 4.303), (4, 2.776), (10, 2.228),
-                                        (1000, 1.962)])
-def test_students_t_has_tabulated_quantiles(freedom, t):
-    assert student_tails(t, freedom) == pytest.approx(0.05, rel=1e-3)
-    assert student_tails(-t, freedom) == student_tails(t, freedom)
+@pytest.mark.parametrize("freedom", [1, 1.7, 2, 4, 10, 88.5, 1000])
+def test_students_t_is_scipys(freedom):
+    for t in (0.01, 0.7, 2.5, 12.7, 40):
+        tails = 2 * stats.t.sf(t, freedom)
+        assert student_tails(t, freedom) == pytest.approx(tails, rel=1e-9, abs=1e-300)
+        assert student_tails(-t, freedom) == student_tails(t, freedom)
     assert student_tails(0, freedom) == 1
 
 
@@ -133,6 +161,16 @@ def test_the_ratio_of_runs_is_welchs():
     reach = math.log(found.high / found.ratio) / error
     assert student_tails(reach, freedom) == pytest.approx(0.05, rel=1e-6)
     assert found.low * found.high == pytest.approx(found.ratio ** 2)
+
+
+def test_the_ratio_of_runs_is_scipys_where_the_smaller_side_varies_more():
+    """There the error of the case is its own, and the test is Welch's as it stands."""
+    first, second = [1.0, 1.12], [1.101, 1.102, 1.1, 1.103]
+    found, = runs_differ([(first, second)])
+    welch = stats.ttest_ind(np.log(second), np.log(first), equal_var=False)
+    assert found.p == pytest.approx(welch.pvalue, rel=1e-6)
+    assert (found.low, found.high) == pytest.approx(
+        tuple(np.exp(welch.confidence_interval(0.95))), rel=1e-6)
 
 
 def test_runs_that_agree_by_accident_do_not_shrink_the_error():
@@ -199,3 +237,15 @@ def test_holm_corrects_known_values():
     """The example of Holm's step-down: 4 x 0.005, 3 x 0.01, then 2 x 0.03 holds back 0.04."""
     assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
     assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
+
+
+def test_holm_closes_bonferronis_test():
+    """A value is the greatest that Bonferroni gives for any choice of tests with this one."""
+    random = np.random.default_rng(6)
+    for count in (1, 2, 3, 6):
+        values = random.random(count) ** 3
+        choices = [c for k in range(1, count + 1)
+                   for c in itertools.combinations(range(count), k)]
+        closed = [max(min(1, len(c) * min(values[list(c)])) for c in choices if one in c)
+                  for one in range(count)]
+        assert holm(list(values)) == pytest.approx(closed)

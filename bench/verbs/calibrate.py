@@ -1,9 +1,15 @@
 """Measure this machine, with as many ranks as mpirun starts, and write its model."""
 
 import argparse
+import math
+from pathlib import Path
 
-from bench import calibrate
+from bench import calibrate, machinefile, model
+from bench.exact import WrongResult
+from bench.output import say
 from bench.verbs import options
+from bench.verbs.publish import failed, publish_machine
+from mm3d.choice import in_place
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = True
@@ -17,5 +23,38 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure and write; the exit status."""
-    return calibrate.calibrate(arguments, comm)
+    """Measure and write the file; 0 when it was written."""
+    path = Path(arguments.out)
+    machinefile.check("--out", path, comm)
+    try:
+        machine = calibrate.measure(comm)
+    except WrongResult as wrong:
+        return failed("calibrate", f"{wrong}; no file was written", comm)
+    status = publish_machine(machine, path, comm)
+    if machine:
+        say(figures(machine))
+    return status
+
+
+def figures(machine: model.Machine) -> str:
+    """Write the figures for people."""
+    half = ", ".join(f"{edge:.0f}" for edge in machine.gemm_half_size)
+    rates = ", ".join(f"{d} {rate / 1e9:.1f}" for d, rate in machine.gemm_rate.items())
+    lines = [machine.about,
+             f"products: {rates} GFLOP/s a rank, half sizes {half}, "
+             f"{1e6 * machine.gemm_seconds:.1f} us each",
+             "passes: " + ", ".join(
+                 f"{name} {curve.bytes[-1] / curve.seconds[-1] / 1e9:.1f} GB/s"
+                 for name, curve in machine.passes.items() if name != "other"),
+             f"Python: {1e6 * machine.launch_seconds:.1f} us an operation"]
+    waiting = ", ".join(f"{1e6 * seconds:.0f} us for {size} ranks"
+                        for size, seconds in machine.waiting.items())
+    lines.append(f"in a step: {machine.achieved.gemm:.0%} of all rates"
+                 + f"; waiting {waiting}" * bool(waiting))
+    placed = in_place(machine.transport)
+    lines += [f"{line.kind}{' of columns' * line.pieces} of {line.size} ranks {line.stride} "
+              f"apart: {1e6 * line.alpha:.0f} us, "
+              + ("read where it lies" if line.kind in placed else
+                 f"{1e-9 / line.beta if line.beta else math.inf:.2f} GB/s")
+              for line in machine.collectives]
+    return "\n".join(lines)

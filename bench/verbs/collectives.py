@@ -2,12 +2,12 @@
 
 import argparse
 
-from bench import contribution, machinefile
+from bench import contribution
 from bench.collectives import array_bytes, collective_grid, measure_collectives
 from bench.exact import WrongResult
 from bench.journal import writable
 from bench.verbs import options
-from bench.verbs.publish import failed, publish
+from bench.verbs.publish import failed, publish, publish_machine
 from mm3d import environment
 from mm3d.record import Measurements
 
@@ -32,7 +32,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     limits = options.limits_of(arguments)
     sizes = array_bytes(arguments.least, arguments.most, arguments.dtype)
     grid = collective_grid(comm, arguments.grid, arguments.backend)
-    machine = contribution.begun(arguments, environment.local_ranks(), comm)
+    machine = contribution.begun(arguments.machine, arguments.base, environment.local_ranks(),
+                                 comm)
     out = writable(arguments.out, comm)
     try:
         record = measure_collectives(grid, sizes, arguments.dtype, limits, arguments.seed)
@@ -42,7 +43,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     status = publish(record, out, "collectives", comm, table)
     if machine is not None:
         measured = record and contribution.lines(machine, record)
-        status = max(status, machinefile.publish(measured, arguments.machine, comm))
+        status = max(status, publish_machine(measured, arguments.machine, comm))
     return status
 
 

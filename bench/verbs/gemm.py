@@ -2,12 +2,12 @@
 
 import argparse
 
-from bench import contribution, machinefile
+from bench import contribution
 from bench.exact import WrongResult
 from bench.gemm import measure_gemm, thread_counts
 from bench.journal import writable
 from bench.verbs import options
-from bench.verbs.publish import failed, publish
+from bench.verbs.publish import failed, publish, publish_machine
 from mm3d.record import Measurements
 
 GROUP = "Measure the parts alone"
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     backend = options.alone("gemm", arguments.backend, comm)
     limits = options.limits_of(arguments)
     threads = thread_counts(arguments.threads)
-    machine = contribution.begun(arguments, 1, comm)
+    machine = contribution.begun(arguments.machine, arguments.base, 1, comm)
     out = writable(arguments.out, comm)
     try:
         record = measure_gemm(arguments.sizes, arguments.dtypes, threads, backend, limits,
@@ -40,8 +40,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
         return failed("gemm", f"{wrong}; no times were written", comm)
     status = publish(record, out, "gemm", comm, table)
     if machine is not None:
-        status = max(status, machinefile.publish(contribution.products(machine, record),
-                                                 arguments.machine, comm))
+        status = max(status, publish_machine(contribution.products(machine, record),
+                                             arguments.machine, comm))
     return status
 
 

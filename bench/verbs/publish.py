@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Callable
 
 from bench.cases import UsageError
+from bench import machinefile
+from bench.model import Machine
 from bench.output import say
 from mm3d import store
 from mm3d.record import Measurements
@@ -43,6 +45,15 @@ def publish(record: Measurements | None, out: Path, name: str, comm,
             say(table(record) + "\n")
         say(line)
     return status
+
+
+def publish_machine(machine: Machine | None, path: str | Path, comm) -> int:
+    """Write the file of a machine, which rank 0 has, and say where it is; 1 when it could not."""
+    problem = machinefile.write(machine, path, comm)
+    if comm.rank == 0:
+        say(f"failed: machine file {path} could not be written ({problem}); what was there is "
+            f"untouched" if problem else f"machine file: {path}")
+    return int(bool(problem))
 
 
 def failed(name: str, why: object, comm) -> int:
