@@ -16,7 +16,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from bench import machine
 from mm3d import store
 from mm3d.store import StoreError
 
@@ -135,18 +134,17 @@ def whole(path: Path) -> list[dict[str, Any]]:
 _open: dict[Path, Journal] = {}
 
 
-def writable(out: str | os.PathLike | None, comm) -> Path:
+def writable(out: str | os.PathLike, comm) -> Path:
     """The folder `out`, made by rank 0, found writable and, unless it is lent, claimed.
 
-    Every rank calls this; the claim lasts until rank 0 ends.  Without `out` it is
-    ``results/<machine>``.
+    Every rank calls this; the claim lasts until rank 0 ends.
 
     Raises
     ------
     StoreError
         The same on every rank, when the folder cannot be written or is in use.
     """
-    folder, problem = Path(out or machine.default_out()), None
+    folder, problem = Path(out), None
     if comm.rank == 0:
         try:
             store.check_folder(folder)

@@ -30,8 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_dtype(parser)
     parser.add_argument("--seed", type=options.whole(0), default=0, metavar="N",
                         help="of numbers and order (default 0)")
-    parser.add_argument("--out", metavar="DIR",
-                        help="where the .h5 file goes (default results/<machine>)")
+    options.add_out(parser)
     options.add_stall(parser)
 
 

@@ -3,7 +3,7 @@
 import argparse
 from typing import Callable
 
-from bench import formats
+from bench import formats, machine
 from bench.cases import UsageError
 from bench.watch import unwatched
 from mm3d import backend as backends
@@ -28,7 +28,7 @@ def add_stall(parser: argparse.ArgumentParser) -> None:
 
 def add_out(parser: argparse.ArgumentParser) -> None:
     """Add ``--out``, the folder of results."""
-    parser.add_argument("--out", metavar="DIR",
+    parser.add_argument("--out", metavar="DIR", default=machine.default_out(),
                         help="where the .h5 files go (default results/<machine>)")
 
 

@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     variant = row_options.variant(arguments, library)
     check_variant(variant, asked, library, arguments.recompute)
     cases = [case(row, arguments.preset, variant) for row in asked]
-    out = store.check_folder(arguments.out or machine.default_out())
+    out = store.check_folder(arguments.out)
     log = Journal(out)
     log.claim()
     resume.tidy(out)
