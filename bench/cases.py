@@ -10,6 +10,7 @@ import msgspec
 
 import mm3d
 from bench.variants import Variant
+from mm3d import ModelSizes
 
 BASELINES = ("1d", "2d")    # the schemes that the paper compares with
 PROPOSED = "3d"    # and its own
@@ -98,16 +99,6 @@ class Cases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     presets: dict[str, Preset]
 
 
-class Sizes(msgspec.Struct, frozen=True):
-    """The sizes of one Transformer."""
-
-    layers: int
-    hidden: int
-    heads: int
-    batch: int
-    seq: int
-
-
 class Case(msgspec.Struct, frozen=True):
     """A row with the sizes it is run at.
 
@@ -117,9 +108,9 @@ class Case(msgspec.Struct, frozen=True):
         What was published.
     preset : str
         Which preset the sizes are from.
-    sizes : Sizes
+    sizes : ModelSizes
         Of the model that is measured.
-    verified : Sizes
+    verified : ModelSizes
         Of the model that is compared with the serial scheme; `sizes` unless the preset says
         that a serial model cannot be that large.
     overridden : tuple of str
@@ -130,8 +121,8 @@ class Case(msgspec.Struct, frozen=True):
 
     row: Row
     preset: str
-    sizes: Sizes
-    verified: Sizes
+    sizes: ModelSizes
+    verified: ModelSizes
     overridden: tuple[str, ...] = ()
     variant: Variant = Variant()
 
@@ -191,13 +182,13 @@ def case(row: Row, preset: str, variant: Variant = Variant(),
     chosen = _one_of(load().presets, preset, "preset")
     heads = load().settings.heads[row.hidden]
     given = {name: value for name, value in overrides.items() if value is not None}
-    sizes = Sizes(**{
+    sizes = ModelSizes(**{
         "layers": chosen.layers,
         "hidden": scaled_hidden(row.hidden, heads, chosen.hidden_divisor, chosen.rounding),
         "heads": heads,
         "batch": max(1, batch_of(row) // chosen.batch_divisor),
         "seq": chosen.seq} | given)
-    for name, value in msgspec.structs.asdict(sizes).items():
+    for name, value in sizes.items():
         if value < 1:
             raise UsageError(f"--{name} {value}: must be at least 1")
     if sizes.hidden % sizes.heads:
@@ -310,13 +301,14 @@ def shuffled(cases: Iterable[Case], seed: int) -> list[Case]:
     return sorted(cases, key=lambda one: random.Random(f"{seed} {one.name}").random())
 
 
-def _verified(preset: Preset, sizes: Sizes) -> Sizes:
+def _verified(preset: Preset, sizes: ModelSizes) -> ModelSizes:
     """The sizes to verify: no larger than the preset's ``verify_`` sizes."""
     def least(size: int, limit: int | None) -> int:
         return size if limit is None else min(size, limit)
     head_size = least(sizes.hidden // sizes.heads, preset.verify_head_size)
-    return Sizes(least(sizes.layers, preset.verify_layers), sizes.heads * head_size, sizes.heads,
-                 least(sizes.batch, preset.verify_batch), least(sizes.seq, preset.verify_seq))
+    return ModelSizes(least(sizes.layers, preset.verify_layers), sizes.heads * head_size,
+                      sizes.heads, least(sizes.batch, preset.verify_batch),
+                      least(sizes.seq, preset.verify_seq))
 
 
 def _names(given: str, known: list[str], option: str) -> list[str]:

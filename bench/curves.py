@@ -9,7 +9,7 @@ from bench.panels import (TICKS, Point, against_ranks, bars, caption, curve, fin
 from bench.results import Results
 from bench.tables import measured_average
 from bench.variants import recorded
-from mm3d import SCHEMES, cost, timing
+from mm3d import SCHEMES, ModelSizes, cost, describe, timing
 from mm3d.statistics import Interval, median_interval
 from mm3d.shape import GridShape
 from mm3d.store import Run
@@ -126,9 +126,9 @@ def rate_at(run: Run, average: float) -> float:
 def paper_rate(row: Row) -> float:
     """The same of a published row, by its own times."""
     settings = load().settings
-    work = cost.flops(settings.layers, row.hidden, settings.heads[row.hidden], row.batch,
-                      settings.seq)
-    return sum(work.values()) / (row.forward + row.backward)
+    sizes = ModelSizes(settings.layers, row.hidden, settings.heads[row.hidden], row.batch,
+                       settings.seq)
+    return sum(cost.flops(describe(sizes)).values()) / (row.forward + row.backward)
 
 
 def relative(points: list[Point], whole: bool) -> list[Point]:
@@ -150,11 +150,9 @@ def closed_form(runs: list[Run], table: str) -> list[Point]:
               for run in runs}
     if table == "strong" and runs:
         chosen = runs[-1].configuration
+        model = describe(ModelSizes.of(chosen), recompute=chosen.get("recompute", "none"))
         for grid in grids_between(chosen["scheme"]):
-            forms = cost.transformer_words(
-                chosen["scheme"], grid, *(chosen[name] for name in (
-                    "layers", "hidden", "heads", "batch", "seq")),
-                keep=recorded(chosen).keep, recompute=chosen.get("recompute", "none"))
+            forms = cost.words(chosen["scheme"], grid, model, keep=recorded(chosen).keep)
             total = sum(sum(form.values()) for form in forms.values())
             points.setdefault(grid.ranks, total / grid.ranks / chosen["batch"])
     return sorted(points.items())

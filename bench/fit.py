@@ -9,7 +9,7 @@ import numpy as np
 import mm3d
 from bench.cases import UsageError
 from bench.variants import Variant
-from mm3d import cost, dry, recompute as recomputation
+from mm3d import cost, describe, dry, recompute as recomputation
 from mm3d.recompute import POLICIES
 
 UNITS = {"": 1, "B": 1, **{f"{prefix}{ending}": base ** power
@@ -61,7 +61,7 @@ def estimate(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
     """
     shape = dict(zip(mm3d.SCHEMES[scheme].directions, grid))
     parts, heads = max(grid), sizes["heads"]
-    closed = cost.peak_words(scheme, shape, **sizes, keep=keep, recompute=recompute)
+    closed = cost.peak_words(scheme, shape, describe(sizes, recompute=recompute), keep=keep)
     return 1.06 * closed * np.dtype(dtype).itemsize * -(-heads // parts) * parts / heads
 
 
@@ -74,7 +74,8 @@ def policy(scheme: str, grid: tuple[int, ...], dtype: str, sizes: dict[str, int]
     """
     shape = dict(zip(mm3d.SCHEMES[scheme].directions, grid))
     closed = {name: np.dtype(dtype).itemsize * cost.peak_words(
-        scheme, shape, **sizes, keep=how.keep, recompute=name) for name in policies(how.keep)}
+        scheme, shape, describe(sizes, recompute=name), keep=how.keep)
+        for name in policies(how.keep)}
     for name, words in closed.items():
         if words <= NEAR * limit:
             found = peak(scheme, grid, dtype, name, sizes, how)

@@ -15,7 +15,7 @@ from mpi4py import MPI
 
 import mm3d
 from bench import gpucases, gpuchecks, operands
-from bench.cases import Sizes, UsageError, case, load
+from bench.cases import UsageError, case, load
 from bench.sampling import BOUNDS, measured_environment, padded, repeated
 from mm3d import backend as backends
 from mm3d.backend import Backend
@@ -144,9 +144,9 @@ class GpuBenchmark:
             with mode:
                 checks += gpuchecks.layer(mode)
                 for hidden in self.scale.hidden:
-                    sizes = Sizes(1, hidden, load().settings.heads.get(hidden, 4), batch, seq)
-                    work = float(sum(mm3d.cost.flops(1, hidden, sizes.heads, batch, seq)
-                                     .values()))
+                    heads = load().settings.heads.get(hidden, 4)
+                    sizes = mm3d.ModelSizes(1, hidden, heads, batch, seq)
+                    work = float(sum(mm3d.cost.flops(mm3d.describe(sizes)).values()))
                     scheme = mm3d.scheme("serial", MPI.COMM_SELF, None, self.backend)
                     step = self.own_layer(scheme, sizes, mode.dtype)
                     checks += gpuchecks.finite(
@@ -187,7 +187,7 @@ class GpuBenchmark:
             gc.collect()
         return self.record("gpu-rows", {"row": names}, found, checks)
 
-    def own_layer(self, scheme: mm3d.Scheme, sizes: Sizes, dtype: str) -> Step:
+    def own_layer(self, scheme: mm3d.Scheme, sizes: mm3d.ModelSizes, dtype: str) -> Step:
         """Return a step: forward and backward of one layer on this rank's blocks."""
         model = mm3d.Transformer(scheme, sizes.layers, sizes.hidden, sizes.heads, sizes.batch,
                                  sizes.seq, self.seed, dtype)

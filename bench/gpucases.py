@@ -4,10 +4,9 @@ import time
 from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple
 
-from bench.cases import Sizes
 from bench.rival import whole_case
 from bench.torchlayer import Layer
-from mm3d import functional
+from mm3d import ModelSizes, functional
 from mm3d.backend import Array, Backend
 
 
@@ -79,7 +78,7 @@ def elementwise(backend: Backend, a: Array, b: Array,
             a, b, rstd, features, lambda s: s, c))}
 
 
-def torch_layer(backend: Backend, sizes: Sizes, mode: Mode) -> Callable[[], float] | None:
+def torch_layer(backend: Backend, sizes: ModelSizes, mode: Mode) -> Callable[[], float] | None:
     """A step of PyTorch's layer in eager mode, on the device of the backend, which gives its
     seconds; None where PyTorch is not installed or sees no GPU."""
     try:

@@ -123,8 +123,7 @@ def arranged(one: Case, settings: Settings, comm) -> tuple[dict[str, int], str]:
                          f"the {comm.size} ranks")
     kind.check_grid(sizes)
     shape = dict(zip(kind.directions, sizes))
-    return shape, placement.order(settings.inside, kind.name, shape,
-                                  msgspec.structs.asdict(one.sizes))
+    return shape, placement.order(settings.inside, kind.name, shape, one.sizes)
 
 
 def of_rank_0(make: Callable[[], Made], comm) -> Made:

@@ -10,12 +10,11 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 
 import mm3d
 from bench import hiding, operands, verify
-from bench.cases import Sizes, UsageError
+from bench.cases import UsageError
 from bench.exact import WrongResult
 from bench.footprint import Footprint
 from bench.matmul import SETTLE, makespans
@@ -23,7 +22,7 @@ from bench.products import Replay
 from bench.rival import Rival
 from bench.sampling import BOUNDS, measured_environment
 from bench.variants import having
-from mm3d import cost, timing
+from mm3d import ModelSizes, cost, describe, timing
 from mm3d.record import Check, Measurements, Variable, grid_settings
 from mm3d.statistics import Interval, median_interval
 from mm3d.timing import Limits
@@ -51,7 +50,7 @@ class MeasuredLayer:
         See `bench.verify.build`.
     """
 
-    def __init__(self, scheme: mm3d.Scheme, sizes: Sizes, seed: int = 0,
+    def __init__(self, scheme: mm3d.Scheme, sizes: ModelSizes, seed: int = 0,
                  dtype: str = "float32") -> None:
         self.footprint = Footprint(scheme.grid)
         self.scheme, self.sizes, self.seed, self.dtype = scheme, sizes, seed, dtype
@@ -148,7 +147,7 @@ def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: boo
     if memory is None:
         return None
     settings = {"scheme": scheme.name, "dtype": subject.dtype,
-                **msgspec.structs.asdict(subject.sizes), "seed": subject.seed,
+                **subject.sizes, "seed": subject.seed,
                 "reference": about, "ended_by": found.ended_by,
                 **grid_settings(scheme.grid.shape),
                 "transport": operands.transport(scheme.grid), **asdict(limits)}
@@ -228,7 +227,7 @@ def time_layer(subject: MeasuredLayer, kinds: list[int], limits: Limits,
 def layer_record(subject: MeasuredLayer, found: Times, memory: np.ndarray, settings: dict,
                  environs: dict, checks: list[Check]) -> Measurements:
     """Make the record of the repetitions, with medians, ratios and closed forms."""
-    sizes, times = msgspec.structs.asdict(subject.sizes), found.times
+    described, times = describe(subject.sizes), found.times
     seconds = np.full((len(times), len(KINDS)), np.nan)
     seconds[:, found.kinds] = makespans(times[:, found.kinds])
 
@@ -237,13 +236,13 @@ def layer_record(subject: MeasuredLayer, found: Times, memory: np.ndarray, setti
 
     typical = [interval(column) for column in seconds.T]
     ratios = [interval(column / seconds[:, 0]) for column in seconds.T]
-    expected = cost.peak_words(settings["scheme"], subject.scheme.grid.shape, **sizes)
+    expected = cost.peak_words(settings["scheme"], subject.scheme.grid.shape, described)
     variables = {
         "times": Variable(times, "s", ("repetition", "kind", "rank", "edge")),
         "seconds": Variable(np.array(typical), "s", ("kind", "bound")),
         "ratio": Variable(np.array(ratios), "1", ("kind", "bound")),
         "hidden": Variable(np.array(found.hidden), "1", ()),
-        "flops": Variable(np.array(sum(cost.flops(**sizes).values())), "1", ()),
+        "flops": Variable(np.array(sum(cost.flops(described).values())), "1", ()),
         "memory": Variable(memory, "byte", ("account", "rank")),
         "expected_memory": Variable(
             np.array(expected * np.dtype(settings["dtype"]).itemsize), "byte", ())}

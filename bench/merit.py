@@ -10,7 +10,7 @@ from bench import parts
 from bench.cases import title
 from bench.formats import Column, Notes, Number, Part, Table
 from bench.results import read_all
-from mm3d import choice, cost, timing
+from mm3d import ModelSizes, choice, cost, describe, timing
 from mm3d.store import PHASES, Run, StoreError
 
 
@@ -28,9 +28,7 @@ def useful_flops(run: Run) -> int:
 
     What backward computes again, or several ranks alike, is not useful.
     """
-    sizes = {name: run.configuration[name] for name in ("layers", "hidden", "heads", "batch",
-                                                        "seq")}
-    return sum(cost.flops(**sizes).values())
+    return sum(cost.flops(describe(ModelSizes.of(run.configuration))).values())
 
 
 def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:
@@ -81,8 +79,7 @@ def computed_again(run: Run) -> list[Figure]:
     name = chosen.get("recompute", "none")
     if name == "none":
         return []
-    again = cost.flops_again(*(chosen[size] for size in ("layers", "hidden", "heads", "batch",
-                                                         "seq")), recompute=name)
+    again = cost.flops_again(describe(ModelSizes.of(chosen), recompute=name))
     useful, traced = useful_flops(run), parts.variable(run, "parts", "flops")
     executed = math.nan if traced is None else float(traced.values.sum())
     return [Figure(f"operations executed, recompute {name}, over useful", executed / useful, "1",

@@ -62,8 +62,9 @@ def _lines(panel, found: Curves, value: Callable[[plan.Plan], float]) -> None:
 def _words(panel, found: Curves, machine: model.Machine, sizes: dict) -> None:
     _lines(panel, found, lambda p: sum(p.words.values()))
     ranks = [r for r, _ in found["1-D"]]
-    bound = [3 * sizes["layers"] * sum(cost.lower_bound(*product.extents, r)
-                                       for product in products(sizes)) for r in ranks]
+    every = products(sizes).items()
+    bound = [3 * sum(times * cost.lower_bound(*product.extents, r) for product, times in every)
+             for r in ranks]
     panel.plot(ranks, bound, "--", color="grey", label="lower bound of each product by itself")
     panel.set(title="Words of a step, per rank, by closed forms (bucket algorithm)",
               ylabel="words")

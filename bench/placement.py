@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
-from mm3d import cost
+from mm3d import ModelSizes, cost, describe
 from mm3d.shape import GridShape
 
 Sizes = dict[str, int]
@@ -38,7 +38,7 @@ class Placement:
     node_of_rank: str
 
 
-def words(scheme: str, shape: Sizes, model: Sizes) -> Sizes:
+def words(scheme: str, shape: Sizes, model: ModelSizes) -> Sizes:
     """Words that a step of the model moves along each direction, over all ranks.
 
     Parameters
@@ -47,17 +47,17 @@ def words(scheme: str, shape: Sizes, model: Sizes) -> Sizes:
         Its name.
     shape : dict of str to int
         Sizes of the directions.
-    model : dict of str to int
-        ``layers``, ``hidden``, ``heads``, ``batch`` and ``seq``.
+    model : ModelSizes
+        Sizes of the model.
     """
     moved = dict.fromkeys(shape, 0)
-    for phase in cost.transformer_words(scheme, shape, **model).values():
+    for phase in cost.words(scheme, shape, describe(model)).values():
         for (axis, _), count in phase.items():
             moved[axis] += count
     return moved
 
 
-def order(inside: str, scheme: str, shape: Sizes, model: Sizes) -> str:
+def order(inside: str, scheme: str, shape: Sizes, model: ModelSizes) -> str:
     """The directions from slowest to fastest, so that `inside` stays inside a node.
 
     Parameters

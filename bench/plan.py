@@ -11,9 +11,9 @@ from typing import Iterator
 import msgspec
 
 from bench import fit, model
-from bench.screen import Plan, Sizes, screen
+from bench.screen import Plan, screen
 from bench.seconds import step_seconds
-from mm3d import dry
+from mm3d import ModelSizes, dry
 from mm3d.contract import lookup, registry
 
 TRACED = 32    # plans that are traced after screening: all, where there are no more
@@ -45,7 +45,7 @@ def regime(M: int, N: int, K: int, ranks: int) -> int:
 
 
 def traced(plan: Plan, machine: model.Machine, dtype: str, recompute: str,
-           sizes: Sizes) -> Plan:
+           sizes: ModelSizes) -> Plan:
     """The same plan with seconds and memory from a dry run of rank 0."""
     ranks = math.prod(plan.grid)
     trace = dry.extended(plan.scheme, ranks, plan.grid, dtype=dtype, block=machine.granule,
@@ -83,7 +83,7 @@ def best_grid(scheme: str, ranks: int, machine: model.Machine, dtype: str = "flo
     return plans(ranks, machine, dtype, recompute, scheme=scheme, **sizes)[0].grid
 
 
-def fitting(plan: Plan, machine: model.Machine, dtype: str, sizes: Sizes) -> str:
+def fitting(plan: Plan, machine: model.Machine, dtype: str, sizes: ModelSizes) -> str:
     """Say whether the plan fits, or which policy of recomputation fits instead."""
     if plan.fits:
         return "yes"

@@ -3,8 +3,9 @@
 from typing import Sequence
 
 from bench.formats import Column, Notes, Table, rounded
-from bench.plan import Plan, Sizes, regime
+from bench.plan import Plan, regime
 from bench.screen import products
+from mm3d import ModelSizes
 from mm3d.contract import lookup
 
 
@@ -21,7 +22,7 @@ def table(plans: Sequence[Plan], fits: Sequence[str]) -> Table:
         Column("fits", align="<")], rows)
 
 
-def remarks(plans: Sequence[Plan], sizes: Sizes, ranks: int, took: float) -> Notes:
+def remarks(plans: Sequence[Plan], sizes: ModelSizes, ranks: int, took: float) -> Notes:
     """Say which plan moves least, what the cube does, and how all were found in `took` seconds."""
     least = min(plans, key=lambda p: p.words["forward"])
     lines = [f"fewest words forward: {least.scheme} {least.shape}, "

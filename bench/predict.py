@@ -61,7 +61,7 @@ def spent(machine: model.Machine, rows: Iterable[Row], dtype: str) -> list[Spent
     found = []
     for one in (case(row, "paper", layers=24) for row in rows):
         trace = dry.extended(one.row.scheme, one.row.gpus, dtype=dtype,
-                             **msgspec.structs.asdict(one.sizes))
+                             **one.sizes)
         found.append(Spent(one, trace.peak, terms(machine, trace)))
     return found
 

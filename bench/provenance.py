@@ -6,14 +6,14 @@ import msgspec
 import numpy as np
 
 import mm3d
-from bench.cases import Case, Row, Sizes
+from bench.cases import Case, Row
 from bench.job import Settings
-from mm3d import store
+from mm3d import ModelSizes, store
 from mm3d.record import grid_settings
 from mm3d.shape import GridShape
 
 
-def expected_words(scheme: str, grid: GridShape, sizes: Sizes, keep: str = "none",
+def expected_words(scheme: str, grid: GridShape, sizes: ModelSizes, keep: str = "none",
                    recompute: str = "none",
                    directions: tuple[str, ...] | None = None) -> np.ndarray:
     """The closed form of the words of one step, as `mm3d.store.Run` keeps it.
@@ -21,9 +21,7 @@ def expected_words(scheme: str, grid: GridShape, sizes: Sizes, keep: str = "none
     Along `directions`; those of a new record, if not given.
     """
     directions = directions or store.directions_of(grid)
-    forms = mm3d.cost.transformer_words(scheme, grid, sizes.layers, sizes.hidden, sizes.heads,
-                                        sizes.batch, sizes.seq, keep=keep,
-                                        recompute=recompute)
+    forms = mm3d.cost.words(scheme, grid, mm3d.describe(sizes, recompute=recompute), keep=keep)
     expected = np.zeros((len(store.PHASES), len(directions), len(store.COLLECTIVES)), np.int64)
     for phase, name in enumerate(store.PHASES):
         for (axis, collective), words in forms[name].items():
@@ -35,16 +33,16 @@ def configuration(one: Case, scheme, settings: Settings) -> dict[str, store.Sett
     """Everything that says what was run."""
     shape, variant = scheme.grid.shape, msgspec.structs.asdict(one.variant)
     verified_sizes = {f"verified_{name}": value
-                      for name, value in msgspec.structs.asdict(one.verified).items()}
+                      for name, value in one.verified.items()}
     return {"table": one.row.table, "scheme": one.row.scheme, "preset": one.preset,
-            **grid_settings(shape), "mlp_factor": 4, "seed": settings.seed, **variant,
-            "recompute": settings.recompute,
+            **grid_settings(shape), "mlp_factor": one.sizes.mlp_factor,
+            "seed": settings.seed, **variant, "recompute": settings.recompute,
             "warmup": settings.warmup, "order": settings.order, **asdict(settings.limits),
             "overridden": " ".join([*one.overridden, *["grid"] * (settings.grid is not None)]),
             "verified_measured_model": one.verified == one.sizes,
             "verified_by": "serial model" if one.verified == one.sizes else "residuals",
             **({"equal_tokens": one.row.like} if one.row.like else {}),
-            **msgspec.structs.asdict(one.sizes), **verified_sizes}
+            **one.sizes, **verified_sizes}
 
 
 def published(row: Row) -> dict[str, float]:

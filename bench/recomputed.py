@@ -7,7 +7,7 @@ import numpy as np
 from bench import least_squares, operands
 from bench.matmul import RATIOS, RESULTS
 from bench.products import Problem
-from mm3d import SCHEMES, cost
+from mm3d import SCHEMES, ModelSizes, cost, describe
 from mm3d.hollow import DryBackend
 from mm3d.record import Measurements, grid_shape
 from mm3d.statistics import median_interval
@@ -147,15 +147,15 @@ def moved(chosen: dict, phases: list[str], ranks: int) -> np.ndarray:
 def _layer(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]:
     """All of the layer: of its times, (repetition, kind, rank, edge), and its sizes."""
     chosen, spans = run.configuration, _makespans(found["times"])
-    sizes = {name: chosen[name] for name in ("layers", "hidden", "heads", "batch", "seq")}
+    described = describe(ModelSizes.of(chosen))
     none = UNKNOWN[0]
     again = {"seconds": Again(np.array([interval(kind, none) for kind in spans.T]),
                               "the makespans of the times"),
              "ratio": Again(np.array([interval(kind / spans[:, 0], none) for kind in spans.T]),
                             "the times"),
-             "flops": Again(np.array(sum(cost.flops(**sizes).values())), "the sizes")}
+             "flops": Again(np.array(sum(cost.flops(described).values())), "the sizes")}
     if chosen["scheme"] in SCHEMES:
-        words = cost.peak_words(chosen["scheme"], grid_shape(chosen), **sizes)
+        words = cost.peak_words(chosen["scheme"], grid_shape(chosen), described)
         again["expected_memory"] = Again(
             np.array(words * np.dtype(chosen["dtype"]).itemsize), "the closed form")
     return again

@@ -9,9 +9,9 @@ import numpy as np
 from mpi4py import MPI
 
 import mm3d
-from bench.cases import Sizes, UsageError
+from bench.cases import UsageError
 from bench.verify import build
-from mm3d import environment
+from mm3d import ModelSizes, environment
 
 
 class Rival:
@@ -37,7 +37,7 @@ class Rival:
         When the interpreter cannot compute it.
     """
 
-    def __init__(self, python: str, sizes: Sizes, seed: int, dtype: str) -> None:
+    def __init__(self, python: str, sizes: ModelSizes, seed: int, dtype: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             np.savez(Path(folder) / "case.npz", heads=sizes.heads,
                      **whole_case(sizes, seed, dtype))
@@ -71,7 +71,7 @@ class Rival:
         self._process.wait()
 
 
-def whole_case(sizes: Sizes, seed: int, dtype: str) -> dict[str, np.ndarray]:
+def whole_case(sizes: ModelSizes, seed: int, dtype: str) -> dict[str, np.ndarray]:
     """Draw input, output's gradient and parameters of the layer as whole arrays."""
     model = build(mm3d.scheme("serial", MPI.COMM_SELF, backend="numpy"), sizes, seed, dtype)
     arrays = {p.name: p.value.reshape(p.public_shape) for p in model.parameters}

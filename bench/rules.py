@@ -11,18 +11,18 @@ import numpy as np
 from msgspec.structs import replace
 
 from bench import residuals
-from bench.cases import Sizes, UsageError, case, load, own as own_row, title
+from bench.cases import UsageError, case, load, own as own_row, title
 from bench.provenance import expected_words
 from bench.recomputed import CLOSE, derived
 from bench.variants import itemsize, recorded
 from bench.verify import tolerances
-from mm3d import SCHEMES, cost, timing
+from mm3d import SCHEMES, ModelSizes, cost, describe, timing
 from mm3d.recompute import policy
+from mm3d.sizes import SIZES
 from mm3d.record import Check, Measurements
 from mm3d.statistics import median_interval
 from mm3d.store import COLLECTIVES, PHASES, Run
 
-SIZES = ("layers", "hidden", "heads", "batch", "seq")
 PATHS = re.compile(r"(?<![\w.])/(home|Users|root|tmp|mnt|scratch|work|gpfs|lustre)(/|\b)")
 ADDRESS = re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)*")
 VERIFIED = ("model", "matmul", "layer", "check")    # kinds of run that have a right result
@@ -164,7 +164,7 @@ def words(run: Run) -> Iterator[str]:
     chosen = run.configuration
     if chosen["scheme"] not in SCHEMES or not counted_along_grid(run):
         return
-    expected = expected_words(chosen["scheme"], run.grid, Sizes(*(chosen[name] for name in SIZES)),
+    expected = expected_words(chosen["scheme"], run.grid, ModelSizes.of(chosen),
                               recorded(chosen).keep, recomputed(run), run.directions)
     counted = run.traffic["words"].sum(axis=1)
     for name, found in (("expected_words", run.expected_words), ("the words counted", counted)):
@@ -198,9 +198,9 @@ def groups(run: Run) -> Iterator[str]:
             yield "parts/seconds has times below 0, or no numbers"
     if "memory" not in found or chosen["scheme"] not in SCHEMES:
         return
-    stored = cost.parameters(chosen["layers"], chosen["hidden"])
-    saved = cost.saved_words(chosen["scheme"], run.grid, *(chosen[name] for name in SIZES),
-                             recorded(chosen).keep, recompute=recomputed(run))
+    described = describe(ModelSizes.of(chosen), recompute=recomputed(run))
+    stored = cost.parameters(described)
+    saved = cost.saved_words(chosen["scheme"], run.grid, described, keep=recorded(chosen).keep)
     size = itemsize(chosen["dtype"])
     for name, count in (("parameters", stored), ("gradients", stored), ("saved", saved)):
         if not np.isclose(found["memory"][f"expected_{name}"] * run.ranks, count * size,

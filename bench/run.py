@@ -5,7 +5,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Callable, Iterator, NamedTuple
 
-import msgspec
 import numpy as np
 from mpi4py import MPI
 
@@ -106,8 +105,7 @@ def measured(one: Case, scheme, order: str, settings: Settings, peaks: Group | N
     memory = yardsticks.StepMemory(model, resident)
     with settings.watched(scheme.grid, model):
         y, dx, traffic = counted_step(model, x, dy, memory.between)
-    groups = {"machine": peaks, "memory": memory.group(
-        msgspec.structs.asdict(one.sizes), comm, one.variant)}
+    groups = {"machine": peaks, "memory": memory.group(one.sizes, comm, one.variant)}
     checks = verified(one, scheme, model, y, dx, settings)
     del y, dx
     if one.verified != one.sizes:

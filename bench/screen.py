@@ -11,13 +11,11 @@ import numpy as np
 
 from bench import model
 from bench.seconds import TERMS, achieved_seconds, collective_terms, gemm_seconds
-from mm3d import cost, dry
+from mm3d import ModelSizes, cost, describe, dry
 from mm3d.closed_form import ProductShape, largest_block
 from mm3d.contract import lookup
 from mm3d.recompute import policy
 from mm3d.shape import GridShape
-
-Sizes = dict[str, int]
 
 
 class Plan(msgspec.Struct):
@@ -67,20 +65,20 @@ class Plan(msgspec.Struct):
         return not self.fits, self.seconds
 
 
-def over_bound(name: str, grid: dict[str, int], sizes: Sizes) -> float:
+def over_bound(name: str, grid: dict[str, int], sizes: ModelSizes) -> float:
     """Words of the layers' products forward over their lower bound; nan where that is 0."""
     ranks = math.prod(grid.values())
     moved = least = 0.0
-    for product in products(sizes):
+    for product, times in products(sizes).items():
         moves = lookup(name).product_moves(grid, product)[0]
-        moved += sum(m.words for m in moves if grid[m.axis] > 1) / ranks
-        least += cost.lower_bound(*product.extents, ranks)
+        moved += times * sum(m.words for m in moves if grid[m.axis] > 1) / ranks
+        least += times * cost.lower_bound(*product.extents, ranks)
     return moved / least if least > 0 else math.nan
 
 
-def products(sizes: Sizes) -> list[ProductShape]:
-    """Shapes of the four products of one layer."""
-    return cost.layer_products(sizes["batch"] * sizes["seq"], sizes["hidden"], sizes["heads"])
+def products(sizes: ModelSizes) -> dict[ProductShape, int]:
+    """Shapes of the products with weights, each with its number in a forward pass."""
+    return cost.products(describe(sizes))
 
 
 @cache
@@ -111,11 +109,11 @@ class _Blocks:
         The scheme.
     grid : dict of str to int
         Sizes of its directions.
-    sizes : dict of str to int
+    sizes : ModelSizes
         Of the model.
     """
 
-    def __init__(self, name: str, grid: dict[str, int], sizes: Sizes) -> None:
+    def __init__(self, name: str, grid: dict[str, int], sizes: ModelSizes) -> None:
         outer, inner = lookup(name).layouts(grid, sizes["batch"], sizes["seq"])
         self.sizes = sizes
         # Numbers of parts: of outer activations, of inner rows and of inner features.
@@ -142,13 +140,13 @@ class _Blocks:
 
 
 def screen(name: str, grid: tuple[int, ...], machine: model.Machine, dtype: str,
-           recompute: str, sizes: Sizes) -> Plan:
+           recompute: str, sizes: ModelSizes) -> Plan:
     """The plan of a scheme on a grid by the closed forms."""
     letters, size = lookup(name).directions, np.dtype(dtype).itemsize
     shape, ranks = dict(zip(letters, grid)), math.prod(grid)
     blocks = _Blocks(name, shape, sizes)
-    rest = {key: sizes[key] for key in ("layers", "hidden", "batch", "seq")}
-    moves = cost.transformer_moves(name, shape, **rest, recompute=recompute)
+    described = describe(sizes, recompute=recompute)
+    moves = cost.moves(name, shape, described)
     words = {phase: sum(m.words for m in found.values()) / ranks
              for phase, found in moves.items()}
     strides = {c: math.prod(grid[i + 1:]) for i, c in enumerate(letters)}
@@ -161,14 +159,14 @@ def screen(name: str, grid: tuple[int, ...], machine: model.Machine, dtype: str,
             event = dry.Collective(kind, axis, g, strides[axis], whole)
             for term, value in collective_terms(machine, event).items():
                 spent[phase][term] += move.calls * value
-    attention = gemm_seconds(machine, blocks.attention(dtype))
-    per_layer = attention + sum(
-        local.count * gemm_seconds(machine, dry.Gemm(1, *local[:3], dtype))
-        for product in products(sizes) for local in lookup(name).local_products(shape, product))
-    spent["forward"]["gemm"] = sizes["layers"] * per_layer
-    again = (cost.flops_again(**sizes, recompute=recompute)
-             / cost.flops(**sizes)["forward"])
-    spent["backward"]["gemm"] = sizes["layers"] * ((2 + again) * per_layer + attention / 2)
+    attention = sizes["layers"] * gemm_seconds(machine, blocks.attention(dtype))
+    forward = attention + sum(
+        times * local.count * gemm_seconds(machine, dry.Gemm(1, *local[:3], dtype))
+        for product, times in products(sizes).items()
+        for local in lookup(name).local_products(shape, product))
+    again = cost.flops_again(described) / cost.flops(described)["forward"]
+    spent["forward"]["gemm"] = forward
+    spent["backward"]["gemm"] = (2 + again) * forward + attention / 2
     for phase, coefficients in zip(dry.PHASES, elementwise()):
         spent[phase]["memory"] = (sizes["layers"] * size * float(coefficients @ blocks.elements())
                                   / machine.memory_bandwidth)
@@ -177,6 +175,6 @@ def screen(name: str, grid: tuple[int, ...], machine: model.Machine, dtype: str,
     spent["backward"]["memory"] += (bool(chosen.every) + chosen.selective
                                     ) * spent["forward"]["memory"]
     seconds = {phase: achieved_seconds(machine, spent[phase]) for phase in dry.PHASES}
-    memory = size * cost.peak_words(name, shape, **sizes, recompute=recompute)
+    memory = size * cost.peak_words(name, shape, described)
     return Plan(name, grid, seconds["forward"], seconds["backward"], words,
                 over_bound(name, shape, sizes), memory, memory <= machine.memory_bytes)

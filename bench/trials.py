@@ -9,12 +9,11 @@ import numpy as np
 
 import mm3d
 from bench import exact, matmul, model, plan, sampling, verify
-from bench.cases import Sizes
 from bench.least_squares import nonnegative
 from bench.products import Problem
 from bench.seconds import meetings, step_seconds
 from bench.work import NAMES, Work, trace
-from mm3d import dry, timing
+from mm3d import ModelSizes, dry, timing
 from mm3d.contract import lookup
 from mm3d.record import Measurements, Variable
 from mm3d.store import Check
@@ -126,7 +125,7 @@ def rounds(trials: Sequence[Trial], count: int, seed: int) -> np.ndarray:
 
 def transformer(work: Work, comm, dtype: str, seed: int) -> tuple[mm3d.Transformer, list[Check]]:
     """A Transformer, and the checks of a step of it against the serial scheme."""
-    sizes = Sizes(**dict(zip(NAMES["layer"], work.sizes)))
+    sizes = ModelSizes(**dict(zip(NAMES["layer"], work.sizes)))
     network = verify.build(mm3d.scheme(work.scheme, comm, work.grid, "numpy"), sizes, seed, dtype)
     y, saved = network.forward(network.random("input"))
     dx = network.backward(network.random("output gradient"), saved)

@@ -9,8 +9,7 @@ from mpi4py import MPI
 from threadpoolctl import threadpool_limits
 
 import mm3d
-from bench.cases import Sizes
-from mm3d import environment, timing
+from mm3d import ModelSizes, environment, timing
 from mm3d.store import Check
 
 # Relative Frobenius errors that rounding alone stays below: (outputs, gradients).  They hold for
@@ -47,7 +46,7 @@ def tolerances(rounding: str, layers: int) -> tuple[float, float]:
     return (UNITS * EPS[rounding] * math.sqrt(layers),) * 2
 
 
-def build(scheme, sizes: Sizes, seed: int, dtype: str, causal: bool = False,
+def build(scheme, sizes: ModelSizes, seed: int, dtype: str, causal: bool = False,
           recompute: str = "none") -> mm3d.Transformer:
     """The Transformer of `sizes`: the same numbers whatever the scheme."""
     return mm3d.Transformer(scheme, sizes.layers, sizes.hidden, sizes.heads, sizes.batch,
@@ -64,7 +63,7 @@ class Part(NamedTuple):
     tolerance: float
 
 
-def compare(model: mm3d.Transformer, output, input_gradient, sizes: Sizes, seed: int,
+def compare(model: mm3d.Transformer, output, input_gradient, sizes: ModelSizes, seed: int,
             rounding: str, other: Callable[[], dict[str, np.ndarray]] | None = None,
             causal: bool = False) -> list[Check]:
     """Outputs and gradients of one step of `model` against the serial scheme.
@@ -159,7 +158,7 @@ def worst_error(blocks: list[Block], expected: np.ndarray) -> float:
     return difference / float(np.linalg.norm(expected.astype(np.float64))) if difference else 0.0
 
 
-def _reference(backend, sizes: Sizes, seed: int, dtype: str,
+def _reference(backend, sizes: ModelSizes, seed: int, dtype: str,
                causal: bool) -> dict[str, np.ndarray]:
     """The quantities of `compare` by the serial scheme, on this rank alone."""
     scheme = mm3d.scheme("serial", MPI.COMM_SELF, backend=backend)

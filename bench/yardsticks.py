@@ -177,9 +177,8 @@ def _expected(model, sizes: dict[str, int], variant: Variant) -> dict[str, Varia
     float32.
     """
     grid, size, options = model.grid, itemsize(model.dtype), variant.options(model.scheme.name)
-    parameters = cost.parameters(sizes["layers"], sizes["hidden"])
-    saved = cost.saved_words(model.scheme.name, grid.shape, **sizes, keep=variant.keep,
-                             recompute=model.recompute)
+    parameters = cost.parameters(model.spec)
+    saved = cost.saved_words(model.scheme.name, grid.shape, model.spec, keep=variant.keep)
     run = dry.extended(model.scheme.name, grid.size, grid.shape.sizes,
                        block=grid.backend.block, options=options, causal=variant.causal,
                        # bfloat16 takes as much as float16, which dry runs have.

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import msgspec
-
 import mm3d
 from bench import fit
 from bench.cases import Case
@@ -57,7 +55,7 @@ def fitting(site: Site, case: Case, recompute: str | None = None) -> Fitting:
     if most is None:
         return Fitting(recompute or "none")
     grid, dtype = mm3d.SCHEMES[scheme].default_grid(case.row.gpus), numpy_dtype(how)
-    sizes = msgspec.structs.asdict(case.sizes)
+    sizes = case.sizes
     names = [recompute] if recompute else fit.policies(how.keep)
     closed = fit.estimate(scheme, grid, dtype, names[0], sizes, how.keep)
     # In 16 bits some intermediate arrays are float32's.
@@ -79,7 +77,7 @@ def check(case: Case, recompute: str, most: int) -> list[str]:
     """The options of ``bench dry`` that hold the row against `most` bytes of a rank."""
     how = case.variant
     return [f"--scheme={case.row.scheme}", f"--ranks={case.row.gpus}",
-            *(f"--{name}={size}" for name, size in msgspec.structs.asdict(case.sizes).items()),
+            *(f"--{name}={size}" for name, size in case.sizes.items()),
             f"--dtype={numpy_dtype(how)}", f"--recompute={recompute}",
             *[f"--keep={how.keep}"] * (how.keep != "none"), *["--causal"] * how.causal,
             f"--memory={most} B"]

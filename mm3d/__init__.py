@@ -21,7 +21,8 @@ from mm3d.grid import Grid  # noqa: E402
 from mm3d.layout import Layout  # noqa: E402
 from mm3d.contract import Scheme, registry, scheme  # noqa: E402
 from mm3d.space import Space, Vector  # noqa: E402
-from mm3d.transformer import Transformer  # noqa: E402
+from mm3d.sizes import ModelSizes  # noqa: E402
+from mm3d.transformer import Transformer, describe  # noqa: E402
 from mm3d.watchdog import Watchdog  # noqa: E402
 
 guard.install()  # a rank that fails ends the job, which would wait for it for ever
@@ -30,5 +31,6 @@ __version__ = "0.1.0"
 
 SCHEMES = registry()
 
-__all__ = ["Axis", "Grid", "Layout", "SCHEMES", "Scheme", "Space", "Split", "Traffic",
-           "Transformer", "Vector", "Watchdog", "cost", "registry", "scheme"]
+__all__ = ["Axis", "Grid", "Layout", "ModelSizes", "SCHEMES", "Scheme", "Space", "Split",
+           "Traffic", "Transformer", "Vector", "Watchdog", "cost", "describe", "registry",
+           "scheme"]

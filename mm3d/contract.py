@@ -249,12 +249,18 @@ class Scheme(ABC):
 
     @classmethod
     def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
-                        **options: Any) -> float:
+                        positions: bool = False, **options: Any) -> float:
         """Words that a rank needs at most in backward of one product, beside dC, dA and dB.
 
         Where everything divides; by default none, which is right where nothing is gathered.
+        `positions` says whether outer activations are divided along the sequence.
         """
         return 0
+
+    @classmethod
+    def options_again(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The options by which `Product.again` keeps what it does; by default the same."""
+        return options
 
     def spaces(self, batch: int, seq: int) -> tuple[Space, Space]:
         """The outer and the inner space of activations of so many sequences and positions."""

@@ -7,7 +7,6 @@ to count, `mm3d.spans.Recorder` to measure.
 """
 
 import math
-import os
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Callable, Iterator
@@ -64,16 +63,16 @@ def _observe_within(chain: Any, observer: Observer, undo: list[Callable]) -> Non
     watched = []
     for layer in chain.layers:
         if hasattr(layer, "recompute"):    # tells only when it is computed again
-            again = Recomputation(f"{_block_name(layer)} again")
+            again = Recomputation(f"{_name(layer)} again")
             undo.append(_replace(layer, "recompute", _told(layer.recompute, again, observer)))
             _observe_within(layer, observer, undo)
             watched.append(layer)
         elif hasattr(layer, "layers"):
-            watched.append(_Observed(layer, Layer(_block_name(layer), "residual"), observer))
+            watched.append(_Observed(layer, _layer(layer), observer))
             _observe_within(layer, observer, undo)
         else:
             watched.append(_Observed(_named_operands(layer, observer, undo),
-                                     _layer(layer, chain), observer))
+                                     _layer(layer), observer))
     undo.append(_replace(chain, "layers", tuple(watched)))
 
 
@@ -223,16 +222,11 @@ def _named_operands(layer: Any, observer: Observer, undo: list[Callable]) -> Any
     return layer
 
 
-def _block_name(block: Any) -> str:
-    """The name of a residual block, such as "layers.0.mlp", from those of its weights."""
-    names = [p.name.rpartition(".")[0] for p in block.parameters if len(p.shape) > 1]
-    return os.path.commonprefix(names).rpartition(".")[0]
+def _name(layer: Any) -> str:
+    """Its name in the model; that of its class where it was not built from a spec."""
+    return getattr(layer, "name", type(layer).__name__.lower())
 
 
-def _layer(layer: Any, block: Any) -> Layer:
-    """Its name in the model, and that of the part of a layer, the same in all layers."""
-    if not layer.parameters:
-        kind = type(layer).__name__.lower()
-        return Layer(f"{_block_name(block)}.{kind}", kind)
-    name = layer.parameters[0].name.rpartition(".")[0]
-    return Layer(name, name.split(".", 2)[2])
+def _layer(layer: Any) -> Layer:
+    """Its name in the model, and that of its part, the same in all blocks."""
+    return Layer(_name(layer), getattr(layer, "part", _name(layer)))

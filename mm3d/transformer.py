@@ -1,23 +1,82 @@
 """The Transformer: the only definition of it, for every scheme."""
 
 import math
-import numbers
+from collections import Counter
 from contextlib import nullcontext
-from itertools import chain, islice
-from typing import Any, ContextManager, Iterator, Mapping
+from typing import Any, Callable, ContextManager, Iterator, Mapping
 
 import numpy as np
 
 from mm3d.backend import Array
-from mm3d.draws import normal
-from mm3d.layers import Attention, Chain, Gelu, LayerNorm, Linear, Residual
+from mm3d.chain_specs import ChainSpec, ModelSpec, RecomputedSpec, Repeated, ResidualSpec
 from mm3d.contract import Scheme
+from mm3d.draws import normal
+from mm3d.layer_specs import AttentionSpec, GeluSpec, LayerNormSpec, LinearSpec
+from mm3d.layers import Chain
 from mm3d.overlap import Overlap
 from mm3d.recompute import policy
-from mm3d.segments import Recomputed, weighted_products
+from mm3d.segments import weighted_products
+from mm3d.sizes import ModelSizes
+from mm3d.specs import Builder, LayerSpec
 from mm3d.transport import host_dtype
 
 DTYPES = ("float64", "float32", "float16")
+
+
+def describe(sizes: Mapping[str, int], causal: bool = False,
+             recompute: str = "none") -> ModelSpec:
+    """Describe a stack of pre-LN Transformer layers without ranks and arrays.
+
+    Parameters
+    ----------
+    sizes : ModelSizes
+        Of the model.
+    causal : bool
+        Whether attention looks backward only.
+    recompute : str
+        Name of a policy, see `mm3d.recompute`.
+
+    Raises
+    ------
+    ValueError
+        When no policy has that name.
+    """
+    sizes, chosen = ModelSizes(**sizes), policy(recompute)
+    block = transformer_layer(sizes, causal, chosen.selective)
+
+    def group(layers: int) -> ChainSpec:
+        if layers == 1:
+            return Repeated((RecomputedSpec(block),), "layers")
+        return RecomputedSpec((Repeated(block, "layers", layers),), "layers")
+    groups = Counter(chosen.groups(sizes.layers))
+    chain = [Repeated((group(layers),), times=times) for layers, times in groups.items()]
+    return ModelSpec(sizes.batch, sizes.seq, sizes.hidden, ChainSpec(tuple(
+        chain or [Repeated(block, "layers", sizes.layers)])))
+
+
+def transformer_layer(sizes: ModelSizes, causal: bool = False,
+                      selective: bool = False) -> tuple[ResidualSpec, ResidualSpec]:
+    """Describe one Transformer layer: attention, then the multi-layer perceptron.
+
+    With `selective` each linear layer is computed again with the layer before it.
+    """
+    h, wide, head = sizes.hidden, sizes.mlp_factor * sizes.hidden, sizes.hidden // sizes.heads
+
+    def residual(name: str, *layers: LayerSpec) -> ResidualSpec:
+        if selective:
+            layers = (RecomputedSpec(layers[:2], name), RecomputedSpec(layers[2:], name))
+        return ResidualSpec(layers, name)
+
+    return (residual("attention",
+                     LayerNormSpec("ln1", h),
+                     LinearSpec("attention.qkv", "into", (h, 3, h), head),
+                     AttentionSpec("attention.attention", h, sizes.heads, causal),
+                     LinearSpec("attention.proj", "back", (h, h), head)),
+            residual("mlp",
+                     LayerNormSpec("ln2", h),
+                     LinearSpec("mlp.up", "into", (h, wide), adds=False),
+                     GeluSpec("mlp.gelu", wide, "mlp.up"),
+                     LinearSpec("mlp.down", "back", (wide, h))))
 
 
 class Transformer:
@@ -52,6 +111,9 @@ class Transformer:
         `mm3d.recompute`.  The results are the same to the bit.  Where anything is computed
         again, the input of `forward` is read once more in `backward`, and must be left as it is
         until then.
+    describe : callable
+        ``describe(sizes, causal, recompute)`` gives the layers of the model; another one than
+        `mm3d.transformer.describe` makes a model of other layers (`mm3d.specs`).
 
     Raises
     ------
@@ -60,6 +122,8 @@ class Transformer:
 
     Attributes
     ----------
+    spec : ModelSpec
+        Its layers without ranks and arrays.
     parameters : list of Parameter
         In order.
     outer, inner : Space
@@ -68,16 +132,10 @@ class Transformer:
 
     def __init__(self, scheme: Scheme, layers: int, hidden: int, heads: int, batch: int, seq: int,
                  seed: int = 0, dtype: str = "float32", causal: bool = False,
-                 master: str | None = None, recompute: str = "none") -> None:
-        sizes = dict(layers=layers, hidden=hidden, heads=heads, batch=batch, seq=seq)
-        for name, size in sizes.items():
-            if not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1:
-                raise ValueError(f"{name}={size!r} should be a whole number of at least 1")
-        if hidden % heads:
-            below, above = hidden // heads * heads, (hidden // heads + 1) * heads
-            near = f"hidden={below} or hidden={above}" if below else f"hidden={above}"
-            raise ValueError(f"hidden={hidden} cannot be dealt to heads={heads} of equal size: "
-                             f"{near} would do")
+                 master: str | None = None, recompute: str = "none",
+                 describe: Callable[..., ModelSpec] = describe) -> None:
+        sizes = ModelSizes(layers, hidden, heads, batch, seq)
+        sizes.check()
         known = (*DTYPES, *map(str, scheme.grid.backend.more_dtypes))
         if str(dtype) not in known:
             raise ValueError(f"dtype={dtype!r} is unknown to backend "
@@ -94,42 +152,15 @@ class Transformer:
         self.dtype, self.master, self.hidden = str(dtype), master, hidden
         self.shape = (batch, seq, hidden)
         self.outer, self.inner = scheme.spaces(batch, seq)
-        every = [self._layer(f"layers.{n}", heads, causal) for n in range(layers)]
-        groups = [Recomputed(*chain.from_iterable(islice(following, count)))
-                  for following in [iter(every)] for count in self.policy.groups(layers)]
-        self.layers = Chain(*(groups or chain.from_iterable(every)))
+        self.spec = describe(sizes, causal, recompute)
+        builder = Builder(scheme, self.outer, self.inner, self._named(self.dtype),
+                          self._named(master))
+        self.layers = Chain(*builder.build(self.spec.chain.layers))
         self._products = {backward: weighted_products(self.layers, backward)
                           for backward in (False, True)}
         self.linears = [linear for linear, _ in self._products[False]]
         self.parameters = self.layers.parameters
         self._draw()
-
-    def _layer(self, name: str, heads: int, causal: bool) -> tuple[Residual, Residual]:
-        """One Transformer layer: attention, then the multi-layer perceptron."""
-        h, head = self.hidden, self.hidden // heads
-        dtype, master = (self._named(name) for name in (self.dtype, self.master))
-        outer, inner = self.outer, self.inner
-
-        def norm(part):
-            return LayerNorm(f"{name}.{part}", outer, h, dtype, master)
-
-        def into(part, *features, unit=1, adds=True):
-            return Linear(self.scheme, f"{name}.{part}", outer, inner, (h, *features), dtype,
-                          (1, unit), master, adds)
-
-        def back(part, features, unit=1):
-            return Linear(self.scheme, f"{name}.{part}", inner, outer, (features, h), dtype,
-                          (unit, 1), master)
-
-        def residual(*layers):
-            if self.policy.selective:
-                layers = (Recomputed(*layers[:2]), Recomputed(*layers[2:]))
-            return Residual(*layers)
-
-        up = into("mlp.up", 4 * h, adds=False)
-        return (residual(norm("ln1"), into("attention.qkv", 3, h, unit=head),
-                         Attention(inner, h, head, causal), back("attention.proj", h, unit=head)),
-                residual(norm("ln2"), up, Gelu(up, inner, 4 * h), back("mlp.down", 4 * h)))
 
     def _named(self, dtype: str | None) -> Any:
         """The array library's dtype of that name."""

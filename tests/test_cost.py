@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d import cost
+from mm3d import cost, describe
 from mm3d.axis import Axis
 from mm3d.closed_form import ProductShape
 from mm3d.schemes import cube
@@ -56,8 +56,8 @@ def test_collectives_words_and_flops_of_the_model(comm, name, options, sizes, mo
     multiplication is done twice; backward computes the scores again, less the logarithms of their
     sums, which is one more term for each head and which `flops` leaves out."""
     matmuls = spy(monkeypatch, np, "matmul")
-    rest = {key: n for key, n in sizes.items() if key != "heads"}
-    flops = cost.flops(**sizes)
+    described = describe(sizes)
+    flops = cost.flops(described)
     flops["backward"] += (2 * math.prod(sizes[key] for key in ("layers", "batch", "seq", "seq"))
                           * (sizes["hidden"] + sizes["heads"]))
     for scheme in schemes(comm, name, **options):
@@ -66,8 +66,8 @@ def test_collectives_words_and_flops_of_the_model(comm, name, options, sizes, mo
             matmuls.clear()
             return scheme.grid.traffic(), done
         counted = of_phases(mm3d.Transformer(scheme, **sizes), count)
-        moves = cost.transformer_moves(name, scheme.grid.shape, **rest, **options)
-        closed = cost.transformer_words(name, scheme.grid.shape, **sizes, **options)
+        moves = cost.moves(name, scheme.grid.shape, described, **options)
+        closed = cost.words(name, scheme.grid.shape, described, **options)
         for phase, (traffic, done) in counted.items():
             sums = total(comm, {key: t.words for key, t in traffic.items()})
             calls = {key: t.calls for key, t in traffic.items()}
@@ -82,7 +82,7 @@ def test_collectives_words_and_flops_of_the_model(comm, name, options, sizes, mo
 @every_model
 def test_parameters_are_stored_once(comm, sizes):
     """In 3-D over all ranks together, and the count is that of the global shapes."""
-    expected = cost.parameters(sizes["layers"], sizes["hidden"])
+    expected = cost.parameters(describe(sizes))
     for scheme in schemes(comm, "3d", "2d"):
         parameters = mm3d.Transformer(scheme, **sizes).parameters
         assert sum(math.prod(p.shape) for p in parameters) == expected
@@ -193,7 +193,7 @@ def test_ranks_along_x_are_fully_sharded_data_parallelism(comm, sizes):
     assert counted["forward"] == {("x", "all_gather"): elsewhere(every)}
     assert counted["backward"] == {("x", "all_gather"): elsewhere(weights),
                                    ("x", "reduce_scatter"): elsewhere(every)}
-    whole = (comm.size - 1) * cost.parameters(sizes["layers"], sizes["hidden"])
+    whole = (comm.size - 1) * cost.parameters(describe(sizes))
     assert total(comm, counted["forward"]) == {("x", "all_gather"): whole}
     scheme.grid.free()
 

@@ -10,7 +10,7 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from mm3d import backend, cost, dry, hollow
+from mm3d import backend, cost, describe, dry, hollow
 from mm3d.dry import Collective, Gemm, Pass
 from mm3d.transport import Absent, MpiTransport
 from models import CHOSEN, PARALLELISMS, SIZES, Parallelism
@@ -141,7 +141,7 @@ def test_peak_memory_is_that_of_the_closed_form(grid, options):
         sizes = dict(layers=layers, hidden=hidden, heads=hidden // 64, batch=16, seq=seq)
         trace = dry.step("3d", math.prod(grid), grid, block=backend.Backend.block,
                          options=options, **sizes)
-        expected = 4 * cost.peak_words("3d", dict(zip("xyz", grid)), **sizes, **options)
+        expected = 4 * cost.peak_words("3d", dict(zip("xyz", grid)), describe(sizes), **options)
         assert 0.94 <= trace.pool_peak / expected <= 1.02, (hidden, layers, seq)
 
 
@@ -153,7 +153,7 @@ def test_peak_memory_of_the_other_schemes_is_that_of_the_closed_form(name, grid)
     for hidden, layers, seq in ((512, 1, 512), (1024, 1, 512), (512, 3, 512), (2048, 1, 64)):
         sizes = dict(layers=layers, hidden=hidden, heads=hidden // 64, batch=16, seq=seq)
         trace = dry.step(name, math.prod(grid), grid, block=backend.Backend.block, **sizes)
-        expected = 4 * cost.peak_words(name, named, **sizes)
+        expected = 4 * cost.peak_words(name, named, describe(sizes))
         assert 0.93 <= trace.pool_peak / expected <= 1.02, (hidden, layers, seq)
 
 
@@ -173,10 +173,10 @@ def test_every_rank_adds_up_to_the_closed_form():
     """27 ranks that do not exist: words and flops over all of them."""
     sizes = dict(layers=1, hidden=21, heads=3, batch=5, seq=4)
     traces = [dry.step("3d", 27, rank=rank, **sizes) for rank in range(27)]
-    expected = cost.transformer_words("3d", dict(x=3, y=3, z=3), **sizes)
+    expected = cost.words("3d", dict(x=3, y=3, z=3), describe(sizes))
     for phase in dry.PHASES:
         assert sum(t.words(phase) for t in traces) == sum(expected[phase].values())
-    assert sum(t.flops("forward") for t in traces) == cost.flops(**sizes)["forward"]
+    assert sum(t.flops("forward") for t in traces) == cost.flops(describe(sizes))["forward"]
 
 
 @pytest.mark.limit(400)

@@ -94,7 +94,7 @@ def test_cupy_that_is_not_there(refused, monkeypatch):
 
 @pytest.mark.ranks(1)
 def test_unknown_scheme_of_closed_forms(refused):
-    refused(lambda: mm3d.cost.transformer_words("4d", {"x": 8}, **SIZES), "'4d'", "1d, 1d-sp")
+    refused(lambda: mm3d.cost.words("4d", {"x": 8}, mm3d.describe(SIZES)), "'4d'", "1d, 1d-sp")
 
 
 @pytest.mark.ranks(1, 8)

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from bench.cases import Sizes, UsageError
+from bench.cases import UsageError
 from bench.collectives import array_bytes, collective_grid, measure_collectives
 from bench.exact import WrongResult
 from bench.gemm import measure_gemm
@@ -35,7 +35,7 @@ def product(comm):
 
 def layer(comm):
     scheme = mm3d.scheme("3d", comm, backend="numpy")
-    subject = MeasuredLayer(scheme, Sizes(1, 32, 4, 4, 8), dtype="float64")
+    subject = MeasuredLayer(scheme, mm3d.ModelSizes(1, 32, 4, 4, 8), dtype="float64")
     record = measure_layer(subject, overlap=True, limits=TWICE)
     scheme.grid.free()
     return record

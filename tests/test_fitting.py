@@ -73,8 +73,7 @@ def test_a_variant_is_held_against_what_it_needs_itself(tmp_path, variant, capsy
 
 def of(one):
     """The grid and the sizes of a case."""
-    return (mm3d.SCHEMES[one.row.scheme].default_grid(one.row.gpus),
-            msgspec.structs.asdict(one.sizes))
+    return mm3d.SCHEMES[one.row.scheme].default_grid(one.row.gpus), one.sizes
 
 
 @pytest.mark.parametrize("preset, recompute", [("laptop", None), ("tiny", None), ("tiny", "none")])

@@ -55,9 +55,14 @@ MAY_IMPORT = {
     "draws": set(),
     "recompute": set(),
     "segments": {"backend", "layers", "overlap"},
-    "transformer": {"backend", "draws", "layers", "contract", "overlap", "recompute", "segments",
-                    "transport"},
-    "cost": {"closed_form", "contract", "recompute"},
+    "sizes": set(),
+    "parallelism": {"closed_form", "contract", "shape"},
+    "specs": {"closed_form", "contract", "layers", "parallelism", "space"},
+    "chain_specs": {"layers", "parallelism", "segments", "specs"},
+    "layer_specs": {"closed_form", "layers", "parallelism", "specs"},
+    "transformer": {"backend", "chain_specs", "contract", "draws", "layer_specs", "layers",
+                    "overlap", "recompute", "segments", "sizes", "specs", "transport"},
+    "cost": {"chain_specs", "closed_form", "parallelism", "specs"},
     "environment": set(),
     "guard": set(),
     "statistics": set(),
@@ -74,7 +79,7 @@ MAY_IMPORT = {
     "dry": {"backend", "contract", "hollow", "observe", "recompute", "trace", "transformer",
             "transport"},
     "__init__": {"axis", "environment", "gpu", "cost", "grid", "guard", "layout", "contract",
-                 "space", "transformer", "watchdog"}}
+                 "sizes", "space", "transformer", "watchdog"}}
 SCHEME = ARRAYS | {"closed_form", "contract", "matrix_product", "overlap"}
 
 # Packages that one file alone, or two, may know.

@@ -10,7 +10,7 @@ from bench.__main__ import parser
 from bench.cases import UsageError
 from bench.layer import KINDS
 from bench.verbs import layer
-from mm3d import cost, store
+from mm3d import store
 from support import ROOT, run_ranks
 
 QUICK = ("--hidden", "32", "--head", "8", "--batch", "4", "--seq", "8", "--repetitions", "2",
@@ -77,7 +77,7 @@ def test_alone_it_is_verified_with_the_serial_scheme(tmp_path, transport):
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(run.checks) == 2 * 14 and run.configuration["reference"] == "none"
     assert np.isnan(run.variables["ratio"].values[2:, 0]).all()
-    counted, parameters = run.variables["memory"].values[0], 8 * 2 * cost.parameters(1, 32) / 4
+    counted, parameters = run.variables["memory"].values[0], 8 * 2 * (12 * 32 ** 2 + 13 * 32) / 4
     assert (counted > parameters).all() and run.configuration["transport"] == transport
 
 

@@ -7,11 +7,11 @@ from mpi4py import MPI
 
 import mm3d
 from bench import footprint, merit, yardsticks
-from bench.cases import Sizes, select
+from bench.cases import select
 from bench.formats import render
 from bench.run import counted_step
 from bench.traced import parts_group
-from mm3d import backend, cost, environment, store
+from mm3d import ModelSizes, backend, cost, describe, environment, store
 from mm3d.record import Group, Variable
 from mm3d.spans import parts
 from models import SOME
@@ -164,33 +164,32 @@ def test_a_rate_of_the_caches_is_no_rate_of_memory(sizes, known):
     assert found["peak of products, all ranks at once"] == 5
 
 
-def step_memory(case, keys, comm):
+def step_memory(case, sizes, comm):
     """The group of one step, and the grid's shape; nothing else stays."""
     with case.on(comm, "numpy") as scheme:
         resident = footprint.Resident()
-        model = mm3d.Transformer(scheme, **keys)
+        model = mm3d.Transformer(scheme, **sizes)
         x, dy = model.random("input"), model.random("output gradient")
         scheme.grid.backend.empty((10 ** 6,), "float64")    # an earlier peak does not count
         memory = yardsticks.StepMemory(model, resident)
         counted_step(model, x, dy, memory.between)
-        return memory.group(keys, comm), scheme.grid.shape
+        return memory.group(sizes, comm), scheme.grid.shape
 
 
 @pytest.mark.ranks(1, 4, 8)
 def test_memory_of_every_rank_and_its_closed_forms(comm):
     """Sums over ranks are the closed forms', and the peak is a dry run's to the byte."""
-    sizes = Sizes(layers=2, hidden=24, heads=4, batch=8, seq=8)
-    keys = {name: getattr(sizes, name) for name in ("layers", "hidden", "heads", "batch", "seq")}
+    sizes = ModelSizes(layers=2, hidden=24, heads=4, batch=8, seq=8)
     for case in (one for one in SOME[comm.size] if not one.options):
-        group, shape = step_memory(case, keys, comm)
+        group, shape = step_memory(case, sizes, comm)
         if comm.rank:
             assert group is None
             continue
         found = {name: v.values for name, v in group.variables.items()}
-        saved = 4 * cost.saved_words(case.name, shape, **keys)
+        saved = 4 * cost.saved_words(case.name, shape, describe(sizes))
         assert found["saved"].sum() == saved == comm.size * found["expected_saved"]
         if case.name in ("2d", "3d"):
-            whole = 4 * cost.parameters(2, 24)
+            whole = 4 * cost.parameters(describe(sizes))
             assert found["parameters"].sum() == found["gradients"].sum() == whole
             assert found["expected_parameters"] == whole / comm.size
         assert found["pool_peak"][0] == found["expected_pool_peak"], str(case)

@@ -103,11 +103,11 @@ def test_layers_lie_within_blocks_and_products_within_layers(comm):
         "ln1", "attention.qkv", "attention.attention", "attention.proj", "attention",
         "ln2", "mlp.up", "mlp.gelu", "mlp.down", "mlp")]
     assert len(names) == 20 and names[-1] == "layers.1.mlp"
-    assert sum(s.flops for s in forward) == mm3d.cost.flops(**SIZES["few"])["forward"]
+    assert sum(s.flops for s in forward) == mm3d.cost.flops(mm3d.describe(SIZES["few"]))["forward"]
     # A backward pass computes the scores again, with one more term for each head.
     again = 2 * SIZES["few"]["batch"] * SIZES["few"]["seq"] ** 2 * (21 + 3) * 2
     assert sum(s.flops for s in traced.within(recorder.spans, "backward")) == (
-        mm3d.cost.flops(**SIZES["few"])["backward"] + again)
+        mm3d.cost.flops(mm3d.describe(SIZES["few"]))["backward"] + again)
 
 
 @pytest.mark.ranks(1, 8)

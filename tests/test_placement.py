@@ -29,10 +29,8 @@ def test_the_direction_that_moves_the_most_words_is_the_fastest():
 def test_words_are_those_that_are_counted():
     one = case(select("weak", "3d")[0], "tiny").sizes
     shape = {"x": 2, "y": 2, "z": 2}
-    forms = mm3d.cost.transformer_words("3d", shape, one.layers, one.hidden, one.heads,
-                                        one.batch, one.seq)
-    model = {name: getattr(one, name) for name in MODEL}
-    assert sum(placement.words("3d", shape, model).values()) == sum(
+    forms = mm3d.cost.words("3d", shape, mm3d.describe(one))
+    assert sum(placement.words("3d", shape, one).values()) == sum(
         words for phase in forms.values() for words in phase.values()) > 0
 
 

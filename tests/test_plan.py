@@ -10,7 +10,7 @@ from bench.__main__ import main
 from bench.cases import UsageError
 from bench.seconds import collective_terms, step_seconds
 from bench.verbs import grids
-from mm3d import cost, dry, store
+from mm3d import ModelSizes, cost, dry, store
 from mm3d.closed_form import ProductShape
 from mm3d.contract import lookup
 from support import run_ranks
@@ -225,7 +225,7 @@ def test_a_measured_run_takes_the_planner_s_grid(tmp_path):
     assert run.returncode == 0, run.stderr
     (path,) = tmp_path.glob("*.h5")
     found = store.read(path).configuration
-    sizes = {name: found[name] for name in ("layers", "hidden", "heads", "batch", "seq")}
+    sizes = ModelSizes.of(found)
     best = plan.best_grid("3d", 8, model.load("cpu"), **sizes)
     assert found["grid"] == " x ".join(map(str, best)) and found["overridden"] == "grid"
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d import backend, cost, dry
+from mm3d import ModelSizes, backend, cost, describe, dry
 from mm3d.observe import observed
 from mm3d.recompute import POLICIES, Policy, policy
 from mm3d.segments import Recomputed
@@ -83,7 +83,6 @@ def test_the_same_bits_and_words_with_overlap(comm, monkeypatch):
 def test_words_operations_and_what_is_kept_are_the_closed_forms(comm):
     """Summed over the ranks, by direction and kind of collective, forward and backward."""
     size = MODELS["uneven"]
-    rest = {key: n for key, n in size.items() if key != "heads"}
     for parallelism in EXAMPLES[comm.size]:
         for name in filter(lambda name: allowed(parallelism, name), EVERY):
             with parallelism.on(comm, "numpy") as scheme:
@@ -101,18 +100,18 @@ def test_words_operations_and_what_is_kept_are_the_closed_forms(comm):
                     counted["backward"] = grid.traffic()
                 named = dict(scheme.grid.shape)
             case = (str(parallelism), name)
-            options = {**parallelism.options, "recompute": name}
-            moves = cost.transformer_moves(parallelism.name, named, **rest, **options)
+            described = describe(size, recompute=name)
+            moves = cost.moves(parallelism.name, named, described, **parallelism.options)
             for phase, traffic in counted.items():
                 words = total(comm, {key: t.words for key, t in traffic.items()})
                 assert words == {key: m.words for key, m in moves[phase].items()}, case
                 calls = {key: t.calls for key, t in traffic.items()}
                 assert calls == {key: m.calls for key, m in moves[phase].items()}, case
             ranks = comm.size if parallelism.name == "serial" else 1
-            again = cost.flops_again(**size, recompute=name)
+            again = cost.flops_again(described)
             assert comm.allreduce(trace.flops_again()) == again * ranks, case
             assert comm.allreduce(kept) == 4 * cost.saved_words(
-                parallelism.name, named, **size, **options), case
+                parallelism.name, named, described, **parallelism.options), case
             dried = dry.step(parallelism.name, comm.size, shape, comm.rank, backend.Backend.block,
                              parallelism.options, **size, recompute=name)
             assert dried.flops_again() == trace.flops_again(), case
@@ -151,11 +150,11 @@ def test_peak_memory_is_that_of_the_closed_form(name, grid, options):
     named = dict(zip(mm3d.contract.lookup(name).directions, grid))
     for again in filter(lambda one: not (options.get("keep") and "selective" in one), AGAIN):
         for hidden, layers, seq in ((512, 3, 128), (512, 1, 256)):
-            sizes = dict(layers=layers, hidden=hidden, heads=hidden // 64, batch=16, seq=seq,
-                         recompute=again)
+            sizes = ModelSizes(layers, hidden, hidden // 64, batch=16, seq=seq)
             trace = dry.step(name, math.prod(grid), grid, block=backend.Backend.block,
-                             options=options, **sizes)
-            expected = 4 * cost.peak_words(name, named, **sizes, **options)
+                             options=options, **sizes, recompute=again)
+            described = describe(sizes, recompute=again)
+            expected = 4 * cost.peak_words(name, named, described, **options)
             assert 0.92 <= trace.pool_peak / expected <= 1.02, (again, hidden, layers, seq)
 
 
@@ -175,7 +174,8 @@ def test_each_policy_takes_less_memory_than_the_one_before():
     sizes = dict(layers=24, hidden=1024, heads=16, batch=16, seq=512)
     names = ("none", "selective", "full", "full+selective")
     for form in (cost.saved_words, cost.peak_words):
-        found = [form("3d", dict(x=2, y=2, z=2), **sizes, recompute=name) for name in names]
+        found = [form("3d", dict(x=2, y=2, z=2), describe(sizes, recompute=name))
+                 for name in names]
         assert found == sorted(found, reverse=True), form
 
 

@@ -100,9 +100,9 @@ def test_saved_bytes_are_as_documented(comm, sizes):
     size = SIZES[sizes]
     for parallelism, dtype in zip(PARALLELISMS[comm.size], cycle(["float64", "float32"])):
         with parallelism.on(comm) as scheme:
-            words = mm3d.cost.saved_words(parallelism.name, scheme.grid.shape, **size,
-                                          **parallelism.options)
             model = mm3d.Transformer(scheme, **size, dtype=dtype)
+            words = mm3d.cost.saved_words(parallelism.name, scheme.grid.shape, model.spec,
+                                          **parallelism.options)
             saved = comm.allreduce(model.saved_bytes(model.forward(model.random("x"))[1]))
         assert saved == words * np.dtype(dtype).itemsize, parallelism
 

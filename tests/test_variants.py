@@ -7,7 +7,7 @@ import pytest
 import mm3d
 from bench import resume, variants, verify
 from bench.__main__ import main, parser
-from bench.cases import Sizes, case, select
+from bench.cases import case, select
 from bench.formats import render
 from bench.journal import Reproduction
 from bench.plots import drawings
@@ -186,7 +186,7 @@ def test_wrong_gradients_in_16_bits_are_seen(comm, name, layers):
         mm3d.SCHEMES[name].default_grid(comm.size)
     except ValueError:
         return
-    sizes = Sizes(layers=layers, hidden=32, heads=8, batch=8, seq=8)
+    sizes = mm3d.ModelSizes(layers=layers, hidden=32, heads=8, batch=8, seq=8)
     scheme = mm3d.scheme(name, comm)
     model = verify.build(scheme, sizes, 0, "float16", causal=True)
     y, saved = model.forward(model.random("input"))

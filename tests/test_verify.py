@@ -6,7 +6,6 @@ import pytest
 
 import mm3d
 from bench import verify
-from bench.cases import Sizes
 from bench.verify import worst_error
 
 WHOLE = np.arange(1.0, 13.0).reshape(3, 4)
@@ -48,7 +47,7 @@ def test_what_cannot_be_compared_is_not_a_number(blocks):
 @pytest.mark.parametrize("batch", [1, 1000, verify.BATCH])
 def test_every_copy_is_compared_however_many_are_sent_at_once(comm, monkeypatch, batch):
     monkeypatch.setattr(verify, "BATCH", batch)
-    sizes = Sizes(layers=1, hidden=16, heads=8, batch=4, seq=4)
+    sizes = mm3d.ModelSizes(layers=1, hidden=16, heads=8, batch=4, seq=4)
     model = verify.build(mm3d.scheme("1d", comm), sizes, 0, "float64")
     model.zero_gradients()
     y, saved = model.forward(model.random("input"))

@@ -10,7 +10,8 @@ from bench.cases import UsageError
 from bench.formats import render
 from bench.variants import Variant
 from bench.verbs import grids, options
-from mm3d import cost, dry
+from mm3d import cost, describe, dry
+from mm3d.sizes import SIZES
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = False
@@ -40,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables of a dry run; 1 when the model does not fit into ``--memory``."""
-    sizes = grids.model_sizes(*(getattr(arguments, name) for name in grids.SIZES))
+    sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
     if arguments.ranks < 1:
         raise UsageError(f"--ranks {arguments.ranks}: must be at least 1")
     if arguments.scheme not in mm3d.SCHEMES:
@@ -63,7 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
              f"{arguments.ranks}; "
              + ", ".join(f"{name} {value}" for name, value in sizes.items())
              + f", {arguments.dtype}, recompute {arguments.recompute}")
-    useful = cost.flops(**sizes, causal=arguments.causal)
+    useful = cost.flops(describe(sizes, arguments.causal))
     print(render([title, *tables.tables(trace, useful, machine)]))
     if not limit:
         return 0

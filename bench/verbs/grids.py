@@ -1,12 +1,11 @@
 """Sizes of a model and of a grid, as options give them."""
 
 from bench.cases import UsageError, load
-
-SIZES = ("layers", "hidden", "heads", "batch", "seq")
+from mm3d import ModelSizes
 
 
 def model_sizes(layers: int, hidden: int, heads: int | None, batch: int,
-                seq: int) -> dict[str, int]:
+                seq: int) -> ModelSizes:
     """Return the sizes of a Transformer; without `heads` those of the tables, or 128 wide.
 
     Raises
@@ -16,7 +15,7 @@ def model_sizes(layers: int, hidden: int, heads: int | None, batch: int,
     """
     if heads is None:
         heads = load().settings.heads.get(hidden) or max(1, hidden // 128)
-    chosen = dict(zip(SIZES, (layers, hidden, heads, batch, seq)))
+    chosen = ModelSizes(layers, hidden, heads, batch, seq)
     for name, value in chosen.items():
         if value < 1:
             raise UsageError(f"--{name} {value}: must be at least 1")
@@ -27,7 +26,7 @@ def model_sizes(layers: int, hidden: int, heads: int | None, batch: int,
 
 
 def grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: str,
-         sizes: dict[str, int], recompute: str = "none") -> tuple[int, ...] | None:
+         sizes: ModelSizes, recompute: str = "none") -> tuple[int, ...] | None:
     """Read sizes such as ``16x4x1``; ``auto`` is the planner's choice, None the default grid.
 
     Raises

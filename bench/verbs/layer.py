@@ -4,12 +4,13 @@ import argparse
 import gc
 
 import mm3d
-from bench.cases import Sizes, UsageError
+from bench.cases import UsageError
 from bench.exact import WrongResult
 from bench.journal import writable
 from bench.layer import MeasuredLayer, check_overlap, measure_layer
 from bench.verbs import options
 from bench.verbs.publish import failed, publish
+from mm3d import ModelSizes
 from mm3d.record import Measurements
 
 GROUP = "Measure the parts alone"
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     status = 0
     for hidden in arguments.hidden:
         gc.collect()
-        sizes = Sizes(1, hidden, hidden // arguments.head, arguments.batch, arguments.seq)
+        sizes = ModelSizes(1, hidden, hidden // arguments.head, arguments.batch, arguments.seq)
         try:
             scheme = mm3d.scheme(arguments.scheme, comm, arguments.grid, arguments.backend)
             layer = MeasuredLayer(scheme, sizes, arguments.seed, arguments.dtype)

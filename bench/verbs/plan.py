@@ -8,6 +8,7 @@ from bench.cases import UsageError
 from bench.formats import render
 from bench.plan_tables import remarks, table
 from bench.verbs import grids, options
+from mm3d.sizes import SIZES
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = False
@@ -30,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--ranks {ranks} --top {arguments.top}: at least 2 ranks and one plan "
                          f"would do")
     machine = model.load(arguments.machine, dtype)
-    sizes = grids.model_sizes(*(getattr(arguments, name) for name in grids.SIZES))
+    sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
     start = time.perf_counter()
     found = plan.plans(ranks, machine, dtype, recompute, max(arguments.top, plan.FEW), **sizes)
     took = time.perf_counter() - start

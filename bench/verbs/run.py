@@ -6,8 +6,6 @@ import random
 from pathlib import Path
 from typing import Callable
 
-import msgspec
-
 from bench import chrome, journal, model, residuals, yardsticks
 from bench.cases import Case, Row, UsageError, case, equal_tokens, named, select, shuffled
 from bench.job import Settings, check_variant, of_rank_0, usable, verifiable
@@ -20,6 +18,7 @@ from bench.verbs.publish import trace_file
 from mm3d import backend as backends
 from mm3d import store, timing
 from mm3d.record import Group
+from mm3d.sizes import SIZES
 
 GROUP = "Measure the paper's tables"
 ON_ALL_RANKS = True
@@ -28,7 +27,7 @@ ON_ALL_RANKS = True
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``run``."""
     row_options.add_rows(parser)
-    for name in grids.SIZES:
+    for name in SIZES:
         parser.add_argument(f"--{name}", type=int, metavar="N", help="instead of the preset's")
     parser.add_argument("--rows", metavar="NAMES", help=(
         "instead of --table and --scheme: both of each row, such as weak:3d,strong:1d; "
@@ -124,7 +123,7 @@ def fitting(rows: list[Row], ranks: int, arguments: argparse.Namespace,
     UsageError
         When there are none.
     """
-    sizes = {name: getattr(arguments, name) for name in grids.SIZES}
+    sizes = {name: getattr(arguments, name) for name in SIZES}
     cases = [case(row, arguments.preset, variant, **sizes) for row in rows if row.gpus == ranks]
     if cases:
         return cases
@@ -161,7 +160,7 @@ def grid_chooser(arguments: argparse.Namespace,
         return None
     return lambda one: of_rank_0(lambda: grids.grid(
         arguments.grid, one.row.scheme, comm.size, name, one.variant.dtype,
-        msgspec.structs.asdict(one.sizes), arguments.recompute), comm)
+        one.sizes, arguments.recompute), comm)
 
 
 def stopper(file: str | None) -> Callable[[], bool]:

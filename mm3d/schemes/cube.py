@@ -243,7 +243,7 @@ class Cube(Scheme):
 
     @classmethod
     def transient_words(cls, sizes: Mapping[str, int], product: ProductShape, keep: str = "none",
-                        rows: str = "sequences", **options: Any) -> float:
+                        positions: bool = False, **options: Any) -> float:
         """dC_ij and, for dA, B_lj with the terms of dA_il; for dB, A_il with the terms of dB_lj.
 
         What is divided by columns, as everything that crosses x, or by positions lies in a
@@ -252,7 +252,7 @@ class Cube(Scheme):
         M, N, K = product.extents
         X, a, c = sizes["x"], *(sizes[d] for d in cls._crossed(product))
         A, B, C = M * N / (X * c), N * K / (a * c), M * K / (X * a)
-        sent = 2 if rows == "positions" else 1
+        sent = 2 if positions else 1
         terms_A, terms_B = sent * A if a > 1 else 0, 2 * B if X > 1 else 0
         gathered_A = A if a > 1 and keep != "both" else 0
         gathered_B = B if X > 1 and keep == "none" else 0
@@ -262,6 +262,11 @@ class Cube(Scheme):
                    gathered_C + gathered_B + terms_A - B / X,
                    gathered_C + sent * gathered_A - B / X,
                    gathered_C + gathered_A + terms_B)
+
+    @classmethod
+    def options_again(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Backward gathers again what `again` does not."""
+        return {**options, "keep": "none"}
 
     @staticmethod
     def _crossed(product: ProductShape) -> str:

@@ -1,0 +1,79 @@
+"""The sizes of a Transformer, as a value."""
+
+import numbers
+from collections.abc import Mapping
+from dataclasses import astuple, dataclass, fields
+from typing import Any, ClassVar, Iterator
+
+
+@dataclass(frozen=True)
+class ModelSizes(Mapping[str, int]):
+    """The sizes of a Transformer.
+
+    It is a read-only mapping from names to sizes, so that ``Transformer(scheme, **sizes)`` and
+    ``dict(sizes)`` do what they say.
+
+    Attributes
+    ----------
+    layers, hidden, heads : int
+        Number of layers, features of the residual stream, attention heads.
+    batch, seq : int
+        Global number of sequences, and positions in each.
+    mlp_factor : int
+        Features inside the multi-layer perceptron, over `hidden`; the same for all models.
+
+    Examples
+    --------
+    >>> sizes = ModelSizes(layers=2, hidden=48, heads=4, batch=8, seq=16)
+    >>> sizes.tokens, sizes["hidden"]
+    (128, 48)
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    batch: int
+    seq: int
+    mlp_factor: ClassVar[int] = 4
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any]) -> "ModelSizes":
+        """Return the sizes among `settings`, such as the configuration of a run.
+
+        Raises
+        ------
+        KeyError
+            When one is missing.
+        """
+        return cls(*(settings[name] for name in SIZES))
+
+    def __getitem__(self, name: str) -> int:
+        if name not in SIZES:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(SIZES)
+
+    def __len__(self) -> int:
+        return len(SIZES)
+
+    @property
+    def tokens(self) -> int:
+        """Number of positions in all sequences together."""
+        return self.batch * self.seq
+
+    def check(self) -> None:
+        """Raise ValueError unless these are the sizes of a Transformer."""
+        for name, size in zip(SIZES, astuple(self)):
+            if not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1:
+                raise ValueError(f"{name}={size!r} should be a whole number of at least 1")
+        hidden, heads = self.hidden, self.heads
+        if hidden % heads:
+            below, above = hidden // heads * heads, (hidden // heads + 1) * heads
+            near = f"hidden={below} or hidden={above}" if below else f"hidden={above}"
+            raise ValueError(f"hidden={hidden} cannot be dealt to heads={heads} of equal size: "
+                             f"{near} would do")
+
+
+SIZES = tuple(field.name for field in fields(ModelSizes))
