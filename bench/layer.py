@@ -40,7 +40,7 @@ def check_overlap(scheme: str) -> None:
 
 
 class MeasuredLayer:
-    """The layer that is measured, with its input and its output's gradient.
+    """A layer to measure, with its input and its output's gradient.
 
     Parameters
     ----------
@@ -59,12 +59,12 @@ class MeasuredLayer:
         self.model.zero_gradients()
 
     def step(self) -> tuple[Any, Any]:
-        """The output and the input's gradient."""
+        """Do forward and backward: the output and the input's gradient."""
         y, saved = self.model.forward(self.x)
         return y, self.model.backward(self.dy, saved)
 
     def checks(self, results: tuple[Any, Any], rival: Rival | None) -> list[Check]:
-        """The results and the parameters' gradients against PyTorch, or the serial scheme."""
+        """Check results and parameters' gradients against PyTorch, or the serial scheme."""
         reference = rival and (lambda: dict(rival.results))
         return verify.compare(self.model, *results, self.sizes, self.seed, self.dtype, reference)
 

@@ -31,7 +31,7 @@ RESULTS = {"forward": ("C",), "backward": ("dA", "dB")}
 RATIOS = {"efficiency": (2, 0), "ceiling": (2, 1), "share of the ceiling": (1, 0)}
 # BLAS threads spin for a while after the last product; the ranks must not be timed meanwhile.
 SETTLE = 0.05
-# Unless told otherwise a sample is as many calls as take one process so long.
+# A sample has as many calls as take one process SAMPLE seconds, unless told otherwise.
 SAMPLE = 0.1
 LIMITS = Limits(7, 30, 30.0)    # unless told otherwise
 
@@ -107,7 +107,7 @@ def reject(problem: str | None, when: str = "") -> None:
 
 
 def verified(problem: Problem, results: dict, seed: int) -> list[residual.Check]:
-    """The checks of C, or of dA and dB."""
+    """Check C, or dA and dB."""
     found = []
     for name, block in results.items():
         result = problem.distributed(name.removeprefix("d"), block)
@@ -187,7 +187,7 @@ def time_product(problem: Problem, replays: dict[str, Replay], calls: int | None
 
 
 def alone(step, calls: int, comm, backend) -> tuple[float, float]:
-    """Begin and end of some calls on rank 0, with all cores, while the other ranks sleep."""
+    """Measure begin and end of some calls on rank 0, with all cores, while the others sleep."""
     timing.wait_patiently(comm)
     end = np.nan
     if step:
@@ -207,12 +207,12 @@ def alone(step, calls: int, comm, backend) -> tuple[float, float]:
 
 
 def makespans(times: np.ndarray) -> np.ndarray:
-    """Seconds without the last two dimensions, ranks and begin and end."""
+    """Compute makespans from times whose last dimensions are ranks, and begin and end."""
     return np.nanmax(times[..., 1], axis=-1)
 
 
 def ratio(seconds: np.ndarray, phase: int, name: str) -> Interval:
-    """The interval of one of `RATIOS`, of seconds (repetitions, phases, kinds)."""
+    """Compute the interval of one of `RATIOS`, from seconds (repetitions, phases, kinds)."""
     above, below = RATIOS[name]
     return median_interval(seconds[:, phase, above] / seconds[:, phase, below])
 

@@ -1,4 +1,4 @@
-"""Whether a distributed product is right, without ever bringing a matrix together.
+"""Check a distributed product without gathering a matrix.
 
 A random vector is multiplied with both sides in float64 (Freivalds 1979), and some rows are
 computed in full.  Each difference is held against the componentwise bound of a matrix product,
@@ -44,11 +44,11 @@ class Distributed:
 
     @property
     def T(self) -> "Distributed":
-        """The transposed matrix."""
+        """Return the transposed matrix."""
         return replace(self, block=self.block.T, place=self.place[::-1], shape=self.shape[::-1])
 
     def times(self, x: np.ndarray, absolute: bool = False) -> np.ndarray:
-        """The product, or that of the absolute values, with whole columns, in float64."""
+        """Multiply with whole columns in float64; the absolute values if `absolute`."""
         out = np.zeros((self.shape[0], x.shape[1]))
         rows, columns = self.place
         for start in range(0, self.block.shape[0], CHUNK):
@@ -62,7 +62,7 @@ class Distributed:
 
 def checks(name: str, left: Distributed, right: Distributed, result: Distributed, seed: int,
            dtype: str, eps: float | None = None) -> list[Check]:
-    """Whether `result` is `left` times `right`, as computed in `dtype`; the same on all ranks.
+    """Compare `result` with `left` times `right`, computed in `dtype`; the same on all ranks.
 
     `eps` is what products are rounded by, that of `dtype` if it is not given.
     """
@@ -82,7 +82,7 @@ def checks(name: str, left: Distributed, right: Distributed, result: Distributed
 
 
 def failure(found: list[Check]) -> str | None:
-    """What to say of checks that did not pass; None when all did."""
+    """Say which checks did not pass; None when all did."""
     wrong = [check for check in found if not check.passed]
     if not wrong:
         return None
@@ -92,7 +92,7 @@ def failure(found: list[Check]) -> str | None:
 
 
 def _ratio(difference: np.ndarray, bound: np.ndarray) -> float:
-    """The greatest difference as a multiple of its bound; NaN where there is one."""
+    """Compute the greatest difference as a multiple of its bound; NaN where there is one."""
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.where(difference == 0, 0.0, np.abs(difference) / bound)
     return float(ratio.max())

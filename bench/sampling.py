@@ -13,13 +13,13 @@ from mm3d import store, timing
 from mm3d.statistics import median_interval
 
 BOUNDS = ("median", "low", "high", "confidence")
-# A sample is as many calls as take at least so long, at most `CALLS` of them.
+# A sample has as many calls as take at least SAMPLE seconds, at most CALLS.
 SAMPLE = 2e-3
 CALLS = 1000
 
 
 def measured_environment(backend: str, comm) -> dict[str, store.Setting]:
-    """What the job runs on, with the clock of its worst rank."""
+    """Describe the machine and the job, with the clock of its worst rank."""
     clock = comm.allreduce(timing.Clock.resolution(), MPI.MAX)
     error = comm.allreduce(timing.Clock(comm).offset_error, MPI.MAX)
     nodes = " ".join(map(str, placement.numbers(comm)))
@@ -37,7 +37,7 @@ def failed(name: str, why: str, comm) -> int:
 
 def repeated(sample: Callable[[], float], limits: timing.Limits,
              comm) -> tuple[list[float], str]:
-    """Samples until they are enough, and what ended them; rank 0 decides."""
+    """Take samples until the limits are reached; the samples, and the limit that ended them."""
     found: list[float] = []
     repetitions = timing.Repetitions(limits, comm, lambda: [median_interval(found)])
     for _ in repetitions:
@@ -46,7 +46,7 @@ def repeated(sample: Callable[[], float], limits: timing.Limits,
 
 
 def several(step: Callable[[], object], calls: int) -> Callable[[], None]:
-    """What calls `step` so many times."""
+    """Return a function that calls `step` as many times as `calls` says."""
     def repeat() -> None:
         for _ in range(calls):
             step()
@@ -54,9 +54,10 @@ def several(step: Callable[[], object], calls: int) -> Callable[[], None]:
 
 
 def enough(span: Callable[[int], float]) -> int:
-    """How many calls take `SAMPLE` seconds, `span` being those of so many; `CALLS` at most.
+    """Find how many calls take `SAMPLE` seconds, at most `CALLS`.
 
-    It is found with ever more calls, since the first of some may wait for all ranks to begin.
+    `span` gives the seconds of a number of calls.  That number grows, since the first calls may
+    wait until all ranks have begun.
     """
     span(1)
     calls, took = 1, span(1)
@@ -68,8 +69,8 @@ def enough(span: Callable[[int], float]) -> int:
 
 def makespans(step: Callable[[], object], comm, synchronize: Callable[[], None],
               clock: timing.Clock) -> Callable[[], float]:
-    """What measures the makespan of `step` on all ranks at once, of many in a row over their
-    number; the same on every rank."""
+    """Return a function that takes a sample of `step` on all ranks at once: the makespan of many
+    calls over their number, the same on every rank."""
     def span(calls: int) -> float:
         return float(timing.spans(several(step, calls), comm, synchronize, clock)[0].max())
 
@@ -78,14 +79,14 @@ def makespans(step: Callable[[], object], comm, synchronize: Callable[[], None],
 
 
 def padded(samples: list[list[float]], shape: tuple[int, ...]) -> np.ndarray:
-    """Samples of points in row-major order as one array, NaN where a point has fewer."""
+    """Join samples of points in row-major order in one array; NaN where a point has fewer."""
     most = max(map(len, samples))
     rows = [found + [math.nan] * (most - len(found)) for found in samples]
     return np.array(rows).reshape(*shape, most)
 
 
 def in_random_order(points: list, seed: int, measure: Callable) -> list:
-    """What `measure` gives for each point, in their order, measured in another."""
+    """Measure the points in random order; the results in the given order."""
     found = [None] * len(points)
     for index in np.random.default_rng(seed).permutation(len(points)):
         found[index] = measure(*points[index])

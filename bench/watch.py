@@ -1,4 +1,4 @@
-"""``--stall``: a job that no longer makes progress ends, and says where its ranks are."""
+"""End a job that no longer makes progress, and say where its ranks are."""
 
 import contextlib
 from typing import Any, Callable, ContextManager, Iterator
@@ -8,7 +8,7 @@ from mm3d.watchdog import Watchdog
 
 @contextlib.contextmanager
 def watching(comm, seconds: int | None) -> Iterator[Callable[..., ContextManager]]:
-    """What `Watchdog.attached` is while a watchdog of `comm` watches; without `seconds` none does.
+    """Run a watchdog of `comm`, and yield its `attached`; without `seconds` `unwatched`.
     """
     if seconds is None:
         yield unwatched
@@ -18,5 +18,5 @@ def watching(comm, seconds: int | None) -> Iterator[Callable[..., ContextManager
 
 
 def unwatched(grid: Any, model: Any = None) -> ContextManager:
-    """Nobody knows where this rank is."""
+    """Context in which no watchdog learns where this rank is."""
     return contextlib.nullcontext()

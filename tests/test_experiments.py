@@ -18,7 +18,8 @@ from mm3d.axis import Split
 from mm3d.timing import Limits
 from support import ROOT
 
-MODULES = ("gemm", "collectives", "matmul", "scalapack", "layer", "gpu", "start", "gpusuite")
+MODULES = ("gemm", "collectives", "matmul", "scalapack", "pgemm", "blas", "layer", "gpu", "start",
+           "gpusuite")
 # Tables, files and command lines, which belong to the verbs.
 ABOVE = {"argparse", "bench.contribution", "bench.formats", "bench.journal", "bench.layertables",
          "bench.machinefile", "bench.microtables", "bench.output", "bench.verbs"}

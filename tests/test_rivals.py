@@ -5,7 +5,8 @@ from argparse import Namespace
 
 import pytest
 
-from bench import job, scalapack, start
+from bench import job, pgemm, scalapack, start
+from bench.cases import UsageError
 from bench.verbs import start as verb
 from mm3d import environment
 from support import run_python, run_ranks
@@ -17,7 +18,7 @@ SMALL = ("-m", "bench", "scalapack", "--shape", "48,40,56", "--block", "8,16", "
 @pytest.fixture
 def installed():
     """Skip where there is no ScaLAPACK."""
-    if not any(map(scalapack.find_library, ("scalapack-mpich", "scalapack-openmpi"))):
+    if not any(map(pgemm.find_library, ("scalapack-mpich", "scalapack-openmpi"))):
         pytest.skip("ScaLAPACK is not installed")
 
 
@@ -66,8 +67,8 @@ sys.exit(main(sys.argv[1:]))
 
 GEMM = """
 import numpy as np
-from bench import blas, scalapack
-library = scalapack.library()
+from bench import blas, pgemm
+library = pgemm.library()
 for dtype in ("float32", "float64"):
     gemm = blas.Gemm(library, dtype)
     draw = np.random.default_rng(0)
@@ -110,8 +111,8 @@ def test_a_wrong_product_of_scalapack_is_noticed(installed, tmp_path):
     program.write_text("""
 import mm3d
 from mpi4py import MPI
-from bench import scalapack
-rival = scalapack.Pgemm(scalapack.library(), MPI.COMM_WORLD, (48, 40, 56), "float64", 8, 0)
+from bench import pgemm
+rival = pgemm.Pgemm(pgemm.library(), MPI.COMM_WORLD, (48, 40, 56), "float64", 8, 0)
 rival()
 right = rival.error(1)
 if MPI.COMM_WORLD.rank == 1:
@@ -126,9 +127,9 @@ if told:
 
 
 def test_without_scalapack_it_is_said_what_to_install(monkeypatch):
-    monkeypatch.setattr(scalapack, "find_library", lambda name: None)
-    with pytest.raises(scalapack.UsageError, match="apt-get install libscalapack"):
-        scalapack.library()
+    monkeypatch.setattr(pgemm, "find_library", lambda name: None)
+    with pytest.raises(UsageError, match="apt-get install libscalapack"):
+        pgemm.library()
 
 
 @pytest.mark.ranks(4)
@@ -139,8 +140,8 @@ def test_what_one_rank_lacks_all_learn(comm, monkeypatch):
             raise error("not here")
 
     monkeypatch.setattr(scalapack, "library", library)
-    for error in (scalapack.Missing, OSError):
-        with pytest.raises(scalapack.UsageError, match=r"^not here \(1 of 4 ranks\)$"):
+    for error in (pgemm.Missing, OSError):
+        with pytest.raises(UsageError, match=r"^not here \(1 of 4 ranks\)$"):
             scalapack.loaded(comm, "float32")
     error = RuntimeError    # of the program, not of what is installed: ends the job
     if comm.rank == 2:
@@ -148,7 +149,7 @@ def test_what_one_rank_lacks_all_learn(comm, monkeypatch):
             scalapack.library()
     monkeypatch.setattr(job.backends, "get", lambda name: library())
     error = ValueError
-    with pytest.raises(scalapack.UsageError, match=r"^not here \(1 of 4 ranks\)$"):
+    with pytest.raises(UsageError, match=r"^not here \(1 of 4 ranks\)$"):
         job.usable(None, comm)
 
 
