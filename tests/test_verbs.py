@@ -3,6 +3,7 @@ import ast
 import inspect
 import re
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -12,6 +13,7 @@ from support import ROOT, run_python
 
 FILES = sorted((ROOT / "bench" / "verbs").glob("*.py"))
 NAMES = [path.stem for path in FILES if path.stem not in ("__init__", *verbs.SHARED)]
+PROGRAMS = [ROOT / name / "__main__.py" for name in ("bench", "jobs")]
 NEW = '''"""Count to a number."""
 
 GROUP = "Look at numbers"
@@ -46,11 +48,55 @@ def test_a_verb_is_a_help_a_heading_options_and_a_function(name):
     assert verbs.entry(name) == (name, module.GROUP, about)
     wanted = ["arguments", "comm"] if module.ON_ALL_RANKS else ["arguments"]
     assert list(inspect.signature(module.run).parameters) == wanted
-    imported = {f"{node.module}.{alias.name}" for node in ast.walk(ast.parse(
-        (ROOT / "bench" / "verbs" / f"{name}.py").read_text()))
-        if isinstance(node, ast.ImportFrom) for alias in node.names}
-    assert {word.split(".")[2] for word in imported if word.startswith("bench.verbs.")} <= {
-        *verbs.SHARED}
+
+
+def test_no_verb_imports_another():
+    shared = {f"bench.verbs.{name}" for name in verbs.SHARED}
+    for path in FILES:
+        found = {name for name in imports(path) if name.startswith("bench.verbs.")}
+        assert {".".join(name.split(".")[:3]) for name in found} <= shared, path.name
+
+
+def test_the_command_line_is_known_to_verbs_alone():
+    """What is below them takes plain arguments, and can be used from Python."""
+    wrong = [f"{path.relative_to(ROOT)}: {problem}" for folder in ("mm3d", "bench", "jobs")
+             for path in sorted((ROOT / folder).rglob("*.py"))
+             if path not in FILES and path not in PROGRAMS for problem in problems(path)]
+    assert wrong == []
+
+
+def problems(path: Path) -> list[str]:
+    """What a module knows of a command line."""
+    found = [f"imports {name}" for name in imports(path)
+             if name.startswith(("argparse", "bench.verbs"))]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            for one in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
+                text = ast.unparse(one.annotation) if one.annotation else ""
+                if one.arg == "arguments" or "Namespace" in text:
+                    found.append(f"line {node.lineno}: a parameter {ast.unparse(one)}")
+    return found
+
+
+def imports(path: Path) -> set[str]:
+    """Dotted names of all that a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def test_a_command_line_in_a_module_is_seen(tmp_path):
+    path = tmp_path / "module.py"
+    path.write_text("from argparse import Namespace\nfrom bench.verbs import run\n\n"
+                    "def measure(arguments, comm):\n    pass\n\n"
+                    "def plot(chosen: Namespace | None, *arguments):\n    pass\n")
+    assert sorted(problems(path)) == [
+        "imports argparse.Namespace", "imports bench.verbs.run",
+        "line 4: a parameter arguments", "line 7: a parameter chosen: Namespace | None"]
 
 
 def test_a_new_verb_needs_nothing_but_its_file(tmp_path):
