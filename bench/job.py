@@ -12,6 +12,7 @@ from bench.watch import unwatched
 from mm3d import backend as backends
 from mm3d import timing
 from mm3d.contract import lookup
+from mm3d.shape import GridShape
 
 Made = TypeVar("Made")
 
@@ -106,8 +107,8 @@ def check_variant(variant: Variant, rows: Iterable[Row], library: backends.Backe
         raise UsageError(problem)
 
 
-def arranged(one: Case, settings: Settings, comm) -> tuple[dict[str, int], str]:
-    """Return the grid's directions and sizes, and their order over the nodes.
+def arranged(one: Case, settings: Settings, comm) -> tuple[GridShape, str]:
+    """Return the shape of the grid, and the order of its directions over the nodes.
 
     Raises
     ------
@@ -122,7 +123,7 @@ def arranged(one: Case, settings: Settings, comm) -> tuple[dict[str, int], str]:
                          f"directions {', '.join(kind.directions)}, whose sizes must multiply to "
                          f"the {comm.size} ranks")
     kind.check_grid(sizes)
-    shape = dict(zip(kind.directions, sizes))
+    shape = kind.grid_shape(sizes)
     return shape, placement.order(settings.inside, kind.name, shape, one.sizes)
 
 

@@ -66,7 +66,7 @@ def measure(one: Case, settings: Settings, peaks: Group | None, world,
     shape, order = possible(lambda: arranged(one, settings, world))
     comm = placement.placed(world, shape, order)
     with freeing(comm.Free):
-        scheme = possible(lambda: mm3d.scheme(one.row.scheme, comm, tuple(shape.values()),
+        scheme = possible(lambda: mm3d.scheme(one.row.scheme, comm, shape.sizes,
                                               settings.backend,
                                               **one.variant.options(one.row.scheme)))
         with freeing(scheme.grid.free):
