@@ -59,7 +59,7 @@ def estimate(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
     there.  The closed form is of what divides: where heads do not, the rank with one more has as
     much more of everything, at most.
     """
-    shape = dict(zip(mm3d.SCHEMES[scheme].directions, grid))
+    shape = mm3d.SCHEMES[scheme].grid_shape(grid)
     parts, heads = max(grid), sizes["heads"]
     closed = cost.peak_words(scheme, shape, describe(sizes, recompute=recompute), keep=keep)
     return 1.06 * closed * np.dtype(dtype).itemsize * -(-heads // parts) * parts / heads
@@ -72,7 +72,7 @@ def policy(scheme: str, grid: tuple[int, ...], dtype: str, sizes: dict[str, int]
     None, and the least peak, where none fits.  Policies that are far from fitting by the closed
     forms are not run dry.
     """
-    shape = dict(zip(mm3d.SCHEMES[scheme].directions, grid))
+    shape = mm3d.SCHEMES[scheme].grid_shape(grid)
     closed = {name: np.dtype(dtype).itemsize * cost.peak_words(
         scheme, shape, describe(sizes, recompute=name), keep=how.keep)
         for name in policies(how.keep)}

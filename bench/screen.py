@@ -65,14 +65,13 @@ class Plan(msgspec.Struct):
         return not self.fits, self.seconds
 
 
-def over_bound(name: str, grid: dict[str, int], sizes: ModelSizes) -> float:
+def over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
     """Words of the layers' products forward over their lower bound; nan where that is 0."""
-    ranks = math.prod(grid.values())
     moved = least = 0.0
     for product, times in products(sizes).items():
         moves = lookup(name).product_moves(grid, product)[0]
-        moved += times * sum(m.words for m in moves if grid[m.axis] > 1) / ranks
-        least += times * cost.lower_bound(*product.extents, ranks)
+        moved += times * sum(m.words for m in moves if grid[m.axis] > 1) / grid.ranks
+        least += times * cost.lower_bound(*product.extents, grid.ranks)
     return moved / least if least > 0 else math.nan
 
 
@@ -107,18 +106,18 @@ class _Blocks:
     ----------
     name : str
         The scheme.
-    grid : dict of str to int
+    grid : GridShape
         Sizes of its directions.
     sizes : ModelSizes
         Of the model.
     """
 
-    def __init__(self, name: str, grid: dict[str, int], sizes: ModelSizes) -> None:
+    def __init__(self, name: str, grid: GridShape, sizes: ModelSizes) -> None:
         outer, inner = lookup(name).layouts(grid, sizes["batch"], sizes["seq"])
         self.sizes = sizes
         # Numbers of parts: of outer activations, of inner rows and of inner features.
         (self.outside, self.sequences, self.positions, self.features) = (
-            math.prod(grid[letter] for letter in letters if letter != ",")
+            grid.ranks_along(letters.replace(",", ""))
             for letters in (outer[0] + outer[1], *inner[0].split(","), inner[1]))
         self.heads = largest_block(sizes["heads"], self.features)
 
@@ -142,21 +141,19 @@ class _Blocks:
 def screen(name: str, grid: tuple[int, ...], machine: model.Machine, dtype: str,
            recompute: str, sizes: ModelSizes) -> Plan:
     """The plan of a scheme on a grid by the closed forms."""
-    letters, size = lookup(name).directions, np.dtype(dtype).itemsize
-    shape, ranks = dict(zip(letters, grid)), math.prod(grid)
+    shape, size = lookup(name).grid_shape(grid), np.dtype(dtype).itemsize
     blocks = _Blocks(name, shape, sizes)
     described = describe(sizes, recompute=recompute)
     moves = cost.moves(name, shape, described)
-    words = {phase: sum(m.words for m in found.values()) / ranks
+    words = {phase: sum(m.words for m in found.values()) / shape.ranks
              for phase, found in moves.items()}
-    strides = {c: math.prod(grid[i + 1:]) for i, c in enumerate(letters)}
     spent = {phase: dict.fromkeys(TERMS, 0.0) for phase in dry.PHASES}
     for phase, found in moves.items():
         for (axis, kind), move in found.items():
             g = shape[axis]
-            whole = move.words / ranks * size * g / (g - 1) / move.calls
+            whole = move.words / shape.ranks * size * g / (g - 1) / move.calls
             whole /= 2 if kind == "all_reduce" else 1
-            event = dry.Collective(kind, axis, g, strides[axis], whole)
+            event = dry.Collective(kind, axis, g, shape.stride(axis), whole)
             for term, value in collective_terms(machine, event).items():
                 spent[phase][term] += move.calls * value
     attention = sizes["layers"] * gemm_seconds(machine, blocks.attention(dtype))
