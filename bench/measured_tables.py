@@ -105,7 +105,7 @@ def choices(pairs: Sequence[Pair]) -> Table:
     for (*_, ranks, schemes), tried in groups.items():
         if len({(pair.measured.work.scheme, pair.measured.work.grid) for pair in tried}) == 1:
             continue
-        taken = min(tried, key=lambda pair: pair.totals[0])
+        taken = min(tried, key=lambda pair: pair.totals)    # of equals the faster
         fastest = min(tried, key=lambda pair: pair.totals[1])
         least, slowest = fastest.totals[1], max(pair.totals[1] for pair in tried)
         chosen: list[Cell] = []

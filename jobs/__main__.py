@@ -6,10 +6,9 @@ import sys
 from pathlib import Path
 from typing import NoReturn, Sequence
 
-from tabulate import tabulate
-
 from bench import variants
 from bench.cases import Case, UsageError, case, equal_tokens, load, select
+from bench.formats import Column, Table, text
 from bench.status import status_of
 from bench.verbs import options, row_options
 from jobs import fitting, rows, scripts, slurm
@@ -128,8 +127,11 @@ def overview(work: Work, cases: list[Case]) -> str:
               "-" if fits.peak is None else f"{fits.peak / 2 ** 30:.1f}",
               "-" if fits.peak is None else "yes" if fits.fits else "NO", work.script(one).name]
              for one, fits in ((one, work.fitting(one)) for one in cases)]
-    return tabulate(lines, ["row", "ranks", "nodes", "GPUs a node", "time", "inside", "recompute",
-                            "GiB a rank", "fits", "script"])
+    columns = [Column(name) for name in ("row", "ranks", "nodes", "GPUs a node")]
+    columns += [Column(name, align="<") for name in ("time", "inside", "recompute")]
+    columns += [Column("GiB a rank", align="."), Column("fits", align="<"),
+                Column("script", align="<")]
+    return text([Table("Jobs", columns, lines)])
 
 
 def submit(work: Work, cases: list[Case], arguments) -> int:
