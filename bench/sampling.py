@@ -8,7 +8,6 @@ import numpy as np
 from mpi4py import MPI
 
 from bench import machine, placement
-from bench.output import say
 from mm3d import store, timing
 from mm3d.statistics import median_interval
 
@@ -26,13 +25,6 @@ def measured_environment(backend: str, comm) -> dict[str, store.Setting]:
     return machine.describe(backend, comm.size, MPI.Get_library_version(),
                             machine.command_line(sys.argv[1:])) | {
         "node_of_rank": nodes, "clock_resolution_s": clock, "clock_offset_error_s": error}
-
-
-def failed(name: str, why: str, comm) -> int:
-    """Say that a measurement came to nothing; 1."""
-    if comm.rank == 0:
-        say(f"failed: {name}: {why}")
-    return 1
 
 
 def repeated(sample: Callable[[], float], limits: timing.Limits,

@@ -82,7 +82,7 @@ def product_trial(work: Work, comm, dtype: str, seed: int, checks: list[Check]) 
     problem = Problem(work.scheme, work.form, comm, work.grid, work.sizes, dtype, seed, "numpy")
     for phase in dry.PHASES:
         checks += [Check(f"{work.label}: {done.quantity}", done.error, done.tolerance) for done in
-                   matmul.verified(problem, getattr(problem, phase)(), seed)]
+                   matmul.verified(problem, problem.steps[phase](), seed)]
     return product(problem, comm, timing.Clock(comm))
 
 
@@ -96,7 +96,7 @@ def layer_trial(work: Work, comm, dtype: str, seed: int, checks: list[Check]) ->
 
 def product(problem: Problem, comm, clock: timing.Clock) -> Trial:
     """C, and then dA and dB."""
-    samplers = [sampling.makespans(getattr(problem, phase), comm, lambda: None, clock)
+    samplers = [sampling.makespans(problem.steps[phase], comm, lambda: None, clock)
                 for phase in dry.PHASES]
     return lambda: [sample() for sample in samplers]
 

@@ -75,7 +75,7 @@ def trace(work: Work, dtype: str, block: int) -> dry.Trace:
     with observed(problem.grid, backend.trace):
         for phase in dry.PHASES:
             backend.trace.phase = phase
-            getattr(problem, phase)()
+            problem.steps[phase]()
     return backend.trace
 
 
