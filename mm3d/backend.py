@@ -269,15 +269,16 @@ def matmul_tn(a: Array, b: Array, empty: Callable[..., Array] | None = None,
     n, m = a.shape[-1], math.prod(a.shape[:-1])
     outer = b.shape[len(a.shape) - 1:]
     return _gemm((m, n), a, (m, math.prod(outer)), b, (n,) + outer, empty, progress, left=True,
-                 wide=accumulate_float32)
+                 accumulate_float32=accumulate_float32)
 
 
 def _gemm(rows: tuple[int, int], a: Array, columns: tuple[int, int], b: Array,
           shape: tuple[int, ...], empty: Callable[..., Array] | None, progress: Progress,
-          left: bool = False, right: bool = False, wide: bool = False) -> Array:
+          left: bool = False, right: bool = False,
+          accumulate_float32: bool = False) -> Array:
     """The product of `a` and `b` as matrices of the two shapes, transposed if `left`, `right`."""
     backend = of(a)
-    c = (empty or backend.empty)(shape, wide_dtype(a) if wide else a.dtype)
+    c = (empty or backend.empty)(shape, wide_dtype(a) if accumulate_float32 else a.dtype)
     flat = (rows[1] if left else rows[0], columns[0] if right else columns[1])
     if a.shape != rows:
         a = backend.xp.reshape(a, rows)

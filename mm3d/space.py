@@ -165,12 +165,13 @@ def add_forward(A: Array, b: Array, vector: Vector, out: Array) -> Array:
     return out
 
 
-def add_backward(dC: Array, vector: Vector, wide: bool = False) -> Array | None:
+def add_backward(dC: Array, vector: Vector, accumulate_float32: bool = False) -> Array | None:
     """db = the sum of dC over all rows (Algorithm 8, corrected); dA is dC itself.
 
-    With `wide` it is summed, also over the ranks, and returned in float32 at least.
+    With `accumulate_float32` it is summed, also over the ranks, and returned in float32 at least.
     """
-    return vector.collect(namespace(dC).reshape(sum_rows(_rows(dC), wide), dC.shape[2:]))
+    db = sum_rows(_rows(dC), accumulate_float32)
+    return vector.collect(namespace(dC).reshape(db, dC.shape[2:]))
 
 
 def scale_forward(A: Array, b: Array, vector: Vector, out: Array) -> tuple[Array, Array]:
@@ -181,12 +182,12 @@ def scale_forward(A: Array, b: Array, vector: Vector, out: Array) -> tuple[Array
 
 
 def scale_backward(dC: Array, A: Array, b_l: Array, vector: Vector,
-                   out: Array, wide: bool = False) -> tuple[Array, Array | None]:
+                   out: Array, accumulate_float32: bool = False) -> tuple[Array, Array | None]:
     """dA = dC * b_l, with the gathered b_l, and db = the sum of dC * A over all rows.
 
-    `wide` as in `add_backward`.
+    `accumulate_float32` as in `add_backward`.
     """
-    db = sum_products(_rows(dC), _rows(A), wide)
+    db = sum_products(_rows(dC), _rows(A), accumulate_float32)
     scale_rows(_rows(dC), _flat(b_l), out=_rows(out))
     return out, vector.collect(namespace(dC).reshape(db, dC.shape[2:]))
 
@@ -199,11 +200,11 @@ def gelu_forward(A: Array, b: Array, vector: Vector, out: Array) -> tuple[Array,
 
 
 def gelu_backward(dC: Array, A: Array, b_l: Array, vector: Vector, out: Array,
-                  wide: bool = False) -> tuple[Array, Array | None]:
+                  accumulate_float32: bool = False) -> tuple[Array, Array | None]:
     """dA = dC times the slope of GELU at A + b, with the gathered b_l, and db = the sum of dA
     over all rows.
 
-    `wide` as in `add_backward`.
+    `accumulate_float32` as in `add_backward`.
     """
-    _, db = bias_gelu_backward(_rows(dC), _rows(A), _flat(b_l), _rows(out), wide)
+    _, db = bias_gelu_backward(_rows(dC), _rows(A), _flat(b_l), _rows(out), accumulate_float32)
     return out, vector.collect(namespace(dC).reshape(db, dC.shape[2:]))
