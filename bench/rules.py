@@ -76,10 +76,12 @@ def verification(run: Run) -> Iterator[str]:
             yield (f"verification: the tolerance of {check.quantity} is {check.tolerance:g}; the "
                    f"rules allow {limit:g}")
     names = {check.quantity for check in serial}
-    wanted = 2 + 12 * layers
+    model = describe(ModelSizes.of({**run.configuration, "layers": layers}))
+    arrays = cost.parameter_arrays(model)
+    wanted = 2 + arrays
     if not {"output", "input gradient"} <= names or len(names) != wanted:
         yield (f"verification: {len(names)} quantities, but {layers} layers have {wanted}: the "
-               f"output, its input's gradient and 12 parameters a layer")
+               f"output, its input's gradient and {arrays / max(1, layers):g} parameters a layer")
     yield from looked_at(run, own)
 
 

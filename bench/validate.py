@@ -10,7 +10,7 @@ from typing import Iterator
 import h5py
 
 from bench import rules
-from mm3d import merged
+from mm3d import ModelSizes, merged
 from mm3d.record import Measurements
 from mm3d.store import FORMAT, SCHEMA, StoreError, opened, parse
 
@@ -42,7 +42,9 @@ def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
         return [*errors, "there is no verification: no time counts without one"], []
     try:
         run = parse(group, place)
-    except StoreError as error:
+        if not isinstance(run, Measurements):
+            ModelSizes.of(run.configuration).check()
+    except (StoreError, ValueError) as error:
         return [*errors, str(error)], []
     common = rules.MEASUREMENTS if isinstance(run, Measurements) else rules.MODEL
     for rule in common:

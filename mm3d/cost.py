@@ -62,6 +62,11 @@ def parameters(model: ModelSpec) -> int:
                for shape in work.layer.parameters().values())
 
 
+def parameter_arrays(model: ModelSpec) -> int:
+    """Count the trained arrays; a Transformer layer has 12."""
+    return sum(work.times * len(work.layer.parameters()) for work in model.chain.in_forward())
+
+
 def moves(scheme: str, grid: Mapping[str, int], model: ModelSpec,
           **options: Any) -> dict[str, dict[Key, Move]]:
     """Collectives of a step of `model` by phase, direction and kind.
