@@ -15,11 +15,12 @@ from mpi4py import MPI
 
 from bench import fits as fitting
 from bench import machine as here
-from bench import model, operands, placement, probes, trials
+from bench import model, operands, probes, trials
 from bench.cases import UsageError
 from bench.work import Work
 from mm3d import backend as backends
 from mm3d import environment
+from mm3d.nodes import node_numbers
 
 DTYPES = ("float32", "float64")
 NOTHING = model.Level(0.0, 1e15)    # links of one rank, where nothing travels
@@ -45,7 +46,7 @@ def measure(comm) -> model.Machine | None:
         When a result is wrong; the same on every rank.
     """
     transport, memory = operands.usual_transport(comm), memory_bytes()
-    nodes = len(set(placement.numbers(comm)))
+    nodes = len(set(node_numbers(comm)))
     if nodes > 1:
         raise UsageError(f"{comm.size} ranks on {nodes} nodes: calibrate measures one node, start "
                          f"all ranks on one")

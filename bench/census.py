@@ -48,13 +48,16 @@ def best_kernels() -> str:
 def census() -> list[dict[str, Any]]:
     """What each rank of this world sees, in rank order (every rank calls it)."""
     from mpi4py import MPI
+    from mm3d.nodes import node_numbers
     from mm3d.timing import Clock
     comm = MPI.COMM_WORLD
-    near = comm.Split_type(MPI.COMM_TYPE_SHARED)
+    nodes = node_numbers(comm)
+    node = nodes[comm.rank]
     seen, source = gpus()
     clock = Clock(comm)
-    mine = {"size": comm.size, "node": near.bcast(comm.rank), "local_rank": near.rank,
-            "ranks_on_node": near.size, "cores": environment.cores(), "gpus": seen,
+    mine = {"size": comm.size, "node": nodes.index(node),    # known by its first rank
+            "local_rank": nodes[:comm.rank].count(node), "ranks_on_node": nodes.count(node),
+            "cores": environment.cores(), "gpus": seen,
             "gpu_source": source, "mpi": machine.mpi_name(MPI.Get_library_version()),
             "best_kernels": best_kernels(), **machine.blas(),
             "clock_resolution": clock.resolution(), "clock_offset_error": clock.offset_error}

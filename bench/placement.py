@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from mpi4py import MPI
 
 from mm3d import ModelSizes, cost, describe
+from mm3d.nodes import node_numbers
 from mm3d.shape import GridShape
 
 Sizes = dict[str, int]
@@ -102,7 +103,7 @@ def found(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> Placement:
     chosen : str
         See `order`.
     """
-    nodes, grid = numbers(comm), GridShape.of(shape)
+    nodes, grid = node_numbers(comm), GridShape.of(shape)
 
     def within_nodes(axis: str) -> bool:
         first = [grid.rank({**coords, axis: 0}) for coords in grid.everywhere()]
@@ -110,12 +111,3 @@ def found(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> Placement:
 
     within = "".join(axis for axis, size in grid.items() if size > 1 and within_nodes(axis))
     return Placement(chosen, within, len(set(nodes)), " ".join(map(str, nodes)))
-
-
-def numbers(comm: MPI.Intracomm) -> list[int]:
-    """The number of every rank's node, without its name; every rank calls this."""
-    near = comm.Split_type(MPI.COMM_TYPE_SHARED)
-    first = comm.allgather(near.bcast(comm.rank))    # a node is known by its first rank
-    near.Free()
-    known = list(dict.fromkeys(first))
-    return [known.index(rank) for rank in first]

@@ -7,8 +7,9 @@ from typing import Callable
 import numpy as np
 from mpi4py import MPI
 
-from bench import machine, placement
+from bench import machine
 from mm3d import store, timing
+from mm3d.nodes import node_numbers
 from mm3d.statistics import median_interval
 
 BOUNDS = ("median", "low", "high", "confidence")
@@ -21,7 +22,7 @@ def measured_environment(backend: str, comm) -> dict[str, store.Setting]:
     """Describe the machine and the job, with the clock of its worst rank."""
     clock = comm.allreduce(timing.Clock.resolution(), MPI.MAX)
     error = comm.allreduce(timing.Clock(comm).offset_error, MPI.MAX)
-    nodes = " ".join(map(str, placement.numbers(comm)))
+    nodes = " ".join(map(str, node_numbers(comm)))
     return machine.describe(backend, comm.size, MPI.Get_library_version(),
                             machine.command_line(sys.argv[1:])) | {
         "node_of_rank": nodes, "clock_resolution_s": clock, "clock_offset_error_s": error}

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any, Callable
 
 import numpy as np
-from mpi4py import MPI
 
 from bench.footprint import Resident
 from bench.sampling import several
 from bench.variants import Variant, itemsize
 from mm3d import cost, dry, environment, timing
 from mm3d.backend import Backend
+from mm3d.nodes import physical_node
 from mm3d.record import Group, Variable
 
 SIZE = 512          # of the square matrices whose product is the peak: the rate grows no further
@@ -48,7 +48,7 @@ def peaks(backend: Backend, dtype: str, comm) -> Group | None:
     comm : mpi4py.MPI.Intracomm
         All ranks; each must call this.
     """
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
+    node = physical_node(comm)
     at_work = node.bcast(min(node.size, environment.cores()) if backend.host_buffers
                          else node.size)
     caches = cache_bytes() if backend.host_buffers else math.nan

@@ -10,7 +10,8 @@ from mpi4py import MPI
 from mm3d import proof
 from mm3d.backend import Backend
 from mm3d.device import TRANSPORTS
-from mm3d.shared import SharedTransport, one_node
+from mm3d.nodes import node_size, one_node
+from mm3d.shared import SharedTransport
 from mm3d.transport import Absent, MpiTransport, SilentTransport
 
 ON_HOST = ("mpi", "shared")
@@ -29,7 +30,7 @@ def settle(comm: MPI.Intracomm | Absent, backend: Backend) -> str:
     Raises
     ------
     ValueError
-        When the setting does not carry such arrays.
+        When the setting does not carry such arrays, or ``MM3D_NODE_SIZE`` is no positive integer.
     """
     wanted = os.environ.get("MM3D_TRANSPORT", "")
     known = ON_HOST if backend.host_buffers else tuple(TRANSPORTS)
@@ -39,6 +40,7 @@ def settle(comm: MPI.Intracomm | Absent, backend: Backend) -> str:
                          f"{backend.name!r}: choose {', '.join(known[:-1])} or {known[-1]}")
     if alone:
         return "none"
+    node_size()    # its error comes first, the same on every rank
     if backend.host_buffers:
         return wanted or "shared"
     if wanted and wanted != "nccl":
@@ -92,7 +94,7 @@ def transports_for(comm: MPI.Intracomm | Absent, lines: Mapping[str, MPI.Intraco
                    backend: Backend, kind: str, node: int = 0) -> dict[str, MpiTransport]:
     """The transport of that name (see `settle`) along each of a grid's directions.
 
-    Ranks of different nodes, as `mm3d.shared.node_of` numbers them, share no memory and go by MPI;
+    Ranks of different nodes, as `mm3d.nodes.node_of` numbers them, share no memory and go by MPI;
     so do, unless sharing was asked for, those that may not open each other's memory.  There each
     line decides for itself: all its ranks fail alike, and its collectives concern no other line.
 

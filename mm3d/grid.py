@@ -9,8 +9,8 @@ from mm3d import environment
 from mm3d.axis import Axis, Traffic
 from mm3d.backend import Backend
 from mm3d.choice import settle, transports_for
+from mm3d.nodes import node_of
 from mm3d.shape import GridShape
-from mm3d.shared import node_of
 from mm3d.transport import Absent
 
 

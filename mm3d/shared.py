@@ -13,7 +13,6 @@ kind, dtype, shape or counts, are a ValueError on all ranks before any array is 
 """
 
 import math
-import os
 import weakref
 from typing import Any
 
@@ -24,7 +23,7 @@ from mm3d import calls, environment, sums
 from mm3d.backend import Array, Backend
 from mm3d.calls import Call
 from mm3d.meeting import CROWDED, LOOKS, NOWHERE
-from mm3d.memory import MAIL, SharedMemory, available
+from mm3d.memory import MAIL, SharedMemory
 from mm3d.pool import Loan
 from mm3d.transport import MpiTransport, block_indices, resized
 
@@ -281,34 +280,3 @@ def _common(whole: Array) -> Array:
     view = whole.view()
     view.setflags(write=False)
     return view
-
-
-def node_of(comm: MPI.Intracomm) -> int:
-    """A number that the ranks of `comm` on one node have in common; all must call it.
-
-    With ``MM3D_NODE_SIZE=n`` every n ranks of a node count as a node of their own, which shows
-    on one machine what happens on several.
-
-    Raises
-    ------
-    ValueError
-        When ``MM3D_NODE_SIZE`` is no positive integer.
-    """
-    wanted = os.environ.get("MM3D_NODE_SIZE")
-    if wanted is not None and not (wanted.isdecimal() and int(wanted) > 0):
-        raise ValueError(f"MM3D_NODE_SIZE={wanted!r}: give the number of ranks, 1 or more, that "
-                         "count as one node")
-    node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.rank)
-    ranks = np.empty(node.size, np.int64)
-    node.Allgather(np.array([comm.rank]), ranks)
-    size = int(wanted or node.size)
-    first = int(ranks[node.rank // size * size])
-    node.Free()
-    return first
-
-
-def one_node(comm: MPI.Intracomm, node: int) -> bool:
-    """Whether the ranks of `comm`, this one's node being `node`, can share memory."""
-    nodes = np.empty(comm.size, np.int64)
-    comm.Allgather(np.array([node]), nodes)
-    return comm.size > 1 and available() and bool((nodes == node).all())

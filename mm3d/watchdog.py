@@ -19,8 +19,8 @@ from typing import Any, Callable, Iterator
 import numpy as np
 
 from mm3d.hearsay import Hearsay
+from mm3d.nodes import node_of
 from mm3d.observe import observed
-from mm3d.shared import node_of
 from mm3d.trace import Event, Layer, Observer, Recomputation
 
 # Of each rank: its process; when its thread last looked, when it last made progress, and when it

@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "regions": {"idle"},
     "meeting": {"calls"},
     "memory": {"calls", "idle", "meeting", "regions"},
+    "nodes": {"memory"},
     "shared": {"backend", "calls", "environment", "meeting", "memory", "pool", "sums",
                "transport"},
     "kernels": set(),
@@ -36,10 +37,10 @@ MAY_IMPORT = {
     "wire": {"backend", "transport"},
     "device": {"backend", "wire"},
     "proof": {"environment"},
-    "choice": {"backend", "device", "proof", "shared", "transport"},
+    "choice": {"backend", "device", "nodes", "proof", "shared", "transport"},
     "axis": {"backend", "transport"},
     "shape": set(),
-    "grid": {"axis", "backend", "choice", "environment", "shape", "shared", "transport"},
+    "grid": {"axis", "backend", "choice", "environment", "nodes", "shape", "transport"},
     "selftest": {"axis", "environment", "grid", "guard"},
     "layout": {"axis", "backend", "grid", "shape"},
     "space": {"axis", "backend", "functional", "grid", "layout", "shape"},
@@ -74,7 +75,7 @@ MAY_IMPORT = {
     "observe": {"trace", "transport"},
     "spans": {"trace"},
     "hearsay": set(),
-    "watchdog": {"hearsay", "observe", "shared", "trace"},
+    "watchdog": {"hearsay", "nodes", "observe", "trace"},
     "hollow": {"backend", "elementwise", "pool", "trace"},
     "dry": {"backend", "contract", "hollow", "observe", "recompute", "trace", "transformer",
             "transport"},
@@ -84,11 +85,11 @@ SCHEME = ARRAYS | {"closed_form", "contract", "matrix_product", "overlap"}
 
 # Packages that one file alone, or two, may know.
 ONLY_IN = {"cupy": {"gpu"}, "cupy_backends": {"gpu"}, "ml_dtypes": {"gpu"},
-           "mpi4py": {"grid", "contract", "guard", "proof", "selftest", "shared"},
+           "mpi4py": {"grid", "contract", "guard", "nodes", "proof", "selftest"},
            "h5py": {"record", "store", "merged"},
            "threadpoolctl": {"environment"}}
 TYPE_HINTS_ONLY = {("axis", "mpi4py"), ("choice", "mpi4py"), ("meeting", "mpi4py"),
-                   ("memory", "mpi4py")}
+                   ("memory", "mpi4py"), ("shared", "mpi4py")}
 EVERYWHERE = {"numpy", *sys.stdlib_module_names}
 
 

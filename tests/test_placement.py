@@ -56,27 +56,23 @@ def test_the_last_direction_varies_fastest_from_rank_to_rank(comm, chosen):
 
 @pytest.mark.ranks(8)
 def test_what_lies_within_a_node_is_found(comm, monkeypatch):
+    """Of two nodes of four ranks each, in the order of launching."""
     shape = {"x": 2, "y": 2, "z": 2}
-    # Two nodes of four ranks each, in the order of launching.
-    node = comm.rank // 4
-
-    class Nodes:
-        def __init__(self, ranks):
-            self.ranks, self.rank, self.size = ranks, ranks.rank, ranks.size
-            self.allgather = ranks.allgather
-
-        def Split_type(self, kind):
-            return self.ranks.Split(node, self.rank)
-
+    everything = placement.found(comm, shape, "xyz")
+    assert everything == placement.Placement("xyz", "xyz", 1, "0 0 0 0 0 0 0 0")
+    monkeypatch.setenv("MM3D_NODE_SIZE", "4")
+    monkeypatch.setenv("MM3D_TRANSPORT", "")
     for chosen, within, nodes in (("xyz", "yz", "0 0 0 0 1 1 1 1"),
                                   ("zxy", "xy", "0 1 0 1 0 1 0 1"),
                                   ("yzx", "xz", "0 0 1 1 0 0 1 1")):
         ranks = placement.placed(comm, shape, chosen)
-        assert placement.found(Nodes(ranks), shape, chosen) == placement.Placement(
+        assert placement.found(ranks, shape, chosen) == placement.Placement(
             chosen, within, 2, nodes)
+        grid = mm3d.Grid(ranks, **shape)    # whose transports know the same nodes
+        assert within == "".join(name for name, axis in grid.axes.items()
+                                 if axis.transport.name == "shared")
+        grid.free()
         ranks.Free()
-    everything = placement.found(comm, shape, "xyz")
-    assert everything == placement.Placement("xyz", "xyz", 1, "0 0 0 0 0 0 0 0")
 
 
 def test_the_placement_is_recorded_and_changes_no_result(tmp_path):

@@ -14,7 +14,8 @@ import mm3d
 from mm3d import memory
 from mm3d.meeting import SLOTS
 from mm3d.memory import MAIL, NOTES, SEGMENT, TAKES, SharedMemory
-from mm3d.shared import SharedTransport, node_of
+from mm3d.nodes import node_of
+from mm3d.shared import SharedTransport
 from reference import integers, on_grid
 from support import run_ranks
 
