@@ -4,7 +4,10 @@ from typing import Any, Callable
 
 import numpy as np
 
+from mm3d.backend import Backend
+from mm3d.events import ArrayObserver, Overlapped
 from mm3d.grid import Grid
+from mm3d.observe import observed
 from mm3d.transport import Pending
 
 
@@ -28,37 +31,34 @@ def hidden_share(grid: Grid, step: Callable[[], object], repetitions: int) -> fl
     return float(1 - going_on / ended) if ended else float("nan")
 
 
+class _Overlap(ArrayObserver):
+    """Measures the calls for collectives that go on, or ends each of them where it begins."""
+
+    kinds = (Overlapped,)
+
+    def __init__(self, backend: Backend, at_once: bool) -> None:
+        self.backend, self.at_once = backend, at_once
+        self.open: list[Any] = []
+        self.marks: list[tuple[Any, Any]] = []
+
+    def enter(self, event: Overlapped, meet: Callable[[], None] | None = None) -> None:
+        """Mark the begin of a call."""
+        self.open.append(self.backend.mark())
+
+    def leave(self) -> None:
+        """Mark its end."""
+        self.marks.append((self.open.pop(), self.backend.mark()))
+
+    def seen(self, event: Overlapped, given: tuple, result: Pending) -> None:
+        """Wait for the collective that has begun, if that is wanted."""
+        if self.at_once:
+            result.wait()
+
+
 def _seen(grid: Grid, step: Callable[[], object], at_once: bool) -> float:
     """Seconds that this rank spends on collectives that may go on in one step."""
-    marks, mark = [], grid.backend.mark
-
-    def timed(call: Callable) -> Callable:
-        def told(*arguments: Any) -> Any:
-            start = mark()
-            result = call(*arguments)
-            marks.append((start, mark()))
-            return result
-        return told
-
-    def begun(begin: Callable) -> Callable:
-        def told(*arguments: Any) -> Any:
-            pending = timed(begin)(*arguments)
-            if not isinstance(pending, Pending):    # nothing to prefetch, or nothing that can
-                marks.pop()
-                return pending
-            pending.progress, pending.wait = timed(pending.progress), timed(pending.wait)
-            if at_once:
-                pending.wait()
-            return pending
-        return told
-
-    for axis in grid.axes.values():
-        axis.begin_reduce_scatter = begun(axis.begin_reduce_scatter)
-        axis.prefetch = begun(axis.prefetch)
-    try:
+    overlap = _Overlap(grid.backend, at_once)
+    with observed(grid, overlap):
         grid.comm.Barrier()
         step()
-    finally:
-        for axis in grid.axes.values():
-            del axis.begin_reduce_scatter, axis.prefetch
-    return sum(grid.backend.seconds(*pair) for pair in marks)
+    return sum(grid.backend.seconds(*pair) for pair in overlap.marks)

@@ -181,7 +181,7 @@ def time_layer(subject: MeasuredLayer, kinds: list[int], limits: Limits,
     """Measure all `kinds` until the limits are reached, and check the last results."""
     comm, backend = subject.scheme.grid.comm, subject.scheme.grid.backend
     clock, order = timing.Clock(comm), np.random.default_rng(subject.seed)
-    replay = Replay(subject.step, backend, subject.dtype)
+    replay = Replay(subject.step, subject.scheme.grid, subject.dtype)
     replay.result, last = None, None
 
     def sample(kind: int) -> np.ndarray:

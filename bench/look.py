@@ -8,6 +8,7 @@ import numpy as np
 from bench import attentioncheck
 from bench.sheets import Sheet, chunks
 from mm3d.elementwise import GELU_CUBIC, GELU_SCALE
+from mm3d.events import ArrayObserver, Layer
 from mm3d.layers import Attention, Gelu, LayerNorm, Linear, Residual
 from mm3d.layout import Layout
 
@@ -16,7 +17,7 @@ VECTORS = 3    # random ones beside a vector's gradient
 SUMS = ("y in some rows", "dx in some rows")
 
 
-class Look:
+class Look(ArrayObserver):
     """Looks at the layers of one step and keeps the errors, each over its bound.
 
     Parameters
@@ -33,6 +34,8 @@ class Look:
     rounding : str
         What products are rounded to: the model's dtype, or "tf32".
     """
+
+    kinds = (Layer,)
 
     def __init__(self, model: Any, seed: int) -> None:
         self.model, self.grid = model, model.grid
@@ -84,18 +87,26 @@ class Look:
 
     def forward(self, layer: Any, x: Any, y: Any) -> Any:
         """Look at what `layer` has made of `x`; what is needed to look at its backward."""
+        if isinstance(layer, Residual):
+            return self._sum(layer, SUMS[0], x, y)
         needed = {Linear: self._linear, LayerNorm: self._norm, Gelu: self._gelu,
                   Attention: self._attention}[type(layer)](layer, x, y)
         self.last = self._local_rows(y)
         return needed
 
-    def backward(self, layer: Any, dy: Any, dx: Any, needed: Any) -> None:
+    def again(self, layer: Any, x: Any) -> Any:
+        """What is needed to look at the backward of a linear layer: its input."""
+        return x
+
+    def backward(self, layer: Any, dy: Any, dx: Any, note: Any) -> None:
         """Look at the gradients that `layer` has made of `dy`."""
+        if isinstance(layer, Residual):
+            return self._sum(layer, SUMS[1], dy, dx)
         {Linear: self._linear_back, LayerNorm: self._norm_back, Gelu: self._gelu_back,
-         Attention: self._attention_back}[type(layer)](layer, dy, dx, needed)
+         Attention: self._attention_back}[type(layer)](layer, dy, dx, note)
         self.last = self._local_rows(dx)
 
-    def sum(self, block: Any, what: str, a: Any, total: Any) -> None:
+    def _sum(self, block: Any, what: str, a: Any, total: Any) -> None:
         """Look at the sum of `a` and of what the layer before has given."""
         a, total = self._local_rows(a), self._local_rows(total)
         self.note(block, what, total - a - self.last, np.abs(a) + np.abs(self.last))

@@ -75,7 +75,7 @@ def measure_product(problem: Problem, backward: bool = False, calls: int | None 
     replays, words, checks = {}, [], []
     for phase in phases:
         grid.reset_traffic()
-        replays[phase] = Replay(problem.steps[phase], grid.backend, problem.dtype)
+        replays[phase] = Replay(problem.steps[phase], grid, problem.dtype)
         words.append(sum(traffic.words for traffic in grid.traffic().values()))
         checks += verified(problem, replays[phase].result, seed)
         replays[phase].result = None

@@ -6,11 +6,12 @@ import numpy as np
 
 from bench import operands
 from bench.residual import Distributed
-from mm3d.axis import Split
 from mm3d.backend import Array, Backend
 from mm3d.contract import lookup, registry
+from mm3d.events import ArrayObserver, Gemm
 from mm3d.grid import Grid
 from mm3d.matrix_product import GRADIENTS, LOCAL
+from mm3d.observe import observed
 
 
 def schemes() -> list[str]:
@@ -64,10 +65,6 @@ class Problem:
             operands.empty(self.layouts[name], self.grid, self.shapes[name], dtype, direction),
             self.grid.backend, seed, name, comm.rank)
             for name, direction in self.product.directions.items()}
-
-    def observe(self, named: Callable[[Split, str], Split]) -> None:
-        """Let `named` replace each Split, of which it learns the matrix that travels over it."""
-        self.product.observe(named)
 
     def forward(self) -> dict[str, Array]:
         """This rank's block of C."""
@@ -124,25 +121,30 @@ class Whole:
         return {"forward": self.forward, "backward": self.backward}
 
 
-class Replay:
-    """The local matrix products of a step of `problem`, and nothing else: its ceiling.
+class _Operands(ArrayObserver):
+    """Notes shape and order of the operands of products of two matrices."""
 
-    They are recorded while `step` runs; operands of equal shape and order share memory.
+    kinds = (Gemm,)
+
+    def __init__(self) -> None:
+        self.found: list[tuple[tuple, tuple]] = []
+
+    def seen(self, event: Gemm, given: tuple[Array, Array], result: Array) -> None:
+        """Note the operands, where they are no stacks as attention multiplies them."""
+        if all(len(m.shape) == 2 for m in given):
+            self.found.append(tuple((tuple(m.shape), _transposed(m)) for m in given))
+
+
+class Replay:
+    """The local matrix products of a step on `grid`, and nothing else: its ceiling.
+
+    They are observed while `step` runs; operands of equal shape and order share memory.
     """
 
-    def __init__(self, step, backend, dtype: str) -> None:
-        seen: list[tuple[tuple, tuple]] = []
-        gemm = backend.gemm
-
-        def recorder(a: Array, b: Array, *out: Array) -> Array:
-            seen.append(tuple((tuple(m.shape), _transposed(m)) for m in (a, b)))
-            return gemm(a, b, *out)
-
-        backend.gemm = recorder
-        try:
+    def __init__(self, step: Callable[[], Any], grid: Grid, dtype: str) -> None:
+        backend, operands_of_step = grid.backend, _Operands()
+        with observed(grid, operands_of_step):
             self.result = step()
-        finally:
-            del backend.gemm
         made: dict[tuple, Array] = {}
 
         def operand(place: int, shape: tuple[int, int], transposed: bool) -> Array:
@@ -155,7 +157,7 @@ class Replay:
 
         self.backend = backend
         self.calls = [(operand(0, *a), operand(1, *b), backend.empty((a[0][0], b[0][1]), dtype))
-                      for a, b in seen]
+                      for a, b in operands_of_step.found]
 
     def __call__(self) -> None:
         """Do them all."""

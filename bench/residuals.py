@@ -13,8 +13,7 @@ Of what several ranks hold copies of, every copy is checked.
 """
 
 import math
-from contextlib import contextmanager
-from typing import Any, Iterator
+from typing import Any
 
 import numpy as np
 
@@ -22,8 +21,7 @@ from bench import attentioncheck
 from bench.look import SUMS, Look, residual_blocks
 from bench.residual import EPS
 from bench.sheets import greatest
-from mm3d.layers import Residual
-from mm3d.overlap import Overlap
+from mm3d.observe import observed
 from mm3d.store import Check
 
 # Multiples of eps that pass: of |A||B| in products, and of what rounding can do to each number of
@@ -52,7 +50,7 @@ def step(model: Any, x: Any, dy: Any, seed: int) -> list[Check]:
     """
     look = Look(model, seed)
     model.zero_gradients()
-    with watched(model, look):
+    with observed(model.grid, look, model):
         _, saved = model.forward(x)
         model.backward(dy, saved)
     worst = greatest(np.array(list(look.errors.values())), model.grid.comm)
@@ -100,73 +98,3 @@ def tolerances(layers: int, rounding: str) -> dict[str, float]:
              "mlp.up": product, "mlp.gelu": sums | bias, "mlp.down": product | bias, "mlp": sums}
     return {f"{PREFIX}layers.{n}.{part}, {what}": limit for n in range(layers)
             for part, kinds in parts.items() for what, limit in kinds.items()}
-
-
-@contextmanager
-def watched(model: Any, look: "Look") -> Iterator[None]:
-    """Have `look` see what every layer of `model` makes within the block."""
-    before: list[tuple[Any, tuple]] = []
-    _watch(model.layers, look, before)
-    try:
-        yield
-    finally:
-        for chain, layers in before:
-            chain.layers = layers
-
-
-def _watch(chain: Any, look: "Look", before: list[tuple[Any, tuple]]) -> None:
-    """Put watched layers in the place of those within `chain`, and note what was there."""
-    before.append((chain, chain.layers))
-    for layer in chain.layers:
-        if hasattr(layer, "layers"):
-            _watch(layer, look, before)
-    chain.layers = tuple(
-        _WatchedBlock(layer, look) if isinstance(layer, Residual) else
-        layer if hasattr(layer, "layers") else _Watched(layer, look) for layer in chain.layers)
-
-
-class _Watched:
-    """A layer whose results are looked at as they come."""
-
-    def __init__(self, layer: Any, look: "Look") -> None:
-        self.layer, self.look = layer, look
-
-    def forward(self, x: Any, overlap: Overlap | None = None) -> tuple[Any, Any]:
-        y, kept = self.layer.forward(x, overlap)
-        return y, (kept, self.look.forward(self.layer, x, y))
-
-    def backward(self, dy: Any, saved: Any, overlap: Overlap | None = None) -> Any:
-        kept, needed = saved
-        dx = self.layer.backward(dy, kept, overlap)
-        if overlap is not None:
-            overlap.finish_gradients()
-        self.look.backward(self.layer, dy, dx, needed)
-        return dx
-
-    def again(self, x: Any, overlap: Overlap | None = None) -> Any:
-        """What forward keeps, without its output.
-
-        Only a linear layer does this, and its backward is looked at with its input.
-        """
-        return self.layer.again(x, overlap), x
-
-
-class _WatchedBlock:
-    """A residual block whose two sums are looked at in some rows."""
-
-    def __init__(self, block: Any, look: "Look") -> None:
-        self.block, self.look = block, look
-
-    def forward(self, x: Any, overlap: Overlap | None = None) -> tuple[Any, Any]:
-        y, kept = self.block.forward(x, overlap)
-        self.look.sum(self.block, SUMS[0], x, y)
-        return y, kept
-
-    def backward(self, dy: Any, kept: Any, overlap: Overlap | None = None) -> Any:
-        dx = self.block.backward(dy, kept, overlap)
-        self.look.sum(self.block, SUMS[1], dy, dx)
-        return dx
-
-    def again(self, x: Any, overlap: Overlap | None = None) -> Any:
-        """What forward keeps, without the sum."""
-        return self.block.again(x, overlap)

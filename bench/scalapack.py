@@ -162,7 +162,7 @@ class Products:
         """List the 3-D product by each transport, ScaLAPACK's in blocks of each size, and the
         local products of the first alone, by the BLAS of all these and by NumPy's own."""
         first = next(iter(self.ours.values()))
-        local = Replay(first.forward, first.grid.backend, first.dtype)
+        local = Replay(first.forward, first.grid, first.dtype)
         grid = first.grid.shape
         return [*(Subject(f"3d on {grid}, transport {name}", problem.forward, self.gemm)
                   for name, problem in self.ours.items()),

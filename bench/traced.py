@@ -3,17 +3,16 @@
 They follow the repetitions whose times are reported, which nothing traces.
 """
 
-import copy
-from functools import partial
 from typing import Sequence
 
 import numpy as np
 
 from mm3d import timing
-from mm3d.observe import Named, observed
+from mm3d.events import PHASES
+from mm3d.observe import observed
 from mm3d.record import Group, Variable
 from mm3d.spans import Recorder, Span, breakdown, parts
-from mm3d.store import PHASES, directions_of
+from mm3d.store import directions_of
 
 
 def traced(step: timing.Step, model, repetitions: int) -> tuple[list[Span], Group | None]:
@@ -39,14 +38,11 @@ def traced(step: timing.Step, model, repetitions: int) -> tuple[list[Span], Grou
         return [], None
     grid = model.grid
     recorder, names = Recorder(grid.backend, step.clock.now), parts(directions_of(grid.shape))
-    watched = copy.copy(step)
-    watched.forward = partial(recorder.phase, PHASES[0], step.forward)
-    watched.backward = lambda saved: recorder.phase(PHASES[1], partial(step.backward, saved))
     seconds = np.empty((repetitions, len(PHASES), len(names)))
     with observed(grid, recorder, model):
         for repetition in range(repetitions):
             recorder.spans.clear()
-            times = watched()
+            times = step()
             for p, phase in enumerate(PHASES):
                 found = breakdown(within(recorder.spans, phase), times[p, 1] - times[p, 0], names)
                 seconds[repetition, p] = list(found.values())
@@ -59,12 +55,10 @@ def product(problem, phases: Sequence[str], clock: timing.Clock) -> list[Span]:
     """The spans of this rank in one traced call of a `bench.products.Problem`'s phases."""
     grid = problem.grid
     recorder = Recorder(grid.backend, clock.now)
-    problem.observe(partial(Named, observer=recorder))
-    with observed(grid, recorder):
+    with observed(grid, recorder, problem):
         for phase in phases:
             grid.comm.Barrier()
-            recorder.phase(phase, problem.steps[phase])
-    problem.observe(lambda split, name: split)
+            problem.steps[phase]()
     return recorder.spans
 
 

@@ -72,9 +72,8 @@ def trace(work: Work, dtype: str, block: int) -> dry.Trace:
     backend.begin(block)
     problem = Problem(work.scheme, work.form, Absent(work.ranks), work.grid, work.sizes, dtype, 0,
                       backend)
-    with observed(problem.grid, backend.trace):
+    with observed(problem.grid, backend.trace, problem):
         for phase in dry.PHASES:
-            backend.trace.phase = phase
             problem.steps[phase]()
     return backend.trace
 

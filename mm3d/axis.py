@@ -14,6 +14,8 @@ from mpi4py import MPI
 from mm3d.backend import Array, Backend
 from mm3d.transport import MpiTransport, Pending, host_dtype, resized
 
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
+
 
 def blocks(extent: int, parts: int, unit: int = 1) -> list[int]:
     """Lengths of the `parts` contiguous blocks of `extent` elements.

@@ -14,10 +14,11 @@ from typing import Any
 
 from mm3d import backend as backends
 from mm3d.contract import scheme as make_scheme
+from mm3d.events import PHASES, Collective, Gemm, Pass
 from mm3d.hollow import DryBackend
 from mm3d.observe import observed
 from mm3d.recompute import policy
-from mm3d.trace import PHASES, Collective, Gemm, Pass, Trace
+from mm3d.trace import Trace
 from mm3d.transformer import Transformer
 from mm3d.transport import Absent
 
@@ -50,12 +51,10 @@ def step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int =
     trace.parameters = sum(p.nbytes for p in model.parameters)
     x, dy = model.random("input"), model.random("output gradient")
     with observed(scheme.grid, trace, model):
-        trace.phase = "forward"
         scheme.grid.reset_traffic()
         y, saved = model.forward(x)
         trace.traffic["forward"] = scheme.grid.traffic()
         trace.saved = model.saved_bytes(saved)
-        trace.phase = "backward"
         scheme.grid.reset_traffic()
         model.backward(dy, saved)
         trace.traffic["backward"] = scheme.grid.traffic()

@@ -12,8 +12,9 @@ import numpy as np
 
 from mm3d.backend import Backend
 from mm3d.elementwise import Kernels
+from mm3d.events import Pass
 from mm3d.pool import Pool
-from mm3d.trace import Pass, Trace
+from mm3d.trace import Trace
 
 
 class DryArray:

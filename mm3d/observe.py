@@ -1,225 +1,176 @@
 """Observing a step: one hook for every product, collective and layer of a model.
 
-`observed` stands in front of a grid's backend and transports, and of a model's layers, and tells
-an `Observer` of each call, for as long as a ``with`` block lasts.  The code that computes knows
-nothing of it and pays nothing for it outside the block.  A dry run's `mm3d.trace.Trace` observes
-to count, `mm3d.spans.Recorder` to measure.
+`observed` stands in front of the methods of a grid's backend and transports, and of a model and
+its layers, and tells an `Observer` of each call, for as long as a ``with`` block lasts.  Several
+observers can be there at once.  The code that computes knows nothing of it and pays nothing for it
+outside the block.  A dry run's `mm3d.trace.Trace` observes to count, `mm3d.spans.Recorder` to
+measure, `mm3d.watchdog.Position` to say where a rank is.
 """
 
-import math
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial
 from typing import Any, Callable, Iterator
 
-import numpy as np
-
-from mm3d.trace import Collective, Event, Gemm, Layer, Observer, Recomputation
-from mm3d.transport import host_dtype, resized
-
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
+from mm3d.events import (Collective, Event, Gemm, Layer, Observer, Overlapped, Phase,
+                         Recomputation)
+from mm3d.observed_calls import (LAYER_CALLS, Library, Named, Observers, Transport, product,
+                                 together, told_as)
 
 # Methods of a backend that multiply matrices, and stacks of them where it has its own for these.
 PRODUCTS = ("gemm", "gemms")
 
 # What travels for each attribute of a layer that communicates; of a product it says so itself.
 OPERANDS = {"vector": "b", "split": "KV", "space": "row sums"}
-TRAVELS = {*COLLECTIVES, "begin_reduce_scatter", "prefetch", "fetch", "collect", "sum_features"}
+
+Wrap = Callable[[Any, Observers], Any]
+Place = tuple[Any, str, Wrap]    # owner, attribute, and what makes its wrapper
 
 
 @contextmanager
 def observed(grid: Any, observer: Observer, model: Any = None) -> Iterator[None]:
-    """Tell `observer` what happens on `grid` meanwhile, and in the layers of `model`.
+    """Tell `observer` of the events on `grid` and in the layers of `model` within the block.
+
+    Blocks of several observers may lie in each other; each is told of all events of its kinds.
 
     Parameters
     ----------
     grid : Grid
         Of whose backend the products, and of whose axes the collectives are observed.
     observer : Observer
-        Who is told.
-    model : Transformer, optional
-        Whose layers are told of too, and name the operands that travel.
+        The observer, which says what it is to be told of.
+    model : Transformer or bench.products.Problem, optional
+        The model whose passes and layers are events, too, and name the operands that travel.
     """
-    backend, busy = grid.backend, []
-    undo = []
-    if observer.everything:
-        undo += [_replace(backend, name, _product(getattr(backend, name), observer, busy))
-                 for name in PRODUCTS if hasattr(backend, name)]
-        undo.append(_replace(backend, "xp", _Library(backend.xp, observer, busy)))
-    for name, axis in grid.axes.items():
-        if axis.size > 1:
-            transport = _Transport(axis, grid.shape.stride(name), observer)
-            undo.append(_replace(axis, "transport", transport))
+    points = _points_of_grid(grid, observer.kinds)
     if model is not None:
-        _observe_within(model.layers, observer, undo)
+        points += _points_of_model(model, observer.kinds)
+    told = []
     try:
+        for owner, name, wrap in points:
+            told.append(_Point.at(owner, name, wrap))
+            told[-1].add(observer)
         yield
     finally:
-        for restore in reversed(undo):
-            restore()
+        for point in reversed(told):
+            point.remove(observer)
 
 
-def _observe_within(chain: Any, observer: Observer, undo: list[Callable]) -> None:
-    """Have the layers of `chain`, and of the chains in it, tell the observer."""
-    watched = []
-    for layer in chain.layers:
-        if hasattr(layer, "recompute"):    # tells only when it is computed again
-            again = Recomputation(f"{_name(layer)} again")
-            undo.append(_replace(layer, "recompute", _told(layer.recompute, again, observer)))
-            _observe_within(layer, observer, undo)
-            watched.append(layer)
-        elif hasattr(layer, "layers"):
-            watched.append(_Observed(layer, _layer(layer), observer))
-            _observe_within(layer, observer, undo)
-        else:
-            watched.append(_Observed(_named_operands(layer, observer, undo),
-                                     _layer(layer), observer))
-    undo.append(_replace(chain, "layers", tuple(watched)))
-
-
-def _told(work: Callable, event: Event, observer: Observer) -> Callable:
-    """`work`, with its calls told as `event`."""
-    @wraps(work)
-    def told(*arrays: Any) -> Any:
-        observer.enter(event)
-        try:
-            return work(*arrays)
-        finally:
-            observer.leave()
-    return told
-
-
-def _replace(owner: Any, name: str, value: Any) -> Callable[[], None]:
-    """Put `value` in the place of an attribute; what puts back what was there."""
-    had, before = name in vars(owner), getattr(owner, name)
-    setattr(owner, name, value)
-
-    def restore() -> None:
-        if had:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)
-    return restore
-
-
-def _product(multiply: Callable, observer: Observer, busy: list) -> Callable:
-    """`multiply` of matrices or stacks of them, with its calls told.
-
-    What it calls itself while `busy` is part of it and not told again.
-    """
-    @wraps(multiply)
-    def told(a: Any, b: Any, *out: Any, **options: Any) -> Any:
-        if busy:
-            return multiply(a, b, *out, **options)
-        batch = math.prod(np.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
-        observer.enter(Gemm(batch, *a.shape[-2:], b.shape[-1], str(host_dtype(a))))
-        busy.append(multiply)
-        try:
-            return multiply(a, b, *out, **options)
-        finally:
-            busy.pop()
-            observer.leave()
-    return told
-
-
-class _Library:
-    """An array library whose `matmul` is told of."""
-
-    def __init__(self, library: Any, observer: Observer, busy: list) -> None:
-        self._library, self.matmul = library, _product(library.matmul, observer, busy)
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._library, name)
-        setattr(self, name, found)
-        return found
-
-
-class _Transport:
-    """The transport of `axis`, with its collectives told."""
-
-    def __init__(self, axis: Any, stride: int, observer: Observer) -> None:
-        self._axis, self._stride, self._observer = axis, stride, observer
-        self._transport = axis.transport
-        for kind in COLLECTIVES:
-            setattr(self, kind, self._told(kind, getattr(axis.transport, kind)))
-        self.begin_reduce_scatter = self._told("reduce_scatter",
-                                               axis.transport.begin_reduce_scatter)
-        self.begin_all_gather = self._told("all_gather", axis.transport.begin_all_gather)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
-
-    def _told(self, kind: str, move: Callable) -> Callable:
-        axis = self._axis
-        plain = Collective(kind, axis.name, axis.size, self._stride, 0)
-
-        def named(a: Any, *where: Any) -> Any:
-            self._observer.enter(plain, self._transport.meet)
-            try:
-                return move(a, *where)
-            finally:
-                self._observer.leave()
-
-        def told(a: Any, *where: Any) -> Any:
-            shape = resized(a.shape, where[0], sum(where[1])) if kind == "all_gather" else a.shape
-            size = math.prod(shape) * host_dtype(a).itemsize
-            pieces = len(where) == 2 and math.prod(shape[:where[0] % len(shape)]) > 1
-            event = Collective(kind, axis.name, axis.size, self._stride, size, pieces)
-            self._observer.enter(event, self._transport.meet)
-            try:
-                return move(a, *where)
-            finally:
-                self._observer.leave()
-        return told if self._observer.everything else named
-
-
-class _Observed:
-    """A layer that tells when it works."""
-
-    def __init__(self, layer: Any, event: Layer, observer: Observer) -> None:
-        for name in ("forward", "backward", "again"):
-            if hasattr(layer, name):
-                setattr(self, name, _told(getattr(layer, name), event, observer))
-
-
-class Named:
-    """Something that communicates, which tells the observer the name of what travels.
+class _Point:
+    """An attribute that is observed, in whose place lies a wrapper that tells its observers.
 
     Parameters
     ----------
-    target : Split, Vector or Space
-        What communicates.
-    operand : str
-        Such as "A".
-    observer : Observer
-        Whose `operand` is set meanwhile.
+    owner, name
+        The object and its attribute.
+    wrap : callable
+        Makes the wrapper from the attribute's own value and the observers.
     """
 
-    def __init__(self, target: Any, operand: str, observer: Observer) -> None:
-        self._target, self._operand, self._observer = target, operand, observer
+    def __init__(self, owner: Any, name: str, wrap: Wrap) -> None:
+        self.owner, self.name, self.wrap = owner, name, wrap
+        self.own, self.plain = name in vars(owner), getattr(owner, name)
+        self.observers: Observers = []
 
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._target, name)
-        if name not in TRAVELS:
-            return found
+    @classmethod
+    def at(cls, owner: Any, name: str, wrap: Wrap) -> "_Point":
+        """The point there: the one of the observers before, or a new one."""
+        points = vars(owner).setdefault("_points", {})
+        if name not in points:
+            points[name] = cls(owner, name, wrap)
+        return points[name]
 
-        def told(*arguments: Any) -> Any:
-            before, self._observer.operand = self._observer.operand, self._operand
-            try:
-                return found(*arguments)
-            finally:
-                self._observer.operand = before
-        return told
+    def add(self, observer: Observer) -> None:
+        """Tell one more observer."""
+        self.observers.append(observer)
+        self._place()
+
+    def remove(self, observer: Observer) -> None:
+        """Tell one observer less; of the last one nothing stays behind."""
+        index = next(n for n, one in enumerate(self.observers) if one is observer)
+        del self.observers[index]
+        self._place()
+
+    def _place(self) -> None:
+        if self.observers:
+            setattr(self.owner, self.name, self.wrap(self.plain, list(self.observers)))
+            return
+        if self.own:
+            setattr(self.owner, self.name, self.plain)
+        else:
+            delattr(self.owner, self.name)
+        del self.owner._points[self.name]
+        if not self.owner._points:
+            del self.owner._points
 
 
-def _named_operands(layer: Any, observer: Observer, undo: list[Callable]) -> Any:
-    """`layer`, in which everything that communicates has a name."""
+def _calls(event: Event) -> Callable[[Callable, Observers], Callable]:
+    """The wrapper of a method whose calls are `event`."""
+    return lambda work, observers: told_as(work, event, together(observers, type(event)))
+
+
+def _points_of_grid(grid: Any, kinds: tuple[type, ...]) -> list[Place]:
+    """The products and the transports of a grid."""
+    found: list[Place] = []
+    backend, busy = grid.backend, []
+    if Gemm in kinds:
+        found += [(backend, name, partial(product, busy)) for name in PRODUCTS
+                  if hasattr(backend, name)]
+        found.append((backend, "xp", partial(Library, busy)))
+    if Collective in kinds or Overlapped in kinds:
+        found += [(axis, "transport", partial(Transport, axis, grid.shape.stride(name)))
+                  for name, axis in grid.axes.items() if axis.size > 1]
+    return found
+
+
+def _points_of_model(model: Any, kinds: tuple[type, ...]) -> list[Place]:
+    """The passes of a model and the layers in it."""
+    found: list[Place] = []
+    if Phase in kinds:
+        found += [(model, name, _calls(Phase(name))) for name in ("forward", "backward")]
+    if hasattr(model, "layers"):
+        return found + _points_within(model.layers, kinds)
+    product = getattr(model, "product", None)    # of matrices alone
+    return found + [(product, "named", _naming)] * (Collective in kinds and product is not None)
+
+
+def _points_within(chain: Any, kinds: tuple[type, ...]) -> list[Place]:
+    """The layers of `chain`, and those of the chains in it."""
+    found: list[Place] = []
+    for layer in chain.layers:
+        if hasattr(layer, "recompute"):    # an event only when it is computed again
+            if Recomputation in kinds:
+                event = Recomputation(f"{_name(layer)} again")
+                found.append((layer, "recompute", _calls(event)))
+            found += _points_within(layer, kinds)
+            continue
+        if hasattr(layer, "layers"):
+            found += _points_within(layer, kinds)
+        elif Collective in kinds:
+            found += _points_of_operands(layer)
+        if Layer in kinds:
+            found += [(layer, name, partial(wrap, layer, _layer(layer)))
+                      for name, wrap in LAYER_CALLS.items() if hasattr(layer, name)]
+    return found
+
+
+def _points_of_operands(layer: Any) -> list[Place]:
+    """What communicates in `layer`, with the names of its operands."""
     product = getattr(layer, "product", None)
-    for owner, names in ((layer, OPERANDS), (product, getattr(product, "operands", {}))):
-        for attribute, operand in names.items():
-            target = getattr(owner, attribute, None)
-            if target is not None:
-                undo.append(_replace(owner, attribute, Named(target, operand, observer)))
-    return layer
+    return [(owner, attribute, partial(_named, operand))
+            for owner, names in ((layer, OPERANDS), (product, getattr(product, "operands", {})))
+            for attribute, operand in names.items()
+            if getattr(owner, attribute, None) is not None]
+
+
+def _named(operand: str, target: Any, observers: Observers) -> Named:
+    """What communicates, with the name of its operand."""
+    return Named(target, operand, together(observers, Collective))
+
+
+def _naming(named: Callable[[Any, str], Any], observers: Observers) -> Callable:
+    """`named` of a `mm3d.matrix_product.MatrixProduct`, of which the observers learn the names."""
+    observer = together(observers, Collective)
+    return lambda split, name: Named(named(split, name), name, observer)
 
 
 def _name(layer: Any) -> str:

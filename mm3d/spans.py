@@ -9,9 +9,9 @@ from typing import Any, Callable, Iterable, NamedTuple
 
 import numpy as np
 
-from mm3d.trace import Collective, Event, Gemm, Layer, Observer, Recomputation
+from mm3d.axis import COLLECTIVES
+from mm3d.events import Collective, Event, Gemm, Layer, Observer, Phase, Recomputation
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
 OF_KIND = {"gemm": "gemm", "layer": "elementwise", "again": "elementwise", "wait": "waiting",
            "phase": "other"}
 
@@ -78,17 +78,12 @@ class Recorder(Observer):
         self.spans: list[Span] = []
         self._backend, self._now, self._open, self._phase = backend, now, [], ""
 
-    def phase(self, name: str, step: Callable[[], Any]) -> Any:
-        """What `step` gives, within a span that is the phase `name`."""
-        self._phase = name
-        self._begin(name, "phase")
-        result = step()
-        self.leave()
-        return result
-
     def enter(self, event: Event, meet: Callable[[], None] | None = None) -> None:
         """Begin the span of `event`, for a collective after a barrier of its ranks."""
-        if isinstance(event, Layer):
+        if isinstance(event, Phase):
+            self._phase = event.name
+            self._begin(event.name, "phase")
+        elif isinstance(event, Layer):
             self._begin(event.name, "layer")
         elif isinstance(event, Recomputation):
             self._begin(event.name, "again")

@@ -18,6 +18,8 @@ from typing import Iterator
 import h5py
 import numpy as np
 
+from mm3d.axis import COLLECTIVES
+from mm3d.events import PHASES
 from mm3d.record import (Check, Group, Measurements, Setting, dataset, fill_checks, fill_group,
                          fill_measurements, grid_shape, parse_checks, parse_group,
                          parse_measurements, scale, settings)
@@ -26,9 +28,7 @@ from mm3d.shape import GridShape
 FORMAT = "mm3d run"
 SCHEMA = 3
 
-PHASES = ("forward", "backward")
 AXES = ("x", "y", "z")    # the directions that every record has
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
 COUNTS = {"calls": "1", "messages": "1", "words": "1", "bytes": "byte"}
 CONFIGURATION = ("table", "scheme", "preset", "grid", "grid_axes", "layers", "hidden", "heads",
                  "batch", "seq", "mlp_factor", "dtype", "warmup", "repetitions", "overridden",

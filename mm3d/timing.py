@@ -11,9 +11,8 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
+from mm3d.events import PHASES
 from mm3d.statistics import Interval, median_interval
-
-PHASES = ("forward", "backward")
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,10 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
+from mm3d.events import Collective, Event, Layer, Observer, Recomputation
 from mm3d.hearsay import Hearsay
 from mm3d.nodes import node_of
 from mm3d.observe import observed
-from mm3d.trace import Event, Layer, Observer, Recomputation
 
 # Of each rank: its process; when its thread last looked, when it last made progress, and when it
 # last used its processor; how many collectives it has entered and left, and whether it is in one.
@@ -79,7 +79,8 @@ class Board:
 class Position(Observer):
     """Writes on the board where this rank is."""
 
-    everything = False
+    kinds = (Layer, Recomputation, Collective)
+    sizes = False
 
     def __init__(self, board: Board) -> None:
         self.board, self.entered = board, []

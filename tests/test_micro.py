@@ -59,7 +59,7 @@ def test_each_product_is_right_and_a_wrong_one_is_found(comm, scheme):
     for form in FORMS:
         problem = Problem(scheme, form, comm, sizes, (33, 26, 21), "float32", 0, None)
         for phase in ("forward", "backward"):
-            replay = Replay(getattr(problem, phase), problem.grid.backend, "float32")
+            replay = Replay(getattr(problem, phase), problem.grid, "float32")
             assert len(replay.calls) >= (1 if phase == "forward" else 2)
             for name, block in replay.result.items():
                 result = problem.distributed(name[-1], block)

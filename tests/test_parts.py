@@ -8,9 +8,9 @@ import mm3d
 from bench import parts, traced
 from bench.cases import select
 from mm3d import backend, gpu, spans, store, timing
+from mm3d.events import Collective, Gemm, Layer, Phase
 from mm3d.observe import observed
 from mm3d.spans import Recorder, breakdown
-from mm3d.trace import Collective, Gemm, Layer
 from models import PARALLELISMS, SIZES, Parallelism, data, train
 from records import made_up
 
@@ -35,10 +35,10 @@ def recorded(scheme, sizes="few"):
     recorder, traffic = Recorder(scheme.grid.backend, Clock()), {}
     with observed(scheme.grid, recorder, model):
         scheme.grid.reset_traffic()
-        saved = recorder.phase("forward", lambda: model.forward(x)[1])
+        saved = model.forward(x)[1]
         traffic["forward"] = scheme.grid.traffic()
         scheme.grid.reset_traffic()
-        recorder.phase("backward", lambda: model.backward(dy, saved))
+        model.backward(dy, saved)
         traffic["backward"] = scheme.grid.traffic()
     return recorder, model, traffic
 
@@ -164,7 +164,9 @@ def test_own_time_is_without_what_lies_within():
         recorder.enter(Collective("reduce_scatter", "z", 2, 1, 64))            # 5 to 6
         recorder.leave()
         recorder.leave()
-    recorder.phase("forward", step)                                            # 1 to 8
+    recorder.enter(Phase("forward"))                                           # 1 to 8
+    step()
+    recorder.leave()
     assert [(s.name, s.start, s.end, s.own, s.part) for s in recorder.spans] == [
         ("gemm 2 x 3 x 4", 3, 4, 1, "gemm"),
         ("reduce-scatter C along z", 5, 6, 1, "reduce_scatter z"),
@@ -203,7 +205,9 @@ def test_names_reach_the_profiler_of_a_gpu():
         recorder.enter(Gemm(1, 2, 3, 4, "float32"))
         recorder.leave()
         recorder.leave()
-    recorder.phase("forward", step)
+    recorder.enter(Phase("forward"))
+    step()
+    recorder.leave()
     assert profiler.names[-1] == ["forward", "layers.0.mlp.up", "gemm 2 x 3 x 4"]
     assert profiler.open == []
 
@@ -306,7 +310,3 @@ def test_what_a_step_is_made_of(tmp_path):
     assert parts.bandwidth(again) == {"x": (2 * 4 * 28 + 800) / (2 * 8 * 0.75)}
     again.configuration["within_nodes"] = "xy"
     assert parts.bandwidth(again) == {"x": 8 * 100 / (2 * 8 * 0.25)}
-
-
-def test_the_orders_of_spans_and_files_agree():
-    assert spans.COLLECTIVES == store.COLLECTIVES

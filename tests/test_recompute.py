@@ -90,11 +90,9 @@ def test_words_operations_and_what_is_kept_are_the_closed_forms(comm):
                 shape, grid = tuple(scheme.grid.shape.values()), scheme.grid
                 with observed(grid, trace, model):
                     counted = {}
-                    trace.phase = "forward"
                     grid.reset_traffic()
                     _, saved = model.forward(model.random("x"))
                     kept, counted["forward"] = model.saved_bytes(saved), grid.traffic()
-                    trace.phase = "backward"
                     grid.reset_traffic()
                     model.backward(model.random("dy"), saved)
                     counted["backward"] = grid.traffic()
@@ -248,7 +246,7 @@ def test_tracing_tells_what_is_computed_again(comm):
             with observed(scheme.grid, recorder, model):
                 _, saved = model.forward(model.random("a"))
                 recorder.spans.clear()
-                dx = recorder.phase("backward", lambda: model.backward(model.random("da"), saved))
+                dx = model.backward(model.random("da"), saved)
             assert np.array_equal(dx, expected[1]) and model.layers.layers is before
         spans = [(s.kind, s.name) for s in recorder.spans]
         again = [n for n, (kind, _) in enumerate(spans) if kind == "again"]

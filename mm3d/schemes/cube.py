@@ -10,7 +10,7 @@ the ranks (i, 0..Y-1, l) hold together, A_ijl the part of it on the rank (i, j, 
 the same three forms again with the directions permuted.
 """
 
-from typing import Any, Callable, Mapping
+from typing import Any, Mapping
 
 from mm3d.axis import Pending, Split
 from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
@@ -130,15 +130,11 @@ class CubeMatrixProduct(MatrixProduct):
     DIRECTIONS = {"ab": "yxz", "abt": "yxz", "atb": "zyx"}
     ALGORITHMS = {"ab": (ab, ab_backward), "abt": (abt, abt_backward), "atb": (atb, atb_backward)}
 
-    def observe(self, named: Callable[[Split, str], Split]) -> None:
-        super().observe(named)
-        self.splits = [self.split(name) for name in "ABC"]
-
     def forward(self, A: Array, B: Array) -> Array:
-        return self.ALGORITHMS[self.form][0](A, B, *self.splits)
+        return self.ALGORITHMS[self.form][0](A, B, *map(self.split, "ABC"))
 
     def backward(self, dC: Array, A: Array, B: Array) -> tuple[Array, Array]:
-        return self.ALGORITHMS[self.form][1](dC, A, B, *self.splits)
+        return self.ALGORITHMS[self.form][1](dC, A, B, *map(self.split, "ABC"))
 
 
 class Cube(Scheme):
