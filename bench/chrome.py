@@ -8,8 +8,8 @@ import json
 from pathlib import Path
 from typing import Any, Sequence
 
-from bench import textfile
 from bench.output import say
+from mm3d import atomic
 from mm3d.spans import Span
 from mm3d.timing import Clock
 
@@ -92,7 +92,7 @@ def gathered(spans: list[Span], grid: Any, clock: Clock, title: str) -> dict[str
 def put(path: Path, trace: dict[str, Any]) -> int:
     """Write a trace, all of it or nothing; 0, or 1 after saying why it cannot be written."""
     try:
-        textfile.replace(path, json.dumps(trace))
+        atomic.replace(path, json.dumps(trace))
     except OSError as error:
         say(f"not written: the trace {path} ({error.strerror})")
         return 1

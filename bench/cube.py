@@ -3,12 +3,14 @@
 import itertools
 from pathlib import Path
 
+from bench import panels
 from bench.cases import UsageError
 from mm3d.layout import Layout
 from mm3d.shape import GridShape
 
-# Okabe and Ito's colours, one a rank of the 2 x 2 x 2 cube.
-COLOURS = ("#E69F00", "#56B4E9", "#009E73", "#F0E442", "#0072B2", "#D55E00", "#CC79A7", "#BBBBBB")
+# One a rank of the 2 x 2 x 2 cube.
+COLOURS = (panels.ORANGE, panels.SKY, panels.GREEN, panels.YELLOW, panels.BLUE, panels.VERMILION,
+           panels.PURPLE, "#BBBBBB")
 MATRICES = {"A": ("xy,z", "rows by x, then y; columns by z", "all-gathered along y"),
             "B": ("z,yx", "rows by z; columns by y, then x", "all-gathered along x"),
             "C": ("xz,y", "rows by x, then z; columns by y", "reduce-scattered along z")}
@@ -37,7 +39,7 @@ def cube(path: str | Path) -> Path:
     _product(figure.add_axes((0.39, 0.02, 0.6, 0.86)))
     figure.suptitle("C = A B on a 2 x 2 x 2 cube of ranks (i, j, l): every rank stores "
                     "an eighth of each matrix", y=0.96)
-    figure.savefig(path, dpi=150)
+    panels.save(figure, path, dpi=150)
     pyplot.close(figure)
     return Path(path)
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 from typing import Callable
 
-from bench import textfile
 from bench.plots import plots
 from bench.tables import tables
+from mm3d import atomic
 
 
 def finish(out: Path, say: Callable[[str], object], figures: bool = True) -> None:
@@ -29,7 +29,7 @@ def finish(out: Path, say: Callable[[str], object], figures: bool = True) -> Non
     """
     text = tables(out)
     say(f"\n{text}\n")
-    textfile.replace(out / "tables.txt", text + "\n")    # a full disk leaves the old ones
+    atomic.replace(out / "tables.txt", text + "\n")    # a full disk leaves the old ones
     drawn, left_out = plots(out) if figures else ([], [])
     for line in [f"drawn: {path}" for path in drawn] + [f"not drawn: {why}" for why in left_out]:
         say(line)

@@ -1,12 +1,12 @@
 """Machine files: where they may be, and how a machine's model is written down."""
 
-import tempfile
 from pathlib import Path
 
 import msgspec
 
-from bench import model, textfile
+from bench import model
 from bench.cases import UsageError
+from mm3d import atomic
 
 TAKEN = "as of "    # how sources of what was not measured begin
 
@@ -28,10 +28,10 @@ def check(option: str, path: Path, comm) -> None:
 def _writable(folder: Path) -> bool:
     """Whether files can be made in it, found out by making one."""
     try:
-        with tempfile.TemporaryFile(dir=folder):
-            return True
+        atomic.probe(folder)
     except OSError:
         return False
+    return True
 
 
 def write(machine: model.Machine | None, path: str | Path, comm) -> str:
@@ -46,7 +46,7 @@ def write(machine: model.Machine | None, path: str | Path, comm) -> str:
     problem = ""
     if comm.rank == 0:
         try:
-            textfile.replace(path, written(machine))
+            atomic.replace(path, written(machine))
         except OSError as error:
             problem = error.strerror or str(error)
     return comm.bcast(problem)

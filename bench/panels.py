@@ -1,18 +1,24 @@
 """What the figures share: colours, axes of ranks, intervals, captions."""
 
+import io
 import itertools
 import math
+import os
 from contextlib import contextmanager
 from importlib import resources
-from typing import Iterator
+from pathlib import Path
+from typing import Any, Iterator
 
 from bench.cases import TITLES, title
 from bench.results import Results, most_crowded
+from mm3d import atomic
 
 # Okabe and Ito's colours, which are told apart with every kind of colour vision; markers differ
 # too, for print.
-CYCLE = (("#D55E00", "o"), ("#009E73", "s"), ("#0072B2", "^"), ("#E69F00", "v"),
-         ("#CC79A7", "D"), ("#56B4E9", "P"), ("black", "X"), ("#F0E442", "*"))
+VERMILION, GREEN, BLUE, ORANGE = "#D55E00", "#009E73", "#0072B2", "#E69F00"
+PURPLE, SKY, YELLOW = "#CC79A7", "#56B4E9", "#F0E442"
+CYCLE = ((VERMILION, "o"), (GREEN, "s"), (BLUE, "^"), (ORANGE, "v"), (PURPLE, "D"), (SKY, "P"),
+         ("black", "X"), (YELLOW, "*"))
 STYLES = dict(zip(TITLES, itertools.cycle(CYCLE)))    # the paper's schemes have the first
 TICKS = (8, 16, 36, 64)
 Point = tuple[int, float]
@@ -31,6 +37,13 @@ def look() -> Iterator[None]:
     with (resources.as_file(resources.files("bench") / "figures.mplstyle") as path,
           sheets.context(path)):
         yield
+
+
+def save(figure: Any, path: str | os.PathLike, **options: Any) -> None:
+    """Write a figure in one piece, in the format that the file's name ends in."""
+    image = io.BytesIO()
+    figure.savefig(image, format=Path(path).suffix[1:], **options)
+    atomic.replace(path, image.getbuffer())
 
 
 def style(scheme: str) -> tuple[str, str]:

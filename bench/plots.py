@@ -92,6 +92,6 @@ def plots(folder: str | Path, formats: tuple[str, ...] = ("png",)) -> tuple[list
                 continue
             for form in formats:
                 path = found.folder / f"{one.name}.{form}"
-                one.figure.savefig(path, metadata=METADATA[form])
+                panels.save(one.figure, path, metadata=METADATA[form])
                 drawn.append(path)
     return drawn, left_out

@@ -6,13 +6,14 @@ import re
 from collections import Counter
 from pathlib import Path
 
-from bench import merit, textfile
+from bench import merit
 from bench.cases import title
 from bench.formats import Notes, Part, Table
 from bench.panels import look
 from bench.plots import METADATA, drawings
 from bench.results import Found, gather, natural
 from bench.tables import document
+from mm3d import atomic
 from mm3d.record import Measurements
 from mm3d.store import Run
 
@@ -39,7 +40,7 @@ def report(folder: str | Path, out: str | Path | None = None) -> Path:
     """
     found = gather(folder)
     path = Path(out) if out else Path(folder) / "report.html"
-    textfile.replace(path, page(found))
+    atomic.replace(path, page(found))
     return path
 
 

@@ -5,13 +5,13 @@ from typing import Iterable
 
 from bench import parts
 from bench.cases import HEADINGS, title
-from bench.panels import LeftOut, blank, caption
+from bench.panels import BLUE, GREEN, ORANGE, PURPLE, VERMILION, LeftOut, blank, caption
 from bench.results import Results
 from mm3d.store import PHASES, Run
 
-# Okabe and Ito's colours again; what is lost is grey.
-COLOURS = {"gemm": "#0072B2", "x": "#D55E00", "y": "#E69F00", "z": "#CC79A7",
-           "elementwise": "#009E73", "waiting": "#BBBBBB", "other": "#666666"}
+# What is lost is grey.
+COLOURS = {"gemm": BLUE, "x": VERMILION, "y": ORANGE, "z": PURPLE, "elementwise": GREEN,
+           "waiting": "#BBBBBB", "other": "#666666"}
 HATCHES = {"x": "//", "y": "\\\\", "z": "xx"}
 # Of further directions, in the order in which a grid has them.
 FURTHER = ("#56B4E9", ".."), ("#F0E442", "||"), ("#56B4E9", "--"), ("#F0E442", "++")

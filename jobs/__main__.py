@@ -1,7 +1,6 @@
 """``python -m jobs``: render, submit, status, collect."""
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import NoReturn, Sequence
@@ -16,7 +15,10 @@ from jobs import site as sites
 from jobs.collect import collect, line
 from jobs.rows import DONE, UNDER_WAY
 from jobs.scripts import Work
+from mm3d import atomic
 from mm3d.contract import lookup
+
+SCRIPT = 0o755    # its permissions
 
 
 def parser() -> argparse.ArgumentParser:
@@ -96,26 +98,19 @@ def render(work: Work, cases: list[Case], arguments) -> None:
     for folder in (work.folder, work.folder / "logs"):
         folder.mkdir(parents=True, exist_ok=True)
     for one in cases:
-        replace(work.script(one), scripts.row_script(work, one))
+        # In one piece: a job may be reading the old one.
+        atomic.replace(work.script(one), scripts.row_script(work, one), SCRIPT)
     again = [f"--site={site_name(work)}", f"--table={arguments.table}",
              f"--scheme={arguments.scheme}", f"--preset={arguments.preset}", f"--out={work.out}",
              *[f"--ranks={arguments.ranks}"] * bool(arguments.ranks),
              *["--equal-tokens"] * arguments.equal_tokens,
              *row_options.variant(arguments).arguments()]
-    replace(work.folder / "collect.sh", scripts.collect_script(work, again))
+    atomic.replace(work.folder / "collect.sh", scripts.collect_script(work, again), SCRIPT)
 
 
 def site_name(work: Work) -> str:
     """The site as a job finds it, wherever it runs."""
     return work.name if work.name in sites.supplied() else str(Path(work.name).absolute())
-
-
-def replace(path: Path, text: str) -> None:
-    """Write a script in one piece: a job may be reading the old one."""
-    part = path.with_name(f".{path.name}-{os.getpid()}")
-    part.write_text(text)
-    part.chmod(0o755)
-    os.replace(part, path)
 
 
 def overview(work: Work, cases: list[Case]) -> str:
@@ -176,7 +171,7 @@ def submit_group(work: Work, group: list[Case], array: bool) -> list[str]:
         jobs = [slurm.submit(work.script(group[0]))]
     else:
         script = work.folder / f"array-p{group[0].row.gpus:03d}-{group[0].preset}.sh"
-        replace(script, scripts.array_script(work, group))
+        atomic.replace(script, scripts.array_script(work, group), SCRIPT)
         number = slurm.submit(script)
         jobs = [f"{number}_{index}" for index in range(len(group))]
     for one, job in zip(group, jobs):

@@ -1,16 +1,12 @@
 """What comes of the jobs: their files in one folder and one file, the tables and the figures."""
 
-import os
-import secrets
-import shutil
-
 from bench.cases import Case
 from bench.finish import finish
 from bench.report import report
 from jobs import rows, slurm
 from jobs.rows import DONE, Standing
 from jobs.scripts import Work
-from mm3d import merged, store
+from mm3d import atomic, merged, store
 
 
 def gather(work: Work, case: Case) -> int:
@@ -20,11 +16,7 @@ def gather(work: Work, case: Case) -> int:
         target = work.out / path.name
         if path.parent == work.out or target.exists():
             continue
-        part = work.out / f".{path.name}-{secrets.token_hex(4)}"
-        shutil.copyfile(path, part)
-        with open(part, "rb+") as file:
-            os.fsync(file.fileno())
-        os.replace(part, target)
+        atomic.replace(target, path.read_bytes())
         new += 1
     return new
 
@@ -39,14 +31,13 @@ def merge(work: Work, cases: list[Case]) -> str:
     StoreError
         When versions of the schema differ, or the file cannot be written.
     """
-    target, part = work.folder / "all.h5", work.folder / f".all-{secrets.token_hex(4)}.h5"
+    target = work.folder / "all.h5"
     paths = [path for one in cases for path, _ in rows.results(work, one)
              if path.parent == work.out]
     if not paths:
         return "nothing to merge"
     store.check_folder(work.folder)
-    count = merged.merge(paths, part)
-    os.replace(part, target)
+    count = merged.merge(paths, target, anew=True)
     return f"{count} runs merged in {target}"
 
 

@@ -8,8 +8,9 @@ from typing import Iterator
 
 import h5py
 
+from mm3d import atomic
 from mm3d.record import Measurements
-from mm3d.store import Run, StoreError, opened, parse, publish
+from mm3d.store import Run, StoreError, opened, parse
 
 FORMAT = "mm3d runs"
 
@@ -35,21 +36,24 @@ def groups(file: h5py.File, path: str | os.PathLike) -> Iterator[tuple[str, h5py
         yield f"{path}, run {name},", group
 
 
-def merge(paths: list[Path], target: Path) -> int:
-    """Write the runs of some files into one new file; how many there are.
+def merge(paths: list[Path], target: Path, anew: bool = False) -> int:
+    """Write the runs of some files into one file; how many there are.
 
     Parameters
     ----------
     paths : list of Path
         Files of one run, or merged ones; a run that is there twice is written once.
     target : Path
-        The new file.  It appears when it is complete and on the disk.
+        The file.  It appears when it is complete and on the disk.
+    anew : bool
+        Whether it may take the place of one that is there.
 
     Raises
     ------
     StoreError
         When a file cannot be read, there are no runs, the versions of the schema differ, or
-        `target` is there already or cannot be written; no file is changed then.
+        `target` is there already, unless it is made `anew`, or cannot be written; no file is
+        changed then.
     """
     image, versions, written = io.BytesIO(), {}, {}
     with h5py.File(image, "w", libver="v110") as made:
@@ -74,7 +78,7 @@ def merge(paths: list[Path], target: Path) -> int:
         made.attrs["schema_version"] = max(versions)
         count = len(made["runs"])
     try:
-        publish(image.getbuffer(), target)
+        (atomic.replace if anew else atomic.create)(target, image.getbuffer())
     except FileExistsError as error:
         if target.exists():
             raise StoreError(f"{target} is there already: name a new file") from error

@@ -5,10 +5,8 @@ written again, so that neither a kill, nor a full disk, nor a second writer lose
 was finished.  ``results/README.rst`` describes the schema.
 """
 
-import errno
 import io
 import os
-import secrets
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -18,6 +16,7 @@ from typing import Iterator
 import h5py
 import numpy as np
 
+from mm3d import atomic
 from mm3d.axis import COLLECTIVES
 from mm3d.events import PHASES
 from mm3d.record import (Check, Group, Measurements, Setting, dataset, fill_checks, fill_group,
@@ -136,12 +135,9 @@ def check_folder(folder: str | os.PathLike, what: str = "results folder",
         When they cannot.
     """
     folder = Path(folder)
-    probe = folder / f".probe-{secrets.token_hex(4)}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        with open(probe, "xb") as file:
-            file.write(b"0")
-        probe.unlink()
+        atomic.probe(folder)
     except OSError as error:
         raise StoreError(f"{what} {folder} cannot be written ({error.strerror}): name another "
                          f"with {option}") from error
@@ -228,44 +224,15 @@ def parse(file: h5py.Group, path: str | os.PathLike) -> Run | Measurements:
 
 
 def _publish(data: memoryview, folder: Path, stem: str) -> Path:
-    """Write `data` as the next free name of `stem`: part, fsync, rename, fsync of the folder.
-
-    Who holds NAME.h5.part, which can be made only where there is none, alone may make NAME.h5:
-    no two writers meet, and no file is replaced.
-    """
+    """Write `data` as the next free name of `stem`."""
     for attempt in range(1, 1000):
         final = folder / (f"{stem}.h5" if attempt == 1 else f"{stem}-{attempt}.h5")
         try:
-            publish(data, final)
+            atomic.create(final, data)
         except FileExistsError:
             continue
         return final
     raise FileExistsError(0, f"{stem}.h5 and 999 numbered names are all taken")
-
-
-def publish(data: memoryview, final: Path) -> None:
-    """Write `data` as the new file `final`; FileExistsError when it, or its part, is there."""
-    part = final.with_name(f"{final.name}.part")
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            if final.exists():
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(final))
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(part, final)
-    finally:
-        part.unlink(missing_ok=True)
-    _sync_folder(final.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _fill(file: h5py.File, run: Run) -> None:
