@@ -11,7 +11,7 @@ import numpy as np
 
 import mm3d
 from mm3d.observe import observed
-from mm3d.trace import Gemm, Layer, Observer
+from mm3d.events import Gemm, Layer, Observer
 from mm3d.transport import Absent, MpiTransport
 
 
