@@ -8,8 +8,8 @@ import textwrap
 from typing import Callable, NoReturn, Sequence
 
 from bench import verbs
-from bench.cases import UsageError
-from mm3d import environment, guard
+from bench.errors import UsageError
+from mm3d import guard, launcher
 
 
 class Parser(argparse.ArgumentParser):
@@ -59,8 +59,8 @@ def parser(verb: str | None = None) -> argparse.ArgumentParser:
 def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> int:
     """Run a verb for ``mpirun``: a failing rank ends the job, and leaves none waiting."""
     from mpi4py import MPI
-    from bench.watch import watching
-    from mm3d.store import StoreError
+    from bench.errors import StoreError
+    from bench.instruments.stall import watching
     comm = MPI.COMM_WORLD
     # Modules stay: the collections before each measurement need not look through them again, on
     # many ranks that share few cores.
@@ -73,14 +73,14 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
         return status
     except (UsageError, StoreError) as error:
         # The same on every rank, so one of them says it; all leave together.
-        if comm.rank == environment.launcher_rank() == 0:
+        if comm.rank == launcher.launcher_rank() == 0:
             print(f"error: {error}", file=sys.stderr, flush=True)
         comm.Barrier()
         return 2
     except BaseException:
         if comm.size == 1:
             raise
-        environment.abort(comm)
+        launcher.abort(comm)
         raise
 
 
@@ -93,9 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = verbs.load(arguments.verb)
     if verb.ON_ALL_RANKS:
         return run_on_all_ranks(verb.run, arguments)
-    if environment.launcher_rank():
+    if launcher.launcher_rank():
         return 0  # one rank is enough
-    from bench.status import status_of
+    from bench.errors import status_of
     return status_of(lambda: verb.run(arguments))
 
 

@@ -5,18 +5,20 @@ import sys
 from pathlib import Path
 from typing import NoReturn, Sequence
 
-from bench import variants
-from bench.cases import Case, UsageError, case, equal_tokens, load, select
-from bench.formats import Column, Table, text
-from bench.status import status_of
+from bench.cases import variants
+from bench.cases.case import Case, case
+from bench.cases.paper import load
+from bench.cases.selection import equal_tokens, select
+from bench.errors import UsageError, status_of
+from bench.records import atomic
+from bench.reports.document import Column, Table
+from bench.reports.formats import text
 from bench.verbs import options, row_options
-from jobs import fitting, rows, scripts, slurm
-from jobs import site as sites
+from jobs import fitting, scripts, site as sites, slurm, standings as rows
 from jobs.collect import collect, line
-from jobs.rows import DONE, UNDER_WAY
 from jobs.scripts import Work
-from mm3d import atomic
-from mm3d.contract import lookup
+from jobs.standings import DONE, UNDER_WAY
+from mm3d.schemes import lookup
 
 SCRIPT = 0o755    # its permissions
 

@@ -1,18 +1,18 @@
 """What comes of the jobs: their files in one folder and one file, the tables and the figures."""
 
-from bench.cases import Case
-from bench.finish import finish
-from bench.report import report
-from jobs import rows, slurm
-from jobs.rows import DONE, Standing
+from bench.cases.case import Case
+from bench.records import atomic, merged, run_file
+from bench.reports.finish import finish
+from bench.reports.page import report
+from jobs import slurm, standings
 from jobs.scripts import Work
-from mm3d import atomic, merged, store
+from jobs.standings import DONE, Standing
 
 
 def gather(work: Work, case: Case) -> int:
     """Copy the sound files of a row's jobs to the results; how many are new."""
     new = 0
-    for path, _ in rows.results(work, case):
+    for path, _ in standings.results(work, case):
         target = work.out / path.name
         if path.parent == work.out or target.exists():
             continue
@@ -32,11 +32,11 @@ def merge(work: Work, cases: list[Case]) -> str:
         When versions of the schema differ, or the file cannot be written.
     """
     target = work.folder / "all.h5"
-    paths = [path for one in cases for path, _ in rows.results(work, one)
+    paths = [path for one in cases for path, _ in standings.results(work, one)
              if path.parent == work.out]
     if not paths:
         return "nothing to merge"
-    store.check_folder(work.folder)
+    run_file.check_folder(work.folder)
     count = merged.merge(paths, target, anew=True)
     return f"{count} runs merged in {target}"
 
@@ -49,9 +49,9 @@ def collect(work: Work, cases: list[Case]) -> int:
     int
         0 when no row is missing, otherwise 1.
     """
-    store.check_folder(work.out)
+    run_file.check_folder(work.out)
     new = sum(gather(work, one) for one in cases)
-    missing = [one for one in rows.survey(work, cases, queue_or_nothing())
+    missing = [one for one in standings.survey(work, cases, queue_or_nothing())
                if one.state != DONE]
     done = len(cases) - len(missing)
     if any(work.out.glob("*.h5")):

@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 import mm3d
-from bench import fit
-from bench.cases import Case
-from bench.variants import SIXTEEN, Variant
+from bench.cases.case import Case
+from bench.cases.variants import SIXTEEN, Variant
+from bench.prediction import memory_fit
 from jobs.site import Site
 
 
@@ -30,17 +30,17 @@ class Fitting:
 
     def refusal(self, limit: int) -> str:
         """Why the row is not run, on ranks of `limit` bytes."""
-        return (f"needs at least {fit.gib(self.peak)} a rank by a dry run, of {fit.gib(limit)}, "
-                "with any policy of recomputation that is tried")
+        return (f"needs at least {memory_fit.gib(self.peak)} a rank by a dry run, of "
+                f"{memory_fit.gib(limit)}, with any policy of recomputation that is tried")
 
 
 def limit(site: Site, ranks: int) -> int | None:
     """Bytes of each of `ranks` ranks; None where the site file does not say."""
     if site.node.gpu_memory:
         sharing = -(-min(ranks, site.node.ranks) // max(1, site.node.gpus))
-        return fit.size(site.node.gpu_memory) // sharing
+        return memory_fit.size(site.node.gpu_memory) // sharing
     if site.node.memory:
-        return fit.size(site.node.memory) // min(ranks, site.node.ranks)
+        return memory_fit.size(site.node.memory) // min(ranks, site.node.ranks)
     return None
 
 
@@ -56,15 +56,15 @@ def fitting(site: Site, case: Case, recompute: str | None = None) -> Fitting:
         return Fitting(recompute or "none")
     grid, dtype = mm3d.SCHEMES[scheme].default_grid(case.row.gpus), numpy_dtype(how)
     sizes = case.sizes
-    names = [recompute] if recompute else fit.policies(how.keep)
-    closed = fit.estimate(scheme, grid, dtype, names[0], sizes, how.keep)
+    names = [recompute] if recompute else memory_fit.policies(how.keep)
+    closed = memory_fit.estimate(scheme, grid, dtype, names[0], sizes, how.keep)
     # In 16 bits some intermediate arrays are float32's.
-    if closed * (2 if dtype == "float16" else 1) < most / fit.SURE:
+    if closed * (2 if dtype == "float16" else 1) < most / memory_fit.SURE:
         return Fitting(names[0], int(closed))
     if recompute:
-        found = fit.peak(scheme, grid, dtype, recompute, sizes, how)
+        found = memory_fit.peak(scheme, grid, dtype, recompute, sizes, how)
         return Fitting(recompute, found, found <= most)
-    name, found = fit.policy(scheme, grid, dtype, sizes, most, how)
+    name, found = memory_fit.policy(scheme, grid, dtype, sizes, most, how)
     return Fitting(name or "none", found, name is not None)
 
 

@@ -12,7 +12,8 @@ from typing import Any
 
 import jinja2
 
-from bench.cases import Case, UsageError
+from bench.cases.case import Case
+from bench.errors import UsageError
 from jobs.fitting import Fitting, check, fitting, limit
 from jobs.site import Site
 

@@ -9,8 +9,8 @@ from typing import Any, Iterator, Literal
 
 import msgspec
 
-from bench import fit
-from bench.cases import UsageError
+from bench.errors import UsageError
+from bench.prediction import memory_fit
 
 # What may stand in a line that Slurm reads, where quoting is Slurm's own affair.
 WORD = re.compile(r"[A-Za-z0-9_.,:/@%+=*&|()\[\]-]+")
@@ -191,7 +191,7 @@ def problems(site: Site) -> Iterator[str]:
     for key in ("gpu_memory", "memory"):
         text = getattr(site.node, key)
         try:
-            fit.size(text or "1 B")
+            memory_fit.size(text or "1 B")
         except UsageError as error:
             yield f"node.{key} = {error}"
     if site.node.gpu_memory and site.node.memory:

@@ -7,23 +7,26 @@
 >>> dx = model.backward(dy, saved)
 """
 
-from mm3d import environment
+from mm3d import launcher
 
-environment.set_defaults()  # before NumPy and MPI start, which read the environment once
+launcher.set_defaults()  # before NumPy and MPI start, which read the environment once
 
-from mm3d import gpu  # noqa: E402
+from mm3d.arrays import cupy_backend  # noqa: E402
 
-gpu.start()  # a device's context before MPI, which otherwise takes its memory for the host's
+cupy_backend.start()  # the device's context before MPI, which else takes its memory for the host's
 
-from mm3d import cost, guard  # noqa: E402
-from mm3d.axis import Axis, Split, Traffic  # noqa: E402
-from mm3d.grid import Grid  # noqa: E402
-from mm3d.layout import Layout  # noqa: E402
-from mm3d.contract import Scheme, registry, scheme  # noqa: E402
-from mm3d.space import Space, Vector  # noqa: E402
-from mm3d.sizes import ModelSizes  # noqa: E402
-from mm3d.transformer import Transformer, describe  # noqa: E402
-from mm3d.watchdog import Watchdog  # noqa: E402
+from mm3d import guard  # noqa: E402
+from mm3d.grid.activations import Space  # noqa: E402
+from mm3d.grid.axis import Axis, Split, Traffic  # noqa: E402
+from mm3d.grid.grid import Grid  # noqa: E402
+from mm3d.grid.layout import Layout  # noqa: E402
+from mm3d.model import cost  # noqa: E402
+from mm3d.model.sizes import ModelSizes  # noqa: E402
+from mm3d.model.transformer import Transformer, describe  # noqa: E402
+from mm3d.model.vectors import Vector  # noqa: E402
+from mm3d.schemes import registry, scheme  # noqa: E402
+from mm3d.schemes.scheme import Scheme  # noqa: E402
+from mm3d.tracing.watchdog import Watchdog  # noqa: E402
 
 guard.install()  # a rank that fails ends the job, which would wait for it for ever
 

@@ -9,9 +9,10 @@ import sys
 import numpy as np
 from mpi4py import MPI
 
-from mm3d import environment, guard
-from mm3d.axis import Axis, Pending
-from mm3d.grid import Grid
+from mm3d import guard, launcher
+from mm3d.grid.axis import Axis
+from mm3d.grid.grid import Grid
+from mm3d.transport.pending import Pending
 
 LENGTHS = (1, 7, 1000, 2 ** 18)    # of one rank's block, elements
 TYPES = ("float32", "float64", "float16", "int64")
@@ -81,4 +82,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except Exception:
-        environment.abort(MPI.COMM_WORLD)
+        launcher.abort(MPI.COMM_WORLD)

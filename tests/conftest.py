@@ -21,7 +21,7 @@ import pytest
 from _pytest.runner import runtestprotocol
 from mpi4py import MPI
 
-from mm3d import environment
+from mm3d import launcher
 from support import LIMIT, gpu_problem, kill_running
 
 # Tests that mean another transport, or both, say so.
@@ -125,8 +125,8 @@ def shared_tmp_path(comm, tmp_path):
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
-    if environment.local_ranks() > WORLD.size == 1:
-        pytest.exit(f"the launcher started {environment.local_ranks()} ranks, each alone in its "
+    if launcher.local_ranks() > WORLD.size == 1:
+        pytest.exit(f"the launcher started {launcher.local_ranks()} ranks, each alone in its "
                     "world: its MPI is not the one that mpi4py uses", returncode=2)
     os.dup2(sys.__stderr__.fileno(), STDERR)
     if WORLD.rank:

@@ -4,12 +4,12 @@ import argparse
 import math
 from pathlib import Path
 
-from bench import calibrate, machinefile, model
-from bench.exact import WrongResult
-from bench.output import say
+from bench.console import say
+from bench.errors import WrongResult
+from bench.prediction import calibration, machine_file, machine_model
 from bench.verbs import options
 from bench.verbs.publish import failed, publish_machine
-from mm3d.choice import in_place
+from mm3d.transport.choice import in_place
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = True
@@ -25,9 +25,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write the file; 0 when it was written."""
     path = Path(arguments.out)
-    machinefile.check("--out", path, comm)
+    machine_file.check("--out", path, comm)
     try:
-        machine = calibrate.measure(comm)
+        machine = calibration.measure(comm)
     except WrongResult as wrong:
         return failed("calibrate", f"{wrong}; no file was written", comm)
     status = publish_machine(machine, path, comm)
@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     return status
 
 
-def figures(machine: model.Machine) -> str:
+def figures(machine: machine_model.Machine) -> str:
     """Write the figures for people."""
     half = ", ".join(f"{edge:.0f}" for edge in machine.gemm_half_size)
     rates = ", ".join(f"{d} {rate / 1e9:.1f}" for d, rate in machine.gemm_rate.items())

@@ -2,15 +2,16 @@
 
 import argparse
 
-from bench import exact, model, operands, trials
-from bench.cases import UsageError
-from bench.formats import render
-from bench.journal import writable
-from bench.measured_tables import document
-from bench.replay import measured
+from bench.errors import UsageError, WrongResult
+from bench.experiments.products import operands
+from bench.prediction import machine_model, whole_steps
+from bench.prediction.beside_measured import measured
+from bench.records.journal import writable
+from bench.reports.formats import render
+from bench.reports.measured_tables import document
 from bench.verbs import options
 from bench.verbs.publish import failed, publish
-from mm3d.choice import ON_HOST
+from mm3d.transport.choice import ON_HOST
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = True
@@ -43,7 +44,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
         When there is nothing to measure, or the machine is a model for other ranks, another
         transport or other dtypes.
     """
-    machine = model.load(arguments.machine, arguments.dtype)
+    machine = machine_model.load(arguments.machine, arguments.dtype)
     if arguments.rounds < 1:
         raise UsageError(f"--rounds {arguments.rounds}: must be at least 1")
     if not arguments.matmul and not arguments.layer:
@@ -51,12 +52,13 @@ def run(arguments: argparse.Namespace, comm) -> int:
                          "HIDDEN,HEADS,BATCH,SEQ")
     transport = _transport(arguments.machine, machine, comm)
     out = writable(arguments.out, comm)
-    works = trials.everywhere(comm.size, arguments.matmul or (),
-                              [(*sizes, arguments.layers) for sizes in arguments.layer or ()])
+    works = whole_steps.everywhere(comm.size, arguments.matmul or (),
+                                   [(*sizes, arguments.layers) for sizes in arguments.layer or ()])
     try:
-        record = trials.measure(works, comm, arguments.dtype, arguments.seed, arguments.rounds,
-                                transport)
-    except exact.WrongResult as wrong:
+        record = whole_steps.measure(works, comm, arguments.dtype, arguments.seed,
+                                     arguments.rounds,
+                                     transport)
+    except WrongResult as wrong:
         return failed("check", f"{wrong}; no times were written", comm)
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -64,7 +66,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
                    lambda record: render(document(machine, list(measured(record)))))
 
 
-def _transport(name: str, machine: model.Machine, comm) -> str:
+def _transport(name: str, machine: machine_model.Machine, comm) -> str:
     """Return how the collectives of `comm` travel.
 
     Raises

@@ -2,14 +2,15 @@
 
 import argparse
 
-from bench import contribution
-from bench.collectives import array_bytes, collective_grid, measure_collectives
-from bench.exact import WrongResult
-from bench.journal import writable
+from bench.errors import WrongResult
+from bench.experiments.products.collectives import (array_bytes, collective_grid,
+                                                    measure_collectives)
+from bench.prediction import machine_update
+from bench.records.journal import writable
+from bench.records.measurements import Measurements
 from bench.verbs import options
 from bench.verbs.publish import failed, publish, publish_machine
-from mm3d import environment
-from mm3d.record import Measurements
+from mm3d import launcher
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -32,8 +33,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     limits = options.limits_of(arguments)
     sizes = array_bytes(arguments.least, arguments.most, arguments.dtype)
     grid = collective_grid(comm, arguments.grid, arguments.backend)
-    machine = contribution.begun(arguments.machine, arguments.base, environment.local_ranks(),
-                                 comm)
+    machine = machine_update.begun(arguments.machine, arguments.base, launcher.local_ranks(),
+                                   comm)
     out = writable(arguments.out, comm)
     try:
         record = measure_collectives(grid, sizes, arguments.dtype, limits, arguments.seed)
@@ -42,13 +43,13 @@ def run(arguments: argparse.Namespace, comm) -> int:
     grid.free()
     status = publish(record, out, "collectives", comm, table)
     if machine is not None:
-        measured = record and contribution.lines(machine, record)
+        measured = record and machine_update.lines(machine, record)
         status = max(status, publish_machine(measured, arguments.machine, comm))
     return status
 
 
 def table(record: Measurements) -> str:
     """Format the tables of a record."""
-    from bench import microtables
-    from bench.formats import render
-    return render(microtables.collectives(record))
+    from bench.reports import micro_tables
+    from bench.reports.formats import render
+    return render(micro_tables.collectives(record))

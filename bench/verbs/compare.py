@@ -3,9 +3,9 @@
 import argparse
 import math
 
-from bench import formats
-from bench.cases import UsageError
-from bench.compare import compare
+from bench.errors import UsageError
+from bench.reports import formats
+from bench.reports.comparison import compare
 from bench.verbs import options
 
 GROUP = "Look at results"

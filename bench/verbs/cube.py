@@ -2,7 +2,7 @@
 
 import argparse
 
-from bench import cube
+from bench.reports.figures import cube
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = False

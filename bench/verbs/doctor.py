@@ -7,11 +7,11 @@ import shlex
 from dataclasses import asdict
 from pathlib import Path
 
-from bench.cases import UsageError
-from bench.checks import CHECKS, FAILED
-from bench.facts import Facts
+from bench.doctor.checks import CHECKS, FAILED
+from bench.doctor.child_jobs import Facts
+from bench.errors import UsageError
 from bench.verbs import options
-from mm3d import environment
+from mm3d import launcher
 
 GROUP = "This machine"
 ON_ALL_RANKS = False
@@ -38,8 +38,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS",
                         help="that a child job may take (default 60)")
     parser.add_argument("--seen", metavar="DIR",
-                        help="start no child job: read what bench.census has said into this "
-                             "folder, as batch jobs do")
+                        help="start no child job: read what bench.doctor.census has said into "
+                             "this folder, as batch jobs do")
     parser.add_argument("--clean", action="store_true", help=(
         "remove the shared memory that killed jobs of this user have left in /dev/shm, where no "
         "process has it open; those of a container that shares the folder are not seen: not "
@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
     UsageError
         When it runs under a launcher, or an argument cannot be meant.
     """
-    if environment.local_ranks() > 1:
+    if launcher.local_ranks() > 1:
         raise UsageError("doctor starts the launcher itself: run it without, as in "
                          "python -m bench doctor --launcher 'mpirun -n 8'")
     if arguments.ranks < 1 or not 0 < arguments.limit < math.inf:
@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
                          "one rank, and a finite number of seconds above 0")
     try:
         command = (shlex.split(arguments.launcher) if arguments.launcher
-                   else environment.mpirun_command(arguments.ranks) if not arguments.seen
+                   else launcher.mpirun_command(arguments.ranks) if not arguments.seen
                    else ["launcher"])
     except (FileNotFoundError, ValueError) as error:
         raise UsageError(f"--launcher: {error}") from error
@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
                   Path(arguments.seen) if arguments.seen else None, arguments.clean)
     checks = list(CHECKS)
     if arguments.gpu:
-        from bench.doctor_gpu import CHECKS as MORE
+        from bench.doctor.gpu_checks import CHECKS as MORE
         checks += MORE
     findings = [check(facts) for check in checks]
     if arguments.json:

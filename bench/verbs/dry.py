@@ -4,14 +4,17 @@ import argparse
 import sys
 
 import mm3d
-from bench import dry as tables
-from bench import fit, model
-from bench.cases import UsageError
-from bench.formats import render
-from bench.variants import Variant
+from bench.cases.variants import Variant
+from bench.errors import UsageError
+from bench.prediction import machine_model, memory_fit
+from bench.reports import dry_tables as tables
+from bench.reports.formats import render
 from bench.verbs import grids, options
-from mm3d import cost, describe, dry
-from mm3d.sizes import SIZES
+from mm3d import describe
+from mm3d.model import cost
+from mm3d.model.sizes import SIZES
+from mm3d.tracing import dry_run
+from mm3d.tracing.trace import Trace
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = False
@@ -50,8 +53,8 @@ def run(arguments: argparse.Namespace) -> int:
     shape = grids.grid(arguments.grid, arguments.scheme, arguments.ranks,
                        arguments.machine or "longhorn", arguments.dtype, sizes,
                        arguments.recompute)
-    machine = model.load(arguments.machine, arguments.dtype) if arguments.machine else None
-    limit = fit.size(arguments.memory) if arguments.memory else 0
+    machine = machine_model.load(arguments.machine, arguments.dtype) if arguments.machine else None
+    limit = memory_fit.size(arguments.memory) if arguments.memory else 0
     if limit and arguments.rank:
         raise UsageError("--memory is held against rank 0, which has the most: leave --rank out")
     try:
@@ -68,17 +71,19 @@ def run(arguments: argparse.Namespace) -> int:
     print(render([title, *tables.tables(trace, useful, machine)]))
     if not limit:
         return 0
-    fits, line = fit.verdict(arguments.scheme, tuple(shape), arguments.dtype, arguments.recompute,
-                             sizes, limit,
-                             Variant(keep=arguments.keep or "none", causal=arguments.causal))
+    fits, line = memory_fit.verdict(arguments.scheme, tuple(shape), arguments.dtype,
+                                    arguments.recompute,
+                                    sizes, limit,
+                                    Variant(keep=arguments.keep or "none",
+                                            causal=arguments.causal))
     print("\n" + line)
     return int(not fits)
 
 
 def _trace(arguments: argparse.Namespace, shape: tuple[int, ...], sizes: dict[str, int],
-           machine: model.Machine | None) -> dry.Trace:
+           machine: machine_model.Machine | None) -> Trace:
     """Run a step of the rank dry; ValueError when the grid, the rank or an option cannot be."""
-    trace_of = dry.step if arguments.all_layers else dry.extended
+    trace_of = dry_run.step if arguments.all_layers else dry_run.extended
     return trace_of(arguments.scheme, arguments.ranks, shape, arguments.rank,
                     options={"keep": arguments.keep} if arguments.keep else {},
                     dtype=arguments.dtype, causal=arguments.causal, recompute=arguments.recompute,

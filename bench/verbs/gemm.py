@@ -2,13 +2,13 @@
 
 import argparse
 
-from bench import contribution
-from bench.exact import WrongResult
-from bench.gemm import measure_gemm, thread_counts
-from bench.journal import writable
+from bench.errors import WrongResult
+from bench.experiments.products.gemm import measure_gemm, thread_counts
+from bench.prediction import machine_update
+from bench.records.journal import writable
+from bench.records.measurements import Measurements
 from bench.verbs import options
 from bench.verbs.publish import failed, publish, publish_machine
-from mm3d.record import Measurements
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     backend = options.alone("gemm", arguments.backend, comm)
     limits = options.limits_of(arguments)
     threads = thread_counts(arguments.threads)
-    machine = contribution.begun(arguments.machine, arguments.base, 1, comm)
+    machine = machine_update.begun(arguments.machine, arguments.base, 1, comm)
     out = writable(arguments.out, comm)
     try:
         record = measure_gemm(arguments.sizes, arguments.dtypes, threads, backend, limits,
@@ -40,13 +40,13 @@ def run(arguments: argparse.Namespace, comm) -> int:
         return failed("gemm", f"{wrong}; no times were written", comm)
     status = publish(record, out, "gemm", comm, table)
     if machine is not None:
-        status = max(status, publish_machine(contribution.products(machine, record),
+        status = max(status, publish_machine(machine_update.products(machine, record),
                                              arguments.machine, comm))
     return status
 
 
 def table(record: Measurements) -> str:
     """Format the table of a record."""
-    from bench import microtables
-    from bench.formats import render
-    return render(microtables.gemm(record))
+    from bench.reports import micro_tables
+    from bench.reports.formats import render
+    return render(micro_tables.gemm(record))

@@ -2,12 +2,12 @@
 
 import argparse
 
-from bench.exact import WrongResult
-from bench.gpu import PARTS, GpuBenchmark, measure_part
-from bench.journal import writable
+from bench.errors import WrongResult
+from bench.experiments.gpu.parts import GpuBenchmark, PARTS, measure_part
+from bench.records.journal import writable
+from bench.records.measurements import Measurements
 from bench.verbs import options
 from bench.verbs.publish import failed, publish
-from mm3d.record import Measurements
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -42,6 +42,6 @@ def run(arguments: argparse.Namespace, comm) -> int:
 
 def table(record: Measurements) -> str:
     """Format the tables of a record."""
-    from bench import microtables
-    from bench.formats import render
-    return render(microtables.other(record))
+    from bench.reports import micro_tables
+    from bench.reports.formats import render
+    return render(micro_tables.other(record))

@@ -3,8 +3,8 @@
 import argparse
 from pathlib import Path
 
-from bench import gpusuite
-from bench.output import say
+from bench.console import say
+from bench.doctor import gpu_suite
 
 GROUP = "This machine"
 ON_ALL_RANKS = False
@@ -24,9 +24,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the steps and print a line for each; 1 when one failed."""
     out = arguments.out.resolve()
-    every = gpusuite.steps(out, arguments.ranks, arguments.limit, arguments.rehearse)
+    every = gpu_suite.steps(out, arguments.ranks, arguments.limit, arguments.rehearse)
     status = 0
-    for outcome in gpusuite.run(gpusuite.chosen(every, arguments.only), out):
+    for outcome in gpu_suite.run(gpu_suite.chosen(every, arguments.only), out):
         say(str(outcome))
         status = max(status, int(bool(outcome.problem)))
     return status

@@ -1,6 +1,7 @@
 """Sizes of a model and of a grid, as options give them."""
 
-from bench.cases import UsageError, load
+from bench.cases.paper import load
+from bench.errors import UsageError
 from mm3d import ModelSizes
 
 
@@ -38,10 +39,11 @@ def grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: str,
     if text is None:
         return None
     if text == "auto":
-        from bench import model, plan
+        from bench.prediction import machine_model, planner
         try:
-            return plan.best_grid(scheme, ranks, model.load(machine, dtype), dtype, recompute,
-                                  **sizes)
+            return planner.best_grid(scheme, ranks, machine_model.load(machine, dtype), dtype,
+                                     recompute,
+                                     **sizes)
         except ValueError as error:
             raise UsageError(str(error)) from error
     try:

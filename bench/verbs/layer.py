@@ -4,14 +4,13 @@ import argparse
 import gc
 
 import mm3d
-from bench.cases import UsageError
-from bench.exact import WrongResult
-from bench.journal import writable
-from bench.layer import MeasuredLayer, check_overlap, measure_layer
+from bench.errors import UsageError, WrongResult
+from bench.experiments.layer.layer import MeasuredLayer, check_overlap, measure_layer
+from bench.records.journal import writable
+from bench.records.measurements import Measurements
 from bench.verbs import options
 from bench.verbs.publish import failed, publish
 from mm3d import ModelSizes
-from mm3d.record import Measurements
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -74,6 +73,6 @@ def check_head(every: list[int], head: int) -> None:
 
 def table(record: Measurements) -> str:
     """Format the table of a record."""
-    from bench import layertables
-    from bench.formats import render
-    return render(layertables.layers([record]))
+    from bench.reports import layer_table
+    from bench.reports.formats import render
+    return render(layer_table.layers([record]))

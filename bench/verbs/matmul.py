@@ -4,17 +4,17 @@ import argparse
 import gc
 from pathlib import Path
 
-from bench import chrome, traced
-from bench.cases import UsageError
-from bench.exact import WrongResult
-from bench.journal import writable
-from bench.matmul import measure_product
-from bench.products import Problem, schemes
+from bench.errors import UsageError, WrongResult
+from bench.experiments.products.matmul import measure_product
+from bench.experiments.products.problem import Problem, schemes
+from bench.instruments import chrome_trace, step_tracing
+from bench.instruments.clock import Clock
+from bench.instruments.timing import Limits
+from bench.records.journal import writable
+from bench.records.measurements import Measurements
 from bench.verbs import options
 from bench.verbs.publish import failed, publish, trace_file
-from mm3d.matrix_product import FORMS
-from mm3d.record import Measurements
-from mm3d.timing import Clock, Limits
+from mm3d.schemes.matrix_product import FORMS
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -73,14 +73,15 @@ def measure(problem: Problem, name: str, arguments: argparse.Namespace, limits: 
         clock = Clock(comm)
         phases = ("forward", "backward")[:1 + arguments.backward]
         cases = len(arguments.shape) * len(arguments.form)
-        spans = traced.product(problem, phases, clock)
-        status = max(status, chrome.write(chrome.named(arguments.trace, name, cases), spans,
-                                          problem.grid, clock, name))
+        spans = step_tracing.product(problem, phases, clock)
+        status = max(status,
+                     chrome_trace.write(chrome_trace.named(arguments.trace, name, cases), spans,
+                                        problem.grid, clock, name))
     return status
 
 
 def table(record: Measurements) -> str:
     """Format the table of a record."""
-    from bench import microtables
-    from bench.formats import render
-    return render(microtables.matmul([record]))
+    from bench.reports import micro_tables
+    from bench.reports.formats import render
+    return render(micro_tables.matmul([record]))

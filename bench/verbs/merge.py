@@ -3,9 +3,9 @@
 import argparse
 from pathlib import Path
 
-from bench.results import list_files
+from bench.records import merged
+from bench.records.folder import list_files
 from bench.verbs import options
-from mm3d import merged
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False

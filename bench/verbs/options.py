@@ -3,13 +3,14 @@
 import argparse
 from typing import Callable
 
-from bench import formats, machine
-from bench.cases import UsageError
-from bench.watch import unwatched
-from mm3d import backend as backends
-from mm3d.backend import Backend
-from mm3d.recompute import policy
-from mm3d.timing import Limits
+from bench.errors import UsageError
+from bench.instruments import host
+from bench.instruments.stall import unwatched
+from bench.instruments.timing import Limits
+from bench.reports import formats
+from mm3d.arrays import backend as backends
+from mm3d.arrays.backend import Backend
+from mm3d.model.recomputation import policy
 
 RECOMPUTE = ("what backward computes again instead of finding it kept: none; selective, all but "
              "products with weights; full, each layer from its input; uniform:N, every N layers "
@@ -18,7 +19,7 @@ COUNTS = {3: "three", 4: "four"}
 
 
 def add_stall(parser: argparse.ArgumentParser) -> None:
-    """Add ``--stall`` to a verb of several ranks; see `bench.watch`."""
+    """Add ``--stall`` to a verb of several ranks; see `bench.instruments.stall`."""
     parser.add_argument("--stall", type=whole(1), metavar="SECONDS", help=(
         "end the job when nothing is heard of a rank for so long; in the steps that run counts "
         "and times, and the calls that matmul times, also when ranks wait in collectives and none "
@@ -28,7 +29,7 @@ def add_stall(parser: argparse.ArgumentParser) -> None:
 
 def add_out(parser: argparse.ArgumentParser) -> None:
     """Add ``--out``, the folder of results."""
-    parser.add_argument("--out", metavar="DIR", default=machine.default_out(),
+    parser.add_argument("--out", metavar="DIR", default=host.default_out(),
                         help="where the .h5 files go (default results/<machine>)")
 
 
@@ -184,7 +185,7 @@ def whole(least: int) -> Callable[[str], int]:
 
 
 def recompute(text: str) -> str:
-    """Check that `text` is a policy of `mm3d.recompute`."""
+    """Check that `text` is a policy of `mm3d.model.recomputation`."""
     try:
         policy(text)
     except ValueError as error:

@@ -3,12 +3,12 @@
 import argparse
 import time
 
-from bench import model, plan
-from bench.cases import UsageError
-from bench.formats import render
-from bench.plan_tables import remarks, table
+from bench.errors import UsageError
+from bench.prediction import machine_model, planner
+from bench.reports.formats import render
+from bench.reports.plan_tables import remarks, table
 from bench.verbs import grids, options
-from mm3d.sizes import SIZES
+from mm3d.model.sizes import SIZES
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = False
@@ -30,18 +30,19 @@ def run(arguments: argparse.Namespace) -> int:
     if ranks < 2 or arguments.top < 1:
         raise UsageError(f"--ranks {ranks} --top {arguments.top}: at least 2 ranks and one plan "
                          f"would do")
-    machine = model.load(arguments.machine, dtype)
+    machine = machine_model.load(arguments.machine, dtype)
     sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
     start = time.perf_counter()
-    found = plan.plans(ranks, machine, dtype, recompute, max(arguments.top, plan.FEW), **sizes)
+    found = planner.plans(ranks, machine, dtype, recompute, max(arguments.top, planner.FEW),
+                          **sizes)
     took = time.perf_counter() - start
     shown = found[:arguments.top]
-    fits = [plan.fitting(one, machine, dtype, sizes) for one in shown]
+    fits = [planner.fitting(one, machine, dtype, sizes) for one in shown]
     title = (f"{ranks} ranks; " + ", ".join(f"{key} {value}" for key, value in sizes.items())
              + f", {dtype}, recompute {recompute}")
     print(render([machine.about, title, table(shown, fits), remarks(found, sizes, ranks, took)]))
     if arguments.pictures:
-        from bench.outlook import planned
+        from bench.reports.figures.prediction import planned
         for path in planned(arguments.pictures, ranks, machine, dtype, recompute, sizes):
             print(path)
     return 0

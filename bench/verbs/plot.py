@@ -2,7 +2,7 @@
 
 import argparse
 
-from bench import plots
+from bench.reports.figures import every_figure
 from bench.verbs import options
 
 GROUP = "Look at results"
@@ -18,6 +18,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw the figures and name their files; 0."""
-    drawn, left_out = plots.plots(arguments.folder, tuple(arguments.format.split(",")))
+    drawn, left_out = every_figure.plots(arguments.folder, tuple(arguments.format.split(",")))
     print(*drawn, *[f"not drawn: {why}" for why in left_out], sep="\n")
     return 0

@@ -2,9 +2,11 @@
 
 import argparse
 
-from bench import model
-from bench.cases import HEADINGS, UsageError, select
-from bench.formats import render
+from bench.cases.paper import HEADINGS
+from bench.cases.selection import select
+from bench.errors import UsageError
+from bench.prediction import machine_model
+from bench.reports.formats import render
 from bench.verbs import options
 
 GROUP = "Plan and predict"
@@ -24,30 +26,30 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the paper's tables, or what was measured in ``--results``, beside predictions."""
     if arguments.results:
         return _measured(arguments)
-    from bench import prediction_tables as tables
-    from bench.predict import predict
+    from bench.prediction.paper_fit import predict
+    from bench.reports import prediction_tables as tables
     wanted = {row.table for row in select(arguments.table or "all")}
-    outcome = predict(model.load(arguments.machine, "float32"))
+    outcome = predict(machine_model.load(arguments.machine, "float32"))
     parts = [tables.table(outcome, name) for name in HEADINGS if name in wanted]
     print(render([*parts, *tables.remarks(outcome)]))
     if arguments.pictures:
-        from bench.outlook import scaling
+        from bench.reports.figures.prediction import scaling
         print(scaling(arguments.pictures, outcome))
     return 0
 
 
 def _measured(arguments: argparse.Namespace) -> int:
     """Print what the files of a folder have measured beside predictions."""
-    from bench import replay
-    from bench.measured_tables import document
+    from bench.prediction import beside_measured
+    from bench.reports.measured_tables import document
     idle = [f"--{name} {value}" for name in ("table", "pictures")
             if (value := getattr(arguments, name)) is not None]
     if idle:
         raise UsageError(f"--results {arguments.results} {' '.join(idle)}: what was measured is "
                          f"no row of the paper's tables and has no figures; give --results "
                          f"without {' and '.join(name.split()[0] for name in idle)}")
-    found, problems = replay.collected(arguments.results)
-    print(render(document(model.load(arguments.machine), found)))
+    found, problems = beside_measured.collected(arguments.results)
+    print(render(document(machine_model.load(arguments.machine), found)))
     if problems:
         print("", "Left out:", *problems, sep="\n")
     return 0

@@ -3,12 +3,12 @@
 from pathlib import Path
 from typing import Callable
 
-from bench.cases import UsageError
-from bench import machinefile
-from bench.model import Machine
-from bench.output import say
-from mm3d import store
-from mm3d.record import Measurements
+from bench.console import say
+from bench.errors import StoreError, UsageError
+from bench.prediction import machine_file
+from bench.prediction.machine_model import Machine
+from bench.records import run_file
+from bench.records.measurements import Measurements
 
 
 def publish(record: Measurements | None, out: Path, name: str, comm,
@@ -36,8 +36,8 @@ def publish(record: Measurements | None, out: Path, name: str, comm,
     outcome = None
     if comm.rank == 0:
         try:
-            outcome = 0, f"written: {store.write(record, out, name)}"
-        except store.StoreError as error:
+            outcome = 0, f"written: {run_file.write(record, out, name)}"
+        except StoreError as error:
             outcome = 1, f"failed: {error}"
     status, line = comm.bcast(outcome)
     if comm.rank == 0:
@@ -49,7 +49,7 @@ def publish(record: Measurements | None, out: Path, name: str, comm,
 
 def publish_machine(machine: Machine | None, path: str | Path, comm) -> int:
     """Write the file of a machine, which rank 0 has, and say where it is; 1 when it could not."""
-    problem = machinefile.write(machine, path, comm)
+    problem = machine_file.write(machine, path, comm)
     if comm.rank == 0:
         say(f"failed: machine file {path} could not be written ({problem}); what was there is "
             f"untouched" if problem else f"machine file: {path}")
@@ -90,10 +90,10 @@ def trace_file(file: str | None, comm, traced: int | None = None) -> str | None:
     problem = None
     if comm.rank == 0:
         try:
-            store.check_folder(Path(file).parent, "the trace's folder", "--trace")
-        except store.StoreError as error:
+            run_file.check_folder(Path(file).parent, "the trace's folder", "--trace")
+        except StoreError as error:
             problem = str(error)
     problem = comm.bcast(problem)
     if problem:
-        raise store.StoreError(problem)
+        raise StoreError(problem)
     return file

@@ -2,7 +2,7 @@
 
 import argparse
 
-from bench import report
+from bench.reports import page
 from bench.verbs import options
 
 GROUP = "Look at results"
@@ -17,5 +17,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page and name its file; 0."""
-    print(report.report(arguments.folder, arguments.out))
+    print(page.report(arguments.folder, arguments.out))
     return 0

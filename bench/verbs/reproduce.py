@@ -14,15 +14,20 @@ from typing import Any
 import msgspec
 from tqdm import tqdm
 
-from bench import leftovers, machine, resume
-from bench.cases import Row, UsageError, case, equal_tokens, select, shuffled
-from bench.finish import finish
-from bench.job import check_variant
-from bench.journal import Journal, Reproduction
-from bench.reproduce import Stopped, measured_all
+from bench.cases.case import case
+from bench.cases.paper import Row
+from bench.cases.selection import equal_tokens, select, shuffled
+from bench.errors import UsageError
+from bench.experiments.rows import resume
+from bench.experiments.rows.reproduction import Stopped, measured_all
+from bench.experiments.rows.settings import check_variant
+from bench.instruments import host, leftover_memory
+from bench.records import run_file
+from bench.records.journal import Journal, Reproduction
+from bench.reports.finish import finish
 from bench.verbs import options, row_options
-from mm3d import backend as backends
-from mm3d import environment, store
+from mm3d import launcher
+from mm3d.arrays import backend as backends
 
 GROUP = "Measure the paper's tables"
 ON_ALL_RANKS = False
@@ -82,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     StoreError
         When the results folder cannot be written, or is in use.
     """
-    if environment.local_ranks() > 1:
+    if launcher.local_ranks() > 1:
         raise UsageError("reproduce starts mpirun itself: run it without, as in "
                          "python -m bench reproduce")
     wanted = row_settings(arguments)
@@ -91,7 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     variant = row_options.variant(arguments, library)
     check_variant(variant, asked, library, arguments.recompute)
     cases = [case(row, arguments.preset, variant) for row in asked]
-    out = store.check_folder(arguments.out)
+    out = run_file.check_folder(arguments.out)
     log = Journal(out)
     log.claim()
     resume.tidy(out)
@@ -168,9 +173,9 @@ def passed_on(arguments: argparse.Namespace, out: Path, order: int) -> list[str]
 def announce(progress: Progress, preset: str, out: Path, reproduction: Reproduction,
              finished: int) -> None:
     """Say what is measured where, and what was found there."""
-    progress.say(f"{progress.total} rows, preset {preset}, on {machine.cpu_model()}, "
-                 f"{environment.cores()} cores; results in {out}; order {reproduction.order}")
-    if left_behind := leftovers.advice(leftovers.abandoned()):
+    progress.say(f"{progress.total} rows, preset {preset}, on {host.cpu_model()}, "
+                 f"{launcher.cores()} cores; results in {out}; order {reproduction.order}")
+    if left_behind := leftover_memory.advice(leftover_memory.abandoned()):
         progress.say(left_behind)
     if finished:
         progress.say(f"going on with what was begun at {reproduction.begun[:19]} UTC: "
@@ -194,7 +199,7 @@ def conclude(log: Journal, reproduction: Reproduction, progress: Progress,
     if stopped or failures:
         print(f"\n{stopped or 'Ended'}: {measured_rows} of {progress.total} rows are in "
               f"{log.folder}; {advice(sys.argv[1:])}", file=sys.stderr)
-        if left_behind := leftovers.advice(leftovers.abandoned()):
+        if left_behind := leftover_memory.advice(leftover_memory.abandoned()):
             print(left_behind, file=sys.stderr)
     elif missing:
         print(f"\nOf what was begun at {reproduction.begun[:19]} UTC {len(missing)} rows are not "

@@ -3,11 +3,12 @@
 import argparse
 from typing import Any
 
-from bench.cases import HEADINGS, PAPER, TITLES, UsageError, load
-from bench.variants import KNOWN, PLAIN, Variant, having
+from bench.cases.paper import HEADINGS, PAPER, TITLES, load
+from bench.cases.variants import KNOWN, PLAIN, Variant, having
+from bench.errors import UsageError
+from bench.instruments.timing import Limits
 from bench.verbs import options
-from mm3d.backend import Backend
-from mm3d.timing import Limits
+from mm3d.arrays.backend import Backend
 
 
 def add_rows(parser: argparse.ArgumentParser) -> None:

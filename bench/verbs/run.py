@@ -6,19 +6,26 @@ import random
 from pathlib import Path
 from typing import Callable
 
-from bench import chrome, journal, model, residuals, yardsticks
-from bench.cases import Case, Row, UsageError, case, equal_tokens, named, select, shuffled
-from bench.job import Settings, check_variant, of_rank_0, usable, verifiable
-from bench.journal import writable
-from bench.output import say
-from bench.run import Failed, Measured, measure
-from bench.variants import Variant
+from bench.cases.case import Case, case
+from bench.cases.paper import Row
+from bench.cases.selection import equal_tokens, named, select, shuffled
+from bench.cases.variants import Variant
+from bench.checks import layer_residuals
+from bench.console import say
+from bench.errors import Failed, StoreError, UsageError
+from bench.experiments.rows.row import Measured, measure
+from bench.experiments.rows.settings import Settings, check_variant, of_rank_0, usable, verifiable
+from bench.instruments import chrome_trace, peaks as yardsticks, timing
+from bench.instruments.clock import wait_patiently
+from bench.prediction import machine_model
+from bench.records import journal, run_file
+from bench.records.journal import writable
+from bench.records.measurements import Group
 from bench.verbs import grids, row_options
 from bench.verbs.publish import trace_file
-from mm3d import backend as backends
-from mm3d import store, timing
-from mm3d.record import Group
-from mm3d.sizes import SIZES
+from mm3d.arrays import backend as backends
+from mm3d.model.sizes import SIZES
+from mm3d.tracing.events import PHASES
 
 GROUP = "Measure the paper's tables"
 ON_ALL_RANKS = True
@@ -78,7 +85,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
             say(line)
     peaks = yardsticks.peaks(library, variant.dtype, comm)
     return max([report(one, settings, peaks, comm, out,
-                       trace and chrome.named(trace, one.name, len(cases)))
+                       trace and chrome_trace.named(trace, one.name, len(cases)))
                 for one in shuffled(cases, order)])
 
 
@@ -152,7 +159,7 @@ def grid_chooser(arguments: argparse.Namespace,
     """
     name = arguments.machine or "cpu"
     if arguments.grid == "auto":
-        of_rank_0(lambda: model.load(name, arguments.dtype), comm)
+        of_rank_0(lambda: machine_model.load(name, arguments.dtype), comm)
     elif arguments.machine:
         raise UsageError(f"--machine {name}: only --grid auto plans for a machine; give both, or "
                          f"leave --machine out")
@@ -179,7 +186,7 @@ def report(one: Case, settings: Settings, peaks: Group | None, comm, out: Path,
     settings : Settings
         How it is measured.
     peaks : Group or None
-        The machine's rates, on rank 0; see `bench.yardsticks.peaks`.
+        The machine's rates, on rank 0; see `bench.instruments.peaks.peaks`.
     comm : mpi4py.MPI.Intracomm
         All ranks; each must call this.
     out : Path
@@ -198,7 +205,7 @@ def report(one: Case, settings: Settings, peaks: Group | None, comm, out: Path,
     try:
         found = measure(one, settings, peaks, comm, trace is not None)
         outcome = written(found, one, out, trace) if comm.rank == 0 else None
-        timing.wait_patiently(comm)    # while rank 0 writes
+        wait_patiently(comm)    # while rank 0 writes
         status, line = comm.bcast(outcome)
     except Failed as error:
         status, line = 1, f"failed: {one.title}: {error}"
@@ -213,17 +220,17 @@ def written(found: Measured, one: Case, out: Path, trace: Path | None) -> tuple[
     if journal.taken_over(out):
         return 1, f"failed: {one.title}: another reproduce has taken over {out.name}"
     try:
-        path = store.write(found.record, out, one.name)
-    except store.StoreError as error:
+        path = run_file.write(found.record, out, one.name)
+    except StoreError as error:
         return 1, f"failed: {one.title}: {error}"
-    status = chrome.put(trace, found.trace) if trace else 0
+    status = chrome_trace.put(trace, found.trace) if trace else 0
     return status, f"done: {one.title}: {summary(found.record)}, {path.name}"
 
 
-def summary(record: store.Run) -> str:
+def summary(record: run_file.Run) -> str:
     """Say in a line the times of a step and by how much it differs from the serial scheme's."""
-    forward, backward = (timing.typical(record.samples[phase]) for phase in store.PHASES)
-    serial, own = residuals.apart(record.checks)
+    forward, backward = (timing.typical(record.samples[phase]) for phase in PHASES)
+    serial, own = layer_residuals.apart(record.checks)
     error = max(check.error for check in serial)
     checked = "a smaller model differs" if own else "differs"
     worst = max((check.error / check.tolerance for check in own), default=0.0)

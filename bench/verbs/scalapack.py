@@ -5,12 +5,12 @@ import math
 
 import numpy as np
 
-from bench.exact import WrongResult
-from bench.output import say
-from bench.scalapack import Comparison, Products, compare_products, loaded
+from bench.console import say
+from bench.errors import WrongResult
+from bench.experiments.products.scalapack import Comparison, Products, compare_products, loaded
+from bench.instruments.statistics import median_interval
 from bench.verbs import options
 from bench.verbs.publish import failed
-from mm3d.statistics import median_interval
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -49,7 +49,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
 
 def table(found: Comparison) -> str:
     """Format the table of a comparison."""
-    from bench.formats import Column, Notes, Rows, Table, render
+    from bench.reports.document import Column, Notes, Rows, Table
+    from bench.reports.formats import render
     ours, theirs = len(found.transports), len(found.blocks)
     rows: Rows = []
     for k, (name, time) in enumerate(zip(found.subjects, np.median(found.seconds, axis=0))):

@@ -3,10 +3,11 @@
 import argparse
 import sys
 
-from bench.formats import Column, Notes, Rows, Table, render
-from bench.start import CALLS, PHASES, FailedJob, Start, check_cubes, measure_start
+from bench.experiments.startup import CALLS, FailedJob, PHASES, Start, check_cubes, measure_start
+from bench.reports.document import Column, Notes, Rows, Table
+from bench.reports.formats import render
 from bench.verbs import options
-from mm3d import environment
+from mm3d import launcher
 
 GROUP = "This machine"
 ON_ALL_RANKS = False
@@ -36,7 +37,7 @@ def table(found: list[Start]) -> str:
                    f"{1e6 * one.call:.0f}"] for one in found]
     columns = [Column("ranks"), Column("transport"), *(Column(name, "(s)") for name in PHASES),
                Column("a small gather", "(us of CPU)")]
-    return render([Table(f"Many ranks on {environment.cores()} cores", columns, rows),
+    return render([Table(f"Many ranks on {launcher.cores()} cores", columns, rows),
                    Notes("About these figures:", [
                        "once each; a step is forward and backward of one tiny layer; the gather "
                        f"is the mean of {CALLS} along x, all that a rank's processor spends on "

@@ -2,7 +2,7 @@
 
 import argparse
 
-from bench import formats, merit, tables
+from bench.reports import formats, merit, paper_tables
 from bench.verbs import options
 
 GROUP = "Look at results"
@@ -22,5 +22,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.parts:
         print(formats.render(merit.document(arguments.folder), arguments.format))
     else:
-        print(tables.tables(arguments.folder, arguments.format))
+        print(paper_tables.tables(arguments.folder, arguments.format))
     return 0

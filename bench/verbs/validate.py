@@ -2,8 +2,8 @@
 
 import argparse
 
-from bench.results import list_files
-from bench.validate import check
+from bench.records.folder import list_files
+from bench.validation.files import check
 from bench.verbs import options
 
 GROUP = "Look at results"

@@ -1,1 +1,51 @@
 """The parallelisms, one file each; `mm3d.scheme` finds them by name."""
+
+from typing import Any
+
+from mpi4py import MPI
+
+from mm3d.arrays.backend import Backend
+from mm3d.schemes.scheme import SCHEMES, Scheme, _import_schemes
+
+
+def registry() -> dict[str, type[Scheme]]:
+    """The schemes by name: those of ``mm3d/schemes/``, and every other subclass of `Scheme` that
+    has been defined with a name."""
+    _import_schemes()
+    return SCHEMES
+
+
+def lookup(name: str) -> type[Scheme]:
+    """The class of the scheme called `name`; ValueError when there is none."""
+    known = registry()
+    if name not in known:
+        raise ValueError(f"scheme {name!r} is unknown: choose one of {', '.join(known)}")
+    return known[name]
+
+
+def scheme(name: str, comm: MPI.Intracomm | None = None, grid: tuple[int, ...] | None = None,
+           backend: str | Backend | None = None, **options: Any) -> Scheme:
+    """The scheme called `name` on the ranks of `comm`.
+
+    Parameters
+    ----------
+    name : str
+        "serial", "1d" (Megatron-LM), "1d-sp" (with sequence parallelism), "2d" (SUMMA as in
+        Optimus) or "3d" (the paper's, on any X x Y x Z grid).
+    comm : mpi4py.MPI.Intracomm, optional
+        The world, if not given.
+    grid : tuple of int, optional
+        Sizes of the grid's directions; by default all ranks in a line (1d), a square (2d) or
+        a cube (3d).
+    backend : str or Backend, optional
+        "numpy" or "cupy"; ``MM3D_BACKEND`` or NumPy if not given.
+    **options
+        Of the scheme's class, such as ``keep`` of `mm3d.schemes.cube.Cube`; see its `options`.
+
+    Raises
+    ------
+    ValueError
+        On every rank alike and before any communication, when no scheme has that name, the
+        ranks do not fit the grid, or an option is unknown.
+    """
+    return lookup(name)(comm if comm is not None else MPI.COMM_WORLD, grid, backend, **options)

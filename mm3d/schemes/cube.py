@@ -12,14 +12,16 @@ the same three forms again with the directions permuted.
 
 from typing import Any, Mapping
 
-from mm3d.axis import Pending, Split
-from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
-from mm3d.closed_form import LocalProduct, Move, ProductShape
-from mm3d.contract import Option, Product, Scheme, Strings
-from mm3d.layout import Layout
-from mm3d.matrix_product import MatrixProduct
-from mm3d.overlap import Gathered, Operand, Overlap, gather
-from mm3d.space import Space
+from mm3d.arrays.backend import Array
+from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
+from mm3d.grid.activations import Space
+from mm3d.grid.axis import Split
+from mm3d.grid.layout import Layout
+from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
+from mm3d.schemes.matrix_product import MatrixProduct
+from mm3d.schemes.overlap import Gathered, Operand, Overlap, gather
+from mm3d.schemes.scheme import Option, Product, Scheme, Strings
+from mm3d.grid.axis import Pending
 
 
 def ab(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
@@ -87,7 +89,7 @@ class CubeProduct(Product):
         Which gathered operands stay in memory from forward to backward; the others are gathered
         again.
     overlap : bool
-        Whether communication goes on during products, see `mm3d.overlap`.
+        Whether communication goes on during products, see `mm3d.schemes.overlap`.
     """
 
     def __init__(self, a: Split, b: Split, c: Split, weight: Layout, keep: str,
@@ -157,8 +159,8 @@ class Cube(Scheme):
     rows : {"auto", "sequences", "positions"}
         Whether rows are dealt in whole sequences or also by position.
     overlap : bool
-        Whether communication goes on during products, see `mm3d.overlap`; it takes memory for
-        the terms of two sums of dB and for two gathered weights.  With one BLAS thread a rank
+        Whether communication goes on during products, see `mm3d.schemes.overlap`; it takes memory
+        for the terms of two sums of dB and for two gathered weights.  With one BLAS thread a rank
         the results are the same to the bit.
     """
 

@@ -9,13 +9,14 @@ that norms and residuals work on shards of it.
 
 from typing import Any, Mapping
 
-from mm3d.axis import Axis, Split
-from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
-from mm3d.closed_form import LocalProduct, Move, ProductShape
-from mm3d.contract import Product, Scheme, Strings
-from mm3d.layout import Layout
-from mm3d.matrix_product import FORMS, GRADIENTS, LOCAL, MatrixProduct
-from mm3d.space import Space
+from mm3d.arrays.backend import Array
+from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
+from mm3d.grid.activations import Space
+from mm3d.grid.axis import Axis, Split
+from mm3d.grid.layout import Layout
+from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
+from mm3d.schemes.matrix_product import FORMS, GRADIENTS, LOCAL, MatrixProduct
+from mm3d.schemes.scheme import Product, Scheme, Strings
 
 
 class Replicated:

@@ -2,11 +2,12 @@
 
 from typing import Any, Mapping
 
-from mm3d.backend import Array, matmul, matmul_nt, matmul_tn
-from mm3d.closed_form import LocalProduct, Move, ProductShape
-from mm3d.contract import Product, Scheme, Strings
-from mm3d.layout import Layout
-from mm3d.space import Space
+from mm3d.arrays.backend import Array
+from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
+from mm3d.grid.activations import Space
+from mm3d.grid.layout import Layout
+from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
+from mm3d.schemes.scheme import Product, Scheme, Strings
 
 
 class SerialProduct(Product):

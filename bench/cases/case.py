@@ -1,0 +1,107 @@
+"""Cases: a row of the paper at the sizes of one preset."""
+
+import math
+
+import msgspec
+
+from bench.cases.paper import Preset, Row, batch_of, load, title
+from bench.cases.variants import Variant
+from bench.errors import UsageError, _one_of
+from mm3d import ModelSizes
+
+
+class Case(msgspec.Struct, frozen=True):
+    """A row with the sizes it is run at.
+
+    Attributes
+    ----------
+    row : Row
+        What was published.
+    preset : str
+        Which preset the sizes are from.
+    sizes : ModelSizes
+        Of the model that is measured.
+    verified : ModelSizes
+        Of the model that is compared with the serial scheme; `sizes` unless the preset says
+        that a serial model cannot be that large.
+    overridden : tuple of str
+        The sizes that were given by hand instead of by the preset.
+    variant : Variant
+        How it is computed otherwise than the tables' rows.
+    """
+
+    row: Row
+    preset: str
+    sizes: ModelSizes
+    verified: ModelSizes
+    overridden: tuple[str, ...] = ()
+    variant: Variant = Variant()
+
+    @property
+    def name(self) -> str:
+        """Such as ``weak-3d-p064-laptop``: the beginning of a result's file name."""
+        like = f"-as-{self.row.like}" * bool(self.row.like)
+        return (f"{self.row.table}-{self.row.scheme}{like}-p{self.row.gpus:03d}-{self.preset}"
+                f"{self.variant.slug}")
+
+    @property
+    def title(self) -> str:
+        """Such as ``weak 3-D 64 ranks``."""
+        like = f", batch of {title(self.row.like)}" * bool(self.row.like)
+        return (f"{self.row.table} {title(self.row.scheme)} {self.row.gpus} ranks{like}"
+                f"{self.variant.label}")
+
+
+def scaled_hidden(hidden: int, heads: int, divisor: int, rounding: str) -> int:
+    """`hidden` over `divisor` as a multiple of `heads`, at least one element a head."""
+    size = hidden / divisor / heads
+    return heads * max(1, math.ceil(size) if rounding == "up" else math.floor(size + 0.5))
+
+
+def case(row: Row, preset: str, variant: Variant = Variant(),
+         **overrides: int | None) -> Case:
+    """The case that `row` is under `preset`.
+
+    Parameters
+    ----------
+    row : Row
+        Which row.
+    preset : str
+        One of ``load().presets``.
+    variant : Variant
+        How it is computed.
+    **overrides : int or None
+        Sizes to run instead of the preset's: `layers`, `hidden`, `heads`, `batch`, `seq`.
+
+    Raises
+    ------
+    UsageError
+        When the preset is unknown or the sizes make no model.
+    """
+    chosen = _one_of(load().presets, preset, "preset")
+    heads = load().settings.heads[row.hidden]
+    given = {name: value for name, value in overrides.items() if value is not None}
+    sizes = ModelSizes(**{
+        "layers": chosen.layers,
+        "hidden": scaled_hidden(row.hidden, heads, chosen.hidden_divisor, chosen.rounding),
+        "heads": heads,
+        "batch": max(1, batch_of(row) // chosen.batch_divisor),
+        "seq": chosen.seq} | given)
+    for name, value in sizes.items():
+        if value < 1:
+            raise UsageError(f"--{name} {value}: must be at least 1")
+    if sizes.hidden % sizes.heads:
+        near = sizes.heads * max(1, round(sizes.hidden / sizes.heads))
+        raise UsageError(f"--hidden {sizes.hidden}: must be a multiple of the {sizes.heads} "
+                         f"heads, such as {near}")
+    return Case(row, preset, sizes, _verified(chosen, sizes), tuple(sorted(given)), variant)
+
+
+def _verified(preset: Preset, sizes: ModelSizes) -> ModelSizes:
+    """The sizes to verify: no larger than the preset's ``verify_`` sizes."""
+    def least(size: int, limit: int | None) -> int:
+        return size if limit is None else min(size, limit)
+    head_size = least(sizes.hidden // sizes.heads, preset.verify_head_size)
+    return ModelSizes(least(sizes.layers, preset.verify_layers), sizes.heads * head_size,
+                      sizes.heads, least(sizes.batch, preset.verify_batch),
+                      least(sizes.seq, preset.verify_seq))

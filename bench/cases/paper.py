@@ -1,0 +1,123 @@
+"""The cases: which rows the paper's tables have, and with what sizes a preset runs them."""
+
+import math
+from functools import cache
+from importlib import resources
+from typing import Literal
+
+import msgspec
+
+import mm3d
+
+BASELINES = ("1d", "2d")    # the schemes that the paper compares with
+PROPOSED = "3d"    # and its own
+PAPER = (*BASELINES, PROPOSED)    # all that its tables have
+TITLES = {name: mm3d.SCHEMES[name].title
+          for name in sorted(mm3d.SCHEMES, key=lambda name: (name not in PAPER, name))}
+HEADINGS = {"weak": "Table 1, weak scaling", "strong": "Table 2, strong scaling"}
+
+
+class Row(msgspec.Struct, array_like=True, frozen=True):
+    """A row as the paper prints it; times in seconds, NaN in a row that it does not have.
+
+    Where `like` names a scheme, the row is measured with the batch of that scheme's row of the
+    same table and ranks, so that both have equally many tokens.
+    """
+
+    table: Literal["weak", "strong"]
+    scheme: str
+    gpus: int
+    batch: int
+    hidden: int
+    forward: float
+    backward: float
+    average: float
+    like: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """Which row of the paper's it is: table, scheme, ranks."""
+        return self.table, self.scheme, self.gpus
+
+    @property
+    def recomputed(self) -> float:
+        """Average step time by the paper's equation 6, in seconds per sequence."""
+        return (self.forward + self.backward) / self.batch
+
+    @property
+    def consistent(self) -> bool:
+        """Whether the printed average is the recomputed one, to the digits printed."""
+        return not self.published or abs(self.average - self.recomputed) < 0.001
+
+    @property
+    def published(self) -> bool:
+        """Whether the paper has it."""
+        return not math.isnan(self.average)
+
+
+class Assumptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Sizes and types that the paper leaves open."""
+
+    layers: int
+    seq: int
+    dtype: str
+    heads: dict[int, int]
+
+
+class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the sizes of a row become the sizes that are run."""
+
+    about: str
+    layers: int
+    seq: int
+    hidden_divisor: int
+    batch_divisor: int
+    rounding: Literal["nearest", "up"]
+    warmup: int
+    repetitions: int
+    max_repetitions: int
+    max_seconds: float
+    traced: int
+    verify_layers: int | None = None
+    verify_seq: int | None = None
+    verify_batch: int | None = None
+    verify_head_size: int | None = None
+
+
+class Cases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The contents of ``tables.toml``."""
+
+    rows: list[Row]
+    settings: Assumptions
+    presets: dict[str, Preset]
+
+
+def title(scheme: str) -> str:
+    """What tables call `scheme`; its name when it is not known here."""
+    return TITLES.get(scheme, scheme)
+
+
+@cache
+def load() -> Cases:
+    """The rows, settings and presets of ``tables.toml``, checked."""
+    text = resources.files("bench.cases").joinpath("tables.toml").read_bytes()
+    return msgspec.toml.decode(text, type=Cases, strict=False)
+
+
+def batch_of(row: Row) -> int:
+    """The published batch that `row` is measured with: its own, or that of the row `like` it."""
+    if not row.like:
+        return row.batch
+    found = {other.key: other for other in load().rows}.get((row.table, row.like, row.gpus))
+    return (found or own(row.table, row.like, row.gpus)).batch
+
+
+def own(table: str, scheme: str, ranks: int) -> Row:
+    """A row that the paper does not have.
+
+    Its sizes are those of the table's row with the nearest number of ranks, and of several such
+    rows the one with the largest batch.
+    """
+    rows = [row for row in load().rows if row.table == table]
+    like = min(rows, key=lambda row: (abs(math.log(row.gpus / ranks)), -row.batch))
+    return Row(table, scheme, ranks, like.batch, like.hidden, *[math.nan] * 3)

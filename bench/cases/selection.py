@@ -1,0 +1,102 @@
+"""Select cases by table, scheme, ranks and name."""
+
+import random
+from typing import Iterable
+
+import msgspec
+
+import mm3d
+from bench.cases.case import Case
+from bench.cases.paper import HEADINGS, PAPER, PROPOSED, Row, TITLES, load, own
+from bench.errors import UsageError, _one_of
+
+
+def equal_tokens(rows: Iterable[Row]) -> list[Row]:
+    """What makes the 3-D rows and the others on as many ranks comparable at equal batches.
+
+    Each of a pair of the tables' rows whose batches differ, measured with the batch of the other
+    too, if it is one of `rows`.
+    """
+    rows, more = list(rows), []
+    known = [row for row in dict.fromkeys([*rows, *load().rows]) if not row.like]
+    for cube in (row for row in known if row.scheme == PROPOSED):
+        for other in known:
+            if (other.table, other.gpus) == (cube.table, cube.gpus) and other.batch != cube.batch:
+                more += [msgspec.structs.replace(one, like=like) for one, like in (
+                    (other, PROPOSED), (cube, other.scheme)) if one in rows]
+    return list(dict.fromkeys(more))
+
+
+def select(tables: str = "all", schemes: str = "all", ranks: int | None = None) -> list[Row]:
+    """The rows of some tables and schemes: the paper's in its order, then `own` ones.
+
+    Parameters
+    ----------
+    tables, schemes : str
+        Names with commas between them, or "all": for schemes, those that the paper has.
+    ranks : int, optional
+        For how many ranks a scheme that the paper lacks has rows; by default for each of the
+        table's rank counts that fits the scheme.
+
+    Raises
+    ------
+    UsageError
+        When a name is unknown.
+    """
+    wanted_tables = _names(tables, list(HEADINGS), "--table")
+    wanted_schemes = PAPER if schemes == "all" else _names(schemes, list(TITLES), "--scheme")
+    rows = [row for row in load().rows
+            if row.table in wanted_tables and row.scheme in wanted_schemes]
+    return rows + [own(table, scheme, count) for table in wanted_tables
+                   for scheme in wanted_schemes if scheme not in PAPER
+                   for count in ([ranks] if ranks else _fitting(table, scheme))]
+
+
+def named(pairs: str, ranks: int) -> list[Row]:
+    """The rows called ``weak:3d,strong:1d``; of a scheme that the paper lacks on so many ranks.
+
+    ``weak:3d:1d`` is the row of 3-D with the batch of that of 1-D.  Each is there once, however
+    often it is called.
+
+    Raises
+    ------
+    UsageError
+        When a name is unknown, or no pair.
+    """
+    found = []
+    for pair in pairs.split(","):
+        table, colon, scheme = pair.partition(":")
+        if not colon:
+            raise UsageError(f"--rows {pair}: give a table and a scheme, as in weak:3d")
+        scheme, colon, like = scheme.partition(":")
+        if colon:
+            _one_of(TITLES, like, "--rows")
+        found += [msgspec.structs.replace(row, like=like) for row in select(table, scheme, ranks)]
+    return list({(row.key, row.like): row for row in found}.values())
+
+
+def _fitting(table: str, scheme: str) -> list[int]:
+    """The rank counts of `table` for which `scheme` has a grid."""
+    found = []
+    for ranks in sorted({row.gpus for row in load().rows if row.table == table}):
+        try:
+            mm3d.SCHEMES[scheme].default_grid(ranks)
+        except ValueError:
+            continue
+        found.append(ranks)
+    return found
+
+
+def shuffled(cases: Iterable[Case], seed: int) -> list[Case]:
+    """`cases` in an order drawn from `seed`.
+
+    Each case draws its own number, so that any selection of them keeps the order.
+    """
+    return sorted(cases, key=lambda one: random.Random(f"{seed} {one.name}").random())
+
+
+def _names(given: str, known: list[str], option: str) -> list[str]:
+    names = [name.strip() for name in given.split(",")]
+    if names == ["all"]:
+        return known
+    return [_one_of({k: k for k in known}, name, option, "all") for name in dict.fromkeys(names)]

@@ -1,0 +1,1 @@
+"""Checks: a model, a product or an operation against the right result."""

@@ -1,0 +1,280 @@
+"""What `bench.checks.layer_residuals` sees of each layer of one step: its errors, each over its
+bound."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from bench.checks import attention_identities
+from bench.checks.sharded_matrices import Sheet, chunks
+from mm3d.arrays.blocks import GELU_CUBIC, GELU_SCALE
+from mm3d.grid.layout import Layout
+from mm3d.model.layers import Attention, Gelu, LayerNorm, Linear, Residual
+from mm3d.tracing.events import ArrayObserver, Layer
+
+ROWS = 4
+VECTORS = 3    # random ones beside a vector's gradient
+SUMS = ("y in some rows", "dx in some rows")
+
+
+class Look(ArrayObserver):
+    """Looks at the layers of one step and keeps the errors, each over its bound.
+
+    Parameters
+    ----------
+    model : Transformer
+        Whose step it is.
+    seed : int
+        Of the random vectors and samples; all ranks draw alike.
+
+    Attributes
+    ----------
+    errors : dict of str to float
+        By layer and quantity the worst that this rank has found.
+    rounding : str
+        What products are rounded to: the model's dtype, or "tf32".
+    """
+
+    kinds = (Layer,)
+
+    def __init__(self, model: Any, seed: int) -> None:
+        self.model, self.grid = model, model.grid
+        self.rounding = ("tf32" if getattr(self.grid.backend, "tf32", False)
+                         and model.dtype == "float32" else model.dtype)
+        self.random = np.random.default_rng(seed)
+        self.errors: dict[str, float] = {}
+        self.last: Any = None    # some rows of what the layer before has given
+        self.rows = self._sampled()
+        self.names = _names(model)
+
+    def _sampled(self) -> np.ndarray:
+        """The numbers of some rows, of each block that a rank holds one at least."""
+        shape = self.model.shape
+        numbers = np.arange(math.prod(shape[:2])).reshape(shape[:2])
+        rows = set(self.random.choice(numbers.size, min(ROWS, numbers.size), False).tolist())
+        places = {str(place): place for coords in self.grid.shape.everywhere()
+                  for place in [self.model.outer.layout().slices(self.grid, shape, coords)[:2]]}
+        return np.array(sorted(rows | {int(self.random.choice(numbers[place].ravel()))
+                                       for place in places.values() if numbers[place].size}))
+
+    def note(self, layer: Any, what: str, difference: Any, bound: Any) -> None:
+        """Keep the greatest difference as a multiple of its bound.
+
+        A layer that is computed again is looked at twice, and a fault of either time counts.
+        """
+        with np.errstate(invalid="ignore", divide="ignore"):
+            ratio = np.where(np.equal(difference, 0), 0.0, np.abs(difference) / bound)
+        error = float(np.max(ratio, initial=0.0))
+        name = f"{self.names[id(layer)]}, {what}"
+        self.errors[name] = max(self.errors.get(name, 0.0),
+                                error if math.isfinite(error) else math.inf)
+
+    def signs(self, shape: tuple[int, ...]) -> np.ndarray:
+        """A random vector of -1 and 1."""
+        return self.random.choice([-1.0, 1.0], shape)
+
+    def activation(self, block: Any, space: Any, features: tuple[int, ...], unit: int) -> Sheet:
+        """An activation as a matrix with a row a token."""
+        return Sheet(block, space.layout(len(features) - 1, unit),
+                     (*self.model.shape[:2], *features), 2, self.grid)
+
+    def parameter(self, block: Any, parameter: Any) -> Sheet:
+        """A weight as a matrix, or a vector as a matrix of one row."""
+        matrix = len(parameter.shape) > 1 and parameter.name.endswith("weight")
+        if matrix:
+            return Sheet(block, parameter.layout, parameter.shape, 1, self.grid)
+        return Sheet(block, _row(parameter.layout), (1, *parameter.shape), 1, self.grid)
+
+    def forward(self, layer: Any, x: Any, y: Any) -> Any:
+        """Look at what `layer` has made of `x`; what is needed to look at its backward."""
+        if isinstance(layer, Residual):
+            return self._sum(layer, SUMS[0], x, y)
+        needed = {Linear: self._linear, LayerNorm: self._norm, Gelu: self._gelu,
+                  Attention: self._attention}[type(layer)](layer, x, y)
+        self.last = self._local_rows(y)
+        return needed
+
+    def again(self, layer: Any, x: Any) -> Any:
+        """What is needed to look at the backward of a linear layer: its input."""
+        return x
+
+    def backward(self, layer: Any, dy: Any, dx: Any, note: Any) -> None:
+        """Look at the gradients that `layer` has made of `dy`."""
+        if isinstance(layer, Residual):
+            return self._sum(layer, SUMS[1], dy, dx)
+        {Linear: self._linear_back, LayerNorm: self._norm_back, Gelu: self._gelu_back,
+         Attention: self._attention_back}[type(layer)](layer, dy, dx, note)
+        self.last = self._local_rows(dx)
+
+    def _sum(self, block: Any, what: str, a: Any, total: Any) -> None:
+        """Look at the sum of `a` and of what the layer before has given."""
+        a, total = self._local_rows(a), self._local_rows(total)
+        self.note(block, what, total - a - self.last, np.abs(a) + np.abs(self.last))
+
+    def _local_rows(self, a: Any) -> np.ndarray:
+        """Some rows of this rank's block, in float64."""
+        host = self.grid.backend.to_host(a)
+        host = host.reshape(math.prod(host.shape[:2]), math.prod(host.shape[2:]))
+        here = (self.rows * len(host)) // math.prod(self.model.shape[:2])
+        return host[here if len(host) else []].astype(np.float64)
+
+    def _linear(self, layer: Linear, x: Any, y: Any) -> Any:
+        A, C, B = self._product(layer, x, y)
+        w = self.signs(C.shape[2:])
+        expected = A.times(B.times(w)[0])[0]
+        bound = A.times(B.times(np.abs(w), True)[0], True)[0]
+        if layer.adds:
+            bias = self.parameter(layer.bias.value, layer.bias).whole()
+            expected, bound = expected + np.vdot(bias, w), bound + np.abs(bias).sum()
+        self.note(layer, "C", C.times(w) - expected, bound)
+        return x
+
+    def _linear_back(self, layer: Linear, dy: Any, dx: Any, x: Any) -> None:
+        A, dC, B = self._product(layer, x, dy)
+        dA = Sheet(dx, A.layout, A.shape, 2, self.grid)
+        u, w = self.signs(A.shape[2:]), self.signs(dC.shape[2:])
+        self.note(layer, "dA", dA.times(u) - dC.times(B.left(u)[0])[0],
+                  dC.times(B.left(np.abs(u), True)[0], True)[0])
+        v, bound = dC.times(w)[0], dC.times(np.abs(w), True)[0]
+        dB = self.parameter(layer.weight.grad, layer.weight)
+        self.note(layer, "dB", dB.times(w) - A.left(v)[0], A.left(bound, True)[0])
+        if layer.adds:
+            self._bias(layer, dC)
+
+    def _product(self, layer: Linear, x: Any, y: Any) -> tuple[Sheet, Sheet, Sheet]:
+        """A, C and B of C = A B."""
+        target, shape = layer.vector.space, layer.weight.shape
+        source = self.model.inner if target is self.model.outer else self.model.outer
+        units = layer.weight.layout.units
+        return (self.activation(x, source, shape[:1], units.get(0, 1)),
+                self.activation(y, target, shape[1:], units.get(len(shape) - 1, 1)),
+                self.parameter(layer.weight.value, layer.weight))
+
+    def _bias(self, layer: Any, dy: Sheet) -> None:
+        """Compare a bias' gradient with the sum over the rows of `dy`, by a few inner products.
+
+        A fault that is nearly orthogonal to one random vector is not so to all.
+        """
+        for _ in range(VECTORS):
+            w = self.signs(dy.shape[2:])
+            self._vector(layer, "dbias", layer.bias, w, dy.times(w)[0].sum(),
+                         dy.times(np.abs(w), True)[0].sum())
+
+    def _vector(self, layer: Any, what: str, parameter: Any, w: np.ndarray, expected: Any,
+                bound: Any) -> None:
+        """Compare the inner product of a vector's gradient and `w` with what it should be."""
+        found = self.parameter(parameter.grad, parameter).times(w)
+        self.note(layer, what, found - expected, bound)
+
+    def _norm(self, layer: LayerNorm, x: Any, y: Any) -> Any:
+        rows = self._norm_sheet(layer, x).some(self.rows)[0]
+        gamma, beta = (self.parameter(p.value, p).whole() for p in layer.parameters)
+        mean, rstd = _moments(rows, layer.eps)
+        self.note(layer, SUMS[0], self._norm_sheet(layer, y).some(self.rows)
+                  - (gamma * (rows - mean) * rstd + beta),
+                  np.abs(gamma) * rstd * (np.abs(rows) + np.abs(mean)) + np.abs(beta))
+        return y, rows
+
+    def _norm_back(self, layer: LayerNorm, dy: Any, dx: Any, needed: Any) -> None:
+        y, rows = needed
+        gamma, beta = (self.parameter(p.value, p).whole() for p in layer.parameters)
+        mean, rstd = _moments(rows, layer.eps)
+        xhat, size = (rows - mean) * rstd, (np.abs(rows) + np.abs(mean)) * rstd
+        dY, Y = self._norm_sheet(layer, dy), self._norm_sheet(layer, y)
+        g = dY.some(self.rows)[0] * gamma
+
+        def means(a: np.ndarray) -> np.ndarray:
+            return a.mean(-1, keepdims=True)
+        self.note(layer, SUMS[1], self._norm_sheet(layer, dx).some(self.rows)
+                  - rstd * (g - means(g) - xhat * means(g * xhat)),
+                  rstd * (np.abs(g) + means(np.abs(g)) + size * means(np.abs(g) * size)))
+        w = self.signs(gamma.shape)
+        # y - beta is gamma xhat: no division by a gamma that may be small.
+        offset, factor = (v[Y.place[2:]] for v in (beta, w))
+        terms = np.array([[np.sum(a * (b - offset) * factor),
+                           np.sum(np.abs(a) * (np.abs(b) + np.abs(offset)))]
+                          for a, b in zip(chunks(dY.matrix()), chunks(Y.matrix()))]).sum(0)
+        total, bound = self._over_first_copies(dY, terms)
+        self._vector(layer, "dweight", layer.weight, gamma * w, total, bound)
+        self._bias(layer, dY)
+
+    def _over_first_copies(self, sheet: Sheet, terms: np.ndarray) -> np.ndarray:
+        total = np.empty_like(terms)
+        self.grid.comm.Allreduce(terms * (sheet.copy == 0), total)
+        return total
+
+    def _norm_sheet(self, layer: LayerNorm, a: Any) -> Sheet:
+        return self.activation(a, layer.space, (layer.hidden,), 1)
+
+    def _gelu(self, layer: Gelu, x: Any, y: Any) -> Any:
+        u = self._gelu_input(layer, x)
+        expected = u / 2 * (1 + np.tanh(GELU_SCALE * (u + GELU_CUBIC * u ** 3)))
+        self.note(layer, SUMS[0], self._local_rows(y) - expected, self._gelu_size(layer, x))
+        return x
+
+    def _gelu_back(self, layer: Gelu, dy: Any, dx: Any, x: Any) -> None:
+        u, g = self._gelu_input(layer, x), self._local_rows(dy)
+        t = np.tanh(GELU_SCALE * (u + GELU_CUBIC * u ** 3))
+        slope = (1 + t) / 2 + u / 2 * (1 - t * t) * GELU_SCALE * (1 + 3 * GELU_CUBIC * u ** 2)
+        self.note(layer, SUMS[1], self._local_rows(dx) - g * slope,
+                  np.abs(g) * (1 + self._gelu_size(layer, x)))
+        self._bias(layer, self._gelu_sheet(layer, dx))
+
+    def _gelu_sheet(self, layer: Gelu, a: Any) -> Sheet:
+        return self.activation(a, layer.vector.space, layer.vector.shape, 1)
+
+    def _gelu_bias(self, layer: Gelu, x: Any) -> np.ndarray:
+        bias = self.parameter(layer.bias.value, layer.bias).whole()
+        return bias[self._gelu_sheet(layer, x).place[2:]]
+
+    def _gelu_input(self, layer: Gelu, x: Any) -> np.ndarray:
+        return self._local_rows(x) + self._gelu_bias(layer, x)
+
+    def _gelu_size(self, layer: Gelu, x: Any) -> np.ndarray:
+        return np.abs(self._local_rows(x)) + np.abs(self._gelu_bias(layer, x))
+
+    def _attention(self, layer: Attention, x: Any, y: Any) -> Any:
+        host = self.grid.backend.to_host
+        attention_identities.forward(self, layer, host(x), host(y))
+        return x, y
+
+    def _attention_back(self, layer: Attention, dy: Any, dx: Any, needed: Any) -> None:
+        host = self.grid.backend.to_host
+        attention_identities.backward(self, layer, *map(host, (*needed, dy, dx)))
+
+
+def _moments(rows: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and 1 / standard deviation of each row."""
+    return (rows.mean(-1, keepdims=True),
+            1 / np.sqrt(rows.var(-1, keepdims=True) + eps))
+
+
+def _row(vector: Layout) -> Layout:
+    """The layout of a vector as a matrix of one row, which nothing divides."""
+    return Layout(f",{vector.spec}", {dim + 1: n for dim, n in vector.units.items()})
+
+
+def _names(model: Any) -> dict[int, str]:
+    """The name of every layer and residual block by its identity."""
+    names = {}
+    for number, block in enumerate(residual_blocks(model.layers)):
+        part = ("attention", "mlp")[number % 2]
+        names[id(block)] = f"layers.{number // 2}.{part}"
+        for layer in leaves(block):
+            own = (layer.parameters[0].name.rpartition(".")[0] if layer.parameters else
+                   f"{names[id(block)]}.{type(layer).__name__.lower()}")
+            names[id(layer)] = own
+    return names
+
+
+def residual_blocks(chain: Any) -> list[Residual]:
+    """The residual blocks within `chain`, also those that are computed again, in order."""
+    return [block for layer in chain.layers for block in (
+        [layer] if isinstance(layer, Residual) else residual_blocks(layer))]
+
+
+def leaves(chain: Any) -> list[Any]:
+    """The layers within `chain` that are no chains themselves, in order."""
+    return [leaf for layer in chain.layers for leaf in (
+        leaves(layer) if hasattr(layer, "layers") else [layer])]

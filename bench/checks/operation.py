@@ -1,0 +1,105 @@
+"""Check single operations before they are timed: collectives exactly, of small integers."""
+
+import math
+from typing import Callable
+
+import numpy as np
+from mpi4py import MPI
+
+from bench.checks import freivalds
+from bench.checks.freivalds import Distributed
+from bench.errors import WrongResult
+from bench.records.measurements import Check
+from mm3d.arrays import backend as backends
+from mm3d.arrays.backend import Array
+from mm3d.grid.axis import Split
+
+MODULUS = 11    # sums of so small integers are exact in every dtype
+
+
+def collective(split: Split, kind: str, step: Callable[[], Array | None], a: Array,
+               comm: MPI.Intracomm) -> Check:
+    """Compare the result of the collective `kind` with what it must be, of small integers.
+
+    Parameters
+    ----------
+    split : Split
+        The last dimension divided over an axis; every rank of `comm` has one of the same size.
+    kind : str
+        One of `bench.records.run_file.COLLECTIVES`; a broadcast is from the first rank, a
+        reduction to it.
+    step : callable
+        Does the collective of `a` and returns its result.
+    a : Array
+        This rank's block of an all-gather, the whole array otherwise; it is overwritten.
+    comm : mpi4py.MPI.Intracomm
+        All ranks that take part, on whatever line of the axis.
+
+    Raises
+    ------
+    WrongResult
+        On all ranks of `comm`, when the result of one is wrong.
+    """
+    axis, shape = split.axis, (*a.shape[:-1], split.extent)
+    start = sum(split.counts[:axis.rank])
+    own = ..., slice(start, start + split.counts[axis.rank])
+    periods = np.add.outer(np.arange(axis.size), np.arange(MODULUS)) % MODULUS
+    length = math.prod(shape)
+    first, term, total = (
+        np.tile(period.astype(str(a.dtype)), -(-length // MODULUS))[:length].reshape(shape)
+        for period in (periods[0], periods[axis.rank], periods.sum(axis=0)))
+    given, wanted = {"all_gather": (first[own], first),
+                     "reduce_scatter": (term, total[own]),
+                     "all_reduce": (term, total),
+                     "broadcast": (term, first),
+                     "reduce": (term, None if axis.rank else total)}[kind]
+    a[...] = axis.backend.asarray(given)
+    found = step()
+    if wanted is None or found is None:
+        off = 0.0 if wanted is found else np.inf
+    else:
+        off = float(np.abs(axis.backend.to_host(found) - wanted).max(initial=0))
+    off = comm.allreduce(off, MPI.MAX)
+    what = f"{shape[0]} elements" if len(shape) == 1 else " x ".join(map(str, shape))
+    check = Check(f"{kind} of {what} along {axis.name}", off, 0.0)
+    agree("" if check.passed else f"{check.quantity} is off by {off:g}", comm)
+    return check
+
+
+def agree(problem: str, comm: MPI.Intracomm) -> None:
+    """Raise WrongResult on all ranks when one has a `problem`: that of the first such rank."""
+    found = next(filter(None, comm.allgather(problem)), "")
+    if found:
+        raise WrongResult(found)
+
+
+def product(name: str, matrices: tuple[Array, Array, Array], seed: int,
+            comm: MPI.Intracomm = MPI.COMM_SELF, eps: float | None = None) -> list[Check]:
+    """Compare every rank's own C with A B.
+
+    Parameters
+    ----------
+    name : str
+        Of the product, in messages and in the record.
+    matrices : tuple of Array
+        A, B and C, whole ones.
+    seed : int
+        Of the random vector that both sides are multiplied with.
+    comm : mpi4py.MPI.Intracomm
+        All ranks that check a product of their own.
+    eps : float, optional
+        The rounding of the factors; that of C's dtype unless given.
+
+    Raises
+    ------
+    WrongResult
+        On all ranks of `comm`, when the product of one is wrong.
+    """
+    A, B, C = (Distributed(block, tuple(map(slice, (0, 0), block.shape)), block.shape,
+                           MPI.COMM_SELF) for block in (backends.of(a).to_host(a)
+                                                        for a in matrices))
+    checks = freivalds.checks(name, A, B, C, seed, str(matrices[2].dtype), eps)
+    wrong = [f"{done.quantity} is off by {done.error:.2g} |A||B|, tolerance {done.tolerance:.2g}"
+             for done in checks if not done.passed]
+    agree(wrong[0] if wrong else "", comm)
+    return checks

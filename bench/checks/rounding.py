@@ -1,0 +1,75 @@
+"""Compute on a processor, rounding where a device rounds."""
+
+from contextlib import contextmanager
+from typing import Any, Iterator
+
+import numpy as np
+
+from mm3d.arrays import backend as backends
+from mm3d.arrays.backend import Array, Backend
+
+
+class Rounded(Backend):
+    """NumPy with bfloat16, if ml_dtypes is installed, and with products in TensorFloat-32.
+
+    Each result of an operation is rounded once to the type of the model, as in the kernels of a
+    device; in between everything is float32.  For references alone: nobody can choose it.
+
+    Parameters
+    ----------
+    tf32 : bool
+        Whether the factors of float32 products are rounded to TensorFloat-32.
+    """
+
+    def __init__(self, tf32: bool = False) -> None:
+        self.xp, self.tf32 = Rounding(tf32), tf32
+        super().__init__()
+
+    @property
+    def more_dtypes(self) -> tuple[Any, ...]:
+        """Return bfloat16, where the package ml_dtypes is installed."""
+        try:
+            import ml_dtypes
+        except ImportError:
+            return ()
+        return (np.dtype(ml_dtypes.bfloat16),)
+
+    def gemm(self, a: Array, b: Array, out: Array, progress: Any = None) -> Array:
+        if a.dtype.itemsize == 2:
+            out[...] = np.matmul(a.astype(np.float32), b.astype(np.float32))
+        else:
+            out[...] = self.xp.matmul(a, b)
+        return out
+
+
+class Rounding:
+    """The functions of NumPy, with products of float32 as a device computes them."""
+
+    def __init__(self, tf32: bool) -> None:
+        self.tf32 = tf32
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(np, name)
+
+    def matmul(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        """Compute A B."""
+        if self.tf32 and a.dtype == np.float32:
+            a, b = to_tf32(a), to_tf32(b)
+        return np.matmul(a, b)
+
+
+def to_tf32(a: np.ndarray) -> np.ndarray:
+    """Round float32 to the 10 binary places of TensorFloat-32, halves away from zero."""
+    bits = np.ascontiguousarray(a).view(np.uint32)
+    return ((bits + np.uint32(0x1000)) & np.uint32(0xFFFFE000)).view(np.float32)
+
+
+@contextmanager
+def rounded(tf32: bool = False) -> Iterator[Rounded]:
+    """Context in which `Rounded` computes on NumPy's arrays."""
+    plain, library = backends.get("numpy"), Rounded(tf32)
+    backends.get(library)
+    try:
+        yield library
+    finally:
+        backends.get(plain)

@@ -1,0 +1,1 @@
+"""Checks of this environment: launcher, MPI, GPUs, memory, files."""

@@ -1,0 +1,213 @@
+"""The checks of ``bench doctor``: functions of `Facts` that return a `Finding`."""
+
+import os
+import platform
+import shlex
+import tempfile
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Callable
+
+import numpy as np
+
+from bench.doctor.child_jobs import Facts
+from bench.errors import StoreError
+from bench.instruments import leftover_memory as segments
+from bench.records import run_file
+from bench.records.measurements import Measurements, Variable
+
+OK, WARNING, FAILED, SKIPPED = "ok", "warning", "failed", "skipped"
+PACKAGES = ("mm3d", "numpy", "mpi4py", "h5py")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found: its name, a state (`OK`, `WARNING`, `FAILED`, `SKIPPED`) and a line."""
+
+    check: str
+    state: str
+    text: str
+
+
+def software(facts: Facts) -> Finding:
+    """Versions of Python and of the packages."""
+    found = [f"Python {platform.python_version()}"]
+    for package in PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            found.append(f"{package} (not installed, imported from its source)")
+    return Finding("software", OK, ", ".join(found))
+
+
+def modules(facts: Facts) -> Finding:
+    """Environment modules: those that are wanted are loaded."""
+    loaded = [name for name in os.environ.get("LOADEDMODULES", "").split(":") if name]
+    # A module is known with and without its version.
+    known = {*loaded, *(name.partition("/")[0] for name in loaded)}
+    missing = [name for name in facts.modules if name not in known]
+    text = f"loaded: {', '.join(loaded) or 'none'}"
+    if missing:
+        return Finding("modules", FAILED, f"{', '.join(missing)} not loaded: load them, or take "
+                       f"them out of the site file; {text}")
+    return Finding("modules", OK if loaded else SKIPPED, text)
+
+
+def launcher(facts: Facts) -> Finding:
+    """The launcher starts one world of as many ranks as it was asked for."""
+    worlds, problem = facts.census
+    name = shlex.join(facts.launcher)
+    if len(worlds) > 1:
+        return Finding("launcher", FAILED, f"{name} started {len(worlds)} worlds of "
+                       f"{len(worlds[0])} rank{'s' * (len(worlds[0]) > 1)} instead of one of "
+                       f"{facts.ranks}: launcher and mpi4py belong to different MPI libraries; "
+                       "use the mpirun of the MPI that this Python's mpi4py loads, or another "
+                       "srun --mpi=")
+    if problem or not worlds:
+        return Finding("launcher", FAILED, f"{name}: {problem or 'no rank said anything'}")
+    if len(worlds[0]) != facts.ranks:
+        return Finding("launcher", FAILED, f"{name} started {len(worlds[0])} ranks instead of "
+                       f"{facts.ranks}")
+    return Finding("launcher", OK, f"one world of {facts.ranks} ranks, {worlds[0][0]['mpi']}")
+
+
+def needs_world(check: Callable[[Facts], Finding]) -> Callable[[Facts], Finding]:
+    """A check that can say nothing when the launcher did not start one world."""
+    def checked(facts: Facts) -> Finding:
+        if not facts.world:
+            return Finding(check.__name__, SKIPPED, "not known, as the launcher failed")
+        return check(facts)
+    checked.__name__, checked.__doc__ = check.__name__, check.__doc__
+    return checked
+
+
+@needs_world
+def nodes(facts: Facts) -> Finding:
+    """Nodes, and the ranks on each."""
+    counts = {rank["node"]: rank["ranks_on_node"] for rank in facts.world}
+    text = (f"{len(counts)} node{'s' * (len(counts) > 1)} with "
+            f"{', '.join(map(str, sorted(set(counts.values()))))} ranks")
+    if facts.ranks_per_node and max(counts.values()) > facts.ranks_per_node:
+        return Finding("nodes", FAILED, f"{text}, where at most {facts.ranks_per_node} are wanted")
+    return Finding("nodes", OK, text)
+
+
+@needs_world
+def blas(facts: Facts) -> Finding:
+    """BLAS: kernels that suit the processor, and no more threads than cores."""
+    worst = max(facts.world, key=lambda rank: (rank["blas_threads"] * rank["ranks_on_node"]
+                                               / rank["cores"]))
+    threads, ranks, cores = (worst[key] for key in ("blas_threads", "ranks_on_node", "cores"))
+    text = (f"{worst['blas']}, kernels for {worst['blas_architecture']}, {threads} threads a "
+            f"rank, {ranks} ranks on {cores} cores")
+    if threads > 1 and threads * ranks > cores:
+        return Finding("blas", FAILED, f"{text}: {threads * ranks} threads fight for them; set "
+                       f"OMP_NUM_THREADS={max(1, cores // ranks)}, or leave it unset")
+    if ranks > cores:
+        return Finding("blas", WARNING, f"{text}: they take turns, and times say nothing about "
+                       "scaling")
+    forced = os.environ.get("OPENBLAS_CORETYPE")
+    if forced and worst["best_kernels"] == "avx512f" and forced.lower() != "skylakex":
+        return Finding("blas", WARNING, f"{text}: OPENBLAS_CORETYPE={forced} forces them, on a "
+                       "processor with AVX-512; unset it")
+    return Finding("blas", OK, text)
+
+
+@needs_world
+def gpus(facts: Facts) -> Finding:
+    """Every node has the GPUs that are wanted, and every rank one of its own."""
+    wanted = facts.gpus_per_node
+    if not wanted and not facts.sees_gpus:
+        return Finding("gpus", SKIPPED, "none seen, none wanted")
+    used: dict[tuple[int, str], list[int]] = {}
+    for number, rank in enumerate(facts.world):
+        if not rank["gpus"]:
+            return Finding("gpus", FAILED, f"rank {number} sees no GPU, where {wanted} a node are "
+                           "wanted: ask Slurm for them, or check the driver")
+        own = rank["gpus"][rank["local_rank"] % len(rank["gpus"])]
+        used.setdefault((rank["node"], own), []).append(number)
+    for node in {node for node, _ in used}:
+        here = [rank for rank in facts.world if rank["node"] == node]
+        seen = len({gpu for rank in here for gpu in rank["gpus"]})
+        shared = [ranks for (at, _), ranks in used.items() if at == node and len(ranks) > 1]
+        if shared and wanted and all(len(rank["gpus"]) == 1 for rank in here):
+            return Finding("gpus", FAILED, f"ranks {', '.join(map(str, shared[0]))} all see one "
+                           "and the same GPU: give each its own (gpu_binding of the site file)")
+        if seen < min(wanted, len(here)):
+            return Finding("gpus", FAILED, f"the {len(here)} ranks on the node of rank {node} see "
+                           f"{seen} GPU{'s' * (seen != 1)}, where {wanted} are wanted")
+        if shared and wanted:
+            return Finding("gpus", FAILED, f"ranks {', '.join(map(str, shared[0]))} share a GPU: "
+                           f"start at most {wanted} on a node")
+    shared = sum(len(ranks) > 1 for ranks in used.values())
+    return Finding("gpus", WARNING if shared else OK, f"{len(used)} GPUs for {facts.ranks} ranks, "
+                   f"as {facts.world[0]['gpu_source']} says")
+
+
+@needs_world
+def cuda_aware(facts: Facts) -> Finding:
+    """MPI reads and writes device buffers, shown by doing it in a child job."""
+    if not facts.device_buffers and not facts.sees_gpus:
+        return Finding("cuda_aware", SKIPPED, "no GPU seen, device buffers not wanted")
+    answers, problem = facts.child("exchange")
+    if not problem and answers and not answers[0]:
+        return Finding("cuda_aware", OK, f"{facts.ranks} ranks exchanged device buffers")
+    text = f"an exchange of device buffers {problem or (answers or ['said nothing'])[0]}"
+    if facts.device_buffers:
+        return Finding("cuda_aware", FAILED, f"{text}: this MPI, or the way it is started, does "
+                       "not carry device buffers; use a CUDA-aware one, set what it needs in the "
+                       "site file's [environment], or say device_buffers = false to go through "
+                       "host memory")
+    return Finding("cuda_aware", WARNING, f"{text}: collectives go through host memory")
+
+
+@needs_world
+def nccl(facts: Facts) -> Finding:
+    """The version of NCCL."""
+    if not facts.sees_gpus:
+        return Finding("nccl", SKIPPED, "no GPU seen")
+    try:
+        from cupy.cuda import nccl as library
+        return Finding("nccl", OK, f"NCCL {library.get_version()}")
+    except (ImportError, AttributeError, RuntimeError) as error:
+        return Finding("nccl", WARNING, f"not usable from CuPy: {error}")
+
+
+def hdf5(facts: Facts) -> Finding:
+    """A file of results can be written into the folder, and read back."""
+    numbers = np.array([0.1, 2.0, -3e300])
+    try:
+        folder = run_file.check_folder(facts.folder) if facts.folder else None
+        with tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-") as scratch:
+            path = run_file.write(Measurements("gemm", {}, {}, {"size": [0, 1, 2]}, {
+                "numbers": Variable(numbers, "1", ("size",))}, []), scratch, "doctor")
+            back = run_file.read(path).variables["numbers"].values
+    except (OSError, StoreError) as error:
+        return Finding("hdf5", FAILED, f"results cannot be kept: {error}")
+    same = np.array_equal(back, numbers)
+    return Finding("hdf5", OK if same else FAILED, "a file was written and read back"
+                   if same else f"{numbers} was written and {back} read back")
+
+
+@needs_world
+def clock(facts: Facts) -> Finding:
+    """Resolution of the clock, and how far clocks of different nodes may be apart."""
+    resolution = max(rank["clock_resolution"] for rank in facts.world)
+    error = max(rank["clock_offset_error"] for rank in facts.world)
+    text = f"resolution {resolution:.2g} s, error between nodes {error:.2g} s"
+    coarse = not np.isfinite(resolution) or resolution > 1e-5 or error > 1e-3
+    return Finding("clock", WARNING if coarse else OK, text)
+
+
+def leftovers(facts: Facts) -> Finding:
+    """Shared memory that killed jobs have left here, removed where that is asked for."""
+    found = segments.abandoned()
+    if not found:
+        return Finding("leftovers", OK, f"no shared memory of killed jobs in {segments.FOLDER}")
+    if facts.clean:
+        return Finding("leftovers", OK, f"removed: {segments.amount(segments.remove(found))}")
+    return Finding("leftovers", WARNING, segments.advice(found))
+
+
+CHECKS: list[Callable[[Facts], Finding]] = [software, modules, launcher, nodes, blas, gpus,
+                                            cuda_aware, nccl, hdf5, clock, leftovers]

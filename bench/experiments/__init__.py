@@ -1,0 +1,1 @@
+"""Experiments: each measures, verifies, returns a record and prints nothing."""

@@ -1,0 +1,237 @@
+"""Measure one rank's device, alone and on a rank's work of the tables.
+
+Four parts, each a record of its own: products beside the library's own, elementwise kernels beside
+a copy, one Transformer layer beside PyTorch's, and one layer of every row of both tables as rank 0
+has it, without communication.  All are compared with NumPy first, layers at a small size.
+Seconds are the device's own, between two marks in its stream.
+"""
+
+import gc
+from dataclasses import asdict
+from typing import Any, Callable, NamedTuple
+
+import numpy as np
+from mpi4py import MPI
+
+import mm3d
+from bench.cases.case import case
+from bench.cases.paper import load
+from bench.errors import UsageError
+from bench.experiments.gpu import device_checks, gpu_cases
+from bench.experiments.products import operands
+from bench.instruments.sampling import BOUNDS, measured_environment, padded, repeated
+from bench.instruments.statistics import median_interval
+from bench.instruments.timing import Limits
+from bench.records.measurements import Check, Measurements, Variable
+from mm3d.arrays import backend as backends
+from mm3d.arrays.backend import Backend
+from mm3d.arrays.products import matmul
+from mm3d.transport.silent import Absent
+
+LIMITS = Limits(10, 30, 5.0)    # unless told otherwise
+Step = Callable[[], object]
+
+
+class Rate(NamedTuple):
+    """Work over time, as a variable of a record.
+
+    Attributes
+    ----------
+    name, units : str
+        Of the variable.
+    work : list of float
+        Of each point, in the units times seconds.
+    """
+
+    name: str
+    units: str
+    work: list[float]
+
+
+class GpuBenchmark:
+    """The parts that `measure_part` measures on one device.
+
+    Parameters
+    ----------
+    backend : str or Backend, optional
+        The array library that is measured.
+    scale : {"paper", "tiny"}
+        Full size, or a rehearsal; see `bench.experiments.gpu.gpu_cases.SCALES`.
+    graph : bool
+        Whether to measure the layer also as a CUDA graph.
+    limits : Limits
+        When to stop repeating.
+    seed : int
+        Of all numbers.
+
+    Raises
+    ------
+    ValueError
+        When there is no such array library here.
+    UsageError
+        When the library cannot record a step as a graph.
+    """
+
+    def __init__(self, backend: str | Backend | None = "cupy", scale: str = "paper",
+                 graph: bool = False, limits: Limits = LIMITS, seed: int = 0) -> None:
+        self.backend, self.seed = backends.get(backend), seed
+        self.limits, self.scale = limits, gpu_cases.SCALES[scale]
+        self.settings = {"scale": scale, "seed": seed, **asdict(limits)}
+        self.modes = gpu_cases.modes(self.backend)
+        self.libraries = ["mm3d", "PyTorch"]
+        if graph:
+            problem = device_checks.graph_problem(self.backend)    # now rather than after an hour
+            if problem:
+                raise UsageError(f"--graph: {problem}")
+            self.libraries.append("mm3d, graph")
+
+    def seconds(self, step: Step) -> list[float]:
+        """Take samples of `step`, seconds of a call, after two that do not count."""
+        def sample(calls: int) -> float:
+            start = self.backend.mark()
+            for _ in range(calls):
+                step()
+            return self.backend.seconds(start, self.backend.mark()) / calls
+        sample(1)
+        calls = max(1, min(200, round(2e-3 / max(sample(1), 1e-9))))
+        return repeated(lambda: sample(calls), self.limits, MPI.COMM_SELF)[0]
+
+    def array(self, shape: tuple[int, ...], dtype: Any, name: str) -> Any:
+        """Draw normally distributed numbers, all of them different."""
+        a = self.backend.empty(shape, dtype)
+        values = operands.fill(self.backend.empty(shape, "float32"), self.backend, self.seed, name)
+        a[...] = self.backend.xp.astype(values, a.dtype, copy=False)
+        return a
+
+    def gemm(self) -> Measurements:
+        """Measure C = A B as the model computes it, and by one bare call of the library."""
+        found, flops, checks = [], [], []
+        for mode in self.modes:
+            with mode:
+                for n in self.scale.gemm:
+                    a, b = (self.array((n, n), mode.dtype, name) for name in "AB")
+                    c = self.backend.empty((n, n), mode.dtype)
+                    results = {"model": matmul(a, b), "alone": self.backend.gemm(a, b, c)}
+                    checks += device_checks.products(mode, a, b, results, self.seed)
+                    del results
+                    found += [self.seconds(lambda: matmul(a, b)),
+                              self.seconds(lambda: self.backend.gemm(a, b, c))]
+                    flops += [2.0 * n ** 3] * 2
+        return self.record("gpu-gemm", {"mode": [str(mode) for mode in self.modes],
+                                        "size": self.scale.gemm, "how": ["model", "alone"]},
+                           found, checks, Rate("rate", "s-1", flops))
+
+    def elementwise(self) -> Measurements:
+        """Measure each kernel's bandwidth, counting every array once, beside that of a copy."""
+        found, moved, names, checks = [], [], [], []
+        rows, cols = self.scale.elementwise
+        for mode in self.modes:
+            with mode:
+                arrays = [self.array((rows, cols), mode.dtype, name) for name in "abc"]
+                checks += device_checks.kernels(mode, *arrays)
+                kernels = gpu_cases.elementwise(self.backend, *arrays)
+                names = list(kernels)
+                for count, step in kernels.values():
+                    found.append(self.seconds(step))
+                    moved.append(float(count * rows * cols * mode.itemsize))
+        return self.record("gpu-elementwise", {"mode": [str(mode) for mode in self.modes],
+                                               "kernel": names}, found, checks,
+                           Rate("bandwidth", "byte s-1", moved))
+
+    def layer(self) -> Measurements:
+        """Measure forward and backward of one layer, by mm3d and by PyTorch, NaN where there is
+        none; with ``graph`` also by mm3d as one launch."""
+        found, flops, checks = [], [], []
+        batch, seq = self.scale.tokens
+        for mode in self.modes:
+            with mode:
+                checks += device_checks.layer(mode)
+                for hidden in self.scale.hidden:
+                    heads = load().settings.heads.get(hidden, 4)
+                    sizes = mm3d.ModelSizes(1, hidden, heads, batch, seq)
+                    work = float(sum(mm3d.cost.flops(mm3d.describe(sizes)).values()))
+                    scheme = mm3d.scheme("serial", MPI.COMM_SELF, None, self.backend)
+                    step = self.own_layer(scheme, sizes, mode.dtype)
+                    checks += device_checks.finite(
+                        self.backend, f"a layer of hidden {hidden} {mode}", step)
+                    own = [self.seconds(step)]
+                    if "mm3d, graph" in self.libraries:
+                        own.append(self.seconds(scheme.grid.graph(step)))
+                    del step
+                    gc.collect()
+                    theirs = gpu_cases.torch_layer(self.backend, sizes, mode)
+                    other = self.seconds_of_torch(theirs) if theirs else [np.nan]
+                    found += [own[0], other, *own[1:]]
+                    flops += [work] * len(self.libraries)
+        return self.record("gpu-layer", {"mode": [str(mode) for mode in self.modes],
+                                         "hidden": self.scale.hidden,
+                                         "library": self.libraries}, found, checks,
+                           Rate("rate", "s-1", flops))
+
+    def seconds_of_torch(self, step: Callable[[], float]) -> list[float]:
+        """Take samples of PyTorch's step, which times itself."""
+        step()
+        step()
+        return repeated(step, self.limits, MPI.COMM_SELF)[0]
+
+    def rows(self) -> Measurements:
+        """Measure one layer of each row of both tables, as rank 0 has it, nothing travelling."""
+        found, names = [], []
+        mode = self.modes[0]
+        with mode:
+            checks = device_checks.layer(mode)
+        for row in load().rows:
+            sizes = case(row, self.scale.preset, layers=1).sizes
+            scheme = mm3d.scheme(row.scheme, Absent(row.gpus), None, self.backend)
+            # What would have travelled has no defined contents.
+            with mode, np.errstate(all="ignore"):
+                found.append(self.seconds(self.own_layer(scheme, sizes, mode.dtype)))
+            names.append(f"{row.table} {row.scheme} {row.gpus}")
+            gc.collect()
+        return self.record("gpu-rows", {"row": names}, found, checks)
+
+    def own_layer(self, scheme: mm3d.Scheme, sizes: mm3d.ModelSizes, dtype: str) -> Step:
+        """Return a step: forward and backward of one layer on this rank's blocks."""
+        model = mm3d.Transformer(scheme, sizes.layers, sizes.hidden, sizes.heads, sizes.batch,
+                                 sizes.seq, self.seed, dtype)
+        x, dy = model.random("input"), model.random("output gradient")
+
+        def step() -> tuple[Any, Any]:
+            y, saved = model.forward(x)
+            return y, model.backward(dy, saved)
+        return step
+
+    def record(self, kind: str, scales: dict, found: list[list[float]], checks: list[Check],
+               rate: Rate | None = None) -> Measurements:
+        """Make the record of samples along `scales`, and of a rate over their medians."""
+        shape, dims = tuple(len(labels) for labels in scales.values()), tuple(scales)
+        samples = padded(found, shape)
+        bounds = np.array([median_interval(one) if np.isfinite(one).all() else [np.nan] * 4
+                           for one in found]).reshape(*shape, 4)
+        variables = {"samples": Variable(samples, "s", (*dims, "repetition")),
+                     "seconds": Variable(bounds, "s", (*dims, "bound"))}
+        if rate:
+            variables[rate.name] = Variable(np.reshape(rate.work, shape) / bounds[..., 0],
+                                            rate.units, dims)
+        return Measurements(
+            kind, self.settings, measured_environment(self.backend.name, MPI.COMM_SELF)
+            | gpu_cases.describe(self.backend),
+            {**scales, "repetition": range(samples.shape[-1]), "bound": BOUNDS}, variables,
+            checks)
+
+
+PARTS: dict[str, Callable[[GpuBenchmark], Measurements]] = {
+    "gemm": GpuBenchmark.gemm, "elementwise": GpuBenchmark.elementwise,
+    "layer": GpuBenchmark.layer, "rows": GpuBenchmark.rows}
+
+
+def measure_part(benchmark: GpuBenchmark, part: str) -> Measurements:
+    """Verify and measure one of `PARTS`; a record of kind "gpu-" and its name.
+
+    Raises
+    ------
+    WrongResult
+        When a result is wrong.
+    """
+    gc.collect()
+    return PARTS[part](benchmark)

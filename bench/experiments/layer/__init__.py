@@ -1,0 +1,1 @@
+"""One Transformer layer, beside the same layer by PyTorch."""

@@ -1,0 +1,255 @@
+"""Measure one Transformer layer, forward and backward, beside one process' PyTorch.
+
+In every repetition the distributed layer, its linear layers' local matrix products alone, and
+PyTorch with all cores are measured one after another, in random order, while the other side
+sleeps; ratios are medians over such repetitions.  With overlap the layer is measured a second
+time in each, with communication going on while ranks multiply.
+"""
+
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+import mm3d
+from bench.cases.variants import having
+from bench.checks import against_serial
+from bench.errors import UsageError, WrongResult
+from bench.experiments.layer.torch_process import Rival
+from bench.experiments.products import operands
+from bench.experiments.products.matmul import SETTLE, makespans
+from bench.experiments.products.problem import Replay
+from bench.instruments import hidden_time, timing
+from bench.instruments.clock import Clock, spans, wait_patiently
+from bench.instruments.peak_memory import Footprint
+from bench.instruments.sampling import BOUNDS, measured_environment
+from bench.instruments.statistics import Interval, median_interval
+from bench.instruments.timing import Limits
+from bench.records.measurements import Check, Measurements, Variable, grid_settings
+from mm3d import ModelSizes, describe
+from mm3d.model import cost
+
+KINDS = ("layer", "local products", "PyTorch", "layer with overlap")
+LIMITS = Limits(7, 30, 60.0)    # unless told otherwise
+
+
+def check_overlap(scheme: str) -> None:
+    """Raise UsageError for a scheme whose products cannot overlap."""
+    able = having("overlap")
+    if scheme not in able:
+        raise UsageError(f"--overlap --scheme {scheme}: only products of {', '.join(able)} can "
+                         f"overlap")
+
+
+class MeasuredLayer:
+    """A layer to measure, with its input and its output's gradient.
+
+    Parameters
+    ----------
+    scheme : Scheme
+        Of the layer.
+    sizes, seed, dtype
+        See `bench.checks.against_serial.build`.
+    """
+
+    def __init__(self, scheme: mm3d.Scheme, sizes: ModelSizes, seed: int = 0,
+                 dtype: str = "float32") -> None:
+        self.footprint = Footprint(scheme.grid)
+        self.scheme, self.sizes, self.seed, self.dtype = scheme, sizes, seed, dtype
+        self.model = against_serial.build(scheme, sizes, seed, dtype)
+        self.x, self.dy = self.model.random("input"), self.model.random("output gradient")
+        self.model.zero_gradients()
+
+    def step(self) -> tuple[Any, Any]:
+        """Do forward and backward: the output and the input's gradient."""
+        y, saved = self.model.forward(self.x)
+        return y, self.model.backward(self.dy, saved)
+
+    def checks(self, results: tuple[Any, Any], rival: Rival | None) -> list[Check]:
+        """Check results and parameters' gradients against PyTorch, or the serial scheme."""
+        reference = rival and (lambda: dict(rival.results))
+        return against_serial.compare(self.model, *results, self.sizes, self.seed, self.dtype,
+                                      reference)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times of a layer and of what it is measured beside.
+
+    Attributes
+    ----------
+    times : ndarray
+        Seconds, (repetitions, kinds, ranks, begin and end); NaN for kinds that were not measured.
+    kinds : list of int
+        Those of `KINDS` that were.
+    hidden : float
+        The share of communication that overlap hides; NaN without overlap.
+    ended_by : str
+        The limit that was reached.
+    checks : list of Check
+        Of the results of the last repetition.
+    """
+
+    times: np.ndarray
+    kinds: list[int]
+    hidden: float
+    ended_by: str
+    checks: list[Check]
+
+
+def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: bool = False,
+                  limits: Limits = LIMITS) -> Measurements | None:
+    """Measure one layer beside one process' PyTorch, or alone.
+
+    The results are verified before the first repetition, and those of the last one again.
+
+    Parameters
+    ----------
+    subject : MeasuredLayer
+        The layer; every rank of its grid calls this.
+    torch : str, optional
+        An interpreter that has PyTorch: the layer is verified with it and measured beside it.
+        Without one the layer is verified with the serial scheme and measured alone.
+    overlap : bool
+        Whether to measure it also with communication that goes on while ranks multiply.
+    limits : Limits
+        When to stop repeating.
+
+    Returns
+    -------
+    Measurements or None
+        A record of kind "layer", by repetition, kind and rank: seconds, ratios, operations,
+        memory and its closed form; on rank 0, None on the others.
+
+    Raises
+    ------
+    UsageError
+        On all ranks, when the scheme's products cannot overlap, or the interpreter cannot
+        compute the layer.
+    WrongResult
+        On all ranks, when a result or a gradient is wrong.
+    """
+    comm, scheme = subject.scheme.grid.comm, subject.scheme
+    if overlap:
+        check_overlap(scheme.name)
+    results = subject.step()
+    memory = comm.gather(subject.footprint.peaks())
+    rival = started(subject, torch)
+    try:
+        checks = subject.checks(results, rival)
+        reject(checks, torch)
+        del results
+        kinds = [0, 1, *[2] * bool(torch), *[3] * overlap]
+        found = time_layer(subject, kinds, limits, rival)
+        reject(found.checks, torch, "after the last repetition, ")
+        about = rival.about if rival else "none"
+    finally:
+        if rival:
+            rival.close()
+    environs = measured_environment(scheme.grid.backend.name, comm)
+    if memory is None:
+        return None
+    settings = {"scheme": scheme.name, "dtype": subject.dtype,
+                **subject.sizes, "seed": subject.seed,
+                "reference": about, "ended_by": found.ended_by,
+                **grid_settings(scheme.grid.shape),
+                "transport": operands.transport(scheme.grid), **asdict(limits)}
+    return layer_record(subject, found, np.array(memory).T, settings, environs, checks)
+
+
+def reject(checks: list[Check], torch: str | None, when: str = "") -> None:
+    """Raise WrongResult, on all ranks, when one of the `checks` did not pass."""
+    problem = against_serial.failure(checks, "PyTorch" if torch else "the serial scheme")
+    if problem:
+        raise WrongResult(f"{when}{problem}")
+
+
+def started(subject: MeasuredLayer, torch: str | None) -> Rival | None:
+    """Start the reference process, on rank 0; UsageError everywhere when it does not start."""
+    rival, problem, comm = None, None, subject.scheme.grid.comm
+    if torch and comm.rank == 0:
+        try:
+            rival = Rival(torch, subject.sizes, subject.seed, subject.dtype)
+        except UsageError as error:
+            problem = str(error)
+    wait_patiently(comm)
+    problem = comm.bcast(problem)
+    if problem:
+        raise UsageError(problem)
+    return rival
+
+
+def time_layer(subject: MeasuredLayer, kinds: list[int], limits: Limits,
+               rival: Rival | None) -> Times:
+    """Measure all `kinds` until the limits are reached, and check the last results."""
+    comm, backend = subject.scheme.grid.comm, subject.scheme.grid.backend
+    clock, order = Clock(comm), np.random.default_rng(subject.seed)
+    replay = Replay(subject.step, subject.scheme.grid, subject.dtype)
+    replay.result, last = None, None
+
+    def sample(kind: int) -> np.ndarray:
+        nonlocal last
+        wait_patiently(comm)
+        if kind == 2:
+            times = np.full((comm.size, 2), np.nan)
+            if rival:
+                times[0] = 0, rival.step()
+                time.sleep(SETTLE)
+            wait_patiently(comm)
+            return times
+        if kind == 1:
+            return spans(replay, comm, backend.synchronize, clock)[0]
+        last = None
+        subject.model.zero_gradients()
+        hidden_time.set_overlap(subject.model, kind == 3)
+        times, last = spans(subject.step, comm, backend.synchronize, clock)
+        return times
+
+    kept: list[np.ndarray] = []
+
+    def intervals() -> list[Interval]:
+        seconds = makespans(np.array(kept)[:, kinds])
+        return [median_interval(seconds[:, k] / seconds[:, 0]) for k in range(1, len(kinds))]
+
+    repetitions = timing.Repetitions(limits, comm, intervals, warmup=1)
+    for counts in repetitions:
+        times = np.full((len(KINDS), comm.size, 2), np.nan)
+        for kind in order.permutation(kinds):
+            times[kind] = sample(kind)
+        if counts:
+            kept.append(times)
+    checks = subject.checks(last, rival)
+    last = None
+    hidden = np.nan
+    if 3 in kinds:
+        hidden_time.set_overlap(subject.model, True)
+        hidden = hidden_time.hidden_share(subject.scheme.grid, subject.step, 3)
+    return Times(np.array(kept), kinds, hidden, repetitions.ended_by, checks)
+
+
+def layer_record(subject: MeasuredLayer, found: Times, memory: np.ndarray, settings: dict,
+                 environs: dict, checks: list[Check]) -> Measurements:
+    """Make the record of the repetitions, with medians, ratios and closed forms."""
+    described, times = describe(subject.sizes), found.times
+    seconds = np.full((len(times), len(KINDS)), np.nan)
+    seconds[:, found.kinds] = makespans(times[:, found.kinds])
+
+    def interval(values: np.ndarray) -> tuple:
+        return (np.nan, np.nan, np.nan, 0.0) if np.isnan(values).any() else median_interval(values)
+
+    typical = [interval(column) for column in seconds.T]
+    ratios = [interval(column / seconds[:, 0]) for column in seconds.T]
+    expected = cost.peak_words(settings["scheme"], subject.scheme.grid.shape, described)
+    variables = {
+        "times": Variable(times, "s", ("repetition", "kind", "rank", "edge")),
+        "seconds": Variable(np.array(typical), "s", ("kind", "bound")),
+        "ratio": Variable(np.array(ratios), "1", ("kind", "bound")),
+        "hidden": Variable(np.array(found.hidden), "1", ()),
+        "flops": Variable(np.array(sum(cost.flops(described).values())), "1", ()),
+        "memory": Variable(memory, "byte", ("account", "rank")),
+        "expected_memory": Variable(
+            np.array(expected * np.dtype(settings["dtype"]).itemsize), "byte", ())}
+    scales = {"repetition": range(len(times)), "kind": KINDS, "rank": range(times.shape[2]),
+              "edge": ("begin", "end"), "bound": BOUNDS, "account": Footprint.accounts}
+    return Measurements("layer", settings, environs, scales, variables, checks + found.checks)

@@ -1,0 +1,78 @@
+"""Start PyTorch in a process of its own, beside which rank 0 measures a layer."""
+
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from mpi4py import MPI
+
+import mm3d
+from bench.checks.against_serial import build
+from bench.errors import UsageError
+from mm3d import ModelSizes, launcher
+
+
+class Rival:
+    """A process in which PyTorch computes the layer of `sizes`, asleep between two steps.
+
+    Parameters
+    ----------
+    python : str
+        An interpreter that has PyTorch.
+    sizes, seed, dtype
+        The layer; see `bench.checks.against_serial.build`.
+
+    Attributes
+    ----------
+    about : str
+        Version, threads and instructions of the library.
+    results : dict of str to ndarray
+        Of its first step, by quantity.
+
+    Raises
+    ------
+    UsageError
+        When the interpreter cannot compute it.
+    """
+
+    def __init__(self, python: str, sizes: ModelSizes, seed: int, dtype: str) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            np.savez(Path(folder) / "case.npz", heads=sizes.heads,
+                     **whole_case(sizes, seed, dtype))
+            cores = launcher.cores()
+            hidden = ("PMI_", "PMIX_", "MPI", "OMP_", "MKL_", "OPENBLAS_")
+            env = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+            script = Path(__file__).with_name("torch_layer.py")
+            try:
+                self._process = subprocess.Popen(
+                    [python, str(script), folder, str(cores)], env=env, text=True,
+                    stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+            except OSError as error:
+                raise UsageError(f"--torch {python}: {error.strerror}") from error
+            self.about = self._process.stdout.readline().strip()
+            if not self.about:
+                self._process.wait()
+                raise UsageError(f"--torch {python} could not do the layer, as it says above: an "
+                                 f"interpreter with torch and numpy would do")
+            with np.load(Path(folder) / "result.npz") as found:
+                self.results = dict(found)
+
+    def step(self) -> float:
+        """Do another step; its seconds."""
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return float(self._process.stdout.readline())
+
+    def close(self) -> None:
+        """End the process."""
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def whole_case(sizes: ModelSizes, seed: int, dtype: str) -> dict[str, np.ndarray]:
+    """Draw input, output's gradient and parameters of the layer as whole arrays."""
+    model = build(mm3d.scheme("serial", MPI.COMM_SELF, backend="numpy"), sizes, seed, dtype)
+    arrays = {p.name: p.value.reshape(p.public_shape) for p in model.parameters}
+    return arrays | {name: model.random(name) for name in ("input", "output gradient")}

@@ -1,0 +1,235 @@
+"""Measure latency and bandwidth of each collective along each direction of a grid."""
+
+import math
+from dataclasses import asdict
+from typing import Any, Callable, NamedTuple, Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+import mm3d
+from bench.checks import operation
+from bench.errors import UsageError
+from bench.experiments.products import operands
+from bench.instruments import least_squares
+from bench.instruments.clock import Clock
+from bench.instruments.sampling import (BOUNDS, in_random_order, makespans, measured_environment,
+                                        padded, repeated)
+from bench.instruments.statistics import median_interval
+from bench.instruments.timing import Limits
+from bench.records.measurements import Check, Measurements, Variable, grid_settings
+from mm3d.arrays.backend import Array
+from mm3d.grid.axis import COLLECTIVES, Split
+from mm3d.grid.shape import DIRECTIONS, GridShape
+
+TERMS = 4    # more than are in use at one time
+LIMITS = Limits(7, 30, 1.0)    # unless told otherwise
+
+Step = Callable[[], Array | None]
+Repeat = Callable[[Step], tuple[list[float], str]]
+
+
+class Sampled(NamedTuple):
+    """The measurement of one collective.
+
+    Attributes
+    ----------
+    seconds : list of float
+        Samples of the makespan.
+    ended_by : str
+        The limit that ended them.
+    moved : int
+        Bytes counted of the busiest rank.
+    check : Check
+        The result held against what it must be.
+    """
+
+    seconds: list[float]
+    ended_by: str
+    moved: int
+    check: Check
+
+
+def collective_grid(comm: MPI.Intracomm, sizes: Sequence[int] | None = None,
+                    backend: str | None = None) -> mm3d.Grid:
+    """Make the grid whose directions are measured: x, y, z, a cube unless `sizes` are given.
+
+    Raises
+    ------
+    UsageError
+        When the ranks do not fit the grid, or none has a partner in it.
+    """
+    try:
+        sizes = sizes or mm3d.SCHEMES["3d"].default_grid(comm.size)
+        if len(sizes) > 3:
+            raise ValueError(f"--grid {'x'.join(map(str, sizes))}: at most three directions")
+        grid = mm3d.Grid(comm, backend, **GridShape(DIRECTIONS[:len(sizes)], sizes))
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    directions(grid)
+    return grid
+
+
+def directions(grid: mm3d.Grid) -> list[str]:
+    """List the directions of `grid` along which anything travels.
+
+    Raises
+    ------
+    UsageError
+        When there is none.
+    """
+    found = [name for name, size in grid.shape.items() if size > 1]
+    if not found:
+        raise UsageError("collectives needs two ranks or more, as in mpirun -n 8")
+    return found
+
+
+def array_bytes(least: int, most: int, dtype: str) -> list[int]:
+    """List the sizes of arrays to measure, in bytes: from `least` on, each 4 times the last.
+
+    Raises
+    ------
+    UsageError
+        When `least` is less than one element, or more than `most`.
+    """
+    itemsize = np.dtype(dtype).itemsize
+    if not itemsize <= least <= most:
+        raise UsageError(f"--least {least} --most {most}: at least {itemsize} bytes, and no more "
+                         f"than --most, would do")
+    steps = int(math.log(most / least, 4) + 1e-9) + 1
+    return [least * 4 ** k // itemsize * itemsize for k in range(steps)]
+
+
+def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "float32",
+                        limits: Limits = LIMITS, seed: int = 0) -> Measurements | None:
+    """Measure every collective along every direction of `grid` that has two ranks or more.
+
+    All lines of a direction are busy at the same time, as they are in the algorithms.  Each
+    result is compared with what it must be first, exactly.
+
+    Parameters
+    ----------
+    grid : Grid
+        The ranks; every one of them calls this.
+    sizes : sequence of int
+        Bytes of the whole array, such as `array_bytes` gives them.
+    dtype : str
+        Of the array.
+    limits : Limits
+        When to stop repeating a collective.
+    seed : int
+        Of the order of the measurements.
+
+    Returns
+    -------
+    Measurements or None
+        A record of kind "collectives", by direction, collective and size: seconds, bytes
+        counted, bandwidth, and the fit alpha + beta n; on rank 0, None on the others.
+
+    Raises
+    ------
+    UsageError
+        When there is no such direction.
+    WrongResult
+        When a collective gives a wrong result.
+    """
+    comm, itemsize = grid.comm, np.dtype(dtype).itemsize
+    axes, clock = directions(grid), Clock(comm)
+
+    def point(axis: str, kind: str, size: int) -> Sampled:
+        return measure_collective(
+            grid, axis, kind, (size // itemsize,), dtype, lambda step: repeated(
+                makespans(step, comm, grid.backend.synchronize, clock), limits, comm))
+
+    points = [(axis, kind, size) for axis in axes for kind in COLLECTIVES for size in sizes]
+    found = in_random_order(points, seed, point)
+    environs = measured_environment(grid.backend.name, comm)
+    if comm.rank > 0:
+        return None
+    settings = {"dtype": dtype, "seed": seed, **grid_settings(grid.shape),
+                "transport": operands.transport(grid),
+                "transports": operands.transports(grid, axes), **asdict(limits)}
+    scales = {"axis": axes, "collective": COLLECTIVES, "size": list(sizes)}
+    return collectives_record(scales, found, settings, environs)
+
+
+def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, ...], dtype: str,
+                       repeat: Repeat) -> Sampled:
+    """Verify one collective along `axis`, of an array of `shape` whose last dimension is
+    divided, and give it to `repeat`, which takes the samples.
+
+    The terms of a reduce-scatter lie where products are told to put them; the time that a
+    product takes to write them is not measured.
+
+    Raises
+    ------
+    WrongResult
+        On all ranks, when its result is wrong.
+    """
+    comm, line = grid.comm, grid[axis]
+    split = mm3d.Layout("," * (len(shape) - 1) + axis).split(grid, shape, axis)
+    a = _operand(split, kind, shape, dtype)
+    step = _step(split, kind, a)
+    check = operation.collective(split, kind, step, a, comm)
+    grid.reset_traffic()
+    step()
+    moved = comm.allreduce(line.traffic[kind].bytes, MPI.MAX)
+    if kind == "reduce_scatter":
+        del a, step
+        step = _summed_zeros(split, shape, dtype)
+    seconds, ended_by = repeat(step)
+    return Sampled(seconds, ended_by, moved, check)
+
+
+def _operand(split: Split, kind: str, shape: tuple[int, ...], dtype: str) -> Array:
+    """Allocate the array that a collective reads, where it travels best."""
+    if kind == "all_gather":
+        return split.empty((*shape[:-1], split.counts[split.axis.rank]), dtype)
+    if kind == "reduce_scatter":
+        return split.term(shape, dtype)
+    return split.axis.backend.empty(shape, dtype)
+
+
+def _step(split: Split, kind: str, a: Array) -> Step:
+    axis = split.axis
+    return {"all_gather": lambda: split.all_gather(a),
+            "reduce_scatter": lambda: split.reduce_scatter(a),
+            "all_reduce": lambda: axis.all_reduce(a),
+            "broadcast": lambda: axis.broadcast(a, 0),
+            "reduce": lambda: axis.reduce(a, 0)}[kind]
+
+
+def _summed_zeros(split: Split, shape: tuple[int, ...], dtype: str) -> Step:
+    """Return a step that reduce-scatters zeros, whose sums remain zeros however often they are
+    made."""
+    for _ in range(TERMS):
+        term = split.term(shape, dtype)
+        term[...] = 0
+        split.reduce_scatter(term)
+    return lambda: split.reduce_scatter(split.term(shape, dtype))
+
+
+def collectives_record(scales: dict[str, Sequence[Any]], found: list[Sampled], settings: dict,
+                       environs: dict[str, Any]) -> Measurements:
+    """Make the record of the samples that were `found` along `scales`, with the fits."""
+    dims, shape = tuple(scales), tuple(map(len, scales.values()))
+    samples = padded([one.seconds for one in found], shape)
+    bounds = np.array([median_interval(one.seconds) for one in found]).reshape(*shape, 4)
+    moved = np.array([one.moved for one in found], np.float64).reshape(shape)
+    by_width = np.array([int(one.ended_by == "width") for one in found]).reshape(shape)
+    lines = np.array([least_squares.line(np.array(scales["size"], np.float64), seconds)
+                      for seconds in bounds[..., 0].reshape(-1, shape[-1])])
+    lines = lines.reshape(*shape[:2], 3)
+    copying = ~operands.in_places(settings["transports"], scales["collective"])
+    return Measurements(
+        "collectives", settings, environs,
+        {**scales, "repetition": range(samples.shape[-1]), "bound": BOUNDS},
+        {"samples": Variable(samples, "s", (*dims, "repetition")),
+         "seconds": Variable(bounds, "s", (*dims, "bound")),
+         "bytes_moved": Variable(moved, "byte", dims),
+         "bandwidth": Variable(np.where(copying[..., None], moved / bounds[..., 0], np.nan),
+                               "byte s-1", dims),
+         "ended_by_width": Variable(by_width, "1", dims),
+         "alpha": Variable(lines[..., 0], "s", dims[:2]),
+         "beta": Variable(lines[..., 1], "s byte-1", dims[:2]),
+         "fit_error": Variable(lines[..., 2], "1", dims[:2])}, [one.check for one in found])

@@ -1,0 +1,114 @@
+"""Call the matrix products of ScaLAPACK's BLAS, so that both sides multiply with it."""
+
+import contextlib
+import ctypes
+from pathlib import Path
+from typing import Callable, Iterator
+
+import numpy as np
+from threadpoolctl import threadpool_info
+
+from mm3d.arrays.backend import Backend
+
+ROUTINES = {"float32": ("sgemm_", ctypes.c_float), "float64": ("dgemm_", ctypes.c_double)}
+
+
+class OtherBlas(OSError):
+    """ScaLAPACK's products are computed by another function than the one found."""
+
+
+class Gemm:
+    """Compute C = A B with the function that ScaLAPACK's calls end in.
+
+    Parameters
+    ----------
+    library : ctypes.CDLL
+        ScaLAPACK, loaded for all.
+    dtype : str
+        "float32" or "float64".
+
+    Attributes
+    ----------
+    file : str
+        The name of the library that has the function.
+
+    Raises
+    ------
+    OtherBlas
+        When its calls are bound to another library: to the first function of that name among all
+        libraries loaded.
+    """
+
+    def __init__(self, library: ctypes.CDLL, dtype: str) -> None:
+        name, self._number = ROUTINES[dtype]
+        self._call, bound = (getattr(lib, name) for lib in (library, ctypes.CDLL(None)))
+        files = [defined_in(function) for function in (self._call, bound)]
+        if address(self._call) != address(bound):
+            raise OtherBlas(f"{name} of ScaLAPACK's BLAS is in {files[0]}, but its calls end in "
+                            f"{files[1]}, which was loaded before")
+        self._call.restype = None
+        self.file, self.dtype = files[0], np.dtype(dtype)
+
+    def __call__(self, a: np.ndarray, b: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """Compute A B in `out`; rows of all three are contiguous, or columns of A and B."""
+        if {a.dtype, b.dtype, out.dtype} != {self.dtype} or not out.flags.c_contiguous:
+            raise ValueError(f"{a.dtype} times {b.dtype} into {out.dtype}: {self.dtype} in rows "
+                             f"would do")
+        (m, n), k = a.shape, b.shape[1]
+        (first, lda), (second, ldb) = map(_stored, (a, b))
+        # Fortran sees rows as columns, so this is C^T = B^T A^T there.
+        sizes = [ctypes.byref(ctypes.c_int(size)) for size in (k, m, n)]
+        one, zero = (ctypes.byref(self._number(number)) for number in (1, 0))
+        self._call(second, first, *sizes, one, _place(b), ldb, _place(a), lda, zero, _place(out),
+                   ctypes.byref(ctypes.c_int(max(1, k))))
+        return out
+
+
+def _stored(a: np.ndarray) -> tuple[bytes, object]:
+    """Return Fortran's transposition flag and leading dimension of a matrix, whose transpose it
+    sees."""
+    rows, columns = (max(1, stride // a.itemsize) for stride in a.strides)
+    if columns == 1 or a.shape[1] == 1:
+        return b"N", ctypes.byref(ctypes.c_int(max(rows, a.shape[1], 1)))
+    if rows == 1 or a.shape[0] == 1:
+        return b"T", ctypes.byref(ctypes.c_int(max(columns, a.shape[0], 1)))
+    raise ValueError(f"neither rows nor columns of a matrix with strides {a.strides} are "
+                     f"contiguous")
+
+
+def _place(a: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(a.ctypes.data)
+
+
+def address(function) -> int:
+    """Return the address of a function of a library."""
+    return ctypes.cast(function, ctypes.c_void_p).value
+
+
+def defined_in(function) -> str:
+    """Return the name of the library that contains a function."""
+    class Info(ctypes.Structure):
+        _fields_ = [("file", ctypes.c_char_p), ("base", ctypes.c_void_p),
+                    ("name", ctypes.c_char_p), ("address", ctypes.c_void_p)]
+
+    info = Info()
+    found = ctypes.CDLL(None).dladdr(ctypes.c_void_p(address(function)), ctypes.byref(info))
+    return Path(info.file.decode()).resolve().name if found else "unknown"
+
+
+@contextlib.contextmanager
+def multiplying(backend: Backend, gemm: Callable) -> Iterator[None]:
+    """Let `gemm` make the products of a backend."""
+    backend.gemm = gemm
+    try:
+        yield
+    finally:
+        del backend.gemm
+
+
+def loaded() -> dict[str, str]:
+    """Describe every BLAS that is loaded, by the name of its file."""
+    return {Path(blas["filepath"]).name:
+            f"{blas['internal_api']} {blas['version']}, {blas.get('architecture')} kernels, "
+            f"{blas['num_threads']} thread{'s' * (blas['num_threads'] != 1)}"
+            for blas in threadpool_info() if blas["user_api"] == "blas"}

@@ -1,0 +1,130 @@
+"""Measure the rate of one rank's matrix products, by size, dtype and threads of BLAS."""
+
+import time
+from dataclasses import asdict
+from typing import Any, Callable, Sequence
+
+import numpy as np
+from mpi4py import MPI
+from threadpoolctl import threadpool_limits
+
+from bench.checks import operation
+from bench.errors import UsageError
+from bench.experiments.products import operands
+from bench.instruments.host import granted
+from bench.instruments.sampling import (BOUNDS, enough, in_random_order, measured_environment,
+                                        padded, repeated, several)
+from bench.instruments.statistics import median_interval
+from bench.instruments.timing import Limits
+from bench.records.measurements import Check, Measurements, Variable
+from mm3d import launcher
+from mm3d.arrays import backend as backends
+from mm3d.arrays.backend import Backend
+from mm3d.arrays.products import matmul
+
+LIMITS = Limits(7, 30, 1.0)    # unless told otherwise
+
+
+def thread_counts(asked: Sequence[int] | None = None) -> list[int]:
+    """Return the numbers of BLAS threads to measure with: one, and as many as there are cores.
+
+    Parameters
+    ----------
+    asked : sequence of int, optional
+        Numbers to measure with instead.
+
+    Raises
+    ------
+    UsageError
+        When BLAS takes fewer here.
+    """
+    threads = list(asked or sorted({1, granted(launcher.cores())}))
+    most = granted(max(threads))
+    if most < max(threads):
+        raise UsageError(f"--threads {max(threads)}: BLAS takes {most} here at most")
+    return threads
+
+
+def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str] = ("float32", "float64"),
+                 threads: Sequence[int] | None = None, backend: str | Backend | None = None,
+                 limits: Limits = LIMITS, seed: int = 0) -> Measurements:
+    """Measure C = A B of square matrices on this rank alone; each product is verified first.
+
+    Parameters
+    ----------
+    sizes : sequence of int
+        Edges of the matrices.
+    dtypes : sequence of str
+        Of A, B and C.
+    threads : sequence of int, optional
+        Numbers of BLAS threads; see `thread_counts`.
+    backend : str or Backend, optional
+        The array library.
+    limits : Limits
+        When to stop repeating a product.
+    seed : int
+        Of the numbers in A and B, and of the order of the products.
+
+    Returns
+    -------
+    Measurements
+        A record of kind "gemm", by dtype, threads and size: seconds of a product and
+        operations a second.
+
+    Raises
+    ------
+    UsageError
+        When BLAS takes fewer threads.
+    ValueError
+        When there is no such array library here.
+    WrongResult
+        When a product is wrong.
+    """
+    library, threads = backends.get(backend), thread_counts(threads)
+    points = [(dtype, count, n) for dtype in dtypes for count in threads for n in sizes]
+    checks: list[Check] = []
+
+    def point(dtype: str, count: int, n: int) -> tuple[list[float], str]:
+        a, b = (operands.fill(library.empty((n, n), dtype), library, seed, name)
+                for name in "AB")
+        with threadpool_limits(count, user_api="blas"):
+            checks.extend(operation.product(f"C of {n} x {n} {dtype}, BLAS threads: {count}",
+                                            (a, b, matmul(a, b)), seed))
+            return repeated(sampler(lambda: matmul(a, b), library.synchronize), limits,
+                            MPI.COMM_SELF)
+
+    found = in_random_order(points, seed, point)
+    return gemm_record({"dtype": list(dtypes), "threads": threads, "size": list(sizes)}, found,
+                       {"seed": seed, **asdict(limits)},
+                       measured_environment(library.name, MPI.COMM_SELF), checks)
+
+
+def sampler(step: Callable[[], object], synchronize: Callable[[], None]) -> Callable[[], float]:
+    """Return a function that takes a sample of `step`: the mean seconds of a call, over as many
+    calls as the clock needs."""
+    def span(calls: int) -> float:
+        start = time.perf_counter()
+        several(step, calls)()
+        synchronize()
+        return time.perf_counter() - start
+
+    calls = enough(span)
+    return lambda: span(calls) / calls
+
+
+def gemm_record(scales: dict[str, list], found: list[tuple[list[float], str]], settings: dict,
+                environs: dict[str, Any], checks: list[Check]) -> Measurements:
+    """Make the record of the samples that were `found` along `scales`, with the rates."""
+    dims = tuple(scales)
+    shape = tuple(map(len, scales.values()))
+    samples = padded([seconds for seconds, _ in found], shape)
+    bounds = np.array([median_interval(seconds) for seconds, _ in found]).reshape(*shape, 4)
+    flops = 2 * np.array(scales["size"], np.float64) ** 3
+    by_width = np.array([int(end == "width") for _, end in found]).reshape(shape)
+    return Measurements(
+        "gemm", settings, environs,
+        {**scales, "repetition": range(samples.shape[-1]), "bound": BOUNDS},
+        {"samples": Variable(samples, "s", (*dims, "repetition")),
+         "seconds": Variable(bounds, "s", (*dims, "bound")),
+         "rate": Variable(flops / bounds[..., 0], "s-1", dims),
+         "ended_by_width": Variable(by_width, "1", dims)}, checks)

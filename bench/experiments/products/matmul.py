@@ -1,0 +1,245 @@
+"""Measure a distributed product beside one process that uses all cores.
+
+In every repetition the product, the same local matrix products without communication, and the
+whole product on one process are measured one after another, in random order, so that what slows
+the machine for a while slows them all; efficiencies are medians of the ratios of such pairs.
+"""
+
+import math
+import os
+import time
+from dataclasses import asdict, dataclass
+from typing import Callable, ContextManager
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from bench.checks import freivalds
+from bench.errors import WrongResult
+from bench.experiments.products import operands
+from bench.experiments.products.problem import Problem, Replay, Whole
+from bench.instruments import timing
+from bench.instruments.clock import Clock, spans, wait_patiently
+from bench.instruments.host import granted
+from bench.instruments.sampling import BOUNDS, measured_environment
+from bench.instruments.stall import unwatched
+from bench.instruments.statistics import Interval, median_interval
+from bench.instruments.timing import Limits
+from bench.records.measurements import Check, Measurements, Variable, grid_settings
+from mm3d import launcher
+from mm3d.arrays.backend import Array
+from mm3d.model import cost
+
+KINDS = ("product", "local products", "one process")
+RESULTS = {"forward": ("C",), "backward": ("dA", "dB")}
+RATIOS = {"efficiency": (2, 0), "ceiling": (2, 1), "share of the ceiling": (1, 0)}
+# BLAS threads spin for a while after the last product; the ranks must not be timed meanwhile.
+SETTLE = 0.05
+# A sample has as many calls as take one process SAMPLE seconds, unless told otherwise.
+SAMPLE = 0.1
+LIMITS = Limits(7, 30, 30.0)    # unless told otherwise
+
+
+def measure_product(problem: Problem, backward: bool = False, calls: int | None = None,
+                    limits: Limits = LIMITS, seed: int = 0,
+                    watched: Callable[..., ContextManager] = unwatched) -> Measurements | None:
+    """Measure a distributed product beside one process that uses all cores.
+
+    The results are verified before the first repetition, and those of the last one again.
+
+    Parameters
+    ----------
+    problem : Problem
+        The product; every rank of its grid calls this.
+    backward : bool
+        Whether to measure dA and dB too.
+    calls : int, optional
+        Calls of a sample; as many as take one process `SAMPLE` seconds unless given.
+    limits : Limits
+        When to stop repeating.
+    seed : int
+        Of the random vectors of the checks, of the matrices of the one process and of the order
+        of what is measured in a repetition.
+    watched : callable
+        The context in which the repetitions run, of the grid; see
+        `bench.instruments.stall.watching`.
+
+    Returns
+    -------
+    Measurements or None
+        A record of kind "matmul", by phase, repetition, kind and rank: seconds a call, words
+        counted and their lower bound, efficiency and its ceiling; on rank 0, None on the others.
+
+    Raises
+    ------
+    WrongResult
+        On all ranks, when C, dA or dB is wrong.
+    """
+    grid = problem.grid
+    phases = ("forward", "backward") if backward else ("forward",)
+    replays, words, checks = {}, [], []
+    for phase in phases:
+        grid.reset_traffic()
+        replays[phase] = Replay(problem.steps[phase], grid, problem.dtype)
+        words.append(sum(traffic.words for traffic in grid.traffic().values()))
+        checks += verified(problem, replays[phase].result, seed)
+        replays[phase].result = None
+    reject(freivalds.failure(checks))
+    with watched(grid):
+        found = time_product(problem, replays, calls, limits, seed)
+    again = [check for results in found.last.values()
+             for check in verified(problem, results, seed + 1)]
+    reject(freivalds.failure(again), "after the last repetition, ")
+    everyone = grid.comm.gather(words)
+    environs = measured_environment(grid.backend.name, grid.comm)
+    if everyone is None:
+        return None
+    M, K = problem.shapes["C"]
+    settings = {"form": problem.form, "scheme": problem.scheme, "dtype": problem.dtype,
+                "M": M, "N": math.prod(problem.shapes["A"]) // M, "K": K, "seed": seed,
+                **grid_settings(grid.shape), "transport": operands.transport(grid),
+                "ended_by": found.ended_by, "calls": found.calls,
+                "one_process_threads": granted(launcher.cores()),
+                "one_process_cores": len(os.sched_getaffinity(0)), **asdict(limits)}
+    return product_record(phases, found.times, np.array(everyone).T, settings, environs,
+                          checks + again)
+
+
+def reject(problem: str | None, when: str = "") -> None:
+    """Raise WrongResult when there is a `problem`, which is the same on all ranks."""
+    if problem:
+        raise WrongResult(f"{when}{problem}")
+
+
+def verified(problem: Problem, results: dict, seed: int) -> list[Check]:
+    """Check C, or dA and dB."""
+    found = []
+    for name, block in results.items():
+        result = problem.distributed(name.removeprefix("d"), block)
+        found += freivalds.checks(name, *problem.factors(name), result, seed, problem.dtype)
+    return found
+
+
+@dataclass(frozen=True)
+class Times:
+    """Times of a product, its local products and the one process.
+
+    Attributes
+    ----------
+    times : ndarray
+        Seconds a call, (phases, repetitions, kinds, ranks, begin and end).
+    calls : int
+        Calls of a sample.
+    ended_by : str
+        The limit that was reached.
+    last : dict
+        This rank's results of the last repetition, by phase.
+    """
+
+    times: np.ndarray
+    calls: int
+    ended_by: str
+    last: dict[str, dict[str, Array]]
+
+
+def time_product(problem: Problem, replays: dict[str, Replay], calls: int | None, limits: Limits,
+                 seed: int) -> Times:
+    """Measure the product, its local products and the one process until the limits are
+    reached."""
+    comm, backend = problem.grid.comm, problem.grid.backend
+    clock, order = Clock(comm), np.random.default_rng(seed)
+    whole = Whole(problem, seed) if comm.rank == 0 else None
+    last: dict[str, dict[str, Array]] = {}
+
+    def sample(phase: str, kind: int, calls: int) -> np.ndarray:
+        if kind == 2:
+            times = np.full((comm.size, 2), np.nan)
+            times[0] = alone(whole and whole.steps[phase], calls, comm, backend)
+            return times / calls
+        step = replays[phase] if kind else problem.steps[phase]
+
+        def several() -> object:
+            result = None
+            for _ in range(calls):
+                # One result goes before the next is made.
+                del result
+                result = step()
+            return result
+        wait_patiently(comm)
+        times, result = spans(several, comm, backend.synchronize, clock)
+        if kind == 0:
+            last[phase] = result
+        return times / calls
+
+    # All three once, to warm up.
+    trial = [sample(phase, kind, 1) for phase in replays for kind in range(3)][2][0, 1]
+    calls = comm.bcast(calls or max(1, math.ceil(SAMPLE / max(trial, 1e-6))
+                                    if comm.rank == 0 else 1))
+    kept: list[np.ndarray] = []
+
+    def intervals() -> list[Interval]:
+        seconds = makespans(np.array(kept))
+        return [ratio(seconds, p, "efficiency") for p in range(len(replays))]
+
+    repetitions = timing.Repetitions(limits, comm, intervals)
+    for _ in repetitions:
+        times = np.empty((len(replays), len(KINDS), comm.size, 2))
+        for p, phase in enumerate(replays):
+            for kind in order.permutation(len(KINDS)):
+                times[p, kind] = sample(phase, kind, calls)
+        kept.append(times)
+    return Times(np.array(kept).swapaxes(0, 1), calls, repetitions.ended_by, last)
+
+
+def alone(step, calls: int, comm, backend) -> tuple[float, float]:
+    """Measure begin and end of some calls on rank 0, with all cores, while the others sleep."""
+    wait_patiently(comm)
+    end = np.nan
+    if step:
+        with threadpool_limits(launcher.cores(), user_api="blas"):
+            # The first call wakes the threads; where it is long that does not matter.
+            for _ in range(2):
+                start = time.perf_counter()
+                for _ in range(calls):
+                    step()
+                backend.synchronize()
+                end = time.perf_counter() - start
+                if end > 0.5:
+                    break
+        time.sleep(SETTLE)
+    wait_patiently(comm)
+    return 0.0, end
+
+
+def makespans(times: np.ndarray) -> np.ndarray:
+    """Compute makespans from times whose last dimensions are ranks, and begin and end."""
+    return np.nanmax(times[..., 1], axis=-1)
+
+
+def ratio(seconds: np.ndarray, phase: int, name: str) -> Interval:
+    """Compute the interval of one of `RATIOS`, from seconds (repetitions, phases, kinds)."""
+    above, below = RATIOS[name]
+    return median_interval(seconds[:, phase, above] / seconds[:, phase, below])
+
+
+def product_record(phases: tuple[str, ...], times: np.ndarray, words: np.ndarray, settings: dict,
+                   environs: dict, checks: list[Check]) -> Measurements:
+    """Make the record of the `times` of all phases, with ratios, and operations and words."""
+    shape = [settings[name] for name in "MNK"]
+    ranks, repetitions = times.shape[3], times.shape[1]
+    seconds = makespans(times).swapaxes(0, 1)
+    products = np.array([len(RESULTS[phase]) for phase in phases])
+    spread = {name: [ratio(seconds, p, name) for p in range(len(phases))] for name in RATIOS}
+    typical = [[median_interval(seconds[:, p, kind]) for kind in range(len(KINDS))]
+               for p in range(len(phases))]
+    variables = {
+        "times": Variable(times, "s", ("phase", "repetition", "kind", "rank", "edge")),
+        "seconds": Variable(np.array(typical), "s", ("phase", "kind", "bound")),
+        "flops": Variable(products * 2 * np.prod(shape, dtype=np.int64), "1", ("phase",)),
+        "words": Variable(words, "1", ("phase", "rank")),
+        "least_words": Variable(products * cost.lower_bound(*shape, ranks), "1", ("phase",))}
+    variables |= {name.replace(" ", "_"): Variable(np.array(found), "1", ("phase", "bound"))
+                  for name, found in spread.items()}
+    scales = {"phase": phases, "repetition": range(repetitions), "kind": KINDS,
+              "rank": range(ranks), "edge": ("begin", "end"), "bound": BOUNDS}
+    return Measurements("matmul", settings, environs, scales, variables, checks)

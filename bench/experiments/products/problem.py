@@ -1,0 +1,171 @@
+"""The distributed products alone: C = A B, A B^T or A^T B by a scheme's algorithms."""
+
+from typing import Any, Callable
+
+import numpy as np
+
+from bench.checks.freivalds import Distributed
+from bench.experiments.products import operands
+from mm3d.arrays.backend import Array, Backend
+from mm3d.grid.grid import Grid
+from mm3d.schemes import lookup, registry
+from mm3d.schemes.matrix_product import GRADIENTS, LOCAL
+from mm3d.tracing.events import ArrayObserver, Gemm
+from mm3d.tracing.observe import observed
+
+
+def schemes() -> list[str]:
+    """Return the names of the schemes that have products of plain matrices."""
+    return [name for name, cls in registry().items() if cls.matrix_product]
+
+
+class Problem:
+    """This rank's blocks of one product, and how the scheme computes it.
+
+    Parameters
+    ----------
+    scheme, form : str
+        Such as "3d" and "ab".
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    sizes : tuple of int or None
+        Of the grid's directions; the scheme's own choice if None.
+    shape : tuple of int
+        M, N, K: C is M x K, the sum has N terms.
+    dtype : str
+        Of all matrices.
+    seed : int
+        Of the numbers in A, B and dC.
+    backend : str, Backend or None
+        The array library.
+
+    Raises
+    ------
+    ValueError
+        When the ranks do not fit the grid, or the scheme has no products of plain matrices.
+    """
+
+    def __init__(self, scheme: str, form: str, comm, sizes: tuple[int, ...] | None,
+                 shape: tuple[int, int, int], dtype: str, seed: int,
+                 backend: str | Backend | None) -> None:
+        cls = lookup(scheme)
+        if cls.matrix_product is None:
+            raise ValueError(f"scheme {scheme!r} has no products of plain matrices: choose one of "
+                             f"{', '.join(schemes())}")
+        sizes = sizes or cls.default_grid(comm.size)
+        if len(sizes) != len(cls.directions):
+            raise ValueError(f"--grid {'x'.join(map(str, sizes))}: scheme {scheme} has "
+                             f"the directions {', '.join(cls.directions)}: name a size for each")
+        cls.check_grid(sizes)
+        self.grid = Grid(comm, backend, **cls.grid_shape(sizes))
+        self.scheme, self.form, self.dtype = scheme, form, dtype
+        self.product = cls.matrix_product(self.grid, form, shape)
+        self.layouts, self.shapes = self.product.layouts, self.product.shapes
+        self.blocks = {name: operands.fill(
+            operands.empty(self.layouts[name], self.grid, self.shapes[name], dtype, direction),
+            self.grid.backend, seed, name, comm.rank)
+            for name, direction in self.product.directions.items()}
+
+    def forward(self) -> dict[str, Array]:
+        """This rank's block of C."""
+        return {"C": self.product.forward(self.blocks["A"], self.blocks["B"])}
+
+    def backward(self) -> dict[str, Array]:
+        """This rank's blocks of dA and dB."""
+        dA, dB = self.product.backward(*(self.blocks[name] for name in "CAB"))
+        return {"dA": dA, "dB": dB}
+
+    @property
+    def steps(self) -> dict[str, Callable[[], dict[str, Array]]]:
+        """Forward and backward, by the name of the phase."""
+        return {"forward": self.forward, "backward": self.backward}
+
+    def distributed(self, name: str, block: Array | None = None) -> Distributed:
+        """A, B or C for `bench.checks.freivalds`: what was drawn, or the `block` of a result."""
+        block = self.blocks[name] if block is None else block
+        return Distributed(self.grid.backend.to_host(block),
+                           self.layouts[name].slices(self.grid, self.shapes[name]),
+                           self.shapes[name], self.grid.comm)
+
+    def factors(self, result: str) -> tuple[Distributed, Distributed]:
+        """The two matrices whose plain product is C, dA or dB."""
+        form, names = {"C": (self.form, "AB"), "dA": GRADIENTS[self.form][0],
+                       "dB": GRADIENTS[self.form][1]}[result]
+        left, right = map(self.distributed, names)
+        return left.T if form == "atb" else left, right.T if form == "abt" else right
+
+
+class Whole:
+    """The same product on one process: whole matrices, of random numbers of their own."""
+
+    def __init__(self, problem: Problem, seed: int) -> None:
+        backend = problem.grid.backend
+        self.form = problem.form
+        self.blocks = {
+            name: operands.fill(backend.empty(shape, problem.dtype), backend, seed, name)
+            for name, shape in problem.shapes.items()}
+
+    def forward(self) -> Array:
+        """C."""
+        return LOCAL[self.form](self.blocks["A"], self.blocks["B"])
+
+    def backward(self) -> tuple[Array, Array]:
+        """dA and dB."""
+        dA, dB = (LOCAL[form](*(self.blocks[name] for name in names))
+                  for form, names in GRADIENTS[self.form])
+        return dA, dB
+
+    @property
+    def steps(self) -> dict[str, Callable[[], Any]]:
+        """Forward and backward, by the name of the phase."""
+        return {"forward": self.forward, "backward": self.backward}
+
+
+class _Operands(ArrayObserver):
+    """Notes shape and order of the operands of products of two matrices."""
+
+    kinds = (Gemm,)
+
+    def __init__(self) -> None:
+        self.found: list[tuple[tuple, tuple]] = []
+
+    def seen(self, event: Gemm, given: tuple[Array, Array], result: Array) -> None:
+        """Note the operands, where they are no stacks as attention multiplies them."""
+        if all(len(m.shape) == 2 for m in given):
+            self.found.append(tuple((tuple(m.shape), _transposed(m)) for m in given))
+
+
+class Replay:
+    """The local matrix products of a step on `grid`, and nothing else: its ceiling.
+
+    They are observed while `step` runs; operands of equal shape and order share memory.
+    """
+
+    def __init__(self, step: Callable[[], Any], grid: Grid, dtype: str) -> None:
+        backend, operands_of_step = grid.backend, _Operands()
+        with observed(grid, operands_of_step):
+            self.result = step()
+        made: dict[tuple, Array] = {}
+
+        def operand(place: int, shape: tuple[int, int], transposed: bool) -> Array:
+            key = place, shape, transposed
+            if key not in made:
+                a = backend.empty(shape[::-1] if transposed else shape, dtype)
+                operands.fill(a, backend, place)
+                made[key] = a.T if transposed else a
+            return made[key]
+
+        self.backend = backend
+        self.calls = [(operand(0, *a), operand(1, *b), backend.empty((a[0][0], b[0][1]), dtype))
+                      for a, b in operands_of_step.found]
+
+    def __call__(self) -> None:
+        """Do them all."""
+        for a, b, out in self.calls:
+            self.backend.xp.matmul(a, b, out=out)
+
+
+def _transposed(a: Any) -> bool:
+    """Whether the columns lie contiguously, not the rows."""
+    rows, columns = np.shape(a)
+    return rows > 1 and columns > 1 and a.strides[0] < a.strides[1]

@@ -1,0 +1,272 @@
+"""Measure the 3-D product beside ScaLAPACK's PSGEMM and PDGEMM, in one run.
+
+ScaLAPACK is called through ctypes, on the same ranks, with its matrices divided
+block-cyclically over its own grid.  It moves them by MPI; the 3-D product is measured by MPI, too,
+and in shared memory.  Local products of all of them are made by one function, that of the BLAS
+which ScaLAPACK calls (`bench.experiments.products.fortran_blas`).  All are verified.  In every
+repetition all are measured in random order, and the figures are medians of the ratios within
+repetitions.
+"""
+
+import contextlib
+import ctypes
+import os
+from dataclasses import dataclass
+from typing import Callable, Iterator, NamedTuple, Sequence
+
+import numpy as np
+
+from bench.checks import freivalds
+from bench.errors import UsageError, WrongResult
+from bench.experiments.products import fortran_blas, operands
+from bench.experiments.products.matmul import verified
+from bench.experiments.products.pgemm import Pgemm, library
+from bench.experiments.products.problem import Problem, Replay
+from bench.experiments.rows.settings import everywhere
+from bench.instruments import timing
+from bench.instruments.clock import Clock, spans, wait_patiently
+from bench.instruments.sampling import several
+from bench.instruments.statistics import Interval, median_interval
+from bench.instruments.timing import Limits
+from mm3d import launcher
+
+LIMITS = Limits(7, 30, 30.0)    # unless told otherwise
+
+
+class Subject(NamedTuple):
+    """A step that is measured in turn with others.
+
+    Attributes
+    ----------
+    name : str
+        What tables call it.
+    step : callable
+        One call.
+    gemm : callable or None
+        The function that makes its matrix products, where that is not its own choice.
+    """
+
+    name: str
+    step: Callable[[], object]
+    gemm: Callable | None = None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The 3-D product beside ScaLAPACK's, at one size.
+
+    Attributes
+    ----------
+    shape : tuple of int
+        M, N, K.
+    dtype : str
+        Of all matrices.
+    ranks, cores : int
+        Of the job and of the machine.
+    calls : int
+        Calls of a sample.
+    subjects : list of str
+        Names of what took turns: the 3-D product by each of `transports`, ScaLAPACK's in
+        blocks of each of `blocks`, and local products alone.
+    transports : list of str
+        Of the 3-D product.
+    blocks : list of int
+        Rows and columns of ScaLAPACK's blocks.
+    seconds : ndarray
+        Makespans of a call, (repetitions, subjects).
+    library : str
+        The file of the BLAS that both sides multiply with.
+    loaded : dict of str to str
+        Every BLAS that is loaded, by the name of its file.
+    """
+
+    shape: tuple[int, int, int]
+    dtype: str
+    ranks: int
+    cores: int
+    calls: int
+    subjects: list[str]
+    transports: list[str]
+    blocks: list[int]
+    seconds: np.ndarray
+    library: str
+    loaded: dict[str, str]
+
+    def ahead(self) -> list[np.ndarray]:
+        """Divide ScaLAPACK's seconds by those of the 3-D product by each of its transports:
+        (repetitions, block sizes) for each."""
+        return ahead(self.seconds, len(self.transports), len(self.blocks))
+
+
+class Products:
+    """The products of both sides at one size, on the same ranks.
+
+    Parameters
+    ----------
+    library : ctypes.CDLL
+        ScaLAPACK; see `library`.
+    gemm : blas.Gemm
+        The function that both sides multiply with.
+    comm : mpi4py.MPI.Intracomm
+        All ranks of the job.
+    shape : tuple of int
+        M, N, K.
+    grid : tuple of int, optional
+        Sizes of the directions of the 3-D product; a cube unless given.
+    blocks : sequence of int
+        Rows and columns of ScaLAPACK's blocks, each a subject of its own.
+    seed : int
+        Of the numbers in all matrices.
+
+    Raises
+    ------
+    UsageError
+        When the ranks do not fit the grid.
+    """
+
+    def __init__(self, library: ctypes.CDLL, gemm: fortran_blas.Gemm, comm,
+                 shape: tuple[int, int, int],
+                 grid: tuple[int, ...] | None = None, blocks: Sequence[int] = (64, 128, 256),
+                 seed: int = 0) -> None:
+        self.gemm, self.comm, self.shape, self.seed = gemm, comm, shape, seed
+        self.dtype = str(gemm.dtype)
+        self.ours: dict[str, Problem] = {}
+        try:
+            for transport in ("", "mpi"):    # as usual, and as ScaLAPACK
+                with through(transport):
+                    problem = Problem("3d", "ab", comm, grid, shape, self.dtype, seed, "numpy")
+                self.ours.setdefault(operands.transport(problem.grid), problem)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        self.theirs = [Pgemm(library, comm, shape, self.dtype, block, seed) for block in blocks]
+
+    def free(self) -> None:
+        """Give all grids back."""
+        for pgemm in self.theirs:
+            pgemm.free()
+        for problem in self.ours.values():
+            problem.grid.free()
+
+    def wrong(self) -> str | None:
+        """Say what is wrong of the first results; None when all are right."""
+        for problem in self.ours.values():
+            with fortran_blas.multiplying(problem.grid.backend, self.gemm):
+                result = problem.forward()
+            wrong = freivalds.failure(verified(problem, result, self.seed))
+            if wrong:
+                return wrong
+        for pgemm in self.theirs:
+            pgemm()
+            worst = pgemm.error(self.seed)
+            if not worst <= freivalds.MULTIPLE * np.finfo(self.dtype).eps:
+                return f"ScaLAPACK in blocks of {pgemm.block} is off by {worst:.2g} |A||B|"
+        return None
+
+    def subjects(self) -> list[Subject]:
+        """List the 3-D product by each transport, ScaLAPACK's in blocks of each size, and the
+        local products of the first alone, by the BLAS of all these and by NumPy's own."""
+        first = next(iter(self.ours.values()))
+        local = Replay(first.forward, first.grid, first.dtype)
+        grid = first.grid.shape
+        return [*(Subject(f"3d on {grid}, transport {name}", problem.forward, self.gemm)
+                  for name, problem in self.ours.items()),
+                *(Subject(f"ScaLAPACK on {pgemm.grid[0]} x {pgemm.grid[1]}, blocks of "
+                          f"{pgemm.block}", pgemm) for pgemm in self.theirs),
+                Subject(f"local products of 3d alone, by {self.gemm.file}",
+                        lambda: [self.gemm(*call) for call in local.calls]),
+                Subject("the same, by NumPy's own BLAS", local)]
+
+
+def loaded(comm, dtype: str) -> tuple[ctypes.CDLL, fortran_blas.Gemm]:
+    """Load ScaLAPACK, and the function of its BLAS for `dtype`, on every rank.
+
+    Raises
+    ------
+    UsageError
+        On all ranks, when one has no ScaLAPACK, or its BLAS cannot be called.
+    """
+    lib = everywhere(library, comm)
+    return lib, everywhere(lambda: fortran_blas.Gemm(lib, dtype), comm)
+
+
+@contextlib.contextmanager
+def through(transport: str) -> Iterator[None]:
+    """Context in which new grids use a transport; the usual one if it is ""."""
+    before = os.environ.get("MM3D_TRANSPORT")
+    if transport:
+        os.environ["MM3D_TRANSPORT"] = transport
+    try:
+        yield
+    finally:
+        if transport:
+            del os.environ["MM3D_TRANSPORT"]
+            os.environ |= {"MM3D_TRANSPORT": before} if before is not None else {}
+
+
+def compare_products(products: Products, calls: int = 5,
+                     limits: Limits = LIMITS) -> Comparison | None:
+    """Verify and measure all products in turns, until the limits are reached.
+
+    Parameters
+    ----------
+    products : Products
+        Of both sides; every rank of the job calls this.
+    calls : int
+        Calls of a sample.
+    limits : Limits
+        When to stop repeating.
+
+    Returns
+    -------
+    Comparison or None
+        The record on rank 0, None on the others.
+
+    Raises
+    ------
+    WrongResult
+        On all ranks, when a product is wrong.
+    """
+    wrong = products.wrong()
+    if wrong:
+        raise WrongResult(wrong)
+    comm, subjects = products.comm, products.subjects()
+    seconds = _seconds(products, subjects, calls, limits)
+    if comm.rank > 0:
+        return None
+    return Comparison(
+        products.shape, products.dtype, comm.size, launcher.cores(), calls,
+        [subject.name for subject in subjects], list(products.ours),
+        [pgemm.block for pgemm in products.theirs], seconds, products.gemm.file,
+        fortran_blas.loaded())
+
+
+def _seconds(products: Products, subjects: list[Subject], calls: int,
+             limits: Limits) -> np.ndarray:
+    """Measure makespans of a call, (repetitions, subjects)."""
+    comm, backend = products.comm, next(iter(products.ours.values())).grid.backend
+    clock, order = Clock(comm), np.random.default_rng(products.seed)
+    kept: list[np.ndarray] = []
+
+    def intervals() -> list[Interval]:
+        return [median_interval(line) for ratios in ahead(
+            np.array(kept), len(products.ours), len(products.theirs)) for line in ratios.T]
+
+    for _ in timing.Repetitions(limits, comm, intervals):
+        seconds = np.empty(len(subjects))
+        for kind in order.permutation(len(subjects)):
+            step, own = subjects[kind].step, subjects[kind].gemm
+            with fortran_blas.multiplying(backend, own) if own else contextlib.nullcontext():
+                wait_patiently(comm)
+                times, _ = spans(several(step, calls), comm, lambda: None, clock)
+            seconds[kind] = times.max() / calls
+        kept.append(seconds)
+    return np.array(kept)
+
+
+def ahead(seconds: np.ndarray, ours: int, theirs: int) -> list[np.ndarray]:
+    """Divide ScaLAPACK's seconds by those of the 3-D product by each of its transports.
+
+    `seconds` are of (repetitions, subjects), of which `ours` come first and then `theirs`; the
+    ratios are of (repetitions, block sizes).
+    """
+    return [seconds[:, ours:ours + theirs] / seconds[:, [k]] for k in range(ours)]

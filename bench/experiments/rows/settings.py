@@ -1,0 +1,143 @@
+"""Settings of a job that measures rows, and whether its cases can be measured with them."""
+
+import math
+from typing import Callable, ContextManager, Iterable, TypeVar
+
+import msgspec
+
+from bench.cases import variants
+from bench.cases.case import Case
+from bench.cases.paper import Row
+from bench.cases.variants import Variant
+from bench.errors import UsageError
+from bench.instruments import placement, timing
+from bench.instruments.stall import unwatched
+from mm3d.arrays import backend as backends
+from mm3d.grid.shape import GridShape
+from mm3d.schemes import lookup
+
+Made = TypeVar("Made")
+
+
+class Settings(msgspec.Struct, frozen=True):
+    """How the rows of a job are measured; the same for all of them.
+
+    Attributes
+    ----------
+    warmup : int
+        Steps before the first that is timed, with the one that is verified.
+    limits : Limits
+        When to stop repeating.
+    order : int
+        The seed of the order of rows, which is recorded.
+    backend : str or None
+        The array library; None for MM3D_BACKEND or NumPy.
+    seed : int
+        Of parameters and input.
+    traced : int
+        Steps that are traced after those that are timed.
+    recompute : str
+        The policy of recomputation.
+    grid : callable or None
+        Gives a case the sizes of its grid; called on all ranks.  None for the schemes' default.
+    inside : str
+        The direction that stays inside a node, or "auto"; see `bench.instruments.placement.order`.
+    watched : callable
+        See `bench.instruments.stall.watching`.
+    stop : callable
+        Whether to end the row with the repetitions that there are; asked on rank 0.
+    """
+
+    warmup: int
+    limits: timing.Limits
+    order: int
+    backend: str | None = None
+    seed: int = 0
+    traced: int = 0
+    recompute: str = "none"
+    grid: Callable[[Case], tuple[int, ...]] | None = None
+    inside: str = "auto"
+    watched: Callable[..., ContextManager] = unwatched
+    stop: Callable[[], bool] = lambda: False
+
+
+def verifiable(cases: list[Case]) -> list[Case]:
+    """The cases themselves.
+
+    Raises
+    ------
+    UsageError
+        When a result could not be verified: in 16 bits a step is compared with the serial
+        scheme's alone, not by residuals.
+    """
+    for one in cases:
+        if one.verified != one.sizes and one.variant.dtype in variants.SIXTEEN:
+            raise UsageError(f"--dtype {one.variant.dtype} --preset {one.preset}: a serial model "
+                             f"of that size does not fit, and residuals of a step are for "
+                             f"float32 and float64; choose --preset laptop or tiny")
+    return cases
+
+
+def everywhere(make: Callable[[], Made], comm) -> Made:
+    """What `make` gives on each rank.
+
+    Raises
+    ------
+    UsageError
+        The same on every rank, when one cannot have it: a ValueError or an OSError there.
+    """
+    made = problem = None
+    try:
+        made = make()
+    except (ValueError, OSError) as error:
+        problem = str(error)
+    problems = [text for text in comm.allgather(problem) if text]
+    if problems:
+        raise UsageError(f"{problems[0]} ({len(problems)} of {comm.size} ranks)")
+    return made
+
+
+def usable(backend: str | None, comm) -> None:
+    """Raise the same UsageError everywhere when some rank cannot use the array library."""
+    everywhere(lambda: backends.get(backend), comm)
+
+
+def check_variant(variant: Variant, rows: Iterable[Row], library: backends.Backend,
+                  recompute: str) -> None:
+    """Raise UsageError when the rows' schemes, or the array library, cannot have the variant."""
+    if problem := variants.problem(variant, (row.scheme for row in rows), library, recompute):
+        raise UsageError(problem)
+
+
+def arranged(one: Case, settings: Settings, comm) -> tuple[GridShape, str]:
+    """Return the shape of the grid, and the order of its directions over the nodes.
+
+    Raises
+    ------
+    ValueError
+        When they do not fit the scheme.
+    """
+    kind = lookup(one.row.scheme)
+    sizes = settings.grid(one) if settings.grid else kind.default_grid(comm.size)
+    if (len(sizes) != len(kind.directions) or math.prod(sizes) != comm.size
+            or min(sizes) < 1):
+        raise ValueError(f"--grid {'x'.join(map(str, sizes))}: scheme {kind.name!r} has the "
+                         f"directions {', '.join(kind.directions)}, whose sizes must multiply to "
+                         f"the {comm.size} ranks")
+    kind.check_grid(sizes)
+    shape = kind.grid_shape(sizes)
+    return shape, placement.order(settings.inside, kind.name, shape, one.sizes)
+
+
+def of_rank_0(make: Callable[[], Made], comm) -> Made:
+    """What `make` gives on rank 0; UsageError on every rank, when it is a ValueError there."""
+    made = problem = None
+    if comm.rank == 0:
+        try:
+            made = make()
+        except ValueError as error:
+            problem = str(error)
+    made, problem = comm.bcast((made, problem))
+    if problem:
+        raise UsageError(problem)
+    return made

@@ -1,0 +1,1 @@
+"""Instruments: clocks, repetitions, statistics, memory, the host."""

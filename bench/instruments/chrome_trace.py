@@ -1,0 +1,111 @@
+"""Traces as Chrome and Perfetto read them: a track a rank, its spans in each other.
+
+The format is the "JSON object format" of the Trace Event Format: complete events (``"ph": "X"``)
+with ``ts`` and ``dur`` in microseconds, and metadata events (``"M"``) that name the tracks.
+"""
+
+import json
+from pathlib import Path
+from typing import Any, Sequence
+
+from bench.console import say
+from bench.instruments.clock import Clock
+from bench.instruments.spans import Span
+from bench.records import atomic
+
+NANO = 10 ** 9
+
+
+def document(spans: Sequence[Sequence[Span]], names: Sequence[str], title: str,
+             about: dict[str, Any]) -> dict[str, Any]:
+    """The trace of all ranks.
+
+    Parameters
+    ----------
+    spans : sequence of sequence of Span
+        Of each rank, on one clock.
+    names : sequence of str
+        Of each rank.
+    title : str
+        Of all of it.
+    about : dict
+        What else is to be known, put under ``otherData``.
+    """
+    first = min((span.start for track in spans for span in track), default=0.0)
+    events: list[dict[str, Any]] = [_metadata("process_name", 0, name=title)]
+    for rank, (track, name) in enumerate(zip(spans, names, strict=True)):
+        events += [_metadata("thread_name", rank, name=name),
+                   _metadata("thread_sort_index", rank, sort_index=rank)]
+        events += [_complete(span, rank, first) for span in sorted(
+            track, key=lambda span: (span.start, -span.end))]
+    return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": about}
+
+
+def _metadata(kind: str, rank: int, **arguments: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": 0, "tid": rank, "ts": 0, "args": arguments}
+
+
+def _complete(span: Span, rank: int, first: float) -> dict[str, Any]:
+    """Whole nanoseconds, so that what nests in seconds nests in microseconds too."""
+    start, end = (round((time - first) * NANO) for time in (span.start, span.end))
+    details = {"phase": span.phase, "part": span.part, "axis": span.axis,
+               "collective": span.collective, "operand": span.operand, "bytes": span.bytes,
+               "flops": span.flops}
+    return {"ph": "X", "name": span.name, "cat": span.kind, "pid": 0, "tid": rank,
+            "ts": start / 1000, "dur": (end - start) / 1000,
+            "args": {key: value for key, value in details.items() if value}}
+
+
+def gathered(spans: list[Span], grid: Any, clock: Clock, title: str) -> dict[str, Any] | None:
+    """Make the trace of all ranks of `grid`, on rank 0; each must call this with its own spans.
+
+    Parameters
+    ----------
+    spans : list of Span
+        Of this rank, on `clock`.
+    grid : Grid
+        The ranks.
+    clock : Clock
+        Rank 0's on every rank; the trace says by how much it may be wrong.
+    title : str
+        What was traced.
+
+    Returns
+    -------
+    dict or None
+        See `document`; None on the other ranks.
+    """
+    place = ", ".join(map(str, grid.coords.values()))
+    everyone = grid.comm.gather((spans, f"rank {grid.rank} ({place})", clock.offset,
+                                 clock.offset_error))
+    if everyone is None:
+        return None
+    tracks, names, offsets, errors = zip(*everyone)
+    about = {"title": title, "grid": " x ".join(f"{axis}={n}" for axis, n in grid.shape.items()),
+             "clock": "rank 0's; the offset of a rank on another kernel was measured by the "
+                      "fastest of 100 round trips, and is wrong by at most half of that one",
+             "clock_offset_s": list(offsets), "clock_offset_error_s": list(errors),
+             "spans": "each collective follows a barrier of its ranks, a span of its own"}
+    return document(tracks, names, title, about)
+
+
+def put(path: Path, trace: dict[str, Any]) -> int:
+    """Write a trace, all of it or nothing; 0, or 1 after saying why it cannot be written."""
+    try:
+        atomic.replace(path, json.dumps(trace))
+    except OSError as error:
+        say(f"not written: the trace {path} ({error.strerror})")
+        return 1
+    return 0
+
+
+def write(path: Path, spans: list[Span], grid: Any, clock: Clock, title: str) -> int:
+    """Write what `gathered` makes; 0 when it was written, the same on every rank."""
+    trace = gathered(spans, grid, clock, title)
+    return grid.comm.bcast(trace and put(path, trace))
+
+
+def named(file: str, name: str, cases: int) -> Path:
+    """Return the file of the case `name`: `file`, with its name in it if there are several."""
+    path = Path(file)
+    return path if cases == 1 else path.with_name(f"{path.stem}-{name}{path.suffix or '.json'}")

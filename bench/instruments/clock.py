@@ -1,0 +1,103 @@
+"""Clocks of all ranks, and spans of time between two points of a step."""
+
+import platform
+import time
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Callable
+
+import numpy as np
+
+
+class Clock:
+    """Seconds on rank 0's clock, for every rank.
+
+    Ranks under one kernel share its monotonic clock.  Elsewhere the offset is measured once with
+    messages to and from rank 0, the fastest of which counts; half their time is its error.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks; every one of them must make it.
+
+    Attributes
+    ----------
+    offset : float
+        What is added to this rank's clock, seconds.
+    offset_error : float
+        The offset's largest possible error, seconds; 0 where the clock is shared.
+    """
+
+    def __init__(self, comm) -> None:
+        self.offset = self.offset_error = 0.0
+        kernels = comm.allgather(_kernel())
+        for rank in range(1, comm.size):
+            if kernels[rank] != kernels[0] and comm.rank in (0, rank):
+                self._synchronize(comm, rank)
+
+    def now(self) -> float:
+        """The time."""
+        return perf_counter() + self.offset
+
+    def _synchronize(self, comm, rank: int, rounds: int = 100) -> None:
+        best = np.inf
+        for _ in range(rounds):
+            if comm.rank == 0:
+                comm.recv(source=rank)
+                comm.send(perf_counter(), dest=rank)
+                continue
+            sent = perf_counter()
+            comm.send(None, dest=0)
+            there = comm.recv(source=0)
+            received = perf_counter()
+            if received - sent < best:
+                best = received - sent
+                self.offset = there - (sent + received) / 2
+                self.offset_error = best / 2
+
+    @staticmethod
+    def resolution(readings: int = 1000) -> float:
+        """The least difference of two readings that differ, seconds."""
+        times = [perf_counter() for _ in range(readings)]
+        steps = [b - a for a, b in zip(times, times[1:]) if b > a]
+        return min(steps, default=np.inf)
+
+
+def _kernel() -> str:
+    """What tells whether two ranks share a clock; for comparison only."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return platform.node()
+
+
+def _timed(step: Callable[[], Any], comm, synchronize: Callable[[], None],
+           clock: Clock) -> tuple[tuple[float, float], Any]:
+    """When `step` began and ended, and what it gave."""
+    synchronize()
+    comm.Barrier()
+    start = clock.now()
+    result = step()
+    synchronize()
+    return (start, clock.now()), result
+
+
+def spans(step: Callable[[], Any], comm, synchronize: Callable[[], None],
+          clock: Clock) -> tuple[np.ndarray, Any]:
+    """When each rank began and ended `step`, and what it gave here.
+
+    The seconds count from the first rank's start, (ranks, 2), the same on every rank; their
+    greatest is the makespan.  Where ranks outnumber cores a rank may start when another has
+    finished: the slowest rank's own time then flatters, the makespan does not.
+    """
+    mine, result = _timed(step, comm, synchronize, clock)
+    times = np.empty((comm.size, 2))
+    comm.Allgather(np.array(mine), times)
+    return times - times[:, 0].min(), result
+
+
+def wait_patiently(comm) -> None:
+    """Meet at a barrier without keeping a core busy: a rank may be late by minutes."""
+    request = comm.Ibarrier()
+    while not request.Test():
+        time.sleep(0.02)

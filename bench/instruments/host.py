@@ -1,0 +1,192 @@
+"""What the benchmark ran on, without user or host names."""
+
+import hashlib
+import os
+import platform
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+from threadpoolctl import threadpool_info, threadpool_limits
+
+from bench.records.measurements import Setting
+from mm3d import launcher
+from mm3d.arrays import backend as backends
+
+# Settings of MPI, its networks and BLAS that change times.
+TUNING = re.compile(r"(MPIR_CVAR|MPICH_|I_MPI_|MV2_|FI_|UCX_|NCCL_|PSM|OMPI_MCA_(mpi|pml|btl|mtl|"
+                    r"coll|osc|smsc|opal)|OPENBLAS|GOTO|MKL_|OMP_|BLIS_|MM3D)[A-Za-z_0-9]*")
+# Of a Slurm job what changes times; neither its user nor its account, name, folder or hosts.
+SLURM = ("JOB_ID", "ARRAY_TASK_ID", "JOB_NUM_NODES", "NTASKS", "NTASKS_PER_NODE",
+         "TASKS_PER_NODE", "CPUS_PER_TASK", "CPUS_ON_NODE", "CPU_BIND", "CPU_BIND_TYPE",
+         "DISTRIBUTION", "GPUS_PER_NODE", "GPUS_ON_NODE", "THREADS_PER_CORE")
+PRIVATE = re.compile(r"[/@~]")    # in folders and addresses, which may name somebody
+CPUINFO = Path("/proc/cpuinfo")
+CPUFREQ = Path("/sys/devices/system/cpu/cpu0/cpufreq")
+
+
+def cpu_model() -> str:
+    """The processor's name as it gives it, or the architecture where it gives none.
+
+    Virtual machines hide the number of the model, as in "AMD EPYC": family and model are added
+    then, which tell its generation.
+    """
+    about = dict(re.findall(r"^(model name|cpu|cpu family|model)\s*:\s*(.+)$", _text(CPUINFO),
+                            re.MULTILINE))
+    name = about.get("model name") or about.get("cpu")
+    if name is None:
+        return platform.processor() or platform.machine()
+    if not re.search(r"\d", name) and {"cpu family", "model"} <= about.keys():
+        name = f"{name.strip()} family {about['cpu family']} model {about['model']}"
+    return name.strip()
+
+
+def slug() -> str:
+    """A folder name for results of this kind of machine, such as ``amd-epyc-7763-8-cores``."""
+    model = re.sub(r"\((R|TM|C)\)|CPU|Processor|@.*", " ", cpu_model(), flags=re.IGNORECASE)
+    words = re.findall(r"[a-z0-9]+", model.lower())
+    return "-".join([*words, str(launcher.cores()), "cores"])
+
+
+def mpi_name(library: str) -> str:
+    """Name and version from what an MPI library says of itself.
+
+    The rest may name who built it, and where.
+    """
+    first = library.replace("\0", "").splitlines()[0].partition(",")[0]
+    return " ".join(first.replace("Version:", "").split())
+
+
+def default_out() -> Path:
+    """Where results go unless ``--out`` says otherwise: ``results/<machine>``."""
+    return Path("results") / slug()
+
+
+def describe(backend: str, ranks: int, mpi_library: str, command: str) -> dict[str, Setting]:
+    """The environment of a run, as it is recorded.
+
+    Parameters
+    ----------
+    backend : str
+        The array library, one that can be used here.
+    ranks : int
+        Ranks of the run.
+    mpi_library : str
+        What the MPI library says of itself.
+    command : str
+        The command line, with nothing private in it.
+    """
+    cores, local = launcher.cores(), launcher.local_ranks()
+    commit, clean = _source_version()
+    tuning = {name: value for name, value in sorted(os.environ.items())
+              if TUNING.fullmatch(name)}
+    slurm = {name: os.environ[f"SLURM_{name}"] for name in SLURM if f"SLURM_{name}" in os.environ}
+    return {"cpu_model": cpu_model(), "cores": cores, "ranks": ranks,
+            "ranks_on_this_node": local, "ranks_per_core": local / cores,
+            "oversubscribed": launcher.oversubscribed(), "backend": backend,
+            "operating_system": f"{platform.system()} {platform.machine()}",
+            "kernel": platform.release().partition("-")[0],
+            "python": platform.python_version(),
+            "mpi": mpi_name(mpi_library),
+            "tuning_variables": masked(tuning), "slurm": masked(slurm), "command": command,
+            "git_commit": commit, "git_clean": clean,
+            **backends.get(backend).describe()} | clocks() | _versions() | blas()
+
+
+def command_line(argv: list[str]) -> str:
+    """Return the command as it is recorded: of folders and files only the last part."""
+    kept = []
+    for word in argv:
+        option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+        kept.append(f"{option}{equals}{Path(value).name if '/' in value else value}")
+    return shlex.join(["python", "-m", "bench", *kept])
+
+
+def masked(variables: dict[str, str]) -> str:
+    """Variables as they are recorded: values that may name somebody are left out."""
+    return " ".join(f"{name}={'(masked)' if PRIVATE.search(value) else value}"
+                    for name, value in variables.items())
+
+
+def clocks() -> dict[str, Setting]:
+    """What the system says of the processor's clock, as far as it does.
+
+    ``cpu_mhz``: the mean over the cores at this moment; ``cpu_mhz_least`` and ``cpu_mhz_most``:
+    what they may run at; ``cpu_governor``: what chooses between.
+    """
+    found: dict[str, Setting] = {}
+    cores = re.findall(r"^cpu MHz\s*:\s*([\d.]+)$", _text(CPUINFO), re.MULTILINE)
+    if cores:
+        found["cpu_mhz"] = round(sum(map(float, cores)) / len(cores), 1)
+    for name, file in (("cpu_mhz_least", "cpuinfo_min_freq"), ("cpu_mhz_most",
+                                                               "cpuinfo_max_freq")):
+        kilohertz = _text(CPUFREQ / file).strip()
+        if kilohertz.isdigit():
+            found[name] = int(kilohertz) / 1000
+    governor = _text(CPUFREQ / "scaling_governor").strip()
+    return found | ({"cpu_governor": governor} if governor else {})
+
+
+def _text(path: Path) -> str:
+    """What a file of the system holds; nothing where there is none."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""
+
+
+def source_digest() -> str:
+    """What tells whether two runs have the same source, whether committed or not."""
+    root = Path(__file__).resolve().parents[2]
+    digest = hashlib.blake2b(digest_size=10)
+    for folder in ("mm3d", "bench"):
+        for path in sorted((root / folder).rglob("*")):
+            if path.suffix in (".py", ".cu", ".toml"):
+                digest.update(f"{path.relative_to(root)}\0".encode() + path.read_bytes())
+    return digest.hexdigest()
+
+
+def _versions() -> dict[str, Setting]:
+    # Imported by the one rank that asks: the others start sooner.
+    from importlib.metadata import PackageNotFoundError, version
+    found: dict[str, Setting] = {}
+    for package in ("mm3d", "numpy", "mpi4py", "h5py", "cupy"):
+        try:
+            found[f"{package}_version"] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def granted(threads: int) -> int:
+    """How many BLAS takes of so many: it was built for some number at most, and says nothing."""
+    with threadpool_limits(threads, user_api="blas"):
+        return blas()["blas_threads"] or threads
+
+
+def blas() -> dict[str, Setting]:
+    """Name, kernels and threads of the first BLAS that is loaded."""
+    for library in threadpool_info():
+        if library["user_api"] == "blas":
+            return {"blas": f"{library['internal_api']} {library['version'] or ''}".strip(),
+                    "blas_architecture": library.get("architecture") or "unknown",
+                    "blas_threads": library["num_threads"]}
+    return {"blas": "unknown", "blas_architecture": "unknown", "blas_threads": 0}
+
+
+def _source_version() -> tuple[str, bool]:
+    """The git commit of this source and whether the tree, results apart, is unchanged."""
+    root = Path(__file__).resolve().parents[2]
+
+    def git(*argv: str) -> str | None:
+        try:
+            done = subprocess.run(["git", "-C", str(root), *argv], capture_output=True, text=True,
+                                  timeout=20)
+        except (OSError, subprocess.TimeoutExpired):
+            return None
+        return done.stdout.strip() if done.returncode == 0 else None
+
+    commit = git("rev-parse", "HEAD")
+    changes = git("status", "--porcelain", "--", ".", ":!results")
+    return commit or "unknown", commit is not None and changes == ""

@@ -1,0 +1,194 @@
+"""What a run is held against: the machine's peak rates, and the memory of a step."""
+
+import gc
+import math
+import os
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy as np
+
+from bench.cases.variants import Variant, itemsize
+from bench.instruments.clock import Clock, spans, wait_patiently
+from bench.instruments.peak_memory import Resident
+from bench.instruments.sampling import several
+from bench.records.measurements import Group, Variable
+from mm3d import launcher
+from mm3d.arrays.backend import Backend
+from mm3d.model import cost
+from mm3d.tracing import dry_run
+from mm3d.transport.nodes import physical_node
+
+SIZE = 512          # of the square matrices whose product is the peak: the rate grows no further
+TIMES = 6           # the caches of a node: what the arrays of the sum are together at least
+LEAST = 192 << 20   # bytes of them where the system tells of no caches, or small ones
+ON_DEVICE = 768 << 20    # bytes of them of each rank on a device, several times its cache
+PART = 8            # of the node's memory they are no more than this part
+SAMPLE = 0.02       # seconds that a sample takes at least
+ROUNDS = 5          # samples, the best of which counts
+
+
+def peaks(backend: Backend, dtype: str, comm) -> Group | None:
+    """The group ``machine``: rates of matrix products and of memory, on rank 0.
+
+    Of one rank while the others sleep, and of as many ranks of each node at once as it has cores:
+    what these reach together is divided by all ranks of a node, since that is what each gets where
+    they take turns.  So a node's rates do not depend on the number of ranks.  On a device all
+    ranks work at once, each on arrays of that size.  Ranks have the BLAS threads that they have in
+    a run.
+
+    The product is C = AB of square matrices.  The memory's rate is that of c = a + b in float32,
+    whose arrays are together several times as large as the last-level caches of a node, whoever
+    works.  Counted are the bytes of a, b and c once, as STREAM's triad does: that a processor
+    reads the lines of c before it writes them (write-allocate), a third more, is not counted.
+
+    Parameters
+    ----------
+    backend : Backend
+        Whose rates.
+    dtype : str
+        Of the matrices.
+    comm : mpi4py.MPI.Intracomm
+        All ranks; each must call this.
+    """
+    node = physical_node(comm)
+    at_work = node.bcast(min(node.size, launcher.cores()) if backend.host_buffers
+                         else node.size)
+    caches = cache_bytes() if backend.host_buffers else math.nan
+    total = node.bcast(summed_bytes(caches) if backend.host_buffers else ON_DEVICE)
+    workers = comm.Split(int(node.rank >= at_work), comm.rank)
+    teams = {"alone": (comm.Split(int(comm.rank > 0), comm.rank), comm.rank == 0, 1, 1),
+             "together": (workers, node.rank < at_work, at_work, node.size)}
+    found = {"memory_arrays": Variable(np.float64(total), "byte", ()),
+             "last_level_caches": Variable(np.float64(caches), "byte", ()),
+             "ranks_at_work": Variable(np.int64(at_work), "1", ())}
+    for who, (team, works, working, sharing) in teams.items():
+        for name, units in (("gemm", "s-1"), ("memory", "byte s-1")):
+            wait_patiently(comm)
+            if works:
+                share = total // working if backend.host_buffers else total
+                step, amount = (_product(backend, dtype) if name == "gemm"
+                                else _sum(backend, share))
+                rate = _rate(step, amount, backend.synchronize, team) * working / sharing
+                found[f"{name}_{who}"] = Variable(np.float64(rate), units, ())
+                del step
+        wait_patiently(comm)
+        team.Free()
+    node.Free()
+    return Group({}, found) if comm.rank == 0 else None
+
+
+def cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> float:
+    """Bytes of all last-level caches of this node; NaN where the system does not tell."""
+    levels: dict[int, dict[str, int]] = {}
+    for cache in cpus.glob("cpu[0-9]*/cache/index[0-9]*"):
+        try:
+            level, size, shared = ((cache / name).read_text().strip()
+                                   for name in ("level", "size", "shared_cpu_list"))
+            unit = {"K": 2 ** 10, "M": 2 ** 20}[size[-1]]
+            levels.setdefault(int(level), {})[shared] = int(size[:-1]) * unit
+        except (OSError, KeyError, ValueError, IndexError):    # this one is not described
+            continue
+    return float(sum(levels[max(levels)].values())) if levels else math.nan
+
+
+def summed_bytes(caches: float) -> int:
+    """Bytes of the three arrays of the sum, of all ranks of a node that work, with so many bytes
+    of caches."""
+    wanted = LEAST if math.isnan(caches) else max(LEAST, TIMES * int(caches))
+    return min(wanted, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // PART)
+
+
+def _product(backend: Backend, dtype: str) -> tuple[Callable[[], Any], int]:
+    """A product of square matrices, and its operations."""
+    a, b, c = (backend.empty((SIZE, SIZE), dtype) for _ in range(3))
+    for matrix in (a, b, c):
+        matrix[...] = 1
+    return lambda: backend.gemm(a, b, c), 2 * SIZE ** 3
+
+
+def _sum(backend: Backend, total: int) -> tuple[Callable[[], Any], int]:
+    """c = a + b of arrays that have so many bytes together, and the bytes that it moves."""
+    xp, length = backend.xp, max(1, total // 12)
+    a, b, c = (xp.ones((length,), dtype=xp.float32) for _ in range(3))
+    return lambda: xp.add(a, b, out=c), 12 * length
+
+
+def _rate(step: Callable[[], Any], amount: int, synchronize: Callable[[], None], team) -> float:
+    """The best rate of each rank of `team` when all of them work at once."""
+    clock = Clock(team)
+
+    def makespan(calls: int) -> float:
+        return float(spans(several(step, calls), team, synchronize, clock)[0].max())
+
+    makespan(1)    # touches the memory
+    calls = math.ceil(SAMPLE / makespan(1))
+    return amount * calls / min(makespan(calls) for _ in range(ROUNDS))
+
+
+class StepMemory:
+    """The bytes of every rank in one step of a model.
+
+    Made right before the step; `between` is called between forward and backward, `group` after
+    it.  Every rank makes one.
+
+    Parameters
+    ----------
+    model : Transformer
+        Whose step it is, from cleared gradients.
+    resident : Resident
+        Made before the model.
+    """
+
+    def __init__(self, model, resident: Resident) -> None:
+        self.model, self.resident, self.backend = model, resident, model.grid.backend
+        # What others left behind goes first.
+        gc.collect()
+        self.backend.trim()
+        resident.mark()
+        self.backend.reset_peak()
+
+    def between(self, saved: Any) -> None:
+        """Note what forward leaves for backward."""
+        self.kept, self.after = self.model.saved_bytes(saved), self.backend.memory()["in_use"]
+
+    def group(self, sizes: dict[str, int], comm, variant: Variant = Variant()) -> Group | None:
+        """The group ``memory`` of a run, on rank 0; `sizes` are the model's.
+
+        `variant` is its row's."""
+        model, peak = self.model, self.backend.memory()["peak"]
+        parameters, gradients = (sum(math.prod(a.shape) * itemsize(model.dtype)
+                                     for a in arrays) for arrays in zip(
+            *((p.value, p.grad) for p in model.parameters)))
+        device = math.nan if self.backend.host_buffers else float(peak)
+        everyone = comm.gather((parameters, gradients, self.kept, peak - self.after, peak, device,
+                                self.resident.growth()))
+        if everyone is None:
+            return None
+        names = ("parameters", "gradients", "saved", "transient", "pool_peak", "device_peak",
+                 "resident_growth")
+        columns = zip(names, np.array(everyone, np.float64).T)
+        return Group({"rank": range(comm.size)},
+                     {name: Variable(values, "byte", ("rank",)) for name, values in columns}
+                     | _expected(model, sizes, variant))
+
+
+def _expected(model, sizes: dict[str, int], variant: Variant) -> dict[str, Variable]:
+    """Closed forms a rank, and the peak of a dry run of rank 0, which has the largest blocks.
+
+    In types of 16 bits what forward keeps is more than the closed form: statistics of rows are
+    float32.
+    """
+    grid, size, options = model.grid, itemsize(model.dtype), variant.options(model.scheme.name)
+    parameters = cost.parameters(model.spec)
+    saved = cost.saved_words(model.scheme.name, grid.shape, model.spec, keep=variant.keep)
+    run = dry_run.extended(model.scheme.name, grid.size, grid.shape.sizes,
+                           block=grid.backend.block, options=options, causal=variant.causal,
+                           # bfloat16 takes as much as float16, which dry runs have.
+                           dtype="float16" if size == 2 else model.dtype,
+                           recompute=model.recompute, **sizes)
+    found = {"parameters": parameters * size / grid.size,
+             "gradients": parameters * size / grid.size,
+             "saved": saved * size / grid.size, "pool_peak": run.pool_peak}
+    return {f"expected_{name}": Variable(np.float64(value), "byte", ())
+            for name, value in found.items()}

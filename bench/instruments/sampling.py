@@ -1,0 +1,87 @@
+"""Take samples: how many calls make one, in which order, and what they were taken on."""
+
+import math
+import sys
+from typing import Callable
+
+import numpy as np
+from mpi4py import MPI
+
+from bench.instruments import host, timing
+from bench.instruments.clock import Clock, spans
+from bench.instruments.statistics import median_interval
+from bench.records.measurements import Setting
+from mm3d.transport.nodes import node_numbers
+
+BOUNDS = ("median", "low", "high", "confidence")
+# A sample has as many calls as take at least SAMPLE seconds, at most CALLS.
+SAMPLE = 2e-3
+CALLS = 1000
+
+
+def measured_environment(backend: str, comm) -> dict[str, Setting]:
+    """Describe the machine and the job, with the clock of its worst rank."""
+    clock = comm.allreduce(Clock.resolution(), MPI.MAX)
+    error = comm.allreduce(Clock(comm).offset_error, MPI.MAX)
+    nodes = " ".join(map(str, node_numbers(comm)))
+    return host.describe(backend, comm.size, MPI.Get_library_version(),
+                         host.command_line(sys.argv[1:])) | {
+        "node_of_rank": nodes, "clock_resolution_s": clock, "clock_offset_error_s": error}
+
+
+def repeated(sample: Callable[[], float], limits: timing.Limits,
+             comm) -> tuple[list[float], str]:
+    """Take samples until the limits are reached; the samples, and the limit that ended them."""
+    found: list[float] = []
+    repetitions = timing.Repetitions(limits, comm, lambda: [median_interval(found)])
+    for _ in repetitions:
+        found.append(sample())
+    return found, repetitions.ended_by
+
+
+def several(step: Callable[[], object], calls: int) -> Callable[[], None]:
+    """Return a function that calls `step` as many times as `calls` says."""
+    def repeat() -> None:
+        for _ in range(calls):
+            step()
+    return repeat
+
+
+def enough(span: Callable[[int], float]) -> int:
+    """Find how many calls take `SAMPLE` seconds, at most `CALLS`.
+
+    `span` gives the seconds of a number of calls.  That number grows, since the first calls may
+    wait until all ranks have begun.
+    """
+    span(1)
+    calls, took = 1, span(1)
+    while took < SAMPLE and calls < CALLS:
+        calls = min(CALLS, max(2 * calls, math.ceil(0.9 * calls * SAMPLE / took)))
+        took = span(calls)
+    return calls
+
+
+def makespans(step: Callable[[], object], comm, synchronize: Callable[[], None],
+              clock: Clock) -> Callable[[], float]:
+    """Return a function that takes a sample of `step` on all ranks at once: the makespan of many
+    calls over their number, the same on every rank."""
+    def span(calls: int) -> float:
+        return float(spans(several(step, calls), comm, synchronize, clock)[0].max())
+
+    calls = enough(span)
+    return lambda: span(calls) / calls
+
+
+def padded(samples: list[list[float]], shape: tuple[int, ...]) -> np.ndarray:
+    """Join samples of points in row-major order in one array; NaN where a point has fewer."""
+    most = max(map(len, samples))
+    rows = [found + [math.nan] * (most - len(found)) for found in samples]
+    return np.array(rows).reshape(*shape, most)
+
+
+def in_random_order(points: list, seed: int, measure: Callable) -> list:
+    """Measure the points in random order; the results in the given order."""
+    found = [None] * len(points)
+    for index in np.random.default_rng(seed).permutation(len(points)):
+        found[index] = measure(*points[index])
+    return found

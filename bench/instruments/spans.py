@@ -1,0 +1,154 @@
+"""Spans: when each layer, product and collective of a step began and ended on this rank.
+
+A `Recorder` observes traced repetitions (`mm3d.tracing.observe.observed`); the times that are
+reported as results are measured without it.  Before a collective all ranks of its direction meet
+at a barrier, which is a span of its own: what one rank waits for another is not counted as
+transfer.
+"""
+
+from typing import Any, Callable, Iterable, NamedTuple
+
+import numpy as np
+
+from mm3d.grid.axis import COLLECTIVES
+from mm3d.tracing.events import Collective, Event, Gemm, Layer, Observer, Phase, Recomputation
+
+OF_KIND = {"gemm": "gemm", "layer": "elementwise", "again": "elementwise", "wait": "waiting",
+           "phase": "other"}
+
+
+class Span(NamedTuple):
+    """Something with a beginning and an end.
+
+    Attributes
+    ----------
+    name : str
+        For people, such as "layers.0.mlp.up" or "all-gather A along y".
+    kind : str
+        "phase", "layer", "again" (layers that backward computes again), "gemm", "collective" or
+        "wait".
+    phase : str
+        "forward" or "backward".
+    axis, collective, operand : str
+        Of a collective, or of the barrier before it; empty elsewhere.
+    start, end : float
+        Seconds on the recorder's clock.
+    own : float
+        Seconds of it outside the spans within it.
+    bytes, flops : int
+        Of a product its two operands and its result, and its operations; of a collective the
+        whole that is gathered, scattered, reduced or broadcast.
+    """
+
+    name: str
+    kind: str
+    phase: str
+    axis: str
+    collective: str
+    operand: str
+    start: float
+    end: float
+    own: float
+    bytes: int
+    flops: int
+
+    @property
+    def part(self) -> str:
+        """Which of `parts` its own time belongs to."""
+        return (f"{self.collective} {self.axis}" if self.kind == "collective"
+                else OF_KIND[self.kind])
+
+
+class Recorder(Observer):
+    """Notes the spans of this rank.
+
+    Parameters
+    ----------
+    backend : Backend
+        Whose device is idle at both ends of every span, and whose profiler is told the names.
+    now : callable
+        The clock, in seconds.
+
+    Attributes
+    ----------
+    spans : list of Span
+        What has ended, in the order of the ends.
+    """
+
+    def __init__(self, backend: Any, now: Callable[[], float]) -> None:
+        self.spans: list[Span] = []
+        self._backend, self._now, self._open, self._phase = backend, now, [], ""
+
+    def enter(self, event: Event, meet: Callable[[], None] | None = None) -> None:
+        """Begin the span of `event`, for a collective after a barrier of its ranks."""
+        if isinstance(event, Phase):
+            self._phase = event.name
+            self._begin(event.name, "phase")
+        elif isinstance(event, Layer):
+            self._begin(event.name, "layer")
+        elif isinstance(event, Recomputation):
+            self._begin(event.name, "again")
+        elif isinstance(event, Gemm):
+            size = event.m * event.n + event.n * event.k + event.m * event.k
+            self._begin(_shape(event), "gemm", flops=event.flops,
+                        bytes=event.batch * size * np.dtype(event.dtype).itemsize)
+        elif isinstance(event, Collective):
+            where = event.direction, event.kind, self._operand(event.kind)
+            if meet is not None:
+                self._begin(f"wait along {event.direction}", "wait", *where)
+                meet()
+                self.leave()
+            name = " ".join(filter(None, (event.kind.replace("_", "-"), where[2],
+                                          f"along {event.direction}")))
+            self._begin(name, "collective", *where, bytes=event.bytes)
+
+    def leave(self) -> None:
+        """End the span that began last."""
+        self._backend.synchronize()
+        end = self._now()
+        self._backend.end_range()
+        name, kind, axis, collective, operand, size, flops, start, inner = self._open.pop()
+        if self._open:
+            self._open[-1][-1] += end - start
+        self.spans.append(Span(name, kind, self._phase, axis, collective, operand, start, end,
+                               end - start - inner, size, flops))
+
+    def _begin(self, name: str, kind: str, axis: str = "", collective: str = "",
+               operand: str = "", bytes: int = 0, flops: int = 0) -> None:
+        self._backend.begin_range(name)
+        self._backend.synchronize()
+        self._open.append([name, kind, axis, collective, operand, bytes, flops, self._now(), 0.0])
+
+    def _operand(self, kind: str) -> str:
+        """What travels: the gradient of the operand where backward sums it or gathers C's."""
+        again = any(kind == "again" for _, kind, *_ in self._open)
+        gradient = self._phase == "backward" and not again and (kind.startswith("reduce")
+                                                                or self.operand == "C")
+        return f"d{self.operand}" if gradient and self.operand else self.operand
+
+
+def _shape(event: Gemm) -> str:
+    lead = f"{event.batch} x " if event.batch > 1 else ""
+    return f"gemm {lead}{event.m} x {event.n} x {event.k}"
+
+
+def parts(directions: Iterable[str]) -> tuple[str, ...]:
+    """Name the parts of a phase's time on a grid with these directions.
+
+    "elementwise" is everything within a layer that is neither a product, nor a collective, nor
+    waiting; "other" is what happens between layers.
+    """
+    return ("gemm", *(f"{kind} {direction}" for direction in directions for kind in COLLECTIVES),
+            "elementwise", "waiting", "other")
+
+
+def breakdown(spans: Iterable[Span], whole: float, names: Iterable[str]) -> dict[str, float]:
+    """Seconds of each of the parts `names` in the spans of one phase that took `whole` seconds.
+
+    They are those of `parts`, and add up to the whole: what no span accounts for is "other".
+    """
+    seconds = dict.fromkeys(names, 0.0)
+    for span in spans:
+        seconds[span.part] += span.own
+    seconds["other"] = whole - sum(s for part, s in seconds.items() if part != "other")
+    return seconds

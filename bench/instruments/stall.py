@@ -1,0 +1,22 @@
+"""End a job that no longer makes progress, and say where its ranks are."""
+
+import contextlib
+from typing import Any, Callable, ContextManager, Iterator
+
+from mm3d.tracing.watchdog import Watchdog
+
+
+@contextlib.contextmanager
+def watching(comm, seconds: int | None) -> Iterator[Callable[..., ContextManager]]:
+    """Run a watchdog of `comm`, and yield its `attached`; without `seconds` `unwatched`.
+    """
+    if seconds is None:
+        yield unwatched
+        return
+    with Watchdog(comm, seconds) as watchdog:
+        yield watchdog.attached
+
+
+def unwatched(grid: Any, model: Any = None) -> ContextManager:
+    """Context in which no watchdog learns where this rank is."""
+    return contextlib.nullcontext()

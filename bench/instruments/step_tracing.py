@@ -1,0 +1,92 @@
+"""Traced repetitions: where the time of a step goes, on every rank.
+
+They follow the repetitions whose times are reported, which nothing traces.
+"""
+
+from typing import Sequence
+
+import numpy as np
+
+from bench.instruments import timing
+from bench.instruments.clock import Clock
+from bench.instruments.spans import Recorder, Span, breakdown, parts
+from bench.records.measurements import Group, Variable
+from bench.records.run_file import directions_of
+from mm3d.tracing.events import PHASES
+from mm3d.tracing.observe import observed
+
+
+def traced(step: timing.Step, model, repetitions: int) -> tuple[list[Span], Group | None]:
+    """Repeat `step` under observation.
+
+    Parameters
+    ----------
+    step : Step
+        A forward and a backward pass of `model`.
+    model : Transformer
+        Whose layers, products and collectives are observed.
+    repetitions : int
+        How often; 0 for not at all.
+
+    Returns
+    -------
+    spans : list of Span
+        The last repetition's, of this rank, on the step's clock.
+    parts : Group or None
+        The group ``parts`` of a run, on rank 0; None on the other ranks, and without repetitions.
+    """
+    if not repetitions:
+        return [], None
+    grid = model.grid
+    recorder, names = Recorder(grid.backend, step.clock.now), parts(directions_of(grid.shape))
+    seconds = np.empty((repetitions, len(PHASES), len(names)))
+    with observed(grid, recorder, model):
+        for repetition in range(repetitions):
+            recorder.spans.clear()
+            times = step()
+            for p, phase in enumerate(PHASES):
+                found = breakdown(within(recorder.spans, phase), times[p, 1] - times[p, 0], names)
+                seconds[repetition, p] = list(found.values())
+    counts = np.array([tallied(within(recorder.spans, phase), names) for phase in PHASES])
+    everyone = step.comm.gather((seconds, counts))
+    return recorder.spans, everyone and parts_group(*map(np.array, zip(*everyone)), names)
+
+
+def product(problem, phases: Sequence[str], clock: Clock) -> list[Span]:
+    """The spans of this rank in one traced call of a
+    `bench.experiments.products.problem.Problem`'s phases."""
+    grid = problem.grid
+    recorder = Recorder(grid.backend, clock.now)
+    with observed(grid, recorder, problem):
+        for phase in phases:
+            grid.comm.Barrier()
+            problem.steps[phase]()
+    return recorder.spans
+
+
+def within(spans: list[Span], phase: str) -> list[Span]:
+    """Those of one phase."""
+    return [span for span in spans if span.phase == phase]
+
+
+def tallied(spans: list[Span], names: Sequence[str]) -> list[list[int]]:
+    """Calls, bytes and operations of each of the parts `names`
+    (`bench.instruments.spans.parts`)."""
+    found = {part: [0, 0, 0] for part in names}
+    for span in spans:
+        for index, count in enumerate((1, span.bytes, span.flops)):
+            found[span.part][index] += count
+    return list(found.values())
+
+
+def parts_group(seconds: np.ndarray, counts: np.ndarray, names: Sequence[str]) -> Group:
+    """The group from (ranks, repetitions, phases, parts) and (ranks, phases, parts, 3)."""
+    ranks, repetitions = seconds.shape[:2]
+    scales = {"repetition": range(repetitions), "phase": PHASES, "rank": range(ranks),
+              "part": names}
+    dims = ("phase", "rank", "part")
+    calls, moved, flops = counts.transpose(3, 1, 0, 2).astype(np.int64)
+    return Group(scales, {
+        "seconds": Variable(seconds.transpose(1, 2, 0, 3), "s", ("repetition", *dims)),
+        "calls": Variable(calls, "1", dims), "bytes": Variable(moved, "byte", dims),
+        "flops": Variable(flops, "1", dims)})

@@ -1,0 +1,1 @@
+"""Seconds on machines that are described: models, plans, calibration."""

@@ -1,0 +1,180 @@
+"""Plans by closed forms: what a scheme on a grid takes, without running anything.
+
+Words are exact; flops, elementwise work and memory follow from the sizes of the blocks.
+"""
+
+import math
+from functools import cache
+
+import msgspec
+import numpy as np
+
+from bench.prediction import machine_model
+from bench.prediction.seconds import TERMS, achieved_seconds, collective_terms, gemm_seconds
+from mm3d import ModelSizes, describe
+from mm3d.grid.shape import GridShape
+from mm3d.model import cost
+from mm3d.model.recomputation import policy
+from mm3d.schemes import lookup
+from mm3d.schemes.closed_form import ProductShape, largest_block
+from mm3d.tracing import dry_run
+from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
+
+
+class Plan(msgspec.Struct):
+    """A scheme on a grid and what is expected of it.
+
+    Attributes
+    ----------
+    scheme, grid : str, tuple of int
+        Which.
+    forward, backward : float
+        Predicted seconds.
+    words : dict of str to float
+        Words moved in each phase, the mean over the ranks (exact).
+    over_bound : float
+        Words of the products forward over the least possible.
+    memory : float
+        Most bytes at one time on rank 0.
+    fits : bool
+        Whether that is no more than a rank of the machine has.
+    traced : bool
+        Whether seconds and memory are from a dry run and not from the closed forms.
+    """
+
+    scheme: str
+    grid: tuple[int, ...]
+    forward: float
+    backward: float
+    words: dict[str, float]
+    over_bound: float
+    memory: float
+    fits: bool
+    traced: bool = False
+
+    @property
+    def shape(self) -> GridShape:
+        """The shape of the grid."""
+        return lookup(self.scheme).grid_shape(self.grid)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        return self.forward + self.backward
+
+    @property
+    def order(self) -> tuple[bool, float]:
+        """What fits first, then by seconds."""
+        return not self.fits, self.seconds
+
+
+def over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
+    """Words of the layers' products forward over their lower bound; nan where that is 0."""
+    moved = least = 0.0
+    for product, times in products(sizes).items():
+        moves = lookup(name).product_moves(grid, product)[0]
+        moved += times * sum(m.words for m in moves if grid[m.axis] > 1) / grid.ranks
+        least += times * cost.lower_bound(*product.extents, grid.ranks)
+    return moved / least if least > 0 else math.nan
+
+
+def products(sizes: ModelSizes) -> dict[ProductShape, int]:
+    """Shapes of the products with weights, each with its number in a forward pass."""
+    return cost.products(describe(sizes))
+
+
+@cache
+def elementwise() -> tuple[np.ndarray, np.ndarray]:
+    """Words read and written by elementwise work in a layer, forward and backward.
+
+    Each is linear in the elements of an outer activation, of an inner one and of the scores on a
+    rank; the three coefficients are solved from three small dry runs.
+    """
+    rows, found = [], {phase: [] for phase in PHASES}
+    for ranks, seq in ((1, 64), (4, 64), (1, 128)):
+        trace = dry_run.step("1d", ranks, layers=1, hidden=256, heads=4, batch=4, seq=seq)
+        outer = 4 * seq * 256
+        rows.append((outer, outer / ranks, 4 * 4 * seq * seq / ranks))
+        for phase in PHASES:
+            moved = sum(e.bytes * n for e, n in trace.of(Pass, phase).items())
+            found[phase].append(moved / 4)
+    return tuple(np.linalg.solve(np.array(rows), np.array(found[phase]))
+                 for phase in PHASES)
+
+
+class _Blocks:
+    """How a scheme divides activations on a grid: sizes of a rank's parts of them.
+
+    Parameters
+    ----------
+    name : str
+        The scheme.
+    grid : GridShape
+        Sizes of its directions.
+    sizes : ModelSizes
+        Of the model.
+    """
+
+    def __init__(self, name: str, grid: GridShape, sizes: ModelSizes) -> None:
+        outer, inner = lookup(name).layouts(grid, sizes["batch"], sizes["seq"])
+        self.sizes = sizes
+        # Numbers of parts: of outer activations, of inner rows and of inner features.
+        (self.outside, self.sequences, self.positions, self.features) = (
+            grid.ranks_along(letters.replace(",", ""))
+            for letters in (outer[0] + outer[1], *inner[0].split(","), inner[1]))
+        self.heads = largest_block(sizes["heads"], self.features)
+
+    def attention(self, dtype: str) -> Gemm:
+        """The products of attention, forward."""
+        batch, seq = self.sizes["batch"], self.sizes["seq"]
+        pairs = largest_block(batch, self.sequences) * self.heads
+        return Gemm(2 * pairs, largest_block(seq, self.positions),
+                    self.sizes["hidden"] // self.sizes["heads"], seq, dtype)
+
+    def elements(self) -> np.ndarray:
+        """Elements of an outer and an inner activation and of the scores."""
+        seq, heads = self.sizes["seq"], self.sizes["heads"]
+        tokens, inside = self.sizes["batch"] * seq, self.sequences * self.positions * self.features
+        uneven = self.heads * self.features / heads
+        whole = tokens * self.sizes["hidden"]
+        return np.array([whole / self.outside, whole / inside * uneven,
+                         tokens * seq * heads / inside * uneven])
+
+
+def screen(name: str, grid: tuple[int, ...], machine: machine_model.Machine, dtype: str,
+           recompute: str, sizes: ModelSizes) -> Plan:
+    """The plan of a scheme on a grid by the closed forms."""
+    shape, size = lookup(name).grid_shape(grid), np.dtype(dtype).itemsize
+    blocks = _Blocks(name, shape, sizes)
+    described = describe(sizes, recompute=recompute)
+    moves = cost.moves(name, shape, described)
+    words = {phase: sum(m.words for m in found.values()) / shape.ranks
+             for phase, found in moves.items()}
+    spent = {phase: dict.fromkeys(TERMS, 0.0) for phase in PHASES}
+    for phase, found in moves.items():
+        for (axis, kind), move in found.items():
+            g = shape[axis]
+            whole = move.words / shape.ranks * size * g / (g - 1) / move.calls
+            whole /= 2 if kind == "all_reduce" else 1
+            event = Collective(kind, axis, g, shape.stride(axis), whole)
+            for term, value in collective_terms(machine, event).items():
+                spent[phase][term] += move.calls * value
+    attention = sizes["layers"] * gemm_seconds(machine, blocks.attention(dtype))
+    forward = attention + sum(
+        times * local.count * gemm_seconds(machine, Gemm(1, *local[:3], dtype))
+        for product, times in products(sizes).items()
+        for local in lookup(name).local_products(shape, product))
+    again = cost.flops_again(described) / cost.flops(described)["forward"]
+    spent["forward"]["gemm"] = forward
+    spent["backward"]["gemm"] = (2 + again) * forward + attention / 2
+    for phase, coefficients in zip(PHASES, elementwise()):
+        spent[phase]["memory"] = (sizes["layers"] * size * float(coefficients @ blocks.elements())
+                                  / machine.memory_bandwidth)
+    # Elementwise work is done again with every policy, twice where two are joined.
+    chosen = policy(recompute)
+    spent["backward"]["memory"] += (bool(chosen.every) + chosen.selective
+                                    ) * spent["forward"]["memory"]
+    seconds = {phase: achieved_seconds(machine, spent[phase]) for phase in PHASES}
+    memory = size * cost.peak_words(name, shape, described)
+    return Plan(name, grid, seconds["forward"], seconds["backward"], words,
+                over_bound(name, shape, sizes), memory, memory <= machine.memory_bytes)

@@ -1,0 +1,65 @@
+"""The few numbers that stand for many samples: of products, of collectives, of links."""
+
+import math
+
+import msgspec
+import numpy as np
+
+from bench.instruments.least_squares import nonnegative
+from bench.prediction import machine_model
+from bench.prediction.seconds import copies_nothing, link_level
+
+Shape = tuple[int, int, int]
+
+
+class Fit(msgspec.Struct, frozen=True):
+    """Products by shape: seconds of one of no size, the rate, what its edges cost, and the
+    relative errors of the fit at the shapes that were measured."""
+
+    start: float
+    rate: float
+    half: tuple[float, float, float]
+    shapes: list[Shape]
+    errors: list[float]
+
+    @property
+    def deviations(self) -> dict[str, float]:
+        """What was measured over the fit, as `bench.prediction.machine_model.Machine` has it."""
+        return {"x".join(map(str, shape)): 1 / (1 + error)
+                for shape, error in zip(self.shapes, self.errors)}
+
+
+def products(times: dict[Shape, float]) -> Fit:
+    """seconds = start + flops / rate (1 + sum of half / edge / 3), of least relative squares."""
+    shapes = np.array(list(times), float)
+    took = np.array(list(times.values()))
+    m, n, k = shapes.T
+    terms = np.stack([np.ones(len(took)), 2 * m * n * k, n * k, m * k, m * n], axis=1)
+    found = nonnegative(terms / took[:, None], np.ones(len(took)), needed=1)
+    rate, half = 1 / found[1], found[2:]
+    if (shapes == shapes[:, :1]).all():    # squares do not tell one edge from another
+        half = np.full(3, half.mean())
+    errors = terms @ found / took - 1
+    return Fit(float(found[0]), float(rate), tuple((1.5 * rate * half).tolist()), list(times),
+               errors.tolist())
+
+
+def links(lines: list[machine_model.Line], per_node: int,
+          transport: str) -> dict[str, machine_model.Level]:
+    """The links inside a node and between nodes, as far as `lines` use them.
+
+    They are for collectives that were not measured, of which a program gathers about as many as
+    it scatters: the mean of the fits of both along the longest line.  The bandwidth is of those
+    that copy: by `transport` a gather may be a meeting.
+    """
+    found: dict[str, machine_model.Level] = {}
+    for one in sorted(lines, key=lambda one: one.size):
+        pair = [other for other in lines if other.key in (
+            (kind, one.size, one.stride, False) for kind in ("all_gather", "reduce_scatter"))]
+        level, times = link_level(one.size, one.stride, per_node)
+        idle = copies_nothing(transport) if level == "node" else ()
+        alpha = float(np.mean([other.alpha for other in pair]))
+        beta = float(np.mean([other.beta for other in pair if other.kind not in idle]))
+        found[level] = machine_model.Level(alpha / math.ceil(math.log2(one.size)),
+                                           times * (one.size - 1) / one.size / max(beta, 1e-15))
+    return found

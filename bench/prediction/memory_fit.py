@@ -1,0 +1,111 @@
+"""Whether a model fits the memory of a rank, and what has to be computed again for it to fit."""
+
+import math
+import re
+from functools import cache
+
+import numpy as np
+
+import mm3d
+from bench.cases.variants import Variant
+from bench.errors import UsageError
+from mm3d import describe
+from mm3d.model import cost, recomputation
+from mm3d.model.recomputation import POLICIES
+from mm3d.tracing import dry_run
+
+UNITS = {"": 1, "B": 1, **{f"{prefix}{ending}": base ** power
+                           for ending, base in (("B", 1000), ("iB", 1024))
+                           for power, prefix in enumerate("KMGT", 1)}}
+NEAR = 1.1    # closed forms are no more than this factor above dry runs
+SURE = 4    # where they leave so many times their bytes free, no dry run is needed
+
+
+def size(text: str) -> int:
+    """Bytes as in ``16 GB`` (16 times 1000^3) or ``40 GiB`` (40 times 1024^3).
+
+    Raises
+    ------
+    UsageError
+        When it is no size.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)", text.strip())
+    if not found or found[2] not in UNITS or not float(found[1]):
+        raise UsageError(f"{text!r} is no size of memory: give it as 16 GB (of 1000^3 bytes) or "
+                         "40 GiB (of 1024^3)")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+@cache
+def _peak(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
+          sizes: tuple[tuple[str, int], ...], how: Variant) -> int:
+    return dry_run.extended(scheme, math.prod(grid), grid, options=how.options(scheme),
+                            dtype=dtype,
+                            causal=how.causal, recompute=recompute, **dict(sizes)).peak
+
+
+def peak(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
+         sizes: dict[str, int], how: Variant = Variant()) -> int:
+    """Most bytes at one time on rank 0, which has the most, by a dry run of the model's code.
+
+    Of `how` this takes what is kept and overlaps, and whether attention looks backward only.
+    """
+    return _peak(scheme, grid, dtype, recompute, tuple(sizes.items()), how)
+
+
+def estimate(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
+             sizes: dict[str, int], keep: str = "none") -> float:
+    """Most bytes at one time on rank 0 by the closed form and 6 %, at once.
+
+    At the paper's sizes that is up to 6 % above `peak`.  Small models need more than it, more
+    than 3 times as much where a rank has few features: blocks that do not divide weigh more
+    there.  The closed form is of what divides: where heads do not, the rank with one more has as
+    much more of everything, at most.
+    """
+    shape = mm3d.SCHEMES[scheme].grid_shape(grid)
+    parts, heads = max(grid), sizes["heads"]
+    closed = cost.peak_words(scheme, shape, describe(sizes, recompute=recompute), keep=keep)
+    return 1.06 * closed * np.dtype(dtype).itemsize * -(-heads // parts) * parts / heads
+
+
+def policy(scheme: str, grid: tuple[int, ...], dtype: str, sizes: dict[str, int],
+           limit: float, how: Variant = Variant()) -> tuple[str | None, int]:
+    """The policy that computes least again and fits into `limit` bytes, and its dry run's peak.
+
+    None, and the least peak, where none fits.  Policies that are far from fitting by the closed
+    forms are not run dry.
+    """
+    shape = mm3d.SCHEMES[scheme].grid_shape(grid)
+    closed = {name: np.dtype(dtype).itemsize * cost.peak_words(
+        scheme, shape, describe(sizes, recompute=name), keep=how.keep)
+        for name in policies(how.keep)}
+    for name, words in closed.items():
+        if words <= NEAR * limit:
+            found = peak(scheme, grid, dtype, name, sizes, how)
+            if found <= limit:
+                return name, found
+    return None, peak(scheme, grid, dtype, min(closed, key=closed.get), sizes, how)
+
+
+def policies(keep: str = "none") -> list[str]:
+    """Those that go with `keep`: "selective" keeps nothing that products gather."""
+    able = {name: keep == "none" or not recomputation.policy(name).selective for name in POLICIES}
+    return [name for name in POLICIES if able[name]]
+
+
+def verdict(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
+            sizes: dict[str, int], limit: int, how: Variant = Variant()) -> tuple[bool, str]:
+    """Whether `recompute` fits into `limit` bytes a rank, and a line that says so or what does."""
+    needed = peak(scheme, grid, dtype, recompute, sizes, how)
+    line = f"recompute {recompute} needs {gib(needed)} a rank by a dry run, of {gib(limit)}"
+    if needed <= limit:
+        return True, f"{line}: it fits"
+    name, least = policy(scheme, grid, dtype, sizes, limit, how)
+    if name is None:
+        return False, f"{line}, and no policy fits: the least is {gib(least)}; take more ranks"
+    return False, f"{line}: it does not fit, but --recompute {name} does, with {gib(least)}"
+
+
+def gib(count: float) -> str:
+    """Bytes for people."""
+    return f"{count / 2 ** 30:.3g} GiB"

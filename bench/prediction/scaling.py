@@ -1,0 +1,99 @@
+"""How time, words and memory grow with the ranks: plans of families of grids, and the paper's
+two tables continued to more ranks than it had."""
+
+import math
+
+import msgspec
+import numpy as np
+
+from bench.cases.paper import load
+from bench.cases.selection import select
+from bench.prediction import machine_model, paper_fit, planner
+from bench.prediction.closed_form_plan import Plan, screen
+from bench.prediction.seconds import step_seconds
+from mm3d.tracing import dry_run
+
+BEST = "3-D, best grid"
+FAMILIES = ("1-D", "1-D, sequence", "2-D", "data, sharded (P x 1 x 1)", "3-D cube", BEST)
+Curves = dict[str, list[tuple[int, Plan]]]    # ranks and plan, by family
+
+
+def grid_of(family: str, ranks: int) -> tuple[str, tuple[int, ...]] | None:
+    """Return scheme and grid of a family on `ranks` ranks; None where it has none."""
+    root, side = math.isqrt(ranks), round(ranks ** (1 / 3))
+    return {"1-D": ("1d", (ranks,)), "1-D, sequence": ("1d-sp", (ranks,)),
+            "2-D": ("2d", (root, root)) if root ** 2 == ranks else None,
+            "data, sharded (P x 1 x 1)": ("3d", (ranks, 1, 1)),
+            "3-D cube": ("3d", (side,) * 3) if side ** 3 == ranks else None}.get(family)
+
+
+def curves(machine: machine_model.Machine, dtype: str, recompute: str, sizes: dict[str, int],
+           most: int = 2**21) -> Curves:
+    """Plan each family by closed forms at powers of two up to `most` ranks."""
+    found: Curves = {family: [] for family in FAMILIES}
+    ranks = 2
+    while ranks <= most:
+        for family in FAMILIES:
+            chosen = grid_of(family, ranks)
+            if chosen:
+                one = screen(*chosen, machine, dtype, recompute, sizes)
+                found[family].append((ranks, one))
+        best = min((screen(*each, machine, dtype, recompute, sizes)
+                    for each in planner.candidates(ranks, "3d")), key=lambda p: p.seconds)
+        found[BEST].append((ranks, best))
+        ranks *= 2
+    return found
+
+
+def crossovers(found: Curves) -> list[tuple[int, str]]:
+    """From how many ranks on which family, of those with one grid, is the fastest.
+
+    A family that has no grid at some ranks is interpolated between those where it has one; as
+    far as all of them reach.
+    """
+    lines = {family: np.log([(ranks, p.seconds) for ranks, p in points]).T
+             for family, points in found.items() if family != BEST}
+    changes: list[tuple[int, str]] = []
+    reach = min(points[-1][0] for points in found.values())
+    for ranks in (ranks for ranks, _ in found[BEST] if ranks <= reach):
+        at = {family: np.interp(math.log(ranks), *line) for family, line in lines.items()
+              if line[0][0] <= math.log(ranks) <= line[0][-1]}
+        fastest = min(at, key=at.get)
+        if not changes or changes[-1][1] != fastest:
+            changes.append((ranks, fastest))
+    return changes
+
+
+def weak_sizes(scheme: str, ranks: int) -> dict[str, int]:
+    """Return Table 1's sizes, beyond its last row continued with the root of the ranks.
+
+    Features grow with it, and the batch as far as it grows in the table: that of 1-D, whose
+    memory does not allow it, falls.
+    """
+    rows = select("weak", scheme)
+    for row in rows:
+        if row.gpus == ranks:
+            heads = load().settings.heads[row.hidden]
+            return dict(hidden=row.hidden, heads=heads, batch=row.batch, seq=load().settings.seq)
+    first, last = rows[0], rows[-1]
+    hidden = 64 * round(16 * math.sqrt(ranks))
+    more = math.sqrt(ranks / last.gpus)
+    batch = max(1, round(last.batch * more if last.batch > first.batch else last.batch / more))
+    return dict(hidden=hidden, heads=hidden // 64, batch=batch, seq=load().settings.seq)
+
+
+def strong_sizes(scheme: str, ranks: int) -> dict[str, int]:
+    """Return Table 2's sizes, which are the same for all numbers of ranks."""
+    row = select("strong", scheme)[-1]
+    return dict(hidden=row.hidden, heads=load().settings.heads[row.hidden], batch=row.batch,
+                seq=load().settings.seq)
+
+
+def average_step_time(outcome: paper_fit.Outcome, scheme: str, ranks: int,
+                      sizes: dict[str, int]) -> float:
+    """Predict seconds of a step over its batch with the fitted model, on the default grid."""
+    fit = outcome.fit
+    tuned = msgspec.structs.replace(outcome.machine, achieved=fit.achieved)
+    trace = dry_run.extended(scheme, ranks, layers=fit.layers, dtype=load().settings.dtype,
+                             **sizes)
+    return sum(step_seconds(tuned, trace, fit.recompute[scheme]).values()) / sizes["batch"]

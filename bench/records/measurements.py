@@ -1,0 +1,206 @@
+"""What the files of all kinds of run have in common, and the record of a microbenchmark."""
+
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Mapping, Sequence
+
+import h5py
+import numpy as np
+
+from mm3d.grid.shape import GridShape
+
+Setting = str | int | float | bool
+
+
+@dataclass(frozen=True)
+class Check:
+    """One quantity compared with its reference.
+
+    Attributes
+    ----------
+    quantity : str
+        Such as "output" or "gradient of layers.0.mlp.up.weight".
+    error : float
+        Relative Frobenius error, or the error as a multiple of its natural scale.
+    tolerance : float
+        The largest error that passes.
+    """
+
+    quantity: str
+    error: float
+    tolerance: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is within the tolerance (a NaN is not)."""
+        return self.error <= self.tolerance
+
+
+@dataclass
+class Variable:
+    """Numbers over named dimensions.
+
+    Attributes
+    ----------
+    values : ndarray
+        The numbers; NaN where there is none.
+    units : str
+        "s", "byte", "s byte-1", "1" for plain numbers, and so on.
+    dims : tuple of str
+        A dimension each, all of them among the scales of its group.
+    """
+
+    values: np.ndarray
+    units: str
+    dims: tuple[str, ...]
+
+
+@dataclass
+class Group:
+    """Variables that share dimensions.
+
+    Attributes
+    ----------
+    scales : dict of str to sequence
+        By dimension the labels or numbers along it.
+    variables : dict of str to Variable
+        By name the numbers.
+    """
+
+    scales: dict[str, Sequence]
+    variables: dict[str, Variable]
+
+
+@dataclass
+class Measurements:
+    """One run of a microbenchmark.
+
+    Attributes
+    ----------
+    kind : str
+        "gemm", "collectives", "matmul", "layer" or "check".
+    configuration, environment : dict of str to str, int, float or bool
+        What was run, and on what.
+    scales : dict of str to sequence
+        By dimension the labels or numbers along it.
+    variables : dict of str to Variable
+        What was measured and derived.
+    checks : list of Check
+        The verification; empty where there is nothing to verify.
+    created : str
+        UTC, ISO 8601.
+    schema : int
+        The version of the schema that it was read from; 0 when it was not.
+    """
+
+    kind: str
+    configuration: dict[str, Setting]
+    environment: dict[str, Setting]
+    scales: dict[str, Sequence]
+    variables: dict[str, Variable]
+    checks: list[Check]
+    created: str = field(default_factory=lambda: datetime.now(timezone.utc).isoformat())
+    schema: int = 0
+
+
+def fill_measurements(file: h5py.File, run: Measurements) -> None:
+    """Write what is `run`'s own."""
+    fill_group(file, "measurements", Group(run.scales, run.variables))
+
+
+def parse_measurements(file: h5py.File, kind: str) -> Measurements:
+    """The record of a microbenchmark in `file`."""
+    found = parse_group(file["measurements"])
+    return Measurements(kind, settings(file, "configuration"), settings(file, "environment"),
+                        found.scales, found.variables,
+                        parse_checks(file) if "verification" in file else [],
+                        str(file.attrs["created"]))
+
+
+def fill_group(file: h5py.File, name: str, found: Group) -> None:
+    """Write a group of variables."""
+    group = file.create_group(name)
+    for dim, labels in found.scales.items():
+        scale(group, dim, list(labels))
+    for variable, kept in found.variables.items():
+        dataset(group, variable, np.asarray(kept.values), kept.units, kept.dims)
+
+
+def parse_group(group: h5py.Group) -> Group:
+    """What `fill_group` wrote."""
+    scales, variables = {}, {}
+    for name, found in group.items():
+        if found.is_scale:
+            labels = found[...].tolist()
+            scales[name] = [label.decode() if isinstance(label, bytes) else label
+                            for label in labels]
+        else:
+            dims = tuple(dim[0].name.rpartition("/")[2] for dim in found.dims)
+            variables[name] = Variable(found[...], str(found.attrs["units"]), dims)
+    return Group(scales, variables)
+
+
+def fill_checks(file: h5py.File, checks: list[Check]) -> None:
+    """Write the verification, if there is one."""
+    if not checks:
+        return
+    group = file.create_group("verification")
+    scale(group, "quantity", [check.quantity for check in checks])
+    for name in ("error", "tolerance"):
+        values = np.array([getattr(check, name) for check in checks], np.float64)
+        dataset(group, name, values, "1", ("quantity",))
+
+
+def parse_checks(file: h5py.File) -> list[Check]:
+    """The verification in `file`."""
+    group = file["verification"]
+    return [Check(quantity.decode(), float(error), float(tolerance)) for quantity, error,
+            tolerance in zip(group["quantity"][...], group["error"][...],
+                             group["tolerance"][...], strict=True)]
+
+
+def scale(group: h5py.Group, name: str, values) -> None:
+    """A dimension scale: the labels or numbers along the dimension `name`."""
+    group.create_dataset(name, data=values).make_scale(name)
+
+
+def dataset(group: h5py.Group, name: str, values: np.ndarray, units: str,
+            dims: tuple[str, ...]) -> None:
+    """A dataset with a checksum, its units, and `group`'s scales as its dimensions."""
+    stored = (dict(chunks=values.shape, fletcher32=True, compression="gzip")
+              if values.size and values.ndim else {})
+    found = group.create_dataset(name, data=values, **stored)
+    found.attrs["units"] = units
+    for index, dim in enumerate(dims):
+        found.dims[index].attach_scale(group[dim])
+
+
+def settings(file: h5py.File, group: str, required: tuple[str, ...] = ()) -> dict[str, Setting]:
+    """Attributes of a group as plain Python values; KeyError when a required one is missing."""
+    attributes = file[group].attrs
+    for name in required:
+        if name not in attributes:
+            raise KeyError(f"{group}/{name} is missing")
+    return {name: value.item() if isinstance(value, np.generic) else value
+            for name, value in attributes.items()}
+
+
+def grid_settings(shape: GridShape) -> dict[str, Setting]:
+    """The settings ``grid`` and ``grid_axes`` of a configuration: sizes, and their directions."""
+    return {"grid": str(shape), "grid_axes": " ".join(shape)}
+
+
+def grid_shape(configuration: Mapping[str, Setting]) -> GridShape:
+    """Return the grid that a configuration states.
+
+    Its directions are x, y, z where ``grid_axes`` is missing or has not one for each size, as in
+    older files of the microbenchmark ``collectives``, which names those of more than one rank.
+
+    Raises
+    ------
+    ValueError
+        When it states no grid.
+    """
+    text, axes = str(configuration["grid"]), str(configuration.get("grid_axes", ""))
+    complete = len(axes.replace(" ", "")) == len(text.split("x"))
+    return GridShape.parse(text, axes if complete else None)

@@ -1,0 +1,1 @@
+"""Tables, comparisons and the page that people read."""

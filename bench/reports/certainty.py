@@ -1,0 +1,94 @@
+"""How well the measured figures are known: confidence intervals, and what differs from what."""
+
+from typing import Sequence
+
+import numpy as np
+
+from bench.cases.paper import Row, title
+from bench.instruments import timing
+from bench.instruments.statistics import CONFIDENCE, Interval, median_interval, rank_sum
+from bench.records.run_file import Run
+from bench.reports.document import Cell, Column, Number, Rows, Table
+from mm3d.tracing.events import PHASES
+
+SIGNIFICANT = 0.05
+ENDS = {"width": "the intervals are narrow enough", "repetitions": "the limit of repetitions",
+        "seconds": "the limit of seconds", "stopped": "the end of the job"}
+
+
+def certainty(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
+    """Of each measured row the interval of both medians, what ended the repetitions, and how the
+    measured model was verified."""
+    lines: Rows = []
+    for row, run in zip(rows, runs):
+        if run is None:
+            continue
+        crowd = run.environment["ranks_per_core"]
+        cells: list[Cell] = [title(row.scheme), row.gpus, Number(crowd, f"{crowd:g}"),
+                             len(run.samples["forward"])]
+        for phase in PHASES:
+            cells += spread(median_interval(timing.slowest(run.samples[phase])))
+        lines.append([*cells, run.ended_by, verified_by(run)])
+    bounds = [Column(*head, phase) for phase in PHASES
+              for head in (("low", "(s)"), ("high", "(s)"), ("width", ""))]
+    first = [Column(name) for name in ("scheme", "ranks", "a core", "n")]
+    return Table(f"{heading}: 95 % confidence intervals of the medians",
+                 [*first, *bounds, Column("ended by"), Column("verified by")], lines)
+
+
+def verified_by(run: Run) -> str:
+    """How the measured model was verified; a smaller one may have been beside it."""
+    chosen = run.configuration
+    whole = bool(chosen["verified_measured_model"])
+    return str(chosen.get("verified_by", "serial model" if whole else "a smaller model"))
+
+
+def spread(interval: Interval) -> list[Number]:
+    """The bounds, and the width as a percentage; "+" where it has less than 95 %."""
+    few = "" if interval.confidence >= CONFIDENCE else "+"
+    bounds = [Number(bound, format(bound, "#.3g").rstrip(".")) for bound in interval[1:3]]
+    return [*bounds, Number(interval.width, f"{100 * interval.width:.1f} %{few}")]
+
+
+def verdict(slow: Run, fast: Run) -> str:
+    """Whether the steps of two runs differ, by the rank-sum test on their repetitions.
+
+    Nothing where ranks outnumber cores: there the repetitions tell how ranks take turns.
+    """
+    if any(run.environment["oversubscribed"] for run in (slow, fast)):
+        return "not tested"
+    p = rank_sum(*(timing.step_times(run.samples, run.configuration["batch"])
+                   for run in (slow, fast)))
+    return f"{'yes' if p < SIGNIFICANT else 'no'}, p = {p:.2g}"
+
+
+def notes(runs: Sequence[Run]) -> list[str]:
+    """What the intervals are, which limits ended the repetitions, and how good the clock is."""
+    text = ["Intervals hold the true median with at least 95 % (order statistics; + marks those "
+            "of fewer than six repetitions, which have less), where repetitions are independent; "
+            "'differs' is the two-sided rank-sum test of the steps' times at 5 %, of each pair by "
+            "itself, where no ranks outnumber cores: p is not corrected for the number of tests. "
+            "The repetitions of a row are from one run: what changes from run to run, such as "
+            "placement, clocks and neighbours, is in no interval and no p."]
+    ended = {reason: sum(run.ended_by == reason for run in runs) for reason in ENDS}
+    widths = " or ".join(sorted({f"{100 * float(run.configuration.get('width', np.nan)):g} %"
+                                 for run in runs if run.clock})) or "no width"
+    counts = ", ".join(f"{ENDS[reason]} in {count}" for reason, count in ended.items() if count)
+    reached = sorted(max(median_interval(timing.slowest(run.samples[phase])).width
+                         for phase in PHASES) for run in runs)
+    text.append(f"Asked for: a width of {widths} of the median. What ended the repetitions, of "
+                f"{len(runs)} rows: {counts}. Reached: the wider interval of a row is "
+                f"{100 * reached[0]:.2g} to {100 * reached[-1]:.2g} % wide, "
+                f"{100 * float(np.median(reached)):.2g} % in the median.")
+    timed = [run for run in runs if run.clock]
+    if timed:
+        late = np.concatenate([found.max(axis=1) for run in timed for found in run.late.values()])
+        text.append(f"Clock: resolution {max(run.clock['resolution'] for run in timed):.2g} s, "
+                    f"error between nodes {max(run.clock['offset_error'] for run in timed):.2g} "
+                    f"s. After the barrier the last rank began {np.median(late):.2g} s (median; "
+                    f"at most {late.max():.2g} s) after the first.")
+    orders = sorted({run.configuration["order"] for run in timed})
+    if orders:
+        text.append(f"Order: one number of ranks after another, at random, and the rows of each "
+                    f"at random, seed {', '.join(map(str, orders))}.")
+    return text

@@ -1,0 +1,216 @@
+"""Compare two sides of runs, case by case.
+
+A run is the unit: repetitions of one run share its placement, its neighbours and its minutes, so
+that two runs of the same code differ by more than their repetitions do.  With one run a side the
+medians are set beside each other; what differs is said from three runs a side on.
+"""
+
+from dataclasses import dataclass
+from typing import Sequence
+
+import numpy as np
+
+from bench.errors import UsageError
+from bench.instruments.statistics import Difference, runs_differ
+from bench.records.folder import EFFORT
+from bench.reports.certainty import SIGNIFICANT
+from bench.reports.comparison_sides import Cases, cases, comparable, some, told_apart
+from bench.reports.document import Column, Notes, Number, Part, Table
+
+RUNS = 3    # of each side, that a verdict takes
+# What differs from run to run and says nothing, or is said otherwise.
+PASSING = {"command", "clock_resolution_s", "clock_offset_error_s", "git_clean"} | (
+    EFFORT - {"seed"})
+# What the runs of one side should have in common.
+SAME = ("git_commit", "cpu_model", "cores", "mpi", "blas", "backend", "numpy_version", "transport")
+
+
+@dataclass
+class Verdict:
+    """One case of both sides.
+
+    Attributes
+    ----------
+    name : str
+        Which.
+    medians : tuple of float
+        Seconds, of A and of B: the median of the runs' medians.
+    runs : tuple of int
+        How many each side has.
+    difference : Difference or None
+        B over A, with p after Holm's correction; None of too few runs.
+    """
+
+    name: str
+    medians: tuple[float, float]
+    runs: tuple[int, int]
+    difference: Difference | None = None
+
+    @property
+    def ratio(self) -> float:
+        """B's time over A's."""
+        return self.difference.ratio if self.difference else self.medians[1] / self.medians[0]
+
+    @property
+    def word(self) -> str:
+        """ "faster" or "slower", or that no difference was shown; "-" without a test."""
+        if self.difference is None:
+            return "-"
+        if self.difference.p >= SIGNIFICANT:
+            return "no difference shown"
+        return "slower" if self.ratio > 1 else "faster"
+
+
+@dataclass
+class Comparison:
+    """Two sides of runs, case by case.
+
+    Attributes
+    ----------
+    parts : list
+        A document of `bench.reports.formats`: the table of the verdicts, and notes.
+    slower : list of Verdict
+        The cases of B that are slower by more than was to be said, and in which a difference was
+        shown.
+    """
+
+    parts: list[Part]
+    slower: list[Verdict]
+
+
+def compare(first: Sequence[str], second: Sequence[str],
+            limit: float | None = None) -> Comparison:
+    """Compare two sides of runs.
+
+    Parameters
+    ----------
+    first, second : sequence of str
+        The files and folders of A and of B.
+    limit : float, optional
+        Per cent by which a case may be slower before it is named.
+
+    Raises
+    ------
+    UsageError
+        When the two sides cannot be compared, or are to be judged by too few runs.
+    StoreError
+        When one of them cannot be read.
+    """
+    names = " ".join(first), " ".join(second)
+    (before, lost), (after, also_lost) = cases(first), cases(second)
+    before, after = told_apart(before, after)
+    common = comparable(names, before, after)
+    verdicts = judged(before, after, common)
+    few = [one for one in verdicts if one.difference is None]
+    if few and limit is not None:
+        raise UsageError(
+            f"--fail-on-regression takes at least {RUNS} runs of each case on either side, "
+            f"because two runs of the same code differ by more than their repetitions do: "
+            f"{some([f'{one.name}: {one.runs[0]} and {one.runs[1]}' for one in few], '; ')}")
+    slower = [] if limit is None else [one for one in verdicts if one.word == "slower"
+                                       and one.ratio > 1 + limit / 100]
+    parts: list[Part] = [table(verdicts), Notes("About this comparison:",
+                                                notes(before, after, common, verdicts))]
+    if lost + also_lost:
+        parts.append(Notes("Left out:", lost + also_lost))
+    if slower:
+        parts.append(Notes(f"Slower by more than {limit:g} %:", [
+            f"{one.name}: {100 * (one.ratio - 1):.1f} %" for one in slower]))
+    return Comparison(parts, slower)
+
+
+def judged(first: Cases, second: Cases, common: list[str]) -> list[Verdict]:
+    """The verdict on every case, none on those with too few runs."""
+    medians = {name: tuple([timed.median for timed in side[name]] for side in (first, second))
+               for name in common}
+    enough = [name for name in common if min(map(len, medians[name])) >= RUNS]
+    tested = dict(zip(enough, runs_differ([medians[name] for name in enough])))
+    return [Verdict(name, tuple(float(np.median(side)) for side in medians[name]),
+                    tuple(map(len, medians[name])), tested.get(name)) for name in common]
+
+
+def table(verdicts: list[Verdict]) -> Table:
+    """The verdicts; without a case that was tested, the medians and their ratios alone."""
+    tested = any(one.difference for one in verdicts)
+    rows = []
+    for one in verdicts:
+        cells = [one.name, *(Number(value, f"{value:.4g}") for value in one.medians), *one.runs,
+                 Number(one.ratio, f"{one.ratio:.3f}")]
+        if one.difference:
+            cells += [Number(value, f"{value:.3f}") for value in one.difference[1:3]]
+            cells += [Number(one.difference.p, f"{one.difference.p:.2g}"), one.word]
+        elif tested:
+            cells += [Number(np.nan, "-")] * 3 + [one.word]
+        rows.append(cells)
+    columns = [Column("", "case"), Column("A", "(s)", "median"), Column("B", "(s)", "median"),
+               Column("A", "", "runs"), Column("B", "", "runs"), Column("B / A", "", "ratio")]
+    if tested:
+        columns += [Column("low", "95 %", "ratio"), Column("high", "95 %", "ratio"),
+                    Column("p", "corrected"), Column("B is")]
+    return Table("Times of B over those of A", columns, rows)
+
+
+def notes(first: Cases, second: Cases, common: list[str], verdicts: list[Verdict]) -> list[str]:
+    """How it was compared, what was not, and what else differs."""
+    tested = [one for one in verdicts if one.difference]
+    text = []
+    if tested:
+        counts = {word: sum(one.word == word for one in tested)
+                  for word in ("faster", "slower", "no difference shown")}
+        text += [f"Of {len(tested)} cases B is faster in {counts['faster']}, slower in "
+                 f"{counts['slower']}; in {counts['no difference shown']} no difference was "
+                 f"shown.",
+                 "Each run counts once, by the median of its repetitions. The ratio is that of "
+                 "the geometric means over the runs, its interval and p are by Welch's t test on "
+                 "the logarithms, whose error is at least that of all cases together; p is "
+                 f"corrected for {len(tested)} cases by Holm's method and read at "
+                 f"{100 * SIGNIFICANT:g} %. Runs that were not measured in turns have in their "
+                 "difference also what the machine did meanwhile."]
+    if len(tested) < len(verdicts):
+        text.append(f"No verdict on {len(verdicts) - len(tested)} of {len(verdicts)} cases, which "
+                    f"have fewer than {RUNS} runs a side: two runs of the same code differ by "
+                    f"more than their repetitions do, and how much is not known from one.")
+    for name, found, other in (("A", first, second), ("B", second, first)):
+        alone = [case for case in found if case not in other]
+        if alone:
+            text.append(f"Only in {name}, {len(alone)}: {some(alone)}.")
+        text += mixed(name, [found[case] for case in common])
+    runs = [timed.run for side in (first, second) for name in common for timed in side[name]]
+    crowded = sum(bool(run.environment.get("oversubscribed")) for run in runs)
+    if crowded:
+        text.append(f"WARNING: in {crowded} of {len(runs)} runs ranks outnumber cores and take "
+                    f"turns.")
+    return text + differences(first, second, common)
+
+
+def mixed(side: str, cases: Sequence[list]) -> list[str]:
+    """A warning for each setting in which the runs of one side differ among themselves."""
+    found: dict[str, None] = {}
+    for word in SAME:
+        for runs in cases:
+            values = list(dict.fromkeys(
+                str((timed.run.environment | timed.run.configuration).get(word, "not recorded"))
+                for timed in runs))
+            if len(values) > 1:
+                found[f"WARNING: runs of {side} differ in {word}: {' and '.join(values)}."] = None
+    return list(found)
+
+
+def differences(first: Cases, second: Cases, common: list[str]) -> list[str]:
+    """What else than the times differs between the sides: settings and environment."""
+    found: dict[tuple[str, str, str], int] = {}
+    for name in common:
+        for group in ("configuration", "environment"):
+            before, after = ([getattr(timed.run, group) for timed in side[name]]
+                             for side in (first, second))
+            words = {word for one in before + after for word in one}
+            for word in sorted(words - PASSING):
+                values = [" and ".join(dict.fromkeys(str(one.get(word, "not recorded"))
+                                                     for one in side))
+                          for side in (before, after)]
+                if values[0] != values[1]:
+                    found[word, *values] = found.get((word, *values), 0) + 1
+    return [f"Differs: {word} is {a} in A and {b} in B" + (
+        "." if count == len(common) else f" ({count} of {len(common)} cases).")
+        for (word, a, b), count in found.items()] or [
+        "Settings and environment are the same in both."]

@@ -1,0 +1,165 @@
+"""The two sides of a comparison: the runs of each case, and the cases that both have.
+
+A case is a row of the tables or a point of a microbenchmark.  Of each run one number counts, the
+median of its repetitions.
+"""
+
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Iterator, Sequence
+
+import numpy as np
+
+from bench.cases.paper import title
+from bench.cases.variants import recorded
+from bench.errors import StoreError, UsageError
+from bench.instruments import timing
+from bench.records.folder import EFFORT, natural, read_all
+from bench.records.measurements import Measurements
+from bench.records.run_file import Run
+
+# What a run of a model has computed. Whatever else was set is mentioned where it differs.
+WORK = ("layers", "hidden", "heads", "batch", "seq", "mlp_factor", "causal", "dtype", "tf32",
+        "grid", "grid_axes")
+# Settings of a microbenchmark that are how it was done, not what.
+MANNER = EFFORT | {"transport", "one_process_threads", "one_process_cores"}
+SHOWN = 6
+
+
+@dataclass
+class Timed:
+    """What one run has measured of one case.
+
+    Attributes
+    ----------
+    samples : ndarray
+        Seconds of every repetition, each of the slowest rank.
+    run : Run or Measurements
+        Where they are from.
+    """
+
+    samples: np.ndarray
+    run: Run | Measurements
+
+    @property
+    def median(self) -> float:
+        """Seconds."""
+        return float(np.median(self.samples))
+
+
+Cases = dict[str, list[Timed]]    # by case its runs, in the order of their making
+ByTransport = dict[tuple[str, str], list[Timed]]
+
+
+def cases(paths: Sequence[str | Path]) -> tuple[ByTransport, list[str]]:
+    """The runs of each case in files and folders, by name and transport, and what is unreadable.
+
+    Raises
+    ------
+    StoreError
+        When a file or folder holds none.
+    """
+    found: ByTransport = {}
+    problems: list[str] = []
+    seen = set()
+    for path in paths:
+        runs, unread = read_all(path)
+        problems += unread
+        for run in runs:
+            transport = str(run.configuration.get("transport", "not recorded"))
+            for name, timed in model_case(run) if isinstance(run, Run) else points(run):
+                key = name, transport, run.created
+                if key not in seen:    # a run named twice is one run
+                    found.setdefault((name, transport), []).append(timed)
+                seen.add(key)
+    if not found:
+        raise StoreError(f"{' '.join(map(str, paths))} holds nothing that was timed repeatedly")
+    return found, problems
+
+
+def told_apart(*sides: ByTransport) -> list[Cases]:
+    """The cases of each side by name, with the transport in it where a side has one by two."""
+    several = {name for found in sides
+               for name, count in Counter(name for name, _ in found).items() if count > 1}
+    return [{f"{name}, transport {transport}" if name in several else name: timed
+             for (name, transport), timed in found.items()} for found in sides]
+
+
+def model_case(run: Run) -> Iterator[tuple[str, Timed]]:
+    """A row of the tables: the times of whole steps."""
+    chosen = run.configuration
+    name = (f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"
+            f"{recorded(chosen).label}")
+    if chosen.get("equal_tokens"):
+        name += f", batch of {title(chosen['equal_tokens'])}"
+    if (again := chosen.get("recompute", "none")) != "none":
+        name += f", recompute {again}"
+    if chosen["overridden"]:
+        name += ", with " + " ".join(f"{word} {chosen.get(word)}"
+                                     for word in chosen["overridden"].split())
+    yield name, Timed(timing.step_times(run.samples, 1), run)
+
+
+def points(record: Measurements) -> Iterator[tuple[str, Timed]]:
+    """The points of a microbenchmark: every place in its samples, whatever its kind."""
+    what = " ".join(f"{name} {value}" for name, value in sorted(record.configuration.items())
+                    if name not in MANNER)
+    for variable in record.variables.values():
+        if variable.units != "s" or "repetition" not in variable.dims:
+            continue
+        values, dims = np.asarray(variable.values, np.float64), list(variable.dims)
+        if "edge" in dims:    # when each rank began and ended, from the first one's start
+            values = values.take(-1, dims.index("edge"))
+            dims.remove("edge")
+        order = [dim for dim in dims if dim not in ("repetition", "rank")]
+        order += [dim for dim in ("repetition", "rank") if dim in dims]
+        values = values.transpose([dims.index(dim) for dim in order])
+        if "rank" in dims:
+            values = np.fmax.reduce(values, axis=-1)
+            order.remove("rank")
+        for place in np.ndindex(values.shape[:-1]):
+            where = " ".join(f"{dim} {record.scales[dim][k]}"
+                             for dim, k in zip(order, place))
+            samples = values[place][np.isfinite(values[place])]
+            if samples.size:
+                yield f"{record.kind} {where}" + f", {what}" * bool(what), Timed(samples, record)
+
+
+def comparable(names: tuple[str, str], first: Cases, second: Cases) -> list[str]:
+    """The cases that both sides have.
+
+    Raises
+    ------
+    UsageError
+        When there are none, or a case is not the same in all of its runs.
+    """
+    versions = [sorted({timed.run.schema for runs in side.values() for timed in runs})
+                for side in (first, second)]
+    if versions[0] != versions[1] or len(versions[0]) > 1:
+        said = ", ".join(f"{name} has {' and '.join(map(str, version))}"
+                         for name, version in zip(names, versions))
+        raise UsageError(f"files of different schema versions cannot be compared: {said}; "
+                         f"measure again what is older")
+    common = sorted(first.keys() & second.keys(), key=natural)
+    if not common:
+        raise UsageError("nothing in common: " + "; ".join(
+            f"{name} has {some(list(found))}" for name, found in zip(names, (first, second))))
+    differ = []
+    for name in common:
+        chosen = [timed.run.configuration for timed in first[name] + second[name]
+                  if isinstance(timed.run, Run)]
+        for word in WORK:
+            values = list(dict.fromkeys(one[word] for one in chosen if word in one))
+            if len(values) > 1:
+                differ.append(f"{name}: {word} {' and '.join(map(str, values))}")
+    if differ:
+        raise UsageError(f"different work under the same name cannot be compared: "
+                         f"{some(differ, '; ')}")
+    return common
+
+
+def some(names: list[str], between: str = ", ") -> str:
+    """The first few of `names`, and how many more there are."""
+    more = len(names) - SHOWN
+    return between.join(names[:SHOWN]) + (f"{between}and {more} more" if more > 0 else "")

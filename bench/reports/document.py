@@ -1,0 +1,99 @@
+"""Tables and notes as data, before they become text, LaTeX or CSV."""
+
+import itertools
+from dataclasses import dataclass, field
+from typing import Iterable, NamedTuple, Sequence
+
+
+class Number(NamedTuple):
+    """A number and how it is printed; CSV has it in full.
+
+    Attributes
+    ----------
+    value : float
+        The number, in the unit of its column; NaN where there is none, which CSV leaves empty.
+    text : str
+        As many of its digits as mean something, or with its sign or mark.
+    """
+
+    value: float
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Column(NamedTuple):
+    """The heading of a column, and how its cells are aligned.
+
+    Attributes
+    ----------
+    name, unit : str
+        The first line, and a second one.
+    group : str
+        The title that it shares with its neighbours.
+    align : {">", "<", "."}
+        To the right, to the left, or, in text, with decimal points below each other; the first
+        column of a table is aligned to the left.
+    """
+
+    name: str
+    unit: str = ""
+    group: str = ""
+    align: str = ">"
+
+    @property
+    def full(self) -> str:
+        """All in one line."""
+        return " ".join(filter(None, (self.group, self.name, self.unit)))
+
+
+Cell = str | int | Number
+Rows = list[list[Cell]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Rows under headings.
+
+    Attributes
+    ----------
+    title : str
+        What it shows.
+    columns : sequence of Column
+        The headings.
+    rows : list of list of str, int or Number
+        A cell each.
+    """
+
+    title: str
+    columns: Sequence[Column]
+    rows: Rows
+
+    def groups(self) -> Iterable[tuple[str, int, int]]:
+        """The columns' shared titles in order, "" where there is none: first and last + 1."""
+        place = 0
+        for group, columns in itertools.groupby(self.columns, lambda column: column.group):
+            first, place = place, place + len(list(columns))
+            yield group, first, place
+
+    @property
+    def grouped(self) -> bool:
+        """Whether columns share a title."""
+        return any(column.group for column in self.columns)
+
+    @property
+    def left(self) -> list[bool]:
+        """Which columns are aligned to the left."""
+        return [column.align == "<" or k == 0 for k, column in enumerate(self.columns)]
+
+
+@dataclass(frozen=True)
+class Notes:
+    """Remarks under a heading; those that begin with a word in capitals are warnings."""
+
+    heading: str
+    items: list[str] = field(default_factory=list)
+
+
+Part = str | Table | Notes

@@ -1,0 +1,150 @@
+"""Figures beyond this machine: words, time and memory to a million ranks, and a map of grids."""
+
+import math
+from pathlib import Path
+from typing import Callable, Iterator
+
+import numpy as np
+
+from bench.cases.paper import HEADINGS, PAPER
+from bench.cases.selection import select
+from bench.prediction import machine_model, paper_fit, planner
+from bench.prediction.closed_form_plan import Plan, products, screen
+from bench.prediction.scaling import (Curves, average_step_time, crossovers, curves, strong_sizes,
+                                      weak_sizes)
+from bench.reports.figures.style import look, powers
+from mm3d.model import cost
+
+# Okabe and Ito's colours; markers differ too, for print.
+STYLES = {"1-D": ("#D55E00", "o"), "1-D, sequence": ("#E69F00", "v"),
+          "2-D": ("#009E73", "s"), "data, sharded (P x 1 x 1)": ("#CC79A7", "D"),
+          "3-D cube": ("#0072B2", "^"), "3-D, best grid": ("black", ".")}
+
+
+def planned(folder: str, ranks: int, machine: machine_model.Machine, dtype: str, recompute: str,
+            sizes: dict[str, int]) -> Iterator[Path]:
+    """Draw words, time, memory and the map of grids of one model; the PNG files."""
+    found = curves(machine, dtype, recompute, sizes)
+    text = ", ".join([*(f"{key} {value}" for key, value in sizes.items()), dtype,
+                      f"recompute {recompute}"])
+    for name, draw in (("words", _words), ("time", _time), ("memory", _memory)):
+        yield _save(folder, f"plan-{name}.png",
+                    lambda panel: draw(panel, found, machine, sizes), text)
+    grids = [screen("3d", grid, machine, dtype, recompute, sizes)
+             for _, grid in planner.candidates(ranks, "3d")]
+    yield _save(folder, f"plan-grids-{ranks}.png",
+                lambda panel: _map(panel, grids, ranks, machine.name), text)
+
+
+def _save(folder: str, name: str, draw: Callable, text: str,
+          size: tuple[float, float] = (8.5, 5.6), columns: int = 1) -> Path:
+    """Draw on so many panels, with a line of text below them; the PNG file."""
+    from matplotlib.figure import Figure
+    with look():
+        figure = Figure(figsize=size, layout="constrained")
+        draw(*figure.subplots(1, columns, squeeze=False).flat)
+        figure.supxlabel(text, fontsize=8.5)
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        path = Path(folder) / name
+        figure.savefig(path)
+    return path
+
+
+def _lines(panel, found: Curves, value: Callable[[Plan], float]) -> None:
+    for family, points in found.items():
+        colour, marker = STYLES[family]
+        panel.plot([r for r, _ in points], [value(p) for _, p in points], color=colour,
+                   marker=marker, markersize=4.5, linewidth=1.2, label=family)
+    panel.set(xscale="log", yscale="log", xlabel="ranks")
+    for axis in (panel.xaxis, panel.yaxis):
+        powers(axis)
+
+
+def _words(panel, found: Curves, machine: machine_model.Machine, sizes: dict) -> None:
+    _lines(panel, found, lambda p: sum(p.words.values()))
+    ranks = [r for r, _ in found["1-D"]]
+    every = products(sizes).items()
+    bound = [3 * sum(times * cost.lower_bound(*product.extents, r) for product, times in every)
+             for r in ranks]
+    panel.plot(ranks, bound, "--", color="grey", label="lower bound of each product by itself")
+    panel.set(title="Words of a step, per rank, by closed forms (bucket algorithm)",
+              ylabel="words")
+    panel.legend()
+
+
+def _time(panel, found: Curves, machine: machine_model.Machine, sizes: dict) -> None:
+    _lines(panel, found, lambda p: p.seconds)
+    changes = crossovers(found)
+    for ranks, family in changes[1:]:
+        panel.axvline(ranks, color=STYLES[family][0], linestyle=":", linewidth=1)
+    panel.set(title=f"Predicted step time on {machine.name} (a model)", ylabel="seconds")
+    named = "\n".join(f"from {ranks}: {family}" for ranks, family in changes)
+    panel.legend(fontsize=8.5, loc="lower left",
+                 title=f"fastest but for the best grid\n{named}", title_fontsize=8.5)
+
+
+def _memory(panel, found: Curves, machine: machine_model.Machine, sizes: dict) -> None:
+    _lines(panel, found, lambda p: p.memory / 2**30)
+    panel.axhline(machine.memory_bytes / 2**30, color="grey", linestyle="--",
+                  label=f"a rank of {machine.name}")
+    panel.set(title="Peak memory of a rank, by closed forms", ylabel="GiB")
+    panel.legend()
+
+
+def _map(panel, found: list[Plan], ranks: int, machine: str) -> None:
+    """Predicted seconds over X and Y; Z is what is left."""
+    xs, ys = (sorted({p.grid[k] for p in found}) for k in (0, 1))
+    cells = np.full((len(ys), len(xs)), np.nan)
+    for p in found:
+        cells[ys.index(p.grid[1]), xs.index(p.grid[0])] = p.seconds
+    best = min(found, key=lambda p: p.seconds)
+    panel.grid(False)
+    image = panel.imshow(np.log10(cells), origin="lower", cmap="viridis_r", aspect="auto")
+    if len(xs) <= 16:
+        middle = np.nanmean(np.log10(cells))
+        for p in found:
+            dark = math.log10(p.seconds) > middle
+            panel.text(xs.index(p.grid[0]), ys.index(p.grid[1]),
+                       f"{p.seconds:.3g}" + ("\nbest" if p is best else ""), ha="center",
+                       va="center", fontsize=8, color="white" if dark else "black")
+    panel.set_xticks(range(len(xs)), xs, rotation=90 if len(xs) > 16 else 0)
+    panel.set_yticks(range(len(ys)), ys)
+    panel.set(xlabel="X", ylabel="Y", title=(
+        f"Predicted seconds of a step of X x Y x Z grids of {ranks} ranks on {machine}: "
+        f"best {best.shape}"))
+    panel.title.set_fontsize(10)
+    panel.figure.colorbar(image, label="log10 of seconds")
+
+
+def scaling(folder: str, outcome: paper_fit.Outcome) -> Path:
+    """Draw both tables as published and as predicted, to 4096 GPUs."""
+    text = (f"Predicted on the model of {outcome.machine.name}, fitted on every other published "
+            f"row; beyond 64 GPUs nothing was measured.")
+
+    def draw(*panels) -> None:
+        for panel, name in zip(panels, HEADINGS):
+            _scaling(panel, name, outcome)
+    return _save(folder, "predicted-scaling.png", draw, text, (10, 5), 2)
+
+
+def _scaling(panel, name: str, outcome: paper_fit.Outcome) -> None:
+    """One table."""
+    ticks = {"1d": (8, 16, 36, 64, 256, 1024, 4096), "2d": (16, 36, 64, 256, 1024, 4096),
+             "3d": (8, 64, 512, 4096)}
+    of = weak_sizes if name == "weak" else strong_sizes
+    for scheme, family in zip(PAPER, ("1-D", "2-D", "3-D cube")):
+        colour, marker = STYLES[family]
+        points = [(p, average_step_time(outcome, scheme, p, of(scheme, p))) for p in ticks[scheme]]
+        panel.plot(*zip(*points), color=colour, linewidth=1.2, label=f"{family}, predicted")
+        rows = select(name, scheme)
+        panel.plot([r.gpus for r in rows], [r.recomputed for r in rows], linestyle="",
+                   marker=marker, color=colour, label=f"{family}, published")
+    panel.set(xscale="log", yscale="log", xlabel="GPUs", title=HEADINGS[name],
+              ylabel="average step time (s)")
+    panel.set_xticks((8, 64, 512, 4096), ("8", "64", "512", "4096"))
+    marks = [m * 10.0**e for e in (-3, -2, -1, 0, 1) for m in (1, 2, 5)]
+    low, high = panel.get_ylim()
+    panel.set_yticks(marks, [f"{mark:g}" for mark in marks])
+    panel.set_ylim(low, high)
+    panel.minorticks_off()
+    panel.legend()

@@ -1,0 +1,139 @@
+"""What the figures share: colours, axes of ranks, intervals, captions."""
+
+import io
+import itertools
+import math
+import os
+from contextlib import contextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Any, Iterator
+
+from bench.cases.paper import TITLES, title
+from bench.records import atomic
+from bench.records.folder import Results, most_crowded
+
+# Okabe and Ito's colours, which are told apart with every kind of colour vision; markers differ
+# too, for print.
+VERMILION, GREEN, BLUE, ORANGE = "#D55E00", "#009E73", "#0072B2", "#E69F00"
+PURPLE, SKY, YELLOW = "#CC79A7", "#56B4E9", "#F0E442"
+CYCLE = ((VERMILION, "o"), (GREEN, "s"), (BLUE, "^"), (ORANGE, "v"), (PURPLE, "D"), (SKY, "P"),
+         ("black", "X"), (YELLOW, "*"))
+STYLES = dict(zip(TITLES, itertools.cycle(CYCLE)))    # the paper's schemes have the first
+TICKS = (8, 16, 36, 64)
+Point = tuple[int, float]
+
+
+class LeftOut(Exception):
+    """A figure that the results do not suffice for; says what is missing."""
+
+
+@contextmanager
+def look() -> Iterator[None]:
+    """The style of all figures, while they are made and saved."""
+    import matplotlib
+    from matplotlib import style as sheets
+    matplotlib.use("Agg")
+    with (resources.as_file(resources.files("bench.reports.figures") / "figures.mplstyle") as path,
+          sheets.context(path)):
+        yield
+
+
+def save(figure: Any, path: str | os.PathLike, **options: Any) -> None:
+    """Write a figure in one piece, in the format that the file's name ends in."""
+    image = io.BytesIO()
+    figure.savefig(image, format=Path(path).suffix[1:], **options)
+    atomic.replace(path, image.getbuffer())
+
+
+def style(scheme: str) -> tuple[str, str]:
+    """Colour and marker of `scheme`; grey dots when it is not known here."""
+    return STYLES.get(scheme, ("grey", "."))
+
+
+def blank(rows: int, columns: int, size: tuple[float, float], heading: str):
+    """A figure and its panels, (rows, columns)."""
+    from matplotlib.figure import Figure
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(heading)
+    return figure, figure.subplots(rows, columns, squeeze=False)
+
+
+def against_ranks(rows: int, columns: int, size: tuple[float, float], heading: str):
+    """The same with the paper's numbers of ranks along the panels."""
+    figure, panels = blank(rows, columns, size, heading)
+    for panel in panels.flat:
+        panel.set_xscale("log", base=2)
+        panel.set_xticks(TICKS, [str(tick) for tick in TICKS])
+        panel.minorticks_off()
+        panel.set_xlim(TICKS[0] / 1.25, TICKS[-1] * 1.25)
+    return figure, panels
+
+
+def line(panel, scheme: str, points: list[Point], **how) -> None:
+    """A scheme's points, joined."""
+    colour, marker = style(scheme)
+    if points:
+        panel.plot(*zip(*sorted(points)), **{"marker": marker, "color": colour,
+                                             "label": title(scheme)} | how)
+
+
+def bars(panel, scheme: str, points: list[tuple[int, float, float]]) -> None:
+    """Intervals at numbers of ranks, each scheme's a little aside."""
+    aside = 1.035 ** (list(STYLES).index(scheme) - 1 if scheme in STYLES else 0)
+    for ranks, *bounds in points:
+        panel.plot([ranks * aside] * 2, bounds, color=style(scheme)[0], linewidth=4, alpha=0.35,
+                   solid_capstyle="butt", label="_interval")
+
+
+def curve(panel, scheme: str, points: list[Point]) -> None:
+    """What theory says of a scheme, joined; a dash where it is one point."""
+    line(panel, scheme, points, alpha=0.6, label="_closed form", markersize=16,
+         marker="" if len(points) > 1 else "_")
+
+
+def from_zero(panel) -> None:
+    """Let the vertical axis begin at zero, and leave room above for the markers.
+
+    It ends at one where all that is drawn is zero.
+    """
+    top = max((max(drawn.get_ydata()) for drawn in panel.lines if len(drawn.get_ydata())),
+              default=1.0)
+    panel.set_ylim(0, 1.06 * top or 1.0)
+
+
+def finish(panel) -> None:
+    """The legend, or that there is nothing to show."""
+    if any(not drawn.get_label().startswith("_") for drawn in panel.lines):
+        panel.legend()
+    else:
+        panel.text(0.5, 0.5, "no results", transform=panel.transAxes, ha="center")
+
+
+def plain_log(axis, base: float = 10.0, marks: tuple[float, ...] = (1, 2, 5)) -> None:
+    """Label a logarithmic axis with plain numbers."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+    axis.set_major_locator(LogLocator(base, marks))
+    axis.set_major_formatter(lambda number, _: f"{number:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
+def powers(axis, base: int = 10) -> None:
+    """A logarithmic axis of many decades, labelled with powers written in plain text."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+    raised = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+    axis.set_major_locator(LogLocator(base, (1,)))
+    axis.set_major_formatter(
+        lambda number, _: f"{base}{str(round(math.log(number, base))).translate(raised)}")
+    axis.set_minor_formatter(NullFormatter())
+
+
+def caption(figure, results: Results, *remarks: str) -> None:
+    """Below the panels: remarks, and when the measured times are no scaling results."""
+    lines = list(remarks)
+    crowd = most_crowded(list(results.runs.values()))
+    if crowd:
+        lines.append(f"Measured with up to {crowd.ranks} ranks on {crowd.environment['cores']} "
+                     f"cores, which take turns: not scaling results.")
+    if lines:
+        figure.supxlabel("\n".join(lines), fontsize=8.5)

@@ -1,0 +1,85 @@
+"""Figures of what a step is made of: where its time goes."""
+
+import itertools
+from typing import Iterable
+
+from bench.cases.paper import HEADINGS, title
+from bench.records.folder import Results
+from bench.records.run_file import Run
+from bench.reports import time_parts
+from bench.reports.figures.style import (BLUE, GREEN, LeftOut, ORANGE, PURPLE, VERMILION, blank,
+                                         caption)
+from mm3d.tracing.events import PHASES
+
+# What is lost is grey.
+COLOURS = {"gemm": BLUE, "x": VERMILION, "y": ORANGE, "z": PURPLE, "elementwise": GREEN,
+           "waiting": "#BBBBBB", "other": "#666666"}
+HATCHES = {"x": "//", "y": "\\\\", "z": "xx"}
+# Of further directions, in the order in which a grid has them.
+FURTHER = ("#56B4E9", ".."), ("#F0E442", "||"), ("#56B4E9", "--"), ("#F0E442", "++")
+
+
+def where(results: Results):
+    """The parts of forward and backward as shares, with the seconds above.
+
+    Raises
+    ------
+    LeftOut
+        When no run was traced.
+    """
+    traced = {key: found for key, run in results.runs.items() if (found := time_parts.parts(run))}
+    if not traced:
+        raise LeftOut("no run says where its time went (it was measured before that was "
+                      "recorded, or with --traced 0)")
+    looks = styles(results.runs[key] for key in traced)
+    figure, panels = blank(2, 1, (10, 7.2), "Where the time goes, in the mean over ranks and "
+                           "traced repetitions")
+    for (panel,), table in zip(panels, HEADINGS):
+        rows = [row for row in results.rows(table) if (row.table, row.scheme, row.gpus) in traced]
+        runs = [results.get(row) for row in rows]
+        for place, run in enumerate(runs):
+            _stacked(panel, place, traced[table, run.configuration["scheme"], run.ranks], looks)
+        panel.set_xticks(range(len(runs)), [
+            f"{title(run.configuration['scheme'])}\n{run.ranks} ranks" for run in runs])
+        panel.set(title=f"{HEADINGS[table]}, preset {results.title}: forward (left bars) and "
+                  f"backward (right), seconds of a step above", ylabel="share of the phase (%)",
+                  ylim=(0, 108), xlim=(-0.6, max(len(runs), 1) - 0.4))
+        panel.grid(visible=False, axis="x")
+        if not runs:
+            panel.text(0.5, 0.5, "no results", transform=panel.transAxes, ha="center")
+    _labels(figure, traced, looks)
+    caption(figure, results)
+    return figure
+
+
+def styles(runs: Iterable[Run]) -> dict[str, tuple[str, str | None]]:
+    """Colour and hatching of each part that some run has, in the order of the stack from below."""
+    # The directions of the larger grids first, so that theirs is the order.
+    of_grids = sorted((run.directions for run in runs), key=len, reverse=True)
+    directions = dict.fromkeys(itertools.chain.from_iterable(of_grids))
+    further = dict(zip((name for name in directions if name not in COLOURS),
+                       itertools.cycle(FURTHER)))
+    return {name: further.get(name) or (COLOURS[name], HATCHES.get(name))
+            for name in time_parts.part_names(directions)}
+
+
+def _stacked(panel, place: int, shares: dict[str, dict[str, float]],
+             looks: dict[str, tuple[str, str | None]]) -> None:
+    for phase, side in zip(PHASES, (-0.21, 0.21)):
+        whole, bottom = sum(shares[phase].values()), 0.0
+        for name, (colour, hatch) in looks.items():
+            share = 100 * shares[phase].get(name, 0.0) / whole
+            panel.bar(place + side, share, 0.38, bottom, color=colour, edgecolor="white",
+                      linewidth=0.5, hatch=hatch)
+            bottom += share
+        panel.text(place + side, 101, f"{whole:.2g}", ha="center", va="bottom", fontsize=7.5)
+
+
+def _labels(figure, traced: dict, looks: dict[str, tuple[str, str | None]]) -> None:
+    """A legend of the parts that any run has, in the order of the stack from above."""
+    from matplotlib.patches import Patch
+    used = [name for name in looks if any(shares[phase].get(name, 0) > 0
+                                          for shares in traced.values() for phase in PHASES)]
+    figure.legend(handles=[Patch(facecolor=looks[name][0], hatch=looks[name][1],
+                                 edgecolor="white", label=time_parts.label(name))
+                           for name in reversed(used)], loc="outside right center")

@@ -1,0 +1,181 @@
+"""Tables and notes as data, and as text, reStructuredText, LaTeX or CSV.
+
+A document is a list of parts: `Table`, `Notes`, or a plain string, which is a heading.
+"""
+
+import csv
+import io
+import itertools
+import math
+import re
+import textwrap
+from typing import Callable, Iterable
+
+from bench.reports.document import Cell, Column, Notes, Number, Part, Table
+
+WIDTH = 100
+
+
+def render(parts: Iterable[Part], form: str = "text") -> str:
+    """The document in one of `FORMATS`."""
+    return FORMATS[form](list(parts))
+
+
+def text(parts: list[Part]) -> str:
+    """Aligned columns, for a terminal."""
+    return "\n\n".join(f"{part.title}\n\n{_aligned(part)}" if isinstance(part, Table) else
+                       f"{part.heading}\n{_listed(part, '  - ')}" if isinstance(part, Notes) else
+                       part for part in parts)
+
+
+def _listed(notes: Notes, bullet: str, escape: Callable[[str], str] = str) -> str:
+    return "\n".join(textwrap.fill(
+        escape(note), WIDTH, initial_indent=bullet, subsequent_indent=" " * len(bullet),
+        break_long_words=False, break_on_hyphens=False) for note in notes.items)
+
+
+def _aligned(table: Table) -> str:
+    """Pad each cell to the width of its column; "|" where groups meet."""
+    columns, rows = list(table.columns), _pointed(table)
+    spans, bars = [], 0
+    for (before, *_), (group, first, last) in itertools.pairwise([("", 0, 0), *table.groups()]):
+        if before and group:
+            for row in (columns, *rows):
+                row.insert(first + bars, Column("|", "|") if row is columns else "|")
+            bars += 1
+        spans += [(group, first + bars, last + bars)] * bool(group)
+    heads = [[column[k] for column in columns] for k in (0, 1)]
+    heads = heads if any(column.unit for column in table.columns) else heads[:1]
+    widths = [max(map(len, column)) for column in zip(*heads, *rows)]
+    for group, first, last in spans:
+        widths[last - 1] += max(0, len(group) + 2 - sum(widths[first:last])
+                                - 2 * (last - first - 1))
+    over = ""
+    for group, first, last in spans:
+        over = over.ljust(sum(widths[:first]) + 2 * first)
+        over += f" {group} ".center(sum(widths[first:last]) + 2 * (last - first - 1), "-")
+    left = [True, *(column.align == "<" for column in columns[1:])]
+    lines = ["  ".join(cell.ljust(width) if before else cell.rjust(width)
+                       for cell, width, before in zip(row, widths, left)).rstrip()
+             for row in [*heads, ["-" * width for width in widths], *rows]]
+    return "\n".join([over.rstrip(), *lines] if over else lines)
+
+
+def _pointed(table: Table) -> list[list[str]]:
+    """The cells, padded where decimal points are below each other."""
+    rows = [list(map(str, row)) for row in table.rows]
+    for k, column in enumerate(table.columns):
+        if column.align == ".":
+            longest = max((len(_fraction(row[k])) for row in rows), default=0)
+            for row in rows:
+                row[k] += " " * (longest - len(_fraction(row[k])))
+    return rows
+
+
+def _fraction(number: str) -> str:
+    """The decimal point of a number and what follows it."""
+    return "".join(number.partition(".")[1:])
+
+
+def rst(parts: list[Part]) -> str:
+    """reStructuredText."""
+    from tabulate import tabulate    # where it is needed: ranks that print nothing start sooner
+    found = []
+    for part in parts:
+        if isinstance(part, Table):
+            rows = [[_rst_escaped(str(cell)) or r"\ " for cell in row] for row in part.rows]
+            heads = [_rst_escaped(column.full) or r"\ " for column in part.columns]
+            sides = ["left" if left else "right" for left in part.left]
+            found += [_underlined(part.title, "-"),
+                      tabulate(rows, heads, tablefmt="rst", disable_numparse=True,
+                               colalign=sides if rows else None)]
+        elif isinstance(part, Notes):
+            found += [f"**{_rst_escaped(part.heading)}**", _listed(part, "- ", _rst_escaped)]
+        else:
+            found.append(_underlined(part, "="))
+    return "\n\n".join(found)
+
+
+def _underlined(heading: str, character: str) -> str:
+    heading = _rst_escaped(heading)
+    return f"{heading}\n{character * len(heading)}"
+
+
+def _rst_escaped(words: str) -> str:
+    return re.sub(r"([\\*`|_])", r"\\\1", words)
+
+
+LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+         "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
+         **{character: "\\" + character for character in "&%$#_{}"}}
+
+
+def latex(parts: list[Part]) -> str:
+    """LaTeX; the tables want ``\\usepackage{booktabs}``."""
+    found = []
+    for part in parts:
+        if isinstance(part, Table):
+            found.append(_latex_table(part))
+        elif isinstance(part, Notes):
+            items = "\n".join(rf"\item {_latex_escaped(note)}" for note in part.items)
+            found.append(f"\\paragraph{{{_latex_escaped(part.heading)}}}\n"
+                         f"\\begin{{itemize}}\n{items}\n\\end{{itemize}}")
+        else:
+            found.append(rf"\section*{{{_latex_escaped(part)}}}")
+    return "\n\n".join(found)
+
+
+def _latex_table(table: Table) -> str:
+    def line(cells: Iterable) -> str:
+        return " & ".join(_latex_escaped(str(cell)) for cell in cells) + r" \\"
+    over = []
+    if table.grouped:
+        groups = list(table.groups())
+        over = [" & ".join(rf"\multicolumn{{{last - first}}}{{c}}{{{_latex_escaped(group)}}}"
+                           for group, first, last in groups) + r" \\",
+                " ".join(rf"\cmidrule(lr){{{first + 1}-{last}}}"
+                         for group, first, last in groups if group)]
+    heads = [line(column[k] for column in table.columns) for k in (0, 1)]
+    heads = heads if any(column.unit for column in table.columns) else heads[:1]
+    return "\n".join([
+        r"\begin{table}[ht]", r"\centering", r"\footnotesize",
+        rf"\caption{{{_latex_escaped(table.title)}}}",
+        rf"\begin{{tabular}}{{{''.join('l' if left else 'r' for left in table.left)}}}",
+        r"\toprule", *over, *heads,
+        r"\midrule", *map(line, table.rows), r"\bottomrule", r"\end{tabular}", r"\end{table}"])
+
+
+def _latex_escaped(words: str) -> str:
+    return "".join(LATEX.get(character, character) for character in words)
+
+
+def csv_of_all(parts: list[Part]) -> str:
+    """One CSV of all tables, with numbers in full and no notes.
+
+    The first column is the table's title; a row leaves empty what its table does not have.
+    """
+    tables = [part for part in parts if isinstance(part, Table)]
+    names = ["table", *dict.fromkeys(column.full for table in tables for column in table.columns)]
+    out = io.StringIO()
+    writer = csv.DictWriter(out, names, lineterminator="\n")
+    writer.writeheader()
+    for table in tables:
+        for row in table.rows:
+            writer.writerow({"table": table.title} | dict(zip(
+                (column.full for column in table.columns), map(_in_full, row))))
+    return out.getvalue().rstrip("\n")
+
+
+def rounded(value: float, form: str = ".4g") -> Number:
+    """Make a cell of a number, printed in this format; empty where it is NaN."""
+    return Number(value, "" if math.isnan(value) else format(value, form))
+
+
+def _in_full(cell: Cell) -> str | int:
+    if not isinstance(cell, Number):
+        return cell
+    return "" if math.isnan(cell.value) else repr(float(cell.value))
+
+
+FORMATS: dict[str, Callable[[list[Part]], str]] = {
+    "text": text, "rst": rst, "latex": latex, "csv": csv_of_all}

@@ -1,0 +1,65 @@
+"""Make the table of measured layers from their records."""
+
+import math
+from typing import Sequence
+
+from bench.records.measurements import Measurements
+from bench.reports.document import Column, Notes, Number, Part, Rows, Table
+
+
+def layers(records: Sequence[Measurements]) -> list[Part]:
+    """One Transformer layer beside its products and beside one process; a row each."""
+    columns = [Column("hidden"), Column("", "scheme, grid"), Column("layer", "(s)"),
+               Column("rate", "(GFLOP/s)"), Column("products", "alone (s)"),
+               Column("PyTorch", "(s)"), Column("median", "", "PyTorch / layer"),
+               Column("low", "95 %", "PyTorch / layer"), Column("high", "95 %", "PyTorch / layer"),
+               Column("time", "(s)", "with overlap"), Column("ratio", "", "with overlap"),
+               Column("hidden", "share", "with overlap"),
+               Column("counted", "(MB)", "peak memory of a rank"),
+               Column("closed form", "(MB)", "peak memory of a rank"),
+               Column("ratio", "", "peak memory of a rank"),
+               Column("resident", "(MB)", "peak memory of a rank")]
+    rows: Rows = []
+    for record in sorted(records, key=lambda record: record.configuration["hidden"]):
+        chosen = record.configuration
+        found = {name: variable.values for name, variable in record.variables.items()}
+        own, products, reference, overlapped = found["seconds"][:, 0]
+        counted, resident = found["memory"].max(axis=1)
+        expected = float(found["expected_memory"])
+        rows.append([int(chosen["hidden"]), f"{chosen['scheme']} {chosen['grid']}",
+                     _number(own, ".3f"), _number(found["flops"] / own / 1e9, ".1f"),
+                     _number(products, ".3f"), _number(reference, ".3f"),
+                     *(_number(value, ".3f") for value in found["ratio"][2, :3]),
+                     _number(overlapped, ".3f"), _number(found["ratio"][3, 0], ".3f"),
+                     _number(found["hidden"], ".2f"),
+                     _number(counted / 1e6, ".1f"), _number(expected / 1e6, ".1f"),
+                     _number(counted / expected, ".3f"), _number(resident / 1e6, ".1f")])
+    return [Table("One Transformer layer, forward and backward, beside one process", columns,
+                  rows), Notes("About these layers:", _notes(records))]
+
+
+def _notes(records: Sequence[Measurements]) -> list[str]:
+    found = []
+    for record in records:
+        chosen, env = record.configuration, record.environment
+        worst = max(check.error / check.tolerance for check in record.checks)
+        found.append(
+            f"hidden {chosen['hidden']}: {chosen['batch']} sequences of {chosen['seq']}, "
+            f"{chosen['heads']} heads, {chosen['dtype']}; {len(record.scales['repetition'])} "
+            f"repetitions, ended by {chosen['ended_by']}; reference {chosen['reference']}; "
+            f"transport {chosen['transport']}; {env['ranks']} ranks on {env['cores']} cores, "
+            f"{env['blas']} {env['blas_architecture']}; verified, errors at most "
+            f"{100 * worst:.2g} % of the tolerance.")
+    return found + [
+        "Times are makespans.  Products alone: the local matrix products of the linear layers, "
+        "without communication, attention's own and everything else.",
+        "With overlap: sums of gradients over the ranks, gathers of weights, and those of inputs "
+        "that backward repeats, go on while ranks multiply; ratio: to the layer without; hidden: "
+        "of the time of these collectives.",
+        "Rate: floating-point operations of all matrix products; scores that backward computes "
+        "again are not counted."]
+
+
+def _number(value: float, digits: str) -> Number:
+    value = float(value)
+    return Number(value, "-" if math.isnan(value) else format(value, digits))

@@ -1,0 +1,125 @@
+"""Predicted seconds beside measured ones, as tables."""
+
+from typing import Iterator, NamedTuple, Sequence
+
+import numpy as np
+
+from bench.cases.paper import TITLES
+from bench.prediction.beside_measured import Measured
+from bench.prediction.machine_model import Machine
+from bench.prediction.work import NAMES, Seconds, Work, predicted
+from bench.reports.document import Cell, Column, Notes, Part, Table
+from bench.reports.formats import rounded
+from mm3d.tracing.events import PHASES
+
+
+class Pair(NamedTuple):
+    """Work that was measured, and what was predicted for it."""
+
+    measured: Measured
+    predicted: Seconds
+
+    @property
+    def totals(self) -> tuple[float, float]:
+        """Predicted and measured seconds of the phases that were measured."""
+        took = self.measured.seconds
+        phases = PHASES if "step" in took else took
+        return sum(self.predicted[phase] for phase in phases), sum(took.values())
+
+    @property
+    def error(self) -> float:
+        """Of the prediction, relative to what was measured."""
+        guessed, took = self.totals
+        return guessed / took - 1
+
+
+def document(machine: Machine, found: Sequence[Measured]) -> list[Part]:
+    """Set predictions beside what was measured, with errors and the planner's choices.
+
+    What the machine is no model for is left out.
+    """
+    known = [one for one in found if one.dtype in machine.gemm_rate]
+    own = [one for one in known if one.fits(machine)]
+    left = [f"{count} runs of {what} left out" for count, what in (
+        (len(known) - len(own), "other numbers of ranks or another transport"),
+        (len(found) - len(known), "dtypes without a rate of products")) if count]
+    parts: list[Part] = [machine.about]
+    if own:
+        pairs = [Pair(one, predicted(machine, one.work, one.dtype)) for one in own]
+        parts += [table(pairs), Notes("Errors of predictions", list(errors(pairs)))]
+        rows = choices(pairs)
+        parts += [rows] if rows.rows else []
+    return parts + [Notes("Left out", left)] * bool(left)
+
+
+def _sizes(work: Work) -> str:
+    return f"{work.kind} {' x '.join(map(str, work.sizes))} {work.form}".rstrip()
+
+
+def table(pairs: Sequence[Pair]) -> Table:
+    """Make a line for each: milliseconds, the error of the sum, and the published average."""
+    published = any(pair.measured.published is not None for pair in pairs)
+    rows: list[list[Cell]] = []
+    for pair in sorted(pairs, key=lambda pair: pair.measured.work.kind):
+        one, work = pair.measured, pair.measured.work
+        times = [cell for phase in PHASES for cell in (
+            rounded(1e3 * pair.predicted[phase]),
+            rounded(1e3 * one.seconds[phase]) if phase in one.seconds else "-")]
+        average: list[Cell] = ["-"] * 3
+        if work.kind == "layer" and one.published is not None:
+            average = [rounded(seconds) for seconds in (
+                one.published, *(total / work.sizes[2] for total in pair.totals))]
+        rows.append([TITLES.get(work.scheme, work.scheme), str(work.shape), _sizes(work),
+                     one.dtype, *times, rounded(pair.error, "+.0%"),
+                     *(average if published else [])])
+    columns = [Column("scheme"), *(Column(name, align="<") for name in ("grid", "sizes", "dtype")),
+               *(Column(kind, "", f"{phase} ms", ".") for phase in PHASES
+                 for kind in ("predicted", "measured")), Column("error")]
+    if published:
+        columns += [Column(kind, "", "average s", ".")
+                    for kind in ("published", "predicted", "measured")]
+    return Table("Predicted and measured", columns, rows)
+
+
+def errors(pairs: Sequence[Pair]) -> Iterator[str]:
+    """Say how far off the predictions of products and of Transformers are."""
+    for kind in NAMES:
+        off = [abs(pair.error) for pair in pairs if pair.measured.work.kind == kind]
+        if off:
+            yield (f"{kind}: {len(off)} runs, error {np.median(off):.0%} in the median, "
+                   f"{np.mean(off):.0%} in the mean, {max(off):.0%} at most")
+
+
+def choices(pairs: Sequence[Pair]) -> Table:
+    """Set the planner's grid, of the least predicted seconds, beside the fastest one.
+
+    It has a line for each size that several grids were measured for: of all schemes, and of each
+    that has several.
+    """
+    groups: dict[tuple, list[Pair]] = {}
+    for pair in pairs:
+        work = pair.measured.work
+        for schemes in ("all", work.scheme):
+            key = work.kind, work.sizes, work.form, pair.measured.dtype, work.ranks, schemes
+            groups.setdefault(key, []).append(pair)
+    rows: list[list[Cell]] = []
+    for (*_, ranks, schemes), tried in groups.items():
+        if len({(pair.measured.work.scheme, pair.measured.work.grid) for pair in tried}) == 1:
+            continue
+        taken = min(tried, key=lambda pair: pair.totals)    # of equals the faster
+        fastest = min(tried, key=lambda pair: pair.totals[1])
+        least, slowest = fastest.totals[1], max(pair.totals[1] for pair in tried)
+        chosen: list[Cell] = []
+        for pair in (taken, fastest):
+            work = pair.measured.work
+            chosen += [f"{TITLES.get(work.scheme, work.scheme)} {work.shape}",
+                       rounded(1e3 * pair.totals[1])]
+        rows.append([_sizes(taken.measured.work), ranks, TITLES.get(schemes, schemes), len(tried),
+                     *chosen, rounded(taken.totals[1] / least - 1, "+.0%"),
+                     rounded(slowest / least - 1, "+.0%")])
+    return Table("The planner's choices", [
+        Column("sizes"), Column("ranks"), Column("of schemes", align="<"), Column("grids"),
+        Column("grid", "", "planner's", "<"), Column("ms", "", "planner's", "."),
+        Column("grid", "", "fastest", "<"), Column("ms", "", "fastest", "."),
+        Column("planner's", "", "over the fastest"), Column("slowest", "", "over the fastest")],
+        rows)

@@ -1,0 +1,240 @@
+"""Figures of merit of a run, each beside its closed form where there is one."""
+
+import math
+from pathlib import Path
+from typing import Iterable, NamedTuple
+
+import numpy as np
+
+from bench.cases.paper import title
+from bench.errors import StoreError
+from bench.instruments import timing
+from bench.records.folder import read_all
+from bench.records.run_file import Run
+from bench.reports import time_parts
+from bench.reports.document import Column, Notes, Number, Part, Table
+from mm3d import ModelSizes, describe
+from mm3d.model import cost
+from mm3d.tracing.events import PHASES
+from mm3d.transport import choice
+
+
+class Figure(NamedTuple):
+    """A number, its unit, and what theory says; NaN where it was not measured or says nothing."""
+
+    name: str
+    value: float
+    unit: str
+    expected: float = math.nan
+
+
+def useful_flops(run: Run) -> int:
+    """Operations of a step's matrix products over all ranks, each counted once.
+
+    What backward computes again, or several ranks alike, is not useful.
+    """
+    return sum(cost.flops(describe(ModelSizes.of(run.configuration))).values())
+
+
+def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:
+    """The part of the peak rate that useful operations reach (MFU).
+
+    Parameters
+    ----------
+    flops : float
+        Useful operations over all ranks.
+    seconds : float
+        That they took.
+    ranks : int
+        How many there are.
+    peak : float
+        Operations a second that one of them could do.
+    """
+    return flops / seconds / ranks / peak
+
+
+def figures(run: Run) -> list[Figure]:
+    """All of them; a step is the median forward and the median backward, both untraced."""
+    batch, seq = run.configuration["batch"], run.configuration["seq"]
+    seconds = sum(timing.typical(run.samples[phase]) for phase in PHASES)
+    flops, ranks = useful_flops(run), run.ranks
+    found = [Figure("average step time", timing.average_step_time(run.samples, batch),
+                    "s a sequence"),
+             Figure("tokens a second", batch * seq / seconds, "1/s"),
+             Figure("useful rate a rank", flops / seconds / ranks / 1e9, "GFLOP/s"),
+             *computed_again(run)]
+    rates = {name: time_parts.peak(run, name) for name in (
+        "gemm_together", "gemm_alone", "memory_together", "memory_alone")}
+    for name, who in (("together", "all ranks at once"), ("alone", "one rank alone")):
+        peak = rates[f"gemm_{name}"]
+        found += [Figure(f"peak of products, {who}", peak / 1e9, "GFLOP/s"),
+                  Figure("  part of it that is useful (MFU)",
+                         100 * utilization(flops, seconds, ranks, peak), "%"),
+                  Figure(f"memory bandwidth, {who}", rates[f"memory_{name}"] / 1e9, "GB/s")]
+    return found + traffic(run) + intensities(run, flops) + memory(run)
+
+
+def computed_again(run: Run) -> list[Figure]:
+    """Operations beyond the useful ones, where the run computes anything again; no MFU has them.
+
+    Those that were traced also have the scores that every backward computes again, and what
+    several ranks compute alike.
+    """
+    chosen = run.configuration
+    name = chosen.get("recompute", "none")
+    if name == "none":
+        return []
+    again = cost.flops_again(describe(ModelSizes.of(chosen), recompute=name))
+    useful, traced = useful_flops(run), time_parts.variable(run, "parts", "flops")
+    executed = math.nan if traced is None else float(traced.values.sum())
+    return [Figure(f"operations executed, recompute {name}, over useful", executed / useful, "1",
+                   (useful + again) / useful)]
+
+
+def traffic(run: Run) -> list[Figure]:
+    """Words and bytes of a step by direction, of the mean rank: counted, and what the transport
+    says that it moved; and the bandwidth they get."""
+    words, moved = (run.traffic[name].sum(axis=(0, 3)).mean(axis=0) for name in ("words", "bytes"))
+    expected = run.expected_words.sum(axis=(0, 2)) / run.ranks
+    speed, found = time_parts.bandwidth(run) or {}, []
+    stated = moved_words(run)
+    for a, axis in enumerate(run.directions):
+        if expected[a] or words[a]:
+            item = moved[a] / words[a]
+            found += [Figure(f"words a rank along {axis}, counted", float(words[a]), "1",
+                             float(expected[a])),
+                      Figure(f"  moved by transport {transport(run)}", float(stated[a]), "1"),
+                      Figure(f"bytes a rank along {axis}, counted", float(moved[a]), "byte",
+                             float(expected[a] * item)),
+                      Figure(f"  bandwidth in collectives along {axis}",
+                             speed.get(axis, math.nan) / 1e9, "GB/s")]
+    return found
+
+
+def moved_words(run: Run) -> np.ndarray:
+    """By direction the words of a step that the transport moved by its own statement, of the mean
+    rank; NaN where it does not know, or was not asked."""
+    stated = run.traffic.get("moved", np.full(run.traffic["words"].shape, math.nan))
+    return stated.sum(axis=(0, 3)).mean(axis=0)
+
+
+def transport(run: Run) -> str:
+    """How the run's collectives travelled."""
+    return str(run.configuration.get("transport", "not recorded"))
+
+
+def words_note(names: Iterable[str]) -> str:
+    """That words are counted, and what the transports of these settings really move."""
+    known = {name: choice.note(name) for several in names for name in several.split()}
+    about = "; ".join(f"{name}: {note}" for name, note in sorted(known.items()) if note)
+    return ("Words, and bytes of them, are counted from shapes by the bucket algorithm, the same "
+            "for every transport" + (f". What it moves, {about}." if about else "."))
+
+
+def intensities(run: Run, flops: int) -> list[Figure]:
+    """Useful operations for each byte counted, and operations for each byte of the operands."""
+    moved = run.traffic["bytes"].sum()
+    found = [Figure("arithmetic intensity, a byte counted", flops / moved if moved else math.nan,
+                    "flop/byte")]
+    lie = roofline(run)
+    for phase in PHASES if lie else ():
+        intensity, rate = lie[phase]
+        found += [Figure(f"intensity of {phase} products, a byte of memory", intensity,
+                         "flop/byte"),
+                  Figure("  rate a rank while in them", rate / 1e9, "GFLOP/s")]
+    return found
+
+
+def roofline(run: Run) -> dict[str, tuple[float, float]] | None:
+    """Where the matrix products of each phase, and of the "step", lie: flops a byte of operands
+    and results, and flops a second of a rank while it is in them.
+
+    The roof is ``machine/gemm_together`` and ``machine/memory_together`` (see `parts.peak`) times
+    the first.  None where the run was not traced.
+    """
+    counts = [time_parts.variable(run, "parts", name) for name in ("flops", "bytes", "seconds")]
+    if None in counts:
+        return None
+    place = list(run.groups["parts"].scales["part"]).index("gemm")
+    flops, moved, seconds = (v.values[..., place] for v in counts)
+    phases = {phase: [p] for p, phase in enumerate(PHASES)} | {"step": [*range(len(PHASES))]}
+    return {name: (float(flops[which].sum() / moved[which].sum()),
+                   float(flops[which].sum() / seconds[:, which].mean(axis=0).sum()))
+            for name, which in phases.items()}
+
+
+def memory(run: Run) -> list[Figure]:
+    """Bytes of the rank that has the most of each."""
+    names = {"parameters": "parameters", "gradients": "gradients", "saved": "saved activations",
+             "transient": "transient beyond what forward leaves", "pool_peak": "peak of arrays",
+             "device_peak": "peak on the device", "resident_growth": "growth of the process"}
+    found = []
+    for name, words in names.items():
+        bytes_ = time_parts.variable(run, "memory", name)
+        if bytes_ is not None:
+            found.append(Figure(f"memory: {words}", float(bytes_.values.max()) / 2 ** 20, "MiB",
+                                time_parts.scalar(run, "memory", f"expected_{name}") / 2 ** 20))
+    return found
+
+
+def document(path: str | Path) -> list[Part]:
+    """Where the time of each run in a folder, or of one file, went, and its figures of merit.
+
+    Raises
+    ------
+    StoreError
+        When there is no run of a model.
+    """
+    runs = [run for run in read_all(path)[0] if isinstance(run, Run)]
+    if not runs:
+        raise StoreError(f"no run of a model in {path}: the microbenchmarks have no parts")
+    return [part for run in runs for part in one(run)]
+
+
+def one(run: Run) -> list[Part]:
+    """The tables and notes of one run."""
+    chosen = run.configuration
+    name = (f"{chosen['table']} {title(chosen['scheme'])} on {chosen['grid']} = {run.ranks} "
+            f"ranks, {chosen['preset']}, {run.created[:19]}")
+    merits = Table(f"Figures of merit, {name}",
+                   [Column("figure"), Column("value"), Column("closed form"), Column("unit")],
+                   [[figure.name, _number(figure.value), _number(figure.expected), figure.unit]
+                    for figure in figures(run)])
+    words = words_note([transport(run)]) + ' "-" where it does not know, or was not asked.'
+    shares = time_parts.parts(run)
+    if shares is None:
+        return [merits, Notes("About it:", ["The run was not traced: no parts.", words])]
+    ratio = time_parts.overhead(run)
+    rows = [[phase, *map(_number, found.values()), _number(sum(found.values())),
+             _number(timing.typical(run.samples[phase])), Number(ratio[phase],
+                                                                 f"{ratio[phase]:.2f}")]
+            for phase, found in shares.items()]
+    rows += [[f"{phase}, %", *(_percent(value / sum(found.values())) for value in found.values()),
+              "", "", ""] for phase, found in shares.items()]
+    columns = [Column("seconds"),
+               *(Column(part, "", "collectives along" if part in run.directions else "")
+                 for part in time_parts.part_names(run.directions)),
+               Column("sum", "traced"), Column("time", "untraced"), Column("traced /", "untraced")]
+    return [Table(f"Where the time goes, {name}", columns, rows), merits, Notes("About them:", [
+        "Parts are means over ranks and traced repetitions, which follow those that count; what a "
+        "rank waits for others before a collective and at the end is waiting. Times and rates are "
+        "of untraced medians; bandwidth and products are of traced repetitions, bandwidth of "
+        "collectives that copy: what is gathered or broadcast in shared memory is read where it "
+        "lies, and has none.",
+        "Peaks of all ranks at once are those of all cores, over the ranks. Memory bandwidth is "
+        "of c = a + b, each array counted once, beyond the caches; it is left out where it may be "
+        "theirs.",
+        words,
+        "Useful operations are counted once, and none that is computed again. Memory is that of "
+        "the rank with the most; the closed form of the peak is a dry run's."])]
+
+
+def _number(value: float) -> Number:
+    if math.isnan(value):
+        return Number(value, "-")
+    whole = value == int(value) and abs(value) >= 1000
+    return Number(value, f"{value:.0f}" if whole else f"{value:.4g}")
+
+
+def _percent(share: float) -> Number:
+    return Number(100 * share, f"{100 * share:.1f}")

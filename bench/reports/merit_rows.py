@@ -1,0 +1,84 @@
+"""A line of figures of merit for each measured row."""
+
+import math
+from typing import Iterable, Sequence
+
+from bench.cases.paper import Row, title
+from bench.instruments import timing
+from bench.records.folder import policy_of, row_of
+from bench.records.run_file import Run
+from bench.reports import merit, time_parts
+from bench.reports.document import Column, Number, Rows, Table
+from mm3d.tracing.events import PHASES
+
+
+def overview(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
+    """Throughput, use of the machine, words and memory; what was not recorded is "-"."""
+    lines: Rows = []
+    for row, run in zip(rows, runs):
+        if run is None:
+            continue
+        seconds = sum(timing.typical(run.samples[phase]) for phase in PHASES)
+        tokens = run.configuration["batch"] * run.configuration["seq"] / seconds
+        rate = merit.useful_flops(run) / seconds / run.ranks
+        words = run.traffic["words"].sum() / run.ranks
+        lines.append([title(row.scheme), row.gpus, _number(tokens), _number(rate / 1e9),
+                      _number(100 * rate / time_parts.scalar(run, "machine", "gemm_together")),
+                      _number(words / 1e6), _number(run.expected_words.sum() / run.ranks / 1e6),
+                      _number(run.traffic["bytes"].sum() / run.ranks / 1e6),
+                      merit.transport(run), _number(merit.moved_words(run).sum() / 1e6),
+                      _number(most(run, "pool_peak") / 2 ** 20),
+                      _number(time_parts.scalar(run, "memory", "expected_pool_peak") / 2 ** 20)])
+    words, peak = "counted a rank, bucket algorithm", "peak memory of a rank"
+    moved = "moved a rank"
+    return Table(f"{heading}: figures of merit", [
+        Column("scheme"), Column("ranks"), Column("tokens", "a second"),
+        Column("useful", "GFLOP/s a rank"), Column("of the", "peak (%)"),
+        Column("words", "(millions)", words), Column("closed form", "(millions)", words),
+        Column("MB", "", words), Column("by", "transport", moved),
+        Column("words", "(millions)", moved), Column("measured", "(MiB)", peak),
+        Column("dry run", "(MiB)", peak)], lines)
+
+
+def notes(runs: Sequence[Run]) -> list[str]:
+    """What words are, which transports move others, and what the peaks of memory are."""
+    found = [merit.words_note(map(merit.transport, runs))
+             + ' "-" where it does not know, or was not asked.']
+    peaks = [run for run in runs if not math.isnan(most(run, "pool_peak"))]
+    if not peaks:
+        return found
+    text = ("Peak memory: all arrays of the rank that has the most, beside a dry run of rank 0, "
+            "which counts them as MPI needs them: each rank has what it gathers to itself.")
+    if any("shared" in str(run.configuration.get("transport")) for run in peaks):
+        text += (" Ranks that share memory have a gathered block only once and count an equal "
+                 "part of it each, which is less. A large all-reduce takes more, by this rank's "
+                 "part of the sum: it lies in shared memory while the whole is copied out.")
+    return [*found, text]
+
+
+def recomputing(runs: Iterable[Run]) -> list[str]:
+    """Which rows compute what again, where any does: their times and words include it."""
+    found: dict[str, list[str]] = {}
+    for (table, scheme, ranks), like, run in sorted(
+            ((*row_of(run), run) for run in runs), key=lambda one: (one[0], one[1] or "")):
+        batch = f" with the batch of {title(like)}" if like else ""
+        found.setdefault(policy_of(run), []).append(f"{table} {title(scheme)} {ranks}{batch}")
+    if set(found) <= {"none"}:
+        return []
+    rows = "; ".join(f"{name}: {'all rows' if len(found) == 1 else ', '.join(names)}"
+                     for name, names in found.items())
+    return [f"Recomputed in backward, which times, words and memory show and useful operations "
+            f"do not: {rows}."]
+
+
+def most(run: Run, name: str) -> float:
+    """Bytes of the rank that has the most; NaN where they were not recorded."""
+    found = time_parts.variable(run, "memory", name)
+    return math.nan if found is None else float(found.values.max())
+
+
+def _number(value: float) -> Number:
+    value = float(value)
+    if math.isnan(value):
+        return Number(value, "-")
+    return Number(value, f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip("."))

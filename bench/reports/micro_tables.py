@@ -1,0 +1,205 @@
+"""Make the tables of the microbenchmarks from their records."""
+
+import itertools
+import math
+from typing import Callable, Sequence
+
+import numpy as np
+
+from bench.experiments.products import operands
+from bench.records.measurements import Measurements
+from bench.reports.document import Cell, Column, Notes, Number, Part, Rows, Table
+from bench.reports.layer_table import layers
+from bench.reports.merit import words_note
+
+# Dimensions that a table of an unknown kind does not spread out: those of samples and bounds.
+INNER = {"repetition", "rank", "edge", "bound"}
+# Shown instead of a bandwidth for a collective whose result is read where it lies.
+IN_PLACE = {"all_gather": "copies nothing", "broadcast": "root copies"}
+
+
+def parts(records: Sequence[Measurements]) -> list[Part]:
+    """Make the tables and notes of all records, by kind."""
+    found: list[Part] = []
+    for kind in sorted({record.kind for record in records}):
+        mine = [record for record in records if record.kind == kind]
+        if kind in TOGETHER:
+            found += TOGETHER[kind](mine)
+        else:
+            build = BUILDERS.get(kind, other)
+            found += itertools.chain.from_iterable(map(build, mine))
+    return found
+
+
+def gemm(record: Measurements) -> list[Part]:
+    """Make the table of rates of products on one rank against their size."""
+    seconds, rates = (record.variables[name].values for name in ("seconds", "rate"))
+    series = [(d, t) for d in range(rates.shape[0]) for t in range(rates.shape[1])]
+    columns = [Column("size")]
+    for d, t in series:
+        group = f"{record.scales['dtype'][d]}, {_threads(record.scales['threads'][t])}"
+        columns += [Column("rate", "(GFLOP/s)", group), Column("low", "95 %", group),
+                    Column("high", "95 %", group)]
+    rows: Rows = []
+    for s, size in enumerate(record.scales["size"]):
+        cells: list[Cell] = [int(size)]
+        for d, t in series:
+            median, low, high = seconds[d, t, s, :3]
+            cells += [_number(rate / 1e9, ".1f") for rate in rates[d, t, s] * median / np.array(
+                [median, high, low])]
+        rows.append(cells)
+    return [Table("Rate of C = A B of square matrices on one rank", columns, rows),
+            Notes("About these rates:", [f"{machine(record)}."])]
+
+
+def collectives(record: Measurements) -> list[Part]:
+    """Make the table of times, bandwidths and fits of collectives."""
+    values = {name: variable.values for name, variable in record.variables.items()}
+    columns = [Column("", "collective"), Column("", "along"),
+               *(Column(_bytes(size), "(us)", "median makespan by the size of the whole array")
+                 for size in record.scales["size"]),
+               Column("bandwidth", "(GB/s)"), Column("alpha", "(us)", "fit"),
+               Column("1 / beta", "(GB/s)", "fit"), Column("within", "", "fit")]
+    rows: Rows = []
+    chosen, narrow = record.configuration, values["ended_by_width"]
+    travel = chosen.get("transports") or " ".join(
+        [chosen["transport"].replace(" ", "+")] * len(record.scales["axis"]))
+    placed = operands.in_places(travel, record.scales["collective"])
+    for c, kind in enumerate(record.scales["collective"]):
+        for a, axis in enumerate(record.scales["axis"]):
+            beta, error = values["beta"][a, c], values["fit_error"][a, c]
+            rows.append([kind, axis, *(_number(1e6 * t, ".0f")
+                                       for t in values["seconds"][a, c, :, 0]),
+                         Number(math.nan, IN_PLACE[kind]) if placed[a, c] else
+                         _number(values["bandwidth"][a, c].max() / 1e9, ".2f"),
+                         _number(1e6 * values["alpha"][a, c], ".0f"),
+                         _number(1e-9 / beta, ".2f") if beta and not placed[a, c]
+                         else Number(math.nan, "-"),
+                         Number(error, f"{100 * error:.0f} %")])
+    return [Table(f"Collectives on {chosen['grid']} ranks, all lines at once", columns, rows),
+            Notes("About these times:", [
+                "Bandwidth: bytes counted of the busiest rank (bucket algorithm) over the time, "
+                "at the best size; the fit alpha + beta n is of relative least squares. Arrays "
+                "are sent again and again: those that fit the caches are read from there.",
+                *["In shared memory ranks read what is gathered or broadcast where it lies, which "
+                  "is not timed: there is no bandwidth."] * bool(placed.any()),
+                f"{int(narrow.sum())} of {narrow.size} intervals are within "
+                f"{100 * chosen['width']:g} % of the median, the others ended by repetitions or "
+                f"seconds.", f"{machine(record)}; transport {chosen['transport']}."])]
+
+
+def matmul(records: Sequence[Measurements]) -> list[Part]:
+    """Make one table of distributed products beside one process, from any number of records."""
+    rows: Rows = []
+    for record in records:
+        chosen = record.configuration
+        found = {name: variable.values for name, variable in record.variables.items()}
+        for p, phase in enumerate(record.scales["phase"]):
+            product, _, process = found["seconds"][p, :, 0]
+            words, least = int(found["words"][p].max()), found["least_words"][p]
+            rows.append([
+                f"{chosen['form']} {chosen['M']} x {chosen['N']} x {chosen['K']}",
+                chosen["dtype"], f"{chosen['scheme']} {chosen['grid']}", chosen["transport"],
+                phase,
+                _number(1e3 * product, "#.4g"),
+                _number(found["flops"][p] / product / 1e9, ".1f"),
+                _number(1e3 * process, "#.4g"),
+                *(_number(value, ".3f") for value in found["efficiency"][p, :3]),
+                _number(found["ceiling"][p, 0], ".3f"),
+                _number(found["share_of_the_ceiling"][p, 0], ".3f"), words,
+                _number(words / least, ".3f") if least > 0 else Number(math.nan, "-")])
+    columns = [Column("", "product"), Column("", "dtype"), Column("", "scheme, grid"),
+               Column("", "transport"), Column("", "phase"), Column("time", "(ms)"),
+               Column("rate", "(GFLOP/s)"), Column("one process", "(ms)"),
+               Column("median", "", "efficiency"),
+               Column("low", "95 %", "efficiency"), Column("high", "95 %", "efficiency"),
+               Column("ceiling"), Column("of the", "ceiling"), Column("words", "counted"),
+               Column("over the", "bound")]
+    return [Table("Distributed matrix products beside one process with all cores", columns, rows),
+            Notes("About these products:", matmul_notes(records))]
+
+
+def matmul_notes(records: Sequence[Measurements]) -> list[str]:
+    """Say how the products were measured, and warn where the reference was not fair."""
+    notes = []
+    for record in records:
+        chosen, cores = record.configuration, record.environment["cores"]
+        worst = max(check.error / check.tolerance for check in record.checks)
+        notes.append(f"{chosen['form']} {chosen['M']} x {chosen['N']} x {chosen['K']} "
+                     f"{chosen['dtype']}, {chosen['scheme']} {chosen['grid']}, transport "
+                     f"{chosen['transport']}: {len(record.scales['repetition'])} repetitions of "
+                     f"{chosen['calls']} calls, ended by {chosen['ended_by']}; one process with "
+                     f"{_threads(chosen['one_process_threads'])}; verified, errors at most "
+                     f"{100 * worst:.2g} % of the tolerance.")
+        if chosen["one_process_threads"] < cores:
+            notes.append("WARNING: BLAS takes "
+                         f"{chosen['one_process_threads']} threads at most, of {cores} cores: no "
+                         "fair reference.")
+        if chosen["one_process_cores"] < cores:
+            notes.append(f"WARNING: the one process was bound to {chosen['one_process_cores']} of "
+                         f"{cores} cores: no fair reference.")
+    notes.append("Times are makespans a call. Efficiency: one process / product; ceiling: one "
+                 "process / the local products without communication.")
+    notes.append(words_note(record.configuration["transport"] for record in records)
+                 + " They are the busiest rank's.")
+    if any("backward" in record.scales["phase"] for record in records):
+        notes.append("The bound of backward is that of its two products apart, which share dC: "
+                     "fewer words are possible.")
+    return notes + list(dict.fromkeys(f"{machine(record)}." for record in records))
+
+
+def other(record: Measurements) -> list[Part]:
+    """Make tables of a record of any kind: one for each set of dimensions, medians and bounds."""
+    by_dims: dict[tuple[str, ...], dict[str, np.ndarray]] = {}
+    for name, variable in record.variables.items():
+        dims = tuple(dim for dim in variable.dims if dim not in INNER)
+        left = [dim for dim in variable.dims if dim in INNER]
+        if left in ([], ["bound"]):
+            title = name if variable.units == "1" else f"{name} ({variable.units})"
+            by_dims.setdefault(dims, {})[title] = variable.values
+    found: list[Part] = []
+    for dims, variables in by_dims.items():
+        columns = [Column(dim) for dim in dims]
+        for name, values in variables.items():
+            columns += ([Column(part, "", name) for part in ("median", "low", "high")]
+                        if values.ndim > len(dims) else [Column(name)])
+        rows: Rows = []
+        for place in np.ndindex(*(len(record.scales[dim]) for dim in dims)):
+            cells: list[Cell] = [str(record.scales[dim][k]) for dim, k in zip(dims, place)]
+            for values in variables.values():
+                cells += [_number(value, ".4g") for value in np.ravel(values[place])[:3]]
+            rows.append(cells)
+        found.append(Table(f"{record.kind}: by {', '.join(dims)}" if dims else record.kind,
+                           columns, rows))
+    settings = ", ".join(f"{name} {value}" for name, value in record.configuration.items())
+    return [*found, Notes(f"About {record.kind}:", [f"{settings}.", f"{machine(record)}."])]
+
+
+def machine(record: Measurements) -> str:
+    """Name the machine of a record: processor, cores, BLAS and MPI."""
+    env = record.environment
+    known = [f"{env[name]}{unit}" for name, unit in (
+        ("cpu_model", ""), ("cores", " cores"), ("blas", ""), ("blas_architecture", " kernels"),
+        ("mpi", "")) if name in env]
+    return ", ".join(known)
+
+
+def _number(value: float, digits: str) -> Number:
+    return Number(float(value), format(float(value), digits).rstrip("."))
+
+
+def _threads(count: int) -> str:
+    return f"{count} thread{'' if count == 1 else 's'}"
+
+
+def _bytes(size: int) -> str:
+    for unit, factor in (("MiB", 2 ** 20), ("KiB", 2 ** 10)):
+        if size >= factor:
+            return f"{size / factor:g} {unit}"
+    return f"{size} B"
+
+
+BUILDERS: dict[str, Callable[[Measurements], list[Part]]] = {
+    "gemm": gemm, "collectives": collectives}
+# Any number of records in one table.
+TOGETHER = {"matmul": matmul, "layer": layers}

@@ -1,0 +1,234 @@
+"""The paper's Tables 1 and 2, with what was measured beside what was published."""
+
+import math
+from pathlib import Path
+from typing import Iterable, Sequence
+
+import numpy as np
+
+from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load, title
+from bench.cases.selection import select
+from bench.checks import layer_residuals
+from bench.instruments import timing
+from bench.records.folder import Found, Results, gather, most_crowded
+from bench.records.run_file import Run
+from bench.reports import certainty, formats, merit_rows, micro_tables, speed_ups
+from bench.reports.document import Column, Notes, Number, Part, Rows, Table
+from mm3d.tracing.events import PHASES
+
+
+Key = tuple[str, str, int]    # a row: its table, scheme and ranks
+
+
+def tables(folder: str | Path, form: str = "text") -> str:
+    """All tables of a folder, with notes, in one of `bench.reports.formats.FORMATS`.
+
+    Raises
+    ------
+    StoreError
+        When there are no results in `folder`.
+    """
+    return formats.render(document(gather(folder)), form)
+
+
+def document(found: Found) -> list[Part]:
+    """Both of the paper's tables for every preset, the microbenchmarks, and notes."""
+    parts = [part for results in found.results for part in one_preset(results)]
+    parts += micro_tables.parts(found.measurements)
+    if found.problems:
+        parts.append(Notes("Left out:", found.problems))
+    return parts
+
+
+def one_preset(results: Results) -> list[Part]:
+    """The tables and notes of one preset."""
+    about = load().presets[results.preset].about if results.preset in load().presets else ""
+    parts: list[Part] = [f"Preset {results.title}: {about}"]
+    for name in HEADINGS:
+        rows = results.rows(name)
+        if not (rows or results.plain):
+            continue
+        runs = [results.get(row) for row in rows]
+        heading = f"{HEADINGS[name]}, preset {results.title}{warning(runs)}"
+        parts.append(table(heading, rows, runs))
+        if any(runs):
+            parts += [certainty.certainty(heading, rows, runs),
+                      merit_rows.overview(heading, rows, runs)]
+        if results.plain or results.runs.keys() & {(name, PROPOSED, 64)}:
+            parts.append(speed_ups.table(heading, name, results))
+    return parts + [Notes("About the published figures:", published_notes()),
+                    Notes("About the measured figures:", measured_notes(results))]
+
+
+def warning(runs: Sequence[Run | None]) -> str:
+    """What headings say of times that are no scaling results; nothing where all ranks had cores.
+    """
+    most = most_crowded([run for run in runs if run])
+    return "" if most is None else (f" (NOT SCALING RESULTS: up to {most.ranks} ranks take turns "
+                                    f"on {most.environment['cores']} cores)")
+
+
+def table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
+    """The rows of one of the paper's tables; "missing" where nothing was measured."""
+    times = [_column([run and timing.typical(run.samples[phase]) for run in runs])
+             for phase in PHASES]
+    times.append(_column([run and measured_average(run) for run in runs]))
+    lines: Rows = []
+    for row, run, *measured in zip(rows, runs, *times):
+        sizes = [run.configuration[s] for s in ("batch", "hidden")] if run else ["", ""]
+        printed = [Number(row.forward, f"{row.forward:.3f}"),
+                   Number(row.backward, f"{row.backward:.3f}"),
+                   Number(row.average, f"{row.average:.3f}{' ' if row.consistent else '*'}")]
+        known = [row.batch, row.hidden, *printed] if row.published else ["-"] * 5
+        lines.append([title(row.scheme), row.gpus, *known, *sizes, *measured])
+    heads = [("batch", "size"), ("hidden", "size"), ("forward", "time (s)"),
+             ("backward", "time (s)"), ("average", "step (s)")]
+    columns = [Column("", "scheme"), Column("# GPUs", "or ranks"),
+               *(Column(*head, group) for group in ("published (GPUs)", "measured (ranks)")
+                 for head in heads)]
+    return Table(heading, columns, lines)
+
+
+def measured_average(run: Run) -> float:
+    """Average step time in seconds per sequence (equation 6), of medians."""
+    return timing.average_step_time(run.samples, run.configuration["batch"])
+
+
+def published_notes() -> list[str]:
+    """The paper's inconsistencies, from its own figures."""
+    wrong = [row for row in load().rows if not row.consistent]
+    notes = [f"* {HEADINGS[row.table]}, {title(row.scheme)} on {row.gpus} GPUs: the paper prints "
+             f"{row.average:.3f} s, but its own times give ({row.forward:.3f} + "
+             f"{row.backward:.3f}) / {row.batch} = {row.recomputed:.3f} s (equation 6), as "
+             f"all other rows do." for row in wrong]
+    ratios = {}
+    for name in HEADINGS:
+        rows = {row.scheme: row for row in select(name) if row.gpus == 64}
+        for kind in ("average", "recomputed"):
+            ratios[name, kind] = " and ".join(
+                f"{getattr(rows[other], kind) / getattr(rows[PROPOSED], kind):.2f}x"
+                for other in BASELINES)
+    notes.append(f"The paper's speed-ups of 3-D over 1-D and 2-D, {ratios['weak', 'average']}, "
+                 f"are given for strong scaling (Section 4.2.2), but they are the ratios of "
+                 f"Table 1, weak scaling, with the wrong figure; with the recomputed one Table 1 "
+                 f"has {ratios['weak', 'recomputed']}. Table 2, strong scaling, itself has "
+                 f"{ratios['strong', 'average']}.")
+    return notes
+
+
+def measured_notes(results: Results) -> list[str]:
+    """How the measured figures came about, and what they do not show."""
+    runs = results.shown()
+    if not runs:
+        return [f"None but {_count(results.overridden, 'run')} with sizes given by hand."]
+    notes = [f"Model: layers {_all(runs, 'layers')}, sequence {_all(runs, 'seq')}, "
+             f"{_all(runs, 'dtype')}, MLP {_all(runs, 'mlp_factor')} x hidden. The published "
+             f"figures are from V100 GPUs at the published sizes: compare ratios, not seconds.",
+             f"Times: of the slowest rank, the median of at least {_all(runs, 'repetitions')} "
+             f"repetitions after {_all(runs, 'warmup')} to warm up.",
+             *verified_notes(runs)]
+    if not results.plain:
+        notes.insert(0, f"VARIANT{results.label.replace(',', ':', 1)}: these rows are "
+                        f"computed otherwise than the tables', whose plain rows are apart.")
+    notes += (certainty.notes(runs) + speed_ups.notes(results) + merit_rows.notes(runs)
+              + merit_rows.recomputing(runs))
+    crowded = [run for run in runs if run.environment["oversubscribed"]]
+    most = most_crowded(runs)
+    if most:
+        notes.append(f"NOT SCALING RESULTS: in {len(crowded)} of {len(runs)} rows ranks outnumber "
+                     f"cores, with up to {most.ranks} ranks on {most.environment['cores']} cores. "
+                     f"The ranks take turns, so more ranks cannot be faster; such times compare "
+                     f"the total work, copying and waiting of the schemes, nothing else.")
+    differ = [_title(key) for key, run in results.runs.items() if not words_agree(run)]
+    differ += [f"{_title(key)} with the batch of {title(like)}"
+               for (key, like), run in results.equal.items() if not words_agree(run)]
+    if differ:
+        notes.append(f"The words counted differ from the closed form in: {', '.join(differ)}.")
+    missing = [_title((row.table, row.scheme, row.gpus)) for row in load().rows
+               if results.get(row) is None]
+    if missing and results.plain:
+        notes.append(f"Missing, {len(missing)} of {len(load().rows)} rows: {', '.join(missing)}.")
+    if results.earlier:
+        notes.append(f"Of each row the latest run is shown; the folder also has "
+                     f"{_count(results.earlier, 'earlier run')}.")
+    if results.overridden:
+        notes.append(f"Not shown: {_count(results.overridden, 'run')} with sizes given by hand.")
+    return notes + machines(results)
+
+
+def verified_notes(runs: Sequence[Run]) -> list[str]:
+    """What was verified before anything was timed, and how."""
+    apart = [(run, *layer_residuals.apart(run.checks)) for run in runs]
+    error = max(check.error for _, serial, _ in apart for check in serial)
+    notes = [f"Verified first: output and all gradients of every row beside a serial model; the "
+             f"largest relative error is {error:.1g}."]
+    smaller = [run for run in runs if not run.configuration["verified_measured_model"]]
+    own = [check.error / check.tolerance for _, _, found in apart for check in found]
+    looked = sum(bool(found) for _, _, found in apart)
+    if smaller:
+        notes.append(f"In {len(smaller)} rows that was a smaller model of the same scheme and "
+                     f"grid, because a serial model of the measured size does not fit.")
+    if looked:
+        notes.append(f"In {looked} rows the measured model itself was checked by the residuals of "
+                     f"one step, layer by layer: products and their gradients by random vectors, "
+                     f"the rest in samples beside float64; the largest is {max(own):.1g} of its "
+                     f"tolerance.")
+    if len(smaller) > looked:
+        notes.append(f"NOT VERIFIED AT ITS SIZE: in {len(smaller) - looked} rows the measured "
+                     f"model itself was not checked.")
+    return notes
+
+
+def machines(results: Results) -> list[str]:
+    """A line for each environment that the runs have; where there are several, of which rows."""
+    found: dict[str, list[Key]] = {}
+    for key, run in sorted(results.runs.items()):
+        env = run.environment
+        commit = env["git_commit"][:12] + ("" if env["git_clean"] else " with changes")
+        about = (f"{env['cpu_model']}, {env['cores']} cores; {env['mpi']}; "
+                 f"{env['blas']} with {env['blas_architecture']} kernels, "
+                 f"{_count(env['blas_threads'], 'thread')} a rank; backend {env['backend']}, "
+                 f"NumPy {env['numpy_version']}, Python {env['python']}; source {commit}.")
+        found.setdefault(about, []).append(key)
+    return [f"Machine{f' of {_together(keys, results)}' * (len(found) > 1)}: {about}"
+            for about, keys in found.items()]
+
+
+def _together(keys: list[Key], results: Results) -> str:
+    """The names of rows, those of a table in one where they are all that was measured of it."""
+    names = []
+    for table in sorted({key[0] for key in keys}):
+        mine = [key for key in keys if key[0] == table]
+        whole = len(mine) == sum(key[0] == table for key in results.runs)
+        names += [f"all {table} rows"] if whole else map(_title, mine)
+    return ", ".join(names)
+
+
+def words_agree(run: Run) -> bool:
+    """Whether the words counted on all ranks are those of the closed form."""
+    return np.array_equal(run.traffic["words"].sum(axis=1), run.expected_words)
+
+
+def _title(key: Key) -> str:
+    return f"{key[0]} {title(key[1])} {key[2]}"
+
+
+def _all(runs: list[Run], setting: str) -> str:
+    """The value that a setting has in all runs, or its values."""
+    return " or ".join(map(str, sorted({run.configuration[setting] for run in runs})))
+
+
+def _missing() -> Number:
+    return Number(math.nan, "missing")
+
+
+def _column(seconds: Iterable[float | None]) -> list[Number]:
+    """Seconds with as many decimals as give the least of them three significant digits."""
+    seconds = list(seconds)
+    found = [value for value in seconds if value]
+    decimals = min(9, max(0, 2 - math.floor(math.log10(min(found))))) if found else 0
+    return [Number(value, f"{value:.{decimals}f}") if value else _missing() for value in seconds]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -1,0 +1,55 @@
+"""Plans as a table, and remarks on them."""
+
+from typing import Sequence
+
+from bench.prediction.closed_form_plan import Plan, products
+from bench.prediction.planner import regime
+from bench.reports.document import Column, Notes, Table
+from bench.reports.formats import rounded
+from mm3d import ModelSizes
+from mm3d.schemes import lookup
+
+
+def table(plans: Sequence[Plan], fits: Sequence[str]) -> Table:
+    """Make the table of plans, one a line, and whether each fits."""
+    rows = [[p.scheme, str(p.shape),
+             *map(rounded, (p.seconds, p.forward, p.backward, p.words["forward"] / 1e6,
+                            p.words["backward"] / 1e6, p.over_bound, p.memory / 2**30)), said]
+            for p, said in zip(plans, fits)]
+    return Table("Schemes and grids by predicted step time", [
+        Column("scheme"), Column("grid", align="<"),
+        *(Column(name, align=".") for name in (
+            "step s", "forward s", "backward s", "Mwords fwd", "Mwords bwd", "/ bound", "GiB")),
+        Column("fits", align="<")], rows)
+
+
+def remarks(plans: Sequence[Plan], sizes: ModelSizes, ranks: int, took: float) -> Notes:
+    """Say which plan moves least, what the cube does, and how all were found in `took` seconds."""
+    least = min(plans, key=lambda p: p.words["forward"])
+    lines = [f"fewest words forward: {least.scheme} {least.shape}, "
+             f"{least.words['forward'] / 1e6:.4g} million a rank"]
+    for scheme in dict.fromkeys(p.scheme for p in plans):
+        lines += _default(scheme, plans, least, ranks)
+    kinds = {regime(*product.extents, ranks) for product in products(sizes)}
+    lines += ["regime of the lower bound for the products: "
+              + ", ".join(f"{kind}-D" for kind in sorted(kinds)),
+              f"{len(plans)} plans screened, {sum(p.traced for p in plans)} traced in "
+              f"{took:.1f} s",
+              "words are those of the bucket algorithm, exactly; memory of what is traced is a "
+              "dry run's of rank 0; seconds are a model"]
+    return Notes("Remarks", lines)
+
+
+def _default(scheme: str, plans: Sequence[Plan], least: Plan, ranks: int) -> list[str]:
+    """Say what the default grid of a scheme moves that has several grids."""
+    own = {p.grid: p for p in plans if p.scheme == scheme}
+    try:
+        grid = lookup(scheme).default_grid(ranks)
+    except ValueError:    # such as no cube
+        return []
+    if len(own) == 1 or grid not in own:
+        return []
+    moved = own[grid].words["forward"]
+    return [f"{scheme} on its default grid, {own[grid].shape}: {moved / 1e6:.4g} "
+            f"million forward, {moved / least.words['forward']:.3g} times as many; "
+            f"{own[grid].seconds:.4g} s"]

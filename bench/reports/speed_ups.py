@@ -1,0 +1,72 @@
+"""The speed-up of 3-D over the other schemes, with the batches and tokens of both sides."""
+
+import math
+
+from msgspec.structs import replace
+
+from bench.cases.paper import BASELINES, PROPOSED, Row, title
+from bench.cases.selection import select
+from bench.instruments import timing
+from bench.records.folder import Results
+from bench.reports import certainty
+from bench.reports.document import Cell, Column, Number, Rows, Table
+
+
+def table(heading: str, name: str, results: Results) -> Table:
+    """Ratios of average step times on as many ranks, published and measured.
+
+    A pair of rows whose batches differ is followed by the same with equal batches, where that was
+    measured.
+    """
+    rows = {(row.scheme, row.gpus): row for row in select(name)}
+    lines: Rows = []
+    for cube in (row for row in rows.values() if row.scheme == PROPOSED):
+        for other in BASELINES:
+            if row := rows.get((other, cube.gpus)):
+                lines.append(line(f"over {title(other)}", row, cube, results))
+                equal = ((replace(row, like=PROPOSED), cube), (row, replace(cube, like=other)))
+                lines += [line(f"over {title(other)}, equal batches", *pair, results)
+                          for pair in equal if any(one.like and results.get(one) for one in pair)]
+    batches = [Column("batch", "other"), Column("batch", "3-D")]
+    published = [*batches, Column("printed"), Column("recomputed")]
+    measured = [*batches, Column("tokens", "other"), Column("tokens", "3-D"), Column("speed-up"),
+                Column("differs")]
+    return Table(f"{heading}: speed-up of 3-D", [Column("speed-up"), Column("ranks"), *(
+        column._replace(group=group) for group, columns in (
+            ("published", published), ("measured", measured)) for column in columns)], lines)
+
+
+def line(name: str, other: Row, cube: Row, results: Results) -> list[Cell]:
+    """A pair of rows; what was published only of the rows with their own batches."""
+    cells: list[Cell] = [name, cube.gpus]
+    if other.like or cube.like:
+        cells += [""] * 4
+    else:
+        cells += [other.batch, cube.batch, _ratio(other.average, cube.average),
+                  _ratio(other.recomputed, cube.recomputed)]
+    runs = [results.get(row) for row in (other, cube)]
+    if None in runs:
+        return [*cells, *[""] * 4, Number(math.nan, "missing"), ""]
+    batches = [run.configuration["batch"] for run in runs]
+    tokens = [run.configuration["batch"] * run.configuration["seq"] for run in runs]
+    averages = [timing.average_step_time(run.samples, batch)
+                for run, batch in zip(runs, batches)]
+    return [*cells, *batches, *tokens, _ratio(*averages), certainty.verdict(*runs)]
+
+
+def notes(results: Results) -> list[str]:
+    """What a speed-up between different batches is made of."""
+    unequal = any(results.get(cube) and results.get(row)
+                  and results.get(cube).configuration["batch"]
+                  != results.get(row).configuration["batch"]
+                  for cube in select(schemes=PROPOSED) for row in select(cube.table)
+                  if row.gpus == cube.gpus)
+    if not unequal:
+        return []
+    text = ("Speed-ups are ratios of seconds a sequence. Where the batches of both sides differ, "
+            "what a larger batch gains is in them, in the published ones as well.")
+    return [text + ("" if results.equal else " --equal-tokens measures both at equal batches.")]
+
+
+def _ratio(slow: float, fast: float) -> Number:
+    return Number(slow / fast, f"{slow / fast:.2f}x")

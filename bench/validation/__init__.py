@@ -1,0 +1,1 @@
+"""Files held against the schema and the rules of a run."""

@@ -1,0 +1,85 @@
+"""Check files against the schema and the rules of a run.
+
+A violation makes a file unfit to be cited, and is explained in a line; a warning is what a reader
+must know.  Nothing is taken from the file that can be computed from its samples or its sizes.
+"""
+
+from pathlib import Path
+from typing import Iterator
+
+import h5py
+
+from bench.errors import StoreError
+from bench.records import merged
+from bench.records.measurements import Measurements
+from bench.records.run_file import FORMAT, SCHEMA, opened, parse
+from bench.validation import rules
+from mm3d import ModelSizes
+
+
+def check(path: Path) -> tuple[list[str], list[str]]:
+    """Check a file: its violations of the rules, and warnings that a reader must know."""
+    errors: list[str] = []
+    warnings: list[str] = []
+    try:
+        with opened(path) as file:
+            for place, group in merged.groups(file, path):
+                where = "" if group.name == "/" else f"{group.name.rpartition('/')[2]}: "
+                found_errors, found_warnings = check_run(group, place)
+                errors += [where + line for line in found_errors]
+                warnings += [where + line for line in found_warnings]
+            if file.attrs.get("format") == merged.FORMAT:
+                errors += versions(file)
+    except StoreError as error:
+        errors.append(str(error))
+    return errors, warnings
+
+
+def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
+    """The same of one run."""
+    if group.attrs.get("format") != FORMAT:
+        return [f"{place} is an HDF5 file, but not an mm3d run"], []
+    errors = [*schema(group), *rules.private(group), *described(group)]
+    if group.attrs.get("kind", "model") in rules.VERIFIED and "verification" not in group:
+        return [*errors, "there is no verification: no time counts without one"], []
+    try:
+        run = parse(group, place)
+        if not isinstance(run, Measurements):
+            ModelSizes.of(run.configuration).check()
+    except (StoreError, ValueError) as error:
+        return [*errors, str(error)], []
+    common = rules.MEASUREMENTS if isinstance(run, Measurements) else rules.MODEL
+    for rule in common:
+        errors += rule(run)
+    return errors, list(rules.warnings(run))
+
+
+def schema(group: h5py.Group) -> Iterator[str]:
+    """The version, which must be one that there is."""
+    version = group.attrs.get("schema_version")
+    if version is None or not 1 <= int(version) <= SCHEMA:
+        yield f"schema version {version}: there are versions 1 to {SCHEMA}"
+
+
+def versions(file: h5py.File) -> Iterator[str]:
+    """Of a merged file: all runs have the version that the file says."""
+    for name, group in file["runs"].items():
+        if group.attrs.get("schema_version") != file.attrs.get("schema_version"):
+            yield (f"{name} has schema version {group.attrs.get('schema_version')}, the merged "
+                   f"file {file.attrs.get('schema_version')}: versions must not be mixed")
+
+
+def described(group: h5py.Group) -> Iterator[str]:
+    """Every dataset has units, and every dimension a scale of its length."""
+    lines: list[str] = []
+
+    def visit(name: str, item: h5py.HLObject) -> None:
+        if not isinstance(item, h5py.Dataset) or item.is_scale:
+            return
+        if "units" not in item.attrs:
+            lines.append(f"{name} has no units")
+        for index, dim in enumerate(item.dims):
+            if len(dim) != 1 or len(dim[0]) != item.shape[index]:
+                lines.append(f"dimension {index} of {name} has no scale of its length")
+    group.visititems(visit)
+    yield from lines

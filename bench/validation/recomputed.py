@@ -1,0 +1,168 @@
+"""What the file of a microbenchmark derives from its samples, sizes and grid, computed anew."""
+
+from typing import Callable, Iterator, NamedTuple
+
+import numpy as np
+
+from bench.experiments.products import operands
+from bench.experiments.products.matmul import RATIOS, RESULTS
+from bench.experiments.products.problem import Problem
+from bench.instruments import least_squares
+from bench.instruments.statistics import median_interval
+from bench.records.measurements import Measurements, grid_shape
+from mm3d import ModelSizes, SCHEMES, describe
+from mm3d.model import cost
+from mm3d.tracing.dry_arrays import DryBackend
+from mm3d.transport.silent import Absent
+
+CLOSE = 1e-9    # relative: the same numbers computed again
+# Relative to the times: least squares on another machine's LAPACK.
+FITTED = 1e-6
+UNKNOWN = ((np.nan, np.nan, np.nan, 0.0), (np.nan,) * 4)    # intervals of no samples
+
+
+class Again(NamedTuple):
+    """The numbers that a variable should have, what they follow from, and how far off is close:
+    a part of them, or of `scale`."""
+
+    values: np.ndarray
+    source: str
+    scale: np.ndarray | float = 0.0
+
+    def agrees(self, found: np.ndarray) -> bool:
+        """Whether they are what was found."""
+        if np.shape(found) != np.shape(self.values):
+            return False
+        return np.allclose(found, self.values, rtol=CLOSE, atol=FITTED * self.scale,
+                           equal_nan=True)
+
+
+def derived(run: Measurements) -> Iterator[str]:
+    """What is computed from samples, sizes and the grid is what they give."""
+    found = {name: variable.values for name, variable in run.variables.items()}
+    try:
+        again = _of_samples(found) | KINDS.get(run.kind, _nothing)(run, found)
+        for name, wanted in again.items():
+            if not wanted.agrees(found[name]):
+                yield (f"measurements/{name} is not that of {wanted.source}, "
+                       f"{_few(wanted.values)}, but {_few(found[name])}")
+    except (KeyError, ValueError, IndexError, AttributeError) as error:
+        yield f"what the measurements say cannot be computed anew: {error!r}"
+
+
+def _few(values: np.ndarray) -> str:
+    """The first numbers of an array, and that there are more."""
+    flat = np.ravel(values)
+    return " ".join(f"{value:.6g}" for value in flat[:3]) + " ..." * (flat.size > 3)
+
+
+def _nothing(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]:
+    """Nothing is derived but the intervals."""
+    return {}
+
+
+def interval(samples: np.ndarray, none: tuple) -> tuple:
+    """The median and its interval without the samples that are NaN; `none` if all are."""
+    taken = samples[~np.isnan(samples)]
+    return median_interval(taken) if len(taken) else none
+
+
+def _of_samples(found: dict[str, np.ndarray]) -> dict[str, Again]:
+    """The medians and intervals of points that have their samples beside them."""
+    if not {"samples", "seconds"} <= found.keys():
+        return {}
+    samples = found["samples"]
+    points = [interval(line, UNKNOWN[1]) for line in samples.reshape(-1, samples.shape[-1])]
+    return {"seconds": Again(np.reshape(points, (*samples.shape[:-1], 4)), "its samples")}
+
+
+def _gemm(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]:
+    """Rates of products of square matrices."""
+    dims = run.variables["rate"].dims
+    shape = [-1 if dim == "size" else 1 for dim in dims]
+    flops = 2.0 * np.reshape(np.array(run.scales["size"], float) ** 3, shape)
+    return {"rate": Again(flops / found["seconds"][..., 0], "the operations over the median")}
+
+
+def _collectives(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]:
+    """Bytes that the busiest rank moves, bandwidths and fits, (axis, collective, size)."""
+    medians, moved = found["seconds"][..., 0], np.empty_like(found["bytes_moved"])
+    sizes = np.array(run.scales["size"], np.int64)
+    item = np.dtype(run.configuration["dtype"]).itemsize
+    lines = [size for size in grid_shape(run.configuration).sizes if size > 1]
+    for a, ranks in enumerate(lines):
+        least = item * (sizes // item // ranks)    # the smallest block of the whole array
+        busiest = {"all_gather": sizes - least, "reduce_scatter": sizes - least,
+                   "all_reduce": 2 * (sizes - least), "broadcast": sizes, "reduce": sizes}
+        moved[a] = [busiest[kind] for kind in run.scales["collective"]]
+    fit = np.array([least_squares.line(sizes.astype(float), line)
+                    for line in medians.reshape(-1, len(sizes))]).reshape(*medians.shape[:2], 3)
+    source, longest = "the fit to the medians", medians.max(axis=-1)
+    bandwidth = moved / medians
+    if "transports" in run.configuration:    # files of before have one of meetings, too
+        bandwidth[operands.in_places(run.configuration["transports"],
+                                     run.scales["collective"])] = np.nan
+    return {"bytes_moved": Again(moved, "the sizes"),
+            "bandwidth": Again(bandwidth, "the bytes moved over the median"),
+            "alpha": Again(fit[..., 0], source, longest),
+            "beta": Again(fit[..., 1], source, longest / sizes[-1]),
+            "fit_error": Again(fit[..., 2], source, 1.0)}
+
+
+def _makespans(times: np.ndarray) -> np.ndarray:
+    """From the first rank's begin to the last one's end; ranks that are NaN had no part."""
+    return np.fmax.reduce(times[..., 1], axis=-1) - np.fmin.reduce(times[..., 0], axis=-1)
+
+
+def _matmul(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]:
+    """All of the product: of its times, (phase, repetition, kind, rank, edge), and its sizes."""
+    chosen, phases = run.configuration, run.scales["phase"]
+    spans = _makespans(found["times"])
+    sizes, ranks = [chosen[name] for name in "MNK"], len(run.scales["rank"])
+    products = np.array([len(RESULTS[phase]) for phase in phases])
+    again = {name.replace(" ", "_"): Again(
+        np.array([median_interval(one[:, above] / one[:, below]) for one in spans]), "the times")
+        for name, (above, below) in RATIOS.items()}
+    return again | {
+        "seconds": Again(np.array([[median_interval(kind) for kind in one.T] for one in spans]),
+                         "the makespans of the times"),
+        "flops": Again(2 * products * np.prod(sizes, dtype=np.int64), "the sizes"),
+        "least_words": Again(products * cost.lower_bound(*sizes, ranks), "the sizes"),
+        "words": Again(moved(chosen, phases, ranks), "a dry run of each rank")}
+
+
+def moved(chosen: dict, phases: list[str], ranks: int) -> np.ndarray:
+    """Words that each rank of a product moves, (phase, rank), without moving any."""
+    grid = grid_shape(chosen).sizes
+    words = np.zeros((len(phases), ranks), np.int64)
+    for rank in range(ranks):
+        problem = Problem(chosen["scheme"], chosen["form"], Absent(ranks, rank), grid,
+                          tuple(chosen[name] for name in "MNK"), chosen["dtype"], 0,
+                          DryBackend())
+        for p, phase in enumerate(phases):
+            problem.grid.reset_traffic()
+            getattr(problem, phase)()
+            words[p, rank] = sum(each.words for each in problem.grid.traffic().values())
+    return words
+
+
+def _layer(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]:
+    """All of the layer: of its times, (repetition, kind, rank, edge), and its sizes."""
+    chosen, spans = run.configuration, _makespans(found["times"])
+    described = describe(ModelSizes.of(chosen))
+    none = UNKNOWN[0]
+    again = {"seconds": Again(np.array([interval(kind, none) for kind in spans.T]),
+                              "the makespans of the times"),
+             "ratio": Again(np.array([interval(kind / spans[:, 0], none) for kind in spans.T]),
+                            "the times"),
+             "flops": Again(np.array(sum(cost.flops(described).values())), "the sizes")}
+    if chosen["scheme"] in SCHEMES:
+        words = cost.peak_words(chosen["scheme"], grid_shape(chosen), described)
+        again["expected_memory"] = Again(
+            np.array(words * np.dtype(chosen["dtype"]).itemsize), "the closed form")
+    return again
+
+
+KINDS: dict[str, Callable[[Measurements, dict[str, np.ndarray]], dict[str, Again]]] = {
+    "gemm": _gemm, "gpu-gemm": _gemm, "collectives": _collectives, "matmul": _matmul,
+    "layer": _layer}

@@ -1,0 +1,307 @@
+"""The rules that a run must keep to be cited; each says in a line how one is broken."""
+
+import getpass
+import math
+import re
+import socket
+from typing import Any, Callable, Iterator
+
+import h5py
+import numpy as np
+from msgspec.structs import replace
+
+from bench.cases.case import case
+from bench.cases.paper import load, own as own_row, title
+from bench.cases.variants import itemsize, recorded
+from bench.checks import layer_residuals
+from bench.checks.against_serial import tolerances
+from bench.errors import UsageError
+from bench.experiments.rows.record import expected_words
+from bench.instruments import timing
+from bench.instruments.statistics import median_interval
+from bench.records.measurements import Check, Measurements
+from bench.records.run_file import Run
+from bench.validation.recomputed import CLOSE, derived
+from mm3d import ModelSizes, SCHEMES, describe
+from mm3d.grid.axis import COLLECTIVES
+from mm3d.model import cost
+from mm3d.model.recomputation import policy
+from mm3d.model.sizes import SIZES
+from mm3d.tracing.events import PHASES
+
+PATHS = re.compile(r"(?<![\w.])/(home|Users|root|tmp|mnt|scratch|work|gpfs|lustre)(/|\b)")
+ADDRESS = re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)*")
+VERIFIED = ("model", "matmul", "layer", "check")    # kinds of run that have a right result
+
+
+def samples(run: Run) -> Iterator[str]:
+    """Times are times, and there are as many as were asked for."""
+    chosen, count = run.configuration, len(run.samples["forward"])
+    for phase in PHASES:
+        if not (np.isfinite(run.samples[phase]) & (run.samples[phase] > 0)).all():
+            yield f"samples/{phase} has times that are not greater than 0, or no numbers"
+        late = run.late.get(phase)
+        if late is not None and not ((late >= 0).all() and (late.min(axis=1) == 0).all()):
+            yield (f"samples/{phase}_late: in each repetition some rank is the first, 0, and no "
+                   f"other before it")
+    least, most = chosen["repetitions"], chosen.get("max_repetitions", math.inf)
+    if count < least and run.ended_by != "stopped":
+        yield f"too few samples: {count} repetitions of at least {least} that were asked for"
+    if count > most:
+        yield f"too many samples: {count} repetitions of at most {most}"
+
+
+def ending(run: Run) -> Iterator[str]:
+    """What ended the repetitions is what the samples say."""
+    chosen, count = run.configuration, len(run.samples["forward"])
+    if not run.clock or count == 0 or not all(np.isfinite(run.samples[p]).all() for p in PHASES):
+        return    # version 1, or said elsewhere
+    intervals = {phase: median_interval(timing.slowest(run.samples[phase])) for phase in PHASES}
+    wide = [f"{phase} {100 * interval.width:.1f} % wide at {100 * interval.confidence:.0f} %"
+            for phase, interval in intervals.items() if not interval.within(chosen["width"])]
+    if run.ended_by == "width" and wide:
+        yield (f"ended_by says that the intervals are within {100 * chosen['width']:g} %, but "
+               f"those of the samples are not: {', '.join(wide)}")
+    if run.ended_by == "repetitions" and count != chosen.get("max_repetitions", count):
+        yield (f"ended_by says that {chosen['max_repetitions']} repetitions were done, but there "
+               f"are {count}")
+
+
+def verification(run: Run) -> Iterator[str]:
+    """All quantities were compared, as strictly as the benchmark does, and passed."""
+    yield from failed(run.checks)
+    layers = run.configuration.get("verified_layers", run.configuration["layers"])
+    try:
+        forward, gradient = tolerances(recorded(run.configuration).rounding, layers)
+    except KeyError:
+        forward, gradient = math.nan, math.nan
+    serial, own = layer_residuals.apart(run.checks)
+    for check in serial:
+        limit = forward if check.quantity == "output" else gradient
+        if not check.tolerance <= limit:
+            yield (f"verification: the tolerance of {check.quantity} is {check.tolerance:g}; the "
+                   f"rules allow {limit:g}")
+    names = {check.quantity for check in serial}
+    model = describe(ModelSizes.of({**run.configuration, "layers": layers}))
+    arrays = cost.parameter_arrays(model)
+    wanted = 2 + arrays
+    if not {"output", "input gradient"} <= names or len(names) != wanted:
+        yield (f"verification: {len(names)} quantities, but {layers} layers have {wanted}: the "
+               f"output, its input's gradient and {arrays / max(1, layers):g} parameters a layer")
+    yield from looked_at(run, own)
+
+
+def looked_at(run: Run, own: list[Check]) -> Iterator[str]:
+    """Where the file says so, the measured model's step has all of its residuals."""
+    chosen = run.configuration
+    how = "serial model" if chosen["verified_measured_model"] else "residuals"
+    if chosen.get("verified_by", how) != how or bool(own) != (chosen.get("verified_by")
+                                                              == "residuals"):
+        yield (f"verified_by {chosen.get('verified_by')}: with verified_measured_model "
+               f"{bool(chosen['verified_measured_model'])} and {len(own)} residuals it should be "
+               f"{how}")
+    if not own:
+        return
+    limits = layer_residuals.tolerances(chosen["layers"], recorded(chosen).rounding)
+    if {check.quantity for check in own} != limits.keys():
+        yield (f"verification: {len(own)} residuals, but {chosen['layers']} layers have "
+               f"{len(limits)}")
+    for check in own:
+        limit = limits.get(check.quantity, math.nan)
+        if not check.tolerance <= limit * (1 + CLOSE):
+            yield (f"verification: the tolerance of {check.quantity} is {check.tolerance:g}; the "
+                   f"rules allow {limit:g}")
+
+
+def failed(checks: list[Check]) -> Iterator[str]:
+    """The checks that did not pass."""
+    for check in checks:
+        if not check.passed:
+            yield (f"verification of {check.quantity} has failed: error {check.error:g}, "
+                   f"tolerance {check.tolerance:g}; its times must not be written")
+
+
+def ranks(run: Run) -> Iterator[str]:
+    """One number of ranks everywhere, and said where they outnumber the cores."""
+    count, chosen = run.ranks, run.configuration
+    for name, value in (("environment/ranks", run.environment["ranks"]),
+                        ("the grid", run.grid.ranks),
+                        ("published/gpus", run.published["gpus"])):
+        if value != count:
+            yield f"{name} says {value:g} ranks, the samples are of {count}"
+    known = SCHEMES.get(chosen["scheme"])
+    if known and chosen["grid_axes"] != " ".join(known.directions):
+        yield (f"grid_axes {chosen['grid_axes']}: scheme {chosen['scheme']} has the directions "
+               f"{' '.join(known.directions)}")
+    if not counted_along_grid(run):
+        yield (f"traffic was counted along {' '.join(run.directions)}, but the grid has the "
+               f"directions {' '.join(run.grid)}")
+    yield from crowded(run.environment, count)
+
+
+def counted_along_grid(run: Run) -> bool:
+    """Whether traffic was counted along every direction of the grid."""
+    return set(run.grid) <= set(run.directions)
+
+
+def crowded(environment: dict[str, Any], count: int) -> Iterator[str]:
+    """Whether ranks outnumber cores is said, and right."""
+    local, cores = environment.get("ranks_on_this_node", count), environment["cores"]
+    if (local > cores) != bool(environment["oversubscribed"]):
+        yield (f"{local} ranks on {cores} cores, but oversubscribed says "
+               f"{bool(environment['oversubscribed'])}")
+    if not math.isclose(environment["ranks_per_core"], local / cores, rel_tol=CLOSE):
+        yield f"ranks_per_core {environment['ranks_per_core']:g}: {local} / {cores} would do"
+
+
+def recomputation(run: Run) -> Iterator[str]:
+    """The policy of recomputation is one, or there is none in the file."""
+    try:
+        policy(run.configuration.get("recompute", "none"))
+    except ValueError as error:
+        yield str(error)
+
+
+def recomputed(run: Run) -> str:
+    """Its policy; "none" where the file says nothing, or what `recomputation` tells of."""
+    return "none" if any(recomputation(run)) else run.configuration.get("recompute", "none")
+
+
+def words(run: Run) -> Iterator[str]:
+    """The words that were counted, and those the file expects, are the closed form's."""
+    chosen = run.configuration
+    if chosen["scheme"] not in SCHEMES or not counted_along_grid(run):
+        return
+    expected = expected_words(chosen["scheme"], run.grid, ModelSizes.of(chosen),
+                              recorded(chosen).keep, recomputed(run), run.directions)
+    counted = run.traffic["words"].sum(axis=1)
+    for name, found in (("expected_words", run.expected_words), ("the words counted", counted)):
+        if not np.array_equal(found, expected):
+            yield (f"{name} are {int(found.sum())} in all, by the closed form of these sizes "
+                   f"{int(expected.sum())}")
+    size, moved = itemsize(chosen["dtype"]), run.traffic["bytes"]
+    # With 16 bits some sums travel in float32.
+    least, most = (times * run.traffic["words"] for times in (size, max(size, 4)))
+    if not ((least <= moved) & (moved <= most)).all():
+        yield f"traffic/bytes are not {size} times the words, as {chosen['dtype']} has"
+    moved = run.traffic.get("moved", np.zeros(()))
+    if not ((moved >= 0) | np.isnan(moved)).all():
+        yield "traffic/moved has numbers below 0"
+
+
+def groups(run: Run) -> Iterator[str]:
+    """Parts have the collectives that were counted; memory is what its closed forms say."""
+    chosen, found = run.configuration, {name: {
+        key: variable.values for key, variable in group.variables.items()}
+        for name, group in run.groups.items()}
+    if "parts" in found:
+        names = run.groups["parts"].scales["part"]
+        calls = run.traffic["calls"]
+        for a, axis in enumerate(run.directions):
+            for c, collective in enumerate(COLLECTIVES):
+                part = list(names).index(f"{collective} {axis}")
+                if not np.array_equal(found["parts"]["calls"][..., part], calls[:, :, a, c]):
+                    yield f"parts/calls of {collective} along {axis} are not traffic/calls"
+        if not (found["parts"]["seconds"] >= 0).all():
+            yield "parts/seconds has times below 0, or no numbers"
+    if "memory" not in found or chosen["scheme"] not in SCHEMES:
+        return
+    described = describe(ModelSizes.of(chosen), recompute=recomputed(run))
+    stored = cost.parameters(described)
+    saved = cost.saved_words(chosen["scheme"], run.grid, described, keep=recorded(chosen).keep)
+    size = itemsize(chosen["dtype"])
+    for name, count in (("parameters", stored), ("gradients", stored), ("saved", saved)):
+        if not np.isclose(found["memory"][f"expected_{name}"] * run.ranks, count * size,
+                          rtol=CLOSE):
+            yield f"memory/expected_{name} is not the closed form's {count * size / run.ranks:g}"
+    # With 16 bits the statistics of rows are float32, and few.
+    kept = found["memory"]["saved"].sum()
+    if not saved * size <= kept <= saved * size * (1.5 if size == 2 else 1):
+        yield (f"memory/saved is {found['memory']['saved'].sum():g} in all, by the closed form "
+               f"{saved * size}")
+
+
+def sizes(run: Run) -> Iterator[str]:
+    """The sizes are those of the table's row under the preset, or the file says otherwise."""
+    chosen = run.configuration
+    row = next((row for row in load().rows if (row.table, row.scheme, row.gpus) == (
+        chosen["table"], chosen["scheme"], run.ranks)), None)
+    row = row or own_row(chosen["table"], chosen["scheme"], run.ranks)
+    for name, value in (("batch", row.batch), ("hidden", row.hidden),
+                        ("forward_time", row.forward), ("backward_time", row.backward),
+                        ("average_step_time", row.average),
+                        ("recomputed_step_time", row.recomputed)):
+        if not np.isclose(run.published[name], value, rtol=CLOSE, equal_nan=True):
+            yield f"published/{name} is {run.published[name]:g}, in the table {value:g}"
+    by_hand = set(str(chosen["overridden"]).split())
+    row = replace(row, like=chosen.get("equal_tokens", ""))
+    try:
+        wanted = case(row, chosen["preset"], **{name: chosen[name] for name in by_hand & {*SIZES}})
+    except UsageError as error:
+        yield str(error)
+        return
+    for name in SIZES:
+        if chosen[name] != getattr(wanted.sizes, name):
+            yield (f"{name} {chosen[name]}: preset {chosen['preset']} runs {row.table} "
+                   f"{title(row.scheme)} {row.gpus} with {getattr(wanted.sizes, name)}, and "
+                   f"'overridden' does not say otherwise")
+    smaller = any(chosen.get(f"verified_{name}", chosen[name]) != chosen[name] for name in SIZES)
+    if smaller == bool(chosen["verified_measured_model"]):
+        yield "verified_measured_model does not say whether the verified sizes are the measured"
+
+
+def passed(run: Measurements) -> Iterator[str]:
+    """The verification, where there is something to verify, and the number of ranks."""
+    yield from failed(run.checks)
+    yield from crowded(run.environment, run.environment["ranks"])
+
+
+def private(group: h5py.Group) -> Iterator[str]:
+    """No text names a user, a host or a folder of somebody's."""
+    here = [name for name in (getpass.getuser(), socket.gethostname()) if len(name) > 2]
+    names = re.compile("|".join(rf"(?<![\w-]){re.escape(name)}\b" for name in here) or r"(?!)")
+    lines: list[str] = []
+
+    def visit(place: str, item: h5py.HLObject) -> None:
+        for key, value in item.attrs.items():
+            if key in ("host", "hostname", "user", "username"):
+                lines.append(f"{place or '/'} has an attribute {key}: mask it")
+            for kind, pattern in (("a folder", PATHS), ("an address", ADDRESS),
+                                  ("this user or host", names)):
+                if isinstance(value, str) and pattern.search(value):
+                    lines.append(f"{place or '/'} attribute {key} names {kind}, which is private: "
+                                 f"mask it")
+    visit("", group)
+    group.visititems(visit)
+    yield from lines
+
+
+def warnings(run: Run | Measurements) -> Iterator[str]:
+    """What breaks no rule and must be known."""
+    if not run.environment["git_clean"]:
+        yield "the source had changes that were not committed: nobody else can build it"
+    if run.environment["oversubscribed"]:
+        yield "ranks outnumber cores: its times are no scaling results"
+    if isinstance(run, Measurements):
+        return
+    count = len(run.samples["forward"])
+    if count < 6:
+        yield f"{count} repetitions give no 95 % interval: at least six do"
+    spans = {phase: timing.slowest(run.samples[phase]) for phase in PHASES} if count > 5 else {}
+    for phase, found in spans.items():
+        if found[0] == found.max() and found[0] > 1.5 * np.median(found):
+            yield (f"the first {phase} that counts took {found[0] / np.median(found):.1f} times "
+                   f"the median: more than {run.configuration['warmup']} steps to warm up would "
+                   f"do")
+    measured = layer_residuals.apart(run.checks)[1]
+    if not run.configuration["verified_measured_model"] and not measured:
+        yield "a smaller model was verified, the measured one was not: measure it again"
+    if run.ended_by == "stopped":
+        yield "it was told to stop before its repetitions were done"
+    if run.configuration["scheme"] not in SCHEMES:
+        yield f"scheme {run.configuration['scheme']} is unknown: its words were not checked"
+
+
+MODEL: tuple[Callable[[Run], Iterator[str]], ...] = (
+    samples, ending, verification, ranks, recomputation, words, groups, sizes)
+MEASUREMENTS: tuple[Callable[[Measurements], Iterator[str]], ...] = (derived, passed)

@@ -1,0 +1,1 @@
+"""Arrays of one rank: the libraries that hold them, local products, memory."""

@@ -1,0 +1,1 @@
+"""Ranks, directions and layouts: which rank holds which block."""

@@ -1,0 +1,89 @@
+"""Spaces: how activations, and the vectors along their features, lie on the grid."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Callable, Mapping
+
+from mm3d.arrays.backend import Array
+from mm3d.grid.axis import Axis, Split
+from mm3d.grid.grid import Grid
+from mm3d.grid.layout import Layout
+from mm3d.grid.shape import GridShape
+
+
+@dataclass(frozen=True)
+class Space:
+    """How activations (batch, sequence, ..., features) lie on the grid.
+
+    Attributes
+    ----------
+    grid : Grid or GridShape
+        The ranks; their shape is enough for layouts and the shapes of blocks.
+    batch, seq : int
+        Global number of sequences, and of positions in each.
+    rows : str
+        Layout of the first two dimensions, as in ``"xy,"`` or ``"x,y"``.
+    features : str
+        The directions that divide the last dimension.
+    vector : str
+        Layout of a vector along the features (a bias), as in ``"zx@y"``.
+    travels : str
+        The direction along which products gather or broadcast these activations; empty when
+        they use them where they lie.
+    """
+
+    grid: Grid | GridShape
+    batch: int
+    seq: int
+    rows: str
+    features: str
+    vector: str
+    travels: str = ""
+
+    def layout(self, middle: int = 0, unit: int = 1) -> Layout:
+        """Layout of an activation with `middle` whole dimensions before the features."""
+        spec = ",".join([self.rows, *[""] * middle, self.features])
+        return Layout(spec, {2 + middle: unit})
+
+    def local_shape(self, *features: int, unit: int = 1,
+                    coords: Mapping[str, int] | None = None) -> tuple[int, ...]:
+        """Shape of a block of an activation of (batch, seq, *features).
+
+        That of the rank at `coords`; of this rank, if not given and the grid is live.
+        """
+        layout = self.layout(len(features) - 1, unit)
+        return layout.local_shape(self.grid, (self.batch, self.seq, *features), coords)
+
+    def allocator(self, *features: int, unit: int = 1) -> Callable[[Any], Array]:
+        """What makes, from a dtype, this rank's block of an activation (batch, seq, *features).
+
+        Where the layers obtain their activations: the memory is placed for the direction that
+        they travel along.  Every rank must call it.
+        """
+        layout, shape = self.layout(len(features) - 1, unit), (self.batch, self.seq, *features)
+        local = layout.local_shape(self.grid, shape)
+        source = self.grid.backend
+        if self.travels:
+            source = layout.split(self.grid, shape, self.travels)
+        return partial(source.empty, local)
+
+    def rows_split(self, letter: str) -> Split:
+        """How the direction `letter` divides the rows."""
+        return Layout(self.rows).split(self.grid, (self.batch, self.seq), letter)
+
+    @property
+    def sequence(self) -> Axis | None:
+        """The direction that divides the positions of a sequence, if one does."""
+        letter = self.rows.partition(",")[2]
+        return self.grid[letter] if letter and self.grid[letter].size > 1 else None
+
+    @property
+    def first_position(self) -> int:
+        """The position in its sequence of this rank's first token."""
+        return Layout(self.rows).slices(self.grid, (self.batch, self.seq))[1].start
+
+    def sum_features(self, a: Array) -> Array:
+        """The sum of `a` over the ranks that share this rank's rows."""
+        for letter in self.features:
+            a = self.grid[letter].all_reduce(a)
+        return a

@@ -1,0 +1,127 @@
+"""The process grid: ranks with coordinates, and an `Axis` for each of its directions."""
+
+from typing import Any, Callable
+
+from mpi4py import MPI
+
+from mm3d import launcher
+from mm3d.arrays import backend as backends
+from mm3d.arrays.backend import Backend
+from mm3d.grid.axis import Axis, Traffic
+from mm3d.grid.shape import GridShape
+from mm3d.transport.choice import settle, transports_for
+from mm3d.transport.nodes import node_of
+from mm3d.transport.silent import Absent
+
+
+class Grid:
+    """The ranks of a communicator as a Cartesian grid with named directions.
+
+    Ranks are numbered as `mm3d.grid.shape.GridShape` says, the first direction varying slowest.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm or Absent
+        All ranks of the grid; every one of them must make it.
+    backend : str or Backend, optional
+        Whose arrays travel on it; see `mm3d.arrays.backend.get`.
+    **shape : int
+        The directions, single letters, and their sizes.
+
+    Attributes
+    ----------
+    shape : GridShape
+        Sizes of the directions.
+    size, rank : int
+        Number of ranks, and the number of this one.
+    coords : dict of str to int
+        Coordinate of this rank along each direction.
+    axes : dict of str to Axis
+        The ranks that differ from this one along each direction.
+
+    Raises
+    ------
+    ValueError
+        When the sizes do not multiply to the number of ranks, or a name is not one letter.
+    OSError
+        When ``MM3D_TRANSPORT=shared`` asks for memory that some ranks cannot share.
+
+    Examples
+    --------
+    >>> grid = Grid(comm, x=2, y=2, z=2)
+    >>> grid["x"].all_gather(a, dim=0)
+    """
+
+    def __init__(self, comm: MPI.Intracomm | Absent, backend: str | Backend | None = None,
+                 **shape: int) -> None:
+        self.backend = backends.get(backend)
+        self.comm, self.shape = comm, GridShape.of(shape)
+        if self.shape.ranks != comm.size:
+            raise ValueError(f"a grid of {self.shape} has {self.shape.ranks} ranks, but the "
+                             f"communicator has {comm.size}: start that many ranks, or give "
+                             f"sizes whose product is {comm.size}")
+        launcher.check_launcher(comm.size if comm == MPI.COMM_WORLD else None)
+        self.size, self.rank = comm.size, comm.rank
+        self.coords = self.shape.coordinates(comm.rank)
+        kind = settle(comm, self.backend)
+        node = node_of(comm) if kind == "shared" else 0
+        lines = {name: self._line(name) for name in self.shape}
+        transports = transports_for(comm, lines, self.backend, kind, node)
+        self.axes = {name: Axis(name, line, self.backend, transports[name])
+                     for name, line in lines.items()}
+
+    def _line(self, name: str) -> MPI.Intracomm | Absent:
+        """The ranks that differ from this one along the direction `name`."""
+        if isinstance(self.comm, Absent):
+            return Absent(self.shape[name], self.coords[name])
+        # A line is known by its first rank.
+        return self.comm.Split(self.shape.rank({**self.coords, name: 0}), self.coords[name])
+
+    def __getitem__(self, name: str) -> Axis:
+        return self.axes[name]
+
+    def __getattr__(self, name: str) -> Axis:
+        try:
+            return self.__dict__["axes"][name]
+        except KeyError:
+            raise AttributeError(f"the grid has no direction or attribute {name!r}") from None
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name}={size}" for name, size in self.shape.items())
+        return f"Grid({sizes}; rank {self.rank} at {tuple(self.coords.values())})"
+
+    def traffic(self) -> dict[tuple[str, str], Traffic]:
+        """What was counted of this rank since `reset_traffic`, by (direction, collective)."""
+        return {(name, collective): traffic for name, axis in self.axes.items()
+                for collective, traffic in axis.traffic.items()}
+
+    def reset_traffic(self) -> None:
+        """Start counting anew."""
+        for axis in self.axes.values():
+            axis.traffic = {}
+
+    def graph(self, step: Callable[[], Any]) -> Callable[[], Any]:
+        """A call that repeats `step`, which communicates on this grid; see `Backend.graph`.
+
+        Raises
+        ------
+        ValueError
+            On every rank alike, where the backend has no graphs or the host carries messages.
+        """
+        host = sorted({axis.transport.name for axis in self.axes.values()
+                       if axis.size > 1 and axis.transport.on_host})
+        if host:
+            raise ValueError(f"a graph of a step has no place for what the host does, as with "
+                             f"MM3D_TRANSPORT={host[0]}: choose nccl, or one rank")
+        return self.backend.graph(step)
+
+    def free(self) -> None:
+        """Give the communicators of the directions back; the grid is of no use afterwards.
+
+        Every rank must call it.  MPI libraries hold some thousand communicators at most, so a
+        program that makes many grids frees those it is done with.
+        """
+        for axis in self.axes.values():
+            axis.transport.free()
+            axis.comm.Free()
+        self.axes = {}

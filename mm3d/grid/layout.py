@@ -1,0 +1,166 @@
+"""Layouts: which direction of the grid divides which dimension of an array.
+
+A layout is written as one entry a dimension, separated by commas; the letters of an entry are
+the directions that divide the dimension, the first of them first.  On an X x Y x Z grid
+
+- ``"xy,z"`` is the paper's A_ijl: rows by x, each block of rows again by y, columns by z;
+- ``"z,yx"`` is its B_lji, ``"xz,y"`` its C_ilj;
+- ``"xy,,z"`` an activation (batch, sequence, hidden) dealt in whole sequences;
+- ``"zx@y"`` a vector divided by z, then x, and kept on the diagonal of y alone: by the rank
+  along y whose coordinate is that along z (modulo Y, where Y and Z differ).
+
+A direction that is not named holds copies.  Blocks differ by one unit where nothing divides.
+"""
+
+import math
+from typing import Mapping
+
+import numpy as np
+
+from mm3d.arrays.backend import Array
+from mm3d.arrays.blocks import blocks
+from mm3d.grid.axis import Split
+from mm3d.grid.grid import Grid
+from mm3d.grid.shape import GridShape
+
+
+class Layout:
+    """How an array lies on a grid.
+
+    Where each block lies follows from the shape of the grid and coordinates alone: `slices`,
+    `local_shape`, `owns` and `root` take a `GridShape` and coordinates, or a live `Grid`, whose
+    coordinates are then those of this rank.
+
+    Parameters
+    ----------
+    spec : str
+        The layout, as the module describes it.
+    units : mapping of int to int, optional
+        For a dimension, how many elements the *first* direction that divides it keeps together
+        (the columns of an attention head, say); later directions deal single elements.
+
+    Raises
+    ------
+    ValueError
+        When a direction appears twice.
+    """
+
+    def __init__(self, spec: str, units: Mapping[int, int] | None = None) -> None:
+        dims, at, diagonal = spec.partition("@")
+        self.spec, self.units = spec, dict(units or {})
+        self.dims = tuple(dims.split(","))
+        self.diagonal = diagonal or None
+        letters = "".join(self.dims) + diagonal
+        if len(set(letters)) != len(letters) or (at and (len(diagonal) != 1 or not self.letters)):
+            raise ValueError(f"layout {spec!r}: a direction may divide one dimension only, once, "
+                             f"and '@' names one direction more, as in 'xy,z' or 'zx@y'")
+
+    @property
+    def letters(self) -> str:
+        """The directions that divide something, in order."""
+        return "".join(self.dims)
+
+    def __repr__(self) -> str:
+        units = f", units={self.units}" if self.units else ""
+        return f"Layout({self.spec!r}{units})"
+
+    def _check(self, sizes: GridShape, shape: tuple[int, ...]) -> None:
+        missing = [c for c in self.letters + (self.diagonal or "") if c not in sizes]
+        if missing:
+            raise ValueError(f"layout {self.spec!r} names the direction {missing[0]!r}, which "
+                             f"the grid does not have: it has {', '.join(sizes)}")
+        if len(shape) != len(self.dims):
+            raise ValueError(f"layout {self.spec!r} is for {len(self.dims)} dimensions, but the "
+                             f"array has {len(shape)}: {tuple(shape)}")
+
+    def _bounds(self, sizes: GridShape, length: int, dim: int,
+                coords: Mapping[str, int]) -> tuple[int, int]:
+        """Start and length of the block of dimension `dim` at `coords`."""
+        start, unit = 0, self.units.get(dim, 1)
+        for letter in self.dims[dim]:
+            counts = blocks(length, sizes[letter], unit)
+            start += sum(counts[:coords[letter]])
+            length, unit = counts[coords[letter]], 1
+        return start, length
+
+    def owns(self, grid: GridShape | Grid, coords: Mapping[str, int] | None = None) -> bool:
+        """Whether the rank at `coords` holds a block at all."""
+        if self.diagonal is None:
+            return True
+        sizes, coords = _place(grid, coords)
+        return coords[self.diagonal] == self.root(sizes, coords)
+
+    def root(self, grid: GridShape | Grid, coords: Mapping[str, int] | None = None) -> int:
+        """The rank along the direction after '@' that holds the block of the rank at `coords`."""
+        sizes, coords = _place(grid, coords)
+        return coords[self.letters[0]] % sizes[self.diagonal]
+
+    def slices(self, grid: GridShape | Grid, shape: tuple[int, ...],
+               coords: Mapping[str, int] | None = None) -> tuple[slice, ...]:
+        """Where in the global array of `shape` the block of the rank at `coords` lies."""
+        sizes, coords = _place(grid, coords)
+        self._check(sizes, shape)
+        if not self.owns(sizes, coords):
+            return (slice(0, 0),) * len(shape)
+        bounds = (self._bounds(sizes, n, dim, coords) for dim, n in enumerate(shape))
+        return tuple(slice(start, start + length) for start, length in bounds)
+
+    def local_shape(self, grid: GridShape | Grid, shape: tuple[int, ...],
+                    coords: Mapping[str, int] | None = None) -> tuple[int, ...]:
+        """Shape of the block that the rank at `coords` holds of an array of `shape`."""
+        return tuple(s.stop - s.start for s in self.slices(grid, shape, coords))
+
+    def split(self, grid: Grid, shape: tuple[int, ...], letter: str) -> Split:
+        """The division by the direction `letter` of an array of `shape`.
+
+        Its extent on this rank is what the directions before `letter` leave of the dimension.
+        ValueError where `letter` divides none.
+        """
+        self._check(grid.shape, shape)
+        if len(letter) != 1 or letter not in self.letters:
+            raise ValueError(f"layout {self.spec!r} divides nothing by {letter!r}: it has "
+                             f"{', '.join(self.letters) or 'no directions'}")
+        dim = next(d for d, letters in enumerate(self.dims) if letter in letters)
+        length, unit = shape[dim], self.units.get(dim, 1)
+        for before in self.dims[dim].partition(letter)[0]:
+            length, unit = blocks(length, grid.shape[before], unit)[grid.coords[before]], 1
+        return grid[letter].split(dim, length, unit)
+
+    def shard(self, a: np.ndarray, grid: Grid) -> Array:
+        """This rank's block of the global array `a`, which every rank holds (a copy)."""
+        return grid.backend.asarray(np.ascontiguousarray(a[self.slices(grid, a.shape)]))
+
+    def unshard(self, a: Array, grid: Grid, shape: tuple[int, ...]) -> np.ndarray:
+        """The global array of `shape` on every rank, from every rank's block `a`.
+
+        For checks and small arrays only: nothing in the core holds a global array.
+        Every rank of the grid must call it.
+        """
+        shape = tuple(shape)
+        local = np.ascontiguousarray(grid.backend.to_host(a))
+        expected = self.local_shape(grid, shape)
+        found = grid.comm.allgather(None if local.shape == expected else (expected, local.shape))
+        for rank, wrong in enumerate(found):
+            if wrong:
+                raise ValueError(f"the block of an array of {shape} in layout {self.spec!r} is "
+                                 f"{wrong[0]} on rank {rank}, not {wrong[1]}")
+        places = [self.slices(grid, shape, coords) for coords in grid.shape.everywhere()]
+        lengths = [math.prod(s.stop - s.start for s in place) for place in places]
+        parts = np.empty(sum(lengths), local.dtype)
+        offsets = np.cumsum([0] + lengths)
+        grid.comm.Allgatherv(local, [parts, (lengths, offsets[:-1].tolist())])
+        out = np.empty(shape, local.dtype)
+        for place, start, length in zip(places, offsets, lengths):
+            out[place] = parts[start:start + length].reshape(
+                [s.stop - s.start for s in place])
+        return out
+
+
+def _place(grid: GridShape | Grid, coords: Mapping[str, int] | None
+           ) -> tuple[GridShape, Mapping[str, int]]:
+    """The shape of a grid, and coordinates on it: of this rank, if none are given."""
+    if not isinstance(grid, GridShape):
+        return grid.shape, grid.coords if coords is None else coords
+    if coords is None:
+        raise ValueError(f"a block on {grid!r} needs coordinates: no rank is behind the shape")
+    return grid, coords

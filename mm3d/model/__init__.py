@@ -1,0 +1,1 @@
+"""The Transformer, written once for every scheme, and its costs in closed form."""

@@ -1,0 +1,75 @@
+"""Values of closed forms: the shape of one product, its collectives, and its local products.
+
+A scheme states in closed form what one product moves, keeps and multiplies
+(`mm3d.schemes.scheme.Scheme`), so that costs, plans and limits need no rank and no array.
+"""
+
+import math
+from typing import Iterator, NamedTuple
+
+
+class Move(NamedTuple):
+    """One collective: its direction and kind, how often each rank enters it, and the words that
+    all ranks together move with it (see `mm3d.grid.axis.Traffic`)."""
+
+    axis: str
+    collective: str
+    words: int
+    calls: int = 1
+
+
+class ProductShape(NamedTuple):
+    """The global shape of the product C = A B of a linear layer.
+
+    Attributes
+    ----------
+    way : {"into", "back"}
+        From the outer space of activations into the inner one, or back.
+    M, N, K : int
+        A is M x N, B is N x K and C is M x K.
+    units : tuple of int
+        Columns of A and of C that stay together where they are divided, such as those of an
+        attention head.
+    """
+
+    way: str
+    M: int
+    N: int
+    K: int
+    units: tuple[int, int] = (1, 1)
+
+    @property
+    def extents(self) -> tuple[int, int, int]:
+        """M, N and K."""
+        return self.M, self.N, self.K
+
+    def largest(self, rows: int, inner: int, columns: int) -> tuple[int, int, int]:
+        """The largest blocks of M, N and K, each divided into so many parts."""
+        return (largest_block(self.M, rows), largest_block(self.N, inner, self.units[0]),
+                largest_block(self.K, columns, self.units[1]))
+
+
+class LocalProduct(NamedTuple):
+    """Matrix products of one rank: `count` of them, each rows x inner by inner x columns."""
+
+    rows: int
+    inner: int
+    columns: int
+    count: int = 1
+
+
+def largest_block(extent: int, parts: int, unit: int = 1) -> int:
+    """Length of the first block of `extent` elements divided into `parts`; whole units stay
+    together (see `mm3d.arrays.blocks.blocks`)."""
+    return -(-(extent // unit) // parts) * unit
+
+
+def factorizations(ranks: int, count: int) -> Iterator[tuple[int, ...]]:
+    """Iterate over all tuples of `count` sizes whose product is `ranks`, in ascending order."""
+    if count < 2:
+        yield from [(ranks,)] if count else [()] * (ranks == 1)
+        return
+    divisors = [d for d in range(1, math.isqrt(ranks) + 1) if ranks % d == 0]
+    for first in sorted({*divisors, *(ranks // d for d in divisors)}):
+        for others in factorizations(ranks // first, count - 1):
+            yield first, *others

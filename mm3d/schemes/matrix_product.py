@@ -1,0 +1,82 @@
+"""Products of plain matrices: the contract of a scheme's C = A B, A B^T and A^T B.
+
+These are the algorithms of the linear layers (`mm3d.schemes.scheme.Product`) on matrices without a
+model, for microbenchmarks and checks.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Mapping
+
+from mm3d.arrays.backend import Array
+from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
+from mm3d.grid.axis import Split
+from mm3d.grid.grid import Grid
+from mm3d.grid.layout import Layout
+
+# The shapes of A, B and C by form: C = A B, A B^T and A^T B.
+FORMS = {"ab": ("MN", "NK", "MK"), "abt": ("MN", "KN", "MK"), "atb": ("NM", "NK", "MK")}
+LOCAL = {"ab": matmul, "abt": matmul_nt, "atb": matmul_tn}
+# The gradients are products again: the form of dA and of dB, and their operands; C is dC.
+GRADIENTS = {"ab": (("abt", "CB"), ("atb", "AC")), "abt": (("ab", "CB"), ("atb", "CA")),
+             "atb": (("abt", "BC"), ("ab", "AC"))}
+
+
+class MatrixProduct(ABC):
+    """C = A B, A B^T or A^T B of matrices divided over a grid, and its gradients.
+
+    It starts from one copy of A and B and ends with one of C.
+
+    Parameters
+    ----------
+    grid : Grid
+        The ranks.
+    form : {"ab", "abt", "atb"}
+        The product.
+    shape : tuple of int
+        M, N, K: C is M x K, the sum has N terms.
+
+    Attributes
+    ----------
+    LAYOUTS : mapping of str to tuple of str
+        Layouts of A, B and C by form; a scheme's own.
+    DIRECTIONS : mapping of str to sequence of str or None
+        The directions along which A, B and C are communicated by form, None where a matrix stays;
+        a scheme's own.
+    shapes : dict of str to tuple of int
+        Global shapes of "A", "B" and "C".
+    layouts : dict of str to Layout
+        Their layouts.
+    directions : dict of str to str or None
+        The directions along which they are communicated.
+    """
+
+    LAYOUTS: Mapping[str, tuple[str, str, str]]
+    DIRECTIONS: Mapping[str, tuple[str | None, str | None, str | None]]
+
+    def __init__(self, grid: Grid, form: str, shape: tuple[int, int, int]) -> None:
+        extents = dict(zip("MNK", shape))
+        self.grid, self.form = grid, form
+        self.shapes = {name: tuple(extents[n] for n in letters)
+                       for name, letters in zip("ABC", FORMS[form])}
+        self.layouts = dict(zip("ABC", map(Layout, self.LAYOUTS[form])))
+        self.directions = dict(zip("ABC", self.DIRECTIONS[form]))
+        self._splits: dict[str, Split] = {}
+
+    def named(self, split: Split, name: str) -> Split:
+        """`split`, by which the matrix `name` is communicated; an observer stands before this."""
+        return split
+
+    def split(self, name: str) -> Split:
+        """The division of the matrix `name` along its direction of communication."""
+        if name not in self._splits:
+            self._splits[name] = self.layouts[name].split(self.grid, self.shapes[name],
+                                                          self.directions[name])
+        return self.named(self._splits[name], name)
+
+    @abstractmethod
+    def forward(self, A: Array, B: Array) -> Array:
+        """C from this rank's blocks."""
+
+    @abstractmethod
+    def backward(self, dC: Array, A: Array, B: Array) -> tuple[Array, Array]:
+        """dA and dB from this rank's blocks, laid out as A and B are."""

@@ -1,0 +1,169 @@
+"""Overlap of communication with products, within one forward or backward pass.
+
+The schemes hold the plain algorithms: gather, multiply, sum, one after another.  This module holds
+the order in which collectives go on while a rank multiplies:
+
+=======================  ======================================  ==========================
+collective in flight     from                                    to
+=======================  ======================================  ==========================
+gather of a weight       when the operands of the product        the product with that
+                         before it have been gathered            weight
+gather of A, backward    when dC and B have been gathered        the product of dB
+sum of dA                the product of dA                       the end of the product dB
+sum of dB                the product of dB                       the next sum of a dB begins
+=======================  ======================================  ==========================
+
+Whatever is in flight is held by the `Overlap` of its pass, so that layers and parameters hold
+nothing, and any number of micro-batches can be between forward and backward.
+"""
+
+from typing import Any, Protocol, Sequence
+
+from mm3d.arrays.backend import Array, Progress
+from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
+from mm3d.grid.axis import Split
+from mm3d.grid.axis import Pending
+
+
+class Gathered:
+    """An operand that has been gathered already."""
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+
+
+Operand = Array | Gathered | Pending
+
+
+def gather(operand: Operand, split: Split) -> Array:
+    """The operand gathered along its direction; nothing is moved where it has been before."""
+    if isinstance(operand, Pending):
+        return operand.take()
+    return operand.array if isinstance(operand, Gathered) else split.all_gather(operand)
+
+
+def progress_of(*operands: Operand | None) -> Progress:
+    """The function that moves on those of the operands that MPI still gathers or sums.
+
+    None where there is none; where there are several, MPI moves all of them when asked for one.
+    """
+    for operand in operands:
+        if isinstance(operand, Pending) and operand.request is not None:
+            return operand.progress
+    return None
+
+
+class Weighted(Protocol):
+    """A layer that multiplies by a weight, such as `mm3d.model.layers.Linear`."""
+
+    product: Any
+    weight: Any
+
+
+Use = tuple[Weighted, bool]    # a product with a layer's weight, and whether it is backward's
+
+
+class Overlap:
+    """The communication in flight during one forward or backward pass.
+
+    Made for one pass, handed down to its layers, and left at its end, as a context: then, also
+    after an exception, all that has been begun is completed, so that no buffer is written that
+    is in use again.  It holds at most one weight gathered in advance and two sums of dB.
+
+    Parameters
+    ----------
+    uses : sequence of (Weighted, bool)
+        The products with weights in the order in which the pass computes them, and whether each
+        is backward's; those that backward computes again are forward's.
+    """
+
+    def __init__(self, uses: Sequence[Use]) -> None:
+        self._uses, self._next = uses, 0    # number of the product that comes next
+        self._prefetched: tuple[Weighted, Pending] | None = None
+        self._summing: tuple[Any, Pending] | None = None    # of a weight, its dB
+        self._begun: list[Pending] = []
+
+    def __enter__(self) -> "Overlap":
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        self.finish_gradients()
+        for pending in self._begun:
+            pending.take()
+
+    def forward(self, layer: Weighted, A: Array) -> tuple[Array, Any]:
+        """C = A B with the weight B of `layer`, and what the product keeps for backward."""
+        B = self._weight(layer)
+        if layer.product.overlap:
+            return layer.product.forward(A, B, self)
+        return layer.product.forward(A, B)
+
+    def backward(self, layer: Weighted, dC: Array, saved: Any) -> Array:
+        """dA = dC B^T with the weight B of `layer`; dB is added to its gradient, or will be."""
+        B = self._weight(layer)
+        if layer.product.overlap:
+            dA, dB = layer.product.backward(dC, B, saved, self)
+        else:
+            dA, dB = layer.product.backward(dC, B, saved)
+        self.finish_gradients()
+        if isinstance(dB, Pending) and not dB.done:
+            self._summing = layer.weight, dB
+        else:
+            layer.weight.accumulate(dB.take() if isinstance(dB, Pending) else dB)
+        return dA
+
+    def finish_gradients(self) -> None:
+        """Complete the sum of dB that is in flight; all gradients so far are whole then."""
+        if self._summing is not None:
+            weight, dB = self._summing
+            self._summing = None
+            weight.accumulate(dB.take())
+
+    def ab(self, A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
+        """C = A B (Algorithm 1), during which the next weight is gathered."""
+        A_il, B_lj = gather(A, a), gather(B, b)
+        return c.reduce_scatter(matmul(A_il, B_lj, c.term, progress_of(self._prefetch())))
+
+    def ab_backward(self, dC: Operand, A: Operand, B: Operand, a: Split, b: Split, c: Split,
+                    accumulate_float32: bool = False) -> tuple[Array, Pending]:
+        """dA = dC B^T and dB = A^T dC (Algorithm 2), of which dB may still be being summed.
+
+        A is gathered during the product of dA; dA is summed, and the next weight gathered, during
+        the product of dB.
+        """
+        dC_ij, B_lj = gather(dC, c), gather(B, b)
+        if not isinstance(A, Gathered):
+            A = self._begin(a.prefetch(A))
+        terms = matmul_nt(dC_ij, B_lj, a.term, progress_of(A))
+        del B_lj    # nothing is held longer than it is needed
+        dA = self._begin(a.begin_reduce_scatter(terms))
+        del terms
+        moving = progress_of(self._prefetch(), dA)
+        terms = matmul_tn(gather(A, a), dC_ij, b.term, accumulate_float32, moving)
+        dB = self._begin(b.begin_reduce_scatter(terms))
+        return dA.take(), dB
+
+    def _weight(self, layer: Weighted) -> Array | Pending:
+        """The weight of `layer`, or the gather of it that is in flight."""
+        self._next += 1
+        prefetched, self._prefetched = self._prefetched, None
+        if prefetched is not None and prefetched[0] is layer:
+            return prefetched[1]
+        return layer.weight.value
+
+    def _prefetch(self) -> Pending | None:
+        """Start gathering the weight of the product that comes next."""
+        if self._next == len(self._uses):
+            return None
+        layer, backward = self._uses[self._next]
+        pending = layer.product.prefetch(layer.weight.value, backward)
+        if pending is not None:
+            self._prefetched = layer, self._begin(pending)
+        return pending
+
+    def _begin(self, operand: Operand) -> Operand:
+        """`operand`, held until its collective is complete if it is in flight."""
+        if isinstance(operand, Pending) and not operand.done:
+            self._begun = [one for one in self._begun if not one.done]
+            self._begun.append(operand)
+        return operand

@@ -1,0 +1,277 @@
+"""What a tensor parallelism is: the contract between a scheme and the layers.
+
+A scheme deals activations in two `Space`\\ s, the *outer* one of the residual stream and the
+*inner* one between the two linear layers of a block, and brings a `Product` for each way:
+*into* the inner space and *back*.  Megatron-LM's column- and row-parallel pair and the paper's
+exchange of the directions y and z are the same idea.  The layers are written once, against this
+contract; a new parallelism is one new file in ``mm3d/schemes/``.
+"""
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from functools import cache
+from typing import Any, Mapping, NamedTuple
+
+from mpi4py import MPI
+
+from mm3d.arrays.backend import Array, Backend
+from mm3d.grid.activations import Space
+from mm3d.grid.axis import Split
+from mm3d.grid.grid import Grid
+from mm3d.grid.layout import Layout
+from mm3d.grid.shape import GridShape
+from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape, factorizations
+from mm3d.schemes.matrix_product import MatrixProduct
+from mm3d.grid.axis import Pending
+
+
+class Product(ABC):
+    """A distributed C = A B of a linear layer, with its backward.
+
+    Attributes
+    ----------
+    weight : Layout
+        Of B.
+    accumulate_float32 : bool
+        Whether dB is computed, summed over the ranks and returned in float32 where the operands
+        have 16 bits.
+    overlap : bool
+        Whether communication goes on during products.  Then `forward` and `backward` are given
+        the `mm3d.schemes.overlap.Overlap` of the pass as one more argument; B may be a `Pending`
+        gather, and the dB that is returned a `Pending` sum.
+    gathered_along : Split or None
+        How B is divided, where it is gathered.
+    """
+
+    weight: Layout
+    accumulate_float32 = False
+    overlap = False
+    gathered_along: Split | None = None
+    operands = {"a": "A", "b": "B", "c": "C"}  # the attributes that communicate, and for what
+
+    @abstractmethod
+    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
+        """C = A B and what backward needs, from this rank's blocks."""
+
+    @abstractmethod
+    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
+        """The gradients dA and dB, laid out as A and B are."""
+
+    def again(self, A: Array, B: Array) -> Any:
+        """What `backward` needs, where forward has been before and C is not wanted.
+
+        By default a forward whose C is thrown away; a product that can do without it, says so.
+        What is kept beside A may be left out where `backward` can do without.
+        """
+        return self.forward(A, B)[1]
+
+    def prefetch(self, B: Array, backward: bool) -> Pending | None:
+        """Start gathering B for the next `forward`, or the next `backward`.
+
+        None where B is not gathered, or not while this rank multiplies.
+        """
+        return None
+
+
+Strings = tuple[str, str, str, str]
+
+
+class Option(NamedTuple):
+    """An option of one scheme: its default, the values that it may have, and its meaning."""
+
+    default: Any
+    choices: tuple
+    meaning: str
+
+
+SCHEMES: dict[str, type["Scheme"]] = {}    # in alphabetical order; see `registry`
+
+
+class Scheme(ABC):
+    """A tensor parallelism on a grid of ranks.
+
+    A subclass in ``mm3d/schemes/`` with a `name` is found by it; see the attributes and the
+    abstract methods for what it states.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        All ranks.
+    grid : tuple of int, optional
+        Sizes of the directions; the scheme's own choice when not given.
+    backend : str or Backend, optional
+        Whose arrays are used; see `mm3d.arrays.backend.get`.
+    **options
+        Values for some of the class' `options`; each option is an attribute of the scheme.
+
+    Attributes
+    ----------
+    name : str
+        What `mm3d.scheme` calls it.
+    options : mapping of str to Option
+        What can be chosen beside the grid, of this class.
+    title : str
+        What tables and figures call it; its name, if it does not say.
+    directions : str
+        The letters of its grid's directions, of x, y and z.
+    divides_work : bool
+        Whether ranks share the work of a model; False where each does all of it.
+    matrix_product : type of MatrixProduct, optional
+        The scheme's products of plain matrices; None where there are none of its own.
+    grid : Grid
+        The ranks.
+    """
+
+    name: str
+    title: str
+    directions: str
+    divides_work = True
+    matrix_product: type[MatrixProduct] | None = None
+    options: Mapping[str, Option] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if "name" not in cls.__dict__:
+            return
+        if "title" not in cls.__dict__:
+            cls.title = cls.name    # not that of the scheme it is derived from
+        SCHEMES[cls.name] = cls
+        ordered = sorted(SCHEMES.items())
+        SCHEMES.clear()
+        SCHEMES.update(ordered)
+
+    def __init__(self, comm: MPI.Intracomm, grid: tuple[int, ...] | None = None,
+                 backend: str | Backend | None = None, **options: Any) -> None:
+        vars(self).update(self.chosen(options))
+        if grid is not None and not isinstance(grid, (tuple, list)):
+            raise ValueError(f"grid={grid!r} should be a tuple of sizes, one for each of the "
+                             f"directions {', '.join(self.directions)}")
+        sizes = tuple(grid) if grid is not None else self.default_grid(comm.size)
+        if len(sizes) != len(self.directions):
+            raise ValueError(f"the grid of scheme {self.name!r} has the directions "
+                             f"{', '.join(self.directions) or '(none)'}, so grid={sizes} should "
+                             f"have {len(self.directions)} sizes")
+        self.check_grid(sizes)
+        self.grid = Grid(comm, backend, **self.grid_shape(sizes))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.grid!r})"
+
+    @classmethod
+    def chosen(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """The value of each of the scheme's options: the given one, or the default.
+
+        Raises
+        ------
+        ValueError
+            When there is no such option, or no such choice.
+        """
+        for name, value in sorted(options.items()):
+            if name not in cls.options:
+                raise ValueError(f"scheme {cls.name!r} has no option {name!r}: "
+                                 f"it has {', '.join(sorted(cls.options)) or 'none'}")
+            if value not in cls.options[name].choices:
+                raise ValueError(f"{name}={value!r} is unknown: choose one of "
+                                 f"{', '.join(map(str, cls.options[name].choices))}")
+        return {name: options.get(name, option.default) for name, option in cls.options.items()}
+
+    @classmethod
+    @abstractmethod
+    def default_grid(cls, ranks: int) -> tuple[int, ...]:
+        """Sizes of the directions for so many ranks; ValueError when none fit."""
+
+    @classmethod
+    def check_grid(cls, sizes: tuple[int, ...]) -> None:
+        """Raise ValueError for sizes that the scheme cannot use."""
+
+    @classmethod
+    def grid_shape(cls, sizes: tuple[int, ...]) -> GridShape:
+        """Return the shape of the grid with these sizes of the scheme's directions."""
+        return GridShape(cls.directions, sizes)
+
+    @classmethod
+    @abstractmethod
+    def layouts(cls, sizes: dict[str, int], batch: int, seq: int,
+                **options: Any) -> tuple[Strings, Strings]:
+        """Rows, features, vector and travels (see `Space`) of the outer and the inner space."""
+
+    @abstractmethod
+    def product(self, source: Space, target: Space, shape: tuple[int, ...],
+                units: tuple[int, int]) -> Product:
+        """C = A B with A in `source`, C in `target` and B of the global `shape`.
+
+        `units` are the features that stay together where the spaces divide B's first and last
+        dimension.
+        """
+
+    # In closed form, from the sizes of the grid's directions and the options of the scheme alone.
+
+    @classmethod
+    def grids(cls, ranks: int) -> list[tuple[int, ...]]:
+        """All sizes of the directions that the scheme can use on `ranks` ranks, ascending.
+
+        Raises
+        ------
+        ValueError
+            That of `default_grid`, when there are none.
+        """
+        return [sizes for sizes in factorizations(ranks, len(cls.directions))
+                if cls._can_use(sizes)] or [cls.default_grid(ranks)]
+
+    @classmethod
+    def _can_use(cls, sizes: tuple[int, ...]) -> bool:
+        try:
+            cls.check_grid(sizes)
+        except ValueError:
+            return False
+        return True
+
+    @classmethod
+    @abstractmethod
+    def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
+                       **options: Any) -> list[LocalProduct]:
+        """Matrix products of rank 0, which has the largest blocks, for one product forward.
+
+        Backward has as many for each of the two gradients, with rows, inner and columns
+        exchanged.
+        """
+
+    @classmethod
+    @abstractmethod
+    def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
+                      **options: Any) -> tuple[list[Move], list[Move]]:
+        """Collectives of one product forward and backward."""
+
+    @classmethod
+    def kept_words(cls, sizes: Mapping[str, int], product: ProductShape, **options: Any) -> int:
+        """Words that one product keeps for backward beside A itself, over all ranks."""
+        return 0
+
+    @classmethod
+    def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
+                        positions: bool = False, **options: Any) -> float:
+        """Words that a rank needs at most in backward of one product, beside dC, dA and dB.
+
+        Where everything divides; by default none, which is right where nothing is gathered.
+        `positions` says whether outer activations are divided along the sequence.
+        """
+        return 0
+
+    @classmethod
+    def options_again(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The options by which `Product.again` keeps what it does; by default the same."""
+        return options
+
+    def spaces(self, batch: int, seq: int) -> tuple[Space, Space]:
+        """The outer and the inner space of activations of so many sequences and positions."""
+        options = {name: getattr(self, name) for name in self.options}
+        outer, inner = self.layouts(self.grid.shape, batch, seq, **options)
+        return (Space(self.grid, batch, seq, *outer), Space(self.grid, batch, seq, *inner))
+
+
+@cache
+def _import_schemes() -> None:
+    from mm3d import schemes
+    for module in pkgutil.iter_modules(schemes.__path__):
+        importlib.import_module(f"{schemes.__name__}.{module.name}")

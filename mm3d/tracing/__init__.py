@@ -1,0 +1,1 @@
+"""The events of a step: observed, counted, or run dry without arrays."""

@@ -1,0 +1,267 @@
+"""Arrays with a shape and a dtype but no contents: the array library of dry runs.
+
+They behave as NumPy's do, in shape, dtype, strides and errors, as far as the model calls them;
+what is asked of them is noted in a `Trace`, and the memory they would take is accounted for.
+"""
+
+import ctypes
+import sys
+from typing import Any, Callable
+
+import numpy as np
+
+from mm3d.arrays.backend import Backend
+from mm3d.arrays.numpy_kernels import Kernels
+from mm3d.arrays.pool import Pool
+from mm3d.tracing.events import Pass
+from mm3d.tracing.trace import Trace
+
+
+class DryArray:
+    """Shape and dtype of an array, without contents.
+
+    Behind it is a NumPy array of that shape over memory that does not exist and is never looked
+    at, so that NumPy's own rules give the shape and the strides of every slice and transpose.
+    """
+
+    __array_ufunc__ = None    # NumPy's arrays leave operations with these to these
+    __slots__ = ("_backend", "_shell")
+
+    def __init__(self, backend: "DryBackend", shell: np.ndarray) -> None:
+        self._backend, self._shell = backend, shell
+
+    shape = property(lambda self: self._shell.shape)
+    dtype = property(lambda self: self._shell.dtype)
+    ndim = property(lambda self: self._shell.ndim)
+    size = property(lambda self: self._shell.size)
+    nbytes = property(lambda self: self._shell.nbytes)
+    flags = property(lambda self: self._shell.flags)
+    T = property(lambda self: DryArray(self._backend, self._shell.T))
+
+    def __repr__(self) -> str:
+        return f"DryArray({self.shape}, {self.dtype})"
+
+    def __len__(self) -> int:
+        return len(self._shell)
+
+    def __bool__(self) -> bool:
+        raise TypeError("an array without contents is neither true nor false")
+
+    def __getitem__(self, index: Any) -> "DryArray":
+        return DryArray(self._backend, self._shell[index])
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self._backend.into("copy", self[index], value)
+
+
+def _operator(name: str, dtype: Any = None) -> Callable:
+    def operate(self, other):
+        return self._backend.elementwise(name, self, other, dtype=dtype)
+    return operate
+
+
+def _in_place(name: str) -> Callable:
+    def operate(self, other):
+        return self._backend.into(name, self, self, other)
+    return operate
+
+
+for _name in ("add", "sub", "mul", "truediv"):
+    setattr(DryArray, f"__{_name}__", _operator(_name))
+    setattr(DryArray, f"__r{_name}__", _operator(_name))
+    setattr(DryArray, f"__i{_name}__", _in_place(_name))
+for _name in ("gt", "lt", "ge", "le"):
+    setattr(DryArray, f"__{_name}__", _operator(_name, np.bool_))
+
+
+class DryNamespace:
+    """The functions of the array library, as far as the model calls them."""
+
+    float16, float32, float64 = np.float16, np.float32, np.float64
+
+    def __init__(self, backend: "DryBackend") -> None:
+        self._backend = backend
+        for name in ("tanh", "exp", "log", "sqrt", "add", "subtract", "multiply", "divide"):
+            setattr(self, name, self._elementwise(name))
+
+    def _elementwise(self, name: str) -> Callable:
+        def operate(*operands, out=None):
+            if out is None:
+                return self._backend.elementwise(name, *operands)
+            return self._backend.into(name, out, *operands)
+        return operate
+
+    def copyto(self, a: DryArray, value: Any, where: DryArray) -> None:
+        self._backend.into("copy", a, value, where)
+
+    def where(self, condition: DryArray, a: DryArray, b: DryArray) -> DryArray:
+        return self._backend.elementwise("where", condition, a, b,
+                                         dtype=np.result_type(a.dtype, b.dtype))
+
+    def astype(self, a: DryArray, dtype: Any, copy: bool = True) -> DryArray:
+        if not copy and a.dtype == dtype:
+            return a
+        return self._backend.elementwise("astype", a, dtype=dtype)
+
+    def sum(self, a: DryArray, axis: int, dtype: Any = None, keepdims: bool = False,
+            out: DryArray | None = None) -> DryArray:
+        axis %= a.ndim
+        kept = (1,) if keepdims else ()
+        shape = a.shape[:axis] + kept + a.shape[axis + 1:]
+        return self._backend.reduced("sum", out, shape, dtype or a.dtype, a)
+
+    def max(self, a: DryArray, axis: int, keepdims: bool = False,
+            out: DryArray | None = None) -> DryArray:
+        return self.sum(a, axis, keepdims=keepdims, out=out)
+
+    def vecdot(self, a: DryArray, b: DryArray, out: DryArray | None = None) -> DryArray:
+        shape = np.broadcast_shapes(a.shape, b.shape)[:-1]
+        return self._backend.reduced("vecdot", out, shape, a.dtype, a, b)
+
+    def einsum(self, subscripts: str, *operands: DryArray, out: DryArray) -> DryArray:
+        lengths = {c: n for dims, a in zip(subscripts.split("->")[0].split(","), operands)
+                   for c, n in zip(dims, a.shape, strict=True)}
+        shape = tuple(lengths[c] for c in subscripts.partition("->")[2])
+        return self._backend.reduced("einsum", out, shape, out.dtype, *operands)
+
+    def matmul(self, a: DryArray, b: DryArray, out: DryArray | None = None) -> DryArray:
+        lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        (m, n), k = a.shape[-2:], b.shape[-1]
+        if b.shape[-2] != n:
+            raise ValueError(f"matmul of {a.shape} and {b.shape}: {n} is not {b.shape[-2]}")
+        if out is not None and out.shape != (*lead, m, k):
+            raise ValueError(f"matmul of {a.shape} and {b.shape} does not fit {out.shape}")
+        if out is not None:
+            return out
+        return self._backend.scratch_array((*lead, m, k), np.result_type(a.dtype, b.dtype))
+
+    def reshape(self, a: DryArray, shape: tuple[int, ...]) -> DryArray:
+        try:
+            return DryArray(self._backend, a._shell.reshape(shape, copy=False))
+        except ValueError:    # where NumPy, too, has to copy
+            return self._backend.result("copy", np.broadcast_to(0, a.shape).reshape(shape).shape,
+                                        a.dtype, a)
+
+    def permute_dims(self, a: DryArray, axes: tuple[int, ...]) -> DryArray:
+        return DryArray(self._backend, np.transpose(a._shell, axes))
+
+    def matrix_transpose(self, a: DryArray) -> DryArray:
+        return DryArray(self._backend, np.swapaxes(a._shell, -1, -2))
+
+
+class DryPool(Pool):
+    """The accounts of a `Pool` without the memory."""
+
+    _byte = ctypes.c_char()
+
+    def __init__(self, granule: int, changed: Callable[[], None]) -> None:
+        super().__init__()
+        self.granule, self._changed = granule, changed
+
+    def _storage(self, size: int) -> ctypes.Array:
+        """So many bytes of memory that do not exist, at the address of one that does."""
+        return (ctypes.c_char * size).from_address(ctypes.addressof(self._byte))
+
+    def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        array = super().take(shape, dtype)
+        self._changed()
+        return array
+
+
+class DryBackend(Backend):
+    """Arrays of shape and dtype only.
+
+    It is not registered: nobody can choose by its name what nothing can be measured with.
+
+    Attributes
+    ----------
+    trace : Trace
+        Where everything is noted.
+    """
+
+    name = "dry"
+    host_buffers = False
+
+    def __init__(self) -> None:
+        self.xp, self.kernels = DryNamespace(self), Kernels(self)
+        self.begin()
+
+    def begin(self, block: int = sys.maxsize) -> None:
+        """Forget everything and start a new trace, elementwise work in blocks of so many."""
+        self.block, self.trace = block, Trace()
+        self.pool = DryPool(Pool.granule, self._taken)
+        self.scratch = DryPool(1, self._taken)
+
+    def _taken(self) -> None:
+        in_use = self.pool.in_use + self.scratch.in_use
+        self.trace.timeline.append((self.trace.phase, in_use))
+        self.trace.peak = max(self.trace.peak, in_use)
+        self.trace.held = max(self.trace.held, self.pool.reserved + self.scratch.in_use)
+        self.trace.pool_peak = max(self.trace.pool_peak, self.pool.in_use)
+
+    def owns(self, a: Any) -> bool:
+        return isinstance(a, DryArray)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> DryArray:
+        return DryArray(self, super().empty(shape, dtype))
+
+    def scratch_array(self, shape: tuple[int, ...], dtype: Any) -> DryArray:
+        """An intermediate array, which the library makes for itself."""
+        return DryArray(self, self.scratch.take(tuple(shape), np.dtype(dtype)))
+
+    def arange(self, start: int, stop: int) -> DryArray:
+        return self.scratch_array((stop - start,), np.int64)
+
+    def asarray(self, host: np.ndarray) -> DryArray:
+        return self.empty(host.shape, host.dtype)
+
+    def made(self, shape: tuple[int, ...], dtype: Any, make: Callable) -> DryArray:
+        return self.empty(shape, dtype)    # nothing is drawn
+
+    def to_host(self, a: DryArray) -> np.ndarray:
+        raise TypeError("an array of a dry run has no contents to bring to the host")
+
+    def gemm(self, a: DryArray, b: DryArray, out: DryArray, progress: Any = None) -> DryArray:
+        return out
+
+    def result(self, operation: str, shape: tuple[int, ...], dtype: Any, *read: Any) -> DryArray:
+        """A new array that `operation` fills from the arrays among `read`."""
+        out = self.scratch_array(shape, dtype)
+        self.trace.note(Pass(operation, out.nbytes + _bytes(read)))
+        return out
+
+    def reduced(self, operation: str, out: DryArray | None, shape: tuple[int, ...], dtype: Any,
+                *read: DryArray) -> DryArray:
+        """`result` of that shape, in `out` if there is one."""
+        if out is None:
+            return self.result(operation, shape, dtype, *read)
+        if out.shape != shape:
+            raise ValueError(f"{operation}: a result of {shape} does not fit {out.shape}")
+        self.trace.note(Pass(operation, out.nbytes + _bytes(read)))
+        return out
+
+    def elementwise(self, operation: str, *operands: Any, dtype: Any = None) -> DryArray:
+        """The result of `operation` on arrays and numbers, after broadcasting."""
+        arrays = self._arrays(operands)
+        kinds = [a.dtype if self.owns(a) else a for a in operands]
+        return self.result(operation, np.broadcast_shapes(*(a.shape for a in arrays)),
+                           dtype or np.result_type(*kinds), *arrays)
+
+    def into(self, operation: str, out: DryArray, *operands: Any) -> DryArray:
+        """`operation` with its result in `out`, whose shape the operands must fit."""
+        for a in self._arrays(operands):
+            if np.broadcast_shapes(a.shape, out.shape) != out.shape:
+                raise ValueError(f"{operation}: an array of {a.shape} does not fit {out.shape}")
+        self.trace.note(Pass(operation, out.nbytes + _bytes(operands)))
+        return out
+
+    def _arrays(self, operands: tuple) -> list[DryArray]:
+        """The arrays among the operands; TypeError where one is neither that nor a number."""
+        for a in operands:
+            if not isinstance(a, (DryArray, int, float, np.number)):
+                raise TypeError(f"{type(a).__name__} and an array without contents")
+        return [a for a in operands if self.owns(a)]
+
+
+def _bytes(operands: tuple) -> int:
+    return sum(a.nbytes for a in operands if isinstance(a, DryArray))

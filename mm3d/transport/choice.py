@@ -1,0 +1,147 @@
+"""Which transport carries the arrays of a grid: by setting, or by what is proven to work here."""
+
+import functools
+import os
+import warnings
+from typing import Mapping
+
+from mpi4py import MPI
+
+from mm3d.arrays.backend import Backend
+from mm3d.transport import cuda_aware
+from mm3d.transport.device import TRANSPORTS
+from mm3d.transport.mpi import MpiTransport
+from mm3d.transport.nodes import node_size, one_node
+from mm3d.transport.shared_memory import SharedTransport
+from mm3d.transport.silent import Absent, SilentTransport
+
+ON_HOST = ("mpi", "shared")
+
+
+def settle(comm: MPI.Intracomm | Absent, backend: Backend) -> str:
+    """The name of the transport for arrays of `backend` on all lines of a grid of `comm`.
+
+    ``MM3D_TRANSPORT`` decides where it is set: ``mpi`` or ``shared`` for arrays in host memory,
+    ``nccl``, ``device`` (a CUDA-aware MPI) or ``staged`` for those on a device.  Without it
+    ranks of one node share their arrays in host memory; for the others it is NCCL where it is
+    installed and every rank has a GPU to itself, else a CUDA-aware MPI if a small job of its own
+    shows that it works, else copies in host memory.  All ranks of `comm` must call it, and get the
+    same answer.
+
+    Raises
+    ------
+    ValueError
+        When the setting does not carry such arrays, or ``MM3D_NODE_SIZE`` is no positive integer.
+    """
+    wanted = os.environ.get("MM3D_TRANSPORT", "")
+    known = ON_HOST if backend.host_buffers else tuple(TRANSPORTS)
+    alone = isinstance(comm, Absent) or comm.size == 1
+    if wanted and wanted not in (known if not alone else (*ON_HOST, *TRANSPORTS)):
+        raise ValueError(f"MM3D_TRANSPORT={wanted!r} is unknown for arrays of backend "
+                         f"{backend.name!r}: choose {', '.join(known[:-1])} or {known[-1]}")
+    if alone:
+        return "none"
+    node_size()    # its error comes first, the same on every rank
+    if backend.host_buffers:
+        return wanted or "shared"
+    if wanted and wanted != "nccl":
+        return wanted
+    places = comm.allgather(backend.place())
+    problem = _nccl_problem(places, comm.allgather(backend.nccl is not None))
+    if wanted and problem:
+        raise ValueError(f"MM3D_TRANSPORT=nccl: {problem}; choose device or staged")
+    if not problem:
+        return "nccl"
+    if None in places:
+        return "staged"
+    wrong = comm.bcast(cuda_aware.problem() if comm.rank == 0 else None)
+    if wrong and comm.rank == 0:
+        warnings.warn(f"arrays travel through copies in host memory (MM3D_TRANSPORT=staged): "
+                      f"{problem}; {wrong}", RuntimeWarning, stacklevel=2)
+    return "staged" if wrong else "device"
+
+
+@functools.cache
+def in_place(names: str) -> frozenset[str]:
+    """The collectives that leave the result in place by each of these transports, such as "shared"
+    or "mpi shared"; see `mm3d.transport.mpi.MpiTransport.in_place`."""
+    known = _known()
+    kinds = [known[name].in_place if name in known else frozenset() for name in names.split()]
+    return frozenset.intersection(*kinds) if kinds else frozenset()
+
+
+def note(name: str) -> str:
+    """What the transport of that name moves where that is not what is counted; "" if unknown."""
+    return getattr(_known().get(name), "note", "")
+
+
+def _known() -> dict[str, type[MpiTransport]]:
+    """The transports by name."""
+    return {kind.name: kind for kind in (MpiTransport, SharedTransport,
+                                         SilentTransport)} | TRANSPORTS
+
+
+def _nccl_problem(places: list, installed: list[bool]) -> str:
+    """Why NCCL cannot carry the arrays of ranks at these places; empty if it can."""
+    if not all(installed):
+        return f"{installed.count(False)} of {len(installed)} ranks have no NCCL"
+    gpus = len(set(places))
+    if None in places or gpus < len(places):
+        return f"NCCL needs a GPU for each rank, and {len(places)} ranks have {gpus}"
+    return ""
+
+
+def transports_for(comm: MPI.Intracomm | Absent, lines: Mapping[str, MPI.Intracomm | Absent],
+                   backend: Backend, kind: str, node: int = 0) -> dict[str, MpiTransport]:
+    """The transport of that name (see `settle`) along each of a grid's directions.
+
+    Ranks of different nodes, as `mm3d.transport.nodes.node_of` numbers them, share no memory and
+    go by MPI; so do, unless sharing was asked for, those that may not open each other's memory.
+    There each line decides for itself: all its ranks fail alike, and its collectives concern no
+    other line.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm or Absent
+        All ranks of the grid, which all call this.
+    lines : mapping of str to communicator
+        For each direction those of them on this rank's line.
+    backend : Backend
+        Whose arrays travel.
+    kind : str
+        What `settle` says.
+    node : int
+        This rank's node.
+
+    Raises
+    ------
+    OSError
+        On every rank of `comm` alike, when ranks of one line may not, and
+        ``MM3D_TRANSPORT=shared`` asks for it.
+    """
+    found, problem = {}, ""
+    for name, line in lines.items():
+        try:
+            found[name] = _transport(line, backend, kind, node)
+        except OSError as error:
+            if kind != "shared":
+                raise
+            found[name], problem = MpiTransport(line, backend), str(error)
+    if kind == "shared" and os.environ.get("MM3D_TRANSPORT"):
+        # Other lines may have no problem, but their ranks would wait for those of this one.
+        problem = next(filter(None, comm.allgather(problem)), "")
+        if problem:
+            raise OSError(problem)
+    return found
+
+
+def _transport(line: MPI.Intracomm | Absent, backend: Backend, kind: str,
+               node: int) -> MpiTransport:
+    """The transport between the ranks of one line, which all make it."""
+    if isinstance(line, Absent):
+        return SilentTransport(line, backend)
+    if kind in TRANSPORTS and line.size > 1:
+        return TRANSPORTS[kind](line, backend)
+    if kind == "shared" and one_node(line, node):
+        return SharedTransport(line, backend)
+    return MpiTransport(line, backend)

@@ -1,0 +1,125 @@
+"""Collectives of device arrays, made of three ways to move bytes; sums are the device's own."""
+
+import itertools
+import math
+from abc import ABC, abstractmethod
+from typing import Any, Callable
+
+from mm3d.arrays.backend import Array, namespace, wide_dtype
+from mm3d.transport.mpi import MpiTransport
+from mm3d.transport.pending import Pending
+
+# Elements of the terms of all ranks up to which an all-reduce gathers them: one exchange instead
+# of two, which take longer than 128 KiB take to arrive.
+SMALL = 1 << 15
+
+Lengths = list[int]
+
+
+class WireTransport(MpiTransport, ABC):
+    """Collectives made of a gather, a broadcast and an exchange; sums are the device's own.
+
+    Terms are summed in the order of the ranks, in float32 where the elements have 16 bits, so that
+    a CUDA-aware MPI and staging give the same bits; NCCL sums wider types in an order of its own.
+    """
+
+    note = ("terms are exchanged and summed on the device: a rank receives the words counted, but "
+            "of an all-reduce of few words all terms, and of a reduce a share of all terms")
+
+    def _take(self, lengths: Lengths) -> None:
+        """Blocks of these lengths, one of each rank, come here."""
+        self._moved += sum(lengths) - lengths[self.rank]
+
+    @abstractmethod
+    def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
+        """Elements to and from every rank, one rank's after another's in both flat buffers."""
+
+    def _begin_exchange(self, send: Array, recv: Array, sends: Lengths,
+                        receives: Lengths) -> Callable[[], Any]:
+        """Start an `_exchange`; what ends it.  Done at once unless a transport can more."""
+        self._exchange(send, recv, sends, receives)
+        return lambda: None
+
+    def begin_reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Pending:
+        flat, lengths, out = self._terms(a, dim, counts)
+        return Pending(out, self._begin_reduce_scatter(flat, out, lengths), kept=(flat,))
+
+    def _begin_reduce_scatter(self, send: Array, recv: Array,
+                              lengths: Lengths) -> Callable[[], Any]:
+        """Start a `_reduce_scatter`; what ends it."""
+        own = lengths[self.rank]
+        self._take([own] * self.comm.size)
+        terms = self.backend.empty((self.comm.size, own), send.dtype)
+        arrive = self._begin_exchange(flattened(send), flattened(terms), lengths,
+                                      [own] * self.comm.size)
+        return lambda: (arrive(), _sum(terms, recv))
+
+    def begin_all_gather(self, a: Array, dim: int, counts: list[int]) -> Pending:
+        a, flat, lengths, out = self._whole(a, dim, counts)
+        arrive = self._begin_all_gather(a, flat, lengths)
+        return Pending(out, lambda: (arrive(), self._unpacked(flat, out, dim, counts)),
+                       kept=(a,))
+
+    @abstractmethod
+    def _begin_all_gather(self, send: Array, recv: Array,
+                          lengths: Lengths) -> Callable[[], Any]:
+        """Start an `_all_gather`; what ends it."""
+
+    def _reduce_scatter(self, send: Array, recv: Array, lengths: Lengths) -> None:
+        own = lengths[self.rank]
+        self._take([own] * self.comm.size)
+        terms = self.backend.empty((self.comm.size, own), send.dtype)
+        self._exchange(flattened(send), flattened(terms), lengths, [own] * self.comm.size)
+        _sum(terms, recv)
+
+    def _all_reduce(self, send: Array, recv: Array) -> None:
+        size, length = self.comm.size, math.prod(send.shape)
+        if size * length <= SMALL:
+            self._take([length] * size)
+            terms = self.backend.empty((size, length), send.dtype)
+            self._all_gather(send, terms, [length] * size)
+            _sum(terms, recv)
+            return
+        part, lengths = self._part(send)
+        self._take(lengths)
+        self._all_gather(part, recv, lengths)
+
+    def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
+        part, lengths = self._part(send)
+        at_root = recv is not None
+        sends = [lengths[self.rank] * (rank == root) for rank in range(self.comm.size)]
+        receives = lengths if at_root else [0] * self.comm.size
+        self._take(receives)
+        into = flattened(recv) if at_root else self.backend.empty((0,), send.dtype)
+        self._exchange(part, into, sends, receives)
+
+    def _part(self, send: Array) -> tuple[Array, Lengths]:
+        """This rank's even share of the sum, and the lengths of all shares."""
+        share, more = divmod(math.prod(send.shape), self.comm.size)
+        lengths = [share + (rank < more) for rank in range(self.comm.size)]
+        part = self.backend.empty((lengths[self.rank],), send.dtype)
+        self._reduce_scatter(flattened(send), part, lengths)
+        return part, lengths
+
+
+def _sum(terms: Array, out: Array) -> None:
+    """`out` becomes the sum over the first dimension, in float32 at least."""
+    xp = namespace(terms)
+    total = xp.sum(terms, axis=0, dtype=wide_dtype(terms))
+    out[...] = xp.reshape(xp.astype(total, out.dtype, copy=False), out.shape)
+
+
+def flattened(a: Array) -> Array:
+    """The elements of a contiguous array, where they lie."""
+    return namespace(a).reshape(a, (math.prod(a.shape),))
+
+
+def places(lengths: Lengths) -> list[tuple[int, int]]:
+    """Length and start of blocks that lie one after another."""
+    return list(zip(lengths, itertools.accumulate(lengths, initial=0)))
+
+
+def messages(send: Array, recv: Array, sends: Lengths, receives: Lengths) -> tuple[list, list]:
+    """What MPI's all-to-all takes to move elements to and from every rank."""
+    starts = [[start for _, start in places(lengths)] for lengths in (sends, receives)]
+    return [send, (sends, starts[0])], [recv, (receives, starts[1])]

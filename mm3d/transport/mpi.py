@@ -1,0 +1,213 @@
+"""How the blocks of a collective travel between the ranks of one communicator.
+
+What is asked for, `mm3d.grid.axis.Axis` counts; a transport carries it out, and states what it
+moved. `MpiTransport` hands the arrays themselves to MPI; `mm3d.transport.shared_memory` lets the
+ranks of one node read each other's blocks where they lie; `mm3d.transport.device` carries what
+lies in a device's memory.
+"""
+
+import math
+from typing import Any, Iterator
+
+
+from mm3d.arrays.backend import Array, Backend
+from mm3d.arrays.blocks import _offsets, block_indices, resized
+from mm3d.transport import sums
+from mm3d.transport.pending import Pending
+
+
+class MpiTransport:
+    """MPI's own collectives on the arrays where they lie.
+
+    It would sum float16 in float16: such terms go to a sum as a copy in float32, twice the bytes,
+    and the result is rounded once.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    backend : Backend
+        Whose arrays travel.
+
+    Attributes
+    ----------
+    name : str
+        How results and settings call it.
+    note : str
+        What it moves, for people, where that is not what `mm3d.grid.axis.Traffic` counts.
+    in_place : frozenset of str
+        Collectives whose result all ranks read where it lies, if it is not small: what is counted
+        does not arrive, and no bandwidth follows from their time.  A gather of blocks that were
+        placed (`block`) copies nothing, a broadcast is copied once, by its root.
+    """
+
+    name = "mpi"
+    note = ("MPI moves by algorithms of its own: gathers and broadcasts bring a rank the words "
+            "counted, and may relay more; what sums move is not known")
+    nonblocking = True    # whether what is begun goes on while this rank computes
+    on_host = True        # whether the host has a part in it, beyond asking for it
+    in_place: frozenset[str] = frozenset()
+
+    def __init__(self, comm, backend: Backend) -> None:
+        self.comm, self.backend, self.rank = comm, backend, comm.rank
+        self._moved: float = 0
+
+    def take_moved(self) -> float:
+        """Words that this rank has moved since it was last asked.
+
+        Those that came from other ranks in messages; in shared memory those that the rank copied,
+        or read of other ranks to sum them.  NaN where a library below sums on the way, by an
+        algorithm that it chooses.
+        """
+        moved, self._moved = self._moved, 0
+        return moved
+
+    def meet(self) -> None:
+        """Wait for all ranks."""
+        self.comm.Barrier()
+
+    def block(self, shape: tuple[int, ...], dtype: Any, dim: int, counts: list[int]) -> Array:
+        """Memory for this rank's block, of local `shape`, of an array divided along `dim`.
+
+        A transport may place it so that gathering it costs nothing.  Every rank calls this.
+        """
+        return self.backend.empty(shape, dtype)
+
+    def term(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Memory for this rank's term of a sum that all divide.  Every rank calls this."""
+        return self.backend.empty(shape, dtype)
+
+    def summand(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Memory for this rank's term of a sum for one rank.  Every rank calls this."""
+        return self.backend.empty(shape, dtype)
+
+    def all_gather(self, a: Array, dim: int, counts: list[int]) -> Array:
+        """The blocks `a` of all ranks, `counts` long along `dim`, joined."""
+        a, flat, lengths, out = self._whole(a, dim, counts)
+        self._all_gather(a, flat, lengths)
+        return self._unpacked(flat, out, dim, counts)
+
+    def begin_all_gather(self, a: Array, dim: int, counts: list[int]) -> Pending:
+        """Start an `all_gather`; it is complete already where the transport has no other."""
+        if not self.nonblocking:
+            return Pending(self.all_gather(a, dim, counts))
+        a, flat, lengths, out = self._whole(a, dim, counts)
+        request = self.comm.Iallgatherv(a, [flat, (lengths, _offsets(lengths))])
+        return Pending(out, lambda: self._unpacked(flat, out, dim, counts), request, (a,))
+
+    def _whole(self, a: Array, dim: int,
+               counts: list[int]) -> tuple[Array, Array, list[int], Array]:
+        """`a` to be sent, where all blocks arrive, their lengths, and memory for the whole."""
+        out = self.backend.empty(resized(a.shape, dim, sum(counts)), a.dtype)
+        self._moved += out.size - a.size
+        return (self.backend.contiguous(a), *self._flat(out, dim, counts), out)
+
+    def reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Array:
+        """This rank's block, along `dim`, of the sum of the ranks' terms `a`."""
+        flat, lengths, out = self._terms(a, dim, counts)
+        self._reduce_scatter(flat, out, lengths)
+        return out
+
+    def begin_reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Pending:
+        """Start a `reduce_scatter`; it is complete already where the transport has no other."""
+        if not self.nonblocking:
+            return Pending(self.reduce_scatter(a, dim, counts))
+        flat, lengths, out = self._terms(a, dim, counts)
+        # MPICH sums in this one, also where blocks are even, in the order of the blocking one;
+        # of another MPI the last bits may differ where three or more ranks sum.
+        self._moved = math.nan
+        terms, total = sums.wide(flat), sums.room(out)
+        request = self.comm.Ireduce_scatter(terms, total, lengths)
+        return Pending(out, lambda: sums.rounded(total, out), request, (terms,))
+
+    def _terms(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int], Array]:
+        """The blocks of `a` one after another, their lengths, and memory for this rank's sum."""
+        a = self.backend.contiguous(a)
+        flat, lengths = self._flat(a, dim, counts)
+        if flat is not a:
+            for piece, block in self._pieces(flat, a, dim, counts):
+                piece[...] = block
+        return flat, lengths, self.block(resized(a.shape, dim, counts[self.rank]), a.dtype, dim,
+                                         counts)
+
+    def all_reduce(self, a: Array) -> Array:
+        """The sum of the ranks' terms `a`."""
+        out = self.backend.empty(a.shape, a.dtype)
+        self._all_reduce(self.backend.contiguous(a), out)
+        return out
+
+    def broadcast(self, a: Array, root: int) -> Array:
+        """`a` of the rank `root`; the others' is overwritten."""
+        a = self.backend.contiguous(a)
+        self._broadcast(a, root)
+        self._moved += a.size * (self.rank != root)
+        return a
+
+    def reduce(self, a: Array, root: int) -> Array | None:
+        """The sum of the ranks' terms `a` on the rank `root`, None elsewhere."""
+        out = self.backend.empty(a.shape, a.dtype) if self.rank == root else None
+        self._reduce(self.backend.contiguous(a), out, root)
+        return out
+
+    def free(self) -> None:
+        """Give back what all ranks hold together; every rank calls this."""
+
+    # The collectives on flat, contiguous buffers.
+
+    def _all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:
+        if len(set(lengths)) == 1:
+            self.comm.Allgather(send, recv)
+        else:
+            self.comm.Allgatherv(send, [recv, (lengths, _offsets(lengths))])
+
+    def _reduce_scatter(self, send: Array, recv: Array, lengths: list[int]) -> None:
+        self._moved = math.nan
+        total = sums.room(recv)
+        if len(set(lengths)) == 1:
+            self.comm.Reduce_scatter_block(sums.wide(send), total)
+        else:
+            self.comm.Reduce_scatter(sums.wide(send), total, lengths)
+        sums.rounded(total, recv)
+
+    def _all_reduce(self, send: Array, recv: Array) -> None:
+        self._moved = math.nan
+        total = sums.room(recv)
+        self.comm.Allreduce(sums.wide(send), total)
+        sums.rounded(total, recv)
+
+    def _broadcast(self, buffer: Array, root: int) -> None:
+        self.comm.Bcast(buffer, root)
+
+    def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
+        self._moved = math.nan
+        total = None if recv is None else sums.room(recv)
+        self.comm.Reduce(sums.wide(send), total, root=root)
+        if total is not None:
+            sums.rounded(total, recv)
+
+    def _flat(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int]]:
+        """A buffer in which the blocks of `a` lie one after another, and their lengths.
+
+        That is `a` itself where its blocks already do.
+        """
+        outer = math.prod(a.shape[:dim % len(a.shape)])
+        share = math.prod(a.shape) // max(1, a.shape[dim])
+        lengths = [count * share for count in counts]
+        return (a if outer <= 1 else self.backend.empty((sum(lengths),), a.dtype)), lengths
+
+    def _unpacked(self, flat: Array, out: Array, dim: int, counts: list[int]) -> Array:
+        """`out` with the blocks that lie in `flat`, if that is another buffer."""
+        if flat is not out:
+            for piece, block in self._pieces(flat, out, dim, counts):
+                block[...] = piece
+        return out
+
+    def _pieces(self, flat: Array, a: Array, dim: int,
+                counts: list[int]) -> Iterator[tuple[Array, Array]]:
+        """Each block as it lies in the flat buffer, and in the array."""
+        offset = 0
+        for index in block_indices(len(a.shape), dim, counts):
+            block = a[index]
+            length = math.prod(block.shape)
+            yield self.backend.xp.reshape(flat[offset:offset + length], block.shape), block
+            offset += length

@@ -1,0 +1,153 @@
+"""Collectives of device arrays by NCCL, on a stream of its own."""
+
+import math
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator
+
+from mm3d.arrays.backend import Array, Backend
+from mm3d.transport.exchange import Lengths, WireTransport, places
+
+
+class NcclTransport(WireTransport):
+    """NCCL on a stream of its own; events order it with the stream that computes.
+
+    The host waits for nothing.  All directions of a grid share the stream, so that every rank
+    begins their collectives in the same order.  NCCL needs a GPU for each rank.
+    """
+
+    name = "nccl"
+    note = ("NCCL moves by algorithms of its own: gathers and broadcasts bring a rank the words "
+            "counted, and may relay more; what sums move is not known, but those of 16 bits")
+    on_host = False
+
+    def __init__(self, comm, backend: Backend) -> None:
+        super().__init__(comm, backend)
+        self._at_once = True    # whether what is computed next waits for a collective
+        self.nccl, self.stream = backend.nccl, backend.side_stream("nccl")
+        key = self.nccl.get_unique_id() if comm.rank == 0 else None
+        self.group = self.nccl.NcclCommunicator(comm.size, comm.bcast(key), comm.rank)
+
+    def free(self) -> None:
+        self.backend.synchronize()
+        self.group.destroy()
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[int]:
+        """The pointer of NCCL's stream, which starts after what has been computed so far; what
+        is computed from now on comes after it, unless the collective is only begun."""
+        computing = self.backend.stream
+        self.stream.wait_event(computing.record())
+        yield self.stream.ptr
+        if self._at_once:
+            computing.wait_event(self.stream.record())
+
+    def _begin(self, collective: Callable, *arguments: Any) -> Callable[[], Any]:
+        """Start a collective; what lets the stream that computes wait for it."""
+        self._at_once = False
+        try:
+            collective(*arguments)
+        finally:
+            self._at_once = True
+        arrived = self.stream.record()
+        return lambda: self.backend.stream.wait_event(arrived)
+
+    def _begin_exchange(self, *buffers: Any) -> Callable[[], Any]:
+        return self._begin(self._exchange, *buffers)
+
+    def _begin_all_gather(self, *buffers: Any) -> Callable[[], Any]:
+        return self._begin(self._all_gather, *buffers)
+
+    def _begin_reduce_scatter(self, send: Array, recv: Array,
+                              lengths: Lengths) -> Callable[[], Any]:
+        if self._summed(send) is None:
+            return super()._begin_reduce_scatter(send, recv, lengths)
+        return self._begin(self._reduce_scatter, send, recv, lengths)
+
+    @contextmanager
+    def _grouped(self) -> Iterator[int]:
+        """The same, for several calls that NCCL starts as one."""
+        with self._on_stream() as stream:
+            self.nccl.groupStart()
+            try:
+                yield stream
+            finally:
+                self.nccl.groupEnd()
+
+    def _all_gather(self, send: Array, recv: Array, lengths: Lengths) -> None:
+        source, into, size = self._bytes(send, recv)
+        if len(set(lengths)) == 1:
+            with self._on_stream() as stream:
+                self.group.allGather(source, into, lengths[0] * size, self.nccl.NCCL_UINT8, stream)
+            return
+        with self._grouped() as stream:
+            for root, (length, start) in enumerate(places(lengths)):
+                if length:
+                    self.group.broadcast(source, into + start * size, length * size,
+                                         self.nccl.NCCL_UINT8, root, stream)
+
+    def _broadcast(self, buffer: Array, root: int) -> None:
+        where, _, size = self._bytes(buffer, buffer)
+        with self._on_stream() as stream:
+            self.group.broadcast(where, where, math.prod(buffer.shape) * size,
+                                 self.nccl.NCCL_UINT8, root, stream)
+
+    def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
+        source, into, size = self._bytes(send, recv)
+        with self._grouped() as stream:
+            for peer, (length, start) in enumerate(places(sends)):
+                if length:
+                    self.group.send(source + start * size, length * size, self.nccl.NCCL_UINT8,
+                                    peer, stream)
+            for peer, (length, start) in enumerate(places(receives)):
+                if length:
+                    self.group.recv(into + start * size, length * size, self.nccl.NCCL_UINT8,
+                                    peer, stream)
+
+    def _reduce_scatter(self, send: Array, recv: Array, lengths: Lengths) -> None:
+        kind = self._summed(send)
+        if kind is None:
+            super()._reduce_scatter(send, recv, lengths)
+            return
+        self._moved = math.nan
+        source, into, size = self._bytes(send, recv)
+        if len(set(lengths)) == 1:
+            with self._on_stream() as stream:
+                self.group.reduceScatter(source, into, lengths[0], kind, self.nccl.NCCL_SUM,
+                                         stream)
+            return
+        with self._grouped() as stream:
+            for root, (length, start) in enumerate(places(lengths)):
+                if length:
+                    self.group.reduce(source + start * size, into, length, kind,
+                                      self.nccl.NCCL_SUM, root, stream)
+
+    def _all_reduce(self, send: Array, recv: Array) -> None:
+        kind = self._summed(send)
+        if kind is None:
+            super()._all_reduce(send, recv)
+            return
+        self._moved = math.nan
+        source, into, _ = self._bytes(send, recv)
+        with self._on_stream() as stream:
+            self.group.allReduce(source, into, math.prod(send.shape), kind, self.nccl.NCCL_SUM,
+                                 stream)
+
+    def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
+        kind = self._summed(send)
+        if kind is None:
+            super()._reduce(send, recv, root)
+            return
+        self._moved = math.nan
+        source, into, _ = self._bytes(send, send if recv is None else recv)
+        with self._on_stream() as stream:
+            self.group.reduce(source, into, math.prod(send.shape), kind, self.nccl.NCCL_SUM, root,
+                              stream)
+
+    def _bytes(self, send: Array, recv: Array) -> tuple[int, int, int]:
+        """Where two buffers lie, and the bytes of an element: what only moves, moves as bytes."""
+        return self.backend.pointer(send), self.backend.pointer(recv), send.dtype.itemsize
+
+    def _summed(self, a: Array) -> int | None:
+        """NCCL's name for the type of `a`; None for types of 16 bits, whose sums it rounds."""
+        return {"float32": self.nccl.NCCL_FLOAT32, "float64": self.nccl.NCCL_FLOAT64,
+                "int32": self.nccl.NCCL_INT32, "int64": self.nccl.NCCL_INT64}.get(str(a.dtype))

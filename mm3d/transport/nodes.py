@@ -1,0 +1,70 @@
+"""Which ranks are on one node.
+
+A node is the ranks that MPI can give memory in common.  With ``MM3D_NODE_SIZE=n`` every n ranks of
+a node, in the order of the world, count as a node of their own, which shows on one machine what
+happens on several.
+"""
+
+import os
+
+import numpy as np
+from mpi4py import MPI
+
+from mm3d.transport.segments import available
+
+
+def node_size() -> int | None:
+    """The number of ranks that ``MM3D_NODE_SIZE`` counts as one node; None where it is not set.
+
+    Raises
+    ------
+    ValueError
+        When it is no positive integer.
+    """
+    wanted = os.environ.get("MM3D_NODE_SIZE")
+    if wanted is None:
+        return None
+    if not (wanted.isdecimal() and int(wanted) > 0):
+        raise ValueError(f"MM3D_NODE_SIZE={wanted!r}: give the number of ranks, 1 or more, that "
+                         "count as one node")
+    return int(wanted)
+
+
+def physical_node(comm: MPI.Intracomm) -> MPI.Intracomm:
+    """The ranks of `comm` on this rank's node, in the order of the world; see `node_of`.
+
+    ``MM3D_NODE_SIZE`` does not matter.  All ranks call it; the caller frees the communicator.
+    """
+    return comm.Split_type(MPI.COMM_TYPE_SHARED, MPI.COMM_WORLD.rank)
+
+
+def node_of(comm: MPI.Intracomm) -> int:
+    """A number that the ranks of `comm` on one node have in common; all must call it.
+
+    Raises
+    ------
+    ValueError
+        When ``MM3D_NODE_SIZE`` is no positive integer.
+    """
+    wanted = node_size()
+    node = physical_node(comm)
+    ranks = np.empty(node.size, np.int64)
+    node.Allgather(np.array([comm.rank]), ranks)
+    first = int(ranks[node.rank // (wanted or node.size) * (wanted or node.size)])
+    node.Free()
+    return first
+
+
+def node_numbers(comm: MPI.Intracomm) -> list[int]:
+    """The number of every rank's node, nodes being numbered in rank order; all must call it."""
+    nodes = np.empty(comm.size, np.int64)
+    comm.Allgather(np.array([node_of(comm)]), nodes)
+    known = list(dict.fromkeys(nodes.tolist()))
+    return [known.index(node) for node in nodes.tolist()]
+
+
+def one_node(comm: MPI.Intracomm, node: int) -> bool:
+    """Whether the ranks of `comm`, this one's node being `node`, can share memory."""
+    nodes = np.empty(comm.size, np.int64)
+    comm.Allgather(np.array([node]), nodes)
+    return comm.size > 1 and available() and bool((nodes == node).all())

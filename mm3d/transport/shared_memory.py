@@ -1,0 +1,284 @@
+"""Collectives through memory that the ranks of one node share.
+
+A gather then copies nothing: every rank's block is placed as its part of the whole array, which
+the others read where it lies once all have arrived.  A sum over the ranks is made in place: the
+first rank's term lies where the result is to be, and every rank adds the others' terms to its
+part of it, also when one rank alone is to have the sum; float16 is added in float32 and rounded
+once.  Small arrays that were not placed, such
+as biases and statistics, are handed to all.
+
+What was not placed is copied, on any of the ranks: they compare at the meeting where their arrays
+lie, and if that differs all copy them to a place of their own.  Calls that differ otherwise, in
+kind, dtype, shape or counts, are a ValueError on all ranks before any array is read.
+"""
+
+import math
+import weakref
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mm3d import launcher
+from mm3d.arrays.backend import Array, Backend
+from mm3d.arrays.blocks import block_indices, resized
+from mm3d.arrays.pool import Loan
+from mm3d.transport import call_check, sums
+from mm3d.transport.barrier import CROWDED, LOOKS, NOWHERE
+from mm3d.transport.call_check import Call
+from mm3d.transport.mpi import MpiTransport
+from mm3d.transport.segments import MAIL, SharedMemory
+
+
+class _Lease(Loan):
+    """One use of a region by this rank, of which an equal share counts as its memory.
+
+    Attributes
+    ----------
+    memory : SharedMemory
+        What the region is of.
+    handed_out : weakref to ndarray
+        The array that was made here: this rank's part of the whole, or its term of a sum.
+    divided : tuple
+        The dimension and the lengths of the parts of the whole.
+    partner : ndarray or None
+        Of a term that is to be summed: on the first rank all other terms, elsewhere the first.
+    number : int
+        Of a term: the region of the first, by which all ranks know it.
+    """
+
+    memory: SharedMemory
+    handed_out: Any = staticmethod(lambda: None)
+    divided: tuple = ()
+    partner: np.ndarray | None = None
+    number: int = NOWHERE
+
+
+class SharedTransport(MpiTransport):
+    """All collectives through memory that all ranks of the line share.
+
+    Raises
+    ------
+    OSError
+        When a rank cannot open the memory of another.
+    """
+
+    name = "shared"
+    note = ("ranks read each other's blocks where they lie: gathers of blocks that were placed "
+            "move nothing, the products read them; sums read the other ranks' terms, and what "
+            "was not placed is copied")
+    nonblocking = False    # a gather copies nothing, and sums are made at once
+    in_place = frozenset({"all_gather", "broadcast"})
+
+    def __init__(self, comm: MPI.Intracomm, backend: Backend) -> None:
+        super().__init__(comm, backend)
+        self.size = comm.size
+        looks = CROWDED if launcher.oversubscribed() else LOOKS
+        self.memory, self.pool = SharedMemory(comm, looks), backend.pool
+
+    def meet(self) -> None:
+        self.memory.meet()
+
+    def block(self, shape: tuple[int, ...], dtype: Any, dim: int, counts: list[int]) -> Array:
+        whole, lease = self._lend(*self._take(resized(shape, dim, sum(counts)), dtype))
+        return _placed(whole, lease, dim, counts, self._own(whole.ndim, dim, counts))
+
+    def term(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        first, lease = self._lend(*self._take(shape, dtype))
+        others, elsewhere = self._lend(*self._take((self.size - 1, *shape), dtype))
+        number, term, partner = lease.what, first, others
+        if self.rank:
+            term, partner, lease = others[self.rank - 1], first, elsewhere
+        lease.handed_out, lease.partner, lease.number = weakref.ref(term), partner, number
+        return term
+
+    def summand(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        small = self._small(shape, np.dtype(dtype))    # which the root sums alone
+        return (self.backend.empty if small else self.term)(shape, dtype)
+
+    def all_gather(self, a: Array, dim: int, counts: list[int]) -> Array:
+        dim %= a.ndim
+        shape = resized(a.shape, dim, sum(counts))
+        call = call_check.call(call_check.ALL_GATHER, a.dtype, shape, dim, counts)
+        lease = self._lease(a)
+        if lease is not None and lease.divided == (dim, counts):
+            if self.memory.meet(call, lease.what):
+                return _common(a.base)
+        elif self._small(resized(a.shape, dim, max(counts)), a.dtype):
+            parts = self.memory.exchange(a, call)
+            if parts is not None:
+                return self._joined(parts, a, dim, counts)
+        else:
+            whole, region = self._take(shape, a.dtype, trial=True)
+            if whole is not None:
+                self._copy(a, whole[self._own(a.ndim, dim, counts)])
+            if self.memory.meet(call, region):
+                return _common(self._lend(whole, region)[0])
+        # Some blocks were placed and some were not, or there was no room: all go to a new place.
+        return self.all_gather(self._copy(a, self.block(a.shape, a.dtype, dim, counts)), dim,
+                               counts)
+
+    def reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Array:
+        dim %= a.ndim
+        call = call_check.call(call_check.REDUCE_SCATTER, a.dtype, a.shape, dim, counts)
+        own = self._own(a.ndim, dim, counts)
+        if not self._is_term(a) and self._small(a.shape, a.dtype):
+            parts = self.memory.exchange(a, call)
+            if parts is not None:
+                self._moved += a.size
+                return self._sum_mail(parts, a, own)
+            a = self._copy(a, self.term(a.shape, a.dtype))
+        first, others = self._terms(a, call)
+        part = _placed(first, self.pool.loan(first), dim, counts, own)
+        return self._add(part, [other[own] for other in others])
+
+    def _is_term(self, a: Array) -> bool:
+        """Whether `a` was made to be summed, and has not been yet."""
+        lease = self._lease(a)
+        return lease is not None and lease.partner is not None
+
+    def _terms(self, a: Array, call: Call) -> tuple[Array, Array]:
+        """The first rank's term and those of the others, which all ranks can read and write."""
+        if self._is_term(a):
+            lease = self._lease(a)
+            first, others = (lease.partner, a.base) if self.rank else (a, lease.partner)
+            if self.memory.meet(call, lease.number):
+                lease.partner = None
+                return first, others
+        else:
+            first, region = self._take(a.shape, a.dtype, trial=True)
+            others, elsewhere = self._take((self.size - 1, *a.shape), a.dtype, trial=True)
+            room = first is not None and others is not None
+            if room:
+                self._copy(a, others[self.rank - 1] if self.rank else first)
+            if self.memory.meet(call, region if room else NOWHERE):
+                return self._lend(first, region)[0], self._lend(others, elsewhere)[0]
+        return self._terms(self._copy(a, self.term(a.shape, a.dtype)), call)
+
+    def _add(self, part: Array, others: list[Array]) -> Array:
+        """`part` plus the `others`, in their order, in place."""
+        sums.add([part, *others], part)
+        self._moved += len(others) * part.size
+        return part
+
+    def _copy(self, a: Array, place: Array) -> Array:
+        """`a` in another place."""
+        place[...] = a
+        self._moved += a.size
+        return place
+
+    def all_reduce(self, a: Array) -> Array:
+        if self._small(a.shape, a.dtype):
+            self._moved += a.size
+            call = call_check.call(call_check.ALL_REDUCE, a.dtype, a.shape)
+            return self._sum_mail(self.memory.exchange(a, call), a, ())
+        counts = self._shares(a.size)
+        part = self.reduce_scatter(np.reshape(a, -1), 0, counts)
+        out = self.backend.empty(a.shape, a.dtype)
+        return self._copy(self.all_gather(part, 0, counts).reshape(a.shape), out)
+
+    def broadcast(self, a: Array, root: int) -> Array:
+        call = call_check.call(call_check.BROADCAST, a.dtype, a.shape, root)
+        if self._small(a.shape, a.dtype):
+            self._moved += a.size
+            told = self.memory.tell(a, root, call)
+            if self.rank != root:
+                a[...] = told[:a.size].reshape(a.shape)
+            return a
+        whole, region = self._take(a.shape, a.dtype, trial=True)
+        if self.rank == root and whole is not None:
+            self._copy(a, whole)
+        if not self.memory.meet(call, region):    # there was no room
+            whole, region = self._take(a.shape, a.dtype)
+            if self.rank == root:
+                self._copy(a, whole)
+            self.memory.meet(call, region)
+        whole, _ = self._lend(whole, region)
+        return a if self.rank == root else _common(whole)
+
+    def reduce(self, a: Array, root: int) -> Array | None:
+        call = call_check.call(call_check.REDUCE, a.dtype, a.shape, root)
+        if self._small(a.shape, a.dtype):
+            self._moved += a.size
+            terms = self.memory.collect(a, root, call)
+            return None if terms is None else self._sum_mail(terms, a, ())
+        first, others = self._terms(a, call)
+        own = self._own(1, 0, self._shares(a.size))
+        self._add(first.reshape(-1)[own], [other.reshape(-1)[own] for other in others])
+        self.memory.meet(call)
+        return first if self.rank == root else None
+
+    def free(self) -> None:
+        self.memory.meet()
+
+    def _take(self, shape: tuple[int, ...], dtype: Any,
+              trial: bool = False) -> tuple[Array | None, int]:
+        """An array that all ranks share, and its region.
+
+        On `trial` the next meeting decides whether they do; None where there is no room.
+        """
+        dtype = np.dtype(dtype)
+        length = math.prod(shape) * dtype.itemsize
+        region, place = (self.memory.try_take if trial else self.memory.take)(length)
+        return None if place is None else np.ndarray(shape, dtype, *place), region
+
+    def _lend(self, whole: Array, region: int) -> tuple[Array, _Lease]:
+        """An array of `_take`, until nobody here refers to it."""
+        lease = self.pool.lend(whole, whole.nbytes // self.size, self.memory.give_back, region,
+                               _Lease)
+        lease.memory = self.memory
+        return whole, lease
+
+    def _shares(self, length: int) -> list[int]:
+        """Even parts of an array, one for each rank to sum."""
+        share, more = divmod(length, self.size)
+        return [share + (rank < more) for rank in range(self.size)]
+
+    def _own(self, ndim: int, dim: int, counts: list[int]) -> tuple:
+        """What to index a whole array with for this rank's part."""
+        start = sum(counts[:self.rank])
+        return (slice(None),) * (dim % ndim) + (slice(start, start + counts[self.rank]),)
+
+    def _lease(self, a: Array) -> _Lease | None:
+        """The lease that `a`, and no view of it, was made by; None if it was not made here."""
+        lease = self.pool.loan(a)
+        known = type(lease) is _Lease and lease.memory is self.memory and lease.handed_out() is a
+        return lease if known else None
+
+    def _small(self, shape: tuple[int, ...], dtype: np.dtype) -> bool:
+        """Whether an array of each rank can be handed to all, and be read by all."""
+        return math.prod(shape) * dtype.itemsize <= min(MAIL, 4 * MAIL // self.size)
+
+    def _joined(self, parts: list[Array], a: Array, dim: int, counts: list[int]) -> Array:
+        """The blocks of all ranks, which are flat, in one array."""
+        out = self.backend.empty(resized(a.shape, dim, sum(counts)), a.dtype)
+        for part, index in zip(parts, block_indices(a.ndim, dim, counts)):
+            place = out[index]
+            place[...] = part[:place.size].reshape(place.shape)
+        self._moved += a.size + out.size
+        return out
+
+    def _sum_mail(self, terms: list[Array], a: Array, own: tuple) -> Array:
+        """The part `own` of the sum of the flat `terms`, which are arrays like `a`."""
+        return self._sum([term[:a.size].reshape(a.shape)[own] for term in terms])
+
+    def _sum(self, terms: list[Array]) -> Array:
+        """The sum, in the order of the ranks, in new memory."""
+        out = self.backend.empty(terms[0].shape, terms[0].dtype)
+        sums.add(terms, out)
+        self._moved += (self.size - 1) * out.size
+        return out
+
+
+def _placed(whole: Array, lease: _Lease, dim: int, counts: list[int], own: tuple) -> Array:
+    """This rank's part of a shared array, its `own`, which can be gathered without a copy."""
+    part = whole[own]
+    lease.handed_out, lease.divided = weakref.ref(part), (dim % whole.ndim, counts)
+    return part
+
+
+def _common(whole: Array) -> Array:
+    """An array of all ranks, to be read only: what one wrote there the others would see."""
+    view = whole.view()
+    view.setflags(write=False)
+    return view

@@ -1,0 +1,98 @@
+"""References that round where a device does, and what they let through."""
+import numpy as np
+import pytest
+
+from bench.checks import against_serial
+from bench.checks.rounding import Rounded, rounded, to_tf32
+from bench.errors import WrongResult
+from bench.experiments.gpu import device_checks
+from bench.experiments.gpu.gpu_cases import Mode
+from mm3d.arrays import backend
+from mm3d.model import functional
+
+
+def test_tf32_has_ten_binary_places():
+    """Halves go away from zero, and what has few places stays."""
+    unit = 2.0 ** -10
+    x = np.float32([1, 1 + unit, 1 + unit / 2, -1 - unit / 2, 1 + unit / 4, 1e30, 0])
+    assert np.array_equal(to_tf32(x)[:5], np.float32([1, 1 + unit, 1 + unit, -1 - unit, 1]))
+    assert np.all(np.abs(to_tf32(x) - x) <= np.abs(x) * unit / 2)
+
+
+def test_numpy_is_itself_again_after_the_block():
+    plain = backend.get("numpy")
+    with pytest.raises(KeyError), rounded() as library:
+        assert backend.of(np.zeros(1)) is library is not plain
+        raise KeyError
+    assert backend.get("numpy") is plain and backend.of(np.zeros(1)) is plain
+
+
+class Device(Rounded):
+    """A device that rounds as it should."""
+
+    name = "device"
+
+    def owns(self, a):
+        return isinstance(a, np.ndarray)
+
+
+MODES = [("float16", False), ("bfloat16", False), ("float32", True)]
+
+
+@pytest.fixture(params=MODES, ids=["float16", "bfloat16", "tf32"])
+def mode(request, monkeypatch):
+    """Such a device in a mode with few digits, its arrays told apart from NumPy's by turns."""
+    dtype, tf32 = request.param
+    if dtype == "bfloat16":
+        pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
+    device, plain = Device(tf32), backend.get("numpy")
+    step = device_checks.model_step
+
+    def on(library, dtype):
+        monkeypatch.setattr(backend, "_made", {library.name: library, "numpy": plain})
+        return step(library, dtype)
+    monkeypatch.setattr(backend, "_made", {"numpy": plain})
+    monkeypatch.setattr(device_checks, "model_step", on)
+    return Mode(device, dtype, tf32)
+
+
+def test_what_rounds_in_the_same_places_is_the_same(mode):
+    assert device_checks.model_check(mode).error == 0
+    assert device_checks.layer(mode)[0].tolerance == against_serial.tolerances(str(mode), 1)[1]
+
+
+def scaled(name):
+    right = getattr(functional, name).__wrapped__
+
+    def wrong(*arrays, **more):
+        out = right(*arrays, **more)
+        first = out[0] if isinstance(out, tuple) else out
+        first *= np.asarray(1.02, first.dtype)
+        return out
+    return wrong
+
+
+@pytest.mark.parametrize("what", ["scale_rows", "bias_gelu_backward", "normalize_backward",
+                                  "attention_forward"])
+def test_a_kernel_that_is_off_by_two_per_cent_is_seen(mode, what):
+    """Though the results have the roundings of a whole layer."""
+    class Kernels:
+        dtypes = (np.dtype(np.float16), np.dtype(np.float32), *mode.backend.more_dtypes)
+    setattr(Kernels, what, staticmethod(scaled(what)))
+    mode.backend.kernels = Kernels
+    with pytest.raises(WrongResult, match="a layer of hidden"):
+        device_checks.layer(mode)
+
+
+def test_a_missing_term_is_seen(mode, monkeypatch):
+    """Of one sum over rows: a gradient without its mean."""
+    right, calls = device_checks.model_step, []
+
+    def wrong(library, dtype):
+        found, name = right(library, dtype), "gradient of layers.0.mlp.up.bias"
+        calls.append(library)
+        found[name] -= (len(calls) == 2) * found[name].mean()
+        return found
+    monkeypatch.setattr(device_checks, "model_step", wrong)
+    with pytest.raises(WrongResult, match="a layer of hidden"):
+        device_checks.layer(mode)

@@ -1,0 +1,183 @@
+"""What an environment can do, and the message for each that cannot."""
+import json
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from bench.doctor import census
+from bench.doctor.checks import CHECKS
+from bench.doctor.child_jobs import Facts
+from mm3d import launcher
+from support import run_python, run_ranks
+
+STANDIN = str(Path(__file__).parent / "standin")
+MPIRUN = shlex.quote(launcher.mpirun_command(1)[0])
+NAMES = [check.__name__ for check in CHECKS]
+
+
+def doctor(*options, **env):
+    """Run it: its exit status, and by check the state and the text."""
+    done = run_python("-m", "bench", "doctor", *options, **env)
+    found = dict(re.findall(r"^(?:ok|warning|failed|skipped) +(\w+) +(?=(.*))", done.stdout, re.M))
+    states = {line.split()[1]: line.split()[0] for line in done.stdout.splitlines()}
+    return done, states, found
+
+
+def test_a_sound_environment(tmp_path):
+    done, states, text = doctor("--ranks", "4", "--ranks-per-node", "4", "--out",
+                                str(tmp_path / "new"), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(states) == NAMES
+    assert {states[name] for name in ("software", "launcher", "nodes", "hdf5", "clock")} == {"ok"}
+    assert "one world of 4 ranks, " in text["launcher"]
+    assert text["nodes"] == "1 node with 4 ranks"
+    assert re.search(r"kernels for \w+, 1 threads a rank, 4 ranks on \d+ cores", text["blas"])
+    assert re.search(r"resolution .*e-\d+ s, error between nodes 0 s", text["clock"])
+    assert list(tmp_path.rglob("*")) == [tmp_path / "new"]    # nothing stays behind
+
+
+def test_json():
+    done = run_python("-m", "bench", "doctor", "--json", "--ranks", "2")
+    found = json.loads(done.stdout)
+    assert [one["check"] for one in found["findings"]] == NAMES
+    assert [rank["local_rank"] for rank in found["ranks"]] == [0, 1]
+
+
+def worlds_of_one(ranks):
+    """A launcher that starts programs which know nothing of each other."""
+    return f"bash -c 'for i in $(seq {ranks}); do \"$@\" & done; wait' launcher"
+
+
+@pytest.mark.parametrize("check, options, env, message", [
+    ("launcher", ["--ranks", "4", "--launcher", worlds_of_one(4)], {},
+     "started 4 worlds of 1 rank instead of one of 4: launcher and mpi4py belong to different"),
+    ("launcher", ["--ranks", "4", "--launcher", f"{MPIRUN} -n 2"], {},
+     "started 2 ranks instead of 4"),
+    ("launcher", ["--ranks", "2", "--launcher", "bash -c 'sleep 60' launcher", "--limit", "1"], {},
+     "did not end within 1 seconds"),
+    ("launcher", ["--ranks", "2", "--launcher", "/no/such/launcher"], {},
+     "/no/such/launcher cannot be started: No such file or directory"),
+    ("launcher", ["--ranks", "2", "--launcher",
+                  "bash -c 'echo srun: error: no such plugin >&2; exit 3' launcher"], {},
+     "ended with status 3: srun: error: no such plugin"),
+    ("nodes", ["--ranks", "4", "--ranks-per-node", "2"], {},
+     "1 node with 4 ranks, where at most 2 are wanted"),
+    ("modules", ["--module", "cuda", "--module", "hdf5"], {"LOADEDMODULES": "gcc/12:cuda/13"},
+     "hdf5 not loaded: load them, or take them out of the site file; loaded: gcc/12, cuda/13"),
+    ("gpus", ["--ranks", "4", "--gpus-per-node", "4"], {"CUDA_VISIBLE_DEVICES": ""},
+     "rank 0 sees no GPU, where 4 a node are wanted"),
+    ("gpus", ["--ranks", "4", "--gpus-per-node", "4"], {"CUDA_VISIBLE_DEVICES": "0,1"},
+     "the 4 ranks on the node of rank 0 see 2 GPUs, where 4 are wanted"),
+    ("gpus", ["--ranks", "4", "--gpus-per-node", "4"], {"CUDA_VISIBLE_DEVICES": "2"},
+     "ranks 0, 1, 2, 3 all see one and the same GPU: give each its own"),
+    ("gpus", ["--ranks", "3", "--gpus-per-node", "2"], {"CUDA_VISIBLE_DEVICES": "0,1"},
+     "ranks 0, 2 share a GPU: start at most 2 on a node"),
+    ("blas", ["--ranks", "2"], {"OMP_NUM_THREADS": "999", "OPENBLAS_NUM_THREADS": "64"},
+     "threads fight for them; set OMP_NUM_THREADS="),
+    ("hdf5", ["--out", "/dev/null/results"], {},
+     "results folder /dev/null/results cannot be written (Not a directory)")])
+def test_broken_environments(check, options, env, message):
+    done, states, text = doctor(*options, **env)
+    assert done.returncode == 1 and states[check] == "failed", done.stdout + done.stderr
+    assert message in text[check]
+    # What depends on the launcher is not known where it fails; nothing else fails.
+    assert [name for name, state in states.items() if state == "failed"] == [check]
+    assert check != "launcher" or text["gpus"] == "not known, as the launcher failed"
+
+
+@pytest.mark.parametrize("options, state", [(["--device-buffers"], "failed"), ([], "warning")])
+def test_an_mpi_that_cannot_carry_device_buffers(options, state):
+    done, states, text = doctor("--ranks", "2", "--gpus-per-node", "2", *options,
+                                PYTHONPATH=STANDIN)
+    assert done.returncode == (state == "failed"), done.stdout + done.stderr
+    assert states["cuda_aware"] == state and "an exchange of device buffers ended with" in \
+        text["cuda_aware"]
+    assert states["gpus"] == "ok" and text["gpus"] == "2 GPUs for 2 ranks, as CUDA says"
+
+
+def test_an_mpi_that_carries_device_buffers():
+    done, states, text = doctor("--ranks", "3", "--device-buffers", PYTHONPATH=STANDIN,
+                                STANDIN_OPEN="1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert (states["cuda_aware"], text["cuda_aware"]) == ("ok",
+                                                          "3 ranks exchanged device buffers")
+
+
+def test_each_rank_makes_one_context_on_its_own_gpu(tmp_path):
+    """Not a first one on GPU 0, where those of all ranks would take memory."""
+    done, states, _ = doctor("--ranks", "3", "--device-buffers", PYTHONPATH=STANDIN,
+                             STANDIN_OPEN="1", STANDIN_CONTEXTS=str(tmp_path / "contexts"))
+    assert states["cuda_aware"] == "ok", done.stdout + done.stderr
+    made = {line for line in (tmp_path / "contexts").read_text().splitlines()}
+    assert sorted(line.split()[1] for line in made) == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize("call, what", [
+    ("Allgatherv", "an all-gather"), ("Alltoallv", "an all-to-all"), ("Bcast", "a broadcast"),
+    ("Isend", "a message")])
+def test_every_call_that_carries_device_buffers_is_tried(monkeypatch, call, what):
+    """And is missed where MPI loses what it should carry."""
+    monkeypatch.syspath_prepend(STANDIN)
+    monkeypatch.setenv("STANDIN_OPEN", "1")
+    monkeypatch.delitem(sys.modules, "cupy", raising=False)
+    monkeypatch.setattr(MPI, "COMM_WORLD", Losing(MPI.COMM_SELF, call))
+    assert census.exchange() == f"{what} arrived wrong on 1 ranks"
+    sys.modules.pop("cupy", None)
+
+
+class Losing:
+    """A communicator one of whose calls does nothing, or sends something else."""
+
+    def __init__(self, comm, call: str) -> None:
+        self.comm, self.call = comm, call
+
+    def __getattr__(self, name: str):
+        if name != self.call:
+            return getattr(self.comm, name)
+        if name == "Isend":
+            return lambda a, peer: self.comm.Isend(0 * np.asarray(a.view), peer)
+
+        def lose(*buffers) -> None:
+            if name == "Bcast":
+                buffers[0].view[...] = -1
+        return lose
+
+
+def test_device_buffers_without_a_device():
+    done, states, _ = doctor("--device-buffers", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 1 and states["cuda_aware"] == "failed"
+
+
+def test_kernels_that_are_forced(monkeypatch):
+    from bench.doctor import checks
+    facts = Facts(1, ["none"])
+    rank = {"blas": "openblas", "blas_architecture": "Haswell", "blas_threads": 1, "cores": 2,
+            "ranks_on_node": 1, "best_kernels": "avx512f"}
+    facts.census = [[rank]], ""
+    monkeypatch.setenv("OPENBLAS_CORETYPE", "Haswell")
+    found = checks.blas(facts)
+    assert found.state == "warning" and "OPENBLAS_CORETYPE=Haswell forces them" in found.text
+    rank["best_kernels"] = "avx2"
+    assert checks.blas(facts).state == "ok"
+
+
+@pytest.mark.parametrize("options, message", [
+    (["--ranks", "0"], "--ranks 0 --limit 60: give at least one rank"),
+    (["--limit", "nan"], "--limit nan: give at least one rank, and a finite number"),
+    (["--limit", "inf"], "--limit inf: give at least one rank, and a finite number"),
+    (["--ranks-per-node", "-3"], "--ranks-per-node: '-3': a whole number of at least 0 would do"),
+    (["--gpus-per-node", "-1"], "--gpus-per-node: '-1': a whole number of at least 0 would do"),
+    (["--launcher", "srun '"], "--launcher: No closing quotation")])
+def test_wrong_arguments(options, message):
+    done = run_python("-m", "bench", "doctor", *options)
+    assert done.returncode == 2 and message in done.stderr and not done.stdout
+
+
+def test_doctor_is_not_for_mpirun():
+    done = run_ranks(2, "-m", "bench", "doctor")
+    assert done.returncode == 2 and done.stderr.count("doctor starts the launcher itself") == 1

@@ -1,0 +1,352 @@
+"""The verbs, run as a user runs them."""
+import re
+import shlex
+import socket
+import sys
+from getpass import getuser
+
+import pytest
+from mpi4py import MPI
+
+import bench
+import mm3d
+from bench import verbs
+from bench.__main__ import parser
+from bench.cases.case import case
+from bench.cases.selection import select, shuffled
+from bench.cases.variants import Variant
+from bench.errors import UsageError
+from bench.experiments.rows import reproduction, row
+from bench.instruments import host
+from bench.instruments.host import command_line
+from bench.records import run_file
+from bench.reports.paper_tables import words_agree
+from bench.verbs import reproduce as reproduce_verb
+from jobs import scripts, site
+from jobs.scripts import Work
+from support import ROOT, run_python, run_ranks
+
+TINY = ("--preset", "tiny", "--repetitions", "2",
+        "--max-repetitions", "2")
+
+
+def runs(folder):
+    return [run_file.read(path) for path in sorted(folder.glob("*.h5"))]
+
+
+def test_run_measures_verifies_and_writes(tmp_path):
+    row = ("-m", "bench", "run", "--table", "weak", "--scheme", "3d", *TINY, "--out", tmp_path)
+    for _ in range(2):
+        done = run_ranks(8, *map(str, row))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.startswith("done: weak 3-D 8 ranks: forward")
+    # The second has not taken the place of the first.
+    first, second = runs(tmp_path)
+    assert first.created < second.created
+    assert first.samples["forward"].shape == (2, 8) and (first.samples["backward"] > 0).all()
+    names = [check.quantity for check in first.checks]
+    assert names[:2] == ["output", "input gradient"]
+    assert "gradient of layers.0.attention.qkv.bias" in names and len(names) == 2 + 12
+    assert all(0 < check.error <= check.tolerance for check in first.checks[:2])
+    assert words_agree(first) and first.traffic["words"].sum() > 0
+    assert (first.traffic["bytes"] == 4 * first.traffic["words"]).all()
+    chosen = case(select("weak", "3d")[0], "tiny").sizes
+    for name in ("layers", "hidden", "heads", "batch", "seq"):
+        assert first.configuration[name] == getattr(chosen, name)
+    assert first.ended_by == "repetitions" and 0 < first.clock["resolution"] < 1e-3
+    assert first.late["backward"].shape == (2, 8) and first.configuration["order"] >= 0
+    assert first.configuration["grid"] == "2 x 2 x 2"
+    assert first.environment["command"].endswith(f"--out {tmp_path.name}")
+    check_private(first)
+
+
+def check_private(run):
+    """No value names the user, the host or the home folder."""
+    text = " ".join(map(str, [*run.configuration.values(), *run.environment.values()]))
+    for word in (getuser(), socket.gethostname(), "/home", "/root"):
+        assert not re.search(rf"(?<![\w-]){re.escape(word)}\b", text), word
+
+
+def test_one_job_measures_all_rows_of_its_rank_count(tmp_path):
+    done = run_ranks(8, "-m", "bench", "run", *TINY, "--dtype", "float64", "--layers", "2",
+                     "--batch", "5", "--order", "5", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    titles = [line.split(":")[1].strip() for line in done.stdout.splitlines()]
+    assert sorted(titles) == sorted(
+        f"{table} {scheme} 8 ranks, float64" for table in ("weak", "strong")
+        for scheme in ("1-D", "3-D"))
+    ordered = shuffled([case(row, "tiny", variant=Variant(dtype="float64")) for row in select()
+                        if row.gpus == 8], 5)
+    assert titles == [one.title for one in ordered]
+    for run in runs(tmp_path):
+        assert run.configuration["batch"] == 5 and run.configuration["layers"] == 2
+        assert run.configuration["overridden"] == "batch layers"
+        assert max(check.error for check in run.checks) < 1e-12 and words_agree(run)
+
+
+PERTURBED = """
+import sys
+import mm3d
+from bench.__main__ import main
+backward = mm3d.Transformer.backward
+
+def wrong(self, dy, saved):
+    dx = backward(self, dy, saved)
+    {what}
+    return dx
+
+mm3d.Transformer.backward = wrong
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def perturbed(tmp_path, what: str, *options: str):
+    """``bench run`` of two rows with a line of code more in backward."""
+    script = tmp_path / "perturbed.py"
+    script.write_text(PERTURBED.format(what=what))
+    return run_ranks(8, str(script), "run", "--scheme", "3d", *TINY, "--out",
+                     str(tmp_path / "out"), *options)
+
+
+def test_a_wrong_result_writes_no_times(tmp_path):
+    done = perturbed(tmp_path, "if self.grid.size > 1 and self.grid.rank == 3: "
+                               "self.parameters[2].grad *= 1.01")
+    assert done.returncode == 1
+    assert not list((tmp_path / "out").glob("*.h5*"))
+    # Each row is named, and the second is tried although the first has failed.
+    lines = done.stdout.splitlines()
+    assert [line.split(":")[:2] for line in sorted(lines)] == [
+        ["failed", f" {table} 3-D 8 ranks"] for table in ("strong", "weak")]
+    for line in lines:
+        assert re.search(r"gradient of layers.0.attention.qkv.weight has a relative error of "
+                         r"0.00\d+, tolerance 5e-05 \(1 of 14 quantities fail\)", line), line
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_one_wrong_copy_is_a_wrong_result(tmp_path, rank):
+    """In 1-D every rank holds the whole of dx: seven are right."""
+    done = perturbed(tmp_path, f"if self.grid.size > 1 and self.grid.rank == {rank}: dx[0] *= 1.5",
+                     "--scheme", "1d", "--table", "weak")
+    assert done.returncode == 1 and not list((tmp_path / "out").glob("*.h5*"))
+    assert re.search(r"input gradient has a relative error of 0\.\d+.*1 of 14 quantities fail",
+                     done.stdout), done.stdout
+
+
+@pytest.mark.ranks(1, 4)
+def test_what_fails_on_all_ranks_gives_back_what_it_had(comm, shared_tmp_path, monkeypatch):
+    """The communicator of every row, and its grid: MPI has few of them."""
+    made, grids = [], []
+    placed, free = row.placement.placed, mm3d.Grid.free
+    monkeypatch.setattr(row.placement, "placed",
+                        lambda *arguments: made.append(placed(*arguments)) or made[-1])
+    monkeypatch.setattr(mm3d.Grid, "free", lambda grid: grids.append(grid.comm) or free(grid))
+    monkeypatch.setattr(row.verify, "failure", lambda checks: "it is wrong")
+    arguments = parser().parse_args(["run", *TINY, "--scheme", "1d-sp", "--out",
+                                     str(shared_tmp_path)])
+    assert verbs.load("run").run(arguments, comm) == 1
+    assert made == [MPI.COMM_NULL] * 2
+    assert all(any(comm is one for comm in grids) for one in made)
+    assert not list(shared_tmp_path.glob("*.h5"))
+
+
+def test_not_a_number_is_a_wrong_result(tmp_path):
+    done = perturbed(tmp_path, "dx[...] = float('nan')", "--table", "weak")
+    assert done.returncode == 1 and "input gradient has a relative error of nan" in done.stdout
+
+
+def test_one_rank_that_raises_ends_the_job(tmp_path):
+    done = perturbed(tmp_path, "if self.grid.rank == 3: raise MemoryError('too small')")
+    assert done.returncode != 0 and "killed: did not end" not in done.stderr
+    assert "MemoryError: too small" in done.stderr
+    assert not list((tmp_path / "out").glob("*.h5*"))
+
+
+def test_a_rank_count_that_no_row_has():
+    done = run_ranks(2, "-m", "bench", "run", "--scheme", "2d", *TINY)
+    assert done.returncode == 2
+    assert done.stderr.count("error: ") == 1
+    assert "no row of --table all --scheme 2d is for 2 ranks: there are rows for 16, 36, 64 " \
+           "ranks" in done.stderr
+    done = run_python("-m", "bench", "run", *TINY)
+    assert done.returncode == 2 and "the launcher started worlds of one" in done.stderr
+
+
+def test_a_folder_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = run_ranks(8, "-m", "bench", "run", *TINY, "--out", str(tmp_path / "file" / "out"))
+    assert done.returncode == 2
+    assert done.stderr.count("cannot be written (Not a directory)") == 1
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("options, message", [
+    (("--preset", "huge"), "invalid choice: 'huge'"),
+    (("--hidden", "100"), "--hidden 100: must be a multiple of the 32 heads"),
+    (("--repetitions", "0"), "--repetitions 0: must be at least 1"),
+    (("--max-repetitions", "1"), "at most 1 repetitions: must be at least the 2"),
+    (("--width", "0"), "width 0 and 0.5 seconds: both must be greater than 0"),
+    (("--backend", "abacus"), "abacus")])
+def test_wrong_arguments_get_one_message(tmp_path, options, message):
+    done = run_ranks(8, "-m", "bench", "run", "--table", "weak", "--scheme", "1d", *TINY,
+                     *options, "--out", str(tmp_path / "out"))
+    assert done.returncode != 0
+    assert (done.stdout + done.stderr).count(message) == 1
+
+
+@pytest.mark.parametrize("words", [
+    ["run"], ["reproduce"], ["gemm"], ["collectives"], ["matmul", "--shape", "8"],
+    ["scalapack", "--shape", "8"], ["layer"], ["gpu"], ["check", "--machine", "cpu"]])
+def test_seeds_below_zero_are_refused_by_every_verb(words, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args([*words, "--seed", "-1"])
+    assert ended.value.code == 2
+    said = "argument --seed: '-1': a whole number of at least 0 would do"
+    assert capsys.readouterr().err.count(said) == 1
+    assert parser().parse_args([*words, "--seed", "7"]).seed == 7
+
+
+@pytest.mark.ranks(1, 8)
+@pytest.mark.parametrize("words", [
+    ["run", "--table", "weak", "--scheme", "1d-sp", *TINY], ["collectives"], ["layer"],
+    ["matmul", "--shape", "8", "--scheme", "1d"], ["gemm"], ["gpu"]])
+def test_no_verb_measures_arrays_without_contents(comm, shared_tmp_path, words):
+    if comm.size > 1 and words[0] in ("gemm", "gpu"):
+        return    # of one rank
+    arguments = parser().parse_args([*words, "--backend", "dry", "--out", str(shared_tmp_path)])
+    with pytest.raises(UsageError, match="'dry' is unknown: choose one of numpy, cupy"):
+        verbs.load(words[0]).run(arguments, comm)
+    assert not list(shared_tmp_path.glob("*.h5"))
+
+
+@pytest.mark.parametrize("verb", ["matmul", "scalapack"])
+@pytest.mark.parametrize("calls", ["0", "-1"])
+def test_a_sample_has_at_least_one_call(verb, calls, capsys):
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args([verb, "--shape", "8", "--calls", calls])
+    assert ended.value.code == 2
+    said = f"argument --calls: '{calls}': a whole number of at least 1 would do"
+    assert capsys.readouterr().err.count(said) == 1
+    assert parser().parse_args([verb, "--shape", "8", "--calls", "1"]).calls == 1
+
+
+@pytest.mark.limit(400)
+def test_reproduce_runs_every_rank_count_and_shows_the_results(tmp_path):
+    out = tmp_path / "results" / "here"
+    done = run_python("-m", "bench", "reproduce", "--table", "strong", "--scheme", "3d", *TINY,
+                      "--out", str(out), timeout=360)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\[ [12]/2 \d\d:\d\d\] done: strong 3-D 8 ranks", done.stdout)
+    assert re.search(r"\[ [12]/2 \d\d:\d\d\] done: strong 3-D 64 ranks", done.stdout)
+    assert "Table 2, strong scaling" in done.stdout
+    assert {path.suffix for path in out.iterdir()} == {".h5", ".png", ".txt", ".jsonl"}
+    assert [run.ranks for run in runs(out)] == [8, 64]
+    for verb in ("table", "plot"):
+        again = run_python("-m", "bench", verb, str(out))
+        assert again.returncode == 0 and again.stdout
+        assert verb == "plot" or again.stdout == (out / "tables.txt").read_text()
+
+
+def test_reproduce_goes_on_after_a_row_that_kills_its_job(monkeypatch, capsys):
+    cases = [case(row, "tiny") for row in select("all", "1d,3d") if row.gpus == 8]
+    started = []
+
+    def command(job, options):
+        # The first job dies at its second row; the jobs of one row that follow succeed.
+        started.append([one.title for one in job])
+        lines = [f"done: {job[0].title}: fine"]
+        code = f"import sys; print({lines[0]!r}); sys.exit({9 if len(job) > 1 else 0})"
+        return [sys.executable, "-c", code]
+
+    monkeypatch.setattr(reproduction, "run_command", command)
+    progress = reproduce_verb.Progress(len(cases))
+    reproduction.measured(cases, [], progress)
+    progress.close()
+    titles = [one.title for one in cases]
+    assert progress.failures == [f"failed: {titles[1]}: mpirun ended with status 9"]
+    assert started == [titles, [titles[2]], [titles[3]]]
+    assert progress.done == 4 and "[ 4/4 " in capsys.readouterr().out
+
+
+def test_the_array_library_is_known_before_mpi_starts(tmp_path):
+    """Whoever names it: a user, in both ways; `reproduce` to `run`; the script of a row."""
+    arguments = parser().parse_args(["reproduce", "--backend", "cupy"])
+    work = Work(site.load("gpu4"), "gpu4", tmp_path)
+    script = scripts.row_script(work, case(select("weak", "3d")[0], "tiny"))
+    row = re.search(r"^row=\((.*?)\)$", script, re.M | re.S).group(1)
+    for words in (reproduce_verb.passed_on(arguments, tmp_path, 1), shlex.split(row),
+                  ["run", "--backend", "cupy"], ["--backend=numpy", "--backend", "cupy"]):
+        assert bench.backend(words) == "cupy", words
+    assert bench.backend(["run", "--backend"]) == bench.backend([]) == ""
+    done = run_python("-c", "import bench, os, sys; assert 'mpi4py.MPI' not in sys.modules; "
+                            "print(os.environ['MM3D_BACKEND'])", "--backend=numpy")
+    assert done.stdout == "numpy\n", done.stderr
+
+
+def test_reproduce_is_not_for_mpirun(tmp_path):
+    done = run_ranks(2, "-m", "bench", "reproduce", *TINY, "--out", str(tmp_path))
+    assert done.returncode == 2 and "reproduce starts mpirun itself" in done.stderr
+
+
+def test_the_recorded_command_has_no_folders():
+    assert command_line(["run", "--out", "/home/someone/results/x", "--seed", "1"]) == (
+        "python -m bench run --out x --seed 1")
+    assert command_line(["run", "--out=/home/someone/x"]) == "python -m bench run --out=x"
+    assert command_line(["layer", "--torch", "/home/one/bin/python", "--trace=/tmp/t.json"]) == (
+        "python -m bench layer --torch python --trace=t.json")
+    assert command_line(["run", "--machine", "/home/someone/x.toml"]) == (
+        "python -m bench run --machine x.toml")
+
+
+def test_what_may_name_somebody_is_masked(monkeypatch):
+    monkeypatch.setenv("UCX_TLS", "rc,sm")
+    monkeypatch.setenv("OMPI_MCA_coll_tuned_dynamic_rules_filename", "/home/someone/rules")
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    monkeypatch.setenv("SLURM_CPU_BIND", "cores")
+    for name in ("SLURM_JOB_USER", "SLURM_JOB_NODELIST", "SLURM_JOB_ACCOUNT"):
+        monkeypatch.setenv(name, "someone")
+    found = host.describe("numpy", 1, "MPICH Version: 5", "python -m bench")
+    assert "OMPI_MCA_coll_tuned_dynamic_rules_filename=(masked)" in found["tuning_variables"]
+    assert "UCX_TLS=rc,sm" in found["tuning_variables"]
+    assert found["slurm"] == "JOB_ID=77 CPU_BIND=cores" and "someone" not in str(found)
+
+
+def test_all_that_computes_is_of_the_source(tmp_path, monkeypatch):
+    """To the byte, whatever its language; how figures and pages look is not."""
+    monkeypatch.setattr(host, "__file__", str(tmp_path / "bench" / "machine.py"))
+    kinds = {path.suffix for folder in ("mm3d", "bench") for path in (ROOT / folder).rglob("*")
+             if path.is_file() and "__pycache__" not in path.parts}
+    assert kinds >= {".py", ".cu", ".toml"}
+    for folder in ("bench", "mm3d"):
+        (tmp_path / folder).mkdir()
+        for kind in sorted(kinds):
+            before = host.source_digest()
+            (tmp_path / folder / f"a{kind}").write_bytes(b"1")
+            new = host.source_digest()
+            (tmp_path / folder / f"a{kind}").write_bytes(b"2")
+            seen = len({before, new, host.source_digest()})
+            assert seen == (1 if kind in (".mplstyle", ".html") else 3), kind
+
+
+def test_the_machine_has_a_neutral_name(monkeypatch):
+    monkeypatch.setattr(host, "cpu_model", lambda: "AMD EPYC(TM) 7763 CPU @ 2.45GHz")
+    monkeypatch.setattr(host.environment, "cores", lambda: 8)
+    assert host.slug() == "amd-epyc-7763-8-cores"
+
+
+@pytest.mark.parametrize("lines, name", [
+    ("cpu family\t: 25\nmodel\t\t: 1\nmodel name\t: AMD EPYC\n", "AMD EPYC family 25 model 1"),
+    ("cpu family\t: 6\nmodel\t: 85\nmodel name\t: Intel(R) Xeon(R) Gold 6148 CPU @ 2.40GHz\n",
+     "Intel(R) Xeon(R) Gold 6148 CPU @ 2.40GHz"),
+    ("cpu\t\t: POWER9, altivec supported\n", "POWER9, altivec supported"),
+    ("model name\t: some processor\n", "some processor")])
+def test_processors_that_hide_their_number_are_told_apart(monkeypatch, tmp_path, lines, name):
+    """By family and model, as in virtual machines."""
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\n" + lines * 2)
+    monkeypatch.setattr(host, "CPUINFO", tmp_path / "cpuinfo")
+    assert host.cpu_model() == name
+
+
+def test_the_mpi_library_is_named_without_its_builder():
+    assert host.mpi_name("MPICH Version:      5.0.2\nMPICH Release: today") == "MPICH 5.0.2"
+    assert host.mpi_name("Open MPI v5.0.11, package: Open MPI someone@somewhere Distribution"
+                         ", ident: 5.0.11\x00") == "Open MPI v5.0.11"

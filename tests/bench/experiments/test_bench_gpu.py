@@ -1,0 +1,118 @@
+"""The verb ``gpu``, rehearsed: on NumPy, and on a CuPy that needs no GPU."""
+import shutil
+import sys
+from argparse import Namespace
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import fakelibs
+from bench.__main__ import parser
+from bench.cases.paper import load
+from bench.errors import UsageError, WrongResult
+from bench.experiments.gpu import device_checks, gpu_cases
+from bench.experiments.gpu.parts import GpuBenchmark, measure_part
+from bench.instruments.timing import Limits
+from bench.records import run_file
+from bench.validation.files import check
+from bench.verbs import gpu
+from mm3d.arrays import backend
+
+
+def arguments(tmp_path, library: str, *more: str) -> Namespace:
+    return parser().parse_args(["gpu", "--backend", library, "--scale", "tiny", "--repetitions",
+                                "2", "--max-repetitions", "2", "--out", str(tmp_path), *more])
+
+
+def records(tmp_path) -> dict:
+    found = [run_file.read(path) for path in tmp_path.glob("*.h5")]
+    return {record.kind: record for record in found}
+
+
+@pytest.mark.parametrize("library", ["numpy", "cupy"])
+def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, library):
+    if library == "cupy":
+        if not shutil.which("g++"):
+            pytest.skip("no g++ to compile kernels")
+        for name, module in fakelibs.modules().items():
+            monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(backend, "_made", {})
+    monkeypatch.setattr(gpu_cases, "torch_layer", lambda *_: None)
+    chosen = arguments(tmp_path, library, *["--graph"] * (library == "cupy"))
+    if library == "cupy":
+        # Minutes, where the threads of a GPU take turns on a processor.
+        chosen.part.remove("rows")
+        monkeypatch.setitem(gpu_cases.SCALES, "tiny",
+                            gpu_cases.Scale([8], (2, 16), [16], (1, 4), "tiny"))
+        monkeypatch.setattr(device_checks, "SIZES",
+                            dict(layers=1, hidden=16, heads=2, batch=2, seq=5))
+    assert gpu.run(chosen, MPI.COMM_SELF) == 0
+    found = records(tmp_path)
+    assert found.keys() == {f"gpu-{part}" for part in chosen.part}
+    modes = found["gpu-gemm"].scales["mode"]
+    assert modes[0] == "float32" and ("tf32" in modes) == (library == "cupy")
+    for kind in found.keys() - {"gpu-layer"}:
+        assert (found[kind].variables["samples"].values > 0).all(), kind
+    layers = found["gpu-layer"].variables["samples"].values
+    assert (layers[:, :, 0::2] > 0).all() and np.isnan(layers[:, :, 1]).all()    # no PyTorch
+    assert len(found["gpu-layer"].scales["library"]) == 2 + (library == "cupy")    # the graph
+    if library == "numpy":
+        assert len(found["gpu-rows"].scales["row"]) == len(load().rows)
+    assert ("gpu" in found["gpu-gemm"].environment) == (library == "cupy")
+    assert [check(path)[0] for path in tmp_path.glob("*.h5")] == [[]] * len(found)
+    assert "gpu-layer" in capsys.readouterr().out
+    assert not getattr(backend.get(library), "tf32", False)
+
+
+@pytest.mark.parametrize("part, owner, name", [
+    ("gemm", backend.Backend, "gemm"), ("elementwise", gpu_cases.functional, "scale_rows"),
+    ("elementwise", gpu_cases.functional, "sum_products"), ("layer", backend.Backend, "gemm"),
+    ("rows", backend.Backend, "gemm")])
+def test_what_is_wrong_by_a_thousandth_gets_no_times(tmp_path, monkeypatch, capsys, part, owner,
+                                                     name):
+    """In float32, that is: what it is compared with is float64."""
+    right = getattr(owner, name)
+
+    def wrong(*arrays):
+        out = right(*arrays)
+        if out.dtype == np.float32:
+            out *= 1.001
+        return out
+    monkeypatch.setattr(owner, name, wrong)
+    monkeypatch.setattr(gpu_cases, "torch_layer", lambda *_: None)
+    with pytest.raises(WrongResult, match="is off by|has a relative error"):
+        measure_part(GpuBenchmark("numpy", "tiny", limits=Limits(2, 2)), part)
+    assert not any(capsys.readouterr())
+    if part == "gemm":
+        assert gpu.run(arguments(tmp_path, "numpy", "--part", part), MPI.COMM_SELF) == 1
+        said = capsys.readouterr().out
+        assert f"failed: gpu-{part}: " in said and "no times were written" in said
+        assert not list(tmp_path.glob("*.h5"))
+
+
+def test_what_is_no_number_is_found():
+    numpy, a = backend.get("numpy"), np.ones(3, np.float16)
+    assert device_checks.finite(numpy, "ones", lambda: (a, a))[0].passed
+    a[1] = np.inf
+    with pytest.raises(WrongResult, match="of ones that are not finite is off by 2"):
+        device_checks.finite(numpy, "ones", lambda: (a, a))
+
+
+def test_without_a_device_there_are_no_graphs():
+    with pytest.raises(UsageError, match="--graph: backend .numpy. cannot record a step as"):
+        GpuBenchmark("numpy", graph=True)
+
+
+def test_it_measures_one_rank(tmp_path):
+    class Two:
+        size = 2
+    with pytest.raises(UsageError, match="gpu measures one rank"):
+        gpu.run(arguments(tmp_path, "numpy"), Two)
+
+
+def test_without_a_gpu_it_says_so(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    monkeypatch.setattr(backend, "_made", {})
+    with pytest.raises(UsageError, match="backend 'cupy' needs the package cupy"):
+        gpu.run(arguments(tmp_path, "cupy"), MPI.COMM_SELF)

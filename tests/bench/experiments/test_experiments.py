@@ -1,0 +1,108 @@
+"""Experiments measure from Python: plain values in, a verified record out, and nothing printed."""
+import ast
+
+import numpy as np
+import pytest
+
+import mm3d
+from bench.errors import UsageError, WrongResult
+from bench.experiments.layer.layer import MeasuredLayer, measure_layer
+from bench.experiments.products.collectives import (array_bytes, collective_grid,
+                                                    measure_collectives)
+from bench.experiments.products.gemm import measure_gemm
+from bench.experiments.products.matmul import measure_product
+from bench.experiments.products.problem import Problem
+from bench.instruments.timing import Limits
+from bench.records import run_file
+from bench.validation.files import check
+from mm3d.grid.axis import Split
+from support import ROOT
+
+FOLDER = ROOT / "bench" / "experiments"
+MODULES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py"))
+# Tables, files and command lines, which belong to the verbs.
+ABOVE = {"argparse", "bench.prediction.machine_update", "bench.reports.formats",
+         "bench.records.journal", "bench.reports.layer_table",
+         "bench.prediction.machine_file", "bench.reports.micro_tables", "bench.console",
+         "bench.verbs"}
+TWICE = Limits(2, 2)
+
+
+def product(comm):
+    problem = Problem("3d", "abt", comm, None, (16, 12, 20), "float64", 0, "numpy")
+    try:
+        return measure_product(problem, backward=True, calls=1, limits=TWICE)
+    finally:
+        problem.grid.free()
+
+
+def layer(comm):
+    scheme = mm3d.scheme("3d", comm, backend="numpy")
+    subject = MeasuredLayer(scheme, mm3d.ModelSizes(1, 32, 4, 4, 8), dtype="float64")
+    record = measure_layer(subject, overlap=True, limits=TWICE)
+    scheme.grid.free()
+    return record
+
+
+def collective(comm):
+    grid = collective_grid(comm, backend="numpy")
+    record = measure_collectives(grid, array_bytes(64, 256, "float32"), limits=TWICE)
+    grid.free()
+    return record
+
+
+@pytest.mark.ranks(1, 8)
+@pytest.mark.parametrize("measure, kind", [
+    (product, "matmul"), (layer, "layer"), (collective, "collectives")])
+def test_a_record_is_returned_and_nothing_is_printed(comm, shared_tmp_path, capfd, measure, kind):
+    """On rank 0, complete: it can be written and validated; the other ranks get None."""
+    if measure is collective and comm.size == 1:
+        with pytest.raises(UsageError, match="two ranks or more"):
+            measure(comm)
+        return
+    record = measure(comm)
+    assert capfd.readouterr() == ("", "")
+    assert (record is not None) == (comm.rank == 0)
+    if record:
+        assert record.kind == kind and record.checks
+        assert all(done.passed for done in record.checks)
+        assert (np.asarray(record.variables["seconds"].values)[..., 0] > 0).any()
+        assert check(run_file.write(record, shared_tmp_path, kind))[0] == []
+
+
+def test_products_of_one_rank_are_measured_without_a_communicator(tmp_path, capfd):
+    record = measure_gemm([8, 16], ["float32"], [1], "numpy", TWICE)
+    assert record.variables["rate"].values.shape == (1, 1, 2) and len(record.checks) == 4
+    assert check(run_file.write(record, tmp_path, "gemm"))[0] == []
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.ranks(8)
+def test_a_wrong_result_is_raised_on_every_rank_before_it_is_timed(comm, monkeypatch, capfd):
+    """A sum of which one rank has a thousandth too much."""
+    scatter = Split.reduce_scatter
+
+    def wrong(self, a):
+        return scatter(self, a) * (1.001 if comm.rank == 5 else 1)
+
+    monkeypatch.setattr(Split, "reduce_scatter", wrong)
+    for measure in (product, collective):
+        with pytest.raises(WrongResult, match="off by"):
+            measure(comm)
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_experiments_know_no_command_line_no_tables_and_no_files(module):
+    tree = ast.parse((FOLDER / module).read_text())
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.arg):
+            assert node.arg != "arguments", f"{module}:{node.lineno}"
+        elif isinstance(node, ast.Call) and module != "startup.py":    # a rank that mpirun starts
+            assert ast.unparse(node.func) != "print", f"{module}:{node.lineno}"
+    assert imported.isdisjoint(ABOVE)

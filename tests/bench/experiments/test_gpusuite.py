@@ -1,0 +1,63 @@
+"""All that needs a GPU, in one go: what fails, hangs or is missing costs the rest nothing."""
+import sys
+
+from bench.__main__ import main
+from bench.doctor import gpu_suite
+from bench.doctor.gpu_suite import Step
+from mm3d import launcher
+
+
+def python(name: str, program: str, limit: float = 30, **settings: str) -> Step:
+    return Step(name, [sys.executable, "-c", program], limit, settings)
+
+
+def test_each_step_survives_the_others(tmp_path, capsys):
+    """One that ends with a status, by a signal, never, or is not there."""
+    every = [python("status", "print('hello'); raise SystemExit('error: no such thing')"),
+             python("signal", "import os; os.abort()"),
+             python("hang", "import time; print('here', flush=True); time.sleep(60)", 1),
+             Step("missing", [str(tmp_path / "nothing")], 1),
+             python("well", "import os; print(os.environ['GIVEN'])", GIVEN="this")]
+    found = list(gpu_suite.run(every, tmp_path))
+    assert [bool(one.problem) for one in found] == [True] * 4 + [False]
+    lines = (tmp_path / "summary.txt").read_text().splitlines()
+    assert list(map(str, found)) == lines and not any(capsys.readouterr())
+    assert [line.split()[:2] for line in lines] == [
+        ["failed", "status"], ["failed", "signal"], ["failed", "hang"], ["failed", "missing"],
+        ["ok", "well"]]
+    for line, text in zip(lines, ("ended with status 1: error: no such thing", "signal 6",
+                                  "did not end within 1 seconds", "No such file")):
+        assert text in line
+    assert (tmp_path / "well.log").read_text() == "this\n"
+    assert (tmp_path / "hang.log").read_text() == "here\n"
+
+
+def test_everything_is_asked(tmp_path):
+    """Each transport, the tests on one rank and on several, each part in a folder of its own."""
+    names = [step.name for step in gpu_suite.steps(tmp_path, 8, 600, False)]
+    assert names == ["doctor", "selftest-staged", "selftest-device", "selftest-nccl", "tests-1",
+                     "tests-8", "gpu-gemm", "gpu-elementwise", "gpu-layer", "gpu-rows",
+                     "gpu-layer-graph"]
+    for step in gpu_suite.steps(tmp_path, 8, 600, False):
+        assert ("--graph" in step.command) == (step.name == "gpu-layer-graph")
+        assert step.command[0] == (sys.executable if step.name in ("doctor", "tests-1")
+                                   or "gpu-" in step.name else
+                                   launcher.mpirun_command(8)[0])
+
+
+def test_a_rehearsal_needs_no_gpu(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["gpusuite", "out", "--rehearse", "--ranks", "2", "--only",
+                 "selftest-mpi,gpu-elementwise"]) == 0, capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert [line.split()[:2] for line in said.splitlines()] == [
+        ["ok", "selftest-mpi"], ["ok", "gpu-elementwise"]]
+    assert (tmp_path / "out" / "summary.txt").read_text() == said
+    assert list((tmp_path / "out" / "gpu-elementwise").glob("*.h5"))
+    assert "right on 2 ranks" in (tmp_path / "out" / "selftest-mpi.log").read_text()
+
+
+def test_steps_that_are_unknown_are_refused(tmp_path, capsys):
+    assert main(["gpusuite", str(tmp_path / "out"), "--rehearse", "--only", "doctor,all"]) == 2
+    assert not (tmp_path / "out").exists()
+    assert "--only doctor,all: choose of doctor, selftest-mpi" in capsys.readouterr().err

@@ -1,0 +1,334 @@
+"""The microbenchmarks, at tiny sizes, and the checks that guard them."""
+import numpy as np
+import pytest
+
+from bench.checks import freivalds, operation
+from bench.errors import WrongResult
+from bench.experiments.products.problem import Problem, Replay, Whole
+from bench.instruments import least_squares
+from bench.records import run_file
+from bench.records.measurements import Measurements, Variable
+from bench.reports import micro_tables
+from bench.reports.formats import render
+from bench.validation.recomputed import derived
+from mm3d import Grid, Layout
+from mm3d.grid.axis import COLLECTIVES
+from mm3d.model import cost
+from mm3d.schemes.matrix_product import FORMS
+from mm3d.transport import choice
+from support import run_python, run_ranks
+
+QUICK = ("--repetitions", "2", "--max-repetitions", "2")
+
+
+def only(folder) -> Measurements:
+    """The one run in a folder."""
+    path, = folder.glob("*.h5")
+    return run_file.read(path)
+
+
+MN, NK, MK = 19 * 14, 14 * 23, 19 * 23
+
+
+# The words of ab, abt, atb forward: which matrices cross directions of two ranks.
+@pytest.mark.parametrize("scheme, ranks, grid, words", [
+    ("3d", 8, "2x2x2", [MN + NK + MK] * 3), ("3d", 4, "1x2x2", [MN + MK, MN + MK, MN + NK]),
+    ("2d", 4, "2x2", [MN + NK, NK + MK, MN + MK]), ("1d", 3, "3", [2 * MN] * 3)])
+def test_matmul_measures_verified_products(tmp_path, scheme, ranks, grid, words):
+    done = run_ranks(ranks, "-m", "mpi4py", "-m", "bench", "matmul", "--shape", "19,14,23",
+                     "--form", "ab,abt,atb", "--scheme", scheme, "--grid", grid, "--backward",
+                     "--dtype", "float64", "--calls", "2", *QUICK, "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = [run_file.read(path) for path in sorted(tmp_path.glob("*.h5"))]
+    assert [run.configuration["form"] for run in runs] == ["ab", "abt", "atb"]
+    for run in runs:
+        found = {name: variable.values for name, variable in run.variables.items()}
+        assert run.kind == "matmul" and len(run.checks) == 12
+        assert all(check.passed for check in run.checks)
+        assert found["times"].shape == (2, 2, 3, ranks, 2)
+        assert found["flops"].tolist() == [2 * 19 * 14 * 23, 4 * 19 * 14 * 23]
+        assert found["least_words"][0] == cost.lower_bound(19, 14, 23, ranks)
+        product, _, one = found["seconds"][0, :, 0]
+        assert product > 0 and one > 0 and found["efficiency"][0, 0] > 0
+        assert run.variables["times"].dims == ("phase", "repetition", "kind", "rank", "edge")
+    assert "2 repetitions of 2 calls, ended by repetitions" in " ".join(done.stdout.split())
+    assert [run.variables["words"].values[0].sum() for run in runs] == words
+
+
+@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.parametrize("scheme", ["3d", "2d", "1d"])
+def test_each_product_is_right_and_a_wrong_one_is_found(comm, scheme):
+    if scheme == "2d" and comm.size == 8:
+        with pytest.raises(ValueError, match="8 ranks are no square"):
+            Problem(scheme, "ab", comm, None, (9, 8, 7), "float32", 0, None)
+        return
+    sizes = {1: (1, 1, 1), 4: (1, 2, 2), 8: (2, 2, 2)}[comm.size] if scheme == "3d" else None
+    for form in FORMS:
+        problem = Problem(scheme, form, comm, sizes, (33, 26, 21), "float32", 0, None)
+        for phase in ("forward", "backward"):
+            replay = Replay(getattr(problem, phase), problem.grid, "float32")
+            assert len(replay.calls) >= (1 if phase == "forward" else 2)
+            for name, block in replay.result.items():
+                result = problem.distributed(name[-1], block)
+                factors = problem.factors(name)
+                found = freivalds.checks(name, *factors, result, 1, "float32")
+                assert freivalds.failure(found) is None, (scheme, form, name, found)
+                if comm.rank == comm.size - 1 and block.size:
+                    block[-1, -1] += 1e-2
+                found = freivalds.checks(name, *factors, result, 1, "float32")
+                assert "times a random vector: off by" in freivalds.failure(found)
+                assert "no times were written" in freivalds.failure(found)
+            replay()
+        problem.grid.free()
+
+
+@pytest.mark.ranks(1)
+def test_a_scheme_without_products_of_plain_matrices_is_refused(comm):
+    with pytest.raises(ValueError, match="'1d-sp' has no products of plain matrices: choose one "
+                                         "of 1d, 2d, 3d"):
+        Problem("1d-sp", "ab", comm, None, (9, 8, 7), "float32", 0, None)
+
+
+@pytest.mark.ranks(1)
+def test_not_a_number_is_wrong_and_zeros_are_right(comm):
+    def matrix(values):
+        values = np.asarray(values, np.float64)
+        place = tuple(slice(0, n) for n in values.shape)
+        return freivalds.Distributed(values, place, values.shape, comm)
+    zeros = matrix(np.zeros((3, 3)))
+    assert freivalds.failure(freivalds.checks("C", zeros, zeros, zeros, 0, "float64")) is None
+    bad = matrix(np.full((3, 3), np.nan))
+    assert "off by nan" in freivalds.failure(freivalds.checks("C", zeros, zeros, bad, 0,
+                                                              "float64"))
+
+
+@pytest.mark.ranks(1)
+def test_the_whole_product_is_that_of_its_matrices(comm):
+    for form in FORMS:
+        problem = Problem("1d", form, comm, None, (5, 4, 3), "float64", 0, None)
+        whole = Whole(problem, 0)
+        A, B, dC = (whole.blocks[name] for name in "ABC")
+        left, right = (A.T if form == "atb" else A), (B.T if form == "abt" else B)
+        np.testing.assert_allclose(whole.forward(), left @ right)
+        dA, dB = whole.backward()
+        dleft, dright = dC @ right.T, left.T @ dC
+        np.testing.assert_allclose(dA, dleft.T if form == "atb" else dleft)
+        np.testing.assert_allclose(dB, dright.T if form == "abt" else dright)
+        problem.grid.free()
+
+
+WRONG = """
+import sys
+import mm3d
+from mm3d.grid.axis import Split
+from bench.__main__ import main
+scatter = Split.reduce_scatter
+
+def wrong(self, a):
+    out = scatter(self, a)
+    if self.axis.comm.rank == 1:
+        out *= 1.001
+    return out
+
+Split.reduce_scatter = wrong
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_wrong_collective_writes_no_times(tmp_path):
+    """A sum of which one rank has a thousandth too much is named, by four ranks."""
+    script = tmp_path / "wrong.py"
+    script.write_text(WRONG)
+    done = run_ranks(4, str(script), "collectives", "--grid", "1x2x2", *QUICK, "--out",
+                     str(tmp_path / "out"))
+    assert done.returncode == 1, done.stderr
+    assert "reduce_scatter of " in done.stdout and "no times were written" in done.stdout
+    assert not list((tmp_path / "out").glob("*.h5*"))
+
+
+def test_a_wrong_product_of_one_rank_writes_no_times(tmp_path):
+    script = tmp_path / "wrong.py"
+    script.write_text("""
+import sys
+from bench.__main__ import main
+from mm3d import backend
+right = backend.matmul
+
+def wrong(a, b, empty=None):
+    out = right(a, b, empty)
+    out[-1, -1] += 1
+    return out
+
+backend.matmul = wrong
+sys.exit(main(sys.argv[1:]))
+""")
+    done = run_python(str(script), "gemm", "--sizes", "8", "--threads", "1", *QUICK, "--out",
+                      str(tmp_path / "out"))
+    assert done.returncode == 1, done.stderr
+    assert "C of 8 x 8" in done.stdout and "no times were written" in done.stdout
+    assert not list((tmp_path / "out").glob("*.h5*"))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("kind", COLLECTIVES)
+def test_collectives_are_checked_exactly(comm, kind):
+    """What is right passes; an element that is one off on the first rank does not, on any rank."""
+    grid = Grid(comm, "numpy", x=2, y=2)
+    split = Layout("y").split(grid, (13,), "y")
+    length = split.counts[grid["y"].rank] if kind == "all_gather" else 13
+    a = np.empty(length, np.float32)
+    steps = {"all_gather": lambda: split.all_gather(a),
+             "reduce_scatter": lambda: split.reduce_scatter(a),
+             "all_reduce": lambda: grid["y"].all_reduce(a),
+             "broadcast": lambda: grid["y"].broadcast(a, 0),
+             "reduce": lambda: grid["y"].reduce(a, 0)}
+    assert operation.collective(split, kind, steps[kind], a, comm).passed
+
+    def off():
+        found = steps[kind]()
+        if comm.rank == 0:
+            found = np.array(found)
+            found[-1] += 1
+        return found
+
+    with pytest.raises(WrongResult, match=f"{kind} of 13 elements along y is off by 1"):
+        operation.collective(split, kind, off, a, comm)
+    grid.free()
+
+
+def test_a_wrong_product_writes_no_times(tmp_path):
+    script = tmp_path / "wrong.py"
+    script.write_text(WRONG)
+    done = run_ranks(4, str(script), "matmul", "--shape", "32", "--grid", "1x2x2", *QUICK,
+                     "--out", str(tmp_path / "out"))
+    assert done.returncode == 1, done.stderr
+    assert "no times were written" in done.stdout and "GFLOP" not in done.stdout
+    assert not list((tmp_path / "out").glob("*.h5*"))
+
+
+def test_gemm(tmp_path):
+    done = run_python("-m", "bench", "gemm", "--sizes", "8,32", "--threads", "1", *QUICK,
+                      "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    run = only(tmp_path)
+    assert run.kind == "gemm" and run.scales["size"] == [8, 32]
+    assert run.scales["dtype"] == ["float32", "float64"]
+    seconds, rate = (run.variables[name].values for name in ("seconds", "rate"))
+    np.testing.assert_allclose(rate * seconds[..., 0], [[[1024, 65536]]] * 2)
+    assert run.variables["samples"].values.shape == (2, 1, 2, 2)
+    assert len(run.checks) == 8 and all(check.passed for check in run.checks)
+    assert run.environment["clock_resolution_s"] < 1e-3
+    assert "Rate of C = A B" in done.stdout
+
+
+def test_collectives(tmp_path):
+    done = run_ranks(4, "-m", "bench", "collectives", "--grid", "2x1x2", "--least", "64",
+                     "--most", "1100", *QUICK, "--out", str(tmp_path), MM3D_TRANSPORT="shared")
+    assert done.returncode == 0, done.stderr
+    run = only(tmp_path)
+    assert run.scales["axis"] == ["x", "z"] and run.scales["size"] == [64, 256, 1024]
+    assert run.scales["collective"] == list(COLLECTIVES)
+    assert len(run.checks) == 30 and all(check.error == 0 for check in run.checks)
+    found = {name: variable.values for name, variable in run.variables.items()}
+    assert found["samples"].shape == (2, 5, 3, 2) and (found["samples"] > 0).all()
+    # Half of the array for a gather or a scatter, twice that for both, all of it otherwise.
+    assert (found["bytes_moved"] / run.scales["size"] == [[[.5], [.5], [1], [1], [1]]] * 2).all()
+    assert (found["alpha"] >= 0).all() and (found["beta"] >= 0).all()
+    # In shared memory the ranks read these where they lie.
+    assert run.configuration["transports"] == "shared shared"
+    read = [[kind in ("all_gather", "broadcast")] for kind in COLLECTIVES]
+    assert (np.isnan(found["bandwidth"]) == [read] * 2).all()
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert {line[0] for line in lines if "copies" in line} == {"all_gather", "broadcast"}
+    del run.configuration["transports"]    # as in files of before, with the same table
+    assert render(micro_tables.collectives(run)).count("copies nothing") == 2
+    assert not any("bandwidth" in line for line in derived(run_file.read(*tmp_path.glob("*.h5"))))
+    assert run.variables["beta"].units == "s byte-1"
+    assert "transport" in done.stdout
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("transport", ["shared", "mpi"])
+def test_what_is_read_in_place_is_not_moved(comm, monkeypatch, transport):
+    """What a transport says of its collectives is what it moves, of blocks that were placed."""
+    monkeypatch.setenv("MM3D_TRANSPORT", transport)
+    grid = Grid(comm, "numpy", y=4)
+    for kind in COLLECTIVES:
+        grid.reset_traffic()
+        split = Layout("y").split(grid, (1 << 16,), "y")
+        a = split.empty((1 << 14,), "float32") if kind == "all_gather" else np.zeros(1 << 16)
+        {"all_gather": lambda: split.all_gather(a), "broadcast": lambda: grid.y.broadcast(a, 0),
+         "reduce_scatter": lambda: split.reduce_scatter(a), "reduce": lambda: grid.y.reduce(a, 0),
+         "all_reduce": lambda: grid.y.all_reduce(a)}[kind]()
+        moved, words = (comm.allreduce(getattr(grid.y.traffic[kind], name))
+                        for name in ("moved", "words"))
+        assert (moved < words) == (kind in choice.in_place(transport)), kind
+        copied = {"all_gather": 0, "broadcast": 1 << 16} if moved < words else {}
+        assert moved == copied.get(kind, moved) or np.isnan(moved)
+    grid.free()
+
+
+def test_the_fit_finds_latency_and_bandwidth():
+    sizes = 4.0 ** np.arange(5, 12)
+    alpha, beta, error = least_squares.line(sizes, 2e-5 + 3e-10 * sizes)
+    assert alpha == pytest.approx(2e-5) and beta == pytest.approx(3e-10) and error < 1e-9
+    alpha, beta, error = least_squares.line(sizes, 1e-9 * sizes ** 1.5)
+    assert alpha == 0 and beta > 0 and error > 0.5
+
+
+@pytest.mark.parametrize("ranks, options, message", [
+    (2, ("gemm",), "gemm measures one rank"),
+    (1, ("gemm", "--threads", "1,99999"), "--threads 99999: BLAS takes "),
+    (2, ("matmul", "--shape", "8", "--grid", "2x2x2"), "a grid of 2 x 2 x 2 has 8 ranks"),
+    (2, ("matmul", "--shape", "8", "--scheme", "2d"), "2 ranks are no square"),
+    (2, ("matmul", "--shape", "8,8"), "three sizes M,N,K would do"),
+    (2, ("matmul", "--shape", "8", "--grid", "2x1"), "scheme 3d has the directions x, y, z: "),
+    (2, ("collectives", "--grid", "2x1x1", "--least", "1"), "at least 4 bytes"),
+    (2, ("collectives", "--grid", "2x1x1", "--repetitions", "0"), "must be at least 1")])
+def test_wrong_arguments_get_one_message(tmp_path, ranks, options, message):
+    done = run_ranks(ranks, "-m", "bench", *options, "--out", str(tmp_path / "out"))
+    assert done.returncode == 2
+    assert (done.stdout + done.stderr).count(message) == 1, done.stdout + done.stderr
+
+
+def test_a_folder_of_both_kinds_shows_only_models(tmp_path):
+    from bench.cases.selection import select
+    from bench.records.folder import gather
+    from records import made_up
+    run_file.write(made_up(select("weak", "3d")[0]), tmp_path, "weak")
+    record = Measurements("gemm", {"seed": 0}, {"cores": 2}, {"size": [8]}, {
+        "rate": Variable(np.array([1.0]), "s-1", ("size",))}, [])
+    path = run_file.write(record, tmp_path, "gemm")
+    found = run_file.read(path)
+    assert found.kind == "gemm" and found.scales == record.scales and found.checks == []
+    assert found.variables["rate"].dims == ("size",)
+    everything = gather(tmp_path)
+    assert len(everything.results) == len(everything.measurements) == 1
+    assert not everything.problems
+
+
+DEAF = """
+import os
+import sys
+from bench.__main__ import main
+reader, writer = os.pipe()
+os.close(reader)
+os.dup2(writer, 1)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("ranks, files, verb", [
+    (1, 1, ("gemm", "--sizes", "16")),
+    (2, 1, ("collectives", "--grid", "2x1x1", "--most", "1024")),
+    (2, 2, ("matmul", "--shape", "16", "--shape", "8", "--grid", "2x1x1", "--calls", "1"))])
+def test_files_are_written_also_where_nobody_reads_the_tables(tmp_path, ranks, files, verb):
+    """And what comes after the first table that could not be printed is measured."""
+    program = tmp_path / "deaf.py"
+    program.write_text(DEAF)
+    done = run_ranks(ranks, str(program), *verb, "--repetitions", "1", "--max-repetitions", "1",
+                     "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("standard output cannot be written (Broken pipe)") == 1
+    assert "Traceback" not in done.stderr
+    assert len([run_file.read(path) for path in tmp_path.glob("*.h5")]) == files

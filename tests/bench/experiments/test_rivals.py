@@ -1,0 +1,192 @@
+"""ScaLAPACK's product beside ours, and what many ranks cost before they compute."""
+import os
+import subprocess
+from argparse import Namespace
+
+import pytest
+
+from bench.errors import UsageError
+from bench.experiments import startup
+from bench.experiments.products import pgemm, pgemm as pgemm_module, scalapack
+from bench.experiments.rows import settings
+from bench.verbs import start as verb
+from mm3d import launcher
+from support import run_python, run_ranks
+
+SMALL = ("-m", "bench", "scalapack", "--shape", "48,40,56", "--block", "8,16", "--grid", "1x2x2",
+         "--repetitions", "1", "--max-repetitions", "1", "--calls", "1")
+
+
+@pytest.fixture
+def installed():
+    """Skip where there is no ScaLAPACK."""
+    if not any(map(pgemm.find_library, ("scalapack-mpich", "scalapack-openmpi"))):
+        pytest.skip("ScaLAPACK is not installed")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_both_products_are_verified_and_compared(installed, dtype):
+    done = run_ranks(4, *SMALL, "--dtype", dtype, MM3D_TRANSPORT="shared")
+    assert done.returncode == 0, done.stderr
+    assert f"48 x 40 x 56 {dtype}, 4 ranks" in done.stdout
+    assert "3d, shared, is ahead" in done.stdout and "3d, mpi, is ahead" in done.stdout
+    rows = {line.split("  ")[0]: line.split("  ") for line in done.stdout.splitlines()}
+    numbers = {name: len([cell for cell in row if cell.strip(" |")]) for name, row in rows.items()}
+    for transport in ("shared", "mpi"):
+        assert numbers[f"3d on 1 x 2 x 2, transport {transport}"] == 3
+    # ScaLAPACK beside both of them.
+    assert numbers["ScaLAPACK on 2 x 2, blocks of 8"] == 7
+    assert numbers["the same, by NumPy's own BLAS"] == 3
+    assert sum(name.startswith("local products of 3d alone, by lib") for name in rows) == 1
+    assert "multiply by one function, of lib" in " ".join(done.stdout.split())
+
+
+def test_where_mpi_is_usual_the_product_is_measured_by_it_alone(installed):
+    done = run_ranks(4, *SMALL, MM3D_TRANSPORT="mpi")
+    assert done.returncode == 0 and "transport mpi" in done.stdout, done.stderr
+    assert "shared" not in done.stdout
+
+
+def test_our_products_are_made_by_scalapack_s_function(installed, tmp_path):
+    """One that is wrong makes them wrong."""
+    program = tmp_path / "wrong.py"
+    program.write_text("""
+import sys
+from bench import blas
+from bench.__main__ import main
+right = blas.Gemm.__call__
+
+def wrong(self, a, b, out):
+    right(self, a, b, out)[-1, -1] += 1
+    return out
+
+blas.Gemm.__call__ = wrong
+sys.exit(main(sys.argv[1:]))
+""")
+    done = run_ranks(4, str(program), *SMALL[2:])
+    assert done.returncode == 1 and "off by" in done.stdout, done.stdout + done.stderr
+
+
+GEMM = """
+import numpy as np
+from bench import blas, pgemm
+library = pgemm.library()
+for dtype in ("float32", "float64"):
+    gemm = blas.Gemm(library, dtype)
+    draw = np.random.default_rng(0)
+    for m, n, k in ((5, 3, 4), (1, 3, 4), (5, 1, 4), (5, 3, 1), (1, 1, 1), (0, 3, 4), (5, 0, 4)):
+        for rows in (slice(None), slice(1, -1)):    # whole, and part of a larger one
+            a, b = (draw.integers(-3, 4, (x + 2, y + 2)).astype(dtype)[1:-1, rows][:, :y][:x]
+                    for x, y in ((m, n), (n, k)))
+            turned = [draw.integers(-3, 4, (y, x + 1)).astype(dtype).T[:x] for x, y in (
+                (m, n), (n, k))]
+            for left in (a, turned[0]):
+                for right in (b, turned[1]):
+                    found = gemm(left, right, np.full((m, k), 7, dtype))
+                    assert np.array_equal(found, left @ right), (left.strides, right.strides)
+    for a, b in ((np.ones((2, 2), "float16"), np.ones((2, 2), dtype)),
+                 (np.ones((4, 4), dtype)[::2, ::2], np.ones((2, 2), dtype))):
+        try:
+            gemm(a, b, np.ones((2, 2), dtype))
+        except ValueError:
+            print("refused")
+places = iter(range(2))    # as if another library had been loaded for all before
+blas.address = lambda function: next(places)
+blas.defined_in = lambda function: "libone.so"
+try:
+    blas.Gemm(library, "float64")
+except blas.OtherBlas as error:
+    print(error)
+"""
+
+
+def test_products_of_any_order_by_the_function_that_scalapack_calls(installed):
+    done = run_python("-c", GEMM)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["refused"] * 4 + [
+        "dgemm_ of ScaLAPACK's BLAS is in libone.so, but its calls end in libone.so, which was "
+        "loaded before"]
+
+
+def test_a_wrong_product_of_scalapack_is_noticed(installed, tmp_path):
+    program = tmp_path / "wrong.py"
+    program.write_text("""
+import mm3d
+from mpi4py import MPI
+from bench import pgemm
+rival = pgemm.Pgemm(pgemm.library(), MPI.COMM_WORLD, (48, 40, 56), "float64", 8, 0)
+rival()
+right = rival.error(1)
+if MPI.COMM_WORLD.rank == 1:
+    rival.blocks["C"][0, 0] += 1e-6
+told = MPI.COMM_WORLD.gather(right < 1e-14 < 1e-10 < rival.error(1))
+if told:
+    print(*told)
+""")
+    done = run_ranks(4, str(program))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["True"] * 4
+
+
+def test_without_scalapack_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setattr(pgemm, "find_library", lambda name: None)
+    with pytest.raises(UsageError, match="apt-get install libscalapack"):
+        pgemm.library()
+
+
+@pytest.mark.ranks(4)
+def test_what_one_rank_lacks_all_learn(comm, monkeypatch):
+    """As when ScaLAPACK is missing on one node, or its MPI library cannot be opened."""
+    def library():
+        if comm.rank == 2:
+            raise error("not here")
+
+    monkeypatch.setattr(pgemm_module, "library", library)
+    for error in (pgemm.Missing, OSError):
+        with pytest.raises(UsageError, match=r"^not here \(1 of 4 ranks\)$"):
+            scalapack.loaded(comm, "float32")
+    error = RuntimeError    # of the program, not of what is installed: ends the job
+    if comm.rank == 2:
+        with pytest.raises(RuntimeError):
+            pgemm_module.library()
+    monkeypatch.setattr(settings.backends, "get", lambda name: library())
+    error = ValueError
+    with pytest.raises(UsageError, match=r"^not here \(1 of 4 ranks\)$"):
+        settings.usable(None, comm)
+
+
+def test_many_ranks_are_started_and_timed():
+    done = run_python("-m", "bench", "start", "--ranks", "1,8", MM3D_TRANSPORT="shared")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
+    assert [row[:2] for row in rows] == [["1", "mpi"], ["8", "shared"]]
+    assert all(float(cell) >= 0 for row in rows for cell in row[2:])
+
+
+def test_ranks_are_started_as_root_and_beyond_the_cores_too(monkeypatch, capsys):
+    """Open MPI does so when it is told; what the user has set stays."""
+    def run(command, env, **options):
+        given.update(env)
+        return subprocess.CompletedProcess(command, 1, "", "no ranks")
+
+    given: dict[str, str] = {}
+    for name in launcher.PERMIT:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "0")
+    monkeypatch.setattr(startup.subprocess, "run", run)
+    monkeypatch.setattr(startup.environment, "local_ranks", lambda: 1)
+    assert verb.run(Namespace(ranks=[1])) == 1
+    assert capsys.readouterr() == ("", "failed: 1 ranks:\nno ranks\n")
+    assert given == os.environ | launcher.PERMIT | {"OMPI_ALLOW_RUN_AS_ROOT": "0"}
+
+
+def test_a_number_of_ranks_that_is_no_cube_is_refused():
+    done = run_python("-m", "bench", "start", "--ranks", "8,9")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "error: --ranks 9: give cubes, such as 8,27,64"
+
+
+def test_start_is_not_for_mpirun():
+    done = run_ranks(2, "-m", "bench", "start", "--ranks", "8")
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.count("start starts mpirun itself") == 1

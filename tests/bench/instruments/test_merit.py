@@ -1,0 +1,227 @@
+"""Figures of merit from known numbers, and what they are held against."""
+import math
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mm3d
+from bench.cases.selection import select
+from bench.errors import StoreError
+from bench.experiments.rows.row import counted_step
+from bench.instruments import peak_memory, peaks
+from bench.instruments.spans import parts
+from bench.instruments.step_tracing import parts_group
+from bench.records import run_file
+from bench.records.measurements import Group, Variable
+from bench.reports import merit
+from bench.reports.formats import render
+from mm3d import ModelSizes, describe, launcher
+from mm3d.arrays import backend
+from mm3d.model import cost
+from mm3d.tracing.events import PHASES
+from models import SOME
+from records import made_up
+
+ROW = select("weak", "3d")[0]
+PARTS = parts("xyz")
+
+
+def run_with_everything():
+    """A run of 8 ranks, 4 s forward and 8 s backward, with all groups."""
+    run = made_up(ROW, forward=4.0, backward=8.0)
+    seconds, counts = np.zeros((8, 2, 2, len(PARTS))), np.zeros((8, 2, len(PARTS), 3))
+    seconds[..., PARTS.index("gemm")], seconds[..., PARTS.index("all_gather x")] = 0.5, 2.0
+    seconds[..., PARTS.index("waiting")] = 2.5
+    counts[:, :, PARTS.index("gemm")] = 3, 1000, 8000
+    run.groups["parts"] = parts_group(seconds, counts, PARTS)
+    run.groups["machine"] = Group({}, {
+        name: Variable(np.float64(rate), units, ()) for name, rate, units in (
+            ("gemm_together", 5e9, "s-1"), ("gemm_alone", 2e10, "s-1"),
+            ("memory_together", 1e9, "byte s-1"), ("memory_alone", 8e9, "byte s-1"))})
+    run.groups["memory"] = Group({"rank": range(8)}, {
+        "saved": Variable(np.arange(1, 9) * 2.0 ** 20, "byte", ("rank",)),
+        "expected_saved": Variable(np.float64(7 * 2 ** 20), "byte", ())})
+    return run
+
+
+def test_utilization_of_a_known_rate():
+    """8 ranks that do 6e12 useful operations in 3 s, of 1e12 a second that each could."""
+    assert merit.utilization(6e12, 3.0, 8, 1e12) == 0.25
+
+
+def test_figures_of_known_times(tmp_path):
+    run = run_file.read(run_file.write(run_with_everything(), tmp_path, "a"))
+    found = {figure.name: figure for figure in merit.figures(run)}
+    chosen = run.configuration
+    batch, tokens = chosen["batch"], chosen["batch"] * chosen["seq"]
+    layers, hidden = chosen["layers"], chosen["hidden"]
+    flops = 3 * layers * (24 * tokens * hidden ** 2 + 4 * tokens * chosen["seq"] * hidden)
+    assert merit.useful_flops(run) == flops
+    assert found["average step time"].value == pytest.approx(12 / batch)
+    assert found["tokens a second"].value == pytest.approx(tokens / 12)
+    assert found["useful rate a rank"].value == pytest.approx(flops / 12 / 8 / 1e9)
+    shares = [f.value for f in merit.figures(run) if f.name.endswith("(MFU)")]
+    assert shares == pytest.approx([100 * flops / 12 / 8 / 5e9, 100 * flops / 12 / 8 / 2e10])
+    # Rank r of the made-up run moves r words of 4 bytes along x in each phase.
+    words, moved = (
+        found[f"{unit} a rank along x, counted"] for unit in ("words", "bytes"))
+    assert words.value == words.expected == 7 and moved.value == moved.expected == 28
+    assert found["  bandwidth in collectives along x"].value == pytest.approx(
+        2 * 112 / (8 * 2 * 2.0) / 1e9)
+    assert "words a rank along y" not in found
+    assert merit.roofline(run) == {name: (8.0, 16000.0) for name in (
+        *PHASES, "step")}
+    assert found["memory: saved activations"][1:] == (8.0, "MiB", 7.0)
+
+
+def test_figures_that_were_not_measured_are_missing_not_zero():
+    run = made_up(ROW)
+    found = {figure.name: figure.value for figure in merit.figures(run)}
+    assert math.isnan(found["peak of products, all ranks at once"])
+    assert merit.roofline(run) is None and not any("memory:" in name for name in found)
+    assert "was not traced" in render(merit.one(run))
+
+
+def test_parts_and_figures_are_printed(tmp_path):
+    run_file.write(run_with_everything(), tmp_path, "a")
+    printed = render(merit.document(tmp_path))
+    lines = [line.split() for line in printed.splitlines()]
+    assert ["forward", "0.5", "2", "0", "0", "0", "2.5", "0", "5", "4", "1.25"] in lines
+    assert ["backward,", "%", "10.0", "40.0", "0.0", "0.0", "0.0", "50.0", "0.0"] in lines
+    assert ["memory:", "saved", "activations", "8", "7", "MiB"] in lines
+    with pytest.raises(StoreError, match="no results in"):
+        merit.document(tmp_path / "nothing.h5")
+
+
+@pytest.mark.ranks(1, 4)
+def test_peaks_of_the_machine(comm):
+    group = peaks.peaks(backend.get("numpy"), "float32", comm)
+    if comm.rank:
+        assert group is None
+        return
+    rates = {name: float(v.values) for name, v in group.variables.items()}
+    assert set(rates) == {"gemm_alone", "gemm_together", "memory_alone", "memory_together",
+                          "memory_arrays", "last_level_caches", "ranks_at_work"}
+    assert all(1e6 < rates[f"{what}_{who}"] < 1e15 for what in ("gemm", "memory")
+               for who in ("alone", "together"))
+    assert rates["ranks_at_work"] == min(comm.size, launcher.cores())
+    assert group.variables["gemm_alone"].units == "s-1"
+
+
+@pytest.mark.ranks(1, 4, 8)
+def test_memory_is_measured_beyond_the_caches_with_any_number_of_ranks(comm, monkeypatch):
+    """The arrays that are in use at one time are as large with 8 ranks as with one, and a node's
+    rates are those of its cores, which the ranks share."""
+    def made(backend, total):
+        asked.append(total)
+        return (lambda: None), 12
+
+    def rated(step, amount, synchronize, team):
+        teams.append(team.size)
+        return 1e9
+
+    asked: list[int] = []
+    teams: list[int] = []
+    monkeypatch.setattr(peaks, "_sum", made)
+    monkeypatch.setattr(peaks, "_rate", rated)
+    monkeypatch.setattr(peaks, "cache_bytes", lambda: 2.0 ** 26)
+    group = peaks.peaks(backend.get("numpy"), "float32", comm)
+    everyone = comm.gather((asked, teams))
+    if comm.rank:
+        return
+    busy = min(comm.size, launcher.cores())
+    assert everyone[0] == ([6 * 2 ** 26, 6 * 2 ** 26 // busy], [1, 1, busy, busy])
+    assert sum(bool(sizes) for sizes, _ in everyone) == busy
+    found = {name: float(v.values) for name, v in group.variables.items()}
+    assert found["memory_arrays"] == 6 * 2 ** 26 and found["memory_alone"] == 1e9
+    assert found["memory_together"] == found["gemm_together"] == 1e9 * busy / comm.size
+
+
+def test_caches_of_a_node_are_added_up_once(tmp_path):
+    """Two chips with 32 MiB each for two cores, and what is not described."""
+    for cpu in range(4):
+        for index, (level, size, shared) in enumerate([
+                (2, "512K", str(cpu)), (3, "32768K", f"{cpu // 2 * 2}-{cpu // 2 * 2 + 1}")]):
+            folder = tmp_path / f"cpu{cpu}" / "cache" / f"index{index}"
+            folder.mkdir(parents=True)
+            for name, text in (("level", level), ("size", size), ("shared_cpu_list", shared)):
+                (folder / name).write_text(f"{text}\n")
+    assert peaks.cache_bytes(tmp_path) == 2 * 2 ** 25
+    (tmp_path / "cpu0" / "cache" / "index1" / "size").unlink()
+    assert peaks.cache_bytes(tmp_path) == 2 * 2 ** 25
+    assert math.isnan(peaks.cache_bytes(tmp_path / "nothing"))
+    assert peaks.summed_bytes(math.nan) == peaks.summed_bytes(2.0 ** 20) == 3 * 2 ** 26
+
+
+@pytest.mark.parametrize("sizes, known", [
+    ({}, False), ({"memory_arrays": 2.0 ** 26}, True),
+    ({"memory_arrays": 2.0 ** 26, "last_level_caches": 2.0 ** 25}, True),
+    ({"memory_arrays": 2.0 ** 26, "last_level_caches": 2.0 ** 26}, False)])
+def test_a_rate_of_the_caches_is_no_rate_of_memory(sizes, known):
+    """As in files of before, which do not say how large the arrays were."""
+    run = run_with_everything()
+    run.groups["machine"].variables.update(
+        {name: Variable(np.float64(size), "byte", ()) for name, size in sizes.items()})
+    found = {figure.name: figure.value for figure in merit.figures(run)}
+    assert found["memory bandwidth, one rank alone"] == 8 or not known
+    assert math.isnan(found["memory bandwidth, all ranks at once"]) != known
+    assert math.isnan(found["memory bandwidth, one rank alone"]) != known
+    assert found["peak of products, all ranks at once"] == 5
+
+
+def step_memory(case, sizes, comm):
+    """The group of one step, and the grid's shape; nothing else stays."""
+    with case.on(comm, "numpy") as scheme:
+        resident = peak_memory.Resident()
+        model = mm3d.Transformer(scheme, **sizes)
+        x, dy = model.random("input"), model.random("output gradient")
+        scheme.grid.backend.empty((10 ** 6,), "float64")    # an earlier peak does not count
+        memory = peaks.StepMemory(model, resident)
+        counted_step(model, x, dy, memory.between)
+        return memory.group(sizes, comm), scheme.grid.shape
+
+
+@pytest.mark.ranks(1, 4, 8)
+def test_memory_of_every_rank_and_its_closed_forms(comm):
+    """Sums over ranks are the closed forms', and the peak is a dry run's to the byte."""
+    sizes = ModelSizes(layers=2, hidden=24, heads=4, batch=8, seq=8)
+    for case in (one for one in SOME[comm.size] if not one.options):
+        group, shape = step_memory(case, sizes, comm)
+        if comm.rank:
+            assert group is None
+            continue
+        found = {name: v.values for name, v in group.variables.items()}
+        saved = 4 * cost.saved_words(case.name, shape, describe(sizes))
+        assert found["saved"].sum() == saved == comm.size * found["expected_saved"]
+        if case.name in ("2d", "3d"):
+            whole = 4 * cost.parameters(describe(sizes))
+            assert found["parameters"].sum() == found["gradients"].sum() == whole
+            assert found["expected_parameters"] == whole / comm.size
+        assert found["pool_peak"][0] == found["expected_pool_peak"], str(case)
+        assert (found["transient"] > 0).all() and np.isnan(found["device_peak"]).all()
+        lasting = sum(found[name] for name in ("parameters", "gradients", "saved"))
+        assert (found["pool_peak"] > lasting + found["transient"]).all()
+
+
+def test_growth_of_the_process_is_seen():
+    resident = peak_memory.Resident()
+    resident.mark()
+    block = np.ones(2 ** 23)    # 64 MiB
+    del block
+    if peak_memory.STATUS.exists():
+        assert 60 * 2 ** 20 < resident.growth() < 2 ** 30
+
+
+def test_a_trimmed_pool_keeps_only_what_is_lent():
+    library = backend.Backend()
+    kept, freed = library.empty((5000,), np.float64), library.empty((5000,), np.float64)
+    del freed
+    before = library.memory()
+    library.trim()
+    assert before["reserved"] == 2 * before["in_use"] and kept.shape == (5000,)
+    assert library.memory()["reserved"] == library.memory()["in_use"] == before["in_use"]
+
+
+def test_all_ranks_of_a_node_share_the_memory_that_is_measured():
+    assert peaks.peaks(backend.get("numpy"), "float64", MPI.COMM_SELF) is not None

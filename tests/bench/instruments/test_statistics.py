@@ -1,0 +1,251 @@
+"""Confidence intervals and tests against known cases, SciPy and brute force."""
+import itertools
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from bench.instruments import statistics
+from bench.instruments.statistics import (Interval, holm, median_interval, rank_sum, runs_differ,
+                                          student_tails)
+
+
+@pytest.mark.parametrize("n, low, confidence", [
+    # The least j-th sample with 1 - 2 P(Bin(n, 1/2) < j) >= 95 %: tabulated binomials.
+    (6, 1, 1 - 2 / 64), (8, 1, 1 - 2 / 256), (9, 2, 1 - 2 * 10 / 512),
+    (10, 2, 1 - 2 * 11 / 1024), (20, 6, 1 - 2 * 21700 / 2 ** 20),
+    (25, 8, 0.9567147493362427), (100, 40, 0.9647997997822952)])
+def test_the_interval_of_known_sizes(n, low, confidence):
+    samples = np.random.default_rng(0).permutation(np.arange(1.0, n + 1))
+    found = median_interval(samples)
+    assert (found.low, found.high) == (low, n + 1 - low)
+    assert found.median == (n + 1) / 2
+    assert found.confidence == pytest.approx(confidence, rel=1e-12)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5])
+def test_few_samples_have_less_confidence_and_say_so(n):
+    found = median_interval(range(n))
+    assert (found.low, found.high) == (0, n - 1)
+    assert found.confidence == max(0, 1 - 2 * 0.5 ** n) < 0.95
+    assert not found.within(math.inf)
+
+
+def test_each_confidence_is_the_least_that_suffices():
+    for n in range(6, 60):
+        found = median_interval(np.arange(n))
+        j = int(found.low) + 1
+        tail = [2 * sum(math.comb(n, i) for i in range(k)) / 2 ** n for k in (j, j + 1)]
+        assert 1 - tail[0] >= 0.95 > 1 - tail[1]
+
+
+def test_the_interval_is_that_of_scipy():
+    random = np.random.default_rng(5)
+    for n in (6, 7, 12, 33, 70):
+        samples = random.lognormal(0, 1, n)
+        found = median_interval(samples)
+        scipys = stats.quantile_test(samples, p=0.5).confidence_interval(0.95)
+        assert (found.low, found.high) == tuple(scipys)
+        below = np.searchsorted(np.sort(samples), found.low)
+        assert found.confidence == pytest.approx(1 - 2 * stats.binom.cdf(below, n, 0.5))
+
+
+def test_thousands_of_samples():
+    n = 5000
+    found = median_interval(np.arange(n))
+    # Normal approximation of the binomial: n/2 -+ 1.96 sqrt(n)/2.
+    assert found.low == pytest.approx(n / 2 - 0.98 * math.sqrt(n), abs=2)
+    assert 0.95 <= found.confidence < 0.952
+
+
+@pytest.mark.parametrize("n", [6, 11, 30])
+def test_coverage_of_a_skewed_distribution(n):
+    random = np.random.default_rng(n)
+    trials = 4000
+    found = [median_interval(sample) for sample in random.lognormal(0, 1, (trials, n))]
+    covered = np.mean([interval.low <= 1 <= interval.high for interval in found])
+    expected = found[0].confidence
+    error = math.sqrt(expected * (1 - expected) / trials)
+    assert covered == pytest.approx(expected, abs=4 * error)
+
+
+def test_the_width_is_relative():
+    assert Interval(2.0, 1.9, 2.1, 0.96).width == pytest.approx(0.1)
+    assert Interval(2.0, 1.9, 2.1, 0.96).within(0.11)
+    assert not Interval(2.0, 1.9, 2.1, 0.96).within(0.09)
+    assert Interval(0.0, 0.0, 0.0, 0.96).width == math.inf
+
+
+@pytest.mark.parametrize("bad", [[], [1.0, math.nan], [math.inf]])
+def test_no_median(bad):
+    with pytest.raises(ValueError, match="at least one, all of them finite"):
+        median_interval(bad)
+
+
+@pytest.mark.parametrize("first, second, p", [
+    ([1, 2, 3], [4, 5, 6], 2 / 20), ([4, 5, 6], [1, 2, 3], 2 / 20),
+    ([1, 2, 3, 4, 5], [6, 7, 8, 9, 10], 2 / 252), ([1, 4], [2, 3], 1.0),
+    ([1, 2, 3, 4, 5, 6], [7, 8, 9, 10, 11, 12], 2 / 924),
+    # Rank sums of two of {1, 2, 3, 4, 5}: 3 or less, 9 or more, in 2 of 10 ways.
+    ([1, 2], [3, 4, 5], 2 / 10), ([1, 3], [2, 4, 5], 4 / 10),
+    # Ties: mid-ranks 1.5, 1.5, 3.5, 3.5; the extreme sums in 2 of 6 ways.
+    ([1, 1], [2, 2], 2 / 6), ([5, 5], [5, 5, 5], 1.0)])
+def test_rank_sum_of_known_samples(first, second, p):
+    assert rank_sum(first, second) == pytest.approx(p, rel=1e-12)
+
+
+def test_rank_sum_is_mann_and_whitneys():
+    """Without ties by SciPy's exact distribution."""
+    random = np.random.default_rng(1)
+    for first, second in random.integers(1, 20, (12, 2)):
+        groups = random.normal(0, 1, first), random.normal(0.7, 1, second)
+        exact = stats.mannwhitneyu(*groups, method="exact").pvalue
+        assert rank_sum(*groups) == pytest.approx(exact, rel=1e-9)
+
+
+def test_rank_sum_is_exact_with_ties():
+    """By SciPy's count of all ways to divide the samples."""
+    random = np.random.default_rng(2)
+    for first, second in [(3, 3), (2, 6), (4, 5), (5, 2)]:
+        groups = random.integers(0, 4, first), random.integers(0, 5, second)
+        ranks = stats.rankdata(np.concatenate(groups))
+        middle = first * ranks.mean()
+        counted = stats.permutation_test(
+            (ranks[:first], ranks[first:]), lambda one, other: abs(one.sum() - middle),
+            vectorized=False, alternative="greater", n_resamples=math.inf)
+        assert rank_sum(*groups) == pytest.approx(counted.pvalue)
+
+
+def test_the_approximation_continues_the_exact_values(monkeypatch):
+    random = np.random.default_rng(3)
+    first, second = random.normal(0, 1, 40), random.normal(0.5, 1, 40).round(1)
+    exact = rank_sum(first, second)
+    monkeypatch.setattr(statistics, "EXACT", 10)
+    assert rank_sum(first, second) == pytest.approx(exact, rel=0.05)
+    normal = stats.mannwhitneyu(first, second, method="asymptotic").pvalue
+    assert rank_sum(first, second) == pytest.approx(normal, rel=1e-9)
+
+
+def test_false_alarms_are_as_rare_as_stated():
+    random = np.random.default_rng(4)
+    alarms = np.mean([rank_sum(*random.exponential(1, (2, 10))) < 0.05 for _ in range(1500)])
+    assert 0.03 < alarms <= 0.06
+
+
+def test_an_empty_group():
+    with pytest.raises(ValueError, match="at least one"):
+        rank_sum([], [1.0])
+
+
+@pytest.mark.parametrize("freedom", [1, 1.7, 2, 4, 10, 88.5, 1000])
+def test_students_t_is_scipys(freedom):
+    for t in (0.01, 0.7, 2.5, 12.7, 40):
+        tails = 2 * stats.t.sf(t, freedom)
+        assert student_tails(t, freedom) == pytest.approx(tails, rel=1e-9, abs=1e-300)
+        assert student_tails(-t, freedom) == student_tails(t, freedom)
+    assert student_tails(0, freedom) == 1
+
+
+def test_the_ratio_of_runs_is_welchs():
+    """One case: t, degrees of freedom and bounds as computed by hand from the logarithms."""
+    first, second = [1.0, 1.02, 1.01], [1.10, 1.16, 1.20, 1.12]
+    found, = runs_differ([(first, second)])
+    a, b = np.log(first), np.log(second)
+    parts = a.var(ddof=1) / 3, b.var(ddof=1) / 4
+    pooled = (2 * a.var(ddof=1) + 3 * b.var(ddof=1)) / 5
+    error = math.sqrt(max(sum(parts), pooled * (1 / 3 + 1 / 4)))
+    freedom = sum(parts) ** 2 / (parts[0] ** 2 / 2 + parts[1] ** 2 / 3)
+    assert found.ratio == pytest.approx(math.exp(b.mean() - a.mean()))
+    assert found.p == pytest.approx(student_tails((b.mean() - a.mean()) / error, freedom))
+    reach = math.log(found.high / found.ratio) / error
+    assert student_tails(reach, freedom) == pytest.approx(0.05, rel=1e-6)
+    assert found.low * found.high == pytest.approx(found.ratio ** 2)
+
+
+def test_the_ratio_of_runs_is_scipys_where_the_smaller_side_varies_more():
+    """There the error of the case is its own, and the test is Welch's as it stands."""
+    first, second = [1.0, 1.12], [1.101, 1.102, 1.1, 1.103]
+    found, = runs_differ([(first, second)])
+    welch = stats.ttest_ind(np.log(second), np.log(first), equal_var=False)
+    assert found.p == pytest.approx(welch.pvalue, rel=1e-6)
+    assert (found.low, found.high) == pytest.approx(
+        tuple(np.exp(welch.confidence_interval(0.95))), rel=1e-6)
+
+
+def test_runs_that_agree_by_accident_do_not_shrink_the_error():
+    """Three runs that are equal to a millionth, among cases that vary by 3 %."""
+    noisy = ([1.0, 1.03, 1.06], [1.02, 1.05, 0.99])
+    lucky = ([1.000001, 1.0, 1.000002], [1.01, 1.010001, 1.010002])
+    assert runs_differ([lucky])[0].p < 1e-6
+    assert runs_differ([lucky, noisy, noisy])[0].p > 0.5
+
+
+def run_medians(random, noise, cases, runs=3):
+    """Medians of two sides of runs of the same code; a run may disturb all of its cases."""
+    alike = noise(random, (2, runs, 1)) / 2
+    return [tuple(np.exp(alike + noise(random, (2, runs, 1)))[..., 0]) for _ in range(cases)]
+
+
+def outliers(random, shape):
+    """One run in ten is a fifth slower."""
+    return random.normal(0, 0.02, shape) + 0.2 * (random.random(shape) < 0.1)
+
+
+def two_speeds(random, shape):
+    """Every second run is a tenth slower, as an unlucky placement makes it."""
+    return random.normal(0, 0.005, shape) + 0.1 * (random.random(shape) < 0.5)
+
+
+@pytest.mark.parametrize("noise", [lambda random, shape: random.normal(0, 0.03, shape),
+                                   outliers, two_speeds])
+@pytest.mark.parametrize("cases", [1, 4])
+def test_runs_of_the_same_code_are_told_apart_as_rarely_as_stated(noise, cases):
+    random = np.random.default_rng(8)
+    alarms = np.mean([min(one.p for one in runs_differ(run_medians(random, noise, cases))) < 0.05
+                      for _ in range(120)])
+    assert alarms <= 0.05
+
+
+def test_repetitions_taken_for_runs_cry_wolf():
+    """What the rank-sum test of repetitions makes of runs that differ by 3 %."""
+    random = np.random.default_rng(9)
+    alarms = np.mean([rank_sum(*np.exp(random.normal(0, 0.03, (2, 1))
+                                       + random.normal(0, 0.01, (2, 20)))) < 0.05
+                      for _ in range(100)])
+    assert alarms > 0.6
+
+
+def test_a_slowdown_is_found_by_three_runs_a_side():
+    random = np.random.default_rng(10)
+    found = []
+    for _ in range(60):
+        pairs = [tuple(np.exp(random.normal(0, 0.01, (2, 3)))) for _ in range(4)]
+        pairs[1] = pairs[1][0], 1.15 * pairs[1][1]
+        judged = runs_differ(pairs)
+        found.append(judged[1].p < 0.05 and judged[1].ratio > 1.1)
+    assert np.mean(found) > 0.7
+
+
+@pytest.mark.parametrize("bad", [[1.0], [1.0, 0.0], [1.0, math.nan], []])
+def test_runs_that_cannot_be_told_apart(bad):
+    with pytest.raises(ValueError, match="two or more finite medians"):
+        runs_differ([([1.0, 2.0], bad)])
+
+
+def test_holm_corrects_known_values():
+    """The example of Holm's step-down: 4 x 0.005, 3 x 0.01, then 2 x 0.03 holds back 0.04."""
+    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
+
+
+def test_holm_closes_bonferronis_test():
+    """A value is the greatest that Bonferroni gives for any choice of tests with this one."""
+    random = np.random.default_rng(6)
+    for count in (1, 2, 3, 6):
+        values = random.random(count) ** 3
+        choices = [c for k in range(1, count + 1)
+                   for c in itertools.combinations(range(count), k)]
+        closed = [max(min(1, len(c) * min(values[list(c)])) for c in choices if one in c)
+                  for one in range(count)]
+        assert holm(list(values)) == pytest.approx(closed)

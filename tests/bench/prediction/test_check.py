@@ -1,0 +1,261 @@
+"""Predicted beside measured: the traces behind it, the report, and the verb that measures."""
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from bench.__main__ import main
+from bench.experiments.products.problem import Problem
+from bench.prediction import beside_measured, machine_file, machine_model, planner
+from bench.prediction.beside_measured import Measured
+from bench.prediction.work import NAMES, Work, predicted, trace as trace_of
+from bench.records import run_file
+from bench.records.measurements import Measurements, Variable
+from bench.reports.formats import render
+from bench.reports.measured_tables import document
+from mm3d.tracing.events import Collective, Gemm, PHASES
+from support import run_ranks
+
+CPU = machine_model.load("cpu")
+SHAPE = (24, 40, 36)
+LAYER = dict(layers=2, hidden=64, heads=4, batch=8, seq=16)
+
+
+@pytest.mark.parametrize("work", [Work("matmul", "2d", (2, 2), (5, 6, 7), "atb"),
+                                  Work("layer", "3d", (2, 1, 3), (64, 4, 8, 16, 2))])
+def test_a_label_says_all_of_the_work(work):
+    assert Work.of(work.label) == work and work.ranks == math.prod(work.grid)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("scheme, grid", [("3d", (2, 2, 1)), ("3d", (1, 2, 2)), ("2d", (2, 2)),
+                                          ("1d", (4,))])
+def test_a_product_s_trace_is_what_the_product_moves(comm, scheme, grid):
+    """Bytes of rank 0 along each direction, forward and backward, and its flops."""
+    problem = Problem(scheme, "ab", comm, grid, SHAPE, "float32", 0, "numpy")
+    trace = trace_of(Work("matmul", scheme, grid, SHAPE, "ab"), "float32", 16384)
+    for phase in PHASES:
+        problem.grid.reset_traffic()
+        getattr(problem, phase)()
+        real = {(axis, kind): moved.calls for (axis, kind), moved
+                in problem.grid.traffic().items()}
+        noted = {}
+        for event, times in trace.of(Collective, phase).items():
+            key = event.direction, event.kind
+            noted[key] = noted.get(key, 0) + times
+        assert noted == real
+    flops = sum(event.flops * times for event, times in trace.of(Gemm).items())
+    assert flops == 3 * 2 * math.prod(SHAPE) // 4    # the sizes divide evenly
+    problem.grid.free()
+
+
+def made(slower=1.25) -> list[Measured]:
+    """Every grid of 8 ranks, measured as predicted but for a factor; 8 x 1 x 1 far faster."""
+    found = []
+    for scheme, grid in planner.candidates(8):
+        work = Work("layer", scheme, grid, (64, 4, 8, 16, 2))
+        factor = 0.01 if grid == (8, 1, 1) else slower
+        seconds = predicted(CPU, work, "float32")
+        found.append(Measured(work, "float32", {p: s * factor for p, s in seconds.items()}))
+    return found
+
+
+def test_the_report_says_how_far_off_predictions_are():
+    found = made()
+    text = render(document(CPU, found))
+    assert "error 20% in the median" in text and "9900% at most" in text
+    lines = [line for line in text.splitlines() if line.startswith("layer 64 x 4 x 8 x 16 x 2 ")]
+    best = planner.plans(8, CPU, **LAYER)[0]
+    assert best.grid != (8, 1, 1)
+    assert len(lines) == 2 and all("3-D 8 x 1 x 1" in line for line in lines)
+    for line in lines:    # what the planner would have taken, and then the fastest
+        taken, fastest = line.index(" x ".join(map(str, best.grid))), line.index("3-D 8 x 1 x 1")
+        assert taken < fastest
+
+
+def test_layers_and_products_of_other_verbs_are_read():
+    """Of `bench layer` the whole step, of `bench matmul` the phases that it measured."""
+    sizes = dict(zip(NAMES["layer"], (64, 4, 8, 16, 1)))
+    both = dict(scheme="3d", grid="2 x 1 x 3", dtype="float64")
+    layer = Measurements("layer", both | sizes, {}, {}, {"seconds": Variable(
+        np.array([[0.5, 0, 0, 0], [0.1, 0, 0, 0]]), "s", ("kind", "bound"))}, [])
+    product = Measurements("matmul", both | dict(M=4, N=5, K=6, form="abt"), {},
+                           {"phase": ["forward"]}, {"seconds": Variable(
+                               np.array([[[0.2, 0, 0, 0], [0.1, 0, 0, 0]]]), "s",
+                               ("phase", "kind", "bound"))}, [])
+    (one,), (other,) = map(list, map(beside_measured.measured, (layer, product)))
+    assert one == Measured(Work("layer", "3d", (2, 1, 3), (64, 4, 8, 16, 1)), "float64",
+                           {"step": 0.5})
+    assert other == Measured(Work("matmul", "3d", (2, 1, 3), (4, 5, 6), "abt"), "float64",
+                             {"forward": 0.2})
+    guess = predicted(CPU, one.work, "float64")
+    off = f"{sum(guess.values()) / 0.5 - 1:+.0%}"
+    assert off in render(document(CPU, [one]))
+
+
+def test_a_measured_machine_is_for_its_own_ranks():
+    curve = machine_model.Curve([1.0, 2.0], [1e-6, 2e-6])
+    other = machine_model.msgspec.structs.replace(CPU, passes={"other": curve}, ranks_per_node=2)
+    assert "12 runs of other numbers of ranks or another transport left out" in render(
+        document(other, made()))
+
+
+def test_a_measured_machine_is_for_its_own_transport():
+    """What a file does not say of its transport is taken on trust."""
+    shared, unknown, nodes = (machine_model.msgspec.structs.replace(CPU, transport=name)
+                              for name in ("shared", "", "mpi shared"))
+    one = made()[0]
+    other, same = (dataclasses.replace(one, transport=name) for name in ("mpi", "shared"))
+    assert one.fits(shared) and same.fits(shared) and other.fits(unknown)
+    assert not other.fits(shared)
+    assert other.fits(nodes) and same.fits(nodes)
+    assert not dataclasses.replace(one, transport="mpi shared").fits(shared)
+
+
+def test_what_a_machine_has_no_rate_for_is_left_out():
+    few = machine_model.msgspec.structs.replace(CPU, gemm_rate={"float32": 1e11})
+    double = dataclasses.replace(made()[0], dtype="float64")
+    text = render(document(few, [*made(), double]))
+    assert text == render(document(few, made())) + (
+        "\n\nLeft out\n  - 1 runs of dtypes without a rate of products left out")
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("check")
+    run = run_ranks(2, "-m", "mpi4py", "-m", "bench", "check", "--machine", "cpu", "--matmul",
+                    "48", "--layer", "32,4,4,8", "--rounds", "2", "--out", str(folder))
+    assert run.returncode == 0, run.stderr
+    return run, folder
+
+
+def test_every_scheme_and_grid_is_measured_and_written(measured):
+    run, folder = measured
+    (path,) = folder.glob("*.h5")
+    record = run_file.read(path)
+    assert record.kind == "check" and all(check.passed for check in record.checks)
+    assert record.configuration["transport"] == "mpi"
+    grids = {(work.kind, work.scheme, work.grid) for work in map(Work.of, record.scales["work"])}
+    candidates = list(planner.candidates(2))
+    assert grids == {("layer", *one) for one in candidates} | {
+        ("matmul", *one) for one in candidates if one[0] != "1d-sp"}
+    samples = record.variables["samples"].values
+    assert samples.shape == (len(grids), 2, 2) and (samples > 0).all()
+    assert "matmul: 4 runs, error" in run.stdout and "1 x 2 x 1" in run.stdout
+
+
+def test_the_median_of_the_rounds_stands_for_them():
+    """Of each phase; the least of many rounds would depend on their number."""
+    label = "matmul 3d 2x1x1 8x8x8 ab"
+    record = Measurements("check", {"dtype": "float32", "transport": "mpi"}, {},
+                          {"work": [label], "phase": PHASES, "repetition": range(3)},
+                          {"samples": Variable(np.array([[[3, 1, 2], [9, 8, 70]]], float), "s",
+                                               ("work", "phase", "repetition"))}, [])
+    (one,) = beside_measured.measured(record)
+    assert one.seconds == {"forward": 2, "backward": 9} and one.work.label == label
+
+
+def test_results_are_read_again(measured, capsys):
+    """`predict --results` prints what `check` printed."""
+    run, folder = measured
+    found, problems = beside_measured.collected(str(folder))
+    assert len(found) == 9 and not problems and all(min(one.seconds.values()) > 0 for one in found)
+    assert main(["predict", "--machine", "cpu", "--results", str(folder)]) == 0
+    assert capsys.readouterr().out.strip() in run.stdout.replace("written", "\nwritten")
+
+
+def test_a_merged_file_is_read_and_a_damaged_one_named(measured, tmp_path, capsys):
+    _, folder = measured
+    assert main(["merge", str(tmp_path / "all.h5"), str(folder)]) == 0
+    (tmp_path / "cut.h5").write_bytes((tmp_path / "all.h5").read_bytes()[:3000])
+    capsys.readouterr()
+    assert main(["predict", "--machine", "cpu", "--results", str(tmp_path)]) == 0
+    merged, _, left_out = capsys.readouterr().out.partition("\nLeft out:\n")
+    assert left_out.startswith(f"{tmp_path / 'cut.h5'} is truncated, damaged")
+    assert main(["predict", "--machine", "cpu", "--results", str(folder)]) == 0
+    assert capsys.readouterr().out == merged
+
+
+def test_runs_of_the_tables_have_a_published_column(capsys, tmp_path):
+    run = run_ranks(8, "-m", "mpi4py", "-m", "bench", "run", "--preset", "tiny", "--table", "weak",
+                    "--scheme", "1d", "--out", str(tmp_path))
+    assert run.returncode == 0, run.stderr
+    assert main(["predict", "--machine", "cpu", "--results", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "published" in out and "0.3406" in out    # 20.435 s for 60 sequences
+
+
+@pytest.mark.parametrize("more, message", [
+    ([], "nothing to measure"), (["--matmul", "8", "--rounds", "0"], "--rounds 0"),
+    (["--layer", "30,4,4,8"], "hidden=30"), (["--machine", "abacus"], "is unknown")])
+def test_wrong_arguments_are_named(more, message, tmp_path):
+    run = run_ranks(1, "-m", "bench", "check", "--machine", "cpu", "--out", str(tmp_path), *more)
+    assert run.returncode == 2
+    assert message in run.stderr
+
+
+def written(folder, **figures) -> str:
+    """The file of a machine like the processor but for some figures."""
+    path = folder / "mine.toml"
+    path.write_text(machine_file.written(machine_model.msgspec.structs.replace(CPU, **figures)))
+    return str(path)
+
+
+@pytest.mark.parametrize("verb", [("check", "--machine", "cpu", "--matmul", "8"), ("calibrate",)],
+                         ids=["check", "calibrate"])
+@pytest.mark.parametrize("ranks, name, value, message", [
+    (1, "MM3D_TRANSPORT", "foo", "choose mpi or shared"),
+    (2, "MM3D_TRANSPORT", "foo", "choose mpi or shared"),
+    (2, "MM3D_NODE_SIZE", "x", "give the number of ranks, 1 or more"),
+    (2, "MM3D_NODE_SIZE", "0", "give the number of ranks, 1 or more")])
+def test_wrong_variables_are_named_in_a_line(verb, ranks, name, value, message, tmp_path):
+    wrong = {"MM3D_TRANSPORT": "", name: value}
+    run = run_ranks(ranks, "-m", "bench", *verb, "--out", str(tmp_path / "new.toml"), **wrong)
+    assert run.returncode == 2 and not run.stdout, run.stderr
+    assert run.stderr.startswith(f"error: {name}={value!r}") and message in run.stderr
+    assert run.stderr.count("\n") == 1
+
+
+def test_a_machine_without_a_rate_for_the_dtype_is_refused(tmp_path):
+    path = written(tmp_path, gemm_rate={"float32": 1e11})
+    run = run_ranks(2, "-m", "bench", "check", "--machine", path, "--matmul", "8", "--dtype",
+                    "float64", "--out", str(tmp_path))
+    assert run.returncode == 2 and not list(tmp_path.glob("*.h5"))
+    assert run.stderr.strip() == "error: machine cpu has no rate for float64: it has float32"
+
+
+@pytest.mark.parametrize("transport, ranks, message", [
+    ("shared", 2, "shared, not mpi: set MM3D_TRANSPORT=shared, or calibrate again"),
+    ("nccl", 2, "nccl, not mpi: calibrate again"),
+    ("shared", 1, "shared, not none: start more ranks, or calibrate again")])
+def test_a_machine_of_another_transport_is_refused(tmp_path, transport, ranks, message):
+    path = written(tmp_path, transport=transport)
+    run = run_ranks(ranks, "-m", "bench", "check", "--machine", path, "--matmul", "8", "--out",
+                    str(tmp_path), MM3D_TRANSPORT="mpi")
+    assert run.returncode == 2 and not list(tmp_path.glob("*.h5"))
+    assert run.stderr == f"error: --machine {path} was measured with transport {message}\n"
+
+
+def test_a_machine_of_another_number_of_ranks_is_refused_as_such(tmp_path):
+    """Whatever the transport, which one rank has none of."""
+    curve = machine_model.Curve([1.0, 2.0], [1e-6, 2e-6])
+    path = written(tmp_path, transport="none", passes={"other": curve}, ranks_per_node=1)
+    run = run_ranks(2, "-m", "bench", "check", "--machine", path, "--matmul", "8", "--out",
+                    str(tmp_path))
+    assert run.returncode == 2 and not list(tmp_path.glob("*.h5"))
+    assert run.stderr == (f"error: --machine {path} was measured with 1 rank, not 2: start that "
+                          "many, or calibrate with 2\n")
+
+
+def test_a_machine_measured_on_several_nodes_is_checked_there(tmp_path):
+    path = written(tmp_path, transport="mpi shared", ranks_per_node=2)
+    run = run_ranks(4, "-m", "bench", "check", "--machine", path, "--matmul", "16", "--rounds",
+                    "1", "--out", str(tmp_path), MM3D_TRANSPORT="", MM3D_NODE_SIZE="2")
+    assert run.returncode == 0 and len(list(tmp_path.glob("*.h5"))) == 1, run.stderr
+    assert "matmul: 8 runs, error" in run.stdout and "left out" not in run.stdout
+
+
+def test_a_folder_without_results(capsys, tmp_path):
+    assert main(["predict", "--results", str(tmp_path)]) == 2
+    assert f"no results in {tmp_path}" in capsys.readouterr().err

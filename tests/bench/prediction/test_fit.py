@@ -1,0 +1,119 @@
+"""What fits the memory of a rank, and which policy of recomputation makes it fit."""
+import gc
+
+import pytest
+
+import mm3d
+from bench.__main__ import main
+from bench.cases.selection import select
+from bench.checks import layer_residuals
+from bench.errors import UsageError
+from bench.prediction import memory_fit
+from bench.reports.merit_rows import recomputing
+from bench.validation import rules
+from mm3d.model.recomputation import POLICIES
+from mm3d.tracing import dry_run
+from records import made_up
+
+SIZES = dict(layers=4, hidden=64, heads=4, batch=8, seq=32)
+GRID = (2, 2, 2)
+
+
+@pytest.mark.parametrize("text, count", [("16 GB", 16 * 10 ** 9), ("15GiB", 15 * 2 ** 30),
+                                         ("1.5 KiB", 1536), ("7", 7), ("7 B", 7)])
+def test_sizes_of_memory(text, count):
+    assert memory_fit.size(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1 GB", "16 gigabytes", "0 GB", "16 iB", "1e9"])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(UsageError, match="give it as 16 GB"):
+        memory_fit.size(text)
+
+
+def test_the_policy_is_the_first_that_fits_by_a_dry_run():
+    """One byte less than a policy needs, and another one is found."""
+    found = {name: memory_fit.peak("3d", GRID, "float32", name, SIZES) for name in POLICIES}
+    for name in ("none", "selective", "full"):
+        assert dry_run.step("3d", 8, GRID, **SIZES, recompute=name).peak == found[name]
+        assert memory_fit.policy("3d", GRID, "float32", SIZES, found[name]) == (name, found[name])
+        other, peak = memory_fit.policy("3d", GRID, "float32", SIZES, found[name] - 1)
+        assert other != name and (other is None or peak == found[other] < found[name])
+    none, least = memory_fit.policy("3d", GRID, "float32", SIZES, min(found.values()) // 2)
+    assert none is None and least <= 1.1 * min(found.values())
+
+
+def test_dry_says_whether_it_fits_and_what_would(capsys):
+    options = ["dry", "--ranks", "8", *(f"--{name}={n}" for name, n in SIZES.items())]
+    full = memory_fit.peak("3d", GRID, "float32", "full", SIZES)
+    assert main([*options, f"--memory={full} B"]) == 1
+    assert "it does not fit, but --recompute full does" in capsys.readouterr().out
+    assert main([*options, f"--memory={full} B", "--recompute", "full"]) == 0
+    printed = capsys.readouterr().out
+    assert "it fits" in printed and "of these again" in printed and "(again)" in printed
+    assert main([*options, "--memory=1 KB"]) == 1
+    assert "no policy fits" in capsys.readouterr().out
+    assert main([*options, "--memory=lots"]) == 2
+    with pytest.raises(SystemExit):
+        main([*options, "--recompute", "some"])
+    assert "none, selective, full, or uniform:n" in capsys.readouterr().err
+
+
+@pytest.mark.ranks(8)
+def test_memory_of_the_real_model_is_what_the_choice_was_made_by(comm, monkeypatch):
+    """The most of any rank, as the pool counts it, is that of the dry run of rank 0."""
+    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
+    for name in ("none", "selective", "full", "uniform:2+selective"):
+        scheme = mm3d.scheme("3d", comm, GRID, "numpy")
+        pool = scheme.grid.backend.pool
+        gc.collect()    # of other tests
+        before = pool.in_use
+        pool.reset_peak()
+        model = mm3d.Transformer(scheme, **SIZES, recompute=name)
+        x, dy = model.random("input"), model.random("output gradient")
+        y, saved = model.forward(x)
+        model.backward(dy, saved)
+        most = comm.allreduce(pool.peak - before, mm3d.grid.grid.MPI.MAX)
+        block = scheme.grid.backend.block
+        del model, x, dy, y, saved
+        scheme.grid.free()
+        assert most == dry_run.extended("3d", 8, GRID, block=block, recompute=name,
+                                        **SIZES).pool_peak, name
+
+
+def rows(name="3d"):
+    """A row of a table, as a made-up run."""
+    return made_up(next(row for row in select("weak", name) if row.gpus == 64))
+
+
+def test_files_say_the_policy_and_those_of_before_had_none():
+    run = rows()
+    assert not [*rules.recomputation(run)] and rules.recomputed(run) == "none"
+    run.configuration["recompute"] = "full"
+    assert not [*rules.recomputation(run)] and rules.recomputed(run) == "full"
+    run.configuration["recompute"] = "some"
+    assert "recompute='some' is unknown" in next(rules.recomputation(run))
+
+
+def test_tables_say_which_rows_recompute():
+    run, other = rows(), rows("1d")
+    both = run, other
+    assert recomputing(both) == []
+    run.configuration["recompute"] = "full"
+    assert "full: weak 3-D 64" in recomputing(both)[0]
+    run.configuration["equal_tokens"] = "1d"
+    assert "full: weak 3-D 64 with the batch of 1-D" in recomputing(both)[0]
+
+
+@pytest.mark.ranks(1, 8)
+@pytest.mark.parametrize("name", ["none", "selective", "full", "uniform:2+selective"])
+def test_residuals_are_of_the_model_that_recomputes(comm, name):
+    """Of every layer as without; what is computed again is looked at, too."""
+    scheme = mm3d.scheme("3d", comm, backend="numpy")
+    model = mm3d.Transformer(scheme, layers=3, hidden=32, heads=4, batch=8, seq=8, recompute=name)
+    before = model.layers.layers
+    checks = layer_residuals.step(model, model.random("x"), model.random("dy"), 0)
+    assert len(checks) == len(layer_residuals.tolerances(3, "float32"))
+    assert layer_residuals.failure(checks) is None
+    assert model.layers.layers is before
+    scheme.grid.free()

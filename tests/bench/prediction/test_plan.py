@@ -1,0 +1,245 @@
+"""The planner against brute force, the bound, and what is known of the paper's shapes."""
+import math
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from bench.__main__ import main
+from bench.errors import UsageError
+from bench.prediction import machine_file, machine_model, planner
+from bench.prediction.closed_form_plan import screen
+from bench.prediction.seconds import collective_terms, step_seconds
+from bench.records import run_file
+from bench.verbs import grids
+from mm3d import ModelSizes
+from mm3d.model import cost
+from mm3d.schemes import lookup
+from mm3d.schemes.closed_form import ProductShape
+from mm3d.tracing import dry_run
+from mm3d.tracing.events import Collective, PHASES
+from support import run_ranks
+
+LONGHORN = machine_model.load("longhorn")
+WEAK_64 = dict(layers=24, hidden=8192, heads=128, batch=384, seq=512)
+SMALL = {"wide": dict(layers=2, hidden=1024, heads=16, batch=8, seq=32),
+         "long": dict(layers=2, hidden=64, heads=4, batch=64, seq=64),
+         "uneven": dict(layers=1, hidden=120, heads=5, batch=7, seq=9)}
+
+
+@pytest.mark.parametrize("ranks", [1, 7, 12, 64, 360])
+def test_all_grids_are_found_once(ranks):
+    every = {(x, y, ranks // x // y) for x in range(1, ranks + 1) if ranks % x == 0
+             for y in range(1, ranks // x + 1) if ranks // x % y == 0}
+    assert lookup("3d").grids(ranks) == sorted(every)
+
+
+@pytest.mark.parametrize("ranks", [4, 8, 12, 36])
+@pytest.mark.parametrize("sizes", SMALL.values(), ids=SMALL)
+def test_the_choice_is_the_best_of_all_when_every_candidate_is_traced(ranks, sizes):
+    """Screening by closed forms loses nothing: brute force over dry runs chooses no better."""
+    seconds = {}
+    for scheme, grid in planner.candidates(ranks):
+        trace = dry_run.step(scheme, ranks, grid, **sizes)
+        seconds[scheme, grid] = sum(step_seconds(LONGHORN, trace).values())
+    best = planner.plans(ranks, LONGHORN, **sizes)[0]
+    assert best.traced and best.seconds == seconds[best.scheme, best.grid]
+    assert best.seconds <= 1.02 * min(seconds.values())
+
+
+@pytest.mark.parametrize("sizes", SMALL.values(), ids=SMALL)
+def test_screened_words_are_those_of_the_traces(sizes):
+    """Of all ranks together, for every scheme and grid of 8 ranks."""
+    for scheme, grid in planner.candidates(8):
+        screened = screen(scheme, grid, LONGHORN, "float32", "none", sizes)
+        traces = [dry_run.step(scheme, 8, grid, rank, **sizes) for rank in range(8)]
+        for phase in PHASES:
+            assert sum(t.words(phase) for t in traces) == round(8 * screened.words[phase])
+
+
+def test_screened_memory_and_seconds_are_near_the_traces():
+    sizes = dict(WEAK_64, layers=4, batch=96)
+    for scheme, grid in planner.candidates(64):
+        screened = screen(scheme, grid, LONGHORN, "float32", "none", sizes)
+        traced = planner.traced(screened, LONGHORN, "float32", "none", sizes)
+        assert screened.memory == pytest.approx(traced.memory, rel=0.5), (scheme, grid)
+        assert screened.seconds == pytest.approx(traced.seconds, rel=0.15), (scheme, grid)
+
+
+def test_the_weak_64_gpu_shape_is_no_cube():
+    """16 x 4 x 1 moves 2.5 times fewer words than 4 x 4 x 4, 491 to 1246 million a layer."""
+    found = {p.grid: p for p in planner.plans(64, LONGHORN, scheme="3d", **WEAK_64)}
+    slab, cube = found[16, 4, 1], found[4, 4, 4]
+    assert slab.words["forward"] / 24e6 == pytest.approx(491, rel=0.01)
+    assert cube.words["forward"] / 24e6 == pytest.approx(1246, rel=0.01)
+    assert slab.seconds < cube.seconds
+    assert min(p.words["forward"] for p in found.values()) >= 0.999 * slab.words["forward"]
+
+
+def test_no_grid_is_below_the_bound_in_any_regime():
+    """A cube of a cube of work is on it; the regimes are those of the bound's own cases."""
+    shapes = {1: (10**6, 8, 8), 2: (4096, 4096, 8), 3: (256, 256, 256)}
+    for kind, (M, N, K) in shapes.items():
+        assert planner.regime(M, N, K, 64) == kind
+        bound = cost.lower_bound(M, N, K, 64)
+        for grid in lookup("3d").grids(64):
+            shape = ProductShape("into", M, N, K)
+            moves = lookup("3d").product_moves(dict(zip("xyz", grid)), shape)[0]
+            words = sum(m.words for m in moves if dict(zip("xyz", grid))[m.axis] > 1) / 64
+            assert words >= bound * (1 - 1e-12), (kind, grid)
+            if kind == 3 and grid == (4, 4, 4):
+                assert math.isclose(words, bound)
+
+
+def test_a_million_ranks_in_under_ten_seconds():
+    start = time.process_time()    # seconds of this process, whatever else the machine does
+    found = planner.plans(10**6, LONGHORN, layers=96, hidden=12288, heads=96, batch=1536, seq=2048)
+    assert len(found) == 784 + 3 and found[0].traced
+    assert time.process_time() - start < 10
+
+
+def test_what_does_not_fit_comes_last():
+    found = planner.plans(8, LONGHORN, layers=24, hidden=4096, heads=32, batch=4, seq=512)
+    fits = [p.fits for p in found]
+    assert fits == sorted(fits, reverse=True)
+    sizes = dict(WEAK_64, batch=96)
+    once, again = (planner.traced(screen("3d", (16, 4, 1), LONGHORN, "float32", recompute,
+                                         sizes), LONGHORN, "float32", recompute, sizes)
+                   for recompute in ("none", "full"))
+    assert again.memory < once.memory / 2 and again.backward > once.backward
+
+
+def test_grid_auto_is_the_planner_s_choice(capsys):
+    command = ["dry", "--ranks", "64", "--hidden", "8192", "--layers", "2", "--grid", "auto"]
+    assert main(command) == 0
+    chosen = planner.best_grid("3d", 64, LONGHORN, **dict(WEAK_64, layers=2))
+    assert f"grid {' x '.join(map(str, chosen))}, rank 0 of 64" in capsys.readouterr().out
+
+
+def test_a_scheme_without_a_grid_of_so_many_ranks_has_no_best_one():
+    with pytest.raises(ValueError, match="8 ranks are no square: start 4 or 9"):
+        planner.best_grid("2d", 8, LONGHORN, **SMALL["wide"])
+    assert {name for name, _ in planner.candidates(8)} == {"1d", "1d-sp", "3d"}
+
+
+def test_the_verbs_print_what_they_found(capsys):
+    assert main(["plan", "--ranks", "64", "--hidden", "8192", "--layers", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "3d      16 x 4 x 1" in out and "31 plans screened, 31 traced" in out
+    assert "3d on its default grid, 4 x 4 x 4: 2492 million forward, 2.54 times" in out
+    command = ["dry", "--ranks", "8", "--hidden", "64", "--layers", "2", "--machine", "cpu"]
+    assert main(command) == 0
+    assert "peak with intermediate arrays" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command, message", [
+    (["dry", "--ranks", "8", "--hidden", "64", "--grid", "3x2x1"], "a grid of 3 x 2 x 1 has 6"),
+    (["dry", "--ranks", "8", "--hidden", "64", "--grid", "banana"], "give sizes as in 16x4x1"),
+    (["dry", "--ranks", "-8", "--hidden", "64"], "--ranks -8: must be at least 1"),
+    (["dry", "--ranks", "-4", "--hidden", "64", "--scheme", "2d"], "must be at least 1"),
+    (["dry", "--ranks", "0", "--hidden", "64", "--grid", "auto"], "must be at least 1"),
+    (["dry", "--ranks", "9", "--hidden", "64", "--scheme", "2d", "--rank", "9"], "rank 9 of 9"),
+    (["dry", "--ranks", "8", "--hidden", "64", "--scheme", "1d", "--keep", "both"], "'keep'"),
+    (["dry", "--ranks", "8", "--hidden", "64", "--scheme", "4d"], "scheme '4d' is unknown"),
+    (["dry", "--ranks", "8", "--hidden", "64", "--scheme", "2d", "--grid", "auto"],
+     "8 ranks are no square: start 4 or 9"),
+    (["plan", "--ranks", "8", "--hidden", "65", "--heads", "4"], "must be a multiple of the 4"),
+    (["plan", "--ranks", "0", "--hidden", "64"], "at least 2 ranks"),
+    (["plan", "--ranks", "8", "--hidden", "64", "--machine", "abacus"], "choose one of cpu, dgx"),
+    (["plan", "--ranks", "8", "--hidden", "64", "--machine", "no.toml"], "machine file no.toml")])
+def test_wrong_arguments_are_named(command, message, capsys):
+    assert main(command) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [
+    ["plan"], ["dry", "--grid", "auto"], ["dry", "--grid", "2x1x1"], ["predict"]])
+def test_a_machine_without_a_rate_for_the_dtype_is_named(command, tmp_path, capsys):
+    path = doubles(tmp_path)
+    sizes = ["--ranks", "2", "--hidden", "64"] * (command != ["predict"])
+    assert main([*command, *sizes, "--machine", path]) == 2
+    said = capsys.readouterr()
+    assert said.err == "error: machine cpu has no rate for float32: it has float64\n"
+    assert not said.out
+
+
+def doubles(folder) -> str:
+    """The file of a machine with a rate for float64 only."""
+    path = folder / "doubles.toml"
+    path.write_text(machine_file.written(
+        machine_model.msgspec.structs.replace(machine_model.load("cpu"),
+                                              gemm_rate={"float64": 5e10})))
+    return str(path)
+
+
+def test_a_run_on_a_machine_without_a_rate_is_refused_before_anything_is_measured(tmp_path):
+    run = run_ranks(8, "-m", "bench", "run", "--preset", "tiny", "--table", "weak", "--scheme",
+                    "3d", "--grid", "auto", "--machine", doubles(tmp_path), "--out",
+                    str(tmp_path / "out"))
+    assert run.returncode == 2 and not run.stdout and not list(tmp_path.glob("out/*"))
+    assert run.stderr.strip() == "error: machine cpu has no rate for float32: it has float64"
+
+
+@pytest.mark.parametrize("grid", [[], ["--grid", "2x2x2"]])
+def test_a_machine_that_no_run_plans_for_is_refused(tmp_path, grid):
+    run = run_ranks(8, "-m", "bench", "run", "--preset", "tiny", "--scheme", "3d", *grid,
+                    "--machine", "longhorn", "--out", str(tmp_path / "out"))
+    assert run.returncode == 2 and not run.stdout and not list(tmp_path.glob("out/*"))
+    assert run.stderr == ("error: --machine longhorn: only --grid auto plans for a machine; give "
+                          "both, or leave --machine out\n")
+
+
+@pytest.mark.parametrize("name", ["longhorn", "dgx-h100", "dgx-h200", "cpu"])
+def test_every_figure_of_a_machine_has_its_source(name):
+    assert_sourced(machine_model.load(name))
+
+
+def assert_sourced(machine):
+    """What a file leaves at its default, or has as nothing, needs no source."""
+    absent = {name for name, default in zip(reversed(machine.__struct_fields__),
+                                            reversed(machine.__struct_defaults__))
+              if getattr(machine, name) == (default.factory() if hasattr(default, "factory")
+                                            else default)}
+    figures = set(machine.__struct_fields__) - {"name", "about", "sources"} - absent
+    assert figures <= set(machine.sources) <= figures | absent and all(machine.sources.values())
+
+
+def test_collectives_share_the_links_they_need():
+    """On nodes of 4: within one, across nodes alone on the link, and with three others."""
+    def seconds(size, stride, kind="all_gather"):
+        return collective_terms(LONGHORN, Collective(kind, "x", size, stride, 8 * 10**9))
+
+    assert seconds(4, 1)["node"] == pytest.approx(6e9 / 75e9)
+    assert seconds(8, 1)["network"] == pytest.approx(7e9 / 12.5e9)
+    assert seconds(8, 4)["network"] == pytest.approx(4 * 7e9 / 12.5e9)
+    assert seconds(8, 2)["network"] == pytest.approx(2 * 7e9 / 12.5e9)
+    assert seconds(8, 4, "all_reduce")["network"] == 2 * seconds(8, 4)["network"]
+    assert seconds(8, 4, "broadcast")["network"] == pytest.approx(4 * 8e9 / 12.5e9)
+
+
+def test_a_file_that_is_no_machine(tmp_path):
+    path = tmp_path / "mine.toml"
+    path.write_text("name = 3")
+    with pytest.raises(UsageError, match="machine file"):
+        machine_model.load(str(path))
+
+
+def test_a_measured_run_takes_the_planner_s_grid(tmp_path):
+    """``bench run --grid auto`` on 8 ranks: verified, written, and marked as another grid."""
+    run = run_ranks(8, "-m", "mpi4py", "-m", "bench", "run", "--preset", "tiny", "--table", "weak",
+                    "--scheme", "3d", "--grid", "auto", "--out", str(tmp_path))
+    assert run.returncode == 0, run.stderr
+    (path,) = tmp_path.glob("*.h5")
+    found = run_file.read(path).configuration
+    sizes = ModelSizes.of(found)
+    best = planner.best_grid("3d", 8, machine_model.load("cpu"), **sizes)
+    assert found["grid"] == " x ".join(map(str, best)) and found["overridden"] == "grid"
+
+
+def test_the_grid_of_auto_is_of_the_policy(monkeypatch):
+    """What is chosen is planned for the step that is run."""
+    asked = []
+    monkeypatch.setattr(planner, "plans", lambda ranks, machine, dtype, recompute, **rest:
+                        asked.append(recompute) or [SimpleNamespace(grid=(32, 2, 1))])
+    assert grids.grid("auto", "3d", 64, "longhorn", "float32", WEAK_64, "full") == (32, 2, 1)
+    assert asked == ["full"]

@@ -1,0 +1,94 @@
+"""Predictions: the fit finds what was put in, the tables print, the figures are drawn."""
+import msgspec
+import numpy as np
+import pytest
+
+from bench.__main__ import main
+from bench.cases.selection import select
+from bench.prediction import machine_model, paper_fit, planner, scaling
+from bench.reports.figures import prediction
+
+LONGHORN = machine_model.load("longhorn")
+
+
+@pytest.fixture(scope="module")
+def outcome():
+    return paper_fit.predict(LONGHORN)
+
+
+def test_a_fit_finds_the_parameters_that_made_the_times(outcome):
+    """Times made by the model itself, with checkpointing in some schemes: all come back."""
+    made = paper_fit.Fit(24, {"1d": False, "2d": True, "3d": True}, machine_model.Achieved(
+        gemm=0.6, memory=0.8, node=0.2, network=0.35), 0.0)
+    machine = msgspec.structs.replace(LONGHORN, memory_bytes=1e15)
+    rows = []
+    for row in outcome.rows:
+        forward, backward = paper_fit.predicted(row, made, machine)
+        published = msgspec.structs.replace(row.case.row, forward=forward, backward=backward)
+        rows.append(msgspec.structs.replace(
+            row, case=msgspec.structs.replace(row.case, row=published)))
+    found = paper_fit.fitted(rows, machine, (24,))
+    assert found.recompute == made.recompute and found.residual < 1e-6
+    for name in paper_fit.FREE:
+        assert getattr(found.achieved, name) == pytest.approx(getattr(made.achieved, name), 1e-4)
+
+
+def test_rows_that_need_more_memory_than_there_is_repeat_the_forward(outcome):
+    """Of every scheme some row needs more than 16 GiB, even with half the layers."""
+    assert all(outcome.fit.recompute.values())
+    weak = [row for row in outcome.rows if row.case.row.table == "weak"]
+    assert all(row.peak / 2 > LONGHORN.memory_bytes for row in weak)
+
+
+def test_errors_are_within_what_the_documentation_says(outcome):
+    """The rows that were not fitted are predicted about as well as those that were."""
+    assert len(outcome.rows) == 18 and len(outcome.chosen) == 9
+    assert outcome.mean(fitted=True) < 0.25 and outcome.mean(fitted=False) < 0.30
+    assert np.mean(np.abs(outcome.left_out)) < 0.30
+
+
+def test_the_verb_prints_both_tables(capsys):
+    assert main(["predict", "--table", "strong"]) == 0
+    out = capsys.readouterr().out
+    assert "Table 2" in out and "Table 1" not in out and "does not explain" in out
+    assert sum("fitted" in line for line in out.splitlines()) >= 9
+
+
+@pytest.mark.parametrize("more", [["--table", "strong"], ["--pictures", "pics"]])
+def test_results_go_without_options_of_the_tables(more, tmp_path, capsys):
+    assert main(["predict", "--results", str(tmp_path), *more]) == 2
+    said = capsys.readouterr()
+    assert said.err.startswith(f"error: --results {tmp_path} {' '.join(more)}: ")
+    assert said.err.endswith(f"; give --results without {more[0]}\n") and not said.out
+
+
+def test_sizes_beyond_the_table_continue_it():
+    for row in select("weak"):
+        sizes = scaling.weak_sizes(row.scheme, row.gpus)
+        assert (sizes["hidden"], sizes["batch"]) == (row.hidden, row.batch)
+    assert scaling.weak_sizes("2d", 256) == dict(hidden=16384, heads=256, batch=768, seq=512)
+
+
+def test_crossovers_and_figures(tmp_path, outcome):
+    """Few ranks and small sizes; each figure is a PNG of some size."""
+    sizes = dict(layers=2, hidden=512, heads=8, batch=16, seq=64)
+    found = scaling.curves(LONGHORN, "float32", "none", sizes, 64)
+    best = dict(found["3-D, best grid"])
+    for family, points in found.items():
+        assert all(p.seconds >= best[ranks].seconds for ranks, p in points
+                   if p.scheme == "3d"), family
+    changes = scaling.crossovers(found)
+    assert changes[0][0] == 2 and len({ranks for ranks, _ in changes}) == len(changes)
+    paths = [*prediction.planned(str(tmp_path), 16, LONGHORN, "float32", "none", sizes),
+             prediction.scaling(str(tmp_path), outcome)]
+    assert len(paths) == 5
+    for path in paths:
+        assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 20_000
+
+
+def test_named_families_are_grids_of_so_many_ranks():
+    for ranks in (64, 8, 12):
+        for family in scaling.FAMILIES:
+            chosen = scaling.grid_of(family, ranks)
+            if chosen:
+                assert chosen in list(planner.candidates(ranks))

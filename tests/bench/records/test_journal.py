@@ -1,0 +1,256 @@
+"""Reproductions that are stopped, killed, or in each other's way."""
+import json
+import multiprocessing
+import os
+import re
+import resource
+import signal
+
+import pytest
+
+from bench.__main__ import parser
+from bench.cases import selection
+from bench.cases.selection import select
+from bench.cases.variants import Variant
+from bench.errors import UsageError
+from bench.records import journal
+from bench.records.journal import Journal
+from bench.verbs import reproduce as reproduce_verb, run
+from kills import kill_and_go_on, started
+from bench.errors import StoreError
+from support import run_python, run_ranks
+
+FORK = multiprocessing.get_context("fork")
+TINY_3D = ("--preset", "tiny", "--scheme", "3d")
+SMALL = ("--preset", "tiny", "--scheme", "1d-sp", "--repetitions", "2", "--max-repetitions", "2")
+
+
+def entries(folder) -> list[dict]:
+    return [json.loads(line) for line in (folder / journal.NAME).read_text().splitlines()]
+
+
+def reproduce(folder, *options: str):
+    return run_python("-m", "bench", "reproduce", *SMALL, "--ranks", "1", *options, "--out",
+                      str(folder))
+
+
+@pytest.mark.limit(300)
+def test_kills_lose_nothing_finished(tmp_path):
+    """The short form of ``python tests/tools/kills.py 50``."""
+    counts = kill_and_go_on(tmp_path, kills=3, seed=3, longest=2.5)
+    assert counts["kills"] == 3 and counts["begun"] + counts["resumed"] >= 2
+
+
+def unfinished(folder) -> None:
+    """Make of a reproduction that has ended one that was killed before its last row."""
+    lines = (folder / journal.NAME).read_text().splitlines(keepends=True)
+    (folder / journal.NAME).write_text("".join(lines[:-2]))
+    os.unlink(folder / json.loads(lines[-2])["line"].split()[-1])
+
+
+def test_what_is_finished_is_not_measured_again_with_the_same_settings(tmp_path):
+    assert reproduce(tmp_path).returncode == 0
+    first = {path.name for path in tmp_path.glob("*.h5")}
+    unfinished(tmp_path)
+    done = reproduce(tmp_path)
+    assert done.returncode == 0 and "1 rows are there and not measured again" in done.stdout
+    assert done.stdout.count("done: ") == 1 and len(list(tmp_path.glob("*.h5"))) == 2
+    assert len(first & {path.name for path in tmp_path.glob("*.h5")}) == 1
+    assert [e["event"] for e in entries(tmp_path)] == ["begin", "row", "resume", "row", "end"]
+    # What came to its end is not gone on with; nor is what has other settings.
+    done = reproduce(tmp_path)
+    assert done.stdout.count("done: ") == 2 and len(list(tmp_path.glob("*.h5"))) == 4
+    unfinished(tmp_path)
+    done = reproduce(tmp_path, "--dtype", "float64")
+    assert done.stdout.count("done: ") == 2, done.stdout
+    assert "beginning anew, because of: dtype float64 instead of float32\n" in done.stdout
+    unfinished(tmp_path)
+    done = reproduce(tmp_path, "--dtype", "float64", "--fresh")
+    assert done.stdout.count("done: ") == 2 and "anew" not in done.stdout
+
+
+def test_a_damaged_row_is_measured_again(tmp_path):
+    assert reproduce(tmp_path).returncode == 0
+    unfinished(tmp_path)
+    path, = tmp_path.glob("*.h5")
+    os.truncate(path, path.stat().st_size // 2)
+    done = reproduce(tmp_path)
+    assert done.stdout.count("done: ") == 2 and path.name in done.stdout    # named by the tables
+
+
+def test_a_part_of_what_was_begun_does_not_complete_it(tmp_path):
+    """Of two rows none is measured, then each alone is asked for."""
+    weak, strong = [(*SMALL, "--ranks", "1", "--table", table, "--out", str(tmp_path))
+                    for table in ("weak", "strong")]
+    first = reproduce(tmp_path)
+    assert first.returncode == 0 and "not measured yet" not in first.stdout
+    for path in tmp_path.glob("*.h5"):
+        path.unlink()
+    lines = (tmp_path / journal.NAME).read_text().splitlines(keepends=True)
+    (tmp_path / journal.NAME).write_text(lines[0])
+    done = run_python("-m", "bench", "reproduce", *weak)
+    assert done.returncode == 0 and entries(tmp_path)[-1]["outcome"] == "incomplete"
+    assert re.search(r"Of what was begun at \S+ UTC 1 rows are not measured yet", done.stdout)
+    assert journal.unfinished(entries(tmp_path)).rows == tuple(entries(tmp_path)[0]["rows"])
+    done = run_python("-m", "bench", "reproduce", *strong)
+    assert done.returncode == 0 and entries(tmp_path)[-1]["outcome"] == "complete"
+    assert "yet" not in done.stdout and len(list(tmp_path.glob("*.h5"))) == 2
+
+
+def test_what_is_asked_for_later_is_of_the_reproduction_too():
+    begin = {"event": "begin", "at": "2030", "order": 3, "settings": {}, "rows": ["a", "b"]}
+    again = {"event": "resume", "order": 3, "rows": ["b", "c"]}
+    assert journal.unfinished([begin, again]).rows == ("a", "b", "c")
+    assert journal.unfinished([begin, again, begin]).rows == ("a", "b")
+    assert journal.unfinished([begin, {"event": "end", "outcome": "complete"}]) is None
+
+
+@pytest.mark.parametrize("words, without, left", [
+    ("reproduce --fresh --out x", " without --fresh", "reproduce --out x"),
+    ("reproduce --table weak --fre", " without --fresh", "reproduce --table weak"),
+    ("reproduce --table weak -- ", "", "reproduce --table weak --")])
+def test_the_command_that_measures_the_others(words, without, left):
+    assert reproduce_verb.advice(words.split()) == (
+        f"the same command{without} measures the others:\n  python -m bench {left}")
+
+
+@pytest.mark.parametrize("sign, name", [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")])
+def test_a_signal_ends_it_with_what_is_there(tmp_path, sign, name):
+    process = started(tmp_path)
+    lines = []
+    for line in process.stdout:
+        lines.append(line)
+        if "done: " in line:
+            process.send_signal(sign)
+            break
+    output = "".join(lines) + process.communicate()[0]
+    assert process.returncode == 128 + sign, output
+    there = len(list(tmp_path.glob("*.h5")))
+    assert f"{name}: " in output and "of 6 rows are in" in output
+    assert "the same command measures the others:\n  python -m bench reproduce --preset" in output
+    assert "Table 1, weak scaling" in output and (tmp_path / "tables.txt").exists()
+    last = entries(tmp_path)[-1]
+    assert last["event"] == "end" and last["outcome"] == "stopped" and 1 <= there < 6
+    assert journal.unfinished(entries(tmp_path)).order == entries(tmp_path)[0]["order"]
+
+
+def test_two_in_one_folder(tmp_path):
+    holder = Journal(tmp_path)
+    holder.claim()
+    for done in (reproduce(tmp_path),
+                 run_ranks(2, "-m", "bench", "run", *SMALL, "--out", str(tmp_path)),
+                 run_python("-m", "bench", "gemm", "--sizes", "8", "--out", str(tmp_path))):
+        assert done.returncode == 2 and done.stderr.count("error: ") == 1
+        assert f"{tmp_path} is in use: another run or reproduce" in done.stderr
+    holder.close()
+
+
+def hold(folder, pipe) -> None:
+    Journal(folder).claim()
+    pipe.send("held")
+    signal.pause()
+
+
+def test_a_claim_ends_with_its_process(tmp_path):
+    told, pipe = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=hold, args=(tmp_path, pipe))
+    process.start()
+    assert told.recv() == "held"
+    mine = Journal(tmp_path)
+    with pytest.raises(StoreError, match="in use"):
+        mine.claim()
+    process.kill()
+    process.join()
+    mine.claim()
+    mine.close()
+
+
+def test_entries_that_were_cut_short_are_left_out(tmp_path):
+    log = Journal(tmp_path)
+    log.write("row", row="a")
+    with open(log.path, "a") as file:
+        file.write('{"event": "row", "row": "b')
+    log.write("row", row="c")
+    assert [entry["row"] for entry in log.entries()] == ["a", "c"]
+    log.close()
+
+
+def write_with_limit(folder, size: int, pipe) -> None:
+    """Two entries where no file may have more than `size` bytes; tell what is there."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    log = Journal(folder)
+    for row in ("first", "second" * 100):
+        log.write("row", row=row)
+    pipe.send([entry["row"] for entry in log.entries()])
+
+
+def test_a_full_disk_ends_nothing(tmp_path):
+    told, pipe = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=write_with_limit, args=(tmp_path, 300, pipe))
+    process.start()
+    assert told.recv() == ["first"]
+    process.join()
+
+
+def test_a_folder_that_cannot_be_made(tmp_path):
+    (tmp_path / "file").write_text("")
+    done = reproduce(tmp_path / "file" / "out")
+    assert done.returncode == 2 and "cannot be written (Not a directory)" in done.stderr
+
+
+def test_unknown_rows_and_ranks(tmp_path):
+    done = run_python("-m", "bench", "reproduce", *TINY_3D, "--ranks", "7", "--out", str(tmp_path))
+    assert done.returncode == 2 and "is for 7 ranks" in done.stderr
+    done = run_ranks(2, "-m", "bench", "run", "--rows", "weak", "--out", str(tmp_path))
+    assert done.returncode == 2
+    assert "--rows weak: give a table and a scheme, as in weak:3d" in done.stderr
+
+
+@pytest.mark.parametrize("named", ["weak:3d", "weak:3d,strong:3d"])
+def test_rows_of_other_rank_counts(named):
+    """What would do is named, and rows beside those that fit are left out."""
+    arguments = parser().parse_args(["run", "--rows", named])
+    rows = selection.named(named, 4)
+    with pytest.raises(UsageError) as caught:
+        run.fitting(rows, 4, arguments, Variant())
+    assert str(caught.value) == (
+        f"no row of --rows {named} is for 4 ranks: there are rows for 8, 64 ranks, as in mpirun "
+        "-n 8 python -m bench run")
+    found = run.fitting(selection.named(named, 64), 64, arguments, Variant())
+    assert [one.row.gpus for one in found] == [64] * len(named.split(","))
+    own, = run.fitting(selection.named("weak:1d-sp", 5), 5, arguments, Variant())
+    assert own.row.gpus == 5
+
+
+def test_a_row_is_there_once_however_often_it_is_named():
+    for named, wanted in (("weak:3d,weak:3d", "weak:3d"), ("weak:all,weak:3d", "weak:all"),
+                          ("weak:1d-sp,weak:1d-sp", "weak:1d-sp")):
+        assert selection.named(named, 8) == selection.named(wanted, 8)
+    assert select("weak,weak", "1d-sp,1d-sp", 8) == select("weak", "1d-sp", 8)
+
+
+@pytest.mark.ranks(1, 4)
+@pytest.mark.parametrize("options, message", [
+    (["--rows", "weak:1d-sp", "--table", "strong"], "--rows weak:1d-sp --table strong: leave one"),
+    (["--rows", "weak:1d-sp", "--scheme", "3d"], "--rows weak:1d-sp --scheme 3d: leave one"),
+    (["--rows", ""], "--rows : give a table and a scheme")])
+def test_rows_are_named_in_one_way(comm, options, message):
+    arguments = parser().parse_args(["run", "--out", "/dev/null/out", *options])
+    with pytest.raises(UsageError, match=message):
+        run.run(arguments, comm)
+
+
+@pytest.mark.ranks(1, 4)
+def test_rows_that_are_left_out_are_said(comm, shared_tmp_path, capfd):
+    arguments = parser().parse_args([
+        "run", *SMALL[:2], *SMALL[4:], "--rows", "weak:1d-sp,strong:2d,weak:3d,strong:2d",
+        "--out", str(shared_tmp_path)])
+    assert run.run(arguments, comm) == 0
+    said = capfd.readouterr().out.splitlines()
+    said, done = said[:2], said[2:]
+    expected = [f"left out: {pair} of --rows, which has no row for {comm.size} "
+                f"rank{'s' * (comm.size > 1)}: its rows are for {counts}"
+                for pair, counts in (("strong:2d", "16, 36, 64"), ("weak:3d", "8, 64"))]
+    assert said == (expected if comm.rank == 0 else [])
+    assert [line.partition(":")[0] for line in done] == ["done"] * (comm.rank == 0)

@@ -1,0 +1,242 @@
+"""Files: complete or not there, readable by others, and never lost."""
+import multiprocessing
+import os
+import random
+import resource
+import shutil
+import subprocess
+import time
+
+import h5py
+import numpy as np
+import pytest
+
+from bench.cases.selection import select
+from bench.errors import StoreError
+from bench.records import run_file
+from bench.reports.paper_tables import tables
+from mm3d.tracing.events import PHASES
+from records import made_up
+
+ROW = select("weak", "3d")[0]
+
+
+def test_read_returns_what_was_written(tmp_path):
+    run = made_up(ROW)
+    path = run_file.write(run, tmp_path, "weak-3d")
+    assert path.name == "weak-3d-20300102T030405Z.h5"
+    found = run_file.read(path)
+    for name in ("configuration", "environment", "published", "checks", "created"):
+        assert getattr(found, name) == getattr(run, name)
+    for name in ("samples", "traffic"):
+        for key, values in getattr(run, name).items():
+            np.testing.assert_array_equal(getattr(found, name)[key], values)
+    np.testing.assert_array_equal(found.expected_words, run.expected_words)
+
+
+def test_datasets_have_units_and_named_dimensions(tmp_path):
+    with h5py.File(run_file.write(made_up(ROW), tmp_path, "a")) as file:
+        forward = file["samples/forward"]
+        assert forward.attrs["units"] == "s"
+        assert [dim[0].name for dim in forward.dims] == ["/samples/repetition", "/samples/rank"]
+        assert file["traffic/bytes"].attrs["units"] == "byte"
+        assert [dim.keys() for dim in file["traffic/words"].dims] == [
+            ["phase"], ["rank"], ["axis"], ["collective"]]
+        assert file["traffic/collective"].asstr()[0] == "all_gather"
+        assert file["published/forward_time"].attrs["units"] == "s"
+        assert file.attrs["schema_version"] == run_file.SCHEMA
+
+
+def test_h5dump_shows_units_and_dimension_scales(tmp_path):
+    if not shutil.which("h5dump"):
+        pytest.skip("h5dump is not installed (hdf5-tools of Debian)")
+    path = run_file.write(made_up(ROW), tmp_path, "a")
+
+    def shown(name: str) -> str:
+        return subprocess.run(["h5dump", "-A", "-d", name, path], capture_output=True, text=True,
+                              check=True).stdout
+    forward = shown("/samples/forward")
+    assert 'ATTRIBUTE "units"' in forward and '(0): "s"' in forward
+    assert all(f'"/samples/{name}"' in forward for name in ("repetition", "rank"))
+    assert '"DIMENSION_SCALE"' in shown("/samples/rank")
+
+
+def test_xarray_opens_groups_with_units_and_dimensions(tmp_path):
+    xarray = pytest.importorskip("xarray", reason="xarray is not installed")
+    pytest.importorskip("h5netcdf", reason="h5netcdf, which xarray reads HDF5 with, is missing")
+    run = made_up(ROW)
+    path = run_file.write(run, tmp_path, "a")
+    with xarray.open_dataset(path, group="samples", engine="h5netcdf") as samples:
+        assert samples.forward.dims == ("repetition", "rank")
+        assert samples.forward.attrs["units"] == "s"
+        np.testing.assert_array_equal(samples.forward, run.samples["forward"])
+    with xarray.open_dataset(path, group="traffic", engine="h5netcdf") as traffic:
+        moved = traffic.bytes.sel(axis="x", collective="all_gather", rank=ROW.gpus - 1)
+        assert moved.attrs["units"] == "byte"
+        np.testing.assert_array_equal(moved, run.traffic["bytes"][:, -1, 0, 0])
+
+
+def test_a_name_that_is_taken_is_not_taken_again(tmp_path):
+    first = run_file.write(made_up(ROW, 0.25), tmp_path, "a")
+    second = run_file.write(made_up(ROW, 0.5), tmp_path, "a")
+    assert second.name == "a-20300102T030405Z-2.h5"
+    least, most = (run_file.read(file).samples["forward"].max() for file in (first, second))
+    assert least < most
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([first.name, second.name])
+
+
+FORK = multiprocessing.get_context("fork")    # a process in a moment, without starting MPI
+
+
+def keep_writing(folder, count: int, pipe) -> None:
+    """Write `count` runs, of the same second and name, and tell the name of each."""
+    for _ in range(count):
+        pipe.send(run_file.write(made_up(ROW), folder, "a").name)
+
+
+def writer(*arguments):
+    """A process that runs `keep_writing`, and the names that it tells."""
+    names, pipe = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=keep_writing, args=(*arguments, pipe))
+    process.start()
+    pipe.close()
+    return process, names
+
+
+def received(names) -> list[str]:
+    """All names that were told before the pipe was closed."""
+    found = []
+    try:
+        while True:
+            found.append(names.recv())
+    except EOFError:
+        return found
+
+
+def test_two_writers_in_one_folder_lose_nothing(tmp_path):
+    writers = [writer(tmp_path, 20) for _ in range(2)]
+    names = [name for _, told in writers for name in received(told)]
+    assert len(names) == 40 == len(set(names))
+    assert {p.name for p in tmp_path.iterdir()} == set(names)
+    for name in names:
+        run_file.read(tmp_path / name)
+
+
+def test_a_kill_at_any_moment_loses_nothing_finished(tmp_path):
+    delays = random.Random(1)
+    finished = []
+    for _ in range(20):
+        process, names = writer(tmp_path, 10 ** 6)
+        finished.append(names.recv())
+        time.sleep(delays.uniform(0.0, 0.05))
+        process.kill()
+        process.join()
+        finished += received(names)
+    assert len(finished) == len(set(finished))
+    # A file may be there that was killed before it could be told: it is complete too.
+    assert {p.name for p in tmp_path.glob("*.h5")} >= set(finished)
+    for path in tmp_path.glob("*.h5"):
+        run_file.read(path)
+
+
+def write_with_limit(folder, size: int, pipe) -> None:
+    """Write a run where no file may have more than `size` bytes; tell what comes of it."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    try:
+        pipe.send(run_file.write(made_up(ROW), folder, "a").name)
+    except StoreError as error:
+        pipe.send(str(error))
+
+
+def test_a_full_disk_loses_nothing(tmp_path):
+    # A limit on the size of a file is as final as a full disk, and can be had anywhere.
+    finished = run_file.write(made_up(ROW), tmp_path, "a")
+    message, pipe = FORK.Pipe(duplex=False)
+    process = FORK.Process(target=write_with_limit, args=(tmp_path, 4096, pipe))
+    process.start()
+    assert f"a could not be written in {tmp_path} (File too large)" in message.recv()
+    process.join()
+    assert list(tmp_path.iterdir()) == [finished]
+    run_file.read(finished)
+
+
+def test_a_failed_flush_leaves_nothing(tmp_path, monkeypatch):
+    def full(descriptor):
+        raise OSError(28, "No space left on device")
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(StoreError, match="No space left on device"):
+        run_file.write(made_up(ROW), tmp_path, "a")
+    assert not list(tmp_path.iterdir())
+
+
+def damaged(path, how: str) -> None:
+    """Make of the run in `path` something else."""
+    if how == "truncated":
+        os.truncate(path, path.stat().st_size // 2)
+        return
+    if how == "empty":
+        os.truncate(path, 0)
+        return
+    if how == "flipped":
+        with h5py.File(path) as file:
+            place = file["samples/forward"].id.get_chunk_info(0).byte_offset
+        with open(path, "r+b") as raw:
+            raw.seek(place)
+            byte = raw.read(1)
+            raw.seek(place)
+            raw.write(bytes([byte[0] ^ 1]))
+        return
+    with h5py.File(path, "r+") as file:
+        if how == "foreign":
+            del file.attrs["format"]
+        elif how == "newer":
+            file.attrs["schema_version"] = run_file.SCHEMA + 1
+        elif how == "incomplete":
+            del file["samples/backward"]
+        elif how == "unlike":
+            del file["traffic/words"]
+            file["traffic/words"] = np.zeros(3)
+
+
+@pytest.mark.parametrize("how, message", [
+    ("truncated", "is truncated, damaged, or no HDF5 file"),
+    ("empty", "is truncated, damaged, or no HDF5 file"),
+    ("flipped", "is truncated, damaged, or no HDF5 file"),
+    ("foreign", "is an HDF5 file, but not an mm3d run"),
+    ("newer", f"has schema version {run_file.SCHEMA + 1}; this mm3d reads versions up to"),
+    ("incomplete", "is damaged or not a complete run: .*backward"),
+    ("unlike", "traffic/words has the shape")])
+def test_what_is_no_run_is_named(tmp_path, how, message):
+    path = run_file.write(made_up(ROW), tmp_path, "a")
+    damaged(path, how)
+    with pytest.raises(StoreError, match=message) as caught:
+        run_file.read(path)
+    assert str(path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_no_file_at_all(tmp_path):
+    with pytest.raises(StoreError, match="nothing.h5 does not exist"):
+        run_file.read(tmp_path / "nothing.h5")
+
+
+def test_folders_are_made_and_must_be_writable(tmp_path):
+    made = run_file.check_folder(tmp_path / "a" / "b")
+    assert made.is_dir() and not list(made.iterdir())
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="cannot be written .Not a directory.*--out"):
+        run_file.check_folder(tmp_path / "file" / "results")
+
+
+def test_files_of_version_1_stay_readable(tmp_path):
+    path = run_file.write(made_up(ROW), tmp_path, "a")
+    with h5py.File(path, "r+") as file:
+        file.attrs["schema_version"] = 1
+        del file.attrs["kind"], file["clock"], file["samples"].attrs["ended_by"]
+        for phase in PHASES:
+            del file[f"samples/{phase}_late"]
+        for name in ("width", "order"):
+            del file["configuration"].attrs[name]
+    run = run_file.read(path)
+    assert run.late == run.clock == {} and run.ended_by == "repetitions"
+    np.testing.assert_array_equal(run.samples["forward"], made_up(ROW).samples["forward"])
+    assert "Missing, 17 of 18 rows" in " ".join(tables(tmp_path).split())

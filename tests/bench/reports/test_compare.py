@@ -1,0 +1,293 @@
+"""Two sets of results told apart, and what is refused."""
+import numpy as np
+import pytest
+
+from bench.__main__ import main
+from bench.cases.selection import select
+from bench.records import run_file
+from bench.records.measurements import Measurements, Variable
+from bench.reports import comparison_sides
+from mm3d.tracing.events import PHASES
+from records import made_up
+
+ROWS = select("weak", "1d,3d")
+
+
+def write_set(folder, seed, factors=None, runs=3, between=0.01, rows=ROWS, **changes):
+    """Runs of each row, every row slower by its factor; runs differ more than repetitions do."""
+    random = np.random.default_rng(seed)
+    for number, row in enumerate(rows):
+        for again in range(runs):
+            run = made_up(row, repetitions=12, created=f"2030-01-02T03:04:{again:02d}+00:00")
+            level = (factors or {}).get(number, 1.0) * random.lognormal(0, between)
+            for phase in PHASES:
+                noise = random.lognormal(0, 0.002, (12, 1))
+                run.samples[phase] = level * noise * np.ones(row.gpus)
+            run.configuration |= changes.get("configuration", {})
+            run.environment |= changes.get("environment", {})
+            run_file.write(run, folder, f"row{number}")
+    return str(folder)
+
+
+@pytest.fixture
+def sets(tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+    return tmp_path / "a", tmp_path / "b"
+
+
+def verdicts(text):
+    """Of each line of the table: case, ratio and verdict."""
+    found = {}
+    for line in text.splitlines():
+        if " ranks, laptop " in line and "|" in line:
+            left, right = line.split("|", 1)
+            words = right.split("|")[-1].split()
+            found[left.split(",")[0]] = (float(words[0]), " ".join(words[4:]))
+    return found
+
+
+def test_each_case_gets_the_verdict_it_deserves(sets, capsys):
+    a = write_set(sets[0], 0)
+    b = write_set(sets[1], 1, {1: 1.2, 4: 0.7})
+    assert main(["compare", a, b]) == 0
+    text = capsys.readouterr().out
+    found = verdicts(text)
+    assert len(found) == len(ROWS) == 6
+    ratio, word = found.pop("weak 1-D 16 ranks")
+    assert ratio == pytest.approx(1.2, rel=0.05) and word == "slower"
+    ratio, word = found.pop("weak 3-D 8 ranks")
+    assert ratio == pytest.approx(0.7, rel=0.05) and word == "faster"
+    assert {word for _, word in found.values()} == {"no difference shown"}
+    assert "B is faster in 1, slower in 1; in 4 no difference" in " ".join(text.split())
+    assert "same in both" in text and "WARNING" not in text
+
+
+def test_a_regression_beyond_the_limit_fails(sets, capsys):
+    a = write_set(sets[0], 0, rows=ROWS[:2])
+    b = write_set(sets[1], 1, {0: 0.7, 1: 1.2}, rows=ROWS[:2])
+    for limit, status in (("5", 1), ("15", 1), ("30", 0), ("0", 1)):
+        assert main(["compare", a, b, "--fail-on-regression", limit]) == status
+        out = capsys.readouterr().out
+        assert (f"Slower by more than {limit} %" in out) == bool(status)
+        # The other way round the third of 1 / 0.7 is the regression.
+        assert main(["compare", b, a, "--fail-on-regression", limit]) == 1
+        assert "weak 1-D 8 ranks, laptop: 4" in capsys.readouterr().out
+
+
+def test_slower_without_proof_is_no_regression(sets, capsys):
+    """Three runs of each that are far apart show nothing, though one case is slower by a half."""
+    a = write_set(sets[0], 0, between=0.3, rows=ROWS[:2])
+    b = write_set(sets[1], 1, {0: 1.5}, between=0.3, rows=ROWS[:2])
+    assert main(["compare", a, b, "--fail-on-regression", "5"]) == 0
+    assert {word for _, word in verdicts(capsys.readouterr().out).values()} == {
+        "no difference shown"}
+
+
+@pytest.mark.parametrize("runs", [(1, 1), (2, 3), (3, 1)])
+def test_fewer_than_three_runs_a_side_give_no_verdict(sets, capsys, runs):
+    """However many repetitions they have, and however far they are apart."""
+    a = write_set(sets[0], 0, runs=runs[0], rows=ROWS[:2])
+    b = write_set(sets[1], 1, {1: 3.0}, runs=runs[1], rows=ROWS[:2])
+    assert main(["compare", a, b]) == 0
+    text = capsys.readouterr().out
+    flat = " ".join(text.split())
+    assert "No verdict on 2 of 2 cases, which have fewer than 3 runs a side" in flat
+    line, = [line for line in text.splitlines() if line.startswith("weak 1-D 16 ranks")]
+    assert line.split("|")[1].split() == list(map(str, runs))
+    assert float(line.split("|")[-1]) == pytest.approx(3, rel=0.05)
+    for word in ("faster", "slower", "corrected"):
+        assert word not in text
+    assert main(["compare", a, b, "--fail-on-regression", "5"]) == 2
+    error = capsys.readouterr().err
+    assert "--fail-on-regression takes at least 3 runs of each case on either side" in error
+    assert f"weak 1-D 8 ranks, laptop: {runs[0]} and {runs[1]}" in error
+
+
+def test_runs_may_lie_in_folders_of_their_own(tmp_path, capsys):
+    """Named one by one, in folders or as files; a run that is named twice is one run."""
+    names = {}
+    for side, factor in (("before", 1.0), ("after", 1.2)):
+        names[side] = []
+        for again in range(3):
+            folder = tmp_path / f"{side}-{again}"
+            folder.mkdir()
+            run = made_up(ROWS[0], factor * (1 + again / 1000), factor,
+                          created=f"2030-01-02T03:04:{again:02d}+00:00")
+            names[side].append(str(run_file.write(run, folder, "row") if again else folder))
+            if not again:
+                run_file.write(run, folder, "row")
+    command = ["compare", "--before", *names["before"], "--after", *names["after"]]
+    assert main([*command, "--fail-on-regression", "5"]) == 1
+    assert "slower in 1" in " ".join(capsys.readouterr().out.split())
+    twice = ["compare", "--before", *names["before"][:1] * 3, "--after", *names["after"]]
+    assert main([*twice, "--fail-on-regression", "5"]) == 2
+    assert "weak 1-D 8 ranks, laptop: 1 and 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["a"], [], ["--before", "a"], ["a", "b", "--after", "c"],
+                                   ["a", "b", "c"]])
+def test_sides_that_cannot_be_meant(words, capsys):
+    assert main(["compare", *words]) == 2
+    assert "name them all after --before and after --after" in capsys.readouterr().err
+
+
+def test_runs_of_one_side_that_differ_are_said(sets, capsys):
+    a = write_set(sets[0], 0, rows=ROWS[:1],
+                  environment={"git_commit": "a" * 40})
+    run_file.write(made_up(ROWS[0], created="2031-01-01T00:00:00+00:00"), sets[0], "row0")
+    b = write_set(sets[1], 1, rows=ROWS[:1],
+                  environment={"git_commit": "b" * 40})
+    assert main(["compare", a, b]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"WARNING: runs of A differ in git_commit: {'a' * 40} and 0123456789abcdef" in text
+    assert "runs of B differ" not in text
+
+
+def test_identical_code_rarely_fails(tmp_path, capsys):
+    """Comparisons of runs that differ by 3 %; repetitions taken for runs failed in most."""
+    failed = 0
+    for seed in range(6):
+        for side, name in enumerate("ab"):
+            (tmp_path / f"{name}{seed}").mkdir()
+            write_set(tmp_path / f"{name}{seed}", 2 * seed + side, between=0.03,
+                      rows=ROWS[:1])
+        failed += main(["compare", *(str(tmp_path / f"{name}{seed}") for name in "ab"),
+                        "--fail-on-regression", "0"])
+    capsys.readouterr()
+    assert failed == 0
+
+
+def test_other_environments_are_named(sets, capsys):
+    a = write_set(sets[0], 0, runs=1, environment={"git_commit": "a" * 40})
+    b = write_set(sets[1], 0, runs=1, environment={"mpi": "Other MPI 2", "git_commit": "b" * 40},
+                  configuration={"transport": "shared"})
+    assert main(["compare", a, b]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Differs: mpi is Some MPI 1.0 in A and Other MPI 2 in B." in text
+    assert "transport is not recorded in A and shared in B" in text
+    assert f"git_commit is {'a' * 40} in A and {'b' * 40} in B" in text
+
+
+def test_crowded_cases_and_cases_of_one_set_are_named(sets, capsys):
+    a = write_set(sets[0], 0, runs=1)
+    extra = select("strong", "2d")[0]
+    run_file.write(made_up(extra, oversubscribed=True), sets[0], "extra")
+    b = write_set(sets[1], 0, runs=1, environment={"oversubscribed": True})
+    assert main(["compare", a, b]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Only in A, 1: strong 2-D 16 ranks, laptop." in text
+    assert "in 6 of 12 runs ranks outnumber cores" in text
+
+
+def test_runs_that_did_other_work_are_refused(sets, capsys):
+    a = write_set(sets[0], 0, runs=1)
+    b = write_set(sets[1], 0, runs=1, configuration={"hidden": 96, "seq": 48})
+    assert main(["compare", a, b]) == 2
+    error = capsys.readouterr().err
+    assert "different work under the same name cannot be compared" in error
+    assert "weak 1-D 8 ranks, laptop: hidden 256 and 96" in error and "and 6 more" in error
+
+
+def test_nothing_in_common_is_refused(sets, capsys):
+    run_file.write(made_up(ROWS[0]), sets[0], "one")
+    run_file.write(made_up(ROWS[5]), sets[1], "other")
+    assert main(["compare", *map(str, sets)]) == 2
+    error = capsys.readouterr().err
+    assert "nothing in common" in error
+    assert "weak 1-D 8 ranks" in error and "weak 3-D 64 ranks" in error
+
+
+def test_other_schemas_are_refused(sets, capsys, monkeypatch):
+    a = write_set(sets[0], 0, runs=1)
+    monkeypatch.setattr(run_file, "SCHEMA", run_file.SCHEMA + 1)
+    b = write_set(sets[1], 0, runs=1)
+    assert main(["compare", a, b]) == 2
+    assert (f"different schema versions cannot be compared: {a} has {run_file.SCHEMA - 1}, "
+            f"{b} has {run_file.SCHEMA}") in capsys.readouterr().err
+
+
+def test_damaged_files_are_named_and_a_folder_of_them_is_refused(sets, capsys):
+    a, b = write_set(sets[0], 0, runs=1), write_set(sets[1], 0, runs=1)
+    (sets[1] / "cut.h5").write_bytes(next(sets[0].glob("*.h5")).read_bytes()[:3000])
+    assert main(["compare", a, b]) == 0
+    assert "cut.h5 is truncated, damaged" in " ".join(capsys.readouterr().out.split())
+    assert main(["compare", a, str(sets[1] / "cut.h5")]) == 2
+    assert "no results in" in capsys.readouterr().err
+    assert main(["compare", a, str(sets[1] / "none")]) == 2
+    assert "does not exist" in capsys.readouterr().err
+
+
+def test_a_limit_that_cannot_be_meant(sets, capsys):
+    assert main(["compare", *map(str, sets), "--fail-on-regression", "-3"]) == 2
+    assert "a percentage of at least 0 would do" in capsys.readouterr().err
+
+
+def products(factor, transport):
+    """A made-up run of ``matmul``: the second rank ends last."""
+    times = np.zeros((1, 8, 2, 2, 2))
+    spread = np.linspace(1, 1.1, 8)[:, None]
+    times[0, :, :, 0, 1], times[0, :, :, 1, 1] = 0.5 * spread, spread
+    times[0, :, 0] *= factor
+    times[0, :, 1, 1] = np.nan    # one process has no second rank
+    return Measurements("matmul", {"M": 8, "transport": transport, "seed": 0}, {"cores": 2}, {
+        "phase": ["forward"], "repetition": range(8), "kind": ["product", "one process"],
+        "rank": range(2), "edge": ["begin", "end"]}, {"times": Variable(
+            times, "s", ("phase", "repetition", "kind", "rank", "edge"))}, [])
+
+
+def test_points_of_microbenchmarks_are_cases(sets, capsys):
+    for again in range(3):
+        for folder, factor, transport in zip(sets, (1.0, 0.5), ("mpi", "shared")):
+            run = products(factor * (1 + again / 1000), transport)
+            run.created = f"2030-01-02T03:04:{again:02d}+00:00"
+            run_file.write(run, folder, "matmul")
+    assert main(["compare", *map(str, sets)]) == 0
+    text = capsys.readouterr().out
+    lines = {line.split("|")[0].split(",")[0]: line for line in text.splitlines() if "|" in line}
+    product = lines["matmul phase forward kind product"]
+    assert product.endswith("faster") and " 1.051 " in product and " 0.5255 " in product
+    assert lines["matmul phase forward kind one process"].endswith("no difference shown")
+    assert "transport is mpi in A and shared in B" in text
+
+
+def test_transports_of_one_set_are_cases_of_their_own(sets, capsys):
+    """Of products and of rows; what only one set has is said, not dropped."""
+    for transport, factor in (("mpi", 1.0), ("shared", 0.5)):
+        run_file.write(products(factor, transport), sets[0], "matmul")
+        run = made_up(ROWS[0], factor, factor)
+        run.configuration["transport"] = transport
+        run_file.write(run, sets[0], "row")
+    run_file.write(products(0.5, "shared"), sets[1], "matmul")
+    run = made_up(ROWS[0], 0.5, 0.5)
+    run.configuration["transport"] = "shared"
+    run_file.write(run, sets[1], "row")
+    both, one = comparison_sides.told_apart(*(comparison_sides.cases([folder])[0]
+                                              for folder in sets))
+    names = ["matmul phase forward kind one process, M 8", "weak 1-D 8 ranks, laptop",
+             "matmul phase forward kind product, M 8"]
+    assert both.keys() == {f"{name}, transport {transport}" for name in names
+                           for transport in ("mpi", "shared")}
+    assert one.keys() == {f"{name}, transport shared" for name in names}
+    assert [both[f"{names[2]}, transport {transport}"][0].median
+            for transport in ("mpi", "shared")] == pytest.approx([1.05, 0.525])
+    for pair in (sets, sets[::-1]):
+        assert main(["compare", *map(str, pair)]) == 0
+        text = " ".join(capsys.readouterr().out.split())
+        assert "No verdict on 3 of 3 cases" in text
+        assert f"Only in {'AB'[pair is not sets]}, 3: " in text
+
+
+def test_the_same_results_do_not_differ(sets, capsys):
+    a = write_set(sets[0], 3, rows=ROWS[:2])
+    assert main(["compare", a, a, "--format", "csv"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and all(line.endswith("no difference shown") for line in lines[1:])
+
+
+def test_recomputation_makes_a_case_of_its_own(sets, capsys):
+    """Runs that compute more are neither repetitions of the others nor slower than they."""
+    a = write_set(sets[0], 0, rows=ROWS[:1])
+    full = {"configuration": {"recompute": "full"}}
+    assert main(["compare", a, write_set(sets[1], 1, rows=ROWS[:1], **full)]) == 2
+    assert "weak 1-D 8 ranks, laptop, recompute full" in capsys.readouterr().err

@@ -1,0 +1,169 @@
+"""One document in every format, and the tables of microbenchmarks."""
+import csv
+import io
+import math
+import re
+
+import numpy as np
+import pytest
+
+from bench.__main__ import main
+from bench.cases.paper import load
+from bench.records import run_file
+from bench.records.measurements import Check, Measurements, Variable
+from bench.reports import formats, micro_tables
+from bench.reports.document import Column, Notes, Number, Table
+from bench.reports.formats import render
+from records import made_up
+
+NASTY = r"50 % of_a & b <i> #1 ~^\ {x} `y` *z* | w"
+DOCUMENT = ["A heading", Table("Of " + NASTY, [
+    Column("", "what"), Column("time", "(s)", "here"), Column("time", "(s)", "there"),
+    Column("n")], [[NASTY, Number(1 / 3, "0.333"), Number(math.nan, "missing"), 3],
+                   ["", Number(2.0, "2.00*"), Number(4.0, "4.0"), 12]]),
+    Notes("Remarks:", ["first " * 30, NASTY])]
+
+
+def test_text_is_aligned_and_bars_stand_between_groups():
+    lines = render(DOCUMENT).splitlines()
+    first = next(k for k, line in enumerate(lines) if line.split() == ["here", "there"])
+    table = lines[first:first + 6]
+    assert [len(line) for line in table[3:]] == [len(table[3])] * 3
+    bars = {line.index("|", len(NASTY)) for line in (*table[1:3], *table[4:])}
+    assert len(bars) == 1
+    assert table[4].split("|")[-2].split()[-1] == "0.333"
+    assert table[4].split("|")[-1].split() == ["missing", "3"]
+    assert max(map(len, lines[first + 7:])) <= formats.WIDTH
+
+
+def test_csv_is_one_table_with_numbers_in_full():
+    rows = list(csv.DictReader(io.StringIO(render(DOCUMENT + [
+        Table("Another", [Column("n"), Column("m")], [[5, 6]])], "csv"))))
+    assert [row["here time (s)"] for row in rows] == [repr(1 / 3), "2.0", ""]
+    assert [row["there time (s)"] for row in rows] == ["", "4.0", ""]
+    assert rows[0]["what"] == NASTY and rows[0]["table"] == "Of " + NASTY
+    assert (rows[2]["table"], rows[2]["n"], rows[2]["m"]) == ("Another", "5", "6")
+
+
+def test_rst_escapes_what_means_something_to_it():
+    text = render(DOCUMENT, "rst")
+    assert r"\`y\` \*z\* \| w" in text and r"of\_a" in text and r"~^\\ {x}" in text
+    lines = text.splitlines()
+    rules = [line for line in lines if re.fullmatch(r"=+(  =+)+", line)]
+    assert len(rules) == 3 and len(set(rules)) == 1
+    # A cell that is empty in the first column would join the row to the one above.
+    assert lines[lines.index(rules[0]) + 4].startswith("\\ ")
+    assert "A heading\n=========\n" in text
+
+
+def test_latex_escapes_and_every_row_has_all_columns():
+    text = render(DOCUMENT, "latex")
+    body = text[text.index(r"\toprule"):text.index(r"\bottomrule")].splitlines()
+    rows = [line for line in body if line.endswith(r"\\") and "multicolumn" not in line]
+    assert [len(re.split(r"(?<!\\)&", line)) for line in rows] == [4] * 4
+    assert r"50 \% of\_a \& b \textless{}i\textgreater{} \#1 " in text
+    assert r"\textasciitilde{}\textasciicircum{}\textbackslash{} \{x\}" in text
+    assert r"\cmidrule(lr){2-2} \cmidrule(lr){3-3}" in text
+    assert text.count(r"\item") == 2 and text.count("begin{") == text.count("end{")
+
+
+@pytest.mark.parametrize("form", formats.FORMATS)
+def test_the_verb_prints_all_rows_in_every_format(tmp_path, capsys, form):
+    for row in load().rows:
+        run_file.write(made_up(row), tmp_path, row.table)
+    run_file.write(products(), tmp_path, "matmul")
+    assert main(["table", str(tmp_path), "--format", form]) == 0
+    out = capsys.readouterr().out
+    for row in load().rows:
+        assert f"{row.forward:.3f}" in out or repr(row.forward) in out
+    assert "abt 64 x 32 x 16" in out
+    if form == "csv":
+        rows = [row for row in csv.DictReader(io.StringIO(out)) if row["product"]]
+        assert [float(row["rate (GFLOP/s)"]) for row in rows] == [65.536e-6 / 0.002,
+                                                                  131.072e-6 / 0.004]
+
+
+def test_wrong_formats_and_folders_get_one_message(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["table", str(tmp_path), "--format", "word"])
+    assert ended.value.code == 2 and "invalid choice: 'word'" in capsys.readouterr().err
+    assert main(["table", str(tmp_path / "nowhere")]) == 2
+    assert "nowhere is no folder of results" in capsys.readouterr().err
+
+
+def products() -> Measurements:
+    """A made-up run of ``matmul``."""
+    bound = ("median", "low", "high", "confidence")
+    ratios = np.array([[0.5, 0.4, 0.6, 0.97], [0.25, 0.2, 0.3, 0.97]])
+    seconds = np.zeros((2, 3, 4))
+    seconds[:, :, 0] = [[0.002, 0.001, 0.001], [0.004, 0.001, 0.001]]
+    settings = {"form": "abt", "scheme": "3d", "dtype": "float32", "M": 64, "N": 32, "K": 16,
+                "seed": 0, "grid": "2 x 2 x 1", "grid_axes": "x y z", "transport": "mpi",
+                "ended_by": "width", "calls": 7, "one_process_threads": 1,
+                "one_process_cores": 1}
+    variables = {"seconds": Variable(seconds, "s", ("phase", "kind", "bound")),
+                 "times": Variable(np.ones((2, 6, 3, 4, 2)), "s",
+                                   ("phase", "repetition", "kind", "rank", "edge")),
+                 "flops": Variable(np.array([65536, 131072]), "1", ("phase",)),
+                 "words": Variable(np.array([[10, 20, 30, 40]] * 2), "1", ("phase", "rank")),
+                 "least_words": Variable(np.array([20.0, 0.0]), "1", ("phase",))}
+    variables |= {name: Variable(ratios, "1", ("phase", "bound"))
+                  for name in ("efficiency", "ceiling", "share_of_the_ceiling")}
+    return Measurements("matmul", settings, {"cores": 2, "cpu_model": "Some CPU"}, {
+        "phase": ["forward", "backward"], "repetition": range(6), "rank": range(4),
+        "kind": ["product", "local products", "one process"], "edge": ["begin", "end"],
+        "bound": bound}, variables, [Check("C", 1.0, 8.0)])
+
+
+def test_products_of_several_runs_share_a_table():
+    table, notes = micro_tables.matmul([products(), products()])
+    assert len(table.rows) == 4
+    assert [str(cell) for cell in table.rows[1]] == [
+        "abt 64 x 32 x 16", "float32", "3d 2 x 2 x 1", "mpi", "backward", "4.000", "0.0", "1.000",
+        "0.250", "0.200", "0.300", "0.250", "0.250", "40", "-"]
+    assert str(table.rows[0][-1]) == "2.000"
+    assert notes.items[0].startswith(
+        "abt 64 x 32 x 16 float32, 3d 2 x 2 x 1, transport mpi: 6 repetitions of 7 calls")
+    assert "BLAS takes 1 threads at most, of 2 cores: no fair reference" in notes.items[1]
+    assert "bound to 1 of 2 cores: no fair reference" in notes.items[2]
+    assert any(note.startswith("WARNING: the one process was bound to 1 of 2")
+               for note in notes.items)
+
+
+def test_rates_have_both_bounds_of_their_interval():
+    """An asymmetric one: 16^3 x 2 operations in 2 us, from 1 to 8."""
+    seconds = np.array([[[[2e-6, 1e-6, 8e-6, 0.97]]]])
+    record = Measurements("gemm", {}, {"cores": 2}, {
+        "dtype": ["float32"], "threads": [1], "size": [16]}, {
+        "seconds": Variable(seconds, "s", ("dtype", "threads", "size", "bound")),
+        "rate": Variable(8192 / seconds[..., 0], "s-1", ("dtype", "threads", "size"))}, [])
+    table, _ = micro_tables.gemm(record)
+    assert [str(cell) for cell in table.rows[0]] == ["16", "4.1", "1.0", "8.2"]
+
+
+def test_a_kind_that_is_not_known_still_gets_a_table():
+    record = Measurements("something", {"layers": 2}, {"cores": 2}, {
+        "size": [8, 16], "repetition": range(3), "bound": ("median", "low", "high", "confidence")},
+        {"samples": Variable(np.ones((2, 3)), "s", ("size", "repetition")),
+         "seconds": Variable(np.array([[2, 1, 3, 0.9]] * 2), "s", ("size", "bound")),
+         "rate": Variable(np.array([5.0, 6.0]), "s-1", ("size",)),
+         "total": Variable(np.array(7.0), "byte", ())}, [])
+    sizes, total, notes = micro_tables.parts([record])
+    assert [column.full for column in sizes.columns] == [
+        "size", "seconds (s) median", "seconds (s) low", "seconds (s) high", "rate (s-1)"]
+    assert [[str(cell) for cell in row] for row in sizes.rows] == [
+        ["8", "2", "1", "3", "5"], ["16", "2", "1", "3", "6"]]
+    assert [str(cell) for cell in total.rows[0]] == ["7"] and "layers 2" in notes.items[0]
+
+
+def test_a_folder_of_microbenchmarks_alone_has_tables(tmp_path):
+    from bench.reports.paper_tables import tables
+    run_file.write(products(), tmp_path, "matmul")
+    later = products()
+    later.created, later.configuration["seed"] = "2999-01-01T00:00:00+00:00", 5
+    later.variables["seconds"].values *= 2
+    run_file.write(later, tmp_path, "matmul")
+    text = tables(tmp_path)
+    assert "Table 1" not in text
+    # Of two runs of the same product the latest is shown.
+    assert text.count("abt 64 x 32 x 16  ") == 2 and " 8.000 " in text and " 4.000 " in text

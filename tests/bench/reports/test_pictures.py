@@ -1,0 +1,121 @@
+"""Every picture that the project draws: its texts are plain, and none lies on another."""
+import re
+from itertools import combinations
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+from matplotlib.text import Text
+
+import bench
+from bench.cases.selection import select
+from bench.prediction import machine_model, planner, scaling
+from bench.records import run_file
+from bench.records.folder import gather
+from bench.reports.figures import cube, every_figure, prediction, roofline_and_memory
+from support import ROOT
+from test_figures import limited
+
+LONGHORN = machine_model.load("longhorn")
+MEASURED = ROOT / "results" / "amd-epyc-2-cores"
+SIZES = dict(layers=2, hidden=512, heads=8, batch=16, seq=64)
+# What draws, by the modules that make figures; each is covered below.
+MAKERS = {"cube", "outlook", "panels"}
+
+
+class Texts:
+    """The texts of what is drawn instead of being saved, and where they are in pixels."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.found, draw, self.pictures = {}, Text.draw, 0
+
+        def drawn(text, renderer):
+            draw(text, renderer)
+            if text.get_visible() and text.get_text().strip():
+                self.found.setdefault(text.get_figure(root=True), {})[text] = (
+                    text.get_text(), text.get_window_extent(renderer))
+        monkeypatch.setattr(Text, "draw", drawn)
+        monkeypatch.setattr(Figure, "savefig",
+                            lambda figure, *path, **how: figure.draw_without_rendering())
+
+    def problems(self):
+        """A line for each text that is source code of another, or lies on another one."""
+        for texts in self.found.values():
+            self.pictures += 1
+            assert len(texts) > 5
+            for text, _ in texts.values():
+                if re.search(r"\$|\\[a-z]|mathdefault|\bnan\b", text):
+                    yield f"{text!r} is no plain text"
+            for (text, box), (other, place) in combinations(texts.values(), 2):
+                width, height = (min(getattr(box, f"{k}1"), getattr(place, f"{k}1"))
+                                 - max(getattr(box, f"{k}0"), getattr(place, f"{k}0"))
+                                 for k in "xy")
+                if width > 1 and height > 1:
+                    yield f"{text!r} lies on {other!r}"
+        self.found.clear()
+
+
+@pytest.fixture
+def texts(monkeypatch):
+    return Texts(monkeypatch)
+
+
+def test_figures_are_made_where_these_tests_look():
+    found = {path.stem for path in Path(bench.__file__).parent.glob("*.py")
+             if re.search(r"import (Figure|pyplot)\b", path.read_text())}
+    assert found == MAKERS
+
+
+def test_figures_of_measured_results(tmp_path, texts):
+    """All, which `bench report` shows too, of rows whose rates lie close together."""
+    for path in MEASURED.glob("*.h5"):
+        (tmp_path / path.name).symlink_to(path)
+    files, left_out = every_figure.plots(tmp_path)
+    assert len(files) == len(every_figure.FIGURES) and not left_out
+    assert list(texts.problems()) == [] and texts.pictures == len(files)
+
+
+def test_points_lie_under_the_roof_that_they_are_compared_with():
+    """What is measured of a rank while others wait, under what one rank has alone."""
+    runs = gather(MEASURED).results[0].runs.values()
+    assert runs
+    for run in runs:
+        intensity, products, step = roofline_and_memory.placed(run)
+        for rate, who in ((products, "alone"), (step, "together")):
+            multiply, memory = roofline_and_memory.peaks(run, who)
+            assert rate * 1e9 < np.fmin(multiply, memory * intensity)
+
+
+def test_pictures_of_plans(tmp_path, texts, monkeypatch):
+    """To two million ranks, of which not all grids are looked at."""
+    monkeypatch.setattr(planner, "candidates", lambda ranks, scheme: [("3d", (ranks, 1, 1))])
+    drawn = prediction.planned(str(tmp_path), 16, LONGHORN, "float32", "none", SIZES)
+    assert len(list(drawn)) == 4
+    assert list(texts.problems()) == [] and texts.pictures == 4
+
+
+def test_pictures_of_predictions(tmp_path, texts, monkeypatch):
+    monkeypatch.setattr(scaling, "average_step_time",
+                        lambda outcome, scheme, ranks, sizes: 9 / ranks)
+    prediction.scaling(str(tmp_path), SimpleNamespace(machine=LONGHORN))
+    assert list(texts.problems()) == [] and texts.pictures == 1
+
+
+def test_picture_of_the_cube(tmp_path, texts):
+    cube.cube(tmp_path / "cube.png")
+    assert list(texts.problems()) == [] and texts.pictures == 1
+
+
+def test_texts_that_are_wrong_are_found(tmp_path, texts):
+    """The checks above can fail."""
+    run_file.write(limited(select("weak", "3d")[0]), tmp_path, "weak")
+    with every_figure.panels.look():
+        figure = roofline_and_memory.roofline(gather(tmp_path).results[0])
+        panel = figure.axes[0]
+        for where in ((0.5, 0.5), (0.51, 0.5)):
+            panel.text(*where, "1 $2$", transform=panel.transAxes)
+        figure.savefig(tmp_path / "a.png")
+    assert list(texts.problems()) == ["'1 $2$' is no plain text"] * 2 + [
+        "'1 $2$' lies on '1 $2$'"]

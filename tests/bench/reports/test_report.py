@@ -1,0 +1,106 @@
+"""The page of all results: whole, self-contained, and safe to open."""
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from bench.__main__ import main
+from bench.cases.paper import load
+from bench.cases.selection import select
+from bench.records import run_file
+from bench.reports.page import report
+from records import made_up, write_all
+from test_formats import products
+
+
+class Page(HTMLParser):
+    """What a page refers to, its elements, and its text."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.references, self.tags, self.words = [], [], []
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.references += [(tag, name, value) for name, value in attributes
+                            if name in ("src", "href", "srcset", "data", "action", "poster")]
+        assert not any(name.startswith("on") for name, _ in attributes)
+
+    def handle_data(self, data):
+        self.words.append(data)
+
+    @property
+    def text(self):
+        return " ".join(" ".join(self.words).split())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("machine")
+    write_all(folder, oversubscribed=True)
+    run_file.write(products(), folder, "matmul")
+    (folder / "cut.h5").write_bytes(b"\x89HDF\r\n\x1a\nno more")
+    report(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(folder):
+    return Page(folder / "report.html")
+
+
+def test_nothing_is_fetched(folder, page):
+    for tag, name, value in page.references:
+        assert value.startswith("#") or tag == "a" or (
+            (tag, name) == ("img", "src") and value.startswith("data:image/svg+xml;base64,")), (
+            tag, name, value[:40])
+    assert not {"script", "link", "iframe", "object", "embed", "base"} & set(page.tags)
+    source = (folder / "report.html").read_text()
+    style = source[source.index("<style>"):source.index("</style>")]
+    assert "url(" not in style and "@import" not in style and "prefers-color-scheme" in style
+
+
+def test_all_rows_figures_and_warnings_are_there(page):
+    for row in load().rows:
+        assert f" {row.forward:.3f} " in page.text and f" {row.backward:.3f} " in page.text
+    assert "missing" not in page.text
+    assert "abt 64 x 32 x 16" in page.text
+    assert page.tags.count("img") >= 3 and page.tags.count("caption") >= 7
+    warnings = page.text[:page.text.index("Preset laptop")]
+    assert "NOT SCALING RESULTS: in 18 of 18 rows" in warnings
+    assert "WARNING: the one process was bound to 1 of 2 cores" in warnings
+    assert page.tags.count("details") == 18 and page.text.count("MFU") >= 18
+    assert "cut.h5" in page.text and "Some CPU" in page.text and "Some MPI 1.0" in page.text
+    assert "the median of at least 3 repetitions after 2 to warm up" in page.text
+
+
+HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)> \' & {{ 7 * 7 }} $x_{ ../'
+
+
+def test_hostile_text_in_a_record_is_only_text(tmp_path):
+    run = made_up(select("weak", "3d")[0])
+    run.environment |= {"cpu_model": HOSTILE, "command": HOSTILE, "mpi": "</style>" + HOSTILE}
+    run.configuration["preset"] = HOSTILE
+    run_file.write(run, tmp_path, "weak")
+    record = products()
+    record.kind, record.configuration["form"] = "matmul", HOSTILE
+    run_file.write(record, tmp_path, "matmul")
+    page = Page(report(tmp_path, tmp_path / "page.html"))
+    assert "script" not in page.tags and page.tags.count("style") == 1
+    assert {value for tag, name, value in page.references if tag == "img"
+            and not value.startswith("data:")} == set()
+    assert page.text.count(HOSTILE) >= 5    # in tables, headings, environment and runs
+
+
+def test_the_verb_says_where_the_page_is(folder, tmp_path, capsys):
+    out = tmp_path / "page.html"
+    assert main(["report", str(folder), "--out", str(out)]) == 0
+    assert capsys.readouterr().out.strip() == str(out)
+    assert out.read_text() == (folder / "report.html").read_text()
+    for wrong, why in ((tmp_path / "no" / "page.html", "No such file or directory"),
+                       (tmp_path, "Is a directory"), (out / "page.html", "Not a directory")):
+        assert main(["report", str(folder), "--out", str(wrong)]) == 2
+        assert capsys.readouterr().err == f"error: {wrong}: {why}\n"
+    assert main(["report", str(tmp_path)]) == 2
+    assert re.search("error: no results in .*", capsys.readouterr().err)

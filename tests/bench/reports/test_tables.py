@@ -1,0 +1,259 @@
+"""The paper's rows as data, and how tables and figures show them."""
+import numpy as np
+import pytest
+
+from bench.cases.case import case, scaled_hidden
+from bench.cases.paper import load
+from bench.cases.selection import equal_tokens, named, select
+from bench.errors import StoreError, UsageError
+from bench.records import run_file
+from bench.records.folder import gather
+from bench.records.measurements import Group, Variable
+from bench.reports import merit_rows
+from bench.reports.paper_tables import measured_notes, tables, words_agree
+from records import made_up, write_all
+
+
+def test_every_row_of_both_tables():
+    counts = {(table, scheme): [row.gpus for row in select(table, scheme)]
+              for table in ("weak", "strong") for scheme in ("1d", "2d", "3d")}
+    for table in ("weak", "strong"):
+        assert counts[table, "1d"] == [8, 16, 36, 64]
+        assert counts[table, "2d"] == [16, 36, 64]
+        assert counts[table, "3d"] == [8, 64]
+    assert {row.hidden for row in select("strong")} == {3072}
+
+
+def test_one_printed_average_is_not_its_own_times():
+    wrong = [row for row in load().rows if not row.consistent]
+    assert [(row.table, row.scheme, row.gpus) for row in wrong] == [("weak", "3d", 64)]
+    assert wrong[0].average == 0.672 and round(wrong[0].recomputed, 3) == 0.532
+
+
+@pytest.mark.parametrize("preset", load().presets)
+def test_presets_make_models(preset):
+    for row in load().rows:
+        one = case(row, preset)
+        assert one.sizes.heads == load().settings.heads[row.hidden]
+        for sizes in (one.sizes, one.verified):
+            assert sizes.hidden % sizes.heads == 0
+            assert min(sizes.layers, sizes.batch, sizes.seq) >= 1
+        assert (one.verified == one.sizes) == (preset != "paper")
+
+
+def test_paper_preset_is_the_paper():
+    for row in load().rows:
+        sizes = case(row, "paper").sizes
+        assert (sizes.batch, sizes.hidden, sizes.seq, sizes.layers) == (
+            row.batch, row.hidden, 512, 24)
+
+
+def test_hidden_sizes_are_scaled_to_whole_heads():
+    assert scaled_hidden(6120, 72, 8, "nearest") == 792
+    assert scaled_hidden(8192, 128, 8, "nearest") == 1024
+    assert scaled_hidden(3072, 64, 32, "up") == 128
+    assert scaled_hidden(64, 64, 32, "nearest") == 64
+
+
+@pytest.mark.parametrize("tables, schemes, named", [
+    ("medium", "3d", "'medium' is unknown: choose one of weak, strong, all"),
+    ("weak", "3d,4d", "'4d' is unknown: choose one of 1d, 2d, 3d, 1d-sp, serial, all")])
+def test_unknown_rows(tables, schemes, named):
+    with pytest.raises(UsageError, match=named):
+        select(tables, schemes)
+
+
+def test_schemes_that_the_paper_lacks_have_rows_of_their_own():
+    """At any number of ranks, with the sizes of the nearest row of the table."""
+    weak, strong = select("all", "1d-sp", ranks=27)
+    assert (weak.table, weak.gpus, weak.batch, weak.hidden) == ("weak", 27, 288, 6120)
+    assert (strong.table, strong.gpus, strong.batch, strong.hidden) == ("strong", 27, 24, 3072)
+    assert not weak.published and weak.consistent and case(weak, "tiny").sizes.batch == 144
+    assert [row.gpus for row in select("strong", "1d-sp")] == [8, 16, 36, 64]
+    assert not {row.scheme for row in select()} - {"1d", "2d", "3d"}
+
+
+def test_tables_show_every_scheme_that_was_run(tmp_path):
+    row = select("weak", "1d-sp", ranks=27)[0]
+    for one in (row, select("weak", "3d")[0]):
+        run_file.write(made_up(one), tmp_path, case(one, "laptop").name)
+    line = next(line for line in tables(tmp_path).splitlines()
+                if line.startswith("1-D, sequence") and "|" in line)
+    assert line.split("|")[0].split()[-6:] == ["27", "-", "-", "-", "-", "-"]
+    assert line.split("|")[1].split()[-1] == f"{0.75 / case(row, 'laptop').sizes.batch:.5f}"
+
+
+def test_sizes_that_make_no_model():
+    row = select("weak", "3d")[0]
+    with pytest.raises(UsageError, match="--hidden 100: .* multiple of the 32 heads, such as 96"):
+        case(row, "tiny", hidden=100)
+    with pytest.raises(UsageError, match="--seq 0"):
+        case(row, "tiny", seq=0)
+
+
+def test_tables_show_published_beside_measured(tmp_path):
+    write_all(tmp_path)
+    text = tables(tmp_path)
+    assert text.count("95 % confidence") == 2 and text.count(" %+") == 36
+    for number, row in enumerate(load().rows):
+        line = next(line for line in text.splitlines()
+                    if f"{row.forward:.3f}" in line and "|" in line)
+        published, measured = line.split("|")
+        assert f"{row.average:.3f}" in published and str(row.hidden) in published
+        assert float(measured.split()[-1]) == pytest.approx((number + 1) / 1000)
+        assert measured.split()[0] == str(row.batch // 2)
+    assert "missing" not in text and "NOT SCALING" not in text
+
+
+def test_tables_show_speed_ups_and_the_papers_errors(tmp_path):
+    write_all(tmp_path)
+    lines = tables(tmp_path).splitlines()
+    over = [line.split("|") for line in lines if line.startswith("over ")]
+    published = [left.split()[1:] for left, _ in over]
+    measured = [right.split() for _, right in over]
+    assert published == [["1-D", "8", "60", "192", "0.59x", "0.59x"],
+                         ["1-D", "64", "30", "384", "2.32x", "2.93x"],
+                         ["2-D", "64", "384", "384", "1.57x", "1.98x"],
+                         ["1-D", "8", "12", "24", "1.16x", "1.16x"],
+                         ["1-D", "64", "12", "24", "1.53x", "1.53x"],
+                         ["2-D", "64", "24", "24", "1.38x", "1.38x"]]
+    # The made-up averages: 1 and 8 at 8 ranks, 4, 7 and 9 at 64 (weak); 10 and 17, 13, 16 and 18.
+    assert [words[:5] for words in measured] == [
+        ["30", "96", "960", "3072", f"{1 / 8:.2f}x"],
+        ["15", "192", "480", "6144", f"{4 / 9:.2f}x"],
+        ["192", "192", "6144", "6144", f"{7 / 9:.2f}x"],
+        ["6", "12", "192", "384", f"{10 / 17:.2f}x"],
+        ["6", "12", "192", "384", f"{13 / 18:.2f}x"],
+        ["12", "12", "384", "384", f"{16 / 18:.2f}x"]]
+    # Three repetitions against three cannot differ significantly: at best 2 of 20 orders.
+    assert {" ".join(words[5:]) for words in measured if words[0] != words[1]} == {"no, p = 0.1"}
+    prose = " ".join(" ".join(lines).split())
+    assert "prints 0.672 s, but its own times give (79.349 + 125.037) / 384 = 0.532 s" in prose
+    assert "2.32x and 1.57x, are given for strong scaling" in prose
+    assert "0.672*" in prose
+
+
+def test_missing_rows_and_crowded_ranks_are_said(tmp_path):
+    run_file.write(made_up(select("weak", "3d")[1], oversubscribed=True), tmp_path, "weak")
+    text = " ".join(tables(tmp_path).split())
+    assert "Missing, 17 of 18 rows: weak 1-D 8," in text
+    assert "NOT SCALING RESULTS: in 1 of 1 rows ranks outnumber cores, with up to 64 ranks on " \
+           "32 cores" in text
+
+
+@pytest.mark.parametrize("form", ["text", "rst", "latex", "csv"])
+def test_headings_say_that_crowded_ranks_do_not_scale(tmp_path, form):
+    """Every table of times, in every format; and no test of repetitions that take turns."""
+    for scheme in ("1d", "3d"):
+        row, = [row for row in select("weak", scheme) if row.gpus == 8]
+        run_file.write(made_up(row, oversubscribed=True), tmp_path, scheme)
+        strong, = [row for row in select("strong", scheme) if row.gpus == 8]
+        run_file.write(made_up(strong), tmp_path, f"strong-{scheme}")
+    text = tables(tmp_path, form)
+    said = "preset laptop (NOT SCALING RESULTS: up to 8 ranks take turns on 4 cores)"
+    assert text.count(f"Table 1, weak scaling, {said}") == (4 if form != "csv" else 16)
+    assert f"Table 2, strong scaling, {said}" not in text
+    crowded = next(line for line in text.splitlines() if "over 1-D" in line and "30" in line)
+    assert "not tested" in crowded and "p =" not in crowded
+    assert form == "csv" or "Speed-ups are ratios of seconds a sequence." in " ".join(text.split())
+
+
+def test_rows_with_equal_tokens():
+    """Of each pair of unequal batches both, each with the batch of the other."""
+    rows = [row for row in select("all", "all") if row.gpus == 64]
+    found = [case(row, "laptop") for row in equal_tokens(rows)]
+    assert [(one.name, one.sizes.batch) for one in found] == [
+        ("weak-1d-as-3d-p064-laptop", 192), ("weak-3d-as-1d-p064-laptop", 15),
+        ("strong-1d-as-3d-p064-laptop", 12), ("strong-3d-as-1d-p064-laptop", 6)]
+    assert found[1].title == "weak 3-D 64 ranks, batch of 1-D"
+    for scheme in ("1d", "2d", "3d"):    # by itself: its part of all of them
+        assert equal_tokens(row for row in rows if row.scheme == scheme) == [
+            one.row for one in found if one.row.scheme == scheme]
+    assert named("weak:3d:1d", 64)[-1] == found[1].row
+    with pytest.raises(UsageError, match="--rows '4d' is unknown"):
+        named("weak:3d:4d", 64)
+
+
+def test_equal_tokens_have_rows_of_their_own_in_the_speed_ups(tmp_path):
+    """And are nowhere taken for the rows of the tables."""
+    rows = [row for row in select("weak", "1d,3d") if row.gpus == 8]
+    for k, row in enumerate([*rows, *equal_tokens(rows)]):
+        one = case(row, "laptop")
+        run = made_up(row, *[(k + 1) * one.sizes.batch / 2] * 2)
+        run.configuration |= {"equal_tokens": row.like} if row.like else {}
+        run_file.write(run, tmp_path, one.name)
+    found = gather(tmp_path).results[0]
+    assert len(found.runs) == len(found.equal) == 2 and found.earlier == 0
+    lines = [line.split("|")[1].split()[:5] for line in tables(tmp_path).splitlines()
+             if line.startswith("over 1-D") and "missing" not in line]
+    assert lines == [["30", "96", "960", "3072", "0.50x"], ["96", "96", "3072", "3072", "1.50x"],
+                     ["30", "30", "960", "960", "0.25x"]]
+
+
+def test_each_machine_is_said_with_its_rows(tmp_path):
+    for row in [*select("weak", "3d"), *select("strong", "3d")]:
+        run = made_up(row)
+        other = row.table == "strong" and row.gpus == 64
+        run.environment |= {"git_commit": "cd" if other else "ab", "cores": 4}
+        run_file.write(run, tmp_path, row.table)
+    lines = [line for line in measured_notes(gather(tmp_path).results[0]) if "Machine" in line]
+    assert [line.partition(":")[0] for line in lines] == [
+        "Machine of strong 3-D 8, all weak rows", "Machine of strong 3-D 64"]
+    assert [line.rpartition(" ")[2] for line in lines] == ["ab.", "cd."]
+
+
+def test_what_the_order_and_the_tests_are(tmp_path):
+    run_file.write(made_up(select("weak", "3d")[0]), tmp_path, "weak")
+    text = " ".join(tables(tmp_path).split())
+    assert "one number of ranks after another, at random, and the rows of each at random, " \
+           "seed 7." in text
+    assert "p is not corrected for the number of tests" in text and "in no interval" in text
+    assert "Machine: Some CPU" in text
+
+
+@pytest.mark.parametrize("transport, said", [("mpi", 1), ("shared", 3)])
+def test_the_peak_of_memory_is_beside_a_dry_run(tmp_path, transport, said):
+    run = made_up(select("weak", "3d")[0])
+    run.configuration["transport"] = transport
+    words, = merit_rows.notes([run])
+    assert "counted from shapes" in words and f"What it moves, {transport}: " in words
+    run.groups["memory"] = Group({"rank": range(8)}, {
+        "pool_peak": Variable(np.full(8, 3.0 * 2 ** 20), "byte", ("rank",)),
+        "expected_pool_peak": Variable(np.float64(2 ** 22), "byte", ())})
+    run_file.write(run, tmp_path, "weak")
+    text = tables(tmp_path)
+    line, = [line for line in text.splitlines() if "peak memory" in line or "dry run" in line][1:2]
+    assert line.endswith("dry run")
+    _, note = merit_rows.notes([run])
+    assert note.count(". ") + 1 == said and "Peak memory: all arrays" in text
+
+
+def test_the_latest_run_is_shown_and_bad_files_are_named(tmp_path):
+    row = select("strong", "3d")[0]
+    for second, forward in ((5, 0.125), (7, 0.5), (6, 0.25)):
+        run_file.write(made_up(row, forward, created=f"2030-01-02T03:04:0{second}+00:00"),
+                       tmp_path,
+                       "strong")
+    (tmp_path / "broken.h5").write_bytes(b"\x89HDF\r\n\x1a\nno more")
+    found = gather(tmp_path)
+    problems = found.problems
+    assert found.results[0].get(row).samples["forward"].max(axis=1)[1] == pytest.approx(0.5)
+    assert found.results[0].earlier == 2
+    assert len(problems) == 1 and "broken.h5" in problems[0]
+    text = " ".join(tables(tmp_path).split())
+    assert "2 earlier runs" in text and "broken.h5" in text
+
+
+def test_words_that_differ_from_the_closed_form_are_said(tmp_path):
+    run = made_up(select("weak", "2d")[0])
+    assert words_agree(run)
+    run.expected_words[0, 0, 0] += 1
+    run_file.write(run, tmp_path, "weak")
+    assert "differ from the closed form in: weak 2-D 16" in " ".join(tables(tmp_path).split())
+
+
+def test_no_results(tmp_path):
+    with pytest.raises(StoreError, match="no results in"):
+        tables(tmp_path)
+    with pytest.raises(StoreError, match="no folder of results"):
+        tables(tmp_path / "nowhere")

@@ -1,0 +1,331 @@
+"""``validate`` rejects what is damaged or dishonest; ``merge`` joins what may be joined."""
+import os
+import shutil
+
+import h5py
+import numpy as np
+import pytest
+
+from bench.__main__ import main
+from bench.records import merged, run_file
+from bench.records.folder import gather, read_all
+from bench.validation.files import check
+from support import run_python, run_ranks
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """A folder with two rows and two microbenchmarks, as they are measured."""
+    folder = tmp_path_factory.mktemp("measured")
+    for done in (run_ranks(2, "-m", "bench", "run", "--scheme", "1d-sp", "--preset", "tiny",
+                           "--repetitions", "6", "--max-repetitions", "8", "--traced", "1",
+                           "--out", str(folder)),
+                 run_ranks(2, "-m", "bench", "matmul", "--shape", "32", "--scheme", "1d",
+                           "--backward", "--max-seconds", "0.1", "--out", str(folder)),
+                 run_python("-m", "bench", "gemm", "--sizes", "16,32", "--threads", "1",
+                            "--dtypes", "float32", "--out", str(folder))):
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="module")
+def more(tmp_path_factory):
+    """A folder with two microbenchmarks more."""
+    folder = tmp_path_factory.mktemp("more")
+    for options in (("collectives", "--least", "100", "--most", "1700", "--max-seconds", "0.01"),
+                    ("layer", "--hidden", "16", "--head", "8", "--batch", "2", "--seq", "4",
+                     "--max-seconds", "0.1")):
+        done = run_ranks(2, "-m", "bench", *options, "--grid", "1x2x1", "--out", str(folder))
+        assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def a_copy(folder, name: str, to):
+    """A copy of the one file whose name begins so."""
+    path, = folder.glob(f"{name}*.h5")
+    return shutil.copy(path, to / path.name)
+
+
+def test_what_was_measured_is_valid(measured, capsys):
+    for path in measured.glob("*.h5"):
+        assert check(path)[0] == [], path
+    assert main(["validate", str(measured)]) == 0
+    assert capsys.readouterr().out.count(": valid\n") == 4
+
+
+def test_more_that_was_measured_is_valid(more):
+    assert [check(path)[0] for path in more.glob("*.h5")] == [[], []]
+
+
+def test_every_dataset_has_units_and_dimension_scales(measured):
+    for path in measured.glob("*.h5"):
+        with h5py.File(path) as file:
+            datasets = []
+            file.visititems(lambda name, item: datasets.append(item) if isinstance(
+                item, h5py.Dataset) and not item.is_scale else None)
+            assert len(datasets) > 3
+            for found in datasets:
+                assert isinstance(found.attrs["units"], str), found.name
+                assert [len(dim[0]) for dim in found.dims] == list(found.shape), found.name
+
+
+def test_the_environment_is_complete(measured):
+    for path in measured.glob("*.h5"):
+        run = run_file.read(path)
+        for name in ("cpu_model", "cores", "kernel", "operating_system", "mpi",
+                     "numpy_version", "mpi4py_version", "h5py_version", "blas",
+                     "blas_architecture", "blas_threads", "tuning_variables", "slurm", "command",
+                     "git_commit", "git_clean", "python", "ranks", "ranks_on_this_node"):
+            assert name in run.environment, name
+        where = run.environment if run.environment.get("node_of_rank") else run.configuration
+        assert where["node_of_rank"] == " ".join("0" * run.environment["ranks"])
+        assert run.environment["command"].startswith("python -m bench ")
+
+
+def truncated(path):
+    os.truncate(path, os.path.getsize(path) * 2 // 3)
+
+
+def foreign(path):
+    with h5py.File(path, "w") as file:
+        file["numbers"] = np.arange(3)
+
+
+def edit(change):
+    """A way to damage a file: `change` is given the open file."""
+    def damage(path):
+        with h5py.File(path, "r+") as file:
+            change(file)
+    return damage
+
+
+def sets(place: str, **attributes):
+    return edit(lambda file: file[place].attrs.update(attributes))
+
+
+def writes(place: str, value, where=...):
+    def change(file):
+        file[place][where] = value
+    return edit(change)
+
+
+def fewer(file):
+    """Keep three repetitions only."""
+    for name in ("repetition", "forward", "backward", "forward_late", "backward_late"):
+        kept = file["samples"][name][:3]
+        attributes = dict(file["samples"][name].attrs)
+        del file["samples"][name]
+        file["samples"][name] = kept
+        if "units" in attributes:
+            file["samples"][name].attrs["units"] = attributes["units"]
+    for name in ("repetition",):
+        file["samples"][name].make_scale(name)
+    for name in ("forward", "backward", "forward_late", "backward_late"):
+        for index, dim in enumerate(("repetition", "rank")):
+            file["samples"][name].dims[index].attach_scale(file["samples"][dim])
+
+
+def spread_out(file):
+    """Times far apart, which the file says are within the width asked for."""
+    count, ranks = file["samples/forward"].shape
+    file["samples/forward"][...] = np.geomspace(0.1, 10, count)[:, None] * np.ones(ranks)
+    file["samples"].attrs["ended_by"] = "width"
+
+
+DAMAGES = {
+    "truncated": (truncated, "is truncated, damaged, or no HDF5 file"),
+    "foreign": (foreign, "an HDF5 file, but not an mm3d run"),
+    "newer version": (sets("/", schema_version=99), "schema version 99: there are versions 1 to"),
+    "version 0": (sets("/", schema_version=0), "schema version 0: there are versions 1 to"),
+    "no samples": (edit(lambda file: file.__delitem__("samples/forward")), "not a complete run"),
+    "no verification": (edit(lambda file: file.__delitem__("verification")),
+                        "there is no verification: no time counts without one"),
+    "failed verification": (writes("verification/error", 0.5, 1),
+                            "verification of input gradient has failed: error 0.5"),
+    "not a number": (writes("verification/error", np.nan, 0),
+                     "verification of output has failed: error nan"),
+    "lax tolerance": (writes("verification/tolerance", 1.0, 2),
+                      "is 1; the rules allow 5e-05"),
+    "too few samples": (edit(fewer), "too few samples: 3 repetitions of at least 6"),
+    "no time": (writes("samples/forward", -1.0, (0, 0)), "not greater than 0"),
+    "interval": (edit(spread_out), "those of the samples are not: forward"),
+    "skew": (writes("samples/forward_late", 1.0), "some rank is the first"),
+    "crowded": (sets("environment", ranks_on_this_node=64),
+                "64 ranks on"),
+    "ranks": (sets("environment", ranks=4),
+              "environment/ranks says 4 ranks, the samples are of 2"),
+    "words": (writes("traffic/words", 1), "the words counted are"),
+    "closed form": (writes("traffic/expected_words", 1), "expected_words are"),
+    "bytes": (writes("traffic/bytes", 7), "traffic/bytes are not 4 times the words"),
+    "calls": (writes("parts/calls", 9, (0, 0, 4)), "are not traffic/calls"),
+    "memory": (writes("memory/saved", 1.0), "memory/saved is 2 in all, by the closed form"),
+    "closed form of memory": (writes("memory/expected_saved", 1.0),
+                              "memory/expected_saved is not the closed form's"),
+    "sizes": (sets("configuration", batch=7), "batch 7: preset tiny runs strong"),
+    "published": (writes("published/batch", 3.0), "published/batch is 3, in the table"),
+    "equation 6": (writes("published/recomputed_step_time", 3.0),
+                   "published/recomputed_step_time is 3, in the table"),
+    "smaller model": (sets("configuration", verified_batch=1),
+                      "does not say whether the verified sizes are the measured"),
+    "user": (sets("environment", command="python /home/someone/run.py"),
+             "attribute command names a folder, which is private"),
+    "address": (sets("environment", mpi="Open MPI someone@node17"),
+                "attribute mpi names an address, which is private"),
+    "host": (sets("environment", hostname="node17"), "has an attribute hostname: mask it"),
+    "units": (edit(lambda file: file["samples/forward"].attrs.__delitem__("units")),
+              "samples/forward has no units"),
+    "scales": (edit(lambda file: file["traffic/words"].attrs.__delitem__("DIMENSION_LIST")),
+               "dimension 0 of traffic/words has no scale")}
+
+
+@pytest.mark.parametrize("kind", DAMAGES)
+def test_damaged_and_dishonest_files_are_rejected(measured, tmp_path, kind):
+    damage, message = DAMAGES[kind]
+    path = a_copy(measured, "strong", tmp_path)
+    damage(path)
+    errors, _ = check(path)
+    assert any(message in line for line in errors), errors
+
+
+def falsifies(name: str, where=...):
+    """A way to damage a file: other numbers among the measurements, in place of a 0, too."""
+    def change(file):
+        found = file["measurements"][name]
+        found[where] = (found[where] * 0.5 + 1).astype(found.dtype)
+    return edit(change)
+
+
+FALSE = [("gemm", "seconds", (..., 0)), ("gemm", "rate", ...),
+         ("collectives", "seconds", (..., 1)), ("collectives", "bandwidth", ...),
+         ("collectives", "bytes_moved", ...), ("collectives", "alpha", ...),
+         ("collectives", "beta", ...), ("collectives", "fit_error", ...),
+         ("matmul", "seconds", (..., 0)), ("matmul", "seconds", (..., 1)),
+         ("matmul", "seconds", (..., 2)), ("matmul", "efficiency", ...),
+         ("matmul", "ceiling", ...), ("matmul", "share_of_the_ceiling", ...),
+         ("matmul", "words", ...), ("matmul", "least_words", ...), ("matmul", "flops", ...),
+         ("layer", "seconds", (..., 1)), ("layer", "ratio", ...), ("layer", "flops", ...),
+         ("layer", "expected_memory", ...)]
+
+
+@pytest.mark.parametrize("kind, name, where", FALSE)
+def test_what_can_be_computed_anew_is_not_believed(request, tmp_path, kind, name, where):
+    folder = "more" if kind in ("collectives", "layer") else "measured"
+    path = a_copy(request.getfixturevalue(folder), kind, tmp_path)
+    falsifies(name, where)(path)
+    errors, _ = check(path)
+    assert any(f"measurements/{name} is not that of" in line for line in errors), errors
+
+
+@pytest.mark.parametrize("name, damage, message", [
+    ("matmul", edit(lambda file: file.__delitem__("measurements/words")),
+     "cannot be computed anew: KeyError('words')"),
+    ("matmul", sets("configuration", form="ba"), "cannot be computed anew: KeyError('ba')"),
+    ("matmul", writes("verification/error", 9.0, 0), "has failed: error 9"),
+    ("matmul", edit(lambda file: file.__delitem__("verification")), "there is no verification")])
+def test_microbenchmarks_that_are_dishonest(measured, tmp_path, name, damage, message):
+    path = a_copy(measured, name, tmp_path)
+    damage(path)
+    errors, _ = check(path)
+    assert any(message in line for line in errors), errors
+
+
+def test_what_a_reader_must_know(measured, tmp_path, capsys):
+    path = a_copy(measured, "strong", tmp_path)
+    with h5py.File(path, "r+") as file:
+        file["environment"].attrs["git_clean"] = False
+        file["samples"].attrs["ended_by"] = "stopped"
+        times = np.ones(file["samples/forward"].shape)
+        times[0] = 2
+        file["samples/forward"][...] = times
+    errors, warnings = check(path)
+    assert not errors and any("not committed" in line for line in warnings)
+    assert any("the first forward that counts took 2.0 times" in line for line in warnings)
+    assert any("told to stop" in line for line in warnings)
+    assert main(["validate", str(path)]) == 0
+    sets("environment", ranks=4)(path)
+    assert main(["validate", str(tmp_path)]) == 1
+    assert f"{path}: NOT VALID\n  error: environment/ranks" in capsys.readouterr().out
+
+
+def contents(group) -> dict:
+    """Every dataset of a group, its attributes and the names of its dimensions."""
+    found = {}
+
+    def visit(name, item):
+        if isinstance(item, h5py.Dataset):
+            scales = [] if item.is_scale else [dim[0].name.rpartition("/")[2] for dim in item.dims]
+            found[name] = item[...].tolist(), item.attrs.get("units"), scales
+        else:
+            found[name] = dict(item.attrs)
+    group.visititems(visit)
+    return found
+
+
+def test_merged_files_hold_all_that_their_parts_do(measured, tmp_path, capsys):
+    target = tmp_path / "all.h5"
+    assert main(["merge", str(target), str(measured)]) == 0
+    with h5py.File(target) as file:
+        assert file.attrs["format"] == merged.FORMAT
+        assert file.attrs["schema_version"] == run_file.SCHEMA
+        for path in measured.glob("*.h5"):
+            with h5py.File(path) as one:
+                assert str(contents(file[f"runs/{path.stem}"])) == str(contents(one))
+    # Tables, validation and merging again read it like the folder.
+    assert main(["validate", str(target)]) == 0
+    capsys.readouterr()
+    assert main(["table", str(target)]) == 0
+    text = capsys.readouterr().out
+    assert main(["table", str(measured)]) == 0
+    assert text == capsys.readouterr().out
+    shutil.copy(target, measured / "zzz.h5")
+    try:
+        assert len(read_all(measured)[0]) == 4 and gather(measured).results[0].earlier == 0
+        assert main(["merge", str(tmp_path / "again.h5"), str(measured)]) == 0
+    finally:
+        os.unlink(measured / "zzz.h5")
+    assert len(merged.runs(tmp_path / "again.h5")) == 4
+    assert main(["plot", str(target)]) == 0 and list(tmp_path.glob("*.png"))
+
+
+def test_a_violation_in_a_merged_file_names_its_run(measured, tmp_path):
+    target = tmp_path / "all.h5"
+    assert main(["merge", str(target), str(measured)]) == 0
+    name = next(measured.glob("weak*.h5")).stem
+    sets(f"runs/{name}/environment", ranks=4)(target)
+    errors, _ = check(target)
+    assert errors == [f"{name}: environment/ranks says 4 ranks, the samples are of 2"]
+    sets(f"runs/{name}", schema_version=1)(target)
+    assert any("versions must not be mixed" in line for line in check(target)[0])
+
+
+def test_what_cannot_be_merged_changes_nothing(measured, tmp_path, capsys):
+    old = a_copy(measured, "strong", tmp_path)
+    sets("/", schema_version=run_file.SCHEMA - 1)(old)
+    target = tmp_path / "out" / "all.h5"
+    target.parent.mkdir()
+    for sources, message in (
+            ([measured, old], "files of different versions of the schema are not merged: version"),
+            ([tmp_path / "nothing.h5"], "does not exist"),
+            ([target.parent], "there is no .h5 file in")):
+        assert main(["merge", str(target), *map(str, sources)]) == 2
+        assert message in capsys.readouterr().err and not list(target.parent.iterdir())
+    assert main(["merge", str(old), str(measured)]) == 2
+    assert "is there already: name a new file" in capsys.readouterr().err
+    assert main(["merge", str(tmp_path / "no" / "all.h5"), str(measured)]) == 2
+    assert "could not be written (No such file or directory)" in capsys.readouterr().err
+    truncated(old)
+    assert main(["merge", str(target), str(old), str(measured)]) == 2
+    assert "is truncated" in capsys.readouterr().err and not list(target.parent.iterdir())
+
+
+def test_nothing_to_merge_and_what_a_killed_merge_left(measured, tmp_path, capsys):
+    target, part = tmp_path / "all.h5", tmp_path / "all.h5.part"
+    assert main(["merge", str(target), str(measured)]) == 0
+    assert main(["merge", str(target), str(tmp_path)]) == 2    # which has nothing else
+    assert f"there are no runs to merge in {target}" in capsys.readouterr().err
+    target.rename(part)
+    assert main(["merge", str(target), str(measured)]) == 2
+    said = capsys.readouterr().err
+    assert f"{part} is there, of a merge that goes on or was killed: delete it" in said
+    part.unlink()
+    assert main(["merge", str(target), str(measured)]) == 0

@@ -1,0 +1,187 @@
+"""Check which room imports which, read from the source.
+
+Each package is a stack of floors, the lowest first.  A room may import itself, the rooms on lower
+floors, and no other; a new file needs no entry here.
+"""
+
+import ast
+from pathlib import Path
+from typing import Iterator
+
+import pytest
+
+import mm3d
+from support import ROOT
+
+FLOORS = {
+    "mm3d": ["launcher guard", "arrays", "transport", "grid", "schemes", "model",
+             "tracing training", "selftest", "__init__"],
+    "bench": ["errors console", "cases", "records", "instruments", "checks", "experiments",
+              "prediction validation doctor", "reports", "verbs", "__main__ __init__"],
+    "jobs": ["slurm", "site", "fitting", "scripts", "standings", "collect", "__main__ __init__"]}
+BELOW = {"mm3d": set(), "bench": {"mm3d"}, "jobs": {"bench", "mm3d"}}
+# Rooms that see less than what lies below them.
+NARROWER = {
+    "mm3d.schemes": {"mm3d.grid", "mm3d.arrays"},
+    "mm3d.model": {"mm3d.schemes", "mm3d.grid", "mm3d.arrays"},
+    "bench.records": {"bench.cases", "bench.errors", "bench.console", "mm3d.grid", "mm3d.tracing"},
+    "jobs": {"mm3d", "bench.cases", "bench.errors", "bench.prediction", "bench.records",
+             "bench.reports", "bench.verbs"}}
+PACKAGES = {
+    "cupy": "mm3d.arrays bench.doctor", "cupy_backends": "mm3d.arrays",
+    "ml_dtypes": "mm3d.arrays bench.checks",
+    "mpi4py": "mm3d.transport mm3d.grid mm3d.guard mm3d.selftest mm3d.schemes bench",
+    "h5py": "bench.records bench.validation", "scipy": "bench.prediction bench.instruments",
+    "matplotlib": "bench.reports", "jinja2": "bench.reports jobs",
+    "tabulate": "bench.reports jobs", "argparse": "bench.verbs bench.__main__ jobs.__main__"}
+FILES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path
+         for package in FLOORS for path in (ROOT / package).rglob("*.py")}
+
+
+def imported(path: Path) -> set[str]:
+    """Dotted names of everything a file imports, wherever in it."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, f"{path}: a relative import"
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def room(name: str) -> str:
+    """The package and the room of a dotted name, such as "bench.records"."""
+    package, _, rest = name.partition(".")
+    first = rest.partition(".")[0]
+    here = ROOT / package / first
+    return f"{package}.{first}" if first and (here.is_dir() or here.with_suffix(
+        ".py").exists()) else f"{package}.__init__"
+
+
+def floor(name: str) -> int:
+    package, _, name = name.partition(".")
+    return next(n for n, rooms in enumerate(FLOORS[package]) if name in rooms.split())
+
+
+def upward(file: str) -> set[str]:
+    """The rooms that a file imports and may not see."""
+    own = room(file)
+    package = own.partition(".")[0]
+    found = set()
+    for name in imported(FILES[file]):
+        if name.partition(".")[0] not in FLOORS or name in FLOORS:
+            continue
+        other = room(name)
+        if other == own or other == "mm3d.__init__" and package != "mm3d":
+            continue
+        if other.partition(".")[0] == package:
+            if floor(other) >= floor(own):
+                found.add(other)
+        elif other.partition(".")[0] not in BELOW[package]:
+            found.add(other)
+        narrow = NARROWER.get(own) or NARROWER.get(package)
+        if narrow and not {other, other.partition(".")[0]} & narrow and not (
+                other.startswith(f"{package}.") and narrow is NARROWER.get(package)):
+            found.add(other)
+    return found
+
+
+@pytest.mark.parametrize("file", sorted(FILES))
+def test_no_import_runs_upward(file):
+    assert not upward(file)
+
+
+@pytest.mark.parametrize("package", sorted(FLOORS))
+def test_every_room_has_a_floor(package):
+    rooms = {room(file) for file in FILES if file.partition(".")[0] == package}
+    assert {r.partition(".")[2] for r in rooms} <= set(" ".join(FLOORS[package]).split())
+
+
+def test_files_have_no_circles():
+    """The files can be put in an order in which each imports only those before it."""
+    left = {file: {max((f for f in FILES if f"{name}.".startswith(f"{f}.")), key=len, default="")
+                   for name in imported(path)} & FILES.keys() - {file}
+            for file, path in FILES.items()}
+    while left:
+        ready = [file for file, needs in left.items() if not needs & left.keys()]
+        assert ready, f"a circle among {sorted(left)}"
+        for file in ready:
+            del left[file]
+
+
+@pytest.mark.parametrize("file", sorted(FILES))
+def test_libraries_are_known_to_few_rooms(file):
+    """CuPy, MPI, HDF5 and the rest can each be replaced in one place."""
+    for name in imported(FILES[file]):
+        rooms = PACKAGES.get(name.partition(".")[0])
+        assert rooms is None or any(f"{file}.".startswith(f"{r}.") for r in rooms.split()), name
+
+
+def test_only_backends_name_an_array_library():
+    """Algorithms call functions of the arrays' own library, NumPy's nowhere."""
+    for file, path in FILES.items():
+        if file in ("mm3d.model.functional", "mm3d.model.vectors", "mm3d.grid.activations") or \
+                file.startswith("mm3d.schemes."):
+            assert not {n for n in imported(path) if n.partition(".")[0] == "numpy"}, file
+
+
+def test_folders_stay_small():
+    for folder in {path.parent for path in FILES.values()}:
+        count = len([p for p in folder.glob("*.py") if p.name != "__init__.py"])
+        assert count <= 27, f"{folder} has {count} modules"
+
+
+# --- A scheme is known by what it states ------------------------------------------------------
+
+def comparisons(source: str, names: set[str]) -> list[int]:
+    """Lines on which something is compared with one of `names`, in a comparison or a case of a
+    match, or looked up by it in a dictionary that is written there."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        compared = []
+        if isinstance(node, ast.Compare):
+            compared = [node.left, *node.comparators]
+        elif isinstance(node, ast.match_case):
+            compared = [node.pattern]
+        elif isinstance(node, (ast.Subscript, ast.Attribute)) and isinstance(node.value, ast.Dict):
+            compared = [node.value]    # {"3d": ...}[name] and {"3d": ...}.get(name)
+        if names & {literal for part in compared for literal in literals(part)}:
+            found.append(compared[0].lineno)
+    return found
+
+
+def literals(node: ast.AST | None) -> Iterator[object]:
+    """The constants in an expression or pattern, in its tuples, lists, sets and keys."""
+    if isinstance(node, ast.Constant):
+        yield node.value
+    members = {ast.Dict: "keys", ast.MatchOr: "patterns", ast.MatchSequence: "patterns"}
+    for member in getattr(node, members.get(type(node), "elts"), ()):
+        yield from literals(member)
+    if isinstance(node, ast.MatchValue):
+        yield from literals(node.value)
+
+
+@pytest.mark.parametrize("line", [
+    'if name == "3d": pass', 'if "3d" != row.scheme: pass', 'x = name in ("1d", "2d")',
+    'x = name not in {"1d": 1}', 'x = (name, p) == ("3d", 8)', 'x = {"2d": f}[name](p)',
+    'x = {"2d": f}.get(name)',
+    'match name:\n    case "1d" | "2d": pass', 'x = [n for n in every if n != "serial"]'])
+def test_a_comparison_with_a_scheme_s_name_is_seen(line):
+    assert comparisons(line, set(mm3d.SCHEMES))
+
+
+@pytest.mark.parametrize("line", [
+    'x = mm3d.scheme("serial")', 'PAPER = ("1d", "2d", "3d")', 'x = grids["3d"] == (2, 2)',
+    'x = size in ("2dx", 3)', 'f(name, like="3d")', 'x = scheme("3d").grid == grid'])
+def test_a_name_as_data_is_not_a_comparison(line):
+    assert not comparisons(line, set(mm3d.SCHEMES))
+
+
+def test_no_module_asks_for_the_name_of_a_scheme():
+    """What a scheme is or can do it states itself (`mm3d.schemes.scheme.Scheme`), so that a new
+    one needs no line elsewhere."""
+    files = {name: path for name, path in FILES.items() if room(name) != "mm3d.schemes"}
+    found = {f"{name}:{line}" for name, path in files.items()
+             for line in comparisons(path.read_text(), set(mm3d.SCHEMES))}
+    assert len(files) > 100 and not found, sorted(found)

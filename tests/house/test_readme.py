@@ -1,0 +1,82 @@
+"""Check what the READMEs name: commands, options, files, functions and variables exist."""
+import argparse
+import os
+import pydoc
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from bench.__main__ import parser as bench
+from jobs.__main__ import parser as jobs
+from support import ROOT
+
+PROGRAMS = {"bench": bench, "jobs": jobs}
+NAMES = ("README.rst", *sorted(str(path.relative_to(ROOT)) for folder in (
+    "mm3d", "bench", "jobs", "results") for path in (ROOT / folder).rglob("README.rst")))
+# Commands and literals in one line each: they may go on in the next.
+TEXTS = {name: re.sub(r"``[^`]+``", lambda found: " ".join(found[0].split()),
+                      (ROOT / name).read_text().replace("\\\n", " ")) for name in NAMES}
+LITERALS = {word for text in TEXTS.values() for word in re.findall(r"``([^`]+)``", text)}
+
+# Of pytest and srun; and a file that a job writes into its folder of results.
+OTHERS = {"--several-ranks", "--mpi"}
+WRITTEN = {"jobs/all.h5"}
+TESTED = {"MM3D_CUDA_MPI"}    # variables that README gives to the tests
+
+
+def verbs(program: str) -> dict[str, argparse.ArgumentParser]:
+    """The parser of each verb."""
+    return next(action.choices for action in PROGRAMS[program]()._actions
+                if isinstance(action, argparse._SubParsersAction))
+
+
+def commands() -> set[tuple[str, str]]:
+    """Each ``python -m bench`` and ``python -m jobs``: the program and what follows."""
+    return {(program, words.strip()) for text in TEXTS.values()
+            for program, words in re.findall(r"python -m (bench|jobs) ([^`#\n]+)", text)}
+
+
+@pytest.mark.parametrize("program, words", sorted(commands()))
+def test_commands_are_understood(program, words):
+    first, *rest = shlex.split(words)
+    assert first in verbs(program)
+    if rest:    # a verb alone may be mentioned without what it needs
+        PROGRAMS[program]().parse_args([first, *rest])
+
+
+def test_options_are_those_of_some_verb():
+    named = {found[1] for word in LITERALS if (found := re.match(r"(--[a-z-]+)", word))}
+    known = {option for program in PROGRAMS for verb in verbs(program).values()
+             for option in verb._option_string_actions}
+    assert len(named) > 10 and named - OTHERS <= known
+
+
+def test_files_are_there():
+    places = {word for word in LITERALS if re.match(r"(bench|jobs|mm3d|tests)/[\w./-]+$", word)}
+    for name, text in TEXTS.items():
+        linked = re.findall(r"<([^<>:\s]+/[^<>:\s]+)>`_|^\.\. image:: (\S+)", text, re.MULTILINE)
+        for target in filter(None, sum(linked, ())):
+            place = os.path.normpath((ROOT / name).parent / target)
+            places.add(str(Path(place).relative_to(ROOT)))
+    missing = {place for place in places - WRITTEN if not (ROOT / place).exists()}
+    assert len(places) > 20 and not missing
+
+
+def test_names_of_the_library_are_there():
+    named = {found[1] for word in LITERALS if (found := re.match(r"(mm3d(?:\.\w+)+)", word))}
+    assert named and [name for name in named if pydoc.locate(name) is None] == []
+
+
+def test_variables_are_read():
+    named = {name for word in LITERALS for name in re.findall(r"MM3D_[A-Z0-9_]+", word)}
+    for names, folders in ((named - TESTED, ("mm3d", "bench", "jobs")), (TESTED, ("tests",))):
+        source = "".join(path.read_text() for folder in folders
+                         for path in (ROOT / folder).rglob("*.py") if "readme" not in path.name)
+        assert names <= named and [name for name in names if name not in source] == []
+
+
+def test_the_first_page_is_short():
+    assert len((ROOT / "README.rst").read_text().splitlines()) <= 220
+    assert len(NAMES) > 8

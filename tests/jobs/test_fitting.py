@@ -1,0 +1,114 @@
+"""Rows of the tables and the memory of a cluster's ranks."""
+import msgspec
+import pytest
+
+import mm3d
+from bench.__main__ import main
+from bench.cases.case import case
+from bench.cases.paper import load as tables
+from bench.cases.selection import select
+from bench.cases.variants import Variant
+from bench.prediction import memory_fit
+from jobs import fitting, scripts
+from jobs.site import load
+from mm3d.model.recomputation import POLICIES, policy
+
+
+def site(**node):
+    """The site gpu4 with another node."""
+    found = load("gpu4")
+    return msgspec.structs.replace(found, node=msgspec.structs.replace(found.node, **node))
+
+
+def weak(scheme="3d"):
+    """The tiny weak row on 8 ranks."""
+    return case(next(row for row in select("weak", scheme) if row.gpus == 8), "tiny")
+
+
+def test_a_row_gets_the_policy_that_fits_or_is_refused(tmp_path):
+    one = weak()
+    assert fitting.fitting(site(gpu_memory=None), one) == fitting.Fitting("none")
+    found = fitting.fitting(site(gpu_memory="16 GB"), one)
+    assert found.recompute == "none" and found.fits
+    tight = fitting.fitting(site(gpu_memory=f"{found.peak - 1} B"), one)
+    assert tight.fits and tight.recompute != "none" and tight.peak < found.peak
+    refused = fitting.fitting(site(gpu_memory="1 KB"), one)
+    assert not refused.fits and "with any policy" in refused.refusal(1000)
+    work = scripts.Work(site(gpu_memory=f"{found.peak - 1} B"), "gpu4", tmp_path)
+    script = scripts.row_script(work, one)
+    assert f"--recompute={tight.recompute}" in script
+    assert "-m bench dry" in script and f"--memory={found.peak - 1} B" in script
+    assert "bench dry" not in scripts.row_script(
+        scripts.Work(site(gpu_memory=None), "gpu4", tmp_path), one)
+
+
+@pytest.mark.parametrize("variant", [Variant(dtype="float64"), Variant(dtype="float16"),
+                                     Variant(dtype="bfloat16"), Variant(keep="both"),
+                                     Variant(causal=True), Variant("weight", overlap=True)],
+                         ids=lambda variant: variant.slug)
+def test_a_variant_is_held_against_what_it_needs_itself(tmp_path, variant, capsys):
+    """In its own dtype, with what it keeps; the script's dry run and run are of one model."""
+    row, (grid, sizes) = weak().row, of(weak())
+    one = case(row, "tiny", variant)
+    dtype = fitting.numpy_dtype(variant)
+    most = memory_fit.peak("3d", grid, "float32", "none", sizes)
+    found = fitting.fitting(site(gpu_memory=f"{most} B"), one)
+    plain = fitting.fitting(site(gpu_memory=f"{most} B"), weak())
+    assert plain == fitting.Fitting("none", most)
+    needed = memory_fit.peak("3d", grid, dtype, "none", sizes, variant)
+    if dtype == "float16":
+        assert found == fitting.Fitting("none", needed) and needed < most
+    elif needed > most:
+        assert not found.fits or found.recompute != "none" and found.peak <= most
+        assert variant.keep == "none" or not policy(found.recompute).selective
+    assert variant.causal or (needed > most) == (dtype != "float16")
+    needed = memory_fit.peak("3d", grid, dtype, found.recompute, sizes, variant)
+    script = scripts.row_script(scripts.Work(site(gpu_memory=f"{most} B"), "gpu4", tmp_path), one)
+    for option in {f"--dtype={variant.dtype}", f"--keep={variant.keep}"} & {*variant.arguments()}:
+        assert option in script
+    options = fitting.check(one, found.recompute, needed)
+    assert f"--dtype={dtype}" in options and all(word in script for word in options[:-1])
+    assert main(["dry", *options]) == 0
+    assert "it fits" in capsys.readouterr().out
+    assert main(["dry", *fitting.check(one, found.recompute, needed // 2)]) == 1
+
+
+def of(one):
+    """The grid and the sizes of a case."""
+    return mm3d.SCHEMES[one.row.scheme].default_grid(one.row.gpus), one.sizes
+
+
+@pytest.mark.parametrize("preset, recompute", [("laptop", None), ("tiny", None), ("tiny", "none")])
+def test_what_fits_by_the_closed_form_alone_is_run_dry(preset, recompute):
+    """Small models need more than the closed form says."""
+    one = case(next(row for row in select("strong", "2d") if row.gpus == 64), preset)
+    grid, sizes = of(one)
+    most = int(memory_fit.estimate("2d", grid, "float32", "none", sizes)) + 1
+    assert memory_fit.peak("2d", grid, "float32", "none", sizes) > 1.3 * most
+    found = fitting.fitting(site(gpu_memory=f"{most} B", ranks=1), one, recompute)
+    assert (found.peak <= most) == found.fits
+    assert not found.fits or found.peak == memory_fit.peak("2d", grid, "float32", found.recompute,
+                                                           sizes)
+
+
+def test_ranks_share_the_memory_of_their_gpu_or_node():
+    assert fitting.limit(site(gpu_memory="16 GB", ranks=8), 64) == 8 * 10 ** 9
+    assert fitting.limit(site(gpu_memory=None, memory="64 GB", gpus=0), 64) == 16 * 10 ** 9
+    assert fitting.limit(site(gpu_memory=None), 64) is None
+
+
+def test_the_largest_row_fits_the_paper_s_gpus():
+    """Weak 1-D on 64 needs most beyond what full recomputation saves; gpu4 says how it fits."""
+    one = case(next(row for row in select("weak", "1d") if row.gpus == 64), "paper")
+    found = fitting.fitting(load("gpu4"), one)
+    assert found.fits and found.recompute == "uniform:2+selective"
+    assert 13.6 < found.peak / 2 ** 30 < 15
+
+
+def test_every_published_row_fits_the_paper_s_gpus():
+    # Which are above dry runs at the paper's sizes.
+    for row in tables().rows:
+        one, most = case(row, "paper"), fitting.limit(load("gpu4"), row.gpus)
+        grid, sizes = of(one)
+        assert any(memory_fit.estimate(row.scheme, grid, "float32", name, sizes) <= most
+                   for name in POLICIES), row

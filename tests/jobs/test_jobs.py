@@ -1,0 +1,374 @@
+"""Site files, scripts and books, without any Slurm."""
+import os
+import re
+import shutil
+import stat
+import subprocess
+
+import pytest
+
+from bench.cases.case import case
+from bench.cases.selection import select
+from bench.errors import UsageError
+from bench.records import merged, run_file
+from jobs import scripts, site, slurm, standings
+from jobs.__main__ import main
+from jobs.scripts import Work
+from records import made_up
+from support import run_python
+
+GOOD = """
+about = "a cluster"
+[slurm]
+time = "1:00:00"
+[node]
+ranks = 4
+"""
+HOSTILE = ["$(touch hit)", "`touch hit`", "; touch hit;", "' ; touch hit; '", '" ; touch hit; "',
+           "a\\", "&& touch hit", "| tee hit", "${IFS}touch", "#", "*", "-n 1", "!!", "a b"]
+
+
+def site_file(tmp_path, text=GOOD, *pairs):
+    for old, new in pairs:
+        assert old in text
+        text = text.replace(old, new)
+    path = tmp_path / "mine.toml"
+    path.write_text(text)
+    return str(path)
+
+
+def toml(text):
+    """`text` as a basic string of TOML."""
+    escaped = {sign: f"\\u{ord(sign):04x}" for sign in '\\"'}
+    escaped |= {chr(code): f"\\u{code:04x}" for code in range(32)}
+    return '"' + "".join(escaped.get(sign, sign) for sign in text) + '"'
+
+
+def work(tmp_path, name, **more):
+    return Work(site.load(name), name, tmp_path / "out", **more)
+
+
+ROW = case(select("weak", "3d")[0], "tiny")
+
+
+@pytest.mark.parametrize("name", site.supplied())
+def test_supplied_sites_are_sound_and_render_all_rows(tmp_path, name):
+    mine = work(tmp_path, name)
+    for row in select():
+        text = scripts.row_script(mine, case(row, "paper"))
+        options = re.findall(r"^#SBATCH (\S.*)$", text, re.M)
+        nodes, tasks = (next(int(option.partition("=")[2]) for option in options
+                             if option.startswith(f"--{key}=")) for key in ("nodes", "ntasks"))
+        assert tasks == row.gpus <= nodes * mine.site.node.ranks < row.gpus + mine.site.node.ranks
+        assert "jinja" not in text and "{{" not in text
+        # Consecutive ranks on one node, and there on neighbouring cores; NCCL by default where
+        # nodes have eight GPUs, which no CUDA-aware MPI is asked of.
+        assert "--distribution=block:block,Pack" in text
+        if name == "gpu8":
+            assert "export MM3D_TRANSPORT=nccl\n" in text and "--device-buffers" not in text
+
+
+@pytest.mark.parametrize("old, new, message", [
+    ("[node]", "[node]\ncolour = 3", "Object contains unknown field `colour` - at `$.node`"),
+    ("ranks = 4", "ranks = 'four'", "Expected `int`, got `str` - at `$.node.ranks`"),
+    ("ranks = 4", "ranks = 0", "node.ranks = 0: must be at least 1"),
+    ('time = "1:00:00"', "", "missing required field `time` - at `$.slurm`"),
+    ("1:00:00", "an hour", "slurm.time = 'an hour': may have letters, digits"),
+    ("1:00:00", "soon", "slurm.time = 'soon': give it as 2:00:00 or 1-12:00:00"),
+    ("[node]", "options = ['mem=0']\n[node]", "slurm.options: 'mem=0' is no option of sbatch"),
+    ("[node]", "warning = 0\n[node]", "slurm.warning = 0: must be at least 1 second"),
+    ("ranks = 4", "ranks = 4\ngpus = 2\n[launch]\ngpu_binding = 'task'",
+     "4 ranks a node cannot have one of 2 GPUs each"),
+    ("ranks = 4", "ranks = 4\ngpus = 4\n[launch]\nlauncher = 'mpirun'\ngpu_binding = 'task'",
+     "only srun does that; use 'rank' with mpirun"),
+    ("ranks = 4", "ranks = 4\n[run]\nbackend = 'cupy'", "set launch.gpu_binding to"),
+    ("ranks = 4", "ranks = 4\n[run]\ndevice_buffers = true",
+     "backend 'numpy' has no device buffers"),
+    ("ranks = 4", "ranks = 4\n[launch]\nlauncher = 'aprun'", "Invalid enum value 'aprun'"),
+    ("ranks = 4", "ranks = 4\n[environment]\n'A=B; touch hit #' = 'x'",
+     "'A=B; touch hit #' is no name of a variable"),
+    ("about =", "about", "Expected '='")])
+def test_one_message_for_each_mistake_in_a_site_file(tmp_path, old, new, message):
+    name = site_file(tmp_path, GOOD, (old, new))
+    with pytest.raises(UsageError, match=re.escape(message)) as caught:
+        site.load(name)
+    assert str(caught.value).startswith(f"--site {name}: ")
+
+
+def test_a_site_that_is_not_there():
+    with pytest.raises(UsageError, match="--site nowhere: there is no such file; supplied are "
+                                         "cpu, gpu4, gpu8, local"):
+        site.load("nowhere")
+
+
+@pytest.mark.parametrize("text", HOSTILE + ["two\nlines", "gpu\n#SBATCH --wrap=x", "\x1b[31m"])
+def test_slurms_own_lines_take_plain_words_only(tmp_path, text):
+    """Quoting there is Slurm's affair, so nothing that would need it gets that far."""
+    name = site_file(tmp_path, GOOD, ("[node]", f"partition = {toml(text)}\n[node]"))
+    if text == "*":    # a word that no shell ever sees
+        assert site.load(name)
+    else:
+        with pytest.raises(UsageError, match="slurm.partition = "):
+            site.load(name)
+
+
+@pytest.mark.parametrize("text", ["two\nlines", "a\rb", "\x1b[31m", "nul\0"])
+@pytest.mark.parametrize("place", ["about", "[environment]\nA", "[software]\npython",
+                                   "[launch]\nmpi", "[inside]\n3d"])
+def test_no_value_has_two_lines(tmp_path, place, text):
+    value = f"{place} = {toml(text)}\n"
+    good = GOOD.replace('about = "a cluster"\n', value if place == "about" else
+                        'about = "a cluster"\n')
+    name = site_file(tmp_path, good + (value if place != "about" else ""))
+    with pytest.raises(UsageError, match="must be one printable line"):
+        site.load(name)
+
+
+STUB = """#!/bin/bash
+printf '%s\\n' "$(basename "$0")" "$@" >> {said}
+{more}
+"""
+
+
+def stubs(tmp_path, **more):
+    """A PATH with programs that write down how they are called."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    for name in ("srun", "python", "apptainer", "timeout"):
+        path = folder / name
+        path.write_text(STUB.format(said=tmp_path / "said", more=more.get(name, "")))
+        path.chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(tmp_path)}
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_no_value_becomes_a_command(tmp_path, text):
+    """Run the script with programs that only write down their arguments."""
+    env = stubs(tmp_path)
+    name = site_file(tmp_path, GOOD.replace('"a cluster"', toml(text)) + f"""
+[software]
+container = ["apptainer", {toml(text)}]
+python = {toml(text)}
+modules = [{toml(text)}]
+[launch]
+mpi = {toml(text)}
+options = [{toml(text)}]
+[run]
+backend = {toml(text)}
+options = [{toml(text)}]
+[inside]
+3d = {toml(text)}
+[environment]
+HOSTILE = {toml(text)}
+""")
+    (tmp_path / "out").mkdir()
+    script = tmp_path / "out" / "row.sh"
+    mine = work(tmp_path, name)
+    script.write_text("module() { printf '%s\\n' \"$@\" >> " + str(tmp_path / "said") + "; }\n"
+                      + scripts.row_script(mine, ROW).replace(f"cd -- {scripts.ROOT}",
+                                                              f"cd -- {tmp_path}"))
+    done = subprocess.run(["bash", str(script)], env=env, text=True, capture_output=True,
+                          timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert not [path for path in tmp_path.rglob("*") if "hit" in path.name]
+    said = (tmp_path / "said").read_text().splitlines()
+    assert said.count(text) >= 6 and f"--mpi={text}" in said and f"--inside={text}" in said
+    collect = scripts.collect_script(mine, ["--site", text])
+    bash = subprocess.run(["bash", "-n"], input=collect, text=True, capture_output=True)
+    assert bash.returncode == 0 and shutil.which("bash")
+
+
+@pytest.mark.parametrize("folder", ["a%j", 'a"b', "a'b", "a\\b", "a\nb"])
+def test_a_folder_that_slurm_would_misread(tmp_path, folder):
+    with pytest.raises(UsageError, match="Slurm cannot write logs into a folder whose name has"):
+        scripts.check_path(tmp_path / folder)
+
+
+def executed(tmp_path, status=0, more="", **programs):
+    """Run a row's script with stubs: its exit status, output, and why it ended."""
+    env = stubs(tmp_path, **programs)
+    name = site_file(tmp_path, GOOD + f'[software]\npython = "python"\n{more}')
+    mine = work(tmp_path, name)
+    script = tmp_path / "row.sh"
+    script.write_text(scripts.row_script(mine, ROW))
+    done = subprocess.run(["bash", str(script)], env=env | {"SLURM_JOB_ID": "7"}, text=True,
+                          capture_output=True, timeout=60)
+    return done, (mine.runs(ROW) / "ended-7").read_text().strip()
+
+
+def test_a_script_that_succeeds_says_so(tmp_path):
+    done, ended = executed(tmp_path)
+    assert done.returncode == 0 and ended == "done"
+
+
+def test_a_missing_module_ends_the_job(tmp_path):
+    more = 'modules = ["nosuch/1.0"]\n'
+    done, ended = executed(tmp_path, more=more)
+    assert done.returncode == 1
+    assert ended == "there is no module command here, but the site names modules"
+
+
+def test_a_failed_pre_flight_ends_the_job_before_the_row(tmp_path):
+    done, ended = executed(tmp_path, python='[ "$3" != doctor ]')
+    assert done.returncode == 1 and ended == "the pre-flight checks failed, see the log"
+    said = (tmp_path / "said").read_text().split()
+    assert "doctor" in said and "run" not in said
+
+
+@pytest.mark.parametrize("falters", [1, 2])
+def test_ranks_that_do_not_answer_are_asked_once_more(tmp_path, falters):
+    asked = tmp_path / "asked"
+    done, _ = executed(tmp_path, timeout=f"""if [[ "$*" == *census ]]; then
+        echo >> {asked}; exit $(($(wc -l < {asked}) <= {falters} ? 15 : 0)); fi""")
+    assert len(asked.read_text().splitlines()) == 2
+    said = done.stdout.splitlines()
+    assert "the first census of the ranks ended with status 15" in said
+    assert ("the second census of the ranks ended with status 15" in said) == (falters == 2)
+    status, = (tmp_path / "out").rglob("census.status")
+    assert status.read_text() == f"{15 * (falters == 2)}\n"
+
+
+def test_a_failed_row_hands_its_status_on(tmp_path):
+    done, ended = executed(tmp_path, srun="exit 3")
+    assert done.returncode == 1 and ended == "bench run ended with status 3, see the log"
+
+
+def test_the_signal_near_the_limit_stops_the_row_cleanly(tmp_path):
+    # The row signals the job's shell, as Slurm does, and ends when it sees the file.
+    stop = ('kill -USR1 $PPID; file="${@: -1}"; while [ ! -e "$file" ]; do sleep 0.05; done')
+    done, ended = executed(tmp_path, srun=stop)
+    assert done.returncode == 0 and ended == "stopped near the time limit, status 0"
+    assert not list((tmp_path / "out").rglob("stop-*"))
+
+
+def test_what_was_seen_by_somebody_else(tmp_path):
+    """The pre-flight of a job: the doctor reads what the ranks have said."""
+    def doctor(**said):
+        for name, text in said.items():
+            (tmp_path / f"census.{name}").write_text(text)
+        done = run_python("-m", "bench", "doctor", "--ranks", "2", "--seen", str(tmp_path))
+        return done.returncode, done.stdout
+
+    status, out = doctor()
+    assert status == 1 and "launcher    launcher: was not started: " in out
+    status, out = doctor(out="", err="srun: error: no such plugin", status="1")
+    assert status == 1 and "ended with status 1: srun: error: no such plugin" in out
+    assert "did not end within 60 seconds" in doctor(status="124")[1]
+
+
+def test_how_a_row_stands(tmp_path, monkeypatch):
+    mine, row = work(tmp_path, site_file(tmp_path)), ROW.row
+    monkeypatch.setattr(slurm, "ending", lambda job: "TIMEOUT")
+    (mine.folder / "logs").mkdir(parents=True)
+    mine.runs(ROW).mkdir(parents=True)
+
+    def standing(**queue):
+        found = {"7": slurm.State(**queue)} if queue else {}
+        one, = standings.survey(mine, [ROW], found)
+        return one.state, one.reason
+
+    assert standing() == ("not submitted", "")
+    standings.note(mine, ROW, "6")
+    standings.note(mine, ROW, "7")
+    assert standing(name="PENDING", reason="Priority") == ("waiting", "Priority")
+    assert standing(name="RUNNING", reason="None") == ("running", "")
+    assert standing() == ("failed", "TIMEOUT")
+    (mine.runs(ROW) / "ended-7").write_text("the pre-flight checks failed, see the log\n")
+    (mine.folder / "logs" / "mm3d-x-7.out").write_text(
+        "ok      nodes  2\nfailed  gpus        rank 0 sees no GPU\nerror: failed, see the log\n")
+    assert standing() == ("failed", "TIMEOUT; the pre-flight checks failed, see the log; failed "
+                                    "gpus rank 0 sees no GPU")
+    short = made_up(row, preset="tiny")
+    short.ended_by = "stopped"
+    run_file.write(short, mine.runs(ROW), ROW.name)
+    assert standing() == ("stopped early", "with 3 repetitions, as its time was over")
+    (mine.runs(ROW) / f"{ROW.name}-broken.h5").write_text("no HDF5")
+    run_file.write(made_up(row, preset="tiny", created="2031-01-02T03:04:05+00:00"), mine.out,
+                   ROW.name)
+    assert standing()[0] == "done"
+
+
+def test_books_that_a_full_disk_has_torn(tmp_path):
+    """Half a line is no line, and what follows begins on a new one."""
+    mine = work(tmp_path, site_file(tmp_path))
+    run_file.check_folder(mine.folder)
+    standings.note(mine, ROW, "6")
+    with open(standings.books(mine), "a") as file:
+        file.write('{"row": "weak-3d-p0')
+    assert standings.submitted(mine) == {ROW.name: "6"}
+    standings.note(mine, ROW, "7")
+    assert standings.submitted(mine) == {ROW.name: "7"}
+
+
+@pytest.mark.parametrize("array, job", [((), "77"), (("--array",), "77_0")])
+def test_a_job_that_cannot_be_noted_is_named(tmp_path, monkeypatch, capsys, array, job):
+    """Half a line fits on the disk; the queue has the job, so somebody must know."""
+    monkeypatch.setattr(slurm, "queue", dict)
+    monkeypatch.setattr(slurm, "submit", lambda *command: "77")
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:9]))
+    verb = ["--site", site_file(tmp_path), "--table", "weak", "--scheme", "3d", "--ranks", "8",
+            "--preset", "tiny", "--out", str(tmp_path / "out")]
+    assert main(["submit", *verb, *array]) == 2
+    books = tmp_path / "out" / "jobs" / "submitted.jsonl"
+    assert capsys.readouterr().err == (
+        f"error: job {job}, weak 3-D 8 ranks, is in the queue, but {books} could not be written "
+        "(No space left on device): scancel 77, make room, and submit again\n")
+    assert books.read_text() == '{"row": "'
+    assert main(["status", *verb]) == 0
+    assert capsys.readouterr().out == "weak 3-D 8 ranks: not submitted\n"
+
+
+def test_collect_merges_and_names_what_is_missing(tmp_path, capsys):
+    name, out = site_file(tmp_path), tmp_path / "out"
+    mine = work(tmp_path, name)
+    other = case(select("strong", "3d")[0], "tiny")
+    mine.runs(ROW).mkdir(parents=True)
+    path = run_file.write(made_up(ROW.row, preset="tiny"), mine.runs(ROW), ROW.name)
+    verb = ["collect", "--site", name, "--scheme", "3d", "--ranks", "8", "--preset", "tiny",
+            "--out", str(out)]
+    assert main(verb) == 1
+    text = capsys.readouterr().out
+    assert "1 of 2 rows done, 1 files new" in text and "1 runs merged in " in text
+    assert "missing: strong 3-D 8 ranks: not submitted" in text
+    assert "missing: weak" not in text
+    assert (out / path.name).read_bytes() == path.read_bytes() and (out / "tables.txt").exists()
+    run_file.write(made_up(other.row, preset="tiny"), out, other.name)
+    assert main(verb) == 0
+    text = capsys.readouterr().out
+    assert "2 of 2 rows done, 0 files new" in text and "2 runs merged in " in text
+    runs = merged.runs(out / "jobs" / "all.h5")
+    assert sorted(run.configuration["table"] for run in runs) == ["strong", "weak"]
+    assert not list((out / "jobs").glob(".all-*"))
+
+
+@pytest.mark.parametrize("options, message", [
+    (["--site", "cpu", "--inside", "z", "--scheme", "2d"],
+     "--inside z: the grid of scheme '2d' has the directions x, y; choose one of them, or auto"),
+    (["--site", "cpu", "--scheme", "4d"], "4d"),
+    (["--site", "cpu", "--ranks", "8,9"], "--ranks 8,9: these rows are for 8, 16, 36, 64 ranks")])
+def test_wrong_arguments(options, message, capsys):
+    assert main(["render", *options]) == 2
+    said = capsys.readouterr()
+    assert message in said.err and not said.out
+
+
+def test_without_slurm(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert main(["status", "--site", "cpu", "--out", str(tmp_path / "out")]) == 2
+    assert "there is no squeue on PATH" in capsys.readouterr().err
+
+
+def test_shellcheck_has_nothing_to_say(tmp_path, capsys):
+    if not shutil.which("shellcheck"):
+        pytest.skip("shellcheck is not installed")
+    for name in site.supplied():
+        out = tmp_path / name
+        assert main(["render", "--site", name, "--out", str(out)]) == 0
+        group = [case(row, "paper") for row in select("all", "1d") if row.gpus == 8]
+        (out / "jobs" / "array.sh").write_text(scripts.array_script(
+            Work(site.load(name), name, out), group))
+        found = sorted((out / "jobs").glob("*.sh"))
+        assert len(found) == 20 and all(path.stat().st_mode & stat.S_IXUSR for path in found[1:])
+        done = subprocess.run(["shellcheck", *found], capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout

@@ -1,0 +1,205 @@
+"""The core runs on an array library whose arrays lie out of the host's reach.
+
+array-api-strict has nothing but the functions of the array API standard, and the arrays of its
+second device refuse to become NumPy arrays unasked, as those of a GPU do.
+"""
+import ast
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mm3d
+from mm3d.arrays import backend, cupy_backend
+from models import PARALLELISMS, SIZES, Parallelism, data, differences, serial, train
+from reference import SHAPES, integers, on_grid
+
+strict = pytest.importorskip("array_api_strict", reason="array-api-strict is not installed")
+HOST, DEVICE = strict.Device("CPU_DEVICE"), strict.Device("device1")
+
+
+class StrictBackend(backend.Backend):
+    """array-api-strict on its second device, with blocks of a few rows."""
+
+    name = "strict"
+    xp = strict
+    block = 64
+    host_buffers = False
+
+    def owns(self, a):
+        return isinstance(a, type(strict.empty(0)))
+
+    def empty(self, shape, dtype):
+        return strict.full(tuple(shape), np.nan if strict.isdtype(dtype, "real floating") else -9,
+                           dtype=dtype, device=DEVICE)    # what is forgotten shows
+
+    def arange(self, start, stop):
+        return strict.arange(start, stop, device=DEVICE)
+
+    def asarray(self, host):
+        return strict.asarray(host, device=DEVICE, copy=True)
+
+    def to_host(self, a):
+        return np.asarray(a.to_device(HOST))
+
+    def is_contiguous(self, a):
+        return True    # a library without strides: copies to the host are in order
+
+    def gemm(self, a, b, out):
+        out[...] = strict.matmul(a, b)
+
+
+@pytest.fixture(autouse=True)
+def registered(monkeypatch):
+    """Registers the library for one test; arrays travel as they do where nothing is set."""
+    monkeypatch.delenv("MM3D_TRANSPORT", raising=False)
+    monkeypatch.setattr(backend, "_makers", dict(backend._makers))
+    monkeypatch.setattr(backend, "_made", {})
+    backend.register("strict", StrictBackend)
+
+
+def test_a_hidden_host_copy_raises():
+    """So that what runs here makes none."""
+    a = backend.get("strict").asarray(np.ones((2, 3)))
+    for copy in (np.asarray, lambda a: a + np.ones((2, 3)), lambda a: np.add(a, 1), memoryview):
+        with pytest.raises((RuntimeError, TypeError)):
+            copy(a)
+    assert np.array_equal(backend.get("strict").to_host(a), np.ones((2, 3)))
+
+
+def test_the_library_is_chosen_by_argument_then_environment(monkeypatch):
+    """NumPy if neither says anything."""
+    monkeypatch.delenv("MM3D_BACKEND", raising=False)
+    assert backend.get().name == "numpy"
+    monkeypatch.setenv("MM3D_BACKEND", "strict")
+    assert backend.get().name == "strict" and backend.get("numpy").name == "numpy"
+    assert backend.get() is backend.get("strict")
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_backend_given_itself_is_the_one_of_its_arrays(before):
+    """Whether or not there was one of its name; a step takes all memory from it."""
+    earlier = backend.get("numpy") if before else backend.Backend()
+    own = backend.Backend()
+    with Parallelism("serial").on(MPI.COMM_SELF, own) as scheme:
+        model = mm3d.Transformer(scheme, **SIZES["few"])
+        y, saved = model.forward(model.random("x"))
+        model.backward(y, saved)
+    assert scheme.grid.backend is own is backend.of(y) is backend.get("numpy")
+    assert own.memory()["peak"] > model.saved_bytes(saved) and earlier.memory()["peak"] == 0
+
+
+@pytest.mark.ranks(1, 4, 6, 8)
+@pytest.mark.parametrize("sizes, causal", [("even", False), ("uneven", True)])
+def test_model_equals_numpy(comm, sizes, causal):
+    """The whole model on every scheme and grid, with the same words moved and bytes saved."""
+    x, dy, state = data(**SIZES[sizes])
+    for parallelism in [Parallelism("serial"), *PARALLELISMS[comm.size]]:
+        accounts = []
+        for library in ("numpy", "strict"):
+            with parallelism.on(comm, library) as scheme:
+                model = mm3d.Transformer(scheme, **SIZES[sizes], dtype="float64", causal=causal)
+                results = train(model, x, dy, state)
+                saved = model.saved_bytes(model.forward(model.shard(x))[1])
+                accounts.append((saved, scheme.grid.traffic()))
+        assert all(type(a) is type(strict.empty(0)) for a in results.values())
+        assert all(a.device == DEVICE for a in results.values())
+        wrong = differences(model, results, serial(sizes, causal), 1e-12, 1e-11)
+        assert not wrong, f"{parallelism}: {wrong}"
+        assert accounts[0] == accounts[1], parallelism
+
+
+@pytest.mark.ranks(1, 8)
+def test_model_float32(comm):
+    """float32 arrays stay float32 where nothing promotes by itself."""
+    for parallelism in PARALLELISMS[comm.size]:
+        with parallelism.on(comm, "strict") as scheme:
+            model = mm3d.Transformer(scheme, **SIZES["few"], dtype="float32", causal=True)
+            results = train(model, *data(**SIZES["few"]))
+        assert {a.dtype for a in results.values()} == {strict.float32}, parallelism
+        wrong = differences(model, results, serial("few", True), 1e-5, 5e-5)
+        assert not wrong, f"{parallelism}: {wrong}"
+
+
+@pytest.mark.ranks(1, 4, 8)
+def test_layouts(comm):
+    """Shards and globals are equal to the bit, of any type, uneven and on a diagonal."""
+    for spec, shape in (("xy,,z", SHAPES[0]), ("z,yx", SHAPES[1][:2]), ("zx@y", SHAPES[2][:1])):
+        A, layout = integers(shape, 1), mm3d.Layout(spec)
+        sizes = {1: (1, 1, 1), 4: (2, 1, 2), 8: (2, 2, 2)}[comm.size]
+        for dtype in ("float64", "float32", "int64"):
+            with on_grid(comm, *sizes) as numpy_grid:
+                grid = mm3d.Grid(comm, "strict", **numpy_grid.shape)
+                a = layout.shard(A.astype(dtype), grid)
+                there_and_back = layout.unshard(a, grid, shape)
+                assert tuple(a.shape) == layout.local_shape(numpy_grid, shape)
+                grid.free()
+            assert there_and_back.dtype == dtype and np.array_equal(there_and_back, A)
+
+
+@pytest.mark.ranks(1, 4, 8)
+def test_products_in_exact_integers(comm):
+    """Every scheme's products, forward and backward, to the bit; rows and columns uneven."""
+    (batch, seq, h), wide = (3, 5, 7), 11
+    X, DY = integers((batch, seq, h), 1), integers((batch, seq, wide), 2)
+    W = integers((h, wide), 3)
+    for parallelism in PARALLELISMS[comm.size]:
+        with parallelism.on(comm, "strict") as scheme:
+            outer, inner = scheme.spaces(batch, seq)
+            for source, target in ((outer, inner), (inner, outer)):
+                product = scheme.product(source, target, W.shape, (1, 1))
+                x_layout, y_layout, grid = source.layout(), target.layout(), scheme.grid
+                weight = product.weight.shard(W, grid)
+                y, saved = product.forward(x_layout.shard(X, grid), weight)
+                dx, dw = product.backward(y_layout.shard(DY, grid), weight, saved)
+                for layout, a, expected in (
+                        (y_layout, y, X @ W), (x_layout, dx, DY @ W.T),
+                        (product.weight, dw, np.einsum("bsi,bso->io", X, DY))):
+                    found = layout.unshard(a, grid, expected.shape)
+                    assert np.array_equal(found, expected), parallelism
+
+
+def calls(path: Path) -> list[tuple[str, int, list[str]]]:
+    """Functions of the array library that a module calls: name, arguments and keywords.
+
+    The library goes by the name `xp`; what a backend of a library calls is its own.
+    """
+    tree = ast.parse(path.read_text())
+    own = [node for node in tree.body if isinstance(node, ast.ClassDef)
+           and any(getattr(base, "id", "") == "Backend" for base in node.bases)]
+    skipped = {id(node) for cls in own for node in ast.walk(cls)}
+    found = []
+    for node in ast.walk(tree):
+        if (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+                and id(node) not in skipped):
+            of = node.func.value
+            if getattr(of, "id", getattr(of, "attr", "")) == "xp":
+                found.append((node.func.attr, len(node.args), [k.arg for k in node.keywords]))
+    return found
+
+
+@pytest.mark.parametrize("library", ["numpy", "array_api_strict", "cupy"])
+def test_functions_exist_with_these_arguments(library):
+    """What the core calls as `xp.name(...)`, each library has; CuPy is looked at without a GPU."""
+    xp = pytest.importorskip(library, reason=f"{library} is not installed")
+    used = [call for path in Path(mm3d.__file__).parent.rglob("*.py") for call in calls(path)]
+    assert {"sum", "permute_dims", "matmul"} <= {name for name, _, _ in used}
+    for name, arguments, keywords in used:
+        function = getattr(xp, name, None)
+        assert function is not None, f"{library} has no {name}"
+        if hasattr(function, "nin"):    # a ufunc, which has the same keywords in all libraries
+            assert function.nin == arguments and set(keywords) <= {"out", "dtype"}, name
+        else:
+            inspect.signature(function).bind(*range(arguments), **dict.fromkeys(keywords))
+
+
+def test_cupy_backend_uses_what_cupy_has():
+    """The functions that its backend alone calls."""
+    cupy = pytest.importorskip("cupy", reason="cupy is not installed")
+    tree = ast.parse(inspect.getsource(cupy_backend.CupyBackend))
+    names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)
+             and isinstance(node.value, ast.Attribute) and node.value.attr == "xp"}
+    assert "asnumpy" in names
+    assert [name for name in names if not hasattr(cupy, name)] == []

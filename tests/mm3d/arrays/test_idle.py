@@ -1,0 +1,198 @@
+"""Memory that nobody uses is used again by arrays of other sizes, or goes back to the system."""
+import errno
+import mmap
+import os
+import random
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from mm3d.arrays import idle_memory
+from mm3d.arrays.idle_memory import FLOOR, GRANULE, Idle, size_class
+from mm3d.arrays.pool import HUGE, Pool
+from reference import integers, on_grid
+
+proc = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc/self/smaps")
+MiB = 1 << 20
+
+
+def held(pattern: str, field: str) -> int:
+    """Bytes of this process' memory whose mappings have a name that matches."""
+    total, name = 0, ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        key, *rest = line.split()
+        if re.match("[0-9a-f]+-[0-9a-f]+$", key):
+            name = rest[4] if len(rest) > 4 else ""
+        elif key == f"{field}:" and re.search(pattern, name):
+            total += 1024 * int(rest[0])
+    return total
+
+
+def test_size_classes_are_few_and_less_than_an_eighth_too_large():
+    lengths = range(0, 400 * GRANULE, GRANULE // 4)
+    classes = [size_class(n) for n in lengths]
+    for length, size in zip(lengths, classes):
+        exact = max(1, -(-length // GRANULE)) * GRANULE
+        assert exact <= size < exact * 9 / 8 and size % GRANULE == 0
+        assert size == exact or length > 16 * GRANULE
+        assert size_class(size) == size
+    assert classes == sorted(classes) and len({n for n in classes if n > 2 ** 20}) <= 8
+    assert len({size_class(n) for n in range(1, 1 << 30, 99_999)}) < 200
+
+
+def test_what_has_lain_idle_longest_goes_first(monkeypatch):
+    monkeypatch.setattr(idle_memory, "FLOOR", 10)
+    found = Idle()
+    for size, piece in ((4, "a"), (2, "b"), (4, "c"), (3, "d")):
+        found.put(size, piece)
+    assert found.bytes == 13 and found.bound == 10
+    assert found.surplus() == ["a"] and found.surplus() == [] and found.bytes == 9
+    number, piece = found.get(4)
+    assert piece == "c" and found.get(4) is None and found.get(5) is None
+    found.restore(4, (number, piece))
+    found.put(8, "e")
+    assert found.surplus() == ["b", "c", "d"] and found.bytes == 8
+    found.used(9)
+    assert found.bound == 18
+
+
+def test_the_bound_follows_what_is_used_of_late(monkeypatch):
+    monkeypatch.setattr(idle_memory, "WINDOW", 5)
+    found = Idle()
+    bounds = []
+    for turn in range(30):
+        found.put(1, turn)
+        found.get(1)
+        found.used(FLOOR * (3 if turn < 8 else 1))
+        bounds.append(found.bound // FLOOR)
+    assert bounds[7] == 6 and bounds[-1] == 2 and bounds == sorted(bounds, reverse=True)
+
+
+@proc
+def test_the_pool_holds_no_more_than_it_says_whatever_the_sizes():
+    """600 MiB of 120 sizes one after another, counted by the system."""
+    pool, before = Pool(), held("^$", "Rss")
+    kept = pool.take((2 * MiB,), np.dtype("uint8"))
+    kept[...] = 1
+    for turn in range(120):
+        for times in (1, 3):    # some larger ones, of which the most are alive at one time
+            a = pool.take((turn * 40_000 + times * MiB,), np.dtype("uint8"))
+            a[...] = 1
+            assert pool.idle <= max(FLOOR, 2 * pool.peak)
+            assert pool.reserved <= pool.in_use * 9 / 8 + max(FLOOR, 2 * pool.peak)
+            del a
+    kept_too = pool.take((1,), np.dtype("uint8"))
+    assert pool.idle <= max(FLOOR, 2 * pool.peak) < 21 * MiB
+    assert held("^$", "Rss") - before <= pool.reserved + 2 * MiB < 26 * MiB
+    del kept, kept_too
+    pool.trim()
+    assert pool.reserved == 0 and held("^$", "Rss") - before <= 2 * MiB
+
+
+class Deaf(mmap.mmap):
+    """Memory of a kernel that takes no advice about it, such as one without large pages."""
+
+    def madvise(self, *advice):
+        asked.append(advice)
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+
+asked: list[tuple] = []
+
+
+def test_a_kernel_without_large_pages_gives_memory_all_the_same(monkeypatch):
+    monkeypatch.setattr(mmap, "mmap", Deaf)
+    asked.clear()
+    a = Pool().take((HUGE,), np.dtype("uint8"))
+    a[...] = 1
+    assert a.sum() == HUGE and asked == [(mmap.MADV_HUGEPAGE,)]
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd_create")
+def test_ranks_go_on_where_the_kernel_takes_no_shared_memory_back(comm, monkeypatch):
+    """It stays what it was: regions beyond the bound are used again, with what lies in them."""
+    monkeypatch.setenv("MM3D_TRANSPORT", "shared")
+    monkeypatch.setattr(mmap, "mmap", Deaf)
+    asked.clear()
+    with on_grid(comm, x=2) as grid:
+        for turn in range(24):
+            block = np.full((1, (turn + 8) * MiB // 64), turn + comm.rank)
+            assert (grid.x.all_gather(block) == [[turn], [turn + 1]]).all()
+        assert comm.allgather(bool(asked)) == [True, False]
+        assert {advice[0] for advice in asked} <= {mmap.MADV_REMOVE}
+
+
+@proc
+@pytest.mark.ranks(2, 8)
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd_create")
+def test_ranks_hold_no_more_shared_memory_than_they_say_whatever_the_sizes(comm, monkeypatch):
+    """Some hundred MiB of many sizes, 3 MiB alive, counted by the system over all ranks."""
+    monkeypatch.setenv("MM3D_TRANSPORT", "shared")
+
+    def shared():
+        return comm.allreduce(held("memfd:mm3d", "Pss"))
+
+    with on_grid(comm, x=comm.size) as grid:
+        books = grid.x.transport.memory.regions
+        before = shared()
+        alive = grid.x.all_gather(np.full((1, 3 * MiB // comm.size // 8), comm.rank + 1.0))
+        most = 0
+        for turn in range(50):
+            split = grid.x.split(0, comm.size)
+            columns = (MiB + turn * 50_000) // comm.size // 8
+            block = split.empty((1, columns), "float64")
+            most = max(most, books.in_use)
+            whole = split.all_gather(block)
+            term = split.term((comm.size, columns), "float64")
+            term[...] = turn
+            most = max(most, books.in_use)
+            part = split.reduce_scatter(term)
+            assert (part == turn * comm.size).all()
+            del block, whole, term, part
+            assert books.idle.bytes <= max(FLOOR, 2 * most)
+        for _ in range(3):
+            grid.x.transport.meet()
+        assert books.in_use == size_class(alive.nbytes)
+        assert books.idle.bytes <= books.idle.bound <= max(FLOOR, 2 * most)
+        assert shared() - before <= books.in_use + books.idle.bound + MiB
+        assert sum(books._sizes) > 3 * books.idle.bound    # what would be held otherwise
+        assert (alive == np.arange(1, comm.size + 1)[:, None]).all()
+        assert len(set(comm.allgather((len(books), books.idle.bytes, books.in_use)))) == 1
+        del alive
+
+
+@pytest.mark.ranks(4, 8)
+@pytest.mark.limit(300)
+@pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd_create")
+def test_no_memory_is_taken_away_from_who_uses_it(comm, monkeypatch):
+    """Nearly all goes back at each meeting; random sizes, delays and lifetimes, exact integers."""
+    monkeypatch.setenv("MM3D_TRANSPORT", "shared")
+    monkeypatch.setattr(idle_memory, "FLOOR", 0)
+    monkeypatch.setattr(Idle, "used", lambda self, in_use: None)    # the bound stays 0
+    late, order = random.Random(comm.rank), random.Random(comm.size)
+    kept, emptied = [], 0
+    with on_grid(comm, x=comm.size) as grid:
+        regions = grid.x.transport.memory.regions
+        for turn in range(300):
+            split = grid.x.split(0, comm.size)
+            whole = integers((comm.size, order.choice((900, 1000, 3000, 9000))), turn)
+            block = split.empty((1, whole.shape[1]), whole.dtype)
+            block[...] = whole[comm.rank]
+            kept.append((split.all_gather(block), whole))
+            if late.random() < 0.1:
+                time.sleep(late.random() / 300)
+            term = split.term(whole.shape, whole.dtype)
+            term[...] = whole
+            assert np.array_equal(split.reduce_scatter(term), whole[comm.rank:comm.rank + 1]
+                                  * comm.size), turn
+            for old, was in kept:
+                assert np.array_equal(old, was), turn
+            kept = kept[order.randrange(4):][-4:]
+            emptied += len(regions._emptied)
+        assert emptied > 100 and len(regions) < 100
+        kept.clear()
+        del block, term, old

@@ -1,0 +1,294 @@
+"""The GPU's kernels, launched as on a GPU: their arithmetic on this processor, beside the readable
+pairs in float64; and their source, compiled for GPUs where NVRTC is installed."""
+import ctypes
+import os
+import shutil
+import sys
+
+import numpy as np
+import pytest
+
+import fakelibs
+from mm3d.arrays import backend, cupy_kernels
+from mm3d.model import functional
+
+DTYPES = ["float64", "float32", "float16"]
+try:
+    import ml_dtypes
+    DTYPES.append("bfloat16")
+except ImportError:
+    ml_dtypes = None
+
+# Odd lengths, one column, one row, more columns than threads; packs of 16 bytes and not.
+SHAPES = [(3, 5, 7), (2, 4, 64), (1, 1, 1), (1, 1, 2056), (300, 1), (70, 33), (0, 8), (5, 0)]
+
+
+def dtype_of(name: str):
+    return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+@pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
+def cupy(request, monkeypatch):
+    """The backend: on this processor, and on a GPU where there is one."""
+    if request.param == "fake":
+        if not shutil.which("g++"):
+            pytest.skip("no g++ to compile kernels")
+        for name, module in fakelibs.modules().items():
+            monkeypatch.setitem(sys.modules, name, module)
+        monkeypatch.setattr(backend, "_made", {})
+    backend.get("numpy")
+    return backend.get("cupy")
+
+
+def numbers(shape, name: str, seed: int, centre: float = 0) -> np.ndarray:
+    draw = centre + np.random.default_rng([seed, *shape]).standard_normal(shape)
+    return draw.astype(dtype_of(name))
+
+
+def close(found: np.ndarray, expected: np.ndarray, name: str, factor: float = 16) -> None:
+    """Within some rounding errors of the type, each element of its own or the array's size."""
+    eps = {"float64": 2.0 ** -52, "float32": 2.0 ** -23, "float16": 2.0 ** -10,
+           "bfloat16": 2.0 ** -7}[name]
+    assert found.shape == expected.shape
+    found = found.astype(np.float64)
+    size = np.abs(expected) + (np.sqrt(np.mean(expected ** 2)) if expected.size else 0)
+    assert np.all(np.abs(found - expected) <= factor * eps * (size + 1e-300)), (
+        np.max(np.abs(found - expected) / (size + 1e-300)) / eps)
+
+
+def both(cupy, name: str, function: str, arrays, out_like: int | None, *rest, **options):
+    """What the kernel and the readable pair, in float64, make of the same numbers."""
+    wide = [a.astype(np.float64) for a in arrays]
+    there = [cupy.asarray(a) for a in arrays]
+    readable = getattr(functional, function).__wrapped__
+    if out_like is not None:
+        host_out = np.empty(wide[out_like].shape)
+        out = cupy.empty(arrays[out_like].shape, arrays[out_like].dtype)
+        options_host, options = dict(options, out=host_out), dict(options, out=out)
+    else:
+        options_host = options
+    expected = readable(*wide, *rest, **options_host)
+    found = getattr(cupy.kernels, function)(*there, *rest, **options)
+    as_tuple = (lambda x: x if isinstance(x, tuple) else (x,))
+    return [(cupy.to_host(f), e) for f, e in zip(as_tuple(found), as_tuple(expected))]
+
+
+@pytest.mark.limit(240)
+@pytest.mark.parametrize("name", DTYPES)
+def test_elementwise(cupy, name):
+    for shape in SHAPES:
+        x, dy = numbers(shape, name, 1), numbers(shape, name, 2)
+        b = numbers(shape[-1:], name, 3)
+        for function in ("add_rows", "scale_rows", "bias_gelu_forward"):
+            for found, expected in both(cupy, name, function, [x, b], 0):
+                close(found, expected, name)
+        for wide in (False, True):
+            (dx, expected), db = both(cupy, name, "bias_gelu_backward", [dy, x, b], 0, wide=wide)
+            close(dx, expected, name)
+            sums = "float64" if name == "float64" else "float32" if wide else name
+            assert str(db[0].dtype) == sums
+            close(*db, sums, 64 + shape[0])
+        for function, arrays in (("sum_rows", [x]), ("sum_products", [x, dy])):
+            if 0 not in shape:
+                for found, expected in both(cupy, name, function, arrays, None):
+                    close(found, expected, name, 16 + shape[0])
+                sums = "float64" if name == "float64" else "float32"
+                for found, expected in both(cupy, name, function, arrays, None, True):
+                    assert str(found.dtype) == sums
+                    close(found, expected, sums, 64 + shape[0])
+
+
+@pytest.mark.parametrize("name", DTYPES)
+def test_into_arrays_with_gaps_and_in_place(cupy, name):
+    """The rows of `out` need not follow each other, and `out` may be the input."""
+    x, b = numbers((4, 6, 10), name, 1), numbers((5,), name, 2)
+    wide = cupy.asarray(x)
+    part = wide[:, 2:5, 5:]
+    expected = x[:, 2:5, 5:].astype(float) + b.astype(float)
+    cupy.kernels.add_rows(part, cupy.asarray(b), part)
+    close(cupy.to_host(wide)[:, 2:5, 5:], expected, name)
+    assert np.array_equal(cupy.to_host(wide)[:, :2], x[:, :2])
+    dy, given = numbers((4, 3, 5), name, 3), cupy.to_host(part).astype(float)
+    dx = np.empty(given.shape)
+    _, db = functional.bias_gelu_backward.__wrapped__(dy.astype(float), given, b.astype(float), dx)
+    _, found = cupy.kernels.bias_gelu_backward(cupy.asarray(dy), part, cupy.asarray(b), part)
+    close(cupy.to_host(part), dx, name)
+    close(cupy.to_host(found), db, name)
+
+
+def test_kernels_are_looked_up_once(cupy, monkeypatch):
+    """For each type."""
+    looked, compiled = [], cupy.compiled
+
+    class Module:
+        def __init__(self, *source) -> None:
+            self.module = compiled(*source)
+
+        def get_function(self, name: str):
+            looked.append(name)
+            return self.module.get_function(name)
+    monkeypatch.setattr(cupy, "compiled", Module)
+    own = cupy_kernels.GpuKernels(cupy)
+    for name in ("float32", "float64", "float32"):
+        a, b = cupy.asarray(numbers((3, 4), name, 1)), cupy.asarray(numbers((4,), name, 2))
+        own.add_rows(a, b, cupy.empty((3, 4), name))
+    assert looked == ["add_rows<float>", "add_rows<double>"]
+
+
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("shape", [(2, 3, 5), (7, 300), (1, 1)])
+def test_layer_normalization(cupy, name, whole, shape):
+    """A mean of 1000 does not cancel; rows whose rest others hold have twice the features."""
+    centre = 1000 if name in ("float32", "float64") else 3
+    x, dy = numbers(shape, name, 1, centre), numbers(shape, name, 2)
+    features = shape[-1] * (1 if whole else 2)
+
+    def total(a):    # the other rank holds the same
+        return a if whole else a + a
+    results = both(cupy, name, "normalize_forward", [x], 0, features, 1e-5, total)
+    close(*results[0], name, 16 * (centre / 10 if centre > 3 else 1))
+    close(*results[1], name, 64)
+    xhat, rstd = (e for _, e in results)
+    xhat = xhat.astype(dtype_of(name))
+    rstd = rstd.astype(np.float64 if name == "float64" else np.float32)
+    for found, expected in both(cupy, name, "normalize_backward", [dy, xhat, rstd], 0, features,
+                                total):
+        close(found, expected, name, 16)
+
+
+@pytest.mark.limit(240)
+@pytest.mark.parametrize("name", DTYPES)
+@pytest.mark.parametrize("batch, heads, causal, first, queries, positions", [
+    (2, 3, False, 0, 5, 5), (2, 3, True, 0, 6, 6), (2, 3, True, 2, 3, 7), (2, 3, True, 3, 0, 3),
+    (2, 3, False, 0, 0, 3), (0, 3, True, 0, 3, 3), (2, 0, True, 0, 3, 3), (0, 0, False, 0, 0, 3)])
+def test_attention(cupy, monkeypatch, name, batch, heads, causal, first, queries, positions):
+    """Forward and backward, also a part of the heads at a time; queries of a part of the rows.  A
+    rank without queries fills dK and dV all the same: they are added to those of others."""
+    d = 4
+    monkeypatch.setattr(cupy_kernels, "SCORES", 2 * queries * positions * 8)
+    q, do = (numbers((batch, queries, heads, d), name, n) for n in (1, 2))
+    kv = numbers((batch, positions, 2, heads, d), name, 3)
+    k, v = kv[:, :, 0], kv[:, :, 1]
+    wide = [a.astype(np.float64) for a in (do, q, k, v)]
+    out_host = np.empty(q.shape)
+    _, lse_host = functional.attention_forward.__wrapped__(*wide[1:], first, causal, out_host)
+    there, KV = [cupy.asarray(a) for a in (do, q)], cupy.asarray(kv)
+    Q, K, V = there[1], KV[:, :, 0, ...], KV[:, :, 1, ...]
+    out = cupy.empty(q.shape, q.dtype)
+    _, lse = cupy.kernels.attention_forward(Q, K, V, first, causal, out)
+    close(cupy.to_host(out), out_host, name, 16)
+    close(cupy.to_host(lse), lse_host, name, 16)
+    expected = [np.empty(a.shape) for a in wide[1:]]
+    functional.attention_backward.__wrapped__(*wide, lse_host, first, causal, *expected)
+    dq, dkv = cupy.empty(q.shape, q.dtype), cupy.empty(kv.shape, kv.dtype)
+    dq[...], dkv[...] = 7, 7    # what is not written shows
+    found = [dq, dkv[:, :, 0, ...], dkv[:, :, 1, ...]]
+    cupy.kernels.attention_backward(there[0], Q, K, V, lse, first, causal, *found)
+    for a, e in zip(found, expected):
+        close(cupy.to_host(a), e, name, 32)
+
+
+def attend(cupy, shape, positions: int, name: str, causal: bool = True) -> list[np.ndarray]:
+    """Output, logarithms of sums, dQ, dK and dV of queries that begin at position 1."""
+    batch, queries, heads, d = shape
+    qkv = cupy.asarray(numbers((batch, positions, 3, heads, d), name, 1))
+    q, k, v = qkv[:, 1:queries + 1, 0, ...], qkv[:, :, 1, ...], qkv[:, :, 2, ...]
+    out, do = cupy.empty(shape, q.dtype), cupy.asarray(numbers(shape, name, 2))
+    _, lse = cupy.kernels.attention_forward(q, k, v, 1, causal, out)
+    made = cupy.empty((batch, positions, 3, heads, d), q.dtype)
+    made[...] = 0
+    dq, dk, dv = made[:, 1:queries + 1, 0, ...], made[:, :, 1, ...], made[:, :, 2, ...]
+    cupy.kernels.attention_backward(do, q, k, v, lse, 1, causal, dq, dk, dv)
+    return [cupy.to_host(a).copy() for a in (out, lse, made)]
+
+
+@pytest.mark.parametrize("name", ["float32", "float16"])
+def test_scores_stay_within_their_bound(cupy, monkeypatch, name):
+    """All sequences at once, some, some heads of one, some queries of one: nowhere are there more
+    bytes of scores than `SCORES`, and the bits are the same until queries are divided."""
+    (batch, queries, heads, d), positions, empty = (3, 5, 4, 2), 7, cupy.empty
+    one = positions * (4 + (4 if name == "float32" else 2))    # of a query, in backward
+    held: list[int] = []
+
+    def counted(shape, dtype):
+        held.append(np.dtype(dtype).itemsize * int(np.prod(shape)) * (
+            len(shape) == 3 and shape[2] == positions))
+        return empty(shape, dtype)
+    monkeypatch.setattr(cupy, "empty", counted)
+    expected = attend(cupy, (batch, queries, heads, d), positions, name)
+    assert sum(held) > batch * heads * queries * one    # both passes
+    for some, parts in ((2 * heads * queries, 2), (heads * queries, 3), (3 * queries, 3 * 2),
+                        (queries, 3 * 4), (2, 3 * 4 * 3), (1, 3 * 4 * 5)):
+        monkeypatch.setattr(cupy_kernels, "SCORES", some * one)
+        assert len(cupy_kernels.parts_of_scores(batch, heads, queries, one)) == parts
+        held.clear()
+        found = attend(cupy, (batch, queries, heads, d), positions, name)
+        scores = [size for size in held if size]
+        backward = sum(scores[-2:])
+        assert 0 < backward <= some * one and sum(scores[:-2]) <= some * one
+        for a, b in zip(found, expected):
+            if some >= queries:
+                assert np.array_equal(a, b), some
+            close(a, b.astype(np.float64), name, 16)
+
+
+def test_launches_of_attention_do_not_grow_with_sequences(cupy):
+    """Seven forward and fourteen backward for any number of sequences, where one at a time takes
+    three and seven for each."""
+    if not hasattr(cupy.xp, "pinned"):
+        pytest.skip("the stand-in counts what a graph holds")
+    for batch, counts in ((1, [3, 7]), (2, [7, 14]), (9, [7, 14])):
+        q, k, v, do = (cupy.asarray(numbers((batch, 3, 2, 4), "float32", n)) for n in range(4))
+        made = [cupy.empty(q.shape, q.dtype) for _ in range(4)]
+        lse = cupy.empty((batch, 2, 3), "float32")
+        steps = (lambda: cupy.kernels.attention_forward(q, k, v, 0, True, made[0]),
+                 lambda: cupy.kernels.attention_backward(do, q, k, v, lse, 0, True, *made[1:]))
+        assert [len(cupy.graph(step)._graph.kernels) for step in steps] == counts, batch
+
+
+# --- For GPUs ------------------------------------------------------------------------------
+
+def nvrtc():
+    """The compiler: ``MM3D_NVRTC`` names the library, or the system finds it."""
+    for name in filter(None, (os.environ.get("MM3D_NVRTC"), "libnvrtc.so.13", "libnvrtc.so.12",
+                              "libnvrtc.so")):
+        try:
+            return ctypes.CDLL(name)
+        except OSError:
+            continue
+    pytest.skip("NVRTC is not installed: pip install nvidia-cuda-nvrtc, and set MM3D_NVRTC to "
+                "its libnvrtc.so")
+
+
+@pytest.mark.parametrize("architecture", [70, 80, 90])
+@pytest.mark.limit(240)
+def test_kernels_compile_for(architecture):
+    """To machine code of the architecture, every kernel for every type."""
+    library = nvrtc()
+    count = ctypes.c_int()
+    library.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    known = (ctypes.c_int * count.value)()
+    library.nvrtcGetSupportedArchs(known)
+    if architecture not in list(known):
+        pytest.skip(f"this NVRTC knows sm_{known[0]} and later, not sm_{architecture}")
+    program = ctypes.c_void_p()
+    code = cupy_kernels.SOURCE.read_bytes()
+    assert library.nvrtcCreateProgram(ctypes.byref(program), code, b"kernels.cu", 0, None,
+                                      None) == 0
+    for expression in cupy_kernels.EXPRESSIONS:
+        assert library.nvrtcAddNameExpression(program, expression.encode()) == 0
+    options = [*(text.encode() for text in cupy_kernels.OPTIONS),
+               f"-arch=sm_{architecture}".encode()]
+    status = library.nvrtcCompileProgram(program, len(options),
+                                         (ctypes.c_char_p * len(options))(*options))
+    size = ctypes.c_size_t()
+    library.nvrtcGetProgramLogSize(program, ctypes.byref(size))
+    log = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetProgramLog(program, log)
+    assert status == 0, log.value.decode()
+    library.nvrtcGetCUBINSize(program, ctypes.byref(size))
+    binary = ctypes.create_string_buffer(size.value)
+    library.nvrtcGetCUBIN(program, binary)
+    for name in cupy_kernels.NAMES:
+        assert name.encode() in binary.raw, f"{name} is missing"

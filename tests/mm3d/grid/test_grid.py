@@ -1,0 +1,330 @@
+"""The process grid, its collectives and what they count, and the memory behind them."""
+import gc
+from itertools import accumulate, product
+
+import numpy as np
+import pytest
+
+import mm3d
+from mm3d.arrays.blocks import blocks
+from mm3d.arrays.pool import Pool
+from mm3d.grid.axis import Traffic
+from reference import every_grid, grids, integers, on_grid, total
+
+pytestmark = pytest.mark.usefixtures("transport")
+
+LINES = pytest.mark.ranks(1, 3, 8)
+DTYPES = "float64", "float32", "float16", "int64"
+
+# Shape of the whole, and the dimension along which it is dealt: a first, a middle and a last
+# one, counted from either end; more parts than elements; nothing at all.
+CASES = pytest.mark.parametrize("shape, dim", [
+    ((16,), 0), ((8, 3), 0), ((3, 16), 1), ((2, 8, 3), 1), ((3, 2, 16), -1),
+    ((13,), 0), ((11, 3), 0), ((5, 13), -1), ((2, 11, 3), 1), ((2, 3, 19), 2),
+    ((2, 3), 0), ((4, 2), 1), ((0, 3), 0), ((4, 0), 1), ((7, 0), 0)])
+
+
+def strided(a: np.ndarray) -> np.ndarray:
+    """The same numbers, not contiguous in memory."""
+    wide = np.repeat(np.swapaxes(a, 0, -1), 2, axis=0)
+    return np.swapaxes(wide[::2], 0, -1)
+
+
+def pieces(a: np.ndarray, dim: int, counts: list[int]) -> list[np.ndarray]:
+    return np.split(a, list(accumulate(counts[:-1])), axis=dim)
+
+
+# --- How a length is dealt -----------------------------------------------------------------
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8, 36])
+@pytest.mark.parametrize("units, unit", [(0, 1), (1, 1), (7, 1), (8, 1), (64, 48), (5, 3)])
+def test_blocks_are_whole_units_that_differ_by_one_at_most(units, unit, parts):
+    lengths = blocks(units * unit, parts, unit)
+    assert len(lengths) == parts and sum(lengths) == units * unit
+    assert all(length % unit == 0 for length in lengths)
+    assert max(lengths) - min(lengths) <= unit
+    assert lengths == sorted(lengths, reverse=True)
+
+
+def test_blocks_of_a_length_that_units_do_not_fill_say_what_would_do():
+    with pytest.raises(ValueError, match=r"10 cannot be dealt in units of 4: 8 or 12 would do"):
+        blocks(10, 2, 4)
+
+
+# --- Who is where --------------------------------------------------------------------------
+
+@every_grid
+def test_rank_numbers_and_coordinates(comm):
+    """Rank (i Y + j) Z + k is (i, j, k); a direction joins those that differ in it alone."""
+    for grid in grids(comm):
+        X, Y, Z = (grid.shape[c] for c in "xyz")
+        i, j, k = (grid.coords[c] for c in "xyz")
+        assert (i * Y + j) * Z + k == comm.rank == grid.rank
+        assert (grid.size, grid.axes.keys()) == (comm.size, set("xyz"))
+        assert grid.shape.coordinates(comm.rank) == grid.coords
+        lines = {"x": [(n * Y + j) * Z + k for n in range(X)],
+                 "y": [(i * Y + n) * Z + k for n in range(Y)],
+                 "z": [(i * Y + j) * Z + n for n in range(Z)]}
+        for letter, line in lines.items():
+            axis = grid[letter]
+            assert axis is getattr(grid, letter)
+            assert (axis.size, axis.rank) == (grid.shape[letter], grid.coords[letter])
+            assert axis.all_gather(np.array([comm.rank])).tolist() == line, (grid, letter)
+
+
+@pytest.mark.ranks(1, 4, 8)
+def test_uneven_blocks_need_no_counts(comm):
+    with on_grid(comm, x=comm.size) as grid:
+        whole = np.arange(7.0) * comm.size
+        assert np.array_equal(grid.x.all_gather(grid.x.reduce_scatter(np.arange(7.0))), whole)
+
+
+@pytest.mark.ranks(2)
+def test_counts_that_do_not_fit_the_array_are_refused(comm):
+    with on_grid(comm, x=comm.size) as grid:
+        for counts in ([5, 4], [2, 2, 4]):
+            with pytest.raises(ValueError, match=r"an array 4 long does not fit blocks of \["):
+                grid.x.all_gather(np.ones((2, 4)), 1, [n + (comm.rank == 1) for n in counts])
+            with pytest.raises(ValueError, match=r"an array 4 long does not fit blocks of \["):
+                grid.x.reduce_scatter(np.ones((2, 4)), 1, counts)
+
+
+@pytest.mark.ranks(1, 8)
+@pytest.mark.parametrize("shape, message", [
+    (dict(x=2, y=2, z=3), "a grid of 2 x 2 x 3 has 12 ranks, but the communicator has"),
+    (dict(x=0, y=8), "not x=0"),
+    (dict(x=-8), "not x=-8"),
+    (dict(x=8.0), "not x=8.0"),
+    (dict(row=8), "not row=8"),
+])
+def test_a_grid_that_cannot_be_is_refused_alike_on_all_ranks(comm, shape, message):
+    with pytest.raises(ValueError) as error:
+        mm3d.Grid(comm, **shape)
+    assert message in str(error.value)
+    assert len(set(comm.allgather(str(error.value)))) == 1
+
+
+@pytest.mark.ranks(4)
+def test_a_direction_that_the_grid_lacks(comm):
+    with on_grid(comm, u=2, v=2) as grid:
+        assert grid.shape == {"u": 2, "v": 2} and "u=2, v=2" in repr(grid)
+        with pytest.raises(AttributeError, match="'x'"):
+            grid.x
+
+
+# --- Collectives ---------------------------------------------------------------------------
+# Rank r holds integers(shape, seed=r): every rank can tell what any other one holds.
+
+@LINES
+@CASES
+def test_all_gather_joins_the_blocks_in_order(comm, shape, dim):
+    dealt = blocks(shape[dim], comm.size)
+    with on_grid(comm, comm.size) as grid:
+        for dtype, counts in product(DTYPES, (dealt, dealt[::-1])):
+            whole = integers(shape, 0, dtype)
+            mine = pieces(whole, dim, counts)[comm.rank]
+            for a in (mine.copy(), strided(mine)):
+                got = grid.x.all_gather(a, dim, counts)
+                assert np.array_equal(got, whole) and got.dtype == dtype and got.shape == shape
+                assert np.array_equal(a, mine)
+
+
+@LINES
+@CASES
+def test_reduce_scatter_leaves_each_rank_its_block_of_the_sum(comm, shape, dim):
+    dealt = blocks(shape[dim], comm.size)
+    with on_grid(comm, comm.size) as grid:
+        for dtype, counts in product(DTYPES, (dealt, dealt[::-1], None)):
+            terms = [integers(shape, r, dtype) for r in range(comm.size)]
+            expected = pieces(sum(terms), dim, counts or dealt)[comm.rank]
+            for a in (terms[comm.rank].copy(), strided(terms[comm.rank])):
+                got = grid.x.reduce_scatter(a, dim, counts)
+                assert np.array_equal(got, expected) and got.dtype == dtype
+                assert np.array_equal(a, terms[comm.rank])
+
+
+@LINES
+@pytest.mark.parametrize("shape", [(16,), (3, 5), (2, 3, 5), (1,), (0, 3)])
+def test_all_reduce_reduce_and_broadcast(comm, shape):
+    with on_grid(comm, comm.size) as grid:
+        for dtype, root in product(DTYPES, range(comm.size)):
+            terms = [integers(shape, r, dtype) for r in range(comm.size)]
+            mine = terms[comm.rank]
+            for a in (mine.copy(), strided(mine)):
+                got = grid.x.all_reduce(a)
+                assert np.array_equal(got, sum(terms)) and got.dtype == dtype
+                got = grid.x.reduce(a, root)
+                assert (got is None) == (comm.rank != root)
+                assert got is None or (np.array_equal(got, sum(terms)) and got.dtype == dtype)
+                assert np.array_equal(a, mine)
+                got = grid.x.broadcast(a, root)
+                assert np.array_equal(got, terms[root]) and got.dtype == dtype
+
+
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("letter", "xyz")
+def test_collectives_stay_within_their_line_of_the_grid(comm, letter):
+    """On a cube: the other coordinates are those of this rank, in what it receives too."""
+    with on_grid(comm, 2, 2, 2) as grid:
+        line = [r for r in range(8) if all(grid.shape.coordinates(r)[c] == grid.coords[c]
+                                           for c in "xyz" if c != letter)]
+        terms = [integers((2, 3), r) for r in line]
+        axis, mine = grid[letter], terms[grid.coords[letter]]
+        assert np.array_equal(axis.all_gather(mine), np.concatenate(terms))
+        assert np.array_equal(axis.reduce_scatter(mine, 1, [2, 1]),
+                              pieces(sum(terms), 1, [2, 1])[axis.rank])
+        assert np.array_equal(axis.all_reduce(mine), sum(terms))
+        assert np.array_equal(axis.broadcast(mine.copy(), 1), terms[1])
+
+
+@LINES
+def test_a_split_broadcasts_and_reduces_blocks_of_any_length(comm):
+    """The block of the root has the root's length, whatever the others hold."""
+    whole = integers((3, 2 * comm.size - 1), 0)
+    with on_grid(comm, comm.size) as grid:
+        split = grid.x.split(1, whole.shape[1])
+        parts = pieces(whole, 1, split.counts)
+        for root in range(comm.size):
+            got = split.broadcast(parts[comm.rank].copy(), root)
+            assert np.array_equal(got, parts[root])
+            terms = [integers(parts[root].shape, r) for r in range(comm.size)]
+            got = split.reduce(terms[comm.rank], root)
+            assert got is None if comm.rank != root else np.array_equal(got, sum(terms))
+        assert np.array_equal(split.all_gather(parts[comm.rank]), whole)
+        assert np.array_equal(split.reduce_scatter(whole), comm.size * parts[comm.rank])
+
+
+@pytest.mark.ranks(1, 4)
+def test_a_split_keeps_units_together(comm):
+    with on_grid(comm, comm.size) as grid:
+        counts = grid.x.split(0, 5 * 3, unit=3).counts
+        assert counts == {1: [15], 4: [6, 3, 3, 3]}[comm.size]
+
+
+def test_along_a_direction_of_one_rank_arrays_pass_untouched():
+    with on_grid(mm3d.grid.grid.MPI.COMM_SELF, 1) as grid:
+        a = strided(integers((3, 4), 0))
+        for got in (grid.x.all_gather(a, 1), grid.x.reduce_scatter(a, 1), grid.x.all_reduce(a),
+                    grid.x.broadcast(a, 0), grid.x.reduce(a, 0)):
+            assert got is a
+        assert grid.traffic() == {}
+
+
+# --- What they count -----------------------------------------------------------------------
+
+@LINES
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+@pytest.mark.parametrize("rows", [8, 11, 3])
+def test_traffic_of_one_call_each(comm, rows, dtype):
+    """Of rows x 5 words, n parts: all but the own block; an all-reduce counts as two passes."""
+    whole = integers((rows, 5), 0, dtype)
+    n, me, root = comm.size, comm.rank, comm.size - 1
+    counts = blocks(rows, n)
+    own = 5 * counts[me]
+    flat = blocks(5 * rows, n)[me]
+    size, other = 5 * rows, int(me != root)
+    with on_grid(comm, n) as grid:
+        grid.x.all_gather(pieces(whole, 0, counts)[me], 0, counts)
+        grid.x.reduce_scatter(whole, 0, counts)
+        grid.x.all_reduce(whole)
+        grid.x.broadcast(whole, root)
+        grid.x.reduce(whole, root)
+        expected = {"all_gather": (n - 1, size - own), "reduce_scatter": (n - 1, size - own),
+                    "all_reduce": (2 * (n - 1), 2 * (size - flat)),
+                    "broadcast": (other, other * size), "reduce": (other, other * size)}
+        assert grid.traffic() == ({} if n == 1 else {
+            ("x", kind): Traffic(1, messages, words, words * np.dtype(dtype).itemsize)
+            for kind, (messages, words) in expected.items()})
+
+
+@pytest.mark.ranks(8)
+def test_traffic_adds_up_by_direction_until_it_is_reset(comm):
+    with on_grid(comm, 4, 2, 1) as grid:
+        for _ in range(3):
+            grid.x.all_gather(integers((2, 5), 0, "float32"))
+        grid.y.all_gather(integers((2, 5), 0, "float32"), 1)
+        grid.z.all_gather(integers((2, 5), 0, "float32"))
+        assert grid.traffic() == {("x", "all_gather"): Traffic(3, 9, 90, 360),
+                                  ("y", "all_gather"): Traffic(1, 1, 10, 40)}
+        grid.reset_traffic()
+        assert grid.traffic() == {}
+        grid.y.all_reduce(integers((3,), 0))
+        mine = grid.traffic()["y", "all_reduce"].words
+        assert mine == 2 * (3 - [2, 1][grid.coords["y"]])
+        assert total(comm, {"y": mine}) == {"y": 4 * 2 * 1 * 3}
+
+
+# --- Memory --------------------------------------------------------------------------------
+
+def address(a: np.ndarray) -> int:
+    return a.__array_interface__["data"][0]
+
+
+def test_the_pool_lends_storage_again_only_when_its_last_view_has_gone():
+    pool, shape, dtype = Pool(), (8, 128), np.dtype("float64")
+    a = pool.take(shape, dtype)
+    a[...] = 7
+    where, row = address(a), a[3:5].T.reshape(-1)[::2]
+    view = a.reshape(-1).view("int64")[100:200]
+    del a, row
+    gc.collect()
+    other = pool.take(shape, dtype)
+    other[...] = 0
+    assert address(other) != where
+    assert (view.view("float64") == 7).all()
+    assert pool.in_use == pool.reserved == 2 * 8 * 1024
+    del view
+    gc.collect()
+    assert pool.in_use == 8 * 1024
+    assert address(pool.take(shape, dtype)) == where
+    assert pool.reserved == 2 * 8 * 1024
+
+
+def test_the_pool_counts_what_is_lent_and_the_most_that_ever_was():
+    pool, byte = Pool(), np.dtype("uint8")
+    a, b = pool.take((Pool.granule + 1,), byte), pool.take((0, 5), byte)
+    assert (a.shape, a.dtype, b.shape) == ((Pool.granule + 1,), byte, (0, 5))
+    assert pool.in_use == pool.peak == 3 * Pool.granule    # two of them for a, one for b
+    del a
+    small = pool.take((1,), byte)
+    assert (pool.in_use, pool.peak) == (2 * Pool.granule, 3 * Pool.granule)
+    del small
+    pool.reset_peak()
+    assert pool.peak == Pool.granule
+    c = pool.take((2 * Pool.granule,), byte)               # the storage that a had
+    assert (pool.peak, pool.reserved) == (3 * Pool.granule, 4 * Pool.granule)
+    d = pool.take((3, 5), np.dtype("float32"))
+    assert pool.reserved == 4 * Pool.granule and d.flags.c_contiguous and d.flags.writeable
+    assert len(c) == 2 * Pool.granule
+
+
+def test_arrays_lent_at_the_same_time_share_nothing():
+    pool, rng = Pool(), np.random.default_rng(0)
+    lent = []
+    for step in range(300):
+        if lent and rng.random() < 0.45:
+            a, value = lent.pop(rng.integers(len(lent)))
+            assert (a == value).all()
+            del a
+        else:
+            a = pool.take(tuple(rng.integers(0, 40, 2)), np.dtype("float64"))
+            a[...] = step
+            lent.append((a, step))
+    assert all((a == value).all() for a, value in lent)
+    assert pool.reserved < 300 * 4096
+
+
+@pytest.mark.ranks(8)
+def test_collectives_reuse_their_memory(comm):
+    """A second round of the same collectives takes nothing new from the system."""
+    with on_grid(comm, 2, 2, 2) as grid:
+        whole = integers((6, 7), 0)
+
+        def round_of_all():
+            for axis in grid.axes.values():
+                axis.all_reduce(axis.all_gather(axis.reduce_scatter(whole, 1), 1, [4, 3]))
+        round_of_all()
+        before = grid.backend.memory()
+        for _ in range(5):
+            round_of_all()
+        assert grid.backend.memory() == before

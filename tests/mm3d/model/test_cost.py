@@ -1,0 +1,258 @@
+"""The closed forms: words, flops and memory as counted, bounds, and what lines of ranks are."""
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+
+import mm3d
+from mm3d import describe
+from mm3d.grid.axis import Axis
+from mm3d.model import cost
+from mm3d.schemes import cube
+from mm3d.schemes.closed_form import ProductShape
+from reference import (every_grid, grids, integers, on_grid, relative_error, schemes, total,
+                       words)
+
+# Everything divides; nothing does, and there are fewer sequences and heads than ranks.
+MODELS = {"even": dict(layers=1, hidden=16, heads=8, batch=16, seq=8),
+          "uneven": dict(layers=2, hidden=15, heads=3, batch=3, seq=5)}
+every_model = pytest.mark.parametrize("sizes", MODELS.values(), ids=MODELS)
+OPTIONS = [("3d", {}), ("3d", dict(keep="weight", rows="sequences")),
+           ("3d", dict(keep="both", rows="positions")),
+           *((name, {}) for name in mm3d.SCHEMES if name != "3d")]
+every_scheme = pytest.mark.parametrize("name, options", OPTIONS, ids=str)
+
+
+def of_phases(model, count) -> dict:
+    """`count()` of a forward and of a backward pass, counting started anew for each."""
+    counts = {}
+    model.grid.reset_traffic()
+    y, saved = model.forward(model.random("x"))
+    counts["forward"] = count()
+    model.grid.reset_traffic()
+    model.backward(model.random("dy"), saved)
+    counts["backward"] = count()
+    return counts
+
+
+def spy(monkeypatch, owner, *names) -> list:
+    """The arguments of every call of these functions from now on, in a list that grows."""
+    calls = []
+    for name in names:
+        def spied(*args, name=name, original=getattr(owner, name), **kwargs):
+            calls.append((name, *args))
+            return original(*args, **kwargs)
+        monkeypatch.setattr(owner, name, spied)
+    return calls
+
+
+# --- The model as counted ------------------------------------------------------------------
+
+@every_grid
+@every_scheme
+@every_model
+def test_collectives_words_and_flops_of_the_model(comm, name, options, sizes, monkeypatch):
+    """By direction and kind of collective: words over all ranks, and calls on each. No
+    multiplication is done twice; backward computes the scores again, less the logarithms of their
+    sums, which is one more term for each head and which `flops` leaves out."""
+    matmuls = spy(monkeypatch, np, "matmul")
+    described = describe(sizes)
+    flops = cost.flops(described)
+    flops["backward"] += (2 * math.prod(sizes[key] for key in ("layers", "batch", "seq", "seq"))
+                          * (sizes["hidden"] + sizes["heads"]))
+    for scheme in schemes(comm, name, **options):
+        def count():
+            done = sum(2 * math.prod(a.shape) * b.shape[-1] for _, a, b in matmuls)
+            matmuls.clear()
+            return scheme.grid.traffic(), done
+        counted = of_phases(mm3d.Transformer(scheme, **sizes), count)
+        moves = cost.moves(name, scheme.grid.shape, described, **options)
+        closed = cost.words(name, scheme.grid.shape, described, **options)
+        for phase, (traffic, done) in counted.items():
+            sums = total(comm, {key: t.words for key, t in traffic.items()})
+            calls = {key: t.calls for key, t in traffic.items()}
+            assert sums == closed[phase], (scheme, phase)
+            assert sums == {key: move.words for key, move in moves[phase].items()}
+            assert calls == {key: move.calls for key, move in moves[phase].items()}, scheme
+            assert all(t.bytes == 4 * t.words for t in traffic.values())
+            assert comm.allreduce(done) == flops[phase] * (comm.size if name == "serial" else 1)
+
+
+@every_grid
+@every_model
+def test_parameters_are_stored_once(comm, sizes):
+    """In 3-D over all ranks together, and the count is that of the global shapes."""
+    expected = cost.parameters(describe(sizes))
+    for scheme in schemes(comm, "3d", "2d"):
+        parameters = mm3d.Transformer(scheme, **sizes).parameters
+        assert sum(math.prod(p.shape) for p in parameters) == expected
+        assert comm.allreduce(sum(p.value.size for p in parameters)) == expected, scheme
+
+
+# --- One product: the formula and the bound ------------------------------------------------
+
+def words_of_product(grid, m, n, k) -> int:
+    """Words that this rank moves for C = A B, A being m x n and B n x k."""
+    A, B, C = (mm3d.Layout(spec) for spec in ("xy,z", "z,yx", "xz,y"))
+    a, b, c = (A.split(grid, (m, n), "y"), B.split(grid, (n, k), "x"), C.split(grid, (m, k), "z"))
+    A_ijl, B_lji = A.shard(integers((m, n), 0), grid), B.shard(integers((n, k), 1), grid)
+    grid.reset_traffic()
+    cube.ab(A_ijl, B_lji, a, b, c)
+    return sum(words(grid).values())
+
+
+@every_grid
+def test_words_of_a_rank_where_everything_divides(comm):
+    """w(Y) MN/(XZ) + w(X) NK/(ZY) + w(Z) MK/(XY) with w(n) = (n-1)/n, on each rank."""
+    for grid in grids(comm):
+        X, Y, Z = grid.shape.values()
+        m, n, k = 2 * X * Y * Z, 3 * X * Y * Z, 5 * X * Y * Z
+        formula = ((Y - 1) * m * n + (X - 1) * n * k + (Z - 1) * m * k) // comm.size
+        assert words_of_product(grid, m, n, k) == formula, grid
+
+
+@every_grid
+@pytest.mark.parametrize("m, n, k", [(7, 11, 13), (5, 17, 3), (19, 2, 9)])
+def test_words_of_all_ranks_where_nothing_divides(comm, m, n, k):
+    for grid in grids(comm):
+        X, Y, Z = grid.shape.values()
+        formula = (Y - 1) * m * n + (X - 1) * n * k + (Z - 1) * m * k
+        assert comm.allreduce(words_of_product(grid, m, n, k)) == formula, grid
+        forward, _ = cube.Cube.product_moves(grid.shape, ProductShape("into", m, n, k))
+        assert sum(move.words for move in forward) == formula, grid
+
+
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("sizes, m, n, k", [
+    ((2, 2, 2), 8, 8, 8), ((2, 2, 2), 16, 16, 16),     # three directions: a cube of a product
+    ((4, 2, 1), 16, 2, 8),                             # two: a flat one
+    ((8, 1, 1), 64, 8, 8), ((1, 1, 8), 8, 64, 8), ((1, 8, 1), 8, 8, 64)])    # one: a long one
+def test_words_reach_the_lower_bound(comm, sizes, m, n, k):
+    """Ratio 1.000 in each of its three regimes, counted, on every rank."""
+    with on_grid(comm, *sizes) as grid:
+        ratio = words_of_product(grid, m, n, k) / cost.lower_bound(m, n, k, comm.size)
+        assert ratio == pytest.approx(1, rel=1e-12)
+
+
+@pytest.mark.parametrize("p", range(1, 9))
+@pytest.mark.parametrize("way", ["into", "back"])
+def test_every_cube_of_ranks_reaches_the_lower_bound(p, way):
+    """M = N = K on p x p x p ranks: 3 w(p) (n/p)^2 words a rank, the bound itself."""
+    n, sizes = p ** 2 * 6, dict(x=p, y=p, z=p)
+    forward, _ = cube.Cube.product_moves(sizes, ProductShape(way, n, n, n))
+    words, rest = divmod(sum(move.words for move in forward), p ** 3)
+    assert (words, rest) == (3 * (p - 1) * n ** 2 // p ** 3, 0)
+    assert words == pytest.approx(cost.lower_bound(n, n, n, p ** 3), rel=1e-12, abs=1e-6)
+
+
+@pytest.mark.parametrize("m, n, k", [(64, 64, 64), (4096, 64, 256), (128, 1024, 64), (16, 8, 512)])
+@pytest.mark.parametrize("ranks", [1, 8, 12, 64])
+def test_no_grid_moves_less_than_the_lower_bound(m, n, k, ranks):
+    bound = cost.lower_bound(m, n, k, ranks)
+    for X, Y in product(range(1, ranks + 1), repeat=2):
+        if ranks % (X * Y) == 0:
+            sizes = dict(x=X, y=Y, z=ranks // (X * Y))
+            forward, _ = cube.Cube.product_moves(sizes, ProductShape("into", m, n, k))
+            assert sum(move.words for move in forward) / ranks >= bound * (1 - 1e-12), sizes
+
+
+def test_the_bound_is_continuous_where_its_regimes_meet():
+    """At P = m/n and P = mn/k^2, for sides m >= n >= k."""
+    m, n, k = 4096, 512, 64
+    for ranks in (m // n, m * n // k ** 2):
+        below, at, above = (cost.lower_bound(m, n, k, ranks + d) for d in (-1e-9, 0, 1e-9))
+        assert below == pytest.approx(at) == pytest.approx(above)
+
+
+@pytest.mark.parametrize("keep, share", [("none", 8), ("weight", 7), ("both", 6)])
+def test_words_of_both_phases_by_what_is_kept(keep, share):
+    """M = N = K on a cube: as printed, with dC gathered twice, nine faces of (n/p)^2 w(p) words
+    on each rank; eight with dC gathered once, and one less for each operand kept."""
+    n, p = 64, 4
+    phases = cube.Cube.product_moves(dict(x=p, y=p, z=p), ProductShape("into", n, n, n),
+                                     keep=keep)
+    moved = sum(move.words for moves in phases for move in moves)
+    assert moved == share * (p - 1) * n ** 2
+
+
+# --- Lines of ranks are old friends --------------------------------------------------------
+
+@pytest.mark.ranks(3, 8)
+@every_model
+def test_ranks_along_x_are_fully_sharded_data_parallelism(comm, sizes):
+    """ZeRO-3: all parameters gathered forward, the weights again in backward, all gradients
+    reduce-scattered; besides, nothing. Each rank moves all but what it stores."""
+    scheme = mm3d.scheme("3d", comm, grid=(comm.size, 1, 1))
+    model = mm3d.Transformer(scheme, **sizes)
+    every = model.parameters
+    weights = [p for p in every if p.name.endswith("weight") and len(p.shape) > 1]
+
+    def elsewhere(parameters):
+        return sum(math.prod(p.shape) - p.value.size for p in parameters)
+    counted = of_phases(model, lambda: words(scheme.grid))
+    assert counted["forward"] == {("x", "all_gather"): elsewhere(every)}
+    assert counted["backward"] == {("x", "all_gather"): elsewhere(weights),
+                                   ("x", "reduce_scatter"): elsewhere(every)}
+    whole = (comm.size - 1) * cost.parameters(describe(sizes))
+    assert total(comm, counted["forward"]) == {("x", "all_gather"): whole}
+    scheme.grid.free()
+
+
+@pytest.mark.ranks(3, 8)
+def test_ranks_along_x_compute_what_sharded_data_parallelism_does(comm):
+    """A linear layer against one written out on MPI: rows dealt, B in shards of columns."""
+    m, n, k, rank = 19, 5, 2 * comm.size, comm.rank
+    A, B, dC = integers((m, n), 0), integers((n, k), 1), integers((m, k), 2)
+    rows, columns = np.array_split(np.arange(m), comm.size)[rank], [2 * rank, 2 * rank + 1]
+    mine = np.ascontiguousarray(B[:, columns])
+    gathered = np.hstack(comm.allgather(mine))
+    dB = sum(comm.allgather(A[rows].T @ dC[rows]))[:, columns]
+    with on_grid(comm, comm.size, 1, 1) as grid:
+        in_B = mm3d.Layout("z,yx")
+        splits = [mm3d.Layout(spec).split(grid, a.shape, c) for spec, a, c
+                  in (("xy,z", A, "y"), ("z,yx", B, "x"), ("xz,y", dC, "z"))]
+        fsdp = cube.CubeProduct(*splits, in_B, "none")
+        assert np.array_equal(in_B.shard(B, grid), mine)
+        C, saved = fsdp.forward(A[rows], mine)
+        assert np.array_equal(C, A[rows] @ gathered)
+        dA, dB_mine = fsdp.backward(dC[rows], mine, saved)
+        assert np.array_equal(dA, dC[rows] @ gathered.T) and np.array_equal(dB_mine, dB)
+
+
+@pytest.mark.ranks(3, 8)
+@every_model
+def test_ranks_along_y_are_megatron_with_sequence_parallelism(comm, sizes, monkeypatch):
+    """The same gathers and reduce-scatters in the same order, block for block, and the same
+    numbers; vectors, which one stores on the diagonal and the other in copies, apart."""
+    calls = spy(monkeypatch, Axis, "all_gather", "reduce_scatter")
+    found = []
+    for name, options in (("3d", dict(grid=(1, comm.size, 1), rows="positions")), ("1d-sp", {})):
+        scheme = mm3d.scheme(name, comm, **options)
+        model = mm3d.Transformer(scheme, dtype="float64", **sizes)
+        calls.clear()
+        y, saved = model.forward(model.random("x"))
+        dx = model.backward(model.random("dy"), saved)
+        moved = [(kind, dim, counts) for kind, axis, _, dim, counts in calls if axis.size > 1]
+        counted = {kind: n for (_, kind), n in words(scheme.grid).items()
+                   if kind in ("all_gather", "reduce_scatter")}
+        found.append((moved, counted, y, dx, model.gradients()))
+        scheme.grid.free()
+    (moves, counted, y, dx, gradients), (moves_sp, counted_sp, y_sp, dx_sp, gradients_sp) = found
+    assert moves == moves_sp and len(moves) == sizes["layers"] * (4 + 6)
+    assert counted == counted_sp
+    for a, b in ((y, y_sp), (dx, dx_sp), *((gradients[k], gradients_sp[k]) for k in gradients)):
+        assert a.shape == b.shape and relative_error(a, b) < 1e-13
+
+
+@pytest.mark.ranks(4)
+def test_ranks_along_x_and_y_combine_the_two(comm):
+    """X x Y x 1: each line along x gathers the weights of one rank of Megatron, each line
+    along y the rows of one rank of data parallelism."""
+    scheme = mm3d.scheme("3d", comm, grid=(2, 2, 1))
+    outer, inner = scheme.spaces(8, 3)
+    linear = scheme.product(outer, inner, (10, 12), (1, 1))
+    scheme.grid.reset_traffic()
+    linear.forward(np.ones((2, 3, 10)), np.ones((10, 3)))
+    assert words(scheme.grid) == {("y", "all_gather"): 2 * 3 * 10, ("x", "all_gather"): 10 * 3}
+    scheme.grid.free()

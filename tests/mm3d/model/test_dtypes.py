@@ -1,0 +1,112 @@
+"""No operation changes the type of the numbers: float32 in, float32 everywhere."""
+import numpy as np
+import pytest
+
+import mm3d
+from mm3d.arrays import backend
+from mm3d.grid import axis
+from mm3d.model import transformer
+from models import SIZES, SOME
+from reference import on_grid
+
+
+class Watched(np.ndarray):
+    """An array all of whose offspring are watched, too: every result, temporary and view."""
+
+    seen: set[str] = set()
+
+    def __array_finalize__(self, parent):
+        self.seen.add(str(self.dtype))
+
+
+class WatchedBackend(backend.Backend):
+    """NumPy, with every array watched from its first moment."""
+
+    name = "watched"
+
+    def empty(self, shape, dtype):
+        return np.empty(shape, dtype).view(Watched)
+
+    def arange(self, start, stop):
+        return np.arange(start, stop).view(Watched)
+
+
+@pytest.fixture
+def travelled(monkeypatch):
+    """Type and last dimension of every array that has been handed to an axis."""
+    found = set()
+
+    def spied(method):
+        def call(self, *arguments):
+            found.update((str(a.dtype), a.shape[-1]) for a in arguments
+                         if isinstance(a, np.ndarray))
+            return method(self, *arguments)
+        return call
+
+    for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce"):
+        method = getattr(axis.Axis, name)
+        monkeypatch.setattr(axis.Axis, name, spied(method))
+    return found
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """A backend whose arrays' types are recorded, and that all arrays in use belong to."""
+    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")    # where the backend makes every array
+    library = WatchedBackend()
+    monkeypatch.setattr(backend, "_made", {"watched": library})
+    monkeypatch.setattr(Watched, "seen", set())
+    return library
+
+
+@pytest.mark.ranks(*SOME)
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_no_promotion(comm, watched, travelled, dtype):
+    """All arrays of a step have the model's type, but for masks and positions; with float16,
+    sums and attention's probabilities are float32, of which only sums travel."""
+    float16 = dtype == "float16"
+    for parallelism in SOME[comm.size]:
+        with parallelism.on(comm, watched) as scheme:
+            Watched.seen.clear()
+            travelled.clear()
+            model = mm3d.Transformer(scheme, **SIZES["uneven"], dtype=dtype, causal=True)
+            y, saved = model.forward(model.random("x"))
+            dx = model.backward(model.random("dy"), saved)
+        lasting = [y, dx, *(a for p in model.parameters for a in (p.value, p.grad))]
+        assert all(isinstance(a, Watched) and a.dtype == dtype for a in lasting), parallelism
+        assert np.isfinite(y).all() and np.isfinite(dx).all(), parallelism
+        wide = {"float32"} if float16 else {dtype}
+        statistics = {str(a.dtype) for a in transformer._arrays(saved)} - {dtype}
+        assert statistics == wide - {dtype}, parallelism
+        assert Watched.seen == {dtype, "int64", "bool"} | wide, parallelism
+        assert comm.size == 1 or {kind for kind, _ in travelled} <= {dtype} | wide, parallelism
+        if float16:
+            assert all(kind == dtype or last <= 2 for kind, last in travelled), parallelism
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("columns", [4, 9000])    # handed to all ranks in shared memory, and not
+@pytest.mark.parametrize("terms, total", [((40000, 40000, -40000, 0), 40000),
+                                          ((2048, 1, 1, 0), 2050)])
+def test_sums_of_float16_over_ranks_are_rounded_once(comm, transport, columns, terms, total):
+    """Summed in float16 the first would be infinite, and the second 2048."""
+    with on_grid(comm, x=4) as grid:
+        x, term = grid.x, np.full((4, columns), terms[comm.rank], np.float16)
+        split, found = x.split(0, 4), {}
+        found["all_reduce"] = x.all_reduce(term.copy())
+        for dim in (0, 1):
+            found[f"reduce_scatter {dim}"] = x.reduce_scatter(term.copy(), dim)
+            found[f"begun {dim}"] = x.begin_reduce_scatter(term.copy(), dim).take()
+        found["uneven"] = x.reduce_scatter(term.copy(), 0, [2, 1, 0, 1])
+        for name, made, add in (("placed", split.term, split.reduce_scatter),
+                                ("summand", split.summand, lambda a: x.reduce(a, 1)),
+                                ("reduce", lambda *_: term.copy(), lambda a: x.reduce(a, 1))):
+            mine = made(term.shape, np.float16)
+            mine[...] = term
+            found[name] = add(mine)
+        for name, a in found.items():
+            assert a is None or a.dtype == np.float16 and np.array_equal(
+                a, np.full(a.shape, total)), (name, a)
+        assert [name for name, a in found.items() if a is None] == (
+            [] if comm.rank == 1 else ["summand", "reduce"])
+        del found, mine

@@ -1,0 +1,176 @@
+"""Bad arguments: one message that names what was given and what would do, the same on every
+rank, and before any communication, so that no rank is left waiting."""
+import sys
+
+import numpy as np
+import pytest
+
+import mm3d
+from mm3d.arrays import backend
+from mm3d.grid import axis
+from mm3d.tracing import dry_run
+
+SIZES = dict(layers=1, hidden=8, heads=2, batch=8, seq=4)
+
+
+class Silent:
+    """A communicator of so many ranks on which nobody can communicate."""
+
+    rank = 0
+
+    def __init__(self, size):
+        self.size = size
+
+    def __getattr__(self, name):
+        raise AssertionError(f"comm.{name}: communication before the arguments were checked")
+
+
+@pytest.fixture
+def refused(comm, monkeypatch):
+    """Asserts that a call raises the same ValueError on all ranks and communicates nothing.
+
+    It names all the `words`.
+    """
+    def check(call, *words):
+        with monkeypatch.context() as patch, pytest.raises(ValueError) as caught:
+            for name in ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce"):
+                patch.setattr(axis.Axis, name, Silent(0).__getattr__)
+            call()
+        message = str(caught.value)
+        assert [word for word in words if word not in message] == [], message
+        assert comm.allgather(message) == [message] * comm.size
+    return check
+
+
+@pytest.mark.ranks(1, 8)
+@pytest.mark.parametrize("ranks, name, arguments, words", [
+    (8, "4d", {}, ["'4d'", "1d, 1d-sp, 2d, 3d, serial"]),
+    (7, "3d", {}, ["7 ranks", "start 1 or 8"]),
+    (10, "3d", {}, ["10 ranks", "8", "27", "grid=(10, 1, 1)"]),
+    (63, "3d", {}, ["63 ranks", "64"]),
+    (8, "2d", {}, ["8 ranks", "4", "9"]),
+    (8, "2d", {"grid": (2, 4)}, ["2 x 4", "square"]),
+    (8, "3d", {"grid": (2, 2)}, ["(2, 2)", "x, y, z", "3 sizes"]),
+    (8, "3d", {"grid": (2, 2, 2, 1)}, ["(2, 2, 2, 1)", "3 sizes"]),
+    (8, "1d", {"grid": (2, 4)}, ["(2, 4)", "1 sizes"]),
+    (8, "3d", {"grid": (2, 3, 2)}, ["2 x 3 x 2", "12", "8"]),
+    (8, "1d", {"grid": 8}, ["grid=8", "tuple of sizes"]),
+    (8, "3d", {"grid": (8, 0, 1)}, ["y=0", "at least 1"]),
+    (8, "3d", {"grid": (-2, -4, 1)}, ["x=-2", "at least 1"]),
+    (8, "3d", {"grid": (2.0, 2, 2)}, ["x=2.0"]),
+    (8, "3d", {"keep": "all"}, ["keep='all'", "none, weight, both"]),
+    (8, "3d", {"rows": "columns"}, ["rows='columns'", "auto, sequences, positions"]),
+    (8, "3d", {"kept": "both"}, ["'kept'", "keep, overlap, rows"]),
+    (8, "1d", {"keep": "both"}, ["'1d'", "'keep'", "none"]),
+    (8, "3d", {"backend": "torch"}, ["'torch'", "numpy, cupy"])])
+def test_schemes(refused, ranks, name, arguments, words):
+    refused(lambda: mm3d.scheme(name, Silent(ranks), **arguments), *words)
+
+
+@pytest.mark.ranks(1, 8)
+def test_backend_of_the_environment(refused, monkeypatch):
+    monkeypatch.setenv("MM3D_BACKEND", "nonsense")
+    refused(lambda: mm3d.scheme("3d", Silent(8)), "'nonsense'", "numpy, cupy")
+    refused(lambda: mm3d.Grid(Silent(8), x=8), "'nonsense'", "numpy, cupy")
+
+
+@pytest.mark.ranks(1, 8)
+def test_the_arrays_of_dry_runs_are_no_choice(refused, monkeypatch):
+    """Nor are they named among those that are, also after a dry run."""
+    dry_run.step("3d", 8, layers=1, hidden=16, heads=4, batch=8, seq=4)
+    known = "'dry' is unknown: choose one of numpy, cupy$"
+    with pytest.raises(ValueError, match=known):
+        backend.get("dry")
+    monkeypatch.setenv("MM3D_BACKEND", "dry")
+    with pytest.raises(ValueError, match=known):
+        mm3d.Grid(Silent(8), x=8)
+
+
+@pytest.mark.ranks(1, 8)
+def test_cupy_that_is_not_there(refused, monkeypatch):
+    monkeypatch.setattr(backend, "_made", {})
+    monkeypatch.setitem(sys.modules, "cupy", None)    # makes the import fail
+    refused(lambda: mm3d.scheme("1d", Silent(8), backend="cupy"), "'cupy'", "pip install",
+            "'numpy'")
+
+
+@pytest.mark.ranks(1)
+def test_unknown_scheme_of_closed_forms(refused):
+    refused(lambda: mm3d.cost.words("4d", {"x": 8}, mm3d.describe(SIZES)), "'4d'", "1d, 1d-sp")
+
+
+@pytest.mark.ranks(1, 8)
+@pytest.mark.parametrize("letter, words", [
+    ("w", ["'xy,z'", "'w'", "x, y, z"]), ("u", ["'xy,z'", "'u'", "x, y, z"]),
+    ("xy", ["'xy'"]), ("", ["''"])])
+def test_direction_that_divides_nothing(refused, comm, letter, words):
+    """Be it one of the grid or none."""
+    grid = mm3d.Grid(comm, x=comm.size, y=1, z=1, u=1)
+    refused(lambda: mm3d.Layout("xy,z").split(grid, (4, 4), letter), *words)
+    grid.free()
+
+
+@pytest.fixture
+def scheme(comm):
+    scheme = mm3d.scheme("3d", comm)
+    scheme.grid.comm = Silent(comm.size)    # nobody unshards anything here
+    yield scheme
+    scheme.grid.free()
+
+
+@pytest.mark.ranks(1, 8)
+@pytest.mark.parametrize("arguments, words", [
+    *(({size: bad}, [f"{size}={bad!r}", "at least 1"])
+      for size, bad in zip(SIZES, (0, -8, 0, -1, 0))),
+    ({"hidden": 8.0}, ["hidden=8.0", "whole number"]),
+    ({"batch": "8"}, ["batch='8'", "whole number"]),
+    ({"heads": 3}, ["hidden=8", "heads=3", "hidden=6", "hidden=9"]),
+    ({"heads": 16}, ["hidden=8", "heads=16", "hidden=16"]),
+    ({"dtype": "int32"}, ["'int32'", "float64, float32, float16"]),
+    ({"dtype": "bfloat16"}, ["'bfloat16'", "float64, float32, float16"]),
+    ({"dtype": None}, ["None", "float64, float32, float16"])])
+def test_models(refused, scheme, arguments, words):
+    refused(lambda: mm3d.Transformer(scheme, **SIZES | arguments), *words)
+
+
+@pytest.fixture
+def model(scheme):
+    return mm3d.Transformer(scheme, **SIZES, dtype="float64")
+
+
+@pytest.mark.ranks(1, 8)
+@pytest.mark.parametrize("shape", [(8, 4), (8, 8, 4), (4, 4, 8), (8, 4, 8, 1), ()])
+def test_activations(refused, model, shape):
+    refused(lambda: model.shard(np.zeros(shape)), str(shape), "(8, 4, 8)")
+
+
+@pytest.mark.ranks(1, 8)
+def test_blocks(refused, comm, model):
+    """Of the wrong shape, as when model.shard was forgotten, or type."""
+    x, whole = model.random("x"), np.zeros((8, 4, 8 + (comm.size == 1)))
+    refused(lambda: model.forward(whole), "x, ", str(whole.shape), "model.shard")
+    refused(lambda: model.backward(x[:, :2], None), "dy, ", "model.shard")
+    refused(lambda: model.forward(x.astype(np.float32)), "x, ", "float32", "float64")
+
+
+@pytest.mark.ranks(8)
+def test_a_whole_activation_instead_of_a_block_is_refused_alike_where_blocks_differ(refused, comm):
+    scheme = mm3d.scheme("3d", comm)
+    model = mm3d.Transformer(scheme, layers=1, hidden=9, heads=3, batch=3, seq=5)
+    refused(lambda: model.forward(np.zeros((3, 5, 9), np.float32)), "(3, 5, 9)", "model.shard")
+    scheme.grid.free()
+
+
+@pytest.mark.ranks(1, 8)
+def test_states(refused, model):
+    """Refused as a whole: nothing has been loaded."""
+    state = {p.name: np.full(p.public_shape, 3.0) for p in model.parameters}
+    before = [p.value.copy() for p in model.parameters]
+    name = "layers.0.mlp.down.weight"
+    for wrong, words in (
+            ({n: a for n, a in state.items() if n != name}, ["missing"]),
+            (state | {name: state[name].T}, ["(32, 8)", "(8, 32)"]),
+            (state | {name: state[name].ravel()}, ["(32, 8)", "(256,)"])):
+        refused(lambda: model.load(wrong), f"'{name}'", *words)
+    refused(lambda: model.load(state | {"head": 1}), "'head'", "not in the model")
+    assert all(map(np.array_equal, before, [p.value for p in model.parameters]))

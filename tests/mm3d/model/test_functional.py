@@ -1,0 +1,249 @@
+"""The functional pairs and the layers: plain NumPy forward, central differences backward."""
+import math
+
+import numpy as np
+import pytest
+
+from mm3d.arrays import backend
+from mm3d.arrays.blocks import row_blocks
+from mm3d.arrays.numpy_kernels import Kernels
+from mm3d.model import functional
+from mm3d.model.layers import Attention, Chain, Gelu, LayerNorm, Linear, Residual
+from models import SOME
+from reference import relative_error
+
+
+@pytest.fixture(params=[8, 16384], ids=["blocks", "whole"])
+def blocks(request, monkeypatch):
+    """Work in blocks of two rows of 4, or of 7 heads, and a last smaller one; and in one go."""
+    monkeypatch.setattr(backend.get("numpy"), "block", request.param)
+
+
+def normal(seed, *shape):
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+def slope(f, x, dy, v, h=1e-5):
+    """<dy, f'(x) v> by central differences."""
+    return np.vdot(dy, f(x + h * v) - f(x - h * v)) / (2 * h)
+
+
+def check_gradient(f, x, dy, dx, scale=1.0):
+    """<dy, f'(x) v> = <dx, v> for a random direction v of length 1."""
+    v = normal(1, *x.shape)
+    v /= np.linalg.norm(v)
+    assert abs(slope(f, x, dy, v) - np.vdot(dx, v)) <= 1e-6 * scale * np.linalg.norm(dx)
+
+
+def plain_gelu(x):
+    return np.array([u / 2 * (1 + math.tanh(math.sqrt(2 / math.pi) * (u + 0.044715 * u ** 3)))
+                     for u in x.ravel()]).reshape(x.shape)
+
+
+def gelu(x):
+    return functional.gelu_forward(x, np.empty_like(x))
+
+
+def test_gelu(blocks):
+    x, dy = 3 * normal(2, 5, 3, 4), normal(3, 5, 3, 4)
+    assert relative_error(gelu(x), plain_gelu(x)) <= 1e-15
+    check_gradient(plain_gelu, x, dy, functional.gelu_backward(dy, x, np.empty_like(x)))
+
+
+def test_gelu_far_from_zero():
+    """0 or x, and slopes of 0 or 1, without overflow."""
+    x = np.array([[-1e6, -30, 0, 30, 1e6]])
+    assert np.array_equal(gelu(x), [[0, 0, 0, 30, 1e6]])
+    slopes = functional.gelu_backward(np.ones_like(x), x, np.empty_like(x))
+    assert np.array_equal(slopes, [[0, 0, 0.5, 1, 1]])
+
+
+def itself(sums):
+    """The sum over one rank."""
+    return sums
+
+
+def normalize(x, eps=1e-5):
+    return functional.normalize_forward(x, x.shape[-1], eps, itself, np.empty_like(x))
+
+
+def test_normalize(blocks):
+    x, dy = 2 + 3 * normal(4, 5, 3, 4), normal(5, 5, 3, 4)
+    xhat, rstd = normalize(x)
+    mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
+    assert relative_error(rstd, 1 / np.sqrt(variance + 1e-5)) <= 1e-14
+    assert relative_error(xhat, (x - mean) / np.sqrt(variance + 1e-5)) <= 1e-14
+    dx = functional.normalize_backward(dy, xhat, rstd, 4, itself, np.empty_like(x))
+    check_gradient(lambda x: normalize(x)[0], x, dy, dx)
+
+
+def test_normalize_adds_eps_to_the_variance():
+    """A constant row has variance 0."""
+    xhat, rstd = normalize(np.full((2, 4), 3.0), eps=0.25)
+    assert np.array_equal(xhat, np.zeros((2, 4))) and np.array_equal(rstd, np.full((2, 1), 2.0))
+
+
+@pytest.mark.ranks(*SOME)
+def test_layer_norm_with_a_large_mean(comm):
+    """Mean 1000 and deviation 1 in float32: E[x^2] - E[x]^2 would lose every digit.
+
+    The features are divided over ranks in 2-D and 3-D; the error allowed is that of x itself,
+    whose last digit is 6e-5.
+    """
+    hidden = 96
+    X = np.float32(1000 + normal(6, 3, 5, hidden))
+    expected = X - X.mean(-1, keepdims=True, dtype=float)
+    expected /= np.sqrt(expected.var(-1, keepdims=True) + LayerNorm.eps)
+    for parallelism in SOME[comm.size]:
+        with parallelism.on(comm) as scheme:
+            space = scheme.spaces(3, 5)[0]
+            layer = LayerNorm("norm", space, hidden, np.float32)
+            layer.weight.value[...] = 1
+            layer.bias.value[...] = 0
+            y, _ = layer.forward(space.layout().shard(X, scheme.grid))
+            place = space.layout().slices(scheme.grid, X.shape)
+        assert y.dtype == np.float32
+        assert np.abs(y - expected[place]).max(initial=0) <= 2e-4, parallelism
+
+
+def plain_attention(q, k, v, first=0, causal=False):
+    scores = np.einsum("bqhd,bkhd->bhqk", q, k) / np.sqrt(q.shape[-1])
+    later = np.arange(k.shape[1]) > first + np.arange(q.shape[1])[:, None]
+    P = np.exp(np.where(later & causal, -np.inf, scores))
+    return np.einsum("bhqk,bkhd->bqhd", P / P.sum(-1, keepdims=True), v), np.log(P.sum(-1))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention(blocks, causal):
+    """Queries 2 to 4 of 6 positions: the mask counts from the first one's position."""
+    (q, dy), (k, v) = normal(7, 2, 2, 3, 8, 4), normal(8, 2, 2, 6, 8, 4)
+    y, lse = functional.attention_forward(q, k, v, 2, causal, np.empty_like(q))
+    expected, expected_lse = plain_attention(q, k, v, 2, causal)
+    assert relative_error(y, expected) <= 1e-14 and relative_error(lse, expected_lse) <= 1e-14
+    dq, dk, dv = (np.empty_like(a) for a in (q, k, v))
+    functional.attention_backward(dy, q, k, v, lse, 2, causal, dq, dk, dv)
+    check_gradient(lambda q: plain_attention(q, k, v, 2, causal)[0], q, dy, dq)
+    check_gradient(lambda k: plain_attention(q, k, v, 2, causal)[0], k, dy, dk)
+    check_gradient(lambda v: plain_attention(q, k, v, 2, causal)[0], v, dy, dv)
+    if causal:    # no query sees position 5
+        assert not dk[:, 5].any() and not dv[:, 5].any() and dk[:, 4].all() and dv[:, 4].all()
+
+
+def test_attention_with_large_scores():
+    """Scores of thousands neither overflow nor vanish: each query takes its best position."""
+    k = 100 * np.eye(4)[None, :, None, :]
+    q, v = k[:, ::-1], normal(9, 1, 4, 1, 4)
+    y, lse = functional.attention_forward(q, k, v, 0, False, np.empty_like(q))
+    assert np.array_equal(y, v[:, ::-1]) and np.array_equal(lse, np.full((1, 1, 4), 5000.0))
+
+
+def pairs(dtype):
+    """Every function that has a faster version, with its arguments, contiguous and not."""
+    def arrays(n, *shape):
+        whole = 2 * normal(n, n, shape[0], 2, *shape[1:]).astype(dtype)
+        apart = whole[:, :, 0]
+        rows_apart = np.concatenate([apart, apart], -1)[..., :shape[-1]]
+        return (list(apart), list(np.ascontiguousarray(apart)), list(rows_apart),
+                [np.asfortranarray(a) for a in apart])
+
+    for x, dy, out in arrays(3, 5, 3, 6):
+        b = x[0, 0].copy()
+        yield "bias_gelu_forward", (x, b), 1
+        yield "bias_gelu_backward", (dy, x, b), 1
+        yield "add_rows", (x, b), 1
+        yield "scale_rows", (x, b), 1
+        yield "sum_rows", (x,), 0
+        yield "sum_products", (x, dy), 0
+        yield "normalize_forward", (x, 6, 1e-5, itself), 1
+        rstd = abs(dy[:, :, :1]).copy()
+        yield "normalize_backward", (dy, x, rstd, 6, itself), 1
+    for q, k, v, dy in arrays(4, 2, 6, 5, 4):
+        for causal in (False, True):
+            yield "attention_forward", (q, k, v, 0, causal), 1
+            _, lse = plain_attention(q, k, v, 0, causal)
+            yield "attention_backward", (dy, q, k, v, lse.astype(dtype), 0, causal), 3
+
+
+@pytest.mark.parametrize("dtype, tolerance", [("float64", 1e-14), ("float32", 2e-6)])
+def test_fast_versions_are_the_readable_ones(blocks, dtype, tolerance):
+    """The same results from the library's kernels and from the pairs, and the same types."""
+    seen = set()
+    for name, arguments, outputs in pairs(dtype):
+        results = []
+        for function in (getattr(functional, name).__wrapped__,
+                         getattr(backend.get("numpy").kernels, name)):
+            out = [np.empty_like(arguments[0]) for _ in range(outputs)]
+            found = function(*arguments, *out)
+            found = found if isinstance(found, tuple) else [found]
+            results.append([*out, *(a for a in found if a is not None)])
+        for readable, fast in zip(*results, strict=True):
+            assert fast.dtype == readable.dtype == dtype, name
+            assert relative_error(fast, readable) <= tolerance, name
+        seen.add(name)
+    assert seen == {name for name in vars(Kernels) if not name.startswith("_")} - {"dtypes", "np"}
+
+
+def layers(scheme):
+    """Each kind of layer with space, features and unit of its input and output."""
+    outer, inner = scheme.spaces(3, 4)
+    ten, wide = (outer, 10, 1), (inner, 15, 1)
+
+    def linear(adds=True):
+        return Linear(scheme, "linear", outer, inner, (10, 15), np.float64, adds=adds)
+
+    def back():
+        return Linear(scheme, "back", inner, outer, (15, 10), np.float64)
+
+    def qkv():
+        return Linear(scheme, "qkv", outer, inner, (10, 3, 10), np.float64, (1, 5))
+
+    yield "linear into", linear(), ten, wide
+    yield "linear back", back(), wide, ten
+    yield "layer norm", LayerNorm("norm", outer, 10, np.float64), ten, ten
+    up = linear(adds=False)
+    yield "gelu", Chain(up, Gelu(up, inner, 15)), ten, wide
+    yield "residual", Residual(linear(), back()), ten, ten
+    for causal in (False, True):    # 2 heads of 5
+        attention = Attention(inner, 10, 5, causal)
+        yield f"attention {causal}", Chain(qkv(), attention), ten, (inner, 10, 5)
+
+
+def derivative_error(grid, layer, source, target):
+    """How far <dy, f'(x, p) (v, w)>, by central differences, is from <dx, v> + <dp, w>."""
+    rng = np.random.default_rng(4)
+    (x_layout, X, V), (y_layout, DY) = (
+        (space.layout(unit=unit), *rng.standard_normal((n, 3, 4, features)))
+        for n, (space, features, unit) in ((2, source), (1, target)))
+    values = [rng.standard_normal((2, *p.shape)) for p in layer.parameters]
+
+    def output(t):
+        for p, (value, direction) in zip(layer.parameters, values):
+            p.load(value + t * direction)
+        y, saved = layer.forward(x_layout.shard(X + t * V, grid))
+        return y_layout.unshard(y, grid, DY.shape), saved
+
+    h = 1e-5
+    numeric = np.vdot(DY, output(h)[0] - output(-h)[0]) / (2 * h)
+    dx = layer.backward(y_layout.shard(DY, grid), output(0)[1])
+    terms = [np.vdot(x_layout.unshard(dx, grid, X.shape), V)]
+    for p, (_, direction) in zip(layer.parameters, values):
+        terms.append(np.vdot(p.gather(p.grad), direction))
+    return abs(numeric - sum(terms)) / np.linalg.norm(terms)
+
+
+@pytest.mark.ranks(*SOME)
+def test_layers_by_directional_derivatives(comm):
+    """Inputs and parameters of every layer, on one rank and dealt."""
+    for parallelism in SOME[comm.size]:
+        with parallelism.on(comm) as scheme:
+            for name, layer, source, target in layers(scheme):
+                error = derivative_error(scheme.grid, layer, source, target)
+                assert error <= 1e-6, f"{parallelism}: {name}, {error:.1e}"
+
+
+def test_rows_that_lie_apart_stay_together_in_blocks():
+    """A block of columns is taken sequence by sequence, not row by row."""
+    library, whole = backend.get("numpy"), np.arange(2 * 64 * 16.0).reshape(2, 64, 16)
+    found = [a for a, in row_blocks(library, whole[..., 8:])]
+    assert [a.shape for a in found] == [(64, 8)] * 2
+    assert np.array_equal(np.stack(found), whole[..., 8:])

@@ -1,0 +1,294 @@
+"""Recomputation: the same bits from less memory, at the price that the closed forms state."""
+import gc
+import math
+
+import numpy as np
+import pytest
+
+import mm3d
+from bench.instruments.spans import Recorder
+from mm3d import ModelSizes, describe
+from mm3d.arrays import backend
+from mm3d.model import cost
+from mm3d.model.recomputation import POLICIES, Policy, policy
+from mm3d.model.recomputed_layers import Recomputed
+from mm3d.tracing import dry_run
+from mm3d.tracing.observe import observed
+from mm3d.tracing.trace import Trace
+from models import SIZES, SOME, Parallelism
+from reference import total
+
+AGAIN = ("selective", "full", "uniform:2", "full+selective", "uniform:2+selective")
+EVERY = ("none", *AGAIN)
+SOME_AGAIN = ("selective", "uniform:2", "full+selective")
+# Three layers are a group of two and one of one.
+MODELS = {"even": {**SIZES["even"], "layers": 2}, "uneven": {**SIZES["uneven"], "layers": 3}}
+EXAMPLES = {1: SOME[1],
+            4: [*SOME[4], Parallelism("3d", (1, 2, 2), {"keep": "both"}),
+                Parallelism("3d", (2, 2, 1), {"rows": "positions"})],
+            8: [*SOME[8], Parallelism("3d", (2, 2, 2), {"keep": "weight"})]}
+
+
+def allowed(parallelism, name: str) -> bool:
+    """Whether the policy goes with what the scheme keeps."""
+    return not (policy(name).selective and parallelism.options.get("keep"))
+
+
+def results(model, passes=("a",)) -> list[np.ndarray]:
+    """Copies of outputs and gradients, all of `passes` being in flight at one time."""
+    model.zero_gradients()
+    found = [(name, *model.forward(model.random(name))) for name in passes]
+    dx = [model.backward(model.random(f"d{name}"), saved) for name, _, saved in found]
+    return [np.array(a) for a in (*(y for _, y, _ in found), *dx,
+                                  *(p.grad for p in model.parameters))]
+
+
+def same(found, expected) -> bool:
+    """Whether all arrays are equal to the bit."""
+    return all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.ranks(*EXAMPLES)
+@pytest.mark.parametrize("sizes, options", [
+    ("uneven", dict(dtype="float32")), ("uneven", dict(dtype="float64", causal=True)),
+    ("even", dict(dtype="float16", master="float32"))], ids=["float32", "float64", "float16"])
+def test_the_same_bits_as_without(comm, transport, sizes, options):
+    """Of outputs and all gradients, of every scheme, with two micro-batches in flight."""
+    for parallelism in EXAMPLES[comm.size]:
+        with parallelism.on(comm, "numpy") as scheme:
+            def found(name):
+                model = mm3d.Transformer(scheme, **MODELS[sizes], **options, recompute=name)
+                return results(model, ("a", "b"))
+            expected = found("none")
+            for name in filter(lambda name: allowed(parallelism, name), SOME_AGAIN):
+                assert same(found(name), expected), (str(parallelism), name)
+
+
+@pytest.mark.ranks(2, 8)
+def test_the_same_bits_and_words_with_overlap(comm, monkeypatch):
+    """No operand is gathered twice for one product."""
+    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
+    sizes = dict(layers=3, hidden=32, heads=4, batch=4, seq=8)
+    grid = {2: (2, 1, 1), 8: (2, 2, 2)}[comm.size]
+    for keep in ("none", "weight"):
+        expected = {}
+        for overlap in (False, True):
+            scheme = mm3d.scheme("3d", comm, grid, "numpy", overlap=overlap, keep=keep)
+            for name in filter(lambda name: keep == "none" or not policy(name).selective, AGAIN):
+                scheme.grid.reset_traffic()
+                found = results(mm3d.Transformer(scheme, **sizes, recompute=name), ("a", "b"))
+                before, moved = expected.setdefault(name, (found, scheme.grid.traffic()))
+                assert same(found, before), name
+                assert scheme.grid.traffic() == moved, name
+            scheme.grid.free()
+
+
+@pytest.mark.ranks(*EXAMPLES)
+def test_words_operations_and_what_is_kept_are_the_closed_forms(comm):
+    """Summed over the ranks, by direction and kind of collective, forward and backward."""
+    size = MODELS["uneven"]
+    for parallelism in EXAMPLES[comm.size]:
+        for name in filter(lambda name: allowed(parallelism, name), EVERY):
+            with parallelism.on(comm, "numpy") as scheme:
+                model, trace = mm3d.Transformer(scheme, **size, recompute=name), Trace()
+                shape, grid = tuple(scheme.grid.shape.values()), scheme.grid
+                with observed(grid, trace, model):
+                    counted = {}
+                    grid.reset_traffic()
+                    _, saved = model.forward(model.random("x"))
+                    kept, counted["forward"] = model.saved_bytes(saved), grid.traffic()
+                    grid.reset_traffic()
+                    model.backward(model.random("dy"), saved)
+                    counted["backward"] = grid.traffic()
+                named = dict(scheme.grid.shape)
+            case = (str(parallelism), name)
+            described = describe(size, recompute=name)
+            moves = cost.moves(parallelism.name, named, described, **parallelism.options)
+            for phase, traffic in counted.items():
+                words = total(comm, {key: t.words for key, t in traffic.items()})
+                assert words == {key: m.words for key, m in moves[phase].items()}, case
+                calls = {key: t.calls for key, t in traffic.items()}
+                assert calls == {key: m.calls for key, m in moves[phase].items()}, case
+            ranks = comm.size if parallelism.name == "serial" else 1
+            again = cost.flops_again(described)
+            assert comm.allreduce(trace.flops_again()) == again * ranks, case
+            assert comm.allreduce(kept) == 4 * cost.saved_words(
+                parallelism.name, named, described, **parallelism.options), case
+            dried = dry_run.step(parallelism.name, comm.size, shape, comm.rank,
+                                 backend.Backend.block,
+                                 parallelism.options, **size, recompute=name)
+            assert dried.flops_again() == trace.flops_again(), case
+            assert dried.flops() == trace.flops(), case
+            assert dried.traffic == counted and dried.saved == kept, case
+
+
+@pytest.mark.ranks(*EXAMPLES)
+def test_peak_memory_is_the_dry_run_s_to_the_byte(comm, monkeypatch):
+    """On every rank, as the pool counts it."""
+    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
+    for parallelism in EXAMPLES[comm.size]:
+        for name in filter(lambda name: allowed(parallelism, name), SOME_AGAIN):
+            with parallelism.on(comm, "numpy") as scheme:
+                pool = scheme.grid.backend.pool
+                gc.collect()
+                before = pool.in_use
+                pool.reset_peak()
+                model = mm3d.Transformer(scheme, **MODELS["uneven"], recompute=name)
+                x, dy = model.random("input"), model.random("output gradient")
+                y, saved = model.forward(x)
+                model.backward(dy, saved)
+                peak, shape = pool.peak - before, tuple(scheme.grid.shape.values())
+                del model, x, dy, y, saved
+            trace = dry_run.step(parallelism.name, comm.size, shape, comm.rank,
+                                 backend.Backend.block,
+                                 parallelism.options, **MODELS["uneven"], recompute=name)
+            assert trace.pool_peak == peak, (str(parallelism), name)
+
+
+@pytest.mark.parametrize("name, grid, options", [
+    ("3d", (2, 2, 2), {}), ("3d", (4, 2, 1), {}), ("3d", (1, 2, 4), {"rows": "positions"}),
+    ("3d", (4, 4, 4), {"keep": "both"}), ("1d", (8,), {}), ("1d-sp", (8,), {}),
+    ("2d", (4, 4), {})], ids=str)
+def test_peak_memory_is_that_of_the_closed_form(name, grid, options):
+    """Within 8 %; blocks of elementwise work are left out of the closed form."""
+    named = dict(zip(mm3d.schemes.lookup(name).directions, grid))
+    for again in filter(lambda one: not (options.get("keep") and "selective" in one), AGAIN):
+        for hidden, layers, seq in ((512, 3, 128), (512, 1, 256)):
+            sizes = ModelSizes(layers, hidden, hidden // 64, batch=16, seq=seq)
+            trace = dry_run.step(name, math.prod(grid), grid, block=backend.Backend.block,
+                                 options=options, **sizes, recompute=again)
+            described = describe(sizes, recompute=again)
+            expected = 4 * cost.peak_words(name, named, described, **options)
+            assert 0.92 <= trace.pool_peak / expected <= 1.02, (again, hidden, layers, seq)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_layers_beyond_three_groups_follow_from_two_and_three(name):
+    """Nine layers: four groups of two, and one of one."""
+    sizes = dict(hidden=20, heads=5, batch=3, seq=7, recompute=name)
+    whole, extended = (make("3d", 6, (2, 1, 3), layers=9, **sizes)
+                       for make in (dry_run.step, dry_run.extended))
+    assert extended.events == whole.events and extended.traffic == whole.traffic
+    for field in ("parameters", "saved", "peak", "held", "pool_peak", "layers"):
+        assert getattr(extended, field) == getattr(whole, field), field
+
+
+def test_each_policy_takes_less_memory_than_the_one_before():
+    """Of a model of many layers, in which activations count: kept words, and the peak."""
+    sizes = dict(layers=24, hidden=1024, heads=16, batch=16, seq=512)
+    names = ("none", "selective", "full", "full+selective")
+    for form in (cost.saved_words, cost.peak_words):
+        found = [form("3d", dict(x=2, y=2, z=2), describe(sizes, recompute=name))
+                 for name in names]
+        assert found == sorted(found, reverse=True), form
+
+
+def test_what_is_kept_is_what_the_policies_say():
+    """Words a token, of a model on one rank; the layer's input is the caller's own."""
+    M, h = 3 * 7, 20
+    sizes = dict(layers=4, hidden=h, heads=5, batch=3, seq=7)
+    scheme = mm3d.scheme("serial", mm3d.grid.grid.MPI.COMM_SELF)
+    for name, words in (("selective", 4 * 9), ("full", 4), ("uniform:2", 2), ("uniform:3", 2),
+                        ("uniform:9", 1), ("full+selective", 4)):
+        model = mm3d.Transformer(scheme, **sizes, recompute=name)
+        x = model.random("x")
+        _, saved = model.forward(x)
+        assert model.saved_bytes(saved) == 4 * words * M * h, name
+        if name == "full":
+            assert saved[0] is x
+
+
+@pytest.mark.parametrize("name, expected", [
+    ("none", Policy()), ("selective", Policy(True, 0)), ("full", Policy(False, 1)),
+    ("uniform:1", Policy(False, 1)), ("uniform:12", Policy(False, 12)),
+    ("full+selective", Policy(True, 1)), ("uniform:3+selective", Policy(True, 3))])
+def test_names_of_policies(name, expected):
+    assert policy(name) == expected
+
+
+@pytest.mark.parametrize("name", ["", "all", "uniform", "uniform:0", "uniform:-1", "uniform:x",
+                                  "uniform:²", "2", "full+", "full+full", "none+selective",
+                                  "selective+selective", None, 2])
+def test_unknown_policies_are_refused(name):
+    with pytest.raises(ValueError, match="recompute=.*none, selective, full, or uniform:n"):
+        policy(name)
+    with pytest.raises(ValueError, match="recompute="):
+        mm3d.Transformer(mm3d.scheme("serial", mm3d.grid.grid.MPI.COMM_SELF), layers=1, hidden=4,
+                         heads=1, batch=1, seq=1, recompute=name)
+
+
+def test_what_the_scheme_keeps_and_the_policy_drops_is_refused():
+    scheme = mm3d.scheme("3d", mm3d.grid.grid.MPI.COMM_SELF, keep="weight")
+    for name in ("selective", "full+selective"):
+        with pytest.raises(ValueError, match="keep='weight'.*leave one of them out"):
+            mm3d.Transformer(scheme, layers=1, hidden=4, heads=1, batch=1, seq=1, recompute=name)
+
+
+def test_every_policy_that_is_tried_is_known_and_repeats_itself():
+    assert POLICIES[0] == "none" and len(set(map(policy, POLICIES))) == len(POLICIES)
+    assert policy("uniform:3").groups(7) == [3, 3, 1] and policy("selective").groups(7) == []
+
+
+class Clock:
+    """Counts its calls."""
+
+    def __init__(self):
+        self.ticks = 0
+
+    def __call__(self):
+        self.ticks += 1
+        return float(self.ticks)
+
+
+@pytest.mark.ranks(1, 8)
+def test_tracing_tells_what_is_computed_again(comm):
+    """Under names of its own, forward's operands among it, and leaves nothing behind."""
+    parallelism = Parallelism("3d")
+    for name in ("selective", "full"):
+        with parallelism.on(comm, "numpy") as scheme:
+            model = mm3d.Transformer(scheme, **MODELS["even"], recompute=name)
+            before, recorder = model.layers.layers, Recorder(scheme.grid.backend, Clock())
+            expected = results(model)
+            with observed(scheme.grid, recorder, model):
+                _, saved = model.forward(model.random("a"))
+                recorder.spans.clear()
+                dx = model.backward(model.random("da"), saved)
+            assert np.array_equal(dx, expected[1]) and model.layers.layers is before
+        spans = [(s.kind, s.name) for s in recorder.spans]
+        again = [n for n, (kind, _) in enumerate(spans) if kind == "again"]
+        first = [name for kind, name in spans[:again[0]]]
+        if name == "full":
+            assert spans[again[0]] == ("again", "layers.1 again") and len(again) == 2
+            assert [n for k, n in spans[:again[0]] if k == "layer"][-2:] == [
+                "layers.1.mlp.down", "layers.1.mlp"]
+            assert comm.size == 1 or "reduce-scatter C along z" in first
+        else:
+            assert [spans[n][1] for n in again] == [
+                f"layers.{n}.{part} again" for n in (1, 0)
+                for part in ("mlp", "mlp", "attention", "attention")]
+        assert not any(name.startswith("reduce-scatter d") for name in first)
+
+
+@pytest.mark.ranks(1)
+def test_a_scheme_that_does_not_say_how_multiplies_again(comm, monkeypatch):
+    """A product of somebody's own: its forward is done again, and the results are right."""
+    expected, counts = [], []
+    from mm3d.schemes.serial import SerialProduct
+    for own in (True, False):
+        if not own:
+            monkeypatch.delattr(SerialProduct, "again")
+        with Parallelism("serial").on(comm, "numpy") as scheme:
+            model = mm3d.Transformer(scheme, **MODELS["even"], recompute="full")
+            trace = Trace()
+            with observed(scheme.grid, trace, model):
+                expected.append(results(model))
+            counts.append(trace.flops_again())
+    assert same(*expected)
+    size = MODELS["even"]
+    assert counts[1] - counts[0] == 16 * size["batch"] * size["seq"] * size["hidden"] ** 2
+
+
+def test_a_recomputed_chain_holds_nothing():
+    """What it is made of is all that it has."""
+    assert set(vars(Recomputed())) == {"layers", "parameters"}
+    assert {p.name for found in EXAMPLES.values() for p in found} == set(mm3d.SCHEMES)

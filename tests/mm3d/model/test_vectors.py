@@ -1,0 +1,194 @@
+"""Vectors along the features: stored once on the diagonal, added to and multiplied with rows."""
+from typing import Iterator, NamedTuple
+
+import numpy as np
+import pytest
+
+import mm3d
+from mm3d.grid.activations import Space
+from mm3d.model.vectors import Vector, add_backward, add_forward, scale_backward, scale_forward
+from reference import every_grid, grids, integers, moved, on_grid, schemes, words
+
+BATCH, SEQ = 3, 5
+# Global shape of the vector and what stays together: more or fewer features than ranks divide
+# them, and three parts (as of queries, keys and values) in units of 2.
+every_shape = pytest.mark.parametrize("shape, unit", [((13,), 1), ((3,), 1), ((3, 10), 2)])
+
+
+class Side(NamedTuple):
+    """A space, and where the vector along its features belongs."""
+
+    space: Space
+    where: str
+
+    def case(self, shape, unit, dtype="float64"):
+        """A vector, its global array b and rows A, and this rank's blocks of the two."""
+        vector = Vector(self.space, shape, unit)
+        b = integers(shape, 1, dtype)
+        A = integers((BATCH, SEQ, *shape), 2, dtype)
+        rows = self.space.layout(len(shape) - 1, unit)
+        grid = self.space.grid
+        return vector, b, A, rows, vector.layout.shard(b, grid), rows.shard(A, grid)
+
+
+def sides(comm, *names: str, **options: str) -> Iterator[Side]:
+    """The outer and the inner space of every scheme on every grid."""
+    for scheme in schemes(comm, *names, **options):
+        for space, where in zip(scheme.spaces(BATCH, SEQ), ("outer", "inner")):
+            yield Side(space, f"{where} space of {scheme}")
+
+
+def equal(got, expected) -> bool:
+    """Whether two blocks are the same; a rank that stores nothing may hold None."""
+    return expected.size == 0 if got is None else np.array_equal(got, expected)
+
+
+# --- Storage -------------------------------------------------------------------------------
+
+@every_grid
+def test_the_diagonal_of_3d(comm):
+    """On the side of A, b_li lies where j = l (modulo Y); on that of C, b_ji where l = j
+    (modulo Z)."""
+    for scheme in schemes(comm, "3d"):
+        grid = scheme.grid
+        (i, j, k), (X, Y, Z) = grid.coords.values(), grid.shape.values()
+        b = integers((29,), 0)
+        b_li = np.array_split(np.array_split(b, Z)[k], X)[i]
+        b_ji = np.array_split(np.array_split(b, Y)[j], X)[i]
+        for space, block, mine in zip(scheme.spaces(BATCH, SEQ), (b_li, b_ji),
+                                      (j == k % Y, k == j % Z)):
+            vector = Vector(space, b.shape)
+            assert vector.layout.owns(grid) == mine, grid
+            local = vector.layout.shard(b, grid)
+            assert np.array_equal(local, block if mine else b[:0]), grid
+
+
+@every_grid
+@every_shape
+def test_each_element_has_one_owner(comm, shape, unit):
+    """The ranks together store the vector once, or P times where it is replicated."""
+    for side in sides(comm):
+        vector, grid = Vector(side.space, shape, unit), side.space.grid
+        copies = comm.size if vector.layout.letters == "" else 1
+        numbers = np.arange(np.prod(shape)).reshape(shape)
+        stored = np.concatenate(comm.allgather(vector.layout.shard(numbers, grid).ravel()))
+        assert sorted(stored) == sorted(list(numbers.ravel()) * copies), side.where
+
+
+# --- A + b and A * b -----------------------------------------------------------------------
+
+@every_grid
+@every_shape
+def test_adding_to_every_row_and_its_gradient(comm, shape, unit):
+    """C = A + b, in place and not; db sums rows that differ from rank to rank."""
+    for side in sides(comm):
+        vector, b, A, rows, b_local, A_local = side.case(shape, unit)
+        grid = side.space.grid
+        expected = rows.shard(A + b, grid)
+        C = add_forward(A_local, b_local, vector, out=np.full_like(A_local, 99))
+        assert np.array_equal(C, expected), side.where
+        assert np.array_equal(A_local, rows.shard(A, grid)), side.where
+        assert np.array_equal(b_local, vector.layout.shard(b, grid)), side.where
+        add_forward(A_local, b_local, vector, out=A_local)
+        assert np.array_equal(A_local, expected), side.where
+        db = add_backward(rows.shard(A, grid), vector)
+        assert equal(db, vector.layout.shard(A.sum(axis=(0, 1)), grid)), side.where
+
+
+@every_grid
+@every_shape
+def test_scaling_every_row_and_its_gradients(comm, shape, unit):
+    """C = A * b; dA = dC * b with the gathered b, db the sum of dC * A over all rows."""
+    for side in sides(comm):
+        vector, b, A, rows, b_local, A_local = side.case(shape, unit)
+        grid, dC = side.space.grid, integers(A.shape, 3)
+        C, b_l = scale_forward(A_local, b_local, vector, out=np.empty_like(A_local))
+        assert np.array_equal(C, rows.shard(A * b, grid)), side.where
+        dC_local = rows.shard(dC, grid)
+        dA, db = scale_backward(dC_local, A_local, b_l, vector, out=np.empty_like(A_local))
+        assert np.array_equal(dA, rows.shard(dC * b, grid)), side.where
+        assert equal(db, vector.layout.shard((dC * A).sum(axis=(0, 1)), grid)), side.where
+        assert np.array_equal(A_local, rows.shard(A, grid)), side.where
+        dA, db_in_place = scale_backward(dC_local, A_local, b_l, vector, out=dC_local)
+        assert np.array_equal(dA, rows.shard(dC * b, grid)) and equal(
+            db_in_place, vector.layout.shard((dC * A).sum(axis=(0, 1)), grid)), side.where
+
+
+@every_grid
+def test_inner_products_of_vectors(comm):
+    """<dC, 1 b> = <db, b> for A + b, and <dC, A * b> = <dA, A> = <db, b>, from blocks alone."""
+    for side in sides(comm):
+        vector, b, A, rows, b_local, A_local = side.case((13,), 1)
+        dC = rows.shard(integers(A.shape, 3), side.space.grid)
+        C, b_l = scale_forward(A_local, b_local, vector, out=np.empty_like(A_local))
+        dA, db = scale_backward(dC, A_local, b_l, vector, out=np.empty_like(A_local))
+        db_sum = add_backward(dC, vector)
+        ones = add_forward(np.zeros_like(dC), b_local, vector, out=np.empty_like(dC))
+
+        def dot(x, y):
+            return 0 if x is None else np.vdot(x, y)
+        on_rows = comm.allreduce(np.array([dot(dC, ones), dot(dC, C), dot(dA, A_local), dC.size]))
+        stored = comm.allreduce(np.array([dot(db_sum, b_local), dot(db, b_local), b_local.size]))
+        of_rows = on_rows[:3] * A.size / on_rows[3]     # each row once, each element of b once
+        of_b = stored[:2] * b.size / stored[2]
+        assert of_rows[0] == of_b[0] != 0, side.where
+        assert of_rows[1] == of_rows[2] == of_b[1] != 0, side.where
+
+
+@every_grid
+@pytest.mark.parametrize("rows", ["sequences", "positions"])
+def test_every_rank_receives_its_own_features(comm, rows):
+    """The fetched vector is what the features' letter leaves, for each way of dealing rows."""
+    for side in sides(comm, "3d", rows=rows):
+        vector, b, *_, b_local, _ = side.case((13,), 1)
+        assert side.space.rows in {"sequences": ("xy,", "xz,"), "positions": ("x,y", "x,z")}[rows]
+        features = mm3d.Layout(side.space.features).shard(b, side.space.grid)
+        assert np.array_equal(vector.fetch(b_local), features), side.where
+
+
+@every_grid
+@pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
+def test_nothing_is_promoted(comm, dtype):
+    for side in sides(comm):
+        vector, b, A, rows, b_local, A_local = side.case((13,), 1, dtype)
+        C = add_forward(A_local, b_local, vector, out=A_local)
+        scaled, b_l = scale_forward(C, b_local, vector, out=np.empty_like(C))
+        dA, db = scale_backward(C, scaled, b_l, vector, out=np.empty_like(C))
+        got = [C, scaled, b_l, dA, db, add_backward(C, vector)]
+        assert {a.dtype.name for a in got if a is not None} == {dtype}, side.where
+
+
+@pytest.mark.ranks(1, 8)
+def test_float16_sums_over_rows_are_rounded_once(comm):
+    """4096 rows of 1 on each rank: a sum in float16 would stop at 2048."""
+    with on_grid(comm, 1, 1, comm.size) as grid:
+        vector = Vector(Space(grid, 1, 4096, ",", "z", "z"), (3 * comm.size,))
+        db = add_backward(np.ones((1, 4096, 3), np.float16), vector)
+        assert db.tolist() == [4096] * 3
+
+
+# --- Words ---------------------------------------------------------------------------------
+
+@every_grid
+def test_words_of_a_vector_on_each_rank(comm):
+    """Off the diagonal a rank receives its block and sends its term; along x, all but its own
+    block is gathered and scattered. The line of the diagonal moves nothing else."""
+    n = 29
+    for grid in grids(comm):
+        for features, line in ("zy", "yz"):
+            space = Space(grid, BATCH, SEQ, f"x,{line}", features, f"{features}x@{line}")
+            vector, b = Vector(space, (n,)), integers((n,), 0)
+            along_x = moved(f"{features}x", "x", (n,), grid)
+            block = len(mm3d.Layout(f"{features}x").shard(b, grid))
+            off = not vector.layout.owns(grid)
+
+            def divided(expected):
+                return {key: m for key, m in expected.items() if grid.shape[key[0]] > 1}
+            grid.reset_traffic()
+            b_l = vector.fetch(vector.layout.shard(b, grid))
+            assert words(grid) == divided({(line, "broadcast"): block * off,
+                                           ("x", "all_gather"): along_x}), grid
+            grid.reset_traffic()
+            vector.collect(b_l)
+            assert words(grid) == divided({(line, "reduce"): block * off,
+                                           ("x", "reduce_scatter"): along_x}), grid

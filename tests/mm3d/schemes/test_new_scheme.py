@@ -1,0 +1,197 @@
+"""A new parallelism is one new file: nothing else has to know of it."""
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from bench.instruments import placement
+from bench.prediction import machine_model, memory_fit, planner, whole_steps, work
+from bench.prediction.closed_form_plan import screen
+from bench.records import run_file
+from mm3d.schemes import lookup
+from mm3d.schemes.closed_form import ProductShape
+from mm3d.schemes.matrix_product import FORMS
+from mm3d.schemes.scheme import SCHEMES
+from mm3d.tracing import dry_run
+from mm3d.tracing.events import Gemm
+from support import ROOT, run_python, run_ranks
+
+LONGHORN = machine_model.load("longhorn")
+WEAK = dict(layers=24, hidden=8192, heads=128, batch=384, seq=512)    # the paper's, at 64 ranks
+
+SMALL = dict(layers=2, hidden=240, heads=5, batch=16, seq=8)
+
+# The paper's algorithms on a grid of columns: a scheme that is right, and that nobody knows.
+COLUMNS = '''
+"""A throw-away scheme."""
+
+from mm3d.schemes.cube import Cube
+
+
+class Columns(Cube):
+    """2 x P/2 x 1."""
+
+    name = "columns"
+    title = "Columns"
+
+    @classmethod
+    def default_grid(cls, ranks):
+        if ranks % 2:
+            raise ValueError(f"{ranks} ranks are odd: start {ranks + 1}")
+        return (2, ranks // 2, 1)
+'''
+# And one that is not: its weights' gradients are those of half the rows.
+WRONG = COLUMNS + '''
+    def product(self, *arguments):
+        product = super().product(*arguments)
+        backward = product.backward
+        product.backward = lambda dC, B, saved: (backward(dC, B, saved)[0],
+                                                 backward(dC, B, saved)[1] / 2)
+        return product
+'''
+
+
+def copy_with(source: str, folder: Path) -> Path:
+    """A copy of this project with one file more."""
+    for name in ("mm3d", "bench", "tests"):
+        shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "setup.cfg", folder)
+    (folder / "mm3d" / "schemes" / "columns.py").write_text(source)
+    return folder
+
+
+def model_tests(folder: Path):
+    """Those of the copy's tests that compare the schemes with the serial model, on 4 ranks."""
+    return run_ranks(4, "-m", "pytest", "-q", "-x", "tests/mm3d/model/test_transformer.py", "-k",
+                     "(test_equals_serial or stored_once) and 4ranks and mpi", cwd=folder,
+                     timeout=90)
+
+
+def bench(folder: Path, ranks: int, *options: str):
+    """``bench run`` of the new scheme in the copy."""
+    return run_ranks(ranks, "-m", "bench", "run", "--scheme", "columns", "--table", "strong",
+                     "--preset", "tiny", "--repetitions", "2", "--max-repetitions", "2",
+                     "--out", "results/here", *options, cwd=folder)
+
+
+@pytest.mark.limit(240)
+def test_a_new_scheme_is_tested_measured_and_shown(tmp_path):
+    folder = copy_with(COLUMNS, tmp_path / "copy")
+    done = model_tests(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = bench(folder, 4)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.startswith("done: strong Columns 4 ranks: forward")
+    path, = (folder / "results" / "here").glob("*.h5")
+    assert run_file.read(path).configuration["grid"] == "2 x 2 x 1"
+    done = run_python("-m", "bench", "table", "results/here", cwd=folder)
+    assert any(line.split()[:2] == ["Columns", "4"] for line in done.stdout.splitlines())
+    done = run_python("-m", "bench", "plot", "results/here", cwd=folder)
+    assert done.returncode == 0 and "average-step-time-tiny.png" in done.stdout, done.stderr
+    done = run_python("-m", "bench", "plan", "--ranks", "4", "--hidden", "64", "--heads", "4",
+                      "--layers", "1", "--batch", "8", "--seq", "16", "--top", "40", cwd=folder)
+    plans = [line.split(maxsplit=1) for line in done.stdout.splitlines() if " x " in line]
+    known, new = ({rest for name, rest in plans if name == scheme} for scheme in ("3d", "columns"))
+    assert len(new) > 3 and known == new, done.stdout
+    done = bench(folder, 3)
+    assert done.returncode == 1 and "3 ranks are odd: start 4" in done.stdout
+
+
+@pytest.mark.limit(240)
+def test_a_new_scheme_that_is_wrong_is_found(tmp_path):
+    folder = copy_with(WRONG, tmp_path / "copy")
+    done = model_tests(folder)
+    assert done.returncode != 0
+    assert re.search(r"columns *: \['layers.0.attention.proj.weight: \d", done.stdout), done.stdout
+    done = bench(folder, 4)
+    assert done.returncode == 1 and "differs from the serial scheme" in done.stdout
+    assert not list((folder / "results" / "here").glob("*.h5"))
+
+
+def has_grids(name: str, ranks: int) -> bool:
+    """Whether the scheme can use so many ranks."""
+    try:
+        return bool(lookup(name).grids(ranks))
+    except ValueError:
+        return False
+
+
+@pytest.fixture
+def renamed(request):
+    """The name of a known scheme, and another under which the same algorithms are registered."""
+    class Renamed(lookup(request.param)):
+        name = "renamed"
+    yield request.param, "renamed"
+    del SCHEMES["renamed"]
+
+
+@pytest.mark.parametrize("renamed, ranks", [
+    (name, ranks) for name, cls in SCHEMES.items() if cls.divides_work
+    for ranks in (8, 64, 256) if has_grids(name, ranks)], indirect=["renamed"])
+def test_under_another_name_a_scheme_has_the_same_grids_and_plans(renamed, ranks):
+    """To the last digit, by closed forms for the paper's sizes and with dry runs of the best."""
+    grids = lookup(renamed[0]).grids(ranks)
+    assert lookup(renamed[1]).grids(ranks) == grids
+    for grid in grids:
+        known, new = (screen(name, grid, LONGHORN, "float32", "full", WEAK)
+                      for name in renamed)
+        assert msgspec.structs.replace(known, scheme="renamed") == new
+    known, new = (planner.plans(ranks, LONGHORN, top=2, scheme=name, **SMALL) for name in renamed)
+    assert [msgspec.structs.replace(p, scheme="renamed") for p in known] == new
+    assert {p.grid for p in new} == set(grids) and new[0].traced
+    assert all(p.traced for p in new) == (len(new) <= planner.TRACED)
+
+
+@pytest.mark.parametrize("renamed", ["3d"], indirect=True)
+def test_another_name_is_among_all_candidates_and_trials(renamed):
+    candidates = list(planner.candidates(256))
+    known, new = ([grid for scheme, grid in candidates if scheme == name] for name in renamed)
+    assert known == new == lookup("3d").grids(256)
+    works = whole_steps.everywhere(8, [(64, 48, 32)], [(96, 8, 8, 32, 2)])
+    known, new = ([replace(one, scheme="") for one in works if one.scheme == name]
+                  for name in renamed)
+    assert known == new and {one.kind for one in new} == {"matmul", "layer"}
+
+
+@pytest.mark.parametrize("renamed", ["1d", "2d", "3d"], indirect=True)
+@pytest.mark.parametrize("ranks", [16, 64])
+def test_under_another_name_a_scheme_has_the_same_predictions(renamed, ranks):
+    """Dry runs of a model and of products, the seconds of both, where ranks are placed, and what
+    is computed again to fit."""
+    sizes = dict(layers=2, hidden=120, heads=5, batch=7, seq=9)
+    for grid in lookup(renamed[0]).grids(ranks)[1::9] or [None]:
+        grid = grid or lookup(renamed[0]).default_grid(ranks)
+        shape = dict(zip(lookup("renamed").directions, grid))
+        found = []
+        for name in renamed:
+            run = dry_run.step(name, ranks, grid, ranks - 1, **sizes)
+            works = [work.Work("layer", name, grid, (120, 5, 7, 9, 2)),
+                     *(work.Work("matmul", name, grid, (33, 26, 21), form) for form in FORMS)]
+            found.append([run.events, run.traffic, run.peak, run.saved,
+                          [work.predicted(LONGHORN, one, "float32") for one in works],
+                          placement.order("auto", name, shape, sizes),
+                          memory_fit.policy(name, grid, "float32", sizes, 2 ** 16)])
+        assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name, ranks", [(name, ranks) for name, cls in SCHEMES.items()
+                                         for ranks in (4, 8) if has_grids(name, ranks)])
+def test_local_products_are_those_of_a_dry_run(name, ranks):
+    """As many as rank 0 does forward for each linear layer, of the size of its largest."""
+    products = {"attention.qkv": ProductShape("into", 128, 45, 135, (1, 27)),
+                "attention.proj": ProductShape("back", 128, 45, 45, (9, 1)),
+                "mlp.up": ProductShape("into", 128, 45, 180),
+                "mlp.down": ProductShape("back", 128, 180, 45)}
+    for grid in lookup(name).grids(ranks):
+        shape = dict(zip(lookup(name).directions, grid))
+        run = dry_run.step(name, ranks, grid, layers=1, hidden=45, heads=5, batch=16, seq=8)
+        for part, product in products.items():
+            done = {event: times for (phase, where, event), times in run.events.items()
+                    if (phase, where, type(event)) == ("forward", part, Gemm)}
+            local, = lookup(name).local_products(shape, product)
+            assert local.count == sum(done.values()), (grid, part)
+            assert local[:3] == tuple(max(getattr(event, side) for event in done)
+                                      for side in "mnk"), (grid, part)

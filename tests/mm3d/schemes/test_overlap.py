@@ -1,0 +1,258 @@
+"""Communication that goes on while a rank multiplies changes no bit of any result."""
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+import mm3d
+from bench.checks import layer_residuals
+from mirror import InFlight, during_products, mirrored
+from mm3d.arrays.backend import Backend, PANELS
+from mm3d.grid.grid import Grid
+from mm3d.model.layers import Linear
+from mm3d.schemes.overlap import progress_of
+from mm3d.tracing.observe import observed
+from mm3d.transport.pending import Pending
+
+SIZES = dict(layers=1, hidden=512, heads=8, batch=4, seq=32)    # weights of several panels
+SMALL = dict(layers=3, hidden=16, heads=4, batch=8, seq=4)
+GRIDS = {4: [(1, 4, 1), (1, 2, 2), (4, 1, 1)],
+         8: [(2, 2, 2), (1, 2, 4), (1, 8, 1), (1, 1, 8)]}
+ORDERS = ("f1 f2 b1 b2", "f1 f2 b2 b1", "f1 f2 b1 f3 b3 b2")
+
+
+def passes(model, order: str) -> list[np.ndarray]:
+    """Copies of all results of the passes of some micro-batches, f forward and b backward, and of
+    the gradients in the end."""
+    saved, found = {}, []
+    model.zero_gradients()
+    for way, number in order.split():
+        if way == "f":
+            y, saved[number] = model.forward(model.random(f"x{number}"))
+            found.append(y.copy())
+        else:
+            found.append(model.backward(model.random(f"dy{number}"), saved.pop(number)).copy())
+    return found + [p.grad.copy() for p in model.parameters]
+
+
+def same(found, expected) -> bool:
+    return all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.ranks(*GRIDS)
+def test_the_same_bits_and_words_with_overlap_and_without(comm, transport, monkeypatch):
+    """With two micro-batches in flight."""
+    panels = []
+    progress = Pending.progress
+    monkeypatch.setattr(Pending, "progress",
+                        lambda self: (panels.append(self), progress(self))[1])
+    for grid in GRIDS[comm.size]:
+        found, moved = [], []
+        for overlap in (False, True):
+            scheme = mm3d.scheme("3d", comm, grid=grid, backend="numpy", overlap=overlap)
+            found.append(passes(mm3d.Transformer(scheme, **SIZES), "f1 f2 b1 b2"))
+            moved.append(scheme.grid.traffic())
+            scheme.grid.free()
+        assert same(*found), grid
+        assert moved[0] == moved[1], grid
+        if transport == "mpi":
+            assert len(panels) >= 4, grid
+        panels.clear()
+
+
+@pytest.mark.parametrize("keep, policies", [
+    ("none", ("none", "selective", "full", "uniform:2", "uniform:2+selective")),
+    ("weight", ("none", "full")), ("both", ("none", "uniform:2"))])
+@pytest.mark.parametrize("grid", [(2, 2, 2), (4, 1, 1)])
+def test_micro_batches_are_in_flight_in_any_order(grid, keep, policies):
+    """With each policy of recomputation; nothing is used before it is there or left behind."""
+    for policy in policies:
+        found, moved = [], []
+        for overlap in (False, True):
+            with mirrored("3d", grid, keep=keep, overlap=overlap) as (scheme, in_flight):
+                model = mm3d.Transformer(scheme, **SMALL, recompute=policy)
+                orders = ORDERS if policy == keep == "none" else ORDERS[-1:]
+                found.append([a for order in orders for a in passes(model, order)])
+                moved.append(scheme.grid.traffic())
+        assert same(*found), policy
+        assert moved[0] == moved[1], policy
+
+
+class Failing:
+    """A layer that fails in one pass, forward or backward."""
+
+    def __init__(self, layer, way: str) -> None:
+        self.layer, self.way, self.fails = layer, way, False
+
+    def forward(self, x, overlap=None):
+        if self.fails and self.way == "forward":
+            raise FloatingPointError
+        return self.layer.forward(x, overlap)
+
+    def backward(self, dy, saved, overlap=None):
+        if self.fails and self.way == "backward":
+            raise FloatingPointError
+        return self.layer.backward(dy, saved, overlap)
+
+
+@contextmanager
+def failing(block, number: int, way: str):
+    """In the block a layer fails."""
+    layers, layer = block.layers, Failing(block.layers[number], way)
+    block.layers = (*layers[:number], layer, *layers[number + 1:])
+    layer.fails = True
+    try:
+        with pytest.raises(FloatingPointError):
+            yield
+    finally:
+        block.layers = layers
+
+
+def after_failure(model, in_flight: list, number: int, way: str) -> list[np.ndarray]:
+    """Copies of the results of other passes when one has failed in a layer of the first block."""
+    model.zero_gradients()
+    _, first = model.forward(model.random("x1"))
+    _, second = model.forward(model.random("x2"))
+    with failing(model.layers.layers[number // 4], number % 4, way):
+        if way == "forward":
+            model.forward(model.random("x3"))
+        else:
+            model.backward(model.random("dy1"), first)
+    assert in_flight == []
+    found = [p.grad.copy() for p in model.parameters]
+    for linear in model.linears:
+        linear.weight.value *= 2
+    found.append(model.backward(model.random("dy2"), second).copy())
+    for linear in model.linears:
+        linear.weight.value /= 2
+    return found + [p.grad.copy() for p in model.parameters]
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_a_pass_that_fails_leaves_nothing_in_flight(way):
+    """Wherever it fails; other micro-batches go on, and what it has added to the gradients before
+    is what a pass without overlap has added.  Weights that change afterwards are gathered anew."""
+    found = []
+    for overlap in (False, True):
+        with mirrored("3d", (2, 2, 2), overlap=overlap) as (scheme, in_flight):
+            model = mm3d.Transformer(scheme, **{**SMALL, "layers": 2})
+            found.append([a for number in range(8)
+                          for a in after_failure(model, in_flight, number, way)])
+    assert same(*found)
+
+
+QKV, PROJ, UP, DOWN = "attention.qkv", "attention.proj", "mlp.up", "mlp.down"
+WEIGHT, SUM = "gather along x", "sum along x"    # of the next weight, of the dB before
+
+
+def test_in_forward_the_next_weight_is_gathered_during_each_product():
+    for grid in ((2, 2, 2), (2, 1, 1)):
+        for keep in ("none", "weight", "both"):
+            assert during_products(grid, "forward", keep=keep) == [
+                (QKV, [WEIGHT]), (PROJ, [WEIGHT]), (UP, [WEIGHT]), (DOWN, [])]
+    assert all(found == [] for _, found in during_products((1, 2, 2), "forward"))
+
+
+def test_in_backward_gathers_and_sums_go_on_during_the_products():
+    """Of two a layer, dA and dB: A is gathered during the first, dA summed during the second, and
+    the dB of the layer before during both."""
+    y, z = "along y", "along z"
+    assert during_products((2, 2, 2), "backward") == [
+        (DOWN, [f"gather {z}"]), (DOWN, [WEIGHT, f"sum {z}"]),
+        (UP, [f"gather {y}", SUM]), (UP, [WEIGHT, SUM, f"sum {y}"]),
+        (PROJ, [f"gather {z}", SUM]), (PROJ, [WEIGHT, SUM, f"sum {z}"]),
+        (QKV, [f"gather {y}", SUM]), (QKV, [SUM, f"sum {y}"])]
+    assert during_products((2, 1, 1), "backward") == [
+        (DOWN, []), (DOWN, [WEIGHT]), (UP, [SUM]), (UP, [WEIGHT, SUM]),
+        (PROJ, [SUM]), (PROJ, [WEIGHT, SUM]), (QKV, [SUM]), (QKV, [SUM])]
+    # Where an operand has been kept it is not gathered again.
+    assert [found for _, found in during_products((2, 2, 2), "backward", keep="both")] == [
+        [], [f"sum {z}"], [SUM], [SUM, f"sum {y}"], [SUM], [SUM, f"sum {z}"], [SUM],
+        [SUM, f"sum {y}"]]
+
+
+def test_without_overlap_nothing_is_in_flight():
+    with mirrored("3d", (2, 2, 2)) as (scheme, in_flight):
+        model, observer = mm3d.Transformer(scheme, **SMALL), InFlight(in_flight)
+        with observed(scheme.grid, observer, model):
+            model.backward(model.random("dy"), model.forward(model.random("x"))[1])
+        assert len(observer.found) == 3 * 4 * 3
+        assert all(found == [] for _, found in observer.found)
+
+
+def test_a_layer_holds_what_it_was_made_with_alone():
+    """Between forward and backward, after a step and in the middle of a pass."""
+    with mirrored("3d", (2, 2, 2), overlap=True) as (scheme, _):
+        model = mm3d.Transformer(scheme, **SMALL)
+
+        def held():
+            return [dict(vars(part)) for linear in model.linears
+                    for part in (linear, linear.product, linear.weight, linear.bias, scheme.grid)]
+        before = held()
+        look = model.linears[5].product
+        product, seen = look.backward, []
+        look.backward = lambda *arguments: (seen.append(held()), product(*arguments))[1]
+        expected = held()
+        _, saved = model.forward(model.random("x"))
+        assert held() == expected
+        model.backward(model.random("dy"), saved)
+        del look.backward
+        assert seen == [expected] and held() == before
+
+
+@pytest.mark.ranks(1, 4)
+def test_a_layer_that_is_looked_at_has_its_whole_gradient(comm):
+    """The checks of the measured step read gradients in the middle of the pass."""
+    scheme = mm3d.scheme("3d", comm, grid=(comm.size, 1, 1), backend="numpy", overlap=True)
+    model = mm3d.Transformer(scheme, **SMALL)
+    checks = layer_residuals.step(model, model.random("x"), model.random("dy"), 3)
+    assert layer_residuals.failure(checks) is None
+    scheme.grid.free()
+
+
+def test_a_linear_layer_alone_overlaps_nothing():
+    """Without a pass that says what comes next; a gradient is there when backward returns."""
+    with mirrored("3d", (2, 2, 2), overlap=True) as (scheme, in_flight):
+        outer, inner = scheme.spaces(8, 4)
+        layer = Linear(scheme, "alone", outer, inner, (16, 16), np.float32)
+        for p in layer.parameters:
+            p.value[...] = 1
+        x = np.ones(outer.local_shape(16), np.float32)
+        y, saved = layer.forward(x)
+        assert in_flight == [] and (y == 17).all()
+        assert (layer.backward(y, saved) == 17 * 16).all() and in_flight == []
+        assert (layer.weight.grad == 17 * 8 * 4).all()
+
+
+@pytest.mark.ranks(1, 2, 3)
+def test_a_sum_in_flight_is_the_sum(comm, transport):
+    """In exact integers, of even and of uneven blocks; products meanwhile are right too."""
+    grid = Grid(comm, "numpy", x=comm.size)
+    a, b = np.arange(300.0 * 70).reshape(300, 70) % 7, np.arange(70.0 * 5).reshape(70, 5) % 5
+    for rows in (6 * comm.size, 6 * comm.size + 1):
+        split = grid["x"].split(0, rows)
+        every = [np.random.default_rng(rank).integers(-9, 9, (rows, 40)).astype(float)
+                 for rank in range(comm.size)]
+        pending = split.begin_reduce_scatter(every[comm.rank].copy())
+        product = grid.backend.gemm(a, b, np.empty((300, 5)), progress=progress_of(pending))
+        assert np.array_equal(product, a @ b)
+        start = sum(split.counts[:comm.rank])
+        expected = sum(every)[start:start + split.counts[comm.rank]]
+        assert np.array_equal(pending.wait(), expected) and pending.wait() is pending.out
+    grid.free()
+
+
+@pytest.mark.parametrize("rows", [0, 1, 95, 97, 500, 768, 769, 5000])
+def test_panels_are_whole_blocks_of_rows(monkeypatch, rows):
+    """BLAS rounds in another way in a block of rows that is cut short, some kernels do."""
+    numpy, lengths, multiply = Backend(), [], np.matmul
+
+    def told(a, b, out):
+        lengths.append(len(out))
+        return multiply(a, b, out=out)
+    monkeypatch.setattr(np, "matmul", told)
+    a, out = np.arange(2.0 * rows).reshape(rows, 2), np.empty((rows, 3))
+    product = numpy.gemm(a, np.ones((2, 3)), out, progress=lambda: None)
+    assert (product == a.sum(1, keepdims=True)).all()
+    assert sum(lengths) == rows and len(lengths) <= PANELS
+    assert not any(length % 48 for length in lengths[:-1])

@@ -1,0 +1,186 @@
+"""The defaults that a launch deserves, from made-up environments and in real ranks."""
+import ast
+import os
+import sys
+import warnings
+
+import pytest
+
+from mm3d import launcher as environment
+from support import run_python, run_ranks
+
+BLAS = dict.fromkeys(environment.BLAS_THREADS, "1")
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """Make this process look like a rank on a node; nothing is imported yet."""
+    for name in ("numpy", "mpi4py.MPI"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    def node(own: int, launcher: int | None = None):
+        cores = {0: set(range(own)), os.getppid(): set(range(launcher or own))}
+        monkeypatch.setattr(os, "sched_getaffinity", cores.__getitem__, raising=False)
+    return node
+
+
+@pytest.mark.parametrize("variables, ranks", [
+    ({}, 1),
+    ({"MPI_LOCALNRANKS": "4", "PMI_SIZE": "8"}, 4),
+    ({"OMPI_COMM_WORLD_LOCAL_SIZE": "3"}, 3),
+    ({"MV2_COMM_WORLD_LOCAL_SIZE": "5"}, 5),
+    ({"PMI_SIZE": "8"}, 8),
+    ({"SLURM_STEP_TASKS_PER_NODE": "6"}, 6),
+    ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "1"}, 4),
+    ({"SLURM_STEP_TASKS_PER_NODE": "4(x2),3", "SLURM_NODEID": "2", "PMI_SIZE": "11"}, 3),
+    ({"SLURM_TASKS_PER_NODE": "16", "SLURM_NTASKS": "16"}, 1),    # a batch script is no rank
+    ({"SLURM_STEP_TASKS_PER_NODE": "1", "MPI_LOCALNRANKS": "8"}, 8),    # mpirun inside a job
+    ({"MPI_LOCALNRANKS": "", "PMI_SIZE": "what"}, 1),
+])
+def test_ranks_on_this_node(variables, ranks):
+    assert environment.local_ranks(variables) == ranks
+
+
+def test_cores_are_those_this_process_may_use(node):
+    node(own=3, launcher=64)
+    assert environment.cores({}) == 3
+    assert not environment.oversubscribed({})
+
+
+def test_one_rank_keeps_all_its_threads(node):
+    node(own=4)
+    variables = {"MPI_LOCALNRANKS": "1"}
+    assert environment.set_defaults(variables) == {}
+    assert variables == {"MPI_LOCALNRANKS": "1"}
+
+
+def test_ranks_share_the_cores(node):
+    node(own=9)
+    variables = {"MPI_LOCALNRANKS": "4"}
+    assert environment.set_defaults(variables) == dict.fromkeys(environment.BLAS_THREADS, "2")
+    assert variables.items() > dict.fromkeys(BLAS, "2").items()
+
+
+def test_more_ranks_than_cores_yield(node):
+    node(own=2)
+    assert environment.oversubscribed({"MPI_LOCALNRANKS": "3"})
+    assert environment.set_defaults({"MPI_LOCALNRANKS": "3"}) == BLAS | environment.YIELD
+
+
+@pytest.mark.parametrize("own, launcher, ranks, allocated, threads, oversubscribed", [
+    (1, 2, 2, None, 1, False),      # a core each
+    (8, 64, 4, None, 8, False),     # eight each, of more than they share
+    (8, 64, 4, 32, 8, False),       # Slurm: eight of the job's cores each
+    (8, 64, 4, 8, 2, False),        # Slurm: all share what the job has
+    (32, 64, 4, None, 16, False),   # bound by socket, two on each
+    (2, 64, 4, 2, 1, True),
+])
+def test_bound_ranks(node, own, launcher, ranks, allocated, threads, oversubscribed):
+    node(own, launcher)
+    variables = {"MPI_LOCALNRANKS": str(ranks)}
+    if allocated:
+        variables["SLURM_CPUS_ON_NODE"] = str(allocated)
+    assert environment.blas_threads(variables) == threads
+    assert environment.oversubscribed(variables) == oversubscribed
+
+
+def test_what_the_user_has_set_stays(node):
+    node(own=2)
+    user = {"MPI_LOCALNRANKS": "8", "OPENBLAS_NUM_THREADS": "7",
+            "MPIR_CVAR_POLLS_BEFORE_YIELD": "9"}
+    variables = dict(user)
+    chosen = environment.set_defaults(variables)
+    assert not chosen.keys() & user.keys()
+    assert variables == user | chosen
+    assert chosen["MKL_NUM_THREADS"] == "1"
+
+
+def test_omp_num_threads_speaks_for_every_blas(node):
+    node(own=2)
+    variables = {"MPI_LOCALNRANKS": "8", "OMP_NUM_THREADS": "2"}
+    assert environment.set_defaults(variables) == environment.YIELD
+
+
+def test_mpi_imported_too_early_is_said_by_rank_0_alone(node, monkeypatch):
+    node(own=2)
+    monkeypatch.setitem(sys.modules, "mpi4py.MPI", object())
+    with pytest.warns(RuntimeWarning, match="8 ranks share 2 cores.*import mm3d first"):
+        environment.set_defaults({"MPI_LOCALNRANKS": "8", "PMI_RANK": "0"})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        environment.set_defaults({"MPI_LOCALNRANKS": "8", "PMI_RANK": "1"})
+        environment.set_defaults({"MPI_LOCALNRANKS": "8", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "0"})
+        environment.set_defaults({"MPI_LOCALNRANKS": "2"})
+
+
+def test_the_launcher_is_permitted_unless_the_user_has_decided():
+    assert environment.launcher_environment({}) == environment.PERMIT
+    mine = {"OMPI_MCA_rmaps_base_oversubscribe": "0"}
+    assert environment.launcher_environment(mine).keys() == environment.PERMIT.keys() - mine.keys()
+
+
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n1", "PATH": "/bin",
+        "SRUN_CPUS_PER_TASK": "2"}
+
+
+def test_an_mpirun_within_a_step_of_slurm_knows_nothing_of_it():
+    """It would start its ranks by srun, which waits for the cores of the step itself."""
+    def left(command, **variables):
+        return {name for name in environment.for_launcher(command, STEP | variables)
+                if name.startswith(("SLURM", "SRUN"))}
+
+    everything = {name for name in STEP if name.startswith(("SLURM", "SRUN"))}
+    assert left(["/usr/bin/mpirun", "-n", "2"]) == left(["mpiexec.hydra"]) == set()
+    assert left(["srun", "-n", "2"]) == everything
+    # The script of a job, and a prompt that salloc gives, are no steps that keep its cores.
+    for step in ("4294967291", "4294967290", ""):
+        assert left(["mpirun"], SLURM_STEP_ID=step) == everything
+    assert environment.for_launcher(["mpirun"], STEP) == {"PATH": "/bin"} | environment.PERMIT
+    # From a rank, always: its job is another.
+    assert environment.without_launcher(STEP | {"PMI_RANK": "1", "OMPI_MCA_pml": "ob1"}) == {
+        "PATH": "/bin", "OMPI_MCA_pml": "ob1"}
+
+
+def test_the_mpirun_beside_the_interpreter_goes_first(tmp_path, monkeypatch):
+    beside, on_path = tmp_path / "env", tmp_path / "usr"
+    for folder in (beside, on_path):
+        folder.mkdir()
+        (folder / "mpirun").touch(mode=0o755)
+    monkeypatch.setattr(sys, "executable", str(beside / "python"))
+    monkeypatch.setenv("PATH", str(on_path))
+    assert environment.mpirun_command(8, "a", "b") == [str(beside / "mpirun"), "-n", "8", "a", "b"]
+    (beside / "mpirun").unlink()
+    assert environment.mpirun_command(8, "a")[0] == str(on_path / "mpirun")
+    (on_path / "mpirun").unlink()
+    with pytest.raises(FileNotFoundError, match="there is no mpirun in .*env nor on PATH.*mpich"):
+        environment.mpirun_command(8, "a")
+
+
+def test_importing_it_imports_neither_numpy_nor_mpi():
+    source = (f"import runpy, sys\nrunpy.run_path({environment.__file__!r})\n"
+              "assert not {'numpy', 'mpi4py'} & sys.modules.keys()\n")
+    done = run_python("-c", source)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("first", ["mm3d", "numpy"])
+def test_real_ranks_have_capped_blas_and_a_patient_mpi(first):
+    source = f"""
+import {first}, mm3d, os, threadpoolctl
+from mpi4py import MPI
+threads = [pool["num_threads"] for pool in threadpoolctl.threadpool_info()
+           if pool["user_api"] == "blas"]
+found = MPI.COMM_WORLD.gather((threads, os.environ["MPIR_CVAR_POLLS_BEFORE_YIELD"]))
+if MPI.COMM_WORLD.rank == 0: print(found)
+"""
+    done = run_ranks(4, "-c", source, SLURM_CPUS_ON_NODE="2")
+    assert done.returncode == 0, done.stderr
+    assert ast.literal_eval(done.stdout) == 4 * [([1], "1")]
+
+
+def test_this_run_itself_has_what_it_should():
+    """Under `mpirun -n 8 pytest` the ranks are started by a launcher that mm3d did not start."""
+    if environment.local_ranks() > 1:
+        assert os.environ.keys() >= BLAS.keys() or "OMP_NUM_THREADS" in os.environ
+    if environment.oversubscribed():
+        assert os.environ.keys() >= environment.YIELD.keys()

@@ -1,0 +1,196 @@
+"""Ranks that give copies of what others have placed, or make different calls, in shared memory."""
+import os
+
+import numpy as np
+import pytest
+
+import mm3d
+from mm3d.transport import barrier, call_check
+from mm3d.transport.segments import MAIL, SharedMemory
+from models import SIZES
+from reference import integers, on_grid
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"),
+                                reason="this system has no memfd_create")
+SMALL, LARGE = 3, MAIL // 8 + 1    # columns: rows that are handed to all, and that are not
+
+
+@pytest.fixture(autouse=True)
+def shared(monkeypatch):
+    monkeypatch.setenv("MM3D_TRANSPORT", "shared")
+
+
+def placed(comm, made, values: np.ndarray, copying: set[int], turn: int) -> np.ndarray:
+    """An array made by `made` with these values, or on some ranks a copy: of it, or alone."""
+    a = made(values.shape, values.dtype)
+    a[...] = values
+    if comm.rank not in copying:
+        return a
+    copy = a.copy()
+    if turn % 2:
+        a[...] = 99    # what was placed and not given is not looked at
+    return copy
+
+
+@pytest.mark.ranks(2, 4, 8)
+@pytest.mark.parametrize("columns", [SMALL, LARGE])
+@pytest.mark.parametrize("dim", [0, 1])
+def test_ranks_may_give_copies_of_what_others_have_placed(comm, columns, dim):
+    """Whoever does, and whether the copy's original lives on; uneven blocks, exact integers."""
+    length, mine = 2 * comm.size + 1, comm.rank
+    with on_grid(comm, x=comm.size) as grid:
+        split = grid.x.split(dim, length)
+        cut = [slice(None)] * 2
+        cut[dim] = slice(sum(split.counts[:mine]), sum(split.counts[:mine + 1]))
+        shape = (length, columns) if dim == 0 else (columns, length)
+        several = [{0}, {comm.size - 1}, set(range(1, comm.size)), set(), set(range(comm.size))]
+        for turn, copying in enumerate(several * 2):
+            whole = integers(shape, turn)
+            found = split.all_gather(placed(comm, split.empty, whole[tuple(cut)], copying, turn))
+            assert np.array_equal(found, whole), (turn, copying)
+            term = placed(comm, split.term, whole * (mine + 1), copying, turn)
+            part = split.reduce_scatter(term)
+            assert np.array_equal(part, whole[tuple(cut)] * sum(range(comm.size + 1))), turn
+        books = grid.x.transport.memory.regions
+        assert len(set(comm.allgather((len(books), books.in_use)))) == 1
+
+
+@pytest.mark.ranks(2, 8)
+def test_copies_are_made_where_there_is_no_room_left(comm, monkeypatch):
+    """In another segment, which all ranks open together."""
+    monkeypatch.setattr("mm3d.transport.segments.SEGMENT", 1 << 20)
+    with on_grid(comm, x=comm.size) as grid:
+        split, kept = grid.x.split(0, comm.size), []
+        for turn in range(12):
+            block = placed(comm, split.empty, np.full((1, LARGE * 4), comm.rank + turn * 1.0),
+                           {turn % comm.size} if turn % 3 else set(range(comm.size)), 0)
+            kept.append(split.all_gather(block))
+            assert (kept[-1] == np.arange(comm.size)[:, None] + turn).all()
+            term, root = np.full((comm.size, LARGE), turn), turn % comm.size
+            kept.append(split.reduce_scatter(term))
+            assert (kept[-1] == turn * comm.size).all()
+            if (total := grid.x.reduce(term, root)) is not None:
+                assert (total == turn * comm.size).all() and comm.rank == root
+                kept.append(total)
+            kept.append(grid.x.broadcast(term + comm.rank, root))
+            assert (kept[-1] == turn + root).all()
+        del kept, block, term, total
+
+
+DIFFERENT = {
+    "dtype": lambda axis, odd, n: axis.all_gather(np.ones((2, n), "float32" if odd else "int32")),
+    "dim": lambda axis, odd, n: axis.all_gather(np.ones((2, n)), int(odd), [2 + odd * (n - 2)] *
+                                                axis.size),
+    "shape": lambda axis, odd, n: axis.all_gather(np.ones((2, n + odd)), 0, [2] * axis.size),
+    "counts": lambda axis, odd, n: axis.reduce_scatter(
+        np.ones((2 * axis.size, n)), 0, [1 + 2 * (odd != (rank % 2)) if rank < 2 else 2
+                                         for rank in range(axis.size)]),
+    "rows of terms": lambda axis, odd, n: axis.reduce_scatter(np.ones((axis.size + odd, n))),
+    "call": lambda axis, odd, n: (axis.all_reduce if odd else axis.reduce_scatter)(
+        np.ones((2 * axis.size, n))),
+    "size, and so the way": lambda axis, odd, n: axis.all_reduce(np.ones(n if odd else 2 * MAIL)),
+    "placed": lambda axis, odd, n: axis.all_gather(axis.split(0, 2 * axis.size).empty(
+        (2, n), "float32" if odd else "int32"), 0, [2] * axis.size),
+}
+
+
+@pytest.mark.ranks(2, 4)
+@pytest.mark.parametrize("what", DIFFERENT)
+@pytest.mark.parametrize("columns", [SMALL, LARGE])
+def test_different_calls_are_an_error_on_all_ranks(comm, what, columns):
+    """The same on all, which names them; and the next right call finds all in order."""
+    with on_grid(comm, x=comm.size) as grid:
+        odd = comm.rank == comm.size - 1
+        for turn in range(3):
+            with pytest.raises(ValueError, match="ranks of this line make different calls") as e:
+                DIFFERENT[what](grid.x, odd, columns)
+            assert len(set(comm.allgather(str(e.value)))) == 1 and f"rank {comm.size - 1}: " in (
+                str(e.value))
+            assert grid.x.all_gather(np.full((1, columns), turn)).shape == (comm.size, columns)
+            assert grid.x.all_reduce(np.ones((2, columns))).max() == comm.size
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("way", ["root of a broadcast", "root of a sum", "what is placed"])
+def test_what_nobody_waits_for_is_an_error_when_all_meet(comm, way):
+    """No rank gets on beyond that with what it was never sent."""
+    odd = comm.rank == 3
+    grid = mm3d.Grid(comm, x=comm.size)
+    try:
+        if way == "root of a broadcast":
+            grid.x.broadcast(np.ones(SMALL), 3 if odd else 0)
+        elif way == "root of a sum":
+            grid.x.reduce(np.ones(SMALL), 3 if odd else 2)
+    except ValueError as error:
+        assert "different calls" in str(error)
+    if way == "what is placed" and odd:
+        grid.x.split(0, 4).empty((1, SMALL), "float64")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="before this call .* different ones: all ranks") as e:
+            grid.x.all_gather(np.ones((1, SMALL)), 0, [1] * 4)
+        assert len(set(comm.allgather(str(e.value)))) == 1
+    for axis in grid.axes.values():
+        axis.comm.Free()
+
+
+@pytest.mark.ranks(4)
+def test_who_is_told_something_else_says_so(comm):
+    memory = SharedMemory(comm)
+    call = call_check.call(call_check.BROADCAST, np.dtype("int64"), (3,), int(comm.rank == 2))
+    if comm.rank == 2:
+        with pytest.raises(ValueError, match="rank 1: broadcast of .3,. in int64 from rank 0"):
+            memory.tell(np.ones(3, "int64"), 1, call)
+    else:
+        memory.tell(np.ones(3, "int64"), 0, call)
+
+
+@pytest.mark.parametrize("name", ["float64", "float16", "int32", "bool", "bfloat16"])
+def test_a_call_names_its_dtype(name):
+    """Also one that NumPy does not know by its letter."""
+    if name == "bfloat16":
+        dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
+    else:
+        dtype = np.dtype(name)
+    one, other = (call_check.call(call_check.ALL_REDUCE, dtype, shape) for shape in ((3,), (4,)))
+    assert call_check.text(one) == f"all-reduce of (3,) in {name}"
+    assert f"rank 1: all-reduce of (4,) in {name}" in call_check.difference([(0, one), (1, other)])
+
+
+@pytest.mark.ranks(8)
+def test_backward_takes_what_forward_gave_or_a_copy_of_it(comm):
+    """On some ranks this and on some that: the same bits as copies on all."""
+    scheme = mm3d.scheme("3d", comm, backend="numpy")
+    model = mm3d.Transformer(scheme, **SIZES["even"], dtype="float64")
+    x, found = model.random("x"), []
+    for copying in (set(range(8)), {0, 3, 5}, set()):
+        y, saved = model.forward(x)
+        model.zero_gradients()
+        dx = model.backward(y.copy() if comm.rank in copying else y, saved)
+        found.append([dx.copy(), *(p.grad.copy() for p in model.parameters)])
+    for one in found[1:]:
+        assert all(map(np.array_equal, found[0], one))
+    scheme.grid.free()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("ranks, looks", [(1, barrier.LOOKS), (100_000, barrier.CROWDED)])
+def test_ranks_look_longer_before_they_sleep_where_each_has_a_core(comm, monkeypatch, ranks,
+                                                                   looks):
+    """As many times as ranks and cores say; the other rank comes when this one is asleep."""
+    monkeypatch.setenv("MPI_LOCALNRANKS", str(ranks))
+    looked, call = [], barrier._system_call
+
+    def sleep(*arguments):
+        if arguments[2] == barrier._SLEEP and not comm.rank and looked[-1:] != ["asleep"]:
+            looked.append("asleep")
+            comm.send(None, 1)
+        return call(*arguments)
+
+    with on_grid(comm, x=2) as grid:
+        with monkeypatch.context() as patch:
+            patch.setattr(barrier, "_system_call", sleep)
+            patch.setattr(os, "sched_yield", lambda: looked.append("looked"))
+            if comm.rank:
+                comm.recv(source=0)
+            grid.x.transport.meet()
+        assert comm.rank or looked == ["looked"] * looks + ["asleep"]

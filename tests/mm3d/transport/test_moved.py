@@ -1,0 +1,277 @@
+"""What each transport states that it moved, held against the calls and copies that it makes."""
+import math
+
+import numpy as np
+import pytest
+
+import fakecupy
+import mm3d
+from bench.cases.selection import select
+from bench.experiments.rows.row import counted_step
+from bench.records import run_file
+from bench.reports import merit
+from bench.reports.formats import render
+from mm3d.arrays.blocks import blocks
+from mm3d.grid.axis import COLLECTIVES
+from mm3d.transport import choice, device, exchange, shared_memory
+from records import made_up
+from reference import on_grid
+from test_device import cupy  # noqa: F401
+
+ODD = 3     # columns, so that blocks along the last dimension lie in pieces
+LONG = 2 * exchange.SMALL
+
+
+class Calls:
+    """A communicator that counts the elements which its calls bring to this rank from others."""
+
+    def __init__(self, comm) -> None:
+        self.comm, self.received, self.sums = comm, 0, []
+
+    def __getattr__(self, name):
+        called = getattr(self.comm, name)
+        found = getattr(self, f"_{name.lower().removeprefix('i')}", None)
+
+        def told(*arguments, **more):
+            found(*arguments, **more)
+            return called(*arguments, **more)
+        return told if found else called
+
+    def _allgather(self, send, *recv):
+        if recv:    # of arrays, not of what Python pickles
+            self.received += recv[0].size - send.size
+
+    def _allgatherv(self, send, recv):
+        self.received += sum(recv[1][0]) - send.size
+
+    def _alltoallv(self, send, recv):
+        lengths, _ = recv[1]
+        self.received += sum(lengths) - lengths[self.comm.rank]
+
+    def _recv(self, buffer, peer):
+        self.received += buffer.size * (peer != self.comm.rank)
+
+    def _bcast(self, buffer, root):
+        self.received += buffer.size * (root != self.comm.rank)
+
+    def _reduce_scatter_block(self, send, recv):
+        self.sums.append(send.size - recv.size)
+
+    def _reduce_scatter(self, send, recv, lengths):
+        self.sums.append(sum(lengths) - lengths[self.comm.rank])
+
+    def _allreduce(self, send, recv):
+        self.sums.append(2 * (send.size - blocks(send.size, self.comm.size)[self.comm.rank]))
+
+    def _reduce(self, send, recv, root):
+        self.sums.append(send.size * (self.comm.rank != root))
+
+
+def collectives(axis, length, dtype="float32"):
+    """Every collective of arrays of `length` rows, even or not: its name and what carries it out.
+    """
+    made, counts = axis.backend.empty, blocks(length, axis.size)
+    mine = counts[axis.rank]
+    for dim, whole, part in ((0, (length, ODD), (mine, ODD)), (1, (ODD, length), (ODD, mine))):
+        yield "all_gather", lambda: axis.all_gather(made(part, dtype), dim, counts)
+        yield "reduce_scatter", lambda: axis.reduce_scatter(made(whole, dtype), dim, counts)
+        yield "reduce_scatter", lambda: axis.begin_reduce_scatter(made(whole, dtype), dim,
+                                                                  counts).wait()
+        if axis.transport.nonblocking:
+            yield "all_gather", lambda: axis.prefetch(made(part, dtype), dim, counts).wait()
+    yield "all_reduce", lambda: axis.all_reduce(made((length,), dtype))
+    yield "broadcast", lambda: axis.broadcast(made((length,), dtype), 1)
+    yield "reduce", lambda: axis.reduce(made((length,), dtype), 1)
+
+
+def counted(axis, name, run):
+    """What `Axis` counts of one collective."""
+    axis.traffic.clear()
+    run()
+    assert axis.traffic.keys() == {name}
+    return axis.traffic[name]
+
+
+@pytest.mark.ranks(2, 3, 8)
+@pytest.mark.parametrize("length", [5, 8, LONG])
+def test_mpi_is_handed_what_is_counted(comm, monkeypatch, length):
+    """Gathers bring just the words counted; of sums MPI says nothing, and is given these."""
+    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
+    with on_grid(comm, x=comm.size) as grid:
+        for name, run in collectives(grid.x, length):
+            calls = grid.x.transport.comm = Calls(grid.x.comm)
+            found = counted(grid.x, name, run)
+            if name in ("all_gather", "broadcast"):
+                assert found.moved == calls.received == found.words and not calls.sums
+            else:
+                assert math.isnan(found.moved) and [found.words] == calls.sums
+
+
+@pytest.mark.ranks(2, 3, 8)
+@pytest.mark.parametrize("kind", ["staged", "device"])
+def test_exchanges_bring_what_the_transport_states(comm, cupy, monkeypatch, kind):  # noqa: F811
+    monkeypatch.setattr(fakecupy.Memory, "open", kind == "device")
+    monkeypatch.setenv("MM3D_TRANSPORT", kind)
+    grid, large = mm3d.Grid(comm, "cupy", x=comm.size), False
+    for length in (5, 8, LONG):
+        for name, run in collectives(grid.x, length):
+            calls = grid.x.transport.comm = Calls(grid.x.comm)
+            found = counted(grid.x, name, run)
+            assert found.moved == calls.received and not calls.sums, name
+            if name in ("all_gather", "reduce_scatter", "broadcast"):
+                # Sent and received differ where blocks do; over all ranks they are the same.
+                assert comm.allreduce(int(found.moved)) == comm.allreduce(found.words)
+            elif name == "all_reduce" and length < LONG:
+                assert found.moved == (comm.size - 1) * length
+            elif name == "all_reduce":
+                assert found.moved == pytest.approx(found.words, rel=1e-3)
+                large = True
+    assert large
+    grid.free()
+
+
+class Received:
+    """An NCCL group that counts the bytes which arrive; sums are its own business."""
+
+    def __init__(self, group, rank) -> None:
+        self.group, self.rank, self.bytes, self.sums = group, rank, 0, 0
+
+    def __getattr__(self, name):
+        def told(*arguments):
+            if name == "allGather":
+                self.bytes += arguments[2] * (self.group.comm.size - 1)
+            elif name == "broadcast":
+                self.bytes += arguments[2] * (arguments[4] != self.rank)
+            elif name == "recv":
+                self.bytes += arguments[1] * (arguments[3] != self.rank)
+            elif name != "send":
+                self.sums += 1
+            return getattr(self.group, name)(*arguments)
+        return told
+
+
+@pytest.mark.ranks(3, 8)
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+def test_nccl_states_what_arrives_but_of_its_sums(comm, cupy, monkeypatch, dtype):  # noqa: F811
+    monkeypatch.setenv("MM3D_TRANSPORT", "nccl")
+    grid = mm3d.Grid(comm, "cupy", x=comm.size)
+    group, summed = grid.x.transport.group, 0
+    for length in (5, 8, LONG):
+        for name, run in collectives(grid.x, length, dtype):
+            calls = grid.x.transport.group = Received(group, comm.rank)
+            found = counted(grid.x, name, run)
+            if calls.sums:
+                assert math.isnan(found.moved) and dtype == "float32"
+            else:
+                assert found.moved * np.dtype(dtype).itemsize == calls.bytes
+            summed += calls.sums
+    assert bool(summed) == (dtype == "float32")
+    grid.x.transport.group = group
+    grid.free()
+
+
+class Watched(np.ndarray):
+    """Shared memory that counts the words written into it, or into an array from it, by copying,
+    and those read to be summed."""
+
+    copied = read = 0
+
+    def __setitem__(self, where, value):
+        Watched.copied += np.ndarray.__getitem__(self, where).size
+        np.ndarray.__setitem__(self.view(np.ndarray), where, np.asarray(value))
+
+    def __array_ufunc__(self, ufunc, method, *inputs, out=()):
+        assert ufunc is np.add and method == "__call__" and len(inputs) == 2
+        # The first term of a sum is taken as it is; each further one is read.
+        Watched.read += inputs[1].size
+        plain = [np.asarray(a) for a in inputs]
+        with np.errstate(all="ignore"):    # what is summed is whatever was there
+            return np.add(*plain, out=np.asarray(out[0]))
+
+
+class Numpy:
+    """NumPy, whose arrays are `Watched`."""
+
+    ndarray = Watched
+
+    def __getattr__(self, name):
+        return getattr(np, name)
+
+
+@pytest.fixture
+def watched(monkeypatch):
+    """All memory that a transport of shared memory copies into is `Watched`."""
+    def watch(memory, transport):
+        monkeypatch.setattr(memory, "_mail", [[row.view(Watched) for row in slot]
+                                              for slot in memory._mail])
+        monkeypatch.setattr(shared_memory, "np", Numpy())
+        empty = transport.backend.empty
+        monkeypatch.setattr(transport.backend, "empty",
+                            lambda shape, dtype: empty(shape, dtype).view(Watched))
+    monkeypatch.setenv("MM3D_TRANSPORT", "shared")
+    return watch
+
+
+@pytest.mark.ranks(2, 3, 8)
+@pytest.mark.parametrize("length", [5, 8, LONG])
+def test_shared_memory_states_its_copies_and_sums(comm, watched, length):
+    with on_grid(comm, x=comm.size) as grid:
+        watched(grid.x.transport.memory, grid.x.transport)
+        for name, run in collectives(grid.x, length):
+            Watched.copied = Watched.read = 0
+            found = counted(grid.x, name, run)
+            assert found.moved == Watched.copied + Watched.read, name
+            # What one rank broadcasts much of, the others read where it lies.
+            assert found.moved > 0 or (name, grid.x.rank != 1) == ("broadcast", True)
+
+
+@pytest.mark.ranks(2, 8)
+def test_what_is_placed_is_gathered_without_moving_a_word(comm, monkeypatch):
+    monkeypatch.setenv("MM3D_TRANSPORT", "shared")
+    with on_grid(comm, x=comm.size) as grid:
+        split = grid.x.split(0, LONG)
+        placed = split.empty((split.counts[comm.rank],), "float32")
+        found = counted(grid.x, "all_gather", lambda: split.all_gather(placed))
+        assert found.moved == 0 and found.words == LONG - placed.size
+        term = split.term((LONG,), "float32")
+        found = counted(grid.x, "reduce_scatter", lambda: split.reduce_scatter(term))
+        assert found.moved == (comm.size - 1) * split.counts[comm.rank]
+
+
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("kind", ["mpi", "shared"])
+def test_a_run_records_what_its_transport_moved(comm, monkeypatch, tmp_path, kind):
+    """Of every collective as the grid says, in a file and in what is printed of it."""
+    monkeypatch.setenv("MM3D_TRANSPORT", kind)
+    scheme = mm3d.scheme("3d", comm, (1, 1, comm.size))
+    model = mm3d.Transformer(scheme, layers=1, hidden=64, heads=8, batch=8, seq=8)
+    *_, found = counted_step(model, model.random("x"), model.random("dy"))
+    everyone = np.stack(comm.allgather(found), axis=2)
+    run = made_up(select("weak", "3d")[0])
+    run.configuration["transport"] = kind
+    run.traffic = dict(zip((*run_file.COUNTS, "moved"), everyone))
+    run.expected_words = run.traffic["words"].sum(axis=1)
+    read = run_file.read(run_file.write(run, tmp_path, "a"))
+    assert all(np.array_equal(read.traffic[name], run.traffic[name], equal_nan=True)
+               for name in run.traffic)
+    sums = [COLLECTIVES.index(kind) for kind in ("reduce_scatter", "all_reduce", "reduce")]
+    moved, words = (read.traffic[name][:, :, run_file.AXES.index("z")]
+                    for name in ("moved", "words"))
+    assert words[..., sums].sum() > 0
+    if kind == "mpi":
+        calls = read.traffic["calls"][:, :, run_file.AXES.index("z")]
+        assert np.array_equal(np.isnan(moved), np.isin(np.arange(5), sums) & (calls > 0))
+        assert np.array_equal(np.delete(moved, sums, -1), np.delete(words, sums, -1))
+    else:
+        assert 0 < moved.sum() != words.sum()
+    text = render(merit.one(read), "text")
+    assert f"moved by transport {kind}" in text and f"What it moves, {kind}: " in text
+    scheme.grid.free()
+
+
+def test_every_transport_has_its_note():
+    kinds = (mm3d.transport.mpi.MpiTransport, mm3d.transport.silent.SilentTransport,
+             shared_memory.SharedTransport,
+             *device.TRANSPORTS.values())
+    assert len({kind.note for kind in kinds}) == len(kinds) - 1    # two move alike
+    assert all(choice.note(kind.name) == kind.note for kind in kinds) and not choice.note("none")

@@ -1,0 +1,498 @@
+"""Blocks in memory that ranks share: no copies, no races, nothing left behind."""
+import errno
+import os
+import random
+import resource
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mm3d
+from mm3d.transport import segments
+from mm3d.transport.barrier import SLOTS
+from mm3d.transport.nodes import node_of
+from mm3d.transport.segments import MAIL, NOTES, SEGMENT, SharedMemory, TAKES
+from mm3d.transport.shared_memory import SharedTransport
+from reference import integers, on_grid
+from support import run_ranks
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"),
+                                reason="this system has no memfd_create")
+
+
+@pytest.fixture(autouse=True)
+def shared(monkeypatch):
+    """The transport of this module, also for programs that a test starts."""
+    monkeypatch.setenv("MM3D_TRANSPORT", "shared")
+
+
+@pytest.fixture
+def copies(monkeypatch):
+    """Names of the collectives that had to copy a large operand into shared memory."""
+    found, made_by = [], []
+
+    def inside(name):
+        method = getattr(SharedTransport, name)
+
+        def call(self, *args):
+            made_by.append(name)
+            try:
+                return method(self, *args)
+            finally:
+                made_by.pop()
+        monkeypatch.setattr(SharedTransport, name, call)
+
+    def made(name):
+        method = getattr(SharedTransport, name)
+
+        def call(self, *args):
+            found.extend(made_by[:1])
+            return method(self, *args)
+        monkeypatch.setattr(SharedTransport, name, call)
+
+    for name in ("all_gather", "reduce_scatter", "all_reduce"):
+        inside(name)
+    made("_copy")
+    return found
+
+
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("options, gathers", [({}, 1), ({"rows": "positions"}, 1 + 2)])
+def test_products_copy_nothing(comm, copies, monkeypatch, options, gathers):
+    """But what the caller brings, dy, and keys and values, which are a part of a block.
+
+    Vectors are copied too: their blocks lie on the diagonal only.
+    """
+    monkeypatch.setattr("mm3d.transport.shared_memory.MAIL", 0)    # nothing counts as small
+    scheme = mm3d.scheme("3d", comm, **options)
+    assert all(axis.transport.name == "shared" for axis in scheme.grid.axes.values())
+    model = mm3d.Transformer(scheme, layers=1, hidden=24, heads=4, batch=8, seq=4)
+    x, dy = model.random("x"), model.random("dy")
+    model.backward(dy, model.forward(x)[1])
+    vectors = {"all_gather": 4 + 2 * 2, "reduce_scatter": 4 + 2 * 2}
+    assert copies.count("all_gather") == vectors["all_gather"] + gathers
+    assert copies.count("reduce_scatter") == vectors["reduce_scatter"]
+    scheme.grid.free()
+
+
+@pytest.mark.ranks(4, 8)
+@pytest.mark.limit(300)
+def test_no_block_changes_while_another_rank_reads_it(comm):
+    """Random delays, random lifetimes that differ between ranks, exact integers."""
+    chance = random.Random(comm.rank)
+    kept = []
+    with on_grid(comm, x=comm.size) as grid:
+        split = grid.x.split(0, 3 * comm.size + 1)
+        mine = slice(*(sum(split.counts[:n]) for n in (comm.rank, comm.rank + 1)))
+        for turn in range(1500):
+            expected = integers((split.extent, 5), turn)
+            block = split.empty(expected[mine].shape, expected.dtype)
+            block[...] = expected[mine]
+            whole = split.all_gather(block)
+            total = split.term(expected.shape, expected.dtype)
+            total[...] = expected * (comm.rank + 1)
+            part = split.reduce_scatter(total)
+            if chance.random() < 0.05:
+                time.sleep(chance.random() / 300)
+            assert np.array_equal(whole, expected), turn
+            assert np.array_equal(part, expected[mine] * sum(range(comm.size + 1))), turn
+            kept.append((whole, expected))
+            if chance.random() < 0.3:
+                kept = kept[chance.randrange(len(kept)):]
+            for old, was in kept[:2]:
+                assert np.array_equal(old, was), turn
+            kept = kept[-20:]
+        kept.clear()
+
+
+@pytest.mark.ranks(4, 8)
+@pytest.mark.limit(300)
+@pytest.mark.parametrize("mail", [0, 1 << 16])
+def test_every_collective_is_exact_whoever_is_late(comm, monkeypatch, mail):
+    """In random order with random delays, in both ways: handed to all, and in regions."""
+    monkeypatch.setattr("mm3d.transport.shared_memory.MAIL", mail)
+    late, order = random.Random(comm.rank), random.Random(comm.size)
+    n = 2 * comm.size + 1
+    with on_grid(comm, x=comm.size) as grid:
+        mine = grid.x.split(0, n)
+        cut = np.cumsum([0, *mine.counts])[comm.rank:comm.rank + 2]
+        for turn in range(1500):
+            kind, root = order.randrange(5), order.randrange(comm.size)
+            terms = [integers((n, 3), turn * comm.size + rank) for rank in range(comm.size)]
+            total, own = sum(terms), terms[comm.rank].copy()
+            if late.random() < 0.1:
+                time.sleep(late.random() / 300)
+            if kind == 0:
+                found, expected = mine.all_gather(own[slice(*cut)]), np.concatenate(
+                    [term[start:stop] for term, start, stop in zip(
+                        terms, np.cumsum([0, *mine.counts]), np.cumsum(mine.counts))])
+            elif kind == 1:
+                found, expected = mine.reduce_scatter(own), total[slice(*cut)]
+            elif kind == 2:
+                found, expected = grid.x.all_reduce(own), total
+            elif kind == 3:
+                found, expected = grid.x.broadcast(own, root), terms[root]
+            else:
+                found = grid.x.reduce(own, root)
+                expected = total if comm.rank == root else found
+            # What a rank has given is its own again, whatever the others are doing.
+            if found is not own:
+                own[...] = 99
+            if late.random() < 0.1:
+                time.sleep(late.random() / 300)
+            assert found is expected is None or np.array_equal(found, expected), (turn, kind)
+
+
+@pytest.mark.ranks(4, 8)
+@pytest.mark.limit(300)
+def test_mail_stays_until_all_have_read_it(comm):
+    """However far a rank that waits for nobody is ahead of those that read late."""
+    segments = SharedMemory(comm)
+    late, order = random.Random(comm.rank), random.Random(comm.size)
+    root, regions = 0, set()
+    for turn in range(3000):
+        kind = order.random()
+        if order.random() < 0.1:    # mostly one rank speaks, or hears, many times on end
+            root = order.randrange(comm.size)
+        everyone = [turn + rank for rank in range(comm.size)]
+        mine, expected = np.full(5, everyone[comm.rank]), everyone
+        if kind < 0.5:
+            found, expected = [segments.tell(mine, root)], everyone[root:root + 1]
+        elif kind < 0.9:
+            found = segments.collect(mine, root)
+        else:
+            region, _ = segments.take(100)
+            segments.give_back(region)
+            regions.add(region)
+            found = segments.exchange(mine)
+        if late.random() < 0.03:
+            time.sleep(late.random() / 200)
+        if found is None:
+            assert 0.5 <= kind < 0.9 and comm.rank != root
+        else:
+            assert [set(part[:5]) for part in found] == [{value} for value in expected], turn
+    assert len(regions) < 10    # those given back were taken again
+    segments.meet()
+
+
+@pytest.mark.ranks(4)
+def test_who_alone_has_something_to_say_waits_for_nobody(comm):
+    """Until its mail is full; and who has something for one rank waits for none of the others."""
+    segments = SharedMemory(comm)
+    for way in (segments.tell, segments.collect):
+        comm.Barrier()
+        ahead = comm.rank == 0 if way == segments.tell else comm.rank != 0
+        if ahead:
+            for turn in range(SLOTS - 1):
+                way(np.full(3, turn), 0)
+        comm.Barrier()
+        if not ahead:
+            for turn in range(SLOTS - 1):
+                found = np.concatenate([way(np.full(3, turn), 0)]).reshape(-1, MAIL // 8)
+                assert (found[:, :3] == turn).all()
+        segments.meet()
+
+
+@pytest.mark.ranks(4)
+def test_what_ranks_have_in_common_cannot_be_written(comm):
+    """What a gather or a broadcast gives; a part of a sum is the rank's own."""
+    with on_grid(comm, x=comm.size) as grid:
+        a = np.full((4 * comm.size, MAIL // 8), comm.rank + 1.0)
+        common = [grid.x.all_gather(a), *[grid.x.broadcast(a, 0)] * (comm.rank > 0)]
+        for whole in common:
+            with pytest.raises(ValueError, match="read-only"):
+                whole[0] = 0
+        part = grid.x.reduce_scatter(a)
+        part[...] += 1
+        assert (part == sum(range(comm.size + 1)) + 1).all()
+        del common, whole, part
+
+
+@pytest.mark.ranks(4)
+def test_a_fork_takes_nothing_with_it(comm):
+    """A child that drops all its arrays and ends does not give them back for its parent."""
+    with on_grid(comm, x=comm.size) as grid:
+        split = grid.x.split(0, comm.size)
+        block = split.empty((1,), np.float64)
+        block[...] = comm.rank
+        whole = split.all_gather(block)
+        child = os.fork()
+        if child == 0:
+            del block, whole
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        for turn in range(20):
+            other = split.empty((1,), np.float64)
+            other[...] = -1
+            split.all_gather(other)
+        assert np.array_equal(whole, range(comm.size))
+        del block, whole, other
+
+
+@pytest.mark.ranks(4)
+def test_an_error_on_all_ranks_leaves_the_memory_in_order(comm):
+    """Nothing is left half done by a collective that refuses its arguments."""
+    with on_grid(comm, x=comm.size) as grid:
+        split = grid.x.split(0, 2 * comm.size)
+        for turn in range(100):
+            term = split.term((2 * comm.size, 3), np.float64)
+            with pytest.raises(ValueError, match="does not fit"):
+                split.reduce_scatter(term[1:])
+            block = split.empty((2, 3), np.float64)
+            block[...] = turn
+            with pytest.raises(ValueError, match="does not fit"):
+                split.all_gather(block[1:])
+            assert (split.all_gather(block) == turn).all()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("way", ["mpi", "shared"])
+def test_no_object_is_pickled_after_the_start(comm, monkeypatch, way):
+    """A step of training sends arrays only."""
+    monkeypatch.setenv("MM3D_TRANSPORT", way)
+    scheme = mm3d.scheme("3d", comm, grid=(1, 2, 2))
+    model = mm3d.Transformer(scheme, layers=1, hidden=8, heads=2, batch=4, seq=2)
+    x, dy = model.random("x"), model.random("dy")
+
+    def refuse(*args):
+        raise AssertionError("an object was pickled")
+
+    MPI.pickle.__init__(refuse, refuse)
+    try:
+        with pytest.raises(AssertionError, match="pickled"):
+            MPI.COMM_SELF.bcast(0)
+        model.backward(dy, model.forward(x)[1])
+    finally:
+        MPI.pickle.__init__()
+    scheme.grid.free()
+
+
+@pytest.mark.ranks(4)
+def test_regions_are_used_again_once_all_ranks_have_given_them_back(comm):
+    segments = SharedMemory(comm)
+    first, _ = segments.take(100)
+    second, _ = segments.take(100)
+    assert second != first
+    if comm.rank != 2:
+        segments.give_back(first)
+    segments.meet()
+    assert segments.take(100)[0] not in (first, second)     # rank 2 still has the first
+    if comm.rank == 2:
+        segments.give_back(first)
+    assert segments.take(100)[0] != first     # which the others do not know yet
+    segments.meet()
+    assert segments.take(100)[0] == first
+    segments.meet()
+
+
+@pytest.mark.ranks(4)
+def test_each_rank_accounts_for_its_share(comm):
+    """A gathered array is there once for all ranks, a term once for each."""
+    with on_grid(comm, x=comm.size) as grid:
+        before = grid.backend.memory()["in_use"]
+        split = grid.x.split(0, 40)
+        whole = split.all_gather(split.empty((10, 7), np.float64))
+        assert grid.backend.memory()["in_use"] == before + 40 * 7 * 8 // comm.size
+        term = split.term((40, 7), np.float64)
+        terms = 40 * 7 * 8
+        assert grid.backend.memory()["in_use"] == before + terms + 40 * 7 * 8 // comm.size
+        grid.backend.trim()
+        assert grid.backend.memory()["reserved"] == grid.backend.memory()["in_use"]
+        del whole, term
+        segments = grid.backend.memory()
+        assert segments["in_use"] == segments["reserved"] == before
+
+
+@pytest.mark.ranks(4)
+def test_more_regions_than_one_meeting_can_hear_of_are_used_again(comm):
+    segments = SharedMemory(comm)
+    regions = [segments.take(100)[0] for _ in range(3 * NOTES)]
+    assert len(set(regions)) == 3 * NOTES
+    for region in regions:
+        segments.give_back(region)
+    for _ in range(3):
+        segments.meet()
+    assert {segments.take(100)[0] for _ in regions} == set(regions)
+    segments.meet()
+
+
+@pytest.mark.ranks(4)
+def test_memory_does_not_grow_where_ranks_never_meet_otherwise(comm):
+    """Blocks made and dropped without ever being gathered."""
+    with on_grid(comm, x=comm.size) as grid:
+        split = grid.x.split(0, comm.size)
+        places = {split.empty((1,), np.float64).base.__array_interface__["data"]
+                  for _ in range(1000)}
+        assert len(places) <= 2 * TAKES
+
+
+@pytest.mark.ranks(8)
+def test_descriptors_are_closed(comm):
+    """However many arrays are shared, few files are open."""
+    def descriptors():
+        return len(os.listdir("/proc/self/fd"))
+
+    before = descriptors()
+    with on_grid(comm, x=comm.size) as grid:
+        split = grid.x.split(0, comm.size)
+        kept = [split.all_gather(split.empty((1,), np.float64)) for _ in range(200)]
+        assert descriptors() < before + 20
+        assert len({a.__array_interface__["data"] for a in kept}) == 200
+    assert descriptors() <= before + 3      # what MPI opened for the communicator
+
+
+@pytest.mark.ranks(1, 8)
+def test_the_transport_is_a_setting(comm, monkeypatch):
+    monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
+    with on_grid(comm, x=comm.size) as grid:
+        assert grid.x.transport.name == "mpi"
+    monkeypatch.delenv("MM3D_TRANSPORT")
+    with on_grid(comm, x=comm.size) as grid:
+        assert grid.x.transport.name == ("shared" if comm.size > 1 else "mpi")
+    monkeypatch.setenv("MM3D_TRANSPORT", "smoke")
+    with pytest.raises(ValueError, match="MM3D_TRANSPORT='smoke' is unknown .*: choose mpi or"):
+        mm3d.Grid(comm, x=comm.size)
+
+
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("node_size, names", [
+    (1, "mpi mpi mpi"), (2, "mpi mpi shared"), (4, "mpi shared shared"),
+    (3, ""), (8, "shared shared shared"), (100, "shared shared shared")])
+def test_only_ranks_of_one_node_share(comm, monkeypatch, node_size, names):
+    """One machine's ranks count as several nodes; what crosses them goes by MPI."""
+    monkeypatch.setenv("MM3D_NODE_SIZE", str(node_size))
+    with on_grid(comm, x=2, y=2, z=2) as grid:
+        found = [axis.transport.name for axis in grid.axes.values()]
+        if names:    # else some lines of a direction lie in a node and some do not
+            assert found == names.split()
+        assert node_size != 3 or {"mpi", "shared"} == set(sum(comm.allgather(found), []))
+        for axis in grid.axes.values():
+            mine = integers((4, 3), comm.rank)
+            line = axis.comm.allgather(comm.rank)
+            assert np.array_equal(axis.all_gather(mine),
+                                  np.concatenate([integers((4, 3), rank) for rank in line]))
+            assert np.array_equal(axis.all_reduce(mine),
+                                  sum(integers((4, 3), rank) for rank in line))
+
+
+def refuse(*arguments):
+    """As a system that lets nobody do this."""
+    raise PermissionError(errno.EPERM, "no")
+
+
+# Who has no memory: the rank that makes it, or one that opens it, itself or another.
+without_memory = pytest.mark.parametrize("rank, step", [(0, "_create"), (0, "_map"), (2, "_map")])
+
+
+@pytest.mark.ranks(4)
+@without_memory
+def test_ranks_that_may_not_share_memory_use_mpi(comm, monkeypatch, rank, step):
+    """As in containers of their own; unless sharing was asked for: then it is an error."""
+    if comm.rank == rank:
+        monkeypatch.setattr(segments, step, refuse)
+    with pytest.raises(OSError) as caught:
+        mm3d.Grid(comm, x=comm.size)
+    message = "the ranks of this node cannot share memory (Operation not permitted): set "
+    assert comm.allgather(str(caught.value)) == [message + "MM3D_TRANSPORT=mpi"] * comm.size
+    monkeypatch.delenv("MM3D_TRANSPORT")
+    with on_grid(comm, x=comm.size) as grid:
+        assert grid.x.transport.name == "mpi"
+        assert grid.x.all_reduce(np.ones(1)) == comm.size
+
+
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("step, without", [("_create", "xz"), ("_map", "xyz")])
+def test_all_ranks_of_a_grid_hear_of_one_without_memory(comm, monkeypatch, step, without):
+    """Also those of other lines, where sharing was asked for; else only its own go by MPI."""
+    if comm.rank == 2:    # the first of its lines along x and z
+        monkeypatch.setattr(segments, step, refuse)
+    with pytest.raises(OSError, match="cannot share memory"):
+        mm3d.Grid(comm, x=2, y=2, z=2)
+    monkeypatch.delenv("MM3D_TRANSPORT")
+    with on_grid(comm, x=2, y=2, z=2) as grid:
+        for name, axis in grid.axes.items():
+            line = axis.comm.allgather(comm.rank)
+            alone = 2 in line and name in without
+            assert axis.transport.name == ("mpi" if alone else "shared"), name
+            assert axis.all_gather(np.full(1, comm.rank)).tolist() == line
+            assert axis.all_reduce(np.ones(3)).tolist() == [2] * 3
+
+
+@pytest.mark.ranks(4)
+@without_memory
+def test_all_ranks_learn_that_there_is_no_more_memory(comm, monkeypatch, rank, step):
+    """Beyond the first segment, and until one rank's trouble is over."""
+    memory_of_all = SharedMemory(comm)
+    with monkeypatch.context() as patch:
+        if comm.rank == rank:
+            patch.setattr(segments, step, refuse)
+        for _ in range(3):
+            with pytest.raises(OSError, match="cannot share memory .*set MM3D_TRANSPORT=mpi"):
+                memory_of_all.take(SEGMENT + 1)
+    segment, start = memory_of_all.take(SEGMENT + 1)[1]
+    end = np.frombuffer(segment, np.int64, 1, start + SEGMENT - 8)
+    if comm.rank == 0:
+        end[0] = 7
+    memory_of_all.meet()
+    assert end[0] == 7
+
+
+@pytest.mark.ranks(4)
+def test_memory_of_another_process_of_that_number_is_not_taken(comm, monkeypatch, tmp_path):
+    """In a container of its own a rank finds there, if anything, what is not meant."""
+    path = tmp_path / "other"
+    path.write_bytes(bytes(segments.PAGE))
+    if comm.rank == 1:
+        opened = segments._map
+        monkeypatch.setattr(segments, "_map", lambda _, *rest: opened(str(path), *rest))
+    with pytest.raises(OSError, match="No such file"):
+        SharedMemory(comm)
+
+
+@pytest.mark.ranks(4)
+def test_a_limit_on_the_size_of_files_is_known_at_the_start(comm):
+    """What `ulimit -f` sets counts for memory, too."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if comm.rank == 0:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 26, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large"):
+            SharedMemory(comm)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("wrong", ["0", "-1", "two", "²"])
+def test_a_wrong_node_size_is_refused(comm, monkeypatch, wrong):
+    monkeypatch.setenv("MM3D_NODE_SIZE", wrong)
+    with pytest.raises(ValueError, match=f"MM3D_NODE_SIZE='{wrong}': give the number of ranks"):
+        node_of(comm)
+
+
+def test_a_crash_leaves_nothing_behind(tmp_path):
+    """Memory without a name goes with its processes, however they end."""
+    program = tmp_path / "crash.py"
+    program.write_text("""
+import os, signal, sys
+import mm3d
+from mpi4py import MPI
+comm = MPI.COMM_WORLD
+model = mm3d.Transformer(mm3d.scheme("3d", comm), layers=1, hidden=8, heads=2, batch=4, seq=2)
+y, saved = model.forward(model.random("x"))
+comm.Barrier()
+if comm.rank == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+comm.Barrier()
+""")
+
+    def names():
+        # but for what a stand-in for a GPU's driver makes in another run of the tests
+        return {path.name for path in Path("/dev/shm").glob("*mm3d*")
+                if "standin" not in path.name}
+
+    before = names()
+    assert run_ranks(8, str(program)).returncode != 0
+    assert names() == before

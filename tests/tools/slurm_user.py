@@ -1,0 +1,117 @@
+"""Somebody who uses the Slurm of `slurm_cluster`, for the tests."""
+import os
+import re
+import sys
+import time
+from pathlib import Path
+
+from bench.records import run_file
+from support import ROOT
+
+PATIENCE = 300    # seconds that jobs may take on a busy machine; on an idle one it is a tenth
+
+SITE = """
+about = "one machine that plays four nodes with four GPUs each"
+[slurm]
+partition = "all"
+exclusive = false
+time = "{time}"
+warning = {warning}
+[node]
+ranks = {ranks}
+gpus = {gpus}
+[software]
+python = "{python}"
+[launch]
+mpi = "pmi2"
+gpu_binding = "{binding}"
+[run]
+options = [{options}]
+[environment]
+MPIR_CVAR_POLLS_BEFORE_YIELD = "1"
+MPIR_CVAR_ENABLE_HEAVY_YIELD = "1"
+MPIR_CVAR_CH4_NETMOD = "ofi"
+FI_PROVIDER = "tcp"
+"""
+QUICK = '"--repetitions=2", "--max-repetitions=2"'
+ENDLESS = '"--repetitions=1000000", "--max-repetitions=1000000"'
+
+
+class User:
+    """Somebody with an account on a cluster, a site file and a folder of results."""
+
+    def __init__(self, cluster, folder, rows=("--table", "strong", "--scheme", "3d",
+                                              "--ranks", "8"), **site):
+        self.cluster, self.out, self.rows = cluster, folder / "my results", rows
+        self.site = folder / "mine.toml"
+        self.write_site(**site)
+        self.submitted = []
+
+    def write_site(self, options=QUICK, python=sys.executable, time="0:10:00", warning=1,
+                   ranks=2, gpus=2):
+        """By default two ranks a node, so that eight are on all four, and a GPU for each."""
+        self.site.write_text(SITE.format(
+            options=options, python=python, time=time, warning=warning, ranks=ranks, gpus=gpus,
+            binding="task" if gpus else "none"))
+
+    def argv(self, verb, *more):
+        return (verb, "--site", str(self.site), "--preset", "tiny", "--out", str(self.out),
+                *self.rows, *more)
+
+    def jobs(self, verb, *more):
+        """``python -m jobs``: exit status, output, errors."""
+        done = self.cluster.command(sys.executable, "-m", "jobs", *self.argv(verb, *more),
+                                    cwd=ROOT)
+        return done.returncode, done.stdout, done.stderr
+
+    def submit(self, *more):
+        """Submit; the numbers of the rows' jobs."""
+        status, out, err = self.jobs("submit", *more)
+        assert status == 0, out + err
+        self.submitted += re.findall(r"^job (\S+)(?:: | collects)", out, re.M)
+        return re.findall(r"^job (\S+): ", out, re.M)
+
+    def quiet(self):
+        """Wait until all that was submitted has ended; whether it has."""
+        return self.cluster.quiet(PATIENCE, self.submitted)
+
+    def cancel(self):
+        """Cancel what was submitted, and wait."""
+        self.cluster.command("scancel", *self.submitted)
+        assert self.quiet(), self.logs()
+
+    def runs(self):
+        """The collected results."""
+        return [run_file.read(path) for path in sorted(self.out.glob("*.h5"))]
+
+    def logs(self):
+        return "\n".join(f"{path.name}: {path.read_text()}"
+                         for path in sorted((self.out / "jobs" / "logs").glob("*")))
+
+    def wait_for(self, condition):
+        end = time.monotonic() + PATIENCE
+        while not condition():
+            assert time.monotonic() < end, self.jobs("status")[1] + self.logs()
+            time.sleep(0.2)
+
+    def measuring(self):
+        """The processes of ranks that measure a row (not srun, which has the same words)."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = path.read_bytes().decode().split("\0")
+            except OSError:    # it has just ended
+                continue
+            if words[0] == sys.executable and words[2:4] == ["bench", "run"] and any(
+                    str(self.out) in word for word in words):
+                found.append(int(path.parent.name))
+        return found
+
+    def worked(self):
+        """Processor seconds of the rank that has used least; what a rank needs to start is 2."""
+        ranks = self.measuring()
+        used = [0.0] * (len(ranks) < 8)
+        for rank in ranks:
+            times = Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()[11:13]
+            used.append(sum(map(int, times)) / os.sysconf("SC_CLK_TCK"))
+        return min(used)

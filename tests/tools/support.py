@@ -1,0 +1,119 @@
+"""Starting programs, under mpirun or not, from inside a test."""
+import functools
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from mm3d import launcher
+
+ROOT = Path(__file__).parents[2]
+LIMIT = float(os.environ.get("MM3D_TEST_TIMEOUT", 120))    # seconds that a test may take
+
+
+@functools.cache
+def gpu_problem() -> str:
+    """Why tests that need a GPU cannot run; empty when they can."""
+    try:
+        import cupy
+    except ImportError:
+        return "cupy is not installed"
+    return "" if cupy.is_available() else "no GPU"
+
+
+_running: set[subprocess.Popen] = set()
+
+
+def clean_environment(**more: str) -> dict[str, str]:
+    """This process' environment plus `more`, fit for starting a launcher: without any trace of
+    the one that started this process, and of what mm3d has set on its account."""
+    defaults = {*launcher.BLAS_THREADS, *launcher.YIELD}
+    env = {name: value for name, value in os.environ.items()
+           if not name.startswith(launcher.LAUNCHER) and name not in defaults}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
+    return env | launcher.launcher_environment(env) | more
+
+
+def run_ranks(ranks: int, *argv: str, timeout: float = 0.8 * LIMIT, cwd: str | Path | None = None,
+              **env: str) -> subprocess.CompletedProcess:
+    """Run `python *argv` on a number of ranks of its own, as `run_python` does.
+
+    To be called by one rank: from a test without the marker `ranks`, whose body only rank 0
+    runs while the others sleep.
+    """
+    command = launcher.mpirun_command(ranks, sys.executable, *argv)
+    return _run(command, timeout, cwd, env)
+
+
+def run_python(*argv: str, timeout: float = 0.8 * LIMIT, cwd: str | Path | None = None,
+               **env: str) -> subprocess.CompletedProcess:
+    """Run `python *argv` in a clean environment.
+
+    Parameters
+    ----------
+    *argv : str
+        Arguments of the interpreter, such as `"-m", "bench", "table", folder`.
+    timeout : float
+        Seconds after which the program and all that it started are killed.
+    cwd : path, optional
+        Folder to run in.
+    **env : str
+        Variables to add to the environment.
+
+    Returns
+    -------
+    subprocess.CompletedProcess
+        With `returncode`, `stdout` and `stderr` as text. A killed program has a returncode
+        other than 0 and says in `stderr` that it was killed.
+    """
+    return _run([sys.executable, *argv], timeout, cwd, env)
+
+
+def run_command(command: list[str], timeout: float = 0.8 * LIMIT,
+                cwd: str | Path | None = None, **env: str) -> subprocess.CompletedProcess:
+    """Run any command in a clean environment, as `run_python` does."""
+    return _run(command, timeout, cwd, env)
+
+
+def kill_running() -> None:
+    """Kill whatever `run_ranks` and `run_python` have running: this process is about to end."""
+    for process in tuple(_running):
+        _kill(process)
+
+
+def _run(command: list[str], timeout: float, cwd: str | Path | None,
+         env: dict[str, str]) -> subprocess.CompletedProcess:
+    process = subprocess.Popen(command, cwd=cwd, env=clean_environment(**env), text=True,
+                               stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, start_new_session=True)
+    _running.add(process)
+    late = ""
+    try:
+        out, err = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        _kill(process)
+        out, err = process.communicate()
+        late = f"\nkilled: did not end within {timeout:g} s: {' '.join(command)}\n"
+    finally:
+        _kill(process)
+        _running.discard(process)
+    code = process.returncode or (1 if late else 0)
+    return subprocess.CompletedProcess(command, code, out, err + late)
+
+
+def _kill(process: subprocess.Popen, grace: float = 3.0) -> None:
+    """End a program and what it started.
+
+    A terminated mpirun ends its ranks, which are not in its process group; what ignores
+    that is killed.
+    """
+    for sign in (signal.SIGTERM, signal.SIGKILL):
+        end = time.monotonic() + grace
+        try:
+            os.killpg(process.pid, sign)
+            while process.poll() is None and time.monotonic() < end:
+                time.sleep(0.02)
+        except ProcessLookupError:    # nothing is left of the group
+            return
