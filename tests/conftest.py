@@ -2,10 +2,11 @@
 
 A test says with `@pytest.mark.ranks(1, 4, 8)` on how many ranks it runs, once for each, and gets
 the first n ranks of the world as the fixture `comm`; the others do not run it but learn the
-verdict. A test without the marker runs on rank 0 alone. After each test all ranks meet: what
-fails on one fails on all, and rank 0 reports. A rank that does not come to the meeting in
-time (MM3D_TEST_TIMEOUT in seconds, or the marker `limit`) ends the run on all ranks, and each
-says where it was.
+verdict. A test without the marker runs on rank 0 alone. Tests with the marker `slow` need the
+option --slow; `@pytest.mark.ranks(1, 8, slow=(4, 6))` gives it to some numbers of ranks. After
+each test all ranks meet: what fails on one fails on all, and rank 0 reports. A rank that does not
+come to the meeting in time (MM3D_TEST_TIMEOUT in seconds, or the marker `limit`) ends the run on
+all ranks, and each says where it was.
 """
 import mm3d    # noqa: F401  before mpi4py: sets variables that MPI reads when it starts
 
@@ -93,9 +94,14 @@ def meet(mine: object) -> list:
     return MEETING.allgather(mine)
 
 
+def parameters(item: pytest.Item) -> dict[str, object]:
+    """Names and values of a test's parameters."""
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
 def rank_count(item: pytest.Item) -> int:
     """On how many ranks a test runs."""
-    return item.callspec.params.get("comm", 1) if hasattr(item, "callspec") else 1
+    return parameters(item).get("comm", 1)
 
 
 @functools.cache
@@ -141,7 +147,10 @@ def pytest_generate_tests(metafunc):
     marker = metafunc.definition.get_closest_marker("ranks")
     if "comm" in metafunc.fixturenames:
         counts = marker.args if marker else (1,)
-        metafunc.parametrize("comm", counts, indirect=True, ids=[f"{n}ranks" for n in counts])
+        slow = marker.kwargs.get("slow", ()) if marker else ()
+        metafunc.parametrize("comm", indirect=True, argvalues=[
+            *(pytest.param(n, id=f"{n}ranks") for n in counts),
+            *(pytest.param(n, id=f"{n}ranks", marks=pytest.mark.slow) for n in slow)])
     elif marker:
         raise pytest.UsageError(f"{metafunc.definition.nodeid}: the marker `ranks` is for tests "
                                 "that use the fixture `comm`")
@@ -150,19 +159,44 @@ def pytest_generate_tests(metafunc):
 def pytest_addoption(parser):
     parser.addoption("--several-ranks", action="store_true", help=(
         "leave out what one rank runs: for `mpirun -n 8 pytest` right after `pytest`"))
+    parser.addoption("--slow", action="store_true", help=(
+        "also run the tests with the marker `slow`; with `-m slow` these alone"))
+
+
+def leave_out(config, items, unwanted) -> int:
+    """Deselect the items for which `unwanted` is true; their number."""
+    out = [item for item in items if unwanted(item)]
+    items[:] = [item for item in items if not unwanted(item)]
+    config.hook.pytest_deselected(items=out)
+    return len(out)
+
+
+def pytest_ignore_collect(collection_path, config):
+    """With --several-ranks, spare all ranks the import of files without a test for them."""
+    if config.getoption("several_ranks") and collection_path.suffix == ".py":
+        return True if not re.search(r"\bcomm\b", collection_path.read_text()) else None
 
 
 def pytest_collection_modifyitems(config, items):
     if config.getoption("several_ranks"):
-        alone = [item for item in items if rank_count(item) == 1]
-        items[:] = [item for item in items if rank_count(item) > 1]
-        config.hook.pytest_deselected(items=alone)
+        leave_out(config, items, lambda item: rank_count(item) == 1)
+    for item in items:
+        # One rank sends nothing: how, is no other case.
+        if rank_count(item) == 1 and parameters(item).get("transport") == "shared":
+            item.add_marker(pytest.mark.slow)
+    config.slow_left_out = 0 if config.getoption("slow") else leave_out(
+        config, items, lambda item: item.get_closest_marker("slow"))
     for item in items:
         n = rank_count(item)
         if n > WORLD.size:
             item.add_marker(pytest.mark.skip(reason=f"needs mpirun -n {n}"))
         if item.get_closest_marker("gpu") and gpu_problem():
             item.add_marker(pytest.mark.skip(reason=gpu_problem()))
+
+
+def pytest_report_collectionfinish(config):
+    if config.slow_left_out:
+        return f"{config.slow_left_out} slow tests are left out: --slow runs them too"
 
 
 def pytest_collection_finish(session):

@@ -9,14 +9,12 @@ import pytest
 
 from support import ROOT, clean_environment, kill_running, run_python, run_ranks
 
-HERE = Path(__file__).parent
-
 
 @pytest.fixture
 def run(tmp_path):
     """Run a file of tests under pytest on four ranks, to its end."""
-    for file in (ROOT / "setup.cfg", HERE / "conftest.py", HERE / "support.py"):
-        shutil.copy(file, tmp_path)
+    for file in ("setup.cfg", "tests/conftest.py", "tests/tools/support.py"):
+        shutil.copy(ROOT / file, tmp_path)
 
     def run(body: str, *options: str, limit: float = 60, ranks: int = 4):
         (tmp_path / "test_it.py").write_text("import sys, time\nimport pytest\n"
@@ -60,6 +58,17 @@ def test_what_one_rank_runs_can_be_left_out(run):
                "--several-ranks")
     assert done.returncode == 0, done.text
     assert "2 passed, 2 deselected" in done.stdout
+
+
+def test_what_is_slow_needs_an_option(run):
+    body = ("@pytest.mark.slow\ndef test_slow(): pass\n"
+            "@pytest.mark.ranks(1, 2, slow=(3, 4))\ndef test_it(comm, transport): pass\n")
+    done = run(body)    # one rank needs one transport alone, two ranks both
+    assert done.returncode == 0, done.text
+    assert "3 passed, 6 deselected" in done.stdout
+    assert "6 slow tests are left out: --slow runs them too" in done.stdout
+    done = run(body, "--slow", "-m", "slow")
+    assert "6 passed, 3 deselected" in done.stdout and "left out" not in done.stdout, done.text
 
 
 def test_too_few_ranks_skip_and_say_so(run):

@@ -21,7 +21,7 @@ TEXTS = {name: re.sub(r"``[^`]+``", lambda found: " ".join(found[0].split()),
 LITERALS = {word for text in TEXTS.values() for word in re.findall(r"``([^`]+)``", text)}
 
 # Of pytest and srun; and a file that a job writes into its folder of results.
-OTHERS = {"--several-ranks", "--mpi"}
+OTHERS = {"--several-ranks", "--slow", "--mpi"}
 WRITTEN = {"jobs/all.h5"}
 TESTED = {"MM3D_CUDA_MPI"}    # variables that README gives to the tests
 

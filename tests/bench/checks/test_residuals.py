@@ -94,7 +94,7 @@ FAULTS = {
     "not a number": (Linear, 1, "forward", times(np.nan, np.s_[:1]), "attention.proj, C")}
 
 
-@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.ranks(1, 8, slow=(4,))
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_one_rank_is_found_and_named(comm, fault):
     kind, number, way, change, named = FAULTS[fault]

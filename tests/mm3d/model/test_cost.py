@@ -11,8 +11,8 @@ from mm3d.grid.axis import Axis
 from mm3d.model import cost
 from mm3d.schemes import cube
 from mm3d.schemes.closed_form import ProductShape
-from reference import (every_grid, grids, integers, on_grid, relative_error, schemes, total,
-                       words)
+from reference import (every_grid, grids, grids_and_squares, integers, on_grid, relative_error,
+                       schemes, total, words)
 
 # Everything divides; nothing does, and there are fewer sequences and heads than ranks.
 MODELS = {"even": dict(layers=1, hidden=16, heads=8, batch=16, seq=8),
@@ -49,7 +49,7 @@ def spy(monkeypatch, owner, *names) -> list:
 
 # --- The model as counted ------------------------------------------------------------------
 
-@every_grid
+@grids_and_squares
 @every_scheme
 @every_model
 def test_collectives_words_and_flops_of_the_model(comm, name, options, sizes, monkeypatch):
@@ -79,7 +79,7 @@ def test_collectives_words_and_flops_of_the_model(comm, name, options, sizes, mo
             assert comm.allreduce(done) == flops[phase] * (comm.size if name == "serial" else 1)
 
 
-@every_grid
+@grids_and_squares
 @every_model
 def test_parameters_are_stored_once(comm, sizes):
     """In 3-D over all ranks together, and the count is that of the global shapes."""

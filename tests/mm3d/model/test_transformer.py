@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("transport")
 
 every_size = pytest.mark.parametrize("sizes, causal", [
     ("even", False), ("uneven", True), ("few", False)])
-every_grid = pytest.mark.ranks(*PARALLELISMS)
+every_grid = pytest.mark.ranks(1, 4, 8, slow=(6,))    # of PARALLELISMS
 some_grids = pytest.mark.ranks(*SOME)
 
 

@@ -7,7 +7,8 @@ import pytest
 import mm3d
 from mm3d.grid.activations import Space
 from mm3d.model.vectors import Vector, add_backward, add_forward, scale_backward, scale_forward
-from reference import every_grid, grids, integers, moved, on_grid, schemes, words
+from reference import (every_grid, grids, grids_and_squares, integers, moved, on_grid, schemes,
+                       words)
 
 BATCH, SEQ = 3, 5
 # Global shape of the vector and what stays together: more or fewer features than ranks divide
@@ -63,7 +64,7 @@ def test_the_diagonal_of_3d(comm):
             assert np.array_equal(local, block if mine else b[:0]), grid
 
 
-@every_grid
+@grids_and_squares
 @every_shape
 def test_each_element_has_one_owner(comm, shape, unit):
     """The ranks together store the vector once, or P times where it is replicated."""
@@ -77,7 +78,7 @@ def test_each_element_has_one_owner(comm, shape, unit):
 
 # --- A + b and A * b -----------------------------------------------------------------------
 
-@every_grid
+@grids_and_squares
 @every_shape
 def test_adding_to_every_row_and_its_gradient(comm, shape, unit):
     """C = A + b, in place and not; db sums rows that differ from rank to rank."""
@@ -95,7 +96,7 @@ def test_adding_to_every_row_and_its_gradient(comm, shape, unit):
         assert equal(db, vector.layout.shard(A.sum(axis=(0, 1)), grid)), side.where
 
 
-@every_grid
+@grids_and_squares
 @every_shape
 def test_scaling_every_row_and_its_gradients(comm, shape, unit):
     """C = A * b; dA = dC * b with the gathered b, db the sum of dC * A over all rows."""
@@ -114,7 +115,7 @@ def test_scaling_every_row_and_its_gradients(comm, shape, unit):
             db_in_place, vector.layout.shard((dC * A).sum(axis=(0, 1)), grid)), side.where
 
 
-@every_grid
+@grids_and_squares
 def test_inner_products_of_vectors(comm):
     """<dC, 1 b> = <db, b> for A + b, and <dC, A * b> = <dA, A> = <db, b>, from blocks alone."""
     for side in sides(comm):
@@ -146,7 +147,7 @@ def test_every_rank_receives_its_own_features(comm, rows):
         assert np.array_equal(vector.fetch(b_local), features), side.where
 
 
-@every_grid
+@grids_and_squares
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
 def test_nothing_is_promoted(comm, dtype):
     for side in sides(comm):
