@@ -1,11 +1,7 @@
 """The exit status of a command line, and what it says when it cannot do what it was told."""
 
-from typing import Iterable
 import sys
-from typing import Callable
-
-pass
-pass
+from typing import Callable, Iterable
 
 
 def status_of(work: Callable[[], int], *known: type[Exception]) -> int:

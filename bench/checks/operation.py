@@ -6,6 +6,7 @@ from typing import Callable
 import numpy as np
 from mpi4py import MPI
 
+from bench.agreement import agree
 from bench.checks import freivalds
 from bench.checks.freivalds import Distributed
 from bench.errors import WrongResult
@@ -62,15 +63,8 @@ def collective(split: Split, kind: str, step: Callable[[], Array | None], a: Arr
     off = comm.allreduce(off, MPI.MAX)
     what = f"{shape[0]} elements" if len(shape) == 1 else " x ".join(map(str, shape))
     check = Check(f"{kind} of {what} along {axis.name}", off, 0.0)
-    agree("" if check.passed else f"{check.quantity} is off by {off:g}", comm)
+    agree("" if check.passed else f"{check.quantity} is off by {off:g}", comm, WrongResult)
     return check
-
-
-def agree(problem: str, comm: MPI.Intracomm) -> None:
-    """Raise WrongResult on all ranks when one has a `problem`: that of the first such rank."""
-    found = next(filter(None, comm.allgather(problem)), "")
-    if found:
-        raise WrongResult(found)
 
 
 def product(name: str, matrices: tuple[Array, Array, Array], seed: int,
@@ -101,5 +95,5 @@ def product(name: str, matrices: tuple[Array, Array, Array], seed: int,
     checks = freivalds.checks(name, A, B, C, seed, str(matrices[2].dtype), eps)
     wrong = [f"{done.quantity} is off by {done.error:.2g} |A||B|, tolerance {done.tolerance:.2g}"
              for done in checks if not done.passed]
-    agree(wrong[0] if wrong else "", comm)
+    agree(wrong[0] if wrong else "", comm, WrongResult)
     return checks

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import msgspec
 
-from bench.errors import UsageError
+from bench.agreement import agree
 from bench.prediction import machine_model
 from bench.records import atomic
 
@@ -20,9 +20,8 @@ def check(option: str, path: Path, comm) -> None:
         On every rank, when it cannot.
     """
     fits = comm.rank > 0 or path.suffix == ".toml" and _writable(path.parent)
-    if not comm.bcast(fits):
-        raise UsageError(f"{option} {path}: a .toml file in a folder that exists and can be "
-                         f"written would do")
+    agree(None if fits else f"{option} {path}: a .toml file in a folder that exists and can be "
+          f"written would do", comm)
 
 
 def _writable(folder: Path) -> bool:

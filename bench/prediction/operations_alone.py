@@ -13,7 +13,9 @@ from typing import Callable, Iterable
 import numpy as np
 
 import mm3d
+from bench.agreement import agree
 from bench.checks import operation
+from bench.errors import WrongResult
 from bench.experiments.products import operands
 from bench.experiments.products.collectives import measure_collective
 from bench.instruments import sampling, timing
@@ -133,8 +135,8 @@ def passes(comm) -> dict[tuple[str, int], float]:
         for name, (step, moved, result, expected) in _operations(a, b, np.zeros_like(a)).items():
             step()
             right = np.allclose(result, expected, rtol=1e-5)
-            operation.agree("" if right else f"{name} of {length} elements is not {expected:g}",
-                            comm)
+            agree("" if right else f"{name} of {length} elements is not {expected:g}", comm,
+                  WrongResult)
             found[name, 4 * moved] = seconds(step, comm)
     return found
 

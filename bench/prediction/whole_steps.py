@@ -8,7 +8,8 @@ import msgspec
 import numpy as np
 
 import mm3d
-from bench.checks import against_serial, operation
+from bench.agreement import agree
+from bench.checks import against_serial
 from bench.errors import WrongResult
 from bench.experiments.products import matmul
 from bench.experiments.products.problem import Problem
@@ -145,8 +146,8 @@ def transformers(works: Sequence[Work], comm) -> list[mm3d.Transformer]:
     for work in works:
         network, checks = transformer(work, comm, "float32", 0)
         wrong = [done for done in checks if not done.passed]
-        operation.agree(f"{wrong[0].quantity} is off by {wrong[0].error:.2g}" if wrong else "",
-                        comm)
+        agree(f"{wrong[0].quantity} is off by {wrong[0].error:.2g}" if wrong else "", comm,
+              WrongResult)
         found.append(network)
     return found
 

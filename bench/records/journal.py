@@ -16,6 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from bench.agreement import on_rank_0
 from bench.errors import StoreError
 from bench.records import run_file
 
@@ -144,19 +145,17 @@ def writable(out: str | os.PathLike, comm) -> Path:
     StoreError
         The same on every rank, when the folder cannot be written or is in use.
     """
-    folder, problem = Path(out), None
-    if comm.rank == 0:
-        try:
-            run_file.check_folder(folder)
-            _open[folder] = Journal(folder)
-            if not _open[folder].lent():
-                _open[folder].claim()
-        except StoreError as error:
-            problem = str(error)
-    problem = comm.bcast(problem)
-    if problem:
-        raise StoreError(problem)
+    folder = Path(out)
+    on_rank_0(lambda: _take(folder), comm, caught=StoreError, error=StoreError)
     return folder
+
+
+def _take(folder: Path) -> None:
+    """Open the journal of a folder and claim it, unless it is lent."""
+    run_file.check_folder(folder)
+    _open[folder] = Journal(folder)
+    if not _open[folder].lent():
+        _open[folder].claim()
 
 
 def of(folder: Path) -> Journal:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Callable
 
+from bench.agreement import on_rank_0
 from bench.console import say
 from bench.errors import StoreError, UsageError
 from bench.prediction import machine_file
@@ -87,13 +88,6 @@ def trace_file(file: str | None, comm, traced: int | None = None) -> str | None:
     if traced == 0:
         raise UsageError(f"--trace {file} --traced 0: nothing would be traced; leave one of them "
                          f"out")
-    problem = None
-    if comm.rank == 0:
-        try:
-            run_file.check_folder(Path(file).parent, "the trace's folder", "--trace")
-        except StoreError as error:
-            problem = str(error)
-    problem = comm.bcast(problem)
-    if problem:
-        raise StoreError(problem)
+    on_rank_0(lambda: run_file.check_folder(Path(file).parent, "the trace's folder", "--trace"),
+              comm, caught=StoreError, error=StoreError)
     return file

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 from typing import Callable
 
+from bench.agreement import of_rank_0
 from bench.cases.case import Case, case
 from bench.cases.paper import Row
 from bench.cases.selection import equal_tokens, named, select, shuffled
@@ -14,7 +15,7 @@ from bench.checks import layer_residuals
 from bench.console import say
 from bench.errors import Failed, StoreError, UsageError
 from bench.experiments.rows.row import Measured, measure
-from bench.experiments.rows.settings import Settings, check_variant, of_rank_0, usable, verifiable
+from bench.experiments.rows.settings import Settings, check_variant, usable, verifiable
 from bench.instruments import chrome_trace, peaks as yardsticks, timing
 from bench.instruments.clock import wait_patiently
 from bench.prediction import machine_model

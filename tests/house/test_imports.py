@@ -16,15 +16,17 @@ from support import ROOT
 FLOORS = {
     "mm3d": ["launcher guard", "arrays", "transport", "grid", "schemes", "model",
              "tracing training", "selftest", "__init__"],
-    "bench": ["errors console", "cases", "records", "instruments", "checks", "experiments",
-              "prediction validation doctor", "reports", "verbs", "__main__ __init__"],
+    "bench": ["errors console", "agreement", "cases", "records", "instruments", "checks",
+              "experiments", "prediction validation doctor", "reports", "verbs",
+              "__main__ __init__"],
     "jobs": ["slurm", "site", "fitting", "scripts", "standings", "collect", "__main__ __init__"]}
 BELOW = {"mm3d": set(), "bench": {"mm3d"}, "jobs": {"bench", "mm3d"}}
 # Rooms that see less than what lies below them.
 NARROWER = {
     "mm3d.schemes": {"mm3d.grid", "mm3d.arrays"},
     "mm3d.model": {"mm3d.schemes", "mm3d.grid", "mm3d.arrays"},
-    "bench.records": {"bench.cases", "bench.errors", "bench.console", "mm3d.grid", "mm3d.tracing"},
+    "bench.records": {"bench.agreement", "bench.cases", "bench.errors", "bench.console",
+                      "mm3d.grid", "mm3d.tracing"},
     "jobs": {"mm3d", "bench.cases", "bench.errors", "bench.prediction", "bench.records",
              "bench.reports", "bench.verbs"}}
 PACKAGES = {

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import mm3d
+from bench.agreement import on_rank_0
 from bench.cases.variants import having
 from bench.checks import against_serial
 from bench.errors import UsageError, WrongResult
@@ -167,17 +168,10 @@ def reject(checks: list[Check], torch: str | None, when: str = "") -> None:
 
 def started(subject: MeasuredLayer, torch: str | None) -> Rival | None:
     """Start the reference process, on rank 0; UsageError everywhere when it does not start."""
-    rival, problem, comm = None, None, subject.scheme.grid.comm
-    if torch and comm.rank == 0:
-        try:
-            rival = Rival(torch, subject.sizes, subject.seed, subject.dtype)
-        except UsageError as error:
-            problem = str(error)
-    wait_patiently(comm)
-    problem = comm.bcast(problem)
-    if problem:
-        raise UsageError(problem)
-    return rival
+    def start() -> Rival | None:
+        return Rival(torch, subject.sizes, subject.seed, subject.dtype) if torch else None
+
+    return on_rank_0(start, subject.scheme.grid.comm, caught=UsageError, wait=wait_patiently)
 
 
 def time_layer(subject: MeasuredLayer, kinds: list[int], limits: Limits,

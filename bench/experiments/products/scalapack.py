@@ -16,13 +16,13 @@ from typing import Callable, Iterator, NamedTuple, Sequence
 
 import numpy as np
 
+from bench.agreement import on_each_rank
 from bench.checks import freivalds
 from bench.errors import UsageError, WrongResult
 from bench.experiments.products import fortran_blas, operands
 from bench.experiments.products.matmul import verified
 from bench.experiments.products.pgemm import Pgemm, library
 from bench.experiments.products.problem import Problem, Replay
-from bench.experiments.rows.settings import everywhere
 from bench.instruments import timing
 from bench.instruments.clock import Clock, spans, wait_patiently
 from bench.instruments.sampling import several
@@ -185,8 +185,8 @@ def loaded(comm, dtype: str) -> tuple[ctypes.CDLL, fortran_blas.Gemm]:
     UsageError
         On all ranks, when one has no ScaLAPACK, or its BLAS cannot be called.
     """
-    lib = everywhere(library, comm)
-    return lib, everywhere(lambda: fortran_blas.Gemm(lib, dtype), comm)
+    lib = on_each_rank(library, comm)
+    return lib, on_each_rank(lambda: fortran_blas.Gemm(lib, dtype), comm)
 
 
 @contextlib.contextmanager

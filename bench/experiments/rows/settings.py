@@ -1,10 +1,11 @@
 """Settings of a job that measures rows, and whether its cases can be measured with them."""
 
 import math
-from typing import Callable, ContextManager, Iterable, TypeVar
+from typing import Callable, ContextManager, Iterable
 
 import msgspec
 
+from bench.agreement import on_each_rank
 from bench.cases import variants
 from bench.cases.case import Case
 from bench.cases.paper import Row
@@ -15,8 +16,6 @@ from bench.instruments.stall import unwatched
 from mm3d.arrays import backend as backends
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import lookup
-
-Made = TypeVar("Made")
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -78,28 +77,9 @@ def verifiable(cases: list[Case]) -> list[Case]:
     return cases
 
 
-def everywhere(make: Callable[[], Made], comm) -> Made:
-    """What `make` gives on each rank.
-
-    Raises
-    ------
-    UsageError
-        The same on every rank, when one cannot have it: a ValueError or an OSError there.
-    """
-    made = problem = None
-    try:
-        made = make()
-    except (ValueError, OSError) as error:
-        problem = str(error)
-    problems = [text for text in comm.allgather(problem) if text]
-    if problems:
-        raise UsageError(f"{problems[0]} ({len(problems)} of {comm.size} ranks)")
-    return made
-
-
 def usable(backend: str | None, comm) -> None:
     """Raise the same UsageError everywhere when some rank cannot use the array library."""
-    everywhere(lambda: backends.get(backend), comm)
+    on_each_rank(lambda: backends.get(backend), comm)
 
 
 def check_variant(variant: Variant, rows: Iterable[Row], library: backends.Backend,
@@ -127,17 +107,3 @@ def arranged(one: Case, settings: Settings, comm) -> tuple[GridShape, str]:
     kind.check_grid(sizes)
     shape = kind.grid_shape(sizes)
     return shape, placement.order(settings.inside, kind.name, shape, one.sizes)
-
-
-def of_rank_0(make: Callable[[], Made], comm) -> Made:
-    """What `make` gives on rank 0; UsageError on every rank, when it is a ValueError there."""
-    made = problem = None
-    if comm.rank == 0:
-        try:
-            made = make()
-        except ValueError as error:
-            problem = str(error)
-    made, problem = comm.bcast((made, problem))
-    if problem:
-        raise UsageError(problem)
-    return made

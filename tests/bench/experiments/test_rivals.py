@@ -7,7 +7,7 @@ import pytest
 
 from bench.errors import UsageError
 from bench.experiments import startup
-from bench.experiments.products import pgemm, pgemm as pgemm_module, scalapack
+from bench.experiments.products import pgemm, scalapack
 from bench.experiments.rows import settings
 from bench.verbs import start as verb
 from mm3d import launcher
@@ -141,14 +141,14 @@ def test_what_one_rank_lacks_all_learn(comm, monkeypatch):
         if comm.rank == 2:
             raise error("not here")
 
-    monkeypatch.setattr(pgemm_module, "library", library)
+    monkeypatch.setattr(scalapack, "library", library)
     for error in (pgemm.Missing, OSError):
         with pytest.raises(UsageError, match=r"^not here \(1 of 4 ranks\)$"):
             scalapack.loaded(comm, "float32")
     error = RuntimeError    # of the program, not of what is installed: ends the job
     if comm.rank == 2:
         with pytest.raises(RuntimeError):
-            pgemm_module.library()
+            scalapack.library()
     monkeypatch.setattr(settings.backends, "get", lambda name: library())
     error = ValueError
     with pytest.raises(UsageError, match=r"^not here \(1 of 4 ranks\)$"):

@@ -1,0 +1,91 @@
+"""Raise the same error on every rank, when one rank or rank 0 alone cannot go on.
+
+A rank that raised alone would leave the others waiting for it in their next collective.
+"""
+
+from typing import Any, Callable, TypeVar
+
+from bench.errors import UsageError
+
+Made = TypeVar("Made")
+
+
+def agree(problem: str | None, comm: Any, error: type[Exception] = UsageError) -> None:
+    """Raise `error` on every rank when one has a problem.
+
+    Parameters
+    ----------
+    problem : str or None
+        This rank's problem; empty or None without one.
+    comm : mpi4py.MPI.Intracomm
+        The ranks, all of which call this.
+    error : type of exception
+        Its message is the problem of the first rank that has one.
+    """
+    found = next(filter(None, comm.allgather(problem)), None)
+    if found:
+        raise error(found)
+
+
+def on_each_rank(make: Callable[[], Made], comm: Any) -> Made:
+    """Return the result of `make`, called on each rank.
+
+    Raises
+    ------
+    UsageError
+        The same on every rank, when `make` raises a ValueError or an OSError on one; says on
+        how many.
+    """
+    made = problem = None
+    try:
+        made = make()
+    except (ValueError, OSError) as error:
+        problem = str(error)
+    problems = [text for text in comm.allgather(problem) if text]
+    if problems:
+        raise UsageError(f"{problems[0]} ({len(problems)} of {comm.size} ranks)")
+    return made
+
+
+def on_rank_0(make: Callable[[], Made], comm: Any, caught: type[Exception] = ValueError,
+              error: type[Exception] = UsageError,
+              wait: Callable[[Any], None] | None = None) -> Made | None:
+    """Return the result of `make`, called on rank 0 alone; None on the other ranks.
+
+    Parameters
+    ----------
+    make : callable
+        Its result stays on rank 0.
+    comm : mpi4py.MPI.Intracomm
+        The ranks, all of which call this.
+    caught : type of exception
+        Raised by `make` when it cannot be done; any other ends the job.
+    error : type of exception
+        Raised instead, on every rank, with the same message.
+    wait : callable, optional
+        Called with `comm` on every rank before the others ask rank 0 for its problem, such as
+        `bench.instruments.clock.wait_patiently` where `make` takes long.
+    """
+    made = problem = None
+    if comm.rank == 0:
+        try:
+            made = make()
+        except caught as failure:
+            problem = str(failure)
+    if wait:
+        wait(comm)
+    problem = comm.bcast(problem)
+    if problem:
+        raise error(problem)
+    return made
+
+
+def of_rank_0(make: Callable[[], Made], comm: Any) -> Made:
+    """Return on every rank the result of `make`, called on rank 0 alone.
+
+    Raises
+    ------
+    UsageError
+        The same on every rank, when `make` raises a ValueError.
+    """
+    return comm.bcast(on_rank_0(make, comm))
