@@ -1,4 +1,4 @@
-"""The benchmark: the tables of arXiv:2105.14450, measured and set beside what was published.
+"""Measure the tables of arXiv:2105.14450 and set them beside the published ones.
 
 ``python -m bench --help`` lists the verbs.
 """
@@ -8,7 +8,7 @@ import sys
 
 
 def backend(words: list[str]) -> str:
-    """What ``--backend NAME`` or ``--backend=NAME`` says, the last of them; "" without."""
+    """Read ``--backend NAME`` or ``--backend=NAME``, the last of them; "" without."""
     found = ""
     for word, following in zip(words, [*words[1:], ""]):
         option, equals, value = word.partition("=")

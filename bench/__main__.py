@@ -1,4 +1,4 @@
-"""``python -m bench VERB``: runs one of the verbs of `bench.verbs`, on one rank or on all."""
+"""Run a verb of `bench.verbs`, on one rank or on all: ``python -m bench VERB``."""
 
 import argparse
 import gc
@@ -85,7 +85,7 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the command line says; the exit status."""
+    """Run the command line; return the exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
     # Before the verb there is no option that takes a value.
     first = next((word for word in words if not word.startswith("-")), "")
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def command() -> NoReturn:
-    """The program."""
+    """Run the program."""
     guard.together()    # `run_on_all_ranks` ends the job when one rank fails
     sys.exit(main())
 

@@ -1,4 +1,4 @@
-"""What rank 0 says of what it has measured."""
+"""Print on rank 0."""
 
 import os
 import sys

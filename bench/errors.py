@@ -1,4 +1,4 @@
-"""The exit status of a command line, and what it says when it cannot do what it was told."""
+"""Define the errors of the benchmark and the exit status of each."""
 
 import sys
 from typing import Callable, Iterable
@@ -25,7 +25,7 @@ def status_of(work: Callable[[], int], *known: type[Exception]) -> int:
 
 
 class UsageError(ValueError):
-    """An argument that cannot be meant; the same on every rank, before any communication."""
+    """Invalid argument; the same on every rank, before any communication."""
 
 
 def _one_of(known: dict, name: str, what: str, *also: str):
@@ -36,7 +36,7 @@ def _one_of(known: dict, name: str, what: str, *also: str):
 
 
 class WrongResult(Exception):
-    """A result is wrong, and no time of it counts; the message names it."""
+    """A wrong result, of which no time counts; the message names it."""
 
 
 class Failed(Exception):
@@ -44,4 +44,4 @@ class Failed(Exception):
 
 
 class StoreError(Exception):
-    """A results folder that cannot be written, or a file that is no run; says which and why."""
+    """A folder that cannot be written, or a file that is not a run; says which and why."""

@@ -1,4 +1,4 @@
-"""``python -m jobs``: render, submit, status, collect."""
+"""Parse ``python -m jobs`` and do it: render, submit, status, collect."""
 
 import argparse
 import sys
@@ -24,7 +24,7 @@ SCRIPT = 0o755    # its permissions
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command line."""
     top = argparse.ArgumentParser(prog="python -m jobs", description=(
         "Measure the rows of both tables as batch jobs under Slurm."))
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def work_and_cases(arguments) -> tuple[Work, list[Case]]:
-    """What the command line means.
+    """Read the work and the cases from the command line.
 
     Raises
     ------
@@ -111,12 +111,12 @@ def render(work: Work, cases: list[Case], arguments) -> None:
 
 
 def site_name(work: Work) -> str:
-    """The site as a job finds it, wherever it runs."""
+    """Return the site as a job finds it, wherever it runs."""
     return work.name if work.name in sites.supplied() else str(Path(work.name).absolute())
 
 
 def overview(work: Work, cases: list[Case]) -> str:
-    """What each row asks for."""
+    """Make the table of what each row asks for."""
     site = work.site
     lines = [[one.title, one.row.gpus, scripts.nodes(site, one.row.gpus),
               scripts.gpus(site, one.row.gpus) or "-", site.slurm.time,
@@ -162,13 +162,13 @@ def submit(work: Work, cases: list[Case], arguments) -> int:
 
 
 def grouped(cases: list[Case]) -> list[list[Case]]:
-    """The cases by rank count."""
+    """Group the cases by rank count."""
     counts = dict.fromkeys(one.row.gpus for one in cases)
     return [[one for one in cases if one.row.gpus == count] for count in counts]
 
 
 def submit_group(work: Work, group: list[Case], array: bool) -> list[str]:
-    """Submit rows, as a job array or a job; their jobs."""
+    """Submit rows, as a job array or a job; return their jobs."""
     if not array:
         jobs = [slurm.submit(work.script(group[0]))]
     else:
@@ -196,7 +196,7 @@ def test_only(work: Work, cases: list[Case], arguments) -> int:
 
 
 def do(arguments) -> int:
-    """What the verb says; the exit status."""
+    """Run the verb; return the exit status."""
     work, cases = work_and_cases(arguments)
     if arguments.verb == "submit":
         return (test_only if arguments.test_only else submit)(work, cases, arguments)
@@ -212,13 +212,13 @@ def do(arguments) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Do what the command line says; the exit status."""
+    """Run the command line; return the exit status."""
     arguments = parser().parse_args(argv)
     return status_of(lambda: do(arguments), slurm.SlurmError)
 
 
 def command() -> NoReturn:
-    """The program."""
+    """Run the program."""
     sys.exit(main())
 
 

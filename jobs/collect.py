@@ -1,4 +1,4 @@
-"""What comes of the jobs: their files in one folder and one file, the tables and the figures."""
+"""Collect the files of the jobs in one folder and one file; make tables and figures."""
 
 from bench.cases.case import Case
 from bench.records import atomic, merged, run_file
@@ -65,7 +65,7 @@ def collect(work: Work, cases: list[Case]) -> int:
 
 
 def queue_or_nothing() -> dict[str, slurm.State]:
-    """The queue, empty where there is no Slurm: results can be collected anywhere."""
+    """Read the queue, empty where there is no Slurm: results can be collected anywhere."""
     try:
         return slurm.queue()
     except slurm.SlurmError:
@@ -73,7 +73,7 @@ def queue_or_nothing() -> dict[str, slurm.State]:
 
 
 def line(one: Standing) -> str:
-    """A row and how it stands, in a line."""
+    """Format a row and its standing as a line."""
     job = f", job {one.job}" if one.job else ""
     reason = f": {one.reason}" if one.reason else ""
     return f"{one.case.title}: {one.state}{job}{reason}"

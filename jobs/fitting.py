@@ -1,4 +1,4 @@
-"""Which rows fit the memory of a site's ranks, and what they compute again to do so."""
+"""Decide which rows fit the memory of a site's ranks, and with which recomputation."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from jobs.site import Site
 
 @dataclass(frozen=True)
 class Fitting:
-    """How a row fits.
+    """Whether a row fits, and with which recomputation.
 
     Attributes
     ----------
@@ -29,13 +29,13 @@ class Fitting:
     fits: bool = True
 
     def refusal(self, limit: int) -> str:
-        """Why the row is not run, on ranks of `limit` bytes."""
+        """Say why the row is not run, on ranks of `limit` bytes."""
         return (f"needs at least {memory_fit.gib(self.peak)} a rank by a dry run, of "
                 f"{memory_fit.gib(limit)}, with any policy of recomputation that is tried")
 
 
 def limit(site: Site, ranks: int) -> int | None:
-    """Bytes of each of `ranks` ranks; None where the site file does not say."""
+    """Return the bytes of each of `ranks` ranks; None where the site file does not say."""
     if site.node.gpu_memory:
         sharing = -(-min(ranks, site.node.ranks) // max(1, site.node.gpus))
         return memory_fit.size(site.node.gpu_memory) // sharing
@@ -45,7 +45,7 @@ def limit(site: Site, ranks: int) -> int | None:
 
 
 def fitting(site: Site, case: Case, recompute: str | None = None) -> Fitting:
-    """How `case`, in its variant, fits the site with `recompute`, or what repeats least.
+    """Decide whether `case` fits the site with `recompute`, or with the policy that repeats least.
 
     Closed forms, which are at once but may be less than what is needed, decide only where they
     leave `fit.SURE` times their bytes; nearer to the limit a dry run does.  The job itself makes
@@ -74,7 +74,7 @@ def numpy_dtype(how: Variant) -> str:
 
 
 def check(case: Case, recompute: str, most: int) -> list[str]:
-    """The options of ``bench dry`` that hold the row against `most` bytes of a rank."""
+    """Return the options of ``bench dry`` that hold the row against `most` bytes of a rank."""
     how = case.variant
     return [f"--scheme={case.row.scheme}", f"--ranks={case.row.gpus}",
             *(f"--{name}={size}" for name, size in case.sizes.items()),

@@ -1,4 +1,4 @@
-"""From a site file and rows to scripts for sbatch.
+"""Write sbatch scripts from a site file and rows.
 
 Every expression of a template is quoted for the shell when it is written, wherever it stands, so
 that no value can become a command; lists become as many words.
@@ -23,7 +23,7 @@ LIMIT = 120                                   # seconds that a question of the p
 
 @dataclass(frozen=True)
 class Work:
-    """What is to be done, and where.
+    """The site, the settings of all rows, and their folders.
 
     Attributes
     ----------
@@ -47,24 +47,24 @@ class Work:
 
     @property
     def folder(self) -> Path:
-        """Where scripts, logs and bookkeeping lie."""
+        """Return the folder of scripts, logs and bookkeeping."""
         return self.out / "jobs"
 
     def fitting(self, case: Case) -> Fitting:
-        """How a row fits the memory of the site's ranks."""
+        """Decide how a row fits the memory of the site's ranks."""
         return fitting(self.site, case, self.recompute)
 
     def runs(self, case: Case) -> Path:
-        """Where the jobs of a row write."""
+        """Return the folder into which the jobs of a row write."""
         return self.folder / "runs" / case.name
 
     def script(self, case: Case) -> Path:
-        """The script of a row."""
+        """Return the path of a row's script."""
         return self.folder / f"{case.name}.sh"
 
 
 def shell(value: Any) -> str:
-    """`value` as one word of the shell, a list as several."""
+    """Quote `value` as one word of the shell, a list as several."""
     if isinstance(value, (list, tuple)):
         return " ".join(map(shell, value))
     text = str(value)
@@ -78,7 +78,7 @@ TEMPLATES = jinja2.Environment(
 
 
 def check_path(path: Path) -> Path:
-    """`path`, absolute, when Slurm can write a log in it.
+    """Return `path`, absolute, when Slurm can write a log in it.
 
     Raises
     ------
@@ -93,12 +93,12 @@ def check_path(path: Path) -> Path:
 
 
 def nodes(site: Site, ranks: int) -> int:
-    """How many nodes so many ranks take."""
+    """Count the nodes that a number of ranks takes."""
     return math.ceil(ranks / site.node.ranks)
 
 
 def slurm_options(work: Work, name: str, time: str, ranks: int) -> list[str]:
-    """The options of sbatch for a job on so many ranks."""
+    """List the options of sbatch for a job on a number of ranks."""
     site = work.site
     chosen = [f"--job-name={name}", f"--time={time}",
               f"--output={check_path(work.folder)}/logs/%x-%A_%a.out" if name.endswith("-array")
@@ -111,7 +111,7 @@ def slurm_options(work: Work, name: str, time: str, ranks: int) -> list[str]:
 
 
 def row_options(work: Work, name: str, ranks: int) -> list[str]:
-    """The options of sbatch for a row."""
+    """List the options of sbatch for a row."""
     site = work.site
     chosen = [*slurm_options(work, name, site.slurm.time, ranks),
               f"--ntasks-per-node={min(ranks, site.node.ranks)}",
@@ -123,12 +123,12 @@ def row_options(work: Work, name: str, ranks: int) -> list[str]:
 
 
 def gpus(site: Site, ranks: int) -> int:
-    """GPUs that are asked for of each node."""
+    """Count the GPUs that are asked for of each node."""
     return min(ranks, site.node.gpus)
 
 
 def launch(site: Site, ranks: int) -> list[str]:
-    """The command that starts so many ranks, without the program."""
+    """Return the command that starts the ranks, without the program."""
     if site.launch.launcher == "mpirun":
         words = ["mpirun", "-n", str(ranks), *site.launch.options]
     else:
@@ -141,7 +141,7 @@ def launch(site: Site, ranks: int) -> list[str]:
 
 
 def row_script(work: Work, case: Case) -> str:
-    """The script that measures one row."""
+    """Write the script that measures one row."""
     site, ranks, folder = work.site, case.row.gpus, check_path(work.runs(case))
     inside = work.inside or site.inside.get(case.row.scheme, "auto")
     fits = work.fitting(case)
@@ -168,7 +168,7 @@ def row_script(work: Work, case: Case) -> str:
 
 
 def array_script(work: Work, cases: list[Case]) -> str:
-    """The script that measures rows on equally many ranks as a job array."""
+    """Write the script of a job array that measures rows on equally many ranks."""
     ranks = cases[0].row.gpus
     options = row_options(work, f"mm3d-p{ranks:03d}-{cases[0].preset}-array", ranks)
     return TEMPLATES.get_template("array.sh.j2").render(
@@ -177,12 +177,12 @@ def array_script(work: Work, cases: list[Case]) -> str:
 
 
 def collect_script(work: Work, words: list[str]) -> str:
-    """The script of the last job, which runs ``python -m jobs collect`` with `words`."""
+    """Write the script of the last job, which runs ``python -m jobs collect`` with `words`."""
     options = slurm_options(work, "mm3d-collect", work.site.slurm.collect_time, 1)
     return TEMPLATES.get_template("collect.sh.j2").render(
         site=work.site, root=ROOT, options=options, arguments=words)
 
 
 def job_name(case: Case) -> str:
-    """What the queue calls the job of a row."""
+    """Return the name of a row's job in the queue."""
     return f"mm3d-{case.name}"

@@ -1,4 +1,4 @@
-"""What a cluster is like: the site file, checked."""
+"""Read and check the site file that describes a cluster."""
 
 import re
 import sys
@@ -23,7 +23,7 @@ class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Slurm(Part):
-    """What Slurm is asked for.
+    """Options of Slurm's jobs.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class Slurm(Part):
 
 
 class Node(Part):
-    """A node.
+    """Ranks, cores and GPUs of a node.
 
     Attributes
     ----------
@@ -78,7 +78,7 @@ class Node(Part):
 
 
 class Software(Part):
-    """What is loaded.
+    """Modules, container and Python to load.
 
     Attributes
     ----------
@@ -96,7 +96,7 @@ class Software(Part):
 
 
 class Launch(Part):
-    """How ranks are started.
+    """The launcher of ranks and its options.
 
     Attributes
     ----------
@@ -150,13 +150,13 @@ class Site(Part):
 
 
 def supplied() -> dict[str, Path]:
-    """The site files that come with this package, by name."""
+    """List the site files of this package by name."""
     folder = Path(str(resources.files("jobs").joinpath("sites")))
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
 def load(name: str) -> Site:
-    """The site called `name`, or that of the file `name`.
+    """Read the site called `name`, or that of the file `name`.
 
     Raises
     ------
@@ -178,7 +178,7 @@ def load(name: str) -> Site:
 
 
 def problems(site: Site) -> Iterator[str]:
-    """What is wrong with a site file beyond the types of its values."""
+    """List faults of a site file beyond the types of its values."""
     for place, text in strings(msgspec.to_builtins(site), ""):
         if not text.isprintable():
             yield f"{place} = {text!r}: must be one printable line"
@@ -214,7 +214,7 @@ def problems(site: Site) -> Iterator[str]:
 
 
 def _gpu_problems(site: Site) -> Iterator[str]:
-    """Settings of GPUs that contradict each other."""
+    """List settings of GPUs that contradict each other."""
     if site.launch.gpu_binding != "none" and site.node.ranks > site.node.gpus:
         yield (f"launch.gpu_binding = {site.launch.gpu_binding!r}: {site.node.ranks} ranks a node "
                f"cannot have one of {site.node.gpus} GPUs each; set node.ranks or node.gpus")
@@ -228,7 +228,7 @@ def _gpu_problems(site: Site) -> Iterator[str]:
 
 
 def strings(value: Any, place: str) -> Iterator[tuple[str, str]]:
-    """All strings in a value, keys included, and where each stands."""
+    """List all strings in a value, keys included, and where each stands."""
     if isinstance(value, str):
         yield place, value
     elif isinstance(value, dict):

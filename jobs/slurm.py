@@ -1,4 +1,4 @@
-"""Asking Slurm: sbatch, squeue, sacct and scontrol, with a message for each way to fail."""
+"""Call sbatch, squeue, sacct and scontrol, with a message for each way to fail."""
 
 import os
 import subprocess
@@ -14,14 +14,14 @@ class SlurmError(Exception):
 
 @dataclass(frozen=True)
 class State:
-    """Of a job in the queue: such as RUNNING or PENDING, and why it waits."""
+    """State of a job in the queue, such as RUNNING or PENDING, and why it waits."""
 
     name: str
     reason: str
 
 
 def ask(*command: str, limit: float | None = None) -> str:
-    """Run one of Slurm's commands; what it says.
+    """Run one of Slurm's commands; return its output.
 
     Raises
     ------
@@ -49,17 +49,17 @@ def ask(*command: str, limit: float | None = None) -> str:
 
 
 def submit(script: Path, *options: str) -> str:
-    """Submit a script; the job's number."""
+    """Submit a script; return the job's number."""
     return ask("sbatch", "--parsable", *options, str(script)).strip().partition(";")[0]
 
 
 def test_only(script: Path) -> str:
-    """When Slurm would run a script, in Slurm's words; nothing is submitted."""
+    """Ask when Slurm would run a script; nothing is submitted."""
     return ask("sbatch", "--test-only", str(script)).strip().removeprefix("sbatch: ")
 
 
 def queue() -> dict[str, State]:
-    """This user's jobs that wait or run, by number; elements of arrays as 12_3."""
+    """Read this user's waiting and running jobs, by number; elements of arrays as 12_3."""
     lines = ask("squeue", "--noheader", "--array", f"--user={os.geteuid()}",
                 "--format=%i|%T|%r").splitlines()
     return {number: State(state, reason)
@@ -67,7 +67,7 @@ def queue() -> dict[str, State]:
 
 
 def ending(job: str) -> str:
-    """How a job that has left the queue ended, such as TIMEOUT; "" where Slurm has forgotten."""
+    """Ask how a job that left the queue ended, such as TIMEOUT; "" where Slurm has forgotten."""
     for command in (("sacct", "--noheader", "--allocations", "--parsable2", "--format=State",
                      f"--jobs={job}"), ("scontrol", "--oneliner", "show", "job", job)):
         try:

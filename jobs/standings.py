@@ -1,4 +1,4 @@
-"""The books: which rows have results, which jobs are under way, and why others ended."""
+"""Keep books of submitted jobs: which rows are done, under way or failed, and why."""
 
 import contextlib
 import fcntl
@@ -21,7 +21,7 @@ UNDER_WAY = (RUNNING, WAITING)
 
 @dataclass(frozen=True)
 class Standing:
-    """How a row stands: a state, the job that it was last submitted as, and why."""
+    """State of a row, the job that it was last submitted as, and the reason of a failure."""
 
     case: Case
     state: str
@@ -31,7 +31,7 @@ class Standing:
 
 @contextlib.contextmanager
 def locked(work: Work) -> Iterator[None]:
-    """Hold the books: of two who submit at once the second waits, then sees the first's jobs.
+    """Lock the books, so that a second submission waits and then sees the first's jobs.
 
     Raises
     ------
@@ -49,7 +49,7 @@ def locked(work: Work) -> Iterator[None]:
 
 
 def note(work: Work, case: Case, job: str) -> None:
-    """Write down that `case` was submitted as `job`.
+    """Record that `case` was submitted as `job`.
 
     Raises
     ------
@@ -70,18 +70,18 @@ def note(work: Work, case: Case, job: str) -> None:
 
 
 def submitted(work: Work) -> dict[str, str]:
-    """The last job of each row, by the row's name."""
+    """Read the last job of each row, by the row's name."""
     entries = journal.whole(books(work)) if books(work).exists() else []
     return {entry["row"]: entry["job"] for entry in entries if {"row", "job"} <= entry.keys()}
 
 
 def books(work: Work) -> Path:
-    """The file of what was submitted: a line a row and job."""
+    """Return the file of submitted jobs: a line for each row and job."""
     return work.folder / "submitted.jsonl"
 
 
 def results(work: Work, case: Case) -> list[tuple[Path, run_file.Run]]:
-    """The sound files of a row, of its jobs and collected, with the sizes of its preset.
+    """List the sound files of a row, of its jobs and collected, with the sizes of its preset.
 
     Where a policy of recomputation was asked for, those that were measured with it.
     """
@@ -98,7 +98,7 @@ def results(work: Work, case: Case) -> list[tuple[Path, run_file.Run]]:
 
 
 def survey(work: Work, cases: list[Case], queue: dict[str, slurm.State]) -> list[Standing]:
-    """How each row stands, given the jobs in the queue."""
+    """Find the standing of each row, given the jobs in the queue."""
     jobs = submitted(work)
     return [_standing(work, one, jobs.get(one.name, ""), queue) for one in cases]
 
@@ -120,7 +120,7 @@ def _standing(work: Work, case: Case, job: str, queue: dict[str, slurm.State]) -
 
 
 def why(work: Work, case: Case, job: str) -> str:
-    """Why a job left no result: in Slurm's words, its own, and those of its log."""
+    """Explain why a job left no result: in Slurm's words, its own, and those of its log."""
     parts = [slurm.ending(job)]
     own = work.runs(case) / f"ended-{job}"
     if own.exists():

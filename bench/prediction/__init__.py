@@ -1,1 +1,1 @@
-"""Seconds on machines that are described: models, plans, calibration."""
+"""Predict seconds by machine models: plans, calibration, fits to the paper."""

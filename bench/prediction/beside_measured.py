@@ -1,4 +1,4 @@
-"""Work that was measured, read from files of results."""
+"""Read measured products and Transformers from files of results."""
 
 import math
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from mm3d.tracing.events import PHASES
 
 @dataclass(frozen=True)
 class Measured:
-    """Work and how long it took.
+    """Measured products or Transformers: what ran, where, and how long it took.
 
     Attributes
     ----------

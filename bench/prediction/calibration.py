@@ -1,4 +1,4 @@
-"""The model of the machine that this runs on, measured.
+"""Measure a model of this machine with all ranks of a communicator.
 
 It is a model for as many ranks on a node as measured it: more ranks than cores share the cores
 in the figures too.
@@ -81,7 +81,7 @@ class Alone:
 
 def described(alone: Alone, works: Sequence[Work], steps: np.ndarray, ranks: int, transport: str,
               memory: int) -> machine_model.Machine:
-    """Fit the description of this machine to what was measured.
+    """Fit a machine model to the measured operations.
 
     Parameters
     ----------
@@ -113,7 +113,7 @@ def described(alone: Alone, works: Sequence[Work], steps: np.ndarray, ranks: int
 
 
 def memory_bytes() -> int:
-    """Read how much memory the node has."""
+    """Read the node's memory in bytes."""
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemTotal:"):
             return 1024 * int(line.split()[1])
@@ -122,7 +122,7 @@ def memory_bytes() -> int:
 
 def sources(machine: machine_model.Machine, fits: dict[str, fitting.Fit],
             environs: dict) -> dict[str, str]:
-    """Where each figure is from."""
+    """State the source of each figure of the model."""
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     what = ("processor time of all ranks over cores" if launcher.oversubscribed()
             else "makespans")

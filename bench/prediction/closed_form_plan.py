@@ -1,4 +1,4 @@
-"""Plans by closed forms: what a scheme on a grid takes, without running anything.
+"""Predict what a scheme on a grid takes by closed forms, without running anything.
 
 Words are exact; flops, elementwise work and memory follow from the sizes of the blocks.
 """
@@ -22,7 +22,7 @@ from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 
 
 class Plan(msgspec.Struct):
-    """A scheme on a grid and what is expected of it.
+    """A scheme on a grid with its predicted seconds, words and memory.
 
     Attributes
     ----------
@@ -54,22 +54,22 @@ class Plan(msgspec.Struct):
 
     @property
     def shape(self) -> GridShape:
-        """The shape of the grid."""
+        """Return the shape of the grid."""
         return lookup(self.scheme).grid_shape(self.grid)
 
     @property
     def seconds(self) -> float:
-        """Of a step."""
+        """Return the predicted seconds of a step."""
         return self.forward + self.backward
 
     @property
     def order(self) -> tuple[bool, float]:
-        """What fits first, then by seconds."""
+        """Return the sort key: plans that fit first, then by seconds."""
         return not self.fits, self.seconds
 
 
 def over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
-    """Words of the layers' products forward over their lower bound; nan where that is 0."""
+    """Divide the products' words forward by their lower bound; nan where that is 0."""
     moved = least = 0.0
     for product, times in products(sizes).items():
         moves = lookup(name).product_moves(grid, product)[0]
@@ -79,13 +79,13 @@ def over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
 
 
 def products(sizes: ModelSizes) -> dict[ProductShape, int]:
-    """Shapes of the products with weights, each with its number in a forward pass."""
+    """List the shapes of the products with weights, each with its number in a forward pass."""
     return cost.products(describe(sizes))
 
 
 @cache
 def elementwise() -> tuple[np.ndarray, np.ndarray]:
-    """Words read and written by elementwise work in a layer, forward and backward.
+    """Count words read and written by elementwise work in a layer, forward and backward.
 
     Each is linear in the elements of an outer activation, of an inner one and of the scores on a
     rank; the three coefficients are solved from three small dry runs.
@@ -125,14 +125,14 @@ class _Blocks:
         self.heads = largest_block(sizes["heads"], self.features)
 
     def attention(self, dtype: str) -> Gemm:
-        """The products of attention, forward."""
+        """List the products of attention, forward."""
         batch, seq = self.sizes["batch"], self.sizes["seq"]
         pairs = largest_block(batch, self.sequences) * self.heads
         return Gemm(2 * pairs, largest_block(seq, self.positions),
                     self.sizes["hidden"] // self.sizes["heads"], seq, dtype)
 
     def elements(self) -> np.ndarray:
-        """Elements of an outer and an inner activation and of the scores."""
+        """Count elements of an outer and an inner activation and of the scores."""
         seq, heads = self.sizes["seq"], self.sizes["heads"]
         tokens, inside = self.sizes["batch"] * seq, self.sequences * self.positions * self.features
         uneven = self.heads * self.features / heads
@@ -143,7 +143,7 @@ class _Blocks:
 
 def screen(name: str, grid: tuple[int, ...], machine: machine_model.Machine, dtype: str,
            recompute: str, sizes: ModelSizes) -> Plan:
-    """The plan of a scheme on a grid by the closed forms."""
+    """Plan a scheme on a grid by the closed forms."""
     shape, size = lookup(name).grid_shape(grid), np.dtype(dtype).itemsize
     blocks = _Blocks(name, shape, sizes)
     described = describe(sizes, recompute=recompute)

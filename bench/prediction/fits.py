@@ -1,4 +1,4 @@
-"""The few numbers that stand for many samples: of products, of collectives, of links."""
+"""Fit a few parameters to measured products, collectives and links."""
 
 import math
 
@@ -30,7 +30,7 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 def products(times: dict[Shape, float]) -> Fit:
-    """seconds = start + flops / rate (1 + sum of half / edge / 3), of least relative squares."""
+    """Fit seconds = start + flops / rate (1 + sum of half / edge / 3) by relative squares."""
     shapes = np.array(list(times), float)
     took = np.array(list(times.values()))
     m, n, k = shapes.T
@@ -46,7 +46,7 @@ def products(times: dict[Shape, float]) -> Fit:
 
 def links(lines: list[machine_model.Line], per_node: int,
           transport: str) -> dict[str, machine_model.Level]:
-    """The links inside a node and between nodes, as far as `lines` use them.
+    """Fit the links inside a node and between nodes, as far as `lines` use them.
 
     They are for collectives that were not measured, of which a program gathers about as many as
     it scatters: the mean of the fits of both along the longest line.  The bandwidth is of those

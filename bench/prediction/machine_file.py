@@ -1,4 +1,4 @@
-"""Machine files: where they may be, and how a machine's model is written down."""
+"""Read and write machine files: where they may be, and their TOML text."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ TAKEN = "as of "    # how sources of what was not measured begin
 
 
 def check(option: str, path: Path, comm) -> None:
-    """Find out before anything is measured whether rank 0 can write a machine's file there.
+    """Check, before anything is measured, that rank 0 can write a machine's file at this path.
 
     Raises
     ------
@@ -25,7 +25,7 @@ def check(option: str, path: Path, comm) -> None:
 
 
 def _writable(folder: Path) -> bool:
-    """Whether files can be made in it, found out by making one."""
+    """Check that files can be made in a folder, by making one."""
     try:
         atomic.probe(folder)
     except OSError:
@@ -52,7 +52,7 @@ def write(machine: machine_model.Machine | None, path: str | Path, comm) -> str:
 
 
 def written(machine: machine_model.Machine) -> str:
-    """Write a machine as TOML, numbers to six digits."""
+    """Format a machine as TOML, with numbers of six digits."""
     import tomli_w
     plain = msgspec.to_builtins(machine, str_keys=True)
     return _comments(machine) + tomli_w.dumps(_shortened(plain))

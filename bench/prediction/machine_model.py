@@ -68,7 +68,7 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def key(self) -> tuple[str, int, int, bool]:
-        """What it is measured for."""
+        """Return the key of the measurement."""
         return self.kind, self.size, self.stride, self.pieces
 
 

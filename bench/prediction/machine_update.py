@@ -1,4 +1,4 @@
-"""What ``bench gemm`` and ``bench collectives`` add to a machine's file.
+"""Put the figures of ``bench gemm`` and ``bench collectives`` into a machine's file.
 
 Each puts in what it has measured.  What neither has is of the machine that the file began as, and
 its source says so.
@@ -58,7 +58,7 @@ def begun(file: str | None, base: str | None, ranks_per_node: int,
 
 
 def taken(base: machine_model.Machine) -> machine_model.Machine:
-    """A machine of this kind of which nothing is measured yet."""
+    """Return a machine of this kind of which nothing is measured yet."""
     sources = {name: f"{machine_file.TAKEN}{base.name}: {source}"
                for name, source in base.sources.items()}
     return msgspec.structs.replace(base, name=here.slug(), about=here.cpu_model(),
@@ -66,7 +66,7 @@ def taken(base: machine_model.Machine) -> machine_model.Machine:
 
 
 def products(machine: machine_model.Machine, record: Measurements) -> machine_model.Machine:
-    """`machine` with the products that ``gemm`` has measured, with the fewest threads of BLAS."""
+    """Return `machine` with the products measured by ``gemm``, with the fewest threads of BLAS."""
     threads = record.scales["threads"]
     least = min(range(len(threads)), key=lambda k: threads[k])
     medians = record.variables["seconds"].values[:, least, :, 0]
@@ -89,7 +89,7 @@ def products(machine: machine_model.Machine, record: Measurements) -> machine_mo
 
 
 def lines(machine: machine_model.Machine, record: Measurements) -> machine_model.Machine:
-    """`machine` with the collectives that ``collectives`` has measured, and the links by them.
+    """Return `machine` with the collectives measured by ``collectives``, and links fitted to them.
 
     Lines of before stay if they were measured with as many ranks a node and by the same
     transport.
@@ -113,7 +113,7 @@ def lines(machine: machine_model.Machine, record: Measurements) -> machine_model
 
 
 def measured_lines(record: Measurements) -> list[machine_model.Line]:
-    """The collectives of a record, each with its fit."""
+    """Read the collectives of a record, each with its fit."""
     shape = grid_shape(record.configuration)
     alpha, beta, seconds = (record.variables[name].values
                             for name in ("alpha", "beta", "seconds"))
@@ -130,7 +130,7 @@ def measured_lines(record: Measurements) -> list[machine_model.Line]:
 
 def replaced(machine: machine_model.Machine, sources: dict[str, str], full: tuple[str, ...],
              **figures) -> machine_model.Machine:
-    """`machine` with measured figures, of which all is achieved, and their sources."""
+    """Return `machine` with measured figures, achieved in full, and their sources."""
     achieved = msgspec.structs.replace(machine.achieved, **dict.fromkeys(full, 1.0))
     before = machine.sources["achieved"].removeprefix(MEASURED)
     return msgspec.structs.replace(
@@ -139,7 +139,7 @@ def replaced(machine: machine_model.Machine, sources: dict[str, str], full: tupl
 
 
 def measured(record: Measurements) -> str:
-    """When and with what, for the source of a figure."""
+    """Name date and library of a measurement, for the source of a figure."""
     environs = record.environment
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     return f"measured {when} by bench {record.kind} on {environs['cpu_model']}"

@@ -1,4 +1,4 @@
-"""Whether a model fits the memory of a rank, and what has to be computed again for it to fit."""
+"""Decide whether a model fits the memory of a rank, and which recomputation makes it fit."""
 
 import math
 import re
@@ -22,7 +22,7 @@ SURE = 4    # where they leave so many times their bytes free, no dry run is nee
 
 
 def size(text: str) -> int:
-    """Bytes as in ``16 GB`` (16 times 1000^3) or ``40 GiB`` (40 times 1024^3).
+    """Read bytes from text such as ``16 GB`` (16 times 1000^3) or ``40 GiB`` (40 times 1024^3).
 
     Raises
     ------
@@ -46,7 +46,7 @@ def _peak(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
 
 def peak(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
          sizes: dict[str, int], how: Variant = Variant()) -> int:
-    """Most bytes at one time on rank 0, which has the most, by a dry run of the model's code.
+    """Predict the peak bytes of rank 0, which has the most, by a dry run of the model's code.
 
     Of `how` this takes what is kept and overlaps, and whether attention looks backward only.
     """
@@ -55,7 +55,7 @@ def peak(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
 
 def estimate(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
              sizes: dict[str, int], keep: str = "none") -> float:
-    """Most bytes at one time on rank 0 by the closed form and 6 %, at once.
+    """Estimate the peak bytes of rank 0 by the closed form and 6 %, without a dry run.
 
     At the paper's sizes that is up to 6 % above `peak`.  Small models need more than it, more
     than 3 times as much where a rank has few features: blocks that do not divide weigh more
@@ -70,7 +70,7 @@ def estimate(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
 
 def policy(scheme: str, grid: tuple[int, ...], dtype: str, sizes: dict[str, int],
            limit: float, how: Variant = Variant()) -> tuple[str | None, int]:
-    """The policy that computes least again and fits into `limit` bytes, and its dry run's peak.
+    """Find the policy that computes least again and fits into `limit` bytes, and its peak.
 
     None, and the least peak, where none fits.  Policies that are far from fitting by the closed
     forms are not run dry.
@@ -88,14 +88,14 @@ def policy(scheme: str, grid: tuple[int, ...], dtype: str, sizes: dict[str, int]
 
 
 def policies(keep: str = "none") -> list[str]:
-    """Those that go with `keep`: "selective" keeps nothing that products gather."""
+    """List the policies that go with `keep`: "selective" keeps nothing that products gather."""
     able = {name: keep == "none" or not recomputation.policy(name).selective for name in POLICIES}
     return [name for name in POLICIES if able[name]]
 
 
 def verdict(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
             sizes: dict[str, int], limit: int, how: Variant = Variant()) -> tuple[bool, str]:
-    """Whether `recompute` fits into `limit` bytes a rank, and a line that says so or what does."""
+    """Decide whether `recompute` fits into `limit` bytes a rank; a line says so, or what does."""
     needed = peak(scheme, grid, dtype, recompute, sizes, how)
     line = f"recompute {recompute} needs {gib(needed)} a rank by a dry run, of {gib(limit)}"
     if needed <= limit:
@@ -107,5 +107,5 @@ def verdict(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
 
 
 def gib(count: float) -> str:
-    """Bytes for people."""
+    """Format bytes as GiB."""
     return f"{count / 2 ** 30:.3g} GiB"

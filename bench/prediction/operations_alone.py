@@ -40,7 +40,8 @@ ROW = 256    # elements of a row, in passes that add rows or columns up
 
 def sampler(step: Callable[[], object], comm, synchronize: Callable[[], None] = lambda: None,
             clock: Clock | None = None) -> Callable[[], float]:
-    """What takes a sample of `step` on all ranks at once; the same on every rank.
+    """Return a function that takes a sample of `step` on all ranks at once, and returns the same
+    number on every rank.
 
     It is the makespan of many steps in a row over their number.  Where ranks outnumber cores, a
     core always has something to do while a rank waits, and short makespans are of the system's
@@ -61,13 +62,13 @@ def sampler(step: Callable[[], object], comm, synchronize: Callable[[], None] = 
 
 
 def seconds(step: Callable[[], object], comm) -> float:
-    """The least of a few samples."""
+    """Measure seconds: the least of a few samples."""
     sample = sampler(step, comm)
     return min(sample() for _ in range(SAMPLES))
 
 
 def least(rounds: Iterable[dict]) -> dict:
-    """The least seconds of each point in some rounds over all.
+    """Measure the least seconds of each point in some rounds over all.
 
     What other programs take from the machine for a while then spoils no point: the figures are
     those of the machine left alone.
@@ -80,7 +81,7 @@ def least(rounds: Iterable[dict]) -> dict:
 
 
 def products(dtype: str, comm) -> dict[Shape, float]:
-    """Seconds of m x n by n x k products of this many sizes.
+    """Measure seconds of m x n by n x k products of this many sizes.
 
     The larger operand is one that all ranks have gathered, as in the algorithms: where they
     share memory, it is in the caches that they share only once.
@@ -124,7 +125,7 @@ def _operations(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> dict[str, tupl
 
 
 def passes(comm) -> dict[tuple[str, int], float]:
-    """Seconds of float32 passes by operation and bytes that it reads and writes.
+    """Measure seconds of float32 passes by operation and bytes that it reads and writes.
 
     Small ones find their numbers in cache, as they do in the blocks of
     `mm3d.arrays.numpy_kernels`, and large ones do not.
@@ -142,7 +143,7 @@ def passes(comm) -> dict[tuple[str, int], float]:
 
 
 def curves(times: dict[tuple[str, int], float]) -> dict[str, machine_model.Curve]:
-    """Of what `passes` has found, with "other" for operations that it does not name."""
+    """Make curves of the seconds of `passes`; "other" is for operations that it does not name."""
     found: dict[str, machine_model.Curve] = {}
     for (name, size), taken in times.items():
         curve = found.setdefault(name, machine_model.Curve([], []))
@@ -152,7 +153,7 @@ def curves(times: dict[tuple[str, int], float]) -> dict[str, machine_model.Curve
 
 
 def placements(ranks: int) -> list[tuple[int, int]]:
-    """Size and stride of every line that a grid of so many ranks can have."""
+    """List size and stride of every line that a grid of this many ranks can have."""
     return [(size, stride) for size in range(2, ranks + 1) if ranks % size == 0
             for stride in range(1, ranks // size + 1) if ranks // size % stride == 0]
 
@@ -181,7 +182,7 @@ def collectives(comm) -> dict[tuple[str, int, int, bool, int], float]:
 
 
 def lines(times: dict[tuple[str, int, int, bool, int], float]) -> list[machine_model.Line]:
-    """Of what `collectives` has found."""
+    """Make lines of the seconds of `collectives`."""
     found: dict[tuple, dict[int, float]] = {}
     for (*key, length), taken in times.items():
         found.setdefault(tuple(key), {})[length] = taken

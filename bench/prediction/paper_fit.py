@@ -1,4 +1,4 @@
-"""The paper's tables as a machine model predicts them.
+"""Fit a machine model to the paper's tables and predict them.
 
 Every row is a dry run at its published sizes, replayed on the model.  What the paper leaves open
 (layers, whether backward repeats the forward, how much of the machine's figures is achieved) is
@@ -60,7 +60,7 @@ class Fit(msgspec.Struct, frozen=True):
 
 
 def spent(machine: machine_model.Machine, rows: Iterable[Row], dtype: str) -> list[Spent]:
-    """The dry runs of the rows."""
+    """Run the rows dry and sum what their steps are spent on."""
     found = []
     for one in (case(row, "paper", layers=24) for row in rows):
         trace = dry_run.extended(one.row.scheme, one.row.gpus, dtype=dtype,
@@ -70,7 +70,7 @@ def spent(machine: machine_model.Machine, rows: Iterable[Row], dtype: str) -> li
 
 
 def _equations(rows: list[Spent], fit: tuple[int, dict[str, bool]]) -> tuple:
-    """Seconds by term of each published time, relative to it, and the times."""
+    """Set up the seconds by term of each published time, relative to it, and the times."""
     layers, recompute = fit
     lines = []
     for row in rows:
@@ -111,7 +111,7 @@ def refined(A: np.ndarray, rest: np.ndarray, c: np.ndarray, low: float,
 
 
 def fitted(rows: list[Spent], machine: machine_model.Machine, layers: Iterable[int]) -> Fit:
-    """The parameters that fit the published forward and backward times of `rows` best.
+    """Find the parameters that fit the published forward and backward times of `rows` best.
 
     No figure may be exceeded, and no less than a hundredth of it be got; what is not free is
     as the machine's file says.  A scheme whose rows do not fit the memory repeats the forward.
@@ -139,7 +139,7 @@ def fitted(rows: list[Spent], machine: machine_model.Machine, layers: Iterable[i
 
 
 def predicted(row: Spent, fit: Fit, machine: machine_model.Machine) -> tuple[float, float]:
-    """Seconds of forward and backward of a row."""
+    """Predict seconds of forward and backward of a row."""
     tuned = msgspec.structs.replace(machine, achieved=fit.achieved)
     forward, backward = (achieved_seconds(tuned, row.terms[phase]) * fit.layers / 24
                          for phase in PHASES)
@@ -147,7 +147,7 @@ def predicted(row: Spent, fit: Fit, machine: machine_model.Machine) -> tuple[flo
 
 
 def error(row: Spent, fit: Fit, machine: machine_model.Machine) -> float:
-    """Of the predicted average step time, relative to that of the published times."""
+    """Return the error of the predicted average step time, relative to the published times."""
     return sum(predicted(row, fit, machine)) / row.case.row.batch / row.case.row.recomputed - 1
 
 
@@ -174,7 +174,7 @@ class Outcome(msgspec.Struct, frozen=True):
     by_layers: dict[int, float]
 
     def mean(self, fitted: bool) -> float:
-        """Mean absolute error of the rows that were fitted, or of those that were not."""
+        """Return the mean absolute error of the rows that were, or were not, fitted."""
         errors = [abs(error(row, self.fit, self.machine)) for k, row in enumerate(self.rows)
                   if (k in self.chosen) == fitted]
         return float(np.mean(errors))

@@ -1,4 +1,4 @@
-"""Every scheme and every grid for so many ranks, by predicted time.
+"""Rank every scheme and every grid of a number of ranks by predicted time.
 
 All of them are screened by the closed forms (`bench.prediction.closed_form_plan`), whose words are
 exact; the best are then traced by dry runs of the model's own code, which makes their memory and
@@ -22,7 +22,7 @@ FEW = 12    # and so many where there are more
 
 
 def candidates(ranks: int, scheme: str | None = None) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Every scheme that divides the work, and every grid of it, for so many ranks.
+    """List every scheme that divides the work, with every grid of it, for a number of ranks.
 
     Raises
     ------
@@ -40,14 +40,14 @@ def candidates(ranks: int, scheme: str | None = None) -> Iterator[tuple[str, tup
 
 
 def regime(M: int, N: int, K: int, ranks: int) -> int:
-    """How many directions the best grid of a product has: 1, 2 or 3 (see `cost.lower_bound`)."""
+    """Count the directions of a product's best grid: 1, 2 or 3 (see `cost.lower_bound`)."""
     k, n, m = sorted((M, N, K))
     return 1 if ranks * n <= m else 2 if ranks * k * k <= m * n else 3
 
 
 def traced(plan: Plan, machine: machine_model.Machine, dtype: str, recompute: str,
            sizes: ModelSizes) -> Plan:
-    """The same plan with seconds and memory from a dry run of rank 0."""
+    """Return the plan with seconds and memory from a dry run of rank 0."""
     ranks = math.prod(plan.grid)
     trace = dry_run.extended(plan.scheme, ranks, plan.grid, dtype=dtype, block=machine.granule,
                              recompute=recompute, **sizes)
@@ -60,7 +60,7 @@ def traced(plan: Plan, machine: machine_model.Machine, dtype: str, recompute: st
 def plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32",
           recompute: str = "none",
           top: int = FEW, scheme: str | None = None, **sizes: int) -> list[Plan]:
-    """The plans of all candidates, the best first, `top` of them traced.
+    """Plan all candidates, the best first, `top` of them traced.
 
     Where there are no more than `TRACED` all are traced.  Those that fit the machine come
     before those that do not.
@@ -75,7 +75,7 @@ def plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32",
 
 def best_grid(scheme: str, ranks: int, machine: machine_model.Machine, dtype: str = "float32",
               recompute: str = "none", **sizes: int) -> tuple[int, ...]:
-    """The grid that ``--grid auto`` takes: the first of the scheme's `plans`.
+    """Choose the grid of ``--grid auto``: the first of the scheme's `plans`.
 
     Raises
     ------

@@ -46,7 +46,7 @@ def curves(machine: machine_model.Machine, dtype: str, recompute: str, sizes: di
 
 
 def crossovers(found: Curves) -> list[tuple[int, str]]:
-    """From how many ranks on which family, of those with one grid, is the fastest.
+    """Find from how many ranks on which family, of those with one grid, is the fastest.
 
     A family that has no grid at some ranks is interpolated between those where it has one; as
     far as all of them reach.

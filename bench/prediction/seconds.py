@@ -1,4 +1,4 @@
-"""Seconds that the trace of a dry run takes on a machine that is described.
+"""Predict the seconds of a dry run's trace on a machine model.
 
 A product takes the larger of flops over the rate for its shape and of bytes over the memory's
 bandwidth; an elementwise pass bytes over bandwidth; a collective alpha-beta costs on the level of
@@ -23,7 +23,7 @@ PRIOR_WEIGHT = 0.3     # of the figures themselves, beside products of like shap
 
 
 def gemm_seconds(machine: Machine, gemm: Gemm) -> float:
-    """A batch of products at the full figures of `machine`."""
+    """Predict seconds of a batch of products at the full figures of `machine`."""
     edges = (gemm.m, gemm.n, gemm.k)
     if not all(edges):
         return 0.0
@@ -36,7 +36,7 @@ def gemm_seconds(machine: Machine, gemm: Gemm) -> float:
 
 
 def deviation(measured: dict[str, float], edges: tuple[int, int, int]) -> float:
-    """How much longer a product takes than the figures say: as products of like shape did.
+    """Predict how much longer a product takes than the figures say, from products of like shape.
 
     It is the mean of what was `measured`, of logarithms as are the distances of shapes, each
     with the weight of its closeness; far from all of them the figures alone count.
@@ -51,19 +51,19 @@ def deviation(measured: dict[str, float], edges: tuple[int, int, int]) -> float:
 
 
 def pass_seconds(machine: Machine, event: Pass) -> float:
-    """An elementwise operation at the full figures of `machine`."""
+    """Predict seconds of an elementwise operation at the full figures of `machine`."""
     if not machine.passes:
         return event.bytes / machine.memory_bandwidth
     return machine.passes.get(event.operation, machine.passes["other"]).at(event.bytes)
 
 
 def meetings(event: Collective) -> int:
-    """How often the ranks of a collective meet."""
+    """Count the barriers of the ranks of a collective."""
     return 2 if event.kind == "all_reduce" else 1
 
 
 def collective_terms(machine: Machine, event: Collective) -> Terms:
-    """Seconds of one collective, when the same one runs along all parallel lines of the grid.
+    """Predict seconds of a collective that runs along all parallel lines of the grid at once.
 
     Rings move (g-1)/g of the whole through each rank, an all-reduce twice, a pipelined broadcast
     or reduction all of it; where ranks share memory, a gather nothing.  A line that leaves its
@@ -108,7 +108,7 @@ def link_level(size: int, stride: int, per_node: int) -> tuple[str, float]:
 
 
 def terms(machine: Machine, trace: Trace) -> dict[str, Terms]:
-    """Seconds of each phase by what they are spent on, at the full figures of `machine`."""
+    """Predict seconds of each phase by what they are spent on, at full figures."""
     found = {phase: dict.fromkeys(TERMS, 0.0) for phase in PHASES}
     for (phase, _, event), times in trace.events.items():
         if phase not in found:
@@ -127,12 +127,12 @@ def terms(machine: Machine, trace: Trace) -> dict[str, Terms]:
 
 
 def achieved_seconds(machine: Machine, spent: Terms) -> float:
-    """The sum of `spent`, each at the part that is achieved."""
+    """Sum the seconds of `spent`, each term divided by the part that is achieved."""
     return sum(value / getattr(machine.achieved, term) for term, value in spent.items())
 
 
 def step_seconds(machine: Machine, trace: Trace, recompute: bool = False) -> dict[str, float]:
-    """Predicted seconds of forward and backward, which with `recompute` repeats the forward."""
+    """Predict seconds of forward and backward, which with `recompute` repeats the forward."""
     spent = terms(machine, trace)
     forward, backward = (achieved_seconds(machine, spent[phase]) for phase in PHASES)
     return {"forward": forward, "backward": backward + forward * recompute}

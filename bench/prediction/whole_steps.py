@@ -32,7 +32,7 @@ ROUNDS = 8
 
 def everywhere(ranks: int, products: Iterable[tuple[int, ...]],
                layers: Iterable[tuple[int, ...]]) -> list[Work]:
-    """Products C = AB and Transformers of these sizes, on every grid of every scheme."""
+    """List products C = AB and Transformers of these sizes, on every grid of every scheme."""
     grids = [("3d", (1, 1, 1))] if ranks == 1 else list(planner.candidates(ranks))
     works = [Work("matmul", scheme, grid, sizes, "ab") for sizes in products
              for scheme, grid in grids if lookup(scheme).matrix_product]
@@ -101,14 +101,14 @@ def layer_trial(work: Work, comm, dtype: str, seed: int, checks: list[Check]) ->
 
 
 def product(problem: Problem, comm, clock: Clock) -> Trial:
-    """C, and then dA and dB."""
+    """Compute C, and then dA and dB."""
     samplers = [sampling.makespans(problem.steps[phase], comm, lambda: None, clock)
                 for phase in PHASES]
     return lambda: [sample() for sample in samplers]
 
 
 def layers(network: mm3d.Transformer, comm, clock: Clock) -> Trial:
-    """A forward and a backward pass."""
+    """Run a forward and a backward pass."""
     x, dy = network.random("input"), network.random("output gradient")
 
     def step() -> list[float]:
@@ -120,7 +120,7 @@ def layers(network: mm3d.Transformer, comm, clock: Clock) -> Trial:
 
 
 def rounds(trials: Sequence[Trial], count: int, seed: int) -> np.ndarray:
-    """Seconds by round, trial and phase.
+    """Measure seconds by round, trial and phase.
 
     In rounds, each in an order of its own, so that what slows the machine for a while slows no
     work for good.
@@ -130,7 +130,7 @@ def rounds(trials: Sequence[Trial], count: int, seed: int) -> np.ndarray:
 
 
 def transformer(work: Work, comm, dtype: str, seed: int) -> tuple[mm3d.Transformer, list[Check]]:
-    """A Transformer, and the checks of a step of it against the serial scheme."""
+    """Make a Transformer, and the checks of a step of it against the serial scheme."""
     sizes = ModelSizes(**dict(zip(NAMES["layer"], work.sizes)))
     network = against_serial.build(mm3d.scheme(work.scheme, comm, work.grid, "numpy"), sizes, seed,
                                    dtype)
@@ -153,7 +153,7 @@ def transformers(works: Sequence[Work], comm) -> list[mm3d.Transformer]:
 
 
 def steps(networks: Sequence[mm3d.Transformer], comm, seed: int) -> np.ndarray:
-    """Seconds of forward and backward together by round and Transformer."""
+    """Measure seconds of forward and backward together by round and Transformer."""
     clock = Clock(comm)
     return rounds([layers(network, comm, clock) for network in networks], ROUNDS,
                   seed * ROUNDS).sum(axis=-1)

@@ -1,4 +1,4 @@
-"""Work on a grid: a product or a Transformer, its dry run, and the seconds that this predicts."""
+"""Describe a product or a Transformer on a grid, run it dry and predict its seconds."""
 
 from dataclasses import dataclass
 
@@ -43,23 +43,23 @@ class Work:
 
     @property
     def label(self) -> str:
-        """Such as ``matmul 3d 2x1x1 512x512x512 ab``."""
+        """Return a text such as ``matmul 3d 2x1x1 512x512x512 ab``."""
         return " ".join([self.kind, self.scheme, self.shape.compact,
                          "x".join(map(str, self.sizes)), self.form]).rstrip()
 
     @property
     def shape(self) -> GridShape:
-        """The shape of the grid."""
+        """Return the shape of the grid."""
         return lookup(self.scheme).grid_shape(self.grid)
 
     @property
     def ranks(self) -> int:
-        """Of the grid."""
+        """Return the ranks of the grid."""
         return self.shape.ranks
 
     @classmethod
     def of(cls, label: str) -> "Work":
-        """The work that has this label."""
+        """Parse a label."""
         kind, scheme, grid, sizes, *form = label.split()
         shape = GridShape.parse(grid, lookup(scheme).directions)
         return cls(kind, scheme, shape.sizes, tuple(map(int, sizes.split("x"))), *form)

@@ -1,1 +1,1 @@
-"""Tables, comparisons and the page that people read."""
+"""Make tables, figures, comparisons and a page from records."""

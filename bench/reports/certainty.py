@@ -1,4 +1,4 @@
-"""How well the measured figures are known: confidence intervals, and what differs from what."""
+"""Report how certain the measured figures are: confidence intervals and tests."""
 
 from typing import Sequence
 
@@ -37,21 +37,21 @@ def certainty(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> 
 
 
 def verified_by(run: Run) -> str:
-    """How the measured model was verified; a smaller one may have been beside it."""
+    """Say how the measured model was verified: itself, or also a smaller one beside it."""
     chosen = run.configuration
     whole = bool(chosen["verified_measured_model"])
     return str(chosen.get("verified_by", "serial model" if whole else "a smaller model"))
 
 
 def spread(interval: Interval) -> list[Number]:
-    """The bounds, and the width as a percentage; "+" where it has less than 95 %."""
+    """Format the bounds, and the width as a percentage; "+" where it has less than 95 %."""
     few = "" if interval.confidence >= CONFIDENCE else "+"
     bounds = [Number(bound, format(bound, "#.3g").rstrip(".")) for bound in interval[1:3]]
     return [*bounds, Number(interval.width, f"{100 * interval.width:.1f} %{few}")]
 
 
 def verdict(slow: Run, fast: Run) -> str:
-    """Whether the steps of two runs differ, by the rank-sum test on their repetitions.
+    """Decide whether the steps of two runs differ, by the rank-sum test on their repetitions.
 
     Nothing where ranks outnumber cores: there the repetitions tell how ranks take turns.
     """
@@ -63,7 +63,7 @@ def verdict(slow: Run, fast: Run) -> str:
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
-    """What the intervals are, which limits ended the repetitions, and how good the clock is."""
+    """Explain the intervals, the limits that ended the repetitions, and the clock's resolution."""
     text = ["Intervals hold the true median with at least 95 % (order statistics; + marks those "
             "of fewer than six repetitions, which have less), where repetitions are independent; "
             "'differs' is the two-sided rank-sum test of the steps' times at 5 %, of each pair by "

@@ -48,12 +48,12 @@ class Verdict:
 
     @property
     def ratio(self) -> float:
-        """B's time over A's."""
+        """Return B's time over A's."""
         return self.difference.ratio if self.difference else self.medians[1] / self.medians[0]
 
     @property
     def word(self) -> str:
-        """ "faster" or "slower", or that no difference was shown; "-" without a test."""
+        """Return "faster", "slower" or "no difference shown"; "-" without a test."""
         if self.difference is None:
             return "-"
         if self.difference.p >= SIGNIFICANT:
@@ -120,7 +120,7 @@ def compare(first: Sequence[str], second: Sequence[str],
 
 
 def judged(first: Cases, second: Cases, common: list[str]) -> list[Verdict]:
-    """The verdict on every case, none on those with too few runs."""
+    """Test every case that has enough runs."""
     medians = {name: tuple([timed.median for timed in side[name]] for side in (first, second))
                for name in common}
     enough = [name for name in common if min(map(len, medians[name])) >= RUNS]
@@ -130,7 +130,7 @@ def judged(first: Cases, second: Cases, common: list[str]) -> list[Verdict]:
 
 
 def table(verdicts: list[Verdict]) -> Table:
-    """The verdicts; without a case that was tested, the medians and their ratios alone."""
+    """Make the table of verdicts; without a tested case, of medians and their ratios alone."""
     tested = any(one.difference for one in verdicts)
     rows = []
     for one in verdicts:
@@ -151,7 +151,7 @@ def table(verdicts: list[Verdict]) -> Table:
 
 
 def notes(first: Cases, second: Cases, common: list[str], verdicts: list[Verdict]) -> list[str]:
-    """How it was compared, what was not, and what else differs."""
+    """Say how it was compared, what was not, and what else differs."""
     tested = [one for one in verdicts if one.difference]
     text = []
     if tested:
@@ -184,7 +184,7 @@ def notes(first: Cases, second: Cases, common: list[str], verdicts: list[Verdict
 
 
 def mixed(side: str, cases: Sequence[list]) -> list[str]:
-    """A warning for each setting in which the runs of one side differ among themselves."""
+    """Warn of each setting in which the runs of one side differ among themselves."""
     found: dict[str, None] = {}
     for word in SAME:
         for runs in cases:
@@ -197,7 +197,7 @@ def mixed(side: str, cases: Sequence[list]) -> list[str]:
 
 
 def differences(first: Cases, second: Cases, common: list[str]) -> list[str]:
-    """What else than the times differs between the sides: settings and environment."""
+    """List the differences between the sides other than times: settings and environment."""
     found: dict[tuple[str, str, str], int] = {}
     for name in common:
         for group in ("configuration", "environment"):

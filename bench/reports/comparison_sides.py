@@ -1,4 +1,4 @@
-"""The two sides of a comparison: the runs of each case, and the cases that both have.
+"""Collect the two sides of a comparison: the runs of each case, and the common cases.
 
 A case is a row of the tables or a point of a microbenchmark.  Of each run one number counts, the
 median of its repetitions.
@@ -29,7 +29,7 @@ SHOWN = 6
 
 @dataclass
 class Timed:
-    """What one run has measured of one case.
+    """The times of one run in one case.
 
     Attributes
     ----------
@@ -44,7 +44,7 @@ class Timed:
 
     @property
     def median(self) -> float:
-        """Seconds."""
+        """Return the median in seconds."""
         return float(np.median(self.samples))
 
 
@@ -53,7 +53,7 @@ ByTransport = dict[tuple[str, str], list[Timed]]
 
 
 def cases(paths: Sequence[str | Path]) -> tuple[ByTransport, list[str]]:
-    """The runs of each case in files and folders, by name and transport, and what is unreadable.
+    """Read the runs of each case by name and transport, and list unreadable files.
 
     Raises
     ------
@@ -79,7 +79,7 @@ def cases(paths: Sequence[str | Path]) -> tuple[ByTransport, list[str]]:
 
 
 def told_apart(*sides: ByTransport) -> list[Cases]:
-    """The cases of each side by name, with the transport in it where a side has one by two."""
+    """Name the cases of each side, with the transport where a side has a case by two."""
     several = {name for found in sides
                for name, count in Counter(name for name, _ in found).items() if count > 1}
     return [{f"{name}, transport {transport}" if name in several else name: timed
@@ -87,7 +87,7 @@ def told_apart(*sides: ByTransport) -> list[Cases]:
 
 
 def model_case(run: Run) -> Iterator[tuple[str, Timed]]:
-    """A row of the tables: the times of whole steps."""
+    """Return a row of the tables: the times of whole steps."""
     chosen = run.configuration
     name = (f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"
             f"{recorded(chosen).label}")
@@ -102,7 +102,7 @@ def model_case(run: Run) -> Iterator[tuple[str, Timed]]:
 
 
 def points(record: Measurements) -> Iterator[tuple[str, Timed]]:
-    """The points of a microbenchmark: every place in its samples, whatever its kind."""
+    """Return the points of a microbenchmark: every place in its samples, whatever its kind."""
     what = " ".join(f"{name} {value}" for name, value in sorted(record.configuration.items())
                     if name not in MANNER)
     for variable in record.variables.values():
@@ -127,7 +127,7 @@ def points(record: Measurements) -> Iterator[tuple[str, Timed]]:
 
 
 def comparable(names: tuple[str, str], first: Cases, second: Cases) -> list[str]:
-    """The cases that both sides have.
+    """Return the cases that both sides have.
 
     Raises
     ------
@@ -160,6 +160,6 @@ def comparable(names: tuple[str, str], first: Cases, second: Cases) -> list[str]
 
 
 def some(names: list[str], between: str = ", ") -> str:
-    """The first few of `names`, and how many more there are."""
+    """Join the first few of `names`, and how many more there are."""
     more = len(names) - SHOWN
     return between.join(names[:SHOWN]) + (f"{between}and {more} more" if more > 0 else "")

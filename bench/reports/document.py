@@ -1,4 +1,4 @@
-"""Tables and notes as data, before they become text, LaTeX or CSV."""
+"""Represent tables and notes as data, before they become text, LaTeX or CSV."""
 
 import itertools
 from dataclasses import dataclass, field
@@ -44,7 +44,7 @@ class Column(NamedTuple):
 
     @property
     def full(self) -> str:
-        """All in one line."""
+        """Return the heading in one line."""
         return " ".join(filter(None, (self.group, self.name, self.unit)))
 
 
@@ -71,7 +71,7 @@ class Table:
     rows: Rows
 
     def groups(self) -> Iterable[tuple[str, int, int]]:
-        """The columns' shared titles in order, "" where there is none: first and last + 1."""
+        """Return the columns' shared titles, "" where there is none: first and last + 1."""
         place = 0
         for group, columns in itertools.groupby(self.columns, lambda column: column.group):
             first, place = place, place + len(list(columns))
@@ -79,12 +79,12 @@ class Table:
 
     @property
     def grouped(self) -> bool:
-        """Whether columns share a title."""
+        """Say whether columns share a title."""
         return any(column.group for column in self.columns)
 
     @property
     def left(self) -> list[bool]:
-        """Which columns are aligned to the left."""
+        """Say which columns are aligned to the left."""
         return [column.align == "<" or k == 0 for k, column in enumerate(self.columns)]
 
 

@@ -1,4 +1,4 @@
-"""What one rank of any number of ranks does in a step, as tables of its dry run."""
+"""Make tables of what one rank of any number of ranks does in a step, from its dry run."""
 
 from collections import defaultdict
 
@@ -30,12 +30,12 @@ def tables(trace: Trace, useful: dict[str, int],
 
 
 def _count(number: float) -> Number:
-    """A whole number with commas between thousands."""
+    """Format a whole number with commas between thousands."""
     return Number(number, f"{number:,}")
 
 
 def phases(trace: Trace, useful: dict[str, int]) -> Table:
-    """Flops, words and messages of a step."""
+    """Make the table of flops, words and messages of a step."""
     again = {"forward": 0, "backward": trace.flops_again()}
     rows = [[phase, *map(_count, (
                 trace.flops(phase), again[phase], useful[phase], trace.words(phase),
@@ -49,7 +49,7 @@ def phases(trace: Trace, useful: dict[str, int]) -> Table:
 
 
 def collectives(trace: Trace) -> Table:
-    """The collectives by phase, direction and kind."""
+    """Make the table of collectives by phase, direction and kind."""
     groups = {e.direction: (e.size, e.stride) for e in trace.of(Collective)}
     rows = [[phase, axis, kind, *map(_count, (*groups[axis], t.calls, t.messages, t.words,
                                               t.bytes))]
@@ -60,7 +60,7 @@ def collectives(trace: Trace) -> Table:
 
 
 def parts(trace: Trace) -> Table:
-    """Of all layers together, by part of the layer: where the work and the traffic are."""
+    """Make the table of work and traffic by part of the layer, over all layers."""
     found: dict = defaultdict(lambda: [0, 0, 0, 0])
     for (phase, part, event), times in trace.events.items():
         if phase not in PHASES:
@@ -81,7 +81,7 @@ def parts(trace: Trace) -> Table:
 
 
 def memory(trace: Trace) -> Table:
-    """Bytes of this rank."""
+    """Make the table of this rank's bytes."""
     rows = {"parameters and gradients": trace.parameters,
             "kept from forward to backward": trace.saved,
             "peak of the model's arrays": trace.pool_peak,
@@ -91,7 +91,7 @@ def memory(trace: Trace) -> Table:
 
 
 def seconds(trace: Trace, machine: machine_model.Machine) -> Table:
-    """Predicted seconds on a machine, and what they are spent on."""
+    """Make the table of predicted seconds on a machine, and what they are spent on."""
     spent = terms(machine, trace)
     rows = []
     for phase in PHASES:

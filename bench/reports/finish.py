@@ -1,4 +1,4 @@
-"""The tables and figures of a folder of results, printed and kept beside them."""
+"""Print the tables and draw the figures of a folder, and keep them beside its files."""
 
 from pathlib import Path
 from typing import Callable

@@ -1,4 +1,4 @@
-"""Tables and notes as data, and as text, reStructuredText, LaTeX or CSV.
+"""Format tables and notes as text, reStructuredText, LaTeX or CSV.
 
 A document is a list of parts: `Table`, `Notes`, or a plain string, which is a heading.
 """
@@ -17,12 +17,12 @@ WIDTH = 100
 
 
 def render(parts: Iterable[Part], form: str = "text") -> str:
-    """The document in one of `FORMATS`."""
+    """Format the document in one of `FORMATS`."""
     return FORMATS[form](list(parts))
 
 
 def text(parts: list[Part]) -> str:
-    """Aligned columns, for a terminal."""
+    """Format as aligned columns, for a terminal."""
     return "\n\n".join(f"{part.title}\n\n{_aligned(part)}" if isinstance(part, Table) else
                        f"{part.heading}\n{_listed(part, '  - ')}" if isinstance(part, Notes) else
                        part for part in parts)
@@ -62,7 +62,7 @@ def _aligned(table: Table) -> str:
 
 
 def _pointed(table: Table) -> list[list[str]]:
-    """The cells, padded where decimal points are below each other."""
+    """Pad the cells so that decimal points align."""
     rows = [list(map(str, row)) for row in table.rows]
     for k, column in enumerate(table.columns):
         if column.align == ".":
@@ -73,12 +73,12 @@ def _pointed(table: Table) -> list[list[str]]:
 
 
 def _fraction(number: str) -> str:
-    """The decimal point of a number and what follows it."""
+    """Return the decimal point of a number and what follows it."""
     return "".join(number.partition(".")[1:])
 
 
 def rst(parts: list[Part]) -> str:
-    """reStructuredText."""
+    """Format as reStructuredText."""
     from tabulate import tabulate    # where it is needed: ranks that print nothing start sooner
     found = []
     for part in parts:
@@ -111,7 +111,7 @@ LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textascii
 
 
 def latex(parts: list[Part]) -> str:
-    """LaTeX; the tables want ``\\usepackage{booktabs}``."""
+    """Format as LaTeX; the tables need ``\\usepackage{booktabs}``."""
     found = []
     for part in parts:
         if isinstance(part, Table):
@@ -150,7 +150,7 @@ def _latex_escaped(words: str) -> str:
 
 
 def csv_of_all(parts: list[Part]) -> str:
-    """One CSV of all tables, with numbers in full and no notes.
+    """Format all tables as one CSV, with numbers in full and no notes.
 
     The first column is the table's title; a row leaves empty what its table does not have.
     """

@@ -8,7 +8,7 @@ from bench.reports.document import Column, Notes, Number, Part, Rows, Table
 
 
 def layers(records: Sequence[Measurements]) -> list[Part]:
-    """One Transformer layer beside its products and beside one process; a row each."""
+    """Make the table of a layer beside its products and one process; a row for each layer."""
     columns = [Column("hidden"), Column("", "scheme, grid"), Column("layer", "(s)"),
                Column("rate", "(GFLOP/s)"), Column("products", "alone (s)"),
                Column("PyTorch", "(s)"), Column("median", "", "PyTorch / layer"),

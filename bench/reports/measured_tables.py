@@ -1,4 +1,4 @@
-"""Predicted seconds beside measured ones, as tables."""
+"""Make tables of predicted seconds beside measured ones."""
 
 from typing import Iterator, NamedTuple, Sequence
 
@@ -14,21 +14,21 @@ from mm3d.tracing.events import PHASES
 
 
 class Pair(NamedTuple):
-    """Work that was measured, and what was predicted for it."""
+    """Measured work and the prediction for it."""
 
     measured: Measured
     predicted: Seconds
 
     @property
     def totals(self) -> tuple[float, float]:
-        """Predicted and measured seconds of the phases that were measured."""
+        """Sum predicted and measured seconds of the phases that were measured."""
         took = self.measured.seconds
         phases = PHASES if "step" in took else took
         return sum(self.predicted[phase] for phase in phases), sum(took.values())
 
     @property
     def error(self) -> float:
-        """Of the prediction, relative to what was measured."""
+        """Return the error of the prediction, relative to the measured seconds."""
         guessed, took = self.totals
         return guessed / took - 1
 

@@ -1,4 +1,4 @@
-"""Figures of merit of a run, each beside its closed form where there is one."""
+"""Compute figures of merit of a run, each beside its closed form where there is one."""
 
 import math
 from pathlib import Path
@@ -29,7 +29,7 @@ class Figure(NamedTuple):
 
 
 def useful_flops(run: Run) -> int:
-    """Operations of a step's matrix products over all ranks, each counted once.
+    """Count operations of a step's matrix products over all ranks, each product once.
 
     What backward computes again, or several ranks alike, is not useful.
     """
@@ -37,7 +37,7 @@ def useful_flops(run: Run) -> int:
 
 
 def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:
-    """The part of the peak rate that useful operations reach (MFU).
+    """Return the part of the peak rate that useful operations reach (MFU).
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:
 
 
 def figures(run: Run) -> list[Figure]:
-    """All of them; a step is the median forward and the median backward, both untraced."""
+    """Compute all figures; a step is the median forward and the median backward, both untraced."""
     batch, seq = run.configuration["batch"], run.configuration["seq"]
     seconds = sum(timing.typical(run.samples[phase]) for phase in PHASES)
     flops, ranks = useful_flops(run), run.ranks
@@ -75,7 +75,7 @@ def figures(run: Run) -> list[Figure]:
 
 
 def computed_again(run: Run) -> list[Figure]:
-    """Operations beyond the useful ones, where the run computes anything again; no MFU has them.
+    """Count operations beyond the useful ones, where the run recomputes; no MFU has them.
 
     Those that were traced also have the scores that every backward computes again, and what
     several ranks compute alike.
@@ -119,12 +119,12 @@ def moved_words(run: Run) -> np.ndarray:
 
 
 def transport(run: Run) -> str:
-    """How the run's collectives travelled."""
+    """Name the transport of the run's collectives."""
     return str(run.configuration.get("transport", "not recorded"))
 
 
 def words_note(names: Iterable[str]) -> str:
-    """That words are counted, and what the transports of these settings really move."""
+    """Explain that words are counted, and what the transports of these settings really move."""
     known = {name: choice.note(name) for several in names for name in several.split()}
     about = "; ".join(f"{name}: {note}" for name, note in sorted(known.items()) if note)
     return ("Words, and bytes of them, are counted from shapes by the bucket algorithm, the same "
@@ -132,7 +132,7 @@ def words_note(names: Iterable[str]) -> str:
 
 
 def intensities(run: Run, flops: int) -> list[Figure]:
-    """Useful operations for each byte counted, and operations for each byte of the operands."""
+    """Compute useful operations for each byte counted, and for each byte of the operands."""
     moved = run.traffic["bytes"].sum()
     found = [Figure("arithmetic intensity, a byte counted", flops / moved if moved else math.nan,
                     "flop/byte")]
@@ -164,7 +164,7 @@ def roofline(run: Run) -> dict[str, tuple[float, float]] | None:
 
 
 def memory(run: Run) -> list[Figure]:
-    """Bytes of the rank that has the most of each."""
+    """List bytes of the rank that has the most of each."""
     names = {"parameters": "parameters", "gradients": "gradients", "saved": "saved activations",
              "transient": "transient beyond what forward leaves", "pool_peak": "peak of arrays",
              "device_peak": "peak on the device", "resident_growth": "growth of the process"}
@@ -178,7 +178,7 @@ def memory(run: Run) -> list[Figure]:
 
 
 def document(path: str | Path) -> list[Part]:
-    """Where the time of each run in a folder, or of one file, went, and its figures of merit.
+    """Make time parts and figures of merit of each run in a folder, or of one file.
 
     Raises
     ------
@@ -192,7 +192,7 @@ def document(path: str | Path) -> list[Part]:
 
 
 def one(run: Run) -> list[Part]:
-    """The tables and notes of one run."""
+    """Make the tables and notes of one run."""
     chosen = run.configuration
     name = (f"{chosen['table']} {title(chosen['scheme'])} on {chosen['grid']} = {run.ranks} "
             f"ranks, {chosen['preset']}, {run.created[:19]}")

@@ -1,4 +1,4 @@
-"""A line of figures of merit for each measured row."""
+"""Make a table with a line of figures of merit for each measured row."""
 
 import math
 from typing import Iterable, Sequence
@@ -13,7 +13,7 @@ from mm3d.tracing.events import PHASES
 
 
 def overview(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
-    """Throughput, use of the machine, words and memory; what was not recorded is "-"."""
+    """Make the table of throughput, use of the machine, words and memory; "-" if not recorded."""
     lines: Rows = []
     for row, run in zip(rows, runs):
         if run is None:
@@ -41,7 +41,7 @@ def overview(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> T
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
-    """What words are, which transports move others, and what the peaks of memory are."""
+    """Explain words, the transports that move others, and the peaks of memory."""
     found = [merit.words_note(map(merit.transport, runs))
              + ' "-" where it does not know, or was not asked.']
     peaks = [run for run in runs if not math.isnan(most(run, "pool_peak"))]
@@ -57,7 +57,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
 
 
 def recomputing(runs: Iterable[Run]) -> list[str]:
-    """Which rows compute what again, where any does: their times and words include it."""
+    """List the rows that recompute, and what; their times and words include it."""
     found: dict[str, list[str]] = {}
     for (table, scheme, ranks), like, run in sorted(
             ((*row_of(run), run) for run in runs), key=lambda one: (one[0], one[1] or "")):
@@ -72,7 +72,7 @@ def recomputing(runs: Iterable[Run]) -> list[str]:
 
 
 def most(run: Run, name: str) -> float:
-    """Bytes of the rank that has the most; NaN where they were not recorded."""
+    """Return bytes of the rank that has the most; NaN where they were not recorded."""
     found = time_parts.variable(run, "memory", name)
     return math.nan if found is None else float(found.values.max())
 

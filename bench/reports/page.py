@@ -1,4 +1,4 @@
-"""The verb ``report``: all results of a folder as one HTML page that needs nothing else."""
+"""Write all results of a folder as one HTML page that loads nothing else."""
 
 import base64
 import io
@@ -22,7 +22,7 @@ WARNING = re.compile(r"[A-Z][A-Z ]+:")
 
 
 def report(folder: str | Path, out: str | Path | None = None) -> Path:
-    """Write the page; where it is.
+    """Write the page; return its path.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def report(folder: str | Path, out: str | Path | None = None) -> Path:
 
 
 def page(found: Found) -> str:
-    """The page as text."""
+    """Return the page as text."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     environment = Environment(loader=PackageLoader("bench.reports"), autoescape=True,
                               trim_blocks=True,
@@ -66,7 +66,7 @@ def page(found: Found) -> str:
 
 
 def figures(found: Found) -> tuple[list[dict[str, str]], list[str]]:
-    """Name, meaning and SVG (base64) of every figure; and which were left out, and why."""
+    """Draw every figure: name, meaning and SVG (base64); and those left out, with the reason."""
     drawn, left_out = [], []
     with look():
         for one in drawings(found):
@@ -81,13 +81,13 @@ def figures(found: Found) -> tuple[list[dict[str, str]], list[str]]:
 
 
 def warnings(parts: list[Part]) -> list[str]:
-    """The remarks that are warnings."""
+    """List the remarks that are warnings."""
     return list(dict.fromkeys(note for part in parts if isinstance(part, Notes)
                               for note in part.items if WARNING.match(note)))
 
 
 def surroundings(runs: list[Run | Measurements]) -> dict[str, list[str]]:
-    """What the runs' environments say: by name the values, with how many runs have each."""
+    """List the runs' environments: by name the values, with the number of runs of each."""
     counts: dict[str, Counter] = {}
     for run in runs:
         for name, value in run.environment.items():
@@ -99,7 +99,7 @@ def surroundings(runs: list[Run | Measurements]) -> dict[str, list[str]]:
 
 
 def history(run: Run | Measurements) -> tuple[str, str, str]:
-    """When a run was made, what it is, and the command."""
+    """Return when a run was made, its name, and the command."""
     chosen = run.configuration
     what = (f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"
             if isinstance(run, Run) else run.kind)

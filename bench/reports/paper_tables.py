@@ -1,4 +1,4 @@
-"""The paper's Tables 1 and 2, with what was measured beside what was published."""
+"""Make the paper's Tables 1 and 2, measured figures beside published ones."""
 
 import math
 from pathlib import Path
@@ -21,7 +21,7 @@ Key = tuple[str, str, int]    # a row: its table, scheme and ranks
 
 
 def tables(folder: str | Path, form: str = "text") -> str:
-    """All tables of a folder, with notes, in one of `bench.reports.formats.FORMATS`.
+    """Make all tables of a folder, with notes, in one of `bench.reports.formats.FORMATS`.
 
     Raises
     ------
@@ -32,7 +32,7 @@ def tables(folder: str | Path, form: str = "text") -> str:
 
 
 def document(found: Found) -> list[Part]:
-    """Both of the paper's tables for every preset, the microbenchmarks, and notes."""
+    """Make both of the paper's tables for every preset, the microbenchmarks, and notes."""
     parts = [part for results in found.results for part in one_preset(results)]
     parts += micro_tables.parts(found.measurements)
     if found.problems:
@@ -41,7 +41,7 @@ def document(found: Found) -> list[Part]:
 
 
 def one_preset(results: Results) -> list[Part]:
-    """The tables and notes of one preset."""
+    """Make the tables and notes of one preset."""
     about = load().presets[results.preset].about if results.preset in load().presets else ""
     parts: list[Part] = [f"Preset {results.title}: {about}"]
     for name in HEADINGS:
@@ -61,7 +61,7 @@ def one_preset(results: Results) -> list[Part]:
 
 
 def warning(runs: Sequence[Run | None]) -> str:
-    """What headings say of times that are no scaling results; nothing where all ranks had cores.
+    """Warn in a heading of times that are no scaling results; nothing if all ranks had cores.
     """
     most = most_crowded([run for run in runs if run])
     return "" if most is None else (f" (NOT SCALING RESULTS: up to {most.ranks} ranks take turns "
@@ -69,7 +69,7 @@ def warning(runs: Sequence[Run | None]) -> str:
 
 
 def table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
-    """The rows of one of the paper's tables; "missing" where nothing was measured."""
+    """Make one of the paper's tables; "missing" where nothing was measured."""
     times = [_column([run and timing.typical(run.samples[phase]) for run in runs])
              for phase in PHASES]
     times.append(_column([run and measured_average(run) for run in runs]))
@@ -90,12 +90,12 @@ def table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Tabl
 
 
 def measured_average(run: Run) -> float:
-    """Average step time in seconds per sequence (equation 6), of medians."""
+    """Compute average step time in seconds per sequence (equation 6), of medians."""
     return timing.average_step_time(run.samples, run.configuration["batch"])
 
 
 def published_notes() -> list[str]:
-    """The paper's inconsistencies, from its own figures."""
+    """Note the paper's inconsistencies, from its own figures."""
     wrong = [row for row in load().rows if not row.consistent]
     notes = [f"* {HEADINGS[row.table]}, {title(row.scheme)} on {row.gpus} GPUs: the paper prints "
              f"{row.average:.3f} s, but its own times give ({row.forward:.3f} + "
@@ -117,7 +117,7 @@ def published_notes() -> list[str]:
 
 
 def measured_notes(results: Results) -> list[str]:
-    """How the measured figures came about, and what they do not show."""
+    """Note how the measured figures were obtained, and what they do not show."""
     runs = results.shown()
     if not runs:
         return [f"None but {_count(results.overridden, 'run')} with sizes given by hand."]
@@ -157,7 +157,7 @@ def measured_notes(results: Results) -> list[str]:
 
 
 def verified_notes(runs: Sequence[Run]) -> list[str]:
-    """What was verified before anything was timed, and how."""
+    """Note what was verified before anything was timed, and how."""
     apart = [(run, *layer_residuals.apart(run.checks)) for run in runs]
     error = max(check.error for _, serial, _ in apart for check in serial)
     notes = [f"Verified first: output and all gradients of every row beside a serial model; the "
@@ -180,7 +180,7 @@ def verified_notes(runs: Sequence[Run]) -> list[str]:
 
 
 def machines(results: Results) -> list[str]:
-    """A line for each environment that the runs have; where there are several, of which rows."""
+    """List the environments of the runs, a line each; where there are several, of which rows."""
     found: dict[str, list[Key]] = {}
     for key, run in sorted(results.runs.items()):
         env = run.environment
@@ -195,7 +195,7 @@ def machines(results: Results) -> list[str]:
 
 
 def _together(keys: list[Key], results: Results) -> str:
-    """The names of rows, those of a table in one where they are all that was measured of it."""
+    """Join the names of rows; of a table that was measured alone, the table's name."""
     names = []
     for table in sorted({key[0] for key in keys}):
         mine = [key for key in keys if key[0] == table]
@@ -205,7 +205,7 @@ def _together(keys: list[Key], results: Results) -> str:
 
 
 def words_agree(run: Run) -> bool:
-    """Whether the words counted on all ranks are those of the closed form."""
+    """Check that the words counted on all ranks are those of the closed form."""
     return np.array_equal(run.traffic["words"].sum(axis=1), run.expected_words)
 
 
@@ -214,7 +214,7 @@ def _title(key: Key) -> str:
 
 
 def _all(runs: list[Run], setting: str) -> str:
-    """The value that a setting has in all runs, or its values."""
+    """Return the value that a setting has in all runs, or its values."""
     return " or ".join(map(str, sorted({run.configuration[setting] for run in runs})))
 
 
@@ -223,7 +223,7 @@ def _missing() -> Number:
 
 
 def _column(seconds: Iterable[float | None]) -> list[Number]:
-    """Seconds with as many decimals as give the least of them three significant digits."""
+    """Format seconds so that the least of them has three significant digits."""
     seconds = list(seconds)
     found = [value for value in seconds if value]
     decimals = min(9, max(0, 2 - math.floor(math.log10(min(found))))) if found else 0

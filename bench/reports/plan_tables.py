@@ -1,4 +1,4 @@
-"""Plans as a table, and remarks on them."""
+"""Make a table of plans, and remarks on them."""
 
 from typing import Sequence
 

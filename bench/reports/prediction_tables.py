@@ -1,4 +1,4 @@
-"""The paper's tables as a fitted machine model predicts them, and what the fit says."""
+"""Make tables of the paper's rows as a fitted machine model predicts them."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""The speed-up of 3-D over the other schemes, with the batches and tokens of both sides."""
+"""Make the table of the speed-up of 3-D over the other schemes."""
 
 import math
 
@@ -13,7 +13,7 @@ from bench.reports.document import Cell, Column, Number, Rows, Table
 
 
 def table(heading: str, name: str, results: Results) -> Table:
-    """Ratios of average step times on as many ranks, published and measured.
+    """Make the table of ratios of average step times on as many ranks, published and measured.
 
     A pair of rows whose batches differ is followed by the same with equal batches, where that was
     measured.
@@ -37,7 +37,7 @@ def table(heading: str, name: str, results: Results) -> Table:
 
 
 def line(name: str, other: Row, cube: Row, results: Results) -> list[Cell]:
-    """A pair of rows; what was published only of the rows with their own batches."""
+    """Make the line of a pair of rows; published figures only of rows with their own batches."""
     cells: list[Cell] = [name, cube.gpus]
     if other.like or cube.like:
         cells += [""] * 4
@@ -55,7 +55,7 @@ def line(name: str, other: Row, cube: Row, results: Results) -> list[Cell]:
 
 
 def notes(results: Results) -> list[str]:
-    """What a speed-up between different batches is made of."""
+    """Explain what a speed-up between different batches is made of."""
     unequal = any(results.get(cube) and results.get(row)
                   and results.get(cube).configuration["batch"]
                   != results.get(row).configuration["batch"]

@@ -1,4 +1,4 @@
-"""Where the time went: the parts of a run's forward and backward, from its file."""
+"""Read the parts of a run's forward and backward times from its file."""
 
 import itertools
 import math
@@ -26,12 +26,12 @@ def part_names(directions: Iterable[str]) -> tuple[str, ...]:
 
 
 def label(part: str) -> str:
-    """Title of one of the `part_names`."""
+    """Return the title of one of the `part_names`."""
     return LABELS.get(part, f"collectives along {part}")
 
 
 def parts(run: Run) -> dict[str, dict[str, float]] | None:
-    """Seconds of each of the `part_names`, by phase: what a step of the slowest rank is made of.
+    """Read seconds of each of the `part_names` by phase, of a step of the slowest rank.
 
     Means over the traced repetitions and over ranks.  What a rank waits at the end of a phase for
     the slowest is "waiting", so the parts of a phase add up to the traced repetitions' mean time,
@@ -60,7 +60,7 @@ def parts(run: Run) -> dict[str, dict[str, float]] | None:
 
 
 def overhead(run: Run) -> dict[str, float] | None:
-    """By phase the median time of traced repetitions over that of the others."""
+    """Divide the median time of traced repetitions by that of the others, by phase."""
     seconds = _seconds(run)
     if seconds is None:
         return None
@@ -70,7 +70,7 @@ def overhead(run: Run) -> dict[str, float] | None:
 
 
 def bandwidth(run: Run) -> dict[str, float] | None:
-    """By direction the bytes a second that a rank moves while it is in collectives that copy them.
+    """Compute by direction the bytes a second of a rank in collectives that copy.
 
     Bytes as `mm3d.grid.axis.Traffic` counts them, of both phases and all ranks, over the mean time
     of traced repetitions; waiting for others is not in it.  What is gathered or broadcast in
@@ -94,7 +94,7 @@ def bandwidth(run: Run) -> dict[str, float] | None:
 
 
 def placed(run: Run, axis: str) -> frozenset[str]:
-    """The collectives whose results were read where they lie, along a direction of the grid."""
+    """List the collectives along a direction whose results were read in place."""
     transports = str(run.configuration.get("transport", "")).split()
     if "shared" in transports and (len(transports) == 1 or axis in run.configuration.get(
             "within_nodes", "")):
@@ -103,18 +103,18 @@ def placed(run: Run, axis: str) -> frozenset[str]:
 
 
 def variable(run: Run, group: str, name: str) -> Variable | None:
-    """A variable of one of the run's groups, if it has it."""
+    """Return a variable of one of the run's groups, if it has it."""
     return run.groups[group].variables.get(name) if group in run.groups else None
 
 
 def scalar(run: Run, group: str, name: str) -> float:
-    """A number that was recorded of the whole run; NaN where it was not."""
+    """Return a number that was recorded of the whole run; NaN where it was not."""
     found = variable(run, group, name)
     return math.nan if found is None else float(found.values)
 
 
 def peak(run: Run, name: str) -> float:
-    """A rate of the group ``machine``; NaN where it was not recorded.
+    """Return a rate of the group ``machine``; NaN where it was not recorded.
 
     NaN too for a rate of memory that may have been the caches': where the arrays were less than
     twice as large as these, or, in files of before, nothing says how large they were.

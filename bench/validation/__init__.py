@@ -1,1 +1,1 @@
-"""Files held against the schema and the rules of a run."""
+"""Check files against the schema and the rules of a run."""

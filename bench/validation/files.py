@@ -18,7 +18,7 @@ from mm3d import ModelSizes
 
 
 def check(path: Path) -> tuple[list[str], list[str]]:
-    """Check a file: its violations of the rules, and warnings that a reader must know."""
+    """Check a file; return its violations of the rules, and warnings."""
     errors: list[str] = []
     warnings: list[str] = []
     try:
@@ -36,7 +36,7 @@ def check(path: Path) -> tuple[list[str], list[str]]:
 
 
 def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
-    """The same of one run."""
+    """Check one run; return its violations and warnings."""
     if group.attrs.get("format") != FORMAT:
         return [f"{place} is an HDF5 file, but not an mm3d run"], []
     errors = [*schema(group), *rules.private(group), *described(group)]
@@ -55,14 +55,14 @@ def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
 
 
 def schema(group: h5py.Group) -> Iterator[str]:
-    """The version, which must be one that there is."""
+    """Check that the schema version is a known one."""
     version = group.attrs.get("schema_version")
     if version is None or not 1 <= int(version) <= SCHEMA:
         yield f"schema version {version}: there are versions 1 to {SCHEMA}"
 
 
 def versions(file: h5py.File) -> Iterator[str]:
-    """Of a merged file: all runs have the version that the file says."""
+    """Check that all runs of a merged file have its version."""
     for name, group in file["runs"].items():
         if group.attrs.get("schema_version") != file.attrs.get("schema_version"):
             yield (f"{name} has schema version {group.attrs.get('schema_version')}, the merged "
@@ -70,7 +70,7 @@ def versions(file: h5py.File) -> Iterator[str]:
 
 
 def described(group: h5py.Group) -> Iterator[str]:
-    """Every dataset has units, and every dimension a scale of its length."""
+    """Check that every dataset has units, and every dimension a scale of its length."""
     lines: list[str] = []
 
     def visit(name: str, item: h5py.HLObject) -> None:

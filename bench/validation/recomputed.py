@@ -1,4 +1,4 @@
-"""What the file of a microbenchmark derives from its samples, sizes and grid, computed anew."""
+"""Compute anew what the file of a microbenchmark derives from samples, sizes and grid."""
 
 from typing import Callable, Iterator, NamedTuple
 
@@ -30,7 +30,7 @@ class Again(NamedTuple):
     scale: np.ndarray | float = 0.0
 
     def agrees(self, found: np.ndarray) -> bool:
-        """Whether they are what was found."""
+        """Check that these numbers are those that were found."""
         if np.shape(found) != np.shape(self.values):
             return False
         return np.allclose(found, self.values, rtol=CLOSE, atol=FITTED * self.scale,
@@ -38,7 +38,7 @@ class Again(NamedTuple):
 
 
 def derived(run: Measurements) -> Iterator[str]:
-    """What is computed from samples, sizes and the grid is what they give."""
+    """Check that what follows from samples, sizes and grid is what the file says."""
     found = {name: variable.values for name, variable in run.variables.items()}
     try:
         again = _of_samples(found) | KINDS.get(run.kind, _nothing)(run, found)
@@ -51,24 +51,24 @@ def derived(run: Measurements) -> Iterator[str]:
 
 
 def _few(values: np.ndarray) -> str:
-    """The first numbers of an array, and that there are more."""
+    """Format the first numbers of an array, and how many more there are."""
     flat = np.ravel(values)
     return " ".join(f"{value:.6g}" for value in flat[:3]) + " ..." * (flat.size > 3)
 
 
 def _nothing(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]:
-    """Nothing is derived but the intervals."""
+    """Derive nothing but the intervals."""
     return {}
 
 
 def interval(samples: np.ndarray, none: tuple) -> tuple:
-    """The median and its interval without the samples that are NaN; `none` if all are."""
+    """Compute the median and its interval without NaN samples; `none` if all are."""
     taken = samples[~np.isnan(samples)]
     return median_interval(taken) if len(taken) else none
 
 
 def _of_samples(found: dict[str, np.ndarray]) -> dict[str, Again]:
-    """The medians and intervals of points that have their samples beside them."""
+    """Compute medians and intervals of points that have their samples beside them."""
     if not {"samples", "seconds"} <= found.keys():
         return {}
     samples = found["samples"]
@@ -77,7 +77,7 @@ def _of_samples(found: dict[str, np.ndarray]) -> dict[str, Again]:
 
 
 def _gemm(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]:
-    """Rates of products of square matrices."""
+    """Compute rates of products of square matrices."""
     dims = run.variables["rate"].dims
     shape = [-1 if dim == "size" else 1 for dim in dims]
     flops = 2.0 * np.reshape(np.array(run.scales["size"], float) ** 3, shape)
@@ -85,7 +85,7 @@ def _gemm(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]:
 
 
 def _collectives(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]:
-    """Bytes that the busiest rank moves, bandwidths and fits, (axis, collective, size)."""
+    """Compute bytes of the busiest rank, bandwidths and fits, (axis, collective, size)."""
     medians, moved = found["seconds"][..., 0], np.empty_like(found["bytes_moved"])
     sizes = np.array(run.scales["size"], np.int64)
     item = np.dtype(run.configuration["dtype"]).itemsize
@@ -110,12 +110,12 @@ def _collectives(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, A
 
 
 def _makespans(times: np.ndarray) -> np.ndarray:
-    """From the first rank's begin to the last one's end; ranks that are NaN had no part."""
+    """Compute last end minus first begin of the ranks; NaN ranks had no part."""
     return np.fmax.reduce(times[..., 1], axis=-1) - np.fmin.reduce(times[..., 0], axis=-1)
 
 
 def _matmul(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]:
-    """All of the product: of its times, (phase, repetition, kind, rank, edge), and its sizes."""
+    """Compute all of a product from times (phase, repetition, kind, rank, edge) and sizes."""
     chosen, phases = run.configuration, run.scales["phase"]
     spans = _makespans(found["times"])
     sizes, ranks = [chosen[name] for name in "MNK"], len(run.scales["rank"])
@@ -132,7 +132,7 @@ def _matmul(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]
 
 
 def moved(chosen: dict, phases: list[str], ranks: int) -> np.ndarray:
-    """Words that each rank of a product moves, (phase, rank), without moving any."""
+    """Count the words that each rank of a product moves, (phase, rank), without moving any."""
     grid = grid_shape(chosen).sizes
     words = np.zeros((len(phases), ranks), np.int64)
     for rank in range(ranks):
@@ -147,7 +147,7 @@ def moved(chosen: dict, phases: list[str], ranks: int) -> np.ndarray:
 
 
 def _layer(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]:
-    """All of the layer: of its times, (repetition, kind, rank, edge), and its sizes."""
+    """Compute all of a layer from its times (repetition, kind, rank, edge) and sizes."""
     chosen, spans = run.configuration, _makespans(found["times"])
     described = describe(ModelSizes.of(chosen))
     none = UNKNOWN[0]

@@ -1,4 +1,4 @@
-"""The rules that a run must keep to be cited; each says in a line how one is broken."""
+"""Check a run against the rules for citing it; one line explains each violation."""
 
 import getpass
 import math
@@ -35,7 +35,7 @@ VERIFIED = ("model", "matmul", "layer", "check")    # kinds of run that have a r
 
 
 def samples(run: Run) -> Iterator[str]:
-    """Times are times, and there are as many as were asked for."""
+    """Check that times are positive numbers, and as many as were asked for."""
     chosen, count = run.configuration, len(run.samples["forward"])
     for phase in PHASES:
         if not (np.isfinite(run.samples[phase]) & (run.samples[phase] > 0)).all():
@@ -52,7 +52,7 @@ def samples(run: Run) -> Iterator[str]:
 
 
 def ending(run: Run) -> Iterator[str]:
-    """What ended the repetitions is what the samples say."""
+    """Check that what ended the repetitions agrees with the samples."""
     chosen, count = run.configuration, len(run.samples["forward"])
     if not run.clock or count == 0 or not all(np.isfinite(run.samples[p]).all() for p in PHASES):
         return    # version 1, or said elsewhere
@@ -68,7 +68,7 @@ def ending(run: Run) -> Iterator[str]:
 
 
 def verification(run: Run) -> Iterator[str]:
-    """All quantities were compared, as strictly as the benchmark does, and passed."""
+    """Check that all quantities were compared, with the benchmark's tolerances, and passed."""
     yield from failed(run.checks)
     layers = run.configuration.get("verified_layers", run.configuration["layers"])
     try:
@@ -92,7 +92,7 @@ def verification(run: Run) -> Iterator[str]:
 
 
 def looked_at(run: Run, own: list[Check]) -> Iterator[str]:
-    """Where the file says so, the measured model's step has all of its residuals."""
+    """Check that the measured model's step has all of its residuals, where the file says so."""
     chosen = run.configuration
     how = "serial model" if chosen["verified_measured_model"] else "residuals"
     if chosen.get("verified_by", how) != how or bool(own) != (chosen.get("verified_by")
@@ -114,7 +114,7 @@ def looked_at(run: Run, own: list[Check]) -> Iterator[str]:
 
 
 def failed(checks: list[Check]) -> Iterator[str]:
-    """The checks that did not pass."""
+    """List the checks that did not pass."""
     for check in checks:
         if not check.passed:
             yield (f"verification of {check.quantity} has failed: error {check.error:g}, "
@@ -122,7 +122,7 @@ def failed(checks: list[Check]) -> Iterator[str]:
 
 
 def ranks(run: Run) -> Iterator[str]:
-    """One number of ranks everywhere, and said where they outnumber the cores."""
+    """Check that one number of ranks is given everywhere, and crowded cores are stated."""
     count, chosen = run.ranks, run.configuration
     for name, value in (("environment/ranks", run.environment["ranks"]),
                         ("the grid", run.grid.ranks),
@@ -140,12 +140,12 @@ def ranks(run: Run) -> Iterator[str]:
 
 
 def counted_along_grid(run: Run) -> bool:
-    """Whether traffic was counted along every direction of the grid."""
+    """Check that traffic was counted along every direction of the grid."""
     return set(run.grid) <= set(run.directions)
 
 
 def crowded(environment: dict[str, Any], count: int) -> Iterator[str]:
-    """Whether ranks outnumber cores is said, and right."""
+    """Check the statement whether ranks outnumber cores."""
     local, cores = environment.get("ranks_on_this_node", count), environment["cores"]
     if (local > cores) != bool(environment["oversubscribed"]):
         yield (f"{local} ranks on {cores} cores, but oversubscribed says "
@@ -155,7 +155,7 @@ def crowded(environment: dict[str, Any], count: int) -> Iterator[str]:
 
 
 def recomputation(run: Run) -> Iterator[str]:
-    """The policy of recomputation is one, or there is none in the file."""
+    """Check that the policy of recomputation is a known one, or absent."""
     try:
         policy(run.configuration.get("recompute", "none"))
     except ValueError as error:
@@ -168,7 +168,7 @@ def recomputed(run: Run) -> str:
 
 
 def words(run: Run) -> Iterator[str]:
-    """The words that were counted, and those the file expects, are the closed form's."""
+    """Check the words that were counted or expected against the closed form."""
     chosen = run.configuration
     if chosen["scheme"] not in SCHEMES or not counted_along_grid(run):
         return
@@ -190,7 +190,7 @@ def words(run: Run) -> Iterator[str]:
 
 
 def groups(run: Run) -> Iterator[str]:
-    """Parts have the collectives that were counted; memory is what its closed forms say."""
+    """Check the parts against the counted collectives, and memory against closed forms."""
     chosen, found = run.configuration, {name: {
         key: variable.values for key, variable in group.variables.items()}
         for name, group in run.groups.items()}
@@ -222,7 +222,7 @@ def groups(run: Run) -> Iterator[str]:
 
 
 def sizes(run: Run) -> Iterator[str]:
-    """The sizes are those of the table's row under the preset, or the file says otherwise."""
+    """Check that sizes are those of the table's row under the preset, or marked as others."""
     chosen = run.configuration
     row = next((row for row in load().rows if (row.table, row.scheme, row.gpus) == (
         chosen["table"], chosen["scheme"], run.ranks)), None)
@@ -251,13 +251,13 @@ def sizes(run: Run) -> Iterator[str]:
 
 
 def passed(run: Measurements) -> Iterator[str]:
-    """The verification, where there is something to verify, and the number of ranks."""
+    """Check the verification, where there is something to verify, and the number of ranks."""
     yield from failed(run.checks)
     yield from crowded(run.environment, run.environment["ranks"])
 
 
 def private(group: h5py.Group) -> Iterator[str]:
-    """No text names a user, a host or a folder of somebody's."""
+    """Check that no text names a user, a host or a home folder."""
     here = [name for name in (getpass.getuser(), socket.gethostname()) if len(name) > 2]
     names = re.compile("|".join(rf"(?<![\w-]){re.escape(name)}\b" for name in here) or r"(?!)")
     lines: list[str] = []
@@ -277,7 +277,7 @@ def private(group: h5py.Group) -> Iterator[str]:
 
 
 def warnings(run: Run | Measurements) -> Iterator[str]:
-    """What breaks no rule and must be known."""
+    """List what breaks no rule but must be known to a reader."""
     if not run.environment["git_clean"]:
         yield "the source had changes that were not committed: nobody else can build it"
     if run.environment["oversubscribed"]:

@@ -1,1 +1,1 @@
-"""Figures."""
+"""Draw figures."""

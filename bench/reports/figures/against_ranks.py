@@ -1,4 +1,4 @@
-"""Figures against ranks: step time, speed-up and efficiency, words, memory."""
+"""Draw figures against ranks: step time, speed-up and efficiency, words, memory."""
 
 import textwrap
 
@@ -19,7 +19,7 @@ from mm3d.model import cost
 
 
 def step_times(results: Results):
-    """Average step time against GPUs or ranks: weak and strong, published and measured."""
+    """Draw average step time against GPUs or ranks: weak and strong, published and measured."""
     figure, panels = against_ranks(2, 2, (9, 7.2), (
         "Average step time of a sequence, (forward + backward) / batch"))
     for row, table in enumerate(HEADINGS):
@@ -46,7 +46,7 @@ def step_times(results: Results):
 
 
 def scaling(results: Results):
-    """Speed-up of strong scaling, and efficiency of weak scaling: published and measured.
+    """Draw speed-up of strong scaling, and efficiency of weak scaling: published and measured.
 
     Both from the useful floating-point operations of all ranks over the step's time, relative to
     the scheme's fewest ranks, where speed-up is the number of ranks and efficiency 1.
@@ -83,7 +83,7 @@ def scaling(results: Results):
 
 
 def words(results: Results):
-    """Words counted per rank and sequence against ranks, with the closed form."""
+    """Draw words counted per rank and sequence against ranks, with the closed form."""
     from matplotlib.ticker import EngFormatter
     figure, panels = against_ranks(1, 2, (9, 4.9), (
         "Words of a step, per rank and sequence: counted, bucket algorithm, and by the closed "
@@ -107,27 +107,27 @@ def words(results: Results):
 
 
 def found_runs(results: Results, rows: list[Row]) -> list[tuple[int, Run]]:
-    """Ranks and run of the rows that were measured."""
+    """List ranks and run of the rows that were measured."""
     return [(row.gpus, run) for row in rows if (run := results.get(row))]
 
 
 def average(run: Run) -> Interval:
-    """The median average step time of whole steps, and its 95 % confidence interval."""
+    """Compute the median average step time of whole steps, and its 95 % confidence interval."""
     return median_interval(timing.step_times(run.samples, run.configuration["batch"]))
 
 
 def rate(run: Run) -> float:
-    """Useful floating-point operations a second, of all ranks."""
+    """Compute useful floating-point operations a second, of all ranks."""
     return rate_at(run, measured_average(run))
 
 
 def rate_at(run: Run, average: float) -> float:
-    """The same if the average step time were `average` seconds."""
+    """Compute the rate at an average step time of `average` seconds."""
     return merit.useful_flops(run) / (average * run.configuration["batch"])
 
 
 def paper_rate(row: Row) -> float:
-    """The same of a published row, by its own times."""
+    """Compute the rate of a published row, by its own times."""
     settings = load().settings
     sizes = ModelSizes(settings.layers, row.hidden, settings.heads[row.hidden], row.batch,
                        settings.seq)
@@ -135,7 +135,7 @@ def paper_rate(row: Row) -> float:
 
 
 def relative(points: list[Point], whole: bool) -> list[Point]:
-    """Rates over that of the fewest ranks: times those ranks, or (not `whole`) over the ranks."""
+    """Divide rates by that of the fewest ranks: times those ranks, or (not `whole`) per rank."""
     if not points:
         return []
     ranks, base = min(points)
@@ -143,7 +143,7 @@ def relative(points: list[Point], whole: bool) -> list[Point]:
 
 
 def counted(run: Run) -> float:
-    """Words counted in a step, the mean over ranks, over the batch."""
+    """Count words in a step, the mean over ranks, over the batch."""
     return run.traffic["words"].sum() / run.ranks / run.configuration["batch"]
 
 
@@ -162,7 +162,7 @@ def closed_form(runs: list[Run], table: str) -> list[Point]:
 
 
 def grids_between(scheme: str) -> list[GridShape]:
-    """The grids that `scheme` has for 8 to 64 ranks."""
+    """List the grids that `scheme` has for 8 to 64 ranks."""
     known = SCHEMES.get(scheme)
     grids = []
     for ranks in range(TICKS[0], TICKS[-1] + 1) if known else ():

@@ -1,4 +1,4 @@
-"""The picture of the process cube: which rank holds which block of A, B and C."""
+"""Draw the process cube: which rank holds which block of A, B and C."""
 
 import itertools
 from pathlib import Path
@@ -49,7 +49,7 @@ def _colour(i: int, j: int, l: int) -> str:  # noqa: E741  (the paper's index)
 
 
 def _ranks(panel) -> None:
-    """The eight ranks as boxes, those nearer to the reader (larger x) drawn later."""
+    """Draw the eight ranks as boxes, those nearer to the reader (larger x) later."""
     def project(x, y, z):
         return y - 0.42 * x, -z - 0.36 * x
 
@@ -77,7 +77,7 @@ def _ranks(panel) -> None:
 
 
 def _product(panel) -> None:
-    """The three matrices where a product is written by hand: A left of C, B above it."""
+    """Draw the three matrices as a product is written by hand: A left of C, B above it."""
     shape, n = GridShape("xyz", (2, 2, 2)), 4
     places = {"A": (0, 0), "B": (5.2, 5.4), "C": (5.2, 0)}
     for name, (left, bottom) in places.items():

@@ -1,4 +1,4 @@
-"""The verb ``plot``: all figures of a folder's results."""
+"""Draw all figures of a folder's results."""
 
 import re
 from pathlib import Path
@@ -48,7 +48,7 @@ class Drawing(NamedTuple):
 
 
 def drawings(found: Found) -> Iterator[Drawing]:
-    """Every figure of every preset, to be used under `bench.reports.figures.style.look`."""
+    """Make every figure of every preset, to be used under `bench.reports.figures.style.look`."""
     for results in found.results:
         # It becomes part of a file's name, and a file may hold anything.
         preset = re.sub(r"[^\w.-]", "-", results.preset) + results.slug

@@ -1,4 +1,4 @@
-"""Labels in a figure's panels that lie on no other label and on no marker."""
+"""Place labels in a figure's panels, clear of other labels and of markers."""
 
 from typing import NamedTuple, Sequence
 
@@ -18,7 +18,7 @@ class Label(NamedTuple):
 
 
 def beside(x: float, y: float) -> list[tuple[tuple[float, float], tuple[float, float]]]:
-    """The places around a marker, the right of it first."""
+    """List the places around a marker, the right of it first."""
     return [((x, y), offset) for offset in (
         (9, 0), (-9, 0), (9, 5), (9, -5), (-9, 5), (-9, -5), (0, 9), (0, -9), (17, 0), (-17, 0),
         (0, 17), (0, -17))]
@@ -71,11 +71,11 @@ def place(figure, labels: Sequence[Label], markers: Sequence[tuple[object, float
 
 
 def _overlap(a: Box, b: Box) -> float:
-    """The area that two boxes have in common."""
+    """Compute the area that two boxes have in common."""
     width, height = (min(a[k + 2], b[k + 2]) - max(a[k], b[k]) for k in (0, 1))
     return max(width, 0) * max(height, 0)
 
 
 def _outside(box: Box, panel: Box) -> float:
-    """The area of a box that is not in the panel."""
+    """Compute the area of a box that is not in the panel."""
     return (box[2] - box[0]) * (box[3] - box[1]) - _overlap(box, panel)

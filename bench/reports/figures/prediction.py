@@ -1,4 +1,4 @@
-"""Figures beyond this machine: words, time and memory to a million ranks, and a map of grids."""
+"""Draw predicted words, time and memory to a million ranks, and a map of grids."""
 
 import math
 from pathlib import Path
@@ -38,7 +38,7 @@ def planned(folder: str, ranks: int, machine: machine_model.Machine, dtype: str,
 
 def _save(folder: str, name: str, draw: Callable, text: str,
           size: tuple[float, float] = (8.5, 5.6), columns: int = 1) -> Path:
-    """Draw on so many panels, with a line of text below them; the PNG file."""
+    """Draw on a number of panels, with a line of text below them; return the PNG file."""
     from matplotlib.figure import Figure
     with look():
         figure = Figure(figsize=size, layout="constrained")
@@ -92,7 +92,7 @@ def _memory(panel, found: Curves, machine: machine_model.Machine, sizes: dict) -
 
 
 def _map(panel, found: list[Plan], ranks: int, machine: str) -> None:
-    """Predicted seconds over X and Y; Z is what is left."""
+    """Draw predicted seconds over X and Y; Z follows from the ranks."""
     xs, ys = (sorted({p.grid[k] for p in found}) for k in (0, 1))
     cells = np.full((len(ys), len(xs)), np.nan)
     for p in found:
@@ -128,7 +128,7 @@ def scaling(folder: str, outcome: paper_fit.Outcome) -> Path:
 
 
 def _scaling(panel, name: str, outcome: paper_fit.Outcome) -> None:
-    """One table."""
+    """Draw one table."""
     ticks = {"1d": (8, 16, 36, 64, 256, 1024, 4096), "2d": (16, 36, 64, 256, 1024, 4096),
              "3d": (8, 64, 512, 4096)}
     of = weak_sizes if name == "weak" else strong_sizes

@@ -1,4 +1,4 @@
-"""Figures of runs beside their limits: the roofline, and memory beside what is expected."""
+"""Draw runs beside their limits: the roofline, and memory beside closed forms."""
 
 import math
 from typing import Iterable
@@ -23,7 +23,7 @@ KEPT, PEAK = ("parameters", "gradients", "saved"), ("pool_peak",)
 
 
 def roofline(results: Results):
-    """Rates of a rank in matrix products and over whole steps, each under its machine's roofs.
+    """Draw rates of a rank in matrix products and over whole steps, under its machine's roofs.
 
     A rank that multiplies has a core to itself as often as others wait, so its rate is compared
     with that of one rank alone; that of a step with what each rank has when all work at once.
@@ -77,7 +77,7 @@ def placed(run: Run) -> tuple[float, float, float] | None:
 
 
 def peaks(run: Run, who: str) -> tuple[float, float]:
-    """Operations and bytes a second of a rank, `who` being of `WORKERS`; NaN where not known.
+    """Read operations and bytes a second of a rank, `who` being of `WORKERS`; NaN if unknown.
     """
     return tuple(time_parts.peak(run, f"{name}_{who}") for name in ("gemm", "memory"))
 
@@ -121,7 +121,7 @@ def _roofline_legend(figure, schemes: list[str]) -> None:
 
 
 def memory(results: Results):
-    """What a rank keeps, with the closed form, and the most that it has, with a dry run's.
+    """Draw what a rank keeps, with the closed form, and its peak, with a dry run's.
 
     Raises
     ------
@@ -152,7 +152,7 @@ def memory(results: Results):
 
 
 def _mebibytes(runs: list[Run], names: Iterable[str]) -> list[Point]:
-    """By ranks the sum of some variables, each of the rank that has the most of it."""
+    """Sum some variables by ranks, each of the rank that has the most of it."""
     points = []
     for run in runs:
         points.append((run.ranks, sum(most(run, name) for name in names) / 2 ** 20))

@@ -1,4 +1,4 @@
-"""What the figures share: colours, axes of ranks, intervals, captions."""
+"""Share the style of all figures: colours, axes of ranks, intervals, captions."""
 
 import io
 import itertools
@@ -25,12 +25,12 @@ Point = tuple[int, float]
 
 
 class LeftOut(Exception):
-    """A figure that the results do not suffice for; says what is missing."""
+    """Raised for a figure that the results do not suffice for; says what is missing."""
 
 
 @contextmanager
 def look() -> Iterator[None]:
-    """The style of all figures, while they are made and saved."""
+    """Return the style of all figures, as a context in which they are made and saved."""
     import matplotlib
     from matplotlib import style as sheets
     matplotlib.use("Agg")
@@ -47,12 +47,12 @@ def save(figure: Any, path: str | os.PathLike, **options: Any) -> None:
 
 
 def style(scheme: str) -> tuple[str, str]:
-    """Colour and marker of `scheme`; grey dots when it is not known here."""
+    """Return colour and marker of `scheme`; grey dots when it is not known here."""
     return STYLES.get(scheme, ("grey", "."))
 
 
 def blank(rows: int, columns: int, size: tuple[float, float], heading: str):
-    """A figure and its panels, (rows, columns)."""
+    """Make a figure and its panels, (rows, columns)."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(heading)
@@ -60,7 +60,7 @@ def blank(rows: int, columns: int, size: tuple[float, float], heading: str):
 
 
 def against_ranks(rows: int, columns: int, size: tuple[float, float], heading: str):
-    """The same with the paper's numbers of ranks along the panels."""
+    """Make a figure with the paper's numbers of ranks along its panels."""
     figure, panels = blank(rows, columns, size, heading)
     for panel in panels.flat:
         panel.set_xscale("log", base=2)
@@ -71,7 +71,7 @@ def against_ranks(rows: int, columns: int, size: tuple[float, float], heading: s
 
 
 def line(panel, scheme: str, points: list[Point], **how) -> None:
-    """A scheme's points, joined."""
+    """Draw a scheme's points, joined."""
     colour, marker = style(scheme)
     if points:
         panel.plot(*zip(*sorted(points)), **{"marker": marker, "color": colour,
@@ -79,7 +79,7 @@ def line(panel, scheme: str, points: list[Point], **how) -> None:
 
 
 def bars(panel, scheme: str, points: list[tuple[int, float, float]]) -> None:
-    """Intervals at numbers of ranks, each scheme's a little aside."""
+    """Draw intervals at numbers of ranks, each scheme's a little aside."""
     aside = 1.035 ** (list(STYLES).index(scheme) - 1 if scheme in STYLES else 0)
     for ranks, *bounds in points:
         panel.plot([ranks * aside] * 2, bounds, color=style(scheme)[0], linewidth=4, alpha=0.35,
@@ -87,7 +87,7 @@ def bars(panel, scheme: str, points: list[tuple[int, float, float]]) -> None:
 
 
 def curve(panel, scheme: str, points: list[Point]) -> None:
-    """What theory says of a scheme, joined; a dash where it is one point."""
+    """Draw a scheme's closed form, joined; a dash where it is one point."""
     line(panel, scheme, points, alpha=0.6, label="_closed form", markersize=16,
          marker="" if len(points) > 1 else "_")
 
@@ -103,7 +103,7 @@ def from_zero(panel) -> None:
 
 
 def finish(panel) -> None:
-    """The legend, or that there is nothing to show."""
+    """Draw the legend, or a text that there is nothing to show."""
     if any(not drawn.get_label().startswith("_") for drawn in panel.lines):
         panel.legend()
     else:
@@ -119,7 +119,7 @@ def plain_log(axis, base: float = 10.0, marks: tuple[float, ...] = (1, 2, 5)) ->
 
 
 def powers(axis, base: int = 10) -> None:
-    """A logarithmic axis of many decades, labelled with powers written in plain text."""
+    """Label a logarithmic axis of many decades with powers written in plain text."""
     from matplotlib.ticker import LogLocator, NullFormatter
     raised = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
     axis.set_major_locator(LogLocator(base, (1,)))
@@ -129,7 +129,7 @@ def powers(axis, base: int = 10) -> None:
 
 
 def caption(figure, results: Results, *remarks: str) -> None:
-    """Below the panels: remarks, and when the measured times are no scaling results."""
+    """Write remarks below the panels, and whether the measured times are no scaling results."""
     lines = list(remarks)
     crowd = most_crowded(list(results.runs.values()))
     if crowd:

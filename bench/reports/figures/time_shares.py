@@ -1,4 +1,4 @@
-"""Figures of what a step is made of: where its time goes."""
+"""Draw what a step is made of: where its time goes."""
 
 import itertools
 from typing import Iterable
@@ -20,7 +20,7 @@ FURTHER = ("#56B4E9", ".."), ("#F0E442", "||"), ("#56B4E9", "--"), ("#F0E442", "
 
 
 def where(results: Results):
-    """The parts of forward and backward as shares, with the seconds above.
+    """Draw the parts of forward and backward as shares, with the seconds above.
 
     Raises
     ------
@@ -53,7 +53,7 @@ def where(results: Results):
 
 
 def styles(runs: Iterable[Run]) -> dict[str, tuple[str, str | None]]:
-    """Colour and hatching of each part that some run has, in the order of the stack from below."""
+    """Return colour and hatching of each part that some run has, from below."""
     # The directions of the larger grids first, so that theirs is the order.
     of_grids = sorted((run.directions for run in runs), key=len, reverse=True)
     directions = dict.fromkeys(itertools.chain.from_iterable(of_grids))
@@ -76,7 +76,7 @@ def _stacked(panel, place: int, shares: dict[str, dict[str, float]],
 
 
 def _labels(figure, traced: dict, looks: dict[str, tuple[str, str | None]]) -> None:
-    """A legend of the parts that any run has, in the order of the stack from above."""
+    """Draw a legend of the parts that any run has, in the order of the stack from above."""
     from matplotlib.patches import Patch
     used = [name for name in looks if any(shares[phase].get(name, 0) > 0
                                           for shares in traced.values() for phase in PHASES)]
