@@ -19,7 +19,7 @@ from slurm_cluster import Cluster
 from slurm_user import ENDLESS, PATIENCE, User
 from support import ROOT
 
-pytestmark = [pytest.mark.limit(800), pytest.mark.skipif(
+pytestmark = [pytest.mark.slow, pytest.mark.limit(800), pytest.mark.skipif(
     MPI.COMM_WORLD.size > 1, reason="Slurm starts its own ranks: run without mpirun")]
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+from bench.__main__ import main
 from bench.doctor import census
 from bench.doctor.checks import CHECKS
 from bench.doctor.child_jobs import Facts
@@ -108,6 +109,7 @@ def test_an_mpi_that_carries_device_buffers():
                                                           "3 ranks exchanged device buffers")
 
 
+@pytest.mark.slow
 def test_each_rank_makes_one_context_on_its_own_gpu(tmp_path):
     """Not a first one on GPU 0, where those of all ranks would take memory."""
     done, states, _ = doctor("--ranks", "3", "--device-buffers", PYTHONPATH=STANDIN,
@@ -173,9 +175,13 @@ def test_kernels_that_are_forced(monkeypatch):
     (["--ranks-per-node", "-3"], "--ranks-per-node: '-3': a whole number of at least 0 would do"),
     (["--gpus-per-node", "-1"], "--gpus-per-node: '-1': a whole number of at least 0 would do"),
     (["--launcher", "srun '"], "--launcher: No closing quotation")])
-def test_wrong_arguments(options, message):
-    done = run_python("-m", "bench", "doctor", *options)
-    assert done.returncode == 2 and message in done.stderr and not done.stdout
+def test_wrong_arguments(options, message, capsys):
+    try:
+        status = main(["doctor", *options])
+    except SystemExit as ended:    # of argparse
+        status = ended.code
+    said = capsys.readouterr()
+    assert status == 2 and message in said.err and not said.out
 
 
 def test_doctor_is_not_for_mpirun():

@@ -24,6 +24,7 @@ from bench.reports.paper_tables import words_agree
 from bench.verbs import reproduce as reproduce_verb
 from jobs import scripts, site
 from jobs.scripts import Work
+from refused import refused
 from support import ROOT, run_python, run_ranks
 
 TINY = ("--preset", "tiny", "--repetitions", "2",
@@ -67,6 +68,7 @@ def check_private(run):
         assert not re.search(rf"(?<![\w-]){re.escape(word)}\b", text), word
 
 
+@pytest.mark.slow
 def test_one_job_measures_all_rows_of_its_rank_count(tmp_path):
     done = run_ranks(8, "-m", "bench", "run", *TINY, "--dtype", "float64", "--layers", "2",
                      "--batch", "5", "--order", "5", "--out", str(tmp_path))
@@ -122,7 +124,7 @@ def test_a_wrong_result_writes_no_times(tmp_path):
                          r"0.00\d+, tolerance 5e-05 \(1 of 14 quantities fail\)", line), line
 
 
-@pytest.mark.parametrize("rank", [0, 3])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_one_wrong_copy_is_a_wrong_result(tmp_path, rank):
     """In 1-D every rank holds the whole of dx: seven are right."""
     done = perturbed(tmp_path, f"if self.grid.size > 1 and self.grid.rank == {rank}: dx[0] *= 1.5",
@@ -149,6 +151,7 @@ def test_what_fails_on_all_ranks_gives_back_what_it_had(comm, shared_tmp_path, m
     assert not list(shared_tmp_path.glob("*.h5"))
 
 
+@pytest.mark.slow
 def test_not_a_number_is_a_wrong_result(tmp_path):
     done = perturbed(tmp_path, "dx[...] = float('nan')", "--table", "weak")
     assert done.returncode == 1 and "input gradient has a relative error of nan" in done.stdout
@@ -171,14 +174,15 @@ def test_a_rank_count_that_no_row_has():
     assert done.returncode == 2 and "the launcher started worlds of one" in done.stderr
 
 
-def test_a_folder_that_cannot_be_written(tmp_path):
-    (tmp_path / "file").write_text("")
-    done = run_ranks(8, "-m", "bench", "run", *TINY, "--out", str(tmp_path / "file" / "out"))
-    assert done.returncode == 2
-    assert done.stderr.count("cannot be written (Not a directory)") == 1
-    assert done.stdout == ""
+@pytest.mark.ranks(8)
+def test_a_folder_that_cannot_be_written(comm, shared_tmp_path):
+    (shared_tmp_path / "file").touch()
+    said = refused(comm, "run", *TINY, "--out", str(shared_tmp_path / "file" / "out"))
+    assert said.startswith("error: ") and said.count("\n") == 1
+    assert "cannot be written (Not a directory)" in said
 
 
+@pytest.mark.ranks(8)
 @pytest.mark.parametrize("options, message", [
     (("--preset", "huge"), "invalid choice: 'huge'"),
     (("--hidden", "100"), "--hidden 100: must be a multiple of the 32 heads"),
@@ -186,11 +190,10 @@ def test_a_folder_that_cannot_be_written(tmp_path):
     (("--max-repetitions", "1"), "at most 1 repetitions: must be at least the 2"),
     (("--width", "0"), "width 0 and 0.5 seconds: both must be greater than 0"),
     (("--backend", "abacus"), "abacus")])
-def test_wrong_arguments_get_one_message(tmp_path, options, message):
-    done = run_ranks(8, "-m", "bench", "run", "--table", "weak", "--scheme", "1d", *TINY,
-                     *options, "--out", str(tmp_path / "out"))
-    assert done.returncode != 0
-    assert (done.stdout + done.stderr).count(message) == 1
+def test_wrong_arguments_get_one_message(comm, shared_tmp_path, options, message):
+    said = refused(comm, "run", "--table", "weak", "--scheme", "1d", *TINY, *options, "--out",
+                   str(shared_tmp_path / "out"))
+    assert said.count(message) == 1, said
 
 
 @pytest.mark.parametrize("words", [

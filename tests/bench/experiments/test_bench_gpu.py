@@ -30,7 +30,8 @@ def records(tmp_path) -> dict:
     return {record.kind: record for record in found}
 
 
-@pytest.mark.parametrize("library", ["numpy", "cupy"])
+@pytest.mark.parametrize("library", [
+    "numpy", pytest.param("cupy", marks=pytest.mark.slow)])
 def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, library):
     if library == "cupy":
         if not shutil.which("g++"):

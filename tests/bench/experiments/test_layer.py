@@ -11,6 +11,7 @@ from bench.experiments.layer.layer import KINDS
 from bench.records import run_file
 from bench.reports import layer_table
 from bench.verbs import layer
+from refused import refused
 from support import ROOT, run_ranks
 
 QUICK = ("--hidden", "32", "--head", "8", "--batch", "4", "--seq", "8", "--repetitions", "2",
@@ -71,7 +72,8 @@ def test_a_layer_is_measured_beside_a_reference(tmp_path):
     assert layer_table.layers([run])[0].rows[0][0] == 32
 
 
-@pytest.mark.parametrize("transport", ["mpi", "shared"])
+@pytest.mark.parametrize("transport", [
+    "mpi", pytest.param("shared", marks=pytest.mark.slow)])
 def test_alone_it_is_verified_with_the_serial_scheme(tmp_path, transport):
     done, run = measured(tmp_path, MM3D_TRANSPORT=transport)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -96,13 +98,13 @@ def test_no_other_heads_are_measured_than_were_asked_for(comm, hidden, head):
         layer.run(arguments, comm)
 
 
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("options, message", [
     (("--torch", "/nowhere/python"), "--torch /nowhere/python: No such file"),
     (("--torch", "false"), "could not do the layer"),
     (("--overlap", "--scheme", "1d"), "--overlap --scheme 1d: only products of 3d can overlap"),
     (("--hidden", "33"), "--hidden 33 --head 8: a head of at least 1 feature"),
     (("--scheme", "4d"), "scheme '4d' is unknown")])
-def test_wrong_arguments_get_one_message(tmp_path, options, message):
-    done, run = measured(tmp_path, *options)
-    assert done.returncode == 2 and run is None
-    assert (done.stdout + done.stderr).count(message) == 1, done.stdout + done.stderr
+def test_wrong_arguments_get_one_message(comm, shared_tmp_path, options, message):
+    said = refused(comm, "layer", *QUICK, *options, "--out", str(shared_tmp_path))
+    assert said.count(message) == 1 and not list(shared_tmp_path.glob("*.h5")), said

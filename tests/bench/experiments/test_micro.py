@@ -16,6 +16,7 @@ from mm3d.grid.axis import COLLECTIVES
 from mm3d.model import cost
 from mm3d.schemes.matrix_product import FORMS
 from mm3d.transport import choice
+from refused import refused
 from support import run_python, run_ranks
 
 QUICK = ("--repetitions", "2", "--max-repetitions", "2")
@@ -276,19 +277,24 @@ def test_the_fit_finds_latency_and_bandwidth():
     assert alpha == 0 and beta > 0 and error > 0.5
 
 
-@pytest.mark.parametrize("ranks, options, message", [
-    (2, ("gemm",), "gemm measures one rank"),
-    (1, ("gemm", "--threads", "1,99999"), "--threads 99999: BLAS takes "),
-    (2, ("matmul", "--shape", "8", "--grid", "2x2x2"), "a grid of 2 x 2 x 2 has 8 ranks"),
-    (2, ("matmul", "--shape", "8", "--scheme", "2d"), "2 ranks are no square"),
-    (2, ("matmul", "--shape", "8,8"), "three sizes M,N,K would do"),
-    (2, ("matmul", "--shape", "8", "--grid", "2x1"), "scheme 3d has the directions x, y, z: "),
-    (2, ("collectives", "--grid", "2x1x1", "--least", "1"), "at least 4 bytes"),
-    (2, ("collectives", "--grid", "2x1x1", "--repetitions", "0"), "must be at least 1")])
-def test_wrong_arguments_get_one_message(tmp_path, ranks, options, message):
-    done = run_ranks(ranks, "-m", "bench", *options, "--out", str(tmp_path / "out"))
-    assert done.returncode == 2
-    assert (done.stdout + done.stderr).count(message) == 1, done.stdout + done.stderr
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options, message", [
+    (("gemm",), "gemm measures one rank"),
+    (("matmul", "--shape", "8", "--grid", "2x2x2"), "a grid of 2 x 2 x 2 has 8 ranks"),
+    (("matmul", "--shape", "8", "--scheme", "2d"), "2 ranks are no square"),
+    (("matmul", "--shape", "8,8"), "three sizes M,N,K would do"),
+    (("matmul", "--shape", "8", "--grid", "2x1"), "scheme 3d has the directions x, y, z: "),
+    (("collectives", "--grid", "2x1x1", "--least", "1"), "at least 4 bytes"),
+    (("collectives", "--grid", "2x1x1", "--repetitions", "0"), "must be at least 1")])
+def test_wrong_arguments_get_one_message(comm, shared_tmp_path, options, message):
+    said = refused(comm, *options, "--out", str(shared_tmp_path / "out"))
+    assert said.count(message) == 1, said
+
+
+@pytest.mark.ranks(1)
+def test_more_threads_than_blas_has_are_refused(comm, tmp_path):
+    said = refused(comm, "gemm", "--threads", "1,99999", "--out", str(tmp_path / "out"))
+    assert said.count("--threads 99999: BLAS takes ") == 1, said
 
 
 def test_a_folder_of_both_kinds_shows_only_models(tmp_path):

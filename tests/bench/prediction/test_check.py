@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from bench.__main__ import main
 from bench.experiments.products.problem import Problem
@@ -15,6 +16,7 @@ from bench.records.measurements import Measurements, Variable
 from bench.reports.formats import render
 from bench.reports.measured_tables import document
 from mm3d.tracing.events import Collective, Gemm, PHASES
+from refused import refused
 from support import run_ranks
 
 CPU = machine_model.load("cpu")
@@ -186,66 +188,76 @@ def test_runs_of_the_tables_have_a_published_column(capsys, tmp_path):
     assert "published" in out and "0.3406" in out    # 20.435 s for 60 sequences
 
 
+@pytest.mark.ranks(1)
 @pytest.mark.parametrize("more, message", [
     ([], "nothing to measure"), (["--matmul", "8", "--rounds", "0"], "--rounds 0"),
     (["--layer", "30,4,4,8"], "hidden=30"), (["--machine", "abacus"], "is unknown")])
-def test_wrong_arguments_are_named(more, message, tmp_path):
-    run = run_ranks(1, "-m", "bench", "check", "--machine", "cpu", "--out", str(tmp_path), *more)
-    assert run.returncode == 2
-    assert message in run.stderr
+def test_wrong_arguments_are_named(comm, more, message, tmp_path):
+    assert message in refused(comm, "check", "--machine", "cpu", "--out", str(tmp_path), *more)
 
 
-def written(folder, **figures) -> str:
-    """The file of a machine like the processor but for some figures."""
+def written(folder, comm=MPI.COMM_SELF, **figures) -> str:
+    """The file of a machine like the processor but for some figures, written by one rank."""
     path = folder / "mine.toml"
-    path.write_text(machine_file.written(machine_model.msgspec.structs.replace(CPU, **figures)))
+    if comm.rank == 0:
+        machine = machine_model.msgspec.structs.replace(CPU, **figures)
+        path.write_text(machine_file.written(machine))
+    comm.Barrier()
     return str(path)
 
 
 @pytest.mark.parametrize("verb", [("check", "--machine", "cpu", "--matmul", "8"), ("calibrate",)],
                          ids=["check", "calibrate"])
-@pytest.mark.parametrize("ranks, name, value, message", [
-    (1, "MM3D_TRANSPORT", "foo", "choose mpi or shared"),
-    (2, "MM3D_TRANSPORT", "foo", "choose mpi or shared"),
-    (2, "MM3D_NODE_SIZE", "x", "give the number of ranks, 1 or more"),
-    (2, "MM3D_NODE_SIZE", "0", "give the number of ranks, 1 or more")])
-def test_wrong_variables_are_named_in_a_line(verb, ranks, name, value, message, tmp_path):
-    wrong = {"MM3D_TRANSPORT": "", name: value}
-    run = run_ranks(ranks, "-m", "bench", *verb, "--out", str(tmp_path / "new.toml"), **wrong)
-    assert run.returncode == 2 and not run.stdout, run.stderr
-    assert run.stderr.startswith(f"error: {name}={value!r}") and message in run.stderr
-    assert run.stderr.count("\n") == 1
+@pytest.mark.parametrize("name, value, message", [
+    ("MM3D_TRANSPORT", "foo", "choose mpi or shared"),
+    ("MM3D_NODE_SIZE", "x", "give the number of ranks, 1 or more"),
+    ("MM3D_NODE_SIZE", "0", "give the number of ranks, 1 or more")])
+@pytest.mark.ranks(1, 2)
+def test_wrong_variables_are_named_in_a_line(comm, monkeypatch, verb, name, value, message,
+                                             shared_tmp_path):
+    if comm.size == 1 and name == "MM3D_NODE_SIZE":
+        return    # which one rank does not ask for
+    monkeypatch.setenv("MM3D_TRANSPORT", "")
+    monkeypatch.setenv(name, value)
+    said = refused(comm, *verb, "--out", str(shared_tmp_path / "new.toml"))
+    assert said.startswith(f"error: {name}={value!r}") and message in said
+    assert said.count("\n") == 1
 
 
-def test_a_machine_without_a_rate_for_the_dtype_is_refused(tmp_path):
-    path = written(tmp_path, gemm_rate={"float32": 1e11})
-    run = run_ranks(2, "-m", "bench", "check", "--machine", path, "--matmul", "8", "--dtype",
-                    "float64", "--out", str(tmp_path))
-    assert run.returncode == 2 and not list(tmp_path.glob("*.h5"))
-    assert run.stderr.strip() == "error: machine cpu has no rate for float64: it has float32"
+@pytest.mark.ranks(2)
+def test_a_machine_without_a_rate_for_the_dtype_is_refused(comm, shared_tmp_path):
+    path = written(shared_tmp_path, comm, gemm_rate={"float32": 1e11})
+    said = refused(comm, "check", "--machine", path, "--matmul", "8", "--dtype", "float64",
+                   "--out", str(shared_tmp_path))
+    assert said == "error: machine cpu has no rate for float64: it has float32\n"
+    assert not list(shared_tmp_path.glob("*.h5"))
 
 
-@pytest.mark.parametrize("transport, ranks, message", [
-    ("shared", 2, "shared, not mpi: set MM3D_TRANSPORT=shared, or calibrate again"),
-    ("nccl", 2, "nccl, not mpi: calibrate again"),
-    ("shared", 1, "shared, not none: start more ranks, or calibrate again")])
-def test_a_machine_of_another_transport_is_refused(tmp_path, transport, ranks, message):
-    path = written(tmp_path, transport=transport)
-    run = run_ranks(ranks, "-m", "bench", "check", "--machine", path, "--matmul", "8", "--out",
-                    str(tmp_path), MM3D_TRANSPORT="mpi")
-    assert run.returncode == 2 and not list(tmp_path.glob("*.h5"))
-    assert run.stderr == f"error: --machine {path} was measured with transport {message}\n"
+@pytest.mark.ranks(1, 2)
+@pytest.mark.parametrize("transport, several, one", [
+    ("shared", "shared, not mpi: set MM3D_TRANSPORT=shared, or calibrate again",
+     "shared, not none: start more ranks, or calibrate again"),
+    ("nccl", "nccl, not mpi: calibrate again", "")])
+def test_a_machine_of_another_transport_is_refused(comm, shared_tmp_path, transport, several, one):
+    message = one if comm.size == 1 else several
+    path = written(shared_tmp_path, comm, transport=transport)
+    said = refused(comm, "check", "--machine", path, "--matmul", "8", "--out",
+                   str(shared_tmp_path))
+    assert said.startswith(f"error: --machine {path} was measured with transport {message}")
+    assert said.count("\n") == 1 and not list(shared_tmp_path.glob("*.h5"))
 
 
-def test_a_machine_of_another_number_of_ranks_is_refused_as_such(tmp_path):
+@pytest.mark.ranks(2)
+def test_a_machine_of_another_number_of_ranks_is_refused_as_such(comm, shared_tmp_path):
     """Whatever the transport, which one rank has none of."""
     curve = machine_model.Curve([1.0, 2.0], [1e-6, 2e-6])
-    path = written(tmp_path, transport="none", passes={"other": curve}, ranks_per_node=1)
-    run = run_ranks(2, "-m", "bench", "check", "--machine", path, "--matmul", "8", "--out",
-                    str(tmp_path))
-    assert run.returncode == 2 and not list(tmp_path.glob("*.h5"))
-    assert run.stderr == (f"error: --machine {path} was measured with 1 rank, not 2: start that "
-                          "many, or calibrate with 2\n")
+    path = written(shared_tmp_path, comm, transport="none", passes={"other": curve},
+                   ranks_per_node=1)
+    said = refused(comm, "check", "--machine", path, "--matmul", "8", "--out",
+                   str(shared_tmp_path))
+    assert said == (f"error: --machine {path} was measured with 1 rank, not 2: start that many, "
+                    "or calibrate with 2\n")
+    assert not list(shared_tmp_path.glob("*.h5"))
 
 
 def test_a_machine_measured_on_several_nodes_is_checked_there(tmp_path):

@@ -12,6 +12,7 @@ from bench.records.measurements import Measurements, Variable
 from bench.verbs import gemm
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import Collective
+from refused import refused
 from support import run_python, run_ranks
 
 CPU = machine_model.load("cpu")
@@ -148,36 +149,40 @@ def test_both_verbs_write_one_file_that_predict_and_plan_take(tmp_path, capsys):
 def test_a_foreign_file_is_refused_and_untouched(tmp_path, text):
     path = tmp_path / "theirs.toml"
     path.write_text(text)
-    done = run_python("-m", "bench", "gemm", "--sizes", "8", *QUICK, "--machine", str(path),
-                      "--out", str(tmp_path / "out"))
-    assert done.returncode == 2 and f"machine file {path}" in done.stderr
+    said = refused(MPI.COMM_SELF, "gemm", "--sizes", "8", *QUICK, "--machine", str(path),
+                   "--out", str(tmp_path / "out"))
+    assert f"machine file {path}" in said
     assert path.read_text() == text and not list(tmp_path.glob("out/*"))
 
 
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("file, more, message", [
     ("mine.txt", (), "a .toml file in a folder that exists"),
     ("no/folder/mine.toml", (), "a .toml file in a folder that exists"),
     ("mine.toml", ("--base", "abacus"), "machine 'abacus' is unknown")])
-def test_wrong_files_are_refused_before_anything_is_measured(tmp_path, file, more, message):
-    done = run_ranks(2, "-m", "bench", "collectives", "--grid", "2x1x1", *QUICK, "--machine",
-                     str(tmp_path / file), *more, "--out", str(tmp_path / "out"))
-    assert done.returncode == 2 and done.stderr.count(message) == 1
-    assert not list(tmp_path.glob("out/*"))
+def test_wrong_files_are_refused_before_anything_is_measured(comm, shared_tmp_path, file, more,
+                                                             message):
+    said = refused(comm, "collectives", "--grid", "2x1x1", *QUICK, "--machine",
+                   str(shared_tmp_path / file), *more, "--out", str(shared_tmp_path / "out"))
+    assert said.count(message) == 1 and not list(shared_tmp_path.glob("out/*"))
 
 
-@pytest.mark.parametrize("ranks, verb", [(1, ("gemm", "--sizes", "8")), (
-    2, ("collectives", "--grid", "2x1x1", "--most", "1024"))], ids=["gemm", "collectives"])
+@pytest.mark.ranks(1, 2)
 @pytest.mark.parametrize("there, message", [
     (False, "--base longhorn: a new machine file"), (True, "--base longhorn: the file is there")])
-def test_a_base_of_no_new_file_is_refused(tmp_path, ranks, verb, there, message):
-    path, where = tmp_path / "mine.toml", []
+def test_a_base_of_no_new_file_is_refused(comm, shared_tmp_path, there, message):
+    verb = {1: ("gemm", "--sizes", "8"),
+            2: ("collectives", "--grid", "2x1x1", "--most", "1024")}[comm.size]
+    path, where = shared_tmp_path / "mine.toml", []
     if there:
-        path.write_text(machine_file.written(CPU))
+        if comm.rank == 0:
+            path.write_text(machine_file.written(CPU))
+        comm.Barrier()
         where = ["--machine", str(path)]
-    done = run_ranks(ranks, "-m", "bench", *verb, *where, "--base", "longhorn", *QUICK, "--out",
-                     str(tmp_path / "out"))
-    assert done.returncode == 2 and message in done.stderr and done.stderr.count("\n") == 1
-    assert not done.stdout and not list(tmp_path.glob("out/*"))
+    said = refused(comm, *verb, *where, "--base", "longhorn", *QUICK, "--out",
+                   str(shared_tmp_path / "out"))
+    assert said.startswith("error: ") and message in said and said.count("\n") == 1
+    assert not list(shared_tmp_path.glob("out/*"))
 
 
 def test_a_machine_calibrated_with_other_ranks_is_refused(tmp_path):

@@ -18,6 +18,7 @@ from mm3d.schemes import lookup
 from mm3d.schemes.closed_form import ProductShape
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, PHASES
+from refused import refused
 from support import run_ranks
 
 LONGHORN = machine_model.load("longhorn")
@@ -172,21 +173,27 @@ def doubles(folder) -> str:
     return str(path)
 
 
-def test_a_run_on_a_machine_without_a_rate_is_refused_before_anything_is_measured(tmp_path):
-    run = run_ranks(8, "-m", "bench", "run", "--preset", "tiny", "--table", "weak", "--scheme",
-                    "3d", "--grid", "auto", "--machine", doubles(tmp_path), "--out",
-                    str(tmp_path / "out"))
-    assert run.returncode == 2 and not run.stdout and not list(tmp_path.glob("out/*"))
-    assert run.stderr.strip() == "error: machine cpu has no rate for float32: it has float64"
+@pytest.mark.ranks(8)
+def test_a_run_on_a_machine_without_a_rate_is_refused_before_anything_is_measured(
+        comm, shared_tmp_path):
+    if comm.rank == 0:
+        doubles(shared_tmp_path)
+    comm.Barrier()
+    said = refused(comm, "run", "--preset", "tiny", "--table", "weak", "--scheme", "3d", "--grid",
+                   "auto", "--machine", str(shared_tmp_path / "doubles.toml"), "--out",
+                   str(shared_tmp_path / "out"))
+    assert said == "error: machine cpu has no rate for float32: it has float64\n"
+    assert not list(shared_tmp_path.glob("out/*"))
 
 
+@pytest.mark.ranks(8)
 @pytest.mark.parametrize("grid", [[], ["--grid", "2x2x2"]])
-def test_a_machine_that_no_run_plans_for_is_refused(tmp_path, grid):
-    run = run_ranks(8, "-m", "bench", "run", "--preset", "tiny", "--scheme", "3d", *grid,
-                    "--machine", "longhorn", "--out", str(tmp_path / "out"))
-    assert run.returncode == 2 and not run.stdout and not list(tmp_path.glob("out/*"))
-    assert run.stderr == ("error: --machine longhorn: only --grid auto plans for a machine; give "
-                          "both, or leave --machine out\n")
+def test_a_machine_that_no_run_plans_for_is_refused(comm, shared_tmp_path, grid):
+    said = refused(comm, "run", "--preset", "tiny", "--scheme", "3d", *grid, "--machine",
+                   "longhorn", "--out", str(shared_tmp_path / "out"))
+    assert said == ("error: --machine longhorn: only --grid auto plans for a machine; give both, "
+                    "or leave --machine out\n")
+    assert not list(shared_tmp_path.glob("out/*"))
 
 
 @pytest.mark.parametrize("name", ["longhorn", "dgx-h100", "dgx-h200", "cpu"])

@@ -34,6 +34,7 @@ def reproduce(folder, *options: str):
                       str(folder))
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_kills_lose_nothing_finished(tmp_path):
     """The short form of ``python tests/tools/kills.py 50``."""
@@ -69,6 +70,7 @@ def test_what_is_finished_is_not_measured_again_with_the_same_settings(tmp_path)
     assert done.stdout.count("done: ") == 2 and "anew" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_damaged_row_is_measured_again(tmp_path):
     assert reproduce(tmp_path).returncode == 0
     unfinished(tmp_path)
@@ -78,6 +80,7 @@ def test_a_damaged_row_is_measured_again(tmp_path):
     assert done.stdout.count("done: ") == 2 and path.name in done.stdout    # named by the tables
 
 
+@pytest.mark.slow
 def test_a_part_of_what_was_begun_does_not_complete_it(tmp_path):
     """Of two rows none is measured, then each alone is asked for."""
     weak, strong = [(*SMALL, "--ranks", "1", "--table", table, "--out", str(tmp_path))
@@ -114,7 +117,9 @@ def test_the_command_that_measures_the_others(words, without, left):
         f"the same command{without} measures the others:\n  python -m bench {left}")
 
 
-@pytest.mark.parametrize("sign, name", [(signal.SIGTERM, "SIGTERM"), (signal.SIGINT, "SIGINT")])
+@pytest.mark.parametrize("sign, name", [
+    (signal.SIGTERM, "SIGTERM"),
+    pytest.param(signal.SIGINT, "SIGINT", marks=pytest.mark.slow)])
 def test_a_signal_ends_it_with_what_is_there(tmp_path, sign, name):
     process = started(tmp_path)
     lines = []

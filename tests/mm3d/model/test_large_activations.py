@@ -16,7 +16,8 @@ from reference import relative_error
 EPS = {"float16": 2.0 ** -11, "bfloat16": 2.0 ** -8}
 
 
-@pytest.fixture(params=["numpy", "fake", pytest.param("gpu", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["numpy", pytest.param("fake", marks=pytest.mark.slow),
+                        pytest.param("gpu", marks=pytest.mark.gpu)])
 def library(request, monkeypatch):
     """NumPy, the GPU's kernels on this processor, and a GPU where there is one."""
     if request.param == "numpy":

@@ -100,6 +100,7 @@ def test_a_new_scheme_is_tested_measured_and_shown(tmp_path):
     assert done.returncode == 1 and "3 ranks are odd: start 4" in done.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_a_new_scheme_that_is_wrong_is_found(tmp_path):
     folder = copy_with(WRONG, tmp_path / "copy")

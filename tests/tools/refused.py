@@ -1,0 +1,25 @@
+"""Refused command lines, without a process for each."""
+import io
+from contextlib import redirect_stderr, redirect_stdout
+
+from bench import verbs
+from bench.__main__ import parser
+from bench.errors import StoreError, UsageError
+
+
+def refused(comm, *words: str) -> str:
+    """Return what the ranks of `comm` print, all together, about a command line that all of them
+    refuse alike. `bench.__main__` prints the error itself once."""
+    printed, error = io.StringIO(), ""
+    with redirect_stdout(printed), redirect_stderr(printed):
+        try:
+            arguments = parser(words[0]).parse_args(words)
+            status = verbs.load(words[0]).run(arguments, comm)
+        except (UsageError, StoreError) as caught:
+            status, error = 2, f"error: {caught}\n"
+        except SystemExit as ended:
+            status = ended.code
+    everyone = comm.allgather((status, error))
+    assert everyone == everyone[:1] * comm.size, everyone
+    assert status != 0, printed.getvalue()
+    return "".join(comm.allgather(printed.getvalue())) + error
