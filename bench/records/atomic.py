@@ -2,13 +2,14 @@
 
 A file is written as a part beside its place, synced, and renamed, and so is its entry in the
 folder.  A full disk or an error leaves nothing behind; a kill at most the part, which ends in
-``.part``.
+``.part``.  A writer holds a lock on its part, which the kernel takes back when it ends.
 """
 
+import contextlib
 import errno
+import fcntl
 import os
 import secrets
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Iterator
 
@@ -76,12 +77,33 @@ def probe(folder: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-@contextmanager
+def remove_parts(folder: Path) -> None:
+    """Delete the parts that killed calls of `replace` have left in a folder.
+
+    Those stay whose writers are at work, which their locks tell, and all where files cannot be
+    locked.
+    """
+    for path in folder.glob(f"*-{'[0-9a-f]' * 8}*.part"):
+        with contextlib.suppress(FileNotFoundError):    # its writer has just come to its end
+            descriptor = os.open(path, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                continue
+            else:
+                path.unlink()
+            finally:
+                os.close(descriptor)
+
+
+@contextlib.contextmanager
 def _written(final: Path, part: Path, mode: int) -> Iterator[int]:
     """The descriptor of the new file `part`, which becomes `final` at the end of the block."""
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         try:
+            with contextlib.suppress(OSError):    # a file system may have no locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             yield descriptor
             os.fsync(descriptor)
         finally:

@@ -12,7 +12,7 @@ from mpi4py import MPI
 from bench.cases import variants
 from bench.errors import StoreError
 from bench.instruments import host
-from bench.records import journal, run_file
+from bench.records import atomic, journal, run_file
 from bench.records.journal import Journal, Reproduction
 
 
@@ -107,3 +107,4 @@ def tidy(folder: Path) -> None:
     for pattern in ("*.h5.part", ".probe-*"):
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)
+    atomic.remove_parts(folder)
