@@ -8,8 +8,9 @@ benchmarks, ``MM3D_BACKEND``), never in the middle of a computation.
 
 import os
 import time
+from contextlib import contextmanager
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any, Callable, Iterator
 
 import numpy as np
 
@@ -211,6 +212,24 @@ def get(name: str | Backend | None = None) -> Backend:
     if name not in _made:
         _made[name] = _makers[name]()
     return _made[name]
+
+
+@contextmanager
+def only(*backends: Backend) -> Iterator[None]:
+    """Have these backends alone in use within the block, and no other until `get` makes it.
+
+    Arrays belong to the first of them that owns them.  After the block the backends that were in
+    use before it are again.
+    """
+    before = dict(_made)
+    _made.clear()
+    try:
+        for backend in backends:
+            get(backend)
+        yield
+    finally:
+        _made.clear()
+        _made.update(before)
 
 
 def of(a: Array) -> Backend:

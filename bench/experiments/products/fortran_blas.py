@@ -98,12 +98,20 @@ def defined_in(function) -> str:
 
 @contextlib.contextmanager
 def multiplying(backend: Backend, gemm: Callable) -> Iterator[None]:
-    """Let `gemm` make the products of a backend."""
+    """Let `gemm` make the products of a backend within the block.
+
+    Observe within the block: an observer of an outer block is not told of these products, and is
+    told again of those after it.
+    """
+    own, before = "gemm" in vars(backend), backend.gemm
     backend.gemm = gemm
     try:
         yield
     finally:
-        del backend.gemm
+        if own:
+            backend.gemm = before
+        else:
+            del backend.gemm
 
 
 def loaded() -> dict[str, str]:
