@@ -43,5 +43,9 @@ class Failed(Exception):
     """A row that could not be measured, for a reason that is the same on every rank."""
 
 
+class LeftOut(Failed):
+    """A row that was not begun, as its nodes lack memory for it; the same on every rank."""
+
+
 class StoreError(Exception):
     """A folder that cannot be written, or a file that is not a run; says which and why."""

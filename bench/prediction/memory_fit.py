@@ -2,6 +2,7 @@
 
 import math
 import re
+import sys
 from functools import cache
 
 import numpy as np
@@ -38,19 +39,20 @@ def size(text: str) -> int:
 
 @cache
 def _peak(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
-          sizes: tuple[tuple[str, int], ...], how: Variant) -> int:
+          sizes: tuple[tuple[str, int], ...], how: Variant, block: int) -> int:
     return dry_run.extended(scheme, math.prod(grid), grid, options=how.options(scheme),
-                            dtype=dtype,
+                            dtype=dtype, block=block,
                             causal=how.causal, recompute=recompute, **dict(sizes)).peak
 
 
 def peak(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
-         sizes: dict[str, int], how: Variant = Variant()) -> int:
+         sizes: dict[str, int], how: Variant = Variant(), block: int = sys.maxsize) -> int:
     """Predict the peak bytes of rank 0, which has the most, by a dry run of the model's code.
 
     Of `how` this takes what is kept and overlaps, and whether attention looks backward only.
+    Elementwise work handles `block` elements at a time; by default all at once, as on a GPU.
     """
-    return _peak(scheme, grid, dtype, recompute, tuple(sizes.items()), how)
+    return _peak(scheme, grid, dtype, recompute, tuple(sizes.items()), how, block)
 
 
 def estimate(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,

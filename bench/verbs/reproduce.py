@@ -1,7 +1,7 @@
 """Measure all selected rows, starting mpirun for each rank count; print tables, draw figures.
 
-It goes on where an earlier one was stopped.  A row that fails is named and does not keep the
-others from being measured.
+It goes on where an earlier one was stopped.  A row that fails, or is left out as its nodes lack
+memory, is named and does not keep the others from being measured.
 """
 
 import argparse
@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Mapping
 
 import msgspec
 from tqdm import tqdm
@@ -48,6 +48,7 @@ class Progress:
     def __init__(self, total: int, done: int = 0) -> None:
         self.total, self.done, self.start = total, done, time.monotonic()
         self.failures: list[str] = []
+        self.left_out: list[str] = []
         self._bar = tqdm(total=total, initial=done, unit="row", disable=None, dynamic_ncols=True)
 
     def say(self, line: str) -> None:
@@ -56,10 +57,11 @@ class Progress:
         sys.stdout.flush()
 
     def row(self, line: str) -> None:
-        """Print a line that ends a row, "done: ..." or "failed: ..."."""
+        """Print a line that ends a row; it begins with "done", "failed" or "left out"."""
         self.done += 1
-        if line.startswith("failed"):
-            self.failures.append(line)
+        for outcome, lines in (("failed", self.failures), ("left out", self.left_out)):
+            if line.startswith(outcome):
+                lines.append(line)
         elapsed = tqdm.format_interval(time.monotonic() - self.start)
         self.say(f"[{self.done:2d}/{self.total} {elapsed}] {line}")
         self._bar.update()
@@ -78,7 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
     Returns
     -------
     int
-        0 when all rows were measured, 1 when some failed, 128 and its number after a signal.
+        0 when all rows were measured, but for rows of ``--equal-tokens`` that memory is lacking
+        for; 1 when others were not, 128 and its number after a signal.
 
     Raises
     ------
@@ -91,6 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("reproduce starts mpirun itself: run it without, as in "
                          "python -m bench reproduce")
     wanted = row_settings(arguments)
+    row_options.node_memory(arguments)    # said to be wrong here, not by every job
     asked = rows(arguments)
     library = backends.get(arguments.backend)
     variant = row_options.variant(arguments, library)
@@ -113,7 +117,8 @@ def run(arguments: argparse.Namespace) -> int:
         stopped = error
     finally:
         progress.close()
-    return conclude(log, reproduction, progress, stopped)
+    extra = {one.title: one.name for one in cases if one.row.like}
+    return conclude(log, reproduction, progress, stopped, extra)
 
 
 def row_settings(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -163,7 +168,7 @@ def passed_on(arguments: argparse.Namespace, out: Path, order: int) -> list[str]
     words = [f"--preset={arguments.preset}", f"--out={out}", f"--order={order}",
              *row_options.variant(arguments).arguments()]
     for name in ("warmup", "repetitions", "max_repetitions", "max_seconds", "width", "traced",
-                 "backend", "seed", "stall", "recompute"):
+                 "backend", "seed", "stall", "recompute", "memory"):
         value = getattr(arguments, name)
         if value is not None:
             words.append(f"--{name.replace('_', '-')}={value}")
@@ -183,20 +188,29 @@ def announce(progress: Progress, preset: str, out: Path, reproduction: Reproduct
 
 
 def conclude(log: Journal, reproduction: Reproduction, progress: Progress,
-             stopped: Stopped | None) -> int:
-    """Say how it ended, and show what is there; the exit status."""
-    failures = progress.failures
-    measured_rows = progress.done - len(failures)
+             stopped: Stopped | None, extra: Mapping[str, str]) -> int:
+    """Say how it ended, and show what is there; the exit status.
+
+    The rows that may be left out for lack of memory are `extra`: their titles and names.
+    """
+    failures, left_out = progress.failures, progress.left_out
+    measured_rows = progress.done - len(failures) - len(left_out)
+    spared = [name for title, name in extra.items()
+              if any(line.startswith(f"left out: {title}:") for line in left_out)]
+    lacking = len(failures) + len(left_out) - len(spared)
     # Others may have been begun with than were asked for now: they are to be gone on with.
-    missing = resume.missing(reproduction, log.folder)
-    outcome = "stopped" if stopped else "incomplete" if failures or missing else "complete"
+    missing = set(resume.missing(reproduction, log.folder)) - set(spared)
+    outcome = "stopped" if stopped else "incomplete" if lacking or missing else "complete"
     log.write("end", outcome=outcome, measured=measured_rows, of=progress.total)
     if failures:
         print(f"\n{len(failures)} of {progress.total} rows failed:", *failures, sep="\n  ",
               file=sys.stderr)
+    if left_out:
+        print(f"\n{len(left_out)} of {progress.total} rows left out for lack of memory:",
+              *left_out, sep="\n  ", file=sys.stderr)
     if measured_rows:
         finish(log.folder, print, figures=not stopped)
-    if stopped or failures:
+    if stopped or lacking:
         print(f"\n{stopped or 'Ended'}: {measured_rows} of {progress.total} rows are in "
               f"{log.folder}; {advice(sys.argv[1:])}", file=sys.stderr)
         if left_behind := leftover_memory.advice(leftover_memory.abandoned()):
@@ -204,7 +218,7 @@ def conclude(log: Journal, reproduction: Reproduction, progress: Progress,
     elif missing:
         print(f"\nOf what was begun at {reproduction.begun[:19]} UTC {len(missing)} rows are not "
               f"measured yet: the command that began it goes on with them")
-    return stopped.status if stopped else 1 if failures else 0
+    return stopped.status if stopped else int(lacking > 0)
 
 
 def advice(words: list[str]) -> str:

@@ -1,12 +1,14 @@
 """Options of the verbs that measure the rows of the paper's tables."""
 
 import argparse
+import math
 from typing import Any
 
 from bench.cases.paper import HEADINGS, PAPER, TITLES, load
 from bench.cases.variants import KNOWN, PLAIN, Variant, having
 from bench.errors import UsageError
 from bench.instruments.timing import Limits
+from bench.prediction import memory_fit
 from bench.verbs import options
 from mm3d.arrays.backend import Backend
 
@@ -16,6 +18,9 @@ def add_rows(parser: argparse.ArgumentParser) -> None:
     _add_selection(parser)
     _add_steps(parser)
     _add_arrays(parser)
+    parser.add_argument("--memory", metavar="SIZE", help=(
+        "of a node, such as '32 GB': rows that need more by an estimate are left out; none: no "
+        "row is (default: what the system says is available; on a GPU none)"))
     options.add_stall(parser)
 
 
@@ -81,6 +86,19 @@ def variant(arguments: argparse.Namespace, backend: Backend | None = None) -> Va
     """Return the variant that a command line with `add_variant` names, on arrays of `backend`."""
     return Variant(arguments.keep, arguments.overlap, arguments.causal, arguments.dtype,
                    arguments.dtype == PLAIN and bool(getattr(backend, "tf32", False)))
+
+
+def node_memory(arguments: argparse.Namespace) -> float | None:
+    """Return the bytes of ``--memory``, infinite for none; None where it is not given.
+
+    Raises
+    ------
+    UsageError
+        When it is no size.
+    """
+    if arguments.memory is None:
+        return None
+    return math.inf if arguments.memory == "none" else memory_fit.size(arguments.memory)
 
 
 def step_counts(arguments: argparse.Namespace) -> tuple[int, Limits]:

@@ -13,12 +13,12 @@ from bench.cases.selection import equal_tokens, named, select, shuffled
 from bench.cases.variants import Variant
 from bench.checks import layer_residuals
 from bench.console import say
-from bench.errors import Failed, StoreError, UsageError
+from bench.errors import Failed, LeftOut, StoreError, UsageError
 from bench.experiments.rows.row import Measured, measure
 from bench.experiments.rows.settings import Settings, check_variant, usable, verifiable
 from bench.instruments import chrome_trace, peaks as yardsticks, timing
 from bench.instruments.clock import wait_patiently
-from bench.prediction import machine_model
+from bench.prediction import machine_model, node_memory
 from bench.records import journal, run_file
 from bench.records.journal import writable
 from bench.records.measurements import Group
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     grid = grid_chooser(arguments, comm)
     usable(arguments.backend, comm)
     library = backends.get(arguments.backend)
-    variant = row_options.variant(arguments, library)
+    variant, memory = row_options.variant(arguments, library), row_options.node_memory(arguments)
     check_variant(variant, rows, library, arguments.recompute)
     cases = verifiable(fitting(rows, comm.size, arguments, variant))
     order = comm.bcast(random.SystemRandom().randrange(2 ** 31) if arguments.order is None
@@ -79,14 +79,17 @@ def run(arguments: argparse.Namespace, comm) -> int:
     settings = Settings(
         warmup=warmup, limits=limits, order=order, backend=arguments.backend, seed=arguments.seed,
         traced=row_options.traced_steps(arguments), recompute=arguments.recompute, grid=grid,
-        inside=arguments.inside, watched=arguments.watched, stop=stopper(arguments.stop_file))
+        inside=arguments.inside, watched=arguments.watched, stop=stopper(arguments.stop_file),
+        fits=lambda one, sizes, comm: node_memory.check(one, sizes, arguments.recompute, library,
+                                                        comm, memory))
     trace = trace_file(arguments.trace, comm, arguments.traced)
     if comm.rank == 0:
         for line in left_out(arguments.rows, comm.size):
             say(line)
     peaks = yardsticks.peaks(library, variant.dtype, comm)
     return max([report(one, settings, peaks, comm, out,
-                       trace and chrome_trace.named(trace, one.name, len(cases)))
+                       trace and chrome_trace.named(trace, one.name, len(cases)),
+                       extra=arguments.rows is None and bool(one.row.like))
                 for one in shuffled(cases, order)])
 
 
@@ -177,7 +180,7 @@ def stopper(file: str | None) -> Callable[[], bool]:
 
 
 def report(one: Case, settings: Settings, peaks: Group | None, comm, out: Path,
-           trace: Path | None) -> int:
+           trace: Path | None, extra: bool = False) -> int:
     """Measure one case, write its files, and say in a line of rank 0 how it ended.
 
     Parameters
@@ -194,11 +197,13 @@ def report(one: Case, settings: Settings, peaks: Group | None, comm, out: Path,
         The folder of results.
     trace : Path or None
         The file of its trace.
+    extra : bool
+        Whether it may be left out for lack of memory: nobody has named it.
 
     Returns
     -------
     int
-        0 when all was written, the same on every rank.
+        0 when all was written, or the row may be left out and is; the same on every rank.
     """
     # What the last row held goes back before this one asks for memory.
     gc.collect()
@@ -208,6 +213,8 @@ def report(one: Case, settings: Settings, peaks: Group | None, comm, out: Path,
         outcome = written(found, one, out, trace) if comm.rank == 0 else None
         wait_patiently(comm)    # while rank 0 writes
         status, line = comm.bcast(outcome)
+    except LeftOut as error:
+        status, line = int(not extra), f"left out: {one.title}: {error}"
     except Failed as error:
         status, line = 1, f"failed: {one.title}: {error}"
     if comm.rank == 0:

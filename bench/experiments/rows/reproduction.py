@@ -11,6 +11,7 @@ from bench.cases.case import Case
 from bench.errors import UsageError
 from mm3d import launcher
 
+OUTCOMES = ("done", "failed", "left out")    # with which a line that ends a row begins
 PATIENCE = 15    # seconds that a job has to end when it is told to
 
 
@@ -29,7 +30,7 @@ class Progress(Protocol):
         """Show a line of a job."""
 
     def row(self, line: str) -> None:
-        """Show a line that ends a row, "done: ..." or "failed: ..."."""
+        """Show a line that ends a row; it begins with one of `OUTCOMES`."""
 
 
 def measured_all(cases: list[Case], options: list[str], progress: Progress) -> None:
@@ -82,7 +83,7 @@ def launched(job: list[Case], options: list[str], progress: Progress,
     try:
         for line in process.stdout:
             reported = [one for one in pending if line.startswith(
-                (f"done: {one.title}:", f"failed: {one.title}:"))]
+                tuple(f"{outcome}: {one.title}:" for outcome in OUTCOMES))]
             if not reported:
                 progress.say(line.rstrip())
                 continue

@@ -61,10 +61,13 @@ def measure(one: Case, settings: Settings, peaks: Group | None, world,
     Failed
         On every rank, when the sizes do not fit the scheme, the result differs from the serial
         scheme's, or the job is to stop before the first repetition that counts.
+    LeftOut
+        On every rank, before anything is computed, when `settings` say that memory is lacking.
     """
     if world.bcast(world.rank == 0 and settings.stop()):
         raise Failed("not begun, as it was told to stop")
     shape, order = possible(lambda: arranged(one, settings, world))
+    settings.fits(one, shape.sizes, world)
     comm = placement.placed(world, shape, order)
     with freeing(comm.Free):
         scheme = possible(lambda: mm3d.scheme(one.row.scheme, comm, shape.sizes,

@@ -1,7 +1,7 @@
 """Settings of a job that measures rows, and whether its cases can be measured with them."""
 
 import math
-from typing import Callable, ContextManager, Iterable
+from typing import Any, Callable, ContextManager, Iterable
 
 import msgspec
 
@@ -45,6 +45,9 @@ class Settings(msgspec.Struct, frozen=True):
         See `bench.instruments.stall.watching`.
     stop : callable
         Whether to end the row with the repetitions that there are; asked on rank 0.
+    fits : callable
+        Raises LeftOut on every rank when the nodes lack memory for a case on a grid; called with
+        both and the ranks' communicator, before any large array is made.
     """
 
     warmup: int
@@ -58,6 +61,7 @@ class Settings(msgspec.Struct, frozen=True):
     inside: str = "auto"
     watched: Callable[..., ContextManager] = unwatched
     stop: Callable[[], bool] = lambda: False
+    fits: Callable[[Case, tuple[int, ...], Any], None] = lambda one, grid, comm: None
 
 
 def verifiable(cases: list[Case]) -> list[Case]:

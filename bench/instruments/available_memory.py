@@ -1,0 +1,57 @@
+"""Read how many bytes of memory this node can still give."""
+
+import ctypes
+from pathlib import Path, PurePosixPath
+
+MEMINFO, SELF, GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+# Files of a control group: its limit, its use, and what of that the kernel would drop.
+LIMITS = (("memory.max", "memory.current", "inactive_file"),
+          ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"))
+
+
+def available_memory() -> int | None:
+    """Return the bytes that new arrays can have here; None where the system does not tell.
+
+    The least of what Linux counts as available and what is left of the limits of this process'
+    control groups, of version 1 or 2, with those above them.
+    """
+    found = [room for folder in _group_folders() for files in LIMITS
+             if (room := _left(folder, *files)) is not None]
+    lines = MEMINFO.read_text().splitlines() if MEMINFO.exists() else []
+    found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
+    return min(found, default=None)
+
+
+def release_heap() -> None:
+    """Have the C library give back to the system what it holds for small arrays to come."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)    # of the GNU C library
+    if trim is not None:
+        trim(0)
+
+
+def _group_folders() -> list[Path]:
+    """List the folders of this process' control groups that may limit memory.
+
+    A container often sees its own group as the topmost, under a name that is not there.
+    """
+    found: dict[Path, None] = {}
+    for line in SELF.read_text().splitlines() if SELF.exists() else ():
+        _, kinds, name = line.split(":", 2)
+        if kinds and "memory" not in kinds.split(","):
+            continue
+        for root in ([GROUPS / "memory"] if kinds else [GROUPS, GROUPS / "unified"]):
+            inside = PurePosixPath(name.lstrip("/"))
+            found |= dict.fromkeys([root / inside, *(root / above for above in inside.parents)])
+    return list(found)
+
+
+def _left(folder: Path, limit: str, use: str, droppable: str) -> int | None:
+    """Return what is left of the limit of one control group; None where it has none."""
+    try:
+        most, used = (folder / limit).read_text().strip(), int((folder / use).read_text())
+        counts = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):
+        return None
+    if not most.isdecimal():    # "max"
+        return None
+    return max(0, int(most) - used + int(counts.get(droppable, 0)))
