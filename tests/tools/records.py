@@ -4,12 +4,16 @@ import numpy as np
 from bench.cases.case import Case, case
 from bench.cases.paper import Row, load
 from bench.experiments.rows.record import published
+from bench.instruments import spans
 from bench.records import run_file
-from bench.records.measurements import Check
+from bench.records.measurements import Check, Group, Measurements, Variable
 from bench.records.run_file import Run
+from bench.reports.figures import roofline_and_memory
 from mm3d import SCHEMES
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import PHASES
+
+PARTS = spans.parts("xyz")
 
 
 def made_up(row: Row, forward: float = 0.25, backward: float = 0.5, preset: str = "laptop",
@@ -60,3 +64,60 @@ def write_all(folder, **options):
         average = (number + 1) / 1000 * case(row, "laptop").sizes.batch
         run_file.write(made_up(row, average / 3, average * 2 / 3, **options), folder,
                        case(row, "laptop").name)
+
+
+def traced(row):
+    """A made-up run of `row` that says where its time went: rank k takes 1 + k/8 of the parts."""
+    run = made_up(row)
+    seconds = np.zeros((3, 2, row.gpus, len(PARTS)))
+    seconds += np.linspace(1, 2, row.gpus, endpoint=False)[:, None] / 100
+    run.groups["parts"] = Group(
+        {"repetition": range(3), "phase": PHASES, "rank": range(row.gpus), "part": PARTS},
+        {"seconds": Variable(seconds, "s", ("repetition", "phase", "rank", "part"))})
+    return run
+
+
+def limited(row, peak=100e9, memory=10e9):
+    """A made-up run of `row` with everything that the machine and memory say."""
+    run = traced(row)
+    of_gemm = np.zeros((2, row.gpus, len(PARTS)))
+    of_gemm[..., 0] = 1
+    for name, amount, units in (("flops", 6e8, "1"), ("bytes", 2e7, "byte")):
+        run.groups["parts"].variables[name] = Variable(amount * of_gemm, units,
+                                                       ("phase", "rank", "part"))
+    run.groups["machine"] = Group({}, {
+        f"{name}_{who}": Variable(np.float64(rate * better), f"{unit}s-1", ())
+        for name, rate, unit in (("gemm", peak, ""), ("memory", memory, "byte "))
+        for who, better in (("together", 1), ("alone", 2))} | {
+        name: Variable(np.float64(size), "byte", ()) for name, size in (
+            ("memory_arrays", 2 ** 28), ("last_level_caches", 2 ** 25))})
+    names = (*roofline_and_memory.KEPT, *roofline_and_memory.PEAK)
+    run.groups["memory"] = Group({"rank": range(row.gpus)}, {
+        name: Variable(2.0 ** 20 * np.linspace(0, 1 + k, row.gpus), "byte", ("rank",))
+        for k, name in enumerate(names)} | {
+        f"expected_{name}": Variable(np.float64(2 ** 20), "byte", ()) for name in names})
+    return run
+
+
+def matmul_record() -> Measurements:
+    """A made-up run of ``matmul``."""
+    bound = ("median", "low", "high", "confidence")
+    ratios = np.array([[0.5, 0.4, 0.6, 0.97], [0.25, 0.2, 0.3, 0.97]])
+    seconds = np.zeros((2, 3, 4))
+    seconds[:, :, 0] = [[0.002, 0.001, 0.001], [0.004, 0.001, 0.001]]
+    settings = {"form": "abt", "scheme": "3d", "dtype": "float32", "M": 64, "N": 32, "K": 16,
+                "seed": 0, "grid": "2 x 2 x 1", "grid_axes": "x y z", "transport": "mpi",
+                "ended_by": "width", "calls": 7, "one_process_threads": 1,
+                "one_process_cores": 1}
+    variables = {"seconds": Variable(seconds, "s", ("phase", "kind", "bound")),
+                 "times": Variable(np.ones((2, 6, 3, 4, 2)), "s",
+                                   ("phase", "repetition", "kind", "rank", "edge")),
+                 "flops": Variable(np.array([65536, 131072]), "1", ("phase",)),
+                 "words": Variable(np.array([[10, 20, 30, 40]] * 2), "1", ("phase", "rank")),
+                 "least_words": Variable(np.array([20.0, 0.0]), "1", ("phase",))}
+    variables |= {name: Variable(ratios, "1", ("phase", "bound"))
+                  for name in ("efficiency", "ceiling", "share_of_the_ceiling")}
+    return Measurements("matmul", settings, {"cores": 2, "cpu_model": "Some CPU"}, {
+        "phase": ["forward", "backward"], "repetition": range(6), "rank": range(4),
+        "kind": ["product", "local products", "one process"], "edge": ["begin", "end"],
+        "bound": bound}, variables, [Check("C", 1.0, 8.0)])

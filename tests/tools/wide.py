@@ -11,8 +11,8 @@ import mm3d
 from mpi4py import MPI
 from mm3d.model import cost
 from models import Parallelism, data, differences, train
+from products import FORMS, Case
 from reference import SHAPES, on_grid, total, words
-from test_products import FORMS, Case
 
 SIZES = {    # nothing divides but where it says so
     "uneven": dict(layers=1, hidden=40, heads=10, batch=5, seq=7),

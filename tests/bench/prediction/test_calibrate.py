@@ -22,8 +22,8 @@ from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, Pass
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
+from machine_files import assert_sourced
 from support import run_ranks
-from test_plan import assert_sourced
 
 CURVE = machine_model.Curve([100.0, 1000.0], [1e-6, 1e-5])
 LINE = machine_model.Line("all_gather", 2, 4, 1e-6, 1e-9, CURVE)

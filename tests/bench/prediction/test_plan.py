@@ -18,6 +18,7 @@ from mm3d.schemes import lookup
 from mm3d.schemes.closed_form import ProductShape
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, PHASES
+from machine_files import assert_sourced
 from refused import refused
 from support import run_ranks
 
@@ -199,16 +200,6 @@ def test_a_machine_that_no_run_plans_for_is_refused(comm, shared_tmp_path, grid)
 @pytest.mark.parametrize("name", ["longhorn", "dgx-h100", "dgx-h200", "cpu"])
 def test_every_figure_of_a_machine_has_its_source(name):
     assert_sourced(machine_model.load(name))
-
-
-def assert_sourced(machine):
-    """What a file leaves at its default, or has as nothing, needs no source."""
-    absent = {name for name, default in zip(reversed(machine.__struct_fields__),
-                                            reversed(machine.__struct_defaults__))
-              if getattr(machine, name) == (default.factory() if hasattr(default, "factory")
-                                            else default)}
-    figures = set(machine.__struct_fields__) - {"name", "about", "sources"} - absent
-    assert figures <= set(machine.sources) <= figures | absent and all(machine.sources.values())
 
 
 def test_collectives_share_the_links_they_need():

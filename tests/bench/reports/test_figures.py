@@ -7,18 +7,12 @@ from bench.__main__ import main
 from bench.cases.case import case
 from bench.cases.paper import TITLES
 from bench.cases.selection import select
-from bench.instruments import spans
 from bench.records import run_file
 from bench.records.folder import gather
-from bench.records.measurements import Group, Variable
 from bench.reports.figures import (against_ranks, every_figure, roofline_and_memory, style,
                                    time_shares)
 from bench.reports.merit_rows import overview
-from mm3d.tracing.events import PHASES
-from records import made_up, write_all
-from test_formats import products
-
-PARTS = spans.parts("xyz")
+from records import PARTS, limited, made_up, matmul_record, traced, write_all
 
 
 @pytest.fixture
@@ -153,17 +147,6 @@ def test_a_presets_name_cannot_leave_the_folder(tmp_path):
     assert "average-step-time-..-up--x_-.png" in {path.name for path in files}
 
 
-def traced(row):
-    """A made-up run of `row` that says where its time went: rank k takes 1 + k/8 of the parts."""
-    run = made_up(row)
-    seconds = np.zeros((3, 2, row.gpus, len(PARTS)))
-    seconds += np.linspace(1, 2, row.gpus, endpoint=False)[:, None] / 100
-    run.groups["parts"] = Group(
-        {"repetition": range(3), "phase": PHASES, "rank": range(row.gpus), "part": PARTS},
-        {"seconds": Variable(seconds, "s", ("repetition", "phase", "rank", "part"))})
-    return run
-
-
 def test_where_the_time_goes_is_stacked_to_the_whole(tmp_path):
     for row in select("weak", "1d,3d")[:2]:
         run_file.write(traced(row), tmp_path, case(row, "laptop").name)
@@ -198,28 +181,6 @@ def test_a_figure_without_its_numbers_is_left_out_with_a_reason(tmp_path, capsys
     out = capsys.readouterr().out
     assert "not drawn: where-the-time-goes-laptop: no run says where its time went" in out
     assert not list(tmp_path.glob("where*"))
-
-
-def limited(row, peak=100e9, memory=10e9):
-    """A made-up run of `row` with everything that the machine and memory say."""
-    run = traced(row)
-    of_gemm = np.zeros((2, row.gpus, len(PARTS)))
-    of_gemm[..., 0] = 1
-    for name, amount, units in (("flops", 6e8, "1"), ("bytes", 2e7, "byte")):
-        run.groups["parts"].variables[name] = Variable(amount * of_gemm, units,
-                                                       ("phase", "rank", "part"))
-    run.groups["machine"] = Group({}, {
-        f"{name}_{who}": Variable(np.float64(rate * better), f"{unit}s-1", ())
-        for name, rate, unit in (("gemm", peak, ""), ("memory", memory, "byte "))
-        for who, better in (("together", 1), ("alone", 2))} | {
-        name: Variable(np.float64(size), "byte", ()) for name, size in (
-            ("memory_arrays", 2 ** 28), ("last_level_caches", 2 ** 25))})
-    names = (*roofline_and_memory.KEPT, *roofline_and_memory.PEAK)
-    run.groups["memory"] = Group({"rank": range(row.gpus)}, {
-        name: Variable(2.0 ** 20 * np.linspace(0, 1 + k, row.gpus), "byte", ("rank",))
-        for k, name in enumerate(names)} | {
-        f"expected_{name}": Variable(np.float64(2 ** 20), "byte", ()) for name in names})
-    return run
 
 
 def test_the_roofline_has_its_roofs_and_points(tmp_path):
@@ -303,7 +264,7 @@ def test_zeros_alone_have_an_axis_without_a_warning(recwarn):
 
 
 def test_microbenchmarks_alone_have_no_figures(tmp_path, capsys):
-    run_file.write(products(), tmp_path, "matmul")
+    run_file.write(matmul_record(), tmp_path, "matmul")
     assert main(["plot", str(tmp_path)]) == 0
     assert "not drawn: all figures: no row of the tables was measured" in capsys.readouterr().out
     assert not list(tmp_path.glob("*.png"))

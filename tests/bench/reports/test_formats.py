@@ -10,11 +10,11 @@ import pytest
 from bench.__main__ import main
 from bench.cases.paper import load
 from bench.records import run_file
-from bench.records.measurements import Check, Measurements, Variable
+from bench.records.measurements import Measurements, Variable
 from bench.reports import formats, micro_tables
 from bench.reports.document import Column, Notes, Number, Table
 from bench.reports.formats import render
-from records import made_up
+from records import made_up, matmul_record
 
 NASTY = r"50 % of_a & b <i> #1 ~^\ {x} `y` *z* | w"
 DOCUMENT = ["A heading", Table("Of " + NASTY, [
@@ -71,7 +71,7 @@ def test_latex_escapes_and_every_row_has_all_columns():
 def test_the_verb_prints_all_rows_in_every_format(tmp_path, capsys, form):
     for row in load().rows:
         run_file.write(made_up(row), tmp_path, row.table)
-    run_file.write(products(), tmp_path, "matmul")
+    run_file.write(matmul_record(), tmp_path, "matmul")
     assert main(["table", str(tmp_path), "--format", form]) == 0
     out = capsys.readouterr().out
     for row in load().rows:
@@ -91,32 +91,8 @@ def test_wrong_formats_and_folders_get_one_message(tmp_path, capsys):
     assert "nowhere is no folder of results" in capsys.readouterr().err
 
 
-def products() -> Measurements:
-    """A made-up run of ``matmul``."""
-    bound = ("median", "low", "high", "confidence")
-    ratios = np.array([[0.5, 0.4, 0.6, 0.97], [0.25, 0.2, 0.3, 0.97]])
-    seconds = np.zeros((2, 3, 4))
-    seconds[:, :, 0] = [[0.002, 0.001, 0.001], [0.004, 0.001, 0.001]]
-    settings = {"form": "abt", "scheme": "3d", "dtype": "float32", "M": 64, "N": 32, "K": 16,
-                "seed": 0, "grid": "2 x 2 x 1", "grid_axes": "x y z", "transport": "mpi",
-                "ended_by": "width", "calls": 7, "one_process_threads": 1,
-                "one_process_cores": 1}
-    variables = {"seconds": Variable(seconds, "s", ("phase", "kind", "bound")),
-                 "times": Variable(np.ones((2, 6, 3, 4, 2)), "s",
-                                   ("phase", "repetition", "kind", "rank", "edge")),
-                 "flops": Variable(np.array([65536, 131072]), "1", ("phase",)),
-                 "words": Variable(np.array([[10, 20, 30, 40]] * 2), "1", ("phase", "rank")),
-                 "least_words": Variable(np.array([20.0, 0.0]), "1", ("phase",))}
-    variables |= {name: Variable(ratios, "1", ("phase", "bound"))
-                  for name in ("efficiency", "ceiling", "share_of_the_ceiling")}
-    return Measurements("matmul", settings, {"cores": 2, "cpu_model": "Some CPU"}, {
-        "phase": ["forward", "backward"], "repetition": range(6), "rank": range(4),
-        "kind": ["product", "local products", "one process"], "edge": ["begin", "end"],
-        "bound": bound}, variables, [Check("C", 1.0, 8.0)])
-
-
 def test_products_of_several_runs_share_a_table():
-    table, notes = micro_tables.matmul([products(), products()])
+    table, notes = micro_tables.matmul([matmul_record(), matmul_record()])
     assert len(table.rows) == 4
     assert [str(cell) for cell in table.rows[1]] == [
         "abt 64 x 32 x 16", "float32", "3d 2 x 2 x 1", "mpi", "backward", "4.000", "0.0", "1.000",
@@ -158,8 +134,8 @@ def test_a_kind_that_is_not_known_still_gets_a_table():
 
 def test_a_folder_of_microbenchmarks_alone_has_tables(tmp_path):
     from bench.reports.paper_tables import tables
-    run_file.write(products(), tmp_path, "matmul")
-    later = products()
+    run_file.write(matmul_record(), tmp_path, "matmul")
+    later = matmul_record()
     later.created, later.configuration["seed"] = "2999-01-01T00:00:00+00:00", 5
     later.variables["seconds"].values *= 2
     run_file.write(later, tmp_path, "matmul")

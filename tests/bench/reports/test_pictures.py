@@ -15,14 +15,14 @@ from bench.prediction import machine_model, planner, scaling
 from bench.records import run_file
 from bench.records.folder import gather
 from bench.reports.figures import cube, every_figure, prediction, roofline_and_memory
+from records import limited
 from support import ROOT
-from test_figures import limited
 
 LONGHORN = machine_model.load("longhorn")
 MEASURED = ROOT / "results" / "amd-epyc-2-cores"
 SIZES = dict(layers=2, hidden=512, heads=8, batch=16, seq=64)
 # What draws, by the modules that make figures; each is covered below.
-MAKERS = {"cube", "outlook", "panels"}
+MAKERS = {"cube", "prediction", "style"}
 
 
 class Texts:

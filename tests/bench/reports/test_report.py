@@ -9,8 +9,7 @@ from bench.cases.paper import load
 from bench.cases.selection import select
 from bench.records import run_file
 from bench.reports.page import report
-from records import made_up, write_all
-from test_formats import products
+from records import made_up, matmul_record, write_all
 
 
 class Page(HTMLParser):
@@ -39,7 +38,7 @@ class Page(HTMLParser):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("machine")
     write_all(folder, oversubscribed=True)
-    run_file.write(products(), folder, "matmul")
+    run_file.write(matmul_record(), folder, "matmul")
     (folder / "cut.h5").write_bytes(b"\x89HDF\r\n\x1a\nno more")
     report(folder)
     return folder
@@ -83,7 +82,7 @@ def test_hostile_text_in_a_record_is_only_text(tmp_path):
     run.environment |= {"cpu_model": HOSTILE, "command": HOSTILE, "mpi": "</style>" + HOSTILE}
     run.configuration["preset"] = HOSTILE
     run_file.write(run, tmp_path, "weak")
-    record = products()
+    record = matmul_record()
     record.kind, record.configuration["form"] = "matmul", HOSTILE
     run_file.write(record, tmp_path, "matmul")
     page = Page(report(tmp_path, tmp_path / "page.html"))

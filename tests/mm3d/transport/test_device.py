@@ -9,40 +9,18 @@ from mpi4py import MPI
 
 import fakecupy
 import fakelibs
-import fakenccl
 import mm3d
 from bench.checks import against_serial, rounding
 from bench.instruments import hidden_time, host as machine
 from mm3d import selftest
 from mm3d.arrays import backend, cupy_backend
 from mm3d.transport import choice, cuda_aware, device, exchange
-from mm3d.transport.nccl import NcclTransport
 from mm3d.transport.pending import Pending
 from mirror import during_products
 from models import SIZES, SOME, Parallelism, data, differences, serial, train
 from reference import integers
 
 NAMES = tuple(device.TRANSPORTS)
-
-
-class Nccl(NcclTransport):
-    """Tells the fake which ranks make a group."""
-
-    def __init__(self, comm, backend) -> None:
-        fakenccl.line = comm
-        super().__init__(comm, backend)
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    """The backend "cupy" over host memory, with NCCL."""
-    for name, module in fakelibs.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(backend, "_made", {})
-    monkeypatch.setattr(cupy_backend.CupyBackend, "nccl", fakenccl)
-    monkeypatch.setitem(device.TRANSPORTS, "nccl", Nccl)
-    monkeypatch.setattr(choice, "_nccl_problem", lambda places, installed: "")
-    return backend.get("cupy")
 
 
 @pytest.fixture(params=["staged", "nccl", "device",

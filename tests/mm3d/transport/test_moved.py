@@ -16,7 +16,6 @@ from mm3d.grid.axis import COLLECTIVES
 from mm3d.transport import choice, device, exchange, shared_memory
 from records import made_up
 from reference import on_grid
-from test_device import cupy  # noqa: F401
 
 ODD = 3     # columns, so that blocks along the last dimension lie in pieces
 LONG = 2 * exchange.SMALL

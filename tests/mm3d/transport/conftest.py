@@ -1,0 +1,30 @@
+"""A CuPy over host memory, for the transports of device arrays."""
+import sys
+
+import pytest
+
+import fakelibs
+import fakenccl
+from mm3d.arrays import backend, cupy_backend
+from mm3d.transport import choice, device
+from mm3d.transport.nccl import NcclTransport
+
+
+class Nccl(NcclTransport):
+    """Tells the fake which ranks make a group."""
+
+    def __init__(self, comm, backend) -> None:
+        fakenccl.line = comm
+        super().__init__(comm, backend)
+
+
+@pytest.fixture
+def cupy(monkeypatch):
+    """The backend "cupy" over host memory, with NCCL."""
+    for name, module in fakelibs.modules().items():
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setattr(backend, "_made", {})
+    monkeypatch.setattr(cupy_backend.CupyBackend, "nccl", fakenccl)
+    monkeypatch.setitem(device.TRANSPORTS, "nccl", Nccl)
+    monkeypatch.setattr(choice, "_nccl_problem", lambda places, installed: "")
+    return backend.get("cupy")
