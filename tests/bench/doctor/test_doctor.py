@@ -16,7 +16,7 @@ from bench.doctor.child_jobs import Facts
 from mm3d import launcher
 from support import run_python, run_ranks
 
-STANDIN = str(Path(__file__).parent / "standin")
+STANDIN = str(ROOT / "tests" / "tools" / "standin")
 MPIRUN = shlex.quote(launcher.mpirun_command(1)[0])
 NAMES = [check.__name__ for check in CHECKS]
 

@@ -315,7 +315,7 @@ def test_what_may_name_somebody_is_masked(monkeypatch):
 
 def test_all_that_computes_is_of_the_source(tmp_path, monkeypatch):
     """To the byte, whatever its language; how figures and pages look is not."""
-    monkeypatch.setattr(host, "__file__", str(tmp_path / "bench" / "machine.py"))
+    monkeypatch.setattr(host, "__file__", str(tmp_path / "bench" / "instruments" / "host.py"))
     kinds = {path.suffix for folder in ("mm3d", "bench") for path in (ROOT / folder).rglob("*")
              if path.is_file() and "__pycache__" not in path.parts}
     assert kinds >= {".py", ".cu", ".toml"}

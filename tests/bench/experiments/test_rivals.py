@@ -52,7 +52,7 @@ def test_our_products_are_made_by_scalapack_s_function(installed, tmp_path):
     program = tmp_path / "wrong.py"
     program.write_text("""
 import sys
-from bench import blas
+from bench.experiments.products import fortran_blas as blas
 from bench.__main__ import main
 right = blas.Gemm.__call__
 
@@ -69,7 +69,7 @@ sys.exit(main(sys.argv[1:]))
 
 GEMM = """
 import numpy as np
-from bench import blas, pgemm
+from bench.experiments.products import fortran_blas as blas, pgemm
 library = pgemm.library()
 for dtype in ("float32", "float64"):
     gemm = blas.Gemm(library, dtype)
@@ -113,7 +113,7 @@ def test_a_wrong_product_of_scalapack_is_noticed(installed, tmp_path):
     program.write_text("""
 import mm3d
 from mpi4py import MPI
-from bench import pgemm
+from bench.experiments.products import pgemm
 rival = pgemm.Pgemm(pgemm.library(), MPI.COMM_WORLD, (48, 40, 56), "float64", 8, 0)
 rival()
 right = rival.error(1)

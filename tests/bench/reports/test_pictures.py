@@ -63,7 +63,7 @@ def texts(monkeypatch):
 
 
 def test_figures_are_made_where_these_tests_look():
-    found = {path.stem for path in Path(bench.__file__).parent.glob("*.py")
+    found = {path.stem for path in Path(bench.__file__).parent.rglob("*.py")
              if re.search(r"import (Figure|pyplot)\b", path.read_text())}
     assert found == MAKERS
 

@@ -14,7 +14,6 @@ from support import run_python, run_ranks
 STOPS = """
 import os, signal, sys
 import mm3d
-from mm3d import observe
 from mpi4py import MPI
 comm = MPI.COMM_WORLD
 scheme = mm3d.scheme("3d", comm, grid=(1, 2, 2))
@@ -141,7 +140,8 @@ def test_a_row_is_watched_where_it_is_counted_and_timed(tmp_path):
     """Also one that recomputes; it is measured all the same."""
     source = """
 import sys
-from bench import __main__ as bench, run
+from bench import __main__ as bench
+from bench.experiments.rows import row as run
 from mm3d.tracing.watchdog import Position
 counted, enter, where, told = run.counted_step, Position.enter, ["timed"], set()
 def step(*arguments):

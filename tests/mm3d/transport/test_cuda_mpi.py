@@ -14,7 +14,7 @@ import pytest
 
 from support import run_command
 
-HERE = Path(__file__).parent / "standin"
+HERE = ROOT / "tests" / "tools" / "standin"
 MPI_FOLDER = os.environ.get("MM3D_CUDA_MPI", "")
 HEADERS = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
 
