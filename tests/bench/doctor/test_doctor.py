@@ -3,7 +3,6 @@ import json
 import re
 import shlex
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +13,7 @@ from bench.doctor import census
 from bench.doctor.checks import CHECKS
 from bench.doctor.child_jobs import Facts
 from mm3d import launcher
-from support import run_python, run_ranks
+from support import ROOT, run_python, run_ranks
 
 STANDIN = str(ROOT / "tests" / "tools" / "standin")
 MPIRUN = shlex.quote(launcher.mpirun_command(1)[0])

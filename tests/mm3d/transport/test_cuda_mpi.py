@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support import run_command
+from support import ROOT, run_command
 
 HERE = ROOT / "tests" / "tools" / "standin"
 MPI_FOLDER = os.environ.get("MM3D_CUDA_MPI", "")
