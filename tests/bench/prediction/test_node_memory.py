@@ -92,6 +92,7 @@ def test_a_row_that_does_not_fit_is_not_begun(comm, shared_tmp_path, monkeypatch
         assert len(list(shared_tmp_path.glob("*/*.h5"))) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.limit(300)
 def test_reproduce_measures_the_others_and_says_so(tmp_path):
     """An extra row is no failure, a row of the tables is."""
