@@ -101,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def command() -> NoReturn:
     """Run the program."""
-    guard.together()    # `run_on_all_ranks` ends the job when one rank fails
+    guard.disarm()    # `run_on_all_ranks` ends the job when one rank fails
     sys.exit(main())
 
 

@@ -118,7 +118,7 @@ def install() -> Guard | None:
     return guard
 
 
-def together() -> None:
+def disarm() -> None:
     """Leave it to the program to end the job of all ranks.
 
     For one whose ranks agree on a status other than 0 and leave together, which is no failure of

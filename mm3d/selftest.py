@@ -78,7 +78,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    guard.together()    # the status is the same on all ranks, and what one raises ends the job
+    guard.disarm()    # the status is the same on all ranks, and what one raises ends the job
     try:
         sys.exit(main())
     except Exception:

@@ -90,7 +90,7 @@ def product(name: str, matrices: tuple[Array, Array, Array], seed: int,
         On all ranks of `comm`, when the product of one is wrong.
     """
     A, B, C = (Distributed(block, tuple(map(slice, (0, 0), block.shape)), block.shape,
-                           MPI.COMM_SELF) for block in (backends.of(a).to_host(a)
+                           MPI.COMM_SELF) for block in (backends.backend_of(a).to_host(a)
                                                         for a in matrices))
     checks = freivalds.checks(name, A, B, C, seed, str(matrices[2].dtype), eps)
     wrong = [f"{done.quantity} is off by {done.error:.2g} |A||B|, tolerance {done.tolerance:.2g}"

@@ -41,7 +41,7 @@ class _Overlap(ArrayObserver):
         self.open: list[Any] = []
         self.marks: list[tuple[Any, Any]] = []
 
-    def enter(self, event: Overlapped, meet: Callable[[], None] | None = None) -> None:
+    def enter(self, event: Overlapped, barrier: Callable[[], None] | None = None) -> None:
         """Mark the begin of a call."""
         self.open.append(self.backend.mark())
 

@@ -89,7 +89,7 @@ def placed(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> MPI.Intracomm:
     Every rank calls this.  Rank 0 stays rank 0; the caller frees the communicator.
     """
     launched = GridShape(chosen, [shape[axis] for axis in chosen])
-    return comm.Split(0, GridShape.of(shape).rank(launched.coordinates(comm.rank)))
+    return comm.Split(0, GridShape.from_sizes(shape).rank(launched.coordinates(comm.rank)))
 
 
 def found(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> Placement:
@@ -104,7 +104,7 @@ def found(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> Placement:
     chosen : str
         See `order`.
     """
-    nodes, grid = node_numbers(comm), GridShape.of(shape)
+    nodes, grid = node_numbers(comm), GridShape.from_sizes(shape)
 
     def within_nodes(axis: str) -> bool:
         first = [grid.rank({**coords, axis: 0}) for coords in grid.everywhere()]

@@ -79,7 +79,7 @@ class Recorder(Observer):
         self.spans: list[Span] = []
         self._backend, self._now, self._open, self._phase = backend, now, [], ""
 
-    def enter(self, event: Event, meet: Callable[[], None] | None = None) -> None:
+    def enter(self, event: Event, barrier: Callable[[], None] | None = None) -> None:
         """Begin the span of `event`, for a collective after a barrier of its ranks."""
         if isinstance(event, Phase):
             self._phase = event.name
@@ -94,9 +94,9 @@ class Recorder(Observer):
                         bytes=event.batch * size * np.dtype(event.dtype).itemsize)
         elif isinstance(event, Collective):
             where = event.direction, event.kind, self._operand(event.kind)
-            if meet is not None:
+            if barrier is not None:
                 self._begin(f"wait along {event.direction}", "wait", *where)
-                meet()
+                barrier()
                 self.leave()
             name = " ".join(filter(None, (event.kind.replace("_", "-"), where[2],
                                           f"along {event.direction}")))

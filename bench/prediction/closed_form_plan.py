@@ -96,7 +96,7 @@ def elementwise() -> tuple[np.ndarray, np.ndarray]:
         outer = 4 * seq * 256
         rows.append((outer, outer / ranks, 4 * 4 * seq * seq / ranks))
         for phase in PHASES:
-            moved = sum(e.bytes * n for e, n in trace.of(Pass, phase).items())
+            moved = sum(e.bytes * n for e, n in trace.count(Pass, phase).items())
             found[phase].append(moved / 4)
     return tuple(np.linalg.solve(np.array(rows), np.array(found[phase]))
                  for phase in PHASES)

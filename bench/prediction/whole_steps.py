@@ -170,12 +170,12 @@ def together(machine: machine_model.Machine, works: Sequence[Work],
     relative squares, for the seconds that `works` took.
     """
     traces = [trace(work, "float32", machine.granule) for work in works]
-    sizes = sorted({event.size for one in traces for event in one.of(Collective)})
+    sizes = sorted({event.size for one in traces for event in one.count(Collective)})
     others = {size: (size - 1) / size for size in sizes}    # of the ranks that meet
     rows = [[sum(step_seconds(machine, one).values()),
-             (one.of(Gemm) + one.of(Pass)).total(),
+             (one.count(Gemm) + one.count(Pass)).total(),
              math.fsum(times * meetings(event) * others[event.size]
-                       for event, times in one.of(Collective).items())]
+                       for event, times in one.count(Collective).items())]
             for one in traces]
     terms = np.array(rows) / took[:, None]
     more, launch, waiting = nonnegative(terms, 1 - terms[:, 0]).tolist()

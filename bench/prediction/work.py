@@ -13,7 +13,7 @@ from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.tracing.events import PHASES
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
-from mm3d.transport.silent import Absent
+from mm3d.transport.silent import DryCommunicator
 
 NAMES = {"matmul": "MNK", "layer": ("hidden", "heads", "batch", "seq", "layers")}
 Seconds = dict[str, float]    # by phase
@@ -72,8 +72,8 @@ def trace(work: Work, dtype: str, block: int) -> Trace:
                                 **dict(zip(NAMES["layer"], work.sizes)))
     backend = backends.get(DryBackend())
     backend.begin(block)
-    problem = Problem(work.scheme, work.form, Absent(work.ranks), work.grid, work.sizes, dtype, 0,
-                      backend)
+    problem = Problem(work.scheme, work.form, DryCommunicator(work.ranks), work.grid, work.sizes,
+                      dtype, 0, backend)
     with observed(problem.grid, backend.trace, problem):
         for phase in PHASES:
             problem.steps[phase]()

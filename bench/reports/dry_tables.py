@@ -40,7 +40,7 @@ def phases(trace: Trace, useful: dict[str, int]) -> Table:
     rows = [[phase, *map(_count, (
                 trace.flops(phase), again[phase], useful[phase], trace.words(phase),
                 sum(t.messages for t in trace.traffic[phase].values()),
-                sum(e.bytes * n for e, n in trace.of(Pass, phase).items())))]
+                sum(e.bytes * n for e, n in trace.count(Pass, phase).items())))]
             for phase in PHASES]
     return Table("A step of this rank", [
         Column("phase"), Column("flops"), Column("of these again"),
@@ -50,7 +50,7 @@ def phases(trace: Trace, useful: dict[str, int]) -> Table:
 
 def collectives(trace: Trace) -> Table:
     """Make the table of collectives by phase, direction and kind."""
-    groups = {e.direction: (e.size, e.stride) for e in trace.of(Collective)}
+    groups = {e.direction: (e.size, e.stride) for e in trace.count(Collective)}
     rows = [[phase, axis, kind, *map(_count, (*groups[axis], t.calls, t.messages, t.words,
                                               t.bytes))]
             for phase in PHASES for (axis, kind), t in sorted(trace.traffic[phase].items())]

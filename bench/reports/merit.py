@@ -33,7 +33,7 @@ def useful_flops(run: Run) -> int:
 
     What backward computes again, or several ranks alike, is not useful.
     """
-    return sum(cost.flops(describe(ModelSizes.of(run.configuration))).values())
+    return sum(cost.flops(describe(ModelSizes.from_settings(run.configuration))).values())
 
 
 def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:
@@ -84,7 +84,7 @@ def computed_again(run: Run) -> list[Figure]:
     name = chosen.get("recompute", "none")
     if name == "none":
         return []
-    again = cost.flops_again(describe(ModelSizes.of(chosen), recompute=name))
+    again = cost.flops_again(describe(ModelSizes.from_settings(chosen), recompute=name))
     useful, traced = useful_flops(run), time_parts.variable(run, "parts", "flops")
     executed = math.nan if traced is None else float(traced.values.sum())
     return [Figure(f"operations executed, recompute {name}, over useful", executed / useful, "1",

@@ -45,7 +45,7 @@ def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
     try:
         run = parse(group, place)
         if not isinstance(run, Measurements):
-            ModelSizes.of(run.configuration).check()
+            ModelSizes.from_settings(run.configuration).check()
     except (StoreError, ValueError) as error:
         return [*errors, str(error)], []
     common = rules.MEASUREMENTS if isinstance(run, Measurements) else rules.MODEL

@@ -13,7 +13,7 @@ from bench.records.measurements import Measurements, grid_shape
 from mm3d import ModelSizes, SCHEMES, describe
 from mm3d.model import cost
 from mm3d.tracing.dry_arrays import DryBackend
-from mm3d.transport.silent import Absent
+from mm3d.transport.silent import DryCommunicator
 
 CLOSE = 1e-9    # relative: the same numbers computed again
 # Relative to the times: least squares on another machine's LAPACK.
@@ -136,7 +136,7 @@ def moved(chosen: dict, phases: list[str], ranks: int) -> np.ndarray:
     grid = grid_shape(chosen).sizes
     words = np.zeros((len(phases), ranks), np.int64)
     for rank in range(ranks):
-        problem = Problem(chosen["scheme"], chosen["form"], Absent(ranks, rank), grid,
+        problem = Problem(chosen["scheme"], chosen["form"], DryCommunicator(ranks, rank), grid,
                           tuple(chosen[name] for name in "MNK"), chosen["dtype"], 0,
                           DryBackend())
         for p, phase in enumerate(phases):
@@ -149,7 +149,7 @@ def moved(chosen: dict, phases: list[str], ranks: int) -> np.ndarray:
 def _layer(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]:
     """Compute all of a layer from its times (repetition, kind, rank, edge) and sizes."""
     chosen, spans = run.configuration, _makespans(found["times"])
-    described = describe(ModelSizes.of(chosen))
+    described = describe(ModelSizes.from_settings(chosen))
     none = UNKNOWN[0]
     again = {"seconds": Again(np.array([interval(kind, none) for kind in spans.T]),
                               "the makespans of the times"),

@@ -82,7 +82,7 @@ def verification(run: Run) -> Iterator[str]:
             yield (f"verification: the tolerance of {check.quantity} is {check.tolerance:g}; the "
                    f"rules allow {limit:g}")
     names = {check.quantity for check in serial}
-    model = describe(ModelSizes.of({**run.configuration, "layers": layers}))
+    model = describe(ModelSizes.from_settings({**run.configuration, "layers": layers}))
     arrays = cost.parameter_arrays(model)
     wanted = 2 + arrays
     if not {"output", "input gradient"} <= names or len(names) != wanted:
@@ -172,7 +172,7 @@ def words(run: Run) -> Iterator[str]:
     chosen = run.configuration
     if chosen["scheme"] not in SCHEMES or not counted_along_grid(run):
         return
-    expected = expected_words(chosen["scheme"], run.grid, ModelSizes.of(chosen),
+    expected = expected_words(chosen["scheme"], run.grid, ModelSizes.from_settings(chosen),
                               recorded(chosen).keep, recomputed(run), run.directions)
     counted = run.traffic["words"].sum(axis=1)
     for name, found in (("expected_words", run.expected_words), ("the words counted", counted)):
@@ -206,7 +206,7 @@ def groups(run: Run) -> Iterator[str]:
             yield "parts/seconds has times below 0, or no numbers"
     if "memory" not in found or chosen["scheme"] not in SCHEMES:
         return
-    described = describe(ModelSizes.of(chosen), recompute=recomputed(run))
+    described = describe(ModelSizes.from_settings(chosen), recompute=recomputed(run))
     stored = cost.parameters(described)
     saved = cost.saved_words(chosen["scheme"], run.grid, described, keep=recorded(chosen).keep)
     size = itemsize(chosen["dtype"])

@@ -81,7 +81,8 @@ class Backend:
         a[...] = host
         return a
 
-    def made(self, shape: tuple[int, ...], dtype: Any, make: Callable[[], np.ndarray]) -> Array:
+    def from_host(self, shape: tuple[int, ...], dtype: Any,
+                  make: Callable[[], np.ndarray]) -> Array:
         """The NumPy array of `shape` that `make` gives, as one of `dtype` in this library."""
         return self.asarray(make().astype(dtype, copy=False))
 
@@ -90,7 +91,7 @@ class Backend:
         return np.asarray(a)
 
     def host_copy(self, a: Array) -> np.ndarray:
-        """A copy of `a` in host memory, made to travel (see `wire`)."""
+        """A copy of `a` in host memory, made to travel (see `mpi_buffer`)."""
         return np.ascontiguousarray(self.to_host(a))
 
     def host_buffer(self, a: Array) -> np.ndarray:
@@ -101,7 +102,7 @@ class Backend:
         """Copy `host`, from `host_copy` or `host_buffer`, into `a`."""
         a[...] = self.asarray(host)
 
-    def wire(self, a: Array) -> Array:
+    def mpi_buffer(self, a: Array) -> Array:
         """`a` where it lies, as a type that MPI can move."""
         return a
 
@@ -232,7 +233,7 @@ def only(*backends: Backend) -> Iterator[None]:
         _made.update(before)
 
 
-def of(a: Array) -> Backend:
+def backend_of(a: Array) -> Backend:
     """The backend in use that `a` belongs to.
 
     Raises
@@ -249,10 +250,10 @@ def of(a: Array) -> Backend:
 
 def namespace(a: Array) -> ModuleType:
     """The array library of `a`, whose functions work on it."""
-    return of(a).xp
+    return backend_of(a).xp
 
 
-def wide_dtype(a: Array) -> Any:
+def accumulation_dtype(a: Array) -> Any:
     """The dtype for sums over `a`: its own, but float32 for floating point of 16 bits."""
     return namespace(a).float32 if str(a.dtype) in ("float16", "bfloat16") else a.dtype
 

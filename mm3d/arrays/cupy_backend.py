@@ -87,7 +87,7 @@ class CupyBackend(Backend):
         return self.xp.asnumpy(a)
 
     def host_copy(self, a: Array) -> np.ndarray:
-        a, out = self.wire(self.contiguous(a)), self.side_stream("device to host")
+        a, out = self.mpi_buffer(self.contiguous(a)), self.side_stream("device to host")
         host = self.host_buffer(a)
         out.wait_event(self.stream.record())
         self._copy(host.ctypes.data, self.pointer(a), a.nbytes, "memcpyDeviceToHost", out)
@@ -95,7 +95,7 @@ class CupyBackend(Backend):
         return host
 
     def host_buffer(self, a: Array) -> np.ndarray:
-        a = self.wire(a)
+        a = self.mpi_buffer(a)
         memory = self.xp.cuda.alloc_pinned_memory(max(1, a.nbytes))
         return np.frombuffer(memory, a.dtype, a.size).reshape(a.shape)
 
@@ -117,7 +117,7 @@ class CupyBackend(Backend):
             runtime = self.xp.cuda.runtime
             runtime.memcpyAsync(to, source, length, getattr(runtime, kind), stream.ptr)
 
-    def wire(self, a: Array) -> Array:
+    def mpi_buffer(self, a: Array) -> Array:
         return a.view(np.uint16) if str(a.dtype) in ("float16", "bfloat16") else a
 
     def pointer(self, a: Array) -> int:

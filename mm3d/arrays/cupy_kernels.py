@@ -65,7 +65,7 @@ class GpuKernels:
         found = self._module.get_function(f"{name}<{TYPES[str(dtype)]}>")
         return self._functions.setdefault((name, dtype), found)
 
-    def _wide(self, a: Array) -> Any:
+    def _sum_type(self, a: Array) -> Any:
         """The type of sums, of which a kernel's numbers are."""
         return np.float64 if a.dtype == np.float64 else np.float32
 
@@ -83,14 +83,14 @@ class GpuKernels:
         return self._with_rows("bias_gelu_forward", x, b, out)
 
     def bias_gelu_backward(self, dy: Array, x: Array, b: Array, out: Array,
-                           wide: bool = False) -> tuple[Array, Array]:
+                           keep_float32: bool = False) -> tuple[Array, Array]:
         dy, x, b = map(self.library.contiguous, (dy, x, b))
         (rows, cols), packs = _matrix(dy), 16 // dy.dtype.itemsize
         parts = self._parts(dy)
         self._into(out, lambda dx: self._launch(
             "bias_gelu_backward", dy, (-(-cols // (32 * packs)), parts.shape[0]), dy, x, b, dx,
             parts, np.int64(rows), np.int64(cols)))
-        return out, self._summed(parts, dy, wide)
+        return out, self._summed(parts, dy, keep_float32)
 
     def add_rows(self, a: Array, b: Array, out: Array) -> Array:
         return self._with_rows("add_rows", a, b, out)
@@ -106,67 +106,67 @@ class GpuKernels:
         return self._into(out, lambda y: self._launch(name, y, (across, down), a, b, y,
                                                       np.int64(rows), np.int64(cols)))
 
-    def sum_rows(self, a: Array, wide: bool = False) -> Array:
-        return self._columns("sum_rows", wide, a)
+    def sum_rows(self, a: Array, keep_float32: bool = False) -> Array:
+        return self._columns("sum_rows", keep_float32, a)
 
-    def sum_products(self, a: Array, b: Array, wide: bool = False) -> Array:
-        return self._columns("sum_products", wide, a, b)
+    def sum_products(self, a: Array, b: Array, keep_float32: bool = False) -> Array:
+        return self._columns("sum_products", keep_float32, a, b)
 
-    def _columns(self, name: str, wide: bool, *arrays: Array) -> Array:
+    def _columns(self, name: str, keep_float32: bool, *arrays: Array) -> Array:
         a, (rows, cols) = arrays[0], _matrix(arrays[0])
         parts = self._parts(a)
         self._launch(name, a, (-(-cols // 32), parts.shape[0]),
                      *map(self.library.contiguous, arrays), parts, np.int64(rows), np.int64(cols))
-        return self._summed(parts, a, wide)
+        return self._summed(parts, a, keep_float32)
 
     def _parts(self, a: Array) -> Array:
         """Memory for the sums of the columns of `a` over some of its rows each."""
         rows, cols = _matrix(a)
-        return self.library.empty((max(1, min(-(-rows // 64), 256)), cols), self._wide(a))
+        return self.library.empty((max(1, min(-(-rows // 64), 256)), cols), self._sum_type(a))
 
-    def _summed(self, parts: Array, like: Array, wide: bool) -> Array:
-        """The sum of the parts, in the type of `like` unless it is `wide`."""
+    def _summed(self, parts: Array, like: Array, keep_float32: bool) -> Array:
+        """The sum of the parts, in the type of `like` unless `keep_float32`."""
         count, cols = parts.shape
-        out = self.library.empty((cols,), parts.dtype if wide else like.dtype)
+        out = self.library.empty((cols,), parts.dtype if keep_float32 else like.dtype)
         self._launch("sum_parts", out, (-(-cols // THREADS),), parts, out, np.int32(count),
                      np.int64(cols))
         return out
 
     def normalize_forward(self, x: Array, features: int, eps: float,
                           total: Callable[[Array], Array], out: Array) -> tuple[Array, Array]:
-        x, (rows, cols), wide = self.library.contiguous(x), _matrix(x), self._wide(x)
-        rstd = self.library.empty((*x.shape[:-1], 1), wide)
+        x, (rows, cols), kind = self.library.contiguous(x), _matrix(x), self._sum_type(x)
+        rstd = self.library.empty((*x.shape[:-1], 1), kind)
         if cols == features > 1:    # whole rows: no other rank has any of them
             return self._into(out, lambda y: self._launch(
-                "norm_forward", x, (rows,), x, y, rstd, wide(features), wide(eps),
+                "norm_forward", x, (rows,), x, y, rstd, kind(features), kind(eps),
                 np.int64(cols))), rstd
-        sums, squares = (self.library.empty(rstd.shape, wide) for _ in range(2))
+        sums, squares = (self.library.empty(rstd.shape, kind) for _ in range(2))
         self._launch("norm_sums", x, (rows,), x, sums, np.int64(cols))
         sums = total(sums)
-        self._launch("norm_squares", x, (rows,), x, sums, squares, wide(features), np.int64(cols))
+        self._launch("norm_squares", x, (rows,), x, sums, squares, kind(features), np.int64(cols))
         squares = total(squares)
         return self._into(out, lambda y: self._launch(
-            "norm_scale", x, (rows,), x, sums, squares, y, rstd, wide(features), wide(eps),
+            "norm_scale", x, (rows,), x, sums, squares, y, rstd, kind(features), kind(eps),
             np.int64(cols))), rstd
 
     def normalize_backward(self, dy: Array, xhat: Array, rstd: Array, features: int,
                            total: Callable[[Array], Array], out: Array) -> Array:
         dy, xhat = self.library.contiguous(dy), self.library.contiguous(xhat)
-        (rows, cols), wide = _matrix(dy), self._wide(dy)
-        sums = self.library.empty((*rstd.shape[:-1], 2), wide)
+        (rows, cols), kind = _matrix(dy), self._sum_type(dy)
+        sums = self.library.empty((*rstd.shape[:-1], 2), kind)
         self._launch("norm_backward_sums", dy, (rows,), dy, xhat, sums, np.int64(cols))
         sums = total(sums)
         return self._into(out, lambda dx: self._launch(
-            "norm_backward", dy, (rows,), dy, xhat, rstd, sums, dx, wide(features),
+            "norm_backward", dy, (rows,), dy, xhat, rstd, sums, dx, kind(features),
             np.int64(cols)))
 
     def attention_forward(self, q: Array, k: Array, v: Array, first: int, causal: bool,
                           out: Array) -> tuple[Array, Array]:
         batch, queries, heads, d = q.shape
-        positions, wide = k.shape[1], self._wide(q)
-        lse = self.library.empty((batch, heads, queries), wide)
-        narrow = [q.dtype] if q.dtype != wide else []    # else P takes the place of its scores
-        for part, (S, *P) in self._parts_of_scores(q, positions, [wide, *narrow]):
+        positions, kind = k.shape[1], self._sum_type(q)
+        lse = self.library.empty((batch, heads, queries), kind)
+        narrow = [q.dtype] if q.dtype != kind else []    # else P takes the place of its scores
+        for part, (S, *P) in self._parts_of_scores(q, positions, [kind, *narrow]):
             P = P[0] if P else S
             Q, y = _rows(q, part), _rows(out, part)
             K, V = _rows(k, part[:2]), _rows(v, part[:2])
@@ -174,7 +174,7 @@ class GpuKernels:
             self._launch("softmax_forward", q, (S.shape[0] * S.shape[1],), S, P, lse[part],
                          np.int32(S.shape[1]), np.int32(positions),
                          np.int32(first + part[2].start), np.int32(causal),
-                         wide(1 / math.sqrt(d)))
+                         kind(1 / math.sqrt(d)))
             self._multiply(P, self._pairs(V), y)
         return out, lse
 
@@ -184,9 +184,9 @@ class GpuKernels:
         if not queries:    # no part fills these, which are added to those of other ranks
             dk[...], dv[...] = 0, 0
             return
-        positions, wide = k.shape[1], self._wide(q)
-        scale, sums = wide(1 / math.sqrt(d)), []
-        for part, (S, P) in self._parts_of_scores(q, positions, [wide, q.dtype]):
+        positions, kind = k.shape[1], self._sum_type(q)
+        scale, sums = kind(1 / math.sqrt(d)), []
+        for part, (S, P) in self._parts_of_scores(q, positions, [kind, q.dtype]):
             Q, dO = self._pairs(_rows(q, part)), self._pairs(_rows(do, part))
             K, V = (self._pairs(_rows(a, part[:2])) for a in (k, v))
             rows = S.shape[0] * S.shape[1]
@@ -241,7 +241,7 @@ class GpuKernels:
             self._multiply(a, b, out)
             return None
         begun = rows.start > 0
-        total = sums[which] if begun else self.library.empty(out.shape, self._wide(out))
+        total = sums[which] if begun else self.library.empty(out.shape, self._sum_type(out))
         self.library.gemms(a, b, _evenly_apart(total), begun)
         if rows.stop == queries:
             out[...] = total.astype(out.dtype, copy=False)

@@ -8,21 +8,21 @@ longest goes back to the system when more lies idle than `Idle.bound` allows.
 
 from typing import Any
 
-GRANULE = 4096
-BITS = 3           # of a size, in granules, after its leading one
+GRANULARITY = 4096
+BITS = 3           # of a size, in units, after its leading one
 FLOOR = 1 << 24    # bytes that may always lie idle
 WINDOW = 4096      # pieces given back, over which the most bytes in use are remembered
 
 
-def size_class(length: int, granule: int = GRANULE) -> int:
+def size_class(length: int, granularity: int = GRANULARITY) -> int:
     """The size of memory that is taken for `length` bytes.
 
-    Up to 16 granules it is the next multiple of a granule, at least one; beyond, less than an
+    Up to 16 units it is the next multiple of a granularity, at least one; beyond, less than an
     eighth larger than that.
     """
-    units = int(-(-length // granule)) or 1
+    units = int(-(-length // granularity)) or 1
     step = 1 << max(0, units.bit_length() - 1 - BITS)
-    return -(-units // step) * step * granule
+    return -(-units // step) * step * granularity
 
 
 class Idle:

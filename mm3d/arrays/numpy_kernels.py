@@ -66,7 +66,7 @@ class Kernels:
         return out
 
     def bias_gelu_backward(self, dy: Array, x: Array, b: Array, out: Array,
-                           wide: bool = False) -> tuple[Array, Array]:
+                           keep_float32: bool = False) -> tuple[Array, Array]:
         """With u = x + b, z the argument of tanh and t = tanh z:
         dx = dy (1 + t) (1/2 + u z'/2 (1 - t))."""
         np = self.np
@@ -94,10 +94,10 @@ class Kernels:
     def scale_rows(self, a: Array, b: Array, out: Array) -> Array:
         return self.np.multiply(a, b, out=out)
 
-    def sum_rows(self, a: Array, wide: bool = False) -> Array:
+    def sum_rows(self, a: Array, keep_float32: bool = False) -> Array:
         return self._summed(lambda u, out: self.np.sum(u, axis=0, out=out), a)
 
-    def sum_products(self, a: Array, b: Array, wide: bool = False) -> Array:
+    def sum_products(self, a: Array, b: Array, keep_float32: bool = False) -> Array:
         return self._summed(lambda u, v, out: self.np.einsum("ij,ij->j", u, v, out=out), a, b)
 
     def _summed(self, add: Callable[..., Array], *arrays: Array) -> Array:

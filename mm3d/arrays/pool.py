@@ -10,7 +10,7 @@ from typing import Any, Callable
 
 import numpy as np
 
-from mm3d.arrays.idle_memory import GRANULE, Idle, size_class
+from mm3d.arrays.idle_memory import GRANULARITY, Idle, size_class
 
 MAPPED = 1 << 17    # bytes from which storage is mapped, so that it does go back to the system
 HUGE = 1 << 22      # from which the system is asked for large pages, as NumPy does
@@ -43,7 +43,7 @@ class Pool:
 
     After each `take` at most twice the bytes are idle that were in use at one time of late, or
     16 MiB if that is more (see `mm3d.arrays.idle_memory`); storage is less than an eighth larger
-    than what is asked for, in whole granules.
+    than what is asked for, in whole units.
 
     Attributes
     ----------
@@ -51,7 +51,7 @@ class Pool:
         Bytes lent at this moment, and the most ever lent at one time since `reset_peak`.
     """
 
-    granule = GRANULE
+    granularity = GRANULARITY
 
     def __init__(self) -> None:
         self._idle = Idle()
@@ -74,8 +74,8 @@ class Pool:
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         """An uninitialised C-ordered array of `shape` and `dtype`."""
         length = math.prod(shape) * dtype.itemsize
-        wanted = -(-length // self.granule) * self.granule or self.granule
-        size = size_class(length, self.granule)
+        wanted = -(-length // self.granularity) * self.granularity or self.granularity
+        size = size_class(length, self.granularity)
         self._collect()
         found = self._idle.get(size)
         storage = self._storage(size) if found is None else found[1]

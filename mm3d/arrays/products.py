@@ -3,7 +3,7 @@
 import math
 from typing import Any, Callable
 
-from mm3d.arrays.backend import Progress, of, wide_dtype
+from mm3d.arrays.backend import Progress, backend_of, accumulation_dtype
 
 
 Array = Any
@@ -34,7 +34,7 @@ def matmul_tn(a: Array, b: Array, empty: Callable[..., Array] | None = None,
               accumulate_float32: bool = False, progress: Progress = None) -> Array:
     """C = A^T B: (m, n) and (m, ...); m may be several dimensions, all but A's last.
 
-    With `accumulate_float32` C has the `wide_dtype` of A.
+    With `accumulate_float32` C has the `accumulation_dtype` of A.
     """
     n, m = a.shape[-1], math.prod(a.shape[:-1])
     outer = b.shape[len(a.shape) - 1:]
@@ -47,8 +47,8 @@ def _gemm(rows: tuple[int, int], a: Array, columns: tuple[int, int], b: Array,
           left: bool = False, right: bool = False,
           accumulate_float32: bool = False) -> Array:
     """The product of `a` and `b` as matrices of the two shapes, transposed if `left`, `right`."""
-    backend = of(a)
-    c = (empty or backend.empty)(shape, wide_dtype(a) if accumulate_float32 else a.dtype)
+    backend = backend_of(a)
+    c = (empty or backend.empty)(shape, accumulation_dtype(a) if accumulate_float32 else a.dtype)
     flat = (rows[1] if left else rows[0], columns[0] if right else columns[1])
     if a.shape != rows:
         a = backend.xp.reshape(a, rows)

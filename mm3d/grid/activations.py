@@ -27,7 +27,7 @@ class Space:
         The directions that divide the last dimension.
     vector : str
         Layout of a vector along the features (a bias), as in ``"zx@y"``.
-    travels : str
+    gathered_along : str
         The direction along which products gather or broadcast these activations; empty when
         they use them where they lie.
     """
@@ -38,7 +38,7 @@ class Space:
     rows: str
     features: str
     vector: str
-    travels: str = ""
+    gathered_along: str = ""
 
     def layout(self, middle: int = 0, unit: int = 1) -> Layout:
         """Layout of an activation with `middle` whole dimensions before the features."""
@@ -63,8 +63,8 @@ class Space:
         layout, shape = self.layout(len(features) - 1, unit), (self.batch, self.seq, *features)
         local = layout.local_shape(self.grid, shape)
         source = self.grid.backend
-        if self.travels:
-            source = layout.split(self.grid, shape, self.travels)
+        if self.gathered_along:
+            source = layout.split(self.grid, shape, self.gathered_along)
         return partial(source.empty, local)
 
     def rows_split(self, letter: str) -> Split:

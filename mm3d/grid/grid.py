@@ -11,7 +11,7 @@ from mm3d.grid.axis import Axis, Traffic
 from mm3d.grid.shape import GridShape
 from mm3d.transport.choice import settle, transports_for
 from mm3d.transport.nodes import node_of
-from mm3d.transport.silent import Absent
+from mm3d.transport.silent import DryCommunicator
 
 
 class Grid:
@@ -21,7 +21,7 @@ class Grid:
 
     Parameters
     ----------
-    comm : mpi4py.MPI.Intracomm or Absent
+    comm : mpi4py.MPI.Intracomm or DryCommunicator
         All ranks of the grid; every one of them must make it.
     backend : str or Backend, optional
         Whose arrays travel on it; see `mm3d.arrays.backend.get`.
@@ -52,10 +52,10 @@ class Grid:
     >>> grid["x"].all_gather(a, dim=0)
     """
 
-    def __init__(self, comm: MPI.Intracomm | Absent, backend: str | Backend | None = None,
+    def __init__(self, comm: MPI.Intracomm | DryCommunicator, backend: str | Backend | None = None,
                  **shape: int) -> None:
         self.backend = backends.get(backend)
-        self.comm, self.shape = comm, GridShape.of(shape)
+        self.comm, self.shape = comm, GridShape.from_sizes(shape)
         if self.shape.ranks != comm.size:
             raise ValueError(f"a grid of {self.shape} has {self.shape.ranks} ranks, but the "
                              f"communicator has {comm.size}: start that many ranks, or give "
@@ -70,10 +70,10 @@ class Grid:
         self.axes = {name: Axis(name, line, self.backend, transports[name])
                      for name, line in lines.items()}
 
-    def _line(self, name: str) -> MPI.Intracomm | Absent:
+    def _line(self, name: str) -> MPI.Intracomm | DryCommunicator:
         """The ranks that differ from this one along the direction `name`."""
-        if isinstance(self.comm, Absent):
-            return Absent(self.shape[name], self.coords[name])
+        if isinstance(self.comm, DryCommunicator):
+            return DryCommunicator(self.shape[name], self.coords[name])
         # A line is known by its first rank.
         return self.comm.Split(self.shape.rank({**self.coords, name: 0}), self.coords[name])
 

@@ -65,7 +65,7 @@ class GridShape(Mapping[str, int]):
         object.__setattr__(self, "sizes", tuple(map(int, sizes)))
 
     @classmethod
-    def of(cls, sizes: Mapping[str, int]) -> "GridShape":
+    def from_sizes(cls, sizes: Mapping[str, int]) -> "GridShape":
         """Return the shape with these sizes by direction, the slowest first."""
         return sizes if isinstance(sizes, cls) else cls(tuple(sizes), tuple(sizes.values()))
 

@@ -54,7 +54,7 @@ class ChainSpec(Spec):
         kept = [*(layer.saved(on) for layer in before), last.saved(on, again)]
         total = kept[0]
         for more in kept[1:]:
-            total = total.then(more)
+            total = total.followed_by(more)
         return total
 
     def passing(self, on: Parallelism, again: bool = False) -> float:
@@ -101,8 +101,8 @@ class Repeated(ChainSpec):
         if self.times > 1:
             total = once = super().saved(on) if again else last
             for _ in range(self.times - 2):
-                total = total.then(once)
-            total = total.then(last)
+                total = total.followed_by(once)
+            total = total.followed_by(last)
         return total
 
     def passing(self, on: Parallelism, again: bool = False) -> float:
@@ -112,7 +112,7 @@ class Repeated(ChainSpec):
     def build(self, builder: Builder) -> list[Layer]:
         built = []
         for _ in range(self.times):
-            with builder.numbered(self.name):
+            with builder.number(self.name):
                 built += builder.build(self.layers)
         return built
 
@@ -122,7 +122,7 @@ class ResidualSpec(ChainSpec):
     """x + f(x), f being the layers; keeps nothing of its own."""
 
     def build(self, builder: Builder) -> list[Layer]:
-        return builder.called(Residual(*builder.build(self.layers)), self.name, "residual")
+        return builder.add(Residual(*builder.build(self.layers)), self.name, "residual")
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ class RecomputedSpec(ChainSpec):
         return super().passing(on, True) + (kept.activations + chains * kept.rest) / on.ranks
 
     def build(self, builder: Builder) -> list[Layer]:
-        return builder.called(Recomputed(*builder.build(self.layers)), self.name, "recomputed")
+        return builder.add(Recomputed(*builder.build(self.layers)), self.name, "recomputed")
 
 
 def _times(times: int, works: Iterable[Work]) -> Iterator[Work]:

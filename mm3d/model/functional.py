@@ -13,8 +13,7 @@ import functools
 import math
 from typing import Callable
 
-from mm3d.arrays import backend
-from mm3d.arrays.backend import Array, namespace, wide_dtype
+from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
 from mm3d.arrays.blocks import GELU_CUBIC, GELU_SCALE, by_head, head_blocks, row_blocks
 
 
@@ -28,7 +27,7 @@ def kernel(readable: Callable) -> Callable:
 
     @functools.wraps(readable)
     def chosen(a: Array, *rest, **more):
-        found = backend.of(a).kernels
+        found = backend_of(a).kernels
         fast = getattr(found, name, None) if found and a.dtype in found.dtypes else None
         return (fast or readable)(a, *rest, **more)
     return chosen
@@ -37,7 +36,7 @@ def kernel(readable: Callable) -> Callable:
 @kernel
 def add_rows(a: Array, b: Array, out: Array) -> Array:
     """a + b, every row of `a` plus the vector b; `out` may be `a`."""
-    for u, y in row_blocks(backend.of(a), a, out):
+    for u, y in row_blocks(backend_of(a), a, out):
         y[...] = u + b
     return out
 
@@ -45,36 +44,39 @@ def add_rows(a: Array, b: Array, out: Array) -> Array:
 @kernel
 def scale_rows(a: Array, b: Array, out: Array) -> Array:
     """a * b, every row of `a` times the vector b; `out` may be `a`."""
-    for u, y in row_blocks(backend.of(a), a, out):
+    for u, y in row_blocks(backend_of(a), a, out):
         y[...] = u * b
     return out
 
 
 @kernel
-def sum_rows(a: Array, wide: bool = False) -> Array:
-    """The sum of all rows of `a`, in float32 at least; with `wide` it is left in that type."""
-    return _total(wide, lambda u: u, a)
+def sum_rows(a: Array, keep_float32: bool = False) -> Array:
+    """Sum all rows of `a` in float32 at least, and round to the dtype of `a`.
+
+    With `keep_float32` the sum is not rounded.
+    """
+    return _total(keep_float32, lambda u: u, a)
 
 
 @kernel
-def sum_products(a: Array, b: Array, wide: bool = False) -> Array:
+def sum_products(a: Array, b: Array, keep_float32: bool = False) -> Array:
     """The sum over all rows of a * b, as `sum_rows`."""
-    return _total(wide, lambda u, v: u * v, a, b)
+    return _total(keep_float32, lambda u, v: u * v, a, b)
 
 
-def _wide(a: Array) -> Array:
+def _upcast(a: Array) -> Array:
     """`a` in the type that is computed with: itself, but float32 for types of 16 bits."""
-    return namespace(a).astype(a, wide_dtype(a), copy=False)
+    return namespace(a).astype(a, accumulation_dtype(a), copy=False)
 
 
-def _total(wide: bool, term: Callable[..., Array], *arrays: Array) -> Array:
+def _total(keep_float32: bool, term: Callable[..., Array], *arrays: Array) -> Array:
     like = arrays[0]
-    xp, library, dtype = namespace(like), backend.of(like), wide_dtype(like)
+    xp, library, dtype = namespace(like), backend_of(like), accumulation_dtype(like)
     total = library.empty(like.shape[-1:], dtype)
     total[...] = 0
     for rows in row_blocks(library, *arrays):
-        total += xp.sum(term(*map(_wide, rows)), axis=0, dtype=dtype)
-    return total if wide else xp.astype(total, like.dtype, copy=False)
+        total += xp.sum(term(*map(_upcast, rows)), axis=0, dtype=dtype)
+    return total if keep_float32 else xp.astype(total, like.dtype, copy=False)
 
 
 def gelu_forward(x: Array, out: Array) -> Array:
@@ -82,9 +84,9 @@ def gelu_forward(x: Array, out: Array) -> Array:
 
     Hendrycks and Gimpel, arXiv 1606.08415.
     """
-    library, xp = backend.of(x), namespace(x)
+    library, xp = backend_of(x), namespace(x)
     for u, y in row_blocks(library, x, out):
-        u = _wide(u)
+        u = _upcast(u)
         t = xp.tanh(u * (GELU_SCALE + GELU_SCALE * GELU_CUBIC * (u * u)))
         t += 1
         t *= u
@@ -94,39 +96,39 @@ def gelu_forward(x: Array, out: Array) -> Array:
 
 def gelu_backward(dy: Array, x: Array, out: Array) -> Array:
     """dx of `gelu_forward`, from its input x."""
-    library, xp = backend.of(x), namespace(x)
+    library, xp = backend_of(x), namespace(x)
     for g, u, dx in row_blocks(library, dy, x, out):
-        u = _wide(u)
+        u = _upcast(u)
         square = u * u
         t = xp.tanh(u * (GELU_SCALE + GELU_SCALE * GELU_CUBIC * square))
         slope = GELU_SCALE / 2 + (1.5 * GELU_SCALE * GELU_CUBIC) * square
         slope *= u
         slope *= 1 - t * t
         slope += 0.5 * (1 + t)
-        dx[...] = xp.astype(_wide(g) * slope, dx.dtype, copy=False)
+        dx[...] = xp.astype(_upcast(g) * slope, dx.dtype, copy=False)
     return out
 
 
 @kernel
 def bias_gelu_forward(x: Array, b: Array, out: Array) -> Array:
     """GELU of x + b, every row of `x` plus the vector b: `gelu_forward` after `add_rows`."""
-    for u, y in row_blocks(backend.of(x), x, out):
-        gelu_forward(_wide(u) + _wide(b), y)
+    for u, y in row_blocks(backend_of(x), x, out):
+        gelu_forward(_upcast(u) + _upcast(b), y)
     return out
 
 
 @kernel
 def bias_gelu_backward(dy: Array, x: Array, b: Array, out: Array,
-                       wide: bool = False) -> tuple[Array, Array]:
+                       keep_float32: bool = False) -> tuple[Array, Array]:
     """dx and db of `bias_gelu_forward`: `gelu_backward` at x + b, and its `sum_rows`."""
-    for g, u, dx in row_blocks(backend.of(x), dy, x, out):
-        gelu_backward(g, _wide(u) + _wide(b), dx)
-    return out, sum_rows(out, wide)
+    for g, u, dx in row_blocks(backend_of(x), dy, x, out):
+        gelu_backward(g, _upcast(u) + _upcast(b), dx)
+    return out, sum_rows(out, keep_float32)
 
 
 def _sums(xp, a: Array) -> Array:
     """Sums over the last dimension, in float32 at least."""
-    return xp.sum(a, axis=-1, dtype=wide_dtype(a), keepdims=True)
+    return xp.sum(a, axis=-1, dtype=accumulation_dtype(a), keepdims=True)
 
 
 @kernel
@@ -155,15 +157,15 @@ def normalize_forward(x: Array, features: int, eps: float, total: Callable[[Arra
     xhat, rstd : Array
         `out`, and 1 / sqrt(variance + eps) as (..., 1).
     """
-    library, xp = backend.of(x), namespace(x)
+    library, xp = backend_of(x), namespace(x)
     mean = total(_sums(xp, x)) / features
     squares = library.empty(mean.shape, mean.dtype)
     for u, m, s in row_blocks(library, x, mean, squares):
-        centred = _wide(u) - m
+        centred = _upcast(u) - m
         s[...] = _sums(xp, centred * centred)
     rstd = 1 / xp.sqrt(total(squares) / features + eps)
     for u, m, y, r in row_blocks(library, x, mean, out, rstd):
-        y[...] = xp.astype((_wide(u) - m) * r, y.dtype, copy=False)
+        y[...] = xp.astype((_upcast(u) - m) * r, y.dtype, copy=False)
     return out, rstd
 
 
@@ -174,15 +176,15 @@ def normalize_backward(dy: Array, xhat: Array, rstd: Array, features: int,
 
     The two means are summed over the ranks in one go.
     """
-    library, xp = backend.of(dy), namespace(dy)
+    library, xp = backend_of(dy), namespace(dy)
     sums = library.empty(rstd.shape[:-1] + (2,), rstd.dtype)
     for g, h, s in row_blocks(library, dy, xhat, sums):
-        g, h = _wide(g), _wide(h)
+        g, h = _upcast(g), _upcast(h)
         s[:, 0:1] = _sums(xp, g)
         s[:, 1:2] = _sums(xp, g * h)
     means = total(sums) / features
     for g, h, r, m, dx in row_blocks(library, dy, xhat, rstd, means, out):
-        g, h = _wide(g), _wide(h)
+        g, h = _upcast(g), _upcast(h)
         dx[...] = xp.astype((g - m[:, 0:1] - h * m[:, 1:2]) * r, dx.dtype, copy=False)
     return out
 
@@ -213,13 +215,13 @@ def attention_forward(q: Array, k: Array, v: Array, first: int, causal: bool,
     out, lse : Array
         The result, and the logarithm of each row's sum of exponentials, (batch, heads, queries).
     """
-    library, xp = backend.of(q), namespace(q)
+    library, xp = backend_of(q), namespace(q)
     batch, queries, heads, d = q.shape
-    wide = wide_dtype(q)
-    lse = library.empty((batch, heads, queries), wide)
-    mask = _mask(q, k, first, wide) if causal else None
+    dtype = accumulation_dtype(q)
+    lse = library.empty((batch, heads, queries), dtype)
+    mask = _mask(q, k, first, dtype) if causal else None
     for b, some in head_blocks(library, q, k):
-        Q, K, V = (_wide(by_head(xp, a[b, :, some, :])) for a in (q, k, v))
+        Q, K, V = (_upcast(by_head(xp, a[b, :, some, :])) for a in (q, k, v))
         S = _scores(xp, Q, K, mask)
         top = xp.max(S, axis=-1, keepdims=True)
         S -= top
@@ -240,11 +242,11 @@ def attention_backward(do: Array, q: Array, k: Array, v: Array, lse: Array, firs
     With P the probabilities: dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)) / sqrt(d),
     dQ = dS K and dK = dS^T Q.
     """
-    library, xp = backend.of(q), namespace(q)
+    library, xp = backend_of(q), namespace(q)
     scale = 1 / math.sqrt(q.shape[-1])
     mask = _mask(q, k, first, lse.dtype) if causal else None
     for b, some in head_blocks(library, q, k):
-        Q, K, V, dO = (_wide(by_head(xp, a[b, :, some, :])) for a in (q, k, v, do))
+        Q, K, V, dO = (_upcast(by_head(xp, a[b, :, some, :])) for a in (q, k, v, do))
         P = _scores(xp, Q, K, mask)
         P -= lse[b, some, :][:, :, None]
         P = xp.exp(P)
@@ -265,7 +267,7 @@ def _put(a: Array, b: int, some: slice, by_heads: Array) -> None:
 
 def _mask(q: Array, k: Array, first: int, dtype) -> Array:
     """0 where a query may look and -inf beyond its own position."""
-    queries, positions, library = q.shape[1], k.shape[1], backend.of(q)
+    queries, positions, library = q.shape[1], k.shape[1], backend_of(q)
     later = library.arange(0, positions)[None, :] > library.arange(first, first + queries)[:, None]
     zero = library.empty((queries, positions), dtype)
     zero[...] = 0

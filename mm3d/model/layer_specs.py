@@ -20,7 +20,7 @@ class LinearSpec(LayerSpec):
 
     Attributes
     ----------
-    way : {"into", "back"}
+    way : {"up", "down"}
         From the outer space into the inner one, or back.
     shape : tuple of int
         Global shape of W: (in, out), or (in, 3, out) for queries, keys and values.
@@ -38,7 +38,7 @@ class LinearSpec(LayerSpec):
     @property
     def units(self) -> tuple[int, int]:
         """Features that stay together in x and in y."""
-        return (1, self.unit) if self.way == "into" else (self.unit, 1)
+        return (1, self.unit) if self.way == "up" else (self.unit, 1)
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
         return {"weight": self.shape, "bias": self.shape[1:]}
@@ -76,7 +76,7 @@ class LinearSpec(LayerSpec):
 
     def make(self, builder: Builder, name: str) -> Linear:
         spaces = builder.outer, builder.inner
-        source, target = spaces if self.way == "into" else spaces[::-1]
+        source, target = spaces if self.way == "up" else spaces[::-1]
         return Linear(builder.scheme, name, source, target, self.shape, builder.dtype, self.units,
                       builder.master, self.adds)
 
@@ -151,7 +151,7 @@ class GeluSpec(LayerSpec):
         return 2 * self.input_words(on) / on.ranks
 
     def make(self, builder: Builder, name: str) -> Gelu:
-        return Gelu(builder.before(self.linear), builder.inner, self.features)
+        return Gelu(builder.find(self.linear), builder.inner, self.features)
 
 
 @dataclass(frozen=True)

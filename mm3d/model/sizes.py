@@ -37,7 +37,7 @@ class ModelSizes(Mapping[str, int]):
     mlp_factor: ClassVar[int] = 4
 
     @classmethod
-    def of(cls, settings: Mapping[str, Any]) -> "ModelSizes":
+    def from_settings(cls, settings: Mapping[str, Any]) -> "ModelSizes":
         """Return the sizes among `settings`, such as the configuration of a run.
 
         Raises

@@ -37,7 +37,7 @@ class Saved(NamedTuple):
     activations: int = 0
     rest: int = 0
 
-    def then(self, more: "Saved") -> "Saved":
+    def followed_by(self, more: "Saved") -> "Saved":
         """What is kept of this layer and of one that follows it."""
         return Saved(self.input, self.activations + more.input + more.activations,
                      self.rest + more.rest)
@@ -76,17 +76,17 @@ class Builder:
         """Build the layers of `specs`, in order."""
         return [layer for spec in specs for layer in spec.build(self)]
 
-    def full(self, name: str) -> str:
+    def full_name(self, name: str) -> str:
         """The name in the model of what is called `name` where the builder is now."""
         return ".".join(filter(None, (self._prefix, name)))
 
-    def called(self, layer: Layer, name: str, part: str) -> list[Layer]:
+    def add(self, layer: Layer, name: str, part: str) -> list[Layer]:
         """Give a layer its name in the model and that of its part, and return it in a list."""
-        layer.name, layer.part = self.full(name), part
+        layer.name, layer.part = self.full_name(name), part
         self._built[layer.name] = layer
         return [layer]
 
-    def before(self, name: str) -> Layer:
+    def find(self, name: str) -> Layer:
         """The layer called `name` that was built before in the same block.
 
         Raises
@@ -94,14 +94,14 @@ class Builder:
         KeyError
             When there is none.
         """
-        return self._built[self.full(name)]
+        return self._built[self.full_name(name)]
 
     @contextmanager
-    def numbered(self, name: str) -> Iterator[None]:
+    def number(self, name: str) -> Iterator[None]:
         """Put ``name.N.`` before all names within the block, N counting these blocks from 0."""
         before = self._prefix
         if name:
-            self._prefix = self.full(f"{name}.{self._numbers[self.full(name)]}")
+            self._prefix = self.full_name(f"{name}.{self._numbers[self.full_name(name)]}")
             self._numbers[f"{before}.{name}" if before else name] += 1
         try:
             yield
@@ -195,8 +195,8 @@ class LayerSpec(Spec):
 
     def build(self, builder: Builder) -> list[Layer]:
         """Build the layer."""
-        layer = self.make(builder, builder.full(self.name))
-        return builder.called(layer, self.name, self.part)
+        layer = self.make(builder, builder.full_name(self.name))
+        return builder.add(layer, self.name, self.part)
 
     def in_forward(self) -> Iterator[Work]:
         yield Work(1, self)

@@ -68,14 +68,14 @@ def transformer_layer(sizes: ModelSizes, causal: bool = False,
 
     return (residual("attention",
                      LayerNormSpec("ln1", h),
-                     LinearSpec("attention.qkv", "into", (h, 3, h), head),
+                     LinearSpec("attention.qkv", "up", (h, 3, h), head),
                      AttentionSpec("attention.attention", h, sizes.heads, causal),
-                     LinearSpec("attention.proj", "back", (h, h), head)),
+                     LinearSpec("attention.proj", "down", (h, h), head)),
             residual("mlp",
                      LayerNormSpec("ln2", h),
-                     LinearSpec("mlp.up", "into", (h, wide), adds=False),
+                     LinearSpec("mlp.up", "up", (h, wide), adds=False),
                      GeluSpec("mlp.gelu", wide, "mlp.up"),
-                     LinearSpec("mlp.down", "back", (wide, h))))
+                     LinearSpec("mlp.down", "down", (wide, h))))
 
 
 class Transformer:
@@ -186,7 +186,7 @@ class Transformer:
     def _normal(self, name: str, shape: tuple[int, ...], place: tuple[slice, ...],
                 divisor: float = 1.0, dtype: str | None = None) -> Array:
         """This rank's part of `normal`, over `divisor`, in `dtype`, the model's by default."""
-        return self.grid.backend.made(
+        return self.grid.backend.from_host(
             tuple(s.stop - s.start for s in place), dtype or self.dtype,
             lambda: normal(self.seed, name, shape, place) / divisor)
 

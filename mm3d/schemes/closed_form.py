@@ -23,7 +23,7 @@ class ProductShape(NamedTuple):
 
     Attributes
     ----------
-    way : {"into", "back"}
+    way : {"up", "down"}
         From the outer space of activations into the inner one, or back.
     M, N, K : int
         A is M x N, B is N x K and C is M x K.

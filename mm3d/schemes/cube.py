@@ -269,4 +269,4 @@ class Cube(Scheme):
     @staticmethod
     def _crossed(product: ProductShape) -> str:
         """The directions that A and C cross."""
-        return "yz" if product.way == "into" else "zy"
+        return "yz" if product.way == "up" else "zy"

@@ -62,7 +62,7 @@ class MatrixProduct(ABC):
         self.directions = dict(zip("ABC", self.DIRECTIONS[form]))
         self._splits: dict[str, Split] = {}
 
-    def named(self, split: Split, name: str) -> Split:
+    def observed_split(self, split: Split, name: str) -> Split:
         """`split`, by which the matrix `name` is communicated; an observer stands before this."""
         return split
 
@@ -71,7 +71,7 @@ class MatrixProduct(ABC):
         if name not in self._splits:
             self._splits[name] = self.layouts[name].split(self.grid, self.shapes[name],
                                                           self.directions[name])
-        return self.named(self._splits[name], name)
+        return self.observed_split(self._splits[name], name)
 
     @abstractmethod
     def forward(self, A: Array, B: Array) -> Array:

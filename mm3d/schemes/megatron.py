@@ -125,7 +125,7 @@ class Megatron(Scheme):
                        **options: Any) -> list[LocalProduct]:
         """All rows by a block of columns of B (back: of rows)."""
         P = sizes["x"]
-        return [LocalProduct(*(product.largest(1, 1, P) if product.way == "into" else
+        return [LocalProduct(*(product.largest(1, 1, P) if product.way == "up" else
                                product.largest(1, P, 1)))]
 
     @classmethod
@@ -133,7 +133,7 @@ class Megatron(Scheme):
                       **options: Any) -> tuple[list[Move], list[Move]]:
         """An all-reduce of M x h: of dA for the columns, of C for the rows."""
         P, (M, N, K) = sizes["x"], product.extents
-        if product.way == "into":
+        if product.way == "up":
             return [], [Move("x", "all_reduce", 2 * (P - 1) * M * N)]
         return [Move("x", "all_reduce", 2 * (P - 1) * M * K)], []
 
@@ -142,7 +142,7 @@ class Megatron(Scheme):
                         **options: Any) -> float:
         """The terms of dA, summed before dB is there."""
         P, (M, N, K) = sizes["x"], product.extents
-        return max(0, M * N - N * K / P) if product.way == "into" and P > 1 else 0
+        return max(0, M * N - N * K / P) if product.way == "up" and P > 1 else 0
 
 
 class MegatronSequence(Megatron):
@@ -166,7 +166,7 @@ class MegatronSequence(Megatron):
         """A gather and a reduce-scatter of M x h where 1-D all-reduces; A once more for dB."""
         M, N, K = product.extents
         A, C = (sizes["x"] - 1) * M * N, (sizes["x"] - 1) * M * K
-        if product.way == "into":
+        if product.way == "up":
             return ([Move("x", "all_gather", A)],
                     [Move("x", "reduce_scatter", A), Move("x", "all_gather", A)])
         return [Move("x", "reduce_scatter", C)], [Move("x", "all_gather", C)]
@@ -180,5 +180,5 @@ class MegatronSequence(Megatron):
         there yet.
         """
         P, (M, N, K) = sizes["x"], product.extents
-        whole, later = (M * N, 0) if product.way == "into" else (M * K, M * N / P)
+        whole, later = (M * N, 0) if product.way == "up" else (M * K, M * N / P)
         return max(2 * whole - later - N * K / P, whole) if P > 1 else 0

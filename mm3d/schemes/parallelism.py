@@ -24,7 +24,7 @@ class SpaceForms:
     ----------
     grid : GridShape
         The grid.
-    rows, features, vector, travels : str
+    rows, features, vector, gathered_along : str
         As in `mm3d.grid.activations.Space`.
     """
 
@@ -32,7 +32,7 @@ class SpaceForms:
     rows: str
     features: str
     vector: str
-    travels: str = ""
+    gathered_along: str = ""
 
     @cached_property
     def row_parts(self) -> int:
@@ -142,7 +142,7 @@ class Parallelism:
 
     def __init__(self, scheme: str, grid: Mapping[str, int], batch: int, seq: int,
                  **options: Any) -> None:
-        self.scheme, self.grid = lookup(scheme), GridShape.of(grid)
+        self.scheme, self.grid = lookup(scheme), GridShape.from_sizes(grid)
         self.batch, self.seq, self.options = batch, seq, options
         self.outer, self.inner = (
             SpaceForms(self.grid, *letters)
@@ -159,8 +159,8 @@ class Parallelism:
         return self.batch * self.seq
 
     def spaces(self, way: str) -> tuple[SpaceForms, SpaceForms]:
-        """The spaces that a product leads from and to; `way` is "into" or "back"."""
-        return (self.outer, self.inner) if way == "into" else (self.inner, self.outer)
+        """The spaces that a product leads from and to; `way` is "up" or "down"."""
+        return (self.outer, self.inner) if way == "up" else (self.inner, self.outer)
 
     def product_moves(self, product: ProductShape,
                       again: bool = False) -> tuple[list[Move], list[Move]]:

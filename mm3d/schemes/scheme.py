@@ -194,7 +194,7 @@ class Scheme(ABC):
     @abstractmethod
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int,
                 **options: Any) -> tuple[Strings, Strings]:
-        """Rows, features, vector and travels (see `Space`) of the outer and the inner space."""
+        """Return rows, features, vector and gathered_along of the outer and the inner `Space`."""
 
     @abstractmethod
     def product(self, source: Space, target: Space, shape: tuple[int, ...],

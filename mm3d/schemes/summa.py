@@ -96,8 +96,8 @@ class SummaMatrixProduct(MatrixProduct):
         first, second = names[:2]
         a, b = (matrix[letter] for letter in crossing)
         return algorithm(blocks[first], blocks[second],
-                         self.named(self.grid.y.split(-1, self.shapes[first][1]), a),
-                         self.named(self.grid.x.split(0, self.shapes[second][0]), b))
+                         self.observed_split(self.grid.y.split(-1, self.shapes[first][1]), a),
+                         self.observed_split(self.grid.x.split(0, self.shapes[second][0]), b))
 
 
 class Summa(Scheme):

@@ -51,7 +51,7 @@ class DryArray:
         return DryArray(self._backend, self._shell[index])
 
     def __setitem__(self, index: Any, value: Any) -> None:
-        self._backend.into("copy", self[index], value)
+        self._backend.write_into("copy", self[index], value)
 
 
 def _operator(name: str, dtype: Any = None) -> Callable:
@@ -62,7 +62,7 @@ def _operator(name: str, dtype: Any = None) -> Callable:
 
 def _in_place(name: str) -> Callable:
     def operate(self, other):
-        return self._backend.into(name, self, self, other)
+        return self._backend.write_into(name, self, self, other)
     return operate
 
 
@@ -88,11 +88,11 @@ class DryNamespace:
         def operate(*operands, out=None):
             if out is None:
                 return self._backend.elementwise(name, *operands)
-            return self._backend.into(name, out, *operands)
+            return self._backend.write_into(name, out, *operands)
         return operate
 
     def copyto(self, a: DryArray, value: Any, where: DryArray) -> None:
-        self._backend.into("copy", a, value, where)
+        self._backend.write_into("copy", a, value, where)
 
     def where(self, condition: DryArray, a: DryArray, b: DryArray) -> DryArray:
         return self._backend.elementwise("where", condition, a, b,
@@ -154,9 +154,9 @@ class DryPool(Pool):
 
     _byte = ctypes.c_char()
 
-    def __init__(self, granule: int, changed: Callable[[], None]) -> None:
+    def __init__(self, granularity: int, changed: Callable[[], None]) -> None:
         super().__init__()
-        self.granule, self._changed = granule, changed
+        self.granularity, self._changed = granularity, changed
 
     def _storage(self, size: int) -> ctypes.Array:
         """So many bytes of memory that do not exist, at the address of one that does."""
@@ -189,7 +189,7 @@ class DryBackend(Backend):
     def begin(self, block: int = sys.maxsize) -> None:
         """Forget everything and start a new trace, elementwise work in blocks of so many."""
         self.block, self.trace = block, Trace()
-        self.pool = DryPool(Pool.granule, self._taken)
+        self.pool = DryPool(Pool.granularity, self._taken)
         self.scratch = DryPool(1, self._taken)
 
     def _taken(self) -> None:
@@ -215,7 +215,7 @@ class DryBackend(Backend):
     def asarray(self, host: np.ndarray) -> DryArray:
         return self.empty(host.shape, host.dtype)
 
-    def made(self, shape: tuple[int, ...], dtype: Any, make: Callable) -> DryArray:
+    def from_host(self, shape: tuple[int, ...], dtype: Any, make: Callable) -> DryArray:
         return self.empty(shape, dtype)    # nothing is drawn
 
     def to_host(self, a: DryArray) -> np.ndarray:
@@ -247,7 +247,7 @@ class DryBackend(Backend):
         return self.result(operation, np.broadcast_shapes(*(a.shape for a in arrays)),
                            dtype or np.result_type(*kinds), *arrays)
 
-    def into(self, operation: str, out: DryArray, *operands: Any) -> DryArray:
+    def write_into(self, operation: str, out: DryArray, *operands: Any) -> DryArray:
         """`operation` with its result in `out`, whose shape the operands must fit."""
         for a in self._arrays(operands):
             if np.broadcast_shapes(a.shape, out.shape) != out.shape:

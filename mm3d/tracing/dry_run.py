@@ -1,12 +1,12 @@
-"""Dry runs: what the model would do on so many ranks, from the code that does it.
+"""Run a step of the model dry: trace any one rank of any grid, in one process, without data.
 
-The arrays are `mm3d.tracing.dry_arrays`'s, the grid's ranks are `mm3d.transport.silent.Absent`.
-The unchanged model on them leaves the exact `Trace` of any one rank of any grid, in one process:
-every matrix product, every elementwise pass, every collective, and the memory as it grows and
-shrinks.
+The unchanged model runs on arrays without contents (`mm3d.tracing.dry_arrays`) and on a
+`mm3d.transport.silent.DryCommunicator`.  The `Trace` holds every matrix product, every
+elementwise pass, every collective, and the memory over time, exactly.
 
 >>> trace = mm3d.tracing.dry_run.step("3d", 4096, grid=(16, 16, 16), layers=2, hidden=1024,
-heads=16, ...                       batch=32, seq=128) >>> trace.flops("forward"), trace.peak
+...                                   heads=16, batch=32, seq=128)
+>>> trace.flops("forward"), trace.peak
 """
 
 import sys
@@ -20,7 +20,7 @@ from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
-from mm3d.transport.silent import Absent
+from mm3d.transport.silent import DryCommunicator
 
 __all__ = ["PHASES", "Collective", "Gemm", "Pass", "Trace", "extended", "step"]
 
@@ -45,7 +45,7 @@ def step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int =
     backend = backends.get(DryBackend())
     backend.begin(block)
     trace = backend.trace
-    scheme = make_scheme(name, Absent(ranks, rank), grid, backend, **(options or {}))
+    scheme = make_scheme(name, DryCommunicator(ranks, rank), grid, backend, **(options or {}))
     model = Transformer(scheme, **sizes)
     trace.layers = sizes["layers"]
     trace.parameters = sum(p.nbytes for p in model.parameters)

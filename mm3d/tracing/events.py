@@ -94,8 +94,8 @@ class Observer:
     sizes = True
     operand = ""
 
-    def enter(self, event: Event, meet: Callable[[], None] | None = None) -> None:
-        """`event` begins; the ranks of a collective wait for each other in `meet`."""
+    def enter(self, event: Event, barrier: Callable[[], None] | None = None) -> None:
+        """`event` begins; the ranks of a collective wait for each other in `barrier`."""
 
     def leave(self) -> None:
         """The event that was entered last ends."""

@@ -14,8 +14,8 @@ from typing import Any, Callable, Iterator
 
 from mm3d.tracing.events import (Collective, Event, Gemm, Layer, Observer, Overlapped, Phase,
                                  Recomputation)
-from mm3d.tracing.observed_calls import (LAYER_CALLS, Library, Named, Observers, Transport,
-                                         product, together, told_as)
+from mm3d.tracing.observed_calls import (LAYER_CALLS, Library, NamedOperand, Observers, Transport,
+                                         report_products, join_observers, report_calls)
 
 # Methods of a backend that multiply matrices, and stacks of them where it has its own for these.
 PRODUCTS = ("gemm", "gemms")
@@ -106,7 +106,8 @@ class _Point:
 
 def _calls(event: Event) -> Callable[[Callable, Observers], Callable]:
     """The wrapper of a method whose calls are `event`."""
-    return lambda work, observers: told_as(work, event, together(observers, type(event)))
+    return lambda work, observers: report_calls(work, event,
+                                                join_observers(observers, type(event)))
 
 
 def _points_of_grid(grid: Any, kinds: tuple[type, ...]) -> list[Place]:
@@ -114,7 +115,7 @@ def _points_of_grid(grid: Any, kinds: tuple[type, ...]) -> list[Place]:
     found: list[Place] = []
     backend, busy = grid.backend, []
     if Gemm in kinds:
-        found += [(backend, name, partial(product, busy)) for name in PRODUCTS
+        found += [(backend, name, partial(report_products, busy)) for name in PRODUCTS
                   if hasattr(backend, name)]
         found.append((backend, "xp", partial(Library, busy)))
     if Collective in kinds or Overlapped in kinds:
@@ -131,7 +132,8 @@ def _points_of_model(model: Any, kinds: tuple[type, ...]) -> list[Place]:
     if hasattr(model, "layers"):
         return found + _points_within(model.layers, kinds)
     product = getattr(model, "product", None)    # of matrices alone
-    return found + [(product, "named", _naming)] * (Collective in kinds and product is not None)
+    return found + [(product, "observed_split", _name_operands)] * (
+        Collective in kinds and product is not None)
 
 
 def _points_within(chain: Any, kinds: tuple[type, ...]) -> list[Place]:
@@ -163,16 +165,16 @@ def _points_of_operands(layer: Any) -> list[Place]:
             if getattr(owner, attribute, None) is not None]
 
 
-def _named(operand: str, target: Any, observers: Observers) -> Named:
+def _named(operand: str, target: Any, observers: Observers) -> NamedOperand:
     """What communicates, with the name of its operand."""
-    return Named(target, operand, together(observers, Collective))
+    return NamedOperand(target, operand, join_observers(observers, Collective))
 
 
-def _naming(named: Callable[[Any, str], Any], observers: Observers) -> Callable:
+def _name_operands(named: Callable[[Any, str], Any], observers: Observers) -> Callable:
     """`named` of a `mm3d.schemes.matrix_product.MatrixProduct`, of which the observers learn the
     names."""
-    observer = together(observers, Collective)
-    return lambda split, name: Named(named(split, name), name, observer)
+    observer = join_observers(observers, Collective)
+    return lambda split, name: NamedOperand(named(split, name), name, observer)
 
 
 def _name(layer: Any) -> str:

@@ -35,16 +35,16 @@ class Several(Observer):
         for observer in self.observers:
             observer.operand = name
 
-    def enter(self, event: Event, meet: Callable[[], None] | None = None) -> None:
+    def enter(self, event: Event, barrier: Callable[[], None] | None = None) -> None:
         for observer in self.observers:
-            observer.enter(event, meet)
+            observer.enter(event, barrier)
 
     def leave(self) -> None:
         for observer in reversed(self.observers):
             observer.leave()
 
 
-def together(observers: Observers, kind: type) -> Observer | None:
+def join_observers(observers: Observers, kind: type) -> Observer | None:
     """Those of the observers that are told of a kind of events, as one; None if there are none."""
     found = [observer for observer in observers if kind in observer.kinds]
     return found[0] if len(found) == 1 else Several(found) if found else None
@@ -56,7 +56,7 @@ def seeing_arrays(observers: Observers, kind: type) -> list[ArrayObserver]:
             if isinstance(observer, ArrayObserver) and kind in observer.kinds]
 
 
-def told_as(work: Callable, event: Event, observer: Observer) -> Callable:
+def report_calls(work: Callable, event: Event, observer: Observer) -> Callable:
     """`work`, with its calls told as `event`."""
     @wraps(work)
     def told(*arrays: Any) -> Any:
@@ -77,7 +77,7 @@ class Noted(NamedTuple):
 
 def forward_of(layer: Any, event: Event, work: Callable, observers: Observers) -> Callable:
     """The forward of a layer, told and shown."""
-    told = told_as(work, event, together(observers, Layer))
+    told = report_calls(work, event, join_observers(observers, Layer))
     seeing = seeing_arrays(observers, Layer)
 
     def forward(x: Any, overlap: Any = None) -> tuple[Any, Any]:
@@ -88,7 +88,7 @@ def forward_of(layer: Any, event: Event, work: Callable, observers: Observers) -
 
 def again_of(layer: Any, event: Event, work: Callable, observers: Observers) -> Callable:
     """What a layer saves, without its output: told and shown."""
-    told = told_as(work, event, together(observers, Layer))
+    told = report_calls(work, event, join_observers(observers, Layer))
     seeing = seeing_arrays(observers, Layer)
 
     def again(x: Any, overlap: Any = None) -> Any:
@@ -98,7 +98,7 @@ def again_of(layer: Any, event: Event, work: Callable, observers: Observers) -> 
 
 def backward_of(layer: Any, event: Event, work: Callable, observers: Observers) -> Callable:
     """The backward of a layer, told and shown."""
-    told = told_as(work, event, together(observers, Layer))
+    told = report_calls(work, event, join_observers(observers, Layer))
     seeing = seeing_arrays(observers, Layer)
 
     def backward(dy: Any, noted: Any, overlap: Any = None) -> Any:
@@ -116,12 +116,12 @@ def backward_of(layer: Any, event: Event, work: Callable, observers: Observers) 
 LAYER_CALLS = {"forward": forward_of, "backward": backward_of, "again": again_of}
 
 
-def product(busy: list, multiply: Callable, observers: Observers) -> Callable:
+def report_products(busy: list, multiply: Callable, observers: Observers) -> Callable:
     """`multiply` of matrices or stacks of them, with its calls told.
 
     What it calls itself while `busy` is part of it and not told again.
     """
-    observer, seeing = together(observers, Gemm), seeing_arrays(observers, Gemm)
+    observer, seeing = join_observers(observers, Gemm), seeing_arrays(observers, Gemm)
 
     @wraps(multiply)
     def told(a: Any, b: Any, *out: Any, **options: Any) -> Any:
@@ -146,7 +146,7 @@ class Library:
     """An array library whose `matmul` is told of."""
 
     def __init__(self, busy: list, library: Any, observers: Observers) -> None:
-        self._library, self.matmul = library, product(busy, library.matmul, observers)
+        self._library, self.matmul = library, report_products(busy, library.matmul, observers)
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._library, name)
@@ -172,13 +172,14 @@ class Transport:
 
     def _told(self, kind: str, move: Callable) -> Callable:
         """`move`, told as a collective."""
-        axis, observer = self._axis, together(self._observers, Collective)
+        axis, observer = self._axis, join_observers(self._observers, Collective)
         if observer is None:
             return move
-        plain, meet = Collective(kind, axis.name, axis.size, self._stride, 0), self._transport.meet
+        plain = Collective(kind, axis.name, axis.size, self._stride, 0)
+        barrier = self._transport.barrier
 
         def named(a: Any, *where: Any) -> Any:
-            observer.enter(plain, meet)
+            observer.enter(plain, barrier)
             try:
                 return move(a, *where)
             finally:
@@ -189,7 +190,7 @@ class Transport:
             size = math.prod(shape) * host_dtype(a).itemsize
             pieces = len(where) == 2 and math.prod(shape[:where[0] % len(shape)]) > 1
             event = Collective(kind, axis.name, axis.size, self._stride, size, pieces)
-            observer.enter(event, meet)
+            observer.enter(event, barrier)
             try:
                 return move(a, *where)
             finally:
@@ -199,25 +200,25 @@ class Transport:
 
     def _overlapped(self, kind: str, begin: Callable) -> Callable:
         """`begin` of a collective that goes on, told with the calls for what it returns."""
-        observer = together(self._observers, Overlapped)
+        observer = join_observers(self._observers, Overlapped)
         if observer is None:
             return begin
         seeing = seeing_arrays(self._observers, Overlapped)
         calls = {call: Overlapped(call, kind, self._axis.name)
                  for call in ("begin", "progress", "wait")}
-        told = told_as(begin, calls["begin"], observer)
+        told = report_calls(begin, calls["begin"], observer)
 
         def begun(a: Any, *where: Any) -> Pending:
             pending = told(a, *where)
             for call in ("progress", "wait"):
-                setattr(pending, call, told_as(getattr(pending, call), calls[call], observer))
+                setattr(pending, call, report_calls(getattr(pending, call), calls[call], observer))
             for one in seeing:
                 one.seen(calls["begin"], (a,), pending)
             return pending
         return begun
 
 
-class Named:
+class NamedOperand:
     """Something that communicates, which tells the observer the name of what travels.
 
     Parameters

@@ -45,7 +45,7 @@ class Trace(Observer):
         """Count an event of the part and phase that are running."""
         self.events[self.phase, self.part + self._again, event] += 1
 
-    def enter(self, event: Event, meet: Callable[[], None] | None = None) -> None:
+    def enter(self, event: Event, barrier: Callable[[], None] | None = None) -> None:
         """Layers and phases give their names to what follows; all else is counted."""
         self._around.append((self.phase, self.part, self._again))
         if isinstance(event, Phase):
@@ -61,7 +61,7 @@ class Trace(Observer):
         """Back to the phase and part around it."""
         self.phase, self.part, self._again = self._around.pop()
 
-    def of(self, kind: type, phase: str | None = None) -> Counter:
+    def count(self, kind: type, phase: str | None = None) -> Counter:
         """How often each event of a kind happened in a phase (by default in both)."""
         found: Counter = Counter()
         for (when, _, event), times in self.events.items():
@@ -71,7 +71,7 @@ class Trace(Observer):
 
     def flops(self, phase: str | None = None) -> int:
         """Floating-point operations of all matrix products."""
-        return sum(times * event.flops for event, times in self.of(Gemm, phase).items())
+        return sum(times * event.flops for event, times in self.count(Gemm, phase).items())
 
     def flops_again(self) -> int:
         """Those among them of what backward computes again."""

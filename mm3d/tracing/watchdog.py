@@ -86,7 +86,7 @@ class Position(Observer):
         self.board, self.entered = board, []
         self.names: dict[tuple[str, str, str], bytes] = {}
 
-    def enter(self, event: Event, meet: Callable[[], None] | None = None) -> None:
+    def enter(self, event: Event, barrier: Callable[[], None] | None = None) -> None:
         """A layer, its recomputation, or a collective begins."""
         board = self.board
         if isinstance(event, (Layer, Recomputation)):

@@ -30,8 +30,8 @@ from mm3d.transport.call_check import Call
 SLOTS = 4           # for what is left for a meeting: a rank is so many, less one, ahead at most
 CROWDED = 2         # looks at a counter, the core given away in between, before sleeping
 LOOKS = 50          # the same where no other rank needs the core
-NAP = 10_000_000    # nanoseconds; longer waits let MPI make progress in between
-BY_MAIL = -2        # instead of a region: what is compared with is not in one
+SLEEP_NS = 10_000_000    # nanoseconds; longer waits let MPI make progress in between
+IN_MESSAGES = -2        # instead of a region: what is compared with is not in one
 NOWHERE = -1        # the same: there was no room
 
 _FUTEX = 202        # number of the system call on x86-64
@@ -41,13 +41,13 @@ _system_call = ctypes.CDLL(None).syscall
 _system_call.restype = ctypes.c_long
 _system_call.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32,
                          ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
-_nap = (ctypes.c_long * 2)(0, NAP)
+_sleep_time = (ctypes.c_long * 2)(0, SLEEP_NS)
 _words = struct.Struct(f"={call_check.WORDS + 2}q")    # a call, those before it, and a region
 HEAD = 64                                         # bytes of a rank's counter, and what is beside
 BYTES = HEAD + SLOTS * _words.size                # of what meetings need of each rank
 
 
-class Meetings:
+class Barrier:
     """Meetings of the ranks of a line.
 
     Parameters
@@ -64,7 +64,7 @@ class Meetings:
     ----------
     turn : int
         The last meeting that this rank came to.
-    met : int
+    completed : int
         One that it knows all have come to.
     """
 
@@ -80,10 +80,10 @@ class Meetings:
         self._calls = [[row.data for row in slot] for slot in said.swapaxes(0, 1)]
         self._addresses = [row.ctypes.data for row in rows]
         self._others = [rank for rank in range(self.size) if rank != self.rank]
-        self.turn = self.met = 0
+        self.turn = self.completed = 0
         self.before = 0    # the calls since the last meeting of all, in one number
 
-    def arrive(self, call: Call, region: int = BY_MAIL) -> int:
+    def arrive(self, call: Call, region: int = IN_MESSAGES) -> int:
         """Come to the next meeting, and say so, and what for; its number."""
         turn = self.turn + 1
         self.await_slot(turn)
@@ -98,7 +98,7 @@ class Meetings:
 
     def await_slot(self, turn: int) -> None:
         """Wait until nobody reads any longer what lies in the slot of the meeting `turn`."""
-        if self.met < turn - SLOTS + 1:
+        if self.completed < turn - SLOTS + 1:
             self.await_all(turn - SLOTS + 1)
 
     def await_all(self, turn: int) -> None:
@@ -107,7 +107,7 @@ class Meetings:
         for rank in self._others:
             if counters[rank] < turn:
                 self._wait(rank, turn)
-        self.met = turn
+        self.completed = turn
 
     def await_rank(self, rank: int, turn: int) -> None:
         """Wait until one has."""
@@ -124,7 +124,7 @@ class Meetings:
             pass
         while (seen := self._counters[rank]) < turn:
             # The kernel compares what it finds there with the low half of what was seen.
-            if _system_call(_FUTEX, self._addresses[rank], _SLEEP, seen & 0xffffffff, _nap,
+            if _system_call(_FUTEX, self._addresses[rank], _SLEEP, seen & 0xffffffff, _sleep_time,
                             None, 0):
                 self.comm.Iprobe()
         self._asleep[self.rank] = 0

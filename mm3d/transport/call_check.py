@@ -12,9 +12,9 @@ DIMS = 8                  # of an array that are compared
 WORDS = 5 + DIMS          # of a call
 NOTHING = (0,) * DIMS
 
-KINDS = ("a meeting", "all-gather", "reduce-scatter", "all-reduce", "broadcast", "reduce",
+KINDS = ("a barrier", "all-gather", "reduce-scatter", "all-reduce", "broadcast", "reduce",
          "more memory")
-MEETING, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, REDUCE, MORE = range(len(KINDS))
+BARRIER, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, REDUCE, MORE = range(len(KINDS))
 
 Call = tuple[int, ...]
 
@@ -30,7 +30,7 @@ def call(kind: int, dtype: np.dtype | None = None, shape: tuple[int, ...] = (), 
 def text(words: Sequence[int]) -> str:
     """A call, for a message."""
     kind, letter, dim, _, ndim, *shape = words[:WORDS]
-    if kind in (MEETING, MORE):
+    if kind in (BARRIER, MORE):
         return KINDS[kind]
     which = {ALL_REDUCE: "", BROADCAST: f" from rank {dim}", REDUCE: f" to rank {dim}"}
     return (f"{KINDS[kind]} of {tuple(shape[:ndim])} in {_name(chr(letter))}"

@@ -13,12 +13,12 @@ from mm3d.transport.device import TRANSPORTS
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.nodes import node_size, one_node
 from mm3d.transport.shared_memory import SharedTransport
-from mm3d.transport.silent import Absent, SilentTransport
+from mm3d.transport.silent import DryCommunicator, SilentTransport
 
 ON_HOST = ("mpi", "shared")
 
 
-def settle(comm: MPI.Intracomm | Absent, backend: Backend) -> str:
+def settle(comm: MPI.Intracomm | DryCommunicator, backend: Backend) -> str:
     """The name of the transport for arrays of `backend` on all lines of a grid of `comm`.
 
     ``MM3D_TRANSPORT`` decides where it is set: ``mpi`` or ``shared`` for arrays in host memory,
@@ -35,7 +35,7 @@ def settle(comm: MPI.Intracomm | Absent, backend: Backend) -> str:
     """
     wanted = os.environ.get("MM3D_TRANSPORT", "")
     known = ON_HOST if backend.host_buffers else tuple(TRANSPORTS)
-    alone = isinstance(comm, Absent) or comm.size == 1
+    alone = isinstance(comm, DryCommunicator) or comm.size == 1
     if wanted and wanted not in (known if not alone else (*ON_HOST, *TRANSPORTS)):
         raise ValueError(f"MM3D_TRANSPORT={wanted!r} is unknown for arrays of backend "
                          f"{backend.name!r}: choose {', '.join(known[:-1])} or {known[-1]}")
@@ -91,7 +91,8 @@ def _nccl_problem(places: list, installed: list[bool]) -> str:
     return ""
 
 
-def transports_for(comm: MPI.Intracomm | Absent, lines: Mapping[str, MPI.Intracomm | Absent],
+def transports_for(comm: MPI.Intracomm | DryCommunicator,
+                   lines: Mapping[str, MPI.Intracomm | DryCommunicator],
                    backend: Backend, kind: str, node: int = 0) -> dict[str, MpiTransport]:
     """The transport of that name (see `settle`) along each of a grid's directions.
 
@@ -102,7 +103,7 @@ def transports_for(comm: MPI.Intracomm | Absent, lines: Mapping[str, MPI.Intraco
 
     Parameters
     ----------
-    comm : mpi4py.MPI.Intracomm or Absent
+    comm : mpi4py.MPI.Intracomm or DryCommunicator
         All ranks of the grid, which all call this.
     lines : mapping of str to communicator
         For each direction those of them on this rank's line.
@@ -135,10 +136,10 @@ def transports_for(comm: MPI.Intracomm | Absent, lines: Mapping[str, MPI.Intraco
     return found
 
 
-def _transport(line: MPI.Intracomm | Absent, backend: Backend, kind: str,
+def _transport(line: MPI.Intracomm | DryCommunicator, backend: Backend, kind: str,
                node: int) -> MpiTransport:
     """The transport between the ranks of one line, which all make it."""
-    if isinstance(line, Absent):
+    if isinstance(line, DryCommunicator):
         return SilentTransport(line, backend)
     if kind in TRANSPORTS and line.size > 1:
         return TRANSPORTS[kind](line, backend)

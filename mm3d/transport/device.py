@@ -1,18 +1,18 @@
-"""How arrays travel that lie in a device's memory, out of the host's reach.
+"""Carry out collectives on arrays in a device's memory.
 
-`DeviceTransport` hands device buffers to a CUDA-aware MPI, `StagedTransport` carries them through
-host memory with any MPI, `NcclTransport` leaves them to NCCL.  They share `WireTransport`, which
-builds every collective from three ways to move bytes and sums on the device.  The reductions of an
-MPI are never asked for: on device buffers some of them crash (Open MPI's `Iallreduce`,
-`Ireduce_scatter_block`, `Reduce_scatter_block` in place), others go through pageable host memory,
-and none knows bfloat16.
+`DeviceTransport` hands device buffers to a CUDA-aware MPI, `StagedTransport` copies them through
+host memory and works with any MPI, `NcclTransport` calls NCCL.  All three derive from
+`ExchangeTransport`, which builds every collective from an all-gather, a broadcast and an
+all-to-all, and sums on the device.  MPI's own reductions are not used: on device buffers some of
+them crash (Open MPI's `Iallreduce`, `Ireduce_scatter_block`, `Reduce_scatter_block` in place),
+others go through pageable host memory, and none supports bfloat16.
 """
 
 import math
 from typing import Any, Callable
 
 from mm3d.arrays.backend import Array
-from mm3d.transport.exchange import Lengths, WireTransport, flattened, messages, places
+from mm3d.transport.exchange import Lengths, ExchangeTransport, flattened, messages, places
 from mm3d.transport.nccl import NcclTransport
 
 
@@ -21,7 +21,7 @@ def _blocks(a: Array, lengths: Lengths) -> list[Array]:
     return [a[start:start + length] for length, start in places(lengths)]
 
 
-class DeviceTransport(WireTransport):
+class DeviceTransport(ExchangeTransport):
     """A CUDA-aware MPI on the device buffers themselves.
 
     The stream is synchronised before every call: MPI reads and writes device memory at once, in
@@ -34,16 +34,16 @@ class DeviceTransport(WireTransport):
 
     def _all_gather(self, send: Array, recv: Array, lengths: Lengths) -> None:
         self.backend.synchronize()
-        super()._all_gather(self.backend.wire(send), self.backend.wire(recv), lengths)
+        super()._all_gather(self.backend.mpi_buffer(send), self.backend.mpi_buffer(recv), lengths)
 
     def _broadcast(self, buffer: Array, root: int) -> None:
         self.backend.synchronize()
-        super()._broadcast(self.backend.wire(buffer), root)
+        super()._broadcast(self.backend.mpi_buffer(buffer), root)
 
     def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
         self.backend.synchronize()
-        self.comm.Alltoallv(*messages(self.backend.wire(send), self.backend.wire(recv), sends,
-                                      receives))
+        self.comm.Alltoallv(*messages(self.backend.mpi_buffer(send),
+                                      self.backend.mpi_buffer(recv), sends, receives))
 
     def _begin_exchange(self, send: Array, recv: Array, sends: Lengths,
                         receives: Lengths) -> Callable[[], Any]:
@@ -58,13 +58,13 @@ class DeviceTransport(WireTransport):
         """Send a block to every rank and receive one from each; what ends it."""
         back[self.rank][...] = there[self.rank]
         self.backend.synchronize()
-        requests = [start(self.backend.wire(block), peer)
+        requests = [start(self.backend.mpi_buffer(block), peer)
                     for start, blocks in ((self.comm.Irecv, back), (self.comm.Isend, there))
                     for peer, block in enumerate(blocks) if peer != self.rank and block.size]
         return lambda: [request.Wait() for request in requests]
 
 
-class StagedTransport(WireTransport):
+class StagedTransport(ExchangeTransport):
     """Copies in host memory travel, with any MPI; the arrays' library makes the copies.
 
     A GPU's copies go through pinned memory, each way on a stream of its own.

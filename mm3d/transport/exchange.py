@@ -5,7 +5,7 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any, Callable
 
-from mm3d.arrays.backend import Array, namespace, wide_dtype
+from mm3d.arrays.backend import Array, namespace, accumulation_dtype
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
 
@@ -16,7 +16,7 @@ SMALL = 1 << 15
 Lengths = list[int]
 
 
-class WireTransport(MpiTransport, ABC):
+class ExchangeTransport(MpiTransport, ABC):
     """Collectives made of a gather, a broadcast and an exchange; sums are the device's own.
 
     Terms are summed in the order of the ranks, in float32 where the elements have 16 bits, so that
@@ -105,7 +105,7 @@ class WireTransport(MpiTransport, ABC):
 def _sum(terms: Array, out: Array) -> None:
     """`out` becomes the sum over the first dimension, in float32 at least."""
     xp = namespace(terms)
-    total = xp.sum(terms, axis=0, dtype=wide_dtype(terms))
+    total = xp.sum(terms, axis=0, dtype=accumulation_dtype(terms))
     out[...] = xp.reshape(xp.astype(total, out.dtype, copy=False), out.shape)
 
 

@@ -62,7 +62,7 @@ class MpiTransport:
         moved, self._moved = self._moved, 0
         return moved
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait for all ranks."""
         self.comm.Barrier()
 
@@ -116,9 +116,9 @@ class MpiTransport:
         # MPICH sums in this one, also where blocks are even, in the order of the blocking one;
         # of another MPI the last bits may differ where three or more ranks sum.
         self._moved = math.nan
-        terms, total = sums.wide(flat), sums.room(out)
+        terms, total = sums.upcast(flat), sums.accumulator(out)
         request = self.comm.Ireduce_scatter(terms, total, lengths)
-        return Pending(out, lambda: sums.rounded(total, out), request, (terms,))
+        return Pending(out, lambda: sums.store_rounded(total, out), request, (terms,))
 
     def _terms(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int], Array]:
         """The blocks of `a` one after another, their lengths, and memory for this rank's sum."""
@@ -162,28 +162,28 @@ class MpiTransport:
 
     def _reduce_scatter(self, send: Array, recv: Array, lengths: list[int]) -> None:
         self._moved = math.nan
-        total = sums.room(recv)
+        total = sums.accumulator(recv)
         if len(set(lengths)) == 1:
-            self.comm.Reduce_scatter_block(sums.wide(send), total)
+            self.comm.Reduce_scatter_block(sums.upcast(send), total)
         else:
-            self.comm.Reduce_scatter(sums.wide(send), total, lengths)
-        sums.rounded(total, recv)
+            self.comm.Reduce_scatter(sums.upcast(send), total, lengths)
+        sums.store_rounded(total, recv)
 
     def _all_reduce(self, send: Array, recv: Array) -> None:
         self._moved = math.nan
-        total = sums.room(recv)
-        self.comm.Allreduce(sums.wide(send), total)
-        sums.rounded(total, recv)
+        total = sums.accumulator(recv)
+        self.comm.Allreduce(sums.upcast(send), total)
+        sums.store_rounded(total, recv)
 
     def _broadcast(self, buffer: Array, root: int) -> None:
         self.comm.Bcast(buffer, root)
 
     def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
         self._moved = math.nan
-        total = None if recv is None else sums.room(recv)
-        self.comm.Reduce(sums.wide(send), total, root=root)
+        total = None if recv is None else sums.accumulator(recv)
+        self.comm.Reduce(sums.upcast(send), total, root=root)
         if total is not None:
-            sums.rounded(total, recv)
+            sums.store_rounded(total, recv)
 
     def _flat(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int]]:
         """A buffer in which the blocks of `a` lie one after another, and their lengths.

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from typing import Any, Callable, Iterator
 
 from mm3d.arrays.backend import Array, Backend
-from mm3d.transport.exchange import Lengths, WireTransport, places
+from mm3d.transport.exchange import Lengths, ExchangeTransport, places
 
 
-class NcclTransport(WireTransport):
+class NcclTransport(ExchangeTransport):
     """NCCL on a stream of its own; events order it with the stream that computes.
 
     The host waits for nothing.  All directions of a grid share the stream, so that every rank

@@ -24,17 +24,17 @@ from mpi4py import MPI
 
 from mm3d.arrays.idle_memory import size_class
 from mm3d.transport import call_check
-from mm3d.transport.barrier import BYTES, BY_MAIL, CROWDED, Meetings, NOWHERE, SLOTS
+from mm3d.transport.barrier import BYTES, IN_MESSAGES, CROWDED, Barrier, NOWHERE, SLOTS
 from mm3d.transport.call_check import Call
 from mm3d.transport.regions import Place, Regions
 
 PAGE = 4096
-SEGMENT = 1 << 30   # bytes mapped at a time; what is never used takes no memory
-NOTES = 63          # regions that a rank can give back at one meeting; more wait for the next
-TAKES = 32          # regions taken without a meeting before there is one
-MAIL = 1 << 16      # bytes that a rank can hand to all others at a meeting
+SEGMENT = 1 << 30         # bytes mapped at a time; pages never touched take no memory
+MAX_RETURNED = 63         # regions that a rank can give back at one barrier; the rest waits
+MAX_TAKEN = 32            # regions taken since the last barrier before `take` adds one
+MESSAGE_BYTES = 1 << 16   # bytes that a rank can pass to all others at a barrier
 
-_MEETING = call_check.call(call_check.MEETING)
+_BARRIER = call_check.call(call_check.BARRIER)
 _MORE = call_check.call(call_check.MORE)
 
 
@@ -75,25 +75,25 @@ class SharedMemory:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
         # Of each rank: what meetings need, with the last two that it left notes for; these
         # notes; slots of mail.
-        notes = BYTES + 2 * 4 * (1 + NOTES)
-        stride = -(-(notes + SLOTS * MAIL) // PAGE) * PAGE
+        notes = BYTES + 2 * 4 * (1 + MAX_RETURNED)
+        stride = -(-(notes + SLOTS * MESSAGE_BYTES) // PAGE) * PAGE
         # With it the first segment, so that who may not share so much learns it here.
         length = self.size * stride
         segment = self._open(length + SEGMENT, comm.allgather)
         rows = np.frombuffer(segment, np.uint8, length).reshape(self.size, stride)
-        self.meetings = Meetings(comm, rows, looks)
+        self.barrier = Barrier(comm, rows, looks)
         self._noted = [rows[:, 8 * word:8 * word + 8].view(np.int64)[:, 0].data for word in (2, 3)]
         self._notes = [[row[BYTES:notes].view(np.int32).reshape(2, -1)[turn].data for row in rows]
                        for turn in (0, 1)]
-        self._mail = [[row[notes + slot * MAIL:notes + (slot + 1) * MAIL] for row in rows]
-                      for slot in range(SLOTS)]
+        first = [notes + slot * MESSAGE_BYTES for slot in range(SLOTS)]
+        self._messages = [[row[start:start + MESSAGE_BYTES] for row in rows] for start in first]
         self._all = range(self.size)
         self._given_back: collections.deque[int] = collections.deque()
         self.give_back = self._given_back.append        # say at the next meeting what is not used
         self.regions = Regions(self.size, segment, length)
         self._taken = 0                                 # regions since the last meeting
 
-    def meet(self, call: Call = _MEETING, region: int = BY_MAIL) -> bool:
+    def synchronize(self, call: Call = _BARRIER, region: int = IN_MESSAGES) -> bool:
         """Wait for all ranks; what each wrote before, the others see afterwards.
 
         Parameters
@@ -114,17 +114,17 @@ class SharedMemory:
         ValueError
             On all ranks alike when they come for different calls, or have made different ones.
         """
-        meetings, regions, differ = self.meetings, self.regions, ""
-        noted, notes = (which[(meetings.turn + 1) & 1] for which in (self._noted, self._notes))
+        barrier, regions, differ = self.barrier, self.regions, ""
+        noted, notes = (which[(barrier.turn + 1) & 1] for which in (self._noted, self._notes))
         if self._given_back:
-            if meetings.met < meetings.turn:
-                meetings.await_all(meetings.turn)
-            self._note(meetings.turn + 1)
-        turn = meetings.arrive(call, region)
-        meetings.await_all(turn)
-        agreed = meetings.agreed()
+            if barrier.completed < barrier.turn:
+                barrier.await_all(barrier.turn)
+            self._note(barrier.turn + 1)
+        turn = barrier.arrive(call, region)
+        barrier.await_all(turn)
+        agreed = barrier.agreed()
         if not agreed:
-            differ = meetings.difference(self._all)
+            differ = barrier.difference(self._all)
         agreed = agreed and region != NOWHERE
         regions.settle(agreed)
         regions.idle.used(regions.in_use)
@@ -132,7 +132,7 @@ class SharedMemory:
             if noted[rank] == turn:
                 self._read(notes[rank])
         self._empty()
-        self._taken = meetings.before = 0
+        self._taken = barrier.before = 0
         if differ:
             raise ValueError(differ)
         return agreed
@@ -148,7 +148,7 @@ class SharedMemory:
     def _note(self, turn: int) -> None:
         """Leave word of what this rank has given back."""
         note, given_back, count = self._notes[turn & 1][self.rank], self._given_back, 0
-        while given_back and count < NOTES:
+        while given_back and count < MAX_RETURNED:
             count += 1
             note[count] = given_back.popleft()
         note[0] = count
@@ -159,47 +159,47 @@ class SharedMemory:
         for place in range(1, 1 + note[0]):
             self.regions.drop(note[place])
 
-    def exchange(self, a: np.ndarray, call: Call = _MEETING) -> list[np.ndarray] | None:
+    def all_gather(self, a: np.ndarray, call: Call = _BARRIER) -> list[np.ndarray] | None:
         """The small arrays `a` of all ranks, each flat; to be read before the next meeting.
 
         Blocks of other ranks may be longer or shorter; what lies behind their end is undefined.
-        None where some ranks came with a region instead; errors are those of `meet`.
+        None where some ranks came with a region instead; errors are those of `synchronize`.
         """
         slots = self._post(a, True)
-        return _contents(slots, a.dtype) if self.meet(call) else None
+        return _contents(slots, a.dtype) if self.synchronize(call) else None
 
-    def tell(self, a: np.ndarray, root: int, call: Call = _MEETING) -> np.ndarray:
-        """`a` of the rank `root`, flat, for which alone the others wait; as `exchange` has it.
+    def broadcast(self, a: np.ndarray, root: int, call: Call = _BARRIER) -> np.ndarray:
+        """`a` of the rank `root`, flat, for which alone the others wait; as `all_gather` has it.
 
         A ValueError is raised by a rank whose call differs from that of the root, and at the next
-        `meet` by all.
+        `synchronize` by all.
         """
         slots = self._post(a, self.rank == root)
-        self.meetings.await_rank(root, self.meetings.arrive(call))
-        self.meetings.compare((self.rank, root), call)
+        self.barrier.await_rank(root, self.barrier.arrive(call))
+        self.barrier.compare((self.rank, root), call)
         return _contents(slots[root:root + 1], a.dtype)[0]
 
-    def collect(self, a: np.ndarray, root: int,
-                call: Call = _MEETING) -> list[np.ndarray] | None:
-        """What `exchange` gives, on the rank `root`, which alone waits; None elsewhere.
+    def gather(self, a: np.ndarray, root: int,
+               call: Call = _BARRIER) -> list[np.ndarray] | None:
+        """What `all_gather` gives, on the rank `root`, which alone waits; None elsewhere.
 
-        A ValueError is raised by the root when calls differ, and at the next `meet` by all.
+        A ValueError is raised by the root when calls differ, and at the next `synchronize` by all.
         """
         slots = self._post(a, True)
-        turn = self.meetings.arrive(call)
+        turn = self.barrier.arrive(call)
         if self.rank != root:
-            self.meetings.note(call)
+            self.barrier.note(call)
             return None
-        self.meetings.await_all(turn)
-        self.meetings.compare(self._all, call)
+        self.barrier.await_all(turn)
+        self.barrier.compare(self._all, call)
         return _contents(slots, a.dtype)
 
     def _post(self, a: np.ndarray, writes: bool) -> list[np.ndarray]:
         """The ranks' mail for the next meeting, in which this rank, if it `writes`, puts `a`."""
-        turn = self.meetings.turn + 1
-        slots = self._mail[turn % SLOTS]
+        turn = self.barrier.turn + 1
+        slots = self._messages[turn % SLOTS]
         if writes:
-            self.meetings.await_slot(turn)
+            self.barrier.await_slot(turn)
             if a.size:
                 slots[self.rank][:a.nbytes].view(a.dtype).reshape(a.shape)[...] = a
         return slots
@@ -214,18 +214,18 @@ class SharedMemory:
         place : tuple
             The memory that it lies in, and how many bytes from its beginning.
         """
-        if self._taken == TAKES:
-            self.meet()
+        if self._taken == MAX_TAKEN:
+            self.synchronize()
         self._taken += 1
-        self.meetings.note(length)
+        self.barrier.note(length)
         region = self.regions.take(length)
         if region is None:
-            self.regions.add(self._open(max(SEGMENT, size_class(length)), self._by_mail))
+            self.regions.add(self._open(max(SEGMENT, size_class(length)), self._gather_numbers))
             region = self.regions.take(length)
         return region, self.regions.place(region)
 
     def try_take(self, length: int) -> tuple[int, Place | None]:
-        """`take` for as long as until the next `meet`, which then decides; maybe `NOWHERE`.
+        """`take` for as long as until the next `synchronize`, which then decides; maybe `NOWHERE`.
 
         Ranks need not do it alike.
         """
@@ -259,14 +259,14 @@ class SharedMemory:
                           "): set MM3D_TRANSPORT=mpi")
         return memory
 
-    def _by_mail(self, numbers: list[int]) -> list[list[int]]:
+    def _gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         """The numbers of all ranks."""
-        return [part[:len(numbers)].tolist() for part in self.exchange(np.array(numbers), _MORE)]
+        return [part[:len(numbers)].tolist() for part in self.all_gather(np.array(numbers), _MORE)]
 
 
 def _contents(slots: list[np.ndarray], dtype: np.dtype) -> list[np.ndarray]:
     """The slots as arrays of a type, which need not fill them."""
-    whole = MAIL // dtype.itemsize * dtype.itemsize
+    whole = MESSAGE_BYTES // dtype.itemsize * dtype.itemsize
     return [slot[:whole].view(dtype) for slot in slots]
 
 

@@ -27,7 +27,7 @@ from mm3d.transport import call_check, sums
 from mm3d.transport.barrier import CROWDED, LOOKS, NOWHERE
 from mm3d.transport.call_check import Call
 from mm3d.transport.mpi import MpiTransport
-from mm3d.transport.segments import MAIL, SharedMemory
+from mm3d.transport.segments import MESSAGE_BYTES, SharedMemory
 
 
 class _Lease(Loan):
@@ -76,8 +76,8 @@ class SharedTransport(MpiTransport):
         looks = CROWDED if launcher.oversubscribed() else LOOKS
         self.memory, self.pool = SharedMemory(comm, looks), backend.pool
 
-    def meet(self) -> None:
-        self.memory.meet()
+    def barrier(self) -> None:
+        self.memory.synchronize()
 
     def block(self, shape: tuple[int, ...], dtype: Any, dim: int, counts: list[int]) -> Array:
         whole, lease = self._lend(*self._take(resized(shape, dim, sum(counts)), dtype))
@@ -102,17 +102,17 @@ class SharedTransport(MpiTransport):
         call = call_check.call(call_check.ALL_GATHER, a.dtype, shape, dim, counts)
         lease = self._lease(a)
         if lease is not None and lease.divided == (dim, counts):
-            if self.memory.meet(call, lease.what):
+            if self.memory.synchronize(call, lease.what):
                 return _common(a.base)
         elif self._small(resized(a.shape, dim, max(counts)), a.dtype):
-            parts = self.memory.exchange(a, call)
+            parts = self.memory.all_gather(a, call)
             if parts is not None:
                 return self._joined(parts, a, dim, counts)
         else:
             whole, region = self._take(shape, a.dtype, trial=True)
             if whole is not None:
                 self._copy(a, whole[self._own(a.ndim, dim, counts)])
-            if self.memory.meet(call, region):
+            if self.memory.synchronize(call, region):
                 return _common(self._lend(whole, region)[0])
         # Some blocks were placed and some were not, or there was no room: all go to a new place.
         return self.all_gather(self._copy(a, self.block(a.shape, a.dtype, dim, counts)), dim,
@@ -123,10 +123,10 @@ class SharedTransport(MpiTransport):
         call = call_check.call(call_check.REDUCE_SCATTER, a.dtype, a.shape, dim, counts)
         own = self._own(a.ndim, dim, counts)
         if not self._is_term(a) and self._small(a.shape, a.dtype):
-            parts = self.memory.exchange(a, call)
+            parts = self.memory.all_gather(a, call)
             if parts is not None:
                 self._moved += a.size
-                return self._sum_mail(parts, a, own)
+                return self._sum_messages(parts, a, own)
             a = self._copy(a, self.term(a.shape, a.dtype))
         first, others = self._terms(a, call)
         part = _placed(first, self.pool.loan(first), dim, counts, own)
@@ -142,7 +142,7 @@ class SharedTransport(MpiTransport):
         if self._is_term(a):
             lease = self._lease(a)
             first, others = (lease.partner, a.base) if self.rank else (a, lease.partner)
-            if self.memory.meet(call, lease.number):
+            if self.memory.synchronize(call, lease.number):
                 lease.partner = None
                 return first, others
         else:
@@ -151,7 +151,7 @@ class SharedTransport(MpiTransport):
             room = first is not None and others is not None
             if room:
                 self._copy(a, others[self.rank - 1] if self.rank else first)
-            if self.memory.meet(call, region if room else NOWHERE):
+            if self.memory.synchronize(call, region if room else NOWHERE):
                 return self._lend(first, region)[0], self._lend(others, elsewhere)[0]
         return self._terms(self._copy(a, self.term(a.shape, a.dtype)), call)
 
@@ -171,7 +171,7 @@ class SharedTransport(MpiTransport):
         if self._small(a.shape, a.dtype):
             self._moved += a.size
             call = call_check.call(call_check.ALL_REDUCE, a.dtype, a.shape)
-            return self._sum_mail(self.memory.exchange(a, call), a, ())
+            return self._sum_messages(self.memory.all_gather(a, call), a, ())
         counts = self._shares(a.size)
         part = self.reduce_scatter(np.reshape(a, -1), 0, counts)
         out = self.backend.empty(a.shape, a.dtype)
@@ -181,18 +181,18 @@ class SharedTransport(MpiTransport):
         call = call_check.call(call_check.BROADCAST, a.dtype, a.shape, root)
         if self._small(a.shape, a.dtype):
             self._moved += a.size
-            told = self.memory.tell(a, root, call)
+            told = self.memory.broadcast(a, root, call)
             if self.rank != root:
                 a[...] = told[:a.size].reshape(a.shape)
             return a
         whole, region = self._take(a.shape, a.dtype, trial=True)
         if self.rank == root and whole is not None:
             self._copy(a, whole)
-        if not self.memory.meet(call, region):    # there was no room
+        if not self.memory.synchronize(call, region):    # there was no room
             whole, region = self._take(a.shape, a.dtype)
             if self.rank == root:
                 self._copy(a, whole)
-            self.memory.meet(call, region)
+            self.memory.synchronize(call, region)
         whole, _ = self._lend(whole, region)
         return a if self.rank == root else _common(whole)
 
@@ -200,16 +200,16 @@ class SharedTransport(MpiTransport):
         call = call_check.call(call_check.REDUCE, a.dtype, a.shape, root)
         if self._small(a.shape, a.dtype):
             self._moved += a.size
-            terms = self.memory.collect(a, root, call)
-            return None if terms is None else self._sum_mail(terms, a, ())
+            terms = self.memory.gather(a, root, call)
+            return None if terms is None else self._sum_messages(terms, a, ())
         first, others = self._terms(a, call)
         own = self._own(1, 0, self._shares(a.size))
         self._add(first.reshape(-1)[own], [other.reshape(-1)[own] for other in others])
-        self.memory.meet(call)
+        self.memory.synchronize(call)
         return first if self.rank == root else None
 
     def free(self) -> None:
-        self.memory.meet()
+        self.memory.synchronize()
 
     def _take(self, shape: tuple[int, ...], dtype: Any,
               trial: bool = False) -> tuple[Array | None, int]:
@@ -246,8 +246,9 @@ class SharedTransport(MpiTransport):
         return lease if known else None
 
     def _small(self, shape: tuple[int, ...], dtype: np.dtype) -> bool:
-        """Whether an array of each rank can be handed to all, and be read by all."""
-        return math.prod(shape) * dtype.itemsize <= min(MAIL, 4 * MAIL // self.size)
+        """Return whether an array of each rank fits in a message, and all are quick to read."""
+        largest = min(MESSAGE_BYTES, 4 * MESSAGE_BYTES // self.size)
+        return math.prod(shape) * dtype.itemsize <= largest
 
     def _joined(self, parts: list[Array], a: Array, dim: int, counts: list[int]) -> Array:
         """The blocks of all ranks, which are flat, in one array."""
@@ -258,7 +259,7 @@ class SharedTransport(MpiTransport):
         self._moved += a.size + out.size
         return out
 
-    def _sum_mail(self, terms: list[Array], a: Array, own: tuple) -> Array:
+    def _sum_messages(self, terms: list[Array], a: Array, own: tuple) -> Array:
         """The part `own` of the sum of the flat `terms`, which are arrays like `a`."""
         return self._sum([term[:a.size].reshape(a.shape)[own] for term in terms])
 

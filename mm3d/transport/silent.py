@@ -6,7 +6,7 @@ from mm3d.arrays.backend import Array
 from mm3d.transport.mpi import MpiTransport
 
 
-class Absent:
+class DryCommunicator:
     """The ranks of a communicator of which only one exists: this one.
 
     A grid made on it has all its directions, coordinates and blocks, and collectives that move

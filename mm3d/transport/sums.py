@@ -11,28 +11,28 @@ import numpy as np
 
 def add(terms: Sequence[np.ndarray], out: np.ndarray) -> None:
     """`out`, which may be the first of two terms or more, becomes their sum, in their order."""
-    first, total = terms[0], room(out)
+    first, total = terms[0], accumulator(out)
     if total is not out:
         total[...] = first
         first = total
     np.add(first, terms[1], out=total)
     for term in terms[2:]:
         np.add(total, term, out=total)
-    rounded(total, out)
+    store_rounded(total, out)
 
 
-def wide(a: np.ndarray) -> np.ndarray:
+def upcast(a: np.ndarray) -> np.ndarray:
     """`a` in float32 if its numbers have 16 bits, otherwise itself."""
     return a.astype(np.float32) if _narrow(a) else a
 
 
-def room(out: np.ndarray) -> np.ndarray:
+def accumulator(out: np.ndarray) -> np.ndarray:
     """Memory for a sum that is to be rounded to `out`: that itself if nothing is rounded."""
     return np.empty(out.shape, np.float32) if _narrow(out) else out
 
 
-def rounded(total: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """`out` with the sum `total`, which was made in the `room` for it."""
+def store_rounded(total: np.ndarray, out: np.ndarray) -> np.ndarray:
+    """`out` with the sum `total`, which was made in the `accumulator` for it."""
     if total is not out:
         out[...] = total
     return out

@@ -13,7 +13,7 @@ import mm3d
 from mm3d.tracing.events import Gemm, Layer, Observer
 from mm3d.tracing.observe import observed
 from mm3d.transport.mpi import MpiTransport
-from mm3d.transport.silent import Absent
+from mm3d.transport.silent import DryCommunicator
 
 
 class Request:
@@ -33,7 +33,7 @@ class Request:
         self.complete()
 
 
-class Mirror(Absent):
+class Mirror(DryCommunicator):
     """A communicator of `size` ranks that all do as this one does.
 
     `in_flight`, which several of them can have in common, are the requests to be waited for.
@@ -72,7 +72,7 @@ class Mirror(Absent):
 @contextmanager
 def mirrored(name: str, grid: tuple[int, ...], **options) -> Iterator[tuple]:
     """A scheme on NumPy and such ranks, and the requests that are in flight on it."""
-    scheme = mm3d.scheme(name, Absent(int(np.prod(grid))), grid, "numpy", **options)
+    scheme = mm3d.scheme(name, DryCommunicator(int(np.prod(grid))), grid, "numpy", **options)
     in_flight: list[Request] = []
     for axis in scheme.grid.axes.values():
         axis.transport = MpiTransport(Mirror(axis.name, axis.size, in_flight), axis.backend)
@@ -87,7 +87,7 @@ class InFlight(Observer):
         self.in_flight, self.layers = in_flight, [""]
         self.found: list[tuple[str, list[str]]] = []
 
-    def enter(self, event, meet=None) -> None:
+    def enter(self, event, barrier=None) -> None:
         self.layers.append(event.part if isinstance(event, Layer) else self.layers[-1])
         if isinstance(event, Gemm) and event.batch == 1:
             self.found.append((self.layers[-1], sorted(one.name for one in self.in_flight)))

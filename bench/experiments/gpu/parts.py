@@ -26,7 +26,7 @@ from bench.records.measurements import Check, Measurements, Variable
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 from mm3d.arrays.products import matmul
-from mm3d.transport.silent import Absent
+from mm3d.transport.silent import DryCommunicator
 
 LIMITS = Limits(10, 30, 5.0)    # unless told otherwise
 Step = Callable[[], object]
@@ -182,7 +182,7 @@ class GpuBenchmark:
             checks = device_checks.layer(mode)
         for row in load().rows:
             sizes = case(row, self.scale.preset, layers=1).sizes
-            scheme = mm3d.scheme(row.scheme, Absent(row.gpus), None, self.backend)
+            scheme = mm3d.scheme(row.scheme, DryCommunicator(row.gpus), None, self.backend)
             # What would have travelled has no defined contents.
             with mode, np.errstate(all="ignore"):
                 found.append(self.seconds(self.own_layer(scheme, sizes, mode.dtype)))

@@ -28,8 +28,8 @@ def fill(a: Array, backend, seed: int, *names: Any) -> Array:
     key = [seed, *(sum(map(ord, name)) if isinstance(name, str) else name for name in names)]
     random = np.random.default_rng(key)
     dtype = np.dtype(str(a.dtype))
-    a[...] = backend.made(tuple(a.shape), dtype,
-                          lambda: random.standard_normal(tuple(a.shape), dtype))
+    a[...] = backend.from_host(tuple(a.shape), dtype,
+                               lambda: random.standard_normal(tuple(a.shape), dtype))
     return a
 
 

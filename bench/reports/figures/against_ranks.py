@@ -153,7 +153,8 @@ def closed_form(runs: list[Run], table: str) -> list[Point]:
               for run in runs}
     if table == "strong" and runs:
         chosen = runs[-1].configuration
-        model = describe(ModelSizes.of(chosen), recompute=chosen.get("recompute", "none"))
+        model = describe(ModelSizes.from_settings(chosen),
+                         recompute=chosen.get("recompute", "none"))
         for grid in grids_between(chosen["scheme"]):
             forms = cost.words(chosen["scheme"], grid, model, keep=recorded(chosen).keep)
             total = sum(sum(form.values()) for form in forms.values())

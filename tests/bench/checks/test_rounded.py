@@ -22,9 +22,9 @@ def test_tf32_has_ten_binary_places():
 def test_numpy_is_itself_again_after_the_block():
     plain = backend.get("numpy")
     with pytest.raises(KeyError), rounded() as library:
-        assert backend.of(np.zeros(1)) is library is not plain
+        assert backend.backend_of(np.zeros(1)) is library is not plain
         raise KeyError
-    assert backend.get("numpy") is plain and backend.of(np.zeros(1)) is plain
+    assert backend.get("numpy") is plain and backend.backend_of(np.zeros(1)) is plain
 
 
 class Device(Rounded):

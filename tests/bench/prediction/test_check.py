@@ -43,11 +43,11 @@ def test_a_product_s_trace_is_what_the_product_moves(comm, scheme, grid):
         real = {(axis, kind): moved.calls for (axis, kind), moved
                 in problem.grid.traffic().items()}
         noted = {}
-        for event, times in trace.of(Collective, phase).items():
+        for event, times in trace.count(Collective, phase).items():
             key = event.direction, event.kind
             noted[key] = noted.get(key, 0) + times
         assert noted == real
-    flops = sum(event.flops * times for event, times in trace.of(Gemm).items())
+    flops = sum(event.flops * times for event, times in trace.count(Gemm).items())
     assert flops == 3 * 2 * math.prod(SHAPE) // 4    # the sizes divide evenly
     problem.grid.free()
 

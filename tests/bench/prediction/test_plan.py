@@ -85,7 +85,7 @@ def test_no_grid_is_below_the_bound_in_any_regime():
         assert planner.regime(M, N, K, 64) == kind
         bound = cost.lower_bound(M, N, K, 64)
         for grid in lookup("3d").grids(64):
-            shape = ProductShape("into", M, N, K)
+            shape = ProductShape("up", M, N, K)
             moves = lookup("3d").product_moves(dict(zip("xyz", grid)), shape)[0]
             words = sum(m.words for m in moves if dict(zip("xyz", grid))[m.axis] > 1) / 64
             assert words >= bound * (1 - 1e-12), (kind, grid)
@@ -229,7 +229,7 @@ def test_a_measured_run_takes_the_planner_s_grid(tmp_path):
     assert run.returncode == 0, run.stderr
     (path,) = tmp_path.glob("*.h5")
     found = run_file.read(path).configuration
-    sizes = ModelSizes.of(found)
+    sizes = ModelSizes.from_settings(found)
     best = planner.best_grid("3d", 8, machine_model.load("cpu"), **sizes)
     assert found["grid"] == " x ".join(map(str, best)) and found["overridden"] == "grid"
 

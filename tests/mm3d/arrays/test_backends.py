@@ -87,7 +87,7 @@ def test_a_backend_given_itself_is_the_one_of_its_arrays(before):
         model = mm3d.Transformer(scheme, **SIZES["few"])
         y, saved = model.forward(model.random("x"))
         model.backward(y, saved)
-    assert scheme.grid.backend is own is backend.of(y) is backend.get("numpy")
+    assert scheme.grid.backend is own is backend.backend_of(y) is backend.get("numpy")
     assert own.memory()["peak"] > model.saved_bytes(saved) and earlier.memory()["peak"] == 0
 
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from mm3d.arrays import idle_memory
-from mm3d.arrays.idle_memory import FLOOR, GRANULE, Idle, size_class
+from mm3d.arrays.idle_memory import FLOOR, GRANULARITY, Idle, size_class
 from mm3d.arrays.pool import HUGE, Pool
 from reference import integers, on_grid
 
@@ -32,12 +32,12 @@ def held(pattern: str, field: str) -> int:
 
 
 def test_size_classes_are_few_and_less_than_an_eighth_too_large():
-    lengths = range(0, 400 * GRANULE, GRANULE // 4)
+    lengths = range(0, 400 * GRANULARITY, GRANULARITY // 4)
     classes = [size_class(n) for n in lengths]
     for length, size in zip(lengths, classes):
-        exact = max(1, -(-length // GRANULE)) * GRANULE
-        assert exact <= size < exact * 9 / 8 and size % GRANULE == 0
-        assert size == exact or length > 16 * GRANULE
+        exact = max(1, -(-length // GRANULARITY)) * GRANULARITY
+        assert exact <= size < exact * 9 / 8 and size % GRANULARITY == 0
+        assert size == exact or length > 16 * GRANULARITY
         assert size_class(size) == size
     assert classes == sorted(classes) and len({n for n in classes if n > 2 ** 20}) <= 8
     assert len({size_class(n) for n in range(1, 1 << 30, 99_999)}) < 200
@@ -155,7 +155,7 @@ def test_ranks_hold_no_more_shared_memory_than_they_say_whatever_the_sizes(comm,
             del block, whole, term, part
             assert books.idle.bytes <= max(FLOOR, 2 * most)
         for _ in range(3):
-            grid.x.transport.meet()
+            grid.x.transport.barrier()
         assert books.in_use == size_class(alive.nbytes)
         assert books.idle.bytes <= books.idle.bound <= max(FLOOR, 2 * most)
         assert shared() - before <= books.in_use + books.idle.bound + MiB

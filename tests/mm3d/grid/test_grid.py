@@ -283,20 +283,20 @@ def test_the_pool_lends_storage_again_only_when_its_last_view_has_gone():
 
 def test_the_pool_counts_what_is_lent_and_the_most_that_ever_was():
     pool, byte = Pool(), np.dtype("uint8")
-    a, b = pool.take((Pool.granule + 1,), byte), pool.take((0, 5), byte)
-    assert (a.shape, a.dtype, b.shape) == ((Pool.granule + 1,), byte, (0, 5))
-    assert pool.in_use == pool.peak == 3 * Pool.granule    # two of them for a, one for b
+    a, b = pool.take((Pool.granularity + 1,), byte), pool.take((0, 5), byte)
+    assert (a.shape, a.dtype, b.shape) == ((Pool.granularity + 1,), byte, (0, 5))
+    assert pool.in_use == pool.peak == 3 * Pool.granularity    # two of them for a, one for b
     del a
     small = pool.take((1,), byte)
-    assert (pool.in_use, pool.peak) == (2 * Pool.granule, 3 * Pool.granule)
+    assert (pool.in_use, pool.peak) == (2 * Pool.granularity, 3 * Pool.granularity)
     del small
     pool.reset_peak()
-    assert pool.peak == Pool.granule
-    c = pool.take((2 * Pool.granule,), byte)               # the storage that a had
-    assert (pool.peak, pool.reserved) == (3 * Pool.granule, 4 * Pool.granule)
+    assert pool.peak == Pool.granularity
+    c = pool.take((2 * Pool.granularity,), byte)               # the storage that a had
+    assert (pool.peak, pool.reserved) == (3 * Pool.granularity, 4 * Pool.granularity)
     d = pool.take((3, 5), np.dtype("float32"))
-    assert pool.reserved == 4 * Pool.granule and d.flags.c_contiguous and d.flags.writeable
-    assert len(c) == 2 * Pool.granule
+    assert pool.reserved == 4 * Pool.granularity and d.flags.c_contiguous and d.flags.writeable
+    assert len(c) == 2 * Pool.granularity
 
 
 def test_arrays_lent_at_the_same_time_share_nothing():

@@ -119,7 +119,7 @@ def test_words_of_all_ranks_where_nothing_divides(comm, m, n, k):
         X, Y, Z = grid.shape.values()
         formula = (Y - 1) * m * n + (X - 1) * n * k + (Z - 1) * m * k
         assert comm.allreduce(words_of_product(grid, m, n, k)) == formula, grid
-        forward, _ = cube.Cube.product_moves(grid.shape, ProductShape("into", m, n, k))
+        forward, _ = cube.Cube.product_moves(grid.shape, ProductShape("up", m, n, k))
         assert sum(move.words for move in forward) == formula, grid
 
 
@@ -136,7 +136,7 @@ def test_words_reach_the_lower_bound(comm, sizes, m, n, k):
 
 
 @pytest.mark.parametrize("p", range(1, 9))
-@pytest.mark.parametrize("way", ["into", "back"])
+@pytest.mark.parametrize("way", ["up", "down"])
 def test_every_cube_of_ranks_reaches_the_lower_bound(p, way):
     """M = N = K on p x p x p ranks: 3 w(p) (n/p)^2 words a rank, the bound itself."""
     n, sizes = p ** 2 * 6, dict(x=p, y=p, z=p)
@@ -153,7 +153,7 @@ def test_no_grid_moves_less_than_the_lower_bound(m, n, k, ranks):
     for X, Y in product(range(1, ranks + 1), repeat=2):
         if ranks % (X * Y) == 0:
             sizes = dict(x=X, y=Y, z=ranks // (X * Y))
-            forward, _ = cube.Cube.product_moves(sizes, ProductShape("into", m, n, k))
+            forward, _ = cube.Cube.product_moves(sizes, ProductShape("up", m, n, k))
             assert sum(move.words for move in forward) / ranks >= bound * (1 - 1e-12), sizes
 
 
@@ -170,7 +170,7 @@ def test_words_of_both_phases_by_what_is_kept(keep, share):
     """M = N = K on a cube: as printed, with dC gathered twice, nine faces of (n/p)^2 w(p) words
     on each rank; eight with dC gathered once, and one less for each operand kept."""
     n, p = 64, 4
-    phases = cube.Cube.product_moves(dict(x=p, y=p, z=p), ProductShape("into", n, n, n),
+    phases = cube.Cube.product_moves(dict(x=p, y=p, z=p), ProductShape("up", n, n, n),
                                      keep=keep)
     moved = sum(move.words for moves in phases for move in moves)
     assert moved == share * (p - 1) * n ** 2

@@ -45,7 +45,7 @@ def numbers(seed, *shape, centre=0.0, scale=1.0):
 
 def there(library, dtype, *arrays):
     """The arrays, rounded, where the library has them, and the same numbers in float64."""
-    made = [library.made(a.shape, dtype, lambda a=a: a) for a in arrays]
+    made = [library.from_host(a.shape, dtype, lambda a=a: a) for a in arrays]
     return made, [library.to_host(a).astype(np.float64) for a in made]
 
 
@@ -133,7 +133,7 @@ def test_a_model(library, dtype):
         x[..., 5] = 3000
         x[..., 40] = -1500
         host = scheme.grid.backend.to_host
-        x, dy = (scheme.grid.backend.made(a.shape, dtype, lambda a=a: a)
+        x, dy = (scheme.grid.backend.from_host(a.shape, dtype, lambda a=a: a)
                  for a in (x, numbers(13, *model.shape)))
         y, saved = model.forward(x)
         dx = model.backward(dy, saved)

@@ -61,8 +61,8 @@ class FactorsSpec(LayerSpec):
         return {"weight": (self.hidden, RANK), "factor": (RANK, self.hidden)}
 
     def products(self, batch, seq):
-        return [ProductShape("into", batch * seq, self.hidden, RANK),
-                ProductShape("back", batch * seq, RANK, self.hidden)]
+        return [ProductShape("up", batch * seq, self.hidden, RANK),
+                ProductShape("down", batch * seq, RANK, self.hidden)]
 
     def moves(self, on, again=False):
         each = [on.product_moves(one) for one in self.products(on.batch, on.seq)]
@@ -196,7 +196,7 @@ def test_sizes_are_a_value():
     sizes = ModelSizes(2, 48, 4, 8, 16)
     assert dict(sizes) == dict(layers=2, hidden=48, heads=4, batch=8, seq=16)
     assert ModelSizes(**sizes) == sizes and {sizes: 1}[ModelSizes(**sizes)] == 1
-    assert ModelSizes.of({"seed": 0, **sizes}) == sizes and sizes.tokens == 128
+    assert ModelSizes.from_settings({"seed": 0, **sizes}) == sizes and sizes.tokens == 128
     with pytest.raises(KeyError):
         sizes["mlp_factor"]
     with pytest.raises(ValueError, match="hidden=47 .* heads=4 .*hidden=44 or hidden=48"):

@@ -182,10 +182,10 @@ def test_under_another_name_a_scheme_has_the_same_predictions(renamed, ranks):
                                          for ranks in (4, 8) if has_grids(name, ranks)])
 def test_local_products_are_those_of_a_dry_run(name, ranks):
     """As many as rank 0 does forward for each linear layer, of the size of its largest."""
-    products = {"attention.qkv": ProductShape("into", 128, 45, 135, (1, 27)),
-                "attention.proj": ProductShape("back", 128, 45, 45, (9, 1)),
-                "mlp.up": ProductShape("into", 128, 45, 180),
-                "mlp.down": ProductShape("back", 128, 180, 45)}
+    products = {"attention.qkv": ProductShape("up", 128, 45, 135, (1, 27)),
+                "attention.proj": ProductShape("down", 128, 45, 45, (9, 1)),
+                "mlp.up": ProductShape("up", 128, 45, 180),
+                "mlp.down": ProductShape("down", 128, 180, 45)}
     for grid in lookup(name).grids(ranks):
         shape = dict(zip(lookup(name).directions, grid))
         run = dry_run.step(name, ranks, grid, layers=1, hidden=45, heads=5, batch=16, seq=8)

@@ -128,8 +128,8 @@ class LayerCase:
     def __init__(self, scheme, way, batch, seq, dtype="float64", draw=integers):
         outer, inner = scheme.spaces(batch, seq)
         self.scheme, self.grid = scheme, scheme.grid
-        shape, units = {"into": ((10, 3, 12), (1, 4)), "back": ((12, 10), (4, 1))}[way]
-        source, target = (outer, inner) if way == "into" else (inner, outer)
+        shape, units = {"up": ((10, 3, 12), (1, 4)), "down": ((12, 10), (4, 1))}[way]
+        source, target = (outer, inner) if way == "up" else (inner, outer)
         self.product = scheme.product(source, target, shape, units)
         self.sizes = batch * seq, shape[0], int(np.prod(shape[1:]))
         self.layouts = (source.layout(0, units[0]), self.product.weight,
@@ -159,7 +159,7 @@ class LayerCase:
 
 OPTIONS = [*({"keep": keep} for keep in cube.KEEP), {"rows": "positions"}, {"rows": "sequences"}]
 every_option = pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o.values()))
-every_way = pytest.mark.parametrize("way", ["into", "back"])
+every_way = pytest.mark.parametrize("way", ["up", "down"])
 OTHERS = [name for name in mm3d.SCHEMES if name != "3d"]
 
 

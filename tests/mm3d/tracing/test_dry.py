@@ -16,7 +16,7 @@ from mm3d.model import cost
 from mm3d.tracing import dry_arrays, dry_run
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 from mm3d.transport.mpi import MpiTransport
-from mm3d.transport.silent import Absent
+from mm3d.transport.silent import DryCommunicator
 from models import CHOSEN, PARALLELISMS, SIZES, Parallelism
 
 # Squares and lines of every scheme on every grid of the other tests, and serial.
@@ -243,6 +243,6 @@ def test_memory_returns_when_the_last_view_is_gone():
 
 def test_a_rank_that_cannot_be():
     with pytest.raises(ValueError, match="rank 8 of 8 does not exist: 0 to 7"):
-        Absent(8, 8)
+        DryCommunicator(8, 8)
     with pytest.raises(ValueError, match="a grid of 2 x 2 x 2 has 8 ranks"):
         dry_run.step("3d", 9, (2, 2, 2), layers=1, hidden=4, heads=1, batch=1, seq=1)

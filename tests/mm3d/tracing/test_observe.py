@@ -20,7 +20,7 @@ class Noting(Observer):
     def __init__(self, *kinds, sizes=True):
         self.kinds, self.sizes, self.events, self.depth = kinds or Observer.kinds, sizes, [], 0
 
-    def enter(self, event, meet=None):
+    def enter(self, event, barrier=None):
         self.events.append((event, self.operand if isinstance(event, Collective) else ""))
         self.depth += 1
 

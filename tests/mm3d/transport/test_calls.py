@@ -6,13 +6,13 @@ import pytest
 
 import mm3d
 from mm3d.transport import barrier, call_check
-from mm3d.transport.segments import MAIL, SharedMemory
+from mm3d.transport.segments import MESSAGE_BYTES, SharedMemory
 from models import SIZES
 from reference import integers, on_grid
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"),
                                 reason="this system has no memfd_create")
-SMALL, LARGE = 3, MAIL // 8 + 1    # columns: rows that are handed to all, and that are not
+SMALL, LARGE = 3, MESSAGE_BYTES // 8 + 1    # columns: rows that fit in a message, and do not
 
 
 @pytest.fixture(autouse=True)
@@ -88,7 +88,8 @@ DIFFERENT = {
     "rows of terms": lambda axis, odd, n: axis.reduce_scatter(np.ones((axis.size + odd, n))),
     "call": lambda axis, odd, n: (axis.all_reduce if odd else axis.reduce_scatter)(
         np.ones((2 * axis.size, n))),
-    "size, and so the way": lambda axis, odd, n: axis.all_reduce(np.ones(n if odd else 2 * MAIL)),
+    "size, and so the way": lambda axis, odd, n: axis.all_reduce(
+        np.ones(n if odd else 2 * MESSAGE_BYTES)),
     "placed": lambda axis, odd, n: axis.all_gather(axis.split(0, 2 * axis.size).empty(
         (2, n), "float32" if odd else "int32"), 0, [2] * axis.size),
 }
@@ -139,9 +140,9 @@ def test_who_is_told_something_else_says_so(comm):
     call = call_check.call(call_check.BROADCAST, np.dtype("int64"), (3,), int(comm.rank == 2))
     if comm.rank == 2:
         with pytest.raises(ValueError, match="rank 1: broadcast of .3,. in int64 from rank 0"):
-            memory.tell(np.ones(3, "int64"), 1, call)
+            memory.broadcast(np.ones(3, "int64"), 1, call)
     else:
-        memory.tell(np.ones(3, "int64"), 0, call)
+        memory.broadcast(np.ones(3, "int64"), 0, call)
 
 
 @pytest.mark.parametrize("name", ["float64", "float16", "int32", "bool", "bfloat16"])
@@ -192,5 +193,5 @@ def test_ranks_look_longer_before_they_sleep_where_each_has_a_core(comm, monkeyp
             patch.setattr(os, "sched_yield", lambda: looked.append("looked"))
             if comm.rank:
                 comm.recv(source=0)
-            grid.x.transport.meet()
+            grid.x.transport.barrier()
         assert comm.rank or looked == ["looked"] * looks + ["asleep"]

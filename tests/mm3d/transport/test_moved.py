@@ -201,8 +201,8 @@ class Numpy:
 def watched(monkeypatch):
     """All memory that a transport of shared memory copies into is `Watched`."""
     def watch(memory, transport):
-        monkeypatch.setattr(memory, "_mail", [[row.view(Watched) for row in slot]
-                                              for slot in memory._mail])
+        monkeypatch.setattr(memory, "_messages", [[row.view(Watched) for row in slot]
+                                                  for slot in memory._messages])
         monkeypatch.setattr(shared_memory, "np", Numpy())
         empty = transport.backend.empty
         monkeypatch.setattr(transport.backend, "empty",

@@ -14,7 +14,7 @@ import mm3d
 from mm3d.transport import segments
 from mm3d.transport.barrier import SLOTS
 from mm3d.transport.nodes import node_of
-from mm3d.transport.segments import MAIL, NOTES, SEGMENT, SharedMemory, TAKES
+from mm3d.transport.segments import MESSAGE_BYTES, MAX_RETURNED, SEGMENT, SharedMemory, MAX_TAKEN
 from mm3d.transport.shared_memory import SharedTransport
 from reference import integers, on_grid
 from support import run_ranks
@@ -66,7 +66,7 @@ def test_products_copy_nothing(comm, copies, monkeypatch, options, gathers):
 
     Vectors are copied too: their blocks lie on the diagonal only.
     """
-    monkeypatch.setattr("mm3d.transport.shared_memory.MAIL", 0)    # nothing counts as small
+    monkeypatch.setattr("mm3d.transport.shared_memory.MESSAGE_BYTES", 0)    # nothing is small
     scheme = mm3d.scheme("3d", comm, **options)
     assert all(axis.transport.name == "shared" for axis in scheme.grid.axes.values())
     model = mm3d.Transformer(scheme, layers=1, hidden=24, heads=4, batch=8, seq=4)
@@ -113,7 +113,7 @@ def test_no_block_changes_while_another_rank_reads_it(comm):
 @pytest.mark.parametrize("mail", [0, 1 << 16])
 def test_every_collective_is_exact_whoever_is_late(comm, monkeypatch, mail):
     """In random order with random delays, in both ways: handed to all, and in regions."""
-    monkeypatch.setattr("mm3d.transport.shared_memory.MAIL", mail)
+    monkeypatch.setattr("mm3d.transport.shared_memory.MESSAGE_BYTES", mail)
     late, order = random.Random(comm.rank), random.Random(comm.size)
     n = 2 * comm.size + 1
     with on_grid(comm, x=comm.size) as grid:
@@ -160,14 +160,14 @@ def test_mail_stays_until_all_have_read_it(comm):
         everyone = [turn + rank for rank in range(comm.size)]
         mine, expected = np.full(5, everyone[comm.rank]), everyone
         if kind < 0.5:
-            found, expected = [segments.tell(mine, root)], everyone[root:root + 1]
+            found, expected = [segments.broadcast(mine, root)], everyone[root:root + 1]
         elif kind < 0.9:
-            found = segments.collect(mine, root)
+            found = segments.gather(mine, root)
         else:
             region, _ = segments.take(100)
             segments.give_back(region)
             regions.add(region)
-            found = segments.exchange(mine)
+            found = segments.all_gather(mine)
         if late.random() < 0.03:
             time.sleep(late.random() / 200)
         if found is None:
@@ -175,32 +175,32 @@ def test_mail_stays_until_all_have_read_it(comm):
         else:
             assert [set(part[:5]) for part in found] == [{value} for value in expected], turn
     assert len(regions) < 10    # those given back were taken again
-    segments.meet()
+    segments.synchronize()
 
 
 @pytest.mark.ranks(4)
 def test_who_alone_has_something_to_say_waits_for_nobody(comm):
     """Until its mail is full; and who has something for one rank waits for none of the others."""
     segments = SharedMemory(comm)
-    for way in (segments.tell, segments.collect):
+    for way in (segments.broadcast, segments.gather):
         comm.Barrier()
-        ahead = comm.rank == 0 if way == segments.tell else comm.rank != 0
+        ahead = comm.rank == 0 if way == segments.broadcast else comm.rank != 0
         if ahead:
             for turn in range(SLOTS - 1):
                 way(np.full(3, turn), 0)
         comm.Barrier()
         if not ahead:
             for turn in range(SLOTS - 1):
-                found = np.concatenate([way(np.full(3, turn), 0)]).reshape(-1, MAIL // 8)
+                found = np.concatenate([way(np.full(3, turn), 0)]).reshape(-1, MESSAGE_BYTES // 8)
                 assert (found[:, :3] == turn).all()
-        segments.meet()
+        segments.synchronize()
 
 
 @pytest.mark.ranks(4)
 def test_what_ranks_have_in_common_cannot_be_written(comm):
     """What a gather or a broadcast gives; a part of a sum is the rank's own."""
     with on_grid(comm, x=comm.size) as grid:
-        a = np.full((4 * comm.size, MAIL // 8), comm.rank + 1.0)
+        a = np.full((4 * comm.size, MESSAGE_BYTES // 8), comm.rank + 1.0)
         common = [grid.x.all_gather(a), *[grid.x.broadcast(a, 0)] * (comm.rank > 0)]
         for whole in common:
             with pytest.raises(ValueError, match="read-only"):
@@ -278,14 +278,14 @@ def test_regions_are_used_again_once_all_ranks_have_given_them_back(comm):
     assert second != first
     if comm.rank != 2:
         segments.give_back(first)
-    segments.meet()
+    segments.synchronize()
     assert segments.take(100)[0] not in (first, second)     # rank 2 still has the first
     if comm.rank == 2:
         segments.give_back(first)
     assert segments.take(100)[0] != first     # which the others do not know yet
-    segments.meet()
+    segments.synchronize()
     assert segments.take(100)[0] == first
-    segments.meet()
+    segments.synchronize()
 
 
 @pytest.mark.ranks(4)
@@ -309,14 +309,14 @@ def test_each_rank_accounts_for_its_share(comm):
 @pytest.mark.ranks(4)
 def test_more_regions_than_one_meeting_can_hear_of_are_used_again(comm):
     segments = SharedMemory(comm)
-    regions = [segments.take(100)[0] for _ in range(3 * NOTES)]
-    assert len(set(regions)) == 3 * NOTES
+    regions = [segments.take(100)[0] for _ in range(3 * MAX_RETURNED)]
+    assert len(set(regions)) == 3 * MAX_RETURNED
     for region in regions:
         segments.give_back(region)
     for _ in range(3):
-        segments.meet()
+        segments.synchronize()
     assert {segments.take(100)[0] for _ in regions} == set(regions)
-    segments.meet()
+    segments.synchronize()
 
 
 @pytest.mark.ranks(4)
@@ -326,7 +326,7 @@ def test_memory_does_not_grow_where_ranks_never_meet_otherwise(comm):
         split = grid.x.split(0, comm.size)
         places = {split.empty((1,), np.float64).base.__array_interface__["data"]
                   for _ in range(1000)}
-        assert len(places) <= 2 * TAKES
+        assert len(places) <= 2 * MAX_TAKEN
 
 
 @pytest.mark.ranks(8)
@@ -436,7 +436,7 @@ def test_all_ranks_learn_that_there_is_no_more_memory(comm, monkeypatch, rank, s
     end = np.frombuffer(segment, np.int64, 1, start + SEGMENT - 8)
     if comm.rank == 0:
         end[0] = 7
-    memory_of_all.meet()
+    memory_of_all.synchronize()
     assert end[0] == 7
 
 
