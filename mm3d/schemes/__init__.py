@@ -1,4 +1,4 @@
-"""The parallelisms, one file each; `mm3d.scheme` finds them by name."""
+"""Collect the parallelisms, one file each, and look them up by name."""
 
 from typing import Any
 
@@ -9,14 +9,13 @@ from mm3d.schemes.scheme import SCHEMES, Scheme, _import_schemes
 
 
 def registry() -> dict[str, type[Scheme]]:
-    """The schemes by name: those of ``mm3d/schemes/``, and every other subclass of `Scheme` that
-    has been defined with a name."""
+    """Return all schemes by name: those of ``mm3d/schemes/`` and other named subclasses."""
     _import_schemes()
     return SCHEMES
 
 
 def lookup(name: str) -> type[Scheme]:
-    """The class of the scheme called `name`; ValueError when there is none."""
+    """Return the class of the scheme called `name`; ValueError if there is none."""
     known = registry()
     if name not in known:
         raise ValueError(f"scheme {name!r} is unknown: choose one of {', '.join(known)}")
@@ -25,7 +24,7 @@ def lookup(name: str) -> type[Scheme]:
 
 def scheme(name: str, comm: MPI.Intracomm | None = None, grid: tuple[int, ...] | None = None,
            backend: str | Backend | None = None, **options: Any) -> Scheme:
-    """The scheme called `name` on the ranks of `comm`.
+    """Create the scheme called `name` on the ranks of `comm`.
 
     Parameters
     ----------

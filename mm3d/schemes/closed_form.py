@@ -1,7 +1,8 @@
-"""Values of closed forms: the shape of one product, its collectives, and its local products.
+"""Define the values of closed forms: product shapes, collectives, and local products.
 
-A scheme states in closed form what one product moves, keeps and multiplies
-(`mm3d.schemes.scheme.Scheme`), so that costs, plans and limits need no rank and no array.
+A scheme states in closed form which words one product moves and keeps and which matrices it
+multiplies (`mm3d.schemes.scheme.Scheme`), so that costs, plans and limits need no rank and no
+array.
 """
 
 import math
@@ -9,8 +10,11 @@ from typing import Iterator, NamedTuple
 
 
 class Move(NamedTuple):
-    """One collective: its direction and kind, how often each rank enters it, and the words that
-    all ranks together move with it (see `mm3d.grid.axis.Traffic`)."""
+    """Describe a collective: direction, kind, and words moved by all ranks together.
+
+    Words are counted as by `mm3d.grid.axis.Traffic`; each rank enters the collective `calls`
+    times.
+    """
 
     axis: str
     collective: str
@@ -19,12 +23,12 @@ class Move(NamedTuple):
 
 
 class ProductShape(NamedTuple):
-    """The global shape of the product C = A B of a linear layer.
+    """Describe the global shape of the product C = A B of a linear layer.
 
     Attributes
     ----------
     way : {"up", "down"}
-        From the outer space of activations into the inner one, or back.
+        From the outer space of activations into the inner one, or from the inner to the outer.
     M, N, K : int
         A is M x N, B is N x K and C is M x K.
     units : tuple of int
@@ -40,17 +44,17 @@ class ProductShape(NamedTuple):
 
     @property
     def extents(self) -> tuple[int, int, int]:
-        """M, N and K."""
+        """Return M, N and K."""
         return self.M, self.N, self.K
 
     def largest(self, rows: int, inner: int, columns: int) -> tuple[int, int, int]:
-        """The largest blocks of M, N and K, each divided into so many parts."""
+        """Return the largest blocks of M, N and K, each divided into the given number of parts."""
         return (largest_block(self.M, rows), largest_block(self.N, inner, self.units[0]),
                 largest_block(self.K, columns, self.units[1]))
 
 
 class LocalProduct(NamedTuple):
-    """Matrix products of one rank: `count` of them, each rows x inner by inner x columns."""
+    """Describe `count` matrix products of one rank, each rows x inner by inner x columns."""
 
     rows: int
     inner: int
@@ -59,8 +63,10 @@ class LocalProduct(NamedTuple):
 
 
 def largest_block(extent: int, parts: int, unit: int = 1) -> int:
-    """Length of the first block of `extent` elements divided into `parts`; whole units stay
-    together (see `mm3d.arrays.blocks.blocks`)."""
+    """Return the length of the first block of `extent` elements divided into `parts` blocks.
+
+    Units stay together, as in `mm3d.arrays.blocks.blocks`.
+    """
     return -(-(extent // unit) // parts) * unit
 
 

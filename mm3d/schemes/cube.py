@@ -1,13 +1,13 @@
-"""The paper's 3-D parallelism, on any X x Y x Z grid.
+"""Implement the paper's 3-D parallelism, on any X x Y x Z grid.
 
 Algorithms 1 to 6 of arXiv 2105.14450, corrected: Algorithm 5 is consistent in the directions
 z, y, x only, Algorithm 6 is dA = B dC^T in y, x, z and dB = A dC in z, x, y, and the
 reduce-scatter divides rows in C = AB and C = AB^T but columns in C = A^T B.
 
-In each of them a, b and c say how A, B and C are dealt: `Split`\\ s along the directions that the
-paper lists "for A, B, C".  Indices are the paper's: i along x, j along y, l along z; A_il is what
-the ranks (i, 0..Y-1, l) hold together, A_ijl the part of it on the rank (i, j, l).  Gradients are
-the same three forms again with the directions permuted.
+In each of them a, b and c are the `Split`\\ s of A, B and C along the directions that the paper
+lists "for A, B, C".  Indices are the paper's: i along x, j along y, l along z; A_il is the block
+that the ranks (i, 0..Y-1, l) hold together, A_ijl the part of it on the rank (i, j, l).  Gradients
+are the same three forms with the directions permuted.
 """
 
 from typing import Any, Mapping
@@ -25,7 +25,7 @@ from mm3d.grid.axis import Pending
 
 
 def ab(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
-    """C = A B (Algorithm 1): A_ijl, B_lji -> C_ilj in y, x, z."""
+    """Compute C = A B (Algorithm 1): A_ijl, B_lji -> C_ilj in y, x, z."""
     A_il = gather(A, a)
     B_lj = gather(B, b)
     return c.reduce_scatter(matmul(A_il, B_lj, c.term))
@@ -33,16 +33,16 @@ def ab(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
 
 def ab_backward(dC: Operand, A: Operand, B: Operand, a: Split, b: Split, c: Split,
                 accumulate_float32: bool = False) -> tuple[Array, Array]:
-    """dA = dC B^T in z, x, y and dB = A^T dC in y, z, x (Algorithm 2); dC is gathered once.
+    """Compute dA = dC B^T in z, x, y and dB = A^T dC in y, z, x (Algorithm 2).
 
-    With `accumulate_float32` dB is in float32 at least.
+    dC is gathered once.  With `accumulate_float32` dB is in float32 at least.
     """
     dC = Gathered(gather(dC, c))
     return abt(dC, B, c, b, a), atb(A, dC, a, c, b, accumulate_float32)
 
 
 def abt(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
-    """C = A B^T (Algorithm 3): A_ijl, B_jli -> C_ilj in y, x, z."""
+    """Compute C = A B^T (Algorithm 3): A_ijl, B_jli -> C_ilj in y, x, z."""
     A_il = gather(A, a)
     B_jl = gather(B, b)
     return c.reduce_scatter(matmul_nt(A_il, B_jl, c.term))
@@ -50,14 +50,17 @@ def abt(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
 
 def abt_backward(dC: Operand, A: Operand, B: Operand,
                  a: Split, b: Split, c: Split) -> tuple[Array, Array]:
-    """dA = dC B in z, x, y and dB = dC^T A in z, y, x (Algorithm 4); dC is gathered once."""
+    """Compute dA = dC B in z, x, y and dB = dC^T A in z, y, x (Algorithm 4).
+
+    dC is gathered once.
+    """
     dC = Gathered(gather(dC, c))
     return ab(dC, B, c, b, a), atb(dC, A, c, a, b)
 
 
 def atb(A: Operand, B: Operand, a: Split, b: Split, c: Split,
         accumulate_float32: bool = False) -> Array:
-    """C = A^T B (Algorithm 5): A_ilj, B_ijl -> C_jli in z, y, x; c divides columns.
+    """Compute C = A^T B (Algorithm 5): A_ilj, B_ijl -> C_jli in z, y, x; c divides columns.
 
     With `accumulate_float32` C is computed, and summed over the ranks, in float32 at least.
     """
@@ -68,7 +71,10 @@ def atb(A: Operand, B: Operand, a: Split, b: Split, c: Split,
 
 def atb_backward(dC: Operand, A: Operand, B: Operand,
                  a: Split, b: Split, c: Split) -> tuple[Array, Array]:
-    """dA = B dC^T in y, x, z and dB = A dC in z, x, y (Algorithm 6); dC is gathered once."""
+    """Compute dA = B dC^T in y, x, z and dB = A dC in z, x, y (Algorithm 6).
+
+    dC is gathered once.
+    """
     dC = Gathered(gather(dC, c))
     return abt(B, dC, b, c, a), ab(A, dC, a, c, b)
 
@@ -77,12 +83,12 @@ KEEP = ("none", "weight", "both")
 
 
 class CubeProduct(Product):
-    """C = A B of a linear layer, in the directions a, b and c.
+    """Compute C = A B of a linear layer, in the directions a, b and c.
 
     Parameters
     ----------
     a, b, c : Split
-        How A, B and C are dealt.
+        How A, B and C are divided.
     weight : Layout
         Of B.
     keep : {"none", "weight", "both"}
@@ -125,7 +131,7 @@ class CubeProduct(Product):
 
 
 class CubeMatrixProduct(MatrixProduct):
-    """C = A B, A B^T or A^T B of matrices, by Algorithms 1 to 6."""
+    """Compute C = A B, A B^T or A^T B of matrices by Algorithms 1 to 6."""
 
     LAYOUTS = {"ab": ("xy,z", "z,yx", "xz,y"), "abt": ("xy,z", "y,zx", "xz,y"),
                "atb": ("xz,y", "xy,z", "y,zx")}
@@ -140,10 +146,10 @@ class CubeMatrixProduct(MatrixProduct):
 
 
 class Cube(Scheme):
-    """Matrices dealt over an X x Y x Z grid, with perfect load balance.
+    """Divide matrices over an X x Y x Z grid, with perfect load balance.
 
-    The outer space holds A_ijl, the inner one C_ilj: a product *into* the inner space has the
-    directions y, x, z, the one *back* z, x, y.  Rows are whole sequences where X Y and X Z
+    The outer space holds A_ijl, the inner one C_ilj: a product *up* into the inner space has the
+    directions y, x, z, the one *down* z, x, y.  Rows are whole sequences where X Y and X Z
     divide the batch; otherwise batch and positions are divided, as the paper's [b/p, s/p, h/p],
     and attention gathers keys and values along the sequence.
 
@@ -157,7 +163,7 @@ class Cube(Scheme):
     keep : {"none", "weight", "both"}
         Gathered operands that are kept from forward to backward, see `CubeProduct`.
     rows : {"auto", "sequences", "positions"}
-        Whether rows are dealt in whole sequences or also by position.
+        Whether rows are divided in whole sequences or also by position.
     overlap : bool
         Whether communication goes on during products, see `mm3d.schemes.overlap`; it takes memory
         for the terms of two sums of dB and for two gathered weights.  With one BLAS thread a rank
@@ -207,14 +213,14 @@ class Cube(Scheme):
     @classmethod
     def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
                        **options: Any) -> list[LocalProduct]:
-        """A_il by B_lj (back: A_ij by B_jl)."""
+        """Return the product of A_il and B_lj (down: A_ij and B_jl)."""
         y, z = cls._crossed(product)
         return [LocalProduct(*product.largest(sizes["x"], sizes[z], sizes[y]))]
 
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape, keep: str = "none",
                       **options: Any) -> tuple[list[Move], list[Move]]:
-        """Each matrix crosses one direction: A along y, B along x, C along z (back: z, x, y).
+        """List the collectives: A along y, B along x, C along z (down: z, x, y).
 
         A rank moves w(Y) MN/(XZ) + w(X) NK/(ZY) + w(Z) MK/(XY) forward, w(n) = (n-1)/n.
         """
@@ -233,7 +239,7 @@ class Cube(Scheme):
     @classmethod
     def kept_words(cls, sizes: Mapping[str, int], product: ProductShape, keep: str = "none",
                    **options: Any) -> int:
-        """X copies of B with "weight", and Y (back: Z) of A instead of one with "both"."""
+        """Count X copies of B with "weight", and Y (down: Z) of A instead of one with "both"."""
         M, N, K = product.extents
         y = sizes[cls._crossed(product)[0]]
         B = N * K * sizes["x"] if sizes["x"] > 1 else 0
@@ -242,10 +248,10 @@ class Cube(Scheme):
     @classmethod
     def transient_words(cls, sizes: Mapping[str, int], product: ProductShape, keep: str = "none",
                         positions: bool = False, **options: Any) -> float:
-        """dC_ij and, for dA, B_lj with the terms of dA_il; for dB, A_il with the terms of dB_lj.
+        """Count dC_ij and, for dA, B_lj and the terms of dA_il; for dB, A_il and those of dB_lj.
 
-        What is divided by columns, as everything that crosses x, or by positions lies in a
-        second buffer while it is sent.
+        An operand that is divided by columns (all that cross x) or by positions is copied to a
+        second buffer to be sent.
         """
         M, N, K = product.extents
         X, a, c = sizes["x"], *(sizes[d] for d in cls._crossed(product))
@@ -263,10 +269,10 @@ class Cube(Scheme):
 
     @classmethod
     def options_again(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Backward gathers again what `again` does not."""
+        """Return keep="none": after `Product.again` backward gathers both operands itself."""
         return {**options, "keep": "none"}
 
     @staticmethod
     def _crossed(product: ProductShape) -> str:
-        """The directions that A and C cross."""
+        """Return the directions along which A and C are communicated."""
         return "yz" if product.way == "up" else "zy"

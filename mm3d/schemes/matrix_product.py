@@ -1,7 +1,7 @@
-"""Products of plain matrices: the contract of a scheme's C = A B, A B^T and A^T B.
+"""Define the interface of products of plain matrices: C = A B, A B^T and A^T B.
 
-These are the algorithms of the linear layers (`mm3d.schemes.scheme.Product`) on matrices without a
-model, for microbenchmarks and checks.
+They run the algorithms of the linear layers (`mm3d.schemes.scheme.Product`) without a model, for
+microbenchmarks and checks.
 """
 
 from abc import ABC, abstractmethod
@@ -22,9 +22,9 @@ GRADIENTS = {"ab": (("abt", "CB"), ("atb", "AC")), "abt": (("ab", "CB"), ("atb",
 
 
 class MatrixProduct(ABC):
-    """C = A B, A B^T or A^T B of matrices divided over a grid, and its gradients.
+    """Compute C = A B, A B^T or A^T B of matrices divided over a grid, and its gradients.
 
-    It starts from one copy of A and B and ends with one of C.
+    No element of A, B or C is stored on more than one rank before and after the product.
 
     Parameters
     ----------
@@ -63,11 +63,11 @@ class MatrixProduct(ABC):
         self._splits: dict[str, Split] = {}
 
     def observed_split(self, split: Split, name: str) -> Split:
-        """`split`, by which the matrix `name` is communicated; an observer stands before this."""
+        """Return `split`, which communicates the matrix `name`; observers wrap this method."""
         return split
 
     def split(self, name: str) -> Split:
-        """The division of the matrix `name` along its direction of communication."""
+        """Return how the matrix `name` is divided along its direction of communication."""
         if name not in self._splits:
             self._splits[name] = self.layouts[name].split(self.grid, self.shapes[name],
                                                           self.directions[name])
@@ -75,8 +75,8 @@ class MatrixProduct(ABC):
 
     @abstractmethod
     def forward(self, A: Array, B: Array) -> Array:
-        """C from this rank's blocks."""
+        """Compute C from this rank's blocks of A and B."""
 
     @abstractmethod
     def backward(self, dC: Array, A: Array, B: Array) -> tuple[Array, Array]:
-        """dA and dB from this rank's blocks, laid out as A and B are."""
+        """Compute dA and dB from this rank's blocks, in the layouts of A and B."""

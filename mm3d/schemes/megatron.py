@@ -1,4 +1,4 @@
-"""1-D parallelism as in Megatron-LM, without and with sequence parallelism.
+"""Implement 1-D parallelism as in Megatron-LM, without and with sequence parallelism.
 
 Shoeybi et al. (arXiv 1909.08053) divide the columns of the first weight of a block and the rows
 of the second, so that activations are whole on every rank outside and divided by features
@@ -20,22 +20,22 @@ from mm3d.schemes.scheme import Product, Scheme, Strings
 
 
 class Replicated:
-    """Rows whole on every rank: `gather` is free, the sum of the ranks' terms an all-reduce."""
+    """Keep all rows on every rank: gathering is free, and terms are summed by an all-reduce."""
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
 
     def all_gather(self, a: Array) -> Array:
-        """`a` itself."""
+        """Return `a` itself."""
         return a
 
     def reduce_scatter(self, a: Array) -> Array:
-        """The sum of `a` over the ranks, whole on each."""
+        """Sum `a` over the ranks, with the whole sum on each."""
         return self.axis.all_reduce(a)
 
 
 class ColumnParallel(Product):
-    """C_j = A B_j: columns of B divided, the rows of A gathered if they are."""
+    """Compute C_j = A B_j with the columns of B divided; gather the rows of A if divided."""
 
     operands = {"rows": "A"}
 
@@ -55,7 +55,7 @@ class ColumnParallel(Product):
 
 
 class RowParallel(Product):
-    """C = sum_j A_j B_j: rows of B divided like the features of A."""
+    """Compute C = sum_j A_j B_j with the rows of B divided like the features of A."""
 
     operands = {"rows": "C"}
 
@@ -75,8 +75,10 @@ class RowParallel(Product):
 
 
 class MegatronMatrixProduct(MatrixProduct):
-    """C = A B, A B^T or A^T B of matrices: rows of A gathered against columns of op(B), as with
-    sequence parallelism."""
+    """Compute C = A B, A B^T or A^T B: gather the rows of A, with the columns of op(B) divided.
+
+    This is the product of sequence parallelism, on plain matrices.
+    """
 
     LAYOUTS = {"ab": ("x,", ",x", ",x"), "abt": ("x,", "x,", ",x"), "atb": ("x,", ",x", ",x")}
     DIRECTIONS = dict.fromkeys(FORMS, ("x", None, None))
@@ -93,7 +95,7 @@ class MegatronMatrixProduct(MatrixProduct):
 
 
 class Megatron(Scheme):
-    """Weights divided over all ranks in a line, activations replicated outside the blocks."""
+    """Divide weights over all ranks in a line; replicate activations outside the blocks."""
 
     name = "1d"
     title = "1-D"
@@ -110,7 +112,7 @@ class Megatron(Scheme):
         return (",", "", "", ""), (",", "x", "x", "")
 
     def rows(self, outer: Space) -> Replicated | Split:
-        """How the rows of the outer space become whole, and how sums return to it."""
+        """Return the object that gathers rows of the outer space, and sums terms of them."""
         return Replicated(self.grid.x)
 
     def product(self, source: Space, target: Space, shape: tuple[int, ...],
@@ -123,7 +125,7 @@ class Megatron(Scheme):
     @classmethod
     def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
                        **options: Any) -> list[LocalProduct]:
-        """All rows by a block of columns of B (back: of rows)."""
+        """Return the product of all rows with a block of columns of B (down: of rows)."""
         P = sizes["x"]
         return [LocalProduct(*(product.largest(1, 1, P) if product.way == "up" else
                                product.largest(1, P, 1)))]
@@ -131,7 +133,7 @@ class Megatron(Scheme):
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                       **options: Any) -> tuple[list[Move], list[Move]]:
-        """An all-reduce of M x h: of dA for the columns, of C for the rows."""
+        """List the all-reduce of M x h: of dA on the way up, of C on the way down."""
         P, (M, N, K) = sizes["x"], product.extents
         if product.way == "up":
             return [], [Move("x", "all_reduce", 2 * (P - 1) * M * N)]
@@ -140,13 +142,13 @@ class Megatron(Scheme):
     @classmethod
     def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
                         **options: Any) -> float:
-        """The terms of dA, summed before dB is there."""
+        """Count the terms of dA, which are summed before dB exists."""
         P, (M, N, K) = sizes["x"], product.extents
         return max(0, M * N - N * K / P) if product.way == "up" and P > 1 else 0
 
 
 class MegatronSequence(Megatron):
-    """The same with the sequence divided outside the blocks."""
+    """Divide weights as `Megatron` does, and the sequence outside the blocks."""
 
     name = "1d-sp"
     title = "1-D, sequence"
@@ -163,7 +165,7 @@ class MegatronSequence(Megatron):
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                       **options: Any) -> tuple[list[Move], list[Move]]:
-        """A gather and a reduce-scatter of M x h where 1-D all-reduces; A once more for dB."""
+        """List the gather and the reduce-scatter of M x h; A is gathered once more for dB."""
         M, N, K = product.extents
         A, C = (sizes["x"] - 1) * M * N, (sizes["x"] - 1) * M * K
         if product.way == "up":
@@ -174,10 +176,10 @@ class MegatronSequence(Megatron):
     @classmethod
     def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
                         **options: Any) -> float:
-        """dC whole, or A whole and before it the terms of dA.
+        """Count dC gathered, or A gathered and before it the terms of dA.
 
-        Each lies in a second buffer while it is sent, when dB, and on the way back dA, is not
-        there yet.
+        Each has a second buffer while it is sent, when dB, and on the way down dA, does not exist
+        yet.
         """
         P, (M, N, K) = sizes["x"], product.extents
         whole, later = (M * N, 0) if product.way == "up" else (M * K, M * N / P)

@@ -1,7 +1,7 @@
-"""Overlap of communication with products, within one forward or backward pass.
+"""Overlap communication with products, within one forward or backward pass.
 
 The schemes hold the plain algorithms: gather, multiply, sum, one after another.  This module holds
-the order in which collectives go on while a rank multiplies:
+the schedule of collectives that run while a rank multiplies:
 
 =======================  ======================================  ==========================
 collective in flight     from                                    to
@@ -13,8 +13,8 @@ sum of dA                the product of dA                       the end of the 
 sum of dB                the product of dB                       the next sum of a dB begins
 =======================  ======================================  ==========================
 
-Whatever is in flight is held by the `Overlap` of its pass, so that layers and parameters hold
-nothing, and any number of micro-batches can be between forward and backward.
+The `Overlap` of a pass holds all collectives in flight.  Layers and parameters hold none, so any
+number of micro-batches can be between forward and backward.
 """
 
 from typing import Any, Protocol, Sequence
@@ -26,7 +26,7 @@ from mm3d.grid.axis import Pending
 
 
 class Gathered:
-    """An operand that has been gathered already."""
+    """Hold an operand that is gathered already."""
 
     def __init__(self, array: Array) -> None:
         self.array = array
@@ -36,16 +36,16 @@ Operand = Array | Gathered | Pending
 
 
 def gather(operand: Operand, split: Split) -> Array:
-    """The operand gathered along its direction; nothing is moved where it has been before."""
+    """Gather the operand along its direction, unless it is gathered already."""
     if isinstance(operand, Pending):
         return operand.take()
     return operand.array if isinstance(operand, Gathered) else split.all_gather(operand)
 
 
 def progress_of(*operands: Operand | None) -> Progress:
-    """The function that moves on those of the operands that MPI still gathers or sums.
+    """Return the function that lets MPI progress the operands in flight; None if none is.
 
-    None where there is none; where there are several, MPI moves all of them when asked for one.
+    Any one request will do: MPI progresses all of them at each test.
     """
     for operand in operands:
         if isinstance(operand, Pending) and operand.request is not None:
@@ -54,7 +54,7 @@ def progress_of(*operands: Operand | None) -> Progress:
 
 
 class Weighted(Protocol):
-    """A layer that multiplies by a weight, such as `mm3d.model.layers.Linear`."""
+    """Describe a layer that multiplies by a weight, such as `mm3d.model.layers.Linear`."""
 
     product: Any
     weight: Any
@@ -64,11 +64,11 @@ Use = tuple[Weighted, bool]    # a product with a layer's weight, and whether it
 
 
 class Overlap:
-    """The communication in flight during one forward or backward pass.
+    """Hold the communication in flight during one forward or backward pass.
 
-    Made for one pass, handed down to its layers, and left at its end, as a context: then, also
-    after an exception, all that has been begun is completed, so that no buffer is written that
-    is in use again.  It holds at most one weight gathered in advance and two sums of dB.
+    It is a context manager for one pass and is passed down to the layers.  On exit, also after an
+    exception, it completes every collective begun, so that none writes into a reused buffer.  It
+    holds at most one prefetched weight and two sums of dB.
 
     Parameters
     ----------
@@ -92,14 +92,15 @@ class Overlap:
             pending.take()
 
     def forward(self, layer: Weighted, A: Array) -> tuple[Array, Any]:
-        """C = A B with the weight B of `layer`, and what the product keeps for backward."""
+        """Compute C = A B with the weight B of `layer`; return it with the data for backward."""
         B = self._weight(layer)
         if layer.product.overlap:
             return layer.product.forward(A, B, self)
         return layer.product.forward(A, B)
 
     def backward(self, layer: Weighted, dC: Array, saved: Any) -> Array:
-        """dA = dC B^T with the weight B of `layer`; dB is added to its gradient, or will be."""
+        """Compute dA = dC B^T with the weight B of `layer`; add dB to its gradient, now or later.
+        """
         B = self._weight(layer)
         if layer.product.overlap:
             dA, dB = layer.product.backward(dC, B, saved, self)
@@ -113,20 +114,20 @@ class Overlap:
         return dA
 
     def finish_gradients(self) -> None:
-        """Complete the sum of dB that is in flight; all gradients so far are whole then."""
+        """Complete the sum of dB in flight; afterwards all gradients so far are complete."""
         if self._summing is not None:
             weight, dB = self._summing
             self._summing = None
             weight.accumulate(dB.take())
 
     def ab(self, A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
-        """C = A B (Algorithm 1), during which the next weight is gathered."""
+        """Compute C = A B (Algorithm 1) while the next weight is gathered."""
         A_il, B_lj = gather(A, a), gather(B, b)
         return c.reduce_scatter(matmul(A_il, B_lj, c.term, progress_of(self._prefetch())))
 
     def ab_backward(self, dC: Operand, A: Operand, B: Operand, a: Split, b: Split, c: Split,
                     accumulate_float32: bool = False) -> tuple[Array, Pending]:
-        """dA = dC B^T and dB = A^T dC (Algorithm 2), of which dB may still be being summed.
+        """Compute dA = dC B^T and dB = A^T dC (Algorithm 2); the sum of dB may still be pending.
 
         A is gathered during the product of dA; dA is summed, and the next weight gathered, during
         the product of dB.
@@ -144,7 +145,7 @@ class Overlap:
         return dA.take(), dB
 
     def _weight(self, layer: Weighted) -> Array | Pending:
-        """The weight of `layer`, or the gather of it that is in flight."""
+        """Return the weight of `layer`, or the pending gather of it."""
         self._next += 1
         prefetched, self._prefetched = self._prefetched, None
         if prefetched is not None and prefetched[0] is layer:
@@ -152,7 +153,7 @@ class Overlap:
         return layer.weight.value
 
     def _prefetch(self) -> Pending | None:
-        """Start gathering the weight of the product that comes next."""
+        """Start gathering the weight of the next product."""
         if self._next == len(self._uses):
             return None
         layer, backward = self._uses[self._next]
@@ -162,7 +163,7 @@ class Overlap:
         return pending
 
     def _begin(self, operand: Operand) -> Operand:
-        """`operand`, held until its collective is complete if it is in flight."""
+        """Return `operand`, and hold it until its collective is complete."""
         if isinstance(operand, Pending) and not operand.done:
             self._begun = [one for one in self._begun if not one.done]
             self._begun.append(operand)

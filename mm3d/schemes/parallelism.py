@@ -1,4 +1,4 @@
-"""A scheme on a grid without any ranks: what its activations, vectors and products move.
+"""Count the words that a scheme moves on a grid, for activations, vectors and products.
 
 Words are those of all ranks together, as `mm3d.grid.axis.Traffic` counts them, which makes them
 whole numbers on every grid, also where nothing divides; a rank's share is that sum over P, exactly
@@ -17,8 +17,7 @@ from mm3d.schemes.closed_form import Move, ProductShape
 
 @dataclass(frozen=True)
 class SpaceForms:
-    """The layout of a `mm3d.grid.activations.Space` on a grid, and the collectives of what lies in
-    it.
+    """Count words and collectives of activations in a `mm3d.grid.activations.Space`.
 
     Attributes
     ----------
@@ -36,41 +35,40 @@ class SpaceForms:
 
     @cached_property
     def row_parts(self) -> int:
-        """Number of blocks that the rows are divided into."""
+        """Return the number of blocks that the rows are divided into."""
         return self.grid.ranks_along(self.rows.replace(",", ""))
 
     @cached_property
     def feature_parts(self) -> int:
-        """Number of blocks that the features are divided into."""
+        """Return the number of blocks that the features are divided into."""
         return self.grid.ranks_along(self.features)
 
     @cached_property
     def copies(self) -> int:
-        """Number of ranks that hold the same block of an activation."""
+        """Return the number of ranks that hold the same block of an activation."""
         return self.grid.ranks // (self.row_parts * self.feature_parts)
 
     @cached_property
     def sequence_parts(self) -> int:
-        """Number of blocks that the positions of a sequence are divided into."""
+        """Return the number of blocks that the positions of a sequence are divided into."""
         return self.grid.ranks_along(self.rows.partition(",")[2])
 
     @cached_property
     def _vector(self) -> tuple[str, str]:
-        """The directions that divide a vector, and the one on whose diagonal it is stored."""
+        """Return the directions that divide a vector, and the one of its diagonal."""
         divided, _, diagonal = self.vector.partition("@")
         return divided, diagonal
 
     def words(self, rows: int, features: int) -> int:
-        """Words of an activation on all ranks together, copies included."""
+        """Count the words of an activation on all ranks together, copies included."""
         return self.copies * rows * features
 
     def fetched_words(self, n: int) -> int:
-        """Words of a vector of n words where all rows have it, on all ranks together."""
+        """Count the words of a fetched vector of n words on all ranks together."""
         return n * self.grid.ranks // self.feature_parts
 
     def fetch(self, n: int) -> Iterator[Move]:
-        """Collectives that bring a vector of n words to all rows:
-        `mm3d.model.vectors.Vector.fetch`."""
+        """List the collectives of `mm3d.model.vectors.Vector.fetch` for a vector of n words."""
         divided, diagonal = self._vector
         if diagonal:
             d = self.grid[diagonal]
@@ -79,7 +77,7 @@ class SpaceForms:
         yield from self._beyond_features("all_gather", n)
 
     def collect(self, n: int) -> Iterator[Move]:
-        """Collectives that sum the gradient of a vector of n words: `Vector.collect`."""
+        """List the collectives of `Vector.collect`, which sums the gradient of n words."""
         divided, diagonal = self._vector
         for c in self.rows.replace(",", ""):
             if c not in self.vector:
@@ -93,7 +91,7 @@ class SpaceForms:
             yield Move(diagonal, "reduce", words)
 
     def _beyond_features(self, collective: str, n: int) -> Iterator[Move]:
-        """A collective along each direction that divides a vector but not the features."""
+        """List a collective along each direction that divides a vector but not the features."""
         divided, _ = self._vector
         for k in range(len(self.features), len(divided)):
             words = ((self.grid[divided[k]] - 1) * n * self.grid.ranks
@@ -101,19 +99,19 @@ class SpaceForms:
             yield Move(divided[k], collective, words)
 
     def row_sums(self, rows: int, n: int) -> Iterator[Move]:
-        """Collectives that sum n numbers a row over the ranks that share the row."""
+        """List the collectives that sum n numbers a row over the ranks that share the row."""
         for c in self.features:
             lines = self.grid.ranks // (self.row_parts * self.grid[c])
             yield Move(c, "all_reduce", 2 * (self.grid[c] - 1) * rows * n * lines)
 
     def along_sequence(self, collective: str, words: int) -> Iterator[Move]:
-        """A collective of an activation of so many words along the sequence, if it is divided."""
+        """List a collective of an activation of `words` words along the sequence, if divided."""
         for c in self.rows.partition(",")[2]:
             yield Move(c, collective, (self.grid[c] - 1) * words * self.copies)
 
 
 class Parallelism:
-    """A scheme on a grid, for activations of so many sequences and positions.
+    """Describe a scheme on a grid without ranks, for given activations.
 
     Parameters
     ----------
@@ -124,8 +122,7 @@ class Parallelism:
     batch, seq : int
         Global number of sequences, and positions in each.
     **options
-        Of the scheme's class, such as ``keep`` of `mm3d.schemes.cube.Cube`; what they mean is
-        known to the scheme alone.
+        Of the scheme's class, such as ``keep`` of `mm3d.schemes.cube.Cube`.
 
     Attributes
     ----------
@@ -150,21 +147,21 @@ class Parallelism:
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return self.grid.ranks
 
     @property
     def tokens(self) -> int:
-        """Number of positions in all sequences together."""
+        """Return the number of positions in all sequences together."""
         return self.batch * self.seq
 
     def spaces(self, way: str) -> tuple[SpaceForms, SpaceForms]:
-        """The spaces that a product leads from and to; `way` is "up" or "down"."""
+        """Return the spaces of A and C of a product; `way` is "up" or "down"."""
         return (self.outer, self.inner) if way == "up" else (self.inner, self.outer)
 
     def product_moves(self, product: ProductShape,
                       again: bool = False) -> tuple[list[Move], list[Move]]:
-        """Collectives of one product forward and backward.
+        """List the collectives of one product, forward and backward.
 
         With `again` backward follows a forward that was computed again, which keeps nothing that
         it gathers.
@@ -172,11 +169,11 @@ class Parallelism:
         return self.scheme.product_moves(self.grid, product, **self._options(again))
 
     def kept_words(self, product: ProductShape, again: bool = False) -> int:
-        """Words that one product keeps for backward beside A, over all ranks."""
+        """Count the words that one product keeps for backward beside A, over all ranks."""
         return self.scheme.kept_words(self.grid, product, **self._options(again))
 
     def transient_words(self, product: ProductShape, again: bool = False) -> float:
-        """Words that a rank needs at most in backward of one product, beside dC, dA and dB."""
+        """Count the words that a rank needs at most in one backward, beside dC, dA and dB."""
         positions = bool(self.outer.rows.partition(",")[2])
         return self.scheme.transient_words(self.grid, product, positions=positions,
                                            **self._options(again))

@@ -1,10 +1,10 @@
-"""What a tensor parallelism is: the contract between a scheme and the layers.
+"""Define the interface of a tensor parallelism, which the layers are written against.
 
-A scheme deals activations in two `Space`\\ s, the *outer* one of the residual stream and the
-*inner* one between the two linear layers of a block, and brings a `Product` for each way:
-*into* the inner space and *back*.  Megatron-LM's column- and row-parallel pair and the paper's
-exchange of the directions y and z are the same idea.  The layers are written once, against this
-contract; a new parallelism is one new file in ``mm3d/schemes/``.
+A scheme divides activations in two `Space`\\ s, the *outer* one of the residual stream and the
+*inner* one between the two linear layers of a block.  It gives a `Product` for each way, *up*
+into the inner space and *down* into the outer one.  Megatron-LM's column- and row-parallel pair
+and the paper's exchange of the directions y and z are the same idea.  A new parallelism is one
+new file in ``mm3d/schemes/``.
 """
 
 import importlib
@@ -27,7 +27,7 @@ from mm3d.grid.axis import Pending
 
 
 class Product(ABC):
-    """A distributed C = A B of a linear layer, with its backward.
+    """Compute the distributed C = A B of a linear layer, and its gradients.
 
     Attributes
     ----------
@@ -52,24 +52,25 @@ class Product(ABC):
 
     @abstractmethod
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
-        """C = A B and what backward needs, from this rank's blocks."""
+        """Compute this rank's block of C = A B, and return it with the data that backward needs.
+        """
 
     @abstractmethod
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        """The gradients dA and dB, laid out as A and B are."""
+        """Compute the gradients dA and dB, in the layouts of A and B."""
 
     def again(self, A: Array, B: Array) -> Any:
-        """What `backward` needs, where forward has been before and C is not wanted.
+        """Recompute the data that `backward` needs, without C.
 
-        By default a forward whose C is thrown away; a product that can do without it, says so.
-        What is kept beside A may be left out where `backward` can do without.
+        By default this is a forward whose C is dropped; a product that can avoid the work
+        overrides it.
         """
         return self.forward(A, B)[1]
 
     def prefetch(self, B: Array, backward: bool) -> Pending | None:
         """Start gathering B for the next `forward`, or the next `backward`.
 
-        None where B is not gathered, or not while this rank multiplies.
+        Returns None if B is not gathered, or cannot be gathered while this rank multiplies.
         """
         return None
 
@@ -78,7 +79,7 @@ Strings = tuple[str, str, str, str]
 
 
 class Option(NamedTuple):
-    """An option of one scheme: its default, the values that it may have, and its meaning."""
+    """Describe an option of a scheme: its default, its allowed values, and its meaning."""
 
     default: Any
     choices: tuple
@@ -89,10 +90,10 @@ SCHEMES: dict[str, type["Scheme"]] = {}    # in alphabetical order; see `registr
 
 
 class Scheme(ABC):
-    """A tensor parallelism on a grid of ranks.
+    """Divide the work of a model over a grid of ranks (base class of all parallelisms).
 
-    A subclass in ``mm3d/schemes/`` with a `name` is found by it; see the attributes and the
-    abstract methods for what it states.
+    Defining a subclass with a `name` registers it.  The attributes and the abstract methods are
+    the interface to implement.
 
     Parameters
     ----------
@@ -108,17 +109,17 @@ class Scheme(ABC):
     Attributes
     ----------
     name : str
-        What `mm3d.scheme` calls it.
+        Its name in `mm3d.scheme`.
     options : mapping of str to Option
-        What can be chosen beside the grid, of this class.
+        Options of this class beside the grid.
     title : str
-        What tables and figures call it; its name, if it does not say.
+        Its name in tables and figures; by default `name`.
     directions : str
         The letters of its grid's directions, of x, y and z.
     divides_work : bool
         Whether ranks share the work of a model; False where each does all of it.
     matrix_product : type of MatrixProduct, optional
-        The scheme's products of plain matrices; None where there are none of its own.
+        The scheme's products of plain matrices; None if it has none of its own.
     grid : Grid
         The ranks.
     """
@@ -160,7 +161,7 @@ class Scheme(ABC):
 
     @classmethod
     def chosen(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """The value of each of the scheme's options: the given one, or the default.
+        """Complete the given options by the defaults of all others.
 
         Raises
         ------
@@ -179,7 +180,7 @@ class Scheme(ABC):
     @classmethod
     @abstractmethod
     def default_grid(cls, ranks: int) -> tuple[int, ...]:
-        """Sizes of the directions for so many ranks; ValueError when none fit."""
+        """Choose the sizes of the directions for `ranks` ranks; ValueError if there are none."""
 
     @classmethod
     def check_grid(cls, sizes: tuple[int, ...]) -> None:
@@ -199,17 +200,17 @@ class Scheme(ABC):
     @abstractmethod
     def product(self, source: Space, target: Space, shape: tuple[int, ...],
                 units: tuple[int, int]) -> Product:
-        """C = A B with A in `source`, C in `target` and B of the global `shape`.
+        """Create the product C = A B with A in `source`, C in `target` and B of global `shape`.
 
-        `units` are the features that stay together where the spaces divide B's first and last
-        dimension.
+        `units` are the numbers of features that stay together where the spaces divide the first
+        and the last dimension of B.
         """
 
     # In closed form, from the sizes of the grid's directions and the options of the scheme alone.
 
     @classmethod
     def grids(cls, ranks: int) -> list[tuple[int, ...]]:
-        """All sizes of the directions that the scheme can use on `ranks` ranks, ascending.
+        """List all sizes of the directions that the scheme can use on `ranks` ranks, ascending.
 
         Raises
         ------
@@ -231,7 +232,7 @@ class Scheme(ABC):
     @abstractmethod
     def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
                        **options: Any) -> list[LocalProduct]:
-        """Matrix products of rank 0, which has the largest blocks, for one product forward.
+        """List the matrix products of rank 0, which has the largest blocks, for one forward.
 
         Backward has as many for each of the two gradients, with rows, inner and columns
         exchanged.
@@ -241,30 +242,30 @@ class Scheme(ABC):
     @abstractmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                       **options: Any) -> tuple[list[Move], list[Move]]:
-        """Collectives of one product forward and backward."""
+        """List the collectives of one product, forward and backward."""
 
     @classmethod
     def kept_words(cls, sizes: Mapping[str, int], product: ProductShape, **options: Any) -> int:
-        """Words that one product keeps for backward beside A itself, over all ranks."""
+        """Count the words that one product keeps for backward beside A, over all ranks."""
         return 0
 
     @classmethod
     def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
                         positions: bool = False, **options: Any) -> float:
-        """Words that a rank needs at most in backward of one product, beside dC, dA and dB.
+        """Count the words that a rank needs at most in one product's backward, beside dC, dA, dB.
 
-        Where everything divides; by default none, which is right where nothing is gathered.
+        Valid where everything divides; by default 0, which is right if nothing is gathered.
         `positions` says whether outer activations are divided along the sequence.
         """
         return 0
 
     @classmethod
     def options_again(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The options by which `Product.again` keeps what it does; by default the same."""
+        """Return the options that describe the data kept by `Product.again`; by default these."""
         return options
 
     def spaces(self, batch: int, seq: int) -> tuple[Space, Space]:
-        """The outer and the inner space of activations of so many sequences and positions."""
+        """Create the outer and the inner space for `batch` sequences of `seq` positions."""
         options = {name: getattr(self, name) for name in self.options}
         outer, inner = self.layouts(self.grid.shape, batch, seq, **options)
         return (Space(self.grid, batch, seq, *outer), Space(self.grid, batch, seq, *inner))

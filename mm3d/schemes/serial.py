@@ -1,4 +1,4 @@
-"""The whole model on one rank: what every other scheme is checked against."""
+"""Run the whole model on one rank: the reference that every other scheme is checked against."""
 
 from typing import Any, Mapping
 
@@ -11,7 +11,7 @@ from mm3d.schemes.scheme import Product, Scheme, Strings
 
 
 class SerialProduct(Product):
-    """C = A B without any communication."""
+    """Compute C = A B without communication."""
 
     def __init__(self, weight: Layout) -> None:
         self.weight = weight
@@ -28,7 +28,7 @@ class SerialProduct(Product):
 
 
 class Serial(Scheme):
-    """No parallelism: every rank of the communicator holds and computes everything."""
+    """Hold and compute everything on every rank, without parallelism."""
 
     name = "serial"
     directions = "x"

@@ -1,9 +1,9 @@
-"""2-D parallelism: SUMMA on a q x q grid, as in Optimus (Xu et al., arXiv 2104.05343).
+"""Implement 2-D parallelism: SUMMA on a q x q grid, as in Optimus (Xu et al., arXiv 2104.05343).
 
 x numbers the rows of the grid, y its columns; every matrix is divided into q x q blocks.  In each
-form the q blocks of one operand's inner dimension take turns: they are broadcast and multiplied,
-or multiplied and reduced (van de Geijn and Watts, 1997).  a deals the columns of A over y, b the
-rows of B over x.
+form a loop runs over the q blocks of one operand's inner dimension: they are broadcast and
+multiplied, or multiplied and reduced (van de Geijn and Watts, 1997).  a divides the columns of A
+over y, b the rows of B over x.
 """
 
 import math
@@ -20,7 +20,7 @@ from mm3d.schemes.scheme import Product, Scheme, Strings
 
 
 def ab(A: Array, B: Array, a: Split, b: Split) -> Array:
-    """C_ij = sum_t A_it B_tj: A_it is broadcast along y, B_tj along x."""
+    """Compute C_ij = sum_t A_it B_tj: A_it is broadcast along y, B_tj along x."""
     C = None
     for t in range(len(a.counts)):
         A_it = a.broadcast(A, t)
@@ -34,7 +34,7 @@ def ab(A: Array, B: Array, a: Split, b: Split) -> Array:
 
 
 def abt(A: Array, B: Array, a: Split, b: Split) -> Array:
-    """C_it = sum_j A_ij B_tj^T: B_tj is broadcast along x, C_it reduced along y."""
+    """Compute C_it = sum_j A_ij B_tj^T: B_tj is broadcast along x, C_it reduced along y."""
     C = None
     for t in range(len(a.counts)):
         B_tj = b.broadcast(B, t)
@@ -44,7 +44,7 @@ def abt(A: Array, B: Array, a: Split, b: Split) -> Array:
 
 
 def atb(A: Array, B: Array, a: Split, b: Split, accumulate_float32: bool = False) -> Array:
-    """C_tj = sum_i A_it^T B_ij: A_it is broadcast along y, C_tj reduced along x.
+    """Compute C_tj = sum_i A_it^T B_ij: A_it is broadcast along y, C_tj reduced along x.
 
     With `accumulate_float32` in float32 at least.
     """
@@ -57,7 +57,7 @@ def atb(A: Array, B: Array, a: Split, b: Split, accumulate_float32: bool = False
 
 
 class SummaProduct(Product):
-    """C = A B with dA = dC B^T and dB = A^T dC."""
+    """Compute C = A B, dA = dC B^T and dB = A^T dC."""
 
     def __init__(self, a: Split, b: Split, weight: Layout) -> None:
         self.a, self.b, self.weight = a, b, weight
@@ -74,7 +74,7 @@ class SummaProduct(Product):
 
 
 class SummaMatrixProduct(MatrixProduct):
-    """C = A B, A B^T or A^T B of matrices, each divided into q x q blocks."""
+    """Compute C = A B, A B^T or A^T B of matrices, each divided into q x q blocks."""
 
     LAYOUTS = dict.fromkeys(FORMS, ("x,y", "x,y", "x,y"))
     DIRECTIONS = dict.fromkeys(FORMS, ("y", "x", None))
@@ -91,7 +91,7 @@ class SummaMatrixProduct(MatrixProduct):
                 self._multiply(form_B, names_B + "B", blocks))
 
     def _multiply(self, form: str, names: str, blocks: dict[str, Array]) -> Array:
-        """The product of this form whose A, B and C are the matrices `names`."""
+        """Compute the product of this form whose A, B and C are the matrices `names`."""
         (algorithm, crossing), matrix = self.ALGORITHMS[form], dict(zip("ABC", names))
         first, second = names[:2]
         a, b = (matrix[letter] for letter in crossing)
@@ -101,7 +101,7 @@ class SummaMatrixProduct(MatrixProduct):
 
 
 class Summa(Scheme):
-    """All matrices divided in blocks over a square of ranks.
+    """Divide all matrices into blocks over a square of ranks.
 
     Sequences are divided by x, features by y.  Vectors lie on the diagonal of the grid rather
     than on its first row, which costs the same and is balanced.
@@ -141,14 +141,14 @@ class Summa(Scheme):
     @classmethod
     def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
                        **options: Any) -> list[LocalProduct]:
-        """One of each turn's blocks."""
+        """Return q products, one for each step of the loop."""
         q = sizes["x"]
         return [LocalProduct(*product.largest(q, q, q), count=q)]
 
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                       **options: Any) -> tuple[list[Move], list[Move]]:
-        """q broadcasts of A and of B; backward the same and a reduction of each gradient."""
+        """List q broadcasts of A and of B; in backward these and q reductions of each gradient."""
         q, (M, N, K) = sizes["x"], product.extents
         A, B = (q - 1) * M * N, (q - 1) * N * K
         forward = [Move("y", "broadcast", A, q), Move("x", "broadcast", B, q)]
@@ -157,7 +157,7 @@ class Summa(Scheme):
     @classmethod
     def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
                         **options: Any) -> float:
-        """A block of A with the terms of dB, or with the block of A that came before."""
+        """Count a block of A with the terms of dB, or with the previous block of A."""
         q, (M, N, K) = sizes["x"], product.extents
         A, B = M * N / q ** 2, N * K / q ** 2
         return max(A + B, 2 * A if q > 2 else 0) if q > 1 else 0
