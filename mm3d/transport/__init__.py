@@ -1,1 +1,1 @@
-"""How bytes travel between the ranks of one direction of a grid."""
+"""Carry out collectives between the ranks of one direction of a grid."""

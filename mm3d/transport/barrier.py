@@ -1,18 +1,18 @@
-"""How the ranks of one node meet, and find there whether all have come for the same.
+"""Synchronize the ranks of one node, and check that all of them make the same call.
 
-Ranks meet by counting.  Each has a counter in shared memory; to meet it adds one, wakes whoever
-sleeps on it, and waits until the others' are as high.  What a rank wrote before it arrived, the
-others see afterwards: processors of this kind keep the order of stores (others do not, there
-`mm3d.transport.segments.available` says no).  A rank that waits gives its core away, and soon
-sleeps until it is woken; where no other rank needs the core it looks longer before it does, since
-waking takes longer than most waits.
+Each rank has a counter in shared memory.  To arrive at a barrier it adds one and wakes the ranks
+that sleep on the counter; to complete the barrier it waits until the other counters are as high.
+Stores before the arrival are visible to the others afterwards: x86-64 keeps the order of stores
+(on other processors `mm3d.transport.segments.available` is False).  A waiting rank yields its
+core, and soon sleeps until it is woken.  If no other rank needs the core it polls longer before
+it sleeps, since waking takes longer than most waits.
 
-Where only one rank has something to say, or to hear, the others come to the meeting and go on:
-whoever hears waits for those who speak.  So a rank can be some meetings ahead, and writes into a
-slot again only when all have come to a meeting after that of the last writing.
+In a broadcast only the root is waited for, and in a reduction only the root waits; the other
+ranks arrive and continue.  So a rank can be some barriers ahead.  It reuses a slot only after all
+ranks have arrived at a later barrier than that of the last write.
 
-At each meeting a rank also leaves word of what it calls; whoever waits for others compares theirs
-with its own.  What nobody waited for is compared at the next meeting of all.
+At each barrier a rank also writes a description of its call.  A rank that waits for others
+compares their descriptions with its own; the rest is compared at the next barrier where all wait.
 """
 
 import ctypes
@@ -27,12 +27,12 @@ from mpi4py import MPI
 from mm3d.transport import call_check
 from mm3d.transport.call_check import Call
 
-SLOTS = 4           # for what is left for a meeting: a rank is so many, less one, ahead at most
-CROWDED = 2         # looks at a counter, the core given away in between, before sleeping
-LOOKS = 50          # the same where no other rank needs the core
+SLOTS = 4           # of messages and calls: a rank is at most SLOTS - 1 barriers ahead
+CROWDED = 2         # polls of a counter, yielding the core in between, before a rank sleeps
+LOOKS = 50          # the same if no other rank needs the core
 SLEEP_NS = 10_000_000    # nanoseconds; longer waits let MPI make progress in between
-IN_MESSAGES = -2        # instead of a region: what is compared with is not in one
-NOWHERE = -1        # the same: there was no room
+IN_MESSAGES = -2    # instead of a region: the arrays are in messages
+NOWHERE = -1        # instead of a region: there was no room for one
 
 _FUTEX = 202        # number of the system call on x86-64
 _SLEEP, _WAKE = 0, 1
@@ -44,11 +44,11 @@ _system_call.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_
 _sleep_time = (ctypes.c_long * 2)(0, SLEEP_NS)
 _words = struct.Struct(f"={call_check.WORDS + 2}q")    # a call, those before it, and a region
 HEAD = 64                                         # bytes of a rank's counter, and what is beside
-BYTES = HEAD + SLOTS * _words.size                # of what meetings need of each rank
+BYTES = HEAD + SLOTS * _words.size                # of shared memory that a rank needs for barriers
 
 
 class Barrier:
-    """Meetings of the ranks of a line.
+    """Count the arrivals of the ranks of a line at barriers, and compare their calls.
 
     Parameters
     ----------
@@ -63,9 +63,9 @@ class Barrier:
     Attributes
     ----------
     turn : int
-        The last meeting that this rank came to.
+        Number of the last barrier that this rank arrived at.
     completed : int
-        One that it knows all have come to.
+        Number of a barrier that all ranks are known to have arrived at.
     """
 
     def __init__(self, comm: MPI.Intracomm, rows: np.ndarray, looks: int) -> None:
@@ -81,10 +81,10 @@ class Barrier:
         self._addresses = [row.ctypes.data for row in rows]
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self.turn = self.completed = 0
-        self.before = 0    # the calls since the last meeting of all, in one number
+        self.before = 0    # hash of the calls since the last barrier where all waited
 
     def arrive(self, call: Call, region: int = IN_MESSAGES) -> int:
-        """Come to the next meeting, and say so, and what for; its number."""
+        """Arrive at the next barrier with a description of the call; return its number."""
         turn = self.turn + 1
         self.await_slot(turn)
         _words.pack_into(self._calls[turn % SLOTS][self.rank], 0, *call, self.before, region)
@@ -97,12 +97,12 @@ class Barrier:
         return turn
 
     def await_slot(self, turn: int) -> None:
-        """Wait until nobody reads any longer what lies in the slot of the meeting `turn`."""
+        """Wait until no rank reads the slot of the barrier `turn` any longer."""
         if self.completed < turn - SLOTS + 1:
             self.await_all(turn - SLOTS + 1)
 
     def await_all(self, turn: int) -> None:
-        """Wait until all have come to the meeting `turn`."""
+        """Wait until all ranks have arrived at the barrier `turn`."""
         counters = self._counters
         for rank in self._others:
             if counters[rank] < turn:
@@ -110,7 +110,7 @@ class Barrier:
         self.completed = turn
 
     def await_rank(self, rank: int, turn: int) -> None:
-        """Wait until one has."""
+        """Wait until `rank` has arrived at the barrier `turn`."""
         if self._counters[rank] < turn:
             self._wait(rank, turn)
 
@@ -130,17 +130,18 @@ class Barrier:
         self._asleep[self.rank] = 0
 
     def agreed(self) -> bool:
-        """Whether all have come to this meeting for the same call and the same region."""
+        """Return whether all ranks are at this barrier with the same call and region."""
         found = self._calls[self.turn % SLOTS]
         return found.count(found[self.rank]) == self.size
 
     def difference(self, ranks: Iterable[int]) -> str:
-        """How the calls of these ranks differ at this meeting, but for regions; empty if not.
+        """Describe how the calls of `ranks` differ at this barrier, regions apart; "" if not.
 
         Raises
         ------
         ValueError
-            When they differ in the calls before: their books do, then, and cannot be gone on with.
+            When earlier calls differ: then the ranks' lists of regions differ, too, and no
+            further call is possible.
         """
         found = {rank: self._calls[self.turn % SLOTS][rank].tolist() for rank in ranks}
         if len({tuple(words[:call_check.WORDS + 1]) for words in found.values()}) == 1:
@@ -151,7 +152,7 @@ class Barrier:
         return differ
 
     def compare(self, ranks: Iterable[int], call: Call) -> None:
-        """Compare the calls of some ranks now, and those of all when they next meet.
+        """Compare the calls of some ranks now, and those of all at their next common barrier.
 
         Raises
         ------
@@ -165,5 +166,5 @@ class Barrier:
             raise ValueError(differ)
 
     def note(self, what: int | Call) -> None:
-        """Have the ranks compare, when they next meet, that all did this here."""
+        """Add `what` to the calls that all ranks compare at their next common barrier."""
         self.before = hash((self.before, what))

@@ -1,7 +1,7 @@
-"""What the ranks of a line come to a meeting for, in numbers that they compare there.
+"""Encode collective calls as numbers that the ranks of a line compare at a barrier.
 
-So a rank that makes another call than the rest, or brings another array, is found before anyone
-reads what it does not mean.
+A rank that makes another call than the rest, or passes another array, is found before any array
+is read.
 """
 
 from typing import Iterable, Sequence
@@ -21,14 +21,14 @@ Call = tuple[int, ...]
 
 def call(kind: int, dtype: np.dtype | None = None, shape: tuple[int, ...] = (), dim: int = 0,
          counts: Sequence[int] = ()) -> Call:
-    """A collective of arrays that are of `shape` when whole; `dim` is the root where it has one.
+    """Encode a collective; `shape` is that of the whole array, and `dim` the root if it has one.
     """
     return (kind, ord(dtype.char) if dtype else 0, dim, hash(tuple(counts)), len(shape),
             *shape[:DIMS], *NOTHING[len(shape):])
 
 
 def text(words: Sequence[int]) -> str:
-    """A call, for a message."""
+    """Format a call for an error message."""
     kind, letter, dim, _, ndim, *shape = words[:WORDS]
     if kind in (BARRIER, MORE):
         return KINDS[kind]
@@ -38,7 +38,7 @@ def text(words: Sequence[int]) -> str:
 
 
 def _name(letter: str) -> str:
-    """A dtype's name; NumPy does not know by their letters those that other packages add."""
+    """Return a dtype's name, also of bfloat16, which NumPy does not find by its letter."""
     try:
         return np.dtype(letter).name
     except TypeError:
@@ -46,7 +46,7 @@ def _name(letter: str) -> str:
 
 
 def difference(found: Iterable[tuple[int, Sequence[int]]]) -> str:
-    """What the calls of some ranks are, as a message that says that they differ."""
+    """Format an error message about ranks whose calls differ."""
     ranks: dict[tuple, list[int]] = {}
     for rank, words in found:
         ranks.setdefault(tuple(words[:WORDS]), []).append(rank)

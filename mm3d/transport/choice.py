@@ -1,4 +1,4 @@
-"""Which transport carries the arrays of a grid: by setting, or by what is proven to work here."""
+"""Choose the transport of a grid's arrays: the one set, or one that is proven to work here."""
 
 import functools
 import os
@@ -19,7 +19,7 @@ ON_HOST = ("mpi", "shared")
 
 
 def settle(comm: MPI.Intracomm | DryCommunicator, backend: Backend) -> str:
-    """The name of the transport for arrays of `backend` on all lines of a grid of `comm`.
+    """Choose the transport for arrays of `backend` on all lines of a grid of `comm`.
 
     ``MM3D_TRANSPORT`` decides where it is set: ``mpi`` or ``shared`` for arrays in host memory,
     ``nccl``, ``device`` (a CUDA-aware MPI) or ``staged`` for those on a device.  Without it
@@ -71,18 +71,18 @@ def in_place(names: str) -> frozenset[str]:
 
 
 def note(name: str) -> str:
-    """What the transport of that name moves where that is not what is counted; "" if unknown."""
+    """Describe how the words moved by that transport differ from those counted; "" if unknown."""
     return getattr(_known().get(name), "note", "")
 
 
 def _known() -> dict[str, type[MpiTransport]]:
-    """The transports by name."""
+    """Return the transports by name."""
     return {kind.name: kind for kind in (MpiTransport, SharedTransport,
                                          SilentTransport)} | TRANSPORTS
 
 
 def _nccl_problem(places: list, installed: list[bool]) -> str:
-    """Why NCCL cannot carry the arrays of ranks at these places; empty if it can."""
+    """Explain why NCCL cannot serve ranks at these places; empty if it can."""
     if not all(installed):
         return f"{installed.count(False)} of {len(installed)} ranks have no NCCL"
     gpus = len(set(places))
@@ -94,7 +94,7 @@ def _nccl_problem(places: list, installed: list[bool]) -> str:
 def transports_for(comm: MPI.Intracomm | DryCommunicator,
                    lines: Mapping[str, MPI.Intracomm | DryCommunicator],
                    backend: Backend, kind: str, node: int = 0) -> dict[str, MpiTransport]:
-    """The transport of that name (see `settle`) along each of a grid's directions.
+    """Create the transport named by `settle` along each of a grid's directions.
 
     Ranks of different nodes, as `mm3d.transport.nodes.node_of` numbers them, share no memory and
     go by MPI; so do, unless sharing was asked for, those that may not open each other's memory.
@@ -108,9 +108,9 @@ def transports_for(comm: MPI.Intracomm | DryCommunicator,
     lines : mapping of str to communicator
         For each direction those of them on this rank's line.
     backend : Backend
-        Whose arrays travel.
+        Whose arrays are communicated.
     kind : str
-        What `settle` says.
+        The name that `settle` returned.
     node : int
         This rank's node.
 
@@ -138,7 +138,7 @@ def transports_for(comm: MPI.Intracomm | DryCommunicator,
 
 def _transport(line: MPI.Intracomm | DryCommunicator, backend: Backend, kind: str,
                node: int) -> MpiTransport:
-    """The transport between the ranks of one line, which all make it."""
+    """Create the transport between the ranks of one line, all of which call it."""
     if isinstance(line, DryCommunicator):
         return SilentTransport(line, backend)
     if kind in TRANSPORTS and line.size > 1:

@@ -1,7 +1,7 @@
-"""Whether the MPI here moves device arrays.
+"""Find out whether this MPI can move device arrays.
 
-What an MPI says of itself is a hint.  One that claims to read device memory and does not ends a
-program that believes it, so the question is put to a small job of its own, `mm3d.selftest`.
+An MPI's own statement is only a hint: one that wrongly claims CUDA support crashes the program.
+So a small job of its own, `mm3d.selftest`, tries it.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ from mm3d import launcher
 
 
 def claimed() -> bool | None:
-    """What the MPI says of itself: whether it reads device memory; None if it does not say."""
+    """Return whether this MPI claims to read device memory; None if it does not say."""
     for name, ask in (("MPIX_Query_cuda_support", lambda f: bool(f())),
                       ("MPIX_GPU_query_support", _mpich_claims)):
         for library in (MPI.__file__, None):
@@ -36,9 +36,9 @@ def _mpich_claims(function) -> bool:
 
 @functools.cache
 def problem(seconds: float = 60) -> str:
-    """Why MPI cannot carry device arrays here; empty when it can.
+    """Explain why MPI cannot move device arrays here; empty if it can.
 
-    A job of two ranks, started on this node, tries: it must end in time and with status 0.
+    A job of two ranks on this node tries it, and must end in time with status 0.
     """
     if claimed() is False:
         return "this MPI says that it does not read device memory"

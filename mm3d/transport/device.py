@@ -17,12 +17,12 @@ from mm3d.transport.nccl import NcclTransport
 
 
 def _blocks(a: Array, lengths: Lengths) -> list[Array]:
-    """The parts of a flat buffer, of so many elements each."""
+    """Divide a flat buffer into views of the given lengths."""
     return [a[start:start + length] for length, start in places(lengths)]
 
 
 class DeviceTransport(ExchangeTransport):
-    """A CUDA-aware MPI on the device buffers themselves.
+    """Pass device buffers to a CUDA-aware MPI.
 
     The stream is synchronised before every call: MPI reads and writes device memory at once, in
     no stream's order.  Only all-gather(v), all-to-all(v) and broadcast are called, and, for what
@@ -55,7 +55,7 @@ class DeviceTransport(ExchangeTransport):
                            _blocks(flattened(recv), lengths))
 
     def _begin(self, there: list[Array], back: list[Array]) -> Callable[[], Any]:
-        """Send a block to every rank and receive one from each; what ends it."""
+        """Start sending a block to every rank and receiving one from each; return the wait."""
         back[self.rank][...] = there[self.rank]
         self.backend.synchronize()
         requests = [start(self.backend.mpi_buffer(block), peer)
@@ -65,7 +65,7 @@ class DeviceTransport(ExchangeTransport):
 
 
 class StagedTransport(ExchangeTransport):
-    """Copies in host memory travel, with any MPI; the arrays' library makes the copies.
+    """Copy device arrays to host memory for any MPI, and copy results back.
 
     A GPU's copies go through pinned memory, each way on a stream of its own.
     """
@@ -101,7 +101,7 @@ class StagedTransport(ExchangeTransport):
         return lambda: self._end(request, there, back, recv)
 
     def _end(self, request: Any, there: Array, back: Array, recv: Array) -> None:
-        """Wait for MPI, which reads `there` until then, and take what has come."""
+        """Wait for MPI, which reads `there` until then, and copy the result to the device."""
         request.Wait()
         if math.prod(recv.shape):
             self.backend.deliver(back, recv)

@@ -1,4 +1,4 @@
-"""Collectives of device arrays, made of three ways to move bytes; sums are the device's own."""
+"""Build all collectives of device arrays from three that move bytes; sum on the device."""
 
 import itertools
 import math
@@ -17,7 +17,7 @@ Lengths = list[int]
 
 
 class ExchangeTransport(MpiTransport, ABC):
-    """Collectives made of a gather, a broadcast and an exchange; sums are the device's own.
+    """Build all collectives from an all-gather, a broadcast and an exchange; sum on the device.
 
     Terms are summed in the order of the ranks, in float32 where the elements have 16 bits, so that
     a CUDA-aware MPI and staging give the same bits; NCCL sums wider types in an order of its own.
@@ -27,16 +27,16 @@ class ExchangeTransport(MpiTransport, ABC):
             "of an all-reduce of few words all terms, and of a reduce a share of all terms")
 
     def _take(self, lengths: Lengths) -> None:
-        """Blocks of these lengths, one of each rank, come here."""
+        """Count the words of the blocks that this rank receives, one of each rank."""
         self._moved += sum(lengths) - lengths[self.rank]
 
     @abstractmethod
     def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
-        """Elements to and from every rank, one rank's after another's in both flat buffers."""
+        """Exchange elements with every rank (all-to-all), in rank order in both flat buffers."""
 
     def _begin_exchange(self, send: Array, recv: Array, sends: Lengths,
                         receives: Lengths) -> Callable[[], Any]:
-        """Start an `_exchange`; what ends it.  Done at once unless a transport can more."""
+        """Start an `_exchange` and return the function that ends it; here it blocks."""
         self._exchange(send, recv, sends, receives)
         return lambda: None
 
@@ -46,7 +46,7 @@ class ExchangeTransport(MpiTransport, ABC):
 
     def _begin_reduce_scatter(self, send: Array, recv: Array,
                               lengths: Lengths) -> Callable[[], Any]:
-        """Start a `_reduce_scatter`; what ends it."""
+        """Start a `_reduce_scatter`, and return the function that ends it."""
         own = lengths[self.rank]
         self._take([own] * self.comm.size)
         terms = self.backend.empty((self.comm.size, own), send.dtype)
@@ -63,7 +63,7 @@ class ExchangeTransport(MpiTransport, ABC):
     @abstractmethod
     def _begin_all_gather(self, send: Array, recv: Array,
                           lengths: Lengths) -> Callable[[], Any]:
-        """Start an `_all_gather`; what ends it."""
+        """Start an `_all_gather`, and return the function that ends it."""
 
     def _reduce_scatter(self, send: Array, recv: Array, lengths: Lengths) -> None:
         own = lengths[self.rank]
@@ -94,7 +94,7 @@ class ExchangeTransport(MpiTransport, ABC):
         self._exchange(part, into, sends, receives)
 
     def _part(self, send: Array) -> tuple[Array, Lengths]:
-        """This rank's even share of the sum, and the lengths of all shares."""
+        """Compute this rank's even share of the sum; return it with the lengths of all shares."""
         share, more = divmod(math.prod(send.shape), self.comm.size)
         lengths = [share + (rank < more) for rank in range(self.comm.size)]
         part = self.backend.empty((lengths[self.rank],), send.dtype)
@@ -103,23 +103,23 @@ class ExchangeTransport(MpiTransport, ABC):
 
 
 def _sum(terms: Array, out: Array) -> None:
-    """`out` becomes the sum over the first dimension, in float32 at least."""
+    """Sum over the first dimension into `out`, in float32 at least."""
     xp = namespace(terms)
     total = xp.sum(terms, axis=0, dtype=accumulation_dtype(terms))
     out[...] = xp.reshape(xp.astype(total, out.dtype, copy=False), out.shape)
 
 
 def flattened(a: Array) -> Array:
-    """The elements of a contiguous array, where they lie."""
+    """View a contiguous array as one dimension."""
     return namespace(a).reshape(a, (math.prod(a.shape),))
 
 
 def places(lengths: Lengths) -> list[tuple[int, int]]:
-    """Length and start of blocks that lie one after another."""
+    """Return length and start of each of consecutive blocks."""
     return list(zip(lengths, itertools.accumulate(lengths, initial=0)))
 
 
 def messages(send: Array, recv: Array, sends: Lengths, receives: Lengths) -> tuple[list, list]:
-    """What MPI's all-to-all takes to move elements to and from every rank."""
+    """Return the send and the receive argument of MPI's all-to-all."""
     starts = [[start for _, start in places(lengths)] for lengths in (sends, receives)]
     return [send, (sends, starts[0])], [recv, (receives, starts[1])]

@@ -1,9 +1,9 @@
-"""How the blocks of a collective travel between the ranks of one communicator.
+"""Carry out collectives between the ranks of one communicator by MPI.
 
-What is asked for, `mm3d.grid.axis.Axis` counts; a transport carries it out, and states what it
-moved. `MpiTransport` hands the arrays themselves to MPI; `mm3d.transport.shared_memory` lets the
-ranks of one node read each other's blocks where they lie; `mm3d.transport.device` carries what
-lies in a device's memory.
+`mm3d.grid.axis.Axis` counts the collectives it is asked for; a transport carries them out, and
+states the words it moved.  `MpiTransport` passes the arrays themselves to MPI; with
+`mm3d.transport.shared_memory` the ranks of one node read each other's blocks in place;
+`mm3d.transport.device` is for arrays in a device's memory.
 """
 
 import math
@@ -17,17 +17,17 @@ from mm3d.transport.pending import Pending
 
 
 class MpiTransport:
-    """MPI's own collectives on the arrays where they lie.
+    """Call MPI's own collectives on the arrays in place.
 
-    It would sum float16 in float16: such terms go to a sum as a copy in float32, twice the bytes,
-    and the result is rounded once.
+    MPI would sum float16 in float16, so such terms are converted to float32, with twice the
+    bytes, and the result is rounded once.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
         The ranks.
     backend : Backend
-        Whose arrays travel.
+        Whose arrays are communicated.
 
     Attributes
     ----------
@@ -53,7 +53,7 @@ class MpiTransport:
         self._moved: float = 0
 
     def take_moved(self) -> float:
-        """Words that this rank has moved since it was last asked.
+        """Return the words that this rank has moved since the last call.
 
         Those that came from other ranks in messages; in shared memory those that the rank copied,
         or read of other ranks to sum them.  NaN where a library below sums on the way, by an
@@ -63,26 +63,26 @@ class MpiTransport:
         return moved
 
     def barrier(self) -> None:
-        """Wait for all ranks."""
+        """Wait until all ranks have called it."""
         self.comm.Barrier()
 
     def block(self, shape: tuple[int, ...], dtype: Any, dim: int, counts: list[int]) -> Array:
-        """Memory for this rank's block, of local `shape`, of an array divided along `dim`.
+        """Allocate this rank's block, of local `shape`, of an array divided along `dim`.
 
         A transport may place it so that gathering it costs nothing.  Every rank calls this.
         """
         return self.backend.empty(shape, dtype)
 
     def term(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Memory for this rank's term of a sum that all divide.  Every rank calls this."""
+        """Allocate this rank's term of a sum that is reduce-scattered.  Every rank calls this."""
         return self.backend.empty(shape, dtype)
 
     def summand(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Memory for this rank's term of a sum for one rank.  Every rank calls this."""
+        """Allocate this rank's term of a sum for one root.  Every rank calls this."""
         return self.backend.empty(shape, dtype)
 
     def all_gather(self, a: Array, dim: int, counts: list[int]) -> Array:
-        """The blocks `a` of all ranks, `counts` long along `dim`, joined."""
+        """Gather the blocks `a` of all ranks, `counts` long along `dim`, in one array."""
         a, flat, lengths, out = self._whole(a, dim, counts)
         self._all_gather(a, flat, lengths)
         return self._unpacked(flat, out, dim, counts)
@@ -97,13 +97,13 @@ class MpiTransport:
 
     def _whole(self, a: Array, dim: int,
                counts: list[int]) -> tuple[Array, Array, list[int], Array]:
-        """`a` to be sent, where all blocks arrive, their lengths, and memory for the whole."""
+        """Return `a` to send, the receive buffer, the blocks' lengths, and the whole array."""
         out = self.backend.empty(resized(a.shape, dim, sum(counts)), a.dtype)
         self._moved += out.size - a.size
         return (self.backend.contiguous(a), *self._flat(out, dim, counts), out)
 
     def reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Array:
-        """This rank's block, along `dim`, of the sum of the ranks' terms `a`."""
+        """Sum the ranks' terms `a`, and return this rank's block of the sum along `dim`."""
         flat, lengths, out = self._terms(a, dim, counts)
         self._reduce_scatter(flat, out, lengths)
         return out
@@ -121,7 +121,7 @@ class MpiTransport:
         return Pending(out, lambda: sums.store_rounded(total, out), request, (terms,))
 
     def _terms(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int], Array]:
-        """The blocks of `a` one after another, their lengths, and memory for this rank's sum."""
+        """Return the blocks of `a` one after another, their lengths, and memory for the sum."""
         a = self.backend.contiguous(a)
         flat, lengths = self._flat(a, dim, counts)
         if flat is not a:
@@ -131,26 +131,26 @@ class MpiTransport:
                                          counts)
 
     def all_reduce(self, a: Array) -> Array:
-        """The sum of the ranks' terms `a`."""
+        """Sum the ranks' terms `a`, on every rank."""
         out = self.backend.empty(a.shape, a.dtype)
         self._all_reduce(self.backend.contiguous(a), out)
         return out
 
     def broadcast(self, a: Array, root: int) -> Array:
-        """`a` of the rank `root`; the others' is overwritten."""
+        """Broadcast `a` of the rank `root`; that of the others is overwritten."""
         a = self.backend.contiguous(a)
         self._broadcast(a, root)
         self._moved += a.size * (self.rank != root)
         return a
 
     def reduce(self, a: Array, root: int) -> Array | None:
-        """The sum of the ranks' terms `a` on the rank `root`, None elsewhere."""
+        """Sum the ranks' terms `a` on the rank `root`; None on the others."""
         out = self.backend.empty(a.shape, a.dtype) if self.rank == root else None
         self._reduce(self.backend.contiguous(a), out, root)
         return out
 
     def free(self) -> None:
-        """Give back what all ranks hold together; every rank calls this."""
+        """Free the resources that all ranks share; every rank calls this."""
 
     # The collectives on flat, contiguous buffers.
 
@@ -196,7 +196,7 @@ class MpiTransport:
         return (a if outer <= 1 else self.backend.empty((sum(lengths),), a.dtype)), lengths
 
     def _unpacked(self, flat: Array, out: Array, dim: int, counts: list[int]) -> Array:
-        """`out` with the blocks that lie in `flat`, if that is another buffer."""
+        """Copy the blocks in `flat` to `out`, if that is another buffer, and return `out`."""
         if flat is not out:
             for piece, block in self._pieces(flat, out, dim, counts):
                 block[...] = piece
@@ -204,7 +204,7 @@ class MpiTransport:
 
     def _pieces(self, flat: Array, a: Array, dim: int,
                 counts: list[int]) -> Iterator[tuple[Array, Array]]:
-        """Each block as it lies in the flat buffer, and in the array."""
+        """Iterate over the blocks, as views of the flat buffer and of the array."""
         offset = 0
         for index in block_indices(len(a.shape), dim, counts):
             block = a[index]

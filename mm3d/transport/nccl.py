@@ -1,4 +1,4 @@
-"""Collectives of device arrays by NCCL, on a stream of its own."""
+"""Carry out collectives on device arrays by NCCL, on a stream of its own."""
 
 import math
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from mm3d.transport.exchange import Lengths, ExchangeTransport, places
 
 
 class NcclTransport(ExchangeTransport):
-    """NCCL on a stream of its own; events order it with the stream that computes.
+    """Call NCCL on a stream of its own; events order it with the computing stream.
 
     The host waits for nothing.  All directions of a grid share the stream, so that every rank
     begins their collectives in the same order.  NCCL needs a GPU for each rank.
@@ -33,8 +33,10 @@ class NcclTransport(ExchangeTransport):
 
     @contextmanager
     def _on_stream(self) -> Iterator[int]:
-        """The pointer of NCCL's stream, which starts after what has been computed so far; what
-        is computed from now on comes after it, unless the collective is only begun."""
+        """Order NCCL's stream after the work so far, and later work after it; yield its pointer.
+
+        Later work does not wait if the collective is only begun.
+        """
         computing = self.backend.stream
         self.stream.wait_event(computing.record())
         yield self.stream.ptr
@@ -42,7 +44,7 @@ class NcclTransport(ExchangeTransport):
             computing.wait_event(self.stream.record())
 
     def _begin(self, collective: Callable, *arguments: Any) -> Callable[[], Any]:
-        """Start a collective; what lets the stream that computes wait for it."""
+        """Start a collective; return the function that lets the computing stream wait for it."""
         self._at_once = False
         try:
             collective(*arguments)
@@ -65,7 +67,7 @@ class NcclTransport(ExchangeTransport):
 
     @contextmanager
     def _grouped(self) -> Iterator[int]:
-        """The same, for several calls that NCCL starts as one."""
+        """Group several calls on NCCL's stream, which NCCL starts as one."""
         with self._on_stream() as stream:
             self.nccl.groupStart()
             try:
@@ -144,10 +146,10 @@ class NcclTransport(ExchangeTransport):
                               stream)
 
     def _bytes(self, send: Array, recv: Array) -> tuple[int, int, int]:
-        """Where two buffers lie, and the bytes of an element: what only moves, moves as bytes."""
+        """Return the addresses of two buffers, and the bytes of an element."""
         return self.backend.pointer(send), self.backend.pointer(recv), send.dtype.itemsize
 
     def _summed(self, a: Array) -> int | None:
-        """NCCL's name for the type of `a`; None for types of 16 bits, whose sums it rounds."""
+        """Return NCCL's code for the dtype of `a`; None for 16 bits, whose sums NCCL rounds."""
         return {"float32": self.nccl.NCCL_FLOAT32, "float64": self.nccl.NCCL_FLOAT64,
                 "int32": self.nccl.NCCL_INT32, "int64": self.nccl.NCCL_INT64}.get(str(a.dtype))

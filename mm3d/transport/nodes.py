@@ -1,8 +1,8 @@
-"""Which ranks are on one node.
+"""Find out which ranks are on the same node.
 
-A node is the ranks that MPI can give memory in common.  With ``MM3D_NODE_SIZE=n`` every n ranks of
-a node, in the order of the world, count as a node of their own, which shows on one machine what
-happens on several.
+A node is a set of ranks between which MPI can share memory.  With ``MM3D_NODE_SIZE=n`` every n
+ranks of a node, in the order of the world, count as a node of their own, to try on one machine
+the behaviour on several.
 """
 
 import os
@@ -14,7 +14,7 @@ from mm3d.transport.segments import available
 
 
 def node_size() -> int | None:
-    """The number of ranks that ``MM3D_NODE_SIZE`` counts as one node; None where it is not set.
+    """Return the number of ranks that ``MM3D_NODE_SIZE`` counts as a node; None if it is not set.
 
     Raises
     ------
@@ -31,7 +31,7 @@ def node_size() -> int | None:
 
 
 def physical_node(comm: MPI.Intracomm) -> MPI.Intracomm:
-    """The ranks of `comm` on this rank's node, in the order of the world; see `node_of`.
+    """Create a communicator of the ranks of `comm` on this node, in the order of the world.
 
     ``MM3D_NODE_SIZE`` does not matter.  All ranks call it; the caller frees the communicator.
     """
@@ -39,7 +39,7 @@ def physical_node(comm: MPI.Intracomm) -> MPI.Intracomm:
 
 
 def node_of(comm: MPI.Intracomm) -> int:
-    """A number that the ranks of `comm` on one node have in common; all must call it.
+    """Return a number that the ranks of `comm` on one node have in common; all must call it.
 
     Raises
     ------
@@ -56,7 +56,7 @@ def node_of(comm: MPI.Intracomm) -> int:
 
 
 def node_numbers(comm: MPI.Intracomm) -> list[int]:
-    """The number of every rank's node, nodes being numbered in rank order; all must call it."""
+    """Number the nodes in rank order, and return the node of every rank; all must call it."""
     nodes = np.empty(comm.size, np.int64)
     comm.Allgather(np.array([node_of(comm)]), nodes)
     known = list(dict.fromkeys(nodes.tolist()))
@@ -64,7 +64,7 @@ def node_numbers(comm: MPI.Intracomm) -> list[int]:
 
 
 def one_node(comm: MPI.Intracomm, node: int) -> bool:
-    """Whether the ranks of `comm`, this one's node being `node`, can share memory."""
+    """Return whether the ranks of `comm` can share memory; `node` is the node of this rank."""
     nodes = np.empty(comm.size, np.int64)
     comm.Allgather(np.array([node]), nodes)
     return comm.size > 1 and available() and bool((nodes == node).all())

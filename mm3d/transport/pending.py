@@ -1,4 +1,4 @@
-"""A collective that goes on while this rank computes."""
+"""Hold a nonblocking collective until it is complete."""
 
 from typing import Any, Callable
 
@@ -6,17 +6,17 @@ from mm3d.arrays.backend import Array
 
 
 class Pending:
-    """A collective in flight: it goes on while this rank multiplies, until `wait`.
+    """Hold a collective in flight, which `wait` completes.
 
     Parameters
     ----------
     out : Array
         The result, once complete.
     finish : callable, optional
-        Orders what is computed from then on after the collective; None if that is complete.
+        Orders later computation after the collective; None if that is complete.
     request : mpi4py.MPI.Request, optional
-        The request to complete before that.  MPI moves nothing by itself: a product that lasts
-        long calls `progress` now and then.
+        The request to complete before `finish`.  MPI makes no progress by itself: a long product
+        calls `progress` now and then.
     kept : tuple of Array
         Buffers that must stay until then.
     """
@@ -27,15 +27,15 @@ class Pending:
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing to wait for."""
+        """Return whether the collective is complete."""
         return self.request is None and self.finish is None
 
     def progress(self) -> None:
-        """Let MPI move the request on."""
+        """Let MPI make progress on the request."""
         self.request.Test()
 
     def wait(self) -> Array:
-        """Complete the collective; returns the result."""
+        """Complete the collective and return the result."""
         if self.request is not None:
             self.request.Wait()
         if self.finish is not None:
@@ -44,7 +44,7 @@ class Pending:
         return self.out
 
     def take(self) -> Array:
-        """`wait`, and hold the result no longer."""
+        """Complete the collective, return the result and drop the reference to it."""
         out = self.wait()
         self.out = None
         return out

@@ -1,7 +1,7 @@
-"""The books of shared memory: which regions there are, and which of them nobody uses.
+"""List the regions of shared memory, and which of them are unused.
 
-Every rank keeps them, and they are the same on all ranks, since all make the same calls in the
-same order.  So a region is taken, and is given back to the system, without a word between them.
+The list is the same on all ranks, since all make the same calls in the same order.  So regions
+are taken, and given back to the system, without messages.
 """
 
 import mmap
@@ -12,7 +12,7 @@ Place = tuple[mmap.mmap, int]
 
 
 class Regions:
-    """Regions of the segments of memory that ranks share.
+    """Take and drop regions of the segments of memory that ranks share.
 
     Parameters
     ----------
@@ -30,7 +30,7 @@ class Regions:
         self._places: list[Place] = []              # the segment of each and where it begins
         self._users: list[int] = []                 # ranks that still use each
         self._hollow: dict[int, list[int]] = {}     # regions without memory, by size
-        self._emptied: list[int] = []               # without memory from the next meeting on
+        self._emptied: list[int] = []               # without memory from the next barrier on
         self._trial: list[tuple] = []               # what undoes each take on trial
         self.add(segment, start)
 
@@ -42,13 +42,13 @@ class Regions:
         self._segment, self._used = segment, start
 
     def place(self, region: int) -> Place:
-        """The segment of a region and where it begins."""
+        """Return the segment of a region and the byte at which the region begins."""
         return self._places[region]
 
     def take(self, length: int, trial: bool = False) -> int | None:
-        """A region of at least `length` bytes; None where the segment has no room for a new one.
+        """Take a region of at least `length` bytes; None if the segment has no room for a new one.
 
-        On `trial` it is taken once `settle` says so.
+        One taken on `trial` is kept or undone by `settle`.
         """
         size = size_class(length)
         found, hollow = self.idle.get(size), self._hollow.get(size)
@@ -68,7 +68,7 @@ class Regions:
         return region
 
     def settle(self, keep: bool) -> None:
-        """Keep what was taken on trial, or undo it as if it had never been."""
+        """Keep the regions taken on trial, or undo their taking."""
         while self._trial:
             region, undo, *arguments = self._trial.pop()
             if not keep:
@@ -90,17 +90,17 @@ class Regions:
         self._users.pop()
 
     def drop(self, region: int) -> None:
-        """A rank has given a region back; what all have is idle."""
+        """Count that a rank has given a region back; it is idle when all ranks have."""
         self._users[region] -= 1
         if not self._users[region]:
             self.idle.put(self._sizes[region], region)
             self.in_use -= self._sizes[region]
 
     def emptied(self) -> list[tuple[mmap.mmap, int, int]]:
-        """At a meeting: where one rank is to take the memory away, and how many bytes.
+        """List segment, start and size of idle regions whose memory goes back to the system.
 
-        Others could be ahead of that rank, so these regions are taken again after the next
-        meeting only.
+        It is called at a barrier.  One rank frees the memory while others may be ahead, so these
+        regions are taken again only after the next barrier.
         """
         found = self.idle.surplus()
         if not found and not self._emptied:

@@ -1,13 +1,13 @@
-"""Memory that the ranks of one node share, and what they hand each other there.
+"""Allocate memory that the ranks of one node share, and pass small arrays through it.
 
-The memory never has a name, so nothing is left behind however a program ends: a rank opens it
-through the descriptor of the rank that made it.
+The memory has no name in the file system, so nothing is left behind however a program ends: a
+rank opens it through the file descriptor of the rank that created it.
 
-Regions of memory are handed out without a word between the ranks, because all of them make the
-same calls in the same order and know the same: what a rank is done with it notes for the next
-meeting where all wait for all, and there all read all notes.  A note is written over two meetings
-later only, when everybody has been at the meeting in between and so has read it.  How ranks meet
-is told in `mm3d.transport.barrier`.
+Regions of memory are allocated without messages, because all ranks make the same calls in the
+same order and keep the same lists.  A rank notes the regions it is done with for the next barrier
+where all ranks wait, and there all read all notes.  A note is overwritten only two such barriers
+later, when every rank has been at the barrier in between and so has read it.  See
+`mm3d.transport.barrier` for the barriers.
 """
 
 import collections
@@ -39,15 +39,15 @@ _MORE = call_check.call(call_check.MORE)
 
 
 def available() -> bool:
-    """Whether this system can share memory so."""
+    """Return whether this system can share memory in this way."""
     return (sys.platform == "linux" and platform.machine() == "x86_64"
             and hasattr(os, "memfd_create"))
 
 
 class SharedMemory:
-    """Memory of the ranks of one node, handed out to all of them in regions.
+    """Allocate regions of memory that all ranks of one node share.
 
-    After each meeting of all ranks, regions that nobody uses hold at most twice the bytes that
+    After each barrier of all ranks, unused regions hold at most twice the bytes that
     were in use at one time of late, or 16 MiB if that is more (see `mm3d.arrays.idle_memory`); the
     rest goes back to the system, and all of it with the last rank.  A region beyond 64 KiB is less
     than an eighth larger than what was asked for, in whole pages.
@@ -62,7 +62,7 @@ class SharedMemory:
     Attributes
     ----------
     regions : Regions
-        Their books, the same on all ranks.
+        The list of regions, the same on all ranks.
 
     Raises
     ------
@@ -73,11 +73,11 @@ class SharedMemory:
 
     def __init__(self, comm: MPI.Intracomm, looks: int = CROWDED) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
-        # Of each rank: what meetings need, with the last two that it left notes for; these
-        # notes; slots of mail.
+        # Of each rank: the data of barriers, with the last two that it wrote notes for; these
+        # notes; slots of messages.
         notes = BYTES + 2 * 4 * (1 + MAX_RETURNED)
         stride = -(-(notes + SLOTS * MESSAGE_BYTES) // PAGE) * PAGE
-        # With it the first segment, so that who may not share so much learns it here.
+        # With the first segment, so that a limit on shared memory shows here.
         length = self.size * stride
         segment = self._open(length + SEGMENT, comm.allgather)
         rows = np.frombuffer(segment, np.uint8, length).reshape(self.size, stride)
@@ -89,30 +89,30 @@ class SharedMemory:
         self._messages = [[row[start:start + MESSAGE_BYTES] for row in rows] for start in first]
         self._all = range(self.size)
         self._given_back: collections.deque[int] = collections.deque()
-        self.give_back = self._given_back.append        # say at the next meeting what is not used
+        self.give_back = self._given_back.append        # noted at the next barrier
         self.regions = Regions(self.size, segment, length)
-        self._taken = 0                                 # regions since the last meeting
+        self._taken = 0                                 # regions since the last barrier
 
     def synchronize(self, call: Call = _BARRIER, region: int = IN_MESSAGES) -> bool:
-        """Wait for all ranks; what each wrote before, the others see afterwards.
+        """Wait for all ranks; stores before it are visible to all of them afterwards.
 
         Parameters
         ----------
         call : Call
-            What this rank comes for.
+            The collective of this rank.
         region : int
-            Where the arrays lie that it is to read and to be read.
+            The region of the arrays that are read.
 
         Returns
         -------
         bool
-            Whether all ranks named the same region, and one at all; if so, those that were taken
-            on trial are taken, else they never were.
+            Whether all ranks have the same region.  If so, the regions taken on trial are kept,
+            else they are undone.
 
         Raises
         ------
         ValueError
-            On all ranks alike when they come for different calls, or have made different ones.
+            On all ranks alike when their calls, or those before, differ.
         """
         barrier, regions, differ = self.barrier, self.regions, ""
         noted, notes = (which[(barrier.turn + 1) & 1] for which in (self._noted, self._notes))
@@ -138,7 +138,7 @@ class SharedMemory:
         return agreed
 
     def _empty(self) -> None:
-        """Give memory of which too much lies idle back to the system: the first rank does."""
+        """Return idle memory over the bound to the system, by the first rank."""
         for segment, start, size in self.regions.emptied():
             if self.rank == 0:
                 # Advice only: where a kernel refuses it, the memory is used again as it is.
@@ -146,7 +146,7 @@ class SharedMemory:
                     segment.madvise(mmap.MADV_REMOVE, start, size)
 
     def _note(self, turn: int) -> None:
-        """Leave word of what this rank has given back."""
+        """Write down which regions this rank has given back."""
         note, given_back, count = self._notes[turn & 1][self.rank], self._given_back, 0
         while given_back and count < MAX_RETURNED:
             count += 1
@@ -155,24 +155,24 @@ class SharedMemory:
         self._noted[turn & 1][self.rank] = turn
 
     def _read(self, note: memoryview) -> None:
-        """Count what a rank has given back."""
+        """Drop the regions that a rank has given back."""
         for place in range(1, 1 + note[0]):
             self.regions.drop(note[place])
 
     def all_gather(self, a: np.ndarray, call: Call = _BARRIER) -> list[np.ndarray] | None:
-        """The small arrays `a` of all ranks, each flat; to be read before the next meeting.
+        """Gather the small arrays `a` of all ranks, each flat, to be read before the next barrier.
 
-        Blocks of other ranks may be longer or shorter; what lies behind their end is undefined.
-        None where some ranks came with a region instead; errors are those of `synchronize`.
+        Arrays of other ranks may be longer or shorter; values beyond their end are undefined.
+        Returns None if some ranks passed a region instead; errors are those of `synchronize`.
         """
         slots = self._post(a, True)
         return _contents(slots, a.dtype) if self.synchronize(call) else None
 
     def broadcast(self, a: np.ndarray, root: int, call: Call = _BARRIER) -> np.ndarray:
-        """`a` of the rank `root`, flat, for which alone the others wait; as `all_gather` has it.
+        """Broadcast the small array `a` of `root`, for which alone the others wait.
 
-        A ValueError is raised by a rank whose call differs from that of the root, and at the next
-        `synchronize` by all.
+        It is flat, and to be read before the next barrier.  A ValueError is raised by a rank
+        whose call differs from that of the root, and at the next `synchronize` by all.
         """
         slots = self._post(a, self.rank == root)
         self.barrier.await_rank(root, self.barrier.arrive(call))
@@ -181,7 +181,7 @@ class SharedMemory:
 
     def gather(self, a: np.ndarray, root: int,
                call: Call = _BARRIER) -> list[np.ndarray] | None:
-        """What `all_gather` gives, on the rank `root`, which alone waits; None elsewhere.
+        """Gather as `all_gather` does, on `root`, which alone waits; None on the other ranks.
 
         A ValueError is raised by the root when calls differ, and at the next `synchronize` by all.
         """
@@ -195,7 +195,7 @@ class SharedMemory:
         return _contents(slots, a.dtype)
 
     def _post(self, a: np.ndarray, writes: bool) -> list[np.ndarray]:
-        """The ranks' mail for the next meeting, in which this rank, if it `writes`, puts `a`."""
+        """Return the message slots of the next barrier, after writing `a` there if `writes`."""
         turn = self.barrier.turn + 1
         slots = self._messages[turn % SLOTS]
         if writes:
@@ -205,7 +205,7 @@ class SharedMemory:
         return slots
 
     def take(self, length: int) -> tuple[int, Place]:
-        """A region of at least `length` bytes, the same on every rank; all must ask for it.
+        """Take a region of at least `length` bytes, the same on every rank; all must call it.
 
         Returns
         -------
@@ -225,18 +225,18 @@ class SharedMemory:
         return region, self.regions.place(region)
 
     def try_take(self, length: int) -> tuple[int, Place | None]:
-        """`take` for as long as until the next `synchronize`, which then decides; maybe `NOWHERE`.
+        """Take a region until the next `synchronize`, which keeps or undoes it.
 
-        Ranks need not do it alike.
+        The region is `NOWHERE` if there is no room.  Ranks need not all call it.
         """
         region = self.regions.take(length, trial=True)
         return (NOWHERE, None) if region is None else (region, self.regions.place(region))
 
     def _open(self, size: int, tell_all: Callable[[list[int]], list]) -> mmap.mmap:
-        """New memory, which the first rank makes; on every rank the same OSError if one fails.
+        """Map a new segment that the first rank creates; OSError on every rank if one fails.
 
-        `tell_all` gives the numbers of all ranks to all.  A rank that fails says so then, as the
-        others would wait for it.
+        `tell_all` gathers some numbers of all ranks.  It passes failures on, too, so that no rank
+        waits for one that has failed.
         """
         descriptor, file, error = -1, 0, 0
         if self.rank == 0:
@@ -260,18 +260,18 @@ class SharedMemory:
         return memory
 
     def _gather_numbers(self, numbers: list[int]) -> list[list[int]]:
-        """The numbers of all ranks."""
+        """Gather the numbers of all ranks by messages."""
         return [part[:len(numbers)].tolist() for part in self.all_gather(np.array(numbers), _MORE)]
 
 
 def _contents(slots: list[np.ndarray], dtype: np.dtype) -> list[np.ndarray]:
-    """The slots as arrays of a type, which need not fill them."""
+    """View the slots as arrays of a dtype, which may leave bytes at the end."""
     whole = MESSAGE_BYTES // dtype.itemsize * dtype.itemsize
     return [slot[:whole].view(dtype) for slot in slots]
 
 
 def _create(size: int) -> int:
-    """A descriptor of nameless memory, filled with zeros."""
+    """Create memory without a name, filled with zeros, and return its file descriptor."""
     descriptor = os.memfd_create("mm3d")
     try:
         os.ftruncate(descriptor, size)
@@ -282,7 +282,7 @@ def _create(size: int) -> int:
 
 
 def _map(path: str, size: int, file: int) -> mmap.mmap:
-    """The memory behind a descriptor of another process, whose inode is `file`."""
+    """Map the memory behind a descriptor of another process, whose inode is `file`."""
     descriptor = os.open(path, os.O_RDWR)
     try:
         # In a container of its own a process of that number is another one.

@@ -1,15 +1,14 @@
-"""Collectives through memory that the ranks of one node share.
+"""Carry out collectives through memory that the ranks of one node share.
 
-A gather then copies nothing: every rank's block is placed as its part of the whole array, which
-the others read where it lies once all have arrived.  A sum over the ranks is made in place: the
-first rank's term lies where the result is to be, and every rank adds the others' terms to its
-part of it, also when one rank alone is to have the sum; float16 is added in float32 and rounded
-once.  Small arrays that were not placed, such
-as biases and statistics, are handed to all.
+A gather copies nothing: every rank's block is allocated as a part of the whole array, which the
+others read in place after a barrier.  A sum over the ranks is made in place: the first rank's
+term is in the memory of the result, and every rank adds the others' terms to its part of it, also
+when only one rank needs the sum; float16 is added in float32 and rounded once.  Small arrays that
+are not in shared memory, such as biases and statistics, are passed to all ranks as messages.
 
-What was not placed is copied, on any of the ranks: they compare at the meeting where their arrays
-lie, and if that differs all copy them to a place of their own.  Calls that differ otherwise, in
-kind, dtype, shape or counts, are a ValueError on all ranks before any array is read.
+Other arrays that are not in shared memory are copied there: the ranks compare their regions at
+the barrier, and if these differ all copy to a new region.  Calls that differ in kind, dtype,
+shape or counts raise a ValueError on all ranks before any array is read.
 """
 
 import math
@@ -31,7 +30,7 @@ from mm3d.transport.segments import MESSAGE_BYTES, SharedMemory
 
 
 class _Lease(Loan):
-    """One use of a region by this rank, of which an equal share counts as its memory.
+    """Hold a region for this rank, with an equal share of its bytes counted as the rank's.
 
     Attributes
     ----------
@@ -55,7 +54,7 @@ class _Lease(Loan):
 
 
 class SharedTransport(MpiTransport):
-    """All collectives through memory that all ranks of the line share.
+    """Carry out all collectives through memory that the ranks of the line share.
 
     Raises
     ------
@@ -133,12 +132,12 @@ class SharedTransport(MpiTransport):
         return self._add(part, [other[own] for other in others])
 
     def _is_term(self, a: Array) -> bool:
-        """Whether `a` was made to be summed, and has not been yet."""
+        """Return whether `a` was allocated as a term of a sum, and is not summed yet."""
         lease = self._lease(a)
         return lease is not None and lease.partner is not None
 
     def _terms(self, a: Array, call: Call) -> tuple[Array, Array]:
-        """The first rank's term and those of the others, which all ranks can read and write."""
+        """Return the first rank's term and those of the others, in shared memory."""
         if self._is_term(a):
             lease = self._lease(a)
             first, others = (lease.partner, a.base) if self.rank else (a, lease.partner)
@@ -156,13 +155,13 @@ class SharedTransport(MpiTransport):
         return self._terms(self._copy(a, self.term(a.shape, a.dtype)), call)
 
     def _add(self, part: Array, others: list[Array]) -> Array:
-        """`part` plus the `others`, in their order, in place."""
+        """Add the `others` to `part`, in their order, in place."""
         sums.add([part, *others], part)
         self._moved += len(others) * part.size
         return part
 
     def _copy(self, a: Array, place: Array) -> Array:
-        """`a` in another place."""
+        """Copy `a` to `place`."""
         place[...] = a
         self._moved += a.size
         return place
@@ -213,9 +212,9 @@ class SharedTransport(MpiTransport):
 
     def _take(self, shape: tuple[int, ...], dtype: Any,
               trial: bool = False) -> tuple[Array | None, int]:
-        """An array that all ranks share, and its region.
+        """Take a region for an array that all ranks share; return the array and the region.
 
-        On `trial` the next meeting decides whether they do; None where there is no room.
+        On `trial` the next barrier keeps or undoes it; the array is None if there is no room.
         """
         dtype = np.dtype(dtype)
         length = math.prod(shape) * dtype.itemsize
@@ -223,24 +222,24 @@ class SharedTransport(MpiTransport):
         return None if place is None else np.ndarray(shape, dtype, *place), region
 
     def _lend(self, whole: Array, region: int) -> tuple[Array, _Lease]:
-        """An array of `_take`, until nobody here refers to it."""
+        """Lend an array of `_take` until this rank holds no reference to it."""
         lease = self.pool.lend(whole, whole.nbytes // self.size, self.memory.give_back, region,
                                _Lease)
         lease.memory = self.memory
         return whole, lease
 
     def _shares(self, length: int) -> list[int]:
-        """Even parts of an array, one for each rank to sum."""
+        """Divide an array into even parts, one for each rank to sum."""
         share, more = divmod(length, self.size)
         return [share + (rank < more) for rank in range(self.size)]
 
     def _own(self, ndim: int, dim: int, counts: list[int]) -> tuple:
-        """What to index a whole array with for this rank's part."""
+        """Return the index of this rank's part of a whole array."""
         start = sum(counts[:self.rank])
         return (slice(None),) * (dim % ndim) + (slice(start, start + counts[self.rank]),)
 
     def _lease(self, a: Array) -> _Lease | None:
-        """The lease that `a`, and no view of it, was made by; None if it was not made here."""
+        """Return the lease of `a`; None for views, and for arrays not allocated here."""
         lease = self.pool.loan(a)
         known = type(lease) is _Lease and lease.memory is self.memory and lease.handed_out() is a
         return lease if known else None
@@ -251,7 +250,7 @@ class SharedTransport(MpiTransport):
         return math.prod(shape) * dtype.itemsize <= largest
 
     def _joined(self, parts: list[Array], a: Array, dim: int, counts: list[int]) -> Array:
-        """The blocks of all ranks, which are flat, in one array."""
+        """Join the flat blocks of all ranks in one array."""
         out = self.backend.empty(resized(a.shape, dim, sum(counts)), a.dtype)
         for part, index in zip(parts, block_indices(a.ndim, dim, counts)):
             place = out[index]
@@ -260,11 +259,11 @@ class SharedTransport(MpiTransport):
         return out
 
     def _sum_messages(self, terms: list[Array], a: Array, own: tuple) -> Array:
-        """The part `own` of the sum of the flat `terms`, which are arrays like `a`."""
+        """Sum the part `own` of the flat `terms`, which are arrays like `a`."""
         return self._sum([term[:a.size].reshape(a.shape)[own] for term in terms])
 
     def _sum(self, terms: list[Array]) -> Array:
-        """The sum, in the order of the ranks, in new memory."""
+        """Sum the terms in the order of the ranks, in new memory."""
         out = self.backend.empty(terms[0].shape, terms[0].dtype)
         sums.add(terms, out)
         self._moved += (self.size - 1) * out.size
@@ -272,14 +271,14 @@ class SharedTransport(MpiTransport):
 
 
 def _placed(whole: Array, lease: _Lease, dim: int, counts: list[int], own: tuple) -> Array:
-    """This rank's part of a shared array, its `own`, which can be gathered without a copy."""
+    """Return this rank's part `own` of a shared array, which is gathered without a copy."""
     part = whole[own]
     lease.handed_out, lease.divided = weakref.ref(part), (dim % whole.ndim, counts)
     return part
 
 
 def _common(whole: Array) -> Array:
-    """An array of all ranks, to be read only: what one wrote there the others would see."""
+    """Return a read-only view of an array of all ranks: writes would be visible to every rank."""
     view = whole.view()
     view.setflags(write=False)
     return view

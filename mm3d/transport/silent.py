@@ -1,4 +1,4 @@
-"""Ranks that do not exist: the transport of dry runs, which moves nothing."""
+"""Stand in for missing ranks in dry runs: a communicator and a transport that move nothing."""
 
 from typing import Iterator
 
@@ -7,15 +7,15 @@ from mm3d.transport.mpi import MpiTransport
 
 
 class DryCommunicator:
-    """The ranks of a communicator of which only one exists: this one.
+    """Stand in for a communicator of which only this rank exists.
 
-    A grid made on it has all its directions, coordinates and blocks, and collectives that move
-    nothing.  What would have travelled is left undefined, so it is for arrays without contents.
+    A grid on it has all its directions, coordinates and blocks, and collectives that move
+    nothing.  Received values are undefined, so it is for arrays without contents.
 
     Parameters
     ----------
     size, rank : int
-        How many ranks there would be, and which of them this is.
+        Number of ranks, and the number of this one.
     """
 
     def __init__(self, size: int, rank: int = 0) -> None:
@@ -24,11 +24,11 @@ class DryCommunicator:
         self.size, self.rank = size, rank
 
     def Free(self) -> None:
-        """Nothing to give back."""
+        """Do nothing: there is no communicator to free."""
 
 
 class SilentTransport(MpiTransport):
-    """Collectives between ranks that do not exist: nothing travels."""
+    """Do nothing in every collective: the other ranks do not exist."""
 
     name = "silent"
     note = "nothing travels between ranks that do not exist"
@@ -36,25 +36,25 @@ class SilentTransport(MpiTransport):
     on_host = False
 
     def take_moved(self) -> float:
-        """None."""
+        """Return 0."""
         return 0
 
     def _all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:
-        """Nothing to gather."""
+        """Gather nothing."""
 
     def _reduce_scatter(self, send: Array, recv: Array, lengths: list[int]) -> None:
-        """Nothing to sum."""
+        """Sum nothing."""
 
     def _all_reduce(self, send: Array, recv: Array) -> None:
-        """Nothing to sum."""
+        """Sum nothing."""
 
     def _broadcast(self, buffer: Array, root: int) -> None:
-        """Nobody to tell."""
+        """Send nothing."""
 
     def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
-        """Nothing to sum."""
+        """Sum nothing."""
 
     def _pieces(self, flat: Array, a: Array, dim: int,
                 counts: list[int]) -> Iterator[tuple[Array, Array]]:
-        """All of them in one: they have no contents, and there may be a million."""
+        """Return all pieces as one: they have no contents, and there may be a million."""
         yield self.backend.xp.reshape(flat, a.shape), a

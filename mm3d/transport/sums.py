@@ -1,7 +1,6 @@
-"""Sums of NumPy arrays; numbers of 16 bits are added in float32 and rounded once.
+"""Sum NumPy arrays; numbers of 16 bits are added in float32 and rounded once.
 
-Added in their own type 2048 + 1 is 2048 in float16, and 40000 + 40000 infinite, whatever is
-added afterwards.
+In float16 itself 2048 + 1 is 2048, and 40000 + 40000 is infinite.
 """
 
 from typing import Sequence
@@ -10,7 +9,7 @@ import numpy as np
 
 
 def add(terms: Sequence[np.ndarray], out: np.ndarray) -> None:
-    """`out`, which may be the first of two terms or more, becomes their sum, in their order."""
+    """Sum two or more terms into `out`, in their order; `out` may be the first of them."""
     first, total = terms[0], accumulator(out)
     if total is not out:
         total[...] = first
@@ -22,17 +21,17 @@ def add(terms: Sequence[np.ndarray], out: np.ndarray) -> None:
 
 
 def upcast(a: np.ndarray) -> np.ndarray:
-    """`a` in float32 if its numbers have 16 bits, otherwise itself."""
+    """Convert `a` to float32 if its numbers have 16 bits; otherwise return `a` itself."""
     return a.astype(np.float32) if _narrow(a) else a
 
 
 def accumulator(out: np.ndarray) -> np.ndarray:
-    """Memory for a sum that is to be rounded to `out`: that itself if nothing is rounded."""
+    """Allocate memory for a sum that is rounded to `out`; `out` itself if nothing is rounded."""
     return np.empty(out.shape, np.float32) if _narrow(out) else out
 
 
 def store_rounded(total: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """`out` with the sum `total`, which was made in the `accumulator` for it."""
+    """Round the sum `total`, held in the `accumulator` of `out`, to `out`, and return `out`."""
     if total is not out:
         out[...] = total
     return out
