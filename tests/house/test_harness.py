@@ -71,6 +71,7 @@ def test_what_is_slow_needs_an_option(run):
     assert "6 passed, 3 deselected" in done.stdout and "left out" not in done.stdout, done.text
 
 
+@pytest.mark.slow
 def test_too_few_ranks_skip_and_say_so(run):
     done = run("@pytest.mark.ranks(4, 5)\ndef test_it(comm): pass\n")
     assert done.returncode == 0, done.text
@@ -95,6 +96,7 @@ def test_one_failure_ends_the_others_that_wait_for_it(run):
                      done.stderr, re.DOTALL), done.text
 
 
+@pytest.mark.slow
 def test_an_exit_is_a_failure(run):
     done = run(on_four("if comm.rank == 3:", "    sys.exit(3)"))
     assert done.returncode == 1, done.text
@@ -110,6 +112,7 @@ def test_a_hang_is_ended_and_every_rank_says_where_it_was(run):
     assert "pluggy" not in done.stderr
 
 
+@pytest.mark.slow
 def test_a_hang_of_one_rank_is_told_from_waiting(run):
     body = on_four("if comm.rank == 1:", "    time.sleep(1000)")
     done = run("def test_bad(): assert 1 == 2\n" + body, limit=5)
@@ -120,11 +123,13 @@ def test_a_hang_of_one_rank_is_told_from_waiting(run):
     assert "failed earlier: test_it.py::test_bad" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_marker_limit_overrules_the_variable(run):
     done = run("@pytest.mark.limit(30)\ndef test_it(): time.sleep(4)\n", limit=1)
     assert done.returncode == 0, done.text
 
 
+@pytest.mark.slow
 def test_a_skip_on_all_is_a_skip_and_on_one_a_failure(run):
     done = run(on_four("pytest.skip('no reason')"))
     assert done.returncode == 0, done.text
@@ -142,6 +147,7 @@ def test_a_failure_in_a_fixture_fails_all(run):
     assert "failed on rank 3 of 4" in done.stdout and "failed on rank 1 of 2" in done.stdout
 
 
+@pytest.mark.slow
 def test_different_tests_on_the_ranks_end_the_run(run):
     done = run("@pytest.mark.parametrize('n', range(MPI.COMM_WORLD.rank // 3 + 1))\n"
                "def test_it(n): pass\n")
@@ -149,6 +155,7 @@ def test_different_tests_on_the_ranks_end_the_run(run):
     assert "the ranks have found different tests; here 2" in done.stderr, done.text
 
 
+@pytest.mark.slow
 def test_pytest_exit_on_one_rank_ends_all(run):
     done = run(on_four("if comm.rank == 1:", "    pytest.exit('enough')", "comm.barrier()"))
     assert done.returncode != 0 and "not finished" not in done.stderr

@@ -162,6 +162,7 @@ def test_the_matrices_that_summa_moves_have_names(comm, form):
                 if span.phase == phase and span.kind == "collective"} == expected
 
 
+@pytest.mark.slow
 def test_run_and_matmul_write_traces(tmp_path):
     done = run_ranks(4, "-m", "bench", "matmul", "--shape", "24,20,28", "--scheme", "3d",
                      "--grid", "1x2x2", "--form", "abt", "--backward", "--repetitions", "1",

@@ -76,6 +76,7 @@ def test_what_lies_within_a_node_is_found(comm, monkeypatch):
         ranks.Free()
 
 
+@pytest.mark.slow
 def test_the_placement_is_recorded_and_changes_no_result(tmp_path):
     results = {}
     for inside in ("x", "z"):

@@ -60,6 +60,7 @@ class Replicas(Cube):
 '''
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_a_scheme_with_a_direction_of_its_own_is_measured_validated_and_shown(tmp_path):
     """Traffic along d, x and y is counted on 8 ranks and is the closed form's; the file says so,

@@ -12,10 +12,10 @@ import fakelibs
 from mm3d.arrays import backend, cupy_kernels
 from mm3d.model import functional
 
-DTYPES = ["float64", "float32", "float16"]
+DTYPES = [pytest.param("float64", marks=pytest.mark.slow), "float32", "float16"]
 try:
     import ml_dtypes
-    DTYPES.append("bfloat16")
+    DTYPES.append(pytest.param("bfloat16", marks=pytest.mark.slow))
 except ImportError:
     ml_dtypes = None
 

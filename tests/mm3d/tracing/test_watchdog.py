@@ -36,7 +36,8 @@ print("nobody stopped", flush=True)
 
 
 @pytest.mark.parametrize("variables, where", [
-    ({}, r"process \d+ is stopped"), ({"MM3D_NODE_SIZE": "2"}, "on another node")])
+    ({}, r"process \d+ is stopped"),
+    pytest.param({"MM3D_NODE_SIZE": "2"}, "on another node", marks=pytest.mark.slow)])
 def test_a_rank_that_is_stopped_is_named_with_its_layer_and_collective(variables, where):
     """By ranks of its node, and by datagram by those of another, which rank 0 is on."""
     begun = time.monotonic()
@@ -54,6 +55,7 @@ def test_a_rank_that_is_stopped_is_named_with_its_layer_and_collective(variables
     assert waiting and "3" not in "".join(waiting), text
 
 
+@pytest.mark.slow
 def test_a_rank_that_computes_for_long_is_waited_for():
     source = """
 import time

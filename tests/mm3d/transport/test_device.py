@@ -47,7 +47,7 @@ def test_every_collective_even_and_uneven(comm, carried):
     grid.free()
 
 
-@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.ranks(1, 4, slow=(8,))
 def test_the_model_equals_the_serial_one(comm, carried):
     """On every scheme: nothing is computed before what it needs has arrived."""
     for parallelism in SOME[comm.size]:
@@ -80,7 +80,7 @@ def underway(monkeypatch):
     return found
 
 
-@pytest.mark.ranks(2, 4, 8)
+@pytest.mark.ranks(4, slow=(2, 8))
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("keep, options", [
     ("none", dict(dtype="float16", master="float32")), ("both", dict(dtype="float32"))])

@@ -23,6 +23,9 @@ pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"),
                                 reason="this system has no memfd_create")
 
 
+few_turns = pytest.mark.parametrize("turns", [300, pytest.param(1500, marks=pytest.mark.slow)])
+
+
 @pytest.fixture(autouse=True)
 def shared(monkeypatch):
     """The transport of this module, also for programs that a test starts."""
@@ -78,16 +81,17 @@ def test_products_copy_nothing(comm, copies, monkeypatch, options, gathers):
     scheme.grid.free()
 
 
-@pytest.mark.ranks(4, 8)
+@pytest.mark.ranks(4, slow=(8,))
 @pytest.mark.limit(300)
-def test_no_block_changes_while_another_rank_reads_it(comm):
+@few_turns
+def test_no_block_changes_while_another_rank_reads_it(comm, turns):
     """Random delays, random lifetimes that differ between ranks, exact integers."""
     chance = random.Random(comm.rank)
     kept = []
     with on_grid(comm, x=comm.size) as grid:
         split = grid.x.split(0, 3 * comm.size + 1)
         mine = slice(*(sum(split.counts[:n]) for n in (comm.rank, comm.rank + 1)))
-        for turn in range(1500):
+        for turn in range(turns):
             expected = integers((split.extent, 5), turn)
             block = split.empty(expected[mine].shape, expected.dtype)
             block[...] = expected[mine]
@@ -108,10 +112,11 @@ def test_no_block_changes_while_another_rank_reads_it(comm):
         kept.clear()
 
 
-@pytest.mark.ranks(4, 8)
+@pytest.mark.ranks(4, slow=(8,))
 @pytest.mark.limit(300)
+@few_turns
 @pytest.mark.parametrize("mail", [0, 1 << 16])
-def test_every_collective_is_exact_whoever_is_late(comm, monkeypatch, mail):
+def test_every_collective_is_exact_whoever_is_late(comm, monkeypatch, turns, mail):
     """In random order with random delays, in both ways: handed to all, and in regions."""
     monkeypatch.setattr("mm3d.transport.shared_memory.MESSAGE_BYTES", mail)
     late, order = random.Random(comm.rank), random.Random(comm.size)
@@ -119,7 +124,7 @@ def test_every_collective_is_exact_whoever_is_late(comm, monkeypatch, mail):
     with on_grid(comm, x=comm.size) as grid:
         mine = grid.x.split(0, n)
         cut = np.cumsum([0, *mine.counts])[comm.rank:comm.rank + 2]
-        for turn in range(1500):
+        for turn in range(turns):
             kind, root = order.randrange(5), order.randrange(comm.size)
             terms = [integers((n, 3), turn * comm.size + rank) for rank in range(comm.size)]
             total, own = sum(terms), terms[comm.rank].copy()
@@ -146,14 +151,15 @@ def test_every_collective_is_exact_whoever_is_late(comm, monkeypatch, mail):
             assert found is expected is None or np.array_equal(found, expected), (turn, kind)
 
 
-@pytest.mark.ranks(4, 8)
+@pytest.mark.ranks(4, slow=(8,))
 @pytest.mark.limit(300)
-def test_mail_stays_until_all_have_read_it(comm):
+@few_turns
+def test_mail_stays_until_all_have_read_it(comm, turns):
     """However far a rank that waits for nobody is ahead of those that read late."""
     segments = SharedMemory(comm)
     late, order = random.Random(comm.rank), random.Random(comm.size)
     root, regions = 0, set()
-    for turn in range(3000):
+    for turn in range(2 * turns):
         kind = order.random()
         if order.random() < 0.1:    # mostly one rank speaks, or hears, many times on end
             root = order.randrange(comm.size)
