@@ -14,7 +14,7 @@ from bench.records import atomic
 from bench.reports.document import Column, Table
 from bench.reports.formats import text
 from bench.verbs import options, row_options
-from jobs import fitting, scripts, site as sites, slurm, standings as rows
+from jobs import fitting, scripts, site as sites, slurm, standings
 from jobs.collect import collect, line
 from jobs.scripts import Work
 from jobs.standings import DONE, UNDER_WAY
@@ -133,17 +133,17 @@ def overview(work: Work, cases: list[Case]) -> str:
 
 def submit(work: Work, cases: list[Case], arguments) -> int:
     """Submit what is missing, then the last job; 1 when the queue did not take all."""
-    with rows.locked(work):
+    with standings.locked(work):
         render(work, cases, arguments)
-        standings = rows.survey(work, cases, slurm.queue())
-        due = [one.case for one in standings if one.state not in (DONE, *UNDER_WAY)]
+        found = standings.survey(work, cases, slurm.queue())
+        due = [one.case for one in found if one.state not in (DONE, *UNDER_WAY)]
         refused = [one for one in due if not work.fitting(one).fits]
         for one in refused:
             most = fitting.limit(work.site, one.row.gpus)
             print(f"refused: {one.title}: {work.fitting(one).refusal(most)}", file=sys.stderr)
         due = [one for one in due if one not in refused]
-        under_way = [one.job for one in standings if one.state in UNDER_WAY]
-        print(f"{len(cases)} rows: {sum(one.state == DONE for one in standings)} done, "
+        under_way = [one.job for one in found if one.state in UNDER_WAY]
+        print(f"{len(cases)} rows: {sum(one.state == DONE for one in found)} done, "
               f"{len(under_way)} under way, {len(due)} to submit")
         new: list[str] = []
         try:
@@ -177,7 +177,7 @@ def submit_group(work: Work, group: list[Case], array: bool) -> list[str]:
         number = slurm.submit(script)
         jobs = [f"{number}_{index}" for index in range(len(group))]
     for one, job in zip(group, jobs):
-        rows.note(work, one, job)
+        standings.note(work, one, job)
         print(f"job {job}: {one.title}")
     return jobs
 
@@ -206,7 +206,7 @@ def do(arguments) -> int:
         render(work, cases, arguments)
         print(f"{overview(work, cases)}\n\nin {work.folder}; nothing is submitted")
     else:
-        for one in rows.survey(work, cases, slurm.queue()):
+        for one in standings.survey(work, cases, slurm.queue()):
             print(line(one))
     return 0
 

@@ -24,8 +24,8 @@ from mm3d.tracing import dry_run
 from mm3d.tracing.events import PHASES
 
 LAYERS = (12, 16, 24, 32, 48)    # what the paper's models may have had
-FREE = ("gemm", "node", "network")    # figures whose achieved part is fitted
-LEAST = 0.01    # of a figure: a fit that needs less explains nothing
+FITTED_FIGURES = ("gemm", "node", "network")    # figures whose achieved part is fitted
+LEAST_ACHIEVED = 0.01    # of a figure: a fit that needs less explains nothing
 STRIDES = (0.3, 0.03)    # of logarithms of figures, with which searches begin
 
 
@@ -116,7 +116,7 @@ def fitted(rows: list[Spent], machine: machine_model.Machine, layers: Iterable[i
     No figure may be exceeded, and no less than a hundredth of it be got; what is not free is
     as the machine's file says.  A scheme whose rows do not fit the memory repeats the forward.
     """
-    free = [TERMS.index(name) for name in FREE]
+    free = [TERMS.index(name) for name in FITTED_FIGURES]
     fixed = [k for k in range(len(TERMS)) if k not in free]
     known = np.array([1 / getattr(machine.achieved, TERMS[k]) for k in fixed])
     schemes = sorted({row.case.row.scheme for row in rows})
@@ -129,10 +129,10 @@ def fitted(rows: list[Spent], machine: machine_model.Machine, layers: Iterable[i
             continue
         A = _equations(rows, (count, recompute))
         rest = 1 - A[:, fixed] @ known
-        start = bounded(A[:, free], rest, 1.0, 1 / LEAST)
-        c, residual = refined(A[:, free], rest, start, 1.0, 1 / LEAST)
+        start = bounded(A[:, free], rest, 1.0, 1 / LEAST_ACHIEVED)
+        c, residual = refined(A[:, free], rest, start, 1.0, 1 / LEAST_ACHIEVED)
         if best is None or residual < best.residual - 1e-9:
-            parts = dict(zip(FREE, (1 / c).tolist()))
+            parts = dict(zip(FITTED_FIGURES, (1 / c).tolist()))
             best = Fit(count, recompute, msgspec.structs.replace(machine.achieved, **parts),
                        residual)
     return best

@@ -18,7 +18,7 @@ from mm3d.schemes import lookup, registry
 from mm3d.tracing import dry_run
 
 TRACED = 32    # plans that are traced after screening: all, where there are no more
-FEW = 12    # and so many where there are more
+TRACED_OF_MANY = 12    # and so many where there are more
 
 
 def candidates(ranks: int, scheme: str | None = None) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -59,7 +59,7 @@ def traced(plan: Plan, machine: machine_model.Machine, dtype: str, recompute: st
 
 def plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32",
           recompute: str = "none",
-          top: int = FEW, scheme: str | None = None, **sizes: int) -> list[Plan]:
+          top: int = TRACED_OF_MANY, scheme: str | None = None, **sizes: int) -> list[Plan]:
     """Plan all candidates, the best first, `top` of them traced.
 
     Where there are no more than `TRACED` all are traced.  Those that fit the machine come

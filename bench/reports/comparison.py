@@ -17,12 +17,13 @@ from bench.reports.certainty import SIGNIFICANT
 from bench.reports.comparison_sides import Cases, cases, comparable, some, told_apart
 from bench.reports.document import Column, Notes, Number, Part, Table
 
-RUNS = 3    # of each side, that a verdict takes
+MIN_RUNS = 3    # of each side, that a verdict takes
 # What differs from run to run and says nothing, or is said otherwise.
-PASSING = {"command", "clock_resolution_s", "clock_offset_error_s", "git_clean"} | (
+IGNORED_SETTINGS = {"command", "clock_resolution_s", "clock_offset_error_s", "git_clean"} | (
     EFFORT - {"seed"})
 # What the runs of one side should have in common.
-SAME = ("git_commit", "cpu_model", "cores", "mpi", "blas", "backend", "numpy_version", "transport")
+SIDE_SETTINGS = ("git_commit", "cpu_model", "cores", "mpi", "blas", "backend", "numpy_version",
+                 "transport")
 
 
 @dataclass
@@ -104,7 +105,7 @@ def compare(first: Sequence[str], second: Sequence[str],
     few = [one for one in verdicts if one.difference is None]
     if few and limit is not None:
         raise UsageError(
-            f"--fail-on-regression takes at least {RUNS} runs of each case on either side, "
+            f"--fail-on-regression takes at least {MIN_RUNS} runs of each case on either side, "
             f"because two runs of the same code differ by more than their repetitions do: "
             f"{some([f'{one.name}: {one.runs[0]} and {one.runs[1]}' for one in few], '; ')}")
     slower = [] if limit is None else [one for one in verdicts if one.word == "slower"
@@ -123,7 +124,7 @@ def judged(first: Cases, second: Cases, common: list[str]) -> list[Verdict]:
     """Test every case that has enough runs."""
     medians = {name: tuple([timed.median for timed in side[name]] for side in (first, second))
                for name in common}
-    enough = [name for name in common if min(map(len, medians[name])) >= RUNS]
+    enough = [name for name in common if min(map(len, medians[name])) >= MIN_RUNS]
     tested = dict(zip(enough, runs_differ([medians[name] for name in enough])))
     return [Verdict(name, tuple(float(np.median(side)) for side in medians[name]),
                     tuple(map(len, medians[name])), tested.get(name)) for name in common]
@@ -168,7 +169,7 @@ def notes(first: Cases, second: Cases, common: list[str], verdicts: list[Verdict
                  "difference also what the machine did meanwhile."]
     if len(tested) < len(verdicts):
         text.append(f"No verdict on {len(verdicts) - len(tested)} of {len(verdicts)} cases, which "
-                    f"have fewer than {RUNS} runs a side: two runs of the same code differ by "
+                    f"have fewer than {MIN_RUNS} runs a side: two runs of the same code differ by "
                     f"more than their repetitions do, and how much is not known from one.")
     for name, found, other in (("A", first, second), ("B", second, first)):
         alone = [case for case in found if case not in other]
@@ -186,7 +187,7 @@ def notes(first: Cases, second: Cases, common: list[str], verdicts: list[Verdict
 def mixed(side: str, cases: Sequence[list]) -> list[str]:
     """Warn of each setting in which the runs of one side differ among themselves."""
     found: dict[str, None] = {}
-    for word in SAME:
+    for word in SIDE_SETTINGS:
         for runs in cases:
             values = list(dict.fromkeys(
                 str((timed.run.environment | timed.run.configuration).get(word, "not recorded"))
@@ -204,7 +205,7 @@ def differences(first: Cases, second: Cases, common: list[str]) -> list[str]:
             before, after = ([getattr(timed.run, group) for timed in side[name]]
                              for side in (first, second))
             words = {word for one in before + after for word in one}
-            for word in sorted(words - PASSING):
+            for word in sorted(words - IGNORED_SETTINGS):
                 values = [" and ".join(dict.fromkeys(str(one.get(word, "not recorded"))
                                                      for one in side))
                           for side in (before, after)]

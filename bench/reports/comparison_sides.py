@@ -23,8 +23,8 @@ from bench.records.run_file import Run
 WORK = ("layers", "hidden", "heads", "batch", "seq", "mlp_factor", "causal", "dtype", "tf32",
         "grid", "grid_axes")
 # Settings of a microbenchmark that are how it was done, not what.
-MANNER = EFFORT | {"transport", "one_process_threads", "one_process_cores"}
-SHOWN = 6
+MEASURING_SETTINGS = EFFORT | {"transport", "one_process_threads", "one_process_cores"}
+MAX_NAMES = 6
 
 
 @dataclass
@@ -104,7 +104,7 @@ def model_case(run: Run) -> Iterator[tuple[str, Timed]]:
 def points(record: Measurements) -> Iterator[tuple[str, Timed]]:
     """Return the points of a microbenchmark: every place in its samples, whatever its kind."""
     what = " ".join(f"{name} {value}" for name, value in sorted(record.configuration.items())
-                    if name not in MANNER)
+                    if name not in MEASURING_SETTINGS)
     for variable in record.variables.values():
         if variable.units != "s" or "repetition" not in variable.dims:
             continue
@@ -161,5 +161,5 @@ def comparable(names: tuple[str, str], first: Cases, second: Cases) -> list[str]
 
 def some(names: list[str], between: str = ", ") -> str:
     """Join the first few of `names`, and how many more there are."""
-    more = len(names) - SHOWN
-    return between.join(names[:SHOWN]) + (f"{between}and {more} more" if more > 0 else "")
+    more = len(names) - MAX_NAMES
+    return between.join(names[:MAX_NAMES]) + (f"{between}and {more} more" if more > 0 else "")

@@ -13,7 +13,7 @@ from bench.reports.layer_table import layers
 from bench.reports.merit import words_note
 
 # Dimensions that a table of an unknown kind does not spread out: those of samples and bounds.
-INNER = {"repetition", "rank", "edge", "bound"}
+SAMPLE_DIMS = {"repetition", "rank", "edge", "bound"}
 # Shown instead of a bandwidth for a collective whose result is read where it lies.
 IN_PLACE = {"all_gather": "copies nothing", "broadcast": "root copies"}
 
@@ -152,8 +152,8 @@ def other(record: Measurements) -> list[Part]:
     """Make tables of a record of any kind: one for each set of dimensions, medians and bounds."""
     by_dims: dict[tuple[str, ...], dict[str, np.ndarray]] = {}
     for name, variable in record.variables.items():
-        dims = tuple(dim for dim in variable.dims if dim not in INNER)
-        left = [dim for dim in variable.dims if dim in INNER]
+        dims = tuple(dim for dim in variable.dims if dim not in SAMPLE_DIMS)
+        left = [dim for dim in variable.dims if dim in SAMPLE_DIMS]
         if left in ([], ["bound"]):
             title = name if variable.units == "1" else f"{name} ({variable.units})"
             by_dims.setdefault(dims, {})[title] = variable.values

@@ -3,12 +3,12 @@
 import numpy as np
 
 from bench.cases.paper import HEADINGS, TITLES
-from bench.prediction.paper_fit import FREE, Outcome, error, predicted
+from bench.prediction.paper_fit import FITTED_FIGURES, Outcome, error, predicted
 from bench.reports.document import Column, Notes, Table
 from bench.reports.formats import rounded
 
 UNEXPLAINED = 0.35    # error beyond which a row counts as not explained by the model
-UNITS = {"gemm": "Tflop/s", "node": "GB/s a rank", "network": "GB/s a node"}
+RATE_UNITS = {"gemm": "Tflop/s", "node": "GB/s a rank", "network": "GB/s a node"}
 
 
 def table(outcome: Outcome, name: str) -> Table:
@@ -44,9 +44,9 @@ def remarks(outcome: Outcome) -> list[Notes]:
               "with other numbers of layers: "
               + ", ".join(f"{n} {r:.3f}" for n, r in outcome.by_layers.items())
               + "; rates make up for layers, so the times hardly tell"]
-    for name in FREE:
+    for name in FITTED_FIGURES:
         part = getattr(fit.achieved, name)
-        fitted.append(f"{name}: {part:.1%} of {full[name]:g} {UNITS[name]}, "
+        fitted.append(f"{name}: {part:.1%} of {full[name]:g} {RATE_UNITS[name]}, "
                       f"{part * full[name]:.3g}")
     return [Notes(f"Fitted on {len(outcome.chosen)} of {len(outcome.rows)} rows, forward and "
                   f"backward (mean absolute logarithm of predicted over published "

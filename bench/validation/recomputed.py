@@ -15,9 +15,9 @@ from mm3d.model import cost
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.transport.silent import DryCommunicator
 
-CLOSE = 1e-9    # relative: the same numbers computed again
+TOLERANCE = 1e-9    # relative: the same numbers computed again
 # Relative to the times: least squares on another machine's LAPACK.
-FITTED = 1e-6
+FIT_TOLERANCE = 1e-6
 UNKNOWN = ((np.nan, np.nan, np.nan, 0.0), (np.nan,) * 4)    # intervals of no samples
 
 
@@ -33,7 +33,7 @@ class Again(NamedTuple):
         """Check that these numbers are those that were found."""
         if np.shape(found) != np.shape(self.values):
             return False
-        return np.allclose(found, self.values, rtol=CLOSE, atol=FITTED * self.scale,
+        return np.allclose(found, self.values, rtol=TOLERANCE, atol=FIT_TOLERANCE * self.scale,
                            equal_nan=True)
 
 

@@ -21,7 +21,7 @@ from bench.instruments import timing
 from bench.instruments.statistics import median_interval
 from bench.records.measurements import Check, Measurements
 from bench.records.run_file import Run
-from bench.validation.recomputed import CLOSE, derived
+from bench.validation.recomputed import TOLERANCE, derived
 from mm3d import ModelSizes, SCHEMES, describe
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.model import cost
@@ -108,7 +108,7 @@ def looked_at(run: Run, own: list[Check]) -> Iterator[str]:
                f"{len(limits)}")
     for check in own:
         limit = limits.get(check.quantity, math.nan)
-        if not check.tolerance <= limit * (1 + CLOSE):
+        if not check.tolerance <= limit * (1 + TOLERANCE):
             yield (f"verification: the tolerance of {check.quantity} is {check.tolerance:g}; the "
                    f"rules allow {limit:g}")
 
@@ -150,7 +150,7 @@ def crowded(environment: dict[str, Any], count: int) -> Iterator[str]:
     if (local > cores) != bool(environment["oversubscribed"]):
         yield (f"{local} ranks on {cores} cores, but oversubscribed says "
                f"{bool(environment['oversubscribed'])}")
-    if not math.isclose(environment["ranks_per_core"], local / cores, rel_tol=CLOSE):
+    if not math.isclose(environment["ranks_per_core"], local / cores, rel_tol=TOLERANCE):
         yield f"ranks_per_core {environment['ranks_per_core']:g}: {local} / {cores} would do"
 
 
@@ -212,7 +212,7 @@ def groups(run: Run) -> Iterator[str]:
     size = itemsize(chosen["dtype"])
     for name, count in (("parameters", stored), ("gradients", stored), ("saved", saved)):
         if not np.isclose(found["memory"][f"expected_{name}"] * run.ranks, count * size,
-                          rtol=CLOSE):
+                          rtol=TOLERANCE):
             yield f"memory/expected_{name} is not the closed form's {count * size / run.ranks:g}"
     # With 16 bits the statistics of rows are float32, and few.
     kept = found["memory"]["saved"].sum()
@@ -231,7 +231,7 @@ def sizes(run: Run) -> Iterator[str]:
                         ("forward_time", row.forward), ("backward_time", row.backward),
                         ("average_step_time", row.average),
                         ("recomputed_step_time", row.recomputed)):
-        if not np.isclose(run.published[name], value, rtol=CLOSE, equal_nan=True):
+        if not np.isclose(run.published[name], value, rtol=TOLERANCE, equal_nan=True):
             yield f"published/{name} is {run.published[name]:g}, in the table {value:g}"
     by_hand = set(str(chosen["overridden"]).split())
     row = replace(row, like=chosen.get("equal_tokens", ""))

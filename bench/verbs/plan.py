@@ -33,7 +33,8 @@ def run(arguments: argparse.Namespace) -> int:
     machine = machine_model.load(arguments.machine, dtype)
     sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
     start = time.perf_counter()
-    found = planner.plans(ranks, machine, dtype, recompute, max(arguments.top, planner.FEW),
+    found = planner.plans(ranks, machine, dtype, recompute,
+                          max(arguments.top, planner.TRACED_OF_MANY),
                           **sizes)
     took = time.perf_counter() - start
     shown = found[:arguments.top]

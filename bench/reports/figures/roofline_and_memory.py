@@ -15,7 +15,7 @@ from bench.reports.figures.style import (LeftOut, Point, against_ranks, blank, c
                                          finish, from_zero, line, plain_log, style)
 from bench.reports.merit_rows import most
 
-OLD = "no run that is shown has recorded"
+NOT_RECORDED = "no run that is shown has recorded"
 WORKERS = ("alone", "together")    # one rank while the others sleep; each while all work
 ROOFS = {"alone": "-", "together": "--"}
 # What a rank keeps between forward and backward, and the most that it had.
@@ -35,7 +35,7 @@ def roofline(results: Results):
     """
     lie = {key: at for key, run in results.runs.items() if (at := placed(run))}
     if not lie:
-        raise LeftOut(f"{OLD} the machine's peaks and where its time went")
+        raise LeftOut(f"{NOT_RECORDED} the machine's peaks and where its time went")
     figure, panels = blank(1, 2, (11, 5.2), "Roofline: rates of a rank against operations for "
                            "each byte of the products' operands and results")
     texts, markers, lines = [], [], []
@@ -129,7 +129,7 @@ def memory(results: Results):
         When no run has its memory.
     """
     if not any("memory" in run.groups for run in results.runs.values()):
-        raise LeftOut(f"{OLD} its memory")
+        raise LeftOut(f"{NOT_RECORDED} its memory")
     figure, panels = against_ranks(2, 2, (9, 7.2), "Memory of the rank that has the most: "
                                    "measured, and expected")
     for row, table in zip(panels, HEADINGS):

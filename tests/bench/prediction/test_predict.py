@@ -29,7 +29,7 @@ def test_a_fit_finds_the_parameters_that_made_the_times(outcome):
             row, case=msgspec.structs.replace(row.case, row=published)))
     found = paper_fit.fitted(rows, machine, (24,))
     assert found.recompute == made.recompute and found.residual < 1e-6
-    for name in paper_fit.FREE:
+    for name in paper_fit.FITTED_FIGURES:
         assert getattr(found.achieved, name) == pytest.approx(getattr(made.achieved, name), 1e-4)
 
 
