@@ -1,1 +1,1 @@
-"""Ranks, directions and layouts: which rank holds which block."""
+"""Arrange ranks in a grid of named directions, and divide arrays over it."""

@@ -1,4 +1,4 @@
-"""Spaces: how activations, and the vectors along their features, lie on the grid."""
+"""Describe how activations, and vectors along their features, are divided over the grid."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -13,7 +13,7 @@ from mm3d.grid.shape import GridShape
 
 @dataclass(frozen=True)
 class Space:
-    """How activations (batch, sequence, ..., features) lie on the grid.
+    """Describe how activations (batch, sequence, ..., features) are divided over the grid.
 
     Attributes
     ----------
@@ -41,13 +41,14 @@ class Space:
     gathered_along: str = ""
 
     def layout(self, middle: int = 0, unit: int = 1) -> Layout:
-        """Layout of an activation with `middle` whole dimensions before the features."""
+        """Return the layout of an activation with `middle` whole dimensions before the features.
+        """
         spec = ",".join([self.rows, *[""] * middle, self.features])
         return Layout(spec, {2 + middle: unit})
 
     def local_shape(self, *features: int, unit: int = 1,
                     coords: Mapping[str, int] | None = None) -> tuple[int, ...]:
-        """Shape of a block of an activation of (batch, seq, *features).
+        """Return the shape of a block of an activation of (batch, seq, *features).
 
         That of the rank at `coords`; of this rank, if not given and the grid is live.
         """
@@ -55,10 +56,10 @@ class Space:
         return layout.local_shape(self.grid, (self.batch, self.seq, *features), coords)
 
     def allocator(self, *features: int, unit: int = 1) -> Callable[[Any], Array]:
-        """What makes, from a dtype, this rank's block of an activation (batch, seq, *features).
+        """Return a function from a dtype to this rank's new block of (batch, seq, *features).
 
-        Where the layers obtain their activations: the memory is placed for the direction that
-        they travel along.  Every rank must call it.
+        Its memory suits the direction along which the activation is gathered.  Every rank must
+        call the function.
         """
         layout, shape = self.layout(len(features) - 1, unit), (self.batch, self.seq, *features)
         local = layout.local_shape(self.grid, shape)
@@ -68,22 +69,22 @@ class Space:
         return partial(source.empty, local)
 
     def rows_split(self, letter: str) -> Split:
-        """How the direction `letter` divides the rows."""
+        """Return how the direction `letter` divides the rows."""
         return Layout(self.rows).split(self.grid, (self.batch, self.seq), letter)
 
     @property
     def sequence(self) -> Axis | None:
-        """The direction that divides the positions of a sequence, if one does."""
+        """Return the direction that divides the positions of a sequence; None if none does."""
         letter = self.rows.partition(",")[2]
         return self.grid[letter] if letter and self.grid[letter].size > 1 else None
 
     @property
     def first_position(self) -> int:
-        """The position in its sequence of this rank's first token."""
+        """Return the position in its sequence of this rank's first token."""
         return Layout(self.rows).slices(self.grid, (self.batch, self.seq))[1].start
 
     def sum_features(self, a: Array) -> Array:
-        """The sum of `a` over the ranks that share this rank's rows."""
+        """Sum `a` over the ranks that share this rank's rows."""
         for letter in self.features:
             a = self.grid[letter].all_reduce(a)
         return a

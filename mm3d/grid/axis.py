@@ -1,9 +1,9 @@
-"""One direction of the process grid, and how arrays travel along it.
+"""Call collectives on arrays along one direction of the process grid, and count them.
 
 An `Axis` is the set of ranks that differ from this one along one direction of the grid; its
-collectives take and return arrays.  A `Split` is one dimension of one matrix dealt over one
-Axis, which is all an algorithm needs to know of a direction: what to gather and what to
-scatter.  How the bytes travel is the transport's business.
+collectives take and return arrays.  A `Split` is one dimension of one matrix divided over one
+Axis: all that an algorithm needs to gather and to scatter it.  The bytes are moved by a transport
+(`mm3d.transport`).
 """
 
 from dataclasses import dataclass, field
@@ -21,12 +21,12 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduc
 
 @dataclass
 class Traffic:
-    """What one rank moves with one kind of collective along one direction.
+    """Count what one rank moves with one kind of collective along one direction.
 
     Calls, messages, words and bytes are counted from the arrays' shapes, as if the bucket (ring)
     algorithms moved them, for which gathers and reductions move the least possible: a gather
-    receives and a reduction sends every block but the rank's own.  They are the same however the
-    arrays travel.  What a transport moves instead it states itself.
+    receives and a reduction sends every block but the rank's own.  They are the same for every
+    transport; `moved` is the transport's own count.
 
     Attributes
     ----------
@@ -52,7 +52,7 @@ class Traffic:
 
 
 class Axis:
-    """The ranks that differ from this one along one direction of the grid.
+    """Call collectives between the ranks that differ from this one along one direction.
 
     Parameters
     ----------
@@ -61,9 +61,9 @@ class Axis:
     comm : mpi4py.MPI.Intracomm
         These ranks, in order.
     backend : Backend
-        Whose arrays travel.
+        Whose arrays are communicated.
     transport : MpiTransport
-        How they do; see `mm3d.transport.choice.transports_for`.
+        Moves the bytes; see `mm3d.transport.choice.transports_for`.
     """
 
     def __init__(self, name: str, comm: MPI.Intracomm, backend: Backend,
@@ -77,29 +77,30 @@ class Axis:
         return f"Axis({self.name}: rank {self.rank} of {self.size})"
 
     def split(self, dim: int, extent: int, unit: int = 1) -> "Split":
-        """Dimension `dim`, of `extent` elements in all, dealt over this axis."""
+        """Divide dimension `dim`, of `extent` elements in all, over this axis."""
         return Split(self, dim, extent, unit)
 
     def all_gather(self, a: Array, dim: int = 0, counts: list[int] | None = None) -> Array:
-        """The blocks of all ranks joined along `dim`.
+        """Gather the blocks of all ranks, joined along `dim`.
 
         Parameters
         ----------
         a : Array
             This rank's block, of the same dtype on all ranks and the same shape but along `dim`.
-            One that was made for it (`Split.empty`) is not copied where ranks share memory, if
-            it is given itself and no view of it; on any of the ranks a copy does as well.
+            Where ranks share memory an array from `Split.empty` is not copied, if it is passed
+            itself and not as a view; any rank may pass another array.
         dim : int
             The dimension that the blocks divide.
         counts : list of int, optional
-            The blocks' lengths along `dim`; the ranks tell each other when given on none of them.
+            The blocks' lengths along `dim`, on all ranks or on none; if not given they are
+            gathered first.
 
         Returns
         -------
         Array
             The whole, `sum(counts)` long along `dim`; `a` itself on an axis of one rank.  Where
-            ranks share memory it is the same for all of them: it must not be written, and where
-            `a` was placed in it (`Split.empty`), what is written there all see.
+            ranks share memory it is one array for all of them and must not be written; if `a` is
+            a part of it (`Split.empty`), writes to `a` are visible to every rank.
 
         Raises
         ------
@@ -117,18 +118,17 @@ class Axis:
         return out
 
     def reduce_scatter(self, a: Array, dim: int = 0, counts: list[int] | None = None) -> Array:
-        """This rank's block, along `dim`, of the sum of `a` over all ranks.
+        """Sum `a` over all ranks, and return this rank's block of the sum along `dim`.
 
         Parameters
         ----------
         a : Array
-            This rank's term of the sum, of the same shape and dtype on every rank; of one that
-            was made for it (`Split.term`) nothing need be left afterwards.  On any of the ranks
-            a copy of it does as well.
+            This rank's term of the sum, of the same shape and dtype on every rank.  An array from
+            `Split.term` may be overwritten; any rank may pass another array.
         dim : int
             The dimension to divide.
         counts : list of int, optional
-            The blocks' lengths along `dim`; as `blocks` deals them when not given.
+            The blocks' lengths along `dim`; by default those of `mm3d.arrays.blocks.blocks`.
 
         Returns
         -------
@@ -169,7 +169,7 @@ class Axis:
         return pending
 
     def all_reduce(self, a: Array) -> Array:
-        """The sum of `a` over all ranks; `a` itself on an axis of one rank."""
+        """Sum `a` over all ranks, on every rank; `a` itself on an axis of one rank."""
         if self.size == 1:
             return a
         out = self.transport.all_reduce(a)
@@ -178,12 +178,12 @@ class Axis:
         return out
 
     def broadcast(self, a: Array, root: int) -> Array:
-        """`a` of the rank `root`, on every rank.
+        """Broadcast `a` of the rank `root` to all ranks.
 
-        On the other ranks `a` gives the shape and may be overwritten; what is returned may be
-        another array, which several ranks have in common and none may write.  Shape, dtype and
-        root must be the same on all ranks; where these share memory, a difference is a ValueError
-        at the latest when all ranks next meet in a collective that gathers or sums for all.
+        On the other ranks `a` gives the shape and may be overwritten; the result may be another
+        array, shared by several ranks, which must not be written.  Shape, dtype and root must be
+        the same on all ranks; where these share memory, a difference is a ValueError at the latest
+        in the next collective that gathers or sums for all ranks.
         """
         if self.size == 1:
             return a
@@ -193,10 +193,10 @@ class Axis:
         return out
 
     def reduce(self, a: Array, root: int) -> Array | None:
-        """The sum of `a` over all ranks on the rank `root`, None on the others.
+        """Sum `a` over all ranks on the rank `root`; None on the others.
 
-        Of an `a` that was made for it (`Split.summand`) nothing need be left afterwards.  Shape,
-        dtype and root are as `broadcast` has them.
+        An `a` from `Split.summand` may be overwritten.  Shape, dtype and root must be the same on
+        all ranks, as for `broadcast`.
         """
         if self.size == 1:
             return a
@@ -222,7 +222,7 @@ class Axis:
 
 
 class Split:
-    """One dimension of a matrix, dealt over one axis.
+    """Divide one dimension of a matrix over one axis, and call collectives on its blocks.
 
     Parameters
     ----------
@@ -249,37 +249,37 @@ class Split:
         return f"Split(dimension {self.dim} of {self.extent} over {self.axis.name})"
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Memory for this rank's block, of local `shape`, which `all_gather` need not copy.
+        """Allocate this rank's block, of local `shape`, so that `all_gather` need not copy it.
 
-        Every rank of the axis calls it, with the same dtype and with shapes that fit, also one
-        that is to give another array; `all_gather` takes that, or a copy of this one, as well.
+        Every rank of the axis must call it, with the same dtype and with shapes that fit;
+        `all_gather` accepts any other array as well.
         """
         if self.axis.size == 1:
             return self.axis.backend.empty(shape, dtype)
         return self.axis.transport.block(shape, dtype, self.dim, self.counts)
 
     def term(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Memory for this rank's term of a sum that `reduce_scatter` is to divide.
+        """Allocate this rank's term of a sum for `reduce_scatter`.
 
-        Every rank of the axis calls it, with the same shape and dtype, also one that is to give
-        another array, or a copy of this one.
+        Every rank of the axis must call it, with the same shape and dtype; `reduce_scatter`
+        accepts any other array as well.
         """
         if self.axis.size == 1:
             return self.axis.backend.empty(shape, dtype)
         return self.axis.transport.term(shape, dtype)
 
     def summand(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Memory for this rank's term of a sum that `reduce` is to make; otherwise as `term`."""
+        """Allocate this rank's term of a sum for `reduce`; otherwise like `term`."""
         if self.axis.size == 1:
             return self.axis.backend.empty(shape, dtype)
         return self.axis.transport.summand(shape, dtype)
 
     def all_gather(self, a: Array) -> Array:
-        """The whole dimension, from every rank's block of it."""
+        """Gather the whole dimension from the blocks of all ranks."""
         return self.axis.all_gather(a, self.dim, self.counts)
 
     def reduce_scatter(self, a: Array) -> Array:
-        """This rank's block of the sum over the ranks of `a`, whose dimension is whole."""
+        """Sum `a`, whose dimension is whole, over the ranks; return this rank's block."""
         return self.axis.reduce_scatter(a, self.dim, self.counts)
 
     def begin_reduce_scatter(self, a: Array) -> Pending:
@@ -291,12 +291,12 @@ class Split:
         return self.axis.prefetch(a, self.dim, self.counts)
 
     def broadcast(self, a: Array, root: int) -> Array:
-        """The block of the rank `root`, on every rank."""
+        """Broadcast the block of the rank `root` to all ranks."""
         if self.axis.rank != root:
             shape = resized(a.shape, self.dim, self.counts[root])
             a = self.axis.backend.empty(shape, a.dtype)
         return self.axis.broadcast(a, root)
 
     def reduce(self, a: Array, root: int) -> Array | None:
-        """The sum of the ranks' terms of the block of `root`, there; None elsewhere."""
+        """Sum the ranks' terms of the block of `root` on that rank; None on the others."""
         return self.axis.reduce(a, root)

@@ -1,4 +1,4 @@
-"""The process grid: ranks with coordinates, and an `Axis` for each of its directions."""
+"""Arrange ranks in a process grid, with coordinates and an `Axis` for each direction."""
 
 from typing import Any, Callable
 
@@ -15,7 +15,7 @@ from mm3d.transport.silent import DryCommunicator
 
 
 class Grid:
-    """The ranks of a communicator as a Cartesian grid with named directions.
+    """Arrange the ranks of a communicator as a Cartesian grid with named directions.
 
     Ranks are numbered as `mm3d.grid.shape.GridShape` says, the first direction varying slowest.
 
@@ -24,7 +24,7 @@ class Grid:
     comm : mpi4py.MPI.Intracomm or DryCommunicator
         All ranks of the grid; every one of them must make it.
     backend : str or Backend, optional
-        Whose arrays travel on it; see `mm3d.arrays.backend.get`.
+        Whose arrays are communicated; see `mm3d.arrays.backend.get`.
     **shape : int
         The directions, single letters, and their sizes.
 
@@ -71,7 +71,7 @@ class Grid:
                      for name, line in lines.items()}
 
     def _line(self, name: str) -> MPI.Intracomm | DryCommunicator:
-        """The ranks that differ from this one along the direction `name`."""
+        """Create the communicator of the ranks that differ from this one along `name`."""
         if isinstance(self.comm, DryCommunicator):
             return DryCommunicator(self.shape[name], self.coords[name])
         # A line is known by its first rank.
@@ -91,17 +91,17 @@ class Grid:
         return f"Grid({sizes}; rank {self.rank} at {tuple(self.coords.values())})"
 
     def traffic(self) -> dict[tuple[str, str], Traffic]:
-        """What was counted of this rank since `reset_traffic`, by (direction, collective)."""
+        """Return the traffic of this rank since `reset_traffic`, by (direction, collective)."""
         return {(name, collective): traffic for name, axis in self.axes.items()
                 for collective, traffic in axis.traffic.items()}
 
     def reset_traffic(self) -> None:
-        """Start counting anew."""
+        """Reset the counts of traffic to zero."""
         for axis in self.axes.values():
             axis.traffic = {}
 
     def graph(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """A call that repeats `step`, which communicates on this grid; see `Backend.graph`.
+        """Record `step`, which communicates on this grid, as a graph; see `Backend.graph`.
 
         Raises
         ------
@@ -116,7 +116,7 @@ class Grid:
         return self.backend.graph(step)
 
     def free(self) -> None:
-        """Give the communicators of the directions back; the grid is of no use afterwards.
+        """Free the communicators of the directions; the grid cannot be used afterwards.
 
         Every rank must call it.  MPI libraries hold some thousand communicators at most, so a
         program that makes many grids frees those it is done with.

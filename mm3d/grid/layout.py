@@ -1,11 +1,11 @@
-"""Layouts: which direction of the grid divides which dimension of an array.
+"""Describe which directions of the grid divide which dimensions of an array.
 
 A layout is written as one entry a dimension, separated by commas; the letters of an entry are
 the directions that divide the dimension, the first of them first.  On an X x Y x Z grid
 
 - ``"xy,z"`` is the paper's A_ijl: rows by x, each block of rows again by y, columns by z;
 - ``"z,yx"`` is its B_lji, ``"xz,y"`` its C_ilj;
-- ``"xy,,z"`` an activation (batch, sequence, hidden) dealt in whole sequences;
+- ``"xy,,z"`` an activation (batch, sequence, hidden) divided in whole sequences;
 - ``"zx@y"`` a vector divided by z, then x, and kept on the diagonal of y alone: by the rank
   along y whose coordinate is that along z (modulo Y, where Y and Z differ).
 
@@ -25,9 +25,9 @@ from mm3d.grid.shape import GridShape
 
 
 class Layout:
-    """How an array lies on a grid.
+    """Describe how an array is divided over a grid.
 
-    Where each block lies follows from the shape of the grid and coordinates alone: `slices`,
+    The place of each block follows from the shape of the grid and coordinates alone: `slices`,
     `local_shape`, `owns` and `root` take a `GridShape` and coordinates, or a live `Grid`, whose
     coordinates are then those of this rank.
 
@@ -37,7 +37,7 @@ class Layout:
         The layout, as the module describes it.
     units : mapping of int to int, optional
         For a dimension, how many elements the *first* direction that divides it keeps together
-        (the columns of an attention head, say); later directions deal single elements.
+        (the columns of an attention head, say); later directions divide single elements.
 
     Raises
     ------
@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def letters(self) -> str:
-        """The directions that divide something, in order."""
+        """Return the directions that divide a dimension, in order."""
         return "".join(self.dims)
 
     def __repr__(self) -> str:
@@ -75,7 +75,7 @@ class Layout:
 
     def _bounds(self, sizes: GridShape, length: int, dim: int,
                 coords: Mapping[str, int]) -> tuple[int, int]:
-        """Start and length of the block of dimension `dim` at `coords`."""
+        """Return start and length of the block of dimension `dim` at `coords`."""
         start, unit = 0, self.units.get(dim, 1)
         for letter in self.dims[dim]:
             counts = blocks(length, sizes[letter], unit)
@@ -84,20 +84,20 @@ class Layout:
         return start, length
 
     def owns(self, grid: GridShape | Grid, coords: Mapping[str, int] | None = None) -> bool:
-        """Whether the rank at `coords` holds a block at all."""
+        """Return whether the rank at `coords` holds a block."""
         if self.diagonal is None:
             return True
         sizes, coords = _place(grid, coords)
         return coords[self.diagonal] == self.root(sizes, coords)
 
     def root(self, grid: GridShape | Grid, coords: Mapping[str, int] | None = None) -> int:
-        """The rank along the direction after '@' that holds the block of the rank at `coords`."""
+        """Return the rank along the direction after '@' that holds the block for `coords`."""
         sizes, coords = _place(grid, coords)
         return coords[self.letters[0]] % sizes[self.diagonal]
 
     def slices(self, grid: GridShape | Grid, shape: tuple[int, ...],
                coords: Mapping[str, int] | None = None) -> tuple[slice, ...]:
-        """Where in the global array of `shape` the block of the rank at `coords` lies."""
+        """Return the slices of the global array of `shape` that the rank at `coords` holds."""
         sizes, coords = _place(grid, coords)
         self._check(sizes, shape)
         if not self.owns(sizes, coords):
@@ -107,11 +107,11 @@ class Layout:
 
     def local_shape(self, grid: GridShape | Grid, shape: tuple[int, ...],
                     coords: Mapping[str, int] | None = None) -> tuple[int, ...]:
-        """Shape of the block that the rank at `coords` holds of an array of `shape`."""
+        """Return the shape of the block that the rank at `coords` holds of an array of `shape`."""
         return tuple(s.stop - s.start for s in self.slices(grid, shape, coords))
 
     def split(self, grid: Grid, shape: tuple[int, ...], letter: str) -> Split:
-        """The division by the direction `letter` of an array of `shape`.
+        """Return how the direction `letter` divides an array of `shape`.
 
         Its extent on this rank is what the directions before `letter` leave of the dimension.
         ValueError where `letter` divides none.
@@ -127,11 +127,11 @@ class Layout:
         return grid[letter].split(dim, length, unit)
 
     def shard(self, a: np.ndarray, grid: Grid) -> Array:
-        """This rank's block of the global array `a`, which every rank holds (a copy)."""
+        """Copy this rank's block of the global array `a`, which every rank holds."""
         return grid.backend.asarray(np.ascontiguousarray(a[self.slices(grid, a.shape)]))
 
     def unshard(self, a: Array, grid: Grid, shape: tuple[int, ...]) -> np.ndarray:
-        """The global array of `shape` on every rank, from every rank's block `a`.
+        """Gather the global array of `shape` on every rank from the ranks' blocks `a`.
 
         For checks and small arrays only: nothing in the core holds a global array.
         Every rank of the grid must call it.
@@ -158,7 +158,7 @@ class Layout:
 
 def _place(grid: GridShape | Grid, coords: Mapping[str, int] | None
            ) -> tuple[GridShape, Mapping[str, int]]:
-    """The shape of a grid, and coordinates on it: of this rank, if none are given."""
+    """Return the shape of a grid and coordinates on it, by default those of this rank."""
     if not isinstance(grid, GridShape):
         return grid.shape, grid.coords if coords is None else coords
     if coords is None:

@@ -1,4 +1,4 @@
-"""The shape of a process grid: sizes of named directions, as a value that needs no ranks.
+"""Describe the shape of a process grid: sizes of named directions, without ranks.
 
 Ranks are numbered with the first direction varying slowest: on an X x Y x Z grid, rank
 (i Y + j) Z + l has the coordinates (i, j, l).  Directions are single letters; any will do: x, y
@@ -17,7 +17,7 @@ DIRECTIONS = "xyz"    # where a text gives sizes alone
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GridShape(Mapping[str, int]):
-    """Sizes of the named directions of a process grid, the slowest first.
+    """Hold the sizes of the named directions of a process grid, the slowest first.
 
     It is a read-only mapping from directions to sizes: ``shape["x"]``, ``dict(shape)``.  Two
     shapes are equal when they have the same sizes in the same order.
@@ -122,24 +122,24 @@ class GridShape(Mapping[str, int]):
 
     @property
     def compact(self) -> str:
-        """The sizes without spaces, as in options and names of files: ``2x2x2``."""
+        """Return the sizes without spaces, as in options and file names: ``2x2x2``."""
         return "x".join(map(str, self.sizes))
 
     @property
     def ranks(self) -> int:
-        """Number of ranks."""
+        """Return the number of ranks."""
         return math.prod(self.sizes)
 
     def ranks_along(self, directions: Iterable[str]) -> int:
-        """Number of ranks whose coordinates are the same but along these directions."""
+        """Return the number of ranks whose coordinates differ along these directions only."""
         return math.prod(self[name] for name in directions)
 
     def stride(self, direction: str) -> int:
-        """Difference of the numbers of two ranks that are neighbours along a direction."""
+        """Return the difference of the numbers of two neighbours along a direction."""
         return math.prod(self.sizes[self._place(direction) + 1:])
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Coordinate along each direction of the rank numbered `rank`.
+        """Return the coordinate along each direction of the rank numbered `rank`.
 
         Raises
         ------
@@ -155,7 +155,7 @@ class GridShape(Mapping[str, int]):
         return dict(zip(self.directions, reversed(found)))
 
     def rank(self, coordinates: Mapping[str, int]) -> int:
-        """Number of the rank at `coordinates`, which has every direction of the grid.
+        """Return the number of the rank at `coordinates`, which has every direction of the grid.
 
         Raises
         ------

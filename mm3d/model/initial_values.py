@@ -1,4 +1,4 @@
-"""Random numbers that do not depend on who draws them."""
+"""Draw random numbers that are the same on every grid."""
 
 import hashlib
 from typing import Iterator
@@ -12,7 +12,7 @@ ROWS, ELEMENTS = 32, 1024
 
 
 def normal(seed: int, name: str, shape: tuple[int, ...], place: tuple[slice, ...]) -> np.ndarray:
-    """A part of a global array of independent N(0, 1) numbers, in float64.
+    """Draw a part of a global array of independent N(0, 1) numbers, in float64.
 
     The array, its last dimension being a row, is cut into blocks of `ROWS` rows and some columns.
     Each has a random stream of its own: Philox (Salmon, Moraes, Dror and Shaw, SC 2011), keyed by

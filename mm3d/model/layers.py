@@ -1,10 +1,10 @@
-"""The layers of a Transformer, written once for every scheme.
+"""Define the layers of a Transformer, once for every scheme.
 
 ``forward(x) -> (y, saved)`` and ``backward(dy, saved) -> dx``, which adds to the parameters'
-gradients.  No layer keeps anything between the two, so many micro-batches can be in flight.  What
-communication overlaps with is the business of the pass' `Overlap`, if it is given one.
-Where activations lie is their `Space`; how a product is computed is the scheme's.  What forward
-and backward return is new and may be overwritten by the caller; what they are given is not.
+gradients.  No layer keeps anything between the two, so many micro-batches can be in flight.  An
+`Overlap`, if one is passed, schedules communication during products.  The `Space` of an activation
+says how it is divided; the scheme computes the products.  Arrays returned by forward and backward
+are new and may be overwritten by the caller; their arguments are not changed.
 """
 
 from typing import Any, Protocol, Sequence
@@ -20,10 +20,10 @@ from mm3d.schemes.scheme import Product, Scheme
 
 
 class Layer(Protocol):
-    """A part of a chain.
+    """Describe a part of a chain.
 
-    `overlap` is handed on to the linear layers of one pass; without it each of their collectives
-    is completed where it begins.
+    `overlap` is passed on to the linear layers of one pass; without it each of their collectives
+    is blocking.
     """
 
     @property
@@ -35,7 +35,7 @@ class Layer(Protocol):
 
 
 class Linear:
-    """y = x W + b, from one space into the other.
+    """Compute y = x W + b, from one space into the other.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ class Linear:
         self.parameters = [self.weight, self.bias]
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
-        """y = x W + b and what the product keeps."""
+        """Compute y = x W + b; return it with the data that the product keeps."""
         if overlap is None:
             y, saved = self.product.forward(x, self.weight.value)
         else:
@@ -81,7 +81,7 @@ class Linear:
         return y, saved
 
     def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
-        """dx = dy W^T; adds dW and db to the gradients."""
+        """Compute dx = dy W^T; add dW and db to the gradients."""
         if self.adds:
             self.bias.accumulate(add_backward(dy, self.vector, self.bias.has_master))
         if overlap is not None:
@@ -91,12 +91,12 @@ class Linear:
         return dx
 
     def again(self, x: Array, overlap: Overlap | None = None) -> Any:
-        """What `forward` keeps, without y."""
+        """Recompute the data that `forward` keeps, without y."""
         return self.product.again(x, self.weight.value)
 
 
 class LayerNorm:
-    """y = gamma * (x - mean) / sqrt(variance + eps) + beta over the features.
+    """Compute y = gamma * (x - mean) / sqrt(variance + eps) + beta over the features.
 
     Rows whose features are divided sum their statistics over the ranks that share them.
     """
@@ -114,7 +114,7 @@ class LayerNorm:
         self.parameters = [self.weight, self.bias]
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
-        """The normalized rows times gamma, plus beta."""
+        """Compute the normalized rows times gamma, plus beta."""
         own = self.space.grid.backend.empty(x.shape, x.dtype)    # never gathered
         xhat, rstd = functional.normalize_forward(
             x, self.hidden, self.eps, self.space.sum_features, own)
@@ -124,7 +124,7 @@ class LayerNorm:
         return y, (xhat, rstd, gamma_l)
 
     def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
-        """dx; adds the gradients of gamma and beta."""
+        """Compute dx; add the gradients of gamma and beta."""
         xhat, rstd, gamma_l = saved
         self.bias.accumulate(add_backward(dy, self.vector, self.bias.has_master))
         dxhat = self.empty(dy.dtype)
@@ -136,7 +136,7 @@ class LayerNorm:
 
 
 class Gelu:
-    """GELU in its tanh form of x + b, where x is the output of a linear layer and b its bias.
+    """Compute GELU, in its tanh form, of x + b with the output x and the bias b of a linear layer.
 
     Adding the bias here saves a pass over the widest activation in each direction.
 
@@ -157,12 +157,12 @@ class Gelu:
         self.empty = space.allocator(features)
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
-        """GELU of x + b; x and the features of b are kept."""
+        """Compute GELU of x + b; keep x and this rank's features of b."""
         y, b_l = gelu_forward(x, self.bias.value, self.vector, out=self.empty(x.dtype))
         return y, (x, b_l)
 
     def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
-        """dy times the slope of GELU at x + b; adds db to the bias' gradient."""
+        """Compute dy times the slope of GELU at x + b; add db to the bias' gradient."""
         x, b_l = saved
         dx, db = gelu_backward(dy, x, b_l, self.vector, self.empty(dy.dtype),
                                self.bias.has_master)
@@ -171,9 +171,9 @@ class Gelu:
 
 
 class Attention:
-    """Multi-head attention: (batch, seq, 3, features) of Q, K and V to (batch, seq, features).
+    """Compute multi-head attention from (batch, seq, 3, features) to (batch, seq, features).
 
-    Heads are dealt like the features.  Where the positions of a sequence are divided, each rank
+    Heads are divided like the features.  Where the positions of a sequence are divided, each rank
     keeps its queries and gathers the keys and values along the sequence; their gradients are
     reduce-scattered.
     """
@@ -199,7 +199,7 @@ class Attention:
         return by_head[:, :, 0, ...], kv[:, :, 0, ...], kv[:, :, 1, ...]
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
-        """(batch, seq, 3, features) to (batch, seq, features), blocks of this rank."""
+        """Compute this rank's block of (batch, seq, features) from that of Q, K and V."""
         q, k, v = self._gathered(x)
         y = self.empty(x.dtype)
         _, lse = functional.attention_forward(q, k, v, self.space.first_position, self.causal,
@@ -207,7 +207,7 @@ class Attention:
         return y, (x, lse)
 
     def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
-        """The gradients of Q, K and V, together."""
+        """Compute the gradients of Q, K and V, in one array."""
         x, lse = saved
         q, k, v = self._gathered(x)
         dx = self.empty_qkv(x.dtype)
@@ -224,31 +224,31 @@ class Attention:
 
 
 class Chain:
-    """Layers one after another."""
+    """Apply layers one after another."""
 
     def __init__(self, *layers: Layer) -> None:
         self.layers = layers
         self.parameters = [p for layer in layers for p in layer.parameters]
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
-        """The last layer's output, and what each layer keeps."""
+        """Compute the last layer's output; return it with the data that each layer keeps."""
         return _through(self.layers, x, overlap)
 
     def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
-        """The gradient through all layers, from the last to the first."""
+        """Compute the gradient through all layers, from the last to the first."""
         for layer, kept in zip(reversed(self.layers), reversed(saved)):
             dy = layer.backward(dy, kept, overlap)
         return dy
 
     def again(self, x: Array, overlap: Overlap | None = None) -> Any:
-        """What `forward` keeps, without y: the last layer, a linear one, does not multiply."""
+        """Recompute the data that `forward` keeps, without y and the last layer's product."""
         x, saved = _through(self.layers[:-1], x, overlap)
         return [*saved, self.layers[-1].again(x, overlap)]
 
 
 def _through(layers: Sequence[Layer], x: Array,
              overlap: Overlap | None) -> tuple[Array, list]:
-    """The output of `layers`, and what each of them keeps."""
+    """Apply `layers` to x; return the output and the data that each of them keeps."""
     saved = []
     for layer in layers:
         x, kept = layer.forward(x, overlap)
@@ -257,16 +257,16 @@ def _through(layers: Sequence[Layer], x: Array,
 
 
 class Residual(Chain):
-    """x + f(x), f being the chain of the layers given."""
+    """Compute x + f(x), with f the chain of the given layers."""
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
-        """x + f(x)."""
+        """Compute x + f(x)."""
         y, saved = super().forward(x, overlap)
         y += x
         return y, saved
 
     def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
-        """dy plus the gradient through f."""
+        """Compute dy plus the gradient through f."""
         dx = super().backward(dy, saved, overlap)
         dx += dy
         return dx

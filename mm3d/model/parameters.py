@@ -1,4 +1,4 @@
-"""What is trained: arrays dealt over the grid, with their gradients."""
+"""Hold trained arrays, divided over the grid, with their gradients."""
 
 import math
 from typing import Any
@@ -12,7 +12,7 @@ from mm3d.grid.layout import Layout
 
 
 class Parameter:
-    """A trained array, dealt over the grid, and its gradient.
+    """Hold this rank's block of a trained array and of its gradient.
 
     Attributes
     ----------
@@ -46,18 +46,18 @@ class Parameter:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that this rank holds: value and gradient, and the master if it has its own."""
+        """Return the bytes on this rank: value and gradient, and the master if it is separate."""
         held = [self.value, self.grad, *([self.master] if self.has_master else ())]
         return sum(a.nbytes for a in held)
 
     def refresh(self) -> None:
-        """Round the master, which has changed, to what is computed with."""
+        """Round the master, after a change, to the type of `value`."""
         if self.has_master:
             xp = namespace(self.master)
             self.value[...] = xp.astype(self.master, self.value.dtype, copy=False)
 
     def accumulate(self, gradient: Array | None) -> None:
-        """Add to the gradient; None where this rank holds no block."""
+        """Add to the gradient; `gradient` is None where this rank holds no block."""
         if gradient is not None:
             self.grad += gradient
 
@@ -69,5 +69,5 @@ class Parameter:
         self.refresh()
 
     def gather(self, block: Array) -> np.ndarray:
-        """The global array of which this rank holds `block` (for checks; collective)."""
+        """Gather the global array of which this rank holds `block` (for checks; collective)."""
         return self.layout.unshard(block, self.grid, self.shape).reshape(self.public_shape)

@@ -1,4 +1,4 @@
-"""Policies of recomputation: what is kept from forward to backward, the rest is computed again.
+"""Define policies of recomputation: which data are kept from forward, and which computed again.
 
 =============  =====================================================================  ============
 policy         kept of each layer, beside parameters and their gradients              words a token
@@ -32,7 +32,7 @@ POLICIES = ("none", "selective", "full", "uniform:2", "uniform:3", "uniform:4", 
 
 
 class Policy(NamedTuple):
-    """What a name of a policy means.
+    """Describe a policy of recomputation.
 
     Attributes
     ----------
@@ -47,11 +47,11 @@ class Policy(NamedTuple):
 
     @property
     def period(self) -> int:
-        """After how many layers what is kept and computed repeats itself."""
+        """Return the number of layers after which the pattern of kept data repeats."""
         return max(1, self.every)
 
     def groups(self, layers: int) -> list[int]:
-        """How many layers each group has that is computed again from its input; [] if none is."""
+        """Return the sizes of the groups of layers that are computed again from their input."""
         if not self.every:
             return []
         whole, rest = divmod(layers, self.every)
@@ -59,7 +59,7 @@ class Policy(NamedTuple):
 
 
 def policy(name: str) -> Policy:
-    """The policy called `name`.
+    """Return the policy called `name`.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Layers that are computed again in backward, and the order of the products with weights.
+"""Compute layers again in backward, and list the products with weights in their order.
 
 What `mm3d.model.recomputation` names is built of one wrapper, `Recomputed`, around those layers of
 which only the input is kept.  It is the same for every scheme, and holds nothing itself.
@@ -12,36 +12,36 @@ from mm3d.schemes.overlap import Overlap
 
 
 class Recomputed(Chain):
-    """Layers one after another, of which the input alone is kept from forward to backward.
+    """Apply layers one after another, and keep only the input from forward to backward.
 
-    Backward first computes again what they would have kept, with the same operations in the same
-    order, and so to the same bit; the last of them is a linear layer, whose output nothing needs
-    and which does not multiply again.
+    Backward first recomputes the data that the layers would have kept, with the same operations in
+    the same order, and so to the same bit.  The last of them is a linear layer; its output is not
+    needed, and it does not multiply again.
     """
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
-        """The last layer's output, and x."""
+        """Compute the last layer's output; return it with x."""
         y = x
         for layer in self.layers:
             y = layer.forward(y, overlap)[0]
         return y, x
 
     def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
-        """The gradient through all layers, from the last to the first."""
+        """Compute the gradient through all layers, from the last to the first."""
         return super().backward(dy, self.recompute(saved, overlap), overlap)
 
     def recompute(self, x: Array, overlap: Overlap | None = None) -> Any:
-        """What the layers keep."""
+        """Recompute the data that the layers keep."""
         return super().again(x, overlap)
 
     def again(self, x: Array, overlap: Overlap | None = None) -> Any:
-        """What `forward` keeps: x."""
+        """Return x, the data that `forward` keeps."""
         return x
 
 
 def weighted_products(layer: Layer, backward: bool = False,
                       again: bool = False) -> list[tuple[Linear, bool]]:
-    """The products with weights of a forward or a `backward` pass, in their order.
+    """List the products with weights of a forward or a `backward` pass, in their order.
 
     Parameters
     ----------

@@ -1,4 +1,4 @@
-"""The sizes of a Transformer, as a value."""
+"""Hold and check the sizes of a Transformer."""
 
 import numbers
 from collections.abc import Mapping
@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Iterator
 
 @dataclass(frozen=True)
 class ModelSizes(Mapping[str, int]):
-    """The sizes of a Transformer.
+    """Hold the sizes of a Transformer.
 
     It is a read-only mapping from names to sizes, so that ``Transformer(scheme, **sizes)`` and
     ``dict(sizes)`` do what they say.
@@ -60,7 +60,7 @@ class ModelSizes(Mapping[str, int]):
 
     @property
     def tokens(self) -> int:
-        """Number of positions in all sequences together."""
+        """Return the number of positions in all sequences together."""
         return self.batch * self.seq
 
     def check(self) -> None:

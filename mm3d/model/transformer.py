@@ -1,4 +1,4 @@
-"""The Transformer: the only definition of it, for every scheme."""
+"""Define the Transformer, once for every scheme."""
 
 import math
 from collections import Counter
@@ -79,7 +79,7 @@ def transformer_layer(sizes: ModelSizes, causal: bool = False,
 
 
 class Transformer:
-    """A stack of pre-LN Transformer layers, without embedding and head, as the paper measures.
+    """Stack pre-LN Transformer layers, without embedding and head, as in the paper's measurements.
 
     y = x + Attention(LN(x)); y + MLP(LN(y)), with MLP factor 4 and GELU.  Weights are drawn from
     N(0, 1 / fan-in), biases from N(0, 0.01) and the norms' weights from N(1, 0.01), so that a
@@ -89,7 +89,7 @@ class Transformer:
     Parameters
     ----------
     scheme : Scheme
-        Where everything lies and how products are computed.
+        Divides all arrays and computes the products.
     layers, hidden, heads : int
         Number of layers, features of the residual stream, attention heads.
     batch, seq : int
@@ -117,7 +117,7 @@ class Transformer:
     Raises
     ------
     ValueError
-        On every rank alike, for sizes that cannot be dealt.
+        On every rank alike, for sizes that cannot be divided.
 
     Attributes
     ----------
@@ -162,11 +162,11 @@ class Transformer:
         self._draw()
 
     def _named(self, dtype: str | None) -> Any:
-        """The array library's dtype of that name."""
+        """Return the array library's dtype of that name."""
         return dtype and getattr(self.grid.backend.xp, dtype, dtype)
 
     def _draw(self) -> None:
-        """Give every parameter its first value."""
+        """Draw the initial value of every parameter."""
         for p in self.parameters:
             place = p.layout.slices(self.grid, p.shape)
             if p.name.endswith(".weight") and len(p.shape) > 1:
@@ -179,31 +179,31 @@ class Transformer:
             p.refresh()
 
     def random(self, name: str) -> Array:
-        """This rank's block of an activation drawn from N(0, 1) by the model's seed and `name`."""
+        """Draw this rank's block of an activation from N(0, 1), by the model's seed and `name`."""
         place = self.outer.layout().slices(self.grid, self.shape)
         return self._normal(name, self.shape, place)
 
     def _normal(self, name: str, shape: tuple[int, ...], place: tuple[slice, ...],
                 divisor: float = 1.0, dtype: str | None = None) -> Array:
-        """This rank's part of `normal`, over `divisor`, in `dtype`, the model's by default."""
+        """Draw this rank's part of `normal`, over `divisor`, in `dtype` (default: the model's)."""
         return self.grid.backend.from_host(
             tuple(s.stop - s.start for s in place), dtype or self.dtype,
             lambda: normal(self.seed, name, shape, place) / divisor)
 
     def forward(self, x: Array) -> tuple[Array, Any]:
-        """The output for this rank's block `x` of the input, and what `backward` needs."""
+        """Compute the output for this rank's block `x`; return it with the data for `backward`."""
         self._check_block("x", x)
         with self._overlap(backward=False) as overlap:
             return self.layers.forward(x, overlap)
 
     def backward(self, dy: Array, saved: Any) -> Array:
-        """The gradient dx for this rank's block `dy`; adds to the parameters' gradients."""
+        """Compute the gradient dx for this rank's block `dy`; add to the parameters' gradients."""
         self._check_block("dy", dy)
         with self._overlap(backward=True) as overlap:
             return self.layers.backward(dy, saved, overlap)
 
     def _overlap(self, backward: bool) -> ContextManager[Overlap | None]:
-        """The communication in flight during one pass; None where no product overlaps any."""
+        """Return the overlap of one pass as a context; None if no product overlaps."""
         if any(linear.product.overlap for linear in self.linears):
             return Overlap(self._products[backward])
         return nullcontext()
@@ -220,31 +220,31 @@ class Transformer:
             p.grad[...] = 0
 
     def refresh(self) -> None:
-        """Round the masters to what is computed with; after each change of theirs."""
+        """Round the masters to the type of the model; call it after each change of them."""
         for p in self.parameters:
             p.refresh()
 
     def shard(self, x: np.ndarray) -> Array:
-        """This rank's block of a global activation (batch, seq, hidden), in the model's dtype."""
+        """Return this rank's block of a global (batch, seq, hidden), in the model's dtype."""
         if np.shape(x) != self.shape:
             raise ValueError(f"the activation has the shape {np.shape(x)}, the model takes "
                              f"(batch, seq, hidden) = {self.shape}")
         return self.outer.layout().shard(np.asarray(x, self.dtype), self.grid)
 
     def unshard(self, y: Array) -> np.ndarray:
-        """The global activation on every rank, from every rank's block (collective)."""
+        """Gather the global activation on every rank from the ranks' blocks (collective)."""
         return self.outer.layout().unshard(y, self.grid, self.shape)
 
     def state(self) -> dict[str, np.ndarray]:
-        """Every parameter as a global array, on every rank (collective; for checks)."""
+        """Gather every parameter as a global array, on every rank (collective; for checks)."""
         return {p.name: p.gather(p.master) for p in self.parameters}
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """Every gradient as a global array, on every rank (collective; for checks)."""
+        """Gather every gradient as a global array, on every rank (collective; for checks)."""
         return {p.name: p.gather(p.grad) for p in self.parameters}
 
     def load(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take the parameters from global arrays, as `state` gives them."""
+        """Load the parameters from global arrays, as returned by `state`."""
         known = {p.name: p.public_shape for p in self.parameters}
         for name in [*known, *state]:
             if name not in known or name not in state:
@@ -257,13 +257,13 @@ class Transformer:
             p.load(np.asarray(state[p.name]))
 
     def saved_bytes(self, saved: Any) -> int:
-        """Bytes that this rank keeps in `saved` between forward and backward."""
+        """Return the bytes that this rank keeps in `saved` between forward and backward."""
         arrays = {id(a): a for a in _arrays(saved)}
         return sum(math.prod(a.shape) * host_dtype(a).itemsize for a in arrays.values())
 
 
 def _arrays(saved: Any) -> Iterator[Array]:
-    """All arrays within what a layer saved."""
+    """Iterate over all arrays in the data that a layer saved."""
     if isinstance(saved, (tuple, list)):
         for item in saved:
             yield from _arrays(item)
