@@ -23,6 +23,7 @@ from _pytest.runner import runtestprotocol
 from mpi4py import MPI
 
 from mm3d import launcher
+from mm3d.arrays import backend
 from support import LIMIT, gpu_problem, kill_running
 
 # Tests that mean another transport, or both, say so.
@@ -121,6 +122,13 @@ def transport(request, monkeypatch) -> str:
     """How blocks travel; what holds for one must hold for the other."""
     monkeypatch.setenv("MM3D_TRANSPORT", request.param)
     return request.param
+
+
+@pytest.fixture
+def no_backends():
+    """No array library is in use yet; those of other tests are back after this one."""
+    with backend.only():
+        yield
 
 
 @pytest.fixture

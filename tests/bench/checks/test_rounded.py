@@ -49,11 +49,12 @@ def mode(request, monkeypatch):
     step = device_checks.model_step
 
     def on(library, dtype):
-        monkeypatch.setattr(backend, "_made", {library.name: library, "numpy": plain})
-        return step(library, dtype)
-    monkeypatch.setattr(backend, "_made", {"numpy": plain})
+        with backend.only(library, plain):
+            return step(library, dtype)
+
     monkeypatch.setattr(device_checks, "model_step", on)
-    return Mode(device, dtype, tf32)
+    with backend.only(plain):
+        yield Mode(device, dtype, tf32)
 
 
 def test_what_rounds_in_the_same_places_is_the_same(mode):

@@ -16,19 +16,17 @@ FACTS = Facts(1, [], limit=30)
 
 
 @pytest.fixture
-def cupy(monkeypatch):
+def cupy(monkeypatch, no_backends):
     if not shutil.which("g++"):
         pytest.skip("no g++ to compile kernels")
     for name, module in fakelibs.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(backend, "_made", {})
     monkeypatch.setattr(device_checks, "SIZES", dict(layers=1, hidden=8, heads=2, batch=1, seq=4))
     return backend.get("cupy")
 
 
-def test_without_a_gpu_nothing_is_claimed(monkeypatch):
+def test_without_a_gpu_nothing_is_claimed(monkeypatch, no_backends):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setattr(backend, "_made", {})
     findings = [check(FACTS) for check in gpu_checks.CHECKS]
     assert [one.state for one in findings] == [FAILED] + [SKIPPED] * 6
     assert "needs the package cupy" in findings[0].text

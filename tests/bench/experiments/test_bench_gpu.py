@@ -32,13 +32,12 @@ def records(tmp_path) -> dict:
 
 @pytest.mark.parametrize("library", [
     "numpy", pytest.param("cupy", marks=pytest.mark.slow)])
-def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, library):
+def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, library, no_backends):
     if library == "cupy":
         if not shutil.which("g++"):
             pytest.skip("no g++ to compile kernels")
         for name, module in fakelibs.modules().items():
             monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(backend, "_made", {})
     monkeypatch.setattr(gpu_cases, "torch_layer", lambda *_: None)
     chosen = arguments(tmp_path, library, *["--graph"] * (library == "cupy"))
     if library == "cupy":
@@ -112,8 +111,7 @@ def test_it_measures_one_rank(tmp_path):
         gpu.run(arguments(tmp_path, "numpy"), Two)
 
 
-def test_without_a_gpu_it_says_so(tmp_path, monkeypatch):
+def test_without_a_gpu_it_says_so(tmp_path, monkeypatch, no_backends):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    monkeypatch.setattr(backend, "_made", {})
     with pytest.raises(UsageError, match="backend 'cupy' needs the package cupy"):
         gpu.run(arguments(tmp_path, "cupy"), MPI.COMM_SELF)

@@ -215,9 +215,8 @@ def test_names_reach_the_profiler_of_a_gpu():
     assert profiler.open == []
 
 
-def test_what_fails_is_told_and_what_follows_too(monkeypatch):
+def test_what_fails_is_told_and_what_follows_too(no_backends):
     """A program that catches the error within goes on being observed."""
-    monkeypatch.setattr(backend, "_made", {})
     library = backend.get("numpy")
     model = mm3d.Transformer(mm3d.scheme("serial", backend=library,
                                          comm=mm3d.grid.grid.MPI.COMM_SELF),
@@ -238,9 +237,8 @@ def test_what_fails_is_told_and_what_follows_too(monkeypatch):
     assert counts[0] == counts[1] > 10
 
 
-def test_a_product_that_calls_another_is_one(monkeypatch):
+def test_a_product_that_calls_another_is_one(no_backends):
     """As CuPy's gemm is, which calls its gemms; stacks are seen by themselves."""
-    monkeypatch.setattr(backend, "_made", {})
     library = backend.Backend()
     library.gemms = lambda a, b, out: library.xp.matmul(a, b, out=out)
     library.gemm = lambda a, b, out: library.gemms(a[None], b[None], out[None])

@@ -52,11 +52,10 @@ class StrictBackend(backend.Backend):
 
 
 @pytest.fixture(autouse=True)
-def registered(monkeypatch):
+def registered(monkeypatch, no_backends):
     """Registers the library for one test; arrays travel as they do where nothing is set."""
     monkeypatch.delenv("MM3D_TRANSPORT", raising=False)
     monkeypatch.setattr(backend, "_makers", dict(backend._makers))
-    monkeypatch.setattr(backend, "_made", {})
     backend.register("strict", StrictBackend)
 
 

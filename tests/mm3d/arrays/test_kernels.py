@@ -35,7 +35,7 @@ def cupy(request, monkeypatch):
             pytest.skip("no g++ to compile kernels")
         for name, module in fakelibs.modules().items():
             monkeypatch.setitem(sys.modules, name, module)
-        monkeypatch.setattr(backend, "_made", {})
+        request.getfixturevalue("no_backends")
     backend.get("numpy")
     return backend.get("cupy")
 

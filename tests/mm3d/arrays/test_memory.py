@@ -14,10 +14,9 @@ LARGE = 4 * 8 * 256 * 256 // 8
 
 
 @pytest.fixture
-def fresh(monkeypatch):
+def fresh(monkeypatch, no_backends):
     """A backend of its own, so that nothing that other tests gave back is there to be reused."""
     monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
-    monkeypatch.setattr(backend, "_made", {})
     return backend.get("numpy")
 
 

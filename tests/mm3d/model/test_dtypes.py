@@ -54,9 +54,9 @@ def watched(monkeypatch):
     """A backend whose arrays' types are recorded, and that all arrays in use belong to."""
     monkeypatch.setenv("MM3D_TRANSPORT", "mpi")    # where the backend makes every array
     library = WatchedBackend()
-    monkeypatch.setattr(backend, "_made", {"watched": library})
     monkeypatch.setattr(Watched, "seen", set())
-    return library
+    with backend.only(library):
+        yield library
 
 
 @pytest.mark.ranks(*SOME)

@@ -87,8 +87,7 @@ def test_the_arrays_of_dry_runs_are_no_choice(refused, monkeypatch):
 
 
 @pytest.mark.ranks(1, 8)
-def test_cupy_that_is_not_there(refused, monkeypatch):
-    monkeypatch.setattr(backend, "_made", {})
+def test_cupy_that_is_not_there(refused, monkeypatch, no_backends):
     monkeypatch.setitem(sys.modules, "cupy", None)    # makes the import fail
     refused(lambda: mm3d.scheme("1d", Silent(8), backend="cupy"), "'cupy'", "pip install",
             "'numpy'")
