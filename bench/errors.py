@@ -28,7 +28,7 @@ class UsageError(ValueError):
     """Invalid argument; the same on every rank, before any communication."""
 
 
-def _one_of(known: dict, name: str, what: str, *also: str):
+def require_known(known: dict, name: str, what: str, *also: str):
     if name not in known:
         choices: Iterable[str] = [*known, *also]
         raise UsageError(f"{what} {name!r} is unknown: choose one of {', '.join(choices)}")

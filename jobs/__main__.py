@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import NoReturn, Sequence
 
 from bench.cases import variants
-from bench.cases.case import Case, case
-from bench.cases.paper import load
-from bench.cases.selection import equal_tokens, select
+from bench.cases.case import Case, make_case
+from bench.cases.paper import load_tables
+from bench.cases.selection import equal_token_rows, select_rows
 from bench.errors import UsageError, status_of
 from bench.records import atomic
 from bench.reports.document import Column, Table
@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
         "3-D rows also with the batch of each other scheme's row on as many ranks, and these "
         "with that of 3-D"))
     rest.add_argument("--ranks", metavar="N,...", help="only rows on so many ranks")
-    rest.add_argument("--preset", default="paper", choices=load().presets,
+    rest.add_argument("--preset", default="paper", choices=load_tables().presets,
                       help="the sizes (default paper)")
     rest.add_argument("--inside", metavar="AXIS", help=(
         "the direction of the grid that stays inside a node (default: the site file's, or the "
@@ -71,12 +71,13 @@ def work_and_cases(arguments) -> tuple[Work, list[Case]]:
         When it cannot be meant.
     """
     site = sites.load(arguments.site)
-    chosen, variant = select(arguments.table, arguments.scheme), row_options.variant(arguments)
-    chosen += equal_tokens(chosen) if arguments.equal_tokens else []
+    chosen = select_rows(arguments.table, arguments.scheme)
+    variant = row_options.variant(arguments)
+    chosen += equal_token_rows(chosen) if arguments.equal_tokens else []
     if problem := variants.problem(variant, (row.scheme for row in chosen),
                                    recompute=arguments.recompute):
         raise UsageError(problem)
-    cases = [case(row, arguments.preset, variant) for row in chosen]
+    cases = [make_case(row, arguments.preset, variant) for row in chosen]
     counts = sorted({str(one.row.gpus) for one in cases}, key=int)
     wanted = arguments.ranks.split(",") if arguments.ranks else counts
     if not set(wanted) <= set(counts):

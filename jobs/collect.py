@@ -37,7 +37,7 @@ def merge(work: Work, cases: list[Case]) -> str:
     if not paths:
         return "nothing to merge"
     run_file.check_folder(work.folder)
-    count = merged.merge(paths, target, anew=True)
+    count = merged.merge_files(paths, target, anew=True)
     return f"{count} runs merged in {target}"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Iterator
 
 from bench.cases.case import Case
-from bench.cases.variants import recorded
+from bench.cases.variants import recorded_variant
 from bench.errors import StoreError, UsageError
 from bench.records import journal, run_file
 from jobs import slurm
@@ -60,7 +60,7 @@ def note(work: Work, case: Case, job: str) -> None:
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            journal.append(file, {"row": case.name, "job": job})
+            journal.append_entry(file, {"row": case.name, "job": job})
         finally:
             os.close(file)
     except OSError as error:
@@ -71,7 +71,7 @@ def note(work: Work, case: Case, job: str) -> None:
 
 def submitted(work: Work) -> dict[str, str]:
     """Read the last job of each row, by the row's name."""
-    entries = journal.whole(books(work)) if books(work).exists() else []
+    entries = journal.read_entries(books(work)) if books(work).exists() else []
     return {entry["row"]: entry["job"] for entry in entries if {"row", "job"} <= entry.keys()}
 
 
@@ -89,9 +89,10 @@ def results(work: Work, case: Case) -> list[tuple[Path, run_file.Run]]:
     for folder in (work.runs(case), work.out):
         for path in sorted(folder.glob(f"{case.name}-*.h5")):
             with contextlib.suppress(StoreError):    # as if it were not there
-                run = run_file.read(path)
+                run = run_file.read_run(path)
                 if (isinstance(run, run_file.Run) and not run.configuration["overridden"]
-                        and recorded(run.configuration).arguments() == case.variant.arguments()
+                        and (recorded_variant(run.configuration).arguments()
+                             == case.variant.arguments())
                         and work.recompute in (None, run.configuration.get("recompute", "none"))):
                     found.append((path, run))
     return found

@@ -4,9 +4,9 @@ import math
 
 import msgspec
 
-from bench.cases.paper import Preset, Row, batch_of, load, title
+from bench.cases.paper import Preset, Row, batch_of, load_tables, title
 from bench.cases.variants import Variant
-from bench.errors import UsageError, _one_of
+from bench.errors import UsageError, require_known
 from mm3d import ModelSizes
 
 
@@ -58,8 +58,8 @@ def scaled_hidden(hidden: int, heads: int, divisor: int, rounding: str) -> int:
     return heads * max(1, math.ceil(size) if rounding == "up" else math.floor(size + 0.5))
 
 
-def case(row: Row, preset: str, variant: Variant = Variant(),
-         **overrides: int | None) -> Case:
+def make_case(row: Row, preset: str, variant: Variant = Variant(),
+              **overrides: int | None) -> Case:
     """The case that `row` is under `preset`.
 
     Parameters
@@ -67,7 +67,7 @@ def case(row: Row, preset: str, variant: Variant = Variant(),
     row : Row
         Which row.
     preset : str
-        One of ``load().presets``.
+        One of ``load_tables().presets``.
     variant : Variant
         How it is computed.
     **overrides : int or None
@@ -78,8 +78,8 @@ def case(row: Row, preset: str, variant: Variant = Variant(),
     UsageError
         When the preset is unknown or the sizes make no model.
     """
-    chosen = _one_of(load().presets, preset, "preset")
-    heads = load().settings.heads[row.hidden]
+    chosen = require_known(load_tables().presets, preset, "preset")
+    heads = load_tables().settings.heads[row.hidden]
     given = {name: value for name, value in overrides.items() if value is not None}
     sizes = ModelSizes(**{
         "layers": chosen.layers,

@@ -98,7 +98,7 @@ def title(scheme: str) -> str:
 
 
 @cache
-def load() -> Cases:
+def load_tables() -> Cases:
     """The rows, settings and presets of ``tables.toml``, checked."""
     text = resources.files("bench.cases").joinpath("tables.toml").read_bytes()
     return msgspec.toml.decode(text, type=Cases, strict=False)
@@ -108,16 +108,16 @@ def batch_of(row: Row) -> int:
     """The published batch that `row` is measured with: its own, or that of the row `like` it."""
     if not row.like:
         return row.batch
-    found = {other.key: other for other in load().rows}.get((row.table, row.like, row.gpus))
-    return (found or own(row.table, row.like, row.gpus)).batch
+    found = {other.key: other for other in load_tables().rows}.get((row.table, row.like, row.gpus))
+    return (found or unpublished_row(row.table, row.like, row.gpus)).batch
 
 
-def own(table: str, scheme: str, ranks: int) -> Row:
+def unpublished_row(table: str, scheme: str, ranks: int) -> Row:
     """A row that the paper does not have.
 
     Its sizes are those of the table's row with the nearest number of ranks, and of several such
     rows the one with the largest batch.
     """
-    rows = [row for row in load().rows if row.table == table]
+    rows = [row for row in load_tables().rows if row.table == table]
     like = min(rows, key=lambda row: (abs(math.log(row.gpus / ranks)), -row.batch))
     return Row(table, scheme, ranks, like.batch, like.hidden, *[math.nan] * 3)

@@ -7,18 +7,18 @@ import msgspec
 
 import mm3d
 from bench.cases.case import Case
-from bench.cases.paper import HEADINGS, PAPER, PROPOSED, Row, TITLES, load, own
-from bench.errors import UsageError, _one_of
+from bench.cases.paper import HEADINGS, PAPER, PROPOSED, Row, TITLES, load_tables, unpublished_row
+from bench.errors import UsageError, require_known
 
 
-def equal_tokens(rows: Iterable[Row]) -> list[Row]:
+def equal_token_rows(rows: Iterable[Row]) -> list[Row]:
     """What makes the 3-D rows and the others on as many ranks comparable at equal batches.
 
     Each of a pair of the tables' rows whose batches differ, measured with the batch of the other
     too, if it is one of `rows`.
     """
     rows, more = list(rows), []
-    known = [row for row in dict.fromkeys([*rows, *load().rows]) if not row.like]
+    known = [row for row in dict.fromkeys([*rows, *load_tables().rows]) if not row.like]
     for cube in (row for row in known if row.scheme == PROPOSED):
         for other in known:
             if (other.table, other.gpus) == (cube.table, cube.gpus) and other.batch != cube.batch:
@@ -27,7 +27,7 @@ def equal_tokens(rows: Iterable[Row]) -> list[Row]:
     return list(dict.fromkeys(more))
 
 
-def select(tables: str = "all", schemes: str = "all", ranks: int | None = None) -> list[Row]:
+def select_rows(tables: str = "all", schemes: str = "all", ranks: int | None = None) -> list[Row]:
     """The rows of some tables and schemes: the paper's in its order, then `own` ones.
 
     Parameters
@@ -45,14 +45,14 @@ def select(tables: str = "all", schemes: str = "all", ranks: int | None = None) 
     """
     wanted_tables = _names(tables, list(HEADINGS), "--table")
     wanted_schemes = PAPER if schemes == "all" else _names(schemes, list(TITLES), "--scheme")
-    rows = [row for row in load().rows
+    rows = [row for row in load_tables().rows
             if row.table in wanted_tables and row.scheme in wanted_schemes]
-    return rows + [own(table, scheme, count) for table in wanted_tables
+    return rows + [unpublished_row(table, scheme, count) for table in wanted_tables
                    for scheme in wanted_schemes if scheme not in PAPER
                    for count in ([ranks] if ranks else _fitting(table, scheme))]
 
 
-def named(pairs: str, ranks: int) -> list[Row]:
+def rows_by_name(pairs: str, ranks: int) -> list[Row]:
     """The rows called ``weak:3d,strong:1d``; of a scheme that the paper lacks on so many ranks.
 
     ``weak:3d:1d`` is the row of 3-D with the batch of that of 1-D.  Each is there once, however
@@ -70,15 +70,16 @@ def named(pairs: str, ranks: int) -> list[Row]:
             raise UsageError(f"--rows {pair}: give a table and a scheme, as in weak:3d")
         scheme, colon, like = scheme.partition(":")
         if colon:
-            _one_of(TITLES, like, "--rows")
-        found += [msgspec.structs.replace(row, like=like) for row in select(table, scheme, ranks)]
+            require_known(TITLES, like, "--rows")
+        found += [msgspec.structs.replace(row, like=like)
+                  for row in select_rows(table, scheme, ranks)]
     return list({(row.key, row.like): row for row in found}.values())
 
 
 def _fitting(table: str, scheme: str) -> list[int]:
     """The rank counts of `table` for which `scheme` has a grid."""
     found = []
-    for ranks in sorted({row.gpus for row in load().rows if row.table == table}):
+    for ranks in sorted({row.gpus for row in load_tables().rows if row.table == table}):
         try:
             mm3d.SCHEMES[scheme].default_grid(ranks)
         except ValueError:
@@ -87,7 +88,7 @@ def _fitting(table: str, scheme: str) -> list[int]:
     return found
 
 
-def shuffled(cases: Iterable[Case], seed: int) -> list[Case]:
+def shuffle_cases(cases: Iterable[Case], seed: int) -> list[Case]:
     """`cases` in an order drawn from `seed`.
 
     Each case draws its own number, so that any selection of them keeps the order.
@@ -99,4 +100,5 @@ def _names(given: str, known: list[str], option: str) -> list[str]:
     names = [name.strip() for name in given.split(",")]
     if names == ["all"]:
         return known
-    return [_one_of({k: k for k in known}, name, option, "all") for name in dict.fromkeys(names)]
+    return [require_known({k: k for k in known}, name, option, "all")
+            for name in dict.fromkeys(names)]

@@ -76,12 +76,12 @@ class Variant(msgspec.Struct, frozen=True):
                 *["--causal"] * self.causal, *[f"--dtype={self.dtype}"] * (self.dtype != PLAIN)]
 
 
-def having(option: str) -> dict[str, Option]:
+def schemes_with_option(option: str) -> dict[str, Option]:
     """Return the schemes that have an option of this name, with their descriptions of it."""
     return {name: cls.options[option] for name, cls in registry().items() if option in cls.options}
 
 
-def recorded(configuration: Mapping[str, Any]) -> Variant:
+def recorded_variant(configuration: Mapping[str, Any]) -> Variant:
     """The variant that a file is of; files of before have the default of what they lack."""
     known = Variant()
     return Variant(**{name: type(getattr(known, name))(configuration.get(
@@ -97,7 +97,7 @@ def problem(variant: Variant, schemes: Iterable[str], backend: Backend | None = 
     for name, flag in (("keep", f"--keep {variant.keep}"), ("overlap", "--overlap")):
         if getattr(variant, name) == getattr(Variant(), name):
             continue
-        able = having(name)
+        able = schemes_with_option(name)
         unable = [scheme for scheme in dict.fromkeys(schemes) if scheme not in able]
         if unable:
             return (f"{flag}: scheme {', '.join(map(repr, unable))} has no such option; choose "

@@ -59,7 +59,7 @@ def census() -> list[dict[str, Any]]:
             "local_rank": nodes[:comm.rank].count(node), "ranks_on_node": nodes.count(node),
             "cores": launcher.cores(), "gpus": seen,
             "gpu_source": source, "mpi": host.mpi_name(MPI.Get_library_version()),
-            "best_kernels": best_kernels(), **host.blas(),
+            "best_kernels": best_kernels(), **host.describe_blas(),
             "clock_resolution": clock.resolution(), "clock_offset_error": clock.offset_error}
     return comm.allgather(mine)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.doctor.child_jobs import Facts
 from bench.errors import StoreError
-from bench.instruments import leftover_memory as segments
+from bench.instruments import leftover_memory
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
 
@@ -179,9 +179,9 @@ def hdf5(facts: Facts) -> Finding:
     try:
         folder = run_file.check_folder(facts.folder) if facts.folder else None
         with tempfile.TemporaryDirectory(dir=folder, prefix=".doctor-") as scratch:
-            path = run_file.write(Measurements("gemm", {}, {}, {"size": [0, 1, 2]}, {
+            path = run_file.write_run(Measurements("gemm", {}, {}, {"size": [0, 1, 2]}, {
                 "numbers": Variable(numbers, "1", ("size",))}, []), scratch, "doctor")
-            back = run_file.read(path).variables["numbers"].values
+            back = run_file.read_run(path).variables["numbers"].values
     except (OSError, StoreError) as error:
         return Finding("hdf5", FAILED, f"results cannot be kept: {error}")
     same = np.array_equal(back, numbers)
@@ -201,12 +201,14 @@ def clock(facts: Facts) -> Finding:
 
 def leftovers(facts: Facts) -> Finding:
     """Shared memory that killed jobs have left here, removed where that is asked for."""
-    found = segments.abandoned()
+    found = leftover_memory.abandoned_segments()
     if not found:
-        return Finding("leftovers", OK, f"no shared memory of killed jobs in {segments.FOLDER}")
+        return Finding("leftovers", OK,
+                       f"no shared memory of killed jobs in {leftover_memory.FOLDER}")
     if facts.clean:
-        return Finding("leftovers", OK, f"removed: {segments.amount(segments.remove(found))}")
-    return Finding("leftovers", WARNING, segments.advice(found))
+        removed = leftover_memory.remove_segments(found)
+        return Finding("leftovers", OK, f"removed: {leftover_memory.describe_amount(removed)}")
+    return Finding("leftovers", WARNING, leftover_memory.removal_advice(found))
 
 
 CHECKS: list[Callable[[Facts], Finding]] = [software, modules, launcher, nodes, blas, gpus,

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.doctor.census import MARK
-from mm3d import launcher as environment
+from mm3d import launcher
 
 TIMED_OUT = (124, 137)    # of the command timeout
 
@@ -86,7 +86,7 @@ class Facts:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
                 stderr=subprocess.PIPE, start_new_session=True,
-                env=environment.for_launcher(command))
+                env=launcher.for_launcher(command))
         except OSError as error:
             return [], f"{shlex.join(self.launcher)} cannot be started: {error.strerror}"
         try:
@@ -94,7 +94,7 @@ class Facts:
             problem = "" if process.returncode == 0 else died(process.returncode, err)
         except subprocess.TimeoutExpired:
             out, problem = ended(process), f"did not end within {self.limit:g} seconds"
-            if environment.in_step() and "srun" in command[0]:
+            if launcher.in_step() and "srun" in command[0]:
                 problem += (", as srun within a step waits for the step's own cores: run doctor "
                             "in the job's script, or under salloc")
         return said(out), problem

@@ -16,8 +16,8 @@ from bench.records import atomic
 NANO = 10 ** 9
 
 
-def document(spans: Sequence[Sequence[Span]], names: Sequence[str], title: str,
-             about: dict[str, Any]) -> dict[str, Any]:
+def make_trace(spans: Sequence[Sequence[Span]], names: Sequence[str], title: str,
+               about: dict[str, Any]) -> dict[str, Any]:
     """The trace of all ranks.
 
     Parameters
@@ -56,7 +56,7 @@ def _complete(span: Span, rank: int, first: float) -> dict[str, Any]:
             "args": {key: value for key, value in details.items() if value}}
 
 
-def gathered(spans: list[Span], grid: Any, clock: Clock, title: str) -> dict[str, Any] | None:
+def gather_trace(spans: list[Span], grid: Any, clock: Clock, title: str) -> dict[str, Any] | None:
     """Make the trace of all ranks of `grid`, on rank 0; each must call this with its own spans.
 
     Parameters
@@ -73,7 +73,7 @@ def gathered(spans: list[Span], grid: Any, clock: Clock, title: str) -> dict[str
     Returns
     -------
     dict or None
-        See `document`; None on the other ranks.
+        See `make_trace`; None on the other ranks.
     """
     place = ", ".join(map(str, grid.coords.values()))
     everyone = grid.comm.gather((spans, f"rank {grid.rank} ({place})", clock.offset,
@@ -86,10 +86,10 @@ def gathered(spans: list[Span], grid: Any, clock: Clock, title: str) -> dict[str
                       "fastest of 100 round trips, and is wrong by at most half of that one",
              "clock_offset_s": list(offsets), "clock_offset_error_s": list(errors),
              "spans": "each collective follows a barrier of its ranks, a span of its own"}
-    return document(tracks, names, title, about)
+    return make_trace(tracks, names, title, about)
 
 
-def put(path: Path, trace: dict[str, Any]) -> int:
+def write_file(path: Path, trace: dict[str, Any]) -> int:
     """Write a trace, all of it or nothing; 0, or 1 after saying why it cannot be written."""
     try:
         atomic.replace(path, json.dumps(trace))
@@ -99,13 +99,13 @@ def put(path: Path, trace: dict[str, Any]) -> int:
     return 0
 
 
-def write(path: Path, spans: list[Span], grid: Any, clock: Clock, title: str) -> int:
+def write_trace(path: Path, spans: list[Span], grid: Any, clock: Clock, title: str) -> int:
     """Write what `gathered` makes; 0 when it was written, the same on every rank."""
-    trace = gathered(spans, grid, clock, title)
-    return grid.comm.bcast(trace and put(path, trace))
+    trace = gather_trace(spans, grid, clock, title)
+    return grid.comm.bcast(trace and write_file(path, trace))
 
 
-def named(file: str, name: str, cases: int) -> Path:
+def trace_file(file: str, name: str, cases: int) -> Path:
     """Return the file of the case `name`: `file`, with its name in it if there are several."""
     path = Path(file)
     return path if cases == 1 else path.with_name(f"{path.stem}-{name}{path.suffix or '.json'}")

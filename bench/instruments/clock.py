@@ -82,8 +82,8 @@ def _timed(step: Callable[[], Any], comm, synchronize: Callable[[], None],
     return (start, clock.now()), result
 
 
-def spans(step: Callable[[], Any], comm, synchronize: Callable[[], None],
-          clock: Clock) -> tuple[np.ndarray, Any]:
+def time_on_all_ranks(step: Callable[[], Any], comm, synchronize: Callable[[], None],
+                      clock: Clock) -> tuple[np.ndarray, Any]:
     """When each rank began and ended `step`, and what it gave here.
 
     The seconds count from the first rank's start, (ranks, 2), the same on every rank; their

@@ -42,7 +42,7 @@ def cpu_model() -> str:
     return name.strip()
 
 
-def slug() -> str:
+def machine_slug() -> str:
     """A folder name for results of this kind of machine, such as ``amd-epyc-7763-8-cores``."""
     model = re.sub(r"\((R|TM|C)\)|CPU|Processor|@.*", " ", cpu_model(), flags=re.IGNORECASE)
     words = re.findall(r"[a-z0-9]+", model.lower())
@@ -60,10 +60,10 @@ def mpi_name(library: str) -> str:
 
 def default_out() -> Path:
     """Where results go unless ``--out`` says otherwise: ``results/<machine>``."""
-    return Path("results") / slug()
+    return Path("results") / machine_slug()
 
 
-def describe(backend: str, ranks: int, mpi_library: str, command: str) -> dict[str, Setting]:
+def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> dict[str, Setting]:
     """The environment of a run, as it is recorded.
 
     Parameters
@@ -89,9 +89,10 @@ def describe(backend: str, ranks: int, mpi_library: str, command: str) -> dict[s
             "kernel": platform.release().partition("-")[0],
             "python": platform.python_version(),
             "mpi": mpi_name(mpi_library),
-            "tuning_variables": masked(tuning), "slurm": masked(slurm), "command": command,
+            "tuning_variables": mask_variables(tuning), "slurm": mask_variables(slurm),
+            "command": command,
             "git_commit": commit, "git_clean": clean,
-            **backends.get(backend).describe()} | clocks() | _versions() | blas()
+            **backends.get(backend).describe()} | clock_speeds() | _versions() | describe_blas()
 
 
 def command_line(argv: list[str]) -> str:
@@ -103,13 +104,13 @@ def command_line(argv: list[str]) -> str:
     return shlex.join(["python", "-m", "bench", *kept])
 
 
-def masked(variables: dict[str, str]) -> str:
+def mask_variables(variables: dict[str, str]) -> str:
     """Variables as they are recorded: values that may name somebody are left out."""
     return " ".join(f"{name}={'(masked)' if PRIVATE.search(value) else value}"
                     for name, value in variables.items())
 
 
-def clocks() -> dict[str, Setting]:
+def clock_speeds() -> dict[str, Setting]:
     """What the system says of the processor's clock, as far as it does.
 
     ``cpu_mhz``: the mean over the cores at this moment; ``cpu_mhz_least`` and ``cpu_mhz_most``:
@@ -159,13 +160,13 @@ def _versions() -> dict[str, Setting]:
     return found
 
 
-def granted(threads: int) -> int:
+def granted_threads(threads: int) -> int:
     """How many BLAS takes of so many: it was built for some number at most, and says nothing."""
     with threadpool_limits(threads, user_api="blas"):
-        return blas()["blas_threads"] or threads
+        return describe_blas()["blas_threads"] or threads
 
 
-def blas() -> dict[str, Setting]:
+def describe_blas() -> dict[str, Setting]:
     """Name, kernels and threads of the first BLAS that is loaded."""
     for library in threadpool_info():
         if library["user_api"] == "blas":

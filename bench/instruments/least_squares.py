@@ -52,7 +52,7 @@ def bounded(A: np.ndarray, b: np.ndarray, low: float, high: float) -> np.ndarray
     return np.clip(found, low, high)    # what is on a bound may be a rounding error beyond it
 
 
-def line(sizes: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
+def fit_line(sizes: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
     """Fit seconds = alpha + beta sizes; alpha, beta and the largest relative error.
 
     The squares of *relative* errors are the least, so that small sizes count as much as large

@@ -23,7 +23,7 @@ class Segment(NamedTuple):
     bytes: int
 
 
-def abandoned(folder: Path = FOLDER) -> list[Segment]:
+def abandoned_segments(folder: Path = FOLDER) -> list[Segment]:
     """Segments of this user's that MPICH has named and no living process has open.
 
     Nothing is said of those that a process of this user may have which is listed in ``/proc`` but
@@ -47,25 +47,26 @@ def abandoned(folder: Path = FOLDER) -> list[Segment]:
     return [one for one in found if (one.device, one.number) not in in_use]
 
 
-def remove(segments: list[Segment]) -> list[Segment]:
+def remove_segments(segments: list[Segment]) -> list[Segment]:
     """Remove those of `segments` that are still abandoned; which they were."""
     folders = {one.path.parent for one in segments}
-    still = {one for folder in folders for one in abandoned(folder)}
+    still = {one for folder in folders for one in abandoned_segments(folder)}
     removed = [one for one in segments if one in still]
     for one in removed:
         one.path.unlink(missing_ok=True)
     return removed
 
 
-def amount(segments: list[Segment]) -> str:
+def describe_amount(segments: list[Segment]) -> str:
     """How many, and how large they are together."""
     return (f"{len(segments)} segment{'s' * (len(segments) != 1)} of shared memory, "
             f"{sum(one.bytes for one in segments) / 1e6:.0f} MB")
 
 
-def advice(segments: list[Segment]) -> str:
+def removal_advice(segments: list[Segment]) -> str:
     """A line for who may want them removed; empty when there are none."""
-    return segments and (f"{amount(segments)} in {FOLDER}, left by jobs that were killed, which "
+    return segments and (f"{describe_amount(segments)} in {FOLDER}, left by jobs that were "
+                         f"killed, which "
                          f"no process has open: python -m bench doctor --clean removes them") or ""
 
 

@@ -9,9 +9,9 @@ from typing import Any, Callable
 import numpy as np
 
 from bench.cases.variants import Variant, itemsize
-from bench.instruments.clock import Clock, spans, wait_patiently
+from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
 from bench.instruments.peak_memory import Resident
-from bench.instruments.sampling import several
+from bench.instruments.sampling import repeat_calls
 from bench.records.measurements import Group, Variable
 from mm3d import launcher
 from mm3d.arrays.backend import Backend
@@ -28,7 +28,7 @@ SAMPLE = 0.02       # seconds that a sample takes at least
 ROUNDS = 5          # samples, the best of which counts
 
 
-def peaks(backend: Backend, dtype: str, comm) -> Group | None:
+def measure_peaks(backend: Backend, dtype: str, comm) -> Group | None:
     """The group ``machine``: rates of matrix products and of memory, on rank 0.
 
     Of one rank while the others sleep, and of as many ranks of each node at once as it has cores:
@@ -119,7 +119,8 @@ def _rate(step: Callable[[], Any], amount: int, synchronize: Callable[[], None],
     clock = Clock(team)
 
     def makespan(calls: int) -> float:
-        return float(spans(several(step, calls), team, synchronize, clock)[0].max())
+        times, _ = time_on_all_ranks(repeat_calls(step, calls), team, synchronize, clock)
+        return float(times.max())
 
     makespan(1)    # touches the memory
     calls = math.ceil(SAMPLE / makespan(1))

@@ -40,7 +40,7 @@ class Placement:
     node_of_rank: str
 
 
-def words(scheme: str, shape: Sizes, model: ModelSizes) -> Sizes:
+def words_by_direction(scheme: str, shape: Sizes, model: ModelSizes) -> Sizes:
     """Words that a step of the model moves along each direction, over all ranks.
 
     Parameters
@@ -59,7 +59,7 @@ def words(scheme: str, shape: Sizes, model: ModelSizes) -> Sizes:
     return moved
 
 
-def order(inside: str, scheme: str, shape: Sizes, model: ModelSizes) -> str:
+def direction_order(inside: str, scheme: str, shape: Sizes, model: ModelSizes) -> str:
     """The directions from slowest to fastest, so that `inside` stays inside a node.
 
     Parameters
@@ -78,12 +78,12 @@ def order(inside: str, scheme: str, shape: Sizes, model: ModelSizes) -> str:
     if inside != "auto" and inside not in shape:
         raise ValueError(f"--inside {inside}: the grid of scheme {scheme!r} has the directions "
                          f"{', '.join(shape)}; choose one of them, or auto")
-    moved = words(scheme, shape, model)
+    moved = words_by_direction(scheme, shape, model)
     # Directions of one rank move nothing and come first; of equals the grid's own order holds.
     return "".join(sorted(shape, key=lambda axis: (axis == inside, moved[axis])))
 
 
-def placed(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> MPI.Intracomm:
+def reorder_ranks(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> MPI.Intracomm:
     """The ranks of `comm` so numbered that the last direction of `chosen` varies fastest in it.
 
     Every rank calls this.  Rank 0 stays rank 0; the caller frees the communicator.
@@ -92,7 +92,7 @@ def placed(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> MPI.Intracomm:
     return comm.Split(0, GridShape.from_sizes(shape).rank(launched.coordinates(comm.rank)))
 
 
-def found(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> Placement:
+def placement_outcome(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> Placement:
     """What became of the order `chosen` on the nodes that there are.
 
     Parameters

@@ -8,7 +8,7 @@ import numpy as np
 from mpi4py import MPI
 
 from bench.instruments import host, timing
-from bench.instruments.clock import Clock, spans
+from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.instruments.statistics import median_interval
 from bench.records.measurements import Setting
 from mm3d.transport.nodes import node_numbers
@@ -24,13 +24,13 @@ def measured_environment(backend: str, comm) -> dict[str, Setting]:
     clock = comm.allreduce(Clock.resolution(), MPI.MAX)
     error = comm.allreduce(Clock(comm).offset_error, MPI.MAX)
     nodes = " ".join(map(str, node_numbers(comm)))
-    return host.describe(backend, comm.size, MPI.Get_library_version(),
-                         host.command_line(sys.argv[1:])) | {
+    return host.describe_host(backend, comm.size, MPI.Get_library_version(),
+                              host.command_line(sys.argv[1:])) | {
         "node_of_rank": nodes, "clock_resolution_s": clock, "clock_offset_error_s": error}
 
 
-def repeated(sample: Callable[[], float], limits: timing.Limits,
-             comm) -> tuple[list[float], str]:
+def take_samples(sample: Callable[[], float], limits: timing.Limits,
+                 comm) -> tuple[list[float], str]:
     """Take samples until the limits are reached; the samples, and the limit that ended them."""
     found: list[float] = []
     repetitions = timing.Repetitions(limits, comm, lambda: [median_interval(found)])
@@ -39,7 +39,7 @@ def repeated(sample: Callable[[], float], limits: timing.Limits,
     return found, repetitions.ended_by
 
 
-def several(step: Callable[[], object], calls: int) -> Callable[[], None]:
+def repeat_calls(step: Callable[[], object], calls: int) -> Callable[[], None]:
     """Return a function that calls `step` as many times as `calls` says."""
     def repeat() -> None:
         for _ in range(calls):
@@ -47,7 +47,7 @@ def several(step: Callable[[], object], calls: int) -> Callable[[], None]:
     return repeat
 
 
-def enough(span: Callable[[int], float]) -> int:
+def calls_needed(span: Callable[[int], float]) -> int:
     """Find how many calls take `SAMPLE` seconds, at most `CALLS`.
 
     `span` gives the seconds of a number of calls.  That number grows, since the first calls may
@@ -66,13 +66,14 @@ def makespans(step: Callable[[], object], comm, synchronize: Callable[[], None],
     """Return a function that takes a sample of `step` on all ranks at once: the makespan of many
     calls over their number, the same on every rank."""
     def span(calls: int) -> float:
-        return float(spans(several(step, calls), comm, synchronize, clock)[0].max())
+        times, _ = time_on_all_ranks(repeat_calls(step, calls), comm, synchronize, clock)
+        return float(times.max())
 
-    calls = enough(span)
+    calls = calls_needed(span)
     return lambda: span(calls) / calls
 
 
-def padded(samples: list[list[float]], shape: tuple[int, ...]) -> np.ndarray:
+def pad_samples(samples: list[list[float]], shape: tuple[int, ...]) -> np.ndarray:
     """Join samples of points in row-major order in one array; NaN where a point has fewer."""
     most = max(map(len, samples))
     rows = [found + [math.nan] * (most - len(found)) for found in samples]

@@ -132,7 +132,7 @@ def _shape(event: Gemm) -> str:
     return f"gemm {lead}{event.m} x {event.n} x {event.k}"
 
 
-def parts(directions: Iterable[str]) -> tuple[str, ...]:
+def part_names(directions: Iterable[str]) -> tuple[str, ...]:
     """Name the parts of a phase's time on a grid with these directions.
 
     "elementwise" is everything within a layer that is neither a product, nor a collective, nor

@@ -9,14 +9,14 @@ import numpy as np
 
 from bench.instruments import timing
 from bench.instruments.clock import Clock
-from bench.instruments.spans import Recorder, Span, breakdown, parts
+from bench.instruments.spans import Recorder, Span, breakdown, part_names
 from bench.records.measurements import Group, Variable
 from bench.records.run_file import directions_of
 from mm3d.tracing.events import PHASES
 from mm3d.tracing.observe import observed
 
 
-def traced(step: timing.Step, model, repetitions: int) -> tuple[list[Span], Group | None]:
+def trace_steps(step: timing.Step, model, repetitions: int) -> tuple[list[Span], Group | None]:
     """Repeat `step` under observation.
 
     Parameters
@@ -38,21 +38,23 @@ def traced(step: timing.Step, model, repetitions: int) -> tuple[list[Span], Grou
     if not repetitions:
         return [], None
     grid = model.grid
-    recorder, names = Recorder(grid.backend, step.clock.now), parts(directions_of(grid.shape))
+    recorder, names = Recorder(grid.backend, step.clock.now), part_names(directions_of(grid.shape))
     seconds = np.empty((repetitions, len(PHASES), len(names)))
     with observed(grid, recorder, model):
         for repetition in range(repetitions):
             recorder.spans.clear()
             times = step()
             for p, phase in enumerate(PHASES):
-                found = breakdown(within(recorder.spans, phase), times[p, 1] - times[p, 0], names)
+                found = breakdown(spans_of_phase(recorder.spans, phase),
+                                  times[p, 1] - times[p, 0], names)
                 seconds[repetition, p] = list(found.values())
-    counts = np.array([tallied(within(recorder.spans, phase), names) for phase in PHASES])
+    counts = np.array([tally_parts(spans_of_phase(recorder.spans, phase), names)
+                       for phase in PHASES])
     everyone = step.comm.gather((seconds, counts))
     return recorder.spans, everyone and parts_group(*map(np.array, zip(*everyone)), names)
 
 
-def product(problem, phases: Sequence[str], clock: Clock) -> list[Span]:
+def trace_product(problem, phases: Sequence[str], clock: Clock) -> list[Span]:
     """The spans of this rank in one traced call of a
     `bench.experiments.products.problem.Problem`'s phases."""
     grid = problem.grid
@@ -64,14 +66,14 @@ def product(problem, phases: Sequence[str], clock: Clock) -> list[Span]:
     return recorder.spans
 
 
-def within(spans: list[Span], phase: str) -> list[Span]:
+def spans_of_phase(spans: list[Span], phase: str) -> list[Span]:
     """Those of one phase."""
     return [span for span in spans if span.phase == phase]
 
 
-def tallied(spans: list[Span], names: Sequence[str]) -> list[list[int]]:
+def tally_parts(spans: list[Span], names: Sequence[str]) -> list[list[int]]:
     """Calls, bytes and operations of each of the parts `names`
-    (`bench.instruments.spans.parts`)."""
+    (`bench.instruments.spans.part_names`)."""
     found = {part: [0, 0, 0] for part in names}
     for span in spans:
         for index, count in enumerate((1, span.bytes, span.flops)):

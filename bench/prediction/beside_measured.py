@@ -11,7 +11,7 @@ from bench.instruments import timing
 from bench.prediction.machine_model import Machine
 from bench.prediction.work import NAMES, Seconds, Work
 from bench.records import run_file
-from bench.records.folder import read_all
+from bench.records.folder import read_runs
 from bench.records.measurements import Measurements, grid_shape
 from mm3d.tracing.events import PHASES
 
@@ -84,7 +84,7 @@ def collected(folder: str) -> tuple[list[Measured], list[str]]:
     StoreError
         When there is no such folder, or nothing in it.
     """
-    runs, problems = read_all(folder)
+    runs, problems = read_runs(folder)
     found = [one for run in runs for one in measured(run)]
     if not found:
         raise StoreError(f"{folder}: no measured products or Transformers")

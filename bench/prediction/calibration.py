@@ -97,11 +97,11 @@ def described(alone: Alone, works: Sequence[Work], steps: np.ndarray, ranks: int
     lines = operations_alone.lines(alone.collectives)
     node = fitting.links(lines, ranks, transport).get("node", NOTHING)
     largest, first = curves["multiply"], fits[DTYPES[0]]
-    environs = here.describe("numpy", ranks, MPI.Get_library_version(), "")
+    environs = here.describe_host("numpy", ranks, MPI.Get_library_version(), "")
     started = (f"{environs['cpu_model']}, ranks: {ranks}, cores: {environs['cores']}, BLAS "
                f"threads a rank: {environs['blas_threads']}, transport: {transport}")
     machine = machine_model.Machine(
-        name=f"{here.slug()}-p{ranks}", about=started, ranks_per_node=ranks,
+        name=f"{here.machine_slug()}-p{ranks}", about=started, ranks_per_node=ranks,
         memory_bytes=float(memory // ranks),
         memory_bandwidth=largest.bytes[-1] / largest.seconds[-1], launch_seconds=0.0,
         gemm_half_size=first.half, gemm_rate={d: fit.rate for d, fit in fits.items()},

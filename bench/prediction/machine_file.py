@@ -27,7 +27,7 @@ def check(option: str, path: Path, comm) -> None:
 def _writable(folder: Path) -> bool:
     """Check that files can be made in a folder, by making one."""
     try:
-        atomic.probe(folder)
+        atomic.probe_folder(folder)
     except OSError:
         return False
     return True

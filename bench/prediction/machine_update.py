@@ -61,7 +61,7 @@ def taken(base: machine_model.Machine) -> machine_model.Machine:
     """Return a machine of this kind of which nothing is measured yet."""
     sources = {name: f"{machine_file.TAKEN}{base.name}: {source}"
                for name, source in base.sources.items()}
-    return msgspec.structs.replace(base, name=here.slug(), about=here.cpu_model(),
+    return msgspec.structs.replace(base, name=here.machine_slug(), about=here.cpu_model(),
                                    sources=sources)
 
 

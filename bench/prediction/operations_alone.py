@@ -20,7 +20,7 @@ from bench.experiments.products import operands
 from bench.experiments.products.collectives import measure_collective
 from bench.instruments import sampling, timing
 from bench.instruments.clock import Clock
-from bench.instruments.least_squares import line
+from bench.instruments.least_squares import fit_line
 from bench.prediction import machine_model
 from bench.prediction.fits import Shape
 from mm3d import launcher
@@ -54,10 +54,10 @@ def sampler(step: Callable[[], object], comm, synchronize: Callable[[], None] = 
     def span(calls: int) -> float:
         comm.Barrier()
         start = time.process_time()
-        sampling.several(step, calls)()
+        sampling.repeat_calls(step, calls)()
         return comm.allreduce(time.process_time() - start) / cores
 
-    calls = sampling.enough(span)
+    calls = sampling.calls_needed(span)
     return lambda: span(calls) / calls
 
 
@@ -175,7 +175,7 @@ def collectives(comm) -> dict[tuple[str, int, int, bool, int], float]:
         for (kind, pieces), length in itertools.product(ways, (n for n in BYTES if n >= 512)):
             measured = measure_collective(
                 grid, "y", kind, divided(length // 4, pieces), "float32",
-                lambda step: sampling.repeated(sampler(step, comm, clock=clock), LIMITS, comm))
+                lambda step: sampling.take_samples(sampler(step, comm, clock=clock), LIMITS, comm))
             found[kind, size, stride, pieces, length] = comm.bcast(min(measured.seconds))
         grid.free()
     return found
@@ -188,7 +188,7 @@ def lines(times: dict[tuple[str, int, int, bool, int], float]) -> list[machine_m
         found.setdefault(tuple(key), {})[length] = taken
     made = []
     for (kind, size, stride, pieces), curve in found.items():
-        alpha, beta, _ = line(np.array(list(curve), float), np.array(list(curve.values())))
+        alpha, beta, _ = fit_line(np.array(list(curve), float), np.array(list(curve.values())))
         made.append(machine_model.Line(kind, size, stride, alpha, beta,
                                        machine_model.Curve(list(map(float, curve)),
                                                            list(curve.values())), pieces))

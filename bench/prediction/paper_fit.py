@@ -14,9 +14,9 @@ from typing import Iterable
 import msgspec
 import numpy as np
 
-from bench.cases.case import Case, case
+from bench.cases.case import Case, make_case
 from bench.cases.paper import PAPER, Row
-from bench.cases.selection import select
+from bench.cases.selection import select_rows
 from bench.instruments.least_squares import bounded
 from bench.prediction import machine_model
 from bench.prediction.seconds import TERMS, Terms, achieved_seconds, terms
@@ -62,7 +62,7 @@ class Fit(msgspec.Struct, frozen=True):
 def spent(machine: machine_model.Machine, rows: Iterable[Row], dtype: str) -> list[Spent]:
     """Run the rows dry and sum what their steps are spent on."""
     found = []
-    for one in (case(row, "paper", layers=24) for row in rows):
+    for one in (make_case(row, "paper", layers=24) for row in rows):
         trace = dry_run.extended(one.row.scheme, one.row.gpus, dtype=dtype,
                                  **one.sizes)
         found.append(Spent(one, trace.peak, terms(machine, trace)))
@@ -182,7 +182,7 @@ class Outcome(msgspec.Struct, frozen=True):
 
 def predict(machine: machine_model.Machine, dtype: str = "float32") -> Outcome:
     """Fit every other row of both tables, and each row left out once."""
-    rows = spent(machine, select(), dtype)
+    rows = spent(machine, select_rows(), dtype)
     chosen = list(range(0, len(rows), 2))
     fits = [fitted([rows[k] for k in chosen], machine, (layers,)) for layers in LAYERS]
     fit = min(fits, key=lambda one: one.residual)

@@ -6,8 +6,8 @@ import math
 import msgspec
 import numpy as np
 
-from bench.cases.paper import load
-from bench.cases.selection import select
+from bench.cases.paper import load_tables
+from bench.cases.selection import select_rows
 from bench.prediction import machine_model, paper_fit, planner
 from bench.prediction.closed_form_plan import Plan, screen
 from bench.prediction.seconds import step_seconds
@@ -70,23 +70,24 @@ def weak_sizes(scheme: str, ranks: int) -> dict[str, int]:
     Features grow with it, and the batch as far as it grows in the table: that of 1-D, whose
     memory does not allow it, falls.
     """
-    rows = select("weak", scheme)
+    rows = select_rows("weak", scheme)
     for row in rows:
         if row.gpus == ranks:
-            heads = load().settings.heads[row.hidden]
-            return dict(hidden=row.hidden, heads=heads, batch=row.batch, seq=load().settings.seq)
+            heads = load_tables().settings.heads[row.hidden]
+            return dict(hidden=row.hidden, heads=heads, batch=row.batch,
+                        seq=load_tables().settings.seq)
     first, last = rows[0], rows[-1]
     hidden = 64 * round(16 * math.sqrt(ranks))
     more = math.sqrt(ranks / last.gpus)
     batch = max(1, round(last.batch * more if last.batch > first.batch else last.batch / more))
-    return dict(hidden=hidden, heads=hidden // 64, batch=batch, seq=load().settings.seq)
+    return dict(hidden=hidden, heads=hidden // 64, batch=batch, seq=load_tables().settings.seq)
 
 
 def strong_sizes(scheme: str, ranks: int) -> dict[str, int]:
     """Return Table 2's sizes, which are the same for all numbers of ranks."""
-    row = select("strong", scheme)[-1]
-    return dict(hidden=row.hidden, heads=load().settings.heads[row.hidden], batch=row.batch,
-                seq=load().settings.seq)
+    row = select_rows("strong", scheme)[-1]
+    return dict(hidden=row.hidden, heads=load_tables().settings.heads[row.hidden], batch=row.batch,
+                seq=load_tables().settings.seq)
 
 
 def average_step_time(outcome: paper_fit.Outcome, scheme: str, ranks: int,
@@ -94,6 +95,6 @@ def average_step_time(outcome: paper_fit.Outcome, scheme: str, ranks: int,
     """Predict seconds of a step over its batch with the fitted model, on the default grid."""
     fit = outcome.fit
     tuned = msgspec.structs.replace(outcome.machine, achieved=fit.achieved)
-    trace = dry_run.extended(scheme, ranks, layers=fit.layers, dtype=load().settings.dtype,
+    trace = dry_run.extended(scheme, ranks, layers=fit.layers, dtype=load_tables().settings.dtype,
                              **sizes)
     return sum(step_seconds(tuned, trace, fit.recompute[scheme]).values()) / sizes["batch"]

@@ -14,7 +14,7 @@ from bench.errors import WrongResult
 from bench.experiments.products import matmul
 from bench.experiments.products.problem import Problem
 from bench.instruments import sampling
-from bench.instruments.clock import Clock, spans
+from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.instruments.least_squares import nonnegative
 from bench.prediction import machine_model, planner
 from bench.prediction.seconds import meetings, step_seconds
@@ -113,8 +113,10 @@ def layers(network: mm3d.Transformer, comm, clock: Clock) -> Trial:
 
     def step() -> list[float]:
         network.zero_gradients()
-        there, (_, saved) = spans(lambda: network.forward(x), comm, lambda: None, clock)
-        again, _ = spans(lambda: network.backward(dy, saved), comm, lambda: None, clock)
+        there, (_, saved) = time_on_all_ranks(lambda: network.forward(x), comm, lambda: None,
+                                              clock)
+        again, _ = time_on_all_ranks(lambda: network.backward(dy, saved), comm, lambda: None,
+                                     clock)
         return [float(there.max()), float(again.max())]
     return step
 

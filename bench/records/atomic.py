@@ -61,7 +61,7 @@ def replace(path: str | os.PathLike, data: str | bytes | memoryview, mode: int =
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
-def probe(folder: Path) -> None:
+def probe_folder(folder: Path) -> None:
     """Make sure that files can be written in an existing folder, by writing one.
 
     Raises

@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Iterable
 
-from bench.cases.paper import PAPER, Row, load, own
-from bench.cases.selection import select
-from bench.cases.variants import Variant, recorded
+from bench.cases.paper import PAPER, Row, load_tables, unpublished_row
+from bench.cases.selection import select_rows
+from bench.cases.variants import Variant, recorded_variant
 from bench.errors import StoreError
 from bench.records import merged
 from bench.records.measurements import Measurements
@@ -89,16 +89,17 @@ class Results:
 
         Of a variant only what was run.
         """
-        known = select(table, "all")
+        known = select_rows(table, "all")
         keys = {(row.table, row.scheme, row.gpus) for row in known}
         if not self.plain:
             known = [row for row in known if self.get(row)]
-        rows = known + [own(*key) for key in sorted(self.runs.keys() - keys) if key[0] == table]
+        rows = known + [unpublished_row(*key) for key in sorted(self.runs.keys() - keys)
+                        if key[0] == table]
         return [row for row in rows if scheme in ("all", row.scheme)]
 
 
 @dataclass
-class Found:
+class FolderContents:
     """All that a folder holds.
 
     Attributes
@@ -119,7 +120,7 @@ class Found:
     problems: list[str]
 
 
-def gather(folder: str | Path) -> Found:
+def read_folder(folder: str | Path) -> FolderContents:
     """Read every file in `folder`, or one file.
 
     Raises
@@ -129,14 +130,14 @@ def gather(folder: str | Path) -> Found:
     """
     if not Path(folder).exists():
         raise StoreError(f"{folder} is no folder of results, and no file")
-    runs, problems = read_all(folder)
-    latest = {identity(run): run for run in runs if isinstance(run, Measurements)}
+    runs, problems = read_runs(folder)
+    latest = {run_identity(run): run for run in runs if isinstance(run, Measurements)}
     home = Path(folder) if Path(folder).is_dir() else Path(folder).parent
-    return Found(home, by_preset([run for run in runs if isinstance(run, Run)]),
-                 sorted(latest.values(), key=lambda run: run.created), problems)
+    return FolderContents(home, by_preset([run for run in runs if isinstance(run, Run)]),
+                          sorted(latest.values(), key=lambda run: run.created), problems)
 
 
-def read_all(path: str | Path) -> tuple[list[Run | Measurements], list[str]]:
+def read_runs(path: str | Path) -> tuple[list[Run | Measurements], list[str]]:
     """The runs in a folder or a file in the order of their making, and what could not be read.
 
     Raises
@@ -148,7 +149,7 @@ def read_all(path: str | Path) -> tuple[list[Run | Measurements], list[str]]:
     problems: list[str] = []
     for file in sorted(Path(path).glob("*.h5")) if Path(path).is_dir() else [Path(path)]:
         try:
-            runs += merged.runs(file)
+            runs += merged.runs_in_file(file)
         except StoreError as error:
             problems.append(str(error))
     if not runs:
@@ -158,7 +159,7 @@ def read_all(path: str | Path) -> tuple[list[Run | Measurements], list[str]]:
     return sorted(once.values(), key=lambda run: run.created), problems
 
 
-def identity(run: Measurements) -> tuple:
+def run_identity(run: Measurements) -> tuple:
     """What two runs of one microbenchmark have in common: all but how long they were measured."""
     return run.kind, tuple(sorted((name, value) for name, value in run.configuration.items()
                                   if name not in EFFORT))
@@ -174,7 +175,7 @@ def by_preset(runs: list[Run]) -> list[Results]:
     several = with_several_policies(runs)
     for run in runs:
         chosen = run.configuration
-        kind = chosen["preset"], recorded(chosen)
+        kind = chosen["preset"], recorded_variant(chosen)
         name = policy_of(run) if kind in several else "none"
         results = found.setdefault((*kind, name), Results(*kind, "" if name == "none" else name))
         if chosen["overridden"]:
@@ -186,7 +187,7 @@ def by_preset(runs: list[Run]) -> list[Results]:
             results.equal[key, like] = run
         else:
             results.runs[key] = run
-    order = list(load().presets)
+    order = list(load_tables().presets)
     return sorted(found.values(), key=lambda r: (order.index(r.preset) if r.preset in order
                                                  else len(order), r.preset, r.variant.words,
                                                  r.recompute))
@@ -198,7 +199,7 @@ def with_several_policies(runs: list[Run]) -> set[tuple[str, Variant]]:
     for run in runs:
         chosen = run.configuration
         if not chosen["overridden"]:
-            row = chosen["preset"], recorded(chosen), row_of(run)
+            row = chosen["preset"], recorded_variant(chosen), row_of(run)
             found.setdefault(row, set()).add(policy_of(run))
     return {(preset, variant) for (preset, variant, _), names in found.items() if len(names) > 1}
 
@@ -214,7 +215,7 @@ def row_of(run: Run) -> tuple[Key, str | None]:
     return (chosen["table"], chosen["scheme"], run.ranks), chosen.get("equal_tokens") or None
 
 
-def natural(text: str) -> list[tuple[int, str]]:
+def natural_key(text: str) -> list[tuple[int, str]]:
     """What to sort `text` by, so that 8 comes before 16."""
     return [(int(word), "") if word.isdigit() else (-1, word)
             for word in re.split(r"(\d+)", text) if word]

@@ -80,14 +80,14 @@ class Journal:
     def write(self, event: str, **entry: Any) -> None:
         """Append an entry; one that cannot be written is said and does not end anything."""
         try:
-            append(self._descriptor, {"event": event, "at": now(), **entry})
+            append_entry(self._descriptor, {"event": event, "at": utc_now(), **entry})
         except OSError as error:
             print(f"warning: {self.path} could not be written ({error.strerror}); what was "
                   f"measured is in files of its own", file=sys.stderr)
 
     def entries(self) -> list[dict]:
         """All entries that are whole."""
-        return [entry for entry in whole(self.path) if "event" in entry]
+        return [entry for entry in read_entries(self.path) if "event" in entry]
 
     def lent(self) -> bool:
         """Whether this process was started by the reproduction that has the folder."""
@@ -96,7 +96,7 @@ class Journal:
         return bool(tokens) and tokens[-1] == os.environ.get(VARIABLE)
 
 
-def append(descriptor: int, entry: dict[str, Any]) -> None:
+def append_entry(descriptor: int, entry: dict[str, Any]) -> None:
     """Append a line to a file of entries, by a single write, and see it on the disk.
 
     Parameters
@@ -121,7 +121,7 @@ def append(descriptor: int, entry: dict[str, Any]) -> None:
     os.fsync(descriptor)
 
 
-def whole(path: Path) -> list[dict[str, Any]]:
+def read_entries(path: Path) -> list[dict[str, Any]]:
     """The entries of a file that are not cut short."""
     found = []
     for line in path.read_text(errors="replace").splitlines():
@@ -135,7 +135,7 @@ def whole(path: Path) -> list[dict[str, Any]]:
 _open: dict[Path, Journal] = {}
 
 
-def writable(out: str | os.PathLike, comm) -> Path:
+def claim_folder(out: str | os.PathLike, comm) -> Path:
     """The folder `out`, made by rank 0, found writable and, unless it is lent, claimed.
 
     Every rank calls this; the claim lasts until rank 0 ends.
@@ -158,12 +158,12 @@ def _take(folder: Path) -> None:
         _open[folder].claim()
 
 
-def of(folder: Path) -> Journal:
-    """The journal of a folder that `writable` has found so; on rank 0."""
+def journal_of(folder: Path) -> Journal:
+    """The journal of a folder that `claim_folder` has found so; on rank 0."""
     return _open[folder]
 
 
-def taken_over(folder: Path) -> bool:
+def superseded(folder: Path) -> bool:
     """Whether the reproduction that started this process has ended and another has begun."""
     return VARIABLE in os.environ and folder in _open and not (
         _open[folder].claimed or _open[folder].lent())
@@ -191,7 +191,7 @@ class Reproduction:
     rows: tuple[str, ...]
 
 
-def unfinished(entries: list[dict]) -> Reproduction | None:
+def unfinished_reproduction(entries: list[dict]) -> Reproduction | None:
     """The latest reproduction, unless it came to its end."""
     begun, rows = None, []
     for entry in entries:
@@ -208,12 +208,12 @@ def unfinished(entries: list[dict]) -> Reproduction | None:
         return None    # by another version: nothing of it can be compared
 
 
-def differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+def setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
     """What differs between two settings, such as "dtype float64 instead of float32"."""
     return [f"{name.replace('_', ' ')} {new.get(name)} instead of {old.get(name)}"
             for name in [*new, *(old.keys() - new.keys())] if old.get(name) != new.get(name)]
 
 
-def now() -> str:
+def utc_now() -> str:
     """The time, UTC, ISO 8601."""
     return datetime.now(timezone.utc).isoformat()

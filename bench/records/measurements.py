@@ -111,7 +111,8 @@ def fill_measurements(file: h5py.File, run: Measurements) -> None:
 def parse_measurements(file: h5py.File, kind: str) -> Measurements:
     """The record of a microbenchmark in `file`."""
     found = parse_group(file["measurements"])
-    return Measurements(kind, settings(file, "configuration"), settings(file, "environment"),
+    return Measurements(kind, read_settings(file, "configuration"),
+                        read_settings(file, "environment"),
                         found.scales, found.variables,
                         parse_checks(file) if "verification" in file else [],
                         str(file.attrs["created"]))
@@ -121,9 +122,9 @@ def fill_group(file: h5py.File, name: str, found: Group) -> None:
     """Write a group of variables."""
     group = file.create_group(name)
     for dim, labels in found.scales.items():
-        scale(group, dim, list(labels))
+        write_scale(group, dim, list(labels))
     for variable, kept in found.variables.items():
-        dataset(group, variable, np.asarray(kept.values), kept.units, kept.dims)
+        write_dataset(group, variable, np.asarray(kept.values), kept.units, kept.dims)
 
 
 def parse_group(group: h5py.Group) -> Group:
@@ -145,10 +146,10 @@ def fill_checks(file: h5py.File, checks: list[Check]) -> None:
     if not checks:
         return
     group = file.create_group("verification")
-    scale(group, "quantity", [check.quantity for check in checks])
+    write_scale(group, "quantity", [check.quantity for check in checks])
     for name in ("error", "tolerance"):
         values = np.array([getattr(check, name) for check in checks], np.float64)
-        dataset(group, name, values, "1", ("quantity",))
+        write_dataset(group, name, values, "1", ("quantity",))
 
 
 def parse_checks(file: h5py.File) -> list[Check]:
@@ -159,13 +160,13 @@ def parse_checks(file: h5py.File) -> list[Check]:
                              group["tolerance"][...], strict=True)]
 
 
-def scale(group: h5py.Group, name: str, values) -> None:
+def write_scale(group: h5py.Group, name: str, values) -> None:
     """A dimension scale: the labels or numbers along the dimension `name`."""
     group.create_dataset(name, data=values).make_scale(name)
 
 
-def dataset(group: h5py.Group, name: str, values: np.ndarray, units: str,
-            dims: tuple[str, ...]) -> None:
+def write_dataset(group: h5py.Group, name: str, values: np.ndarray, units: str,
+                  dims: tuple[str, ...]) -> None:
     """A dataset with a checksum, its units, and `group`'s scales as its dimensions."""
     stored = (dict(chunks=values.shape, fletcher32=True, compression="gzip")
               if values.size and values.ndim else {})
@@ -175,7 +176,8 @@ def dataset(group: h5py.Group, name: str, values: np.ndarray, units: str,
         found.dims[index].attach_scale(group[dim])
 
 
-def settings(file: h5py.File, group: str, required: tuple[str, ...] = ()) -> dict[str, Setting]:
+def read_settings(file: h5py.File, group: str,
+                  required: tuple[str, ...] = ()) -> dict[str, Setting]:
     """Attributes of a group as plain Python values; KeyError when a required one is missing."""
     attributes = file[group].attrs
     for name in required:

@@ -11,12 +11,12 @@ import h5py
 from bench.errors import StoreError
 from bench.records import atomic
 from bench.records.measurements import Measurements
-from bench.records.run_file import Run, opened, parse
+from bench.records.run_file import Run, open_file, parse_run
 
 FORMAT = "mm3d runs"
 
 
-def runs(path: str | os.PathLike) -> list[Run | Measurements]:
+def runs_in_file(path: str | os.PathLike) -> list[Run | Measurements]:
     """The run in a file, or all runs of a merged one.
 
     Raises
@@ -24,11 +24,11 @@ def runs(path: str | os.PathLike) -> list[Run | Measurements]:
     StoreError
         When the file, or one of the runs in it, cannot be read.
     """
-    with opened(path) as file:
-        return [parse(group, place) for place, group in groups(file, path)]
+    with open_file(path) as file:
+        return [parse_run(group, place) for place, group in run_groups(file, path)]
 
 
-def groups(file: h5py.File, path: str | os.PathLike) -> Iterator[tuple[str, h5py.Group]]:
+def run_groups(file: h5py.File, path: str | os.PathLike) -> Iterator[tuple[str, h5py.Group]]:
     """Where each run of an open file is, as messages name it, and its group."""
     if file.attrs.get("format") != FORMAT:
         yield str(path), file
@@ -37,7 +37,7 @@ def groups(file: h5py.File, path: str | os.PathLike) -> Iterator[tuple[str, h5py
         yield f"{path}, run {name},", group
 
 
-def merge(paths: list[Path], target: Path, anew: bool = False) -> int:
+def merge_files(paths: list[Path], target: Path, anew: bool = False) -> int:
     """Write the runs of some files into one file; how many there are.
 
     Parameters
@@ -60,16 +60,16 @@ def merge(paths: list[Path], target: Path, anew: bool = False) -> int:
     with h5py.File(image, "w", libver="v110") as made:
         made.attrs.update({"format": FORMAT, "created": datetime.now(timezone.utc).isoformat()})
         for path in paths:
-            with opened(path) as file:
-                for place, group in groups(file, path):
-                    run = parse(group, place)
+            with open_file(path) as file:
+                for place, group in run_groups(file, path):
+                    run = parse_run(group, place)
                     versions.setdefault(run.schema, place)
                     stem = group.name.rpartition("/")[2] or Path(path).stem
                     while written.get(stem, run.created) != run.created:
                         stem += "-other"
                     if stem not in written:
                         written[stem] = run.created
-                        copy(group, made.create_group(f"runs/{stem}"))
+                        copy_group(group, made.create_group(f"runs/{stem}"))
         if not written:
             raise StoreError(f"there are no runs to merge in {target}: name files that have some")
         if len(versions) > 1:
@@ -91,7 +91,7 @@ def merge(paths: list[Path], target: Path, anew: bool = False) -> int:
     return count
 
 
-def copy(source: h5py.Group, target: h5py.Group) -> None:
+def copy_group(source: h5py.Group, target: h5py.Group) -> None:
     """Copy what is in a group, dimension scales and their ties included.
 
     HDF5's own copying loses the ties, which are references.
@@ -100,7 +100,7 @@ def copy(source: h5py.Group, target: h5py.Group) -> None:
     datasets = {}
     for name, item in source.items():
         if isinstance(item, h5py.Group):
-            copy(item, target.create_group(name))
+            copy_group(item, target.create_group(name))
         else:
             datasets[name] = item
     for name, item in datasets.items():

@@ -18,9 +18,10 @@ import numpy as np
 
 from bench.errors import StoreError
 from bench.records import atomic
-from bench.records.measurements import (Check, Group, Measurements, Setting, dataset, fill_checks,
+from bench.records.measurements import (Check, Group, Measurements, Setting, fill_checks,
                                         fill_group, fill_measurements, grid_shape, parse_checks,
-                                        parse_group, parse_measurements, scale, settings)
+                                        parse_group, parse_measurements, read_settings,
+                                        write_dataset, write_scale)
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import PHASES
@@ -134,14 +135,14 @@ def check_folder(folder: str | os.PathLike, what: str = "results folder",
     folder = Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        atomic.probe(folder)
+        atomic.probe_folder(folder)
     except OSError as error:
         raise StoreError(f"{what} {folder} cannot be written ({error.strerror}): name another "
                          f"with {option}") from error
     return folder
 
 
-def write(run: Run | Measurements, folder: str | os.PathLike, name: str) -> Path:
+def write_run(run: Run | Measurements, folder: str | os.PathLike, name: str) -> Path:
     """Write `run` into `folder` as a file of its own.
 
     Parameters
@@ -180,7 +181,7 @@ def write(run: Run | Measurements, folder: str | os.PathLike, name: str) -> Path
                          f"files that are there are untouched") from error
 
 
-def read(path: str | os.PathLike) -> Run | Measurements:
+def read_run(path: str | os.PathLike) -> Run | Measurements:
     """The run in the file `path`: of a model, or of a microbenchmark.
 
     Raises
@@ -188,12 +189,12 @@ def read(path: str | os.PathLike) -> Run | Measurements:
     StoreError
         When the file is truncated, damaged, of another kind, or of a newer schema.
     """
-    with opened(path) as file:
-        return parse(file, path)
+    with open_file(path) as file:
+        return parse_run(file, path)
 
 
 @contextmanager
-def opened(path: str | os.PathLike) -> Iterator[h5py.File]:
+def open_file(path: str | os.PathLike) -> Iterator[h5py.File]:
     """A file of results; what cannot be opened or read in it is a StoreError."""
     try:
         with h5py.File(path, "r") as file:
@@ -208,7 +209,7 @@ def opened(path: str | os.PathLike) -> Iterator[h5py.File]:
         raise StoreError(f"{path} is damaged or not a complete run: {error}") from error
 
 
-def parse(file: h5py.Group, path: str | os.PathLike) -> Run | Measurements:
+def parse_run(file: h5py.Group, path: str | os.PathLike) -> Run | Measurements:
     """The run in an open file, or in a group of one; `path` is what messages call it."""
     _check_kind(file, path)
     kind = str(file.attrs.get("kind", "model"))
@@ -235,30 +236,30 @@ def _publish(data: memoryview, folder: Path, stem: str) -> Path:
 def _fill(file: h5py.File, run: Run) -> None:
     repetitions, ranks = run.samples["forward"].shape
     samples = file.create_group("samples")
-    scale(samples, "repetition", np.arange(repetitions))
-    scale(samples, "rank", np.arange(ranks))
+    write_scale(samples, "repetition", np.arange(repetitions))
+    write_scale(samples, "rank", np.arange(ranks))
     for phase in PHASES:
-        dataset(samples, phase, run.samples[phase].astype(np.float64), "s",
-                ("repetition", "rank"))
+        write_dataset(samples, phase, run.samples[phase].astype(np.float64), "s",
+                      ("repetition", "rank"))
         if run.late:
-            dataset(samples, f"{phase}_late", run.late[phase].astype(np.float64), "s",
-                    ("repetition", "rank"))
+            write_dataset(samples, f"{phase}_late", run.late[phase].astype(np.float64), "s",
+                          ("repetition", "rank"))
     samples.attrs["ended_by"] = run.ended_by
     for name, seconds in run.clock.items():
         file.require_group("clock").create_dataset(name, data=seconds).attrs["units"] = "s"
     traffic = file.create_group("traffic")
     for name, labels in (("phase", PHASES), ("axis", run.directions),
                          ("collective", COLLECTIVES)):
-        scale(traffic, name, list(labels))
-    scale(traffic, "rank", np.arange(ranks))
+        write_scale(traffic, name, list(labels))
+    write_scale(traffic, "rank", np.arange(ranks))
     for name, unit in COUNTS.items():
-        dataset(traffic, name, run.traffic[name].astype(np.int64), unit,
-                ("phase", "rank", "axis", "collective"))
+        write_dataset(traffic, name, run.traffic[name].astype(np.int64), unit,
+                      ("phase", "rank", "axis", "collective"))
     if "moved" in run.traffic:
-        dataset(traffic, "moved", run.traffic["moved"].astype(np.float64), "1",
-                ("phase", "rank", "axis", "collective"))
-    dataset(traffic, "expected_words", run.expected_words.astype(np.int64), "1",
-            ("phase", "axis", "collective"))
+        write_dataset(traffic, "moved", run.traffic["moved"].astype(np.float64), "1",
+                      ("phase", "rank", "axis", "collective"))
+    write_dataset(traffic, "expected_words", run.expected_words.astype(np.int64), "1",
+                  ("phase", "axis", "collective"))
     published = file.create_group("published")
     for name, unit in PUBLISHED.items():
         published.create_dataset(name, data=run.published[name]).attrs["units"] = unit
@@ -294,8 +295,8 @@ def _parse(file: h5py.File) -> Run:
     for name, shape, wanted in shapes:
         if shape != wanted:
             raise ValueError(f"{name} has the shape {shape}, which should be {wanted}")
-    return Run(settings(file, "configuration", CONFIGURATION),
-               settings(file, "environment", ENVIRONMENT),
+    return Run(read_settings(file, "configuration", CONFIGURATION),
+               read_settings(file, "environment", ENVIRONMENT),
                samples, traffic, expected, parse_checks(file),
                {name: float(file["published"][name][()]) for name in PUBLISHED},
                str(file.attrs["created"]), late,

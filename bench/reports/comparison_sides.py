@@ -12,10 +12,10 @@ from typing import Iterator, Sequence
 import numpy as np
 
 from bench.cases.paper import title
-from bench.cases.variants import recorded
+from bench.cases.variants import recorded_variant
 from bench.errors import StoreError, UsageError
 from bench.instruments import timing
-from bench.records.folder import EFFORT, natural, read_all
+from bench.records.folder import EFFORT, natural_key, read_runs
 from bench.records.measurements import Measurements
 from bench.records.run_file import Run
 
@@ -64,7 +64,7 @@ def cases(paths: Sequence[str | Path]) -> tuple[ByTransport, list[str]]:
     problems: list[str] = []
     seen = set()
     for path in paths:
-        runs, unread = read_all(path)
+        runs, unread = read_runs(path)
         problems += unread
         for run in runs:
             transport = str(run.configuration.get("transport", "not recorded"))
@@ -90,7 +90,7 @@ def model_case(run: Run) -> Iterator[tuple[str, Timed]]:
     """Return a row of the tables: the times of whole steps."""
     chosen = run.configuration
     name = (f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"
-            f"{recorded(chosen).label}")
+            f"{recorded_variant(chosen).label}")
     if chosen.get("equal_tokens"):
         name += f", batch of {title(chosen['equal_tokens'])}"
     if (again := chosen.get("recompute", "none")) != "none":
@@ -141,7 +141,7 @@ def comparable(names: tuple[str, str], first: Cases, second: Cases) -> list[str]
                          for name, version in zip(names, versions))
         raise UsageError(f"files of different schema versions cannot be compared: {said}; "
                          f"measure again what is older")
-    common = sorted(first.keys() & second.keys(), key=natural)
+    common = sorted(first.keys() & second.keys(), key=natural_key)
     if not common:
         raise UsageError("nothing in common: " + "; ".join(
             f"{name} has {some(list(found))}" for name, found in zip(names, (first, second))))

@@ -9,7 +9,7 @@ import numpy as np
 from bench.cases.paper import title
 from bench.errors import StoreError
 from bench.instruments import timing
-from bench.records.folder import read_all
+from bench.records.folder import read_runs
 from bench.records.run_file import Run
 from bench.reports import time_parts
 from bench.reports.document import Column, Notes, Number, Part, Table
@@ -185,7 +185,7 @@ def document(path: str | Path) -> list[Part]:
     StoreError
         When there is no run of a model.
     """
-    runs = [run for run in read_all(path)[0] if isinstance(run, Run)]
+    runs = [run for run in read_runs(path)[0] if isinstance(run, Run)]
     if not runs:
         raise StoreError(f"no run of a model in {path}: the microbenchmarks have no parts")
     return [part for run in runs for part in one(run)]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from bench.cases.paper import title
 from bench.records import atomic
-from bench.records.folder import Found, gather, natural
+from bench.records.folder import FolderContents, read_folder, natural_key
 from bench.records.measurements import Measurements
 from bench.records.run_file import Run
 from bench.reports import merit
@@ -38,13 +38,13 @@ def report(folder: str | Path, out: str | Path | None = None) -> Path:
     OSError
         When the page cannot be written.
     """
-    found = gather(folder)
+    found = read_folder(folder)
     path = Path(out) if out else Path(folder) / "report.html"
     atomic.replace(path, page(found))
     return path
 
 
-def page(found: Found) -> str:
+def page(found: FolderContents) -> str:
     """Return the page as text."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     environment = Environment(loader=PackageLoader("bench.reports"), autoescape=True,
@@ -65,7 +65,7 @@ def page(found: Found) -> str:
         runs=sorted(map(history, runs)))
 
 
-def figures(found: Found) -> tuple[list[dict[str, str]], list[str]]:
+def figures(found: FolderContents) -> tuple[list[dict[str, str]], list[str]]:
     """Draw every figure: name, meaning and SVG (base64); and those left out, with the reason."""
     drawn, left_out = [], []
     with look():
@@ -94,7 +94,8 @@ def surroundings(runs: list[Run | Measurements]) -> dict[str, list[str]]:
             if name != "command":
                 counts.setdefault(name, Counter())[str(value)] += 1
     return {name: [value if count == len(runs) else f"{value} ({count} of {len(runs)} runs)"
-                   for value, count in sorted(found.items(), key=lambda item: natural(item[0]))]
+                   for value, count in sorted(found.items(),
+                                              key=lambda item: natural_key(item[0]))]
             for name, found in sorted(counts.items())}
 
 

@@ -6,11 +6,11 @@ from typing import Iterable, Sequence
 
 import numpy as np
 
-from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load, title
-from bench.cases.selection import select
+from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, title
+from bench.cases.selection import select_rows
 from bench.checks import layer_residuals
 from bench.instruments import timing
-from bench.records.folder import Found, Results, gather, most_crowded
+from bench.records.folder import FolderContents, Results, read_folder, most_crowded
 from bench.records.run_file import Run
 from bench.reports import certainty, formats, merit_rows, micro_tables, speed_ups
 from bench.reports.document import Column, Notes, Number, Part, Rows, Table
@@ -28,10 +28,10 @@ def tables(folder: str | Path, form: str = "text") -> str:
     StoreError
         When there are no results in `folder`.
     """
-    return formats.render(document(gather(folder)), form)
+    return formats.render(document(read_folder(folder)), form)
 
 
-def document(found: Found) -> list[Part]:
+def document(found: FolderContents) -> list[Part]:
     """Make both of the paper's tables for every preset, the microbenchmarks, and notes."""
     parts = [part for results in found.results for part in one_preset(results)]
     parts += micro_tables.parts(found.measurements)
@@ -42,7 +42,8 @@ def document(found: Found) -> list[Part]:
 
 def one_preset(results: Results) -> list[Part]:
     """Make the tables and notes of one preset."""
-    about = load().presets[results.preset].about if results.preset in load().presets else ""
+    presets = load_tables().presets
+    about = presets[results.preset].about if results.preset in presets else ""
     parts: list[Part] = [f"Preset {results.title}: {about}"]
     for name in HEADINGS:
         rows = results.rows(name)
@@ -96,14 +97,14 @@ def measured_average(run: Run) -> float:
 
 def published_notes() -> list[str]:
     """Note the paper's inconsistencies, from its own figures."""
-    wrong = [row for row in load().rows if not row.consistent]
+    wrong = [row for row in load_tables().rows if not row.consistent]
     notes = [f"* {HEADINGS[row.table]}, {title(row.scheme)} on {row.gpus} GPUs: the paper prints "
              f"{row.average:.3f} s, but its own times give ({row.forward:.3f} + "
              f"{row.backward:.3f}) / {row.batch} = {row.recomputed:.3f} s (equation 6), as "
              f"all other rows do." for row in wrong]
     ratios = {}
     for name in HEADINGS:
-        rows = {row.scheme: row for row in select(name) if row.gpus == 64}
+        rows = {row.scheme: row for row in select_rows(name) if row.gpus == 64}
         for kind in ("average", "recomputed"):
             ratios[name, kind] = " and ".join(
                 f"{getattr(rows[other], kind) / getattr(rows[PROPOSED], kind):.2f}x"
@@ -144,10 +145,11 @@ def measured_notes(results: Results) -> list[str]:
                for (key, like), run in results.equal.items() if not words_agree(run)]
     if differ:
         notes.append(f"The words counted differ from the closed form in: {', '.join(differ)}.")
-    missing = [_title((row.table, row.scheme, row.gpus)) for row in load().rows
+    missing = [_title((row.table, row.scheme, row.gpus)) for row in load_tables().rows
                if results.get(row) is None]
     if missing and results.plain:
-        notes.append(f"Missing, {len(missing)} of {len(load().rows)} rows: {', '.join(missing)}.")
+        notes.append(f"Missing, {len(missing)} of {len(load_tables().rows)} rows: "
+                     f"{', '.join(missing)}.")
     if results.earlier:
         notes.append(f"Of each row the latest run is shown; the folder also has "
                      f"{_count(results.earlier, 'earlier run')}.")

@@ -5,7 +5,7 @@ import math
 from msgspec.structs import replace
 
 from bench.cases.paper import BASELINES, PROPOSED, Row, title
-from bench.cases.selection import select
+from bench.cases.selection import select_rows
 from bench.instruments import timing
 from bench.records.folder import Results
 from bench.reports import certainty
@@ -18,7 +18,7 @@ def table(heading: str, name: str, results: Results) -> Table:
     A pair of rows whose batches differ is followed by the same with equal batches, where that was
     measured.
     """
-    rows = {(row.scheme, row.gpus): row for row in select(name)}
+    rows = {(row.scheme, row.gpus): row for row in select_rows(name)}
     lines: Rows = []
     for cube in (row for row in rows.values() if row.scheme == PROPOSED):
         for other in BASELINES:
@@ -59,7 +59,7 @@ def notes(results: Results) -> list[str]:
     unequal = any(results.get(cube) and results.get(row)
                   and results.get(cube).configuration["batch"]
                   != results.get(row).configuration["batch"]
-                  for cube in select(schemes=PROPOSED) for row in select(cube.table)
+                  for cube in select_rows(schemes=PROPOSED) for row in select_rows(cube.table)
                   if row.gpus == cube.gpus)
     if not unequal:
         return []

@@ -12,7 +12,7 @@ import h5py
 from bench.errors import StoreError
 from bench.records import merged
 from bench.records.measurements import Measurements
-from bench.records.run_file import FORMAT, SCHEMA, opened, parse
+from bench.records.run_file import FORMAT, SCHEMA, open_file, parse_run
 from bench.validation import rules
 from mm3d import ModelSizes
 
@@ -22,8 +22,8 @@ def check(path: Path) -> tuple[list[str], list[str]]:
     errors: list[str] = []
     warnings: list[str] = []
     try:
-        with opened(path) as file:
-            for place, group in merged.groups(file, path):
+        with open_file(path) as file:
+            for place, group in merged.run_groups(file, path):
                 where = "" if group.name == "/" else f"{group.name.rpartition('/')[2]}: "
                 found_errors, found_warnings = check_run(group, place)
                 errors += [where + line for line in found_errors]
@@ -43,7 +43,7 @@ def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
     if group.attrs.get("kind", "model") in rules.VERIFIED and "verification" not in group:
         return [*errors, "there is no verification: no time counts without one"], []
     try:
-        run = parse(group, place)
+        run = parse_run(group, place)
         if not isinstance(run, Measurements):
             ModelSizes.from_settings(run.configuration).check()
     except (StoreError, ValueError) as error:

@@ -95,7 +95,7 @@ def _collectives(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, A
         busiest = {"all_gather": sizes - least, "reduce_scatter": sizes - least,
                    "all_reduce": 2 * (sizes - least), "broadcast": sizes, "reduce": sizes}
         moved[a] = [busiest[kind] for kind in run.scales["collective"]]
-    fit = np.array([least_squares.line(sizes.astype(float), line)
+    fit = np.array([least_squares.fit_line(sizes.astype(float), line)
                     for line in medians.reshape(-1, len(sizes))]).reshape(*medians.shape[:2], 3)
     source, longest = "the fit to the medians", medians.max(axis=-1)
     bandwidth = moved / medians

@@ -10,9 +10,9 @@ import h5py
 import numpy as np
 from msgspec.structs import replace
 
-from bench.cases.case import case
-from bench.cases.paper import load, own as own_row, title
-from bench.cases.variants import itemsize, recorded
+from bench.cases.case import make_case
+from bench.cases.paper import load_tables, title, unpublished_row
+from bench.cases.variants import itemsize, recorded_variant
 from bench.checks import layer_residuals
 from bench.checks.against_serial import tolerances
 from bench.errors import UsageError
@@ -72,7 +72,7 @@ def verification(run: Run) -> Iterator[str]:
     yield from failed(run.checks)
     layers = run.configuration.get("verified_layers", run.configuration["layers"])
     try:
-        forward, gradient = tolerances(recorded(run.configuration).rounding, layers)
+        forward, gradient = tolerances(recorded_variant(run.configuration).rounding, layers)
     except KeyError:
         forward, gradient = math.nan, math.nan
     serial, own = layer_residuals.apart(run.checks)
@@ -102,7 +102,7 @@ def looked_at(run: Run, own: list[Check]) -> Iterator[str]:
                f"{how}")
     if not own:
         return
-    limits = layer_residuals.tolerances(chosen["layers"], recorded(chosen).rounding)
+    limits = layer_residuals.tolerances(chosen["layers"], recorded_variant(chosen).rounding)
     if {check.quantity for check in own} != limits.keys():
         yield (f"verification: {len(own)} residuals, but {chosen['layers']} layers have "
                f"{len(limits)}")
@@ -173,7 +173,7 @@ def words(run: Run) -> Iterator[str]:
     if chosen["scheme"] not in SCHEMES or not counted_along_grid(run):
         return
     expected = expected_words(chosen["scheme"], run.grid, ModelSizes.from_settings(chosen),
-                              recorded(chosen).keep, recomputed(run), run.directions)
+                              recorded_variant(chosen).keep, recomputed(run), run.directions)
     counted = run.traffic["words"].sum(axis=1)
     for name, found in (("expected_words", run.expected_words), ("the words counted", counted)):
         if not np.array_equal(found, expected):
@@ -208,7 +208,8 @@ def groups(run: Run) -> Iterator[str]:
         return
     described = describe(ModelSizes.from_settings(chosen), recompute=recomputed(run))
     stored = cost.parameters(described)
-    saved = cost.saved_words(chosen["scheme"], run.grid, described, keep=recorded(chosen).keep)
+    saved = cost.saved_words(chosen["scheme"], run.grid, described,
+                             keep=recorded_variant(chosen).keep)
     size = itemsize(chosen["dtype"])
     for name, count in (("parameters", stored), ("gradients", stored), ("saved", saved)):
         if not np.isclose(found["memory"][f"expected_{name}"] * run.ranks, count * size,
@@ -224,9 +225,9 @@ def groups(run: Run) -> Iterator[str]:
 def sizes(run: Run) -> Iterator[str]:
     """Check that sizes are those of the table's row under the preset, or marked as others."""
     chosen = run.configuration
-    row = next((row for row in load().rows if (row.table, row.scheme, row.gpus) == (
+    row = next((row for row in load_tables().rows if (row.table, row.scheme, row.gpus) == (
         chosen["table"], chosen["scheme"], run.ranks)), None)
-    row = row or own_row(chosen["table"], chosen["scheme"], run.ranks)
+    row = row or unpublished_row(chosen["table"], chosen["scheme"], run.ranks)
     for name, value in (("batch", row.batch), ("hidden", row.hidden),
                         ("forward_time", row.forward), ("backward_time", row.backward),
                         ("average_step_time", row.average),
@@ -236,7 +237,8 @@ def sizes(run: Run) -> Iterator[str]:
     by_hand = set(str(chosen["overridden"]).split())
     row = replace(row, like=chosen.get("equal_tokens", ""))
     try:
-        wanted = case(row, chosen["preset"], **{name: chosen[name] for name in by_hand & {*SIZES}})
+        wanted = make_case(row, chosen["preset"],
+                           **{name: chosen[name] for name in by_hand & {*SIZES}})
     except UsageError as error:
         yield str(error)
         return

@@ -6,7 +6,7 @@ from bench.errors import UsageError, WrongResult
 from bench.experiments.products import operands
 from bench.prediction import machine_model, whole_steps
 from bench.prediction.beside_measured import measured
-from bench.records.journal import writable
+from bench.records.journal import claim_folder
 from bench.reports.formats import render
 from bench.reports.measured_tables import document
 from bench.verbs import options
@@ -51,7 +51,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
         raise UsageError("nothing to measure: give --matmul M,N,K or --layer "
                          "HIDDEN,HEADS,BATCH,SEQ")
     transport = _transport(arguments.machine, machine, comm)
-    out = writable(arguments.out, comm)
+    out = claim_folder(arguments.out, comm)
     works = whole_steps.everywhere(comm.size, arguments.matmul or (),
                                    [(*sizes, arguments.layers) for sizes in arguments.layer or ()])
     try:

@@ -6,7 +6,7 @@ from bench.errors import WrongResult
 from bench.experiments.products.collectives import (array_bytes, collective_grid,
                                                     measure_collectives)
 from bench.prediction import machine_update
-from bench.records.journal import writable
+from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.verbs import options
 from bench.verbs.publish import failed, publish, publish_machine
@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     grid = collective_grid(comm, arguments.grid, arguments.backend)
     machine = machine_update.begun(arguments.machine, arguments.base, launcher.local_ranks(),
                                    comm)
-    out = writable(arguments.out, comm)
+    out = claim_folder(arguments.out, comm)
     try:
         record = measure_collectives(grid, sizes, arguments.dtype, limits, arguments.seed)
     except WrongResult as wrong:

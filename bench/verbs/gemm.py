@@ -5,7 +5,7 @@ import argparse
 from bench.errors import WrongResult
 from bench.experiments.products.gemm import measure_gemm, thread_counts
 from bench.prediction import machine_update
-from bench.records.journal import writable
+from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.verbs import options
 from bench.verbs.publish import failed, publish, publish_machine
@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     limits = options.limits_of(arguments)
     threads = thread_counts(arguments.threads)
     machine = machine_update.begun(arguments.machine, arguments.base, 1, comm)
-    out = writable(arguments.out, comm)
+    out = claim_folder(arguments.out, comm)
     try:
         record = measure_gemm(arguments.sizes, arguments.dtypes, threads, backend, limits,
                               arguments.seed)

@@ -4,7 +4,7 @@ import argparse
 
 from bench.errors import WrongResult
 from bench.experiments.gpu.parts import GpuBenchmark, PARTS, measure_part
-from bench.records.journal import writable
+from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.verbs import options
 from bench.verbs.publish import failed, publish
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     backend = options.alone("gpu", arguments.backend or "cupy", comm)
     limits = options.limits_of(arguments)
     benchmark = GpuBenchmark(backend, arguments.scale, arguments.graph, limits, arguments.seed)
-    out, status = writable(arguments.out, comm), 0
+    out, status = claim_folder(arguments.out, comm), 0
     for part in arguments.part:
         try:
             record = measure_part(benchmark, part)

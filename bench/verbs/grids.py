@@ -1,6 +1,6 @@
 """Sizes of a model and of a grid, as options give them."""
 
-from bench.cases.paper import load
+from bench.cases.paper import load_tables
 from bench.errors import UsageError
 from mm3d import ModelSizes
 
@@ -15,7 +15,7 @@ def model_sizes(layers: int, hidden: int, heads: int | None, batch: int,
         When one is less than 1, or the heads do not divide the features.
     """
     if heads is None:
-        heads = load().settings.heads.get(hidden) or max(1, hidden // 128)
+        heads = load_tables().settings.heads.get(hidden) or max(1, hidden // 128)
     chosen = ModelSizes(layers, hidden, heads, batch, seq)
     for name, value in chosen.items():
         if value < 1:

@@ -6,7 +6,7 @@ import gc
 import mm3d
 from bench.errors import UsageError, WrongResult
 from bench.experiments.layer.layer import MeasuredLayer, check_overlap, measure_layer
-from bench.records.journal import writable
+from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.verbs import options
 from bench.verbs.publish import failed, publish
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     check_head(arguments.hidden, arguments.head)
     if arguments.overlap:
         check_overlap(arguments.scheme)
-    out = writable(arguments.out, comm)
+    out = claim_folder(arguments.out, comm)
     status = 0
     for hidden in arguments.hidden:
         gc.collect()

@@ -10,7 +10,7 @@ from bench.experiments.products.problem import Problem, schemes
 from bench.instruments import chrome_trace, step_tracing
 from bench.instruments.clock import Clock
 from bench.instruments.timing import Limits
-from bench.records.journal import writable
+from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.verbs import options
 from bench.verbs.publish import failed, publish, trace_file
@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write every shape and form; the exit status."""
     limits = options.limits_of(arguments)
-    out = writable(arguments.out, comm)
+    out = claim_folder(arguments.out, comm)
     trace_file(arguments.trace, comm)
     status = 0
     for shape in arguments.shape:
@@ -73,10 +73,9 @@ def measure(problem: Problem, name: str, arguments: argparse.Namespace, limits: 
         clock = Clock(comm)
         phases = ("forward", "backward")[:1 + arguments.backward]
         cases = len(arguments.shape) * len(arguments.form)
-        spans = step_tracing.product(problem, phases, clock)
-        status = max(status,
-                     chrome_trace.write(chrome_trace.named(arguments.trace, name, cases), spans,
-                                        problem.grid, clock, name))
+        spans = step_tracing.trace_product(problem, phases, clock)
+        path = chrome_trace.trace_file(arguments.trace, name, cases)
+        status = max(status, chrome_trace.write_trace(path, spans, problem.grid, clock, name))
     return status
 
 

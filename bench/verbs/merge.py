@@ -27,6 +27,6 @@ def run(arguments: argparse.Namespace) -> int:
     """
     target = Path(arguments.target)
     files = [path for path in list_files(arguments.sources) if path.resolve() != target.resolve()]
-    count = merged.merge(files, target)
+    count = merged.merge_files(files, target)
     print(f"{arguments.target}: {count} runs of {len(files)} files")
     return 0

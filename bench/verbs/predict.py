@@ -3,7 +3,7 @@
 import argparse
 
 from bench.cases.paper import HEADINGS
-from bench.cases.selection import select
+from bench.cases.selection import select_rows
 from bench.errors import UsageError
 from bench.prediction import machine_model
 from bench.reports.formats import render
@@ -28,7 +28,7 @@ def run(arguments: argparse.Namespace) -> int:
         return _measured(arguments)
     from bench.prediction.paper_fit import predict
     from bench.reports import prediction_tables as tables
-    wanted = {row.table for row in select(arguments.table or "all")}
+    wanted = {row.table for row in select_rows(arguments.table or "all")}
     outcome = predict(machine_model.load(arguments.machine, "float32"))
     parts = [tables.table(outcome, name) for name in HEADINGS if name in wanted]
     print(render([*parts, *tables.remarks(outcome)]))

@@ -37,7 +37,7 @@ def publish(record: Measurements | None, out: Path, name: str, comm,
     outcome = None
     if comm.rank == 0:
         try:
-            outcome = 0, f"written: {run_file.write(record, out, name)}"
+            outcome = 0, f"written: {run_file.write_run(record, out, name)}"
         except StoreError as error:
             outcome = 1, f"failed: {error}"
     status, line = comm.bcast(outcome)

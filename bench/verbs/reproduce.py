@@ -14,9 +14,9 @@ from typing import Any, Mapping
 import msgspec
 from tqdm import tqdm
 
-from bench.cases.case import case
+from bench.cases.case import make_case
 from bench.cases.paper import Row
-from bench.cases.selection import equal_tokens, select, shuffled
+from bench.cases.selection import equal_token_rows, select_rows, shuffle_cases
 from bench.errors import UsageError
 from bench.experiments.rows import resume
 from bench.experiments.rows.reproduction import Stopped, measured_all
@@ -99,14 +99,14 @@ def run(arguments: argparse.Namespace) -> int:
     library = backends.get(arguments.backend)
     variant = row_options.variant(arguments, library)
     check_variant(variant, asked, library, arguments.recompute)
-    cases = [case(row, arguments.preset, variant) for row in asked]
+    cases = [make_case(row, arguments.preset, variant) for row in asked]
     out = run_file.check_folder(arguments.out)
     log = Journal(out)
     log.claim()
     resume.tidy(out)
     reproduction, finished = resume.begin(log, [one.name for one in cases], wanted,
                                           arguments.order, arguments.fresh, print_line)
-    cases = shuffled(cases, reproduction.order)
+    cases = shuffle_cases(cases, reproduction.order)
     progress = Progress(len(cases), len(finished))
     announce(progress, arguments.preset, out, reproduction, len(finished))
     left = [one for one in cases if one.name not in finished]
@@ -153,14 +153,15 @@ def rows(arguments: argparse.Namespace) -> list[Row]:
         When there are none.
     """
     if not arguments.ranks:
-        found = select(arguments.table, arguments.scheme)
+        found = select_rows(arguments.table, arguments.scheme)
     else:
         found = [row for ranks in arguments.ranks
-                 for row in select(arguments.table, arguments.scheme, ranks) if row.gpus == ranks]
+                 for row in select_rows(arguments.table, arguments.scheme, ranks)
+                 if row.gpus == ranks]
     if not found:
         raise UsageError(f"no row of --table {arguments.table} --scheme {arguments.scheme} is "
                          f"for {' or '.join(map(str, arguments.ranks))} ranks")
-    return found + (equal_tokens(found) if arguments.equal_tokens else [])
+    return found + (equal_token_rows(found) if arguments.equal_tokens else [])
 
 
 def passed_on(arguments: argparse.Namespace, out: Path, order: int) -> list[str]:
@@ -180,7 +181,7 @@ def announce(progress: Progress, preset: str, out: Path, reproduction: Reproduct
     """Say what is measured where, and what was found there."""
     progress.say(f"{progress.total} rows, preset {preset}, on {host.cpu_model()}, "
                  f"{launcher.cores()} cores; results in {out}; order {reproduction.order}")
-    if left_behind := leftover_memory.advice(leftover_memory.abandoned()):
+    if left_behind := leftover_memory.removal_advice(leftover_memory.abandoned_segments()):
         progress.say(left_behind)
     if finished:
         progress.say(f"going on with what was begun at {reproduction.begun[:19]} UTC: "
@@ -213,7 +214,7 @@ def conclude(log: Journal, reproduction: Reproduction, progress: Progress,
     if stopped or lacking:
         print(f"\n{stopped or 'Ended'}: {measured_rows} of {progress.total} rows are in "
               f"{log.folder}; {advice(sys.argv[1:])}", file=sys.stderr)
-        if left_behind := leftover_memory.advice(leftover_memory.abandoned()):
+        if left_behind := leftover_memory.removal_advice(leftover_memory.abandoned_segments()):
             print(left_behind, file=sys.stderr)
     elif missing:
         print(f"\nOf what was begun at {reproduction.begun[:19]} UTC {len(missing)} rows are not "

@@ -4,8 +4,8 @@ import argparse
 import math
 from typing import Any
 
-from bench.cases.paper import HEADINGS, PAPER, TITLES, load
-from bench.cases.variants import KNOWN, PLAIN, Variant, having
+from bench.cases.paper import HEADINGS, PAPER, TITLES, load_tables
+from bench.cases.variants import KNOWN, PLAIN, Variant, schemes_with_option
 from bench.errors import UsageError
 from bench.instruments.timing import Limits
 from bench.prediction import memory_fit
@@ -25,13 +25,14 @@ def add_rows(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:
-    presets = "; ".join(f"{name}: {preset.about}" for name, preset in load().presets.items())
+    presets = "; ".join(f"{name}: {preset.about}"
+                        for name, preset in load_tables().presets.items())
     parser.add_argument("--table", default="all", metavar="NAMES",
                         help=f"{', '.join(HEADINGS)}, some with commas between, or all (default)")
     parser.add_argument("--scheme", default="all", metavar="NAMES",
                         help=f"{', '.join(TITLES)}, some with commas between, or all that the "
                              f"paper has: {', '.join(PAPER)} (default)")
-    parser.add_argument("--preset", default="laptop", choices=load().presets,
+    parser.add_argument("--preset", default="laptop", choices=load_tables().presets,
                         help=f"the sizes (default laptop). {presets}")
     parser.add_argument("--equal-tokens", action="store_true", help=(
         "measure 3-D rows also with the batch of each other scheme's row on as many ranks, and "
@@ -72,7 +73,7 @@ def add_variant(parser: argparse.ArgumentParser) -> None:
     """Add the options of a row's variant."""
     parser.add_argument("--dtype", default=PLAIN, choices=KNOWN,
                         help=f"of every array (default {PLAIN}; bfloat16 on a GPU alone)")
-    keep, overlap = having("keep"), having("overlap")
+    keep, overlap = schemes_with_option("keep"), schemes_with_option("overlap")
     choices = dict.fromkeys(one for option in keep.values() for one in option.choices)
     parser.add_argument("--keep", default="none", choices=tuple(choices), help=(
         f"gathered operands that {' and '.join(keep)} keeps from forward to backward "
@@ -140,4 +141,4 @@ def traced_steps(arguments: argparse.Namespace) -> int:
 def _given(arguments: argparse.Namespace, name: str) -> Any:
     """Return a count as it is given, or the preset's."""
     given = getattr(arguments, name)
-    return getattr(load().presets[arguments.preset], name) if given is None else given
+    return getattr(load_tables().presets[arguments.preset], name) if given is None else given

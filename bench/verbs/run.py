@@ -7,20 +7,21 @@ from pathlib import Path
 from typing import Callable
 
 from bench.agreement import of_rank_0
-from bench.cases.case import Case, case
+from bench.cases.case import Case, make_case
 from bench.cases.paper import Row
-from bench.cases.selection import equal_tokens, named, select, shuffled
+from bench.cases.selection import equal_token_rows, rows_by_name, select_rows, shuffle_cases
 from bench.cases.variants import Variant
 from bench.checks import layer_residuals
 from bench.console import say
 from bench.errors import Failed, LeftOut, StoreError, UsageError
 from bench.experiments.rows.row import Measured, measure
 from bench.experiments.rows.settings import Settings, check_variant, usable, verifiable
-from bench.instruments import chrome_trace, peaks as yardsticks, timing
+from bench.instruments import chrome_trace, timing
+from bench.instruments.peaks import measure_peaks
 from bench.instruments.clock import wait_patiently
 from bench.prediction import machine_model, node_memory
 from bench.records import journal, run_file
-from bench.records.journal import writable
+from bench.records.journal import claim_folder
 from bench.records.measurements import Group
 from bench.verbs import grids, row_options
 from bench.verbs.publish import trace_file
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     cases = verifiable(fitting(rows, comm.size, arguments, variant))
     order = comm.bcast(random.SystemRandom().randrange(2 ** 31) if arguments.order is None
                        else arguments.order)
-    out = writable(arguments.out, comm)
+    out = claim_folder(arguments.out, comm)
     settings = Settings(
         warmup=warmup, limits=limits, order=order, backend=arguments.backend, seed=arguments.seed,
         traced=row_options.traced_steps(arguments), recompute=arguments.recompute, grid=grid,
@@ -86,11 +87,11 @@ def run(arguments: argparse.Namespace, comm) -> int:
     if comm.rank == 0:
         for line in left_out(arguments.rows, comm.size):
             say(line)
-    peaks = yardsticks.peaks(library, variant.dtype, comm)
+    peaks = measure_peaks(library, variant.dtype, comm)
     return max([report(one, settings, peaks, comm, out,
-                       trace and chrome_trace.named(trace, one.name, len(cases)),
+                       trace and chrome_trace.trace_file(trace, one.name, len(cases)),
                        extra=arguments.rows is None and bool(one.row.like))
-                for one in shuffled(cases, order)])
+                for one in shuffle_cases(cases, order)])
 
 
 def selected(arguments: argparse.Namespace, ranks: int) -> list[Row]:
@@ -102,22 +103,22 @@ def selected(arguments: argparse.Namespace, ranks: int) -> list[Row]:
         When a name is unknown, or rows are named in both ways.
     """
     if arguments.rows is None:
-        rows = select(arguments.table, arguments.scheme, ranks)
-        return rows + (equal_tokens(rows) if arguments.equal_tokens else [])
+        rows = select_rows(arguments.table, arguments.scheme, ranks)
+        return rows + (equal_token_rows(rows) if arguments.equal_tokens else [])
     for option in ("table", "scheme"):
         value = getattr(arguments, option)
         if value != "all":
             raise UsageError(f"--rows {arguments.rows} --{option} {value}: leave one of them out; "
                              f"--rows names both the table and the scheme")
-    rows = named(arguments.rows, ranks)
-    return rows + (equal_tokens(rows) if arguments.equal_tokens else [])
+    rows = rows_by_name(arguments.rows, ranks)
+    return rows + (equal_token_rows(rows) if arguments.equal_tokens else [])
 
 
 def left_out(pairs: str | None, ranks: int) -> list[str]:
     """Name, a line each, the `pairs` of ``--rows`` without a row for `ranks` ranks."""
     lines = []
     for pair in dict.fromkeys(pairs.split(",") if pairs else ()):
-        counts = sorted({row.gpus for row in named(pair, ranks)})
+        counts = sorted({row.gpus for row in rows_by_name(pair, ranks)})
         if ranks not in counts:
             lines.append(f"left out: {pair.strip()} of --rows, which has no row for {ranks} "
                          f"rank{'s' * (ranks > 1)}: its rows are for "
@@ -135,7 +136,8 @@ def fitting(rows: list[Row], ranks: int, arguments: argparse.Namespace,
         When there are none.
     """
     sizes = {name: getattr(arguments, name) for name in SIZES}
-    cases = [case(row, arguments.preset, variant, **sizes) for row in rows if row.gpus == ranks]
+    cases = [make_case(row, arguments.preset, variant, **sizes)
+             for row in rows if row.gpus == ranks]
     if cases:
         return cases
     counts = sorted({row.gpus for row in rows})
@@ -190,7 +192,7 @@ def report(one: Case, settings: Settings, peaks: Group | None, comm, out: Path,
     settings : Settings
         How it is measured.
     peaks : Group or None
-        The machine's rates, on rank 0; see `bench.instruments.peaks.peaks`.
+        The machine's rates, on rank 0; see `bench.instruments.peaks.measure_peaks`.
     comm : mpi4py.MPI.Intracomm
         All ranks; each must call this.
     out : Path
@@ -218,20 +220,21 @@ def report(one: Case, settings: Settings, peaks: Group | None, comm, out: Path,
     except Failed as error:
         status, line = 1, f"failed: {one.title}: {error}"
     if comm.rank == 0:
-        journal.of(out).write("row", row=one.name, outcome=line.partition(":")[0], line=line)
+        journal.journal_of(out).write("row", row=one.name, outcome=line.partition(":")[0],
+                                      line=line)
         say(line)
     return status
 
 
 def written(found: Measured, one: Case, out: Path, trace: Path | None) -> tuple[int, str]:
     """Write the record and the trace; the exit status, and the line that says how it ended."""
-    if journal.taken_over(out):
+    if journal.superseded(out):
         return 1, f"failed: {one.title}: another reproduce has taken over {out.name}"
     try:
-        path = run_file.write(found.record, out, one.name)
+        path = run_file.write_run(found.record, out, one.name)
     except StoreError as error:
         return 1, f"failed: {one.title}: {error}"
-    status = chrome_trace.put(trace, found.trace) if trace else 0
+    status = chrome_trace.write_file(trace, found.trace) if trace else 0
     return status, f"done: {one.title}: {summary(found.record)}, {path.name}"
 
 

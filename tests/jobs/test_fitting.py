@@ -4,9 +4,9 @@ import pytest
 
 import mm3d
 from bench.__main__ import main
-from bench.cases.case import case
-from bench.cases.paper import load as tables
-from bench.cases.selection import select
+from bench.cases.case import make_case
+from bench.cases.paper import load_tables
+from bench.cases.selection import select_rows
 from bench.cases.variants import Variant
 from bench.prediction import memory_fit
 from jobs import fitting, scripts
@@ -22,7 +22,7 @@ def site(**node):
 
 def weak(scheme="3d"):
     """The tiny weak row on 8 ranks."""
-    return case(next(row for row in select("weak", scheme) if row.gpus == 8), "tiny")
+    return make_case(next(row for row in select_rows("weak", scheme) if row.gpus == 8), "tiny")
 
 
 def test_a_row_gets_the_policy_that_fits_or_is_refused(tmp_path):
@@ -49,7 +49,7 @@ def test_a_row_gets_the_policy_that_fits_or_is_refused(tmp_path):
 def test_a_variant_is_held_against_what_it_needs_itself(tmp_path, variant, capsys):
     """In its own dtype, with what it keeps; the script's dry run and run are of one model."""
     row, (grid, sizes) = weak().row, of(weak())
-    one = case(row, "tiny", variant)
+    one = make_case(row, "tiny", variant)
     dtype = fitting.numpy_dtype(variant)
     most = memory_fit.peak("3d", grid, "float32", "none", sizes)
     found = fitting.fitting(site(gpu_memory=f"{most} B"), one)
@@ -81,7 +81,7 @@ def of(one):
 @pytest.mark.parametrize("preset, recompute", [("laptop", None), ("tiny", None), ("tiny", "none")])
 def test_what_fits_by_the_closed_form_alone_is_run_dry(preset, recompute):
     """Small models need more than the closed form says."""
-    one = case(next(row for row in select("strong", "2d") if row.gpus == 64), preset)
+    one = make_case(next(row for row in select_rows("strong", "2d") if row.gpus == 64), preset)
     grid, sizes = of(one)
     most = int(memory_fit.estimate("2d", grid, "float32", "none", sizes)) + 1
     assert memory_fit.peak("2d", grid, "float32", "none", sizes) > 1.3 * most
@@ -99,7 +99,7 @@ def test_ranks_share_the_memory_of_their_gpu_or_node():
 
 def test_the_largest_row_fits_the_paper_s_gpus():
     """Weak 1-D on 64 needs most beyond what full recomputation saves; gpu4 says how it fits."""
-    one = case(next(row for row in select("weak", "1d") if row.gpus == 64), "paper")
+    one = make_case(next(row for row in select_rows("weak", "1d") if row.gpus == 64), "paper")
     found = fitting.fitting(load("gpu4"), one)
     assert found.fits and found.recompute == "uniform:2+selective"
     assert 13.6 < found.peak / 2 ** 30 < 15
@@ -107,8 +107,8 @@ def test_the_largest_row_fits_the_paper_s_gpus():
 
 def test_every_published_row_fits_the_paper_s_gpus():
     # Which are above dry runs at the paper's sizes.
-    for row in tables().rows:
-        one, most = case(row, "paper"), fitting.limit(load("gpu4"), row.gpus)
+    for row in load_tables().rows:
+        one, most = make_case(row, "paper"), fitting.limit(load("gpu4"), row.gpus)
         grid, sizes = of(one)
         assert any(memory_fit.estimate(row.scheme, grid, "float32", name, sizes) <= most
                    for name in POLICIES), row

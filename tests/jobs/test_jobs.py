@@ -7,8 +7,8 @@ import subprocess
 
 import pytest
 
-from bench.cases.case import case
-from bench.cases.selection import select
+from bench.cases.case import make_case
+from bench.cases.selection import select_rows
 from bench.errors import UsageError
 from bench.records import merged, run_file
 from jobs import scripts, site, slurm, standings
@@ -48,14 +48,14 @@ def work(tmp_path, name, **more):
     return Work(site.load(name), name, tmp_path / "out", **more)
 
 
-ROW = case(select("weak", "3d")[0], "tiny")
+ROW = make_case(select_rows("weak", "3d")[0], "tiny")
 
 
 @pytest.mark.parametrize("name", site.supplied())
 def test_supplied_sites_are_sound_and_render_all_rows(tmp_path, name):
     mine = work(tmp_path, name)
-    for row in select():
-        text = scripts.row_script(mine, case(row, "paper"))
+    for row in select_rows():
+        text = scripts.row_script(mine, make_case(row, "paper"))
         options = re.findall(r"^#SBATCH (\S.*)$", text, re.M)
         nodes, tasks = (next(int(option.partition("=")[2]) for option in options
                              if option.startswith(f"--{key}=")) for key in ("nodes", "ntasks"))
@@ -280,11 +280,11 @@ def test_how_a_row_stands(tmp_path, monkeypatch):
                                     "gpus rank 0 sees no GPU")
     short = made_up(row, preset="tiny")
     short.ended_by = "stopped"
-    run_file.write(short, mine.runs(ROW), ROW.name)
+    run_file.write_run(short, mine.runs(ROW), ROW.name)
     assert standing() == ("stopped early", "with 3 repetitions, as its time was over")
     (mine.runs(ROW) / f"{ROW.name}-broken.h5").write_text("no HDF5")
-    run_file.write(made_up(row, preset="tiny", created="2031-01-02T03:04:05+00:00"), mine.out,
-                   ROW.name)
+    run_file.write_run(made_up(row, preset="tiny", created="2031-01-02T03:04:05+00:00"), mine.out,
+                       ROW.name)
     assert standing()[0] == "done"
 
 
@@ -322,9 +322,9 @@ def test_a_job_that_cannot_be_noted_is_named(tmp_path, monkeypatch, capsys, arra
 def test_collect_merges_and_names_what_is_missing(tmp_path, capsys):
     name, out = site_file(tmp_path), tmp_path / "out"
     mine = work(tmp_path, name)
-    other = case(select("strong", "3d")[0], "tiny")
+    other = make_case(select_rows("strong", "3d")[0], "tiny")
     mine.runs(ROW).mkdir(parents=True)
-    path = run_file.write(made_up(ROW.row, preset="tiny"), mine.runs(ROW), ROW.name)
+    path = run_file.write_run(made_up(ROW.row, preset="tiny"), mine.runs(ROW), ROW.name)
     verb = ["collect", "--site", name, "--scheme", "3d", "--ranks", "8", "--preset", "tiny",
             "--out", str(out)]
     assert main(verb) == 1
@@ -333,11 +333,11 @@ def test_collect_merges_and_names_what_is_missing(tmp_path, capsys):
     assert "missing: strong 3-D 8 ranks: not submitted" in text
     assert "missing: weak" not in text
     assert (out / path.name).read_bytes() == path.read_bytes() and (out / "tables.txt").exists()
-    run_file.write(made_up(other.row, preset="tiny"), out, other.name)
+    run_file.write_run(made_up(other.row, preset="tiny"), out, other.name)
     assert main(verb) == 0
     text = capsys.readouterr().out
     assert "2 of 2 rows done, 0 files new" in text and "2 runs merged in " in text
-    runs = merged.runs(out / "jobs" / "all.h5")
+    runs = merged.runs_in_file(out / "jobs" / "all.h5")
     assert sorted(run.configuration["table"] for run in runs) == ["strong", "weak"]
     assert not list((out / "jobs").glob(".all-*"))
 
@@ -365,7 +365,7 @@ def test_shellcheck_has_nothing_to_say(tmp_path, capsys):
     for name in site.supplied():
         out = tmp_path / name
         assert main(["render", "--site", name, "--out", str(out)]) == 0
-        group = [case(row, "paper") for row in select("all", "1d") if row.gpus == 8]
+        group = [make_case(row, "paper") for row in select_rows("all", "1d") if row.gpus == 8]
         (out / "jobs" / "array.sh").write_text(scripts.array_script(
             Work(site.load(name), name, out), group))
         found = sorted((out / "jobs").glob("*.sh"))

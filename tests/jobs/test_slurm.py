@@ -10,8 +10,8 @@ import pytest
 from mpi4py import MPI
 
 import slurm_cluster
-from bench.cases.case import case
-from bench.cases.selection import select
+from bench.cases.case import make_case
+from bench.cases.selection import select_rows
 from bench.reports.paper_tables import words_agree
 from jobs import slurm
 from jobs.__main__ import main
@@ -52,7 +52,8 @@ def limited(cluster, tmp_path_factory):
 
 def check_run(run):
     """What ``mpirun`` guarantees of a result holds of one that Slurm started."""
-    one = case(select(run.configuration["table"], run.configuration["scheme"])[0], "tiny")
+    row, *_ = select_rows(run.configuration["table"], run.configuration["scheme"])
+    one = make_case(row, "tiny")
     assert run.configuration["layers"] == one.sizes.layers
     assert run.checks and all(check.passed for check in run.checks)
     assert max(check.error for check in run.checks) < 1e-4
@@ -245,7 +246,7 @@ def test_every_row_of_a_table(tmp_path, ranks, nodes, slots):
     runs = user.runs()
     for run in runs:
         check_run(run)
-    expected = sorted((row.table, row.scheme, row.gpus) for row in select(table)
+    expected = sorted((row.table, row.scheme, row.gpus) for row in select_rows(table)
                       if str(row.gpus) in ranks.split(","))
     assert len(jobs) == len(expected) and expected == sorted(
         (run.configuration["table"], run.configuration["scheme"], run.ranks)

@@ -64,7 +64,7 @@ class Watch:
         assert self.seen.keys() <= found.keys(), self.seen.keys() - found.keys()
         times = Counter()
         for name, path in found.items():
-            run = run_file.read(path)
+            run = run_file.read_run(path)
             digest = hashlib.blake2b(path.read_bytes()).hexdigest()
             assert self.seen.setdefault(name, digest) == digest, name
             times[run.configuration["order"], name.rpartition("-tiny-")[0]] += 1
@@ -100,7 +100,7 @@ def kill_and_go_on(folder: Path, kills: int, seed: int, longest: float) -> dict[
     events = [entry["event"] for entry in watch.journal()]
     last = len(events) - events[::-1].index("begin") - 1
     begin = watch.journal()[last]
-    runs = [run_file.read(path) for path in folder.glob("*.h5")]
+    runs = [run_file.read_run(path) for path in folder.glob("*.h5")]
     rows = [run for run in runs if run.configuration["order"] == begin["order"]]
     assert len(rows) == 6 == len(begin["rows"]) and events[-1] == "end"
     assert watch.journal()[-1]["outcome"] == "complete"

@@ -1,8 +1,8 @@
 """Made-up runs for the tests of files, tables and figures."""
 import numpy as np
 
-from bench.cases.case import Case, case
-from bench.cases.paper import Row, load
+from bench.cases.case import Case, make_case
+from bench.cases.paper import Row, load_tables
 from bench.experiments.rows.record import published
 from bench.instruments import spans
 from bench.records import run_file
@@ -13,14 +13,14 @@ from mm3d import SCHEMES
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import PHASES
 
-PARTS = spans.parts("xyz")
+PARTS = spans.part_names("xyz")
 
 
 def made_up(row: Row, forward: float = 0.25, backward: float = 0.5, preset: str = "laptop",
             oversubscribed: bool = False, created: str = "2030-01-02T03:04:05+00:00",
             repetitions: int = 3) -> Run:
     """A run of `row` whose slowest rank takes `forward` and `backward` seconds, in the median."""
-    one = case(row, preset)
+    one = make_case(row, preset)
     ranks = row.gpus
     spread = np.linspace(0.9, 1.1, repetitions)[:, None] * np.linspace(0.5, 1.0, ranks)
     moved = np.zeros((2, ranks, len(run_file.AXES), len(COLLECTIVES)), np.int64)
@@ -60,10 +60,10 @@ def environment(ranks: int, oversubscribed: bool) -> dict:
 
 def write_all(folder, **options):
     """Write a made-up run of each row, number n of an average of n + 1 thousandths of a second."""
-    for number, row in enumerate(load().rows):
-        average = (number + 1) / 1000 * case(row, "laptop").sizes.batch
-        run_file.write(made_up(row, average / 3, average * 2 / 3, **options), folder,
-                       case(row, "laptop").name)
+    for number, row in enumerate(load_tables().rows):
+        average = (number + 1) / 1000 * make_case(row, "laptop").sizes.batch
+        run_file.write_run(made_up(row, average / 3, average * 2 / 3, **options), folder,
+                           make_case(row, "laptop").name)
 
 
 def traced(row):

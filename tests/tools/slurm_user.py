@@ -82,7 +82,7 @@ class User:
 
     def runs(self):
         """The collected results."""
-        return [run_file.read(path) for path in sorted(self.out.glob("*.h5"))]
+        return [run_file.read_run(path) for path in sorted(self.out.glob("*.h5"))]
 
     def logs(self):
         return "\n".join(f"{path.name}: {path.read_text()}"

@@ -14,12 +14,12 @@ import numpy as np
 from mpi4py import MPI
 
 import mm3d
-from bench.cases.case import case
-from bench.cases.paper import load
+from bench.cases.case import make_case
+from bench.cases.paper import load_tables
 from bench.errors import UsageError
 from bench.experiments.gpu import device_checks, gpu_cases
 from bench.experiments.products import operands
-from bench.instruments.sampling import BOUNDS, measured_environment, padded, repeated
+from bench.instruments.sampling import BOUNDS, measured_environment, pad_samples, take_samples
 from bench.instruments.statistics import median_interval
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable
@@ -94,7 +94,7 @@ class GpuBenchmark:
             return self.backend.seconds(start, self.backend.mark()) / calls
         sample(1)
         calls = max(1, min(200, round(2e-3 / max(sample(1), 1e-9))))
-        return repeated(lambda: sample(calls), self.limits, MPI.COMM_SELF)[0]
+        return take_samples(lambda: sample(calls), self.limits, MPI.COMM_SELF)[0]
 
     def array(self, shape: tuple[int, ...], dtype: Any, name: str) -> Any:
         """Draw normally distributed numbers, all of them different."""
@@ -147,7 +147,7 @@ class GpuBenchmark:
             with mode:
                 checks += device_checks.layer(mode)
                 for hidden in self.scale.hidden:
-                    heads = load().settings.heads.get(hidden, 4)
+                    heads = load_tables().settings.heads.get(hidden, 4)
                     sizes = mm3d.ModelSizes(1, hidden, heads, batch, seq)
                     work = float(sum(mm3d.cost.flops(mm3d.describe(sizes)).values()))
                     scheme = mm3d.scheme("serial", MPI.COMM_SELF, None, self.backend)
@@ -172,7 +172,7 @@ class GpuBenchmark:
         """Take samples of PyTorch's step, which times itself."""
         step()
         step()
-        return repeated(step, self.limits, MPI.COMM_SELF)[0]
+        return take_samples(step, self.limits, MPI.COMM_SELF)[0]
 
     def rows(self) -> Measurements:
         """Measure one layer of each row of both tables, as rank 0 has it, nothing travelling."""
@@ -180,8 +180,8 @@ class GpuBenchmark:
         mode = self.modes[0]
         with mode:
             checks = device_checks.layer(mode)
-        for row in load().rows:
-            sizes = case(row, self.scale.preset, layers=1).sizes
+        for row in load_tables().rows:
+            sizes = make_case(row, self.scale.preset, layers=1).sizes
             scheme = mm3d.scheme(row.scheme, DryCommunicator(row.gpus), None, self.backend)
             # What would have travelled has no defined contents.
             with mode, np.errstate(all="ignore"):
@@ -205,7 +205,7 @@ class GpuBenchmark:
                rate: Rate | None = None) -> Measurements:
         """Make the record of samples along `scales`, and of a rate over their medians."""
         shape, dims = tuple(len(labels) for labels in scales.values()), tuple(scales)
-        samples = padded(found, shape)
+        samples = pad_samples(found, shape)
         bounds = np.array([median_interval(one) if np.isfinite(one).all() else [np.nan] * 4
                            for one in found]).reshape(*shape, 4)
         variables = {"samples": Variable(samples, "s", (*dims, "repetition")),

@@ -14,7 +14,7 @@ import numpy as np
 
 import mm3d
 from bench.agreement import on_rank_0
-from bench.cases.variants import having
+from bench.cases.variants import schemes_with_option
 from bench.checks import against_serial
 from bench.errors import UsageError, WrongResult
 from bench.experiments.layer.torch_process import Rival
@@ -22,7 +22,7 @@ from bench.experiments.products import operands
 from bench.experiments.products.matmul import SETTLE, makespans
 from bench.experiments.products.problem import Replay
 from bench.instruments import hidden_time, timing
-from bench.instruments.clock import Clock, spans, wait_patiently
+from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
 from bench.instruments.peak_memory import Footprint
 from bench.instruments.sampling import BOUNDS, measured_environment
 from bench.instruments.statistics import Interval, median_interval
@@ -37,7 +37,7 @@ LIMITS = Limits(7, 30, 60.0)    # unless told otherwise
 
 def check_overlap(scheme: str) -> None:
     """Raise UsageError for a scheme whose products cannot overlap."""
-    able = having("overlap")
+    able = schemes_with_option("overlap")
     if scheme not in able:
         raise UsageError(f"--overlap --scheme {scheme}: only products of {', '.join(able)} can "
                          f"overlap")
@@ -193,11 +193,11 @@ def time_layer(subject: MeasuredLayer, kinds: list[int], limits: Limits,
             wait_patiently(comm)
             return times
         if kind == 1:
-            return spans(replay, comm, backend.synchronize, clock)[0]
+            return time_on_all_ranks(replay, comm, backend.synchronize, clock)[0]
         last = None
         subject.model.zero_gradients()
         hidden_time.set_overlap(subject.model, kind == 3)
-        times, last = spans(subject.step, comm, backend.synchronize, clock)
+        times, last = time_on_all_ranks(subject.step, comm, backend.synchronize, clock)
         return times
 
     kept: list[np.ndarray] = []

@@ -14,7 +14,7 @@ from bench.experiments.products import operands
 from bench.instruments import least_squares
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import (BOUNDS, in_random_order, makespans, measured_environment,
-                                        padded, repeated)
+                                        pad_samples, take_samples)
 from bench.instruments.statistics import median_interval
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
@@ -138,7 +138,7 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
 
     def point(axis: str, kind: str, size: int) -> Sampled:
         return measure_collective(
-            grid, axis, kind, (size // itemsize,), dtype, lambda step: repeated(
+            grid, axis, kind, (size // itemsize,), dtype, lambda step: take_samples(
                 makespans(step, comm, grid.backend.synchronize, clock), limits, comm))
 
     points = [(axis, kind, size) for axis in axes for kind in COLLECTIVES for size in sizes]
@@ -213,11 +213,11 @@ def collectives_record(scales: dict[str, Sequence[Any]], found: list[Sampled], s
                        environs: dict[str, Any]) -> Measurements:
     """Make the record of the samples that were `found` along `scales`, with the fits."""
     dims, shape = tuple(scales), tuple(map(len, scales.values()))
-    samples = padded([one.seconds for one in found], shape)
+    samples = pad_samples([one.seconds for one in found], shape)
     bounds = np.array([median_interval(one.seconds) for one in found]).reshape(*shape, 4)
     moved = np.array([one.moved for one in found], np.float64).reshape(shape)
     by_width = np.array([int(one.ended_by == "width") for one in found]).reshape(shape)
-    lines = np.array([least_squares.line(np.array(scales["size"], np.float64), seconds)
+    lines = np.array([least_squares.fit_line(np.array(scales["size"], np.float64), seconds)
                       for seconds in bounds[..., 0].reshape(-1, shape[-1])])
     lines = lines.reshape(*shape[:2], 3)
     copying = ~operands.in_places(settings["transports"], scales["collective"])

@@ -11,9 +11,10 @@ from threadpoolctl import threadpool_limits
 from bench.checks import operation
 from bench.errors import UsageError
 from bench.experiments.products import operands
-from bench.instruments.host import granted
-from bench.instruments.sampling import (BOUNDS, enough, in_random_order, measured_environment,
-                                        padded, repeated, several)
+from bench.instruments.host import granted_threads
+from bench.instruments.sampling import (BOUNDS, calls_needed, in_random_order,
+                                        measured_environment, pad_samples, repeat_calls,
+                                        take_samples)
 from bench.instruments.statistics import median_interval
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable
@@ -38,8 +39,8 @@ def thread_counts(asked: Sequence[int] | None = None) -> list[int]:
     UsageError
         When BLAS takes fewer here.
     """
-    threads = list(asked or sorted({1, granted(launcher.cores())}))
-    most = granted(max(threads))
+    threads = list(asked or sorted({1, granted_threads(launcher.cores())}))
+    most = granted_threads(max(threads))
     if most < max(threads):
         raise UsageError(f"--threads {max(threads)}: BLAS takes {most} here at most")
     return threads
@@ -90,8 +91,8 @@ def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str] = ("float32", "floa
         with threadpool_limits(count, user_api="blas"):
             checks.extend(operation.product(f"C of {n} x {n} {dtype}, BLAS threads: {count}",
                                             (a, b, matmul(a, b)), seed))
-            return repeated(sampler(lambda: matmul(a, b), library.synchronize), limits,
-                            MPI.COMM_SELF)
+            return take_samples(sampler(lambda: matmul(a, b), library.synchronize), limits,
+                                MPI.COMM_SELF)
 
     found = in_random_order(points, seed, point)
     return gemm_record({"dtype": list(dtypes), "threads": threads, "size": list(sizes)}, found,
@@ -104,11 +105,11 @@ def sampler(step: Callable[[], object], synchronize: Callable[[], None]) -> Call
     calls as the clock needs."""
     def span(calls: int) -> float:
         start = time.perf_counter()
-        several(step, calls)()
+        repeat_calls(step, calls)()
         synchronize()
         return time.perf_counter() - start
 
-    calls = enough(span)
+    calls = calls_needed(span)
     return lambda: span(calls) / calls
 
 
@@ -117,7 +118,7 @@ def gemm_record(scales: dict[str, list], found: list[tuple[list[float], str]], s
     """Make the record of the samples that were `found` along `scales`, with the rates."""
     dims = tuple(scales)
     shape = tuple(map(len, scales.values()))
-    samples = padded([seconds for seconds, _ in found], shape)
+    samples = pad_samples([seconds for seconds, _ in found], shape)
     bounds = np.array([median_interval(seconds) for seconds, _ in found]).reshape(*shape, 4)
     flops = 2 * np.array(scales["size"], np.float64) ** 3
     by_width = np.array([int(end == "width") for _, end in found]).reshape(shape)

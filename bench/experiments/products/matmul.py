@@ -19,8 +19,8 @@ from bench.errors import WrongResult
 from bench.experiments.products import operands
 from bench.experiments.products.problem import Problem, Replay, Whole
 from bench.instruments import timing
-from bench.instruments.clock import Clock, spans, wait_patiently
-from bench.instruments.host import granted
+from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
+from bench.instruments.host import granted_threads
 from bench.instruments.sampling import BOUNDS, measured_environment
 from bench.instruments.stall import unwatched
 from bench.instruments.statistics import Interval, median_interval
@@ -99,7 +99,7 @@ def measure_product(problem: Problem, backward: bool = False, calls: int | None 
                 "M": M, "N": math.prod(problem.shapes["A"]) // M, "K": K, "seed": seed,
                 **grid_settings(grid.shape), "transport": operands.transport(grid),
                 "ended_by": found.ended_by, "calls": found.calls,
-                "one_process_threads": granted(launcher.cores()),
+                "one_process_threads": granted_threads(launcher.cores()),
                 "one_process_cores": len(os.sched_getaffinity(0)), **asdict(limits)}
     return product_record(phases, found.times, np.array(everyone).T, settings, environs,
                           checks + again)
@@ -166,7 +166,7 @@ def time_product(problem: Problem, replays: dict[str, Replay], calls: int | None
                 result = step()
             return result
         wait_patiently(comm)
-        times, result = spans(several, comm, backend.synchronize, clock)
+        times, result = time_on_all_ranks(several, comm, backend.synchronize, clock)
         if kind == 0:
             last[phase] = result
         return times / calls

@@ -24,8 +24,8 @@ from bench.experiments.products.matmul import verified
 from bench.experiments.products.pgemm import Pgemm, library
 from bench.experiments.products.problem import Problem, Replay
 from bench.instruments import timing
-from bench.instruments.clock import Clock, spans, wait_patiently
-from bench.instruments.sampling import several
+from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
+from bench.instruments.sampling import repeat_calls
 from bench.instruments.statistics import Interval, median_interval
 from bench.instruments.timing import Limits
 from mm3d import launcher
@@ -257,7 +257,7 @@ def _seconds(products: Products, subjects: list[Subject], calls: int,
             step, own = subjects[kind].step, subjects[kind].gemm
             with fortran_blas.multiplying(backend, own) if own else contextlib.nullcontext():
                 wait_patiently(comm)
-                times, _ = spans(several(step, calls), comm, lambda: None, clock)
+                times, _ = time_on_all_ranks(repeat_calls(step, calls), comm, lambda: None, clock)
             seconds[kind] = times.max() / calls
         kept.append(seconds)
     return np.array(kept)

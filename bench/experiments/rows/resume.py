@@ -26,7 +26,7 @@ def same_machine(library: str) -> dict[str, Any]:
     library : str
         The array library.
     """
-    found = host.describe(library, 1, MPI.Get_library_version(), "")
+    found = host.describe_host(library, 1, MPI.Get_library_version(), "")
     return {"source": host.source_digest()} | {
         name: value for name, value in found.items() if name in (
             "cpu_model", "cores", "gpu", "backend", "python", "mpi", "tuning_variables", "blas",
@@ -58,9 +58,9 @@ def begin(log: Journal, names: Sequence[str], wanted: dict[str, Any], order: int
         The reproduction, and the names of its finished rows.
     """
     token = os.environ[journal.VARIABLE] = secrets.token_hex(8)
-    old = None if fresh else journal.unfinished(log.entries())
+    old = None if fresh else journal.unfinished_reproduction(log.entries())
     if old:
-        changed = journal.differences(old.settings, wanted)
+        changed = journal.setting_differences(old.settings, wanted)
         if order not in (None, old.order):
             changed.append(f"order {order} instead of {old.order}")
         if not changed:
@@ -71,7 +71,7 @@ def begin(log: Journal, names: Sequence[str], wanted: dict[str, Any], order: int
         say(f"not going on with what was begun at {old.begun[:19]} UTC, but beginning anew, "
             f"because of: {'; '.join(changed)}")
     order = secrets.randbelow(2 ** 31) if order is None else order
-    new = Reproduction(order, journal.now(), wanted, tuple(names))
+    new = Reproduction(order, journal.utc_now(), wanted, tuple(names))
     log.write("begin", token=token, order=order, settings=wanted, rows=sorted(names))
     return new, set()
 
@@ -86,14 +86,15 @@ def measured_before(name: str, reproduction: Reproduction, folder: Path) -> bool
     """Whether a whole file of the row is there that this reproduction has written."""
     for path in folder.glob(f"{name}-*.h5"):
         try:
-            run = run_file.read(path)
+            run = run_file.read_run(path)
         except StoreError:
             continue    # is measured again; tables say what is wrong with the file
         if (isinstance(run, run_file.Run) and run.created >= reproduction.begun
                 and run.configuration.get("order") == reproduction.order
                 and not run.configuration["overridden"]
-                and all(value == reproduction.settings.get(name, value) for name, value in
-                        msgspec.structs.asdict(variants.recorded(run.configuration)).items())
+                and all(value == reproduction.settings.get(name, value)
+                        for name, value in msgspec.structs.asdict(
+                            variants.recorded_variant(run.configuration)).items())
                 and all(run.configuration[name] == reproduction.settings[name]
                         for name in ("seed", "warmup", "repetitions"))
                 and run.configuration.get("recompute", "none")

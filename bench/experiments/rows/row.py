@@ -15,8 +15,9 @@ from bench.errors import Failed
 from bench.experiments.products import operands
 from bench.experiments.rows.record import configuration, expected_words, published
 from bench.experiments.rows.settings import Settings, arranged
-from bench.instruments import (chrome_trace, host, peak_memory, peaks as yardsticks, placement,
-                               step_tracing, timing)
+from bench.instruments import (chrome_trace, host, peak_memory, placement, step_tracing,
+                               timing)
+from bench.instruments.peaks import StepMemory
 from bench.records import run_file
 from bench.records.measurements import Check, Group
 from mm3d.grid.axis import COLLECTIVES
@@ -31,7 +32,7 @@ class Measured(NamedTuple):
     record : Run or None
         On rank 0; None on the others.
     trace : dict or None
-        The last traced step of all ranks as `bench.instruments.chrome_trace.document`, where it
+        The last traced step of all ranks as `bench.instruments.chrome_trace.make_trace`, where it
         was asked for; on rank 0, None on the others.
     """
 
@@ -50,7 +51,8 @@ def measure(one: Case, settings: Settings, peaks: Group | None, world,
     settings : Settings
         How it is measured.
     peaks : Group or None
-        The machine's rates, on rank 0, which are recorded; see `bench.instruments.peaks.peaks`.
+        The machine's rates, on rank 0, which are recorded; see
+        `bench.instruments.peaks.measure_peaks`.
     world : mpi4py.MPI.Intracomm
         All ranks; each must call this.
     trace : bool
@@ -68,7 +70,7 @@ def measure(one: Case, settings: Settings, peaks: Group | None, world,
         raise Failed("not begun, as it was told to stop")
     shape, order = possible(lambda: arranged(one, settings, world))
     settings.fits(one, shape.sizes, world)
-    comm = placement.placed(world, shape, order)
+    comm = placement.reorder_ranks(world, shape, order)
     with freeing(comm.Free):
         scheme = possible(lambda: mm3d.scheme(one.row.scheme, comm, shape.sizes,
                                               settings.backend,
@@ -107,7 +109,7 @@ def measured(one: Case, scheme, order: str, settings: Settings, peaks: Group | N
                                                   one.variant.dtype,
                                                   one.variant.causal, settings.recompute))
     x, dy = model.random("input"), model.random("output gradient")
-    memory = yardsticks.StepMemory(model, resident)
+    memory = StepMemory(model, resident)
     with settings.watched(scheme.grid, model):
         y, dx, traffic = counted_step(model, x, dy, memory.between)
     groups = {"machine": peaks, "memory": memory.group(one.sizes, comm, one.variant)}
@@ -124,17 +126,18 @@ def measured(one: Case, scheme, order: str, settings: Settings, peaks: Group | N
         raise Failed("stopped before the first repetition that counts")
     spans = []
     if not comm.bcast(comm.rank == 0 and settings.stop()):
-        spans, groups["parts"] = step_tracing.traced(step, model, settings.traced)
+        spans, groups["parts"] = step_tracing.trace_steps(step, model, settings.traced)
     everyone = comm.gather(traffic)
-    nodes = placement.found(comm, scheme.grid.shape, order)
-    document = chrome_trace.gathered(spans, scheme.grid, step.clock, one.title) if trace else None
+    nodes = placement.placement_outcome(comm, scheme.grid.shape, order)
+    document = (chrome_trace.gather_trace(spans, scheme.grid, step.clock, one.title)
+                if trace else None)
     if found is None:
         return Measured(None)
     return Measured(run_file.Run(
         configuration(one, scheme, settings) | asdict(nodes) | {
             "transport": operands.transport(scheme.grid)},
-        host.describe(scheme.grid.backend.name, comm.size, MPI.Get_library_version(),
-                      host.command_line(sys.argv[1:])),
+        host.describe_host(scheme.grid.backend.name, comm.size, MPI.Get_library_version(),
+                           host.command_line(sys.argv[1:])),
         found.samples, dict(zip((*run_file.COUNTS, "moved"), np.stack(everyone, axis=2))),
         expected_words(scheme.name, scheme.grid.shape, one.sizes, one.variant.keep,
                        settings.recompute), checks,

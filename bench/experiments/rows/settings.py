@@ -40,7 +40,8 @@ class Settings(msgspec.Struct, frozen=True):
     grid : callable or None
         Gives a case the sizes of its grid; called on all ranks.  None for the schemes' default.
     inside : str
-        The direction that stays inside a node, or "auto"; see `bench.instruments.placement.order`.
+        The direction that stays inside a node, or "auto"; see
+        `bench.instruments.placement.direction_order`.
     watched : callable
         See `bench.instruments.stall.watching`.
     stop : callable
@@ -110,4 +111,4 @@ def arranged(one: Case, settings: Settings, comm) -> tuple[GridShape, str]:
                          f"the {comm.size} ranks")
     kind.check_grid(sizes)
     shape = kind.grid_shape(sizes)
-    return shape, placement.order(settings.inside, kind.name, shape, one.sizes)
+    return shape, placement.direction_order(settings.inside, kind.name, shape, one.sizes)

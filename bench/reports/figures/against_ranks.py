@@ -2,9 +2,9 @@
 
 import textwrap
 
-from bench.cases.paper import HEADINGS, Row, load, title
-from bench.cases.selection import select
-from bench.cases.variants import recorded
+from bench.cases.paper import HEADINGS, Row, load_tables, title
+from bench.cases.selection import select_rows
+from bench.cases.variants import recorded_variant
 from bench.instruments import timing
 from bench.instruments.statistics import Interval, median_interval
 from bench.records.folder import Results
@@ -31,7 +31,7 @@ def step_times(results: Results):
             averages = [(p, average(run)) for p, run in found]
             line(measured, scheme, [(p, one.median) for p, one in averages])
             bars(measured, scheme, [(p, one.low, one.high) for p, one in averages])
-        for wrong in (r for r in select(table) if not r.consistent):
+        for wrong in (r for r in select_rows(table) if not r.consistent):
             _correction(published, wrong)
         published.set(title=f"{HEADINGS[table]}: published", xlabel="GPUs",
                       ylabel="average step time (s)")
@@ -128,7 +128,7 @@ def rate_at(run: Run, average: float) -> float:
 
 def paper_rate(row: Row) -> float:
     """Compute the rate of a published row, by its own times."""
-    settings = load().settings
+    settings = load_tables().settings
     sizes = ModelSizes(settings.layers, row.hidden, settings.heads[row.hidden], row.batch,
                        settings.seq)
     return sum(cost.flops(describe(sizes)).values()) / (row.forward + row.backward)
@@ -156,7 +156,7 @@ def closed_form(runs: list[Run], table: str) -> list[Point]:
         model = describe(ModelSizes.from_settings(chosen),
                          recompute=chosen.get("recompute", "none"))
         for grid in grids_between(chosen["scheme"]):
-            forms = cost.words(chosen["scheme"], grid, model, keep=recorded(chosen).keep)
+            forms = cost.words(chosen["scheme"], grid, model, keep=recorded_variant(chosen).keep)
             total = sum(sum(form.values()) for form in forms.values())
             points.setdefault(grid.ranks, total / grid.ranks / chosen["batch"])
     return sorted(points.items())

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Callable, Iterator, NamedTuple
 
 from bench.errors import UsageError
-from bench.records.folder import Found, Results, gather
+from bench.records.folder import FolderContents, Results, read_folder
 from bench.reports.figures import against_ranks, roofline_and_memory, style, time_shares
 
 # By name: what draws the figure, and what it shows in a sentence.
@@ -47,7 +47,7 @@ class Drawing(NamedTuple):
     figure: object
 
 
-def drawings(found: Found) -> Iterator[Drawing]:
+def drawings(found: FolderContents) -> Iterator[Drawing]:
     """Make every figure of every preset, to be used under `bench.reports.figures.style.look`."""
     for results in found.results:
         # It becomes part of a file's name, and a file may hold anything.
@@ -86,7 +86,7 @@ def plots(folder: str | Path, formats: tuple[str, ...] = ("png",)) -> tuple[list
         raise UsageError(f"--format {','.join(formats)}: {', '.join(METADATA)} would do, with "
                          f"commas between")
     drawn, left_out = [], []
-    found = gather(folder)
+    found = read_folder(folder)
     if not found.results:
         left_out.append(f"all figures: no row of the tables was measured in {folder}")
     with style.look():

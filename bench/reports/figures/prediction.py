@@ -7,7 +7,7 @@ from typing import Callable, Iterator
 import numpy as np
 
 from bench.cases.paper import HEADINGS, PAPER
-from bench.cases.selection import select
+from bench.cases.selection import select_rows
 from bench.prediction import machine_model, paper_fit, planner
 from bench.prediction.closed_form_plan import Plan, products, screen
 from bench.prediction.scaling import (Curves, average_step_time, crossovers, curves, strong_sizes,
@@ -136,7 +136,7 @@ def _scaling(panel, name: str, outcome: paper_fit.Outcome) -> None:
         colour, marker = STYLES[family]
         points = [(p, average_step_time(outcome, scheme, p, of(scheme, p))) for p in ticks[scheme]]
         panel.plot(*zip(*points), color=colour, linewidth=1.2, label=f"{family}, predicted")
-        rows = select(name, scheme)
+        rows = select_rows(name, scheme)
         panel.plot([r.gpus for r in rows], [r.recomputed for r in rows], linestyle="",
                    marker=marker, color=colour, label=f"{family}, published")
     panel.set(xscale="log", yscale="log", xlabel="GPUs", title=HEADINGS[name],

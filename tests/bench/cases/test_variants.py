@@ -7,13 +7,13 @@ import pytest
 import mm3d
 from bench.__main__ import main, parser
 from bench.cases import variants
-from bench.cases.case import case
-from bench.cases.selection import select
+from bench.cases.case import make_case
+from bench.cases.selection import select_rows
 from bench.cases.variants import Variant
 from bench.checks import against_serial
 from bench.experiments.rows import resume
 from bench.records import run_file
-from bench.records.folder import by_preset, gather
+from bench.records.folder import by_preset, read_folder
 from bench.records.journal import Reproduction
 from bench.reports.figures.every_figure import drawings
 from bench.reports.formats import render
@@ -26,7 +26,7 @@ from mm3d.arrays import backend
 from records import made_up
 from support import run_ranks
 
-ROW = select("weak", "3d")[0]
+ROW = select_rows("weak", "3d")[0]
 VARIANTS = [Variant(), Variant(keep="weight"), Variant(keep="both"), Variant(overlap=True),
             Variant(causal=True), Variant(dtype="float16"), Variant(dtype="bfloat16"),
             Variant(dtype="float64"), Variant(tf32=True),
@@ -45,15 +45,15 @@ def run_of(variant: Variant, seconds: float = 1.0, **more):
 @pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.slug or "plain")
 def test_a_variant_goes_through_file_and_command_line(tmp_path, variant):
     """What is recorded is read again; what `reproduce` passes on is what it was asked for."""
-    path = run_file.write(run_of(variant), tmp_path, "one")
-    assert variants.recorded(run_file.read(path).configuration) == variant
+    path = run_file.write_run(run_of(variant), tmp_path, "one")
+    assert variants.recorded_variant(run_file.read_run(path).configuration) == variant
     words = ["run", *variant.arguments()]
     asked = row_options.variant(parser().parse_args(words))
     assert asked == Variant(variant.keep, variant.overlap, variant.causal, variant.dtype)
 
 
 def test_each_has_a_name_of_its_own():
-    cases = [case(ROW, "tiny", variant) for variant in VARIANTS]
+    cases = [make_case(ROW, "tiny", variant) for variant in VARIANTS]
     assert len({one.name for one in cases}) == len({one.title for one in cases}) == len(cases)
     assert (cases[0].name, cases[0].title) == ("weak-3d-p008-tiny", "weak 3-D 8 ranks")
     assert cases[-1].name == "weak-3d-p008-tiny-keep-both-overlap-causal-bfloat16"
@@ -67,8 +67,8 @@ def test_tables_and_figures_show_each_apart(tmp_path):
     found = by_preset(runs)
     assert len(found) == len(VARIANTS) and not any(results.earlier for results in found)
     for n, run in enumerate(runs):
-        run_file.write(run, tmp_path, f"row-{n}")
-    found = gather(tmp_path)
+        run_file.write_run(run, tmp_path, f"row-{n}")
+    found = read_folder(tmp_path)
     assert found.results[0].plain and len(found.results[0].rows("weak")) == 9
     for results in found.results:
         mine = runs[VARIANTS.index(results.variant)]
@@ -85,14 +85,14 @@ def test_tables_and_figures_show_each_apart(tmp_path):
 def test_policies_of_one_row_are_apart_and_of_several_rows_are_not(tmp_path):
     """A later run that recomputes does not take the place of the plain one; where each row has
     one policy, as on a cluster, all are in the same tables."""
-    other = select("weak", "1d")[0]
+    other = select_rows("weak", "1d")[0]
     plain, again, third = run_of(Variant()), run_of(Variant(), 3.0), made_up(other)
     again.configuration["recompute"] = third.configuration["recompute"] = "uniform:2+selective"
     mixed, = by_preset([plain, third])
     assert mixed.plain and mixed.get(ROW) is plain and mixed.get(other) is third
     for n, run in enumerate((plain, again)):
-        run_file.write(run, tmp_path, f"row-{n}")
-    found = gather(tmp_path)
+        run_file.write_run(run, tmp_path, f"row-{n}")
+    found = read_folder(tmp_path)
     first, second = found.results
     assert first.plain and not second.plain and first.earlier == second.earlier == 0
     assert np.array_equal(first.get(ROW).samples["forward"], plain.samples["forward"])
@@ -106,7 +106,7 @@ def test_policies_of_one_row_are_apart_and_of_several_rows_are_not(tmp_path):
 def test_a_variant_is_not_compared_with_the_plain_row(tmp_path, capsys):
     for name, variant in (("a", Variant()), ("b", Variant(causal=True))):
         (tmp_path / name).mkdir()
-        run_file.write(run_of(variant), tmp_path / name, "row")
+        run_file.write_run(run_of(variant), tmp_path / name, "row")
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
     assert "nothing in common" in capsys.readouterr().err
 
@@ -116,22 +116,22 @@ def test_a_reproduction_takes_up_rows_of_its_own_variant_alone(tmp_path):
     variant = Variant(causal=True)
     run = run_of(variant)
     run.configuration |= {"order": 7, "seed": 0, "warmup": 2, "repetitions": 3}
-    run_file.write(run, tmp_path, case(ROW, "laptop", variant).name)
+    run_file.write_run(run, tmp_path, make_case(ROW, "laptop", variant).name)
     for asked in (variant, Variant(), Variant(dtype="float16")):
         settings = {"seed": 0, "warmup": 2, "repetitions": 3, **{
             name: getattr(asked, name) for name in Variant.__struct_fields__}}
         old = Reproduction(7, "2000-01-01", settings, ())
-        name = case(ROW, "laptop").name
+        name = make_case(ROW, "laptop").name
         assert resume.measured_before(name, old, tmp_path) == (asked == variant)
 
 
 def test_jobs_are_of_one_variant(tmp_path):
     work, variant = Work(site.load("cpu"), "cpu", tmp_path), Variant(keep="both", causal=True)
-    one = case(ROW, "laptop", variant)
+    one = make_case(ROW, "laptop", variant)
     assert {"--keep=both", "--causal"} <= {*scripts.row_script(work, one).split()}
-    run_file.write(run_of(variant), tmp_path, one.name)
+    run_file.write_run(run_of(variant), tmp_path, one.name)
     assert len(books.results(work, one)) == 1
-    assert not books.results(work, case(ROW, "laptop"))
+    assert not books.results(work, make_case(ROW, "laptop"))
 
 
 @pytest.mark.parametrize("words, message", [
@@ -168,8 +168,8 @@ def test_a_row_with_every_option_is_measured_and_valid(tmp_path, capsys):
     assert done.returncode == 0, done.stderr
     assert "done: weak 3-D 8 ranks, keep both, overlap, causal, float16: " in done.stdout
     path, = tmp_path.glob("weak-3d-p008-tiny-keep-both-overlap-causal-float16-*.h5")
-    assert variants.recorded(run_file.read(path).configuration) == Variant("both", True, True,
-                                                                           "float16")
+    assert (variants.recorded_variant(run_file.read_run(path).configuration)
+            == Variant("both", True, True, "float16"))
     assert main(["validate", str(path)]) == 0, capsys.readouterr().out
 
 

@@ -229,7 +229,7 @@ def test_the_paper_preset_checks_the_model_that_it_measures(tmp_path, capsys):
     done = run_ranks(2, "-m", "bench", *RUN, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     path, = tmp_path.glob("*.h5")
-    run = run_file.read(path)
+    run = run_file.read_run(path)
     serial, own = layer_residuals.apart(run.checks)
     assert len(serial) == 2 + 12 * 2 and len(own) == len(layer_residuals.tolerances(3, "float32"))
     assert run.configuration["verified_by"] == "residuals"
@@ -238,7 +238,7 @@ def test_the_paper_preset_checks_the_model_that_it_measures(tmp_path, capsys):
     # A lax or a missing residual is no verification.
     own[0] = Check(own[0].quantity, own[0].error, 1.0)
     run.checks = serial + own[:-1]
-    said = " ".join(check(run_file.write(run, tmp_path, "lax"))[0])
+    said = " ".join(check(run_file.write_run(run, tmp_path, "lax"))[0])
     assert "107 residuals, but 3 layers have 108" in said and "is 1; the rules allow" in said
 
 

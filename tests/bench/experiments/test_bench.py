@@ -12,8 +12,8 @@ import bench
 import mm3d
 from bench import verbs
 from bench.__main__ import parser
-from bench.cases.case import case
-from bench.cases.selection import select, shuffled
+from bench.cases.case import make_case
+from bench.cases.selection import select_rows, shuffle_cases
 from bench.cases.variants import Variant
 from bench.errors import UsageError
 from bench.experiments.rows import reproduction, row
@@ -32,7 +32,7 @@ TINY = ("--preset", "tiny", "--repetitions", "2",
 
 
 def runs(folder):
-    return [run_file.read(path) for path in sorted(folder.glob("*.h5"))]
+    return [run_file.read_run(path) for path in sorted(folder.glob("*.h5"))]
 
 
 def test_run_measures_verifies_and_writes(tmp_path):
@@ -51,7 +51,7 @@ def test_run_measures_verifies_and_writes(tmp_path):
     assert all(0 < check.error <= check.tolerance for check in first.checks[:2])
     assert words_agree(first) and first.traffic["words"].sum() > 0
     assert (first.traffic["bytes"] == 4 * first.traffic["words"]).all()
-    chosen = case(select("weak", "3d")[0], "tiny").sizes
+    chosen = make_case(select_rows("weak", "3d")[0], "tiny").sizes
     for name in ("layers", "hidden", "heads", "batch", "seq"):
         assert first.configuration[name] == getattr(chosen, name)
     assert first.ended_by == "repetitions" and 0 < first.clock["resolution"] < 1e-3
@@ -77,8 +77,8 @@ def test_one_job_measures_all_rows_of_its_rank_count(tmp_path):
     assert sorted(titles) == sorted(
         f"{table} {scheme} 8 ranks, float64" for table in ("weak", "strong")
         for scheme in ("1-D", "3-D"))
-    ordered = shuffled([case(row, "tiny", variant=Variant(dtype="float64")) for row in select()
-                        if row.gpus == 8], 5)
+    ordered = shuffle_cases([make_case(row, "tiny", variant=Variant(dtype="float64"))
+                             for row in select_rows() if row.gpus == 8], 5)
     assert titles == [one.title for one in ordered]
     for run in runs(tmp_path):
         assert run.configuration["batch"] == 5 and run.configuration["layers"] == 2
@@ -138,8 +138,8 @@ def test_one_wrong_copy_is_a_wrong_result(tmp_path, rank):
 def test_what_fails_on_all_ranks_gives_back_what_it_had(comm, shared_tmp_path, monkeypatch):
     """The communicator of every row, and its grid: MPI has few of them."""
     made, grids = [], []
-    placed, free = row.placement.placed, mm3d.Grid.free
-    monkeypatch.setattr(row.placement, "placed",
+    placed, free = row.placement.reorder_ranks, mm3d.Grid.free
+    monkeypatch.setattr(row.placement, "reorder_ranks",
                         lambda *arguments: made.append(placed(*arguments)) or made[-1])
     monkeypatch.setattr(mm3d.Grid, "free", lambda grid: grids.append(grid.comm) or free(grid))
     monkeypatch.setattr(row.verify, "failure", lambda checks: "it is wrong")
@@ -252,7 +252,7 @@ def test_reproduce_runs_every_rank_count_and_shows_the_results(tmp_path, ranks):
 
 
 def test_reproduce_goes_on_after_a_row_that_kills_its_job(monkeypatch, capsys):
-    cases = [case(row, "tiny") for row in select("all", "1d,3d") if row.gpus == 8]
+    cases = [make_case(row, "tiny") for row in select_rows("all", "1d,3d") if row.gpus == 8]
     started = []
 
     def command(job, options):
@@ -276,7 +276,7 @@ def test_the_array_library_is_known_before_mpi_starts(tmp_path):
     """Whoever names it: a user, in both ways; `reproduce` to `run`; the script of a row."""
     arguments = parser().parse_args(["reproduce", "--backend", "cupy"])
     work = Work(site.load("gpu4"), "gpu4", tmp_path)
-    script = scripts.row_script(work, case(select("weak", "3d")[0], "tiny"))
+    script = scripts.row_script(work, make_case(select_rows("weak", "3d")[0], "tiny"))
     row = re.search(r"^row=\((.*?)\)$", script, re.M | re.S).group(1)
     for words in (reproduce_verb.passed_on(arguments, tmp_path, 1), shlex.split(row),
                   ["run", "--backend", "cupy"], ["--backend=numpy", "--backend", "cupy"]):
@@ -309,7 +309,7 @@ def test_what_may_name_somebody_is_masked(monkeypatch):
     monkeypatch.setenv("SLURM_CPU_BIND", "cores")
     for name in ("SLURM_JOB_USER", "SLURM_JOB_NODELIST", "SLURM_JOB_ACCOUNT"):
         monkeypatch.setenv(name, "someone")
-    found = host.describe("numpy", 1, "MPICH Version: 5", "python -m bench")
+    found = host.describe_host("numpy", 1, "MPICH Version: 5", "python -m bench")
     assert "OMPI_MCA_coll_tuned_dynamic_rules_filename=(masked)" in found["tuning_variables"]
     assert "UCX_TLS=rc,sm" in found["tuning_variables"]
     assert found["slurm"] == "JOB_ID=77 CPU_BIND=cores" and "someone" not in str(found)
@@ -335,7 +335,7 @@ def test_all_that_computes_is_of_the_source(tmp_path, monkeypatch):
 def test_the_machine_has_a_neutral_name(monkeypatch):
     monkeypatch.setattr(host, "cpu_model", lambda: "AMD EPYC(TM) 7763 CPU @ 2.45GHz")
     monkeypatch.setattr(host.environment, "cores", lambda: 8)
-    assert host.slug() == "amd-epyc-7763-8-cores"
+    assert host.machine_slug() == "amd-epyc-7763-8-cores"
 
 
 @pytest.mark.parametrize("lines, name", [

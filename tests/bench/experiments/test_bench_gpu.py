@@ -9,7 +9,7 @@ from mpi4py import MPI
 
 import fakelibs
 from bench.__main__ import parser
-from bench.cases.paper import load
+from bench.cases.paper import load_tables
 from bench.errors import UsageError, WrongResult
 from bench.experiments.gpu import device_checks, gpu_cases
 from bench.experiments.gpu.parts import GpuBenchmark, measure_part
@@ -26,7 +26,7 @@ def arguments(tmp_path, library: str, *more: str) -> Namespace:
 
 
 def records(tmp_path) -> dict:
-    found = [run_file.read(path) for path in tmp_path.glob("*.h5")]
+    found = [run_file.read_run(path) for path in tmp_path.glob("*.h5")]
     return {record.kind: record for record in found}
 
 
@@ -58,7 +58,7 @@ def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, libra
     assert (layers[:, :, 0::2] > 0).all() and np.isnan(layers[:, :, 1]).all()    # no PyTorch
     assert len(found["gpu-layer"].scales["library"]) == 2 + (library == "cupy")    # the graph
     if library == "numpy":
-        assert len(found["gpu-rows"].scales["row"]) == len(load().rows)
+        assert len(found["gpu-rows"].scales["row"]) == len(load_tables().rows)
     assert ("gpu" in found["gpu-gemm"].environment) == (library == "cupy")
     assert [check(path)[0] for path in tmp_path.glob("*.h5")] == [[]] * len(found)
     assert "gpu-layer" in capsys.readouterr().out

@@ -67,13 +67,13 @@ def test_a_record_is_returned_and_nothing_is_printed(comm, shared_tmp_path, capf
         assert record.kind == kind and record.checks
         assert all(done.passed for done in record.checks)
         assert (np.asarray(record.variables["seconds"].values)[..., 0] > 0).any()
-        assert check(run_file.write(record, shared_tmp_path, kind))[0] == []
+        assert check(run_file.write_run(record, shared_tmp_path, kind))[0] == []
 
 
 def test_products_of_one_rank_are_measured_without_a_communicator(tmp_path, capfd):
     record = measure_gemm([8, 16], ["float32"], [1], "numpy", TWICE)
     assert record.variables["rate"].values.shape == (1, 1, 2) and len(record.checks) == 4
-    assert check(run_file.write(record, tmp_path, "gemm"))[0] == []
+    assert check(run_file.write_run(record, tmp_path, "gemm"))[0] == []
     assert capfd.readouterr() == ("", "")
 
 

@@ -51,7 +51,7 @@ def reference(folder, factor):
 def measured(folder, *options, **env):
     done = run_ranks(4, "-m", "bench", "layer", *QUICK, *options, "--out", str(folder), **env)
     files = list(folder.glob("*.h5"))
-    return done, run_file.read(files[0]) if files else None
+    return done, run_file.read_run(files[0]) if files else None
 
 
 def test_a_layer_is_measured_beside_a_reference(tmp_path):

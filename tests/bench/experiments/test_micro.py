@@ -25,7 +25,7 @@ QUICK = ("--repetitions", "2", "--max-repetitions", "2")
 def only(folder) -> Measurements:
     """The one run in a folder."""
     path, = folder.glob("*.h5")
-    return run_file.read(path)
+    return run_file.read_run(path)
 
 
 MN, NK, MK = 19 * 14, 14 * 23, 19 * 23
@@ -40,7 +40,7 @@ def test_matmul_measures_verified_products(tmp_path, scheme, ranks, grid, words)
                      "--form", "ab,abt,atb", "--scheme", scheme, "--grid", grid, "--backward",
                      "--dtype", "float64", "--calls", "2", *QUICK, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    runs = [run_file.read(path) for path in sorted(tmp_path.glob("*.h5"))]
+    runs = [run_file.read_run(path) for path in sorted(tmp_path.glob("*.h5"))]
     assert [run.configuration["form"] for run in runs] == ["ab", "abt", "atb"]
     for run in runs:
         found = {name: variable.values for name, variable in run.variables.items()}
@@ -243,7 +243,8 @@ def test_collectives(tmp_path):
     assert {line[0] for line in lines if "copies" in line} == {"all_gather", "broadcast"}
     del run.configuration["transports"]    # as in files of before, with the same table
     assert render(micro_tables.collectives(run)).count("copies nothing") == 2
-    assert not any("bandwidth" in line for line in derived(run_file.read(*tmp_path.glob("*.h5"))))
+    run = run_file.read_run(*tmp_path.glob("*.h5"))
+    assert not any("bandwidth" in line for line in derived(run))
     assert run.variables["beta"].units == "s byte-1"
     assert "transport" in done.stdout
 
@@ -271,9 +272,9 @@ def test_what_is_read_in_place_is_not_moved(comm, monkeypatch, transport):
 
 def test_the_fit_finds_latency_and_bandwidth():
     sizes = 4.0 ** np.arange(5, 12)
-    alpha, beta, error = least_squares.line(sizes, 2e-5 + 3e-10 * sizes)
+    alpha, beta, error = least_squares.fit_line(sizes, 2e-5 + 3e-10 * sizes)
     assert alpha == pytest.approx(2e-5) and beta == pytest.approx(3e-10) and error < 1e-9
-    alpha, beta, error = least_squares.line(sizes, 1e-9 * sizes ** 1.5)
+    alpha, beta, error = least_squares.fit_line(sizes, 1e-9 * sizes ** 1.5)
     assert alpha == 0 and beta > 0 and error > 0.5
 
 
@@ -298,17 +299,17 @@ def test_more_threads_than_blas_has_are_refused(comm, tmp_path):
 
 
 def test_a_folder_of_both_kinds_shows_only_models(tmp_path):
-    from bench.cases.selection import select
-    from bench.records.folder import gather
+    from bench.cases.selection import select_rows
+    from bench.records.folder import read_folder
     from records import made_up
-    run_file.write(made_up(select("weak", "3d")[0]), tmp_path, "weak")
+    run_file.write_run(made_up(select_rows("weak", "3d")[0]), tmp_path, "weak")
     record = Measurements("gemm", {"seed": 0}, {"cores": 2}, {"size": [8]}, {
         "rate": Variable(np.array([1.0]), "s-1", ("size",))}, [])
-    path = run_file.write(record, tmp_path, "gemm")
-    found = run_file.read(path)
+    path = run_file.write_run(record, tmp_path, "gemm")
+    found = run_file.read_run(path)
     assert found.kind == "gemm" and found.scales == record.scales and found.checks == []
     assert found.variables["rate"].dims == ("size",)
-    everything = gather(tmp_path)
+    everything = read_folder(tmp_path)
     assert len(everything.results) == len(everything.measurements) == 1
     assert not everything.problems
 
@@ -337,4 +338,4 @@ def test_files_are_written_also_where_nobody_reads_the_tables(tmp_path, ranks, f
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("standard output cannot be written (Broken pipe)") == 1
     assert "Traceback" not in done.stderr
-    assert len([run_file.read(path) for path in tmp_path.glob("*.h5")]) == files
+    assert len([run_file.read_run(path) for path in tmp_path.glob("*.h5")]) == files

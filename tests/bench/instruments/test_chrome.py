@@ -9,7 +9,7 @@ from bench.errors import StoreError, UsageError
 from bench.experiments.products.problem import Problem
 from bench.instruments import chrome_trace, step_tracing, timing
 from bench.instruments.clock import Clock
-from bench.instruments.spans import parts
+from bench.instruments.spans import part_names
 from bench.records import run_file
 from bench.records.journal import Journal
 from bench.verbs import run
@@ -62,17 +62,17 @@ def test_a_trace_has_what_the_grid_counts_and_what_the_file_says(comm, tmp_path)
     """Per rank: collectives of one step, and the parts that the record has."""
     grids = {1: (1, 1, 1), 4: (1, 2, 2), 8: (2, 2, 2)}
     folder = comm.bcast(str(tmp_path))
-    file = chrome_trace.named(f"{folder}/trace.json", "a", 1)
+    file = chrome_trace.trace_file(f"{folder}/trace.json", "a", 1)
     with Parallelism("3d", grids[comm.size]).on(comm, "numpy") as scheme:
         model = mm3d.Transformer(scheme, **SIZES["few"])
         x, dy = model.random("input"), model.random("output gradient")
         step = timing.Step(lambda: model.forward(x)[1], lambda saved: model.backward(dy, saved),
                            comm, scheme.grid.backend.synchronize, model.zero_gradients)
         scheme.grid.reset_traffic()
-        spans, group = step_tracing.traced(step, model, 1)
+        spans, group = step_tracing.trace_steps(step, model, 1)
         calls = {key: traffic.calls for key, traffic in scheme.grid.traffic().items()}
         everyone = comm.gather(calls)
-        chrome_trace.write(file, spans, scheme.grid, step.clock, "a test")
+        chrome_trace.write_trace(file, spans, scheme.grid, step.clock, "a test")
     if comm.rank:
         return
     document = json.loads(file.read_text())
@@ -91,7 +91,7 @@ def test_a_trace_has_what_the_grid_counts_and_what_the_file_says(comm, tmp_path)
         assert seen == everyone[rank]
         for (phase, part), microseconds in nested(events).items():
             if part != "other":    # which has what the clock saw beside the spans, too
-                kept = seconds[PHASES.index(phase), rank, parts("xyz").index(part)]
+                kept = seconds[PHASES.index(phase), rank, part_names("xyz").index(part)]
                 assert microseconds == pytest.approx(1e6 * kept, abs=1.0), part
         names = {event["name"] for event in events}
         assert {"layers.0.attention.qkv", "layers.1.mlp.gelu", "forward"} <= names
@@ -105,9 +105,9 @@ def test_what_does_not_nest_is_seen():
 
 
 def test_several_cases_have_a_file_each():
-    assert chrome_trace.named("a/t.json", "weak-3d", 1).name == "t.json"
-    assert str(chrome_trace.named("a/t.json", "weak-3d", 2)) == "a/t-weak-3d.json"
-    assert chrome_trace.named("t", "weak-3d", 2).name == "t-weak-3d.json"
+    assert chrome_trace.trace_file("a/t.json", "weak-3d", 1).name == "t.json"
+    assert str(chrome_trace.trace_file("a/t.json", "weak-3d", 2)) == "a/t-weak-3d.json"
+    assert chrome_trace.trace_file("t", "weak-3d", 2).name == "t-weak-3d.json"
 
 
 @pytest.mark.ranks(1, 4)
@@ -155,7 +155,7 @@ SUMMA = {
 @pytest.mark.parametrize("form", SUMMA)
 def test_the_matrices_that_summa_moves_have_names(comm, form):
     problem = Problem("2d", form, comm, None, (6, 10, 14), "float64", 0, "numpy")
-    spans = step_tracing.product(problem, PHASES, Clock(comm))
+    spans = step_tracing.trace_product(problem, PHASES, Clock(comm))
     problem.grid.free()
     for phase, expected in zip(PHASES, SUMMA[form]):
         assert {(span.collective, span.axis, span.operand) for span in spans
@@ -181,5 +181,5 @@ def test_run_and_matmul_write_traces(tmp_path):
     for scheme in ("1d", "3d"):
         file = tmp_path / f"t-weak-{scheme}-p008-tiny.json"
         assert len(tracks(json.loads(file.read_text()))) == 8
-    runs = [run_file.read(path) for path in tmp_path.glob("weak-*.h5")]
+    runs = [run_file.read_run(path) for path in tmp_path.glob("weak-*.h5")]
     assert [set(run.groups) for run in runs] == [set(run_file.GROUPS)] * 2

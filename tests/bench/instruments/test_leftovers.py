@@ -34,13 +34,13 @@ def test_only_what_nobody_has_open(tmp_path):
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert child.stdout.readline() == "mapped\n"
-        assert names(leftover_memory.abandoned(tmp_path)) == ["mpich_shm_4_0"]
+        assert names(leftover_memory.abandoned_segments(tmp_path)) == ["mpich_shm_4_0"]
     finally:
         child.communicate("")
     held.close()
-    assert len(leftover_memory.abandoned(tmp_path)) == 3    # the child has ended, too
+    assert len(leftover_memory.abandoned_segments(tmp_path)) == 3    # the child has ended, too
     mapped.close()
-    assert len(leftover_memory.abandoned(tmp_path)) == 4
+    assert len(leftover_memory.abandoned_segments(tmp_path)) == 4
 
 
 def test_only_names_that_mpich_gives(tmp_path):
@@ -49,13 +49,14 @@ def test_only_names_that_mpich_gives(tmp_path):
         segment(tmp_path, name)
     (tmp_path / "mpich_shm_2_0").mkdir()
     (tmp_path / "mpich_shm_3_0").symlink_to("sem.mine")
-    assert names(leftover_memory.abandoned(tmp_path)) == ["mpich_shar_tmpAbC123", "mpich_shm_1f_0"]
+    assert names(leftover_memory.abandoned_segments(tmp_path)) == [
+        "mpich_shar_tmpAbC123", "mpich_shm_1f_0"]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files away")
 def test_only_those_of_this_user(tmp_path):
     os.chown(segment(tmp_path, "mpich_shm_1_0"), 65534, 65534)
-    assert leftover_memory.abandoned(tmp_path) == []
+    assert leftover_memory.abandoned_segments(tmp_path) == []
 
 
 def test_nothing_is_known_where_a_process_of_this_user_is_hidden(tmp_path, monkeypatch):
@@ -65,25 +66,26 @@ def test_nothing_is_known_where_a_process_of_this_user_is_hidden(tmp_path, monke
         return set()
 
     segment(tmp_path, "mpich_shm_1_0")
-    assert len(leftover_memory.abandoned(tmp_path)) == 1
+    assert len(leftover_memory.abandoned_segments(tmp_path)) == 1
     monkeypatch.setattr(leftover_memory, "_open_files", hidden)
-    assert leftover_memory.abandoned(tmp_path) == []
+    assert leftover_memory.abandoned_segments(tmp_path) == []
 
 
 def test_what_is_taken_into_use_meanwhile_stays(tmp_path):
     for name in ("mpich_shm_1_0", "mpich_shm_2_0"):
         segment(tmp_path, name)
-    found = leftover_memory.abandoned(tmp_path)
+    found = leftover_memory.abandoned_segments(tmp_path)
     with open(tmp_path / "mpich_shm_1_0"):
-        assert names(leftover_memory.remove(found)) == ["mpich_shm_2_0"]
-    assert names(leftover_memory.abandoned(tmp_path)) == ["mpich_shm_1_0"]
+        assert names(leftover_memory.remove_segments(found)) == ["mpich_shm_2_0"]
+    assert names(leftover_memory.abandoned_segments(tmp_path)) == ["mpich_shm_1_0"]
 
 
 def test_the_doctor_says_how_much_and_removes_it_when_told(tmp_path, monkeypatch):
     for number in range(3):
         segment(tmp_path, f"mpich_shm_{number}_0", 8_000_000)
-    found = leftover_memory.abandoned
-    monkeypatch.setattr(leftover_memory, "abandoned", lambda folder=tmp_path: found(folder))
+    found = leftover_memory.abandoned_segments
+    monkeypatch.setattr(leftover_memory, "abandoned_segments",
+                        lambda folder=tmp_path: found(folder))
     said = checks.leftovers(Facts(1, ["none"]))
     assert said.state == "warning" and said.text.startswith(
         "3 segments of shared memory, 24 MB in /dev/shm, left by jobs that were killed")

@@ -6,11 +6,11 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from bench.cases.selection import select
+from bench.cases.selection import select_rows
 from bench.errors import StoreError
 from bench.experiments.rows.row import counted_step
 from bench.instruments import peak_memory, peaks
-from bench.instruments.spans import parts
+from bench.instruments.spans import part_names
 from bench.instruments.step_tracing import parts_group
 from bench.records import run_file
 from bench.records.measurements import Group, Variable
@@ -23,8 +23,8 @@ from mm3d.tracing.events import PHASES
 from models import SOME
 from records import made_up
 
-ROW = select("weak", "3d")[0]
-PARTS = parts("xyz")
+ROW = select_rows("weak", "3d")[0]
+PARTS = part_names("xyz")
 
 
 def run_with_everything():
@@ -51,7 +51,7 @@ def test_utilization_of_a_known_rate():
 
 
 def test_figures_of_known_times(tmp_path):
-    run = run_file.read(run_file.write(run_with_everything(), tmp_path, "a"))
+    run = run_file.read_run(run_file.write_run(run_with_everything(), tmp_path, "a"))
     found = {figure.name: figure for figure in merit.figures(run)}
     chosen = run.configuration
     batch, tokens = chosen["batch"], chosen["batch"] * chosen["seq"]
@@ -84,7 +84,7 @@ def test_figures_that_were_not_measured_are_missing_not_zero():
 
 
 def test_parts_and_figures_are_printed(tmp_path):
-    run_file.write(run_with_everything(), tmp_path, "a")
+    run_file.write_run(run_with_everything(), tmp_path, "a")
     printed = render(merit.document(tmp_path))
     lines = [line.split() for line in printed.splitlines()]
     assert ["forward", "0.5", "2", "0", "0", "0", "2.5", "0", "5", "4", "1.25"] in lines
@@ -96,7 +96,7 @@ def test_parts_and_figures_are_printed(tmp_path):
 
 @pytest.mark.ranks(1, 4)
 def test_peaks_of_the_machine(comm):
-    group = peaks.peaks(backend.get("numpy"), "float32", comm)
+    group = peaks.measure_peaks(backend.get("numpy"), "float32", comm)
     if comm.rank:
         assert group is None
         return
@@ -126,7 +126,7 @@ def test_memory_is_measured_beyond_the_caches_with_any_number_of_ranks(comm, mon
     monkeypatch.setattr(peaks, "_sum", made)
     monkeypatch.setattr(peaks, "_rate", rated)
     monkeypatch.setattr(peaks, "cache_bytes", lambda: 2.0 ** 26)
-    group = peaks.peaks(backend.get("numpy"), "float32", comm)
+    group = peaks.measure_peaks(backend.get("numpy"), "float32", comm)
     everyone = comm.gather((asked, teams))
     if comm.rank:
         return
@@ -224,4 +224,4 @@ def test_a_trimmed_pool_keeps_only_what_is_lent():
 
 
 def test_all_ranks_of_a_node_share_the_memory_that_is_measured():
-    assert peaks.peaks(backend.get("numpy"), "float64", MPI.COMM_SELF) is not None
+    assert peaks.measure_peaks(backend.get("numpy"), "float64", MPI.COMM_SELF) is not None

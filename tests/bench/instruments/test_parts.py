@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from bench.cases.selection import select
+from bench.cases.selection import select_rows
 from bench.instruments import spans, step_tracing, timing
 from bench.instruments.spans import Recorder, breakdown
 from bench.records import run_file
@@ -17,7 +17,7 @@ from mm3d.tracing.observe import observed
 from models import PARALLELISMS, SIZES, Parallelism, data, train
 from records import made_up
 
-PARTS = spans.parts("xyz")
+PARTS = spans.part_names("xyz")
 
 
 class Clock:
@@ -53,7 +53,7 @@ def test_as_many_collectives_as_the_grid_counts(comm):
         with case.on(comm, "numpy") as scheme:
             recorder, _, traffic = recorded(scheme)
         for phase, moved in traffic.items():
-            found = step_tracing.within(recorder.spans, phase)
+            found = step_tracing.spans_of_phase(recorder.spans, phase)
             for kind in ("collective", "wait"):
                 seen = Counter((s.axis, s.collective) for s in found if s.kind == kind)
                 assert seen == {key: t.calls for key, t in moved.items()}, (str(case), kind)
@@ -71,7 +71,7 @@ def test_as_many_collectives_as_the_grid_counts(comm):
 def test_collectives_are_named_by_direction_and_operand(comm):
     with Parallelism("3d").on(comm, "numpy") as scheme:
         recorder, _, _ = recorded(scheme, "even")
-    names = {phase: [s.name for s in step_tracing.within(recorder.spans, phase)
+    names = {phase: [s.name for s in step_tracing.spans_of_phase(recorder.spans, phase)
                      if s.kind == "collective"] for phase in PHASES}
     # Into the inner space in the directions y, x, z, and back in z, x, y; Algorithm 2 backward.
     for matrix in ("all-gather A along y", "all-gather B along x", "reduce-scatter C along z",
@@ -100,7 +100,7 @@ def test_every_operand_of_the_other_schemes_has_a_name(comm):
 def test_layers_lie_within_blocks_and_products_within_layers(comm):
     with Parallelism("serial").on(comm, "numpy") as scheme:
         recorder, model, _ = recorded(scheme)
-    forward = step_tracing.within(recorder.spans, "forward")
+    forward = step_tracing.spans_of_phase(recorder.spans, "forward")
     names = [s.name for s in forward if s.kind == "layer"]
     assert names[:10] == [f"layers.0.{part}" for part in (
         "ln1", "attention.qkv", "attention.attention", "attention.proj", "attention",
@@ -109,7 +109,7 @@ def test_layers_lie_within_blocks_and_products_within_layers(comm):
     assert sum(s.flops for s in forward) == mm3d.cost.flops(mm3d.describe(SIZES["few"]))["forward"]
     # A backward pass computes the scores again, with one more term for each head.
     again = 2 * SIZES["few"]["batch"] * SIZES["few"]["seq"] ** 2 * (21 + 3) * 2
-    assert sum(s.flops for s in step_tracing.within(recorder.spans, "backward")) == (
+    assert sum(s.flops for s in step_tracing.spans_of_phase(recorder.spans, "backward")) == (
         mm3d.cost.flops(mm3d.describe(SIZES["few"]))["backward"] + again)
 
 
@@ -260,9 +260,9 @@ def test_the_parts_of_every_rank_and_repetition(comm):
         x, dy = model.random("input"), model.random("output gradient")
         step = timing.Step(lambda: model.forward(x)[1], lambda saved: model.backward(dy, saved),
                            comm, scheme.grid.backend.synchronize, model.zero_gradients)
-        assert step_tracing.traced(step, model, 0) == ([], None)
+        assert step_tracing.trace_steps(step, model, 0) == ([], None)
         scheme.grid.reset_traffic()
-        found, group = step_tracing.traced(step, model, 2)
+        found, group = step_tracing.trace_steps(step, model, 2)
         calls = sum(traffic.calls for traffic in scheme.grid.traffic().values())
     assert sum(s.kind == "collective" for s in found) == calls / 2
     if comm.rank:
@@ -271,7 +271,7 @@ def test_the_parts_of_every_rank_and_repetition(comm):
     seconds = group.variables["seconds"].values
     assert seconds.shape == (2, 2, comm.size, len(PARTS)) and seconds.min() >= 0
     for p, phase in enumerate(PHASES):
-        root = step_tracing.within(found, phase)[-1]
+        root = step_tracing.spans_of_phase(found, phase)[-1]
         assert seconds[1, p, 0].sum() >= root.end - root.start
     assert group.variables["calls"].values[:, 0, 1:-3].sum() == calls / 2
 
@@ -284,7 +284,7 @@ def with_parts(run, seconds) -> None:
 
 def test_what_a_step_is_made_of(tmp_path):
     """Means over repetitions and ranks; who is done early waits for the slowest."""
-    run = made_up(select("weak", "3d")[0], forward=4.0, backward=8.0)
+    run = made_up(select_rows("weak", "3d")[0], forward=4.0, backward=8.0)
     assert time_parts.parts(run) is time_parts.overhead(run) is time_parts.bandwidth(run) is None
     seconds = np.zeros((2, 2, 8, len(PARTS)))
     seconds[..., PARTS.index("gemm")] = 1.0
@@ -293,7 +293,7 @@ def test_what_a_step_is_made_of(tmp_path):
     seconds[..., PARTS.index("broadcast z")] = 0.125
     seconds[:, 1, 7, PARTS.index("elementwise")] = 8.0    # one rank is slow backward
     with_parts(run, seconds)
-    again = run_file.read(run_file.write(run, tmp_path, "a"))
+    again = run_file.read_run(run_file.write_run(run, tmp_path, "a"))
     found = time_parts.parts(again)
     assert found["forward"] == {"gemm": 1, "x": 0.75, "y": 0, "z": 0.125, "elementwise": 0,
                                 "waiting": 0, "other": 0}

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from bench.instruments import clock as clock_module, timing
-from bench.instruments.clock import Clock, spans
+from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.instruments.statistics import median_interval
 
 
@@ -95,7 +95,7 @@ def test_repetitions_end_on_all_ranks_when_the_median_is_known(comm):
 @pytest.mark.ranks(4)
 def test_the_makespan_is_from_the_first_start_to_the_last_end(comm):
     clock = Clock(comm)
-    times, rank = spans(
+    times, rank = time_on_all_ranks(
         lambda: time.sleep(0.05 if comm.rank == 2 else 0.0) or comm.rank, comm, lambda: None,
         clock)
     assert times.shape == (4, 2) and times[:, 0].min() == 0 and rank == comm.rank

@@ -135,7 +135,7 @@ def measured(tmp_path_factory):
 def test_every_scheme_and_grid_is_measured_and_written(measured):
     run, folder = measured
     (path,) = folder.glob("*.h5")
-    record = run_file.read(path)
+    record = run_file.read_run(path)
     assert record.kind == "check" and all(check.passed for check in record.checks)
     assert record.configuration["transport"] == "mpi"
     grids = {(work.kind, work.scheme, work.grid) for work in map(Work.of, record.scales["work"])}

@@ -5,7 +5,7 @@ import pytest
 
 import mm3d
 from bench.__main__ import main
-from bench.cases.selection import select
+from bench.cases.selection import select_rows
 from bench.checks import layer_residuals
 from bench.errors import UsageError
 from bench.prediction import memory_fit
@@ -83,7 +83,7 @@ def test_memory_of_the_real_model_is_what_the_choice_was_made_by(comm, monkeypat
 
 def rows(name="3d"):
     """A row of a table, as a made-up run."""
-    return made_up(next(row for row in select("weak", name) if row.gpus == 64))
+    return made_up(next(row for row in select_rows("weak", name) if row.gpus == 64))
 
 
 def test_files_say_the_policy_and_those_of_before_had_none():

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy.optimize import differential_evolution
 
-from bench.instruments.least_squares import bounded, line, nonnegative
+from bench.instruments.least_squares import bounded, fit_line, nonnegative
 from bench.prediction.paper_fit import refined
 
 
@@ -90,5 +90,5 @@ def test_a_search_ends_where_a_global_one_does(seed):
 
 def test_a_line_of_least_relative_squares():
     sizes = np.array([1.0, 10, 100])
-    assert line(sizes, 2 + 3 * sizes) == pytest.approx((2, 3, 0), abs=1e-9)
-    assert line(sizes, 3 * sizes - 1)[0] == 0 and line(sizes, 5 - sizes / 50)[1] == 0
+    assert fit_line(sizes, 2 + 3 * sizes) == pytest.approx((2, 3, 0), abs=1e-9)
+    assert fit_line(sizes, 3 * sizes - 1)[0] == 0 and fit_line(sizes, 5 - sizes / 50)[1] == 0

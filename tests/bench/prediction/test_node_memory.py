@@ -8,13 +8,13 @@ import pytest
 import mm3d
 from bench import verbs
 from bench.__main__ import parser
-from bench.cases.case import case
+from bench.cases.case import make_case
 from bench.cases.paper import Row
-from bench.cases.selection import named
+from bench.cases.selection import rows_by_name
 from bench.instruments import available_memory
 from bench.prediction import memory_fit, node_memory
 from bench.prediction.node_memory import Node
-from bench.records.journal import whole
+from bench.records.journal import read_entries
 from support import run_python
 
 MIB = 2 ** 20
@@ -23,18 +23,18 @@ FEW = ("--preset", "tiny", "--repetitions", "1", "--max-repetitions", "1")
 
 
 def row_of(name: str, ranks: int) -> Row:
-    return next(row for row in named(name, ranks) if row.gpus == ranks)
+    return next(row for row in rows_by_name(name, ranks) if row.gpus == ranks)
 
 
 def needed(name: str, ranks: int, recompute: str = "none", preset: str = "tiny") -> float:
     """What a node with all ranks of a row needs, by dry runs."""
-    one = case(row_of(name, ranks), preset)
+    one = make_case(row_of(name, ranks), preset)
     grid = mm3d.SCHEMES[one.row.scheme].default_grid(ranks)
     return node_memory.dry(one, grid, recompute, BLOCK).of(Node(ranks, True, 0))
 
 
 def said(name: str, ranks: int, *nodes: Node) -> str | None:
-    one = case(row_of(name, ranks), "laptop")
+    one = make_case(row_of(name, ranks), "laptop")
     return node_memory.shortage(one, mm3d.SCHEMES[one.row.scheme].default_grid(ranks), "none",
                                 list(nodes), BLOCK)
 
@@ -53,7 +53,7 @@ def test_a_policy_that_fits_is_named():
 
 def test_every_node_has_to_hold_its_own_ranks():
     """The serial model is on rank 0's alone."""
-    one = case(row_of("weak:1d", 8), "laptop")
+    one = make_case(row_of("weak:1d", 8), "laptop")
     need = node_memory.dry(one, (8,), "none", BLOCK)
     first, second = (Node(4, here, 4 * need.rank + here * need.check) for here in (True, False))
     assert said("weak:1d", 8, first, second) is None
@@ -104,7 +104,7 @@ def test_reproduce_measures_the_others_and_says_so(tmp_path):
     assert ("1 of 2 rows left out for lack of memory:\n  left out: weak 1-D 8 ranks, batch of "
             "3-D: needs about") in done.stderr
     assert "failed" not in done.stderr and "not measured yet" not in done.stdout
-    assert whole(tmp_path / "journal.jsonl")[-1]["outcome"] == "complete"
+    assert read_entries(tmp_path / "journal.jsonl")[-1]["outcome"] == "complete"
     done = run_python(*words, "--ranks", "1", "--scheme", "serial", "--memory",
                       f"{math.ceil(needed('strong:serial', 1))} B")
     assert done.returncode == 1 and done.stdout.count("] done: ") == 1

@@ -228,7 +228,7 @@ def test_a_measured_run_takes_the_planner_s_grid(tmp_path):
                     "--scheme", "3d", "--grid", "auto", "--out", str(tmp_path))
     assert run.returncode == 0, run.stderr
     (path,) = tmp_path.glob("*.h5")
-    found = run_file.read(path).configuration
+    found = run_file.read_run(path).configuration
     sizes = ModelSizes.from_settings(found)
     best = planner.best_grid("3d", 8, machine_model.load("cpu"), **sizes)
     assert found["grid"] == " x ".join(map(str, best)) and found["overridden"] == "grid"

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.cases.selection import select
+from bench.cases.selection import select_rows
 from bench.prediction import machine_model, paper_fit, planner, scaling
 from bench.reports.figures import prediction
 
@@ -63,7 +63,7 @@ def test_results_go_without_options_of_the_tables(more, tmp_path, capsys):
 
 
 def test_sizes_beyond_the_table_continue_it():
-    for row in select("weak"):
+    for row in select_rows("weak"):
         sizes = scaling.weak_sizes(row.scheme, row.gpus)
         assert (sizes["hidden"], sizes["batch"]) == (row.hidden, row.batch)
     assert scaling.weak_sizes("2d", 256) == dict(hidden=16384, heads=256, batch=768, seq=512)

@@ -5,13 +5,13 @@ import h5py
 import numpy as np
 import pytest
 
-from bench.cases.case import case
-from bench.cases.selection import select
+from bench.cases.case import make_case
+from bench.cases.selection import select_rows
 from bench.errors import StoreError
 from bench.instruments import spans
 from bench.instruments.step_tracing import parts_group
 from bench.records import run_file
-from bench.records.folder import gather
+from bench.records.folder import read_folder
 from bench.records.measurements import grid_settings, grid_shape
 from bench.reports import merit, time_parts
 from bench.reports.figures import time_shares
@@ -74,7 +74,7 @@ def test_a_scheme_with_a_direction_of_its_own_is_measured_validated_and_shown(tm
                      "--traced", "1", "--out", "here", cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     path, = (tmp_path / "here").glob("*.h5")
-    run = run_file.read(path)
+    run = run_file.read_run(path)
     assert run.grid == GridShape("dxyz", (2, 2, 2, 1)) and run.directions == ("d", "x", "y", "z")
     words = run.traffic["words"].sum(axis=(0, 1))
     assert dict(zip(run.directions, (words > 0).any(axis=1))) == {
@@ -94,7 +94,7 @@ def test_a_scheme_with_a_direction_of_its_own_is_measured_validated_and_shown(tm
         assert counted == expected
 
 
-ROW = select("weak", "3d")[0]
+ROW = select_rows("weak", "3d")[0]
 
 
 def with_directions(directions: str = "dxyz", row=ROW):
@@ -102,7 +102,7 @@ def with_directions(directions: str = "dxyz", row=ROW):
     of a second of all-gathers along the n-th direction."""
     run, count = made_up(row), len(directions)
     run.configuration |= grid_settings(GridShape(directions, (8, *[1] * (count - 1))))
-    run.directions, names = tuple(directions), spans.parts(directions)
+    run.directions, names = tuple(directions), spans.part_names(directions)
     along = np.arange(1, count + 1)
     moved = np.zeros((2, 8, count, len(COLLECTIVES)), np.int64)
     moved[..., 0] = along
@@ -118,7 +118,7 @@ def with_directions(directions: str = "dxyz", row=ROW):
 
 def test_a_record_keeps_its_directions(tmp_path):
     run = with_directions()
-    found = run_file.read(run_file.write(run, tmp_path, "a"))
+    found = run_file.read_run(run_file.write_run(run, tmp_path, "a"))
     assert found.directions == ("d", "x", "y", "z")
     assert found.grid == GridShape("dxyz", (8, 1, 1, 1))
     for name, values in run.traffic.items():
@@ -127,7 +127,7 @@ def test_a_record_keeps_its_directions(tmp_path):
 
 
 def test_parts_and_figures_of_merit_have_every_direction(tmp_path):
-    run = run_file.read(run_file.write(with_directions(), tmp_path, "a"))
+    run = run_file.read_run(run_file.write_run(with_directions(), tmp_path, "a"))
     assert time_parts.parts(run)["forward"] == {
         "gemm": 1, "d": 0.25, "x": 0.5, "y": 0.75, "z": 1, "elementwise": 0, "waiting": 0,
         "other": 0}
@@ -143,16 +143,16 @@ def test_parts_and_figures_of_merit_have_every_direction(tmp_path):
 
 def test_the_figure_stacks_directions_of_all_runs(tmp_path):
     """A run without a direction has no bar of it; x, y and z look as they do without others."""
-    rows = select("weak", "1d")[0], ROW
+    rows = select_rows("weak", "1d")[0], ROW
     runs = [with_directions("xyz", rows[0]), with_directions("sdxyz", rows[1])]
     for row, run in zip(rows, runs):
-        run_file.write(run, tmp_path, case(row, "laptop").name)
+        run_file.write_run(run, tmp_path, make_case(row, "laptop").name)
     looks = time_shares.styles(runs)
     assert list(looks) == ["gemm", *"sdxyz", "elementwise", "waiting", "other"]
     assert [looks[c] for c in "xyz"] == [(time_shares.COLOURS[c], time_shares.HATCHES[c])
                                          for c in "xyz"]
     assert len(set(looks.values())) == len(looks)
-    figure = time_shares.where(gather(tmp_path).results[0])
+    figure = time_shares.where(read_folder(tmp_path).results[0])
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == [*(f"collectives along {c}" for c in "zyxds"), "matrix products"]
     heights = [round(p.get_height(), 6) for p in figure.axes[0].patches if p.get_height()]
@@ -169,22 +169,22 @@ def test_directions_of_records():
 
 
 def test_a_file_that_does_not_state_its_directions_has_x_y_z(tmp_path):
-    path = run_file.write(made_up(ROW), tmp_path, "a")
+    path = run_file.write_run(made_up(ROW), tmp_path, "a")
     with h5py.File(path, "r+") as file:
         del file["traffic/axis"]
-    assert run_file.read(path).directions == ("x", "y", "z")
+    assert run_file.read_run(path).directions == ("x", "y", "z")
 
 
 @pytest.mark.parametrize("labels, match", [
     (list("xyy"), "traffic/axis has a direction twice: x y y"),
     (list("dxyz"), r"traffic/calls has the shape \(2, 8, 3, 5\), which should be \(2, 8, 4, 5\)")])
 def test_directions_that_cannot_be_are_refused(tmp_path, labels, match):
-    path = run_file.write(made_up(ROW), tmp_path, "a")
+    path = run_file.write_run(made_up(ROW), tmp_path, "a")
     with h5py.File(path, "r+") as file:
         del file["traffic/axis"]
         file["traffic"].create_dataset("axis", data=labels)
     with pytest.raises(StoreError, match=match):
-        run_file.read(path)
+        run_file.read_run(path)
 
 
 @pytest.mark.parametrize("settings, names, sizes", [

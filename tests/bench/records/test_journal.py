@@ -10,7 +10,7 @@ import pytest
 
 from bench.__main__ import parser
 from bench.cases import selection
-from bench.cases.selection import select
+from bench.cases.selection import select_rows
 from bench.cases.variants import Variant
 from bench.errors import UsageError
 from bench.records import journal
@@ -94,7 +94,8 @@ def test_a_part_of_what_was_begun_does_not_complete_it(tmp_path):
     done = run_python("-m", "bench", "reproduce", *weak)
     assert done.returncode == 0 and entries(tmp_path)[-1]["outcome"] == "incomplete"
     assert re.search(r"Of what was begun at \S+ UTC 1 rows are not measured yet", done.stdout)
-    assert journal.unfinished(entries(tmp_path)).rows == tuple(entries(tmp_path)[0]["rows"])
+    assert (journal.unfinished_reproduction(entries(tmp_path)).rows
+            == tuple(entries(tmp_path)[0]["rows"]))
     done = run_python("-m", "bench", "reproduce", *strong)
     assert done.returncode == 0 and entries(tmp_path)[-1]["outcome"] == "complete"
     assert "yet" not in done.stdout and len(list(tmp_path.glob("*.h5"))) == 2
@@ -103,9 +104,10 @@ def test_a_part_of_what_was_begun_does_not_complete_it(tmp_path):
 def test_what_is_asked_for_later_is_of_the_reproduction_too():
     begin = {"event": "begin", "at": "2030", "order": 3, "settings": {}, "rows": ["a", "b"]}
     again = {"event": "resume", "order": 3, "rows": ["b", "c"]}
-    assert journal.unfinished([begin, again]).rows == ("a", "b", "c")
-    assert journal.unfinished([begin, again, begin]).rows == ("a", "b")
-    assert journal.unfinished([begin, {"event": "end", "outcome": "complete"}]) is None
+    assert journal.unfinished_reproduction([begin, again]).rows == ("a", "b", "c")
+    assert journal.unfinished_reproduction([begin, again, begin]).rows == ("a", "b")
+    end = {"event": "end", "outcome": "complete"}
+    assert journal.unfinished_reproduction([begin, end]) is None
 
 
 @pytest.mark.parametrize("words, without, left", [
@@ -136,7 +138,8 @@ def test_a_signal_ends_it_with_what_is_there(tmp_path, sign, name):
     assert "Table 1, weak scaling" in output and (tmp_path / "tables.txt").exists()
     last = entries(tmp_path)[-1]
     assert last["event"] == "end" and last["outcome"] == "stopped" and 1 <= there < 6
-    assert journal.unfinished(entries(tmp_path)).order == entries(tmp_path)[0]["order"]
+    assert (journal.unfinished_reproduction(entries(tmp_path)).order
+            == entries(tmp_path)[0]["order"])
 
 
 def test_two_in_one_folder(tmp_path):
@@ -216,23 +219,23 @@ def test_unknown_rows_and_ranks(tmp_path):
 def test_rows_of_other_rank_counts(named):
     """What would do is named, and rows beside those that fit are left out."""
     arguments = parser().parse_args(["run", "--rows", named])
-    rows = selection.named(named, 4)
+    rows = selection.rows_by_name(named, 4)
     with pytest.raises(UsageError) as caught:
         run.fitting(rows, 4, arguments, Variant())
     assert str(caught.value) == (
         f"no row of --rows {named} is for 4 ranks: there are rows for 8, 64 ranks, as in mpirun "
         "-n 8 python -m bench run")
-    found = run.fitting(selection.named(named, 64), 64, arguments, Variant())
+    found = run.fitting(selection.rows_by_name(named, 64), 64, arguments, Variant())
     assert [one.row.gpus for one in found] == [64] * len(named.split(","))
-    own, = run.fitting(selection.named("weak:1d-sp", 5), 5, arguments, Variant())
+    own, = run.fitting(selection.rows_by_name("weak:1d-sp", 5), 5, arguments, Variant())
     assert own.row.gpus == 5
 
 
 def test_a_row_is_there_once_however_often_it_is_named():
     for named, wanted in (("weak:3d,weak:3d", "weak:3d"), ("weak:all,weak:3d", "weak:all"),
                           ("weak:1d-sp,weak:1d-sp", "weak:1d-sp")):
-        assert selection.named(named, 8) == selection.named(wanted, 8)
-    assert select("weak,weak", "1d-sp,1d-sp", 8) == select("weak", "1d-sp", 8)
+        assert selection.rows_by_name(named, 8) == selection.rows_by_name(wanted, 8)
+    assert select_rows("weak,weak", "1d-sp,1d-sp", 8) == select_rows("weak", "1d-sp", 8)
 
 
 @pytest.mark.ranks(1, 4)

@@ -11,21 +11,21 @@ import h5py
 import numpy as np
 import pytest
 
-from bench.cases.selection import select
+from bench.cases.selection import select_rows
 from bench.errors import StoreError
 from bench.records import run_file
 from bench.reports.paper_tables import tables
 from mm3d.tracing.events import PHASES
 from records import made_up
 
-ROW = select("weak", "3d")[0]
+ROW = select_rows("weak", "3d")[0]
 
 
 def test_read_returns_what_was_written(tmp_path):
     run = made_up(ROW)
-    path = run_file.write(run, tmp_path, "weak-3d")
+    path = run_file.write_run(run, tmp_path, "weak-3d")
     assert path.name == "weak-3d-20300102T030405Z.h5"
-    found = run_file.read(path)
+    found = run_file.read_run(path)
     for name in ("configuration", "environment", "published", "checks", "created"):
         assert getattr(found, name) == getattr(run, name)
     for name in ("samples", "traffic"):
@@ -35,7 +35,7 @@ def test_read_returns_what_was_written(tmp_path):
 
 
 def test_datasets_have_units_and_named_dimensions(tmp_path):
-    with h5py.File(run_file.write(made_up(ROW), tmp_path, "a")) as file:
+    with h5py.File(run_file.write_run(made_up(ROW), tmp_path, "a")) as file:
         forward = file["samples/forward"]
         assert forward.attrs["units"] == "s"
         assert [dim[0].name for dim in forward.dims] == ["/samples/repetition", "/samples/rank"]
@@ -50,7 +50,7 @@ def test_datasets_have_units_and_named_dimensions(tmp_path):
 def test_h5dump_shows_units_and_dimension_scales(tmp_path):
     if not shutil.which("h5dump"):
         pytest.skip("h5dump is not installed (hdf5-tools of Debian)")
-    path = run_file.write(made_up(ROW), tmp_path, "a")
+    path = run_file.write_run(made_up(ROW), tmp_path, "a")
 
     def shown(name: str) -> str:
         return subprocess.run(["h5dump", "-A", "-d", name, path], capture_output=True, text=True,
@@ -65,7 +65,7 @@ def test_xarray_opens_groups_with_units_and_dimensions(tmp_path):
     xarray = pytest.importorskip("xarray", reason="xarray is not installed")
     pytest.importorskip("h5netcdf", reason="h5netcdf, which xarray reads HDF5 with, is missing")
     run = made_up(ROW)
-    path = run_file.write(run, tmp_path, "a")
+    path = run_file.write_run(run, tmp_path, "a")
     with xarray.open_dataset(path, group="samples", engine="h5netcdf") as samples:
         assert samples.forward.dims == ("repetition", "rank")
         assert samples.forward.attrs["units"] == "s"
@@ -77,10 +77,10 @@ def test_xarray_opens_groups_with_units_and_dimensions(tmp_path):
 
 
 def test_a_name_that_is_taken_is_not_taken_again(tmp_path):
-    first = run_file.write(made_up(ROW, 0.25), tmp_path, "a")
-    second = run_file.write(made_up(ROW, 0.5), tmp_path, "a")
+    first = run_file.write_run(made_up(ROW, 0.25), tmp_path, "a")
+    second = run_file.write_run(made_up(ROW, 0.5), tmp_path, "a")
     assert second.name == "a-20300102T030405Z-2.h5"
-    least, most = (run_file.read(file).samples["forward"].max() for file in (first, second))
+    least, most = (run_file.read_run(file).samples["forward"].max() for file in (first, second))
     assert least < most
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([first.name, second.name])
 
@@ -91,7 +91,7 @@ FORK = multiprocessing.get_context("fork")    # a process in a moment, without s
 def keep_writing(folder, count: int, pipe) -> None:
     """Write `count` runs, of the same second and name, and tell the name of each."""
     for _ in range(count):
-        pipe.send(run_file.write(made_up(ROW), folder, "a").name)
+        pipe.send(run_file.write_run(made_up(ROW), folder, "a").name)
 
 
 def writer(*arguments):
@@ -119,7 +119,7 @@ def test_two_writers_in_one_folder_lose_nothing(tmp_path):
     assert len(names) == 40 == len(set(names))
     assert {p.name for p in tmp_path.iterdir()} == set(names)
     for name in names:
-        run_file.read(tmp_path / name)
+        run_file.read_run(tmp_path / name)
 
 
 def test_a_kill_at_any_moment_loses_nothing_finished(tmp_path):
@@ -136,28 +136,28 @@ def test_a_kill_at_any_moment_loses_nothing_finished(tmp_path):
     # A file may be there that was killed before it could be told: it is complete too.
     assert {p.name for p in tmp_path.glob("*.h5")} >= set(finished)
     for path in tmp_path.glob("*.h5"):
-        run_file.read(path)
+        run_file.read_run(path)
 
 
 def write_with_limit(folder, size: int, pipe) -> None:
     """Write a run where no file may have more than `size` bytes; tell what comes of it."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
     try:
-        pipe.send(run_file.write(made_up(ROW), folder, "a").name)
+        pipe.send(run_file.write_run(made_up(ROW), folder, "a").name)
     except StoreError as error:
         pipe.send(str(error))
 
 
 def test_a_full_disk_loses_nothing(tmp_path):
     # A limit on the size of a file is as final as a full disk, and can be had anywhere.
-    finished = run_file.write(made_up(ROW), tmp_path, "a")
+    finished = run_file.write_run(made_up(ROW), tmp_path, "a")
     message, pipe = FORK.Pipe(duplex=False)
     process = FORK.Process(target=write_with_limit, args=(tmp_path, 4096, pipe))
     process.start()
     assert f"a could not be written in {tmp_path} (File too large)" in message.recv()
     process.join()
     assert list(tmp_path.iterdir()) == [finished]
-    run_file.read(finished)
+    run_file.read_run(finished)
 
 
 def test_a_failed_flush_leaves_nothing(tmp_path, monkeypatch):
@@ -165,7 +165,7 @@ def test_a_failed_flush_leaves_nothing(tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StoreError, match="No space left on device"):
-        run_file.write(made_up(ROW), tmp_path, "a")
+        run_file.write_run(made_up(ROW), tmp_path, "a")
     assert not list(tmp_path.iterdir())
 
 
@@ -207,16 +207,16 @@ def damaged(path, how: str) -> None:
     ("incomplete", "is damaged or not a complete run: .*backward"),
     ("unlike", "traffic/words has the shape")])
 def test_what_is_no_run_is_named(tmp_path, how, message):
-    path = run_file.write(made_up(ROW), tmp_path, "a")
+    path = run_file.write_run(made_up(ROW), tmp_path, "a")
     damaged(path, how)
     with pytest.raises(StoreError, match=message) as caught:
-        run_file.read(path)
+        run_file.read_run(path)
     assert str(path) in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_no_file_at_all(tmp_path):
     with pytest.raises(StoreError, match="nothing.h5 does not exist"):
-        run_file.read(tmp_path / "nothing.h5")
+        run_file.read_run(tmp_path / "nothing.h5")
 
 
 def test_folders_are_made_and_must_be_writable(tmp_path):
@@ -228,7 +228,7 @@ def test_folders_are_made_and_must_be_writable(tmp_path):
 
 
 def test_files_of_version_1_stay_readable(tmp_path):
-    path = run_file.write(made_up(ROW), tmp_path, "a")
+    path = run_file.write_run(made_up(ROW), tmp_path, "a")
     with h5py.File(path, "r+") as file:
         file.attrs["schema_version"] = 1
         del file.attrs["kind"], file["clock"], file["samples"].attrs["ended_by"]
@@ -236,7 +236,7 @@ def test_files_of_version_1_stay_readable(tmp_path):
             del file[f"samples/{phase}_late"]
         for name in ("width", "order"):
             del file["configuration"].attrs[name]
-    run = run_file.read(path)
+    run = run_file.read_run(path)
     assert run.late == run.clock == {} and run.ended_by == "repetitions"
     np.testing.assert_array_equal(run.samples["forward"], made_up(ROW).samples["forward"])
     assert "Missing, 17 of 18 rows" in " ".join(tables(tmp_path).split())

@@ -3,14 +3,14 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.cases.selection import select
+from bench.cases.selection import select_rows
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
 from bench.reports import comparison_sides
 from mm3d.tracing.events import PHASES
 from records import made_up
 
-ROWS = select("weak", "1d,3d")
+ROWS = select_rows("weak", "1d,3d")
 
 
 def write_set(folder, seed, factors=None, runs=3, between=0.01, rows=ROWS, **changes):
@@ -25,7 +25,7 @@ def write_set(folder, seed, factors=None, runs=3, between=0.01, rows=ROWS, **cha
                 run.samples[phase] = level * noise * np.ones(row.gpus)
             run.configuration |= changes.get("configuration", {})
             run.environment |= changes.get("environment", {})
-            run_file.write(run, folder, f"row{number}")
+            run_file.write_run(run, folder, f"row{number}")
     return str(folder)
 
 
@@ -114,9 +114,9 @@ def test_runs_may_lie_in_folders_of_their_own(tmp_path, capsys):
             folder.mkdir()
             run = made_up(ROWS[0], factor * (1 + again / 1000), factor,
                           created=f"2030-01-02T03:04:{again:02d}+00:00")
-            names[side].append(str(run_file.write(run, folder, "row") if again else folder))
+            names[side].append(str(run_file.write_run(run, folder, "row") if again else folder))
             if not again:
-                run_file.write(run, folder, "row")
+                run_file.write_run(run, folder, "row")
     command = ["compare", "--before", *names["before"], "--after", *names["after"]]
     assert main([*command, "--fail-on-regression", "5"]) == 1
     assert "slower in 1" in " ".join(capsys.readouterr().out.split())
@@ -135,7 +135,7 @@ def test_sides_that_cannot_be_meant(words, capsys):
 def test_runs_of_one_side_that_differ_are_said(sets, capsys):
     a = write_set(sets[0], 0, rows=ROWS[:1],
                   environment={"git_commit": "a" * 40})
-    run_file.write(made_up(ROWS[0], created="2031-01-01T00:00:00+00:00"), sets[0], "row0")
+    run_file.write_run(made_up(ROWS[0], created="2031-01-01T00:00:00+00:00"), sets[0], "row0")
     b = write_set(sets[1], 1, rows=ROWS[:1],
                   environment={"git_commit": "b" * 40})
     assert main(["compare", a, b]) == 0
@@ -171,8 +171,8 @@ def test_other_environments_are_named(sets, capsys):
 
 def test_crowded_cases_and_cases_of_one_set_are_named(sets, capsys):
     a = write_set(sets[0], 0, runs=1)
-    extra = select("strong", "2d")[0]
-    run_file.write(made_up(extra, oversubscribed=True), sets[0], "extra")
+    extra = select_rows("strong", "2d")[0]
+    run_file.write_run(made_up(extra, oversubscribed=True), sets[0], "extra")
     b = write_set(sets[1], 0, runs=1, environment={"oversubscribed": True})
     assert main(["compare", a, b]) == 0
     text = " ".join(capsys.readouterr().out.split())
@@ -190,8 +190,8 @@ def test_runs_that_did_other_work_are_refused(sets, capsys):
 
 
 def test_nothing_in_common_is_refused(sets, capsys):
-    run_file.write(made_up(ROWS[0]), sets[0], "one")
-    run_file.write(made_up(ROWS[5]), sets[1], "other")
+    run_file.write_run(made_up(ROWS[0]), sets[0], "one")
+    run_file.write_run(made_up(ROWS[5]), sets[1], "other")
     assert main(["compare", *map(str, sets)]) == 2
     error = capsys.readouterr().err
     assert "nothing in common" in error
@@ -241,7 +241,7 @@ def test_points_of_microbenchmarks_are_cases(sets, capsys):
         for folder, factor, transport in zip(sets, (1.0, 0.5), ("mpi", "shared")):
             run = products(factor * (1 + again / 1000), transport)
             run.created = f"2030-01-02T03:04:{again:02d}+00:00"
-            run_file.write(run, folder, "matmul")
+            run_file.write_run(run, folder, "matmul")
     assert main(["compare", *map(str, sets)]) == 0
     text = capsys.readouterr().out
     lines = {line.split("|")[0].split(",")[0]: line for line in text.splitlines() if "|" in line}
@@ -254,14 +254,14 @@ def test_points_of_microbenchmarks_are_cases(sets, capsys):
 def test_transports_of_one_set_are_cases_of_their_own(sets, capsys):
     """Of products and of rows; what only one set has is said, not dropped."""
     for transport, factor in (("mpi", 1.0), ("shared", 0.5)):
-        run_file.write(products(factor, transport), sets[0], "matmul")
+        run_file.write_run(products(factor, transport), sets[0], "matmul")
         run = made_up(ROWS[0], factor, factor)
         run.configuration["transport"] = transport
-        run_file.write(run, sets[0], "row")
-    run_file.write(products(0.5, "shared"), sets[1], "matmul")
+        run_file.write_run(run, sets[0], "row")
+    run_file.write_run(products(0.5, "shared"), sets[1], "matmul")
     run = made_up(ROWS[0], 0.5, 0.5)
     run.configuration["transport"] = "shared"
-    run_file.write(run, sets[1], "row")
+    run_file.write_run(run, sets[1], "row")
     both, one = comparison_sides.told_apart(*(comparison_sides.cases([folder])[0]
                                               for folder in sets))
     names = ["matmul phase forward kind one process, M 8", "weak 1-D 8 ranks, laptop",

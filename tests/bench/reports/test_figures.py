@@ -4,11 +4,11 @@ import pytest
 from matplotlib.colors import to_rgba
 
 from bench.__main__ import main
-from bench.cases.case import case
+from bench.cases.case import make_case
 from bench.cases.paper import TITLES
-from bench.cases.selection import select
+from bench.cases.selection import select_rows
 from bench.records import run_file
-from bench.records.folder import gather
+from bench.records.folder import read_folder
 from bench.reports.figures import (against_ranks, every_figure, roofline_and_memory, style,
                                    time_shares)
 from bench.reports.merit_rows import overview
@@ -18,7 +18,7 @@ from records import PARTS, limited, made_up, matmul_record, traced, write_all
 @pytest.fixture
 def results(tmp_path):
     write_all(tmp_path)
-    return gather(tmp_path).results[0]
+    return read_folder(tmp_path).results[0]
 
 
 def drawn(panel):
@@ -52,12 +52,12 @@ def test_intervals_are_drawn(results):
 def test_markers_are_the_medians_whose_intervals_are_drawn(tmp_path):
     """Forward and backward take turns in being slow: their medians do not add up to a step's."""
     slow, fast = [9.0] * 4, [0.1] * 4
-    for row in select("strong", "1d"):
+    for row in select_rows("strong", "1d"):
         run = made_up(row, repetitions=9)
         for phase, times in (("forward", [*fast, 0.1, *slow]), ("backward", [*slow, 0.1, *fast])):
             run.samples[phase] = np.repeat(np.array(times)[:, None], row.gpus, 1)
-        run_file.write(run, tmp_path, case(row, "laptop").name)
-    results = gather(tmp_path).results[0]
+        run_file.write_run(run, tmp_path, make_case(row, "laptop").name)
+    results = read_folder(tmp_path).results[0]
     for draw, place in ((against_ranks.step_times, 3), (against_ranks.scaling, 1)):
         panel = draw(results).axes[place]
         bars = [sorted(line.get_ydata()) for line in panel.lines
@@ -75,7 +75,7 @@ def test_speed_up_and_efficiency(results):
     # The made-up averages of 1-D grow as 10, 11, 12, 13 in strong scaling.
     assert drawn(measured)["1-D"] == [[p, pytest.approx(8 * 10 / t)]
                                       for p, t in ((8, 10), (16, 11), (36, 12), (64, 13))]
-    sizes = [case(row, "paper").sizes for row in select("weak", "2d")]
+    sizes = [make_case(row, "paper").sizes for row in select_rows("weak", "2d")]
     work = [24 * s.hidden ** 2 + 4 * s.seq * s.hidden for s in sizes]
     assert drawn(efficiency)["2-D"][2] == [64, pytest.approx(
         work[2] / work[0] / 4 * 0.708 / 1.052, rel=2e-3)]
@@ -83,9 +83,9 @@ def test_speed_up_and_efficiency(results):
 
 
 def test_every_scheme_that_was_run_has_its_colour(tmp_path):
-    for row in (select("weak", "1d-sp", ranks=27)[0], select("weak", "3d")[0]):
-        run_file.write(made_up(row), tmp_path, case(row, "laptop").name)
-    published, measured, *_ = against_ranks.step_times(gather(tmp_path).results[0]).axes
+    for row in (select_rows("weak", "1d-sp", ranks=27)[0], select_rows("weak", "3d")[0]):
+        run_file.write_run(made_up(row), tmp_path, make_case(row, "laptop").name)
+    published, measured, *_ = against_ranks.step_times(read_folder(tmp_path).results[0]).axes
     colours = {line.get_label(): line.get_color() for line in measured.lines
                if not line.get_label().startswith("_")}
     assert colours.keys() == {"3-D", "1-D, sequence"} and len(set(colours.values())) == 2
@@ -94,23 +94,24 @@ def test_every_scheme_that_was_run_has_its_colour(tmp_path):
 
 
 def test_closed_form_covers_the_ranks_between():
-    runs = [made_up(row) for row in select("strong", "2d")]
+    runs = [made_up(row) for row in select_rows("strong", "2d")]
     assert [ranks for ranks, _ in against_ranks.closed_form(runs, "strong")] == [9, 16, 25, 36, 49,
                                                                                  64]
-    weak = [made_up(row) for row in select("weak", "2d")]
+    weak = [made_up(row) for row in select_rows("weak", "2d")]
     assert [ranks for ranks, _ in against_ranks.closed_form(weak, "weak")] == [16, 36, 64]
 
 
 def test_the_closed_form_at_measured_ranks_is_that_of_the_run():
     """Whatever the last run keeps or computes again."""
-    runs = [made_up(row) for row in select("strong", "3d")]
+    runs = [made_up(row) for row in select_rows("strong", "3d")]
     runs[-1].configuration |= {"recompute": "full"}
     first = runs[0].expected_words.sum() / runs[0].ranks / runs[0].configuration["batch"]
     assert dict(against_ranks.closed_form(runs, "strong"))[runs[0].ranks] == first
 
 
 def test_files_in_every_format_the_same_each_time(tmp_path, capsys):
-    run_file.write(made_up(select("weak", "3d")[1], oversubscribed=True), tmp_path, "weak")
+    row = select_rows("weak", "3d")[1]
+    run_file.write_run(made_up(row, oversubscribed=True), tmp_path, "weak")
     begin = {"png": b"\x89PNG", "svg": b"<?xml", "pdf": b"%PDF"}
     assert main(["plot", str(tmp_path), "--format", ",".join(begin)]) == 0
     said = capsys.readouterr().out
@@ -130,27 +131,28 @@ def test_what_cannot_be_drawn_is_said(tmp_path, capsys):
 
 
 def test_crowded_ranks_are_said_below(tmp_path):
-    run_file.write(made_up(select("weak", "3d")[1], oversubscribed=True), tmp_path, "weak")
-    results = gather(tmp_path).results[0]
+    row = select_rows("weak", "3d")[1]
+    run_file.write_run(made_up(row, oversubscribed=True), tmp_path, "weak")
+    results = read_folder(tmp_path).results[0]
     for draw in (against_ranks.step_times, against_ranks.scaling):
         assert "up to 64 ranks on 32 cores, which take turns: not scaling results" in \
             draw(results).get_supxlabel()
 
 
 def test_a_presets_name_cannot_leave_the_folder(tmp_path):
-    run = made_up(select("weak", "3d")[0])
+    run = made_up(select_rows("weak", "3d")[0])
     run.configuration["preset"] = "../up $x_{"
     (tmp_path / "in").mkdir()
-    run_file.write(run, tmp_path / "in", "weak")
+    run_file.write_run(run, tmp_path / "in", "weak")
     files, _ = every_figure.plots(tmp_path / "in")
     assert {path.parent for path in files} == {tmp_path / "in"}
     assert "average-step-time-..-up--x_-.png" in {path.name for path in files}
 
 
 def test_where_the_time_goes_is_stacked_to_the_whole(tmp_path):
-    for row in select("weak", "1d,3d")[:2]:
-        run_file.write(traced(row), tmp_path, case(row, "laptop").name)
-    figure = time_shares.where(gather(tmp_path).results[0])
+    for row in select_rows("weak", "1d,3d")[:2]:
+        run_file.write_run(traced(row), tmp_path, make_case(row, "laptop").name)
+    figure = time_shares.where(read_folder(tmp_path).results[0])
     weak, strong = figure.axes
     assert [tick.get_text() for tick in weak.get_xticklabels()] == ["1-D\n8 ranks",
                                                                     "1-D\n16 ranks"]
@@ -184,10 +186,10 @@ def test_a_figure_without_its_numbers_is_left_out_with_a_reason(tmp_path, capsys
 
 
 def test_the_roofline_has_its_roofs_and_points(tmp_path):
-    row = select("weak", "3d")[0]
+    row = select_rows("weak", "3d")[0]
     run = limited(row)
-    run_file.write(run, tmp_path, "weak")
-    panel = roofline_and_memory.roofline(gather(tmp_path).results[0]).axes[0]
+    run_file.write_run(run, tmp_path, "weak")
+    panel = roofline_and_memory.roofline(read_folder(tmp_path).results[0]).axes[0]
     lines, roofs = {}, []
     for line in panel.lines:
         lines[line.get_label()] = line.get_xydata().tolist()
@@ -204,17 +206,17 @@ def test_the_roofline_has_its_roofs_and_points(tmp_path):
 
 
 def test_the_roof_of_memory_is_left_out_where_it_may_be_that_of_the_caches(tmp_path):
-    run = limited(select("weak", "3d")[0])
+    run = limited(select_rows("weak", "3d")[0])
     del run.groups["machine"].variables["memory_arrays"]    # as in files of before
-    run_file.write(run, tmp_path, "weak")
-    panel = roofline_and_memory.roofline(gather(tmp_path).results[0]).axes[0]
+    run_file.write_run(run, tmp_path, "weak")
+    panel = roofline_and_memory.roofline(read_folder(tmp_path).results[0]).axes[0]
     lines = {line.get_label(): line.get_ydata().tolist() for line in panel.lines}
     assert lines["_roof"] == [100, 100, 100] and lines["3-D"]
 
 
 def test_memory_is_that_of_the_rank_with_the_most(tmp_path):
-    run_file.write(limited(select("strong", "2d")[0]), tmp_path, "strong")
-    kept, peak = roofline_and_memory.memory(gather(tmp_path).results[0]).axes[2:]
+    run_file.write_run(limited(select_rows("strong", "2d")[0]), tmp_path, "strong")
+    kept, peak = roofline_and_memory.memory(read_folder(tmp_path).results[0]).axes[2:]
     assert drawn(kept)["2-D"] == [[16, 1 + 2 + 3]] and drawn(peak)["2-D"] == [[16, 4]]
     forms = [line.get_xydata().tolist() for panel in (kept, peak) for line in panel.lines
              if line.get_label() == "_closed form"]
@@ -223,9 +225,9 @@ def test_memory_is_that_of_the_rank_with_the_most(tmp_path):
 
 @pytest.mark.parametrize("lacking", ["parts", "machine", "memory"])
 def test_what_was_not_recorded_leaves_its_figure_out(tmp_path, lacking):
-    run = limited(select("weak", "3d")[0])
+    run = limited(select_rows("weak", "3d")[0])
     del run.groups[lacking]
-    run_file.write(run, tmp_path, "weak")
+    run_file.write_run(run, tmp_path, "weak")
     _, left_out = every_figure.plots(tmp_path)
     named = {"parts": {"where-the-time-goes-laptop", "roofline-laptop"},
              "machine": {"roofline-laptop"}, "memory": {"memory-per-rank-laptop"}}
@@ -233,12 +235,12 @@ def test_what_was_not_recorded_leaves_its_figure_out(tmp_path, lacking):
 
 
 def test_the_overview_has_what_was_recorded_and_dashes_for_the_rest():
-    row = select("weak", "3d")[0]
+    row = select_rows("weak", "3d")[0]
     run = limited(row, peak=1e6)
     table = overview("Table 1", [row, row], [run, made_up(row)])
     full, old = ([str(cell) for cell in line] for line in table.rows)
     assert full[:2] == old[:2] == ["3-D", "8"] and full[2:4] == old[2:4]
-    sizes = case(row, "laptop").sizes
+    sizes = make_case(row, "laptop").sizes
     assert float(table.rows[0][2].value) == pytest.approx(sizes.batch * sizes.seq / 0.75)
     useful, share = (cell.value for cell in table.rows[0][3:5])
     assert share == pytest.approx(100 * useful * 1e9 / 1e6)
@@ -264,7 +266,7 @@ def test_zeros_alone_have_an_axis_without_a_warning(recwarn):
 
 
 def test_microbenchmarks_alone_have_no_figures(tmp_path, capsys):
-    run_file.write(matmul_record(), tmp_path, "matmul")
+    run_file.write_run(matmul_record(), tmp_path, "matmul")
     assert main(["plot", str(tmp_path)]) == 0
     assert "not drawn: all figures: no row of the tables was measured" in capsys.readouterr().out
     assert not list(tmp_path.glob("*.png"))

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.cases.paper import load
+from bench.cases.paper import load_tables
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
 from bench.reports import formats, micro_tables
@@ -69,12 +69,12 @@ def test_latex_escapes_and_every_row_has_all_columns():
 
 @pytest.mark.parametrize("form", formats.FORMATS)
 def test_the_verb_prints_all_rows_in_every_format(tmp_path, capsys, form):
-    for row in load().rows:
-        run_file.write(made_up(row), tmp_path, row.table)
-    run_file.write(matmul_record(), tmp_path, "matmul")
+    for row in load_tables().rows:
+        run_file.write_run(made_up(row), tmp_path, row.table)
+    run_file.write_run(matmul_record(), tmp_path, "matmul")
     assert main(["table", str(tmp_path), "--format", form]) == 0
     out = capsys.readouterr().out
-    for row in load().rows:
+    for row in load_tables().rows:
         assert f"{row.forward:.3f}" in out or repr(row.forward) in out
     assert "abt 64 x 32 x 16" in out
     if form == "csv":
@@ -134,11 +134,11 @@ def test_a_kind_that_is_not_known_still_gets_a_table():
 
 def test_a_folder_of_microbenchmarks_alone_has_tables(tmp_path):
     from bench.reports.paper_tables import tables
-    run_file.write(matmul_record(), tmp_path, "matmul")
+    run_file.write_run(matmul_record(), tmp_path, "matmul")
     later = matmul_record()
     later.created, later.configuration["seed"] = "2999-01-01T00:00:00+00:00", 5
     later.variables["seconds"].values *= 2
-    run_file.write(later, tmp_path, "matmul")
+    run_file.write_run(later, tmp_path, "matmul")
     text = tables(tmp_path)
     assert "Table 1" not in text
     # Of two runs of the same product the latest is shown.

@@ -10,10 +10,10 @@ from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 import bench
-from bench.cases.selection import select
+from bench.cases.selection import select_rows
 from bench.prediction import machine_model, planner, scaling
 from bench.records import run_file
-from bench.records.folder import gather
+from bench.records.folder import read_folder
 from bench.reports.figures import cube, every_figure, prediction, roofline_and_memory
 from records import limited
 from support import ROOT
@@ -79,7 +79,7 @@ def test_figures_of_measured_results(tmp_path, texts):
 
 def test_points_lie_under_the_roof_that_they_are_compared_with():
     """What is measured of a rank while others wait, under what one rank has alone."""
-    runs = gather(MEASURED).results[0].runs.values()
+    runs = read_folder(MEASURED).results[0].runs.values()
     assert runs
     for run in runs:
         intensity, products, step = roofline_and_memory.placed(run)
@@ -110,9 +110,9 @@ def test_picture_of_the_cube(tmp_path, texts):
 
 def test_texts_that_are_wrong_are_found(tmp_path, texts):
     """The checks above can fail."""
-    run_file.write(limited(select("weak", "3d")[0]), tmp_path, "weak")
+    run_file.write_run(limited(select_rows("weak", "3d")[0]), tmp_path, "weak")
     with every_figure.panels.look():
-        figure = roofline_and_memory.roofline(gather(tmp_path).results[0])
+        figure = roofline_and_memory.roofline(read_folder(tmp_path).results[0])
         panel = figure.axes[0]
         for where in ((0.5, 0.5), (0.51, 0.5)):
             panel.text(*where, "1 $2$", transform=panel.transAxes)

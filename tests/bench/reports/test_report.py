@@ -5,8 +5,8 @@ from html.parser import HTMLParser
 import pytest
 
 from bench.__main__ import main
-from bench.cases.paper import load
-from bench.cases.selection import select
+from bench.cases.paper import load_tables
+from bench.cases.selection import select_rows
 from bench.records import run_file
 from bench.reports.page import report
 from records import made_up, matmul_record, write_all
@@ -38,7 +38,7 @@ class Page(HTMLParser):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("machine")
     write_all(folder, oversubscribed=True)
-    run_file.write(matmul_record(), folder, "matmul")
+    run_file.write_run(matmul_record(), folder, "matmul")
     (folder / "cut.h5").write_bytes(b"\x89HDF\r\n\x1a\nno more")
     report(folder)
     return folder
@@ -61,7 +61,7 @@ def test_nothing_is_fetched(folder, page):
 
 
 def test_all_rows_figures_and_warnings_are_there(page):
-    for row in load().rows:
+    for row in load_tables().rows:
         assert f" {row.forward:.3f} " in page.text and f" {row.backward:.3f} " in page.text
     assert "missing" not in page.text
     assert "abt 64 x 32 x 16" in page.text
@@ -78,13 +78,13 @@ HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)> \' & {{ 7 * 7
 
 
 def test_hostile_text_in_a_record_is_only_text(tmp_path):
-    run = made_up(select("weak", "3d")[0])
+    run = made_up(select_rows("weak", "3d")[0])
     run.environment |= {"cpu_model": HOSTILE, "command": HOSTILE, "mpi": "</style>" + HOSTILE}
     run.configuration["preset"] = HOSTILE
-    run_file.write(run, tmp_path, "weak")
+    run_file.write_run(run, tmp_path, "weak")
     record = matmul_record()
     record.kind, record.configuration["form"] = "matmul", HOSTILE
-    run_file.write(record, tmp_path, "matmul")
+    run_file.write_run(record, tmp_path, "matmul")
     page = Page(report(tmp_path, tmp_path / "page.html"))
     assert "script" not in page.tags and page.tags.count("style") == 1
     assert {value for tag, name, value in page.references if tag == "img"

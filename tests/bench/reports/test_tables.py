@@ -2,12 +2,12 @@
 import numpy as np
 import pytest
 
-from bench.cases.case import case, scaled_hidden
-from bench.cases.paper import load
-from bench.cases.selection import equal_tokens, named, select
+from bench.cases.case import make_case, scaled_hidden
+from bench.cases.paper import load_tables
+from bench.cases.selection import equal_token_rows, rows_by_name, select_rows
 from bench.errors import StoreError, UsageError
 from bench.records import run_file
-from bench.records.folder import gather
+from bench.records.folder import read_folder
 from bench.records.measurements import Group, Variable
 from bench.reports import merit_rows
 from bench.reports.paper_tables import measured_notes, tables, words_agree
@@ -15,26 +15,26 @@ from records import made_up, write_all
 
 
 def test_every_row_of_both_tables():
-    counts = {(table, scheme): [row.gpus for row in select(table, scheme)]
+    counts = {(table, scheme): [row.gpus for row in select_rows(table, scheme)]
               for table in ("weak", "strong") for scheme in ("1d", "2d", "3d")}
     for table in ("weak", "strong"):
         assert counts[table, "1d"] == [8, 16, 36, 64]
         assert counts[table, "2d"] == [16, 36, 64]
         assert counts[table, "3d"] == [8, 64]
-    assert {row.hidden for row in select("strong")} == {3072}
+    assert {row.hidden for row in select_rows("strong")} == {3072}
 
 
 def test_one_printed_average_is_not_its_own_times():
-    wrong = [row for row in load().rows if not row.consistent]
+    wrong = [row for row in load_tables().rows if not row.consistent]
     assert [(row.table, row.scheme, row.gpus) for row in wrong] == [("weak", "3d", 64)]
     assert wrong[0].average == 0.672 and round(wrong[0].recomputed, 3) == 0.532
 
 
-@pytest.mark.parametrize("preset", load().presets)
+@pytest.mark.parametrize("preset", load_tables().presets)
 def test_presets_make_models(preset):
-    for row in load().rows:
-        one = case(row, preset)
-        assert one.sizes.heads == load().settings.heads[row.hidden]
+    for row in load_tables().rows:
+        one = make_case(row, preset)
+        assert one.sizes.heads == load_tables().settings.heads[row.hidden]
         for sizes in (one.sizes, one.verified):
             assert sizes.hidden % sizes.heads == 0
             assert min(sizes.layers, sizes.batch, sizes.seq) >= 1
@@ -42,8 +42,8 @@ def test_presets_make_models(preset):
 
 
 def test_paper_preset_is_the_paper():
-    for row in load().rows:
-        sizes = case(row, "paper").sizes
+    for row in load_tables().rows:
+        sizes = make_case(row, "paper").sizes
         assert (sizes.batch, sizes.hidden, sizes.seq, sizes.layers) == (
             row.batch, row.hidden, 512, 24)
 
@@ -60,42 +60,42 @@ def test_hidden_sizes_are_scaled_to_whole_heads():
     ("weak", "3d,4d", "'4d' is unknown: choose one of 1d, 2d, 3d, 1d-sp, serial, all")])
 def test_unknown_rows(tables, schemes, named):
     with pytest.raises(UsageError, match=named):
-        select(tables, schemes)
+        select_rows(tables, schemes)
 
 
 def test_schemes_that_the_paper_lacks_have_rows_of_their_own():
     """At any number of ranks, with the sizes of the nearest row of the table."""
-    weak, strong = select("all", "1d-sp", ranks=27)
+    weak, strong = select_rows("all", "1d-sp", ranks=27)
     assert (weak.table, weak.gpus, weak.batch, weak.hidden) == ("weak", 27, 288, 6120)
     assert (strong.table, strong.gpus, strong.batch, strong.hidden) == ("strong", 27, 24, 3072)
-    assert not weak.published and weak.consistent and case(weak, "tiny").sizes.batch == 144
-    assert [row.gpus for row in select("strong", "1d-sp")] == [8, 16, 36, 64]
-    assert not {row.scheme for row in select()} - {"1d", "2d", "3d"}
+    assert not weak.published and weak.consistent and make_case(weak, "tiny").sizes.batch == 144
+    assert [row.gpus for row in select_rows("strong", "1d-sp")] == [8, 16, 36, 64]
+    assert not {row.scheme for row in select_rows()} - {"1d", "2d", "3d"}
 
 
 def test_tables_show_every_scheme_that_was_run(tmp_path):
-    row = select("weak", "1d-sp", ranks=27)[0]
-    for one in (row, select("weak", "3d")[0]):
-        run_file.write(made_up(one), tmp_path, case(one, "laptop").name)
+    row = select_rows("weak", "1d-sp", ranks=27)[0]
+    for one in (row, select_rows("weak", "3d")[0]):
+        run_file.write_run(made_up(one), tmp_path, make_case(one, "laptop").name)
     line = next(line for line in tables(tmp_path).splitlines()
                 if line.startswith("1-D, sequence") and "|" in line)
     assert line.split("|")[0].split()[-6:] == ["27", "-", "-", "-", "-", "-"]
-    assert line.split("|")[1].split()[-1] == f"{0.75 / case(row, 'laptop').sizes.batch:.5f}"
+    assert line.split("|")[1].split()[-1] == f"{0.75 / make_case(row, 'laptop').sizes.batch:.5f}"
 
 
 def test_sizes_that_make_no_model():
-    row = select("weak", "3d")[0]
+    row = select_rows("weak", "3d")[0]
     with pytest.raises(UsageError, match="--hidden 100: .* multiple of the 32 heads, such as 96"):
-        case(row, "tiny", hidden=100)
+        make_case(row, "tiny", hidden=100)
     with pytest.raises(UsageError, match="--seq 0"):
-        case(row, "tiny", seq=0)
+        make_case(row, "tiny", seq=0)
 
 
 def test_tables_show_published_beside_measured(tmp_path):
     write_all(tmp_path)
     text = tables(tmp_path)
     assert text.count("95 % confidence") == 2 and text.count(" %+") == 36
-    for number, row in enumerate(load().rows):
+    for number, row in enumerate(load_tables().rows):
         line = next(line for line in text.splitlines()
                     if f"{row.forward:.3f}" in line and "|" in line)
         published, measured = line.split("|")
@@ -134,7 +134,8 @@ def test_tables_show_speed_ups_and_the_papers_errors(tmp_path):
 
 
 def test_missing_rows_and_crowded_ranks_are_said(tmp_path):
-    run_file.write(made_up(select("weak", "3d")[1], oversubscribed=True), tmp_path, "weak")
+    row = select_rows("weak", "3d")[1]
+    run_file.write_run(made_up(row, oversubscribed=True), tmp_path, "weak")
     text = " ".join(tables(tmp_path).split())
     assert "Missing, 17 of 18 rows: weak 1-D 8," in text
     assert "NOT SCALING RESULTS: in 1 of 1 rows ranks outnumber cores, with up to 64 ranks on " \
@@ -145,10 +146,10 @@ def test_missing_rows_and_crowded_ranks_are_said(tmp_path):
 def test_headings_say_that_crowded_ranks_do_not_scale(tmp_path, form):
     """Every table of times, in every format; and no test of repetitions that take turns."""
     for scheme in ("1d", "3d"):
-        row, = [row for row in select("weak", scheme) if row.gpus == 8]
-        run_file.write(made_up(row, oversubscribed=True), tmp_path, scheme)
-        strong, = [row for row in select("strong", scheme) if row.gpus == 8]
-        run_file.write(made_up(strong), tmp_path, f"strong-{scheme}")
+        row, = [row for row in select_rows("weak", scheme) if row.gpus == 8]
+        run_file.write_run(made_up(row, oversubscribed=True), tmp_path, scheme)
+        strong, = [row for row in select_rows("strong", scheme) if row.gpus == 8]
+        run_file.write_run(made_up(strong), tmp_path, f"strong-{scheme}")
     text = tables(tmp_path, form)
     said = "preset laptop (NOT SCALING RESULTS: up to 8 ranks take turns on 4 cores)"
     assert text.count(f"Table 1, weak scaling, {said}") == (4 if form != "csv" else 16)
@@ -160,29 +161,29 @@ def test_headings_say_that_crowded_ranks_do_not_scale(tmp_path, form):
 
 def test_rows_with_equal_tokens():
     """Of each pair of unequal batches both, each with the batch of the other."""
-    rows = [row for row in select("all", "all") if row.gpus == 64]
-    found = [case(row, "laptop") for row in equal_tokens(rows)]
+    rows = [row for row in select_rows("all", "all") if row.gpus == 64]
+    found = [make_case(row, "laptop") for row in equal_token_rows(rows)]
     assert [(one.name, one.sizes.batch) for one in found] == [
         ("weak-1d-as-3d-p064-laptop", 192), ("weak-3d-as-1d-p064-laptop", 15),
         ("strong-1d-as-3d-p064-laptop", 12), ("strong-3d-as-1d-p064-laptop", 6)]
     assert found[1].title == "weak 3-D 64 ranks, batch of 1-D"
     for scheme in ("1d", "2d", "3d"):    # by itself: its part of all of them
-        assert equal_tokens(row for row in rows if row.scheme == scheme) == [
+        assert equal_token_rows(row for row in rows if row.scheme == scheme) == [
             one.row for one in found if one.row.scheme == scheme]
-    assert named("weak:3d:1d", 64)[-1] == found[1].row
+    assert rows_by_name("weak:3d:1d", 64)[-1] == found[1].row
     with pytest.raises(UsageError, match="--rows '4d' is unknown"):
-        named("weak:3d:4d", 64)
+        rows_by_name("weak:3d:4d", 64)
 
 
 def test_equal_tokens_have_rows_of_their_own_in_the_speed_ups(tmp_path):
     """And are nowhere taken for the rows of the tables."""
-    rows = [row for row in select("weak", "1d,3d") if row.gpus == 8]
-    for k, row in enumerate([*rows, *equal_tokens(rows)]):
-        one = case(row, "laptop")
+    rows = [row for row in select_rows("weak", "1d,3d") if row.gpus == 8]
+    for k, row in enumerate([*rows, *equal_token_rows(rows)]):
+        one = make_case(row, "laptop")
         run = made_up(row, *[(k + 1) * one.sizes.batch / 2] * 2)
         run.configuration |= {"equal_tokens": row.like} if row.like else {}
-        run_file.write(run, tmp_path, one.name)
-    found = gather(tmp_path).results[0]
+        run_file.write_run(run, tmp_path, one.name)
+    found = read_folder(tmp_path).results[0]
     assert len(found.runs) == len(found.equal) == 2 and found.earlier == 0
     lines = [line.split("|")[1].split()[:5] for line in tables(tmp_path).splitlines()
              if line.startswith("over 1-D") and "missing" not in line]
@@ -191,19 +192,20 @@ def test_equal_tokens_have_rows_of_their_own_in_the_speed_ups(tmp_path):
 
 
 def test_each_machine_is_said_with_its_rows(tmp_path):
-    for row in [*select("weak", "3d"), *select("strong", "3d")]:
+    for row in [*select_rows("weak", "3d"), *select_rows("strong", "3d")]:
         run = made_up(row)
         other = row.table == "strong" and row.gpus == 64
         run.environment |= {"git_commit": "cd" if other else "ab", "cores": 4}
-        run_file.write(run, tmp_path, row.table)
-    lines = [line for line in measured_notes(gather(tmp_path).results[0]) if "Machine" in line]
+        run_file.write_run(run, tmp_path, row.table)
+    lines = [line for line in measured_notes(read_folder(tmp_path).results[0])
+             if "Machine" in line]
     assert [line.partition(":")[0] for line in lines] == [
         "Machine of strong 3-D 8, all weak rows", "Machine of strong 3-D 64"]
     assert [line.rpartition(" ")[2] for line in lines] == ["ab.", "cd."]
 
 
 def test_what_the_order_and_the_tests_are(tmp_path):
-    run_file.write(made_up(select("weak", "3d")[0]), tmp_path, "weak")
+    run_file.write_run(made_up(select_rows("weak", "3d")[0]), tmp_path, "weak")
     text = " ".join(tables(tmp_path).split())
     assert "one number of ranks after another, at random, and the rows of each at random, " \
            "seed 7." in text
@@ -213,14 +215,14 @@ def test_what_the_order_and_the_tests_are(tmp_path):
 
 @pytest.mark.parametrize("transport, said", [("mpi", 1), ("shared", 3)])
 def test_the_peak_of_memory_is_beside_a_dry_run(tmp_path, transport, said):
-    run = made_up(select("weak", "3d")[0])
+    run = made_up(select_rows("weak", "3d")[0])
     run.configuration["transport"] = transport
     words, = merit_rows.notes([run])
     assert "counted from shapes" in words and f"What it moves, {transport}: " in words
     run.groups["memory"] = Group({"rank": range(8)}, {
         "pool_peak": Variable(np.full(8, 3.0 * 2 ** 20), "byte", ("rank",)),
         "expected_pool_peak": Variable(np.float64(2 ** 22), "byte", ())})
-    run_file.write(run, tmp_path, "weak")
+    run_file.write_run(run, tmp_path, "weak")
     text = tables(tmp_path)
     line, = [line for line in text.splitlines() if "peak memory" in line or "dry run" in line][1:2]
     assert line.endswith("dry run")
@@ -229,13 +231,13 @@ def test_the_peak_of_memory_is_beside_a_dry_run(tmp_path, transport, said):
 
 
 def test_the_latest_run_is_shown_and_bad_files_are_named(tmp_path):
-    row = select("strong", "3d")[0]
+    row = select_rows("strong", "3d")[0]
     for second, forward in ((5, 0.125), (7, 0.5), (6, 0.25)):
-        run_file.write(made_up(row, forward, created=f"2030-01-02T03:04:0{second}+00:00"),
-                       tmp_path,
-                       "strong")
+        run_file.write_run(made_up(row, forward, created=f"2030-01-02T03:04:0{second}+00:00"),
+                           tmp_path,
+                           "strong")
     (tmp_path / "broken.h5").write_bytes(b"\x89HDF\r\n\x1a\nno more")
-    found = gather(tmp_path)
+    found = read_folder(tmp_path)
     problems = found.problems
     assert found.results[0].get(row).samples["forward"].max(axis=1)[1] == pytest.approx(0.5)
     assert found.results[0].earlier == 2
@@ -245,10 +247,10 @@ def test_the_latest_run_is_shown_and_bad_files_are_named(tmp_path):
 
 
 def test_words_that_differ_from_the_closed_form_are_said(tmp_path):
-    run = made_up(select("weak", "2d")[0])
+    run = made_up(select_rows("weak", "2d")[0])
     assert words_agree(run)
     run.expected_words[0, 0, 0] += 1
-    run_file.write(run, tmp_path, "weak")
+    run_file.write_run(run, tmp_path, "weak")
     assert "differ from the closed form in: weak 2-D 16" in " ".join(tables(tmp_path).split())
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.records import merged, run_file
-from bench.records.folder import gather, read_all
+from bench.records.folder import read_folder, read_runs
 from bench.validation.files import check
 from support import run_python, run_ranks
 
@@ -71,7 +71,7 @@ def test_every_dataset_has_units_and_dimension_scales(measured):
 
 def test_the_environment_is_complete(measured):
     for path in measured.glob("*.h5"):
-        run = run_file.read(path)
+        run = run_file.read_run(path)
         for name in ("cpu_model", "cores", "kernel", "operating_system", "mpi",
                      "numpy_version", "mpi4py_version", "h5py_version", "blas",
                      "blas_architecture", "blas_threads", "tuning_variables", "slurm", "command",
@@ -279,11 +279,11 @@ def test_merged_files_hold_all_that_their_parts_do(measured, tmp_path, capsys):
     assert text == capsys.readouterr().out
     shutil.copy(target, measured / "zzz.h5")
     try:
-        assert len(read_all(measured)[0]) == 4 and gather(measured).results[0].earlier == 0
+        assert len(read_runs(measured)[0]) == 4 and read_folder(measured).results[0].earlier == 0
         assert main(["merge", str(tmp_path / "again.h5"), str(measured)]) == 0
     finally:
         os.unlink(measured / "zzz.h5")
-    assert len(merged.runs(tmp_path / "again.h5")) == 4
+    assert len(merged.runs_in_file(tmp_path / "again.h5")) == 4
     assert main(["plot", str(target)]) == 0 and list(tmp_path.glob("*.png"))
 
 

@@ -86,7 +86,7 @@ def test_a_new_scheme_is_tested_measured_and_shown(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("done: strong Columns 4 ranks: forward")
     path, = (folder / "results" / "here").glob("*.h5")
-    assert run_file.read(path).configuration["grid"] == "2 x 2 x 1"
+    assert run_file.read_run(path).configuration["grid"] == "2 x 2 x 1"
     done = run_python("-m", "bench", "table", "results/here", cwd=folder)
     assert any(line.split()[:2] == ["Columns", "4"] for line in done.stdout.splitlines())
     done = run_python("-m", "bench", "plot", "results/here", cwd=folder)
@@ -173,7 +173,7 @@ def test_under_another_name_a_scheme_has_the_same_predictions(renamed, ranks):
                      *(work.Work("matmul", name, grid, (33, 26, 21), form) for form in FORMS)]
             found.append([run.events, run.traffic, run.peak, run.saved,
                           [work.predicted(LONGHORN, one, "float32") for one in works],
-                          placement.order("auto", name, shape, sizes),
+                          placement.direction_order("auto", name, shape, sizes),
                           memory_fit.policy(name, grid, "float32", sizes, 2 ** 16)])
         assert found[0] == found[1]
 

@@ -339,9 +339,9 @@ def test_products_of_all_forms_and_layouts(cupy, dtype, m, k, n):
 
 
 def test_the_record_names_the_device(cupy):
-    found = machine.describe("cupy", 1, "MPICH Version: 5", "python -m bench")
+    found = machine.describe_host("cupy", 1, "MPICH Version: 5", "python -m bench")
     assert found["gpu"] == "none" and found["cuda_driver"] == 13000    # the fake's
-    assert "gpu" not in machine.describe("numpy", 1, "MPICH Version: 5", "")
+    assert "gpu" not in machine.describe_host("numpy", 1, "MPICH Version: 5", "")
 
 
 def test_one_rank_a_gpu_by_local_rank(monkeypatch):

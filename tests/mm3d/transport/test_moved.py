@@ -6,7 +6,7 @@ import pytest
 
 import fakecupy
 import mm3d
-from bench.cases.selection import select
+from bench.cases.selection import select_rows
 from bench.experiments.rows.row import counted_step
 from bench.records import run_file
 from bench.reports import merit
@@ -246,11 +246,11 @@ def test_a_run_records_what_its_transport_moved(comm, monkeypatch, tmp_path, kin
     model = mm3d.Transformer(scheme, layers=1, hidden=64, heads=8, batch=8, seq=8)
     *_, found = counted_step(model, model.random("x"), model.random("dy"))
     everyone = np.stack(comm.allgather(found), axis=2)
-    run = made_up(select("weak", "3d")[0])
+    run = made_up(select_rows("weak", "3d")[0])
     run.configuration["transport"] = kind
     run.traffic = dict(zip((*run_file.COUNTS, "moved"), everyone))
     run.expected_words = run.traffic["words"].sum(axis=1)
-    read = run_file.read(run_file.write(run, tmp_path, "a"))
+    read = run_file.read_run(run_file.write_run(run, tmp_path, "a"))
     assert all(np.array_equal(read.traffic[name], run.traffic[name], equal_nan=True)
                for name in run.traffic)
     sums = [COLLECTIVES.index(kind) for kind in ("reduce_scatter", "all_reduce", "reduce")]
