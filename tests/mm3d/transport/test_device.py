@@ -303,13 +303,13 @@ def test_a_job_that_does_not_end_proves_nothing(monkeypatch):
     """Nor one that fails, nor an MPI that says no; each answer is asked for once."""
     monkeypatch.setattr(cuda_aware, "claimed", lambda: True)
     monkeypatch.setenv("SLURM_JOB_ID", "7")    # of which the job knows nothing
-    for name in cuda_aware.environment.PERMIT:    # as started by a plain mpirun
+    for name in cuda_aware.launcher.PERMIT:    # as started by a plain mpirun
         monkeypatch.delenv(name, raising=False)
     alone = ("import os; assert not [name for name in os.environ if name.startswith('SLURM_')]; "
-             f"assert os.environ.keys() >= {set(cuda_aware.environment.PERMIT)}")
+             f"assert os.environ.keys() >= {set(cuda_aware.launcher.PERMIT)}")
     for program, expected in (("import time; time.sleep(60)", "did not end within 2 seconds"),
                               ("raise SystemExit(3)", "ended with status 3"), (alone, "")):
-        monkeypatch.setattr(cuda_aware.environment, "mpirun_command",
+        monkeypatch.setattr(cuda_aware.launcher, "mpirun_command",
                             lambda *_, program=program: [sys.executable, "-c", program])
         found = cuda_aware.problem.__wrapped__(seconds=2)
         assert found.endswith(expected) and bool(found) == bool(expected), found
