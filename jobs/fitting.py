@@ -48,7 +48,7 @@ def fitting(site: Site, case: Case, recompute: str | None = None) -> Fitting:
     """Decide whether `case` fits the site with `recompute`, or with the policy that repeats least.
 
     Closed forms, which are at once but may be less than what is needed, decide only where they
-    leave `fit.SURE` times their bytes; nearer to the limit a dry run does.  The job itself makes
+    leave `memory_fit.SURE` times their bytes; nearer to the limit a dry run does.  The job itself makes
     one in any case.
     """
     most, how, scheme = limit(site, case.row.gpus), case.variant, case.row.scheme

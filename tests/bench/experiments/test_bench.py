@@ -142,7 +142,7 @@ def test_what_fails_on_all_ranks_gives_back_what_it_had(comm, shared_tmp_path, m
     monkeypatch.setattr(row.placement, "reorder_ranks",
                         lambda *arguments: made.append(placed(*arguments)) or made[-1])
     monkeypatch.setattr(mm3d.Grid, "free", lambda grid: grids.append(grid.comm) or free(grid))
-    monkeypatch.setattr(row.verify, "failure", lambda checks: "it is wrong")
+    monkeypatch.setattr(row.against_serial, "failure", lambda checks: "it is wrong")
     arguments = parser().parse_args(["run", *TINY, "--scheme", "1d-sp", "--out",
                                      str(shared_tmp_path)])
     assert verbs.load("run").run(arguments, comm) == 1
@@ -334,7 +334,7 @@ def test_all_that_computes_is_of_the_source(tmp_path, monkeypatch):
 
 def test_the_machine_has_a_neutral_name(monkeypatch):
     monkeypatch.setattr(host, "cpu_model", lambda: "AMD EPYC(TM) 7763 CPU @ 2.45GHz")
-    monkeypatch.setattr(host.environment, "cores", lambda: 8)
+    monkeypatch.setattr(host.launcher, "cores", lambda: 8)
     assert host.machine_slug() == "amd-epyc-7763-8-cores"
 
 

@@ -174,7 +174,7 @@ def test_ranks_are_started_as_root_and_beyond_the_cores_too(monkeypatch, capsys)
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "0")
     monkeypatch.setattr(startup.subprocess, "run", run)
-    monkeypatch.setattr(startup.environment, "local_ranks", lambda: 1)
+    monkeypatch.setattr(startup.launcher, "local_ranks", lambda: 1)
     assert verb.run(Namespace(ranks=[1])) == 1
     assert capsys.readouterr() == ("", "failed: 1 ranks:\nno ranks\n")
     assert given == os.environ | launcher.PERMIT | {"OMPI_ALLOW_RUN_AS_ROOT": "0"}

@@ -154,7 +154,7 @@ def test_what_steps_lose_is_found(ranks):
         machine_model.load("cpu"), ranks_per_node=ranks,
         collectives=[machine_model.Line(kind, size, stride, 0, 0, CURVE)
                      for size, stride in operations_alone.placements(ranks)
-                     for kind in operations_alone.store.COLLECTIVES])
+                     for kind in operations_alone.COLLECTIVES])
     truth = machine_model.msgspec.structs.replace(
         alone, achieved=machine_model.Achieved(0.6, 0.6, 0.6, 0.6, 1.0), launch_seconds=2e-5,
         waiting={size: 3e-5 * (size - 1) / size for size in sizes})
@@ -188,8 +188,8 @@ def test_squares_do_not_tell_edges_apart():
 @pytest.mark.parametrize("crowded", [False, True])
 def test_a_sample_is_of_one_call(comm, crowded, monkeypatch):
     """Work, or makespan: of 3 ms on each of two ranks, all of it on one core, half on two."""
-    monkeypatch.setattr(operations_alone.environment, "oversubscribed", lambda: crowded)
-    monkeypatch.setattr(operations_alone.environment, "cores", lambda: 2 - crowded)
+    monkeypatch.setattr(operations_alone.launcher, "oversubscribed", lambda: crowded)
+    monkeypatch.setattr(operations_alone.launcher, "cores", lambda: 2 - crowded)
 
     def busy():
         end = operations_alone.time.process_time() + 3e-3
@@ -218,7 +218,7 @@ def test_a_machine_measures_itself(tmp_path):
     machine = machine_model.load(str(path))
     assert machine.ranks_per_node == 2
     assert {line.key for line in machine.collectives} == {
-        *((kind, 2, 1, False) for kind in operations_alone.store.COLLECTIVES),
+        *((kind, 2, 1, False) for kind in operations_alone.COLLECTIVES),
         ("all_gather", 2, 1, True), ("reduce_scatter", 2, 1, True)}
     assert machine.transport == "mpi" and set(machine.waiting) == {2}
     assert all(1e6 < rate < 1e15 for rate in machine.gemm_rate.values())
@@ -233,7 +233,7 @@ def test_a_machine_measures_itself(tmp_path):
 def test_ranks_on_several_nodes_are_refused(comm, monkeypatch):
     """Also one on each, as with ``mpirun -ppn 1``, where each is all that its node has."""
     monkeypatch.setenv("MPI_LOCALNRANKS", "1")
-    monkeypatch.setattr(calibration.placement, "numbers", lambda comm: list(range(comm.size)))
+    monkeypatch.setattr(calibration, "node_numbers", lambda comm: list(range(comm.size)))
     monkeypatch.setattr(whole_steps, "transformers", lambda *_: pytest.fail("it measures"))
     with pytest.raises(UsageError, match="on 4 nodes: .* start all ranks on one"):
         calibration.measure(comm)

@@ -19,11 +19,10 @@ class Nccl(NcclTransport):
 
 
 @pytest.fixture
-def cupy(monkeypatch):
+def cupy(monkeypatch, no_backends):
     """The backend "cupy" over host memory, with NCCL."""
     for name, module in fakelibs.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(backend, "_made", {})
     monkeypatch.setattr(cupy_backend.CupyBackend, "nccl", fakenccl)
     monkeypatch.setitem(device.TRANSPORTS, "nccl", Nccl)
     monkeypatch.setattr(choice, "_nccl_problem", lambda places, installed: "")
