@@ -48,8 +48,8 @@ def fitting(site: Site, case: Case, recompute: str | None = None) -> Fitting:
     """Decide whether `case` fits the site with `recompute`, or with the policy that repeats least.
 
     Closed forms, which are at once but may be less than what is needed, decide only where they
-    leave `memory_fit.SURE` times their bytes; nearer to the limit a dry run does.  The job itself makes
-    one in any case.
+    leave `memory_fit.SURE` times their bytes; nearer to the limit a dry run does.  The job itself
+    makes one in any case.
     """
     most, how, scheme = limit(site, case.row.gpus), case.variant, case.row.scheme
     if most is None:
