@@ -1,6 +1,8 @@
 """All that needs a GPU, in one go: what fails, hangs or is missing costs the rest nothing."""
 import sys
 
+import pytest
+
 from bench.__main__ import main
 from bench.doctor import gpu_suite
 from bench.doctor.gpu_suite import Step
@@ -45,6 +47,7 @@ def test_everything_is_asked(tmp_path):
                                    launcher.mpirun_command(8)[0])
 
 
+@pytest.mark.slow
 def test_a_rehearsal_needs_no_gpu(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["gpusuite", "out", "--rehearse", "--ranks", "2", "--only",

@@ -210,6 +210,7 @@ def test_a_written_machine_is_read_again(tmp_path):
     assert machine_model.load(str(path)) == machine
 
 
+@pytest.mark.slow
 def test_a_machine_measures_itself(tmp_path):
     """On two ranks: every collective, rates that can be, and no word of who and where."""
     path = tmp_path / "here.toml"

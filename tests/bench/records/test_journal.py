@@ -49,6 +49,7 @@ def unfinished(folder) -> None:
     os.unlink(folder / json.loads(lines[-2])["line"].split()[-1])
 
 
+@pytest.mark.slow
 def test_what_is_finished_is_not_measured_again_with_the_same_settings(tmp_path):
     assert reproduce(tmp_path).returncode == 0
     first = {path.name for path in tmp_path.glob("*.h5")}

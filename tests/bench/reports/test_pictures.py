@@ -11,7 +11,7 @@ from matplotlib.text import Text
 
 import bench
 from bench.cases.selection import select_rows
-from bench.prediction import machine_model, planner, scaling
+from bench.prediction import machine_model, planner
 from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.reports.figures import cube, every_figure, prediction, roofline_and_memory
@@ -97,7 +97,7 @@ def test_pictures_of_plans(tmp_path, texts, monkeypatch):
 
 
 def test_pictures_of_predictions(tmp_path, texts, monkeypatch):
-    monkeypatch.setattr(scaling, "average_step_time",
+    monkeypatch.setattr(prediction, "average_step_time",
                         lambda outcome, scheme, ranks, sizes: 9 / ranks)
     prediction.scaling(str(tmp_path), SimpleNamespace(machine=LONGHORN))
     assert list(texts.problems()) == [] and texts.pictures == 1

@@ -184,8 +184,9 @@ def test_every_rank_adds_up_to_the_closed_form():
 
 
 @pytest.mark.limit(400)
-@pytest.mark.parametrize("name, grid", [("3d", (100, 100, 100)), ("2d", None), ("1d", None),
-                                        ("3d", (1000000, 1, 1))])
+@pytest.mark.parametrize("name, grid", [
+    ("2d", None), *(pytest.param(*one, marks=pytest.mark.slow) for one in (
+        ("3d", (100, 100, 100)), ("1d", None), ("3d", (1000000, 1, 1))))])
 def test_a_million_ranks_in_seconds(name, grid):
     start = time.process_time()
     trace = dry_run.extended(name, 10**6, grid, layers=96, hidden=12288, heads=96, batch=1536,
