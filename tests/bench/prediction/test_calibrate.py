@@ -14,7 +14,6 @@ from bench.prediction import (calibration, fits, machine_file, machine_model, op
 from bench.prediction.seconds import collective_terms, gemm_seconds, pass_seconds, step_seconds
 from bench.prediction.work import predicted
 from bench.verbs import calibrate as verb
-from mm3d.arrays import backend
 from mm3d.arrays.products import matmul
 from mm3d.grid.axis import Split
 from mm3d.grid.grid import Grid
@@ -267,7 +266,7 @@ def test_what_is_wrong_is_not_timed(comm, monkeypatch, part, line):
             found[0] += 1
         return found
 
-    where = {"products": (backend, "matmul"), "passes": (operations_alone, "_operations")}
+    where = {"products": (operations_alone, "matmul"), "passes": (operations_alone, "_operations")}
     monkeypatch.setattr(*where.get(part, (Split, "reduce_scatter")), wrong)
     works = whole_steps.everywhere(comm.size, [], whole_steps.MODELS[:1])
     with pytest.raises(WrongResult, match=re.escape(line)):
