@@ -50,6 +50,7 @@ def unfinished(folder) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.limit(400)
 def test_what_is_finished_is_not_measured_again_with_the_same_settings(tmp_path):
     assert reproduce(tmp_path).returncode == 0
     first = {path.name for path in tmp_path.glob("*.h5")}
