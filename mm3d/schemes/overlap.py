@@ -21,8 +21,7 @@ from typing import Any, Protocol, Sequence
 
 from mm3d.arrays.backend import Array, Progress
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
-from mm3d.grid.axis import Split
-from mm3d.grid.axis import Pending
+from mm3d.grid.axis import Pending, Split
 
 
 class Gathered:

@@ -17,13 +17,12 @@ from mpi4py import MPI
 
 from mm3d.arrays.backend import Array, Backend
 from mm3d.grid.activations import Space
-from mm3d.grid.axis import Split
+from mm3d.grid.axis import Pending, Split
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape, factorizations
 from mm3d.schemes.matrix_product import MatrixProduct
-from mm3d.grid.axis import Pending
 
 
 class Product(ABC):

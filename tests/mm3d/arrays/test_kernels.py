@@ -2,13 +2,10 @@
 pairs in float64; and their source, compiled for GPUs where NVRTC is installed."""
 import ctypes
 import os
-import shutil
-import sys
 
 import numpy as np
 import pytest
 
-import fakelibs
 from mm3d.arrays import backend, cupy_kernels
 from mm3d.model import functional
 
@@ -28,14 +25,10 @@ def dtype_of(name: str):
 
 
 @pytest.fixture(params=["fake", pytest.param("gpu", marks=pytest.mark.gpu)])
-def cupy(request, monkeypatch):
+def cupy(request):
     """The backend: on this processor, and on a GPU where there is one."""
     if request.param == "fake":
-        if not shutil.which("g++"):
-            pytest.skip("no g++ to compile kernels")
-        for name, module in fakelibs.modules().items():
-            monkeypatch.setitem(sys.modules, name, module)
-        request.getfixturevalue("no_backends")
+        request.getfixturevalue("compiled_cupy")
     backend.get("numpy")
     return backend.get("cupy")
 

@@ -1,13 +1,10 @@
 """Activations of some thousands, as trained models have them, in types of 16 bits: no square, no
 score and no sum of them goes beyond the range of float16, in NumPy and in the GPU's kernels."""
-import shutil
-import sys
 
 import numpy as np
 import pytest
 from mpi4py import MPI
 
-import fakelibs
 import mm3d
 from mm3d.arrays import backend
 from mm3d.model import functional
@@ -18,16 +15,12 @@ EPS = {"float16": 2.0 ** -11, "bfloat16": 2.0 ** -8}
 
 @pytest.fixture(params=["numpy", pytest.param("fake", marks=pytest.mark.slow),
                         pytest.param("gpu", marks=pytest.mark.gpu)])
-def library(request, monkeypatch):
+def library(request):
     """NumPy, the GPU's kernels on this processor, and a GPU where there is one."""
     if request.param == "numpy":
         return backend.get("numpy")
     if request.param == "fake":
-        if not shutil.which("g++"):
-            pytest.skip("no g++ to compile kernels")
-        for name, module in fakelibs.modules().items():
-            monkeypatch.setitem(sys.modules, name, module)
-        request.getfixturevalue("no_backends")
+        request.getfixturevalue("compiled_cupy")
     backend.get("numpy")
     return backend.get("cupy")
 
