@@ -1,4 +1,5 @@
 """Figures of merit from known numbers, and what they are held against."""
+import gc
 import math
 
 import numpy as np
@@ -171,15 +172,17 @@ def test_a_rate_of_the_caches_is_no_rate_of_memory(sizes, known):
 
 
 def step_memory(case, sizes, comm):
-    """The group of one step, and the grid's shape; nothing else stays."""
+    """The group of one step, the grid's shape, and the bytes that earlier tests still hold."""
     with case.on(comm, "numpy") as scheme:
+        gc.collect()
+        held = scheme.grid.backend.memory()["in_use"]
         resident = peak_memory.Resident()
         model = mm3d.Transformer(scheme, **sizes)
         x, dy = model.random("input"), model.random("output gradient")
         scheme.grid.backend.empty((10 ** 6,), "float64")    # an earlier peak does not count
         memory = peaks.StepMemory(model, resident)
         counted_step(model, x, dy, memory.between)
-        return memory.group(sizes, comm), scheme.grid.shape
+        return memory.group(sizes, comm), scheme.grid.shape, held
 
 
 @pytest.mark.ranks(1, 4, 8)
@@ -187,7 +190,7 @@ def test_memory_of_every_rank_and_its_closed_forms(comm):
     """Sums over ranks are the closed forms', and the peak is a dry run's to the byte."""
     sizes = ModelSizes(layers=2, hidden=24, heads=4, batch=8, seq=8)
     for case in (one for one in SOME[comm.size] if not one.options):
-        group, shape = step_memory(case, sizes, comm)
+        group, shape, held = step_memory(case, sizes, comm)
         if comm.rank:
             assert group is None
             continue
@@ -198,7 +201,7 @@ def test_memory_of_every_rank_and_its_closed_forms(comm):
             whole = 4 * cost.parameters(describe(sizes))
             assert found["parameters"].sum() == found["gradients"].sum() == whole
             assert found["expected_parameters"] == whole / comm.size
-        assert found["pool_peak"][0] == found["expected_pool_peak"], str(case)
+        assert found["pool_peak"][0] - held == found["expected_pool_peak"], str(case)
         assert (found["transient"] > 0).all() and np.isnan(found["device_peak"]).all()
         lasting = sum(found[name] for name in ("parameters", "gradients", "saved"))
         assert (found["pool_peak"] > lasting + found["transient"]).all()
