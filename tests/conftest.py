@@ -2,11 +2,14 @@
 
 A test says with `@pytest.mark.ranks(1, 4, 8)` on how many ranks it runs, once for each, and gets
 the first n ranks of the world as the fixture `comm`; the others do not run it but learn the
-verdict. A test without the marker runs on rank 0 alone. Tests with the marker `slow` need the
-option --slow; `@pytest.mark.ranks(1, 8, slow=(4, 6))` gives it to some numbers of ranks. After
-each test all ranks meet: what fails on one fails on all, and rank 0 reports. A rank that does not
-come to the meeting in time (MM3D_TEST_TIMEOUT in seconds, or the marker `limit`) ends the run on
-all ranks, and each says where it was.
+verdict. A test without the marker runs on rank 0 alone. After each test all ranks meet: what fails
+on one fails on all, and rank 0 reports. A rank that does not come to the meeting in time
+(MM3D_TEST_TIMEOUT in seconds, or the marker `limit`) ends the run on all ranks, and each says
+where it was.
+
+Tests with the marker `slow` need the option --slow. `ranks(1, 8, slow=(4, 6))` gives it to some
+numbers of ranks, `ranks(1, 4, 8, first=(8,))` to all but the first case of a test on 8 ranks,
+`slow_but_first` to all but the first case on any.
 """
 import mm3d    # noqa: F401  before mpi4py: sets variables that MPI reads when it starts
 
@@ -188,10 +191,19 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(config, items):
     if config.getoption("several_ranks"):
         leave_out(config, items, lambda item: rank_count(item) == 1)
+    seen = set()
     for item in items:
+        n, marker = rank_count(item), item.get_closest_marker("ranks")
         # One rank sends nothing: how, is no other case.
-        if rank_count(item) == 1 and parameters(item).get("transport") == "shared":
+        if n == 1 and parameters(item).get("transport") == "shared":
             item.add_marker(pytest.mark.slow)
+        elif (marker and n in marker.kwargs.get("first", ())
+              or item.get_closest_marker("slow_but_first")):
+            test = item.path, item.originalname, n
+            if test in seen:
+                item.add_marker(pytest.mark.slow)
+            elif not item.get_closest_marker("slow"):
+                seen.add(test)
     config.slow_left_out = 0 if config.getoption("slow") else leave_out(
         config, items, lambda item: item.get_closest_marker("slow"))
     for item in items:

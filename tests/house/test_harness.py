@@ -52,6 +52,7 @@ def test_one_process_runs_what_one_rank_can(tmp_path, run):
     assert "needs mpirun -n 4" in done.stdout
 
 
+@pytest.mark.slow
 def test_what_one_rank_runs_can_be_left_out(run):
     done = run("def test_alone(): pass\n"
                "@pytest.mark.ranks(1, 2, 4)\ndef test_it(comm): assert comm.size > 1\n",
@@ -62,13 +63,16 @@ def test_what_one_rank_runs_can_be_left_out(run):
 
 def test_what_is_slow_needs_an_option(run):
     body = ("@pytest.mark.slow\ndef test_slow(): pass\n"
-            "@pytest.mark.ranks(1, 2, slow=(3, 4))\ndef test_it(comm, transport): pass\n")
+            "@pytest.mark.ranks(1, 2, slow=(3, 4))\ndef test_it(comm, transport): pass\n"
+            "@pytest.mark.ranks(2, 4, first=(4,))\n@pytest.mark.parametrize('n', range(3))\n"
+            "def test_first(comm, n): assert comm.size == 2 or n == 0\n")
     done = run(body)    # one rank needs one transport alone, two ranks both
     assert done.returncode == 0, done.text
-    assert "3 passed, 6 deselected" in done.stdout
-    assert "6 slow tests are left out: --slow runs them too" in done.stdout
+    assert "7 passed, 8 deselected" in done.stdout
+    assert "8 slow tests are left out: --slow runs them too" in done.stdout
     done = run(body, "--slow", "-m", "slow")
-    assert "6 passed, 3 deselected" in done.stdout and "left out" not in done.stdout, done.text
+    assert "2 failed, 6 passed, 7 deselected" in done.stdout, done.text    # n of 1 and 2 on four
+    assert "left out" not in done.stdout
 
 
 @pytest.mark.slow
@@ -139,6 +143,7 @@ def test_a_skip_on_all_is_a_skip_and_on_one_a_failure(run):
     assert "skipped on rank 1 of 4" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_failure_in_a_fixture_fails_all(run):
     done = run("@pytest.fixture\ndef odd(comm):\n    assert comm.rank != 3\n    yield\n"
                "    assert comm.rank != 1\n"

@@ -163,6 +163,7 @@ def test_importing_it_imports_neither_numpy_nor_mpi():
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("first", ["mm3d", "numpy"])
 def test_real_ranks_have_capped_blas_and_a_patient_mpi(first):
     source = f"""

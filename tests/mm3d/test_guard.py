@@ -19,6 +19,7 @@ comm.Barrier()
 HOOK = 'sys.excepthook = lambda *what: print("a hook of its own:", what[1], flush=True)'
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("fails, status, said", [
     ('raise ValueError("no such shape")', 1, "ValueError: no such shape"),
     ("sys.exit(3)", 3, ""),
@@ -33,6 +34,7 @@ def test_a_rank_that_fails_ends_the_job(fails, status, said):
     assert re.findall(r"rank (\d) has tidied up", done.stdout) == ["2"], text
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("breaks", [
     "sys.stdout.close()", 'sys.stdout = open("/dev/full", "w"); print("lost")'])
 def test_a_rank_that_cannot_write_ends_the_job(breaks):
@@ -89,6 +91,7 @@ sys.exit()
 WHO = 'import mm3d, sys; print(type(getattr(sys.exit, "__self__", None)).__name__, flush=True)'
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("ranks, before, variables, name", [
     (1, (), {}, "module"), (2, (), {}, "Guard"),
     (2, (), {"MM3D_ABORT": "0"}, "module"), (2, ("-m", "mpi4py"), {}, "module")])

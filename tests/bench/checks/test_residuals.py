@@ -31,7 +31,7 @@ def looked_at(model):
     return layer_residuals.step(model, model.random("input"), model.random("output gradient"), 3)
 
 
-@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.ranks(1, 4, 8, first=(4, 8))
 @pytest.mark.parametrize("dtype, causal", [("float32", False), ("float64", True)])
 def test_a_right_step_passes_on_every_grid(comm, dtype, causal):
     for ranks, scheme, grid in GRIDS:
@@ -94,7 +94,7 @@ FAULTS = {
     "not a number": (Linear, 1, "forward", times(np.nan, np.s_[:1]), "attention.proj, C")}
 
 
-@pytest.mark.ranks(1, 8, slow=(4,))
+@pytest.mark.ranks(1, 8, slow=(4,), first=(8,))
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_of_one_rank_is_found_and_named(comm, fault):
     kind, number, way, change, named = FAULTS[fault]
@@ -128,7 +128,7 @@ def failed(model):
     return [check.quantity for check in looked_at(model) if not check.passed]
 
 
-@pytest.mark.ranks(1, 8)
+@pytest.mark.ranks(1, 8, first=(8,))
 @pytest.mark.parametrize("policy", ["none", "selective", "full"])
 @pytest.mark.parametrize("kind, number, named", [
     (Linear, 0, "attention.qkv, C"), (Linear, 2, "mlp.up, C"),
@@ -151,7 +151,7 @@ def test_a_fault_of_the_first_forward_alone_is_found(comm, policy, kind, number,
     assert calls and any(named in quantity for quantity in found), found
 
 
-@pytest.mark.ranks(1, 8)
+@pytest.mark.ranks(1, 8, first=(8,))
 @pytest.mark.parametrize("policy, number, named", [
     ("selective", 0, "attention.qkv, dB"), ("selective", 3, "mlp.down, dB"),
     ("full", 3, "mlp.down, dB")])
@@ -225,6 +225,7 @@ RUN = ("run", "--scheme", "1d-sp", "--table", "weak", "--preset", "paper", "--la
        "--max-repetitions", "2", "--traced", "0")
 
 
+@pytest.mark.slow
 def test_the_paper_preset_checks_the_model_that_it_measures(tmp_path, capsys):
     done = run_ranks(2, "-m", "bench", *RUN, "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr

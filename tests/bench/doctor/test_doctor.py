@@ -41,6 +41,7 @@ def test_a_sound_environment(tmp_path):
     assert list(tmp_path.rglob("*")) == [tmp_path / "new"]    # nothing stays behind
 
 
+@pytest.mark.slow
 def test_json():
     done = run_python("-m", "bench", "doctor", "--json", "--ranks", "2")
     found = json.loads(done.stdout)
@@ -53,6 +54,7 @@ def worlds_of_one(ranks):
     return f"bash -c 'for i in $(seq {ranks}); do \"$@\" & done; wait' launcher"
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("check, options, env, message", [
     ("launcher", ["--ranks", "4", "--launcher", worlds_of_one(4)], {},
      "started 4 worlds of 1 rank instead of one of 4: launcher and mpi4py belong to different"),
@@ -90,6 +92,7 @@ def test_broken_environments(check, options, env, message):
     assert check != "launcher" or text["gpus"] == "not known, as the launcher failed"
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("options, state", [(["--device-buffers"], "failed"), ([], "warning")])
 def test_an_mpi_that_cannot_carry_device_buffers(options, state):
     done, states, text = doctor("--ranks", "2", "--gpus-per-node", "2", *options,
@@ -100,6 +103,7 @@ def test_an_mpi_that_cannot_carry_device_buffers(options, state):
     assert states["gpus"] == "ok" and text["gpus"] == "2 GPUs for 2 ranks, as CUDA says"
 
 
+@pytest.mark.slow
 def test_an_mpi_that_carries_device_buffers():
     done, states, text = doctor("--ranks", "3", "--device-buffers", PYTHONPATH=STANDIN,
                                 STANDIN_OPEN="1")
@@ -149,6 +153,7 @@ class Losing:
         return lose
 
 
+@pytest.mark.slow
 def test_device_buffers_without_a_device():
     done, states, _ = doctor("--device-buffers", CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 1 and states["cuda_aware"] == "failed"

@@ -124,6 +124,7 @@ def test_a_wrong_result_writes_no_times(tmp_path):
                          r"0.00\d+, tolerance 5e-05 \(1 of 14 quantities fail\)", line), line
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_one_wrong_copy_is_a_wrong_result(tmp_path, rank):
     """In 1-D every rank holds the whole of dx: seven are right."""
@@ -164,6 +165,7 @@ def test_one_rank_that_raises_ends_the_job(tmp_path):
     assert not list((tmp_path / "out").glob("*.h5*"))
 
 
+@pytest.mark.slow
 def test_a_rank_count_that_no_row_has():
     done = run_ranks(2, "-m", "bench", "run", "--scheme", "2d", *TINY)
     assert done.returncode == 2
@@ -232,6 +234,7 @@ def test_a_sample_has_at_least_one_call(verb, calls, capsys):
     assert parser().parse_args([verb, "--shape", "8", "--calls", "1"]).calls == 1
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.limit(400)
 @pytest.mark.parametrize("ranks", [[8], pytest.param([8, 64], marks=pytest.mark.slow)])
 def test_reproduce_runs_every_rank_count_and_shows_the_results(tmp_path, ranks):
@@ -272,6 +275,7 @@ def test_reproduce_goes_on_after_a_row_that_kills_its_job(monkeypatch, capsys):
     assert progress.done == 4 and "[ 4/4 " in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_array_library_is_known_before_mpi_starts(tmp_path):
     """Whoever names it: a user, in both ways; `reproduce` to `run`; the script of a row."""
     arguments = parser().parse_args(["reproduce", "--backend", "cupy"])
@@ -287,6 +291,7 @@ def test_the_array_library_is_known_before_mpi_starts(tmp_path):
     assert done.stdout == "numpy\n", done.stderr
 
 
+@pytest.mark.slow
 def test_reproduce_is_not_for_mpirun(tmp_path):
     done = run_ranks(2, "-m", "bench", "reproduce", *TINY, "--out", str(tmp_path))
     assert done.returncode == 2 and "reproduce starts mpirun itself" in done.stderr

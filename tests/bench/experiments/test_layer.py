@@ -72,6 +72,7 @@ def test_a_layer_is_measured_beside_a_reference(tmp_path):
     assert layer_table.layers([run])[0].rows[0][0] == 32
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("transport", [
     "mpi", pytest.param("shared", marks=pytest.mark.slow)])
 def test_alone_it_is_verified_with_the_serial_scheme(tmp_path, transport):
@@ -83,6 +84,7 @@ def test_alone_it_is_verified_with_the_serial_scheme(tmp_path, transport):
     assert (counted > parameters).all() and run.configuration["transport"] == transport
 
 
+@pytest.mark.slow
 def test_what_differs_from_the_reference_gets_no_times(tmp_path):
     done, run = measured(tmp_path / "out", "--torch", reference(tmp_path, 1.001))
     assert done.returncode == 1 and run is None

@@ -198,6 +198,7 @@ def test_collectives_are_checked_exactly(comm, kind):
     grid.free()
 
 
+@pytest.mark.slow
 def test_a_wrong_product_writes_no_times(tmp_path):
     script = tmp_path / "wrong.py"
     script.write_text(WRONG)
@@ -326,6 +327,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("ranks, files, verb", [
     (1, 1, ("gemm", "--sizes", "16")),
     (2, 1, ("collectives", "--grid", "2x1x1", "--most", "1024")),

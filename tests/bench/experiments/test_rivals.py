@@ -24,6 +24,7 @@ def installed():
         pytest.skip("ScaLAPACK is not installed")
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 def test_both_products_are_verified_and_compared(installed, dtype):
     done = run_ranks(4, *SMALL, "--dtype", dtype, MM3D_TRANSPORT="shared")
@@ -41,6 +42,7 @@ def test_both_products_are_verified_and_compared(installed, dtype):
     assert "multiply by one function, of lib" in " ".join(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_where_mpi_is_usual_the_product_is_measured_by_it_alone(installed):
     done = run_ranks(4, *SMALL, MM3D_TRANSPORT="mpi")
     assert done.returncode == 0 and "transport mpi" in done.stdout, done.stderr
@@ -100,6 +102,7 @@ except blas.OtherBlas as error:
 """
 
 
+@pytest.mark.slow
 def test_products_of_any_order_by_the_function_that_scalapack_calls(installed):
     done = run_python("-c", GEMM)
     assert done.returncode == 0, done.stderr
@@ -186,6 +189,7 @@ def test_a_number_of_ranks_that_is_no_cube_is_refused():
     assert done.stderr.strip() == "error: --ranks 9: give cubes, such as 8,27,64"
 
 
+@pytest.mark.slow
 def test_start_is_not_for_mpirun():
     done = run_ranks(2, "-m", "bench", "start", "--ranks", "8")
     assert done.returncode == 2 and not done.stdout

@@ -260,6 +260,7 @@ def test_a_machine_of_another_number_of_ranks_is_refused_as_such(comm, shared_tm
     assert not list(shared_tmp_path.glob("*.h5"))
 
 
+@pytest.mark.slow
 def test_a_machine_measured_on_several_nodes_is_checked_there(tmp_path):
     path = written(tmp_path, transport="mpi shared", ranks_per_node=2)
     run = run_ranks(4, "-m", "bench", "check", "--machine", path, "--matmul", "16", "--rounds",

@@ -185,6 +185,7 @@ def test_a_base_of_no_new_file_is_refused(comm, shared_tmp_path, there, message)
     assert not list(shared_tmp_path.glob("out/*"))
 
 
+@pytest.mark.slow
 def test_a_machine_calibrated_with_other_ranks_is_refused(tmp_path):
     path, curve = tmp_path / "mine.toml", machine_model.Curve([1.0, 2.0], [1e-6, 2e-6])
     machine = machine_model.msgspec.structs.replace(CPU, passes={"other": curve}, ranks_per_node=7)

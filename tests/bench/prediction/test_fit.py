@@ -105,7 +105,7 @@ def test_tables_say_which_rows_recompute():
     assert "full: weak 3-D 64 with the batch of 1-D" in recomputing(both)[0]
 
 
-@pytest.mark.ranks(1, 8)
+@pytest.mark.ranks(1, slow=(8,))
 @pytest.mark.parametrize("name", ["none", "selective", "full", "uniform:2+selective"])
 def test_residuals_are_of_the_model_that_recomputes(comm, name):
     """Of every layer as without; what is computed again is looked at, too."""

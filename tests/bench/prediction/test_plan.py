@@ -222,6 +222,7 @@ def test_a_file_that_is_no_machine(tmp_path):
         machine_model.load(str(path))
 
 
+@pytest.mark.slow
 def test_a_measured_run_takes_the_planner_s_grid(tmp_path):
     """``bench run --grid auto`` on 8 ranks: verified, written, and marked as another grid."""
     run = run_ranks(8, "-m", "mpi4py", "-m", "bench", "run", "--preset", "tiny", "--table", "weak",

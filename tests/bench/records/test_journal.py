@@ -203,6 +203,7 @@ def test_a_full_disk_ends_nothing(tmp_path):
     process.join()
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_made(tmp_path):
     (tmp_path / "file").write_text("")
     done = reproduce(tmp_path / "file" / "out")

@@ -90,7 +90,7 @@ def test_a_backend_given_itself_is_the_one_of_its_arrays(before):
     assert own.memory()["peak"] > model.saved_bytes(saved) and earlier.memory()["peak"] == 0
 
 
-@pytest.mark.ranks(1, 4, 6, 8)
+@pytest.mark.ranks(1, 4, slow=(6, 8), first=(4,))
 @pytest.mark.parametrize("sizes, causal", [("even", False), ("uneven", True)])
 def test_model_equals_numpy(comm, sizes, causal):
     """The whole model on every scheme and grid, with the same words moved and bytes saved."""
@@ -110,7 +110,7 @@ def test_model_equals_numpy(comm, sizes, causal):
         assert accounts[0] == accounts[1], parallelism
 
 
-@pytest.mark.ranks(1, 8)
+@pytest.mark.ranks(1, slow=(8,))
 def test_model_float32(comm):
     """float32 arrays stay float32 where nothing promotes by itself."""
     for parallelism in PARALLELISMS[comm.size]:

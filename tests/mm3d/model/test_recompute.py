@@ -48,7 +48,7 @@ def same(found, expected) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.ranks(*EXAMPLES)
+@pytest.mark.ranks(*EXAMPLES, first=(4, 8))
 @pytest.mark.parametrize("sizes, options", [
     ("uneven", dict(dtype="float32")), ("uneven", dict(dtype="float64", causal=True)),
     ("even", dict(dtype="float16", master="float32"))], ids=["float32", "float64", "float16"])
@@ -64,7 +64,7 @@ def test_the_same_bits_as_without(comm, transport, sizes, options):
                 assert same(found(name), expected), (str(parallelism), name)
 
 
-@pytest.mark.ranks(2, 8)
+@pytest.mark.ranks(2, slow=(8,))
 def test_the_same_bits_and_words_with_overlap(comm, monkeypatch):
     """No operand is gathered twice for one product."""
     monkeypatch.setenv("MM3D_TRANSPORT", "mpi")
@@ -83,12 +83,12 @@ def test_the_same_bits_and_words_with_overlap(comm, monkeypatch):
             scheme.grid.free()
 
 
-@pytest.mark.ranks(*EXAMPLES)
+@pytest.mark.ranks(1, 4, slow=(8,))
 def test_words_operations_and_what_is_kept_are_the_closed_forms(comm):
     """Summed over the ranks, by direction and kind of collective, forward and backward."""
     size = MODELS["uneven"]
     for parallelism in EXAMPLES[comm.size]:
-        for name in filter(lambda name: allowed(parallelism, name), EVERY):
+        for name in filter(lambda name: allowed(parallelism, name), ("none", *SOME_AGAIN)):
             with parallelism.on(comm, "numpy") as scheme:
                 model, trace = mm3d.Transformer(scheme, **size, recompute=name), Trace()
                 shape, grid = tuple(scheme.grid.shape.values()), scheme.grid
@@ -122,7 +122,7 @@ def test_words_operations_and_what_is_kept_are_the_closed_forms(comm):
             assert dried.traffic == counted and dried.saved == kept, case
 
 
-@pytest.mark.ranks(*EXAMPLES)
+@pytest.mark.ranks(1, 4, slow=(8,))
 def test_peak_memory_is_the_dry_run_s_to_the_byte(comm, monkeypatch):
     """On every rank, as the pool counts it."""
     monkeypatch.setenv("MM3D_TRANSPORT", "mpi")

@@ -77,6 +77,7 @@ def bench(folder: Path, ranks: int, *options: str):
                      "--out", "results/here", *options, cwd=folder)
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_a_new_scheme_is_tested_measured_and_shown(tmp_path):
     folder = copy_with(COLUMNS, tmp_path / "copy")

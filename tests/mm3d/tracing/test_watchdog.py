@@ -35,6 +35,7 @@ print("nobody stopped", flush=True)
 """
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("variables, where", [
     ({}, r"process \d+ is stopped"),
     pytest.param({"MM3D_NODE_SIZE": "2"}, "on another node", marks=pytest.mark.slow)])
