@@ -17,7 +17,8 @@ pytestmark = pytest.mark.usefixtures("transport")
 every_size = pytest.mark.parametrize("sizes, causal", [
     ("even", False), ("uneven", True), ("few", False)])
 every_grid = pytest.mark.ranks(1, 4, 8, slow=(6,))    # of PARALLELISMS
-some_grids = pytest.mark.ranks(*SOME)
+every_grid_once = pytest.mark.ranks(1, 4, 8, slow=(6,), first=(8,))
+some_grids = pytest.mark.ranks(*SOME, first=(8,))
 
 
 def layer_norm(x, weight, bias):
@@ -87,13 +88,13 @@ def test_float32_equals_serial(comm, sizes):
     compare_with_serial(comm, SOME, sizes, "float32", True, 1e-5, 5e-5)
 
 
-@every_grid
+@every_grid_once
 def test_sgd_steps_equal_serial(comm):
     """Three steps of SGD leave the same parameters everywhere."""
     compare_with_serial(comm, PARALLELISMS, "uneven", "float64", False, 1e-11, 1e-11, steps=3)
 
 
-@every_grid
+@every_grid_once
 @pytest.mark.parametrize("sizes", ["even", "uneven"])
 def test_saved_bytes_are_as_documented(comm, sizes):
     """What all ranks keep is the closed form's number of words, of any dtype."""
@@ -107,7 +108,7 @@ def test_saved_bytes_are_as_documented(comm, sizes):
         assert saved == words * np.dtype(dtype).itemsize, parallelism
 
 
-@every_grid
+@every_grid_once
 def test_weights_are_dealt_over_all_ranks(comm):
     """Of each weight exactly 1/P lies on each rank where everything divides.  Other schemes store
     no more than their layouts say."""
@@ -123,7 +124,7 @@ def test_weights_are_dealt_over_all_ranks(comm):
                 assert dealt == comm.size or parallelism.name not in ("1d", "1d-sp", "2d", "3d")
 
 
-@every_grid
+@every_grid_once
 @pytest.mark.parametrize("sizes", ["even", "uneven"])
 def test_random_numbers_do_not_depend_on_the_grid(comm, sizes):
     """The same parameters and activations, to the bit, on every grid as on one rank."""
@@ -228,7 +229,7 @@ def test_inputs_are_not_overwritten(comm):
         assert np.array_equal(first, second), parallelism
 
 
-@every_grid
+@every_grid_once
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_sees_every_position(comm, causal):
     """A changed token changes all outputs of its sequence, under a causal mask those from its own
@@ -255,7 +256,7 @@ def test_attention_sees_every_position(comm, causal):
                 assert np.array_equal(a, reached[name][place]), f"{parallelism}: {name}"
 
 
-@every_grid
+@every_grid_once
 @pytest.mark.parametrize("sizes", SIZES)
 def test_two_products_restore_the_layout(comm, sizes):
     """Into the inner space and back: in exact integers the product of the global matrices, each
