@@ -59,7 +59,7 @@ def places(model) -> list:
     return found
 
 
-@pytest.mark.ranks(*GRIDS)
+@pytest.mark.ranks(*GRIDS, first=(8,))
 @pytest.mark.parametrize("recompute", ["none", "full+selective"])
 def test_observers_at_once_see_what_each_sees_alone(comm, recompute):
     with made(comm, recompute) as (model, step):

@@ -38,7 +38,7 @@ def carried(request, monkeypatch):
     return kind
 
 
-@pytest.mark.ranks(1, 3, 8)
+@pytest.mark.ranks(1, 3, slow=(8,))
 def test_every_collective_even_and_uneven(comm, carried):
     """Types of 16 and 32 bits, blocks of no elements, everything on one rank."""
     grid = mm3d.Grid(comm, "cupy", x=comm.size)
@@ -47,7 +47,7 @@ def test_every_collective_even_and_uneven(comm, carried):
     grid.free()
 
 
-@pytest.mark.ranks(1, 4, slow=(8,))
+@pytest.mark.ranks(1, 4, slow=(8,), first=(4,))
 def test_the_model_equals_the_serial_one(comm, carried):
     """On every scheme: nothing is computed before what it needs has arrived."""
     for parallelism in SOME[comm.size]:
@@ -80,7 +80,7 @@ def underway(monkeypatch):
     return found
 
 
-@pytest.mark.ranks(4, slow=(2, 8))
+@pytest.mark.ranks(4, slow=(2, 8), first=(4,))
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("keep, options", [
     ("none", dict(dtype="float16", master="float32")), ("both", dict(dtype="float32"))])
@@ -136,7 +136,7 @@ def test_what_goes_on_arrives(comm, carried, dtype):
     grid.free()
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, 2, first=(2,))
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_float32_masters(comm, carried, dtype):
     """What is trained is float32 on the device, too; what is computed with is its rounding.  The

@@ -22,8 +22,9 @@ def shared(monkeypatch):
 @pytest.mark.ranks(8)
 @pytest.mark.parametrize("node_size", [2, 3, 4])
 @pytest.mark.parametrize("grid, options", [
-    ((2, 2, 2), {}), ((2, 2, 2), {"overlap": True}), ((4, 2, 1), {"keep": "both"}),
-    ((1, 4, 2), {"rows": "positions"})])
+    ((2, 2, 2), {}), *(pytest.param(*one, marks=pytest.mark.slow) for one in (
+        ((2, 2, 2), {"overlap": True}), ((4, 2, 1), {"keep": "both"}),
+        ((1, 4, 2), {"rows": "positions"})))])
 def test_a_step_on_several_nodes_equals_serial(comm, monkeypatch, node_size, grid, options):
     """Some lines share memory and some go by MPI, of one direction or of several."""
     monkeypatch.setenv("MM3D_NODE_SIZE", str(node_size))
