@@ -8,7 +8,6 @@ arrived.  An MPI that cannot read them may crash, which is why this is a program
 import json
 import os
 import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,11 +36,7 @@ def gpus() -> tuple[list[str], str]:
 
 def best_kernels() -> str:
     """Vector instructions of this processor that BLAS kernels should use; "" where unknown."""
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return ""
-    flags = set(text[text.find("flags"):].partition("\n")[0].split())
+    flags = host.processor_flags()
     return next((name for name in ("avx512f", "avx2") if name in flags), "")
 
 

@@ -15,11 +15,14 @@ def available_memory() -> int | None:
     The least of what Linux counts as available and what is left of the limits of this process'
     control groups, of version 1 or 2, with those above them.
     """
-    found = [room for folder in _group_folders() for files in LIMITS
-             if (room := _left(folder, *files)) is not None]
-    lines = MEMINFO.read_text().splitlines() if MEMINFO.exists() else []
-    found += [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")]
-    return min(found, default=None)
+    rooms = [_meminfo_bytes("MemAvailable"), *(_left(folder, *files) for folder in _group_folders()
+                                               for files in LIMITS)]
+    return min((room for room in rooms if room is not None), default=None)
+
+
+def total_memory() -> int | None:
+    """Return the bytes of memory that this node has; None where the system does not tell."""
+    return _meminfo_bytes("MemTotal")
 
 
 def release_heap() -> None:
@@ -27,6 +30,14 @@ def release_heap() -> None:
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)    # of the GNU C library
     if trim is not None:
         trim(0)
+
+
+def _meminfo_bytes(name: str) -> int | None:
+    """Read one of the numbers of ``/proc/meminfo``; None where there is none of this name."""
+    for line in MEMINFO.read_text().splitlines() if MEMINFO.exists() else ():
+        if line.startswith(f"{name}:"):
+            return 1024 * int(line.split()[1])
+    return None
 
 
 def _group_folders() -> list[Path]:

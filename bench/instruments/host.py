@@ -42,6 +42,12 @@ def cpu_model() -> str:
     return name.strip()
 
 
+def processor_flags() -> frozenset[str]:
+    """Read the instruction sets that this processor has; empty if the system lists none."""
+    found = re.search(r"^flags\s*:(.*)$", _text(CPUINFO), re.MULTILINE)
+    return frozenset(found[1].split()) if found else frozenset()
+
+
 def machine_slug() -> str:
     """A folder name for results of this kind of machine, such as ``amd-epyc-7763-8-cores``."""
     model = re.sub(r"\((R|TM|C)\)|CPU|Processor|@.*", " ", cpu_model(), flags=re.IGNORECASE)

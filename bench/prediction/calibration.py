@@ -6,7 +6,6 @@ in the figures too.
 
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from pathlib import Path
 from typing import Sequence
 
 import msgspec
@@ -16,6 +15,7 @@ from mpi4py import MPI
 from bench.errors import UsageError
 from bench.experiments.products import operands
 from bench.instruments import host as here
+from bench.instruments.available_memory import total_memory
 from bench.prediction import fits as fitting, machine_model, operations_alone, whole_steps
 from bench.prediction.work import Work
 from mm3d import launcher
@@ -45,7 +45,9 @@ def measure(comm) -> machine_model.Machine | None:
     exact.WrongResult
         When a result is wrong; the same on every rank.
     """
-    transport, memory = operands.usual_transport(comm), memory_bytes()
+    transport, memory = operands.usual_transport(comm), total_memory()
+    if memory is None:
+        raise UsageError("/proc/meminfo does not say how much memory there is")
     nodes = len(set(node_numbers(comm)))
     if nodes > 1:
         raise UsageError(f"{comm.size} ranks on {nodes} nodes: calibrate measures one node, start "
@@ -110,14 +112,6 @@ def described(alone: Alone, works: Sequence[Work], steps: np.ndarray, ranks: int
         block=backends.get("numpy").block, passes=curves, collectives=lines, transport=transport)
     machine = whole_steps.together(machine, works, steps)
     return msgspec.structs.replace(machine, sources=sources(machine, fits, environs))
-
-
-def memory_bytes() -> int:
-    """Read the node's memory in bytes."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemTotal:"):
-            return 1024 * int(line.split()[1])
-    raise UsageError("/proc/meminfo does not say how much memory there is")
 
 
 def sources(machine: machine_model.Machine, fits: dict[str, fitting.Fit],

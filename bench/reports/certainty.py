@@ -8,7 +8,7 @@ from bench.cases.paper import Row, title
 from bench.instruments import timing
 from bench.instruments.statistics import CONFIDENCE, Interval, median_interval, rank_sum
 from bench.records.run_file import Run
-from bench.reports.document import Cell, Column, Number, Rows, Table
+from bench.reports.document import Cell, Column, Number, Rows, Table, number_cell
 from mm3d.tracing.events import PHASES
 
 SIGNIFICANT = 0.05
@@ -24,7 +24,7 @@ def certainty(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> 
         if run is None:
             continue
         crowd = run.environment["ranks_per_core"]
-        cells: list[Cell] = [title(row.scheme), row.gpus, Number(crowd, f"{crowd:g}"),
+        cells: list[Cell] = [title(row.scheme), row.gpus, number_cell(crowd, "g"),
                              len(run.samples["forward"])]
         for phase in PHASES:
             cells += spread(median_interval(timing.slowest(run.samples[phase])))
@@ -46,7 +46,7 @@ def verified_by(run: Run) -> str:
 def spread(interval: Interval) -> list[Number]:
     """Format the bounds, and the width as a percentage; "+" where it has less than 95 %."""
     few = "" if interval.confidence >= CONFIDENCE else "+"
-    bounds = [Number(bound, format(bound, "#.3g").rstrip(".")) for bound in interval[1:3]]
+    bounds = [number_cell(bound, "#.3g") for bound in interval[1:3]]
     return [*bounds, Number(interval.width, f"{100 * interval.width:.1f} %{few}")]
 
 

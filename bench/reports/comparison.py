@@ -15,7 +15,7 @@ from bench.instruments.statistics import Difference, runs_differ
 from bench.records.folder import EFFORT
 from bench.reports.certainty import SIGNIFICANT
 from bench.reports.comparison_sides import Cases, cases, comparable, some, told_apart
-from bench.reports.document import Column, Notes, Number, Part, Table
+from bench.reports.document import Column, Notes, Part, Table, number_cell
 
 MIN_RUNS = 3    # of each side, that a verdict takes
 # What differs from run to run and says nothing, or is said otherwise.
@@ -135,13 +135,13 @@ def table(verdicts: list[Verdict]) -> Table:
     tested = any(one.difference for one in verdicts)
     rows = []
     for one in verdicts:
-        cells = [one.name, *(Number(value, f"{value:.4g}") for value in one.medians), *one.runs,
-                 Number(one.ratio, f"{one.ratio:.3f}")]
+        cells = [one.name, *map(number_cell, one.medians), *one.runs,
+                 number_cell(one.ratio, ".3f")]
         if one.difference:
-            cells += [Number(value, f"{value:.3f}") for value in one.difference[1:3]]
-            cells += [Number(one.difference.p, f"{one.difference.p:.2g}"), one.word]
+            cells += [number_cell(value, ".3f") for value in one.difference[1:3]]
+            cells += [number_cell(one.difference.p, ".2g"), one.word]
         elif tested:
-            cells += [Number(np.nan, "-")] * 3 + [one.word]
+            cells += [number_cell(np.nan)] * 3 + [one.word]
         rows.append(cells)
     columns = [Column("", "case"), Column("A", "(s)", "median"), Column("B", "(s)", "median"),
                Column("A", "", "runs"), Column("B", "", "runs"), Column("B / A", "", "ratio")]

@@ -1,6 +1,7 @@
 """Represent tables and notes as data, before they become text, LaTeX or CSV."""
 
 import itertools
+import math
 from dataclasses import dataclass, field
 from typing import Iterable, NamedTuple, Sequence
 
@@ -10,17 +11,33 @@ class Number(NamedTuple):
 
     Attributes
     ----------
-    value : float
-        The number, in the unit of its column; NaN where there is none, which CSV leaves empty.
+    value : float or int
+        The number, in the unit of its column, or a count; NaN where there is none, which CSV leaves empty.
     text : str
         As many of its digits as mean something, or with its sign or mark.
     """
 
-    value: float
+    value: float | int
     text: str
 
     def __str__(self) -> str:
         return self.text
+
+
+def number_cell(value: float, form: str = ".4g", missing: str = "-") -> Number:
+    """Make a cell of a number.
+
+    Parameters
+    ----------
+    value : float
+        The number.
+    form : str
+        The format in which it is printed; a decimal point without digits after it is left out.
+    missing : str
+        The text where it is NaN.
+    """
+    value = float(value)
+    return Number(value, missing if math.isnan(value) else format(value, form).rstrip("."))
 
 
 class Column(NamedTuple):

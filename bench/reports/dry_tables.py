@@ -4,8 +4,7 @@ from collections import defaultdict
 
 from bench.prediction import machine_model
 from bench.prediction.seconds import TERMS, terms
-from bench.reports.document import Column, Number, Table
-from bench.reports.formats import rounded
+from bench.reports.document import Column, Number, Table, number_cell
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 from mm3d.tracing.trace import Trace
 
@@ -96,7 +95,7 @@ def seconds(trace: Trace, machine: machine_model.Machine) -> Table:
     rows = []
     for phase in PHASES:
         taken = [v / getattr(machine.achieved, t) for t, v in spent[phase].items()]
-        rows.append([phase, *map(rounded, (sum(taken), *taken))])
+        rows.append([phase, *map(number_cell, (sum(taken), *taken))])
     fits = "fits" if trace.peak <= machine.memory_bytes else "does not fit"
     return Table(f"Predicted seconds (a model; {fits} into "
                  f"{machine.memory_bytes / 2**30:.1f} GiB a rank): {machine.about}",

@@ -166,14 +166,12 @@ def csv_of_all(parts: list[Part]) -> str:
     return out.getvalue().rstrip("\n")
 
 
-def rounded(value: float, form: str = ".4g") -> Number:
-    """Make a cell of a number, printed in this format; empty where it is NaN."""
-    return Number(value, "" if math.isnan(value) else format(value, form))
-
-
 def _in_full(cell: Cell) -> str | int:
+    """Return what CSV has of a cell: a number with all of its digits, a count as a whole number."""
     if not isinstance(cell, Number):
         return cell
+    if isinstance(cell.value, int):
+        return cell.value
     return "" if math.isnan(cell.value) else repr(float(cell.value))
 
 

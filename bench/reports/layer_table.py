@@ -1,10 +1,9 @@
 """Make the table of measured layers from their records."""
 
-import math
 from typing import Sequence
 
 from bench.records.measurements import Measurements
-from bench.reports.document import Column, Notes, Number, Part, Rows, Table
+from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
 
 
 def layers(records: Sequence[Measurements]) -> list[Part]:
@@ -27,13 +26,13 @@ def layers(records: Sequence[Measurements]) -> list[Part]:
         counted, resident = found["memory"].max(axis=1)
         expected = float(found["expected_memory"])
         rows.append([int(chosen["hidden"]), f"{chosen['scheme']} {chosen['grid']}",
-                     _number(own, ".3f"), _number(found["flops"] / own / 1e9, ".1f"),
-                     _number(products, ".3f"), _number(reference, ".3f"),
-                     *(_number(value, ".3f") for value in found["ratio"][2, :3]),
-                     _number(overlapped, ".3f"), _number(found["ratio"][3, 0], ".3f"),
-                     _number(found["hidden"], ".2f"),
-                     _number(counted / 1e6, ".1f"), _number(expected / 1e6, ".1f"),
-                     _number(counted / expected, ".3f"), _number(resident / 1e6, ".1f")])
+                     number_cell(own, ".3f"), number_cell(found["flops"] / own / 1e9, ".1f"),
+                     number_cell(products, ".3f"), number_cell(reference, ".3f"),
+                     *(number_cell(value, ".3f") for value in found["ratio"][2, :3]),
+                     number_cell(overlapped, ".3f"), number_cell(found["ratio"][3, 0], ".3f"),
+                     number_cell(found["hidden"], ".2f"),
+                     number_cell(counted / 1e6, ".1f"), number_cell(expected / 1e6, ".1f"),
+                     number_cell(counted / expected, ".3f"), number_cell(resident / 1e6, ".1f")])
     return [Table("One Transformer layer, forward and backward, beside one process", columns,
                   rows), Notes("About these layers:", _notes(records))]
 
@@ -58,8 +57,3 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
         "of the time of these collectives.",
         "Rate: floating-point operations of all matrix products; scores that backward computes "
         "again are not counted."]
-
-
-def _number(value: float, digits: str) -> Number:
-    value = float(value)
-    return Number(value, "-" if math.isnan(value) else format(value, digits))

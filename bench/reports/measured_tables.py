@@ -8,8 +8,7 @@ from bench.cases.paper import TITLES
 from bench.prediction.beside_measured import Measured
 from bench.prediction.machine_model import Machine
 from bench.prediction.work import NAMES, Seconds, Work, predicted
-from bench.reports.document import Cell, Column, Notes, Part, Table
-from bench.reports.formats import rounded
+from bench.reports.document import Cell, Column, Notes, Part, Table, number_cell
 from mm3d.tracing.events import PHASES
 
 
@@ -63,14 +62,14 @@ def table(pairs: Sequence[Pair]) -> Table:
     for pair in sorted(pairs, key=lambda pair: pair.measured.work.kind):
         one, work = pair.measured, pair.measured.work
         times = [cell for phase in PHASES for cell in (
-            rounded(1e3 * pair.predicted[phase]),
-            rounded(1e3 * one.seconds[phase]) if phase in one.seconds else "-")]
+            number_cell(1e3 * pair.predicted[phase]),
+            number_cell(1e3 * one.seconds[phase]) if phase in one.seconds else "-")]
         average: list[Cell] = ["-"] * 3
         if work.kind == "layer" and one.published is not None:
-            average = [rounded(seconds) for seconds in (
+            average = [number_cell(seconds) for seconds in (
                 one.published, *(total / work.sizes[2] for total in pair.totals))]
         rows.append([TITLES.get(work.scheme, work.scheme), str(work.shape), _sizes(work),
-                     one.dtype, *times, rounded(pair.error, "+.0%"),
+                     one.dtype, *times, number_cell(pair.error, "+.0%"),
                      *(average if published else [])])
     columns = [Column("scheme"), *(Column(name, align="<") for name in ("grid", "sizes", "dtype")),
                *(Column(kind, "", f"{phase} ms", ".") for phase in PHASES
@@ -113,10 +112,10 @@ def choices(pairs: Sequence[Pair]) -> Table:
         for pair in (taken, fastest):
             work = pair.measured.work
             chosen += [f"{TITLES.get(work.scheme, work.scheme)} {work.shape}",
-                       rounded(1e3 * pair.totals[1])]
+                       number_cell(1e3 * pair.totals[1])]
         rows.append([_sizes(taken.measured.work), ranks, TITLES.get(schemes, schemes), len(tried),
-                     *chosen, rounded(taken.totals[1] / least - 1, "+.0%"),
-                     rounded(slowest / least - 1, "+.0%")])
+                     *chosen, number_cell(taken.totals[1] / least - 1, "+.0%"),
+                     number_cell(slowest / least - 1, "+.0%")])
     return Table("The planner's choices", [
         Column("sizes"), Column("ranks"), Column("of schemes", align="<"), Column("grids"),
         Column("grid", "", "planner's", "<"), Column("ms", "", "planner's", "."),

@@ -12,7 +12,7 @@ from bench.instruments import timing
 from bench.records.folder import read_runs
 from bench.records.run_file import Run
 from bench.reports import time_parts
-from bench.reports.document import Column, Notes, Number, Part, Table
+from bench.reports.document import Column, Notes, Number, Part, Table, number_cell
 from mm3d import ModelSizes, describe
 from mm3d.model import cost
 from mm3d.tracing.events import PHASES
@@ -198,19 +198,20 @@ def one(run: Run) -> list[Part]:
             f"ranks, {chosen['preset']}, {run.created[:19]}")
     merits = Table(f"Figures of merit, {name}",
                    [Column("figure"), Column("value"), Column("closed form"), Column("unit")],
-                   [[figure.name, _number(figure.value), _number(figure.expected), figure.unit]
+                   [[figure.name, *map(_merit_cell, (figure.value, figure.expected)), figure.unit]
                     for figure in figures(run)])
     words = words_note([transport(run)]) + ' "-" where it does not know, or was not asked.'
     shares = time_parts.parts(run)
     if shares is None:
         return [merits, Notes("About it:", ["The run was not traced: no parts.", words])]
     ratio = time_parts.overhead(run)
-    rows = [[phase, *map(_number, found.values()), _number(sum(found.values())),
-             _number(timing.typical(run.samples[phase])), Number(ratio[phase],
-                                                                 f"{ratio[phase]:.2f}")]
+    rows = [[phase, *map(_merit_cell, found.values()), _merit_cell(sum(found.values())),
+             _merit_cell(timing.typical(run.samples[phase])), number_cell(ratio[phase], ".2f")]
             for phase, found in shares.items()]
-    rows += [[f"{phase}, %", *(_percent(value / sum(found.values())) for value in found.values()),
-              "", "", ""] for phase, found in shares.items()]
+    for phase, found in shares.items():
+        whole = sum(found.values())
+        rows.append([f"{phase}, %", *(number_cell(100 * (value / whole), ".1f")
+                                      for value in found.values()), "", "", ""])
     columns = [Column("seconds"),
                *(Column(part, "", "collectives along" if part in run.directions else "")
                  for part in time_parts.part_names(run.directions)),
@@ -229,12 +230,7 @@ def one(run: Run) -> list[Part]:
         "the rank with the most; the closed form of the peak is a dry run's."])]
 
 
-def _number(value: float) -> Number:
-    if math.isnan(value):
-        return Number(value, "-")
-    whole = value == int(value) and abs(value) >= 1000
-    return Number(value, f"{value:.0f}" if whole else f"{value:.4g}")
-
-
-def _percent(share: float) -> Number:
-    return Number(100 * share, f"{100 * share:.1f}")
+def _merit_cell(value: float) -> Number:
+    """Make a cell of a figure; large whole numbers have all of their digits."""
+    whole = abs(value) >= 1000 and float(value).is_integer()
+    return number_cell(value, ".0f" if whole else ".4g")

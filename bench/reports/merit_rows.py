@@ -8,7 +8,7 @@ from bench.instruments import timing
 from bench.records.folder import policy_of, row_of
 from bench.records.run_file import Run
 from bench.reports import merit, time_parts
-from bench.reports.document import Column, Number, Rows, Table
+from bench.reports.document import Column, Number, Rows, Table, number_cell
 from mm3d.tracing.events import PHASES
 
 
@@ -22,13 +22,13 @@ def overview(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> T
         tokens = run.configuration["batch"] * run.configuration["seq"] / seconds
         rate = merit.useful_flops(run) / seconds / run.ranks
         words = run.traffic["words"].sum() / run.ranks
-        lines.append([title(row.scheme), row.gpus, _number(tokens), _number(rate / 1e9),
-                      _number(100 * rate / time_parts.scalar(run, "machine", "gemm_together")),
-                      _number(words / 1e6), _number(run.expected_words.sum() / run.ranks / 1e6),
-                      _number(run.traffic["bytes"].sum() / run.ranks / 1e6),
-                      merit.transport(run), _number(merit.moved_words(run).sum() / 1e6),
-                      _number(most(run, "pool_peak") / 2 ** 20),
-                      _number(time_parts.scalar(run, "memory", "expected_pool_peak") / 2 ** 20)])
+        lines.append([title(row.scheme), row.gpus, _rounded(tokens), _rounded(rate / 1e9),
+                      _rounded(100 * rate / time_parts.scalar(run, "machine", "gemm_together")),
+                      _rounded(words / 1e6), _rounded(run.expected_words.sum() / run.ranks / 1e6),
+                      _rounded(run.traffic["bytes"].sum() / run.ranks / 1e6),
+                      merit.transport(run), _rounded(merit.moved_words(run).sum() / 1e6),
+                      _rounded(most(run, "pool_peak") / 2 ** 20),
+                      _rounded(time_parts.scalar(run, "memory", "expected_pool_peak") / 2 ** 20)])
     words, peak = "counted a rank, bucket algorithm", "peak memory of a rank"
     moved = "moved a rank"
     return Table(f"{heading}: figures of merit", [
@@ -77,8 +77,6 @@ def most(run: Run, name: str) -> float:
     return math.nan if found is None else float(found.values.max())
 
 
-def _number(value: float) -> Number:
-    value = float(value)
-    if math.isnan(value):
-        return Number(value, "-")
-    return Number(value, f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip("."))
+def _rounded(value: float) -> Number:
+    """Make a cell of a number with three digits, or all of those before the point."""
+    return number_cell(value, ".0f" if abs(value) >= 1000 else "#.3g")

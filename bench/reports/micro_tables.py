@@ -8,7 +8,8 @@ import numpy as np
 
 from bench.experiments.products import operands
 from bench.records.measurements import Measurements
-from bench.reports.document import Cell, Column, Notes, Number, Part, Rows, Table
+from bench.reports.document import (Cell, Column, Notes, Number, Part, Rows, Table,
+                                    number_cell)
 from bench.reports.layer_table import layers
 from bench.reports.merit import words_note
 
@@ -45,8 +46,8 @@ def gemm(record: Measurements) -> list[Part]:
         cells: list[Cell] = [int(size)]
         for d, t in series:
             median, low, high = seconds[d, t, s, :3]
-            cells += [_number(rate / 1e9, ".1f") for rate in rates[d, t, s] * median / np.array(
-                [median, high, low])]
+            bounds = rates[d, t, s] * median / np.array([median, high, low]) / 1e9
+            cells += [number_cell(rate, ".1f") for rate in bounds]
         rows.append(cells)
     return [Table("Rate of C = A B of square matrices on one rank", columns, rows),
             Notes("About these rates:", [f"{machine(record)}."])]
@@ -68,14 +69,15 @@ def collectives(record: Measurements) -> list[Part]:
     for c, kind in enumerate(record.scales["collective"]):
         for a, axis in enumerate(record.scales["axis"]):
             beta, error = values["beta"][a, c], values["fit_error"][a, c]
-            rows.append([kind, axis, *(_number(1e6 * t, ".0f")
-                                       for t in values["seconds"][a, c, :, 0]),
-                         Number(math.nan, IN_PLACE[kind]) if placed[a, c] else
-                         _number(values["bandwidth"][a, c].max() / 1e9, ".2f"),
-                         _number(1e6 * values["alpha"][a, c], ".0f"),
-                         _number(1e-9 / beta, ".2f") if beta and not placed[a, c]
-                         else Number(math.nan, "-"),
-                         Number(error, f"{100 * error:.0f} %")])
+            copies = not placed[a, c]
+            bandwidth = values["bandwidth"][a, c].max() / 1e9 if copies else math.nan
+            rows.append([
+                kind, axis,
+                *(number_cell(1e6 * t, ".0f") for t in values["seconds"][a, c, :, 0]),
+                number_cell(bandwidth, ".2f", IN_PLACE.get(kind, "-")),
+                number_cell(1e6 * values["alpha"][a, c], ".0f"),
+                number_cell(1e-9 / beta if beta and copies else math.nan, ".2f"),
+                Number(error, f"{100 * error:.0f} %")])
     return [Table(f"Collectives on {chosen['grid']} ranks, all lines at once", columns, rows),
             Notes("About these times:", [
                 "Bandwidth: bytes counted of the busiest rank (bucket algorithm) over the time, "
@@ -101,13 +103,13 @@ def matmul(records: Sequence[Measurements]) -> list[Part]:
                 f"{chosen['form']} {chosen['M']} x {chosen['N']} x {chosen['K']}",
                 chosen["dtype"], f"{chosen['scheme']} {chosen['grid']}", chosen["transport"],
                 phase,
-                _number(1e3 * product, "#.4g"),
-                _number(found["flops"][p] / product / 1e9, ".1f"),
-                _number(1e3 * process, "#.4g"),
-                *(_number(value, ".3f") for value in found["efficiency"][p, :3]),
-                _number(found["ceiling"][p, 0], ".3f"),
-                _number(found["share_of_the_ceiling"][p, 0], ".3f"), words,
-                _number(words / least, ".3f") if least > 0 else Number(math.nan, "-")])
+                number_cell(1e3 * product, "#.4g"),
+                number_cell(found["flops"][p] / product / 1e9, ".1f"),
+                number_cell(1e3 * process, "#.4g"),
+                *(number_cell(value, ".3f") for value in found["efficiency"][p, :3]),
+                number_cell(found["ceiling"][p, 0], ".3f"),
+                number_cell(found["share_of_the_ceiling"][p, 0], ".3f"), words,
+                number_cell(words / least if least > 0 else math.nan, ".3f")])
     columns = [Column("", "product"), Column("", "dtype"), Column("", "scheme, grid"),
                Column("", "transport"), Column("", "phase"), Column("time", "(ms)"),
                Column("rate", "(GFLOP/s)"), Column("one process", "(ms)"),
@@ -167,7 +169,7 @@ def other(record: Measurements) -> list[Part]:
         for place in np.ndindex(*(len(record.scales[dim]) for dim in dims)):
             cells: list[Cell] = [str(record.scales[dim][k]) for dim, k in zip(dims, place)]
             for values in variables.values():
-                cells += [_number(value, ".4g") for value in np.ravel(values[place])[:3]]
+                cells += [number_cell(value, ".4g") for value in np.ravel(values[place])[:3]]
             rows.append(cells)
         found.append(Table(f"{record.kind}: by {', '.join(dims)}" if dims else record.kind,
                            columns, rows))
@@ -182,10 +184,6 @@ def machine(record: Measurements) -> str:
         ("cpu_model", ""), ("cores", " cores"), ("blas", ""), ("blas_architecture", " kernels"),
         ("mpi", "")) if name in env]
     return ", ".join(known)
-
-
-def _number(value: float, digits: str) -> Number:
-    return Number(float(value), format(float(value), digits).rstrip("."))
 
 
 def _threads(count: int) -> str:

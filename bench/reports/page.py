@@ -1,7 +1,6 @@
 """Write all results of a folder as one HTML page that loads nothing else."""
 
 import base64
-import io
 import re
 from collections import Counter
 from pathlib import Path
@@ -14,7 +13,7 @@ from bench.records.run_file import Run
 from bench.reports import merit
 from bench.reports.document import Notes, Part, Table
 from bench.reports.figures.every_figure import METADATA, drawings
-from bench.reports.figures.style import look
+from bench.reports.figures.style import image_bytes, look
 from bench.reports.paper_tables import document
 
 # Remarks that begin with a word or more in capitals.
@@ -73,10 +72,9 @@ def figures(found: FolderContents) -> tuple[list[dict[str, str]], list[str]]:
             if one.figure is None:
                 left_out.append(f"{one.name}: {one.about}")
                 continue
-            image = io.BytesIO()
-            one.figure.savefig(image, format="svg", metadata=METADATA["svg"])
+            image = image_bytes(one.figure, "svg", metadata=METADATA["svg"])
             drawn.append({"name": one.name, "about": one.about,
-                          "image": base64.b64encode(image.getvalue()).decode()})
+                          "image": base64.b64encode(image).decode()})
     return drawn, left_out
 
 

@@ -13,7 +13,7 @@ from bench.instruments import timing
 from bench.records.folder import FolderContents, Results, read_folder, most_crowded
 from bench.records.run_file import Run
 from bench.reports import certainty, formats, merit_rows, micro_tables, speed_ups
-from bench.reports.document import Column, Notes, Number, Part, Rows, Table
+from bench.reports.document import Column, Notes, Number, Part, Rows, Table, number_cell
 from mm3d.tracing.events import PHASES
 
 
@@ -77,8 +77,7 @@ def table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Tabl
     lines: Rows = []
     for row, run, *measured in zip(rows, runs, *times):
         sizes = [run.configuration[s] for s in ("batch", "hidden")] if run else ["", ""]
-        printed = [Number(row.forward, f"{row.forward:.3f}"),
-                   Number(row.backward, f"{row.backward:.3f}"),
+        printed = [number_cell(row.forward, ".3f"), number_cell(row.backward, ".3f"),
                    Number(row.average, f"{row.average:.3f}{' ' if row.consistent else '*'}")]
         known = [row.batch, row.hidden, *printed] if row.published else ["-"] * 5
         lines.append([title(row.scheme), row.gpus, *known, *sizes, *measured])
@@ -220,16 +219,12 @@ def _all(runs: list[Run], setting: str) -> str:
     return " or ".join(map(str, sorted({run.configuration[setting] for run in runs})))
 
 
-def _missing() -> Number:
-    return Number(math.nan, "missing")
-
-
 def _column(seconds: Iterable[float | None]) -> list[Number]:
     """Format seconds so that the least of them has three significant digits."""
     seconds = list(seconds)
     found = [value for value in seconds if value]
     decimals = min(9, max(0, 2 - math.floor(math.log10(min(found))))) if found else 0
-    return [Number(value, f"{value:.{decimals}f}") if value else _missing() for value in seconds]
+    return [number_cell(value or math.nan, f".{decimals}f", "missing") for value in seconds]
 
 
 def _count(number: int, noun: str) -> str:

@@ -4,8 +4,7 @@ from typing import Sequence
 
 from bench.prediction.closed_form_plan import Plan, products
 from bench.prediction.planner import regime
-from bench.reports.document import Column, Notes, Table
-from bench.reports.formats import rounded
+from bench.reports.document import Column, Notes, Table, number_cell
 from mm3d import ModelSizes
 from mm3d.schemes import lookup
 
@@ -13,7 +12,7 @@ from mm3d.schemes import lookup
 def table(plans: Sequence[Plan], fits: Sequence[str]) -> Table:
     """Make the table of plans, one a line, and whether each fits."""
     rows = [[p.scheme, str(p.shape),
-             *map(rounded, (p.seconds, p.forward, p.backward, p.words["forward"] / 1e6,
+             *map(number_cell, (p.seconds, p.forward, p.backward, p.words["forward"] / 1e6,
                             p.words["backward"] / 1e6, p.over_bound, p.memory / 2**30)), said]
             for p, said in zip(plans, fits)]
     return Table("Schemes and grids by predicted step time", [

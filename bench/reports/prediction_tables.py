@@ -4,8 +4,7 @@ import numpy as np
 
 from bench.cases.paper import HEADINGS, TITLES
 from bench.prediction.paper_fit import FITTED_FIGURES, Outcome, error, predicted
-from bench.reports.document import Column, Notes, Table
-from bench.reports.formats import rounded
+from bench.reports.document import Column, Notes, Table, number_cell
 
 UNEXPLAINED = 0.35    # error beyond which a row counts as not explained by the model
 RATE_UNITS = {"gemm": "Tflop/s", "node": "GB/s a rank", "network": "GB/s a node"}
@@ -23,9 +22,9 @@ def table(outcome: Outcome, name: str) -> Table:
                  (forward + backward) / published.batch)
         off, alone = error(row, outcome.fit, outcome.machine), outcome.left_out[k]
         rows.append([TITLES[published.scheme], published.gpus,
-                     *(rounded(seconds, ".3f") for seconds in times),
-                     rounded(row.peak / 2**30, ".1f"), rounded(off, "+.0%"),
-                     "fitted" if k in outcome.chosen else "not fitted", rounded(alone, "+.0%")])
+                     *(number_cell(seconds, ".3f") for seconds in times),
+                     number_cell(row.peak / 2**30, ".1f"), number_cell(off, "+.0%"),
+                     "fitted" if k in outcome.chosen else "not fitted", number_cell(alone, "+.0%")])
     times = [Column(kind, group=f"{phase} s") for phase in ("forward", "backward", "average")
              for kind in ("published", "predicted")]
     return Table(f"{HEADINGS[name]}, on the model of {outcome.machine.name}", [

@@ -9,7 +9,7 @@ from bench.cases.selection import select_rows
 from bench.instruments import timing
 from bench.records.folder import Results
 from bench.reports import certainty
-from bench.reports.document import Cell, Column, Number, Rows, Table
+from bench.reports.document import Cell, Column, Number, Rows, Table, number_cell
 
 
 def table(heading: str, name: str, results: Results) -> Table:
@@ -46,7 +46,7 @@ def line(name: str, other: Row, cube: Row, results: Results) -> list[Cell]:
                   _ratio(other.recomputed, cube.recomputed)]
     runs = [results.get(row) for row in (other, cube)]
     if None in runs:
-        return [*cells, *[""] * 4, Number(math.nan, "missing"), ""]
+        return [*cells, *[""] * 4, number_cell(math.nan, missing="missing"), ""]
     batches = [run.configuration["batch"] for run in runs]
     tokens = [run.configuration["batch"] * run.configuration["seq"] for run in runs]
     averages = [timing.average_step_time(run.samples, batch)

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any, Callable
 
 from mm3d.arrays.backend import Array, namespace, accumulation_dtype
+from mm3d.arrays.blocks import blocks
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
 
@@ -95,8 +96,7 @@ class ExchangeTransport(MpiTransport, ABC):
 
     def _part(self, send: Array) -> tuple[Array, Lengths]:
         """Compute this rank's even share of the sum; return it with the lengths of all shares."""
-        share, more = divmod(math.prod(send.shape), self.comm.size)
-        lengths = [share + (rank < more) for rank in range(self.comm.size)]
+        lengths = blocks(math.prod(send.shape), self.comm.size)
         part = self.backend.empty((lengths[self.rank],), send.dtype)
         self._reduce_scatter(flattened(send), part, lengths)
         return part, lengths

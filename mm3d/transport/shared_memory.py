@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 from mm3d import launcher
 from mm3d.arrays.backend import Array, Backend
-from mm3d.arrays.blocks import block_indices, resized
+from mm3d.arrays.blocks import block_indices, blocks, resized
 from mm3d.arrays.pool import Loan
 from mm3d.transport import call_check, sums
 from mm3d.transport.barrier import CROWDED, LOOKS, NOWHERE
@@ -171,7 +171,7 @@ class SharedTransport(MpiTransport):
             self._moved += a.size
             call = call_check.call(call_check.ALL_REDUCE, a.dtype, a.shape)
             return self._sum_messages(self.memory.all_gather(a, call), a, ())
-        counts = self._shares(a.size)
+        counts = blocks(a.size, self.size)
         part = self.reduce_scatter(np.reshape(a, -1), 0, counts)
         out = self.backend.empty(a.shape, a.dtype)
         return self._copy(self.all_gather(part, 0, counts).reshape(a.shape), out)
@@ -202,7 +202,7 @@ class SharedTransport(MpiTransport):
             terms = self.memory.gather(a, root, call)
             return None if terms is None else self._sum_messages(terms, a, ())
         first, others = self._terms(a, call)
-        own = self._own(1, 0, self._shares(a.size))
+        own = self._own(1, 0, blocks(a.size, self.size))
         self._add(first.reshape(-1)[own], [other.reshape(-1)[own] for other in others])
         self.memory.synchronize(call)
         return first if self.rank == root else None
@@ -227,11 +227,6 @@ class SharedTransport(MpiTransport):
                                _Lease)
         lease.memory = self.memory
         return whole, lease
-
-    def _shares(self, length: int) -> list[int]:
-        """Divide an array into even parts, one for each rank to sum."""
-        share, more = divmod(length, self.size)
-        return [share + (rank < more) for rank in range(self.size)]
 
     def _own(self, ndim: int, dim: int, counts: list[int]) -> tuple:
         """Return the index of this rank's part of a whole array."""

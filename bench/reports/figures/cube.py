@@ -10,7 +10,7 @@ from mm3d.grid.shape import GridShape
 
 # One a rank of the 2 x 2 x 2 cube.
 COLOURS = (style.ORANGE, style.SKY, style.GREEN, style.YELLOW, style.BLUE, style.VERMILION,
-           style.PURPLE, "#BBBBBB")
+           style.PURPLE, style.LIGHT_GREY)
 MATRICES = {"A": ("xy,z", "rows by x, then y; columns by z", "all-gathered along y"),
             "B": ("z,yx", "rows by z; columns by y, then x", "all-gathered along x"),
             "C": ("xz,y", "rows by x, then z; columns by y", "reduce-scattered along z")}

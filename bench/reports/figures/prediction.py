@@ -12,13 +12,12 @@ from bench.prediction import machine_model, paper_fit, planner
 from bench.prediction.closed_form_plan import Plan, products, screen
 from bench.prediction.scaling import (Curves, average_step_time, crossovers, curves, strong_sizes,
                                       weak_sizes)
-from bench.reports.figures.style import look, powers
+from bench.reports.figures import style
 from mm3d.model import cost
 
-# Okabe and Ito's colours; markers differ too, for print.
-STYLES = {"1-D": ("#D55E00", "o"), "1-D, sequence": ("#E69F00", "v"),
-          "2-D": ("#009E73", "s"), "data, sharded (P x 1 x 1)": ("#CC79A7", "D"),
-          "3-D cube": ("#0072B2", "^"), "3-D, best grid": ("black", ".")}
+FAMILY_STYLES = {"1-D": (style.VERMILION, "o"), "1-D, sequence": (style.ORANGE, "v"),
+                 "2-D": (style.GREEN, "s"), "data, sharded (P x 1 x 1)": (style.PURPLE, "D"),
+                 "3-D cube": (style.BLUE, "^"), "3-D, best grid": ("black", ".")}
 
 
 def planned(folder: str, ranks: int, machine: machine_model.Machine, dtype: str, recompute: str,
@@ -40,24 +39,24 @@ def _save(folder: str, name: str, draw: Callable, text: str,
           size: tuple[float, float] = (8.5, 5.6), columns: int = 1) -> Path:
     """Draw on a number of panels, with a line of text below them; return the PNG file."""
     from matplotlib.figure import Figure
-    with look():
+    with style.look():
         figure = Figure(figsize=size, layout="constrained")
         draw(*figure.subplots(1, columns, squeeze=False).flat)
         figure.supxlabel(text, fontsize=8.5)
         Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder) / name
-        figure.savefig(path)
+        style.save(figure, path)
     return path
 
 
 def _lines(panel, found: Curves, value: Callable[[Plan], float]) -> None:
     for family, points in found.items():
-        colour, marker = STYLES[family]
+        colour, marker = FAMILY_STYLES[family]
         panel.plot([r for r, _ in points], [value(p) for _, p in points], color=colour,
                    marker=marker, markersize=4.5, linewidth=1.2, label=family)
     panel.set(xscale="log", yscale="log", xlabel="ranks")
     for axis in (panel.xaxis, panel.yaxis):
-        powers(axis)
+        style.powers(axis)
 
 
 def _words(panel, found: Curves, machine: machine_model.Machine, sizes: dict) -> None:
@@ -76,7 +75,7 @@ def _time(panel, found: Curves, machine: machine_model.Machine, sizes: dict) -> 
     _lines(panel, found, lambda p: p.seconds)
     changes = crossovers(found)
     for ranks, family in changes[1:]:
-        panel.axvline(ranks, color=STYLES[family][0], linestyle=":", linewidth=1)
+        panel.axvline(ranks, color=FAMILY_STYLES[family][0], linestyle=":", linewidth=1)
     panel.set(title=f"Predicted step time on {machine.name} (a model)", ylabel="seconds")
     named = "\n".join(f"from {ranks}: {family}" for ranks, family in changes)
     panel.legend(fontsize=8.5, loc="lower left",
@@ -133,7 +132,7 @@ def _scaling(panel, name: str, outcome: paper_fit.Outcome) -> None:
              "3d": (8, 64, 512, 4096)}
     of = weak_sizes if name == "weak" else strong_sizes
     for scheme, family in zip(PAPER, ("1-D", "2-D", "3-D cube")):
-        colour, marker = STYLES[family]
+        colour, marker = FAMILY_STYLES[family]
         points = [(p, average_step_time(outcome, scheme, p, of(scheme, p))) for p in ticks[scheme]]
         panel.plot(*zip(*points), color=colour, linewidth=1.2, label=f"{family}, predicted")
         rows = select_rows(name, scheme)

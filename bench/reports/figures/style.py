@@ -17,6 +17,7 @@ from bench.records.folder import Results, most_crowded
 # too, for print.
 VERMILION, GREEN, BLUE, ORANGE = "#D55E00", "#009E73", "#0072B2", "#E69F00"
 PURPLE, SKY, YELLOW = "#CC79A7", "#56B4E9", "#F0E442"
+LIGHT_GREY, DARK_GREY = "#BBBBBB", "#666666"
 CYCLE = ((VERMILION, "o"), (GREEN, "s"), (BLUE, "^"), (ORANGE, "v"), (PURPLE, "D"), (SKY, "P"),
          ("black", "X"), (YELLOW, "*"))
 STYLES = dict(zip(TITLES, itertools.cycle(CYCLE)))    # the paper's schemes have the first
@@ -39,11 +40,16 @@ def look() -> Iterator[None]:
         yield
 
 
-def save(figure: Any, path: str | os.PathLike, **options: Any) -> None:
-    """Write a figure in one piece, in the format that the file's name ends in."""
+def image_bytes(figure: Any, form: str, **options: Any) -> bytes:
+    """Return a figure as the content of a file of this format, such as "png"."""
     image = io.BytesIO()
-    figure.savefig(image, format=Path(path).suffix[1:], **options)
-    atomic.replace(path, image.getbuffer())
+    figure.savefig(image, format=form, **options)
+    return image.getvalue()
+
+
+def save(figure: Any, path: str | os.PathLike, **options: Any) -> None:
+    """Write a figure as a whole file, in the format that the file's name ends in."""
+    atomic.replace(path, image_bytes(figure, Path(path).suffix[1:], **options))
 
 
 def style(scheme: str) -> tuple[str, str]:

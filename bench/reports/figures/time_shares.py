@@ -7,16 +7,16 @@ from bench.cases.paper import HEADINGS, title
 from bench.records.folder import Results
 from bench.records.run_file import Run
 from bench.reports import time_parts
-from bench.reports.figures.style import (BLUE, GREEN, LeftOut, ORANGE, PURPLE, VERMILION, blank,
-                                         caption)
+from bench.reports.figures.style import (BLUE, DARK_GREY, GREEN, LIGHT_GREY, LeftOut, ORANGE,
+                                         PURPLE, SKY, VERMILION, YELLOW, blank, caption)
 from mm3d.tracing.events import PHASES
 
 # What is lost is grey.
 COLOURS = {"gemm": BLUE, "x": VERMILION, "y": ORANGE, "z": PURPLE, "elementwise": GREEN,
-           "waiting": "#BBBBBB", "other": "#666666"}
+           "waiting": LIGHT_GREY, "other": DARK_GREY}
 HATCHES = {"x": "//", "y": "\\\\", "z": "xx"}
 # Of further directions, in the order in which a grid has them.
-FURTHER = ("#56B4E9", ".."), ("#F0E442", "||"), ("#56B4E9", "--"), ("#F0E442", "++")
+FURTHER = (SKY, ".."), (YELLOW, "||"), (SKY, "--"), (YELLOW, "++")
 
 
 def where(results: Results):

@@ -15,6 +15,7 @@ from bench.__main__ import parser
 from bench.cases.case import make_case
 from bench.cases.selection import select_rows, shuffle_cases
 from bench.cases.variants import Variant
+from bench.doctor import census
 from bench.errors import UsageError
 from bench.experiments.rows import reproduction, row
 from bench.instruments import host
@@ -354,6 +355,14 @@ def test_processors_that_hide_their_number_are_told_apart(monkeypatch, tmp_path,
     (tmp_path / "cpuinfo").write_text("processor\t: 0\n" + lines * 2)
     monkeypatch.setattr(host, "CPUINFO", tmp_path / "cpuinfo")
     assert host.cpu_model() == name
+
+
+def test_instruction_sets_are_those_of_the_system(monkeypatch, tmp_path):
+    """Also where another line only begins alike; none where the system does not tell."""
+    monkeypatch.setattr(host, "CPUINFO", tmp_path / "cpuinfo")
+    assert census.best_kernels() == "" and host.processor_flags() == frozenset()
+    (tmp_path / "cpuinfo").write_text("vmx flags\t: ept\nflags\t\t: sse2 avx2 fma\n" * 2)
+    assert census.best_kernels() == "avx2" and host.processor_flags() == {"sse2", "avx2", "fma"}
 
 
 def test_the_mpi_library_is_named_without_its_builder():

@@ -141,7 +141,9 @@ def test_the_least_of_what_is_left(tmp_path, monkeypatch, group, files, expected
     for name, path in (("MEMINFO", "meminfo"), ("SELF", "cgroup"), ("GROUPS", "groups")):
         monkeypatch.setattr(available_memory, name, tmp_path / path)
     assert available_memory.available_memory() == expected
+    assert available_memory.total_memory() == 9000 * 1024
     for path in ("meminfo", "cgroup"):
         (tmp_path / path).unlink()
     if not files:
         assert available_memory.available_memory() is None
+    assert available_memory.total_memory() is None
