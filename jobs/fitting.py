@@ -79,5 +79,6 @@ def check(case: Case, recompute: str, most: int) -> list[str]:
     return [f"--scheme={case.row.scheme}", f"--ranks={case.row.gpus}",
             *(f"--{name}={size}" for name, size in case.sizes.items()),
             f"--dtype={numpy_dtype(how)}", f"--recompute={recompute}",
-            *[f"--keep={how.keep}"] * (how.keep != "none"), *["--causal"] * how.causal,
+            *[f"--keep={how.keep}"] * (how.keep != "none"), *["--overlap"] * how.overlap,
+            *["--causal"] * how.causal,
             f"--memory={most} B"]

@@ -12,7 +12,7 @@ import math
 import numpy as np
 
 from bench.prediction.machine_model import Machine
-from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
+from mm3d.tracing.events import Collective, Gemm, Overlapped, PHASES, Pass
 from mm3d.tracing.trace import Trace
 from mm3d.transport.choice import in_place
 
@@ -111,7 +111,7 @@ def terms(machine: Machine, trace: Trace) -> dict[str, Terms]:
     """Predict seconds of each phase by what they are spent on, at full figures."""
     found = {phase: dict.fromkeys(TERMS, 0.0) for phase in PHASES}
     for (phase, _, event), times in trace.events.items():
-        if phase not in found:
+        if phase not in found or isinstance(event, Overlapped):
             continue
         spent = found[phase]
         if isinstance(event, Collective):

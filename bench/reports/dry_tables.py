@@ -1,14 +1,15 @@
-"""Make tables of what one rank of any number of ranks does in a step, from its dry run."""
+"""Make tables of the work of one rank in a step, counted by a dry run."""
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 
 from bench.prediction import machine_model
 from bench.prediction.seconds import TERMS, terms
 from bench.reports.document import Column, Number, Table, number_cell
-from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
+from mm3d.tracing.events import Collective, Gemm, Overlapped, PHASES, Pass
 from mm3d.tracing.trace import Trace
 
-BUCKETS = "words, bytes and messages are counted by the bucket algorithm; nothing travels"
+COUNTED = "words, bytes and messages are counted by the bucket algorithm; nothing travels"
+NOT_HIDDEN = "products hide no collective; "    # of the seconds of a step with overlap
 
 
 def tables(trace: Trace, useful: dict[str, int],
@@ -17,24 +18,25 @@ def tables(trace: Trace, useful: dict[str, int],
 
     Parameters
     ----------
-    trace : dry.Trace
-        What one rank does.
+    trace : Trace
+        The events of one rank in a step.
     useful : dict of str to int
-        Flops of all ranks by phase without those that are done again (`mm3d.model.cost.flops`).
-    machine : model.Machine, optional
-        What seconds are predicted for.
+        Flops of all ranks by phase, without recomputation (`mm3d.model.cost.flops`).
+    machine : Machine, optional
+        The machine for which seconds are predicted.
     """
-    found = [phases(trace, useful), collectives(trace), parts(trace), memory(trace)]
-    return [*found, seconds(trace, machine)] if machine else found
+    found = [phase_table(trace, useful), collective_table(trace), part_table(trace),
+             memory_table(trace)]
+    return [*found, seconds_table(trace, machine)] if machine else found
 
 
-def _count(number: float) -> Number:
-    """Format a whole number with commas between thousands."""
+def _count(number: int) -> Number:
+    """Make a cell of a whole number, printed with commas between thousands."""
     return Number(number, f"{number:,}")
 
 
-def phases(trace: Trace, useful: dict[str, int]) -> Table:
-    """Make the table of flops, words and messages of a step."""
+def phase_table(trace: Trace, useful: dict[str, int]) -> Table:
+    """Make the table of flops, words, messages and elementwise work by phase."""
     again = {"forward": 0, "backward": trace.flops_again()}
     rows = [[phase, *map(_count, (
                 trace.flops(phase), again[phase], useful[phase], trace.words(phase),
@@ -47,22 +49,38 @@ def phases(trace: Trace, useful: dict[str, int]) -> Table:
         Column("bytes of elementwise work")], rows)
 
 
-def collectives(trace: Trace) -> Table:
-    """Make the table of collectives by phase, direction and kind."""
+def collective_table(trace: Trace) -> Table:
+    """Make the table of collectives by phase, direction and kind.
+
+    With overlap a column tells how many of the calls are in flight during products.
+    """
     groups = {e.direction: (e.size, e.stride) for e in trace.count(Collective)}
-    rows = [[phase, axis, kind, *map(_count, (*groups[axis], t.calls, t.messages, t.words,
-                                              t.bytes))]
+    in_flight = {phase: _begun(trace, phase) for phase in PHASES}
+    overlap = any(in_flight.values())
+    rows = [[phase, axis, kind, *map(_count, (
+                *groups[axis], t.calls, *[in_flight[phase][axis, kind]] * overlap, t.messages,
+                t.words, t.bytes))]
             for phase in PHASES for (axis, kind), t in sorted(trace.traffic[phase].items())]
-    return Table(f"Collectives: {BUCKETS}", [
+    names = ["ranks", "stride", "calls", *["in flight"] * overlap, "messages", "words", "bytes"]
+    return Table(f"Collectives: {COUNTED}", [
         Column("phase"), Column("direction", align="<"), Column("collective", align="<"),
-        *map(Column, ("ranks", "stride", "calls", "messages", "words", "bytes"))], rows)
+        *map(Column, names)], rows)
 
 
-def parts(trace: Trace) -> Table:
-    """Make the table of work and traffic by part of the layer, over all layers."""
+def _begun(trace: Trace, phase: str) -> Counter[tuple[str, str]]:
+    """Count the collectives begun before products, by direction and kind."""
+    found: Counter[tuple[str, str]] = Counter()
+    for event, times in trace.count(Overlapped, phase).items():
+        if event.call == "begin":
+            found[event.direction, event.kind] += times
+    return found
+
+
+def part_table(trace: Trace) -> Table:
+    """Make the table of work and traffic by part of a Transformer layer, over all layers."""
     found: dict = defaultdict(lambda: [0, 0, 0, 0])
     for (phase, part, event), times in trace.events.items():
-        if phase not in PHASES:
+        if phase not in PHASES or isinstance(event, Overlapped):
             continue
         row = found[phase, part]
         if isinstance(event, Gemm):
@@ -79,7 +97,7 @@ def parts(trace: Trace) -> Table:
         [[*key, *map(_count, row)] for key, row in found.items()])
 
 
-def memory(trace: Trace) -> Table:
+def memory_table(trace: Trace) -> Table:
     """Make the table of this rank's bytes."""
     rows = {"parameters and gradients": trace.parameters,
             "kept from forward to backward": trace.saved,
@@ -89,15 +107,16 @@ def memory(trace: Trace) -> Table:
                  [[name, _count(count)] for name, count in rows.items()])
 
 
-def seconds(trace: Trace, machine: machine_model.Machine) -> Table:
-    """Make the table of predicted seconds on a machine, and what they are spent on."""
+def seconds_table(trace: Trace, machine: machine_model.Machine) -> Table:
+    """Make the table of predicted seconds on a machine, by the resource that takes them."""
     spent = terms(machine, trace)
     rows = []
     for phase in PHASES:
         taken = [v / getattr(machine.achieved, t) for t, v in spent[phase].items()]
         rows.append([phase, *map(number_cell, (sum(taken), *taken))])
     fits = "fits" if trace.peak <= machine.memory_bytes else "does not fit"
-    return Table(f"Predicted seconds (a model; {fits} into "
+    hidden = NOT_HIDDEN * bool(trace.count(Overlapped))
+    return Table(f"Predicted seconds (a model; {hidden}{fits} into "
                  f"{machine.memory_bytes / 2**30:.1f} GiB a rank): {machine.about}",
                  [Column("phase"), Column("seconds", align="."),
                   *(Column(term, align=".") for term in TERMS)], rows)

@@ -1,16 +1,17 @@
-"""Say what a rank would do on any number of ranks: products, collectives, memory."""
+"""Count what one rank does in a step on any number of ranks: products, collectives, memory."""
 
 import argparse
 import sys
 
 import mm3d
-from bench.cases.variants import Variant
+from bench.cases.variants import Variant, schemes_with_option
 from bench.errors import UsageError
 from bench.prediction import machine_model, memory_fit
-from bench.reports import dry_tables as tables
+from bench.reports import dry_tables
 from bench.reports.formats import render
 from bench.verbs import grids, options
-from mm3d import describe
+from mm3d import ModelSizes, describe
+from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.sizes import SIZES
 from mm3d.tracing import dry_run
@@ -30,6 +31,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="which rank (default 0, whose blocks are the largest)")
     parser.add_argument("--keep", choices=("none", "weight", "both"),
                         help="gathered operands kept for backward in 3d (default none)")
+    parser.add_argument("--overlap", action="store_true", help=(
+        f"{' and '.join(schemes_with_option('overlap'))} communicates while ranks multiply: the "
+        f"tables count the collectives in flight, and the memory of their buffers"))
     options.add_recompute(parser)
     parser.add_argument("--memory", metavar="SIZE", help=(
         "of a rank, such as '16 GB': say whether the model fits, or which --recompute would, and "
@@ -40,6 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", metavar="NAME", help=(
         "also predict seconds on this machine, and plan for it with --grid auto (for longhorn, if "
         "none is given)"))
+    options.add_format(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -50,41 +55,50 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.scheme not in mm3d.SCHEMES:
         raise UsageError(f"scheme {arguments.scheme!r} is unknown: choose one of "
                          f"{', '.join(mm3d.SCHEMES)}")
-    shape = grids.grid(arguments.grid, arguments.scheme, arguments.ranks,
-                       arguments.machine or "longhorn", arguments.dtype, sizes,
-                       arguments.recompute)
+    chosen = grids.grid(arguments.grid, arguments.scheme, arguments.ranks,
+                        arguments.machine or "longhorn", arguments.dtype, sizes,
+                        arguments.recompute)
     machine = machine_model.load(arguments.machine, arguments.dtype) if arguments.machine else None
     limit = memory_fit.size(arguments.memory) if arguments.memory else 0
     if limit and arguments.rank:
         raise UsageError("--memory is held against rank 0, which has the most: leave --rank out")
+    scheme = mm3d.SCHEMES[arguments.scheme]
     try:
-        shape = shape or mm3d.SCHEMES[arguments.scheme].default_grid(arguments.ranks)
-        trace = _trace(arguments, shape, sizes, machine)
+        grid = scheme.grid_shape(chosen or scheme.default_grid(arguments.ranks))
+        trace = _trace(arguments, grid, sizes, machine)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    grid = mm3d.SCHEMES[arguments.scheme].grid_shape(shape)
-    title = (f"scheme {arguments.scheme}, grid {grid}, rank {arguments.rank} of "
-             f"{arguments.ranks}; "
-             + ", ".join(f"{name} {value}" for name, value in sizes.items())
-             + f", {arguments.dtype}, recompute {arguments.recompute}")
     useful = cost.flops(describe(sizes, arguments.causal))
-    print(render([title, *tables.tables(trace, useful, machine)]))
-    if not limit:
-        return 0
-    fits, line = memory_fit.verdict(arguments.scheme, tuple(shape), arguments.dtype,
-                                    arguments.recompute,
-                                    sizes, limit,
-                                    Variant(keep=arguments.keep or "none",
-                                            causal=arguments.causal))
-    print("\n" + line)
+    parts = [_title(arguments, grid, sizes), *dry_tables.tables(trace, useful, machine)]
+    fits = True
+    if limit:
+        fits, line = memory_fit.verdict(
+            arguments.scheme, grid.sizes, arguments.dtype, arguments.recompute, sizes, limit,
+            Variant(arguments.keep or "none", arguments.overlap, arguments.causal))
+        parts.append(line)
+    print(render(parts, arguments.format))
     return int(not fits)
 
 
-def _trace(arguments: argparse.Namespace, shape: tuple[int, ...], sizes: dict[str, int],
+def _title(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes) -> str:
+    """Name the rank and the model."""
+    return (f"scheme {arguments.scheme}, grid {grid}, rank {arguments.rank} of {arguments.ranks}; "
+            + ", ".join(f"{name} {value}" for name, value in sizes.items())
+            + f", {arguments.dtype}, recompute {arguments.recompute}"
+            + ", overlap" * arguments.overlap)
+
+
+def _trace(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
            machine: machine_model.Machine | None) -> Trace:
-    """Run a step of the rank dry; ValueError when the grid, the rank or an option cannot be."""
+    """Run a step of the rank dry.
+
+    Raises
+    ------
+    ValueError
+        When the scheme cannot use the grid or an option, or there is no such rank.
+    """
     trace_of = dry_run.step if arguments.all_layers else dry_run.extended
-    return trace_of(arguments.scheme, arguments.ranks, shape, arguments.rank,
-                    options={"keep": arguments.keep} if arguments.keep else {},
+    asked = {name: value for name in ("keep", "overlap") if (value := getattr(arguments, name))}
+    return trace_of(arguments.scheme, arguments.ranks, grid.sizes, arguments.rank, options=asked,
                     dtype=arguments.dtype, causal=arguments.causal, recompute=arguments.recompute,
                     block=machine.granule if machine else sys.maxsize, **sizes)

@@ -1,6 +1,8 @@
 """Options that several verbs have, and the types of options."""
 
 import argparse
+import sys
+from pathlib import Path
 from typing import Callable
 
 from bench.errors import UsageError
@@ -162,6 +164,11 @@ def add_format(parser: argparse.ArgumentParser) -> None:
     """Add ``--format`` of tables."""
     parser.add_argument("--format", default="text", choices=formats.FORMATS, help=(
         "how (default text); csv is one file of all tables, with numbers in full"))
+
+
+def name_file(path: Path, form: str) -> None:
+    """Print the path of a drawn file; apart from a document that another program may read."""
+    print(path, file=sys.stdout if form == "text" else sys.stderr)
 
 
 def add_pictures(parser: argparse.ArgumentParser) -> None:

@@ -22,6 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="how many to print (default 12)")
     options.add_recompute(parser)
     options.add_pictures(parser)
+    options.add_format(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -41,9 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     fits = [planner.fitting(one, machine, dtype, sizes) for one in shown]
     title = (f"{ranks} ranks; " + ", ".join(f"{key} {value}" for key, value in sizes.items())
              + f", {dtype}, recompute {recompute}")
-    print(render([machine.about, title, table(shown, fits), remarks(found, sizes, ranks, took)]))
+    print(render([machine.about, title, table(shown, fits), remarks(found, sizes, ranks, took)],
+                 arguments.format))
     if arguments.pictures:
         from bench.reports.figures.prediction import planned
         for path in planned(arguments.pictures, ranks, machine, dtype, recompute, sizes):
-            print(path)
+            options.name_file(path, arguments.format)
     return 0

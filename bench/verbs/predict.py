@@ -6,6 +6,7 @@ from bench.cases.paper import HEADINGS
 from bench.cases.selection import select_rows
 from bench.errors import UsageError
 from bench.prediction import machine_model
+from bench.reports.document import Notes
 from bench.reports.formats import render
 from bench.verbs import options
 
@@ -20,6 +21,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="instead of fitting, set predictions beside what was measured")
     parser.add_argument("--table", metavar="NAMES", help="weak, strong or all (default)")
     options.add_pictures(parser)
+    options.add_format(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -31,10 +33,10 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = {row.table for row in select_rows(arguments.table or "all")}
     outcome = predict(machine_model.load(arguments.machine, "float32"))
     parts = [tables.table(outcome, name) for name in HEADINGS if name in wanted]
-    print(render([*parts, *tables.remarks(outcome)]))
+    print(render([*parts, *tables.remarks(outcome)], arguments.format))
     if arguments.pictures:
         from bench.reports.figures.prediction import scaling
-        print(scaling(arguments.pictures, outcome))
+        options.name_file(scaling(arguments.pictures, outcome), arguments.format)
     return 0
 
 
@@ -49,7 +51,8 @@ def _measured(arguments: argparse.Namespace) -> int:
                          f"no row of the paper's tables and has no figures; give --results "
                          f"without {' and '.join(name.split()[0] for name in idle)}")
     found, problems = beside_measured.collected(arguments.results)
-    print(render(document(machine_model.load(arguments.machine), found)))
+    parts = document(machine_model.load(arguments.machine), found)
     if problems:
-        print("", "Left out:", *problems, sep="\n")
+        parts.append(Notes("Left out:", problems))
+    print(render(parts, arguments.format))
     return 0

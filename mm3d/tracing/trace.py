@@ -3,7 +3,8 @@
 from collections import Counter
 from typing import Callable
 
-from mm3d.tracing.events import Event, Gemm, Layer, Observer, PHASES, Phase, Recomputation
+from mm3d.tracing.events import (Event, Gemm, Layer, Observer, Overlapped, PHASES, Phase,
+                                 Recomputation)
 
 AGAIN = " (again)"    # ends the name of the part to which work belongs that is done again
 
@@ -31,6 +32,8 @@ class Trace(Observer):
     What backward computes again is among the events of backward, in parts such as
     "mlp.up (again)".
     """
+
+    kinds = (*Observer.kinds, Overlapped)
 
     def __init__(self) -> None:
         self.events: Counter = Counter()

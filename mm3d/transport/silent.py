@@ -4,6 +4,7 @@ from typing import Iterator
 
 from mm3d.arrays.backend import Array
 from mm3d.transport.mpi import MpiTransport
+from mm3d.transport.pending import Pending
 
 
 class DryCommunicator:
@@ -28,16 +29,28 @@ class DryCommunicator:
 
 
 class SilentTransport(MpiTransport):
-    """Do nothing in every collective: the other ranks do not exist."""
+    """Do nothing in every collective: the other ranks do not exist.
+
+    Collectives that overlap products hold their buffers as long as those of MPI.
+    """
 
     name = "silent"
     note = "nothing travels between ranks that do not exist"
-    nonblocking = False
     on_host = False
 
     def take_moved(self) -> float:
         """Return 0."""
         return 0
+
+    def begin_all_gather(self, a: Array, dim: int, counts: list[int]) -> Pending:
+        """Hold the buffers of an all-gather in flight; nothing arrives."""
+        a, flat, _, out = self._whole(a, dim, counts)
+        return Pending(out, lambda: self._unpacked(flat, out, dim, counts), kept=(a,))
+
+    def begin_reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Pending:
+        """Hold the buffers of a reduce-scatter in flight; nothing is summed."""
+        flat, _, out = self._terms(a, dim, counts)
+        return Pending(out, lambda: None, kept=(flat,))
 
     def _all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:
         """Gather nothing."""

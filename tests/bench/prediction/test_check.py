@@ -174,7 +174,8 @@ def test_a_merged_file_is_read_and_a_damaged_one_named(measured, tmp_path, capsy
     capsys.readouterr()
     assert main(["predict", "--machine", "cpu", "--results", str(tmp_path)]) == 0
     merged, _, left_out = capsys.readouterr().out.partition("\nLeft out:\n")
-    assert left_out.startswith(f"{tmp_path / 'cut.h5'} is truncated, damaged")
+    assert " ".join(left_out.split()).startswith(
+        f"- {tmp_path / 'cut.h5'} is truncated, damaged")
     assert main(["predict", "--machine", "cpu", "--results", str(folder)]) == 0
     assert capsys.readouterr().out == merged
 

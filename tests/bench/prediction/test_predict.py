@@ -1,4 +1,7 @@
 """Predictions: the fit finds what was put in, the tables print, the figures are drawn."""
+import csv
+import io
+
 import msgspec
 import numpy as np
 import pytest
@@ -52,6 +55,26 @@ def test_the_verb_prints_both_tables(capsys):
     out = capsys.readouterr().out
     assert "Table 2" in out and "Table 1" not in out and "does not explain" in out
     assert sum("fitted" in line for line in out.splitlines()) >= 9
+
+
+@pytest.mark.parametrize("form", ["rst", "latex", "csv"])
+def test_the_verb_prints_every_format(form, outcome, monkeypatch, tmp_path, capsys):
+    """And names figures on standard error, so that the document stays whole."""
+    monkeypatch.setattr(paper_fit, "predict", lambda *machine: outcome)
+    monkeypatch.setattr(prediction, "scaling", lambda folder, found: f"{folder}/drawn.png")
+    options = ["--table", "strong", "--format", form, "--pictures", str(tmp_path)]
+    assert main(["predict", *options]) == 0
+    said = capsys.readouterr()
+    assert said.err == f"{tmp_path}/drawn.png\n"
+    if form != "csv":
+        assert "Table 2" in said.out and "does not explain" in said.out
+        return
+    rows = list(csv.DictReader(io.StringIO(said.out)))
+    strong = [row for row in outcome.rows if row.case.row.table == "strong"]
+    assert len(rows) == len(strong) == 9
+    for row, spent in zip(rows, strong):
+        assert float(row["backward s predicted"]) == paper_fit.predicted(
+            spent, outcome.fit, LONGHORN)[1]
 
 
 @pytest.mark.parametrize("more", [["--table", "strong"], ["--pictures", "pics"]])

@@ -14,6 +14,7 @@ from bench.records.measurements import Measurements, Variable
 from bench.reports import formats, micro_tables
 from bench.reports.document import Column, Notes, Number, Table
 from bench.reports.formats import render
+from mm3d.tracing import dry_run
 from records import made_up, matmul_record
 
 NASTY = r"50 % of_a & b <i> #1 ~^\ {x} `y` *z* | w"
@@ -81,6 +82,54 @@ def test_the_verb_prints_all_rows_in_every_format(tmp_path, capsys, form):
         rows = [row for row in csv.DictReader(io.StringIO(out)) if row["product"]]
         assert [float(row["rate (GFLOP/s)"]) for row in rows] == [65.536e-6 / 0.002,
                                                                   131.072e-6 / 0.004]
+
+
+DRY = ("dry", "--ranks", "8", "--hidden", "64", "--layers", "2", "--machine", "cpu")
+PLAN = ("plan", "--ranks", "8", "--hidden", "64", "--layers", "2", "--top", "4")
+
+
+@pytest.mark.parametrize("form", formats.FORMATS)
+@pytest.mark.parametrize("command, titles", [
+    (DRY, ["A step of this rank", "Memory of this rank", "Predicted seconds"]),
+    (PLAN, ["Schemes and grids by predicted step time"])], ids=["dry", "plan"])
+def test_plans_and_dry_runs_have_every_format(capsys, command, titles, form):
+    assert main([*command, "--format", form]) == 0
+    out = capsys.readouterr().out
+    assert all(title in out for title in titles)
+    assert r"\begin{tabular}" in out if form == "latex" else r"\begin" not in out
+    if form == "csv":
+        rows = list(csv.DictReader(io.StringIO(out)))
+        assert {row["table"].partition(" (")[0].partition(":")[0] for row in rows} >= {*titles}
+        assert all(None not in row for row in rows)
+
+
+def test_counts_of_a_dry_run_are_whole_numbers_in_csv(capsys):
+    """With all digits, also beyond those of a float, and without commas."""
+    sizes = dict(layers=3, hidden=2 ** 18, heads=64, batch=1024, seq=4096)
+    assert main(["dry", "--ranks", "1", "--scheme", "serial", "--format", "csv",
+                 *(f"--{name}={size}" for name, size in sizes.items())]) == 0
+    rows = csv.DictReader(io.StringIO(capsys.readouterr().out))
+    flops = dry_run.extended("serial", 1, **sizes).flops("forward")
+    assert next(rows)["flops"] == str(flops) and flops > 2 ** 53
+
+
+def test_overlap_is_in_the_tables_of_a_dry_run(capsys):
+    """The calls in flight are some of the calls; the seconds do not claim that any is hidden."""
+    found = []
+    for more in ([], ["--overlap"]):
+        assert main([*DRY, *more, "--format", "csv"]) == 0
+        out = capsys.readouterr().out
+        assert ("products hide no collective" in out) == bool(more)
+        found.append(list(csv.DictReader(io.StringIO(out))))
+    plain, overlapped = ([row for row in rows if row["collective"]] for rows in found)
+    assert "in flight" not in plain[0]
+    assert [row["calls"] for row in plain] == [row["calls"] for row in overlapped]
+    assert all(0 <= int(row["in flight"]) <= int(row["calls"]) for row in overlapped)
+    assert {row["collective"] for row in overlapped if int(row["in flight"])} == {
+        "all_gather", "reduce_scatter"}
+    peaks = [int(row["bytes"]) for rows in found for row in rows
+             if row["arrays"] == "peak of the model's arrays"]
+    assert peaks[0] < peaks[1]
 
 
 def test_wrong_formats_and_folders_get_one_message(tmp_path, capsys):

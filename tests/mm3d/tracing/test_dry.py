@@ -4,6 +4,7 @@ import math
 import time
 import tracemalloc
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -14,9 +15,10 @@ from mm3d import describe
 from mm3d.arrays import backend
 from mm3d.model import cost
 from mm3d.tracing import dry_arrays, dry_run
-from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
+from mm3d.tracing.events import Collective, Gemm, Overlapped, PHASES, Pass
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.silent import DryCommunicator
+from mirror import Mirror, mirrored
 from models import CHOSEN, PARALLELISMS, SIZES, Parallelism
 
 # Squares and lines of every scheme on every grid of the other tests, and serial.
@@ -163,8 +165,9 @@ def test_peak_memory_of_the_other_schemes_is_that_of_the_closed_form(name, grid)
 
 def test_layers_beyond_three_follow_from_two_and_three():
     """`extended` is what all the layers give."""
-    for name, grid in (("3d", (2, 1, 3)), ("1d-sp", None), ("3d", (2, 3, 1))):
-        sizes = dict(hidden=20, heads=5, batch=3, seq=7)
+    for name, grid, options in (("3d", (2, 1, 3), {}), ("1d-sp", None, {}), ("3d", (2, 3, 1), {}),
+                                ("3d", (3, 2, 1), {"overlap": True})):
+        sizes = dict(hidden=20, heads=5, batch=3, seq=7, options=options)
         whole = dry_run.step(name, 6, grid, layers=7, **sizes)
         extended = dry_run.extended(name, 6, grid, layers=7, **sizes)
         assert extended.layers == 7
@@ -247,3 +250,33 @@ def test_a_rank_that_cannot_be():
         DryCommunicator(8, 8)
     with pytest.raises(ValueError, match="a grid of 2 x 2 x 2 has 8 ranks"):
         dry_run.step("3d", 9, (2, 2, 2), layers=1, hidden=4, heads=1, batch=1, seq=1)
+
+
+@pytest.mark.parametrize("keep, recompute", [("none", "none"), ("weight", "none"),
+                                             ("none", "full")])
+@pytest.mark.parametrize("grid", [(2, 2, 2), (4, 1, 1), (1, 2, 4)], ids=str)
+def test_overlap_is_dry_as_it_is_real(grid, keep, recompute, monkeypatch):
+    """Traffic, the memory of all buffers in flight, and which collectives are in flight."""
+    sizes, begun = dict(layers=3, hidden=16, heads=4, batch=8, seq=4), Counter()
+    for method, kind in (("Iallgatherv", "all_gather"), ("Ireduce_scatter", "reduce_scatter")):
+        def begin(comm, *arguments, kind=kind, original=getattr(Mirror, method)):
+            begun[phase.phase, kind, comm.name] += 1
+            return original(comm, *arguments)
+        monkeypatch.setattr(Mirror, method, begin)
+    peaks = []
+    for overlap in (False, True):
+        options, phase = {"keep": keep, "overlap": overlap}, SimpleNamespace(phase="")
+        with mirrored("3d", grid, **options) as (scheme, _):
+            real = real_step(phase, scheme, {**sizes, "recompute": recompute}, "float32", False)
+        trace = dry_run.step("3d", math.prod(grid), grid, 0, backend.Backend.block, options,
+                             **sizes, recompute=recompute)
+        assert trace.traffic == {phase: real[phase] for phase in PHASES}
+        for name in ("parameters", "saved", "pool_peak"):
+            assert getattr(trace, name) == real[name], name
+        dry = Counter()
+        for (when, _, event), times in trace.events.items():
+            if isinstance(event, Overlapped) and event.call == "begin":
+                dry[when, event.kind, event.direction] += times
+        assert dry == begun and bool(begun) == overlap
+        peaks.append(trace.pool_peak)
+    assert peaks[0] < peaks[1] or grid[0] == 1
