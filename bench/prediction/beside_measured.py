@@ -54,19 +54,19 @@ def measured(run: run_file.Run | Measurements) -> Iterator[Measured]:
     more = {"transport": chosen.get("transport", "")}
     if isinstance(run, run_file.Run):
         published = run.published["recomputed_step_time"]
-        work = Work("layer", chosen["scheme"], grid_shape(chosen).sizes,
+        work = Work("layer", chosen["scheme"], grid_shape(chosen),
                     tuple(chosen[name] for name in NAMES["layer"]))
         yield Measured(work, chosen["dtype"],
                        {phase: timing.typical(run.samples[phase]) for phase in PHASES},
                        None if math.isnan(published) else published, **more)
     elif run.kind == "matmul":
-        work = Work("matmul", chosen["scheme"], grid_shape(chosen).sizes,
+        work = Work("matmul", chosen["scheme"], grid_shape(chosen),
                     tuple(chosen[name] for name in "MNK"), chosen["form"])
         seconds = run.variables["seconds"].values[:, 0, 0]
         yield Measured(work, chosen["dtype"], dict(zip(run.scales["phase"], seconds.tolist())),
                        **more)
     elif run.kind == "layer":
-        work = Work("layer", chosen["scheme"], grid_shape(chosen).sizes,
+        work = Work("layer", chosen["scheme"], grid_shape(chosen),
                     tuple(chosen[name] for name in NAMES["layer"]))
         yield Measured(work, chosen["dtype"], {"step": run.variables["seconds"].values[0, 0]},
                        **more)

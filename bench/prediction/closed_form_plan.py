@@ -26,8 +26,8 @@ class Plan(msgspec.Struct):
 
     Attributes
     ----------
-    scheme, grid : str, tuple of int
-        Which.
+    scheme, grid : str, GridShape
+        The scheme, and the sizes of its directions.
     forward, backward : float
         Predicted seconds.
     words : dict of str to float
@@ -43,7 +43,7 @@ class Plan(msgspec.Struct):
     """
 
     scheme: str
-    grid: tuple[int, ...]
+    grid: GridShape
     forward: float
     backward: float
     words: dict[str, float]
@@ -51,11 +51,6 @@ class Plan(msgspec.Struct):
     memory: float
     fits: bool
     traced: bool = False
-
-    @property
-    def shape(self) -> GridShape:
-        """Return the shape of the grid."""
-        return lookup(self.scheme).grid_shape(self.grid)
 
     @property
     def seconds(self) -> float:
@@ -141,29 +136,29 @@ class _Blocks:
                          tokens * seq * heads / inside * uneven])
 
 
-def screen(name: str, grid: tuple[int, ...], machine: machine_model.Machine, dtype: str,
+def screen(name: str, grid: GridShape, machine: machine_model.Machine, dtype: str,
            recompute: str, sizes: ModelSizes) -> Plan:
     """Plan a scheme on a grid by the closed forms."""
-    shape, size = lookup(name).grid_shape(grid), np.dtype(dtype).itemsize
-    blocks = _Blocks(name, shape, sizes)
+    size = np.dtype(dtype).itemsize
+    blocks = _Blocks(name, grid, sizes)
     described = describe(sizes, recompute=recompute)
-    moves = cost.moves(name, shape, described)
-    words = {phase: sum(m.words for m in found.values()) / shape.ranks
+    moves = cost.moves(name, grid, described)
+    words = {phase: sum(m.words for m in found.values()) / grid.ranks
              for phase, found in moves.items()}
     spent = {phase: dict.fromkeys(TERMS, 0.0) for phase in PHASES}
     for phase, found in moves.items():
         for (axis, kind), move in found.items():
-            g = shape[axis]
-            whole = move.words / shape.ranks * size * g / (g - 1) / move.calls
+            g = grid[axis]
+            whole = move.words / grid.ranks * size * g / (g - 1) / move.calls
             whole /= 2 if kind == "all_reduce" else 1
-            event = Collective(kind, axis, g, shape.stride(axis), whole)
+            event = Collective(kind, axis, g, grid.stride(axis), whole)
             for term, value in collective_terms(machine, event).items():
                 spent[phase][term] += move.calls * value
     attention = sizes["layers"] * gemm_seconds(machine, blocks.attention(dtype))
     forward = attention + sum(
         times * local.count * gemm_seconds(machine, Gemm(1, *local[:3], dtype))
         for product, times in products(sizes).items()
-        for local in lookup(name).local_products(shape, product))
+        for local in lookup(name).local_products(grid, product))
     again = cost.flops_again(described) / cost.flops(described)["forward"]
     spent["forward"]["gemm"] = forward
     spent["backward"]["gemm"] = (2 + again) * forward + attention / 2
@@ -175,6 +170,6 @@ def screen(name: str, grid: tuple[int, ...], machine: machine_model.Machine, dty
     spent["backward"]["memory"] += (bool(chosen.every) + chosen.selective
                                     ) * spent["forward"]["memory"]
     seconds = {phase: achieved_seconds(machine, spent[phase]) for phase in PHASES}
-    memory = size * cost.peak_words(name, shape, described)
+    memory = size * cost.peak_words(name, grid, described)
     return Plan(name, grid, seconds["forward"], seconds["backward"], words,
-                over_bound(name, shape, sizes), memory, memory <= machine.memory_bytes)
+                over_bound(name, grid, sizes), memory, memory <= machine.memory_bytes)

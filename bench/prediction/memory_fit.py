@@ -1,19 +1,21 @@
 """Decide whether a model fits the memory of a rank, and which recomputation makes it fit."""
 
-import math
 import re
 import sys
 from functools import cache
 
 import numpy as np
 
-import mm3d
 from bench.cases.variants import Variant
 from bench.errors import UsageError
 from mm3d import describe
+from mm3d.grid.shape import GridShape
 from mm3d.model import cost, recomputation
 from mm3d.model.recomputation import POLICIES
+from mm3d.schemes import lookup
 from mm3d.tracing import dry_run
+
+GridSizes = tuple[int, ...] | GridShape    # the sizes of a scheme's directions
 
 UNITS = {"": 1, "B": 1, **{f"{prefix}{ending}": base ** power
                            for ending, base in (("B", 1000), ("iB", 1024))
@@ -38,24 +40,25 @@ def size(text: str) -> int:
 
 
 @cache
-def _peak(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
+def _peak(scheme: str, grid: GridShape, dtype: str, recompute: str,
           sizes: tuple[tuple[str, int], ...], how: Variant, block: int) -> int:
-    return dry_run.extended(scheme, math.prod(grid), grid, options=how.options(scheme),
+    return dry_run.extended(scheme, grid.ranks, grid, options=how.options(scheme),
                             dtype=dtype, block=block,
                             causal=how.causal, recompute=recompute, **dict(sizes)).peak
 
 
-def peak(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
+def peak(scheme: str, grid: GridSizes, dtype: str, recompute: str,
          sizes: dict[str, int], how: Variant = Variant(), block: int = sys.maxsize) -> int:
     """Predict the peak bytes of rank 0, which has the most, by a dry run of the model's code.
 
     Of `how` this takes what is kept and overlaps, and whether attention looks backward only.
     Elementwise work handles `block` elements at a time; by default all at once, as on a GPU.
     """
-    return _peak(scheme, grid, dtype, recompute, tuple(sizes.items()), how, block)
+    shape = lookup(scheme).grid_shape(grid)
+    return _peak(scheme, shape, dtype, recompute, tuple(sizes.items()), how, block)
 
 
-def estimate(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
+def estimate(scheme: str, grid: GridSizes, dtype: str, recompute: str,
              sizes: dict[str, int], keep: str = "none") -> float:
     """Estimate the peak bytes of rank 0 by the closed form and 6 %, without a dry run.
 
@@ -64,20 +67,20 @@ def estimate(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
     there.  The closed form is of what divides: where heads do not, the rank with one more has as
     much more of everything, at most.
     """
-    shape = mm3d.SCHEMES[scheme].grid_shape(grid)
-    parts, heads = max(grid), sizes["heads"]
+    shape = lookup(scheme).grid_shape(grid)
+    parts, heads = max(shape.sizes), sizes["heads"]
     closed = cost.peak_words(scheme, shape, describe(sizes, recompute=recompute), keep=keep)
     return 1.06 * closed * np.dtype(dtype).itemsize * -(-heads // parts) * parts / heads
 
 
-def policy(scheme: str, grid: tuple[int, ...], dtype: str, sizes: dict[str, int],
+def policy(scheme: str, grid: GridSizes, dtype: str, sizes: dict[str, int],
            limit: float, how: Variant = Variant()) -> tuple[str | None, int]:
     """Find the policy that computes least again and fits into `limit` bytes, and its peak.
 
     None, and the least peak, where none fits.  Policies that are far from fitting by the closed
     forms are not run dry.
     """
-    shape = mm3d.SCHEMES[scheme].grid_shape(grid)
+    shape = lookup(scheme).grid_shape(grid)
     closed = {name: np.dtype(dtype).itemsize * cost.peak_words(
         scheme, shape, describe(sizes, recompute=name), keep=how.keep)
         for name in policies(how.keep)}
@@ -95,7 +98,7 @@ def policies(keep: str = "none") -> list[str]:
     return [name for name in POLICIES if able[name]]
 
 
-def verdict(scheme: str, grid: tuple[int, ...], dtype: str, recompute: str,
+def verdict(scheme: str, grid: GridSizes, dtype: str, recompute: str,
             sizes: dict[str, int], limit: int, how: Variant = Variant()) -> tuple[bool, str]:
     """Decide whether `recompute` fits into `limit` bytes a rank; a line says so, or what does."""
     needed = peak(scheme, grid, dtype, recompute, sizes, how)

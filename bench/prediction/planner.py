@@ -5,7 +5,6 @@ exact; the best are then traced by dry runs of the model's own code, which makes
 their counts exact. Seconds are a model either way.
 """
 
-import math
 from typing import Iterator
 
 import msgspec
@@ -14,6 +13,7 @@ from bench.prediction import machine_model, memory_fit
 from bench.prediction.closed_form_plan import Plan, screen
 from bench.prediction.seconds import step_seconds
 from mm3d import ModelSizes
+from mm3d.grid.shape import GridShape
 from mm3d.schemes import lookup, registry
 from mm3d.tracing import dry_run
 
@@ -21,7 +21,7 @@ TRACED = 32    # plans that are traced after screening: all, where there are no 
 TRACED_OF_MANY = 12    # and so many where there are more
 
 
-def candidates(ranks: int, scheme: str | None = None) -> Iterator[tuple[str, tuple[int, ...]]]:
+def candidates(ranks: int, scheme: str | None = None) -> Iterator[tuple[str, GridShape]]:
     """List every scheme that divides the work, with every grid of it, for a number of ranks.
 
     Raises
@@ -48,9 +48,8 @@ def regime(M: int, N: int, K: int, ranks: int) -> int:
 def traced(plan: Plan, machine: machine_model.Machine, dtype: str, recompute: str,
            sizes: ModelSizes) -> Plan:
     """Return the plan with seconds and memory from a dry run of rank 0."""
-    ranks = math.prod(plan.grid)
-    trace = dry_run.extended(plan.scheme, ranks, plan.grid, dtype=dtype, block=machine.granule,
-                             recompute=recompute, **sizes)
+    trace = dry_run.extended(plan.scheme, plan.grid.ranks, plan.grid, dtype=dtype,
+                             block=machine.granule, recompute=recompute, **sizes)
     seconds = step_seconds(machine, trace)
     return msgspec.structs.replace(plan, forward=seconds["forward"],
                                    backward=seconds["backward"], memory=trace.peak,
@@ -74,7 +73,7 @@ def plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32",
 
 
 def best_grid(scheme: str, ranks: int, machine: machine_model.Machine, dtype: str = "float32",
-              recompute: str = "none", **sizes: int) -> tuple[int, ...]:
+              recompute: str = "none", **sizes: int) -> GridShape:
     """Choose the grid of ``--grid auto``: the first of the scheme's `plans`.
 
     Raises

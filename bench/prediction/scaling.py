@@ -11,6 +11,8 @@ from bench.cases.selection import select_rows
 from bench.prediction import machine_model, paper_fit, planner
 from bench.prediction.closed_form_plan import Plan, screen
 from bench.prediction.seconds import step_seconds
+from mm3d.grid.shape import GridShape
+from mm3d.schemes import lookup
 from mm3d.tracing import dry_run
 
 BEST = "3-D, best grid"
@@ -18,13 +20,14 @@ FAMILIES = ("1-D", "1-D, sequence", "2-D", "data, sharded (P x 1 x 1)", "3-D cub
 Curves = dict[str, list[tuple[int, Plan]]]    # ranks and plan, by family
 
 
-def grid_of(family: str, ranks: int) -> tuple[str, tuple[int, ...]] | None:
+def grid_of(family: str, ranks: int) -> tuple[str, GridShape] | None:
     """Return scheme and grid of a family on `ranks` ranks; None where it has none."""
     root, side = math.isqrt(ranks), round(ranks ** (1 / 3))
-    return {"1-D": ("1d", (ranks,)), "1-D, sequence": ("1d-sp", (ranks,)),
-            "2-D": ("2d", (root, root)) if root ** 2 == ranks else None,
-            "data, sharded (P x 1 x 1)": ("3d", (ranks, 1, 1)),
-            "3-D cube": ("3d", (side,) * 3) if side ** 3 == ranks else None}.get(family)
+    found = {"1-D": ("1d", (ranks,)), "1-D, sequence": ("1d-sp", (ranks,)),
+             "2-D": ("2d", (root, root)) if root ** 2 == ranks else None,
+             "data, sharded (P x 1 x 1)": ("3d", (ranks, 1, 1)),
+             "3-D cube": ("3d", (side,) * 3) if side ** 3 == ranks else None}.get(family)
+    return found and (found[0], lookup(found[0]).grid_shape(found[1]))
 
 
 def curves(machine: machine_model.Machine, dtype: str, recompute: str, sizes: dict[str, int],

@@ -33,7 +33,8 @@ ROUNDS = 8
 def everywhere(ranks: int, products: Iterable[tuple[int, ...]],
                layers: Iterable[tuple[int, ...]]) -> list[Work]:
     """List products C = AB and Transformers of these sizes, on every grid of every scheme."""
-    grids = [("3d", (1, 1, 1))] if ranks == 1 else list(planner.candidates(ranks))
+    alone = lookup("3d").grid_shape((1, 1, 1))
+    grids = [("3d", alone)] if ranks == 1 else list(planner.candidates(ranks))
     works = [Work("matmul", scheme, grid, sizes, "ab") for sizes in products
              for scheme, grid in grids if lookup(scheme).matrix_product]
     return works + [Work("layer", scheme, grid, sizes) for sizes in layers

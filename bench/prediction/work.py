@@ -27,7 +27,7 @@ class Work:
     ----------
     kind : {"matmul", "layer"}
         Which.
-    scheme, grid : str, tuple of int
+    scheme, grid : str, GridShape
         How it is divided.
     sizes : tuple of int
         M, N and K, or hidden, heads, batch, seq and layers.
@@ -37,32 +37,27 @@ class Work:
 
     kind: str
     scheme: str
-    grid: tuple[int, ...]
+    grid: GridShape
     sizes: tuple[int, ...]
     form: str = ""
 
     @property
     def label(self) -> str:
         """Return a text such as ``matmul 3d 2x1x1 512x512x512 ab``."""
-        return " ".join([self.kind, self.scheme, self.shape.compact,
+        return " ".join([self.kind, self.scheme, self.grid.compact,
                          "x".join(map(str, self.sizes)), self.form]).rstrip()
-
-    @property
-    def shape(self) -> GridShape:
-        """Return the shape of the grid."""
-        return lookup(self.scheme).grid_shape(self.grid)
 
     @property
     def ranks(self) -> int:
         """Return the ranks of the grid."""
-        return self.shape.ranks
+        return self.grid.ranks
 
     @classmethod
     def of(cls, label: str) -> "Work":
         """Parse a label."""
         kind, scheme, grid, sizes, *form = label.split()
-        shape = GridShape.parse(grid, lookup(scheme).directions)
-        return cls(kind, scheme, shape.sizes, tuple(map(int, sizes.split("x"))), *form)
+        return cls(kind, scheme, GridShape.parse(grid, lookup(scheme).directions),
+                   tuple(map(int, sizes.split("x"))), *form)
 
 
 def trace(work: Work, dtype: str, block: int) -> Trace:

@@ -68,7 +68,7 @@ def table(pairs: Sequence[Pair]) -> Table:
         if work.kind == "layer" and one.published is not None:
             average = [number_cell(seconds) for seconds in (
                 one.published, *(total / work.sizes[2] for total in pair.totals))]
-        rows.append([TITLES.get(work.scheme, work.scheme), str(work.shape), _sizes(work),
+        rows.append([TITLES.get(work.scheme, work.scheme), str(work.grid), _sizes(work),
                      one.dtype, *times, number_cell(pair.error, "+.0%"),
                      *(average if published else [])])
     columns = [Column("scheme"), *(Column(name, align="<") for name in ("grid", "sizes", "dtype")),
@@ -111,7 +111,7 @@ def choices(pairs: Sequence[Pair]) -> Table:
         chosen: list[Cell] = []
         for pair in (taken, fastest):
             work = pair.measured.work
-            chosen += [f"{TITLES.get(work.scheme, work.scheme)} {work.shape}",
+            chosen += [f"{TITLES.get(work.scheme, work.scheme)} {work.grid}",
                        number_cell(1e3 * pair.totals[1])]
         rows.append([_sizes(taken.measured.work), ranks, TITLES.get(schemes, schemes), len(tried),
                      *chosen, number_cell(taken.totals[1] / least - 1, "+.0%"),

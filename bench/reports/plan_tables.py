@@ -11,7 +11,7 @@ from mm3d.schemes import lookup
 
 def table(plans: Sequence[Plan], fits: Sequence[str]) -> Table:
     """Make the table of plans, one a line, and whether each fits."""
-    rows = [[p.scheme, str(p.shape),
+    rows = [[p.scheme, str(p.grid),
              *map(number_cell, (p.seconds, p.forward, p.backward, p.words["forward"] / 1e6,
                             p.words["backward"] / 1e6, p.over_bound, p.memory / 2**30)), said]
             for p, said in zip(plans, fits)]
@@ -25,7 +25,7 @@ def table(plans: Sequence[Plan], fits: Sequence[str]) -> Table:
 def remarks(plans: Sequence[Plan], sizes: ModelSizes, ranks: int, took: float) -> Notes:
     """Say which plan moves least, what the cube does, and how all were found in `took` seconds."""
     least = min(plans, key=lambda p: p.words["forward"])
-    lines = [f"fewest words forward: {least.scheme} {least.shape}, "
+    lines = [f"fewest words forward: {least.scheme} {least.grid}, "
              f"{least.words['forward'] / 1e6:.4g} million a rank"]
     for scheme in dict.fromkeys(p.scheme for p in plans):
         lines += _default(scheme, plans, least, ranks)
@@ -43,12 +43,12 @@ def _default(scheme: str, plans: Sequence[Plan], least: Plan, ranks: int) -> lis
     """Say what the default grid of a scheme moves that has several grids."""
     own = {p.grid: p for p in plans if p.scheme == scheme}
     try:
-        grid = lookup(scheme).default_grid(ranks)
+        grid = lookup(scheme).grid_shape(lookup(scheme).default_grid(ranks))
     except ValueError:    # such as no cube
         return []
     if len(own) == 1 or grid not in own:
         return []
     moved = own[grid].words["forward"]
-    return [f"{scheme} on its default grid, {own[grid].shape}: {moved / 1e6:.4g} "
+    return [f"{scheme} on its default grid, {grid}: {moved / 1e6:.4g} "
             f"million forward, {moved / least.words['forward']:.3g} times as many; "
             f"{own[grid].seconds:.4g} s"]

@@ -133,7 +133,7 @@ def _matmul(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]
 
 def moved(chosen: dict, phases: list[str], ranks: int) -> np.ndarray:
     """Count the words that each rank of a product moves, (phase, rank), without moving any."""
-    grid = grid_shape(chosen).sizes
+    grid = grid_shape(chosen)
     words = np.zeros((len(phases), ranks), np.int64)
     for rank in range(ranks):
         problem = Problem(chosen["scheme"], chosen["form"], DryCommunicator(ranks, rank), grid,

@@ -42,8 +42,7 @@ def grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: str,
         from bench.prediction import machine_model, planner
         try:
             return planner.best_grid(scheme, ranks, machine_model.load(machine, dtype), dtype,
-                                     recompute,
-                                     **sizes)
+                                     recompute, **sizes).sizes
         except ValueError as error:
             raise UsageError(str(error)) from error
     try:

@@ -5,6 +5,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mm3d.arrays.backend import Backend
+from mm3d.grid.shape import GridShape
 from mm3d.schemes.scheme import SCHEMES, Scheme, _import_schemes
 
 
@@ -22,7 +23,8 @@ def lookup(name: str) -> type[Scheme]:
     return known[name]
 
 
-def scheme(name: str, comm: MPI.Intracomm | None = None, grid: tuple[int, ...] | None = None,
+def scheme(name: str, comm: MPI.Intracomm | None = None,
+           grid: tuple[int, ...] | GridShape | None = None,
            backend: str | Backend | None = None, **options: Any) -> Scheme:
     """Create the scheme called `name` on the ranks of `comm`.
 
@@ -33,7 +35,7 @@ def scheme(name: str, comm: MPI.Intracomm | None = None, grid: tuple[int, ...] |
         Optimus) or "3d" (the paper's, on any X x Y x Z grid).
     comm : mpi4py.MPI.Intracomm, optional
         The world, if not given.
-    grid : tuple of int, optional
+    grid : tuple of int or GridShape, optional
         Sizes of the grid's directions; by default all ranks in a line (1d), a square (2d) or
         a cube (3d).
     backend : str or Backend, optional

@@ -11,7 +11,7 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from functools import cache
-from typing import Any, Mapping, NamedTuple
+from typing import Any, Mapping, NamedTuple, Sequence
 
 from mpi4py import MPI
 
@@ -98,7 +98,7 @@ class Scheme(ABC):
     ----------
     comm : mpi4py.MPI.Intracomm
         All ranks.
-    grid : tuple of int, optional
+    grid : tuple of int or GridShape, optional
         Sizes of the directions; the scheme's own choice when not given.
     backend : str or Backend, optional
         Whose arrays are used; see `mm3d.arrays.backend.get`.
@@ -141,19 +141,15 @@ class Scheme(ABC):
         SCHEMES.clear()
         SCHEMES.update(ordered)
 
-    def __init__(self, comm: MPI.Intracomm, grid: tuple[int, ...] | None = None,
+    def __init__(self, comm: MPI.Intracomm, grid: tuple[int, ...] | GridShape | None = None,
                  backend: str | Backend | None = None, **options: Any) -> None:
         vars(self).update(self.chosen(options))
-        if grid is not None and not isinstance(grid, (tuple, list)):
+        if grid is not None and not isinstance(grid, (tuple, list, GridShape)):
             raise ValueError(f"grid={grid!r} should be a tuple of sizes, one for each of the "
                              f"directions {', '.join(self.directions)}")
-        sizes = tuple(grid) if grid is not None else self.default_grid(comm.size)
-        if len(sizes) != len(self.directions):
-            raise ValueError(f"the grid of scheme {self.name!r} has the directions "
-                             f"{', '.join(self.directions) or '(none)'}, so grid={sizes} should "
-                             f"have {len(self.directions)} sizes")
-        self.check_grid(sizes)
-        self.grid = Grid(comm, backend, **self.grid_shape(sizes))
+        shape = self.grid_shape(grid if grid is not None else self.default_grid(comm.size))
+        self.check_grid(shape)
+        self.grid = Grid(comm, backend, **shape)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.grid!r})"
@@ -182,12 +178,25 @@ class Scheme(ABC):
         """Choose the sizes of the directions for `ranks` ranks; ValueError if there are none."""
 
     @classmethod
-    def check_grid(cls, sizes: tuple[int, ...]) -> None:
-        """Raise ValueError for sizes that the scheme cannot use."""
+    def check_grid(cls, grid: GridShape) -> None:
+        """Raise ValueError for a grid that the scheme cannot use."""
 
     @classmethod
-    def grid_shape(cls, sizes: tuple[int, ...]) -> GridShape:
-        """Return the shape of the grid with these sizes of the scheme's directions."""
+    def grid_shape(cls, sizes: Sequence[int] | GridShape) -> GridShape:
+        """Return the shape of the grid with these sizes of the scheme's directions.
+
+        Raises
+        ------
+        ValueError
+            When these are other directions, or a size is less than 1.
+        """
+        given = sizes
+        directions, sizes = ((given.directions, given.sizes) if isinstance(given, GridShape)
+                             else (cls.directions, tuple(given)))
+        if directions != cls.directions or len(sizes) != len(cls.directions):
+            raise ValueError(f"the grid of scheme {cls.name!r} has the directions "
+                             f"{', '.join(cls.directions) or '(none)'}, so grid={given!r} should "
+                             f"have {len(cls.directions)} sizes, one for each")
         return GridShape(cls.directions, sizes)
 
     @classmethod
@@ -208,21 +217,22 @@ class Scheme(ABC):
     # In closed form, from the sizes of the grid's directions and the options of the scheme alone.
 
     @classmethod
-    def grids(cls, ranks: int) -> list[tuple[int, ...]]:
-        """List all sizes of the directions that the scheme can use on `ranks` ranks, ascending.
+    def grids(cls, ranks: int) -> list[GridShape]:
+        """List all grids that the scheme can use on `ranks` ranks, by ascending sizes.
 
         Raises
         ------
         ValueError
             That of `default_grid`, when there are none.
         """
-        return [sizes for sizes in factorizations(ranks, len(cls.directions))
-                if cls._can_use(sizes)] or [cls.default_grid(ranks)]
+        shapes = map(cls.grid_shape, factorizations(ranks, len(cls.directions)))
+        return ([shape for shape in shapes if cls._can_use(shape)]
+                or [cls.grid_shape(cls.default_grid(ranks))])
 
     @classmethod
-    def _can_use(cls, sizes: tuple[int, ...]) -> bool:
+    def _can_use(cls, grid: GridShape) -> bool:
         try:
-            cls.check_grid(sizes)
+            cls.check_grid(grid)
         except ValueError:
             return False
         return True

@@ -14,6 +14,7 @@ from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Split
 from mm3d.grid.layout import Layout
+from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
 from mm3d.schemes.matrix_product import FORMS, GRADIENTS, MatrixProduct
 from mm3d.schemes.scheme import Product, Scheme, Strings
@@ -120,9 +121,9 @@ class Summa(Scheme):
         return (q, q)
 
     @classmethod
-    def check_grid(cls, sizes: tuple[int, ...]) -> None:
-        if sizes[0] != sizes[1]:
-            raise ValueError(f"scheme '2d' needs a square grid, not {sizes[0]} x {sizes[1]}")
+    def check_grid(cls, grid: GridShape) -> None:
+        if grid["x"] != grid["y"]:
+            raise ValueError(f"scheme '2d' needs a square grid, not {grid}")
 
     @classmethod
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int,

@@ -8,6 +8,7 @@ from bench.checks.freivalds import Distributed
 from bench.experiments.products import operands
 from mm3d.arrays.backend import Array, Backend
 from mm3d.grid.grid import Grid
+from mm3d.grid.shape import GridShape
 from mm3d.schemes import lookup, registry
 from mm3d.schemes.matrix_product import GRADIENTS, LOCAL
 from mm3d.tracing.events import ArrayObserver, Gemm
@@ -28,7 +29,7 @@ class Problem:
         Such as "3d" and "ab".
     comm : mpi4py.MPI.Intracomm
         The ranks.
-    sizes : tuple of int or None
+    sizes : tuple of int, GridShape or None
         Of the grid's directions; the scheme's own choice if None.
     shape : tuple of int
         M, N, K: C is M x K, the sum has N terms.
@@ -45,7 +46,7 @@ class Problem:
         When the ranks do not fit the grid, or the scheme has no products of plain matrices.
     """
 
-    def __init__(self, scheme: str, form: str, comm, sizes: tuple[int, ...] | None,
+    def __init__(self, scheme: str, form: str, comm, sizes: tuple[int, ...] | GridShape | None,
                  shape: tuple[int, int, int], dtype: str, seed: int,
                  backend: str | Backend | None) -> None:
         cls = lookup(scheme)
@@ -56,8 +57,9 @@ class Problem:
         if len(sizes) != len(cls.directions):
             raise ValueError(f"--grid {'x'.join(map(str, sizes))}: scheme {scheme} has "
                              f"the directions {', '.join(cls.directions)}: name a size for each")
-        cls.check_grid(sizes)
-        self.grid = Grid(comm, backend, **cls.grid_shape(sizes))
+        grid = cls.grid_shape(sizes)
+        cls.check_grid(grid)
+        self.grid = Grid(comm, backend, **grid)
         self.scheme, self.form, self.dtype = scheme, form, dtype
         self.product = cls.matrix_product(self.grid, form, shape)
         self.layouts, self.shapes = self.product.layouts, self.product.shapes

@@ -109,6 +109,6 @@ def arranged(one: Case, settings: Settings, comm) -> tuple[GridShape, str]:
         raise ValueError(f"--grid {'x'.join(map(str, sizes))}: scheme {kind.name!r} has the "
                          f"directions {', '.join(kind.directions)}, whose sizes must multiply to "
                          f"the {comm.size} ranks")
-    kind.check_grid(sizes)
     shape = kind.grid_shape(sizes)
+    kind.check_grid(shape)
     return shape, placement.direction_order(settings.inside, kind.name, shape, one.sizes)

@@ -92,10 +92,10 @@ def _memory(panel, found: Curves, machine: machine_model.Machine, sizes: dict) -
 
 def _map(panel, found: list[Plan], ranks: int, machine: str) -> None:
     """Draw predicted seconds over X and Y; Z follows from the ranks."""
-    xs, ys = (sorted({p.grid[k] for p in found}) for k in (0, 1))
+    xs, ys = (sorted({p.grid[c] for p in found}) for c in "xy")
     cells = np.full((len(ys), len(xs)), np.nan)
     for p in found:
-        cells[ys.index(p.grid[1]), xs.index(p.grid[0])] = p.seconds
+        cells[ys.index(p.grid["y"]), xs.index(p.grid["x"])] = p.seconds
     best = min(found, key=lambda p: p.seconds)
     panel.grid(False)
     image = panel.imshow(np.log10(cells), origin="lower", cmap="viridis_r", aspect="auto")
@@ -103,14 +103,14 @@ def _map(panel, found: list[Plan], ranks: int, machine: str) -> None:
         middle = np.nanmean(np.log10(cells))
         for p in found:
             dark = math.log10(p.seconds) > middle
-            panel.text(xs.index(p.grid[0]), ys.index(p.grid[1]),
+            panel.text(xs.index(p.grid["x"]), ys.index(p.grid["y"]),
                        f"{p.seconds:.3g}" + ("\nbest" if p is best else ""), ha="center",
                        va="center", fontsize=8, color="white" if dark else "black")
     panel.set_xticks(range(len(xs)), xs, rotation=90 if len(xs) > 16 else 0)
     panel.set_yticks(range(len(ys)), ys)
     panel.set(xlabel="X", ylabel="Y", title=(
         f"Predicted seconds of a step of X x Y x Z grids of {ranks} ranks on {machine}: "
-        f"best {best.shape}"))
+        f"best {best.grid}"))
     panel.title.set_fontsize(10)
     panel.figure.colorbar(image, label="log10 of seconds")
 

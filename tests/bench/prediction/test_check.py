@@ -15,19 +15,23 @@ from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
 from bench.reports.formats import render
 from bench.reports.measured_tables import document
+from mm3d.grid.shape import GridShape
+from mm3d.schemes import lookup
 from mm3d.tracing.events import Collective, Gemm, PHASES
 from refused import refused
 from support import run_ranks
 
 CPU = machine_model.load("cpu")
 SHAPE = (24, 40, 36)
+UNEVEN = GridShape("xyz", (2, 1, 3))
 LAYER = dict(layers=2, hidden=64, heads=4, batch=8, seq=16)
 
 
-@pytest.mark.parametrize("work", [Work("matmul", "2d", (2, 2), (5, 6, 7), "atb"),
-                                  Work("layer", "3d", (2, 1, 3), (64, 4, 8, 16, 2))])
+@pytest.mark.parametrize("work", [Work("matmul", "2d", GridShape("xy", (2, 2)), (5, 6, 7),
+                                       "atb"),
+                                  Work("layer", "3d", UNEVEN, (64, 4, 8, 16, 2))])
 def test_a_label_says_all_of_the_work(work):
-    assert Work.of(work.label) == work and work.ranks == math.prod(work.grid)
+    assert Work.of(work.label) == work and work.ranks == work.grid.ranks
 
 
 @pytest.mark.ranks(4)
@@ -36,7 +40,8 @@ def test_a_label_says_all_of_the_work(work):
 def test_a_product_s_trace_is_what_the_product_moves(comm, scheme, grid):
     """Bytes of rank 0 along each direction, forward and backward, and its flops."""
     problem = Problem(scheme, "ab", comm, grid, SHAPE, "float32", 0, "numpy")
-    trace = trace_of(Work("matmul", scheme, grid, SHAPE, "ab"), "float32", 16384)
+    shape = lookup(scheme).grid_shape(grid)
+    trace = trace_of(Work("matmul", scheme, shape, SHAPE, "ab"), "float32", 16384)
     for phase in PHASES:
         problem.grid.reset_traffic()
         getattr(problem, phase)()
@@ -57,7 +62,7 @@ def made(slower=1.25) -> list[Measured]:
     found = []
     for scheme, grid in planner.candidates(8):
         work = Work("layer", scheme, grid, (64, 4, 8, 16, 2))
-        factor = 0.01 if grid == (8, 1, 1) else slower
+        factor = 0.01 if grid.sizes == (8, 1, 1) else slower
         seconds = predicted(CPU, work, "float32")
         found.append(Measured(work, "float32", {p: s * factor for p, s in seconds.items()}))
     return found
@@ -69,10 +74,10 @@ def test_the_report_says_how_far_off_predictions_are():
     assert "error 20% in the median" in text and "9900% at most" in text
     lines = [line for line in text.splitlines() if line.startswith("layer 64 x 4 x 8 x 16 x 2 ")]
     best = planner.plans(8, CPU, **LAYER)[0]
-    assert best.grid != (8, 1, 1)
+    assert best.grid.sizes != (8, 1, 1)
     assert len(lines) == 2 and all("3-D 8 x 1 x 1" in line for line in lines)
     for line in lines:    # what the planner would have taken, and then the fastest
-        taken, fastest = line.index(" x ".join(map(str, best.grid))), line.index("3-D 8 x 1 x 1")
+        taken, fastest = line.index(str(best.grid)), line.index("3-D 8 x 1 x 1")
         assert taken < fastest
 
 
@@ -87,9 +92,9 @@ def test_layers_and_products_of_other_verbs_are_read():
                                np.array([[[0.2, 0, 0, 0], [0.1, 0, 0, 0]]]), "s",
                                ("phase", "kind", "bound"))}, [])
     (one,), (other,) = map(list, map(beside_measured.measured, (layer, product)))
-    assert one == Measured(Work("layer", "3d", (2, 1, 3), (64, 4, 8, 16, 1)), "float64",
+    assert one == Measured(Work("layer", "3d", UNEVEN, (64, 4, 8, 16, 1)), "float64",
                            {"step": 0.5})
-    assert other == Measured(Work("matmul", "3d", (2, 1, 3), (4, 5, 6), "abt"), "float64",
+    assert other == Measured(Work("matmul", "3d", UNEVEN, (4, 5, 6), "abt"), "float64",
                              {"forward": 0.2})
     guess = predicted(CPU, one.work, "float64")
     off = f"{sum(guess.values()) / 0.5 - 1:+.0%}"

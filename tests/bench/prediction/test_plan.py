@@ -13,6 +13,7 @@ from bench.prediction.seconds import collective_terms, step_seconds
 from bench.records import run_file
 from bench.verbs import grids
 from mm3d import ModelSizes
+from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.schemes import lookup
 from mm3d.schemes.closed_form import ProductShape
@@ -24,6 +25,7 @@ from support import run_ranks
 
 LONGHORN = machine_model.load("longhorn")
 WEAK_64 = dict(layers=24, hidden=8192, heads=128, batch=384, seq=512)
+SLAB = GridShape("xyz", (16, 4, 1))
 SMALL = {"wide": dict(layers=2, hidden=1024, heads=16, batch=8, seq=32),
          "long": dict(layers=2, hidden=64, heads=4, batch=64, seq=64),
          "uneven": dict(layers=1, hidden=120, heads=5, batch=7, seq=9)}
@@ -33,7 +35,7 @@ SMALL = {"wide": dict(layers=2, hidden=1024, heads=16, batch=8, seq=32),
 def test_all_grids_are_found_once(ranks):
     every = {(x, y, ranks // x // y) for x in range(1, ranks + 1) if ranks % x == 0
              for y in range(1, ranks // x + 1) if ranks // x % y == 0}
-    assert lookup("3d").grids(ranks) == sorted(every)
+    assert [grid.sizes for grid in lookup("3d").grids(ranks)] == sorted(every)
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 12, 36])
@@ -70,7 +72,7 @@ def test_screened_memory_and_seconds_are_near_the_traces():
 
 def test_the_weak_64_gpu_shape_is_no_cube():
     """16 x 4 x 1 moves 2.5 times fewer words than 4 x 4 x 4, 491 to 1246 million a layer."""
-    found = {p.grid: p for p in planner.plans(64, LONGHORN, scheme="3d", **WEAK_64)}
+    found = {p.grid.sizes: p for p in planner.plans(64, LONGHORN, scheme="3d", **WEAK_64)}
     slab, cube = found[16, 4, 1], found[4, 4, 4]
     assert slab.words["forward"] / 24e6 == pytest.approx(491, rel=0.01)
     assert cube.words["forward"] / 24e6 == pytest.approx(1246, rel=0.01)
@@ -86,10 +88,10 @@ def test_no_grid_is_below_the_bound_in_any_regime():
         bound = cost.lower_bound(M, N, K, 64)
         for grid in lookup("3d").grids(64):
             shape = ProductShape("up", M, N, K)
-            moves = lookup("3d").product_moves(dict(zip("xyz", grid)), shape)[0]
-            words = sum(m.words for m in moves if dict(zip("xyz", grid))[m.axis] > 1) / 64
+            moves = lookup("3d").product_moves(grid, shape)[0]
+            words = sum(m.words for m in moves if grid[m.axis] > 1) / 64
             assert words >= bound * (1 - 1e-12), (kind, grid)
-            if kind == 3 and grid == (4, 4, 4):
+            if kind == 3 and grid.sizes == (4, 4, 4):
                 assert math.isclose(words, bound)
 
 
@@ -105,9 +107,9 @@ def test_what_does_not_fit_comes_last():
     fits = [p.fits for p in found]
     assert fits == sorted(fits, reverse=True)
     sizes = dict(WEAK_64, batch=96)
-    once, again = (planner.traced(screen("3d", (16, 4, 1), LONGHORN, "float32", recompute,
-                                         sizes), LONGHORN, "float32", recompute, sizes)
-                   for recompute in ("none", "full"))
+    once, again = (planner.traced(
+        screen("3d", SLAB, LONGHORN, "float32", recompute, sizes), LONGHORN, "float32", recompute,
+        sizes) for recompute in ("none", "full"))
     assert again.memory < once.memory / 2 and again.backward > once.backward
 
 
@@ -115,7 +117,7 @@ def test_grid_auto_is_the_planner_s_choice(capsys):
     command = ["dry", "--ranks", "64", "--hidden", "8192", "--layers", "2", "--grid", "auto"]
     assert main(command) == 0
     chosen = planner.best_grid("3d", 64, LONGHORN, **dict(WEAK_64, layers=2))
-    assert f"grid {' x '.join(map(str, chosen))}, rank 0 of 64" in capsys.readouterr().out
+    assert f"grid {chosen}, rank 0 of 64" in capsys.readouterr().out
 
 
 def test_a_scheme_without_a_grid_of_so_many_ranks_has_no_best_one():
@@ -232,13 +234,13 @@ def test_a_measured_run_takes_the_planner_s_grid(tmp_path):
     found = run_file.read_run(path).configuration
     sizes = ModelSizes.from_settings(found)
     best = planner.best_grid("3d", 8, machine_model.load("cpu"), **sizes)
-    assert found["grid"] == " x ".join(map(str, best)) and found["overridden"] == "grid"
+    assert found["grid"] == str(best) and found["overridden"] == "grid"
 
 
 def test_the_grid_of_auto_is_of_the_policy(monkeypatch):
     """What is chosen is planned for the step that is run."""
-    asked = []
+    asked, plans = [], [SimpleNamespace(grid=GridShape("xyz", (32, 2, 1)))]
     monkeypatch.setattr(planner, "plans", lambda ranks, machine, dtype, recompute, **rest:
-                        asked.append(recompute) or [SimpleNamespace(grid=(32, 2, 1))])
+                        asked.append(recompute) or plans)
     assert grids.grid("auto", "3d", 64, "longhorn", "float32", WEAK_64, "full") == (32, 2, 1)
     assert asked == ["full"]

@@ -165,8 +165,7 @@ def test_under_another_name_a_scheme_has_the_same_predictions(renamed, ranks):
     is computed again to fit."""
     sizes = dict(layers=2, hidden=120, heads=5, batch=7, seq=9)
     for grid in lookup(renamed[0]).grids(ranks)[1::9] or [None]:
-        grid = grid or lookup(renamed[0]).default_grid(ranks)
-        shape = dict(zip(lookup("renamed").directions, grid))
+        grid = grid or lookup("renamed").grid_shape(lookup(renamed[0]).default_grid(ranks))
         found = []
         for name in renamed:
             run = dry_run.step(name, ranks, grid, ranks - 1, **sizes)
@@ -174,7 +173,7 @@ def test_under_another_name_a_scheme_has_the_same_predictions(renamed, ranks):
                      *(work.Work("matmul", name, grid, (33, 26, 21), form) for form in FORMS)]
             found.append([run.events, run.traffic, run.peak, run.saved,
                           [work.predicted(LONGHORN, one, "float32") for one in works],
-                          placement.direction_order("auto", name, shape, sizes),
+                          placement.direction_order("auto", name, grid, sizes),
                           memory_fit.policy(name, grid, "float32", sizes, 2 ** 16)])
         assert found[0] == found[1]
 
@@ -188,12 +187,11 @@ def test_local_products_are_those_of_a_dry_run(name, ranks):
                 "mlp.up": ProductShape("up", 128, 45, 180),
                 "mlp.down": ProductShape("down", 128, 180, 45)}
     for grid in lookup(name).grids(ranks):
-        shape = dict(zip(lookup(name).directions, grid))
         run = dry_run.step(name, ranks, grid, layers=1, hidden=45, heads=5, batch=16, seq=8)
         for part, product in products.items():
             done = {event: times for (phase, where, event), times in run.events.items()
                     if (phase, where, type(event)) == ("forward", part, Gemm)}
-            local, = lookup(name).local_products(shape, product)
+            local, = lookup(name).local_products(grid, product)
             assert local.count == sum(done.values()), (grid, part)
             assert local[:3] == tuple(max(getattr(event, side) for event in done)
                                       for side in "mnk"), (grid, part)
