@@ -8,6 +8,7 @@ import pytest
 import mm3d
 from mm3d.arrays import backend
 from mm3d.grid import axis
+from mm3d.grid.shape import GridShape
 from mm3d.tracing import dry_run
 
 SIZES = dict(layers=1, hidden=8, heads=2, batch=8, seq=4)
@@ -55,6 +56,8 @@ def refused(comm, monkeypatch):
     (8, "1d", {"grid": (2, 4)}, ["(2, 4)", "1 sizes"]),
     (8, "3d", {"grid": (2, 3, 2)}, ["2 x 3 x 2", "12", "8"]),
     (8, "1d", {"grid": 8}, ["grid=8", "tuple of sizes"]),
+    (8, "3d", {"grid": GridShape("dxy", (2, 2, 2))}, ["GridShape('dxy'", "x, y, z"]),
+    (8, "1d", {"grid": GridShape("xy", (2, 4))}, ["(2, 4)", "1 sizes"]),
     (8, "3d", {"grid": (8, 0, 1)}, ["y=0", "at least 1"]),
     (8, "3d", {"grid": (-2, -4, 1)}, ["x=-2", "at least 1"]),
     (8, "3d", {"grid": (2.0, 2, 2)}, ["x=2.0"]),
