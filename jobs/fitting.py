@@ -30,17 +30,17 @@ class Fitting:
 
     def refusal(self, limit: int) -> str:
         """Say why the row is not run, on ranks of `limit` bytes."""
-        return (f"needs at least {memory_fit.gib(self.peak)} a rank by a dry run, of "
-                f"{memory_fit.gib(limit)}, with any policy of recomputation that is tried")
+        return (f"needs at least {memory_fit.format_gib(self.peak)} a rank by a dry run, of "
+                f"{memory_fit.format_gib(limit)}, with any policy of recomputation that is tried")
 
 
 def limit(site: Site, ranks: int) -> int | None:
     """Return the bytes of each of `ranks` ranks; None where the site file does not say."""
     if site.node.gpu_memory:
         sharing = -(-min(ranks, site.node.ranks) // max(1, site.node.gpus))
-        return memory_fit.size(site.node.gpu_memory) // sharing
+        return memory_fit.parse_size(site.node.gpu_memory) // sharing
     if site.node.memory:
-        return memory_fit.size(site.node.memory) // min(ranks, site.node.ranks)
+        return memory_fit.parse_size(site.node.memory) // min(ranks, site.node.ranks)
     return None
 
 
@@ -48,7 +48,7 @@ def fitting(site: Site, case: Case, recompute: str | None = None) -> Fitting:
     """Decide whether `case` fits the site with `recompute`, or with the policy that repeats least.
 
     Closed forms, which are at once but may be less than what is needed, decide only where they
-    leave `memory_fit.SURE` times their bytes; nearer to the limit a dry run does.  The job itself
+    leave `memory_fit.SAFETY_FACTOR` times their bytes; nearer to the limit a dry run does.  The job itself
     makes one in any case.
     """
     most, how, scheme = limit(site, case.row.gpus), case.variant, case.row.scheme
@@ -56,15 +56,15 @@ def fitting(site: Site, case: Case, recompute: str | None = None) -> Fitting:
         return Fitting(recompute or "none")
     grid, dtype = mm3d.SCHEMES[scheme].default_grid(case.row.gpus), numpy_dtype(how)
     sizes = case.sizes
-    names = [recompute] if recompute else memory_fit.policies(how.keep)
-    closed = memory_fit.estimate(scheme, grid, dtype, names[0], sizes, how.keep)
+    names = [recompute] if recompute else memory_fit.list_policies(how.keep)
+    closed = memory_fit.estimate_peak(scheme, grid, dtype, names[0], sizes, how.keep)
     # In 16 bits some intermediate arrays are float32's.
-    if closed * (2 if dtype == "float16" else 1) < most / memory_fit.SURE:
+    if closed * (2 if dtype == "float16" else 1) < most / memory_fit.SAFETY_FACTOR:
         return Fitting(names[0], int(closed))
     if recompute:
-        found = memory_fit.peak(scheme, grid, dtype, recompute, sizes, how)
+        found = memory_fit.predict_peak(scheme, grid, dtype, recompute, sizes, how)
         return Fitting(recompute, found, found <= most)
-    name, found = memory_fit.policy(scheme, grid, dtype, sizes, most, how)
+    name, found = memory_fit.choose_policy(scheme, grid, dtype, sizes, most, how)
     return Fitting(name or "none", found, name is not None)
 
 

@@ -191,7 +191,7 @@ def problems(site: Site) -> Iterator[str]:
     for key in ("gpu_memory", "memory"):
         text = getattr(site.node, key)
         try:
-            memory_fit.size(text or "1 B")
+            memory_fit.parse_size(text or "1 B")
         except UsageError as error:
             yield f"node.{key} = {error}"
     if site.node.gpu_memory and site.node.memory:

@@ -18,18 +18,18 @@ from mm3d.tracing.events import PHASES
 
 @dataclass(frozen=True)
 class Measured:
-    """Measured products or Transformers: what ran, where, and how long it took.
+    """A measured product or Transformer with its times.
 
     Attributes
     ----------
     work, dtype : Work, str
-        The work, and the dtype of its arrays.
+        The work, and the dtype of all arrays.
     seconds : dict of str to float
-        Medians by phase, or of a "step".
+        Medians by phase, or of a whole "step".
     published : float or None
-        The published average step time, if any.
+        The published average step time; None if there is none.
     transport : str
-        How its collectives travelled; "" where that is not known.
+        The transport of its collectives; "" if unknown.
     """
 
     work: Work
@@ -38,17 +38,17 @@ class Measured:
     published: float | None = None
     transport: str = ""
 
-    def fits(self, machine: Machine) -> bool:
-        """Check whether `machine` is a model for these ranks and this transport.
+    def matches(self, machine: Machine) -> bool:
+        """Return whether `machine` is a model for these ranks and this transport.
 
-        A measured one is for as many ranks as measured it; nothing is said of a transport that
-        is not known.
+        A measured model is for the number of ranks that measured it.  An unknown transport
+        matches all.
         """
         same = not machine.passes or self.work.ranks == machine.ranks_per_node
-        return same and machine.travels(self.transport)
+        return same and machine.matches_transport(self.transport)
 
 
-def measured(run: run_file.Run | Measurements) -> Iterator[Measured]:
+def read_measured(run: run_file.Run | Measurements) -> Iterator[Measured]:
     """Read the products and Transformers in a file of results."""
     chosen = run.configuration
     more = {"transport": chosen.get("transport", "")}
@@ -73,19 +73,24 @@ def measured(run: run_file.Run | Measurements) -> Iterator[Measured]:
     elif run.kind == "check":
         for label, times in zip(run.scales["work"], run.variables["samples"].values):
             seconds = dict(zip(run.scales["phase"], np.median(times, axis=-1).tolist()))
-            yield Measured(Work.of(label), chosen["dtype"], seconds, **more)
+            yield Measured(Work.parse(label), chosen["dtype"], seconds, **more)
 
 
-def collected(folder: str) -> tuple[list[Measured], list[str]]:
-    """Read what the files in `folder` have measured, and say which could not be read.
+def read_measured_folder(folder: str) -> tuple[list[Measured], list[str]]:
+    """Read all measured products and Transformers of a folder.
+
+    Returns
+    -------
+    list of Measured, list of str
+        The measurements, and a line for each file that could not be read.
 
     Raises
     ------
     StoreError
-        When there is no such folder, or nothing in it.
+        When there is no such folder, or no measurement in it.
     """
     runs, problems = read_runs(folder)
-    found = [one for run in runs for one in measured(run)]
+    found = [one for run in runs for one in read_measured(run)]
     if not found:
         raise StoreError(f"{folder}: no measured products or Transformers")
     return found, problems

@@ -1,7 +1,7 @@
-"""Measure a model of this machine with all ranks of a communicator.
+"""Measure a machine model with all ranks of a communicator, on one node.
 
-It is a model for as many ranks on a node as measured it: more ranks than cores share the cores
-in the figures too.
+The model holds for this number of ranks: where ranks outnumber cores, they share the cores while
+they are measured.
 """
 
 from dataclasses import dataclass
@@ -14,116 +14,122 @@ from mpi4py import MPI
 
 from bench.errors import UsageError
 from bench.experiments.products import operands
-from bench.instruments import host as here
+from bench.instruments import host
 from bench.instruments.available_memory import total_memory
-from bench.prediction import fits as fitting, machine_model, operations_alone, whole_steps
+from bench.prediction import fits, machine_model, operations_alone, whole_steps
 from bench.prediction.work import Work
 from mm3d import launcher
 from mm3d.arrays import backend as backends
 from mm3d.transport.nodes import node_numbers
 
 DTYPES = ("float32", "float64")
-NOTHING = machine_model.Level(0.0, 1e15)    # links of one rank, where nothing travels
+NO_LINKS = machine_model.Level(0.0, 1e15)    # of one rank, which sends nothing
 
 
-def measure(comm) -> machine_model.Machine | None:
-    """Measure this machine with all ranks of `comm`, as a model for as many ranks.
+def measure_machine(comm) -> machine_model.Machine | None:
+    """Measure this machine with all ranks of `comm`.
 
-    All that is timed is checked first, collectives exactly, with integers.  All is measured in
-    rounds, so that what slows the machine for a while is in a few figures of each kind only.
+    Every result is verified before it is timed, collectives exactly, with integers.  Measurements
+    are made in rounds, so that a disturbance of the machine affects a few samples of each kind.
 
     Returns
     -------
-    model.Machine or None
+    Machine or None
         The model on rank 0, None on the others.
 
     Raises
     ------
     UsageError
-        When the ranks run on several nodes, or the environment asks for a transport that there
-        is not.
-    exact.WrongResult
+        When the ranks run on several nodes, the environment names an unknown transport, or the
+        memory of the node is unknown.
+    WrongResult
         When a result is wrong; the same on every rank.
     """
     transport, memory = operands.usual_transport(comm), total_memory()
-    if memory is None:
-        raise UsageError("/proc/meminfo does not say how much memory there is")
     nodes = len(set(node_numbers(comm)))
     if nodes > 1:
         raise UsageError(f"{comm.size} ranks on {nodes} nodes: calibrate measures one node, start "
                          f"all ranks on one")
-    works = whole_steps.everywhere(comm.size, [], whole_steps.MODELS)
-    networks = whole_steps.transformers(works, comm)
+    if memory is None:
+        raise UsageError("/proc/meminfo does not say how much memory there is")
+    works = whole_steps.list_works(comm.size, [], whole_steps.MODELS)
+    networks = whole_steps.make_transformers(works, comm)
     steps, products, passes, collectives = [], [], [], []
     for turn in range(operations_alone.ROUNDS):
-        steps.append(whole_steps.steps(networks, comm, turn))
-        products.append([operations_alone.products(dtype, comm) for dtype in DTYPES])
-        passes.append(operations_alone.passes(comm))
-        collectives.append(operations_alone.collectives(comm))
+        steps.append(whole_steps.measure_steps(networks, comm, turn))
+        products.append([operations_alone.measure_products(dtype, comm) for dtype in DTYPES])
+        passes.append(operations_alone.measure_passes(comm))
+        collectives.append(operations_alone.measure_collectives(comm))
     for network in networks:
         network.grid.free()
     if comm.rank:
         return None
-    alone = Alone({dtype: operations_alone.least(rounds) for dtype,
-                   rounds in zip(DTYPES, zip(*products))},
-                  operations_alone.least(passes), operations_alone.least(collectives))
-    return described(alone, works, np.median(np.concatenate(steps), axis=0), comm.size, transport,
-                     memory)
+    by_dtype = {dtype: operations_alone.least_seconds(rounds)
+                for dtype, rounds in zip(DTYPES, zip(*products))}
+    alone = OperationSeconds(by_dtype, operations_alone.least_seconds(passes),
+                             operations_alone.least_seconds(collectives))
+    medians = np.median(np.concatenate(steps), axis=0)
+    return fit_machine(alone, works, medians, comm.size, transport, memory)
 
 
 @dataclass(frozen=True)
-class Alone:
-    """Seconds of operations that follow themselves, as `bench.prediction.operations_alone`
-    measures them."""
+class OperationSeconds:
+    """Seconds of operations repeated alone, as measured by `bench.prediction.operations_alone`."""
 
-    products: dict[str, dict[fitting.Shape, float]]    # by dtype
+    products: dict[str, dict[fits.Shape, float]]    # by dtype
     passes: dict[tuple[str, int], float]
     collectives: dict[tuple[str, int, int, bool, int], float]
 
 
-def described(alone: Alone, works: Sequence[Work], steps: np.ndarray, ranks: int, transport: str,
-              memory: int) -> machine_model.Machine:
-    """Fit a machine model to the measured operations.
+def fit_machine(alone: OperationSeconds, works: Sequence[Work], steps: np.ndarray, ranks: int,
+                transport: str, memory: int) -> machine_model.Machine:
+    """Fit a machine model to measured operations and steps.
 
     Parameters
     ----------
-    alone : Alone
-        What operations take alone.
-    works, steps : sequence of Work, (n,) array
-        Transformers, and the seconds of a step of each.
-    ranks, transport, memory : int, str, int
-        The ranks that measured, how their collectives travelled, and the node's bytes.
+    alone : OperationSeconds
+        Seconds of operations repeated alone.
+    works : sequence of Work
+        Transformers.
+    steps : (n,) ndarray
+        Seconds of a step of each.
+    ranks : int
+        Number of ranks that measured.
+    transport : str
+        The transport of their collectives.
+    memory : int
+        Bytes of memory of the node.
     """
-    fits = {dtype: fitting.products(times) for dtype, times in alone.products.items()}
-    curves = operations_alone.curves(alone.passes)
-    lines = operations_alone.lines(alone.collectives)
-    node = fitting.links(lines, ranks, transport).get("node", NOTHING)
-    largest, first = curves["multiply"], fits[DTYPES[0]]
-    environs = here.describe_host("numpy", ranks, MPI.Get_library_version(), "")
+    products = {dtype: fits.fit_products(times) for dtype, times in alone.products.items()}
+    curves = operations_alone.make_curves(alone.passes)
+    lines = operations_alone.make_lines(alone.collectives)
+    node = fits.fit_links(lines, ranks, transport).get("node", NO_LINKS)
+    largest, first = curves["multiply"], products[DTYPES[0]]
+    environs = host.describe_host("numpy", ranks, MPI.Get_library_version(), "")
     started = (f"{environs['cpu_model']}, ranks: {ranks}, cores: {environs['cores']}, BLAS "
                f"threads a rank: {environs['blas_threads']}, transport: {transport}")
     machine = machine_model.Machine(
-        name=f"{here.machine_slug()}-p{ranks}", about=started, ranks_per_node=ranks,
+        name=f"{host.machine_slug()}-p{ranks}", about=started, ranks_per_node=ranks,
         memory_bytes=float(memory // ranks),
         memory_bandwidth=largest.bytes[-1] / largest.seconds[-1], launch_seconds=0.0,
-        gemm_half_size=first.half, gemm_rate={d: fit.rate for d, fit in fits.items()},
+        gemm_half_size=first.half, gemm_rate={d: fit.rate for d, fit in products.items()},
         node=node, network=node, achieved=machine_model.Achieved(1.0, 1.0, 1.0, 1.0), sources={},
         gemm_seconds=first.start, gemm_deviations=first.deviations,
         block=backends.get("numpy").block, passes=curves, collectives=lines, transport=transport)
-    machine = whole_steps.together(machine, works, steps)
-    return msgspec.structs.replace(machine, sources=sources(machine, fits, environs))
+    machine = whole_steps.fit_step_losses(machine, works, steps)
+    return msgspec.structs.replace(machine, sources=state_sources(machine, products, environs))
 
 
-def sources(machine: machine_model.Machine, fits: dict[str, fitting.Fit],
-            environs: dict) -> dict[str, str]:
-    """State the source of each figure of the model."""
+def state_sources(machine: machine_model.Machine, products: dict[str, fits.ProductFit],
+                  environs: dict) -> dict[str, str]:
+    """Return the source of each figure of the model, as its file states it."""
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     what = ("processor time of all ranks over cores" if launcher.oversubscribed()
             else "makespans")
     how = (f"measured {when}, all ranks at once, {what}, the least of "
            f"{operations_alone.ROUNDS} rounds")
-    off = {d: np.abs(fit.errors) for d, fit in fits.items()}
-    fit = (f"{how}: products of {len(fits[DTYPES[0]].errors)} shapes; the fit is "
+    off = {d: np.abs(fit.errors) for d, fit in products.items()}
+    fit = (f"{how}: products of {len(products[DTYPES[0]].errors)} shapes; the fit is "
            + ", ".join(f"{100 * np.median(e):.0f} % off in the median and {100 * e.max():.0f} % "
                        f"at most in {d}" for d, e in off.items()))
     blas = f"{environs['blas']}, {environs['blas_architecture']} kernels"

@@ -1,4 +1,4 @@
-"""Predict what a scheme on a grid takes by closed forms, without running anything.
+"""Predict seconds, words and memory of a scheme on a grid by closed forms.
 
 Words are exact; flops, elementwise work and memory follow from the sizes of the blocks.
 """
@@ -31,15 +31,15 @@ class Plan(msgspec.Struct):
     forward, backward : float
         Predicted seconds.
     words : dict of str to float
-        Words moved in each phase, the mean over the ranks (exact).
+        Words moved in each phase, mean over the ranks (exact).
     over_bound : float
-        Words of the products forward over the least possible.
+        Words of the products in a forward pass over their lower bound.
     memory : float
-        Most bytes at one time on rank 0.
+        Peak bytes of rank 0.
     fits : bool
-        Whether that is no more than a rank of the machine has.
+        Whether a rank of the machine has this much memory.
     traced : bool
-        Whether seconds and memory are from a dry run and not from the closed forms.
+        Whether seconds and memory are from a dry run instead of closed forms.
     """
 
     scheme: str
@@ -63,27 +63,28 @@ class Plan(msgspec.Struct):
         return not self.fits, self.seconds
 
 
-def over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
-    """Divide the products' words forward by their lower bound; nan where that is 0."""
+def words_over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
+    """Divide the words of all products in a forward pass by their lower bound; NaN if it is 0."""
     moved = least = 0.0
-    for product, times in products(sizes).items():
+    for product, times in weight_products(sizes).items():
         moves = lookup(name).product_moves(grid, product)[0]
         moved += times * sum(m.words for m in moves if grid[m.axis] > 1) / grid.ranks
         least += times * cost.lower_bound(*product.extents, grid.ranks)
     return moved / least if least > 0 else math.nan
 
 
-def products(sizes: ModelSizes) -> dict[ProductShape, int]:
-    """List the shapes of the products with weights, each with its number in a forward pass."""
+def weight_products(sizes: ModelSizes) -> dict[ProductShape, int]:
+    """Count the products with weights in a forward pass, by shape."""
     return cost.products(describe(sizes))
 
 
 @cache
-def elementwise() -> tuple[np.ndarray, np.ndarray]:
-    """Count words read and written by elementwise work in a layer, forward and backward.
+def elementwise_coefficients() -> tuple[np.ndarray, np.ndarray]:
+    """Return coefficients of the words that elementwise work reads and writes in a layer.
 
-    Each is linear in the elements of an outer activation, of an inner one and of the scores on a
-    rank; the three coefficients are solved from three small dry runs.
+    These words, forward and backward, are linear in the elements that a rank has of an outer
+    activation, of an inner one and of the scores.  The three coefficients of each are solved from
+    three small dry runs.
     """
     rows, found = [], {phase: [] for phase in PHASES}
     for ranks, seq in ((1, 64), (4, 64), (1, 128)):
@@ -97,8 +98,8 @@ def elementwise() -> tuple[np.ndarray, np.ndarray]:
                  for phase in PHASES)
 
 
-class _Blocks:
-    """How a scheme divides activations on a grid: sizes of a rank's parts of them.
+class _BlockSizes:
+    """Sizes of the blocks of activations on rank 0, which has the largest.
 
     Parameters
     ----------
@@ -119,15 +120,15 @@ class _Blocks:
             for letters in (outer[0] + outer[1], *inner[0].split(","), inner[1]))
         self.heads = largest_block(sizes["heads"], self.features)
 
-    def attention(self, dtype: str) -> Gemm:
-        """List the products of attention, forward."""
+    def attention_products(self, dtype: str) -> Gemm:
+        """Return the batch of products of attention in a forward pass."""
         batch, seq = self.sizes["batch"], self.sizes["seq"]
         pairs = largest_block(batch, self.sequences) * self.heads
         return Gemm(2 * pairs, largest_block(seq, self.positions),
                     self.sizes["hidden"] // self.sizes["heads"], seq, dtype)
 
     def elements(self) -> np.ndarray:
-        """Count elements of an outer and an inner activation and of the scores."""
+        """Count elements of an outer activation, of an inner one and of the scores."""
         seq, heads = self.sizes["seq"], self.sizes["heads"]
         tokens, inside = self.sizes["batch"] * seq, self.sequences * self.positions * self.features
         uneven = self.heads * self.features / heads
@@ -136,11 +137,11 @@ class _Blocks:
                          tokens * seq * heads / inside * uneven])
 
 
-def screen(name: str, grid: GridShape, machine: machine_model.Machine, dtype: str,
-           recompute: str, sizes: ModelSizes) -> Plan:
-    """Plan a scheme on a grid by the closed forms."""
+def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine, dtype: str,
+                recompute: str, sizes: ModelSizes) -> Plan:
+    """Predict a step of a scheme on a grid by closed forms."""
     size = np.dtype(dtype).itemsize
-    blocks = _Blocks(name, grid, sizes)
+    blocks = _BlockSizes(name, grid, sizes)
     described = describe(sizes, recompute=recompute)
     moves = cost.moves(name, grid, described)
     words = {phase: sum(m.words for m in found.values()) / grid.ranks
@@ -154,15 +155,15 @@ def screen(name: str, grid: GridShape, machine: machine_model.Machine, dtype: st
             event = Collective(kind, axis, g, grid.stride(axis), whole)
             for term, value in collective_terms(machine, event).items():
                 spent[phase][term] += move.calls * value
-    attention = sizes["layers"] * gemm_seconds(machine, blocks.attention(dtype))
+    attention = sizes["layers"] * gemm_seconds(machine, blocks.attention_products(dtype))
     forward = attention + sum(
         times * local.count * gemm_seconds(machine, Gemm(1, *local[:3], dtype))
-        for product, times in products(sizes).items()
+        for product, times in weight_products(sizes).items()
         for local in lookup(name).local_products(grid, product))
     again = cost.flops_again(described) / cost.flops(described)["forward"]
     spent["forward"]["gemm"] = forward
     spent["backward"]["gemm"] = (2 + again) * forward + attention / 2
-    for phase, coefficients in zip(PHASES, elementwise()):
+    for phase, coefficients in zip(PHASES, elementwise_coefficients()):
         spent[phase]["memory"] = (sizes["layers"] * size * float(coefficients @ blocks.elements())
                                   / machine.memory_bandwidth)
     # Elementwise work is done again with every policy, twice where two are joined.
@@ -172,4 +173,4 @@ def screen(name: str, grid: GridShape, machine: machine_model.Machine, dtype: st
     seconds = {phase: achieved_seconds(machine, spent[phase]) for phase in PHASES}
     memory = size * cost.peak_words(name, grid, described)
     return Plan(name, grid, seconds["forward"], seconds["backward"], words,
-                over_bound(name, grid, sizes), memory, memory <= machine.memory_bytes)
+                words_over_bound(name, grid, sizes), memory, memory <= machine.memory_bytes)

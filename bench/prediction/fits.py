@@ -7,14 +7,25 @@ import numpy as np
 
 from bench.instruments.least_squares import nonnegative
 from bench.prediction import machine_model
-from bench.prediction.seconds import copies_nothing, link_level
+from bench.prediction.seconds import uncopied_collectives, link_level
 
 Shape = tuple[int, int, int]
 
 
-class Fit(msgspec.Struct, frozen=True):
-    """Products by shape: seconds of one of no size, the rate, what its edges cost, and the
-    relative errors of the fit at the shapes that were measured."""
+class ProductFit(msgspec.Struct, frozen=True):
+    """Fitted seconds of a product m x n by n x k.
+
+    Attributes
+    ----------
+    start : float
+        Seconds of a product of no size.
+    rate : float
+        Operations a second of large products.
+    half : tuple of float
+        Half sizes of m, n and k, as in `bench.prediction.machine_model.Machine`.
+    shapes, errors : list
+        The measured shapes, and the relative error of the fit at each.
+    """
 
     start: float
     rate: float
@@ -24,12 +35,12 @@ class Fit(msgspec.Struct, frozen=True):
 
     @property
     def deviations(self) -> dict[str, float]:
-        """What was measured over the fit, as `bench.prediction.machine_model.Machine` has it."""
+        """Return measured over fitted seconds by shape, as `Machine.gemm_deviations`."""
         return {"x".join(map(str, shape)): 1 / (1 + error)
                 for shape, error in zip(self.shapes, self.errors)}
 
 
-def products(times: dict[Shape, float]) -> Fit:
+def fit_products(times: dict[Shape, float]) -> ProductFit:
     """Fit seconds = start + flops / rate (1 + sum of half / edge / 3) by relative squares."""
     shapes = np.array(list(times), float)
     took = np.array(list(times.values()))
@@ -40,24 +51,24 @@ def products(times: dict[Shape, float]) -> Fit:
     if (shapes == shapes[:, :1]).all():    # squares do not tell one edge from another
         half = np.full(3, half.mean())
     errors = terms @ found / took - 1
-    return Fit(float(found[0]), float(rate), tuple((1.5 * rate * half).tolist()), list(times),
-               errors.tolist())
+    return ProductFit(float(found[0]), float(rate), tuple((1.5 * rate * half).tolist()),
+                      list(times), errors.tolist())
 
 
-def links(lines: list[machine_model.Line], per_node: int,
-          transport: str) -> dict[str, machine_model.Level]:
+def fit_links(lines: list[machine_model.Line], per_node: int,
+              transport: str) -> dict[str, machine_model.Level]:
     """Fit the links inside a node and between nodes, as far as `lines` use them.
 
-    They are for collectives that were not measured, of which a program gathers about as many as
-    it scatters: the mean of the fits of both along the longest line.  The bandwidth is of those
-    that copy: by `transport` a gather may be a meeting.
+    They predict collectives that were not measured.  A program gathers about as often as it
+    scatters, so the fits of both along the longest line are averaged.  The bandwidth is that of
+    collectives that copy: in shared memory a gather is only a barrier.
     """
     found: dict[str, machine_model.Level] = {}
     for one in sorted(lines, key=lambda one: one.size):
         pair = [other for other in lines if other.key in (
             (kind, one.size, one.stride, False) for kind in ("all_gather", "reduce_scatter"))]
         level, times = link_level(one.size, one.stride, per_node)
-        idle = copies_nothing(transport) if level == "node" else ()
+        idle = uncopied_collectives(transport) if level == "node" else ()
         alpha = float(np.mean([other.alpha for other in pair]))
         beta = float(np.mean([other.beta for other in pair if other.kind not in idle]))
         found[level] = machine_model.Level(alpha / math.ceil(math.log2(one.size)),

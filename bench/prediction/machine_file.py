@@ -1,4 +1,4 @@
-"""Read and write machine files: where they may be, and their TOML text."""
+"""Write machine files in TOML."""
 
 from pathlib import Path
 
@@ -8,11 +8,20 @@ from bench.agreement import agree
 from bench.prediction import machine_model
 from bench.records import atomic
 
-TAKEN = "as of "    # how sources of what was not measured begin
+ADOPTED = "as of "    # begins the sources of figures that were not measured
 
 
-def check(option: str, path: Path, comm) -> None:
-    """Check, before anything is measured, that rank 0 can write a machine's file at this path.
+def check_writable(option: str, path: Path, comm) -> None:
+    """Check that rank 0 can write a machine file at this path, before anything is measured.
+
+    Parameters
+    ----------
+    option : str
+        The option that names the path, for the message.
+    path : Path
+        The file to write.
+    comm : mpi4py.MPI.Intracomm
+        All ranks, which call this.
 
     Raises
     ------
@@ -25,7 +34,7 @@ def check(option: str, path: Path, comm) -> None:
 
 
 def _writable(folder: Path) -> bool:
-    """Check that files can be made in a folder, by making one."""
+    """Return whether a file can be created in the folder, by creating one."""
     try:
         atomic.probe_folder(folder)
     except OSError:
@@ -33,47 +42,47 @@ def _writable(folder: Path) -> bool:
     return True
 
 
-def write(machine: machine_model.Machine | None, path: str | Path, comm) -> str:
-    """Write the file of a machine, which rank 0 has, in the place of the one that is there.
+def write_machine(machine: machine_model.Machine | None, path: str | Path, comm) -> str:
+    """Write the file of a machine, which rank 0 has; an existing file is replaced as a whole.
 
     Returns
     -------
     str
-        Why it could not be written, and what was there before still is; "" when it was.  The
-        same on every rank.
+        The reason if it could not be written, and an existing file is unchanged; otherwise "".
+        The same on every rank.
     """
     problem = ""
     if comm.rank == 0:
         try:
-            atomic.replace(path, written(machine))
+            atomic.replace(path, format_machine(machine))
         except OSError as error:
             problem = error.strerror or str(error)
     return comm.bcast(problem)
 
 
-def written(machine: machine_model.Machine) -> str:
-    """Format a machine as TOML, with numbers of six digits."""
+def format_machine(machine: machine_model.Machine) -> str:
+    """Format a machine as TOML, its numbers with six digits."""
     import tomli_w
     plain = msgspec.to_builtins(machine, str_keys=True)
-    return _comments(machine) + tomli_w.dumps(_shortened(plain))
+    return _header(machine) + tomli_w.dumps(_round_numbers(plain))
 
 
-def _shortened(value):
-    """Round the numbers of a tree to six digits; whole ones stay as they are."""
+def _round_numbers(value):
+    """Round the numbers of a tree to six digits; whole numbers are kept."""
     if isinstance(value, dict):
-        return {key: _shortened(item) for key, item in value.items()}
+        return {key: _round_numbers(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_shortened(item) for item in value]
+        return [_round_numbers(item) for item in value]
     if isinstance(value, float) and not value.is_integer():
         return float(f"{value:.6g}")
     return value
 
 
-def _comments(machine: machine_model.Machine) -> str:
-    """Say what the file is, and what in it was not measured."""
-    taken = [name for name in machine.__struct_fields__
-             if machine.sources.get(name, "").startswith(TAKEN)]
+def _header(machine: machine_model.Machine) -> str:
+    """Return the comments at the top of the file; they name the figures not measured."""
+    adopted = [name for name in machine.__struct_fields__
+               if machine.sources.get(name, "").startswith(ADOPTED)]
     return "\n".join([
         "# A machine's model for `python -m bench`: `sources` says where each figure is from,",
         "# `bench.prediction.machine_model.Machine` its units.",
-        *[f"# Not measured here: {', '.join(taken)}."] * bool(taken), ""])
+        *[f"# Not measured here: {', '.join(adopted)}."] * bool(adopted), ""])

@@ -1,5 +1,7 @@
-"""The description of a machine, read from a TOML file; `bench.prediction.seconds` predicts by
-it."""
+"""Describe a machine, and read its description from a TOML file.
+
+`bench.prediction.seconds` predicts seconds from the description.
+"""
 
 import math
 import sys
@@ -13,10 +15,10 @@ from bench.errors import UsageError
 
 
 class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Links: seconds of a message of no length, and bytes a second in one direction.
+    """A level of the network: latency of a message, and bandwidth in one direction.
 
-    Within a node the bandwidth is each rank's own; between nodes it is a node's, which its
-    ranks share.
+    Inside a node each rank has the bandwidth to itself; between nodes the ranks of a node share
+    it.
     """
 
     seconds_per_message: float
@@ -24,9 +26,9 @@ class Level(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Achieved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The part of each figure that programs get out of it.
+    """Fractions of the machine's figures that a step achieves.
 
-    Of a measured machine: in a step, of what operations get that follow themselves.
+    On a calibrated machine: fractions of the rates of operations repeated alone.
     """
 
     gemm: float
@@ -37,14 +39,17 @@ class Achieved(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds measured at some sizes in bytes, in ascending order."""
+    """Seconds measured at several sizes in bytes, ascending."""
 
     bytes: list[float]
     seconds: list[float]
 
     def at(self, size: float) -> float:
-        """Seconds of `size` bytes: a power law between neighbours, the first's time below them,
-        the last's rate above."""
+        """Interpolate the seconds of `size` bytes.
+
+        Between two measured sizes this is a power law; below the first its time, above the last
+        its rate.
+        """
         if size >= self.bytes[-1]:
             return self.seconds[-1] * size / self.bytes[-1]
         return math.exp(np.interp(math.log(max(size, 1)), np.log(self.bytes),
@@ -52,10 +57,10 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A collective measured along lines of `size` ranks, `stride` apart, all of them busy.
+    """A collective measured along all lines of `size` ranks, `stride` apart, at once.
 
-    `alpha` + `beta` bytes is the fit of least relative squares to the curve, for people.
-    `pieces` is as in `mm3d.tracing.events.Collective`.
+    ``alpha + beta bytes`` is the fit of least relative squares to the curve, for the reader;
+    predictions read the curve.  `pieces` is as in `mm3d.tracing.events.Collective`.
     """
 
     kind: str
@@ -73,43 +78,45 @@ class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A machine of nodes with so many ranks each; ranks are placed node by node.
+    """A machine of equal nodes, with consecutive ranks on a node.
 
     Attributes
     ----------
+    ranks_per_node : int
+        Number of ranks on a node.
     memory_bytes, memory_bandwidth : float
-        Of a rank.
+        Memory of a rank, and its bandwidth in bytes a second.
     launch_seconds : float
-        Of starting an operation.
+        Seconds to start an operation.
     gemm_rate : dict of str to float
         Operations a second of large products, by dtype.
     gemm_half_size : tuple of float
-        For the rows, the inner dimension and the columns of a product m x n by n x k: its time
-        is that at the full rate times 1 + (first / m + second / n + third / k) / 3.
+        Half sizes a, b and c of a product m x n by n x k, which takes
+        1 + (a / m + b / n + c / k) / 3 times as long as at the full rate.
     gemm_seconds : float
-        Of a product of no size, or of a batch of them.
+        Seconds of a product, or batch of products, of no size.
     gemm_deviations : dict of str to float
-        What products took, by their shape such as "256x64x512", over what these figures say.
+        Measured seconds of products over those by these figures, by shape such as "256x64x512".
     node, network : Level
         Links inside a node and between nodes.
     achieved : Achieved
-        What is got out of these figures.
+        Fractions of these figures that a step achieves.
     sources : dict of str to str
-        Where each figure is from.
+        Source of each figure.
     block : int
-        Elements that elementwise work handles at a time; 0 for everything at once.
+        Elements that elementwise work handles at a time; 0 for whole arrays.
     passes : dict of str to Curve
-        Seconds of elementwise operations by the bytes they read and write; "other" for those
-        that are not named.  Empty where the bandwidth alone is known.
+        Seconds of elementwise operations by bytes read and written; "other" for all not named.
+        Empty if only the bandwidth is known.
     collectives : list of Line
-        What was measured, if anything; others follow from `node` and `network`.
+        Measured collectives; all others are predicted from `node` and `network`.
     transport : str
-        How the bytes of `collectives` travelled, as `mm3d.transport.choice.settle` calls it, in
-        several ways where some ranks are on other nodes; "" where nothing was measured.
+        Transport of `collectives`, named as by `mm3d.transport.choice.settle`; several names where
+        some ranks are on other nodes; "" if nothing was measured.
     waiting : dict of int to float
-        Seconds that a meeting of so many ranks takes longer between work than when there is
-        nothing but meetings, since not all come at the same time and others have used the caches
-        meanwhile.
+        Additional seconds of a barrier in a step, by its number of ranks.  A barrier takes longer
+        between other work than repeated alone: ranks arrive at different times, and other work
+        has used the caches.
     """
 
     name: str
@@ -133,23 +140,29 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     waiting: dict[int, float] = {}
 
     @property
-    def granule(self) -> int:
-        """`block`, as `mm3d.tracing.dry_run.step` takes it."""
+    def elementwise_block(self) -> int:
+        """Return `block` as an argument of `mm3d.tracing.dry_run.step`: never 0."""
         return self.block or sys.maxsize
 
-    def travels(self, transport: str) -> bool:
-        """Whether its collectives travelled by `transport` too; true where either is ""."""
+    def matches_transport(self, transport: str) -> bool:
+        """Return whether its collectives were measured with `transport`; True if either is ""."""
         return not self.transport or set(transport.split()) <= set(self.transport.split())
 
 
-def load(name: str, dtype: str = "") -> Machine:
-    """The machine called `name`, or described in the TOML file of that path.
+def load_machine(name: str, dtype: str = "") -> Machine:
+    """Read a machine.
+
+    Parameters
+    ----------
+    name : str
+        Name of a supplied machine, or path of a TOML file.
+    dtype : str
+        A dtype for which the machine must have a rate of products, if given.
 
     Raises
     ------
     UsageError
-        When there is none, the file does not describe a machine, or no rate of products in
-        `dtype`, where one is named.
+        When there is no such machine, the file does not describe one, or it has no such rate.
     """
     supplied = {Path(file.name).stem: file
                 for file in resources.files("bench.prediction").joinpath("machines").iterdir()

@@ -1,4 +1,4 @@
-"""Decide whether a model fits the memory of a rank, and which recomputation makes it fit."""
+"""Decide whether a model fits the memory of a rank, and choose a recomputation that fits."""
 
 import re
 import sys
@@ -20,17 +20,17 @@ GridSizes = tuple[int, ...] | GridShape    # the sizes of a scheme's directions
 UNITS = {"": 1, "B": 1, **{f"{prefix}{ending}": base ** power
                            for ending, base in (("B", 1000), ("iB", 1024))
                            for power, prefix in enumerate("KMGT", 1)}}
-NEAR = 1.1    # closed forms are no more than this factor above dry runs
-SURE = 4    # where they leave so many times their bytes free, no dry run is needed
+CLOSED_FORM_MARGIN = 1.1    # closed forms are at most this factor above dry runs
+SAFETY_FACTOR = 4    # memory over a closed form, above which no dry run is needed
 
 
-def size(text: str) -> int:
+def parse_size(text: str) -> int:
     """Read bytes from text such as ``16 GB`` (16 times 1000^3) or ``40 GiB`` (40 times 1024^3).
 
     Raises
     ------
     UsageError
-        When it is no size.
+        When the text is no size.
     """
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?i?B|)", text.strip())
     if not found or found[2] not in UNITS or not float(found[1]):
@@ -47,25 +47,35 @@ def _peak(scheme: str, grid: GridShape, dtype: str, recompute: str,
                             causal=how.causal, recompute=recompute, **dict(sizes)).peak
 
 
-def peak(scheme: str, grid: GridSizes, dtype: str, recompute: str,
-         sizes: dict[str, int], how: Variant = Variant(), block: int = sys.maxsize) -> int:
-    """Predict the peak bytes of rank 0, which has the most, by a dry run of the model's code.
+def predict_peak(scheme: str, grid: GridSizes, dtype: str, recompute: str,
+                 sizes: dict[str, int], how: Variant = Variant(), block: int = sys.maxsize) -> int:
+    """Predict the peak bytes of rank 0, which has the most, by a dry run of the model.
 
-    Of `how` this takes what is kept and overlaps, and whether attention looks backward only.
-    Elementwise work handles `block` elements at a time; by default all at once, as on a GPU.
+    Parameters
+    ----------
+    scheme, grid : str, tuple of int or GridShape
+        The scheme, and the sizes of its directions.
+    dtype, recompute : str
+        The dtype of all arrays, and the policy of recomputation.
+    sizes : mapping of str to int
+        Sizes of the model.
+    how : Variant
+        Its `keep`, `overlap` and `causal` are used.
+    block : int
+        Elements that elementwise work handles at a time; by default whole arrays, as on a GPU.
     """
     shape = lookup(scheme).grid_shape(grid)
     return _peak(scheme, shape, dtype, recompute, tuple(sizes.items()), how, block)
 
 
-def estimate(scheme: str, grid: GridSizes, dtype: str, recompute: str,
-             sizes: dict[str, int], keep: str = "none") -> float:
-    """Estimate the peak bytes of rank 0 by the closed form and 6 %, without a dry run.
+def estimate_peak(scheme: str, grid: GridSizes, dtype: str, recompute: str,
+                  sizes: dict[str, int], keep: str = "none") -> float:
+    """Estimate the peak bytes of rank 0 by the closed form plus 6 %, without a dry run.
 
-    At the paper's sizes that is up to 6 % above `peak`.  Small models need more than it, more
-    than 3 times as much where a rank has few features: blocks that do not divide weigh more
-    there.  The closed form is of what divides: where heads do not, the rank with one more has as
-    much more of everything, at most.
+    At the paper's sizes the estimate is up to 6 % above `predict_peak`.  Small models need more,
+    over 3 times as much where a rank has few features, because uneven blocks weigh more there.
+    The closed form assumes that heads divide evenly; where they do not, it is scaled by the
+    share of the rank with one head more.
     """
     shape = lookup(scheme).grid_shape(grid)
     parts, heads = max(shape.sizes), sizes["heads"]
@@ -73,44 +83,56 @@ def estimate(scheme: str, grid: GridSizes, dtype: str, recompute: str,
     return 1.06 * closed * np.dtype(dtype).itemsize * -(-heads // parts) * parts / heads
 
 
-def policy(scheme: str, grid: GridSizes, dtype: str, sizes: dict[str, int],
-           limit: float, how: Variant = Variant()) -> tuple[str | None, int]:
-    """Find the policy that computes least again and fits into `limit` bytes, and its peak.
+def choose_policy(scheme: str, grid: GridSizes, dtype: str, sizes: dict[str, int],
+                  limit: float, how: Variant = Variant()) -> tuple[str | None, int]:
+    """Choose the policy with the least recomputation whose peak is at most `limit` bytes.
 
-    None, and the least peak, where none fits.  Policies that are far from fitting by the closed
-    forms are not run dry.
+    Policies that are far too large by the closed forms are not run dry.
+
+    Returns
+    -------
+    str or None, int
+        The policy and its peak bytes; None and the least peak if none fits.
     """
     shape = lookup(scheme).grid_shape(grid)
     closed = {name: np.dtype(dtype).itemsize * cost.peak_words(
         scheme, shape, describe(sizes, recompute=name), keep=how.keep)
-        for name in policies(how.keep)}
+        for name in list_policies(how.keep)}
     for name, words in closed.items():
-        if words <= NEAR * limit:
-            found = peak(scheme, grid, dtype, name, sizes, how)
+        if words <= CLOSED_FORM_MARGIN * limit:
+            found = predict_peak(scheme, grid, dtype, name, sizes, how)
             if found <= limit:
                 return name, found
-    return None, peak(scheme, grid, dtype, min(closed, key=closed.get), sizes, how)
+    return None, predict_peak(scheme, grid, dtype, min(closed, key=closed.get), sizes, how)
 
 
-def policies(keep: str = "none") -> list[str]:
-    """List the policies that go with `keep`: "selective" keeps nothing that products gather."""
+def list_policies(keep: str = "none") -> list[str]:
+    """List the policies that go with `keep`; "selective" keeps no gathered operand."""
     able = {name: keep == "none" or not recomputation.policy(name).selective for name in POLICIES}
     return [name for name in POLICIES if able[name]]
 
 
-def verdict(scheme: str, grid: GridSizes, dtype: str, recompute: str,
-            sizes: dict[str, int], limit: int, how: Variant = Variant()) -> tuple[bool, str]:
-    """Decide whether `recompute` fits into `limit` bytes a rank; a line says so, or what does."""
-    needed = peak(scheme, grid, dtype, recompute, sizes, how)
-    line = f"recompute {recompute} needs {gib(needed)} a rank by a dry run, of {gib(limit)}"
+def judge_fit(scheme: str, grid: GridSizes, dtype: str, recompute: str,
+              sizes: dict[str, int], limit: int, how: Variant = Variant()) -> tuple[bool, str]:
+    """Decide whether a model fits into `limit` bytes a rank.
+
+    Returns
+    -------
+    bool, str
+        Whether it fits, and a line that says so or names a policy that does.
+    """
+    needed = predict_peak(scheme, grid, dtype, recompute, sizes, how)
+    line = (f"recompute {recompute} needs {format_gib(needed)} a rank by a dry run, of "
+            f"{format_gib(limit)}")
     if needed <= limit:
         return True, f"{line}: it fits"
-    name, least = policy(scheme, grid, dtype, sizes, limit, how)
+    name, least = choose_policy(scheme, grid, dtype, sizes, limit, how)
     if name is None:
-        return False, f"{line}, and no policy fits: the least is {gib(least)}; take more ranks"
-    return False, f"{line}: it does not fit, but --recompute {name} does, with {gib(least)}"
+        return False, (f"{line}, and no policy fits: the least is {format_gib(least)}; take more "
+                       f"ranks")
+    return False, f"{line}: it does not fit, but --recompute {name} does, with {format_gib(least)}"
 
 
-def gib(count: float) -> str:
+def format_gib(count: float) -> str:
     """Format bytes as GiB."""
     return f"{count / 2 ** 30:.3g} GiB"

@@ -23,11 +23,11 @@ class Node(NamedTuple):
     Attributes
     ----------
     ranks : int
-        How many of the job's ranks are on it.
+        Number of the job's ranks on it.
     checks : bool
         Whether rank 0 is one of them, which computes the serial model.
     available : float
-        Bytes that its arrays can have; infinite where that is not known.
+        Bytes available for arrays; infinite if unknown.
     """
 
     ranks: int
@@ -36,29 +36,29 @@ class Node(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Need:
-    """The memory that a row asks of its nodes, in bytes, beyond that of idle processes.
+class MemoryNeed:
+    """The memory of a row in bytes, beyond that of idle processes.
 
-    It is rather less than what is taken: on 8 to 64 ranks of one node, rows have been seen to take
-    1.1 to 1.3 times as much, with what MPI needs and what is held to be used again.
+    It leaves out the buffers of MPI and the memory that pools hold for reuse.  Rows measured on 8
+    to 64 ranks of one node took 1.1 to 1.3 times as much.
 
     Attributes
     ----------
     rank : float
-        The peak of a step on rank 0, which has the most.
+        Peak bytes of a step on rank 0, which has the most.
     check : float
-        What rank 0 needs beyond that to compare the results with the serial scheme's.
+        Additional bytes of rank 0 to compare the results with the serial scheme.
     """
 
     rank: float
     check: float
 
-    def of(self, node: Node) -> float:
-        """Bytes that `node` needs."""
+    def on(self, node: Node) -> float:
+        """Return the bytes that the row needs on `node`."""
         return node.ranks * self.rank + node.checks * self.check
 
 
-def nodes_of(comm: MPI.Intracomm, limit: float | None = None) -> list[Node]:
+def list_nodes(comm: MPI.Intracomm, limit: float | None = None) -> list[Node]:
     """List the nodes of a job; the same on every rank, each of which must call this.
 
     Parameters
@@ -66,7 +66,7 @@ def nodes_of(comm: MPI.Intracomm, limit: float | None = None) -> list[Node]:
     comm : mpi4py.MPI.Intracomm
         The ranks.
     limit : float, optional
-        Bytes that arrays may have on each node, instead of what its system has available.
+        Bytes for arrays on each node, instead of those that its system has available.
     """
     node = physical_node(comm)
     seen = available_memory() if limit is None else limit
@@ -79,34 +79,36 @@ def nodes_of(comm: MPI.Intracomm, limit: float | None = None) -> list[Node]:
     return list(least.values())
 
 
-def closed_form(one: Case, grid: tuple[int, ...], recompute: str) -> Need:
-    """Estimate by closed forms, at once; see `bench.prediction.memory_fit.estimate`."""
+def estimate_by_closed_forms(one: Case, grid: tuple[int, ...], recompute: str) -> MemoryNeed:
+    """Estimate the memory of a row by closed forms, without a dry run."""
     how, serial = one.variant, one.verified
-    return Need(
-        memory_fit.estimate(one.row.scheme, grid, how.dtype, recompute, one.sizes, how.keep),
-        memory_fit.estimate("serial", (1,), how.dtype, "none", serial) + _collected(one))
+    step = memory_fit.estimate_peak(one.row.scheme, grid, how.dtype, recompute, one.sizes,
+                                    how.keep)
+    check = memory_fit.estimate_peak("serial", (1,), how.dtype, "none", serial)
+    return MemoryNeed(step, check + _collected_bytes(one))
 
 
-def dry(one: Case, grid: tuple[int, ...], recompute: str, block: int) -> Need:
-    """Estimate by dry runs, with elementwise work in blocks of `block` elements."""
+def estimate_by_dry_runs(one: Case, grid: tuple[int, ...], recompute: str,
+                         block: int) -> MemoryNeed:
+    """Estimate the memory of a row by dry runs, with elementwise work in blocks of `block`."""
     how = one.variant
-    return Need(
-        memory_fit.peak(one.row.scheme, grid, how.dtype, recompute, one.sizes, how, block),
-        memory_fit.peak("serial", (1,), how.dtype, "none", one.verified, block=block)
-        + _collected(one))
+    return MemoryNeed(
+        memory_fit.predict_peak(one.row.scheme, grid, how.dtype, recompute, one.sizes, how, block),
+        memory_fit.predict_peak("serial", (1,), how.dtype, "none", one.verified, block=block)
+        + _collected_bytes(one))
 
 
-def _collected(one: Case) -> int:
-    """Bytes of the output and the gradients that come to rank 0, each whole and once."""
+def _collected_bytes(one: Case) -> int:
+    """Count the bytes of output and gradients that rank 0 collects, each whole."""
     sizes = one.verified
     words = (cost.parameters(mm3d.describe(sizes))
              + 2 * sizes.batch * sizes.seq * sizes.hidden)
     return words * itemsize(one.variant.dtype)
 
 
-def shortage(one: Case, grid: tuple[int, ...], recompute: str, nodes: list[Node],
-             block: int) -> str | None:
-    """Say which node lacks memory for a row, and what would fit; None where all have enough.
+def explain_shortage(one: Case, grid: tuple[int, ...], recompute: str, nodes: list[Node],
+                     block: int) -> str | None:
+    """Name the node that lacks memory for a row, and a policy that fits; None if no node does.
 
     Parameters
     ----------
@@ -117,7 +119,7 @@ def shortage(one: Case, grid: tuple[int, ...], recompute: str, nodes: list[Node]
     recompute : str
         Its policy of recomputation.
     nodes : list of Node
-        See `nodes_of`.
+        See `list_nodes`.
     block : int
         Elements that elementwise work handles at a time.
 
@@ -125,63 +127,62 @@ def shortage(one: Case, grid: tuple[int, ...], recompute: str, nodes: list[Node]
     -----
     Dry runs are made only where closed forms do not leave most of the memory free.
     """
-    guess = closed_form(one, grid, recompute)
-    if all(memory_fit.SURE * guess.of(node) <= node.available for node in nodes):
+    guess = estimate_by_closed_forms(one, grid, recompute)
+    if all(memory_fit.SAFETY_FACTOR * guess.on(node) <= node.available for node in nodes):
         return None
-    need = dry(one, grid, recompute, block)
-    worst = max(nodes, key=lambda node: need.of(node) - node.available)
-    if need.of(worst) <= worst.available:
+    need = estimate_by_dry_runs(one, grid, recompute, block)
+    worst = max(nodes, key=lambda node: need.on(node) - node.available)
+    if need.on(worst) <= worst.available:
         return None
-    line = (f"needs about {memory_fit.gib(need.of(worst))} by an estimate on a node of "
+    line = (f"needs about {memory_fit.format_gib(need.on(worst))} by an estimate on a node of "
             f"{worst.ranks} rank{'s' * (worst.ranks > 1)}, which has "
-            f"{memory_fit.gib(worst.available)} for it; ")
-    for name in memory_fit.policies(one.variant.keep):
-        other = dry(one, grid, name, block)
-        if all(other.of(node) <= node.available for node in nodes):
+            f"{memory_fit.format_gib(worst.available)} for it; ")
+    for name in memory_fit.list_policies(one.variant.keep):
+        other = estimate_by_dry_runs(one, grid, name, block)
+        if all(other.on(node) <= node.available for node in nodes):
             return (f"{line}--recompute {name} would fit, with "
-                    f"{memory_fit.gib(other.of(worst))}; --memory none tries in any case")
+                    f"{memory_fit.format_gib(other.on(worst))}; --memory none tries in any case")
     return f"{line}no policy of recomputation fits; --memory none tries in any case"
 
 
-def check(one: Case, grid: tuple[int, ...], recompute: str, backend: Backend,
-          comm: MPI.Intracomm, limit: float | None = None) -> None:
-    """Refuse a row that the nodes of `comm` have no memory for, before any large array is made.
+def check_memory(one: Case, grid: tuple[int, ...], recompute: str, backend: Backend,
+                 comm: MPI.Intracomm, limit: float | None = None) -> None:
+    """Refuse a row for which a node lacks memory, before any large array is allocated.
 
-    Arrays on a device are not looked at.
+    The memory of devices is not checked.
 
     Parameters
     ----------
     one, grid, recompute
-        See `shortage`.
+        See `explain_shortage`.
     backend : Backend
         The array library.
     comm : mpi4py.MPI.Intracomm
         The ranks; each must call this.
     limit : float, optional
-        Bytes that a node has for the row, instead of what is available there; infinite for no
-        limit.
+        Bytes of a node for the row, instead of those available there; infinite for no limit.
 
     Raises
     ------
     LeftOut
-        The same on every rank.
+        When a node lacks memory; the same on every rank.
     """
     if not backend.host_buffers or limit == math.inf:
         return
 
-    def lacking() -> str | None:
-        nodes, problem = nodes_of(comm, limit), None
+    def find_shortage() -> str | None:
+        nodes, problem = list_nodes(comm, limit), None
         if comm.rank == 0:
             try:
-                problem = shortage(one, grid, recompute, nodes, backend.block)
+                problem = explain_shortage(one, grid, recompute, nodes, backend.block)
             except ValueError:
-                pass    # sizes that make no model; building it says so, on every rank
+                pass    # no sizes of a model: its constructor raises, on every rank
         return comm.bcast(problem)
 
-    problem = lacking()
+    problem = find_shortage()
     if problem and limit is None:
-        # Small arrays of the last row may still be held for the next ones.
+        # The C library may still hold the small arrays of the row before.
         release_heap()
-        problem = lacking()
+        problem = find_shortage()
     if problem:
         raise LeftOut(problem)

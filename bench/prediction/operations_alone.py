@@ -1,8 +1,7 @@
-"""What `bench.prediction.calibration` measures of operations alone: products, elementwise passes,
-collectives.
+"""Measure operations repeated alone: products, elementwise passes, collectives.
 
-All ranks work at the same time, as they do in a step, and times are makespans: what the ranks of
-a node take from each other (cores, memory bandwidth) is in the figures.
+All ranks work at the same time, as in a step, and times are makespans, so the figures include
+contention of the ranks of a node for cores and memory bandwidth.
 """
 
 import itertools
@@ -27,25 +26,25 @@ from mm3d import launcher
 from mm3d.arrays.products import matmul
 from mm3d.grid.axis import COLLECTIVES
 
-SAMPLES, ROUNDS = 3, 3    # of each point in a round, and rounds over all points
+SAMPLES, ROUNDS = 3, 3    # samples of each point in a round, and rounds over all points
 LIMITS = timing.Limits(SAMPLES, SAMPLES)
 EDGES = (32, 64, 128, 256, 512, 1024)
 OBLONG = ((1024, 64, 1024), (64, 1024, 1024), (1024, 1024, 64), (256, 1024, 2048),
           (64, 64, 512), (512, 128, 128), (128, 512, 64), (2048, 256, 256), (16, 256, 1024))
 BYTES = tuple(64 * 8 ** k for k in range(7))    # 64 B to 16 MiB
 DIVIDING = ("all_gather", "reduce_scatter")
-FILL = 0.5   # what elementwise work is of
-ROW = 256    # elements of a row, in passes that add rows or columns up
+FILL = 0.5   # every element of the operands of elementwise work
+ROW = 256    # elements of a row, in passes that sum rows or columns
 
 
-def sampler(step: Callable[[], object], comm, synchronize: Callable[[], None] = lambda: None,
-            clock: Clock | None = None) -> Callable[[], float]:
-    """Return a function that takes a sample of `step` on all ranks at once, and returns the same
-    number on every rank.
+def make_sampler(step: Callable[[], object], comm, synchronize: Callable[[], None] = lambda: None,
+                 clock: Clock | None = None) -> Callable[[], float]:
+    """Return a function that samples the seconds of `step` on all ranks at once.
 
-    It is the makespan of many steps in a row over their number.  Where ranks outnumber cores, a
-    core always has something to do while a rank waits, and short makespans are of the system's
-    turns; there it is the work, the processor time of all ranks, over cores and steps.
+    A sample, the same on every rank, is the makespan of many steps over their number.  Where ranks
+    outnumber cores, a core serves another rank while one waits, and a short makespan depends on
+    how the system schedules ranks; there a sample is the processor time of all ranks over cores
+    and steps.
     """
     if not launcher.oversubscribed():
         return sampling.makespans(step, comm, synchronize, clock or Clock(comm))
@@ -61,17 +60,16 @@ def sampler(step: Callable[[], object], comm, synchronize: Callable[[], None] = 
     return lambda: span(calls) / calls
 
 
-def seconds(step: Callable[[], object], comm) -> float:
-    """Measure seconds: the least of a few samples."""
-    sample = sampler(step, comm)
+def measure_seconds(step: Callable[[], object], comm) -> float:
+    """Measure the seconds of `step`: the least of a few samples."""
+    sample = make_sampler(step, comm)
     return min(sample() for _ in range(SAMPLES))
 
 
-def least(rounds: Iterable[dict]) -> dict:
-    """Measure the least seconds of each point in some rounds over all.
+def least_seconds(rounds: Iterable[dict]) -> dict:
+    """Return the least seconds of each point over all rounds.
 
-    What other programs take from the machine for a while then spoils no point: the figures are
-    those of the machine left alone.
+    A disturbance by other programs for a while then affects no figure.
     """
     found: dict = {}
     for times in rounds:
@@ -80,11 +78,11 @@ def least(rounds: Iterable[dict]) -> dict:
     return found
 
 
-def products(dtype: str, comm) -> dict[Shape, float]:
-    """Measure seconds of m x n by n x k products of this many sizes.
+def measure_products(dtype: str, comm) -> dict[Shape, float]:
+    """Measure the seconds of products m x n by n x k, by (m, n, k).
 
-    The larger operand is one that all ranks have gathered, as in the algorithms: where they
-    share memory, it is in the caches that they share only once.
+    The larger operand is gathered from all ranks, as in the algorithms: in shared memory, caches
+    that the ranks share hold it only once.
     """
     grid = mm3d.Grid(comm, "numpy", x=comm.size)
 
@@ -98,7 +96,7 @@ def products(dtype: str, comm) -> dict[Shape, float]:
         m, n, k = shape
         a, b = operand("A", (m, n), m > k), operand("B", (n, k), m <= k)
         operation.product(f"C of {m} x {n} x {k} {dtype}", (a, b, matmul(a, b)), 0, comm)
-        return seconds(lambda: matmul(a, b), comm)
+        return measure_seconds(lambda: matmul(a, b), comm)
 
     found = {shape: measure(shape) for shape in [*((edge,) * 3 for edge in EDGES), *OBLONG]}
     grid.free()
@@ -106,8 +104,13 @@ def products(dtype: str, comm) -> dict[Shape, float]:
 
 
 def _operations(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> dict[str, tuple]:
-    """Elementwise work as the model does it, the elements that it reads and writes, where its
-    result is, and what that must be if all of `a` and `b` is `FILL`."""
+    """List elementwise operations of the model on `a` and `b`, all of whose elements are `FILL`.
+
+    Returns
+    -------
+    dict of str to tuple
+        By name: the call, the elements read and written, the result, and its expected value.
+    """
     n, width = a.size, min(ROW, a.size)
     u, v = a.reshape(-1, width), b.reshape(-1, width)
     row, column = np.empty(width, a.dtype), np.empty(n // width, a.dtype)
@@ -124,11 +127,11 @@ def _operations(a: np.ndarray, b: np.ndarray, out: np.ndarray) -> dict[str, tupl
                        width * square)}
 
 
-def passes(comm) -> dict[tuple[str, int], float]:
-    """Measure seconds of float32 passes by operation and bytes that it reads and writes.
+def measure_passes(comm) -> dict[tuple[str, int], float]:
+    """Measure the seconds of float32 passes, by operation and bytes read and written.
 
-    Small ones find their numbers in cache, as they do in the blocks of
-    `mm3d.arrays.numpy_kernels`, and large ones do not.
+    Small passes find their operands in cache, as in the blocks of `mm3d.arrays.numpy_kernels`;
+    large ones do not.
     """
     found = {}
     for length in (size // 4 for size in BYTES):
@@ -138,12 +141,12 @@ def passes(comm) -> dict[tuple[str, int], float]:
             right = np.allclose(result, expected, rtol=1e-5)
             agree("" if right else f"{name} of {length} elements is not {expected:g}", comm,
                   WrongResult)
-            found[name, 4 * moved] = seconds(step, comm)
+            found[name, 4 * moved] = measure_seconds(step, comm)
     return found
 
 
-def curves(times: dict[tuple[str, int], float]) -> dict[str, machine_model.Curve]:
-    """Make curves of the seconds of `passes`; "other" is for operations that it does not name."""
+def make_curves(times: dict[tuple[str, int], float]) -> dict[str, machine_model.Curve]:
+    """Make curves of the seconds of `measure_passes`; "other" is for all other operations."""
     found: dict[str, machine_model.Curve] = {}
     for (name, size), taken in times.items():
         curve = found.setdefault(name, machine_model.Curve([], []))
@@ -152,37 +155,46 @@ def curves(times: dict[tuple[str, int], float]) -> dict[str, machine_model.Curve
     return found | {"other": found["multiply"]}
 
 
-def placements(ranks: int) -> list[tuple[int, int]]:
-    """List size and stride of every line that a grid of this many ranks can have."""
+def list_placements(ranks: int) -> list[tuple[int, int]]:
+    """List size and stride of all lines that grids of `ranks` ranks have."""
     return [(size, stride) for size in range(2, ranks + 1) if ranks % size == 0
             for stride in range(1, ranks // size + 1) if ranks // size % stride == 0]
 
 
-def divided(length: int, pieces: bool) -> tuple[int, ...]:
-    """An array of so many elements, whose last dimension is dealt: nearly square if its parts
-    are to lie in many pieces."""
+def divided_shape(length: int, pieces: bool) -> tuple[int, ...]:
+    """Return the shape of an array of `length` elements whose last dimension is divided.
+
+    It has one dimension or, if the parts should lie in many `pieces`, is nearly square.
+    """
     rows = 2 ** int(math.log2(length) / 2)
     return (rows, length // rows) if pieces else (length,)
 
 
-def collectives(comm) -> dict[tuple[str, int, int, bool, int], float]:
-    """Seconds of every collective along every line, as `bench.prediction.machine_model.Line.key`
-    has them, by the bytes of the whole array; of columns too where the array is divided."""
+def measure_collectives(comm) -> dict[tuple[str, int, int, bool, int], float]:
+    """Measure the seconds of every collective along all lines.
+
+    Returns
+    -------
+    dict of tuple to float
+        By kind, size, stride, pieces (see `bench.prediction.machine_model.Line.key`) and bytes of
+        the whole array.  Collectives that divide the array are measured for columns as well.
+    """
     clock, found = Clock(comm), {}
     ways = [*itertools.product(COLLECTIVES, [False]), *itertools.product(DIVIDING, [True])]
-    for size, stride in placements(comm.size):
+    for size, stride in list_placements(comm.size):
         grid = mm3d.Grid(comm, "numpy", x=comm.size // size // stride, y=size, z=stride)
         for (kind, pieces), length in itertools.product(ways, (n for n in BYTES if n >= 512)):
             measured = measure_collective(
-                grid, "y", kind, divided(length // 4, pieces), "float32",
-                lambda step: sampling.take_samples(sampler(step, comm, clock=clock), LIMITS, comm))
+                grid, "y", kind, divided_shape(length // 4, pieces), "float32",
+                lambda step: sampling.take_samples(make_sampler(step, comm, clock=clock), LIMITS,
+                                                   comm))
             found[kind, size, stride, pieces, length] = comm.bcast(min(measured.seconds))
         grid.free()
     return found
 
 
-def lines(times: dict[tuple[str, int, int, bool, int], float]) -> list[machine_model.Line]:
-    """Make lines of the seconds of `collectives`."""
+def make_lines(times: dict[tuple[str, int, int, bool, int], float]) -> list[machine_model.Line]:
+    """Make lines of the seconds of `measure_collectives`."""
     found: dict[tuple, dict[int, float]] = {}
     for (*key, length), taken in times.items():
         found.setdefault(tuple(key), {})[length] = taken

@@ -1,10 +1,10 @@
 """Fit a machine model to the paper's tables and predict them.
 
-Every row is a dry run at its published sizes, replayed on the model.  What the paper leaves open
-(layers, whether backward repeats the forward, how much of the machine's figures is achieved) is
-fitted on every other row; the fit, its residuals and the errors of the rows between are printed.
-These rows were in view when the form of the model was chosen and are no test on unseen data: the
-error of a row that is left out of the fit is the fairer figure.
+Each row is run dry at its published sizes, and its seconds are predicted by the model.  Parameters
+that the paper does not give (layers, whether backward repeats the forward, the achieved fractions
+of the machine's figures) are fitted on every other row; the errors of the other rows are printed
+too.  They were known when the form of the model was chosen, so they are no test on unseen data:
+the error of each row when it is left out of the fit is the fairer figure.
 """
 
 import itertools
@@ -19,19 +19,28 @@ from bench.cases.paper import PAPER, Row
 from bench.cases.selection import select_rows
 from bench.instruments.least_squares import bounded
 from bench.prediction import machine_model
-from bench.prediction.seconds import TERMS, Terms, achieved_seconds, terms
+from bench.prediction.seconds import TERMS, Terms, achieved_seconds, trace_terms
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import PHASES
 
-LAYERS = (12, 16, 24, 32, 48)    # what the paper's models may have had
-FITTED_FIGURES = ("gemm", "node", "network")    # figures whose achieved part is fitted
-LEAST_ACHIEVED = 0.01    # of a figure: a fit that needs less explains nothing
-STRIDES = (0.3, 0.03)    # of logarithms of figures, with which searches begin
+LAYERS = (12, 16, 24, 32, 48)    # possible numbers of layers of the paper's models
+FITTED_FIGURES = ("gemm", "node", "network")    # figures whose achieved fraction is fitted
+LEAST_ACHIEVED = 0.01    # fraction of a figure: a fit that needs less explains nothing
+STRIDES = (0.3, 0.03)    # initial steps of searches, in logarithms of figures
 
 
-class Spent(msgspec.Struct, frozen=True):
-    """What a row's step is spent on, for 24 layers at the machine's full figures, and the most
-    bytes at one time on rank 0 when backward repeats nothing."""
+class RowTerms(msgspec.Struct, frozen=True):
+    """A row with the predicted seconds of its step, by term.
+
+    Attributes
+    ----------
+    case : Case
+        The row, with 24 layers.
+    peak : int
+        Peak bytes of rank 0 without recomputation.
+    terms : dict of str to Terms
+        Seconds by phase and term, at the machine's full figures.
+    """
 
     case: Case
     peak: int
@@ -39,16 +48,16 @@ class Spent(msgspec.Struct, frozen=True):
 
 
 class Fit(msgspec.Struct, frozen=True):
-    """The free parameters.
+    """The fitted parameters.
 
     Attributes
     ----------
     layers : int
-        Of the model, in all rows.
+        Number of layers in all rows.
     recompute : dict of str to bool
-        Schemes whose backward repeats the forward.
-    achieved : model.Achieved
-        The part of each figure that is got.
+        Whether backward repeats the forward, by scheme.
+    achieved : Achieved
+        The achieved fraction of each figure.
     residual : float
         Mean of the absolute logarithms of predicted over published times.
     """
@@ -59,18 +68,19 @@ class Fit(msgspec.Struct, frozen=True):
     residual: float
 
 
-def spent(machine: machine_model.Machine, rows: Iterable[Row], dtype: str) -> list[Spent]:
-    """Run the rows dry and sum what their steps are spent on."""
+def run_rows_dry(machine: machine_model.Machine, rows: Iterable[Row],
+                 dtype: str) -> list[RowTerms]:
+    """Run the rows dry and predict the seconds of their steps by term."""
     found = []
     for one in (make_case(row, "paper", layers=24) for row in rows):
         trace = dry_run.extended(one.row.scheme, one.row.gpus, dtype=dtype,
                                  **one.sizes)
-        found.append(Spent(one, trace.peak, terms(machine, trace)))
+        found.append(RowTerms(one, trace.peak, trace_terms(machine, trace)))
     return found
 
 
-def _equations(rows: list[Spent], fit: tuple[int, dict[str, bool]]) -> tuple:
-    """Set up the seconds by term of each published time, relative to it, and the times."""
+def _equations(rows: list[RowTerms], fit: tuple[int, dict[str, bool]]) -> tuple:
+    """Return the seconds by term of each published time, relative to it."""
     layers, recompute = fit
     lines = []
     for row in rows:
@@ -82,14 +92,18 @@ def _equations(rows: list[Spent], fit: tuple[int, dict[str, bool]]) -> tuple:
     return np.array(lines)
 
 
-def refined(A: np.ndarray, rest: np.ndarray, c: np.ndarray, low: float,
-            high: float) -> tuple[np.ndarray, float]:
-    """Find the c near `c` that makes the mean of abs(log(A c + 1 - rest)) least; c, and that.
+def refine_fit(A: np.ndarray, rest: np.ndarray, c: np.ndarray, low: float,
+               high: float) -> tuple[np.ndarray, float]:
+    """Minimize the mean of abs(log(A c + 1 - rest)) over c, with low <= c <= high, from `c`.
 
-    Ratios, so that twice too slow counts as much as twice too fast; not squared, so that a few
-    rows which nothing explains do not pull the others along.  The mean has edges wherever a row
-    is right, so the search goes by its values alone, and starts anew where it ends until that
-    finds nothing better.
+    Logarithms weigh twice too slow as much as twice too fast; they are not squared, so that a few
+    outliers do not dominate.  The mean has kinks where a row is predicted exactly, so the search
+    uses no gradients, and is restarted where it ends until it finds nothing better.
+
+    Returns
+    -------
+    ndarray, float
+        The best c, and its mean.
     """
     from scipy.optimize import minimize
 
@@ -110,11 +124,11 @@ def refined(A: np.ndarray, rest: np.ndarray, c: np.ndarray, low: float,
     return np.clip(np.exp(u), low, high), least
 
 
-def fitted(rows: list[Spent], machine: machine_model.Machine, layers: Iterable[int]) -> Fit:
+def fit_rows(rows: list[RowTerms], machine: machine_model.Machine, layers: Iterable[int]) -> Fit:
     """Find the parameters that fit the published forward and backward times of `rows` best.
 
-    No figure may be exceeded, and no less than a hundredth of it be got; what is not free is
-    as the machine's file says.  A scheme whose rows do not fit the memory repeats the forward.
+    Achieved fractions are between 0.01 and 1; those that are not fitted are the machine's.  A
+    scheme with a row that does not fit the memory repeats the forward.
     """
     free = [TERMS.index(name) for name in FITTED_FIGURES]
     fixed = [k for k in range(len(TERMS)) if k not in free]
@@ -130,7 +144,7 @@ def fitted(rows: list[Spent], machine: machine_model.Machine, layers: Iterable[i
         A = _equations(rows, (count, recompute))
         rest = 1 - A[:, fixed] @ known
         start = bounded(A[:, free], rest, 1.0, 1 / LEAST_ACHIEVED)
-        c, residual = refined(A[:, free], rest, start, 1.0, 1 / LEAST_ACHIEVED)
+        c, residual = refine_fit(A[:, free], rest, start, 1.0, 1 / LEAST_ACHIEVED)
         if best is None or residual < best.residual - 1e-9:
             parts = dict(zip(FITTED_FIGURES, (1 / c).tolist()))
             best = Fit(count, recompute, msgspec.structs.replace(machine.achieved, **parts),
@@ -138,17 +152,17 @@ def fitted(rows: list[Spent], machine: machine_model.Machine, layers: Iterable[i
     return best
 
 
-def predicted(row: Spent, fit: Fit, machine: machine_model.Machine) -> tuple[float, float]:
-    """Predict seconds of forward and backward of a row."""
+def predict_row(row: RowTerms, fit: Fit, machine: machine_model.Machine) -> tuple[float, float]:
+    """Predict the seconds of forward and backward of a row."""
     tuned = msgspec.structs.replace(machine, achieved=fit.achieved)
     forward, backward = (achieved_seconds(tuned, row.terms[phase]) * fit.layers / 24
                          for phase in PHASES)
     return forward, backward + forward * fit.recompute[row.case.row.scheme]
 
 
-def error(row: Spent, fit: Fit, machine: machine_model.Machine) -> float:
-    """Return the error of the predicted average step time, relative to the published times."""
-    return sum(predicted(row, fit, machine)) / row.case.row.batch / row.case.row.recomputed - 1
+def prediction_error(row: RowTerms, fit: Fit, machine: machine_model.Machine) -> float:
+    """Return the relative error of the predicted average step time."""
+    return sum(predict_row(row, fit, machine)) / row.case.row.batch / row.case.row.recomputed - 1
 
 
 class Outcome(msgspec.Struct, frozen=True):
@@ -156,18 +170,18 @@ class Outcome(msgspec.Struct, frozen=True):
 
     Attributes
     ----------
-    rows : list of Spent
+    rows : list of RowTerms
         All rows.
     fit : Fit
-        Fitted on `chosen`, the numbers of every other row.
+        The fit to the rows of which `chosen` has the numbers, every other one.
     left_out : list of float
-        Of each row, the error of the fit to all rows but that one.
+        Error of each row, predicted by a fit to all other rows.
     by_layers : dict of int to float
-        The residual of the best fit with so many layers.
+        Residual of the best fit, by number of layers.
     """
 
     machine: machine_model.Machine
-    rows: list[Spent]
+    rows: list[RowTerms]
     chosen: list[int]
     fit: Fit
     left_out: list[float]
@@ -175,20 +189,20 @@ class Outcome(msgspec.Struct, frozen=True):
 
     def mean(self, fitted: bool) -> float:
         """Return the mean absolute error of the rows that were, or were not, fitted."""
-        errors = [abs(error(row, self.fit, self.machine)) for k, row in enumerate(self.rows)
-                  if (k in self.chosen) == fitted]
+        errors = [abs(prediction_error(row, self.fit, self.machine))
+                  for k, row in enumerate(self.rows) if (k in self.chosen) == fitted]
         return float(np.mean(errors))
 
 
-def predict(machine: machine_model.Machine, dtype: str = "float32") -> Outcome:
-    """Fit every other row of both tables, and each row left out once."""
-    rows = spent(machine, select_rows(), dtype)
+def predict_tables(machine: machine_model.Machine, dtype: str = "float32") -> Outcome:
+    """Fit every other row of both tables, predict all, and leave each out of a fit once."""
+    rows = run_rows_dry(machine, select_rows(), dtype)
     chosen = list(range(0, len(rows), 2))
-    fits = [fitted([rows[k] for k in chosen], machine, (layers,)) for layers in LAYERS]
+    fits = [fit_rows([rows[k] for k in chosen], machine, (layers,)) for layers in LAYERS]
     fit = min(fits, key=lambda one: one.residual)
     left_out = []
     for k, row in enumerate(rows):
-        others = fitted(rows[:k] + rows[k + 1:], machine, (fit.layers,))
-        left_out.append(error(row, others, machine))
+        others = fit_rows(rows[:k] + rows[k + 1:], machine, (fit.layers,))
+        left_out.append(prediction_error(row, others, machine))
     return Outcome(machine, rows, chosen, fit, left_out,
                    {one.layers: one.residual for one in fits})

@@ -1,8 +1,7 @@
-"""Rank every scheme and every grid of a number of ranks by predicted time.
+"""Rank all schemes and grids of a number of ranks by predicted time.
 
-All of them are screened by the closed forms (`bench.prediction.closed_form_plan`), whose words are
-exact; the best are then traced by dry runs of the model's own code, which makes their memory and
-their counts exact. Seconds are a model either way.
+All are screened by closed forms (`bench.prediction.closed_form_plan`), whose words are exact; the
+best are then traced by dry runs, whose memory and counts are exact.  Seconds are always a model's.
 """
 
 from typing import Iterator
@@ -10,24 +9,24 @@ from typing import Iterator
 import msgspec
 
 from bench.prediction import machine_model, memory_fit
-from bench.prediction.closed_form_plan import Plan, screen
+from bench.prediction.closed_form_plan import Plan, screen_grid
 from bench.prediction.seconds import step_seconds
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import lookup, registry
 from mm3d.tracing import dry_run
 
-TRACED = 32    # plans that are traced after screening: all, where there are no more
-TRACED_OF_MANY = 12    # and so many where there are more
+TRACED = 32    # the greatest number of plans that are all traced
+TRACED_OF_MANY = 12    # plans traced where there are more
 
 
-def candidates(ranks: int, scheme: str | None = None) -> Iterator[tuple[str, GridShape]]:
-    """List every scheme that divides the work, with every grid of it, for a number of ranks.
+def list_candidates(ranks: int, scheme: str | None = None) -> Iterator[tuple[str, GridShape]]:
+    """List the schemes that divide the work, each with all of its grids of `ranks` ranks.
 
     Raises
     ------
     ValueError
-        When `scheme` is named and has no grid of so many.
+        When `scheme` is given and has no grid of `ranks` ranks.
     """
     for name in [scheme] if scheme else [n for n, s in registry().items() if s.divides_work]:
         try:
@@ -39,54 +38,54 @@ def candidates(ranks: int, scheme: str | None = None) -> Iterator[tuple[str, Gri
         yield from ((name, grid) for grid in grids)
 
 
-def regime(M: int, N: int, K: int, ranks: int) -> int:
-    """Count the directions of a product's best grid: 1, 2 or 3 (see `cost.lower_bound`)."""
+def bound_regime(M: int, N: int, K: int, ranks: int) -> int:
+    """Return the regime of `mm3d.model.cost.lower_bound`: the dimensions of the best grid, 1 to 3.
+    """
     k, n, m = sorted((M, N, K))
     return 1 if ranks * n <= m else 2 if ranks * k * k <= m * n else 3
 
 
-def traced(plan: Plan, machine: machine_model.Machine, dtype: str, recompute: str,
-           sizes: ModelSizes) -> Plan:
-    """Return the plan with seconds and memory from a dry run of rank 0."""
+def trace_plan(plan: Plan, machine: machine_model.Machine, dtype: str, recompute: str,
+               sizes: ModelSizes) -> Plan:
+    """Replace the seconds and the memory of a plan by those of a dry run of rank 0."""
     trace = dry_run.extended(plan.scheme, plan.grid.ranks, plan.grid, dtype=dtype,
-                             block=machine.granule, recompute=recompute, **sizes)
+                             block=machine.elementwise_block, recompute=recompute, **sizes)
     seconds = step_seconds(machine, trace)
     return msgspec.structs.replace(plan, forward=seconds["forward"],
                                    backward=seconds["backward"], memory=trace.peak,
                                    fits=trace.peak <= machine.memory_bytes, traced=True)
 
 
-def plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32",
-          recompute: str = "none",
-          top: int = TRACED_OF_MANY, scheme: str | None = None, **sizes: int) -> list[Plan]:
-    """Plan all candidates, the best first, `top` of them traced.
+def rank_plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32",
+               recompute: str = "none", top: int = TRACED_OF_MANY, scheme: str | None = None,
+               **sizes: int) -> list[Plan]:
+    """Rank all candidates by predicted seconds; plans that do not fit the memory come last.
 
-    Where there are no more than `TRACED` all are traced.  Those that fit the machine come
-    before those that do not.
+    The best `top` plans are traced, or all if there are at most `TRACED`.
     """
-    found = sorted((screen(name, grid, machine, dtype, recompute, sizes)
-                    for name, grid in candidates(ranks, scheme)), key=lambda plan: plan.order)
+    found = sorted((screen_grid(name, grid, machine, dtype, recompute, sizes)
+                    for name, grid in list_candidates(ranks, scheme)), key=lambda plan: plan.order)
     top = len(found) if len(found) <= TRACED else top
-    best = sorted((traced(plan, machine, dtype, recompute, sizes) for plan in found[:top]),
+    best = sorted((trace_plan(plan, machine, dtype, recompute, sizes) for plan in found[:top]),
                   key=lambda plan: plan.order)
     return best + found[top:]
 
 
 def best_grid(scheme: str, ranks: int, machine: machine_model.Machine, dtype: str = "float32",
               recompute: str = "none", **sizes: int) -> GridShape:
-    """Choose the grid of ``--grid auto``: the first of the scheme's `plans`.
+    """Choose the grid of ``--grid auto``: the first of the scheme's `rank_plans`.
 
     Raises
     ------
     ValueError
-        When the scheme has no grid of so many ranks.
+        When the scheme has no grid of `ranks` ranks.
     """
-    return plans(ranks, machine, dtype, recompute, scheme=scheme, **sizes)[0].grid
+    return rank_plans(ranks, machine, dtype, recompute, scheme=scheme, **sizes)[0].grid
 
 
-def fitting(plan: Plan, machine: machine_model.Machine, dtype: str, sizes: ModelSizes) -> str:
-    """Say whether the plan fits, or which policy of recomputation fits instead."""
+def describe_fit(plan: Plan, machine: machine_model.Machine, dtype: str, sizes: ModelSizes) -> str:
+    """Format whether a plan fits the memory: "yes", "with" a policy of recomputation, or "NO"."""
     if plan.fits:
         return "yes"
-    name, _ = memory_fit.policy(plan.scheme, plan.grid, dtype, sizes, machine.memory_bytes)
+    name, _ = memory_fit.choose_policy(plan.scheme, plan.grid, dtype, sizes, machine.memory_bytes)
     return f"with {name}" if name else "NO"

@@ -1,5 +1,7 @@
-"""How time, words and memory grow with the ranks: plans of families of grids, and the paper's
-two tables continued to more ranks than it had."""
+"""Predict how time, words and memory grow with the number of ranks.
+
+Families of grids are planned at powers of two; the paper's tables are extended beyond 64 ranks.
+"""
 
 import math
 
@@ -9,7 +11,7 @@ import numpy as np
 from bench.cases.paper import load_tables
 from bench.cases.selection import select_rows
 from bench.prediction import machine_model, paper_fit, planner
-from bench.prediction.closed_form_plan import Plan, screen
+from bench.prediction.closed_form_plan import Plan, screen_grid
 from bench.prediction.seconds import step_seconds
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import lookup
@@ -20,7 +22,7 @@ FAMILIES = ("1-D", "1-D, sequence", "2-D", "data, sharded (P x 1 x 1)", "3-D cub
 Curves = dict[str, list[tuple[int, Plan]]]    # ranks and plan, by family
 
 
-def grid_of(family: str, ranks: int) -> tuple[str, GridShape] | None:
+def family_grid(family: str, ranks: int) -> tuple[str, GridShape] | None:
     """Return scheme and grid of a family on `ranks` ranks; None where it has none."""
     root, side = math.isqrt(ranks), round(ranks ** (1 / 3))
     found = {"1-D": ("1d", (ranks,)), "1-D, sequence": ("1d-sp", (ranks,)),
@@ -30,29 +32,34 @@ def grid_of(family: str, ranks: int) -> tuple[str, GridShape] | None:
     return found and (found[0], lookup(found[0]).grid_shape(found[1]))
 
 
-def curves(machine: machine_model.Machine, dtype: str, recompute: str, sizes: dict[str, int],
-           most: int = 2**21) -> Curves:
+def plan_families(machine: machine_model.Machine, dtype: str, recompute: str,
+                  sizes: dict[str, int], most: int = 2**21) -> Curves:
     """Plan each family by closed forms at powers of two up to `most` ranks."""
     found: Curves = {family: [] for family in FAMILIES}
     ranks = 2
     while ranks <= most:
         for family in FAMILIES:
-            chosen = grid_of(family, ranks)
+            chosen = family_grid(family, ranks)
             if chosen:
-                one = screen(*chosen, machine, dtype, recompute, sizes)
+                one = screen_grid(*chosen, machine, dtype, recompute, sizes)
                 found[family].append((ranks, one))
-        best = min((screen(*each, machine, dtype, recompute, sizes)
-                    for each in planner.candidates(ranks, "3d")), key=lambda p: p.seconds)
+        best = min((screen_grid(*each, machine, dtype, recompute, sizes)
+                    for each in planner.list_candidates(ranks, "3d")), key=lambda p: p.seconds)
         found[BEST].append((ranks, best))
         ranks *= 2
     return found
 
 
-def crossovers(found: Curves) -> list[tuple[int, str]]:
-    """Find from how many ranks on which family, of those with one grid, is the fastest.
+def find_crossovers(found: Curves) -> list[tuple[int, str]]:
+    """Find the numbers of ranks at which another family of single grids becomes the fastest.
 
-    A family that has no grid at some ranks is interpolated between those where it has one; as
-    far as all of them reach.
+    A family without a grid of some number of ranks is interpolated.  The search ends at the
+    largest number of ranks that all families reach.
+
+    Returns
+    -------
+    list of (int, str)
+        Number of ranks, and the family that is the fastest from there on.
     """
     lines = {family: np.log([(ranks, p.seconds) for ranks, p in points]).T
              for family, points in found.items() if family != BEST}
@@ -68,10 +75,10 @@ def crossovers(found: Curves) -> list[tuple[int, str]]:
 
 
 def weak_sizes(scheme: str, ranks: int) -> dict[str, int]:
-    """Return Table 1's sizes, beyond its last row continued with the root of the ranks.
+    """Return the sizes of Table 1, extended beyond its last row by the square root of the ranks.
 
-    Features grow with it, and the batch as far as it grows in the table: that of 1-D, whose
-    memory does not allow it, falls.
+    The features grow with it.  So does the batch if it grows in the table; otherwise (1-D, for
+    lack of memory) it is divided by it.
     """
     rows = select_rows("weak", scheme)
     for row in rows:
@@ -87,7 +94,7 @@ def weak_sizes(scheme: str, ranks: int) -> dict[str, int]:
 
 
 def strong_sizes(scheme: str, ranks: int) -> dict[str, int]:
-    """Return Table 2's sizes, which are the same for all numbers of ranks."""
+    """Return the sizes of Table 2, the same for all numbers of ranks."""
     row = select_rows("strong", scheme)[-1]
     return dict(hidden=row.hidden, heads=load_tables().settings.heads[row.hidden], batch=row.batch,
                 seq=load_tables().settings.seq)
@@ -95,7 +102,7 @@ def strong_sizes(scheme: str, ranks: int) -> dict[str, int]:
 
 def average_step_time(outcome: paper_fit.Outcome, scheme: str, ranks: int,
                       sizes: dict[str, int]) -> float:
-    """Predict seconds of a step over its batch with the fitted model, on the default grid."""
+    """Predict the average step time by the fitted model, on the scheme's default grid."""
     fit = outcome.fit
     tuned = msgspec.structs.replace(outcome.machine, achieved=fit.achieved)
     trace = dry_run.extended(scheme, ranks, layers=fit.layers, dtype=load_tables().settings.dtype,

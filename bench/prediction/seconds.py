@@ -1,10 +1,10 @@
-"""Predict the seconds of a dry run's trace on a machine model.
+"""Predict the seconds of a traced step by a machine model.
 
-A product takes the larger of flops over the rate for its shape and of bytes over the memory's
-bandwidth; an elementwise pass bytes over bandwidth; a collective alpha-beta costs on the level of
-the network that it needs, whose links it shares.  Where the description has measured curves of
-passes and collectives (`bench.prediction.calibration` makes such ones), these are read instead.
-This is a model: the trace alone is exact.
+A product takes the larger of two times: flops over the rate for its shape, and bytes over the
+memory bandwidth.  An elementwise pass takes bytes over bandwidth.  A collective has alpha-beta
+costs on the level of the network that it uses, whose links it shares.  Where the machine has
+measured curves of passes and collectives (see `bench.prediction.calibration`), these are read
+instead.  The trace is exact; the seconds are a model.
 """
 
 import math
@@ -17,13 +17,13 @@ from mm3d.tracing.trace import Trace
 from mm3d.transport.choice import in_place
 
 TERMS = ("gemm", "memory", "node", "network", "latency")
-Terms = dict[str, float]    # seconds, by what they are spent on
-SIMILAR_SHAPE = 0.6    # of the logarithms of edges: the distance of products that are alike
-PRIOR_WEIGHT = 0.3     # of the figures themselves, beside products of like shape
+Terms = dict[str, float]    # seconds by term
+SIMILAR_SHAPE = 0.6    # distance of similar products, in logarithms of edges
+PRIOR_WEIGHT = 0.3     # weight of no deviation, beside the weights of similar products
 
 
 def gemm_seconds(machine: Machine, gemm: Gemm) -> float:
-    """Predict seconds of a batch of products at the full figures of `machine`."""
+    """Predict the seconds of a batch of products at the full figures of `machine`."""
     edges = (gemm.m, gemm.n, gemm.k)
     if not all(edges):
         return 0.0
@@ -36,10 +36,10 @@ def gemm_seconds(machine: Machine, gemm: Gemm) -> float:
 
 
 def deviation(measured: dict[str, float], edges: tuple[int, int, int]) -> float:
-    """Predict how much longer a product takes than the figures say, from products of like shape.
+    """Predict the factor by which a product deviates from the figures of the machine.
 
-    It is the mean of what was `measured`, of logarithms as are the distances of shapes, each
-    with the weight of its closeness; far from all of them the figures alone count.
+    It is a geometric mean of the `measured` factors, each weighted by the similarity of its shape
+    (a Gaussian in the logarithms of the edges); far from all of them it is 1.
     """
     total, weights = 0.0, PRIOR_WEIGHT
     for shape, ratio in measured.items():
@@ -51,41 +51,41 @@ def deviation(measured: dict[str, float], edges: tuple[int, int, int]) -> float:
 
 
 def pass_seconds(machine: Machine, event: Pass) -> float:
-    """Predict seconds of an elementwise operation at the full figures of `machine`."""
+    """Predict the seconds of an elementwise operation at the full figures of `machine`."""
     if not machine.passes:
         return event.bytes / machine.memory_bandwidth
     return machine.passes.get(event.operation, machine.passes["other"]).at(event.bytes)
 
 
-def meetings(event: Collective) -> int:
-    """Count the barriers of the ranks of a collective."""
+def barriers(event: Collective) -> int:
+    """Count the barriers in a collective."""
     return 2 if event.kind == "all_reduce" else 1
 
 
 def collective_terms(machine: Machine, event: Collective) -> Terms:
-    """Predict seconds of a collective that runs along all parallel lines of the grid at once.
+    """Predict the seconds of a collective along all parallel lines of the grid at once, by term.
 
-    Rings move (g-1)/g of the whole through each rank, an all-reduce twice, a pipelined broadcast
-    or reduction all of it; where ranks share memory, a gather nothing.  A line that leaves its
-    node crosses the node's link once for all of its members there, and the lines that pass
-    through the node share that link.
+    Rings of g ranks move (g-1)/g of the whole through each rank, an all-reduce twice that, and a
+    pipelined broadcast or reduction the whole; in shared memory a gather moves nothing.  A line
+    that leaves a node crosses the link of the node once for all of its ranks there, and all lines
+    through the node share the link.
     """
     measured = {line.key: line.curve for line in machine.collectives}
-    for pieces in (event.pieces, False):    # where columns were not measured, as rows
+    for pieces in (event.pieces, False):    # columns that were not measured count as rows
         curve = measured.get((event.kind, event.size, event.stride, pieces))
         if curve is not None:
-            waiting = meetings(event) * machine.waiting.get(event.size, 0.0)
+            waiting = barriers(event) * machine.waiting.get(event.size, 0.0)
             return {"node": curve.at(event.bytes), "latency": waiting}
     g = event.size
     share = {"all_gather": (g - 1) / g, "reduce_scatter": (g - 1) / g,
              "all_reduce": 2 * (g - 1) / g}.get(event.kind, 1.0)
-    steps = math.ceil(math.log2(g)) * meetings(event)
+    steps = math.ceil(math.log2(g)) * barriers(event)
     moved = share * event.bytes
     within = moved / machine.node.bytes_per_second
     widest, times = link_level(g, event.stride, machine.ranks_per_node)
     if widest == "node":
-        if event.kind in copies_nothing(machine.transport):    # who reads the whole has its time
-            within = 0.0
+        if event.kind in uncopied_collectives(machine.transport):
+            within = 0.0    # the product that reads the whole pays for it
         return {"node": within, "latency": steps * machine.node.seconds_per_message}
     crossing = moved * times / machine.network.bytes_per_second
     level = "network" if crossing >= within else "node"
@@ -93,22 +93,26 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
             "latency": steps * machine.network.seconds_per_message}
 
 
-def copies_nothing(transport: str) -> frozenset[str]:
-    """The collectives of ranks of one node that copy nothing with this `Machine.transport`: of
-    several ways, those that leave the node are none for its ranks."""
+def uncopied_collectives(transport: str) -> frozenset[str]:
+    """Return the collectives inside a node that copy nothing, for this `Machine.transport`.
+
+    Of several transports, "shared" is that of the ranks of a node.
+    """
     return in_place("shared" if "shared" in transport.split() else transport) & {"all_gather"}
 
 
 def link_level(size: int, stride: int, per_node: int) -> tuple[str, float]:
-    """The level that a line of `size` ranks needs, and how many times what moves through one of
-    its ranks passes through a link there."""
+    """Return the level of the network that a line of `size` ranks uses, and the load of its link.
+
+    The load is the traffic through the link over the traffic through one rank.
+    """
     if per_node % (size * stride) == 0:
         return "node", 1.0
     return "network", per_node / min(size, max(1, per_node // stride))
 
 
-def terms(machine: Machine, trace: Trace) -> dict[str, Terms]:
-    """Predict seconds of each phase by what they are spent on, at full figures."""
+def trace_terms(machine: Machine, trace: Trace) -> dict[str, Terms]:
+    """Predict the seconds of each phase by term, at full figures."""
     found = {phase: dict.fromkeys(TERMS, 0.0) for phase in PHASES}
     for (phase, _, event), times in trace.events.items():
         if phase not in found or isinstance(event, Overlapped):
@@ -127,12 +131,12 @@ def terms(machine: Machine, trace: Trace) -> dict[str, Terms]:
 
 
 def achieved_seconds(machine: Machine, spent: Terms) -> float:
-    """Sum the seconds of `spent`, each term divided by the part that is achieved."""
+    """Sum the seconds of `spent`, each term divided by its achieved fraction."""
     return sum(value / getattr(machine.achieved, term) for term, value in spent.items())
 
 
 def step_seconds(machine: Machine, trace: Trace, recompute: bool = False) -> dict[str, float]:
-    """Predict seconds of forward and backward, which with `recompute` repeats the forward."""
-    spent = terms(machine, trace)
+    """Predict the seconds of forward and backward, which repeats the forward with `recompute`."""
+    spent = trace_terms(machine, trace)
     forward, backward = (achieved_seconds(machine, spent[phase]) for phase in PHASES)
     return {"forward": forward, "backward": backward + forward * recompute}

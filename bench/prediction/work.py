@@ -1,4 +1,4 @@
-"""Describe a product or a Transformer on a grid, run it dry and predict its seconds."""
+"""Name a product or a Transformer on a grid, run it dry, and predict its seconds."""
 
 from dataclasses import dataclass
 
@@ -21,18 +21,18 @@ Seconds = dict[str, float]    # by phase
 
 @dataclass(frozen=True)
 class Work:
-    """A product C = AB or a Transformer, and how it is divided.
+    """A product of matrices or a Transformer, with its scheme and grid.
 
     Attributes
     ----------
     kind : {"matmul", "layer"}
-        Which.
+        A product, or a Transformer.
     scheme, grid : str, GridShape
-        How it is divided.
+        The scheme, and the sizes of its directions.
     sizes : tuple of int
         M, N and K, or hidden, heads, batch, seq and layers.
     form : str
-        Of a product; "" for a Transformer.
+        The form of a product, such as "ab"; "" for a Transformer.
     """
 
     kind: str
@@ -43,25 +43,25 @@ class Work:
 
     @property
     def label(self) -> str:
-        """Return a text such as ``matmul 3d 2x1x1 512x512x512 ab``."""
+        """Return the name in files, such as ``matmul 3d 2x1x1 512x512x512 ab``."""
         return " ".join([self.kind, self.scheme, self.grid.compact,
                          "x".join(map(str, self.sizes)), self.form]).rstrip()
 
     @property
     def ranks(self) -> int:
-        """Return the ranks of the grid."""
+        """Return the number of ranks."""
         return self.grid.ranks
 
     @classmethod
-    def of(cls, label: str) -> "Work":
-        """Parse a label."""
+    def parse(cls, label: str) -> "Work":
+        """Return the work that a label names."""
         kind, scheme, grid, sizes, *form = label.split()
         return cls(kind, scheme, GridShape.parse(grid, lookup(scheme).directions),
                    tuple(map(int, sizes.split("x"))), *form)
 
 
-def trace(work: Work, dtype: str, block: int) -> Trace:
-    """Run rank 0 of `work` dry, elementwise in blocks of `block` elements."""
+def trace_work(work: Work, dtype: str, block: int) -> Trace:
+    """Run rank 0 of `work` dry, with elementwise work in blocks of `block` elements."""
     if work.kind == "layer":
         return dry_run.extended(work.scheme, work.ranks, work.grid, dtype=dtype, block=block,
                                 **dict(zip(NAMES["layer"], work.sizes)))
@@ -75,6 +75,6 @@ def trace(work: Work, dtype: str, block: int) -> Trace:
     return backend.trace
 
 
-def predicted(machine: Machine, work: Work, dtype: str) -> Seconds:
-    """Predict seconds of forward and backward on `machine`."""
-    return step_seconds(machine, trace(work, dtype, machine.granule))
+def predict_seconds(machine: Machine, work: Work, dtype: str) -> Seconds:
+    """Predict the seconds of forward and backward on `machine`."""
+    return step_seconds(machine, trace_work(work, dtype, machine.elementwise_block))

@@ -12,7 +12,7 @@ class Number(NamedTuple):
     Attributes
     ----------
     value : float or int
-        The number, in the unit of its column, or a count; NaN where there is none, which CSV leaves empty.
+        The number in the unit of its column, or a count; NaN if missing, which CSV leaves empty.
     text : str
         As many of its digits as mean something, or with its sign or mark.
     """

@@ -3,7 +3,7 @@
 from collections import Counter, defaultdict
 
 from bench.prediction import machine_model
-from bench.prediction.seconds import TERMS, terms
+from bench.prediction.seconds import TERMS, trace_terms
 from bench.reports.document import Column, Number, Table, number_cell
 from mm3d.tracing.events import Collective, Gemm, Overlapped, PHASES, Pass
 from mm3d.tracing.trace import Trace
@@ -109,7 +109,7 @@ def memory_table(trace: Trace) -> Table:
 
 def seconds_table(trace: Trace, machine: machine_model.Machine) -> Table:
     """Make the table of predicted seconds on a machine, by the resource that takes them."""
-    spent = terms(machine, trace)
+    spent = trace_terms(machine, trace)
     rows = []
     for phase in PHASES:
         taken = [v / getattr(machine.achieved, t) for t, v in spent[phase].items()]

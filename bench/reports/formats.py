@@ -167,7 +167,7 @@ def csv_of_all(parts: list[Part]) -> str:
 
 
 def _in_full(cell: Cell) -> str | int:
-    """Return what CSV has of a cell: a number with all of its digits, a count as a whole number."""
+    """Return a cell of CSV: a number with all digits, a count as a whole number."""
     if not isinstance(cell, Number):
         return cell
     if isinstance(cell.value, int):

@@ -7,7 +7,7 @@ import numpy as np
 from bench.cases.paper import TITLES
 from bench.prediction.beside_measured import Measured
 from bench.prediction.machine_model import Machine
-from bench.prediction.work import NAMES, Seconds, Work, predicted
+from bench.prediction.work import NAMES, Seconds, Work, predict_seconds
 from bench.reports.document import Cell, Column, Notes, Part, Table, number_cell
 from mm3d.tracing.events import PHASES
 
@@ -38,13 +38,13 @@ def document(machine: Machine, found: Sequence[Measured]) -> list[Part]:
     What the machine is no model for is left out.
     """
     known = [one for one in found if one.dtype in machine.gemm_rate]
-    own = [one for one in known if one.fits(machine)]
+    own = [one for one in known if one.matches(machine)]
     left = [f"{count} runs of {what} left out" for count, what in (
         (len(known) - len(own), "other numbers of ranks or another transport"),
         (len(found) - len(known), "dtypes without a rate of products")) if count]
     parts: list[Part] = [machine.about]
     if own:
-        pairs = [Pair(one, predicted(machine, one.work, one.dtype)) for one in own]
+        pairs = [Pair(one, predict_seconds(machine, one.work, one.dtype)) for one in own]
         parts += [table(pairs), Notes("Errors of predictions", list(errors(pairs)))]
         rows = choices(pairs)
         parts += [rows] if rows.rows else []

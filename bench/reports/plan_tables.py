@@ -2,8 +2,8 @@
 
 from typing import Sequence
 
-from bench.prediction.closed_form_plan import Plan, products
-from bench.prediction.planner import regime
+from bench.prediction.closed_form_plan import Plan, weight_products
+from bench.prediction.planner import bound_regime
 from bench.reports.document import Column, Notes, Table, number_cell
 from mm3d import ModelSizes
 from mm3d.schemes import lookup
@@ -29,7 +29,7 @@ def remarks(plans: Sequence[Plan], sizes: ModelSizes, ranks: int, took: float) -
              f"{least.words['forward'] / 1e6:.4g} million a rank"]
     for scheme in dict.fromkeys(p.scheme for p in plans):
         lines += _default(scheme, plans, least, ranks)
-    kinds = {regime(*product.extents, ranks) for product in products(sizes)}
+    kinds = {bound_regime(*product.extents, ranks) for product in weight_products(sizes)}
     lines += ["regime of the lower bound for the products: "
               + ", ".join(f"{kind}-D" for kind in sorted(kinds)),
               f"{len(plans)} plans screened, {sum(p.traced for p in plans)} traced in "

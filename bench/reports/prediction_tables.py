@@ -3,7 +3,7 @@
 import numpy as np
 
 from bench.cases.paper import HEADINGS, TITLES
-from bench.prediction.paper_fit import FITTED_FIGURES, Outcome, error, predicted
+from bench.prediction.paper_fit import FITTED_FIGURES, Outcome, prediction_error, predict_row
 from bench.reports.document import Column, Notes, Table, number_cell
 
 UNEXPLAINED = 0.35    # error beyond which a row counts as not explained by the model
@@ -17,14 +17,15 @@ def table(outcome: Outcome, name: str) -> Table:
         published = row.case.row
         if published.table != name:
             continue
-        forward, backward = predicted(row, outcome.fit, outcome.machine)
+        forward, backward = predict_row(row, outcome.fit, outcome.machine)
         times = (published.forward, forward, published.backward, backward, published.recomputed,
                  (forward + backward) / published.batch)
-        off, alone = error(row, outcome.fit, outcome.machine), outcome.left_out[k]
+        off, alone = prediction_error(row, outcome.fit, outcome.machine), outcome.left_out[k]
         rows.append([TITLES[published.scheme], published.gpus,
                      *(number_cell(seconds, ".3f") for seconds in times),
                      number_cell(row.peak / 2**30, ".1f"), number_cell(off, "+.0%"),
-                     "fitted" if k in outcome.chosen else "not fitted", number_cell(alone, "+.0%")])
+                     "fitted" if k in outcome.chosen else "not fitted",
+                     number_cell(alone, "+.0%")])
     times = [Column(kind, group=f"{phase} s") for phase in ("forward", "backward", "average")
              for kind in ("published", "predicted")]
     return Table(f"{HEADINGS[name]}, on the model of {outcome.machine.name}", [

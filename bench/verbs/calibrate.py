@@ -25,9 +25,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, comm) -> int:
     """Measure and write the file; 0 when it was written."""
     path = Path(arguments.out)
-    machine_file.check("--out", path, comm)
+    machine_file.check_writable("--out", path, comm)
     try:
-        machine = calibration.measure(comm)
+        machine = calibration.measure_machine(comm)
     except WrongResult as wrong:
         return failed("calibrate", f"{wrong}; no file was written", comm)
     status = publish_machine(machine, path, comm)

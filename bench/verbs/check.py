@@ -5,7 +5,7 @@ import argparse
 from bench.errors import UsageError, WrongResult
 from bench.experiments.products import operands
 from bench.prediction import machine_model, whole_steps
-from bench.prediction.beside_measured import measured
+from bench.prediction.beside_measured import read_measured
 from bench.records.journal import claim_folder
 from bench.reports.formats import render
 from bench.reports.measured_tables import document
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
         When there is nothing to measure, or the machine is a model for other ranks, another
         transport or other dtypes.
     """
-    machine = machine_model.load(arguments.machine, arguments.dtype)
+    machine = machine_model.load_machine(arguments.machine, arguments.dtype)
     if arguments.rounds < 1:
         raise UsageError(f"--rounds {arguments.rounds}: must be at least 1")
     if not arguments.matmul and not arguments.layer:
@@ -52,18 +52,18 @@ def run(arguments: argparse.Namespace, comm) -> int:
                          "HIDDEN,HEADS,BATCH,SEQ")
     transport = _transport(arguments.machine, machine, comm)
     out = claim_folder(arguments.out, comm)
-    works = whole_steps.everywhere(comm.size, arguments.matmul or (),
+    works = whole_steps.list_works(comm.size, arguments.matmul or (),
                                    [(*sizes, arguments.layers) for sizes in arguments.layer or ()])
     try:
-        record = whole_steps.measure(works, comm, arguments.dtype, arguments.seed,
-                                     arguments.rounds,
-                                     transport)
+        record = whole_steps.measure_works(works, comm, arguments.dtype, arguments.seed,
+                                           arguments.rounds,
+                                           transport)
     except WrongResult as wrong:
         return failed("check", f"{wrong}; no times were written", comm)
     except ValueError as error:
         raise UsageError(str(error)) from error
     return publish(record if comm.rank == 0 else None, out, "check", comm,
-                   lambda record: render(document(machine, list(measured(record)))))
+                   lambda record: render(document(machine, list(read_measured(record)))))
 
 
 def _transport(name: str, machine: machine_model.Machine, comm) -> str:
@@ -79,7 +79,7 @@ def _transport(name: str, machine: machine_model.Machine, comm) -> str:
                          f"rank{'s' * (machine.ranks_per_node > 1)}, not {comm.size}: start that "
                          f"many, or calibrate with {comm.size}")
     transport = operands.usual_transport(comm)
-    if not machine.travels(transport):
+    if not machine.matches_transport(transport):
         raise UsageError(f"--machine {name} was measured with transport {machine.transport}, not "
                          f"{transport}: {_remedy(machine.transport, comm)}calibrate again")
     return transport

@@ -33,8 +33,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     limits = options.limits_of(arguments)
     sizes = array_bytes(arguments.least, arguments.most, arguments.dtype)
     grid = collective_grid(comm, arguments.grid, arguments.backend)
-    machine = machine_update.begun(arguments.machine, arguments.base, launcher.local_ranks(),
-                                   comm)
+    machine = machine_update.open_machine(arguments.machine, arguments.base,
+                                          launcher.local_ranks(), comm)
     out = claim_folder(arguments.out, comm)
     try:
         record = measure_collectives(grid, sizes, arguments.dtype, limits, arguments.seed)
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     grid.free()
     status = publish(record, out, "collectives", comm, table)
     if machine is not None:
-        measured = record and machine_update.lines(machine, record)
+        measured = record and machine_update.update_collectives(machine, record)
         status = max(status, publish_machine(measured, arguments.machine, comm))
     return status
 

@@ -58,8 +58,9 @@ def run(arguments: argparse.Namespace) -> int:
     chosen = grids.grid(arguments.grid, arguments.scheme, arguments.ranks,
                         arguments.machine or "longhorn", arguments.dtype, sizes,
                         arguments.recompute)
-    machine = machine_model.load(arguments.machine, arguments.dtype) if arguments.machine else None
-    limit = memory_fit.size(arguments.memory) if arguments.memory else 0
+    machine = (machine_model.load_machine(arguments.machine, arguments.dtype)
+               if arguments.machine else None)
+    limit = memory_fit.parse_size(arguments.memory) if arguments.memory else 0
     if limit and arguments.rank:
         raise UsageError("--memory is held against rank 0, which has the most: leave --rank out")
     scheme = mm3d.SCHEMES[arguments.scheme]
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
     parts = [_title(arguments, grid, sizes), *dry_tables.tables(trace, useful, machine)]
     fits = True
     if limit:
-        fits, line = memory_fit.verdict(
+        fits, line = memory_fit.judge_fit(
             arguments.scheme, grid.sizes, arguments.dtype, arguments.recompute, sizes, limit,
             Variant(arguments.keep or "none", arguments.overlap, arguments.causal))
         parts.append(line)
@@ -101,4 +102,4 @@ def _trace(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
     asked = {name: value for name in ("keep", "overlap") if (value := getattr(arguments, name))}
     return trace_of(arguments.scheme, arguments.ranks, grid.sizes, arguments.rank, options=asked,
                     dtype=arguments.dtype, causal=arguments.causal, recompute=arguments.recompute,
-                    block=machine.granule if machine else sys.maxsize, **sizes)
+                    block=machine.elementwise_block if machine else sys.maxsize, **sizes)

@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     backend = options.alone("gemm", arguments.backend, comm)
     limits = options.limits_of(arguments)
     threads = thread_counts(arguments.threads)
-    machine = machine_update.begun(arguments.machine, arguments.base, 1, comm)
+    machine = machine_update.open_machine(arguments.machine, arguments.base, 1, comm)
     out = claim_folder(arguments.out, comm)
     try:
         record = measure_gemm(arguments.sizes, arguments.dtypes, threads, backend, limits,
@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
         return failed("gemm", f"{wrong}; no times were written", comm)
     status = publish(record, out, "gemm", comm, table)
     if machine is not None:
-        status = max(status, publish_machine(machine_update.products(machine, record),
+        status = max(status, publish_machine(machine_update.update_products(machine, record),
                                              arguments.machine, comm))
     return status
 

@@ -41,8 +41,8 @@ def grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: str,
     if text == "auto":
         from bench.prediction import machine_model, planner
         try:
-            return planner.best_grid(scheme, ranks, machine_model.load(machine, dtype), dtype,
-                                     recompute, **sizes).sizes
+            known = machine_model.load_machine(machine, dtype)
+            return planner.best_grid(scheme, ranks, known, dtype, recompute, **sizes).sizes
         except ValueError as error:
             raise UsageError(str(error)) from error
     try:

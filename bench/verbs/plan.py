@@ -31,15 +31,15 @@ def run(arguments: argparse.Namespace) -> int:
     if ranks < 2 or arguments.top < 1:
         raise UsageError(f"--ranks {ranks} --top {arguments.top}: at least 2 ranks and one plan "
                          f"would do")
-    machine = machine_model.load(arguments.machine, dtype)
+    machine = machine_model.load_machine(arguments.machine, dtype)
     sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
     start = time.perf_counter()
-    found = planner.plans(ranks, machine, dtype, recompute,
-                          max(arguments.top, planner.TRACED_OF_MANY),
-                          **sizes)
+    found = planner.rank_plans(ranks, machine, dtype, recompute,
+                               max(arguments.top, planner.TRACED_OF_MANY),
+                               **sizes)
     took = time.perf_counter() - start
     shown = found[:arguments.top]
-    fits = [planner.fitting(one, machine, dtype, sizes) for one in shown]
+    fits = [planner.describe_fit(one, machine, dtype, sizes) for one in shown]
     title = (f"{ranks} ranks; " + ", ".join(f"{key} {value}" for key, value in sizes.items())
              + f", {dtype}, recompute {recompute}")
     print(render([machine.about, title, table(shown, fits), remarks(found, sizes, ranks, took)],

@@ -28,10 +28,10 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the paper's tables, or what was measured in ``--results``, beside predictions."""
     if arguments.results:
         return _measured(arguments)
-    from bench.prediction.paper_fit import predict
+    from bench.prediction.paper_fit import predict_tables
     from bench.reports import prediction_tables as tables
     wanted = {row.table for row in select_rows(arguments.table or "all")}
-    outcome = predict(machine_model.load(arguments.machine, "float32"))
+    outcome = predict_tables(machine_model.load_machine(arguments.machine, "float32"))
     parts = [tables.table(outcome, name) for name in HEADINGS if name in wanted]
     print(render([*parts, *tables.remarks(outcome)], arguments.format))
     if arguments.pictures:
@@ -50,8 +50,8 @@ def _measured(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--results {arguments.results} {' '.join(idle)}: what was measured is "
                          f"no row of the paper's tables and has no figures; give --results "
                          f"without {' and '.join(name.split()[0] for name in idle)}")
-    found, problems = beside_measured.collected(arguments.results)
-    parts = document(machine_model.load(arguments.machine), found)
+    found, problems = beside_measured.read_measured_folder(arguments.results)
+    parts = document(machine_model.load_machine(arguments.machine), found)
     if problems:
         parts.append(Notes("Left out:", problems))
     print(render(parts, arguments.format))

@@ -50,7 +50,7 @@ def publish(record: Measurements | None, out: Path, name: str, comm,
 
 def publish_machine(machine: Machine | None, path: str | Path, comm) -> int:
     """Write the file of a machine, which rank 0 has, and say where it is; 1 when it could not."""
-    problem = machine_file.write(machine, path, comm)
+    problem = machine_file.write_machine(machine, path, comm)
     if comm.rank == 0:
         say(f"failed: machine file {path} could not be written ({problem}); what was there is "
             f"untouched" if problem else f"machine file: {path}")

@@ -99,7 +99,7 @@ def node_memory(arguments: argparse.Namespace) -> float | None:
     """
     if arguments.memory is None:
         return None
-    return math.inf if arguments.memory == "none" else memory_fit.size(arguments.memory)
+    return math.inf if arguments.memory == "none" else memory_fit.parse_size(arguments.memory)
 
 
 def step_counts(arguments: argparse.Namespace) -> tuple[int, Limits]:

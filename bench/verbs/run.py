@@ -81,8 +81,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
         warmup=warmup, limits=limits, order=order, backend=arguments.backend, seed=arguments.seed,
         traced=row_options.traced_steps(arguments), recompute=arguments.recompute, grid=grid,
         inside=arguments.inside, watched=arguments.watched, stop=stopper(arguments.stop_file),
-        fits=lambda one, sizes, comm: node_memory.check(one, sizes, arguments.recompute, library,
-                                                        comm, memory))
+        fits=lambda one, sizes, comm: node_memory.check_memory(
+            one, sizes, arguments.recompute, library, comm, memory))
     trace = trace_file(arguments.trace, comm, arguments.traced)
     if comm.rank == 0:
         for line in left_out(arguments.rows, comm.size):
@@ -165,7 +165,7 @@ def grid_chooser(arguments: argparse.Namespace,
     """
     name = arguments.machine or "cpu"
     if arguments.grid == "auto":
-        of_rank_0(lambda: machine_model.load(name, arguments.dtype), comm)
+        of_rank_0(lambda: machine_model.load_machine(name, arguments.dtype), comm)
     elif arguments.machine:
         raise UsageError(f"--machine {name}: only --grid auto plans for a machine; give both, or "
                          f"leave --machine out")

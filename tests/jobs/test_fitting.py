@@ -51,18 +51,18 @@ def test_a_variant_is_held_against_what_it_needs_itself(tmp_path, variant, capsy
     row, (grid, sizes) = weak().row, of(weak())
     one = make_case(row, "tiny", variant)
     dtype = fitting.numpy_dtype(variant)
-    most = memory_fit.peak("3d", grid, "float32", "none", sizes)
+    most = memory_fit.predict_peak("3d", grid, "float32", "none", sizes)
     found = fitting.fitting(site(gpu_memory=f"{most} B"), one)
     plain = fitting.fitting(site(gpu_memory=f"{most} B"), weak())
     assert plain == fitting.Fitting("none", most)
-    needed = memory_fit.peak("3d", grid, dtype, "none", sizes, variant)
+    needed = memory_fit.predict_peak("3d", grid, dtype, "none", sizes, variant)
     if dtype == "float16":
         assert found == fitting.Fitting("none", needed) and needed < most
     elif needed > most:
         assert not found.fits or found.recompute != "none" and found.peak <= most
         assert variant.keep == "none" or not policy(found.recompute).selective
     assert variant.causal or (needed > most) == (dtype != "float16")
-    needed = memory_fit.peak("3d", grid, dtype, found.recompute, sizes, variant)
+    needed = memory_fit.predict_peak("3d", grid, dtype, found.recompute, sizes, variant)
     script = scripts.row_script(scripts.Work(site(gpu_memory=f"{most} B"), "gpu4", tmp_path), one)
     for option in {f"--dtype={variant.dtype}", f"--keep={variant.keep}"} & {*variant.arguments()}:
         assert option in script
@@ -83,12 +83,12 @@ def test_what_fits_by_the_closed_form_alone_is_run_dry(preset, recompute):
     """Small models need more than the closed form says."""
     one = make_case(next(row for row in select_rows("strong", "2d") if row.gpus == 64), preset)
     grid, sizes = of(one)
-    most = int(memory_fit.estimate("2d", grid, "float32", "none", sizes)) + 1
-    assert memory_fit.peak("2d", grid, "float32", "none", sizes) > 1.3 * most
+    most = int(memory_fit.estimate_peak("2d", grid, "float32", "none", sizes)) + 1
+    assert memory_fit.predict_peak("2d", grid, "float32", "none", sizes) > 1.3 * most
     found = fitting.fitting(site(gpu_memory=f"{most} B", ranks=1), one, recompute)
     assert (found.peak <= most) == found.fits
-    assert not found.fits or found.peak == memory_fit.peak("2d", grid, "float32", found.recompute,
-                                                           sizes)
+    assert not found.fits or found.peak == memory_fit.predict_peak(
+        "2d", grid, "float32", found.recompute, sizes)
 
 
 def test_ranks_share_the_memory_of_their_gpu_or_node():
@@ -110,5 +110,5 @@ def test_every_published_row_fits_the_paper_s_gpus():
     for row in load_tables().rows:
         one, most = make_case(row, "paper"), fitting.limit(load("gpu4"), row.gpus)
         grid, sizes = of(one)
-        assert any(memory_fit.estimate(row.scheme, grid, "float32", name, sizes) <= most
+        assert any(memory_fit.estimate_peak(row.scheme, grid, "float32", name, sizes) <= most
                    for name in POLICIES), row

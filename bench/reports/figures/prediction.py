@@ -9,9 +9,9 @@ import numpy as np
 from bench.cases.paper import HEADINGS, PAPER
 from bench.cases.selection import select_rows
 from bench.prediction import machine_model, paper_fit, planner
-from bench.prediction.closed_form_plan import Plan, products, screen
-from bench.prediction.scaling import (Curves, average_step_time, crossovers, curves, strong_sizes,
-                                      weak_sizes)
+from bench.prediction.closed_form_plan import Plan, screen_grid, weight_products
+from bench.prediction.scaling import (Curves, average_step_time, find_crossovers, plan_families,
+                                      strong_sizes, weak_sizes)
 from bench.reports.figures import style
 from mm3d.model import cost
 
@@ -23,14 +23,14 @@ FAMILY_STYLES = {"1-D": (style.VERMILION, "o"), "1-D, sequence": (style.ORANGE, 
 def planned(folder: str, ranks: int, machine: machine_model.Machine, dtype: str, recompute: str,
             sizes: dict[str, int]) -> Iterator[Path]:
     """Draw words, time, memory and the map of grids of one model; the PNG files."""
-    found = curves(machine, dtype, recompute, sizes)
+    found = plan_families(machine, dtype, recompute, sizes)
     text = ", ".join([*(f"{key} {value}" for key, value in sizes.items()), dtype,
                       f"recompute {recompute}"])
     for name, draw in (("words", _words), ("time", _time), ("memory", _memory)):
         yield _save(folder, f"plan-{name}.png",
                     lambda panel: draw(panel, found, machine, sizes), text)
-    grids = [screen("3d", grid, machine, dtype, recompute, sizes)
-             for _, grid in planner.candidates(ranks, "3d")]
+    grids = [screen_grid("3d", grid, machine, dtype, recompute, sizes)
+             for _, grid in planner.list_candidates(ranks, "3d")]
     yield _save(folder, f"plan-grids-{ranks}.png",
                 lambda panel: _map(panel, grids, ranks, machine.name), text)
 
@@ -62,7 +62,7 @@ def _lines(panel, found: Curves, value: Callable[[Plan], float]) -> None:
 def _words(panel, found: Curves, machine: machine_model.Machine, sizes: dict) -> None:
     _lines(panel, found, lambda p: sum(p.words.values()))
     ranks = [r for r, _ in found["1-D"]]
-    every = products(sizes).items()
+    every = weight_products(sizes).items()
     bound = [3 * sum(times * cost.lower_bound(*product.extents, r) for product, times in every)
              for r in ranks]
     panel.plot(ranks, bound, "--", color="grey", label="lower bound of each product by itself")
@@ -73,7 +73,7 @@ def _words(panel, found: Curves, machine: machine_model.Machine, sizes: dict) ->
 
 def _time(panel, found: Curves, machine: machine_model.Machine, sizes: dict) -> None:
     _lines(panel, found, lambda p: p.seconds)
-    changes = crossovers(found)
+    changes = find_crossovers(found)
     for ranks, family in changes[1:]:
         panel.axvline(ranks, color=FAMILY_STYLES[family][0], linestyle=":", linewidth=1)
     panel.set(title=f"Predicted step time on {machine.name} (a model)", ylabel="seconds")

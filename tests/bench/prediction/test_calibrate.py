@@ -12,7 +12,7 @@ from bench.errors import UsageError, WrongResult
 from bench.prediction import (calibration, fits, machine_file, machine_model, operations_alone,
                               whole_steps)
 from bench.prediction.seconds import collective_terms, gemm_seconds, pass_seconds, step_seconds
-from bench.prediction.work import predicted
+from bench.prediction.work import predict_seconds
 from bench.verbs import calibrate as verb
 from mm3d.arrays.products import matmul
 from mm3d.grid.axis import Split
@@ -40,7 +40,7 @@ def test_a_fit_finds_what_made_the_times():
     for start, half in ((5e-6, (60.0, 30.0, 90.0)), (0.0, (0.0, 0.0, 0.0))):
         times = {shape: start + 2 * np.prod(shape) / 1e11 * (
             1 + sum(h / edge for h, edge in zip(half, shape)) / 3) for shape in shapes}
-        found = fits.products(times)
+        found = fits.fit_products(times)
         assert found.rate == pytest.approx(1e11)
         assert found.start == pytest.approx(start, abs=1e-12)
         assert found.half == pytest.approx(half, abs=1e-4)
@@ -51,12 +51,12 @@ def test_every_line_of_every_grid_is_measured():
     """Of 12 ranks: all sizes and strides that directions of grids have."""
     lines = {(y, z) for x in range(1, 13) for y in range(2, 13) for z in range(1, 13)
              if x * y * z == 12}
-    assert sorted(operations_alone.placements(12)) == sorted(lines)
-    assert operations_alone.placements(1) == []
+    assert sorted(operations_alone.list_placements(12)) == sorted(lines)
+    assert operations_alone.list_placements(1) == []
 
 
 def test_measured_curves_are_used_where_there_are_some():
-    machine = machine_model.load("cpu")
+    machine = machine_model.load_machine("cpu")
     event = Collective("all_gather", "x", 2, 4, 1000)
     other = Collective("all_gather", "x", 4, 4, 1000)
     plain = collective_terms(machine, other)
@@ -76,7 +76,7 @@ def test_columns_cost_what_was_measured_of_columns():
         rows, curve=machine_model.Curve(CURVE.bytes, [3 * s for s in CURVE.seconds]), pieces=True)
 
     def seconds(lines, pieces):
-        machine = machine_model.msgspec.structs.replace(machine_model.load("cpu"),
+        machine = machine_model.msgspec.structs.replace(machine_model.load_machine("cpu"),
                                                         collectives=lines)
         event = Collective("reduce_scatter", "x", 2, 1, 1000, pieces)
         return collective_terms(machine, event)["node"]
@@ -104,7 +104,7 @@ def test_products_cost_what_products_of_like_shape_did():
     """Nearly, where one was measured; halfway between two as their mean; far from all as the
     figures say."""
     shapes = {"64x512x64": 1.5, "64x2048x64": 0.9}
-    plain = machine_model.load("cpu")
+    plain = machine_model.load_machine("cpu")
     close = machine_model.msgspec.structs.replace(plain, gemm_deviations=shapes)
 
     def longer(*edges):
@@ -121,9 +121,10 @@ def test_deviations_are_what_was_measured_over_the_fit():
     shapes = [*((edge,) * 3 for edge in operations_alone.EDGES), *operations_alone.OBLONG]
     rng = np.random.default_rng(0)
     times = {shape: (1e-5 + 2e-11 * np.prod(shape)) * rng.uniform(0.8, 1.25) for shape in shapes}
-    fit = fits.products(times)
+    fit = fits.fit_products(times)
     machine = machine_model.msgspec.structs.replace(
-        machine_model.load("cpu"), gemm_rate={"float32": fit.rate}, gemm_half_size=fit.half,
+        machine_model.load_machine("cpu"), gemm_rate={"float32": fit.rate},
+        gemm_half_size=fit.half,
         gemm_seconds=fit.start, memory_bandwidth=1e15)
     for shape, seconds in times.items():
         ratio = seconds / gemm_seconds(machine, Gemm(1, *shape, "float32"))
@@ -134,7 +135,7 @@ def test_ranks_wait_where_they_meet_between_work():
     """An all-reduce meets twice; of sizes that were not measured nothing is known."""
     def waits(kind, size):
         line = machine_model.Line(kind, size, 1, 0, 0, CURVE)
-        machine = machine_model.msgspec.structs.replace(machine_model.load("cpu"),
+        machine = machine_model.msgspec.structs.replace(machine_model.load_machine("cpu"),
                                                         collectives=[line],
                                                         waiting={2: 1e-4, 8: 3e-4})
         return collective_terms(machine, Collective(kind, "x", size, 1, 9))["latency"]
@@ -147,12 +148,12 @@ def test_ranks_wait_where_they_meet_between_work():
 def test_what_steps_lose_is_found(ranks):
     """From the seconds of works on a machine that loses just that, exactly; noise changes little,
     and steps as fast as their parts lose nothing."""
-    works = whole_steps.everywhere(ranks, [], whole_steps.MODELS)
+    works = whole_steps.list_works(ranks, [], whole_steps.MODELS)
     sizes = [size for size in (2, 4, 8) if size <= ranks]
     alone = machine_model.msgspec.structs.replace(
-        machine_model.load("cpu"), ranks_per_node=ranks,
+        machine_model.load_machine("cpu"), ranks_per_node=ranks,
         collectives=[machine_model.Line(kind, size, stride, 0, 0, CURVE)
-                     for size, stride in operations_alone.placements(ranks)
+                     for size, stride in operations_alone.list_placements(ranks)
                      for kind in operations_alone.COLLECTIVES])
     truth = machine_model.msgspec.structs.replace(
         alone, achieved=machine_model.Achieved(0.6, 0.6, 0.6, 0.6, 1.0), launch_seconds=2e-5,
@@ -161,26 +162,26 @@ def test_what_steps_lose_is_found(ranks):
         alone, achieved=machine_model.Achieved(1.0, 1.0, 1.0, 1.0, 1.0), launch_seconds=0.0)
 
     def seconds(machine):
-        return np.array([sum(predicted(machine, work, "float32").values())
+        return np.array([sum(predict_seconds(machine, work, "float32").values())
                          for work in works])
 
-    found = whole_steps.together(alone, works, seconds(truth))
+    found = whole_steps.fit_step_losses(alone, works, seconds(truth))
     for name in ("gemm", "memory", "node", "latency"):
         assert getattr(found.achieved, name) == pytest.approx(getattr(truth.achieved, name))
     assert found.launch_seconds == pytest.approx(truth.launch_seconds)
     assert found.waiting == pytest.approx(truth.waiting)
     noise = 1 + 0.02 * np.random.default_rng(1).standard_normal(len(works))
-    noisy = whole_steps.together(alone, works, seconds(truth) * noise)
+    noisy = whole_steps.fit_step_losses(alone, works, seconds(truth) * noise)
     assert seconds(noisy) == pytest.approx(seconds(truth), rel=0.03)
-    same = whole_steps.together(alone, works, 0.9 * seconds(alone))
+    same = whole_steps.fit_step_losses(alone, works, 0.9 * seconds(alone))
     assert set(same.waiting.values()) <= {0.0} and same.achieved == alone.achieved
 
 
 def test_squares_do_not_tell_edges_apart():
     times = {(n, n, n): 1e-6 + 2 * n ** 3 / 1e11 * (1 + 50 / n) for n in operations_alone.EDGES}
-    found = fits.products(times)
+    found = fits.fit_products(times)
     assert found.rate == pytest.approx(1e11) and found.half == pytest.approx((50, 50, 50))
-    assert fits.products({(8, 8, 8): 1e-6}).rate == pytest.approx(2 * 8 ** 3 / 1e-6)
+    assert fits.fit_products({(8, 8, 8): 1e-6}).rate == pytest.approx(2 * 8 ** 3 / 1e-6)
 
 
 @pytest.mark.ranks(2)
@@ -195,18 +196,18 @@ def test_a_sample_is_of_one_call(comm, crowded, monkeypatch):
         while operations_alone.time.process_time() < end:
             pass
 
-    found = operations_alone.sampler(busy, comm)()
+    found = operations_alone.make_sampler(busy, comm)()
     assert 3e-3 * (1 + crowded) <= found < (9e-3 if crowded else 1)
 
 
 def test_a_written_machine_is_read_again(tmp_path):
     machine = machine_model.msgspec.structs.replace(
-        machine_model.load("cpu"), about='with "quotes"', gemm_seconds=1e-6, block=5,
+        machine_model.load_machine("cpu"), about='with "quotes"', gemm_seconds=1e-6, block=5,
         collectives=[LINE],
         passes={"other": CURVE}, transport="mpi", waiting={2: 1e-4})
     path = tmp_path / "mine.toml"
-    path.write_text(machine_file.written(machine))
-    assert machine_model.load(str(path)) == machine
+    path.write_text(machine_file.format_machine(machine))
+    assert machine_model.load_machine(str(path)) == machine
 
 
 @pytest.mark.slow
@@ -215,7 +216,7 @@ def test_a_machine_measures_itself(tmp_path):
     path = tmp_path / "here.toml"
     run = run_ranks(2, "-m", "mpi4py", "-m", "bench", "calibrate", "--out", str(path))
     assert run.returncode == 0, run.stderr
-    machine = machine_model.load(str(path))
+    machine = machine_model.load_machine(str(path))
     assert machine.ranks_per_node == 2
     assert {line.key for line in machine.collectives} == {
         *((kind, 2, 1, False) for kind in operations_alone.COLLECTIVES),
@@ -225,7 +226,7 @@ def test_a_machine_measures_itself(tmp_path):
     assert platform.node() not in path.read_text()
     assert_sourced(machine)
     trace = dry_run.step("3d", 2, (2, 1, 1), layers=1, hidden=64, heads=4, batch=4, seq=16,
-                         block=machine.granule)
+                         block=machine.elementwise_block)
     assert sum(step_seconds(machine, trace).values()) > 1e-5
 
 
@@ -234,17 +235,17 @@ def test_ranks_on_several_nodes_are_refused(comm, monkeypatch):
     """Also one on each, as with ``mpirun -ppn 1``, where each is all that its node has."""
     monkeypatch.setenv("MPI_LOCALNRANKS", "1")
     monkeypatch.setattr(calibration, "node_numbers", lambda comm: list(range(comm.size)))
-    monkeypatch.setattr(whole_steps, "transformers", lambda *_: pytest.fail("it measures"))
+    monkeypatch.setattr(whole_steps, "make_transformers", lambda *_: pytest.fail("it measures"))
     with pytest.raises(UsageError, match="on 4 nodes: .* start all ranks on one"):
-        calibration.measure(comm)
+        calibration.measure_machine(comm)
 
 
 @pytest.mark.ranks(1, 2)
 def test_a_wrong_transport_is_refused_before_anything_is_measured(comm, monkeypatch):
     monkeypatch.setenv("MM3D_TRANSPORT", "foo")
-    monkeypatch.setattr(whole_steps, "transformers", lambda *_: pytest.fail("it measures"))
+    monkeypatch.setattr(whole_steps, "make_transformers", lambda *_: pytest.fail("it measures"))
     with pytest.raises(UsageError, match="MM3D_TRANSPORT='foo' is unknown"):
-        calibration.measure(comm)
+        calibration.measure_machine(comm)
 
 
 @pytest.mark.ranks(2)
@@ -268,12 +269,12 @@ def test_what_is_wrong_is_not_timed(comm, monkeypatch, part, line):
 
     where = {"products": (operations_alone, "matmul"), "passes": (operations_alone, "_operations")}
     monkeypatch.setattr(*where.get(part, (Split, "reduce_scatter")), wrong)
-    works = whole_steps.everywhere(comm.size, [], whole_steps.MODELS[:1])
+    works = whole_steps.list_works(comm.size, [], whole_steps.MODELS[:1])
     with pytest.raises(WrongResult, match=re.escape(line)):
-        {"steps": lambda: whole_steps.transformers(works, comm),
-         "products": lambda: operations_alone.products("float32", comm),
-         "passes": lambda: operations_alone.passes(comm),
-         "collectives": lambda: operations_alone.collectives(comm)}[part]()
+        {"steps": lambda: whole_steps.make_transformers(works, comm),
+         "products": lambda: operations_alone.measure_products("float32", comm),
+         "passes": lambda: operations_alone.measure_passes(comm),
+         "collectives": lambda: operations_alone.measure_collectives(comm)}[part]()
 
 
 @pytest.mark.ranks(2)
@@ -281,7 +282,7 @@ def test_what_is_wrong_makes_no_machine(comm, shared_tmp_path, monkeypatch, caps
     def wrong(comm):
         raise WrongResult("exp of 16 elements is not 1.64872")
 
-    monkeypatch.setattr(calibration, "measure", wrong)
+    monkeypatch.setattr(calibration, "measure_machine", wrong)
     path = shared_tmp_path / "here.toml"
     assert verb.run(Namespace(out=str(path)), comm) == 1 and not path.exists()
     assert capsys.readouterr().out == (comm.rank == 0) * (
@@ -296,13 +297,14 @@ NASTY = ['with "quotes" and \\', "an emoji \N{GRINNING FACE}", "two\nlines\r\n a
 @pytest.mark.parametrize("text", NASTY, ids=ascii)
 def test_any_text_is_written_and_read_again(text, tmp_path):
     """Also as the name of a source or of an operation."""
+    source = f"{machine_file.ADOPTED}{text}"
     machine = machine_model.msgspec.structs.replace(
-        machine_model.load("cpu"), name=text, about=text, passes={"other": CURVE, text: CURVE},
-        sources={text: f"{machine_file.TAKEN}{text}", "network": f"{machine_file.TAKEN}{text}"})
-    written = machine_file.written(machine)
+        machine_model.load_machine("cpu"), name=text, about=text,
+        passes={"other": CURVE, text: CURVE}, sources={text: source, "network": source})
+    written = machine_file.format_machine(machine)
     path = tmp_path / "mine.toml"
     path.write_text(written, encoding="utf-8", newline="")
-    assert machine_model.load(str(path)) == machine
+    assert machine_model.load_machine(str(path)) == machine
     assert tomllib.loads(written)["about"] == text
     assert written.split("\n")[2] == "# Not measured here: network."
 
@@ -310,9 +312,9 @@ def test_any_text_is_written_and_read_again(text, tmp_path):
 def test_numbers_are_written_to_six_digits_and_whole_ones_in_full():
     numbers = [1 / 3, 123456789.5, 2.0 ** 53, 1e300, -0.0, 5e-324, math.inf, -math.inf, math.nan]
     curve = machine_model.Curve(numbers, [*map(float, range(9))])
-    machine = machine_model.msgspec.structs.replace(machine_model.load("cpu"),
+    machine = machine_model.msgspec.structs.replace(machine_model.load_machine("cpu"),
                                                     passes={"other": curve})
-    found = tomllib.loads(machine_file.written(machine))["passes"]["other"]
+    found = tomllib.loads(machine_file.format_machine(machine))["passes"]["other"]
     assert found["bytes"][:8] == [0.333333, 123457000, 2.0 ** 53, 1e300, 0, 5e-324, math.inf,
                                   -math.inf] and math.isnan(found["bytes"][8])
     assert found["seconds"] == curve.seconds

@@ -10,7 +10,7 @@ from bench.__main__ import main
 from bench.experiments.products.problem import Problem
 from bench.prediction import beside_measured, machine_file, machine_model, planner
 from bench.prediction.beside_measured import Measured
-from bench.prediction.work import NAMES, Work, predicted, trace as trace_of
+from bench.prediction.work import NAMES, Work, predict_seconds, trace_work as trace_of
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
 from bench.reports.formats import render
@@ -21,7 +21,7 @@ from mm3d.tracing.events import Collective, Gemm, PHASES
 from refused import refused
 from support import run_ranks
 
-CPU = machine_model.load("cpu")
+CPU = machine_model.load_machine("cpu")
 SHAPE = (24, 40, 36)
 UNEVEN = GridShape("xyz", (2, 1, 3))
 LAYER = dict(layers=2, hidden=64, heads=4, batch=8, seq=16)
@@ -31,7 +31,7 @@ LAYER = dict(layers=2, hidden=64, heads=4, batch=8, seq=16)
                                        "atb"),
                                   Work("layer", "3d", UNEVEN, (64, 4, 8, 16, 2))])
 def test_a_label_says_all_of_the_work(work):
-    assert Work.of(work.label) == work and work.ranks == work.grid.ranks
+    assert Work.parse(work.label) == work and work.ranks == work.grid.ranks
 
 
 @pytest.mark.ranks(4)
@@ -60,10 +60,10 @@ def test_a_product_s_trace_is_what_the_product_moves(comm, scheme, grid):
 def made(slower=1.25) -> list[Measured]:
     """Every grid of 8 ranks, measured as predicted but for a factor; 8 x 1 x 1 far faster."""
     found = []
-    for scheme, grid in planner.candidates(8):
+    for scheme, grid in planner.list_candidates(8):
         work = Work("layer", scheme, grid, (64, 4, 8, 16, 2))
         factor = 0.01 if grid.sizes == (8, 1, 1) else slower
-        seconds = predicted(CPU, work, "float32")
+        seconds = predict_seconds(CPU, work, "float32")
         found.append(Measured(work, "float32", {p: s * factor for p, s in seconds.items()}))
     return found
 
@@ -73,7 +73,7 @@ def test_the_report_says_how_far_off_predictions_are():
     text = render(document(CPU, found))
     assert "error 20% in the median" in text and "9900% at most" in text
     lines = [line for line in text.splitlines() if line.startswith("layer 64 x 4 x 8 x 16 x 2 ")]
-    best = planner.plans(8, CPU, **LAYER)[0]
+    best = planner.rank_plans(8, CPU, **LAYER)[0]
     assert best.grid.sizes != (8, 1, 1)
     assert len(lines) == 2 and all("3-D 8 x 1 x 1" in line for line in lines)
     for line in lines:    # what the planner would have taken, and then the fastest
@@ -91,12 +91,12 @@ def test_layers_and_products_of_other_verbs_are_read():
                            {"phase": ["forward"]}, {"seconds": Variable(
                                np.array([[[0.2, 0, 0, 0], [0.1, 0, 0, 0]]]), "s",
                                ("phase", "kind", "bound"))}, [])
-    (one,), (other,) = map(list, map(beside_measured.measured, (layer, product)))
+    (one,), (other,) = map(list, map(beside_measured.read_measured, (layer, product)))
     assert one == Measured(Work("layer", "3d", UNEVEN, (64, 4, 8, 16, 1)), "float64",
                            {"step": 0.5})
     assert other == Measured(Work("matmul", "3d", UNEVEN, (4, 5, 6), "abt"), "float64",
                              {"forward": 0.2})
-    guess = predicted(CPU, one.work, "float64")
+    guess = predict_seconds(CPU, one.work, "float64")
     off = f"{sum(guess.values()) / 0.5 - 1:+.0%}"
     assert off in render(document(CPU, [one]))
 
@@ -143,8 +143,9 @@ def test_every_scheme_and_grid_is_measured_and_written(measured):
     record = run_file.read_run(path)
     assert record.kind == "check" and all(check.passed for check in record.checks)
     assert record.configuration["transport"] == "mpi"
-    grids = {(work.kind, work.scheme, work.grid) for work in map(Work.of, record.scales["work"])}
-    candidates = list(planner.candidates(2))
+    grids = {(work.kind, work.scheme, work.grid)
+             for work in map(Work.parse, record.scales["work"])}
+    candidates = list(planner.list_candidates(2))
     assert grids == {("layer", *one) for one in candidates} | {
         ("matmul", *one) for one in candidates if one[0] != "1d-sp"}
     samples = record.variables["samples"].values
@@ -159,14 +160,14 @@ def test_the_median_of_the_rounds_stands_for_them():
                           {"work": [label], "phase": PHASES, "repetition": range(3)},
                           {"samples": Variable(np.array([[[3, 1, 2], [9, 8, 70]]], float), "s",
                                                ("work", "phase", "repetition"))}, [])
-    (one,) = beside_measured.measured(record)
+    (one,) = beside_measured.read_measured(record)
     assert one.seconds == {"forward": 2, "backward": 9} and one.work.label == label
 
 
 def test_results_are_read_again(measured, capsys):
     """`predict --results` prints what `check` printed."""
     run, folder = measured
-    found, problems = beside_measured.collected(str(folder))
+    found, problems = beside_measured.read_measured_folder(str(folder))
     assert len(found) == 9 and not problems and all(min(one.seconds.values()) > 0 for one in found)
     assert main(["predict", "--machine", "cpu", "--results", str(folder)]) == 0
     assert capsys.readouterr().out.strip() in run.stdout.replace("written", "\nwritten")
@@ -207,7 +208,7 @@ def written(folder, comm=MPI.COMM_SELF, **figures) -> str:
     path = folder / "mine.toml"
     if comm.rank == 0:
         machine = machine_model.msgspec.structs.replace(CPU, **figures)
-        path.write_text(machine_file.written(machine))
+        path.write_text(machine_file.format_machine(machine))
     comm.Barrier()
     return str(path)
 

@@ -15,7 +15,7 @@ from mm3d.tracing.events import Collective
 from refused import refused
 from support import run_python, run_ranks
 
-CPU = machine_model.load("cpu")
+CPU = machine_model.load_machine("cpu")
 SIZES = [64, 256, 1024]
 ENVIRONMENT = {"cpu_model": "a processor", "ranks_on_this_node": 8, "mpi": "MPI 5",
                "tuning_variables": ""}
@@ -51,11 +51,11 @@ def both(folder, per_node=8) -> machine_model.Machine:
     """The file to which both have contributed."""
     path, record = folder / "mine.toml", invented_collectives()
     record.environment = ENVIRONMENT | {"ranks_on_this_node": per_node}
-    made = machine_update.products(machine_update.taken(CPU), invented_products())
-    assert machine_file.write(made, path, MPI.COMM_SELF) == ""
-    made = machine_update.lines(machine_model.load(str(path)), record)
-    assert machine_file.write(made, path, MPI.COMM_SELF) == ""
-    return machine_model.load(str(path))
+    made = machine_update.update_products(machine_update.adopt_machine(CPU), invented_products())
+    assert machine_file.write_machine(made, path, MPI.COMM_SELF) == ""
+    made = machine_update.update_collectives(machine_model.load_machine(str(path)), record)
+    assert machine_file.write_machine(made, path, MPI.COMM_SELF) == ""
+    return machine_model.load_machine(str(path))
 
 
 def test_the_file_has_what_was_measured_to_six_digits(tmp_path):
@@ -80,7 +80,7 @@ def test_the_link_is_of_collectives_that_copy(tmp_path):
         alpha, beta = (record.variables[name].values for name in ("alpha", "beta"))
         beta[:, COLLECTIVES.index("all_gather")] = 0
         alpha[:, COLLECTIVES.index("all_gather")] *= 3
-        machine = machine_update.lines(CPU, record)
+        machine = machine_update.update_collectives(CPU, record)
         assert machine.node.bytes_per_second == pytest.approx(bandwidth)
         assert machine.node.seconds_per_message == pytest.approx(3e-3)
         gather, scatter = (collective_terms(machine, Collective(kind, "x", 8, 1, 8e9))
@@ -115,16 +115,17 @@ def test_a_line_between_nodes_is_the_network_s(tmp_path):
 
 def test_lines_of_another_transport_go(tmp_path):
     machine = both(tmp_path)
-    again = machine_update.lines(machine, invented_collectives())
-    assert machine_file.written(again) == machine_file.written(machine)
-    other = machine_update.lines(machine, invented_collectives("mpi"))
+    again = machine_update.update_collectives(machine, invented_collectives())
+    assert machine_file.format_machine(again) == machine_file.format_machine(machine)
+    other = machine_update.update_collectives(machine, invented_collectives("mpi"))
     assert other.transport == "mpi" and len(other.collectives) == 10
     few = invented_collectives()
     few.configuration["grid"], few.scales["axis"] = "1 x 1 x 8", ["z"]
-    more = machine_update.lines(machine, few)
+    more = machine_update.update_collectives(machine, few)
     assert {line.size for line in more.collectives} == {2, 4, 8}
     few.configuration["transport"] = "mpi"
-    assert {line.size for line in machine_update.lines(machine, few).collectives} == {8}
+    again = machine_update.update_collectives(machine, few)
+    assert {line.size for line in again.collectives} == {8}
 
 
 def test_both_verbs_write_one_file_that_predict_and_plan_take(tmp_path, capsys):
@@ -135,7 +136,7 @@ def test_both_verbs_write_one_file_that_predict_and_plan_take(tmp_path, capsys):
     assert done.returncode == 0 and f"machine file: {path}" in done.stdout, done.stderr
     done = run_python("-m", "bench", "gemm", "--sizes", "8,32", "--threads", "1", *where)
     assert done.returncode == 0, done.stderr
-    machine = machine_model.load(str(path))
+    machine = machine_model.load_machine(str(path))
     assert {line.kind for line in machine.collectives} == set(COLLECTIVES)
     assert machine.ranks_per_node == 2 and machine.gemm_rate["float32"] < 1e13
     assert machine.sources["memory_bytes"].startswith("as of dgx-h100: ")
@@ -176,7 +177,7 @@ def test_a_base_of_no_new_file_is_refused(comm, shared_tmp_path, there, message)
     path, where = shared_tmp_path / "mine.toml", []
     if there:
         if comm.rank == 0:
-            path.write_text(machine_file.written(CPU))
+            path.write_text(machine_file.format_machine(CPU))
         comm.Barrier()
         where = ["--machine", str(path)]
     said = refused(comm, *verb, *where, "--base", "longhorn", *QUICK, "--out",
@@ -189,7 +190,7 @@ def test_a_base_of_no_new_file_is_refused(comm, shared_tmp_path, there, message)
 def test_a_machine_calibrated_with_other_ranks_is_refused(tmp_path):
     path, curve = tmp_path / "mine.toml", machine_model.Curve([1.0, 2.0], [1e-6, 2e-6])
     machine = machine_model.msgspec.structs.replace(CPU, passes={"other": curve}, ranks_per_node=7)
-    path.write_text(machine_file.written(machine))
+    path.write_text(machine_file.format_machine(machine))
     before = path.read_text()
     done = run_ranks(2, "-m", "bench", "collectives", "--grid", "2x1x1", *QUICK, "--machine",
                      str(path), "--out", str(tmp_path / "out"))
@@ -200,7 +201,7 @@ def test_a_machine_calibrated_with_other_ranks_is_refused(tmp_path):
 def test_a_full_disk_leaves_the_file_and_the_record(tmp_path, monkeypatch, capsys):
     """The record is written first; whether the file was is in the exit status."""
     path, out = tmp_path / "mine.toml", tmp_path / "out"
-    path.write_text(machine_file.written(CPU))
+    path.write_text(machine_file.format_machine(CPU))
     before, replace = path.read_text(), os.replace
 
     def full(part, final):
@@ -224,7 +225,7 @@ def test_a_full_disk_leaves_the_file_and_the_record(tmp_path, monkeypatch, capsy
 def test_all_ranks_learn_whether_the_file_was_written(comm, shared_tmp_path):
     machine = CPU if comm.rank == 0 else None
     path = shared_tmp_path / "mine.toml"
-    assert machine_file.write(machine, path, comm) == ""
-    assert machine_model.load(str(path)) == CPU
-    problem = machine_file.write(machine, shared_tmp_path / "no" / "mine.toml", comm)
+    assert machine_file.write_machine(machine, path, comm) == ""
+    assert machine_model.load_machine(str(path)) == CPU
+    problem = machine_file.write_machine(machine, shared_tmp_path / "no" / "mine.toml", comm)
     assert problem == "No such file or directory"

@@ -22,30 +22,32 @@ GRID = (2, 2, 2)
 @pytest.mark.parametrize("text, count", [("16 GB", 16 * 10 ** 9), ("15GiB", 15 * 2 ** 30),
                                          ("1.5 KiB", 1536), ("7", 7), ("7 B", 7)])
 def test_sizes_of_memory(text, count):
-    assert memory_fit.size(text) == count
+    assert memory_fit.parse_size(text) == count
 
 
 @pytest.mark.parametrize("text", ["", "GB", "-1 GB", "16 gigabytes", "0 GB", "16 iB", "1e9"])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(UsageError, match="give it as 16 GB"):
-        memory_fit.size(text)
+        memory_fit.parse_size(text)
 
 
 def test_the_policy_is_the_first_that_fits_by_a_dry_run():
     """One byte less than a policy needs, and another one is found."""
-    found = {name: memory_fit.peak("3d", GRID, "float32", name, SIZES) for name in POLICIES}
+    found = {name: memory_fit.predict_peak("3d", GRID, "float32", name, SIZES)
+             for name in POLICIES}
     for name in ("none", "selective", "full"):
         assert dry_run.step("3d", 8, GRID, **SIZES, recompute=name).peak == found[name]
-        assert memory_fit.policy("3d", GRID, "float32", SIZES, found[name]) == (name, found[name])
-        other, peak = memory_fit.policy("3d", GRID, "float32", SIZES, found[name] - 1)
+        assert memory_fit.choose_policy("3d", GRID, "float32", SIZES, found[name]) == (
+            name, found[name])
+        other, peak = memory_fit.choose_policy("3d", GRID, "float32", SIZES, found[name] - 1)
         assert other != name and (other is None or peak == found[other] < found[name])
-    none, least = memory_fit.policy("3d", GRID, "float32", SIZES, min(found.values()) // 2)
+    none, least = memory_fit.choose_policy("3d", GRID, "float32", SIZES, min(found.values()) // 2)
     assert none is None and least <= 1.1 * min(found.values())
 
 
 def test_dry_says_whether_it_fits_and_what_would(capsys):
     options = ["dry", "--ranks", "8", *(f"--{name}={n}" for name, n in SIZES.items())]
-    full = memory_fit.peak("3d", GRID, "float32", "full", SIZES)
+    full = memory_fit.predict_peak("3d", GRID, "float32", "full", SIZES)
     assert main([*options, f"--memory={full} B"]) == 1
     assert "it does not fit, but --recompute full does" in capsys.readouterr().out
     assert main([*options, f"--memory={full} B", "--recompute", "full"]) == 0

@@ -30,13 +30,13 @@ def needed(name: str, ranks: int, recompute: str = "none", preset: str = "tiny")
     """What a node with all ranks of a row needs, by dry runs."""
     one = make_case(row_of(name, ranks), preset)
     grid = mm3d.SCHEMES[one.row.scheme].default_grid(ranks)
-    return node_memory.dry(one, grid, recompute, BLOCK).of(Node(ranks, True, 0))
+    return node_memory.estimate_by_dry_runs(one, grid, recompute, BLOCK).on(Node(ranks, True, 0))
 
 
 def said(name: str, ranks: int, *nodes: Node) -> str | None:
     one = make_case(row_of(name, ranks), "laptop")
-    return node_memory.shortage(one, mm3d.SCHEMES[one.row.scheme].default_grid(ranks), "none",
-                                list(nodes), BLOCK)
+    grid = mm3d.SCHEMES[one.row.scheme].default_grid(ranks)
+    return node_memory.explain_shortage(one, grid, "none", list(nodes), BLOCK)
 
 
 def test_a_policy_that_fits_is_named():
@@ -47,14 +47,14 @@ def test_a_policy_that_fits_is_named():
     assert said(name, 8, Node(8, True, none)) is None
     line = said(name, 8, Node(8, True, none - 1))
     assert "--recompute selective would fit" in line and "on a node of 8 ranks" in line
-    assert f"needs about {memory_fit.gib(none)} by an estimate" in line
+    assert f"needs about {memory_fit.format_gib(none)} by an estimate" in line
     assert "no policy of recomputation fits" in said(name, 8, Node(8, True, selective / 2))
 
 
 def test_every_node_has_to_hold_its_own_ranks():
     """The serial model is on rank 0's alone."""
     one = make_case(row_of("weak:1d", 8), "laptop")
-    need = node_memory.dry(one, (8,), "none", BLOCK)
+    need = node_memory.estimate_by_dry_runs(one, (8,), "none", BLOCK)
     first, second = (Node(4, here, 4 * need.rank + here * need.check) for here in (True, False))
     assert said("weak:1d", 8, first, second) is None
     assert said("weak:1d", 8, first, second._replace(available=second.available - 1))
@@ -62,7 +62,7 @@ def test_every_node_has_to_hold_its_own_ranks():
 
 
 def test_no_dry_run_where_closed_forms_leave_no_doubt(monkeypatch):
-    monkeypatch.setattr(memory_fit, "peak", None)
+    monkeypatch.setattr(memory_fit, "predict_peak", None)
     assert said("weak:1d", 64, Node(64, True, 16 * 2 ** 30)) is None
 
 

@@ -8,7 +8,7 @@ import pytest
 from bench.__main__ import main
 from bench.errors import UsageError
 from bench.prediction import machine_file, machine_model, planner
-from bench.prediction.closed_form_plan import screen
+from bench.prediction.closed_form_plan import screen_grid
 from bench.prediction.seconds import collective_terms, step_seconds
 from bench.records import run_file
 from bench.verbs import grids
@@ -23,7 +23,7 @@ from machine_files import assert_sourced
 from refused import refused
 from support import run_ranks
 
-LONGHORN = machine_model.load("longhorn")
+LONGHORN = machine_model.load_machine("longhorn")
 WEAK_64 = dict(layers=24, hidden=8192, heads=128, batch=384, seq=512)
 SLAB = GridShape("xyz", (16, 4, 1))
 SMALL = {"wide": dict(layers=2, hidden=1024, heads=16, batch=8, seq=32),
@@ -43,10 +43,10 @@ def test_all_grids_are_found_once(ranks):
 def test_the_choice_is_the_best_of_all_when_every_candidate_is_traced(ranks, sizes):
     """Screening by closed forms loses nothing: brute force over dry runs chooses no better."""
     seconds = {}
-    for scheme, grid in planner.candidates(ranks):
+    for scheme, grid in planner.list_candidates(ranks):
         trace = dry_run.step(scheme, ranks, grid, **sizes)
         seconds[scheme, grid] = sum(step_seconds(LONGHORN, trace).values())
-    best = planner.plans(ranks, LONGHORN, **sizes)[0]
+    best = planner.rank_plans(ranks, LONGHORN, **sizes)[0]
     assert best.traced and best.seconds == seconds[best.scheme, best.grid]
     assert best.seconds <= 1.02 * min(seconds.values())
 
@@ -54,8 +54,8 @@ def test_the_choice_is_the_best_of_all_when_every_candidate_is_traced(ranks, siz
 @pytest.mark.parametrize("sizes", SMALL.values(), ids=SMALL)
 def test_screened_words_are_those_of_the_traces(sizes):
     """Of all ranks together, for every scheme and grid of 8 ranks."""
-    for scheme, grid in planner.candidates(8):
-        screened = screen(scheme, grid, LONGHORN, "float32", "none", sizes)
+    for scheme, grid in planner.list_candidates(8):
+        screened = screen_grid(scheme, grid, LONGHORN, "float32", "none", sizes)
         traces = [dry_run.step(scheme, 8, grid, rank, **sizes) for rank in range(8)]
         for phase in PHASES:
             assert sum(t.words(phase) for t in traces) == round(8 * screened.words[phase])
@@ -63,16 +63,16 @@ def test_screened_words_are_those_of_the_traces(sizes):
 
 def test_screened_memory_and_seconds_are_near_the_traces():
     sizes = dict(WEAK_64, layers=4, batch=96)
-    for scheme, grid in planner.candidates(64):
-        screened = screen(scheme, grid, LONGHORN, "float32", "none", sizes)
-        traced = planner.traced(screened, LONGHORN, "float32", "none", sizes)
+    for scheme, grid in planner.list_candidates(64):
+        screened = screen_grid(scheme, grid, LONGHORN, "float32", "none", sizes)
+        traced = planner.trace_plan(screened, LONGHORN, "float32", "none", sizes)
         assert screened.memory == pytest.approx(traced.memory, rel=0.5), (scheme, grid)
         assert screened.seconds == pytest.approx(traced.seconds, rel=0.15), (scheme, grid)
 
 
 def test_the_weak_64_gpu_shape_is_no_cube():
     """16 x 4 x 1 moves 2.5 times fewer words than 4 x 4 x 4, 491 to 1246 million a layer."""
-    found = {p.grid.sizes: p for p in planner.plans(64, LONGHORN, scheme="3d", **WEAK_64)}
+    found = {p.grid.sizes: p for p in planner.rank_plans(64, LONGHORN, scheme="3d", **WEAK_64)}
     slab, cube = found[16, 4, 1], found[4, 4, 4]
     assert slab.words["forward"] / 24e6 == pytest.approx(491, rel=0.01)
     assert cube.words["forward"] / 24e6 == pytest.approx(1246, rel=0.01)
@@ -84,7 +84,7 @@ def test_no_grid_is_below_the_bound_in_any_regime():
     """A cube of a cube of work is on it; the regimes are those of the bound's own cases."""
     shapes = {1: (10**6, 8, 8), 2: (4096, 4096, 8), 3: (256, 256, 256)}
     for kind, (M, N, K) in shapes.items():
-        assert planner.regime(M, N, K, 64) == kind
+        assert planner.bound_regime(M, N, K, 64) == kind
         bound = cost.lower_bound(M, N, K, 64)
         for grid in lookup("3d").grids(64):
             shape = ProductShape("up", M, N, K)
@@ -97,19 +97,21 @@ def test_no_grid_is_below_the_bound_in_any_regime():
 
 def test_a_million_ranks_in_under_ten_seconds():
     start = time.process_time()    # seconds of this process, whatever else the machine does
-    found = planner.plans(10**6, LONGHORN, layers=96, hidden=12288, heads=96, batch=1536, seq=2048)
+    found = planner.rank_plans(10**6, LONGHORN, layers=96, hidden=12288, heads=96, batch=1536,
+                               seq=2048)
     assert len(found) == 784 + 3 and found[0].traced
     assert time.process_time() - start < 10
 
 
 def test_what_does_not_fit_comes_last():
-    found = planner.plans(8, LONGHORN, layers=24, hidden=4096, heads=32, batch=4, seq=512)
+    found = planner.rank_plans(8, LONGHORN, layers=24, hidden=4096, heads=32, batch=4, seq=512)
     fits = [p.fits for p in found]
     assert fits == sorted(fits, reverse=True)
     sizes = dict(WEAK_64, batch=96)
-    once, again = (planner.traced(
-        screen("3d", SLAB, LONGHORN, "float32", recompute, sizes), LONGHORN, "float32", recompute,
-        sizes) for recompute in ("none", "full"))
+    once, again = (
+        planner.trace_plan(screen_grid("3d", SLAB, LONGHORN, "float32", recompute, sizes),
+                           LONGHORN, "float32", recompute, sizes)
+        for recompute in ("none", "full"))
     assert again.memory < once.memory / 2 and again.backward > once.backward
 
 
@@ -123,7 +125,7 @@ def test_grid_auto_is_the_planner_s_choice(capsys):
 def test_a_scheme_without_a_grid_of_so_many_ranks_has_no_best_one():
     with pytest.raises(ValueError, match="8 ranks are no square: start 4 or 9"):
         planner.best_grid("2d", 8, LONGHORN, **SMALL["wide"])
-    assert {name for name, _ in planner.candidates(8)} == {"1d", "1d-sp", "3d"}
+    assert {name for name, _ in planner.list_candidates(8)} == {"1d", "1d-sp", "3d"}
 
 
 def test_the_verbs_print_what_they_found(capsys):
@@ -170,8 +172,8 @@ def test_a_machine_without_a_rate_for_the_dtype_is_named(command, tmp_path, caps
 def doubles(folder) -> str:
     """The file of a machine with a rate for float64 only."""
     path = folder / "doubles.toml"
-    path.write_text(machine_file.written(
-        machine_model.msgspec.structs.replace(machine_model.load("cpu"),
+    path.write_text(machine_file.format_machine(
+        machine_model.msgspec.structs.replace(machine_model.load_machine("cpu"),
                                               gemm_rate={"float64": 5e10})))
     return str(path)
 
@@ -201,7 +203,7 @@ def test_a_machine_that_no_run_plans_for_is_refused(comm, shared_tmp_path, grid)
 
 @pytest.mark.parametrize("name", ["longhorn", "dgx-h100", "dgx-h200", "cpu"])
 def test_every_figure_of_a_machine_has_its_source(name):
-    assert_sourced(machine_model.load(name))
+    assert_sourced(machine_model.load_machine(name))
 
 
 def test_collectives_share_the_links_they_need():
@@ -221,7 +223,7 @@ def test_a_file_that_is_no_machine(tmp_path):
     path = tmp_path / "mine.toml"
     path.write_text("name = 3")
     with pytest.raises(UsageError, match="machine file"):
-        machine_model.load(str(path))
+        machine_model.load_machine(str(path))
 
 
 @pytest.mark.slow
@@ -233,14 +235,14 @@ def test_a_measured_run_takes_the_planner_s_grid(tmp_path):
     (path,) = tmp_path.glob("*.h5")
     found = run_file.read_run(path).configuration
     sizes = ModelSizes.from_settings(found)
-    best = planner.best_grid("3d", 8, machine_model.load("cpu"), **sizes)
+    best = planner.best_grid("3d", 8, machine_model.load_machine("cpu"), **sizes)
     assert found["grid"] == str(best) and found["overridden"] == "grid"
 
 
 def test_the_grid_of_auto_is_of_the_policy(monkeypatch):
     """What is chosen is planned for the step that is run."""
     asked, plans = [], [SimpleNamespace(grid=GridShape("xyz", (32, 2, 1)))]
-    monkeypatch.setattr(planner, "plans", lambda ranks, machine, dtype, recompute, **rest:
+    monkeypatch.setattr(planner, "rank_plans", lambda ranks, machine, dtype, recompute, **rest:
                         asked.append(recompute) or plans)
     assert grids.grid("auto", "3d", 64, "longhorn", "float32", WEAK_64, "full") == (32, 2, 1)
     assert asked == ["full"]

@@ -10,13 +10,14 @@ from bench.__main__ import main
 from bench.cases.selection import select_rows
 from bench.prediction import machine_model, paper_fit, planner, scaling
 from bench.reports.figures import prediction
+from mm3d.grid.shape import GridShape
 
-LONGHORN = machine_model.load("longhorn")
+LONGHORN = machine_model.load_machine("longhorn")
 
 
 @pytest.fixture(scope="module")
 def outcome():
-    return paper_fit.predict(LONGHORN)
+    return paper_fit.predict_tables(LONGHORN)
 
 
 def test_a_fit_finds_the_parameters_that_made_the_times(outcome):
@@ -26,11 +27,11 @@ def test_a_fit_finds_the_parameters_that_made_the_times(outcome):
     machine = msgspec.structs.replace(LONGHORN, memory_bytes=1e15)
     rows = []
     for row in outcome.rows:
-        forward, backward = paper_fit.predicted(row, made, machine)
+        forward, backward = paper_fit.predict_row(row, made, machine)
         published = msgspec.structs.replace(row.case.row, forward=forward, backward=backward)
         rows.append(msgspec.structs.replace(
             row, case=msgspec.structs.replace(row.case, row=published)))
-    found = paper_fit.fitted(rows, machine, (24,))
+    found = paper_fit.fit_rows(rows, machine, (24,))
     assert found.recompute == made.recompute and found.residual < 1e-6
     for name in paper_fit.FITTED_FIGURES:
         assert getattr(found.achieved, name) == pytest.approx(getattr(made.achieved, name), 1e-4)
@@ -60,7 +61,7 @@ def test_the_verb_prints_both_tables(capsys):
 @pytest.mark.parametrize("form", ["rst", "latex", "csv"])
 def test_the_verb_prints_every_format(form, outcome, monkeypatch, tmp_path, capsys):
     """And names figures on standard error, so that the document stays whole."""
-    monkeypatch.setattr(paper_fit, "predict", lambda *machine: outcome)
+    monkeypatch.setattr(paper_fit, "predict_tables", lambda *machine: outcome)
     monkeypatch.setattr(prediction, "scaling", lambda folder, found: f"{folder}/drawn.png")
     options = ["--table", "strong", "--format", form, "--pictures", str(tmp_path)]
     assert main(["predict", *options]) == 0
@@ -73,7 +74,7 @@ def test_the_verb_prints_every_format(form, outcome, monkeypatch, tmp_path, caps
     strong = [row for row in outcome.rows if row.case.row.table == "strong"]
     assert len(rows) == len(strong) == 9
     for row, spent in zip(rows, strong):
-        assert float(row["backward s predicted"]) == paper_fit.predicted(
+        assert float(row["backward s predicted"]) == paper_fit.predict_row(
             spent, outcome.fit, LONGHORN)[1]
 
 
@@ -95,12 +96,12 @@ def test_sizes_beyond_the_table_continue_it():
 def test_crossovers_and_figures(tmp_path, outcome):
     """Few ranks and small sizes; each figure is a PNG of some size."""
     sizes = dict(layers=2, hidden=512, heads=8, batch=16, seq=64)
-    found = scaling.curves(LONGHORN, "float32", "none", sizes, 64)
+    found = scaling.plan_families(LONGHORN, "float32", "none", sizes, 64)
     best = dict(found["3-D, best grid"])
     for family, points in found.items():
         assert all(p.seconds >= best[ranks].seconds for ranks, p in points
                    if p.scheme == "3d"), family
-    changes = scaling.crossovers(found)
+    changes = scaling.find_crossovers(found)
     assert changes[0][0] == 2 and len({ranks for ranks, _ in changes}) == len(changes)
     paths = [*prediction.planned(str(tmp_path), 16, LONGHORN, "float32", "none", sizes),
              prediction.scaling(str(tmp_path), outcome)]
@@ -112,6 +113,6 @@ def test_crossovers_and_figures(tmp_path, outcome):
 def test_named_families_are_grids_of_so_many_ranks():
     for ranks in (64, 8, 12):
         for family in scaling.FAMILIES:
-            chosen = scaling.grid_of(family, ranks)
+            chosen = scaling.family_grid(family, ranks)
             if chosen:
-                assert chosen in list(planner.candidates(ranks))
+                assert chosen in list(planner.list_candidates(ranks))

@@ -18,7 +18,7 @@ from bench.reports.figures import cube, every_figure, prediction, roofline_and_m
 from records import limited
 from support import ROOT
 
-LONGHORN = machine_model.load("longhorn")
+LONGHORN = machine_model.load_machine("longhorn")
 MEASURED = ROOT / "results" / "amd-epyc-2-cores"
 SIZES = dict(layers=2, hidden=512, heads=8, batch=16, seq=64)
 # What draws, by the modules that make figures; each is covered below.
@@ -90,7 +90,7 @@ def test_points_lie_under_the_roof_that_they_are_compared_with():
 
 def test_pictures_of_plans(tmp_path, texts, monkeypatch):
     """To two million ranks, of which not all grids are looked at."""
-    monkeypatch.setattr(planner, "candidates", lambda ranks, scheme: [("3d", (ranks, 1, 1))])
+    monkeypatch.setattr(planner, "list_candidates", lambda ranks, scheme: [("3d", (ranks, 1, 1))])
     drawn = prediction.planned(str(tmp_path), 16, LONGHORN, "float32", "none", SIZES)
     assert len(list(drawn)) == 4
     assert list(texts.problems()) == [] and texts.pictures == 4

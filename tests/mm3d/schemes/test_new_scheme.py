@@ -9,7 +9,7 @@ import pytest
 
 from bench.instruments import placement
 from bench.prediction import machine_model, memory_fit, planner, whole_steps, work
-from bench.prediction.closed_form_plan import screen
+from bench.prediction.closed_form_plan import screen_grid
 from bench.records import run_file
 from mm3d.schemes import lookup
 from mm3d.schemes.closed_form import ProductShape
@@ -19,7 +19,7 @@ from mm3d.tracing import dry_run
 from mm3d.tracing.events import Gemm
 from support import ROOT, run_python, run_ranks
 
-LONGHORN = machine_model.load("longhorn")
+LONGHORN = machine_model.load_machine("longhorn")
 WEAK = dict(layers=24, hidden=8192, heads=128, batch=384, seq=512)    # the paper's, at 64 ranks
 
 SMALL = dict(layers=2, hidden=240, heads=5, batch=16, seq=8)
@@ -138,10 +138,11 @@ def test_under_another_name_a_scheme_has_the_same_grids_and_plans(renamed, ranks
     grids = lookup(renamed[0]).grids(ranks)
     assert lookup(renamed[1]).grids(ranks) == grids
     for grid in grids:
-        known, new = (screen(name, grid, LONGHORN, "float32", "full", WEAK)
+        known, new = (screen_grid(name, grid, LONGHORN, "float32", "full", WEAK)
                       for name in renamed)
         assert msgspec.structs.replace(known, scheme="renamed") == new
-    known, new = (planner.plans(ranks, LONGHORN, top=2, scheme=name, **SMALL) for name in renamed)
+    known, new = (planner.rank_plans(ranks, LONGHORN, top=2, scheme=name, **SMALL)
+                  for name in renamed)
     assert [msgspec.structs.replace(p, scheme="renamed") for p in known] == new
     assert {p.grid for p in new} == set(grids) and new[0].traced
     assert all(p.traced for p in new) == (len(new) <= planner.TRACED)
@@ -149,10 +150,10 @@ def test_under_another_name_a_scheme_has_the_same_grids_and_plans(renamed, ranks
 
 @pytest.mark.parametrize("renamed", ["3d"], indirect=True)
 def test_another_name_is_among_all_candidates_and_trials(renamed):
-    candidates = list(planner.candidates(256))
+    candidates = list(planner.list_candidates(256))
     known, new = ([grid for scheme, grid in candidates if scheme == name] for name in renamed)
     assert known == new == lookup("3d").grids(256)
-    works = whole_steps.everywhere(8, [(64, 48, 32)], [(96, 8, 8, 32, 2)])
+    works = whole_steps.list_works(8, [(64, 48, 32)], [(96, 8, 8, 32, 2)])
     known, new = ([replace(one, scheme="") for one in works if one.scheme == name]
                   for name in renamed)
     assert known == new and {one.kind for one in new} == {"matmul", "layer"}
@@ -172,9 +173,9 @@ def test_under_another_name_a_scheme_has_the_same_predictions(renamed, ranks):
             works = [work.Work("layer", name, grid, (120, 5, 7, 9, 2)),
                      *(work.Work("matmul", name, grid, (33, 26, 21), form) for form in FORMS)]
             found.append([run.events, run.traffic, run.peak, run.saved,
-                          [work.predicted(LONGHORN, one, "float32") for one in works],
+                          [work.predict_seconds(LONGHORN, one, "float32") for one in works],
                           placement.direction_order("auto", name, grid, sizes),
-                          memory_fit.policy(name, grid, "float32", sizes, 2 ** 16)])
+                          memory_fit.choose_policy(name, grid, "float32", sizes, 2 ** 16)])
         assert found[0] == found[1]
 
 
