@@ -12,7 +12,7 @@ from bench.cases.selection import equal_token_rows, select_rows
 from bench.errors import UsageError, status_of
 from bench.records import atomic
 from bench.reports.document import Column, Table
-from bench.reports.formats import text
+from bench.reports.formats import format_text
 from bench.verbs import options, row_options
 from jobs import fitting, scripts, site as sites, slurm, standings
 from jobs.collect import collect, line
@@ -129,7 +129,7 @@ def overview(work: Work, cases: list[Case]) -> str:
     columns += [Column(name, align="<") for name in ("time", "inside", "recompute")]
     columns += [Column("GiB a rank", align="."), Column("fits", align="<"),
                 Column("script", align="<")]
-    return text([Table("Jobs", columns, lines)])
+    return format_text([Table("Jobs", columns, lines)])
 
 
 def submit(work: Work, cases: list[Case], arguments) -> int:

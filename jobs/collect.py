@@ -2,8 +2,8 @@
 
 from bench.cases.case import Case
 from bench.records import atomic, merged, run_file
-from bench.reports.finish import finish
-from bench.reports.page import report
+from bench.reports.finish import write_tables_and_figures
+from bench.reports.page import write_page
 from jobs import slurm, standings
 from jobs.scripts import Work
 from jobs.standings import DONE, Standing
@@ -55,8 +55,8 @@ def collect(work: Work, cases: list[Case]) -> int:
                if one.state != DONE]
     done = len(cases) - len(missing)
     if any(work.out.glob("*.h5")):
-        finish(work.out, print)
-        print(f"all of it on one page: {report(work.out)}")
+        write_tables_and_figures(work.out, print)
+        print(f"all of it on one page: {write_page(work.out)}")
     print(f"\n{done} of {len(cases)} rows done, {new} files new in {work.out}")
     for one in missing:
         print(f"missing: {line(one)}")

@@ -12,13 +12,16 @@ from bench.reports.document import Cell, Column, Number, Rows, Table, number_cel
 from mm3d.tracing.events import PHASES
 
 SIGNIFICANT = 0.05
-ENDS = {"width": "the intervals are narrow enough", "repetitions": "the limit of repetitions",
-        "seconds": "the limit of seconds", "stopped": "the end of the job"}
+END_REASONS = {"width": "the intervals are narrow enough",
+               "repetitions": "the limit of repetitions", "seconds": "the limit of seconds",
+               "stopped": "the end of the job"}
 
 
-def certainty(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
-    """Of each measured row the interval of both medians, what ended the repetitions, and how the
-    measured model was verified."""
+def certainty_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
+    """Make the table of the intervals of both medians of each measured row.
+
+    It also states the limit that ended the repetitions, and how the model was verified.
+    """
     lines: Rows = []
     for row, run in zip(rows, runs):
         if run is None:
@@ -27,7 +30,7 @@ def certainty(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> 
         cells: list[Cell] = [title(row.scheme), row.gpus, number_cell(crowd, "g"),
                              len(run.samples["forward"])]
         for phase in PHASES:
-            cells += spread(median_interval(timing.slowest(run.samples[phase])))
+            cells += interval_cells(median_interval(timing.slowest(run.samples[phase])))
         lines.append([*cells, run.ended_by, verified_by(run)])
     bounds = [Column(*head, phase) for phase in PHASES
               for head in (("low", "(s)"), ("high", "(s)"), ("width", ""))]
@@ -37,23 +40,25 @@ def certainty(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> 
 
 
 def verified_by(run: Run) -> str:
-    """Say how the measured model was verified: itself, or also a smaller one beside it."""
+    """Return how the measured model was verified, or that a smaller one was verified instead."""
     chosen = run.configuration
     whole = bool(chosen["verified_measured_model"])
     return str(chosen.get("verified_by", "serial model" if whole else "a smaller model"))
 
 
-def spread(interval: Interval) -> list[Number]:
-    """Format the bounds, and the width as a percentage; "+" where it has less than 95 %."""
+def interval_cells(interval: Interval) -> list[Number]:
+    """Make cells of both bounds and of the width in per cent; "+" marks less than 95 % confidence.
+    """
     few = "" if interval.confidence >= CONFIDENCE else "+"
     bounds = [number_cell(bound, "#.3g") for bound in interval[1:3]]
     return [*bounds, Number(interval.width, f"{100 * interval.width:.1f} %{few}")]
 
 
-def verdict(slow: Run, fast: Run) -> str:
-    """Decide whether the steps of two runs differ, by the rank-sum test on their repetitions.
+def compare_repetitions(slow: Run, fast: Run) -> str:
+    """Test whether the steps of two runs differ, by the rank-sum test on their repetitions.
 
-    Nothing where ranks outnumber cores: there the repetitions tell how ranks take turns.
+    Where ranks outnumber cores nothing is tested: repetitions then vary with the scheduling of
+    ranks.
     """
     if any(run.environment["oversubscribed"] for run in (slow, fast)):
         return "not tested"
@@ -70,10 +75,11 @@ def notes(runs: Sequence[Run]) -> list[str]:
             "itself, where no ranks outnumber cores: p is not corrected for the number of tests. "
             "The repetitions of a row are from one run: what changes from run to run, such as "
             "placement, clocks and neighbours, is in no interval and no p."]
-    ended = {reason: sum(run.ended_by == reason for run in runs) for reason in ENDS}
+    ended = {reason: sum(run.ended_by == reason for run in runs) for reason in END_REASONS}
     widths = " or ".join(sorted({f"{100 * float(run.configuration.get('width', np.nan)):g} %"
                                  for run in runs if run.clock})) or "no width"
-    counts = ", ".join(f"{ENDS[reason]} in {count}" for reason, count in ended.items() if count)
+    counts = ", ".join(f"{END_REASONS[reason]} in {count}"
+                       for reason, count in ended.items() if count)
     reached = sorted(max(median_interval(timing.slowest(run.samples[phase])).width
                          for phase in PHASES) for run in runs)
     text.append(f"Asked for: a width of {widths} of the median. What ended the repetitions, of "

@@ -1,8 +1,8 @@
 """Compare two sides of runs, case by case.
 
-A run is the unit: repetitions of one run share its placement, its neighbours and its minutes, so
-that two runs of the same code differ by more than their repetitions do.  With one run a side the
-medians are set beside each other; what differs is said from three runs a side on.
+The unit is a run.  Repetitions of one run share its placement, its neighbours and its minutes, so
+two runs of the same code differ by more than their repetitions do.  With fewer than three runs a
+side only medians are shown; from three on differences are tested.
 """
 
 from dataclasses import dataclass
@@ -14,32 +14,33 @@ from bench.errors import UsageError
 from bench.instruments.statistics import Difference, runs_differ
 from bench.records.folder import EFFORT
 from bench.reports.certainty import SIGNIFICANT
-from bench.reports.comparison_sides import Cases, cases, comparable, some, told_apart
+from bench.reports.comparison_sides import (Cases, abbreviate, common_cases, name_cases,
+                                            read_cases)
 from bench.reports.document import Column, Notes, Part, Table, number_cell
 
-MIN_RUNS = 3    # of each side, that a verdict takes
-# What differs from run to run and says nothing, or is said otherwise.
+MIN_RUNS = 3    # runs of each side that a verdict needs
+# Settings that differ from run to run without meaning, or are stated elsewhere.
 IGNORED_SETTINGS = {"command", "clock_resolution_s", "clock_offset_error_s", "git_clean"} | (
     EFFORT - {"seed"})
-# What the runs of one side should have in common.
+# Settings that the runs of one side should have in common.
 SIDE_SETTINGS = ("git_commit", "cpu_model", "cores", "mpi", "blas", "backend", "numpy_version",
                  "transport")
 
 
 @dataclass
 class Verdict:
-    """One case of both sides.
+    """The result of one case.
 
     Attributes
     ----------
     name : str
-        Which.
+        The case.
     medians : tuple of float
-        Seconds, of A and of B: the median of the runs' medians.
+        Seconds of A and of B: the median of the runs' medians.
     runs : tuple of int
-        How many each side has.
+        Number of runs of each side.
     difference : Difference or None
-        B over A, with p after Holm's correction; None of too few runs.
+        B over A, with p after Holm's correction; None if there are too few runs.
     """
 
     name: str
@@ -69,18 +70,17 @@ class Comparison:
     Attributes
     ----------
     parts : list
-        A document of `bench.reports.formats`: the table of the verdicts, and notes.
+        A document for `bench.reports.formats.render`: the table of verdicts, and notes.
     slower : list of Verdict
-        The cases of B that are slower by more than was to be said, and in which a difference was
-        shown.
+        The cases in which B is slower by more than the limit, and the test shows a difference.
     """
 
     parts: list[Part]
     slower: list[Verdict]
 
 
-def compare(first: Sequence[str], second: Sequence[str],
-            limit: float | None = None) -> Comparison:
+def compare_sides(first: Sequence[str], second: Sequence[str],
+                  limit: float | None = None) -> Comparison:
     """Compare two sides of runs.
 
     Parameters
@@ -88,30 +88,30 @@ def compare(first: Sequence[str], second: Sequence[str],
     first, second : sequence of str
         The files and folders of A and of B.
     limit : float, optional
-        Per cent by which a case may be slower before it is named.
+        Per cent by which a case may be slower before it is listed as slower.
 
     Raises
     ------
     UsageError
-        When the two sides cannot be compared, or are to be judged by too few runs.
+        When the two sides cannot be compared, or a limit is given with too few runs.
     StoreError
-        When one of them cannot be read.
+        When a file or folder cannot be read.
     """
     names = " ".join(first), " ".join(second)
-    (before, lost), (after, also_lost) = cases(first), cases(second)
-    before, after = told_apart(before, after)
-    common = comparable(names, before, after)
-    verdicts = judged(before, after, common)
+    (before, lost), (after, also_lost) = read_cases(first), read_cases(second)
+    before, after = name_cases(before, after)
+    common = common_cases(names, before, after)
+    verdicts = judge_cases(before, after, common)
     few = [one for one in verdicts if one.difference is None]
     if few and limit is not None:
         raise UsageError(
             f"--fail-on-regression takes at least {MIN_RUNS} runs of each case on either side, "
             f"because two runs of the same code differ by more than their repetitions do: "
-            f"{some([f'{one.name}: {one.runs[0]} and {one.runs[1]}' for one in few], '; ')}")
+            f"{abbreviate([f'{one.name}: {one.runs[0]} and {one.runs[1]}' for one in few], '; ')}")
     slower = [] if limit is None else [one for one in verdicts if one.word == "slower"
                                        and one.ratio > 1 + limit / 100]
-    parts: list[Part] = [table(verdicts), Notes("About this comparison:",
-                                                notes(before, after, common, verdicts))]
+    parts: list[Part] = [verdict_table(verdicts), Notes("About this comparison:",
+                                                        notes(before, after, common, verdicts))]
     if lost + also_lost:
         parts.append(Notes("Left out:", lost + also_lost))
     if slower:
@@ -120,8 +120,8 @@ def compare(first: Sequence[str], second: Sequence[str],
     return Comparison(parts, slower)
 
 
-def judged(first: Cases, second: Cases, common: list[str]) -> list[Verdict]:
-    """Test every case that has enough runs."""
+def judge_cases(first: Cases, second: Cases, common: list[str]) -> list[Verdict]:
+    """Test all cases that have enough runs."""
     medians = {name: tuple([timed.median for timed in side[name]] for side in (first, second))
                for name in common}
     enough = [name for name in common if min(map(len, medians[name])) >= MIN_RUNS]
@@ -130,8 +130,8 @@ def judged(first: Cases, second: Cases, common: list[str]) -> list[Verdict]:
                     tuple(map(len, medians[name])), tested.get(name)) for name in common]
 
 
-def table(verdicts: list[Verdict]) -> Table:
-    """Make the table of verdicts; without a tested case, of medians and their ratios alone."""
+def verdict_table(verdicts: list[Verdict]) -> Table:
+    """Make the table of verdicts; of medians and their ratios only if no case was tested."""
     tested = any(one.difference for one in verdicts)
     rows = []
     for one in verdicts:
@@ -152,7 +152,7 @@ def table(verdicts: list[Verdict]) -> Table:
 
 
 def notes(first: Cases, second: Cases, common: list[str], verdicts: list[Verdict]) -> list[str]:
-    """Say how it was compared, what was not, and what else differs."""
+    """State how the cases were compared, which were not, and what else differs."""
     tested = [one for one in verdicts if one.difference]
     text = []
     if tested:
@@ -174,18 +174,18 @@ def notes(first: Cases, second: Cases, common: list[str], verdicts: list[Verdict
     for name, found, other in (("A", first, second), ("B", second, first)):
         alone = [case for case in found if case not in other]
         if alone:
-            text.append(f"Only in {name}, {len(alone)}: {some(alone)}.")
-        text += mixed(name, [found[case] for case in common])
+            text.append(f"Only in {name}, {len(alone)}: {abbreviate(alone)}.")
+        text += mixed_setting_warnings(name, [found[case] for case in common])
     runs = [timed.run for side in (first, second) for name in common for timed in side[name]]
     crowded = sum(bool(run.environment.get("oversubscribed")) for run in runs)
     if crowded:
         text.append(f"WARNING: in {crowded} of {len(runs)} runs ranks outnumber cores and take "
                     f"turns.")
-    return text + differences(first, second, common)
+    return text + setting_differences(first, second, common)
 
 
-def mixed(side: str, cases: Sequence[list]) -> list[str]:
-    """Warn of each setting in which the runs of one side differ among themselves."""
+def mixed_setting_warnings(side: str, cases: Sequence[list]) -> list[str]:
+    """Return a warning for each setting in which the runs of one side differ among themselves."""
     found: dict[str, None] = {}
     for word in SIDE_SETTINGS:
         for runs in cases:
@@ -197,8 +197,8 @@ def mixed(side: str, cases: Sequence[list]) -> list[str]:
     return list(found)
 
 
-def differences(first: Cases, second: Cases, common: list[str]) -> list[str]:
-    """List the differences between the sides other than times: settings and environment."""
+def setting_differences(first: Cases, second: Cases, common: list[str]) -> list[str]:
+    """List the settings and properties of the environment that differ between the sides."""
     found: dict[tuple[str, str, str], int] = {}
     for name in common:
         for group in ("configuration", "environment"):

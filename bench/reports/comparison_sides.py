@@ -19,24 +19,24 @@ from bench.records.folder import EFFORT, natural_key, read_runs
 from bench.records.measurements import Measurements
 from bench.records.run_file import Run
 
-# What a run of a model has computed. Whatever else was set is mentioned where it differs.
-WORK = ("layers", "hidden", "heads", "batch", "seq", "mlp_factor", "causal", "dtype", "tf32",
-        "grid", "grid_axes")
-# Settings of a microbenchmark that are how it was done, not what.
+# Settings of the work of a run, the same in all runs of a case. Differences in others are noted.
+WORK_SETTINGS = ("layers", "hidden", "heads", "batch", "seq", "mlp_factor", "causal", "dtype",
+                 "tf32", "grid", "grid_axes")
+# Settings of a microbenchmark that say how it was measured, and name no case.
 MEASURING_SETTINGS = EFFORT | {"transport", "one_process_threads", "one_process_cores"}
 MAX_NAMES = 6
 
 
 @dataclass
 class Timed:
-    """The times of one run in one case.
+    """The times of one run in a case.
 
     Attributes
     ----------
     samples : ndarray
         Seconds of every repetition, each of the slowest rank.
     run : Run or Measurements
-        Where they are from.
+        The run.
     """
 
     samples: np.ndarray
@@ -48,11 +48,11 @@ class Timed:
         return float(np.median(self.samples))
 
 
-Cases = dict[str, list[Timed]]    # by case its runs, in the order of their making
+Cases = dict[str, list[Timed]]    # the runs of each case, in the order of their creation
 ByTransport = dict[tuple[str, str], list[Timed]]
 
 
-def cases(paths: Sequence[str | Path]) -> tuple[ByTransport, list[str]]:
+def read_cases(paths: Sequence[str | Path]) -> tuple[ByTransport, list[str]]:
     """Read the runs of each case by name and transport, and list unreadable files.
 
     Raises
@@ -68,7 +68,7 @@ def cases(paths: Sequence[str | Path]) -> tuple[ByTransport, list[str]]:
         problems += unread
         for run in runs:
             transport = str(run.configuration.get("transport", "not recorded"))
-            for name, timed in model_case(run) if isinstance(run, Run) else points(run):
+            for name, timed in model_cases(run) if isinstance(run, Run) else benchmark_points(run):
                 key = name, transport, run.created
                 if key not in seen:    # a run named twice is one run
                     found.setdefault((name, transport), []).append(timed)
@@ -78,16 +78,16 @@ def cases(paths: Sequence[str | Path]) -> tuple[ByTransport, list[str]]:
     return found, problems
 
 
-def told_apart(*sides: ByTransport) -> list[Cases]:
-    """Name the cases of each side, with the transport where a side has a case by two."""
+def name_cases(*sides: ByTransport) -> list[Cases]:
+    """Name the cases of each side, with the transport if a side has a case with several."""
     several = {name for found in sides
                for name, count in Counter(name for name, _ in found).items() if count > 1}
     return [{f"{name}, transport {transport}" if name in several else name: timed
              for (name, transport), timed in found.items()} for found in sides]
 
 
-def model_case(run: Run) -> Iterator[tuple[str, Timed]]:
-    """Return a row of the tables: the times of whole steps."""
+def model_cases(run: Run) -> Iterator[tuple[str, Timed]]:
+    """Return the case of a row of the tables, with the times of whole steps."""
     chosen = run.configuration
     name = (f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"
             f"{recorded_variant(chosen).label}")
@@ -101,8 +101,8 @@ def model_case(run: Run) -> Iterator[tuple[str, Timed]]:
     yield name, Timed(timing.step_times(run.samples, 1), run)
 
 
-def points(record: Measurements) -> Iterator[tuple[str, Timed]]:
-    """Return the points of a microbenchmark: every place in its samples, whatever its kind."""
+def benchmark_points(record: Measurements) -> Iterator[tuple[str, Timed]]:
+    """Return the cases of a microbenchmark of any kind: the points of its samples."""
     what = " ".join(f"{name} {value}" for name, value in sorted(record.configuration.items())
                     if name not in MEASURING_SETTINGS)
     for variable in record.variables.values():
@@ -126,7 +126,7 @@ def points(record: Measurements) -> Iterator[tuple[str, Timed]]:
                 yield f"{record.kind} {where}" + f", {what}" * bool(what), Timed(samples, record)
 
 
-def comparable(names: tuple[str, str], first: Cases, second: Cases) -> list[str]:
+def common_cases(names: tuple[str, str], first: Cases, second: Cases) -> list[str]:
     """Return the cases that both sides have.
 
     Raises
@@ -144,22 +144,23 @@ def comparable(names: tuple[str, str], first: Cases, second: Cases) -> list[str]
     common = sorted(first.keys() & second.keys(), key=natural_key)
     if not common:
         raise UsageError("nothing in common: " + "; ".join(
-            f"{name} has {some(list(found))}" for name, found in zip(names, (first, second))))
+            f"{name} has {abbreviate(list(found))}"
+            for name, found in zip(names, (first, second))))
     differ = []
     for name in common:
         chosen = [timed.run.configuration for timed in first[name] + second[name]
                   if isinstance(timed.run, Run)]
-        for word in WORK:
+        for word in WORK_SETTINGS:
             values = list(dict.fromkeys(one[word] for one in chosen if word in one))
             if len(values) > 1:
                 differ.append(f"{name}: {word} {' and '.join(map(str, values))}")
     if differ:
         raise UsageError(f"different work under the same name cannot be compared: "
-                         f"{some(differ, '; ')}")
+                         f"{abbreviate(differ, '; ')}")
     return common
 
 
-def some(names: list[str], between: str = ", ") -> str:
-    """Join the first few of `names`, and how many more there are."""
+def abbreviate(names: list[str], between: str = ", ") -> str:
+    """Join the first few of `names`, and the number of the others."""
     more = len(names) - MAX_NAMES
     return between.join(names[:MAX_NAMES]) + (f"{between}and {more} more" if more > 0 else "")

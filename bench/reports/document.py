@@ -1,4 +1,4 @@
-"""Represent tables and notes as data, before they become text, LaTeX or CSV."""
+"""Represent tables and notes as data, before they are formatted as text, LaTeX or CSV."""
 
 import itertools
 import math
@@ -7,14 +7,14 @@ from typing import Iterable, NamedTuple, Sequence
 
 
 class Number(NamedTuple):
-    """A number and how it is printed; CSV has it in full.
+    """A number and its printed text; CSV has it with all digits.
 
     Attributes
     ----------
     value : float or int
         The number in the unit of its column, or a count; NaN if missing, which CSV leaves empty.
     text : str
-        As many of its digits as mean something, or with its sign or mark.
+        Its significant digits, with a sign or mark if needed.
     """
 
     value: float | int
@@ -41,14 +41,14 @@ def number_cell(value: float, form: str = ".4g", missing: str = "-") -> Number:
 
 
 class Column(NamedTuple):
-    """The heading of a column, and how its cells are aligned.
+    """The heading of a column, and the alignment of its cells.
 
     Attributes
     ----------
     name, unit : str
-        The first line, and a second one.
+        The first and the second line.
     group : str
-        The title that it shares with its neighbours.
+        A title shared with neighbouring columns.
     align : {">", "<", "."}
         To the right, to the left, or, in text, with decimal points below each other; the first
         column of a table is aligned to the left.
@@ -76,11 +76,11 @@ class Table:
     Attributes
     ----------
     title : str
-        What it shows.
+        The title.
     columns : sequence of Column
         The headings.
     rows : list of list of str, int or Number
-        A cell each.
+        The rows, with a cell for each column.
     """
 
     title: str
@@ -88,7 +88,7 @@ class Table:
     rows: Rows
 
     def groups(self) -> Iterable[tuple[str, int, int]]:
-        """Return the columns' shared titles, "" where there is none: first and last + 1."""
+        """Return the shared titles of columns, "" for none, each with its first and last + 1."""
         place = 0
         for group, columns in itertools.groupby(self.columns, lambda column: column.group):
             first, place = place, place + len(list(columns))
@@ -96,18 +96,18 @@ class Table:
 
     @property
     def grouped(self) -> bool:
-        """Say whether columns share a title."""
+        """Return whether columns share a title."""
         return any(column.group for column in self.columns)
 
     @property
     def left(self) -> list[bool]:
-        """Say which columns are aligned to the left."""
+        """Return which columns are aligned to the left."""
         return [column.align == "<" or k == 0 for k, column in enumerate(self.columns)]
 
 
 @dataclass(frozen=True)
 class Notes:
-    """Remarks under a heading; those that begin with a word in capitals are warnings."""
+    """Notes under a heading; those that begin with a word in capitals are warnings."""
 
     heading: str
     items: list[str] = field(default_factory=list)

@@ -1,14 +1,15 @@
-"""Print the tables and draw the figures of a folder, and keep them beside its files."""
+"""Write the tables and figures of a folder of results into it."""
 
 from pathlib import Path
 from typing import Callable
 
 from bench.records import atomic
-from bench.reports.figures.every_figure import plots
-from bench.reports.paper_tables import tables
+from bench.reports.figures.every_figure import draw_figures
+from bench.reports.paper_tables import format_tables
 
 
-def finish(out: Path, say: Callable[[str], object], figures: bool = True) -> None:
+def write_tables_and_figures(out: Path, say: Callable[[str], object],
+                             figures: bool = True) -> None:
     """Write ``tables.txt`` and, unless `figures` is False, the figures into the folder `out`.
 
     Parameters
@@ -16,7 +17,7 @@ def finish(out: Path, say: Callable[[str], object], figures: bool = True) -> Non
     out : Path
         A folder of results.
     say : callable
-        Shows a text to the user: the tables, and the names of the figures.
+        Prints a text: the tables, and the names of the figures.
     figures : bool
         Whether to draw the figures.
 
@@ -27,9 +28,9 @@ def finish(out: Path, say: Callable[[str], object], figures: bool = True) -> Non
     OSError
         When a file cannot be written.
     """
-    text = tables(out)
+    text = format_tables(out)
     say(f"\n{text}\n")
-    atomic.replace(out / "tables.txt", text + "\n")    # a full disk leaves the old ones
-    drawn, left_out = plots(out) if figures else ([], [])
+    atomic.replace(out / "tables.txt", text + "\n")    # a full disk leaves the old file
+    drawn, left_out = draw_figures(out) if figures else ([], [])
     for line in [f"drawn: {path}" for path in drawn] + [f"not drawn: {why}" for why in left_out]:
         say(line)

@@ -21,7 +21,7 @@ def render(parts: Iterable[Part], form: str = "text") -> str:
     return FORMATS[form](list(parts))
 
 
-def text(parts: list[Part]) -> str:
+def format_text(parts: list[Part]) -> str:
     """Format as aligned columns, for a terminal."""
     return "\n\n".join(f"{part.title}\n\n{_aligned(part)}" if isinstance(part, Table) else
                        f"{part.heading}\n{_listed(part, '  - ')}" if isinstance(part, Notes) else
@@ -77,7 +77,7 @@ def _fraction(number: str) -> str:
     return "".join(number.partition(".")[1:])
 
 
-def rst(parts: list[Part]) -> str:
+def format_rst(parts: list[Part]) -> str:
     """Format as reStructuredText."""
     from tabulate import tabulate    # where it is needed: ranks that print nothing start sooner
     found = []
@@ -105,12 +105,12 @@ def _rst_escaped(words: str) -> str:
     return re.sub(r"([\\*`|_])", r"\\\1", words)
 
 
-LATEX = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
-         "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
-         **{character: "\\" + character for character in "&%$#_{}"}}
+LATEX_ESCAPES = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",
+                 "<": r"\textless{}", ">": r"\textgreater{}", "|": r"\textbar{}",
+                 **{character: "\\" + character for character in "&%$#_{}"}}
 
 
-def latex(parts: list[Part]) -> str:
+def format_latex(parts: list[Part]) -> str:
     """Format as LaTeX; the tables need ``\\usepackage{booktabs}``."""
     found = []
     for part in parts:
@@ -146,10 +146,10 @@ def _latex_table(table: Table) -> str:
 
 
 def _latex_escaped(words: str) -> str:
-    return "".join(LATEX.get(character, character) for character in words)
+    return "".join(LATEX_ESCAPES.get(character, character) for character in words)
 
 
-def csv_of_all(parts: list[Part]) -> str:
+def format_csv(parts: list[Part]) -> str:
     """Format all tables as one CSV, with numbers in full and no notes.
 
     The first column is the table's title; a row leaves empty what its table does not have.
@@ -176,4 +176,4 @@ def _in_full(cell: Cell) -> str | int:
 
 
 FORMATS: dict[str, Callable[[list[Part]], str]] = {
-    "text": text, "rst": rst, "latex": latex, "csv": csv_of_all}
+    "text": format_text, "rst": format_rst, "latex": format_latex, "csv": format_csv}

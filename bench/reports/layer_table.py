@@ -6,7 +6,7 @@ from bench.records.measurements import Measurements
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
 
 
-def layers(records: Sequence[Measurements]) -> list[Part]:
+def layer_parts(records: Sequence[Measurements]) -> list[Part]:
     """Make the table of a layer beside its products and one process; a row for each layer."""
     columns = [Column("hidden"), Column("", "scheme, grid"), Column("layer", "(s)"),
                Column("rate", "(GFLOP/s)"), Column("products", "alone (s)"),

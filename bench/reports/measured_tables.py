@@ -13,7 +13,7 @@ from mm3d.tracing.events import PHASES
 
 
 class Pair(NamedTuple):
-    """Measured work and the prediction for it."""
+    """A measurement with its prediction."""
 
     measured: Measured
     predicted: Seconds
@@ -32,10 +32,10 @@ class Pair(NamedTuple):
         return guessed / took - 1
 
 
-def document(machine: Machine, found: Sequence[Measured]) -> list[Part]:
-    """Set predictions beside what was measured, with errors and the planner's choices.
+def compare_predictions(machine: Machine, found: Sequence[Measured]) -> list[Part]:
+    """Make the document of predictions beside measurements, with errors and the planner's choices.
 
-    What the machine is no model for is left out.
+    Measurements for which the machine is no model are left out.
     """
     known = [one for one in found if one.dtype in machine.gemm_rate]
     own = [one for one in known if one.matches(machine)]
@@ -45,8 +45,9 @@ def document(machine: Machine, found: Sequence[Measured]) -> list[Part]:
     parts: list[Part] = [machine.about]
     if own:
         pairs = [Pair(one, predict_seconds(machine, one.work, one.dtype)) for one in own]
-        parts += [table(pairs), Notes("Errors of predictions", list(errors(pairs)))]
-        rows = choices(pairs)
+        parts += [seconds_table(pairs),
+                  Notes("Errors of predictions", list(describe_errors(pairs)))]
+        rows = choice_table(pairs)
         parts += [rows] if rows.rows else []
     return parts + [Notes("Left out", left)] * bool(left)
 
@@ -55,8 +56,8 @@ def _sizes(work: Work) -> str:
     return f"{work.kind} {' x '.join(map(str, work.sizes))} {work.form}".rstrip()
 
 
-def table(pairs: Sequence[Pair]) -> Table:
-    """Make a line for each: milliseconds, the error of the sum, and the published average."""
+def seconds_table(pairs: Sequence[Pair]) -> Table:
+    """Make the table of milliseconds, errors of the sums, and published averages."""
     published = any(pair.measured.published is not None for pair in pairs)
     rows: list[list[Cell]] = []
     for pair in sorted(pairs, key=lambda pair: pair.measured.work.kind):
@@ -80,8 +81,8 @@ def table(pairs: Sequence[Pair]) -> Table:
     return Table("Predicted and measured", columns, rows)
 
 
-def errors(pairs: Sequence[Pair]) -> Iterator[str]:
-    """Say how far off the predictions of products and of Transformers are."""
+def describe_errors(pairs: Sequence[Pair]) -> Iterator[str]:
+    """Summarize the errors of predictions of products and of Transformers."""
     for kind in NAMES:
         off = [abs(pair.error) for pair in pairs if pair.measured.work.kind == kind]
         if off:
@@ -89,11 +90,11 @@ def errors(pairs: Sequence[Pair]) -> Iterator[str]:
                    f"{np.mean(off):.0%} in the mean, {max(off):.0%} at most")
 
 
-def choices(pairs: Sequence[Pair]) -> Table:
-    """Set the planner's grid, of the least predicted seconds, beside the fastest one.
+def choice_table(pairs: Sequence[Pair]) -> Table:
+    """Make the table of the planner's grid, with the least predicted seconds, beside the fastest.
 
-    It has a line for each size that several grids were measured for: of all schemes, and of each
-    that has several.
+    There is a line for each size measured on several grids: of all schemes, and of each scheme
+    with several.
     """
     groups: dict[tuple, list[Pair]] = {}
     for pair in pairs:
@@ -105,7 +106,7 @@ def choices(pairs: Sequence[Pair]) -> Table:
     for (*_, ranks, schemes), tried in groups.items():
         if len({(pair.measured.work.scheme, pair.measured.work.grid) for pair in tried}) == 1:
             continue
-        taken = min(tried, key=lambda pair: pair.totals)    # of equals the faster
+        taken = min(tried, key=lambda pair: pair.totals)    # the faster of equals
         fastest = min(tried, key=lambda pair: pair.totals[1])
         least, slowest = fastest.totals[1], max(pair.totals[1] for pair in tried)
         chosen: list[Cell] = []

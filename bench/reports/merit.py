@@ -20,7 +20,7 @@ from mm3d.transport import choice
 
 
 class Figure(NamedTuple):
-    """A number, its unit, and what theory says; NaN where it was not measured or says nothing."""
+    """A number with its unit and its closed form, each NaN if there is none."""
 
     name: str
     value: float
@@ -29,32 +29,32 @@ class Figure(NamedTuple):
 
 
 def useful_flops(run: Run) -> int:
-    """Count operations of a step's matrix products over all ranks, each product once.
+    """Count the useful operations of a step: those of all matrix products, each product once.
 
-    What backward computes again, or several ranks alike, is not useful.
+    Recomputation in backward, and computation repeated on several ranks, are not counted.
     """
     return sum(cost.flops(describe(ModelSizes.from_settings(run.configuration))).values())
 
 
 def utilization(flops: float, seconds: float, ranks: int, peak: float) -> float:
-    """Return the part of the peak rate that useful operations reach (MFU).
+    """Return useful operations over those at the peak rate (MFU).
 
     Parameters
     ----------
     flops : float
-        Useful operations over all ranks.
+        Useful operations of all ranks.
     seconds : float
-        That they took.
+        The seconds that they took.
     ranks : int
-        How many there are.
+        Number of ranks.
     peak : float
-        Operations a second that one of them could do.
+        Peak operations a second of a rank.
     """
     return flops / seconds / ranks / peak
 
 
-def figures(run: Run) -> list[Figure]:
-    """Compute all figures; a step is the median forward and the median backward, both untraced."""
+def figures_of_merit(run: Run) -> list[Figure]:
+    """Compute all figures of a run; a step is its median forward and backward, both untraced."""
     batch, seq = run.configuration["batch"], run.configuration["seq"]
     seconds = sum(timing.typical(run.samples[phase]) for phase in PHASES)
     flops, ranks = useful_flops(run), run.ranks
@@ -62,8 +62,8 @@ def figures(run: Run) -> list[Figure]:
                     "s a sequence"),
              Figure("tokens a second", batch * seq / seconds, "1/s"),
              Figure("useful rate a rank", flops / seconds / ranks / 1e9, "GFLOP/s"),
-             *computed_again(run)]
-    rates = {name: time_parts.peak(run, name) for name in (
+             *recomputation_figures(run)]
+    rates = {name: time_parts.machine_rate(run, name) for name in (
         "gemm_together", "gemm_alone", "memory_together", "memory_alone")}
     for name, who in (("together", "all ranks at once"), ("alone", "one rank alone")):
         peak = rates[f"gemm_{name}"]
@@ -71,39 +71,41 @@ def figures(run: Run) -> list[Figure]:
                   Figure("  part of it that is useful (MFU)",
                          100 * utilization(flops, seconds, ranks, peak), "%"),
                   Figure(f"memory bandwidth, {who}", rates[f"memory_{name}"] / 1e9, "GB/s")]
-    return found + traffic(run) + intensities(run, flops) + memory(run)
+    return found + traffic_figures(run) + intensity_figures(run, flops) + memory_figures(run)
 
 
-def computed_again(run: Run) -> list[Figure]:
-    """Count operations beyond the useful ones, where the run recomputes; no MFU has them.
+def recomputation_figures(run: Run) -> list[Figure]:
+    """Compute executed over useful operations of a run with recomputation.
 
-    Those that were traced also have the scores that every backward computes again, and what
-    several ranks compute alike.
+    Traced operations include the attention scores that every backward recomputes, and computation
+    repeated on several ranks.
     """
     chosen = run.configuration
     name = chosen.get("recompute", "none")
     if name == "none":
         return []
     again = cost.flops_again(describe(ModelSizes.from_settings(chosen), recompute=name))
-    useful, traced = useful_flops(run), time_parts.variable(run, "parts", "flops")
+    useful, traced = useful_flops(run), time_parts.find_variable(run, "parts", "flops")
     executed = math.nan if traced is None else float(traced.values.sum())
     return [Figure(f"operations executed, recompute {name}, over useful", executed / useful, "1",
                    (useful + again) / useful)]
 
 
-def traffic(run: Run) -> list[Figure]:
-    """Words and bytes of a step by direction, of the mean rank: counted, and what the transport
-    says that it moved; and the bandwidth they get."""
+def traffic_figures(run: Run) -> list[Figure]:
+    """Compute words, bytes and bandwidth of a step by direction, the mean over the ranks.
+
+    Words are those counted, and those that the transport states to have moved.
+    """
     words, moved = (run.traffic[name].sum(axis=(0, 3)).mean(axis=0) for name in ("words", "bytes"))
     expected = run.expected_words.sum(axis=(0, 2)) / run.ranks
-    speed, found = time_parts.bandwidth(run) or {}, []
+    speed, found = time_parts.collective_bandwidth(run) or {}, []
     stated = moved_words(run)
     for a, axis in enumerate(run.directions):
         if expected[a] or words[a]:
             item = moved[a] / words[a]
             found += [Figure(f"words a rank along {axis}, counted", float(words[a]), "1",
                              float(expected[a])),
-                      Figure(f"  moved by transport {transport(run)}", float(stated[a]), "1"),
+                      Figure(f"  moved by transport {transport_name(run)}", float(stated[a]), "1"),
                       Figure(f"bytes a rank along {axis}, counted", float(moved[a]), "byte",
                              float(expected[a] * item)),
                       Figure(f"  bandwidth in collectives along {axis}",
@@ -112,31 +114,33 @@ def traffic(run: Run) -> list[Figure]:
 
 
 def moved_words(run: Run) -> np.ndarray:
-    """By direction the words of a step that the transport moved by its own statement, of the mean
-    rank; NaN where it does not know, or was not asked."""
+    """Return the words of a step that the transport states to have moved, by direction.
+
+    They are the mean over the ranks; NaN where the transport states none.
+    """
     stated = run.traffic.get("moved", np.full(run.traffic["words"].shape, math.nan))
     return stated.sum(axis=(0, 3)).mean(axis=0)
 
 
-def transport(run: Run) -> str:
-    """Name the transport of the run's collectives."""
+def transport_name(run: Run) -> str:
+    """Return the transport of the run's collectives."""
     return str(run.configuration.get("transport", "not recorded"))
 
 
 def words_note(names: Iterable[str]) -> str:
-    """Explain that words are counted, and what the transports of these settings really move."""
+    """Explain how words are counted, and which words these transports move."""
     known = {name: choice.note(name) for several in names for name in several.split()}
     about = "; ".join(f"{name}: {note}" for name, note in sorted(known.items()) if note)
     return ("Words, and bytes of them, are counted from shapes by the bucket algorithm, the same "
             "for every transport" + (f". What it moves, {about}." if about else "."))
 
 
-def intensities(run: Run, flops: int) -> list[Figure]:
+def intensity_figures(run: Run, flops: int) -> list[Figure]:
     """Compute useful operations for each byte counted, and for each byte of the operands."""
     moved = run.traffic["bytes"].sum()
     found = [Figure("arithmetic intensity, a byte counted", flops / moved if moved else math.nan,
                     "flop/byte")]
-    lie = roofline(run)
+    lie = roofline_points(run)
     for phase in PHASES if lie else ():
         intensity, rate = lie[phase]
         found += [Figure(f"intensity of {phase} products, a byte of memory", intensity,
@@ -145,14 +149,16 @@ def intensities(run: Run, flops: int) -> list[Figure]:
     return found
 
 
-def roofline(run: Run) -> dict[str, tuple[float, float]] | None:
-    """Where the matrix products of each phase, and of the "step", lie: flops a byte of operands
-    and results, and flops a second of a rank while it is in them.
+def roofline_points(run: Run) -> dict[str, tuple[float, float]] | None:
+    """Return intensity and rate of the matrix products of each phase, and of the "step".
 
-    The roof is ``machine/gemm_together`` and ``machine/memory_together`` (see `parts.peak`) times
-    the first.  None where the run was not traced.
+    The intensity is in flops for each byte of operands and results, the rate in flops a second of
+    a rank during products.  The roof is ``machine/gemm_together``, and
+    ``machine/memory_together`` times the intensity (see `bench.reports.time_parts.machine_rate`).
+    None if the run was not traced.
     """
-    counts = [time_parts.variable(run, "parts", name) for name in ("flops", "bytes", "seconds")]
+    counts = [time_parts.find_variable(run, "parts", name)
+              for name in ("flops", "bytes", "seconds")]
     if None in counts:
         return None
     place = list(run.groups["parts"].scales["part"]).index("gemm")
@@ -163,22 +169,23 @@ def roofline(run: Run) -> dict[str, tuple[float, float]] | None:
             for name, which in phases.items()}
 
 
-def memory(run: Run) -> list[Figure]:
-    """List bytes of the rank that has the most of each."""
+def memory_figures(run: Run) -> list[Figure]:
+    """List the memory by kind, each of the rank that has the most."""
     names = {"parameters": "parameters", "gradients": "gradients", "saved": "saved activations",
              "transient": "transient beyond what forward leaves", "pool_peak": "peak of arrays",
              "device_peak": "peak on the device", "resident_growth": "growth of the process"}
     found = []
     for name, words in names.items():
-        bytes_ = time_parts.variable(run, "memory", name)
+        bytes_ = time_parts.find_variable(run, "memory", name)
         if bytes_ is not None:
+            expected = time_parts.recorded_number(run, "memory", f"expected_{name}")
             found.append(Figure(f"memory: {words}", float(bytes_.values.max()) / 2 ** 20, "MiB",
-                                time_parts.scalar(run, "memory", f"expected_{name}") / 2 ** 20))
+                                expected / 2 ** 20))
     return found
 
 
-def document(path: str | Path) -> list[Part]:
-    """Make time parts and figures of merit of each run in a folder, or of one file.
+def merit_document(path: str | Path) -> list[Part]:
+    """Make the tables of time parts and figures of merit of all runs in a folder or file.
 
     Raises
     ------
@@ -188,10 +195,10 @@ def document(path: str | Path) -> list[Part]:
     runs = [run for run in read_runs(path)[0] if isinstance(run, Run)]
     if not runs:
         raise StoreError(f"no run of a model in {path}: the microbenchmarks have no parts")
-    return [part for run in runs for part in one(run)]
+    return [part for run in runs for part in run_parts(run)]
 
 
-def one(run: Run) -> list[Part]:
+def run_parts(run: Run) -> list[Part]:
     """Make the tables and notes of one run."""
     chosen = run.configuration
     name = (f"{chosen['table']} {title(chosen['scheme'])} on {chosen['grid']} = {run.ranks} "
@@ -199,12 +206,12 @@ def one(run: Run) -> list[Part]:
     merits = Table(f"Figures of merit, {name}",
                    [Column("figure"), Column("value"), Column("closed form"), Column("unit")],
                    [[figure.name, *map(_merit_cell, (figure.value, figure.expected)), figure.unit]
-                    for figure in figures(run)])
-    words = words_note([transport(run)]) + ' "-" where it does not know, or was not asked.'
-    shares = time_parts.parts(run)
+                    for figure in figures_of_merit(run)])
+    words = words_note([transport_name(run)]) + ' "-" where it does not know, or was not asked.'
+    shares = time_parts.mean_parts(run)
     if shares is None:
         return [merits, Notes("About it:", ["The run was not traced: no parts.", words])]
-    ratio = time_parts.overhead(run)
+    ratio = time_parts.tracing_overhead(run)
     rows = [[phase, *map(_merit_cell, found.values()), _merit_cell(sum(found.values())),
              _merit_cell(timing.typical(run.samples[phase])), number_cell(ratio[phase], ".2f")]
             for phase, found in shares.items()]

@@ -12,8 +12,8 @@ from bench.reports.document import Column, Number, Rows, Table, number_cell
 from mm3d.tracing.events import PHASES
 
 
-def overview(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
-    """Make the table of throughput, use of the machine, words and memory; "-" if not recorded."""
+def merit_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
+    """Make the table of throughput, utilization, words and memory; "-" if not recorded."""
     lines: Rows = []
     for row, run in zip(rows, runs):
         if run is None:
@@ -22,13 +22,15 @@ def overview(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> T
         tokens = run.configuration["batch"] * run.configuration["seq"] / seconds
         rate = merit.useful_flops(run) / seconds / run.ranks
         words = run.traffic["words"].sum() / run.ranks
+        peak_rate = time_parts.recorded_number(run, "machine", "gemm_together")
+        expected = time_parts.recorded_number(run, "memory", "expected_pool_peak")
         lines.append([title(row.scheme), row.gpus, _rounded(tokens), _rounded(rate / 1e9),
-                      _rounded(100 * rate / time_parts.scalar(run, "machine", "gemm_together")),
+                      _rounded(100 * rate / peak_rate),
                       _rounded(words / 1e6), _rounded(run.expected_words.sum() / run.ranks / 1e6),
                       _rounded(run.traffic["bytes"].sum() / run.ranks / 1e6),
-                      merit.transport(run), _rounded(merit.moved_words(run).sum() / 1e6),
-                      _rounded(most(run, "pool_peak") / 2 ** 20),
-                      _rounded(time_parts.scalar(run, "memory", "expected_pool_peak") / 2 ** 20)])
+                      merit.transport_name(run), _rounded(merit.moved_words(run).sum() / 1e6),
+                      _rounded(most_bytes(run, "pool_peak") / 2 ** 20),
+                      _rounded(expected / 2 ** 20)])
     words, peak = "counted a rank, bucket algorithm", "peak memory of a rank"
     moved = "moved a rank"
     return Table(f"{heading}: figures of merit", [
@@ -41,10 +43,10 @@ def overview(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> T
 
 
 def notes(runs: Sequence[Run]) -> list[str]:
-    """Explain words, the transports that move others, and the peaks of memory."""
-    found = [merit.words_note(map(merit.transport, runs))
+    """Explain the words, the transports that move other words, and the peaks of memory."""
+    found = [merit.words_note(map(merit.transport_name, runs))
              + ' "-" where it does not know, or was not asked.']
-    peaks = [run for run in runs if not math.isnan(most(run, "pool_peak"))]
+    peaks = [run for run in runs if not math.isnan(most_bytes(run, "pool_peak"))]
     if not peaks:
         return found
     text = ("Peak memory: all arrays of the rank that has the most, beside a dry run of rank 0, "
@@ -56,8 +58,8 @@ def notes(runs: Sequence[Run]) -> list[str]:
     return [*found, text]
 
 
-def recomputing(runs: Iterable[Run]) -> list[str]:
-    """List the rows that recompute, and what; their times and words include it."""
+def recomputation_notes(runs: Iterable[Run]) -> list[str]:
+    """Name the rows with recomputation and their policies, in a note; none if no row has one."""
     found: dict[str, list[str]] = {}
     for (table, scheme, ranks), like, run in sorted(
             ((*row_of(run), run) for run in runs), key=lambda one: (one[0], one[1] or "")):
@@ -71,9 +73,9 @@ def recomputing(runs: Iterable[Run]) -> list[str]:
             f"do not: {rows}."]
 
 
-def most(run: Run, name: str) -> float:
-    """Return bytes of the rank that has the most; NaN where they were not recorded."""
-    found = time_parts.variable(run, "memory", name)
+def most_bytes(run: Run, name: str) -> float:
+    """Return the bytes of the rank that has the most; NaN if they were not recorded."""
+    found = time_parts.find_variable(run, "memory", name)
     return math.nan if found is None else float(found.values.max())
 
 

@@ -10,29 +10,29 @@ from bench.experiments.products import operands
 from bench.records.measurements import Measurements
 from bench.reports.document import (Cell, Column, Notes, Number, Part, Rows, Table,
                                     number_cell)
-from bench.reports.layer_table import layers
+from bench.reports.layer_table import layer_parts
 from bench.reports.merit import words_note
 
-# Dimensions that a table of an unknown kind does not spread out: those of samples and bounds.
+# Dimensions of samples and bounds, for which a table of an unknown kind has no columns.
 SAMPLE_DIMS = {"repetition", "rank", "edge", "bound"}
-# Shown instead of a bandwidth for a collective whose result is read where it lies.
+# Shown instead of a bandwidth for a collective whose result is read in place.
 IN_PLACE = {"all_gather": "copies nothing", "broadcast": "root copies"}
 
 
-def parts(records: Sequence[Measurements]) -> list[Part]:
+def make_parts(records: Sequence[Measurements]) -> list[Part]:
     """Make the tables and notes of all records, by kind."""
     found: list[Part] = []
     for kind in sorted({record.kind for record in records}):
         mine = [record for record in records if record.kind == kind]
-        if kind in TOGETHER:
-            found += TOGETHER[kind](mine)
+        if kind in JOINT_BUILDERS:
+            found += JOINT_BUILDERS[kind](mine)
         else:
-            build = BUILDERS.get(kind, other)
+            build = BUILDERS.get(kind, other_parts)
             found += itertools.chain.from_iterable(map(build, mine))
     return found
 
 
-def gemm(record: Measurements) -> list[Part]:
+def gemm_parts(record: Measurements) -> list[Part]:
     """Make the table of rates of products on one rank against their size."""
     seconds, rates = (record.variables[name].values for name in ("seconds", "rate"))
     series = [(d, t) for d in range(rates.shape[0]) for t in range(rates.shape[1])]
@@ -50,10 +50,10 @@ def gemm(record: Measurements) -> list[Part]:
             cells += [number_cell(rate, ".1f") for rate in bounds]
         rows.append(cells)
     return [Table("Rate of C = A B of square matrices on one rank", columns, rows),
-            Notes("About these rates:", [f"{machine(record)}."])]
+            Notes("About these rates:", [f"{describe_machine(record)}."])]
 
 
-def collectives(record: Measurements) -> list[Part]:
+def collective_parts(record: Measurements) -> list[Part]:
     """Make the table of times, bandwidths and fits of collectives."""
     values = {name: variable.values for name, variable in record.variables.items()}
     columns = [Column("", "collective"), Column("", "along"),
@@ -87,10 +87,10 @@ def collectives(record: Measurements) -> list[Part]:
                   "is not timed: there is no bandwidth."] * bool(placed.any()),
                 f"{int(narrow.sum())} of {narrow.size} intervals are within "
                 f"{100 * chosen['width']:g} % of the median, the others ended by repetitions or "
-                f"seconds.", f"{machine(record)}; transport {chosen['transport']}."])]
+                f"seconds.", f"{describe_machine(record)}; transport {chosen['transport']}."])]
 
 
-def matmul(records: Sequence[Measurements]) -> list[Part]:
+def matmul_parts(records: Sequence[Measurements]) -> list[Part]:
     """Make one table of distributed products beside one process, from any number of records."""
     rows: Rows = []
     for record in records:
@@ -122,7 +122,7 @@ def matmul(records: Sequence[Measurements]) -> list[Part]:
 
 
 def matmul_notes(records: Sequence[Measurements]) -> list[str]:
-    """Say how the products were measured, and warn where the reference was not fair."""
+    """State how the products were measured, and warn of references that were not fair."""
     notes = []
     for record in records:
         chosen, cores = record.configuration, record.environment["cores"]
@@ -147,11 +147,11 @@ def matmul_notes(records: Sequence[Measurements]) -> list[str]:
     if any("backward" in record.scales["phase"] for record in records):
         notes.append("The bound of backward is that of its two products apart, which share dC: "
                      "fewer words are possible.")
-    return notes + list(dict.fromkeys(f"{machine(record)}." for record in records))
+    return notes + list(dict.fromkeys(f"{describe_machine(record)}." for record in records))
 
 
-def other(record: Measurements) -> list[Part]:
-    """Make tables of a record of any kind: one for each set of dimensions, medians and bounds."""
+def other_parts(record: Measurements) -> list[Part]:
+    """Make the tables of a record of any kind: medians and bounds by each set of dimensions."""
     by_dims: dict[tuple[str, ...], dict[str, np.ndarray]] = {}
     for name, variable in record.variables.items():
         dims = tuple(dim for dim in variable.dims if dim not in SAMPLE_DIMS)
@@ -174,11 +174,12 @@ def other(record: Measurements) -> list[Part]:
         found.append(Table(f"{record.kind}: by {', '.join(dims)}" if dims else record.kind,
                            columns, rows))
     settings = ", ".join(f"{name} {value}" for name, value in record.configuration.items())
-    return [*found, Notes(f"About {record.kind}:", [f"{settings}.", f"{machine(record)}."])]
+    about = [f"{settings}.", f"{describe_machine(record)}."]
+    return [*found, Notes(f"About {record.kind}:", about)]
 
 
-def machine(record: Measurements) -> str:
-    """Name the machine of a record: processor, cores, BLAS and MPI."""
+def describe_machine(record: Measurements) -> str:
+    """Describe the machine of a record: processor, cores, BLAS and MPI."""
     env = record.environment
     known = [f"{env[name]}{unit}" for name, unit in (
         ("cpu_model", ""), ("cores", " cores"), ("blas", ""), ("blas_architecture", " kernels"),
@@ -198,6 +199,6 @@ def _bytes(size: int) -> str:
 
 
 BUILDERS: dict[str, Callable[[Measurements], list[Part]]] = {
-    "gemm": gemm, "collectives": collectives}
-# Any number of records in one table.
-TOGETHER = {"matmul": matmul, "layer": layers}
+    "gemm": gemm_parts, "collectives": collective_parts}
+# Tables of any number of records.
+JOINT_BUILDERS = {"matmul": matmul_parts, "layer": layer_parts}

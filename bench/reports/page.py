@@ -1,4 +1,4 @@
-"""Write all results of a folder as one HTML page that loads nothing else."""
+"""Write all results of a folder into one HTML page that loads no other file."""
 
 import base64
 import re
@@ -12,21 +12,21 @@ from bench.records.measurements import Measurements
 from bench.records.run_file import Run
 from bench.reports import merit
 from bench.reports.document import Notes, Part, Table
-from bench.reports.figures.every_figure import METADATA, drawings
-from bench.reports.figures.style import image_bytes, look
-from bench.reports.paper_tables import document
+from bench.reports.figures.every_figure import METADATA, make_drawings
+from bench.reports.figures.style import figure_style, image_bytes
+from bench.reports.paper_tables import make_document
 
-# Remarks that begin with a word or more in capitals.
+# Notes that begin with one or more words in capitals.
 WARNING = re.compile(r"[A-Z][A-Z ]+:")
 
 
-def report(folder: str | Path, out: str | Path | None = None) -> Path:
+def write_page(folder: str | Path, out: str | Path | None = None) -> Path:
     """Write the page; return its path.
 
     Parameters
     ----------
     folder : path
-        With the results.
+        The results.
     out : path, optional
         The page; by default ``report.html`` in `folder`.
 
@@ -39,11 +39,11 @@ def report(folder: str | Path, out: str | Path | None = None) -> Path:
     """
     found = read_folder(folder)
     path = Path(out) if out else Path(folder) / "report.html"
-    atomic.replace(path, page(found))
+    atomic.replace(path, render_page(found))
     return path
 
 
-def page(found: FolderContents) -> str:
+def render_page(found: FolderContents) -> str:
     """Return the page as text."""
     from jinja2 import Environment, PackageLoader, StrictUndefined
     environment = Environment(loader=PackageLoader("bench.reports"), autoescape=True,
@@ -51,24 +51,24 @@ def page(found: FolderContents) -> str:
                               lstrip_blocks=True, undefined=StrictUndefined)
     environment.tests |= {"table": lambda part: isinstance(part, Table),
                           "notes": lambda part: isinstance(part, Notes)}
-    parts = document(found)
+    parts = make_document(found)
     runs: list[Run | Measurements] = [run for results in found.results
                                       for run in results.shown()]
     runs += found.measurements
-    # In the folder's order; each run's own tables are folded away.
-    details = [(history(run)[1], merit.one(run)) for run in runs if isinstance(run, Run)]
-    drawn, left_out = figures(found)
+    # In the order of the folder; the tables of each run are folded.
+    details = [(run_summary(run)[1], merit.run_parts(run)) for run in runs if isinstance(run, Run)]
+    drawn, left_out = embed_figures(found)
     return environment.get_template("report.html").render(
-        name=found.folder.resolve().name, parts=parts, warnings=warnings(parts),
-        details=details, figures=drawn, left_out=left_out, environment=surroundings(runs),
-        runs=sorted(map(history, runs)))
+        name=found.folder.resolve().name, parts=parts, warnings=list_warnings(parts),
+        details=details, figures=drawn, left_out=left_out,
+        environment=summarize_environments(runs), runs=sorted(map(run_summary, runs)))
 
 
-def figures(found: FolderContents) -> tuple[list[dict[str, str]], list[str]]:
-    """Draw every figure: name, meaning and SVG (base64); and those left out, with the reason."""
+def embed_figures(found: FolderContents) -> tuple[list[dict[str, str]], list[str]]:
+    """Draw every figure as SVG in base64, with its name and meaning, and list those left out."""
     drawn, left_out = [], []
-    with look():
-        for one in drawings(found):
+    with figure_style():
+        for one in make_drawings(found):
             if one.figure is None:
                 left_out.append(f"{one.name}: {one.about}")
                 continue
@@ -78,14 +78,14 @@ def figures(found: FolderContents) -> tuple[list[dict[str, str]], list[str]]:
     return drawn, left_out
 
 
-def warnings(parts: list[Part]) -> list[str]:
-    """List the remarks that are warnings."""
+def list_warnings(parts: list[Part]) -> list[str]:
+    """List the notes that are warnings."""
     return list(dict.fromkeys(note for part in parts if isinstance(part, Notes)
                               for note in part.items if WARNING.match(note)))
 
 
-def surroundings(runs: list[Run | Measurements]) -> dict[str, list[str]]:
-    """List the runs' environments: by name the values, with the number of runs of each."""
+def summarize_environments(runs: list[Run | Measurements]) -> dict[str, list[str]]:
+    """List the values in the runs' environments by name, each with its number of runs."""
     counts: dict[str, Counter] = {}
     for run in runs:
         for name, value in run.environment.items():
@@ -97,8 +97,8 @@ def surroundings(runs: list[Run | Measurements]) -> dict[str, list[str]]:
             for name, found in sorted(counts.items())}
 
 
-def history(run: Run | Measurements) -> tuple[str, str, str]:
-    """Return when a run was made, its name, and the command."""
+def run_summary(run: Run | Measurements) -> tuple[str, str, str]:
+    """Return the creation time of a run, its name, and its command."""
     chosen = run.configuration
     what = (f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"
             if isinstance(run, Run) else run.kind)

@@ -20,7 +20,7 @@ from mm3d.tracing.events import PHASES
 Key = tuple[str, str, int]    # a row: its table, scheme and ranks
 
 
-def tables(folder: str | Path, form: str = "text") -> str:
+def format_tables(folder: str | Path, form: str = "text") -> str:
     """Make all tables of a folder, with notes, in one of `bench.reports.formats.FORMATS`.
 
     Raises
@@ -28,19 +28,19 @@ def tables(folder: str | Path, form: str = "text") -> str:
     StoreError
         When there are no results in `folder`.
     """
-    return formats.render(document(read_folder(folder)), form)
+    return formats.render(make_document(read_folder(folder)), form)
 
 
-def document(found: FolderContents) -> list[Part]:
+def make_document(found: FolderContents) -> list[Part]:
     """Make both of the paper's tables for every preset, the microbenchmarks, and notes."""
-    parts = [part for results in found.results for part in one_preset(results)]
-    parts += micro_tables.parts(found.measurements)
+    parts = [part for results in found.results for part in preset_parts(results)]
+    parts += micro_tables.make_parts(found.measurements)
     if found.problems:
         parts.append(Notes("Left out:", found.problems))
     return parts
 
 
-def one_preset(results: Results) -> list[Part]:
+def preset_parts(results: Results) -> list[Part]:
     """Make the tables and notes of one preset."""
     presets = load_tables().presets
     about = presets[results.preset].about if results.preset in presets else ""
@@ -50,27 +50,26 @@ def one_preset(results: Results) -> list[Part]:
         if not (rows or results.plain):
             continue
         runs = [results.get(row) for row in rows]
-        heading = f"{HEADINGS[name]}, preset {results.title}{warning(runs)}"
-        parts.append(table(heading, rows, runs))
+        heading = f"{HEADINGS[name]}, preset {results.title}{oversubscription_warning(runs)}"
+        parts.append(paper_table(heading, rows, runs))
         if any(runs):
-            parts += [certainty.certainty(heading, rows, runs),
-                      merit_rows.overview(heading, rows, runs)]
+            parts += [certainty.certainty_table(heading, rows, runs),
+                      merit_rows.merit_table(heading, rows, runs)]
         if results.plain or results.runs.keys() & {(name, PROPOSED, 64)}:
-            parts.append(speed_ups.table(heading, name, results))
+            parts.append(speed_ups.speed_up_table(heading, name, results))
     return parts + [Notes("About the published figures:", published_notes()),
                     Notes("About the measured figures:", measured_notes(results))]
 
 
-def warning(runs: Sequence[Run | None]) -> str:
-    """Warn in a heading of times that are no scaling results; nothing if all ranks had cores.
-    """
+def oversubscription_warning(runs: Sequence[Run | None]) -> str:
+    """Return the warning in a heading that times are no scaling results, if ranks shared cores."""
     most = most_crowded([run for run in runs if run])
     return "" if most is None else (f" (NOT SCALING RESULTS: up to {most.ranks} ranks take turns "
                                     f"on {most.environment['cores']} cores)")
 
 
-def table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
-    """Make one of the paper's tables; "missing" where nothing was measured."""
+def paper_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
+    """Make one of the paper's tables, with "missing" for rows that were not measured."""
     times = [_column([run and timing.typical(run.samples[phase]) for run in runs])
              for phase in PHASES]
     times.append(_column([run and measured_average(run) for run in runs]))
@@ -90,12 +89,12 @@ def table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Tabl
 
 
 def measured_average(run: Run) -> float:
-    """Compute average step time in seconds per sequence (equation 6), of medians."""
+    """Compute the average step time in seconds per sequence (equation 6) from medians."""
     return timing.average_step_time(run.samples, run.configuration["batch"])
 
 
 def published_notes() -> list[str]:
-    """Note the paper's inconsistencies, from its own figures."""
+    """State the inconsistencies of the paper, from its own figures."""
     wrong = [row for row in load_tables().rows if not row.consistent]
     notes = [f"* {HEADINGS[row.table]}, {title(row.scheme)} on {row.gpus} GPUs: the paper prints "
              f"{row.average:.3f} s, but its own times give ({row.forward:.3f} + "
@@ -117,7 +116,7 @@ def published_notes() -> list[str]:
 
 
 def measured_notes(results: Results) -> list[str]:
-    """Note how the measured figures were obtained, and what they do not show."""
+    """State how the figures were measured, and what they do not show."""
     runs = results.shown()
     if not runs:
         return [f"None but {_count(results.overridden, 'run')} with sizes given by hand."]
@@ -131,7 +130,7 @@ def measured_notes(results: Results) -> list[str]:
         notes.insert(0, f"VARIANT{results.label.replace(',', ':', 1)}: these rows are "
                         f"computed otherwise than the tables', whose plain rows are apart.")
     notes += (certainty.notes(runs) + speed_ups.notes(results) + merit_rows.notes(runs)
-              + merit_rows.recomputing(runs))
+              + merit_rows.recomputation_notes(runs))
     crowded = [run for run in runs if run.environment["oversubscribed"]]
     most = most_crowded(runs)
     if most:
@@ -154,11 +153,11 @@ def measured_notes(results: Results) -> list[str]:
                      f"{_count(results.earlier, 'earlier run')}.")
     if results.overridden:
         notes.append(f"Not shown: {_count(results.overridden, 'run')} with sizes given by hand.")
-    return notes + machines(results)
+    return notes + machine_notes(results)
 
 
 def verified_notes(runs: Sequence[Run]) -> list[str]:
-    """Note what was verified before anything was timed, and how."""
+    """State what was verified before any time was measured, and how."""
     apart = [(run, *layer_residuals.apart(run.checks)) for run in runs]
     error = max(check.error for _, serial, _ in apart for check in serial)
     notes = [f"Verified first: output and all gradients of every row beside a serial model; the "
@@ -180,8 +179,8 @@ def verified_notes(runs: Sequence[Run]) -> list[str]:
     return notes
 
 
-def machines(results: Results) -> list[str]:
-    """List the environments of the runs, a line each; where there are several, of which rows."""
+def machine_notes(results: Results) -> list[str]:
+    """Describe the environments of the runs, and their rows if there are several environments."""
     found: dict[str, list[Key]] = {}
     for key, run in sorted(results.runs.items()):
         env = run.environment
@@ -196,7 +195,7 @@ def machines(results: Results) -> list[str]:
 
 
 def _together(keys: list[Key], results: Results) -> str:
-    """Join the names of rows; of a table that was measured alone, the table's name."""
+    """Join the names of rows; a table with all of its measured rows is named alone."""
     names = []
     for table in sorted({key[0] for key in keys}):
         mine = [key for key in keys if key[0] == table]
@@ -206,7 +205,7 @@ def _together(keys: list[Key], results: Results) -> str:
 
 
 def words_agree(run: Run) -> bool:
-    """Check that the words counted on all ranks are those of the closed form."""
+    """Return whether the words counted on all ranks equal those of the closed form."""
     return np.array_equal(run.traffic["words"].sum(axis=1), run.expected_words)
 
 
@@ -215,7 +214,7 @@ def _title(key: Key) -> str:
 
 
 def _all(runs: list[Run], setting: str) -> str:
-    """Return the value that a setting has in all runs, or its values."""
+    """Return the value of a setting in all runs, or its values joined by "or"."""
     return " or ".join(map(str, sorted({run.configuration[setting] for run in runs})))
 
 

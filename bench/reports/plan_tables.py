@@ -1,4 +1,4 @@
-"""Make a table of plans, and remarks on them."""
+"""Make the table of plans, and remarks on them."""
 
 from typing import Sequence
 
@@ -9,8 +9,8 @@ from mm3d import ModelSizes
 from mm3d.schemes import lookup
 
 
-def table(plans: Sequence[Plan], fits: Sequence[str]) -> Table:
-    """Make the table of plans, one a line, and whether each fits."""
+def plan_table(plans: Sequence[Plan], fits: Sequence[str]) -> Table:
+    """Make the table of plans, with the text of `fits` for each."""
     rows = [[p.scheme, str(p.grid),
              *map(number_cell, (p.seconds, p.forward, p.backward, p.words["forward"] / 1e6,
                             p.words["backward"] / 1e6, p.over_bound, p.memory / 2**30)), said]
@@ -22,8 +22,8 @@ def table(plans: Sequence[Plan], fits: Sequence[str]) -> Table:
         Column("fits", align="<")], rows)
 
 
-def remarks(plans: Sequence[Plan], sizes: ModelSizes, ranks: int, took: float) -> Notes:
-    """Say which plan moves least, what the cube does, and how all were found in `took` seconds."""
+def plan_remarks(plans: Sequence[Plan], sizes: ModelSizes, ranks: int, took: float) -> Notes:
+    """State the plan with the fewest words, the default grids, and the seconds of planning."""
     least = min(plans, key=lambda p: p.words["forward"])
     lines = [f"fewest words forward: {least.scheme} {least.grid}, "
              f"{least.words['forward'] / 1e6:.4g} million a rank"]
@@ -40,7 +40,7 @@ def remarks(plans: Sequence[Plan], sizes: ModelSizes, ranks: int, took: float) -
 
 
 def _default(scheme: str, plans: Sequence[Plan], least: Plan, ranks: int) -> list[str]:
-    """Say what the default grid of a scheme moves that has several grids."""
+    """State the words of the default grid of a scheme that has several grids."""
     own = {p.grid: p for p in plans if p.scheme == scheme}
     try:
         grid = lookup(scheme).grid_shape(lookup(scheme).default_grid(ranks))

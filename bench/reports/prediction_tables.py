@@ -10,8 +10,8 @@ UNEXPLAINED = 0.35    # error beyond which a row counts as not explained by the 
 RATE_UNITS = {"gemm": "Tflop/s", "node": "GB/s a rank", "network": "GB/s a node"}
 
 
-def table(outcome: Outcome, name: str) -> Table:
-    """Make the table `name` of the paper: published and predicted, and the error of each row."""
+def prediction_table(outcome: Outcome, name: str) -> Table:
+    """Make the table `name` of the paper, published and predicted, with the error of each row."""
     rows = []
     for k, row in enumerate(outcome.rows):
         published = row.case.row
@@ -33,8 +33,8 @@ def table(outcome: Outcome, name: str) -> Table:
         Column("row is", align="<"), Column("error when", "left out")], rows)
 
 
-def remarks(outcome: Outcome) -> list[Notes]:
-    """Say what was fitted, how far off predictions are, and which rows they do not explain."""
+def prediction_remarks(outcome: Outcome) -> list[Notes]:
+    """State the fit, the errors of predictions, and the rows that the model does not explain."""
     fit, machine = outcome.fit, outcome.machine
     again = ", ".join(TITLES[s] for s, on in fit.recompute.items() if on) or "no scheme"
     full = {"gemm": machine.gemm_rate["float32"] / 1e12,
@@ -54,7 +54,7 @@ def remarks(outcome: Outcome) -> list[Notes]:
 
 
 def _errors(outcome: Outcome) -> list[str]:
-    """Memory, and the errors of rows that were and were not fitted."""
+    """State memory, and the errors of rows that were and were not fitted."""
     machine = outcome.machine
     full = sum(row.peak > machine.memory_bytes for row in outcome.rows)
     wrong = [f"{row.case.title} ({off:+.0%})" for row, off in zip(outcome.rows, outcome.left_out)

@@ -12,20 +12,19 @@ from bench.reports import certainty
 from bench.reports.document import Cell, Column, Number, Rows, Table, number_cell
 
 
-def table(heading: str, name: str, results: Results) -> Table:
-    """Make the table of ratios of average step times on as many ranks, published and measured.
+def speed_up_table(heading: str, name: str, results: Results) -> Table:
+    """Make the table of ratios of average step times at equal ranks, published and measured.
 
-    A pair of rows whose batches differ is followed by the same with equal batches, where that was
-    measured.
+    A pair of rows with different batches is followed by the pair with equal batches, if measured.
     """
     rows = {(row.scheme, row.gpus): row for row in select_rows(name)}
     lines: Rows = []
     for cube in (row for row in rows.values() if row.scheme == PROPOSED):
         for other in BASELINES:
             if row := rows.get((other, cube.gpus)):
-                lines.append(line(f"over {title(other)}", row, cube, results))
+                lines.append(speed_up_line(f"over {title(other)}", row, cube, results))
                 equal = ((replace(row, like=PROPOSED), cube), (row, replace(cube, like=other)))
-                lines += [line(f"over {title(other)}, equal batches", *pair, results)
+                lines += [speed_up_line(f"over {title(other)}, equal batches", *pair, results)
                           for pair in equal if any(one.like and results.get(one) for one in pair)]
     batches = [Column("batch", "other"), Column("batch", "3-D")]
     published = [*batches, Column("printed"), Column("recomputed")]
@@ -36,8 +35,8 @@ def table(heading: str, name: str, results: Results) -> Table:
             ("published", published), ("measured", measured)) for column in columns)], lines)
 
 
-def line(name: str, other: Row, cube: Row, results: Results) -> list[Cell]:
-    """Make the line of a pair of rows; published figures only of rows with their own batches."""
+def speed_up_line(name: str, other: Row, cube: Row, results: Results) -> list[Cell]:
+    """Make the line of a pair of rows; only rows with their own batches have published figures."""
     cells: list[Cell] = [name, cube.gpus]
     if other.like or cube.like:
         cells += [""] * 4
@@ -51,11 +50,11 @@ def line(name: str, other: Row, cube: Row, results: Results) -> list[Cell]:
     tokens = [run.configuration["batch"] * run.configuration["seq"] for run in runs]
     averages = [timing.average_step_time(run.samples, batch)
                 for run, batch in zip(runs, batches)]
-    return [*cells, *batches, *tokens, _ratio(*averages), certainty.verdict(*runs)]
+    return [*cells, *batches, *tokens, _ratio(*averages), certainty.compare_repetitions(*runs)]
 
 
 def notes(results: Results) -> list[str]:
-    """Explain what a speed-up between different batches is made of."""
+    """Explain speed-ups between different batches."""
     unequal = any(results.get(cube) and results.get(row)
                   and results.get(cube).configuration["batch"]
                   != results.get(row).configuration["batch"]

@@ -18,29 +18,29 @@ LABELS = {"gemm": "matrix products", "elementwise": "elementwise", "waiting": "w
 
 
 def part_names(directions: Iterable[str]) -> tuple[str, ...]:
-    """Name the parts of a step, in the order in which a figure may stack them.
+    """Name the parts of a step, in the order in which figures stack them.
 
-    The collectives along a direction of the grid are one part, with the direction's name.
+    The collectives along a direction of the grid are one part, named as the direction.
     """
     return ("gemm", *directions, "elementwise", "waiting", "other")
 
 
-def label(part: str) -> str:
+def part_title(part: str) -> str:
     """Return the title of one of the `part_names`."""
     return LABELS.get(part, f"collectives along {part}")
 
 
-def parts(run: Run) -> dict[str, dict[str, float]] | None:
-    """Read seconds of each of the `part_names` by phase, of a step of the slowest rank.
+def mean_parts(run: Run) -> dict[str, dict[str, float]] | None:
+    """Compute the mean seconds of each of the `part_names` in a step, by phase.
 
-    Means over the traced repetitions and over ranks.  What a rank waits at the end of a phase for
-    the slowest is "waiting", so the parts of a phase add up to the traced repetitions' mean time,
-    which `overhead` compares with that of the others.
+    Means are over traced repetitions and ranks.  The time that a rank waits for the slowest at the
+    end of a phase is "waiting", so the parts of a phase add up to the mean time of traced
+    repetitions; `tracing_overhead` compares it with that of the others.
 
     Parameters
     ----------
     run : Run
-        A run; None is returned where it was not traced.
+        A run; for one that was not traced None is returned.
     """
     seconds = _seconds(run)
     if seconds is None:
@@ -59,8 +59,8 @@ def parts(run: Run) -> dict[str, dict[str, float]] | None:
     return found
 
 
-def overhead(run: Run) -> dict[str, float] | None:
-    """Divide the median time of traced repetitions by that of the others, by phase."""
+def tracing_overhead(run: Run) -> dict[str, float] | None:
+    """Divide the median time of traced repetitions by that of the others, for each phase."""
     seconds = _seconds(run)
     if seconds is None:
         return None
@@ -69,13 +69,12 @@ def overhead(run: Run) -> dict[str, float] | None:
             for p, phase in enumerate(PHASES)}
 
 
-def bandwidth(run: Run) -> dict[str, float] | None:
-    """Compute by direction the bytes a second of a rank in collectives that copy.
+def collective_bandwidth(run: Run) -> dict[str, float] | None:
+    """Compute the bytes a second of a rank in collectives that copy, by direction.
 
-    Bytes as `mm3d.grid.axis.Traffic` counts them, of both phases and all ranks, over the mean time
-    of traced repetitions; waiting for others is not in it.  What is gathered or broadcast in
-    shared memory is read where it lies: neither its bytes nor its time count.  Directions where
-    nothing else moves are left out.
+    The bytes are those of `mm3d.grid.axis.Traffic` in both phases on all ranks, the time is the
+    mean of traced repetitions without waiting.  Collectives in shared memory whose result is read
+    in place are left out, with their bytes and their time, and so are directions with no others.
     """
     seconds = _seconds(run)
     if seconds is None:
@@ -83,7 +82,7 @@ def bandwidth(run: Run) -> dict[str, float] | None:
     names = np.array(run.groups["parts"].scales["part"])
     found = {}
     for a, axis in enumerate(run.directions):
-        copying = [kind not in placed(run, axis) for kind in COLLECTIVES]
+        copying = [kind not in in_place_kinds(run, axis) for kind in COLLECTIVES]
         moved = run.traffic["bytes"][:, :, a, copying].sum()
         kinds = itertools.compress(COLLECTIVES, copying)
         inside = np.isin(names, [f"{kind} {axis}" for kind in kinds])
@@ -93,7 +92,7 @@ def bandwidth(run: Run) -> dict[str, float] | None:
     return found
 
 
-def placed(run: Run, axis: str) -> frozenset[str]:
+def in_place_kinds(run: Run, axis: str) -> frozenset[str]:
     """List the collectives along a direction whose results were read in place."""
     transports = str(run.configuration.get("transport", "")).split()
     if "shared" in transports and (len(transports) == 1 or axis in run.configuration.get(
@@ -102,32 +101,32 @@ def placed(run: Run, axis: str) -> frozenset[str]:
     return in_place(" ".join(transports))
 
 
-def variable(run: Run, group: str, name: str) -> Variable | None:
-    """Return a variable of one of the run's groups, if it has it."""
+def find_variable(run: Run, group: str, name: str) -> Variable | None:
+    """Return a variable of a group of the run; None if it was not recorded."""
     return run.groups[group].variables.get(name) if group in run.groups else None
 
 
-def scalar(run: Run, group: str, name: str) -> float:
-    """Return a number that was recorded of the whole run; NaN where it was not."""
-    found = variable(run, group, name)
+def recorded_number(run: Run, group: str, name: str) -> float:
+    """Return a number recorded for the whole run; NaN if it was not."""
+    found = find_variable(run, group, name)
     return math.nan if found is None else float(found.values)
 
 
-def peak(run: Run, name: str) -> float:
-    """Return a rate of the group ``machine``; NaN where it was not recorded.
+def machine_rate(run: Run, name: str) -> float:
+    """Return a rate of the group ``machine``; NaN if it was not recorded.
 
-    NaN too for a rate of memory that may have been the caches': where the arrays were less than
-    twice as large as these, or, in files of before, nothing says how large they were.
+    A rate of memory may be that of the caches, and is NaN, if the arrays were less than twice as
+    large as the caches, or their size was not recorded (older files).
     """
     if name.startswith("memory"):
-        arrays, caches = (scalar(run, "machine", which)
+        arrays, caches = (recorded_number(run, "machine", which)
                           for which in ("memory_arrays", "last_level_caches"))
         if math.isnan(arrays) or arrays < 2 * caches:
             return math.nan
-    return scalar(run, "machine", name)
+    return recorded_number(run, "machine", name)
 
 
 def _seconds(run: Run) -> np.ndarray | None:
-    """Of the traced repetitions, (repetition, phase, rank, part)."""
-    found = variable(run, "parts", "seconds")
+    """Return the seconds of traced repetitions, (repetition, phase, rank, part)."""
+    found = find_variable(run, "parts", "seconds")
     return None if found is None else found.values

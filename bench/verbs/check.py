@@ -8,7 +8,7 @@ from bench.prediction import machine_model, whole_steps
 from bench.prediction.beside_measured import read_measured
 from bench.records.journal import claim_folder
 from bench.reports.formats import render
-from bench.reports.measured_tables import document
+from bench.reports.measured_tables import compare_predictions
 from bench.verbs import options
 from bench.verbs.publish import failed, publish
 from mm3d.transport.choice import ON_HOST
@@ -63,7 +63,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     except ValueError as error:
         raise UsageError(str(error)) from error
     return publish(record if comm.rank == 0 else None, out, "check", comm,
-                   lambda record: render(document(machine, list(read_measured(record)))))
+                   lambda record: render(
+                       compare_predictions(machine, list(read_measured(record)))))
 
 
 def _transport(name: str, machine: machine_model.Machine, comm) -> str:

@@ -52,4 +52,4 @@ def table(record: Measurements) -> str:
     """Format the tables of a record."""
     from bench.reports import micro_tables
     from bench.reports.formats import render
-    return render(micro_tables.collectives(record))
+    return render(micro_tables.collective_parts(record))

@@ -5,7 +5,7 @@ import math
 
 from bench.errors import UsageError
 from bench.reports import formats
-from bench.reports.comparison import compare
+from bench.reports.comparison import compare_sides
 from bench.verbs import options
 
 GROUP = "Look at results"
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> int:
     if limit is not None and not 0 <= limit < math.inf:
         raise UsageError(f"--fail-on-regression {limit:g}: a percentage of at least 0 would do")
     sides = chosen(arguments)
-    found = compare(*sides, limit)
+    found = compare_sides(*sides, limit)
     names = [f"{side}: {' '.join(words)}" for side, words in zip("AB", sides)]
     heading = ("\n" if arguments.format == "text" else ", ").join(names)
     print(formats.render([heading, *found.parts], arguments.format))

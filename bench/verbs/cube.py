@@ -15,5 +15,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw the picture and name its file; 0."""
-    print(cube.cube(arguments.file))
+    print(cube.draw_cube(arguments.file))
     return 0

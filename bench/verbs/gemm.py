@@ -49,4 +49,4 @@ def table(record: Measurements) -> str:
     """Format the table of a record."""
     from bench.reports import micro_tables
     from bench.reports.formats import render
-    return render(micro_tables.gemm(record))
+    return render(micro_tables.gemm_parts(record))

@@ -44,4 +44,4 @@ def table(record: Measurements) -> str:
     """Format the tables of a record."""
     from bench.reports import micro_tables
     from bench.reports.formats import render
-    return render(micro_tables.other(record))
+    return render(micro_tables.other_parts(record))

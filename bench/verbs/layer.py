@@ -75,4 +75,4 @@ def table(record: Measurements) -> str:
     """Format the table of a record."""
     from bench.reports import layer_table
     from bench.reports.formats import render
-    return render(layer_table.layers([record]))
+    return render(layer_table.layer_parts([record]))

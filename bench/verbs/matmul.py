@@ -83,4 +83,4 @@ def table(record: Measurements) -> str:
     """Format the table of a record."""
     from bench.reports import micro_tables
     from bench.reports.formats import render
-    return render(micro_tables.matmul([record]))
+    return render(micro_tables.matmul_parts([record]))

@@ -6,7 +6,7 @@ import time
 from bench.errors import UsageError
 from bench.prediction import machine_model, planner
 from bench.reports.formats import render
-from bench.reports.plan_tables import remarks, table
+from bench.reports.plan_tables import plan_remarks, plan_table
 from bench.verbs import grids, options
 from mm3d.model.sizes import SIZES
 
@@ -42,10 +42,10 @@ def run(arguments: argparse.Namespace) -> int:
     fits = [planner.describe_fit(one, machine, dtype, sizes) for one in shown]
     title = (f"{ranks} ranks; " + ", ".join(f"{key} {value}" for key, value in sizes.items())
              + f", {dtype}, recompute {recompute}")
-    print(render([machine.about, title, table(shown, fits), remarks(found, sizes, ranks, took)],
-                 arguments.format))
+    print(render([machine.about, title, plan_table(shown, fits),
+                  plan_remarks(found, sizes, ranks, took)], arguments.format))
     if arguments.pictures:
-        from bench.reports.figures.prediction import planned
-        for path in planned(arguments.pictures, ranks, machine, dtype, recompute, sizes):
+        from bench.reports.figures.prediction import draw_plans
+        for path in draw_plans(arguments.pictures, ranks, machine, dtype, recompute, sizes):
             options.name_file(path, arguments.format)
     return 0

@@ -18,6 +18,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Draw the figures and name their files; 0."""
-    drawn, left_out = every_figure.plots(arguments.folder, tuple(arguments.format.split(",")))
+    formats = tuple(arguments.format.split(","))
+    drawn, left_out = every_figure.draw_figures(arguments.folder, formats)
     print(*drawn, *[f"not drawn: {why}" for why in left_out], sep="\n")
     return 0

@@ -32,18 +32,18 @@ def run(arguments: argparse.Namespace) -> int:
     from bench.reports import prediction_tables as tables
     wanted = {row.table for row in select_rows(arguments.table or "all")}
     outcome = predict_tables(machine_model.load_machine(arguments.machine, "float32"))
-    parts = [tables.table(outcome, name) for name in HEADINGS if name in wanted]
-    print(render([*parts, *tables.remarks(outcome)], arguments.format))
+    parts = [tables.prediction_table(outcome, name) for name in HEADINGS if name in wanted]
+    print(render([*parts, *tables.prediction_remarks(outcome)], arguments.format))
     if arguments.pictures:
-        from bench.reports.figures.prediction import scaling
-        options.name_file(scaling(arguments.pictures, outcome), arguments.format)
+        from bench.reports.figures.prediction import draw_scaling
+        options.name_file(draw_scaling(arguments.pictures, outcome), arguments.format)
     return 0
 
 
 def _measured(arguments: argparse.Namespace) -> int:
     """Print what the files of a folder have measured beside predictions."""
     from bench.prediction import beside_measured
-    from bench.reports.measured_tables import document
+    from bench.reports.measured_tables import compare_predictions
     idle = [f"--{name} {value}" for name in ("table", "pictures")
             if (value := getattr(arguments, name)) is not None]
     if idle:
@@ -51,7 +51,7 @@ def _measured(arguments: argparse.Namespace) -> int:
                          f"no row of the paper's tables and has no figures; give --results "
                          f"without {' and '.join(name.split()[0] for name in idle)}")
     found, problems = beside_measured.read_measured_folder(arguments.results)
-    parts = document(machine_model.load_machine(arguments.machine), found)
+    parts = compare_predictions(machine_model.load_machine(arguments.machine), found)
     if problems:
         parts.append(Notes("Left out:", problems))
     print(render(parts, arguments.format))

@@ -17,5 +17,5 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page and name its file; 0."""
-    print(page.report(arguments.folder, arguments.out))
+    print(page.write_page(arguments.folder, arguments.out))
     return 0

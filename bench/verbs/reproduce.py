@@ -24,7 +24,7 @@ from bench.experiments.rows.settings import check_variant
 from bench.instruments import host, leftover_memory
 from bench.records import run_file
 from bench.records.journal import Journal, Reproduction
-from bench.reports.finish import finish
+from bench.reports.finish import write_tables_and_figures
 from bench.verbs import options, row_options
 from mm3d import launcher
 from mm3d.arrays import backend as backends
@@ -210,7 +210,7 @@ def conclude(log: Journal, reproduction: Reproduction, progress: Progress,
         print(f"\n{len(left_out)} of {progress.total} rows left out for lack of memory:",
               *left_out, sep="\n  ", file=sys.stderr)
     if measured_rows:
-        finish(log.folder, print, figures=not stopped)
+        write_tables_and_figures(log.folder, print, figures=not stopped)
     if stopped or lacking:
         print(f"\n{stopped or 'Ended'}: {measured_rows} of {progress.total} rows are in "
               f"{log.folder}; {advice(sys.argv[1:])}", file=sys.stderr)

@@ -20,7 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print the tables; 0."""
     if arguments.parts:
-        print(formats.render(merit.document(arguments.folder), arguments.format))
+        print(formats.render(merit.merit_document(arguments.folder), arguments.format))
     else:
-        print(paper_tables.tables(arguments.folder, arguments.format))
+        print(paper_tables.format_tables(arguments.folder, arguments.format))
     return 0

@@ -10,27 +10,29 @@ from bench.instruments.statistics import Interval, median_interval
 from bench.records.folder import Results
 from bench.records.run_file import Run
 from bench.reports import merit
-from bench.reports.figures.style import (Point, TICKS, against_ranks, bars, caption, curve, finish,
-                                         from_zero, line, plain_log, style)
+from bench.reports.figures.style import (TICKS, Point, add_legend, draw_closed_form,
+                                         draw_intervals, draw_line, label_plainly,
+                                         make_rank_figure, scheme_style, start_at_zero,
+                                         write_caption)
 from bench.reports.paper_tables import measured_average
 from mm3d import ModelSizes, SCHEMES, describe
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 
 
-def step_times(results: Results):
+def draw_step_times(results: Results):
     """Draw average step time against GPUs or ranks: weak and strong, published and measured."""
-    figure, panels = against_ranks(2, 2, (9, 7.2), (
+    figure, panels = make_rank_figure(2, 2, (9, 7.2), (
         "Average step time of a sequence, (forward + backward) / batch"))
     for row, table in enumerate(HEADINGS):
         published, measured = panels[row]
         for scheme in results.schemes():
             rows = results.rows(table, scheme)
-            line(published, scheme, [(r.gpus, r.average) for r in rows if r.published])
-            found = found_runs(results, rows)
-            averages = [(p, average(run)) for p, run in found]
-            line(measured, scheme, [(p, one.median) for p, one in averages])
-            bars(measured, scheme, [(p, one.low, one.high) for p, one in averages])
+            draw_line(published, scheme, [(r.gpus, r.average) for r in rows if r.published])
+            found = measured_runs(results, rows)
+            averages = [(p, average_step_time(run)) for p, run in found]
+            draw_line(measured, scheme, [(p, one.median) for p, one in averages])
+            draw_intervals(measured, scheme, [(p, one.low, one.high) for p, one in averages])
         for wrong in (r for r in select_rows(table) if not r.consistent):
             _correction(published, wrong)
         published.set(title=f"{HEADINGS[table]}: published", xlabel="GPUs",
@@ -38,33 +40,35 @@ def step_times(results: Results):
         measured.set(title=f"{HEADINGS[table]}: measured, preset {results.title}", xlabel="ranks",
                      ylabel="average step time (s)")
         for panel in panels[row]:
-            from_zero(panel)
-            finish(panel)
-    caption(figure, results, "Measured: medians of whole steps; bars: their 95 % confidence "
-            "intervals.", "The tables add the medians of forward and of backward.")
+            start_at_zero(panel)
+            add_legend(panel)
+    write_caption(figure, results, "Measured: medians of whole steps; bars: their 95 % confidence "
+                  "intervals.", "The tables add the medians of forward and of backward.")
     return figure
 
 
-def scaling(results: Results):
+def draw_scaling(results: Results):
     """Draw speed-up of strong scaling, and efficiency of weak scaling: published and measured.
 
     Both from the useful floating-point operations of all ranks over the step's time, relative to
     the scheme's fewest ranks, where speed-up is the number of ranks and efficiency 1.
     """
-    figure, panels = against_ranks(2, 2, (9, 7.2), (
+    figure, panels = make_rank_figure(2, 2, (9, 7.2), (
         "Speed-up and efficiency, relative to each scheme's fewest ranks"))
     for row, (table, whole) in enumerate((("strong", True), ("weak", False))):
         published, measured = panels[row]
         for scheme in results.schemes():
             rows = [r for r in results.rows(table, scheme) if r.published]
-            line(published, scheme, relative([(r.gpus, paper_rate(r)) for r in rows], whole))
-            found = sorted(found_runs(results, results.rows(table, scheme)))
-            averages = [average(run) for _, run in found]
-            rates = relative([(p, rate_at(run, one.median))
-                              for (p, run), one in zip(found, averages)], whole)
-            line(measured, scheme, rates)
-            bars(measured, scheme, [(p, y * one.median / one.low, y * one.median / one.high)
-                                    for (p, y), one in zip(rates, averages)])
+            points = [(r.gpus, paper_rate(r)) for r in rows]
+            draw_line(published, scheme, relative_rates(points, whole))
+            found = sorted(measured_runs(results, results.rows(table, scheme)))
+            averages = [average_step_time(run) for _, run in found]
+            rates = relative_rates([(p, rate_of_time(run, one.median))
+                                    for (p, run), one in zip(found, averages)], whole)
+            draw_line(measured, scheme, rates)
+            draw_intervals(measured, scheme, [
+                (p, y * one.median / one.low, y * one.median / one.high)
+                for (p, y), one in zip(rates, averages)])
         for panel, what, unit in ((published, "published", "GPUs"),
                                   (measured, f"measured, preset {results.title}", "ranks")):
             panel.plot(TICKS, TICKS if whole else [1] * len(TICKS), ":", color="black",
@@ -73,82 +77,82 @@ def scaling(results: Results):
                       ylabel="speed-up" if whole else "efficiency")
             if whole:
                 panel.set_yscale("log", base=2)
-                plain_log(panel.yaxis, 2.0, (1,))
+                label_plainly(panel.yaxis, 2.0, (1,))
             else:
-                from_zero(panel)
-            finish(panel)
-    caption(figure, results, "Measured: by the medians of whole steps; bars: by their 95 % "
-            "confidence intervals; that at the fewest ranks is not in the others'.")
+                start_at_zero(panel)
+            add_legend(panel)
+    write_caption(figure, results, "Measured: by the medians of whole steps; bars: by their 95 % "
+                  "confidence intervals; that at the fewest ranks is not in the others'.")
     return figure
 
 
-def words(results: Results):
+def draw_words(results: Results):
     """Draw words counted per rank and sequence against ranks, with the closed form."""
     from matplotlib.ticker import EngFormatter
-    figure, panels = against_ranks(1, 2, (9, 4.9), (
+    figure, panels = make_rank_figure(1, 2, (9, 4.9), (
         "Words of a step, per rank and sequence: counted, bucket algorithm, and by the closed "
         "form"))
     for panel, table in zip(panels[0], HEADINGS):
         for scheme in results.schemes():
-            runs = [run for _, run in found_runs(results, results.rows(table, scheme))]
-            curve(panel, scheme, closed_form(runs, table))
-            line(panel, scheme, [(run.ranks, counted(run)) for run in runs], linestyle="",
-                 markersize=7)
+            runs = [run for _, run in measured_runs(results, results.rows(table, scheme))]
+            draw_closed_form(panel, scheme, closed_form_words(runs, table))
+            points = [(run.ranks, counted_words(run)) for run in runs]
+            draw_line(panel, scheme, points, linestyle="", markersize=7)
         if any(results.get(row) for row in results.rows(table)):
             panel.plot([], [], "-", color="grey", label="closed form")
         panel.set(title=f"{HEADINGS[table]}, preset {results.title}", xlabel="ranks",
                   ylabel="words per rank and sequence")
-        from_zero(panel)
+        start_at_zero(panel)
         panel.yaxis.set_major_formatter(EngFormatter(sep=""))
-        finish(panel)
-    note = merit.words_note(map(merit.transport, results.runs.values()))
+        add_legend(panel)
+    note = merit.words_note(map(merit.transport_name, results.runs.values()))
     figure.supxlabel(textwrap.fill(note, 130), fontsize=8.5)
     return figure
 
 
-def found_runs(results: Results, rows: list[Row]) -> list[tuple[int, Run]]:
-    """List ranks and run of the rows that were measured."""
+def measured_runs(results: Results, rows: list[Row]) -> list[tuple[int, Run]]:
+    """List the measured rows: the number of ranks, and the run."""
     return [(row.gpus, run) for row in rows if (run := results.get(row))]
 
 
-def average(run: Run) -> Interval:
+def average_step_time(run: Run) -> Interval:
     """Compute the median average step time of whole steps, and its 95 % confidence interval."""
     return median_interval(timing.step_times(run.samples, run.configuration["batch"]))
 
 
-def rate(run: Run) -> float:
-    """Compute useful floating-point operations a second, of all ranks."""
-    return rate_at(run, measured_average(run))
+def step_rate(run: Run) -> float:
+    """Compute the useful operations a second of all ranks."""
+    return rate_of_time(run, measured_average(run))
 
 
-def rate_at(run: Run, average: float) -> float:
-    """Compute the rate at an average step time of `average` seconds."""
+def rate_of_time(run: Run, average: float) -> float:
+    """Compute the useful operations a second at an average step time of `average` seconds."""
     return merit.useful_flops(run) / (average * run.configuration["batch"])
 
 
 def paper_rate(row: Row) -> float:
-    """Compute the rate of a published row, by its own times."""
+    """Compute the useful operations a second of a published row from its own times."""
     settings = load_tables().settings
     sizes = ModelSizes(settings.layers, row.hidden, settings.heads[row.hidden], row.batch,
                        settings.seq)
     return sum(cost.flops(describe(sizes)).values()) / (row.forward + row.backward)
 
 
-def relative(points: list[Point], whole: bool) -> list[Point]:
-    """Divide rates by that of the fewest ranks: times those ranks, or (not `whole`) per rank."""
+def relative_rates(points: list[Point], whole: bool) -> list[Point]:
+    """Divide rates by the rate per rank at the fewest ranks; per rank as well if not `whole`."""
     if not points:
         return []
     ranks, base = min(points)
     return [(p, y / base * (ranks if whole else ranks / p)) for p, y in sorted(points)]
 
 
-def counted(run: Run) -> float:
-    """Count words in a step, the mean over ranks, over the batch."""
+def counted_words(run: Run) -> float:
+    """Count the words of a step for each sequence, the mean over ranks."""
     return run.traffic["words"].sum() / run.ranks / run.configuration["batch"]
 
 
-def closed_form(runs: list[Run], table: str) -> list[Point]:
-    """The closed form at the runs' ranks; where sizes stay the same, at the ranks between too."""
+def closed_form_words(runs: list[Run], table: str) -> list[Point]:
+    """Compute the closed form at the runs' ranks, and between them where sizes stay the same."""
     points = {run.ranks: run.expected_words.sum() / run.ranks / run.configuration["batch"]
               for run in runs}
     if table == "strong" and runs:
@@ -163,7 +167,7 @@ def closed_form(runs: list[Run], table: str) -> list[Point]:
 
 
 def grids_between(scheme: str) -> list[GridShape]:
-    """List the grids that `scheme` has for 8 to 64 ranks."""
+    """List the default grids of `scheme` for 8 to 64 ranks."""
     known = SCHEMES.get(scheme)
     grids = []
     for ranks in range(TICKS[0], TICKS[-1] + 1) if known else ():
@@ -175,7 +179,7 @@ def grids_between(scheme: str) -> list[GridShape]:
 
 
 def _correction(panel, row: Row) -> None:
-    """The figure that the row's own times give, beside the wrong one."""
-    colour, marker = style(row.scheme)
+    """Draw the average step time from the row's own times, beside the wrong printed one."""
+    colour, marker = scheme_style(row.scheme)
     panel.plot(row.gpus, row.recomputed, marker=marker, color=colour, markerfacecolor="white",
                linestyle="", label=f"{title(row.scheme)}, recomputed")

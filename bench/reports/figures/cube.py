@@ -8,7 +8,7 @@ from bench.reports.figures import style
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 
-# One a rank of the 2 x 2 x 2 cube.
+# One for each rank of the 2 x 2 x 2 cube.
 COLOURS = (style.ORANGE, style.SKY, style.GREEN, style.YELLOW, style.BLUE, style.VERMILION,
            style.PURPLE, style.LIGHT_GREY)
 MATRICES = {"A": ("xy,z", "rows by x, then y; columns by z", "all-gathered along y"),
@@ -16,8 +16,8 @@ MATRICES = {"A": ("xy,z", "rows by x, then y; columns by z", "all-gathered along
             "C": ("xz,y", "rows by x, then z; columns by y", "reduce-scattered along z")}
 
 
-def cube(path: str | Path) -> Path:
-    """Draw the 2 x 2 x 2 cube and the blocks of C = A B on it, from the layouts themselves.
+def draw_cube(path: str | Path) -> Path:
+    """Draw the 2 x 2 x 2 cube and the blocks of C = A B on it, computed from the layouts.
 
     Parameters
     ----------
@@ -27,7 +27,7 @@ def cube(path: str | Path) -> Path:
     Raises
     ------
     UsageError
-        When it is to be of another kind.
+        When the name has another ending.
     """
     if Path(path).suffix not in (".png", ".svg", ".pdf"):
         raise UsageError(f"{path}: a picture's name ends in .png, .svg or .pdf")
@@ -39,7 +39,7 @@ def cube(path: str | Path) -> Path:
     _product(figure.add_axes((0.39, 0.02, 0.6, 0.86)))
     figure.suptitle("C = A B on a 2 x 2 x 2 cube of ranks (i, j, l): every rank stores "
                     "an eighth of each matrix", y=0.96)
-    style.save(figure, path, dpi=150)
+    style.save_figure(figure, path, dpi=150)
     pyplot.close(figure)
     return Path(path)
 
@@ -49,7 +49,7 @@ def _colour(i: int, j: int, l: int) -> str:  # noqa: E741  (the paper's index)
 
 
 def _ranks(panel) -> None:
-    """Draw the eight ranks as boxes, those nearer to the reader (larger x) later."""
+    """Draw the eight ranks as boxes, from back to front (larger x)."""
     def project(x, y, z):
         return y - 0.42 * x, -z - 0.36 * x
 
@@ -77,11 +77,11 @@ def _ranks(panel) -> None:
 
 
 def _product(panel) -> None:
-    """Draw the three matrices as a product is written by hand: A left of C, B above it."""
+    """Draw the three matrices as in a product by hand: A to the left of C, B above C."""
     shape, n = GridShape("xyz", (2, 2, 2)), 4
     places = {"A": (0, 0), "B": (5.2, 5.4), "C": (5.2, 0)}
     for name, (left, bottom) in places.items():
-        spec, dealt, moved = MATRICES[name]
+        spec, divided, moved = MATRICES[name]
         layout = Layout(spec)
         for coords in shape.everywhere():
             i, j, l = coords.values()  # noqa: E741
@@ -92,7 +92,7 @@ def _product(panel) -> None:
                        facecolor=_colour(i, j, l), edgecolor="black", linewidth=0.8)
             panel.text(x + width / 2, y + height / 2, f"{i}{j}{l}", ha="center", va="center",
                        fontsize=9)
-        text = f'{name}  Layout("{spec}")\n{dealt}\n{moved}'
+        text = f'{name}  Layout("{spec}")\n{divided}\n{moved}'
         if name == "A":
             panel.text(left, bottom + n + 0.25, text, va="bottom", fontsize=9.5)
         else:

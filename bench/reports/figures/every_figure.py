@@ -8,38 +8,40 @@ from bench.errors import UsageError
 from bench.records.folder import FolderContents, Results, read_folder
 from bench.reports.figures import against_ranks, roofline_and_memory, style, time_shares
 
-# By name: what draws the figure, and what it shows in a sentence.
+# The function that draws each figure, and a sentence that describes it, by name.
 FIGURES: dict[str, tuple[Callable[[Results], object], str]] = {
-    "average-step-time": (against_ranks.step_times,
+    "average-step-time": (against_ranks.draw_step_times,
                           "Average step time against ranks, weak and strong "
                           "scaling, published and measured."),
-    "speed-up-and-efficiency": (against_ranks.scaling, "Speed-up of strong and efficiency of weak "
-                                "scaling against ranks, published and measured."),
-    "where-the-time-goes": (time_shares.where, "Parts of forward and backward: matrix products, "
-                            "collectives by direction, elementwise work, waiting, other."),
-    "words-per-rank": (against_ranks.words,
+    "speed-up-and-efficiency": (against_ranks.draw_scaling,
+                                "Speed-up of strong and efficiency of weak scaling against ranks, "
+                                "published and measured."),
+    "where-the-time-goes": (time_shares.draw_time_shares,
+                            "Parts of forward and backward: matrix products, collectives by "
+                            "direction, elementwise work, waiting, other."),
+    "words-per-rank": (against_ranks.draw_words,
                        "Words per rank and sequence against ranks, counted by the "
                        "bucket algorithm, and by the closed form."),
-    "roofline": (roofline_and_memory.roofline,
+    "roofline": (roofline_and_memory.draw_roofline,
                  "Achieved rates of a rank against arithmetic intensity, under "
                  "the machine's rate of products and memory bandwidth."),
-    "memory-per-rank": (roofline_and_memory.memory,
+    "memory-per-rank": (roofline_and_memory.draw_memory,
                         "Memory of a rank against ranks, measured, and by the "
                         "closed form or, its peak, by a dry run.")}
 METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
 class Drawing(NamedTuple):
-    """A figure of one preset, or why there is none.
+    """A figure of one preset, or the reason why there is none.
 
     Attributes
     ----------
     name : str
-        Such as "roofline-laptop".
+        The name, such as "roofline-laptop".
     about : str
-        What it shows, or why it was left out.
+        Its description, or the reason why it was left out.
     figure : matplotlib.figure.Figure or None
-        None where it was left out.
+        The figure; None if it was left out.
     """
 
     name: str
@@ -47,10 +49,10 @@ class Drawing(NamedTuple):
     figure: object
 
 
-def drawings(found: FolderContents) -> Iterator[Drawing]:
-    """Make every figure of every preset, to be used under `bench.reports.figures.style.look`."""
+def make_drawings(found: FolderContents) -> Iterator[Drawing]:
+    """Make every figure of every preset, to be iterated over within `style.figure_style`."""
     for results in found.results:
-        # It becomes part of a file's name, and a file may hold anything.
+        # It becomes part of a file's name, and a record may contain any text.
         preset = re.sub(r"[^\w.-]", "-", results.preset) + results.slug
         for name, (draw, about) in FIGURES.items():
             try:
@@ -59,8 +61,9 @@ def drawings(found: FolderContents) -> Iterator[Drawing]:
                 yield Drawing(f"{name}-{preset}", str(reason), None)
 
 
-def plots(folder: str | Path, formats: tuple[str, ...] = ("png",)) -> tuple[list[Path], list[str]]:
-    """Draw the figures of every preset that `folder` has results of, into `folder`.
+def draw_figures(folder: str | Path,
+                 formats: tuple[str, ...] = ("png",)) -> tuple[list[Path], list[str]]:
+    """Draw the figures of every preset in a folder of results into that folder.
 
     Parameters
     ----------
@@ -72,7 +75,7 @@ def plots(folder: str | Path, formats: tuple[str, ...] = ("png",)) -> tuple[list
     Returns
     -------
     list of Path, list of str
-        The files, and which figures were left out and why.
+        The files, and the figures left out with the reasons.
 
     Raises
     ------
@@ -89,13 +92,13 @@ def plots(folder: str | Path, formats: tuple[str, ...] = ("png",)) -> tuple[list
     found = read_folder(folder)
     if not found.results:
         left_out.append(f"all figures: no row of the tables was measured in {folder}")
-    with style.look():
-        for one in drawings(found):
+    with style.figure_style():
+        for one in make_drawings(found):
             if one.figure is None:
                 left_out.append(f"{one.name}: {one.about}")
                 continue
             for form in formats:
                 path = found.folder / f"{one.name}.{form}"
-                style.save(one.figure, path, metadata=METADATA[form])
+                style.save_figure(one.figure, path, metadata=METADATA[form])
                 drawn.append(path)
     return drawn, left_out

@@ -6,9 +6,9 @@ Box = tuple[float, float, float, float]    # left, bottom, right, top, in pixels
 
 
 class Label(NamedTuple):
-    """A text, and where it may be: points of the panel's data, each with an offset in points.
+    """A text with its possible places: points of the panel's data, each with an offset in points.
 
-    The first place that is free is taken, or that where it covers the least.
+    The first free place is taken, or else the one where the text covers the least.
     """
 
     panel: object
@@ -17,33 +17,34 @@ class Label(NamedTuple):
     colour: str = "black"
 
 
-def beside(x: float, y: float) -> list[tuple[tuple[float, float], tuple[float, float]]]:
+def places_beside(x: float, y: float) -> list[tuple[tuple[float, float], tuple[float, float]]]:
     """List the places around a marker, the right of it first."""
     return [((x, y), offset) for offset in (
         (9, 0), (-9, 0), (9, 5), (9, -5), (-9, 5), (-9, -5), (0, 9), (0, -9), (17, 0), (-17, 0),
         (0, 17), (0, -17))]
 
 
-def place(figure, labels: Sequence[Label], markers: Sequence[tuple[object, float, float]],
-          lines: Sequence[tuple[object, float, float, float]] = (), size: float = 7) -> None:
-    """Write `labels`; to be called when all else is drawn and the panels have their limits.
+def place_labels(figure, labels: Sequence[Label], markers: Sequence[tuple[object, float, float]],
+                 lines: Sequence[tuple[object, float, float, float]] = (),
+                 size: float = 7) -> None:
+    """Write labels, after all else is drawn and the panels have their limits.
 
     Parameters
     ----------
     figure : matplotlib.figure.Figure
-        Whose panels they are of.
+        The figure of their panels.
     labels : sequence of Label
-        Those that come first have the choice.
+        The labels, in the order in which they choose places.
     markers : sequence of (panel, x, y)
-        What they are to leave free.
+        Markers to leave free.
     lines : sequence of (panel, left, right, y)
-        The same of horizontal lines.
+        Horizontal lines to leave free.
     size : float
-        Of the letters and of the markers, points.
+        Size of letters and markers in points.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     renderer = FigureCanvasAgg(figure).get_renderer()
-    figure.draw_without_rendering()    # the layout settles where the panels are
+    figure.draw_without_rendering()    # the layout places the panels
     half = size * figure.dpi / 72 / 2
     taken: list[Box] = []
     for panel, x, y in markers:

@@ -20,9 +20,9 @@ FAMILY_STYLES = {"1-D": (style.VERMILION, "o"), "1-D, sequence": (style.ORANGE, 
                  "3-D cube": (style.BLUE, "^"), "3-D, best grid": ("black", ".")}
 
 
-def planned(folder: str, ranks: int, machine: machine_model.Machine, dtype: str, recompute: str,
-            sizes: dict[str, int]) -> Iterator[Path]:
-    """Draw words, time, memory and the map of grids of one model; the PNG files."""
+def draw_plans(folder: str, ranks: int, machine: machine_model.Machine, dtype: str, recompute: str,
+               sizes: dict[str, int]) -> Iterator[Path]:
+    """Draw words, time, memory and the map of grids of one model; return the PNG files."""
     found = plan_families(machine, dtype, recompute, sizes)
     text = ", ".join([*(f"{key} {value}" for key, value in sizes.items()), dtype,
                       f"recompute {recompute}"])
@@ -39,13 +39,13 @@ def _save(folder: str, name: str, draw: Callable, text: str,
           size: tuple[float, float] = (8.5, 5.6), columns: int = 1) -> Path:
     """Draw on a number of panels, with a line of text below them; return the PNG file."""
     from matplotlib.figure import Figure
-    with style.look():
+    with style.figure_style():
         figure = Figure(figsize=size, layout="constrained")
         draw(*figure.subplots(1, columns, squeeze=False).flat)
         figure.supxlabel(text, fontsize=8.5)
         Path(folder).mkdir(parents=True, exist_ok=True)
         path = Path(folder) / name
-        style.save(figure, path)
+        style.save_figure(figure, path)
     return path
 
 
@@ -56,7 +56,7 @@ def _lines(panel, found: Curves, value: Callable[[Plan], float]) -> None:
                    marker=marker, markersize=4.5, linewidth=1.2, label=family)
     panel.set(xscale="log", yscale="log", xlabel="ranks")
     for axis in (panel.xaxis, panel.yaxis):
-        style.powers(axis)
+        style.label_powers(axis)
 
 
 def _words(panel, found: Curves, machine: machine_model.Machine, sizes: dict) -> None:
@@ -115,7 +115,7 @@ def _map(panel, found: list[Plan], ranks: int, machine: str) -> None:
     panel.figure.colorbar(image, label="log10 of seconds")
 
 
-def scaling(folder: str, outcome: paper_fit.Outcome) -> Path:
+def draw_scaling(folder: str, outcome: paper_fit.Outcome) -> Path:
     """Draw both tables as published and as predicted, to 4096 GPUs."""
     text = (f"Predicted on the model of {outcome.machine.name}, fitted on every other published "
             f"row; beyond 64 GPUs nothing was measured.")
@@ -127,7 +127,7 @@ def scaling(folder: str, outcome: paper_fit.Outcome) -> Path:
 
 
 def _scaling(panel, name: str, outcome: paper_fit.Outcome) -> None:
-    """Draw one table."""
+    """Draw one of the tables, published and predicted."""
     ticks = {"1d": (8, 16, 36, 64, 256, 1024, 4096), "2d": (16, 36, 64, 256, 1024, 4096),
              "3d": (8, 64, 512, 4096)}
     of = weak_sizes if name == "weak" else strong_sizes

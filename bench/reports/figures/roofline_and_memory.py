@@ -9,20 +9,21 @@ from bench.cases.paper import HEADINGS, title
 from bench.records.folder import Results
 from bench.records.run_file import Run
 from bench.reports import merit, time_parts
-from bench.reports.figures.against_ranks import found_runs, rate
-from bench.reports.figures.labels import Label, beside, place
-from bench.reports.figures.style import (LeftOut, Point, against_ranks, blank, caption, curve,
-                                         finish, from_zero, line, plain_log, style)
-from bench.reports.merit_rows import most
+from bench.reports.figures.against_ranks import measured_runs, step_rate
+from bench.reports.figures.labels import Label, places_beside, place_labels
+from bench.reports.figures.style import (LeftOut, Point, add_legend, draw_closed_form, draw_line,
+                                         label_plainly, make_figure, make_rank_figure,
+                                         scheme_style, start_at_zero, write_caption)
+from bench.reports.merit_rows import most_bytes
 
 NOT_RECORDED = "no run that is shown has recorded"
-WORKERS = ("alone", "together")    # one rank while the others sleep; each while all work
+WORKERS = ("alone", "together")    # one rank while the others sleep, or all ranks
 ROOFS = {"alone": "-", "together": "--"}
-# What a rank keeps between forward and backward, and the most that it had.
+# Memory kept between forward and backward, and peak memory.
 KEPT, PEAK = ("parameters", "gradients", "saved"), ("pool_peak",)
 
 
-def roofline(results: Results):
+def draw_roofline(results: Results):
     """Draw rates of a rank in matrix products and over whole steps, under its machine's roofs.
 
     A rank that multiplies has a core to itself as often as others wait, so its rate is compared
@@ -33,66 +34,72 @@ def roofline(results: Results):
     LeftOut
         When no run was traced and has the machine's peaks.
     """
-    lie = {key: at for key, run in results.runs.items() if (at := placed(run))}
+    lie = {key: at for key, run in results.runs.items() if (at := roofline_point(run))}
     if not lie:
         raise LeftOut(f"{NOT_RECORDED} the machine's peaks and where its time went")
-    figure, panels = blank(1, 2, (11, 5.2), "Roofline: rates of a rank against operations for "
-                           "each byte of the products' operands and results")
+    figure, panels = make_figure(1, 2, (11, 5.2), (
+        "Roofline: rates of a rank against operations for each byte of the products' operands and "
+        "results"))
     texts, markers, lines = [], [], []
     for panel, table in zip(panels[0], HEADINGS):
         for scheme in results.schemes():
+            colour = scheme_style(scheme)[0]
             found = [(p, lie[table, scheme, p])
-                     for p, _ in found_runs(results, results.rows(table, scheme))
+                     for p, _ in measured_runs(results, results.rows(table, scheme))
                      if (table, scheme, p) in lie]
-            for what, face in ((1, style(scheme)[0]), (2, "white")):
-                line(panel, scheme, [(at[0], at[what]) for _, at in found], linestyle="",
-                     markerfacecolor=face, **{} if what == 1 else {"label": "_step"})
+            for what, face in ((1, colour), (2, "white")):
+                draw_line(panel, scheme, [(at[0], at[what]) for _, at in found], linestyle="",
+                          markerfacecolor=face, **{} if what == 1 else {"label": "_step"})
                 markers += [(panel, at[0], at[what]) for _, at in found]
-                texts += [Label(panel, str(ranks), beside(at[0], at[what]), style(scheme)[0])
+                texts += [Label(panel, str(ranks), places_beside(at[0], at[what]), colour)
                           for ranks, at in found]
         panel.set(xscale="log", yscale="log", title=f"{HEADINGS[table]}, preset {results.title}",
                   xlabel="flop/byte", ylabel="GFLOP/s a rank")
         for axis in (panel.xaxis, panel.yaxis):
-            plain_log(axis)
+            label_plainly(axis)
         for roof, flat in _roofs(panel, [results.runs[key] for key in lie if key[0] == table]):
             texts.append(roof)
             lines.append(flat)
     _roofline_legend(figure, [scheme for scheme in results.schemes()
                               if any(key[1] == scheme for key in lie)])
-    caption(figure, results, "Numbers: ranks. Roofs: rate of products, and bandwidth of memory "
-            "beyond the caches where known, of the same runs (medians);", "of all at work that of "
-            "all cores over the ranks.")
-    place(figure, texts, markers, lines)
+    write_caption(figure, results, (
+        "Numbers: ranks. Roofs: rate of products, and bandwidth of memory beyond the caches where "
+        "known, of the same runs (medians);"), "of all at work that of all cores over the ranks.")
+    place_labels(figure, texts, markers, lines)
     return figure
 
 
-def placed(run: Run) -> tuple[float, float, float] | None:
-    """Operations a byte, GFLOP/s of a rank in products, and in the whole step; None where it was
-    not recorded."""
-    lie = merit.roofline(run)
-    if lie is None or not all(peaks(run, who)[0] > 0 for who in WORKERS):
+def roofline_point(run: Run) -> tuple[float, float, float] | None:
+    """Return flops a byte, and the GFLOP/s of a rank in products and in the whole step.
+
+    None if they were not recorded.
+    """
+    lie = merit.roofline_points(run)
+    if lie is None or not all(machine_rates(run, who)[0] > 0 for who in WORKERS):
         return None
     intensity, speed = lie["step"]
-    return intensity, speed / 1e9, rate(run) / run.ranks / 1e9
+    return intensity, speed / 1e9, step_rate(run) / run.ranks / 1e9
 
 
-def peaks(run: Run, who: str) -> tuple[float, float]:
-    """Read operations and bytes a second of a rank, `who` being of `WORKERS`; NaN if unknown.
+def machine_rates(run: Run, who: str) -> tuple[float, float]:
+    """Read the peak operations and bytes a second of a rank; `who` is one of `WORKERS`.
+
+    NaN if they are unknown.
     """
-    return tuple(time_parts.peak(run, f"{name}_{who}") for name in ("gemm", "memory"))
+    return tuple(time_parts.machine_rate(run, f"{name}_{who}") for name in ("gemm", "memory"))
 
 
 def _roofs(panel, runs: list[Run]) -> list[tuple[Label, tuple]]:
-    """A roof of one rank alone, and one for each number of ranks, as they share the machine;
-    level ones where the rate of memory is not known.
+    """Draw the roof of one rank alone, and one for each number of ranks that share the machine.
 
-    Their labels, and the flat part of each: from where to where, and how high.
+    A roof is level if the rate of memory is unknown.  Return their labels, each with the flat
+    part of the roof: panel, left, right, height.
     """
     left, right = panel.get_xlim()
     found = []
     for ranks in [1, *sorted({run.ranks for run in runs})] if runs else []:
         who = WORKERS[ranks > 1]
-        multiply, memory = np.median([peaks(run, who) for run in runs
+        multiply, memory = np.median([machine_rates(run, who) for run in runs
                                       if ranks in (1, run.ranks)], axis=0)
         ridge = left if math.isnan(memory) else multiply / memory
         at = np.array([min(left, ridge / 4), ridge, max(right, ridge * 4)])
@@ -107,10 +114,10 @@ def _roofs(panel, runs: list[Run]) -> list[tuple[Label, tuple]]:
 
 
 def _roofline_legend(figure, schemes: list[str]) -> None:
-    """Beside the panels: schemes, what filled and open markers are, and which roof is theirs."""
+    """Draw the legend beside the panels: schemes, filled and open markers, and their roofs."""
     from matplotlib.lines import Line2D
-    marks = [Line2D([], [], linestyle="", color=style(scheme)[0], marker=style(scheme)[1],
-                    label=title(scheme)) for scheme in schemes]
+    marks = [Line2D([], [], linestyle="", color=colour, marker=marker, label=title(scheme))
+             for scheme in schemes for colour, marker in [scheme_style(scheme)]]
     marks += [Line2D([], [], linestyle="", color="black", marker="o", markerfacecolor=face,
                      label=text) for face, text in (
         ("black", "while in products:\nunder the roof of\none rank alone"),
@@ -120,8 +127,8 @@ def _roofline_legend(figure, schemes: list[str]) -> None:
     figure.legend(handles=marks, loc="outside right center", labelspacing=0.9)
 
 
-def memory(results: Results):
-    """Draw what a rank keeps, with the closed form, and its peak, with a dry run's.
+def draw_memory(results: Results):
+    """Draw the memory that a rank keeps with its closed form, and its peak with a dry run's.
 
     Raises
     ------
@@ -130,21 +137,22 @@ def memory(results: Results):
     """
     if not any("memory" in run.groups for run in results.runs.values()):
         raise LeftOut(f"{NOT_RECORDED} its memory")
-    figure, panels = against_ranks(2, 2, (9, 7.2), "Memory of the rank that has the most: "
-                                   "measured, and expected")
+    figure, panels = make_rank_figure(2, 2, (9, 7.2), "Memory of the rank that has the most: "
+                                      "measured, and expected")
     for row, table in zip(panels, HEADINGS):
         for panel, names, what in zip(row, (KEPT, PEAK), (
                 "parameters, gradients, saved", "peak of all arrays")):
             for scheme in results.schemes():
-                runs = [run for _, run in found_runs(results, results.rows(table, scheme))]
-                curve(panel, scheme, _mebibytes(runs, [f"expected_{name}" for name in names]))
-                line(panel, scheme, _mebibytes(runs, names), linestyle="", markersize=7)
+                runs = [run for _, run in measured_runs(results, results.rows(table, scheme))]
+                expected = _mebibytes(runs, [f"expected_{name}" for name in names])
+                draw_closed_form(panel, scheme, expected)
+                draw_line(panel, scheme, _mebibytes(runs, names), linestyle="", markersize=7)
             if panel.lines:
                 panel.plot([], [], "-", color="grey",
                            label="dry run" if names is PEAK else "closed form")
             panel.set(title=f"{HEADINGS[table]}: {what}", xlabel="ranks", ylabel="MiB a rank")
-            from_zero(panel)
-            finish(panel)
+            start_at_zero(panel)
+            add_legend(panel)
     figure.supxlabel(f"Preset {results.title}. The closed form of what is kept is the mean "
                      f"rank's; the peak is beside that of a dry run, by way of MPI.",
                      fontsize=8.5)
@@ -152,8 +160,8 @@ def memory(results: Results):
 
 
 def _mebibytes(runs: list[Run], names: Iterable[str]) -> list[Point]:
-    """Sum some variables by ranks, each of the rank that has the most of it."""
+    """Sum variables by number of ranks, each of the rank that has the most of it."""
     points = []
     for run in runs:
-        points.append((run.ranks, sum(most(run, name) for name in names) / 2 ** 20))
+        points.append((run.ranks, sum(most_bytes(run, name) for name in names) / 2 ** 20))
     return [point for point in points if math.isfinite(point[1])]

@@ -13,8 +13,8 @@ from bench.cases.paper import TITLES, title
 from bench.records import atomic
 from bench.records.folder import Results, most_crowded
 
-# Okabe and Ito's colours, which are told apart with every kind of colour vision; markers differ
-# too, for print.
+# Okabe and Ito's colours, distinguishable with every kind of colour vision; markers differ too,
+# for print.
 VERMILION, GREEN, BLUE, ORANGE = "#D55E00", "#009E73", "#0072B2", "#E69F00"
 PURPLE, SKY, YELLOW = "#CC79A7", "#56B4E9", "#F0E442"
 LIGHT_GREY, DARK_GREY = "#BBBBBB", "#666666"
@@ -26,12 +26,12 @@ Point = tuple[int, float]
 
 
 class LeftOut(Exception):
-    """Raised for a figure that the results do not suffice for; says what is missing."""
+    """Raised for a figure for which results are missing; names them."""
 
 
 @contextmanager
-def look() -> Iterator[None]:
-    """Return the style of all figures, as a context in which they are made and saved."""
+def figure_style() -> Iterator[None]:
+    """Return a context in which figures are made and saved in the common style."""
     import matplotlib
     from matplotlib import style as sheets
     matplotlib.use("Agg")
@@ -47,27 +47,27 @@ def image_bytes(figure: Any, form: str, **options: Any) -> bytes:
     return image.getvalue()
 
 
-def save(figure: Any, path: str | os.PathLike, **options: Any) -> None:
+def save_figure(figure: Any, path: str | os.PathLike, **options: Any) -> None:
     """Write a figure as a whole file, in the format that the file's name ends in."""
     atomic.replace(path, image_bytes(figure, Path(path).suffix[1:], **options))
 
 
-def style(scheme: str) -> tuple[str, str]:
-    """Return colour and marker of `scheme`; grey dots when it is not known here."""
+def scheme_style(scheme: str) -> tuple[str, str]:
+    """Return colour and marker of `scheme`; grey dots if it is unknown."""
     return STYLES.get(scheme, ("grey", "."))
 
 
-def blank(rows: int, columns: int, size: tuple[float, float], heading: str):
-    """Make a figure and its panels, (rows, columns)."""
+def make_figure(rows: int, columns: int, size: tuple[float, float], heading: str):
+    """Make a figure with its panels, (rows, columns)."""
     from matplotlib.figure import Figure
     figure = Figure(figsize=size, layout="constrained")
     figure.suptitle(heading)
     return figure, figure.subplots(rows, columns, squeeze=False)
 
 
-def against_ranks(rows: int, columns: int, size: tuple[float, float], heading: str):
+def make_rank_figure(rows: int, columns: int, size: tuple[float, float], heading: str):
     """Make a figure with the paper's numbers of ranks along its panels."""
-    figure, panels = blank(rows, columns, size, heading)
+    figure, panels = make_figure(rows, columns, size, heading)
     for panel in panels.flat:
         panel.set_xscale("log", base=2)
         panel.set_xticks(TICKS, [str(tick) for tick in TICKS])
@@ -76,47 +76,47 @@ def against_ranks(rows: int, columns: int, size: tuple[float, float], heading: s
     return figure, panels
 
 
-def line(panel, scheme: str, points: list[Point], **how) -> None:
-    """Draw a scheme's points, joined."""
-    colour, marker = style(scheme)
+def draw_line(panel, scheme: str, points: list[Point], **how) -> None:
+    """Draw the points of a scheme, joined."""
+    colour, marker = scheme_style(scheme)
     if points:
         panel.plot(*zip(*sorted(points)), **{"marker": marker, "color": colour,
                                              "label": title(scheme)} | how)
 
 
-def bars(panel, scheme: str, points: list[tuple[int, float, float]]) -> None:
-    """Draw intervals at numbers of ranks, each scheme's a little aside."""
+def draw_intervals(panel, scheme: str, points: list[tuple[int, float, float]]) -> None:
+    """Draw the intervals of a scheme at numbers of ranks, slightly aside from other schemes."""
     aside = 1.035 ** (list(STYLES).index(scheme) - 1 if scheme in STYLES else 0)
     for ranks, *bounds in points:
-        panel.plot([ranks * aside] * 2, bounds, color=style(scheme)[0], linewidth=4, alpha=0.35,
-                   solid_capstyle="butt", label="_interval")
+        panel.plot([ranks * aside] * 2, bounds, color=scheme_style(scheme)[0], linewidth=4,
+                   alpha=0.35, solid_capstyle="butt", label="_interval")
 
 
-def curve(panel, scheme: str, points: list[Point]) -> None:
-    """Draw a scheme's closed form, joined; a dash where it is one point."""
-    line(panel, scheme, points, alpha=0.6, label="_closed form", markersize=16,
-         marker="" if len(points) > 1 else "_")
+def draw_closed_form(panel, scheme: str, points: list[Point]) -> None:
+    """Draw the closed form of a scheme, joined; a dash for a single point."""
+    draw_line(panel, scheme, points, alpha=0.6, label="_closed form", markersize=16,
+              marker="" if len(points) > 1 else "_")
 
 
-def from_zero(panel) -> None:
-    """Let the vertical axis begin at zero, and leave room above for the markers.
+def start_at_zero(panel) -> None:
+    """Start the vertical axis at zero, with room above for the markers.
 
-    It ends at one where all that is drawn is zero.
+    It ends at one if all points are zero.
     """
     top = max((max(drawn.get_ydata()) for drawn in panel.lines if len(drawn.get_ydata())),
               default=1.0)
     panel.set_ylim(0, 1.06 * top or 1.0)
 
 
-def finish(panel) -> None:
-    """Draw the legend, or a text that there is nothing to show."""
+def add_legend(panel) -> None:
+    """Draw the legend, or a text that there are no results."""
     if any(not drawn.get_label().startswith("_") for drawn in panel.lines):
         panel.legend()
     else:
         panel.text(0.5, 0.5, "no results", transform=panel.transAxes, ha="center")
 
 
-def plain_log(axis, base: float = 10.0, marks: tuple[float, ...] = (1, 2, 5)) -> None:
+def label_plainly(axis, base: float = 10.0, marks: tuple[float, ...] = (1, 2, 5)) -> None:
     """Label a logarithmic axis with plain numbers."""
     from matplotlib.ticker import LogLocator, NullFormatter
     axis.set_major_locator(LogLocator(base, marks))
@@ -124,8 +124,8 @@ def plain_log(axis, base: float = 10.0, marks: tuple[float, ...] = (1, 2, 5)) ->
     axis.set_minor_formatter(NullFormatter())
 
 
-def powers(axis, base: int = 10) -> None:
-    """Label a logarithmic axis of many decades with powers written in plain text."""
+def label_powers(axis, base: int = 10) -> None:
+    """Label a logarithmic axis of many decades with powers in plain text."""
     from matplotlib.ticker import LogLocator, NullFormatter
     raised = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
     axis.set_major_locator(LogLocator(base, (1,)))
@@ -134,8 +134,8 @@ def powers(axis, base: int = 10) -> None:
     axis.set_minor_formatter(NullFormatter())
 
 
-def caption(figure, results: Results, *remarks: str) -> None:
-    """Write remarks below the panels, and whether the measured times are no scaling results."""
+def write_caption(figure, results: Results, *remarks: str) -> None:
+    """Write remarks below the panels, and a warning if ranks outnumbered cores."""
     lines = list(remarks)
     crowd = most_crowded(list(results.runs.values()))
     if crowd:

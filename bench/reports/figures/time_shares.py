@@ -1,4 +1,4 @@
-"""Draw what a step is made of: where its time goes."""
+"""Draw the shares of the parts in the time of a step."""
 
 import itertools
 from typing import Iterable
@@ -8,32 +8,34 @@ from bench.records.folder import Results
 from bench.records.run_file import Run
 from bench.reports import time_parts
 from bench.reports.figures.style import (BLUE, DARK_GREY, GREEN, LIGHT_GREY, LeftOut, ORANGE,
-                                         PURPLE, SKY, VERMILION, YELLOW, blank, caption)
+                                         PURPLE, SKY, VERMILION, YELLOW, make_figure,
+                                         write_caption)
 from mm3d.tracing.events import PHASES
 
-# What is lost is grey.
+# Lost time is grey.
 COLOURS = {"gemm": BLUE, "x": VERMILION, "y": ORANGE, "z": PURPLE, "elementwise": GREEN,
            "waiting": LIGHT_GREY, "other": DARK_GREY}
 HATCHES = {"x": "//", "y": "\\\\", "z": "xx"}
-# Of further directions, in the order in which a grid has them.
+# For further directions, in the order of the grid.
 FURTHER = (SKY, ".."), (YELLOW, "||"), (SKY, "--"), (YELLOW, "++")
 
 
-def where(results: Results):
-    """Draw the parts of forward and backward as shares, with the seconds above.
+def draw_time_shares(results: Results):
+    """Draw the parts of forward and backward as shares, with the seconds above them.
 
     Raises
     ------
     LeftOut
         When no run was traced.
     """
-    traced = {key: found for key, run in results.runs.items() if (found := time_parts.parts(run))}
+    traced = {key: found for key, run in results.runs.items()
+              if (found := time_parts.mean_parts(run))}
     if not traced:
         raise LeftOut("no run says where its time went (it was measured before that was "
                       "recorded, or with --traced 0)")
-    looks = styles(results.runs[key] for key in traced)
-    figure, panels = blank(2, 1, (10, 7.2), "Where the time goes, in the mean over ranks and "
-                           "traced repetitions")
+    looks = part_styles(results.runs[key] for key in traced)
+    figure, panels = make_figure(2, 1, (10, 7.2), (
+        "Where the time goes, in the mean over ranks and traced repetitions"))
     for (panel,), table in zip(panels, HEADINGS):
         rows = [row for row in results.rows(table) if (row.table, row.scheme, row.gpus) in traced]
         runs = [results.get(row) for row in rows]
@@ -48,13 +50,13 @@ def where(results: Results):
         if not runs:
             panel.text(0.5, 0.5, "no results", transform=panel.transAxes, ha="center")
     _labels(figure, traced, looks)
-    caption(figure, results)
+    write_caption(figure, results)
     return figure
 
 
-def styles(runs: Iterable[Run]) -> dict[str, tuple[str, str | None]]:
-    """Return colour and hatching of each part that some run has, from below."""
-    # The directions of the larger grids first, so that theirs is the order.
+def part_styles(runs: Iterable[Run]) -> dict[str, tuple[str, str | None]]:
+    """Return colour and hatching of all parts in the runs, from the bottom of the stack."""
+    # Larger grids first: they give the order of the directions.
     of_grids = sorted((run.directions for run in runs), key=len, reverse=True)
     directions = dict.fromkeys(itertools.chain.from_iterable(of_grids))
     further = dict(zip((name for name in directions if name not in COLOURS),
@@ -76,10 +78,10 @@ def _stacked(panel, place: int, shares: dict[str, dict[str, float]],
 
 
 def _labels(figure, traced: dict, looks: dict[str, tuple[str, str | None]]) -> None:
-    """Draw a legend of the parts that any run has, in the order of the stack from above."""
+    """Draw the legend of all parts in the runs, from the top of the stack."""
     from matplotlib.patches import Patch
     used = [name for name in looks if any(shares[phase].get(name, 0) > 0
                                           for shares in traced.values() for phase in PHASES)]
     figure.legend(handles=[Patch(facecolor=looks[name][0], hatch=looks[name][1],
-                                 edgecolor="white", label=time_parts.label(name))
+                                 edgecolor="white", label=time_parts.part_title(name))
                            for name in reversed(used)], loc="outside right center")

@@ -15,9 +15,9 @@ from bench.experiments.rows import resume
 from bench.records import run_file
 from bench.records.folder import by_preset, read_folder
 from bench.records.journal import Reproduction
-from bench.reports.figures.every_figure import drawings
+from bench.reports.figures.every_figure import make_drawings
 from bench.reports.formats import render
-from bench.reports.paper_tables import document
+from bench.reports.paper_tables import make_document
 from bench.verbs import row_options
 from jobs import scripts, site, standings as books
 from jobs.__main__ import main as jobs_main
@@ -73,12 +73,12 @@ def test_tables_and_figures_show_each_apart(tmp_path):
     for results in found.results:
         mine = runs[VARIANTS.index(results.variant)]
         assert np.array_equal(results.get(ROW).samples["forward"], mine.samples["forward"])
-    text = render(document(found), "text")
+    text = render(make_document(found), "text")
     for variant in VARIANTS[1:]:
         assert f"preset laptop{variant.label}" in text
         assert f"VARIANT: {', '.join(variant.words)}: these rows" in " ".join(text.split())
     assert [len(results.rows("weak")) for results in found.results[1:]] == [1] * 9
-    names = [one.name for one in drawings(found)]
+    names = [one.name for one in make_drawings(found)]
     assert len(set(names)) == len(names)
 
 
@@ -97,8 +97,8 @@ def test_policies_of_one_row_are_apart_and_of_several_rows_are_not(tmp_path):
     assert first.plain and not second.plain and first.earlier == second.earlier == 0
     assert np.array_equal(first.get(ROW).samples["forward"], plain.samples["forward"])
     assert np.array_equal(second.get(ROW).samples["forward"], again.samples["forward"])
-    assert "preset laptop, recompute uniform:2+selective" in render(document(found), "text")
-    names = [one.name for one in drawings(found)]
+    assert "preset laptop, recompute uniform:2+selective" in render(make_document(found), "text")
+    names = [one.name for one in make_drawings(found)]
     assert len(set(names)) == len(names) and "roofline-laptop" in names
     assert "roofline-laptop-recompute-uniform-2-selective" in names
 

@@ -69,7 +69,7 @@ def test_a_layer_is_measured_beside_a_reference(tmp_path):
     assert found["flops"] == 3 * (24 * 32 * 32 ** 2 + 4 * 32 * 8 * 32)
     assert (found["memory"][0] > 0).all()
     assert run.configuration["reference"] == "made up" and "PyTorch / layer" in done.stdout
-    assert layer_table.layers([run])[0].rows[0][0] == 32
+    assert layer_table.layer_parts([run])[0].rows[0][0] == 32
 
 
 @pytest.mark.slow_but_first

@@ -244,7 +244,7 @@ def test_collectives(tmp_path):
     lines = [line.split() for line in done.stdout.splitlines()]
     assert {line[0] for line in lines if "copies" in line} == {"all_gather", "broadcast"}
     del run.configuration["transports"]    # as in files of before, with the same table
-    assert render(micro_tables.collectives(run)).count("copies nothing") == 2
+    assert render(micro_tables.collective_parts(run)).count("copies nothing") == 2
     run = run_file.read_run(*tmp_path.glob("*.h5"))
     assert not any("bandwidth" in line for line in derived(run))
     assert run.variables["beta"].units == "s byte-1"

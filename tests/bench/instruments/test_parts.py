@@ -285,7 +285,8 @@ def with_parts(run, seconds) -> None:
 def test_what_a_step_is_made_of(tmp_path):
     """Means over repetitions and ranks; who is done early waits for the slowest."""
     run = made_up(select_rows("weak", "3d")[0], forward=4.0, backward=8.0)
-    assert time_parts.parts(run) is time_parts.overhead(run) is time_parts.bandwidth(run) is None
+    assert (time_parts.mean_parts(run) is time_parts.tracing_overhead(run)
+            is time_parts.collective_bandwidth(run) is None)
     seconds = np.zeros((2, 2, 8, len(PARTS)))
     seconds[..., PARTS.index("gemm")] = 1.0
     seconds[..., PARTS.index("all_gather x")] = 0.5
@@ -294,22 +295,22 @@ def test_what_a_step_is_made_of(tmp_path):
     seconds[:, 1, 7, PARTS.index("elementwise")] = 8.0    # one rank is slow backward
     with_parts(run, seconds)
     again = run_file.read_run(run_file.write_run(run, tmp_path, "a"))
-    found = time_parts.parts(again)
+    found = time_parts.mean_parts(again)
     assert found["forward"] == {"gemm": 1, "x": 0.75, "y": 0, "z": 0.125, "elementwise": 0,
                                 "waiting": 0, "other": 0}
     assert found["backward"] == {**found["forward"], "elementwise": 1, "waiting": 7}
-    assert time_parts.overhead(again) == pytest.approx({"forward": 1.875 / 4,
-                                                        "backward": 9.875 / 8})
+    assert time_parts.tracing_overhead(again) == pytest.approx({"forward": 1.875 / 4,
+                                                                "backward": 9.875 / 8})
     # Traffic of `made_up`: rank r moves 4 r bytes a phase along x.
-    assert time_parts.bandwidth(again) == {"x": 2 * 4 * 28 / (2 * 8 * 0.75)}
+    assert time_parts.collective_bandwidth(again) == {"x": 2 * 4 * 28 / (2 * 8 * 0.75)}
     # They are gathers; in shared memory these copy nothing, and what is summed has its own time.
     again.configuration["transport"] = "shared"
-    assert time_parts.bandwidth(again) == {}
+    assert time_parts.collective_bandwidth(again) == {}
     reduced = list(COLLECTIVES).index("reduce")
     again.traffic["bytes"][0, :, 0, reduced] = 100
-    assert time_parts.bandwidth(again) == {"x": 8 * 100 / (2 * 8 * 0.25)}
+    assert time_parts.collective_bandwidth(again) == {"x": 8 * 100 / (2 * 8 * 0.25)}
     # Of several transports, along the directions that lie within nodes.
     again.configuration.update(transport="mpi shared", within_nodes="y")
-    assert time_parts.bandwidth(again) == {"x": (2 * 4 * 28 + 800) / (2 * 8 * 0.75)}
+    assert time_parts.collective_bandwidth(again) == {"x": (2 * 4 * 28 + 800) / (2 * 8 * 0.75)}
     again.configuration["within_nodes"] = "xy"
-    assert time_parts.bandwidth(again) == {"x": 8 * 100 / (2 * 8 * 0.25)}
+    assert time_parts.collective_bandwidth(again) == {"x": 8 * 100 / (2 * 8 * 0.25)}

@@ -14,7 +14,7 @@ from bench.prediction.work import NAMES, Work, predict_seconds, trace_work as tr
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
 from bench.reports.formats import render
-from bench.reports.measured_tables import document
+from bench.reports.measured_tables import compare_predictions
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import lookup
 from mm3d.tracing.events import Collective, Gemm, PHASES
@@ -70,7 +70,7 @@ def made(slower=1.25) -> list[Measured]:
 
 def test_the_report_says_how_far_off_predictions_are():
     found = made()
-    text = render(document(CPU, found))
+    text = render(compare_predictions(CPU, found))
     assert "error 20% in the median" in text and "9900% at most" in text
     lines = [line for line in text.splitlines() if line.startswith("layer 64 x 4 x 8 x 16 x 2 ")]
     best = planner.rank_plans(8, CPU, **LAYER)[0]
@@ -98,14 +98,14 @@ def test_layers_and_products_of_other_verbs_are_read():
                              {"forward": 0.2})
     guess = predict_seconds(CPU, one.work, "float64")
     off = f"{sum(guess.values()) / 0.5 - 1:+.0%}"
-    assert off in render(document(CPU, [one]))
+    assert off in render(compare_predictions(CPU, [one]))
 
 
 def test_a_measured_machine_is_for_its_own_ranks():
     curve = machine_model.Curve([1.0, 2.0], [1e-6, 2e-6])
     other = machine_model.msgspec.structs.replace(CPU, passes={"other": curve}, ranks_per_node=2)
     assert "12 runs of other numbers of ranks or another transport left out" in render(
-        document(other, made()))
+        compare_predictions(other, made()))
 
 
 def test_a_measured_machine_is_for_its_own_transport():
@@ -123,8 +123,8 @@ def test_a_measured_machine_is_for_its_own_transport():
 def test_what_a_machine_has_no_rate_for_is_left_out():
     few = machine_model.msgspec.structs.replace(CPU, gemm_rate={"float32": 1e11})
     double = dataclasses.replace(made()[0], dtype="float64")
-    text = render(document(few, [*made(), double]))
-    assert text == render(document(few, made())) + (
+    text = render(compare_predictions(few, [*made(), double]))
+    assert text == render(compare_predictions(few, made())) + (
         "\n\nLeft out\n  - 1 runs of dtypes without a rate of products left out")
 
 

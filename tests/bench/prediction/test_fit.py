@@ -9,7 +9,7 @@ from bench.cases.selection import select_rows
 from bench.checks import layer_residuals
 from bench.errors import UsageError
 from bench.prediction import memory_fit
-from bench.reports.merit_rows import recomputing
+from bench.reports.merit_rows import recomputation_notes
 from bench.validation import rules
 from mm3d.model.recomputation import POLICIES
 from mm3d.tracing import dry_run
@@ -100,11 +100,11 @@ def test_files_say_the_policy_and_those_of_before_had_none():
 def test_tables_say_which_rows_recompute():
     run, other = rows(), rows("1d")
     both = run, other
-    assert recomputing(both) == []
+    assert recomputation_notes(both) == []
     run.configuration["recompute"] = "full"
-    assert "full: weak 3-D 64" in recomputing(both)[0]
+    assert "full: weak 3-D 64" in recomputation_notes(both)[0]
     run.configuration["equal_tokens"] = "1d"
-    assert "full: weak 3-D 64 with the batch of 1-D" in recomputing(both)[0]
+    assert "full: weak 3-D 64 with the batch of 1-D" in recomputation_notes(both)[0]
 
 
 @pytest.mark.ranks(1, slow=(8,))

@@ -62,7 +62,7 @@ def test_the_verb_prints_both_tables(capsys):
 def test_the_verb_prints_every_format(form, outcome, monkeypatch, tmp_path, capsys):
     """And names figures on standard error, so that the document stays whole."""
     monkeypatch.setattr(paper_fit, "predict_tables", lambda *machine: outcome)
-    monkeypatch.setattr(prediction, "scaling", lambda folder, found: f"{folder}/drawn.png")
+    monkeypatch.setattr(prediction, "draw_scaling", lambda folder, found: f"{folder}/drawn.png")
     options = ["--table", "strong", "--format", form, "--pictures", str(tmp_path)]
     assert main(["predict", *options]) == 0
     said = capsys.readouterr()
@@ -103,8 +103,8 @@ def test_crossovers_and_figures(tmp_path, outcome):
                    if p.scheme == "3d"), family
     changes = scaling.find_crossovers(found)
     assert changes[0][0] == 2 and len({ranks for ranks, _ in changes}) == len(changes)
-    paths = [*prediction.planned(str(tmp_path), 16, LONGHORN, "float32", "none", sizes),
-             prediction.scaling(str(tmp_path), outcome)]
+    paths = [*prediction.draw_plans(str(tmp_path), 16, LONGHORN, "float32", "none", sizes),
+             prediction.draw_scaling(str(tmp_path), outcome)]
     assert len(paths) == 5
     for path in paths:
         assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 20_000

@@ -128,15 +128,16 @@ def test_a_record_keeps_its_directions(tmp_path):
 
 def test_parts_and_figures_of_merit_have_every_direction(tmp_path):
     run = run_file.read_run(run_file.write_run(with_directions(), tmp_path, "a"))
-    assert time_parts.parts(run)["forward"] == {
+    assert time_parts.mean_parts(run)["forward"] == {
         "gemm": 1, "d": 0.25, "x": 0.5, "y": 0.75, "z": 1, "elementwise": 0, "waiting": 0,
         "other": 0}
-    assert time_parts.bandwidth(run) == pytest.approx(dict.fromkeys("dxyz", 8 * 4 / (8 * 0.25)))
-    found = {figure.name: figure for figure in merit.figures(run)}
+    assert time_parts.collective_bandwidth(run) == pytest.approx(
+        dict.fromkeys("dxyz", 8 * 4 / (8 * 0.25)))
+    found = {figure.name: figure for figure in merit.figures_of_merit(run)}
     for n, axis in enumerate("dxyz", 1):
         words = found[f"words a rank along {axis}, counted"]
         assert words.value == words.expected == 2 * n
-    printed = [line.split() for line in render(merit.one(run)).splitlines()]
+    printed = [line.split() for line in render(merit.run_parts(run)).splitlines()]
     assert ["seconds", "gemm", "d", "x", "y", "z", "elementwise"] in [one[:7] for one in printed]
     assert ["forward", "1", "0.25", "0.5", "0.75", "1"] in [line[:6] for line in printed]
 
@@ -147,12 +148,12 @@ def test_the_figure_stacks_directions_of_all_runs(tmp_path):
     runs = [with_directions("xyz", rows[0]), with_directions("sdxyz", rows[1])]
     for row, run in zip(rows, runs):
         run_file.write_run(run, tmp_path, make_case(row, "laptop").name)
-    looks = time_shares.styles(runs)
+    looks = time_shares.part_styles(runs)
     assert list(looks) == ["gemm", *"sdxyz", "elementwise", "waiting", "other"]
     assert [looks[c] for c in "xyz"] == [(time_shares.COLOURS[c], time_shares.HATCHES[c])
                                          for c in "xyz"]
     assert len(set(looks.values())) == len(looks)
-    figure = time_shares.where(read_folder(tmp_path).results[0])
+    figure = time_shares.draw_time_shares(read_folder(tmp_path).results[0])
     labels = [text.get_text() for text in figure.legends[0].get_texts()]
     assert labels == [*(f"collectives along {c}" for c in "zyxds"), "matrix products"]
     heights = [round(p.get_height(), 6) for p in figure.axes[0].patches if p.get_height()]

@@ -14,7 +14,7 @@ import pytest
 from bench.cases.selection import select_rows
 from bench.errors import StoreError
 from bench.records import run_file
-from bench.reports.paper_tables import tables
+from bench.reports.paper_tables import format_tables
 from mm3d.tracing.events import PHASES
 from records import made_up
 
@@ -239,4 +239,4 @@ def test_files_of_version_1_stay_readable(tmp_path):
     run = run_file.read_run(path)
     assert run.late == run.clock == {} and run.ended_by == "repetitions"
     np.testing.assert_array_equal(run.samples["forward"], made_up(ROW).samples["forward"])
-    assert "Missing, 17 of 18 rows" in " ".join(tables(tmp_path).split())
+    assert "Missing, 17 of 18 rows" in " ".join(format_tables(tmp_path).split())

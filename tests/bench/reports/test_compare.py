@@ -262,7 +262,7 @@ def test_transports_of_one_set_are_cases_of_their_own(sets, capsys):
     run = made_up(ROWS[0], 0.5, 0.5)
     run.configuration["transport"] = "shared"
     run_file.write_run(run, sets[1], "row")
-    both, one = comparison_sides.told_apart(*(comparison_sides.cases([folder])[0]
+    both, one = comparison_sides.name_cases(*(comparison_sides.read_cases([folder])[0]
                                               for folder in sets))
     names = ["matmul phase forward kind one process, M 8", "weak 1-D 8 ranks, laptop",
              "matmul phase forward kind product, M 8"]

@@ -11,7 +11,7 @@ from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.reports.figures import (against_ranks, every_figure, roofline_and_memory, style,
                                    time_shares)
-from bench.reports.merit_rows import overview
+from bench.reports.merit_rows import merit_table
 from records import PARTS, limited, made_up, matmul_record, traced, write_all
 
 
@@ -28,7 +28,7 @@ def drawn(panel):
 
 
 def test_published_beside_measured(results):
-    published, measured, *strong = against_ranks.step_times(results).axes
+    published, measured, *strong = against_ranks.draw_step_times(results).axes
     lines = drawn(published)
     assert lines["3-D"] == [[8, 0.58], [64, 0.672]]
     assert lines["3-D, recomputed"] == [[64, pytest.approx(0.532, abs=5e-4)]]
@@ -40,7 +40,7 @@ def test_published_beside_measured(results):
 
 def test_intervals_are_drawn(results):
     """Of three repetitions from 0.9 to 1.1 of the median, at each point."""
-    measured = against_ranks.step_times(results).axes[1]
+    measured = against_ranks.draw_step_times(results).axes[1]
     intervals = [line.get_ydata().tolist() for line in measured.lines
                  if line.get_label() == "_interval"]
     assert len(intervals) == 9
@@ -58,7 +58,7 @@ def test_markers_are_the_medians_whose_intervals_are_drawn(tmp_path):
             run.samples[phase] = np.repeat(np.array(times)[:, None], row.gpus, 1)
         run_file.write_run(run, tmp_path, make_case(row, "laptop").name)
     results = read_folder(tmp_path).results[0]
-    for draw, place in ((against_ranks.step_times, 3), (against_ranks.scaling, 1)):
+    for draw, place in ((against_ranks.draw_step_times, 3), (against_ranks.draw_scaling, 1)):
         panel = draw(results).axes[place]
         bars = [sorted(line.get_ydata()) for line in panel.lines
                 if line.get_label() == "_interval"]
@@ -67,7 +67,7 @@ def test_markers_are_the_medians_whose_intervals_are_drawn(tmp_path):
 
 
 def test_speed_up_and_efficiency(results):
-    speed_up, measured, efficiency, weak = against_ranks.scaling(results).axes
+    speed_up, measured, efficiency, weak = against_ranks.draw_scaling(results).axes
     lines = drawn(speed_up)
     # Published step times at 8 and 64, 0.515 and 0.359 s, and those of 1-D at 16.
     assert lines["3-D"] == [[8, 8], [64, pytest.approx(8 * 0.515 / 0.359, rel=2e-3)]]
@@ -85,7 +85,7 @@ def test_speed_up_and_efficiency(results):
 def test_every_scheme_that_was_run_has_its_colour(tmp_path):
     for row in (select_rows("weak", "1d-sp", ranks=27)[0], select_rows("weak", "3d")[0]):
         run_file.write_run(made_up(row), tmp_path, make_case(row, "laptop").name)
-    published, measured, *_ = against_ranks.step_times(read_folder(tmp_path).results[0]).axes
+    published, measured, *_ = against_ranks.draw_step_times(read_folder(tmp_path).results[0]).axes
     colours = {line.get_label(): line.get_color() for line in measured.lines
                if not line.get_label().startswith("_")}
     assert colours.keys() == {"3-D", "1-D, sequence"} and len(set(colours.values())) == 2
@@ -95,10 +95,10 @@ def test_every_scheme_that_was_run_has_its_colour(tmp_path):
 
 def test_closed_form_covers_the_ranks_between():
     runs = [made_up(row) for row in select_rows("strong", "2d")]
-    assert [ranks for ranks, _ in against_ranks.closed_form(runs, "strong")] == [9, 16, 25, 36, 49,
-                                                                                 64]
+    assert [ranks for ranks, _ in against_ranks.closed_form_words(runs, "strong")] == [
+        9, 16, 25, 36, 49, 64]
     weak = [made_up(row) for row in select_rows("weak", "2d")]
-    assert [ranks for ranks, _ in against_ranks.closed_form(weak, "weak")] == [16, 36, 64]
+    assert [ranks for ranks, _ in against_ranks.closed_form_words(weak, "weak")] == [16, 36, 64]
 
 
 def test_the_closed_form_at_measured_ranks_is_that_of_the_run():
@@ -106,7 +106,7 @@ def test_the_closed_form_at_measured_ranks_is_that_of_the_run():
     runs = [made_up(row) for row in select_rows("strong", "3d")]
     runs[-1].configuration |= {"recompute": "full"}
     first = runs[0].expected_words.sum() / runs[0].ranks / runs[0].configuration["batch"]
-    assert dict(against_ranks.closed_form(runs, "strong"))[runs[0].ranks] == first
+    assert dict(against_ranks.closed_form_words(runs, "strong"))[runs[0].ranks] == first
 
 
 def test_files_in_every_format_the_same_each_time(tmp_path, capsys):
@@ -134,7 +134,7 @@ def test_crowded_ranks_are_said_below(tmp_path):
     row = select_rows("weak", "3d")[1]
     run_file.write_run(made_up(row, oversubscribed=True), tmp_path, "weak")
     results = read_folder(tmp_path).results[0]
-    for draw in (against_ranks.step_times, against_ranks.scaling):
+    for draw in (against_ranks.draw_step_times, against_ranks.draw_scaling):
         assert "up to 64 ranks on 32 cores, which take turns: not scaling results" in \
             draw(results).get_supxlabel()
 
@@ -144,7 +144,7 @@ def test_a_presets_name_cannot_leave_the_folder(tmp_path):
     run.configuration["preset"] = "../up $x_{"
     (tmp_path / "in").mkdir()
     run_file.write_run(run, tmp_path / "in", "weak")
-    files, _ = every_figure.plots(tmp_path / "in")
+    files, _ = every_figure.draw_figures(tmp_path / "in")
     assert {path.parent for path in files} == {tmp_path / "in"}
     assert "average-step-time-..-up--x_-.png" in {path.name for path in files}
 
@@ -152,7 +152,7 @@ def test_a_presets_name_cannot_leave_the_folder(tmp_path):
 def test_where_the_time_goes_is_stacked_to_the_whole(tmp_path):
     for row in select_rows("weak", "1d,3d")[:2]:
         run_file.write_run(traced(row), tmp_path, make_case(row, "laptop").name)
-    figure = time_shares.where(read_folder(tmp_path).results[0])
+    figure = time_shares.draw_time_shares(read_folder(tmp_path).results[0])
     weak, strong = figure.axes
     assert [tick.get_text() for tick in weak.get_xticklabels()] == ["1-D\n8 ranks",
                                                                     "1-D\n16 ranks"]
@@ -189,7 +189,7 @@ def test_the_roofline_has_its_roofs_and_points(tmp_path):
     row = select_rows("weak", "3d")[0]
     run = limited(row)
     run_file.write_run(run, tmp_path, "weak")
-    panel = roofline_and_memory.roofline(read_folder(tmp_path).results[0]).axes[0]
+    panel = roofline_and_memory.draw_roofline(read_folder(tmp_path).results[0]).axes[0]
     lines, roofs = {}, []
     for line in panel.lines:
         lines[line.get_label()] = line.get_xydata().tolist()
@@ -197,7 +197,7 @@ def test_the_roofline_has_its_roofs_and_points(tmp_path):
     # 8 ranks take 10 ms (1 + k/8) in products, of 6e8 flop and 2e7 bytes a phase.
     rate = 2 * 8 * 6e8 / (2 * 8 * 0.01 * (1 + 7 / 16)) / 1e9
     assert lines["3-D"] == [[30, pytest.approx(rate)]]
-    assert lines["_step"] == [[30, pytest.approx(against_ranks.rate(run) / 8 / 1e9)]]
+    assert lines["_step"] == [[30, pytest.approx(against_ranks.step_rate(run) / 8 / 1e9)]]
     alone, together = roofs
     for roof, level, slope in ((alone, 200, 20), (together, 100, 10)):
         assert roof[1] == [10, level] and roof[2][1] == level
@@ -209,14 +209,14 @@ def test_the_roof_of_memory_is_left_out_where_it_may_be_that_of_the_caches(tmp_p
     run = limited(select_rows("weak", "3d")[0])
     del run.groups["machine"].variables["memory_arrays"]    # as in files of before
     run_file.write_run(run, tmp_path, "weak")
-    panel = roofline_and_memory.roofline(read_folder(tmp_path).results[0]).axes[0]
+    panel = roofline_and_memory.draw_roofline(read_folder(tmp_path).results[0]).axes[0]
     lines = {line.get_label(): line.get_ydata().tolist() for line in panel.lines}
     assert lines["_roof"] == [100, 100, 100] and lines["3-D"]
 
 
 def test_memory_is_that_of_the_rank_with_the_most(tmp_path):
     run_file.write_run(limited(select_rows("strong", "2d")[0]), tmp_path, "strong")
-    kept, peak = roofline_and_memory.memory(read_folder(tmp_path).results[0]).axes[2:]
+    kept, peak = roofline_and_memory.draw_memory(read_folder(tmp_path).results[0]).axes[2:]
     assert drawn(kept)["2-D"] == [[16, 1 + 2 + 3]] and drawn(peak)["2-D"] == [[16, 4]]
     forms = [line.get_xydata().tolist() for panel in (kept, peak) for line in panel.lines
              if line.get_label() == "_closed form"]
@@ -228,7 +228,7 @@ def test_what_was_not_recorded_leaves_its_figure_out(tmp_path, lacking):
     run = limited(select_rows("weak", "3d")[0])
     del run.groups[lacking]
     run_file.write_run(run, tmp_path, "weak")
-    _, left_out = every_figure.plots(tmp_path)
+    _, left_out = every_figure.draw_figures(tmp_path)
     named = {"parts": {"where-the-time-goes-laptop", "roofline-laptop"},
              "machine": {"roofline-laptop"}, "memory": {"memory-per-rank-laptop"}}
     assert {line.partition(":")[0] for line in left_out} == named[lacking]
@@ -237,7 +237,7 @@ def test_what_was_not_recorded_leaves_its_figure_out(tmp_path, lacking):
 def test_the_overview_has_what_was_recorded_and_dashes_for_the_rest():
     row = select_rows("weak", "3d")[0]
     run = limited(row, peak=1e6)
-    table = overview("Table 1", [row, row], [run, made_up(row)])
+    table = merit_table("Table 1", [row, row], [run, made_up(row)])
     full, old = ([str(cell) for cell in line] for line in table.rows)
     assert full[:2] == old[:2] == ["3-D", "8"] and full[2:4] == old[2:4]
     sizes = make_case(row, "laptop").sizes
@@ -251,7 +251,7 @@ def test_the_overview_has_what_was_recorded_and_dashes_for_the_rest():
 
 
 def test_no_marker_touches_the_upper_edge(results):
-    for draw in (against_ranks.step_times, against_ranks.words):
+    for draw in (against_ranks.draw_step_times, against_ranks.draw_words):
         for panel in draw(results).axes:
             highest = max(max(line.get_ydata()) for line in panel.lines
                           if len(line.get_ydata()))
@@ -259,9 +259,9 @@ def test_no_marker_touches_the_upper_edge(results):
 
 
 def test_zeros_alone_have_an_axis_without_a_warning(recwarn):
-    panel = style.blank(1, 1, (4, 4), "")[1][0, 0]
-    style.line(panel, "3d", [(8, 0.0), (64, 0.0)])
-    style.from_zero(panel)
+    panel = style.make_figure(1, 1, (4, 4), "")[1][0, 0]
+    style.draw_line(panel, "3d", [(8, 0.0), (64, 0.0)])
+    style.start_at_zero(panel)
     assert panel.get_ylim() == (0, 1) and not recwarn.list
 
 

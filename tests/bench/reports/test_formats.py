@@ -141,7 +141,7 @@ def test_wrong_formats_and_folders_get_one_message(tmp_path, capsys):
 
 
 def test_products_of_several_runs_share_a_table():
-    table, notes = micro_tables.matmul([matmul_record(), matmul_record()])
+    table, notes = micro_tables.matmul_parts([matmul_record(), matmul_record()])
     assert len(table.rows) == 4
     assert [str(cell) for cell in table.rows[1]] == [
         "abt 64 x 32 x 16", "float32", "3d 2 x 2 x 1", "mpi", "backward", "4.000", "0.0", "1.000",
@@ -162,7 +162,7 @@ def test_rates_have_both_bounds_of_their_interval():
         "dtype": ["float32"], "threads": [1], "size": [16]}, {
         "seconds": Variable(seconds, "s", ("dtype", "threads", "size", "bound")),
         "rate": Variable(8192 / seconds[..., 0], "s-1", ("dtype", "threads", "size"))}, [])
-    table, _ = micro_tables.gemm(record)
+    table, _ = micro_tables.gemm_parts(record)
     assert [str(cell) for cell in table.rows[0]] == ["16", "4.1", "1.0", "8.2"]
 
 
@@ -173,7 +173,7 @@ def test_a_kind_that_is_not_known_still_gets_a_table():
          "seconds": Variable(np.array([[2, 1, 3, 0.9]] * 2), "s", ("size", "bound")),
          "rate": Variable(np.array([5.0, 6.0]), "s-1", ("size",)),
          "total": Variable(np.array(7.0), "byte", ())}, [])
-    sizes, total, notes = micro_tables.parts([record])
+    sizes, total, notes = micro_tables.make_parts([record])
     assert [column.full for column in sizes.columns] == [
         "size", "seconds (s) median", "seconds (s) low", "seconds (s) high", "rate (s-1)"]
     assert [[str(cell) for cell in row] for row in sizes.rows] == [
@@ -182,13 +182,13 @@ def test_a_kind_that_is_not_known_still_gets_a_table():
 
 
 def test_a_folder_of_microbenchmarks_alone_has_tables(tmp_path):
-    from bench.reports.paper_tables import tables
+    from bench.reports.paper_tables import format_tables
     run_file.write_run(matmul_record(), tmp_path, "matmul")
     later = matmul_record()
     later.created, later.configuration["seed"] = "2999-01-01T00:00:00+00:00", 5
     later.variables["seconds"].values *= 2
     run_file.write_run(later, tmp_path, "matmul")
-    text = tables(tmp_path)
+    text = format_tables(tmp_path)
     assert "Table 1" not in text
     # Of two runs of the same product the latest is shown.
     assert text.count("abt 64 x 32 x 16  ") == 2 and " 8.000 " in text and " 4.000 " in text

@@ -72,7 +72,7 @@ def test_figures_of_measured_results(tmp_path, texts):
     """All, which `bench report` shows too, of rows whose rates lie close together."""
     for path in MEASURED.glob("*.h5"):
         (tmp_path / path.name).symlink_to(path)
-    files, left_out = every_figure.plots(tmp_path)
+    files, left_out = every_figure.draw_figures(tmp_path)
     assert len(files) == len(every_figure.FIGURES) and not left_out
     assert list(texts.problems()) == [] and texts.pictures == len(files)
 
@@ -82,16 +82,16 @@ def test_points_lie_under_the_roof_that_they_are_compared_with():
     runs = read_folder(MEASURED).results[0].runs.values()
     assert runs
     for run in runs:
-        intensity, products, step = roofline_and_memory.placed(run)
+        intensity, products, step = roofline_and_memory.roofline_point(run)
         for rate, who in ((products, "alone"), (step, "together")):
-            multiply, memory = roofline_and_memory.peaks(run, who)
+            multiply, memory = roofline_and_memory.machine_rates(run, who)
             assert rate * 1e9 < np.fmin(multiply, memory * intensity)
 
 
 def test_pictures_of_plans(tmp_path, texts, monkeypatch):
     """To two million ranks, of which not all grids are looked at."""
     monkeypatch.setattr(planner, "list_candidates", lambda ranks, scheme: [("3d", (ranks, 1, 1))])
-    drawn = prediction.planned(str(tmp_path), 16, LONGHORN, "float32", "none", SIZES)
+    drawn = prediction.draw_plans(str(tmp_path), 16, LONGHORN, "float32", "none", SIZES)
     assert len(list(drawn)) == 4
     assert list(texts.problems()) == [] and texts.pictures == 4
 
@@ -99,12 +99,12 @@ def test_pictures_of_plans(tmp_path, texts, monkeypatch):
 def test_pictures_of_predictions(tmp_path, texts, monkeypatch):
     monkeypatch.setattr(prediction, "average_step_time",
                         lambda outcome, scheme, ranks, sizes: 9 / ranks)
-    prediction.scaling(str(tmp_path), SimpleNamespace(machine=LONGHORN))
+    prediction.draw_scaling(str(tmp_path), SimpleNamespace(machine=LONGHORN))
     assert list(texts.problems()) == [] and texts.pictures == 1
 
 
 def test_picture_of_the_cube(tmp_path, texts):
-    cube.cube(tmp_path / "cube.png")
+    cube.draw_cube(tmp_path / "cube.png")
     assert list(texts.problems()) == [] and texts.pictures == 1
 
 
@@ -112,7 +112,7 @@ def test_texts_that_are_wrong_are_found(tmp_path, texts):
     """The checks above can fail."""
     run_file.write_run(limited(select_rows("weak", "3d")[0]), tmp_path, "weak")
     with every_figure.style.look():
-        figure = roofline_and_memory.roofline(read_folder(tmp_path).results[0])
+        figure = roofline_and_memory.draw_roofline(read_folder(tmp_path).results[0])
         panel = figure.axes[0]
         for where in ((0.5, 0.5), (0.51, 0.5)):
             panel.text(*where, "1 $2$", transform=panel.transAxes)

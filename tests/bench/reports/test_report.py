@@ -8,7 +8,7 @@ from bench.__main__ import main
 from bench.cases.paper import load_tables
 from bench.cases.selection import select_rows
 from bench.records import run_file
-from bench.reports.page import report
+from bench.reports.page import write_page
 from records import made_up, matmul_record, write_all
 
 
@@ -40,7 +40,7 @@ def folder(tmp_path_factory):
     write_all(folder, oversubscribed=True)
     run_file.write_run(matmul_record(), folder, "matmul")
     (folder / "cut.h5").write_bytes(b"\x89HDF\r\n\x1a\nno more")
-    report(folder)
+    write_page(folder)
     return folder
 
 
@@ -85,7 +85,7 @@ def test_hostile_text_in_a_record_is_only_text(tmp_path):
     record = matmul_record()
     record.kind, record.configuration["form"] = "matmul", HOSTILE
     run_file.write_run(record, tmp_path, "matmul")
-    page = Page(report(tmp_path, tmp_path / "page.html"))
+    page = Page(write_page(tmp_path, tmp_path / "page.html"))
     assert "script" not in page.tags and page.tags.count("style") == 1
     assert {value for tag, name, value in page.references if tag == "img"
             and not value.startswith("data:")} == set()

@@ -10,7 +10,7 @@ from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.records.measurements import Group, Variable
 from bench.reports import merit_rows
-from bench.reports.paper_tables import measured_notes, tables, words_agree
+from bench.reports.paper_tables import measured_notes, format_tables, words_agree
 from records import made_up, write_all
 
 
@@ -77,7 +77,7 @@ def test_tables_show_every_scheme_that_was_run(tmp_path):
     row = select_rows("weak", "1d-sp", ranks=27)[0]
     for one in (row, select_rows("weak", "3d")[0]):
         run_file.write_run(made_up(one), tmp_path, make_case(one, "laptop").name)
-    line = next(line for line in tables(tmp_path).splitlines()
+    line = next(line for line in format_tables(tmp_path).splitlines()
                 if line.startswith("1-D, sequence") and "|" in line)
     assert line.split("|")[0].split()[-6:] == ["27", "-", "-", "-", "-", "-"]
     assert line.split("|")[1].split()[-1] == f"{0.75 / make_case(row, 'laptop').sizes.batch:.5f}"
@@ -93,7 +93,7 @@ def test_sizes_that_make_no_model():
 
 def test_tables_show_published_beside_measured(tmp_path):
     write_all(tmp_path)
-    text = tables(tmp_path)
+    text = format_tables(tmp_path)
     assert text.count("95 % confidence") == 2 and text.count(" %+") == 36
     for number, row in enumerate(load_tables().rows):
         line = next(line for line in text.splitlines()
@@ -107,7 +107,7 @@ def test_tables_show_published_beside_measured(tmp_path):
 
 def test_tables_show_speed_ups_and_the_papers_errors(tmp_path):
     write_all(tmp_path)
-    lines = tables(tmp_path).splitlines()
+    lines = format_tables(tmp_path).splitlines()
     over = [line.split("|") for line in lines if line.startswith("over ")]
     published = [left.split()[1:] for left, _ in over]
     measured = [right.split() for _, right in over]
@@ -136,7 +136,7 @@ def test_tables_show_speed_ups_and_the_papers_errors(tmp_path):
 def test_missing_rows_and_crowded_ranks_are_said(tmp_path):
     row = select_rows("weak", "3d")[1]
     run_file.write_run(made_up(row, oversubscribed=True), tmp_path, "weak")
-    text = " ".join(tables(tmp_path).split())
+    text = " ".join(format_tables(tmp_path).split())
     assert "Missing, 17 of 18 rows: weak 1-D 8," in text
     assert "NOT SCALING RESULTS: in 1 of 1 rows ranks outnumber cores, with up to 64 ranks on " \
            "32 cores" in text
@@ -150,7 +150,7 @@ def test_headings_say_that_crowded_ranks_do_not_scale(tmp_path, form):
         run_file.write_run(made_up(row, oversubscribed=True), tmp_path, scheme)
         strong, = [row for row in select_rows("strong", scheme) if row.gpus == 8]
         run_file.write_run(made_up(strong), tmp_path, f"strong-{scheme}")
-    text = tables(tmp_path, form)
+    text = format_tables(tmp_path, form)
     said = "preset laptop (NOT SCALING RESULTS: up to 8 ranks take turns on 4 cores)"
     assert text.count(f"Table 1, weak scaling, {said}") == (4 if form != "csv" else 16)
     assert f"Table 2, strong scaling, {said}" not in text
@@ -185,7 +185,7 @@ def test_equal_tokens_have_rows_of_their_own_in_the_speed_ups(tmp_path):
         run_file.write_run(run, tmp_path, one.name)
     found = read_folder(tmp_path).results[0]
     assert len(found.runs) == len(found.equal) == 2 and found.earlier == 0
-    lines = [line.split("|")[1].split()[:5] for line in tables(tmp_path).splitlines()
+    lines = [line.split("|")[1].split()[:5] for line in format_tables(tmp_path).splitlines()
              if line.startswith("over 1-D") and "missing" not in line]
     assert lines == [["30", "96", "960", "3072", "0.50x"], ["96", "96", "3072", "3072", "1.50x"],
                      ["30", "30", "960", "960", "0.25x"]]
@@ -206,7 +206,7 @@ def test_each_machine_is_said_with_its_rows(tmp_path):
 
 def test_what_the_order_and_the_tests_are(tmp_path):
     run_file.write_run(made_up(select_rows("weak", "3d")[0]), tmp_path, "weak")
-    text = " ".join(tables(tmp_path).split())
+    text = " ".join(format_tables(tmp_path).split())
     assert "one number of ranks after another, at random, and the rows of each at random, " \
            "seed 7." in text
     assert "p is not corrected for the number of tests" in text and "in no interval" in text
@@ -223,7 +223,7 @@ def test_the_peak_of_memory_is_beside_a_dry_run(tmp_path, transport, said):
         "pool_peak": Variable(np.full(8, 3.0 * 2 ** 20), "byte", ("rank",)),
         "expected_pool_peak": Variable(np.float64(2 ** 22), "byte", ())})
     run_file.write_run(run, tmp_path, "weak")
-    text = tables(tmp_path)
+    text = format_tables(tmp_path)
     line, = [line for line in text.splitlines() if "peak memory" in line or "dry run" in line][1:2]
     assert line.endswith("dry run")
     _, note = merit_rows.notes([run])
@@ -242,7 +242,7 @@ def test_the_latest_run_is_shown_and_bad_files_are_named(tmp_path):
     assert found.results[0].get(row).samples["forward"].max(axis=1)[1] == pytest.approx(0.5)
     assert found.results[0].earlier == 2
     assert len(problems) == 1 and "broken.h5" in problems[0]
-    text = " ".join(tables(tmp_path).split())
+    text = " ".join(format_tables(tmp_path).split())
     assert "2 earlier runs" in text and "broken.h5" in text
 
 
@@ -251,11 +251,12 @@ def test_words_that_differ_from_the_closed_form_are_said(tmp_path):
     assert words_agree(run)
     run.expected_words[0, 0, 0] += 1
     run_file.write_run(run, tmp_path, "weak")
-    assert "differ from the closed form in: weak 2-D 16" in " ".join(tables(tmp_path).split())
+    text = " ".join(format_tables(tmp_path).split())
+    assert "differ from the closed form in: weak 2-D 16" in text
 
 
 def test_no_results(tmp_path):
     with pytest.raises(StoreError, match="no results in"):
-        tables(tmp_path)
+        format_tables(tmp_path)
     with pytest.raises(StoreError, match="no folder of results"):
-        tables(tmp_path / "nowhere")
+        format_tables(tmp_path / "nowhere")

@@ -263,7 +263,7 @@ def test_a_run_records_what_its_transport_moved(comm, monkeypatch, tmp_path, kin
         assert np.array_equal(np.delete(moved, sums, -1), np.delete(words, sums, -1))
     else:
         assert 0 < moved.sum() != words.sum()
-    text = render(merit.one(read), "text")
+    text = render(merit.run_parts(read), "text")
     assert f"moved by transport {kind}" in text and f"What it moves, {kind}: " in text
     scheme.grid.free()
 
