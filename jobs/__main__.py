@@ -1,4 +1,4 @@
-"""Parse ``python -m jobs`` and do it: render, submit, status, collect."""
+"""Run the command line of ``python -m jobs``: render, submit, status, collect."""
 
 import argparse
 import sys
@@ -15,12 +15,12 @@ from bench.reports.document import Column, Table
 from bench.reports.formats import format_text
 from bench.verbs import options, row_options
 from jobs import fitting, scripts, site as sites, slurm, standings
-from jobs.collect import collect, line
+from jobs.collect import collect, format_standing
 from jobs.scripts import Work
 from jobs.standings import DONE, UNDER_WAY
 from mm3d.schemes import lookup
 
-SCRIPT = 0o755    # its permissions
+SCRIPT = 0o755    # permissions of a script
 
 
 def parser() -> argparse.ArgumentParser:
@@ -30,7 +30,7 @@ def parser() -> argparse.ArgumentParser:
     verbs = top.add_subparsers(dest="verb", required=True, metavar="VERB")
     rest = argparse.ArgumentParser(add_help=False)
     rest.add_argument("--site", required=True, metavar="SITE", help=(
-        f"what the cluster is like: {', '.join(sites.supplied())}, or a .toml file"))
+        f"what the cluster is like: {', '.join(sites.supplied_sites())}, or a .toml file"))
     rest.add_argument("--table", default="all", metavar="NAMES",
                       help="weak, strong, with commas between, or all (default)")
     rest.add_argument("--scheme", default="all", metavar="NAMES",
@@ -68,9 +68,9 @@ def work_and_cases(arguments) -> tuple[Work, list[Case]]:
     Raises
     ------
     UsageError
-        When it cannot be meant.
+        When the options contradict each other.
     """
-    site = sites.load(arguments.site)
+    site = sites.load_site(arguments.site)
     chosen = select_rows(arguments.table, arguments.scheme)
     variant = row_options.variant(arguments)
     chosen += equal_token_rows(chosen) if arguments.equal_tokens else []
@@ -101,7 +101,7 @@ def render(work: Work, cases: list[Case], arguments) -> None:
     for folder in (work.folder, work.folder / "logs"):
         folder.mkdir(parents=True, exist_ok=True)
     for one in cases:
-        # In one piece: a job may be reading the old one.
+        # As a whole: a job may be reading the old script.
         atomic.replace(work.script(one), scripts.row_script(work, one), SCRIPT)
     again = [f"--site={site_name(work)}", f"--table={arguments.table}",
              f"--scheme={arguments.scheme}", f"--preset={arguments.preset}", f"--out={work.out}",
@@ -112,19 +112,19 @@ def render(work: Work, cases: list[Case], arguments) -> None:
 
 
 def site_name(work: Work) -> str:
-    """Return the site as a job finds it, wherever it runs."""
-    return work.name if work.name in sites.supplied() else str(Path(work.name).absolute())
+    """Return the name of the site for a job, which may run in another folder."""
+    return work.name if work.name in sites.supplied_sites() else str(Path(work.name).absolute())
 
 
 def overview(work: Work, cases: list[Case]) -> str:
-    """Make the table of what each row asks for."""
+    """Make the table of the resources of each row."""
     site = work.site
-    lines = [[one.title, one.row.gpus, scripts.nodes(site, one.row.gpus),
-              scripts.gpus(site, one.row.gpus) or "-", site.slurm.time,
+    lines = [[one.title, one.row.gpus, scripts.count_nodes(site, one.row.gpus),
+              scripts.gpus_per_node(site, one.row.gpus) or "-", site.slurm.time,
               work.inside or site.inside.get(one.row.scheme, "auto"), fits.recompute,
               "-" if fits.peak is None else f"{fits.peak / 2 ** 30:.1f}",
               "-" if fits.peak is None else "yes" if fits.fits else "NO", work.script(one).name]
-             for one, fits in ((one, work.fitting(one)) for one in cases)]
+             for one, fits in ((one, work.fit(one)) for one in cases)]
     columns = [Column(name) for name in ("row", "ranks", "nodes", "GPUs a node")]
     columns += [Column(name, align="<") for name in ("time", "inside", "recompute")]
     columns += [Column("GiB a rank", align="."), Column("fits", align="<"),
@@ -133,15 +133,15 @@ def overview(work: Work, cases: list[Case]) -> str:
 
 
 def submit(work: Work, cases: list[Case], arguments) -> int:
-    """Submit what is missing, then the last job; 1 when the queue did not take all."""
+    """Submit the missing rows, then the last job; 1 if the queue did not take all."""
     with standings.locked(work):
         render(work, cases, arguments)
-        found = standings.survey(work, cases, slurm.queue())
+        found = standings.list_standings(work, cases, slurm.read_queue())
         due = [one.case for one in found if one.state not in (DONE, *UNDER_WAY)]
-        refused = [one for one in due if not work.fitting(one).fits]
+        refused = [one for one in due if not work.fit(one).fits]
         for one in refused:
-            most = fitting.limit(work.site, one.row.gpus)
-            print(f"refused: {one.title}: {work.fitting(one).refusal(most)}", file=sys.stderr)
+            most = fitting.rank_memory(work.site, one.row.gpus)
+            print(f"refused: {one.title}: {work.fit(one).refusal(most)}", file=sys.stderr)
         due = [one for one in due if one not in refused]
         under_way = [one.job for one in found if one.state in UNDER_WAY]
         print(f"{len(cases)} rows: {sum(one.state == DONE for one in found)} done, "
@@ -169,7 +169,7 @@ def grouped(cases: list[Case]) -> list[list[Case]]:
 
 
 def submit_group(work: Work, group: list[Case], array: bool) -> list[str]:
-    """Submit rows, as a job array or a job; return their jobs."""
+    """Submit rows as a job array, or one as a job; return their jobs."""
     if not array:
         jobs = [slurm.submit(work.script(group[0]))]
     else:
@@ -178,13 +178,13 @@ def submit_group(work: Work, group: list[Case], array: bool) -> list[str]:
         number = slurm.submit(script)
         jobs = [f"{number}_{index}" for index in range(len(group))]
     for one, job in zip(group, jobs):
-        standings.note(work, one, job)
+        standings.record_submission(work, one, job)
         print(f"job {job}: {one.title}")
     return jobs
 
 
 def test_only(work: Work, cases: list[Case], arguments) -> int:
-    """Ask Slurm about every script; 1 when it would not take one."""
+    """Ask Slurm whether it would take each script; 1 if it would refuse one."""
     render(work, cases, arguments)
     refused = 0
     for path in [*map(work.script, cases), work.folder / "collect.sh"]:
@@ -196,7 +196,7 @@ def test_only(work: Work, cases: list[Case], arguments) -> int:
     return int(bool(refused))
 
 
-def do(arguments) -> int:
+def run_verb(arguments) -> int:
     """Run the verb; return the exit status."""
     work, cases = work_and_cases(arguments)
     if arguments.verb == "submit":
@@ -207,15 +207,15 @@ def do(arguments) -> int:
         render(work, cases, arguments)
         print(f"{overview(work, cases)}\n\nin {work.folder}; nothing is submitted")
     else:
-        for one in standings.survey(work, cases, slurm.queue()):
-            print(line(one))
+        for one in standings.list_standings(work, cases, slurm.read_queue()):
+            print(format_standing(one))
     return 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
     arguments = parser().parse_args(argv)
-    return status_of(lambda: do(arguments), slurm.SlurmError)
+    return status_of(lambda: run_verb(arguments), slurm.SlurmError)
 
 
 def command() -> NoReturn:

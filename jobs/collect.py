@@ -9,10 +9,10 @@ from jobs.scripts import Work
 from jobs.standings import DONE, Standing
 
 
-def gather(work: Work, case: Case) -> int:
-    """Copy the sound files of a row's jobs to the results; how many are new."""
+def copy_results(work: Work, case: Case) -> int:
+    """Copy the readable files of a row's jobs to the results, and return the number of new ones."""
     new = 0
-    for path, _ in standings.results(work, case):
+    for path, _ in standings.list_results(work, case):
         target = work.out / path.name
         if path.parent == work.out or target.exists():
             continue
@@ -21,10 +21,10 @@ def gather(work: Work, case: Case) -> int:
     return new
 
 
-def merge(work: Work, cases: list[Case]) -> str:
-    """Join the collected runs of the rows in one file anew; a line that says so.
+def merge_runs(work: Work, cases: list[Case]) -> str:
+    """Merge the collected runs of the rows in one new file; return a line that names it.
 
-    It lies beside the scripts: tables and figures read every file of the results' folder.
+    It is written beside the scripts, since tables and figures read every file of the results.
 
     Raises
     ------
@@ -32,7 +32,7 @@ def merge(work: Work, cases: list[Case]) -> str:
         When versions of the schema differ, or the file cannot be written.
     """
     target = work.folder / "all.h5"
-    paths = [path for one in cases for path, _ in standings.results(work, one)
+    paths = [path for one in cases for path, _ in standings.list_results(work, one)
              if path.parent == work.out]
     if not paths:
         return "nothing to merge"
@@ -42,7 +42,7 @@ def merge(work: Work, cases: list[Case]) -> str:
 
 
 def collect(work: Work, cases: list[Case]) -> int:
-    """Gather and merge what is there, name what is not, print the tables and draw the figures.
+    """Collect and merge results, print the tables, draw the figures, and name missing rows.
 
     Returns
     -------
@@ -50,8 +50,8 @@ def collect(work: Work, cases: list[Case]) -> int:
         0 when no row is missing, otherwise 1.
     """
     run_file.check_folder(work.out)
-    new = sum(gather(work, one) for one in cases)
-    missing = [one for one in standings.survey(work, cases, queue_or_nothing())
+    new = sum(copy_results(work, one) for one in cases)
+    missing = [one for one in standings.list_standings(work, cases, read_queue_if_any())
                if one.state != DONE]
     done = len(cases) - len(missing)
     if any(work.out.glob("*.h5")):
@@ -59,20 +59,20 @@ def collect(work: Work, cases: list[Case]) -> int:
         print(f"all of it on one page: {write_page(work.out)}")
     print(f"\n{done} of {len(cases)} rows done, {new} files new in {work.out}")
     for one in missing:
-        print(f"missing: {line(one)}")
-    print(merge(work, cases))
+        print(f"missing: {format_standing(one)}")
+    print(merge_runs(work, cases))
     return int(bool(missing))
 
 
-def queue_or_nothing() -> dict[str, slurm.State]:
-    """Read the queue, empty where there is no Slurm: results can be collected anywhere."""
+def read_queue_if_any() -> dict[str, slurm.State]:
+    """Read the queue; it is empty without Slurm, since results can be collected anywhere."""
     try:
-        return slurm.queue()
+        return slurm.read_queue()
     except slurm.SlurmError:
         return {}
 
 
-def line(one: Standing) -> str:
+def format_standing(one: Standing) -> str:
     """Format a row and its standing as a line."""
     job = f", job {one.job}" if one.job else ""
     reason = f": {one.reason}" if one.reason else ""

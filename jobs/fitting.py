@@ -10,18 +10,18 @@ from jobs.site import Site
 
 
 @dataclass(frozen=True)
-class Fitting:
-    """Whether a row fits, and with which recomputation.
+class RowFit:
+    """The recomputation of a row, and whether it fits the memory of a rank.
 
     Attributes
     ----------
     recompute : str
-        The policy that the row is run with.
+        The policy with which the row is run.
     peak : int or None
-        Bytes of a rank that it needs: by a dry run or, far below the site's memory, by closed
-        forms; None where that memory is not known.
+        Peak bytes of a rank, by a dry run or, far below the site's memory, by closed forms; None
+        if that memory is unknown.
     fits : bool
-        Whether a rank has so many; True where it is not known.
+        Whether a rank has this much memory; True if unknown.
     """
 
     recompute: str
@@ -29,13 +29,13 @@ class Fitting:
     fits: bool = True
 
     def refusal(self, limit: int) -> str:
-        """Say why the row is not run, on ranks of `limit` bytes."""
+        """Explain why the row is not run on ranks of `limit` bytes."""
         return (f"needs at least {memory_fit.format_gib(self.peak)} a rank by a dry run, of "
                 f"{memory_fit.format_gib(limit)}, with any policy of recomputation that is tried")
 
 
-def limit(site: Site, ranks: int) -> int | None:
-    """Return the bytes of each of `ranks` ranks; None where the site file does not say."""
+def rank_memory(site: Site, ranks: int) -> int | None:
+    """Return the bytes of each of `ranks` ranks; None if the site file does not state them."""
     if site.node.gpu_memory:
         sharing = -(-min(ranks, site.node.ranks) // max(1, site.node.gpus))
         return memory_fit.parse_size(site.node.gpu_memory) // sharing
@@ -44,37 +44,37 @@ def limit(site: Site, ranks: int) -> int | None:
     return None
 
 
-def fitting(site: Site, case: Case, recompute: str | None = None) -> Fitting:
-    """Decide whether `case` fits the site with `recompute`, or with the policy that repeats least.
+def fit_row(site: Site, case: Case, recompute: str | None = None) -> RowFit:
+    """Decide whether a row fits the site, with `recompute` or the least recomputation that fits.
 
-    Closed forms, which are at once but may be less than what is needed, decide only where they
-    leave `memory_fit.SAFETY_FACTOR` times their bytes; nearer to the limit a dry run does.  The job itself
-    makes one in any case.
+    Closed forms are fast but may be too small, so they decide only where a rank has
+    `memory_fit.SAFETY_FACTOR` times their bytes; nearer to the limit a dry run does.  The job
+    itself makes a dry run in any case.
     """
-    most, how, scheme = limit(site, case.row.gpus), case.variant, case.row.scheme
+    most, how, scheme = rank_memory(site, case.row.gpus), case.variant, case.row.scheme
     if most is None:
-        return Fitting(recompute or "none")
+        return RowFit(recompute or "none")
     grid, dtype = mm3d.SCHEMES[scheme].default_grid(case.row.gpus), numpy_dtype(how)
     sizes = case.sizes
     names = [recompute] if recompute else memory_fit.list_policies(how.keep)
     closed = memory_fit.estimate_peak(scheme, grid, dtype, names[0], sizes, how.keep)
-    # In 16 bits some intermediate arrays are float32's.
+    # With 16 bits some intermediate arrays are in float32.
     if closed * (2 if dtype == "float16" else 1) < most / memory_fit.SAFETY_FACTOR:
-        return Fitting(names[0], int(closed))
+        return RowFit(names[0], int(closed))
     if recompute:
         found = memory_fit.predict_peak(scheme, grid, dtype, recompute, sizes, how)
-        return Fitting(recompute, found, found <= most)
+        return RowFit(recompute, found, found <= most)
     name, found = memory_fit.choose_policy(scheme, grid, dtype, sizes, most, how)
-    return Fitting(name or "none", found, name is not None)
+    return RowFit(name or "none", found, name is not None)
 
 
 def numpy_dtype(how: Variant) -> str:
-    """The dtype of a dry run, which NumPy has: float16 for bfloat16, of as many bytes."""
+    """Return the dtype of a dry run, one of NumPy: float16 stands in for bfloat16."""
     return "float16" if how.dtype in SIXTEEN else how.dtype
 
 
-def check(case: Case, recompute: str, most: int) -> list[str]:
-    """Return the options of ``bench dry`` that hold the row against `most` bytes of a rank."""
+def dry_options(case: Case, recompute: str, most: int) -> list[str]:
+    """Return the options of ``bench dry`` that compare the row with `most` bytes of a rank."""
     how = case.variant
     return [f"--scheme={case.row.scheme}", f"--ranks={case.row.gpus}",
             *(f"--{name}={size}" for name, size in case.sizes.items()),

@@ -1,7 +1,7 @@
 """Write sbatch scripts from a site file and rows.
 
-Every expression of a template is quoted for the shell when it is written, wherever it stands, so
-that no value can become a command; lists become as many words.
+Every expression of a template is quoted for the shell, so that no value can become a command; a
+list becomes several words.
 """
 
 import math
@@ -14,11 +14,11 @@ import jinja2
 
 from bench.cases.case import Case
 from bench.errors import UsageError
-from jobs.fitting import Fitting, check, fitting, limit
+from jobs.fitting import RowFit, dry_options, fit_row, rank_memory
 from jobs.site import Site
 
 ROOT = Path(__file__).resolve().parents[1]    # where python -m bench finds its source
-LIMIT = 120                                   # seconds that a question of the pre-flight may take
+LIMIT = 120                                   # seconds for each step of the pre-flight checks
 
 
 @dataclass(frozen=True)
@@ -28,15 +28,15 @@ class Work:
     Attributes
     ----------
     site : Site
-        Of which cluster.
+        The cluster.
     name : str
-        What the user calls the site: a name or a file.
+        The site as the user names it, by its name or file.
     out : Path
         The folder of results; scripts, logs and bookkeeping lie in ``jobs`` within it.
     inside : str or None
-        The direction that stays inside a node, instead of the site's.
+        The direction of the grid inside a node, instead of the site's.
     recompute : str or None
-        What backward computes again, instead of the least with which each row fits.
+        The policy of recomputation, instead of the least with which each row fits.
     """
 
     site: Site
@@ -50,9 +50,9 @@ class Work:
         """Return the folder of scripts, logs and bookkeeping."""
         return self.out / "jobs"
 
-    def fitting(self, case: Case) -> Fitting:
+    def fit(self, case: Case) -> RowFit:
         """Decide how a row fits the memory of the site's ranks."""
-        return fitting(self.site, case, self.recompute)
+        return fit_row(self.site, case, self.recompute)
 
     def runs(self, case: Case) -> Path:
         """Return the folder into which the jobs of a row write."""
@@ -63,17 +63,17 @@ class Work:
         return self.folder / f"{case.name}.sh"
 
 
-def shell(value: Any) -> str:
+def quote(value: Any) -> str:
     """Quote `value` as one word of the shell, a list as several."""
     if isinstance(value, (list, tuple)):
-        return " ".join(map(shell, value))
+        return " ".join(map(quote, value))
     text = str(value)
     # A comma is harmless, but reads as if it divided the elements of an array.
     return f"'{text}'" if "," in text and shlex.quote(text) == text else shlex.quote(text)
 
 
 TEMPLATES = jinja2.Environment(
-    loader=jinja2.PackageLoader("jobs"), undefined=jinja2.StrictUndefined, finalize=shell,
+    loader=jinja2.PackageLoader("jobs"), undefined=jinja2.StrictUndefined, finalize=quote,
     trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True)
 
 
@@ -83,7 +83,7 @@ def check_path(path: Path) -> Path:
     Raises
     ------
     UsageError
-        When its name has characters that Slurm would take for something else.
+        When its name has characters that Slurm interprets.
     """
     path = path.absolute()
     if not str(path).isprintable() or any(sign in str(path) for sign in "%\\\"'"):
@@ -92,8 +92,8 @@ def check_path(path: Path) -> Path:
     return path
 
 
-def nodes(site: Site, ranks: int) -> int:
-    """Count the nodes that a number of ranks takes."""
+def count_nodes(site: Site, ranks: int) -> int:
+    """Count the nodes for a number of ranks."""
     return math.ceil(ranks / site.node.ranks)
 
 
@@ -107,7 +107,7 @@ def slurm_options(work: Work, name: str, time: str, ranks: int) -> list[str]:
         value = getattr(site.slurm, key)
         if value is not None:
             chosen.append(f"--{key}={value}")
-    return [*chosen, f"--nodes={nodes(site, ranks)}", f"--ntasks={ranks}"]
+    return [*chosen, f"--nodes={count_nodes(site, ranks)}", f"--ntasks={ranks}"]
 
 
 def row_options(work: Work, name: str, ranks: int) -> list[str]:
@@ -118,16 +118,16 @@ def row_options(work: Work, name: str, ranks: int) -> list[str]:
               f"--cpus-per-task={site.node.cores_per_rank}",
               f"--signal=B:USR1@{site.slurm.warning}"]
     if site.node.gpus:
-        chosen.append(f"--gpus-per-node={gpus(site, ranks)}")
+        chosen.append(f"--gpus-per-node={gpus_per_node(site, ranks)}")
     return [*chosen, *["--exclusive"] * site.slurm.exclusive, *site.slurm.options]
 
 
-def gpus(site: Site, ranks: int) -> int:
-    """Count the GPUs that are asked for of each node."""
+def gpus_per_node(site: Site, ranks: int) -> int:
+    """Count the GPUs requested of each node."""
     return min(ranks, site.node.gpus)
 
 
-def launch(site: Site, ranks: int) -> list[str]:
+def launch_command(site: Site, ranks: int) -> list[str]:
     """Return the command that starts the ranks, without the program."""
     if site.launch.launcher == "mpirun":
         words = ["mpirun", "-n", str(ranks), *site.launch.options]
@@ -144,13 +144,13 @@ def row_script(work: Work, case: Case) -> str:
     """Write the script that measures one row."""
     site, ranks, folder = work.site, case.row.gpus, check_path(work.runs(case))
     inside = work.inside or site.inside.get(case.row.scheme, "auto")
-    fits = work.fitting(case)
-    doctor = [f"--ranks={ranks}", f"--launcher={shlex.join(launch(site, ranks))}",
+    fits = work.fit(case)
+    doctor = [f"--ranks={ranks}", f"--launcher={shlex.join(launch_command(site, ranks))}",
               f"--seen={folder}", f"--out={folder}", f"--limit={LIMIT}",
               f"--ranks-per-node={site.node.ranks}",
               *[f"--module={name}" for name in site.software.modules]]
     if site.launch.gpu_binding != "none":
-        doctor.append(f"--gpus-per-node={gpus(site, ranks)}")
+        doctor.append(f"--gpus-per-node={gpus_per_node(site, ranks)}")
     if site.run.device_buffers:
         doctor.append("--device-buffers")
     named = ([f"--rows={case.row.table}:{case.row.scheme}:{case.row.like}"] if case.row.like else
@@ -158,13 +158,13 @@ def row_script(work: Work, case: Case) -> str:
     run = [*named, f"--preset={case.preset}",
            f"--out={folder}", f"--backend={site.run.backend}", f"--inside={inside}",
            f"--recompute={fits.recompute}", *case.variant.arguments(), *site.run.options]
-    most = limit(site, ranks)
+    most = rank_memory(site, ranks)
     return TEMPLATES.get_template("row.sh.j2").render(
         title=f"{case.title}, preset {case.preset}", site=site, root=ROOT, folder=folder,
-        options=row_options(work, job_name(case), ranks), launch=launch(site, ranks),
+        options=row_options(work, job_name(case), ranks), launch=launch_command(site, ranks),
         questions=["census", "exchange"] if site.run.device_buffers else ["census"],
         limit=LIMIT, doctor=doctor, run=run,
-        memory=check(case, fits.recompute, most) if most else [])
+        memory=dry_options(case, fits.recompute, most) if most else [])
 
 
 def array_script(work: Work, cases: list[Case]) -> str:

@@ -12,33 +12,33 @@ import msgspec
 from bench.errors import UsageError
 from bench.prediction import memory_fit
 
-# What may stand in a line that Slurm reads, where quoting is Slurm's own affair.
+# Text allowed in a line that Slurm reads, with its own rules of quoting.
 WORD = re.compile(r"[A-Za-z0-9_.,:/@%+=*&|()\[\]-]+")
 TIME = re.compile(r"(\d+-)?\d+(:\d\d){0,2}")
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
-class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SiteTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A table of the site file."""
 
 
-class Slurm(Part):
+class Slurm(SiteTable):
     """Options of Slurm's jobs.
 
     Attributes
     ----------
     time : str
-        Limit of each row's job, as Slurm writes it (``2:00:00``).
+        Time limit of each row's job, in Slurm's notation (``2:00:00``).
     partition, account, qos, constraint : str or None
-        As of sbatch; left to Slurm's defaults where not given.
+        Options of sbatch; Slurm's defaults if not given.
     exclusive : bool
-        Whether nodes are shared with no other job.
+        Whether the nodes are not shared with other jobs.
     warning : int
-        Seconds before the limit at which a job ends with what it has.
+        Seconds before the limit at which a job ends its row with the repetitions so far.
     collect_time : str
-        Limit of the last job, which collects and draws.
+        Time limit of the last job, which collects the results and draws the figures.
     options : list of str
-        Of sbatch, such as ``--mem=0``.
+        More options of sbatch, such as ``--mem=0``.
     """
 
     time: str
@@ -52,22 +52,22 @@ class Slurm(Part):
     options: list[str] = []
 
 
-class Node(Part):
+class Node(SiteTable):
     """Ranks, cores and GPUs of a node.
 
     Attributes
     ----------
     ranks : int
-        How many are started on it.
+        Number of ranks on the node.
     cores_per_rank : int
-        The cores of each.
+        Number of cores of each rank.
     gpus : int
-        GPUs of the node.
+        Number of GPUs of the node.
     gpu_memory : str or None
-        Of each GPU for arrays, such as ``16 GB`` (of 1000^3 bytes) or ``15 GiB`` (of 1024^3);
-        what the driver, the libraries and MPI need besides is not in it.
+        Memory of each GPU for arrays, such as ``16 GB`` (of 1000^3 bytes) or ``15 GiB`` (of
+        1024^3), without that of the driver, the libraries and MPI.
     memory : str or None
-        Of the node for the arrays of all of its ranks, where there are no GPUs.
+        Memory of the node for the arrays of all of its ranks, if it has no GPUs.
     """
 
     ranks: int
@@ -77,17 +77,17 @@ class Node(Part):
     memory: str | None = None
 
 
-class Software(Part):
+class Software(SiteTable):
     """Modules, container and Python to load.
 
     Attributes
     ----------
     modules : list of str
-        Environment modules, in this order.
+        Environment modules, in the order of loading.
     container : list of str
-        The command that runs a program inside the container, such as ``apptainer exec IMAGE``.
+        Command that runs a program in the container, such as ``apptainer exec IMAGE``.
     python : str
-        The interpreter that has mm3d's requirements; by default the one that renders.
+        The interpreter with mm3d's requirements; by default the one that renders the scripts.
     """
 
     modules: list[str] = []
@@ -95,20 +95,20 @@ class Software(Part):
     python: str = sys.executable
 
 
-class Launch(Part):
+class Launch(SiteTable):
     """The launcher of ranks and its options.
 
     Attributes
     ----------
     launcher : {"srun", "mpirun"}
-        Which program starts them.
+        The program that starts the ranks.
     mpi : str
-        ``srun --mpi=``: pmix, pmi2, cray_shasta; see ``srun --mpi=list``.
+        Value of ``srun --mpi=``: pmix, pmi2, cray_shasta; see ``srun --mpi=list``.
     options : list of str
-        Of the launcher, such as ``--cpu-bind=cores``.
+        More options of the launcher, such as ``--cpu-bind=cores``.
     gpu_binding : {"none", "task", "rank"}
-        "task": Slurm shows each rank one GPU of its own.  "rank": all GPUs of a node are shown to
-        it and rank i of a node takes the i-th, which lets MPI use direct copies between them.
+        "task": Slurm makes one GPU visible to each rank.  "rank": all GPUs of a node are visible
+        and rank i of the node takes the i-th, so that MPI can copy directly between GPUs.
     """
 
     launcher: Literal["srun", "mpirun"] = "srun"
@@ -117,26 +117,35 @@ class Launch(Part):
     gpu_binding: Literal["none", "task", "rank"] = "none"
 
 
-class Run(Part):
-    """What is run: the array library, whether MPI must carry device buffers, and more options of
-    ``bench run``."""
+class Run(SiteTable):
+    """Options of the measurement.
+
+    Attributes
+    ----------
+    backend : str
+        The array library.
+    device_buffers : bool
+        Whether MPI must carry device buffers.
+    options : list of str
+        More options of ``bench run``.
+    """
 
     backend: str = "numpy"
     device_buffers: bool = False
     options: list[str] = []
 
 
-class Site(Part):
+class Site(SiteTable):
     """A site file.
 
     Attributes
     ----------
     about : str
-        What the cluster is, in a line.
+        A line that describes the cluster.
     inside : dict of str to str
-        By scheme the direction of the grid that stays inside a node ("auto" where not given).
+        The direction of the grid inside a node, by scheme; "auto" if not given.
     environment : dict of str to str
-        Variables that are set, such as those that make MPI CUDA-aware.
+        Environment variables to set, such as those that make MPI CUDA-aware.
     """
 
     about: str
@@ -149,37 +158,37 @@ class Site(Part):
     environment: dict[str, str] = {}
 
 
-def supplied() -> dict[str, Path]:
+def supplied_sites() -> dict[str, Path]:
     """List the site files of this package by name."""
     folder = Path(str(resources.files("jobs").joinpath("sites")))
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
-def load(name: str) -> Site:
-    """Read the site called `name`, or that of the file `name`.
+def load_site(name: str) -> Site:
+    """Read a site by its name, or from a file.
 
     Raises
     ------
     UsageError
-        When there is none, or it says what cannot be meant.
+        When there is no such site, or its file is wrong.
     """
-    path = supplied().get(name, Path(name))
+    path = supplied_sites().get(name, Path(name))
     try:
         site = msgspec.convert(tomllib.loads(path.read_text()), Site)
     except OSError as error:
         raise UsageError(f"--site {name}: there is no such file; supplied are "
-                         f"{', '.join(supplied())}") from error
+                         f"{', '.join(supplied_sites())}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, msgspec.ValidationError) as error:
         raise UsageError(f"--site {name}: {error}") from error
-    problem = next(problems(site), None)
+    problem = next(list_problems(site), None)
     if problem:
         raise UsageError(f"--site {name}: {problem}")
     return site
 
 
-def problems(site: Site) -> Iterator[str]:
-    """List faults of a site file beyond the types of its values."""
-    for place, text in strings(msgspec.to_builtins(site), ""):
+def list_problems(site: Site) -> Iterator[str]:
+    """List the faults of a site file, other than wrong types of values."""
+    for place, text in list_strings(msgspec.to_builtins(site), ""):
         if not text.isprintable():
             yield f"{place} = {text!r}: must be one printable line"
         elif place.startswith("slurm.") and not WORD.fullmatch(text):
@@ -227,14 +236,14 @@ def _gpu_problems(site: Site) -> Iterator[str]:
                "use 'cupy'")
 
 
-def strings(value: Any, place: str) -> Iterator[tuple[str, str]]:
-    """List all strings in a value, keys included, and where each stands."""
+def list_strings(value: Any, place: str) -> Iterator[tuple[str, str]]:
+    """List all strings in a value, keys included, each with its place."""
     if isinstance(value, str):
         yield place, value
     elif isinstance(value, dict):
         for key, found in value.items():
             yield f"{place}.{key}".lstrip("."), str(key)
-            yield from strings(found, f"{place}.{key}".lstrip("."))
+            yield from list_strings(found, f"{place}.{key}".lstrip("."))
     elif isinstance(value, list):
         for found in value:
-            yield from strings(found, place)
+            yield from list_strings(found, place)

@@ -1,26 +1,26 @@
-"""Call sbatch, squeue, sacct and scontrol, with a message for each way to fail."""
+"""Call sbatch, squeue, sacct and scontrol, with a message for each kind of failure."""
 
 import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-LIMIT = 60    # seconds that an answer may take: sbatch itself tries a full queue for minutes
+LIMIT = 60    # seconds for an answer: sbatch retries a full queue for minutes
 
 
 class SlurmError(Exception):
-    """Slurm refused, did not answer in time, or is not there."""
+    """Raised when Slurm refuses, does not answer in time, or is not installed."""
 
 
 @dataclass(frozen=True)
 class State:
-    """State of a job in the queue, such as RUNNING or PENDING, and why it waits."""
+    """State of a job in the queue, such as RUNNING or PENDING, and the reason why it waits."""
 
     name: str
     reason: str
 
 
-def ask(*command: str, limit: float | None = None) -> str:
+def run_command(*command: str, limit: float | None = None) -> str:
     """Run one of Slurm's commands; return its output.
 
     Raises
@@ -28,7 +28,7 @@ def ask(*command: str, limit: float | None = None) -> str:
     SlurmError
         When there is no such command, it fails, or it takes too long.
     """
-    # A job inherits options meant for itself; the ones it submits have their own.
+    # A job inherits its own options in these variables; the jobs that it submits have others.
     env = {name: value for name, value in os.environ.items()
            if not name.startswith(("SBATCH_", "SLURM_")) or name == "SLURM_CONF"}
     limit = limit or LIMIT
@@ -50,28 +50,28 @@ def ask(*command: str, limit: float | None = None) -> str:
 
 def submit(script: Path, *options: str) -> str:
     """Submit a script; return the job's number."""
-    return ask("sbatch", "--parsable", *options, str(script)).strip().partition(";")[0]
+    return run_command("sbatch", "--parsable", *options, str(script)).strip().partition(";")[0]
 
 
 def test_only(script: Path) -> str:
-    """Ask when Slurm would run a script; nothing is submitted."""
-    return ask("sbatch", "--test-only", str(script)).strip().removeprefix("sbatch: ")
+    """Ask Slurm when it would run a script, without submitting it."""
+    return run_command("sbatch", "--test-only", str(script)).strip().removeprefix("sbatch: ")
 
 
-def queue() -> dict[str, State]:
+def read_queue() -> dict[str, State]:
     """Read this user's waiting and running jobs, by number; elements of arrays as 12_3."""
-    lines = ask("squeue", "--noheader", "--array", f"--user={os.geteuid()}",
-                "--format=%i|%T|%r").splitlines()
+    lines = run_command("squeue", "--noheader", "--array", f"--user={os.geteuid()}",
+                        "--format=%i|%T|%r").splitlines()
     return {number: State(state, reason)
             for number, state, reason in (line.split("|", 2) for line in lines)}
 
 
-def ending(job: str) -> str:
-    """Ask how a job that left the queue ended, such as TIMEOUT; "" where Slurm has forgotten."""
+def job_ending(job: str) -> str:
+    """Return the final state of a job, such as TIMEOUT; "" if Slurm no longer knows it."""
     for command in (("sacct", "--noheader", "--allocations", "--parsable2", "--format=State",
                      f"--jobs={job}"), ("scontrol", "--oneliner", "show", "job", job)):
         try:
-            text = ask(*command, limit=20).strip()
+            text = run_command(*command, limit=20).strip()
         except SlurmError:
             continue    # without a database sacct fails, and scontrol forgets after minutes
         if command[0] == "sacct" and text:

@@ -1,4 +1,4 @@
-"""Keep books of submitted jobs: which rows are done, under way or failed, and why."""
+"""Record submitted jobs, and find which rows are done, under way or failed, and why."""
 
 import contextlib
 import fcntl
@@ -21,7 +21,7 @@ UNDER_WAY = (RUNNING, WAITING)
 
 @dataclass(frozen=True)
 class Standing:
-    """State of a row, the job that it was last submitted as, and the reason of a failure."""
+    """State of a row, its last job, and the reason of a failure."""
 
     case: Case
     state: str
@@ -31,7 +31,7 @@ class Standing:
 
 @contextlib.contextmanager
 def locked(work: Work) -> Iterator[None]:
-    """Lock the books, so that a second submission waits and then sees the first's jobs.
+    """Lock the folder of scripts: a second submission waits, and then sees the jobs of the first.
 
     Raises
     ------
@@ -48,15 +48,15 @@ def locked(work: Work) -> Iterator[None]:
         yield
 
 
-def note(work: Work, case: Case, job: str) -> None:
+def record_submission(work: Work, case: Case, job: str) -> None:
     """Record that `case` was submitted as `job`.
 
     Raises
     ------
     StoreError
-        When that cannot be: the job, which nobody would know of, is named.
+        When it cannot be recorded; the message names the job, which is in the queue.
     """
-    path, number = books(work), job.partition("_")[0]
+    path, number = submissions_file(work), job.partition("_")[0]
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
@@ -69,26 +69,27 @@ def note(work: Work, case: Case, job: str) -> None:
             f"({error.strerror}): scancel {number}, make room, and submit again") from error
 
 
-def submitted(work: Work) -> dict[str, str]:
+def read_submitted(work: Work) -> dict[str, str]:
     """Read the last job of each row, by the row's name."""
-    entries = journal.read_entries(books(work)) if books(work).exists() else []
+    path = submissions_file(work)
+    entries = journal.read_entries(path) if path.exists() else []
     return {entry["row"]: entry["job"] for entry in entries if {"row", "job"} <= entry.keys()}
 
 
-def books(work: Work) -> Path:
-    """Return the file of submitted jobs: a line for each row and job."""
+def submissions_file(work: Work) -> Path:
+    """Return the path of the file of submitted jobs, with a line for each row and job."""
     return work.folder / "submitted.jsonl"
 
 
-def results(work: Work, case: Case) -> list[tuple[Path, run_file.Run]]:
-    """List the sound files of a row, of its jobs and collected, with the sizes of its preset.
+def list_results(work: Work, case: Case) -> list[tuple[Path, run_file.Run]]:
+    """List the readable files of a row, of its jobs and collected, with the sizes of its preset.
 
-    Where a policy of recomputation was asked for, those that were measured with it.
+    If a policy of recomputation is chosen, only files measured with it are listed.
     """
     found = []
     for folder in (work.runs(case), work.out):
         for path in sorted(folder.glob(f"{case.name}-*.h5")):
-            with contextlib.suppress(StoreError):    # as if it were not there
+            with contextlib.suppress(StoreError):    # an unreadable file counts as missing
                 run = run_file.read_run(path)
                 if (isinstance(run, run_file.Run) and not run.configuration["overridden"]
                         and (recorded_variant(run.configuration).arguments()
@@ -98,14 +99,14 @@ def results(work: Work, case: Case) -> list[tuple[Path, run_file.Run]]:
     return found
 
 
-def survey(work: Work, cases: list[Case], queue: dict[str, slurm.State]) -> list[Standing]:
+def list_standings(work: Work, cases: list[Case], queue: dict[str, slurm.State]) -> list[Standing]:
     """Find the standing of each row, given the jobs in the queue."""
-    jobs = submitted(work)
+    jobs = read_submitted(work)
     return [_standing(work, one, jobs.get(one.name, ""), queue) for one in cases]
 
 
 def _standing(work: Work, case: Case, job: str, queue: dict[str, slurm.State]) -> Standing:
-    found = [run for _, run in results(work, case)]
+    found = [run for _, run in list_results(work, case)]
     whole = [run for run in found if run.ended_by != "stopped"]
     if whole:
         return Standing(case, DONE, job, f"{len(whole[-1].samples['forward'])} repetitions")
@@ -117,12 +118,14 @@ def _standing(work: Work, case: Case, job: str, queue: dict[str, slurm.State]) -
     if found:
         return Standing(case, STOPPED, job, f"with {len(found[-1].samples['forward'])} "
                                             "repetitions, as its time was over")
-    return Standing(case, FAILED, job, why(work, case, job)) if job else Standing(case, MISSING)
+    if job:
+        return Standing(case, FAILED, job, explain_failure(work, case, job))
+    return Standing(case, MISSING)
 
 
-def why(work: Work, case: Case, job: str) -> str:
-    """Explain why a job left no result: in Slurm's words, its own, and those of its log."""
-    parts = [slurm.ending(job)]
+def explain_failure(work: Work, case: Case, job: str) -> str:
+    """Explain why a job has no result, by the words of Slurm, of the script and of its log."""
+    parts = [slurm.job_ending(job)]
     own = work.runs(case) / f"ended-{job}"
     if own.exists():
         parts.append(own.read_text().strip())

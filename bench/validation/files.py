@@ -1,7 +1,7 @@
 """Check files against the schema and the rules of a run.
 
-A violation makes a file unfit to be cited, and is explained in a line; a warning is what a reader
-must know.  Nothing is taken from the file that can be computed from its samples or its sizes.
+A file with a violation must not be cited; each violation is explained in a line.  Warnings are
+for the reader.  All that follows from samples or sizes is computed anew.
 """
 
 from pathlib import Path
@@ -17,8 +17,14 @@ from bench.validation import rules
 from mm3d import ModelSizes
 
 
-def check(path: Path) -> tuple[list[str], list[str]]:
-    """Check a file; return its violations of the rules, and warnings."""
+def check_file(path: Path) -> tuple[list[str], list[str]]:
+    """Check a file of one run or a merged one.
+
+    Returns
+    -------
+    list of str, list of str
+        Its violations of the rules, and warnings.
+    """
     errors: list[str] = []
     warnings: list[str] = []
     try:
@@ -29,7 +35,7 @@ def check(path: Path) -> tuple[list[str], list[str]]:
                 errors += [where + line for line in found_errors]
                 warnings += [where + line for line in found_warnings]
             if file.attrs.get("format") == merged.FORMAT:
-                errors += versions(file)
+                errors += check_versions(file)
     except StoreError as error:
         errors.append(str(error))
     return errors, warnings
@@ -39,7 +45,7 @@ def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
     """Check one run; return its violations and warnings."""
     if group.attrs.get("format") != FORMAT:
         return [f"{place} is an HDF5 file, but not an mm3d run"], []
-    errors = [*schema(group), *rules.private(group), *described(group)]
+    errors = [*check_schema(group), *rules.find_private_text(group), *check_dimensions(group)]
     if group.attrs.get("kind", "model") in rules.VERIFIED and "verification" not in group:
         return [*errors, "there is no verification: no time counts without one"], []
     try:
@@ -51,25 +57,25 @@ def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
     common = rules.MEASUREMENTS if isinstance(run, Measurements) else rules.MODEL
     for rule in common:
         errors += rule(run)
-    return errors, list(rules.warnings(run))
+    return errors, list(rules.list_warnings(run))
 
 
-def schema(group: h5py.Group) -> Iterator[str]:
-    """Check that the schema version is a known one."""
+def check_schema(group: h5py.Group) -> Iterator[str]:
+    """Check that the schema version is known."""
     version = group.attrs.get("schema_version")
     if version is None or not 1 <= int(version) <= SCHEMA:
         yield f"schema version {version}: there are versions 1 to {SCHEMA}"
 
 
-def versions(file: h5py.File) -> Iterator[str]:
-    """Check that all runs of a merged file have its version."""
+def check_versions(file: h5py.File) -> Iterator[str]:
+    """Check that all runs of a merged file have its schema version."""
     for name, group in file["runs"].items():
         if group.attrs.get("schema_version") != file.attrs.get("schema_version"):
             yield (f"{name} has schema version {group.attrs.get('schema_version')}, the merged "
                    f"file {file.attrs.get('schema_version')}: versions must not be mixed")
 
 
-def described(group: h5py.Group) -> Iterator[str]:
+def check_dimensions(group: h5py.Group) -> Iterator[str]:
     """Check that every dataset has units, and every dimension a scale of its length."""
     lines: list[str] = []
 

@@ -1,4 +1,4 @@
-"""Compute anew what the file of a microbenchmark derives from samples, sizes and grid."""
+"""Recompute the variables of a microbenchmark that follow from samples, sizes and grid."""
 
 from typing import Callable, Iterator, NamedTuple
 
@@ -15,33 +15,42 @@ from mm3d.model import cost
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.transport.silent import DryCommunicator
 
-TOLERANCE = 1e-9    # relative: the same numbers computed again
+TOLERANCE = 1e-9    # relative, of recomputed numbers
 # Relative to the times: least squares on another machine's LAPACK.
 FIT_TOLERANCE = 1e-6
-UNKNOWN = ((np.nan, np.nan, np.nan, 0.0), (np.nan,) * 4)    # intervals of no samples
+NO_SAMPLES = ((np.nan, np.nan, np.nan, 0.0), (np.nan,) * 4)    # intervals of no samples
 
 
-class Again(NamedTuple):
-    """The numbers that a variable should have, what they follow from, and how far off is close:
-    a part of them, or of `scale`."""
+class Recomputed(NamedTuple):
+    """The recomputed values of a variable.
+
+    Attributes
+    ----------
+    values : ndarray
+        The values.
+    source : str
+        The data from which they follow.
+    scale : ndarray or float
+        Scale of an additional absolute tolerance, for fits.
+    """
 
     values: np.ndarray
     source: str
     scale: np.ndarray | float = 0.0
 
     def agrees(self, found: np.ndarray) -> bool:
-        """Check that these numbers are those that were found."""
+        """Return whether the recorded values equal these."""
         if np.shape(found) != np.shape(self.values):
             return False
         return np.allclose(found, self.values, rtol=TOLERANCE, atol=FIT_TOLERANCE * self.scale,
                            equal_nan=True)
 
 
-def derived(run: Measurements) -> Iterator[str]:
-    """Check that what follows from samples, sizes and grid is what the file says."""
+def check_derived(run: Measurements) -> Iterator[str]:
+    """Check that the derived variables of a file equal the recomputed ones."""
     found = {name: variable.values for name, variable in run.variables.items()}
     try:
-        again = _of_samples(found) | KINDS.get(run.kind, _nothing)(run, found)
+        again = _of_samples(found) | RECOMPUTE.get(run.kind, _nothing)(run, found)
         for name, wanted in again.items():
             if not wanted.agrees(found[name]):
                 yield (f"measurements/{name} is not that of {wanted.source}, "
@@ -51,41 +60,42 @@ def derived(run: Measurements) -> Iterator[str]:
 
 
 def _few(values: np.ndarray) -> str:
-    """Format the first numbers of an array, and how many more there are."""
+    """Format the first numbers of an array."""
     flat = np.ravel(values)
     return " ".join(f"{value:.6g}" for value in flat[:3]) + " ..." * (flat.size > 3)
 
 
-def _nothing(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]:
-    """Derive nothing but the intervals."""
+def _nothing(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
+    """Recompute nothing but the intervals."""
     return {}
 
 
-def interval(samples: np.ndarray, none: tuple) -> tuple:
-    """Compute the median and its interval without NaN samples; `none` if all are."""
+def median_or_default(samples: np.ndarray, default: tuple) -> tuple:
+    """Compute the median and its interval, without NaN samples; `default` if all are NaN."""
     taken = samples[~np.isnan(samples)]
-    return median_interval(taken) if len(taken) else none
+    return median_interval(taken) if len(taken) else default
 
 
-def _of_samples(found: dict[str, np.ndarray]) -> dict[str, Again]:
-    """Compute medians and intervals of points that have their samples beside them."""
+def _of_samples(found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
+    """Recompute medians and intervals of points whose samples are recorded."""
     if not {"samples", "seconds"} <= found.keys():
         return {}
     samples = found["samples"]
-    points = [interval(line, UNKNOWN[1]) for line in samples.reshape(-1, samples.shape[-1])]
-    return {"seconds": Again(np.reshape(points, (*samples.shape[:-1], 4)), "its samples")}
+    points = [median_or_default(line, NO_SAMPLES[1])
+              for line in samples.reshape(-1, samples.shape[-1])]
+    return {"seconds": Recomputed(np.reshape(points, (*samples.shape[:-1], 4)), "its samples")}
 
 
-def _gemm(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]:
-    """Compute rates of products of square matrices."""
+def _gemm(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
+    """Recompute rates of products of square matrices."""
     dims = run.variables["rate"].dims
     shape = [-1 if dim == "size" else 1 for dim in dims]
     flops = 2.0 * np.reshape(np.array(run.scales["size"], float) ** 3, shape)
-    return {"rate": Again(flops / found["seconds"][..., 0], "the operations over the median")}
+    return {"rate": Recomputed(flops / found["seconds"][..., 0], "the operations over the median")}
 
 
-def _collectives(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]:
-    """Compute bytes of the busiest rank, bandwidths and fits, (axis, collective, size)."""
+def _collectives(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
+    """Recompute bytes of the busiest rank, bandwidths and fits, (axis, collective, size)."""
     medians, moved = found["seconds"][..., 0], np.empty_like(found["bytes_moved"])
     sizes = np.array(run.scales["size"], np.int64)
     item = np.dtype(run.configuration["dtype"]).itemsize
@@ -99,40 +109,41 @@ def _collectives(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, A
                     for line in medians.reshape(-1, len(sizes))]).reshape(*medians.shape[:2], 3)
     source, longest = "the fit to the medians", medians.max(axis=-1)
     bandwidth = moved / medians
-    if "transports" in run.configuration:    # files of before have one of meetings, too
+    if "transports" in run.configuration:    # older files have a bandwidth of barriers as well
         bandwidth[operands.in_places(run.configuration["transports"],
                                      run.scales["collective"])] = np.nan
-    return {"bytes_moved": Again(moved, "the sizes"),
-            "bandwidth": Again(bandwidth, "the bytes moved over the median"),
-            "alpha": Again(fit[..., 0], source, longest),
-            "beta": Again(fit[..., 1], source, longest / sizes[-1]),
-            "fit_error": Again(fit[..., 2], source, 1.0)}
+    return {"bytes_moved": Recomputed(moved, "the sizes"),
+            "bandwidth": Recomputed(bandwidth, "the bytes moved over the median"),
+            "alpha": Recomputed(fit[..., 0], source, longest),
+            "beta": Recomputed(fit[..., 1], source, longest / sizes[-1]),
+            "fit_error": Recomputed(fit[..., 2], source, 1.0)}
 
 
 def _makespans(times: np.ndarray) -> np.ndarray:
-    """Compute last end minus first begin of the ranks; NaN ranks had no part."""
+    """Compute the last end minus the first begin of all ranks; idle ranks have NaN."""
     return np.fmax.reduce(times[..., 1], axis=-1) - np.fmin.reduce(times[..., 0], axis=-1)
 
 
-def _matmul(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]:
-    """Compute all of a product from times (phase, repetition, kind, rank, edge) and sizes."""
+def _matmul(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
+    """Recompute a product from times (phase, repetition, kind, rank, edge) and sizes."""
     chosen, phases = run.configuration, run.scales["phase"]
     spans = _makespans(found["times"])
     sizes, ranks = [chosen[name] for name in "MNK"], len(run.scales["rank"])
     products = np.array([len(RESULTS[phase]) for phase in phases])
-    again = {name.replace(" ", "_"): Again(
+    again = {name.replace(" ", "_"): Recomputed(
         np.array([median_interval(one[:, above] / one[:, below]) for one in spans]), "the times")
         for name, (above, below) in RATIOS.items()}
     return again | {
-        "seconds": Again(np.array([[median_interval(kind) for kind in one.T] for one in spans]),
-                         "the makespans of the times"),
-        "flops": Again(2 * products * np.prod(sizes, dtype=np.int64), "the sizes"),
-        "least_words": Again(products * cost.lower_bound(*sizes, ranks), "the sizes"),
-        "words": Again(moved(chosen, phases, ranks), "a dry run of each rank")}
+        "seconds": Recomputed(
+            np.array([[median_interval(kind) for kind in one.T] for one in spans]),
+            "the makespans of the times"),
+        "flops": Recomputed(2 * products * np.prod(sizes, dtype=np.int64), "the sizes"),
+        "least_words": Recomputed(products * cost.lower_bound(*sizes, ranks), "the sizes"),
+        "words": Recomputed(count_words(chosen, phases, ranks), "a dry run of each rank")}
 
 
-def moved(chosen: dict, phases: list[str], ranks: int) -> np.ndarray:
-    """Count the words that each rank of a product moves, (phase, rank), without moving any."""
+def count_words(chosen: dict, phases: list[str], ranks: int) -> np.ndarray:
+    """Count the words that each rank of a product moves, (phase, rank), by dry runs."""
     grid = grid_shape(chosen)
     words = np.zeros((len(phases), ranks), np.int64)
     for rank in range(ranks):
@@ -146,23 +157,22 @@ def moved(chosen: dict, phases: list[str], ranks: int) -> np.ndarray:
     return words
 
 
-def _layer(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Again]:
-    """Compute all of a layer from its times (repetition, kind, rank, edge) and sizes."""
+def _layer(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
+    """Recompute a layer from its times (repetition, kind, rank, edge) and sizes."""
     chosen, spans = run.configuration, _makespans(found["times"])
     described = describe(ModelSizes.from_settings(chosen))
-    none = UNKNOWN[0]
-    again = {"seconds": Again(np.array([interval(kind, none) for kind in spans.T]),
-                              "the makespans of the times"),
-             "ratio": Again(np.array([interval(kind / spans[:, 0], none) for kind in spans.T]),
-                            "the times"),
-             "flops": Again(np.array(sum(cost.flops(described).values())), "the sizes")}
+    seconds, ratios = (np.array([median_or_default(kind, NO_SAMPLES[0]) for kind in one.T])
+                       for one in (spans, spans / spans[:, :1]))
+    again = {"seconds": Recomputed(seconds, "the makespans of the times"),
+             "ratio": Recomputed(ratios, "the times"),
+             "flops": Recomputed(np.array(sum(cost.flops(described).values())), "the sizes")}
     if chosen["scheme"] in SCHEMES:
         words = cost.peak_words(chosen["scheme"], grid_shape(chosen), described)
-        again["expected_memory"] = Again(
+        again["expected_memory"] = Recomputed(
             np.array(words * np.dtype(chosen["dtype"]).itemsize), "the closed form")
     return again
 
 
-KINDS: dict[str, Callable[[Measurements, dict[str, np.ndarray]], dict[str, Again]]] = {
+RECOMPUTE: dict[str, Callable[[Measurements, dict[str, np.ndarray]], dict[str, Recomputed]]] = {
     "gemm": _gemm, "gpu-gemm": _gemm, "collectives": _collectives, "matmul": _matmul,
     "layer": _layer}

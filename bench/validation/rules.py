@@ -21,7 +21,7 @@ from bench.instruments import timing
 from bench.instruments.statistics import median_interval
 from bench.records.measurements import Check, Measurements
 from bench.records.run_file import Run
-from bench.validation.recomputed import TOLERANCE, derived
+from bench.validation.recomputed import TOLERANCE, check_derived
 from mm3d import ModelSizes, SCHEMES, describe
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.model import cost
@@ -31,11 +31,11 @@ from mm3d.tracing.events import PHASES
 
 PATHS = re.compile(r"(?<![\w.])/(home|Users|root|tmp|mnt|scratch|work|gpfs|lustre)(/|\b)")
 ADDRESS = re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)*")
-VERIFIED = ("model", "matmul", "layer", "check")    # kinds of run that have a right result
+VERIFIED = ("model", "matmul", "layer", "check")    # kinds of run whose results are verified
 
 
-def samples(run: Run) -> Iterator[str]:
-    """Check that times are positive numbers, and as many as were asked for."""
+def check_samples(run: Run) -> Iterator[str]:
+    """Check that times are positive numbers, and their count is within the limits."""
     chosen, count = run.configuration, len(run.samples["forward"])
     for phase in PHASES:
         if not (np.isfinite(run.samples[phase]) & (run.samples[phase] > 0)).all():
@@ -51,11 +51,11 @@ def samples(run: Run) -> Iterator[str]:
         yield f"too many samples: {count} repetitions of at most {most}"
 
 
-def ending(run: Run) -> Iterator[str]:
-    """Check that what ended the repetitions agrees with the samples."""
+def check_ending(run: Run) -> Iterator[str]:
+    """Check that the recorded end of the repetitions agrees with the samples."""
     chosen, count = run.configuration, len(run.samples["forward"])
     if not run.clock or count == 0 or not all(np.isfinite(run.samples[p]).all() for p in PHASES):
-        return    # version 1, or said elsewhere
+        return    # version 1, or reported by another rule
     intervals = {phase: median_interval(timing.slowest(run.samples[phase])) for phase in PHASES}
     wide = [f"{phase} {100 * interval.width:.1f} % wide at {100 * interval.confidence:.0f} %"
             for phase, interval in intervals.items() if not interval.within(chosen["width"])]
@@ -67,9 +67,9 @@ def ending(run: Run) -> Iterator[str]:
                f"are {count}")
 
 
-def verification(run: Run) -> Iterator[str]:
-    """Check that all quantities were compared, with the benchmark's tolerances, and passed."""
-    yield from failed(run.checks)
+def check_verification(run: Run) -> Iterator[str]:
+    """Check that all quantities were compared with the benchmark's tolerances, and passed."""
+    yield from failed_checks(run.checks)
     layers = run.configuration.get("verified_layers", run.configuration["layers"])
     try:
         forward, gradient = tolerances(recorded_variant(run.configuration).rounding, layers)
@@ -88,11 +88,11 @@ def verification(run: Run) -> Iterator[str]:
     if not {"output", "input gradient"} <= names or len(names) != wanted:
         yield (f"verification: {len(names)} quantities, but {layers} layers have {wanted}: the "
                f"output, its input's gradient and {arrays / max(1, layers):g} parameters a layer")
-    yield from looked_at(run, own)
+    yield from check_residuals(run, own)
 
 
-def looked_at(run: Run, own: list[Check]) -> Iterator[str]:
-    """Check that the measured model's step has all of its residuals, where the file says so."""
+def check_residuals(run: Run, own: list[Check]) -> Iterator[str]:
+    """Check the residuals of the measured model's step, if the file states that there are any."""
     chosen = run.configuration
     how = "serial model" if chosen["verified_measured_model"] else "residuals"
     if chosen.get("verified_by", how) != how or bool(own) != (chosen.get("verified_by")
@@ -113,16 +113,16 @@ def looked_at(run: Run, own: list[Check]) -> Iterator[str]:
                    f"rules allow {limit:g}")
 
 
-def failed(checks: list[Check]) -> Iterator[str]:
-    """List the checks that did not pass."""
+def failed_checks(checks: list[Check]) -> Iterator[str]:
+    """List the quantities whose verification failed."""
     for check in checks:
         if not check.passed:
             yield (f"verification of {check.quantity} has failed: error {check.error:g}, "
                    f"tolerance {check.tolerance:g}; its times must not be written")
 
 
-def ranks(run: Run) -> Iterator[str]:
-    """Check that one number of ranks is given everywhere, and crowded cores are stated."""
+def check_ranks(run: Run) -> Iterator[str]:
+    """Check that all numbers of ranks are equal, and oversubscription is stated."""
     count, chosen = run.ranks, run.configuration
     for name, value in (("environment/ranks", run.environment["ranks"]),
                         ("the grid", run.grid.ranks),
@@ -136,7 +136,7 @@ def ranks(run: Run) -> Iterator[str]:
     if not counted_along_grid(run):
         yield (f"traffic was counted along {' '.join(run.directions)}, but the grid has the "
                f"directions {' '.join(run.grid)}")
-    yield from crowded(run.environment, count)
+    yield from check_oversubscription(run.environment, count)
 
 
 def counted_along_grid(run: Run) -> bool:
@@ -144,8 +144,8 @@ def counted_along_grid(run: Run) -> bool:
     return set(run.grid) <= set(run.directions)
 
 
-def crowded(environment: dict[str, Any], count: int) -> Iterator[str]:
-    """Check the statement whether ranks outnumber cores."""
+def check_oversubscription(environment: dict[str, Any], count: int) -> Iterator[str]:
+    """Check the recorded ratio of ranks to cores."""
     local, cores = environment.get("ranks_on_this_node", count), environment["cores"]
     if (local > cores) != bool(environment["oversubscribed"]):
         yield (f"{local} ranks on {cores} cores, but oversubscribed says "
@@ -154,26 +154,26 @@ def crowded(environment: dict[str, Any], count: int) -> Iterator[str]:
         yield f"ranks_per_core {environment['ranks_per_core']:g}: {local} / {cores} would do"
 
 
-def recomputation(run: Run) -> Iterator[str]:
-    """Check that the policy of recomputation is a known one, or absent."""
+def check_recomputation(run: Run) -> Iterator[str]:
+    """Check that the policy of recomputation is known, or absent."""
     try:
         policy(run.configuration.get("recompute", "none"))
     except ValueError as error:
         yield str(error)
 
 
-def recomputed(run: Run) -> str:
-    """Its policy; "none" where the file says nothing, or what `recomputation` tells of."""
-    return "none" if any(recomputation(run)) else run.configuration.get("recompute", "none")
+def recorded_policy(run: Run) -> str:
+    """Return the policy of recomputation; "none" if it is absent or unknown."""
+    return "none" if any(check_recomputation(run)) else run.configuration.get("recompute", "none")
 
 
-def words(run: Run) -> Iterator[str]:
-    """Check the words that were counted or expected against the closed form."""
+def check_words(run: Run) -> Iterator[str]:
+    """Check the counted and the expected words against the closed form."""
     chosen = run.configuration
     if chosen["scheme"] not in SCHEMES or not counted_along_grid(run):
         return
     expected = expected_words(chosen["scheme"], run.grid, ModelSizes.from_settings(chosen),
-                              recorded_variant(chosen).keep, recomputed(run), run.directions)
+                              recorded_variant(chosen).keep, recorded_policy(run), run.directions)
     counted = run.traffic["words"].sum(axis=1)
     for name, found in (("expected_words", run.expected_words), ("the words counted", counted)):
         if not np.array_equal(found, expected):
@@ -189,7 +189,7 @@ def words(run: Run) -> Iterator[str]:
         yield "traffic/moved has numbers below 0"
 
 
-def groups(run: Run) -> Iterator[str]:
+def check_groups(run: Run) -> Iterator[str]:
     """Check the parts against the counted collectives, and memory against closed forms."""
     chosen, found = run.configuration, {name: {
         key: variable.values for key, variable in group.variables.items()}
@@ -206,7 +206,7 @@ def groups(run: Run) -> Iterator[str]:
             yield "parts/seconds has times below 0, or no numbers"
     if "memory" not in found or chosen["scheme"] not in SCHEMES:
         return
-    described = describe(ModelSizes.from_settings(chosen), recompute=recomputed(run))
+    described = describe(ModelSizes.from_settings(chosen), recompute=recorded_policy(run))
     stored = cost.parameters(described)
     saved = cost.saved_words(chosen["scheme"], run.grid, described,
                              keep=recorded_variant(chosen).keep)
@@ -222,8 +222,8 @@ def groups(run: Run) -> Iterator[str]:
                f"{saved * size}")
 
 
-def sizes(run: Run) -> Iterator[str]:
-    """Check that sizes are those of the table's row under the preset, or marked as others."""
+def check_sizes(run: Run) -> Iterator[str]:
+    """Check that sizes are those of the row under the preset, or recorded as overridden."""
     chosen = run.configuration
     row = next((row for row in load_tables().rows if (row.table, row.scheme, row.gpus) == (
         chosen["table"], chosen["scheme"], run.ranks)), None)
@@ -252,16 +252,16 @@ def sizes(run: Run) -> Iterator[str]:
         yield "verified_measured_model does not say whether the verified sizes are the measured"
 
 
-def passed(run: Measurements) -> Iterator[str]:
-    """Check the verification, where there is something to verify, and the number of ranks."""
-    yield from failed(run.checks)
-    yield from crowded(run.environment, run.environment["ranks"])
+def check_measurements(run: Measurements) -> Iterator[str]:
+    """Check the verification of a microbenchmark, and its ratio of ranks to cores."""
+    yield from failed_checks(run.checks)
+    yield from check_oversubscription(run.environment, run.environment["ranks"])
 
 
-def private(group: h5py.Group) -> Iterator[str]:
-    """Check that no text names a user, a host or a home folder."""
-    here = [name for name in (getpass.getuser(), socket.gethostname()) if len(name) > 2]
-    names = re.compile("|".join(rf"(?<![\w-]){re.escape(name)}\b" for name in here) or r"(?!)")
+def find_private_text(group: h5py.Group) -> Iterator[str]:
+    """List the attributes that name a user, a host, an address or a private folder."""
+    private = [name for name in (getpass.getuser(), socket.gethostname()) if len(name) > 2]
+    names = re.compile("|".join(rf"(?<![\w-]){re.escape(name)}\b" for name in private) or r"(?!)")
     lines: list[str] = []
 
     def visit(place: str, item: h5py.HLObject) -> None:
@@ -278,8 +278,8 @@ def private(group: h5py.Group) -> Iterator[str]:
     yield from lines
 
 
-def warnings(run: Run | Measurements) -> Iterator[str]:
-    """List what breaks no rule but must be known to a reader."""
+def list_warnings(run: Run | Measurements) -> Iterator[str]:
+    """List the warnings: facts that break no rule, but must be known to the reader."""
     if not run.environment["git_clean"]:
         yield "the source had changes that were not committed: nobody else can build it"
     if run.environment["oversubscribed"]:
@@ -305,5 +305,7 @@ def warnings(run: Run | Measurements) -> Iterator[str]:
 
 
 MODEL: tuple[Callable[[Run], Iterator[str]], ...] = (
-    samples, ending, verification, ranks, recomputation, words, groups, sizes)
-MEASUREMENTS: tuple[Callable[[Measurements], Iterator[str]], ...] = (derived, passed)
+    check_samples, check_ending, check_verification, check_ranks, check_recomputation, check_words,
+    check_groups, check_sizes)
+MEASUREMENTS: tuple[Callable[[Measurements], Iterator[str]], ...] = (
+    check_derived, check_measurements)

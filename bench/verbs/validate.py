@@ -3,7 +3,7 @@
 import argparse
 
 from bench.records.folder import list_files
-from bench.validation.files import check
+from bench.validation.files import check_file
 from bench.verbs import options
 
 GROUP = "Look at results"
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace) -> int:
     """
     status = 0
     for path in list_files(arguments.sources):
-        errors, warnings = check(path)
+        errors, warnings = check_file(path)
         print(f"{path}: {'NOT VALID' if errors else 'valid'}")
         for kind, lines in (("error", errors), ("warning", warnings)):
             for line in lines:

@@ -10,13 +10,13 @@ from bench.cases.selection import select_rows
 from bench.cases.variants import Variant
 from bench.prediction import memory_fit
 from jobs import fitting, scripts
-from jobs.site import load
+from jobs.site import load_site
 from mm3d.model.recomputation import POLICIES, policy
 
 
 def site(**node):
     """The site gpu4 with another node."""
-    found = load("gpu4")
+    found = load_site("gpu4")
     return msgspec.structs.replace(found, node=msgspec.structs.replace(found.node, **node))
 
 
@@ -27,12 +27,12 @@ def weak(scheme="3d"):
 
 def test_a_row_gets_the_policy_that_fits_or_is_refused(tmp_path):
     one = weak()
-    assert fitting.fitting(site(gpu_memory=None), one) == fitting.Fitting("none")
-    found = fitting.fitting(site(gpu_memory="16 GB"), one)
+    assert fitting.fit_row(site(gpu_memory=None), one) == fitting.RowFit("none")
+    found = fitting.fit_row(site(gpu_memory="16 GB"), one)
     assert found.recompute == "none" and found.fits
-    tight = fitting.fitting(site(gpu_memory=f"{found.peak - 1} B"), one)
+    tight = fitting.fit_row(site(gpu_memory=f"{found.peak - 1} B"), one)
     assert tight.fits and tight.recompute != "none" and tight.peak < found.peak
-    refused = fitting.fitting(site(gpu_memory="1 KB"), one)
+    refused = fitting.fit_row(site(gpu_memory="1 KB"), one)
     assert not refused.fits and "with any policy" in refused.refusal(1000)
     work = scripts.Work(site(gpu_memory=f"{found.peak - 1} B"), "gpu4", tmp_path)
     script = scripts.row_script(work, one)
@@ -52,12 +52,12 @@ def test_a_variant_is_held_against_what_it_needs_itself(tmp_path, variant, capsy
     one = make_case(row, "tiny", variant)
     dtype = fitting.numpy_dtype(variant)
     most = memory_fit.predict_peak("3d", grid, "float32", "none", sizes)
-    found = fitting.fitting(site(gpu_memory=f"{most} B"), one)
-    plain = fitting.fitting(site(gpu_memory=f"{most} B"), weak())
-    assert plain == fitting.Fitting("none", most)
+    found = fitting.fit_row(site(gpu_memory=f"{most} B"), one)
+    plain = fitting.fit_row(site(gpu_memory=f"{most} B"), weak())
+    assert plain == fitting.RowFit("none", most)
     needed = memory_fit.predict_peak("3d", grid, dtype, "none", sizes, variant)
     if dtype == "float16":
-        assert found == fitting.Fitting("none", needed) and needed < most
+        assert found == fitting.RowFit("none", needed) and needed < most
     elif needed > most:
         assert not found.fits or found.recompute != "none" and found.peak <= most
         assert variant.keep == "none" or not policy(found.recompute).selective
@@ -66,11 +66,11 @@ def test_a_variant_is_held_against_what_it_needs_itself(tmp_path, variant, capsy
     script = scripts.row_script(scripts.Work(site(gpu_memory=f"{most} B"), "gpu4", tmp_path), one)
     for option in {f"--dtype={variant.dtype}", f"--keep={variant.keep}"} & {*variant.arguments()}:
         assert option in script
-    options = fitting.check(one, found.recompute, needed)
+    options = fitting.dry_options(one, found.recompute, needed)
     assert f"--dtype={dtype}" in options and all(word in script for word in options[:-1])
     assert main(["dry", *options]) == 0
     assert "it fits" in capsys.readouterr().out
-    assert main(["dry", *fitting.check(one, found.recompute, needed // 2)]) == 1
+    assert main(["dry", *fitting.dry_options(one, found.recompute, needed // 2)]) == 1
 
 
 def of(one):
@@ -85,22 +85,22 @@ def test_what_fits_by_the_closed_form_alone_is_run_dry(preset, recompute):
     grid, sizes = of(one)
     most = int(memory_fit.estimate_peak("2d", grid, "float32", "none", sizes)) + 1
     assert memory_fit.predict_peak("2d", grid, "float32", "none", sizes) > 1.3 * most
-    found = fitting.fitting(site(gpu_memory=f"{most} B", ranks=1), one, recompute)
+    found = fitting.fit_row(site(gpu_memory=f"{most} B", ranks=1), one, recompute)
     assert (found.peak <= most) == found.fits
     assert not found.fits or found.peak == memory_fit.predict_peak(
         "2d", grid, "float32", found.recompute, sizes)
 
 
 def test_ranks_share_the_memory_of_their_gpu_or_node():
-    assert fitting.limit(site(gpu_memory="16 GB", ranks=8), 64) == 8 * 10 ** 9
-    assert fitting.limit(site(gpu_memory=None, memory="64 GB", gpus=0), 64) == 16 * 10 ** 9
-    assert fitting.limit(site(gpu_memory=None), 64) is None
+    assert fitting.rank_memory(site(gpu_memory="16 GB", ranks=8), 64) == 8 * 10 ** 9
+    assert fitting.rank_memory(site(gpu_memory=None, memory="64 GB", gpus=0), 64) == 16 * 10 ** 9
+    assert fitting.rank_memory(site(gpu_memory=None), 64) is None
 
 
 def test_the_largest_row_fits_the_paper_s_gpus():
     """Weak 1-D on 64 needs most beyond what full recomputation saves; gpu4 says how it fits."""
     one = make_case(next(row for row in select_rows("weak", "1d") if row.gpus == 64), "paper")
-    found = fitting.fitting(load("gpu4"), one)
+    found = fitting.fit_row(load_site("gpu4"), one)
     assert found.fits and found.recompute == "uniform:2+selective"
     assert 13.6 < found.peak / 2 ** 30 < 15
 
@@ -108,7 +108,7 @@ def test_the_largest_row_fits_the_paper_s_gpus():
 def test_every_published_row_fits_the_paper_s_gpus():
     # Which are above dry runs at the paper's sizes.
     for row in load_tables().rows:
-        one, most = make_case(row, "paper"), fitting.limit(load("gpu4"), row.gpus)
+        one, most = make_case(row, "paper"), fitting.rank_memory(load_site("gpu4"), row.gpus)
         grid, sizes = of(one)
         assert any(memory_fit.estimate_peak(row.scheme, grid, "float32", name, sizes) <= most
                    for name in POLICIES), row

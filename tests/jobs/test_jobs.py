@@ -45,13 +45,13 @@ def toml(text):
 
 
 def work(tmp_path, name, **more):
-    return Work(site.load(name), name, tmp_path / "out", **more)
+    return Work(site.load_site(name), name, tmp_path / "out", **more)
 
 
 ROW = make_case(select_rows("weak", "3d")[0], "tiny")
 
 
-@pytest.mark.parametrize("name", site.supplied())
+@pytest.mark.parametrize("name", site.supplied_sites())
 def test_supplied_sites_are_sound_and_render_all_rows(tmp_path, name):
     mine = work(tmp_path, name)
     for row in select_rows():
@@ -91,14 +91,14 @@ def test_supplied_sites_are_sound_and_render_all_rows(tmp_path, name):
 def test_one_message_for_each_mistake_in_a_site_file(tmp_path, old, new, message):
     name = site_file(tmp_path, GOOD, (old, new))
     with pytest.raises(UsageError, match=re.escape(message)) as caught:
-        site.load(name)
+        site.load_site(name)
     assert str(caught.value).startswith(f"--site {name}: ")
 
 
 def test_a_site_that_is_not_there():
     with pytest.raises(UsageError, match="--site nowhere: there is no such file; supplied are "
                                          "cpu, gpu4, gpu8, local"):
-        site.load("nowhere")
+        site.load_site("nowhere")
 
 
 @pytest.mark.parametrize("text", HOSTILE + ["two\nlines", "gpu\n#SBATCH --wrap=x", "\x1b[31m"])
@@ -106,10 +106,10 @@ def test_slurms_own_lines_take_plain_words_only(tmp_path, text):
     """Quoting there is Slurm's affair, so nothing that would need it gets that far."""
     name = site_file(tmp_path, GOOD, ("[node]", f"partition = {toml(text)}\n[node]"))
     if text == "*":    # a word that no shell ever sees
-        assert site.load(name)
+        assert site.load_site(name)
     else:
         with pytest.raises(UsageError, match="slurm.partition = "):
-            site.load(name)
+            site.load_site(name)
 
 
 @pytest.mark.parametrize("text", ["two\nlines", "a\rb", "\x1b[31m", "nul\0"])
@@ -121,7 +121,7 @@ def test_no_value_has_two_lines(tmp_path, place, text):
                         'about = "a cluster"\n')
     name = site_file(tmp_path, good + (value if place != "about" else ""))
     with pytest.raises(UsageError, match="must be one printable line"):
-        site.load(name)
+        site.load_site(name)
 
 
 STUB = """#!/bin/bash
@@ -258,18 +258,18 @@ def test_what_was_seen_by_somebody_else(tmp_path):
 
 def test_how_a_row_stands(tmp_path, monkeypatch):
     mine, row = work(tmp_path, site_file(tmp_path)), ROW.row
-    monkeypatch.setattr(slurm, "ending", lambda job: "TIMEOUT")
+    monkeypatch.setattr(slurm, "job_ending", lambda job: "TIMEOUT")
     (mine.folder / "logs").mkdir(parents=True)
     mine.runs(ROW).mkdir(parents=True)
 
     def standing(**queue):
         found = {"7": slurm.State(**queue)} if queue else {}
-        one, = standings.survey(mine, [ROW], found)
+        one, = standings.list_standings(mine, [ROW], found)
         return one.state, one.reason
 
     assert standing() == ("not submitted", "")
-    standings.note(mine, ROW, "6")
-    standings.note(mine, ROW, "7")
+    standings.record_submission(mine, ROW, "6")
+    standings.record_submission(mine, ROW, "7")
     assert standing(name="PENDING", reason="Priority") == ("waiting", "Priority")
     assert standing(name="RUNNING", reason="None") == ("running", "")
     assert standing() == ("failed", "TIMEOUT")
@@ -292,18 +292,18 @@ def test_books_that_a_full_disk_has_torn(tmp_path):
     """Half a line is no line, and what follows begins on a new one."""
     mine = work(tmp_path, site_file(tmp_path))
     run_file.check_folder(mine.folder)
-    standings.note(mine, ROW, "6")
-    with open(standings.books(mine), "a") as file:
+    standings.record_submission(mine, ROW, "6")
+    with open(standings.submissions_file(mine), "a") as file:
         file.write('{"row": "weak-3d-p0')
-    assert standings.submitted(mine) == {ROW.name: "6"}
-    standings.note(mine, ROW, "7")
-    assert standings.submitted(mine) == {ROW.name: "7"}
+    assert standings.read_submitted(mine) == {ROW.name: "6"}
+    standings.record_submission(mine, ROW, "7")
+    assert standings.read_submitted(mine) == {ROW.name: "7"}
 
 
 @pytest.mark.parametrize("array, job", [((), "77"), (("--array",), "77_0")])
 def test_a_job_that_cannot_be_noted_is_named(tmp_path, monkeypatch, capsys, array, job):
     """Half a line fits on the disk; the queue has the job, so somebody must know."""
-    monkeypatch.setattr(slurm, "queue", dict)
+    monkeypatch.setattr(slurm, "read_queue", dict)
     monkeypatch.setattr(slurm, "submit", lambda *command: "77")
     write = os.write
     monkeypatch.setattr(os, "write", lambda file, data: write(file, data[:9]))
@@ -362,12 +362,12 @@ def test_without_slurm(tmp_path, monkeypatch, capsys):
 def test_shellcheck_has_nothing_to_say(tmp_path, capsys):
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed")
-    for name in site.supplied():
+    for name in site.supplied_sites():
         out = tmp_path / name
         assert main(["render", "--site", name, "--out", str(out)]) == 0
         group = [make_case(row, "paper") for row in select_rows("all", "1d") if row.gpus == 8]
         (out / "jobs" / "array.sh").write_text(scripts.array_script(
-            Work(site.load(name), name, out), group))
+            Work(site.load_site(name), name, out), group))
         found = sorted((out / "jobs").glob("*.sh"))
         assert len(found) == 20 and all(path.stat().st_mode & stat.S_IXUSR for path in found[1:])
         done = subprocess.run(["shellcheck", *found], capture_output=True, text=True)

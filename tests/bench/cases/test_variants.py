@@ -126,12 +126,12 @@ def test_a_reproduction_takes_up_rows_of_its_own_variant_alone(tmp_path):
 
 
 def test_jobs_are_of_one_variant(tmp_path):
-    work, variant = Work(site.load("cpu"), "cpu", tmp_path), Variant(keep="both", causal=True)
+    work, variant = Work(site.load_site("cpu"), "cpu", tmp_path), Variant(keep="both", causal=True)
     one = make_case(ROW, "laptop", variant)
     assert {"--keep=both", "--causal"} <= {*scripts.row_script(work, one).split()}
     run_file.write_run(run_of(variant), tmp_path, one.name)
-    assert len(books.results(work, one)) == 1
-    assert not books.results(work, make_case(ROW, "laptop"))
+    assert len(books.list_results(work, one)) == 1
+    assert not books.list_results(work, make_case(ROW, "laptop"))
 
 
 @pytest.mark.parametrize("words, message", [

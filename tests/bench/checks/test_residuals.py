@@ -13,7 +13,7 @@ from bench.checks.rounding import rounded
 from bench.records import run_file
 from bench.records.measurements import Check
 from bench.validation import rules
-from bench.validation.files import check
+from bench.validation.files import check_file
 from mm3d.model.layers import Attention, Gelu, LayerNorm, Linear
 from support import run_ranks
 
@@ -208,7 +208,8 @@ def test_the_rules_allow_tf32_its_eps_where_products_are(tuning):
             configuration=dict(layers=1, dtype="float32", tf32=tf32, verified_by="residuals",
                                verified_measured_model=0),
             environment=dict(tuning_variables=tuning))
-        return [*rules.looked_at(run, [Check(name, 0.0, limit) for name, limit in limits.items()])]
+        checks = [Check(name, 0.0, limit) for name, limit in limits.items()]
+        return [*rules.check_residuals(run, checks)]
     plain, few = (layer_residuals.tolerances(1, rounding) for rounding in ("float32", "tf32"))
     wider = {name for name in plain if few[name] > plain[name]}
     assert len(wider) == 4 * 3 + 6 and all("mlp.up" in n or "attention." in n or "mlp.down" in n
@@ -235,11 +236,11 @@ def test_the_paper_preset_checks_the_model_that_it_measures(tmp_path, capsys):
     assert len(serial) == 2 + 12 * 2 and len(own) == len(layer_residuals.tolerances(3, "float32"))
     assert run.configuration["verified_by"] == "residuals"
     assert not run.configuration["verified_measured_model"]
-    assert check(path)[0] == []
+    assert check_file(path)[0] == []
     # A lax or a missing residual is no verification.
     own[0] = Check(own[0].quantity, own[0].error, 1.0)
     run.checks = serial + own[:-1]
-    said = " ".join(check(run_file.write_run(run, tmp_path, "lax"))[0])
+    said = " ".join(check_file(run_file.write_run(run, tmp_path, "lax"))[0])
     assert "107 residuals, but 3 layers have 108" in said and "is 1; the rules allow" in said
 
 

@@ -280,7 +280,7 @@ def test_reproduce_goes_on_after_a_row_that_kills_its_job(monkeypatch, capsys):
 def test_the_array_library_is_known_before_mpi_starts(tmp_path):
     """Whoever names it: a user, in both ways; `reproduce` to `run`; the script of a row."""
     arguments = parser().parse_args(["reproduce", "--backend", "cupy"])
-    work = Work(site.load("gpu4"), "gpu4", tmp_path)
+    work = Work(site.load_site("gpu4"), "gpu4", tmp_path)
     script = scripts.row_script(work, make_case(select_rows("weak", "3d")[0], "tiny"))
     row = re.search(r"^row=\((.*?)\)$", script, re.M | re.S).group(1)
     for words in (reproduce_verb.passed_on(arguments, tmp_path, 1), shlex.split(row),

@@ -15,7 +15,7 @@ from bench.experiments.gpu import device_checks, gpu_cases
 from bench.experiments.gpu.parts import GpuBenchmark, measure_part
 from bench.instruments.timing import Limits
 from bench.records import run_file
-from bench.validation.files import check
+from bench.validation.files import check_file
 from bench.verbs import gpu
 from mm3d.arrays import backend
 
@@ -60,7 +60,7 @@ def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, libra
     if library == "numpy":
         assert len(found["gpu-rows"].scales["row"]) == len(load_tables().rows)
     assert ("gpu" in found["gpu-gemm"].environment) == (library == "cupy")
-    assert [check(path)[0] for path in tmp_path.glob("*.h5")] == [[]] * len(found)
+    assert [check_file(path)[0] for path in tmp_path.glob("*.h5")] == [[]] * len(found)
     assert "gpu-layer" in capsys.readouterr().out
     assert not getattr(backend.get(library), "tf32", False)
 

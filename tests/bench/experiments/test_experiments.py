@@ -14,7 +14,7 @@ from bench.experiments.products.matmul import measure_product
 from bench.experiments.products.problem import Problem
 from bench.instruments.timing import Limits
 from bench.records import run_file
-from bench.validation.files import check
+from bench.validation.files import check_file
 from mm3d.grid.axis import Split
 from support import ROOT
 
@@ -68,13 +68,13 @@ def test_a_record_is_returned_and_nothing_is_printed(comm, shared_tmp_path, capf
         assert record.kind == kind and record.checks
         assert all(done.passed for done in record.checks)
         assert (np.asarray(record.variables["seconds"].values)[..., 0] > 0).any()
-        assert check(run_file.write_run(record, shared_tmp_path, kind))[0] == []
+        assert check_file(run_file.write_run(record, shared_tmp_path, kind))[0] == []
 
 
 def test_products_of_one_rank_are_measured_without_a_communicator(tmp_path, capfd):
     record = measure_gemm([8, 16], ["float32"], [1], "numpy", TWICE)
     assert record.variables["rate"].values.shape == (1, 1, 2) and len(record.checks) == 4
-    assert check(run_file.write_run(record, tmp_path, "gemm"))[0] == []
+    assert check_file(run_file.write_run(record, tmp_path, "gemm"))[0] == []
     assert capfd.readouterr() == ("", "")
 
 

@@ -10,7 +10,7 @@ from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
 from bench.reports import micro_tables
 from bench.reports.formats import render
-from bench.validation.recomputed import derived
+from bench.validation.recomputed import check_derived
 from mm3d import Grid, Layout
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.model import cost
@@ -246,7 +246,7 @@ def test_collectives(tmp_path):
     del run.configuration["transports"]    # as in files of before, with the same table
     assert render(micro_tables.collective_parts(run)).count("copies nothing") == 2
     run = run_file.read_run(*tmp_path.glob("*.h5"))
-    assert not any("bandwidth" in line for line in derived(run))
+    assert not any("bandwidth" in line for line in check_derived(run))
     assert run.variables["beta"].units == "s byte-1"
     assert "transport" in done.stdout
 

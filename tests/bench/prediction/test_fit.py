@@ -90,11 +90,11 @@ def rows(name="3d"):
 
 def test_files_say_the_policy_and_those_of_before_had_none():
     run = rows()
-    assert not [*rules.recomputation(run)] and rules.recomputed(run) == "none"
+    assert not [*rules.check_recomputation(run)] and rules.recorded_policy(run) == "none"
     run.configuration["recompute"] = "full"
-    assert not [*rules.recomputation(run)] and rules.recomputed(run) == "full"
+    assert not [*rules.check_recomputation(run)] and rules.recorded_policy(run) == "full"
     run.configuration["recompute"] = "some"
-    assert "recompute='some' is unknown" in next(rules.recomputation(run))
+    assert "recompute='some' is unknown" in next(rules.check_recomputation(run))
 
 
 def test_tables_say_which_rows_recompute():

@@ -9,7 +9,7 @@ import pytest
 from bench.__main__ import main
 from bench.records import merged, run_file
 from bench.records.folder import read_folder, read_runs
-from bench.validation.files import check
+from bench.validation.files import check_file
 from support import run_python, run_ranks
 
 
@@ -48,13 +48,13 @@ def a_copy(folder, name: str, to):
 
 def test_what_was_measured_is_valid(measured, capsys):
     for path in measured.glob("*.h5"):
-        assert check(path)[0] == [], path
+        assert check_file(path)[0] == [], path
     assert main(["validate", str(measured)]) == 0
     assert capsys.readouterr().out.count(": valid\n") == 4
 
 
 def test_more_that_was_measured_is_valid(more):
-    assert [check(path)[0] for path in more.glob("*.h5")] == [[], []]
+    assert [check_file(path)[0] for path in more.glob("*.h5")] == [[], []]
 
 
 def test_every_dataset_has_units_and_dimension_scales(measured):
@@ -183,7 +183,7 @@ def test_damaged_and_dishonest_files_are_rejected(measured, tmp_path, kind):
     damage, message = DAMAGES[kind]
     path = a_copy(measured, "strong", tmp_path)
     damage(path)
-    errors, _ = check(path)
+    errors, _ = check_file(path)
     assert any(message in line for line in errors), errors
 
 
@@ -212,7 +212,7 @@ def test_what_can_be_computed_anew_is_not_believed(request, tmp_path, kind, name
     folder = "more" if kind in ("collectives", "layer") else "measured"
     path = a_copy(request.getfixturevalue(folder), kind, tmp_path)
     falsifies(name, where)(path)
-    errors, _ = check(path)
+    errors, _ = check_file(path)
     assert any(f"measurements/{name} is not that of" in line for line in errors), errors
 
 
@@ -225,7 +225,7 @@ def test_what_can_be_computed_anew_is_not_believed(request, tmp_path, kind, name
 def test_microbenchmarks_that_are_dishonest(measured, tmp_path, name, damage, message):
     path = a_copy(measured, name, tmp_path)
     damage(path)
-    errors, _ = check(path)
+    errors, _ = check_file(path)
     assert any(message in line for line in errors), errors
 
 
@@ -237,7 +237,7 @@ def test_what_a_reader_must_know(measured, tmp_path, capsys):
         times = np.ones(file["samples/forward"].shape)
         times[0] = 2
         file["samples/forward"][...] = times
-    errors, warnings = check(path)
+    errors, warnings = check_file(path)
     assert not errors and any("not committed" in line for line in warnings)
     assert any("the first forward that counts took 2.0 times" in line for line in warnings)
     assert any("told to stop" in line for line in warnings)
@@ -292,10 +292,10 @@ def test_a_violation_in_a_merged_file_names_its_run(measured, tmp_path):
     assert main(["merge", str(target), str(measured)]) == 0
     name = next(measured.glob("weak*.h5")).stem
     sets(f"runs/{name}/environment", ranks=4)(target)
-    errors, _ = check(target)
+    errors, _ = check_file(target)
     assert errors == [f"{name}: environment/ranks says 4 ranks, the samples are of 2"]
     sets(f"runs/{name}", schema_version=1)(target)
-    assert any("versions must not be mixed" in line for line in check(target)[0])
+    assert any("versions must not be mixed" in line for line in check_file(target)[0])
 
 
 def test_what_cannot_be_merged_changes_nothing(measured, tmp_path, capsys):
