@@ -10,7 +10,7 @@ from jobs.standings import DONE, Standing
 
 
 def copy_results(work: Work, case: Case) -> int:
-    """Copy the readable files of a row's jobs to the results, and return the number of new ones."""
+    """Copy the readable files of a row's jobs to the results; return the number of new ones."""
     new = 0
     for path, _ in standings.list_results(work, case):
         target = work.out / path.name

@@ -37,7 +37,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
 
 
 def figures(machine: machine_model.Machine) -> str:
-    """Write the figures for people."""
+    """Summarize the figures of the model in a few lines."""
     half = ", ".join(f"{edge:.0f}" for edge in machine.gemm_half_size)
     rates = ", ".join(f"{d} {rate / 1e9:.1f}" for d, rate in machine.gemm_rate.items())
     lines = [machine.about,

@@ -1,4 +1,4 @@
-"""Count what one rank does in a step on any number of ranks: products, collectives, memory."""
+"""Count the work of one rank in a step, on any number of ranks, without running it."""
 
 import argparse
 import sys
@@ -28,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grid", metavar="XxYxZ",
                         help="sizes of the grid's directions, or auto for the planner's choice")
     parser.add_argument("--rank", type=int, default=0, metavar="N",
-                        help="which rank (default 0, whose blocks are the largest)")
+                        help="the number of the rank (default 0, whose blocks are the largest)")
     parser.add_argument("--keep", choices=("none", "weight", "both"),
                         help="gathered operands kept for backward in 3d (default none)")
     parser.add_argument("--overlap", action="store_true", help=(
@@ -36,14 +36,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f"tables count the collectives in flight, and the memory of their buffers"))
     options.add_recompute(parser)
     parser.add_argument("--memory", metavar="SIZE", help=(
-        "of a rank, such as '16 GB': say whether the model fits, or which --recompute would, and "
-        "end with status 1 if it does not"))
+        "memory of a rank, such as '16 GB': say whether the model fits, or with which --recompute "
+        "it would; status 1 if it does not"))
     parser.add_argument("--causal", action="store_true", help="attention looks backward only")
     parser.add_argument("--all-layers", action="store_true",
                         help="run all layers instead of extending three, which gives the same")
     parser.add_argument("--machine", metavar="NAME", help=(
-        "also predict seconds on this machine, and plan for it with --grid auto (for longhorn, if "
-        "none is given)"))
+        "also predict seconds on this machine, a supplied one or a .toml file; --grid auto plans "
+        "for it (default longhorn)"))
     options.add_format(parser)
 
 

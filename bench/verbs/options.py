@@ -125,14 +125,14 @@ def add_machine_file(parser: argparse.ArgumentParser, what: str) -> None:
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Add ``--machine``, the machine that something is predicted for."""
+    """Add ``--machine``, the machine for which seconds are predicted."""
     parser.add_argument("--machine", default="longhorn", metavar="NAME",
                         help="a supplied machine or a .toml file (default longhorn)")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say which model is predicted on how many ranks."""
-    parser.add_argument("--ranks", type=int, required=True, metavar="P", help="how many ranks")
+    """Add the options of a model to predict, and the number of ranks."""
+    parser.add_argument("--ranks", type=int, required=True, metavar="P", help="number of ranks")
     parser.add_argument("--hidden", type=int, required=True, metavar="N", help="features")
     for name, default in (("layers", 24), ("batch", 384), ("seq", 512)):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N",
@@ -163,7 +163,7 @@ def add_sources(parser: argparse.ArgumentParser) -> None:
 def add_format(parser: argparse.ArgumentParser) -> None:
     """Add ``--format`` of tables."""
     parser.add_argument("--format", default="text", choices=formats.FORMATS, help=(
-        "how (default text); csv is one file of all tables, with numbers in full"))
+        "format of the tables (default text); csv is one table of all, with all digits"))
 
 
 def name_file(path: Path, form: str) -> None:

@@ -19,14 +19,20 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     options.add_machine(parser)
     parser.add_argument("--top", type=int, default=12, metavar="N",
-                        help="how many to print (default 12)")
+                        help="number of plans to print (default 12)")
     options.add_recompute(parser)
     options.add_pictures(parser)
     options.add_format(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the plans; UsageError when the arguments cannot be meant."""
+    """Print the plans; 0.
+
+    Raises
+    ------
+    UsageError
+        When there are fewer than 2 ranks or no plan to print.
+    """
     ranks, dtype, recompute = arguments.ranks, arguments.dtype, arguments.recompute
     if ranks < 2 or arguments.top < 1:
         raise UsageError(f"--ranks {ranks} --top {arguments.top}: at least 2 ranks and one plan "

@@ -18,14 +18,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``predict``."""
     options.add_machine(parser)
     parser.add_argument("--results", metavar="DIR",
-                        help="instead of fitting, set predictions beside what was measured")
+                        help="set predictions beside the measurements in this folder instead")
     parser.add_argument("--table", metavar="NAMES", help="weak, strong or all (default)")
     options.add_pictures(parser)
     options.add_format(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the paper's tables, or what was measured in ``--results``, beside predictions."""
+    """Print predictions beside the paper's tables, or beside measurements of ``--results``; 0."""
     if arguments.results:
         return _measured(arguments)
     from bench.prediction.paper_fit import predict_tables
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measured(arguments: argparse.Namespace) -> int:
-    """Print what the files of a folder have measured beside predictions."""
+    """Print predictions beside the measurements in the files of a folder."""
     from bench.prediction import beside_measured
     from bench.reports.measured_tables import compare_predictions
     idle = [f"--{name} {value}" for name in ("table", "pictures")

@@ -13,7 +13,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``table``."""
     options.add_folder(parser)
     parser.add_argument("--parts", action="store_true", help=(
-        "where the time of each run goes, and its figures of merit, instead"))
+        "print the parts of the time of each run, and its figures of merit, instead"))
     options.add_format(parser)
 
 
