@@ -10,7 +10,6 @@ from bench.__main__ import main
 from bench.cases.selection import select_rows
 from bench.prediction import machine_model, paper_fit, planner, scaling
 from bench.reports.figures import prediction
-from mm3d.grid.shape import GridShape
 
 LONGHORN = machine_model.load_machine("longhorn")
 

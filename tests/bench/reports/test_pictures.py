@@ -15,6 +15,7 @@ from bench.prediction import machine_model, planner
 from bench.records import run_file
 from bench.records.folder import read_folder
 from bench.reports.figures import cube, every_figure, prediction, roofline_and_memory
+from mm3d.grid.shape import GridShape
 from records import limited
 from support import ROOT
 
@@ -90,7 +91,8 @@ def test_points_lie_under_the_roof_that_they_are_compared_with():
 
 def test_pictures_of_plans(tmp_path, texts, monkeypatch):
     """To two million ranks, of which not all grids are looked at."""
-    monkeypatch.setattr(planner, "list_candidates", lambda ranks, scheme: [("3d", (ranks, 1, 1))])
+    monkeypatch.setattr(planner, "list_candidates",
+                        lambda ranks, scheme: [("3d", GridShape("xyz", (ranks, 1, 1)))])
     drawn = prediction.draw_plans(str(tmp_path), 16, LONGHORN, "float32", "none", SIZES)
     assert len(list(drawn)) == 4
     assert list(texts.problems()) == [] and texts.pictures == 4
