@@ -70,8 +70,8 @@ def measure_works(works: Sequence[Work], comm, dtype: str, seed: int, count: int
         When a result is wrong.
     """
     checks: list[Check] = []
-    trials = [(verify_product if work.kind == "matmul" else verify_layer)(work, comm, dtype, seed,
-                                                                        checks) for work in works]
+    verify = {"matmul": verify_product, "layer": verify_layer}
+    trials = [verify[work.kind](work, comm, dtype, seed, checks) for work in works]
     wrong = [done for done in checks if not done.passed]
     if wrong:
         raise WrongResult(f"{wrong[0].quantity} is off by {wrong[0].error:.2g}, tolerance "

@@ -13,7 +13,7 @@ def plan_table(plans: Sequence[Plan], fits: Sequence[str]) -> Table:
     """Make the table of plans, with the text of `fits` for each."""
     rows = [[p.scheme, str(p.grid),
              *map(number_cell, (p.seconds, p.forward, p.backward, p.words["forward"] / 1e6,
-                            p.words["backward"] / 1e6, p.over_bound, p.memory / 2**30)), said]
+                                p.words["backward"] / 1e6, p.over_bound, p.memory / 2**30)), said]
             for p, said in zip(plans, fits)]
     return Table("Schemes and grids by predicted step time", [
         Column("scheme"), Column("grid", align="<"),
