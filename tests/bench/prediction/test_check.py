@@ -114,9 +114,9 @@ def test_a_measured_machine_is_for_its_own_transport():
                               for name in ("shared", "", "mpi shared"))
     one = made()[0]
     other, same = (dataclasses.replace(one, transport=name) for name in ("mpi", "shared"))
-    assert one.fits(shared) and same.fits(shared) and other.fits(unknown)
-    assert not other.fits(shared)
-    assert other.fits(nodes) and same.fits(nodes)
+    assert one.matches(shared) and same.matches(shared) and other.matches(unknown)
+    assert not other.matches(shared)
+    assert other.matches(nodes) and same.matches(nodes)
     assert not dataclasses.replace(one, transport="mpi shared").fits(shared)
 
 
