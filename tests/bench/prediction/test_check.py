@@ -117,7 +117,7 @@ def test_a_measured_machine_is_for_its_own_transport():
     assert one.matches(shared) and same.matches(shared) and other.matches(unknown)
     assert not other.matches(shared)
     assert other.matches(nodes) and same.matches(nodes)
-    assert not dataclasses.replace(one, transport="mpi shared").fits(shared)
+    assert not dataclasses.replace(one, transport="mpi shared").matches(shared)
 
 
 def test_what_a_machine_has_no_rate_for_is_left_out():
