@@ -1,0 +1,1 @@
+"""Train a model in parallel: pipeline schedules as data."""

@@ -1,0 +1,70 @@
+"""Build schedules by name: one function each, found without a list.
+
+A function in a module of this folder with the decorator `builder` is a builder.  It takes the
+number of ranks and of micro-batches, and of `CONDITIONS` those that it names as parameters.
+"""
+
+import importlib
+import inspect
+import pkgutil
+from typing import Any, Callable
+
+from mm3d.training.schedules.builders.names import BUILDERS, builder
+from mm3d.training.schedules.schedule import Schedule
+
+__all__ = ["CONDITIONS", "build", "builder", "registry"]
+
+CONDITIONS = ("chunks", "times", "memory", "kept")
+
+
+def registry() -> dict[str, Callable[..., Schedule]]:
+    """Return all builders by name."""
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+    return dict(sorted(BUILDERS.items()))
+
+
+def build(name: str, ranks: int, microbatches: int, **conditions: Any) -> Schedule:
+    """Return the schedule of a name.
+
+    Parameters
+    ----------
+    name : str
+        One of `registry`; ``NAME:N`` for N chunks a rank where the builder has a choice, as in
+        ``interleaved:3``.
+    ranks, microbatches : int
+        At least 1 each.
+    **conditions
+        Some of `CONDITIONS`.  A builder is given those that it has a parameter for: ``chunks`` a
+        rank; ``times`` of its stages (`mm3d.training.schedules.times.Times`), a limit of
+        ``memory`` and the share ``kept`` for the gradient of the weights, as in
+        `mm3d.training.schedules.memory.peak_in_flight`.
+
+    Raises
+    ------
+    ValueError
+        When the name is unknown, or there is no such schedule of so many ranks and micro-batches.
+    """
+    function, chosen = _builder_of(name)
+    if ranks < 1 or microbatches < 1:
+        raise ValueError(f"{ranks} ranks and {microbatches} micro-batches: at least 1 of each "
+                         f"is needed")
+    known = inspect.signature(function).parameters
+    given = {key: value for key, value in conditions.items() if key in known}
+    return function(ranks, microbatches, **given | chosen)
+
+
+def _builder_of(name: str) -> tuple[Callable[..., Schedule], dict[str, int]]:
+    """Return the builder of a name, and the chunks that the name itself chooses."""
+    known = registry()
+    plain, colon, count = name.partition(":")
+    if plain not in known:
+        raise ValueError(f"schedule {name!r} is unknown: choose one of {', '.join(known)}")
+    if not colon:
+        return known[plain], {}
+    if "chunks" not in inspect.signature(known[plain]).parameters:
+        raise ValueError(f"schedule {name!r}: {plain} has no choice of chunks")
+    if not count.isdecimal() or int(count) < 1:
+        raise ValueError(f"schedule {name!r}: a number of chunks of at least 1 is expected after "
+                         f"the colon")
+    return known[plain], {"chunks": int(count)}

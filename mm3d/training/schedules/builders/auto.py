@@ -1,0 +1,50 @@
+"""The best schedule found for given times and memory."""
+
+from mm3d.training.schedules.builders.names import builder
+from mm3d.training.schedules.builders.one_f_one_b import one_f_one_b
+from mm3d.training.schedules.builders.zb_h import zb_h1, zb_h2
+from mm3d.training.schedules.clock import clock
+from mm3d.training.schedules.memory import peak_in_flight
+from mm3d.training.schedules.schedule import Schedule
+from mm3d.training.schedules.search import Limit, search
+from mm3d.training.schedules.times import Exact, Times, exact
+
+
+@builder("auto")
+def auto(ranks: int, microbatches: int, times: Times | None = None,
+         memory: Exact | None = None, kept: Exact = 1) -> Schedule:
+    """Search for the schedule of the least cost with one stage a rank.
+
+    It is that of `mm3d.training.schedules.search.search`, or 1F1B, ZB-H1 or ZB-H2
+    where one of these fits the memory and is better.
+
+    Parameters
+    ----------
+    ranks, microbatches : int
+        At least 1 each.
+    times : Times, optional
+        Of each stage (default: F = B = W = 1 and no time for hops).
+    memory : number, optional
+        The most that a rank may hold, in activations of one micro-batch (default: as many as
+        there are ranks, the memory of 1F1B).
+    kept : number
+        The share of them that W still needs after B, from 0 to 1.
+
+    Raises
+    ------
+    ValueError
+        When not even one micro-batch fits, or the times are of another number of stages.
+    """
+    times = times or Times.equal(ranks, 1, 1, 1)
+    limit = Limit(exact(ranks if memory is None else memory), exact(kept))
+    if limit.memory < 1 or not 0 <= limit.kept <= 1:
+        raise ValueError(f"memory {limit.memory}, of which {limit.kept} is kept for W: memory for "
+                         f"one micro-batch at least, and a share from 0 to 1 are needed")
+    if len(times.forward) != ranks:
+        raise ValueError(f"times of {len(times.forward)} stages: auto has one stage on each of "
+                         f"the {ranks} ranks")
+    known = (build(ranks, microbatches) for build in (one_f_one_b, zb_h1, zb_h2))
+    fitting = [schedule for schedule in known
+               if max(peak_in_flight(schedule, limit.kept)) <= limit.memory]
+    found = search(ranks, microbatches, times, limit)
+    return min([*fitting, found], key=lambda schedule: clock(schedule, times).cost)

@@ -1,0 +1,186 @@
+"""Compute when each action of a schedule begins and ends, exactly.
+
+An action begins when its rank has ended the one before and its inputs have arrived.  A result
+arrives on another rank one hop after the end of the action; on the same rank at that end.
+"""
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from mm3d.training.schedules.schedule import Event, Schedule, ScheduleError
+from mm3d.training.schedules.times import Times
+
+Place = tuple[int, int]    # a rank, and the number of an action in its row
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Hold when each action begins and ends.
+
+    Attributes
+    ----------
+    schedule, times
+        What was timed.
+    starts, ends : tuple of tuples of Fraction
+        By rank and action.  Joined actions begin and end together.
+    causes : tuple of tuples of (int, int) or None
+        Rank and number of the action whose end, or whose message, an action began with; None of
+        those that began at 0 without any.
+    """
+
+    schedule: Schedule
+    times: Times
+    starts: tuple[tuple[Fraction, ...], ...]
+    ends: tuple[tuple[Fraction, ...], ...]
+    causes: tuple[tuple[Place | None, ...], ...]
+
+    @property
+    def makespan(self) -> Fraction:
+        """Return the time from the first begin on any rank to the last end on any."""
+        return max(ends[-1] for ends in self.ends) - min(starts[0] for starts in self.starts)
+
+    @property
+    def spans(self) -> tuple[Fraction, ...]:
+        """Return the time of each rank from its own first begin to its own last end."""
+        return tuple(ends[-1] - starts[0] for starts, ends in zip(self.starts, self.ends))
+
+    @property
+    def cost(self) -> Fraction:
+        """Return the longest span of a rank: what a step costs where steps follow each other.
+
+        The next step of a rank may begin while others still end this one; that is how the
+        zero-bubble paper (arXiv 2401.10241) measures.
+        """
+        return max(self.spans)
+
+    @property
+    def work(self) -> tuple[Fraction, ...]:
+        """Return the time of each rank in actions."""
+        return tuple(sum((self.times.of(action.kind, self.schedule.stage_of(rank, action.chunk))
+                          for action in row), Fraction(0))
+                     for rank, row in enumerate(self.schedule.rows))
+
+    @property
+    def bubble(self) -> Fraction:
+        """Return the cost less the mean work of a rank; m (F + B + W) where stages are equal."""
+        return self.cost - sum(self.work) / self.schedule.ranks
+
+    @property
+    def bubble_rate(self) -> Fraction:
+        """Return the bubble as a share of the cost, as the zero-bubble paper does."""
+        return self.bubble / self.cost if self.cost else Fraction(0)
+
+    @property
+    def bubble_over_work(self) -> Fraction:
+        """Return the bubble over the mean work, as Narayanan et al. do (arXiv 2104.04473)."""
+        work = sum(self.work) / self.schedule.ranks
+        return self.bubble / work if work else Fraction(0)
+
+    @property
+    def idle_share(self) -> Fraction:
+        """Return the idle share of ranks and makespan, as the GPipe paper does."""
+        every = self.schedule.ranks * self.makespan
+        return 1 - sum(self.work) / every if every else Fraction(0)
+
+    def critical_path(self) -> list[Place]:
+        """Return the actions without a gap, but for hops, that lead to the last end.
+
+        Returns
+        -------
+        list of (int, int)
+            Rank and number of each action, in the order of time.
+        """
+        last = max(range(self.schedule.ranks), key=lambda rank: self.ends[rank][-1])
+        place: Place | None = (last, len(self.ends[last]) - 1)
+        found = []
+        while place is not None:
+            found.append(place)
+            place = self.causes[place[0]][place[1]]
+        return found[::-1]
+
+
+def clock(schedule: Schedule, times: Times) -> Timeline:
+    """Compute when each action begins and ends.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        Which passes `mm3d.training.schedules.check.check`.
+    times : Times
+        Of each of its stages.
+
+    Raises
+    ------
+    ValueError
+        When the times are of another number of stages.
+    ScheduleError
+        By the rule "progress", when actions wait for each other for ever.
+    """
+    if len(times.forward) != schedule.stage_count:
+        raise ValueError(f"times of {len(times.forward)} stages for a schedule of "
+                         f"{schedule.stage_count}")
+    run = _Run(schedule, times)
+    run.to_the_end()
+    return Timeline(schedule, times, *(tuple(map(tuple, table)) for table in (
+        [[Fraction(start, run.scale) for start in starts] for starts in run.starts],
+        [[Fraction(end, run.scale) for end in ends] for ends in run.ends], run.causes)))
+
+
+class _Run:
+    """The times of all actions, in whole numbers of a unit that divides all times."""
+
+    def __init__(self, schedule: Schedule, times: Times) -> None:
+        self.schedule, self.scale = schedule, times.denominator()
+        self.hop = int(times.hop * self.scale)
+        self.groups = [schedule.groups(rank) for rank in range(schedule.ranks)]
+        self.durations = {(kind, stage): int(times.of(kind, stage) * self.scale)
+                          for kind in ("F", "B", "W", "BW") for stage in schedule.rank_of}
+        self.starts: list[list[int]] = [[] for _ in range(schedule.ranks)]
+        self.ends: list[list[int]] = [[] for _ in range(schedule.ranks)]
+        self.causes: list[list[Place | None]] = [[] for _ in range(schedule.ranks)]
+        self.done = [0] * schedule.ranks    # groups
+        self.happened: dict[Event, tuple[int, Place]] = {}
+        self.waiting: dict[Event, int] = {}    # the rank that waits for an event
+
+    def to_the_end(self) -> None:
+        """Time all actions."""
+        ready = list(range(self.schedule.ranks))
+        while ready:
+            rank = ready.pop()
+            while self.done[rank] < len(self.groups[rank]):
+                missing = self._group(rank)
+                if missing is not None:
+                    self.waiting[missing] = rank
+                    break
+                for action in self.groups[rank][self.done[rank] - 1]:
+                    ready += [self.waiting.pop(event)
+                              for event in self.schedule.outputs(rank, action)
+                              if event in self.waiting]
+        for rank, done in enumerate(self.done):
+            if done < len(self.groups[rank]):
+                raise ScheduleError("progress", "its inputs never arrive", rank,
+                                    len(self.ends[rank]))
+
+    def _group(self, rank: int) -> Event | None:
+        """Time the next group of a rank; an event that it waits for, if there is one."""
+        group = self.groups[rank][self.done[rank]]
+        place = len(self.ends[rank])
+        start, cause = (self.ends[rank][-1], (rank, place - 1)) if place else (0, None)
+        for action in group:
+            for event in self.schedule.inputs(rank, action):
+                if event not in self.happened:
+                    return event
+                end, source = self.happened[event]
+                arrival = end + self.hop * (source[0] != rank)
+                if arrival > start:
+                    start, cause = arrival, source
+        end = start + sum(self.durations[action.kind, self.schedule.stage_of(rank, action.chunk)]
+                          for action in group)
+        for index, action in enumerate(group, place):
+            self.starts[rank].append(start)
+            self.ends[rank].append(end)
+            self.causes[rank].append(cause)
+            for event in self.schedule.outputs(rank, action):
+                self.happened[event] = end, (rank, index)
+        self.done[rank] += 1
+        return None

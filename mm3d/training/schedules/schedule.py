@@ -1,0 +1,140 @@
+"""Define actions and schedules, and which action needs the result of which other."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+# The steps of a micro-batch in a stage that an action of each kind takes.
+STEPS = {"F": ("F",), "B": ("B",), "W": ("W",), "BW": ("B", "W")}
+
+
+class ScheduleError(ValueError):
+    """A schedule that breaks a rule.
+
+    Attributes
+    ----------
+    rule : str
+        The name of the rule; see `mm3d.training.schedules.check.check`.
+    rank, index : int or None
+        The rank, and the number of the action in its row, counted from 0; None where the rule
+        does not concern one rank or action.
+    """
+
+    def __init__(self, rule: str, problem: str, rank: int | None = None,
+                 index: int | None = None) -> None:
+        self.rule, self.rank, self.index = rule, rank, index
+        place = [f"rank {rank}"] * (rank is not None) + [f"action {index}"] * (index is not None)
+        super().__init__(f"rule {rule!r} of a schedule: {', '.join([*place, problem])}")
+
+
+class Action(NamedTuple):
+    """One entry in the row of a rank.
+
+    Attributes
+    ----------
+    kind : {"F", "B", "W", "BW"}
+        Forward; backward to the input; backward to the weights; both backward parts at once.
+    chunk : int
+        Which of the rank's stages, counted from 0.
+    micro : int
+        The micro-batch.
+    joined : bool
+        Whether it runs together with the action before it: both begin when the inputs of both
+        have arrived, take the sum of their times, and release their results at the end.
+    """
+
+    kind: str
+    chunk: int
+    micro: int
+    joined: bool = False
+
+
+class Event(NamedTuple):
+    """The completion of step "F", "B" or "W" of a micro-batch in a stage."""
+
+    step: str
+    stage: int
+    micro: int
+
+    def __str__(self) -> str:
+        return f"{self.step} of micro-batch {self.micro} in stage {self.stage}"
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Hold the rows of actions of a pipeline, and which rank has which stage.
+
+    Attributes
+    ----------
+    stages : tuple of tuples of int
+        ``stages[rank][chunk]`` is the number of a stage, from 0 at the input.
+    rows : tuple of tuples of Action
+        The actions of each rank in the order in which it takes them.
+    """
+
+    stages: tuple[tuple[int, ...], ...]
+    rows: tuple[tuple[Action, ...], ...]
+
+    @property
+    def ranks(self) -> int:
+        """Return the number of ranks."""
+        return len(self.rows)
+
+    @property
+    def chunks(self) -> int:
+        """Return the largest number of stages that a rank has."""
+        return max(map(len, self.stages))
+
+    @cached_property
+    def stage_count(self) -> int:
+        """Return the number of stages of the pipeline."""
+        return sum(map(len, self.stages))
+
+    @cached_property
+    def microbatches(self) -> int:
+        """Return the number of micro-batches."""
+        return 1 + max((action.micro for row in self.rows for action in row), default=-1)
+
+    @cached_property
+    def rank_of(self) -> dict[int, int]:
+        """Return the rank that has each stage."""
+        return {stage: rank for rank, own in enumerate(self.stages) for stage in own}
+
+    def stage_of(self, rank: int, chunk: int) -> int:
+        """Return the stage that is chunk `chunk` of `rank`."""
+        return self.stages[rank][chunk]
+
+    def groups(self, rank: int) -> list[tuple[Action, ...]]:
+        """Return the row of `rank` with joined actions in one tuple."""
+        found: list[tuple[Action, ...]] = []
+        for action in self.rows[rank]:
+            if action.joined and found:
+                found[-1] += (action,)
+            else:
+                found.append((action,))
+        return found
+
+    def inputs(self, rank: int, action: Action) -> list[Event]:
+        """Return the events that must have happened before an action of `rank`."""
+        stage, micro = self.stages[rank][action.chunk], action.micro
+        if action.kind == "F":
+            return [Event("F", stage - 1, micro)] if stage else []
+        if action.kind == "W":
+            return [Event("B", stage, micro)]
+        last = stage == self.stage_count - 1
+        return [Event("F", stage, micro), *([] if last else [Event("B", stage + 1, micro)])]
+
+    def outputs(self, rank: int, action: Action) -> list[Event]:
+        """Return the events that an action of `rank` completes."""
+        stage = self.stages[rank][action.chunk]
+        return [Event(step, stage, action.micro) for step in STEPS[action.kind]]
+
+
+def loop(ranks: int, chunks: int = 1) -> tuple[tuple[int, ...], ...]:
+    """Place stage ``chunk * ranks + rank`` on each rank, so that the last is followed by 0."""
+    return tuple(tuple(chunk * ranks + rank for chunk in range(chunks)) for rank in range(ranks))
+
+
+def vee(ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Place two stages on each rank, down and up again, so that rank 0 has the first and last."""
+    return tuple((rank, 2 * ranks - 1 - rank) for rank in range(ranks))
