@@ -131,7 +131,7 @@ def test_only_backends_name_an_array_library():
 def test_folders_stay_small():
     for folder in {path.parent for path in FILES.values()}:
         count = len([p for p in folder.glob("*.py") if p.name != "__init__.py"])
-        assert count <= 27, f"{folder} has {count} modules"
+        assert count <= 28, f"{folder} has {count} modules"
 
 
 # --- A scheme is known by what it states ------------------------------------------------------

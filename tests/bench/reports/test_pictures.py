@@ -11,10 +11,10 @@ from matplotlib.text import Text
 
 import bench
 from bench.cases.selection import select_rows
-from bench.prediction import machine_model, planner
+from bench.prediction import machine_model, planner, schedule_costs
 from bench.records import run_file
 from bench.records.folder import read_folder
-from bench.reports.figures import cube, every_figure, prediction, roofline_and_memory
+from bench.reports.figures import cube, every_figure, prediction, roofline_and_memory, schedules
 from mm3d.grid.shape import GridShape
 from records import limited
 from support import ROOT
@@ -108,6 +108,16 @@ def test_pictures_of_predictions(tmp_path, texts, monkeypatch):
 def test_picture_of_the_cube(tmp_path, texts):
     cube.draw_cube(tmp_path / "cube.png")
     assert list(texts.problems()) == [] and texts.pictures == 1
+
+
+def test_pictures_of_schedules(tmp_path, texts):
+    pipeline = schedule_costs.Pipeline(4, 12)
+    names = ["1f1b", "zb-v", "dualpipe-v"]
+    schedules.picture(tmp_path / "a.png", {
+        name: schedule_costs.timed(name, pipeline) for name in names})
+    schedules.curves(tmp_path / "b.png", "4 ranks",
+                     schedule_costs.costs_by_microbatches(names, pipeline))
+    assert list(texts.problems()) == [] and texts.pictures == 2
 
 
 def test_texts_that_are_wrong_are_found(tmp_path, texts):

@@ -1,0 +1,119 @@
+"""Time pipeline schedules whose ranks have equal layers, by name or from a file."""
+
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Mapping, NamedTuple, Sequence
+
+from bench.errors import UsageError
+from mm3d.training.schedules import Schedule, Times, build, check, clock, parse_schedule
+from mm3d.training.schedules.clock import Timeline
+from mm3d.training.schedules.memory import peak_in_flight
+from mm3d.training.schedules.messages import message_count
+
+
+class Pipeline(NamedTuple):
+    """What schedules are compared for.
+
+    Attributes
+    ----------
+    ranks, microbatches : int
+        Of the pipeline.
+    times : sequence of Fraction
+        F, B and W of all layers of a rank, for one micro-batch.  Each chunk has an equal part.
+    hop : Fraction
+        The time of a message.
+    memory : Fraction or None
+        What `auto` may hold, in activations of one micro-batch in all layers of a rank; as many
+        as there are ranks where there is none.
+    kept : Fraction
+        The share of these that W still needs after B.
+    """
+
+    ranks: int
+    microbatches: int
+    times: Sequence[Fraction] = (Fraction(1),) * 3
+    hop: Fraction = Fraction(0)
+    memory: Fraction | None = None
+    kept: Fraction = Fraction(1)
+
+    def stage_times(self, stages: int) -> Times:
+        """Return the times of each of `stages` stages."""
+        share = Fraction(self.ranks, stages)
+        return Times.equal(stages, *(time * share for time in self.times), hop=self.hop)
+
+
+def timed(name: str, pipeline: Pipeline) -> Timeline:
+    """Build the schedule of a name, check it and time it.
+
+    Raises
+    ------
+    UsageError
+        When the name is unknown, or there is no such schedule of so many ranks and micro-batches.
+    """
+    conditions: dict[str, Any] = {"times": pipeline.stage_times(pipeline.ranks),
+                                  "memory": pipeline.memory, "kept": pipeline.kept}
+    try:
+        schedule = build(name, pipeline.ranks, pipeline.microbatches, **conditions)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    return timed_schedule(schedule, pipeline)
+
+
+def timed_schedule(schedule: Schedule, pipeline: Pipeline) -> Timeline:
+    """Check a schedule and time it; ScheduleError when it breaks a rule."""
+    check(schedule)
+    return clock(schedule, pipeline.stage_times(schedule.stage_count))
+
+
+def read_schedule(path: str | Path) -> Schedule:
+    """Read and check the schedule in a file.
+
+    Raises
+    ------
+    UsageError
+        With the rule, the rank and the action, when it is wrong.
+    OSError
+        When it cannot be read.
+    """
+    try:
+        schedule = parse_schedule(Path(path).read_text())
+        check(schedule)
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
+    return schedule
+
+
+def over_memory(timeline: Timeline, pipeline: Pipeline) -> str:
+    """Return a warning where a schedule holds more than the memory that is given; "" without."""
+    if pipeline.memory is None:
+        return ""
+    schedule = timeline.schedule
+    held = max(peak_in_flight(schedule, pipeline.kept)) / schedule.chunks
+    return "" if held <= pipeline.memory else (
+        f"holds the activations of {float(held):.4g} micro-batches, more than "
+        f"{float(pipeline.memory):.4g}")
+
+
+def costs_by_microbatches(names: Sequence[str], pipeline: Pipeline) -> dict[
+        str, list[tuple[int, Mapping[str, float]]]]:
+    """Return what schedules cost with 1 to ``pipeline.microbatches`` micro-batches.
+
+    Returns
+    -------
+    dict
+        By name: the micro-batches that there is such a schedule of; ``"bubble / cost"``, ``"in
+        flight"`` (to the end of W, in activations of all layers of a rank) and ``"messages"``.
+    """
+    found: dict[str, list[tuple[int, Mapping[str, float]]]] = {name: [] for name in names}
+    for name, points in found.items():
+        for microbatches in range(1, pipeline.microbatches + 1):
+            try:
+                timeline = timed(name, pipeline._replace(microbatches=microbatches))
+            except UsageError:    # such as too few micro-batches for DualPipeV
+                continue
+            schedule = timeline.schedule
+            points.append((microbatches, {
+                "bubble / cost": float(timeline.bubble_rate),
+                "in flight": float(max(peak_in_flight(schedule, 1)) / schedule.chunks),
+                "messages": message_count(schedule)}))
+    return found

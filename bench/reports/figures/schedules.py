@@ -1,0 +1,116 @@
+"""Draw pipeline schedules: a row a rank, a colour a kind, and what they cost by micro-batches."""
+
+import os
+from pathlib import Path
+from typing import Mapping, Sequence
+
+from bench.errors import UsageError
+from bench.reports.figures import style
+from mm3d.training.schedules.clock import Timeline
+
+KINDS = {"F": ("forward", style.SKY), "B": ("backward, input", style.ORANGE),
+         "W": ("backward, weights", style.GREEN), "BW": ("backward, both", style.YELLOW)}
+BUBBLE = "#DDDDDD"
+LETTERS = 7.0    # points, of the numbers of micro-batches; fewer where boxes are narrow
+WIDTH = 14.0    # inches
+
+
+def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline]) -> Path:
+    """Draw when each action runs, a panel a schedule, all with the same axis of time.
+
+    Parameters
+    ----------
+    path : path
+        The picture to write; a .png, .svg or .pdf.
+    timelines : mapping from str to Timeline
+        By title.
+
+    Raises
+    ------
+    UsageError
+        When it is to be of another kind.
+    """
+    check_name(path)
+    end = max(float(max(ends[-1] for ends in one.ends)) for one in timelines.values())
+    height = sum(0.8 + 0.28 * one.schedule.ranks for one in timelines.values())
+    with style.figure_style():
+        figure, panels = style.make_figure(len(timelines), 1, (WIDTH, height), "")
+        for panel, (title, timeline) in zip(panels.flat, timelines.items()):
+            _rows(panel, timeline, end)
+            panel.set_title(f"{title}: bubble {float(timeline.bubble_rate):.1%} of the cost, "
+                            f"{float(timeline.cost):.4g}")
+        _legend(figure, timelines.values())
+        style.save_figure(figure, path, dpi=110)
+    return Path(path)
+
+
+def check_name(path: str | os.PathLike) -> None:
+    """Check the name of a picture; UsageError when its kind is none."""
+    if Path(path).suffix not in (".png", ".svg", ".pdf"):
+        raise UsageError(f"{path}: a picture's name ends in .png, .svg or .pdf")
+
+
+def _rows(panel, timeline: Timeline, end: float) -> None:
+    """Draw the actions of each rank, and the second chunk's in a paler colour."""
+    schedule = timeline.schedule
+    digits = len(str(schedule.microbatches - 1))
+    for rank, row in enumerate(schedule.rows):
+        for index, action in enumerate(row):
+            start, stop = (float(every[rank][index]) for every in (timeline.starts, timeline.ends))
+            joined = action.joined, index + 1 < len(row) and row[index + 1].joined
+            bottom, height = rank - 0.45 + 0.45 * joined[0], 0.45 if any(joined) else 0.9
+            panel.broken_barh([(start, stop - start)], (bottom, height),
+                              facecolor=KINDS[action.kind][1], edgecolor="white", linewidth=0.4,
+                              alpha=1 if action.chunk == 0 else 0.55)
+            room = (stop - start) / end * (WIDTH - 1) * 72    # points
+            size = min(LETTERS, room / (0.62 * digits), LETTERS * height / 0.6)
+            if size >= 2.5:
+                panel.text((start + stop) / 2, bottom + height / 2, str(action.micro), ha="center",
+                           va="center", fontsize=size, clip_on=True)
+    panel.set(xlim=(0, end), ylim=(schedule.ranks - 0.5, -0.5), ylabel="rank", xlabel="time")
+    panel.set_yticks(range(schedule.ranks))
+    panel.grid(False)
+    panel.set_facecolor(BUBBLE)
+
+
+def _legend(figure, timelines) -> None:
+    from matplotlib.patches import Patch
+    used = {action.kind for one in timelines for row in one.schedule.rows for action in row}
+    patches = [Patch(facecolor=colour, label=label)
+               for kind, (label, colour) in KINDS.items() if kind in used]
+    chunked = any(one.schedule.chunks > 1 for one in timelines)
+    patches += [Patch(facecolor="black", alpha=0.55, label="paler: further chunks")] * chunked
+    figure.legend(handles=[*patches, Patch(facecolor=BUBBLE, label="bubble")], ncols=6,
+                  loc="outside lower right")
+
+
+CURVES = {"bubble / cost": "bubble as a share of the cost",
+          "in flight": "most micro-batches in flight on a rank, to the end of W",
+          "messages": "messages of all ranks"}
+
+
+def curves(path: str | os.PathLike, heading: str,
+           found: Mapping[str, Sequence[tuple[int, Mapping[str, float]]]]) -> Path:
+    """Draw what schedules cost against the number of micro-batches.
+
+    Parameters
+    ----------
+    path : path
+        The picture to write; a .png, .svg or .pdf.
+    heading : str
+        Of the figure.
+    found : mapping
+        By schedule: micro-batches, and the numbers by the keys of `CURVES`.
+    """
+    check_name(path)
+    with style.figure_style():
+        figure, panels = style.make_figure(1, len(CURVES), (WIDTH, 4.2), heading)
+        for panel, (key, label) in zip(panels.flat, CURVES.items()):
+            for (name, points), (colour, _) in zip(found.items(), style.CYCLE * 2):
+                panel.plot([m for m, _ in points], [numbers[key] for _, numbers in points],
+                           color=colour, label=name)
+            panel.set(xlabel="micro-batches", title=label)
+            style.start_at_zero(panel)
+        panels.flat[0].legend()
+        style.save_figure(figure, path, dpi=110)
+    return Path(path)

@@ -1,0 +1,110 @@
+"""Print, check, time and draw pipeline schedules, from a name or a file."""
+
+import argparse
+from fractions import Fraction
+from typing import Callable
+
+from bench.errors import UsageError
+from bench.prediction import schedule_costs
+from bench.prediction.schedule_costs import Pipeline
+from bench.reports import schedule_tables
+from bench.reports.document import Notes
+from bench.reports.formats import render
+from bench.verbs import options
+from mm3d.training.schedules import format_schedule, registry
+
+GROUP = "Plan and predict"
+ON_ALL_RANKS = False
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``schedule``."""
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--name", metavar="NAME", help=(
+        f"the schedule: {', '.join(registry())}; interleaved:3 has 3 chunks a rank"))
+    what.add_argument("--file", metavar="FILE", help=(
+        "a schedule as this verb prints it, such as an edited one; it is checked"))
+    parser.add_argument("--stages", type=options.whole(1), metavar="P",
+                        help="ranks of the pipeline; schedules may have several chunks on each")
+    parser.add_argument("--microbatches", type=options.whole(1), metavar="M",
+                        help="micro-batches of a step")
+    parser.add_argument("--times", type=fractions("F,B,W"), default=(Fraction(1),) * 3,
+                        metavar="F,B,W", help=(
+        "of all layers of a rank for one micro-batch: forward, backward to the input and to the "
+        "weights (default 1,1,1)"))
+    parser.add_argument("--hop", type=fraction, default=Fraction(0), metavar="TIME",
+                        help="of a message (default 0)")
+    parser.add_argument("--memory", type=fraction, metavar="N", help=(
+        "the most that auto may hold, in activations of one micro-batch (default: as many as "
+        "stages); others that hold more are named"))
+    parser.add_argument("--kept", type=fraction, default=Fraction(1), metavar="SHARE",
+                        help="of the activations that W still needs after B (default 1)")
+    parser.add_argument("--compare", type=lambda text: text.split(","), default=[],
+                        metavar="NAMES", help="further schedules, with commas between")
+    parser.add_argument("--picture", metavar="FILE",
+                        help="draw all of them: .png, .svg or .pdf")
+    parser.add_argument("--curves", metavar="FILE", help=(
+        "draw bubble, activations and messages against 1 to M micro-batches"))
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print a schedule and what it costs, and draw it; UsageError when that cannot be."""
+    schedule = schedule_costs.read_schedule(arguments.file) if arguments.file else None
+    pipeline = _pipeline(arguments, schedule)
+    if schedule:
+        timelines = {arguments.file: schedule_costs.timed_schedule(schedule, pipeline)}
+    else:
+        timelines = {arguments.name: schedule_costs.timed(arguments.name, pipeline)}
+    first = next(iter(timelines.values()))
+    timelines |= {name: schedule_costs.timed(name, pipeline) for name in arguments.compare}
+    warnings = [f"MEMORY: {name} {problem}" for name, timeline in timelines.items()
+                if (problem := schedule_costs.over_memory(timeline, pipeline))]
+    print(format_schedule(first.schedule))
+    print(render([schedule_tables.costs(timelines), schedule_tables.cost_notes(),
+                  schedule_tables.chains(timelines),
+                  *([Notes("More than the memory", warnings)] if warnings else [])]))
+    if arguments.picture or arguments.curves:
+        from bench.reports.figures import schedules as figures
+        if arguments.picture:
+            print(figures.picture(arguments.picture, timelines))
+        if arguments.curves:
+            names = list(dict.fromkeys([*[arguments.name] * (not schedule), *arguments.compare]))
+            print(figures.curves(arguments.curves, f"{pipeline.ranks} ranks",
+                                 schedule_costs.costs_by_microbatches(names, pipeline)))
+    return 0
+
+
+def _pipeline(arguments: argparse.Namespace, schedule) -> Pipeline:
+    """Return the sizes and times that are asked for; those of a file are the file's."""
+    sizes = []
+    for option, own in (("stages", "ranks"), ("microbatches", "microbatches")):
+        value = getattr(arguments, option)
+        if schedule and value not in (None, getattr(schedule, own)):
+            raise UsageError(f"--{option} {value}: {arguments.file} has {getattr(schedule, own)}")
+        if not schedule and value is None:
+            raise UsageError(f"--name {arguments.name}: give --{option} too")
+        sizes.append(getattr(schedule, own) if schedule else value)
+    if arguments.kept > 1:
+        raise UsageError(f"--kept {arguments.kept}: a share from 0 to 1 would do")
+    return Pipeline(*sizes, arguments.times, arguments.hop, arguments.memory, arguments.kept)
+
+
+def fraction(text: str) -> Fraction:
+    """Read a number of at least 0, such as 1.3 or 4/3, exactly."""
+    try:
+        found = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        found = Fraction(-1)
+    if found < 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of at least 0 would do, such as 1.3")
+    return found
+
+
+def fractions(names: str) -> Callable[[str], tuple[Fraction, ...]]:
+    """Return the type of an option that has a number for each of `names`."""
+    def several(text: str) -> tuple[Fraction, ...]:
+        found = tuple(map(fraction, text.split(",")))
+        if len(found) != len(names.split(",")):
+            raise argparse.ArgumentTypeError(f"{text!r}: three numbers {names} would do")
+        return found
+    return several
