@@ -18,7 +18,7 @@ from jobs import fitting, scripts, site as sites, slurm, standings
 from jobs.collect import collect, format_standing
 from jobs.scripts import Work
 from jobs.standings import DONE, UNDER_WAY
-from mm3d.schemes import lookup
+from mm3d.schemes import find_scheme
 
 SCRIPT = 0o755    # permissions of a script
 
@@ -88,7 +88,7 @@ def work_and_cases(arguments) -> tuple[Work, list[Case]]:
     work = Work(site, arguments.site, scripts.check_path(out), arguments.inside,
                 arguments.recompute)
     for one in cases:
-        directions = lookup(one.row.scheme).directions
+        directions = find_scheme(one.row.scheme).directions
         inside = work.inside or site.inside.get(one.row.scheme, "auto")
         if inside != "auto" and inside not in directions:
             raise UsageError(f"--inside {inside}: the grid of scheme {one.row.scheme!r} has the "

@@ -22,7 +22,8 @@ from mm3d.grid.grid import Grid  # noqa: E402
 from mm3d.grid.layout import Layout  # noqa: E402
 from mm3d.model import cost  # noqa: E402
 from mm3d.model.sizes import ModelSizes  # noqa: E402
-from mm3d.model.transformer import Transformer, describe  # noqa: E402
+from mm3d.model.transformer import Transformer  # noqa: E402
+from mm3d.model.transformer_spec import model_spec  # noqa: E402
 from mm3d.model.vectors import Vector  # noqa: E402
 from mm3d.schemes import registry, scheme  # noqa: E402
 from mm3d.schemes.scheme import Scheme  # noqa: E402
@@ -35,5 +36,5 @@ __version__ = "0.1.0"
 SCHEMES = registry()
 
 __all__ = ["Axis", "Grid", "Layout", "ModelSizes", "SCHEMES", "Scheme", "Space", "Split",
-           "Traffic", "Transformer", "Vector", "Watchdog", "cost", "describe", "registry",
+           "Traffic", "Transformer", "Vector", "Watchdog", "cost", "model_spec", "registry",
            "scheme"]

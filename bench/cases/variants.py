@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 
 from mm3d.arrays.backend import Backend
-from mm3d.model.recomputation import policy
+from mm3d.model.recomputation import parse_policy
 from mm3d.model.transformer import DTYPES
-from mm3d.schemes import lookup, registry
+from mm3d.schemes import find_scheme, registry
 from mm3d.schemes.scheme import Option
 
 PLAIN = "float32"    # the dtype of the tables
@@ -68,7 +68,7 @@ class Variant(msgspec.Struct, frozen=True):
     def options(self, scheme: str) -> dict[str, Any]:
         """Keyword arguments of `mm3d.scheme`."""
         return {name: value for name, value in (("keep", self.keep), ("overlap", self.overlap))
-                if name in lookup(scheme).options}
+                if name in find_scheme(scheme).options}
 
     def arguments(self) -> list[str]:
         """The options of the command line that give this variant, but for TF32."""
@@ -91,7 +91,7 @@ def recorded_variant(configuration: Mapping[str, Any]) -> Variant:
 def problem(variant: Variant, schemes: Iterable[str], backend: Backend | None = None,
             recompute: str | None = None) -> str:
     """Why rows of `schemes` cannot be of this variant, with this policy; empty when they can."""
-    if variant.keep != "none" and recompute and policy(recompute).selective:
+    if variant.keep != "none" and recompute and parse_policy(recompute).selective:
         return (f"--keep {variant.keep} --recompute {recompute}: selective keeps nothing that "
                 f"products gather; leave one of them out, or choose --recompute full")
     for name, flag in (("keep", f"--keep {variant.keep}"), ("overlap", "--overlap")):

@@ -95,7 +95,7 @@ def _whole(layer: Any, sequence: int, heads: np.ndarray, *arrays: np.ndarray) ->
     """Of each array one sequence, all positions: (heads, seq, d) in float64."""
     mine = [a[sequence][:, heads] for a in arrays]
     if layer.split is not None:
-        everyone = layer.space.sequence.comm.allgather(mine)
+        everyone = layer.space.sequence_axis.comm.allgather(mine)
         mine = [np.concatenate(parts) for parts in zip(*everyone)]
     return [a.transpose(1, 0, 2).astype(np.float64) for a in mine]
 
@@ -122,7 +122,7 @@ def _identities(look: Any, layer: Any, Q: np.ndarray, K: np.ndarray, V: np.ndarr
     sums = np.array([inner(dV, V), inner(dO, out), inner(dK, K), inner(dQ, Q)])
     if layer.split is not None:
         total = np.empty_like(sums)
-        layer.space.sequence.comm.Allreduce(sums, total)
+        layer.space.sequence_axis.comm.Allreduce(sums, total)
         sums = total
     for name, (a, b) in (("<dV, V>", sums[:2]), ("<dK, K>", sums[2:])):
         look.note(layer, name, a[0] - b[0], a[1] + b[1])

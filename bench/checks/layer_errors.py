@@ -53,7 +53,7 @@ class Look(ArrayObserver):
         shape = self.model.shape
         numbers = np.arange(math.prod(shape[:2])).reshape(shape[:2])
         rows = set(self.random.choice(numbers.size, min(ROWS, numbers.size), False).tolist())
-        places = {str(place): place for coords in self.grid.shape.everywhere()
+        places = {str(place): place for coords in self.grid.shape.all_coordinates()
                   for place in [self.model.outer.layout().slices(self.grid, shape, coords)[:2]]}
         return np.array(sorted(rows | {int(self.random.choice(numbers[place].ravel()))
                                        for place in places.values() if numbers[place].size}))
@@ -124,7 +124,7 @@ class Look(ArrayObserver):
         w = self.signs(C.shape[2:])
         expected = A.times(B.times(w)[0])[0]
         bound = A.times(B.times(np.abs(w), True)[0], True)[0]
-        if layer.adds:
+        if layer.adds_bias:
             bias = self.parameter(layer.bias.value, layer.bias).whole()
             expected, bound = expected + np.vdot(bias, w), bound + np.abs(bias).sum()
         self.note(layer, "C", C.times(w) - expected, bound)
@@ -139,7 +139,7 @@ class Look(ArrayObserver):
         v, bound = dC.times(w)[0], dC.times(np.abs(w), True)[0]
         dB = self.parameter(layer.weight.grad, layer.weight)
         self.note(layer, "dB", dB.times(w) - A.left(v)[0], A.left(bound, True)[0])
-        if layer.adds:
+        if layer.adds_bias:
             self._bias(layer, dC)
 
     def _product(self, layer: Linear, x: Any, y: Any) -> tuple[Sheet, Sheet, Sheet]:

@@ -38,7 +38,7 @@ class Sheet:
         self.place = layout.slices(grid, self.shape)
         self.block = grid.backend.to_host(block).reshape([s.stop - s.start for s in self.place])
         places = [tuple((s.start, s.stop) for s in layout.slices(grid, self.shape, coords))
-                  for coords in grid.shape.everywhere()]
+                  for coords in grid.shape.all_coordinates()]
         mine = places[grid.rank]
         self.copy = places[:grid.rank].count(mine)
         # Ranks without a block are no copies of each other.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from mpi4py import MPI
 
-from mm3d import ModelSizes, describe
+from mm3d import ModelSizes, model_spec
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.transport.nodes import node_numbers
@@ -53,7 +53,7 @@ def words_by_direction(scheme: str, shape: Sizes, model: ModelSizes) -> Sizes:
         Sizes of the model.
     """
     moved = dict.fromkeys(shape, 0)
-    for phase in cost.words(scheme, shape, describe(model)).values():
+    for phase in cost.words(scheme, shape, model_spec(model)).values():
         for (axis, _), count in phase.items():
             moved[axis] += count
     return moved
@@ -107,7 +107,7 @@ def placement_outcome(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> Placeme
     nodes, grid = node_numbers(comm), GridShape.from_sizes(shape)
 
     def within_nodes(axis: str) -> bool:
-        first = [grid.rank({**coords, axis: 0}) for coords in grid.everywhere()]
+        first = [grid.rank({**coords, axis: 0}) for coords in grid.all_coordinates()]
         return all(nodes[rank] == nodes[start] for rank, start in enumerate(first))
 
     within = "".join(axis for axis, size in grid.items() if size > 1 and within_nodes(axis))

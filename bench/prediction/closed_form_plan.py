@@ -11,11 +11,11 @@ import numpy as np
 
 from bench.prediction import machine_model
 from bench.prediction.seconds import TERMS, achieved_seconds, collective_terms, gemm_seconds
-from mm3d import ModelSizes, describe
+from mm3d import ModelSizes, model_spec
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
-from mm3d.model.recomputation import policy
-from mm3d.schemes import lookup
+from mm3d.model.recomputation import parse_policy
+from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape, largest_block
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
@@ -67,7 +67,7 @@ def words_over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
     """Divide the words of all products in a forward pass by their lower bound; NaN if it is 0."""
     moved = least = 0.0
     for product, times in weight_products(sizes).items():
-        moves = lookup(name).product_moves(grid, product)[0]
+        moves = find_scheme(name).product_moves(grid, product)[0]
         moved += times * sum(m.words for m in moves if grid[m.axis] > 1) / grid.ranks
         least += times * cost.lower_bound(*product.extents, grid.ranks)
     return moved / least if least > 0 else math.nan
@@ -75,7 +75,7 @@ def words_over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
 
 def weight_products(sizes: ModelSizes) -> dict[ProductShape, int]:
     """Count the products with weights in a forward pass, by shape."""
-    return cost.products(describe(sizes))
+    return cost.products(model_spec(sizes))
 
 
 @cache
@@ -112,7 +112,7 @@ class _BlockSizes:
     """
 
     def __init__(self, name: str, grid: GridShape, sizes: ModelSizes) -> None:
-        outer, inner = lookup(name).layouts(grid, sizes["batch"], sizes["seq"])
+        outer, inner = find_scheme(name).layouts(grid, sizes["batch"], sizes["seq"])
         self.sizes = sizes
         # Numbers of parts: of outer activations, of inner rows and of inner features.
         (self.outside, self.sequences, self.positions, self.features) = (
@@ -142,7 +142,7 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine, dtyp
     """Predict a step of a scheme on a grid by closed forms."""
     size = np.dtype(dtype).itemsize
     blocks = _BlockSizes(name, grid, sizes)
-    described = describe(sizes, recompute=recompute)
+    described = model_spec(sizes, recompute=recompute)
     moves = cost.moves(name, grid, described)
     words = {phase: sum(m.words for m in found.values()) / grid.ranks
              for phase, found in moves.items()}
@@ -159,7 +159,7 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine, dtyp
     forward = attention + sum(
         times * local.count * gemm_seconds(machine, Gemm(1, *local[:3], dtype))
         for product, times in weight_products(sizes).items()
-        for local in lookup(name).local_products(grid, product))
+        for local in find_scheme(name).local_products(grid, product))
     again = cost.flops_again(described) / cost.flops(described)["forward"]
     spent["forward"]["gemm"] = forward
     spent["backward"]["gemm"] = (2 + again) * forward + attention / 2
@@ -167,8 +167,8 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine, dtyp
         spent[phase]["memory"] = (sizes["layers"] * size * float(coefficients @ blocks.elements())
                                   / machine.memory_bandwidth)
     # Elementwise work is done again with every policy, twice where two are joined.
-    chosen = policy(recompute)
-    spent["backward"]["memory"] += (bool(chosen.every) + chosen.selective
+    chosen = parse_policy(recompute)
+    spent["backward"]["memory"] += (bool(chosen.group_size) + chosen.selective
                                     ) * spent["forward"]["memory"]
     seconds = {phase: achieved_seconds(machine, spent[phase]) for phase in PHASES}
     memory = size * cost.peak_words(name, grid, described)

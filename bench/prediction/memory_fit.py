@@ -8,11 +8,11 @@ import numpy as np
 
 from bench.cases.variants import Variant
 from bench.errors import UsageError
-from mm3d import describe
+from mm3d import model_spec
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost, recomputation
 from mm3d.model.recomputation import POLICIES
-from mm3d.schemes import lookup
+from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 
 GridSizes = tuple[int, ...] | GridShape    # the sizes of a scheme's directions
@@ -64,7 +64,7 @@ def predict_peak(scheme: str, grid: GridSizes, dtype: str, recompute: str,
     block : int
         Elements that elementwise work handles at a time; by default whole arrays, as on a GPU.
     """
-    shape = lookup(scheme).grid_shape(grid)
+    shape = find_scheme(scheme).grid_shape(grid)
     return _peak(scheme, shape, dtype, recompute, tuple(sizes.items()), how, block)
 
 
@@ -77,9 +77,9 @@ def estimate_peak(scheme: str, grid: GridSizes, dtype: str, recompute: str,
     The closed form assumes that heads divide evenly; where they do not, it is scaled by the
     share of the rank with one head more.
     """
-    shape = lookup(scheme).grid_shape(grid)
+    shape = find_scheme(scheme).grid_shape(grid)
     parts, heads = max(shape.sizes), sizes["heads"]
-    closed = cost.peak_words(scheme, shape, describe(sizes, recompute=recompute), keep=keep)
+    closed = cost.peak_words(scheme, shape, model_spec(sizes, recompute=recompute), keep=keep)
     return 1.06 * closed * np.dtype(dtype).itemsize * -(-heads // parts) * parts / heads
 
 
@@ -94,9 +94,9 @@ def choose_policy(scheme: str, grid: GridSizes, dtype: str, sizes: dict[str, int
     str or None, int
         The policy and its peak bytes; None and the least peak if none fits.
     """
-    shape = lookup(scheme).grid_shape(grid)
+    shape = find_scheme(scheme).grid_shape(grid)
     closed = {name: np.dtype(dtype).itemsize * cost.peak_words(
-        scheme, shape, describe(sizes, recompute=name), keep=how.keep)
+        scheme, shape, model_spec(sizes, recompute=name), keep=how.keep)
         for name in list_policies(how.keep)}
     for name, words in closed.items():
         if words <= CLOSED_FORM_MARGIN * limit:
@@ -108,7 +108,8 @@ def choose_policy(scheme: str, grid: GridSizes, dtype: str, sizes: dict[str, int
 
 def list_policies(keep: str = "none") -> list[str]:
     """List the policies that go with `keep`; "selective" keeps no gathered operand."""
-    able = {name: keep == "none" or not recomputation.policy(name).selective for name in POLICIES}
+    able = {name: keep == "none" or not recomputation.parse_policy(name).selective
+            for name in POLICIES}
     return [name for name in POLICIES if able[name]]
 
 

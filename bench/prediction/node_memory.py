@@ -101,7 +101,7 @@ def estimate_by_dry_runs(one: Case, grid: tuple[int, ...], recompute: str,
 def _collected_bytes(one: Case) -> int:
     """Count the bytes of output and gradients that rank 0 collects, each whole."""
     sizes = one.verified
-    words = (cost.parameters(mm3d.describe(sizes))
+    words = (cost.parameters(mm3d.model_spec(sizes))
              + 2 * sizes.batch * sizes.seq * sizes.hidden)
     return words * itemsize(one.variant.dtype)
 

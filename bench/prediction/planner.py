@@ -13,7 +13,7 @@ from bench.prediction.closed_form_plan import Plan, screen_grid
 from bench.prediction.seconds import step_seconds
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
-from mm3d.schemes import lookup, registry
+from mm3d.schemes import find_scheme, registry
 from mm3d.tracing import dry_run
 
 TRACED = 32    # the greatest number of plans that are all traced
@@ -30,7 +30,7 @@ def list_candidates(ranks: int, scheme: str | None = None) -> Iterator[tuple[str
     """
     for name in [scheme] if scheme else [n for n, s in registry().items() if s.divides_work]:
         try:
-            grids = lookup(name).grids(ranks)
+            grids = find_scheme(name).grids(ranks)
         except ValueError:    # no square
             if scheme:
                 raise

@@ -14,7 +14,7 @@ from bench.prediction import machine_model, paper_fit, planner
 from bench.prediction.closed_form_plan import Plan, screen_grid
 from bench.prediction.seconds import step_seconds
 from mm3d.grid.shape import GridShape
-from mm3d.schemes import lookup
+from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 
 BEST = "3-D, best grid"
@@ -29,7 +29,7 @@ def family_grid(family: str, ranks: int) -> tuple[str, GridShape] | None:
              "2-D": ("2d", (root, root)) if root ** 2 == ranks else None,
              "data, sharded (P x 1 x 1)": ("3d", (ranks, 1, 1)),
              "3-D cube": ("3d", (side,) * 3) if side ** 3 == ranks else None}.get(family)
-    return found and (found[0], lookup(found[0]).grid_shape(found[1]))
+    return found and (found[0], find_scheme(found[0]).grid_shape(found[1]))
 
 
 def plan_families(machine: machine_model.Machine, dtype: str, recompute: str,

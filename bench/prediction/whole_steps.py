@@ -20,7 +20,7 @@ from bench.prediction.seconds import barriers, step_seconds
 from bench.prediction.work import NAMES, Work, trace_work
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d import ModelSizes
-from mm3d.schemes import lookup
+from mm3d.schemes import find_scheme
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 
 Trial = Callable[[], list[float]]    # measures the seconds of forward and of backward
@@ -32,10 +32,10 @@ ROUNDS = 8
 def list_works(ranks: int, products: Iterable[tuple[int, ...]],
                layers: Iterable[tuple[int, ...]]) -> list[Work]:
     """List products C = AB and Transformers of these sizes, on all grids of all schemes."""
-    alone = lookup("3d").grid_shape((1, 1, 1))
+    alone = find_scheme("3d").grid_shape((1, 1, 1))
     grids = [("3d", alone)] if ranks == 1 else list(planner.list_candidates(ranks))
     works = [Work("matmul", scheme, grid, sizes, "ab") for sizes in products
-             for scheme, grid in grids if lookup(scheme).matrix_product]
+             for scheme, grid in grids if find_scheme(scheme).matrix_product]
     return works + [Work("layer", scheme, grid, sizes) for sizes in layers
                     for scheme, grid in grids]
 

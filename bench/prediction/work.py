@@ -7,7 +7,7 @@ from bench.prediction.machine_model import Machine
 from bench.prediction.seconds import step_seconds
 from mm3d.arrays import backend as backends
 from mm3d.grid.shape import GridShape
-from mm3d.schemes import lookup
+from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.tracing.events import PHASES
@@ -56,7 +56,7 @@ class Work:
     def parse(cls, label: str) -> "Work":
         """Return the work that a label names."""
         kind, scheme, grid, sizes, *form = label.split()
-        return cls(kind, scheme, GridShape.parse(grid, lookup(scheme).directions),
+        return cls(kind, scheme, GridShape.parse(grid, find_scheme(scheme).directions),
                    tuple(map(int, sizes.split("x"))), *form)
 
 

@@ -6,7 +6,7 @@ from bench.prediction.closed_form_plan import Plan, weight_products
 from bench.prediction.planner import bound_regime
 from bench.reports.document import Column, Notes, Table, number_cell
 from mm3d import ModelSizes
-from mm3d.schemes import lookup
+from mm3d.schemes import find_scheme
 
 
 def plan_table(plans: Sequence[Plan], fits: Sequence[str]) -> Table:
@@ -43,7 +43,7 @@ def _default(scheme: str, plans: Sequence[Plan], least: Plan, ranks: int) -> lis
     """State the words of the default grid of a scheme that has several grids."""
     own = {p.grid: p for p in plans if p.scheme == scheme}
     try:
-        grid = lookup(scheme).grid_shape(lookup(scheme).default_grid(ranks))
+        grid = find_scheme(scheme).grid_shape(find_scheme(scheme).default_grid(ranks))
     except ValueError:    # such as no cube
         return []
     if len(own) == 1 or grid not in own:

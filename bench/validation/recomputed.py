@@ -10,7 +10,7 @@ from bench.experiments.products.problem import Problem
 from bench.instruments import least_squares
 from bench.instruments.statistics import median_interval
 from bench.records.measurements import Measurements, grid_shape
-from mm3d import ModelSizes, SCHEMES, describe
+from mm3d import ModelSizes, SCHEMES, model_spec
 from mm3d.model import cost
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.transport.silent import DryCommunicator
@@ -160,7 +160,7 @@ def count_words(chosen: dict, phases: list[str], ranks: int) -> np.ndarray:
 def _layer(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
     """Recompute a layer from its times (repetition, kind, rank, edge) and sizes."""
     chosen, spans = run.configuration, _makespans(found["times"])
-    described = describe(ModelSizes.from_settings(chosen))
+    described = model_spec(ModelSizes.from_settings(chosen))
     seconds, ratios = (np.array([median_or_default(kind, NO_SAMPLES[0]) for kind in one.T])
                        for one in (spans, spans / spans[:, :1]))
     again = {"seconds": Recomputed(seconds, "the makespans of the times"),

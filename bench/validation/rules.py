@@ -22,10 +22,10 @@ from bench.instruments.statistics import median_interval
 from bench.records.measurements import Check, Measurements
 from bench.records.run_file import Run
 from bench.validation.recomputed import TOLERANCE, check_derived
-from mm3d import ModelSizes, SCHEMES, describe
+from mm3d import ModelSizes, SCHEMES, model_spec
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.model import cost
-from mm3d.model.recomputation import policy
+from mm3d.model.recomputation import parse_policy
 from mm3d.model.sizes import SIZES
 from mm3d.tracing.events import PHASES
 
@@ -82,7 +82,7 @@ def check_verification(run: Run) -> Iterator[str]:
             yield (f"verification: the tolerance of {check.quantity} is {check.tolerance:g}; the "
                    f"rules allow {limit:g}")
     names = {check.quantity for check in serial}
-    model = describe(ModelSizes.from_settings({**run.configuration, "layers": layers}))
+    model = model_spec(ModelSizes.from_settings({**run.configuration, "layers": layers}))
     arrays = cost.parameter_arrays(model)
     wanted = 2 + arrays
     if not {"output", "input gradient"} <= names or len(names) != wanted:
@@ -157,7 +157,7 @@ def check_oversubscription(environment: dict[str, Any], count: int) -> Iterator[
 def check_recomputation(run: Run) -> Iterator[str]:
     """Check that the policy of recomputation is known, or absent."""
     try:
-        policy(run.configuration.get("recompute", "none"))
+        parse_policy(run.configuration.get("recompute", "none"))
     except ValueError as error:
         yield str(error)
 
@@ -206,7 +206,7 @@ def check_groups(run: Run) -> Iterator[str]:
             yield "parts/seconds has times below 0, or no numbers"
     if "memory" not in found or chosen["scheme"] not in SCHEMES:
         return
-    described = describe(ModelSizes.from_settings(chosen), recompute=recorded_policy(run))
+    described = model_spec(ModelSizes.from_settings(chosen), recompute=recorded_policy(run))
     stored = cost.parameters(described)
     saved = cost.saved_words(chosen["scheme"], run.grid, described,
                              keep=recorded_variant(chosen).keep)

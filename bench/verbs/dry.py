@@ -10,7 +10,7 @@ from bench.prediction import machine_model, memory_fit
 from bench.reports import dry_tables
 from bench.reports.formats import render
 from bench.verbs import grids, options
-from mm3d import ModelSizes, describe
+from mm3d import ModelSizes, model_spec
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.sizes import SIZES
@@ -69,7 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
         trace = _trace(arguments, grid, sizes, machine)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    useful = cost.flops(describe(sizes, arguments.causal))
+    useful = cost.flops(model_spec(sizes, arguments.causal))
     parts = [_title(arguments, grid, sizes), *dry_tables.tables(trace, useful, machine)]
     fits = True
     if limit:

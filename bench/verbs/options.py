@@ -12,7 +12,7 @@ from bench.instruments.timing import Limits
 from bench.reports import formats
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
-from mm3d.model.recomputation import policy
+from mm3d.model.recomputation import parse_policy
 
 RECOMPUTE = ("what backward computes again instead of finding it kept: none; selective, all but "
              "products with weights; full, each layer from its input; uniform:N, every N layers "
@@ -194,7 +194,7 @@ def whole(least: int) -> Callable[[str], int]:
 def recompute(text: str) -> str:
     """Check that `text` is a policy of `mm3d.model.recomputation`."""
     try:
-        policy(text)
+        parse_policy(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text

@@ -73,7 +73,7 @@ class Space:
         return Layout(self.rows).split(self.grid, (self.batch, self.seq), letter)
 
     @property
-    def sequence(self) -> Axis | None:
+    def sequence_axis(self) -> Axis | None:
         """Return the direction that divides the positions of a sequence; None if none does."""
         letter = self.rows.partition(",")[2]
         return self.grid[letter] if letter and self.grid[letter].size > 1 else None

@@ -195,8 +195,8 @@ class Axis:
     def reduce(self, a: Array, root: int) -> Array | None:
         """Sum `a` over all ranks on the rank `root`; None on the others.
 
-        An `a` from `Split.summand` may be overwritten.  Shape, dtype and root must be the same on
-        all ranks, as for `broadcast`.
+        An `a` from `Split.reduce_term` may be overwritten.  Shape, dtype and root must be the same
+        on all ranks, as for `broadcast`.
         """
         if self.size == 1:
             return a
@@ -268,7 +268,7 @@ class Split:
             return self.axis.backend.empty(shape, dtype)
         return self.axis.transport.term(shape, dtype)
 
-    def summand(self, shape: tuple[int, ...], dtype: Any) -> Array:
+    def reduce_term(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Allocate this rank's term of a sum for `reduce`; otherwise like `term`."""
         if self.axis.size == 1:
             return self.axis.backend.empty(shape, dtype)

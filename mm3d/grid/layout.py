@@ -28,7 +28,7 @@ class Layout:
     """Describe how an array is divided over a grid.
 
     The place of each block follows from the shape of the grid and coordinates alone: `slices`,
-    `local_shape`, `owns` and `root` take a `GridShape` and coordinates, or a live `Grid`, whose
+    `local_shape`, `owns_block` and `diagonal_rank` take a `GridShape` and coordinates, or a live `Grid`, whose
     coordinates are then those of this rank.
 
     Parameters
@@ -83,14 +83,14 @@ class Layout:
             length, unit = counts[coords[letter]], 1
         return start, length
 
-    def owns(self, grid: GridShape | Grid, coords: Mapping[str, int] | None = None) -> bool:
+    def owns_block(self, grid: GridShape | Grid, coords: Mapping[str, int] | None = None) -> bool:
         """Return whether the rank at `coords` holds a block."""
         if self.diagonal is None:
             return True
         sizes, coords = _place(grid, coords)
-        return coords[self.diagonal] == self.root(sizes, coords)
+        return coords[self.diagonal] == self.diagonal_rank(sizes, coords)
 
-    def root(self, grid: GridShape | Grid, coords: Mapping[str, int] | None = None) -> int:
+    def diagonal_rank(self, grid: GridShape | Grid, coords: Mapping[str, int] | None = None) -> int:
         """Return the rank along the direction after '@' that holds the block for `coords`."""
         sizes, coords = _place(grid, coords)
         return coords[self.letters[0]] % sizes[self.diagonal]
@@ -100,7 +100,7 @@ class Layout:
         """Return the slices of the global array of `shape` that the rank at `coords` holds."""
         sizes, coords = _place(grid, coords)
         self._check(sizes, shape)
-        if not self.owns(sizes, coords):
+        if not self.owns_block(sizes, coords):
             return (slice(0, 0),) * len(shape)
         bounds = (self._bounds(sizes, n, dim, coords) for dim, n in enumerate(shape))
         return tuple(slice(start, start + length) for start, length in bounds)
@@ -144,7 +144,7 @@ class Layout:
             if wrong:
                 raise ValueError(f"the block of an array of {shape} in layout {self.spec!r} is "
                                  f"{wrong[0]} on rank {rank}, not {wrong[1]}")
-        places = [self.slices(grid, shape, coords) for coords in grid.shape.everywhere()]
+        places = [self.slices(grid, shape, coords) for coords in grid.shape.all_coordinates()]
         lengths = [math.prod(s.stop - s.start for s in place) for place in places]
         parts = np.empty(sum(lengths), local.dtype)
         offsets = np.cumsum([0] + lengths)

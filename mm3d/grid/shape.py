@@ -172,7 +172,7 @@ class GridShape(Mapping[str, int]):
             number = number * size + coordinates[name]
         return number
 
-    def everywhere(self) -> Iterator[dict[str, int]]:
+    def all_coordinates(self) -> Iterator[dict[str, int]]:
         """Iterate over the coordinates of all ranks, in rank order."""
         for point in itertools.product(*map(range, self.sizes)):
             yield dict(zip(self.directions, point))

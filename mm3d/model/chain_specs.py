@@ -1,7 +1,7 @@
-"""Chains of layer specs: repeated blocks, residual blocks, and layers that are computed again.
+"""Define chains of layer specs: repeated blocks, residual blocks, and recomputed layers.
 
-They say in which order layers work in forward and in backward, and so turn what each layer states
-into what the model takes.
+A chain knows the order in which its layers are computed in forward and in backward, and sums up
+the costs that each layer states.
 """
 
 from dataclasses import dataclass
@@ -9,169 +9,178 @@ from typing import Iterable, Iterator
 
 from mm3d.model.layers import Layer, Residual
 from mm3d.model.recomputed_layers import Recomputed
-from mm3d.model.specs import Builder, Saved, Spec, Work
+from mm3d.model.specs import Builder, LayerPass, SavedWords, Spec
 from mm3d.schemes.parallelism import Parallelism
 
 
 @dataclass(frozen=True)
 class ChainSpec(Spec):
-    """Layers one after another.
+    """Describe layers that are applied one after another.
 
     Attributes
     ----------
     layers : tuple of Spec
-        The layers.
+        The layers, in order.
     name : str
-        Its name in the block or the model that it is part of; empty if it has none.
+        Name of the chain in its block or model; empty if it has none.
     """
 
     layers: tuple[Spec, ...]
     name: str = ""
 
-    def in_forward(self) -> Iterator[Work]:
+    def forward_passes(self) -> Iterator[LayerPass]:
         for layer in self.layers:
-            yield from layer.in_forward()
+            yield from layer.forward_passes()
 
-    def in_again(self) -> Iterator[Work]:
+    def recomputed_passes(self) -> Iterator[LayerPass]:
         for layer in self.layers[:-1]:
-            yield from layer.in_forward()
-        yield from self.layers[-1].in_again()
+            yield from layer.forward_passes()
+        yield from self.layers[-1].recomputed_passes()
 
-    def in_backward(self, again: bool = False) -> Iterator[Work]:
+    def backward_passes(self, recomputed: bool = False) -> Iterator[LayerPass]:
+        # Only the last layer of a recomputed chain is not computed in full.
         for layer in self.layers[:-1]:
-            yield from layer.in_backward()
-        yield from self.layers[-1].in_backward(again)
+            yield from layer.backward_passes()
+        yield from self.layers[-1].backward_passes(recomputed)
 
-    def repeated(self) -> Iterator[Work]:
+    def passes_repeated_in_backward(self) -> Iterator[LayerPass]:
         for layer in self.layers:
-            yield from layer.repeated()
+            yield from layer.passes_repeated_in_backward()
 
-    def input_words(self, on: Parallelism) -> int:
-        return self.layers[0].input_words(on)
+    def input_words(self, parallelism: Parallelism) -> int:
+        return self.layers[0].input_words(parallelism)
 
-    def saved(self, on: Parallelism, again: bool = False) -> Saved:
+    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
         *before, last = self.layers
-        kept = [*(layer.saved(on) for layer in before), last.saved(on, again)]
-        total = kept[0]
-        for more in kept[1:]:
-            total = total.followed_by(more)
+        saved = [*(layer.saved_words(parallelism) for layer in before),
+                 last.saved_words(parallelism, recomputed)]
+        total = saved[0]
+        for words in saved[1:]:
+            total = total.followed_by(words)
         return total
 
-    def passing(self, on: Parallelism, again: bool = False) -> float:
+    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
         *before, last = self.layers
-        return max([*(layer.passing(on) for layer in before), last.passing(on, again)])
+        return max([*(layer.transient_words(parallelism) for layer in before),
+                    last.transient_words(parallelism, recomputed)])
 
-    def build(self, builder: Builder) -> list[Layer]:
-        return builder.build(self.layers)
+    def build_layers(self, builder: Builder) -> list[Layer]:
+        return builder.build_layers(self.layers)
 
 
 @dataclass(frozen=True)
 class Repeated(ChainSpec):
-    """The same layers several times, one after another.
+    """Describe a block of layers that is repeated.
 
     Attributes
     ----------
     layers : tuple of Spec
-        The layers.
+        The layers of one block.
     name : str
-        Comes before the names of the layers, with the number of the repetition in the model, as
-        in "layers.0."; where it is empty their names are their own.
+        Prefix of the layers' names, followed by the number of the block in the model, as in
+        "layers.0."; with an empty name there is no prefix.
     times : int
-        Number of repetitions, at least 1.
+        Number of blocks, at least 1.
     """
 
     times: int = 1
 
-    def in_forward(self) -> Iterator[Work]:
-        yield from _times(self.times, super().in_forward())
+    def forward_passes(self) -> Iterator[LayerPass]:
+        yield from _multiply_passes(self.times, super().forward_passes())
 
-    def in_again(self) -> Iterator[Work]:
-        yield from _times(self.times - 1, super().in_forward())
-        yield from super().in_again()
+    def recomputed_passes(self) -> Iterator[LayerPass]:
+        yield from _multiply_passes(self.times - 1, super().forward_passes())
+        yield from super().recomputed_passes()
 
-    def in_backward(self, again: bool = False) -> Iterator[Work]:
-        yield from _times(self.times - 1, super().in_backward())
-        yield from super().in_backward(again)
+    def backward_passes(self, recomputed: bool = False) -> Iterator[LayerPass]:
+        yield from _multiply_passes(self.times - 1, super().backward_passes())
+        yield from super().backward_passes(recomputed)
 
-    def repeated(self) -> Iterator[Work]:
-        yield from _times(self.times, super().repeated())
+    def passes_repeated_in_backward(self) -> Iterator[LayerPass]:
+        yield from _multiply_passes(self.times, super().passes_repeated_in_backward())
 
-    def saved(self, on: Parallelism, again: bool = False) -> Saved:
-        total = last = super().saved(on, again)
+    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
+        total = last = super().saved_words(parallelism, recomputed)
         if self.times > 1:
-            total = once = super().saved(on) if again else last
+            total = block = super().saved_words(parallelism) if recomputed else last
             for _ in range(self.times - 2):
-                total = total.followed_by(once)
+                total = total.followed_by(block)
             total = total.followed_by(last)
         return total
 
-    def passing(self, on: Parallelism, again: bool = False) -> float:
-        most = super().passing(on, again)
-        return max(most, super().passing(on)) if again and self.times > 1 else most
+    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
+        last = super().transient_words(parallelism, recomputed)
+        if recomputed and self.times > 1:
+            return max(last, super().transient_words(parallelism))
+        return last
 
-    def build(self, builder: Builder) -> list[Layer]:
+    def build_layers(self, builder: Builder) -> list[Layer]:
         built = []
         for _ in range(self.times):
-            with builder.number(self.name):
-                built += builder.build(self.layers)
+            with builder.numbered_block(self.name):
+                built += builder.build_layers(self.layers)
         return built
 
 
 @dataclass(frozen=True)
 class ResidualSpec(ChainSpec):
-    """x + f(x), f being the layers; keeps nothing of its own."""
+    """Describe a residual block, x + f(x) with f the chain of its layers; the sum saves nothing.
+    """
 
-    def build(self, builder: Builder) -> list[Layer]:
-        return builder.add(Residual(*builder.build(self.layers)), self.name, "residual")
+    def build_layers(self, builder: Builder) -> list[Layer]:
+        residual = Residual(*builder.build_layers(self.layers))
+        return builder.register_layer(residual, self.name, "residual")
 
 
 @dataclass(frozen=True)
 class RecomputedSpec(ChainSpec):
-    """Layers of which the input alone is kept, and which backward computes again."""
+    """Describe layers that save their input alone, and are recomputed in backward."""
 
-    def in_again(self) -> Iterator[Work]:
-        yield from ()    # it keeps its input, which is there
+    def recomputed_passes(self) -> Iterator[LayerPass]:
+        yield from ()    # the input is all that it saves
 
-    def in_backward(self, again: bool = False) -> Iterator[Work]:
-        yield from super().in_backward(True)
+    def backward_passes(self, recomputed: bool = False) -> Iterator[LayerPass]:
+        yield from super().backward_passes(True)
 
-    def repeated(self) -> Iterator[Work]:
-        yield from super().in_again()
-        yield from super().repeated()
+    def passes_repeated_in_backward(self) -> Iterator[LayerPass]:
+        yield from super().recomputed_passes()
+        yield from super().passes_repeated_in_backward()
 
-    def saved(self, on: Parallelism, again: bool = False) -> Saved:
-        return Saved(input=self.input_words(on))
+    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
+        return SavedWords(input=self.input_words(parallelism))
 
-    def passing(self, on: Parallelism, again: bool = False) -> float:
-        """Besides, what the layers keep until their backward, other than the chain's input.
+    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
+        """Count also the recomputed data, which last until the end of the chain's backward.
 
-        Of single layers the statistics of rows and gathered vectors are left out, which are few.
+        Row statistics and gathered vectors of single layers are left out, since they are small.
         """
-        kept = super().saved(on, True)
-        chains = any(isinstance(layer, ChainSpec) for layer in self.layers)
-        return super().passing(on, True) + (kept.activations + chains * kept.rest) / on.ranks
+        saved = super().saved_words(parallelism, True)
+        has_chains = any(isinstance(layer, ChainSpec) for layer in self.layers)
+        return (super().transient_words(parallelism, True)
+                + (saved.activations + has_chains * saved.rest) / parallelism.ranks)
 
-    def build(self, builder: Builder) -> list[Layer]:
-        return builder.add(Recomputed(*builder.build(self.layers)), self.name, "recomputed")
+    def build_layers(self, builder: Builder) -> list[Layer]:
+        recomputed = Recomputed(*builder.build_layers(self.layers))
+        return builder.register_layer(recomputed, self.name, "recomputed")
 
 
-def _times(times: int, works: Iterable[Work]) -> Iterator[Work]:
-    """Each of `works` so many times."""
+def _multiply_passes(times: int, passes: Iterable[LayerPass]) -> Iterator[LayerPass]:
+    """Iterate over `passes`, with the number of each multiplied by `times`."""
     if times:
-        for work in works:
-            yield work._replace(times=times * work.times)
+        for one in passes:
+            yield one._replace(times=times * one.times)
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model without ranks and arrays: its layers and the activations that they pass on.
+    """Describe a model without ranks and arrays: its layers, and the shape of its activations.
 
     Attributes
     ----------
     batch, seq, hidden : int
-        Global shape of the activations that enter and leave it.
+        Global shape of the activations that enter and leave the model.
     chain : ChainSpec
-        Its layers.
+        The layers.
     """
 
     batch: int

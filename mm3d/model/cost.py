@@ -1,12 +1,12 @@
-"""Closed forms: floating-point operations, words moved and words kept.
+"""Compute costs in closed form: floating-point operations, words moved, and words saved.
 
-They are sums over the layers of a model, each of which states its own (`mm3d.model.specs`).  Words
-are counted as `mm3d.grid.axis.Traffic` counts them and summed over all ranks, which makes them
-whole numbers on every grid, also where nothing divides; a rank's share is that sum over P, exactly
-where everything does.
+Each is a sum over the layers of a model, which state their own (`mm3d.model.specs`).  Words are
+array elements, counted as by `mm3d.grid.axis.Traffic` and summed over all ranks; so they are whole
+numbers on every grid, also where nothing divides evenly.  Where everything does, each of the P
+ranks has 1/P of the sum.
 
 >>> sizes = mm3d.ModelSizes(layers=2, hidden=48, heads=4, batch=8, seq=16)
->>> model = mm3d.describe(sizes, recompute="selective")
+>>> model = mm3d.model_spec(sizes, recompute="selective")
 >>> mm3d.model.cost.saved_words("3d", dict(x=2, y=2, z=2), model)
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from mm3d.model.chain_specs import ChainSpec, ModelSpec, RecomputedSpec, Repeated
-from mm3d.model.specs import Spec, Work
+from mm3d.model.specs import LayerPass, Spec
 from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.parallelism import Parallelism
 
@@ -26,50 +26,61 @@ Key = tuple[str, str]    # direction and kind of collective
 def flops(model: ModelSpec) -> dict[str, int]:
     """Count the floating-point operations of all matrix products of a step, over all ranks.
 
-    A multiplication and an addition count as two; backward does twice as many as forward.  A
-    Transformer layer's four linear layers take 24 tokens hidden^2 and attention 4 tokens seq
-    hidden.  Not counted is what backward computes again (`flops_again`, and the scores of
-    attention in any case); nothing is saved by a causal mask.
+    A multiplication and an addition count as two; backward takes twice as many as forward.  In a
+    Transformer layer the four linear layers take 24 tokens hidden^2 and attention 4 tokens seq
+    hidden.  Recomputation is not included (see `flops_again`), nor are the scores of attention
+    that backward always recomputes.  A causal mask saves nothing.
+
+    Parameters
+    ----------
+    model : ModelSpec
+        The model, such as the result of `mm3d.model_spec`.
+
+    Returns
+    -------
+    dict
+        Operations of "forward" and of "backward".
     """
-    forward = _flops(model, model.chain.in_forward())
+    forward = _sum_flops(model, model.chain.forward_passes())
     return {"forward": forward, "backward": 2 * forward}
 
 
 def flops_again(model: ModelSpec) -> int:
-    """Count the floating-point operations of what backward computes again, over all ranks.
+    """Count the floating-point operations of recomputed layers, over all ranks.
 
-    They are none of `flops`; see `mm3d.model.recomputation`.
+    They are not included in `flops`; see `mm3d.model.recomputation`.
     """
-    return _flops(model, model.chain.repeated())
+    return _sum_flops(model, model.chain.passes_repeated_in_backward())
 
 
-def _flops(model: ModelSpec, works: Iterable[Work]) -> int:
-    return sum(work.times * work.layer.flops(model.batch, model.seq) for work in works)
+def _sum_flops(model: ModelSpec, passes: Iterable[LayerPass]) -> int:
+    """Sum the operations of the forward of each of `passes`."""
+    return sum(one.times * one.layer.flops(model.batch, model.seq) for one in passes)
 
 
 def products(model: ModelSpec) -> dict[ProductShape, int]:
     """Count the products with weights of a forward pass by their shapes."""
     found = Counter()
-    for work in model.chain.in_forward():
-        for product in work.layer.products(model.batch, model.seq):
-            found[product] += work.times
+    for one in model.chain.forward_passes():
+        for product in one.layer.products(model.batch, model.seq):
+            found[product] += one.times
     return found
 
 
 def parameters(model: ModelSpec) -> int:
-    """Count the trained numbers; a Transformer layer has 12 hidden^2 + 13 hidden."""
-    return sum(work.times * math.prod(shape) for work in model.chain.in_forward()
-               for shape in work.layer.parameters().values())
+    """Count the elements of all parameters; a Transformer layer has 12 hidden^2 + 13 hidden."""
+    return sum(one.times * math.prod(shape) for one in model.chain.forward_passes()
+               for shape in one.layer.parameters().values())
 
 
 def parameter_arrays(model: ModelSpec) -> int:
-    """Count the trained arrays; a Transformer layer has 12."""
-    return sum(work.times * len(work.layer.parameters()) for work in model.chain.in_forward())
+    """Count the parameters as arrays; a Transformer layer has 12."""
+    return sum(one.times * len(one.layer.parameters()) for one in model.chain.forward_passes())
 
 
 def moves(scheme: str, grid: Mapping[str, int], model: ModelSpec,
           **options: Any) -> dict[str, dict[Key, Move]]:
-    """Collectives of a step of `model` by phase, direction and kind.
+    """Sum up the collectives of a step by phase, direction and kind.
 
     Parameters
     ----------
@@ -78,32 +89,40 @@ def moves(scheme: str, grid: Mapping[str, int], model: ModelSpec,
     grid : mapping of str to int
         Sizes of its directions.
     model : ModelSpec
-        The model, such as `mm3d.describe` gives for a Transformer; what it computes again it
-        sends again, in backward.
+        The model, such as the result of `mm3d.model_spec`.  The collectives of recomputed layers
+        are part of backward.
     **options
-        Of the scheme.
+        Options of the scheme.
 
     Returns
     -------
     dict
-        "forward" and "backward": {(direction, collective): Move}, words summed over all ranks and
-        calls of each rank.  Directions of one rank move nothing and are left out.
+        "forward" and "backward": {(direction, collective): Move}, with the words of all ranks
+        together and the calls of each rank.  Directions of one rank move nothing and are left out.
+
+    Raises
+    ------
+    ValueError
+        When there is no scheme of that name.
     """
-    on = Parallelism(scheme, grid, model.batch, model.seq, **options)
+    parallelism = Parallelism(scheme, grid, model.batch, model.seq, **options)
     chain = model.chain
-    forward = ((work.times, work.layer.moves(on)[0]) for work in chain.in_forward())
-    backward = [*((work.times, work.layer.moves(on)[0]) for work in chain.repeated()),
-                *((work.times, work.layer.moves(on, work.again)[1])
-                  for work in chain.in_backward())]
-    return {"forward": _summed(on, forward), "backward": _summed(on, backward)}
+    forward = ((one.times, one.layer.moves(parallelism)[0]) for one in chain.forward_passes())
+    backward = [*((one.times, one.layer.moves(parallelism)[0])
+                  for one in chain.passes_repeated_in_backward()),
+                *((one.times, one.layer.moves(parallelism, one.recomputed)[1])
+                  for one in chain.backward_passes())]
+    return {"forward": _sum_moves(parallelism, forward),
+            "backward": _sum_moves(parallelism, backward)}
 
 
-def _summed(on: Parallelism, entered: Iterable[tuple[int, list[Move]]]) -> dict[Key, Move]:
-    """The sums by direction and kind of collectives that are entered so many times."""
+def _sum_moves(parallelism: Parallelism,
+               repeated: Iterable[tuple[int, list[Move]]]) -> dict[Key, Move]:
+    """Sum collectives by direction and kind; `repeated` gives lists of them and their times."""
     words, calls = Counter(), Counter()
-    for times, collectives in entered:
+    for times, collectives in repeated:
         for move in collectives:
-            if on.grid[move.axis] > 1:
+            if parallelism.grid[move.axis] > 1:
                 words[move.axis, move.collective] += times * move.words
                 calls[move.axis, move.collective] += times * move.calls
     return {key: Move(*key, words[key], calls[key]) for key in words if calls[key]}
@@ -111,63 +130,80 @@ def _summed(on: Parallelism, entered: Iterable[tuple[int, list[Move]]]) -> dict[
 
 def words(scheme: str, grid: Mapping[str, int], model: ModelSpec,
           **options: Any) -> dict[str, dict[Key, int]]:
-    """The words of `moves` alone."""
+    """Count the words that a step moves: those of `moves`, without the calls.
+
+    Parameters and errors are those of `moves`.
+    """
     return {phase: {key: move.words for key, move in found.items()}
             for phase, found in moves(scheme, grid, model, **options).items()}
 
 
 def saved_words(scheme: str, grid: Mapping[str, int], model: ModelSpec, **options: Any) -> int:
-    """Count the words kept between forward and backward, over all ranks.
+    """Count the words saved between forward and backward, over all ranks.
 
-    A Transformer layer keeps, of each token: twice the normalized row, the row after the affine
-    part and a number (LN), Q, K and V, the attention's output and one number a head, and the
-    wide activation before and after GELU; each rank the gathered weights of the norms and bias
-    of the GELU, and what the products keep.  Of layers that are computed again it keeps the input
-    (`mm3d.model.recomputation`).  Parameters as in `moves`.
+    For each token a Transformer layer saves: for each layer norm the normalized row, the row
+    after the affine part, and 1 / deviation; Q, K and V; the output of attention and one number a
+    head; the wide activation before and after GELU.  In addition each rank saves the gathered
+    weights of the norms, the gathered bias of GELU, and gathered operands of the products if the
+    scheme keeps them.  Recomputed layers save their input (`mm3d.model.recomputation`).
+
+    Parameters and errors are those of `moves`.
     """
-    on = Parallelism(scheme, grid, model.batch, model.seq, **options)
-    return sum(model.chain.saved(on))
+    parallelism = Parallelism(scheme, grid, model.batch, model.seq, **options)
+    return sum(model.chain.saved_words(parallelism))
 
 
 def peak_words(scheme: str, grid: Mapping[str, int], model: ModelSpec, **options: Any) -> float:
-    """Count the words of a rank at the worst moment of a step, where everything divides.
+    """Count the words that a rank holds at the peak of a step, where everything divides evenly.
 
-    Parameters and gradients, input and output with their gradients, all that is kept between
-    forward and backward, and what passes: the gradients of one linear layer or activation, that
-    of the residual stream, and what products gather; with recomputation also what is computed
-    again at one time.  Blocks of elementwise work are left out.  Parameters as in `moves`.
+    They are parameters and gradients; the input, the output and their gradients; everything saved
+    between forward and backward; and the transient words of one layer: the gradients of its
+    activations, the gradient of the residual stream, gathered operands, and recomputed data.
+    Temporary arrays of elementwise operations are left out.
+
+    Parameters and errors are those of `moves`.
     """
-    on = Parallelism(scheme, grid, model.batch, model.seq, **options)
-    saved = model.chain.saved(on)
-    activation = on.outer.words(on.tokens, model.hidden) / on.ranks
-    # An input that is kept is counted already; the gradient at the end of layers that are
-    # computed again is the model's own if there are no others.
-    activations = 3 + (not saved.input) + (_groups(model.chain) > 1)
-    return ((2 * parameters(model) + sum(saved)) / on.ranks + activations * activation
-            + model.chain.passing(on))
+    parallelism = Parallelism(scheme, grid, model.batch, model.seq, **options)
+    saved = model.chain.saved_words(parallelism)
+    activation = parallelism.outer.words(parallelism.tokens, model.hidden) / parallelism.ranks
+    # A saved input is part of `saved`.  The gradient that enters the backward of a recomputed
+    # group is the gradient of the model's output if there is only one group.
+    activations = 3 + (not saved.input) + (_count_groups(model.chain) > 1)
+    return ((2 * parameters(model) + sum(saved)) / parallelism.ranks + activations * activation
+            + model.chain.transient_words(parallelism))
 
 
-def _groups(chain: ChainSpec) -> int:
-    """Number of the model's own layers and blocks, if some of them are computed again; else 0."""
-    found = [*_own(chain)]
-    again = any(isinstance(layer, RecomputedSpec) for _, layer in found)
-    return sum(times for times, _ in found) if again else 0
+def _count_groups(chain: ChainSpec) -> int:
+    """Count the outermost layers and blocks of a model if some are recomputed; else return 0."""
+    found = [*_outermost_layers(chain)]
+    recomputed = any(isinstance(layer, RecomputedSpec) for _, layer in found)
+    return sum(times for times, _ in found) if recomputed else 0
 
 
-def _own(chain: ChainSpec) -> Iterator[tuple[int, Spec]]:
-    """The layers and blocks of a chain, with their numbers, also of chains that only repeat."""
+def _outermost_layers(chain: ChainSpec) -> Iterator[tuple[int, Spec]]:
+    """Iterate over the layers and blocks of a chain, and their numbers.
+
+    Nested chains that only order or repeat their layers are replaced by those layers.
+    """
     times = chain.times if isinstance(chain, Repeated) else 1
     for layer in chain.layers:
         nested = type(layer) in (ChainSpec, Repeated)
-        for more, one in _own(layer) if nested else [(1, layer)]:
-            yield times * more, one
+        for number, one in _outermost_layers(layer) if nested else [(1, layer)]:
+            yield times * number, one
 
 
 def lower_bound(M: int, N: int, K: int, ranks: int) -> float:
-    """Words that some rank must at least move to multiply M x N by N x K on so many ranks.
+    """Return a lower bound of the words that some rank moves in a product M x N by N x K.
 
-    The tight memory-independent bound of Al Daas, Ballard, Grigori, Kumar and Rouse (2022) in
-    its three regimes, in which the best grid has one, two or three directions.
+    It is the tight memory-independent bound of Al Daas, Ballard, Grigori, Kumar and Rouse (2022)
+    in its three regimes, in which the best grid has one, two or three directions.
+
+    Parameters
+    ----------
+    M, N, K : int
+        Global sizes of the product.
+    ranks : int
+        Number of ranks.
     """
     k, n, m = sorted((M, N, K))
     if ranks * n <= m:

@@ -1,27 +1,30 @@
-"""Forward and backward of everything that is no linear layer, on the arrays of one rank.
+"""Compute forward and backward of all operations other than linear layers, on one rank's arrays.
 
-Pairs ``x_forward`` and ``x_backward`` without state: what backward needs is in its signature.
-Results go into the array `out`, which the caller provides; work is done in blocks, whose
-intermediate values take little memory and stay in cache.  These are the pairs to read, for any
-array library; a backend may bring a faster `kernel` of the same name.  Only functions of the
-array API standard are used, and no operation promotes: float32 in, float32 throughout.  Types of
-16 bits are computed with in float32, since squares and scores of ordinary activations are beyond
-the range of float16, and only results are rounded to them.
+The functions are pairs ``x_forward`` and ``x_backward`` without state: all that backward needs is
+in its signature.  They write their results into `out`, an array that the caller provides.  They
+work in blocks of rows or heads, so that intermediate values need little memory and stay in cache.
+
+This is the readable implementation, for any array library; a backend may replace a function by a
+faster kernel of the same name.  It uses only the array API standard, and no operation promotes
+types: float32 in, float32 throughout.  Operands of 16 bits are converted to float32, since squares
+and attention scores of ordinary activations exceed the range of float16; only results are rounded
+back.
 """
 
 import functools
 import math
-from typing import Callable
+from typing import Any, Callable
 
 from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
 from mm3d.arrays.blocks import GELU_CUBIC, GELU_SCALE, by_head, head_blocks, row_blocks
 
 
-def kernel(readable: Callable) -> Callable:
-    """`readable`, or the backend's own function of that name where it has one for the dtype.
+def prefer_backend_kernel(readable: Callable) -> Callable:
+    """Call the backend's kernel of the same name instead of `readable` where there is one.
 
-    The backend is that of the first argument, and its functions are those of
-    `mm3d.arrays.backend.Backend.kernels`.  The readable one remains as ``__wrapped__``.
+    The backend is that of the first argument; its kernels are the functions of
+    `mm3d.arrays.backend.Backend.kernels`, for the dtypes that these list.  The readable function
+    remains accessible as ``__wrapped__``.
     """
     name = readable.__name__
 
@@ -33,43 +36,65 @@ def kernel(readable: Callable) -> Callable:
     return chosen
 
 
-@kernel
+@prefer_backend_kernel
 def add_rows(a: Array, b: Array, out: Array) -> Array:
-    """a + b, every row of `a` plus the vector b; `out` may be `a`."""
+    """Compute a + b, the vector b added to every row of `a`.
+
+    Parameters
+    ----------
+    a : Array
+        (..., local features).
+    b : Array
+        (local features,).
+    out : Array
+        Receives the result; may be `a`.
+    """
     for u, y in row_blocks(backend_of(a), a, out):
         y[...] = u + b
     return out
 
 
-@kernel
+@prefer_backend_kernel
 def scale_rows(a: Array, b: Array, out: Array) -> Array:
-    """a * b, every row of `a` times the vector b; `out` may be `a`."""
+    """Compute a * b, every row of `a` multiplied by the vector b; parameters as in `add_rows`."""
     for u, y in row_blocks(backend_of(a), a, out):
         y[...] = u * b
     return out
 
 
-@kernel
+@prefer_backend_kernel
 def sum_rows(a: Array, keep_float32: bool = False) -> Array:
-    """Sum all rows of `a` in float32 at least, and round to the dtype of `a`.
+    """Sum all rows of `a`, with at least float32 precision.
 
-    With `keep_float32` the sum is not rounded.
+    Parameters
+    ----------
+    a : Array
+        (..., local features).
+    keep_float32 : bool
+        Whether the sum is returned in the type in which it was computed, float32 or wider, instead
+        of the dtype of `a`.
+
+    Returns
+    -------
+    Array
+        (local features,).
     """
-    return _total(keep_float32, lambda u: u, a)
+    return _sum_terms(keep_float32, lambda u: u, a)
 
 
-@kernel
+@prefer_backend_kernel
 def sum_products(a: Array, b: Array, keep_float32: bool = False) -> Array:
-    """The sum over all rows of a * b, as `sum_rows`."""
-    return _total(keep_float32, lambda u, v: u * v, a, b)
+    """Sum a * b over all rows; shapes and dtypes as in `sum_rows`."""
+    return _sum_terms(keep_float32, lambda u, v: u * v, a, b)
 
 
 def _upcast(a: Array) -> Array:
-    """`a` in the type that is computed with: itself, but float32 for types of 16 bits."""
+    """Convert `a` to the type of computation: float32 for 16 bits, otherwise its own."""
     return namespace(a).astype(a, accumulation_dtype(a), copy=False)
 
 
-def _total(keep_float32: bool, term: Callable[..., Array], *arrays: Array) -> Array:
+def _sum_terms(keep_float32: bool, term: Callable[..., Array], *arrays: Array) -> Array:
+    """Sum term(*rows) over all rows of `arrays`, block by block."""
     like = arrays[0]
     xp, library, dtype = namespace(like), backend_of(like), accumulation_dtype(like)
     total = library.empty(like.shape[-1:], dtype)
@@ -80,9 +105,16 @@ def _total(keep_float32: bool, term: Callable[..., Array], *arrays: Array) -> Ar
 
 
 def gelu_forward(x: Array, out: Array) -> Array:
-    """GELU in its tanh form, x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
+    """Compute GELU in its tanh form, x/2 (1 + tanh(sqrt(2/pi) (x + 0.044715 x^3))).
 
-    Hendrycks and Gimpel, arXiv 1606.08415.
+    Source: Hendrycks and Gimpel, arXiv 1606.08415.
+
+    Parameters
+    ----------
+    x : Array
+        Activation of any shape.
+    out : Array
+        Receives the result, in its own dtype; same shape as x.
     """
     library, xp = backend_of(x), namespace(x)
     for u, y in row_blocks(library, x, out):
@@ -95,7 +127,7 @@ def gelu_forward(x: Array, out: Array) -> Array:
 
 
 def gelu_backward(dy: Array, x: Array, out: Array) -> Array:
-    """dx of `gelu_forward`, from its input x."""
+    """Compute dx = dy GELU'(x) in `out`, from the input x of `gelu_forward`."""
     library, xp = backend_of(x), namespace(x)
     for g, u, dx in row_blocks(library, dy, x, out):
         u = _upcast(u)
@@ -109,79 +141,82 @@ def gelu_backward(dy: Array, x: Array, out: Array) -> Array:
     return out
 
 
-@kernel
+@prefer_backend_kernel
 def bias_gelu_forward(x: Array, b: Array, out: Array) -> Array:
-    """GELU of x + b, every row of `x` plus the vector b: `gelu_forward` after `add_rows`."""
+    """Compute GELU(x + b), the vector b added to every row of x; parameters as in `add_rows`."""
     for u, y in row_blocks(backend_of(x), x, out):
         gelu_forward(_upcast(u) + _upcast(b), y)
     return out
 
 
-@kernel
+@prefer_backend_kernel
 def bias_gelu_backward(dy: Array, x: Array, b: Array, out: Array,
                        keep_float32: bool = False) -> tuple[Array, Array]:
-    """dx and db of `bias_gelu_forward`: `gelu_backward` at x + b, and its `sum_rows`."""
+    """Compute dx = dy GELU'(x + b) in `out`, and db, the sum of dx over all rows.
+
+    `keep_float32` as in `sum_rows`.
+    """
     for g, u, dx in row_blocks(backend_of(x), dy, x, out):
         gelu_backward(g, _upcast(u) + _upcast(b), dx)
     return out, sum_rows(out, keep_float32)
 
 
-def _sums(xp, a: Array) -> Array:
-    """Sums over the last dimension, in float32 at least."""
+def _sum_features(xp: Any, a: Array) -> Array:
+    """Sum over the last dimension, with at least float32 precision; keep that dimension."""
     return xp.sum(a, axis=-1, dtype=accumulation_dtype(a), keepdims=True)
 
 
-@kernel
+@prefer_backend_kernel
 def normalize_forward(x: Array, features: int, eps: float, total: Callable[[Array], Array],
                       out: Array) -> tuple[Array, Array]:
-    """Layer normalization without its affine part, (x - mean) / sqrt(variance + eps).
+    """Normalize rows, (x - mean) / sqrt(variance + eps): layer normalization without affine part.
 
-    Two passes, first the mean, then the squares of what is left, so that a large mean does not
-    cancel.  Ba, Kiros and Hinton, arXiv 1607.06450.
+    The variance is computed in a second pass, from deviations from the mean, so that a large mean
+    causes no cancellation.  Source: Ba, Kiros and Hinton, arXiv 1607.06450.
 
     Parameters
     ----------
     x : Array
         (..., local features).
     features : int
-        Their global number.
+        Global number of features.
     eps : float
         Added to the variance.
     total : callable
-        Sums an array of row sums over the ranks that hold the rest of the features.
+        Sums an array of row sums over the ranks that share the rows, ``total(sums) -> sums``.
     out : Array
         Receives the normalized rows.
 
     Returns
     -------
     xhat, rstd : Array
-        `out`, and 1 / sqrt(variance + eps) as (..., 1).
+        `out`, and 1 / sqrt(variance + eps) as (..., 1) in float32 at least.
     """
     library, xp = backend_of(x), namespace(x)
-    mean = total(_sums(xp, x)) / features
+    mean = total(_sum_features(xp, x)) / features
     squares = library.empty(mean.shape, mean.dtype)
     for u, m, s in row_blocks(library, x, mean, squares):
         centred = _upcast(u) - m
-        s[...] = _sums(xp, centred * centred)
+        s[...] = _sum_features(xp, centred * centred)
     rstd = 1 / xp.sqrt(total(squares) / features + eps)
     for u, m, y, r in row_blocks(library, x, mean, out, rstd):
         y[...] = xp.astype((_upcast(u) - m) * r, y.dtype, copy=False)
     return out, rstd
 
 
-@kernel
+@prefer_backend_kernel
 def normalize_backward(dy: Array, xhat: Array, rstd: Array, features: int,
                        total: Callable[[Array], Array], out: Array) -> Array:
-    """dx of `normalize_forward`, rstd (dy - mean(dy) - xhat mean(dy xhat)).
+    """Compute dx = rstd (dy - mean(dy) - xhat mean(dy xhat)) in `out`, for `normalize_forward`.
 
-    The two means are summed over the ranks in one go.
+    `total` sums both means over the ranks in one call.
     """
     library, xp = backend_of(dy), namespace(dy)
     sums = library.empty(rstd.shape[:-1] + (2,), rstd.dtype)
     for g, h, s in row_blocks(library, dy, xhat, sums):
         g, h = _upcast(g), _upcast(h)
-        s[:, 0:1] = _sums(xp, g)
-        s[:, 1:2] = _sums(xp, g * h)
+        s[:, 0:1] = _sum_features(xp, g)
+        s[:, 1:2] = _sum_features(xp, g * h)
     means = total(sums) / features
     for g, h, r, m, dx in row_blocks(library, dy, xhat, rstd, means, out):
         g, h = _upcast(g), _upcast(h)
@@ -189,37 +224,38 @@ def normalize_backward(dy: Array, xhat: Array, rstd: Array, features: int,
     return out
 
 
-@kernel
+@prefer_backend_kernel
 def attention_forward(q: Array, k: Array, v: Array, first: int, causal: bool,
                       out: Array) -> tuple[Array, Array]:
-    """softmax(Q K^T / sqrt(d)) V for each sequence and head.
+    """Compute softmax(Q K^T / sqrt(d)) V for each sequence and head.
 
-    Vaswani et al., arXiv 1706.03762.  Some heads of one sequence at a time, so that the scores
-    of all of them are never held at once.
+    Only a few heads of one sequence are computed at a time, so that the scores of all heads are
+    never stored at once.  Source: Vaswani et al., arXiv 1706.03762.
 
     Parameters
     ----------
     q : Array
-        (batch, queries, heads, d): the positions of this rank.
+        (batch, queries, heads, d), local: the sequences, positions and heads of this rank.
     k, v : Array
-        (batch, positions, heads, d): all positions of the sequence.
+        (batch, positions, heads, d): all positions of these sequences.
     first : int
-        The position of the first query, for the mask.
+        Position of the first query in its sequence, for the causal mask.
     causal : bool
-        Whether a position sees only itself and those before it.
+        Whether a query attends only to its own position and those before it.
     out : Array
-        As q; receives the result.
+        Receives the result; same shape as q.
 
     Returns
     -------
     out, lse : Array
-        The result, and the logarithm of each row's sum of exponentials, (batch, heads, queries).
+        The result, and the logarithm of each row's sum of exponentials, (batch, heads, queries),
+        in float32 at least.
     """
     library, xp = backend_of(q), namespace(q)
     batch, queries, heads, d = q.shape
     dtype = accumulation_dtype(q)
     lse = library.empty((batch, heads, queries), dtype)
-    mask = _mask(q, k, first, dtype) if causal else None
+    mask = _causal_mask(q, k, first, dtype) if causal else None
     for b, some in head_blocks(library, q, k):
         Q, K, V = (_upcast(by_head(xp, a[b, :, some, :])) for a in (q, k, v))
         S = _scores(xp, Q, K, mask)
@@ -229,44 +265,56 @@ def attention_forward(q: Array, k: Array, v: Array, first: int, causal: bool,
         total = xp.sum(P, axis=-1, keepdims=True)
         PV = xp.matmul(P, V)
         PV /= total
-        _put(out, b, some, PV)
+        _store_heads(out, b, some, PV)
         lse[b, some, :] = (top + xp.log(total))[:, :, 0]
     return out, lse
 
 
-@kernel
+@prefer_backend_kernel
 def attention_backward(do: Array, q: Array, k: Array, v: Array, lse: Array, first: int,
                        causal: bool, dq: Array, dk: Array, dv: Array) -> None:
-    """Fill dq, dk and dv; the probabilities are computed again from `lse`.
+    """Compute dq, dk and dv of `attention_forward` in the arrays of these names.
 
-    With P the probabilities: dV = P^T dO, dP = dO V^T, dS = P (dP - rowsum(P dP)) / sqrt(d),
-    dQ = dS K and dK = dS^T Q.
+    The probabilities P are recomputed from `lse`.  Then dV = P^T dO, dP = dO V^T,
+    dS = P (dP - rowsum(P dP)) / sqrt(d), dQ = dS K and dK = dS^T Q.
+
+    Parameters
+    ----------
+    do, dq : Array
+        Shape of q.
+    q, k, v, lse, first, causal
+        Arguments and result of `attention_forward`.
+    dk, dv : Array
+        Shape of k: gradients at all positions, from the queries of this rank.
     """
     library, xp = backend_of(q), namespace(q)
     scale = 1 / math.sqrt(q.shape[-1])
-    mask = _mask(q, k, first, lse.dtype) if causal else None
+    mask = _causal_mask(q, k, first, lse.dtype) if causal else None
     for b, some in head_blocks(library, q, k):
         Q, K, V, dO = (_upcast(by_head(xp, a[b, :, some, :])) for a in (q, k, v, do))
         P = _scores(xp, Q, K, mask)
         P -= lse[b, some, :][:, :, None]
         P = xp.exp(P)
         dP = xp.matmul(dO, xp.matrix_transpose(V))
-        _put(dv, b, some, xp.matmul(xp.matrix_transpose(P), dO))
+        _store_heads(dv, b, some, xp.matmul(xp.matrix_transpose(P), dO))
         dP -= xp.sum(P * dP, axis=-1, keepdims=True)
         dP *= P
         dP *= scale
-        _put(dq, b, some, xp.matmul(dP, K))
-        _put(dk, b, some, xp.matmul(xp.matrix_transpose(dP), Q))
+        _store_heads(dq, b, some, xp.matmul(dP, K))
+        _store_heads(dk, b, some, xp.matmul(xp.matrix_transpose(dP), Q))
 
 
-def _put(a: Array, b: int, some: slice, by_heads: Array) -> None:
-    """Put (heads, positions, d) where it belongs in (batch, positions, heads, d)."""
+def _store_heads(a: Array, b: int, some: slice, heads: Array) -> None:
+    """Store `heads`, (heads, positions, d), as heads `some` of sequence b of `a`.
+
+    `a` is (batch, positions, heads, d).
+    """
     xp = namespace(a)
-    a[b, :, some, :] = xp.astype(xp.permute_dims(by_heads, (1, 0, 2)), a.dtype, copy=False)
+    a[b, :, some, :] = xp.astype(xp.permute_dims(heads, (1, 0, 2)), a.dtype, copy=False)
 
 
-def _mask(q: Array, k: Array, first: int, dtype) -> Array:
-    """0 where a query may look and -inf beyond its own position."""
+def _causal_mask(q: Array, k: Array, first: int, dtype: Any) -> Array:
+    """Return the causal mask (queries, positions): -inf at later positions, 0 elsewhere."""
     queries, positions, library = q.shape[1], k.shape[1], backend_of(q)
     later = library.arange(0, positions)[None, :] > library.arange(first, first + queries)[:, None]
     zero = library.empty((queries, positions), dtype)
@@ -274,8 +322,8 @@ def _mask(q: Array, k: Array, first: int, dtype) -> Array:
     return library.xp.where(later, zero - math.inf, zero)
 
 
-def _scores(xp, Q: Array, K: Array, mask: Array | None) -> Array:
-    """Q K^T / sqrt(d), plus the mask."""
+def _scores(xp: Any, Q: Array, K: Array, mask: Array | None) -> Array:
+    """Compute Q K^T / sqrt(d), plus the mask."""
     S = xp.matmul(Q, xp.matrix_transpose(K))
     S *= 1 / math.sqrt(Q.shape[-1])
     if mask is not None:

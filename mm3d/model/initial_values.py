@@ -5,33 +5,37 @@ from typing import Iterator
 
 import numpy as np
 
-# The array is cut into blocks of so many rows at most and so many elements.  Smaller ones would
-# spend more time on starting streams than on drawing; of larger ones a rank would draw more
-# that lies outside its part.
-ROWS, ELEMENTS = 32, 1024
+# The most rows of a block, and its number of elements.  With smaller blocks, starting the random
+# streams would take longer than drawing; with larger ones, a rank would draw more numbers outside
+# its part.
+BLOCK_ROWS, BLOCK_ELEMENTS = 32, 1024
 
 
-def normal(seed: int, name: str, shape: tuple[int, ...], place: tuple[slice, ...]) -> np.ndarray:
+def draw_normal(seed: int, name: str, shape: tuple[int, ...],
+                place: tuple[slice, ...]) -> np.ndarray:
     """Draw a part of a global array of independent N(0, 1) numbers, in float64.
 
-    The array, its last dimension being a row, is cut into blocks of `ROWS` rows and some columns.
-    Each has a random stream of its own: Philox (Salmon, Moraes, Dror and Shaw, SC 2011), keyed by
-    seed and name, counted from the block's two numbers.  A rank draws the blocks that its part
-    touches and no others, and all grids see the same array.
+    All dimensions but the last are taken as rows.  The array is divided into blocks of
+    `BLOCK_ROWS` rows and some columns, each with a random stream of its own: Philox (Salmon,
+    Moraes, Dror and Shaw, SC 2011), with seed and name as the key and the block's row and column
+    as the start of the counter.  A rank draws only the blocks that overlap its part, and all
+    grids see the same array.
 
     Parameters
     ----------
-    seed, name : int, str
-        What the array depends on.
+    seed : int
+        Seed of the model.
+    name : str
+        Name of the array; another name gives other numbers.
     shape : tuple of int
-        Of the global array, one dimension or more.
+        Global shape, of at least one dimension.
     place : tuple of slice
-        The part wanted.
+        The part to draw, one slice with start and stop for each dimension.
 
     Returns
     -------
     ndarray
-        Of the part's shape.
+        The part, in its shape.
     """
     out = np.empty([s.stop - s.start for s in place])
     if not out.size:
@@ -40,27 +44,29 @@ def normal(seed: int, name: str, shape: tuple[int, ...], place: tuple[slice, ...
     rows = np.ravel_multi_index(leading, (1, *shape[:-1])).ravel()
     flat, columns = out.reshape(len(rows), -1), place[-1]
     total, length = int(np.prod(shape[:-1])), shape[-1]
-    deep = min(ROWS, total)
-    wide = ELEMENTS // deep
+    height = min(BLOCK_ROWS, total)
+    width = BLOCK_ELEMENTS // height
     streams = _Streams(seed, name)
-    for start, stop, part, within in _cut(rows, deep):
-        for left in range(columns.start // wide * wide, columns.stop, wide):
-            right = min(left + wide, length)
-            block = streams.normal(start // deep, left // wide, min(stop, total) - start,
-                                   right - left)
+    for start, stop, part, within in _split_rows(rows, height):
+        for left in range(columns.start // width * width, columns.stop, width):
+            right = min(left + width, length)
+            block = streams.draw_block(start // height, left // width, min(stop, total) - start,
+                                       right - left)
             first, last = max(left, columns.start), min(right, columns.stop)
             flat[part, first - columns.start:last - columns.start] = \
                 block[within, first - left:last - left]
     return out
 
 
-def _cut(rows: np.ndarray, deep: int) -> Iterator[tuple[int, int, slice, slice | np.ndarray]]:
-    """The blocks of `deep` rows that some of `rows`, in rising order, are in.
+def _split_rows(rows: np.ndarray,
+                height: int) -> Iterator[tuple[int, int, slice, slice | np.ndarray]]:
+    """Split `rows`, numbers of rows in ascending order, by blocks of `height` rows.
 
-    Where each begins and ends, which of `rows` it has, and which of its own rows these are.
+    Yields for each block its first row and the row after its last, the part of `rows` inside the
+    block, and the places of these rows within the block.
     """
-    for number in np.unique(rows // deep).tolist():
-        start, stop = number * deep, (number + 1) * deep
+    for number in np.unique(rows // height).tolist():
+        start, stop = number * height, (number + 1) * height
         first, last = np.searchsorted(rows, (start, stop)).tolist()
         within = rows[first:last] - start
         if within[-1] - within[0] + 1 == len(within):    # a slice is copied faster
@@ -69,17 +75,19 @@ def _cut(rows: np.ndarray, deep: int) -> Iterator[tuple[int, int, slice, slice |
 
 
 class _Streams:
-    """The random streams of the blocks of one array."""
+    """Hold the random streams of the blocks of one array."""
 
     def __init__(self, seed: int, name: str) -> None:
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()
         self._bits = np.random.Philox(key=np.frombuffer(digest, np.uint64), counter=0)
         self._generator = np.random.Generator(self._bits)
-        self._state = self._bits.state    # of a stream's beginning; to set it costs 3 us,
-        self._counter = self._state["state"]["counter"]    # a new Philox 20
+        # The state at the start of a stream.  Setting it takes 3 us, a new Philox 20 us.
+        self._state = self._bits.state
+        self._counter = self._state["state"]["counter"]
 
-    def normal(self, down: int, across: int, rows: int, columns: int) -> np.ndarray:
-        """The numbers of the block `down` and `across`, rows x columns of them."""
-        self._counter[2:] = down, across
+    def draw_block(self, block_row: int, block_column: int, rows: int,
+                   columns: int) -> np.ndarray:
+        """Draw the rows x columns numbers of the block in this block row and column."""
+        self._counter[2:] = block_row, block_column
         self._bits.state = self._state
         return self._generator.standard_normal((rows, columns))

@@ -1,94 +1,106 @@
-"""Specs of the layers of a Transformer: what each has, multiplies, moves and keeps.
+"""Define the specs of a Transformer's layers: parameters, products, collectives and saved words.
 
-Words are those of all ranks together; M is the number of positions in all sequences.
+Words are summed over all ranks, where nothing else is said.
 """
 
 import math
 from dataclasses import dataclass
 
 from mm3d.model.layers import Attention, Gelu, LayerNorm, Linear
-from mm3d.model.specs import Builder, LayerSpec, Saved
+from mm3d.model.specs import Builder, LayerSpec, SavedWords
+from mm3d.model.vectors import Vector
 from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.parallelism import Parallelism
 
-Moves = tuple[list[Move], list[Move]]
+Moves = tuple[list[Move], list[Move]]    # of forward and of backward
 
 
 @dataclass(frozen=True)
 class LinearSpec(LayerSpec):
-    """y = x W + b, from one space into the other.
+    """Describe y = x W + b, from one space into the other.
 
     Attributes
     ----------
     way : {"up", "down"}
-        From the outer space into the inner one, or back.
+        "up" from the outer space into the inner one, "down" back.
     shape : tuple of int
         Global shape of W: (in, out), or (in, 3, out) for queries, keys and values.
     unit : int
-        Features inside that stay together, those of a head.
-    adds : bool
-        Whether the bias is added here; otherwise a `GeluSpec` that follows does it on the way.
+        Number of neighbouring features in the inner space that stay together: those of a head.
+    adds_bias : bool
+        Whether the layer adds its bias; otherwise the `GeluSpec` that follows adds it.
     """
 
     way: str
     shape: tuple[int, ...]
     unit: int = 1
-    adds: bool = True
+    adds_bias: bool = True
 
     @property
     def units(self) -> tuple[int, int]:
-        """Features that stay together in x and in y."""
+        """Return the numbers of features of x and of y that stay together."""
         return (1, self.unit) if self.way == "up" else (self.unit, 1)
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
         return {"weight": self.shape, "bias": self.shape[1:]}
 
-    def products(self, batch: int, seq: int) -> list[ProductShape]:
-        middle = math.prod(self.shape[1:-1])    # whole on every rank
+    def product_shape(self, batch: int, seq: int) -> ProductShape:
+        """Return the global shape of the product x W."""
+        middle = math.prod(self.shape[1:-1])    # never divided
         x, y = self.units
-        return [ProductShape(self.way, batch * seq, self.shape[0], math.prod(self.shape[1:]),
-                             (x, y * middle))]
+        return ProductShape(self.way, batch * seq, self.shape[0], math.prod(self.shape[1:]),
+                            (x, y * middle))
 
-    def moves(self, on: Parallelism, again: bool = False) -> Moves:
-        product, = self.products(on.batch, on.seq)
-        forward, backward = on.product_moves(product, again)
-        if self.adds:
-            _, target = on.spaces(self.way)
-            forward, backward = ([*forward, *target.fetch(product.K)],
-                                 [*backward, *target.collect(product.K)])
+    def products(self, batch: int, seq: int) -> list[ProductShape]:
+        return [self.product_shape(batch, seq)]
+
+    def moves(self, parallelism: Parallelism, recomputed: bool = False) -> Moves:
+        """List the collectives of the product, and of the bias if the layer adds it."""
+        product = self.product_shape(parallelism.batch, parallelism.seq)
+        forward, backward = parallelism.product_moves(product, recomputed)
+        if self.adds_bias:
+            _, target = parallelism.spaces(self.way)
+            forward, backward = ([*forward, *target.vector_gather_moves(product.K)],
+                                 [*backward, *target.vector_reduce_moves(product.K)])
         return forward, backward
 
-    def input_words(self, on: Parallelism) -> int:
-        return on.spaces(self.way)[0].words(on.tokens, self.shape[0])
+    def input_words(self, parallelism: Parallelism) -> int:
+        source, _ = parallelism.spaces(self.way)
+        return source.words(parallelism.tokens, self.shape[0])
 
-    def saved(self, on: Parallelism, again: bool = False) -> Saved:
-        """x, and what the product keeps beside it."""
-        product, = self.products(on.batch, on.seq)
-        return Saved(self.input_words(on), rest=on.kept_words(product, again))
+    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
+        """Count x, and the operands that the product keeps gathered."""
+        product = self.product_shape(parallelism.batch, parallelism.seq)
+        return SavedWords(self.input_words(parallelism),
+                          rest=parallelism.kept_words(product, recomputed))
 
-    def passing(self, on: Parallelism, again: bool = False) -> float:
-        """dx, dy, dW, and what the product gathers."""
-        product, = self.products(on.batch, on.seq)
-        _, M, N, K, *_ = product
-        source, target = on.spaces(self.way)
-        return ((source.words(M, N) + target.words(M, K) + N * K) / on.ranks
-                + on.transient_words(product, again))
+    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
+        """Count dx, dy, dW, and the operands that the product gathers."""
+        product = self.product_shape(parallelism.batch, parallelism.seq)
+        M, N, K = product.extents
+        source, target = parallelism.spaces(self.way)
+        return ((source.words(M, N) + target.words(M, K) + N * K) / parallelism.ranks
+                + parallelism.transient_words(product, recomputed))
 
-    def make(self, builder: Builder, name: str) -> Linear:
-        spaces = builder.outer, builder.inner
-        source, target = spaces if self.way == "up" else spaces[::-1]
-        return Linear(builder.scheme, name, source, target, self.shape, builder.dtype, self.units,
-                      builder.master, self.adds)
+    def make_layer(self, builder: Builder, name: str) -> Linear:
+        up, scheme = self.way == "up", builder.scheme
+        source, target = (builder.outer, builder.inner) if up else (builder.inner, builder.outer)
+        product = scheme.product(source, target, self.shape, self.units)
+        vector = Vector(target, self.shape[1:], self.units[1])
+        weight = builder.create_parameter(f"{name}.weight", product.weight, self.shape,
+                                          product.gathered_along)
+        bias = builder.create_parameter(f"{name}.bias", vector.layout, self.shape[1:])
+        return Linear(product, vector, weight, bias, self.adds_bias)
 
 
 @dataclass(frozen=True)
 class LayerNormSpec(LayerSpec):
-    """The normalized rows of an outer activation, times a weight, plus a bias.
+    """Describe the layer norm of an outer activation, with weight and bias.
 
     Attributes
     ----------
     hidden : int
-        Features of a row.
+        Global number of features.
     """
 
     hidden: int
@@ -96,77 +108,89 @@ class LayerNormSpec(LayerSpec):
     def parameters(self) -> dict[str, tuple[int, ...]]:
         return {"weight": (self.hidden,), "bias": (self.hidden,)}
 
-    def moves(self, on: Parallelism, again: bool = False) -> Moves:
-        """Mean and variance one after the other, their gradients together, and both vectors."""
-        h, outer = self.hidden, on.outer
-        sums = [*outer.row_sums(on.tokens, 1)]
-        return ([*sums, *sums, *outer.fetch(h), *outer.fetch(h)],
-                [*outer.collect(h), *outer.collect(h), *outer.row_sums(on.tokens, 2)])
+    def moves(self, parallelism: Parallelism, recomputed: bool = False) -> Moves:
+        """List the sums of rows, and the gathers and reductions of both vectors.
 
-    def input_words(self, on: Parallelism) -> int:
-        return on.outer.words(on.tokens, self.hidden)
+        Forward sums for the mean and then for the variance, backward for both gradients at once.
+        """
+        hidden, outer = self.hidden, parallelism.outer
+        sums = [*outer.row_sum_moves(parallelism.tokens, 1)]
+        gathers = [*outer.vector_gather_moves(hidden)]
+        reductions = [*outer.vector_reduce_moves(hidden)]
+        return ([*sums, *sums, *gathers, *gathers],
+                [*reductions, *reductions, *outer.row_sum_moves(parallelism.tokens, 2)])
 
-    def saved(self, on: Parallelism, again: bool = False) -> Saved:
-        """The normalized rows, a number for each, and the features of the weight."""
-        numbers = on.tokens * on.ranks // on.outer.row_parts
-        return Saved(activations=self.input_words(on),
-                     rest=numbers + on.outer.fetched_words(self.hidden))
+    def input_words(self, parallelism: Parallelism) -> int:
+        return parallelism.outer.words(parallelism.tokens, self.hidden)
 
-    def passing(self, on: Parallelism, again: bool = False) -> float:
-        """dx and dy."""
-        return 2 * self.input_words(on) / on.ranks
+    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
+        """Count the normalized rows, 1 / deviation of each, and the gathered weight."""
+        deviations = parallelism.tokens * parallelism.ranks // parallelism.outer.row_parts
+        weights = parallelism.outer.gathered_vector_words(self.hidden)
+        return SavedWords(activations=self.input_words(parallelism), rest=deviations + weights)
 
-    def make(self, builder: Builder, name: str) -> LayerNorm:
-        return LayerNorm(name, builder.outer, self.hidden, builder.dtype, builder.master)
+    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
+        """Count dx and dy."""
+        return 2 * self.input_words(parallelism) / parallelism.ranks
+
+    def make_layer(self, builder: Builder, name: str) -> LayerNorm:
+        vector = Vector(builder.outer, (self.hidden,))
+        weight, bias = (builder.create_parameter(f"{name}.{part}", vector.layout, (self.hidden,))
+                        for part in ("weight", "bias"))
+        return LayerNorm(vector, weight, bias)
 
 
 @dataclass(frozen=True)
 class GeluSpec(LayerSpec):
-    """GELU of an inner activation x + b, b being the bias of the linear layer before.
+    """Describe GELU(x + b) of an inner activation x, with the bias b of the linear layer before.
 
     Attributes
     ----------
     features : int
-        Of x.
+        Global number of features.
     linear : str
-        Name in the block of the layer before, which holds the bias and does not add it.
+        Name, in the block, of the linear layer before, which holds the bias and does not add it.
     """
 
     features: int
     linear: str
     part = "gelu"
 
-    def moves(self, on: Parallelism, again: bool = False) -> Moves:
-        return [*on.inner.fetch(self.features)], [*on.inner.collect(self.features)]
+    def moves(self, parallelism: Parallelism, recomputed: bool = False) -> Moves:
+        """List the gather of the bias and the reduction of its gradient."""
+        inner = parallelism.inner
+        return ([*inner.vector_gather_moves(self.features)],
+                [*inner.vector_reduce_moves(self.features)])
 
-    def input_words(self, on: Parallelism) -> int:
-        return on.inner.words(on.tokens, self.features)
+    def input_words(self, parallelism: Parallelism) -> int:
+        return parallelism.inner.words(parallelism.tokens, self.features)
 
-    def saved(self, on: Parallelism, again: bool = False) -> Saved:
-        """x, and the features of b."""
-        return Saved(self.input_words(on), rest=on.inner.fetched_words(self.features))
+    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
+        """Count x, and the gathered bias."""
+        return SavedWords(self.input_words(parallelism),
+                          rest=parallelism.inner.gathered_vector_words(self.features))
 
-    def passing(self, on: Parallelism, again: bool = False) -> float:
-        """dx and dy."""
-        return 2 * self.input_words(on) / on.ranks
+    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
+        """Count dx and dy."""
+        return 2 * self.input_words(parallelism) / parallelism.ranks
 
-    def make(self, builder: Builder, name: str) -> Gelu:
-        return Gelu(builder.find(self.linear), builder.inner, self.features)
+    def make_layer(self, builder: Builder, name: str) -> Gelu:
+        return Gelu(builder.find_layer(self.linear), builder.inner, self.features)
 
 
 @dataclass(frozen=True)
 class AttentionSpec(LayerSpec):
-    """Multi-head attention of inner queries, keys and values.
+    """Describe multi-head attention of inner queries, keys and values.
 
     Attributes
     ----------
     hidden : int
-        Features of all heads together.
+        Global number of features of all heads together.
     heads : int
-        Their number.
+        Global number of heads.
     causal : bool
-        Whether it looks backward only, which saves nothing: the scores behind the mask are
-        computed and thrown away.
+        Whether a position attends only to itself and those before it.  This saves no operations:
+        masked scores are computed and discarded.
     """
 
     hidden: int
@@ -175,28 +199,37 @@ class AttentionSpec(LayerSpec):
     part = "attention"
 
     def flops(self, batch: int, seq: int) -> int:
-        """Scores and their sums; the scores that backward computes again are not counted."""
+        """Count the products Q K^T and P V; scores recomputed in backward are not included."""
         return 4 * batch * seq * seq * self.hidden
 
-    def moves(self, on: Parallelism, again: bool = False) -> Moves:
-        """Keys and values along a divided sequence, again in backward, and their gradients."""
-        words = 2 * on.tokens * self.hidden
-        gathers = [*on.inner.along_sequence("all_gather", words)]
-        return gathers, [*gathers, *on.inner.along_sequence("reduce_scatter", words)]
+    def moves(self, parallelism: Parallelism, recomputed: bool = False) -> Moves:
+        """List the collectives along a divided sequence.
 
-    def input_words(self, on: Parallelism) -> int:
-        return on.inner.words(on.tokens, 3 * self.hidden)
+        Keys and values are gathered in forward and again in backward, where their gradients are
+        reduce-scattered.
+        """
+        inner, words = parallelism.inner, 2 * parallelism.tokens * self.hidden
+        gathers = [*inner.sequence_moves("all_gather", words)]
+        return gathers, [*gathers, *inner.sequence_moves("reduce_scatter", words)]
 
-    def saved(self, on: Parallelism, again: bool = False) -> Saved:
-        """Q, K and V, and a number for each row of each head."""
-        return Saved(self.input_words(on), rest=on.inner.words(on.tokens, self.heads))
+    def input_words(self, parallelism: Parallelism) -> int:
+        return parallelism.inner.words(parallelism.tokens, 3 * self.hidden)
 
-    def passing(self, on: Parallelism, again: bool = False) -> float:
-        """The gradients of Q, K, V and y; along a divided sequence K and V, their gradients, and
-        the buffer that they are sent from."""
-        parts = on.inner.sequence_parts
+    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
+        """Count Q, K and V, and the log-sum-exp of each row of scores."""
+        return SavedWords(self.input_words(parallelism),
+                          rest=parallelism.inner.words(parallelism.tokens, self.heads))
+
+    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
+        """Count the gradients of Q, K, V and y.
+
+        Where the sequence is divided, the gathered K and V, their gradients, and a send buffer
+        for these are added.
+        """
+        parts = parallelism.inner.sequence_parts
         features = 4 + (6 * parts if parts > 1 else 0)
-        return on.inner.words(on.tokens, features * self.hidden) / on.ranks
+        words = parallelism.inner.words(parallelism.tokens, features * self.hidden)
+        return words / parallelism.ranks
 
-    def make(self, builder: Builder, name: str) -> Attention:
+    def make_layer(self, builder: Builder, name: str) -> Attention:
         return Attention(builder.inner, self.hidden, self.hidden // self.heads, self.causal)

@@ -1,10 +1,13 @@
 """Define the layers of a Transformer, once for every scheme.
 
-``forward(x) -> (y, saved)`` and ``backward(dy, saved) -> dx``, which adds to the parameters'
-gradients.  No layer keeps anything between the two, so many micro-batches can be in flight.  An
-`Overlap`, if one is passed, schedules communication during products.  The `Space` of an activation
-says how it is divided; the scheme computes the products.  Arrays returned by forward and backward
-are new and may be overwritten by the caller; their arguments are not changed.
+``forward(x) -> (y, saved)``; ``backward(dy, saved) -> dx`` adds to the gradients of the
+parameters.  Layers keep no state between the two, so many micro-batches can be in flight.  An
+optional `Overlap` schedules communication during products.  A `Space` says how an activation is
+divided; the scheme's product multiplies by the weight.  Arrays that forward and backward return
+are new, and the caller may overwrite them; their arguments are not changed.
+
+Arrays are this rank's blocks.  Activations have the shape (batch, positions, ..., features), the
+global one divided as the space says, and the dtype of the model.
 """
 
 from typing import Any, Protocol, Sequence
@@ -16,11 +19,11 @@ from mm3d.model.parameters import Parameter
 from mm3d.model.vectors import (Vector, add_backward, add_forward, gelu_backward, gelu_forward,
                                 scale_backward, scale_forward)
 from mm3d.schemes.overlap import Overlap
-from mm3d.schemes.scheme import Product, Scheme
+from mm3d.schemes.scheme import Product
 
 
 class Layer(Protocol):
-    """Describe a part of a chain.
+    """Describe the interface of a layer.
 
     `overlap` is passed on to the linear layers of one pass; without it each of their collectives
     is blocking.
@@ -39,50 +42,39 @@ class Linear:
 
     Parameters
     ----------
-    scheme : Scheme
-        Whose product it is.
-    name : str
-        Of the layer.
-    source, target : Space
-        Of x and of y.
-    shape : tuple of int
-        Global shape of W: (in, out), or (in, 3, out) for queries, keys and values.
-    dtype : dtype
-        Of the parameters.
-    units : tuple of int
-        Features that stay together (a head's) in x and in y.
-    master : dtype, optional
-        Of their masters and gradients, if not `dtype`.
-    adds : bool
-        Whether the bias is added here; otherwise a `Gelu` that follows does it on the way.
+    product : Product
+        The scheme's product x W, with x in the source space and y in the target space.
+    vector : Vector
+        Storage of the bias, along the features of the target space.
+    weight : Parameter
+        W, of global shape (in, out), or (in, 3, out) for queries, keys and values; in the layout
+        ``product.weight``.
+    bias : Parameter
+        b, of global shape (out,) or (3, out); in the layout ``vector.layout``.
+    adds_bias : bool
+        Whether the layer adds b; otherwise a `Gelu` that follows adds it.
     """
 
-    def __init__(self, scheme: Scheme, name: str, source: Space, target: Space,
-                 shape: tuple[int, ...], dtype: Any, units: tuple[int, int] = (1, 1),
-                 master: Any = None, adds: bool = True) -> None:
-        self.product: Product = scheme.product(source, target, shape, units)
-        self.product.accumulate_float32, self.adds = master is not None, adds
-        self.vector = Vector(target, shape[1:], units[1])
-        grid = scheme.grid
-        self.weight = Parameter(f"{name}.weight", grid, self.product.weight, shape, dtype,
-                                self.product.gathered_along, master)
-        self.bias = Parameter(f"{name}.bias", grid, self.vector.layout, shape[1:], dtype,
-                              master=master)
-        self.parameters = [self.weight, self.bias]
+    def __init__(self, product: Product, vector: Vector, weight: Parameter, bias: Parameter,
+                 adds_bias: bool = True) -> None:
+        self.product, self.vector, self.adds_bias = product, vector, adds_bias
+        self.product.accumulate_float32 = weight.has_master
+        self.weight, self.bias = weight, bias
+        self.parameters = [weight, bias]
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
-        """Compute y = x W + b; return it with the data that the product keeps."""
+        """Compute y = x W + b; return it with the data that the product saves."""
         if overlap is None:
             y, saved = self.product.forward(x, self.weight.value)
         else:
             y, saved = overlap.forward(self, x)
-        if self.adds:
+        if self.adds_bias:
             y = add_forward(y, self.bias.value, self.vector, out=y)
         return y, saved
 
     def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
         """Compute dx = dy W^T; add dW and db to the gradients."""
-        if self.adds:
+        if self.adds_bias:
             self.bias.accumulate(add_backward(dy, self.vector, self.bias.has_master))
         if overlap is not None:
             return overlap.backward(self, dy, saved)
@@ -90,28 +82,31 @@ class Linear:
         self.weight.accumulate(dW)
         return dx
 
-    def again(self, x: Array, overlap: Overlap | None = None) -> Any:
-        """Recompute the data that `forward` keeps, without y."""
-        return self.product.again(x, self.weight.value)
+    def recompute_saved(self, x: Array, overlap: Overlap | None = None) -> Any:
+        """Recompute the data that `forward` saves, without y."""
+        return self.product.recompute_saved(x, self.weight.value)
 
 
 class LayerNorm:
     """Compute y = gamma * (x - mean) / sqrt(variance + eps) + beta over the features.
 
-    Rows whose features are divided sum their statistics over the ranks that share them.
+    Ranks that share rows sum the rows' statistics.
+
+    Parameters
+    ----------
+    vector : Vector
+        Storage of gamma and beta, along the features of the activations' space.
+    weight, bias : Parameter
+        gamma and beta, of global shape (hidden,); in the layout ``vector.layout``.
     """
 
     eps = 1e-5
 
-    def __init__(self, name: str, space: Space, hidden: int, dtype: Any,
-                 master: Any = None) -> None:
-        self.space, self.hidden, self.empty = space, hidden, space.allocator(hidden)
-        self.vector = Vector(space, (hidden,))
-        self.weight, self.bias = (
-            Parameter(f"{name}.{part}", space.grid, self.vector.layout, (hidden,), dtype,
-                      master=master)
-            for part in ("weight", "bias"))
-        self.parameters = [self.weight, self.bias]
+    def __init__(self, vector: Vector, weight: Parameter, bias: Parameter) -> None:
+        self.space, self.vector, (self.hidden,) = vector.space, vector, vector.shape
+        self.empty = self.space.allocator(self.hidden)
+        self.weight, self.bias = weight, bias
+        self.parameters = [weight, bias]
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
         """Compute the normalized rows times gamma, plus beta."""
@@ -136,18 +131,18 @@ class LayerNorm:
 
 
 class Gelu:
-    """Compute GELU, in its tanh form, of x + b with the output x and the bias b of a linear layer.
+    """Compute GELU(x + b), with the output x and the bias b of a linear layer.
 
-    Adding the bias here saves a pass over the widest activation in each direction.
+    Adding the bias here saves a pass over the widest activation in forward and in backward.
 
     Parameters
     ----------
     linear : Linear
-        The layer before, which holds the bias and does not add it.
+        The layer before, which holds b and does not add it.
     space : Space
-        Of x.
+        Space of x.
     features : int
-        Of x.
+        Global number of features of x.
     """
 
     parameters: list[Parameter] = []    # the bias is the linear layer's
@@ -157,12 +152,12 @@ class Gelu:
         self.empty = space.allocator(features)
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
-        """Compute GELU of x + b; keep x and this rank's features of b."""
+        """Compute GELU(x + b); save x and the gathered b_l."""
         y, b_l = gelu_forward(x, self.bias.value, self.vector, out=self.empty(x.dtype))
         return y, (x, b_l)
 
     def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
-        """Compute dy times the slope of GELU at x + b; add db to the bias' gradient."""
+        """Compute dx = dy GELU'(x + b); add db to the gradient of the bias."""
         x, b_l = saved
         dx, db = gelu_backward(dy, x, b_l, self.vector, self.empty(dy.dtype),
                                self.bias.has_master)
@@ -171,11 +166,22 @@ class Gelu:
 
 
 class Attention:
-    """Compute multi-head attention from (batch, seq, 3, features) to (batch, seq, features).
+    """Compute multi-head attention from Q, K and V, (batch, seq, 3, features).
 
     Heads are divided like the features.  Where the positions of a sequence are divided, each rank
-    keeps its queries and gathers the keys and values along the sequence; their gradients are
-    reduce-scattered.
+    uses its own queries, gathers keys and values along the sequence, and reduce-scatters their
+    gradients.  The paper leaves this communication out.
+
+    Parameters
+    ----------
+    space : Space
+        Space of the input and the output.
+    features : int
+        Global number of features of all heads together.
+    head : int
+        Number of features of a head.
+    causal : bool
+        Whether a position attends only to itself and those before it.
     """
 
     parameters: list[Parameter] = []
@@ -184,39 +190,41 @@ class Attention:
         self.space, self.head, self.causal = space, head, causal
         self.empty = space.allocator(features, unit=head)
         self.empty_qkv = space.allocator(3, features, unit=head)
-        axis = space.sequence
+        axis = space.sequence_axis
         self.split = None if axis is None else space.rows_split(axis.name)
 
-    def _by_head(self, a: Array) -> Array:
+    def _split_heads(self, a: Array) -> Array:
+        """View the features of `a` as (..., heads, features of a head)."""
         heads = a.shape[-1] // self.head
         return namespace(a).reshape(a, a.shape[:-1] + (heads, self.head))
 
-    def _gathered(self, qkv: Array) -> tuple[Array, Array, Array]:
-        by_head = self._by_head(qkv)
+    def _gather_qkv(self, qkv: Array) -> tuple[Array, Array, Array]:
+        """Return q of this rank's positions, and k and v of all positions, by heads."""
+        by_head = self._split_heads(qkv)
         kv = by_head[:, :, 1:, ...]
         if self.split is not None:
             kv = self.split.all_gather(kv)
         return by_head[:, :, 0, ...], kv[:, :, 0, ...], kv[:, :, 1, ...]
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
-        """Compute this rank's block of (batch, seq, features) from that of Q, K and V."""
-        q, k, v = self._gathered(x)
+        """Compute the output, (batch, seq, features); save Q, K, V and the log-sum-exps."""
+        q, k, v = self._gather_qkv(x)
         y = self.empty(x.dtype)
         _, lse = functional.attention_forward(q, k, v, self.space.first_position, self.causal,
-                                              out=self._by_head(y))
+                                              out=self._split_heads(y))
         return y, (x, lse)
 
     def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
-        """Compute the gradients of Q, K and V, in one array."""
+        """Compute the gradients of Q, K and V, (batch, seq, 3, features)."""
         x, lse = saved
-        q, k, v = self._gathered(x)
+        q, k, v = self._gather_qkv(x)
         dx = self.empty_qkv(x.dtype)
-        by_head = self._by_head(dx)
+        by_head = self._split_heads(dx)
         dkv = by_head[:, :, 1:, ...]
         if self.split is not None:
             dkv = self.split.term((k.shape[0], k.shape[1], 2, *k.shape[2:]), x.dtype)
         functional.attention_backward(
-            self._by_head(dy), q, k, v, lse, self.space.first_position, self.causal,
+            self._split_heads(dy), q, k, v, lse, self.space.first_position, self.causal,
             by_head[:, :, 0, ...], dkv[:, :, 0, ...], dkv[:, :, 1, ...])
         if self.split is not None:
             by_head[:, :, 1:, ...] = self.split.reduce_scatter(dkv)
@@ -231,8 +239,8 @@ class Chain:
         self.parameters = [p for layer in layers for p in layer.parameters]
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
-        """Compute the last layer's output; return it with the data that each layer keeps."""
-        return _through(self.layers, x, overlap)
+        """Compute the last layer's output; return it with the data that each layer saves."""
+        return _apply_layers(self.layers, x, overlap)
 
     def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
         """Compute the gradient through all layers, from the last to the first."""
@@ -240,15 +248,15 @@ class Chain:
             dy = layer.backward(dy, kept, overlap)
         return dy
 
-    def again(self, x: Array, overlap: Overlap | None = None) -> Any:
-        """Recompute the data that `forward` keeps, without y and the last layer's product."""
-        x, saved = _through(self.layers[:-1], x, overlap)
-        return [*saved, self.layers[-1].again(x, overlap)]
+    def recompute_saved(self, x: Array, overlap: Overlap | None = None) -> Any:
+        """Recompute the data that `forward` saves, without y and the last layer's product."""
+        x, saved = _apply_layers(self.layers[:-1], x, overlap)
+        return [*saved, self.layers[-1].recompute_saved(x, overlap)]
 
 
-def _through(layers: Sequence[Layer], x: Array,
-             overlap: Overlap | None) -> tuple[Array, list]:
-    """Apply `layers` to x; return the output and the data that each of them keeps."""
+def _apply_layers(layers: Sequence[Layer], x: Array,
+                  overlap: Overlap | None) -> tuple[Array, list]:
+    """Apply `layers` to x; return the output and the data that each of them saves."""
     saved = []
     for layer in layers:
         x, kept = layer.forward(x, overlap)
@@ -257,7 +265,7 @@ def _through(layers: Sequence[Layer], x: Array,
 
 
 class Residual(Chain):
-    """Compute x + f(x), with f the chain of the given layers."""
+    """Compute x + f(x), where f is the chain of the given layers."""
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
         """Compute x + f(x)."""

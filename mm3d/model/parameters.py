@@ -1,4 +1,4 @@
-"""Hold trained arrays, divided over the grid, with their gradients."""
+"""Define parameters: trained arrays, divided over the grid, with their gradients."""
 
 import math
 from typing import Any
@@ -14,22 +14,36 @@ from mm3d.grid.layout import Layout
 class Parameter:
     """Hold this rank's block of a trained array and of its gradient.
 
+    Parameters
+    ----------
+    name, layout, shape
+        See the attributes.
+    grid : Grid
+        The ranks that the array is divided over.
+    dtype : dtype
+        Type of `value`.
+    gathered_along : Split, optional
+        How the array is divided in the direction along which products gather it; the memory of
+        `value` then suits the gather.
+    master : dtype, optional
+        Type of `master` and `grad`; by default `dtype`, without a separate master.
+
     Attributes
     ----------
     name : str
-        Its name in the model, such as "layers.0.mlp.up.weight".
+        Name in the model, such as "layers.0.mlp.up.weight".
     value : Array
-        This rank's block of it, in the type that is computed with.
+        This rank's block, in the type of computation.
     master : Array
-        The same in the type that is trained and stored; `value` itself where that is one type.
+        The same block in the type of training; `value` itself if there is no separate master.
     grad : Array
-        This rank's block of the gradient, in the master's type.
+        This rank's block of the gradient, in the type of the master.
     layout : Layout
-        Of all three.
+        Layout of `value`, `master` and `grad`.
     shape : tuple of int
-        Global shape as stored; a query-key-value weight is (in, 3, out).
+        Global shape as stored; (in, 3, out) for the weight of queries, keys and values.
     public_shape : tuple of int
-        Global shape outside, (in, 3 out).
+        Global shape in `Transformer.state` and `Transformer.load`, (in, 3 out).
     """
 
     def __init__(self, name: str, grid: Grid, layout: Layout, shape: tuple[int, ...],
@@ -46,28 +60,31 @@ class Parameter:
 
     @property
     def nbytes(self) -> int:
-        """Return the bytes on this rank: value and gradient, and the master if it is separate."""
+        """Return the bytes on this rank of value, gradient, and separate master."""
         held = [self.value, self.grad, *([self.master] if self.has_master else ())]
         return sum(a.nbytes for a in held)
 
     def refresh(self) -> None:
-        """Round the master, after a change, to the type of `value`."""
+        """Round the master to the type of `value`, into `value`; call it after changing it."""
         if self.has_master:
             xp = namespace(self.master)
             self.value[...] = xp.astype(self.master, self.value.dtype, copy=False)
 
     def accumulate(self, gradient: Array | None) -> None:
-        """Add to the gradient; `gradient` is None where this rank holds no block."""
+        """Add `gradient`, this rank's block or None if it stores none, to `grad`."""
         if gradient is not None:
             self.grad += gradient
 
     def load(self, value: np.ndarray) -> None:
-        """Take this rank's block of the global `value`."""
+        """Set the master and `value` to this rank's block of the global array `value`."""
         place = self.layout.slices(self.grid, self.shape)
         block = np.ascontiguousarray(np.reshape(value, self.shape)[place])
         self.master[...] = self.grid.backend.asarray(block.astype(host_dtype(self.master)))
         self.refresh()
 
     def gather(self, block: Array) -> np.ndarray:
-        """Gather the global array of which this rank holds `block` (for checks; collective)."""
+        """Gather the global array from the ranks' blocks, in its public shape.
+
+        Every rank must call it; for checks.
+        """
         return self.layout.unshard(block, self.grid, self.shape).reshape(self.public_shape)

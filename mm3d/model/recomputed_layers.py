@@ -1,7 +1,7 @@
-"""Compute layers again in backward, and list the products with weights in their order.
+"""Recompute layers in backward, and list the products with weights in order.
 
-What `mm3d.model.recomputation` names is built of one wrapper, `Recomputed`, around those layers of
-which only the input is kept.  It is the same for every scheme, and holds nothing itself.
+All policies of `mm3d.model.recomputation` are built with one wrapper, `Recomputed`, around layers
+that save only their input.  It is the same for every scheme and has no state.
 """
 
 from typing import Any
@@ -12,11 +12,11 @@ from mm3d.schemes.overlap import Overlap
 
 
 class Recomputed(Chain):
-    """Apply layers one after another, and keep only the input from forward to backward.
+    """Apply layers one after another, and save only the input from forward to backward.
 
-    Backward first recomputes the data that the layers would have kept, with the same operations in
-    the same order, and so to the same bit.  The last of them is a linear layer; its output is not
-    needed, and it does not multiply again.
+    Backward first recomputes the data that the layers would have saved, by the same operations in
+    the same order, so results are the same to the bit.  The last layer is a linear one; its output
+    is not needed, so its product is not recomputed.
     """
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
@@ -27,43 +27,45 @@ class Recomputed(Chain):
         return y, x
 
     def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
-        """Compute the gradient through all layers, from the last to the first."""
+        """Recompute the saved data; compute the gradient from the last layer to the first."""
         return super().backward(dy, self.recompute(saved, overlap), overlap)
 
     def recompute(self, x: Array, overlap: Overlap | None = None) -> Any:
-        """Recompute the data that the layers keep."""
-        return super().again(x, overlap)
+        """Recompute the data that the layers save."""
+        return super().recompute_saved(x, overlap)
 
-    def again(self, x: Array, overlap: Overlap | None = None) -> Any:
-        """Return x, the data that `forward` keeps."""
+    def recompute_saved(self, x: Array, overlap: Overlap | None = None) -> Any:
+        """Return x, which is all that `forward` saves."""
         return x
 
 
 def weighted_products(layer: Layer, backward: bool = False,
-                      again: bool = False) -> list[tuple[Linear, bool]]:
-    """List the products with weights of a forward or a `backward` pass, in their order.
+                      recomputed: bool = False) -> list[tuple[Linear, bool]]:
+    """List the products with weights of a forward or a `backward` pass, in order.
 
     Parameters
     ----------
     layer : Layer
-        The layer or chain of layers that is passed through.
+        The layer or chain of layers.
     backward : bool
         Whether the pass is backward.
-    again : bool
-        Whether forward is computed again, for what it keeps alone.
+    recomputed : bool
+        Whether the pass is a forward that only recomputes the saved data.
 
     Returns
     -------
     list of (Linear, bool)
-        For each product the layer that holds the weight, and whether the product is backward's.
+        For each product the layer that holds the weight, and whether the product is a backward
+        one.
     """
     if isinstance(layer, Linear):
-        return [] if again else [(layer, backward)]
+        return [] if recomputed else [(layer, backward)]
     layers = getattr(layer, "layers", ())
-    if not layers or again and isinstance(layer, Recomputed):
+    if not layers or recomputed and isinstance(layer, Recomputed):
         return []
     if not backward:
         return [use for one in layers
-                for use in weighted_products(one, again=again and one is layers[-1])]
-    first = weighted_products(Chain(*layers), again=True) if isinstance(layer, Recomputed) else []
+                for use in weighted_products(one, recomputed=recomputed and one is layers[-1])]
+    first = ([] if not isinstance(layer, Recomputed) else
+             weighted_products(Chain(*layers), recomputed=True))
     return first + [use for one in reversed(layers) for use in weighted_products(one, True)]

@@ -1,4 +1,4 @@
-"""Hold and check the sizes of a Transformer."""
+"""Define the sizes of a Transformer, and check them."""
 
 import numbers
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ class ModelSizes(Mapping[str, int]):
     """Hold the sizes of a Transformer.
 
     It is a read-only mapping from names to sizes, so that ``Transformer(scheme, **sizes)`` and
-    ``dict(sizes)`` do what they say.
+    ``dict(sizes)`` work.
 
     Attributes
     ----------
@@ -20,7 +20,7 @@ class ModelSizes(Mapping[str, int]):
     batch, seq : int
         Global number of sequences, and positions in each.
     mlp_factor : int
-        Features inside the multi-layer perceptron, over `hidden`; the same for all models.
+        Ratio of the inner features of the multi-layer perceptron to `hidden`, for all models.
 
     Examples
     --------
@@ -64,7 +64,7 @@ class ModelSizes(Mapping[str, int]):
         return self.batch * self.seq
 
     def check(self) -> None:
-        """Raise ValueError unless these are the sizes of a Transformer."""
+        """Raise ValueError unless all sizes are at least 1 and the heads have equal features."""
         for name, size in zip(SIZES, astuple(self)):
             if not isinstance(size, numbers.Integral) or isinstance(size, bool) or size < 1:
                 raise ValueError(f"{name}={size!r} should be a whole number of at least 1")

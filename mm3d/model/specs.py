@@ -1,10 +1,11 @@
-"""Specs: the layers of a model before there are ranks and arrays.
+"""Define the interface of specs: the layers of a model, described without ranks and arrays.
 
-A `LayerSpec` states all that is known of a layer from its sizes: its parameters, its products,
-what it moves and keeps on a grid, and how to build it.  Chains of specs say in which order layers
-work, which of them are residual blocks, and which are computed again in backward.  The model that
-runs (`mm3d.model.transformer`) and the closed forms (`mm3d.model.cost`) both come from the same
-specs, so a new kind of layer is one spec with its layer.
+A `LayerSpec` states everything that follows from the sizes of a layer: its parameters, its
+products with weights, the collectives that it enters and the words that it saves on a grid, and
+how to build it.  Chains of specs (`mm3d.model.chain_specs`) state the order of the layers, which
+of them form residual blocks, and which are recomputed in backward.  The model that runs
+(`mm3d.model.transformer`) and the closed forms of its costs (`mm3d.model.cost`) are made from the
+same specs, so a new kind of layer needs one spec beside the layer itself.
 """
 
 from abc import ABC, abstractmethod
@@ -14,56 +15,69 @@ from dataclasses import dataclass
 from typing import Any, Iterable, Iterator, NamedTuple
 
 from mm3d.grid.activations import Space
+from mm3d.grid.axis import Split
+from mm3d.grid.layout import Layout
 from mm3d.model.layers import Layer
+from mm3d.model.parameters import Parameter
 from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.parallelism import Parallelism
 from mm3d.schemes.scheme import Scheme
 
 
-class Saved(NamedTuple):
-    """Words kept from forward to backward, over all ranks.
+class SavedWords(NamedTuple):
+    """Hold the number of words that a layer saves for backward, summed over all ranks.
 
     Attributes
     ----------
     input : int
-        Of the layer's, or the chain's, own input; 0 where that is not kept.
+        Words of the input of the layer or chain; 0 if the input is not saved.
     activations : int
-        Of other activations.
+        Words of other activations.
     rest : int
-        Of statistics of rows, and of gathered vectors and operands.
+        Words of row statistics, gathered vectors and gathered operands.
     """
 
     input: int = 0
     activations: int = 0
     rest: int = 0
 
-    def followed_by(self, more: "Saved") -> "Saved":
-        """What is kept of this layer and of one that follows it."""
-        return Saved(self.input, self.activations + more.input + more.activations,
-                     self.rest + more.rest)
+    def followed_by(self, after: "SavedWords") -> "SavedWords":
+        """Add the words of the layer that follows; its input then counts as an activation."""
+        return SavedWords(self.input, self.activations + after.input + after.activations,
+                          self.rest + after.rest)
 
 
-class Work(NamedTuple):
-    """`times` passes of layers like `layer`; see `LayerSpec.moves` for `again`."""
+class LayerPass(NamedTuple):
+    """Describe passes through equal layers.
+
+    Attributes
+    ----------
+    times : int
+        Number of the passes.
+    layer : LayerSpec
+        One of the layers.
+    recomputed : bool
+        For backward: whether the saved data were recomputed, see `LayerSpec.moves`.
+    """
 
     times: int
     layer: "LayerSpec"
-    again: bool = False
+    recomputed: bool = False
 
 
 class Builder:
-    """Builds layers from specs, under their names in the model.
+    """Build layers from specs, and give them their names in the model.
 
     Parameters
     ----------
     scheme : Scheme
-        Whose grid and products they use.
+        Supplies the grid and the products.
     outer, inner : Space
-        Where activations lie outside and inside a pair of linear layers.
+        The spaces of activations outside and inside a pair of linear layers.
     dtype : dtype
-        Of parameters and activations.
+        Type of parameters and activations.
     master : dtype, optional
-        Of masters and gradients, if not `dtype`.
+        Type of masters and gradients; by default `dtype`, without separate masters.
     """
 
     def __init__(self, scheme: Scheme, outer: Space, inner: Space, dtype: Any,
@@ -72,22 +86,32 @@ class Builder:
         self.dtype, self.master = dtype, master
         self._prefix, self._numbers, self._built = "", Counter(), {}
 
-    def build(self, specs: Iterable["Spec"]) -> list[Layer]:
+    def build_layers(self, specs: Iterable["Spec"]) -> list[Layer]:
         """Build the layers of `specs`, in order."""
-        return [layer for spec in specs for layer in spec.build(self)]
+        return [layer for spec in specs for layer in spec.build_layers(self)]
+
+    def create_parameter(self, name: str, layout: Layout, shape: tuple[int, ...],
+                         gathered_along: Split | None = None) -> Parameter:
+        """Create the parameter `name` of global `shape`, in the types of the model.
+
+        `name` is the full name, such as "layers.0.mlp.up.weight"; `gathered_along` says how a
+        weight that products gather is divided.
+        """
+        return Parameter(name, self.scheme.grid, layout, shape, self.dtype, gathered_along,
+                         self.master)
 
     def full_name(self, name: str) -> str:
-        """The name in the model of what is called `name` where the builder is now."""
+        """Return the name in the model of the layer called `name` in the current block."""
         return ".".join(filter(None, (self._prefix, name)))
 
-    def add(self, layer: Layer, name: str, part: str) -> list[Layer]:
-        """Give a layer its name in the model and that of its part, and return it in a list."""
+    def register_layer(self, layer: Layer, name: str, part: str) -> list[Layer]:
+        """Set the layer's full name and the name of its part; return the layer in a list."""
         layer.name, layer.part = self.full_name(name), part
         self._built[layer.name] = layer
         return [layer]
 
-    def find(self, name: str) -> Layer:
-        """The layer called `name` that was built before in the same block.
+    def find_layer(self, name: str) -> Layer:
+        """Return the layer called `name` that was built before in the current block.
 
         Raises
         ------
@@ -97,8 +121,11 @@ class Builder:
         return self._built[self.full_name(name)]
 
     @contextmanager
-    def number(self, name: str) -> Iterator[None]:
-        """Put ``name.N.`` before all names within the block, N counting these blocks from 0."""
+    def numbered_block(self, name: str) -> Iterator[None]:
+        """Prefix all names inside the context with ``name.N.``; N counts these blocks from 0.
+
+        An empty `name` changes nothing.
+        """
         before = self._prefix
         if name:
             self._prefix = self.full_name(f"{name}.{self._numbers[self.full_name(name)]}")
@@ -110,102 +137,106 @@ class Builder:
 
 
 class Spec(ABC):
-    """A layer or a chain of layers, without ranks and arrays."""
+    """Describe a layer or a chain of layers, without ranks and arrays."""
 
     @abstractmethod
-    def in_forward(self) -> Iterator[Work]:
-        """The layers that work in forward."""
+    def forward_passes(self) -> Iterator[LayerPass]:
+        """Iterate over the layers that are computed in forward."""
 
     @abstractmethod
-    def in_again(self) -> Iterator[Work]:
-        """Those that work where forward is computed again for what it keeps alone."""
+    def recomputed_passes(self) -> Iterator[LayerPass]:
+        """Iterate over the layers that are computed when only the saved data are recomputed."""
 
     @abstractmethod
-    def in_backward(self, again: bool = False) -> Iterator[Work]:
-        """The layers that work in backward, after a forward or after an `again`."""
+    def backward_passes(self, recomputed: bool = False) -> Iterator[LayerPass]:
+        """Iterate over the layers that are computed in backward, without recomputed forwards.
 
-    @abstractmethod
-    def repeated(self) -> Iterator[Work]:
-        """The layers whose forward is computed again in backward."""
-
-    @abstractmethod
-    def input_words(self, on: Parallelism) -> int:
-        """Words of the input, over all ranks."""
-
-    @abstractmethod
-    def saved(self, on: Parallelism, again: bool = False) -> Saved:
-        """Words kept after a forward, or after an `again`."""
-
-    @abstractmethod
-    def passing(self, on: Parallelism, again: bool = False) -> float:
-        """Most words of a rank in backward that come and go, where everything divides.
-
-        Its gradients, what products gather and what is computed again; not what forward keeps,
-        nor parameters and their gradients.
+        `recomputed` says whether the data for this backward were recomputed.
         """
 
     @abstractmethod
-    def build(self, builder: Builder) -> list[Layer]:
+    def passes_repeated_in_backward(self) -> Iterator[LayerPass]:
+        """Iterate over the layers whose forward is computed again in backward."""
+
+    @abstractmethod
+    def input_words(self, parallelism: Parallelism) -> int:
+        """Count the words of the input, summed over all ranks."""
+
+    @abstractmethod
+    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
+        """Count the words saved by a forward, or by a recomputation of its saved data."""
+
+    @abstractmethod
+    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
+        """Count the words that one rank allocates at most in backward, where everything divides.
+
+        They are gradients of activations, gathered operands, and recomputed data.  The data
+        saved by forward, parameters and their gradients are not included.
+        """
+
+    @abstractmethod
+    def build_layers(self, builder: Builder) -> list[Layer]:
         """Build the layers."""
 
 
 @dataclass(frozen=True)
 class LayerSpec(Spec):
-    """One layer.
+    """Describe one layer.
 
     Attributes
     ----------
     name : str
-        Its name in the block or the model that it is part of, such as "mlp.up".
+        Name of the layer in its block or model, such as "mlp.up".
     """
 
     name: str
 
     @property
     def part(self) -> str:
-        """What traces call its work, the same in all blocks."""
+        """Return the name of the layer in traces, which is the same in all blocks."""
         return self.name
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        """Global shapes of the trained arrays by the end of their names, such as "weight"."""
+        """Return the global shapes of the parameters by the last part of their names ("weight").
+        """
         return {}
 
     def products(self, batch: int, seq: int) -> list[ProductShape]:
-        """Its products with weights."""
+        """List the products with weights."""
         return []
 
     def flops(self, batch: int, seq: int) -> int:
-        """Floating-point operations of all its matrix products forward, over all ranks.
+        """Count the floating-point operations of all matrix products of forward, over all ranks.
 
-        Backward does twice as many.  By default those of its `products`.
+        Backward takes twice as many.  By default these are the operations of `products`.
         """
         return sum(2 * one.M * one.N * one.K for one in self.products(batch, seq))
 
-    def moves(self, on: Parallelism, again: bool = False) -> tuple[list[Move], list[Move]]:
-        """Collectives forward and backward; by default none.
+    def moves(self, parallelism: Parallelism,
+              recomputed: bool = False) -> tuple[list[Move], list[Move]]:
+        """List the collectives of forward and of backward; by default there are none.
 
-        With `again` those of backward after a forward that was computed again for what it keeps
-        alone, as by ``Linear.again``, which neither multiplies nor moves anything.
+        With `recomputed` the collectives of backward are those after ``Linear.recompute_saved``,
+        which neither multiplies nor communicates.
         """
         return [], []
 
     @abstractmethod
-    def make(self, builder: Builder, name: str) -> Layer:
-        """Build the layer, whose name in the model is `name`."""
+    def make_layer(self, builder: Builder, name: str) -> Layer:
+        """Build the layer, called `name` in the model."""
 
-    def build(self, builder: Builder) -> list[Layer]:
-        """Build the layer."""
-        layer = self.make(builder, builder.full_name(self.name))
-        return builder.add(layer, self.name, self.part)
+    def build_layers(self, builder: Builder) -> list[Layer]:
+        layer = self.make_layer(builder, builder.full_name(self.name))
+        return builder.register_layer(layer, self.name, self.part)
 
-    def in_forward(self) -> Iterator[Work]:
-        yield Work(1, self)
+    def forward_passes(self) -> Iterator[LayerPass]:
+        yield LayerPass(1, self)
 
-    def in_again(self) -> Iterator[Work]:
+    def recomputed_passes(self) -> Iterator[LayerPass]:
         yield from ()
 
-    def in_backward(self, again: bool = False) -> Iterator[Work]:
-        yield Work(1, self, again)
+    def backward_passes(self, recomputed: bool = False) -> Iterator[LayerPass]:
+        yield LayerPass(1, self, recomputed)
 
-    def repeated(self) -> Iterator[Work]:
+    def passes_repeated_in_backward(self) -> Iterator[LayerPass]:
         yield from ()

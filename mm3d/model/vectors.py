@@ -1,4 +1,9 @@
-"""Biases and norm weights on the diagonal of the grid: algorithms 7 and 8."""
+"""Add and multiply vectors stored on the diagonal of the grid: Algorithms 7 and 8 of the paper.
+
+The vectors are biases and weights of layer norms.  Algorithm 7 gathers this rank's part of a
+vector from the ranks that store it.  Algorithm 8 reduces the gradient onto them; the reduction
+that its printed form lacks is included.
+"""
 
 import math
 
@@ -10,20 +15,26 @@ from mm3d.model.functional import (add_rows, bias_gelu_backward, bias_gelu_forwa
 
 
 class Vector:
-    """A vector along the features of a space: stored once, used by all who hold rows.
+    """Describe a vector along the features of a space, stored once and gathered for use.
 
-    The paper's balanced storage, for any scheme: the vector's layout divides it like the
-    features and then again by directions that hold rows; on the side of A that is ``"zx@y"``,
-    b_li on the diagonal j = l, on the side of C ``"yx@z"``, b_ji on the same diagonal.
+    This is the paper's balanced storage, for any scheme.  The vector's layout divides it like the
+    features, and then once more by directions that divide rows.  On the side of A the layout is
+    ``"zx@y"``, which stores b_li on the diagonal j = l; on the side of C it is ``"yx@z"``, which
+    stores b_ji on the same diagonal.
 
     Parameters
     ----------
     space : Space
-        Whose features it runs along.
+        The space along whose features the vector lies.
     shape : tuple of int
         Global shape; the last dimension is the features.
     unit : int
-        Features that stay together where the space divides them.
+        Number of neighbouring features that stay together where the space divides them.
+
+    Attributes
+    ----------
+    layout : Layout
+        Layout of the stored blocks.
     """
 
     def __init__(self, space: Space, shape: tuple[int, ...], unit: int = 1) -> None:
@@ -37,11 +48,24 @@ class Vector:
         self._copies = [grid[c] for c in space.rows.replace(",", "") if c not in held]
         coords = dict(grid.coords)
         if self._line is not None:
-            self._root = coords[self._line.name] = self.layout.root(grid)
+            self._root = coords[self._line.name] = self.layout.diagonal_rank(grid)
         self._block = self.layout.local_shape(grid, self.shape, coords)
 
-    def fetch(self, b: Array) -> Array:
-        """The features of this rank, b_l or b_j, from the stored blocks (Algorithm 7)."""
+    def gather_features(self, b: Array) -> Array:
+        """Gather the features of this rank, b_l or b_j, from the stored blocks (Algorithm 7).
+
+        Every rank must call it.
+
+        Parameters
+        ----------
+        b : Array
+            This rank's stored block; empty on ranks that store none.
+
+        Returns
+        -------
+        Array
+            The part of the vector that belongs to this rank's features.
+        """
         if self._line is not None:
             if self._line.rank != self._root:
                 b = self.space.grid.backend.empty(self._block, b.dtype)
@@ -50,12 +74,21 @@ class Vector:
             b = split.all_gather(b)
         return b
 
-    def collect(self, db: Array) -> Array | None:
-        """The stored block of the sum of `db` over all ranks that hold rows.
+    def reduce_gradient(self, db: Array) -> Array | None:
+        """Sum `db` over all ranks that share these features, onto the ranks that store blocks.
 
-        Algorithm 8 with the reduction that it leaves out: reduce-scatter along x *and* reduce
-        along y (z on the side of C) onto the diagonal.  Every rank of a line takes part in
-        both; None is returned where no block is stored.
+        This is Algorithm 8 with the reduction that it lacks: a reduce-scatter along x *and* a
+        reduction along y (z on the side of C) onto the diagonal.  Every rank must call it.
+
+        Parameters
+        ----------
+        db : Array
+            The sum over this rank's rows; the shape is that of `gather_features`.
+
+        Returns
+        -------
+        Array or None
+            The stored block of the sum; None on ranks that store none.
         """
         for axis in self._copies:
             db = axis.all_reduce(db)
@@ -67,61 +100,80 @@ class Vector:
 
 
 def _rows(a: Array) -> Array:
-    """`a` as (batch, positions, features), whatever its features are."""
+    """View `a` as (batch, positions, features), with its feature dimensions joined."""
     return namespace(a).reshape(a, (*a.shape[:2], math.prod(a.shape[2:])))
 
 
 def _flat(b: Array) -> Array:
-    """A vector along the features with one dimension."""
+    """View a vector along the features as one dimension."""
     return namespace(b).reshape(b, (math.prod(b.shape),))
 
 
 def add_forward(A: Array, b: Array, vector: Vector, out: Array) -> Array:
-    """C = A + b, the vector b added to every row (Algorithm 7)."""
-    add_rows(_rows(A), _flat(vector.fetch(b)), out=_rows(out))
+    """Compute C = A + b, the vector b added to every row (Algorithm 7).
+
+    Parameters
+    ----------
+    A : Array
+        This rank's block of the activation, (batch, positions, ..., features).
+    b : Array
+        This rank's stored block of the vector.
+    vector : Vector
+        Storage of the vector.
+    out : Array
+        Receives C; may be `A`.
+    """
+    add_rows(_rows(A), _flat(vector.gather_features(b)), out=_rows(out))
     return out
 
 
 def add_backward(dC: Array, vector: Vector, accumulate_float32: bool = False) -> Array | None:
-    """db = the sum of dC over all rows (Algorithm 8, corrected); dA is dC itself.
+    """Compute db, the sum of dC over all rows (Algorithm 8, corrected); dA is dC itself.
 
-    With `accumulate_float32` it is summed, also over the ranks, and returned in float32 at least.
+    With `accumulate_float32` the sums over rows and over ranks are computed and returned in
+    float32 at least.  Ranks that store no block of b get None.
     """
     db = sum_rows(_rows(dC), accumulate_float32)
-    return vector.collect(namespace(dC).reshape(db, dC.shape[2:]))
+    return vector.reduce_gradient(namespace(dC).reshape(db, dC.shape[2:]))
 
 
 def scale_forward(A: Array, b: Array, vector: Vector, out: Array) -> tuple[Array, Array]:
-    """C = A * b, every row times the vector b; returns also b_l, which backward needs."""
-    b_l = vector.fetch(b)
+    """Compute C = A * b, every row multiplied by the vector b; return C and the gathered b_l.
+
+    Parameters as in `add_forward`.
+    """
+    b_l = vector.gather_features(b)
     scale_rows(_rows(A), _flat(b_l), out=_rows(out))
     return out, b_l
 
 
 def scale_backward(dC: Array, A: Array, b_l: Array, vector: Vector,
                    out: Array, accumulate_float32: bool = False) -> tuple[Array, Array | None]:
-    """dA = dC * b_l, with the gathered b_l, and db = the sum of dC * A over all rows.
+    """Compute dA = dC * b_l in `out`, and db, the sum of dC * A over all rows.
 
-    `accumulate_float32` as in `add_backward`.
+    dA needs the gathered b_l, not the stored block.  `accumulate_float32` and the block of db are
+    as in `add_backward`.
     """
     db = sum_products(_rows(dC), _rows(A), accumulate_float32)
     scale_rows(_rows(dC), _flat(b_l), out=_rows(out))
-    return out, vector.collect(namespace(dC).reshape(db, dC.shape[2:]))
+    return out, vector.reduce_gradient(namespace(dC).reshape(db, dC.shape[2:]))
 
 
 def gelu_forward(A: Array, b: Array, vector: Vector, out: Array) -> tuple[Array, Array]:
-    """C = GELU(A + b), the vector b added to every row; returns also b_l, for backward."""
-    b_l = vector.fetch(b)
+    """Compute C = GELU(A + b), b added to every row; return C and the gathered b_l.
+
+    Parameters as in `add_forward`.
+    """
+    b_l = vector.gather_features(b)
     bias_gelu_forward(_rows(A), _flat(b_l), out=_rows(out))
     return out, b_l
 
 
 def gelu_backward(dC: Array, A: Array, b_l: Array, vector: Vector, out: Array,
                   accumulate_float32: bool = False) -> tuple[Array, Array | None]:
-    """dA = dC times the slope of GELU at A + b, with the gathered b_l, and db = the sum of dA
-    over all rows.
+    """Compute dA = dC GELU'(A + b_l) in `out`, and db, the sum of dA over all rows.
 
-    `accumulate_float32` as in `add_backward`.
+    `accumulate_float32` and the block of db are as in `add_backward`.
     """
     _, db = bias_gelu_backward(_rows(dC), _rows(A), _flat(b_l), _rows(out), accumulate_float32)
-    return out, vector.collect(namespace(dC).reshape(db, dC.shape[2:]))
+    return out, vector.reduce_gradient(namespace(dC).reshape(db, dC.shape[2:]))

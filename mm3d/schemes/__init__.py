@@ -1,4 +1,4 @@
-"""Collect the parallelisms, one file each, and look them up by name."""
+"""Collect the schemes, one file each, and find them by name."""
 
 from typing import Any
 
@@ -15,8 +15,14 @@ def registry() -> dict[str, type[Scheme]]:
     return SCHEMES
 
 
-def lookup(name: str) -> type[Scheme]:
-    """Return the class of the scheme called `name`; ValueError if there is none."""
+def find_scheme(name: str) -> type[Scheme]:
+    """Return the class of the scheme called `name`.
+
+    Raises
+    ------
+    ValueError
+        When there is none.
+    """
     known = registry()
     if name not in known:
         raise ValueError(f"scheme {name!r} is unknown: choose one of {', '.join(known)}")
@@ -41,7 +47,7 @@ def scheme(name: str, comm: MPI.Intracomm | None = None,
     backend : str or Backend, optional
         "numpy" or "cupy"; ``MM3D_BACKEND`` or NumPy if not given.
     **options
-        Of the scheme's class, such as ``keep`` of `mm3d.schemes.cube.Cube`; see its `options`.
+        Options of the scheme, such as ``keep`` of `mm3d.schemes.cube.Cube`; see `Scheme.options`.
 
     Raises
     ------
@@ -49,4 +55,5 @@ def scheme(name: str, comm: MPI.Intracomm | None = None,
         On every rank alike and before any communication, when no scheme has that name, the
         ranks do not fit the grid, or an option is unknown.
     """
-    return lookup(name)(comm if comm is not None else MPI.COMM_WORLD, grid, backend, **options)
+    comm = comm if comm is not None else MPI.COMM_WORLD
+    return find_scheme(name)(comm, grid, backend, **options)

@@ -1,6 +1,6 @@
-"""Define the values of closed forms: product shapes, collectives, and local products.
+"""Define the data types of closed forms: product shapes, collectives, and local products.
 
-A scheme states in closed form which words one product moves and keeps and which matrices it
+A scheme states in closed form how many words one product moves and saves and which matrices it
 multiplies (`mm3d.schemes.scheme.Scheme`), so that costs, plans and limits need no rank and no
 array.
 """
@@ -10,10 +10,10 @@ from typing import Iterator, NamedTuple
 
 
 class Move(NamedTuple):
-    """Describe a collective: direction, kind, and words moved by all ranks together.
+    """Describe a collective: its direction, its kind, and the words that all ranks move together.
 
-    Words are counted as by `mm3d.grid.axis.Traffic`; each rank enters the collective `calls`
-    times.
+    Words are counted as by `mm3d.grid.axis.Traffic`.  Each rank calls the collective `calls`
+    times in the step or product.
     """
 
     axis: str
@@ -28,12 +28,11 @@ class ProductShape(NamedTuple):
     Attributes
     ----------
     way : {"up", "down"}
-        From the outer space of activations into the inner one, or from the inner to the outer.
+        "up" from the outer space of activations into the inner one, "down" back.
     M, N, K : int
-        A is M x N, B is N x K and C is M x K.
+        Global sizes: A is M x N, B is N x K and C is M x K.
     units : tuple of int
-        Columns of A and of C that stay together where they are divided, such as those of an
-        attention head.
+        Numbers of columns of A and of C that stay together, such as those of an attention head.
     """
 
     way: str
@@ -47,14 +46,15 @@ class ProductShape(NamedTuple):
         """Return M, N and K."""
         return self.M, self.N, self.K
 
-    def largest(self, rows: int, inner: int, columns: int) -> tuple[int, int, int]:
-        """Return the largest blocks of M, N and K, each divided into the given number of parts."""
+    def largest_blocks(self, rows: int, inner: int, columns: int) -> tuple[int, int, int]:
+        """Return the largest block sizes of M, N and K, divided into the given numbers of parts.
+        """
         return (largest_block(self.M, rows), largest_block(self.N, inner, self.units[0]),
                 largest_block(self.K, columns, self.units[1]))
 
 
 class LocalProduct(NamedTuple):
-    """Describe `count` matrix products of one rank, each rows x inner by inner x columns."""
+    """Describe `count` equal matrix products of one rank, (rows x inner) (inner x columns)."""
 
     rows: int
     inner: int

@@ -1,4 +1,4 @@
-"""Implement the paper's 3-D parallelism, on any X x Y x Z grid.
+"""Implement the paper's 3-D tensor parallelism, on any X x Y x Z grid.
 
 Algorithms 1 to 6 of arXiv 2105.14450, corrected: Algorithm 5 is consistent in the directions
 z, y, x only, Algorithm 6 is dA = B dC^T in y, x, z and dB = A dC in z, x, y, and the
@@ -20,7 +20,7 @@ from mm3d.grid.layout import Layout
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
 from mm3d.schemes.matrix_product import MatrixProduct
 from mm3d.schemes.overlap import Gathered, Operand, Overlap, gather
-from mm3d.schemes.scheme import Option, Product, Scheme, Strings
+from mm3d.schemes.scheme import Option, Product, Scheme, SpaceLayout
 
 
 def ab(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
@@ -82,19 +82,18 @@ KEEP = ("none", "weight", "both")
 
 
 class CubeProduct(Product):
-    """Compute C = A B of a linear layer, in the directions a, b and c.
+    """Compute C = A B of a linear layer, communicating A, B and C along three directions.
 
     Parameters
     ----------
     a, b, c : Split
-        How A, B and C are divided.
+        How A, B and C are divided along these directions.
     weight : Layout
-        Of B.
+        Layout of B.
     keep : {"none", "weight", "both"}
-        Which gathered operands stay in memory from forward to backward; the others are gathered
-        again.
+        Gathered operands that are saved from forward to backward; others are gathered again.
     overlap : bool
-        Whether communication goes on during products, see `mm3d.schemes.overlap`.
+        Whether communication overlaps with products, see `mm3d.schemes.overlap`.
     """
 
     def __init__(self, a: Split, b: Split, c: Split, weight: Layout, keep: str,
@@ -125,7 +124,7 @@ class CubeProduct(Product):
         return algorithm(dC, A, B if B_lj is None else B_lj, self.a, self.b, self.c,
                          self.accumulate_float32)
 
-    def again(self, A: Array, B: Array) -> Any:
+    def recompute_saved(self, A: Array, B: Array) -> Any:
         return A, None    # backward gathers them
 
 
@@ -147,10 +146,10 @@ class CubeMatrixProduct(MatrixProduct):
 class Cube(Scheme):
     """Divide matrices over an X x Y x Z grid, with perfect load balance.
 
-    The outer space holds A_ijl, the inner one C_ilj: a product *up* into the inner space has the
-    directions y, x, z, the one *down* z, x, y.  Rows are whole sequences where X Y and X Z
-    divide the batch; otherwise batch and positions are divided, as the paper's [b/p, s/p, h/p],
-    and attention gathers keys and values along the sequence.
+    The layout of the outer space is that of A_ijl, the layout of the inner one that of C_ilj.  A
+    product *up* into the inner space has the directions y, x, z, a product *down* z, x, y.  Rows
+    are divided by whole sequences, or by batch and position as in the paper's [b/p, s/p, h/p];
+    attention then gathers keys and values along the sequence.
 
     X = P is fully sharded data parallelism (ZeRO-3), Y = P Megatron-LM with sequence
     parallelism, Z = 1 the two combined.
@@ -160,11 +159,12 @@ class Cube(Scheme):
     comm, grid, backend
         See `Scheme`; by default a cube.
     keep : {"none", "weight", "both"}
-        Gathered operands that are kept from forward to backward, see `CubeProduct`.
+        Gathered operands that are saved from forward to backward, see `CubeProduct`.
     rows : {"auto", "sequences", "positions"}
-        Whether rows are divided in whole sequences or also by position.
+        Whether rows are divided by whole sequences, or also by position; "auto" chooses sequences
+        where X Y and X Z divide the batch.
     overlap : bool
-        Whether communication goes on during products, see `mm3d.schemes.overlap`; it takes memory
+        Whether communication overlaps with products, see `mm3d.schemes.overlap`.  It takes memory
         for the terms of two sums of dB and for two gathered weights.  With one BLAS thread a rank
         the results are the same to the bit.
     """
@@ -191,7 +191,7 @@ class Cube(Scheme):
 
     @classmethod
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int, rows: str = "auto",
-                **options: Any) -> tuple[Strings, Strings]:
+                **options: Any) -> tuple[SpaceLayout, SpaceLayout]:
         X, Y, Z = (sizes[c] for c in "xyz")
         if rows == "auto":
             whole = batch % (X * Y) == 0 and batch % (X * Z) == 0
@@ -212,18 +212,18 @@ class Cube(Scheme):
     @classmethod
     def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
                        **options: Any) -> list[LocalProduct]:
-        """Return the product of A_il and B_lj (down: A_ij and B_jl)."""
-        y, z = cls._crossed(product)
-        return [LocalProduct(*product.largest(sizes["x"], sizes[z], sizes[y]))]
+        """Return the product of A_il and B_lj (on the way down, of A_ij and B_jl)."""
+        y, z = cls._crossed_directions(product)
+        return [LocalProduct(*product.largest_blocks(sizes["x"], sizes[z], sizes[y]))]
 
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape, keep: str = "none",
                       **options: Any) -> tuple[list[Move], list[Move]]:
-        """List the collectives: A along y, B along x, C along z (down: z, x, y).
+        """List the collectives: A along y, B along x, C along z (on the way down, z, x, y).
 
         A rank moves w(Y) MN/(XZ) + w(X) NK/(ZY) + w(Z) MK/(XY) forward, w(n) = (n-1)/n.
         """
-        (y, z), (M, N, K) = cls._crossed(product), product.extents
+        (y, z), (M, N, K) = cls._crossed_directions(product), product.extents
         A, B, C = (sizes[y] - 1) * M * N, (sizes["x"] - 1) * N * K, (sizes[z] - 1) * M * K
         forward = [Move(y, "all_gather", A), Move("x", "all_gather", B),
                    Move(z, "reduce_scatter", C)]
@@ -238,22 +238,25 @@ class Cube(Scheme):
     @classmethod
     def kept_words(cls, sizes: Mapping[str, int], product: ProductShape, keep: str = "none",
                    **options: Any) -> int:
-        """Count X copies of B with "weight", and Y (down: Z) of A instead of one with "both"."""
+        """Count the gathered operands: X copies of B, and Y (down: Z) of A instead of one.
+
+        B is saved with keep="weight", both with keep="both".
+        """
         M, N, K = product.extents
-        y = sizes[cls._crossed(product)[0]]
+        y = sizes[cls._crossed_directions(product)[0]]
         B = N * K * sizes["x"] if sizes["x"] > 1 else 0
         return {"none": 0, "weight": B, "both": B + (y - 1) * M * N}[keep]
 
     @classmethod
     def transient_words(cls, sizes: Mapping[str, int], product: ProductShape, keep: str = "none",
                         positions: bool = False, **options: Any) -> float:
-        """Count dC_ij and, for dA, B_lj and the terms of dA_il; for dB, A_il and those of dB_lj.
+        """Count dC_ij; for dA B_lj and the terms of dA_il; for dB A_il and the terms of dB_lj.
 
-        An operand that is divided by columns (all that cross x) or by positions is copied to a
-        second buffer to be sent.
+        Operands divided by columns (all that are communicated along x) or by positions are copied
+        to a second buffer before they are sent.
         """
         M, N, K = product.extents
-        X, a, c = sizes["x"], *(sizes[d] for d in cls._crossed(product))
+        X, a, c = sizes["x"], *(sizes[d] for d in cls._crossed_directions(product))
         A, B, C = M * N / (X * c), N * K / (a * c), M * K / (X * a)
         sent = 2 if positions else 1
         terms_A, terms_B = sent * A if a > 1 else 0, 2 * B if X > 1 else 0
@@ -267,11 +270,11 @@ class Cube(Scheme):
                    gathered_C + gathered_A + terms_B)
 
     @classmethod
-    def options_again(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return keep="none": after `Product.again` backward gathers both operands itself."""
+    def recomputation_options(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the options with keep="none": backward then gathers both operands itself."""
         return {**options, "keep": "none"}
 
     @staticmethod
-    def _crossed(product: ProductShape) -> str:
+    def _crossed_directions(product: ProductShape) -> str:
         """Return the directions along which A and C are communicated."""
         return "yz" if product.way == "up" else "zy"

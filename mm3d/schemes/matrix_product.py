@@ -13,12 +13,13 @@ from mm3d.grid.axis import Split
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 
-# The shapes of A, B and C by form: C = A B, A B^T and A^T B.
+# Extents of A, B and C by form: C = A B, A B^T and A^T B.
 FORMS = {"ab": ("MN", "NK", "MK"), "abt": ("MN", "KN", "MK"), "atb": ("NM", "NK", "MK")}
-LOCAL = {"ab": matmul, "abt": matmul_nt, "atb": matmul_tn}
-# The gradients are products again: the form of dA and of dB, and their operands; C is dC.
-GRADIENTS = {"ab": (("abt", "CB"), ("atb", "AC")), "abt": (("ab", "CB"), ("atb", "CA")),
-             "atb": (("abt", "BC"), ("ab", "AC"))}
+LOCAL_PRODUCTS = {"ab": matmul, "abt": matmul_nt, "atb": matmul_tn}
+# The gradients are again products.  By form: the form and the operands of dA, and those of dB,
+# where "C" is dC.
+GRADIENT_PRODUCTS = {"ab": (("abt", "CB"), ("atb", "AC")), "abt": (("ab", "CB"), ("atb", "CA")),
+                     "atb": (("abt", "BC"), ("ab", "AC"))}
 
 
 class MatrixProduct(ABC):
@@ -33,15 +34,15 @@ class MatrixProduct(ABC):
     form : {"ab", "abt", "atb"}
         The product.
     shape : tuple of int
-        M, N, K: C is M x K, the sum has N terms.
+        M, N, K: C is M x K, a sum of N terms.
 
     Attributes
     ----------
     LAYOUTS : mapping of str to tuple of str
-        Layouts of A, B and C by form; a scheme's own.
+        Layouts of A, B and C by form; each scheme defines them.
     DIRECTIONS : mapping of str to sequence of str or None
-        The directions along which A, B and C are communicated by form, None where a matrix stays;
-        a scheme's own.
+        Directions along which A, B and C are communicated, by form, and None for a matrix that is
+        not communicated; each scheme defines them.
     shapes : dict of str to tuple of int
         Global shapes of "A", "B" and "C".
     layouts : dict of str to Layout
@@ -67,7 +68,7 @@ class MatrixProduct(ABC):
         return split
 
     def split(self, name: str) -> Split:
-        """Return how the matrix `name` is divided along its direction of communication."""
+        """Return the `Split` of the matrix `name` along its direction of communication."""
         if name not in self._splits:
             self._splits[name] = self.layouts[name].split(self.grid, self.shapes[name],
                                                           self.directions[name])

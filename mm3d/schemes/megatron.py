@@ -15,12 +15,15 @@ from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis, Split
 from mm3d.grid.layout import Layout
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
-from mm3d.schemes.matrix_product import FORMS, GRADIENTS, LOCAL, MatrixProduct
-from mm3d.schemes.scheme import Product, Scheme, Strings
+from mm3d.schemes.matrix_product import FORMS, GRADIENT_PRODUCTS, LOCAL_PRODUCTS, MatrixProduct
+from mm3d.schemes.scheme import Product, Scheme, SpaceLayout
 
 
 class Replicated:
-    """Keep all rows on every rank: gathering is free, and terms are summed by an all-reduce."""
+    """Store all rows on every rank: nothing is gathered, and an all-reduce sums the terms.
+
+    The interface is that of `Split` as far as products need it.
+    """
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -30,12 +33,12 @@ class Replicated:
         return a
 
     def reduce_scatter(self, a: Array) -> Array:
-        """Sum `a` over the ranks, with the whole sum on each."""
+        """Return the sum of `a` over the ranks, whole on every rank."""
         return self.axis.all_reduce(a)
 
 
 class ColumnParallel(Product):
-    """Compute C_j = A B_j with the columns of B divided; gather the rows of A if divided."""
+    """Compute C_j = A B_j, with the columns of B divided; rows of A are gathered if divided."""
 
     operands = {"rows": "A"}
 
@@ -50,12 +53,12 @@ class ColumnParallel(Product):
         A = self.rows.all_gather(saved)
         return dA, matmul_tn(A, dC, accumulate_float32=self.accumulate_float32)
 
-    def again(self, A: Array, B: Array) -> Any:
+    def recompute_saved(self, A: Array, B: Array) -> Any:
         return A
 
 
 class RowParallel(Product):
-    """Compute C = sum_j A_j B_j with the rows of B divided like the features of A."""
+    """Compute C = sum_j A_j B_j, with the rows of B divided like the columns of A."""
 
     operands = {"rows": "C"}
 
@@ -70,12 +73,12 @@ class RowParallel(Product):
         dA = matmul_nt(dC, B)
         return dA, matmul_tn(saved, dC, accumulate_float32=self.accumulate_float32)
 
-    def again(self, A: Array, B: Array) -> Any:
+    def recompute_saved(self, A: Array, B: Array) -> Any:
         return A
 
 
 class MegatronMatrixProduct(MatrixProduct):
-    """Compute C = A B, A B^T or A^T B: gather the rows of A, with the columns of op(B) divided.
+    """Compute C = A B, A B^T or A^T B, with rows of A gathered and columns of op(B) divided.
 
     This is the product of sequence parallelism, on plain matrices.
     """
@@ -84,14 +87,14 @@ class MegatronMatrixProduct(MatrixProduct):
     DIRECTIONS = dict.fromkeys(FORMS, ("x", None, None))
 
     def forward(self, A: Array, B: Array) -> Array:
-        return LOCAL[self.form](self.split("A").all_gather(A), B)
+        return LOCAL_PRODUCTS[self.form](self.split("A").all_gather(A), B)
 
     def backward(self, dC: Array, A: Array, B: Array) -> tuple[Array, Array]:
-        (form_A, names_A), (form_B, names_B) = GRADIENTS[self.form]
+        (form_A, names_A), (form_B, names_B) = GRADIENT_PRODUCTS[self.form]
         blocks = {"B": B, "C": dC}
-        dA = self.split("A").reduce_scatter(LOCAL[form_A](*(blocks[n] for n in names_A)))
+        dA = self.split("A").reduce_scatter(LOCAL_PRODUCTS[form_A](*(blocks[n] for n in names_A)))
         blocks["A"] = self.split("A").all_gather(A)
-        return dA, LOCAL[form_B](*(blocks[n] for n in names_B))
+        return dA, LOCAL_PRODUCTS[form_B](*(blocks[n] for n in names_B))
 
 
 class Megatron(Scheme):
@@ -108,27 +111,28 @@ class Megatron(Scheme):
 
     @classmethod
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int,
-                **options: Any) -> tuple[Strings, Strings]:
+                **options: Any) -> tuple[SpaceLayout, SpaceLayout]:
         return (",", "", "", ""), (",", "x", "x", "")
 
-    def rows(self, outer: Space) -> Replicated | Split:
-        """Return the object that gathers rows of the outer space, and sums terms of them."""
+    def rows_split(self, outer: Space) -> Replicated | Split:
+        """Return the object that gathers rows of the outer space, and sums terms of rows."""
         return Replicated(self.grid.x)
 
     def product(self, source: Space, target: Space, shape: tuple[int, ...],
                 units: tuple[int, int]) -> Product:
         last = len(shape) - 1
         if target.features:
-            return ColumnParallel(self.rows(source), Layout("," * last + "x", {last: units[1]}))
-        return RowParallel(self.rows(target), Layout("x" + "," * last, {0: units[0]}))
+            weight = Layout("," * last + "x", {last: units[1]})
+            return ColumnParallel(self.rows_split(source), weight)
+        return RowParallel(self.rows_split(target), Layout("x" + "," * last, {0: units[0]}))
 
     @classmethod
     def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
                        **options: Any) -> list[LocalProduct]:
-        """Return the product of all rows with a block of columns of B (down: of rows)."""
+        """Return the product of all rows with a block of columns of B (down: of rows of B)."""
         P = sizes["x"]
-        return [LocalProduct(*(product.largest(1, 1, P) if product.way == "up" else
-                               product.largest(1, P, 1)))]
+        return [LocalProduct(*(product.largest_blocks(1, 1, P) if product.way == "up" else
+                               product.largest_blocks(1, P, 1)))]
 
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
@@ -142,7 +146,7 @@ class Megatron(Scheme):
     @classmethod
     def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
                         **options: Any) -> float:
-        """Count the terms of dA, which are summed before dB exists."""
+        """Count the terms of dA, which are allocated before dB."""
         P, (M, N, K) = sizes["x"], product.extents
         return max(0, M * N - N * K / P) if product.way == "up" and P > 1 else 0
 
@@ -152,20 +156,20 @@ class MegatronSequence(Megatron):
 
     name = "1d-sp"
     title = "1-D, sequence"
-    matrix_product = None    # that of 1-D gathers rows already
+    matrix_product = None    # the products of "1d" gather rows already
 
     @classmethod
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int,
-                **options: Any) -> tuple[Strings, Strings]:
+                **options: Any) -> tuple[SpaceLayout, SpaceLayout]:
         return (",x", "", "", "x"), (",", "x", "x", "")
 
-    def rows(self, outer: Space) -> Split:
+    def rows_split(self, outer: Space) -> Split:
         return outer.rows_split("x")
 
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                       **options: Any) -> tuple[list[Move], list[Move]]:
-        """List the gather and the reduce-scatter of M x h; A is gathered once more for dB."""
+        """List the gather and the reduce-scatter of M x h; for dB, A is gathered again."""
         M, N, K = product.extents
         A, C = (sizes["x"] - 1) * M * N, (sizes["x"] - 1) * M * K
         if product.way == "up":
@@ -176,10 +180,9 @@ class MegatronSequence(Megatron):
     @classmethod
     def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
                         **options: Any) -> float:
-        """Count dC gathered, or A gathered and before it the terms of dA.
+        """Count the gathered dC (down), or the terms of dA and then the gathered A (up).
 
-        Each has a second buffer while it is sent, when dB, and on the way down dA, does not exist
-        yet.
+        Each needs a second buffer while it is sent; dB, and on the way down dA, is allocated later.
         """
         P, (M, N, K) = sizes["x"], product.extents
         whole, later = (M * N, 0) if product.way == "up" else (M * K, M * N / P)

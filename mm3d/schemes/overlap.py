@@ -1,7 +1,7 @@
 """Overlap communication with products, within one forward or backward pass.
 
-The schemes hold the plain algorithms: gather, multiply, sum, one after another.  This module holds
-the schedule of collectives that run while a rank multiplies:
+The schemes contain the plain algorithms: gather, multiply, sum, one after another.  This module
+schedules the collectives that run while a rank multiplies:
 
 =======================  ======================================  ==========================
 collective in flight     from                                    to
@@ -13,7 +13,7 @@ sum of dA                the product of dA                       the end of the 
 sum of dB                the product of dB                       the next sum of a dB begins
 =======================  ======================================  ==========================
 
-The `Overlap` of a pass holds all collectives in flight.  Layers and parameters hold none, so any
+The `Overlap` of a pass holds all collectives in flight; layers and parameters hold none, so any
 number of micro-batches can be between forward and backward.
 """
 
@@ -25,7 +25,7 @@ from mm3d.grid.axis import Pending, Split
 
 
 class Gathered:
-    """Hold an operand that is gathered already."""
+    """Hold an operand that is already gathered."""
 
     def __init__(self, array: Array) -> None:
         self.array = array
@@ -35,16 +35,16 @@ Operand = Array | Gathered | Pending
 
 
 def gather(operand: Operand, split: Split) -> Array:
-    """Gather the operand along its direction, unless it is gathered already."""
+    """Return the gathered operand: gather it along `split`, unless that is done or in flight."""
     if isinstance(operand, Pending):
         return operand.take()
     return operand.array if isinstance(operand, Gathered) else split.all_gather(operand)
 
 
 def progress_of(*operands: Operand | None) -> Progress:
-    """Return the function that lets MPI progress the operands in flight; None if none is.
+    """Return the function that progresses the collectives in flight; None if there are none.
 
-    Any one request will do: MPI progresses all of them at each test.
+    One of the requests is enough: MPI progresses all of them at each test.
     """
     for operand in operands:
         if isinstance(operand, Pending) and operand.request is not None:
@@ -52,14 +52,14 @@ def progress_of(*operands: Operand | None) -> Progress:
     return None
 
 
-class Weighted(Protocol):
-    """Describe a layer that multiplies by a weight, such as `mm3d.model.layers.Linear`."""
+class WeightedLayer(Protocol):
+    """Describe the interface of a layer with a weight, such as `mm3d.model.layers.Linear`."""
 
     product: Any
     weight: Any
 
 
-Use = tuple[Weighted, bool]    # a product with a layer's weight, and whether it is backward's
+WeightedPass = tuple[WeightedLayer, bool]    # a layer, and whether its backward is computed
 
 
 class Overlap:
@@ -71,15 +71,15 @@ class Overlap:
 
     Parameters
     ----------
-    uses : sequence of (Weighted, bool)
-        The products with weights in the order in which the pass computes them, and whether each
-        is backward's; those that backward computes again are forward's.
+    passes : sequence of (WeightedLayer, bool)
+        The layers with weights in the order of their products, each with whether the product is
+        a backward one.  Products that backward recomputes are forward ones.
     """
 
-    def __init__(self, uses: Sequence[Use]) -> None:
-        self._uses, self._next = uses, 0    # number of the product that comes next
-        self._prefetched: tuple[Weighted, Pending] | None = None
-        self._summing: tuple[Any, Pending] | None = None    # of a weight, its dB
+    def __init__(self, passes: Sequence[WeightedPass]) -> None:
+        self._passes, self._next = passes, 0    # index of the next product
+        self._prefetched: tuple[WeightedLayer, Pending] | None = None
+        self._summing: tuple[Any, Pending] | None = None    # a weight, and its dB
         self._begun: list[Pending] = []
 
     def __enter__(self) -> "Overlap":
@@ -90,16 +90,15 @@ class Overlap:
         for pending in self._begun:
             pending.take()
 
-    def forward(self, layer: Weighted, A: Array) -> tuple[Array, Any]:
+    def forward(self, layer: WeightedLayer, A: Array) -> tuple[Array, Any]:
         """Compute C = A B with the weight B of `layer`; return it with the data for backward."""
         B = self._weight(layer)
         if layer.product.overlap:
             return layer.product.forward(A, B, self)
         return layer.product.forward(A, B)
 
-    def backward(self, layer: Weighted, dC: Array, saved: Any) -> Array:
-        """Compute dA = dC B^T with the weight B of `layer`; add dB to its gradient, now or later.
-        """
+    def backward(self, layer: WeightedLayer, dC: Array, saved: Any) -> Array:
+        """Compute dA = dC B^T with the weight B of `layer`; add dB to its gradient when summed."""
         B = self._weight(layer)
         if layer.product.overlap:
             dA, dB = layer.product.backward(dC, B, saved, self)
@@ -113,7 +112,7 @@ class Overlap:
         return dA
 
     def finish_gradients(self) -> None:
-        """Complete the sum of dB in flight; afterwards all gradients so far are complete."""
+        """Complete the sum of dB in flight, so that all gradients computed so far are complete."""
         if self._summing is not None:
             weight, dB = self._summing
             self._summing = None
@@ -143,7 +142,7 @@ class Overlap:
         dB = self._begin(b.begin_reduce_scatter(terms))
         return dA.take(), dB
 
-    def _weight(self, layer: Weighted) -> Array | Pending:
+    def _weight(self, layer: WeightedLayer) -> Array | Pending:
         """Return the weight of `layer`, or the pending gather of it."""
         self._next += 1
         prefetched, self._prefetched = self._prefetched, None
@@ -153,9 +152,9 @@ class Overlap:
 
     def _prefetch(self) -> Pending | None:
         """Start gathering the weight of the next product."""
-        if self._next == len(self._uses):
+        if self._next == len(self._passes):
             return None
-        layer, backward = self._uses[self._next]
+        layer, backward = self._passes[self._next]
         pending = layer.product.prefetch(layer.weight.value, backward)
         if pending is not None:
             self._prefetched = layer, self._begin(pending)

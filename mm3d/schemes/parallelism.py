@@ -1,8 +1,8 @@
-"""Count the words that a scheme moves on a grid, for activations, vectors and products.
+"""Describe a scheme on a grid without ranks: the words of activations, vectors and products.
 
-Words are those of all ranks together, as `mm3d.grid.axis.Traffic` counts them, which makes them
-whole numbers on every grid, also where nothing divides; a rank's share is that sum over P, exactly
-where everything does.
+Words are array elements, counted as by `mm3d.grid.axis.Traffic` and summed over all ranks, which
+makes them whole numbers on every grid, also where nothing divides evenly.  Where everything does,
+each of the P ranks has 1/P of the sum.
 """
 
 from collections.abc import Mapping
@@ -11,20 +11,20 @@ from functools import cached_property
 from typing import Any, Iterator
 
 from mm3d.grid.shape import GridShape
-from mm3d.schemes import lookup
+from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import Move, ProductShape
 
 
 @dataclass(frozen=True)
-class SpaceForms:
-    """Count words and collectives of activations in a `mm3d.grid.activations.Space`.
+class SpaceCosts:
+    """Count words and collectives of the activations and vectors of a space, in closed form.
 
     Attributes
     ----------
     grid : GridShape
-        The grid.
+        Shape of the grid.
     rows, features, vector, gathered_along : str
-        As in `mm3d.grid.activations.Space`.
+        Layout, as in `mm3d.grid.activations.Space`.
     """
 
     grid: GridShape
@@ -45,7 +45,7 @@ class SpaceForms:
 
     @cached_property
     def copies(self) -> int:
-        """Return the number of ranks that hold the same block of an activation."""
+        """Return the number of ranks that store the same block of an activation."""
         return self.grid.ranks // (self.row_parts * self.feature_parts)
 
     @cached_property
@@ -55,20 +55,20 @@ class SpaceForms:
 
     @cached_property
     def _vector(self) -> tuple[str, str]:
-        """Return the directions that divide a vector, and the one of its diagonal."""
+        """Return the directions that divide a vector, and the direction of its diagonal."""
         divided, _, diagonal = self.vector.partition("@")
         return divided, diagonal
 
     def words(self, rows: int, features: int) -> int:
-        """Count the words of an activation on all ranks together, copies included."""
+        """Count the words of an activation, copies included."""
         return self.copies * rows * features
 
-    def fetched_words(self, n: int) -> int:
-        """Count the words of a fetched vector of n words on all ranks together."""
+    def gathered_vector_words(self, n: int) -> int:
+        """Count the words of a vector of n elements after `Vector.gather_features`."""
         return n * self.grid.ranks // self.feature_parts
 
-    def fetch(self, n: int) -> Iterator[Move]:
-        """List the collectives of `mm3d.model.vectors.Vector.fetch` for a vector of n words."""
+    def vector_gather_moves(self, n: int) -> Iterator[Move]:
+        """List the collectives of `mm3d.model.vectors.Vector.gather_features` for n elements."""
         divided, diagonal = self._vector
         if diagonal:
             d = self.grid[diagonal]
@@ -76,8 +76,8 @@ class SpaceForms:
             yield Move(diagonal, "broadcast", words)
         yield from self._beyond_features("all_gather", n)
 
-    def collect(self, n: int) -> Iterator[Move]:
-        """List the collectives of `Vector.collect`, which sums the gradient of n words."""
+    def vector_reduce_moves(self, n: int) -> Iterator[Move]:
+        """List the collectives of `mm3d.model.vectors.Vector.reduce_gradient` for n elements."""
         divided, diagonal = self._vector
         for c in self.rows.replace(",", ""):
             if c not in self.vector:
@@ -98,14 +98,16 @@ class SpaceForms:
                      // self.grid.ranks_along(divided[:k + 1]))
             yield Move(divided[k], collective, words)
 
-    def row_sums(self, rows: int, n: int) -> Iterator[Move]:
-        """List the collectives that sum n numbers a row over the ranks that share the row."""
+    def row_sum_moves(self, rows: int, n: int) -> Iterator[Move]:
+        """List the collectives that sum n numbers of each row over the ranks that share the row.
+        """
         for c in self.features:
             lines = self.grid.ranks // (self.row_parts * self.grid[c])
             yield Move(c, "all_reduce", 2 * (self.grid[c] - 1) * rows * n * lines)
 
-    def along_sequence(self, collective: str, words: int) -> Iterator[Move]:
-        """List a collective of an activation of `words` words along the sequence, if divided."""
+    def sequence_moves(self, collective: str, words: int) -> Iterator[Move]:
+        """List a collective along a divided sequence, for an activation of `words` global words.
+        """
         for c in self.rows.partition(",")[2]:
             yield Move(c, collective, (self.grid[c] - 1) * words * self.copies)
 
@@ -116,20 +118,20 @@ class Parallelism:
     Parameters
     ----------
     scheme : str
-        Its name.
+        Name of the scheme.
     grid : mapping of str to int
         Sizes of its directions.
     batch, seq : int
         Global number of sequences, and positions in each.
     **options
-        Of the scheme's class, such as ``keep`` of `mm3d.schemes.cube.Cube`.
+        Options of the scheme, such as ``keep`` of `mm3d.schemes.cube.Cube`.
 
     Attributes
     ----------
     grid : GridShape
         Sizes of the directions.
-    outer, inner : SpaceForms
-        Where activations lie outside and inside a pair of linear layers.
+    outer, inner : SpaceCosts
+        The spaces of activations outside and inside a pair of linear layers.
 
     Raises
     ------
@@ -139,10 +141,10 @@ class Parallelism:
 
     def __init__(self, scheme: str, grid: Mapping[str, int], batch: int, seq: int,
                  **options: Any) -> None:
-        self.scheme, self.grid = lookup(scheme), GridShape.from_sizes(grid)
+        self.scheme, self.grid = find_scheme(scheme), GridShape.from_sizes(grid)
         self.batch, self.seq, self.options = batch, seq, options
         self.outer, self.inner = (
-            SpaceForms(self.grid, *letters)
+            SpaceCosts(self.grid, *letters)
             for letters in self.scheme.layouts(self.grid, batch, seq, **options))
 
     @property
@@ -155,28 +157,29 @@ class Parallelism:
         """Return the number of positions in all sequences together."""
         return self.batch * self.seq
 
-    def spaces(self, way: str) -> tuple[SpaceForms, SpaceForms]:
+    def spaces(self, way: str) -> tuple[SpaceCosts, SpaceForms]:
         """Return the spaces of A and C of a product; `way` is "up" or "down"."""
         return (self.outer, self.inner) if way == "up" else (self.inner, self.outer)
 
     def product_moves(self, product: ProductShape,
-                      again: bool = False) -> tuple[list[Move], list[Move]]:
+                      recomputed: bool = False) -> tuple[list[Move], list[Move]]:
         """List the collectives of one product, forward and backward.
 
-        With `again` backward follows a forward that was computed again, which keeps nothing that
-        it gathers.
+        With `recomputed` backward follows `mm3d.schemes.scheme.Product.recompute_saved`, which
+        saves no gathered operand.
         """
-        return self.scheme.product_moves(self.grid, product, **self._options(again))
+        return self.scheme.product_moves(self.grid, product, **self._options(recomputed))
 
-    def kept_words(self, product: ProductShape, again: bool = False) -> int:
-        """Count the words that one product keeps for backward beside A, over all ranks."""
-        return self.scheme.kept_words(self.grid, product, **self._options(again))
+    def kept_words(self, product: ProductShape, recomputed: bool = False) -> int:
+        """Count the words that one product saves for backward beside A, over all ranks."""
+        return self.scheme.kept_words(self.grid, product, **self._options(recomputed))
 
-    def transient_words(self, product: ProductShape, again: bool = False) -> float:
-        """Count the words that a rank needs at most in one backward, beside dC, dA and dB."""
+    def transient_words(self, product: ProductShape, recomputed: bool = False) -> float:
+        """Count the words that one rank allocates at most in backward, beside dC, dA and dB."""
         positions = bool(self.outer.rows.partition(",")[2])
         return self.scheme.transient_words(self.grid, product, positions=positions,
-                                           **self._options(again))
+                                           **self._options(recomputed))
 
-    def _options(self, again: bool) -> Mapping[str, Any]:
-        return self.scheme.options_again(self.options) if again else self.options
+    def _options(self, recomputed: bool) -> Mapping[str, Any]:
+        """Return the options of the scheme that describe the saved data."""
+        return self.scheme.recomputation_options(self.options) if recomputed else self.options

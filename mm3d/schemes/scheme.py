@@ -1,7 +1,7 @@
-"""Define the interface of a tensor parallelism, which the layers are written against.
+"""Define the interface of a scheme, that is of a tensor parallelism, which the layers use.
 
-A scheme divides activations in two `Space`\\ s, the *outer* one of the residual stream and the
-*inner* one between the two linear layers of a block.  It gives a `Product` for each way, *up*
+A scheme divides activations in two `Space`\\ s: the *outer* space of the residual stream, and the
+*inner* space between the two linear layers of a block.  It creates a `Product` for each way, *up*
 into the inner space and *down* into the outer one.  Megatron-LM's column- and row-parallel pair
 and the paper's exchange of the directions y and z are the same idea.  A new parallelism is one
 new file in ``mm3d/schemes/``.
@@ -31,37 +31,38 @@ class Product(ABC):
     Attributes
     ----------
     weight : Layout
-        Of B.
+        Layout of B.
     accumulate_float32 : bool
-        Whether dB is computed, summed over the ranks and returned in float32 where the operands
+        Whether dB is computed, summed over the ranks and returned in float32 if the operands
         have 16 bits.
     overlap : bool
-        Whether communication goes on during products.  Then `forward` and `backward` are given
-        the `mm3d.schemes.overlap.Overlap` of the pass as one more argument; B may be a `Pending`
-        gather, and the dB that is returned a `Pending` sum.
+        Whether communication overlaps with products.  Then `forward` and `backward` take the
+        `mm3d.schemes.overlap.Overlap` of the pass as one more argument, B may be a `Pending`
+        gather, and the returned dB may be a `Pending` sum.
     gathered_along : Split or None
-        How B is divided, where it is gathered.
+        How B is divided in the direction along which it is gathered; None if it is not gathered.
+    operands : dict of str to str
+        The matrix that each communicating attribute moves, by the attribute's name.
     """
 
     weight: Layout
     accumulate_float32 = False
     overlap = False
     gathered_along: Split | None = None
-    operands = {"a": "A", "b": "B", "c": "C"}  # the attributes that communicate, and for what
+    operands = {"a": "A", "b": "B", "c": "C"}
 
     @abstractmethod
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
-        """Compute this rank's block of C = A B, and return it with the data that backward needs.
-        """
+        """Compute this rank's block of C = A B; return it with the data that backward needs."""
 
     @abstractmethod
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        """Compute the gradients dA and dB, in the layouts of A and B."""
+        """Compute dA = dC B^T and dB = A^T dC, in the layouts of A and B."""
 
-    def again(self, A: Array, B: Array) -> Any:
+    def recompute_saved(self, A: Array, B: Array) -> Any:
         """Recompute the data that `backward` needs, without C.
 
-        By default this is a forward whose C is dropped; a product that can avoid the work
+        By default this is a forward whose C is discarded; a product that can avoid the work
         overrides it.
         """
         return self.forward(A, B)[1]
@@ -69,12 +70,12 @@ class Product(ABC):
     def prefetch(self, B: Array, backward: bool) -> Pending | None:
         """Start gathering B for the next `forward`, or the next `backward`.
 
-        Returns None if B is not gathered, or cannot be gathered while this rank multiplies.
+        Returns None if B is not gathered, or cannot be gathered while this rank computes.
         """
         return None
 
 
-Strings = tuple[str, str, str, str]
+SpaceLayout = tuple[str, str, str, str]    # rows, features, vector, gathered_along of a `Space`
 
 
 class Option(NamedTuple):
@@ -89,7 +90,7 @@ SCHEMES: dict[str, type["Scheme"]] = {}    # in alphabetical order; see `registr
 
 
 class Scheme(ABC):
-    """Divide the work of a model over a grid of ranks (base class of all parallelisms).
+    """Divide a model over a grid of ranks: the base class of all schemes.
 
     Defining a subclass with a `name` registers it.  The attributes and the abstract methods are
     the interface to implement.
@@ -101,24 +102,24 @@ class Scheme(ABC):
     grid : tuple of int or GridShape, optional
         Sizes of the directions; the scheme's own choice when not given.
     backend : str or Backend, optional
-        Whose arrays are used; see `mm3d.arrays.backend.get`.
+        The array library, see `mm3d.arrays.backend.get`.
     **options
-        Values for some of the class' `options`; each option is an attribute of the scheme.
+        Values of some of the class' `options`; each option becomes an attribute of the scheme.
 
     Attributes
     ----------
     name : str
-        Its name in `mm3d.scheme`.
+        Name of the scheme in `mm3d.scheme`.
     options : mapping of str to Option
-        Options of this class beside the grid.
+        The options of the scheme beside the grid, by name.
     title : str
-        Its name in tables and figures; by default `name`.
+        Name of the scheme in tables and figures; by default `name`.
     directions : str
-        The letters of its grid's directions, of x, y and z.
+        Letters of the grid's directions, of x, y and z.
     divides_work : bool
-        Whether ranks share the work of a model; False where each does all of it.
+        Whether the work is divided over the ranks; False if each rank does all of it.
     matrix_product : type of MatrixProduct, optional
-        The scheme's products of plain matrices; None if it has none of its own.
+        Products of plain matrices by the scheme's algorithms; None if it has none of its own.
     grid : Grid
         The ranks.
     """
@@ -135,7 +136,7 @@ class Scheme(ABC):
         if "name" not in cls.__dict__:
             return
         if "title" not in cls.__dict__:
-            cls.title = cls.name    # not that of the scheme it is derived from
+            cls.title = cls.name    # instead of the base class'
         SCHEMES[cls.name] = cls
         ordered = sorted(SCHEMES.items())
         SCHEMES.clear()
@@ -143,7 +144,7 @@ class Scheme(ABC):
 
     def __init__(self, comm: MPI.Intracomm, grid: tuple[int, ...] | GridShape | None = None,
                  backend: str | Backend | None = None, **options: Any) -> None:
-        vars(self).update(self.chosen(options))
+        vars(self).update(self.complete_options(options))
         if grid is not None and not isinstance(grid, (tuple, list, GridShape)):
             raise ValueError(f"grid={grid!r} should be a tuple of sizes, one for each of the "
                              f"directions {', '.join(self.directions)}")
@@ -155,13 +156,13 @@ class Scheme(ABC):
         return f"{type(self).__name__}({self.grid!r})"
 
     @classmethod
-    def chosen(cls, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Complete the given options by the defaults of all others.
+    def complete_options(cls, options: Mapping[str, Any]) -> dict[str, Any]:
+        """Return all options of the scheme: the given ones, and the defaults of the others.
 
         Raises
         ------
         ValueError
-            When there is no such option, or no such choice.
+            When an option is unknown, or has a value that is not among its choices.
         """
         for name, value in sorted(options.items()):
             if name not in cls.options:
@@ -175,7 +176,13 @@ class Scheme(ABC):
     @classmethod
     @abstractmethod
     def default_grid(cls, ranks: int) -> tuple[int, ...]:
-        """Choose the sizes of the directions for `ranks` ranks; ValueError if there are none."""
+        """Return the default sizes of the directions for `ranks` ranks.
+
+        Raises
+        ------
+        ValueError
+            When there are none.
+        """
 
     @classmethod
     def check_grid(cls, grid: GridShape) -> None:
@@ -202,19 +209,41 @@ class Scheme(ABC):
     @classmethod
     @abstractmethod
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int,
-                **options: Any) -> tuple[Strings, Strings]:
-        """Return rows, features, vector and gathered_along of the outer and the inner `Space`."""
+                **options: Any) -> tuple[SpaceLayout, SpaceLayout]:
+        """Return the layouts of the outer and the inner space for these activations.
+
+        Parameters
+        ----------
+        sizes : mapping of str to int
+            Sizes of the grid's directions.
+        batch, seq : int
+            Global number of sequences, and positions in each.
+        **options
+            Options of the scheme.
+
+        Returns
+        -------
+        outer, inner : tuple of str
+            rows, features, vector and gathered_along of each `Space`.
+        """
 
     @abstractmethod
     def product(self, source: Space, target: Space, shape: tuple[int, ...],
                 units: tuple[int, int]) -> Product:
-        """Create the product C = A B with A in `source`, C in `target` and B of global `shape`.
+        """Create the product C = A B of a linear layer.
 
-        `units` are the numbers of features that stay together where the spaces divide the first
-        and the last dimension of B.
+        Parameters
+        ----------
+        source, target : Space
+            Spaces of A and of C.
+        shape : tuple of int
+            Global shape of B: (in, ..., out).
+        units : tuple of int
+            Numbers of features that stay together where the first and the last dimension of B
+            are divided.
         """
 
-    # In closed form, from the sizes of the grid's directions and the options of the scheme alone.
+    # Closed forms, which depend on the sizes of the grid's directions and on the options alone.
 
     @classmethod
     def grids(cls, ranks: int) -> list[GridShape]:
@@ -223,7 +252,7 @@ class Scheme(ABC):
         Raises
         ------
         ValueError
-            That of `default_grid`, when there are none.
+            When there are none; it is the error of `default_grid`.
         """
         shapes = map(cls.grid_shape, factorizations(ranks, len(cls.directions)))
         return ([shape for shape in shapes if cls._can_use(shape)]
@@ -241,9 +270,9 @@ class Scheme(ABC):
     @abstractmethod
     def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
                        **options: Any) -> list[LocalProduct]:
-        """List the matrix products of rank 0, which has the largest blocks, for one forward.
+        """List the local matrix products of one forward on rank 0, which has the largest blocks.
 
-        Backward has as many for each of the two gradients, with rows, inner and columns
+        Backward has the same number for each of its two gradients, with rows, inner and columns
         exchanged.
         """
 
@@ -255,22 +284,25 @@ class Scheme(ABC):
 
     @classmethod
     def kept_words(cls, sizes: Mapping[str, int], product: ProductShape, **options: Any) -> int:
-        """Count the words that one product keeps for backward beside A, over all ranks."""
+        """Count the words that one product saves for backward beside A, over all ranks."""
         return 0
 
     @classmethod
     def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
                         positions: bool = False, **options: Any) -> float:
-        """Count the words that a rank needs at most in one product's backward, beside dC, dA, dB.
+        """Count the words that one rank allocates at most in backward, beside dC, dA and dB.
 
-        Valid where everything divides; by default 0, which is right if nothing is gathered.
+        It holds where everything divides evenly; the default of 0 holds if nothing is gathered.
         `positions` says whether outer activations are divided along the sequence.
         """
         return 0
 
     @classmethod
-    def options_again(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the options that describe the data kept by `Product.again`; by default these."""
+    def recomputation_options(cls, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the options with which the closed forms hold after `Product.recompute_saved`.
+
+        By default they are the same.
+        """
         return options
 
     def spaces(self, batch: int, seq: int) -> tuple[Space, Space]:
@@ -282,6 +314,7 @@ class Scheme(ABC):
 
 @cache
 def _import_schemes() -> None:
+    """Import all modules of ``mm3d/schemes``, which registers their schemes."""
     from mm3d import schemes
     for module in pkgutil.iter_modules(schemes.__path__):
         importlib.import_module(f"{schemes.__name__}.{module.name}")

@@ -7,7 +7,7 @@ from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
-from mm3d.schemes.scheme import Product, Scheme, Strings
+from mm3d.schemes.scheme import Product, Scheme, SpaceLayout
 
 
 class SerialProduct(Product):
@@ -23,7 +23,7 @@ class SerialProduct(Product):
         dA = matmul_nt(dC, B)
         return dA, matmul_tn(saved, dC, accumulate_float32=self.accumulate_float32)
 
-    def again(self, A: Array, B: Array) -> Any:
+    def recompute_saved(self, A: Array, B: Array) -> Any:
         return A
 
 
@@ -40,7 +40,7 @@ class Serial(Scheme):
 
     @classmethod
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int,
-                **options: Any) -> tuple[Strings, Strings]:
+                **options: Any) -> tuple[SpaceLayout, SpaceLayout]:
         return (",", "", "", ""), (",", "", "", "")
 
     def product(self, source: Space, target: Space, shape: tuple[int, ...],

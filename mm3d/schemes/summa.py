@@ -16,8 +16,8 @@ from mm3d.grid.axis import Split
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
-from mm3d.schemes.matrix_product import FORMS, GRADIENTS, MatrixProduct
-from mm3d.schemes.scheme import Product, Scheme, Strings
+from mm3d.schemes.matrix_product import FORMS, GRADIENT_PRODUCTS, MatrixProduct
+from mm3d.schemes.scheme import Product, Scheme, SpaceLayout
 
 
 def ab(A: Array, B: Array, a: Split, b: Split) -> Array:
@@ -39,7 +39,7 @@ def abt(A: Array, B: Array, a: Split, b: Split) -> Array:
     C = None
     for t in range(len(a.counts)):
         B_tj = b.broadcast(B, t)
-        C_it = a.reduce(matmul_nt(A, B_tj, a.summand), t)
+        C_it = a.reduce(matmul_nt(A, B_tj, a.reduce_term), t)
         C = C if C_it is None else C_it
     return C
 
@@ -47,12 +47,12 @@ def abt(A: Array, B: Array, a: Split, b: Split) -> Array:
 def atb(A: Array, B: Array, a: Split, b: Split, accumulate_float32: bool = False) -> Array:
     """Compute C_tj = sum_i A_it^T B_ij: A_it is broadcast along y, C_tj reduced along x.
 
-    With `accumulate_float32` in float32 at least.
+    With `accumulate_float32` C is computed and summed in float32 at least.
     """
     C = None
     for t in range(len(a.counts)):
         A_it = a.broadcast(A, t)
-        C_tj = b.reduce(matmul_tn(A_it, B, b.summand, accumulate_float32), t)
+        C_tj = b.reduce(matmul_tn(A_it, B, b.reduce_term, accumulate_float32), t)
         C = C if C_tj is None else C_tj
     return C
 
@@ -70,7 +70,7 @@ class SummaProduct(Product):
         dA = abt(dC, B, self.a, self.b)
         return dA, atb(saved, dC, self.a, self.b, self.accumulate_float32)
 
-    def again(self, A: Array, B: Array) -> Any:
+    def recompute_saved(self, A: Array, B: Array) -> Any:
         return A
 
 
@@ -79,7 +79,8 @@ class SummaMatrixProduct(MatrixProduct):
 
     LAYOUTS = dict.fromkeys(FORMS, ("x,y", "x,y", "x,y"))
     DIRECTIONS = dict.fromkeys(FORMS, ("y", "x", None))
-    # The algorithm, and the matrices that it broadcasts, or of C reduces, along y and along x.
+    # By form: the algorithm, and the matrices that it communicates along y and along x.  A and B
+    # are broadcast, C is reduced.
     ALGORITHMS = {"ab": (ab, "AB"), "abt": (abt, "CB"), "atb": (atb, "AC")}
 
     def forward(self, A: Array, B: Array) -> Array:
@@ -87,7 +88,7 @@ class SummaMatrixProduct(MatrixProduct):
 
     def backward(self, dC: Array, A: Array, B: Array) -> tuple[Array, Array]:
         blocks = {"A": A, "B": B, "C": dC}
-        (form_A, names_A), (form_B, names_B) = GRADIENTS[self.form]
+        (form_A, names_A), (form_B, names_B) = GRADIENT_PRODUCTS[self.form]
         return (self._multiply(form_A, names_A + "A", blocks),
                 self._multiply(form_B, names_B + "B", blocks))
 
@@ -104,8 +105,8 @@ class SummaMatrixProduct(MatrixProduct):
 class Summa(Scheme):
     """Divide all matrices into blocks over a square of ranks.
 
-    Sequences are divided by x, features by y.  Vectors lie on the diagonal of the grid rather
-    than on its first row, which costs the same and is balanced.
+    Sequences are divided by x, features by y.  Vectors are stored on the diagonal of the grid, not
+    on its first row: the costs are the same, and the storage is balanced.
     """
 
     name = "2d"
@@ -127,9 +128,9 @@ class Summa(Scheme):
 
     @classmethod
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int,
-                **options: Any) -> tuple[Strings, Strings]:
-        # Blocks are broadcast, not gathered: none is placed as a part of a whole, where its rows
-        # would lie apart.
+                **options: Any) -> tuple[SpaceLayout, SpaceLayout]:
+        # Blocks are broadcast, not gathered, so they are not allocated as parts of a gathered
+        # array, in which their rows would not be contiguous.
         return ("x,", "y", "y@x", ""), ("x,", "y", "y@x", "")
 
     def product(self, source: Space, target: Space, shape: tuple[int, ...],
@@ -142,14 +143,14 @@ class Summa(Scheme):
     @classmethod
     def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
                        **options: Any) -> list[LocalProduct]:
-        """Return q products, one for each step of the loop."""
+        """Return q equal products, one for each step of the loop."""
         q = sizes["x"]
-        return [LocalProduct(*product.largest(q, q, q), count=q)]
+        return [LocalProduct(*product.largest_blocks(q, q, q), count=q)]
 
     @classmethod
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                       **options: Any) -> tuple[list[Move], list[Move]]:
-        """List q broadcasts of A and of B; in backward these and q reductions of each gradient."""
+        """List q broadcasts of A and of B; backward adds q reductions of each gradient."""
         q, (M, N, K) = sizes["x"], product.extents
         A, B = (q - 1) * M * N, (q - 1) * N * K
         forward = [Move("y", "broadcast", A, q), Move("x", "broadcast", B, q)]

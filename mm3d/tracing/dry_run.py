@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from mm3d.arrays import backend as backends
-from mm3d.model.recomputation import policy
+from mm3d.model.recomputation import parse_policy
 from mm3d.model.transformer import Transformer
 from mm3d.schemes import scheme as make_scheme
 from mm3d.tracing.dry_arrays import DryBackend
@@ -70,7 +70,7 @@ def extended(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: i
     the inputs of every n-th layer are kept, all groups of n layers do.  The timeline is that of
     three.
     """
-    period = policy(rest.get("recompute", "none")).period
+    period = parse_policy(rest.get("recompute", "none")).period
     groups, left = divmod(layers, period)
     if groups <= 3:
         return step(name, ranks, grid, rank, layers=layers, **rest)

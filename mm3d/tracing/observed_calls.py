@@ -14,7 +14,8 @@ from mm3d.tracing.events import ArrayObserver, Collective, Event, Gemm, Layer, O
 from mm3d.transport.pending import Pending
 
 # Methods of what communicates whose collectives move the operand that it is for.
-TRAVELS = {*COLLECTIVES, "begin_reduce_scatter", "prefetch", "fetch", "collect", "sum_features"}
+TRAVELS = {*COLLECTIVES, "begin_reduce_scatter", "prefetch", "gather_features",
+           "reduce_gradient", "sum_features"}
 
 Observers = list[Observer]
 
@@ -86,7 +87,7 @@ def forward_of(layer: Any, event: Event, work: Callable, observers: Observers) -
     return forward if seeing else told
 
 
-def again_of(layer: Any, event: Event, work: Callable, observers: Observers) -> Callable:
+def recomputed_of(layer: Any, event: Event, work: Callable, observers: Observers) -> Callable:
     """What a layer saves, without its output: told and shown."""
     told = report_calls(work, event, join_observers(observers, Layer))
     seeing = seeing_arrays(observers, Layer)
@@ -113,7 +114,7 @@ def backward_of(layer: Any, event: Event, work: Callable, observers: Observers) 
     return backward if seeing else told
 
 
-LAYER_CALLS = {"forward": forward_of, "backward": backward_of, "again": again_of}
+LAYER_CALLS = {"forward": forward_of, "backward": backward_of, "recompute_saved": recomputed_of}
 
 
 def report_products(busy: list, multiply: Callable, observers: Observers) -> Callable:

@@ -11,7 +11,7 @@ from bench.cases.variants import Variant
 from bench.prediction import memory_fit
 from jobs import fitting, scripts
 from jobs.site import load_site
-from mm3d.model.recomputation import POLICIES, policy
+from mm3d.model.recomputation import POLICIES, parse_policy
 
 
 def site(**node):
@@ -60,7 +60,7 @@ def test_a_variant_is_held_against_what_it_needs_itself(tmp_path, variant, capsy
         assert found == fitting.RowFit("none", needed) and needed < most
     elif needed > most:
         assert not found.fits or found.recompute != "none" and found.peak <= most
-        assert variant.keep == "none" or not policy(found.recompute).selective
+        assert variant.keep == "none" or not parse_policy(found.recompute).selective
     assert variant.causal or (needed > most) == (dtype != "float16")
     needed = memory_fit.predict_peak("3d", grid, dtype, found.recompute, sizes, variant)
     script = scripts.row_script(scripts.Work(site(gpu_memory=f"{most} B"), "gpu4", tmp_path), one)

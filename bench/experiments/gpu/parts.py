@@ -149,7 +149,7 @@ class GpuBenchmark:
                 for hidden in self.scale.hidden:
                     heads = load_tables().settings.heads.get(hidden, 4)
                     sizes = mm3d.ModelSizes(1, hidden, heads, batch, seq)
-                    work = float(sum(mm3d.cost.flops(mm3d.describe(sizes)).values()))
+                    work = float(sum(mm3d.cost.flops(mm3d.model_spec(sizes)).values()))
                     scheme = mm3d.scheme("serial", MPI.COMM_SELF, None, self.backend)
                     step = self.own_layer(scheme, sizes, mode.dtype)
                     checks += device_checks.finite(

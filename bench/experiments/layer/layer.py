@@ -28,7 +28,7 @@ from bench.instruments.sampling import BOUNDS, measured_environment
 from bench.instruments.statistics import Interval, median_interval
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
-from mm3d import ModelSizes, describe
+from mm3d import ModelSizes, model_spec
 from mm3d.model import cost
 
 KINDS = ("layer", "local products", "PyTorch", "layer with overlap")
@@ -225,7 +225,7 @@ def time_layer(subject: MeasuredLayer, kinds: list[int], limits: Limits,
 def layer_record(subject: MeasuredLayer, found: Times, memory: np.ndarray, settings: dict,
                  environs: dict, checks: list[Check]) -> Measurements:
     """Make the record of the repetitions, with medians, ratios and closed forms."""
-    described, times = describe(subject.sizes), found.times
+    described, times = model_spec(subject.sizes), found.times
     seconds = np.full((len(times), len(KINDS)), np.nan)
     seconds[:, found.kinds] = makespans(times[:, found.kinds])
 

@@ -9,8 +9,8 @@ from bench.experiments.products import operands
 from mm3d.arrays.backend import Array, Backend
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
-from mm3d.schemes import lookup, registry
-from mm3d.schemes.matrix_product import GRADIENTS, LOCAL
+from mm3d.schemes import find_scheme, registry
+from mm3d.schemes.matrix_product import GRADIENT_PRODUCTS, LOCAL_PRODUCTS
 from mm3d.tracing.events import ArrayObserver, Gemm
 from mm3d.tracing.observe import observed
 
@@ -49,7 +49,7 @@ class Problem:
     def __init__(self, scheme: str, form: str, comm, sizes: tuple[int, ...] | GridShape | None,
                  shape: tuple[int, int, int], dtype: str, seed: int,
                  backend: str | Backend | None) -> None:
-        cls = lookup(scheme)
+        cls = find_scheme(scheme)
         if cls.matrix_product is None:
             raise ValueError(f"scheme {scheme!r} has no products of plain matrices: choose one of "
                              f"{', '.join(schemes())}")
@@ -91,8 +91,8 @@ class Problem:
 
     def factors(self, result: str) -> tuple[Distributed, Distributed]:
         """The two matrices whose plain product is C, dA or dB."""
-        form, names = {"C": (self.form, "AB"), "dA": GRADIENTS[self.form][0],
-                       "dB": GRADIENTS[self.form][1]}[result]
+        form, names = {"C": (self.form, "AB"), "dA": GRADIENT_PRODUCTS[self.form][0],
+                       "dB": GRADIENT_PRODUCTS[self.form][1]}[result]
         left, right = map(self.distributed, names)
         return left.T if form == "atb" else left, right.T if form == "abt" else right
 
@@ -109,12 +109,12 @@ class Whole:
 
     def forward(self) -> Array:
         """C."""
-        return LOCAL[self.form](self.blocks["A"], self.blocks["B"])
+        return LOCAL_PRODUCTS[self.form](self.blocks["A"], self.blocks["B"])
 
     def backward(self) -> tuple[Array, Array]:
         """dA and dB."""
-        dA, dB = (LOCAL[form](*(self.blocks[name] for name in names))
-                  for form, names in GRADIENTS[self.form])
+        dA, dB = (LOCAL_PRODUCTS[form](*(self.blocks[name] for name in names))
+                  for form, names in GRADIENT_PRODUCTS[self.form])
         return dA, dB
 
     @property

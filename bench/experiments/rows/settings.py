@@ -15,7 +15,7 @@ from bench.instruments import placement, timing
 from bench.instruments.stall import unwatched
 from mm3d.arrays import backend as backends
 from mm3d.grid.shape import GridShape
-from mm3d.schemes import lookup
+from mm3d.schemes import find_scheme
 
 
 class Settings(msgspec.Struct, frozen=True):
@@ -102,7 +102,7 @@ def arranged(one: Case, settings: Settings, comm) -> tuple[GridShape, str]:
     ValueError
         When they do not fit the scheme.
     """
-    kind = lookup(one.row.scheme)
+    kind = find_scheme(one.row.scheme)
     sizes = settings.grid(one) if settings.grid else kind.default_grid(comm.size)
     if (len(sizes) != len(kind.directions) or math.prod(sizes) != comm.size
             or min(sizes) < 1):

@@ -15,7 +15,7 @@ from bench.reports.figures.style import (TICKS, Point, add_legend, draw_closed_f
                                          make_rank_figure, scheme_style, start_at_zero,
                                          write_caption)
 from bench.reports.paper_tables import measured_average
-from mm3d import ModelSizes, SCHEMES, describe
+from mm3d import ModelSizes, SCHEMES, model_spec
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 
@@ -135,7 +135,7 @@ def paper_rate(row: Row) -> float:
     settings = load_tables().settings
     sizes = ModelSizes(settings.layers, row.hidden, settings.heads[row.hidden], row.batch,
                        settings.seq)
-    return sum(cost.flops(describe(sizes)).values()) / (row.forward + row.backward)
+    return sum(cost.flops(model_spec(sizes)).values()) / (row.forward + row.backward)
 
 
 def relative_rates(points: list[Point], whole: bool) -> list[Point]:
@@ -157,8 +157,8 @@ def closed_form_words(runs: list[Run], table: str) -> list[Point]:
               for run in runs}
     if table == "strong" and runs:
         chosen = runs[-1].configuration
-        model = describe(ModelSizes.from_settings(chosen),
-                         recompute=chosen.get("recompute", "none"))
+        model = model_spec(ModelSizes.from_settings(chosen),
+                           recompute=chosen.get("recompute", "none"))
         for grid in grids_between(chosen["scheme"]):
             forms = cost.words(chosen["scheme"], grid, model, keep=recorded_variant(chosen).keep)
             total = sum(sum(form.values()) for form in forms.values())

@@ -83,7 +83,7 @@ def _product(panel) -> None:
     for name, (left, bottom) in places.items():
         spec, divided, moved = MATRICES[name]
         layout = Layout(spec)
-        for coords in shape.everywhere():
+        for coords in shape.all_coordinates():
             i, j, l = coords.values()  # noqa: E741
             rows, columns = layout.slices(shape, (n, n), coords)
             width, height = columns.stop - columns.start, rows.stop - rows.start

@@ -17,7 +17,7 @@ from bench.records import run_file
 from bench.records.measurements import Group, Variable
 from bench.reports import merit
 from bench.reports.formats import render
-from mm3d import ModelSizes, describe, launcher
+from mm3d import ModelSizes, launcher, model_spec
 from mm3d.arrays import backend
 from mm3d.model import cost
 from mm3d.tracing.events import PHASES
@@ -195,10 +195,10 @@ def test_memory_of_every_rank_and_its_closed_forms(comm):
             assert group is None
             continue
         found = {name: v.values for name, v in group.variables.items()}
-        saved = 4 * cost.saved_words(case.name, shape, describe(sizes))
+        saved = 4 * cost.saved_words(case.name, shape, model_spec(sizes))
         assert found["saved"].sum() == saved == comm.size * found["expected_saved"]
         if case.name in ("2d", "3d"):
-            whole = 4 * cost.parameters(describe(sizes))
+            whole = 4 * cost.parameters(model_spec(sizes))
             assert found["parameters"].sum() == found["gradients"].sum() == whole
             assert found["expected_parameters"] == whole / comm.size
         assert found["pool_peak"][0] - held == found["expected_pool_peak"], str(case)

@@ -106,11 +106,12 @@ def test_layers_lie_within_blocks_and_products_within_layers(comm):
         "ln1", "attention.qkv", "attention.attention", "attention.proj", "attention",
         "ln2", "mlp.up", "mlp.gelu", "mlp.down", "mlp")]
     assert len(names) == 20 and names[-1] == "layers.1.mlp"
-    assert sum(s.flops for s in forward) == mm3d.cost.flops(mm3d.describe(SIZES["few"]))["forward"]
+    useful = mm3d.cost.flops(mm3d.model_spec(SIZES["few"]))
+    assert sum(s.flops for s in forward) == useful["forward"]
     # A backward pass computes the scores again, with one more term for each head.
     again = 2 * SIZES["few"]["batch"] * SIZES["few"]["seq"] ** 2 * (21 + 3) * 2
     assert sum(s.flops for s in step_tracing.spans_of_phase(recorder.spans, "backward")) == (
-        mm3d.cost.flops(mm3d.describe(SIZES["few"]))["backward"] + again)
+        useful["backward"] + again)
 
 
 @pytest.mark.ranks(1, 8)

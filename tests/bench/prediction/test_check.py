@@ -16,7 +16,7 @@ from bench.records.measurements import Measurements, Variable
 from bench.reports.formats import render
 from bench.reports.measured_tables import compare_predictions
 from mm3d.grid.shape import GridShape
-from mm3d.schemes import lookup
+from mm3d.schemes import find_scheme
 from mm3d.tracing.events import Collective, Gemm, PHASES
 from refused import refused
 from support import run_ranks
@@ -40,7 +40,7 @@ def test_a_label_says_all_of_the_work(work):
 def test_a_product_s_trace_is_what_the_product_moves(comm, scheme, grid):
     """Bytes of rank 0 along each direction, forward and backward, and its flops."""
     problem = Problem(scheme, "ab", comm, grid, SHAPE, "float32", 0, "numpy")
-    shape = lookup(scheme).grid_shape(grid)
+    shape = find_scheme(scheme).grid_shape(grid)
     trace = trace_of(Work("matmul", scheme, shape, SHAPE, "ab"), "float32", 16384)
     for phase in PHASES:
         problem.grid.reset_traffic()

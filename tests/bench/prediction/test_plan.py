@@ -15,7 +15,7 @@ from bench.verbs import grids
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
-from mm3d.schemes import lookup
+from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, PHASES
@@ -35,7 +35,7 @@ SMALL = {"wide": dict(layers=2, hidden=1024, heads=16, batch=8, seq=32),
 def test_all_grids_are_found_once(ranks):
     every = {(x, y, ranks // x // y) for x in range(1, ranks + 1) if ranks % x == 0
              for y in range(1, ranks // x + 1) if ranks // x % y == 0}
-    assert [grid.sizes for grid in lookup("3d").grids(ranks)] == sorted(every)
+    assert [grid.sizes for grid in find_scheme("3d").grids(ranks)] == sorted(every)
 
 
 @pytest.mark.parametrize("ranks", [4, 8, 12, 36])
@@ -86,9 +86,9 @@ def test_no_grid_is_below_the_bound_in_any_regime():
     for kind, (M, N, K) in shapes.items():
         assert planner.bound_regime(M, N, K, 64) == kind
         bound = cost.lower_bound(M, N, K, 64)
-        for grid in lookup("3d").grids(64):
+        for grid in find_scheme("3d").grids(64):
             shape = ProductShape("up", M, N, K)
-            moves = lookup("3d").product_moves(grid, shape)[0]
+            moves = find_scheme("3d").product_moves(grid, shape)[0]
             words = sum(m.words for m in moves if grid[m.axis] > 1) / 64
             assert words >= bound * (1 - 1e-12), (kind, grid)
             if kind == 3 and grid.sizes == (4, 4, 4):

@@ -38,11 +38,11 @@ def test_every_rank_knows_the_block_of_every_other(comm, spec, dims):
     for grid in grids(comm):
         copies = np.prod([n for c, n in grid.shape.items() if c not in spec], dtype=int)
         held = np.zeros(shape, int)
-        for coords in grid.shape.everywhere():
+        for coords in grid.shape.all_coordinates():
             held[layout.slices(grid, shape, coords)] += 1
         assert (held == copies).all(), grid
         mine = [layout.local_shape(grid.shape, shape, coords)
-                for coords in grid.shape.everywhere()]
+                for coords in grid.shape.all_coordinates()]
         assert comm.allgather(layout.local_shape(grid, shape)) == mine
 
 
@@ -50,11 +50,11 @@ def test_blocks_need_the_shape_of_a_grid_and_no_ranks():
     """Directions of any names: each element is on one stage, and in each of three replicas."""
     shape = GridShape("dsx", (3, 2, 4))
     held = np.zeros((7, 9), int)
-    for coords in shape.everywhere():
+    for coords in shape.all_coordinates():
         held[mm3d.Layout("s,x").slices(shape, (7, 9), coords)] += 1
     assert (held == 3).all()
-    owners = [coords for coords in shape.everywhere()
-              if mm3d.Layout("x@s").owns(shape, coords)]
+    owners = [coords for coords in shape.all_coordinates()
+              if mm3d.Layout("x@s").owns_block(shape, coords)]
     assert [(c["s"], c["x"]) for c in owners] == [(0, 0), (0, 2), (1, 1), (1, 3)] * 3
     with pytest.raises(ValueError, match="needs coordinates: no rank is behind the shape"):
         mm3d.Layout("s,x").local_shape(shape, (7, 9))
@@ -65,7 +65,7 @@ def test_blocks_need_the_shape_of_a_grid_and_no_ranks():
 def test_blocks_of_activations_need_the_shape_of_a_grid_and_no_ranks():
     space = Space(GridShape("dxyz", (2, 2, 2, 3)), 4, 6, "xy,", "z", "zx@y")
     assert [space.local_shape(15, unit=3, coords=coords)
-            for coords in space.grid.everywhere()] == [(1, 6, 6), (1, 6, 6), (1, 6, 3)] * 8
+            for coords in space.grid.all_coordinates()] == [(1, 6, 6), (1, 6, 6), (1, 6, 3)] * 8
 
 
 @every_grid
@@ -114,7 +114,7 @@ def test_a_diagonal_vector_has_one_owner_for_each_element(comm, spec, n):
     dealt, line = spec.split("@")
     for grid in grids(comm):
         owner = grid.coords[line] == grid.coords[dealt[0]] % grid.shape[line]
-        assert layout.owns(grid) == owner
+        assert layout.owns_block(grid) == owner
         local = layout.shard(b, grid)
         assert np.array_equal(local, block(b, dealt, grid) if owner else b[:0])
         copies = np.prod([m for c, m in grid.shape.items() if c not in spec], dtype=int)

@@ -17,7 +17,7 @@ def test_coordinates_are_numpys(directions):
     """Of all grids of up to four directions with sizes of up to 3, against np.unravel_index."""
     for shape in (one for one in EVERY if len(one) == directions):
         assert shape.ranks == np.prod(shape.sizes, dtype=int)
-        places = list(shape.everywhere())
+        places = list(shape.all_coordinates())
         assert len(places) == shape.ranks
         for rank, place in enumerate(places):
             expected = map(int, np.unravel_index(rank, shape.sizes)) if shape.sizes else ()
@@ -32,7 +32,7 @@ def test_strides_are_numpys():
     for shape in EVERY:
         strides = np.empty(shape.sizes, np.int8).strides
         assert tuple(map(shape.stride, shape)) == strides
-        for direction, place in itertools.product(shape, shape.everywhere()):
+        for direction, place in itertools.product(shape, shape.all_coordinates()):
             if place[direction]:
                 before = {**place, direction: place[direction] - 1}
                 assert shape.rank(place) - shape.rank(before) == shape.stride(direction)
@@ -42,7 +42,7 @@ def test_ranks_along_directions_are_those_that_differ_in_them_alone():
     shape = GridShape("dxyz", (2, 3, 1, 4))
     for count in range(5):
         for letters in itertools.combinations(shape, count):
-            alike = [place for place in shape.everywhere()
+            alike = [place for place in shape.all_coordinates()
                      if not any(place[c] for c in shape if c not in letters)]
             assert shape.ranks_along(letters) == len(alike)
 

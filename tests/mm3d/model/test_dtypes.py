@@ -99,7 +99,7 @@ def test_sums_of_float16_over_ranks_are_rounded_once(comm, transport, columns, t
             found[f"begun {dim}"] = x.begin_reduce_scatter(term.copy(), dim).take()
         found["uneven"] = x.reduce_scatter(term.copy(), 0, [2, 1, 0, 1])
         for name, made, add in (("placed", split.term, split.reduce_scatter),
-                                ("summand", split.summand, lambda a: x.reduce(a, 1)),
+                                ("reduce_term", split.reduce_term, lambda a: x.reduce(a, 1)),
                                 ("reduce", lambda *_: term.copy(), lambda a: x.reduce(a, 1))):
             mine = made(term.shape, np.float16)
             mine[...] = term
@@ -108,5 +108,5 @@ def test_sums_of_float16_over_ranks_are_rounded_once(comm, transport, columns, t
             assert a is None or a.dtype == np.float16 and np.array_equal(
                 a, np.full(a.shape, total)), (name, a)
         assert [name for name, a in found.items() if a is None] == (
-            [] if comm.rank == 1 else ["summand", "reduce"])
+            [] if comm.rank == 1 else ["reduce_term", "reduce"])
         del found, mine

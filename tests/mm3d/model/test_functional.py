@@ -8,7 +8,9 @@ from mm3d.arrays import backend
 from mm3d.arrays.blocks import row_blocks
 from mm3d.arrays.numpy_kernels import Kernels
 from mm3d.model import functional
-from mm3d.model.layers import Attention, Chain, Gelu, LayerNorm, Linear, Residual
+from mm3d.model.layer_specs import LayerNormSpec, LinearSpec
+from mm3d.model.layers import Attention, Chain, Gelu, LayerNorm, Residual
+from mm3d.model.specs import Builder
 from models import SOME
 from reference import relative_error
 
@@ -96,8 +98,9 @@ def test_layer_norm_with_a_large_mean(comm):
     expected /= np.sqrt(expected.var(-1, keepdims=True) + LayerNorm.eps)
     for parallelism in SOME[comm.size]:
         with parallelism.on(comm) as scheme:
-            space = scheme.spaces(3, 5)[0]
-            layer = LayerNorm("norm", space, hidden, np.float32)
+            space, inner = scheme.spaces(3, 5)
+            layer, = LayerNormSpec("norm", hidden).build_layers(
+                Builder(scheme, space, inner, np.float32))
             layer.weight.value[...] = 1
             layer.bias.value[...] = 0
             y, _ = layer.forward(space.layout().shard(X, scheme.grid))
@@ -188,19 +191,23 @@ def layers(scheme):
     outer, inner = scheme.spaces(3, 4)
     ten, wide = (outer, 10, 1), (inner, 15, 1)
 
-    def linear(adds=True):
-        return Linear(scheme, "linear", outer, inner, (10, 15), np.float64, adds=adds)
+    def built(spec):
+        layer, = spec.build_layers(Builder(scheme, outer, inner, np.float64))
+        return layer
+
+    def linear(adds_bias=True):
+        return built(LinearSpec("linear", "up", (10, 15), adds_bias=adds_bias))
 
     def back():
-        return Linear(scheme, "back", inner, outer, (15, 10), np.float64)
+        return built(LinearSpec("back", "down", (15, 10)))
 
     def qkv():
-        return Linear(scheme, "qkv", outer, inner, (10, 3, 10), np.float64, (1, 5))
+        return built(LinearSpec("qkv", "up", (10, 3, 10), unit=5))
 
     yield "linear into", linear(), ten, wide
     yield "linear back", back(), wide, ten
-    yield "layer norm", LayerNorm("norm", outer, 10, np.float64), ten, ten
-    up = linear(adds=False)
+    yield "layer norm", built(LayerNormSpec("norm", 10)), ten, ten
+    up = linear(adds_bias=False)
     yield "gelu", Chain(up, Gelu(up, inner, 15)), ten, wide
     yield "residual", Residual(linear(), back()), ten, ten
     for causal in (False, True):    # 2 heads of 5

@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d.model.layers import LayerNorm, Linear
+from mm3d.model.layer_specs import LayerNormSpec, LinearSpec
+from mm3d.model.specs import Builder
 from mm3d.tracing import dry_run
 from models import CHOSEN, SIZES, Parallelism, data, differences, serial, train
 from reference import fits
@@ -32,10 +33,12 @@ def test_gradients_of_a_linear_layer_are_exact(comm):
     expected = np.einsum("bsi,bso->io", X, DY)
     assert (expected.astype(np.float16) != expected).mean() > 0.3
     for parallelism in schemes(comm):
-        for way in (1, -1):    # into the inner space, and back
+        for way in ("up", "down"):
             with parallelism.on(comm, "numpy") as scheme:
-                spaces = scheme.spaces(64, 64)[::way]
-                layer = Linear(scheme, "linear", *spaces, (8, 12), np.float16, master=np.float32)
+                outer, inner = scheme.spaces(64, 64)
+                spaces = (outer, inner) if way == "up" else (inner, outer)
+                layer, = LinearSpec("linear", way, (8, 12)).build_layers(
+                    Builder(scheme, outer, inner, np.float16, np.float32))
                 layer.weight.load(np.ones((8, 12)))
                 layer.bias.load(np.ones(12))
                 x, dy = (space.layout().shard(a.astype(np.float16), scheme.grid)
@@ -55,8 +58,9 @@ def test_gradients_of_a_norm_are_summed_in_float32(comm):
     X, DY = rng.standard_normal((2, 64, 64, 8)).astype(np.float16)
     for parallelism in schemes(comm):
         with parallelism.on(comm, "numpy") as scheme:
-            space = scheme.spaces(64, 64)[0]
-            layer = LayerNorm("norm", space, 8, np.float16, np.float32)
+            space, inner = scheme.spaces(64, 64)
+            layer, = LayerNormSpec("norm", 8).build_layers(
+                Builder(scheme, space, inner, np.float16, np.float32))
             layer.weight.load(np.ones(8))
             layer.bias.load(np.zeros(8))
             layout = space.layout()

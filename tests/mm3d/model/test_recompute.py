@@ -7,10 +7,10 @@ import pytest
 
 import mm3d
 from bench.instruments.spans import Recorder
-from mm3d import ModelSizes, describe
+from mm3d import ModelSizes, model_spec
 from mm3d.arrays import backend
 from mm3d.model import cost
-from mm3d.model.recomputation import POLICIES, Policy, policy
+from mm3d.model.recomputation import POLICIES, Policy, parse_policy
 from mm3d.model.recomputed_layers import Recomputed
 from mm3d.tracing import dry_run
 from mm3d.tracing.observe import observed
@@ -31,7 +31,7 @@ EXAMPLES = {1: SOME[1],
 
 def allowed(parallelism, name: str) -> bool:
     """Whether the policy goes with what the scheme keeps."""
-    return not (policy(name).selective and parallelism.options.get("keep"))
+    return not (parse_policy(name).selective and parallelism.options.get("keep"))
 
 
 def results(model, passes=("a",)) -> list[np.ndarray]:
@@ -74,7 +74,9 @@ def test_the_same_bits_and_words_with_overlap(comm, monkeypatch):
         expected = {}
         for overlap in (False, True):
             scheme = mm3d.scheme("3d", comm, grid, "numpy", overlap=overlap, keep=keep)
-            for name in filter(lambda name: keep == "none" or not policy(name).selective, AGAIN):
+            for name in AGAIN:
+                if keep != "none" and parse_policy(name).selective:
+                    continue
                 scheme.grid.reset_traffic()
                 found = results(mm3d.Transformer(scheme, **sizes, recompute=name), ("a", "b"))
                 before, moved = expected.setdefault(name, (found, scheme.grid.traffic()))
@@ -102,7 +104,7 @@ def test_words_operations_and_what_is_kept_are_the_closed_forms(comm):
                     counted["backward"] = grid.traffic()
                 named = dict(scheme.grid.shape)
             case = (str(parallelism), name)
-            described = describe(size, recompute=name)
+            described = model_spec(size, recompute=name)
             moves = cost.moves(parallelism.name, named, described, **parallelism.options)
             for phase, traffic in counted.items():
                 words = total(comm, {key: t.words for key, t in traffic.items()})
@@ -151,13 +153,13 @@ def test_peak_memory_is_the_dry_run_s_to_the_byte(comm, monkeypatch):
     ("2d", (4, 4), {})], ids=str)
 def test_peak_memory_is_that_of_the_closed_form(name, grid, options):
     """Within 8 %; blocks of elementwise work are left out of the closed form."""
-    named = dict(zip(mm3d.schemes.lookup(name).directions, grid))
+    named = dict(zip(mm3d.schemes.find_scheme(name).directions, grid))
     for again in filter(lambda one: not (options.get("keep") and "selective" in one), AGAIN):
         for hidden, layers, seq in ((512, 3, 128), (512, 1, 256)):
             sizes = ModelSizes(layers, hidden, hidden // 64, batch=16, seq=seq)
             trace = dry_run.step(name, math.prod(grid), grid, block=backend.Backend.block,
                                  options=options, **sizes, recompute=again)
-            described = describe(sizes, recompute=again)
+            described = model_spec(sizes, recompute=again)
             expected = 4 * cost.peak_words(name, named, described, **options)
             assert 0.92 <= trace.pool_peak / expected <= 1.02, (again, hidden, layers, seq)
 
@@ -178,7 +180,7 @@ def test_each_policy_takes_less_memory_than_the_one_before():
     sizes = dict(layers=24, hidden=1024, heads=16, batch=16, seq=512)
     names = ("none", "selective", "full", "full+selective")
     for form in (cost.saved_words, cost.peak_words):
-        found = [form("3d", dict(x=2, y=2, z=2), describe(sizes, recompute=name))
+        found = [form("3d", dict(x=2, y=2, z=2), model_spec(sizes, recompute=name))
                  for name in names]
         assert found == sorted(found, reverse=True), form
 
@@ -203,7 +205,7 @@ def test_what_is_kept_is_what_the_policies_say():
     ("uniform:1", Policy(False, 1)), ("uniform:12", Policy(False, 12)),
     ("full+selective", Policy(True, 1)), ("uniform:3+selective", Policy(True, 3))])
 def test_names_of_policies(name, expected):
-    assert policy(name) == expected
+    assert parse_policy(name) == expected
 
 
 @pytest.mark.parametrize("name", ["", "all", "uniform", "uniform:0", "uniform:-1", "uniform:x",
@@ -211,7 +213,7 @@ def test_names_of_policies(name, expected):
                                   "selective+selective", None, 2])
 def test_unknown_policies_are_refused(name):
     with pytest.raises(ValueError, match="recompute=.*none, selective, full, or uniform:n"):
-        policy(name)
+        parse_policy(name)
     with pytest.raises(ValueError, match="recompute="):
         mm3d.Transformer(mm3d.scheme("serial", mm3d.grid.grid.MPI.COMM_SELF), layers=1, hidden=4,
                          heads=1, batch=1, seq=1, recompute=name)
@@ -225,8 +227,9 @@ def test_what_the_scheme_keeps_and_the_policy_drops_is_refused():
 
 
 def test_every_policy_that_is_tried_is_known_and_repeats_itself():
-    assert POLICIES[0] == "none" and len(set(map(policy, POLICIES))) == len(POLICIES)
-    assert policy("uniform:3").groups(7) == [3, 3, 1] and policy("selective").groups(7) == []
+    assert POLICIES[0] == "none" and len(set(map(parse_policy, POLICIES))) == len(POLICIES)
+    assert parse_policy("uniform:3").groups(7) == [3, 3, 1]
+    assert parse_policy("selective").groups(7) == []
 
 
 class Clock:
@@ -276,7 +279,7 @@ def test_a_scheme_that_does_not_say_how_multiplies_again(comm, monkeypatch):
     from mm3d.schemes.serial import SerialProduct
     for own in (True, False):
         if not own:
-            monkeypatch.delattr(SerialProduct, "again")
+            monkeypatch.delattr(SerialProduct, "recompute_saved")
         with Parallelism("serial").on(comm, "numpy") as scheme:
             model = mm3d.Transformer(scheme, **MODELS["even"], recompute="full")
             trace = Trace()

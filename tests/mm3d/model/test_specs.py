@@ -10,10 +10,9 @@ from mm3d import ModelSizes
 from mm3d.arrays import backend
 from mm3d.model import cost
 from mm3d.model.chain_specs import ChainSpec, ModelSpec
-from mm3d.model.parameters import Parameter
 from mm3d.model.recomputation import POLICIES
-from mm3d.model.specs import LayerSpec, Saved
-from mm3d.model.transformer import describe
+from mm3d.model.specs import LayerSpec, SavedWords
+from mm3d.model.transformer_spec import model_spec
 from mm3d.schemes.closed_form import ProductShape
 from mm3d.tracing import dry_run
 from mm3d.tracing.observe import observed
@@ -32,8 +31,8 @@ class Factors:
         self.into = scheme.product(*spaces, (hidden, RANK), (1, 1))
         self.back = scheme.product(*spaces[::-1], (RANK, hidden), (1, 1))
         self.weight, self.factor = (
-            Parameter(f"{name}.{end}", scheme.grid, product.weight, shape, builder.dtype,
-                      product.gathered_along, builder.master)
+            builder.create_parameter(f"{name}.{end}", product.weight, shape,
+                                     product.gathered_along)
             for end, product, shape in (("weight", self.into, (hidden, RANK)),
                                         ("factor", self.back, (RANK, hidden))))
         self.parameters = [self.weight, self.factor]
@@ -64,28 +63,33 @@ class FactorsSpec(LayerSpec):
         return [ProductShape("up", batch * seq, self.hidden, RANK),
                 ProductShape("down", batch * seq, RANK, self.hidden)]
 
-    def moves(self, on, again=False):
-        each = [on.product_moves(one) for one in self.products(on.batch, on.seq)]
+    def moves(self, parallelism, recomputed=False):
+        each = [parallelism.product_moves(one)
+                for one in self.products(parallelism.batch, parallelism.seq)]
         return tuple([move for phase in phases for move in phase] for phases in zip(*each))
 
-    def input_words(self, on):
-        return on.outer.words(on.tokens, self.hidden)
+    def input_words(self, parallelism):
+        return parallelism.outer.words(parallelism.tokens, self.hidden)
 
-    def saved(self, on, again=False):
-        kept = sum(on.kept_words(one) for one in self.products(on.batch, on.seq))
-        return Saved(self.input_words(on), on.inner.words(on.tokens, RANK), kept)
+    def saved_words(self, parallelism, recomputed=False):
+        products = self.products(parallelism.batch, parallelism.seq)
+        between = parallelism.inner.words(parallelism.tokens, RANK)
+        return SavedWords(self.input_words(parallelism), between,
+                          sum(map(parallelism.kept_words, products)))
 
-    def passing(self, on, again=False):
-        around = self.input_words(on) + on.inner.words(on.tokens, RANK) + self.hidden * RANK
-        return around / on.ranks + max(map(on.transient_words, self.products(on.batch, on.seq)))
+    def transient_words(self, parallelism, recomputed=False):
+        products = self.products(parallelism.batch, parallelism.seq)
+        between = parallelism.inner.words(parallelism.tokens, RANK)
+        around = self.input_words(parallelism) + between + self.hidden * RANK
+        return around / parallelism.ranks + max(map(parallelism.transient_words, products))
 
-    def make(self, builder, name):
+    def make_layer(self, builder, name):
         return Factors(builder, name, self.hidden)
 
 
 def with_embedding(sizes, causal=False, recompute="none"):
     """A Transformer between an embedding and a head."""
-    model = describe(sizes, causal, recompute)
+    model = model_spec(sizes, causal, recompute)
     return ModelSpec(model.batch, model.seq, model.hidden, ChainSpec((
         FactorsSpec("embedding", model.hidden), *model.chain.layers,
         FactorsSpec("head", model.hidden))))
@@ -182,14 +186,14 @@ def test_the_model_that_runs_has_the_layers_of_its_spec(layers, recompute):
     scheme = mm3d.scheme("serial", mm3d.grid.grid.MPI.COMM_SELF)
     model = mm3d.Transformer(scheme, layers, hidden=8, heads=2, batch=1, seq=2,
                              recompute=recompute)
-    works = [*model.spec.chain.in_forward()]
-    each = [(work.times, end, shape) for work in works
-            for end, shape in work.layer.parameters().items()]
+    passes = [*model.spec.chain.forward_passes()]
+    each = [(one.times, end, shape) for one in passes
+            for end, shape in one.layer.parameters().items()]
     assert sum(times for times, _, _ in each) == len(model.parameters) == 12 * layers
     assert {p.name.split(".")[1] for p in model.parameters} == set(map(str, range(layers)))
     shapes = {(p.name.split(".", 2)[2], p.shape) for p in model.parameters}
-    assert shapes == {(f"{work.layer.name}.{end}", shape) for work in works
-                      for end, shape in work.layer.parameters().items()}
+    assert shapes == {(f"{one.layer.name}.{end}", shape) for one in passes
+                      for end, shape in one.layer.parameters().items()}
 
 
 def test_sizes_are_a_value():
@@ -205,7 +209,7 @@ def test_sizes_are_a_value():
 
 def test_options_reach_the_scheme_alone():
     """A scheme that does not have an option does not read it."""
-    model, grid = describe(SIZES["even"]), dict(x=2, y=2, z=2)
+    model, grid = model_spec(SIZES["even"]), dict(x=2, y=2, z=2)
     kept = [cost.saved_words("3d", grid, model, keep=keep) for keep in ("none", "weight", "both")]
     assert kept == sorted(set(kept))
     assert (cost.saved_words("1d", dict(x=4), model, keep="both")

@@ -8,7 +8,8 @@ from mpi4py import MPI
 
 import mm3d
 from mm3d.model import transformer
-from mm3d.model.layers import Linear
+from mm3d.model.layer_specs import LinearSpec
+from mm3d.model.specs import Builder
 from models import PARALLELISMS, SIZES, SOME, Parallelism, data, differences, serial, train
 from reference import integers, relative_error
 
@@ -267,8 +268,8 @@ def test_two_products_restore_the_layout(comm, sizes):
     for parallelism in PARALLELISMS[comm.size]:
         with parallelism.on(comm) as scheme:
             outer, inner = scheme.spaces(batch, seq)
-            into = Linear(scheme, "into", outer, inner, W.shape, np.float64)
-            back = Linear(scheme, "back", inner, outer, V.shape, np.float64)
+            into, back = Builder(scheme, outer, inner, np.float64).build_layers(
+                [LinearSpec("into", "up", W.shape), LinearSpec("back", "down", V.shape)])
             for layer, weight, bias in ((into, W, b), (back, V, c)):
                 layer.weight.load(weight)
                 layer.bias.load(bias)

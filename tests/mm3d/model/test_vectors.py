@@ -59,7 +59,7 @@ def test_the_diagonal_of_3d(comm):
         for space, block, mine in zip(scheme.spaces(BATCH, SEQ), (b_li, b_ji),
                                       (j == k % Y, k == j % Z)):
             vector = Vector(space, b.shape)
-            assert vector.layout.owns(grid) == mine, grid
+            assert vector.layout.owns_block(grid) == mine, grid
             local = vector.layout.shard(b, grid)
             assert np.array_equal(local, block if mine else b[:0]), grid
 
@@ -144,7 +144,7 @@ def test_every_rank_receives_its_own_features(comm, rows):
         vector, b, *_, b_local, _ = side.case((13,), 1)
         assert side.space.rows in {"sequences": ("xy,", "xz,"), "positions": ("x,y", "x,z")}[rows]
         features = mm3d.Layout(side.space.features).shard(b, side.space.grid)
-        assert np.array_equal(vector.fetch(b_local), features), side.where
+        assert np.array_equal(vector.gather_features(b_local), features), side.where
 
 
 @grids_and_squares
@@ -181,15 +181,15 @@ def test_words_of_a_vector_on_each_rank(comm):
             vector, b = Vector(space, (n,)), integers((n,), 0)
             along_x = moved(f"{features}x", "x", (n,), grid)
             block = len(mm3d.Layout(f"{features}x").shard(b, grid))
-            off = not vector.layout.owns(grid)
+            off = not vector.layout.owns_block(grid)
 
             def divided(expected):
                 return {key: m for key, m in expected.items() if grid.shape[key[0]] > 1}
             grid.reset_traffic()
-            b_l = vector.fetch(vector.layout.shard(b, grid))
+            b_l = vector.gather_features(vector.layout.shard(b, grid))
             assert words(grid) == divided({(line, "broadcast"): block * off,
                                            ("x", "all_gather"): along_x}), grid
             grid.reset_traffic()
-            vector.collect(b_l)
+            vector.reduce_gradient(b_l)
             assert words(grid) == divided({(line, "reduce"): block * off,
                                            ("x", "reduce_scatter"): along_x}), grid

@@ -11,7 +11,7 @@ from bench.instruments import placement
 from bench.prediction import machine_model, memory_fit, planner, whole_steps, work
 from bench.prediction.closed_form_plan import screen_grid
 from bench.records import run_file
-from mm3d.schemes import lookup
+from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape
 from mm3d.schemes.matrix_product import FORMS
 from mm3d.schemes.scheme import SCHEMES
@@ -116,7 +116,7 @@ def test_a_new_scheme_that_is_wrong_is_found(tmp_path):
 def has_grids(name: str, ranks: int) -> bool:
     """Whether the scheme can use so many ranks."""
     try:
-        return bool(lookup(name).grids(ranks))
+        return bool(find_scheme(name).grids(ranks))
     except ValueError:
         return False
 
@@ -124,7 +124,7 @@ def has_grids(name: str, ranks: int) -> bool:
 @pytest.fixture
 def renamed(request):
     """The name of a known scheme, and another under which the same algorithms are registered."""
-    class Renamed(lookup(request.param)):
+    class Renamed(find_scheme(request.param)):
         name = "renamed"
     yield request.param, "renamed"
     del SCHEMES["renamed"]
@@ -135,8 +135,8 @@ def renamed(request):
     for ranks in (8, 64, 256) if has_grids(name, ranks)], indirect=["renamed"])
 def test_under_another_name_a_scheme_has_the_same_grids_and_plans(renamed, ranks):
     """To the last digit, by closed forms for the paper's sizes and with dry runs of the best."""
-    grids = lookup(renamed[0]).grids(ranks)
-    assert lookup(renamed[1]).grids(ranks) == grids
+    grids = find_scheme(renamed[0]).grids(ranks)
+    assert find_scheme(renamed[1]).grids(ranks) == grids
     for grid in grids:
         known, new = (screen_grid(name, grid, LONGHORN, "float32", "full", WEAK)
                       for name in renamed)
@@ -152,7 +152,7 @@ def test_under_another_name_a_scheme_has_the_same_grids_and_plans(renamed, ranks
 def test_another_name_is_among_all_candidates_and_trials(renamed):
     candidates = list(planner.list_candidates(256))
     known, new = ([grid for scheme, grid in candidates if scheme == name] for name in renamed)
-    assert known == new == lookup("3d").grids(256)
+    assert known == new == find_scheme("3d").grids(256)
     works = whole_steps.list_works(8, [(64, 48, 32)], [(96, 8, 8, 32, 2)])
     known, new = ([replace(one, scheme="") for one in works if one.scheme == name]
                   for name in renamed)
@@ -165,8 +165,8 @@ def test_under_another_name_a_scheme_has_the_same_predictions(renamed, ranks):
     """Dry runs of a model and of products, the seconds of both, where ranks are placed, and what
     is computed again to fit."""
     sizes = dict(layers=2, hidden=120, heads=5, batch=7, seq=9)
-    for grid in lookup(renamed[0]).grids(ranks)[1::9] or [None]:
-        grid = grid or lookup("renamed").grid_shape(lookup(renamed[0]).default_grid(ranks))
+    for grid in find_scheme(renamed[0]).grids(ranks)[1::9] or [None]:
+        grid = grid or find_scheme("renamed").grid_shape(find_scheme(renamed[0]).default_grid(ranks))
         found = []
         for name in renamed:
             run = dry_run.step(name, ranks, grid, ranks - 1, **sizes)
@@ -187,12 +187,12 @@ def test_local_products_are_those_of_a_dry_run(name, ranks):
                 "attention.proj": ProductShape("down", 128, 45, 45, (9, 1)),
                 "mlp.up": ProductShape("up", 128, 45, 180),
                 "mlp.down": ProductShape("down", 128, 180, 45)}
-    for grid in lookup(name).grids(ranks):
+    for grid in find_scheme(name).grids(ranks):
         run = dry_run.step(name, ranks, grid, layers=1, hidden=45, heads=5, batch=16, seq=8)
         for part, product in products.items():
             done = {event: times for (phase, where, event), times in run.events.items()
                     if (phase, where, type(event)) == ("forward", part, Gemm)}
-            local, = lookup(name).local_products(grid, product)
+            local, = find_scheme(name).local_products(grid, product)
             assert local.count == sum(done.values()), (grid, part)
             assert local[:3] == tuple(max(getattr(event, side) for event in done)
                                       for side in "mnk"), (grid, part)

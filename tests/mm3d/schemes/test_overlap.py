@@ -9,7 +9,8 @@ from bench.checks import layer_residuals
 from mirror import InFlight, during_products, mirrored
 from mm3d.arrays.backend import Backend, PANELS
 from mm3d.grid.grid import Grid
-from mm3d.model.layers import Linear
+from mm3d.model.layer_specs import LinearSpec
+from mm3d.model.specs import Builder
 from mm3d.schemes.overlap import progress_of
 from mm3d.tracing.observe import observed
 from mm3d.transport.pending import Pending
@@ -214,7 +215,8 @@ def test_a_linear_layer_alone_overlaps_nothing():
     """Without a pass that says what comes next; a gradient is there when backward returns."""
     with mirrored("3d", (2, 2, 2), overlap=True) as (scheme, in_flight):
         outer, inner = scheme.spaces(8, 4)
-        layer = Linear(scheme, "alone", outer, inner, (16, 16), np.float32)
+        layer, = LinearSpec("alone", "up", (16, 16)).build_layers(
+            Builder(scheme, outer, inner, np.float32))
         for p in layer.parameters:
             p.value[...] = 1
         x = np.ones(outer.local_shape(16), np.float32)

@@ -11,7 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from mm3d import describe
+from mm3d import model_spec
 from mm3d.arrays import backend
 from mm3d.model import cost
 from mm3d.tracing import dry_arrays, dry_run
@@ -147,7 +147,7 @@ def test_peak_memory_is_that_of_the_closed_form(grid, options):
         sizes = dict(layers=layers, hidden=hidden, heads=hidden // 64, batch=16, seq=seq)
         trace = dry_run.step("3d", math.prod(grid), grid, block=backend.Backend.block,
                              options=options, **sizes)
-        expected = 4 * cost.peak_words("3d", dict(zip("xyz", grid)), describe(sizes), **options)
+        expected = 4 * cost.peak_words("3d", dict(zip("xyz", grid)), model_spec(sizes), **options)
         assert 0.94 <= trace.pool_peak / expected <= 1.02, (hidden, layers, seq)
 
 
@@ -155,11 +155,11 @@ def test_peak_memory_is_that_of_the_closed_form(grid, options):
                                         ("2d", (4, 4)), ("serial", (1,))])
 def test_peak_memory_of_the_other_schemes_is_that_of_the_closed_form(name, grid):
     """Within 7 %; blocks of elementwise work are left out of the closed form."""
-    named = dict(zip(mm3d.schemes.lookup(name).directions, grid))
+    named = dict(zip(mm3d.schemes.find_scheme(name).directions, grid))
     for hidden, layers, seq in ((512, 1, 512), (1024, 1, 512), (512, 3, 512), (2048, 1, 64)):
         sizes = dict(layers=layers, hidden=hidden, heads=hidden // 64, batch=16, seq=seq)
         trace = dry_run.step(name, math.prod(grid), grid, block=backend.Backend.block, **sizes)
-        expected = 4 * cost.peak_words(name, named, describe(sizes))
+        expected = 4 * cost.peak_words(name, named, model_spec(sizes))
         assert 0.93 <= trace.pool_peak / expected <= 1.02, (hidden, layers, seq)
 
 
@@ -180,10 +180,10 @@ def test_every_rank_adds_up_to_the_closed_form():
     """27 ranks that do not exist: words and flops over all of them."""
     sizes = dict(layers=1, hidden=21, heads=3, batch=5, seq=4)
     traces = [dry_run.step("3d", 27, rank=rank, **sizes) for rank in range(27)]
-    expected = cost.words("3d", dict(x=3, y=3, z=3), describe(sizes))
+    expected = cost.words("3d", dict(x=3, y=3, z=3), model_spec(sizes))
     for phase in PHASES:
         assert sum(t.words(phase) for t in traces) == sum(expected[phase].values())
-    assert sum(t.flops("forward") for t in traces) == cost.flops(describe(sizes))["forward"]
+    assert sum(t.flops("forward") for t in traces) == cost.flops(model_spec(sizes))["forward"]
 
 
 @pytest.mark.limit(400)
@@ -199,7 +199,7 @@ def test_a_million_ranks_in_seconds(name, grid):
 
 
 def test_nothing_is_drawn_and_nothing_computed(monkeypatch):
-    monkeypatch.setattr("mm3d.model.transformer.normal", None)
+    monkeypatch.setattr("mm3d.model.transformer.draw_normal", None)
     monkeypatch.setattr(np, "matmul", None)
     assert dry_run.step("3d", 8, layers=1, hidden=16, heads=4, batch=8, seq=4).flops()
 
