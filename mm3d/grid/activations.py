@@ -18,18 +18,17 @@ class Space:
     Attributes
     ----------
     grid : Grid or GridShape
-        The ranks; their shape is enough for layouts and the shapes of blocks.
+        The grid; its shape is enough for layouts and the shapes of blocks.
     batch, seq : int
         Global number of sequences, and of positions in each.
     rows : str
         Layout of the first two dimensions, as in ``"xy,"`` or ``"x,y"``.
     features : str
-        The directions that divide the last dimension.
+        Directions that divide the last dimension.
     vector : str
         Layout of a vector along the features (a bias), as in ``"zx@y"``.
     gathered_along : str
-        The direction along which products gather or broadcast these activations; empty when
-        they use them where they lie.
+        Direction along which products gather these activations; empty if they do not.
     """
 
     grid: Grid | GridShape
@@ -50,16 +49,17 @@ class Space:
                     coords: Mapping[str, int] | None = None) -> tuple[int, ...]:
         """Return the shape of a block of an activation of (batch, seq, *features).
 
-        That of the rank at `coords`; of this rank, if not given and the grid is live.
+        It is the block of the rank at `coords`, by default of this rank; a `GridShape` needs
+        `coords`.
         """
         layout = self.layout(len(features) - 1, unit)
         return layout.local_shape(self.grid, (self.batch, self.seq, *features), coords)
 
     def allocator(self, *features: int, unit: int = 1) -> Callable[[Any], Array]:
-        """Return a function from a dtype to this rank's new block of (batch, seq, *features).
+        """Return a function that allocates this rank's block of (batch, seq, *features).
 
-        Its memory suits the direction along which the activation is gathered.  Every rank must
-        call the function.
+        The function takes a dtype and returns an uninitialized array.  If products gather the
+        activation, the memory suits the gather, and every rank must call the function.
         """
         layout, shape = self.layout(len(features) - 1, unit), (self.batch, self.seq, *features)
         local = layout.local_shape(self.grid, shape)
@@ -69,18 +69,18 @@ class Space:
         return partial(source.empty, local)
 
     def rows_split(self, letter: str) -> Split:
-        """Return how the direction `letter` divides the rows."""
+        """Return the `Split` of the rows along the direction `letter`."""
         return Layout(self.rows).split(self.grid, (self.batch, self.seq), letter)
 
     @property
     def sequence_axis(self) -> Axis | None:
-        """Return the direction that divides the positions of a sequence; None if none does."""
+        """Return the direction that divides the positions of a sequence; None if there is none."""
         letter = self.rows.partition(",")[2]
         return self.grid[letter] if letter and self.grid[letter].size > 1 else None
 
     @property
     def first_position(self) -> int:
-        """Return the position in its sequence of this rank's first token."""
+        """Return the position of this rank's first token in its sequence."""
         return Layout(self.rows).slices(self.grid, (self.batch, self.seq))[1].start
 
     def sum_features(self, a: Array) -> Array:

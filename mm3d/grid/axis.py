@@ -2,7 +2,7 @@
 
 An `Axis` is the set of ranks that differ from this one along one direction of the grid; its
 collectives take and return arrays.  A `Split` is one dimension of one matrix divided over one
-Axis: all that an algorithm needs to gather and to scatter it.  The bytes are moved by a transport
+Axis, with the collectives that gather and scatter it.  A transport moves the bytes
 (`mm3d.transport`).
 """
 
@@ -23,15 +23,15 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduc
 class Traffic:
     """Count what one rank moves with one kind of collective along one direction.
 
-    Calls, messages, words and bytes are counted from the arrays' shapes, as if the bucket (ring)
-    algorithms moved them, for which gathers and reductions move the least possible: a gather
-    receives and a reduction sends every block but the rank's own.  They are the same for every
-    transport; `moved` is the transport's own count.
+    Calls, messages, words and bytes are computed from the arrays' shapes, for bucket (ring)
+    algorithms, with which gathers and reductions move the fewest words possible: a gather
+    receives and a reduction sends all blocks except the rank's own.  They are the same for every
+    transport; only `moved` is counted by the transport.
 
     Attributes
     ----------
     calls : int
-        Collectives entered.
+        Calls of the collective.
     messages : int
         Blocks received or sent.
     words : int
@@ -40,8 +40,8 @@ class Traffic:
     bytes : int
         `words` times the size of an element.
     moved : float
-        Words that the transport moved on this rank by its own statement, see
-        `mm3d.transport.mpi.MpiTransport.take_moved`; NaN where it does not know.
+        Words that the transport moved on this rank by its own count, see
+        `mm3d.transport.mpi.MpiTransport.take_moved`; NaN if it does not count them.
     """
 
     calls: int = 0
@@ -52,16 +52,16 @@ class Traffic:
 
 
 class Axis:
-    """Call collectives between the ranks that differ from this one along one direction.
+    """Call collectives of the ranks that differ from this one along one direction.
 
     Parameters
     ----------
     name : str
-        The direction's letter.
+        Letter of the direction.
     comm : mpi4py.MPI.Intracomm
-        These ranks, in order.
+        The ranks, in the order of their coordinate.
     backend : Backend
-        Whose arrays are communicated.
+        The array library.
     transport : MpiTransport
         Moves the bytes; see `mm3d.transport.choice.transports_for`.
     """
@@ -87,26 +87,26 @@ class Axis:
         ----------
         a : Array
             This rank's block, of the same dtype on all ranks and the same shape but along `dim`.
-            Where ranks share memory an array from `Split.empty` is not copied, if it is passed
-            itself and not as a view; any rank may pass another array.
+            Where ranks share memory, an array from `Split.empty` is not copied if it is passed
+            itself and not as a view; every rank may also pass another array.
         dim : int
             The dimension that the blocks divide.
         counts : list of int, optional
-            The blocks' lengths along `dim`, on all ranks or on none; if not given they are
-            gathered first.
+            Lengths of the ranks' blocks along `dim`, given on all ranks or on none; by default
+            they are gathered first.
 
         Returns
         -------
         Array
-            The whole, `sum(counts)` long along `dim`; `a` itself on an axis of one rank.  Where
-            ranks share memory it is one array for all of them and must not be written; if `a` is
+            The joined array, `sum(counts)` long along `dim`; `a` itself on an axis of one.  If
+            ranks share memory, it is one array for all of them and must not be written; if `a` is
             a part of it (`Split.empty`), writes to `a` are visible to every rank.
 
         Raises
         ------
         ValueError
-            When `a` does not fit `counts`; where ranks share memory, on all of them, also when
-            they make different calls, before any array is read.
+            When `a` does not fit `counts`.  Where ranks share memory, also for different calls on
+            different ranks; then all ranks raise it, before any array is read.
         """
         if self.size == 1:
             return a
@@ -124,11 +124,12 @@ class Axis:
         ----------
         a : Array
             This rank's term of the sum, of the same shape and dtype on every rank.  An array from
-            `Split.term` may be overwritten; any rank may pass another array.
+            `Split.term` may be overwritten; every rank may also pass another array.
         dim : int
             The dimension to divide.
         counts : list of int, optional
-            The blocks' lengths along `dim`; by default those of `mm3d.arrays.blocks.blocks`.
+            Lengths of the ranks' blocks along `dim`; by default those of
+            `mm3d.arrays.blocks.blocks`.
 
         Returns
         -------
@@ -138,7 +139,7 @@ class Axis:
         Raises
         ------
         ValueError
-            As `all_gather`.
+            As in `all_gather`.
         """
         if self.size == 1:
             return a
@@ -150,7 +151,7 @@ class Axis:
 
     def begin_reduce_scatter(self, a: Array, dim: int = 0,
                              counts: list[int] | None = None) -> Pending:
-        """Start a `reduce_scatter`, which may go on while this rank multiplies."""
+        """Start a `reduce_scatter` that may run while this rank computes."""
         if self.size == 1:
             return Pending(a)
         counts = counts or blocks(a.shape[dim], self.size)
@@ -160,7 +161,7 @@ class Axis:
         return pending
 
     def prefetch(self, a: Array, dim: int, counts: list[int]) -> Array | Pending:
-        """Start an `all_gather` that goes on while this rank computes; `a` where none can."""
+        """Start an `all_gather` that runs while this rank computes; return `a` if none can."""
         if self.size == 1 or not self.transport.nonblocking:
             return a
         self._check(counts, a.shape[dim], counts[self.rank])
@@ -169,7 +170,7 @@ class Axis:
         return pending
 
     def all_reduce(self, a: Array) -> Array:
-        """Sum `a` over all ranks, on every rank; `a` itself on an axis of one rank."""
+        """Return the sum of `a` over all ranks, on every rank (`a` itself on an axis of one)."""
         if self.size == 1:
             return a
         out = self.transport.all_reduce(a)
@@ -180,10 +181,10 @@ class Axis:
     def broadcast(self, a: Array, root: int) -> Array:
         """Broadcast `a` of the rank `root` to all ranks.
 
-        On the other ranks `a` gives the shape and may be overwritten; the result may be another
-        array, shared by several ranks, which must not be written.  Shape, dtype and root must be
-        the same on all ranks; where these share memory, a difference is a ValueError at the latest
-        in the next collective that gathers or sums for all ranks.
+        On the other ranks `a` gives shape and dtype and may be overwritten.  The result may be an
+        array that several ranks share, which must not be written.  Shape, dtype and root must be
+        the same on all ranks.  If ranks share memory, a difference raises ValueError
+        at the latest in the next collective that gathers or sums for all ranks.
         """
         if self.size == 1:
             return a
@@ -193,7 +194,7 @@ class Axis:
         return out
 
     def reduce(self, a: Array, root: int) -> Array | None:
-        """Sum `a` over all ranks on the rank `root`; None on the others.
+        """Return the sum of `a` over all ranks on the rank `root`; None on the others.
 
         An `a` from `Split.reduce_term` may be overwritten.  Shape, dtype and root must be the same
         on all ranks, as for `broadcast`.
@@ -206,11 +207,13 @@ class Axis:
         return out
 
     def _check(self, counts: list[int], length: int, expected: int) -> None:
+        """Raise ValueError unless an array `length` long fits the blocks of `counts`."""
         if length != expected or len(counts) != self.size:
             raise ValueError(f"an array {length} long does not fit blocks of {counts} on rank "
                              f"{self.rank} of {self.size} along {self.name}")
 
     def _count(self, collective: str, a: Array, words: int, messages: int) -> None:
+        """Add one call of a collective on `a` to the traffic."""
         traffic = self.traffic.get(collective)
         if traffic is None:
             traffic = self.traffic[collective] = Traffic()
@@ -229,11 +232,11 @@ class Split:
     axis : Axis
         The direction.
     dim : int
-        The dimension of the array that is divided.
+        The dimension that is divided.
     extent : int
         Its length before it is divided.
     unit : int
-        Elements that stay together (the columns of a head).
+        Number of elements that stay together, such as the columns of an attention head.
 
     Attributes
     ----------
@@ -259,7 +262,7 @@ class Split:
         return self.axis.transport.block(shape, dtype, self.dim, self.counts)
 
     def term(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Allocate this rank's term of a sum for `reduce_scatter`.
+        """Allocate this rank's term of a sum, for `reduce_scatter`.
 
         Every rank of the axis must call it, with the same shape and dtype; `reduce_scatter`
         accepts any other array as well.
@@ -269,7 +272,7 @@ class Split:
         return self.axis.transport.term(shape, dtype)
 
     def reduce_term(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Allocate this rank's term of a sum for `reduce`; otherwise like `term`."""
+        """Allocate this rank's term of a sum, for `reduce`; otherwise like `term`."""
         if self.axis.size == 1:
             return self.axis.backend.empty(shape, dtype)
         return self.axis.transport.summand(shape, dtype)
@@ -279,15 +282,15 @@ class Split:
         return self.axis.all_gather(a, self.dim, self.counts)
 
     def reduce_scatter(self, a: Array) -> Array:
-        """Sum `a`, whose dimension is whole, over the ranks; return this rank's block."""
+        """Sum `a`, in which the dimension is whole, over the ranks; return this rank's block."""
         return self.axis.reduce_scatter(a, self.dim, self.counts)
 
     def begin_reduce_scatter(self, a: Array) -> Pending:
-        """Start a `reduce_scatter`, which may go on while this rank multiplies."""
+        """Start a `reduce_scatter` that may run while this rank computes."""
         return self.axis.begin_reduce_scatter(a, self.dim, self.counts)
 
     def prefetch(self, a: Array) -> Array | Pending:
-        """Start an `all_gather` that goes on while this rank computes; `a` where none can."""
+        """Start an `all_gather` that runs while this rank computes; return `a` if none can."""
         return self.axis.prefetch(a, self.dim, self.counts)
 
     def broadcast(self, a: Array, root: int) -> Array:
@@ -298,5 +301,5 @@ class Split:
         return self.axis.broadcast(a, root)
 
     def reduce(self, a: Array, root: int) -> Array | None:
-        """Sum the ranks' terms of the block of `root` on that rank; None on the others."""
+        """Return the sum of the terms of the block of `root`, on that rank; None on the others."""
         return self.axis.reduce(a, root)

@@ -22,11 +22,11 @@ class Grid:
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm or DryCommunicator
-        All ranks of the grid; every one of them must make it.
+        The ranks of the grid; every rank must create it.
     backend : str or Backend, optional
-        Whose arrays are communicated; see `mm3d.arrays.backend.get`.
+        The array library, see `mm3d.arrays.backend.get`.
     **shape : int
-        The directions, single letters, and their sizes.
+        Sizes of the directions, which are single letters.
 
     Attributes
     ----------
@@ -42,7 +42,7 @@ class Grid:
     Raises
     ------
     ValueError
-        When the sizes do not multiply to the number of ranks, or a name is not one letter.
+        When the product of the sizes is not the number of ranks, or a name is not one letter.
     OSError
         When ``MM3D_TRANSPORT=shared`` asks for memory that some ranks cannot share.
 
@@ -74,7 +74,7 @@ class Grid:
         """Create the communicator of the ranks that differ from this one along `name`."""
         if isinstance(self.comm, DryCommunicator):
             return DryCommunicator(self.shape[name], self.coords[name])
-        # A line is known by its first rank.
+        # The first rank of a line identifies it.
         return self.comm.Split(self.shape.rank({**self.coords, name: 0}), self.coords[name])
 
     def __getitem__(self, name: str) -> Axis:
@@ -101,12 +101,12 @@ class Grid:
             axis.traffic = {}
 
     def graph(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """Record `step`, which communicates on this grid, as a graph; see `Backend.graph`.
+        """Record `step`, which communicates on this grid, as a CUDA graph; see `Backend.graph`.
 
         Raises
         ------
         ValueError
-            On every rank alike, where the backend has no graphs or the host carries messages.
+            On every rank alike, when the backend has no graphs or messages pass through the host.
         """
         host = sorted({axis.transport.name for axis in self.axes.values()
                        if axis.size > 1 and axis.transport.on_host})
@@ -118,8 +118,8 @@ class Grid:
     def free(self) -> None:
         """Free the communicators of the directions; the grid cannot be used afterwards.
 
-        Every rank must call it.  MPI libraries hold some thousand communicators at most, so a
-        program that makes many grids frees those it is done with.
+        Every rank must call it.  MPI libraries support a few thousand communicators at most, so a
+        program that creates many grids should free them.
         """
         for axis in self.axes.values():
             axis.transport.free()

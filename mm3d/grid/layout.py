@@ -27,22 +27,22 @@ from mm3d.grid.shape import GridShape
 class Layout:
     """Describe how an array is divided over a grid.
 
-    The place of each block follows from the shape of the grid and coordinates alone: `slices`,
-    `local_shape`, `owns_block` and `diagonal_rank` take a `GridShape` and coordinates, or a live `Grid`, whose
-    coordinates are then those of this rank.
+    Where a block lies depends only on the shape of the grid and on coordinates.  So `slices`,
+    `local_shape`, `owns_block` and `diagonal_rank` take a `GridShape` and coordinates, or a `Grid`
+    and by default the coordinates of this rank.
 
     Parameters
     ----------
     spec : str
-        The layout, as the module describes it.
+        The layout, in the notation of this module.
     units : mapping of int to int, optional
-        For a dimension, how many elements the *first* direction that divides it keeps together
-        (the columns of an attention head, say); later directions divide single elements.
+        By dimension, the number of elements that the *first* direction that divides it keeps
+        together (the columns of an attention head).  Later directions divide single elements.
 
     Raises
     ------
     ValueError
-        When a direction appears twice.
+        When a direction appears twice, or '@' is not followed by one direction.
     """
 
     def __init__(self, spec: str, units: Mapping[int, int] | None = None) -> None:
@@ -57,7 +57,7 @@ class Layout:
 
     @property
     def letters(self) -> str:
-        """Return the directions that divide a dimension, in order."""
+        """Return the directions that divide dimensions, in order."""
         return "".join(self.dims)
 
     def __repr__(self) -> str:
@@ -65,6 +65,7 @@ class Layout:
         return f"Layout({self.spec!r}{units})"
 
     def _check(self, sizes: GridShape, shape: tuple[int, ...]) -> None:
+        """Raise ValueError unless the grid and an array of `shape` fit the layout."""
         missing = [c for c in self.letters + (self.diagonal or "") if c not in sizes]
         if missing:
             raise ValueError(f"layout {self.spec!r} names the direction {missing[0]!r}, which "
@@ -84,21 +85,40 @@ class Layout:
         return start, length
 
     def owns_block(self, grid: GridShape | Grid, coords: Mapping[str, int] | None = None) -> bool:
-        """Return whether the rank at `coords` holds a block."""
+        """Return whether the rank at `coords`, by default this rank, stores a block."""
         if self.diagonal is None:
             return True
-        sizes, coords = _place(grid, coords)
+        sizes, coords = _resolve_place(grid, coords)
         return coords[self.diagonal] == self.diagonal_rank(sizes, coords)
 
-    def diagonal_rank(self, grid: GridShape | Grid, coords: Mapping[str, int] | None = None) -> int:
-        """Return the rank along the direction after '@' that holds the block for `coords`."""
-        sizes, coords = _place(grid, coords)
+    def diagonal_rank(self, grid: GridShape | Grid,
+                      coords: Mapping[str, int] | None = None) -> int:
+        """Return the coordinate, along the direction after '@', of the rank that stores the block.
+
+        `coords` are the other coordinates of the rank, by default those of this rank.
+        """
+        sizes, coords = _resolve_place(grid, coords)
         return coords[self.letters[0]] % sizes[self.diagonal]
 
     def slices(self, grid: GridShape | Grid, shape: tuple[int, ...],
                coords: Mapping[str, int] | None = None) -> tuple[slice, ...]:
-        """Return the slices of the global array of `shape` that the rank at `coords` holds."""
-        sizes, coords = _place(grid, coords)
+        """Return the slices of the block that a rank stores of a global array.
+
+        Parameters
+        ----------
+        grid : GridShape or Grid
+            The grid that the array is divided over.
+        shape : tuple of int
+            Global shape of the array.
+        coords : mapping of str to int, optional
+            Coordinates of the rank; by default those of this rank.
+
+        Raises
+        ------
+        ValueError
+            When the grid lacks a direction of the layout, or the number of dimensions differs.
+        """
+        sizes, coords = _resolve_place(grid, coords)
         self._check(sizes, shape)
         if not self.owns_block(sizes, coords):
             return (slice(0, 0),) * len(shape)
@@ -107,14 +127,20 @@ class Layout:
 
     def local_shape(self, grid: GridShape | Grid, shape: tuple[int, ...],
                     coords: Mapping[str, int] | None = None) -> tuple[int, ...]:
-        """Return the shape of the block that the rank at `coords` holds of an array of `shape`."""
+        """Return the shape of the block that a rank stores; parameters and errors as in `slices`.
+        """
         return tuple(s.stop - s.start for s in self.slices(grid, shape, coords))
 
     def split(self, grid: Grid, shape: tuple[int, ...], letter: str) -> Split:
-        """Return how the direction `letter` divides an array of `shape`.
+        """Return the `Split` of an array of global `shape` along the direction `letter`.
 
-        Its extent on this rank is what the directions before `letter` leave of the dimension.
-        ValueError where `letter` divides none.
+        Its extent is the length of this rank's block after the directions before `letter` have
+        divided the dimension.
+
+        Raises
+        ------
+        ValueError
+            When `letter` divides no dimension.
         """
         self._check(grid.shape, shape)
         if len(letter) != 1 or letter not in self.letters:
@@ -127,14 +153,19 @@ class Layout:
         return grid[letter].split(dim, length, unit)
 
     def shard(self, a: np.ndarray, grid: Grid) -> Array:
-        """Copy this rank's block of the global array `a`, which every rank holds."""
+        """Return a copy of this rank's block of the global array `a`, as the backend's array."""
         return grid.backend.asarray(np.ascontiguousarray(a[self.slices(grid, a.shape)]))
 
     def unshard(self, a: Array, grid: Grid, shape: tuple[int, ...]) -> np.ndarray:
         """Gather the global array of `shape` on every rank from the ranks' blocks `a`.
 
-        For checks and small arrays only: nothing in the core holds a global array.
-        Every rank of the grid must call it.
+        For checks and small arrays only: no algorithm stores a global array.  Every rank of the
+        grid must call it.
+
+        Raises
+        ------
+        ValueError
+            On every rank alike, when some rank's `a` does not have the shape of its block.
         """
         shape = tuple(shape)
         local = np.ascontiguousarray(grid.backend.to_host(a))
@@ -156,9 +187,9 @@ class Layout:
         return out
 
 
-def _place(grid: GridShape | Grid, coords: Mapping[str, int] | None
-           ) -> tuple[GridShape, Mapping[str, int]]:
-    """Return the shape of a grid and coordinates on it, by default those of this rank."""
+def _resolve_place(grid: GridShape | Grid, coords: Mapping[str, int] | None
+                   ) -> tuple[GridShape, Mapping[str, int]]:
+    """Return the shape of a grid, and coordinates on it, by default those of this rank."""
     if not isinstance(grid, GridShape):
         return grid.shape, grid.coords if coords is None else coords
     if coords is None:

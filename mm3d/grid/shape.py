@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Iterable, Iterator
 
-DIRECTIONS = "xyz"    # where a text gives sizes alone
+DEFAULT_DIRECTIONS = "xyz"    # defaults for a text that gives only sizes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -66,20 +66,19 @@ class GridShape(Mapping[str, int]):
 
     @classmethod
     def from_sizes(cls, sizes: Mapping[str, int]) -> "GridShape":
-        """Return the shape with these sizes by direction, the slowest first."""
+        """Return the shape with these sizes by direction, the slowest direction first."""
         return sizes if isinstance(sizes, cls) else cls(tuple(sizes), tuple(sizes.values()))
 
     @classmethod
     def parse(cls, text: str, directions: str | None = None) -> "GridShape":
-        """Return the shape that a text states: ``2x2x2`` or ``2 x 2 x 2``.
+        """Return the shape written as ``2x2x2`` or ``2 x 2 x 2``.
 
         Parameters
         ----------
         text : str
             The sizes, with an x between them.
         directions : str, optional
-            Their directions, as in ``"xyz"`` or ``"x y z"``; x, y, z as far as there are sizes,
-            if not given.
+            Their directions, as in ``"xyz"`` or ``"x y z"``; by default the first of x, y, z.
 
         Raises
         ------
@@ -91,7 +90,7 @@ class GridShape(Mapping[str, int]):
         except ValueError:
             raise ValueError(f"{text!r} is no shape of a grid: give sizes as in 2x2x2") from None
         if directions is None:
-            directions = DIRECTIONS[:len(sizes)]
+            directions = DEFAULT_DIRECTIONS[:len(sizes)]
         return cls(directions.replace(" ", ""), sizes)
 
     def __getitem__(self, direction: str) -> int:

@@ -182,7 +182,7 @@ class MegatronSequence(Megatron):
                         **options: Any) -> float:
         """Count the gathered dC (down), or the terms of dA and then the gathered A (up).
 
-        Each needs a second buffer while it is sent; dB, and on the way down dA, is allocated later.
+        Each needs a second buffer while it is sent; dB, and on the way down dA, comes later.
         """
         P, (M, N, K) = sizes["x"], product.extents
         whole, later = (M * N, 0) if product.way == "up" else (M * K, M * N / P)
