@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Iterable, Iterator
 
-DEFAULT_DIRECTIONS = "xyz"    # defaults for a text that gives only sizes
+DEFAULT_DIRECTIONS = "xyz"    # of a text that gives only sizes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
