@@ -21,7 +21,7 @@ COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduc
 
 @dataclass
 class Traffic:
-    """Count what one rank moves with one kind of collective along one direction.
+    """Count the traffic of one rank by one kind of collective along one direction.
 
     Calls, messages, words and bytes are computed from the arrays' shapes, for bucket (ring)
     algorithms, with which gathers and reductions move the fewest words possible: a gather

@@ -157,7 +157,7 @@ class Parallelism:
         """Return the number of positions in all sequences together."""
         return self.batch * self.seq
 
-    def spaces(self, way: str) -> tuple[SpaceCosts, SpaceForms]:
+    def spaces(self, way: str) -> tuple[SpaceCosts, SpaceCosts]:
         """Return the spaces of A and C of a product; `way` is "up" or "down"."""
         return (self.outer, self.inner) if way == "up" else (self.inner, self.outer)
 
