@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Iterable, Iterator
 
-DEFAULT_DIRECTIONS = "xyz"    # of a text that gives only sizes
+DIRECTIONS = "xyz"    # of a text that gives only sizes
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -90,7 +90,7 @@ class GridShape(Mapping[str, int]):
         except ValueError:
             raise ValueError(f"{text!r} is no shape of a grid: give sizes as in 2x2x2") from None
         if directions is None:
-            directions = DEFAULT_DIRECTIONS[:len(sizes)]
+            directions = DIRECTIONS[:len(sizes)]
         return cls(directions.replace(" ", ""), sizes)
 
     def __getitem__(self, direction: str) -> int:
