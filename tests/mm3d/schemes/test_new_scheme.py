@@ -166,7 +166,8 @@ def test_under_another_name_a_scheme_has_the_same_predictions(renamed, ranks):
     is computed again to fit."""
     sizes = dict(layers=2, hidden=120, heads=5, batch=7, seq=9)
     for grid in find_scheme(renamed[0]).grids(ranks)[1::9] or [None]:
-        grid = grid or find_scheme("renamed").grid_shape(find_scheme(renamed[0]).default_grid(ranks))
+        grid = grid or find_scheme("renamed").grid_shape(
+            find_scheme(renamed[0]).default_grid(ranks))
         found = []
         for name in renamed:
             run = dry_run.step(name, ranks, grid, ranks - 1, **sizes)
