@@ -123,7 +123,7 @@ def test_pictures_of_schedules(tmp_path, texts):
 def test_texts_that_are_wrong_are_found(tmp_path, texts):
     """The checks above can fail."""
     run_file.write_run(limited(select_rows("weak", "3d")[0]), tmp_path, "weak")
-    with every_figure.style.look():
+    with every_figure.style.figure_style():
         figure = roofline_and_memory.draw_roofline(read_folder(tmp_path).results[0])
         panel = figure.axes[0]
         for where in ((0.5, 0.5), (0.51, 0.5)):
