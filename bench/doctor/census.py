@@ -1,8 +1,9 @@
-"""What every rank of a job sees: the child that ``bench doctor`` starts under the launcher.
+"""Report the environment of every rank: the program that ``bench doctor`` starts as a child job.
 
-``python -m bench.doctor.census census`` prints one line of JSON for each world of ranks that comes
-about, ``python -m bench.doctor.census exchange`` sends device buffers around and says whether they
-arrived.  An MPI that cannot read them may crash, which is why this is a program of its own.
+``python -m bench.doctor.census census`` prints a line of JSON for each world of ranks that the
+launcher has made; ``python -m bench.doctor.census exchange`` sends device buffers between the
+ranks and prints whether they arrived.  An MPI that cannot read them may crash, so this is a
+program of its own.
 """
 
 import json
@@ -17,13 +18,13 @@ from bench.instruments import host
 from mm3d import launcher
 
 MARK = "mm3d-census "
-WORDS = 1 << 16    # of an exchange: beyond what is sent eagerly, below what takes time
+WORDS = 1 << 16    # of a message: too long to be sent eagerly, short enough to take no time
 
 
-def gpus() -> tuple[list[str], str]:
-    """The GPUs that this process can use, by bus address, and who says so.
+def find_gpus() -> tuple[list[str], str]:
+    """Return the bus addresses of the GPUs that this process can use, and the source.
 
-    Where no CUDA library can tell, the numbers in CUDA_VISIBLE_DEVICES stand for them.
+    Without a CUDA library these are the numbers in CUDA_VISIBLE_DEVICES.
     """
     try:
         import cupy
@@ -35,36 +36,35 @@ def gpus() -> tuple[list[str], str]:
 
 
 def best_kernels() -> str:
-    """Vector instructions of this processor that BLAS kernels should use; "" where unknown."""
+    """Return the vector instructions that BLAS should use on this processor; "" if unknown."""
     flags = host.processor_flags()
     return next((name for name in ("avx512f", "avx2") if name in flags), "")
 
 
-def census() -> list[dict[str, Any]]:
-    """What each rank of this world sees, in rank order (every rank calls it)."""
+def take_census() -> list[dict[str, Any]]:
+    """Gather the environment of each rank of this world, in rank order; every rank calls it."""
     from mpi4py import MPI
     from bench.instruments.clock import Clock
     from mm3d.transport.nodes import node_numbers
     comm = MPI.COMM_WORLD
     nodes = node_numbers(comm)
     node = nodes[comm.rank]
-    seen, source = gpus()
+    gpus, source = find_gpus()
     clock = Clock(comm)
-    mine = {"size": comm.size, "node": nodes.index(node),    # known by its first rank
+    mine = {"size": comm.size, "node": nodes.index(node),    # numbered by its first rank
             "local_rank": nodes[:comm.rank].count(node), "ranks_on_node": nodes.count(node),
-            "cores": launcher.cores(), "gpus": seen,
+            "cores": launcher.cores(), "gpus": gpus,
             "gpu_source": source, "mpi": host.mpi_name(MPI.Get_library_version()),
             "best_kernels": best_kernels(), **host.describe_blas(),
             "clock_resolution": clock.resolution(), "clock_offset_error": clock.offset_error}
     return comm.allgather(mine)
 
 
-def exchange() -> str:
-    """Move device buffers by the calls of `mm3d.transport.device.DeviceTransport`; "" when all
-    arrived, else what is wrong.
+def exchange_buffers() -> str:
+    """Move device buffers between all ranks; return which arrived wrong, "" if none.
 
-    These are all-gather(v), all-to-all(v), broadcast and messages between two ranks.  No reduction
-    is among them: mm3d sums on the device.
+    The calls are those of `mm3d.transport.device.DeviceTransport`: all-gather(v), all-to-all(v),
+    broadcast and messages between two ranks.  There is no reduction: mm3d sums on the device.
     """
     import cupy
     # The device's context has to exist when MPI starts, and on this rank's own GPU.
@@ -75,7 +75,7 @@ def exchange() -> str:
     comm = MPI.COMM_WORLD
     size, rank = comm.size, comm.rank
     mine, source = cupy.full(WORDS, rank + 1, dtype="float32"), (rank - 1) % size
-    gathered, dealt = (cupy.zeros(size * WORDS, dtype="float32") for _ in range(2))
+    gathered, scattered = (cupy.zeros(size * WORDS, dtype="float32") for _ in range(2))
     sent, passed = cupy.full(WORDS, size, dtype="float32"), cupy.zeros(WORDS, dtype="float32")
     if rank:
         sent = cupy.zeros(WORDS, dtype="float32")
@@ -83,23 +83,23 @@ def exchange() -> str:
     lengths = [WORDS] * size
     blocks = lengths, [WORDS * of for of in range(size)]
     comm.Allgatherv(mine, [gathered, blocks])
-    # Every rank sends the one block that it has, to each.
-    comm.Alltoallv([mine, (lengths, [0] * size)], [dealt, blocks])
+    # Every rank sends its one block to every rank.
+    comm.Alltoallv([mine, (lengths, [0] * size)], [scattered, blocks])
     comm.Bcast(sent, 0)
     requests = [comm.Irecv(passed, source), comm.Isend(mine, (rank + 1) % size)]
     MPI.Request.Waitall(requests)
     ranks = np.repeat(np.arange(1, size + 1), WORDS)
     wrong = [name for name, got, expected in (
-        ("an all-gather", gathered, ranks), ("an all-to-all", dealt, ranks),
+        ("an all-gather", gathered, ranks), ("an all-to-all", scattered, ranks),
         ("a broadcast", sent, size), ("a message", passed, source + 1))
         if not (cupy.asnumpy(got) == expected).all()]
     problems = [text for text in comm.allgather(", ".join(wrong)) if text]
     return f"{problems[0]} arrived wrong on {len(problems)} ranks" if problems else ""
 
 
-def main(what: str) -> None:
-    """Print what was found, from rank 0 of the world."""
-    found = census() if what == "census" else exchange()
+def main(report: str) -> None:
+    """Make the report "census" or "exchange", and print it on rank 0 of the world."""
+    found = take_census() if report == "census" else exchange_buffers()
     from mpi4py import MPI
     if MPI.COMM_WORLD.rank == 0:
         # One write: several worlds may share the output.

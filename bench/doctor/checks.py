@@ -1,4 +1,4 @@
-"""The checks of ``bench doctor``: functions of `Facts` that return a `Finding`."""
+"""Check this environment for ``bench doctor``: each check makes a `Finding` from the `Facts`."""
 
 import os
 import platform
@@ -22,7 +22,17 @@ PACKAGES = ("mm3d", "numpy", "mpi4py", "h5py")
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found: its name, a state (`OK`, `WARNING`, `FAILED`, `SKIPPED`) and a line."""
+    """The result of a check.
+
+    Attributes
+    ----------
+    check : str
+        The name of the check.
+    state : str
+        `OK`, `WARNING`, `FAILED` or `SKIPPED`.
+    text : str
+        A line that explains it.
+    """
 
     check: str
     state: str
@@ -30,7 +40,7 @@ class Finding:
 
 
 def software(facts: Facts) -> Finding:
-    """Versions of Python and of the packages."""
+    """Report the versions of Python and of the packages."""
     found = [f"Python {platform.python_version()}"]
     for package in PACKAGES:
         try:
@@ -41,7 +51,7 @@ def software(facts: Facts) -> Finding:
 
 
 def modules(facts: Facts) -> Finding:
-    """Environment modules: those that are wanted are loaded."""
+    """Check that the environment modules that are required are loaded."""
     loaded = [name for name in os.environ.get("LOADEDMODULES", "").split(":") if name]
     # A module is known with and without its version.
     known = {*loaded, *(name.partition("/")[0] for name in loaded)}
@@ -54,7 +64,7 @@ def modules(facts: Facts) -> Finding:
 
 
 def launcher(facts: Facts) -> Finding:
-    """The launcher starts one world of as many ranks as it was asked for."""
+    """Check that the launcher starts one world of as many ranks as it is asked for."""
     worlds, problem = facts.census
     name = shlex.join(facts.launcher)
     if len(worlds) > 1:
@@ -72,7 +82,7 @@ def launcher(facts: Facts) -> Finding:
 
 
 def needs_world(check: Callable[[Facts], Finding]) -> Callable[[Facts], Finding]:
-    """A check that can say nothing when the launcher did not start one world."""
+    """Make a check of one that is skipped unless the launcher has started one world."""
     def checked(facts: Facts) -> Finding:
         if not facts.world:
             return Finding(check.__name__, SKIPPED, "not known, as the launcher failed")
@@ -83,7 +93,7 @@ def needs_world(check: Callable[[Facts], Finding]) -> Callable[[Facts], Finding]
 
 @needs_world
 def nodes(facts: Facts) -> Finding:
-    """Nodes, and the ranks on each."""
+    """Check the number of ranks on each node."""
     counts = {rank["node"]: rank["ranks_on_node"] for rank in facts.world}
     text = (f"{len(counts)} node{'s' * (len(counts) > 1)} with "
             f"{', '.join(map(str, sorted(set(counts.values()))))} ranks")
@@ -94,7 +104,7 @@ def nodes(facts: Facts) -> Finding:
 
 @needs_world
 def blas(facts: Facts) -> Finding:
-    """BLAS: kernels that suit the processor, and no more threads than cores."""
+    """Check that BLAS uses kernels for this processor, and no more threads than cores."""
     worst = max(facts.world, key=lambda rank: (rank["blas_threads"] * rank["ranks_on_node"]
                                                / rank["cores"]))
     threads, ranks, cores = (worst[key] for key in ("blas_threads", "ranks_on_node", "cores"))
@@ -115,7 +125,7 @@ def blas(facts: Facts) -> Finding:
 
 @needs_world
 def gpus(facts: Facts) -> Finding:
-    """Every node has the GPUs that are wanted, and every rank one of its own."""
+    """Check that every node has the GPUs that are required, and every rank one of its own."""
     wanted = facts.gpus_per_node
     if not wanted and not facts.sees_gpus:
         return Finding("gpus", SKIPPED, "none seen, none wanted")
@@ -146,10 +156,10 @@ def gpus(facts: Facts) -> Finding:
 
 @needs_world
 def cuda_aware(facts: Facts) -> Finding:
-    """MPI reads and writes device buffers, shown by doing it in a child job."""
+    """Check that MPI reads and writes device buffers, by doing so in a child job."""
     if not facts.device_buffers and not facts.sees_gpus:
         return Finding("cuda_aware", SKIPPED, "no GPU seen, device buffers not wanted")
-    answers, problem = facts.child("exchange")
+    answers, problem = facts.run_child_job("exchange")
     if not problem and answers and not answers[0]:
         return Finding("cuda_aware", OK, f"{facts.ranks} ranks exchanged device buffers")
     text = f"an exchange of device buffers {problem or (answers or ['said nothing'])[0]}"
@@ -163,7 +173,7 @@ def cuda_aware(facts: Facts) -> Finding:
 
 @needs_world
 def nccl(facts: Facts) -> Finding:
-    """The version of NCCL."""
+    """Report the version of NCCL."""
     if not facts.sees_gpus:
         return Finding("nccl", SKIPPED, "no GPU seen")
     try:
@@ -174,7 +184,7 @@ def nccl(facts: Facts) -> Finding:
 
 
 def hdf5(facts: Facts) -> Finding:
-    """A file of results can be written into the folder, and read back."""
+    """Check that a file of results can be written into the folder and read back."""
     numbers = np.array([0.1, 2.0, -3e300])
     try:
         folder = run_file.check_folder(facts.folder) if facts.folder else None
@@ -191,7 +201,7 @@ def hdf5(facts: Facts) -> Finding:
 
 @needs_world
 def clock(facts: Facts) -> Finding:
-    """Resolution of the clock, and how far clocks of different nodes may be apart."""
+    """Check the resolution of the clock, and the error between the clocks of nodes."""
     resolution = max(rank["clock_resolution"] for rank in facts.world)
     error = max(rank["clock_offset_error"] for rank in facts.world)
     text = f"resolution {resolution:.2g} s, error between nodes {error:.2g} s"
@@ -200,7 +210,7 @@ def clock(facts: Facts) -> Finding:
 
 
 def leftovers(facts: Facts) -> Finding:
-    """Shared memory that killed jobs have left here, removed where that is asked for."""
+    """Report the shared memory that killed jobs have left here, or remove it if asked to."""
     found = leftover_memory.abandoned_segments()
     if not found:
         return Finding("leftovers", OK,

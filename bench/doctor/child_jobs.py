@@ -1,15 +1,12 @@
-"""What the checks of ``bench doctor`` go by: what is wanted, and what child jobs saw.
+"""Provide the facts for the checks of ``bench doctor``: requirements, and reports of child jobs.
 
-What only ranks can see is asked of a child job (`bench.doctor.census`) with a time limit, which
-may hang or crash without taking the doctor with it.
+Only ranks can see some of them, so a child job (`bench.doctor.census`) reports these under a time
+limit.  It may hang or crash without taking the doctor with it.
 """
 
 import json
-import os
 import re
 import shlex
-import signal
-import subprocess
 import sys
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -18,35 +15,38 @@ from typing import Any
 
 from bench.doctor.census import MARK
 from mm3d import launcher
+from mm3d.child_process import run_child
 
-TIMED_OUT = (124, 137)    # of the command timeout
+TIMED_OUT = (124, 137)    # exit statuses of the command timeout
 
 
 @dataclass
 class Facts:
-    """What is wanted, and what the child jobs saw.
+    """The requirements of a user, and the reports of the child jobs.
 
     Attributes
     ----------
     ranks : int
         Ranks that the launcher shall start.
     launcher : list of str
-        The command that starts so many, without the program.
-    ranks_per_node, gpus_per_node : int
-        Wanted of each node; 0 for whatever there is.
+        The command that starts that many ranks, without the program.
+    ranks_per_node : int
+        The most ranks on a node; 0 for any number.
+    gpus_per_node : int
+        The fewest GPUs on a node; 0 for any number.
     device_buffers : bool
-        Whether MPI is to read device memory itself.
+        Whether MPI must read device memory itself.
     modules : list of str
-        That must be loaded.
+        Environment modules that must be loaded.
     folder : str or None
-        Where results will be written.
+        The folder of results, which must be writable.
     limit : float
         Seconds that a child job may take.
     seen : Path or None
-        Where the child jobs' output lies, when somebody else has run them; then `launcher` only
+        The folder with the output of child jobs that a script has run; then `launcher` only
         serves messages.
     clean : bool
-        Whether shared memory that killed jobs have left here is removed.
+        Whether to remove the shared memory that killed jobs have left here.
     """
 
     ranks: int
@@ -62,74 +62,85 @@ class Facts:
 
     @cached_property
     def census(self) -> tuple[list[list[dict[str, Any]]], str]:
-        """Of each world that came about what its ranks see; and what went wrong."""
-        return self.child("census")
+        """The reports of all ranks, a list for each world that was started; and the problem."""
+        return self.run_child_job("census")
 
     @property
     def world(self) -> list[dict[str, Any]]:
-        """What the ranks of the only world see; nothing when it is not the one wanted."""
+        """The reports of the ranks of one world of the size required; empty if there is none."""
         worlds = self.census[0]
         return worlds[0] if [len(ranks) for ranks in worlds] == [self.ranks] else []
 
     @property
     def sees_gpus(self) -> bool:
-        """Whether some rank sees a GPU."""
+        """True if a rank sees a GPU."""
         return any(rank["gpus"] for rank in self.world)
 
-    def child(self, what: str) -> tuple[list[Any], str]:
-        """Run `bench.doctor.census` under the launcher: what each world said, and what went
-        wrong."""
+    def run_child_job(self, report: str) -> tuple[list[Any], str]:
+        """Run `bench.doctor.census` under the launcher.
+
+        Parameters
+        ----------
+        report : {"census", "exchange"}
+            The report that is asked for.
+
+        Returns
+        -------
+        list, str
+            The report of each world, and the problem; "" if there was none.
+        """
         if self.seen:
-            return self.kept(what)
-        command = [*self.launcher, sys.executable, "-m", "bench.doctor.census", what]
+            return self.read_child_job(report)
+        command = [*self.launcher, sys.executable, "-m", "bench.doctor.census", report]
         try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
-                stderr=subprocess.PIPE, start_new_session=True,
-                env=launcher.for_launcher(command))
+            child = run_child(command, self.limit, env=launcher.for_launcher(command),
+                              with_parent=True)
         except OSError as error:
             return [], f"{shlex.join(self.launcher)} cannot be started: {error.strerror}"
-        try:
-            out, err = process.communicate(timeout=self.limit)
-            problem = "" if process.returncode == 0 else died(process.returncode, err)
-        except subprocess.TimeoutExpired:
-            out, problem = ended(process), f"did not end within {self.limit:g} seconds"
-            if launcher.in_step() and "srun" in command[0]:
-                problem += (", as srun within a step waits for the step's own cores: run doctor "
-                            "in the job's script, or under salloc")
-        return said(out), problem
+        problem = describe_failure(child.status, child.err, self.limit)
+        if child.status is None and launcher.in_step() and "srun" in command[0]:
+            problem += (", as srun within a step waits for the step's own cores: run doctor "
+                        "in the job's script, or under salloc")
+        return parse_reports(child.out), problem
 
-    def kept(self, what: str) -> tuple[list[Any], str]:
-        """What a child job said that somebody else has run: WHAT.out, .err and .status."""
+    def read_child_job(self, report: str) -> tuple[list[Any], str]:
+        """Read the output of a child job that a script has run: REPORT.out, .err and .status."""
         try:
-            out, err, status = ((self.seen / f"{what}.{end}").read_text()
-                                for end in ("out", "err", "status"))
+            out, err, text = ((self.seen / f"{report}.{end}").read_text()
+                              for end in ("out", "err", "status"))
         except OSError as error:
             return [], f"was not started: {error.filename}: {error.strerror}"
-        if int(status) in TIMED_OUT:
-            return said(out), f"did not end within {self.limit:g} seconds"
-        return said(out), died(int(status), err) if int(status) else ""
+        status = None if int(text) in TIMED_OUT else int(text)
+        return parse_reports(out), describe_failure(status, err, self.limit)
 
 
-def said(out: str) -> list[Any]:
-    """What each world said."""
+def parse_reports(out: str) -> list[Any]:
+    """Return the report of each world from the output of a child job."""
     return [json.loads(line.partition(MARK)[2]) for line in out.splitlines() if MARK in line]
 
 
-def ended(process: subprocess.Popen) -> str:
-    """End a job that takes too long; what it said."""
-    for sign, grace in ((signal.SIGTERM, 10), (signal.SIGKILL, None)):
-        try:
-            os.killpg(process.pid, sign)
-            return process.communicate(timeout=grace)[0]
-        except (subprocess.TimeoutExpired, ProcessLookupError):
-            continue
-    return process.communicate()[0]
+def describe_failure(status: int | None, output: str, limit: float) -> str:
+    """Describe how a child job failed, with the last line of its output that explains it.
 
+    Parameters
+    ----------
+    status : int or None
+        See `mm3d.child_process.ChildResult`.
+    output : str
+        The output that may explain a failure.
+    limit : float
+        Seconds that the job was given.
 
-def died(status: int, err: str) -> str:
-    """How a child job ended, with the last line that says something about it."""
-    lines = [line.strip() for line in err.splitlines() if line.strip()]
+    Returns
+    -------
+    str
+        "" when the job ended with status 0.
+    """
+    if status is None:
+        return f"did not end within {limit:g} seconds"
+    if status == 0:
+        return ""
+    lines = [line.strip() for line in output.splitlines() if line.strip()]
     telling = [line for line in lines if re.search("[Ee]rror|[Ss]ignal|[Ss]egmentation", line)]
     how = f"signal {-status}" if status < 0 else f"status {status}"
     return f"ended with {how}: {(telling or lines or ['it said nothing'])[-1][:200]}"

@@ -1,9 +1,8 @@
-"""What ``bench doctor --gpu`` checks besides: that this GPU computes and travels as it should.
+"""Check that the GPU here computes right, and that its arrays travel: ``bench doctor --gpu``.
 
-Each is a function of `bench.doctor.child_jobs.Facts`, as those of `bench.doctor.checks` are.
+Each check is a function of `bench.doctor.child_jobs.Facts`, as in `bench.doctor.checks`.
 """
 
-import subprocess
 import sys
 from typing import Callable
 
@@ -11,16 +10,17 @@ import numpy as np
 
 from bench.checks.freivalds import EPS
 from bench.doctor.checks import FAILED, Finding, OK, SKIPPED, WARNING
-from bench.doctor.child_jobs import Facts, died, ended
+from bench.doctor.child_jobs import Facts, describe_failure
 from bench.experiments.gpu import device_checks, gpu_cases
 from mm3d import launcher
 from mm3d.arrays import backend as backends
 from mm3d.arrays.products import matmul
+from mm3d.child_process import run_child
 from mm3d.transport.device import TRANSPORTS
 
 
-def usable() -> backends.Backend | str:
-    """The backend, or why there is none."""
+def find_backend() -> backends.Backend | str:
+    """Return CuPy's backend, or the reason why there is none."""
     try:
         return backends.get("cupy")
     except ValueError as error:
@@ -28,8 +28,8 @@ def usable() -> backends.Backend | str:
 
 
 def device(facts: Facts) -> Finding:
-    """CuPy finds a GPU."""
-    found = usable()
+    """Check that CuPy finds a GPU."""
+    found = find_backend()
     if isinstance(found, str):
         return Finding("device", FAILED, found)
     about = found.describe()
@@ -38,10 +38,10 @@ def device(facts: Facts) -> Finding:
                    f"{', '.join(map(str, found.more_dtypes)) or 'none (ml_dtypes is missing)'}")
 
 
-def on_device(check: Callable[[backends.Backend], Finding]) -> Callable[[Facts], Finding]:
-    """A check of the backend, which can say nothing without one."""
+def needs_backend(check: Callable[[backends.Backend], Finding]) -> Callable[[Facts], Finding]:
+    """Make a check of the facts from one of the backend, skipped without a usable GPU."""
     def checked(facts: Facts) -> Finding:
-        found = usable()
+        found = find_backend()
         if isinstance(found, str):
             return Finding(check.__name__, SKIPPED, "no usable GPU")
         return check(found)
@@ -49,9 +49,9 @@ def on_device(check: Callable[[backends.Backend], Finding]) -> Callable[[Facts],
     return checked
 
 
-@on_device
+@needs_backend
 def products(backend: backends.Backend) -> Finding:
-    """Products in every type, whose sums are float32 at least."""
+    """Check products in every dtype; their sums are at least float32."""
     random, wrong, worst = np.random.default_rng(0), [], 0.0
     A, B = (random.standard_normal((257, 257)).astype(np.float32) for _ in range(2))
     for mode in gpu_cases.modes(backend):
@@ -59,7 +59,7 @@ def products(backend: backends.Backend) -> Finding:
             a, b = (backend.xp.astype(backend.asarray(x), np.dtype(mode.dtype)) for x in (A, B))
             found = backend.to_host(matmul(a, b)).astype(float)
             a, b = (backend.to_host(x).astype(float) for x in (a, b))
-        # A result is rounded once to its type, and float32 sums differ in their order.
+        # A result is rounded once to its dtype, and float32 sums differ by their order.
         error = np.max(np.abs(found - a @ b) / (np.abs(a) @ np.abs(b))) / EPS[str(mode)]
         worst = max(worst, error)
         if not error <= 4:
@@ -69,9 +69,9 @@ def products(backend: backends.Backend) -> Finding:
             Finding("products", OK, f"{text}: right to {worst:.2g} units in the last place"))
 
 
-@on_device
+@needs_backend
 def model(backend: backends.Backend) -> Finding:
-    """Forward and backward of a layer, with every kernel, beside NumPy's."""
+    """Compare forward and backward of a layer, which call every kernel, with NumPy's."""
     found = {str(mode): device_checks.model_check(mode) for mode in
              [gpu_cases.Mode(backend, "float64"), *gpu_cases.modes(backend)]}
     wrong = [name for name, check in found.items() if not check.passed]
@@ -80,39 +80,32 @@ def model(backend: backends.Backend) -> Finding:
                    f"{'wrong in ' + ', '.join(wrong) + ': ' if wrong else ''}errors {text}")
 
 
-@on_device
+@needs_backend
 def graph(backend: backends.Backend) -> Finding:
-    """A product recorded as a CUDA graph and repeated on other numbers."""
+    """Check that a product recorded as a CUDA graph can be repeated on other numbers."""
     problem = device_checks.graph_problem(backend)
     return (Finding("graph", WARNING, f"no step can be a CUDA graph: {problem}") if problem else
             Finding("graph", OK, "a recorded product follows its operands"))
 
 
-def transport(kind: str) -> Callable[[Facts], Finding]:
-    """The check that ranks carry device arrays in this way, in a child job."""
+def transport_check(kind: str) -> Callable[[Facts], Finding]:
+    """Return the check that a transport moves device arrays between ranks, in a child job."""
     name = f"by {kind}"
 
     def checked(facts: Facts) -> Finding:
-        if isinstance(usable(), str):
+        if isinstance(find_backend(), str):
             return Finding(name, SKIPPED, "no usable GPU")
         command = [*facts.launcher, sys.executable, "-m", "mm3d.selftest"]
-        process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-            text=True, start_new_session=True,
-            env=launcher.for_launcher(command)
-            | {"MM3D_BACKEND": "cupy", "MM3D_TRANSPORT": kind})
-        try:
-            out, err = process.communicate(timeout=facts.limit)
-            problem = died(process.returncode, f"{out}\n{err}") if process.returncode else ""
-        except subprocess.TimeoutExpired:
-            out, problem = ended(process), f"did not end within {facts.limit:g} seconds"
+        environment = {"MM3D_BACKEND": "cupy", "MM3D_TRANSPORT": kind}
+        child = run_child(command, facts.limit, env=launcher.for_launcher(command) | environment)
+        problem = describe_failure(child.status, f"{child.out}\n{child.err}", facts.limit)
         if problem:
             return Finding(name, FAILED if kind == "staged" else WARNING,
                            f"MM3D_TRANSPORT={kind} {problem}")
-        return Finding(name, OK, out.strip().splitlines()[-1])
-    checked.__name__, checked.__doc__ = name, transport.__doc__
+        return Finding(name, OK, child.out.strip().splitlines()[-1])
+    checked.__name__, checked.__doc__ = name, transport_check.__doc__
     return checked
 
 
 CHECKS: list[Callable[[Facts], Finding]] = [device, products, model, graph,
-                                            *map(transport, TRANSPORTS)]
+                                            *map(transport_check, TRANSPORTS)]

@@ -1,48 +1,60 @@
-"""Do all that needs a GPU, one step after another, whatever fails.
+"""Run everything that needs a GPU, one step after another, whatever fails.
 
-The steps are the doctor, every transport's self-test, the tests that need a GPU on 1 and 8 ranks,
-and each part of ``bench gpu``, each in a process of its own with a limit of time: one that crashes
-or hangs costs the others nothing.  The output of each is in ``DIR/NAME.log`` as soon as it is
-printed, results are in DIR, and ``DIR/summary.txt`` has a line for each.
+The steps are the doctor, the self-test of every transport, the tests that need a GPU on 1 and 8
+ranks, and each part of ``bench gpu``.  Each is a process of its own with a time limit: one that
+crashes or hangs does not affect the others.  The output of each is in ``DIR/NAME.log`` as soon as
+it is printed, results are in DIR, and ``DIR/summary.txt`` has a line for each.
 """
 
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Iterator, Mapping, NamedTuple, Sequence
 
 import bench
-from bench.doctor.child_jobs import died, ended
+from bench.doctor.child_jobs import describe_failure
 from bench.errors import UsageError
 from bench.experiments.gpu.parts import PARTS
 from mm3d import launcher
+from mm3d.child_process import run_child
 
 ROOT = Path(bench.__file__).parents[1]    # where the tests are
 
 
 class Step(NamedTuple):
-    """A program to run."""
+    """A program to run.
+
+    Attributes
+    ----------
+    name : str
+        The name of the step and of its log.
+    command : list of str
+        The program and its arguments.
+    limit : float
+        Seconds that it may take.
+    settings : dict of str to str
+        Variables that are added to its environment.
+    """
 
     name: str
     command: list[str]
-    limit: float                    # seconds
+    limit: float
     settings: Mapping[str, str] = {}
 
 
-def steps(out: Path, ranks: int, limit: float, rehearse: bool) -> list[Step]:
-    """List the steps in their order: those that are short and tell most come first.
+def list_steps(out: Path, ranks: int, limit: float, rehearse: bool) -> list[Step]:
+    """List the steps in their order: short and telling ones first.
 
     Parameters
     ----------
     out : Path
         The folder for results.
     ranks : int
-        Of the jobs of several ranks, which may share GPUs.
+        Ranks of the jobs of several ranks; they may share GPUs.
     limit : float
-        Seconds that a measurement or the tests may take; a self-test takes half.
+        Seconds that a measurement or the tests may take; a self-test may take half of them.
     rehearse : bool
-        Without a GPU: on NumPy.
+        Whether to run on NumPy, without a GPU.
     """
     python, library = [sys.executable, "-m"], "numpy" if rehearse else "cupy"
 
@@ -65,37 +77,27 @@ def steps(out: Path, ranks: int, limit: float, rehearse: bool) -> list[Step]:
     return found
 
 
-def chosen(every: Sequence[Step], only: str | None) -> list[Step]:
-    """Choose the steps named in `only`, with commas between; all unless it is given.
+def select_steps(steps: Sequence[Step], only: str | None) -> list[Step]:
+    """Select the steps named in `only`, separated by commas; all of them if it is not given.
 
     Raises
     ------
     UsageError
         When a name is unknown.
     """
-    names = [step.name for step in every]
+    names = [step.name for step in steps]
     asked = only.split(",") if only else names
     if set(asked) - set(names):
         raise UsageError(f"--only {only}: choose of {', '.join(names)}")
-    return [step for step in every if step.name in asked]
+    return [step for step in steps if step.name in asked]
 
 
-def outcome(step: Step, log: Path) -> str:
-    """Run a step; "" if it ended well, else how it ended."""
+def run_step(step: Step, log: Path) -> str:
+    """Run a step, with its output in `log`; return how it failed, "" if it did not."""
     variables = launcher.without_launcher() | launcher.launcher_environment()
-    with log.open("w") as said:
-        process = subprocess.Popen(step.command, stdin=subprocess.DEVNULL, stdout=said,
-                                   stderr=subprocess.STDOUT, start_new_session=True, cwd=ROOT,
-                                   env={**variables, **step.settings})
-        try:
-            status = process.wait(step.limit)
-        except subprocess.TimeoutExpired:
-            ended(process)
-            return f"did not end within {step.limit:g} seconds"
-        except BaseException:    # Ctrl-C ends what goes on
-            ended(process)
-            raise
-    return died(status, log.read_text(errors="replace")) if status else ""
+    child = run_child(step.command, step.limit, log, cwd=ROOT, env={**variables, **step.settings},
+                      with_parent=True)
+    return describe_failure(child.status, child.out, step.limit)
 
 
 class Outcome(NamedTuple):
@@ -104,40 +106,40 @@ class Outcome(NamedTuple):
     Attributes
     ----------
     name : str
-        Of the step.
+        The name of the step.
     seconds : float
-        That it took.
+        Its duration.
     problem : str
         How it failed; "" when it ended well.
-    said : str
-        The last line that it printed: of tests, how many were skipped.
+    last_line : str
+        The last line of its log: of tests, the numbers that passed and were skipped.
     """
 
     name: str
     seconds: float
     problem: str
-    said: str
+    last_line: str
 
     def __str__(self) -> str:
         return (f"{'failed' if self.problem else 'ok':8}{self.name:20}{self.seconds:7.1f} s  "
-                f"{self.problem or self.said}").rstrip()
+                f"{self.problem or self.last_line}").rstrip()
 
 
-def run(every: Sequence[Step], out: Path) -> Iterator[Outcome]:
+def run_steps(steps: Sequence[Step], out: Path) -> Iterator[Outcome]:
     """Run the steps, one after another, and write a line for each into the summary in `out`."""
     out.mkdir(parents=True, exist_ok=True)
     with (out / "summary.txt").open("w") as summary:
-        for step in every:
+        for step in steps:
             begun = time.monotonic()
             log = out / f"{step.name}.log"
             try:
-                problem = outcome(step, log)
+                problem = run_step(step, log)
             except OSError as error:    # the program is not there
                 problem = str(error)
-            found = Outcome(step.name, time.monotonic() - begun, problem, _last_line(log))
-            summary.write(f"{found}\n")
+            outcome = Outcome(step.name, time.monotonic() - begun, problem, _last_line(log))
+            summary.write(f"{outcome}\n")
             summary.flush()
-            yield found
+            yield outcome
 
 
 def _last_line(log: Path) -> str:

@@ -1,24 +1,24 @@
-"""Measure what many ranks cost before and beside the arithmetic.
+"""Measure the cost of starting many ranks, and of what they do besides arithmetic.
 
-For each number of ranks, a cube, `mpirun` is started once and rank 0 tells, in seconds: until all
-ranks run, to make the grid, to make a tiny model of one layer, and for its steps, the first of
-which opens the shared memory; and in microseconds of a rank's processor time, a small gather.
+For each number of ranks, a cube, `mpirun` is started once and rank 0 reports, in seconds: the time
+until all ranks run, to make the grid, to make a tiny model of one layer, and for its first two
+steps, the first of which opens the shared memory; and the processor time of a small gather.
 
-``python -m bench.experiments.startup SECONDS``, with the time of the launch, is what mpirun
-starts.
+``python -m bench.experiments.startup SECONDS``, with the time of the launch, is the program that
+mpirun starts.
 """
 
 import json
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
 
 from bench.errors import UsageError
 from mm3d import launcher
+from mm3d.child_process import run_child
 
 PHASES = ("all ranks run", "grid", "model", "first step", "step")
-CALLS = 100
+CALLS = 100    # of the small gather
 PROGRAM = __spec__.name    # of this module, also where it is run as a program
 
 
@@ -29,11 +29,11 @@ class Start:
     Attributes
     ----------
     ranks : int
-        Of the job.
+        Ranks of the job.
     transport : str
-        Along the first direction of its grid.
+        The transport along the first direction of its grid.
     seconds : dict of str to float
-        By `PHASES`.
+        Seconds of each of `PHASES`.
     call : float
         Seconds of a rank's processor time for a small gather, the mean of `CALLS`.
     """
@@ -45,40 +45,44 @@ class Start:
 
 
 class FailedJob(Exception):
-    """A job that was started ended with a failure; the message is what it printed."""
+    """A job that ended with a failure; the message is its standard error."""
 
 
-def check_cubes(every: list[int]) -> None:
-    """Raise UsageError for numbers of ranks that are no cubes, and when started by mpirun."""
+def check_cubes(counts: list[int]) -> None:
+    """Raise UsageError unless all numbers of ranks are cubes and this process is no rank."""
     if launcher.local_ranks() > 1:
         raise UsageError("start starts mpirun itself: run it without, as in python -m bench start")
-    wrong = [ranks for ranks in every if round(ranks ** (1 / 3)) ** 3 != ranks]
+    wrong = [ranks for ranks in counts if round(ranks ** (1 / 3)) ** 3 != ranks]
     if wrong:
         raise UsageError(f"--ranks {wrong[0]}: give cubes, such as 8,27,64")
 
 
 def measure_start(ranks: int) -> Start:
-    """Start a job of `ranks` ranks and measure what they cost.
+    """Start a job of `ranks` ranks and measure its phases.
+
+    Parameters
+    ----------
+    ranks : int
+        A cube, such as 27.
 
     Raises
     ------
     UsageError
-        When that is no cube, or this process was started by mpirun itself.
+        When `ranks` is no cube, or this process was started by mpirun itself.
     FailedJob
         When the job ends with a failure.
     """
     check_cubes([ranks])
     command = launcher.mpirun_command(ranks, sys.executable, "-m", PROGRAM, repr(time.time()))
-    done = subprocess.run(command, capture_output=True, text=True,
-                          env=launcher.for_launcher(command))
-    if done.returncode:
-        raise FailedJob(f"{ranks} ranks:\n{done.stderr.strip()}")
-    found = json.loads(done.stdout.strip().rpartition("\n")[2])
+    job = run_child(command, env=launcher.for_launcher(command), with_parent=True)
+    if job.status:
+        raise FailedJob(f"{ranks} ranks:\n{job.err.strip()}")
+    found = json.loads(job.out.strip().rpartition("\n")[2])
     return Start(ranks, found["transport"], {name: found[name] for name in PHASES}, found["call"])
 
 
-def rank(launched: float) -> None:
-    """Run as one rank of the job; rank 0 prints its times as JSON."""
+def run_rank(launched: float) -> None:
+    """Run one rank of a job that was launched at that time; rank 0 prints its times as JSON."""
     import mm3d
     from mpi4py import MPI
     comm, found = MPI.COMM_WORLD, {}
@@ -116,4 +120,4 @@ def rank(launched: float) -> None:
 
 
 if __name__ == "__main__":
-    rank(float(sys.argv[1]))
+    run_rank(float(sys.argv[1]))

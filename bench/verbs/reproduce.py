@@ -19,7 +19,7 @@ from bench.cases.paper import Row
 from bench.cases.selection import equal_token_rows, select_rows, shuffle_cases
 from bench.errors import UsageError
 from bench.experiments.rows import resume
-from bench.experiments.rows.reproduction import Stopped, measured_all
+from bench.experiments.rows.reproduction import Stopped, measure_cases
 from bench.experiments.rows.settings import check_variant
 from bench.instruments import host, leftover_memory
 from bench.records import run_file
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace) -> int:
     left = [one for one in cases if one.name not in finished]
     stopped = None
     try:
-        measured_all(left, passed_on(arguments, out, reproduction.order), progress)
+        measure_cases(left, passed_on(arguments, out, reproduction.order), progress)
     except Stopped as error:
         stopped = error
     finally:

@@ -6,15 +6,12 @@ So a small job of its own, `mm3d.selftest`, tries it.
 
 import ctypes
 import functools
-import os
 import shlex
-import signal
-import subprocess
 import sys
 
 from mpi4py import MPI
 
-from mm3d import launcher
+from mm3d import child_process, launcher
 
 
 def claimed() -> bool | None:
@@ -48,14 +45,8 @@ def problem(seconds: float = 60) -> str:
         return f"whether MPI reads device memory cannot be tried, as {error}"
     settings = {"MM3D_BACKEND": "cupy", "MM3D_TRANSPORT": "device"}
     variables = launcher.without_launcher() | launcher.launcher_environment() | settings
-    job = subprocess.Popen(command, env=variables, start_new_session=True,
-                           stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                           stderr=subprocess.DEVNULL)
     tried = f"a job of two ranks that tries device memory by MPI, {shlex.join(command)},"
-    try:
-        status = job.wait(seconds)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        job.wait()
+    status = child_process.run_child(command, seconds, env=variables).status
+    if status is None:
         return f"{tried} did not end within {seconds:g} seconds"
     return f"{tried} ended with status {status}" if status else ""

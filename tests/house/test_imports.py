@@ -14,7 +14,7 @@ import mm3d
 from support import ROOT
 
 FLOORS = {
-    "mm3d": ["launcher guard", "arrays", "transport", "grid", "schemes", "model",
+    "mm3d": ["launcher guard child_process", "arrays", "transport", "grid", "schemes", "model",
              "tracing training", "selftest", "__init__"],
     "bench": ["errors console", "agreement", "cases", "records", "instruments", "checks",
               "experiments", "prediction validation doctor", "reports", "verbs",

@@ -1,22 +1,20 @@
 """Measure many rows, one mpirun for each rank count."""
 
-import ctypes
-import os
 import signal
-import subprocess
 import sys
 from typing import Any, Iterable, Protocol
 
 from bench.cases.case import Case
 from bench.errors import UsageError
 from mm3d import launcher
+from mm3d.child_process import start_child
 
-OUTCOMES = ("done", "failed", "left out")    # with which a line that ends a row begins
-PATIENCE = 15    # seconds that a job has to end when it is told to
+OUTCOMES = ("done", "failed", "left out")    # the beginnings of lines that end a row
+GRACE = 15    # seconds that a job has to end after a SIGTERM
 
 
 class Stopped(Exception):
-    """A signal that asks for an end."""
+    """A signal that asks this process to end."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -24,7 +22,7 @@ class Stopped(Exception):
 
 
 class Progress(Protocol):
-    """Shows a user how far it has come."""
+    """Show a user the progress of a reproduction."""
 
     def say(self, line: str) -> None:
         """Show a line of a job."""
@@ -33,8 +31,17 @@ class Progress(Protocol):
         """Show a line that ends a row; it begins with one of `OUTCOMES`."""
 
 
-def measured_all(cases: list[Case], options: list[str], progress: Progress) -> None:
+def measure_cases(cases: list[Case], options: list[str], progress: Progress) -> None:
     """Measure `cases`, a job for each rank count.
+
+    Parameters
+    ----------
+    cases : list of Case
+        The cases, in the order in which they are measured.
+    options : list of str
+        Options of ``bench run``.
+    progress : Progress
+        Is shown every line of the jobs.
 
     Raises
     ------
@@ -47,22 +54,23 @@ def measured_all(cases: list[Case], options: list[str], progress: Progress) -> N
     try:
         for ranks in dict.fromkeys(one.row.gpus for one in cases):
             progress.say(f"starting {ranks} ranks")
-            measured([one for one in cases if one.row.gpus == ranks], options, progress)
+            measure_in_jobs([one for one in cases if one.row.gpus == ranks], options, progress)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def measured(cases: list[Case], options: list[str], progress: Progress) -> None:
-    """Measure `cases`, all of one rank count, in one job.
+def measure_in_jobs(cases: list[Case], options: list[str], progress: Progress) -> None:
+    """Measure `cases`, all of one rank count, in one job if it survives.
 
-    When the job dies, the row that it was at has failed and the rest get a job each.
+    When the job dies, its current row has failed, and each of the remaining rows gets a job of
+    its own.
     """
     pending = list(cases)
     jobs = [pending]
     while jobs:
         job = jobs.pop(0)
-        status = launched(job, options, progress, pending)
+        status = run_job(job, options, progress, pending)
         left = [one for one in job if one in pending]
         if left:
             pending.remove(left[0])
@@ -70,18 +78,16 @@ def measured(cases: list[Case], options: list[str], progress: Progress) -> None:
             jobs = [[one] for one in left[1:]] + jobs
 
 
-def launched(job: list[Case], options: list[str], progress: Progress,
-             pending: list[Case]) -> int:
-    """Run `job` under mpirun; its exit status.
+def run_job(job: list[Case], options: list[str], progress: Progress,
+            pending: list[Case]) -> int:
+    """Measure the cases of `job` under mpirun; return its exit status.
 
-    Rows are taken from `pending` as the job reports them.
+    Cases are removed from `pending` as the job reports them.
     """
-    command = run_command(job, options)
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL,
-                               text=True, start_new_session=True, preexec_fn=end_with_parent,
-                               env=launcher.for_launcher(command))
-    try:
-        for line in process.stdout:
+    command = job_command(job, options)
+    with start_child(command, env=launcher.for_launcher(command), grace=GRACE,
+                     with_parent=True) as child:
+        for line in child.stdout:
             reported = [one for one in pending if line.startswith(
                 tuple(f"{outcome}: {one.title}:" for outcome in OUTCOMES))]
             if not reported:
@@ -89,26 +95,17 @@ def launched(job: list[Case], options: list[str], progress: Progress,
                 continue
             pending.remove(reported[0])
             progress.row(line.rstrip())
-        return process.wait()
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            try:
-                process.wait(PATIENCE)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        return child.wait()
 
 
-def end_with_parent() -> None:
-    """Have Linux end this process, which becomes mpirun, also when its parent is killed."""
-    if sys.platform == "linux":
-        PR_SET_PDEATHSIG = 1
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+def job_command(job: Iterable[Case], options: list[str]) -> list[str]:
+    """Return the mpirun command line that measures the cases of `job`.
 
-
-def run_command(job: Iterable[Case], options: list[str]) -> list[str]:
-    """The mpirun command line that measures the rows of `job`."""
+    Raises
+    ------
+    UsageError
+        When there is no mpirun.
+    """
     job = list(job)
     names = ",".join(":".join(filter(None, (one.row.table, one.row.scheme, one.row.like)))
                      for one in job)

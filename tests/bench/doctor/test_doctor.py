@@ -131,7 +131,7 @@ def test_every_call_that_carries_device_buffers_is_tried(monkeypatch, call, what
     monkeypatch.setenv("STANDIN_OPEN", "1")
     monkeypatch.delitem(sys.modules, "cupy", raising=False)
     monkeypatch.setattr(MPI, "COMM_WORLD", Losing(MPI.COMM_SELF, call))
-    assert census.exchange() == f"{what} arrived wrong on 1 ranks"
+    assert census.exchange_buffers() == f"{what} arrived wrong on 1 ranks"
     sys.modules.pop("cupy", None)
 
 

@@ -68,5 +68,5 @@ def test_products_that_refuse_a_capture_are_no_graph(cupy, monkeypatch):
     ("import os; os.abort()", "device", WARNING, "signal 6")])
 def test_transports_are_tried_in_child_jobs(cupy, program, kind, state, text):
     facts = Facts(1, [sys.executable, "-c", program], limit=30)
-    finding = gpu_checks.transport(kind)(facts)
+    finding = gpu_checks.transport_check(kind)(facts)
     assert finding.state == state and text in finding.text

@@ -266,9 +266,9 @@ def test_reproduce_goes_on_after_a_row_that_kills_its_job(monkeypatch, capsys):
         code = f"import sys; print({lines[0]!r}); sys.exit({9 if len(job) > 1 else 0})"
         return [sys.executable, "-c", code]
 
-    monkeypatch.setattr(reproduction, "run_command", command)
+    monkeypatch.setattr(reproduction, "job_command", command)
     progress = reproduce_verb.Progress(len(cases))
-    reproduction.measured(cases, [], progress)
+    reproduction.measure_in_jobs(cases, [], progress)
     progress.close()
     titles = [one.title for one in cases]
     assert progress.failures == [f"failed: {titles[1]}: mpirun ended with status 9"]

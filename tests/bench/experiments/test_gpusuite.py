@@ -20,7 +20,7 @@ def test_each_step_survives_the_others(tmp_path, capsys):
              python("hang", "import time; print('here', flush=True); time.sleep(60)", 1),
              Step("missing", [str(tmp_path / "nothing")], 1),
              python("well", "import os; print(os.environ['GIVEN'])", GIVEN="this")]
-    found = list(gpu_suite.run(every, tmp_path))
+    found = list(gpu_suite.run_steps(every, tmp_path))
     assert [bool(one.problem) for one in found] == [True] * 4 + [False]
     lines = (tmp_path / "summary.txt").read_text().splitlines()
     assert list(map(str, found)) == lines and not any(capsys.readouterr())
@@ -36,11 +36,11 @@ def test_each_step_survives_the_others(tmp_path, capsys):
 
 def test_everything_is_asked(tmp_path):
     """Each transport, the tests on one rank and on several, each part in a folder of its own."""
-    names = [step.name for step in gpu_suite.steps(tmp_path, 8, 600, False)]
+    names = [step.name for step in gpu_suite.list_steps(tmp_path, 8, 600, False)]
     assert names == ["doctor", "selftest-staged", "selftest-device", "selftest-nccl", "tests-1",
                      "tests-8", "gpu-gemm", "gpu-elementwise", "gpu-layer", "gpu-rows",
                      "gpu-layer-graph"]
-    for step in gpu_suite.steps(tmp_path, 8, 600, False):
+    for step in gpu_suite.list_steps(tmp_path, 8, 600, False):
         assert ("--graph" in step.command) == (step.name == "gpu-layer-graph")
         assert step.command[0] == (sys.executable if step.name in ("doctor", "tests-1")
                                    or "gpu-" in step.name else

@@ -1,6 +1,5 @@
 """ScaLAPACK's product beside ours, and what many ranks cost before they compute."""
 import os
-import subprocess
 from argparse import Namespace
 
 import pytest
@@ -11,6 +10,7 @@ from bench.experiments.products import pgemm, scalapack
 from bench.experiments.rows import settings
 from bench.verbs import start as verb
 from mm3d import launcher
+from mm3d.child_process import ChildResult
 from support import run_python, run_ranks
 
 SMALL = ("-m", "bench", "scalapack", "--shape", "48,40,56", "--block", "8,16", "--grid", "1x2x2",
@@ -170,13 +170,13 @@ def test_ranks_are_started_as_root_and_beyond_the_cores_too(monkeypatch, capsys)
     """Open MPI does so when it is told; what the user has set stays."""
     def run(command, env, **options):
         given.update(env)
-        return subprocess.CompletedProcess(command, 1, "", "no ranks")
+        return ChildResult(1, "", "no ranks")
 
     given: dict[str, str] = {}
     for name in launcher.PERMIT:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "0")
-    monkeypatch.setattr(startup.subprocess, "run", run)
+    monkeypatch.setattr(startup, "run_child", run)
     monkeypatch.setattr(startup.launcher, "local_ranks", lambda: 1)
     assert verb.run(Namespace(ranks=[1])) == 1
     assert capsys.readouterr() == ("", "failed: 1 ranks:\nno ranks\n")
