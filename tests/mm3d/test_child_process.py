@@ -97,8 +97,8 @@ def test_a_program_that_is_not_there_raises(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells children of it")
 def test_a_child_ends_with_a_parent_that_is_killed():
-    source = (f"import runpy\nnames = runpy.run_path({child_process.__file__!r})\n"
-              "with names['start_child'](['sleep', '60'], with_parent=True) as child:\n"
+    source = (f"exec(open({child_process.__file__!r}).read())\n"
+              "with start_child(['sleep', '60'], with_parent=True) as child:\n"
               "    print(child.pid, flush=True)\n    child.wait()\n")
     parent = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, text=True)
     pid = int(parent.stdout.readline())
