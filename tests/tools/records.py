@@ -3,7 +3,7 @@ import numpy as np
 
 from bench.cases.case import Case, make_case
 from bench.cases.paper import Row, load_tables
-from bench.experiments.rows.record import published
+from bench.experiments.rows.record import published_row
 from bench.instruments import spans
 from bench.records import run_file
 from bench.records.measurements import Check, Group, Measurements, Variable
@@ -29,7 +29,7 @@ def made_up(row: Row, forward: float = 0.25, backward: float = 0.5, preset: str 
                {"forward": forward * spread, "backward": backward * spread},
                {name: moved * (4 if name == "bytes" else 1) for name in run_file.COUNTS},
                moved.sum(axis=1), [Check("output", 2e-7, 1e-5), Check("dx", 3e-7, 5e-5)],
-               published(row), created,
+               published_row(row), created,
                {phase: np.zeros((repetitions, ranks)) for phase in PHASES},
                "repetitions", {"resolution": 1e-9, "offset_error": 0.0})
 

@@ -1,16 +1,20 @@
-"""What the file of a row says beside what was measured: how it was made, and what is expected."""
+"""Describe a row for its file: its configuration, its published times and the expected words."""
 
+import sys
 from dataclasses import asdict
 
 import msgspec
 import numpy as np
+from mpi4py import MPI
 
 import mm3d
 from bench.cases.case import Case
 from bench.cases.paper import Row
+from bench.experiments.products import operands
 from bench.experiments.rows.settings import Settings
+from bench.instruments import host, timing
 from bench.records import run_file
-from bench.records.measurements import Setting, grid_settings
+from bench.records.measurements import Check, Group, Setting, grid_settings
 from mm3d import ModelSizes
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import GridShape
@@ -20,9 +24,25 @@ from mm3d.tracing.events import PHASES
 def expected_words(scheme: str, grid: GridShape, sizes: ModelSizes, keep: str = "none",
                    recompute: str = "none",
                    directions: tuple[str, ...] | None = None) -> np.ndarray:
-    """The closed form of the words of one step, as `bench.records.run_file.Run` keeps it.
+    """Compute the words of one step in closed form, for `bench.records.run_file.Run`.
 
-    Along `directions`; those of a new record, if not given.
+    Parameters
+    ----------
+    scheme : str
+        The name of the scheme.
+    grid : GridShape
+        The sizes of its directions.
+    sizes : ModelSizes
+        The sizes of the model.
+    keep, recompute : str
+        See `mm3d.scheme` and `mm3d.Transformer`.
+    directions : tuple of str, optional
+        The directions of the result; those of a new record unless given.
+
+    Returns
+    -------
+    ndarray of int64
+        Words, (phases, directions, collectives).
     """
     directions = directions or run_file.directions_of(grid)
     forms = mm3d.cost.words(scheme, grid, mm3d.model_spec(sizes, recompute=recompute), keep=keep)
@@ -33,11 +53,10 @@ def expected_words(scheme: str, grid: GridShape, sizes: ModelSizes, keep: str = 
     return expected
 
 
-def configuration(one: Case, scheme, settings: Settings) -> dict[str, Setting]:
-    """Everything that says what was run."""
+def row_configuration(one: Case, scheme, settings: Settings) -> dict[str, Setting]:
+    """Return all settings that determine a run of the case on the grid of `scheme`."""
     shape, variant = scheme.grid.shape, msgspec.structs.asdict(one.variant)
-    verified_sizes = {f"verified_{name}": value
-                      for name, value in one.verified.items()}
+    verified_sizes = {f"verified_{name}": value for name, value in one.verified.items()}
     return {"table": one.row.table, "scheme": one.row.scheme, "preset": one.preset,
             **grid_settings(shape), "mlp_factor": one.sizes.mlp_factor,
             "seed": settings.seed, **variant, "recompute": settings.recompute,
@@ -49,8 +68,45 @@ def configuration(one: Case, scheme, settings: Settings) -> dict[str, Setting]:
             **one.sizes, **verified_sizes}
 
 
-def published(row: Row) -> dict[str, float]:
-    """The row as the paper prints it, with the names that files use."""
+def published_row(row: Row) -> dict[str, float]:
+    """Return the row as the paper prints it, by the names that files use."""
     return {"gpus": row.gpus, "batch": row.batch, "hidden": row.hidden,
             "forward_time": row.forward, "backward_time": row.backward,
             "average_step_time": row.average, "recomputed_step_time": row.recomputed}
+
+
+def row_record(one: Case, scheme, configuration: dict[str, Setting], times: timing.Measured,
+               traffic: np.ndarray, checks: list[Check],
+               groups: dict[str, Group | None]) -> run_file.Run:
+    """Make the record of a row, on rank 0.
+
+    Parameters
+    ----------
+    one : Case
+        The case that was measured.
+    scheme : Scheme
+        The scheme on its grid.
+    configuration : dict
+        See `row_configuration`; the transport is added.
+    times : Measured
+        The times of all ranks; see `bench.instruments.timing.measure`.
+    traffic : ndarray
+        Counts and "moved" of all ranks, (counts, phases, ranks, directions, collectives).
+    checks : list of Check
+        The checks of the results, all passed.
+    groups : dict
+        Further groups of the file by name; those that are None are left out.
+    """
+    grid = scheme.grid
+    return run_file.Run(
+        configuration | {"transport": operands.transport(grid)},
+        host.describe_host(grid.backend.name, grid.comm.size, MPI.Get_library_version(),
+                           host.command_line(sys.argv[1:])),
+        times.samples, dict(zip((*run_file.COUNTS, "moved"), traffic)),
+        expected_words(scheme.name, grid.shape, one.sizes, one.variant.keep,
+                       configuration["recompute"]), checks,
+        published_row(one.row),
+        late=times.late, ended_by=times.ended_by,
+        clock={"resolution": times.clock_resolution, "offset_error": times.clock_offset_error},
+        groups={name: group for name, group in groups.items() if group is not None},
+        directions=run_file.directions_of(grid.shape))

@@ -1,4 +1,4 @@
-"""Going on where a reproduction was stopped: which rows are there, and whether they belong."""
+"""Resume a reproduction that was stopped: find the rows that it has finished."""
 
 import os
 import secrets
@@ -16,15 +16,15 @@ from bench.records import atomic, journal, run_file
 from bench.records.journal import Journal, Reproduction
 
 
-def same_machine(library: str) -> dict[str, Any]:
+def describe_machine(library: str) -> dict[str, Any]:
     """Describe the source, the machine, its libraries and the variables that tune them.
 
-    Rows belong together only where all of it is the same.
+    Rows belong to one reproduction only where all of it is the same.
 
     Parameters
     ----------
     library : str
-        The array library.
+        The name of the array library.
     """
     found = host.describe_host(library, 1, MPI.Get_library_version(), "")
     return {"source": host.source_digest()} | {
@@ -33,24 +33,25 @@ def same_machine(library: str) -> dict[str, Any]:
             "blas_architecture") or name.endswith("_version")}
 
 
-def begin(log: Journal, names: Sequence[str], wanted: dict[str, Any], order: int | None,
-          fresh: bool, say: Callable[[str], object]) -> tuple[Reproduction, set[str]]:
-    """Go on with a reproduction, or begin a new one.
+def begin_or_resume(log: Journal, names: Sequence[str], wanted: dict[str, Any],
+                    order: int | None, fresh: bool,
+                    say: Callable[[str], object]) -> tuple[Reproduction, set[str]]:
+    """Resume the reproduction that was stopped in a folder, or begin a new one.
 
     Parameters
     ----------
     log : Journal
-        Of the folder of results, claimed.
+        The journal of the folder of results, claimed.
     names : sequence of str
-        The rows that are asked for.
+        The names of the rows that are asked for.
     wanted : dict
-        All that rows depend on and must have in common to belong together.
+        All settings that rows must have in common to belong to one reproduction.
     order : int or None
         The seed of the order of rows, if one is asked for.
     fresh : bool
         Whether to begin anew in any case.
     say : callable
-        Shows a line to the user: why a reproduction that was stopped is not gone on with.
+        Shows a line to the user: the reason why a reproduction is not resumed.
 
     Returns
     -------
@@ -64,7 +65,7 @@ def begin(log: Journal, names: Sequence[str], wanted: dict[str, Any], order: int
         if order not in (None, old.order):
             changed.append(f"order {order} instead of {old.order}")
         if not changed:
-            finished = {name for name in names if measured_before(name, old, log.folder)}
+            finished = {name for name in names if is_measured(name, old, log.folder)}
             log.write("resume", token=token, order=old.order, rows=sorted(names),
                       finished=sorted(finished))
             return replace(old, rows=tuple(dict.fromkeys([*old.rows, *names]))), finished
@@ -76,35 +77,36 @@ def begin(log: Journal, names: Sequence[str], wanted: dict[str, Any], order: int
     return new, set()
 
 
-def missing(reproduction: Reproduction, folder: Path) -> list[str]:
-    """The rows of a reproduction that it has not measured."""
+def missing_rows(reproduction: Reproduction, folder: Path) -> list[str]:
+    """List the rows of a reproduction that it has not measured."""
     return [name for name in reproduction.rows
-            if not measured_before(name, reproduction, folder)]
+            if not is_measured(name, reproduction, folder)]
 
 
-def measured_before(name: str, reproduction: Reproduction, folder: Path) -> bool:
-    """Whether a whole file of the row is there that this reproduction has written."""
+def is_measured(name: str, reproduction: Reproduction, folder: Path) -> bool:
+    """Return True if the folder has a complete file of the row from this reproduction."""
     for path in folder.glob(f"{name}-*.h5"):
         try:
             run = run_file.read_run(path)
         except StoreError:
-            continue    # is measured again; tables say what is wrong with the file
-        if (isinstance(run, run_file.Run) and run.created >= reproduction.begun
-                and run.configuration.get("order") == reproduction.order
-                and not run.configuration["overridden"]
-                and all(value == reproduction.settings.get(name, value)
-                        for name, value in msgspec.structs.asdict(
-                            variants.recorded_variant(run.configuration)).items())
-                and all(run.configuration[name] == reproduction.settings[name]
-                        for name in ("seed", "warmup", "repetitions"))
-                and run.configuration.get("recompute", "none")
-                == reproduction.settings.get("recompute", "none")):
+            continue    # it is measured again; tables report the problem of the file
+        if isinstance(run, run_file.Run) and _belongs_to(reproduction, run):
             return True
     return False
 
 
-def tidy(folder: Path) -> None:
-    """Delete what writers that were killed have left; for who has claimed the folder."""
+def _belongs_to(reproduction: Reproduction, run: run_file.Run) -> bool:
+    recorded, wanted = run.configuration, reproduction.settings
+    variant = msgspec.structs.asdict(variants.recorded_variant(recorded))
+    return (run.created >= reproduction.begun and recorded.get("order") == reproduction.order
+            and not recorded["overridden"]
+            and all(value == wanted.get(name, value) for name, value in variant.items())
+            and all(recorded[name] == wanted[name] for name in ("seed", "warmup", "repetitions"))
+            and recorded.get("recompute", "none") == wanted.get("recompute", "none"))
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Delete the files that killed writers have left in a folder that this process has claimed."""
     for pattern in ("*.h5.part", ".probe-*"):
         for path in folder.glob(pattern):
             path.unlink(missing_ok=True)

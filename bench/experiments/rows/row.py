@@ -1,22 +1,18 @@
 """Measure one row: build its model, verify a step, repeat it, and trace it."""
 
-import sys
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, Callable, Iterator, NamedTuple
 
 import numpy as np
-from mpi4py import MPI
 
 import mm3d
 from bench.cases.case import Case
 from bench.checks import against_serial, layer_residuals
 from bench.errors import Failed
-from bench.experiments.products import operands
-from bench.experiments.rows.record import configuration, expected_words, published
-from bench.experiments.rows.settings import Settings, arranged
-from bench.instruments import (chrome_trace, host, peak_memory, placement, step_tracing,
-                               timing)
+from bench.experiments.rows.record import row_configuration, row_record
+from bench.experiments.rows.settings import Settings, choose_grid
+from bench.instruments import chrome_trace, peak_memory, placement, step_tracing, timing
 from bench.instruments.peaks import StepMemory
 from bench.records import run_file
 from bench.records.measurements import Check, Group
@@ -40,8 +36,8 @@ class Measured(NamedTuple):
     trace: dict[str, Any] | None = None
 
 
-def measure(one: Case, settings: Settings, peaks: Group | None, world,
-            trace: bool = False) -> Measured:
+def measure_case(one: Case, settings: Settings, peaks: Group | None, world,
+                 trace: bool = False) -> Measured:
     """Verify and measure one case.
 
     Parameters
@@ -68,19 +64,19 @@ def measure(one: Case, settings: Settings, peaks: Group | None, world,
     """
     if world.bcast(world.rank == 0 and settings.stop()):
         raise Failed("not begun, as it was told to stop")
-    shape, order = possible(lambda: arranged(one, settings, world))
+    shape, order = fail_on_value_error(lambda: choose_grid(one, settings, world))
     settings.fits(one, shape.sizes, world)
     comm = placement.reorder_ranks(world, shape, order)
-    with freeing(comm.Free):
-        scheme = possible(lambda: mm3d.scheme(one.row.scheme, comm, shape.sizes,
-                                              settings.backend,
-                                              **one.variant.options(one.row.scheme)))
-        with freeing(scheme.grid.free):
-            return measured(one, scheme, order, settings, peaks, trace)
+    with free_at_end(comm.Free):
+        scheme = fail_on_value_error(lambda: mm3d.scheme(
+            one.row.scheme, comm, shape.sizes, settings.backend,
+            **one.variant.options(one.row.scheme)))
+        with free_at_end(scheme.grid.free):
+            return measure_on_grid(one, scheme, order, settings, peaks, trace)
 
 
-def possible(make: Callable[[], Any]) -> Any:
-    """What `make` gives; its ValueError, which is the same on every rank, as Failed."""
+def fail_on_value_error(make: Callable[[], Any]) -> Any:
+    """Return what `make` returns; raise its ValueError, the same on every rank, as Failed."""
     try:
         return make()
     except ValueError as error:
@@ -88,10 +84,11 @@ def possible(make: Callable[[], Any]) -> Any:
 
 
 @contextmanager
-def freeing(free: Callable[[], None]) -> Iterator[None]:
-    """Call `free` on all ranks at the end, also when all have failed.
+def free_at_end(free: Callable[[], None]) -> Iterator[None]:
+    """Call `free` on all ranks at the end of the block, also when all ranks raise Failed.
 
-    Not after another exception: one rank may be alone with it, and would wait for the others.
+    Not after another exception: it may be that of one rank alone, which would wait for the
+    others.
     """
     try:
         yield
@@ -101,29 +98,25 @@ def freeing(free: Callable[[], None]) -> Iterator[None]:
     free()
 
 
-def measured(one: Case, scheme, order: str, settings: Settings, peaks: Group | None,
-             trace: bool) -> Measured:
-    """Measure one case on the grid of `scheme`; see `measure`."""
+def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Group | None,
+                    trace: bool) -> Measured:
+    """Verify, time and trace one case on the grid of `scheme`; see `measure_case`."""
     resident, comm = peak_memory.Resident(), scheme.grid.comm
-    model = possible(lambda: against_serial.build(scheme, one.sizes, settings.seed,
-                                                  one.variant.dtype,
-                                                  one.variant.causal, settings.recompute))
+    model = fail_on_value_error(lambda: against_serial.build(
+        scheme, one.sizes, settings.seed, one.variant.dtype, one.variant.causal,
+        settings.recompute))
     x, dy = model.random("input"), model.random("output gradient")
     memory = StepMemory(model, resident)
     with settings.watched(scheme.grid, model):
-        y, dx, traffic = counted_step(model, x, dy, memory.between)
+        y, dx, traffic = run_counted_step(model, x, dy, memory.between)
     groups = {"machine": peaks, "memory": memory.group(one.sizes, comm, one.variant)}
-    checks = verified(one, scheme, model, y, dx, settings)
+    checks = verify_step(one, scheme, model, y, dx, settings)
     del y, dx
     if one.verified != one.sizes:
-        checks += looked_at(model, x, dy, settings)
+        checks += check_residuals(model, x, dy, settings)
     step = timing.Step(lambda: model.forward(x)[1], lambda saved: model.backward(dy, saved),
                        comm, scheme.grid.backend.synchronize, model.zero_gradients)
-    # The step that was counted and verified has been the first to warm up.
-    with settings.watched(scheme.grid, model):
-        found = timing.measure(step, settings.warmup - 1, settings.limits, settings.stop)
-    if comm.bcast(found is not None and not len(found.samples["forward"])):
-        raise Failed("stopped before the first repetition that counts")
+    times = time_step(step, model, settings)
     spans = []
     if not comm.bcast(comm.rank == 0 and settings.stop()):
         spans, groups["parts"] = step_tracing.trace_steps(step, model, settings.traced)
@@ -131,28 +124,40 @@ def measured(one: Case, scheme, order: str, settings: Settings, peaks: Group | N
     nodes = placement.placement_outcome(comm, scheme.grid.shape, order)
     document = (chrome_trace.gather_trace(spans, scheme.grid, step.clock, one.title)
                 if trace else None)
-    if found is None:
+    if times is None:
         return Measured(None)
-    return Measured(run_file.Run(
-        configuration(one, scheme, settings) | asdict(nodes) | {
-            "transport": operands.transport(scheme.grid)},
-        host.describe_host(scheme.grid.backend.name, comm.size, MPI.Get_library_version(),
-                           host.command_line(sys.argv[1:])),
-        found.samples, dict(zip((*run_file.COUNTS, "moved"), np.stack(everyone, axis=2))),
-        expected_words(scheme.name, scheme.grid.shape, one.sizes, one.variant.keep,
-                       settings.recompute), checks,
-        published(one.row),
-        late=found.late, ended_by=found.ended_by,
-        clock={"resolution": found.clock_resolution, "offset_error": found.clock_offset_error},
-        groups={name: group for name, group in groups.items() if group is not None},
-        directions=run_file.directions_of(scheme.grid.shape)), document)
+    configuration = row_configuration(one, scheme, settings) | asdict(nodes)
+    return Measured(row_record(one, scheme, configuration, times, np.stack(everyone, axis=2),
+                               checks, groups), document)
 
 
-def verified(one: Case, scheme, model, y, dx, settings: Settings) -> list[Check]:
-    """The checks, all passed, of a step of `model` that gave `y` and `dx`.
+def time_step(step: timing.Step, model, settings: Settings) -> timing.Measured | None:
+    """Repeat the step until the limits are reached; return its times on rank 0, None elsewhere.
 
-    Of a smaller model's, where the preset has no serial model of the measured size; the measured
-    one is then `looked_at`.
+    Raises
+    ------
+    Failed
+        On every rank, when no repetition counts, as the job is to stop.
+    """
+    comm = model.grid.comm
+    # The step that was counted and verified has been the first to warm up.
+    with settings.watched(model.grid, model):
+        times = timing.measure(step, settings.warmup - 1, settings.limits, settings.stop)
+    if comm.bcast(times is not None and not len(times.samples["forward"])):
+        raise Failed("stopped before the first repetition that counts")
+    return times
+
+
+def verify_step(one: Case, scheme, model, y, dx, settings: Settings) -> list[Check]:
+    """Compare a step of `model`, which gave `y` and `dx`, with the serial scheme's.
+
+    Where the preset has no serial model of the measured size, a smaller model is compared; the
+    measured one is then left to `check_residuals`.
+
+    Returns
+    -------
+    list of Check
+        The checks, all passed.
 
     Raises
     ------
@@ -163,19 +168,18 @@ def verified(one: Case, scheme, model, y, dx, settings: Settings) -> list[Check]
     if one.verified != one.sizes:
         checked = against_serial.build(scheme, one.verified, settings.seed, one.variant.dtype,
                                        one.variant.causal, settings.recompute)
-        y, dx, _ = counted_step(checked, checked.random("input"),
-                                checked.random("output gradient"))
+        y, dx, _ = run_counted_step(checked, checked.random("input"),
+                                    checked.random("output gradient"))
     checks = against_serial.compare(checked, y, dx, one.verified, settings.seed,
-                                    one.variant.rounding,
-                                    causal=one.variant.causal)
+                                    one.variant.rounding, causal=one.variant.causal)
     problem = against_serial.failure(checks)
     if problem:
         raise Failed(problem)
     return checks
 
 
-def looked_at(model, x, dy, settings: Settings) -> list[Check]:
-    """The residuals, all passed, of one step of the model that is measured.
+def check_residuals(model, x, dy, settings: Settings) -> list[Check]:
+    """Return the residuals, all passed, of one step of the model that is measured.
 
     Raises
     ------
@@ -189,21 +193,35 @@ def looked_at(model, x, dy, settings: Settings) -> list[Check]:
     return checks
 
 
-def counted_step(model, x, dy, between: Callable[[Any], None] = lambda saved: None) -> tuple:
-    """One step from cleared gradients: output, input gradient, and this rank's traffic.
+def run_counted_step(model, x, dy,
+                     between: Callable[[Any], None] = lambda saved: None) -> tuple:
+    """Run one step from cleared gradients and count its traffic.
 
-    The traffic is float64, which holds such numbers exactly, (counts and "moved", phases,
-    directions, collectives) in `bench.records.run_file`'s orders.  `between` is handed what
-    forward saved for backward.
+    Parameters
+    ----------
+    model : Transformer
+        The model.
+    x, dy : Array
+        This rank's blocks of the input and of the output's gradient.
+    between : callable
+        Is given what forward saved for backward.
+
+    Returns
+    -------
+    y, dx : Array
+        This rank's blocks of the output and of the input's gradient.
+    traffic : ndarray of float64, which holds such numbers exactly
+        This rank's traffic, (counts and "moved", phases, directions, collectives) in the orders
+        of `bench.records.run_file`.
     """
     grid, names = model.grid, (*run_file.COUNTS, "moved")
     directions = run_file.directions_of(grid.shape)
-    found = np.zeros((len(names), len(PHASES), len(directions), len(COLLECTIVES)))
+    counted = np.zeros((len(names), len(PHASES), len(directions), len(COLLECTIVES)))
 
     def note(phase: int) -> None:
         for (axis, collective), traffic in grid.traffic().items():
             place = directions.index(axis), COLLECTIVES.index(collective)
-            found[(slice(None), phase, *place)] = [getattr(traffic, name) for name in names]
+            counted[(slice(None), phase, *place)] = [getattr(traffic, name) for name in names]
         grid.reset_traffic()
 
     model.zero_gradients()
@@ -213,4 +231,4 @@ def counted_step(model, x, dy, between: Callable[[Any], None] = lambda saved: No
     between(saved)
     dx = model.backward(dy, saved)
     note(1)
-    return y, dx, found
+    return y, dx, counted

@@ -1,4 +1,4 @@
-"""Settings of a job that measures rows, and whether its cases can be measured with them."""
+"""Settings of a job that measures rows, and checks that its cases can be measured with them."""
 
 import math
 from typing import Any, Callable, ContextManager, Iterable
@@ -32,20 +32,21 @@ class Settings(msgspec.Struct, frozen=True):
     backend : str or None
         The array library; None for MM3D_BACKEND or NumPy.
     seed : int
-        Of parameters and input.
+        The seed of parameters and input.
     traced : int
-        Steps that are traced after those that are timed.
+        The number of steps that are traced after those that are timed.
     recompute : str
         The policy of recomputation.
     grid : callable or None
-        Gives a case the sizes of its grid; called on all ranks.  None for the schemes' default.
+        Returns the sizes of the grid of a case; called on all ranks.  None for the schemes'
+        default.
     inside : str
         The direction that stays inside a node, or "auto"; see
         `bench.instruments.placement.direction_order`.
     watched : callable
-        See `bench.instruments.stall.watching`.
+        The context of the steps that count or are timed; see `bench.instruments.stall.watching`.
     stop : callable
-        Whether to end the row with the repetitions that there are; asked on rank 0.
+        Returns True to end the row with the repetitions done so far; called on rank 0.
     fits : callable
         Raises LeftOut on every rank when the nodes lack memory for a case on a grid; called with
         both and the ranks' communicator, before any large array is made.
@@ -65,25 +66,20 @@ class Settings(msgspec.Struct, frozen=True):
     fits: Callable[[Case, tuple[int, ...], Any], None] = lambda one, grid, comm: None
 
 
-def verifiable(cases: list[Case]) -> list[Case]:
-    """The cases themselves.
+def check_verifiable(cases: list[Case]) -> None:
+    """Raise UsageError when the results of a case could not be verified.
 
-    Raises
-    ------
-    UsageError
-        When a result could not be verified: in 16 bits a step is compared with the serial
-        scheme's alone, not by residuals.
+    Residuals, which check a model that is too large for one rank, are for 32 and 64 bits.
     """
     for one in cases:
         if one.verified != one.sizes and one.variant.dtype in variants.SIXTEEN:
             raise UsageError(f"--dtype {one.variant.dtype} --preset {one.preset}: a serial model "
                              f"of that size does not fit, and residuals of a step are for "
                              f"float32 and float64; choose --preset laptop or tiny")
-    return cases
 
 
-def usable(backend: str | None, comm) -> None:
-    """Raise the same UsageError everywhere when some rank cannot use the array library."""
+def check_backend(backend: str | None, comm) -> None:
+    """Raise UsageError, the same on every rank, when a rank cannot use the array library."""
     on_each_rank(lambda: backends.get(backend), comm)
 
 
@@ -94,8 +90,8 @@ def check_variant(variant: Variant, rows: Iterable[Row], library: backends.Backe
         raise UsageError(problem)
 
 
-def arranged(one: Case, settings: Settings, comm) -> tuple[GridShape, str]:
-    """Return the shape of the grid, and the order of its directions over the nodes.
+def choose_grid(one: Case, settings: Settings, comm) -> tuple[GridShape, str]:
+    """Choose the shape of a case's grid, and the order of its directions over the nodes.
 
     Raises
     ------

@@ -122,7 +122,7 @@ def test_a_reproduction_takes_up_rows_of_its_own_variant_alone(tmp_path):
             name: getattr(asked, name) for name in Variant.__struct_fields__}}
         old = Reproduction(7, "2000-01-01", settings, ())
         name = make_case(ROW, "laptop").name
-        assert resume.measured_before(name, old, tmp_path) == (asked == variant)
+        assert resume.is_measured(name, old, tmp_path) == (asked == variant)
 
 
 def test_jobs_are_of_one_variant(tmp_path):

@@ -155,7 +155,7 @@ def test_what_one_rank_lacks_all_learn(comm, monkeypatch):
     monkeypatch.setattr(settings.backends, "get", lambda name: library())
     error = ValueError
     with pytest.raises(UsageError, match=r"^not here \(1 of 4 ranks\)$"):
-        settings.usable(None, comm)
+        settings.check_backend(None, comm)
 
 
 def test_many_ranks_are_started_and_timed():

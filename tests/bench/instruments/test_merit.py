@@ -9,7 +9,7 @@ from mpi4py import MPI
 import mm3d
 from bench.cases.selection import select_rows
 from bench.errors import StoreError
-from bench.experiments.rows.row import counted_step
+from bench.experiments.rows.row import run_counted_step
 from bench.instruments import peak_memory, peaks
 from bench.instruments.spans import part_names
 from bench.instruments.step_tracing import parts_group
@@ -181,7 +181,7 @@ def step_memory(case, sizes, comm):
         x, dy = model.random("input"), model.random("output gradient")
         scheme.grid.backend.empty((10 ** 6,), "float64")    # an earlier peak does not count
         memory = peaks.StepMemory(model, resident)
-        counted_step(model, x, dy, memory.between)
+        run_counted_step(model, x, dy, memory.between)
         return memory.group(sizes, comm), scheme.grid.shape, held
 
 

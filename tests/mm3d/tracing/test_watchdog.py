@@ -146,7 +146,7 @@ import sys
 from bench import __main__ as bench
 from bench.experiments.rows import row as run
 from mm3d.tracing.watchdog import Position
-counted, enter, where, told = run.counted_step, Position.enter, ["timed"], set()
+counted, enter, where, told = run.run_counted_step, Position.enter, ["timed"], set()
 def step(*arguments):
     where.append("counted")
     found = counted(*arguments)
@@ -155,7 +155,7 @@ def step(*arguments):
 def entered(*arguments):
     told.add(where[-1])
     enter(*arguments)
-run.counted_step, Position.enter = step, entered
+run.run_counted_step, Position.enter = step, entered
 status = bench.main(sys.argv[1:])
 print("told of", sorted(told), flush=True)
 sys.exit(status)

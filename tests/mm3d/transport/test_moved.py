@@ -7,7 +7,7 @@ import pytest
 import fakecupy
 import mm3d
 from bench.cases.selection import select_rows
-from bench.experiments.rows.row import counted_step
+from bench.experiments.rows.row import run_counted_step
 from bench.records import run_file
 from bench.reports import merit
 from bench.reports.formats import render
@@ -244,7 +244,7 @@ def test_a_run_records_what_its_transport_moved(comm, monkeypatch, tmp_path, kin
     monkeypatch.setenv("MM3D_TRANSPORT", kind)
     scheme = mm3d.scheme("3d", comm, (1, 1, comm.size))
     model = mm3d.Transformer(scheme, layers=1, hidden=64, heads=8, batch=8, seq=8)
-    *_, found = counted_step(model, model.random("x"), model.random("dy"))
+    *_, found = run_counted_step(model, model.random("x"), model.random("dy"))
     everyone = np.stack(comm.allgather(found), axis=2)
     run = made_up(select_rows("weak", "3d")[0])
     run.configuration["transport"] = kind
