@@ -92,7 +92,7 @@ def start_child(command: Sequence[str], *, stdout: int | IO[str] = subprocess.PI
         Seconds that the child has to end between SIGTERM and SIGKILL, if the block ends first.
     with_parent : bool
         On Linux end the child also when this process is killed.  This process is then forked,
-        which one with MPI or CUDA running should not be.
+        which is not safe for a rank of a job, nor for a process that uses a GPU.
 
     Raises
     ------

@@ -54,7 +54,7 @@ def products(backend: backends.Backend) -> Finding:
     """Check products in every dtype; their sums are at least float32."""
     random, wrong, worst = np.random.default_rng(0), [], 0.0
     A, B = (random.standard_normal((257, 257)).astype(np.float32) for _ in range(2))
-    for mode in gpu_cases.modes(backend):
+    for mode in gpu_cases.list_modes(backend):
         with mode:
             a, b = (backend.xp.astype(backend.asarray(x), np.dtype(mode.dtype)) for x in (A, B))
             found = backend.to_host(matmul(a, b)).astype(float)
@@ -64,7 +64,7 @@ def products(backend: backends.Backend) -> Finding:
         worst = max(worst, error)
         if not error <= 4:
             wrong.append(f"{mode} by {error:.1f} units")
-    text = ", ".join(map(str, gpu_cases.modes(backend)))
+    text = ", ".join(map(str, gpu_cases.list_modes(backend)))
     return (Finding("products", FAILED, f"wrong: {', '.join(wrong)}") if wrong else
             Finding("products", OK, f"{text}: right to {worst:.2g} units in the last place"))
 
@@ -72,8 +72,8 @@ def products(backend: backends.Backend) -> Finding:
 @needs_backend
 def model(backend: backends.Backend) -> Finding:
     """Compare forward and backward of a layer, which call every kernel, with NumPy's."""
-    found = {str(mode): device_checks.model_check(mode) for mode in
-             [gpu_cases.Mode(backend, "float64"), *gpu_cases.modes(backend)]}
+    found = {str(mode): device_checks.check_model(mode) for mode in
+             [gpu_cases.Mode(backend, "float64"), *gpu_cases.list_modes(backend)]}
     wrong = [name for name, check in found.items() if not check.passed]
     text = ", ".join(f"{name} {check.error:.1e}" for name, check in found.items())
     return Finding("model", FAILED if wrong else OK,

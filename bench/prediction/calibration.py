@@ -45,7 +45,7 @@ def measure_machine(comm) -> machine_model.Machine | None:
     WrongResult
         When a result is wrong; the same on every rank.
     """
-    transport, memory = operands.usual_transport(comm), total_memory()
+    transport, memory = operands.default_transport(comm), total_memory()
     nodes = len(set(node_numbers(comm)))
     if nodes > 1:
         raise UsageError(f"{comm.size} ranks on {nodes} nodes: calibrate measures one node, start "

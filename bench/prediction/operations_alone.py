@@ -88,7 +88,7 @@ def measure_products(dtype: str, comm) -> dict[Shape, float]:
 
     def operand(name: str, shape: tuple[int, int], gathered: bool) -> np.ndarray:
         layout, letter = (mm3d.Layout("x,"), "x") if gathered else (mm3d.Layout(","), None)
-        a = operands.fill(operands.empty(layout, grid, shape, dtype, letter), grid.backend, 0,
+        a = operands.fill(operands.allocate(layout, grid, shape, dtype, letter), grid.backend, 0,
                           name, comm.rank)
         return layout.split(grid, shape, "x").all_gather(a) if gathered else a
 

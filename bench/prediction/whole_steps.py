@@ -11,7 +11,7 @@ from bench.agreement import agree
 from bench.checks import against_serial
 from bench.errors import WrongResult
 from bench.experiments.products import matmul
-from bench.experiments.products.problem import Problem
+from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments import sampling
 from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.instruments.least_squares import nonnegative
@@ -87,10 +87,11 @@ def measure_works(works: Sequence[Work], comm, dtype: str, seed: int, count: int
 
 def verify_product(work: Work, comm, dtype: str, seed: int, checks: list[Check]) -> Trial:
     """Verify C = AB, dA and dB, adding to `checks`; return the trial that measures them."""
-    problem = Problem(work.scheme, work.form, comm, work.grid, work.sizes, dtype, seed, "numpy")
+    grid = product_grid(work.scheme, comm, work.grid, "numpy")
+    problem = Problem(work.scheme, work.form, grid, work.sizes, dtype, seed)
     for phase in PHASES:
         checks += [Check(f"{work.label}: {done.quantity}", done.error, done.tolerance) for done in
-                   matmul.verified(problem, problem.steps[phase](), seed)]
+                   matmul.check_results(problem, problem.steps[phase](), seed)]
     return product_trial(problem, comm, Clock(comm))
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from bench.experiments.products.problem import Problem
+from bench.experiments.products.problem import Problem, product_grid
 from bench.prediction.machine_model import Machine
 from bench.prediction.seconds import step_seconds
 from mm3d.arrays import backend as backends
@@ -67,8 +67,8 @@ def trace_work(work: Work, dtype: str, block: int) -> Trace:
                                 **dict(zip(NAMES["layer"], work.sizes)))
     backend = backends.get(DryBackend())
     backend.begin(block)
-    problem = Problem(work.scheme, work.form, DryCommunicator(work.ranks), work.grid, work.sizes,
-                      dtype, 0, backend)
+    grid = product_grid(work.scheme, DryCommunicator(work.ranks), work.grid, backend)
+    problem = Problem(work.scheme, work.form, grid, work.sizes, dtype)
     with observed(problem.grid, backend.trace, problem):
         for phase in PHASES:
             problem.steps[phase]()

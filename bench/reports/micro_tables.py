@@ -65,7 +65,7 @@ def collective_parts(record: Measurements) -> list[Part]:
     chosen, narrow = record.configuration, values["ended_by_width"]
     travel = chosen.get("transports") or " ".join(
         [chosen["transport"].replace(" ", "+")] * len(record.scales["axis"]))
-    placed = operands.in_places(travel, record.scales["collective"])
+    placed = operands.left_in_place(travel, record.scales["collective"])
     for c, kind in enumerate(record.scales["collective"]):
         for a, axis in enumerate(record.scales["axis"]):
             beta, error = values["beta"][a, c], values["fit_error"][a, c]

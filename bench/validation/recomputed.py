@@ -6,7 +6,7 @@ import numpy as np
 
 from bench.experiments.products import operands
 from bench.experiments.products.matmul import RATIOS, RESULTS
-from bench.experiments.products.problem import Problem
+from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments import least_squares
 from bench.instruments.statistics import median_interval
 from bench.records.measurements import Measurements, grid_shape
@@ -110,8 +110,8 @@ def _collectives(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, R
     source, longest = "the fit to the medians", medians.max(axis=-1)
     bandwidth = moved / medians
     if "transports" in run.configuration:    # older files have a bandwidth of barriers as well
-        bandwidth[operands.in_places(run.configuration["transports"],
-                                     run.scales["collective"])] = np.nan
+        bandwidth[operands.left_in_place(run.configuration["transports"],
+                                         run.scales["collective"])] = np.nan
     return {"bytes_moved": Recomputed(moved, "the sizes"),
             "bandwidth": Recomputed(bandwidth, "the bytes moved over the median"),
             "alpha": Recomputed(fit[..., 0], source, longest),
@@ -144,12 +144,11 @@ def _matmul(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomp
 
 def count_words(chosen: dict, phases: list[str], ranks: int) -> np.ndarray:
     """Count the words that each rank of a product moves, (phase, rank), by dry runs."""
-    grid = grid_shape(chosen)
+    sizes, shape = grid_shape(chosen), tuple(chosen[name] for name in "MNK")
     words = np.zeros((len(phases), ranks), np.int64)
     for rank in range(ranks):
-        problem = Problem(chosen["scheme"], chosen["form"], DryCommunicator(ranks, rank), grid,
-                          tuple(chosen[name] for name in "MNK"), chosen["dtype"], 0,
-                          DryBackend())
+        grid = product_grid(chosen["scheme"], DryCommunicator(ranks, rank), sizes, DryBackend())
+        problem = Problem(chosen["scheme"], chosen["form"], grid, shape, chosen["dtype"])
         for p, phase in enumerate(phases):
             problem.grid.reset_traffic()
             getattr(problem, phase)()

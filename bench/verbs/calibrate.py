@@ -8,7 +8,7 @@ from bench.console import say
 from bench.errors import WrongResult
 from bench.prediction import calibration, machine_file, machine_model
 from bench.verbs import options
-from bench.verbs.publish import failed, publish_machine
+from bench.verbs.publish import publish_machine, report_failure
 from mm3d.transport.choice import in_place
 
 GROUP = "Plan and predict"
@@ -29,7 +29,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     try:
         machine = calibration.measure_machine(comm)
     except WrongResult as wrong:
-        return failed("calibrate", f"{wrong}; no file was written", comm)
+        return report_failure("calibrate", f"{wrong}; no file was written", comm)
     status = publish_machine(machine, path, comm)
     if machine:
         say(figures(machine))

@@ -10,7 +10,7 @@ from bench.records.journal import claim_folder
 from bench.reports.formats import render
 from bench.reports.measured_tables import compare_predictions
 from bench.verbs import options
-from bench.verbs.publish import failed, publish
+from bench.verbs.publish import publish, report_failure
 from mm3d.transport.choice import ON_HOST
 
 GROUP = "Plan and predict"
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
                                            arguments.rounds,
                                            transport)
     except WrongResult as wrong:
-        return failed("check", f"{wrong}; no times were written", comm)
+        return report_failure("check", f"{wrong}; no times were written", comm)
     except ValueError as error:
         raise UsageError(str(error)) from error
     return publish(record if comm.rank == 0 else None, out, "check", comm,
@@ -80,7 +80,7 @@ def _transport(name: str, machine: machine_model.Machine, comm) -> str:
         raise UsageError(f"--machine {name} was measured with {machine.ranks_per_node} "
                          f"rank{'s' * (machine.ranks_per_node > 1)}, not {comm.size}: start that "
                          f"many, or calibrate with {comm.size}")
-    transport = operands.usual_transport(comm)
+    transport = operands.default_transport(comm)
     if not machine.matches_transport(transport):
         raise UsageError(f"--machine {name} was measured with transport {machine.transport}, not "
                          f"{transport}: {_remedy(machine.transport, comm)}calibrate again")

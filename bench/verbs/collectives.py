@@ -9,7 +9,7 @@ from bench.prediction import machine_update
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.verbs import options
-from bench.verbs.publish import failed, publish, publish_machine
+from bench.verbs.publish import publish, publish_machine, report_failure
 from mm3d import launcher
 
 GROUP = "Measure the parts alone"
@@ -21,15 +21,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_measurement(parser, 7, 1.0)
     options.add_grid(parser)
     parser.add_argument("--least", type=int, default=1024, metavar="BYTES",
-                        help="the smallest array (default 1024); each is 4 times the last")
+                        help="smallest array (default 1024); each is 4 times as large as the last")
     parser.add_argument("--most", type=int, default=4 * 2 ** 20, metavar="BYTES",
-                        help="the largest array (default 4 MiB)")
+                        help="largest array (default 4194304, 4 MiB)")
     options.add_dtype(parser)
     options.add_machine_file(parser, "the cost of each collective, and of the links")
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure, write the record and update the machine file; the exit status."""
+    """Measure, write the record and update the machine file; return the exit status."""
     limits = options.limits_of(arguments)
     sizes = array_bytes(arguments.least, arguments.most, arguments.dtype)
     grid = collective_grid(comm, arguments.grid, arguments.backend)
@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     try:
         record = measure_collectives(grid, sizes, arguments.dtype, limits, arguments.seed)
     except WrongResult as wrong:
-        return failed("collectives", f"{wrong}; no times were written", comm)
+        return report_failure("collectives", f"{wrong}; no times were written", comm)
     grid.free()
     status = publish(record, out, "collectives", comm, table)
     if machine is not None:

@@ -1,4 +1,4 @@
-"""Say what this environment can do; fail when that is not what is wanted."""
+"""Check launcher, MPI, BLAS, GPUs and files of this environment; fail when one is not usable."""
 
 import argparse
 import json
@@ -20,40 +20,43 @@ ON_ALL_RANKS = False
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``doctor``."""
     parser.add_argument("--ranks", type=int, default=2, metavar="N",
-                        help="that the launcher shall start (default 2)")
+                        help="number of ranks that the launcher shall start (default 2)")
     parser.add_argument("--launcher", metavar="COMMAND",
-                        help="starts so many ranks of a program, such as 'srun --mpi=pmix -n 8' "
-                             "(default: mpirun)")
+                        help="command that starts that many ranks of a program, such as 'srun "
+                             "--mpi=pmix -n 8' (default: mpirun)")
     parser.add_argument("--ranks-per-node", type=options.whole(0), default=0, metavar="N",
-                        help="fail when a node has more")
+                        help="fail when a node has more ranks (default 0: any number)")
     parser.add_argument("--gpus-per-node", type=options.whole(0), default=0, metavar="N",
-                        help="fail when a node has fewer, or ranks share one")
+                        help="fail when a node has fewer GPUs, or ranks share one (default 0: "
+                             "none are needed)")
     parser.add_argument("--gpu", action="store_true", help=(
-        "also that the GPU here computes every type right, and which transports carry its arrays"))
+        "also check that the GPU here computes every dtype right, and which transports move its "
+        "arrays"))
     parser.add_argument("--device-buffers", action="store_true",
-                        help="fail when MPI cannot carry them")
+                        help="fail when MPI cannot read and write device memory")
     parser.add_argument("--module", action="append", default=[], metavar="NAME",
-                        help="fail when it is not loaded; may be repeated")
-    parser.add_argument("--out", metavar="DIR", help="fail when results cannot be written there")
+                        help="fail when this environment module is not loaded; may be repeated")
+    parser.add_argument("--out", metavar="DIR",
+                        help="fail when results cannot be written into this folder")
     parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS",
-                        help="that a child job may take (default 60)")
+                        help="the longest that a child job may take (default 60)")
     parser.add_argument("--seen", metavar="DIR",
-                        help="start no child job: read what bench.doctor.census has said into "
-                             "this folder, as batch jobs do")
+                        help="start no child job: read the output of bench.doctor.census in this "
+                             "folder, as batch jobs do")
     parser.add_argument("--clean", action="store_true", help=(
-        "remove the shared memory that killed jobs of this user have left in /dev/shm, where no "
-        "process has it open; those of a container that shares the folder are not seen: not "
+        "remove the shared memory that killed jobs of this user have left in /dev/shm and no "
+        "process has open; processes of a container that shares the folder are not seen, so not "
         "while one runs a job"))
-    parser.add_argument("--json", action="store_true", help="machine-readable")
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print every finding; 1 when a check has failed, otherwise 0.
+    """Print every finding; return 1 when a check has failed, otherwise 0.
 
     Raises
     ------
     UsageError
-        When it runs under a launcher, or an argument cannot be meant.
+        When it runs under a launcher, or an argument is not valid.
     """
     if launcher.local_ranks() > 1:
         raise UsageError("doctor starts the launcher itself: run it without, as in "
@@ -61,14 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.ranks < 1 or not 0 < arguments.limit < math.inf:
         raise UsageError(f"--ranks {arguments.ranks} --limit {arguments.limit:g}: give at least "
                          "one rank, and a finite number of seconds above 0")
-    try:
-        command = (shlex.split(arguments.launcher) if arguments.launcher
-                   else launcher.mpirun_command(arguments.ranks) if not arguments.seen
-                   else ["launcher"])
-    except (FileNotFoundError, ValueError) as error:
-        raise UsageError(f"--launcher: {error}") from error
-    facts = Facts(arguments.ranks, command, arguments.ranks_per_node, arguments.gpus_per_node,
-                  arguments.device_buffers, arguments.module, arguments.out, arguments.limit,
+    facts = Facts(arguments.ranks, launcher_command(arguments), arguments.ranks_per_node,
+                  arguments.gpus_per_node, arguments.device_buffers, arguments.module,
+                  arguments.out, arguments.limit,
                   Path(arguments.seen) if arguments.seen else None, arguments.clean)
     checks = list(CHECKS)
     if arguments.gpu:
@@ -82,3 +80,20 @@ def run(arguments: argparse.Namespace) -> int:
         for one in findings:
             print(f"{one.state:8}{one.check:12}{one.text}", flush=True)
     return int(any(one.state == FAILED for one in findings))
+
+
+def launcher_command(arguments: argparse.Namespace) -> list[str]:
+    """Return the command that starts the ranks of a program.
+
+    Raises
+    ------
+    UsageError
+        When ``--launcher`` cannot be read, or there is no mpirun.
+    """
+    if arguments.seen and not arguments.launcher:
+        return ["launcher"]    # serves messages alone
+    try:
+        return (shlex.split(arguments.launcher) if arguments.launcher
+                else launcher.mpirun_command(arguments.ranks))
+    except (FileNotFoundError, ValueError) as error:
+        raise UsageError(f"--launcher: {error}") from error

@@ -24,9 +24,10 @@ ON_ALL_RANKS = False
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``dry``."""
     options.add_model(parser)
-    parser.add_argument("--scheme", default="3d", help="the parallelism (default 3d)")
+    parser.add_argument("--scheme", default="3d", help="parallelism (default 3d)")
     parser.add_argument("--grid", metavar="XxYxZ",
-                        help="sizes of the grid's directions, or auto for the planner's choice")
+                        help="sizes of the grid's directions, or auto for the planner's choice "
+                             "(default: the scheme's own)")
     parser.add_argument("--rank", type=int, default=0, metavar="N",
                         help="the number of the rank (default 0, whose blocks are the largest)")
     parser.add_argument("--keep", choices=("none", "weight", "both"),
@@ -40,7 +41,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "it would; status 1 if it does not"))
     parser.add_argument("--causal", action="store_true", help="attention looks backward only")
     parser.add_argument("--all-layers", action="store_true",
-                        help="run all layers instead of extending three, which gives the same")
+                        help="run all layers instead of extending the counts of three, which "
+                             "gives the same")
     parser.add_argument("--machine", metavar="NAME", help=(
         "also predict seconds on this machine, a supplied one or a .toml file; --grid auto plans "
         "for it (default longhorn)"))
@@ -48,16 +50,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the tables of a dry run; 1 when the model does not fit into ``--memory``."""
+    """Print the tables of a dry run; return 1 when the model does not fit into ``--memory``."""
     sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
     if arguments.ranks < 1:
         raise UsageError(f"--ranks {arguments.ranks}: must be at least 1")
     if arguments.scheme not in mm3d.SCHEMES:
         raise UsageError(f"scheme {arguments.scheme!r} is unknown: choose one of "
                          f"{', '.join(mm3d.SCHEMES)}")
-    chosen = grids.grid(arguments.grid, arguments.scheme, arguments.ranks,
-                        arguments.machine or "longhorn", arguments.dtype, sizes,
-                        arguments.recompute)
+    chosen = grids.read_grid(arguments.grid, arguments.scheme, arguments.ranks,
+                             arguments.machine or "longhorn", arguments.dtype, sizes,
+                             arguments.recompute)
     machine = (machine_model.load_machine(arguments.machine, arguments.dtype)
                if arguments.machine else None)
     limit = memory_fit.parse_size(arguments.memory) if arguments.memory else 0

@@ -8,7 +8,7 @@ from bench.prediction import machine_update
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.verbs import options
-from bench.verbs.publish import failed, publish, publish_machine
+from bench.verbs.publish import publish, publish_machine, report_failure
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -18,17 +18,19 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``gemm``."""
     options.add_measurement(parser, 7, 1.0)
     parser.add_argument("--sizes", type=options.numbers, default=[2 ** k for k in range(6, 13)],
-                        metavar="N,...", help="of square matrices (default 64, 128, ... 4096)")
+                        metavar="N,...",
+                        help="sizes of the square matrices (default 64,128,...,4096)")
     parser.add_argument("--dtypes", type=options.some_of("float32", "float64"), metavar="NAMES",
-                        default=["float32", "float64"], help="(default float32,float64)")
+                        default=["float32", "float64"],
+                        help="dtypes of the matrices (default float32,float64)")
     parser.add_argument("--threads", type=options.numbers, metavar="N,...",
-                        help="of BLAS (default: 1 and as many as there are cores)")
+                        help="numbers of BLAS threads (default: 1 and the number of cores)")
     options.add_machine_file(parser, "the rate of products, with the fewest threads")
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure on one rank, write the record and update the machine file; the exit status."""
-    backend = options.alone("gemm", arguments.backend, comm)
+    """Measure on one rank, write the record, update the machine file; return the exit status."""
+    backend = options.one_rank_backend("gemm", arguments.backend, comm)
     limits = options.limits_of(arguments)
     threads = thread_counts(arguments.threads)
     machine = machine_update.open_machine(arguments.machine, arguments.base, 1, comm)
@@ -37,7 +39,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
         record = measure_gemm(arguments.sizes, arguments.dtypes, threads, backend, limits,
                               arguments.seed)
     except WrongResult as wrong:
-        return failed("gemm", f"{wrong}; no times were written", comm)
+        return report_failure("gemm", f"{wrong}; no times were written", comm)
     status = publish(record, out, "gemm", comm, table)
     if machine is not None:
         status = max(status, publish_machine(machine_update.update_products(machine, record),

@@ -7,7 +7,7 @@ from bench.experiments.gpu.parts import GpuBenchmark, PARTS, measure_part
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.verbs import options
-from bench.verbs.publish import failed, publish
+from bench.verbs.publish import publish, report_failure
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -17,16 +17,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``gpu``."""
     options.add_measurement(parser, 10, 5.0)
     parser.add_argument("--part", type=options.some_of(*PARTS), default=list(PARTS),
-                        metavar="NAMES", help=f"of {', '.join(PARTS)} (default: all)")
+                        metavar="NAMES",
+                        help=f"measure these parts, separated by commas: {', '.join(PARTS)} "
+                             f"(default: all)")
     parser.add_argument("--graph", action="store_true", help=(
-        "measure the layer also as a CUDA graph, all of a step launched at once"))
+        "measure the layer also as a CUDA graph, whose kernels are launched at once"))
     parser.add_argument("--scale", default="paper", choices=("paper", "tiny"),
-                        help="full size, or a rehearsal (default paper)")
+                        help="sizes: those of the paper, or tiny for a rehearsal (default paper)")
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure and write the chosen parts, on one rank; the exit status."""
-    backend = options.alone("gpu", arguments.backend or "cupy", comm)
+    """Measure and write the chosen parts on one rank; return the exit status."""
+    backend = options.one_rank_backend("gpu", arguments.backend or "cupy", comm)
     limits = options.limits_of(arguments)
     benchmark = GpuBenchmark(backend, arguments.scale, arguments.graph, limits, arguments.seed)
     out, status = claim_folder(arguments.out, comm), 0
@@ -34,7 +36,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
         try:
             record = measure_part(benchmark, part)
         except WrongResult as wrong:
-            status = failed(f"gpu-{part}", f"{wrong}; no times were written", comm)
+            status = report_failure(f"gpu-{part}", f"{wrong}; no times were written", comm)
         else:
             status = max(status, publish(record, out, record.kind, comm, table))
     return status

@@ -1,4 +1,4 @@
-"""Sizes of a model and of a grid, as options give them."""
+"""Read the sizes of a model and of a grid from options."""
 
 from bench.cases.paper import load_tables
 from bench.errors import UsageError
@@ -7,7 +7,7 @@ from mm3d import ModelSizes
 
 def model_sizes(layers: int, hidden: int, heads: int | None, batch: int,
                 seq: int) -> ModelSizes:
-    """Return the sizes of a Transformer; without `heads` those of the tables, or 128 wide.
+    """Return the sizes of a Transformer; by default the tables' heads, or heads of 128 features.
 
     Raises
     ------
@@ -26,15 +26,26 @@ def model_sizes(layers: int, hidden: int, heads: int | None, batch: int,
     return chosen
 
 
-def grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: str,
-         sizes: ModelSizes, recompute: str = "none") -> tuple[int, ...] | None:
+def read_grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: str,
+              sizes: ModelSizes, recompute: str = "none") -> tuple[int, ...] | None:
     """Read sizes such as ``16x4x1``; ``auto`` is the planner's choice, None the default grid.
+
+    Parameters
+    ----------
+    text : str or None
+        The option ``--grid``, if it was given.
+    scheme, ranks
+        The parallelism and the number of ranks that ``auto`` plans for.
+    machine : str
+        The machine that it plans for; see `bench.prediction.machine_model.load`.
+    dtype, sizes, recompute
+        The model that it plans for.
 
     Raises
     ------
     UsageError
-        When `text` is neither, the scheme has no grid of so many ranks, or nothing is known of
-        the machine or of its rate for `dtype`.
+        When `text` is neither, the scheme has no grid of that many ranks, or there is no such
+        machine or no rate of it for `dtype`.
     """
     if text is None:
         return None

@@ -9,7 +9,7 @@ from bench.experiments.layer.layer import MeasuredLayer, check_overlap, measure_
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.verbs import options
-from bench.verbs.publish import failed, publish
+from bench.verbs.publish import publish, report_failure
 from mm3d import ModelSizes
 
 GROUP = "Measure the parts alone"
@@ -20,23 +20,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``layer``."""
     options.add_measurement(parser, 7, 60.0)
     parser.add_argument("--hidden", type=options.numbers, default=[512, 1024, 2048],
-                        metavar="N,...", help="(default 512,1024,2048)")
+                        metavar="N,...",
+                        help="features of a token (default 512,1024,2048)")
     parser.add_argument("--head", type=int, default=64, metavar="N",
-                        help="features of a head (default 64)")
-    parser.add_argument("--batch", type=int, default=8, metavar="N", help="(default 8)")
-    parser.add_argument("--seq", type=int, default=512, metavar="N", help="(default 512)")
+                        help="features of an attention head (default 64)")
+    parser.add_argument("--batch", type=int, default=8, metavar="N",
+                        help="sequences in a batch (default 8)")
+    parser.add_argument("--seq", type=int, default=512, metavar="N",
+                        help="tokens in a sequence (default 512)")
     options.add_dtype(parser)
-    parser.add_argument("--scheme", default="3d", metavar="NAME", help="(default 3d)")
+    parser.add_argument("--scheme", default="3d", metavar="NAME",
+                        help="parallelism of the layer (default 3d)")
     options.add_grid(parser)
     parser.add_argument("--torch", metavar="PYTHON", help=(
-        "an interpreter that has PyTorch, which the layer is then verified with and measured "
-        "beside (default: verified with the serial scheme, measured alone)"))
+        "verify the layer with PyTorch and measure it beside PyTorch, by this interpreter "
+        "(default: verify it with the serial scheme, measure it alone)"))
     parser.add_argument("--overlap", action="store_true", help=(
-        "measure it also with communication that goes on while ranks multiply"))
+        "measure the layer also with communication that goes on while ranks multiply"))
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure and write a layer of each hidden size; the exit status."""
+    """Measure and write a layer of each hidden size; return the exit status."""
     limits = options.limits_of(arguments)
     check_head(arguments.hidden, arguments.head)
     if arguments.overlap:
@@ -55,7 +59,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
         try:
             record = measure_layer(layer, arguments.torch, arguments.overlap, limits)
         except WrongResult as wrong:
-            status = failed(name, wrong, comm)
+            status = report_failure(name, wrong, comm)
         else:
             status = max(status, publish(record, out, name, comm, table))
         scheme.grid.free()
@@ -63,9 +67,9 @@ def run(arguments: argparse.Namespace, comm) -> int:
     return status
 
 
-def check_head(every: list[int], head: int) -> None:
-    """Raise UsageError for hidden sizes that are no whole number of heads."""
-    for hidden in every:
+def check_head(hidden_sizes: list[int], head: int) -> None:
+    """Raise UsageError for a hidden size that is not a multiple of the features of a head."""
+    for hidden in hidden_sizes:
         if head < 1 or hidden % head:
             raise UsageError(f"--hidden {hidden} --head {head}: a head of at least 1 feature, "
                              f"and --hidden a multiple of it, would do")

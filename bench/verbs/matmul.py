@@ -6,14 +6,14 @@ from pathlib import Path
 
 from bench.errors import UsageError, WrongResult
 from bench.experiments.products.matmul import measure_product
-from bench.experiments.products.problem import Problem, schemes
+from bench.experiments.products.problem import Problem, product_grid, schemes_with_products
 from bench.instruments import chrome_trace, step_tracing
 from bench.instruments.clock import Clock
 from bench.instruments.timing import Limits
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.verbs import options
-from bench.verbs.publish import failed, publish, trace_file
+from bench.verbs.publish import check_trace_file, publish, report_failure
 from mm3d.schemes.matrix_product import FORMS
 
 GROUP = "Measure the parts alone"
@@ -25,49 +25,53 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_measurement(parser, 7, 30.0)
     options.add_shape(parser)
     options.add_grid(parser)
-    parser.add_argument("--scheme", default="3d", choices=schemes(), help="(default 3d)")
+    parser.add_argument("--scheme", default="3d", choices=schemes_with_products(),
+                        help="parallelism of the products (default 3d)")
     parser.add_argument("--form", type=options.some_of(*FORMS), default=["ab"], metavar="NAMES",
-                        help="of C = AB, AB^T, A^T B: ab, abt, atb, with commas (default ab)")
+                        help="forms of the product, separated by commas: ab, abt, atb for "
+                             "C = A B, A B^T, A^T B (default ab)")
     options.add_dtype(parser)
     parser.add_argument("--trace", metavar="FILE", help=(
-        "write a traced call of each product for chrome://tracing and ui.perfetto.dev; with "
-        "several products each has its name in the file's"))
+        "write a traced call of each product for chrome://tracing and ui.perfetto.dev; the names "
+        "of several products are added to the file's"))
     parser.add_argument("--calls", type=options.whole(1), metavar="N",
-                        help="in a sample (default: as many as take one process 100 ms)")
-    parser.add_argument("--backward", action="store_true", help="measure dA and dB too")
+                        help="calls in a sample (default: as many as take one process 100 ms)")
+    parser.add_argument("--backward", action="store_true",
+                        help="measure the gradients dA and dB too")
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure and write every shape and form; the exit status."""
+    """Measure and write every shape and form; return the exit status."""
     limits = options.limits_of(arguments)
     out = claim_folder(arguments.out, comm)
-    trace_file(arguments.trace, comm)
+    check_trace_file(arguments.trace, comm)
     status = 0
     for shape in arguments.shape:
         for form in arguments.form:
             gc.collect()
             try:
-                problem = Problem(arguments.scheme, form, comm, arguments.grid, shape,
-                                  arguments.dtype, arguments.seed, arguments.backend)
+                grid = product_grid(arguments.scheme, comm, arguments.grid, arguments.backend)
+                problem = Problem(arguments.scheme, form, grid, shape, arguments.dtype,
+                                  arguments.seed)
             except ValueError as error:
                 raise UsageError(str(error)) from error
             sizes = "x".join(map(str, shape))
             name = f"matmul-{arguments.scheme}-{form}-{sizes}-{arguments.dtype}"
-            status = max(status, measure(problem, name, arguments, limits, out))
+            status = max(status, measure_and_write(problem, name, arguments, limits, out))
             problem.grid.free()
             del problem
     return status
 
 
-def measure(problem: Problem, name: str, arguments: argparse.Namespace, limits: Limits,
-            out: Path) -> int:
-    """Measure, write and trace one product; the exit status."""
+def measure_and_write(problem: Problem, name: str, arguments: argparse.Namespace, limits: Limits,
+                      out: Path) -> int:
+    """Measure, write and trace one product; return the exit status."""
     comm = problem.grid.comm
     try:
         record = measure_product(problem, arguments.backward, arguments.calls, limits,
                                  arguments.seed, arguments.watched)
     except WrongResult as wrong:
-        return failed(name, wrong, comm)
+        return report_failure(name, wrong, comm)
     status = publish(record, out, name, comm, table)
     if arguments.trace:
         clock = Clock(comm)

@@ -13,12 +13,12 @@ ON_ALL_RANKS = False
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``merge``."""
-    parser.add_argument("target", metavar="OUT", help="the new file, such as all.h5")
+    parser.add_argument("target", metavar="OUT", help="new file, such as all.h5")
     options.add_sources(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Write the new file and print how many runs are in it; 0.
+    """Write the new file and print the number of runs in it; return 0.
 
     Raises
     ------

@@ -1,4 +1,4 @@
-"""Options that several verbs have, and the types of options."""
+"""Define the options that several verbs share, and the types of options."""
 
 import argparse
 import sys
@@ -14,47 +14,48 @@ from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 from mm3d.model.recomputation import parse_policy
 
-RECOMPUTE = ("what backward computes again instead of finding it kept: none; selective, all but "
-             "products with weights; full, each layer from its input; uniform:N, every N layers "
-             "from the first one's input; full+selective or uniform:N+selective")
+RECOMPUTE = ("recompute in backward, to save memory: none; selective, all but products with "
+             "weights; full, each layer from its input; uniform:N, every N layers from the first "
+             "one's input; full+selective or uniform:N+selective")
 COUNTS = {3: "three", 4: "four"}
 
 
 def add_stall(parser: argparse.ArgumentParser) -> None:
     """Add ``--stall`` to a verb of several ranks; see `bench.instruments.stall`."""
     parser.add_argument("--stall", type=whole(1), metavar="SECONDS", help=(
-        "end the job when nothing is heard of a rank for so long; in the steps that run counts "
-        "and times, and the calls that matmul times, also when ranks wait in collectives and none "
-        "works, and say in which layer and collective each rank is (default: never)"))
+        "end the job when a rank has not reported for this time; in the steps that run counts and "
+        "times, and the calls that matmul times, also when ranks wait in collectives and none "
+        "works; then print the layer and the collective of each rank (default: never)"))
     parser.set_defaults(watched=unwatched)    # until the watchdog of the job is there
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
     """Add ``--out``, the folder of results."""
     parser.add_argument("--out", metavar="DIR", default=host.default_out(),
-                        help="where the .h5 files go (default results/<machine>)")
+                        help="write the .h5 files into this folder (default results/<machine>)")
 
 
 def add_backend(parser: argparse.ArgumentParser) -> None:
     """Add ``--backend``."""
     parser.add_argument("--backend", metavar="NAME",
-                        help="the array library (default MM3D_BACKEND, or numpy)")
+                        help="array library: numpy or cupy (default MM3D_BACKEND, or numpy)")
 
 
 def add_repetitions(parser: argparse.ArgumentParser, repetitions: int, seconds: float) -> None:
-    """Add the options of a microbenchmark: how often it repeats, the seed and ``--stall``."""
+    """Add the options of a microbenchmark: its repetitions, the seed and ``--stall``."""
     parser.add_argument("--repetitions", type=int, default=repetitions, metavar="N",
-                        help=f"the least number that count (default {repetitions})")
+                        help=f"repeat at least this often (default {repetitions})")
     parser.add_argument("--max-repetitions", type=int, metavar="N",
-                        help="the greatest (default 30, or the least number)")
-    parser.add_argument("--max-seconds", type=float, default=seconds, metavar="S",
-                        help=f"of each measurement, once the least number is done (default "
-                             f"{seconds:g})")
+                        help="repeat at most this often (default 30, or --repetitions if greater)")
+    parser.add_argument("--max-seconds", type=float, default=seconds, metavar="SECONDS",
+                        help=f"begin no repetition beyond --repetitions after this time in a "
+                             f"measurement (default {seconds:g})")
     parser.add_argument("--width", type=float, default=0.05, metavar="FRACTION",
-                        help="of the median, that the 95 %% confidence interval may have "
-                             "(default 0.05)")
+                        help="repeat until the 95 %% confidence interval is no wider than this "
+                             "fraction of the median (default 0.05)")
     parser.add_argument("--seed", type=whole(0), default=0, metavar="N",
-                        help="of numbers and order (default 0)")
+                        help="seed of the numbers in arrays and of the order of measurements "
+                             "(default 0)")
     add_stall(parser)
 
 
@@ -71,7 +72,7 @@ def limits_of(arguments: argparse.Namespace) -> Limits:
     Raises
     ------
     UsageError
-        When the limits cannot be meant.
+        When the limits are not valid.
     """
     most = arguments.max_repetitions
     try:
@@ -82,7 +83,7 @@ def limits_of(arguments: argparse.Namespace) -> Limits:
         raise UsageError(str(error)) from error
 
 
-def alone(verb: str, backend: str | None, comm) -> Backend:
+def one_rank_backend(verb: str, backend: str | None, comm) -> Backend:
     """Return the array library of a verb that measures one rank.
 
     Raises
@@ -101,46 +102,54 @@ def alone(verb: str, backend: str | None, comm) -> Backend:
 def add_shape(parser: argparse.ArgumentParser) -> None:
     """Add ``--shape``, the sizes of matrix products."""
     parser.add_argument("--shape", type=shape, action="append", required=True, metavar="M,N,K",
-                        help="C is M x K, the sum has N terms; N alone for cubes; may be repeated")
+                        help="measure C = A B, where C is M x K and the sums have N terms; N "
+                             "alone for cubes; may be repeated")
 
 
 def add_dtype(parser: argparse.ArgumentParser) -> None:
     """Add ``--dtype`` of a microbenchmark."""
-    parser.add_argument("--dtype", default="float32", choices=("float32", "float64"))
+    parser.add_argument("--dtype", default="float32", choices=("float32", "float64"),
+                        help="dtype of all arrays (default float32)")
 
 
 def add_grid(parser: argparse.ArgumentParser) -> None:
     """Add ``--grid``, the sizes of a grid's directions."""
     parser.add_argument("--grid", type=grid_sizes, metavar="XxYxZ",
-                        help="such as 2x2x2 (default: a cube; a square for 2d, a line for 1d)")
+                        help="sizes of the grid's directions, such as 2x2x2 (default: a cube; a "
+                             "square for 2d, a line for 1d)")
 
 
-def add_machine_file(parser: argparse.ArgumentParser, what: str) -> None:
-    """Add ``--machine`` and ``--base``, which put `what` into a machine file."""
+def add_machine_file(parser: argparse.ArgumentParser, content: str) -> None:
+    """Add ``--machine`` and ``--base``, by which `content` is put into a machine file."""
     parser.add_argument("--machine", metavar="FILE", help=(
-        f"put {what} into this machine file too, a .toml file for --machine of plan, predict and "
-        f"check; it is made where there is none"))
+        f"also put {content} into this machine file, a .toml file for --machine of plan, predict "
+        f"and check; it is made if there is none"))
     parser.add_argument("--base", metavar="NAME", help=(
-        "the machine that a new file has all else from (default cpu)"))
+        "copy everything else in a new machine file from this machine (default cpu)"))
 
 
 def add_machine(parser: argparse.ArgumentParser) -> None:
     """Add ``--machine``, the machine for which seconds are predicted."""
     parser.add_argument("--machine", default="longhorn", metavar="NAME",
-                        help="a supplied machine or a .toml file (default longhorn)")
+                        help="predict for this machine: a supplied one or a .toml file (default "
+                             "longhorn)")
 
 
 def add_model(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a model to predict, and the number of ranks."""
+    """Add the options for the number of ranks and the sizes of the model that is predicted."""
     parser.add_argument("--ranks", type=int, required=True, metavar="P", help="number of ranks")
-    parser.add_argument("--hidden", type=int, required=True, metavar="N", help="features")
-    for name, default in (("layers", 24), ("batch", 384), ("seq", 512)):
+    parser.add_argument("--hidden", type=int, required=True, metavar="N",
+                        help="features of a token")
+    for name, default, about in (("layers", 24, "Transformer layers"),
+                                 ("batch", 384, "sequences in a batch"),
+                                 ("seq", 512, "tokens in a sequence")):
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N",
-                            help=f"of the model (default {default})")
+                            help=f"{about} (default {default})")
     parser.add_argument("--heads", type=int, metavar="N",
-                        help="of attention (default: the tables', or heads of 128 features)")
+                        help="attention heads (default: those of the paper's row of this "
+                             "--hidden, or heads of 128 features)")
     parser.add_argument("--dtype", default="float32", choices=("float16", "float32", "float64"),
-                        help="of every array (default float32)")
+                        help="dtype of all arrays (default float32)")
 
 
 def add_recompute(parser: argparse.ArgumentParser) -> None:
@@ -151,13 +160,13 @@ def add_recompute(parser: argparse.ArgumentParser) -> None:
 
 def add_folder(parser: argparse.ArgumentParser) -> None:
     """Add the folder of results that a verb reads."""
-    parser.add_argument("folder", metavar="DIR", help="the folder with the .h5 files")
+    parser.add_argument("folder", metavar="DIR", help="folder with the .h5 files")
 
 
 def add_sources(parser: argparse.ArgumentParser) -> None:
     """Add the files and folders that a verb reads."""
     parser.add_argument("sources", metavar="FILE", nargs="+",
-                        help="a file of one run, a merged one, or a folder of them")
+                        help="file of one run, merged file, or folder of such files")
 
 
 def add_format(parser: argparse.ArgumentParser) -> None:

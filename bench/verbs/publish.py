@@ -1,4 +1,4 @@
-"""Write what was measured, print its table and say where the file is."""
+"""Publish a measurement: write its file, print its table and the name of the file."""
 
 from pathlib import Path
 from typing import Callable
@@ -19,9 +19,9 @@ def publish(record: Measurements | None, out: Path, name: str, comm,
     Parameters
     ----------
     record : Measurements or None
-        The record on rank 0; it is not looked at on the others.
+        The record on rank 0; it is ignored on the others.
     out : Path
-        The folder.
+        The folder of results.
     name : str
         The beginning of the file's name.
     comm : mpi4py.MPI.Intracomm
@@ -32,7 +32,8 @@ def publish(record: Measurements | None, out: Path, name: str, comm,
     Returns
     -------
     int
-        0 when it was written, 1 when it could not be, which rank 0 says; the same on every rank.
+        0 when it was written, 1 when it could not be, which rank 0 prints; the same on every
+        rank.
     """
     outcome = None
     if comm.rank == 0:
@@ -49,7 +50,7 @@ def publish(record: Measurements | None, out: Path, name: str, comm,
 
 
 def publish_machine(machine: Machine | None, path: str | Path, comm) -> int:
-    """Write the file of a machine, which rank 0 has, and say where it is; 1 when it could not."""
+    """Write the machine of rank 0 to a file and print its name; return 1 if that fails, else 0."""
     problem = machine_file.write_machine(machine, path, comm)
     if comm.rank == 0:
         say(f"failed: machine file {path} could not be written ({problem}); what was there is "
@@ -57,29 +58,29 @@ def publish_machine(machine: Machine | None, path: str | Path, comm) -> int:
     return int(bool(problem))
 
 
-def failed(name: str, why: object, comm) -> int:
-    """Say, on rank 0, that a measurement failed; 1."""
+def report_failure(name: str, reason: object, comm) -> int:
+    """Print, on rank 0, that a measurement failed; return 1, the exit status."""
     if comm.rank == 0:
-        say(f"failed: {name}: {why}")
+        say(f"failed: {name}: {reason}")
     return 1
 
 
-def trace_file(file: str | None, comm, traced: int | None = None) -> str | None:
-    """Check that rank 0 can write into the folder of ``--trace``; `file` itself.
+def check_trace_file(file: str | None, comm, traced: int | None = None) -> str | None:
+    """Return the file of ``--trace``, into whose folder rank 0 can write.
 
     Parameters
     ----------
     file : str or None
-        As given.
+        The option ``--trace``, if it was given.
     comm : mpi4py.MPI.Intracomm
         All ranks; each must call this.
     traced : int, optional
-        The steps of ``--traced``, as given.
+        The option ``--traced``, if it was given.
 
     Raises
     ------
     UsageError
-        When nothing would be in it.
+        When no step would be traced.
     StoreError
         The same on every rank, when its folder cannot be written.
     """

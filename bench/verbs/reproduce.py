@@ -1,7 +1,7 @@
 """Measure all selected rows, starting mpirun for each rank count; print tables, draw figures.
 
-It goes on where an earlier one was stopped.  A row that fails, or is left out as its nodes lack
-memory, is named and does not keep the others from being measured.
+It resumes an earlier one that was stopped.  A row that fails, or is left out as its nodes lack
+memory, is reported; the others are measured all the same.
 """
 
 import argparse
@@ -14,7 +14,7 @@ from typing import Any, Mapping
 import msgspec
 from tqdm import tqdm
 
-from bench.cases.case import make_case
+from bench.cases.case import Case, make_case
 from bench.cases.paper import Row
 from bench.cases.selection import equal_token_rows, select_rows, shuffle_cases
 from bench.errors import UsageError
@@ -37,16 +37,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``reproduce``."""
     row_options.add_rows(parser)
     parser.add_argument("--ranks", type=options.numbers, metavar="P,...", help=(
-        "only rows of so many ranks; for schemes that the paper lacks, any number (default: all)"))
+        "measure only the rows of these numbers of ranks, any number for schemes that the paper "
+        "lacks (default: all)"))
     parser.add_argument("--fresh", action="store_true", help=(
-        "measure every row anew, also those that an earlier one, which was stopped, has finished"))
+        "measure every row again, also those that an earlier reproduction has finished"))
     parser.add_argument("--paper", choices=("zero-bubble",), help=(
         "instead compute the published table of this paper again: Table 5 of arXiv:2401.10241, "
         "bubble rates of pipeline schedules"))
 
 
 class Progress:
-    """Rows done of all: a bar on a terminal, a line a row in a log."""
+    """Show the number of rows done: a bar on a terminal, a line for each row in a log."""
 
     def __init__(self, total: int, done: int = 0) -> None:
         self.total, self.done, self.start = total, done, time.monotonic()
@@ -69,8 +70,13 @@ class Progress:
         self.say(f"[{self.done:2d}/{self.total} {elapsed}] {line}")
         self._bar.update()
 
+    @property
+    def measured(self) -> int:
+        """The number of rows that have results."""
+        return self.done - len(self.failures) - len(self.left_out)
+
     def close(self) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._bar.close()
 
 
@@ -83,14 +89,14 @@ def run(arguments: argparse.Namespace) -> int:
     Returns
     -------
     int
-        0 when all rows were measured, but for rows of ``--equal-tokens`` that memory is lacking
-        for; 1 when others were not, 128 and its number after a signal.  With ``--paper`` 1 when a
-        cell differs.
+        0 when all rows were measured, but for rows of ``--equal-tokens`` left out for lack of
+        memory; 1 when others were not; 128 and its number after a signal.  With
+        ``--paper`` 1 when a cell differs.
 
     Raises
     ------
     UsageError
-        When started under mpirun, there is no mpirun to start, or an argument cannot be meant.
+        When started under mpirun, there is no mpirun to start, or an argument is not valid.
     StoreError
         When the results folder cannot be written, or is in use.
     """
@@ -100,31 +106,26 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("reproduce starts mpirun itself: run it without, as in "
                          "python -m bench reproduce")
     wanted = row_settings(arguments)
-    row_options.node_memory(arguments)    # said to be wrong here, not by every job
-    asked = rows(arguments)
-    library = backends.get(arguments.backend)
-    variant = row_options.variant(arguments, library)
-    check_variant(variant, asked, library, arguments.recompute)
-    cases = [make_case(row, arguments.preset, variant) for row in asked]
+    row_options.node_memory(arguments)    # refused here once, not by every job
+    cases = make_cases(arguments)
     out = run_file.check_folder(arguments.out)
     log = Journal(out)
     log.claim()
-    resume.tidy(out)
-    reproduction, finished = resume.begin(log, [one.name for one in cases], wanted,
-                                          arguments.order, arguments.fresh, print_line)
-    cases = shuffle_cases(cases, reproduction.order)
+    resume.remove_leftovers(out)
+    reproduction, finished = resume.begin_or_resume(
+        log, [one.name for one in cases], wanted, arguments.order, arguments.fresh, print_line)
     progress = Progress(len(cases), len(finished))
-    announce(progress, arguments.preset, out, reproduction, len(finished))
-    left = [one for one in cases if one.name not in finished]
+    announce_start(progress, arguments.preset, out, reproduction)
+    left = [one for one in shuffle_cases(cases, reproduction.order) if one.name not in finished]
     stopped = None
     try:
-        measure_cases(left, passed_on(arguments, out, reproduction.order), progress)
+        measure_cases(left, run_options(arguments, out, reproduction.order), progress)
     except Stopped as error:
         stopped = error
     finally:
         progress.close()
-    extra = {one.title: one.name for one in cases if one.row.like}
-    return conclude(log, reproduction, progress, stopped, extra)
+    return report_end(log, reproduction, progress, stopped,
+                      {one.title: one.name for one in cases if one.row.like})
 
 
 def zero_bubble() -> int:
@@ -138,15 +139,15 @@ def zero_bubble() -> int:
 
 
 def row_settings(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return all that a row depends on, and that must be the same for rows to belong together.
+    """Return all settings that rows must have in common to belong to one reproduction.
 
-    The sizes, repetitions and numbers that are asked for, the source, the machine, its libraries
-    and the variables that tune them.  Not which rows are asked for, nor in which order.
+    These are the sizes, repetitions and seed that are asked for, the source, the machine, its
+    libraries and the variables that tune them; not the names of the rows, nor their order.
 
     Raises
     ------
     UsageError
-        When an argument cannot be meant.
+        When an argument is not valid.
     """
     warmup, limits = row_options.step_counts(arguments)
     try:
@@ -157,11 +158,26 @@ def row_settings(arguments: argparse.Namespace) -> dict[str, Any]:
             "traced": row_options.traced_steps(arguments), "seed": arguments.seed,
             "recompute": arguments.recompute,
             **msgspec.structs.asdict(row_options.variant(arguments, library)),
-            **resume.same_machine(library.name)}
+            **resume.describe_machine(library.name)}
 
 
-def rows(arguments: argparse.Namespace) -> list[Row]:
-    """List the rows that are asked for.
+def make_cases(arguments: argparse.Namespace) -> list[Case]:
+    """Make the cases of the rows that are asked for.
+
+    Raises
+    ------
+    UsageError
+        When there are none, or they cannot have the variant.
+    """
+    rows = rows_of_options(arguments)
+    library = backends.get(arguments.backend)
+    variant = row_options.variant(arguments, library)
+    check_variant(variant, rows, library, arguments.recompute)
+    return [make_case(row, arguments.preset, variant) for row in rows]
+
+
+def rows_of_options(arguments: argparse.Namespace) -> list[Row]:
+    """List the rows that the options select.
 
     Raises
     ------
@@ -180,8 +196,8 @@ def rows(arguments: argparse.Namespace) -> list[Row]:
     return found + (equal_token_rows(found) if arguments.equal_tokens else [])
 
 
-def passed_on(arguments: argparse.Namespace, out: Path, order: int) -> list[str]:
-    """Return the options of ``run`` that every row is measured with."""
+def run_options(arguments: argparse.Namespace, out: Path, order: int) -> list[str]:
+    """Return the options of ``run`` by which every row is measured."""
     words = [f"--preset={arguments.preset}", f"--out={out}", f"--order={order}",
              *row_options.variant(arguments).arguments()]
     for name in ("warmup", "repetitions", "max_repetitions", "max_seconds", "width", "traced",
@@ -192,53 +208,75 @@ def passed_on(arguments: argparse.Namespace, out: Path, order: int) -> list[str]
     return words
 
 
-def announce(progress: Progress, preset: str, out: Path, reproduction: Reproduction,
-             finished: int) -> None:
-    """Say what is measured where, and what was found there."""
+def announce_start(progress: Progress, preset: str, out: Path,
+                   reproduction: Reproduction) -> None:
+    """Show the number of rows, the machine, the folder, and the rows that are there already."""
     progress.say(f"{progress.total} rows, preset {preset}, on {host.cpu_model()}, "
                  f"{launcher.cores()} cores; results in {out}; order {reproduction.order}")
     if left_behind := leftover_memory.removal_advice(leftover_memory.abandoned_segments()):
         progress.say(left_behind)
-    if finished:
+    if progress.done:
         progress.say(f"going on with what was begun at {reproduction.begun[:19]} UTC: "
-                     f"{finished} rows are there and not measured again")
+                     f"{progress.done} rows are there and not measured again")
 
 
-def conclude(log: Journal, reproduction: Reproduction, progress: Progress,
-             stopped: Stopped | None, extra: Mapping[str, str]) -> int:
-    """Say how it ended, and show what is there; the exit status.
+def report_end(log: Journal, reproduction: Reproduction, progress: Progress,
+               stopped: Stopped | None, spare: Mapping[str, str]) -> int:
+    """Record and print how a reproduction ended, and show its results.
 
-    The rows that may be left out for lack of memory are `extra`: their titles and names.
+    Parameters
+    ----------
+    log : Journal
+        The journal of the folder of results.
+    reproduction : Reproduction
+        The reproduction.
+    progress : Progress
+        The rows that this process has measured, and those that failed or were left out.
+    stopped : Stopped or None
+        The signal that ended it early, if any.
+    spare : dict of str to str
+        Titles and names of the rows that may be left out for lack of memory.
+
+    Returns
+    -------
+    int
+        The exit status.
     """
-    failures, left_out = progress.failures, progress.left_out
-    measured_rows = progress.done - len(failures) - len(left_out)
-    spared = [name for title, name in extra.items()
-              if any(line.startswith(f"left out: {title}:") for line in left_out)]
-    lacking = len(failures) + len(left_out) - len(spared)
-    # Others may have been begun with than were asked for now: they are to be gone on with.
-    missing = set(resume.missing(reproduction, log.folder)) - set(spared)
+    spared = {name for title, name in spare.items()
+              if any(line.startswith(f"left out: {title}:") for line in progress.left_out)}
+    lacking = len(progress.failures) + len(progress.left_out) - len(spared)
+    # It may have been begun with more rows than were asked for now: they are still to do.
+    missing = set(resume.missing_rows(reproduction, log.folder)) - spared
     outcome = "stopped" if stopped else "incomplete" if lacking or missing else "complete"
-    log.write("end", outcome=outcome, measured=measured_rows, of=progress.total)
-    if failures:
-        print(f"\n{len(failures)} of {progress.total} rows failed:", *failures, sep="\n  ",
-              file=sys.stderr)
-    if left_out:
-        print(f"\n{len(left_out)} of {progress.total} rows left out for lack of memory:",
-              *left_out, sep="\n  ", file=sys.stderr)
-    if measured_rows:
+    log.write("end", outcome=outcome, measured=progress.measured, of=progress.total)
+    print_lines(f"{len(progress.failures)} of {progress.total} rows failed:", progress.failures)
+    print_lines(f"{len(progress.left_out)} of {progress.total} rows left out for lack of memory:",
+                progress.left_out)
+    if progress.measured:
         write_tables_and_figures(log.folder, print, figures=not stopped)
     if stopped or lacking:
-        print(f"\n{stopped or 'Ended'}: {measured_rows} of {progress.total} rows are in "
-              f"{log.folder}; {advice(sys.argv[1:])}", file=sys.stderr)
-        if left_behind := leftover_memory.removal_advice(leftover_memory.abandoned_segments()):
-            print(left_behind, file=sys.stderr)
+        print_rest(log.folder, progress, stopped)
     elif missing:
         print(f"\nOf what was begun at {reproduction.begun[:19]} UTC {len(missing)} rows are not "
               f"measured yet: the command that began it goes on with them")
     return stopped.status if stopped else int(lacking > 0)
 
 
-def advice(words: list[str]) -> str:
+def print_lines(heading: str, lines: list[str]) -> None:
+    """Print lines below a heading to standard error; nothing without lines."""
+    if lines:
+        print(f"\n{heading}", *lines, sep="\n  ", file=sys.stderr)
+
+
+def print_rest(folder: Path, progress: Progress, stopped: Stopped | None) -> None:
+    """Print to standard error how many rows are there, and the command that measures the rest."""
+    print(f"\n{stopped or 'Ended'}: {progress.measured} of {progress.total} rows are in "
+          f"{folder}; {command_for_rest(sys.argv[1:])}", file=sys.stderr)
+    if left_behind := leftover_memory.removal_advice(leftover_memory.abandoned_segments()):
+        print(left_behind, file=sys.stderr)
+
+
+def command_for_rest(words: list[str]) -> str:
     """Return the command that measures the rows left by a command with these `words`."""
     left = [word for word in words if len(word) < 3 or not "--fresh".startswith(word)]
     return (f"the same command{' without --fresh' * (left != words)} measures the others:\n  "

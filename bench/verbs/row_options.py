@@ -1,4 +1,4 @@
-"""Options of the verbs that measure the rows of the paper's tables."""
+"""Define and read the options of the verbs that measure the rows of the paper's tables."""
 
 import argparse
 import math
@@ -19,8 +19,8 @@ def add_rows(parser: argparse.ArgumentParser) -> None:
     _add_steps(parser)
     _add_arrays(parser)
     parser.add_argument("--memory", metavar="SIZE", help=(
-        "of a node, such as '32 GB': rows that need more by an estimate are left out; none: no "
-        "row is (default: what the system says is available; on a GPU none)"))
+        "memory of a node, such as '32 GB': rows that need more by an estimate are left out; "
+        "none: no row is (default: the available memory that the system reports; on a GPU none)"))
     options.add_stall(parser)
 
 
@@ -28,12 +28,14 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     presets = "; ".join(f"{name}: {preset.about}"
                         for name, preset in load_tables().presets.items())
     parser.add_argument("--table", default="all", metavar="NAMES",
-                        help=f"{', '.join(HEADINGS)}, some with commas between, or all (default)")
+                        help=f"measure rows of these tables: {', '.join(HEADINGS)}, several "
+                             f"separated by commas, or all (default)")
     parser.add_argument("--scheme", default="all", metavar="NAMES",
-                        help=f"{', '.join(TITLES)}, some with commas between, or all that the "
-                             f"paper has: {', '.join(PAPER)} (default)")
+                        help=f"measure rows of these schemes: {', '.join(TITLES)}, several "
+                             f"separated by commas, or all of the paper, "
+                             f"{', '.join(PAPER)} (default)")
     parser.add_argument("--preset", default="laptop", choices=load_tables().presets,
-                        help=f"the sizes (default laptop). {presets}")
+                        help=f"sizes of the models (default laptop). {presets}")
     parser.add_argument("--equal-tokens", action="store_true", help=(
         "measure 3-D rows also with the batch of each other scheme's row on as many ranks, and "
         "these with that of 3-D, so that speed-ups at equal batches can be read"))
@@ -42,60 +44,62 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
 
 def _add_steps(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, metavar="N",
-                        help="steps before the first that is timed, with the one that is verified "
+                        help="steps before the first that is timed, the verified one included "
                              "(default: the preset's)")
     parser.add_argument("--repetitions", type=int, metavar="N",
-                        help="the least number of steps that are timed (default: the preset's)")
+                        help="time at least this number of steps (default: the preset's)")
     parser.add_argument("--max-repetitions", type=int, metavar="N",
-                        help="the greatest (default: the preset's)")
-    parser.add_argument("--max-seconds", type=float, metavar="S",
-                        help="no step beyond the least number begins when so many seconds have "
-                             "passed (default: the preset's)")
+                        help="time at most this number of steps (default: the preset's)")
+    parser.add_argument("--max-seconds", type=float, metavar="SECONDS",
+                        help="begin no step beyond --repetitions after this time (default: the "
+                             "preset's)")
     parser.add_argument("--width", type=float, default=0.05, metavar="FRACTION",
-                        help="enough steps are timed when the 95 %% confidence intervals of both "
-                             "medians are no wider than this part of them (default 0.05)")
+                        help="time steps until the 95 %% confidence intervals of both medians are "
+                             "no wider than this fraction of them (default 0.05)")
     parser.add_argument("--traced", type=int, metavar="N",
-                        help="steps after those that count, traced to tell where the time goes "
-                             "(default: the preset's; 0 for none)")
+                        help="trace this number of steps after the timed ones, to show where the "
+                             "time goes (default: the preset's; 0 for none)")
     parser.add_argument("--order", type=int, metavar="SEED",
-                        help="of the order in which rows are measured (default: drawn; recorded)")
+                        help="seed of the order in which rows are measured (default: drawn at "
+                             "random and recorded)")
 
 
 def _add_arrays(parser: argparse.ArgumentParser) -> None:
     add_variant(parser)
     options.add_backend(parser)
     parser.add_argument("--seed", type=options.whole(0), default=0, metavar="N",
-                        help="of parameters and input (default 0)")
+                        help="seed of parameters and input (default 0)")
     options.add_recompute(parser)
 
 
 def add_variant(parser: argparse.ArgumentParser) -> None:
     """Add the options of a row's variant."""
     parser.add_argument("--dtype", default=PLAIN, choices=KNOWN,
-                        help=f"of every array (default {PLAIN}; bfloat16 on a GPU alone)")
+                        help=f"dtype of all arrays (default {PLAIN}; bfloat16 only on a GPU)")
     keep, overlap = schemes_with_option("keep"), schemes_with_option("overlap")
     choices = dict.fromkeys(one for option in keep.values() for one in option.choices)
     parser.add_argument("--keep", default="none", choices=tuple(choices), help=(
-        f"gathered operands that {' and '.join(keep)} keeps from forward to backward "
+        f"gathered operands that {' and '.join(keep)} keeps from forward for backward "
         f"(default none)"))
     parser.add_argument("--overlap", action="store_true", help=(
-        f"{' and '.join(overlap)} communicates while ranks multiply"))
-    parser.add_argument("--causal", action="store_true", help="attention looks backward only")
+        f"let {' and '.join(overlap)} communicate while ranks multiply"))
+    parser.add_argument("--causal", action="store_true",
+                        help="let tokens attend to themselves and earlier ones only")
 
 
 def variant(arguments: argparse.Namespace, backend: Backend | None = None) -> Variant:
-    """Return the variant that a command line with `add_variant` names, on arrays of `backend`."""
+    """Return the variant that the options of `add_variant` name, on arrays of `backend`."""
     return Variant(arguments.keep, arguments.overlap, arguments.causal, arguments.dtype,
                    arguments.dtype == PLAIN and bool(getattr(backend, "tf32", False)))
 
 
 def node_memory(arguments: argparse.Namespace) -> float | None:
-    """Return the bytes of ``--memory``, infinite for none; None where it is not given.
+    """Return the bytes of ``--memory``, infinite for none; None if it is not given.
 
     Raises
     ------
     UsageError
-        When it is no size.
+        When it is not a size.
     """
     if arguments.memory is None:
         return None
@@ -103,12 +107,12 @@ def node_memory(arguments: argparse.Namespace) -> float | None:
 
 
 def step_counts(arguments: argparse.Namespace) -> tuple[int, Limits]:
-    """Return the steps to warm up, and when to stop repeating: as given, or the preset's.
+    """Return the number of warm-up steps and the limits of repetitions, by default the preset's.
 
     Raises
     ------
     UsageError
-        When they cannot be meant.
+        When they are not valid.
     """
     chosen = {name: _given(arguments, name)
               for name in ("warmup", "repetitions", "max_repetitions", "max_seconds")}
@@ -124,12 +128,12 @@ def step_counts(arguments: argparse.Namespace) -> tuple[int, Limits]:
 
 
 def traced_steps(arguments: argparse.Namespace) -> int:
-    """Return the steps to trace: as given, or the preset's, with ``--trace`` at least one.
+    """Return the number of steps to trace, by default the preset's; with ``--trace`` at least 1.
 
     Raises
     ------
     UsageError
-        When they cannot be meant.
+        When it is negative.
     """
     steps = _given(arguments, "traced")
     if steps < 0:
@@ -139,6 +143,6 @@ def traced_steps(arguments: argparse.Namespace) -> int:
 
 
 def _given(arguments: argparse.Namespace, name: str) -> Any:
-    """Return a count as it is given, or the preset's."""
+    """Return the value of an option, by default the preset's."""
     given = getattr(arguments, name)
     return getattr(load_tables().presets[arguments.preset], name) if given is None else given

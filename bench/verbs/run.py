@@ -14,8 +14,9 @@ from bench.cases.variants import Variant
 from bench.checks import layer_residuals
 from bench.console import say
 from bench.errors import Failed, LeftOut, StoreError, UsageError
-from bench.experiments.rows.row import Measured, measure
-from bench.experiments.rows.settings import Settings, check_variant, usable, verifiable
+from bench.experiments.rows.row import Measured, measure_case
+from bench.experiments.rows.settings import (Settings, check_backend, check_variant,
+                                             check_verifiable)
 from bench.instruments import chrome_trace, timing
 from bench.instruments.peaks import measure_peaks
 from bench.instruments.clock import wait_patiently
@@ -24,7 +25,7 @@ from bench.records import journal, run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Group
 from bench.verbs import grids, row_options
-from bench.verbs.publish import trace_file
+from bench.verbs.publish import check_trace_file
 from mm3d.arrays import backend as backends
 from mm3d.model.sizes import SIZES
 from mm3d.tracing.events import PHASES
@@ -36,66 +37,87 @@ ON_ALL_RANKS = True
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``run``."""
     row_options.add_rows(parser)
-    for name in SIZES:
-        parser.add_argument(f"--{name}", type=int, metavar="N", help="instead of the preset's")
+    for name, about in (("layers", "Transformer layers"), ("hidden", "features of a token"),
+                        ("heads", "attention heads"), ("batch", "sequences in a batch"),
+                        ("seq", "tokens in a sequence")):
+        parser.add_argument(f"--{name}", type=int, metavar="N",
+                            help=f"{about} (default: the preset's)")
     parser.add_argument("--rows", metavar="NAMES", help=(
-        "instead of --table and --scheme: both of each row, such as weak:3d,strong:1d; "
-        "weak:3d:1d is the row of 3d with the batch of 1d"))
+        "measure these rows, instead of --table and --scheme: weak:3d,strong:1d; weak:3d:1d is "
+        "the row of 3d with the batch of 1d"))
     parser.add_argument("--grid", metavar="XxYxZ", help=(
-        "sizes of the grid's directions, or auto for the planner's choice"))
+        "sizes of the grid's directions, or auto for the planner's choice (default: the scheme's "
+        "own)"))
     parser.add_argument("--machine", metavar="NAME", help=(
-        "the machine that the planner of --grid auto plans for (default cpu)"))
+        "plan --grid auto for this machine: a supplied one or a .toml file (default cpu)"))
     parser.add_argument("--inside", default="auto", metavar="AXIS", help=(
-        "the direction of the grid that stays inside a node, where ranks fill nodes one after "
-        "the other (default auto: the one that moves the most words)"))
+        "the direction of the grid that stays inside a node, where ranks fill one node after the "
+        "other (default auto: the one that moves the most words)"))
     parser.add_argument("--trace", metavar="FILE", help=(
-        "write the last traced step of each row for chrome://tracing and ui.perfetto.dev; with "
-        "several rows each has its name in the file's"))
+        "write the last traced step of each row for chrome://tracing and ui.perfetto.dev; the "
+        "names of several rows are added to the file's"))
     parser.add_argument("--stop-file", metavar="FILE", help=(
-        "when this file exists, end the row with the repetitions that there are, and begin no "
-        "other: what a job does that nears its time limit"))
+        "when this file exists, end the row with the repetitions done so far and begin no other, "
+        "as a job does near its time limit"))
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure every selected row that has `comm.size` ranks; the exit status.
+    """Measure every selected row of `comm.size` ranks; return the exit status.
 
     Raises
     ------
     UsageError
-        When no row has that many ranks, or an argument cannot be meant.
+        When no row has that many ranks, or an argument is not valid.
     StoreError
         When the results folder cannot be written.
     """
-    rows = selected(arguments, comm.size)
+    rows = rows_of_options(arguments, comm.size)
+    settings, variant = read_settings(arguments, rows, comm)
+    cases = make_cases(rows, comm.size, arguments, variant)
+    check_verifiable(cases)
+    out = claim_folder(arguments.out, comm)
+    trace = check_trace_file(arguments.trace, comm, arguments.traced)
+    if comm.rank == 0:
+        for line in describe_left_out(arguments.rows, comm.size):
+            say(line)
+    peaks = measure_peaks(backends.get(arguments.backend), variant.dtype, comm)
+    statuses = []
+    for one in shuffle_cases(cases, settings.order):
+        file = trace and chrome_trace.trace_file(trace, one.name, len(cases))
+        status, line = measure_and_write(one, settings, peaks, comm, out, file)
+        # Nobody has named a row of --equal-tokens: it may be left out for lack of memory.
+        spared = arguments.rows is None and one.row.like and line.startswith("left out")
+        statuses.append(0 if spared else status)
+    return max(statuses)
+
+
+def read_settings(arguments: argparse.Namespace, rows: list[Row],
+                  comm) -> tuple[Settings, Variant]:
+    """Return the settings and the variant that the options give to all rows.
+
+    Raises
+    ------
+    UsageError
+        The same on every rank, when an option is not valid, or not for these rows.
+    """
     warmup, limits = row_options.step_counts(arguments)
     grid = grid_chooser(arguments, comm)
-    usable(arguments.backend, comm)
+    check_backend(arguments.backend, comm)
     library = backends.get(arguments.backend)
     variant, memory = row_options.variant(arguments, library), row_options.node_memory(arguments)
     check_variant(variant, rows, library, arguments.recompute)
-    cases = verifiable(fitting(rows, comm.size, arguments, variant))
     order = comm.bcast(random.SystemRandom().randrange(2 ** 31) if arguments.order is None
                        else arguments.order)
-    out = claim_folder(arguments.out, comm)
-    settings = Settings(
+    return Settings(
         warmup=warmup, limits=limits, order=order, backend=arguments.backend, seed=arguments.seed,
         traced=row_options.traced_steps(arguments), recompute=arguments.recompute, grid=grid,
         inside=arguments.inside, watched=arguments.watched, stop=stopper(arguments.stop_file),
         fits=lambda one, sizes, comm: node_memory.check_memory(
-            one, sizes, arguments.recompute, library, comm, memory))
-    trace = trace_file(arguments.trace, comm, arguments.traced)
-    if comm.rank == 0:
-        for line in left_out(arguments.rows, comm.size):
-            say(line)
-    peaks = measure_peaks(library, variant.dtype, comm)
-    return max([report(one, settings, peaks, comm, out,
-                       trace and chrome_trace.trace_file(trace, one.name, len(cases)),
-                       extra=arguments.rows is None and bool(one.row.like))
-                for one in shuffle_cases(cases, order)])
+            one, sizes, arguments.recompute, library, comm, memory)), variant
 
 
-def selected(arguments: argparse.Namespace, ranks: int) -> list[Row]:
-    """List the rows that the options name; of a scheme that the paper lacks for `ranks` ranks.
+def rows_of_options(arguments: argparse.Namespace, ranks: int) -> list[Row]:
+    """List the rows that the options name; for a scheme that the paper lacks, of `ranks` ranks.
 
     Raises
     ------
@@ -114,8 +136,8 @@ def selected(arguments: argparse.Namespace, ranks: int) -> list[Row]:
     return rows + (equal_token_rows(rows) if arguments.equal_tokens else [])
 
 
-def left_out(pairs: str | None, ranks: int) -> list[str]:
-    """Name, a line each, the `pairs` of ``--rows`` without a row for `ranks` ranks."""
+def describe_left_out(pairs: str | None, ranks: int) -> list[str]:
+    """Describe, a line each, the `pairs` of ``--rows`` without a row for `ranks` ranks."""
     lines = []
     for pair in dict.fromkeys(pairs.split(",") if pairs else ()):
         counts = sorted({row.gpus for row in rows_by_name(pair, ranks)})
@@ -126,9 +148,9 @@ def left_out(pairs: str | None, ranks: int) -> list[str]:
     return lines
 
 
-def fitting(rows: list[Row], ranks: int, arguments: argparse.Namespace,
-            variant: Variant) -> list[Case]:
-    """Make cases of those of `rows` that are for `ranks` ranks, in this variant.
+def make_cases(rows: list[Row], ranks: int, arguments: argparse.Namespace,
+               variant: Variant) -> list[Case]:
+    """Make the cases of all `rows` that are for `ranks` ranks, in this variant.
 
     Raises
     ------
@@ -171,19 +193,19 @@ def grid_chooser(arguments: argparse.Namespace,
                          f"leave --machine out")
     if arguments.grid is None:
         return None
-    return lambda one: of_rank_0(lambda: grids.grid(
+    return lambda one: of_rank_0(lambda: grids.read_grid(
         arguments.grid, one.row.scheme, comm.size, name, one.variant.dtype,
         one.sizes, arguments.recompute), comm)
 
 
 def stopper(file: str | None) -> Callable[[], bool]:
-    """Return the function that says whether the stop file exists; never without one."""
+    """Return a function that returns True when the stop file exists; never without a file."""
     return lambda: file is not None and Path(file).exists()
 
 
-def report(one: Case, settings: Settings, peaks: Group | None, comm, out: Path,
-           trace: Path | None, extra: bool = False) -> int:
-    """Measure one case, write its files, and say in a line of rank 0 how it ended.
+def measure_and_write(one: Case, settings: Settings, peaks: Group | None, comm, out: Path,
+                      trace: Path | None) -> tuple[int, str]:
+    """Measure one case, write its files, and print on rank 0 how it ended.
 
     Parameters
     ----------
@@ -199,35 +221,34 @@ def report(one: Case, settings: Settings, peaks: Group | None, comm, out: Path,
         The folder of results.
     trace : Path or None
         The file of its trace.
-    extra : bool
-        Whether it may be left out for lack of memory: nobody has named it.
 
     Returns
     -------
-    int
-        0 when all was written, or the row may be left out and is; the same on every rank.
+    int, str
+        The exit status, 0 when all was written, and the line that was printed; the same on every
+        rank.
     """
-    # What the last row held goes back before this one asks for memory.
+    # The memory of the last row is freed before this one asks for its own.
     gc.collect()
     backends.get(settings.backend).trim()
     try:
-        found = measure(one, settings, peaks, comm, trace is not None)
-        outcome = written(found, one, out, trace) if comm.rank == 0 else None
+        found = measure_case(one, settings, peaks, comm, trace is not None)
+        outcome = write_row(found, one, out, trace) if comm.rank == 0 else None
         wait_patiently(comm)    # while rank 0 writes
         status, line = comm.bcast(outcome)
     except LeftOut as error:
-        status, line = int(not extra), f"left out: {one.title}: {error}"
+        status, line = 1, f"left out: {one.title}: {error}"
     except Failed as error:
         status, line = 1, f"failed: {one.title}: {error}"
     if comm.rank == 0:
         journal.journal_of(out).write("row", row=one.name, outcome=line.partition(":")[0],
                                       line=line)
         say(line)
-    return status
+    return status, line
 
 
-def written(found: Measured, one: Case, out: Path, trace: Path | None) -> tuple[int, str]:
-    """Write the record and the trace; the exit status, and the line that says how it ended."""
+def write_row(found: Measured, one: Case, out: Path, trace: Path | None) -> tuple[int, str]:
+    """Write the record and the trace; return the exit status and the line that ends the row."""
     if journal.superseded(out):
         return 1, f"failed: {one.title}: another reproduce has taken over {out.name}"
     try:
@@ -235,11 +256,11 @@ def written(found: Measured, one: Case, out: Path, trace: Path | None) -> tuple[
     except StoreError as error:
         return 1, f"failed: {one.title}: {error}"
     status = chrome_trace.write_file(trace, found.trace) if trace else 0
-    return status, f"done: {one.title}: {summary(found.record)}, {path.name}"
+    return status, f"done: {one.title}: {summarize(found.record)}, {path.name}"
 
 
-def summary(record: run_file.Run) -> str:
-    """Say in a line the times of a step and by how much it differs from the serial scheme's."""
+def summarize(record: run_file.Run) -> str:
+    """Return in a line the times of a step and its difference from the serial scheme's."""
     forward, backward = (timing.typical(record.samples[phase]) for phase in PHASES)
     serial, own = layer_residuals.apart(record.checks)
     error = max(check.error for check in serial)

@@ -7,10 +7,11 @@ import numpy as np
 
 from bench.console import say
 from bench.errors import WrongResult
-from bench.experiments.products.scalapack import Comparison, Products, compare_products, loaded
+from bench.experiments.products.scalapack import (Comparison, Products, compare_products,
+                                                  load_libraries)
 from bench.instruments.statistics import median_interval
 from bench.verbs import options
-from bench.verbs.publish import failed
+from bench.verbs.publish import report_failure
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -23,15 +24,16 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_grid(parser)
     options.add_dtype(parser)
     parser.add_argument("--block", type=options.numbers, default=[64, 128, 256], metavar="N,...",
-                        help="rows and columns of ScaLAPACK's blocks (default 64,128,256)")
+                        help="rows and columns of ScaLAPACK's blocks, each size measured (default "
+                             "64,128,256)")
     parser.add_argument("--calls", type=options.whole(1), default=5, metavar="N",
-                        help="in a sample (default 5)")
+                        help="calls in a sample (default 5)")
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
-    """Measure and print every shape; the exit status."""
+    """Measure and print every shape; return the exit status."""
     limits = options.limits_of(arguments)
-    library, gemm = loaded(comm, arguments.dtype)
+    library, gemm = load_libraries(comm, arguments.dtype)
     status = 0
     for shape in arguments.shape:
         products = Products(library, gemm, comm, shape, arguments.grid, arguments.block,
@@ -39,7 +41,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
         try:
             found = compare_products(products, arguments.calls, limits)
         except WrongResult as wrong:
-            status = failed(f"{shape} {arguments.dtype}", wrong, comm)
+            status = report_failure(f"{shape} {arguments.dtype}", wrong, comm)
         else:
             if found is not None:
                 say(table(found) + "\n")
@@ -55,7 +57,7 @@ def table(found: Comparison) -> str:
     rows: Rows = []
     for k, (name, time) in enumerate(zip(found.subjects, np.median(found.seconds, axis=0))):
         cells = [name, f"{1e3 * time:#.4g}", f"{2e-9 * math.prod(found.shape) / time:.1f}"]
-        for ratios in found.ahead():
+        for ratios in found.speed_ups():
             if 0 <= k - ours < theirs:
                 median, low, high, _ = median_interval(ratios[:, k - ours])
                 cells += [f"{median:.2f}", f"{low:.2f} - {high:.2f}"]

@@ -1,4 +1,4 @@
-"""Measure what many ranks cost: starting them, their grid, a tiny step."""
+"""Measure the cost of many ranks: starting them, making their grid, a tiny step."""
 
 import argparse
 import sys
@@ -16,11 +16,11 @@ ON_ALL_RANKS = False
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``start``."""
     parser.add_argument("--ranks", type=options.numbers, default=[8, 27, 64], metavar="N,...",
-                        help="cubes (default 8,27,64)")
+                        help="numbers of ranks, which must be cubes (default 8,27,64)")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Start a job of each number of ranks and print the table; the exit status."""
+    """Start a job of each number of ranks and print the table; return the exit status."""
     check_cubes(arguments.ranks)
     try:
         found = [measure_start(ranks) for ranks in arguments.ranks]

@@ -16,7 +16,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the violations and warnings of each file; 1 when one is not valid.
+    """Print the violations and warnings of each file; return 1 when one is not valid, else 0.
 
     Raises
     ------

@@ -1,1 +1,1 @@
-"""The parts of one GPU, and everything that a machine with GPUs is asked."""
+"""The parts of one GPU alone."""

@@ -1,7 +1,7 @@
-"""Check the results of a device against NumPy before its times count.
+"""Check the results of a device against NumPy before it is timed.
 
-Products and kernels are compared with float64; a model, in whose results the roundings of many
-operations meet, with NumPy's that rounds in the same places (`bench.checks.rounding`).
+Products and kernels are compared with float64; a model, whose results combine the roundings of
+many operations, with NumPy's that rounds in the same places (`bench.checks.rounding`).
 """
 
 from typing import Callable
@@ -23,38 +23,38 @@ from mm3d.arrays.backend import Array, Backend
 from mm3d.arrays.products import matmul
 
 SIZES = dict(layers=1, hidden=96, heads=6, batch=3, seq=32)
-# What a kernel may be off by, relative to all that it gives, and how much of that is looked at.
-UNITS, ENDS = 16, 8
+KERNEL_TOLERANCE = 16    # relative error of a result, in units of the last place
+COMPARED = 8    # first and last rows (or columns) of a result that are compared
 
 
-def products(mode: Mode, a: Array, b: Array, results: dict[str, Array],
-             seed: int) -> list[Check]:
+def check_products(mode: Mode, a: Array, b: Array, results: dict[str, Array],
+                   seed: int) -> list[Check]:
     """Compare each of the `results` with A B; WrongResult if one differs."""
     size = " x ".join(map(str, a.shape))
     return [check for how, c in results.items() for check in operation.product(
         f"C of {size} {mode}, {how}", (a, b, c), seed, eps=EPS[str(mode)])]
 
 
-def kernels(mode: Mode, a: Array, b: Array, c: Array) -> list[Check]:
-    """Check the kernels of `gpucases.elementwise` at the size that is timed.
+def check_kernels(mode: Mode, a: Array, b: Array, c: Array) -> list[Check]:
+    """Check the kernels of `gpu_cases.elementwise_calls` at the size that is timed.
 
-    Of sums over the rows the first and last columns are compared, otherwise the first and last
-    rows.
+    The first and last columns of sums over rows are compared, the first and last rows of all
+    other results.
 
     Raises
     ------
     WrongResult
-        When one errs.
+        When one is wrong.
     """
     backend = mode.backend
 
     def ends(x: Array, dim: int = 0) -> np.ndarray:
         x = backend.to_host(x).astype(np.float64)
-        return np.concatenate([x.take(range(min(ENDS, x.shape[dim])), dim),
-                               x.take(range(-min(ENDS, x.shape[dim]), 0), dim)], dim)
+        return np.concatenate([x.take(range(min(COMPARED, x.shape[dim])), dim),
+                               x.take(range(-min(COMPARED, x.shape[dim]), 0), dim)], dim)
     A, B, C = map(ends, (a, b, c))
-    readable = gpu_cases.elementwise(backends.get("numpy"), A, B, C)
-    cases = gpu_cases.elementwise(backend, a, b, c)
+    readable = gpu_cases.elementwise_calls(backends.get("numpy"), A, B, C)
+    cases = gpu_cases.elementwise_calls(backend, a, b, c)
     columns = ends(a, 1)
     sums = {"sum_rows": columns.sum(0), "sum_products": (columns * ends(b, 1)).sum(0)}
     found = []
@@ -65,27 +65,27 @@ def kernels(mode: Mode, a: Array, b: Array, c: Array) -> list[Check]:
         else:
             readable[name][1]()
             error = _relative(ends(c), C)
-        found.append(Check(f"{name} {mode.dtype}", error, UNITS * EPS[mode.dtype]))
-    return right(found)
+        found.append(Check(f"{name} {mode.dtype}", error, KERNEL_TOLERANCE * EPS[mode.dtype]))
+    return require_passed(found)
 
 
-def model_check(mode: Mode) -> Check:
-    """Compute the worst relative error of `model_step` in `mode`, with its tolerance.
+def check_model(mode: Mode) -> Check:
+    """Compute the worst relative error of `run_model_step` in `mode`, with its tolerance.
 
     float64 and float32 are compared with float64, dtypes with fewer digits with themselves.
     """
     few = str(mode) in against_serial.EPS
     with rounded(mode.tf32) as library:
-        expected = model_step(library, mode.dtype if few else "float64")
+        expected = run_model_step(library, mode.dtype if few else "float64")
     with mode:
-        found = model_step(mode.backend, mode.dtype)
+        found = run_model_step(mode.backend, mode.dtype)
     error = max(_relative(a, expected[name]) for name, a in found.items())
     return Check(f"a layer of hidden {SIZES['hidden']} {mode}", error,
                  against_serial.tolerances(str(mode), SIZES["layers"])[1])
 
 
-def model_step(library: str | Backend, dtype: str) -> dict[str, np.ndarray]:
-    """Compute a step of a causal layer of `SIZES`: its output and all gradients, by name."""
+def run_model_step(library: str | Backend, dtype: str) -> dict[str, np.ndarray]:
+    """Run a step of a causal layer of `SIZES`; return its output and all gradients, by name."""
     scheme = mm3d.scheme("serial", MPI.COMM_SELF, None, library)
     net = mm3d.Transformer(scheme, **SIZES, dtype=dtype, causal=True)
     y, saved = net.forward(net.random("x"))
@@ -94,21 +94,22 @@ def model_step(library: str | Backend, dtype: str) -> dict[str, np.ndarray]:
     return {name: scheme.grid.backend.to_host(a).astype(float) for name, a in arrays.items()}
 
 
-def layer(mode: Mode) -> list[Check]:
+def check_layer(mode: Mode) -> list[Check]:
     """Compare a layer of `SIZES` with NumPy's; WrongResult if it differs."""
-    return right([model_check(mode)])
+    return require_passed([check_model(mode)])
 
 
-def finite(backend: Backend, name: str, step: Callable[[], tuple[Array, ...]]) -> list[Check]:
+def check_finite(backend: Backend, name: str,
+                 step: Callable[[], tuple[Array, ...]]) -> list[Check]:
     """Raise WrongResult when a result of `step` has an infinite number or a NaN."""
     wrong = sum(int((~np.isfinite(backend.to_host(a).astype(np.float32))).sum()) for a in step())
-    return right([Check(f"numbers of {name} that are not finite", float(wrong), 0.0)])
+    return require_passed([Check(f"numbers of {name} that are not finite", float(wrong), 0.0)])
 
 
 def graph_problem(backend: Backend) -> str:
-    """Say why a product cannot be recorded as a graph and repeated; empty if it can.
+    """Return why a product cannot be recorded as a graph and repeated; "" if it can.
 
-    A product is what most often cannot be: cuBLAS must neither wait nor allocate meanwhile.
+    A product is the likeliest to fail: cuBLAS must neither wait nor allocate meanwhile.
     """
     first = np.arange(256, dtype=np.float32).reshape(16, 16) % 7
     a = backend.asarray(first)
@@ -123,7 +124,7 @@ def graph_problem(backend: Backend) -> str:
     return ""
 
 
-def right(found: list[Check]) -> list[Check]:
+def require_passed(found: list[Check]) -> list[Check]:
     """Return the checks; WrongResult when one did not pass."""
     for check in found:
         if not check.passed:

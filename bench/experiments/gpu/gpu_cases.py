@@ -1,24 +1,38 @@
-"""Cases of ``bench gpu``: sizes, dtypes and modes of products, kernels, and PyTorch's layer."""
+"""Define the cases of ``bench gpu``: sizes, modes, calls of kernels, and PyTorch's layer."""
 
 import time
 from dataclasses import dataclass
 from typing import Any, Callable, NamedTuple
 
 from bench.experiments.layer.torch_layer import Layer
-from bench.experiments.layer.torch_process import whole_case
+from bench.experiments.layer.torch_process import global_arrays
 from mm3d import ModelSizes
 from mm3d.arrays.backend import Array, Backend
 from mm3d.model import functional
 
 
 class Scale(NamedTuple):
-    """Sizes of everything."""
+    """The sizes of all cases.
 
-    gemm: list[int]                  # of square matrices
-    elementwise: tuple[int, int]     # rows and columns
+    Attributes
+    ----------
+    gemm : list of int
+        Edges of square matrices.
+    elementwise : tuple of int
+        Rows and columns of the kernels' arrays.
+    hidden : list of int
+        Features of the layers.
+    tokens : tuple of int
+        Sequences of the layers, and tokens in each.
+    preset : str
+        The preset of the rows of the tables.
+    """
+
+    gemm: list[int]
+    elementwise: tuple[int, int]
     hidden: list[int]
-    tokens: tuple[int, int]          # sequences and positions
-    preset: str                      # of the rows of the tables
+    tokens: tuple[int, int]
+    preset: str
 
 
 SCALES = {"paper": Scale([1024, 2048, 4096, 8192], (24 * 512, 8192), [3072, 8192], (24, 512),
@@ -28,7 +42,7 @@ SCALES = {"paper": Scale([1024, 2048, 4096, 8192], (24 * 512, 8192), [3072, 8192
 
 @dataclass
 class Mode:
-    """A dtype, and whether products may use TensorFloat-32; in force inside `with`."""
+    """A dtype, with or without TensorFloat-32 in products; `with` puts it in force."""
 
     backend: Backend
     dtype: str
@@ -45,7 +59,7 @@ class Mode:
         self.backend.tf32 = False
 
 
-def modes(backend: Backend) -> list[Mode]:
+def list_modes(backend: Backend) -> list[Mode]:
     """List the dtypes of the backend, float32 first; on a GPU also TensorFloat-32."""
     found = [Mode(backend, "float32", itemsize=4)]
     if not backend.host_buffers:
@@ -54,11 +68,11 @@ def modes(backend: Backend) -> list[Mode]:
                     for name in ("float16", *map(str, backend.more_dtypes))]
 
 
-def elementwise(backend: Backend, a: Array, b: Array,
-                c: Array) -> dict[str, tuple[int, Callable[[], object]]]:
-    """Return, by kernel, how many arrays it reads and writes, each counted once, and a call.
+def elementwise_calls(backend: Backend, a: Array, b: Array,
+                      c: Array) -> dict[str, tuple[int, Callable[[], object]]]:
+    """Return, by kernel, the number of arrays it reads and writes, each counted once, and a call.
 
-    At once `b` becomes `c` normalized; then `c` is where the results go.
+    The array `b` is overwritten by `c` normalized; the calls write their results into `c`.
     """
     row, features = backend.contiguous(a[0, :]), a.shape[1]
     _, rstd = functional.normalize_forward(c, features, 1e-5, lambda s: s, b)
@@ -79,9 +93,12 @@ def elementwise(backend: Backend, a: Array, b: Array,
             a, b, rstd, features, lambda s: s, c))}
 
 
-def torch_layer(backend: Backend, sizes: ModelSizes, mode: Mode) -> Callable[[], float] | None:
-    """A step of PyTorch's layer in eager mode, on the device of the backend, which gives its
-    seconds; None where PyTorch is not installed or sees no GPU."""
+def torch_layer_step(backend: Backend, sizes: ModelSizes,
+                     mode: Mode) -> Callable[[], float] | None:
+    """Return a step of PyTorch's layer in eager mode on the backend's device.
+
+    The step returns its seconds.  None where PyTorch is not installed or sees no GPU.
+    """
     try:
         import torch
     except ImportError:
@@ -90,7 +107,7 @@ def torch_layer(backend: Backend, sizes: ModelSizes, mode: Mode) -> Callable[[],
     if where == "cuda" and not torch.cuda.is_available():
         return None
     torch.backends.cuda.matmul.allow_tf32 = mode.tf32
-    layer = Layer(torch, {"heads": sizes.heads, **whole_case(sizes, 0, "float32")})
+    layer = Layer(torch, {"heads": sizes.heads, **global_arrays(sizes, 0, "float32")})
 
     def there(a: Any, trained: bool) -> Any:
         moved = a.detach().to(where, getattr(torch, mode.dtype))
@@ -109,6 +126,6 @@ def torch_layer(backend: Backend, sizes: ModelSizes, mode: Mode) -> Callable[[],
     return step
 
 
-def describe(backend: Backend) -> dict[str, Any]:
+def describe_device(backend: Backend) -> dict[str, Any]:
     """Describe the device, for the record."""
     return backend.describe() | {"peak_device_bytes": backend.memory()["peak"]}

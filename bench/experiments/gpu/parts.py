@@ -1,9 +1,10 @@
-"""Measure one rank's device, alone and on a rank's work of the tables.
+"""Measure one device: its products, kernels, one layer, and a rank's part of each row.
 
-Four parts, each a record of its own: products beside the library's own, elementwise kernels beside
-a copy, one Transformer layer beside PyTorch's, and one layer of every row of both tables as rank 0
-has it, without communication.  All are compared with NumPy first, layers at a small size.
-Seconds are the device's own, between two marks in its stream.
+Each of these four parts is a record of its own: products beside bare calls of the library,
+elementwise kernels beside a copy, one Transformer layer beside PyTorch's, and one layer of every
+row of both tables with the blocks of rank 0, without communication.  All are compared with NumPy
+first, layers at a small size.  Seconds are measured by the device, between two marks in its
+stream.
 """
 
 import gc
@@ -28,7 +29,7 @@ from mm3d.arrays.backend import Backend
 from mm3d.arrays.products import matmul
 from mm3d.transport.silent import DryCommunicator
 
-LIMITS = Limits(10, 30, 5.0)    # unless told otherwise
+LIMITS = Limits(10, 30, 5.0)    # by default
 Step = Callable[[], object]
 
 
@@ -38,9 +39,9 @@ class Rate(NamedTuple):
     Attributes
     ----------
     name, units : str
-        Of the variable.
+        Name and units of the variable.
     work : list of float
-        Of each point, in the units times seconds.
+        The work of each point, in the units times seconds.
     """
 
     name: str
@@ -62,7 +63,7 @@ class GpuBenchmark:
     limits : Limits
         When to stop repeating.
     seed : int
-        Of all numbers.
+        The seed of all numbers.
 
     Raises
     ------
@@ -77,7 +78,7 @@ class GpuBenchmark:
         self.backend, self.seed = backends.get(backend), seed
         self.limits, self.scale = limits, gpu_cases.SCALES[scale]
         self.settings = {"scale": scale, "seed": seed, **asdict(limits)}
-        self.modes = gpu_cases.modes(self.backend)
+        self.modes = gpu_cases.list_modes(self.backend)
         self.libraries = ["mm3d", "PyTorch"]
         if graph:
             problem = device_checks.graph_problem(self.backend)    # now rather than after an hour
@@ -85,8 +86,8 @@ class GpuBenchmark:
                 raise UsageError(f"--graph: {problem}")
             self.libraries.append("mm3d, graph")
 
-    def seconds(self, step: Step) -> list[float]:
-        """Take samples of `step`, seconds of a call, after two that do not count."""
+    def sample_seconds(self, step: Step) -> list[float]:
+        """Take samples of the seconds of a call of `step`, after two calls that do not count."""
         def sample(calls: int) -> float:
             start = self.backend.mark()
             for _ in range(calls):
@@ -96,101 +97,103 @@ class GpuBenchmark:
         calls = max(1, min(200, round(2e-3 / max(sample(1), 1e-9))))
         return take_samples(lambda: sample(calls), self.limits, MPI.COMM_SELF)[0]
 
-    def array(self, shape: tuple[int, ...], dtype: Any, name: str) -> Any:
+    def draw_array(self, shape: tuple[int, ...], dtype: Any, name: str) -> Any:
         """Draw normally distributed numbers, all of them different."""
         a = self.backend.empty(shape, dtype)
         values = operands.fill(self.backend.empty(shape, "float32"), self.backend, self.seed, name)
         a[...] = self.backend.xp.astype(values, a.dtype, copy=False)
         return a
 
-    def gemm(self) -> Measurements:
+    def measure_gemm(self) -> Measurements:
         """Measure C = A B as the model computes it, and by one bare call of the library."""
         found, flops, checks = [], [], []
         for mode in self.modes:
             with mode:
                 for n in self.scale.gemm:
-                    a, b = (self.array((n, n), mode.dtype, name) for name in "AB")
+                    a, b = (self.draw_array((n, n), mode.dtype, name) for name in "AB")
                     c = self.backend.empty((n, n), mode.dtype)
                     results = {"model": matmul(a, b), "alone": self.backend.gemm(a, b, c)}
-                    checks += device_checks.products(mode, a, b, results, self.seed)
+                    checks += device_checks.check_products(mode, a, b, results, self.seed)
                     del results
-                    found += [self.seconds(lambda: matmul(a, b)),
-                              self.seconds(lambda: self.backend.gemm(a, b, c))]
+                    found += [self.sample_seconds(lambda: matmul(a, b)),
+                              self.sample_seconds(lambda: self.backend.gemm(a, b, c))]
                     flops += [2.0 * n ** 3] * 2
-        return self.record("gpu-gemm", {"mode": [str(mode) for mode in self.modes],
-                                        "size": self.scale.gemm, "how": ["model", "alone"]},
-                           found, checks, Rate("rate", "s-1", flops))
+        scales = {"mode": [str(mode) for mode in self.modes], "size": self.scale.gemm,
+                  "how": ["model", "alone"]}
+        return self.make_record("gpu-gemm", scales, found, checks, Rate("rate", "s-1", flops))
 
-    def elementwise(self) -> Measurements:
-        """Measure each kernel's bandwidth, counting every array once, beside that of a copy."""
+    def measure_elementwise(self) -> Measurements:
+        """Measure the bandwidth of each kernel and of a copy, counting every array once."""
         found, moved, names, checks = [], [], [], []
         rows, cols = self.scale.elementwise
         for mode in self.modes:
             with mode:
-                arrays = [self.array((rows, cols), mode.dtype, name) for name in "abc"]
-                checks += device_checks.kernels(mode, *arrays)
-                kernels = gpu_cases.elementwise(self.backend, *arrays)
+                arrays = [self.draw_array((rows, cols), mode.dtype, name) for name in "abc"]
+                checks += device_checks.check_kernels(mode, *arrays)
+                kernels = gpu_cases.elementwise_calls(self.backend, *arrays)
                 names = list(kernels)
                 for count, step in kernels.values():
-                    found.append(self.seconds(step))
+                    found.append(self.sample_seconds(step))
                     moved.append(float(count * rows * cols * mode.itemsize))
-        return self.record("gpu-elementwise", {"mode": [str(mode) for mode in self.modes],
-                                               "kernel": names}, found, checks,
-                           Rate("bandwidth", "byte s-1", moved))
+        scales = {"mode": [str(mode) for mode in self.modes], "kernel": names}
+        return self.make_record("gpu-elementwise", scales, found, checks,
+                                Rate("bandwidth", "byte s-1", moved))
 
-    def layer(self) -> Measurements:
-        """Measure forward and backward of one layer, by mm3d and by PyTorch, NaN where there is
-        none; with ``graph`` also by mm3d as one launch."""
+    def measure_layer(self) -> Measurements:
+        """Measure forward and backward of one layer, by mm3d and by PyTorch.
+
+        PyTorch's are NaN where it is not installed; with `graph` mm3d's are measured also as one
+        launch.
+        """
         found, flops, checks = [], [], []
         batch, seq = self.scale.tokens
         for mode in self.modes:
             with mode:
-                checks += device_checks.layer(mode)
+                checks += device_checks.check_layer(mode)
                 for hidden in self.scale.hidden:
                     heads = load_tables().settings.heads.get(hidden, 4)
                     sizes = mm3d.ModelSizes(1, hidden, heads, batch, seq)
                     work = float(sum(mm3d.cost.flops(mm3d.model_spec(sizes)).values()))
                     scheme = mm3d.scheme("serial", MPI.COMM_SELF, None, self.backend)
-                    step = self.own_layer(scheme, sizes, mode.dtype)
-                    checks += device_checks.finite(
+                    step = self.layer_step(scheme, sizes, mode.dtype)
+                    checks += device_checks.check_finite(
                         self.backend, f"a layer of hidden {hidden} {mode}", step)
-                    own = [self.seconds(step)]
+                    own = [self.sample_seconds(step)]
                     if "mm3d, graph" in self.libraries:
-                        own.append(self.seconds(scheme.grid.graph(step)))
+                        own.append(self.sample_seconds(scheme.grid.graph(step)))
                     del step
                     gc.collect()
-                    theirs = gpu_cases.torch_layer(self.backend, sizes, mode)
-                    other = self.seconds_of_torch(theirs) if theirs else [np.nan]
+                    theirs = gpu_cases.torch_layer_step(self.backend, sizes, mode)
+                    other = self.sample_torch(theirs) if theirs else [np.nan]
                     found += [own[0], other, *own[1:]]
                     flops += [work] * len(self.libraries)
-        return self.record("gpu-layer", {"mode": [str(mode) for mode in self.modes],
-                                         "hidden": self.scale.hidden,
-                                         "library": self.libraries}, found, checks,
-                           Rate("rate", "s-1", flops))
+        scales = {"mode": [str(mode) for mode in self.modes], "hidden": self.scale.hidden,
+                  "library": self.libraries}
+        return self.make_record("gpu-layer", scales, found, checks, Rate("rate", "s-1", flops))
 
-    def seconds_of_torch(self, step: Callable[[], float]) -> list[float]:
+    def sample_torch(self, step: Callable[[], float]) -> list[float]:
         """Take samples of PyTorch's step, which times itself."""
         step()
         step()
         return take_samples(step, self.limits, MPI.COMM_SELF)[0]
 
-    def rows(self) -> Measurements:
-        """Measure one layer of each row of both tables, as rank 0 has it, nothing travelling."""
+    def measure_rows(self) -> Measurements:
+        """Measure a layer of each row of both tables on rank 0's blocks, without communication."""
         found, names = [], []
         mode = self.modes[0]
         with mode:
-            checks = device_checks.layer(mode)
+            checks = device_checks.check_layer(mode)
         for row in load_tables().rows:
             sizes = make_case(row, self.scale.preset, layers=1).sizes
             scheme = mm3d.scheme(row.scheme, DryCommunicator(row.gpus), None, self.backend)
-            # What would have travelled has no defined contents.
+            # Blocks that would have been received have no defined contents.
             with mode, np.errstate(all="ignore"):
-                found.append(self.seconds(self.own_layer(scheme, sizes, mode.dtype)))
+                found.append(self.sample_seconds(self.layer_step(scheme, sizes, mode.dtype)))
             names.append(f"{row.table} {row.scheme} {row.gpus}")
             gc.collect()
-        return self.record("gpu-rows", {"row": names}, found, checks)
+        return self.make_record("gpu-rows", {"row": names}, found, checks)
 
-    def own_layer(self, scheme: mm3d.Scheme, sizes: mm3d.ModelSizes, dtype: str) -> Step:
+    def layer_step(self, scheme: mm3d.Scheme, sizes: mm3d.ModelSizes, dtype: str) -> Step:
         """Return a step: forward and backward of one layer on this rank's blocks."""
         model = mm3d.Transformer(scheme, sizes.layers, sizes.hidden, sizes.heads, sizes.batch,
                                  sizes.seq, self.seed, dtype)
@@ -201,8 +204,8 @@ class GpuBenchmark:
             return y, model.backward(dy, saved)
         return step
 
-    def record(self, kind: str, scales: dict, found: list[list[float]], checks: list[Check],
-               rate: Rate | None = None) -> Measurements:
+    def make_record(self, kind: str, scales: dict, found: list[list[float]],
+                    checks: list[Check], rate: Rate | None = None) -> Measurements:
         """Make the record of samples along `scales`, and of a rate over their medians."""
         shape, dims = tuple(len(labels) for labels in scales.values()), tuple(scales)
         samples = pad_samples(found, shape)
@@ -215,14 +218,14 @@ class GpuBenchmark:
                                             rate.units, dims)
         return Measurements(
             kind, self.settings, measured_environment(self.backend.name, MPI.COMM_SELF)
-            | gpu_cases.describe(self.backend),
+            | gpu_cases.describe_device(self.backend),
             {**scales, "repetition": range(samples.shape[-1]), "bound": BOUNDS}, variables,
             checks)
 
 
 PARTS: dict[str, Callable[[GpuBenchmark], Measurements]] = {
-    "gemm": GpuBenchmark.gemm, "elementwise": GpuBenchmark.elementwise,
-    "layer": GpuBenchmark.layer, "rows": GpuBenchmark.rows}
+    "gemm": GpuBenchmark.measure_gemm, "elementwise": GpuBenchmark.measure_elementwise,
+    "layer": GpuBenchmark.measure_layer, "rows": GpuBenchmark.measure_rows}
 
 
 def measure_part(benchmark: GpuBenchmark, part: str) -> Measurements:

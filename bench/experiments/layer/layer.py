@@ -2,8 +2,8 @@
 
 In every repetition the distributed layer, its linear layers' local matrix products alone, and
 PyTorch with all cores are measured one after another, in random order, while the other side
-sleeps; ratios are medians over such repetitions.  With overlap the layer is measured a second
-time in each, with communication going on while ranks multiply.
+sleeps; ratios are medians over the repetitions.  With overlap the layer is measured a second time
+in each, with communication that goes on while ranks multiply.
 """
 
 import time
@@ -17,7 +17,7 @@ from bench.agreement import on_rank_0
 from bench.cases.variants import schemes_with_option
 from bench.checks import against_serial
 from bench.errors import UsageError, WrongResult
-from bench.experiments.layer.torch_process import Rival
+from bench.experiments.layer.torch_process import TorchProcess
 from bench.experiments.products import operands
 from bench.experiments.products.matmul import SETTLE, makespans
 from bench.experiments.products.problem import Replay
@@ -32,7 +32,7 @@ from mm3d import ModelSizes, model_spec
 from mm3d.model import cost
 
 KINDS = ("layer", "local products", "PyTorch", "layer with overlap")
-LIMITS = Limits(7, 30, 60.0)    # unless told otherwise
+LIMITS = Limits(7, 30, 60.0)    # by default
 
 
 def check_overlap(scheme: str) -> None:
@@ -49,7 +49,7 @@ class MeasuredLayer:
     Parameters
     ----------
     scheme : Scheme
-        Of the layer.
+        The parallelism, on its grid.
     sizes, seed, dtype
         See `bench.checks.against_serial.build`.
     """
@@ -63,12 +63,12 @@ class MeasuredLayer:
         self.model.zero_gradients()
 
     def step(self) -> tuple[Any, Any]:
-        """Do forward and backward: the output and the input's gradient."""
+        """Run forward and backward; return the output and the input's gradient."""
         y, saved = self.model.forward(self.x)
         return y, self.model.backward(self.dy, saved)
 
-    def checks(self, results: tuple[Any, Any], rival: Rival | None) -> list[Check]:
-        """Check results and parameters' gradients against PyTorch, or the serial scheme."""
+    def check_step(self, results: tuple[Any, Any], rival: TorchProcess | None) -> list[Check]:
+        """Compare a step's results and the parameters' gradients with PyTorch or serial."""
         reference = rival and (lambda: dict(rival.results))
         return against_serial.compare(self.model, *results, self.sizes, self.seed, self.dtype,
                                       reference)
@@ -76,20 +76,20 @@ class MeasuredLayer:
 
 @dataclass(frozen=True)
 class Times:
-    """Times of a layer and of what it is measured beside.
+    """Times of a layer, its local products, and PyTorch.
 
     Attributes
     ----------
     times : ndarray
         Seconds, (repetitions, kinds, ranks, begin and end); NaN for kinds that were not measured.
     kinds : list of int
-        Those of `KINDS` that were.
+        Numbers of the `KINDS` that were measured.
     hidden : float
         The share of communication that overlap hides; NaN without overlap.
     ended_by : str
         The limit that was reached.
     checks : list of Check
-        Of the results of the last repetition.
+        Checks of the results of the last repetition.
     """
 
     times: np.ndarray
@@ -136,15 +136,15 @@ def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: boo
         check_overlap(scheme.name)
     results = subject.step()
     memory = comm.gather(subject.footprint.peaks())
-    rival = started(subject, torch)
+    rival = start_torch(subject, torch)
     try:
-        checks = subject.checks(results, rival)
+        checks = subject.check_step(results, rival)
         reject(checks, torch)
         del results
         kinds = [0, 1, *[2] * bool(torch), *[3] * overlap]
         found = time_layer(subject, kinds, limits, rival)
         reject(found.checks, torch, "after the last repetition, ")
-        about = rival.about if rival else "none"
+        reference = rival.about if rival else "none"
     finally:
         if rival:
             rival.close()
@@ -153,9 +153,9 @@ def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: boo
         return None
     settings = {"scheme": scheme.name, "dtype": subject.dtype,
                 **subject.sizes, "seed": subject.seed,
-                "reference": about, "ended_by": found.ended_by,
+                "reference": reference, "ended_by": found.ended_by,
                 **grid_settings(scheme.grid.shape),
-                "transport": operands.transport(scheme.grid), **asdict(limits)}
+                "transport": operands.transport_names(scheme.grid), **asdict(limits)}
     return layer_record(subject, found, np.array(memory).T, settings, environs, checks)
 
 
@@ -166,59 +166,81 @@ def reject(checks: list[Check], torch: str | None, when: str = "") -> None:
         raise WrongResult(f"{when}{problem}")
 
 
-def started(subject: MeasuredLayer, torch: str | None) -> Rival | None:
-    """Start the reference process, on rank 0; UsageError everywhere when it does not start."""
-    def start() -> Rival | None:
-        return Rival(torch, subject.sizes, subject.seed, subject.dtype) if torch else None
+def start_torch(subject: MeasuredLayer, torch: str | None) -> TorchProcess | None:
+    """Start PyTorch's process on rank 0; UsageError on all ranks when it does not start."""
+    def start() -> TorchProcess | None:
+        return TorchProcess(torch, subject.sizes, subject.seed, subject.dtype) if torch else None
 
     return on_rank_0(start, subject.scheme.grid.comm, caught=UsageError, wait=wait_patiently)
 
 
-def time_layer(subject: MeasuredLayer, kinds: list[int], limits: Limits,
-               rival: Rival | None) -> Times:
-    """Measure all `kinds` until the limits are reached, and check the last results."""
-    comm, backend = subject.scheme.grid.comm, subject.scheme.grid.backend
-    clock, order = Clock(comm), np.random.default_rng(subject.seed)
-    replay = Replay(subject.step, subject.scheme.grid, subject.dtype)
-    replay.result, last = None, None
+class Sampler:
+    """Take samples of a layer, its local products, and PyTorch.
 
-    def sample(kind: int) -> np.ndarray:
-        nonlocal last
+    Parameters
+    ----------
+    subject : MeasuredLayer
+        The layer.
+    rival : TorchProcess or None
+        PyTorch's process, on rank 0.
+
+    Attributes
+    ----------
+    last : tuple or None
+        This rank's output and input gradient of the last step of the layer.
+    """
+
+    def __init__(self, subject: MeasuredLayer, rival: TorchProcess | None) -> None:
+        self.subject, self.rival, self.last = subject, rival, None
+        self.grid = subject.scheme.grid
+        self.clock = Clock(self.grid.comm)
+        self.replay = Replay(subject.step, self.grid, subject.dtype)
+        self.replay.result = None
+
+    def sample(self, kind: int) -> np.ndarray:
+        """Measure one of `KINDS`: seconds, (ranks, begin and end), NaN without a part."""
+        comm, synchronize = self.grid.comm, self.grid.backend.synchronize
         wait_patiently(comm)
         if kind == 2:
             times = np.full((comm.size, 2), np.nan)
-            if rival:
-                times[0] = 0, rival.step()
+            if self.rival:
+                times[0] = 0, self.rival.step()
                 time.sleep(SETTLE)
             wait_patiently(comm)
             return times
         if kind == 1:
-            return time_on_all_ranks(replay, comm, backend.synchronize, clock)[0]
-        last = None
-        subject.model.zero_gradients()
-        hidden_time.set_overlap(subject.model, kind == 3)
-        times, last = time_on_all_ranks(subject.step, comm, backend.synchronize, clock)
+            return time_on_all_ranks(self.replay, comm, synchronize, self.clock)[0]
+        self.last = None
+        self.subject.model.zero_gradients()
+        hidden_time.set_overlap(self.subject.model, kind == 3)
+        times, self.last = time_on_all_ranks(self.subject.step, comm, synchronize, self.clock)
         return times
 
+
+def time_layer(subject: MeasuredLayer, kinds: list[int], limits: Limits,
+               rival: TorchProcess | None) -> Times:
+    """Measure all `kinds` until the limits are reached, and check the last results."""
+    grid, order = subject.scheme.grid, np.random.default_rng(subject.seed)
+    sampler = Sampler(subject, rival)
     kept: list[np.ndarray] = []
 
     def intervals() -> list[Interval]:
         seconds = makespans(np.array(kept)[:, kinds])
         return [median_interval(seconds[:, k] / seconds[:, 0]) for k in range(1, len(kinds))]
 
-    repetitions = timing.Repetitions(limits, comm, intervals, warmup=1)
+    repetitions = timing.Repetitions(limits, grid.comm, intervals, warmup=1)
     for counts in repetitions:
-        times = np.full((len(KINDS), comm.size, 2), np.nan)
+        times = np.full((len(KINDS), grid.comm.size, 2), np.nan)
         for kind in order.permutation(kinds):
-            times[kind] = sample(kind)
+            times[kind] = sampler.sample(kind)
         if counts:
             kept.append(times)
-    checks = subject.checks(last, rival)
-    last = None
+    checks = subject.check_step(sampler.last, rival)
+    sampler.last = None
     hidden = np.nan
     if 3 in kinds:
         hidden_time.set_overlap(subject.model, True)
-        hidden = hidden_time.hidden_share(subject.scheme.grid, subject.step, 3)
+        hidden = hidden_time.hidden_share(grid, subject.step, 3)
     return Times(np.array(kept), kinds, hidden, repetitions.ended_by, checks)
 
 

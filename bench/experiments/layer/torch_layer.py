@@ -1,8 +1,8 @@
 """Compute one Transformer layer by PyTorch, in a process and an interpreter of its own.
 
-``python torchlayer.py FOLDER THREADS``: reads ``case.npz``, does a step, leaves its results in
-``result.npz`` and prints a line about the library; then, for each line on its standard input, does
-another step and prints its seconds.  Between two lines it sleeps.  It knows nothing of mm3d.
+``python torch_layer.py FOLDER THREADS`` reads ``case.npz``, runs a step, writes its results to
+``result.npz`` and prints a line about the library; then, for each line on its standard input, it
+runs another step and prints its seconds.  Between two lines it sleeps.  It does not need mm3d.
 """
 
 import sys
@@ -14,7 +14,7 @@ import numpy as np
 
 
 class Layer:
-    """x + Attention(LN(x)), then y + MLP(LN(y)), as `mm3d.Transformer` has it, by autograd."""
+    """x + Attention(LN(x)), then y + MLP(LN(y)), as in `mm3d.Transformer`, by autograd."""
 
     def __init__(self, torch: Any, case: dict[str, np.ndarray]) -> None:
         self.torch, self.heads = torch, int(case["heads"])
@@ -42,7 +42,7 @@ class Layer:
         return y + linear(wide, "mlp.down").view(batch, seq, hidden)
 
     def step(self) -> tuple[float, Any]:
-        """Do forward and backward from no gradients: the seconds and the output."""
+        """Run forward and backward from no gradients; return the seconds and the output."""
         for leaf in (self.x, *self.p.values()):
             leaf.grad = None
         start = time.perf_counter()
@@ -51,14 +51,14 @@ class Layer:
         return time.perf_counter() - start, y
 
     def results(self, y: Any) -> dict[str, np.ndarray]:
-        """Return the results of the step, by the names of the check."""
+        """Return the results of the step, by the names that checks use."""
         found = {"output": y.detach(), "input gradient": self.x.grad}
         found |= {f"gradient of layers.0.{name}": leaf.grad for name, leaf in self.p.items()}
         return {name: a.numpy() for name, a in found.items()}
 
 
 def main(folder: str, threads: str) -> None:
-    """Serve steps until the input ends."""
+    """Run a step for each line of standard input, until it ends."""
     import torch
     torch.set_num_threads(int(threads))
     with np.load(Path(folder) / "case.npz") as case:

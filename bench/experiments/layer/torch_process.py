@@ -1,4 +1,4 @@
-"""Start PyTorch in a process of its own, beside which rank 0 measures a layer."""
+"""Start PyTorch in a process of its own, to verify a layer and to measure it beside."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from bench.errors import UsageError
 from mm3d import ModelSizes, launcher
 
 
-class Rival:
+class TorchProcess:
     """A process in which PyTorch computes the layer of `sizes`, asleep between two steps.
 
     Parameters
@@ -29,7 +29,7 @@ class Rival:
     about : str
         Version, threads and instructions of the library.
     results : dict of str to ndarray
-        Of its first step, by quantity.
+        The results of its first step, by quantity.
 
     Raises
     ------
@@ -40,7 +40,7 @@ class Rival:
     def __init__(self, python: str, sizes: ModelSizes, seed: int, dtype: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
             np.savez(Path(folder) / "case.npz", heads=sizes.heads,
-                     **whole_case(sizes, seed, dtype))
+                     **global_arrays(sizes, seed, dtype))
             cores = launcher.cores()
             hidden = ("PMI_", "PMIX_", "MPI", "OMP_", "MKL_", "OPENBLAS_")
             env = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
@@ -60,7 +60,7 @@ class Rival:
                 self.results = dict(found)
 
     def step(self) -> float:
-        """Do another step; its seconds."""
+        """Run another step; return its seconds."""
         self._process.stdin.write("\n")
         self._process.stdin.flush()
         return float(self._process.stdout.readline())
@@ -71,8 +71,8 @@ class Rival:
         self._process.wait()
 
 
-def whole_case(sizes: ModelSizes, seed: int, dtype: str) -> dict[str, np.ndarray]:
-    """Draw input, output's gradient and parameters of the layer as whole arrays."""
+def global_arrays(sizes: ModelSizes, seed: int, dtype: str) -> dict[str, np.ndarray]:
+    """Draw the input, the output's gradient and the parameters of the layer as global arrays."""
     model = build(mm3d.scheme("serial", MPI.COMM_SELF, backend="numpy"), sizes, seed, dtype)
     arrays = {p.name: p.value.reshape(p.public_shape) for p in model.parameters}
     return arrays | {name: model.random(name) for name in ("input", "output gradient")}

@@ -22,8 +22,8 @@ from mm3d.arrays.backend import Array
 from mm3d.grid.axis import COLLECTIVES, Split
 from mm3d.grid.shape import DIRECTIONS, GridShape
 
-TERMS = 4    # more than are in use at one time
-LIMITS = Limits(7, 30, 1.0)    # unless told otherwise
+TERMS = 4    # of a reduce-scatter that are filled with zeros: more than are in use at one time
+LIMITS = Limits(7, 30, 1.0)    # by default
 
 Step = Callable[[], Array | None]
 Repeat = Callable[[Step], tuple[list[float], str]]
@@ -35,13 +35,13 @@ class Sampled(NamedTuple):
     Attributes
     ----------
     seconds : list of float
-        Samples of the makespan.
+        Samples of the makespan, in seconds.
     ended_by : str
         The limit that ended them.
     moved : int
-        Bytes counted of the busiest rank.
+        Bytes counted on the busiest rank.
     check : Check
-        The result held against what it must be.
+        The comparison of the result with the exact one.
     """
 
     seconds: list[float]
@@ -66,12 +66,12 @@ def collective_grid(comm: MPI.Intracomm, sizes: Sequence[int] | None = None,
         grid = mm3d.Grid(comm, backend, **GridShape(DIRECTIONS[:len(sizes)], sizes))
     except ValueError as error:
         raise UsageError(str(error)) from error
-    directions(grid)
+    communicating_directions(grid)
     return grid
 
 
-def directions(grid: mm3d.Grid) -> list[str]:
-    """List the directions of `grid` along which anything travels.
+def communicating_directions(grid: mm3d.Grid) -> list[str]:
+    """List the directions of `grid` that have two ranks or more.
 
     Raises
     ------
@@ -85,7 +85,7 @@ def directions(grid: mm3d.Grid) -> list[str]:
 
 
 def array_bytes(least: int, most: int, dtype: str) -> list[int]:
-    """List the sizes of arrays to measure, in bytes: from `least` on, each 4 times the last.
+    """List the sizes of arrays to measure, in bytes: `least` to `most`, each 4 times the last.
 
     Raises
     ------
@@ -104,21 +104,21 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
                         limits: Limits = LIMITS, seed: int = 0) -> Measurements | None:
     """Measure every collective along every direction of `grid` that has two ranks or more.
 
-    All lines of a direction are busy at the same time, as they are in the algorithms.  Each
-    result is compared with what it must be first, exactly.
+    All lines of a direction communicate at the same time, as they do in the algorithms.  Each
+    result is first compared with the exact one.
 
     Parameters
     ----------
     grid : Grid
         The ranks; every one of them calls this.
     sizes : sequence of int
-        Bytes of the whole array, such as `array_bytes` gives them.
+        Bytes of the global array; see `array_bytes`.
     dtype : str
-        Of the array.
+        The dtype of the array.
     limits : Limits
         When to stop repeating a collective.
     seed : int
-        Of the order of the measurements.
+        The seed of the order of the measurements.
 
     Returns
     -------
@@ -131,35 +131,47 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
     UsageError
         When there is no such direction.
     WrongResult
-        When a collective gives a wrong result.
+        When a collective returns a wrong result.
     """
     comm, itemsize = grid.comm, np.dtype(dtype).itemsize
-    axes, clock = directions(grid), Clock(comm)
+    axes, clock = communicating_directions(grid), Clock(comm)
 
-    def point(axis: str, kind: str, size: int) -> Sampled:
+    def measure(axis: str, kind: str, size: int) -> Sampled:
         return measure_collective(
             grid, axis, kind, (size // itemsize,), dtype, lambda step: take_samples(
                 makespans(step, comm, grid.backend.synchronize, clock), limits, comm))
 
     points = [(axis, kind, size) for axis in axes for kind in COLLECTIVES for size in sizes]
-    found = in_random_order(points, seed, point)
+    found = in_random_order(points, seed, measure)
     environs = measured_environment(grid.backend.name, comm)
     if comm.rank > 0:
         return None
     settings = {"dtype": dtype, "seed": seed, **grid_settings(grid.shape),
-                "transport": operands.transport(grid),
-                "transports": operands.transports(grid, axes), **asdict(limits)}
+                "transport": operands.transport_names(grid),
+                "transports": operands.transports_along(grid, axes), **asdict(limits)}
     scales = {"axis": axes, "collective": COLLECTIVES, "size": list(sizes)}
     return collectives_record(scales, found, settings, environs)
 
 
 def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, ...], dtype: str,
                        repeat: Repeat) -> Sampled:
-    """Verify one collective along `axis`, of an array of `shape` whose last dimension is
-    divided, and give it to `repeat`, which takes the samples.
+    """Verify one collective along a direction, and take its samples.
 
-    The terms of a reduce-scatter lie where products are told to put them; the time that a
-    product takes to write them is not measured.
+    The terms of a reduce-scatter lie where products put them; the time that a product takes to
+    write them is not measured.
+
+    Parameters
+    ----------
+    grid : Grid
+        The ranks; every one of them calls this.
+    axis, kind : str
+        The direction, and one of `mm3d.grid.axis.COLLECTIVES`.
+    shape : tuple of int
+        The global array, whose last dimension is divided.
+    dtype : str
+        The dtype of the array.
+    repeat : callable
+        Takes the samples of a step; returns them and the limit that ended them.
 
     Raises
     ------
@@ -169,7 +181,7 @@ def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, 
     comm, line = grid.comm, grid[axis]
     split = mm3d.Layout("," * (len(shape) - 1) + axis).split(grid, shape, axis)
     a = _operand(split, kind, shape, dtype)
-    step = _step(split, kind, a)
+    step = _collective_call(split, kind, a)
     check = operation.collective(split, kind, step, a, comm)
     grid.reset_traffic()
     step()
@@ -182,7 +194,7 @@ def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, 
 
 
 def _operand(split: Split, kind: str, shape: tuple[int, ...], dtype: str) -> Array:
-    """Allocate the array that a collective reads, where it travels best."""
+    """Allocate the array that a collective reads, in the memory from which it is sent fastest."""
     if kind == "all_gather":
         return split.empty((*shape[:-1], split.counts[split.axis.rank]), dtype)
     if kind == "reduce_scatter":
@@ -190,7 +202,7 @@ def _operand(split: Split, kind: str, shape: tuple[int, ...], dtype: str) -> Arr
     return split.axis.backend.empty(shape, dtype)
 
 
-def _step(split: Split, kind: str, a: Array) -> Step:
+def _collective_call(split: Split, kind: str, a: Array) -> Step:
     axis = split.axis
     return {"all_gather": lambda: split.all_gather(a),
             "reduce_scatter": lambda: split.reduce_scatter(a),
@@ -200,8 +212,7 @@ def _step(split: Split, kind: str, a: Array) -> Step:
 
 
 def _summed_zeros(split: Split, shape: tuple[int, ...], dtype: str) -> Step:
-    """Return a step that reduce-scatters zeros, whose sums remain zeros however often they are
-    made."""
+    """Return a step that reduce-scatters zeros, whose sums stay zero in all repetitions."""
     for _ in range(TERMS):
         term = split.term(shape, dtype)
         term[...] = 0
@@ -211,7 +222,7 @@ def _summed_zeros(split: Split, shape: tuple[int, ...], dtype: str) -> Step:
 
 def collectives_record(scales: dict[str, Sequence[Any]], found: list[Sampled], settings: dict,
                        environs: dict[str, Any]) -> Measurements:
-    """Make the record of the samples that were `found` along `scales`, with the fits."""
+    """Make the record of the samples `found` along `scales`, with the fits."""
     dims, shape = tuple(scales), tuple(map(len, scales.values()))
     samples = pad_samples([one.seconds for one in found], shape)
     bounds = np.array([median_interval(one.seconds) for one in found]).reshape(*shape, 4)
@@ -220,7 +231,7 @@ def collectives_record(scales: dict[str, Sequence[Any]], found: list[Sampled], s
     lines = np.array([least_squares.fit_line(np.array(scales["size"], np.float64), seconds)
                       for seconds in bounds[..., 0].reshape(-1, shape[-1])])
     lines = lines.reshape(*shape[:2], 3)
-    copying = ~operands.in_places(settings["transports"], scales["collective"])
+    copying = ~operands.left_in_place(settings["transports"], scales["collective"])
     return Measurements(
         "collectives", settings, environs,
         {**scales, "repetition": range(samples.shape[-1]), "bound": BOUNDS},

@@ -14,16 +14,16 @@ ROUTINES = {"float32": ("sgemm_", ctypes.c_float), "float64": ("dgemm_", ctypes.
 
 
 class OtherBlas(OSError):
-    """ScaLAPACK's products are computed by another function than the one found."""
+    """ScaLAPACK calls another function than the one that was found."""
 
 
 class Gemm:
-    """Compute C = A B with the function that ScaLAPACK's calls end in.
+    """Compute C = A B with the function that ScaLAPACK calls.
 
     Parameters
     ----------
     library : ctypes.CDLL
-        ScaLAPACK, loaded for all.
+        ScaLAPACK, with symbols visible to all libraries.
     dtype : str
         "float32" or "float64".
 
@@ -35,15 +35,15 @@ class Gemm:
     Raises
     ------
     OtherBlas
-        When its calls are bound to another library: to the first function of that name among all
-        libraries loaded.
+        When ScaLAPACK's calls are bound to another library, the first of all loaded ones that
+        has a function of that name.
     """
 
     def __init__(self, library: ctypes.CDLL, dtype: str) -> None:
         name, self._number = ROUTINES[dtype]
         self._call, bound = (getattr(lib, name) for lib in (library, ctypes.CDLL(None)))
-        files = [defined_in(function) for function in (self._call, bound)]
-        if address(self._call) != address(bound):
+        files = [library_name(function) for function in (self._call, bound)]
+        if address_of(self._call) != address_of(bound):
             raise OtherBlas(f"{name} of ScaLAPACK's BLAS is in {files[0]}, but its calls end in "
                             f"{files[1]}, which was loaded before")
         self._call.restype = None
@@ -65,8 +65,8 @@ class Gemm:
 
 
 def _stored(a: np.ndarray) -> tuple[bytes, object]:
-    """Return Fortran's transposition flag and leading dimension of a matrix, whose transpose it
-    sees."""
+    """Return the transposition flag and the leading dimension of a matrix for Fortran, which sees
+    its transpose."""
     rows, columns = (max(1, stride // a.itemsize) for stride in a.strides)
     if columns == 1 or a.shape[1] == 1:
         return b"N", ctypes.byref(ctypes.c_int(max(rows, a.shape[1], 1)))
@@ -80,28 +80,28 @@ def _place(a: np.ndarray) -> ctypes.c_void_p:
     return ctypes.c_void_p(a.ctypes.data)
 
 
-def address(function) -> int:
+def address_of(function) -> int:
     """Return the address of a function of a library."""
     return ctypes.cast(function, ctypes.c_void_p).value
 
 
-def defined_in(function) -> str:
+def library_name(function) -> str:
     """Return the name of the library that contains a function."""
     class Info(ctypes.Structure):
         _fields_ = [("file", ctypes.c_char_p), ("base", ctypes.c_void_p),
                     ("name", ctypes.c_char_p), ("address", ctypes.c_void_p)]
 
     info = Info()
-    found = ctypes.CDLL(None).dladdr(ctypes.c_void_p(address(function)), ctypes.byref(info))
+    found = ctypes.CDLL(None).dladdr(ctypes.c_void_p(address_of(function)), ctypes.byref(info))
     return Path(info.file.decode()).resolve().name if found else "unknown"
 
 
 @contextlib.contextmanager
-def multiplying(backend: Backend, gemm: Callable) -> Iterator[None]:
-    """Let `gemm` make the products of a backend within the block.
+def use_gemm(backend: Backend, gemm: Callable) -> Iterator[None]:
+    """Compute the products of a backend by `gemm` within the block.
 
-    Observe within the block: an observer of an outer block is not told of these products, and is
-    told again of those after it.
+    An observer must be entered within the block: one of an outer block does not see these
+    products.
     """
     own, before = "gemm" in vars(backend), backend.gemm
     backend.gemm = gemm
@@ -114,8 +114,8 @@ def multiplying(backend: Backend, gemm: Callable) -> Iterator[None]:
             del backend.gemm
 
 
-def loaded() -> dict[str, str]:
-    """Describe every BLAS that is loaded, by the name of its file."""
+def describe_loaded() -> dict[str, str]:
+    """Return a description of every BLAS that is loaded, by the name of its file."""
     return {Path(blas["filepath"]).name:
             f"{blas['internal_api']} {blas['version']}, {blas.get('architecture')} kernels, "
             f"{blas['num_threads']} thread{'s' * (blas['num_threads'] != 1)}"

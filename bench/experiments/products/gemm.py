@@ -1,4 +1,4 @@
-"""Measure the rate of one rank's matrix products, by size, dtype and threads of BLAS."""
+"""Measure the rate of one rank's matrix products, by size, dtype and BLAS threads."""
 
 import time
 from dataclasses import asdict
@@ -23,11 +23,11 @@ from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 from mm3d.arrays.products import matmul
 
-LIMITS = Limits(7, 30, 1.0)    # unless told otherwise
+LIMITS = Limits(7, 30, 1.0)    # by default
 
 
 def thread_counts(asked: Sequence[int] | None = None) -> list[int]:
-    """Return the numbers of BLAS threads to measure with: one, and as many as there are cores.
+    """Return the numbers of BLAS threads to measure with: one, and the number of cores.
 
     Parameters
     ----------
@@ -37,7 +37,7 @@ def thread_counts(asked: Sequence[int] | None = None) -> list[int]:
     Raises
     ------
     UsageError
-        When BLAS takes fewer here.
+        When BLAS uses fewer here.
     """
     threads = list(asked or sorted({1, granted_threads(launcher.cores())}))
     most = granted_threads(max(threads))
@@ -56,7 +56,7 @@ def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str] = ("float32", "floa
     sizes : sequence of int
         Edges of the matrices.
     dtypes : sequence of str
-        Of A, B and C.
+        Dtypes of A, B and C.
     threads : sequence of int, optional
         Numbers of BLAS threads; see `thread_counts`.
     backend : str or Backend, optional
@@ -64,7 +64,7 @@ def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str] = ("float32", "floa
     limits : Limits
         When to stop repeating a product.
     seed : int
-        Of the numbers in A and B, and of the order of the products.
+        The seed of the numbers in A and B, and of the order of the products.
 
     Returns
     -------
@@ -75,7 +75,7 @@ def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str] = ("float32", "floa
     Raises
     ------
     UsageError
-        When BLAS takes fewer threads.
+        When BLAS uses fewer threads.
     ValueError
         When there is no such array library here.
     WrongResult
@@ -85,24 +85,27 @@ def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str] = ("float32", "floa
     points = [(dtype, count, n) for dtype in dtypes for count in threads for n in sizes]
     checks: list[Check] = []
 
-    def point(dtype: str, count: int, n: int) -> tuple[list[float], str]:
+    def measure(dtype: str, count: int, n: int) -> tuple[list[float], str]:
         a, b = (operands.fill(library.empty((n, n), dtype), library, seed, name)
                 for name in "AB")
         with threadpool_limits(count, user_api="blas"):
             checks.extend(operation.product(f"C of {n} x {n} {dtype}, BLAS threads: {count}",
                                             (a, b, matmul(a, b)), seed))
-            return take_samples(sampler(lambda: matmul(a, b), library.synchronize), limits,
-                                MPI.COMM_SELF)
+            return take_samples(make_sampler(lambda: matmul(a, b), library.synchronize),
+                                limits, MPI.COMM_SELF)
 
-    found = in_random_order(points, seed, point)
+    found = in_random_order(points, seed, measure)
     return gemm_record({"dtype": list(dtypes), "threads": threads, "size": list(sizes)}, found,
                        {"seed": seed, **asdict(limits)},
                        measured_environment(library.name, MPI.COMM_SELF), checks)
 
 
-def sampler(step: Callable[[], object], synchronize: Callable[[], None]) -> Callable[[], float]:
-    """Return a function that takes a sample of `step`: the mean seconds of a call, over as many
-    calls as the clock needs."""
+def make_sampler(step: Callable[[], object],
+                 synchronize: Callable[[], None]) -> Callable[[], float]:
+    """Return a function that takes a sample of `step`.
+
+    A sample is the mean seconds of a call, over as many calls as the clock needs.
+    """
     def span(calls: int) -> float:
         start = time.perf_counter()
         repeat_calls(step, calls)()
@@ -115,7 +118,7 @@ def sampler(step: Callable[[], object], synchronize: Callable[[], None]) -> Call
 
 def gemm_record(scales: dict[str, list], found: list[tuple[list[float], str]], settings: dict,
                 environs: dict[str, Any], checks: list[Check]) -> Measurements:
-    """Make the record of the samples that were `found` along `scales`, with the rates."""
+    """Make the record of the samples `found` along `scales`, with the rates."""
     dims = tuple(scales)
     shape = tuple(map(len, scales.values()))
     samples = pad_samples([seconds for seconds, _ in found], shape)

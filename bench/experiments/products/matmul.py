@@ -1,15 +1,15 @@
 """Measure a distributed product beside one process that uses all cores.
 
 In every repetition the product, the same local matrix products without communication, and the
-whole product on one process are measured one after another, in random order, so that what slows
-the machine for a while slows them all; efficiencies are medians of the ratios of such pairs.
+whole product on one process are measured one after another, in random order, so that a slower
+machine slows them all; efficiencies are medians of the ratios of such pairs.
 """
 
 import math
 import os
 import time
 from dataclasses import asdict, dataclass
-from typing import Callable, ContextManager
+from typing import Callable, ContextManager, Sequence
 
 import numpy as np
 from threadpoolctl import threadpool_limits
@@ -17,7 +17,7 @@ from threadpoolctl import threadpool_limits
 from bench.checks import freivalds
 from bench.errors import WrongResult
 from bench.experiments.products import operands
-from bench.experiments.products.problem import Problem, Replay, Whole
+from bench.experiments.products.problem import Problem, Replay, WholeProduct
 from bench.instruments import timing
 from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
 from bench.instruments.host import granted_threads
@@ -25,7 +25,7 @@ from bench.instruments.sampling import BOUNDS, measured_environment
 from bench.instruments.stall import unwatched
 from bench.instruments.statistics import Interval, median_interval
 from bench.instruments.timing import Limits
-from bench.records.measurements import Check, Measurements, Variable, grid_settings
+from bench.records.measurements import Check, Measurements, Setting, Variable, grid_settings
 from mm3d import launcher
 from mm3d.arrays.backend import Array
 from mm3d.model import cost
@@ -33,11 +33,11 @@ from mm3d.model import cost
 KINDS = ("product", "local products", "one process")
 RESULTS = {"forward": ("C",), "backward": ("dA", "dB")}
 RATIOS = {"efficiency": (2, 0), "ceiling": (2, 1), "share of the ceiling": (1, 0)}
-# BLAS threads spin for a while after the last product; the ranks must not be timed meanwhile.
+# Seconds that BLAS threads may spin after their last product; no rank is timed meanwhile.
 SETTLE = 0.05
-# A sample has as many calls as take one process SAMPLE seconds, unless told otherwise.
+# Seconds of the calls of one process in a sample, unless the number of calls is given.
 SAMPLE = 0.1
-LIMITS = Limits(7, 30, 30.0)    # unless told otherwise
+LIMITS = Limits(7, 30, 30.0)    # by default
 
 
 def measure_product(problem: Problem, backward: bool = False, calls: int | None = None,
@@ -58,8 +58,8 @@ def measure_product(problem: Problem, backward: bool = False, calls: int | None 
     limits : Limits
         When to stop repeating.
     seed : int
-        Of the random vectors of the checks, of the matrices of the one process and of the order
-        of what is measured in a repetition.
+        The seed of the checks' random vectors, of the matrices of the one process and of the
+        order of measurements in a repetition.
     watched : callable
         The context in which the repetitions run, of the grid; see
         `bench.instruments.stall.watching`.
@@ -77,32 +77,56 @@ def measure_product(problem: Problem, backward: bool = False, calls: int | None 
     """
     grid = problem.grid
     phases = ("forward", "backward") if backward else ("forward",)
-    replays, words, checks = {}, [], []
-    for phase in phases:
-        grid.reset_traffic()
-        replays[phase] = Replay(problem.steps[phase], grid, problem.dtype)
-        words.append(sum(traffic.words for traffic in grid.traffic().values()))
-        checks += verified(problem, replays[phase].result, seed)
-        replays[phase].result = None
-    reject(freivalds.failure(checks))
+    replays, words, checks = verify_product(problem, phases, seed)
     with watched(grid):
         found = time_product(problem, replays, calls, limits, seed)
     again = [check for results in found.last.values()
-             for check in verified(problem, results, seed + 1)]
+             for check in check_results(problem, results, seed + 1)]
     reject(freivalds.failure(again), "after the last repetition, ")
     everyone = grid.comm.gather(words)
     environs = measured_environment(grid.backend.name, grid.comm)
     if everyone is None:
         return None
-    M, K = problem.shapes["C"]
-    settings = {"form": problem.form, "scheme": problem.scheme, "dtype": problem.dtype,
-                "M": M, "N": math.prod(problem.shapes["A"]) // M, "K": K, "seed": seed,
-                **grid_settings(grid.shape), "transport": operands.transport(grid),
-                "ended_by": found.ended_by, "calls": found.calls,
-                "one_process_threads": granted_threads(launcher.cores()),
-                "one_process_cores": len(os.sched_getaffinity(0)), **asdict(limits)}
+    settings = {**product_settings(problem), "seed": seed, "ended_by": found.ended_by,
+                "calls": found.calls, **asdict(limits)}
     return product_record(phases, found.times, np.array(everyone).T, settings, environs,
                           checks + again)
+
+
+def verify_product(problem: Problem, phases: Sequence[str],
+                   seed: int) -> tuple[dict[str, Replay], list[int], list[Check]]:
+    """Verify each phase once, and observe its local products.
+
+    Returns
+    -------
+    dict, list of int, list of Check
+        The local products by phase, this rank's words of each phase, and the checks.
+
+    Raises
+    ------
+    WrongResult
+        On all ranks, when C, dA or dB is wrong.
+    """
+    replays, words, checks = {}, [], []
+    for phase in phases:
+        problem.grid.reset_traffic()
+        replays[phase] = Replay(problem.steps[phase], problem.grid, problem.dtype)
+        words.append(sum(traffic.words for traffic in problem.grid.traffic().values()))
+        checks += check_results(problem, replays[phase].result, seed)
+        replays[phase].result = None
+    reject(freivalds.failure(checks))
+    return replays, words, checks
+
+
+def product_settings(problem: Problem) -> dict[str, Setting]:
+    """Return the settings of a record that say which product was measured, and on what."""
+    M, K = problem.shapes["C"]
+    return {"form": problem.form, "scheme": problem.scheme, "dtype": problem.dtype,
+            "M": M, "N": math.prod(problem.shapes["A"]) // M, "K": K,
+            **grid_settings(problem.grid.shape),
+            "transport": operands.transport_names(problem.grid),
+            "one_process_threads": granted_threads(launcher.cores()),
+            "one_process_cores": len(os.sched_getaffinity(0))}
 
 
 def reject(problem: str | None, when: str = "") -> None:
@@ -111,7 +135,7 @@ def reject(problem: str | None, when: str = "") -> None:
         raise WrongResult(f"{when}{problem}")
 
 
-def verified(problem: Problem, results: dict, seed: int) -> list[Check]:
+def check_results(problem: Problem, results: dict[str, Array], seed: int) -> list[Check]:
     """Check C, or dA and dB."""
     found = []
     for name, block in results.items():
@@ -142,21 +166,39 @@ class Times:
     last: dict[str, dict[str, Array]]
 
 
-def time_product(problem: Problem, replays: dict[str, Replay], calls: int | None, limits: Limits,
-                 seed: int) -> Times:
-    """Measure the product, its local products and the one process until the limits are
-    reached."""
-    comm, backend = problem.grid.comm, problem.grid.backend
-    clock, order = Clock(comm), np.random.default_rng(seed)
-    whole = Whole(problem, seed) if comm.rank == 0 else None
-    last: dict[str, dict[str, Array]] = {}
+class Sampler:
+    """Take samples of a product, its local products and the one process.
 
-    def sample(phase: str, kind: int, calls: int) -> np.ndarray:
+    Parameters
+    ----------
+    problem : Problem
+        The product.
+    replays : dict of str to Replay
+        Its local products, by phase.
+    seed : int
+        The seed of the matrices of the one process.
+
+    Attributes
+    ----------
+    last : dict
+        This rank's results of the last call of the product, by phase.
+    """
+
+    def __init__(self, problem: Problem, replays: dict[str, Replay], seed: int) -> None:
+        self.problem, self.replays, self.comm = problem, replays, problem.grid.comm
+        self.whole = WholeProduct(problem, seed) if self.comm.rank == 0 else None
+        self.clock = Clock(self.comm)
+        self.last: dict[str, dict[str, Array]] = {}
+
+    def sample(self, phase: str, kind: int, calls: int) -> np.ndarray:
+        """Measure one of `KINDS`: seconds a call, (ranks, begin and end), NaN without a part."""
+        comm, backend = self.comm, self.problem.grid.backend
         if kind == 2:
             times = np.full((comm.size, 2), np.nan)
-            times[0] = alone(whole and whole.steps[phase], calls, comm, backend)
+            times[0] = time_one_process(self.whole and self.whole.steps[phase], calls, comm,
+                                        backend)
             return times / calls
-        step = replays[phase] if kind else problem.steps[phase]
+        step = self.replays[phase] if kind else self.problem.steps[phase]
 
         def several() -> object:
             result = None
@@ -166,13 +208,20 @@ def time_product(problem: Problem, replays: dict[str, Replay], calls: int | None
                 result = step()
             return result
         wait_patiently(comm)
-        times, result = time_on_all_ranks(several, comm, backend.synchronize, clock)
+        times, result = time_on_all_ranks(several, comm, backend.synchronize, self.clock)
         if kind == 0:
-            last[phase] = result
+            self.last[phase] = result
         return times / calls
 
+
+def time_product(problem: Problem, replays: dict[str, Replay], calls: int | None, limits: Limits,
+                 seed: int) -> Times:
+    """Measure the product, its local products and the one process until the limits are
+    reached."""
+    comm, sampler = problem.grid.comm, Sampler(problem, replays, seed)
+    order = np.random.default_rng(seed)
     # All three once, to warm up.
-    trial = [sample(phase, kind, 1) for phase in replays for kind in range(3)][2][0, 1]
+    trial = [sampler.sample(phase, kind, 1) for phase in replays for kind in range(3)][2][0, 1]
     calls = comm.bcast(calls or max(1, math.ceil(SAMPLE / max(trial, 1e-6))
                                     if comm.rank == 0 else 1))
     kept: list[np.ndarray] = []
@@ -186,12 +235,12 @@ def time_product(problem: Problem, replays: dict[str, Replay], calls: int | None
         times = np.empty((len(replays), len(KINDS), comm.size, 2))
         for p, phase in enumerate(replays):
             for kind in order.permutation(len(KINDS)):
-                times[p, kind] = sample(phase, kind, calls)
+                times[p, kind] = sampler.sample(phase, kind, calls)
         kept.append(times)
-    return Times(np.array(kept).swapaxes(0, 1), calls, repetitions.ended_by, last)
+    return Times(np.array(kept).swapaxes(0, 1), calls, repetitions.ended_by, sampler.last)
 
 
-def alone(step, calls: int, comm, backend) -> tuple[float, float]:
+def time_one_process(step, calls: int, comm, backend) -> tuple[float, float]:
     """Measure begin and end of some calls on rank 0, with all cores, while the others sleep."""
     wait_patiently(comm)
     end = np.nan
@@ -224,7 +273,7 @@ def ratio(seconds: np.ndarray, phase: int, name: str) -> Interval:
 
 def product_record(phases: tuple[str, ...], times: np.ndarray, words: np.ndarray, settings: dict,
                    environs: dict, checks: list[Check]) -> Measurements:
-    """Make the record of the `times` of all phases, with ratios, and operations and words."""
+    """Make the record of the `times` of all phases, with ratios, operations and words."""
     shape = [settings[name] for name in "MNK"]
     ranks, repetitions = times.shape[3], times.shape[1]
     seconds = makespans(times).swapaxes(0, 1)

@@ -11,8 +11,8 @@ from mm3d.grid.layout import Layout
 from mm3d.transport.choice import in_place
 
 
-def empty(layout: Layout, grid: Grid, shape: tuple[int, ...], dtype: Any,
-          letter: str | None) -> Array:
+def allocate(layout: Layout, grid: Grid, shape: tuple[int, ...], dtype: Any,
+             letter: str | None) -> Array:
     """Allocate this rank's block of an array of global `shape`.
 
     It lies where collectives along the direction `letter`, if there is one, need not copy it.
@@ -33,36 +33,48 @@ def fill(a: Array, backend, seed: int, *names: Any) -> Array:
     return a
 
 
-def transport(grid: Grid) -> str:
-    """Name the transports of the grid's collectives."""
+def transport_names(grid: Grid) -> str:
+    """Return the names of all transports of the grid's collectives; "none" on one rank."""
     names = {getattr(axis.transport, "name", "mpi") for axis in grid.axes.values()
              if axis.size > 1}
     return " ".join(sorted(names)) or "none"
 
 
-def transports(grid: Grid, axes: Iterable[str]) -> str:
-    """Name the transport along each of these directions, in their order."""
+def transports_along(grid: Grid, axes: Iterable[str]) -> str:
+    """Return the name of the transport along each direction of `axes`, in their order."""
     return " ".join(grid[name].transport.name for name in axes)
 
 
-def in_places(transports: str, kinds: Sequence[str]) -> np.ndarray:
-    """Whether collectives leave their result in place, (direction, kind), with a transport of
-    each direction."""
+def left_in_place(transports: str, kinds: Sequence[str]) -> np.ndarray:
+    """Return a table of the collectives that leave their result in place.
+
+    Parameters
+    ----------
+    transports : str
+        The name of the transport along each direction.
+    kinds : sequence of str
+        Collectives.
+
+    Returns
+    -------
+    ndarray of bool
+        (directions, kinds).
+    """
     return np.array([[kind in in_place(name) for kind in kinds] for name in transports.split()])
 
 
-def usual_transport(comm) -> str:
-    """Name the transport of collectives of all ranks of `comm`; "none" for one rank.
+def default_transport(comm) -> str:
+    """Return the transport of collectives of all ranks of `comm`; "none" for one rank.
 
     Raises
     ------
     UsageError
-        When the environment asks for what cannot be.
+        When the environment asks for a transport that is not possible.
     """
     try:
         grid = Grid(comm, "numpy", x=comm.size)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    name = transport(grid)
+    name = transport_names(grid)
     grid.free()
     return name

@@ -14,29 +14,29 @@ INSTALL = ("ScaLAPACK is not here: apt-get install libscalapack-mpich2.2 libopen
            "or libscalapack-openmpi2.2 where mpi4py uses Open MPI")
 
 
-class Missing(UsageError):
-    """No ScaLAPACK is installed that fits the MPI library in use."""
+class MissingScalapack(UsageError):
+    """No installed ScaLAPACK fits the MPI library in use."""
 
 
-def library() -> ctypes.CDLL:
+def load_scalapack() -> ctypes.CDLL:
     """Load ScaLAPACK, bound to the MPI library that mpi4py has loaded.
 
     Raises
     ------
-    Missing
+    MissingScalapack
         When it is not installed.
     """
     loaded = re.findall(r"/\S*/libmpi\S*\.so\S*", Path("/proc/self/maps").read_text())
     if not loaded:
-        raise Missing(f"the MPI library in use was not found; {INSTALL}")
-    # What is loaded for all comes before ScaLAPACK's own MPI library.
+        raise MissingScalapack(f"the MPI library in use was not found; {INSTALL}")
+    # A library loaded for all comes before ScaLAPACK's own MPI library.
     mpi = ctypes.CDLL(loaded[0], ctypes.RTLD_GLOBAL)
     text = ctypes.create_string_buffer(8192)
     mpi.MPI_Get_library_version(text, ctypes.byref(ctypes.c_int()))
     kind = "openmpi" if b"Open MPI" in text.value else "mpich"
     name = find_library(f"scalapack-{kind}")
     if name is None:
-        raise Missing(INSTALL)
+        raise MissingScalapack(INSTALL)
     return ctypes.CDLL(name, ctypes.RTLD_GLOBAL)
 
 
@@ -56,7 +56,7 @@ class Pgemm:
     block : int
         Rows and columns of a block.
     seed : int
-        Of the numbers.
+        The seed of the numbers.
     """
 
     def __init__(self, lib: ctypes.CDLL, comm, shape: tuple[int, int, int], dtype: str,
@@ -95,7 +95,7 @@ class Pgemm:
         self._call(*self._arguments)
 
     def free(self) -> None:
-        """Give the grid back."""
+        """Free the grid."""
         self._exit(self.context)
 
     def _indices(self, name: str) -> list[np.ndarray]:

@@ -1,6 +1,6 @@
-"""The distributed products alone: C = A B, A B^T or A^T B by a scheme's algorithms."""
+"""Set up distributed products alone: C = A B, A B^T or A^T B by a scheme's algorithms."""
 
-from typing import Any, Callable
+from typing import Any, Callable, Sequence
 
 import numpy as np
 
@@ -15,29 +15,24 @@ from mm3d.tracing.events import ArrayObserver, Gemm
 from mm3d.tracing.observe import observed
 
 
-def schemes() -> list[str]:
-    """Return the names of the schemes that have products of plain matrices."""
+def schemes_with_products() -> list[str]:
+    """List the names of the schemes that have products of plain matrices."""
     return [name for name, cls in registry().items() if cls.matrix_product]
 
 
-class Problem:
-    """This rank's blocks of one product, and how the scheme computes it.
+def product_grid(scheme: str, comm, sizes: Sequence[int] | GridShape | None = None,
+                 backend: str | Backend | None = None) -> Grid:
+    """Make the grid on which a scheme computes products of plain matrices.
 
     Parameters
     ----------
-    scheme, form : str
-        Such as "3d" and "ab".
+    scheme : str
+        The name of the scheme, such as "3d".
     comm : mpi4py.MPI.Intracomm
         The ranks.
-    sizes : tuple of int, GridShape or None
-        Of the grid's directions; the scheme's own choice if None.
-    shape : tuple of int
-        M, N, K: C is M x K, the sum has N terms.
-    dtype : str
-        Of all matrices.
-    seed : int
-        Of the numbers in A, B and dC.
-    backend : str, Backend or None
+    sizes : sequence of int or GridShape, optional
+        Sizes of the grid's directions; the scheme's own choice unless given.
+    backend : str or Backend, optional
         The array library.
 
     Raises
@@ -45,35 +40,52 @@ class Problem:
     ValueError
         When the ranks do not fit the grid, or the scheme has no products of plain matrices.
     """
+    cls = find_scheme(scheme)
+    if cls.matrix_product is None:
+        raise ValueError(f"scheme {scheme!r} has no products of plain matrices: choose one of "
+                         f"{', '.join(schemes_with_products())}")
+    sizes = sizes or cls.default_grid(comm.size)
+    if len(sizes) != len(cls.directions):
+        raise ValueError(f"--grid {'x'.join(map(str, sizes))}: scheme {scheme} has "
+                         f"the directions {', '.join(cls.directions)}: name a size for each")
+    grid = cls.grid_shape(sizes)
+    cls.check_grid(grid)
+    return Grid(comm, backend, **grid)
 
-    def __init__(self, scheme: str, form: str, comm, sizes: tuple[int, ...] | GridShape | None,
-                 shape: tuple[int, int, int], dtype: str, seed: int,
-                 backend: str | Backend | None) -> None:
-        cls = find_scheme(scheme)
-        if cls.matrix_product is None:
-            raise ValueError(f"scheme {scheme!r} has no products of plain matrices: choose one of "
-                             f"{', '.join(schemes())}")
-        sizes = sizes or cls.default_grid(comm.size)
-        if len(sizes) != len(cls.directions):
-            raise ValueError(f"--grid {'x'.join(map(str, sizes))}: scheme {scheme} has "
-                             f"the directions {', '.join(cls.directions)}: name a size for each")
-        grid = cls.grid_shape(sizes)
-        cls.check_grid(grid)
-        self.grid = Grid(comm, backend, **grid)
-        self.scheme, self.form, self.dtype = scheme, form, dtype
-        self.product = cls.matrix_product(self.grid, form, shape)
+
+class Problem:
+    """One distributed product: this rank's blocks of random matrices, and the scheme's algorithm.
+
+    Parameters
+    ----------
+    scheme, form : str
+        Such as "3d" and "ab".
+    grid : Grid
+        The ranks; see `product_grid`.
+    shape : tuple of int
+        M, N, K: C is M x K, the sum has N terms.
+    dtype : str
+        The dtype of all matrices.
+    seed : int
+        The seed of the numbers in A, B and dC.
+    """
+
+    def __init__(self, scheme: str, form: str, grid: Grid, shape: tuple[int, int, int],
+                 dtype: str, seed: int = 0) -> None:
+        self.scheme, self.form, self.grid, self.dtype = scheme, form, grid, dtype
+        self.product = find_scheme(scheme).matrix_product(grid, form, shape)
         self.layouts, self.shapes = self.product.layouts, self.product.shapes
         self.blocks = {name: operands.fill(
-            operands.empty(self.layouts[name], self.grid, self.shapes[name], dtype, direction),
-            self.grid.backend, seed, name, comm.rank)
+            operands.allocate(self.layouts[name], grid, self.shapes[name], dtype, direction),
+            grid.backend, seed, name, grid.comm.rank)
             for name, direction in self.product.directions.items()}
 
     def forward(self) -> dict[str, Array]:
-        """This rank's block of C."""
+        """Compute this rank's block of C."""
         return {"C": self.product.forward(self.blocks["A"], self.blocks["B"])}
 
     def backward(self) -> dict[str, Array]:
-        """This rank's blocks of dA and dB."""
+        """Compute this rank's blocks of dA and dB."""
         dA, dB = self.product.backward(*(self.blocks[name] for name in "CAB"))
         return {"dA": dA, "dB": dB}
 
@@ -83,22 +95,30 @@ class Problem:
         return {"forward": self.forward, "backward": self.backward}
 
     def distributed(self, name: str, block: Array | None = None) -> Distributed:
-        """A, B or C for `bench.checks.freivalds`: what was drawn, or the `block` of a result."""
+        """Return A, B or C for `bench.checks.freivalds`: as drawn, or the `block` of a result."""
         block = self.blocks[name] if block is None else block
         return Distributed(self.grid.backend.to_host(block),
                            self.layouts[name].slices(self.grid, self.shapes[name]),
                            self.shapes[name], self.grid.comm)
 
     def factors(self, result: str) -> tuple[Distributed, Distributed]:
-        """The two matrices whose plain product is C, dA or dB."""
+        """Return the two matrices whose plain product is C, dA or dB."""
         form, names = {"C": (self.form, "AB"), "dA": GRADIENT_PRODUCTS[self.form][0],
                        "dB": GRADIENT_PRODUCTS[self.form][1]}[result]
         left, right = map(self.distributed, names)
         return left.T if form == "atb" else left, right.T if form == "abt" else right
 
 
-class Whole:
-    """The same product on one process: whole matrices, of random numbers of their own."""
+class WholeProduct:
+    """The same product on one process: whole matrices, filled with random numbers.
+
+    Parameters
+    ----------
+    problem : Problem
+        The distributed product.
+    seed : int
+        The seed of the numbers.
+    """
 
     def __init__(self, problem: Problem, seed: int) -> None:
         backend = problem.grid.backend
@@ -108,11 +128,11 @@ class Whole:
             for name, shape in problem.shapes.items()}
 
     def forward(self) -> Array:
-        """C."""
+        """Compute C."""
         return LOCAL_PRODUCTS[self.form](self.blocks["A"], self.blocks["B"])
 
     def backward(self) -> tuple[Array, Array]:
-        """dA and dB."""
+        """Compute dA and dB."""
         dA, dB = (LOCAL_PRODUCTS[form](*(self.blocks[name] for name in names))
                   for form, names in GRADIENT_PRODUCTS[self.form])
         return dA, dB
@@ -124,7 +144,7 @@ class Whole:
 
 
 class _Operands(ArrayObserver):
-    """Notes shape and order of the operands of products of two matrices."""
+    """Collect shape and order of the operands of products of two matrices."""
 
     kinds = (Gemm,)
 
@@ -132,7 +152,7 @@ class _Operands(ArrayObserver):
         self.found: list[tuple[tuple, tuple]] = []
 
     def seen(self, event: Gemm, given: tuple[Array, Array], result: Array) -> None:
-        """Note the operands, where they are no stacks as attention multiplies them."""
+        """Collect the operands, unless they are stacks, as attention multiplies them."""
         if all(len(m.shape) == 2 for m in given):
             self.found.append(tuple((tuple(m.shape), _transposed(m)) for m in given))
 
@@ -162,12 +182,12 @@ class Replay:
                       for a, b in operands_of_step.found]
 
     def __call__(self) -> None:
-        """Do them all."""
+        """Compute all products."""
         for a, b, out in self.calls:
             self.backend.xp.matmul(a, b, out=out)
 
 
 def _transposed(a: Any) -> bool:
-    """Whether the columns lie contiguously, not the rows."""
+    """Return True if columns are contiguous and rows are not."""
     rows, columns = np.shape(a)
     return rows > 1 and columns > 1 and a.strides[0] < a.strides[1]

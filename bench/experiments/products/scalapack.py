@@ -20,9 +20,9 @@ from bench.agreement import on_each_rank
 from bench.checks import freivalds
 from bench.errors import UsageError, WrongResult
 from bench.experiments.products import fortran_blas, operands
-from bench.experiments.products.matmul import verified
-from bench.experiments.products.pgemm import Pgemm, library
-from bench.experiments.products.problem import Problem, Replay
+from bench.experiments.products.matmul import check_results
+from bench.experiments.products.pgemm import Pgemm, load_scalapack
+from bench.experiments.products.problem import Problem, Replay, product_grid
 from bench.instruments import timing
 from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
 from bench.instruments.sampling import repeat_calls
@@ -30,20 +30,20 @@ from bench.instruments.statistics import Interval, median_interval
 from bench.instruments.timing import Limits
 from mm3d import launcher
 
-LIMITS = Limits(7, 30, 30.0)    # unless told otherwise
+LIMITS = Limits(7, 30, 30.0)    # by default
 
 
 class Subject(NamedTuple):
-    """A step that is measured in turn with others.
+    """A step that takes turns with others.
 
     Attributes
     ----------
     name : str
-        What tables call it.
+        The name in tables.
     step : callable
         One call.
     gemm : callable or None
-        The function that makes its matrix products, where that is not its own choice.
+        The function that computes its matrix products; None for its own.
     """
 
     name: str
@@ -60,16 +60,16 @@ class Comparison:
     shape : tuple of int
         M, N, K.
     dtype : str
-        Of all matrices.
+        The dtype of all matrices.
     ranks, cores : int
-        Of the job and of the machine.
+        Ranks of the job and cores of the machine.
     calls : int
         Calls of a sample.
     subjects : list of str
-        Names of what took turns: the 3-D product by each of `transports`, ScaLAPACK's in
-        blocks of each of `blocks`, and local products alone.
+        Names of the steps that took turns: the 3-D product by each of `transports`, ScaLAPACK's
+        in blocks of each of `blocks`, and local products alone.
     transports : list of str
-        Of the 3-D product.
+        Transports of the 3-D product.
     blocks : list of int
         Rows and columns of ScaLAPACK's blocks.
     seconds : ndarray
@@ -92,10 +92,10 @@ class Comparison:
     library: str
     loaded: dict[str, str]
 
-    def ahead(self) -> list[np.ndarray]:
+    def speed_ups(self) -> list[np.ndarray]:
         """Divide ScaLAPACK's seconds by those of the 3-D product by each of its transports:
         (repetitions, block sizes) for each."""
-        return ahead(self.seconds, len(self.transports), len(self.blocks))
+        return speed_ups(self.seconds, len(self.transports), len(self.blocks))
 
 
 class Products:
@@ -104,8 +104,8 @@ class Products:
     Parameters
     ----------
     library : ctypes.CDLL
-        ScaLAPACK; see `library`.
-    gemm : blas.Gemm
+        ScaLAPACK; see `load_libraries`.
+    gemm : fortran_blas.Gemm
         The function that both sides multiply with.
     comm : mpi4py.MPI.Intracomm
         All ranks of the job.
@@ -116,7 +116,7 @@ class Products:
     blocks : sequence of int
         Rows and columns of ScaLAPACK's blocks, each a subject of its own.
     seed : int
-        Of the numbers in all matrices.
+        The seed of the numbers in all matrices.
 
     Raises
     ------
@@ -132,27 +132,28 @@ class Products:
         self.dtype = str(gemm.dtype)
         self.ours: dict[str, Problem] = {}
         try:
-            for transport in ("", "mpi"):    # as usual, and as ScaLAPACK
-                with through(transport):
-                    problem = Problem("3d", "ab", comm, grid, shape, self.dtype, seed, "numpy")
-                self.ours.setdefault(operands.transport(problem.grid), problem)
+            for transport in ("", "mpi"):    # the default, and ScaLAPACK's
+                with use_transport(transport):
+                    ours = product_grid("3d", comm, grid, "numpy")
+                    problem = Problem("3d", "ab", ours, shape, self.dtype, seed)
+                self.ours.setdefault(operands.transport_names(problem.grid), problem)
         except ValueError as error:
             raise UsageError(str(error)) from error
         self.theirs = [Pgemm(library, comm, shape, self.dtype, block, seed) for block in blocks]
 
     def free(self) -> None:
-        """Give all grids back."""
+        """Free all grids."""
         for pgemm in self.theirs:
             pgemm.free()
         for problem in self.ours.values():
             problem.grid.free()
 
-    def wrong(self) -> str | None:
-        """Say what is wrong of the first results; None when all are right."""
+    def find_wrong_result(self) -> str | None:
+        """Compute every product once; describe the first wrong result, None if all are right."""
         for problem in self.ours.values():
-            with fortran_blas.multiplying(problem.grid.backend, self.gemm):
+            with fortran_blas.use_gemm(problem.grid.backend, self.gemm):
                 result = problem.forward()
-            wrong = freivalds.failure(verified(problem, result, self.seed))
+            wrong = freivalds.failure(check_results(problem, result, self.seed))
             if wrong:
                 return wrong
         for pgemm in self.theirs:
@@ -177,7 +178,7 @@ class Products:
                 Subject("the same, by NumPy's own BLAS", local)]
 
 
-def loaded(comm, dtype: str) -> tuple[ctypes.CDLL, fortran_blas.Gemm]:
+def load_libraries(comm, dtype: str) -> tuple[ctypes.CDLL, fortran_blas.Gemm]:
     """Load ScaLAPACK, and the function of its BLAS for `dtype`, on every rank.
 
     Raises
@@ -185,13 +186,13 @@ def loaded(comm, dtype: str) -> tuple[ctypes.CDLL, fortran_blas.Gemm]:
     UsageError
         On all ranks, when one has no ScaLAPACK, or its BLAS cannot be called.
     """
-    lib = on_each_rank(library, comm)
+    lib = on_each_rank(load_scalapack, comm)
     return lib, on_each_rank(lambda: fortran_blas.Gemm(lib, dtype), comm)
 
 
 @contextlib.contextmanager
-def through(transport: str) -> Iterator[None]:
-    """Context in which new grids use a transport; the usual one if it is ""."""
+def use_transport(transport: str) -> Iterator[None]:
+    """Let new grids use a transport within the block; the default one if it is ""."""
     before = os.environ.get("MM3D_TRANSPORT")
     if transport:
         os.environ["MM3D_TRANSPORT"] = transport
@@ -226,36 +227,36 @@ def compare_products(products: Products, calls: int = 5,
     WrongResult
         On all ranks, when a product is wrong.
     """
-    wrong = products.wrong()
+    wrong = products.find_wrong_result()
     if wrong:
         raise WrongResult(wrong)
     comm, subjects = products.comm, products.subjects()
-    seconds = _seconds(products, subjects, calls, limits)
+    seconds = _measure_seconds(products, subjects, calls, limits)
     if comm.rank > 0:
         return None
     return Comparison(
         products.shape, products.dtype, comm.size, launcher.cores(), calls,
         [subject.name for subject in subjects], list(products.ours),
         [pgemm.block for pgemm in products.theirs], seconds, products.gemm.file,
-        fortran_blas.loaded())
+        fortran_blas.describe_loaded())
 
 
-def _seconds(products: Products, subjects: list[Subject], calls: int,
-             limits: Limits) -> np.ndarray:
+def _measure_seconds(products: Products, subjects: list[Subject], calls: int,
+                     limits: Limits) -> np.ndarray:
     """Measure makespans of a call, (repetitions, subjects)."""
     comm, backend = products.comm, next(iter(products.ours.values())).grid.backend
     clock, order = Clock(comm), np.random.default_rng(products.seed)
     kept: list[np.ndarray] = []
 
     def intervals() -> list[Interval]:
-        return [median_interval(line) for ratios in ahead(
+        return [median_interval(line) for ratios in speed_ups(
             np.array(kept), len(products.ours), len(products.theirs)) for line in ratios.T]
 
     for _ in timing.Repetitions(limits, comm, intervals):
         seconds = np.empty(len(subjects))
         for kind in order.permutation(len(subjects)):
             step, own = subjects[kind].step, subjects[kind].gemm
-            with fortran_blas.multiplying(backend, own) if own else contextlib.nullcontext():
+            with fortran_blas.use_gemm(backend, own) if own else contextlib.nullcontext():
                 wait_patiently(comm)
                 times, _ = time_on_all_ranks(repeat_calls(step, calls), comm, lambda: None, clock)
             seconds[kind] = times.max() / calls
@@ -263,7 +264,7 @@ def _seconds(products: Products, subjects: list[Subject], calls: int,
     return np.array(kept)
 
 
-def ahead(seconds: np.ndarray, ours: int, theirs: int) -> list[np.ndarray]:
+def speed_ups(seconds: np.ndarray, ours: int, theirs: int) -> list[np.ndarray]:
     """Divide ScaLAPACK's seconds by those of the 3-D product by each of its transports.
 
     `seconds` are of (repetitions, subjects), of which `ours` come first and then `theirs`; the

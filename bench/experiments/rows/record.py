@@ -99,7 +99,7 @@ def row_record(one: Case, scheme, configuration: dict[str, Setting], times: timi
     """
     grid = scheme.grid
     return run_file.Run(
-        configuration | {"transport": operands.transport(grid)},
+        configuration | {"transport": operands.transport_names(grid)},
         host.describe_host(grid.backend.name, grid.comm.size, MPI.Get_library_version(),
                            host.command_line(sys.argv[1:])),
         times.samples, dict(zip((*run_file.COUNTS, "moved"), traffic)),

@@ -46,20 +46,21 @@ def mode(request, monkeypatch):
     if dtype == "bfloat16":
         pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
     device, plain = Device(tf32), backend.get("numpy")
-    step = device_checks.model_step
+    step = device_checks.run_model_step
 
     def on(library, dtype):
         with backend.only(library, plain):
             return step(library, dtype)
 
-    monkeypatch.setattr(device_checks, "model_step", on)
+    monkeypatch.setattr(device_checks, "run_model_step", on)
     with backend.only(plain):
         yield Mode(device, dtype, tf32)
 
 
 def test_what_rounds_in_the_same_places_is_the_same(mode):
-    assert device_checks.model_check(mode).error == 0
-    assert device_checks.layer(mode)[0].tolerance == against_serial.tolerances(str(mode), 1)[1]
+    assert device_checks.check_model(mode).error == 0
+    tolerance = against_serial.tolerances(str(mode), 1)[1]
+    assert device_checks.check_layer(mode)[0].tolerance == tolerance
 
 
 def scaled(name):
@@ -82,18 +83,18 @@ def test_a_kernel_that_is_off_by_two_per_cent_is_seen(mode, what):
     setattr(Kernels, what, staticmethod(scaled(what)))
     mode.backend.kernels = Kernels
     with pytest.raises(WrongResult, match="a layer of hidden"):
-        device_checks.layer(mode)
+        device_checks.check_layer(mode)
 
 
 def test_a_missing_term_is_seen(mode, monkeypatch):
     """Of one sum over rows: a gradient without its mean."""
-    right, calls = device_checks.model_step, []
+    right, calls = device_checks.run_model_step, []
 
     def wrong(library, dtype):
         found, name = right(library, dtype), "gradient of layers.0.mlp.up.bias"
         calls.append(library)
         found[name] -= (len(calls) == 2) * found[name].mean()
         return found
-    monkeypatch.setattr(device_checks, "model_step", wrong)
+    monkeypatch.setattr(device_checks, "run_model_step", wrong)
     with pytest.raises(WrongResult, match="a layer of hidden"):
-        device_checks.layer(mode)
+        device_checks.check_layer(mode)

@@ -283,7 +283,7 @@ def test_the_array_library_is_known_before_mpi_starts(tmp_path):
     work = Work(site.load_site("gpu4"), "gpu4", tmp_path)
     script = scripts.row_script(work, make_case(select_rows("weak", "3d")[0], "tiny"))
     row = re.search(r"^row=\((.*?)\)$", script, re.M | re.S).group(1)
-    for words in (reproduce_verb.passed_on(arguments, tmp_path, 1), shlex.split(row),
+    for words in (reproduce_verb.run_options(arguments, tmp_path, 1), shlex.split(row),
                   ["run", "--backend", "cupy"], ["--backend=numpy", "--backend", "cupy"]):
         assert bench.backend(words) == "cupy", words
     assert bench.backend(["run", "--backend"]) == bench.backend([]) == ""

@@ -38,7 +38,7 @@ def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, libra
             pytest.skip("no g++ to compile kernels")
         for name, module in fakelibs.modules().items():
             monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.setattr(gpu_cases, "torch_layer", lambda *_: None)
+    monkeypatch.setattr(gpu_cases, "torch_layer_step", lambda *_: None)
     chosen = arguments(tmp_path, library, *["--graph"] * (library == "cupy"))
     if library == "cupy":
         # Minutes, where the threads of a GPU take turns on a processor.
@@ -80,7 +80,7 @@ def test_what_is_wrong_by_a_thousandth_gets_no_times(tmp_path, monkeypatch, caps
             out *= 1.001
         return out
     monkeypatch.setattr(owner, name, wrong)
-    monkeypatch.setattr(gpu_cases, "torch_layer", lambda *_: None)
+    monkeypatch.setattr(gpu_cases, "torch_layer_step", lambda *_: None)
     with pytest.raises(WrongResult, match="is off by|has a relative error"):
         measure_part(GpuBenchmark("numpy", "tiny", limits=Limits(2, 2)), part)
     assert not any(capsys.readouterr())
@@ -93,10 +93,10 @@ def test_what_is_wrong_by_a_thousandth_gets_no_times(tmp_path, monkeypatch, caps
 
 def test_what_is_no_number_is_found():
     numpy, a = backend.get("numpy"), np.ones(3, np.float16)
-    assert device_checks.finite(numpy, "ones", lambda: (a, a))[0].passed
+    assert device_checks.check_finite(numpy, "ones", lambda: (a, a))[0].passed
     a[1] = np.inf
     with pytest.raises(WrongResult, match="of ones that are not finite is off by 2"):
-        device_checks.finite(numpy, "ones", lambda: (a, a))
+        device_checks.check_finite(numpy, "ones", lambda: (a, a))
 
 
 def test_without_a_device_there_are_no_graphs():

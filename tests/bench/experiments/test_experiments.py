@@ -11,7 +11,7 @@ from bench.experiments.products.collectives import (array_bytes, collective_grid
                                                     measure_collectives)
 from bench.experiments.products.gemm import measure_gemm
 from bench.experiments.products.matmul import measure_product
-from bench.experiments.products.problem import Problem
+from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.validation.files import check_file
@@ -30,7 +30,8 @@ TWICE = Limits(2, 2)
 
 
 def product(comm):
-    problem = Problem("3d", "abt", comm, None, (16, 12, 20), "float64", 0, "numpy")
+    grid = product_grid("3d", comm, backend="numpy")
+    problem = Problem("3d", "abt", grid, (16, 12, 20), "float64")
     try:
         return measure_product(problem, backward=True, calls=1, limits=TWICE)
     finally:

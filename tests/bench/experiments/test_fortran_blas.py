@@ -5,7 +5,7 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from bench.experiments.products.fortran_blas import multiplying
+from bench.experiments.products.fortran_blas import use_gemm
 from mm3d.arrays import backend
 from mm3d.tracing.events import Gemm, Observer
 from mm3d.tracing.observe import observed
@@ -31,13 +31,13 @@ def test_observers_outlive_it(library):
     grid, observer = mm3d.Grid(MPI.COMM_SELF, library, x=1), Products()
     a, out = np.ones((2, 2)), np.empty((2, 2))
     with observed(grid, observer):
-        with multiplying(library, lambda a, b, out: out.fill(7)):
+        with use_gemm(library, lambda a, b, out: out.fill(7)):
             library.gemm(a, a, out)
             assert (out == 7).all()
         library.gemm(a, a, out)
         assert (out == 2).all() and observer.count == 1
     assert "gemm" not in vars(library)
-    with multiplying(library, lambda a, b, out: out.fill(7)):
+    with use_gemm(library, lambda a, b, out: out.fill(7)):
         with observed(grid, observer):
             library.gemm(a, a, out)
         assert (out == 7).all() and observer.count == 2

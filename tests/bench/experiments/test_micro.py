@@ -4,7 +4,7 @@ import pytest
 
 from bench.checks import freivalds, operation
 from bench.errors import WrongResult
-from bench.experiments.products.problem import Problem, Replay, Whole
+from bench.experiments.products.problem import Problem, Replay, WholeProduct, product_grid
 from bench.instruments import least_squares
 from bench.records import run_file
 from bench.records.measurements import Measurements, Variable
@@ -62,11 +62,11 @@ def test_matmul_measures_verified_products(tmp_path, scheme, ranks, grid, words)
 def test_each_product_is_right_and_a_wrong_one_is_found(comm, scheme):
     if scheme == "2d" and comm.size == 8:
         with pytest.raises(ValueError, match="8 ranks are no square"):
-            Problem(scheme, "ab", comm, None, (9, 8, 7), "float32", 0, None)
+            product_grid(scheme, comm)
         return
     sizes = {1: (1, 1, 1), 4: (1, 2, 2), 8: (2, 2, 2)}[comm.size] if scheme == "3d" else None
     for form in FORMS:
-        problem = Problem(scheme, form, comm, sizes, (33, 26, 21), "float32", 0, None)
+        problem = Problem(scheme, form, product_grid(scheme, comm, sizes), (33, 26, 21), "float32")
         for phase in ("forward", "backward"):
             replay = Replay(getattr(problem, phase), problem.grid, "float32")
             assert len(replay.calls) >= (1 if phase == "forward" else 2)
@@ -88,7 +88,7 @@ def test_each_product_is_right_and_a_wrong_one_is_found(comm, scheme):
 def test_a_scheme_without_products_of_plain_matrices_is_refused(comm):
     with pytest.raises(ValueError, match="'1d-sp' has no products of plain matrices: choose one "
                                          "of 1d, 2d, 3d"):
-        Problem("1d-sp", "ab", comm, None, (9, 8, 7), "float32", 0, None)
+        product_grid("1d-sp", comm)
 
 
 @pytest.mark.ranks(1)
@@ -107,8 +107,8 @@ def test_not_a_number_is_wrong_and_zeros_are_right(comm):
 @pytest.mark.ranks(1)
 def test_the_whole_product_is_that_of_its_matrices(comm):
     for form in FORMS:
-        problem = Problem("1d", form, comm, None, (5, 4, 3), "float64", 0, None)
-        whole = Whole(problem, 0)
+        problem = Problem("1d", form, product_grid("1d", comm), (5, 4, 3), "float64")
+        whole = WholeProduct(problem, 0)
         A, B, dC = (whole.blocks[name] for name in "ABC")
         left, right = (A.T if form == "atb" else A), (B.T if form == "abt" else B)
         np.testing.assert_allclose(whole.forward(), left @ right)

@@ -72,7 +72,7 @@ sys.exit(main(sys.argv[1:]))
 GEMM = """
 import numpy as np
 from bench.experiments.products import fortran_blas as blas, pgemm
-library = pgemm.library()
+library = pgemm.load_scalapack()
 for dtype in ("float32", "float64"):
     gemm = blas.Gemm(library, dtype)
     draw = np.random.default_rng(0)
@@ -93,8 +93,8 @@ for dtype in ("float32", "float64"):
         except ValueError:
             print("refused")
 places = iter(range(2))    # as if another library had been loaded for all before
-blas.address = lambda function: next(places)
-blas.defined_in = lambda function: "libone.so"
+blas.address_of = lambda function: next(places)
+blas.library_name = lambda function: "libone.so"
 try:
     blas.Gemm(library, "float64")
 except blas.OtherBlas as error:
@@ -117,7 +117,7 @@ def test_a_wrong_product_of_scalapack_is_noticed(installed, tmp_path):
 import mm3d
 from mpi4py import MPI
 from bench.experiments.products import pgemm
-rival = pgemm.Pgemm(pgemm.library(), MPI.COMM_WORLD, (48, 40, 56), "float64", 8, 0)
+rival = pgemm.Pgemm(pgemm.load_scalapack(), MPI.COMM_WORLD, (48, 40, 56), "float64", 8, 0)
 rival()
 right = rival.error(1)
 if MPI.COMM_WORLD.rank == 1:
@@ -134,7 +134,7 @@ if told:
 def test_without_scalapack_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setattr(pgemm, "find_library", lambda name: None)
     with pytest.raises(UsageError, match="apt-get install libscalapack"):
-        pgemm.library()
+        pgemm.load_scalapack()
 
 
 @pytest.mark.ranks(4)
@@ -144,14 +144,14 @@ def test_what_one_rank_lacks_all_learn(comm, monkeypatch):
         if comm.rank == 2:
             raise error("not here")
 
-    monkeypatch.setattr(scalapack, "library", library)
-    for error in (pgemm.Missing, OSError):
+    monkeypatch.setattr(scalapack, "load_scalapack", library)
+    for error in (pgemm.MissingScalapack, OSError):
         with pytest.raises(UsageError, match=r"^not here \(1 of 4 ranks\)$"):
-            scalapack.loaded(comm, "float32")
+            scalapack.load_libraries(comm, "float32")
     error = RuntimeError    # of the program, not of what is installed: ends the job
     if comm.rank == 2:
         with pytest.raises(RuntimeError):
-            scalapack.library()
+            scalapack.load_scalapack()
     monkeypatch.setattr(settings.backends, "get", lambda name: library())
     error = ValueError
     with pytest.raises(UsageError, match=r"^not here \(1 of 4 ranks\)$"):

@@ -6,14 +6,14 @@ import pytest
 import mm3d
 from bench.__main__ import parser
 from bench.errors import StoreError, UsageError
-from bench.experiments.products.problem import Problem
+from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments import chrome_trace, step_tracing, timing
 from bench.instruments.clock import Clock
 from bench.instruments.spans import part_names
 from bench.records import run_file
 from bench.records.journal import Journal
 from bench.verbs import run
-from bench.verbs.publish import trace_file
+from bench.verbs.publish import check_trace_file
 from mm3d.tracing.events import PHASES
 from models import SIZES, Parallelism
 from support import run_ranks
@@ -113,11 +113,11 @@ def test_several_cases_have_a_file_each():
 @pytest.mark.ranks(1, 4)
 def test_a_trace_that_cannot_be_is_refused_on_every_rank(comm):
     with pytest.raises(UsageError, match="--traced 0: nothing would be traced"):
-        trace_file("t.json", comm, 0)
+        check_trace_file("t.json", comm, 0)
     with pytest.raises(StoreError, match=(
             r"^the trace's folder /dev/null/a cannot be written \(Not a directory\): name another "
             "with --trace$")):
-        trace_file("/dev/null/a/t.json", comm, 1)
+        check_trace_file("/dev/null/a/t.json", comm, 1)
 
 
 @pytest.mark.ranks(1, 4)
@@ -154,7 +154,8 @@ SUMMA = {
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("form", SUMMA)
 def test_the_matrices_that_summa_moves_have_names(comm, form):
-    problem = Problem("2d", form, comm, None, (6, 10, 14), "float64", 0, "numpy")
+    grid = product_grid("2d", comm, backend="numpy")
+    problem = Problem("2d", form, grid, (6, 10, 14), "float64")
     spans = step_tracing.trace_product(problem, PHASES, Clock(comm))
     problem.grid.free()
     for phase, expected in zip(PHASES, SUMMA[form]):

@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 from bench.__main__ import main
-from bench.experiments.products.problem import Problem
+from bench.experiments.products.problem import Problem, product_grid
 from bench.prediction import beside_measured, machine_file, machine_model, planner
 from bench.prediction.beside_measured import Measured
 from bench.prediction.work import NAMES, Work, predict_seconds, trace_work as trace_of
@@ -39,7 +39,7 @@ def test_a_label_says_all_of_the_work(work):
                                           ("1d", (4,))])
 def test_a_product_s_trace_is_what_the_product_moves(comm, scheme, grid):
     """Bytes of rank 0 along each direction, forward and backward, and its flops."""
-    problem = Problem(scheme, "ab", comm, grid, SHAPE, "float32", 0, "numpy")
+    problem = Problem(scheme, "ab", product_grid(scheme, comm, grid, "numpy"), SHAPE, "float32")
     shape = find_scheme(scheme).grid_shape(grid)
     trace = trace_of(Work("matmul", scheme, shape, SHAPE, "ab"), "float32", 16384)
     for phase in PHASES:

@@ -244,5 +244,5 @@ def test_the_grid_of_auto_is_of_the_policy(monkeypatch):
     asked, plans = [], [SimpleNamespace(grid=GridShape("xyz", (32, 2, 1)))]
     monkeypatch.setattr(planner, "rank_plans", lambda ranks, machine, dtype, recompute, **rest:
                         asked.append(recompute) or plans)
-    assert grids.grid("auto", "3d", 64, "longhorn", "float32", WEAK_64, "full") == (32, 2, 1)
+    assert grids.read_grid("auto", "3d", 64, "longhorn", "float32", WEAK_64, "full") == (32, 2, 1)
     assert asked == ["full"]

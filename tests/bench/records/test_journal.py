@@ -117,7 +117,7 @@ def test_what_is_asked_for_later_is_of_the_reproduction_too():
     ("reproduce --table weak --fre", " without --fresh", "reproduce --table weak"),
     ("reproduce --table weak -- ", "", "reproduce --table weak --")])
 def test_the_command_that_measures_the_others(words, without, left):
-    assert reproduce_verb.advice(words.split()) == (
+    assert reproduce_verb.command_for_rest(words.split()) == (
         f"the same command{without} measures the others:\n  python -m bench {left}")
 
 
@@ -224,13 +224,13 @@ def test_rows_of_other_rank_counts(named):
     arguments = parser().parse_args(["run", "--rows", named])
     rows = selection.rows_by_name(named, 4)
     with pytest.raises(UsageError) as caught:
-        run.fitting(rows, 4, arguments, Variant())
+        run.make_cases(rows, 4, arguments, Variant())
     assert str(caught.value) == (
         f"no row of --rows {named} is for 4 ranks: there are rows for 8, 64 ranks, as in mpirun "
         "-n 8 python -m bench run")
-    found = run.fitting(selection.rows_by_name(named, 64), 64, arguments, Variant())
+    found = run.make_cases(selection.rows_by_name(named, 64), 64, arguments, Variant())
     assert [one.row.gpus for one in found] == [64] * len(named.split(","))
-    own, = run.fitting(selection.rows_by_name("weak:1d-sp", 5), 5, arguments, Variant())
+    own, = run.make_cases(selection.rows_by_name("weak:1d-sp", 5), 5, arguments, Variant())
     assert own.row.gpus == 5
 
 

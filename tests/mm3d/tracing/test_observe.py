@@ -6,7 +6,7 @@ import pytest
 
 import mm3d
 from bench.checks.layer_errors import Look
-from bench.experiments.products.problem import Problem, Replay
+from bench.experiments.products.problem import Problem, Replay, product_grid
 from mm3d.tracing.events import Collective, Gemm, Layer, Observer
 from mm3d.tracing.observe import observed
 from models import SIZES
@@ -122,8 +122,9 @@ def test_who_sees_arrays_of_a_forward_before_its_time(comm):
 @pytest.mark.ranks(1, 4)
 def test_local_products_are_replayed_in_their_order(comm):
     """Those of the linear layers, and no stacks of attention's."""
-    problem = Problem("2d" if comm.size == 4 else "3d", "abt", comm, None, (12, 20, 8), "float32",
-                      0, "numpy")
+    scheme = "2d" if comm.size == 4 else "3d"
+    problem = Problem(scheme, "abt", product_grid(scheme, comm, backend="numpy"), (12, 20, 8),
+                      "float32")
     noting, before = Noting(Gemm), vars(problem.grid.backend).copy()
     with observed(problem.grid, noting):
         replay = Replay(problem.backward, problem.grid, "float32")
