@@ -17,6 +17,7 @@ def backend(words: list[str]) -> str:
     return found
 
 
-# The array library has to be known before MPI starts (see `mm3d.arrays.cupy_backend.start`).
+# The array library has to be known before MPI starts (see
+# `mm3d.arrays.cupy_backend.create_device_context`).
 if backend(sys.argv):
     os.environ["MM3D_BACKEND"] = backend(sys.argv)

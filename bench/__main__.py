@@ -80,7 +80,7 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
     except BaseException:
         if comm.size == 1:
             raise
-        launcher.abort(comm)
+        launcher.abort_with_traceback(comm)
         raise
 
 

@@ -9,11 +9,12 @@
 
 from mm3d import launcher
 
-launcher.set_defaults()  # before NumPy and MPI start, which read the environment once
+launcher.set_defaults()    # before NumPy and MPI start, which read the environment once
 
 from mm3d.arrays import cupy_backend  # noqa: E402
 
-cupy_backend.start()  # the device's context before MPI, which else takes its memory for the host's
+# Before MPI starts: an MPI that finds no device context treats device memory as host memory.
+cupy_backend.create_device_context()
 
 from mm3d import guard  # noqa: E402
 from mm3d.grid.activations import Space  # noqa: E402
@@ -29,7 +30,7 @@ from mm3d.schemes import registry, scheme  # noqa: E402
 from mm3d.schemes.scheme import Scheme  # noqa: E402
 from mm3d.tracing.watchdog import Watchdog  # noqa: E402
 
-guard.install()  # a rank that fails ends the job, which would wait for it for ever
+guard.install()    # the other ranks would wait for ever for one that has failed
 
 __version__ = "0.1.0"
 

@@ -1,7 +1,7 @@
-"""What the process environment says about the launch, and the defaults it deserves.
+"""Read how a launcher started this process, and set the defaults of its environment.
 
-Imports neither NumPy nor mpi4py: `set_defaults` must run before either of them does, because
-BLAS libraries and MPI libraries read their variables once, when they start.
+Imports neither NumPy nor mpi4py: `set_defaults` must run before either of them is imported,
+because BLAS libraries and MPI libraries read their variables once, when they start.
 """
 from __future__ import annotations
 
@@ -14,114 +14,143 @@ import traceback
 import warnings
 from collections.abc import Mapping, MutableMapping
 
-# Ranks that the launcher started on this node: MPICH's hydra and Intel MPI, Open MPI, MVAPICH.
-LOCAL_RANKS = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE")
+# Number of ranks on this node: MPICH's hydra and Intel MPI, Open MPI, MVAPICH.
+LOCAL_SIZE_VARIABLES = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE",
+                        "MV2_COMM_WORLD_LOCAL_SIZE")
 
 # The rank among those of this node: the same launchers, and srun.
-LOCAL_RANK = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_RANK",
-              "SLURM_LOCALID")
-
-# Beginnings of what a launcher tells its ranks, which must not reach those of another launcher.
-LAUNCHER = ("PMI_", "PMIX_", "HYDRA_", "HYDI_", "OMPI_", "PRTE_", "MPI_LOCAL")
-
-# Beginnings of what Slurm tells a job.  An mpirun that finds it starts its ranks by srun, which,
-# from within a step, waits for the cores of that step itself.
-SLURM = ("SLURM_", "SLURMD_", "SRUN_")
-SPECIAL_STEPS = 0xfffffff0    # from here on the numbers of a job's script and of its prompt
+LOCAL_RANK_VARIABLES = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK",
+                        "MV2_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 
 # The rank in the job: hydra and PMI launchers, Open MPI, PMIx (srun --mpi=pmix).
-RANK = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
+RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
-BLAS_THREADS = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS", "OMP_NUM_THREADS")
+# Prefixes of variables that a launcher sets for its ranks; another launcher must not see them.
+LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "HYDRA_", "HYDI_", "OMPI_", "PRTE_", "MPI_LOCAL")
 
-# Ranks that share a core must give it up while they wait; both libraries spin by default.
-YIELD = {
+# Prefixes of variables that Slurm sets for a job.  An mpirun that finds them starts its ranks by
+# srun, which, from within a step, waits for the cores that the step itself holds.
+SLURM_PREFIXES = ("SLURM_", "SLURMD_", "SRUN_")
+FIRST_SPECIAL_STEP = 0xfffffff0    # step ids from here on are no srun: batch script, salloc
+
+BLAS_THREAD_VARIABLES = ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS",
+                         "OMP_NUM_THREADS")
+
+# Ranks that share a core must yield it while they wait; both libraries spin by default.
+YIELD_SETTINGS = {
     "MPIR_CVAR_POLLS_BEFORE_YIELD": "1",    # MPICH
     "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1",
     "OMPI_MCA_mpi_yield_when_idle": "1",    # Open MPI
 }
 
-# Open MPI refuses to run as root, or more ranks than cores, unless told; MPICH does both.
-PERMIT = {
+# Open MPI refuses to run as root, or more ranks than cores, without these; MPICH needs none.
+PERMISSIONS = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",    # Open MPI 5
     "OMPI_MCA_rmaps_base_oversubscribe": "1",                     # Open MPI 4
 }
 
+FLUSH_SECONDS = 2.0    # in which the launcher passes on what was written
+
 
 def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
-    """Number of MPI ranks on this node according to the launcher; 1 when there was none."""
-    for name in LOCAL_RANKS:
+    """Return the number of MPI ranks on this node, by the launcher; 1 without a launcher."""
+    for name in LOCAL_SIZE_VARIABLES:
         if environ.get(name, "").isdigit():
             return int(environ[name])
     # srun sets this for the tasks of a step; a batch script, which is no rank, does not have it.
     if "SLURM_STEP_TASKS_PER_NODE" in environ:
-        counts = _expand(environ["SLURM_STEP_TASKS_PER_NODE"])
+        counts = _expand_counts(environ["SLURM_STEP_TASKS_PER_NODE"])
         node = int(environ.get("SLURM_NODEID", 0))
         return counts[node] if node < len(counts) else max(counts, default=1)
-    # Some launchers tell only the size of the world: exact on one node, an upper bound on several.
+    # Some launchers set only the size of the world: exact on one node, an upper bound on several.
     size = environ.get("PMI_SIZE", "")
     return int(size) if size.isdigit() else 1
 
 
 def local_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This process' rank among those of its node; 0 when there was no launcher."""
-    for name in LOCAL_RANK:
+    """Return this process' rank among those of its node; 0 without a launcher."""
+    for name in LOCAL_RANK_VARIABLES:
         if environ.get(name, "").isdigit():
             return int(environ[name])
     return 0
-
-
-def without_launcher(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment for starting another launcher on this node, from a rank.
-
-    Settings of MPI stay; what makes this process a rank, or part of a job of Slurm, does not.
-    """
-    return {name: value for name, value in environ.items()
-            if not name.startswith(LAUNCHER + SLURM) or "_MCA_" in name or name in PERMIT}
-
-
-def in_step(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is a task that srun has started, within a job of Slurm."""
-    step = environ.get("SLURM_STEP_ID", "")
-    return step.isdigit() and int(step) < SPECIAL_STEPS
-
-
-def for_launcher(command: list[str], environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """The environment in which a process that is no rank starts the launcher `command`.
-
-    Within a step of Slurm an ``mpirun`` must know nothing of it, and starts its ranks on this
-    node; elsewhere it may use all nodes of the job.
-    """
-    mine = dict(environ)
-    if in_step(environ) and os.path.basename(command[0]).startswith(("mpirun", "mpiexec")):
-        mine = {name: value for name, value in mine.items() if not name.startswith(SLURM)}
-    return mine | launcher_environment(environ)
-
-
-def cores(environ: Mapping[str, str] = os.environ) -> int:
-    """Number of cores that the ranks on this node may use together.
-
-    A launcher may bind each rank to a part of its cores. What they share is then what the
-    launcher itself, the parent process, may use, within what Slurm has allocated.
-    """
-    available = _affinity(0)
-    if local_ranks(environ) > 1:
-        available = available | _affinity(os.getppid())
-    allocated = environ.get("SLURM_CPUS_ON_NODE", "")
-    return min(len(available), int(allocated)) if allocated.isdigit() else len(available)
 
 
 def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
-    """This process' rank according to the launcher; 0 when there was none.
+    """Return this process' rank according to the launcher; 0 without a launcher.
 
-    Unlike the rank in the world, it tells processes apart whose MPI is not the launcher's.
+    It differs from process to process even where each is alone in its world, because its MPI is
+    not the launcher's.
     """
-    for name in RANK:
+    for name in RANK_VARIABLES:
         if environ.get(name, "").isdigit():
             return int(environ[name])
     return 0
+
+
+def in_slurm_step(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether srun has started this process as a task of a Slurm job."""
+    step = environ.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) < FIRST_SPECIAL_STEP
+
+
+def environment_without_launcher(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment in which a rank starts another launcher on this node.
+
+    The user's settings of MPI stay; variables that make this process a rank, or part of a Slurm
+    job, are left out.
+    """
+    return {name: value for name, value in environ.items()
+            if not name.startswith(LAUNCHER_PREFIXES + SLURM_PREFIXES) or "_MCA_" in name
+            or name in PERMISSIONS}
+
+
+def environment_to_start(command: list[str],
+                         environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the environment in which a process that is no rank starts the launcher `command`.
+
+    Within a step of Slurm an ``mpirun`` must not see Slurm's variables, and starts its ranks on
+    this node; elsewhere it may use all nodes of the job.
+    """
+    own = dict(environ)
+    if in_slurm_step(environ) and os.path.basename(command[0]).startswith(("mpirun", "mpiexec")):
+        own = {name: value for name, value in own.items() if not name.startswith(SLURM_PREFIXES)}
+    return own | mpirun_settings(environ)
+
+
+def mpirun_settings(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Return the variables that let an ``mpirun`` run as root and with more ranks than cores.
+
+    Those that the user has set are left out.
+    """
+    return {name: value for name, value in PERMISSIONS.items() if name not in environ}
+
+
+def mpirun_command(ranks: int, *argv: str) -> list[str]:
+    """Return the command line that runs `argv` on a number of ranks, for `subprocess.run`.
+
+    The ``mpirun`` beside this interpreter goes before those on PATH, as it belongs to the MPI
+    library that mpi4py finds in the same environment.
+
+    Parameters
+    ----------
+    ranks : int
+        Number of ranks.
+    *argv : str
+        The program and its arguments, the interpreter included: `sys.executable, "-m", ...`.
+
+    Raises
+    ------
+    FileNotFoundError
+        When there is no ``mpirun``.
+    """
+    beside = os.path.dirname(sys.executable)
+    mpirun = shutil.which("mpirun", path=beside) or shutil.which("mpirun")
+    if mpirun is None:
+        raise FileNotFoundError(f"there is no mpirun in {beside} nor on PATH: install an MPI "
+                                "library, for example with: pip install mpich")
+    return [mpirun, "-n", str(ranks), *argv]
 
 
 def check_launcher(size: int | None) -> None:
@@ -143,22 +172,36 @@ def check_launcher(size: int | None) -> None:
                          "the MPI that this Python's mpi4py loads")
 
 
+def cores(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of cores that the ranks on this node may use together.
+
+    A launcher may bind each rank to some of its own cores.  The ranks then share those of the
+    launcher, which is the parent process, within Slurm's allocation.
+    """
+    available = _allowed_cores(0)
+    if local_ranks(environ) > 1:
+        available = available | _allowed_cores(os.getppid())
+    allocated = environ.get("SLURM_CPUS_ON_NODE", "")
+    return min(len(available), int(allocated)) if allocated.isdigit() else len(available)
+
+
 def oversubscribed(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether more ranks than cores share this node."""
+    """Return whether this node has more ranks than cores for them."""
     return local_ranks(environ) > cores(environ)
 
 
 def blas_threads(environ: Mapping[str, str] = os.environ) -> int:
-    """BLAS threads that each rank gets: its share of the node's cores, at least one."""
+    """Return the number of BLAS threads of each rank: its share of the cores, at least one."""
     share = cores(environ) // local_ranks(environ)
-    return max(1, min(len(_affinity(0)), share))
+    return max(1, min(len(_allowed_cores(0)), share))
 
 
 def set_defaults(environ: MutableMapping[str, str] = os.environ) -> dict[str, str]:
-    """Set what lets many ranks share a node; variables that the user has set stay as they are.
+    """Set the variables with which many ranks can share a node.
 
-    Caps the threads of each BLAS when there is more than one rank on the node, and makes MPI
-    yield while it waits when there are more ranks than cores.
+    Limits the threads of each BLAS when there is more than one rank on the node, and makes MPI
+    yield while it waits when there are more ranks than cores.  Variables that the user has set
+    stay as they are.
 
     Parameters
     ----------
@@ -176,17 +219,17 @@ def set_defaults(environ: MutableMapping[str, str] = os.environ) -> dict[str, st
         When MPI has been imported already, so that it will spin instead of yielding (rank 0).
     """
     chosen: dict[str, str] = {}
-    # Every BLAS here obeys OMP_NUM_THREADS unless its own variable is set: a user who has set
-    # that one has spoken for all of them.
+    # Every BLAS here obeys OMP_NUM_THREADS unless its own variable is set, so a user who has set
+    # it has decided for all of them.
     if local_ranks(environ) > 1 and "OMP_NUM_THREADS" not in environ:
         threads = blas_threads(environ)
-        if "numpy" in sys.modules and not any(name in environ for name in BLAS_THREADS):
+        if "numpy" in sys.modules and not any(name in environ for name in BLAS_THREAD_VARIABLES):
             import threadpoolctl    # NumPy's BLAS is loaded and has read its variables
             threadpoolctl.threadpool_limits(threads, user_api="blas")
-        chosen.update(dict.fromkeys(BLAS_THREADS, str(threads)))
+        chosen.update(dict.fromkeys(BLAS_THREAD_VARIABLES, str(threads)))
     if oversubscribed(environ):
-        chosen.update(YIELD)
-        if ("mpi4py.MPI" in sys.modules and not YIELD.keys() & environ.keys()
+        chosen.update(YIELD_SETTINGS)
+        if ("mpi4py.MPI" in sys.modules and not YIELD_SETTINGS.keys() & environ.keys()
                 and launcher_rank(environ) == 0):
             warnings.warn(f"{local_ranks(environ)} ranks share {cores(environ)} cores, and mm3d "
                           "was imported after mpi4py.MPI, too late to make MPI yield while it "
@@ -196,64 +239,34 @@ def set_defaults(environ: MutableMapping[str, str] = os.environ) -> dict[str, st
     return chosen
 
 
-def launcher_environment(environ: Mapping[str, str] = os.environ) -> dict[str, str]:
-    """Variables to add for an `mpirun` started from Python, so that it runs as root and with more
-    ranks than cores; without those that the user has set."""
-    return {name: value for name, value in PERMIT.items() if name not in environ}
+def abort_with_traceback(comm) -> None:
+    """Print the traceback of the exception being handled, and end the job with status 1.
 
-
-def mpirun_command(ranks: int, *argv: str) -> list[str]:
-    """The command line that runs `argv` on a number of ranks.
+    A launcher that ends a job drops output that it has not yet passed on, so it gets
+    `FLUSH_SECONDS` first.
 
     Parameters
     ----------
-    ranks : int
-        Number of ranks.
-    *argv : str
-        The program and its arguments, the interpreter included: `sys.executable, "-m", ...`.
-
-    Returns
-    -------
-    list of str
-        For `subprocess.run`. The `mpirun` beside this interpreter goes before those on PATH, as
-        it belongs to the MPI library that mpi4py finds in the same environment.
-
-    Raises
-    ------
-    FileNotFoundError
-        When there is no `mpirun`.
-    """
-    beside = os.path.dirname(sys.executable)
-    mpirun = shutil.which("mpirun", path=beside) or shutil.which("mpirun")
-    if mpirun is None:
-        raise FileNotFoundError(f"there is no mpirun in {beside} nor on PATH: install an MPI "
-                                "library, for example with: pip install mpich")
-    return [mpirun, "-n", str(ranks), *argv]
-
-
-def abort(comm) -> None:
-    """End the job of all ranks of `comm` with status 1 for the exception being handled.
-
-    Its traceback comes first.  A launcher that ends a job drops what ranks have written and it has
-    not yet passed on, so it gets two seconds for that.
+    comm : mpi4py.MPI.Intracomm
+        All ranks of the job.
     """
     traceback.print_exc()
     sys.stderr.flush()
-    time.sleep(2)
+    time.sleep(FLUSH_SECONDS)
     comm.Abort(1)
 
 
-def _affinity(pid: int) -> set[int]:
-    """Cores that a process may run on (0: this one)."""
+def _allowed_cores(process: int) -> set[int]:
+    """Return the cores that a process may run on (0: this one)."""
     try:
-        return os.sched_getaffinity(pid)
+        return os.sched_getaffinity(process)
     except AttributeError:          # macOS
         return set(range(os.cpu_count() or 1))
-    except OSError:                 # the launcher belongs to another user, or is gone
+    except OSError:                 # the launcher belongs to another user, or has ended
         return set()
 
 
-def _expand(counts: str) -> list[int]:
-    """Slurm's "4(x2),3" as [4, 4, 3]."""
+def _expand_counts(counts: str) -> list[int]:
+    """Convert Slurm's "4(x2),3" to [4, 4, 3]."""
     pairs = re.findall(r"(\d+)(?:\(x(\d+)\))?", counts)
     return [int(count) for count, times in pairs for _ in range(int(times or 1))]

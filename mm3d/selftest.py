@@ -1,7 +1,7 @@
-"""Every collective of the chosen transport, on arrays with known sums.
+"""Check every collective of the chosen transport on arrays with known sums.
 
-``mpirun -n 8 python -m mm3d.selftest`` ends with 0 if all are right.  ``MM3D_BACKEND`` and
-``MM3D_TRANSPORT`` choose what is tried.
+``mpirun -n 8 python -m mm3d.selftest`` ends with status 0 if all are right.  ``MM3D_BACKEND`` and
+``MM3D_TRANSPORT`` choose the arrays and the transport.
 """
 
 import sys
@@ -14,62 +14,79 @@ from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
 from mm3d.transport.pending import Pending
 
-LENGTHS = (1, 7, 1000, 2 ** 18)    # of one rank's block, elements
-TYPES = ("float32", "float64", "float16", "int64")
+BLOCK_LENGTHS = (1, 7, 1000, 2 ** 18)    # of one rank's block, elements
+DTYPES = ("float32", "float64", "float16", "int64")
 
 
-def failures(grid: Grid, lengths: tuple[int, ...] = LENGTHS,
-             types: tuple[str, ...] = TYPES) -> list[str]:
-    """Collectives along the direction x of `grid` that gave something else than they should.
+def failed_collectives(grid: Grid, lengths: tuple[int, ...] = BLOCK_LENGTHS,
+                       dtypes: tuple[str, ...] = DTYPES) -> list[str]:
+    """Return the collectives along the direction x of `grid` whose results are wrong.
 
-    Each is tried twice with even and with uneven blocks, along a first and a last dimension: some
-    ways between processes are opened by the first message and taken by the second.
+    Each runs twice with even and with uneven blocks, along a first and a last dimension: some
+    channels between processes are opened by the first message and first used by the second.
+
+    Parameters
+    ----------
+    grid : Grid
+        All of its ranks call this, and get the same list.
+    lengths : tuple of int
+        Lengths of a block along the divided dimension, elements.
+    dtypes : tuple of str
+        Types of the elements.
+
+    Returns
+    -------
+    list of str
+        Collective, counts, dtype and dimension of each failure; empty if all are right.
     """
     axis, size = grid.x, grid.x.size
     cases = []
-    for dtype in types:
+    for dtype in dtypes:
         for n in lengths:
             for counts in ([n] * size, [n + rank % 3 for rank in range(size)],
                            [n * (rank == size - 1) for rank in range(size)]):
                 cases += [(dtype, counts, 0), (dtype, counts, 1)] * 2
     wrong = [f"{name} of {counts} {dtype} along dimension {dim}"
-             for dtype, counts, dim in cases for name in _wrong(axis, dtype, counts, dim)]
+             for dtype, counts, dim in cases
+             for name in _wrong_collectives(axis, dtype, counts, dim)]
     return sorted({text for found in grid.comm.allgather(wrong) for text in found})
 
 
-def _wrong(axis: Axis, dtype: str, counts: list[int], dim: int) -> list[str]:
-    """Names of the collectives that fail on one case, on this rank."""
+def _wrong_collectives(axis: Axis, dtype: str, counts: list[int], dim: int) -> list[str]:
+    """Return the names of the collectives that fail on one case, on this rank."""
     backend, rank, total = axis.backend, axis.rank, sum(counts)
     shape = (total, 3) if dim == 0 else (3, total)
 
-    def term(of: int) -> np.ndarray:
-        return ((np.arange(3 * total) + 5 * of) % 11 - 5).reshape(shape).astype(dtype)
+    def make_term(source: int) -> np.ndarray:
+        return ((np.arange(3 * total) + 5 * source) % 11 - 5).reshape(shape).astype(dtype)
 
     starts = np.cumsum([0, *counts])
     own = (slice(None),) * dim + (slice(starts[rank], starts[rank + 1]),)
-    here, added = term(rank), sum(term(of) for of in range(axis.size))
+    term, expected_sum = make_term(rank), sum(make_term(source) for source in range(axis.size))
     root = axis.size - 1
-    summing = axis.begin_reduce_scatter(backend.asarray(here), dim, counts)
-    gathering = axis.prefetch(backend.asarray(term(0)[own].copy()), dim, counts)
+    summing = axis.begin_reduce_scatter(backend.asarray(term), dim, counts)
+    gathering = axis.prefetch(backend.asarray(make_term(0)[own].copy()), dim, counts)
     results = {
-        "all_gather": (axis.all_gather(backend.asarray(term(0)[own].copy()), dim, counts),
-                       term(0)),
-        "reduce_scatter": (axis.reduce_scatter(backend.asarray(here), dim, counts), added[own]),
-        "all_reduce": (axis.all_reduce(backend.asarray(here)), added),
-        "broadcast": (axis.broadcast(backend.asarray(here), root), term(root)),
-        "reduce": (axis.reduce(backend.asarray(here), root), added if rank == root else None),
-        "begin_reduce_scatter": (summing.wait(), added[own])}
+        "all_gather": (axis.all_gather(backend.asarray(make_term(0)[own].copy()), dim, counts),
+                       make_term(0)),
+        "reduce_scatter": (axis.reduce_scatter(backend.asarray(term), dim, counts),
+                           expected_sum[own]),
+        "all_reduce": (axis.all_reduce(backend.asarray(term)), expected_sum),
+        "broadcast": (axis.broadcast(backend.asarray(term), root), make_term(root)),
+        "reduce": (axis.reduce(backend.asarray(term), root),
+                   expected_sum if rank == root else None),
+        "begin_reduce_scatter": (summing.wait(), expected_sum[own])}
     if isinstance(gathering, Pending):
-        results["prefetch"] = gathering.wait(), term(0)
+        results["prefetch"] = gathering.wait(), make_term(0)
     return [name for name, (found, expected) in results.items()
             if (found is None) != (expected is None)
             or (found is not None and not np.array_equal(backend.to_host(found), expected))]
 
 
 def main() -> int:
-    """Try all collectives on a line of all ranks; 0 if they are right."""
+    """Check all collectives along a line of all ranks; return 0 if they are right, else 1."""
     grid = Grid(MPI.COMM_WORLD, x=MPI.COMM_WORLD.size)
-    wrong = failures(grid)
+    wrong = failed_collectives(grid)
     if grid.rank == 0:
         name = grid.x.transport.name
         print(*wrong or [f"{name}: all collectives are right on {grid.size} ranks"], sep="\n")
@@ -78,8 +95,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    guard.disarm()    # the status is the same on all ranks, and what one raises ends the job
+    guard.disarm()    # all ranks end with the same status; a rank that raises aborts below
     try:
         sys.exit(main())
     except Exception:
-        launcher.abort(MPI.COMM_WORLD)
+        launcher.abort_with_traceback(MPI.COMM_WORLD)

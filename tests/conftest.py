@@ -130,7 +130,7 @@ def transport(request, monkeypatch) -> str:
 @pytest.fixture
 def no_backends():
     """No array library is in use yet; those of other tests are back after this one."""
-    with backend.only():
+    with backend.use_only():
         yield
 
 

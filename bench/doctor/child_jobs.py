@@ -93,12 +93,12 @@ class Facts:
             return self.read_child_job(report)
         command = [*self.launcher, sys.executable, "-m", "bench.doctor.census", report]
         try:
-            child = run_child(command, self.limit, env=launcher.for_launcher(command),
+            child = run_child(command, self.limit, env=launcher.environment_to_start(command),
                               with_parent=True)
         except OSError as error:
             return [], f"{shlex.join(self.launcher)} cannot be started: {error.strerror}"
         problem = describe_failure(child.status, child.err, self.limit)
-        if child.status is None and launcher.in_step() and "srun" in command[0]:
+        if child.status is None and launcher.in_slurm_step() and "srun" in command[0]:
             problem += (", as srun within a step waits for the step's own cores: run doctor "
                         "in the job's script, or under salloc")
         return parse_reports(child.out), problem

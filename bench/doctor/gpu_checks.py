@@ -16,7 +16,7 @@ from mm3d import launcher
 from mm3d.arrays import backend as backends
 from mm3d.arrays.products import matmul
 from mm3d.child_process import run_child
-from mm3d.transport.device import TRANSPORTS
+from mm3d.transport.device import DEVICE_TRANSPORTS
 
 
 def find_backend() -> backends.Backend | str:
@@ -32,7 +32,7 @@ def device(facts: Facts) -> Finding:
     found = find_backend()
     if isinstance(found, str):
         return Finding("device", FAILED, found)
-    about = found.describe()
+    about = found.describe_device()
     return Finding("device", OK, f"{about['gpu']}, {about['gpu_memory'] / 2 ** 30:.0f} GiB, CUDA "
                    f"{about['cuda_runtime']}, driver {about['cuda_driver']}, more types: "
                    f"{', '.join(map(str, found.more_dtypes)) or 'none (ml_dtypes is missing)'}")
@@ -97,7 +97,8 @@ def transport_check(kind: str) -> Callable[[Facts], Finding]:
             return Finding(name, SKIPPED, "no usable GPU")
         command = [*facts.launcher, sys.executable, "-m", "mm3d.selftest"]
         environment = {"MM3D_BACKEND": "cupy", "MM3D_TRANSPORT": kind}
-        child = run_child(command, facts.limit, env=launcher.for_launcher(command) | environment)
+        child = run_child(command, facts.limit,
+                          env=launcher.environment_to_start(command) | environment)
         problem = describe_failure(child.status, f"{child.out}\n{child.err}", facts.limit)
         if problem:
             return Finding(name, FAILED if kind == "staged" else WARNING,
@@ -108,4 +109,4 @@ def transport_check(kind: str) -> Callable[[Facts], Finding]:
 
 
 CHECKS: list[Callable[[Facts], Finding]] = [device, products, model, graph,
-                                            *map(transport_check, TRANSPORTS)]
+                                            *map(transport_check, DEVICE_TRANSPORTS)]

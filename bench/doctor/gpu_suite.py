@@ -94,7 +94,7 @@ def select_steps(steps: Sequence[Step], only: str | None) -> list[Step]:
 
 def run_step(step: Step, log: Path) -> str:
     """Run a step, with its output in `log`; return how it failed, "" if it did not."""
-    variables = launcher.without_launcher() | launcher.launcher_environment()
+    variables = launcher.environment_without_launcher() | launcher.mpirun_settings()
     child = run_child(step.command, step.limit, log, cwd=ROOT, env={**variables, **step.settings},
                       with_parent=True)
     return describe_failure(child.status, child.out, step.limit)

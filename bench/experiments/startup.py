@@ -74,7 +74,7 @@ def measure_start(ranks: int) -> Start:
     """
     check_cubes([ranks])
     command = launcher.mpirun_command(ranks, sys.executable, "-m", PROGRAM, repr(time.time()))
-    job = run_child(command, env=launcher.for_launcher(command), with_parent=True)
+    job = run_child(command, env=launcher.environment_to_start(command), with_parent=True)
     if job.status:
         raise FailedJob(f"{ranks} ranks:\n{job.err.strip()}")
     found = json.loads(job.out.strip().rpartition("\n")[2])

@@ -43,13 +43,13 @@ class _Overlap(ArrayObserver):
 
     def enter(self, event: Overlapped, barrier: Callable[[], None] | None = None) -> None:
         """Mark the begin of a call."""
-        self.open.append(self.backend.mark())
+        self.open.append(self.backend.record_mark())
 
     def leave(self) -> None:
         """Mark its end."""
-        self.marks.append((self.open.pop(), self.backend.mark()))
+        self.marks.append((self.open.pop(), self.backend.record_mark()))
 
-    def seen(self, event: Overlapped, given: tuple, result: Pending) -> None:
+    def see_result(self, event: Overlapped, given: tuple, result: Pending) -> None:
         """Wait for the collective that has begun, if that is wanted."""
         if self.at_once:
             result.wait()
@@ -61,4 +61,4 @@ def _seen(grid: Grid, step: Callable[[], object], at_once: bool) -> float:
     with observed(grid, overlap):
         grid.comm.Barrier()
         step()
-    return sum(grid.backend.seconds(*pair) for pair in overlap.marks)
+    return sum(grid.backend.seconds_between(*pair) for pair in overlap.marks)

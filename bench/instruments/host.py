@@ -98,7 +98,8 @@ def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> d
             "tuning_variables": mask_variables(tuning), "slurm": mask_variables(slurm),
             "command": command,
             "git_commit": commit, "git_clean": clean,
-            **backends.get(backend).describe()} | clock_speeds() | _versions() | describe_blas()
+            **backends.get(backend).describe_device(),
+            **clock_speeds(), **_versions(), **describe_blas()}
 
 
 def command_line(argv: list[str]) -> str:

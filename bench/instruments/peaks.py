@@ -145,7 +145,7 @@ class StepMemory:
         self.model, self.resident, self.backend = model, resident, model.grid.backend
         # What others left behind goes first.
         gc.collect()
-        self.backend.trim()
+        self.backend.release_idle_memory()
         resident.mark()
         self.backend.reset_peak()
 
@@ -183,11 +183,11 @@ def _expected(model, sizes: dict[str, int], variant: Variant) -> dict[str, Varia
     grid, size, options = model.grid, itemsize(model.dtype), variant.options(model.scheme.name)
     parameters = cost.parameters(model.spec)
     saved = cost.saved_words(model.scheme.name, grid.shape, model.spec, keep=variant.keep)
-    run = dry_run.extended(model.scheme.name, grid.size, grid.shape.sizes,
-                           block=grid.backend.block, options=options, causal=variant.causal,
-                           # bfloat16 takes as much as float16, which dry runs have.
-                           dtype="float16" if size == 2 else model.dtype,
-                           recompute=model.recompute, **sizes)
+    run = dry_run.extrapolate_step(
+        model.scheme.name, grid.size, grid.shape.sizes, block=grid.backend.block, options=options,
+        # bfloat16 takes as much as float16, which dry runs have.
+        causal=variant.causal, dtype="float16" if size == 2 else model.dtype,
+        recompute=model.recompute, **sizes)
     found = {"parameters": parameters * size / grid.size,
              "gradients": parameters * size / grid.size,
              "saved": saved * size / grid.size, "pool_peak": run.pool_peak}

@@ -88,7 +88,7 @@ def elementwise_coefficients() -> tuple[np.ndarray, np.ndarray]:
     """
     rows, found = [], {phase: [] for phase in PHASES}
     for ranks, seq in ((1, 64), (4, 64), (1, 128)):
-        trace = dry_run.step("1d", ranks, layers=1, hidden=256, heads=4, batch=4, seq=seq)
+        trace = dry_run.trace_step("1d", ranks, layers=1, hidden=256, heads=4, batch=4, seq=seq)
         outer = 4 * seq * 256
         rows.append((outer, outer / ranks, 4 * 4 * seq * seq / ranks))
         for phase in PHASES:

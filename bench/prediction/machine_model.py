@@ -111,8 +111,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     collectives : list of Line
         Measured collectives; all others are predicted from `node` and `network`.
     transport : str
-        Transport of `collectives`, named as by `mm3d.transport.choice.settle`; several names where
-        some ranks are on other nodes; "" if nothing was measured.
+        Transport of `collectives` (see `mm3d.transport.choice.choose_transport`); several names
+        where some ranks are on other nodes; "" if nothing was measured.
     waiting : dict of int to float
         Additional seconds of a barrier in a step, by its number of ranks.  A barrier takes longer
         between other work than repeated alone: ranks arrive at different times, and other work
@@ -141,7 +141,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def elementwise_block(self) -> int:
-        """Return `block` as an argument of `mm3d.tracing.dry_run.step`: never 0."""
+        """Return `block` as an argument of `mm3d.tracing.dry_run.trace_step`: never 0."""
         return self.block or sys.maxsize
 
     def matches_transport(self, transport: str) -> bool:

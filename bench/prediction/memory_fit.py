@@ -42,9 +42,9 @@ def parse_size(text: str) -> int:
 @cache
 def _peak(scheme: str, grid: GridShape, dtype: str, recompute: str,
           sizes: tuple[tuple[str, int], ...], how: Variant, block: int) -> int:
-    return dry_run.extended(scheme, grid.ranks, grid, options=how.options(scheme),
-                            dtype=dtype, block=block,
-                            causal=how.causal, recompute=recompute, **dict(sizes)).peak
+    return dry_run.extrapolate_step(scheme, grid.ranks, grid, options=how.options(scheme),
+                                    dtype=dtype, block=block,
+                                    causal=how.causal, recompute=recompute, **dict(sizes)).peak
 
 
 def predict_peak(scheme: str, grid: GridSizes, dtype: str, recompute: str,

@@ -73,8 +73,8 @@ def run_rows_dry(machine: machine_model.Machine, rows: Iterable[Row],
     """Run the rows dry and predict the seconds of their steps by term."""
     found = []
     for one in (make_case(row, "paper", layers=24) for row in rows):
-        trace = dry_run.extended(one.row.scheme, one.row.gpus, dtype=dtype,
-                                 **one.sizes)
+        trace = dry_run.extrapolate_step(one.row.scheme, one.row.gpus, dtype=dtype,
+                                         **one.sizes)
         found.append(RowTerms(one, trace.peak, trace_terms(machine, trace)))
     return found
 

@@ -48,8 +48,8 @@ def bound_regime(M: int, N: int, K: int, ranks: int) -> int:
 def trace_plan(plan: Plan, machine: machine_model.Machine, dtype: str, recompute: str,
                sizes: ModelSizes) -> Plan:
     """Replace the seconds and the memory of a plan by those of a dry run of rank 0."""
-    trace = dry_run.extended(plan.scheme, plan.grid.ranks, plan.grid, dtype=dtype,
-                             block=machine.elementwise_block, recompute=recompute, **sizes)
+    trace = dry_run.extrapolate_step(plan.scheme, plan.grid.ranks, plan.grid, dtype=dtype,
+                                     block=machine.elementwise_block, recompute=recompute, **sizes)
     seconds = step_seconds(machine, trace)
     return msgspec.structs.replace(plan, forward=seconds["forward"],
                                    backward=seconds["backward"], memory=trace.peak,

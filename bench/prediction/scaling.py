@@ -105,6 +105,6 @@ def average_step_time(outcome: paper_fit.Outcome, scheme: str, ranks: int,
     """Predict the average step time by the fitted model, on the scheme's default grid."""
     fit = outcome.fit
     tuned = msgspec.structs.replace(outcome.machine, achieved=fit.achieved)
-    trace = dry_run.extended(scheme, ranks, layers=fit.layers, dtype=load_tables().settings.dtype,
-                             **sizes)
+    trace = dry_run.extrapolate_step(scheme, ranks, layers=fit.layers,
+                                     dtype=load_tables().settings.dtype, **sizes)
     return sum(step_seconds(tuned, trace, fit.recompute[scheme]).values()) / sizes["batch"]

@@ -14,7 +14,7 @@ import numpy as np
 from bench.prediction.machine_model import Machine
 from mm3d.tracing.events import Collective, Gemm, Overlapped, PHASES, Pass
 from mm3d.tracing.trace import Trace
-from mm3d.transport.choice import in_place
+from mm3d.transport.choice import in_place_collectives
 
 TERMS = ("gemm", "memory", "node", "network", "latency")
 Terms = dict[str, float]    # seconds by term
@@ -98,7 +98,8 @@ def uncopied_collectives(transport: str) -> frozenset[str]:
 
     Of several transports, "shared" is that of the ranks of a node.
     """
-    return in_place("shared" if "shared" in transport.split() else transport) & {"all_gather"}
+    local = "shared" if "shared" in transport.split() else transport
+    return in_place_collectives(local) & {"all_gather"}
 
 
 def link_level(size: int, stride: int, per_node: int) -> tuple[str, float]:

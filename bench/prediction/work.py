@@ -63,10 +63,10 @@ class Work:
 def trace_work(work: Work, dtype: str, block: int) -> Trace:
     """Run rank 0 of `work` dry, with elementwise work in blocks of `block` elements."""
     if work.kind == "layer":
-        return dry_run.extended(work.scheme, work.ranks, work.grid, dtype=dtype, block=block,
-                                **dict(zip(NAMES["layer"], work.sizes)))
+        return dry_run.extrapolate_step(work.scheme, work.ranks, work.grid, dtype=dtype,
+                                        block=block, **dict(zip(NAMES["layer"], work.sizes)))
     backend = backends.get(DryBackend())
-    backend.begin(block)
+    backend.reset(block)
     grid = product_grid(work.scheme, DryCommunicator(work.ranks), work.grid, backend)
     problem = Problem(work.scheme, work.form, grid, work.sizes, dtype)
     with observed(problem.grid, backend.trace, problem):

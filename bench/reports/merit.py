@@ -129,7 +129,8 @@ def transport_name(run: Run) -> str:
 
 def words_note(names: Iterable[str]) -> str:
     """Explain how words are counted, and which words these transports move."""
-    known = {name: choice.note(name) for several in names for name in several.split()}
+    known = {name: choice.describe_moved_words(name)
+             for several in names for name in several.split()}
     about = "; ".join(f"{name}: {note}" for name, note in sorted(known.items()) if note)
     return ("Words, and bytes of them, are counted from shapes by the bucket algorithm, the same "
             "for every transport" + (f". What it moves, {about}." if about else "."))

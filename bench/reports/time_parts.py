@@ -11,7 +11,7 @@ from bench.records.measurements import Variable
 from bench.records.run_file import Run
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import PHASES
-from mm3d.transport.choice import in_place
+from mm3d.transport.choice import in_place_collectives
 
 LABELS = {"gemm": "matrix products", "elementwise": "elementwise", "waiting": "waiting",
           "other": "other"}
@@ -98,7 +98,7 @@ def in_place_kinds(run: Run, axis: str) -> frozenset[str]:
     if "shared" in transports and (len(transports) == 1 or axis in run.configuration.get(
             "within_nodes", "")):
         transports = ["shared"]
-    return in_place(" ".join(transports))
+    return in_place_collectives(" ".join(transports))
 
 
 def find_variable(run: Run, group: str, name: str) -> Variable | None:

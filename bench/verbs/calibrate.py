@@ -9,7 +9,7 @@ from bench.errors import WrongResult
 from bench.prediction import calibration, machine_file, machine_model
 from bench.verbs import options
 from bench.verbs.publish import publish_machine, report_failure
-from mm3d.transport.choice import in_place
+from mm3d.transport.choice import in_place_collectives
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = True
@@ -51,7 +51,7 @@ def figures(machine: machine_model.Machine) -> str:
                         for size, seconds in machine.waiting.items())
     lines.append(f"in a step: {machine.achieved.gemm:.0%} of all rates"
                  + f"; waiting {waiting}" * bool(waiting))
-    placed = in_place(machine.transport)
+    placed = in_place_collectives(machine.transport)
     lines += [f"{line.kind}{' of columns' * line.pieces} of {line.size} ranks {line.stride} "
               f"apart: {1e6 * line.alpha:.0f} us, "
               + ("read where it lies" if line.kind in placed else

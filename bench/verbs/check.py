@@ -11,7 +11,7 @@ from bench.reports.formats import render
 from bench.reports.measured_tables import compare_predictions
 from bench.verbs import options
 from bench.verbs.publish import publish, report_failure
-from mm3d.transport.choice import ON_HOST
+from mm3d.transport.choice import HOST_TRANSPORTS
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = True
@@ -91,4 +91,4 @@ def _remedy(transport: str, comm) -> str:
     """Say what makes the ranks of `comm` use a machine's `transport`, if anything does."""
     if comm.size == 1:
         return "start more ranks, or "
-    return f"set MM3D_TRANSPORT={transport}, or " if transport in ON_HOST else ""
+    return f"set MM3D_TRANSPORT={transport}, or " if transport in HOST_TRANSPORTS else ""

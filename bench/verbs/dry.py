@@ -100,7 +100,7 @@ def _trace(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
     ValueError
         When the scheme cannot use the grid or an option, or there is no such rank.
     """
-    trace_of = dry_run.step if arguments.all_layers else dry_run.extended
+    trace_of = dry_run.trace_step if arguments.all_layers else dry_run.extrapolate_step
     asked = {name: value for name in ("keep", "overlap") if (value := getattr(arguments, name))}
     return trace_of(arguments.scheme, arguments.ranks, grid.sizes, arguments.rank, options=asked,
                     dtype=arguments.dtype, causal=arguments.causal, recompute=arguments.recompute,

@@ -230,7 +230,7 @@ def measure_and_write(one: Case, settings: Settings, peaks: Group | None, comm, 
     """
     # The memory of the last row is freed before this one asks for its own.
     gc.collect()
-    backends.get(settings.backend).trim()
+    backends.get(settings.backend).release_idle_memory()
     try:
         found = measure_case(one, settings, peaks, comm, trace is not None)
         outcome = write_row(found, one, out, trace) if comm.rank == 0 else None

@@ -1,9 +1,9 @@
-"""Array libraries: the one place that knows which of them holds the numbers.
+"""Provide arrays of one library, NumPy's here, and find the backend of an array.
 
-A `Backend` makes, copies, multiplies and accounts for arrays.  Everything above it works
-on the arrays themselves through their own namespace (`namespace`), so that no algorithm
-names a library.  The library is chosen once, when a grid is made (``--backend`` of the
-benchmarks, ``MM3D_BACKEND``), never in the middle of a computation.
+A `Backend` makes, copies and multiplies arrays, and counts their memory.  The code above it calls
+functions of the arrays' own namespace (`namespace`), so that no algorithm names a library.  The
+library is chosen once, when a grid is made (``--backend`` of the benchmarks, ``MM3D_BACKEND``),
+never in the middle of a computation.
 """
 
 import os
@@ -17,35 +17,34 @@ import numpy as np
 from mm3d.arrays.numpy_kernels import Kernels
 from mm3d.arrays.pool import Pool
 
-# A product during which a collective goes on is cut into PANELS panels at most, each of a multiple
-# of PANEL rows.
-# BLAS works on blocks of rows, 12 or 24 with AVX2, and rounds in another way in the last, shorter
-# ones: so that cutting changes no bit, each panel is of whole blocks.
-PANELS, PANEL = 8, 96
+# A product during which a collective goes on is divided into at most MAX_PANELS panels, each of a
+# multiple of PANEL_ROWS rows.  BLAS works on blocks of rows, 12 or 24 with AVX2, and rounds
+# differently in a last, shorter block.  Panels of whole blocks leave every bit as it is.
+MAX_PANELS, PANEL_ROWS = 8, 96
 
-Array = Any  # an array of whichever library the backend wraps
-Progress = Callable[[], None] | None    # lets collectives move on during a product
+Array = Any    # an array of the library that the backend wraps
+Progress = Callable[[], None] | None    # lets collectives make progress during a product
 
 
 class Backend:
-    """NumPy on host memory; other libraries override what differs.
+    """NumPy arrays in host memory; backends of other libraries override what differs.
 
     Attributes
     ----------
     name : str
-        What ``--backend`` calls it.
+        The value of ``--backend``.
     xp : module
         The array library.
     block : int
         Elements that elementwise work handles at a time: as many as stay in cache on a
-        processor, everything at once where each operation is a kernel launch.
+        processor, all at once where each operation is a kernel launch.
     host_buffers : bool
-        Whether MPI may read and write the arrays where they lie.
+        Whether MPI may read and write the arrays in place.
     kernels : object or None
         The library's own versions of functions of `mm3d.model.functional`, under the same names,
-        for arrays of the types in its `dtypes`; where there is none the readable one is used.
+        for arrays of the types in its `dtypes`; other arrays use the readable functions.
     nccl : module or None
-        CuPy's binding of NCCL, where the arrays lie on a device and NCCL is installed.
+        CuPy's binding of NCCL, where the arrays are on a device and NCCL is installed.
     more_dtypes : tuple of dtype
         Floating-point types beside those of 16, 32 and 64 bits that every library has.
     """
@@ -64,62 +63,62 @@ class Backend:
             self.kernels = Kernels(self)
 
     def owns(self, a: Array) -> bool:
-        """Whether `a` is an array of this library."""
+        """Return whether `a` is an array of this library."""
         return isinstance(a, np.ndarray)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """An uninitialised array; its memory is reused when the last view of it is gone."""
+        """Allocate an uninitialised array; its memory is reused when its last view is gone."""
         return self.pool.take(tuple(shape), np.dtype(dtype))
 
     def arange(self, start: int, stop: int) -> Array:
-        """The integers from `start` up to but not including `stop`."""
+        """Return the integers from `start` up to but not including `stop`."""
         return self.xp.arange(start, stop)
 
     def asarray(self, host: np.ndarray) -> Array:
-        """A copy of a NumPy array in this library's memory."""
+        """Copy a NumPy array to this library's memory."""
         a = self.empty(host.shape, host.dtype)
         a[...] = host
         return a
 
     def from_host(self, shape: tuple[int, ...], dtype: Any,
                   make: Callable[[], np.ndarray]) -> Array:
-        """The NumPy array of `shape` that `make` gives, as one of `dtype` in this library."""
+        """Convert the NumPy array of `shape` that `make` returns to `dtype` and this library."""
         return self.asarray(make().astype(dtype, copy=False))
 
     def to_host(self, a: Array) -> np.ndarray:
-        """`a` as a NumPy array (the explicit way to the host, and the only one)."""
+        """Return `a` as a NumPy array; arrays reach the host in no other way."""
         return np.asarray(a)
 
     def host_copy(self, a: Array) -> np.ndarray:
-        """A copy of `a` in host memory, made to travel (see `mpi_buffer`)."""
+        """Copy `a` to host memory, with elements of a type that MPI moves (see `mpi_buffer`)."""
         return np.ascontiguousarray(self.to_host(a))
 
     def host_buffer(self, a: Array) -> np.ndarray:
-        """Host memory of the shape of `a`, for what is to be delivered there."""
+        """Allocate host memory of the shape of `a`, in which MPI receives its elements."""
         return np.empty(tuple(a.shape), str(a.dtype).rpartition(".")[2])
 
-    def deliver(self, host: np.ndarray, a: Array) -> None:
+    def copy_from_host(self, host: np.ndarray, a: Array) -> None:
         """Copy `host`, from `host_copy` or `host_buffer`, into `a`."""
         a[...] = self.asarray(host)
 
     def mpi_buffer(self, a: Array) -> Array:
-        """`a` where it lies, as a type that MPI can move."""
+        """View `a` as a type that MPI can move."""
         return a
 
-    def place(self) -> tuple[str, str] | None:
-        """The node and the device that the arrays lie on; None without a device."""
+    def device_location(self) -> tuple[str, str] | None:
+        """Return the node and the device of the arrays; None without a device."""
         return None
 
-    def describe(self) -> dict[str, str | int]:
-        """What the device is, for the record of a run; nothing without a device."""
+    def describe_device(self) -> dict[str, str | int]:
+        """Return the properties of the device for the record of a run; {} without a device."""
         return {}
 
     def is_contiguous(self, a: Array) -> bool:
-        """Whether the elements of `a` lie in C order without gaps."""
+        """Return whether the elements of `a` lie in C order without gaps."""
         return a.flags.c_contiguous
 
     def contiguous(self, a: Array) -> Array:
-        """`a` itself when it is contiguous, otherwise a copy that is."""
+        """Return `a` itself if it is contiguous, otherwise a contiguous copy."""
         if self.is_contiguous(a):
             return a
         copy = self.empty(a.shape, a.dtype)
@@ -127,77 +126,90 @@ class Backend:
         return copy
 
     def gemm(self, a: Array, b: Array, out: Array, progress: Progress = None) -> Array:
-        """The product of two matrices in their own dtype; float16 is summed in float32.
+        """Multiply two matrices of one dtype into `out`; float16 is summed in float32.
 
-        Where `progress` is given, the product is made in panels of rows and it is called after
-        each of them, so that collectives in flight move on.
+        Parameters
+        ----------
+        a, b, out : Array
+            (m, k), (k, n) and (m, n).
+        progress : callable, optional
+            If given, the product is made in panels of rows, and this is called after each of
+            them, so that collectives in flight make progress.
+
+        Returns
+        -------
+        Array
+            `out`.
         """
         if a.dtype == np.float16:
             out[...] = np.matmul(a.astype(np.float32), b.astype(np.float32))
             return out
         if progress is None:
             return np.matmul(a, b, out=out)
-        step = max(1, -(-a.shape[0] // (PANELS * PANEL))) * PANEL
+        step = max(1, -(-a.shape[0] // (MAX_PANELS * PANEL_ROWS))) * PANEL_ROWS
         for start in range(0, a.shape[0], step):
             np.matmul(a[start:start + step], b, out=out[start:start + step])
             progress()
         return out
 
     def synchronize(self) -> None:
-        """Wait until everything asked of the device is done (nothing to wait for here)."""
+        """Wait until the device has done all its work (nothing to wait for here)."""
 
     def begin_range(self, name: str) -> None:
-        """Tell the device's profiler that `name` begins (there is none here)."""
+        """Begin a range called `name` in the device's profiler (there is none here)."""
 
     def end_range(self) -> None:
-        """Tell it that what began last has ended."""
+        """End the range that was begun last."""
 
-    def mark(self) -> Any:
-        """This moment in the order of what the device does, for `seconds`."""
+    def record_mark(self) -> Any:
+        """Record a mark in the order of the device's work, for `seconds_between`."""
         return time.perf_counter()
 
-    def seconds(self, start: Any, end: Any) -> float:
-        """Seconds on the device between two marks; waits until it has reached the second."""
+    def seconds_between(self, start: Any, end: Any) -> float:
+        """Return the seconds between two marks, after the device has reached the second."""
         return end - start
 
     def graph(self, step: Callable[[], Any]) -> Callable[[], Any]:
-        """A call that has the device repeat all that it does in `step`, launched as one.
+        """Record the device's work of `step`; return a callable that launches it as one graph.
 
         Raises
         ------
         ValueError
-            Where there is no device that can.
+            When the library cannot record graphs.
         """
         raise ValueError(f"backend {self.name!r} cannot record a step as a graph: choose 'cupy'")
 
     def memory(self) -> dict[str, int]:
-        """Bytes of array memory: ``in_use``, ``peak`` and ``reserved``."""
+        """Return the bytes of array memory: ``in_use``, ``peak`` and ``reserved``."""
         return {"in_use": self.pool.in_use, "peak": self.pool.peak,
                 "reserved": self.pool.reserved}
 
     def reset_peak(self) -> None:
-        """Let the peak of `memory` start again from what is in use now."""
+        """Set the peak of `memory` to the bytes in use now."""
         self.pool.reset_peak()
 
-    def trim(self) -> None:
-        """Give memory that no array uses back to the system."""
+    def release_idle_memory(self) -> None:
+        """Return the memory that no array uses to the system."""
         self.pool.trim()
 
 
-_makers: dict[str, Callable[[], Backend]] = {"numpy": Backend}
-_made: dict[str, Backend] = {}
+_factories: dict[str, Callable[[], Backend]] = {"numpy": Backend}
+_backends: dict[str, Backend] = {}
 
 
-def register(name: str, maker: Callable[[], Backend]) -> None:
-    """Add the array library `name`; `maker` is called when it is first chosen."""
-    _makers[name] = maker
+def register(name: str, factory: Callable[[], Backend]) -> None:
+    """Add the array library `name`; `factory` is called when it is first chosen."""
+    _factories[name] = factory
 
 
 def get(name: str | Backend | None = None) -> Backend:
-    """The backend called `name`, or the one ``MM3D_BACKEND`` names, or NumPy's.
+    """Return a backend, made when it is first chosen.
 
-    One that is given itself takes the place of the one of its name: from then on arrays of its
-    library belong to it.
+    Parameters
+    ----------
+    name : str or Backend, optional
+        By default the name in ``MM3D_BACKEND``, or "numpy".  A Backend replaces the one of its
+        name: from then on arrays of its library belong to it.
 
     Raises
     ------
@@ -205,61 +217,61 @@ def get(name: str | Backend | None = None) -> Backend:
         When no backend has that name, or its library cannot be used here.
     """
     if isinstance(name, Backend):
-        _made[name.name] = name
+        _backends[name.name] = name
         return name
     name = name or os.environ.get("MM3D_BACKEND") or "numpy"
-    if name not in _makers:
-        raise ValueError(f"backend {name!r} is unknown: choose one of {', '.join(_makers)}")
-    if name not in _made:
-        _made[name] = _makers[name]()
-    return _made[name]
+    if name not in _factories:
+        raise ValueError(f"backend {name!r} is unknown: choose one of {', '.join(_factories)}")
+    if name not in _backends:
+        _backends[name] = _factories[name]()
+    return _backends[name]
 
 
 @contextmanager
-def only(*backends: Backend) -> Iterator[None]:
-    """Have these backends alone in use within the block, and no other until `get` makes it.
+def use_only(*backends: Backend) -> Iterator[None]:
+    """Use only these backends within the block, and others only after `get` makes them.
 
-    Arrays belong to the first of them that owns them.  After the block the backends that were in
-    use before it are again.
+    An array belongs to the first of them that owns it.  After the block the earlier backends are
+    in use again.
     """
-    before = dict(_made)
-    _made.clear()
+    before = dict(_backends)
+    _backends.clear()
     try:
         for backend in backends:
             get(backend)
         yield
     finally:
-        _made.clear()
-        _made.update(before)
+        _backends.clear()
+        _backends.update(before)
 
 
 def backend_of(a: Array) -> Backend:
-    """The backend in use that `a` belongs to.
+    """Return the backend in use that `a` belongs to.
 
     Raises
     ------
     TypeError
         When it belongs to none.
     """
-    for backend in _made.values():
+    for backend in _backends.values():
         if backend.owns(a):
             return backend
     raise TypeError(f"{type(a).__name__} is an array of no backend in use "
-                    f"({', '.join(_made) or 'none'})")
+                    f"({', '.join(_backends) or 'none'})")
 
 
 def namespace(a: Array) -> ModuleType:
-    """The array library of `a`, whose functions work on it."""
+    """Return the array library of `a`, with the functions that work on it."""
     return backend_of(a).xp
 
 
 def accumulation_dtype(a: Array) -> Any:
-    """The dtype for sums over `a`: its own, but float32 for floating point of 16 bits."""
+    """Return the dtype for sums over `a`: its own, but float32 for floating point of 16 bits."""
     return namespace(a).float32 if str(a.dtype) in ("float16", "bfloat16") else a.dtype
 
 
 def host_dtype(a: Array) -> np.dtype:
-    """The NumPy dtype of the elements of `a`, found without looking at them."""
+    """Return the NumPy dtype of the elements of `a`, without reading them."""
     if isinstance(a.dtype, np.dtype):
         return a.dtype
-    return np.dtype(str(a.dtype).rpartition(".")[2])  # a library may call it "library.float32"
+    return np.dtype(str(a.dtype).rpartition(".")[2])    # a library may call it "library.float32"

@@ -8,37 +8,59 @@ from typing import Any, Iterator
 
 Array = Any
 
+GELU_SCALE = math.sqrt(2 / math.pi)
+GELU_CUBIC = 0.044715
 
-def blocks(extent: int, parts: int, unit: int = 1) -> list[int]:
-    """Lengths of the `parts` contiguous blocks of `extent` elements.
 
-    Whole units of `unit` elements are dealt, the first blocks getting one more where they do
-    not come out even; `extent` must be a multiple of `unit`.
+def block_lengths(extent: int, parts: int, unit: int = 1) -> list[int]:
+    """Return the lengths of `parts` contiguous blocks of `extent` elements.
+
+    Blocks consist of whole units of `unit` elements.  If the units do not divide evenly, each of
+    the first blocks has one unit more.
+
+    Raises
+    ------
+    ValueError
+        When `extent` is no multiple of `unit`.
     """
     units, rest = divmod(extent, unit)
     if rest:
-        raise ValueError(f"a length of {extent} cannot be dealt in units of {unit}: "
+        raise ValueError(f"a length of {extent} cannot be divided into units of {unit}: "
                          f"{unit * max(1, units)} or {unit * (units + 1)} would do")
     share, more = divmod(units, parts)
     return [(share + (part < more)) * unit for part in range(parts)]
 
 
-GELU_SCALE = math.sqrt(2 / math.pi)
-GELU_CUBIC = 0.044715
+def block_starts(lengths: list[int]) -> list[int]:
+    """Return the start of each of consecutive blocks."""
+    return [0, *itertools.accumulate(lengths[:-1])]
+
+
+def block_indices(ndim: int, dim: int, counts: list[int]) -> Iterator[tuple]:
+    """Iterate over the blocks along `dim`: the index of each in an array of `ndim` dimensions."""
+    stops = list(itertools.accumulate(counts))
+    for count, stop in zip(counts, stops):
+        yield (slice(None),) * (dim % ndim) + (slice(stop - count, stop), Ellipsis)
+
+
+def resized_shape(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
+    """Return `shape` with `length` in dimension `dim`."""
+    dim %= len(shape)
+    return tuple(shape[:dim]) + (length,) + tuple(shape[dim + 1:])
 
 
 def row_blocks(library: Any, *arrays: Array,
                block: int | None = None) -> Iterator[tuple[Array, ...]]:
-    """Matching views of a few rows of each array, the last dimension being a row.
+    """Iterate over matching views of a few rows of each array; the last dimension is a row.
 
     Parameters
     ----------
     library : Backend
-        Whose arrays they are.
+        The backend of the arrays.
     *arrays : Array
         All with the same leading dimensions.
     block : int, optional
-        About how many elements a view of the first has; the library's `block` if not given.
+        Elements in a view of the first array, approximately; by default the library's `block`.
     """
     first, xp = arrays[0], library.xp
     if len(first.shape) > 2 and not all(library.is_contiguous(a) for a in arrays):
@@ -53,7 +75,11 @@ def row_blocks(library: Any, *arrays: Array,
 
 
 def head_blocks(library: Any, q: Array, k: Array) -> Iterator[tuple[int, slice]]:
-    """A sequence and some of its heads, whose scores are about 8 blocks in size."""
+    """Iterate over sequences and groups of heads whose scores have about 8 blocks of elements.
+
+    `q` and `k` are (batch, positions, heads, d); yields the index of a sequence and a slice of
+    its heads.
+    """
     batch, queries, heads, _ = q.shape
     step = max(1, 8 * library.block // max(1, queries * k.shape[1]))
     for b in range(batch):
@@ -62,23 +88,5 @@ def head_blocks(library: Any, q: Array, k: Array) -> Iterator[tuple[int, slice]]
 
 
 def by_head(xp: ModuleType | Any, a: Array) -> Array:
-    """(positions, heads, d) as (heads, positions, d)."""
+    """Transpose (positions, heads, d) to (heads, positions, d)."""
     return xp.permute_dims(a, (1, 0, 2))
-
-
-def resized(shape: tuple[int, ...], dim: int, length: int) -> tuple[int, ...]:
-    """`shape` with dimension `dim` made `length` long."""
-    dim %= len(shape)
-    return tuple(shape[:dim]) + (length,) + tuple(shape[dim + 1:])
-
-
-def block_indices(ndim: int, dim: int, counts: list[int]) -> Iterator[tuple]:
-    """For each block along `dim`, what to index an array of `ndim` dimensions with."""
-    stops = list(itertools.accumulate(counts))
-    for count, stop in zip(counts, stops):
-        yield (slice(None),) * (dim % ndim) + (slice(stop - count, stop), Ellipsis)
-
-
-def _offsets(lengths: list[int]) -> list[int]:
-    """Where each block starts when they lie one after another."""
-    return [0, *itertools.accumulate(lengths[:-1])]

@@ -1,8 +1,8 @@
-"""CuPy: arrays in the memory of an NVIDIA GPU.
+"""Provide CuPy arrays in the memory of an NVIDIA GPU.
 
-One rank drives one GPU, the one of its number on the node; where there are fewer GPUs than ranks
-they take turns.  All work is in order on one stream of the rank's own; copies to and from the host
-and NCCL have streams of their own, which events order with it.
+A rank drives the GPU of its number on the node; where there are fewer GPUs than ranks, the ranks
+are divided over them in turn.  All computation is in order on one stream of the rank; copies to
+and from the host and NCCL have streams of their own, which events order with it.
 """
 
 import os
@@ -19,12 +19,12 @@ from mm3d.arrays.backend import Array, Backend, Progress
 from mm3d.arrays.cublas import Cublas
 from mm3d.arrays.cupy_kernels import GpuKernels
 
-# cupy.astype and bfloat16 came with 14.0; before 14.1 the bytes in use, which are asked for at
-# each allocation, were summed over all blocks.
-CUPY = (14, 1)
-# CUDA 13 compiles for Turing and later.
-TURING, CUDA_13 = 75, 13000
-INSTALL = "pip install -U 'cupy-cuda13x[ctk]>=14.1' (cupy-cuda12x for GPUs before Turing)"
+# cupy.astype and bfloat16 came with 14.0; before 14.1 `used_bytes`, which is called at each
+# allocation, took time proportional to the number of blocks.
+MINIMUM_CUPY = (14, 1)
+# CUDA 13 compiles for Turing and later: compute capability 7.5, runtime version 13.0.
+TURING_CAPABILITY, CUDA_13_VERSION = 75, 13000
+INSTALL_COMMAND = "pip install -U 'cupy-cuda13x[ctk]>=14.1' (cupy-cuda12x for GPUs before Turing)"
 
 
 class CupyBackend(Backend):
@@ -38,7 +38,7 @@ class CupyBackend(Backend):
     tf32 : bool
         Whether float32 products may round their factors to TensorFloat-32 (``MM3D_TF32=1``).
     stream : cupy.cuda.Stream
-        Where everything is computed.
+        The stream on which everything is computed.
 
     Raises
     ------
@@ -52,24 +52,24 @@ class CupyBackend(Backend):
     host_buffers = False
 
     def __init__(self) -> None:
-        cupy = self.xp = _library()
+        cupy = self.xp = _import_cupy()
         self.tf32 = os.environ.get("MM3D_TF32", "0") not in ("", "0")
         self.gpu = launcher.local_rank() % cupy.cuda.runtime.getDeviceCount()
-        cupy.cuda.Device(self.gpu).use()    # before anything makes a context, on GPU 0 otherwise
+        cupy.cuda.Device(self.gpu).use()    # before a context exists, else it is on GPU 0
         capability = int(cupy.cuda.Device(self.gpu).compute_capability)
         _check_architecture(capability, cupy.cuda.runtime.runtimeGetVersion())
         self.pool, self._peak = cupy.cuda.MemoryPool(), 0
         cupy.cuda.set_allocator(self._allocate)
         self.stream = cupy.cuda.Stream(non_blocking=True)
         self.stream.use()
-        self._sides: dict[str, Any] = {}
-        self._delivering: list[tuple[Any, np.ndarray]] = []
+        self._side_streams: dict[str, Any] = {}
+        self._copies_in_flight: list[tuple[Any, np.ndarray]] = []
         self.kernels = GpuKernels(self)
-        self.cublas = Cublas(self, _cublas(), capability)
+        self.cublas = Cublas(self, _import_cublas(), capability)
         cupy.zeros(1)
 
     def _allocate(self, size: int) -> Any:
-        """Device memory, for every array and every temporary of CuPy's own."""
+        """Allocate device memory, for every array and for CuPy's own temporaries."""
         memory = self.pool.malloc(size)
         self._peak = max(self._peak, self.pool.used_bytes())
         return memory
@@ -99,18 +99,23 @@ class CupyBackend(Backend):
         memory = self.xp.cuda.alloc_pinned_memory(max(1, a.nbytes))
         return np.frombuffer(memory, a.dtype, a.size).reshape(a.shape)
 
-    def deliver(self, host: np.ndarray, a: Array) -> None:
+    def copy_from_host(self, host: np.ndarray, a: Array) -> None:
         if not self.is_contiguous(a):
-            raise ValueError("only a contiguous array can be delivered to")
+            raise ValueError("only into a contiguous array can host memory be copied")
         back = self.side_stream("host to device")
-        # The memory of `a` may have been another array's, on which the stream still works.
+        # The stream may still use the memory of `a` for another array that had it before.
         back.wait_event(self.stream.record())
         self._copy(self.pointer(a), host.ctypes.data, a.nbytes, "memcpyHostToDevice", back)
         arrived = back.record()
         self.stream.wait_event(arrived)
-        # Pinned memory would be lent again as soon as nothing refers to it.
-        self._delivering = [(event, kept) for event, kept in self._delivering if not event.done]
-        self._delivering.append((arrived, host))
+        # CuPy reuses pinned memory once nothing refers to it: it is kept until the copy is done.
+        self._forget_finished_copies()
+        self._copies_in_flight.append((arrived, host))
+
+    def _forget_finished_copies(self) -> None:
+        """Drop the references to host memory whose copies to the device are done."""
+        self._copies_in_flight = [(event, host) for event, host in self._copies_in_flight
+                                  if not event.done]
 
     def _copy(self, to: int, source: int, length: int, kind: str, stream: Any) -> None:
         if length:
@@ -121,18 +126,18 @@ class CupyBackend(Backend):
         return a.view(np.uint16) if str(a.dtype) in ("float16", "bfloat16") else a
 
     def pointer(self, a: Array) -> int:
-        """The address of the first element."""
+        """Return the address of the first element."""
         return a.data.ptr
 
     def side_stream(self, name: str) -> Any:
-        """The stream called `name`, beside the one that computes."""
-        if name not in self._sides:
-            self._sides[name] = self.xp.cuda.Stream(non_blocking=True)
-        return self._sides[name]
+        """Return the stream called `name`, beside the one that computes."""
+        if name not in self._side_streams:
+            self._side_streams[name] = self.xp.cuda.Stream(non_blocking=True)
+        return self._side_streams[name]
 
     @property
     def more_dtypes(self) -> tuple[Any, ...]:
-        """bfloat16, where the package ml_dtypes, which CuPy takes it from, is installed."""
+        """bfloat16 if the package ml_dtypes is installed, from which CuPy takes it."""
         try:
             return (np.dtype(_dtype("bfloat16")),)
         except ImportError:
@@ -140,14 +145,14 @@ class CupyBackend(Backend):
 
     @property
     def nccl(self) -> Any:
-        """CuPy's binding of NCCL; None where the library is not installed."""
+        """CuPy's binding of NCCL; None if the library is not installed."""
         from cupy.cuda import nccl
         return nccl if nccl.available else None
 
-    def place(self) -> tuple[str, str]:
+    def device_location(self) -> tuple[str, str]:
         return platform.node(), self.xp.cuda.Device(self.gpu).pci_bus_id
 
-    def describe(self) -> dict[str, str | int]:
+    def describe_device(self) -> dict[str, str | int]:
         runtime = self.xp.cuda.runtime
         properties = runtime.getDeviceProperties(self.gpu)
         return {"gpu": properties["name"].decode(), "gpu_number": self.gpu,
@@ -157,24 +162,34 @@ class CupyBackend(Backend):
                 "cuda_driver": int(runtime.driverGetVersion()), "tf32": int(self.tf32)}
 
     def gemm(self, a: Array, b: Array, out: Array, progress: Progress = None) -> Array:
-        """A B by cuBLAS; the sums are float32 for float32 and what has 16 bits.
+        """Multiply two matrices by cuBLAS; elements of 16 and 32 bits are summed in float32.
 
-        The factors are matrices of one type, contiguous or transposed; others are copied.  `out`
-        is contiguous, of their type or, where they have 16 bits, of float32.  The host, which
-        has left when the device multiplies, calls no `progress`.
+        Parameters
+        ----------
+        a, b : Array
+            (m, k) and (k, n) of one type, contiguous or transposed; others are copied.
+        out : Array
+            (m, n), contiguous, of the type of `a`, or of float32 if that has 16 bits.
+        progress : callable, optional
+            Not called: the host does not wait for the product.
+
+        Returns
+        -------
+        Array
+            `out`.
         """
         self.gemms(a[None, ...], b[None, ...], out[None, ...])
         return out
 
     def gemms(self, a: Array, b: Array, out: Array, add: bool = False) -> None:
-        """The products of matrices along the first dimension, see `Cublas.gemms`."""
+        """Multiply the matrices along the first dimension, see `Cublas.gemms`."""
         if a.size and b.size:
             self.cublas.gemms(a, b, out, add)
         elif not add:
             out[...] = 0
 
-    def compiled(self, code: str, options: tuple[str, ...], names: list[str]) -> Any:
-        """CUDA C++ compiled for this GPU; `names` are the instances of its templates."""
+    def compile_module(self, code: str, options: tuple[str, ...], names: list[str]) -> Any:
+        """Compile CUDA C++ for this GPU; `names` are the instances of its templates."""
         return self.xp.RawModule(code=code, options=options, name_expressions=names)
 
     def synchronize(self) -> None:
@@ -186,10 +201,10 @@ class CupyBackend(Backend):
     def end_range(self) -> None:
         self.xp.cuda.nvtx.RangePop()
 
-    def mark(self) -> Any:
+    def record_mark(self) -> Any:
         return self.stream.record(self.xp.cuda.Event())
 
-    def seconds(self, start: Any, end: Any) -> float:
+    def seconds_between(self, start: Any, end: Any) -> float:
         end.synchronize()
         return 1e-3 * self.xp.cuda.get_elapsed_time(start, end)
 
@@ -203,30 +218,30 @@ class CupyBackend(Backend):
     def reset_peak(self) -> None:
         self._peak = self.pool.used_bytes()
 
-    def trim(self) -> None:
-        self._delivering = [(event, kept) for event, kept in self._delivering if not event.done]
+    def release_idle_memory(self) -> None:
+        self._forget_finished_copies()
         self.pool.free_all_blocks()
-        self.xp.get_default_pinned_memory_pool().free_all_blocks()    # host memory of `staged`
+        self.xp.get_default_pinned_memory_pool().free_all_blocks()    # of the transport `staged`
 
 
 class Graph:
-    """What a step has the device do, recorded as a CUDA graph; each call repeats it.
+    """The device's work of a step, recorded as a CUDA graph; each call launches it again.
 
-    What the step makes lies in a pool of its own, which gives the same addresses to nobody else;
-    what it was given is read and written where it lies.  The step runs once before it is recorded,
-    so that all memory is there and all kernels are compiled.
+    Memory that the step allocates is from a pool of the graph, so that its addresses are never
+    given to other arrays; the step's inputs are read and written in place.  The step runs once
+    before it is recorded, to allocate all memory and compile all kernels.
 
     Parameters
     ----------
     backend : CupyBackend
-        Whose stream is recorded.
+        The backend whose stream is recorded.
     step : callable
-        Without work of the host's, such as MPI, between what it asks of the device.
+        The step; between its operations on the device the host does nothing, such as MPI.
 
     Attributes
     ----------
     result : object
-        What `step` returned; each call fills its arrays anew.
+        The result of `step`; each call overwrites its arrays.
     """
 
     def __init__(self, backend: CupyBackend, step: Callable[[], Any]) -> None:
@@ -249,16 +264,17 @@ class Graph:
         return self.result
 
 
-def _library() -> Any:
-    """CuPy, with all that is used of it; ValueError says what is missing."""
+def _import_cupy() -> Any:
+    """Import CuPy with the libraries that are used; ValueError if one is missing."""
     try:
         import cupy
     except ImportError as error:
-        raise ValueError(f"backend 'cupy' needs the package cupy: {INSTALL}, or choose backend "
-                         "'numpy'") from error
-    if tuple(map(int, re.findall(r"\d+", cupy.__version__)[:2])) < CUPY:
-        raise ValueError(f"backend 'cupy' needs CuPy {'.'.join(map(str, CUPY))} or newer, here is "
-                         f"{cupy.__version__}: {INSTALL}")
+        raise ValueError(f"backend 'cupy' needs the package cupy: {INSTALL_COMMAND}, or choose "
+                         "backend 'numpy'") from error
+    if tuple(map(int, re.findall(r"\d+", cupy.__version__)[:2])) < MINIMUM_CUPY:
+        wanted = ".".join(map(str, MINIMUM_CUPY))
+        raise ValueError(f"backend 'cupy' needs CuPy {wanted} or newer, here is "
+                         f"{cupy.__version__}: {INSTALL_COMMAND}")
     if not cupy.is_available():
         raise ValueError("backend 'cupy' found no usable GPU: choose backend 'numpy'")
     try:
@@ -266,40 +282,40 @@ def _library() -> Any:
         nvrtc.getVersion()
     except (ImportError, RuntimeError) as error:
         raise ValueError(f"backend 'cupy' needs NVRTC, which CuPy does not find ({error}): "
-                         f"{INSTALL}") from error
+                         f"{INSTALL_COMMAND}") from error
     return cupy
 
 
-def _cublas() -> Any:
-    """CuPy's binding of cuBLAS; ValueError where cuBLAS is missing."""
+def _import_cublas() -> Any:
+    """Import CuPy's binding of cuBLAS; ValueError if cuBLAS is missing."""
     try:
         from cupy_backends.cuda.libs import cublas
     except ImportError as error:
         raise ValueError(f"backend 'cupy' needs cuBLAS, which CuPy does not find ({error}): "
-                         f"{INSTALL}") from error
+                         f"{INSTALL_COMMAND}") from error
     return cublas
 
 
 def _check_architecture(capability: int, cuda: int) -> None:
-    """ValueError when this CUDA compiles nothing for a GPU of this compute capability."""
-    if capability < TURING and cuda >= CUDA_13:
+    """Raise ValueError if this CUDA does not support the GPU's compute capability."""
+    if capability < TURING_CAPABILITY and cuda >= CUDA_13_VERSION:
         raise ValueError(f"CUDA {cuda // 1000} no longer supports this GPU (sm_{capability}): "
                          "pip uninstall cupy-cuda13x; pip install 'cupy-cuda12x[ctk]>=14.1'")
 
 
 def _dtype(name: Any) -> Any:
-    """The dtype; "bfloat16" is known once the package ml_dtypes is imported."""
+    """Return the dtype; ml_dtypes is imported only for "bfloat16"."""
     if str(name) == "bfloat16":
         import ml_dtypes
         return np.dtype(ml_dtypes.bfloat16)
     return name
 
 
-def start() -> None:
-    """Make the device's context now if ``MM3D_BACKEND`` names CuPy.
+def create_device_context() -> None:
+    """Create the device's context now if ``MM3D_BACKEND`` names CuPy.
 
-    MPI libraries find out when they start whether there is one.  If it cannot be made, whoever
-    asks for the backend is told.
+    MPI libraries check when they start whether a context exists.  An error is not raised here,
+    but when the backend is chosen.
     """
     if os.environ.get("MM3D_BACKEND") == CupyBackend.name:
         try:

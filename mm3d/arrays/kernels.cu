@@ -1,6 +1,7 @@
-// Kernels for what is no matrix product, in every type: sums are float, or double for double.
-// Arrays are contiguous matrices of `rows` x `cols` unless said otherwise.  A backward pass follows
-// its forward pass.  `mm3d/arrays/cupy_kernels.py` launches them; `mm3d/model/functional.py` says what they compute.
+// Elementwise kernels, sums, layer normalization and softmax, for every type of elements; sums are
+// float, or double for double.  Arrays are contiguous matrices of `rows` x `cols` unless a comment
+// says otherwise.  A backward kernel follows its forward kernel.  `mm3d/arrays/cupy_kernels.py`
+// launches them; `mm3d/model/functional.py` documents what they compute.
 
 struct half_t { unsigned short bits; };
 struct bf16_t { unsigned short bits; };
@@ -51,7 +52,7 @@ __device__ inline bool aligned(const void *a, const void *b, const void *c)
     return ((((size_t)a) | ((size_t)b) | ((size_t)c)) & 15) == 0;
 }
 
-// Every row with the vector b, which a thread reads once for all its rows.
+// Combine every row with the vector b, which a thread reads once for all its rows.
 template <typename T, typename F>
 __device__ void with_rows(long long rows, long long cols, const T *a, const T *b, T *y, F f)
 {
@@ -133,7 +134,7 @@ __global__ void sum_products(const T *a, const T *b, W *parts, long long rows, l
 {
     column_parts<T>(rows, cols, parts, [=](long long i) { return wide(a[i]) * wide(b[i]); });
 }
-// dx of GELU(x + b) and, while its elements are at hand, the sums of its columns: db.
+// dx of GELU(x + b) and, while its elements are in registers, the sums of its columns: db.
 template <typename T>
 __global__ void bias_gelu_backward(const T *dy, const T *x, const T *b, T *dx, W *parts,
                                    long long rows, long long cols)
@@ -203,7 +204,7 @@ template <typename V, typename F> __device__ V across_block(V x, F join)
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     for (int d = 16; d > 0; d /= 2)
         x = join(x, __shfl_xor_sync(0xFFFFFFFFu, x, d));
-    __syncthreads();    // the last use of `some` is over
+    __syncthreads();    // no thread reads `some` any longer
     if (lane == 0)
         some[warp] = x;
     __syncthreads();
@@ -220,8 +221,8 @@ template <typename V, typename F> __device__ V row_sum(long long cols, F f)
     return across_block(sum, [](V a, V b) { return a + b; });
 }
 
-// Layer normalization in steps, for rows of which other ranks hold the rest: `sums` and `squares`
-// are summed over the ranks in between.
+// Layer normalization in steps, for rows divided over ranks: `sums` and `squares`
+// are summed over the ranks between the steps.
 template <typename T> __global__ void norm_sums(const T *x, W *sums, long long cols)
 {
     const T *u = x + blockIdx.x * cols;
@@ -253,7 +254,7 @@ __global__ void norm_scale(const T *x, const W *sums, const W *squares, T *y, W 
     if (threadIdx.x == 0)
         rstd[blockIdx.x] = by;
 }
-// The same in one, for whole rows: what is read again comes from the cache.
+// The same in one kernel, for whole rows: elements that are read again come from the cache.
 template <typename T>
 __global__ void norm_forward(const T *x, T *y, W *rstd, W features, W eps, long long cols)
 {
@@ -293,7 +294,7 @@ __global__ void norm_backward(const T *dy, const T *xhat, const W *rstd, const W
 }
 
 // --- Softmax of scores (heads, queries, positions), one block a row -------------------------
-// Scores are scaled here; a causal row q sees the positions up to first + q.
+// Scores are scaled here; in a causal row q positions beyond first + q have no weight.
 
 template <typename T>
 __global__ void softmax_forward(const W *scores, T *P, W *lse, int queries, int positions,
@@ -314,7 +315,7 @@ __global__ void softmax_forward(const W *scores, T *P, W *lse, int queries, int 
         lse[blockIdx.x] = top + log(sum);
 }
 template <typename T>
-__global__ void softmax_again(const W *scores, T *P, const W *lse, int queries, int positions,
+__global__ void softmax_recompute(const W *scores, T *P, const W *lse, int queries, int positions,
                               int first, int causal, W scale)
 {
     const long long row = (long long)blockIdx.x * positions;

@@ -1,9 +1,9 @@
-"""Elementwise work on a processor: in place, in blocks that stay in cache.
+"""Compute elementwise functions and attention with NumPy: in place, in blocks that stay in cache.
 
-`Kernels` holds what NumPy does faster than by the readable pairs of `mm3d.model.functional`, under
-the same names and with the same arguments; the tests compare the two.  A first touch of fresh
-memory costs more than most of the arithmetic, so nothing here is as large as an activation:
-results go where the caller says, intermediate values into a few blocks from the backend's pool.
+`Kernels` has the functions of `mm3d.model.functional` that NumPy computes faster in this way,
+under the same names and with the same arguments; the tests compare the two.  A first touch of new
+memory costs more than most of the arithmetic, so no intermediate array is as large as an
+activation: results go to arrays of the caller, intermediate values to a few blocks of memory.
 """
 
 import math
@@ -24,12 +24,12 @@ class Kernels:
     Parameters
     ----------
     library : Backend
-        Its `empty` gives the memory, and its `xp` has NumPy's functions with their ``out``.
+        Its `empty` allocates memory, and its `xp` has NumPy's functions with their ``out``.
 
     Attributes
     ----------
     dtypes : tuple of dtype
-        The arrays that these are for; others are left to the readable pairs.
+        The types of arrays that the kernels take.
     """
 
     dtypes = (np.dtype(np.float32), np.dtype(np.float64))
@@ -39,11 +39,11 @@ class Kernels:
 
     @property
     def np(self) -> ModuleType | Any:
-        """NumPy, or what takes its place in a dry run or while a step is observed."""
+        """NumPy, or its substitute in a dry run or while a step is observed."""
         return self.library.xp
 
     def _blocks(self, *arrays: Array, spare: int = 0) -> Iterator[tuple[Array, ...]]:
-        """`row_blocks`, each with so many blocks of memory like the first array's."""
+        """Iterate over `row_blocks`, each with `spare` new blocks like the first view."""
         more: list[Array] = []
         for views in row_blocks(self.library, *arrays):
             rows = views[0].shape[0]
@@ -67,7 +67,7 @@ class Kernels:
 
     def bias_gelu_backward(self, dy: Array, x: Array, b: Array, out: Array,
                            keep_float32: bool = False) -> tuple[Array, Array]:
-        """With u = x + b, z the argument of tanh and t = tanh z:
+        """Compute dx and db; with u = x + b, z the argument of tanh and t = tanh z:
         dx = dy (1 + t) (1/2 + u z'/2 (1 - t))."""
         np = self.np
         for g, v, dx, u, t, rest in self._blocks(dy, x, out, spare=3):
@@ -95,13 +95,13 @@ class Kernels:
         return self.np.multiply(a, b, out=out)
 
     def sum_rows(self, a: Array, keep_float32: bool = False) -> Array:
-        return self._summed(lambda u, out: self.np.sum(u, axis=0, out=out), a)
+        return self._sum_rows(lambda u, out: self.np.sum(u, axis=0, out=out), a)
 
     def sum_products(self, a: Array, b: Array, keep_float32: bool = False) -> Array:
-        return self._summed(lambda u, v, out: self.np.einsum("ij,ij->j", u, v, out=out), a, b)
+        return self._sum_rows(lambda u, v, out: self.np.einsum("ij,ij->j", u, v, out=out), a, b)
 
-    def _summed(self, add: Callable[..., Array], *arrays: Array) -> Array:
-        """What `add` makes of all rows; of one part after another where they are apart."""
+    def _sum_rows(self, add: Callable[..., Array], *arrays: Array) -> Array:
+        """Sum `add` over all rows, part by part where the rows are not contiguous."""
         first = arrays[0]
         total, part = (self.library.empty(first.shape[-1:], first.dtype) for _ in range(2))
         total[...] = 0
@@ -127,16 +127,16 @@ class Kernels:
         np.add(rstd, eps, out=rstd)
         np.sqrt(rstd, out=rstd)
         np.divide(1, rstd, out=rstd)
-        return self._scaled(out, rstd), rstd
+        return self._scale_rows(out, rstd), rstd
 
     def _ones(self, length: int, dtype: Any) -> Array:
-        """A row of ones: its product with a row is the row's sum, at twice the speed of a sum."""
+        """Allocate a row of ones: a dot product with it sums a row at twice the speed of `sum`."""
         ones = self.library.empty((length,), dtype)
         ones[...] = 1
         return ones
 
-    def _scaled(self, a: Array, by: Array) -> Array:
-        """`a` with every row multiplied by its own number."""
+    def _scale_rows(self, a: Array, by: Array) -> Array:
+        """Multiply each row of `a` by its own factor, in place."""
         for u, r in self._blocks(a, by):
             self.np.multiply(u, r, out=u)
         return a
@@ -162,7 +162,7 @@ class Kernels:
                           out: Array) -> tuple[Array, Array]:
         np, (batch, queries, heads, _) = self.np, q.shape
         lse = self.library.empty((batch, heads, queries), q.dtype)
-        mask = self._mask(q, k, first) if causal else None
+        mask = self._causal_mask(q, k, first) if causal else None
         ones = self._ones(k.shape[1], q.dtype)
         for b, some, (P, Q, sums) in self._head_blocks(q, k, "qk", "qd", "q"):
             K, V, y = (by_head(np, a[b, :, some, :]) for a in (k, v, out))
@@ -181,9 +181,9 @@ class Kernels:
 
     def attention_backward(self, do: Array, q: Array, k: Array, v: Array, lse: Array, first: int,
                            causal: bool, dq: Array, dk: Array, dv: Array) -> None:
-        """The subtraction of `lse` is a part of the product: [Q, -lse] [K, 1]^T."""
+        """Compute dq, dk and dv; one product gives Q K^T - lse, as [Q, -lse] [K, 1]^T."""
         np, scale, d = self.np, 1 / math.sqrt(q.shape[-1]), q.shape[-1]
-        mask = self._mask(q, k, first) if causal else None
+        mask = self._causal_mask(q, k, first) if causal else None
         blocks = self._head_blocks(q, k, "qk", "qk", "qe", "ke", "q")
         for b, some, (P, dS, Q, K, sums) in blocks:
             V, dO, dQ, dK, dV = (by_head(np, a[b, :, some, :]) for a in (v, do, dq, dk, dv))
@@ -204,9 +204,9 @@ class Kernels:
 
     def _head_blocks(self, q: Array, k: Array,
                      *spare: str) -> Iterator[tuple[int, slice, list[Array]]]:
-        """`head_blocks` with memory of (heads, ...): the letters are dimensions.
+        """Iterate over `head_blocks`, each with memory of (heads, ...) in the given dimensions.
 
-        They are q for queries, k for positions, d for a head's features, e for one more.
+        Dimensions are q for queries, k for positions, d for features of a head, e for d + 1.
         """
         d = q.shape[-1]
         lengths, made = dict(q=q.shape[1], k=k.shape[1], d=d, e=d + 1), None
@@ -218,13 +218,13 @@ class Kernels:
             yield b, some, [a[:heads, ...] for a in made]
 
     def _scores(self, Q: Array, K: Array, mask: Array | None, out: Array) -> None:
-        """Q K^T, plus the mask."""
+        """Compute Q K^T plus the mask."""
         self.np.matmul(Q, self.np.matrix_transpose(K), out=out)
         if mask is not None:
             self.np.add(out, mask, out=out)
 
-    def _mask(self, q: Array, k: Array, first: int) -> Array:
-        """0 where a query may look and -inf beyond its own position."""
+    def _causal_mask(self, q: Array, k: Array, first: int) -> Array:
+        """Return the causal mask: 0 up to a query's own position, -inf beyond it."""
         queries, positions, library = q.shape[1], k.shape[1], self.library
         later = (library.arange(0, positions)[None, :]
                  > library.arange(first, first + queries)[:, None])

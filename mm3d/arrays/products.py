@@ -1,4 +1,4 @@
-"""Local matrix products: C = AB, AB^T and A^T B on one rank's arrays."""
+"""Multiply matrices on one rank's arrays: C = A B, A B^T and A^T B."""
 
 import math
 from typing import Any, Callable
@@ -11,10 +11,21 @@ Array = Any
 
 def matmul(a: Array, b: Array, empty: Callable[..., Array] | None = None,
            progress: Progress = None) -> Array:
-    """C = A B: (..., n) times (n, ...); the last dimension of A meets the first of B.
+    """Compute C = A B; the last dimension of A is summed with the first of B.
 
-    `empty` makes the array of the result, from its shape and dtype; for `progress` see
-    `Backend.gemm`.
+    Parameters
+    ----------
+    a, b : Array
+        (..., n) and (n, ...), of one dtype.
+    empty : callable, optional
+        Allocates C from its shape and dtype; by default the backend does.
+    progress : callable, optional
+        See `Backend.gemm`.
+
+    Returns
+    -------
+    Array
+        The leading dimensions of A, then the trailing ones of B.
     """
     n = b.shape[0]
     return _gemm((math.prod(a.shape[:-1]), n), a, (n, math.prod(b.shape[1:])), b,
@@ -23,7 +34,10 @@ def matmul(a: Array, b: Array, empty: Callable[..., Array] | None = None,
 
 def matmul_nt(a: Array, b: Array, empty: Callable[..., Array] | None = None,
               progress: Progress = None) -> Array:
-    """C = A B^T: (..., k) times (n, k); k may be several dimensions, all but B's first."""
+    """Compute C = A B^T of (..., k) and (n, k), where k may be several dimensions.
+
+    They are all dimensions of B but the first.  Other parameters as in `matmul`.
+    """
     n, inner = b.shape[0], b.shape[1:]
     rows = a.shape[:len(a.shape) - len(inner)]
     k = math.prod(inner)
@@ -32,9 +46,10 @@ def matmul_nt(a: Array, b: Array, empty: Callable[..., Array] | None = None,
 
 def matmul_tn(a: Array, b: Array, empty: Callable[..., Array] | None = None,
               accumulate_float32: bool = False, progress: Progress = None) -> Array:
-    """C = A^T B: (m, n) and (m, ...); m may be several dimensions, all but A's last.
+    """Compute C = A^T B of (m, n) and (m, ...), where m may be several dimensions.
 
-    With `accumulate_float32` C has the `accumulation_dtype` of A.
+    They are all dimensions of A but the last.  With `accumulate_float32` C has the
+    `accumulation_dtype` of A.  Other parameters as in `matmul`.
     """
     n, m = a.shape[-1], math.prod(a.shape[:-1])
     outer = b.shape[len(a.shape) - 1:]
@@ -42,19 +57,19 @@ def matmul_tn(a: Array, b: Array, empty: Callable[..., Array] | None = None,
                  accumulate_float32=accumulate_float32)
 
 
-def _gemm(rows: tuple[int, int], a: Array, columns: tuple[int, int], b: Array,
+def _gemm(a_shape: tuple[int, int], a: Array, b_shape: tuple[int, int], b: Array,
           shape: tuple[int, ...], empty: Callable[..., Array] | None, progress: Progress,
           left: bool = False, right: bool = False,
           accumulate_float32: bool = False) -> Array:
-    """The product of `a` and `b` as matrices of the two shapes, transposed if `left`, `right`."""
+    """Multiply `a` and `b` as matrices of these shapes, transposed if `left` and `right`."""
     backend = backend_of(a)
     c = (empty or backend.empty)(shape, accumulation_dtype(a) if accumulate_float32 else a.dtype)
-    flat = (rows[1] if left else rows[0], columns[0] if right else columns[1])
-    if a.shape != rows:
-        a = backend.xp.reshape(a, rows)
-    if b.shape != columns:
-        b = backend.xp.reshape(b, columns)
-    out = c if c.shape == flat else backend.xp.reshape(c, flat)
+    c_shape = (a_shape[1] if left else a_shape[0], b_shape[0] if right else b_shape[1])
+    if a.shape != a_shape:
+        a = backend.xp.reshape(a, a_shape)
+    if b.shape != b_shape:
+        b = backend.xp.reshape(b, b_shape)
+    out = c if c.shape == c_shape else backend.xp.reshape(c, c_shape)
     a, b = a.T if left else a, b.T if right else b
     if progress is None:
         backend.gemm(a, b, out)

@@ -12,7 +12,7 @@ from typing import Any
 from mpi4py import MPI
 
 from mm3d.arrays.backend import Array, Backend, host_dtype
-from mm3d.arrays.blocks import blocks, resized
+from mm3d.arrays.blocks import block_lengths, resized_shape
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
 
@@ -63,7 +63,7 @@ class Axis:
     backend : Backend
         The array library.
     transport : MpiTransport
-        Moves the bytes; see `mm3d.transport.choice.transports_for`.
+        Moves the bytes; see `mm3d.transport.choice.create_transports`.
     """
 
     def __init__(self, name: str, comm: MPI.Intracomm, backend: Backend,
@@ -128,8 +128,7 @@ class Axis:
         dim : int
             The dimension to divide.
         counts : list of int, optional
-            Lengths of the ranks' blocks along `dim`; by default those of
-            `mm3d.arrays.blocks.blocks`.
+            The blocks' lengths along `dim`; by default `mm3d.arrays.blocks.block_lengths`.
 
         Returns
         -------
@@ -143,7 +142,7 @@ class Axis:
         """
         if self.size == 1:
             return a
-        counts = counts or blocks(a.shape[dim], self.size)
+        counts = counts or block_lengths(a.shape[dim], self.size)
         self._check(counts, a.shape[dim], sum(counts))
         out = self.transport.reduce_scatter(a, dim, counts)
         self._count("reduce_scatter", a, a.size - out.size, self.size - 1)
@@ -154,7 +153,7 @@ class Axis:
         """Start a `reduce_scatter` that may run while this rank computes."""
         if self.size == 1:
             return Pending(a)
-        counts = counts or blocks(a.shape[dim], self.size)
+        counts = counts or block_lengths(a.shape[dim], self.size)
         self._check(counts, a.shape[dim], sum(counts))
         pending = self.transport.begin_reduce_scatter(a, dim, counts)
         self._count("reduce_scatter", a, a.size - pending.out.size, self.size - 1)
@@ -174,7 +173,7 @@ class Axis:
         if self.size == 1:
             return a
         out = self.transport.all_reduce(a)
-        own = blocks(a.size, self.size)[self.rank]
+        own = block_lengths(a.size, self.size)[self.rank]
         self._count("all_reduce", a, 2 * (a.size - own), 2 * (self.size - 1))
         return out
 
@@ -246,7 +245,7 @@ class Split:
 
     def __init__(self, axis: Axis, dim: int, extent: int, unit: int = 1) -> None:
         self.axis, self.dim, self.extent = axis, dim, extent
-        self.counts = blocks(extent, axis.size, unit)
+        self.counts = block_lengths(extent, axis.size, unit)
 
     def __repr__(self) -> str:
         return f"Split(dimension {self.dim} of {self.extent} over {self.axis.name})"
@@ -296,7 +295,7 @@ class Split:
     def broadcast(self, a: Array, root: int) -> Array:
         """Broadcast the block of the rank `root` to all ranks."""
         if self.axis.rank != root:
-            shape = resized(a.shape, self.dim, self.counts[root])
+            shape = resized_shape(a.shape, self.dim, self.counts[root])
             a = self.axis.backend.empty(shape, a.dtype)
         return self.axis.broadcast(a, root)
 

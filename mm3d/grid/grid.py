@@ -9,7 +9,7 @@ from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 from mm3d.grid.axis import Axis, Traffic
 from mm3d.grid.shape import GridShape
-from mm3d.transport.choice import settle, transports_for
+from mm3d.transport.choice import choose_transport, create_transports
 from mm3d.transport.nodes import node_of
 from mm3d.transport.silent import DryCommunicator
 
@@ -63,10 +63,10 @@ class Grid:
         launcher.check_launcher(comm.size if comm == MPI.COMM_WORLD else None)
         self.size, self.rank = comm.size, comm.rank
         self.coords = self.shape.coordinates(comm.rank)
-        kind = settle(comm, self.backend)
+        kind = choose_transport(comm, self.backend)
         node = node_of(comm) if kind == "shared" else 0
         lines = {name: self._line(name) for name in self.shape}
-        transports = transports_for(comm, lines, self.backend, kind, node)
+        transports = create_transports(comm, lines, self.backend, kind, node)
         self.axes = {name: Axis(name, line, self.backend, transports[name])
                      for name, line in lines.items()}
 

@@ -18,7 +18,7 @@ from typing import Mapping
 import numpy as np
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.blocks import blocks
+from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.axis import Split
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
@@ -79,7 +79,7 @@ class Layout:
         """Return start and length of the block of dimension `dim` at `coords`."""
         start, unit = 0, self.units.get(dim, 1)
         for letter in self.dims[dim]:
-            counts = blocks(length, sizes[letter], unit)
+            counts = block_lengths(length, sizes[letter], unit)
             start += sum(counts[:coords[letter]])
             length, unit = counts[coords[letter]], 1
         return start, length
@@ -149,7 +149,7 @@ class Layout:
         dim = next(d for d, letters in enumerate(self.dims) if letter in letters)
         length, unit = shape[dim], self.units.get(dim, 1)
         for before in self.dims[dim].partition(letter)[0]:
-            length, unit = blocks(length, grid.shape[before], unit)[grid.coords[before]], 1
+            length, unit = block_lengths(length, grid.shape[before], unit)[grid.coords[before]], 1
         return grid[letter].split(dim, length, unit)
 
     def shard(self, a: np.ndarray, grid: Grid) -> Array:

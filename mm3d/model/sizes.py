@@ -72,8 +72,8 @@ class ModelSizes(Mapping[str, int]):
         if hidden % heads:
             below, above = hidden // heads * heads, (hidden // heads + 1) * heads
             near = f"hidden={below} or hidden={above}" if below else f"hidden={above}"
-            raise ValueError(f"hidden={hidden} cannot be dealt to heads={heads} of equal size: "
-                             f"{near} would do")
+            raise ValueError(f"hidden={hidden} cannot be divided among heads={heads} of equal "
+                             f"size: {near} would do")
 
 
 SIZES = tuple(field.name for field in fields(ModelSizes))

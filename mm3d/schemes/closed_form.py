@@ -65,7 +65,7 @@ class LocalProduct(NamedTuple):
 def largest_block(extent: int, parts: int, unit: int = 1) -> int:
     """Return the length of the first block of `extent` elements divided into `parts` blocks.
 
-    Units stay together, as in `mm3d.arrays.blocks.blocks`.
+    Units stay together, as in `mm3d.arrays.blocks.block_lengths`.
     """
     return -(-(extent // unit) // parts) * unit
 

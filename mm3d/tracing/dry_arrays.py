@@ -1,7 +1,7 @@
-"""Arrays with a shape and a dtype but no contents: the array library of dry runs.
+"""Provide arrays with a shape and a dtype but no contents: the array library of dry runs.
 
-They behave as NumPy's do, in shape, dtype, strides and errors, as far as the model calls them;
-what is asked of them is noted in a `Trace`, and the memory they would take is accounted for.
+They behave like NumPy's in shape, dtype, strides and errors, as far as the model uses them.  Their
+elementwise operations are counted in a `Trace`, and so is the memory that they would take.
 """
 
 import ctypes
@@ -18,13 +18,13 @@ from mm3d.tracing.trace import Trace
 
 
 class DryArray:
-    """Shape and dtype of an array, without contents.
+    """An array with a shape and a dtype but no contents.
 
-    Behind it is a NumPy array of that shape over memory that does not exist and is never looked
-    at, so that NumPy's own rules give the shape and the strides of every slice and transpose.
+    It wraps a NumPy array of that shape over memory that does not exist and is never read, so that
+    NumPy's rules give the shape and the strides of every slice and transpose.
     """
 
-    __array_ufunc__ = None    # NumPy's arrays leave operations with these to these
+    __array_ufunc__ = None    # NumPy leaves operations with these arrays to them
     __slots__ = ("_backend", "_shell")
 
     def __init__(self, backend: "DryBackend", shell: np.ndarray) -> None:
@@ -55,12 +55,14 @@ class DryArray:
 
 
 def _operator(name: str, dtype: Any = None) -> Callable:
+    """Return the method of a binary operator whose result is a new array."""
     def operate(self, other):
         return self._backend.elementwise(name, self, other, dtype=dtype)
     return operate
 
 
 def _in_place(name: str) -> Callable:
+    """Return the method of an operator that writes to its first operand."""
     def operate(self, other):
         return self._backend.write_into(name, self, self, other)
     return operate
@@ -75,7 +77,7 @@ for _name in ("gt", "lt", "ge", "le"):
 
 
 class DryNamespace:
-    """The functions of the array library, as far as the model calls them."""
+    """The functions of the array library that the model calls."""
 
     float16, float32, float64 = np.float16, np.float32, np.float64
 
@@ -108,7 +110,7 @@ class DryNamespace:
         axis %= a.ndim
         kept = (1,) if keepdims else ()
         shape = a.shape[:axis] + kept + a.shape[axis + 1:]
-        return self._backend.reduced("sum", out, shape, dtype or a.dtype, a)
+        return self._backend.reduction("sum", out, shape, dtype or a.dtype, a)
 
     def max(self, a: DryArray, axis: int, keepdims: bool = False,
             out: DryArray | None = None) -> DryArray:
@@ -116,13 +118,13 @@ class DryNamespace:
 
     def vecdot(self, a: DryArray, b: DryArray, out: DryArray | None = None) -> DryArray:
         shape = np.broadcast_shapes(a.shape, b.shape)[:-1]
-        return self._backend.reduced("vecdot", out, shape, a.dtype, a, b)
+        return self._backend.reduction("vecdot", out, shape, a.dtype, a, b)
 
     def einsum(self, subscripts: str, *operands: DryArray, out: DryArray) -> DryArray:
         lengths = {c: n for dims, a in zip(subscripts.split("->")[0].split(","), operands)
                    for c, n in zip(dims, a.shape, strict=True)}
         shape = tuple(lengths[c] for c in subscripts.partition("->")[2])
-        return self._backend.reduced("einsum", out, shape, out.dtype, *operands)
+        return self._backend.reduction("einsum", out, shape, out.dtype, *operands)
 
     def matmul(self, a: DryArray, b: DryArray, out: DryArray | None = None) -> DryArray:
         lead = np.broadcast_shapes(a.shape[:-2], b.shape[:-2])
@@ -138,7 +140,7 @@ class DryNamespace:
     def reshape(self, a: DryArray, shape: tuple[int, ...]) -> DryArray:
         try:
             return DryArray(self._backend, a._shell.reshape(shape, copy=False))
-        except ValueError:    # where NumPy, too, has to copy
+        except ValueError:    # NumPy has to copy here, too
             return self._backend.result("copy", np.broadcast_to(0, a.shape).reshape(shape).shape,
                                         a.dtype, a)
 
@@ -150,33 +152,41 @@ class DryNamespace:
 
 
 class DryPool(Pool):
-    """The accounts of a `Pool` without the memory."""
+    """A `Pool` that counts memory without allocating it.
+
+    Parameters
+    ----------
+    granularity : int
+        Bytes of a unit of memory.
+    on_take : callable
+        Called after each `take`.
+    """
 
     _byte = ctypes.c_char()
 
-    def __init__(self, granularity: int, changed: Callable[[], None]) -> None:
+    def __init__(self, granularity: int, on_take: Callable[[], None]) -> None:
         super().__init__()
-        self.granularity, self._changed = granularity, changed
+        self.granularity, self._on_take = granularity, on_take
 
-    def _storage(self, size: int) -> ctypes.Array:
-        """So many bytes of memory that do not exist, at the address of one that does."""
+    def _allocate(self, size: int) -> ctypes.Array:
+        """Return `size` bytes that must not be accessed, at the address of a single byte."""
         return (ctypes.c_char * size).from_address(ctypes.addressof(self._byte))
 
     def take(self, shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
         array = super().take(shape, dtype)
-        self._changed()
+        self._on_take()
         return array
 
 
 class DryBackend(Backend):
-    """Arrays of shape and dtype only.
+    """The backend of arrays without contents.
 
-    It is not registered: nobody can choose by its name what nothing can be measured with.
+    It is not registered, so that nobody can choose it by name for a measurement.
 
     Attributes
     ----------
     trace : Trace
-        Where everything is noted.
+        The trace that counts events and memory.
     """
 
     name = "dry"
@@ -184,15 +194,16 @@ class DryBackend(Backend):
 
     def __init__(self) -> None:
         self.xp, self.kernels = DryNamespace(self), Kernels(self)
-        self.begin()
+        self.reset()
 
-    def begin(self, block: int = sys.maxsize) -> None:
-        """Forget everything and start a new trace, elementwise work in blocks of so many."""
+    def reset(self, block: int = sys.maxsize) -> None:
+        """Start a new trace and new pools; elementwise work is in blocks of `block` elements."""
         self.block, self.trace = block, Trace()
-        self.pool = DryPool(Pool.granularity, self._taken)
-        self.scratch = DryPool(1, self._taken)
+        self.pool = DryPool(Pool.granularity, self._record_memory)
+        self.scratch = DryPool(1, self._record_memory)
 
-    def _taken(self) -> None:
+    def _record_memory(self) -> None:
+        """Add the bytes in use to the timeline and the peaks of the trace."""
         in_use = self.pool.in_use + self.scratch.in_use
         self.trace.timeline.append((self.trace.phase, in_use))
         self.trace.peak = max(self.trace.peak, in_use)
@@ -206,7 +217,7 @@ class DryBackend(Backend):
         return DryArray(self, super().empty(shape, dtype))
 
     def scratch_array(self, shape: tuple[int, ...], dtype: Any) -> DryArray:
-        """An intermediate array, which the library makes for itself."""
+        """Allocate an intermediate array of the library, outside of the model's pool."""
         return DryArray(self, self.scratch.take(tuple(shape), np.dtype(dtype)))
 
     def arange(self, start: int, stop: int) -> DryArray:
@@ -225,43 +236,44 @@ class DryBackend(Backend):
         return out
 
     def result(self, operation: str, shape: tuple[int, ...], dtype: Any, *read: Any) -> DryArray:
-        """A new array that `operation` fills from the arrays among `read`."""
+        """Count an operation that reads the arrays among `read`, and return its new result."""
         out = self.scratch_array(shape, dtype)
-        self.trace.note(Pass(operation, out.nbytes + _bytes(read)))
+        self.trace.count_event(Pass(operation, out.nbytes + _sum_bytes(read)))
         return out
 
-    def reduced(self, operation: str, out: DryArray | None, shape: tuple[int, ...], dtype: Any,
-                *read: DryArray) -> DryArray:
-        """`result` of that shape, in `out` if there is one."""
+    def reduction(self, operation: str, out: DryArray | None, shape: tuple[int, ...], dtype: Any,
+                  *read: DryArray) -> DryArray:
+        """Count a reduction to `shape`, and return its result, in `out` if that is given."""
         if out is None:
             return self.result(operation, shape, dtype, *read)
         if out.shape != shape:
             raise ValueError(f"{operation}: a result of {shape} does not fit {out.shape}")
-        self.trace.note(Pass(operation, out.nbytes + _bytes(read)))
+        self.trace.count_event(Pass(operation, out.nbytes + _sum_bytes(read)))
         return out
 
     def elementwise(self, operation: str, *operands: Any, dtype: Any = None) -> DryArray:
-        """The result of `operation` on arrays and numbers, after broadcasting."""
+        """Count an operation on arrays and numbers, and return its result after broadcasting."""
         arrays = self._arrays(operands)
         kinds = [a.dtype if self.owns(a) else a for a in operands]
         return self.result(operation, np.broadcast_shapes(*(a.shape for a in arrays)),
                            dtype or np.result_type(*kinds), *arrays)
 
     def write_into(self, operation: str, out: DryArray, *operands: Any) -> DryArray:
-        """`operation` with its result in `out`, whose shape the operands must fit."""
+        """Count an operation whose result goes to `out`; the operands must fit its shape."""
         for a in self._arrays(operands):
             if np.broadcast_shapes(a.shape, out.shape) != out.shape:
                 raise ValueError(f"{operation}: an array of {a.shape} does not fit {out.shape}")
-        self.trace.note(Pass(operation, out.nbytes + _bytes(operands)))
+        self.trace.count_event(Pass(operation, out.nbytes + _sum_bytes(operands)))
         return out
 
     def _arrays(self, operands: tuple) -> list[DryArray]:
-        """The arrays among the operands; TypeError where one is neither that nor a number."""
+        """Return the arrays among the operands; TypeError if one is neither array nor number."""
         for a in operands:
             if not isinstance(a, (DryArray, int, float, np.number)):
                 raise TypeError(f"{type(a).__name__} and an array without contents")
         return [a for a in operands if self.owns(a)]
 
 
-def _bytes(operands: tuple) -> int:
+def _sum_bytes(operands: tuple) -> int:
+    """Sum the bytes of the arrays among the operands."""
     return sum(a.nbytes for a in operands if isinstance(a, DryArray))

@@ -1,11 +1,11 @@
 """Run a step of the model dry: trace any one rank of any grid, in one process, without data.
 
 The unchanged model runs on arrays without contents (`mm3d.tracing.dry_arrays`) and on a
-`mm3d.transport.silent.DryCommunicator`.  The `Trace` holds every matrix product, every
+`mm3d.transport.silent.DryCommunicator`.  The `Trace` counts every matrix product, every
 elementwise pass, every collective, and the memory over time, exactly.
 
->>> trace = mm3d.tracing.dry_run.step("3d", 4096, grid=(16, 16, 16), layers=2, hidden=1024,
-...                                   heads=16, batch=32, seq=128)
+>>> trace = mm3d.tracing.dry_run.trace_step("3d", 4096, grid=(16, 16, 16), layers=2,
+...                                         hidden=1024, heads=16, batch=32, seq=128)
 >>> trace.flops("forward"), trace.peak
 """
 
@@ -22,28 +22,38 @@ from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
 from mm3d.transport.silent import DryCommunicator
 
-__all__ = ["PHASES", "Collective", "Gemm", "Pass", "Trace", "extended", "step"]
+__all__ = ["PHASES", "Collective", "Gemm", "Pass", "Trace", "extrapolate_step", "trace_step"]
 
 
-def step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0,
-         block: int = sys.maxsize, options: dict[str, Any] | None = None,
-         **sizes: Any) -> Trace:
-    """The trace of a forward and a backward pass of rank `rank` of `ranks`.
+def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0,
+               block: int = sys.maxsize, options: dict[str, Any] | None = None,
+               **sizes: Any) -> Trace:
+    """Trace a forward and a backward pass of one rank.
 
     Parameters
     ----------
     name, grid, options
-        Of `mm3d.scheme`.
+        As in `mm3d.scheme`.
     ranks, rank : int
-        How many ranks there would be, and which is traced; rank 0 has the largest blocks.
+        Number of ranks, and the rank to trace; rank 0 has the largest blocks.
     block : int
-        Elements that elementwise work handles at a time; ``Backend.block`` for what NumPy
-        does, by default everything at once, as on a GPU.
+        Elements that elementwise work handles at a time: ``Backend.block`` for NumPy's; by
+        default all at once, as on a GPU.
     **sizes
-        Of `mm3d.Transformer`.
+        As in `mm3d.Transformer`.
+
+    Returns
+    -------
+    Trace
+        The events, the traffic and the memory of the rank.
+
+    Raises
+    ------
+    ValueError
+        When `mm3d.scheme`, `DryCommunicator` or `mm3d.Transformer` refuses the arguments.
     """
     backend = backends.get(DryBackend())
-    backend.begin(block)
+    backend.reset(block)
     trace = backend.trace
     scheme = make_scheme(name, DryCommunicator(ranks, rank), grid, backend, **(options or {}))
     model = Transformer(scheme, **sizes)
@@ -62,32 +72,39 @@ def step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int =
     return trace
 
 
-def extended(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0, *,
-             layers: int, **rest: Any) -> Trace:
-    """What `step` gives, in the time of five layers.
+def extrapolate_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0, *,
+                     layers: int, **rest: Any) -> Trace:
+    """Return the trace of `trace_step` for any number of layers, in the time of five layers.
 
-    All layers do the same, so what the third adds to two is what every further one adds; where
-    the inputs of every n-th layer are kept, all groups of n layers do.  The timeline is that of
-    three.
+    All layers are alike, so each layer beyond the third adds what the third adds to two.  Where
+    recomputation keeps the input of every n-th layer, groups of n layers are alike.  Only the
+    timeline is that of three layers.
+
+    Parameters
+    ----------
+    name, ranks, grid, rank, **rest
+        As in `trace_step`.
+    layers : int
+        Number of layers.
     """
     period = parse_policy(rest.get("recompute", "none")).period
     groups, left = divmod(layers, period)
     if groups <= 3:
-        return step(name, ranks, grid, rank, layers=layers, **rest)
-    two, three = (step(name, ranks, grid, rank, layers=n * period + left, **rest)
+        return trace_step(name, ranks, grid, rank, layers=layers, **rest)
+    two, three = (trace_step(name, ranks, grid, rank, layers=n * period + left, **rest)
                   for n in (2, 3))
 
-    def more(a: int, b: int) -> int:
-        return b + (groups - 3) * (b - a)
+    def extrapolate(second: int, third: int) -> int:
+        return third + (groups - 3) * (third - second)
 
     for key, times in three.events.items():
-        three.events[key] = more(two.events[key], times)
+        three.events[key] = extrapolate(two.events[key], times)
     for phase, moved in three.traffic.items():
         for key, traffic in moved.items():
             before = two.traffic[phase][key]
             for field, value in vars(traffic).items():
-                setattr(traffic, field, more(getattr(before, field), value))
+                setattr(traffic, field, extrapolate(getattr(before, field), value))
     for field in ("parameters", "saved", "peak", "held", "pool_peak"):
-        setattr(three, field, more(getattr(two, field), getattr(three, field)))
+        setattr(three, field, extrapolate(getattr(two, field), getattr(three, field)))
     three.layers = layers
     return three

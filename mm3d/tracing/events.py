@@ -1,4 +1,7 @@
-"""The events of a step, and the observers that `mm3d.tracing.observe.observed` tells of them."""
+"""The events of a step, and the base classes of observers that are told of them.
+
+`mm3d.tracing.observe.observed` attaches an observer to a grid and a model.
+"""
 
 from typing import Any, Callable, NamedTuple
 
@@ -6,7 +9,7 @@ PHASES = ("forward", "backward")
 
 
 class Phase(NamedTuple):
-    """A whole pass of a model, "forward" or "backward"."""
+    """A pass of a model, "forward" or "backward"."""
 
     name: str
 
@@ -22,7 +25,7 @@ class Gemm(NamedTuple):
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions."""
+        """Number of multiplications and additions."""
         return 2 * self.batch * self.m * self.n * self.k
 
 
@@ -36,8 +39,8 @@ class Pass(NamedTuple):
 class Collective(NamedTuple):
     """A collective of `size` ranks, `stride` apart, along `direction`.
 
-    `bytes` are those of the whole that is gathered, scattered, reduced or broadcast; `pieces`
-    says whether the ranks' blocks of it lie in many pieces of memory, as columns do.
+    `bytes` is the size of the whole array that is gathered, scattered, reduced or broadcast;
+    `pieces` is whether a rank's block of it is not contiguous, as columns are not.
     """
 
     kind: str
@@ -49,7 +52,7 @@ class Collective(NamedTuple):
 
 
 class Overlapped(NamedTuple):
-    """A call for a collective that goes on while this rank computes.
+    """A call of a nonblocking collective, which goes on while this rank computes.
 
     `call` is "begin", "progress" or "wait" (see `mm3d.transport.pending.Pending`).
     """
@@ -60,15 +63,18 @@ class Overlapped(NamedTuple):
 
 
 class Layer(NamedTuple):
-    """The work of one layer: its `name` in the model, such as "layers.0.mlp.up", and the `part`
-    of a Transformer layer that it is, such as "mlp.up", the same in all of them."""
+    """The work of one layer.
+
+    `name` is the layer's name in the model, such as "layers.0.mlp.up"; `part` is the same for all
+    Transformer layers, such as "mlp.up".
+    """
 
     name: str
     part: str
 
 
 class Recomputation(NamedTuple):
-    """The work of layers that backward computes again: the `name` of what they are part of."""
+    """Layers computed again in backward; `name` is that of the chain that they belong to."""
 
     name: str
 
@@ -77,17 +83,17 @@ Event = Phase | Gemm | Pass | Collective | Overlapped | Layer | Recomputation
 
 
 class Observer:
-    """Base class of observers: the events of a step as they begin and end.
+    """Base class of observers, which are told when the events of a step begin and end.
 
     Attributes
     ----------
     kinds : tuple of type
-        The events that it is told of; of all others it costs a step nothing.
+        The events that it is told of; other events cost a step nothing.
     sizes : bool
         Whether `Collective.bytes` and `Collective.pieces` are computed for it.
     operand : str
         Name of the operand that a collective moves, such as "A", set while a layer or a product
-        asks for collectives; a gradient has the name of its operand.
+        calls collectives; a gradient has the name of its operand.
     """
 
     kinds: tuple[type, ...] = (Phase, Layer, Recomputation, Gemm, Collective)
@@ -95,17 +101,17 @@ class Observer:
     operand = ""
 
     def enter(self, event: Event, barrier: Callable[[], None] | None = None) -> None:
-        """`event` begins; the ranks of a collective wait for each other in `barrier`."""
+        """Begin `event`; in `barrier` the ranks of a collective wait for each other."""
 
     def leave(self) -> None:
-        """The event that was entered last ends."""
+        """End the event that was entered last."""
 
 
 class ArrayObserver(Observer):
-    """Base class of observers that see the arrays of the events of their `kinds`, too."""
+    """Base class of observers that are also given the arrays of the events of their `kinds`."""
 
-    def seen(self, event: Event, given: tuple, result: Any) -> None:
-        """A product or the begin of an overlapped collective has returned.
+    def see_result(self, event: Event, given: tuple, result: Any) -> None:
+        """Look at the result of a product, or of the begin of a nonblocking collective.
 
         Parameters
         ----------
@@ -114,14 +120,14 @@ class ArrayObserver(Observer):
         given : tuple of Array
             The operands.
         result : Array or Pending
-            The product; or the collective, which the observer may wait for.
+            The product, or the collective, which the observer may wait for.
         """
 
     def forward(self, layer: Any, x: Any, y: Any) -> Any:
-        """Look at y = forward(x) of `layer`; the result is handed to `backward`."""
+        """Look at y = forward(x) of `layer`; the result is passed to `backward`."""
 
     def again(self, layer: Any, x: Any) -> Any:
-        """Look at the x of which `layer` computes again only what it saves; as `forward`."""
+        """Look at x, from which `layer` computes what it saves, but not y; as `forward`."""
 
     def backward(self, layer: Any, dy: Any, dx: Any, note: Any) -> None:
         """Look at dx = backward(dy) of `layer`; `note` is the result of `forward` or `again`."""

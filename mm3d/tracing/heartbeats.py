@@ -1,7 +1,7 @@
-"""What ranks of different nodes tell each other by datagram, beside MPI.
+"""Exchange the state of ranks between nodes by datagram, beside MPI.
 
-MPI cannot be asked while it waits for a rank that never comes; a datagram that is lost is
-followed by the next.
+A rank cannot use MPI while it waits in a collective for a rank that never comes.  A datagram may
+be lost; the next one follows.
 """
 from __future__ import annotations
 
@@ -12,20 +12,21 @@ from typing import Any, Iterator
 
 import numpy as np
 
-NUMBERS = 8                                   # of a rank, of which those in TIMES are times
-TIMES = (1, 2, 3)
-HEAD = struct.Struct(f"<Qi{NUMBERS}q")        # the job, the rank, and its numbers
+NUMBERS_PER_RANK = 8
+TIME_FIELDS = (1, 2, 3)    # those of the numbers that are times, in nanoseconds
+HEADER = struct.Struct(f"<Qi{NUMBERS_PER_RANK}q")    # the job, the rank, and its numbers
+MAX_DATAGRAM_BYTES = 4096
 
 
-class Hearsay:
-    """The ranks of all nodes, each told of by itself.
+class HeartbeatChannel:
+    """Send the row of numbers of this rank to the ranks of other nodes, and receive theirs.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
         All ranks, which make it together.
     nodes : list of int
-        The node of each.
+        The node of each rank.
     """
 
     def __init__(self, comm: Any, nodes: list[int]) -> None:
@@ -38,51 +39,64 @@ class Hearsay:
         self._job = comm.bcast(secrets.randbits(64))
         host = socket.gethostname()
         places = comm.allgather((host, self._socket.getsockname()[1]))
-        addresses = {name: _address(name, host) for name in {name for name, _ in places}}
+        addresses = {name: _find_address(name, host) for name in {name for name, _ in places}}
         self._others = [(addresses[name], port) for (name, port), node in zip(places, nodes)
                         if node != nodes[comm.rank] and addresses[name]]
 
-    def tell(self, numbers: np.ndarray, now: int, texts: bytes = b"") -> None:
-        """Send this rank's row to the ranks of other nodes, times as ages."""
+    def send(self, numbers: np.ndarray, now: int, texts: bytes = b"") -> None:
+        """Send this rank's row to the ranks of other nodes, with times as ages.
+
+        Parameters
+        ----------
+        numbers : ndarray of int64
+            The row.
+        now : int
+            The time on this node's clock, in nanoseconds.
+        texts : bytes
+            Sent with it as they are.
+        """
         if self._socket is None:
             return
         row = numbers.tolist()
-        for field in TIMES:
+        for field in TIME_FIELDS:
             row[field] = now - row[field] if row[field] > 0 else -1
-        message = HEAD.pack(self._job, self.rank, *row) + texts
+        message = HEADER.pack(self._job, self.rank, *row) + texts
         for place in self._others:
             try:
                 self._socket.sendto(message, place)
-            except OSError:    # a full queue, or a node that is no more: the next may arrive
+            except OSError:    # a full queue, or a lost node: a later one may arrive
                 continue
 
-    def heard(self, now: int) -> Iterator[tuple[int, list[int], bytes]]:
-        """What has arrived: rank, numbers with times of this node's clock, and texts."""
+    def receive(self, now: int) -> Iterator[tuple[int, list[int], bytes]]:
+        """Iterate over the rows that have arrived: rank, numbers, and texts.
+
+        Ages are converted to times on this node's clock, which is at `now` nanoseconds.
+        """
         while self._socket is not None:
             try:
-                message = self._socket.recv(4096)
+                message = self._socket.recv(MAX_DATAGRAM_BYTES)
             except BlockingIOError:
                 return
             except OSError:
                 continue
-            if len(message) < HEAD.size:
+            if len(message) < HEADER.size:
                 continue
-            job, rank, *row = HEAD.unpack_from(message)
+            job, rank, *row = HEADER.unpack_from(message)
             if job != self._job:
                 continue
-            for field in TIMES:
+            for field in TIME_FIELDS:
                 row[field] = now - row[field] if row[field] >= 0 else -1
-            yield rank, row, message[HEAD.size:]
+            yield rank, row, message[HEADER.size:]
 
     def close(self) -> None:
-        """Tell, and hear, no more."""
+        """Close the socket."""
         if self._socket is not None:
             self._socket.close()
 
 
-def _address(name: str, here: str) -> str | None:
-    """Where the host of that name can be reached."""
+def _find_address(name: str, own_host: str) -> str | None:
+    """Return the address of the host of that name; None if it has none."""
     try:
-        return "127.0.0.1" if name == here else socket.gethostbyname(name)
+        return "127.0.0.1" if name == own_host else socket.gethostbyname(name)
     except OSError:
         return None

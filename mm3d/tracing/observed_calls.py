@@ -1,5 +1,4 @@
-"""Calls that tell observers of what they do: the wrappers that `mm3d.tracing.observe` puts in
-place."""
+"""Wrap methods so that observers are told of their calls; `mm3d.tracing.observe` attaches them."""
 
 import math
 from functools import wraps
@@ -8,20 +7,20 @@ from typing import Any, Callable, NamedTuple
 import numpy as np
 
 from mm3d.arrays.backend import host_dtype
-from mm3d.arrays.blocks import resized
+from mm3d.arrays.blocks import resized_shape
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import ArrayObserver, Collective, Event, Gemm, Layer, Observer, Overlapped
 from mm3d.transport.pending import Pending
 
-# Methods of what communicates whose collectives move the operand that it is for.
-TRAVELS = {*COLLECTIVES, "begin_reduce_scatter", "prefetch", "gather_features",
-           "reduce_gradient", "sum_features"}
+# Methods of a Split, Vector or Space whose collectives move its operand.
+OPERAND_METHODS = {*COLLECTIVES, "begin_reduce_scatter", "prefetch", "gather_features",
+                   "reduce_gradient", "sum_features"}
 
 Observers = list[Observer]
 
 
-class Several(Observer):
-    """Observers that are told one after another."""
+class ObserverGroup(Observer):
+    """Several observers, told one after another, and of the end in the reverse order."""
 
     def __init__(self, observers: Observers) -> None:
         self.observers = observers
@@ -46,86 +45,88 @@ class Several(Observer):
 
 
 def join_observers(observers: Observers, kind: type) -> Observer | None:
-    """Those of the observers that are told of a kind of events, as one; None if there are none."""
+    """Join the observers of a kind of events to one observer; None if there are none."""
     found = [observer for observer in observers if kind in observer.kinds]
-    return found[0] if len(found) == 1 else Several(found) if found else None
+    return found[0] if len(found) == 1 else ObserverGroup(found) if found else None
 
 
-def seeing_arrays(observers: Observers, kind: type) -> list[ArrayObserver]:
-    """Those of the observers that see the arrays of a kind of events."""
+def select_array_observers(observers: Observers, kind: type) -> list[ArrayObserver]:
+    """Select the observers that are given the arrays of a kind of events."""
     return [observer for observer in observers
             if isinstance(observer, ArrayObserver) and kind in observer.kinds]
 
 
 def report_calls(work: Callable, event: Event, observer: Observer) -> Callable:
-    """`work`, with its calls told as `event`."""
+    """Wrap `work` so that `observer` is told of its calls as `event`."""
     @wraps(work)
-    def told(*arrays: Any) -> Any:
+    def reported(*arrays: Any) -> Any:
         observer.enter(event)
         try:
             return work(*arrays)
         finally:
             observer.leave()
-    return told
+    return reported
 
 
-class Noted(NamedTuple):
-    """What a layer saved, and what its observers noted of the forward that saved it."""
+class SavedWithNotes(NamedTuple):
+    """What a layer saved for backward, and its observers' notes on that forward."""
 
     saved: Any
     notes: list
 
 
-def forward_of(layer: Any, event: Event, work: Callable, observers: Observers) -> Callable:
-    """The forward of a layer, told and shown."""
-    told = report_calls(work, event, join_observers(observers, Layer))
-    seeing = seeing_arrays(observers, Layer)
+def report_forward(layer: Any, event: Event, work: Callable, observers: Observers) -> Callable:
+    """Wrap the forward of a layer; observers of arrays are given its input and output."""
+    reported = report_calls(work, event, join_observers(observers, Layer))
+    seeing = select_array_observers(observers, Layer)
 
     def forward(x: Any, overlap: Any = None) -> tuple[Any, Any]:
-        y, saved = told(x, overlap)
-        return y, Noted(saved, [observer.forward(layer, x, y) for observer in seeing])
-    return forward if seeing else told
+        y, saved = reported(x, overlap)
+        return y, SavedWithNotes(saved, [observer.forward(layer, x, y) for observer in seeing])
+    return forward if seeing else reported
 
 
-def recomputed_of(layer: Any, event: Event, work: Callable, observers: Observers) -> Callable:
-    """What a layer saves, without its output: told and shown."""
-    told = report_calls(work, event, join_observers(observers, Layer))
-    seeing = seeing_arrays(observers, Layer)
+def report_recomputed(layer: Any, event: Event, work: Callable, observers: Observers) -> Callable:
+    """Wrap a layer's `recompute_saved`, which computes what it saves without its output."""
+    reported = report_calls(work, event, join_observers(observers, Layer))
+    seeing = select_array_observers(observers, Layer)
 
     def again(x: Any, overlap: Any = None) -> Any:
-        return Noted(told(x, overlap), [observer.again(layer, x) for observer in seeing])
-    return again if seeing else told
+        return SavedWithNotes(reported(x, overlap),
+                              [observer.again(layer, x) for observer in seeing])
+    return again if seeing else reported
 
 
-def backward_of(layer: Any, event: Event, work: Callable, observers: Observers) -> Callable:
-    """The backward of a layer, told and shown."""
-    told = report_calls(work, event, join_observers(observers, Layer))
-    seeing = seeing_arrays(observers, Layer)
+def report_backward(layer: Any, event: Event, work: Callable, observers: Observers) -> Callable:
+    """Wrap the backward of a layer; observers of arrays are given dy, dx and their notes."""
+    reported = report_calls(work, event, join_observers(observers, Layer))
+    seeing = select_array_observers(observers, Layer)
 
     def backward(dy: Any, noted: Any, overlap: Any = None) -> Any:
-        if not isinstance(noted, Noted):    # of a forward before there was an observer
-            return told(dy, noted, overlap)
-        dx = told(dy, noted.saved, overlap)
+        if not isinstance(noted, SavedWithNotes):    # its forward was not observed
+            return reported(dy, noted, overlap)
+        dx = reported(dy, noted.saved, overlap)
         if overlap is not None:
-            overlap.finish_gradients()    # which the observers see
+            overlap.finish_gradients()    # observers read them
         for observer, note in zip(seeing, noted.notes, strict=True):
             observer.backward(layer, dy, dx, note)
         return dx
-    return backward if seeing else told
+    return backward if seeing else reported
 
 
-LAYER_CALLS = {"forward": forward_of, "backward": backward_of, "recompute_saved": recomputed_of}
+LAYER_CALLS = {"forward": report_forward, "backward": report_backward,
+               "recompute_saved": report_recomputed}
 
 
 def report_products(busy: list, multiply: Callable, observers: Observers) -> Callable:
-    """`multiply` of matrices or stacks of them, with its calls told.
+    """Wrap `multiply`, a product of matrices or of stacks of them.
 
-    What it calls itself while `busy` is part of it and not told again.
+    Products that it calls itself, while `busy` is not empty, are part of it and not reported.
     """
-    observer, seeing = join_observers(observers, Gemm), seeing_arrays(observers, Gemm)
+    observer, seeing = join_observers(observers, Gemm), select_array_observers(observers, Gemm)
 
     @wraps(multiply)
-    def told(a: Any, b: Any, *out: Any, **options: Any) -> Any:
+    def reported(a: Any, b: Any, *out: Any, **options: Any) -> Any:
         if busy:
             return multiply(a, b, *out, **options)
         batch = math.prod(np.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
@@ -138,13 +139,13 @@ def report_products(busy: list, multiply: Callable, observers: Observers) -> Cal
             busy.pop()
             observer.leave()
         for one in seeing:
-            one.seen(event, (a, b), result)
+            one.see_result(event, (a, b), result)
         return result
-    return told
+    return reported
 
 
-class Library:
-    """An array library whose `matmul` is told of."""
+class ObservedLibrary:
+    """An array library whose `matmul` is reported to observers."""
 
     def __init__(self, busy: list, library: Any, observers: Observers) -> None:
         self._library, self.matmul = library, report_products(busy, library.matmul, observers)
@@ -155,39 +156,40 @@ class Library:
         return found
 
 
-class Transport:
-    """The transport of `axis`, with its collectives told."""
+class ObservedTransport:
+    """The transport of `axis`, whose collectives are reported to observers."""
 
     def __init__(self, axis: Any, stride: int, transport: Any, observers: Observers) -> None:
         self._axis, self._stride, self._transport = axis, stride, transport
         self._observers = observers
         for kind in COLLECTIVES:
-            setattr(self, kind, self._told(kind, getattr(transport, kind)))
-        self.begin_reduce_scatter = self._told(
-            "reduce_scatter", self._overlapped("reduce_scatter", transport.begin_reduce_scatter))
-        self.begin_all_gather = self._told(
-            "all_gather", self._overlapped("all_gather", transport.begin_all_gather))
+            setattr(self, kind, self._report_collective(kind, getattr(transport, kind)))
+        for kind in ("reduce_scatter", "all_gather"):
+            begin = self._report_overlapped(kind, getattr(transport, f"begin_{kind}"))
+            setattr(self, f"begin_{kind}", self._report_collective(kind, begin))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
 
-    def _told(self, kind: str, move: Callable) -> Callable:
-        """`move`, told as a collective."""
+    def _report_collective(self, kind: str, move: Callable) -> Callable:
+        """Wrap `move`, a collective of that kind or the begin of one."""
         axis, observer = self._axis, join_observers(self._observers, Collective)
         if observer is None:
             return move
-        plain = Collective(kind, axis.name, axis.size, self._stride, 0)
+        event_without_sizes = Collective(kind, axis.name, axis.size, self._stride, 0)
         barrier = self._transport.barrier
 
-        def named(a: Any, *where: Any) -> Any:
-            observer.enter(plain, barrier)
+        def reported(a: Any, *where: Any) -> Any:
+            observer.enter(event_without_sizes, barrier)
             try:
                 return move(a, *where)
             finally:
                 observer.leave()
 
-        def told(a: Any, *where: Any) -> Any:
-            shape = resized(a.shape, where[0], sum(where[1])) if kind == "all_gather" else a.shape
+        def reported_with_sizes(a: Any, *where: Any) -> Any:
+            shape = a.shape
+            if kind == "all_gather":
+                shape = resized_shape(shape, where[0], sum(where[1]))
             size = math.prod(shape) * host_dtype(a).itemsize
             pieces = len(where) == 2 and math.prod(shape[:where[0] % len(shape)]) > 1
             event = Collective(kind, axis.name, axis.size, self._stride, size, pieces)
@@ -197,39 +199,40 @@ class Transport:
             finally:
                 observer.leave()
         sizes = any(one.sizes for one in self._observers if Collective in one.kinds)
-        return told if sizes else named
+        return reported_with_sizes if sizes else reported
 
-    def _overlapped(self, kind: str, begin: Callable) -> Callable:
-        """`begin` of a collective that goes on, told with the calls for what it returns."""
+    def _report_overlapped(self, kind: str, begin: Callable) -> Callable:
+        """Wrap `begin` of a nonblocking collective, and the methods of the Pending it returns."""
         observer = join_observers(self._observers, Overlapped)
         if observer is None:
             return begin
-        seeing = seeing_arrays(self._observers, Overlapped)
-        calls = {call: Overlapped(call, kind, self._axis.name)
-                 for call in ("begin", "progress", "wait")}
-        told = report_calls(begin, calls["begin"], observer)
+        seeing = select_array_observers(self._observers, Overlapped)
+        events = {call: Overlapped(call, kind, self._axis.name)
+                  for call in ("begin", "progress", "wait")}
+        reported = report_calls(begin, events["begin"], observer)
 
         def begun(a: Any, *where: Any) -> Pending:
-            pending = told(a, *where)
+            pending = reported(a, *where)
             for call in ("progress", "wait"):
-                setattr(pending, call, report_calls(getattr(pending, call), calls[call], observer))
+                setattr(pending, call, report_calls(getattr(pending, call), events[call],
+                                                    observer))
             for one in seeing:
-                one.seen(calls["begin"], (a,), pending)
+                one.see_result(events["begin"], (a,), pending)
             return pending
         return begun
 
 
 class NamedOperand:
-    """Something that communicates, which tells the observer the name of what travels.
+    """A Split, Vector or Space that tells an observer the name of the operand it moves.
 
     Parameters
     ----------
     target : Split, Vector or Space
-        What communicates.
+        The object that calls collectives.
     operand : str
-        Such as "A".
+        Name of its operand, such as "A".
     observer : Observer
-        Whose `operand` is set meanwhile.
+        The observer whose `operand` is set during the calls.
     """
 
     def __init__(self, target: Any, operand: str, observer: Observer) -> None:
@@ -237,13 +240,13 @@ class NamedOperand:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._target, name)
-        if name not in TRAVELS:
+        if name not in OPERAND_METHODS:
             return found
 
-        def told(*arguments: Any) -> Any:
+        def named(*arguments: Any) -> Any:
             before, self._observer.operand = self._observer.operand, self._operand
             try:
                 return found(*arguments)
             finally:
                 self._observer.operand = before
-        return told
+        return named

@@ -1,4 +1,4 @@
-"""The trace of a dry run: the events that one rank goes through, counted."""
+"""The trace of a dry run: the events of one rank, counted, and its memory."""
 
 from collections import Counter
 from typing import Callable
@@ -6,30 +6,29 @@ from typing import Callable
 from mm3d.tracing.events import (Event, Gemm, Layer, Observer, Overlapped, PHASES, Phase,
                                  Recomputation)
 
-AGAIN = " (again)"    # ends the name of the part to which work belongs that is done again
+RECOMPUTED_SUFFIX = " (again)"    # of the name of a part, for its work that is done again
 
 
 class Trace(Observer):
-    """What one rank did.
+    """The events, the traffic and the memory of one rank.
 
     Attributes
     ----------
     events : Counter
-        How often each (phase, part of a layer, Event) happened.
+        Number of times that each (phase, part of a layer, Event) occurred.
     traffic : dict
-        For "forward" and "backward" what `Grid.traffic` says.
+        The result of `Grid.traffic` for "forward" and for "backward".
     timeline : list of (str, int)
-        Phase and bytes in use whenever memory was taken.
+        Phase and bytes in use after each allocation.
     layers : int
-        Of the model.
+        Number of Transformer layers of the model.
     pool_peak, peak, held : int
-        Most bytes at one time in arrays that the model obtains from its backend, as
-        `Backend.memory` counts them; in all arrays, with the intermediate ones; and in these
-        with what a `Pool` keeps to lend again.
+        The most bytes at one time in arrays of the backend, as `Backend.memory` counts them; in
+        all arrays, including intermediate ones; and in all arrays and idle memory of the pool.
     parameters, saved : int
-        Bytes of parameters with their gradients, and of what forward keeps for backward.
+        Bytes of parameters with their gradients, and of arrays that forward keeps for backward.
 
-    What backward computes again is among the events of backward, in parts such as
+    Work that backward computes again is among the events of backward, in parts such as
     "mlp.up (again)".
     """
 
@@ -40,32 +39,32 @@ class Trace(Observer):
         self.traffic: dict[str, dict] = {}
         self.timeline: list[tuple[str, int]] = []
         self.phase, self.part, self.layers = "build", "", 0
-        self._around: list[tuple[str, str, str]] = []    # of what is around what is running
-        self._again = ""
+        self._outer: list[tuple[str, str, str]] = []    # phases, parts, suffixes that are entered
+        self._suffix = ""
         self.pool_peak = self.peak = self.held = self.parameters = self.saved = 0
 
-    def note(self, event: Event) -> None:
-        """Count an event of the part and phase that are running."""
-        self.events[self.phase, self.part + self._again, event] += 1
+    def count_event(self, event: Event) -> None:
+        """Count an event in the current phase and part."""
+        self.events[self.phase, self.part + self._suffix, event] += 1
 
     def enter(self, event: Event, barrier: Callable[[], None] | None = None) -> None:
-        """Layers and phases give their names to what follows; all else is counted."""
-        self._around.append((self.phase, self.part, self._again))
+        """Enter a phase, layer or recomputation, or count another event."""
+        self._outer.append((self.phase, self.part, self._suffix))
         if isinstance(event, Phase):
             self.phase = event.name
         elif isinstance(event, Layer):
             self.part = event.part
         elif isinstance(event, Recomputation):
-            self._again = AGAIN
+            self._suffix = RECOMPUTED_SUFFIX
         else:
-            self.note(event)
+            self.count_event(event)
 
     def leave(self) -> None:
-        """Back to the phase and part around it."""
-        self.phase, self.part, self._again = self._around.pop()
+        """Return to the phase and part before the last `enter`."""
+        self.phase, self.part, self._suffix = self._outer.pop()
 
     def count(self, kind: type, phase: str | None = None) -> Counter:
-        """How often each event of a kind happened in a phase (by default in both)."""
+        """Count how often each event of a kind occurred in a phase (by default in both)."""
         found: Counter = Counter()
         for (when, _, event), times in self.events.items():
             if isinstance(event, kind) and when in (phase, *(() if phase else PHASES)):
@@ -73,15 +72,15 @@ class Trace(Observer):
         return found
 
     def flops(self, phase: str | None = None) -> int:
-        """Floating-point operations of all matrix products."""
+        """Return the floating-point operations of all matrix products."""
         return sum(times * event.flops for event, times in self.count(Gemm, phase).items())
 
     def flops_again(self) -> int:
-        """Those among them of what backward computes again."""
+        """Return the floating-point operations of matrix products that backward computes again."""
         return sum(times * event.flops for (_, part, event), times in self.events.items()
-                   if isinstance(event, Gemm) and part.endswith(AGAIN))
+                   if isinstance(event, Gemm) and part.endswith(RECOMPUTED_SUFFIX))
 
     def words(self, phase: str | None = None) -> int:
-        """Words, as `mm3d.grid.axis.Traffic` counts them."""
+        """Return the words that `mm3d.grid.axis.Traffic` counts."""
         return sum(traffic.words for when in ([phase] if phase else PHASES)
                    for traffic in self.traffic[when].values())

@@ -3,9 +3,9 @@
 Each rank has a counter in shared memory.  To arrive at a barrier it adds one and wakes the ranks
 that sleep on the counter; to complete the barrier it waits until the other counters are as high.
 Stores before the arrival are visible to the others afterwards: x86-64 keeps the order of stores
-(on other processors `mm3d.transport.segments.available` is False).  A waiting rank yields its
-core, and soon sleeps until it is woken.  If no other rank needs the core it polls longer before
-it sleeps, since waking takes longer than most waits.
+(on other processors `mm3d.transport.segments.can_share_memory` returns False).  A waiting rank
+yields its core, and soon sleeps until it is woken.  If no other rank needs the core it polls
+longer before it sleeps, since waking takes longer than most waits.
 
 In a broadcast only the root is waited for, and in a reduction only the root waits; the other
 ranks arrive and continue.  So a rank can be some barriers ahead.  It reuses a slot only after all
@@ -27,14 +27,14 @@ from mpi4py import MPI
 from mm3d.transport import call_check
 from mm3d.transport.call_check import Call
 
-SLOTS = 4           # of messages and calls: a rank is at most SLOTS - 1 barriers ahead
-CROWDED = 2         # polls of a counter, yielding the core in between, before a rank sleeps
-LOOKS = 50          # the same if no other rank needs the core
-SLEEP_NS = 10_000_000    # nanoseconds; longer waits let MPI make progress in between
-IN_MESSAGES = -2    # instead of a region: the arrays are in messages
-NOWHERE = -1        # instead of a region: there was no room for one
+SLOTS = 4                   # of messages and calls: a rank is at most SLOTS - 1 barriers ahead
+SHARED_CORE_POLLS = 2       # of a counter, yielding the core each time, before a rank sleeps
+OWN_CORE_POLLS = 50         # the same if no other rank needs the core
+SLEEP_NS = 10_000_000       # of one sleep; longer waits let MPI make progress in between
+IN_MESSAGES = -2            # instead of a region: the arrays are in messages
+NO_ROOM = -1                # instead of a region: there was no room for one
 
-_FUTEX = 202        # number of the system call on x86-64
+_FUTEX = 202    # number of the system call on x86-64
 _SLEEP, _WAKE = 0, 1
 
 _system_call = ctypes.CDLL(None).syscall
@@ -42,9 +42,9 @@ _system_call.restype = ctypes.c_long
 _system_call.argtypes = [ctypes.c_long, ctypes.c_void_p, ctypes.c_int, ctypes.c_uint32,
                          ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int]
 _sleep_time = (ctypes.c_long * 2)(0, SLEEP_NS)
-_words = struct.Struct(f"={call_check.WORDS + 2}q")    # a call, those before it, and a region
-HEAD = 64                                         # bytes of a rank's counter, and what is beside
-BYTES = HEAD + SLOTS * _words.size                # of shared memory that a rank needs for barriers
+_words = struct.Struct(f"={call_check.CALL_WORDS + 2}q")    # a call, those before it, and a region
+HEAD_BYTES = 64    # of a rank's counter, and what is beside it
+BARRIER_BYTES = HEAD_BYTES + SLOTS * _words.size    # that a rank needs for barriers
 
 
 class Barrier:
@@ -55,10 +55,10 @@ class Barrier:
     comm : mpi4py.MPI.Intracomm
         The ranks.
     rows : ndarray of uint8
-        Shared memory, a row a rank, of which the first `BYTES` are used, all zero at first; of
-        the first 64 only 16.
-    looks : int
-        How often a rank looks for another before it sleeps until it is woken.
+        Shared memory, a row for each rank, all zero at first.  The first `BARRIER_BYTES` of a row
+        are used, except for bytes 16 to 63.
+    polls : int
+        Number of polls of a counter before a rank sleeps until it is woken.
 
     Attributes
     ----------
@@ -68,26 +68,27 @@ class Barrier:
         Number of a barrier that all ranks are known to have arrived at.
     """
 
-    def __init__(self, comm: MPI.Intracomm, rows: np.ndarray, looks: int) -> None:
-        self.comm, self.rank, self.size, self.looks = comm, comm.rank, comm.size, looks
-        # The number, from 1, of the rank on which a rank sleeps is beside its counter.
-        head = rows[:, :HEAD].view(np.int64)
+    def __init__(self, comm: MPI.Intracomm, rows: np.ndarray, polls: int) -> None:
+        self.comm, self.rank, self.size, self.polls = comm, comm.rank, comm.size, polls
+        # Beside a rank's counter is 1 + the rank that it sleeps for; 0 if it is awake.
+        head = rows[:, :HEAD_BYTES].view(np.int64)
         self._counters, self._asleep = head[:, 0].data, head[:, 1].data
-        # Stores may wait while later loads go ahead; taking a lock makes the processor finish
-        # them, so that others see what was written before they are looked at.
+        # Loads may overtake earlier stores; taking a lock makes the processor complete
+        # the stores first, so that other ranks see them before this rank reads their counters.
         self._fence = threading.Lock()
-        said = rows[:, HEAD:BYTES].view(np.int64).reshape(self.size, SLOTS, -1)
-        self._calls = [[row.data for row in slot] for slot in said.swapaxes(0, 1)]
+        calls = rows[:, HEAD_BYTES:BARRIER_BYTES].view(np.int64).reshape(self.size, SLOTS, -1)
+        self._calls = [[row.data for row in slot] for slot in calls.swapaxes(0, 1)]
         self._addresses = [row.ctypes.data for row in rows]
         self._others = [rank for rank in range(self.size) if rank != self.rank]
         self.turn = self.completed = 0
-        self.before = 0    # hash of the calls since the last barrier where all waited
+        self.earlier_calls = 0    # hash of the calls since the last barrier where all ranks waited
 
     def arrive(self, call: Call, region: int = IN_MESSAGES) -> int:
         """Arrive at the next barrier with a description of the call; return its number."""
         turn = self.turn + 1
         self.await_slot(turn)
-        _words.pack_into(self._calls[turn % SLOTS][self.rank], 0, *call, self.before, region)
+        _words.pack_into(self._calls[turn % SLOTS][self.rank], 0, *call, self.earlier_calls,
+                         region)
         self.turn = turn
         self._counters[self.rank] = turn
         with self._fence:
@@ -115,7 +116,8 @@ class Barrier:
             self._wait(rank, turn)
 
     def _wait(self, rank: int, turn: int) -> None:
-        for _ in range(self.looks):
+        """Poll, then sleep, until `rank` has arrived at the barrier `turn`."""
+        for _ in range(self.polls):
             os.sched_yield()
             if self._counters[rank] >= turn:
                 return
@@ -123,19 +125,19 @@ class Barrier:
         with self._fence:
             pass
         while (seen := self._counters[rank]) < turn:
-            # The kernel compares what it finds there with the low half of what was seen.
+            # The kernel compares the low half of the counter with that of the value seen.
             if _system_call(_FUTEX, self._addresses[rank], _SLEEP, seen & 0xffffffff, _sleep_time,
                             None, 0):
                 self.comm.Iprobe()
         self._asleep[self.rank] = 0
 
-    def agreed(self) -> bool:
+    def is_agreed(self) -> bool:
         """Return whether all ranks are at this barrier with the same call and region."""
         found = self._calls[self.turn % SLOTS]
         return found.count(found[self.rank]) == self.size
 
-    def difference(self, ranks: Iterable[int]) -> str:
-        """Describe how the calls of `ranks` differ at this barrier, regions apart; "" if not.
+    def describe_difference(self, ranks: Iterable[int]) -> str:
+        """Describe how the calls of `ranks` at this barrier differ, but for regions; "" if equal.
 
         Raises
         ------
@@ -144,14 +146,14 @@ class Barrier:
             further call is possible.
         """
         found = {rank: self._calls[self.turn % SLOTS][rank].tolist() for rank in ranks}
-        if len({tuple(words[:call_check.WORDS + 1]) for words in found.values()}) == 1:
+        if len({tuple(words[:call_check.CALL_WORDS + 1]) for words in found.values()}) == 1:
             return ""
-        differ = call_check.difference(found.items())
-        if len({words[call_check.WORDS] for words in found.values()}) > 1:
+        differ = call_check.format_difference(found.items())
+        if len({words[call_check.CALL_WORDS] for words in found.values()}) > 1:
             raise ValueError(differ)
         return differ
 
-    def compare(self, ranks: Iterable[int], call: Call) -> None:
+    def compare_calls(self, ranks: Iterable[int], call: Call) -> None:
         """Compare the calls of some ranks now, and those of all at their next common barrier.
 
         Raises
@@ -159,12 +161,13 @@ class Barrier:
         ValueError
             When those of these ranks differ.
         """
-        self.note(call)
+        self.note_call(call)
         found = self._calls[self.turn % SLOTS]
         mine = found[self.rank]
-        if any(found[rank] != mine for rank in ranks) and (differ := self.difference(ranks)):
+        if (any(found[rank] != mine for rank in ranks)
+                and (differ := self.describe_difference(ranks))):
             raise ValueError(differ)
 
-    def note(self, what: int | Call) -> None:
-        """Add `what` to the calls that all ranks compare at their next common barrier."""
-        self.before = hash((self.before, what))
+    def note_call(self, call: int | Call) -> None:
+        """Add a call, or the length of an allocation, to what all ranks compare next."""
+        self.earlier_calls = hash((self.earlier_calls, call))

@@ -8,36 +8,47 @@ from typing import Iterable, Sequence
 
 import numpy as np
 
-DIMS = 8                  # of an array that are compared
-WORDS = 5 + DIMS          # of a call
-NOTHING = (0,) * DIMS
+MAX_DIMS = 8                 # of an array that are compared
+CALL_WORDS = 5 + MAX_DIMS    # of an encoded call
+NO_SIZES = (0,) * MAX_DIMS
 
 KINDS = ("a barrier", "all-gather", "reduce-scatter", "all-reduce", "broadcast", "reduce",
          "more memory")
-BARRIER, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, REDUCE, MORE = range(len(KINDS))
+BARRIER, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, REDUCE, MORE_MEMORY = range(len(KINDS))
 
 Call = tuple[int, ...]
 
 
-def call(kind: int, dtype: np.dtype | None = None, shape: tuple[int, ...] = (), dim: int = 0,
-         counts: Sequence[int] = ()) -> Call:
-    """Encode a collective; `shape` is that of the whole array, and `dim` the root if it has one.
+def encode_call(kind: int, dtype: np.dtype | None = None, shape: tuple[int, ...] = (),
+                dim: int = 0, counts: Sequence[int] = ()) -> Call:
+    """Encode a collective call in `CALL_WORDS` numbers.
+
+    Parameters
+    ----------
+    kind : int
+        `BARRIER`, `ALL_GATHER` and so on.
+    dtype, shape
+        Those of the whole array; none for `BARRIER` and `MORE_MEMORY`.
+    dim : int
+        The dimension that is divided, or the root of a broadcast or reduce.
+    counts : sequence of int
+        Lengths of the ranks' blocks along `dim`.
     """
     return (kind, ord(dtype.char) if dtype else 0, dim, hash(tuple(counts)), len(shape),
-            *shape[:DIMS], *NOTHING[len(shape):])
+            *shape[:MAX_DIMS], *NO_SIZES[len(shape):])
 
 
-def text(words: Sequence[int]) -> str:
+def format_call(words: Sequence[int]) -> str:
     """Format a call for an error message."""
-    kind, letter, dim, _, ndim, *shape = words[:WORDS]
-    if kind in (BARRIER, MORE):
+    kind, letter, dim, _, ndim, *shape = words[:CALL_WORDS]
+    if kind in (BARRIER, MORE_MEMORY):
         return KINDS[kind]
-    which = {ALL_REDUCE: "", BROADCAST: f" from rank {dim}", REDUCE: f" to rank {dim}"}
-    return (f"{KINDS[kind]} of {tuple(shape[:ndim])} in {_name(chr(letter))}"
-            + which.get(kind, f" along dimension {dim}"))
+    where = {ALL_REDUCE: "", BROADCAST: f" from rank {dim}", REDUCE: f" to rank {dim}"}
+    return (f"{KINDS[kind]} of {tuple(shape[:ndim])} in {_dtype_name(chr(letter))}"
+            + where.get(kind, f" along dimension {dim}"))
 
 
-def _name(letter: str) -> str:
+def _dtype_name(letter: str) -> str:
     """Return a dtype's name, also of bfloat16, which NumPy does not find by its letter."""
     try:
         return np.dtype(letter).name
@@ -45,16 +56,23 @@ def _name(letter: str) -> str:
         return {"E": "bfloat16"}.get(letter, f"a dtype of letter {letter}")
 
 
-def difference(found: Iterable[tuple[int, Sequence[int]]]) -> str:
-    """Format an error message about ranks whose calls differ."""
+def format_difference(found: Iterable[tuple[int, Sequence[int]]]) -> str:
+    """Format an error message about ranks whose calls differ.
+
+    Parameters
+    ----------
+    found : iterable of (int, sequence of int)
+        Ranks and their encoded calls.
+    """
     ranks: dict[tuple, list[int]] = {}
     for rank, words in found:
-        ranks.setdefault(tuple(words[:WORDS]), []).append(rank)
+        ranks.setdefault(tuple(words[:CALL_WORDS]), []).append(rank)
     if len(ranks) == 1:
         return ("before this call the ranks of this line made different ones: all ranks of an "
                 "axis must make the same calls, also of Split.empty and Split.term")
-    calls = {text(words) for words in ranks}
-    listed = "; ".join(f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {text(words)}"
-                       for words, who in ranks.items())
+    calls = {format_call(words) for words in ranks}
+    listed = "; ".join(
+        f"rank{'s' * (len(callers) > 1)} {', '.join(map(str, callers))}: {format_call(words)}"
+        for words, callers in ranks.items())
     return (f"the ranks of this line make different calls ({listed}): give the same dtype and "
             f"{'counts' if len(calls) == 1 else 'blocks of one array'} on all of them")

@@ -1,4 +1,4 @@
-"""Choose the transport of a grid's arrays: the one set, or one that is proven to work here."""
+"""Choose the transport of a grid's arrays: the user's, or one that is proven to work here."""
 
 import functools
 import os
@@ -9,24 +9,24 @@ from mpi4py import MPI
 
 from mm3d.arrays.backend import Backend
 from mm3d.transport import cuda_aware
-from mm3d.transport.device import TRANSPORTS
+from mm3d.transport.device import DEVICE_TRANSPORTS
 from mm3d.transport.mpi import MpiTransport
-from mm3d.transport.nodes import node_size, one_node
+from mm3d.transport.nodes import node_size, share_node
 from mm3d.transport.shared_memory import SharedTransport
 from mm3d.transport.silent import DryCommunicator, SilentTransport
 
-ON_HOST = ("mpi", "shared")
+HOST_TRANSPORTS = ("mpi", "shared")
 
 
-def settle(comm: MPI.Intracomm | DryCommunicator, backend: Backend) -> str:
+def choose_transport(comm: MPI.Intracomm | DryCommunicator, backend: Backend) -> str:
     """Choose the transport for arrays of `backend` on all lines of a grid of `comm`.
 
-    ``MM3D_TRANSPORT`` decides where it is set: ``mpi`` or ``shared`` for arrays in host memory,
-    ``nccl``, ``device`` (a CUDA-aware MPI) or ``staged`` for those on a device.  Without it
-    ranks of one node share their arrays in host memory; for the others it is NCCL where it is
-    installed and every rank has a GPU to itself, else a CUDA-aware MPI if a small job of its own
-    shows that it works, else copies in host memory.  All ranks of `comm` must call it, and get the
-    same answer.
+    ``MM3D_TRANSPORT`` decides if it is set: ``mpi`` or ``shared`` for arrays in host memory,
+    ``nccl``, ``device`` (a CUDA-aware MPI) or ``staged`` for arrays on a device.  Otherwise the
+    ranks of one node share arrays in host memory.  For arrays on a device NCCL is chosen if it is
+    installed and every rank has a GPU to itself, else a CUDA-aware MPI if a small separate job
+    shows that it works, else copies in host memory.  All ranks of `comm` must call this, and get
+    the same name; "none" where one rank is alone.
 
     Raises
     ------
@@ -34,27 +34,27 @@ def settle(comm: MPI.Intracomm | DryCommunicator, backend: Backend) -> str:
         When the setting does not carry such arrays, or ``MM3D_NODE_SIZE`` is no positive integer.
     """
     wanted = os.environ.get("MM3D_TRANSPORT", "")
-    known = ON_HOST if backend.host_buffers else tuple(TRANSPORTS)
-    alone = isinstance(comm, DryCommunicator) or comm.size == 1
-    if wanted and wanted not in (known if not alone else (*ON_HOST, *TRANSPORTS)):
+    known = HOST_TRANSPORTS if backend.host_buffers else tuple(DEVICE_TRANSPORTS)
+    single = isinstance(comm, DryCommunicator) or comm.size == 1
+    if wanted and wanted not in (known if not single else (*HOST_TRANSPORTS, *DEVICE_TRANSPORTS)):
         raise ValueError(f"MM3D_TRANSPORT={wanted!r} is unknown for arrays of backend "
                          f"{backend.name!r}: choose {', '.join(known[:-1])} or {known[-1]}")
-    if alone:
+    if single:
         return "none"
-    node_size()    # its error comes first, the same on every rank
+    node_size()    # raises its error first, the same on every rank
     if backend.host_buffers:
         return wanted or "shared"
     if wanted and wanted != "nccl":
         return wanted
-    places = comm.allgather(backend.place())
-    problem = _nccl_problem(places, comm.allgather(backend.nccl is not None))
+    devices = comm.allgather(backend.device_location())
+    problem = _nccl_problem(devices, comm.allgather(backend.nccl is not None))
     if wanted and problem:
         raise ValueError(f"MM3D_TRANSPORT=nccl: {problem}; choose device or staged")
     if not problem:
         return "nccl"
-    if None in places:
+    if None in devices:
         return "staged"
-    wrong = comm.bcast(cuda_aware.problem() if comm.rank == 0 else None)
+    wrong = comm.bcast(cuda_aware.find_problem() if comm.rank == 0 else None)
     if wrong and comm.rank == 0:
         warnings.warn(f"arrays travel through copies in host memory (MM3D_TRANSPORT=staged): "
                       f"{problem}; {wrong}", RuntimeWarning, stacklevel=2)
@@ -62,63 +62,66 @@ def settle(comm: MPI.Intracomm | DryCommunicator, backend: Backend) -> str:
 
 
 @functools.cache
-def in_place(names: str) -> frozenset[str]:
-    """The collectives that leave the result in place by each of these transports, such as "shared"
-    or "mpi shared"; see `mm3d.transport.mpi.MpiTransport.in_place`."""
+def in_place_collectives(names: str) -> frozenset[str]:
+    """Return the collectives whose results each of these transports leaves in place.
+
+    `names` are one or more transports, such as "shared" or "mpi shared"; see
+    `mm3d.transport.mpi.MpiTransport.in_place`.
+    """
     known = _known()
     kinds = [known[name].in_place if name in known else frozenset() for name in names.split()]
     return frozenset.intersection(*kinds) if kinds else frozenset()
 
 
-def note(name: str) -> str:
-    """Describe how the words moved by that transport differ from those counted; "" if unknown."""
+def describe_moved_words(name: str) -> str:
+    """Describe how the words that a transport moves differ from those counted; "" if unknown."""
     return getattr(_known().get(name), "note", "")
 
 
 def _known() -> dict[str, type[MpiTransport]]:
     """Return the transports by name."""
     return {kind.name: kind for kind in (MpiTransport, SharedTransport,
-                                         SilentTransport)} | TRANSPORTS
+                                         SilentTransport)} | DEVICE_TRANSPORTS
 
 
-def _nccl_problem(places: list, installed: list[bool]) -> str:
-    """Explain why NCCL cannot serve ranks at these places; empty if it can."""
+def _nccl_problem(devices: list, installed: list[bool]) -> str:
+    """Explain why NCCL cannot serve ranks on these devices; "" if it can."""
     if not all(installed):
         return f"{installed.count(False)} of {len(installed)} ranks have no NCCL"
-    gpus = len(set(places))
-    if None in places or gpus < len(places):
-        return f"NCCL needs a GPU for each rank, and {len(places)} ranks have {gpus}"
+    gpus = len(set(devices))
+    if None in devices or gpus < len(devices):
+        return f"NCCL needs a GPU for each rank, and {len(devices)} ranks have {gpus}"
     return ""
 
 
-def transports_for(comm: MPI.Intracomm | DryCommunicator,
-                   lines: Mapping[str, MPI.Intracomm | DryCommunicator],
-                   backend: Backend, kind: str, node: int = 0) -> dict[str, MpiTransport]:
-    """Create the transport named by `settle` along each of a grid's directions.
+def create_transports(comm: MPI.Intracomm | DryCommunicator,
+                      lines: Mapping[str, MPI.Intracomm | DryCommunicator],
+                      backend: Backend, kind: str, node: int = 0) -> dict[str, MpiTransport]:
+    """Create the transport named by `choose_transport` along each of a grid's directions.
 
     Ranks of different nodes, as `mm3d.transport.nodes.node_of` numbers them, share no memory and
-    go by MPI; so do, unless sharing was asked for, those that may not open each other's memory.
-    There each line decides for itself: all its ranks fail alike, and its collectives concern no
-    other line.
+    use MPI; so do ranks that may not open each other's memory, unless sharing is set explicitly.
+    Each line decides by itself: all its ranks fail alike, and its collectives concern no other
+    line.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm or DryCommunicator
         All ranks of the grid, which all call this.
     lines : mapping of str to communicator
-        For each direction those of them on this rank's line.
+        For each direction the ranks on this rank's line.
     backend : Backend
-        Whose arrays are communicated.
+        The backend of the arrays.
     kind : str
-        The name that `settle` returned.
+        The name that `choose_transport` returned.
     node : int
         This rank's node.
 
     Raises
     ------
     OSError
-        On every rank of `comm` alike, when ranks of one line may not, and
-        ``MM3D_TRANSPORT=shared`` asks for it.
+        On every rank of `comm` alike, when ranks of one line may not share memory, and
+        ``MM3D_TRANSPORT=shared`` is set.
     """
     found, problem = {}, ""
     for name, line in lines.items():
@@ -129,7 +132,7 @@ def transports_for(comm: MPI.Intracomm | DryCommunicator,
                 raise
             found[name], problem = MpiTransport(line, backend), str(error)
     if kind == "shared" and os.environ.get("MM3D_TRANSPORT"):
-        # Other lines may have no problem, but their ranks would wait for those of this one.
+        # Ranks of other lines may have no problem, but would wait for those of this line.
         problem = next(filter(None, comm.allgather(problem)), "")
         if problem:
             raise OSError(problem)
@@ -141,8 +144,8 @@ def _transport(line: MPI.Intracomm | DryCommunicator, backend: Backend, kind: st
     """Create the transport between the ranks of one line, all of which call it."""
     if isinstance(line, DryCommunicator):
         return SilentTransport(line, backend)
-    if kind in TRANSPORTS and line.size > 1:
-        return TRANSPORTS[kind](line, backend)
-    if kind == "shared" and one_node(line, node):
+    if kind in DEVICE_TRANSPORTS and line.size > 1:
+        return DEVICE_TRANSPORTS[kind](line, backend)
+    if kind == "shared" and share_node(line, node):
         return SharedTransport(line, backend)
     return MpiTransport(line, backend)

@@ -14,10 +14,10 @@ from mpi4py import MPI
 from mm3d import child_process, launcher
 
 
-def claimed() -> bool | None:
+def claims_cuda_support() -> bool | None:
     """Return whether this MPI claims to read device memory; None if it does not say."""
     for name, ask in (("MPIX_Query_cuda_support", lambda f: bool(f())),
-                      ("MPIX_GPU_query_support", _mpich_claims)):
+                      ("MPIX_GPU_query_support", _ask_mpich)):
         for library in (MPI.__file__, None):
             function = getattr(ctypes.CDLL(library), name, None)
             if function is not None:
@@ -25,26 +25,27 @@ def claimed() -> bool | None:
     return None
 
 
-def _mpich_claims(function) -> bool:
+def _ask_mpich(function) -> bool:
+    """Call MPICH's query for CUDA support."""
     answer = ctypes.c_int(0)
     function(ctypes.c_int(0), ctypes.byref(answer))    # 0: CUDA
     return bool(answer.value)
 
 
 @functools.cache
-def problem(seconds: float = 60) -> str:
-    """Explain why MPI cannot move device arrays here; empty if it can.
+def find_problem(seconds: float = 60) -> str:
+    """Explain why MPI cannot move device arrays here; "" if it can.
 
-    A job of two ranks on this node tries it, and must end in time with status 0.
+    A job of two ranks on this node tries it, and must end within `seconds` with status 0.
     """
-    if claimed() is False:
+    if claims_cuda_support() is False:
         return "this MPI says that it does not read device memory"
     try:
         command = launcher.mpirun_command(2, sys.executable, "-m", "mm3d.selftest")
     except FileNotFoundError as error:
         return f"whether MPI reads device memory cannot be tried, as {error}"
     settings = {"MM3D_BACKEND": "cupy", "MM3D_TRANSPORT": "device"}
-    variables = launcher.without_launcher() | launcher.launcher_environment() | settings
+    variables = launcher.environment_without_launcher() | launcher.mpirun_settings() | settings
     tried = f"a job of two ranks that tries device memory by MPI, {shlex.join(command)},"
     status = child_process.run_child(command, seconds, env=variables).status
     if status is None:

@@ -12,13 +12,14 @@ import math
 from typing import Any, Callable
 
 from mm3d.arrays.backend import Array
-from mm3d.transport.exchange import Lengths, ExchangeTransport, flattened, messages, places
+from mm3d.transport.exchange import (ExchangeTransport, Lengths, all_to_all_arguments, flatten,
+                                     lengths_and_starts)
 from mm3d.transport.nccl import NcclTransport
 
 
-def _blocks(a: Array, lengths: Lengths) -> list[Array]:
-    """Divide a flat buffer into views of the given lengths."""
-    return [a[start:start + length] for length, start in places(lengths)]
+def _divide(a: Array, lengths: Lengths) -> list[Array]:
+    """View consecutive blocks of a flat buffer."""
+    return [a[start:start + length] for length, start in lengths_and_starts(lengths)]
 
 
 class DeviceTransport(ExchangeTransport):
@@ -42,24 +43,25 @@ class DeviceTransport(ExchangeTransport):
 
     def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
         self.backend.synchronize()
-        self.comm.Alltoallv(*messages(self.backend.mpi_buffer(send),
-                                      self.backend.mpi_buffer(recv), sends, receives))
+        self.comm.Alltoallv(*all_to_all_arguments(self.backend.mpi_buffer(send),
+                                                  self.backend.mpi_buffer(recv), sends, receives))
 
     def _begin_exchange(self, send: Array, recv: Array, sends: Lengths,
                         receives: Lengths) -> Callable[[], Any]:
-        return self._begin(_blocks(send, sends), _blocks(recv, receives))
+        return self._begin(_divide(send, sends), _divide(recv, receives))
 
     def _begin_all_gather(self, send: Array, recv: Array,
                           lengths: Lengths) -> Callable[[], Any]:
-        return self._begin([flattened(send)] * self.comm.size,
-                           _blocks(flattened(recv), lengths))
+        return self._begin([flatten(send)] * self.comm.size,
+                           _divide(flatten(recv), lengths))
 
-    def _begin(self, there: list[Array], back: list[Array]) -> Callable[[], Any]:
+    def _begin(self, outgoing: list[Array], incoming: list[Array]) -> Callable[[], Any]:
         """Start sending a block to every rank and receiving one from each; return the wait."""
-        back[self.rank][...] = there[self.rank]
+        incoming[self.rank][...] = outgoing[self.rank]
         self.backend.synchronize()
         requests = [start(self.backend.mpi_buffer(block), peer)
-                    for start, blocks in ((self.comm.Irecv, back), (self.comm.Isend, there))
+                    for start, blocks in ((self.comm.Irecv, incoming),
+                                          (self.comm.Isend, outgoing))
                     for peer, block in enumerate(blocks) if peer != self.rank and block.size]
         return lambda: [request.Wait() for request in requests]
 
@@ -73,38 +75,38 @@ class StagedTransport(ExchangeTransport):
     name = "staged"
 
     def _all_gather(self, send: Array, recv: Array, lengths: Lengths) -> None:
-        there, back = self.backend.host_copy(send), self.backend.host_buffer(recv)
-        super()._all_gather(there, back, lengths)
-        self.backend.deliver(back, recv)
+        outgoing, incoming = self.backend.host_copy(send), self.backend.host_buffer(recv)
+        super()._all_gather(outgoing, incoming, lengths)
+        self.backend.copy_from_host(incoming, recv)
 
     def _broadcast(self, buffer: Array, root: int) -> None:
-        here = self.rank == root
-        host = self.backend.host_copy(buffer) if here else self.backend.host_buffer(buffer)
+        sends = self.rank == root
+        host = self.backend.host_copy(buffer) if sends else self.backend.host_buffer(buffer)
         super()._broadcast(host, root)
-        if not here:
-            self.backend.deliver(host, buffer)
+        if not sends:
+            self.backend.copy_from_host(host, buffer)
 
     def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
         self._begin_exchange(send, recv, sends, receives)()
 
     def _begin_exchange(self, send: Array, recv: Array, sends: Lengths,
                         receives: Lengths) -> Callable[[], Any]:
-        there, back = self.backend.host_copy(send), self.backend.host_buffer(recv)
-        request = self.comm.Ialltoallv(*messages(there, back, sends, receives))
-        return lambda: self._end(request, there, back, recv)
+        outgoing, incoming = self.backend.host_copy(send), self.backend.host_buffer(recv)
+        request = self.comm.Ialltoallv(*all_to_all_arguments(outgoing, incoming, sends, receives))
+        return lambda: self._end(request, outgoing, incoming, recv)
 
     def _begin_all_gather(self, send: Array, recv: Array,
                           lengths: Lengths) -> Callable[[], Any]:
-        there, back = self.backend.host_copy(send), self.backend.host_buffer(recv)
-        starts = [start for _, start in places(lengths)]
-        request = self.comm.Iallgatherv(there, [back, (lengths, starts)])
-        return lambda: self._end(request, there, back, recv)
+        outgoing, incoming = self.backend.host_copy(send), self.backend.host_buffer(recv)
+        starts = [start for _, start in lengths_and_starts(lengths)]
+        request = self.comm.Iallgatherv(outgoing, [incoming, (lengths, starts)])
+        return lambda: self._end(request, outgoing, incoming, recv)
 
-    def _end(self, request: Any, there: Array, back: Array, recv: Array) -> None:
-        """Wait for MPI, which reads `there` until then, and copy the result to the device."""
+    def _end(self, request: Any, outgoing: Array, incoming: Array, recv: Array) -> None:
+        """Wait for MPI, which reads `outgoing` until then, and copy the result to the device."""
         request.Wait()
         if math.prod(recv.shape):
-            self.backend.deliver(back, recv)
+            self.backend.copy_from_host(incoming, recv)
 
 
-TRANSPORTS = {kind.name: kind for kind in (DeviceTransport, StagedTransport, NcclTransport)}
+DEVICE_TRANSPORTS = {kind.name: kind for kind in (DeviceTransport, StagedTransport, NcclTransport)}

@@ -5,14 +5,14 @@ import math
 from abc import ABC, abstractmethod
 from typing import Any, Callable
 
-from mm3d.arrays.backend import Array, namespace, accumulation_dtype
-from mm3d.arrays.blocks import blocks
+from mm3d.arrays.backend import Array, accumulation_dtype, namespace
+from mm3d.arrays.blocks import block_lengths
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
 
-# Elements of the terms of all ranks up to which an all-reduce gathers them: one exchange instead
-# of two, which take longer than 128 KiB take to arrive.
-SMALL = 1 << 15
+# An all-reduce gathers the terms of all ranks if they have at most so many elements: one exchange
+# instead of two, which take longer than 128 KiB take to arrive.
+MAX_GATHERED_ELEMENTS = 1 << 15
 
 Lengths = list[int]
 
@@ -27,7 +27,7 @@ class ExchangeTransport(MpiTransport, ABC):
     note = ("terms are exchanged and summed on the device: a rank receives the words counted, but "
             "of an all-reduce of few words all terms, and of a reduce a share of all terms")
 
-    def _take(self, lengths: Lengths) -> None:
+    def _count_received(self, lengths: Lengths) -> None:
         """Count the words of the blocks that this rank receives, one of each rank."""
         self._moved += sum(lengths) - lengths[self.rank]
 
@@ -49,11 +49,11 @@ class ExchangeTransport(MpiTransport, ABC):
                               lengths: Lengths) -> Callable[[], Any]:
         """Start a `_reduce_scatter`, and return the function that ends it."""
         own = lengths[self.rank]
-        self._take([own] * self.comm.size)
+        self._count_received([own] * self.comm.size)
         terms = self.backend.empty((self.comm.size, own), send.dtype)
-        arrive = self._begin_exchange(flattened(send), flattened(terms), lengths,
+        arrive = self._begin_exchange(flatten(send), flatten(terms), lengths,
                                       [own] * self.comm.size)
-        return lambda: (arrive(), _sum(terms, recv))
+        return lambda: (arrive(), _sum_terms(terms, recv))
 
     def begin_all_gather(self, a: Array, dim: int, counts: list[int]) -> Pending:
         a, flat, lengths, out = self._whole(a, dim, counts)
@@ -68,58 +68,59 @@ class ExchangeTransport(MpiTransport, ABC):
 
     def _reduce_scatter(self, send: Array, recv: Array, lengths: Lengths) -> None:
         own = lengths[self.rank]
-        self._take([own] * self.comm.size)
+        self._count_received([own] * self.comm.size)
         terms = self.backend.empty((self.comm.size, own), send.dtype)
-        self._exchange(flattened(send), flattened(terms), lengths, [own] * self.comm.size)
-        _sum(terms, recv)
+        self._exchange(flatten(send), flatten(terms), lengths, [own] * self.comm.size)
+        _sum_terms(terms, recv)
 
     def _all_reduce(self, send: Array, recv: Array) -> None:
         size, length = self.comm.size, math.prod(send.shape)
-        if size * length <= SMALL:
-            self._take([length] * size)
+        if size * length <= MAX_GATHERED_ELEMENTS:
+            self._count_received([length] * size)
             terms = self.backend.empty((size, length), send.dtype)
             self._all_gather(send, terms, [length] * size)
-            _sum(terms, recv)
+            _sum_terms(terms, recv)
             return
-        part, lengths = self._part(send)
-        self._take(lengths)
+        part, lengths = self._sum_share(send)
+        self._count_received(lengths)
         self._all_gather(part, recv, lengths)
 
     def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
-        part, lengths = self._part(send)
+        part, lengths = self._sum_share(send)
         at_root = recv is not None
         sends = [lengths[self.rank] * (rank == root) for rank in range(self.comm.size)]
         receives = lengths if at_root else [0] * self.comm.size
-        self._take(receives)
-        into = flattened(recv) if at_root else self.backend.empty((0,), send.dtype)
+        self._count_received(receives)
+        into = flatten(recv) if at_root else self.backend.empty((0,), send.dtype)
         self._exchange(part, into, sends, receives)
 
-    def _part(self, send: Array) -> tuple[Array, Lengths]:
+    def _sum_share(self, send: Array) -> tuple[Array, Lengths]:
         """Compute this rank's even share of the sum; return it with the lengths of all shares."""
-        lengths = blocks(math.prod(send.shape), self.comm.size)
+        lengths = block_lengths(math.prod(send.shape), self.comm.size)
         part = self.backend.empty((lengths[self.rank],), send.dtype)
-        self._reduce_scatter(flattened(send), part, lengths)
+        self._reduce_scatter(flatten(send), part, lengths)
         return part, lengths
 
 
-def _sum(terms: Array, out: Array) -> None:
+def _sum_terms(terms: Array, out: Array) -> None:
     """Sum over the first dimension into `out`, in float32 at least."""
     xp = namespace(terms)
     total = xp.sum(terms, axis=0, dtype=accumulation_dtype(terms))
     out[...] = xp.reshape(xp.astype(total, out.dtype, copy=False), out.shape)
 
 
-def flattened(a: Array) -> Array:
+def flatten(a: Array) -> Array:
     """View a contiguous array as one dimension."""
     return namespace(a).reshape(a, (math.prod(a.shape),))
 
 
-def places(lengths: Lengths) -> list[tuple[int, int]]:
+def lengths_and_starts(lengths: Lengths) -> list[tuple[int, int]]:
     """Return length and start of each of consecutive blocks."""
     return list(zip(lengths, itertools.accumulate(lengths, initial=0)))
 
 
-def messages(send: Array, recv: Array, sends: Lengths, receives: Lengths) -> tuple[list, list]:
+def all_to_all_arguments(send: Array, recv: Array, sends: Lengths,
+                         receives: Lengths) -> tuple[list, list]:
     """Return the send and the receive argument of MPI's all-to-all."""
-    starts = [[start for _, start in places(lengths)] for lengths in (sends, receives)]
+    starts = [[start for _, start in lengths_and_starts(lengths)] for lengths in (sends, receives)]
     return [send, (sends, starts[0])], [recv, (receives, starts[1])]

@@ -11,7 +11,7 @@ from typing import Any, Iterator
 
 
 from mm3d.arrays.backend import Array, Backend
-from mm3d.arrays.blocks import _offsets, block_indices, resized
+from mm3d.arrays.blocks import block_indices, block_starts, resized_shape
 from mm3d.transport import sums
 from mm3d.transport.pending import Pending
 
@@ -27,25 +27,26 @@ class MpiTransport:
     comm : mpi4py.MPI.Intracomm
         The ranks.
     backend : Backend
-        Whose arrays are communicated.
+        The backend of the arrays.
 
     Attributes
     ----------
     name : str
-        How results and settings call it.
+        The name in results and settings.
     note : str
-        What it moves, for people, where that is not what `mm3d.grid.axis.Traffic` counts.
+        A description of the words moved where they differ from those that
+        `mm3d.grid.axis.Traffic` counts.
     in_place : frozenset of str
-        Collectives whose result all ranks read where it lies, if it is not small: what is counted
-        does not arrive, and no bandwidth follows from their time.  A gather of blocks that were
+        Collectives whose result all ranks read in place, if it is not small.  The words counted do
+        not arrive, and no bandwidth follows from their time.  A gather of blocks that were
         placed (`block`) copies nothing, a broadcast is copied once, by its root.
     """
 
     name = "mpi"
     note = ("MPI moves by algorithms of its own: gathers and broadcasts bring a rank the words "
             "counted, and may relay more; what sums move is not known")
-    nonblocking = True    # whether what is begun goes on while this rank computes
-    on_host = True        # whether the host has a part in it, beyond asking for it
+    nonblocking = True    # whether a collective that is begun goes on while this rank computes
+    on_host = True        # whether the host takes part, beyond starting a collective
     in_place: frozenset[str] = frozenset()
 
     def __init__(self, comm, backend: Backend) -> None:
@@ -55,8 +56,8 @@ class MpiTransport:
     def take_moved(self) -> float:
         """Return the words that this rank has moved since the last call.
 
-        Those that came from other ranks in messages; in shared memory those that the rank copied,
-        or read of other ranks to sum them.  NaN where a library below sums on the way, by an
+        These are the words received from other ranks in messages; in shared memory those that the
+        rank copied, or read from other ranks to sum them.  NaN where a library sums, by an
         algorithm that it chooses.
         """
         moved, self._moved = self._moved, 0
@@ -88,17 +89,17 @@ class MpiTransport:
         return self._unpacked(flat, out, dim, counts)
 
     def begin_all_gather(self, a: Array, dim: int, counts: list[int]) -> Pending:
-        """Start an `all_gather`; it is complete already where the transport has no other."""
+        """Start an `all_gather`; where the transport cannot, complete it at once."""
         if not self.nonblocking:
             return Pending(self.all_gather(a, dim, counts))
         a, flat, lengths, out = self._whole(a, dim, counts)
-        request = self.comm.Iallgatherv(a, [flat, (lengths, _offsets(lengths))])
+        request = self.comm.Iallgatherv(a, [flat, (lengths, block_starts(lengths))])
         return Pending(out, lambda: self._unpacked(flat, out, dim, counts), request, (a,))
 
     def _whole(self, a: Array, dim: int,
                counts: list[int]) -> tuple[Array, Array, list[int], Array]:
-        """Return `a` to send, the receive buffer, the blocks' lengths, and the whole array."""
-        out = self.backend.empty(resized(a.shape, dim, sum(counts)), a.dtype)
+        """Return the array to send, the receive buffer, the blocks' lengths, and the result."""
+        out = self.backend.empty(resized_shape(a.shape, dim, sum(counts)), a.dtype)
         self._moved += out.size - a.size
         return (self.backend.contiguous(a), *self._flat(out, dim, counts), out)
 
@@ -109,12 +110,12 @@ class MpiTransport:
         return out
 
     def begin_reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Pending:
-        """Start a `reduce_scatter`; it is complete already where the transport has no other."""
+        """Start a `reduce_scatter`; where the transport cannot, complete it at once."""
         if not self.nonblocking:
             return Pending(self.reduce_scatter(a, dim, counts))
         flat, lengths, out = self._terms(a, dim, counts)
-        # MPICH sums in this one, also where blocks are even, in the order of the blocking one;
-        # of another MPI the last bits may differ where three or more ranks sum.
+        # MPICH sums here in the order of the blocking collective, also where blocks are even;
+        # with another MPI the last bits may differ if three or more ranks sum.
         self._moved = math.nan
         terms, total = sums.upcast(flat), sums.accumulator(out)
         request = self.comm.Ireduce_scatter(terms, total, lengths)
@@ -127,8 +128,8 @@ class MpiTransport:
         if flat is not a:
             for piece, block in self._pieces(flat, a, dim, counts):
                 piece[...] = block
-        return flat, lengths, self.block(resized(a.shape, dim, counts[self.rank]), a.dtype, dim,
-                                         counts)
+        shape = resized_shape(a.shape, dim, counts[self.rank])
+        return flat, lengths, self.block(shape, a.dtype, dim, counts)
 
     def all_reduce(self, a: Array) -> Array:
         """Sum the ranks' terms `a`, on every rank."""
@@ -158,7 +159,7 @@ class MpiTransport:
         if len(set(lengths)) == 1:
             self.comm.Allgather(send, recv)
         else:
-            self.comm.Allgatherv(send, [recv, (lengths, _offsets(lengths))])
+            self.comm.Allgatherv(send, [recv, (lengths, block_starts(lengths))])
 
     def _reduce_scatter(self, send: Array, recv: Array, lengths: list[int]) -> None:
         self._moved = math.nan
@@ -186,9 +187,9 @@ class MpiTransport:
             sums.store_rounded(total, recv)
 
     def _flat(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int]]:
-        """A buffer in which the blocks of `a` lie one after another, and their lengths.
+        """Return a buffer for the blocks of `a` one after another, and the blocks' lengths.
 
-        That is `a` itself where its blocks already do.
+        The buffer is `a` itself where its blocks are contiguous.
         """
         outer = math.prod(a.shape[:dim % len(a.shape)])
         share = math.prod(a.shape) // max(1, a.shape[dim])

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any, Callable, Iterator
 
 from mm3d.arrays.backend import Array, Backend
-from mm3d.transport.exchange import Lengths, ExchangeTransport, places
+from mm3d.transport.exchange import Lengths, ExchangeTransport, lengths_and_starts
 
 
 class NcclTransport(ExchangeTransport):
@@ -82,7 +82,7 @@ class NcclTransport(ExchangeTransport):
                 self.group.allGather(source, into, lengths[0] * size, self.nccl.NCCL_UINT8, stream)
             return
         with self._grouped() as stream:
-            for root, (length, start) in enumerate(places(lengths)):
+            for root, (length, start) in enumerate(lengths_and_starts(lengths)):
                 if length:
                     self.group.broadcast(source, into + start * size, length * size,
                                          self.nccl.NCCL_UINT8, root, stream)
@@ -96,11 +96,11 @@ class NcclTransport(ExchangeTransport):
     def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
         source, into, size = self._bytes(send, recv)
         with self._grouped() as stream:
-            for peer, (length, start) in enumerate(places(sends)):
+            for peer, (length, start) in enumerate(lengths_and_starts(sends)):
                 if length:
                     self.group.send(source + start * size, length * size, self.nccl.NCCL_UINT8,
                                     peer, stream)
-            for peer, (length, start) in enumerate(places(receives)):
+            for peer, (length, start) in enumerate(lengths_and_starts(receives)):
                 if length:
                     self.group.recv(into + start * size, length * size, self.nccl.NCCL_UINT8,
                                     peer, stream)
@@ -118,7 +118,7 @@ class NcclTransport(ExchangeTransport):
                                          stream)
             return
         with self._grouped() as stream:
-            for root, (length, start) in enumerate(places(lengths)):
+            for root, (length, start) in enumerate(lengths_and_starts(lengths)):
                 if length:
                     self.group.reduce(source + start * size, into, length, kind,
                                       self.nccl.NCCL_SUM, root, stream)

@@ -10,7 +10,7 @@ import os
 import numpy as np
 from mpi4py import MPI
 
-from mm3d.transport.segments import available
+from mm3d.transport.segments import can_share_memory
 
 
 def node_size() -> int | None:
@@ -63,8 +63,8 @@ def node_numbers(comm: MPI.Intracomm) -> list[int]:
     return [known.index(node) for node in nodes.tolist()]
 
 
-def one_node(comm: MPI.Intracomm, node: int) -> bool:
+def share_node(comm: MPI.Intracomm, node: int) -> bool:
     """Return whether the ranks of `comm` can share memory; `node` is the node of this rank."""
     nodes = np.empty(comm.size, np.int64)
     comm.Allgather(np.array([node]), nodes)
-    return comm.size > 1 and available() and bool((nodes == node).all())
+    return comm.size > 1 and can_share_memory() and bool((nodes == node).all())

@@ -13,7 +13,8 @@ class Pending:
     out : Array
         The result, once complete.
     finish : callable, optional
-        Orders later computation after the collective; None if that is complete.
+        Makes the result ready, or orders later computation after it; None if the collective is
+        complete.
     request : mpi4py.MPI.Request, optional
         The request to complete before `finish`.  MPI makes no progress by itself: a long product
         calls `progress` now and then.

@@ -1,4 +1,4 @@
-"""List the regions of shared memory, and which of them are unused.
+"""Keep the list of the regions of shared memory, and of those that are idle.
 
 The list is the same on all ranks, since all make the same calls in the same order.  So regions
 are taken, and given back to the system, without messages.
@@ -6,7 +6,7 @@ are taken, and given back to the system, without messages.
 
 import mmap
 
-from mm3d.arrays.idle_memory import Idle, size_class
+from mm3d.arrays.idle_memory import IdleMemory, size_class
 
 Place = tuple[mmap.mmap, int]
 
@@ -17,21 +17,21 @@ class Regions:
     Parameters
     ----------
     ranks : int
-        How many use each region that is taken.
+        Number of ranks that use each region.
     segment : mmap
-        Where new ones are made.
+        The segment in which new regions are made.
     start : int
-        The first byte of it that is free for them.
+        Its first free byte.
     """
 
     def __init__(self, ranks: int, segment: mmap.mmap, start: int) -> None:
-        self.ranks, self.idle, self.in_use = ranks, Idle(), 0
+        self.ranks, self.idle, self.in_use = ranks, IdleMemory(), 0
         self._sizes: list[int] = []
-        self._places: list[Place] = []              # the segment of each and where it begins
-        self._users: list[int] = []                 # ranks that still use each
-        self._hollow: dict[int, list[int]] = {}     # regions without memory, by size
-        self._emptied: list[int] = []               # without memory from the next barrier on
-        self._trial: list[tuple] = []               # what undoes each take on trial
+        self._places: list[Place] = []              # of each region
+        self._users: list[int] = []                 # number of ranks that still use each
+        self._hollow: dict[int, list[int]] = {}     # whose memory has gone back, by size
+        self._emptied: list[int] = []               # the same from the next barrier on
+        self._trial: list[tuple] = []               # takes on trial, and how to undo each
         self.add(segment, start)
 
     def __len__(self) -> int:
@@ -53,7 +53,7 @@ class Regions:
         size = size_class(length)
         found, hollow = self.idle.get(size), self._hollow.get(size)
         if found is not None:
-            region, undo = found[1], (self.idle.restore, size, found)
+            region, undo = found[1], (self.idle.undo_get, size, found)
         elif hollow:
             region = hollow.pop()
             undo = (hollow.append, region)
@@ -96,13 +96,13 @@ class Regions:
             self.idle.put(self._sizes[region], region)
             self.in_use -= self._sizes[region]
 
-    def emptied(self) -> list[tuple[mmap.mmap, int, int]]:
-        """List segment, start and size of idle regions whose memory goes back to the system.
+    def take_surplus(self) -> list[tuple[mmap.mmap, int, int]]:
+        """Return segment, start and size of the idle regions to return to the system.
 
         It is called at a barrier.  One rank frees the memory while others may be ahead, so these
         regions are taken again only after the next barrier.
         """
-        found = self.idle.surplus()
+        found = self.idle.take_surplus()
         if not found and not self._emptied:
             return []
         for region in self._emptied:

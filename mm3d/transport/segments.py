@@ -24,21 +24,22 @@ from mpi4py import MPI
 
 from mm3d.arrays.idle_memory import size_class
 from mm3d.transport import call_check
-from mm3d.transport.barrier import BYTES, IN_MESSAGES, CROWDED, Barrier, NOWHERE, SLOTS
+from mm3d.transport.barrier import (BARRIER_BYTES, IN_MESSAGES, NO_ROOM, SHARED_CORE_POLLS, SLOTS,
+                                    Barrier)
 from mm3d.transport.call_check import Call
 from mm3d.transport.regions import Place, Regions
 
-PAGE = 4096
-SEGMENT = 1 << 30         # bytes mapped at a time; pages never touched take no memory
+PAGE_BYTES = 4096
+SEGMENT_BYTES = 1 << 30   # mapped at a time; pages never touched take no memory
 MAX_RETURNED = 63         # regions that a rank can give back at one barrier; the rest waits
 MAX_TAKEN = 32            # regions taken since the last barrier before `take` adds one
-MESSAGE_BYTES = 1 << 16   # bytes that a rank can pass to all others at a barrier
+MESSAGE_BYTES = 1 << 16   # that a rank can pass to all others at a barrier
 
-_BARRIER = call_check.call(call_check.BARRIER)
-_MORE = call_check.call(call_check.MORE)
+_BARRIER = call_check.encode_call(call_check.BARRIER)
+_MORE_MEMORY = call_check.encode_call(call_check.MORE_MEMORY)
 
 
-def available() -> bool:
+def can_share_memory() -> bool:
     """Return whether this system can share memory in this way."""
     return (sys.platform == "linux" and platform.machine() == "x86_64"
             and hasattr(os, "memfd_create"))
@@ -56,8 +57,8 @@ class SharedMemory:
     ----------
     comm : mpi4py.MPI.Intracomm
         The ranks; all of them make it, and make the same calls in the same order.
-    looks : int
-        How often a rank looks for another before it sleeps until it is woken.
+    polls : int
+        Number of polls of a counter before a rank sleeps until it is woken.
 
     Attributes
     ----------
@@ -71,19 +72,20 @@ class SharedMemory:
         in `take` when more is needed.
     """
 
-    def __init__(self, comm: MPI.Intracomm, looks: int = CROWDED) -> None:
+    def __init__(self, comm: MPI.Intracomm, polls: int = SHARED_CORE_POLLS) -> None:
         self.comm, self.rank, self.size = comm, comm.rank, comm.size
-        # Of each rank: the data of barriers, with the last two that it wrote notes for; these
-        # notes; slots of messages.
-        notes = BYTES + 2 * 4 * (1 + MAX_RETURNED)
-        stride = -(-(notes + SLOTS * MESSAGE_BYTES) // PAGE) * PAGE
-        # With the first segment, so that a limit on shared memory shows here.
+        # Each row has the data of barriers, with the numbers of the last two that the rank wrote
+        # notes for; these notes; and slots of messages.
+        notes = BARRIER_BYTES + 2 * 4 * (1 + MAX_RETURNED)
+        stride = -(-(notes + SLOTS * MESSAGE_BYTES) // PAGE_BYTES) * PAGE_BYTES
+        # The first segment is mapped here, so that a limit on shared memory is found here.
         length = self.size * stride
-        segment = self._open(length + SEGMENT, comm.allgather)
+        segment = self._open_segment(length + SEGMENT_BYTES, comm.allgather)
         rows = np.frombuffer(segment, np.uint8, length).reshape(self.size, stride)
-        self.barrier = Barrier(comm, rows, looks)
+        self.barrier = Barrier(comm, rows, polls)
         self._noted = [rows[:, 8 * word:8 * word + 8].view(np.int64)[:, 0].data for word in (2, 3)]
-        self._notes = [[row[BYTES:notes].view(np.int32).reshape(2, -1)[turn].data for row in rows]
+        self._notes = [[row[BARRIER_BYTES:notes].view(np.int32).reshape(2, -1)[turn].data
+                        for row in rows]
                        for turn in (0, 1)]
         first = [notes + slot * MESSAGE_BYTES for slot in range(SLOTS)]
         self._messages = [[row[start:start + MESSAGE_BYTES] for row in rows] for start in first]
@@ -119,33 +121,33 @@ class SharedMemory:
         if self._given_back:
             if barrier.completed < barrier.turn:
                 barrier.await_all(barrier.turn)
-            self._note(barrier.turn + 1)
+            self._write_note(barrier.turn + 1)
         turn = barrier.arrive(call, region)
         barrier.await_all(turn)
-        agreed = barrier.agreed()
+        agreed = barrier.is_agreed()
         if not agreed:
-            differ = barrier.difference(self._all)
-        agreed = agreed and region != NOWHERE
+            differ = barrier.describe_difference(self._all)
+        agreed = agreed and region != NO_ROOM
         regions.settle(agreed)
-        regions.idle.used(regions.in_use)
+        regions.idle.note_in_use(regions.in_use)
         for rank in self._all:
             if noted[rank] == turn:
-                self._read(notes[rank])
-        self._empty()
-        self._taken = barrier.before = 0
+                self._read_note(notes[rank])
+        self._release_surplus()
+        self._taken = barrier.earlier_calls = 0
         if differ:
             raise ValueError(differ)
         return agreed
 
-    def _empty(self) -> None:
-        """Return idle memory over the bound to the system, by the first rank."""
-        for segment, start, size in self.regions.emptied():
+    def _release_surplus(self) -> None:
+        """Return idle memory over the bound to the system; the first rank does it for all."""
+        for segment, start, size in self.regions.take_surplus():
             if self.rank == 0:
                 # Advice only: where a kernel refuses it, the memory is used again as it is.
                 with contextlib.suppress(OSError):
                     segment.madvise(mmap.MADV_REMOVE, start, size)
 
-    def _note(self, turn: int) -> None:
+    def _write_note(self, turn: int) -> None:
         """Write down which regions this rank has given back."""
         note, given_back, count = self._notes[turn & 1][self.rank], self._given_back, 0
         while given_back and count < MAX_RETURNED:
@@ -154,7 +156,7 @@ class SharedMemory:
         note[0] = count
         self._noted[turn & 1][self.rank] = turn
 
-    def _read(self, note: memoryview) -> None:
+    def _read_note(self, note: memoryview) -> None:
         """Drop the regions that a rank has given back."""
         for place in range(1, 1 + note[0]):
             self.regions.drop(note[place])
@@ -176,7 +178,7 @@ class SharedMemory:
         """
         slots = self._post(a, self.rank == root)
         self.barrier.await_rank(root, self.barrier.arrive(call))
-        self.barrier.compare((self.rank, root), call)
+        self.barrier.compare_calls((self.rank, root), call)
         return _contents(slots[root:root + 1], a.dtype)[0]
 
     def gather(self, a: np.ndarray, root: int,
@@ -188,10 +190,10 @@ class SharedMemory:
         slots = self._post(a, True)
         turn = self.barrier.arrive(call)
         if self.rank != root:
-            self.barrier.note(call)
+            self.barrier.note_call(call)
             return None
         self.barrier.await_all(turn)
-        self.barrier.compare(self._all, call)
+        self.barrier.compare_calls(self._all, call)
         return _contents(slots, a.dtype)
 
     def _post(self, a: np.ndarray, writes: bool) -> list[np.ndarray]:
@@ -212,30 +214,31 @@ class SharedMemory:
         region : int
             Its number, for `give_back`.
         place : tuple
-            The memory that it lies in, and how many bytes from its beginning.
+            The memory that it is in, and the byte at which it begins.
         """
         if self._taken == MAX_TAKEN:
             self.synchronize()
         self._taken += 1
-        self.barrier.note(length)
+        self.barrier.note_call(length)
         region = self.regions.take(length)
         if region is None:
-            self.regions.add(self._open(max(SEGMENT, size_class(length)), self._gather_numbers))
+            size = max(SEGMENT_BYTES, size_class(length))
+            self.regions.add(self._open_segment(size, self._gather_numbers))
             region = self.regions.take(length)
         return region, self.regions.place(region)
 
     def try_take(self, length: int) -> tuple[int, Place | None]:
         """Take a region until the next `synchronize`, which keeps or undoes it.
 
-        The region is `NOWHERE` if there is no room.  Ranks need not all call it.
+        The region is `NO_ROOM` if there is no room.  Ranks need not all call it.
         """
         region = self.regions.take(length, trial=True)
-        return (NOWHERE, None) if region is None else (region, self.regions.place(region))
+        return (NO_ROOM, None) if region is None else (region, self.regions.place(region))
 
-    def _open(self, size: int, tell_all: Callable[[list[int]], list]) -> mmap.mmap:
+    def _open_segment(self, size: int, gather: Callable[[list[int]], list]) -> mmap.mmap:
         """Map a new segment that the first rank creates; OSError on every rank if one fails.
 
-        `tell_all` gathers some numbers of all ranks.  It passes failures on, too, so that no rank
+        `gather` gathers numbers of all ranks.  Failures are gathered, too, so that no rank
         waits for one that has failed.
         """
         descriptor, file, error = -1, 0, 0
@@ -245,13 +248,13 @@ class SharedMemory:
                 file = os.fstat(descriptor).st_ino
             except OSError as failure:
                 error = failure.errno
-        maker, number, file, failed = tell_all([os.getpid(), descriptor, file, error])[0]
+        maker, number, file, failed = gather([os.getpid(), descriptor, file, error])[0]
         if not failed:
             try:
                 memory = _map(f"/proc/{maker}/fd/{number}", size, file)
             except OSError as failure:
                 error = failure.errno
-        errors = [numbers[0] for numbers in tell_all([error])]
+        errors = [numbers[0] for numbers in gather([error])]
         if descriptor >= 0:
             os.close(descriptor)
         if any(errors):
@@ -261,7 +264,8 @@ class SharedMemory:
 
     def _gather_numbers(self, numbers: list[int]) -> list[list[int]]:
         """Gather the numbers of all ranks by messages."""
-        return [part[:len(numbers)].tolist() for part in self.all_gather(np.array(numbers), _MORE)]
+        parts = self.all_gather(np.array(numbers), _MORE_MEMORY)
+        return [part[:len(numbers)].tolist() for part in parts]
 
 
 def _contents(slots: list[np.ndarray], dtype: np.dtype) -> list[np.ndarray]:
@@ -285,7 +289,7 @@ def _map(path: str, size: int, file: int) -> mmap.mmap:
     """Map the memory behind a descriptor of another process, whose inode is `file`."""
     descriptor = os.open(path, os.O_RDWR)
     try:
-        # In a container of its own a process of that number is another one.
+        # In another container the same process id belongs to another process.
         if os.fstat(descriptor).st_ino != file:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
         return mmap.mmap(descriptor, size)

@@ -20,37 +20,37 @@ from mpi4py import MPI
 
 from mm3d import launcher
 from mm3d.arrays.backend import Array, Backend
-from mm3d.arrays.blocks import block_indices, blocks, resized
-from mm3d.arrays.pool import Loan
+from mm3d.arrays.blocks import block_indices, block_lengths, resized_shape
+from mm3d.arrays.pool import Lease
 from mm3d.transport import call_check, sums
-from mm3d.transport.barrier import CROWDED, LOOKS, NOWHERE
+from mm3d.transport.barrier import SHARED_CORE_POLLS, OWN_CORE_POLLS, NO_ROOM
 from mm3d.transport.call_check import Call
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.segments import MESSAGE_BYTES, SharedMemory
 
 
-class _Lease(Loan):
-    """Hold a region for this rank, with an equal share of its bytes counted as the rank's.
+class _SharedLease(Lease):
+    """A region that this rank uses; it counts an equal share of the bytes as its own.
 
     Attributes
     ----------
     memory : SharedMemory
-        What the region is of.
+        The memory that the region is in.
     handed_out : weakref to ndarray
-        The array that was made here: this rank's part of the whole, or its term of a sum.
+        The array returned to the caller: this rank's part of the whole, or its term of a sum.
     divided : tuple
-        The dimension and the lengths of the parts of the whole.
+        The dimension along which the whole is divided, and the lengths of the parts.
     partner : ndarray or None
-        Of a term that is to be summed: on the first rank all other terms, elsewhere the first.
+        For a term that is not summed yet: on the first rank all other terms, elsewhere the first.
     number : int
-        Of a term: the region of the first, by which all ranks know it.
+        For a term: the region of the first rank's term, by which all ranks identify the sum.
     """
 
     memory: SharedMemory
     handed_out: Any = staticmethod(lambda: None)
     divided: tuple = ()
     partner: np.ndarray | None = None
-    number: int = NOWHERE
+    number: int = NO_ROOM
 
 
 class SharedTransport(MpiTransport):
@@ -72,74 +72,74 @@ class SharedTransport(MpiTransport):
     def __init__(self, comm: MPI.Intracomm, backend: Backend) -> None:
         super().__init__(comm, backend)
         self.size = comm.size
-        looks = CROWDED if launcher.oversubscribed() else LOOKS
-        self.memory, self.pool = SharedMemory(comm, looks), backend.pool
+        polls = SHARED_CORE_POLLS if launcher.oversubscribed() else OWN_CORE_POLLS
+        self.memory, self.pool = SharedMemory(comm, polls), backend.pool
 
     def barrier(self) -> None:
         self.memory.synchronize()
 
     def block(self, shape: tuple[int, ...], dtype: Any, dim: int, counts: list[int]) -> Array:
-        whole, lease = self._lend(*self._take(resized(shape, dim, sum(counts)), dtype))
-        return _placed(whole, lease, dim, counts, self._own(whole.ndim, dim, counts))
+        whole, lease = self._lend(*self._take(resized_shape(shape, dim, sum(counts)), dtype))
+        return _mark_placed(whole, lease, dim, counts, self._own_index(whole.ndim, dim, counts))
 
     def term(self, shape: tuple[int, ...], dtype: Any) -> Array:
         first, lease = self._lend(*self._take(shape, dtype))
         others, elsewhere = self._lend(*self._take((self.size - 1, *shape), dtype))
-        number, term, partner = lease.what, first, others
+        number, term, partner = lease.item, first, others
         if self.rank:
             term, partner, lease = others[self.rank - 1], first, elsewhere
         lease.handed_out, lease.partner, lease.number = weakref.ref(term), partner, number
         return term
 
     def summand(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        small = self._small(shape, np.dtype(dtype))    # which the root sums alone
+        small = self._fits_message(shape, np.dtype(dtype))    # then only the root sums
         return (self.backend.empty if small else self.term)(shape, dtype)
 
     def all_gather(self, a: Array, dim: int, counts: list[int]) -> Array:
         dim %= a.ndim
-        shape = resized(a.shape, dim, sum(counts))
-        call = call_check.call(call_check.ALL_GATHER, a.dtype, shape, dim, counts)
-        lease = self._lease(a)
+        shape = resized_shape(a.shape, dim, sum(counts))
+        call = call_check.encode_call(call_check.ALL_GATHER, a.dtype, shape, dim, counts)
+        lease = self._find_lease(a)
         if lease is not None and lease.divided == (dim, counts):
-            if self.memory.synchronize(call, lease.what):
-                return _common(a.base)
-        elif self._small(resized(a.shape, dim, max(counts)), a.dtype):
+            if self.memory.synchronize(call, lease.item):
+                return _read_only_view(a.base)
+        elif self._fits_message(resized_shape(a.shape, dim, max(counts)), a.dtype):
             parts = self.memory.all_gather(a, call)
             if parts is not None:
-                return self._joined(parts, a, dim, counts)
+                return self._join_blocks(parts, a, dim, counts)
         else:
             whole, region = self._take(shape, a.dtype, trial=True)
             if whole is not None:
-                self._copy(a, whole[self._own(a.ndim, dim, counts)])
+                self._copy(a, whole[self._own_index(a.ndim, dim, counts)])
             if self.memory.synchronize(call, region):
-                return _common(self._lend(whole, region)[0])
-        # Some blocks were placed and some were not, or there was no room: all go to a new place.
+                return _read_only_view(self._lend(whole, region)[0])
+        # Some blocks were placed and some were not, or there was no room: copy all to new memory.
         return self.all_gather(self._copy(a, self.block(a.shape, a.dtype, dim, counts)), dim,
                                counts)
 
     def reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Array:
         dim %= a.ndim
-        call = call_check.call(call_check.REDUCE_SCATTER, a.dtype, a.shape, dim, counts)
-        own = self._own(a.ndim, dim, counts)
-        if not self._is_term(a) and self._small(a.shape, a.dtype):
+        call = call_check.encode_call(call_check.REDUCE_SCATTER, a.dtype, a.shape, dim, counts)
+        own = self._own_index(a.ndim, dim, counts)
+        if not self._is_term(a) and self._fits_message(a.shape, a.dtype):
             parts = self.memory.all_gather(a, call)
             if parts is not None:
                 self._moved += a.size
                 return self._sum_messages(parts, a, own)
             a = self._copy(a, self.term(a.shape, a.dtype))
         first, others = self._terms(a, call)
-        part = _placed(first, self.pool.loan(first), dim, counts, own)
+        part = _mark_placed(first, self.pool.lease_of(first), dim, counts, own)
         return self._add(part, [other[own] for other in others])
 
     def _is_term(self, a: Array) -> bool:
         """Return whether `a` was allocated as a term of a sum, and is not summed yet."""
-        lease = self._lease(a)
+        lease = self._find_lease(a)
         return lease is not None and lease.partner is not None
 
     def _terms(self, a: Array, call: Call) -> tuple[Array, Array]:
         """Return the first rank's term and those of the others, in shared memory."""
         if self._is_term(a):
-            lease = self._lease(a)
+            lease = self._find_lease(a)
             first, others = (lease.partner, a.base) if self.rank else (a, lease.partner)
             if self.memory.synchronize(call, lease.number):
                 lease.partner = None
@@ -150,7 +150,7 @@ class SharedTransport(MpiTransport):
             room = first is not None and others is not None
             if room:
                 self._copy(a, others[self.rank - 1] if self.rank else first)
-            if self.memory.synchronize(call, region if room else NOWHERE):
+            if self.memory.synchronize(call, region if room else NO_ROOM):
                 return self._lend(first, region)[0], self._lend(others, elsewhere)[0]
         return self._terms(self._copy(a, self.term(a.shape, a.dtype)), call)
 
@@ -167,22 +167,22 @@ class SharedTransport(MpiTransport):
         return place
 
     def all_reduce(self, a: Array) -> Array:
-        if self._small(a.shape, a.dtype):
+        if self._fits_message(a.shape, a.dtype):
             self._moved += a.size
-            call = call_check.call(call_check.ALL_REDUCE, a.dtype, a.shape)
+            call = call_check.encode_call(call_check.ALL_REDUCE, a.dtype, a.shape)
             return self._sum_messages(self.memory.all_gather(a, call), a, ())
-        counts = blocks(a.size, self.size)
+        counts = block_lengths(a.size, self.size)
         part = self.reduce_scatter(np.reshape(a, -1), 0, counts)
         out = self.backend.empty(a.shape, a.dtype)
         return self._copy(self.all_gather(part, 0, counts).reshape(a.shape), out)
 
     def broadcast(self, a: Array, root: int) -> Array:
-        call = call_check.call(call_check.BROADCAST, a.dtype, a.shape, root)
-        if self._small(a.shape, a.dtype):
+        call = call_check.encode_call(call_check.BROADCAST, a.dtype, a.shape, root)
+        if self._fits_message(a.shape, a.dtype):
             self._moved += a.size
-            told = self.memory.broadcast(a, root, call)
+            received = self.memory.broadcast(a, root, call)
             if self.rank != root:
-                a[...] = told[:a.size].reshape(a.shape)
+                a[...] = received[:a.size].reshape(a.shape)
             return a
         whole, region = self._take(a.shape, a.dtype, trial=True)
         if self.rank == root and whole is not None:
@@ -193,16 +193,16 @@ class SharedTransport(MpiTransport):
                 self._copy(a, whole)
             self.memory.synchronize(call, region)
         whole, _ = self._lend(whole, region)
-        return a if self.rank == root else _common(whole)
+        return a if self.rank == root else _read_only_view(whole)
 
     def reduce(self, a: Array, root: int) -> Array | None:
-        call = call_check.call(call_check.REDUCE, a.dtype, a.shape, root)
-        if self._small(a.shape, a.dtype):
+        call = call_check.encode_call(call_check.REDUCE, a.dtype, a.shape, root)
+        if self._fits_message(a.shape, a.dtype):
             self._moved += a.size
             terms = self.memory.gather(a, root, call)
             return None if terms is None else self._sum_messages(terms, a, ())
         first, others = self._terms(a, call)
-        own = self._own(1, 0, blocks(a.size, self.size))
+        own = self._own_index(1, 0, block_lengths(a.size, self.size))
         self._add(first.reshape(-1)[own], [other.reshape(-1)[own] for other in others])
         self.memory.synchronize(call)
         return first if self.rank == root else None
@@ -221,32 +221,33 @@ class SharedTransport(MpiTransport):
         region, place = (self.memory.try_take if trial else self.memory.take)(length)
         return None if place is None else np.ndarray(shape, dtype, *place), region
 
-    def _lend(self, whole: Array, region: int) -> tuple[Array, _Lease]:
-        """Lend an array of `_take` until this rank holds no reference to it."""
+    def _lend(self, whole: Array, region: int) -> tuple[Array, _SharedLease]:
+        """Begin this rank's lease of an array of `_take`; return both."""
         lease = self.pool.lend(whole, whole.nbytes // self.size, self.memory.give_back, region,
-                               _Lease)
+                               _SharedLease)
         lease.memory = self.memory
         return whole, lease
 
-    def _own(self, ndim: int, dim: int, counts: list[int]) -> tuple:
+    def _own_index(self, ndim: int, dim: int, counts: list[int]) -> tuple:
         """Return the index of this rank's part of a whole array."""
         start = sum(counts[:self.rank])
         return (slice(None),) * (dim % ndim) + (slice(start, start + counts[self.rank]),)
 
-    def _lease(self, a: Array) -> _Lease | None:
+    def _find_lease(self, a: Array) -> _SharedLease | None:
         """Return the lease of `a`; None for views, and for arrays not allocated here."""
-        lease = self.pool.loan(a)
-        known = type(lease) is _Lease and lease.memory is self.memory and lease.handed_out() is a
+        lease = self.pool.lease_of(a)
+        known = (type(lease) is _SharedLease and lease.memory is self.memory
+                 and lease.handed_out() is a)
         return lease if known else None
 
-    def _small(self, shape: tuple[int, ...], dtype: np.dtype) -> bool:
-        """Return whether an array of each rank fits in a message, and all are quick to read."""
+    def _fits_message(self, shape: tuple[int, ...], dtype: np.dtype) -> bool:
+        """Return whether an array of each rank fits in a message, and reading all is fast."""
         largest = min(MESSAGE_BYTES, 4 * MESSAGE_BYTES // self.size)
         return math.prod(shape) * dtype.itemsize <= largest
 
-    def _joined(self, parts: list[Array], a: Array, dim: int, counts: list[int]) -> Array:
+    def _join_blocks(self, parts: list[Array], a: Array, dim: int, counts: list[int]) -> Array:
         """Join the flat blocks of all ranks in one array."""
-        out = self.backend.empty(resized(a.shape, dim, sum(counts)), a.dtype)
+        out = self.backend.empty(resized_shape(a.shape, dim, sum(counts)), a.dtype)
         for part, index in zip(parts, block_indices(a.ndim, dim, counts)):
             place = out[index]
             place[...] = part[:place.size].reshape(place.shape)
@@ -265,14 +266,15 @@ class SharedTransport(MpiTransport):
         return out
 
 
-def _placed(whole: Array, lease: _Lease, dim: int, counts: list[int], own: tuple) -> Array:
+def _mark_placed(whole: Array, lease: _SharedLease, dim: int, counts: list[int],
+                 own: tuple) -> Array:
     """Return this rank's part `own` of a shared array, which is gathered without a copy."""
     part = whole[own]
     lease.handed_out, lease.divided = weakref.ref(part), (dim % whole.ndim, counts)
     return part
 
 
-def _common(whole: Array) -> Array:
+def _read_only_view(whole: Array) -> Array:
     """Return a read-only view of an array of all ranks: writes would be visible to every rank."""
     view = whole.view()
     view.setflags(write=False)

@@ -9,7 +9,7 @@ import pytest
 from mm3d import launcher as environment
 from support import run_python, run_ranks
 
-BLAS = dict.fromkeys(environment.BLAS_THREADS, "1")
+BLAS = dict.fromkeys(environment.BLAS_THREAD_VARIABLES, "1")
 
 
 @pytest.fixture
@@ -57,14 +57,14 @@ def test_one_rank_keeps_all_its_threads(node):
 def test_ranks_share_the_cores(node):
     node(own=9)
     variables = {"MPI_LOCALNRANKS": "4"}
-    assert environment.set_defaults(variables) == dict.fromkeys(environment.BLAS_THREADS, "2")
+    assert environment.set_defaults(variables) == dict.fromkeys(BLAS, "2")
     assert variables.items() > dict.fromkeys(BLAS, "2").items()
 
 
 def test_more_ranks_than_cores_yield(node):
     node(own=2)
     assert environment.oversubscribed({"MPI_LOCALNRANKS": "3"})
-    assert environment.set_defaults({"MPI_LOCALNRANKS": "3"}) == BLAS | environment.YIELD
+    assert environment.set_defaults({"MPI_LOCALNRANKS": "3"}) == BLAS | environment.YIELD_SETTINGS
 
 
 @pytest.mark.parametrize("own, launcher, ranks, allocated, threads, oversubscribed", [
@@ -98,7 +98,7 @@ def test_what_the_user_has_set_stays(node):
 def test_omp_num_threads_speaks_for_every_blas(node):
     node(own=2)
     variables = {"MPI_LOCALNRANKS": "8", "OMP_NUM_THREADS": "2"}
-    assert environment.set_defaults(variables) == environment.YIELD
+    assert environment.set_defaults(variables) == environment.YIELD_SETTINGS
 
 
 def test_mpi_imported_too_early_is_said_by_rank_0_alone(node, monkeypatch):
@@ -114,9 +114,9 @@ def test_mpi_imported_too_early_is_said_by_rank_0_alone(node, monkeypatch):
 
 
 def test_the_launcher_is_permitted_unless_the_user_has_decided():
-    assert environment.launcher_environment({}) == environment.PERMIT
+    assert environment.mpirun_settings({}) == environment.PERMISSIONS
     mine = {"OMPI_MCA_rmaps_base_oversubscribe": "0"}
-    assert environment.launcher_environment(mine).keys() == environment.PERMIT.keys() - mine.keys()
+    assert environment.mpirun_settings(mine).keys() == environment.PERMISSIONS.keys() - mine.keys()
 
 
 STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n1", "PATH": "/bin",
@@ -126,7 +126,7 @@ STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "n1", 
 def test_an_mpirun_within_a_step_of_slurm_knows_nothing_of_it():
     """It would start its ranks by srun, which waits for the cores of the step itself."""
     def left(command, **variables):
-        return {name for name in environment.for_launcher(command, STEP | variables)
+        return {name for name in environment.environment_to_start(command, STEP | variables)
                 if name.startswith(("SLURM", "SRUN"))}
 
     everything = {name for name in STEP if name.startswith(("SLURM", "SRUN"))}
@@ -135,9 +135,11 @@ def test_an_mpirun_within_a_step_of_slurm_knows_nothing_of_it():
     # The script of a job, and a prompt that salloc gives, are no steps that keep its cores.
     for step in ("4294967291", "4294967290", ""):
         assert left(["mpirun"], SLURM_STEP_ID=step) == everything
-    assert environment.for_launcher(["mpirun"], STEP) == {"PATH": "/bin"} | environment.PERMIT
+    started = environment.environment_to_start(["mpirun"], STEP)
+    assert started == {"PATH": "/bin"} | environment.PERMISSIONS
     # From a rank, always: its job is another.
-    assert environment.without_launcher(STEP | {"PMI_RANK": "1", "OMPI_MCA_pml": "ob1"}) == {
+    rank = STEP | {"PMI_RANK": "1", "OMPI_MCA_pml": "ob1"}
+    assert environment.environment_without_launcher(rank) == {
         "PATH": "/bin", "OMPI_MCA_pml": "ob1"}
 
 
@@ -184,4 +186,4 @@ def test_this_run_itself_has_what_it_should():
     if environment.local_ranks() > 1:
         assert os.environ.keys() >= BLAS.keys() or "OMP_NUM_THREADS" in os.environ
     if environment.oversubscribed():
-        assert os.environ.keys() >= environment.YIELD.keys()
+        assert os.environ.keys() >= environment.YIELD_SETTINGS.keys()

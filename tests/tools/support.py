@@ -29,11 +29,11 @@ _running: set[subprocess.Popen] = set()
 def clean_environment(**more: str) -> dict[str, str]:
     """This process' environment plus `more`, fit for starting a launcher: without any trace of
     the one that started this process, and of what mm3d has set on its account."""
-    defaults = {*launcher.BLAS_THREADS, *launcher.YIELD}
+    defaults = {*launcher.BLAS_THREAD_VARIABLES, *launcher.YIELD_SETTINGS}
     env = {name: value for name, value in os.environ.items()
-           if not name.startswith(launcher.LAUNCHER) and name not in defaults}
+           if not name.startswith(launcher.LAUNCHER_PREFIXES) and name not in defaults}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), env.get("PYTHONPATH"))))
-    return env | launcher.launcher_environment(env) | more
+    return env | launcher.mpirun_settings(env) | more
 
 
 def run_ranks(ranks: int, *argv: str, timeout: float = 0.8 * LIMIT, cwd: str | Path | None = None,

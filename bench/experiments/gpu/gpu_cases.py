@@ -128,4 +128,4 @@ def torch_layer_step(backend: Backend, sizes: ModelSizes,
 
 def describe_device(backend: Backend) -> dict[str, Any]:
     """Describe the device, for the record."""
-    return backend.describe() | {"peak_device_bytes": backend.memory()["peak"]}
+    return backend.describe_device() | {"peak_device_bytes": backend.memory()["peak"]}

@@ -89,10 +89,10 @@ class GpuBenchmark:
     def sample_seconds(self, step: Step) -> list[float]:
         """Take samples of the seconds of a call of `step`, after two calls that do not count."""
         def sample(calls: int) -> float:
-            start = self.backend.mark()
+            start = self.backend.record_mark()
             for _ in range(calls):
                 step()
-            return self.backend.seconds(start, self.backend.mark()) / calls
+            return self.backend.seconds_between(start, self.backend.record_mark()) / calls
         sample(1)
         calls = max(1, min(200, round(2e-3 / max(sample(1), 1e-9))))
         return take_samples(lambda: sample(calls), self.limits, MPI.COMM_SELF)[0]

@@ -8,7 +8,7 @@ from bench.errors import UsageError
 from mm3d.arrays.backend import Array
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
-from mm3d.transport.choice import in_place
+from mm3d.transport.choice import in_place_collectives
 
 
 def allocate(layout: Layout, grid: Grid, shape: tuple[int, ...], dtype: Any,
@@ -60,7 +60,8 @@ def left_in_place(transports: str, kinds: Sequence[str]) -> np.ndarray:
     ndarray of bool
         (directions, kinds).
     """
-    return np.array([[kind in in_place(name) for kind in kinds] for name in transports.split()])
+    return np.array([[kind in in_place_collectives(name) for kind in kinds]
+                     for name in transports.split()])
 
 
 def default_transport(comm) -> str:

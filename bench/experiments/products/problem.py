@@ -151,7 +151,7 @@ class _Operands(ArrayObserver):
     def __init__(self) -> None:
         self.found: list[tuple[tuple, tuple]] = []
 
-    def seen(self, event: Gemm, given: tuple[Array, Array], result: Array) -> None:
+    def see_result(self, event: Gemm, given: tuple[Array, Array], result: Array) -> None:
         """Collect the operands, unless they are stacks, as attention multiplies them."""
         if all(len(m.shape) == 2 for m in given):
             self.found.append(tuple((tuple(m.shape), _transposed(m)) for m in given))

@@ -85,7 +85,7 @@ def run_job(job: list[Case], options: list[str], progress: Progress,
     Cases are removed from `pending` as the job reports them.
     """
     command = job_command(job, options)
-    with start_child(command, env=launcher.for_launcher(command), grace=GRACE,
+    with start_child(command, env=launcher.environment_to_start(command), grace=GRACE,
                      with_parent=True) as child:
         for line in child.stdout:
             reported = [one for one in pending if line.startswith(

@@ -49,11 +49,11 @@ def mode(request, monkeypatch):
     step = device_checks.run_model_step
 
     def on(library, dtype):
-        with backend.only(library, plain):
+        with backend.use_only(library, plain):
             return step(library, dtype)
 
     monkeypatch.setattr(device_checks, "run_model_step", on)
-    with backend.only(plain):
+    with backend.use_only(plain):
         yield Mode(device, dtype, tf32)
 
 

@@ -23,7 +23,7 @@ class Products(Observer):
 
 @pytest.fixture
 def library():
-    with backend.only(backend.Backend()):
+    with backend.use_only(backend.Backend()):
         yield backend.get("numpy")
 
 

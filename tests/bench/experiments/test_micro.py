@@ -266,7 +266,7 @@ def test_what_is_read_in_place_is_not_moved(comm, monkeypatch, transport):
          "all_reduce": lambda: grid.y.all_reduce(a)}[kind]()
         moved, words = (comm.allreduce(getattr(grid.y.traffic[kind], name))
                         for name in ("moved", "words"))
-        assert (moved < words) == (kind in choice.in_place(transport)), kind
+        assert (moved < words) == (kind in choice.in_place_collectives(transport)), kind
         copied = {"all_gather": 0, "broadcast": 1 << 16} if moved < words else {}
         assert moved == copied.get(kind, moved) or np.isnan(moved)
     grid.free()

@@ -173,14 +173,14 @@ def test_ranks_are_started_as_root_and_beyond_the_cores_too(monkeypatch, capsys)
         return ChildResult(1, "", "no ranks")
 
     given: dict[str, str] = {}
-    for name in launcher.PERMIT:
+    for name in launcher.PERMISSIONS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "0")
     monkeypatch.setattr(startup, "run_child", run)
     monkeypatch.setattr(startup.launcher, "local_ranks", lambda: 1)
     assert verb.run(Namespace(ranks=[1])) == 1
     assert capsys.readouterr() == ("", "failed: 1 ranks:\nno ranks\n")
-    assert given == os.environ | launcher.PERMIT | {"OMPI_ALLOW_RUN_AS_ROOT": "0"}
+    assert given == os.environ | launcher.PERMISSIONS | {"OMPI_ALLOW_RUN_AS_ROOT": "0"}
 
 
 def test_a_number_of_ranks_that_is_no_cube_is_refused():

@@ -221,7 +221,7 @@ def test_a_trimmed_pool_keeps_only_what_is_lent():
     kept, freed = library.empty((5000,), np.float64), library.empty((5000,), np.float64)
     del freed
     before = library.memory()
-    library.trim()
+    library.release_idle_memory()
     assert before["reserved"] == 2 * before["in_use"] and kept.shape == (5000,)
     assert library.memory()["reserved"] == library.memory()["in_use"] == before["in_use"]
 

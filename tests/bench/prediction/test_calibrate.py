@@ -225,8 +225,8 @@ def test_a_machine_measures_itself(tmp_path):
     assert all(1e6 < rate < 1e15 for rate in machine.gemm_rate.values())
     assert platform.node() not in path.read_text()
     assert_sourced(machine)
-    trace = dry_run.step("3d", 2, (2, 1, 1), layers=1, hidden=64, heads=4, batch=4, seq=16,
-                         block=machine.elementwise_block)
+    trace = dry_run.trace_step("3d", 2, (2, 1, 1), layers=1, hidden=64, heads=4, batch=4, seq=16,
+                               block=machine.elementwise_block)
     assert sum(step_seconds(machine, trace).values()) > 1e-5
 
 

@@ -36,7 +36,7 @@ def test_the_policy_is_the_first_that_fits_by_a_dry_run():
     found = {name: memory_fit.predict_peak("3d", GRID, "float32", name, SIZES)
              for name in POLICIES}
     for name in ("none", "selective", "full"):
-        assert dry_run.step("3d", 8, GRID, **SIZES, recompute=name).peak == found[name]
+        assert dry_run.trace_step("3d", 8, GRID, **SIZES, recompute=name).peak == found[name]
         assert memory_fit.choose_policy("3d", GRID, "float32", SIZES, found[name]) == (
             name, found[name])
         other, peak = memory_fit.choose_policy("3d", GRID, "float32", SIZES, found[name] - 1)
@@ -79,8 +79,8 @@ def test_memory_of_the_real_model_is_what_the_choice_was_made_by(comm, monkeypat
         block = scheme.grid.backend.block
         del model, x, dy, y, saved
         scheme.grid.free()
-        assert most == dry_run.extended("3d", 8, GRID, block=block, recompute=name,
-                                        **SIZES).pool_peak, name
+        assert most == dry_run.extrapolate_step("3d", 8, GRID, block=block, recompute=name,
+                                                **SIZES).pool_peak, name
 
 
 def rows(name="3d"):

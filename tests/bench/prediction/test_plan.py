@@ -44,7 +44,7 @@ def test_the_choice_is_the_best_of_all_when_every_candidate_is_traced(ranks, siz
     """Screening by closed forms loses nothing: brute force over dry runs chooses no better."""
     seconds = {}
     for scheme, grid in planner.list_candidates(ranks):
-        trace = dry_run.step(scheme, ranks, grid, **sizes)
+        trace = dry_run.trace_step(scheme, ranks, grid, **sizes)
         seconds[scheme, grid] = sum(step_seconds(LONGHORN, trace).values())
     best = planner.rank_plans(ranks, LONGHORN, **sizes)[0]
     assert best.traced and best.seconds == seconds[best.scheme, best.grid]
@@ -56,7 +56,7 @@ def test_screened_words_are_those_of_the_traces(sizes):
     """Of all ranks together, for every scheme and grid of 8 ranks."""
     for scheme, grid in planner.list_candidates(8):
         screened = screen_grid(scheme, grid, LONGHORN, "float32", "none", sizes)
-        traces = [dry_run.step(scheme, 8, grid, rank, **sizes) for rank in range(8)]
+        traces = [dry_run.trace_step(scheme, 8, grid, rank, **sizes) for rank in range(8)]
         for phase in PHASES:
             assert sum(t.words(phase) for t in traces) == round(8 * screened.words[phase])
 

@@ -109,7 +109,7 @@ def test_counts_of_a_dry_run_are_whole_numbers_in_csv(capsys):
     assert main(["dry", "--ranks", "1", "--scheme", "serial", "--format", "csv",
                  *(f"--{name}={size}" for name, size in sizes.items())]) == 0
     rows = csv.DictReader(io.StringIO(capsys.readouterr().out))
-    flops = dry_run.extended("serial", 1, **sizes).flops("forward")
+    flops = dry_run.extrapolate_step("serial", 1, **sizes).flops("forward")
     assert next(rows)["flops"] == str(flops) and flops > 2 ** 53
 
 

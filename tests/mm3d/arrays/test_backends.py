@@ -55,7 +55,7 @@ class StrictBackend(backend.Backend):
 def registered(monkeypatch, no_backends):
     """Registers the library for one test; arrays travel as they do where nothing is set."""
     monkeypatch.delenv("MM3D_TRANSPORT", raising=False)
-    monkeypatch.setattr(backend, "_makers", dict(backend._makers))
+    monkeypatch.setattr(backend, "_factories", dict(backend._factories))
     backend.register("strict", StrictBackend)
 
 

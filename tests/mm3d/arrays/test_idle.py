@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from mm3d.arrays import idle_memory
-from mm3d.arrays.idle_memory import FLOOR, GRANULARITY, Idle, size_class
-from mm3d.arrays.pool import HUGE, Pool
+from mm3d.arrays.idle_memory import MIN_BOUND_BYTES, GRANULARITY_BYTES, IdleMemory, size_class
+from mm3d.arrays.pool import MIN_HUGE_BYTES, Pool
 from reference import integers, on_grid
 
 proc = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc/self/smaps")
@@ -32,42 +32,42 @@ def held(pattern: str, field: str) -> int:
 
 
 def test_size_classes_are_few_and_less_than_an_eighth_too_large():
-    lengths = range(0, 400 * GRANULARITY, GRANULARITY // 4)
+    lengths = range(0, 400 * GRANULARITY_BYTES, GRANULARITY_BYTES // 4)
     classes = [size_class(n) for n in lengths]
     for length, size in zip(lengths, classes):
-        exact = max(1, -(-length // GRANULARITY)) * GRANULARITY
-        assert exact <= size < exact * 9 / 8 and size % GRANULARITY == 0
-        assert size == exact or length > 16 * GRANULARITY
+        exact = max(1, -(-length // GRANULARITY_BYTES)) * GRANULARITY_BYTES
+        assert exact <= size < exact * 9 / 8 and size % GRANULARITY_BYTES == 0
+        assert size == exact or length > 16 * GRANULARITY_BYTES
         assert size_class(size) == size
     assert classes == sorted(classes) and len({n for n in classes if n > 2 ** 20}) <= 8
     assert len({size_class(n) for n in range(1, 1 << 30, 99_999)}) < 200
 
 
 def test_what_has_lain_idle_longest_goes_first(monkeypatch):
-    monkeypatch.setattr(idle_memory, "FLOOR", 10)
-    found = Idle()
+    monkeypatch.setattr(idle_memory, "MIN_BOUND_BYTES", 10)
+    found = IdleMemory()
     for size, piece in ((4, "a"), (2, "b"), (4, "c"), (3, "d")):
         found.put(size, piece)
     assert found.bytes == 13 and found.bound == 10
-    assert found.surplus() == ["a"] and found.surplus() == [] and found.bytes == 9
+    assert found.take_surplus() == ["a"] and found.take_surplus() == [] and found.bytes == 9
     number, piece = found.get(4)
     assert piece == "c" and found.get(4) is None and found.get(5) is None
-    found.restore(4, (number, piece))
+    found.undo_get(4, (number, piece))
     found.put(8, "e")
-    assert found.surplus() == ["b", "c", "d"] and found.bytes == 8
-    found.used(9)
+    assert found.take_surplus() == ["b", "c", "d"] and found.bytes == 8
+    found.note_in_use(9)
     assert found.bound == 18
 
 
 def test_the_bound_follows_what_is_used_of_late(monkeypatch):
-    monkeypatch.setattr(idle_memory, "WINDOW", 5)
-    found = Idle()
+    monkeypatch.setattr(idle_memory, "WINDOW_PIECES", 5)
+    found = IdleMemory()
     bounds = []
     for turn in range(30):
         found.put(1, turn)
         found.get(1)
-        found.used(FLOOR * (3 if turn < 8 else 1))
-        bounds.append(found.bound // FLOOR)
+        found.note_in_use(MIN_BOUND_BYTES * (3 if turn < 8 else 1))
+        bounds.append(found.bound // MIN_BOUND_BYTES)
     assert bounds[7] == 6 and bounds[-1] == 2 and bounds == sorted(bounds, reverse=True)
 
 
@@ -81,11 +81,11 @@ def test_the_pool_holds_no_more_than_it_says_whatever_the_sizes():
         for times in (1, 3):    # some larger ones, of which the most are alive at one time
             a = pool.take((turn * 40_000 + times * MiB,), np.dtype("uint8"))
             a[...] = 1
-            assert pool.idle <= max(FLOOR, 2 * pool.peak)
-            assert pool.reserved <= pool.in_use * 9 / 8 + max(FLOOR, 2 * pool.peak)
+            assert pool.idle <= max(MIN_BOUND_BYTES, 2 * pool.peak)
+            assert pool.reserved <= pool.in_use * 9 / 8 + max(MIN_BOUND_BYTES, 2 * pool.peak)
             del a
     kept_too = pool.take((1,), np.dtype("uint8"))
-    assert pool.idle <= max(FLOOR, 2 * pool.peak) < 21 * MiB
+    assert pool.idle <= max(MIN_BOUND_BYTES, 2 * pool.peak) < 21 * MiB
     assert held("^$", "Rss") - before <= pool.reserved + 2 * MiB < 26 * MiB
     del kept, kept_too
     pool.trim()
@@ -106,9 +106,9 @@ asked: list[tuple] = []
 def test_a_kernel_without_large_pages_gives_memory_all_the_same(monkeypatch):
     monkeypatch.setattr(mmap, "mmap", Deaf)
     asked.clear()
-    a = Pool().take((HUGE,), np.dtype("uint8"))
+    a = Pool().take((MIN_HUGE_BYTES,), np.dtype("uint8"))
     a[...] = 1
-    assert a.sum() == HUGE and asked == [(mmap.MADV_HUGEPAGE,)]
+    assert a.sum() == MIN_HUGE_BYTES and asked == [(mmap.MADV_HUGEPAGE,)]
 
 
 @pytest.mark.ranks(2)
@@ -153,11 +153,11 @@ def test_ranks_hold_no_more_shared_memory_than_they_say_whatever_the_sizes(comm,
             part = split.reduce_scatter(term)
             assert (part == turn * comm.size).all()
             del block, whole, term, part
-            assert books.idle.bytes <= max(FLOOR, 2 * most)
+            assert books.idle.bytes <= max(MIN_BOUND_BYTES, 2 * most)
         for _ in range(3):
             grid.x.transport.barrier()
         assert books.in_use == size_class(alive.nbytes)
-        assert books.idle.bytes <= books.idle.bound <= max(FLOOR, 2 * most)
+        assert books.idle.bytes <= books.idle.bound <= max(MIN_BOUND_BYTES, 2 * most)
         assert shared() - before <= books.in_use + books.idle.bound + MiB
         assert sum(books._sizes) > 3 * books.idle.bound    # what would be held otherwise
         assert (alive == np.arange(1, comm.size + 1)[:, None]).all()
@@ -171,8 +171,8 @@ def test_ranks_hold_no_more_shared_memory_than_they_say_whatever_the_sizes(comm,
 def test_no_memory_is_taken_away_from_who_uses_it(comm, monkeypatch):
     """Nearly all goes back at each meeting; random sizes, delays and lifetimes, exact integers."""
     monkeypatch.setenv("MM3D_TRANSPORT", "shared")
-    monkeypatch.setattr(idle_memory, "FLOOR", 0)
-    monkeypatch.setattr(Idle, "used", lambda self, in_use: None)    # the bound stays 0
+    monkeypatch.setattr(idle_memory, "MIN_BOUND_BYTES", 0)
+    monkeypatch.setattr(IdleMemory, "note_in_use", lambda self, in_use: None)    # bound 0
     late, order = random.Random(comm.rank), random.Random(comm.size)
     kept, emptied = [], 0
     with on_grid(comm, x=comm.size) as grid:

@@ -112,7 +112,7 @@ def test_into_arrays_with_gaps_and_in_place(cupy, name):
 
 def test_kernels_are_looked_up_once(cupy, monkeypatch):
     """For each type."""
-    looked, compiled = [], cupy.compiled
+    looked, compiled = [], cupy.compile_module
 
     class Module:
         def __init__(self, *source) -> None:
@@ -121,7 +121,7 @@ def test_kernels_are_looked_up_once(cupy, monkeypatch):
         def get_function(self, name: str):
             looked.append(name)
             return self.module.get_function(name)
-    monkeypatch.setattr(cupy, "compiled", Module)
+    monkeypatch.setattr(cupy, "compile_module", Module)
     own = cupy_kernels.GpuKernels(cupy)
     for name in ("float32", "float64", "float32"):
         a, b = cupy.asarray(numbers((3, 4), name, 1)), cupy.asarray(numbers((4,), name, 2))
@@ -160,7 +160,7 @@ def test_attention(cupy, monkeypatch, name, batch, heads, causal, first, queries
     """Forward and backward, also a part of the heads at a time; queries of a part of the rows.  A
     rank without queries fills dK and dV all the same: they are added to those of others."""
     d = 4
-    monkeypatch.setattr(cupy_kernels, "SCORES", 2 * queries * positions * 8)
+    monkeypatch.setattr(cupy_kernels, "MAX_SCORE_BYTES", 2 * queries * positions * 8)
     q, do = (numbers((batch, queries, heads, d), name, n) for n in (1, 2))
     kv = numbers((batch, positions, 2, heads, d), name, 3)
     k, v = kv[:, :, 0], kv[:, :, 1]
@@ -200,7 +200,7 @@ def attend(cupy, shape, positions: int, name: str, causal: bool = True) -> list[
 @pytest.mark.parametrize("name", ["float32", "float16"])
 def test_scores_stay_within_their_bound(cupy, monkeypatch, name):
     """All sequences at once, some, some heads of one, some queries of one: nowhere are there more
-    bytes of scores than `SCORES`, and the bits are the same until queries are divided."""
+    bytes of scores than `MAX_SCORE_BYTES`, and the bits are the same until queries are divided."""
     (batch, queries, heads, d), positions, empty = (3, 5, 4, 2), 7, cupy.empty
     one = positions * (4 + (4 if name == "float32" else 2))    # of a query, in backward
     held: list[int] = []
@@ -214,8 +214,8 @@ def test_scores_stay_within_their_bound(cupy, monkeypatch, name):
     assert sum(held) > batch * heads * queries * one    # both passes
     for some, parts in ((2 * heads * queries, 2), (heads * queries, 3), (3 * queries, 3 * 2),
                         (queries, 3 * 4), (2, 3 * 4 * 3), (1, 3 * 4 * 5)):
-        monkeypatch.setattr(cupy_kernels, "SCORES", some * one)
-        assert len(cupy_kernels.parts_of_scores(batch, heads, queries, one)) == parts
+        monkeypatch.setattr(cupy_kernels, "MAX_SCORE_BYTES", some * one)
+        assert len(cupy_kernels.divide_scores(batch, heads, queries, one)) == parts
         held.clear()
         found = attend(cupy, (batch, queries, heads, d), positions, name)
         scores = [size for size in held if size]
@@ -267,12 +267,12 @@ def test_kernels_compile_for(architecture):
     if architecture not in list(known):
         pytest.skip(f"this NVRTC knows sm_{known[0]} and later, not sm_{architecture}")
     program = ctypes.c_void_p()
-    code = cupy_kernels.SOURCE.read_bytes()
+    code = cupy_kernels.SOURCE_FILE.read_bytes()
     assert library.nvrtcCreateProgram(ctypes.byref(program), code, b"kernels.cu", 0, None,
                                       None) == 0
-    for expression in cupy_kernels.EXPRESSIONS:
+    for expression in cupy_kernels.TEMPLATE_INSTANCES:
         assert library.nvrtcAddNameExpression(program, expression.encode()) == 0
-    options = [*(text.encode() for text in cupy_kernels.OPTIONS),
+    options = [*(text.encode() for text in cupy_kernels.COMPILER_OPTIONS),
                f"-arch=sm_{architecture}".encode()]
     status = library.nvrtcCompileProgram(program, len(options),
                                          (ctypes.c_char_p * len(options))(*options))
@@ -284,5 +284,5 @@ def test_kernels_compile_for(architecture):
     library.nvrtcGetCUBINSize(program, ctypes.byref(size))
     binary = ctypes.create_string_buffer(size.value)
     library.nvrtcGetCUBIN(program, binary)
-    for name in cupy_kernels.NAMES:
+    for name in cupy_kernels.KERNEL_NAMES:
         assert name.encode() in binary.raw, f"{name} is missing"

@@ -25,7 +25,7 @@ def fresh(monkeypatch, no_backends):
 def test_steps_after_the_first_take_no_new_memory(comm, fresh, causal):
     """Steps 2 and 3: the pool makes no storage, and NumPy nothing as large as an activation."""
     for parallelism in SOME[comm.size]:
-        fresh.trim()    # what others left idle may go back at any time
+        fresh.release_idle_memory()    # what others left idle may go back at any time
         with parallelism.on(comm, fresh) as scheme:
             model = mm3d.Transformer(scheme, **SIZES, causal=causal)
             x, dy = model.random("x"), model.random("dy")

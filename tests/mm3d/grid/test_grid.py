@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d.arrays.blocks import blocks
+from mm3d.arrays.blocks import block_lengths
 from mm3d.arrays.pool import Pool
 from mm3d.grid.axis import Traffic
 from reference import every_grid, grids, integers, on_grid, total
@@ -40,7 +40,7 @@ def pieces(a: np.ndarray, dim: int, counts: list[int]) -> list[np.ndarray]:
 @pytest.mark.parametrize("parts", [1, 2, 3, 8, 36])
 @pytest.mark.parametrize("units, unit", [(0, 1), (1, 1), (7, 1), (8, 1), (64, 48), (5, 3)])
 def test_blocks_are_whole_units_that_differ_by_one_at_most(units, unit, parts):
-    lengths = blocks(units * unit, parts, unit)
+    lengths = block_lengths(units * unit, parts, unit)
     assert len(lengths) == parts and sum(lengths) == units * unit
     assert all(length % unit == 0 for length in lengths)
     assert max(lengths) - min(lengths) <= unit
@@ -48,8 +48,8 @@ def test_blocks_are_whole_units_that_differ_by_one_at_most(units, unit, parts):
 
 
 def test_blocks_of_a_length_that_units_do_not_fill_say_what_would_do():
-    with pytest.raises(ValueError, match=r"10 cannot be dealt in units of 4: 8 or 12 would do"):
-        blocks(10, 2, 4)
+    with pytest.raises(ValueError, match="10 cannot be divided into units of 4: 8 or 12 would"):
+        block_lengths(10, 2, 4)
 
 
 # --- Who is where --------------------------------------------------------------------------
@@ -119,7 +119,7 @@ def test_a_direction_that_the_grid_lacks(comm):
 @LINES
 @CASES
 def test_all_gather_joins_the_blocks_in_order(comm, shape, dim):
-    dealt = blocks(shape[dim], comm.size)
+    dealt = block_lengths(shape[dim], comm.size)
     with on_grid(comm, comm.size) as grid:
         for dtype, counts in product(DTYPES, (dealt, dealt[::-1])):
             whole = integers(shape, 0, dtype)
@@ -133,7 +133,7 @@ def test_all_gather_joins_the_blocks_in_order(comm, shape, dim):
 @LINES
 @CASES
 def test_reduce_scatter_leaves_each_rank_its_block_of_the_sum(comm, shape, dim):
-    dealt = blocks(shape[dim], comm.size)
+    dealt = block_lengths(shape[dim], comm.size)
     with on_grid(comm, comm.size) as grid:
         for dtype, counts in product(DTYPES, (dealt, dealt[::-1], None)):
             terms = [integers(shape, r, dtype) for r in range(comm.size)]
@@ -220,9 +220,9 @@ def test_traffic_of_one_call_each(comm, rows, dtype):
     """Of rows x 5 words, n parts: all but the own block; an all-reduce counts as two passes."""
     whole = integers((rows, 5), 0, dtype)
     n, me, root = comm.size, comm.rank, comm.size - 1
-    counts = blocks(rows, n)
+    counts = block_lengths(rows, n)
     own = 5 * counts[me]
-    flat = blocks(5 * rows, n)[me]
+    flat = block_lengths(5 * rows, n)[me]
     size, other = 5 * rows, int(me != root)
     with on_grid(comm, n) as grid:
         grid.x.all_gather(pieces(whole, 0, counts)[me], 0, counts)

@@ -55,7 +55,7 @@ def watched(monkeypatch):
     monkeypatch.setenv("MM3D_TRANSPORT", "mpi")    # where the backend makes every array
     library = WatchedBackend()
     monkeypatch.setattr(Watched, "seen", set())
-    with backend.only(library):
+    with backend.use_only(library):
         yield library
 
 

@@ -80,7 +80,7 @@ def test_backend_of_the_environment(refused, monkeypatch):
 @pytest.mark.ranks(1, 8)
 def test_the_arrays_of_dry_runs_are_no_choice(refused, monkeypatch):
     """Nor are they named among those that are, also after a dry run."""
-    dry_run.step("3d", 8, layers=1, hidden=16, heads=4, batch=8, seq=4)
+    dry_run.trace_step("3d", 8, layers=1, hidden=16, heads=4, batch=8, seq=4)
     known = "'dry' is unknown: choose one of numpy, cupy$"
     with pytest.raises(ValueError, match=known):
         backend.get("dry")

@@ -138,7 +138,7 @@ def test_a_dry_run_counts_masters(comm, monkeypatch):
             scheme.grid.reset_traffic()
             model.backward(dy, saved)
             moved = {"forward": forward, "backward": scheme.grid.traffic()}
-        trace = dry_run.step(parallelism.name, comm.size, shape, comm.rank,
-                             options=parallelism.options, **SIZES["uneven"], **MIXED)
+        trace = dry_run.trace_step(parallelism.name, comm.size, shape, comm.rank,
+                                   options=parallelism.options, **SIZES["uneven"], **MIXED)
         assert trace.parameters == held == (2 + 4 + 4) * words
         assert trace.traffic == moved, parallelism

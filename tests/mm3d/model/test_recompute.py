@@ -116,9 +116,9 @@ def test_words_operations_and_what_is_kept_are_the_closed_forms(comm):
             assert comm.allreduce(trace.flops_again()) == again * ranks, case
             assert comm.allreduce(kept) == 4 * cost.saved_words(
                 parallelism.name, named, described, **parallelism.options), case
-            dried = dry_run.step(parallelism.name, comm.size, shape, comm.rank,
-                                 backend.Backend.block,
-                                 parallelism.options, **size, recompute=name)
+            dried = dry_run.trace_step(parallelism.name, comm.size, shape, comm.rank,
+                                       backend.Backend.block,
+                                       parallelism.options, **size, recompute=name)
             assert dried.flops_again() == trace.flops_again(), case
             assert dried.flops() == trace.flops(), case
             assert dried.traffic == counted and dried.saved == kept, case
@@ -141,9 +141,9 @@ def test_peak_memory_is_the_dry_run_s_to_the_byte(comm, monkeypatch):
                 model.backward(dy, saved)
                 peak, shape = pool.peak - before, tuple(scheme.grid.shape.values())
                 del model, x, dy, y, saved
-            trace = dry_run.step(parallelism.name, comm.size, shape, comm.rank,
-                                 backend.Backend.block,
-                                 parallelism.options, **MODELS["uneven"], recompute=name)
+            trace = dry_run.trace_step(parallelism.name, comm.size, shape, comm.rank,
+                                       backend.Backend.block,
+                                       parallelism.options, **MODELS["uneven"], recompute=name)
             assert trace.pool_peak == peak, (str(parallelism), name)
 
 
@@ -157,8 +157,8 @@ def test_peak_memory_is_that_of_the_closed_form(name, grid, options):
     for again in filter(lambda one: not (options.get("keep") and "selective" in one), AGAIN):
         for hidden, layers, seq in ((512, 3, 128), (512, 1, 256)):
             sizes = ModelSizes(layers, hidden, hidden // 64, batch=16, seq=seq)
-            trace = dry_run.step(name, math.prod(grid), grid, block=backend.Backend.block,
-                                 options=options, **sizes, recompute=again)
+            trace = dry_run.trace_step(name, math.prod(grid), grid, block=backend.Backend.block,
+                                       options=options, **sizes, recompute=again)
             described = model_spec(sizes, recompute=again)
             expected = 4 * cost.peak_words(name, named, described, **options)
             assert 0.92 <= trace.pool_peak / expected <= 1.02, (again, hidden, layers, seq)
@@ -169,7 +169,7 @@ def test_layers_beyond_three_groups_follow_from_two_and_three(name):
     """Nine layers: four groups of two, and one of one."""
     sizes = dict(hidden=20, heads=5, batch=3, seq=7, recompute=name)
     whole, extended = (make("3d", 6, (2, 1, 3), layers=9, **sizes)
-                       for make in (dry_run.step, dry_run.extended))
+                       for make in (dry_run.trace_step, dry_run.extrapolate_step))
     assert extended.events == whole.events and extended.traffic == whole.traffic
     for field in ("parameters", "saved", "peak", "held", "pool_peak", "layers"):
         assert getattr(extended, field) == getattr(whole, field), field

@@ -143,9 +143,9 @@ def test_closed_forms_are_what_is_counted_with_another_layer(comm, recompute):
         assert sum(math.prod(p.shape) for p in model.parameters) == cost.parameters(described)
         if name in ("2d", "3d"):
             assert comm.allreduce(stored) == cost.parameters(described)
-        dried = dry_run.step(name, comm.size, tuple(shape.values()), comm.rank,
-                             backend.Backend.block, options, **sizes, recompute=recompute,
-                             describe=with_embedding)
+        dried = dry_run.trace_step(name, comm.size, tuple(shape.values()), comm.rank,
+                                   backend.Backend.block, options, **sizes, recompute=recompute,
+                                   describe=with_embedding)
         assert (dried.traffic, dried.saved) == (counted, kept), case
         assert dried.flops() == trace.flops(), case
 
@@ -157,8 +157,8 @@ def test_memory_of_a_model_with_another_layer(name, grid, recompute):
     """The peak of a dry run is within 8 % of the closed form's."""
     sizes = ModelSizes(layers=3, hidden=512, heads=8, batch=16, seq=128)
     shape = dict(zip(mm3d.SCHEMES[name].directions, grid))
-    trace = dry_run.step(name, math.prod(grid), grid, block=backend.Backend.block, **sizes,
-                         recompute=recompute, describe=with_embedding)
+    trace = dry_run.trace_step(name, math.prod(grid), grid, block=backend.Backend.block, **sizes,
+                               recompute=recompute, describe=with_embedding)
     closed = 4 * cost.peak_words(name, shape, with_embedding(sizes, recompute=recompute))
     assert 0.92 <= trace.pool_peak / closed <= 1.02
 

@@ -170,7 +170,7 @@ def test_under_another_name_a_scheme_has_the_same_predictions(renamed, ranks):
             find_scheme(renamed[0]).default_grid(ranks))
         found = []
         for name in renamed:
-            run = dry_run.step(name, ranks, grid, ranks - 1, **sizes)
+            run = dry_run.trace_step(name, ranks, grid, ranks - 1, **sizes)
             works = [work.Work("layer", name, grid, (120, 5, 7, 9, 2)),
                      *(work.Work("matmul", name, grid, (33, 26, 21), form) for form in FORMS)]
             found.append([run.events, run.traffic, run.peak, run.saved,
@@ -189,7 +189,7 @@ def test_local_products_are_those_of_a_dry_run(name, ranks):
                 "mlp.up": ProductShape("up", 128, 45, 180),
                 "mlp.down": ProductShape("down", 128, 180, 45)}
     for grid in find_scheme(name).grids(ranks):
-        run = dry_run.step(name, ranks, grid, layers=1, hidden=45, heads=5, batch=16, seq=8)
+        run = dry_run.trace_step(name, ranks, grid, layers=1, hidden=45, heads=5, batch=16, seq=8)
         for part, product in products.items():
             done = {event: times for (phase, where, event), times in run.events.items()
                     if (phase, where, type(event)) == ("forward", part, Gemm)}

@@ -7,7 +7,7 @@ import pytest
 import mm3d
 from bench.checks import layer_residuals
 from mirror import InFlight, during_products, mirrored
-from mm3d.arrays.backend import Backend, PANELS
+from mm3d.arrays.backend import Backend, MAX_PANELS
 from mm3d.grid.grid import Grid
 from mm3d.model.layer_specs import LinearSpec
 from mm3d.model.specs import Builder
@@ -256,5 +256,5 @@ def test_panels_are_whole_blocks_of_rows(monkeypatch, rows):
     a, out = np.arange(2.0 * rows).reshape(rows, 2), np.empty((rows, 3))
     product = numpy.gemm(a, np.ones((2, 3)), out, progress=lambda: None)
     assert (product == a.sum(1, keepdims=True)).all()
-    assert sum(lengths) == rows and len(lengths) <= PANELS
+    assert sum(lengths) == rows and len(lengths) <= MAX_PANELS
     assert not any(length % 48 for length in lengths[:-1])

@@ -90,8 +90,8 @@ def test_dry_and_real_traces_are_equal(comm, sizes, dtype, causal, monkeypatch):
             watch = Watch(patch, scheme, comm)
             real = real_step(watch, scheme, SIZES[sizes], dtype, causal)
             shape = tuple(scheme.grid.shape.values())
-        trace = dry_run.step(case.name, comm.size, shape, comm.rank, backend.Backend.block,
-                             case.options, **SIZES[sizes], dtype=dtype, causal=causal)
+        trace = dry_run.trace_step(case.name, comm.size, shape, comm.rank, backend.Backend.block,
+                                   case.options, **SIZES[sizes], dtype=dtype, causal=causal)
         noted = Counter()
         for (phase, _, event), times in trace.events.items():
             if isinstance(event, Collective):    # MPI is given pieces that were put together
@@ -107,7 +107,7 @@ def test_dry_and_real_traces_are_equal(comm, sizes, dtype, causal, monkeypatch):
 def allocated(scheme, sizes, causal) -> int:
     """The most bytes at one time that Python's allocator sees of a step on this rank."""
     gc.collect()
-    scheme.grid.backend.trim()    # so that nothing is reused that was paid for before
+    scheme.grid.backend.release_idle_memory()    # else a step would reuse it
     tracemalloc.start()
     try:
         model = mm3d.Transformer(scheme, **sizes, causal=causal)
@@ -125,15 +125,15 @@ def allocated(scheme, sizes, causal) -> int:
 def test_all_memory_within_five_percent(comm, causal, monkeypatch):
     """Intermediate arrays too, on every rank of every scheme's own grid and of some others."""
     monkeypatch.setenv("MM3D_TRANSPORT", "mpi")    # shared memory is not Python's to count
-    monkeypatch.setattr("mm3d.arrays.pool.MAPPED", math.inf)    # and neither is what is mapped
+    monkeypatch.setattr("mm3d.arrays.pool.MIN_MAPPED_BYTES", math.inf)    # nor is mapped memory
     sizes = dict(layers=2, hidden=128, heads=8, batch=16, seq=128)
     more = [Parallelism("3d", (comm.size, 1, 1)), Parallelism("3d", (1, comm.size, 1))]
     for case in [Parallelism("serial"), *CHOSEN[comm.size], *more]:
         with case.on(comm, "numpy") as scheme:
             measured = allocated(scheme, sizes, causal)
             shape = tuple(scheme.grid.shape.values())
-        trace = dry_run.step(case.name, comm.size, shape, comm.rank, backend.Backend.block,
-                             **sizes, causal=causal)
+        trace = dry_run.trace_step(case.name, comm.size, shape, comm.rank, backend.Backend.block,
+                                   **sizes, causal=causal)
         assert measured == pytest.approx(trace.held, rel=0.05), str(case)
 
 
@@ -145,8 +145,8 @@ def test_peak_memory_is_that_of_the_closed_form(grid, options):
     """Within 6 %, whatever is largest: what the pool counts, which is what a real run's counts."""
     for hidden, layers, seq in ((512, 1, 512), (1024, 1, 512), (512, 3, 512), (2048, 1, 64)):
         sizes = dict(layers=layers, hidden=hidden, heads=hidden // 64, batch=16, seq=seq)
-        trace = dry_run.step("3d", math.prod(grid), grid, block=backend.Backend.block,
-                             options=options, **sizes)
+        trace = dry_run.trace_step("3d", math.prod(grid), grid, block=backend.Backend.block,
+                                   options=options, **sizes)
         expected = 4 * cost.peak_words("3d", dict(zip("xyz", grid)), model_spec(sizes), **options)
         assert 0.94 <= trace.pool_peak / expected <= 1.02, (hidden, layers, seq)
 
@@ -158,7 +158,8 @@ def test_peak_memory_of_the_other_schemes_is_that_of_the_closed_form(name, grid)
     named = dict(zip(mm3d.schemes.find_scheme(name).directions, grid))
     for hidden, layers, seq in ((512, 1, 512), (1024, 1, 512), (512, 3, 512), (2048, 1, 64)):
         sizes = dict(layers=layers, hidden=hidden, heads=hidden // 64, batch=16, seq=seq)
-        trace = dry_run.step(name, math.prod(grid), grid, block=backend.Backend.block, **sizes)
+        trace = dry_run.trace_step(name, math.prod(grid), grid, block=backend.Backend.block,
+                                   **sizes)
         expected = 4 * cost.peak_words(name, named, model_spec(sizes))
         assert 0.93 <= trace.pool_peak / expected <= 1.02, (hidden, layers, seq)
 
@@ -168,8 +169,8 @@ def test_layers_beyond_three_follow_from_two_and_three():
     for name, grid, options in (("3d", (2, 1, 3), {}), ("1d-sp", None, {}), ("3d", (2, 3, 1), {}),
                                 ("3d", (3, 2, 1), {"overlap": True})):
         sizes = dict(hidden=20, heads=5, batch=3, seq=7, options=options)
-        whole = dry_run.step(name, 6, grid, layers=7, **sizes)
-        extended = dry_run.extended(name, 6, grid, layers=7, **sizes)
+        whole = dry_run.trace_step(name, 6, grid, layers=7, **sizes)
+        extended = dry_run.extrapolate_step(name, 6, grid, layers=7, **sizes)
         assert extended.layers == 7
         assert extended.events == whole.events and extended.traffic == whole.traffic
         for field in ("parameters", "saved", "peak", "held", "pool_peak"):
@@ -179,7 +180,7 @@ def test_layers_beyond_three_follow_from_two_and_three():
 def test_every_rank_adds_up_to_the_closed_form():
     """27 ranks that do not exist: words and flops over all of them."""
     sizes = dict(layers=1, hidden=21, heads=3, batch=5, seq=4)
-    traces = [dry_run.step("3d", 27, rank=rank, **sizes) for rank in range(27)]
+    traces = [dry_run.trace_step("3d", 27, rank=rank, **sizes) for rank in range(27)]
     expected = cost.words("3d", dict(x=3, y=3, z=3), model_spec(sizes))
     for phase in PHASES:
         assert sum(t.words(phase) for t in traces) == sum(expected[phase].values())
@@ -192,8 +193,8 @@ def test_every_rank_adds_up_to_the_closed_form():
         ("3d", (100, 100, 100)), ("1d", None), ("3d", (1000000, 1, 1))))])
 def test_a_million_ranks_in_seconds(name, grid):
     start = time.process_time()
-    trace = dry_run.extended(name, 10**6, grid, layers=96, hidden=12288, heads=96, batch=1536,
-                             seq=2048)
+    trace = dry_run.extrapolate_step(name, 10**6, grid, layers=96, hidden=12288, heads=96,
+                                     batch=1536, seq=2048)
     assert trace.flops() and trace.words() and trace.peak
     assert time.process_time() - start < 40    # a few, where nothing else runs
 
@@ -201,12 +202,12 @@ def test_a_million_ranks_in_seconds(name, grid):
 def test_nothing_is_drawn_and_nothing_computed(monkeypatch):
     monkeypatch.setattr("mm3d.model.transformer.draw_normal", None)
     monkeypatch.setattr(np, "matmul", None)
-    assert dry_run.step("3d", 8, layers=1, hidden=16, heads=4, batch=8, seq=4).flops()
+    assert dry_run.trace_step("3d", 8, layers=1, hidden=16, heads=4, batch=8, seq=4).flops()
 
 
 def arrays():
     library = backend.get(dry_arrays.DryBackend())
-    library.begin()
+    library.reset()
     return library, library.empty((3, 4), np.float32), library.empty((4,), np.float64)
 
 
@@ -249,7 +250,7 @@ def test_a_rank_that_cannot_be():
     with pytest.raises(ValueError, match="rank 8 of 8 does not exist: 0 to 7"):
         DryCommunicator(8, 8)
     with pytest.raises(ValueError, match="a grid of 2 x 2 x 2 has 8 ranks"):
-        dry_run.step("3d", 9, (2, 2, 2), layers=1, hidden=4, heads=1, batch=1, seq=1)
+        dry_run.trace_step("3d", 9, (2, 2, 2), layers=1, hidden=4, heads=1, batch=1, seq=1)
 
 
 @pytest.mark.parametrize("keep, recompute", [("none", "none"), ("weight", "none"),
@@ -268,8 +269,8 @@ def test_overlap_is_dry_as_it_is_real(grid, keep, recompute, monkeypatch):
         options, phase = {"keep": keep, "overlap": overlap}, SimpleNamespace(phase="")
         with mirrored("3d", grid, **options) as (scheme, _):
             real = real_step(phase, scheme, {**sizes, "recompute": recompute}, "float32", False)
-        trace = dry_run.step("3d", math.prod(grid), grid, 0, backend.Backend.block, options,
-                             **sizes, recompute=recompute)
+        trace = dry_run.trace_step("3d", math.prod(grid), grid, 0, backend.Backend.block, options,
+                                   **sizes, recompute=recompute)
         assert trace.traffic == {phase: real[phase] for phase in PHASES}
         for name in ("parameters", "saved", "pool_peak"):
             assert getattr(trace, name) == real[name], name

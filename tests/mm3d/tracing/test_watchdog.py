@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import mm3d
-from mm3d.tracing import watchdog
-from mm3d.tracing.watchdog import Watchdog, stalled
+from mm3d.tracing import status_board, watchdog
+from mm3d.tracing.watchdog import Watchdog, is_stalled
 from support import run_python, run_ranks
 
 # Rank 3 stops itself when it is to gather the input of a layer in the second layer.
@@ -29,7 +29,7 @@ with mm3d.Watchdog(comm, 4) as watchdog, watchdog.attached(model.grid, model):
                     os.kill(os.getpid(), signal.SIGSTOP)
                 return gather(*arguments)
             told = scheme.grid.y.transport
-            told.all_gather = told._told("all_gather", stop)
+            told.all_gather = told._report_collective("all_gather", stop)
         model.backward(dy, saved)
 print("nobody stopped", flush=True)
 """
@@ -71,7 +71,7 @@ with mm3d.Watchdog(comm, 2) as watchdog, watchdog.attached(grid):
     import numpy as np
     grid.x.all_gather(np.zeros(4))
     comm.Barrier()
-    assert comm.rank != 0 or "waiting" not in watchdog.states()
+    assert comm.rank != 0 or "waiting" not in watchdog.rank_states()
 print("went on", flush=True)
 """
     done = run_ranks(3, "-c", source, MM3D_TRANSPORT="mpi")
@@ -92,15 +92,15 @@ def test_states(comm, monkeypatch):
             (lately, past, past, 0): "idle", (-1, past, past, 1): "left",
             (0, 0, 0, 0): "unknown"}.items():
         comm.Barrier()
-        row[watchdog.BEAT], row[watchdog.MOVED] = beat, moved
-        row[watchdog.WORKED], row[watchdog.INSIDE] = worked, inside
-        assert dog.states()[0] == state
+        row[status_board.BEAT], row[status_board.MOVED] = beat, moved
+        row[status_board.WORKED], row[status_board.INSIDE] = worked, inside
+        assert dog.rank_states()[0] == state
         comm.Barrier()
     # Who has been stopped with all others, as by Ctrl-Z, finds them silent, and gives them time.
-    row[watchdog.BEAT] = past
+    row[status_board.BEAT] = past
     dog._looked = past
-    dog.look()
-    assert dog._since > now and dog.states()[0] == "working"
+    dog.update_board()
+    assert dog._since > now and dog.rank_states()[0] == "working"
     comm.Barrier()
 
 
@@ -110,7 +110,7 @@ def test_states(comm, monkeypatch):
     (["waiting", "waiting", "unknown"], False), (["silent", "unknown"], True),
     (["idle", "idle"], False), (["working"], False), (["left", "unknown"], False)])
 def test_what_ends_a_job(states, ends):
-    assert stalled(states) is ends
+    assert is_stalled(states) is ends
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -134,7 +134,8 @@ def test_nothing_is_changed_by_being_watched(comm, transport, recompute):
     assert not dog.comm    # it has been freed
     assert all(map(np.array_equal, before, after))
     assert [axis.transport for axis in scheme.grid.axes.values()] == transports
-    assert dog.board.mine[watchdog.EVENTS] == 2 * calls and not dog.board.mine[watchdog.INSIDE]
+    mine = dog.board.mine
+    assert mine[status_board.EVENTS] == 2 * calls and not mine[status_board.INSIDE]
     assert (" of layers.0." in dog.board.text(comm.rank)) == (comm.size > 1)
     scheme.grid.free()
 
@@ -145,8 +146,8 @@ def test_a_row_is_watched_where_it_is_counted_and_timed(tmp_path):
 import sys
 from bench import __main__ as bench
 from bench.experiments.rows import row as run
-from mm3d.tracing.watchdog import Position
-counted, enter, where, told = run.run_counted_step, Position.enter, ["timed"], set()
+from mm3d.tracing.status_board import PositionObserver
+counted, enter, where, told = run.run_counted_step, PositionObserver.enter, ["timed"], set()
 def step(*arguments):
     where.append("counted")
     found = counted(*arguments)
@@ -155,7 +156,7 @@ def step(*arguments):
 def entered(*arguments):
     told.add(where[-1])
     enter(*arguments)
-run.run_counted_step, Position.enter = step, entered
+run.run_counted_step, PositionObserver.enter = step, entered
 status = bench.main(sys.argv[1:])
 print("told of", sorted(told), flush=True)
 sys.exit(status)
@@ -168,8 +169,8 @@ sys.exit(status)
 
 
 def test_ranks_are_named_in_runs():
-    assert watchdog.ranks([3]) == "rank 3" and watchdog.ranks([0, 1]) == "ranks 0, 1"
-    assert watchdog.ranks([0, 1, 2, 4, 6, 7]) == "ranks 0 to 2, 4, 6, 7"
+    assert watchdog.format_ranks([3]) == "rank 3" and watchdog.format_ranks([0, 1]) == "ranks 0, 1"
+    assert watchdog.format_ranks([0, 1, 2, 4, 6, 7]) == "ranks 0 to 2, 4, 6, 7"
 
 
 @pytest.mark.parametrize("seconds", [0, -1, float("nan"), float("inf")])

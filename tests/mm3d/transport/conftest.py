@@ -24,6 +24,6 @@ def cupy(monkeypatch, no_backends):
     for name, module in fakelibs.modules().items():
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setattr(cupy_backend.CupyBackend, "nccl", fakenccl)
-    monkeypatch.setitem(device.TRANSPORTS, "nccl", Nccl)
+    monkeypatch.setitem(device.DEVICE_TRANSPORTS, "nccl", Nccl)
     monkeypatch.setattr(choice, "_nccl_problem", lambda places, installed: "")
     return backend.get("cupy")

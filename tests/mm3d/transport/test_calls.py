@@ -58,7 +58,7 @@ def test_ranks_may_give_copies_of_what_others_have_placed(comm, columns, dim):
 @pytest.mark.ranks(2, 8)
 def test_copies_are_made_where_there_is_no_room_left(comm, monkeypatch):
     """In another segment, which all ranks open together."""
-    monkeypatch.setattr("mm3d.transport.segments.SEGMENT", 1 << 20)
+    monkeypatch.setattr("mm3d.transport.segments.SEGMENT_BYTES", 1 << 20)
     with on_grid(comm, x=comm.size) as grid:
         split, kept = grid.x.split(0, comm.size), []
         for turn in range(12):
@@ -137,7 +137,8 @@ def test_what_nobody_waits_for_is_an_error_when_all_meet(comm, way):
 @pytest.mark.ranks(4)
 def test_who_is_told_something_else_says_so(comm):
     memory = SharedMemory(comm)
-    call = call_check.call(call_check.BROADCAST, np.dtype("int64"), (3,), int(comm.rank == 2))
+    root = int(comm.rank == 2)
+    call = call_check.encode_call(call_check.BROADCAST, np.dtype("int64"), (3,), root)
     if comm.rank == 2:
         with pytest.raises(ValueError, match="rank 1: broadcast of .3,. in int64 from rank 0"):
             memory.broadcast(np.ones(3, "int64"), 1, call)
@@ -152,9 +153,11 @@ def test_a_call_names_its_dtype(name):
         dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16)
     else:
         dtype = np.dtype(name)
-    one, other = (call_check.call(call_check.ALL_REDUCE, dtype, shape) for shape in ((3,), (4,)))
-    assert call_check.text(one) == f"all-reduce of (3,) in {name}"
-    assert f"rank 1: all-reduce of (4,) in {name}" in call_check.difference([(0, one), (1, other)])
+    one, other = (call_check.encode_call(call_check.ALL_REDUCE, dtype, shape)
+                  for shape in ((3,), (4,)))
+    assert call_check.format_call(one) == f"all-reduce of (3,) in {name}"
+    message = call_check.format_difference([(0, one), (1, other)])
+    assert f"rank 1: all-reduce of (4,) in {name}" in message
 
 
 @pytest.mark.ranks(8)
@@ -174,9 +177,10 @@ def test_backward_takes_what_forward_gave_or_a_copy_of_it(comm):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("ranks, looks", [(1, barrier.LOOKS), (100_000, barrier.CROWDED)])
+@pytest.mark.parametrize("ranks, polls", [(1, barrier.OWN_CORE_POLLS),
+                                          (100_000, barrier.SHARED_CORE_POLLS)])
 def test_ranks_look_longer_before_they_sleep_where_each_has_a_core(comm, monkeypatch, ranks,
-                                                                   looks):
+                                                                   polls):
     """As many times as ranks and cores say; the other rank comes when this one is asleep."""
     monkeypatch.setenv("MPI_LOCALNRANKS", str(ranks))
     looked, call = [], barrier._system_call
@@ -194,4 +198,4 @@ def test_ranks_look_longer_before_they_sleep_where_each_has_a_core(comm, monkeyp
             if comm.rank:
                 comm.recv(source=0)
             grid.x.transport.barrier()
-        assert comm.rank or looked == ["looked"] * looks + ["asleep"]
+        assert comm.rank or looked == ["looked"] * polls + ["asleep"]

@@ -20,7 +20,7 @@ from mirror import during_products
 from models import SIZES, SOME, Parallelism, data, differences, serial, train
 from reference import integers
 
-NAMES = tuple(device.TRANSPORTS)
+NAMES = tuple(device.DEVICE_TRANSPORTS)
 
 
 @pytest.fixture(params=["staged", "nccl", "device",
@@ -32,7 +32,7 @@ def carried(request, monkeypatch):
     if not where:
         request.getfixturevalue("cupy")
         monkeypatch.setattr(fakecupy.Memory, "open", kind == "device")
-    elif kind == "device" and not cuda_aware.claimed():
+    elif kind == "device" and not cuda_aware.claims_cuda_support():
         pytest.skip("this MPI does not say that it is CUDA-aware")
     monkeypatch.setenv("MM3D_TRANSPORT", kind)
     return kind
@@ -43,7 +43,7 @@ def test_every_collective_even_and_uneven(comm, carried):
     """Types of 16 and 32 bits, blocks of no elements, everything on one rank."""
     grid = mm3d.Grid(comm, "cupy", x=comm.size)
     assert comm.size == 1 or grid.x.transport.name == carried
-    assert selftest.failures(grid, (1, 700), ("float32", "float16")) == []
+    assert selftest.failed_collectives(grid, (1, 700), ("float32", "float16")) == []
     grid.free()
 
 
@@ -171,7 +171,7 @@ def test_float32_masters(comm, carried, dtype):
 def test_sixteen_bits_are_summed_in_float32(comm, carried):
     """Terms of which a float16 sum would lose all but the first."""
     grid = mm3d.Grid(comm, "cupy", x=comm.size)
-    for length in (8, 3 * exchange.SMALL // comm.size):
+    for length in (8, 3 * exchange.MAX_GATHERED_ELEMENTS // comm.size):
         term = np.full(length, 2048 if comm.rank == 0 else 1, np.float16)
         found = grid.x.all_reduce(grid.backend.asarray(term))
         assert set(grid.backend.to_host(found).tolist()) == {2048 + 8}    # 2055, rounded once
@@ -186,24 +186,24 @@ def test_pinned_memory_is_kept_until_it_has_been_copied(comm, cupy, monkeypatch)
     a = cupy.empty((4,), "float32")
     host = cupy.host_buffer(a)
     host[...] = 7
-    cupy.deliver(host, a)
-    assert any(kept is host for _, kept in cupy._delivering)
+    cupy.copy_from_host(host, a)
+    assert any(kept is host for _, kept in cupy._copies_in_flight)
     assert cupy.to_host(a).tolist() == [7] * 4
-    cupy.deliver(host, a)
-    assert len(cupy._delivering) == 1      # the first has arrived
+    cupy.copy_from_host(host, a)
+    assert len(cupy._copies_in_flight) == 1      # the first has arrived
 
 
 def test_trimming_gives_pinned_memory_back(cupy):
     """Of the host's, too; what is on its way stays."""
     a = cupy.empty((1000,), "float32")
     for _ in range(3):
-        cupy.deliver(cupy.host_copy(a), a)
+        cupy.copy_from_host(cupy.host_copy(a), a)
     cupy.side_stream("host to device").synchronize()
     pinned = cupy.xp.get_default_pinned_memory_pool()
-    cupy.deliver(cupy.host_copy(a), a)
-    assert pinned.n_free_blocks() or cupy._delivering
-    cupy.trim()
-    assert pinned.n_free_blocks() == 0 and len(cupy._delivering) == 0
+    cupy.copy_from_host(cupy.host_copy(a), a)
+    assert pinned.n_free_blocks() or cupy._copies_in_flight
+    cupy.release_idle_memory()
+    assert pinned.n_free_blocks() == 0 and len(cupy._copies_in_flight) == 0
 
 
 # --- Which CuPy ----------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class Lent(backend.Backend):
 
     def __init__(self, place, nccl) -> None:
         super().__init__()
-        self.place, self.nccl = (lambda: place), nccl
+        self.device_location, self.nccl = (lambda: place), nccl
 
 
 @pytest.mark.ranks(4)
@@ -263,12 +263,12 @@ def test_what_is_proven_is_chosen(comm, monkeypatch, gpus, nccl, aware, expected
     """NCCL where every rank has a GPU, then an MPI that proves to be CUDA-aware, then copies."""
     monkeypatch.delenv("MM3D_TRANSPORT", raising=False)
     asked = []
-    monkeypatch.setattr(cuda_aware, "problem",
+    monkeypatch.setattr(cuda_aware, "find_problem",
                         lambda: asked.append(1) or ("" if aware else "it did not end"))
     lent = Lent(("node", comm.rank % gpus) if gpus else None, "library" if nccl else None)
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
-        assert choice.settle(comm, lent) == expected
+        assert choice.choose_transport(comm, lent) == expected
     assert len(asked) == (comm.rank == 0 and expected != "nccl" and gpus > 0)
     # One rank says that arrays are copied, and why: neither of the better ways is there.
     assert len(said) == (len(asked) and not aware)
@@ -286,7 +286,7 @@ def test_a_setting_that_cannot_be_is_refused_on_all_ranks(comm, monkeypatch, set
                                                           message):
     monkeypatch.setenv("MM3D_TRANSPORT", setting)
     with pytest.raises(ValueError, match=message):
-        choice.settle(comm, Lent(place, nccl))
+        choice.choose_transport(comm, Lent(place, nccl))
 
 
 @pytest.mark.ranks(2)
@@ -301,20 +301,20 @@ def test_a_device_transport_does_not_carry_host_arrays(comm, monkeypatch):
 
 def test_a_job_that_does_not_end_proves_nothing(monkeypatch):
     """Nor one that fails, nor an MPI that says no; each answer is asked for once."""
-    monkeypatch.setattr(cuda_aware, "claimed", lambda: True)
+    monkeypatch.setattr(cuda_aware, "claims_cuda_support", lambda: True)
     monkeypatch.setenv("SLURM_JOB_ID", "7")    # of which the job knows nothing
-    for name in cuda_aware.launcher.PERMIT:    # as started by a plain mpirun
+    for name in cuda_aware.launcher.PERMISSIONS:    # as started by a plain mpirun
         monkeypatch.delenv(name, raising=False)
     alone = ("import os; assert not [name for name in os.environ if name.startswith('SLURM_')]; "
-             f"assert os.environ.keys() >= {set(cuda_aware.launcher.PERMIT)}")
+             f"assert os.environ.keys() >= {set(cuda_aware.launcher.PERMISSIONS)}")
     for program, expected in (("import time; time.sleep(60)", "did not end within 2 seconds"),
                               ("raise SystemExit(3)", "ended with status 3"), (alone, "")):
         monkeypatch.setattr(cuda_aware.launcher, "mpirun_command",
                             lambda *_, program=program: [sys.executable, "-c", program])
-        found = cuda_aware.problem.__wrapped__(seconds=2)
+        found = cuda_aware.find_problem.__wrapped__(seconds=2)
         assert found.endswith(expected) and bool(found) == bool(expected), found
-    monkeypatch.setattr(cuda_aware, "claimed", lambda: False)
-    assert "says that it does not" in cuda_aware.problem.__wrapped__()
+    monkeypatch.setattr(cuda_aware, "claims_cuda_support", lambda: False)
+    assert "says that it does not" in cuda_aware.find_problem.__wrapped__()
 
 
 # --- The backend ---------------------------------------------------------------------------

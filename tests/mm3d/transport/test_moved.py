@@ -11,14 +11,14 @@ from bench.experiments.rows.row import run_counted_step
 from bench.records import run_file
 from bench.reports import merit
 from bench.reports.formats import render
-from mm3d.arrays.blocks import blocks
+from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.transport import choice, device, exchange, shared_memory
 from records import made_up
 from reference import on_grid
 
 ODD = 3     # columns, so that blocks along the last dimension lie in pieces
-LONG = 2 * exchange.SMALL
+LONG = 2 * exchange.MAX_GATHERED_ELEMENTS
 
 
 class Calls:
@@ -60,7 +60,8 @@ class Calls:
         self.sums.append(sum(lengths) - lengths[self.comm.rank])
 
     def _allreduce(self, send, recv):
-        self.sums.append(2 * (send.size - blocks(send.size, self.comm.size)[self.comm.rank]))
+        own = block_lengths(send.size, self.comm.size)[self.comm.rank]
+        self.sums.append(2 * (send.size - own))
 
     def _reduce(self, send, recv, root):
         self.sums.append(send.size * (self.comm.rank != root))
@@ -69,7 +70,7 @@ class Calls:
 def collectives(axis, length, dtype="float32"):
     """Every collective of arrays of `length` rows, even or not: its name and what carries it out.
     """
-    made, counts = axis.backend.empty, blocks(length, axis.size)
+    made, counts = axis.backend.empty, block_lengths(length, axis.size)
     mine = counts[axis.rank]
     for dim, whole, part in ((0, (length, ODD), (mine, ODD)), (1, (ODD, length), (ODD, mine))):
         yield "all_gather", lambda: axis.all_gather(made(part, dtype), dim, counts)
@@ -271,6 +272,7 @@ def test_a_run_records_what_its_transport_moved(comm, monkeypatch, tmp_path, kin
 def test_every_transport_has_its_note():
     kinds = (mm3d.transport.mpi.MpiTransport, mm3d.transport.silent.SilentTransport,
              shared_memory.SharedTransport,
-             *device.TRANSPORTS.values())
+             *device.DEVICE_TRANSPORTS.values())
     assert len({kind.note for kind in kinds}) == len(kinds) - 1    # two move alike
-    assert all(choice.note(kind.name) == kind.note for kind in kinds) and not choice.note("none")
+    assert all(choice.describe_moved_words(kind.name) == kind.note for kind in kinds)
+    assert not choice.describe_moved_words("none")

@@ -14,7 +14,8 @@ import mm3d
 from mm3d.transport import segments
 from mm3d.transport.barrier import SLOTS
 from mm3d.transport.nodes import node_of
-from mm3d.transport.segments import MESSAGE_BYTES, MAX_RETURNED, SEGMENT, SharedMemory, MAX_TAKEN
+from mm3d.transport.segments import (MAX_RETURNED, MAX_TAKEN, MESSAGE_BYTES, SEGMENT_BYTES,
+                                     SharedMemory)
 from mm3d.transport.shared_memory import SharedTransport
 from reference import integers, on_grid
 from support import run_ranks
@@ -305,7 +306,7 @@ def test_each_rank_accounts_for_its_share(comm):
         term = split.term((40, 7), np.float64)
         terms = 40 * 7 * 8
         assert grid.backend.memory()["in_use"] == before + terms + 40 * 7 * 8 // comm.size
-        grid.backend.trim()
+        grid.backend.release_idle_memory()
         assert grid.backend.memory()["reserved"] == grid.backend.memory()["in_use"]
         del whole, term
         segments = grid.backend.memory()
@@ -437,9 +438,9 @@ def test_all_ranks_learn_that_there_is_no_more_memory(comm, monkeypatch, rank, s
             patch.setattr(segments, step, refuse)
         for _ in range(3):
             with pytest.raises(OSError, match="cannot share memory .*set MM3D_TRANSPORT=mpi"):
-                memory_of_all.take(SEGMENT + 1)
-    segment, start = memory_of_all.take(SEGMENT + 1)[1]
-    end = np.frombuffer(segment, np.int64, 1, start + SEGMENT - 8)
+                memory_of_all.take(SEGMENT_BYTES + 1)
+    segment, start = memory_of_all.take(SEGMENT_BYTES + 1)[1]
+    end = np.frombuffer(segment, np.int64, 1, start + SEGMENT_BYTES - 8)
     if comm.rank == 0:
         end[0] = 7
     memory_of_all.synchronize()
@@ -450,7 +451,7 @@ def test_all_ranks_learn_that_there_is_no_more_memory(comm, monkeypatch, rank, s
 def test_memory_of_another_process_of_that_number_is_not_taken(comm, monkeypatch, tmp_path):
     """In a container of its own a rank finds there, if anything, what is not meant."""
     path = tmp_path / "other"
-    path.write_bytes(bytes(segments.PAGE))
+    path.write_bytes(bytes(segments.PAGE_BYTES))
     if comm.rank == 1:
         opened = segments._map
         monkeypatch.setattr(segments, "_map", lambda _, *rest: opened(str(path), *rest))

@@ -37,10 +37,11 @@ OVERLAPS = [Parallelism("3d", grid, {"overlap": True})
 def main() -> list[str]:
     comm = MPI.COMM_WORLD
     backend.get("cupy").kernels = None    # they have tests of their own, and take long here
-    wrong = [] if cuda_aware.claimed() else ["the MPI does not say that it reads device memory"]
+    wrong = ([] if cuda_aware.claims_cuda_support() else
+             ["the MPI does not say that it reads device memory"])
     grid = mm3d.Grid(comm, x=comm.size)
     assert grid.x.transport.name == "device"
-    wrong += selftest.failures(grid, (1, 700, 30000), ("float32", "float16"))
+    wrong += selftest.failed_collectives(grid, (1, 700, 30000), ("float32", "float16"))
     grid.free()
     overlaps = [one for one in OVERLAPS if math.prod(one.grid) == comm.size]
     for parallelism in (*SOME[comm.size], *overlaps):
