@@ -69,7 +69,7 @@ def report_calls(work: Callable, event: Event, observer: Observer) -> Callable:
 
 
 class SavedWithNotes(NamedTuple):
-    """What a layer saved for backward, and its observers' notes on that forward."""
+    """The arrays that a layer saved for backward, and its observers' notes on that forward."""
 
     saved: Any
     notes: list

@@ -68,17 +68,17 @@ def in_place_collectives(names: str) -> frozenset[str]:
     `names` are one or more transports, such as "shared" or "mpi shared"; see
     `mm3d.transport.mpi.MpiTransport.in_place`.
     """
-    known = _known()
+    known = _transports_by_name()
     kinds = [known[name].in_place if name in known else frozenset() for name in names.split()]
     return frozenset.intersection(*kinds) if kinds else frozenset()
 
 
 def describe_moved_words(name: str) -> str:
     """Describe how the words that a transport moves differ from those counted; "" if unknown."""
-    return getattr(_known().get(name), "note", "")
+    return getattr(_transports_by_name().get(name), "note", "")
 
 
-def _known() -> dict[str, type[MpiTransport]]:
+def _transports_by_name() -> dict[str, type[MpiTransport]]:
     """Return the transports by name."""
     return {kind.name: kind for kind in (MpiTransport, SharedTransport,
                                          SilentTransport)} | DEVICE_TRANSPORTS
@@ -126,7 +126,7 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
     found, problem = {}, ""
     for name, line in lines.items():
         try:
-            found[name] = _transport(line, backend, kind, node)
+            found[name] = _create_transport(line, backend, kind, node)
         except OSError as error:
             if kind != "shared":
                 raise
@@ -139,8 +139,8 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
     return found
 
 
-def _transport(line: MPI.Intracomm | DryCommunicator, backend: Backend, kind: str,
-               node: int) -> MpiTransport:
+def _create_transport(line: MPI.Intracomm | DryCommunicator, backend: Backend, kind: str,
+                      node: int) -> MpiTransport:
     """Create the transport between the ranks of one line, all of which call it."""
     if isinstance(line, DryCommunicator):
         return SilentTransport(line, backend)

@@ -156,7 +156,7 @@ class SharedTransport(MpiTransport):
 
     def _add(self, part: Array, others: list[Array]) -> Array:
         """Add the `others` to `part`, in their order, in place."""
-        sums.add([part, *others], part)
+        sums.add_terms([part, *others], part)
         self._moved += len(others) * part.size
         return part
 
@@ -261,7 +261,7 @@ class SharedTransport(MpiTransport):
     def _sum(self, terms: list[Array]) -> Array:
         """Sum the terms in the order of the ranks, in new memory."""
         out = self.backend.empty(terms[0].shape, terms[0].dtype)
-        sums.add(terms, out)
+        sums.add_terms(terms, out)
         self._moved += (self.size - 1) * out.size
         return out
 

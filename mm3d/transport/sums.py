@@ -8,7 +8,7 @@ from typing import Sequence
 import numpy as np
 
 
-def add(terms: Sequence[np.ndarray], out: np.ndarray) -> None:
+def add_terms(terms: Sequence[np.ndarray], out: np.ndarray) -> None:
     """Sum two or more terms into `out`, in their order; `out` may be the first of them."""
     first, total = terms[0], accumulator(out)
     if total is not out:
