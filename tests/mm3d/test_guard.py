@@ -75,7 +75,7 @@ if comm.rank == 2:
     assert isinstance(sys.last_value, ZeroDivisionError)
     child = os.fork()
     if child == 0:
-        os._exit(sys.exit.__self__.applies())
+        os._exit(sys.exit.__self__.is_in_charge())
     assert os.waitpid(child, 0)[1] == 0
 comm.Barrier()
 print("all is well", flush=True)
