@@ -10,7 +10,7 @@ from typing import Iterator
 from bench.cases.case import Case
 from bench.cases.variants import recorded_variant
 from bench.errors import StoreError, UsageError
-from bench.records import journal, run_file
+from bench.records import journal, model_run, run_file
 from jobs import slurm
 from jobs.scripts import Work
 
@@ -91,7 +91,7 @@ def list_results(work: Work, case: Case) -> list[tuple[Path, run_file.Run]]:
         for path in sorted(folder.glob(f"{case.name}-*.h5")):
             with contextlib.suppress(StoreError):    # an unreadable file counts as missing
                 run = run_file.read_run(path)
-                if (isinstance(run, run_file.Run) and not run.configuration["overridden"]
+                if (isinstance(run, model_run.Run) and not run.configuration["overridden"]
                         and (recorded_variant(run.configuration).arguments()
                              == case.variant.arguments())
                         and work.recompute in (None, run.configuration.get("recompute", "none"))):

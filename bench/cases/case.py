@@ -1,8 +1,7 @@
 """Cases: a row of the paper at the sizes of one preset."""
 
 import math
-
-import msgspec
+from dataclasses import dataclass
 
 from bench.cases.paper import Preset, Row, batch_of, load_tables, title
 from bench.cases.variants import Variant
@@ -10,7 +9,8 @@ from bench.errors import UsageError, require_known
 from mm3d import ModelSizes
 
 
-class Case(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Case:
     """A row with the sizes it is run at.
 
     Attributes

@@ -4,9 +4,9 @@ A row of a variant is no row of the tables: file names, titles, tables, figures 
 keep each variant apart from the plain rows and from the others.
 """
 
+from dataclasses import dataclass, fields
 from typing import Any, Iterable, Mapping
 
-import msgspec
 import numpy as np
 
 from mm3d.arrays.backend import Backend
@@ -20,7 +20,8 @@ SIXTEEN = ("float16", "bfloat16")
 KNOWN = tuple(dict.fromkeys([PLAIN, *DTYPES, *SIXTEEN]))
 
 
-class Variant(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Variant:
     """What differs from the plain rows.
 
     Attributes
@@ -83,9 +84,8 @@ def schemes_with_option(option: str) -> dict[str, Option]:
 
 def recorded_variant(configuration: Mapping[str, Any]) -> Variant:
     """The variant that a file is of; files of before have the default of what they lack."""
-    known = Variant()
-    return Variant(**{name: type(getattr(known, name))(configuration.get(
-        name, getattr(known, name))) for name in Variant.__struct_fields__})
+    return Variant(**{field.name: type(field.default)(configuration.get(field.name, field.default))
+                      for field in fields(Variant)})
 
 
 def problem(variant: Variant, schemes: Iterable[str], backend: Backend | None = None,

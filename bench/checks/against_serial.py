@@ -2,7 +2,8 @@
 
 import hashlib
 import math
-from typing import Any, Callable, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Callable
 
 import numpy as np
 from mpi4py import MPI
@@ -54,7 +55,8 @@ def build(scheme, sizes: ModelSizes, seed: int, dtype: str, causal: bool = False
                             sizes.seq, seed, dtype, causal, recompute=recompute)
 
 
-class Part(NamedTuple):
+@dataclass(frozen=True)
+class Part:
     """A quantity that is compared, and this rank's block of it."""
 
     quantity: str

@@ -27,7 +27,7 @@ def collective(split: Split, kind: str, step: Callable[[], Array | None], a: Arr
     split : Split
         The last dimension divided over an axis; every rank of `comm` has one of the same size.
     kind : str
-        One of `bench.records.run_file.COLLECTIVES`; a broadcast is from the first rank, a
+        One of `mm3d.grid.axis.COLLECTIVES`; a broadcast is from the first rank, a
         reduction to it.
     step : callable
         Does the collective of `a` and returns its result.

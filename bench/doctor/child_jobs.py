@@ -20,7 +20,7 @@ from mm3d.child_process import run_child
 TIMED_OUT = (124, 137)    # exit statuses of the command timeout
 
 
-@dataclass
+@dataclass(frozen=True)
 class Facts:
     """The requirements of a user, and the reports of the child jobs.
 

@@ -8,8 +8,9 @@ it is printed, results are in DIR, and ``DIR/summary.txt`` has a line for each.
 
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Iterator, Mapping, NamedTuple, Sequence
+from typing import Iterator, Mapping, Sequence
 
 import bench
 from bench.doctor.child_jobs import describe_failure
@@ -100,7 +101,8 @@ def run_step(step: Step, log: Path) -> str:
     return describe_failure(child.status, child.out, step.limit)
 
 
-class Outcome(NamedTuple):
+@dataclass(frozen=True)
+class Outcome:
     """The end of a step.
 
     Attributes

@@ -7,14 +7,15 @@ killed leaves it, some megabytes each time, until somebody removes it or the mac
 import os
 import re
 import stat
+from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 FOLDER = Path("/dev/shm")
 NAME = re.compile(r"mpich_shm_[0-9a-f]+_[0-9]+|mpich_shar_tmp[A-Za-z0-9]{6}")
 
 
-class Segment(NamedTuple):
+@dataclass(frozen=True)
+class Segment:
     """A file of shared memory: where, on which device and as which file there, and its bytes."""
 
     path: Path

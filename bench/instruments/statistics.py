@@ -7,6 +7,7 @@ systems" (SC'15), recommend; the test of repetitions is Wilcoxon's rank-sum test
 """
 
 import math
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Sequence
 
 import numpy as np
@@ -43,7 +44,8 @@ class Interval(NamedTuple):
         return self.confidence >= confidence and self.width <= width
 
 
-class Difference(NamedTuple):
+@dataclass(frozen=True)
+class Difference:
     """What the runs of two sides say of their ratio.
 
     Attributes
@@ -199,7 +201,7 @@ def runs_differ(pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
     common = sum(side.var() * side.size for pair in logs for side in pair) / max(1, freedom)
     found = [_welch(*pair, common, confidence) for pair in logs]
     corrected = holm([one.p for one in found])
-    return [one._replace(p=p) for one, p in zip(found, corrected)]
+    return [replace(one, p=p) for one, p in zip(found, corrected)]
 
 
 def _welch(first: np.ndarray, second: np.ndarray, common: float,

@@ -11,7 +11,7 @@ from bench.instruments import timing
 from bench.instruments.clock import Clock
 from bench.instruments.spans import Recorder, Span, breakdown, part_names
 from bench.records.measurements import Group, Variable
-from bench.records.run_file import directions_of
+from bench.records.model_run import directions_of
 from mm3d.tracing.events import PHASES
 from mm3d.tracing.observe import observed
 

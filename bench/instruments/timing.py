@@ -121,7 +121,7 @@ class Repetitions:
             self.ended_by = self.comm.bcast(reason)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Measured:
     """What `measure` found, on rank 0.
 

@@ -10,7 +10,7 @@ from bench.errors import StoreError
 from bench.instruments import timing
 from bench.prediction.machine_model import Machine
 from bench.prediction.work import NAMES, Seconds, Work
-from bench.records import run_file
+from bench.records import model_run
 from bench.records.folder import read_runs
 from bench.records.measurements import Measurements, grid_shape
 from mm3d.tracing.events import PHASES
@@ -52,7 +52,7 @@ def read_measured(run: run_file.Run | Measurements) -> Iterator[Measured]:
     """Read the products and Transformers in a file of results."""
     chosen = run.configuration
     more = {"transport": chosen.get("transport", "")}
-    if isinstance(run, run_file.Run):
+    if isinstance(run, model_run.Run):
         published = run.published["recomputed_step_time"]
         work = Work("layer", chosen["scheme"], grid_shape(chosen),
                     tuple(chosen[name] for name in NAMES["layer"]))

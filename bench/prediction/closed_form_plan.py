@@ -4,9 +4,9 @@ Words are exact; flops, elementwise work and memory follow from the sizes of the
 """
 
 import math
+from dataclasses import dataclass
 from functools import cache
 
-import msgspec
 import numpy as np
 
 from bench.prediction import machine_model
@@ -21,7 +21,8 @@ from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 
 
-class Plan(msgspec.Struct):
+@dataclass(frozen=True)
+class Plan:
     """A scheme on a grid with its predicted seconds, words and memory.
 
     Attributes

@@ -1,8 +1,8 @@
 """Fit a few parameters to measured products, collectives and links."""
 
 import math
+from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 
 from bench.instruments.least_squares import nonnegative

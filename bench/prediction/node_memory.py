@@ -1,8 +1,7 @@
 """Estimate, before a row is measured on processors, whether its nodes have the memory."""
 
 import math
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
 
 from mpi4py import MPI
 
@@ -17,7 +16,8 @@ from mm3d.model import cost
 from mm3d.transport.nodes import physical_node
 
 
-class Node(NamedTuple):
+@dataclass(frozen=True)
+class Node:
     """A node of a job.
 
     Attributes
@@ -75,7 +75,7 @@ def list_nodes(comm: MPI.Intracomm, limit: float | None = None) -> list[Node]:
     least: dict[int, Node] = {}
     for number, count, room in comm.allgather((first, ranks, math.inf if seen is None else seen)):
         before = least.get(number, Node(count, number == 0, math.inf))
-        least[number] = before._replace(available=min(before.available, room))
+        least[number] = replace(before, available=min(before.available, room))
     return list(least.values())
 
 

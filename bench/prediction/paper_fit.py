@@ -9,6 +9,7 @@ the error of each row when it is left out of the fit is the fairer figure.
 
 import itertools
 import math
+from dataclasses import dataclass
 from typing import Iterable
 
 import msgspec
@@ -165,7 +166,8 @@ def prediction_error(row: RowTerms, fit: Fit, machine: machine_model.Machine) ->
     return sum(predict_row(row, fit, machine)) / row.case.row.batch / row.case.row.recomputed - 1
 
 
-class Outcome(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Outcome:
     """A prediction of both tables.
 
     Attributes

@@ -6,8 +6,6 @@ best are then traced by dry runs, whose memory and counts are exact.  Seconds ar
 
 from typing import Iterator
 
-import msgspec
-
 from bench.prediction import machine_model, memory_fit
 from bench.prediction.closed_form_plan import Plan, screen_grid
 from bench.prediction.seconds import step_seconds
@@ -51,9 +49,8 @@ def trace_plan(plan: Plan, machine: machine_model.Machine, dtype: str, recompute
     trace = dry_run.extrapolate_step(plan.scheme, plan.grid.ranks, plan.grid, dtype=dtype,
                                      block=machine.elementwise_block, recompute=recompute, **sizes)
     seconds = step_seconds(machine, trace)
-    return msgspec.structs.replace(plan, forward=seconds["forward"],
-                                   backward=seconds["backward"], memory=trace.peak,
-                                   fits=trace.peak <= machine.memory_bytes, traced=True)
+    return replace(plan, forward=seconds["forward"], backward=seconds["backward"],
+                   memory=trace.peak, fits=trace.peak <= machine.memory_bytes, traced=True)
 
 
 def rank_plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32",

@@ -1,4 +1,4 @@
-"""The runs in a folder: the latest of each."""
+"""Read the runs in a folder, and keep the latest of each."""
 
 import re
 from dataclasses import dataclass, field
@@ -11,36 +11,36 @@ from bench.cases.variants import Variant, recorded_variant
 from bench.errors import StoreError
 from bench.records import merged
 from bench.records.measurements import Measurements
-from bench.records.run_file import Run
+from bench.records.model_run import Run
 
 Key = tuple[str, str, int]  # table, scheme, ranks
-# Settings that say how long was measured, not what.
+# Settings of how long a measurement took, not of its subject.
 EFFORT = {"seed", "order", "warmup", "repetitions", "max_repetitions", "max_seconds", "width",
           "calls", "ended_by"}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Results:
-    """What a folder holds for one preset in one variant, or with one policy of recomputation.
+    """The rows that a folder holds of one preset and variant, or of one policy of recomputation.
 
     Attributes
     ----------
     preset : str
         Its name.
     variant : Variant
-        How all of its rows are computed.
+        The variant of all its rows.
     recompute : str
-        The policy of its rows, where some row was measured with several and so they are apart
-        from those of the tables; otherwise empty, and each row has what it was measured with.
+        The policy of its rows if some row was measured with several; otherwise empty, and the
+        rows may differ in it.
     runs : dict
-        By (table, scheme, ranks) the latest run of that row.
+        The latest run of each row, by (table, scheme, ranks).
     equal : dict
-        By (table, scheme, ranks) and the scheme whose batch it has, the latest run of a row that
-        was measured with another row's batch.
+        The latest run of each row that was measured with another row's batch, by
+        ((table, scheme, ranks), scheme of the other row).
     earlier : int
-        How many runs are not shown because a later one of the same row is.
+        Number of runs left out because a later one of the same row is shown.
     overridden : int
-        How many are not shown because their sizes were given by hand.
+        Number of runs left out because their sizes were given by hand.
     """
 
     preset: str
@@ -53,41 +53,41 @@ class Results:
 
     @property
     def title(self) -> str:
-        """The preset, and the variant unless it is the tables' own."""
+        """The preset, followed by the variant unless it is the tables' own."""
         return f"{self.preset}{self.label}"
 
     @property
     def label(self) -> str:
-        """What the title has after the preset; nothing for the tables' own rows."""
+        """The part of the title after the preset; empty for the tables' own rows."""
         return f"{self.variant.label}{f', recompute {self.recompute}' * bool(self.recompute)}"
 
     @property
     def slug(self) -> str:
-        """The same in the name of a file."""
+        """The label as part of a file's name."""
         more = f"-recompute-{self.recompute}" * bool(self.recompute)
         return self.variant.slug + re.sub(r"[^\w.-]", "-", more)
 
     @property
     def plain(self) -> bool:
-        """Whether these are the tables' own rows."""
+        """Whether these are the tables' own rows, without a variant or policy."""
         return self.variant == Variant() and not self.recompute
 
     def get(self, row: Row) -> Run | None:
-        """The run of `row`, if there is one."""
+        """Return the run of `row`, or None."""
         return self.equal.get((row.key, row.like)) if row.like else self.runs.get(row.key)
 
-    def shown(self) -> list[Run]:
-        """All runs that tables show."""
+    def shown_runs(self) -> list[Run]:
+        """Return all runs that tables show."""
         return [*self.runs.values(), *self.equal.values()]
 
     def schemes(self) -> list[str]:
-        """The paper's schemes, and the others that were run."""
+        """Return the paper's schemes, then the others that were run."""
         return list(dict.fromkeys([*PAPER, *sorted(scheme for _, scheme, _ in self.runs)]))
 
     def rows(self, table: str, scheme: str = "all") -> list[Row]:
-        """The paper's rows of `table`, and those of other schemes that were run.
+        """Return the paper's rows of `table`, then those of other schemes that were run.
 
-        Of a variant only what was run.
+        Of a variant only rows that were run.
         """
         known = select_rows(table, "all")
         keys = {(row.table, row.scheme, row.gpus) for row in known}
@@ -98,20 +98,20 @@ class Results:
         return [row for row in rows if scheme in ("all", row.scheme)]
 
 
-@dataclass
+@dataclass(frozen=True)
 class FolderContents:
-    """All that a folder holds.
+    """The contents of a folder of results.
 
     Attributes
     ----------
     folder : Path
-        Which; of a file, the one that it is in.
+        The folder; that of the file if a file was read.
     results : list of Results
-        The rows of the tables, by preset, in the presets' order.
+        The rows of the tables, one entry a preset, in the presets' order.
     measurements : list of Measurements
-        The microbenchmarks, the latest of each configuration, in the order of their making.
+        The latest microbenchmark of each configuration, in the order of their making.
     problems : list of str
-        What is wrong with the files that were left out.
+        A message for each file that was left out.
     """
 
     folder: Path
@@ -133,12 +133,12 @@ def read_folder(folder: str | Path) -> FolderContents:
     runs, problems = read_runs(folder)
     latest = {run_identity(run): run for run in runs if isinstance(run, Measurements)}
     home = Path(folder) if Path(folder).is_dir() else Path(folder).parent
-    return FolderContents(home, by_preset([run for run in runs if isinstance(run, Run)]),
+    return FolderContents(home, results_by_preset([run for run in runs if isinstance(run, Run)]),
                           sorted(latest.values(), key=lambda run: run.created), problems)
 
 
 def read_runs(path: str | Path) -> tuple[list[Run | Measurements], list[str]]:
-    """The runs in a folder or a file in the order of their making, and what could not be read.
+    """Read the runs in a folder or a file, oldest first, and list the files that are unreadable.
 
     Raises
     ------
@@ -160,41 +160,50 @@ def read_runs(path: str | Path) -> tuple[list[Run | Measurements], list[str]]:
 
 
 def run_identity(run: Measurements) -> tuple:
-    """What two runs of one microbenchmark have in common: all but how long they were measured."""
+    """Return the key that runs of one microbenchmark share: all settings but those of `EFFORT`."""
     return run.kind, tuple(sorted((name, value) for name, value in run.configuration.items()
                                   if name not in EFFORT))
 
 
-def by_preset(runs: list[Run]) -> list[Results]:
-    """The rows of the tables among `runs`, which are in the order of their making.
+def results_by_preset(runs: list[Run]) -> list[Results]:
+    """Return the rows of the tables, grouped by preset, variant and policy of recomputation.
 
-    Those of each variant are apart; so are those of each policy of recomputation, in a preset
-    and variant of which some row was measured with several.
+    Parameters
+    ----------
+    runs : list of Run
+        In the order of their making.
+
+    Returns
+    -------
+    list of Results
+        In the presets' order.  The policies of a preset and variant are apart only if some row
+        was measured with several.
     """
-    found: dict[tuple[str, Variant, str], Results] = {}
-    several = with_several_policies(runs)
+    several = presets_with_several_policies(runs)
+    groups: dict[tuple[str, Variant, str], list[Run]] = {}
     for run in runs:
-        chosen = run.configuration
-        kind = chosen["preset"], recorded_variant(chosen)
+        kind = run.configuration["preset"], recorded_variant(run.configuration)
         name = policy_of(run) if kind in several else "none"
-        results = found.setdefault((*kind, name), Results(*kind, "" if name == "none" else name))
-        if chosen["overridden"]:
-            results.overridden += 1
-            continue
-        key, like = row_of(run)
-        results.earlier += ((key, like) in results.equal) if like else (key in results.runs)
-        if like:
-            results.equal[key, like] = run
-        else:
-            results.runs[key] = run
+        groups.setdefault((*kind, "" if name == "none" else name), []).append(run)
     order = list(load_tables().presets)
-    return sorted(found.values(), key=lambda r: (order.index(r.preset) if r.preset in order
-                                                 else len(order), r.preset, r.variant.words,
-                                                 r.recompute))
+    return sorted((latest_rows(*key, group) for key, group in groups.items()),
+                  key=lambda r: (order.index(r.preset) if r.preset in order else len(order),
+                                 r.preset, r.variant.words, r.recompute))
 
 
-def with_several_policies(runs: list[Run]) -> set[tuple[str, Variant]]:
-    """The presets and variants of which some row was measured with several policies."""
+def latest_rows(preset: str, variant: Variant, recompute: str, runs: list[Run]) -> Results:
+    """Keep the latest run of each row; `runs` are in the order of their making."""
+    of_preset = [run for run in runs if not run.configuration["overridden"]]
+    rows = [(*row_of(run), run) for run in of_preset]
+    plain = {key: run for key, like, run in rows if not like}
+    equal = {(key, like): run for key, like, run in rows if like}
+    return Results(preset, variant, recompute, plain, equal,
+                   earlier=len(rows) - len(plain) - len(equal),
+                   overridden=len(runs) - len(rows))
+
+
+def presets_with_several_policies(runs: list[Run]) -> set[tuple[str, Variant]]:
+    """Return the presets and variants of which some row was measured with several policies."""
     found: dict[tuple, set[str]] = {}
     for run in runs:
         chosen = run.configuration
@@ -205,35 +214,35 @@ def with_several_policies(runs: list[Run]) -> set[tuple[str, Variant]]:
 
 
 def policy_of(run: Run) -> str:
-    """What backward computed again; nothing in files of before."""
+    """Return the run's policy of recomputation; "none" where its file predates them."""
     return str(run.configuration.get("recompute", "none"))
 
 
 def row_of(run: Run) -> tuple[Key, str | None]:
-    """Which row of the tables a run is of, and the scheme whose batch it has, if another's."""
+    """Return the run's row of the tables, and the scheme whose batch it has, if another's."""
     chosen = run.configuration
     return (chosen["table"], chosen["scheme"], run.ranks), chosen.get("equal_tokens") or None
 
 
 def natural_key(text: str) -> list[tuple[int, str]]:
-    """What to sort `text` by, so that 8 comes before 16."""
+    """Return the sort key of `text` by which 8 comes before 16."""
     return [(int(word), "") if word.isdigit() else (-1, word)
             for word in re.split(r"(\d+)", text) if word]
 
 
-def most_crowded(runs: list[Run]) -> Run | None:
-    """The run with the most ranks a core, where ranks outnumber cores."""
+def most_oversubscribed(runs: list[Run]) -> Run | None:
+    """Return the run with the most ranks a core, of those whose ranks outnumber cores, or None."""
     return max((run for run in runs if run.environment["oversubscribed"]),
                key=lambda run: (run.environment["ranks_per_core"], run.ranks), default=None)
 
 
 def list_files(sources: Iterable[str]) -> list[Path]:
-    """List the files that are named, and those in the folders that are.
+    """List the files of results among `sources`, and those in the folders among them.
 
     Raises
     ------
     StoreError
-        When one is not there, or there is none in a folder.
+        When a folder holds none.
     """
     files: list[Path] = []
     for source in map(Path, sources):

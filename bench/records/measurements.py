@@ -1,4 +1,4 @@
-"""What the files of all kinds of run have in common, and the record of a microbenchmark."""
+"""The datasets that files of every kind of run have, and the record of a microbenchmark."""
 
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
@@ -36,7 +36,7 @@ class Check:
         return self.error <= self.tolerance
 
 
-@dataclass
+@dataclass(frozen=True)
 class Variable:
     """Numbers over named dimensions.
 
@@ -47,7 +47,7 @@ class Variable:
     units : str
         "s", "byte", "s byte-1", "1" for plain numbers, and so on.
     dims : tuple of str
-        A dimension each, all of them among the scales of its group.
+        The name of each dimension, one of the scales of its group.
     """
 
     values: np.ndarray
@@ -55,23 +55,23 @@ class Variable:
     dims: tuple[str, ...]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Group:
     """Variables that share dimensions.
 
     Attributes
     ----------
     scales : dict of str to sequence
-        By dimension the labels or numbers along it.
+        The labels or numbers along each dimension.
     variables : dict of str to Variable
-        By name the numbers.
+        The numbers, by name.
     """
 
     scales: dict[str, Sequence]
     variables: dict[str, Variable]
 
 
-@dataclass
+@dataclass(frozen=True)
 class Measurements:
     """One run of a microbenchmark.
 
@@ -80,17 +80,17 @@ class Measurements:
     kind : str
         "gemm", "collectives", "matmul", "layer" or "check".
     configuration, environment : dict of str to str, int, float or bool
-        What was run, and on what.
+        The settings of the run, and the machine and software that it ran on.
     scales : dict of str to sequence
-        By dimension the labels or numbers along it.
+        The labels or numbers along each dimension.
     variables : dict of str to Variable
-        What was measured and derived.
+        The measured and derived numbers, by name.
     checks : list of Check
-        The verification; empty where there is nothing to verify.
+        The verification; empty if there is nothing to verify.
     created : str
         UTC, ISO 8601.
     schema : int
-        The version of the schema that it was read from; 0 when it was not.
+        The version of the schema of the file that it was read from; 0 if it was not read.
     """
 
     kind: str
@@ -104,22 +104,22 @@ class Measurements:
 
 
 def fill_measurements(file: h5py.File, run: Measurements) -> None:
-    """Write what is `run`'s own."""
+    """Write the scales and variables of `run` into `file`."""
     fill_group(file, "measurements", Group(run.scales, run.variables))
 
 
 def parse_measurements(file: h5py.File, kind: str) -> Measurements:
-    """The record of a microbenchmark in `file`."""
+    """Read the record of a microbenchmark of this kind from `file`."""
     found = parse_group(file["measurements"])
     return Measurements(kind, read_settings(file, "configuration"),
                         read_settings(file, "environment"),
                         found.scales, found.variables,
                         parse_checks(file) if "verification" in file else [],
-                        str(file.attrs["created"]))
+                        str(file.attrs["created"]), int(file.attrs["schema_version"]))
 
 
 def fill_group(file: h5py.File, name: str, found: Group) -> None:
-    """Write a group of variables."""
+    """Write a group of variables with their scales."""
     group = file.create_group(name)
     for dim, labels in found.scales.items():
         write_scale(group, dim, list(labels))
@@ -128,7 +128,7 @@ def fill_group(file: h5py.File, name: str, found: Group) -> None:
 
 
 def parse_group(group: h5py.Group) -> Group:
-    """What `fill_group` wrote."""
+    """Read a group that `fill_group` has written."""
     scales, variables = {}, {}
     for name, found in group.items():
         if found.is_scale:
@@ -142,7 +142,7 @@ def parse_group(group: h5py.Group) -> Group:
 
 
 def fill_checks(file: h5py.File, checks: list[Check]) -> None:
-    """Write the verification, if there is one."""
+    """Write the verification, if any."""
     if not checks:
         return
     group = file.create_group("verification")
@@ -153,7 +153,7 @@ def fill_checks(file: h5py.File, checks: list[Check]) -> None:
 
 
 def parse_checks(file: h5py.File) -> list[Check]:
-    """The verification in `file`."""
+    """Read the verification in `file`."""
     group = file["verification"]
     return [Check(quantity.decode(), float(error), float(tolerance)) for quantity, error,
             tolerance in zip(group["quantity"][...], group["error"][...],
@@ -161,13 +161,13 @@ def parse_checks(file: h5py.File) -> list[Check]:
 
 
 def write_scale(group: h5py.Group, name: str, values) -> None:
-    """A dimension scale: the labels or numbers along the dimension `name`."""
+    """Write a dimension scale: the labels or numbers along the dimension `name`."""
     group.create_dataset(name, data=values).make_scale(name)
 
 
 def write_dataset(group: h5py.Group, name: str, values: np.ndarray, units: str,
                   dims: tuple[str, ...]) -> None:
-    """A dataset with a checksum, its units, and `group`'s scales as its dimensions."""
+    """Write a dataset with a checksum, its units, and `group`'s scales as its dimensions."""
     stored = (dict(chunks=values.shape, fletcher32=True, compression="gzip")
               if values.size and values.ndim else {})
     found = group.create_dataset(name, data=values, **stored)
@@ -178,7 +178,13 @@ def write_dataset(group: h5py.Group, name: str, values: np.ndarray, units: str,
 
 def read_settings(file: h5py.File, group: str,
                   required: tuple[str, ...] = ()) -> dict[str, Setting]:
-    """Attributes of a group as plain Python values; KeyError when a required one is missing."""
+    """Read the attributes of a group as plain Python values.
+
+    Raises
+    ------
+    KeyError
+        When a required one is missing.
+    """
     attributes = file[group].attrs
     for name in required:
         if name not in attributes:
@@ -188,7 +194,7 @@ def read_settings(file: h5py.File, group: str,
 
 
 def grid_settings(shape: GridShape) -> dict[str, Setting]:
-    """The settings ``grid`` and ``grid_axes`` of a configuration: sizes, and their directions."""
+    """Return the settings ``grid`` and ``grid_axes`` of a configuration: sizes and directions."""
     return {"grid": str(shape), "grid_axes": " ".join(shape)}
 
 

@@ -11,7 +11,8 @@ import h5py
 from bench.errors import StoreError
 from bench.records import atomic
 from bench.records.measurements import Measurements
-from bench.records.run_file import Run, open_file, parse_run
+from bench.records.model_run import Run
+from bench.records.run_file import open_file, parse_run
 
 FORMAT = "mm3d runs"
 

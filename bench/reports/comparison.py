@@ -27,7 +27,7 @@ SIDE_SETTINGS = ("git_commit", "cpu_model", "cores", "mpi", "blas", "backend", "
                  "transport")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Verdict:
     """The result of one case.
 
@@ -63,7 +63,7 @@ class Verdict:
         return "slower" if self.ratio > 1 else "faster"
 
 
-@dataclass
+@dataclass(frozen=True)
 class Comparison:
     """Two sides of runs, case by case.
 

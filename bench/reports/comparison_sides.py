@@ -17,7 +17,7 @@ from bench.errors import StoreError, UsageError
 from bench.instruments import timing
 from bench.records.folder import EFFORT, natural_key, read_runs
 from bench.records.measurements import Measurements
-from bench.records.run_file import Run
+from bench.records.model_run import Run
 
 # Settings of the work of a run, the same in all runs of a case. Differences in others are noted.
 WORK_SETTINGS = ("layers", "hidden", "heads", "batch", "seq", "mlp_factor", "causal", "dtype",
@@ -27,7 +27,7 @@ MEASURING_SETTINGS = EFFORT | {"transport", "one_process_threads", "one_process_
 MAX_NAMES = 6
 
 
-@dataclass
+@dataclass(frozen=True)
 class Timed:
     """The times of one run in a case.
 

@@ -3,7 +3,7 @@
 import itertools
 import math
 from dataclasses import dataclass, field
-from typing import Iterable, NamedTuple, Sequence
+from typing import Iterable, Sequence
 
 
 class Number(NamedTuple):

@@ -44,7 +44,7 @@ def _aligned(table: Table) -> str:
                 row.insert(first + bars, Column("|", "|") if row is columns else "|")
             bars += 1
         spans += [(group, first + bars, last + bars)] * bool(group)
-    heads = [[column[k] for column in columns] for k in (0, 1)]
+    heads = [[column.name for column in columns], [column.unit for column in columns]]
     heads = heads if any(column.unit for column in table.columns) else heads[:1]
     widths = [max(map(len, column)) for column in zip(*heads, *rows)]
     for group, first, last in spans:
@@ -135,7 +135,8 @@ def _latex_table(table: Table) -> str:
                            for group, first, last in groups) + r" \\",
                 " ".join(rf"\cmidrule(lr){{{first + 1}-{last}}}"
                          for group, first, last in groups if group)]
-    heads = [line(column[k] for column in table.columns) for k in (0, 1)]
+    heads = [line(column.name for column in table.columns),
+             line(column.unit for column in table.columns)]
     heads = heads if any(column.unit for column in table.columns) else heads[:1]
     return "\n".join([
         r"\begin{table}[ht]", r"\centering", r"\footnotesize",

@@ -1,6 +1,7 @@
 """Make tables of predicted seconds beside measured ones."""
 
-from typing import Iterator, NamedTuple, Sequence
+from dataclasses import dataclass
+from typing import Iterator, Sequence
 
 import numpy as np
 

@@ -1,8 +1,9 @@
 """Compute figures of merit of a run, each beside its closed form where there is one."""
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Iterable, NamedTuple
+from typing import Iterable
 
 import numpy as np
 
@@ -10,7 +11,7 @@ from bench.cases.paper import title
 from bench.errors import StoreError
 from bench.instruments import timing
 from bench.records.folder import read_runs
-from bench.records.run_file import Run
+from bench.records.model_run import Run
 from bench.reports import time_parts
 from bench.reports.document import Column, Notes, Number, Part, Table, number_cell
 from mm3d import ModelSizes, model_spec

@@ -6,7 +6,7 @@ from typing import Iterable, Sequence
 from bench.cases.paper import Row, title
 from bench.instruments import timing
 from bench.records.folder import policy_of, row_of
-from bench.records.run_file import Run
+from bench.records.model_run import Run
 from bench.reports import merit, time_parts
 from bench.reports.document import Column, Number, Rows, Table, number_cell
 from mm3d.tracing.events import PHASES

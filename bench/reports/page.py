@@ -9,7 +9,7 @@ from bench.cases.paper import title
 from bench.records import atomic
 from bench.records.folder import FolderContents, read_folder, natural_key
 from bench.records.measurements import Measurements
-from bench.records.run_file import Run
+from bench.records.model_run import Run
 from bench.reports import merit
 from bench.reports.document import Notes, Part, Table
 from bench.reports.figures.every_figure import METADATA, make_drawings
@@ -53,7 +53,7 @@ def render_page(found: FolderContents) -> str:
                           "notes": lambda part: isinstance(part, Notes)}
     parts = make_document(found)
     runs: list[Run | Measurements] = [run for results in found.results
-                                      for run in results.shown()]
+                                      for run in results.shown_runs()]
     runs += found.measurements
     # In the order of the folder; the tables of each run are folded.
     details = [(run_summary(run)[1], merit.run_parts(run)) for run in runs if isinstance(run, Run)]

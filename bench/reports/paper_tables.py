@@ -10,8 +10,8 @@ from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, t
 from bench.cases.selection import select_rows
 from bench.checks import layer_residuals
 from bench.instruments import timing
-from bench.records.folder import FolderContents, Results, read_folder, most_crowded
-from bench.records.run_file import Run
+from bench.records.folder import FolderContents, Results, read_folder, most_oversubscribed
+from bench.records.model_run import Run
 from bench.reports import certainty, formats, merit_rows, micro_tables, speed_ups
 from bench.reports.document import Column, Notes, Number, Part, Rows, Table, number_cell
 from mm3d.tracing.events import PHASES
@@ -132,7 +132,7 @@ def measured_notes(results: Results) -> list[str]:
     notes += (certainty.notes(runs) + speed_ups.notes(results) + merit_rows.notes(runs)
               + merit_rows.recomputation_notes(runs))
     crowded = [run for run in runs if run.environment["oversubscribed"]]
-    most = most_crowded(runs)
+    most = most_oversubscribed(runs)
     if most:
         notes.append(f"NOT SCALING RESULTS: in {len(crowded)} of {len(runs)} rows ranks outnumber "
                      f"cores, with up to {most.ranks} ranks on {most.environment['cores']} cores. "

@@ -1,5 +1,6 @@
 """Make the table of the speed-up of 3-D over the other schemes."""
 
+import dataclasses
 import math
 
 from msgspec.structs import replace
@@ -31,7 +32,7 @@ def speed_up_table(heading: str, name: str, results: Results) -> Table:
     measured = [*batches, Column("tokens", "other"), Column("tokens", "3-D"), Column("speed-up"),
                 Column("differs")]
     return Table(f"{heading}: speed-up of 3-D", [Column("speed-up"), Column("ranks"), *(
-        column._replace(group=group) for group, columns in (
+        dataclasses.replace(column, group=group) for group, columns in (
             ("published", published), ("measured", measured)) for column in columns)], lines)
 
 

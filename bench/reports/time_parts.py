@@ -8,7 +8,7 @@ import numpy as np
 
 from bench.instruments import timing
 from bench.records.measurements import Variable
-from bench.records.run_file import Run
+from bench.records.model_run import Run
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import PHASES
 from mm3d.transport.choice import in_place_collectives

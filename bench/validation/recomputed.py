@@ -1,6 +1,7 @@
 """Recompute the variables of a microbenchmark that follow from samples, sizes and grid."""
 
-from typing import Callable, Iterator, NamedTuple
+from dataclasses import dataclass
+from typing import Callable, Iterator
 
 import numpy as np
 

@@ -14,8 +14,8 @@ No verb imports another: `options`, `row_options`, `grids` and `publish` are wha
 import ast
 import importlib
 import pkgutil
+from dataclasses import dataclass
 from types import ModuleType
-from typing import NamedTuple
 
 SHARED = ("options", "row_options", "grids", "publish")
 # As a person needs them; a verb that is not here comes last in its group.
@@ -24,7 +24,8 @@ ORDER = ("reproduce", "run", "table", "plot", "report", "compare", "merge", "val
          "calibrate", "check", "schedule", "cube", "doctor", "gpusuite", "start")
 
 
-class Entry(NamedTuple):
+@dataclass(frozen=True)
+class Entry:
     """A verb as ``--help`` lists it."""
 
     name: str

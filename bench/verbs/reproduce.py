@@ -8,10 +8,10 @@ import argparse
 import shlex
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Mapping
 
-import msgspec
 from tqdm import tqdm
 
 from bench.cases.case import Case, make_case

@@ -21,7 +21,7 @@ from bench.instruments import chrome_trace, timing
 from bench.instruments.peaks import measure_peaks
 from bench.instruments.clock import wait_patiently
 from bench.prediction import machine_model, node_memory
-from bench.records import journal, run_file
+from bench.records import journal, model_run, run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Group
 from bench.verbs import grids, row_options

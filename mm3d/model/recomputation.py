@@ -23,7 +23,7 @@ norms and activation functions; its ``full`` with ``--recompute-method uniform
 --recompute-num-layers n`` is ``uniform:n`` here, or ``full`` for n = 1.
 """
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 # In ascending order of recomputation, in which a choice among them tries them.
 POLICIES = ("none", "selective", "full", "uniform:2", "uniform:3", "uniform:4", "uniform:6",
@@ -31,7 +31,8 @@ POLICIES = ("none", "selective", "full", "uniform:2", "uniform:3", "uniform:4", 
             "uniform:4+selective", "uniform:6+selective")
 
 
-class Policy(NamedTuple):
+@dataclass(frozen=True)
+class Policy:
     """Describe a policy of recomputation.
 
     Attributes

@@ -10,6 +10,7 @@ new file in ``mm3d/schemes/``.
 import importlib
 import pkgutil
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, Mapping, NamedTuple, Sequence
 
@@ -78,7 +79,8 @@ class Product(ABC):
 SpaceLayout = tuple[str, str, str, str]    # rows, features, vector, gathered_along of a `Space`
 
 
-class Option(NamedTuple):
+@dataclass(frozen=True)
+class Option:
     """Describe an option of a scheme: its default, its allowed values, and its meaning."""
 
     default: Any

@@ -5,9 +5,9 @@ from bench.cases.case import Case, make_case
 from bench.cases.paper import Row, load_tables
 from bench.experiments.rows.record import published_row
 from bench.instruments import spans
-from bench.records import run_file
+from bench.records import model_run, run_file
 from bench.records.measurements import Check, Group, Measurements, Variable
-from bench.records.run_file import Run
+from bench.records.model_run import Run
 from bench.reports.figures import roofline_and_memory
 from mm3d import SCHEMES
 from mm3d.grid.axis import COLLECTIVES
@@ -23,11 +23,11 @@ def made_up(row: Row, forward: float = 0.25, backward: float = 0.5, preset: str 
     one = make_case(row, preset)
     ranks = row.gpus
     spread = np.linspace(0.9, 1.1, repetitions)[:, None] * np.linspace(0.5, 1.0, ranks)
-    moved = np.zeros((2, ranks, len(run_file.AXES), len(COLLECTIVES)), np.int64)
+    moved = np.zeros((2, ranks, len(model_run.AXES), len(COLLECTIVES)), np.int64)
     moved[:, :, 0, 0] = np.arange(ranks)
     return Run(configuration(one), environment(ranks, oversubscribed),
                {"forward": forward * spread, "backward": backward * spread},
-               {name: moved * (4 if name == "bytes" else 1) for name in run_file.COUNTS},
+               {name: moved * (4 if name == "bytes" else 1) for name in model_run.COUNTS},
                moved.sum(axis=1), [Check("output", 2e-7, 1e-5), Check("dx", 3e-7, 5e-5)],
                published_row(row), created,
                {phase: np.zeros((repetitions, ranks)) for phase in PHASES},

@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple
+from typing import Any, Callable
 
 from bench.experiments.layer.torch_layer import Layer
 from bench.experiments.layer.torch_process import global_arrays
@@ -40,7 +40,7 @@ SCALES = {"paper": Scale([1024, 2048, 4096, 8192], (24 * 512, 8192), [3072, 8192
           "tiny": Scale([32, 64], (48, 64), [32], (2, 16), "tiny")}
 
 
-@dataclass
+@dataclass(frozen=True)
 class Mode:
     """A dtype, with or without TensorFloat-32 in products; `with` puts it in force."""
 

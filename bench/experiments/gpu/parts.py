@@ -8,8 +8,8 @@ stream.
 """
 
 import gc
-from dataclasses import asdict
-from typing import Any, Callable, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, Callable
 
 import numpy as np
 from mpi4py import MPI
@@ -33,7 +33,8 @@ LIMITS = Limits(10, 30, 5.0)    # by default
 Step = Callable[[], object]
 
 
-class Rate(NamedTuple):
+@dataclass(frozen=True)
+class Rate:
     """Work over time, as a variable of a record.
 
     Attributes

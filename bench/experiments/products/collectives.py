@@ -1,8 +1,8 @@
 """Measure latency and bandwidth of each collective along each direction of a grid."""
 
 import math
-from dataclasses import asdict
-from typing import Any, Callable, NamedTuple, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -29,7 +29,8 @@ Step = Callable[[], Array | None]
 Repeat = Callable[[Step], tuple[list[float], str]]
 
 
-class Sampled(NamedTuple):
+@dataclass(frozen=True)
+class Sampled:
     """The measurement of one collective.
 
     Attributes

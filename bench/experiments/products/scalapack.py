@@ -12,7 +12,7 @@ import contextlib
 import ctypes
 import os
 from dataclasses import dataclass
-from typing import Callable, Iterator, NamedTuple, Sequence
+from typing import Callable, Iterator, Sequence
 
 import numpy as np
 

@@ -3,7 +3,6 @@
 import sys
 from dataclasses import asdict
 
-import msgspec
 import numpy as np
 from mpi4py import MPI
 

@@ -2,17 +2,16 @@
 
 import os
 import secrets
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Callable, Sequence
 
-import msgspec
 from mpi4py import MPI
 
 from bench.cases import variants
 from bench.errors import StoreError
 from bench.instruments import host
-from bench.records import atomic, journal, run_file
+from bench.records import atomic, journal, model_run, run_file
 from bench.records.journal import Journal, Reproduction
 
 

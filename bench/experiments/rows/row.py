@@ -1,8 +1,8 @@
 """Measure one row: build its model, verify a step, repeat it, and trace it."""
 
 from contextlib import contextmanager
-from dataclasses import asdict
-from typing import Any, Callable, Iterator, NamedTuple
+from dataclasses import asdict, dataclass
+from typing import Any, Callable, Iterator
 
 import numpy as np
 
@@ -14,13 +14,14 @@ from bench.experiments.rows.record import row_configuration, row_record
 from bench.experiments.rows.settings import Settings, choose_grid
 from bench.instruments import chrome_trace, peak_memory, placement, step_tracing, timing
 from bench.instruments.peaks import StepMemory
-from bench.records import run_file
+from bench.records import model_run
 from bench.records.measurements import Check, Group
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import PHASES
 
 
-class Measured(NamedTuple):
+@dataclass(frozen=True)
+class Measured:
     """A row that was measured.
 
     Attributes
@@ -32,7 +33,7 @@ class Measured(NamedTuple):
         was asked for; on rank 0, None on the others.
     """
 
-    record: run_file.Run | None
+    record: model_run.Run | None
     trace: dict[str, Any] | None = None
 
 

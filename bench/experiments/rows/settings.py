@@ -1,9 +1,8 @@
 """Settings of a job that measures rows, and checks that its cases can be measured with them."""
 
 import math
+from dataclasses import dataclass
 from typing import Any, Callable, ContextManager, Iterable
-
-import msgspec
 
 from bench.agreement import on_each_rank
 from bench.cases import variants
@@ -18,7 +17,8 @@ from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 
 
-class Settings(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Settings:
     """How the rows of a job are measured; the same for all of them.
 
     Attributes

@@ -8,7 +8,7 @@ from bench.cases.variants import recorded_variant
 from bench.instruments import timing
 from bench.instruments.statistics import Interval, median_interval
 from bench.records.folder import Results
-from bench.records.run_file import Run
+from bench.records.model_run import Run
 from bench.reports import merit
 from bench.reports.figures.style import (TICKS, Point, add_legend, draw_closed_form,
                                          draw_intervals, draw_line, label_plainly,

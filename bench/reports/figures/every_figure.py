@@ -1,8 +1,9 @@
 """Draw all figures of a folder's results."""
 
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import Callable, Iterator
 
 from bench.errors import UsageError
 from bench.records.folder import FolderContents, Results, read_folder

@@ -1,6 +1,7 @@
 """Place labels in a figure's panels, clear of other labels and of markers."""
 
-from typing import NamedTuple, Sequence
+from dataclasses import dataclass
+from typing import Sequence
 
 Box = tuple[float, float, float, float]    # left, bottom, right, top, in pixels
 

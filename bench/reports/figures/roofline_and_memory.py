@@ -7,7 +7,7 @@ import numpy as np
 
 from bench.cases.paper import HEADINGS, title
 from bench.records.folder import Results
-from bench.records.run_file import Run
+from bench.records.model_run import Run
 from bench.reports import merit, time_parts
 from bench.reports.figures.against_ranks import measured_runs, step_rate
 from bench.reports.figures.labels import Label, places_beside, place_labels

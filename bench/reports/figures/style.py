@@ -11,7 +11,7 @@ from typing import Any, Iterator
 
 from bench.cases.paper import TITLES, title
 from bench.records import atomic
-from bench.records.folder import Results, most_crowded
+from bench.records.folder import Results, most_oversubscribed
 
 # Okabe and Ito's colours, distinguishable with every kind of colour vision; markers differ too,
 # for print.
@@ -137,7 +137,7 @@ def label_powers(axis, base: int = 10) -> None:
 def write_caption(figure, results: Results, *remarks: str) -> None:
     """Write remarks below the panels, and a warning if ranks outnumbered cores."""
     lines = list(remarks)
-    crowd = most_crowded(list(results.runs.values()))
+    crowd = most_oversubscribed(list(results.runs.values()))
     if crowd:
         lines.append(f"Measured with up to {crowd.ranks} ranks on {crowd.environment['cores']} "
                      f"cores, which take turns: not scaling results.")

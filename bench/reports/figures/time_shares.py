@@ -5,7 +5,7 @@ from typing import Iterable
 
 from bench.cases.paper import HEADINGS, title
 from bench.records.folder import Results
-from bench.records.run_file import Run
+from bench.records.model_run import Run
 from bench.reports import time_parts
 from bench.reports.figures.style import (BLUE, DARK_GREY, GREEN, LIGHT_GREY, LeftOut, ORANGE,
                                          PURPLE, SKY, VERMILION, YELLOW, make_figure,

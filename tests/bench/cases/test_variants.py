@@ -1,5 +1,6 @@
 """Rows with options are rows of their own: never merged with, nor taken for, the plain ones."""
 import argparse
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from bench.cases.variants import Variant
 from bench.checks import against_serial
 from bench.experiments.rows import resume
 from bench.records import run_file
-from bench.records.folder import by_preset, read_folder
+from bench.records.folder import results_by_preset, read_folder
 from bench.records.journal import Reproduction
 from bench.reports.figures.every_figure import make_drawings
 from bench.reports.formats import render
@@ -37,8 +38,7 @@ def run_of(variant: Variant, seconds: float = 1.0, **more):
     """A run of a row in that variant; the plain one as files of before have it."""
     run = made_up(ROW, seconds, 2 * seconds, **more)
     if variant != Variant():
-        run.configuration.update({name: getattr(variant, name)
-                                  for name in Variant.__struct_fields__})
+        run.configuration.update(asdict(variant))
     return run
 
 
@@ -64,7 +64,7 @@ def test_tables_and_figures_show_each_apart(tmp_path):
     and names itself in every heading."""
     runs = [run_of(variant, 1 + n, created=f"2030-01-01T00:00:{n:02d}+00:00")
             for n, variant in enumerate(VARIANTS)]
-    found = by_preset(runs)
+    found = results_by_preset(runs)
     assert len(found) == len(VARIANTS) and not any(results.earlier for results in found)
     for n, run in enumerate(runs):
         run_file.write_run(run, tmp_path, f"row-{n}")
@@ -88,7 +88,7 @@ def test_policies_of_one_row_are_apart_and_of_several_rows_are_not(tmp_path):
     other = select_rows("weak", "1d")[0]
     plain, again, third = run_of(Variant()), run_of(Variant(), 3.0), made_up(other)
     again.configuration["recompute"] = third.configuration["recompute"] = "uniform:2+selective"
-    mixed, = by_preset([plain, third])
+    mixed, = results_by_preset([plain, third])
     assert mixed.plain and mixed.get(ROW) is plain and mixed.get(other) is third
     for n, run in enumerate((plain, again)):
         run_file.write_run(run, tmp_path, f"row-{n}")
@@ -115,11 +115,10 @@ def test_a_reproduction_takes_up_rows_of_its_own_variant_alone(tmp_path):
     """Though the name of each file begins as that of the plain row does."""
     variant = Variant(causal=True)
     run = run_of(variant)
-    run.configuration |= {"order": 7, "seed": 0, "warmup": 2, "repetitions": 3}
+    run.configuration.update(order=7, seed=0, warmup=2, repetitions=3)
     run_file.write_run(run, tmp_path, make_case(ROW, "laptop", variant).name)
     for asked in (variant, Variant(), Variant(dtype="float16")):
-        settings = {"seed": 0, "warmup": 2, "repetitions": 3, **{
-            name: getattr(asked, name) for name in Variant.__struct_fields__}}
+        settings = {"seed": 0, "warmup": 2, "repetitions": 3, **asdict(asked)}
         old = Reproduction(7, "2000-01-01", settings, ())
         name = make_case(ROW, "laptop").name
         assert resume.is_measured(name, old, tmp_path) == (asked == variant)

@@ -41,7 +41,7 @@ def invented_collectives(transport="shared") -> Measurements:
     seconds = (alpha[..., None] + beta[..., None] * sizes)[..., None]
     dims = ("axis", "collective")
     return Measurements(
-        "collectives", {"grid": "4 x 1 x 2", "transport": transport}, ENVIRONMENT,
+        "collectives", {"grid": "4 x 1 x 2", "transport": transport}, {**ENVIRONMENT},
         {"axis": ["x", "z"], "collective": COLLECTIVES, "size": sizes.tolist()},
         {"alpha": Variable(alpha, "s", dims), "beta": Variable(beta, "s byte-1", dims),
          "seconds": Variable(seconds, "s", (*dims, "size", "bound"))}, [])

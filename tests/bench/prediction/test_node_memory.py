@@ -2,6 +2,7 @@
 
 import math
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -57,8 +58,8 @@ def test_every_node_has_to_hold_its_own_ranks():
     need = node_memory.estimate_by_dry_runs(one, (8,), "none", BLOCK)
     first, second = (Node(4, here, 4 * need.rank + here * need.check) for here in (True, False))
     assert said("weak:1d", 8, first, second) is None
-    assert said("weak:1d", 8, first, second._replace(available=second.available - 1))
-    assert said("weak:1d", 8, first._replace(available=second.available), second)
+    assert said("weak:1d", 8, first, replace(second, available=second.available - 1))
+    assert said("weak:1d", 8, replace(first, available=second.available), second)
 
 
 def test_no_dry_run_where_closed_forms_leave_no_doubt(monkeypatch):

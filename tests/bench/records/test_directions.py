@@ -1,5 +1,6 @@
 """Records, tables and figures of grids with other directions than x, y and z."""
 import shutil
+from dataclasses import replace
 
 import h5py
 import numpy as np
@@ -10,7 +11,7 @@ from bench.cases.selection import select_rows
 from bench.errors import StoreError
 from bench.instruments import spans
 from bench.instruments.step_tracing import parts_group
-from bench.records import run_file
+from bench.records import model_run, run_file
 from bench.records.folder import read_folder
 from bench.records.measurements import grid_settings, grid_shape
 from bench.reports import merit, time_parts
@@ -101,19 +102,17 @@ def with_directions(directions: str = "dxyz", row=ROW):
     """A made-up run of 8 ranks that was traced: a second of products, and n words and n quarters
     of a second of all-gathers along the n-th direction."""
     run, count = made_up(row), len(directions)
-    run.configuration |= grid_settings(GridShape(directions, (8, *[1] * (count - 1))))
-    run.directions, names = tuple(directions), spans.part_names(directions)
-    along = np.arange(1, count + 1)
+    run.configuration.update(grid_settings(GridShape(directions, (8, *[1] * (count - 1)))))
+    names, along = spans.part_names(directions), np.arange(1, count + 1)
     moved = np.zeros((2, 8, count, len(COLLECTIVES)), np.int64)
     moved[..., 0] = along
-    run.traffic = {name: moved * (4 if name == "bytes" else 1) for name in run_file.COUNTS}
-    run.expected_words = moved.sum(axis=1)
     seconds, counts = np.zeros((8, 2, 2, len(names))), np.ones((8, 2, len(names), 3))
     seconds[..., 0] = 1
     for n, direction in zip(along, directions):
         seconds[..., names.index(f"all_gather {direction}")] = n / 4
     run.groups["parts"] = parts_group(seconds, counts, names)
-    return run
+    return replace(run, directions=tuple(directions), expected_words=moved.sum(axis=1), traffic={
+        name: moved * (4 if name == "bytes" else 1) for name in model_run.COUNTS})
 
 
 def test_a_record_keeps_its_directions(tmp_path):
@@ -166,7 +165,7 @@ def test_directions_of_records():
     for names, expected in (("xyz", "xyz"), ("x", "xyz"), ("xy", "xyz"), ("dxyz", "dxyz"),
                             ("dx", "dxyz"), ("yxs", "yxsz"), ("", "xyz")):
         shape = GridShape(names, [1] * len(names))
-        assert run_file.directions_of(shape) == tuple(expected)
+        assert model_run.directions_of(shape) == tuple(expected)
 
 
 def test_a_file_that_does_not_state_its_directions_has_x_y_z(tmp_path):

@@ -1,4 +1,6 @@
 """Two sets of results told apart, and what is refused."""
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -23,8 +25,8 @@ def write_set(folder, seed, factors=None, runs=3, between=0.01, rows=ROWS, **cha
             for phase in PHASES:
                 noise = random.lognormal(0, 0.002, (12, 1))
                 run.samples[phase] = level * noise * np.ones(row.gpus)
-            run.configuration |= changes.get("configuration", {})
-            run.environment |= changes.get("environment", {})
+            run.configuration.update(changes.get("configuration", {}))
+            run.environment.update(changes.get("environment", {}))
             run_file.write_run(run, folder, f"row{number}")
     return str(folder)
 
@@ -239,8 +241,8 @@ def products(factor, transport):
 def test_points_of_microbenchmarks_are_cases(sets, capsys):
     for again in range(3):
         for folder, factor, transport in zip(sets, (1.0, 0.5), ("mpi", "shared")):
-            run = products(factor * (1 + again / 1000), transport)
-            run.created = f"2030-01-02T03:04:{again:02d}+00:00"
+            run = replace(products(factor * (1 + again / 1000), transport),
+                          created=f"2030-01-02T03:04:{again:02d}+00:00")
             run_file.write_run(run, folder, "matmul")
     assert main(["compare", *map(str, sets)]) == 0
     text = capsys.readouterr().out

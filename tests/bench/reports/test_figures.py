@@ -104,7 +104,7 @@ def test_closed_form_covers_the_ranks_between():
 def test_the_closed_form_at_measured_ranks_is_that_of_the_run():
     """Whatever the last run keeps or computes again."""
     runs = [made_up(row) for row in select_rows("strong", "3d")]
-    runs[-1].configuration |= {"recompute": "full"}
+    runs[-1].configuration.update(recompute="full")
     first = runs[0].expected_words.sum() / runs[0].ranks / runs[0].configuration["batch"]
     assert dict(against_ranks.closed_form_words(runs, "strong"))[runs[0].ranks] == first
 

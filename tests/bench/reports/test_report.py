@@ -79,11 +79,11 @@ HOSTILE = '<script>alert("x")</script><img src=x onerror=alert(1)> \' & {{ 7 * 7
 
 def test_hostile_text_in_a_record_is_only_text(tmp_path):
     run = made_up(select_rows("weak", "3d")[0])
-    run.environment |= {"cpu_model": HOSTILE, "command": HOSTILE, "mpi": "</style>" + HOSTILE}
+    run.environment.update(cpu_model=HOSTILE, command=HOSTILE, mpi="</style>" + HOSTILE)
     run.configuration["preset"] = HOSTILE
     run_file.write_run(run, tmp_path, "weak")
     record = matmul_record()
-    record.kind, record.configuration["form"] = "matmul", HOSTILE
+    record.configuration["form"] = HOSTILE
     run_file.write_run(record, tmp_path, "matmul")
     page = Page(write_page(tmp_path, tmp_path / "page.html"))
     assert "script" not in page.tags and page.tags.count("style") == 1

@@ -181,7 +181,7 @@ def test_equal_tokens_have_rows_of_their_own_in_the_speed_ups(tmp_path):
     for k, row in enumerate([*rows, *equal_token_rows(rows)]):
         one = make_case(row, "laptop")
         run = made_up(row, *[(k + 1) * one.sizes.batch / 2] * 2)
-        run.configuration |= {"equal_tokens": row.like} if row.like else {}
+        run.configuration.update({"equal_tokens": row.like} if row.like else {})
         run_file.write_run(run, tmp_path, one.name)
     found = read_folder(tmp_path).results[0]
     assert len(found.runs) == len(found.equal) == 2 and found.earlier == 0
@@ -195,7 +195,7 @@ def test_each_machine_is_said_with_its_rows(tmp_path):
     for row in [*select_rows("weak", "3d"), *select_rows("strong", "3d")]:
         run = made_up(row)
         other = row.table == "strong" and row.gpus == 64
-        run.environment |= {"git_commit": "cd" if other else "ab", "cores": 4}
+        run.environment.update(git_commit="cd" if other else "ab", cores=4)
         run_file.write_run(run, tmp_path, row.table)
     lines = [line for line in measured_notes(read_folder(tmp_path).results[0])
              if "Machine" in line]

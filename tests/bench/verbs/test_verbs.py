@@ -45,7 +45,7 @@ def test_a_verb_is_a_help_a_heading_options_and_a_function(name):
     module = verbs.load(name)
     about = verbs.first_line(module.__doc__)
     assert re.match(r"[A-Z].*\.$", about) and len(about) < 95
-    assert verbs.entry(name) == (name, module.GROUP, about)
+    assert verbs.entry(name) == verbs.Entry(name, module.GROUP, about)
     wanted = ["arguments", "comm"] if module.ON_ALL_RANKS else ["arguments"]
     assert list(inspect.signature(module.run).parameters) == wanted
 

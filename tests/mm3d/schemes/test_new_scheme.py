@@ -4,7 +4,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
 import pytest
 
 from bench.instruments import placement

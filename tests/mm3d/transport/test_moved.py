@@ -1,5 +1,6 @@
 """What each transport states that it moved, held against the calls and copies that it makes."""
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -249,17 +250,17 @@ def test_a_run_records_what_its_transport_moved(comm, monkeypatch, tmp_path, kin
     everyone = np.stack(comm.allgather(found), axis=2)
     run = made_up(select_rows("weak", "3d")[0])
     run.configuration["transport"] = kind
-    run.traffic = dict(zip((*run_file.COUNTS, "moved"), everyone))
-    run.expected_words = run.traffic["words"].sum(axis=1)
+    traffic = dict(zip((*model_run.COUNTS, "moved"), everyone))
+    run = replace(run, traffic=traffic, expected_words=traffic["words"].sum(axis=1))
     read = run_file.read_run(run_file.write_run(run, tmp_path, "a"))
     assert all(np.array_equal(read.traffic[name], run.traffic[name], equal_nan=True)
                for name in run.traffic)
     sums = [COLLECTIVES.index(kind) for kind in ("reduce_scatter", "all_reduce", "reduce")]
-    moved, words = (read.traffic[name][:, :, run_file.AXES.index("z")]
+    moved, words = (read.traffic[name][:, :, model_run.AXES.index("z")]
                     for name in ("moved", "words"))
     assert words[..., sums].sum() > 0
     if kind == "mpi":
-        calls = read.traffic["calls"][:, :, run_file.AXES.index("z")]
+        calls = read.traffic["calls"][:, :, model_run.AXES.index("z")]
         assert np.array_equal(np.isnan(moved), np.isin(np.arange(5), sums) & (calls > 0))
         assert np.array_equal(np.delete(moved, sums, -1), np.delete(words, sums, -1))
     else:
