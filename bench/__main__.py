@@ -60,13 +60,13 @@ def run_on_all_ranks(run: Callable[..., int], arguments: argparse.Namespace) -> 
     """Run a verb for ``mpirun``: a failing rank ends the job, and leaves none waiting."""
     from mpi4py import MPI
     from bench.errors import StoreError
-    from bench.instruments.stall import watching
+    from bench.instruments.stall import watch_stalls
     comm = MPI.COMM_WORLD
     # Modules stay: the collections before each measurement need not look through them again, on
     # many ranks that share few cores.
     gc.freeze()
     try:
-        with watching(comm, getattr(arguments, "stall", None)) as arguments.watched:
+        with watch_stalls(comm, getattr(arguments, "stall", None)) as arguments.watched:
             status = run(arguments, comm)
         # A rank that leaves with a failure may end the job: only after rank 0 has said why.
         comm.Barrier()

@@ -27,7 +27,7 @@ def agree(problem: str | None, comm: Any, error: type[Exception] = UsageError) -
         raise error(found)
 
 
-def on_each_rank(make: Callable[[], Made], comm: Any) -> Made:
+def make_on_each_rank(make: Callable[[], Made], comm: Any) -> Made:
     """Return the result of `make`, called on each rank.
 
     Raises
@@ -47,7 +47,7 @@ def on_each_rank(make: Callable[[], Made], comm: Any) -> Made:
     return made
 
 
-def on_rank_0(make: Callable[[], Made], comm: Any, caught: type[Exception] = ValueError,
+def make_on_rank_0(make: Callable[[], Made], comm: Any, caught: type[Exception] = ValueError,
               error: type[Exception] = UsageError,
               wait: Callable[[Any], None] | None = None) -> Made | None:
     """Return the result of `make`, called on rank 0 alone; None on the other ranks.
@@ -80,7 +80,7 @@ def on_rank_0(make: Callable[[], Made], comm: Any, caught: type[Exception] = Val
     return made
 
 
-def of_rank_0(make: Callable[[], Made], comm: Any) -> Made:
+def broadcast_from_rank_0(make: Callable[[], Made], comm: Any) -> Made:
     """Return on every rank the result of `make`, called on rank 0 alone.
 
     Raises
@@ -88,4 +88,4 @@ def of_rank_0(make: Callable[[], Made], comm: Any) -> Made:
     UsageError
         The same on every rank, when `make` raises a ValueError.
     """
-    return comm.bcast(on_rank_0(make, comm))
+    return comm.bcast(make_on_rank_0(make, comm))

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import mm3d
 from bench.cases.case import Case
-from bench.cases.variants import SIXTEEN, Variant
+from bench.cases.variants import DTYPES_16_BIT, Variant
 from bench.prediction import memory_fit
 from jobs.site import Site
 

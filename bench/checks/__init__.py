@@ -1,1 +1,1 @@
-"""Checks: a model, a product or an operation against the right result."""
+"""Checks of models, products and operations against the right results."""

@@ -1,4 +1,4 @@
-"""No time without a correct result: the measured model against the serial scheme."""
+"""Compare a model's outputs and gradients with those of the serial scheme."""
 
 import hashlib
 import math
@@ -20,46 +20,47 @@ from mm3d import ModelSizes, launcher
 # missing collective gives errors of order one.
 TOLERANCES = {"float64": (1e-12, 1e-11), "float32": (1e-5, 5e-5)}
 
-# Where results are rounded to few digits the serial scheme's are, too, in the same places but for
-# partial sums, so that few roundings differ: distances of one from the next number, times the
-# square root of the layers.  A factor of 1.02 is beyond that for up to two layers in bfloat16.
+# In types of few digits the serial scheme rounds in the same places, except for partial sums, so
+# that few roundings differ.  The tolerance is `ROUNDINGS` times the distance of one from the next
+# number times the square root of the layers.  With up to two layers in bfloat16 it still finds a
+# factor of 1.02.
 EPS = {"tf32": 2.0 ** -10, "float16": 2.0 ** -10, "bfloat16": 2.0 ** -7}
-UNITS = 1.75
+ROUNDINGS = 1.75
 
-# Words of the whole quantities whose blocks come to rank 0 in one gather; where ranks share few
-# cores, each gather has all of them take turns.
-BATCH = 2 ** 24
+# Words of the global quantities whose blocks are sent to rank 0 in one gather.  They are sent
+# together because in each gather all ranks take turns where they share few cores.
+WORDS_PER_GATHER = 2 ** 24
 
 Block = tuple[tuple[slice, ...], np.ndarray]
 
 
 def tolerances(rounding: str, layers: int) -> tuple[float, float]:
-    """The relative errors that outputs and gradients may have.
+    """Return the relative errors that outputs and gradients may have.
 
     Parameters
     ----------
     rounding : str
-        What numbers are rounded to: the dtype, or "tf32" where products of float32 are.
+        Precision of the numbers: the dtype, or "tf32" where products of float32 round to it.
     layers : int
-        Of the model that is compared.
+        Number of layers of the model that is compared.
     """
     if rounding in TOLERANCES:
         return TOLERANCES[rounding]
-    return (UNITS * EPS[rounding] * math.sqrt(layers),) * 2
+    return (ROUNDINGS * EPS[rounding] * math.sqrt(layers),) * 2
 
 
-def build(scheme, sizes: ModelSizes, seed: int, dtype: str, causal: bool = False,
-          recompute: str = "none") -> mm3d.Transformer:
-    """The Transformer of `sizes`: the same numbers whatever the scheme."""
+def build_model(scheme, sizes: ModelSizes, seed: int, dtype: str, causal: bool = False,
+                recompute: str = "none") -> mm3d.Transformer:
+    """Build the Transformer of `sizes`; its numbers are the same under every scheme."""
     return mm3d.Transformer(scheme, sizes.layers, sizes.hidden, sizes.heads, sizes.batch,
                             sizes.seq, seed, dtype, causal, recompute=recompute)
 
 
 @dataclass(frozen=True)
-class Part:
-    """A quantity that is compared, and this rank's block of it."""
+class Quantity:
+    """A global quantity to compare: its name, this rank's block, and its tolerance."""
 
-    quantity: str
+    name: str
     block: Any
     layout: mm3d.Layout
     shape: tuple[int, ...]
@@ -69,7 +70,7 @@ class Part:
 def compare(model: mm3d.Transformer, output, input_gradient, sizes: ModelSizes, seed: int,
             rounding: str, other: Callable[[], dict[str, np.ndarray]] | None = None,
             causal: bool = False) -> list[Check]:
-    """Outputs and gradients of one step of `model` against the serial scheme.
+    """Compare outputs and gradients of one step of `model` with those of the serial scheme.
 
     Parameters
     ----------
@@ -77,32 +78,32 @@ def compare(model: mm3d.Transformer, output, input_gradient, sizes: ModelSizes, 
         After one backward pass from cleared gradients, with ``model.random("input")`` and
         ``model.random("output gradient")``.
     output, input_gradient : array
-        This rank's blocks of what that step gave.
+        This rank's blocks of the results of that step.
     sizes, seed, causal
-        What `model` was built from.
+        The arguments that `model` was built from.
     rounding : str
         See `tolerances`.
     other : callable, optional
-        Gives on rank 0 the quantities by name, to compare with instead of the serial scheme's.
+        Returns on rank 0 the quantities by name, to compare with instead of the serial scheme's.
 
     Returns
     -------
     list of Check
         The output, the input's gradient and that of every parameter, the same on every rank.
-        Every copy of every block counts: the error is that of the worst copies together.
+        Of each block the worst copy counts.
 
     Notes
     -----
-    Blocks come together on rank 0, which computes the reference with all cores while the others
-    sleep: many ranks may share few cores and one memory.  Of copies that are equal to the bit
+    Rank 0 gathers the blocks and computes the reference with all cores while the other ranks
+    sleep, since many ranks may share few cores and one memory.  Of copies equal to the bit
     only the first is sent.
     """
     grid = model.grid
     forward, gradient = tolerances(rounding, sizes.layers)
     layout = model.outer.layout()
-    parts = [Part("output", output, layout, model.shape, forward),
-             Part("input gradient", input_gradient, layout, model.shape, gradient)]
-    parts += [Part(f"gradient of {p.name}", p.grad, p.layout, p.shape, gradient)
+    parts = [Quantity("output", output, layout, model.shape, forward),
+             Quantity("input gradient", input_gradient, layout, model.shape, gradient)]
+    parts += [Quantity(f"gradient of {p.name}", p.grad, p.layout, p.shape, gradient)
               for p in model.parameters]
     found = _collect(parts, grid)
     checks = None
@@ -110,17 +111,17 @@ def compare(model: mm3d.Transformer, output, input_gradient, sizes: ModelSizes, 
         with threadpool_limits(launcher.cores(), user_api="blas"):
             reference = other() if other else _reference(
                 grid.backend, sizes, seed, model.dtype, causal)
-        shapes = {part.quantity: part.shape for part in parts}
+        shapes = {part.name: part.shape for part in parts}
         reference = {name: np.reshape(a, shapes[name]) for name, a in reference.items()}
-        checks = [Check(part.quantity, worst_error(found.pop(part.quantity),
-                                                   reference.pop(part.quantity)), part.tolerance)
-                  for part in parts]
+        checks = [Check(part.name,
+                        worst_error(found.pop(part.name), reference.pop(part.name)),
+                        part.tolerance) for part in parts]
     wait_patiently(grid.comm)
     return grid.comm.bcast(checks)
 
 
-def failure(checks: list[Check], reference: str = "the serial scheme") -> str | None:
-    """What to say of checks against `reference` that did not pass; None when all did."""
+def failure_message(checks: list[Check], reference: str = "the serial scheme") -> str | None:
+    """Describe the checks against `reference` that did not pass; None when all did."""
     failed = [check for check in checks if not check.passed]
     if not failed:
         return None
@@ -131,19 +132,19 @@ def failure(checks: list[Check], reference: str = "the serial scheme") -> str | 
 
 
 def worst_error(blocks: list[Block], expected: np.ndarray) -> float:
-    """Relative Frobenius error of the worst copy of each block.
+    """Compute the relative Frobenius error of the worst copy of each block.
 
     Parameters
     ----------
     blocks : list of (tuple of slice, ndarray)
-        Where in the whole array a block lies, and the block; of one place there may be several.
+        Each block's place in the global array, and the block; several may have the same place.
     expected : ndarray
-        The whole array.
+        The global array.
 
     Returns
     -------
     float
-        NaN where a block is none, has another shape than its place, or no block covers a place.
+        NaN if a block has a NaN or another shape than its place, or if a place has no block.
     """
     squares: dict[tuple, np.float64] = {}
     covered = np.zeros(expected.shape, bool)
@@ -163,7 +164,7 @@ def worst_error(blocks: list[Block], expected: np.ndarray) -> float:
 
 def _reference(backend, sizes: ModelSizes, seed: int, dtype: str,
                causal: bool) -> dict[str, np.ndarray]:
-    """The quantities of `compare` by the serial scheme, on this rank alone."""
+    """Compute the quantities of `compare` by the serial scheme, on this rank alone."""
     scheme = mm3d.scheme("serial", MPI.COMM_SELF, backend=backend)
     model = build(scheme, sizes, seed, dtype, causal)
     y, saved = model.forward(model.random("input"))
@@ -173,8 +174,8 @@ def _reference(backend, sizes: ModelSizes, seed: int, dtype: str,
         f"gradient of {p.name}": host(p.grad) for p in model.parameters}
 
 
-def _collect(parts: list[Part], grid) -> dict[str, list[Block]] | None:
-    """On rank 0, by quantity, the blocks of all ranks, but only once what is equal to the bit."""
+def _collect(parts: list[Quantity], grid) -> dict[str, list[Block]] | None:
+    """Gather the blocks of all ranks on rank 0, by quantity; of equal copies only the first."""
     blocks, keys = [], []
     for part in parts:
         block = grid.backend.to_host(part.block)
@@ -183,7 +184,7 @@ def _collect(parts: list[Part], grid) -> dict[str, list[Block]] | None:
         digest = hashlib.blake2b(np.ascontiguousarray(block), digest_size=20).digest()
         keys.append((tuple((s.start, s.stop) for s in place), block.shape, digest))
     everyone = grid.comm.allgather(keys)
-    found: dict[str, list[Block]] = {part.quantity: [] for part in parts}
+    found: dict[str, list[Block]] = {part.name: [] for part in parts}
     for batch in _batches(parts):
         wanted = [k for k in batch if blocks[k][1].size and
                   [keys[k] for keys in everyone].index(keys[k]) == grid.rank]
@@ -193,12 +194,12 @@ def _collect(parts: list[Part], grid) -> dict[str, list[Block]] | None:
     return found if grid.rank == 0 else None
 
 
-def _batches(parts: list[Part]) -> list[list[int]]:
-    """The numbers of the parts, in groups that are sent together: of `BATCH` words or one part."""
-    batches, words = [], BATCH
+def _batches(parts: list[Quantity]) -> list[list[int]]:
+    """Group the indices of the parts: at most `WORDS_PER_GATHER` words a group, or one part."""
+    batches, words = [], WORDS_PER_GATHER
     for k, part in enumerate(parts):
         words += math.prod(part.shape)
-        if words > BATCH:
+        if words > WORDS_PER_GATHER:
             batches.append([])
             words = math.prod(part.shape)
         batches[-1].append(k)

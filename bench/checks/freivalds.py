@@ -1,7 +1,7 @@
 """Check a distributed product without gathering a matrix.
 
 A random vector is multiplied with both sides in float64 (Freivalds 1979), and some rows are
-computed in full.  Each difference is held against the componentwise bound of a matrix product,
+computed in full.  Each difference is compared with the componentwise bound of a matrix product,
 a multiple of eps |A||B| (Higham, "Accuracy and Stability of Numerical Algorithms", section 3.5).
 """
 
@@ -11,28 +11,28 @@ import numpy as np
 
 from bench.records.measurements import Check
 
-# The bound grows with the number of terms in the worst case; what is found in practice is far
-# below one eps, and a missing or doubled term far above eight.
+# The bound grows with the number of terms in the worst case; errors found in practice are far
+# below one eps, and a missing or doubled term is far above eight.
 MULTIPLE = 8
 ROWS = 4
-CHUNK = 256
-# Distances of one from the next number; TensorFloat-32 rounds what it multiplies.
+CHUNK = 256    # rows that are float64 at a time
+# Distances of one from the next number; TensorFloat-32 rounds the factors of a product.
 EPS = {"float64": 2.0 ** -52, "float32": 2.0 ** -23, "tf32": 2.0 ** -10, "float16": 2.0 ** -10,
        "bfloat16": 2.0 ** -7}
 
 
 @dataclass(frozen=True)
-class Distributed:
+class DistributedMatrix:
     """A matrix of which every element lies on exactly one rank.
 
     Attributes
     ----------
     block : ndarray
-        This rank's part.
+        This rank's block.
     place : tuple of slice
-        Where it lies in the whole.
+        The block's place in the global matrix.
     shape : tuple of int
-        Of the whole.
+        Global shape.
     comm : mpi4py.MPI.Intracomm
         The ranks.
     """
@@ -43,12 +43,25 @@ class Distributed:
     comm: object
 
     @property
-    def T(self) -> "Distributed":
+    def T(self) -> "DistributedMatrix":
         """Return the transposed matrix."""
         return replace(self, block=self.block.T, place=self.place[::-1], shape=self.shape[::-1])
 
     def times(self, x: np.ndarray, absolute: bool = False) -> np.ndarray:
-        """Multiply with whole columns in float64; the absolute values if `absolute`."""
+        """Multiply by a global matrix of few columns in float64.
+
+        Parameters
+        ----------
+        x : ndarray
+            The same on every rank.
+        absolute : bool
+            Whether to multiply the absolute values of this matrix instead.
+
+        Returns
+        -------
+        ndarray
+            The global product, the same on every rank.
+        """
         out = np.zeros((self.shape[0], x.shape[1]))
         rows, columns = self.place
         for start in range(0, self.block.shape[0], CHUNK):
@@ -60,11 +73,28 @@ class Distributed:
         return total
 
 
-def checks(name: str, left: Distributed, right: Distributed, result: Distributed, seed: int,
-           dtype: str, eps: float | None = None) -> list[Check]:
-    """Compare `result` with `left` times `right`, computed in `dtype`; the same on all ranks.
+def check_product(name: str, left: DistributedMatrix, right: DistributedMatrix,
+                  result: DistributedMatrix, seed: int, dtype: str,
+                  eps: float | None = None) -> list[Check]:
+    """Compare `result` with the product of `left` and `right`.
 
-    `eps` is what products are rounded by, that of `dtype` if it is not given.
+    Parameters
+    ----------
+    name : str
+        Name of the result in the checks.
+    left, right, result : DistributedMatrix
+        A, B and C; every rank calls this with its own blocks.
+    seed : int
+        Seed of the random vector and of the choice of rows.
+    dtype : str
+        The dtype in which the product was computed.
+    eps : float, optional
+        Relative rounding error of the factors; that of `dtype` unless given.
+
+    Returns
+    -------
+    list of Check
+        The same on every rank; errors are multiples of |A||B|.
     """
     random = np.random.default_rng(seed)
     tolerance = MULTIPLE * (eps or float(np.finfo(dtype).eps))
@@ -81,18 +111,18 @@ def checks(name: str, left: Distributed, right: Distributed, result: Distributed
             Check(f"{len(rows)} rows of {name}", sampled, tolerance)]
 
 
-def failure(found: list[Check]) -> str | None:
-    """Say which checks did not pass; None when all did."""
-    wrong = [check for check in found if not check.passed]
+def failure_message(checks: list[Check]) -> str | None:
+    """Describe the checks that did not pass; None when all did."""
+    wrong = [check for check in checks if not check.passed]
     if not wrong:
         return None
     worst = max(wrong, key=lambda check: np.nan_to_num(check.error, nan=np.inf))
     return (f"{worst.quantity}: off by {worst.error:.2g} |A||B|, tolerance {worst.tolerance:.2g} "
-            f"({len(wrong)} of {len(found)} checks fail); no times were written")
+            f"({len(wrong)} of {len(checks)} checks fail); no times were written")
 
 
 def _ratio(difference: np.ndarray, bound: np.ndarray) -> float:
-    """Compute the greatest difference as a multiple of its bound; NaN where there is one."""
+    """Return the greatest difference as a multiple of its bound; NaN if one is NaN."""
     with np.errstate(invalid="ignore", divide="ignore"):
         ratio = np.where(difference == 0, 0.0, np.abs(difference) / bound)
     return float(ratio.max())

@@ -1,5 +1,7 @@
-"""What `bench.checks.layer_residuals` sees of each layer of one step: its errors, each over its
-bound."""
+"""Compute the errors of each layer of one step, each over its bound.
+
+`bench.checks.layer_residuals` says which errors pass.
+"""
 
 import math
 from typing import Any
@@ -7,33 +9,33 @@ from typing import Any
 import numpy as np
 
 from bench.checks import attention_identities
-from bench.checks.sharded_matrices import Sheet, chunks
+from bench.checks.sharded_matrices import ShardedMatrix, row_chunks
 from mm3d.arrays.blocks import GELU_CUBIC, GELU_SCALE
 from mm3d.grid.layout import Layout
 from mm3d.model.layers import Attention, Gelu, LayerNorm, Linear, Residual
 from mm3d.tracing.events import ArrayObserver, Layer
 
 ROWS = 4
-VECTORS = 3    # random ones beside a vector's gradient
+VECTORS = 3    # random vectors that each gradient of a bias is multiplied with
 SUMS = ("y in some rows", "dx in some rows")
 
 
-class Look(ArrayObserver):
-    """Looks at the layers of one step and keeps the errors, each over its bound.
+class LayerErrors(ArrayObserver):
+    """Observe the layers of one step and keep their errors, each over its bound.
 
     Parameters
     ----------
     model : Transformer
-        Whose step it is.
+        The model.
     seed : int
-        Of the random vectors and samples; all ranks draw alike.
+        Seed of the random vectors and samples, which are the same on every rank.
 
     Attributes
     ----------
     errors : dict of str to float
-        By layer and quantity the worst that this rank has found.
+        The worst error found on this rank, by layer and quantity.
     rounding : str
-        What products are rounded to: the model's dtype, or "tf32".
+        Precision of the products: the model's dtype, or "tf32".
     """
 
     kinds = (Layer,)
@@ -44,12 +46,11 @@ class Look(ArrayObserver):
                          and model.dtype == "float32" else model.dtype)
         self.random = np.random.default_rng(seed)
         self.errors: dict[str, float] = {}
-        self.last: Any = None    # some rows of what the layer before has given
-        self.rows = self._sampled()
-        self.names = _names(model)
+        self.last: Any = None    # some rows of the result of the layer before
+        self.rows = self._sample_rows()
 
-    def _sampled(self) -> np.ndarray:
-        """The numbers of some rows, of each block that a rank holds one at least."""
+    def _sample_rows(self) -> np.ndarray:
+        """Draw the indices of some rows, at least one of each block that a rank holds."""
         shape = self.model.shape
         numbers = np.arange(math.prod(shape[:2])).reshape(shape[:2])
         rows = set(self.random.choice(numbers.size, min(ROWS, numbers.size), False).tolist())
@@ -61,33 +62,41 @@ class Look(ArrayObserver):
     def note(self, layer: Any, what: str, difference: Any, bound: Any) -> None:
         """Keep the greatest difference as a multiple of its bound.
 
-        A layer that is computed again is looked at twice, and a fault of either time counts.
+        A layer that is computed again is observed twice; the worse time counts.
         """
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio = np.where(np.equal(difference, 0), 0.0, np.abs(difference) / bound)
         error = float(np.max(ratio, initial=0.0))
-        name = f"{self.names[id(layer)]}, {what}"
+        name = f"{layer.name}, {what}"
         self.errors[name] = max(self.errors.get(name, 0.0),
                                 error if math.isfinite(error) else math.inf)
 
-    def signs(self, shape: tuple[int, ...]) -> np.ndarray:
-        """A random vector of -1 and 1."""
+    def random_signs(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Draw a vector of -1 and 1."""
         return self.random.choice([-1.0, 1.0], shape)
 
-    def activation(self, block: Any, space: Any, features: tuple[int, ...], unit: int) -> Sheet:
-        """An activation as a matrix with a row a token."""
-        return Sheet(block, space.layout(len(features) - 1, unit),
-                     (*self.model.shape[:2], *features), 2, self.grid)
+    def activation(self, block: Any, space: Any, features: tuple[int, ...],
+                   unit: int) -> ShardedMatrix:
+        """Return an activation as a matrix with a row a token."""
+        return ShardedMatrix(block, space.layout(len(features) - 1, unit),
+                             (*self.model.shape[:2], *features), 2, self.grid)
 
-    def parameter(self, block: Any, parameter: Any) -> Sheet:
-        """A weight as a matrix, or a vector as a matrix of one row."""
+    def parameter(self, block: Any, parameter: Any) -> ShardedMatrix:
+        """Return a weight as a matrix, or a vector as a matrix of one row."""
         matrix = len(parameter.shape) > 1 and parameter.name.endswith("weight")
         if matrix:
-            return Sheet(block, parameter.layout, parameter.shape, 1, self.grid)
-        return Sheet(block, _row(parameter.layout), (1, *parameter.shape), 1, self.grid)
+            return ShardedMatrix(block, parameter.layout, parameter.shape, 1, self.grid)
+        return ShardedMatrix(block, _row_layout(parameter.layout), (1, *parameter.shape), 1,
+                             self.grid)
 
     def forward(self, layer: Any, x: Any, y: Any) -> Any:
-        """Look at what `layer` has made of `x`; what is needed to look at its backward."""
+        """Check the output `y` of `layer` for the input `x`.
+
+        Returns
+        -------
+        object
+            The arrays that the check of the layer's backward needs.
+        """
         if isinstance(layer, Residual):
             return self._sum(layer, SUMS[0], x, y)
         needed = {Linear: self._linear, LayerNorm: self._norm, Gelu: self._gelu,
@@ -96,24 +105,24 @@ class Look(ArrayObserver):
         return needed
 
     def again(self, layer: Any, x: Any) -> Any:
-        """What is needed to look at the backward of a linear layer: its input."""
+        """Return the array that the check of a linear layer's backward needs: its input."""
         return x
 
     def backward(self, layer: Any, dy: Any, dx: Any, note: Any) -> None:
-        """Look at the gradients that `layer` has made of `dy`."""
+        """Check the gradients that `layer` has computed from `dy`."""
         if isinstance(layer, Residual):
             return self._sum(layer, SUMS[1], dy, dx)
-        {Linear: self._linear_back, LayerNorm: self._norm_back, Gelu: self._gelu_back,
-         Attention: self._attention_back}[type(layer)](layer, dy, dx, note)
+        {Linear: self._linear_backward, LayerNorm: self._norm_backward, Gelu: self._gelu_backward,
+         Attention: self._attention_backward}[type(layer)](layer, dy, dx, note)
         self.last = self._local_rows(dx)
 
     def _sum(self, block: Any, what: str, a: Any, total: Any) -> None:
-        """Look at the sum of `a` and of what the layer before has given."""
+        """Check the sum of `a` and of the result of the layer before."""
         a, total = self._local_rows(a), self._local_rows(total)
         self.note(block, what, total - a - self.last, np.abs(a) + np.abs(self.last))
 
     def _local_rows(self, a: Any) -> np.ndarray:
-        """Some rows of this rank's block, in float64."""
+        """Return some rows of this rank's block, in float64."""
         host = self.grid.backend.to_host(a)
         host = host.reshape(math.prod(host.shape[:2]), math.prod(host.shape[2:]))
         here = (self.rows * len(host)) // math.prod(self.model.shape[:2])
@@ -121,29 +130,30 @@ class Look(ArrayObserver):
 
     def _linear(self, layer: Linear, x: Any, y: Any) -> Any:
         A, C, B = self._product(layer, x, y)
-        w = self.signs(C.shape[2:])
+        w = self.random_signs(C.shape[2:])
         expected = A.times(B.times(w)[0])[0]
         bound = A.times(B.times(np.abs(w), True)[0], True)[0]
-        if layer.adds_bias:
-            bias = self.parameter(layer.bias.value, layer.bias).whole()
+        if layer.adds:
+            bias = self.parameter(layer.bias.value, layer.bias).vector()
             expected, bound = expected + np.vdot(bias, w), bound + np.abs(bias).sum()
         self.note(layer, "C", C.times(w) - expected, bound)
         return x
 
-    def _linear_back(self, layer: Linear, dy: Any, dx: Any, x: Any) -> None:
+    def _linear_backward(self, layer: Linear, dy: Any, dx: Any, x: Any) -> None:
         A, dC, B = self._product(layer, x, dy)
-        dA = Sheet(dx, A.layout, A.shape, 2, self.grid)
-        u, w = self.signs(A.shape[2:]), self.signs(dC.shape[2:])
-        self.note(layer, "dA", dA.times(u) - dC.times(B.left(u)[0])[0],
-                  dC.times(B.left(np.abs(u), True)[0], True)[0])
+        dA = ShardedMatrix(dx, A.layout, A.shape, 2, self.grid)
+        u, w = self.random_signs(A.shape[2:]), self.random_signs(dC.shape[2:])
+        self.note(layer, "dA", dA.times(u) - dC.times(B.left_times(u)[0])[0],
+                  dC.times(B.left_times(np.abs(u), True)[0], True)[0])
         v, bound = dC.times(w)[0], dC.times(np.abs(w), True)[0]
         dB = self.parameter(layer.weight.grad, layer.weight)
-        self.note(layer, "dB", dB.times(w) - A.left(v)[0], A.left(bound, True)[0])
-        if layer.adds_bias:
+        self.note(layer, "dB", dB.times(w) - A.left_times(v)[0], A.left_times(bound, True)[0])
+        if layer.adds:
             self._bias(layer, dC)
 
-    def _product(self, layer: Linear, x: Any, y: Any) -> tuple[Sheet, Sheet, Sheet]:
-        """A, C and B of C = A B."""
+    def _product(self, layer: Linear, x: Any,
+                 y: Any) -> tuple[ShardedMatrix, ShardedMatrix, ShardedMatrix]:
+        """Return A, C and B of C = A B."""
         target, shape = layer.vector.space, layer.weight.shape
         source = self.model.inner if target is self.model.outer else self.model.outer
         units = layer.weight.layout.units
@@ -151,60 +161,61 @@ class Look(ArrayObserver):
                 self.activation(y, target, shape[1:], units.get(len(shape) - 1, 1)),
                 self.parameter(layer.weight.value, layer.weight))
 
-    def _bias(self, layer: Any, dy: Sheet) -> None:
+    def _bias(self, layer: Any, dy: ShardedMatrix) -> None:
         """Compare a bias' gradient with the sum over the rows of `dy`, by a few inner products.
 
-        A fault that is nearly orthogonal to one random vector is not so to all.
+        An error that is nearly orthogonal to one random vector is not so to all.
         """
         for _ in range(VECTORS):
-            w = self.signs(dy.shape[2:])
-            self._vector(layer, "dbias", layer.bias, w, dy.times(w)[0].sum(),
-                         dy.times(np.abs(w), True)[0].sum())
+            w = self.random_signs(dy.shape[2:])
+            self._inner_product(layer, "dbias", layer.bias, w, dy.times(w)[0].sum(),
+                                dy.times(np.abs(w), True)[0].sum())
 
-    def _vector(self, layer: Any, what: str, parameter: Any, w: np.ndarray, expected: Any,
-                bound: Any) -> None:
-        """Compare the inner product of a vector's gradient and `w` with what it should be."""
+    def _inner_product(self, layer: Any, what: str, parameter: Any, w: np.ndarray, expected: Any,
+                       bound: Any) -> None:
+        """Compare the inner product of a vector's gradient and `w` with its expected value."""
         found = self.parameter(parameter.grad, parameter).times(w)
         self.note(layer, what, found - expected, bound)
 
     def _norm(self, layer: LayerNorm, x: Any, y: Any) -> Any:
-        rows = self._norm_sheet(layer, x).some(self.rows)[0]
-        gamma, beta = (self.parameter(p.value, p).whole() for p in layer.parameters)
+        rows = self._norm_matrix(layer, x).rows(self.rows)[0]
+        gamma, beta = (self.parameter(p.value, p).vector() for p in layer.parameters)
         mean, rstd = _moments(rows, layer.eps)
-        self.note(layer, SUMS[0], self._norm_sheet(layer, y).some(self.rows)
+        self.note(layer, SUMS[0], self._norm_matrix(layer, y).rows(self.rows)
                   - (gamma * (rows - mean) * rstd + beta),
                   np.abs(gamma) * rstd * (np.abs(rows) + np.abs(mean)) + np.abs(beta))
         return y, rows
 
-    def _norm_back(self, layer: LayerNorm, dy: Any, dx: Any, needed: Any) -> None:
+    def _norm_backward(self, layer: LayerNorm, dy: Any, dx: Any, needed: Any) -> None:
         y, rows = needed
-        gamma, beta = (self.parameter(p.value, p).whole() for p in layer.parameters)
+        gamma, beta = (self.parameter(p.value, p).vector() for p in layer.parameters)
         mean, rstd = _moments(rows, layer.eps)
         xhat, size = (rows - mean) * rstd, (np.abs(rows) + np.abs(mean)) * rstd
-        dY, Y = self._norm_sheet(layer, dy), self._norm_sheet(layer, y)
-        g = dY.some(self.rows)[0] * gamma
+        dY, Y = self._norm_matrix(layer, dy), self._norm_matrix(layer, y)
+        g = dY.rows(self.rows)[0] * gamma
 
         def means(a: np.ndarray) -> np.ndarray:
             return a.mean(-1, keepdims=True)
-        self.note(layer, SUMS[1], self._norm_sheet(layer, dx).some(self.rows)
+        self.note(layer, SUMS[1], self._norm_matrix(layer, dx).rows(self.rows)
                   - rstd * (g - means(g) - xhat * means(g * xhat)),
                   rstd * (np.abs(g) + means(np.abs(g)) + size * means(np.abs(g) * size)))
-        w = self.signs(gamma.shape)
+        w = self.random_signs(gamma.shape)
         # y - beta is gamma xhat: no division by a gamma that may be small.
         offset, factor = (v[Y.place[2:]] for v in (beta, w))
         terms = np.array([[np.sum(a * (b - offset) * factor),
                            np.sum(np.abs(a) * (np.abs(b) + np.abs(offset)))]
-                          for a, b in zip(chunks(dY.matrix()), chunks(Y.matrix()))]).sum(0)
-        total, bound = self._over_first_copies(dY, terms)
-        self._vector(layer, "dweight", layer.weight, gamma * w, total, bound)
+                          for a, b in zip(row_chunks(dY.local()), row_chunks(Y.local()))]).sum(0)
+        total, bound = self._sum_first_copies(dY, terms)
+        self._inner_product(layer, "dweight", layer.weight, gamma * w, total, bound)
         self._bias(layer, dY)
 
-    def _over_first_copies(self, sheet: Sheet, terms: np.ndarray) -> np.ndarray:
+    def _sum_first_copies(self, matrix: ShardedMatrix, terms: np.ndarray) -> np.ndarray:
+        """Sum `terms` over the ranks that hold the first copy of their block."""
         total = np.empty_like(terms)
-        self.grid.comm.Allreduce(terms * (sheet.copy == 0), total)
+        self.grid.comm.Allreduce(terms * (matrix.copy == 0), total)
         return total
 
-    def _norm_sheet(self, layer: LayerNorm, a: Any) -> Sheet:
+    def _norm_matrix(self, layer: LayerNorm, a: Any) -> ShardedMatrix:
         return self.activation(a, layer.space, (layer.hidden,), 1)
 
     def _gelu(self, layer: Gelu, x: Any, y: Any) -> Any:
@@ -213,20 +224,20 @@ class Look(ArrayObserver):
         self.note(layer, SUMS[0], self._local_rows(y) - expected, self._gelu_size(layer, x))
         return x
 
-    def _gelu_back(self, layer: Gelu, dy: Any, dx: Any, x: Any) -> None:
+    def _gelu_backward(self, layer: Gelu, dy: Any, dx: Any, x: Any) -> None:
         u, g = self._gelu_input(layer, x), self._local_rows(dy)
         t = np.tanh(GELU_SCALE * (u + GELU_CUBIC * u ** 3))
         slope = (1 + t) / 2 + u / 2 * (1 - t * t) * GELU_SCALE * (1 + 3 * GELU_CUBIC * u ** 2)
         self.note(layer, SUMS[1], self._local_rows(dx) - g * slope,
                   np.abs(g) * (1 + self._gelu_size(layer, x)))
-        self._bias(layer, self._gelu_sheet(layer, dx))
+        self._bias(layer, self._gelu_matrix(layer, dx))
 
-    def _gelu_sheet(self, layer: Gelu, a: Any) -> Sheet:
+    def _gelu_matrix(self, layer: Gelu, a: Any) -> ShardedMatrix:
         return self.activation(a, layer.vector.space, layer.vector.shape, 1)
 
     def _gelu_bias(self, layer: Gelu, x: Any) -> np.ndarray:
-        bias = self.parameter(layer.bias.value, layer.bias).whole()
-        return bias[self._gelu_sheet(layer, x).place[2:]]
+        bias = self.parameter(layer.bias.value, layer.bias).vector()
+        return bias[self._gelu_matrix(layer, x).place[2:]]
 
     def _gelu_input(self, layer: Gelu, x: Any) -> np.ndarray:
         return self._local_rows(x) + self._gelu_bias(layer, x)
@@ -236,45 +247,20 @@ class Look(ArrayObserver):
 
     def _attention(self, layer: Attention, x: Any, y: Any) -> Any:
         host = self.grid.backend.to_host
-        attention_identities.forward(self, layer, host(x), host(y))
+        attention_identities.check_forward(self, layer, host(x), host(y))
         return x, y
 
-    def _attention_back(self, layer: Attention, dy: Any, dx: Any, needed: Any) -> None:
+    def _attention_backward(self, layer: Attention, dy: Any, dx: Any, needed: Any) -> None:
         host = self.grid.backend.to_host
-        attention_identities.backward(self, layer, *map(host, (*needed, dy, dx)))
+        attention_identities.check_backward(self, layer, *map(host, (*needed, dy, dx)))
 
 
 def _moments(rows: np.ndarray, eps: float) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and 1 / standard deviation of each row."""
+    """Return mean and 1 / standard deviation of each row."""
     return (rows.mean(-1, keepdims=True),
             1 / np.sqrt(rows.var(-1, keepdims=True) + eps))
 
 
-def _row(vector: Layout) -> Layout:
-    """The layout of a vector as a matrix of one row, which nothing divides."""
+def _row_layout(vector: Layout) -> Layout:
+    """Return the layout of a vector as a matrix of one row, whose row is not divided."""
     return Layout(f",{vector.spec}", {dim + 1: n for dim, n in vector.units.items()})
-
-
-def _names(model: Any) -> dict[int, str]:
-    """The name of every layer and residual block by its identity."""
-    names = {}
-    for number, block in enumerate(residual_blocks(model.layers)):
-        part = ("attention", "mlp")[number % 2]
-        names[id(block)] = f"layers.{number // 2}.{part}"
-        for layer in leaves(block):
-            own = (layer.parameters[0].name.rpartition(".")[0] if layer.parameters else
-                   f"{names[id(block)]}.{type(layer).__name__.lower()}")
-            names[id(layer)] = own
-    return names
-
-
-def residual_blocks(chain: Any) -> list[Residual]:
-    """The residual blocks within `chain`, also those that are computed again, in order."""
-    return [block for layer in chain.layers for block in (
-        [layer] if isinstance(layer, Residual) else residual_blocks(layer))]
-
-
-def leaves(chain: Any) -> list[Any]:
-    """The layers within `chain` that are no chains themselves, in order."""
-    return [leaf for layer in chain.layers for leaf in (
-        leaves(layer) if hasattr(layer, "layers") else [layer])]

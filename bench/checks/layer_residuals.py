@@ -1,37 +1,41 @@
-"""Whether a step of the measured model is right where no serial model of its size can be had.
+"""Check a step of the measured model where a serial model of its size is too large.
 
-One forward and one backward are checked layer by layer while they go on, each layer's output and
-gradients against its own input, so that no matrix is brought together:
+One forward and one backward are checked layer by layer while they run.  The output and gradients
+of each layer are compared with those computed from its own input, so that no matrix is gathered:
 
 - every distributed product, C = AB and both of its gradients, by a random vector in float64
-  (Freivalds 1979), held against a multiple of eps |A||B| as in `bench.checks.freivalds`;
+  (Freivalds 1979), against a multiple of eps |A||B| as in `bench.checks.freivalds`;
 - every gradient of a bias or of a norm's weight by its inner product with a random vector;
 - layer norms, GELU and the sums of residual blocks in some rows, against NumPy in float64;
-- attention as `bench.checks.attention_identities` says.
+- attention as in `bench.checks.attention_identities`.
 
-Of what several ranks hold copies of, every copy is checked.
+Where several ranks hold copies of an array, every copy is checked.
 """
 
 import math
-from typing import Any
+from collections import Counter
+from typing import Any, Iterable, Iterator
 
 import numpy as np
 
 from bench.checks import attention_identities
 from bench.checks.freivalds import EPS
-from bench.checks.layer_errors import Look, SUMS, residual_blocks
-from bench.checks.sharded_matrices import greatest
+from bench.checks.layer_errors import LayerErrors, SUMS
+from bench.checks.sharded_matrices import max_over_ranks
 from bench.records.measurements import Check
+from mm3d.model.chain_specs import ChainSpec, ModelSpec, Repeated, ResidualSpec
+from mm3d.model.layer_specs import AttentionSpec, GeluSpec, LayerNormSpec, LinearSpec
+from mm3d.model.specs import LayerSpec, Spec
 from mm3d.tracing.observe import observed
 
-# Multiples of eps that pass: of |A||B| in products, and of what rounding can do to each number of
-# a layer that works by rows, or to each term of a sum over all rows.  TensorFloat-32 rounds the
+# Multiples of eps that pass: of |A||B| in products, and of the rounding errors of each number of a
+# layer that works by rows, or of each term of a sum over all rows.  TensorFloat-32 rounds the
 # factors of products alone, and so only products and attention have its eps.
 PRODUCT, ROW = 8, 32
 PREFIX = "residual of "
 
 
-def step(model: Any, x: Any, dy: Any, seed: int) -> list[Check]:
+def check_step(model: Any, x: Any, dy: Any, seed: int) -> list[Check]:
     """Do one step of `model` and check it.
 
     Parameters
@@ -41,26 +45,26 @@ def step(model: Any, x: Any, dy: Any, seed: int) -> list[Check]:
     x, dy : array
         This rank's blocks of the input and of the output's gradient.
     seed : int
-        Of the random vectors and of what is sampled.
+        Seed of the random vectors and samples.
 
     Returns
     -------
     list of Check
-        The same on every rank: of each quantity the worst of all ranks and copies.
+        The worst error of all ranks and copies for each quantity, the same on every rank.
     """
-    look = Look(model, seed)
+    found = LayerErrors(model, seed)
     model.zero_gradients()
-    with observed(model.grid, look, model):
+    with observed(model.grid, found, model):
         _, saved = model.forward(x)
         model.backward(dy, saved)
-    worst = greatest(np.array(list(look.errors.values())), model.grid.comm)
-    limits = tolerances(len(residual_blocks(model.layers)) // 2, look.rounding)
+    worst = max_over_ranks(np.array(list(found.errors.values())), model.grid.comm)
+    limits = tolerances(model.spec, found.rounding)
     return [Check(PREFIX + name, float(error), limits[PREFIX + name])
-            for name, error in zip(look.errors, worst)]
+            for name, error in zip(found.errors, worst)]
 
 
-def failure(checks: list[Check]) -> str | None:
-    """What to say of checks of a step that did not pass; None when all did."""
+def failure_message(checks: list[Check]) -> str | None:
+    """Describe the checks of a step that did not pass; None when all did."""
     failed = [check for check in checks if not check.passed]
     if not failed:
         return None
@@ -70,31 +74,50 @@ def failure(checks: list[Check]) -> str | None:
             f"{len(checks)} residuals fail); no times were written")
 
 
-def apart(checks: list[Check]) -> tuple[list[Check], list[Check]]:
-    """The checks beside the serial scheme, and the residuals."""
+def split_checks(checks: list[Check]) -> tuple[list[Check], list[Check]]:
+    """Return the comparisons with the serial scheme, and the residuals."""
     residuals = [check for check in checks if check.quantity.startswith(PREFIX)]
     return [check for check in checks if check not in residuals], residuals
 
 
-def tolerances(layers: int, rounding: str) -> dict[str, float]:
-    """The checks of a model of so many layers: by name the error that passes.
+def tolerances(model: ModelSpec, rounding: str) -> dict[str, float]:
+    """Return the errors that pass, by the names of the checks of a step of `model`.
 
     Parameters
     ----------
-    layers : int
-        Their number.
+    model : ModelSpec
+        The model.
     rounding : str
-        What products are rounded to: the model's dtype, or "tf32".  NaN, which nothing passes,
-        for one that is unknown.
+        Precision of the products: the model's dtype, or "tf32".  Tolerances of an unknown one
+        are NaN, which no error passes.
     """
     eps = EPS.get(rounding, math.nan)
     row = ROW * (EPS["float32"] if rounding == "tf32" else eps)
     bias, sums = {"dbias": row}, dict.fromkeys(SUMS, row)
-    norm, product = sums | bias | {"dweight": row}, dict.fromkeys(("C", "dA", "dB"), PRODUCT * eps)
+    product = dict.fromkeys(("C", "dA", "dB"), PRODUCT * eps)
     attention = {name: multiple * eps
                  for name, multiple in attention_identities.multiples(rounding).items()}
-    parts = {"ln1": norm, "attention.qkv": product | bias, "attention.attention": attention,
-             "attention.proj": product | bias, "attention": sums, "ln2": norm,
-             "mlp.up": product, "mlp.gelu": sums | bias, "mlp.down": product | bias, "mlp": sums}
-    return {f"{PREFIX}layers.{n}.{part}, {what}": limit for n in range(layers)
-            for part, kinds in parts.items() for what, limit in kinds.items()}
+    kinds = {LinearSpec: product, LayerNormSpec: sums | bias | {"dweight": row},
+             GeluSpec: sums | bias, AttentionSpec: attention, ResidualSpec: sums}
+    limits: dict[str, float] = {}
+    for name, spec in named_specs(model.chain):
+        passing = kinds[type(spec)] | (bias if getattr(spec, "adds", False) else {})
+        limits |= {f"{PREFIX}{name}, {what}": limit for what, limit in passing.items()}
+    return limits
+
+
+def named_specs(chain: ChainSpec) -> Iterator[tuple[str, Spec]]:
+    """Iterate over the layers and residual blocks of a model, with their names in it."""
+    numbers: Counter[str] = Counter()
+
+    def walk(specs: Iterable[Spec], prefix: str) -> Iterator[tuple[str, Spec]]:
+        for spec in specs:
+            if isinstance(spec, (LayerSpec, ResidualSpec)):
+                yield prefix + spec.name, spec
+            for _ in range(getattr(spec, "times", 1)):
+                within = prefix
+                if isinstance(spec, Repeated) and spec.name:
+                    within = f"{prefix}{spec.name}.{numbers[prefix + spec.name]}."
+                    numbers[prefix + spec.name] += 1
+                yield from walk(getattr(spec, "layers", ()), within)
+    return walk(chain.layers, "")

@@ -1,4 +1,4 @@
-"""Check single operations before they are timed: collectives exactly, of small integers."""
+"""Check operations before they are timed: collectives exactly, products by random vectors."""
 
 import math
 from typing import Callable
@@ -8,33 +8,33 @@ from mpi4py import MPI
 
 from bench.agreement import agree
 from bench.checks import freivalds
-from bench.checks.freivalds import Distributed
+from bench.checks.freivalds import DistributedMatrix
 from bench.errors import WrongResult
 from bench.records.measurements import Check
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Array
 from mm3d.grid.axis import Split
 
-MODULUS = 11    # sums of so small integers are exact in every dtype
+MODULUS = 11    # sums of integers below it are exact in every dtype
 
 
-def collective(split: Split, kind: str, step: Callable[[], Array | None], a: Array,
-               comm: MPI.Intracomm) -> Check:
-    """Compare the result of the collective `kind` with what it must be, of small integers.
+def check_collective(split: Split, kind: str, step: Callable[[], Array | None], a: Array,
+                     comm: MPI.Intracomm) -> Check:
+    """Compare the result of the collective `kind` of small integers with the exact one.
 
     Parameters
     ----------
     split : Split
-        The last dimension divided over an axis; every rank of `comm` has one of the same size.
+        Division of the last dimension over an axis, of the same size on every rank of `comm`.
     kind : str
         One of `mm3d.grid.axis.COLLECTIVES`; a broadcast is from the first rank, a
         reduction to it.
     step : callable
-        Does the collective of `a` and returns its result.
+        Calls the collective with `a` and returns its result.
     a : Array
         This rank's block of an all-gather, the whole array otherwise; it is overwritten.
     comm : mpi4py.MPI.Intracomm
-        All ranks that take part, on whatever line of the axis.
+        The ranks of all lines of the axis.
 
     Raises
     ------
@@ -67,32 +67,33 @@ def collective(split: Split, kind: str, step: Callable[[], Array | None], a: Arr
     return check
 
 
-def product(name: str, matrices: tuple[Array, Array, Array], seed: int,
-            comm: MPI.Intracomm = MPI.COMM_SELF, eps: float | None = None) -> list[Check]:
-    """Compare every rank's own C with A B.
+def check_own_product(name: str, matrices: tuple[Array, Array, Array], seed: int,
+                      comm: MPI.Intracomm = MPI.COMM_SELF,
+                      eps: float | None = None) -> list[Check]:
+    """Compare each rank's own C with A B by a random vector and some rows.
 
     Parameters
     ----------
     name : str
-        Of the product, in messages and in the record.
+        Name of the product in messages and in the record.
     matrices : tuple of Array
-        A, B and C, whole ones.
+        A, B and C, each of which lies whole on this rank.
     seed : int
-        Of the random vector that both sides are multiplied with.
+        Seed of the random vector and of the choice of rows.
     comm : mpi4py.MPI.Intracomm
-        All ranks that check a product of their own.
+        The ranks, each of which checks a product of its own.
     eps : float, optional
-        The rounding of the factors; that of C's dtype unless given.
+        Relative rounding error of the factors; that of C's dtype unless given.
 
     Raises
     ------
     WrongResult
         On all ranks of `comm`, when the product of one is wrong.
     """
-    A, B, C = (Distributed(block, tuple(map(slice, (0, 0), block.shape)), block.shape,
-                           MPI.COMM_SELF) for block in (backends.backend_of(a).to_host(a)
-                                                        for a in matrices))
-    checks = freivalds.checks(name, A, B, C, seed, str(matrices[2].dtype), eps)
+    hosts = (backends.backend_of(a).to_host(a) for a in matrices)
+    A, B, C = (DistributedMatrix(block, tuple(map(slice, (0, 0), block.shape)), block.shape,
+                                 MPI.COMM_SELF) for block in hosts)
+    checks = freivalds.check_product(name, A, B, C, seed, str(matrices[2].dtype), eps)
     wrong = [f"{done.quantity} is off by {done.error:.2g} |A||B|, tolerance {done.tolerance:.2g}"
              for done in checks if not done.passed]
     agree(wrong[0] if wrong else "", comm, WrongResult)

@@ -1,4 +1,4 @@
-"""Compute on a processor, rounding where a device rounds."""
+"""A NumPy backend that rounds where a device rounds."""
 
 from contextlib import contextmanager
 from typing import Any, Iterator
@@ -9,11 +9,12 @@ from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Array, Backend
 
 
-class Rounded(Backend):
+class RoundedBackend(Backend):
     """NumPy with bfloat16, if ml_dtypes is installed, and with products in TensorFloat-32.
 
     Each result of an operation is rounded once to the type of the model, as in the kernels of a
-    device; in between everything is float32.  For references alone: nobody can choose it.
+    device; within an operation everything is float32.  It computes references alone and cannot be
+    chosen by name.
 
     Parameters
     ----------
@@ -22,7 +23,7 @@ class Rounded(Backend):
     """
 
     def __init__(self, tf32: bool = False) -> None:
-        self.xp, self.tf32 = Rounding(tf32), tf32
+        self.xp, self.tf32 = RoundedNumpy(tf32), tf32
         super().__init__()
 
     @property
@@ -42,8 +43,8 @@ class Rounded(Backend):
         return out
 
 
-class Rounding:
-    """The functions of NumPy, with products of float32 as a device computes them."""
+class RoundedNumpy:
+    """NumPy's functions, with products of float32 rounded as on a device."""
 
     def __init__(self, tf32: bool) -> None:
         self.tf32 = tf32
@@ -65,9 +66,9 @@ def to_tf32(a: np.ndarray) -> np.ndarray:
 
 
 @contextmanager
-def rounded(tf32: bool = False) -> Iterator[Rounded]:
-    """Context in which `Rounded` computes on NumPy's arrays."""
-    plain, library = backends.get("numpy"), Rounded(tf32)
+def rounding_backend(tf32: bool = False) -> Iterator[RoundedBackend]:
+    """Use a `RoundedBackend` for NumPy's arrays within the block."""
+    plain, library = backends.get("numpy"), RoundedBackend(tf32)
     backends.get(library)
     try:
         yield library

@@ -7,7 +7,7 @@ from mm3d.tracing.watchdog import Watchdog
 
 
 @contextlib.contextmanager
-def watching(comm, seconds: int | None) -> Iterator[Callable[..., ContextManager]]:
+def watch_stalls(comm, seconds: int | None) -> Iterator[Callable[..., ContextManager]]:
     """Run a watchdog of `comm`, and yield its `attached`; without `seconds` `unwatched`.
     """
     if seconds is None:

@@ -101,7 +101,7 @@ def median_interval(samples: Sequence[float] | np.ndarray,
                     max(0.0, 1 - 2 * below / 2 ** n))
 
 
-def rank_sum(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> float:
+def rank_sum_p(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> float:
     """The two-sided p value of the hypothesis that both groups are from one distribution.
 
     Exact, ties included, up to `EXACT` samples in all: the share of all ways to divide the ranks
@@ -141,7 +141,7 @@ def _ways(ranks: np.ndarray, n: int) -> np.ndarray:
     return ways[n]
 
 
-def holm(values: Sequence[float]) -> list[float]:
+def adjust_by_holm(values: Sequence[float]) -> list[float]:
     """The p values of many tests, raised so that all of them together may be read at one level.
 
     Holm's (1979): the least times their number, the next times one less, and so on, none below
@@ -155,7 +155,7 @@ def holm(values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def runs_differ(pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
+def compare_runs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
                 confidence: float = CONFIDENCE) -> list[Difference]:
     """By what factor the runs of one side are slower than those of the other, case by case.
 
@@ -200,7 +200,7 @@ def runs_differ(pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
     freedom = sum(side.size - 1 for pair in logs for side in pair)
     common = sum(side.var() * side.size for pair in logs for side in pair) / max(1, freedom)
     found = [_welch(*pair, common, confidence) for pair in logs]
-    corrected = holm([one.p for one in found])
+    corrected = adjust_by_holm([one.p for one in found])
     return [replace(one, p=p) for one, p in zip(found, corrected)]
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.instruments.least_squares import nonnegative
+from bench.instruments.least_squares import solve_nonnegative
 from bench.prediction import machine_model
 from bench.prediction.seconds import uncopied_collectives, link_level
 
@@ -46,7 +46,7 @@ def fit_products(times: dict[Shape, float]) -> ProductFit:
     took = np.array(list(times.values()))
     m, n, k = shapes.T
     terms = np.stack([np.ones(len(took)), 2 * m * n * k, n * k, m * k, m * n], axis=1)
-    found = nonnegative(terms / took[:, None], np.ones(len(took)), needed=1)
+    found = solve_nonnegative(terms / took[:, None], np.ones(len(took)), needed=1)
     rate, half = 1 / found[1], found[2:]
     if (shapes == shapes[:, :1]).all():    # squares do not tell one edge from another
         half = np.full(3, half.mean())

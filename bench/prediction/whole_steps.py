@@ -14,7 +14,7 @@ from bench.experiments.products import matmul
 from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments import sampling
 from bench.instruments.clock import Clock, time_on_all_ranks
-from bench.instruments.least_squares import nonnegative
+from bench.instruments.least_squares import solve_nonnegative
 from bench.prediction import machine_model, planner
 from bench.prediction.seconds import barriers, step_seconds
 from bench.prediction.work import NAMES, Work, trace_work
@@ -136,8 +136,8 @@ def make_transformer(work: Work, comm, dtype: str,
                      seed: int) -> tuple[mm3d.Transformer, list[Check]]:
     """Build a Transformer, and check a step of it against the serial scheme."""
     sizes = ModelSizes(**dict(zip(NAMES["layer"], work.sizes)))
-    network = against_serial.build(mm3d.scheme(work.scheme, comm, work.grid, "numpy"), sizes, seed,
-                                   dtype)
+    scheme = mm3d.scheme(work.scheme, comm, work.grid, "numpy")
+    network = against_serial.build_model(scheme, sizes, seed, dtype)
     y, saved = network.forward(network.random("input"))
     dx = network.backward(network.random("output gradient"), saved)
     return network, [Check(f"{work.label}: {done.quantity}", done.error, done.tolerance)
@@ -188,7 +188,7 @@ def fit_step_losses(machine: machine_model.Machine, works: Sequence[Work],
                        for event, times in one.count(Collective).items())]
             for one in traces]
     terms = np.array(rows) / took[:, None]
-    more, launch, waiting = nonnegative(terms, 1 - terms[:, 0]).tolist()
+    more, launch, waiting = solve_nonnegative(terms, 1 - terms[:, 0]).tolist()
     return msgspec.structs.replace(
         machine, achieved=machine_model.Achieved(*[1 / (1 + more)] * 4, latency=1.0),
         launch_seconds=launch, waiting={size: waiting * others[size] for size in sizes})

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from bench.agreement import on_rank_0
+from bench.agreement import make_on_rank_0
 from bench.errors import StoreError
 from bench.records import run_file
 
@@ -146,7 +146,7 @@ def claim_folder(out: str | os.PathLike, comm) -> Path:
         The same on every rank, when the folder cannot be written or is in use.
     """
     folder = Path(out)
-    on_rank_0(lambda: _take(folder), comm, caught=StoreError, error=StoreError)
+    make_on_rank_0(lambda: _take(folder), comm, caught=StoreError, error=StoreError)
     return folder
 
 

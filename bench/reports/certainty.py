@@ -62,7 +62,7 @@ def compare_repetitions(slow: Run, fast: Run) -> str:
     """
     if any(run.environment["oversubscribed"] for run in (slow, fast)):
         return "not tested"
-    p = rank_sum(*(timing.step_times(run.samples, run.configuration["batch"])
+    p = rank_sum_p(*(timing.step_times(run.samples, run.configuration["batch"])
                    for run in (slow, fast)))
     return f"{'yes' if p < SIGNIFICANT else 'no'}, p = {p:.2g}"
 

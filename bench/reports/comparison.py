@@ -11,7 +11,7 @@ from typing import Sequence
 import numpy as np
 
 from bench.errors import UsageError
-from bench.instruments.statistics import Difference, runs_differ
+from bench.instruments.statistics import Difference, compare_runs
 from bench.records.folder import EFFORT
 from bench.reports.certainty import SIGNIFICANT
 from bench.reports.comparison_sides import (Cases, abbreviate, common_cases, name_cases,
@@ -125,7 +125,7 @@ def judge_cases(first: Cases, second: Cases, common: list[str]) -> list[Verdict]
     medians = {name: tuple([timed.median for timed in side[name]] for side in (first, second))
                for name in common}
     enough = [name for name in common if min(map(len, medians[name])) >= MIN_RUNS]
-    tested = dict(zip(enough, runs_differ([medians[name] for name in enough])))
+    tested = dict(zip(enough, compare_runs([medians[name] for name in enough])))
     return [Verdict(name, tuple(float(np.median(side)) for side in medians[name]),
                     tuple(map(len, medians[name])), tested.get(name)) for name in common]
 

@@ -75,7 +75,7 @@ def check_verification(run: Run) -> Iterator[str]:
         forward, gradient = tolerances(recorded_variant(run.configuration).rounding, layers)
     except KeyError:
         forward, gradient = math.nan, math.nan
-    serial, own = layer_residuals.apart(run.checks)
+    serial, own = layer_residuals.split_checks(run.checks)
     for check in serial:
         limit = forward if check.quantity == "output" else gradient
         if not check.tolerance <= limit:
@@ -102,7 +102,8 @@ def check_residuals(run: Run, own: list[Check]) -> Iterator[str]:
                f"{how}")
     if not own:
         return
-    limits = layer_residuals.tolerances(chosen["layers"], recorded_variant(chosen).rounding)
+    limits = layer_residuals.tolerances(describe(ModelSizes.from_settings(chosen)),
+                                        recorded_variant(chosen).rounding)
     if {check.quantity for check in own} != limits.keys():
         yield (f"verification: {len(own)} residuals, but {chosen['layers']} layers have "
                f"{len(limits)}")
@@ -295,7 +296,7 @@ def list_warnings(run: Run | Measurements) -> Iterator[str]:
             yield (f"the first {phase} that counts took {found[0] / np.median(found):.1f} times "
                    f"the median: more than {run.configuration['warmup']} steps to warm up would "
                    f"do")
-    measured = layer_residuals.apart(run.checks)[1]
+    measured = layer_residuals.split_checks(run.checks)[1]
     if not run.configuration["verified_measured_model"] and not measured:
         yield "a smaller model was verified, the measured one was not: measure it again"
     if run.ended_by == "stopped":

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Callable
 
-from bench.agreement import on_rank_0
+from bench.agreement import make_on_rank_0
 from bench.console import say
 from bench.errors import StoreError, UsageError
 from bench.prediction import machine_file
@@ -89,6 +89,7 @@ def check_trace_file(file: str | None, comm, traced: int | None = None) -> str |
     if traced == 0:
         raise UsageError(f"--trace {file} --traced 0: nothing would be traced; leave one of them "
                          f"out")
-    on_rank_0(lambda: run_file.check_folder(Path(file).parent, "the trace's folder", "--trace"),
-              comm, caught=StoreError, error=StoreError)
+    make_on_rank_0(
+        lambda: run_file.check_folder(Path(file).parent, "the trace's folder", "--trace"),
+        comm, caught=StoreError, error=StoreError)
     return file

@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 from typing import Callable
 
-from bench.agreement import of_rank_0
+from bench.agreement import broadcast_from_rank_0
 from bench.cases.case import Case, make_case
 from bench.cases.paper import Row
 from bench.cases.selection import equal_token_rows, rows_by_name, select_rows, shuffle_cases
@@ -262,7 +262,7 @@ def write_row(found: Measured, one: Case, out: Path, trace: Path | None) -> tupl
 def summarize(record: run_file.Run) -> str:
     """Return in a line the times of a step and its difference from the serial scheme's."""
     forward, backward = (timing.typical(record.samples[phase]) for phase in PHASES)
-    serial, own = layer_residuals.apart(record.checks)
+    serial, own = layer_residuals.split_checks(record.checks)
     error = max(check.error for check in serial)
     checked = "a smaller model differs" if own else "differs"
     worst = max((check.error / check.tolerance for check in own), default=0.0)

@@ -13,7 +13,7 @@ import mm3d
 from bench.checks import against_serial, operation
 from bench.checks.against_serial import worst_error
 from bench.checks.freivalds import EPS
-from bench.checks.rounding import rounded
+from bench.checks.rounding import rounding_backend
 from bench.errors import WrongResult
 from bench.experiments.gpu import gpu_cases
 from bench.experiments.gpu.gpu_cases import Mode
@@ -31,7 +31,7 @@ def check_products(mode: Mode, a: Array, b: Array, results: dict[str, Array],
                    seed: int) -> list[Check]:
     """Compare each of the `results` with A B; WrongResult if one differs."""
     size = " x ".join(map(str, a.shape))
-    return [check for how, c in results.items() for check in operation.product(
+    return [check for how, c in results.items() for check in operation.check_own_product(
         f"C of {size} {mode}, {how}", (a, b, c), seed, eps=EPS[str(mode)])]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import mm3d
-from bench.agreement import on_rank_0
+from bench.agreement import make_on_rank_0
 from bench.cases.variants import schemes_with_option
 from bench.checks import against_serial
 from bench.errors import UsageError, WrongResult
@@ -51,14 +51,14 @@ class MeasuredLayer:
     scheme : Scheme
         The parallelism, on its grid.
     sizes, seed, dtype
-        See `bench.checks.against_serial.build`.
+        See `bench.checks.against_serial.build_model`.
     """
 
     def __init__(self, scheme: mm3d.Scheme, sizes: ModelSizes, seed: int = 0,
                  dtype: str = "float32") -> None:
         self.footprint = Footprint(scheme.grid)
         self.scheme, self.sizes, self.seed, self.dtype = scheme, sizes, seed, dtype
-        self.model = against_serial.build(scheme, sizes, seed, dtype)
+        self.model = against_serial.build_model(scheme, sizes, seed, dtype)
         self.x, self.dy = self.model.random("input"), self.model.random("output gradient")
         self.model.zero_gradients()
 
@@ -161,7 +161,7 @@ def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: boo
 
 def reject(checks: list[Check], torch: str | None, when: str = "") -> None:
     """Raise WrongResult, on all ranks, when one of the `checks` did not pass."""
-    problem = against_serial.failure(checks, "PyTorch" if torch else "the serial scheme")
+    problem = against_serial.failure_message(checks, "PyTorch" if torch else "the serial scheme")
     if problem:
         raise WrongResult(f"{when}{problem}")
 
@@ -171,7 +171,7 @@ def start_torch(subject: MeasuredLayer, torch: str | None) -> TorchProcess | Non
     def start() -> TorchProcess | None:
         return TorchProcess(torch, subject.sizes, subject.seed, subject.dtype) if torch else None
 
-    return on_rank_0(start, subject.scheme.grid.comm, caught=UsageError, wait=wait_patiently)
+    return make_on_rank_0(start, subject.scheme.grid.comm, caught=UsageError, wait=wait_patiently)
 
 
 class Sampler:

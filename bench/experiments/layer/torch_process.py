@@ -9,7 +9,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mm3d
-from bench.checks.against_serial import build
+from bench.checks.against_serial import build_model
 from bench.errors import UsageError
 from mm3d import ModelSizes, launcher
 
@@ -22,7 +22,7 @@ class TorchProcess:
     python : str
         An interpreter that has PyTorch.
     sizes, seed, dtype
-        The layer; see `bench.checks.against_serial.build`.
+        The layer; see `bench.checks.against_serial.build_model`.
 
     Attributes
     ----------

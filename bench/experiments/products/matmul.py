@@ -62,7 +62,7 @@ def measure_product(problem: Problem, backward: bool = False, calls: int | None 
         order of measurements in a repetition.
     watched : callable
         The context in which the repetitions run, of the grid; see
-        `bench.instruments.stall.watching`.
+        `bench.instruments.stall.watch_stalls`.
 
     Returns
     -------
@@ -140,7 +140,7 @@ def check_results(problem: Problem, results: dict[str, Array], seed: int) -> lis
     found = []
     for name, block in results.items():
         result = problem.distributed(name.removeprefix("d"), block)
-        found += freivalds.checks(name, *problem.factors(name), result, seed, problem.dtype)
+        found += freivalds.check_product(name, *problem.factors(name), result, seed, problem.dtype)
     return found
 
 

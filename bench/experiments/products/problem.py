@@ -4,7 +4,7 @@ from typing import Any, Callable, Sequence
 
 import numpy as np
 
-from bench.checks.freivalds import Distributed
+from bench.checks.freivalds import DistributedMatrix
 from bench.experiments.products import operands
 from mm3d.arrays.backend import Array, Backend
 from mm3d.grid.grid import Grid
@@ -97,9 +97,9 @@ class Problem:
     def distributed(self, name: str, block: Array | None = None) -> Distributed:
         """Return A, B or C for `bench.checks.freivalds`: as drawn, or the `block` of a result."""
         block = self.blocks[name] if block is None else block
-        return Distributed(self.grid.backend.to_host(block),
-                           self.layouts[name].slices(self.grid, self.shapes[name]),
-                           self.shapes[name], self.grid.comm)
+        return DistributedMatrix(self.grid.backend.to_host(block),
+                                 self.layouts[name].slices(self.grid, self.shapes[name]),
+                                 self.shapes[name], self.grid.comm)
 
     def factors(self, result: str) -> tuple[Distributed, Distributed]:
         """Return the two matrices whose plain product is C, dA or dB."""

@@ -16,7 +16,7 @@ from typing import Callable, Iterator, Sequence
 
 import numpy as np
 
-from bench.agreement import on_each_rank
+from bench.agreement import make_on_each_rank
 from bench.checks import freivalds
 from bench.errors import UsageError, WrongResult
 from bench.experiments.products import fortran_blas, operands

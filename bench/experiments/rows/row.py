@@ -187,8 +187,8 @@ def check_residuals(model, x, dy, settings: Settings) -> list[Check]:
     Failed
         When one does not pass; the same on every rank.
     """
-    checks = layer_residuals.step(model, x, dy, settings.seed)
-    problem = layer_residuals.failure(checks)
+    checks = layer_residuals.check_step(model, x, dy, settings.seed)
+    problem = layer_residuals.failure_message(checks)
     if problem:
         raise Failed(problem)
     return checks

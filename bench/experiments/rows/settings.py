@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Callable, ContextManager, Iterable
 
-from bench.agreement import on_each_rank
+from bench.agreement import make_on_each_rank
 from bench.cases import variants
 from bench.cases.case import Case
 from bench.cases.paper import Row
@@ -72,7 +72,7 @@ def check_verifiable(cases: list[Case]) -> None:
     Residuals, which check a model that is too large for one rank, are for 32 and 64 bits.
     """
     for one in cases:
-        if one.verified != one.sizes and one.variant.dtype in variants.SIXTEEN:
+        if one.verified != one.sizes and one.variant.dtype in variants.DTYPES_16_BIT:
             raise UsageError(f"--dtype {one.variant.dtype} --preset {one.preset}: a serial model "
                              f"of that size does not fit, and residuals of a step are for "
                              f"float32 and float64; choose --preset laptop or tiny")

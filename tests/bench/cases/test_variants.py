@@ -190,7 +190,7 @@ def test_wrong_gradients_in_16_bits_are_seen(comm, name, layers):
         return
     sizes = mm3d.ModelSizes(layers=layers, hidden=32, heads=8, batch=8, seq=8)
     scheme = mm3d.scheme(name, comm)
-    model = against_serial.build(scheme, sizes, 0, "float16", causal=True)
+    model = against_serial.build_model(scheme, sizes, 0, "float16", causal=True)
     y, saved = model.forward(model.random("input"))
     dx = model.backward(model.random("output gradient"), saved)
 

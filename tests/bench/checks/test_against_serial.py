@@ -44,16 +44,16 @@ def test_what_cannot_be_compared_is_not_a_number(blocks):
 
 
 @pytest.mark.ranks(1, 4, 8)
-@pytest.mark.parametrize("batch", [1, 1000, against_serial.BATCH])
+@pytest.mark.parametrize("batch", [1, 1000, against_serial.WORDS_PER_GATHER])
 def test_every_copy_is_compared_however_many_are_sent_at_once(comm, monkeypatch, batch):
-    monkeypatch.setattr(against_serial, "BATCH", batch)
+    monkeypatch.setattr(against_serial, "WORDS_PER_GATHER", batch)
     sizes = mm3d.ModelSizes(layers=1, hidden=16, heads=8, batch=4, seq=4)
-    model = against_serial.build(mm3d.scheme("1d", comm), sizes, 0, "float64")
+    model = against_serial.build_model(mm3d.scheme("1d", comm), sizes, 0, "float64")
     model.zero_gradients()
     y, saved = model.forward(model.random("input"))
     dx = model.backward(model.random("output gradient"), saved)
-    assert against_serial.failure(against_serial.compare(model, y, dx, sizes, 0,
-                                                         "float64")) is None
+    right = against_serial.compare(model, y, dx, sizes, 0, "float64")
+    assert against_serial.failure_message(right) is None
     # In 1-D every rank has a copy of this one: a fault in the last of them alone.
     bias = next(p for p in model.parameters if p.name.endswith("mlp.down.bias"))
     if comm.rank == comm.size - 1:

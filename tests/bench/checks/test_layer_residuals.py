@@ -1,4 +1,5 @@
 """A step of the measured model is checked where it lies, and a fault of one rank is found."""
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,8 +9,7 @@ from mpi4py import MPI
 import mm3d
 from bench.__main__ import main
 from bench.checks import layer_residuals
-from bench.checks.layer_errors import leaves
-from bench.checks.rounding import rounded
+from bench.checks.rounding import rounding_backend
 from bench.records import run_file
 from bench.records.measurements import Check
 from bench.validation import rules
@@ -20,15 +20,23 @@ from support import run_ranks
 GRIDS = [(1, "serial", None), (4, "2d", None), (4, "1d", None), (8, "3d", (2, 2, 2)),
          (8, "3d", (1, 4, 2)), (8, "1d-sp", None)]
 
+SIZES = dict(layers=1, hidden=48, heads=4, batch=3, seq=7)
+
 
 def model_of(comm, scheme, grid, dtype="float32", causal=False, **sizes):
-    sizes = dict(layers=1, hidden=48, heads=4, batch=3, seq=7) | sizes
+    sizes = SIZES | sizes
     return mm3d.Transformer(mm3d.scheme(scheme, comm, grid), seed=0, dtype=dtype, causal=causal,
                             **sizes)
 
 
-def looked_at(model):
-    return layer_residuals.step(model, model.random("input"), model.random("output gradient"), 3)
+def limits(layers, rounding):
+    sizes = mm3d.ModelSizes(**dict(SIZES, layers=layers))
+    return layer_residuals.tolerances(mm3d.describe(sizes), rounding)
+
+
+def checked(model):
+    return layer_residuals.check_step(model, model.random("input"),
+                                      model.random("output gradient"), 3)
 
 
 @pytest.mark.ranks(1, 4, 8, first=(4, 8))
@@ -36,10 +44,10 @@ def looked_at(model):
 def test_a_right_step_passes_on_every_grid(comm, dtype, causal):
     for ranks, scheme, grid in GRIDS:
         if ranks == comm.size:
-            checks = looked_at(model_of(comm, scheme, grid, dtype, causal, layers=2, heads=8))
-            assert layer_residuals.failure(checks) is None
+            checks = checked(model_of(comm, scheme, grid, dtype, causal, layers=2, heads=8))
+            assert layer_residuals.failure_message(checks) is None
             assert [c.quantity for c in checks] != [] and all(c.error >= 0 for c in checks)
-            assert {c.quantity for c in checks} == layer_residuals.tolerances(2, dtype).keys()
+            assert {c.quantity for c in checks} == limits(2, dtype).keys()
             assert any(c.error > 0 for c in checks)
             assert comm.allgather(checks) == [checks] * comm.size
 
@@ -105,11 +113,11 @@ def test_a_fault_of_one_rank_is_found_and_named(comm, fault):
              if type(one) is kind][number]
     if comm.rank == faulty(model, layer, change):
         spoil(layer, way, change)
-    checks = looked_at(model)
+    checks = checked(model)
     failed = [c.quantity for c in checks if not c.passed]
     assert any(named in quantity for quantity in failed), failed
     assert comm.allgather(checks) == [checks] * comm.size
-    assert "no times were written" in layer_residuals.failure(checks)
+    assert "no times were written" in layer_residuals.failure_message(checks)
 
 
 def faulty(model, layer, change):
@@ -119,13 +127,19 @@ def faulty(model, layer, change):
     return max(rank for rank, held in enumerate(model.grid.comm.allgather(size)) if held)
 
 
+def leaves(chain):
+    """The layers within `chain` that are no chains themselves, in order."""
+    return [leaf for layer in chain.layers for leaf in (
+        leaves(layer) if hasattr(layer, "layers") else [layer])]
+
+
 def one_of(model, kind, number):
     """A layer wherever it lies within what is computed again."""
     return [layer for layer in leaves(model.layers) if type(layer) is kind][number]
 
 
 def failed(model):
-    return [check.quantity for check in looked_at(model) if not check.passed]
+    return [check.quantity for check in checked(model) if not check.passed]
 
 
 @pytest.mark.ranks(1, 8, first=(8,))
@@ -190,7 +204,7 @@ ROUNDED = {
 @pytest.mark.parametrize("causal", [False, True])
 def test_with_tf32_layers_without_products_are_held_to_float32(fault, causal):
     kind, number, way, change, named = ROUNDED[fault]
-    with rounded(True) as library:
+    with rounding_backend(True) as library:
         scheme = mm3d.scheme("serial", MPI.COMM_SELF, backend=library)
         model = mm3d.Transformer(scheme, layers=1, hidden=64, heads=4, batch=4, seq=24,
                                  causal=causal)
@@ -205,8 +219,8 @@ def test_the_rules_allow_tf32_its_eps_where_products_are(tuning):
     """They go by what the file says was computed, not by how the variable was spelled."""
     def said(tf32, limits):
         run = SimpleNamespace(
-            configuration=dict(layers=1, dtype="float32", tf32=tf32, verified_by="residuals",
-                               verified_measured_model=0),
+            configuration=dict(SIZES, layers=1, dtype="float32", tf32=tf32,
+                               verified_by="residuals", verified_measured_model=0),
             environment=dict(tuning_variables=tuning))
         checks = [Check(name, 0.0, limit) for name, limit in limits.items()]
         return [*rules.check_residuals(run, checks)]
@@ -232,8 +246,8 @@ def test_the_paper_preset_checks_the_model_that_it_measures(tmp_path, capsys):
     assert done.returncode == 0, done.stdout + done.stderr
     path, = tmp_path.glob("*.h5")
     run = run_file.read_run(path)
-    serial, own = layer_residuals.apart(run.checks)
-    assert len(serial) == 2 + 12 * 2 and len(own) == len(layer_residuals.tolerances(3, "float32"))
+    serial, own = layer_residuals.split_checks(run.checks)
+    assert len(serial) == 2 + 12 * 2 and len(own) == len(limits(3, "float32"))
     assert run.configuration["verified_by"] == "residuals"
     assert not run.configuration["verified_measured_model"]
     assert check_file(path)[0] == []
@@ -246,7 +260,7 @@ def test_the_paper_preset_checks_the_model_that_it_measures(tmp_path, capsys):
 
 def test_a_step_with_a_wrong_residual_is_not_written(tmp_path, capsys, monkeypatch):
     wrong = Check("residual of layers.0.mlp.up, dB", 1.0, 1e-6)
-    monkeypatch.setattr(layer_residuals, "step", lambda *arguments: [wrong])
+    monkeypatch.setattr(layer_residuals, "check_step", lambda *arguments: [wrong])
     words = [word.replace("1d-sp", "serial") for word in RUN]
     assert main([*words, "--out", str(tmp_path)]) == 1
     out = capsys.readouterr().out

@@ -3,7 +3,7 @@ import numpy as np
 import pytest
 
 from bench.checks import against_serial
-from bench.checks.rounding import Rounded, rounded, to_tf32
+from bench.checks.rounding import RoundedBackend, rounding_backend, to_tf32
 from bench.errors import WrongResult
 from bench.experiments.gpu import device_checks
 from bench.experiments.gpu.gpu_cases import Mode
@@ -21,13 +21,13 @@ def test_tf32_has_ten_binary_places():
 
 def test_numpy_is_itself_again_after_the_block():
     plain = backend.get("numpy")
-    with pytest.raises(KeyError), rounded() as library:
+    with pytest.raises(KeyError), rounding_backend() as library:
         assert backend.backend_of(np.zeros(1)) is library is not plain
         raise KeyError
     assert backend.get("numpy") is plain and backend.backend_of(np.zeros(1)) is plain
 
 
-class Device(Rounded):
+class Device(RoundedBackend):
     """A device that rounds as it should."""
 
     name = "device"

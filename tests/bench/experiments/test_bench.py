@@ -144,7 +144,7 @@ def test_what_fails_on_all_ranks_gives_back_what_it_had(comm, shared_tmp_path, m
     monkeypatch.setattr(row.placement, "reorder_ranks",
                         lambda *arguments: made.append(placed(*arguments)) or made[-1])
     monkeypatch.setattr(mm3d.Grid, "free", lambda grid: grids.append(grid.comm) or free(grid))
-    monkeypatch.setattr(row.against_serial, "failure", lambda checks: "it is wrong")
+    monkeypatch.setattr(row.against_serial, "failure_message", lambda checks: "it is wrong")
     arguments = parser().parse_args(["run", *TINY, "--scheme", "1d-sp", "--out",
                                      str(shared_tmp_path)])
     assert verbs.load("run").run(arguments, comm) == 1

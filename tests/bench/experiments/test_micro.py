@@ -73,13 +73,13 @@ def test_each_product_is_right_and_a_wrong_one_is_found(comm, scheme):
             for name, block in replay.result.items():
                 result = problem.distributed(name[-1], block)
                 factors = problem.factors(name)
-                found = freivalds.checks(name, *factors, result, 1, "float32")
-                assert freivalds.failure(found) is None, (scheme, form, name, found)
+                found = freivalds.check_product(name, *factors, result, 1, "float32")
+                assert freivalds.failure_message(found) is None, (scheme, form, name, found)
                 if comm.rank == comm.size - 1 and block.size:
                     block[-1, -1] += 1e-2
-                found = freivalds.checks(name, *factors, result, 1, "float32")
-                assert "times a random vector: off by" in freivalds.failure(found)
-                assert "no times were written" in freivalds.failure(found)
+                found = freivalds.check_product(name, *factors, result, 1, "float32")
+                assert "times a random vector: off by" in freivalds.failure_message(found)
+                assert "no times were written" in freivalds.failure_message(found)
             replay()
         problem.grid.free()
 
@@ -96,12 +96,13 @@ def test_not_a_number_is_wrong_and_zeros_are_right(comm):
     def matrix(values):
         values = np.asarray(values, np.float64)
         place = tuple(slice(0, n) for n in values.shape)
-        return freivalds.Distributed(values, place, values.shape, comm)
+        return freivalds.DistributedMatrix(values, place, values.shape, comm)
     zeros = matrix(np.zeros((3, 3)))
-    assert freivalds.failure(freivalds.checks("C", zeros, zeros, zeros, 0, "float64")) is None
+    right = freivalds.check_product("C", zeros, zeros, zeros, 0, "float64")
+    assert freivalds.failure_message(right) is None
     bad = matrix(np.full((3, 3), np.nan))
-    assert "off by nan" in freivalds.failure(freivalds.checks("C", zeros, zeros, bad, 0,
-                                                              "float64"))
+    wrong = freivalds.check_product("C", zeros, zeros, bad, 0, "float64")
+    assert "off by nan" in freivalds.failure_message(wrong)
 
 
 @pytest.mark.ranks(1)
@@ -184,7 +185,7 @@ def test_collectives_are_checked_exactly(comm, kind):
              "all_reduce": lambda: grid["y"].all_reduce(a),
              "broadcast": lambda: grid["y"].broadcast(a, 0),
              "reduce": lambda: grid["y"].reduce(a, 0)}
-    assert operation.collective(split, kind, steps[kind], a, comm).passed
+    assert operation.check_collective(split, kind, steps[kind], a, comm).passed
 
     def off():
         found = steps[kind]()
@@ -194,7 +195,7 @@ def test_collectives_are_checked_exactly(comm, kind):
         return found
 
     with pytest.raises(WrongResult, match=f"{kind} of 13 elements along y is off by 1"):
-        operation.collective(split, kind, off, a, comm)
+        operation.check_collective(split, kind, off, a, comm)
     grid.free()
 
 

@@ -34,7 +34,7 @@ def test_nothing_is_negative_and_no_choice_of_columns_is_better(needed):
     tried = 0
     for A, b in problems():
         A = A / np.linalg.norm(A, axis=0) if needed is not None else A
-        c, least = nonnegative(A, b, needed), by_subsets(A, b, needed)
+        c, least = solve_nonnegative(A, b, needed), by_subsets(A, b, needed)
         assert (c >= 0).all()
         if needed is not None and np.isinf(least):
             assert not c.any()
@@ -48,9 +48,9 @@ def test_nothing_is_negative_and_no_choice_of_columns_is_better(needed):
 def test_unknowns_that_are_positive_come_back():
     A = np.random.default_rng(3).random((9, 4)) * [1e-9, 1, 1e9, 1]
     c = np.array([1e9, 2, 0, 3])
-    assert nonnegative(A, A @ c) == pytest.approx(c, rel=1e-9, abs=1e-12)
+    assert solve_nonnegative(A, A @ c) == pytest.approx(c, rel=1e-9, abs=1e-12)
     A[:, 3] = 0    # of which nothing can be known
-    assert nonnegative(A, A @ c)[:2] == pytest.approx(c[:2])
+    assert solve_nonnegative(A, A @ c)[:2] == pytest.approx(c[:2])
 
 
 def test_bounds_are_kept_and_the_gradient_points_out_of_them():
@@ -58,7 +58,7 @@ def test_bounds_are_kept_and_the_gradient_points_out_of_them():
     inside = 0
     for A, b in problems():
         A = A / np.linalg.norm(A, axis=0)
-        c = bounded(A, b, 0.1, 0.5)
+        c = solve_bounded(A, b, 0.1, 0.5)
         gradient = A.T @ (A @ c - b)
         assert ((0.1 <= c) & (c <= 0.5)).all()
         for one, slope in zip(c, gradient):
@@ -67,7 +67,7 @@ def test_bounds_are_kept_and_the_gradient_points_out_of_them():
             assert abs(slope) < 1e-7 if free else (slope >= -1e-7 if one < 0.3 else slope <= 1e-7)
     assert inside > 10
     A = np.vstack([np.diag([1.0, 2, 3])] * 2)
-    assert bounded(A, A @ [0.5, 2.5, 300], 1, 100) == pytest.approx([1, 2.5, 100])
+    assert solve_bounded(A, A @ [0.5, 2.5, 300], 1, 100) == pytest.approx([1, 2.5, 100])
 
 
 @pytest.mark.parametrize("seed", [0, 1])

@@ -7,8 +7,8 @@ import pytest
 from scipy import stats
 
 from bench.instruments import statistics
-from bench.instruments.statistics import (Interval, holm, median_interval, rank_sum, runs_differ,
-                                          student_tails)
+from bench.instruments.statistics import (Interval, adjust_by_holm, compare_runs, median_interval,
+                                          rank_sum_p, student_tails)
 
 
 @pytest.mark.parametrize("n, low, confidence", [
@@ -92,7 +92,7 @@ def test_no_median(bad):
     # Ties: mid-ranks 1.5, 1.5, 3.5, 3.5; the extreme sums in 2 of 6 ways.
     ([1, 1], [2, 2], 2 / 6), ([5, 5], [5, 5, 5], 1.0)])
 def test_rank_sum_of_known_samples(first, second, p):
-    assert rank_sum(first, second) == pytest.approx(p, rel=1e-12)
+    assert rank_sum_p(first, second) == pytest.approx(p, rel=1e-12)
 
 
 def test_rank_sum_is_mann_and_whitneys():
@@ -101,7 +101,7 @@ def test_rank_sum_is_mann_and_whitneys():
     for first, second in random.integers(1, 20, (12, 2)):
         groups = random.normal(0, 1, first), random.normal(0.7, 1, second)
         exact = stats.mannwhitneyu(*groups, method="exact").pvalue
-        assert rank_sum(*groups) == pytest.approx(exact, rel=1e-9)
+        assert rank_sum_p(*groups) == pytest.approx(exact, rel=1e-9)
 
 
 def test_rank_sum_is_exact_with_ties():
@@ -114,28 +114,28 @@ def test_rank_sum_is_exact_with_ties():
         counted = stats.permutation_test(
             (ranks[:first], ranks[first:]), lambda one, other: abs(one.sum() - middle),
             vectorized=False, alternative="greater", n_resamples=math.inf)
-        assert rank_sum(*groups) == pytest.approx(counted.pvalue)
+        assert rank_sum_p(*groups) == pytest.approx(counted.pvalue)
 
 
 def test_the_approximation_continues_the_exact_values(monkeypatch):
     random = np.random.default_rng(3)
     first, second = random.normal(0, 1, 40), random.normal(0.5, 1, 40).round(1)
-    exact = rank_sum(first, second)
+    exact = rank_sum_p(first, second)
     monkeypatch.setattr(statistics, "EXACT", 10)
-    assert rank_sum(first, second) == pytest.approx(exact, rel=0.05)
+    assert rank_sum_p(first, second) == pytest.approx(exact, rel=0.05)
     normal = stats.mannwhitneyu(first, second, method="asymptotic").pvalue
-    assert rank_sum(first, second) == pytest.approx(normal, rel=1e-9)
+    assert rank_sum_p(first, second) == pytest.approx(normal, rel=1e-9)
 
 
 def test_false_alarms_are_as_rare_as_stated():
     random = np.random.default_rng(4)
-    alarms = np.mean([rank_sum(*random.exponential(1, (2, 10))) < 0.05 for _ in range(1500)])
+    alarms = np.mean([rank_sum_p(*random.exponential(1, (2, 10))) < 0.05 for _ in range(1500)])
     assert 0.03 < alarms <= 0.06
 
 
 def test_an_empty_group():
     with pytest.raises(ValueError, match="at least one"):
-        rank_sum([], [1.0])
+        rank_sum_p([], [1.0])
 
 
 @pytest.mark.parametrize("freedom", [1, 1.7, 2, 4, 10, 88.5, 1000])
@@ -150,7 +150,7 @@ def test_students_t_is_scipys(freedom):
 def test_the_ratio_of_runs_is_welchs():
     """One case: t, degrees of freedom and bounds as computed by hand from the logarithms."""
     first, second = [1.0, 1.02, 1.01], [1.10, 1.16, 1.20, 1.12]
-    found, = runs_differ([(first, second)])
+    found, = compare_runs([(first, second)])
     a, b = np.log(first), np.log(second)
     parts = a.var(ddof=1) / 3, b.var(ddof=1) / 4
     pooled = (2 * a.var(ddof=1) + 3 * b.var(ddof=1)) / 5
@@ -166,7 +166,7 @@ def test_the_ratio_of_runs_is_welchs():
 def test_the_ratio_of_runs_is_scipys_where_the_smaller_side_varies_more():
     """There the error of the case is its own, and the test is Welch's as it stands."""
     first, second = [1.0, 1.12], [1.101, 1.102, 1.1, 1.103]
-    found, = runs_differ([(first, second)])
+    found, = compare_runs([(first, second)])
     welch = stats.ttest_ind(np.log(second), np.log(first), equal_var=False)
     assert found.p == pytest.approx(welch.pvalue, rel=1e-6)
     assert (found.low, found.high) == pytest.approx(
@@ -177,8 +177,8 @@ def test_runs_that_agree_by_accident_do_not_shrink_the_error():
     """Three runs that are equal to a millionth, among cases that vary by 3 %."""
     noisy = ([1.0, 1.03, 1.06], [1.02, 1.05, 0.99])
     lucky = ([1.000001, 1.0, 1.000002], [1.01, 1.010001, 1.010002])
-    assert runs_differ([lucky])[0].p < 1e-6
-    assert runs_differ([lucky, noisy, noisy])[0].p > 0.5
+    assert compare_runs([lucky])[0].p < 1e-6
+    assert compare_runs([lucky, noisy, noisy])[0].p > 0.5
 
 
 def run_medians(random, noise, cases, runs=3):
@@ -202,7 +202,7 @@ def two_speeds(random, shape):
 @pytest.mark.parametrize("cases", [1, 4])
 def test_runs_of_the_same_code_are_told_apart_as_rarely_as_stated(noise, cases):
     random = np.random.default_rng(8)
-    alarms = np.mean([min(one.p for one in runs_differ(run_medians(random, noise, cases))) < 0.05
+    alarms = np.mean([min(one.p for one in compare_runs(run_medians(random, noise, cases))) < 0.05
                       for _ in range(120)])
     assert alarms <= 0.05
 
@@ -210,8 +210,8 @@ def test_runs_of_the_same_code_are_told_apart_as_rarely_as_stated(noise, cases):
 def test_repetitions_taken_for_runs_cry_wolf():
     """What the rank-sum test of repetitions makes of runs that differ by 3 %."""
     random = np.random.default_rng(9)
-    alarms = np.mean([rank_sum(*np.exp(random.normal(0, 0.03, (2, 1))
-                                       + random.normal(0, 0.01, (2, 20)))) < 0.05
+    alarms = np.mean([rank_sum_p(*np.exp(random.normal(0, 0.03, (2, 1))
+                                         + random.normal(0, 0.01, (2, 20)))) < 0.05
                       for _ in range(100)])
     assert alarms > 0.6
 
@@ -222,7 +222,7 @@ def test_a_slowdown_is_found_by_three_runs_a_side():
     for _ in range(60):
         pairs = [tuple(np.exp(random.normal(0, 0.01, (2, 3)))) for _ in range(4)]
         pairs[1] = pairs[1][0], 1.15 * pairs[1][1]
-        judged = runs_differ(pairs)
+        judged = compare_runs(pairs)
         found.append(judged[1].p < 0.05 and judged[1].ratio > 1.1)
     assert np.mean(found) > 0.7
 
@@ -230,13 +230,13 @@ def test_a_slowdown_is_found_by_three_runs_a_side():
 @pytest.mark.parametrize("bad", [[1.0], [1.0, 0.0], [1.0, math.nan], []])
 def test_runs_that_cannot_be_told_apart(bad):
     with pytest.raises(ValueError, match="two or more finite medians"):
-        runs_differ([([1.0, 2.0], bad)])
+        compare_runs([([1.0, 2.0], bad)])
 
 
 def test_holm_corrects_known_values():
     """The example of Holm's step-down: 4 x 0.005, 3 x 0.01, then 2 x 0.03 holds back 0.04."""
-    assert holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
-    assert holm([0.9, 0.8]) == [1.0, 1.0] and holm([]) == []
+    assert adjust_by_holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert adjust_by_holm([0.9, 0.8]) == [1.0, 1.0] and adjust_by_holm([]) == []
 
 
 def test_holm_closes_bonferronis_test():
@@ -248,4 +248,4 @@ def test_holm_closes_bonferronis_test():
                    for c in itertools.combinations(range(count), k)]
         closed = [max(min(1, len(c) * min(values[list(c)])) for c in choices if one in c)
                   for one in range(count)]
-        assert holm(list(values)) == pytest.approx(closed)
+        assert adjust_by_holm(list(values)) == pytest.approx(closed)

@@ -64,7 +64,7 @@ def places(model) -> list:
 def test_observers_at_once_see_what_each_sees_alone(comm, recompute):
     with made(comm, recompute) as (model, step):
         def fresh():
-            return [Noting(), Noting(Collective, Layer, sizes=False), Look(model, 3),
+            return [Noting(), Noting(Collective, Layer, sizes=False), LayerErrors(model, 3),
                     Noting(Gemm)]
         plain, before, alone = step(), places(model), fresh()
         for observer in alone:
@@ -78,7 +78,7 @@ def test_observers_at_once_see_what_each_sees_alone(comm, recompute):
             assert all(map(np.array_equal, step(), plain))
         assert places(model) == before
     for one, other in zip(alone, together):
-        if isinstance(one, Look):
+        if isinstance(one, LayerErrors):
             assert one.errors == other.errors and len(one.errors) > 20
             continue
         assert {type(event) for event, _ in one.events} <= {*one.kinds}
@@ -113,7 +113,7 @@ def test_who_sees_arrays_of_a_forward_before_its_time(comm):
     """A backward whose forward was not observed goes on, and nothing is said of it."""
     with made(comm, "none") as (model, _):
         _, saved = model.forward(model.random("input"))
-        look = Look(model, 3)
+        look = LayerErrors(model, 3)
         with observed(model.grid, look, model):
             model.backward(model.random("output gradient"), saved)
         assert not any("dA" in name for name in look.errors)

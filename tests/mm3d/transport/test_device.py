@@ -144,7 +144,8 @@ def test_float32_masters(comm, carried, dtype):
     if dtype == "bfloat16":
         pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed")
     options = dict(SIZES["uneven"], dtype=dtype, master="float32", causal=True)
-    with rounding.rounded() as library, Parallelism("serial").on(MPI.COMM_SELF, library) as scheme:
+    with rounding.rounding_backend() as library, \
+            Parallelism("serial").on(MPI.COMM_SELF, library) as scheme:
         expected = {name: np.array(a, float) for name, a in train(
             mm3d.Transformer(scheme, **options), *data(**SIZES["uneven"])).items()}
     with Parallelism("3d", (1, comm.size, 1)).on(comm, "cupy") as scheme:
