@@ -1,1 +1,1 @@
-"""The cases to measure: the paper's rows, and the sizes that presets give them."""
+"""The cases to measure: the paper's rows at the sizes of a preset."""

@@ -1,4 +1,4 @@
-"""Cases: a row of the paper at the sizes of one preset."""
+"""Cases: the rows of the paper at the sizes of a preset."""
 
 import math
 from dataclasses import dataclass
@@ -11,23 +11,23 @@ from mm3d import ModelSizes
 
 @dataclass(frozen=True)
 class Case:
-    """A row with the sizes it is run at.
+    """A row and the sizes that it is run with.
 
     Attributes
     ----------
     row : Row
-        What was published.
+        The row of the paper.
     preset : str
-        Which preset the sizes are from.
+        The preset that the sizes are from.
     sizes : ModelSizes
-        Of the model that is measured.
+        Sizes of the measured model.
     verified : ModelSizes
-        Of the model that is compared with the serial scheme; `sizes` unless the preset says
-        that a serial model cannot be that large.
+        Sizes of the model that is compared with the serial scheme: smaller than `sizes` where the
+        preset limits them, since the serial model runs on one rank.
     overridden : tuple of str
-        The sizes that were given by hand instead of by the preset.
+        Names of the sizes that were given by hand instead of by the preset.
     variant : Variant
-        How it is computed otherwise than the tables' rows.
+        Options in which it differs from the tables' rows.
     """
 
     row: Row
@@ -39,44 +39,44 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Such as ``weak-3d-p064-laptop``: the beginning of a result's file name."""
+        """The beginning of a result's file name, such as ``weak-3d-p064-laptop``."""
         like = f"-as-{self.row.like}" * bool(self.row.like)
         return (f"{self.row.table}-{self.row.scheme}{like}-p{self.row.gpus:03d}-{self.preset}"
                 f"{self.variant.slug}")
 
     @property
     def title(self) -> str:
-        """Such as ``weak 3-D 64 ranks``."""
+        """The title in messages, such as ``weak 3-D 64 ranks``."""
         like = f", batch of {title(self.row.like)}" * bool(self.row.like)
         return (f"{self.row.table} {title(self.row.scheme)} {self.row.gpus} ranks{like}"
                 f"{self.variant.label}")
 
 
 def scaled_hidden(hidden: int, heads: int, divisor: int, rounding: str) -> int:
-    """`hidden` over `divisor` as a multiple of `heads`, at least one element a head."""
+    """Divide `hidden` by `divisor` and round to a multiple of `heads`, at least one a head."""
     size = hidden / divisor / heads
     return heads * max(1, math.ceil(size) if rounding == "up" else math.floor(size + 0.5))
 
 
 def make_case(row: Row, preset: str, variant: Variant = Variant(),
               **overrides: int | None) -> Case:
-    """The case that `row` is under `preset`.
+    """Make the case of `row` under `preset`.
 
     Parameters
     ----------
     row : Row
-        Which row.
+        The row of the paper.
     preset : str
         One of ``load_tables().presets``.
     variant : Variant
-        How it is computed.
+        Options in which it differs from the tables' rows.
     **overrides : int or None
-        Sizes to run instead of the preset's: `layers`, `hidden`, `heads`, `batch`, `seq`.
+        Sizes to use instead of the preset's: `layers`, `hidden`, `heads`, `batch`, `seq`.
 
     Raises
     ------
     UsageError
-        When the preset is unknown or the sizes make no model.
+        When the preset is unknown, or the sizes do not make a model.
     """
     chosen = require_known(load_tables().presets, preset, "preset")
     heads = load_tables().settings.heads[row.hidden]
@@ -94,11 +94,11 @@ def make_case(row: Row, preset: str, variant: Variant = Variant(),
         near = sizes.heads * max(1, round(sizes.hidden / sizes.heads))
         raise UsageError(f"--hidden {sizes.hidden}: must be a multiple of the {sizes.heads} "
                          f"heads, such as {near}")
-    return Case(row, preset, sizes, _verified(chosen, sizes), tuple(sorted(given)), variant)
+    return Case(row, preset, sizes, _verified_sizes(chosen, sizes), tuple(sorted(given)), variant)
 
 
-def _verified(preset: Preset, sizes: ModelSizes) -> ModelSizes:
-    """The sizes to verify: no larger than the preset's ``verify_`` sizes."""
+def _verified_sizes(preset: Preset, sizes: ModelSizes) -> ModelSizes:
+    """Limit the sizes to the preset's ``verify_`` sizes."""
     def least(size: int, limit: int | None) -> int:
         return size if limit is None else min(size, limit)
     head_size = least(sizes.hidden // sizes.heads, preset.verify_head_size)

@@ -1,4 +1,4 @@
-"""The cases: which rows the paper's tables have, and with what sizes a preset runs them."""
+"""The rows of the paper's tables, and the presets that scale them."""
 
 import math
 from functools import cache
@@ -9,19 +9,19 @@ import msgspec
 
 import mm3d
 
-BASELINES = ("1d", "2d")    # the schemes that the paper compares with
-PROPOSED = "3d"    # and its own
-PAPER = (*BASELINES, PROPOSED)    # all that its tables have
+BASELINES = ("1d", "2d")    # the schemes that the paper compares its own with
+PROPOSED = "3d"    # the paper's own scheme
+PAPER = (*BASELINES, PROPOSED)    # the schemes of its tables
 TITLES = {name: mm3d.SCHEMES[name].title
           for name in sorted(mm3d.SCHEMES, key=lambda name: (name not in PAPER, name))}
 HEADINGS = {"weak": "Table 1, weak scaling", "strong": "Table 2, strong scaling"}
 
 
 class Row(msgspec.Struct, array_like=True, frozen=True):
-    """A row as the paper prints it; times in seconds, NaN in a row that it does not have.
+    """A row as the paper prints it, with times in seconds; NaN in a row that it does not have.
 
-    Where `like` names a scheme, the row is measured with the batch of that scheme's row of the
-    same table and ranks, so that both have equally many tokens.
+    If `like` names a scheme, the row is measured with the batch of that scheme's row of the same
+    table and ranks, so that both have the same number of tokens.
     """
 
     table: Literal["weak", "strong"]
@@ -36,27 +36,27 @@ class Row(msgspec.Struct, array_like=True, frozen=True):
 
     @property
     def key(self) -> tuple[str, str, int]:
-        """Which row of the paper's it is: table, scheme, ranks."""
+        """Key of the row in the paper's tables: table, scheme, ranks."""
         return self.table, self.scheme, self.gpus
 
     @property
     def recomputed(self) -> float:
-        """Average step time by the paper's equation 6, in seconds per sequence."""
+        """Average step time by the paper's equation 6, in seconds a sequence."""
         return (self.forward + self.backward) / self.batch
 
     @property
     def consistent(self) -> bool:
-        """Whether the printed average is the recomputed one, to the digits printed."""
+        """Whether the printed average agrees with `recomputed` to the printed digits."""
         return not self.published or abs(self.average - self.recomputed) < 0.001
 
     @property
     def published(self) -> bool:
-        """Whether the paper has it."""
+        """Whether the paper has the row."""
         return not math.isnan(self.average)
 
 
 class Assumptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Sizes and types that the paper leaves open."""
+    """Sizes and dtypes that the paper does not state."""
 
     layers: int
     seq: int
@@ -65,7 +65,7 @@ class Assumptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the sizes of a row become the sizes that are run."""
+    """Rules that turn a row's published sizes into measured ones, and limits of a measurement."""
 
     about: str
     layers: int
@@ -93,19 +93,19 @@ class Cases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def title(scheme: str) -> str:
-    """What tables call `scheme`; its name when it is not known here."""
+    """Return the title of `scheme` in tables; its name if it is not registered."""
     return TITLES.get(scheme, scheme)
 
 
 @cache
 def load_tables() -> Cases:
-    """The rows, settings and presets of ``tables.toml``, checked."""
+    """Read the rows, settings and presets of ``tables.toml``, with their types checked."""
     text = resources.files("bench.cases").joinpath("tables.toml").read_bytes()
     return msgspec.toml.decode(text, type=Cases, strict=False)
 
 
 def batch_of(row: Row) -> int:
-    """The published batch that `row` is measured with: its own, or that of the row `like` it."""
+    """Return the published batch that `row` is measured with: its own, or that of `like`."""
     if not row.like:
         return row.batch
     found = {other.key: other for other in load_tables().rows}.get((row.table, row.like, row.gpus))
@@ -113,10 +113,10 @@ def batch_of(row: Row) -> int:
 
 
 def unpublished_row(table: str, scheme: str, ranks: int) -> Row:
-    """A row that the paper does not have.
+    """Make a row that the paper does not have.
 
-    Its sizes are those of the table's row with the nearest number of ranks, and of several such
-    rows the one with the largest batch.
+    Its sizes are those of the table's row with the nearest number of ranks; of several such rows
+    those of the one with the largest batch.
     """
     rows = [row for row in load_tables().rows if row.table == table]
     like = min(rows, key=lambda row: (abs(math.log(row.gpus / ranks)), -row.batch))

@@ -12,10 +12,10 @@ from bench.errors import UsageError, require_known
 
 
 def equal_token_rows(rows: Iterable[Row]) -> list[Row]:
-    """What makes the 3-D rows and the others on as many ranks comparable at equal batches.
+    """Make the additional rows that compare 3-D with other schemes at equal batches.
 
-    Each of a pair of the tables' rows whose batches differ, measured with the batch of the other
-    too, if it is one of `rows`.
+    Of each 3-D row and each other row of its table and ranks with another batch, both are measured
+    with the other's batch too, as far as they are among `rows`.
     """
     rows, more = list(rows), []
     known = [row for row in dict.fromkeys([*rows, *load_tables().rows]) if not row.like]
@@ -28,40 +28,40 @@ def equal_token_rows(rows: Iterable[Row]) -> list[Row]:
 
 
 def select_rows(tables: str = "all", schemes: str = "all", ranks: int | None = None) -> list[Row]:
-    """The rows of some tables and schemes: the paper's in its order, then `own` ones.
+    """Select the rows of some tables and schemes: the paper's in its order, then the others.
 
     Parameters
     ----------
     tables, schemes : str
-        Names with commas between them, or "all": for schemes, those that the paper has.
+        Names separated by commas, or "all": of schemes, those of the paper.
     ranks : int, optional
-        For how many ranks a scheme that the paper lacks has rows; by default for each of the
-        table's rank counts that fits the scheme.
+        The number of ranks of rows of a scheme that the paper lacks; by default each of the
+        table's numbers of ranks that the scheme has a grid for.
 
     Raises
     ------
     UsageError
         When a name is unknown.
     """
-    wanted_tables = _names(tables, list(HEADINGS), "--table")
-    wanted_schemes = PAPER if schemes == "all" else _names(schemes, list(TITLES), "--scheme")
+    wanted_tables = _parse_names(tables, list(HEADINGS), "--table")
+    wanted_schemes = PAPER if schemes == "all" else _parse_names(schemes, list(TITLES), "--scheme")
     rows = [row for row in load_tables().rows
             if row.table in wanted_tables and row.scheme in wanted_schemes]
     return rows + [unpublished_row(table, scheme, count) for table in wanted_tables
                    for scheme in wanted_schemes if scheme not in PAPER
-                   for count in ([ranks] if ranks else _fitting(table, scheme))]
+                   for count in ([ranks] if ranks else _ranks_with_grid(table, scheme))]
 
 
 def rows_by_name(pairs: str, ranks: int) -> list[Row]:
-    """The rows called ``weak:3d,strong:1d``; of a scheme that the paper lacks on so many ranks.
+    """Select rows by names such as ``weak:3d,strong:1d``, each once.
 
-    ``weak:3d:1d`` is the row of 3-D with the batch of that of 1-D.  Each is there once, however
-    often it is called.
+    ``weak:3d:1d`` is the row of 3-D with the batch of that of 1-D.  Rows of schemes that the paper
+    lacks are for `ranks` ranks.
 
     Raises
     ------
     UsageError
-        When a name is unknown, or no pair.
+        When a name is unknown, or is not a pair.
     """
     found = []
     for pair in pairs.split(","):
@@ -76,8 +76,8 @@ def rows_by_name(pairs: str, ranks: int) -> list[Row]:
     return list({(row.key, row.like): row for row in found}.values())
 
 
-def _fitting(table: str, scheme: str) -> list[int]:
-    """The rank counts of `table` for which `scheme` has a grid."""
+def _ranks_with_grid(table: str, scheme: str) -> list[int]:
+    """Return the numbers of ranks in `table` for which `scheme` has a grid."""
     found = []
     for ranks in sorted({row.gpus for row in load_tables().rows if row.table == table}):
         try:
@@ -89,14 +89,14 @@ def _fitting(table: str, scheme: str) -> list[int]:
 
 
 def shuffle_cases(cases: Iterable[Case], seed: int) -> list[Case]:
-    """`cases` in an order drawn from `seed`.
+    """Return `cases` in an order drawn from `seed`.
 
-    Each case draws its own number, so that any selection of them keeps the order.
+    Each case draws its own number, so that any selection of cases keeps the order.
     """
     return sorted(cases, key=lambda one: random.Random(f"{seed} {one.name}").random())
 
 
-def _names(given: str, known: list[str], option: str) -> list[str]:
+def _parse_names(given: str, known: list[str], option: str) -> list[str]:
     names = [name.strip() for name in given.split(",")]
     if names == ["all"]:
         return known

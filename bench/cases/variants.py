@@ -1,6 +1,6 @@
-"""Variants: how the model of a row may be computed otherwise than in the paper's tables.
+"""Variants of the tables' rows: options and dtypes that the paper did not measure.
 
-A row of a variant is no row of the tables: file names, titles, tables, figures and comparisons
+A row of a variant is not a row of the tables: file names, titles, tables, figures and comparisons
 keep each variant apart from the plain rows and from the others.
 """
 
@@ -15,25 +15,25 @@ from mm3d.model.transformer import DTYPES
 from mm3d.schemes import find_scheme, registry
 from mm3d.schemes.scheme import Option
 
-PLAIN = "float32"    # the dtype of the tables
-SIXTEEN = ("float16", "bfloat16")
-KNOWN = tuple(dict.fromkeys([PLAIN, *DTYPES, *SIXTEEN]))
+PLAIN_DTYPE = "float32"    # of the tables' rows
+DTYPES_16_BIT = ("float16", "bfloat16")
+VARIANT_DTYPES = tuple(dict.fromkeys([PLAIN_DTYPE, *DTYPES, *DTYPES_16_BIT]))
 
 
 @dataclass(frozen=True)
 class Variant:
-    """What differs from the plain rows.
+    """Options in which a row differs from the tables' rows, which are called plain.
 
     Attributes
     ----------
     keep : {"none", "weight", "both"}
-        Gathered operands that stay from forward to backward, of schemes that have this option.
+        Gathered operands that are kept from forward to backward; an option of some schemes.
     overlap : bool
-        Whether communication goes on while ranks multiply, of such schemes.
+        Whether communication overlaps with products; an option of some schemes.
     causal : bool
-        Whether attention looks backward only.
+        Whether attention is causal.
     dtype : str
-        Of every array.
+        The dtype of every array.
     tf32 : bool
         Whether float32 products may round their factors to TensorFloat-32.
     """
@@ -41,40 +41,40 @@ class Variant:
     keep: str = "none"
     overlap: bool = False
     causal: bool = False
-    dtype: str = PLAIN
+    dtype: str = PLAIN_DTYPE
     tf32: bool = False
 
     @property
     def words(self) -> list[str]:
-        """Such as "keep both", "causal" and "float16"; none for the plain rows."""
+        """The options in words, such as "keep both", "causal" and "float16"; none for plain rows."""
         return [*[f"keep {self.keep}"] * (self.keep != "none"), *["overlap"] * self.overlap,
-                *["causal"] * self.causal, *[self.dtype] * (self.dtype != PLAIN),
+                *["causal"] * self.causal, *[self.dtype] * (self.dtype != PLAIN_DTYPE),
                 *["TF32"] * self.tf32]
 
     @property
     def label(self) -> str:
-        """What follows a row's title or a preset's name; nothing for the plain rows."""
+        """The end of a row's title or of a preset's name; empty for plain rows."""
         return "".join(f", {word}" for word in self.words)
 
     @property
     def slug(self) -> str:
-        """The same in the name of a file."""
+        """The label as part of a file's name."""
         return "".join("-" + word.replace(" ", "-").lower() for word in self.words)
 
     @property
     def rounding(self) -> str:
-        """What numbers are rounded to: the dtype, or "tf32"."""
+        """Precision of the products: the dtype, or "tf32"."""
         return "tf32" if self.tf32 else self.dtype
 
     def options(self, scheme: str) -> dict[str, Any]:
-        """Keyword arguments of `mm3d.scheme`."""
+        """Return the keyword arguments of `mm3d.scheme`."""
         return {name: value for name, value in (("keep", self.keep), ("overlap", self.overlap))
                 if name in find_scheme(scheme).options}
 
     def arguments(self) -> list[str]:
-        """The options of the command line that give this variant, but for TF32."""
+        """Return the command line's options for this variant, without TF32."""
         return [*[f"--keep={self.keep}"] * (self.keep != "none"), *["--overlap"] * self.overlap,
-                *["--causal"] * self.causal, *[f"--dtype={self.dtype}"] * (self.dtype != PLAIN)]
+                *["--causal"] * self.causal, *[f"--dtype={self.dtype}"] * (self.dtype != PLAIN_DTYPE)]
 
 
 def schemes_with_option(option: str) -> dict[str, Option]:
@@ -83,15 +83,15 @@ def schemes_with_option(option: str) -> dict[str, Option]:
 
 
 def recorded_variant(configuration: Mapping[str, Any]) -> Variant:
-    """The variant that a file is of; files of before have the default of what they lack."""
+    """Return the variant that a file records; options that older files lack have their defaults."""
     return Variant(**{field.name: type(field.default)(configuration.get(field.name, field.default))
                       for field in fields(Variant)})
 
 
 def problem(variant: Variant, schemes: Iterable[str], backend: Backend | None = None,
             recompute: str | None = None) -> str:
-    """Why rows of `schemes` cannot be of this variant, with this policy; empty when they can."""
-    if variant.keep != "none" and recompute and parse_policy(recompute).selective:
+    """Say why rows of `schemes` cannot have this variant and policy; "" if they can."""
+    if variant.keep != "none" and recompute and policy(recompute).selective:
         return (f"--keep {variant.keep} --recompute {recompute}: selective keeps nothing that "
                 f"products gather; leave one of them out, or choose --recompute full")
     for name, flag in (("keep", f"--keep {variant.keep}"), ("overlap", "--overlap")):
@@ -111,5 +111,5 @@ def problem(variant: Variant, schemes: Iterable[str], backend: Backend | None = 
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of a number, also of bfloat16, which NumPy does not know."""
-    return 2 if dtype in SIXTEEN else np.dtype(dtype).itemsize
+    """Return the bytes of a number, also of bfloat16, which NumPy does not know."""
+    return 2 if dtype in DTYPES_16_BIT else np.dtype(dtype).itemsize

@@ -1,1 +1,1 @@
-"""Records: one run is one HDF5 file, written whole or not at all."""
+"""Records of runs, one HDF5 file each, written whole or not at all."""

@@ -1,8 +1,8 @@
-"""Files that appear whole and on the disk, or not at all.
+"""Write files so that they appear complete and on the disk, or not at all.
 
-A file is written as a part beside its place, synced, and renamed, and so is its entry in the
-folder.  A full disk or an error leaves nothing behind; a kill at most the part, which ends in
-``.part``.  A writer holds a lock on its part, which the kernel takes back when it ends.
+A file is written as a part beside its final place, synced, and renamed; then its folder is synced.
+A full disk or an error leaves nothing behind, a kill at most the part, whose name ends in
+``.part``.  A writer holds a lock on its part, which the kernel releases when it ends.
 """
 
 import contextlib
@@ -17,13 +17,13 @@ from typing import Iterator
 def create(path: str | os.PathLike, data: bytes | memoryview) -> None:
     """Write `data` as the new file `path`.
 
-    Who holds PATH.part, which can be made only where there is none, alone may make PATH: no two
-    writers meet, and no file is replaced.
+    Only the writer that has created PATH.part, which must not exist before, may create PATH.  Two
+    writers thus never write the same file, and no file is replaced.
 
     Raises
     ------
     FileExistsError
-        When the file, or its part, is there.
+        When the file, or its part, exists.
     OSError
         When it cannot be written.
     """
@@ -35,25 +35,25 @@ def create(path: str | os.PathLike, data: bytes | memoryview) -> None:
 
 
 def replace(path: str | os.PathLike, data: str | bytes | memoryview, mode: int = 0o666) -> None:
-    """Have `data` in the file `path`: all of it, or else what was there before.
+    """Write `data` to the file `path`; if that fails, its old contents stay.
 
     Parameters
     ----------
     path : path
-        The file, new or not; of a link, what it leads to.
+        The file, which need not exist; a link is followed.
     data : str or bytes
         Its contents; text is written as UTF-8.
     mode : int, optional
-        Its permissions, less those that the process takes from all its files.
+        Its permissions, less the process' umask.
 
     Raises
     ------
     OSError
-        When it cannot be written; names `path`, not the file beside it that comes first.
+        When it cannot be written; the error names `path`, not its part.
     """
     try:
         final = Path(path).resolve()
-        # Another writer of the file has a part of its own; the last one to end has it.
+        # Each writer has a part of its own; the last one to end determines the contents.
         part = final.with_name(f"{final.stem}-{secrets.token_hex(4)}{final.suffix}.part")
         with _written(final, part, mode) as descriptor:
             _write(descriptor, data.encode() if isinstance(data, str) else data)
@@ -62,7 +62,7 @@ def replace(path: str | os.PathLike, data: str | bytes | memoryview, mode: int =
 
 
 def probe_folder(folder: Path) -> None:
-    """Make sure that files can be written in an existing folder, by writing one.
+    """Check that files can be written in an existing folder, by writing one.
 
     Raises
     ------
@@ -80,8 +80,8 @@ def probe_folder(folder: Path) -> None:
 def remove_parts(folder: Path) -> None:
     """Delete the parts that killed calls of `replace` have left in a folder.
 
-    Those stay whose writers are at work, which their locks tell, and all where files cannot be
-    locked.
+    Parts that are locked stay, since their writers are at work; where files cannot be locked, all
+    stay.
     """
     for path in folder.glob(f"*-{'[0-9a-f]' * 8}*.part"):
         with contextlib.suppress(FileNotFoundError):    # its writer has just come to its end
@@ -98,7 +98,7 @@ def remove_parts(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _written(final: Path, part: Path, mode: int) -> Iterator[int]:
-    """The descriptor of the new file `part`, which becomes `final` at the end of the block."""
+    """Open the new file `part`, which is renamed to `final` at the end of the block."""
     descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
     try:
         try:
@@ -120,7 +120,7 @@ def _written(final: Path, part: Path, mode: int) -> Iterator[int]:
 
 
 def _write(descriptor: int, data: bytes | memoryview) -> None:
-    """All of `data`, which a system call may take in several pieces."""
+    """Write all of `data`, which may take several system calls."""
     left = memoryview(data).cast("B")
     while left:
         left = left[os.write(descriptor, left):]

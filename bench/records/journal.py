@@ -1,9 +1,9 @@
-"""The journal of a results folder: who writes in it, and how far ``reproduce`` has come.
+"""Keep the journal of a results folder: the lock on it, and the progress of ``reproduce``.
 
-``journal.jsonl`` has one JSON object a line, each appended by a single write.  Whoever measures
-into a folder holds a lock on its journal, which the kernel takes back when the process ends,
-however it ends.  What counts as finished are the result files themselves: the journal says which
-of them belong to the reproduction that is under way.
+``journal.jsonl`` has one JSON object a line, each appended by a single write.  A process that
+measures into a folder holds a lock on its journal, which the kernel releases when the process
+ends, however it ends.  The result files say which rows are finished; the journal says which files
+belong to the reproduction under way.
 """
 
 import errno
@@ -21,13 +21,13 @@ from bench.errors import StoreError
 from bench.records import run_file
 
 NAME = "journal.jsonl"
-# Tells the ranks that `reproduce` starts which of the journal's entries is its own.
+# Hands the token of its entry in the journal from `reproduce` to the ranks that it starts.
 VARIABLE = "BENCH_JOURNAL_ENTRY"
 UNSUPPORTED = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}
 
 
 class Journal:
-    """The journal of `folder`, opened for appending and made if need be.
+    """The journal of a folder, opened for appending and made if it does not exist.
 
     Parameters
     ----------
@@ -52,12 +52,12 @@ class Journal:
                              f"folder with --out") from error
 
     def claim(self) -> None:
-        """Be the only one that measures into the folder, until this process ends or `close`.
+        """Lock the folder for measuring, until this process ends or `close` is called.
 
         Raises
         ------
         StoreError
-            When another is.
+            When another process has locked it.
         """
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,11 +74,11 @@ class Journal:
                   f"that nothing else measures into it", file=sys.stderr)
 
     def close(self) -> None:
-        """Give the folder back."""
+        """Release the folder."""
         os.close(self._descriptor)
 
     def write(self, event: str, **entry: Any) -> None:
-        """Append an entry; one that cannot be written is said and does not end anything."""
+        """Append an entry; if it cannot be written, print a warning and go on."""
         try:
             append_entry(self._descriptor, {"event": event, "at": utc_now(), **entry})
         except OSError as error:
@@ -86,30 +86,30 @@ class Journal:
                   f"measured is in files of its own", file=sys.stderr)
 
     def entries(self) -> list[dict]:
-        """All entries that are whole."""
+        """Read all complete entries."""
         return [entry for entry in read_entries(self.path) if "event" in entry]
 
-    def lent(self) -> bool:
-        """Whether this process was started by the reproduction that has the folder."""
+    def held_by_parent(self) -> bool:
+        """Return whether the reproduction that has locked the folder started this process."""
         tokens = [entry.get("token") for entry in self.entries()
                   if entry["event"] in ("begin", "resume")]
         return bool(tokens) and tokens[-1] == os.environ.get(VARIABLE)
 
 
 def append_entry(descriptor: int, entry: dict[str, Any]) -> None:
-    """Append a line to a file of entries, by a single write, and see it on the disk.
+    """Append a line to a file of entries by a single write, and sync the file.
 
     Parameters
     ----------
     descriptor : int
         The file, opened for reading and appending.
     entry : dict
-        What JSON can say.
+        Values that JSON can represent.
 
     Raises
     ------
     OSError
-        When the entry is not there as a whole.
+        When the entry was not written completely.
     """
     line = json.dumps(entry) + "\n"
     end = os.fstat(descriptor).st_size
@@ -122,7 +122,7 @@ def append_entry(descriptor: int, entry: dict[str, Any]) -> None:
 
 
 def read_entries(path: Path) -> list[dict[str, Any]]:
-    """The entries of a file that are not cut short."""
+    """Read the complete entries of a file."""
     found = []
     for line in path.read_text(errors="replace").splitlines():
         try:
@@ -136,9 +136,9 @@ _open: dict[Path, Journal] = {}
 
 
 def claim_folder(out: str | os.PathLike, comm) -> Path:
-    """The folder `out`, made by rank 0, found writable and, unless it is lent, claimed.
+    """Make the folder `out`, check that it is writable, and lock it unless the parent has.
 
-    Every rank calls this; the claim lasts until rank 0 ends.
+    Every rank calls this; the lock lasts until rank 0 ends.
 
     Raises
     ------
@@ -146,43 +146,43 @@ def claim_folder(out: str | os.PathLike, comm) -> Path:
         The same on every rank, when the folder cannot be written or is in use.
     """
     folder = Path(out)
-    make_on_rank_0(lambda: _take(folder), comm, caught=StoreError, error=StoreError)
+    make_on_rank_0(lambda: _open_and_claim(folder), comm, caught=StoreError, error=StoreError)
     return folder
 
 
-def _take(folder: Path) -> None:
-    """Open the journal of a folder and claim it, unless it is lent."""
+def _open_and_claim(folder: Path) -> None:
+    """Open the journal of a folder, and lock it unless the parent of this process has."""
     run_file.check_folder(folder)
     _open[folder] = Journal(folder)
-    if not _open[folder].lent():
+    if not _open[folder].held_by_parent():
         _open[folder].claim()
 
 
 def journal_of(folder: Path) -> Journal:
-    """The journal of a folder that `claim_folder` has found so; on rank 0."""
+    """Return the journal of a folder that `claim_folder` has opened; on rank 0."""
     return _open[folder]
 
 
 def superseded(folder: Path) -> bool:
-    """Whether the reproduction that started this process has ended and another has begun."""
+    """Return whether another reproduction has replaced the one that started this process."""
     return VARIABLE in os.environ and folder in _open and not (
-        _open[folder].claimed or _open[folder].lent())
+        _open[folder].claimed or _open[folder].held_by_parent())
 
 
 @dataclass(frozen=True)
 class Reproduction:
-    """A reproduction that is under way.
+    """A reproduction under way.
 
     Attributes
     ----------
     order : int
-        The seed of its order of rows, which its files have recorded.
+        The seed of its order of rows, which its files record.
     begun : str
-        When, UTC, ISO 8601.
+        Its beginning, UTC, ISO 8601.
     settings : dict
-        What its rows are measured with and on: see `bench.verbs.reproduce.row_settings`.
+        Settings and environment of its rows: see `bench.verbs.reproduce.row_settings`.
     rows : tuple of str
-        The names of all rows that it was asked for, in its beginning or later.
+        The names of all rows requested of it, at its beginning or later.
     """
 
     order: int
@@ -192,7 +192,7 @@ class Reproduction:
 
 
 def unfinished_reproduction(entries: list[dict]) -> Reproduction | None:
-    """The latest reproduction, unless it came to its end."""
+    """Return the latest reproduction among `entries`, or None if it is complete."""
     begun, rows = None, []
     for entry in entries:
         if entry["event"] == "begin":
@@ -205,15 +205,15 @@ def unfinished_reproduction(entries: list[dict]) -> Reproduction | None:
         return begun and Reproduction(int(begun["order"]), begun["at"],
                                       dict(begun["settings"]), tuple(dict.fromkeys(rows)))
     except (KeyError, TypeError, ValueError):
-        return None    # by another version: nothing of it can be compared
+        return None    # written by another version: it cannot be compared
 
 
 def setting_differences(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What differs between two settings, such as "dtype float64 instead of float32"."""
+    """Describe each difference of two settings, such as "dtype float64 instead of float32"."""
     return [f"{name.replace('_', ' ')} {new.get(name)} instead of {old.get(name)}"
             for name in [*new, *(old.keys() - new.keys())] if old.get(name) != new.get(name)]
 
 
 def utc_now() -> str:
-    """The time, UTC, ISO 8601."""
+    """Return the time, UTC, ISO 8601."""
     return datetime.now(timezone.utc).isoformat()

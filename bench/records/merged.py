@@ -1,4 +1,4 @@
-"""Many runs in one file: each the group ``/runs/NAME``, as its own file has it at the root."""
+"""Merge runs into one file, in which each is a group ``/runs/NAME``, like the root of its file."""
 
 import io
 import os
@@ -18,7 +18,7 @@ FORMAT = "mm3d runs"
 
 
 def runs_in_file(path: str | os.PathLike) -> list[Run | Measurements]:
-    """The run in a file, or all runs of a merged one.
+    """Read the run in a file, or all runs of a merged one.
 
     Raises
     ------
@@ -30,7 +30,7 @@ def runs_in_file(path: str | os.PathLike) -> list[Run | Measurements]:
 
 
 def run_groups(file: h5py.File, path: str | os.PathLike) -> Iterator[tuple[str, h5py.Group]]:
-    """Where each run of an open file is, as messages name it, and its group."""
+    """Iterate over the runs of an open file: the name of each in messages, and its group."""
     if file.attrs.get("format") != FORMAT:
         yield str(path), file
         return
@@ -39,22 +39,22 @@ def run_groups(file: h5py.File, path: str | os.PathLike) -> Iterator[tuple[str, 
 
 
 def merge_files(paths: list[Path], target: Path, anew: bool = False) -> int:
-    """Write the runs of some files into one file; how many there are.
+    """Write the runs of some files into one file, and return their number.
 
     Parameters
     ----------
     paths : list of Path
-        Files of one run, or merged ones; a run that is there twice is written once.
+        Files of one run, or merged ones; a run found twice is written once.
     target : Path
-        The file.  It appears when it is complete and on the disk.
+        The new file, which appears when it is complete and on the disk.
     anew : bool
-        Whether it may take the place of one that is there.
+        Whether an existing file may be replaced.
 
     Raises
     ------
     StoreError
         When a file cannot be read, there are no runs, the versions of the schema differ, or
-        `target` is there already, unless it is made `anew`, or cannot be written; no file is
+        `target` exists already and is not to be made `anew`, or cannot be written; no file is
         changed then.
     """
     image, versions, written = io.BytesIO(), {}, {}
@@ -93,9 +93,9 @@ def merge_files(paths: list[Path], target: Path, anew: bool = False) -> int:
 
 
 def copy_group(source: h5py.Group, target: h5py.Group) -> None:
-    """Copy what is in a group, dimension scales and their ties included.
+    """Copy the contents of a group, with dimension scales and their attachments.
 
-    HDF5's own copying loses the ties, which are references.
+    HDF5's own copying loses the attachments, which are references.
     """
     target.attrs.update(source.attrs)
     datasets = {}

@@ -5,7 +5,7 @@ import math
 from typing import Any
 
 from bench.cases.paper import HEADINGS, PAPER, TITLES, load_tables
-from bench.cases.variants import KNOWN, PLAIN, Variant, schemes_with_option
+from bench.cases.variants import PLAIN_DTYPE, VARIANT_DTYPES, Variant, schemes_with_option
 from bench.errors import UsageError
 from bench.instruments.timing import Limits
 from bench.prediction import memory_fit
@@ -90,7 +90,7 @@ def add_variant(parser: argparse.ArgumentParser) -> None:
 def variant(arguments: argparse.Namespace, backend: Backend | None = None) -> Variant:
     """Return the variant that the options of `add_variant` name, on arrays of `backend`."""
     return Variant(arguments.keep, arguments.overlap, arguments.causal, arguments.dtype,
-                   arguments.dtype == PLAIN and bool(getattr(backend, "tf32", False)))
+                   arguments.dtype == PLAIN_DTYPE and bool(getattr(backend, "tf32", False)))
 
 
 def node_memory(arguments: argparse.Namespace) -> float | None:
