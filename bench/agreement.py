@@ -1,6 +1,6 @@
-"""Raise the same error on every rank, when one rank or rank 0 alone cannot go on.
+"""Raise the same error on every rank when one rank cannot go on.
 
-A rank that raised alone would leave the others waiting for it in their next collective.
+If one rank raised alone, the others would wait for it in their next collective for ever.
 """
 
 from typing import Any, Callable, TypeVar
@@ -11,7 +11,7 @@ Made = TypeVar("Made")
 
 
 def agree(problem: str | None, comm: Any, error: type[Exception] = UsageError) -> None:
-    """Raise `error` on every rank when one has a problem.
+    """Raise `error` on every rank if one has a problem.
 
     Parameters
     ----------
@@ -28,13 +28,13 @@ def agree(problem: str | None, comm: Any, error: type[Exception] = UsageError) -
 
 
 def make_on_each_rank(make: Callable[[], Made], comm: Any) -> Made:
-    """Return the result of `make`, called on each rank.
+    """Call `make` on each rank and return its result.
 
     Raises
     ------
     UsageError
-        The same on every rank, when `make` raises a ValueError or an OSError on one; says on
-        how many.
+        The same on every rank, when `make` raises a ValueError or an OSError on one; the message
+        says on how many.
     """
     made = problem = None
     try:
@@ -48,9 +48,9 @@ def make_on_each_rank(make: Callable[[], Made], comm: Any) -> Made:
 
 
 def make_on_rank_0(make: Callable[[], Made], comm: Any, caught: type[Exception] = ValueError,
-              error: type[Exception] = UsageError,
-              wait: Callable[[Any], None] | None = None) -> Made | None:
-    """Return the result of `make`, called on rank 0 alone; None on the other ranks.
+                   error: type[Exception] = UsageError,
+                   wait: Callable[[Any], None] | None = None) -> Made | None:
+    """Call `make` on rank 0 alone and return its result there, None on the other ranks.
 
     Parameters
     ----------
@@ -59,11 +59,11 @@ def make_on_rank_0(make: Callable[[], Made], comm: Any, caught: type[Exception] 
     comm : mpi4py.MPI.Intracomm
         The ranks, all of which call this.
     caught : type of exception
-        Raised by `make` when it cannot be done; any other ends the job.
+        Raised by `make` for problems to report; any other error ends the job.
     error : type of exception
-        Raised instead, on every rank, with the same message.
+        Raised instead on every rank, with the same message.
     wait : callable, optional
-        Called with `comm` on every rank before the others ask rank 0 for its problem, such as
+        Called with `comm` on every rank before rank 0 broadcasts its problem, such as
         `bench.instruments.clock.wait_patiently` where `make` takes long.
     """
     made = problem = None
@@ -81,7 +81,7 @@ def make_on_rank_0(make: Callable[[], Made], comm: Any, caught: type[Exception] 
 
 
 def broadcast_from_rank_0(make: Callable[[], Made], comm: Any) -> Made:
-    """Return on every rank the result of `make`, called on rank 0 alone.
+    """Call `make` on rank 0 alone and return its result on every rank.
 
     Raises
     ------

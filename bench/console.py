@@ -1,14 +1,14 @@
-"""Print on rank 0."""
+"""Print lines of results, whatever becomes of standard output."""
 
 import os
 import sys
 
 
 def say(text: str) -> None:
-    """Print `text`.
+    """Print `text`; a failure to print must not end a measurement.
 
-    A reader that has gone away, or a disk that is full, must not cost what is yet to be measured:
-    then standard error says so, once, and nothing more is printed.
+    When standard output is closed or its disk is full, standard error says so once, and nothing
+    more is printed.
     """
     try:
         print(text, flush=True)

@@ -1,19 +1,19 @@
-"""Define the errors of the benchmark and the exit status of each."""
+"""Errors that the benchmark reports to its user, and their exit status."""
 
 import sys
-from typing import Callable, Iterable
+from typing import Any, Callable, Iterable
 
 
 def status_of(work: Callable[[], int], *known: type[Exception]) -> int:
-    """Return what `work` returns; 2, after a line that says why, when it cannot be done.
+    """Call `work` and return its exit status; 2, after printing why, if it cannot be done.
 
     Parameters
     ----------
     work : callable
-        Does what the command line says.
+        Runs the command, and returns its exit status.
     *known : types of exceptions
-        Further errors to report to the user, beside UsageError, StoreError and OSError.  Any
-        other is an error of the program and is not caught.
+        Further errors to report to the user, beside UsageError, StoreError and OSError.  All
+        others are errors of the program and are not caught.
     """
     try:
         return work()
@@ -25,10 +25,28 @@ def status_of(work: Callable[[], int], *known: type[Exception]) -> int:
 
 
 class UsageError(ValueError):
-    """Invalid argument; the same on every rank, before any communication."""
+    """An invalid argument; raised on every rank alike, before any communication."""
 
 
-def require_known(known: dict, name: str, what: str, *also: str):
+def require_known(known: dict, name: str, what: str, *also: str) -> Any:
+    """Return the value of `name` in `known`.
+
+    Parameters
+    ----------
+    known : dict
+        The values by name.
+    name : str
+        The name that the user gave.
+    what : str
+        The option, or the kind of thing that is named, for the message.
+    *also : str
+        Further choices to list in the message.
+
+    Raises
+    ------
+    UsageError
+        When the name is unknown; lists the choices.
+    """
     if name not in known:
         choices: Iterable[str] = [*known, *also]
         raise UsageError(f"{what} {name!r} is unknown: choose one of {', '.join(choices)}")
@@ -36,16 +54,16 @@ def require_known(known: dict, name: str, what: str, *also: str):
 
 
 class WrongResult(Exception):
-    """A wrong result, of which no time counts; the message names it."""
+    """A wrong result, whose times are not reported; the message names it."""
 
 
 class Failed(Exception):
-    """A row that could not be measured, for a reason that is the same on every rank."""
+    """A row that could not be measured; raised on every rank alike."""
 
 
 class LeftOut(Failed):
-    """A row that was not begun, as its nodes lack memory for it; the same on every rank."""
+    """A row that was not begun, since its nodes lack memory; raised on every rank alike."""
 
 
 class StoreError(Exception):
-    """A folder that cannot be written, or a file that is not a run; says which and why."""
+    """A folder that cannot be written, or a file that is not a run; the message names it."""

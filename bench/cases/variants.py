@@ -46,7 +46,7 @@ class Variant:
 
     @property
     def words(self) -> list[str]:
-        """The options in words, such as "keep both", "causal" and "float16"; none for plain rows."""
+        """The options in words, such as "keep both" and "causal"; none for plain rows."""
         return [*[f"keep {self.keep}"] * (self.keep != "none"), *["overlap"] * self.overlap,
                 *["causal"] * self.causal, *[self.dtype] * (self.dtype != PLAIN_DTYPE),
                 *["TF32"] * self.tf32]
@@ -74,7 +74,8 @@ class Variant:
     def arguments(self) -> list[str]:
         """Return the command line's options for this variant, without TF32."""
         return [*[f"--keep={self.keep}"] * (self.keep != "none"), *["--overlap"] * self.overlap,
-                *["--causal"] * self.causal, *[f"--dtype={self.dtype}"] * (self.dtype != PLAIN_DTYPE)]
+                *["--causal"] * self.causal,
+                *[f"--dtype={self.dtype}"] * (self.dtype != PLAIN_DTYPE)]
 
 
 def schemes_with_option(option: str) -> dict[str, Option]:
@@ -83,7 +84,7 @@ def schemes_with_option(option: str) -> dict[str, Option]:
 
 
 def recorded_variant(configuration: Mapping[str, Any]) -> Variant:
-    """Return the variant that a file records; options that older files lack have their defaults."""
+    """Return the variant that a file records; options that it lacks have their defaults."""
     return Variant(**{field.name: type(field.default)(configuration.get(field.name, field.default))
                       for field in fields(Variant)})
 

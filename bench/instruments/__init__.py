@@ -1,1 +1,1 @@
-"""Instruments: clocks, repetitions, statistics, memory, the host."""
+"""Instruments of measurement: clocks, repetitions, statistics, spans, memory, the host."""

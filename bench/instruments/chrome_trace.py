@@ -1,4 +1,4 @@
-"""Traces as Chrome and Perfetto read them: a track a rank, its spans in each other.
+"""Write traces for Chrome and Perfetto: one track a rank, with nested spans.
 
 The format is the "JSON object format" of the Trace Event Format: complete events (``"ph": "X"``)
 with ``ts`` and ``dur`` in microseconds, and metadata events (``"M"``) that name the tracks.
@@ -18,18 +18,18 @@ NANO = 10 ** 9
 
 def make_trace(spans: Sequence[Sequence[Span]], names: Sequence[str], title: str,
                about: dict[str, Any]) -> dict[str, Any]:
-    """The trace of all ranks.
+    """Make the trace of all ranks.
 
     Parameters
     ----------
     spans : sequence of sequence of Span
-        Of each rank, on one clock.
+        The spans of each rank, on one clock.
     names : sequence of str
-        Of each rank.
+        The name of each rank.
     title : str
-        Of all of it.
+        Title of the trace.
     about : dict
-        What else is to be known, put under ``otherData``.
+        Further data, put under ``otherData``.
     """
     first = min((span.start for track in spans for span in track), default=0.0)
     events: list[dict[str, Any]] = [_metadata("process_name", 0, name=title)]
@@ -46,7 +46,7 @@ def _metadata(kind: str, rank: int, **arguments: Any) -> dict[str, Any]:
 
 
 def _complete(span: Span, rank: int, first: float) -> dict[str, Any]:
-    """Whole nanoseconds, so that what nests in seconds nests in microseconds too."""
+    """Make a complete event in whole nanoseconds, so that spans nest in microseconds, too."""
     start, end = (round((time - first) * NANO) for time in (span.start, span.end))
     details = {"phase": span.phase, "part": span.part, "axis": span.axis,
                "collective": span.collective, "operand": span.operand, "bytes": span.bytes,
@@ -62,13 +62,13 @@ def gather_trace(spans: list[Span], grid: Any, clock: Clock, title: str) -> dict
     Parameters
     ----------
     spans : list of Span
-        Of this rank, on `clock`.
+        The spans of this rank, on `clock`.
     grid : Grid
         The ranks.
     clock : Clock
-        Rank 0's on every rank; the trace says by how much it may be wrong.
+        Rank 0's clock on every rank; the trace states its error.
     title : str
-        What was traced.
+        Title of the trace.
 
     Returns
     -------
@@ -90,7 +90,7 @@ def gather_trace(spans: list[Span], grid: Any, clock: Clock, title: str) -> dict
 
 
 def write_file(path: Path, trace: dict[str, Any]) -> int:
-    """Write a trace, all of it or nothing; 0, or 1 after saying why it cannot be written."""
+    """Write a trace as a whole; return 0, or 1 after printing why it cannot be written."""
     try:
         atomic.replace(path, json.dumps(trace))
     except OSError as error:
@@ -100,7 +100,7 @@ def write_file(path: Path, trace: dict[str, Any]) -> int:
 
 
 def write_trace(path: Path, spans: list[Span], grid: Any, clock: Clock, title: str) -> int:
-    """Write what `gathered` makes; 0 when it was written, the same on every rank."""
+    """Gather and write a trace; return 0 if it was written, the same on every rank."""
     trace = gather_trace(spans, grid, clock, title)
     return grid.comm.bcast(trace and write_file(path, trace))
 

@@ -1,4 +1,4 @@
-"""Clocks of all ranks, and spans of time between two points of a step."""
+"""Clocks that all ranks share, and makespans measured with them."""
 
 import platform
 import time
@@ -10,20 +10,20 @@ import numpy as np
 
 
 class Clock:
-    """Seconds on rank 0's clock, for every rank.
+    """Rank 0's clock, read on every rank, in seconds.
 
-    Ranks under one kernel share its monotonic clock.  Elsewhere the offset is measured once with
-    messages to and from rank 0, the fastest of which counts; half their time is its error.
+    Ranks on one node share its monotonic clock.  On other nodes the offset is measured once with
+    messages to and from rank 0; the fastest round trip counts, and half of its time is the error.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
-        The ranks; every one of them must make it.
+        The ranks; making a Clock is collective.
 
     Attributes
     ----------
     offset : float
-        What is added to this rank's clock, seconds.
+        Seconds added to this rank's clock.
     offset_error : float
         The offset's largest possible error, seconds; 0 where the clock is shared.
     """
@@ -36,7 +36,7 @@ class Clock:
                 self._synchronize(comm, rank)
 
     def now(self) -> float:
-        """The time."""
+        """Return the time in seconds."""
         return perf_counter() + self.offset
 
     def _synchronize(self, comm, rank: int, rounds: int = 100) -> None:
@@ -57,23 +57,23 @@ class Clock:
 
     @staticmethod
     def resolution(readings: int = 1000) -> float:
-        """The least difference of two readings that differ, seconds."""
+        """Return the least difference of two readings that differ, in seconds."""
         times = [perf_counter() for _ in range(readings)]
         steps = [b - a for a, b in zip(times, times[1:]) if b > a]
         return min(steps, default=np.inf)
 
 
 def _kernel() -> str:
-    """What tells whether two ranks share a clock; for comparison only."""
+    """Return an identifier that is equal on ranks that share a clock."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return platform.node()
 
 
-def _timed(step: Callable[[], Any], comm, synchronize: Callable[[], None],
-           clock: Clock) -> tuple[tuple[float, float], Any]:
-    """When `step` began and ended, and what it gave."""
+def time_on_this_rank(step: Callable[[], Any], comm, synchronize: Callable[[], None],
+                      clock: Clock) -> tuple[tuple[float, float], Any]:
+    """Return when `step` began and ended on this rank, and its result."""
     synchronize()
     comm.Barrier()
     start = clock.now()
@@ -84,20 +84,20 @@ def _timed(step: Callable[[], Any], comm, synchronize: Callable[[], None],
 
 def time_on_all_ranks(step: Callable[[], Any], comm, synchronize: Callable[[], None],
                       clock: Clock) -> tuple[np.ndarray, Any]:
-    """When each rank began and ended `step`, and what it gave here.
+    """Return when `step` began and ended on each rank, and its result on this one.
 
-    The seconds count from the first rank's start, (ranks, 2), the same on every rank; their
+    The times, (ranks, 2), are seconds from the first rank's start, the same on every rank; their
     greatest is the makespan.  Where ranks outnumber cores a rank may start when another has
-    finished: the slowest rank's own time then flatters, the makespan does not.
+    finished: the slowest rank's own time is then too short, the makespan is not.
     """
-    mine, result = _timed(step, comm, synchronize, clock)
+    mine, result = time_on_this_rank(step, comm, synchronize, clock)
     times = np.empty((comm.size, 2))
     comm.Allgather(np.array(mine), times)
     return times - times[:, 0].min(), result
 
 
 def wait_patiently(comm) -> None:
-    """Meet at a barrier without keeping a core busy: a rank may be late by minutes."""
+    """Wait at a barrier without keeping a core busy: a rank may be late by minutes."""
     request = comm.Ibarrier()
     while not request.Test():
         time.sleep(0.02)

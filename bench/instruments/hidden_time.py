@@ -1,4 +1,4 @@
-"""How much of the communication of a step other work hides."""
+"""Measure the share of a step's communication that is hidden behind other work."""
 
 from typing import Any, Callable
 
@@ -12,27 +12,27 @@ from mm3d.transport.pending import Pending
 
 
 def set_overlap(model: Any, overlap: bool) -> None:
-    """Let communication go on during the products of `model`, of a scheme that can, or not."""
+    """Switch on or off that communication overlaps with the products of `model`."""
     for linear in model.linears:
         linear.product.overlap = overlap
 
 
 def hidden_share(grid: Grid, step: Callable[[], object], repetitions: int) -> float:
-    """The share of the time of those collectives of `step` that may go on, which is not seen.
+    """Measure the share of the time of overlapping collectives in `step` that is hidden.
 
-    Seen is what this rank, on a device the stream that computes, spends on them, beginning,
-    moving on and waiting; of the same steps with each collective ended where it begins, that is
-    all of their time.  Medians over the repetitions, summed over the ranks; NaN where there is
-    no such collective.
+    Visible is the time that this rank (on a device, its computing stream) spends on beginning,
+    progressing and waiting for them.  If each collective ends where it begins, all of its time is
+    visible.  Medians over the repetitions are summed over the ranks; NaN if there is no such
+    collective.
     """
-    seen = np.array([[_seen(grid, step, at_once) for at_once in (False, True)]
+    seen = np.array([[_visible_seconds(grid, step, at_once) for at_once in (False, True)]
                      for _ in range(repetitions)])
     going_on, ended = np.array(grid.comm.allreduce(np.median(seen, axis=0)))
     return float(1 - going_on / ended) if ended else float("nan")
 
 
 class _Overlap(ArrayObserver):
-    """Measures the calls for collectives that go on, or ends each of them where it begins."""
+    """Observe the calls for overlapping collectives; end each where it begins if `at_once`."""
 
     kinds = (Overlapped,)
 
@@ -55,8 +55,8 @@ class _Overlap(ArrayObserver):
             result.wait()
 
 
-def _seen(grid: Grid, step: Callable[[], object], at_once: bool) -> float:
-    """Seconds that this rank spends on collectives that may go on in one step."""
+def _visible_seconds(grid: Grid, step: Callable[[], object], at_once: bool) -> float:
+    """Measure the seconds that this rank spends on overlapping collectives in one step."""
     overlap = _Overlap(grid.backend, at_once)
     with observed(grid, overlap):
         grid.comm.Barrier()

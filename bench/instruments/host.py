@@ -1,4 +1,4 @@
-"""What the benchmark ran on, without user or host names."""
+"""Describe the machine and the software of a run, without user or host names."""
 
 import hashlib
 import os
@@ -14,23 +14,23 @@ from bench.records.measurements import Setting
 from mm3d import launcher
 from mm3d.arrays import backend as backends
 
-# Settings of MPI, its networks and BLAS that change times.
+# Variables of MPI, its networks and BLAS that influence times.
 TUNING = re.compile(r"(MPIR_CVAR|MPICH_|I_MPI_|MV2_|FI_|UCX_|NCCL_|PSM|OMPI_MCA_(mpi|pml|btl|mtl|"
                     r"coll|osc|smsc|opal)|OPENBLAS|GOTO|MKL_|OMP_|BLIS_|MM3D)[A-Za-z_0-9]*")
-# Of a Slurm job what changes times; neither its user nor its account, name, folder or hosts.
+# Variables of a Slurm job that influence times; not its user, account, name, folder or hosts.
 SLURM = ("JOB_ID", "ARRAY_TASK_ID", "JOB_NUM_NODES", "NTASKS", "NTASKS_PER_NODE",
          "TASKS_PER_NODE", "CPUS_PER_TASK", "CPUS_ON_NODE", "CPU_BIND", "CPU_BIND_TYPE",
          "DISTRIBUTION", "GPUS_PER_NODE", "GPUS_ON_NODE", "THREADS_PER_CORE")
-PRIVATE = re.compile(r"[/@~]")    # in folders and addresses, which may name somebody
+PRIVATE = re.compile(r"[/@~]")    # in paths and addresses, which may name a person
 CPUINFO = Path("/proc/cpuinfo")
 CPUFREQ = Path("/sys/devices/system/cpu/cpu0/cpufreq")
 
 
 def cpu_model() -> str:
-    """The processor's name as it gives it, or the architecture where it gives none.
+    """Return the processor's name, or the architecture if it has none.
 
-    Virtual machines hide the number of the model, as in "AMD EPYC": family and model are added
-    then, which tell its generation.
+    Virtual machines hide the number of the model, as in "AMD EPYC"; then family and model are
+    added, which identify the generation.
     """
     about = dict(re.findall(r"^(model name|cpu|cpu family|model)\s*:\s*(.+)$", _text(CPUINFO),
                             re.MULTILINE))
@@ -49,39 +49,39 @@ def processor_flags() -> frozenset[str]:
 
 
 def machine_slug() -> str:
-    """A folder name for results of this kind of machine, such as ``amd-epyc-7763-8-cores``."""
+    """Return a folder name for results of this machine, such as ``amd-epyc-7763-8-cores``."""
     model = re.sub(r"\((R|TM|C)\)|CPU|Processor|@.*", " ", cpu_model(), flags=re.IGNORECASE)
     words = re.findall(r"[a-z0-9]+", model.lower())
     return "-".join([*words, str(launcher.cores()), "cores"])
 
 
 def mpi_name(library: str) -> str:
-    """Name and version from what an MPI library says of itself.
+    """Return name and version of an MPI library from its own description.
 
-    The rest may name who built it, and where.
+    The rest may name its builder and a host.
     """
     first = library.replace("\0", "").splitlines()[0].partition(",")[0]
     return " ".join(first.replace("Version:", "").split())
 
 
 def default_out() -> Path:
-    """Where results go unless ``--out`` says otherwise: ``results/<machine>``."""
+    """Return the default of ``--out``: ``results/<machine>``."""
     return Path("results") / machine_slug()
 
 
 def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> dict[str, Setting]:
-    """The environment of a run, as it is recorded.
+    """Return the environment of a run as it is recorded.
 
     Parameters
     ----------
     backend : str
-        The array library, one that can be used here.
+        Name of an array library that is available here.
     ranks : int
-        Ranks of the run.
+        Number of ranks of the run.
     mpi_library : str
-        What the MPI library says of itself.
+        The MPI library's description of itself.
     command : str
-        The command line, with nothing private in it.
+        The command line without private data, as from `command_line`.
     """
     cores, local = launcher.cores(), launcher.local_ranks()
     commit, clean = _source_version()
@@ -103,7 +103,7 @@ def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> d
 
 
 def command_line(argv: list[str]) -> str:
-    """Return the command as it is recorded: of folders and files only the last part."""
+    """Return the command as it is recorded, with only the last part of each path."""
     kept = []
     for word in argv:
         option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
@@ -112,13 +112,13 @@ def command_line(argv: list[str]) -> str:
 
 
 def mask_variables(variables: dict[str, str]) -> str:
-    """Variables as they are recorded: values that may name somebody are left out."""
+    """Return variables as they are recorded; values that may name a person are masked."""
     return " ".join(f"{name}={'(masked)' if PRIVATE.search(value) else value}"
                     for name, value in variables.items())
 
 
 def clock_speeds() -> dict[str, Setting]:
-    """What the system says of the processor's clock, as far as it does.
+    """Read the processor's clock speeds, as far as the system states them.
 
     ``cpu_mhz``: the mean over the cores at this moment; ``cpu_mhz_least`` and ``cpu_mhz_most``:
     what they may run at; ``cpu_governor``: what chooses between.
@@ -137,7 +137,7 @@ def clock_speeds() -> dict[str, Setting]:
 
 
 def _text(path: Path) -> str:
-    """What a file of the system holds; nothing where there is none."""
+    """Read a file of the system; "" if it does not exist."""
     try:
         return path.read_text()
     except OSError:
@@ -145,7 +145,7 @@ def _text(path: Path) -> str:
 
 
 def source_digest() -> str:
-    """What tells whether two runs have the same source, whether committed or not."""
+    """Return a digest of the source of mm3d and bench, committed or not."""
     root = Path(__file__).resolve().parents[2]
     digest = hashlib.blake2b(digest_size=10)
     for folder in ("mm3d", "bench"):
@@ -156,7 +156,7 @@ def source_digest() -> str:
 
 
 def _versions() -> dict[str, Setting]:
-    # Imported by the one rank that asks: the others start sooner.
+    # Imported on rank 0 alone, so that the others start sooner.
     from importlib.metadata import PackageNotFoundError, version
     found: dict[str, Setting] = {}
     for package in ("mm3d", "numpy", "mpi4py", "h5py", "cupy"):
@@ -168,13 +168,13 @@ def _versions() -> dict[str, Setting]:
 
 
 def granted_threads(threads: int) -> int:
-    """How many BLAS takes of so many: it was built for some number at most, and says nothing."""
+    """Return how many of `threads` BLAS really uses: it is built for a greatest number."""
     with threadpool_limits(threads, user_api="blas"):
         return describe_blas()["blas_threads"] or threads
 
 
 def describe_blas() -> dict[str, Setting]:
-    """Name, kernels and threads of the first BLAS that is loaded."""
+    """Return name, kernels and threads of the first BLAS that is loaded."""
     for library in threadpool_info():
         if library["user_api"] == "blas":
             return {"blas": f"{library['internal_api']} {library['version'] or ''}".strip(),
@@ -184,7 +184,7 @@ def describe_blas() -> dict[str, Setting]:
 
 
 def _source_version() -> tuple[str, bool]:
-    """The git commit of this source and whether the tree, results apart, is unchanged."""
+    """Return the git commit of this source, and whether the tree without results is unchanged."""
     root = Path(__file__).resolve().parents[2]
 
     def git(*argv: str) -> str | None:

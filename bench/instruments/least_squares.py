@@ -1,4 +1,4 @@
-"""Least squares of few unknowns that are not negative or within bounds.
+"""Solve least squares of few unknowns that are non-negative or within bounds.
 
 The solvers are SciPy's, which is imported where it is used: on the one rank that fits.
 """
@@ -8,7 +8,7 @@ import itertools
 import numpy as np
 
 
-def nonnegative(A: np.ndarray, b: np.ndarray, needed: int | None = None) -> np.ndarray:
+def solve_nonnegative(A: np.ndarray, b: np.ndarray, needed: int | None = None) -> np.ndarray:
     """Find the c >= 0 that makes abs(A c - b) least.
 
     Parameters
@@ -18,13 +18,13 @@ def nonnegative(A: np.ndarray, b: np.ndarray, needed: int | None = None) -> np.n
     b : (m,) array
         The right-hand side.
     needed : int, optional
-        A term that must count: where others take its place, as many of them as it takes are
-        left out, so that its part of c is greater than 0.
+        A term that must be greater than 0.  Where other terms take its place, as few of them as
+        possible are left out.
 
     Returns
     -------
     (n,) array
-        c, of zeros if there is none with the term that is needed.
+        c; zeros if there is none in which the needed term is greater than 0.
     """
     from scipy.optimize import nnls
     scale = np.linalg.norm(A, axis=0)
@@ -45,7 +45,7 @@ def nonnegative(A: np.ndarray, b: np.ndarray, needed: int | None = None) -> np.n
     return best / scale
 
 
-def bounded(A: np.ndarray, b: np.ndarray, low: float, high: float) -> np.ndarray:
+def solve_bounded(A: np.ndarray, b: np.ndarray, low: float, high: float) -> np.ndarray:
     """Find the c with `low` <= c <= `high` that makes abs(A c - b) least."""
     from scipy.optimize import lsq_linear
     found = lsq_linear(A, b, (low, high), method="bvls", max_iter=100).x
@@ -53,7 +53,7 @@ def bounded(A: np.ndarray, b: np.ndarray, low: float, high: float) -> np.ndarray
 
 
 def fit_line(sizes: np.ndarray, seconds: np.ndarray) -> tuple[float, float, float]:
-    """Fit seconds = alpha + beta sizes; alpha, beta and the largest relative error.
+    """Fit seconds = alpha + beta sizes; return alpha, beta and the largest relative error.
 
     The squares of *relative* errors are the least, so that small sizes count as much as large
     ones; neither is negative.

@@ -1,7 +1,7 @@
-"""Shared memory that killed jobs have left behind in /dev/shm.
+"""Find and remove shared memory that killed jobs have left in /dev/shm.
 
-MPICH gives the memory of a node's ranks a name, and takes it away when the job ends; what is
-killed leaves it, some megabytes each time, until somebody removes it or the machine restarts.
+MPICH names the shared memory of a node's ranks, and removes it when the job ends.  A job that is
+killed leaves some megabytes, until they are removed or the machine restarts.
 """
 
 import os
@@ -16,7 +16,7 @@ NAME = re.compile(r"mpich_shm_[0-9a-f]+_[0-9]+|mpich_shar_tmp[A-Za-z0-9]{6}")
 
 @dataclass(frozen=True)
 class Segment:
-    """A file of shared memory: where, on which device and as which file there, and its bytes."""
+    """A file of shared memory: its path, device, inode number and size in bytes."""
 
     path: Path
     device: int
@@ -25,14 +25,13 @@ class Segment:
 
 
 def abandoned_segments(folder: Path = FOLDER) -> list[Segment]:
-    """Segments of this user's that MPICH has named and no living process has open.
+    """List this user's segments that MPICH has named and no living process has open.
 
-    Nothing is said of those that a process of this user may have which is listed in ``/proc`` but
-    cannot be looked into, or where the system is not Linux.  Processes of another PID namespace,
-    as of a container, are not listed: where it shares the folder, what they have counts as
-    abandoned.
+    The list is empty where the system is not Linux, or where a process of this user is listed in
+    ``/proc`` but cannot be inspected.  Processes of another PID namespace, such as a container,
+    are not listed: if it shares the folder, their segments count as abandoned.
     """
-    # Whoever makes a segment was there before it, and lies in what is listed from here on.
+    # The process that made a segment existed before it, and so is among those listed from here on.
     found = [segment for path in sorted(folder.glob("mpich_sh*")) if NAME.fullmatch(path.name)
              and (segment := _own(path))] if Path("/proc/self/maps").exists() else []
     in_use: set[tuple[int, int]] = set()
@@ -40,7 +39,7 @@ def abandoned_segments(folder: Path = FOLDER) -> list[Segment]:
         try:
             in_use |= _open_files(process) | _mapped_files(process)
         except PermissionError:
-            # The first process of a system, which may be hidden, has been started by no launcher.
+            # The first process of a system, which may be hidden, was not started by a launcher.
             if process.name != "1" and _is_own(process):
                 return []
         except OSError:    # it has just ended
@@ -49,7 +48,7 @@ def abandoned_segments(folder: Path = FOLDER) -> list[Segment]:
 
 
 def remove_segments(segments: list[Segment]) -> list[Segment]:
-    """Remove those of `segments` that are still abandoned; which they were."""
+    """Remove those of `segments` that are still abandoned, and return them."""
     folders = {one.path.parent for one in segments}
     still = {one for folder in folders for one in abandoned_segments(folder)}
     removed = [one for one in segments if one in still]
@@ -59,20 +58,20 @@ def remove_segments(segments: list[Segment]) -> list[Segment]:
 
 
 def describe_amount(segments: list[Segment]) -> str:
-    """How many, and how large they are together."""
+    """Return the number of the segments and their total size, in words."""
     return (f"{len(segments)} segment{'s' * (len(segments) != 1)} of shared memory, "
             f"{sum(one.bytes for one in segments) / 1e6:.0f} MB")
 
 
 def removal_advice(segments: list[Segment]) -> str:
-    """A line for who may want them removed; empty when there are none."""
+    """Return a line that says how to remove the segments; "" if there are none."""
     return segments and (f"{describe_amount(segments)} in {FOLDER}, left by jobs that were "
                          f"killed, which "
                          f"no process has open: python -m bench doctor --clean removes them") or ""
 
 
 def _own(path: Path) -> Segment | None:
-    """The segment in a file of this user's."""
+    """Return the segment in a file; None if the file is not this user's, or gone."""
     try:
         status = path.lstat()
     except OSError:    # a job has just ended
@@ -90,9 +89,9 @@ def _is_own(process: Path) -> bool:
 
 
 def _open_files(process: Path) -> set[tuple[int, int]]:
-    """Device and number of each file that a process has open.
+    """Return device and inode number of each file that a process has open.
 
-    They are asked for before what is mapped: a file may be closed once it is mapped.
+    Read these before the mapped files: a file may be closed once it is mapped.
     """
     found = set()
     for name in os.listdir(process / "fd"):
@@ -105,7 +104,7 @@ def _open_files(process: Path) -> set[tuple[int, int]]:
 
 
 def _mapped_files(process: Path) -> set[tuple[int, int]]:
-    """Device and number of each file that a process has mapped."""
+    """Return device and inode number of each file that a process has mapped."""
     found = set()
     for line in (process / "maps").read_text(errors="replace").splitlines():
         _, _, _, device, number, *_ = line.split(maxsplit=5)

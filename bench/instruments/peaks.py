@@ -1,4 +1,4 @@
-"""What a run is held against: the machine's peak rates, and the memory of a step."""
+"""Measure the machine's peak rates, and the memory of a step."""
 
 import gc
 import math
@@ -19,35 +19,35 @@ from mm3d.model import cost
 from mm3d.tracing import dry_run
 from mm3d.transport.nodes import physical_node
 
-SIZE = 512          # of the square matrices whose product is the peak: the rate grows no further
-TIMES = 6           # the caches of a node: what the arrays of the sum are together at least
-LEAST = 192 << 20   # bytes of them where the system tells of no caches, or small ones
-ON_DEVICE = 768 << 20    # bytes of them of each rank on a device, several times its cache
-PART = 8            # of the node's memory they are no more than this part
-SAMPLE = 0.02       # seconds that a sample takes at least
+SIZE = 512          # of the square matrices: larger ones reach no higher rate
+TIMES = 6           # least size of the sum's arrays together, over that of a node's caches
+LEAST = 192 << 20   # least bytes of the arrays, also where the system lists no caches
+ON_DEVICE = 768 << 20    # bytes of each rank's arrays on a device, several times its cache
+PART = 8            # the arrays take at most one part in so many of the node's memory
+SAMPLE = 0.02       # least seconds of a sample
 ROUNDS = 5          # samples, the best of which counts
 
 
 def measure_peaks(backend: Backend, dtype: str, comm) -> Group | None:
-    """The group ``machine``: rates of matrix products and of memory, on rank 0.
+    """Measure the group ``machine``: rates of matrix products and of memory; on rank 0.
 
-    Of one rank while the others sleep, and of as many ranks of each node at once as it has cores:
-    what these reach together is divided by all ranks of a node, since that is what each gets where
-    they take turns.  So a node's rates do not depend on the number of ranks.  On a device all
-    ranks work at once, each on arrays of that size.  Ranks have the BLAS threads that they have in
-    a run.
+    Measured are one rank while the others sleep, and at once as many ranks of each node as it has
+    cores.  The rate of these together is divided by all ranks of the node, since ranks that
+    outnumber cores take turns; so a node's rates do not depend on the number of ranks.  On a
+    device all ranks work at once, each on arrays of `ON_DEVICE` bytes.  Ranks have as many BLAS
+    threads as in a run.
 
     The product is C = AB of square matrices.  The memory's rate is that of c = a + b in float32,
-    whose arrays are together several times as large as the last-level caches of a node, whoever
-    works.  Counted are the bytes of a, b and c once, as STREAM's triad does: that a processor
-    reads the lines of c before it writes them (write-allocate), a third more, is not counted.
+    whose arrays are together several times as large as the last-level caches of a node, in both
+    cases.  The bytes of a, b and c are counted once, as in STREAM's triad; that a processor reads
+    the lines of c before it writes them (write-allocate), a third more, is not counted.
 
     Parameters
     ----------
     backend : Backend
-        Whose rates.
+        The backend that computes.
     dtype : str
-        Of the matrices.
+        The dtype of the matrices.
     comm : mpi4py.MPI.Intracomm
         All ranks; each must call this.
     """
@@ -79,7 +79,7 @@ def measure_peaks(backend: Backend, dtype: str, comm) -> Group | None:
 
 
 def cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> float:
-    """Bytes of all last-level caches of this node; NaN where the system does not tell."""
+    """Return the bytes of this node's last-level caches together; NaN if the system lists none."""
     levels: dict[int, dict[str, int]] = {}
     for cache in cpus.glob("cpu[0-9]*/cache/index[0-9]*"):
         try:
@@ -93,14 +93,14 @@ def cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> float:
 
 
 def summed_bytes(caches: float) -> int:
-    """Bytes of the three arrays of the sum, of all ranks of a node that work, with so many bytes
-    of caches."""
+    """Return the bytes of the sum's three arrays, of all working ranks of a node together, for
+    `caches` bytes of caches."""
     wanted = LEAST if math.isnan(caches) else max(LEAST, TIMES * int(caches))
     return min(wanted, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // PART)
 
 
 def _product(backend: Backend, dtype: str) -> tuple[Callable[[], Any], int]:
-    """A product of square matrices, and its operations."""
+    """Return a call that multiplies square matrices, and its operations."""
     a, b, c = (backend.empty((SIZE, SIZE), dtype) for _ in range(3))
     for matrix in (a, b, c):
         matrix[...] = 1
@@ -108,14 +108,14 @@ def _product(backend: Backend, dtype: str) -> tuple[Callable[[], Any], int]:
 
 
 def _sum(backend: Backend, total: int) -> tuple[Callable[[], Any], int]:
-    """c = a + b of arrays that have so many bytes together, and the bytes that it moves."""
+    """Return a call that adds arrays of `total` bytes together, and the bytes that it moves."""
     xp, length = backend.xp, max(1, total // 12)
     a, b, c = (xp.ones((length,), dtype=xp.float32) for _ in range(3))
     return lambda: xp.add(a, b, out=c), 12 * length
 
 
 def _rate(step: Callable[[], Any], amount: int, synchronize: Callable[[], None], team) -> float:
-    """The best rate of each rank of `team` when all of them work at once."""
+    """Measure the best rate of a rank of `team` when all of them work at once."""
     clock = Clock(team)
 
     def makespan(calls: int) -> float:
@@ -128,35 +128,43 @@ def _rate(step: Callable[[], Any], amount: int, synchronize: Callable[[], None],
 
 
 class StepMemory:
-    """The bytes of every rank in one step of a model.
+    """Measure the memory of every rank in one step of a model, in bytes.
 
-    Made right before the step; `between` is called between forward and backward, `group` after
-    it.  Every rank makes one.
+    Make it right before the step; call `note_saved` between forward and backward, and `group`
+    after the step, on every rank.
 
     Parameters
     ----------
     model : Transformer
-        Whose step it is, from cleared gradients.
+        The model, with cleared gradients.
     resident : Resident
         Made before the model.
     """
 
     def __init__(self, model, resident: Resident) -> None:
         self.model, self.resident, self.backend = model, resident, model.grid.backend
-        # What others left behind goes first.
+        # Free the memory of earlier work first.
         gc.collect()
         self.backend.release_idle_memory()
         resident.mark()
         self.backend.reset_peak()
 
-    def between(self, saved: Any) -> None:
-        """Note what forward leaves for backward."""
+    def note_saved(self, saved: Any) -> None:
+        """Note the memory that forward leaves for backward."""
         self.kept, self.after = self.model.saved_bytes(saved), self.backend.memory()["in_use"]
 
     def group(self, sizes: dict[str, int], comm, variant: Variant = Variant()) -> Group | None:
-        """The group ``memory`` of a run, on rank 0; `sizes` are the model's.
+        """Return the group ``memory`` of a run, on rank 0; None on the other ranks.
 
-        `variant` is its row's."""
+        Parameters
+        ----------
+        sizes : dict of str to int
+            Sizes of the model.
+        comm : mpi4py.MPI.Intracomm
+            The ranks; each must call this.
+        variant : Variant
+            The variant of the row.
+        """
         model, peak = self.model, self.backend.memory()["peak"]
         parameters, gradients = (sum(math.prod(a.shape) * itemsize(model.dtype)
                                      for a in arrays) for arrays in zip(
@@ -175,9 +183,9 @@ class StepMemory:
 
 
 def _expected(model, sizes: dict[str, int], variant: Variant) -> dict[str, Variable]:
-    """Closed forms a rank, and the peak of a dry run of rank 0, which has the largest blocks.
+    """Compute closed forms a rank, and the peak of a dry run of rank 0, whose blocks are largest.
 
-    In types of 16 bits what forward keeps is more than the closed form: statistics of rows are
+    In types of 16 bits forward keeps more than the closed form says: the statistics of rows are
     float32.
     """
     grid, size, options = model.grid, itemsize(model.dtype), variant.options(model.scheme.name)

@@ -1,9 +1,9 @@
-"""Which direction of the grid stays inside a node.
+"""Choose the direction of the grid whose lines stay within a node.
 
 Launchers fill one node after the other with consecutive ranks.  The direction whose coordinate
 varies fastest from rank to rank is therefore the one whose lines lie within a node, as far as
-they fit; where a node holds more, the next direction follows.  The grid itself always counts in
-its own order: `placed` gives it the ranks in another.
+they fit; where a node holds more, the next direction follows.  The grid itself always numbers its
+ranks in its own order; `reorder_ranks` permutes the ranks of the communicator instead.
 """
 
 from dataclasses import dataclass
@@ -20,18 +20,18 @@ Sizes = dict[str, int]
 
 @dataclass(frozen=True)
 class Placement:
-    """How the ranks of a grid are dealt to nodes.
+    """The assignment of a grid's ranks to nodes.
 
     Attributes
     ----------
     placement : str
         The directions from the one that varies slowest to the one that varies fastest.
     within_nodes : str
-        Those of more than one rank whose lines all lie within a node, as MPI saw the nodes.
+        The directions of more than one rank whose lines all lie within a node.
     nodes : int
-        How many nodes the ranks are on.
+        Number of nodes.
     node_of_rank : str
-        The number of each rank's node, in the order of the grid; nodes are numbered as they come.
+        The number of each rank's node, in the order of the grid; nodes are numbered in that order.
     """
 
     placement: str
@@ -41,12 +41,12 @@ class Placement:
 
 
 def words_by_direction(scheme: str, shape: Sizes, model: ModelSizes) -> Sizes:
-    """Words that a step of the model moves along each direction, over all ranks.
+    """Count the words that a step of the model moves along each direction, over all ranks.
 
     Parameters
     ----------
     scheme : str
-        Its name.
+        Name of the scheme.
     shape : dict of str to int
         Sizes of the directions.
     model : ModelSizes
@@ -60,15 +60,15 @@ def words_by_direction(scheme: str, shape: Sizes, model: ModelSizes) -> Sizes:
 
 
 def direction_order(inside: str, scheme: str, shape: Sizes, model: ModelSizes) -> str:
-    """The directions from slowest to fastest, so that `inside` stays inside a node.
+    """Return the directions from slowest to fastest, so that `inside` stays within a node.
 
     Parameters
     ----------
     inside : str
-        A direction, or "auto" for the one that moves the most words.  The others follow by their
-        words, whatever comes first.
+        A direction, or "auto" for the one that moves the most words.  The others are ordered by
+        their words.
     scheme, shape, model
-        As in `words`.
+        As in `words_by_direction`.
 
     Raises
     ------
@@ -79,12 +79,12 @@ def direction_order(inside: str, scheme: str, shape: Sizes, model: ModelSizes) -
         raise ValueError(f"--inside {inside}: the grid of scheme {scheme!r} has the directions "
                          f"{', '.join(shape)}; choose one of them, or auto")
     moved = words_by_direction(scheme, shape, model)
-    # Directions of one rank move nothing and come first; of equals the grid's own order holds.
+    # Directions of one rank move nothing and come first; equal ones keep the grid's order.
     return "".join(sorted(shape, key=lambda axis: (axis == inside, moved[axis])))
 
 
 def reorder_ranks(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> MPI.Intracomm:
-    """The ranks of `comm` so numbered that the last direction of `chosen` varies fastest in it.
+    """Renumber the ranks of `comm` so that the last direction of `chosen` varies fastest in it.
 
     Every rank calls this.  Rank 0 stays rank 0; the caller frees the communicator.
     """
@@ -93,16 +93,16 @@ def reorder_ranks(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> MPI.Intraco
 
 
 def placement_outcome(comm: MPI.Intracomm, shape: Sizes, chosen: str) -> Placement:
-    """What became of the order `chosen` on the nodes that there are.
+    """Determine which directions lie within nodes with the order `chosen`.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
-        The ranks as the grid numbers them; every one of them calls this.
+        The ranks in the order of the grid; each calls this.
     shape : dict of str to int
         Sizes of the grid's directions.
     chosen : str
-        See `order`.
+        See `direction_order`.
     """
     nodes, grid = node_numbers(comm), GridShape.from_sizes(shape)
 

@@ -1,4 +1,4 @@
-"""Take samples: how many calls make one, in which order, and what they were taken on."""
+"""Take samples of repeated calls, and describe the machine that they were taken on."""
 
 import math
 import sys
@@ -20,7 +20,7 @@ CALLS = 1000
 
 
 def measured_environment(backend: str, comm) -> dict[str, Setting]:
-    """Describe the machine and the job, with the clock of its worst rank."""
+    """Describe the machine and the job, with the greatest clock errors of all ranks."""
     clock = comm.allreduce(Clock.resolution(), MPI.MAX)
     error = comm.allreduce(Clock(comm).offset_error, MPI.MAX)
     nodes = " ".join(map(str, node_numbers(comm)))
@@ -31,7 +31,7 @@ def measured_environment(backend: str, comm) -> dict[str, Setting]:
 
 def take_samples(sample: Callable[[], float], limits: timing.Limits,
                  comm) -> tuple[list[float], str]:
-    """Take samples until the limits are reached; the samples, and the limit that ended them."""
+    """Take samples until the limits are reached; return them and the limit that ended them."""
     found: list[float] = []
     repetitions = timing.Repetitions(limits, comm, lambda: [median_interval(found)])
     for _ in repetitions:
@@ -50,8 +50,8 @@ def repeat_calls(step: Callable[[], object], calls: int) -> Callable[[], None]:
 def calls_needed(span: Callable[[int], float]) -> int:
     """Find how many calls take `SAMPLE` seconds, at most `CALLS`.
 
-    `span` gives the seconds of a number of calls.  That number grows, since the first calls may
-    wait until all ranks have begun.
+    `span` measures the seconds of a number of calls.  The number is increased step by step, since
+    the first calls may wait until all ranks have begun.
     """
     span(1)
     calls, took = 1, span(1)
@@ -74,14 +74,14 @@ def makespans(step: Callable[[], object], comm, synchronize: Callable[[], None],
 
 
 def pad_samples(samples: list[list[float]], shape: tuple[int, ...]) -> np.ndarray:
-    """Join samples of points in row-major order in one array; NaN where a point has fewer."""
+    """Join samples of points, in row-major order, in one array padded with NaN."""
     most = max(map(len, samples))
     rows = [found + [math.nan] * (most - len(found)) for found in samples]
     return np.array(rows).reshape(*shape, most)
 
 
-def in_random_order(points: list, seed: int, measure: Callable) -> list:
-    """Measure the points in random order; the results in the given order."""
+def measure_in_random_order(points: list, seed: int, measure: Callable) -> list:
+    """Measure the points in random order, and return the results in the given order."""
     found = [None] * len(points)
     for index in np.random.default_rng(seed).permutation(len(points)):
         found[index] = measure(*points[index])

@@ -1,8 +1,8 @@
-"""Spans: when each layer, product and collective of a step began and ended on this rank.
+"""Record spans: when each layer, product and collective of a step began and ended on this rank.
 
 A `Recorder` observes traced repetitions (`mm3d.tracing.observe.observed`); the times that are
-reported as results are measured without it.  Before a collective all ranks of its direction meet
-at a barrier, which is a span of its own: what one rank waits for another is not counted as
+reported as results are measured without it.  Before a collective all ranks of its direction wait
+at a barrier, which is a span of its own, so that waiting for another rank is not counted as
 transfer.
 """
 
@@ -13,31 +13,31 @@ import numpy as np
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.tracing.events import Collective, Event, Gemm, Layer, Observer, Phase, Recomputation
 
-OF_KIND = {"gemm": "gemm", "layer": "elementwise", "again": "elementwise", "wait": "waiting",
-           "phase": "other"}
+PART_OF_KIND = {"gemm": "gemm", "layer": "elementwise", "again": "elementwise", "wait": "waiting",
+                "phase": "other"}
 
 
 class Span(NamedTuple):
-    """Something with a beginning and an end.
+    """An interval of time in a step, with the work that it was spent on.
 
     Attributes
     ----------
     name : str
-        For people, such as "layers.0.mlp.up" or "all-gather A along y".
+        Title, such as "layers.0.mlp.up" or "all-gather A along y".
     kind : str
         "phase", "layer", "again" (layers that backward computes again), "gemm", "collective" or
         "wait".
     phase : str
         "forward" or "backward".
     axis, collective, operand : str
-        Of a collective, or of the barrier before it; empty elsewhere.
+        Direction, kind and operand of a collective or of the barrier before it; empty elsewhere.
     start, end : float
         Seconds on the recorder's clock.
     own : float
-        Seconds of it outside the spans within it.
+        Seconds outside of the spans within this one.
     bytes, flops : int
-        Of a product its two operands and its result, and its operations; of a collective the
-        whole that is gathered, scattered, reduced or broadcast.
+        Of a product the bytes of operands and result, and the operations; of a collective those
+        of the whole array that is gathered, scattered, reduced or broadcast.
     """
 
     name: str
@@ -54,25 +54,25 @@ class Span(NamedTuple):
 
     @property
     def part(self) -> str:
-        """Which of `parts` its own time belongs to."""
+        """The part of a phase, one of `part_names`, that its own time belongs to."""
         return (f"{self.collective} {self.axis}" if self.kind == "collective"
-                else OF_KIND[self.kind])
+                else PART_OF_KIND[self.kind])
 
 
 class Recorder(Observer):
-    """Notes the spans of this rank.
+    """Record the spans of this rank.
 
     Parameters
     ----------
     backend : Backend
-        Whose device is idle at both ends of every span, and whose profiler is told the names.
+        Synchronized at both ends of every span; its profiler gets the names.
     now : callable
         The clock, in seconds.
 
     Attributes
     ----------
     spans : list of Span
-        What has ended, in the order of the ends.
+        The spans that have ended, in the order of their ends.
     """
 
     def __init__(self, backend: Any, now: Callable[[], float]) -> None:
@@ -120,7 +120,7 @@ class Recorder(Observer):
         self._open.append([name, kind, axis, collective, operand, bytes, flops, self._now(), 0.0])
 
     def _operand(self, kind: str) -> str:
-        """What travels: the gradient of the operand where backward sums it or gathers C's."""
+        """Return a collective's operand: the gradient where backward sums it or gathers C's."""
         again = any(kind == "again" for _, kind, *_ in self._open)
         gradient = self._phase == "backward" and not again and (kind.startswith("reduce")
                                                                 or self.operand == "C")
@@ -133,19 +133,19 @@ def _shape(event: Gemm) -> str:
 
 
 def part_names(directions: Iterable[str]) -> tuple[str, ...]:
-    """Name the parts of a phase's time on a grid with these directions.
+    """Return the names of the parts of a phase's time on a grid with these directions.
 
-    "elementwise" is everything within a layer that is neither a product, nor a collective, nor
-    waiting; "other" is what happens between layers.
+    "elementwise" is the time within a layer that is neither a product, nor a collective, nor
+    waiting; "other" is the time between layers.
     """
     return ("gemm", *(f"{kind} {direction}" for direction in directions for kind in COLLECTIVES),
             "elementwise", "waiting", "other")
 
 
 def breakdown(spans: Iterable[Span], whole: float, names: Iterable[str]) -> dict[str, float]:
-    """Seconds of each of the parts `names` in the spans of one phase that took `whole` seconds.
+    """Sum the seconds of each of the parts `names` in the spans of one phase of `whole` seconds.
 
-    They are those of `parts`, and add up to the whole: what no span accounts for is "other".
+    They add up to `whole`: time outside of all spans is "other".
     """
     seconds = dict.fromkeys(names, 0.0)
     for span in spans:

@@ -8,7 +8,7 @@ from mm3d.tracing.watchdog import Watchdog
 
 @contextlib.contextmanager
 def watch_stalls(comm, seconds: int | None) -> Iterator[Callable[..., ContextManager]]:
-    """Run a watchdog of `comm`, and yield its `attached`; without `seconds` `unwatched`.
+    """Run a watchdog of `comm` and yield its `attached`; if `seconds` is None, yield `unwatched`.
     """
     if seconds is None:
         yield unwatched
@@ -18,5 +18,5 @@ def watch_stalls(comm, seconds: int | None) -> Iterator[Callable[..., ContextMan
 
 
 def unwatched(grid: Any, model: Any = None) -> ContextManager:
-    """Context in which no watchdog learns where this rank is."""
+    """Return a context in which no watchdog observes this rank."""
     return contextlib.nullcontext()

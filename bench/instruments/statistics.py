@@ -1,4 +1,4 @@
-"""Statistics of run times, which are neither normal nor symmetric.
+"""Compute statistics of run times, which are neither normal nor symmetric.
 
 The interval is that of Le Boudec, "Performance Evaluation of Computer and Communication Systems"
 (2010), section 2.2, which Hoefler and Belli, "Scientific benchmarking of parallel computing
@@ -13,20 +13,20 @@ from typing import NamedTuple, Sequence
 import numpy as np
 
 CONFIDENCE = 0.95
-# The exact distribution of a rank sum is counted up to so many samples in both groups together.
-EXACT = 100
+# The distribution of a rank sum is exact up to this number of samples in both groups together.
+MAX_EXACT = 100
 
 
 class Interval(NamedTuple):
-    """A median and the interval of order statistics that holds the true one.
+    """A median and an interval of order statistics around it.
 
     Attributes
     ----------
     median, low, high : float
         In the unit of the samples.
     confidence : float
-        The probability that the interval holds the median of the distribution, when samples are
-        independent: at least what was asked for, or less when there are too few samples.
+        The probability that the interval contains the median of the distribution, if samples are
+        independent: at least the requested one, or less if there are too few samples.
     """
 
     median: float
@@ -40,22 +40,22 @@ class Interval(NamedTuple):
         return (self.high - self.low) / abs(self.median) if self.median else math.inf
 
     def within(self, width: float, confidence: float = CONFIDENCE) -> bool:
-        """Whether the interval has the confidence and is no wider than this fraction."""
+        """Return whether the interval has this confidence and is no wider than this fraction."""
         return self.confidence >= confidence and self.width <= width
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What the runs of two sides say of their ratio.
+    """The ratio of the times of two sides of runs, with its interval and p value.
 
     Attributes
     ----------
     ratio : float
-        The second side over the first, of geometric means.
+        Geometric mean of the second side over that of the first.
     low, high : float
         The confidence interval of the ratio.
     p : float
-        Of the hypothesis that it is 1.
+        The p value of the hypothesis that the ratio is 1.
     """
 
     ratio: float
@@ -66,7 +66,7 @@ class Difference:
 
 def median_interval(samples: Sequence[float] | np.ndarray,
                     confidence: float = CONFIDENCE) -> Interval:
-    """The median of `samples` and an interval that holds the distribution's median.
+    """Compute the median of `samples` and an interval that contains the distribution's median.
 
     The number of samples below the true median is binomial (n, 1/2), whatever the distribution:
     the j-th least and the j-th greatest sample enclose it with the probability
@@ -102,10 +102,10 @@ def median_interval(samples: Sequence[float] | np.ndarray,
 
 
 def rank_sum_p(first: Sequence[float] | np.ndarray, second: Sequence[float] | np.ndarray) -> float:
-    """The two-sided p value of the hypothesis that both groups are from one distribution.
+    """Compute the two-sided p value of Wilcoxon's rank-sum test, that both groups are alike.
 
-    Exact, ties included, up to `EXACT` samples in all: the share of all ways to divide the ranks
-    that are at least as far from the expected rank sum.  Beyond, the normal approximation.
+    Up to `MAX_EXACT` samples in all it is exact, also with ties: the share of all divisions of the
+    ranks whose sum is at least as far from the expected one.  Beyond, it is that of a normal sum.
 
     Raises
     ------
@@ -120,7 +120,7 @@ def rank_sum_p(first: Sequence[float] | np.ndarray, second: Sequence[float] | np
     # Twice the mid-ranks, so that they are whole numbers also where samples are equal.
     ranks = (2 * np.cumsum(count) - count + 1)[place]
     distance = abs(int(ranks[:n].sum()) - n * (total + 1))
-    if total > EXACT:
+    if total > MAX_EXACT:
         ties = float((count.astype(np.float64) ** 3 - count).sum())
         variance = n * (total - n) / 12 * (total + 1 - ties / (total * (total - 1)))
         if variance == 0:
@@ -133,7 +133,7 @@ def rank_sum_p(first: Sequence[float] | np.ndarray, second: Sequence[float] | np
 
 
 def _ways(ranks: np.ndarray, n: int) -> np.ndarray:
-    """How many choices of `n` of the `ranks` have each sum."""
+    """Count the choices of `n` of the `ranks` that have each sum."""
     ways = np.zeros((n + 1, int(ranks.sum()) + 1))
     ways[0, 0] = 1
     for rank in ranks:
@@ -142,11 +142,11 @@ def _ways(ranks: np.ndarray, n: int) -> np.ndarray:
 
 
 def adjust_by_holm(values: Sequence[float]) -> list[float]:
-    """The p values of many tests, raised so that all of them together may be read at one level.
+    """Correct the p values of many tests, so that all together may be read at one level.
 
-    Holm's (1979): the least times their number, the next times one less, and so on, none below
-    one before it.  The probability of a single false alarm among all is then at most the level,
-    whatever the tests have to do with each other.
+    Holm's method (1979): the least is multiplied by their number, the next by one less, and so on,
+    and none is below one before it.  The probability of any false alarm is then at most the level,
+    however the tests depend on each other.
     """
     adjusted, greatest = [0.0] * len(values), 0.0
     for k, index in enumerate(sorted(range(len(values)), key=values.__getitem__)):
@@ -156,30 +156,29 @@ def adjust_by_holm(values: Sequence[float]) -> list[float]:
 
 
 def compare_runs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
-                confidence: float = CONFIDENCE) -> list[Difference]:
-    """By what factor the runs of one side are slower than those of the other, case by case.
+                 confidence: float = CONFIDENCE) -> list[Difference]:
+    """Compute the ratio of the times of two sides of runs, case by case.
 
-    A run gives one number a case, the median of its repetitions: repetitions of one run share
-    its placement, its neighbours and the clock of its minutes, and do not tell what the next run
-    will give.  Three runs a side are too few for a test of ranks, which cannot go below p = 0.1
-    then; so the logarithms of the medians are compared by Welch's t test, with Satterthwaite's
-    degrees of freedom.  It holds its level for normal logarithms, also where one side varies more
-    than the other, and falls below it where a few runs are far off, since these widen the error.
-    What does make it cry wolf is that three runs of a side agree by accident.  Therefore the
-    error of a case is never taken to be less than that of all cases together (the mean of the
-    variances within the sides), though still with the degrees of freedom of the case alone.  The
-    p values are corrected for the number of cases by Holm's method, which holds for cases that
-    are disturbed together, as those of one run are.
+    A run gives one number a case, the median of its repetitions.  Repetitions of one run share
+    its placement, its neighbours and the clock speed of its minutes, and say nothing of the next
+    run.  Three runs a side are too few for a test of ranks, which cannot go below p = 0.1 then, so
+    the logarithms of the medians are compared by Welch's t test, with Satterthwaite's degrees of
+    freedom.  It keeps its level for normal logarithms, also where one side varies more than the
+    other, and stays below it where a few runs are outliers, since these increase the error.  False
+    alarms come from three runs of a side that agree by accident.  Therefore the error of a case is
+    at least that of all cases together (the mean of the variances within the sides), still with
+    the degrees of freedom of the case alone.  The p values are corrected for the number of cases
+    by Holm's method, which holds for cases that are disturbed together, as those of one run are.
 
-    Runs are taken to be independent: measure the sides in turns, or what the machine does from
-    one hour to the next is in the difference, and in no interval.
+    Runs are assumed to be independent: measure the sides in turns.  Otherwise changes of the
+    machine from one hour to the next are in the ratio, but not in its interval.
 
     Parameters
     ----------
     pairs : sequence of (sequence of float, sequence of float)
-        Of each case the medians of the runs of both sides, in seconds: two of each at least.
+        For each case the medians of the runs of both sides, in seconds, at least two of each.
     confidence : float
-        Of each interval by itself.
+        The confidence of each single interval.
 
     Returns
     -------
@@ -206,7 +205,7 @@ def compare_runs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
 
 def _welch(first: np.ndarray, second: np.ndarray, common: float,
            confidence: float) -> Difference:
-    """Welch's test of two sets of logarithms whose variances are `common` at least."""
+    """Do Welch's test of two sets of logarithms whose variances are at least `common`."""
     own = np.array([side.var(ddof=1) / side.size for side in (first, second)])
     freedom = (float(own.sum() ** 2 / sum(v ** 2 / (side.size - 1) for v, side in
                                           zip(own, (first, second))))
@@ -221,12 +220,12 @@ def _welch(first: np.ndarray, second: np.ndarray, common: float,
 
 
 def student_tails(t: float, freedom: float) -> float:
-    """The probability that Student's t with so many degrees of freedom is as far from 0 as `t`."""
+    """Return the probability that Student's t with `freedom` degrees is as far from 0 as `t`."""
     return _beta(freedom / (freedom + t * t), freedom / 2, 0.5)
 
 
 def _student_quantile(tails: float, freedom: float) -> float:
-    """The t > 0 beyond which, on both sides together, `tails` of the distribution lie."""
+    """Return the t > 0 for which the tails beyond -t and t together have probability `tails`."""
     low, high = 0.0, 1.0
     while student_tails(high, freedom) > tails:
         low, high = high, 2 * high
@@ -237,14 +236,14 @@ def _student_quantile(tails: float, freedom: float) -> float:
 
 
 def _beta(x: float, a: float, b: float) -> float:
-    """The regularized incomplete beta function, by the continued fraction of DLMF 8.17.22."""
+    """Compute the regularized incomplete beta function by the continued fraction DLMF 8.17.22."""
     if x <= 0 or x >= 1:
         return float(x >= 1)
     if x > (a + 1) / (a + b + 2):    # where the fraction converges slowly
         return 1 - _beta(1 - x, b, a)
     scale = math.exp(a * math.log(x) + b * math.log1p(-x) + math.lgamma(a + b)
                      - math.lgamma(a) - math.lgamma(b)) / a
-    # From the last term to the first; so many leave nothing that float64 could tell.
+    # From the last term to the first; further terms are below the precision of float64.
     fraction = 1.0
     for n in range(30 + int(4 * math.sqrt(max(a, b))), 0, -1):
         m, odd = divmod(n, 2)

@@ -1,6 +1,6 @@
-"""Traced repetitions: where the time of a step goes, on every rank.
+"""Trace repetitions of a step: where its time goes, on every rank.
 
-They follow the repetitions whose times are reported, which nothing traces.
+They follow the repetitions whose times are reported, which are not traced.
 """
 
 from typing import Sequence
@@ -17,21 +17,21 @@ from mm3d.tracing.observe import observed
 
 
 def trace_steps(step: timing.Step, model, repetitions: int) -> tuple[list[Span], Group | None]:
-    """Repeat `step` under observation.
+    """Repeat `step` and record its spans.
 
     Parameters
     ----------
     step : Step
         A forward and a backward pass of `model`.
     model : Transformer
-        Whose layers, products and collectives are observed.
+        The model whose layers, products and collectives are observed.
     repetitions : int
-        How often; 0 for not at all.
+        The number of repetitions, which may be 0.
 
     Returns
     -------
     spans : list of Span
-        The last repetition's, of this rank, on the step's clock.
+        Spans of this rank in the last repetition, on the step's clock.
     parts : Group or None
         The group ``parts`` of a run, on rank 0; None on the other ranks, and without repetitions.
     """
@@ -55,8 +55,8 @@ def trace_steps(step: timing.Step, model, repetitions: int) -> tuple[list[Span],
 
 
 def trace_product(problem, phases: Sequence[str], clock: Clock) -> list[Span]:
-    """The spans of this rank in one traced call of a
-    `bench.experiments.products.problem.Problem`'s phases."""
+    """Record the spans of this rank in one call of each phase of a
+    `bench.experiments.products.problem.Problem`."""
     grid = problem.grid
     recorder = Recorder(grid.backend, clock.now)
     with observed(grid, recorder, problem):
@@ -67,12 +67,12 @@ def trace_product(problem, phases: Sequence[str], clock: Clock) -> list[Span]:
 
 
 def spans_of_phase(spans: list[Span], phase: str) -> list[Span]:
-    """Those of one phase."""
+    """Return the spans of one phase."""
     return [span for span in spans if span.phase == phase]
 
 
 def tally_parts(spans: list[Span], names: Sequence[str]) -> list[list[int]]:
-    """Calls, bytes and operations of each of the parts `names`
+    """Count calls, bytes and operations of each of the parts `names`
     (`bench.instruments.spans.part_names`)."""
     found = {part: [0, 0, 0] for part in names}
     for span in spans:
@@ -82,7 +82,17 @@ def tally_parts(spans: list[Span], names: Sequence[str]) -> list[list[int]]:
 
 
 def parts_group(seconds: np.ndarray, counts: np.ndarray, names: Sequence[str]) -> Group:
-    """The group from (ranks, repetitions, phases, parts) and (ranks, phases, parts, 3)."""
+    """Make the group ``parts`` from seconds and counts.
+
+    Parameters
+    ----------
+    seconds : ndarray
+        (ranks, repetitions, phases, parts).
+    counts : ndarray
+        Calls, bytes and operations, (ranks, phases, parts, 3).
+    names : sequence of str
+        The parts.
+    """
     ranks, repetitions = seconds.shape[:2]
     scales = {"repetition": range(repetitions), "phase": PHASES, "rank": range(ranks),
               "part": names}

@@ -1,4 +1,4 @@
-"""Timing: seconds of forward and backward, on every rank, for every repetition."""
+"""Measure the seconds of forward and backward, of every repetition on every rank."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -8,30 +8,30 @@ from typing import Any, Callable, Iterator
 
 import numpy as np
 
-from bench.instruments.clock import Clock, _timed
+from bench.instruments.clock import Clock, time_on_this_rank
 from bench.instruments.statistics import Interval, median_interval
 from mm3d.tracing.events import PHASES
 
 
 @dataclass(frozen=True)
 class Limits:
-    """When to stop repeating.
+    """Limits of the number of repetitions.
 
     Attributes
     ----------
     repetitions, max_repetitions : int
         The least and the greatest number of repetitions that count.
     max_seconds : float
-        After the least number no repetition begins when so many seconds have passed since the
-        first that counts.
+        Once the least number is done, no repetition begins later than this after the first that
+        counts, in seconds.
     width : float
-        Enough is known when the 95 % confidence intervals of the medians are no wider than this
+        The repetitions end when the 95 % intervals of the medians are no wider than this
         fraction of the median.
 
     Raises
     ------
     ValueError
-        When a limit cannot be meant.
+        When a limit is invalid.
     """
 
     repetitions: int
@@ -51,8 +51,8 @@ class Limits:
 
     def reached(self, done: int, seconds: float,
                 intervals: Callable[[], list[Interval]]) -> str:
-        """What ends the repetitions after `done` of them: "width", "repetitions", "seconds", or
-        "" when more are due."""
+        """Return the limit that is reached after `done` repetitions: "width", "repetitions",
+        "seconds", or "" if another one follows."""
         if done < self.repetitions:
             return ""
         if all(interval.within(self.width) for interval in intervals()):
@@ -63,15 +63,15 @@ class Limits:
 
 
 class Repetitions:
-    """Repetitions until limits are reached: iterate, and do one in each turn.
+    """Iterate over repetitions until limits are reached; the caller does one in each turn.
 
-    Every rank iterates.  Rank 0 decides after each repetition whether another follows, and tells
-    the others, so that all end after the same one.
+    Every rank iterates.  Rank 0 decides after each repetition whether another follows, and
+    broadcasts it, so that all ranks end after the same one.
 
     Parameters
     ----------
     limits : Limits
-        When to stop.
+        The limits.
     comm : mpi4py.MPI.Intracomm
         The ranks.
     intervals : callable
@@ -80,14 +80,14 @@ class Repetitions:
     warmup : int, optional
         Repetitions before the first that counts.
     stop : callable, optional
-        Asked on rank 0 after each repetition, those of the warm-up included; if it is true none
+        Called on rank 0 after each repetition, also of the warm-up; if it returns true, none
         follows.
 
     Attributes
     ----------
     ended_by : str
         The limit that ended them, as `Limits.reached` names it; "stopped" where `stop` did; ""
-        before.
+        before the end.
 
     Examples
     --------
@@ -105,7 +105,7 @@ class Repetitions:
         self.warmup, self.stop, self.ended_by = warmup, stop, ""
 
     def __iter__(self) -> Iterator[bool]:
-        """Begin the next repetition: whether it counts."""
+        """Yield for each repetition whether it counts."""
         done, begun = -self.warmup, perf_counter()
         while not self.ended_by:
             if not done:
@@ -123,20 +123,20 @@ class Repetitions:
 
 @dataclass(frozen=True)
 class Measured:
-    """What `measure` found, on rank 0.
+    """The samples that `measure` has taken, on rank 0.
 
     Attributes
     ----------
     samples : dict of str to ndarray
         "forward" and "backward": seconds, (repetitions, ranks), float64.
     late : dict of str to ndarray
-        For the same phases, repetitions and ranks: seconds by which the rank began after the
-        first of them, the skew that the barrier leaves.
+        Seconds by which each rank began after the first one, the skew that the barrier leaves, for
+        the same phases, repetitions and ranks.
     ended_by : str
-        "width", "repetitions" or "seconds": which of `Limits` ended it; "stopped" when it was
-        told to stop.
+        The limit that ended it, "width", "repetitions" or "seconds"; "stopped" if `stop` of
+        `measure` did.
     clock_resolution, clock_offset_error : float
-        Of the worst rank, seconds.
+        Seconds, of the worst rank.
     """
 
     samples: dict[str, np.ndarray]
@@ -147,7 +147,7 @@ class Measured:
 
 
 class Step:
-    """A repetition that is timed: forward, then backward.
+    """One timed repetition: forward, then backward.
 
     Before each of the two all ranks meet at a barrier and the device is idle; a phase ends when
     the device is idle again.  `prepare` and the barriers are not timed.
@@ -155,20 +155,20 @@ class Step:
     Parameters
     ----------
     forward : callable
-        One forward pass; what it returns is handed to `backward`.
+        One forward pass; its result is passed to `backward`.
     backward : callable
         One backward pass.
     comm : mpi4py.MPI.Intracomm
-        The ranks that take part; every one of them must make it.
+        The ranks; making a Step is collective.
     synchronize : callable
         Waits until the device has finished.
     prepare : callable, optional
-        Called before each repetition, such as to clear gradients.
+        Called before each repetition, for example to clear gradients.
 
     Attributes
     ----------
     clock : Clock
-        What it is timed with.
+        The clock that it is timed with.
     """
 
     def __init__(self, forward: Callable[[], Any], backward: Callable[[Any], Any], comm,
@@ -178,31 +178,31 @@ class Step:
         self.synchronize, self.prepare, self.clock = synchronize, prepare, Clock(comm)
 
     def __call__(self) -> np.ndarray:
-        """Do it: when each phase began and ended on this rank, (phases, 2), in seconds."""
+        """Do the step; return when each phase began and ended here, (phases, 2), in seconds."""
         self.prepare()
         times = np.empty((2, 2))
-        times[0], saved = _timed(self.forward, self.comm, self.synchronize, self.clock)
+        times[0], saved = time_on_this_rank(self.forward, self.comm, self.synchronize, self.clock)
         # Nothing of one repetition stays in memory in the next.
-        times[1], _ = _timed(partial(self.backward, saved), self.comm, self.synchronize,
-                             self.clock)
+        times[1], _ = time_on_this_rank(partial(self.backward, saved), self.comm,
+                                        self.synchronize, self.clock)
         return times
 
 
 def measure(step: Step, warmup: int, limits: Limits,
             stop: Callable[[], bool] = lambda: False) -> Measured | None:
-    """Repeat `step` until the medians are known well enough; rank 0 decides, off the clock.
+    """Repeat `step` until the limits are reached; rank 0 decides, outside of the timed phases.
 
     Parameters
     ----------
     step : Step
-        What is repeated.
+        The step.
     warmup : int
         Repetitions before the first that counts.
     limits : Limits
-        When to stop.
+        The limits.
     stop : callable, optional
-        Asked on rank 0 after each repetition; when it says so none follows, be there as few as
-        there are, or none that counts.
+        Called on rank 0 after each repetition; if it returns true, none follows, even if there are
+        fewer than the least number, or none that counts.
 
     Returns
     -------
@@ -230,7 +230,7 @@ def measure(step: Step, warmup: int, limits: Limits,
 
 
 def _measured(kept: list[np.ndarray], ranks: int, ended_by: str, errors: np.ndarray) -> Measured:
-    """Durations and lateness of the repetitions that count."""
+    """Compute durations and lateness of the repetitions that count."""
     times = np.array(kept).reshape(-1, ranks, 2, 2)
     starts = times[..., 0].transpose(2, 0, 1)
     late = starts - starts.min(axis=2, keepdims=True)
@@ -239,26 +239,26 @@ def _measured(kept: list[np.ndarray], ranks: int, ended_by: str, errors: np.ndar
 
 
 def _samples(kept: list[np.ndarray] | np.ndarray) -> np.ndarray:
-    """Seconds (phases, repetitions, ranks) of (ranks, phases, start and end) a repetition."""
+    """Compute seconds (phases, repetitions, ranks) of times (ranks, phases, 2) a repetition."""
     times = np.asarray(kept)
     return np.ascontiguousarray((times[..., 1] - times[..., 0]).transpose(2, 0, 1))
 
 
 def slowest(samples: np.ndarray) -> np.ndarray:
-    """Of samples (repetitions, ranks) the maximum over ranks: a step is done when all are."""
+    """Return the maximum over ranks of samples (repetitions, ranks)."""
     return samples.max(axis=1)
 
 
 def typical(samples: np.ndarray) -> float:
-    """The median over repetitions of the maximum over ranks."""
+    """Return the median over repetitions of the maximum over ranks."""
     return median(slowest(samples).tolist())
 
 
 def step_times(samples: dict[str, np.ndarray], batch: int) -> np.ndarray:
-    """Seconds a sequence of every repetition: (forward + backward) / batch."""
+    """Return seconds a sequence of every repetition: (forward + backward) / batch."""
     return (slowest(samples["forward"]) + slowest(samples["backward"])) / batch
 
 
 def average_step_time(samples: dict[str, np.ndarray], batch: int) -> float:
-    """Seconds a sequence: (forward + backward) / batch, the paper's equation 6, of medians."""
+    """Return (forward + backward) / batch of medians, the paper's equation 6, in seconds."""
     return (typical(samples["forward"]) + typical(samples["backward"])) / batch

@@ -128,8 +128,9 @@ def measure_rounds(trials: Sequence[Trial], count: int, seed: int) -> np.ndarray
 
     Each round has a random order, so that a disturbance of the machine affects no single trial.
     """
-    return np.array([sampling.in_random_order([(trial,) for trial in trials], seed + turn,
-                                              lambda trial: trial()) for turn in range(count)])
+    points = [(trial,) for trial in trials]
+    return np.array([sampling.measure_in_random_order(points, seed + turn, lambda trial: trial())
+                     for turn in range(count)])
 
 
 def make_transformer(work: Work, comm, dtype: str,

@@ -13,8 +13,8 @@ from bench.errors import UsageError
 from bench.experiments.products import operands
 from bench.instruments import least_squares
 from bench.instruments.clock import Clock
-from bench.instruments.sampling import (BOUNDS, in_random_order, makespans, measured_environment,
-                                        pad_samples, take_samples)
+from bench.instruments.sampling import (BOUNDS, makespans, measure_in_random_order,
+                                        measured_environment, pad_samples, take_samples)
 from bench.instruments.statistics import median_interval
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings

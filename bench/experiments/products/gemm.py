@@ -12,7 +12,7 @@ from bench.checks import operation
 from bench.errors import UsageError
 from bench.experiments.products import operands
 from bench.instruments.host import granted_threads
-from bench.instruments.sampling import (BOUNDS, calls_needed, in_random_order,
+from bench.instruments.sampling import (BOUNDS, calls_needed, measure_in_random_order,
                                         measured_environment, pad_samples, repeat_calls,
                                         take_samples)
 from bench.instruments.statistics import median_interval
