@@ -1,4 +1,4 @@
-"""Figures of merit from known numbers, and what they are held against."""
+"""The peak rates of the machine, and the memory of a step."""
 import gc
 import math
 
@@ -20,7 +20,6 @@ from bench.reports.formats import render
 from mm3d import ModelSizes, launcher, model_spec
 from mm3d.arrays import backend
 from mm3d.model import cost
-from mm3d.tracing.events import PHASES
 from models import SOME
 from records import made_up
 
