@@ -12,7 +12,7 @@ from mm3d.transport.pending import Pending
 
 
 def set_overlap(model: Any, overlap: bool) -> None:
-    """Switch on or off that communication overlaps with the products of `model`."""
+    """Switch the overlap of communication with the products of `model` on or off."""
     for linear in model.linears:
         linear.product.overlap = overlap
 
