@@ -166,7 +166,7 @@ def _reference(backend, sizes: ModelSizes, seed: int, dtype: str,
                causal: bool) -> dict[str, np.ndarray]:
     """Compute the quantities of `compare` by the serial scheme, on this rank alone."""
     scheme = mm3d.scheme("serial", MPI.COMM_SELF, backend=backend)
-    model = build(scheme, sizes, seed, dtype, causal)
+    model = build_model(scheme, sizes, seed, dtype, causal)
     y, saved = model.forward(model.random("input"))
     dx = model.backward(model.random("output gradient"), saved)
     host = backend.to_host
@@ -190,7 +190,7 @@ def _collect(parts: list[Quantity], grid) -> dict[str, list[Block]] | None:
                   [keys[k] for keys in everyone].index(keys[k]) == grid.rank]
         for sent in grid.comm.gather({k: blocks[k] for k in wanted}) or ():
             for k, block in sent.items():
-                found[parts[k].quantity].append(block)
+                found[parts[k].name].append(block)
     return found if grid.rank == 0 else None
 
 
