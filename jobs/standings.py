@@ -81,7 +81,7 @@ def submissions_file(work: Work) -> Path:
     return work.folder / "submitted.jsonl"
 
 
-def list_results(work: Work, case: Case) -> list[tuple[Path, run_file.Run]]:
+def list_results(work: Work, case: Case) -> list[tuple[Path, model_run.Run]]:
     """List the readable files of a row, of its jobs and collected, with the sizes of its preset.
 
     If a policy of recomputation is chosen, only files measured with it are listed.

@@ -12,7 +12,8 @@ from bench.prediction.seconds import uncopied_collectives, link_level
 Shape = tuple[int, int, int]
 
 
-class ProductFit(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class ProductFit:
     """Fitted seconds of a product m x n by n x k.
 
     Attributes

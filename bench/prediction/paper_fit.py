@@ -48,7 +48,8 @@ class RowTerms(msgspec.Struct, frozen=True):
     terms: dict[str, Terms]
 
 
-class Fit(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class Fit:
     """The fitted parameters.
 
     Attributes
@@ -144,7 +145,7 @@ def fit_rows(rows: list[RowTerms], machine: machine_model.Machine, layers: Itera
             continue
         A = _equations(rows, (count, recompute))
         rest = 1 - A[:, fixed] @ known
-        start = bounded(A[:, free], rest, 1.0, 1 / LEAST_ACHIEVED)
+        start = solve_bounded(A[:, free], rest, 1.0, 1 / LEAST_ACHIEVED)
         c, residual = refine_fit(A[:, free], rest, start, 1.0, 1 / LEAST_ACHIEVED)
         if best is None or residual < best.residual - 1e-9:
             parts = dict(zip(FITTED_FIGURES, (1 / c).tolist()))

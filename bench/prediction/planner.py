@@ -4,6 +4,7 @@ All are screened by closed forms (`bench.prediction.closed_form_plan`), whose wo
 best are then traced by dry runs, whose memory and counts are exact.  Seconds are always a model's.
 """
 
+from dataclasses import replace
 from typing import Iterator
 
 from bench.prediction import machine_model, memory_fit

@@ -6,8 +6,8 @@ import numpy as np
 
 from bench.cases.paper import Row, title
 from bench.instruments import timing
-from bench.instruments.statistics import CONFIDENCE, Interval, median_interval, rank_sum
-from bench.records.run_file import Run
+from bench.instruments.statistics import CONFIDENCE, Interval, median_interval, rank_sum_p
+from bench.records.model_run import Run
 from bench.reports.document import Cell, Column, Number, Rows, Table, number_cell
 from mm3d.tracing.events import PHASES
 

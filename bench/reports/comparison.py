@@ -138,7 +138,8 @@ def verdict_table(verdicts: list[Verdict]) -> Table:
         cells = [one.name, *map(number_cell, one.medians), *one.runs,
                  number_cell(one.ratio, ".3f")]
         if one.difference:
-            cells += [number_cell(value, ".3f") for value in one.difference[1:3]]
+            cells += [number_cell(value, ".3f")
+                      for value in (one.difference.low, one.difference.high)]
             cells += [number_cell(one.difference.p, ".2g"), one.word]
         elif tested:
             cells += [number_cell(np.nan)] * 3 + [one.word]

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from typing import Iterable, Sequence
 
 
-class Number(NamedTuple):
+@dataclass(frozen=True)
+class Number:
     """A number and its printed text; CSV has it with all digits.
 
     Attributes
@@ -40,7 +41,8 @@ def number_cell(value: float, form: str = ".4g", missing: str = "-") -> Number:
     return Number(value, missing if math.isnan(value) else format(value, form).rstrip("."))
 
 
-class Column(NamedTuple):
+@dataclass(frozen=True)
+class Column:
     """The heading of a column, and the alignment of its cells.
 
     Attributes

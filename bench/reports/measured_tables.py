@@ -13,7 +13,8 @@ from bench.reports.document import Cell, Column, Notes, Part, Table, number_cell
 from mm3d.tracing.events import PHASES
 
 
-class Pair(NamedTuple):
+@dataclass(frozen=True)
+class Pair:
     """A measurement with its prediction."""
 
     measured: Measured

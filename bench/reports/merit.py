@@ -20,7 +20,8 @@ from mm3d.tracing.events import PHASES
 from mm3d.transport import choice
 
 
-class Figure(NamedTuple):
+@dataclass(frozen=True)
+class Figure:
     """A number with its unit and its closed form, each NaN if there is none."""
 
     name: str

@@ -63,7 +63,7 @@ def preset_parts(results: Results) -> list[Part]:
 
 def oversubscription_warning(runs: Sequence[Run | None]) -> str:
     """Return the warning in a heading that times are no scaling results, if ranks shared cores."""
-    most = most_crowded([run for run in runs if run])
+    most = most_oversubscribed([run for run in runs if run])
     return "" if most is None else (f" (NOT SCALING RESULTS: up to {most.ranks} ranks take turns "
                                     f"on {most.environment['cores']} cores)")
 
@@ -117,7 +117,7 @@ def published_notes() -> list[str]:
 
 def measured_notes(results: Results) -> list[str]:
     """State how the figures were measured, and what they do not show."""
-    runs = results.shown()
+    runs = results.shown_runs()
     if not runs:
         return [f"None but {_count(results.overridden, 'run')} with sizes given by hand."]
     notes = [f"Model: layers {_all(runs, 'layers')}, sequence {_all(runs, 'seq')}, "
@@ -158,7 +158,7 @@ def measured_notes(results: Results) -> list[str]:
 
 def verified_notes(runs: Sequence[Run]) -> list[str]:
     """State what was verified before any time was measured, and how."""
-    apart = [(run, *layer_residuals.apart(run.checks)) for run in runs]
+    apart = [(run, *layer_residuals.split_checks(run.checks)) for run in runs]
     error = max(check.error for _, serial, _ in apart for check in serial)
     notes = [f"Verified first: output and all gradients of every row beside a serial model; the "
              f"largest relative error is {error:.1g}."]

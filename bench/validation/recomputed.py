@@ -22,7 +22,8 @@ FIT_TOLERANCE = 1e-6
 NO_SAMPLES = ((np.nan, np.nan, np.nan, 0.0), (np.nan,) * 4)    # intervals of no samples
 
 
-class Recomputed(NamedTuple):
+@dataclass(frozen=True)
+class Recomputed:
     """The recomputed values of a variable.
 
     Attributes

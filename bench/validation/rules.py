@@ -20,7 +20,7 @@ from bench.experiments.rows.record import expected_words
 from bench.instruments import timing
 from bench.instruments.statistics import median_interval
 from bench.records.measurements import Check, Measurements
-from bench.records.run_file import Run
+from bench.records.model_run import Run
 from bench.validation.recomputed import TOLERANCE, check_derived
 from mm3d import ModelSizes, SCHEMES, model_spec
 from mm3d.grid.axis import COLLECTIVES

@@ -187,7 +187,7 @@ def grid_chooser(arguments: argparse.Namespace,
     """
     name = arguments.machine or "cpu"
     if arguments.grid == "auto":
-        of_rank_0(lambda: machine_model.load_machine(name, arguments.dtype), comm)
+        broadcast_from_rank_0(lambda: machine_model.load_machine(name, arguments.dtype), comm)
     elif arguments.machine:
         raise UsageError(f"--machine {name}: only --grid auto plans for a machine; give both, or "
                          f"leave --machine out")

@@ -32,7 +32,8 @@ FIGURES: dict[str, tuple[Callable[[Results], object], str]] = {
 METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
-class Drawing(NamedTuple):
+@dataclass(frozen=True)
+class Drawing:
     """A figure of one preset, or the reason why there is none.
 
     Attributes

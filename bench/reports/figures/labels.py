@@ -6,7 +6,8 @@ from typing import Sequence
 Box = tuple[float, float, float, float]    # left, bottom, right, top, in pixels
 
 
-class Label(NamedTuple):
+@dataclass(frozen=True)
+class Label:
     """A text with its possible places: points of the panel's data, each with an offset in points.
 
     The first free place is taken, or else the one where the text covers the least.

@@ -224,7 +224,7 @@ def test_the_rules_allow_tf32_its_eps_where_products_are(tuning):
             environment=dict(tuning_variables=tuning))
         checks = [Check(name, 0.0, limit) for name, limit in limits.items()]
         return [*rules.check_residuals(run, checks)]
-    plain, few = (layer_residuals.tolerances(1, rounding) for rounding in ("float32", "tf32"))
+    plain, few = (limits(1, rounding) for rounding in ("float32", "tf32"))
     wider = {name for name in plain if few[name] > plain[name]}
     assert len(wider) == 4 * 3 + 6 and all("mlp.up" in n or "attention." in n or "mlp.down" in n
                                            for n in wider)
@@ -253,7 +253,7 @@ def test_the_paper_preset_checks_the_model_that_it_measures(tmp_path, capsys):
     assert check_file(path)[0] == []
     # A lax or a missing residual is no verification.
     own[0] = Check(own[0].quantity, own[0].error, 1.0)
-    run.checks = serial + own[:-1]
+    run = replace(run, checks=serial + own[:-1])
     said = " ".join(check_file(run_file.write_run(run, tmp_path, "lax"))[0])
     assert "107 residuals, but 3 layers have 108" in said and "is 1; the rules allow" in said
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 from scipy.optimize import differential_evolution
 
-from bench.instruments.least_squares import bounded, fit_line, nonnegative
+from bench.instruments.least_squares import solve_bounded, fit_line, solve_nonnegative
 from bench.prediction.paper_fit import refine_fit
 
 
@@ -77,7 +77,7 @@ def test_a_search_ends_where_a_global_one_does(seed):
     A = random.random((16, 3)) * [1, 0.1, 0.5]
     rest = (A @ [2, 30, 5]) * random.lognormal(0, 0.3, 16)
     A, rest = A / rest[:, None] * 0.9, np.full(16, 0.9)
-    c, least = refine_fit(A, rest, bounded(A, rest, 1, 100), 1, 100)
+    c, least = refine_fit(A, rest, solve_bounded(A, rest, 1, 100), 1, 100)
 
     def deviations(u):
         return np.abs(np.log(np.exp(u.T) @ A.T + 0.1)).mean(axis=-1)

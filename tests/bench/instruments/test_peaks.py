@@ -21,77 +21,6 @@ from mm3d import ModelSizes, launcher, model_spec
 from mm3d.arrays import backend
 from mm3d.model import cost
 from models import SOME
-from records import made_up
-
-ROW = select_rows("weak", "3d")[0]
-PARTS = part_names("xyz")
-
-
-def run_with_everything():
-    """A run of 8 ranks, 4 s forward and 8 s backward, with all groups."""
-    run = made_up(ROW, forward=4.0, backward=8.0)
-    seconds, counts = np.zeros((8, 2, 2, len(PARTS))), np.zeros((8, 2, len(PARTS), 3))
-    seconds[..., PARTS.index("gemm")], seconds[..., PARTS.index("all_gather x")] = 0.5, 2.0
-    seconds[..., PARTS.index("waiting")] = 2.5
-    counts[:, :, PARTS.index("gemm")] = 3, 1000, 8000
-    run.groups["parts"] = parts_group(seconds, counts, PARTS)
-    run.groups["machine"] = Group({}, {
-        name: Variable(np.float64(rate), units, ()) for name, rate, units in (
-            ("gemm_together", 5e9, "s-1"), ("gemm_alone", 2e10, "s-1"),
-            ("memory_together", 1e9, "byte s-1"), ("memory_alone", 8e9, "byte s-1"))})
-    run.groups["memory"] = Group({"rank": range(8)}, {
-        "saved": Variable(np.arange(1, 9) * 2.0 ** 20, "byte", ("rank",)),
-        "expected_saved": Variable(np.float64(7 * 2 ** 20), "byte", ())})
-    return run
-
-
-def test_utilization_of_a_known_rate():
-    """8 ranks that do 6e12 useful operations in 3 s, of 1e12 a second that each could."""
-    assert merit.utilization(6e12, 3.0, 8, 1e12) == 0.25
-
-
-def test_figures_of_known_times(tmp_path):
-    run = run_file.read_run(run_file.write_run(run_with_everything(), tmp_path, "a"))
-    found = {figure.name: figure for figure in merit.figures_of_merit(run)}
-    chosen = run.configuration
-    batch, tokens = chosen["batch"], chosen["batch"] * chosen["seq"]
-    layers, hidden = chosen["layers"], chosen["hidden"]
-    flops = 3 * layers * (24 * tokens * hidden ** 2 + 4 * tokens * chosen["seq"] * hidden)
-    assert merit.useful_flops(run) == flops
-    assert found["average step time"].value == pytest.approx(12 / batch)
-    assert found["tokens a second"].value == pytest.approx(tokens / 12)
-    assert found["useful rate a rank"].value == pytest.approx(flops / 12 / 8 / 1e9)
-    shares = [f.value for f in merit.figures_of_merit(run) if f.name.endswith("(MFU)")]
-    assert shares == pytest.approx([100 * flops / 12 / 8 / 5e9, 100 * flops / 12 / 8 / 2e10])
-    # Rank r of the made-up run moves r words of 4 bytes along x in each phase.
-    words, moved = (
-        found[f"{unit} a rank along x, counted"] for unit in ("words", "bytes"))
-    assert words.value == words.expected == 7 and moved.value == moved.expected == 28
-    assert found["  bandwidth in collectives along x"].value == pytest.approx(
-        2 * 112 / (8 * 2 * 2.0) / 1e9)
-    assert "words a rank along y" not in found
-    assert merit.roofline_points(run) == {name: (8.0, 16000.0) for name in (
-        *PHASES, "step")}
-    assert found["memory: saved activations"][1:] == (8.0, "MiB", 7.0)
-
-
-def test_figures_that_were_not_measured_are_missing_not_zero():
-    run = made_up(ROW)
-    found = {figure.name: figure.value for figure in merit.figures_of_merit(run)}
-    assert math.isnan(found["peak of products, all ranks at once"])
-    assert merit.roofline_points(run) is None and not any("memory:" in name for name in found)
-    assert "was not traced" in render(merit.run_parts(run))
-
-
-def test_parts_and_figures_are_printed(tmp_path):
-    run_file.write_run(run_with_everything(), tmp_path, "a")
-    printed = render(merit.merit_document(tmp_path))
-    lines = [line.split() for line in printed.splitlines()]
-    assert ["forward", "0.5", "2", "0", "0", "0", "2.5", "0", "5", "4", "1.25"] in lines
-    assert ["backward,", "%", "10.0", "40.0", "0.0", "0.0", "0.0", "50.0", "0.0"] in lines
-    assert ["memory:", "saved", "activations", "8", "7", "MiB"] in lines
-    with pytest.raises(StoreError, match="no results in"):
-        merit.merit_document(tmp_path / "nothing.h5")
 
 
 @pytest.mark.ranks(1, 4)
@@ -152,22 +81,6 @@ def test_caches_of_a_node_are_added_up_once(tmp_path):
     assert peaks.cache_bytes(tmp_path) == 2 * 2 ** 25
     assert math.isnan(peaks.cache_bytes(tmp_path / "nothing"))
     assert peaks.summed_bytes(math.nan) == peaks.summed_bytes(2.0 ** 20) == 3 * 2 ** 26
-
-
-@pytest.mark.parametrize("sizes, known", [
-    ({}, False), ({"memory_arrays": 2.0 ** 26}, True),
-    ({"memory_arrays": 2.0 ** 26, "last_level_caches": 2.0 ** 25}, True),
-    ({"memory_arrays": 2.0 ** 26, "last_level_caches": 2.0 ** 26}, False)])
-def test_a_rate_of_the_caches_is_no_rate_of_memory(sizes, known):
-    """As in files of before, which do not say how large the arrays were."""
-    run = run_with_everything()
-    run.groups["machine"].variables.update(
-        {name: Variable(np.float64(size), "byte", ()) for name, size in sizes.items()})
-    found = {figure.name: figure.value for figure in merit.figures_of_merit(run)}
-    assert found["memory bandwidth, one rank alone"] == 8 or not known
-    assert math.isnan(found["memory bandwidth, all ranks at once"]) != known
-    assert math.isnan(found["memory bandwidth, one rank alone"]) != known
-    assert found["peak of products, all ranks at once"] == 5
 
 
 def step_memory(case, sizes, comm):

@@ -50,7 +50,7 @@ def invented_collectives(transport="shared") -> Measurements:
 def both(folder, per_node=8) -> machine_model.Machine:
     """The file to which both have contributed."""
     path, record = folder / "mine.toml", invented_collectives()
-    record.environment = ENVIRONMENT | {"ranks_on_this_node": per_node}
+    record.environment["ranks_on_this_node"] = per_node
     made = machine_update.update_products(machine_update.adopt_machine(CPU), invented_products())
     assert machine_file.write_machine(made, path, MPI.COMM_SELF) == ""
     made = machine_update.update_collectives(machine_model.load_machine(str(path)), record)

@@ -44,7 +44,7 @@ def test_utilization_of_a_known_rate():
 
 def test_figures_of_known_times(tmp_path):
     run = run_file.read_run(run_file.write_run(run_with_everything(), tmp_path, "a"))
-    found = {figure.name: figure for figure in merit.figures(run)}
+    found = {figure.name: figure for figure in merit.figures_of_merit(run)}
     chosen = run.configuration
     batch, tokens = chosen["batch"], chosen["batch"] * chosen["seq"]
     layers, hidden = chosen["layers"], chosen["hidden"]
@@ -53,7 +53,7 @@ def test_figures_of_known_times(tmp_path):
     assert found["average step time"].value == pytest.approx(12 / batch)
     assert found["tokens a second"].value == pytest.approx(tokens / 12)
     assert found["useful rate a rank"].value == pytest.approx(flops / 12 / 8 / 1e9)
-    shares = [f.value for f in merit.figures(run) if f.name.endswith("(MFU)")]
+    shares = [f.value for f in merit.figures_of_merit(run) if f.name.endswith("(MFU)")]
     assert shares == pytest.approx([100 * flops / 12 / 8 / 5e9, 100 * flops / 12 / 8 / 2e10])
     # Rank r of the made-up run moves r words of 4 bytes along x in each phase.
     words, moved = (
@@ -62,7 +62,7 @@ def test_figures_of_known_times(tmp_path):
     assert found["  bandwidth in collectives along x"].value == pytest.approx(
         2 * 112 / (8 * 2 * 2.0) / 1e9)
     assert "words a rank along y" not in found
-    assert merit.roofline(run) == {name: (8.0, 16000.0) for name in (
+    assert merit.roofline_points(run) == {name: (8.0, 16000.0) for name in (
         *PHASES, "step")}
     name = "memory: saved activations"
     assert found[name] == merit.Figure(name, 8.0, "MiB", 7.0)
@@ -70,21 +70,21 @@ def test_figures_of_known_times(tmp_path):
 
 def test_figures_that_were_not_measured_are_missing_not_zero():
     run = made_up(ROW)
-    found = {figure.name: figure.value for figure in merit.figures(run)}
+    found = {figure.name: figure.value for figure in merit.figures_of_merit(run)}
     assert math.isnan(found["peak of products, all ranks at once"])
-    assert merit.roofline(run) is None and not any("memory:" in name for name in found)
-    assert "was not traced" in render(merit.one(run))
+    assert merit.roofline_points(run) is None and not any("memory:" in name for name in found)
+    assert "was not traced" in render(merit.run_parts(run))
 
 
 def test_parts_and_figures_are_printed(tmp_path):
     run_file.write_run(run_with_everything(), tmp_path, "a")
-    printed = render(merit.document(tmp_path))
+    printed = render(merit.merit_document(tmp_path))
     lines = [line.split() for line in printed.splitlines()]
     assert ["forward", "0.5", "2", "0", "0", "0", "2.5", "0", "5", "4", "1.25"] in lines
     assert ["backward,", "%", "10.0", "40.0", "0.0", "0.0", "0.0", "50.0", "0.0"] in lines
     assert ["memory:", "saved", "activations", "8", "7", "MiB"] in lines
     with pytest.raises(StoreError, match="no results in"):
-        merit.document(tmp_path / "nothing.h5")
+        merit.merit_document(tmp_path / "nothing.h5")
 
 
 @pytest.mark.parametrize("sizes, known", [
@@ -96,7 +96,7 @@ def test_a_rate_of_the_caches_is_no_rate_of_memory(sizes, known):
     run = run_with_everything()
     run.groups["machine"].variables.update(
         {name: Variable(np.float64(size), "byte", ()) for name, size in sizes.items()})
-    found = {figure.name: figure.value for figure in merit.figures(run)}
+    found = {figure.name: figure.value for figure in merit.figures_of_merit(run)}
     assert found["memory bandwidth, one rank alone"] == 8 or not known
     assert math.isnan(found["memory bandwidth, all ranks at once"]) != known
     assert math.isnan(found["memory bandwidth, one rank alone"]) != known

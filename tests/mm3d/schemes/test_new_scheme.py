@@ -139,10 +139,10 @@ def test_under_another_name_a_scheme_has_the_same_grids_and_plans(renamed, ranks
     for grid in grids:
         known, new = (screen_grid(name, grid, LONGHORN, "float32", "full", WEAK)
                       for name in renamed)
-        assert msgspec.structs.replace(known, scheme="renamed") == new
+        assert replace(known, scheme="renamed") == new
     known, new = (planner.rank_plans(ranks, LONGHORN, top=2, scheme=name, **SMALL)
                   for name in renamed)
-    assert [msgspec.structs.replace(p, scheme="renamed") for p in known] == new
+    assert [replace(p, scheme="renamed") for p in known] == new
     assert {p.grid for p in new} == set(grids) and new[0].traced
     assert all(p.traced for p in new) == (len(new) <= planner.TRACED)
 
