@@ -92,7 +92,7 @@ def recorded_variant(configuration: Mapping[str, Any]) -> Variant:
 def problem(variant: Variant, schemes: Iterable[str], backend: Backend | None = None,
             recompute: str | None = None) -> str:
     """Say why rows of `schemes` cannot have this variant and policy; "" if they can."""
-    if variant.keep != "none" and recompute and policy(recompute).selective:
+    if variant.keep != "none" and recompute and parse_policy(recompute).selective:
         return (f"--keep {variant.keep} --recompute {recompute}: selective keeps nothing that "
                 f"products gather; leave one of them out, or choose --recompute full")
     for name, flag in (("keep", f"--keep {variant.keep}"), ("overlap", "--overlap")):

@@ -133,7 +133,7 @@ class LayerErrors(ArrayObserver):
         w = self.random_signs(C.shape[2:])
         expected = A.times(B.times(w)[0])[0]
         bound = A.times(B.times(np.abs(w), True)[0], True)[0]
-        if layer.adds:
+        if layer.adds_bias:
             bias = self.parameter(layer.bias.value, layer.bias).vector()
             expected, bound = expected + np.vdot(bias, w), bound + np.abs(bias).sum()
         self.note(layer, "C", C.times(w) - expected, bound)
@@ -148,7 +148,7 @@ class LayerErrors(ArrayObserver):
         v, bound = dC.times(w)[0], dC.times(np.abs(w), True)[0]
         dB = self.parameter(layer.weight.grad, layer.weight)
         self.note(layer, "dB", dB.times(w) - A.left_times(v)[0], A.left_times(bound, True)[0])
-        if layer.adds:
+        if layer.adds_bias:
             self._bias(layer, dC)
 
     def _product(self, layer: Linear, x: Any,

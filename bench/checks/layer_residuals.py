@@ -101,7 +101,7 @@ def tolerances(model: ModelSpec, rounding: str) -> dict[str, float]:
              GeluSpec: sums | bias, AttentionSpec: attention, ResidualSpec: sums}
     limits: dict[str, float] = {}
     for name, spec in named_specs(model.chain):
-        passing = kinds[type(spec)] | (bias if getattr(spec, "adds", False) else {})
+        passing = kinds[type(spec)] | (bias if getattr(spec, "adds_bias", False) else {})
         limits |= {f"{PREFIX}{name}, {what}": limit for what, limit in passing.items()}
     return limits
 

@@ -30,7 +30,8 @@ LEAST_ACHIEVED = 0.01    # fraction of a figure: a fit that needs less explains 
 STRIDES = (0.3, 0.03)    # initial steps of searches, in logarithms of figures
 
 
-class RowTerms(msgspec.Struct, frozen=True):
+@dataclass(frozen=True)
+class RowTerms:
     """A row with the predicted seconds of its step, by term.
 
     Attributes

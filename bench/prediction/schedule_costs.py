@@ -1,8 +1,9 @@
 """Time pipeline schedules whose ranks have equal layers, by name or from a file."""
 
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Mapping, NamedTuple, Sequence
+from typing import Any, Mapping, Sequence
 
 from bench.errors import UsageError
 from mm3d.training.schedules import Schedule, Times, build, check, clock, parse_schedule
@@ -11,7 +12,8 @@ from mm3d.training.schedules.memory import peak_in_flight
 from mm3d.training.schedules.messages import message_count
 
 
-class Pipeline(NamedTuple):
+@dataclass(frozen=True)
+class Pipeline:
     """What schedules are compared for.
 
     Attributes
@@ -108,7 +110,7 @@ def costs_by_microbatches(names: Sequence[str], pipeline: Pipeline) -> dict[
     for name, points in found.items():
         for microbatches in range(1, pipeline.microbatches + 1):
             try:
-                timeline = timed(name, pipeline._replace(microbatches=microbatches))
+                timeline = timed(name, replace(pipeline, microbatches=microbatches))
             except UsageError:    # such as too few micro-batches for DualPipeV
                 continue
             schedule = timeline.schedule

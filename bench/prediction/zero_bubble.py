@@ -4,10 +4,11 @@ The bubble rate is (cost - m (F + B + W)) / cost of m micro-batches; the cost is
 of a rank from its own first begin to its own last end.  The data is in ``zero_bubble.toml``.
 """
 
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache
 from importlib import resources
-from typing import Iterator, NamedTuple
+from typing import Iterator
 
 import msgspec
 
@@ -72,7 +73,8 @@ class Paper(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     table: Rows
 
 
-class Cell(NamedTuple):
+@dataclass(frozen=True)
+class Cell:
     """A published rate and the computed one.
 
     Attributes

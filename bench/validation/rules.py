@@ -102,7 +102,7 @@ def check_residuals(run: Run, own: list[Check]) -> Iterator[str]:
                f"{how}")
     if not own:
         return
-    limits = layer_residuals.tolerances(describe(ModelSizes.from_settings(chosen)),
+    limits = layer_residuals.tolerances(model_spec(ModelSizes.from_settings(chosen)),
                                         recorded_variant(chosen).rounding)
     if {check.quantity for check in own} != limits.keys():
         yield (f"verification: {len(own)} residuals, but {chosen['layers']} layers have "

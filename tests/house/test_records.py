@@ -12,6 +12,8 @@ TREES = {".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.
 # Modules whose tuples are made by the thousand in steps and plans, are keys of dictionaries, or
 # become rows of arrays.
 TUPLES = {"mm3d.tracing.events", "mm3d.tracing.observed_calls", "mm3d.schemes.closed_form",
+          "mm3d.training.schedules.messages", "mm3d.training.schedules.schedule",
+          "mm3d.training.schedules.search",
           "mm3d.model.specs", "bench.instruments.spans", "bench.instruments.statistics"}
 COUNTERS = {"mm3d.grid.axis.Traffic"}    # no record: added to in every collective
 

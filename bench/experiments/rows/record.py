@@ -43,7 +43,7 @@ def expected_words(scheme: str, grid: GridShape, sizes: ModelSizes, keep: str = 
     ndarray of int64
         Words, (phases, directions, collectives).
     """
-    directions = directions or run_file.directions_of(grid)
+    directions = directions or model_run.directions_of(grid)
     forms = mm3d.cost.words(scheme, grid, mm3d.model_spec(sizes, recompute=recompute), keep=keep)
     expected = np.zeros((len(PHASES), len(directions), len(COLLECTIVES)), np.int64)
     for phase, name in enumerate(PHASES):

@@ -31,7 +31,7 @@ def model_of(comm, scheme, grid, dtype="float32", causal=False, **sizes):
 
 def limits(layers, rounding):
     sizes = mm3d.ModelSizes(**dict(SIZES, layers=layers))
-    return layer_residuals.tolerances(mm3d.describe(sizes), rounding)
+    return layer_residuals.tolerances(mm3d.model_spec(sizes), rounding)
 
 
 def checked(model):

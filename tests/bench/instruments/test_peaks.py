@@ -11,12 +11,6 @@ from bench.cases.selection import select_rows
 from bench.errors import StoreError
 from bench.experiments.rows.row import run_counted_step
 from bench.instruments import peak_memory, peaks
-from bench.instruments.spans import part_names
-from bench.instruments.step_tracing import parts_group
-from bench.records import run_file
-from bench.records.measurements import Group, Variable
-from bench.reports import merit
-from bench.reports.formats import render
 from mm3d import ModelSizes, launcher, model_spec
 from mm3d.arrays import backend
 from mm3d.model import cost

@@ -115,7 +115,7 @@ def test_residuals_are_of_the_model_that_recomputes(comm, name):
     model = mm3d.Transformer(scheme, layers=3, hidden=32, heads=4, batch=8, seq=8, recompute=name)
     before = model.layers.layers
     checks = layer_residuals.check_step(model, model.random("x"), model.random("dy"), 0)
-    plain = mm3d.describe(mm3d.ModelSizes(3, 32, 4, 8, 8))
+    plain = mm3d.model_spec(mm3d.ModelSizes(3, 32, 4, 8, 8))
     assert {c.quantity for c in checks} == layer_residuals.tolerances(plain, "float32").keys()
     assert layer_residuals.failure_message(checks) is None
     assert model.layers.layers is before
