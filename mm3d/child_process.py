@@ -15,15 +15,17 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO
 
 GRACE = 10.0     # seconds between SIGTERM and SIGKILL
 ORPHANS = 1.0    # of these at most for processes that have outlived the child
 PR_SET_PDEATHSIG = 1
 
 
-class ChildResult(NamedTuple):
+@dataclass(frozen=True)
+class ChildResult:
     """The end of a child process.
 
     Attributes

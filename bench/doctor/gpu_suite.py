@@ -22,7 +22,8 @@ from mm3d.child_process import run_child
 ROOT = Path(bench.__file__).parents[1]    # where the tests are
 
 
-class Step(NamedTuple):
+@dataclass(frozen=True)
+class Step:
     """A program to run.
 
     Attributes
@@ -40,7 +41,7 @@ class Step(NamedTuple):
     name: str
     command: list[str]
     limit: float
-    settings: Mapping[str, str] = {}
+    settings: Mapping[str, str] = field(default_factory=dict)
 
 
 def list_steps(out: Path, ranks: int, limit: float, rehearse: bool) -> list[Step]:

@@ -157,7 +157,7 @@ def row_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     return {"preset": arguments.preset, "warmup": warmup, **vars(limits),
             "traced": row_options.traced_steps(arguments), "seed": arguments.seed,
             "recompute": arguments.recompute,
-            **msgspec.structs.asdict(row_options.variant(arguments, library)),
+            **asdict(row_options.variant(arguments, library)),
             **resume.describe_machine(library.name)}
 
 

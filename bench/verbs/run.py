@@ -193,7 +193,7 @@ def grid_chooser(arguments: argparse.Namespace,
                          f"leave --machine out")
     if arguments.grid is None:
         return None
-    return lambda one: of_rank_0(lambda: grids.read_grid(
+    return lambda one: broadcast_from_rank_0(lambda: grids.read_grid(
         arguments.grid, one.row.scheme, comm.size, name, one.variant.dtype,
         one.sizes, arguments.recompute), comm)
 
@@ -259,7 +259,7 @@ def write_row(found: Measured, one: Case, out: Path, trace: Path | None) -> tupl
     return status, f"done: {one.title}: {summarize(found.record)}, {path.name}"
 
 
-def summarize(record: run_file.Run) -> str:
+def summarize(record: model_run.Run) -> str:
     """Return in a line the times of a step and its difference from the serial scheme's."""
     forward, backward = (timing.typical(record.samples[phase]) for phase in PHASES)
     serial, own = layer_residuals.split_checks(record.checks)

@@ -75,7 +75,7 @@ def check_model(mode: Mode) -> Check:
     float64 and float32 are compared with float64, dtypes with fewer digits with themselves.
     """
     few = str(mode) in against_serial.EPS
-    with rounded(mode.tf32) as library:
+    with rounding_backend(mode.tf32) as library:
         expected = run_model_step(library, mode.dtype if few else "float64")
     with mode:
         found = run_model_step(mode.backend, mode.dtype)

@@ -11,7 +11,8 @@ from mm3d.arrays.backend import Array, Backend
 from mm3d.model import functional
 
 
-class Scale(NamedTuple):
+@dataclass(frozen=True)
+class Scale:
     """The sizes of all cases.
 
     Attributes

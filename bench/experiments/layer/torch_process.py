@@ -73,6 +73,6 @@ class TorchProcess:
 
 def global_arrays(sizes: ModelSizes, seed: int, dtype: str) -> dict[str, np.ndarray]:
     """Draw the input, the output's gradient and the parameters of the layer as global arrays."""
-    model = build(mm3d.scheme("serial", MPI.COMM_SELF, backend="numpy"), sizes, seed, dtype)
+    model = build_model(mm3d.scheme("serial", MPI.COMM_SELF, backend="numpy"), sizes, seed, dtype)
     arrays = {p.name: p.value.reshape(p.public_shape) for p in model.parameters}
     return arrays | {name: model.random(name) for name in ("input", "output gradient")}

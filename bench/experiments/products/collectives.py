@@ -143,7 +143,7 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
                 makespans(step, comm, grid.backend.synchronize, clock), limits, comm))
 
     points = [(axis, kind, size) for axis in axes for kind in COLLECTIVES for size in sizes]
-    found = in_random_order(points, seed, measure)
+    found = measure_in_random_order(points, seed, measure)
     environs = measured_environment(grid.backend.name, comm)
     if comm.rank > 0:
         return None
@@ -183,7 +183,7 @@ def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, 
     split = mm3d.Layout("," * (len(shape) - 1) + axis).split(grid, shape, axis)
     a = _operand(split, kind, shape, dtype)
     step = _collective_call(split, kind, a)
-    check = operation.collective(split, kind, step, a, comm)
+    check = operation.check_collective(split, kind, step, a, comm)
     grid.reset_traffic()
     step()
     moved = comm.allreduce(line.traffic[kind].bytes, MPI.MAX)

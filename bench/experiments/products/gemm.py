@@ -89,12 +89,12 @@ def measure_gemm(sizes: Sequence[int], dtypes: Sequence[str] = ("float32", "floa
         a, b = (operands.fill(library.empty((n, n), dtype), library, seed, name)
                 for name in "AB")
         with threadpool_limits(count, user_api="blas"):
-            checks.extend(operation.product(f"C of {n} x {n} {dtype}, BLAS threads: {count}",
-                                            (a, b, matmul(a, b)), seed))
+            checks.extend(operation.check_own_product(
+                f"C of {n} x {n} {dtype}, BLAS threads: {count}", (a, b, matmul(a, b)), seed))
             return take_samples(make_sampler(lambda: matmul(a, b), library.synchronize),
                                 limits, MPI.COMM_SELF)
 
-    found = in_random_order(points, seed, measure)
+    found = measure_in_random_order(points, seed, measure)
     return gemm_record({"dtype": list(dtypes), "threads": threads, "size": list(sizes)}, found,
                        {"seed": seed, **asdict(limits)},
                        measured_environment(library.name, MPI.COMM_SELF), checks)

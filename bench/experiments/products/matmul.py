@@ -82,7 +82,7 @@ def measure_product(problem: Problem, backward: bool = False, calls: int | None 
         found = time_product(problem, replays, calls, limits, seed)
     again = [check for results in found.last.values()
              for check in check_results(problem, results, seed + 1)]
-    reject(freivalds.failure(again), "after the last repetition, ")
+    reject(freivalds.failure_message(again), "after the last repetition, ")
     everyone = grid.comm.gather(words)
     environs = measured_environment(grid.backend.name, grid.comm)
     if everyone is None:
@@ -114,7 +114,7 @@ def verify_product(problem: Problem, phases: Sequence[str],
         words.append(sum(traffic.words for traffic in problem.grid.traffic().values()))
         checks += check_results(problem, replays[phase].result, seed)
         replays[phase].result = None
-    reject(freivalds.failure(checks))
+    reject(freivalds.failure_message(checks))
     return replays, words, checks
 
 

@@ -94,14 +94,14 @@ class Problem:
         """Forward and backward, by the name of the phase."""
         return {"forward": self.forward, "backward": self.backward}
 
-    def distributed(self, name: str, block: Array | None = None) -> Distributed:
+    def distributed(self, name: str, block: Array | None = None) -> DistributedMatrix:
         """Return A, B or C for `bench.checks.freivalds`: as drawn, or the `block` of a result."""
         block = self.blocks[name] if block is None else block
         return DistributedMatrix(self.grid.backend.to_host(block),
                                  self.layouts[name].slices(self.grid, self.shapes[name]),
                                  self.shapes[name], self.grid.comm)
 
-    def factors(self, result: str) -> tuple[Distributed, Distributed]:
+    def factors(self, result: str) -> tuple[DistributedMatrix, DistributedMatrix]:
         """Return the two matrices whose plain product is C, dA or dB."""
         form, names = {"C": (self.form, "AB"), "dA": GRADIENT_PRODUCTS[self.form][0],
                        "dB": GRADIENT_PRODUCTS[self.form][1]}[result]

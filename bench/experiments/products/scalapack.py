@@ -33,7 +33,8 @@ from mm3d import launcher
 LIMITS = Limits(7, 30, 30.0)    # by default
 
 
-class Subject(NamedTuple):
+@dataclass(frozen=True)
+class Subject:
     """A step that takes turns with others.
 
     Attributes
@@ -153,7 +154,7 @@ class Products:
         for problem in self.ours.values():
             with fortran_blas.use_gemm(problem.grid.backend, self.gemm):
                 result = problem.forward()
-            wrong = freivalds.failure(check_results(problem, result, self.seed))
+            wrong = freivalds.failure_message(check_results(problem, result, self.seed))
             if wrong:
                 return wrong
         for pgemm in self.theirs:
@@ -186,8 +187,8 @@ def load_libraries(comm, dtype: str) -> tuple[ctypes.CDLL, fortran_blas.Gemm]:
     UsageError
         On all ranks, when one has no ScaLAPACK, or its BLAS cannot be called.
     """
-    lib = on_each_rank(load_scalapack, comm)
-    return lib, on_each_rank(lambda: fortran_blas.Gemm(lib, dtype), comm)
+    lib = make_on_each_rank(load_scalapack, comm)
+    return lib, make_on_each_rank(lambda: fortran_blas.Gemm(lib, dtype), comm)
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ from bench.cases.paper import Row
 from bench.experiments.products import operands
 from bench.experiments.rows.settings import Settings
 from bench.instruments import host, timing
-from bench.records import run_file
+from bench.records import model_run
 from bench.records.measurements import Check, Group, Setting, grid_settings
 from mm3d import ModelSizes
 from mm3d.grid.axis import COLLECTIVES
@@ -23,7 +23,7 @@ from mm3d.tracing.events import PHASES
 def expected_words(scheme: str, grid: GridShape, sizes: ModelSizes, keep: str = "none",
                    recompute: str = "none",
                    directions: tuple[str, ...] | None = None) -> np.ndarray:
-    """Compute the words of one step in closed form, for `bench.records.run_file.Run`.
+    """Compute the words of one step in closed form, for `bench.records.model_run.Run`.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def expected_words(scheme: str, grid: GridShape, sizes: ModelSizes, keep: str = 
 
 def row_configuration(one: Case, scheme, settings: Settings) -> dict[str, Setting]:
     """Return all settings that determine a run of the case on the grid of `scheme`."""
-    shape, variant = scheme.grid.shape, msgspec.structs.asdict(one.variant)
+    shape, variant = scheme.grid.shape, asdict(one.variant)
     verified_sizes = {f"verified_{name}": value for name, value in one.verified.items()}
     return {"table": one.row.table, "scheme": one.row.scheme, "preset": one.preset,
             **grid_settings(shape), "mlp_factor": one.sizes.mlp_factor,
@@ -76,7 +76,7 @@ def published_row(row: Row) -> dict[str, float]:
 
 def row_record(one: Case, scheme, configuration: dict[str, Setting], times: timing.Measured,
                traffic: np.ndarray, checks: list[Check],
-               groups: dict[str, Group | None]) -> run_file.Run:
+               groups: dict[str, Group | None]) -> model_run.Run:
     """Make the record of a row, on rank 0.
 
     Parameters
@@ -97,15 +97,15 @@ def row_record(one: Case, scheme, configuration: dict[str, Setting], times: timi
         Further groups of the file by name; those that are None are left out.
     """
     grid = scheme.grid
-    return run_file.Run(
+    return model_run.Run(
         configuration | {"transport": operands.transport_names(grid)},
         host.describe_host(grid.backend.name, grid.comm.size, MPI.Get_library_version(),
                            host.command_line(sys.argv[1:])),
-        times.samples, dict(zip((*run_file.COUNTS, "moved"), traffic)),
+        times.samples, dict(zip((*model_run.COUNTS, "moved"), traffic)),
         expected_words(scheme.name, grid.shape, one.sizes, one.variant.keep,
                        configuration["recompute"]), checks,
         published_row(one.row),
         late=times.late, ended_by=times.ended_by,
         clock={"resolution": times.clock_resolution, "offset_error": times.clock_offset_error},
         groups={name: group for name, group in groups.items() if group is not None},
-        directions=run_file.directions_of(grid.shape))
+        directions=model_run.directions_of(grid.shape))

@@ -89,14 +89,14 @@ def is_measured(name: str, reproduction: Reproduction, folder: Path) -> bool:
             run = run_file.read_run(path)
         except StoreError:
             continue    # it is measured again; tables report the problem of the file
-        if isinstance(run, run_file.Run) and _belongs_to(reproduction, run):
+        if isinstance(run, model_run.Run) and _belongs_to(reproduction, run):
             return True
     return False
 
 
-def _belongs_to(reproduction: Reproduction, run: run_file.Run) -> bool:
+def _belongs_to(reproduction: Reproduction, run: model_run.Run) -> bool:
     recorded, wanted = run.configuration, reproduction.settings
-    variant = msgspec.structs.asdict(variants.recorded_variant(recorded))
+    variant = asdict(variants.recorded_variant(recorded))
     return (run.created >= reproduction.begun and recorded.get("order") == reproduction.order
             and not recorded["overridden"]
             and all(value == wanted.get(name, value) for name, value in variant.items())

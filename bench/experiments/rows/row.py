@@ -103,13 +103,13 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
                     trace: bool) -> Measured:
     """Verify, time and trace one case on the grid of `scheme`; see `measure_case`."""
     resident, comm = peak_memory.Resident(), scheme.grid.comm
-    model = fail_on_value_error(lambda: against_serial.build(
+    model = fail_on_value_error(lambda: against_serial.build_model(
         scheme, one.sizes, settings.seed, one.variant.dtype, one.variant.causal,
         settings.recompute))
     x, dy = model.random("input"), model.random("output gradient")
     memory = StepMemory(model, resident)
     with settings.watched(scheme.grid, model):
-        y, dx, traffic = run_counted_step(model, x, dy, memory.between)
+        y, dx, traffic = run_counted_step(model, x, dy, memory.note_saved)
     groups = {"machine": peaks, "memory": memory.group(one.sizes, comm, one.variant)}
     checks = verify_step(one, scheme, model, y, dx, settings)
     del y, dx
@@ -167,13 +167,14 @@ def verify_step(one: Case, scheme, model, y, dx, settings: Settings) -> list[Che
     """
     checked = model
     if one.verified != one.sizes:
-        checked = against_serial.build(scheme, one.verified, settings.seed, one.variant.dtype,
-                                       one.variant.causal, settings.recompute)
+        checked = against_serial.build_model(
+            scheme, one.verified, settings.seed, one.variant.dtype, one.variant.causal,
+            settings.recompute)
         y, dx, _ = run_counted_step(checked, checked.random("input"),
                                     checked.random("output gradient"))
     checks = against_serial.compare(checked, y, dx, one.verified, settings.seed,
                                     one.variant.rounding, causal=one.variant.causal)
-    problem = against_serial.failure(checks)
+    problem = against_serial.failure_message(checks)
     if problem:
         raise Failed(problem)
     return checks
@@ -215,8 +216,8 @@ def run_counted_step(model, x, dy,
         This rank's traffic, (counts and "moved", phases, directions, collectives) in the orders
         of `bench.records.run_file`.
     """
-    grid, names = model.grid, (*run_file.COUNTS, "moved")
-    directions = run_file.directions_of(grid.shape)
+    grid, names = model.grid, (*model_run.COUNTS, "moved")
+    directions = model_run.directions_of(grid.shape)
     counted = np.zeros((len(names), len(PHASES), len(directions), len(COLLECTIVES)))
 
     def note(phase: int) -> None:

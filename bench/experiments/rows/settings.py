@@ -44,7 +44,8 @@ class Settings:
         The direction that stays inside a node, or "auto"; see
         `bench.instruments.placement.direction_order`.
     watched : callable
-        The context of the steps that count or are timed; see `bench.instruments.stall.watching`.
+        The context of the steps that count or are timed, as from
+        `bench.instruments.stall.watch_stalls`.
     stop : callable
         Returns True to end the row with the repetitions done so far; called on rank 0.
     fits : callable
@@ -80,7 +81,7 @@ def check_verifiable(cases: list[Case]) -> None:
 
 def check_backend(backend: str | None, comm) -> None:
     """Raise UsageError, the same on every rank, when a rank cannot use the array library."""
-    on_each_rank(lambda: backends.get(backend), comm)
+    make_on_each_rank(lambda: backends.get(backend), comm)
 
 
 def check_variant(variant: Variant, rows: Iterable[Row], library: backends.Backend,

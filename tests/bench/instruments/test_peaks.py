@@ -7,8 +7,6 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from bench.cases.selection import select_rows
-from bench.errors import StoreError
 from bench.experiments.rows.row import run_counted_step
 from bench.instruments import peak_memory, peaks
 from mm3d import ModelSizes, launcher, model_spec
@@ -87,7 +85,7 @@ def step_memory(case, sizes, comm):
         x, dy = model.random("input"), model.random("output gradient")
         scheme.grid.backend.empty((10 ** 6,), "float64")    # an earlier peak does not count
         memory = peaks.StepMemory(model, resident)
-        run_counted_step(model, x, dy, memory.between)
+        run_counted_step(model, x, dy, memory.note_saved)
         return memory.group(sizes, comm), scheme.grid.shape, held
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mm3d
-from bench.checks.layer_errors import Look
+from bench.checks.layer_errors import LayerErrors
 from bench.experiments.products.problem import Problem, Replay, product_grid
 from mm3d.tracing.events import Collective, Gemm, Layer, Observer
 from mm3d.tracing.observe import observed

@@ -9,7 +9,7 @@ import fakecupy
 import mm3d
 from bench.cases.selection import select_rows
 from bench.experiments.rows.row import run_counted_step
-from bench.records import run_file
+from bench.records import model_run, run_file
 from bench.reports import merit
 from bench.reports.formats import render
 from mm3d.arrays.blocks import block_lengths
