@@ -59,6 +59,7 @@ def test_each_has_a_name_of_its_own():
     assert cases[-1].name == "weak-3d-p008-tiny-keep-both-overlap-causal-bfloat16"
 
 
+@pytest.mark.slow
 def test_tables_and_figures_show_each_apart(tmp_path):
     """Also where the variant's file is the later one; a variant has no line for what is missing
     and names itself in every heading."""

@@ -125,7 +125,7 @@ def test_a_wrong_result_writes_no_times(tmp_path):
                          r"0.00\d+, tolerance 5e-05 \(1 of 14 quantities fail\)", line), line
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 3])
 def test_one_wrong_copy_is_a_wrong_result(tmp_path, rank):
     """In 1-D every rank holds the whole of dx: seven are right."""

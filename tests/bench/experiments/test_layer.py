@@ -72,7 +72,7 @@ def test_a_layer_is_measured_beside_a_reference(tmp_path):
     assert layer_table.layer_parts([run])[0].rows[0][0] == 32
 
 
-@pytest.mark.slow_but_first
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", [
     "mpi", pytest.param("shared", marks=pytest.mark.slow)])
 def test_alone_it_is_verified_with_the_serial_scheme(tmp_path, transport):

@@ -138,6 +138,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_a_wrong_collective_writes_no_times(tmp_path):
     """A sum of which one rank has a thousandth too much is named, by four ranks."""
     script = tmp_path / "wrong.py"

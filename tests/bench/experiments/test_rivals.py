@@ -49,6 +49,7 @@ def test_where_mpi_is_usual_the_product_is_measured_by_it_alone(installed):
     assert "shared" not in done.stdout
 
 
+@pytest.mark.slow
 def test_our_products_are_made_by_scalapack_s_function(installed, tmp_path):
     """One that is wrong makes them wrong."""
     program = tmp_path / "wrong.py"
@@ -158,6 +159,7 @@ def test_what_one_rank_lacks_all_learn(comm, monkeypatch):
         settings.check_backend(None, comm)
 
 
+@pytest.mark.slow
 def test_many_ranks_are_started_and_timed():
     done = run_python("-m", "bench", "start", "--ranks", "1,8", MM3D_TRANSPORT="shared")
     assert done.returncode == 0, done.stderr

@@ -38,6 +38,7 @@ def test_all_grids_are_found_once(ranks):
     assert [grid.sizes for grid in find_scheme("3d").grids(ranks)] == sorted(every)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("ranks", [4, 8, 12, 36])
 @pytest.mark.parametrize("sizes", SMALL.values(), ids=SMALL)
 def test_the_choice_is_the_best_of_all_when_every_candidate_is_traced(ranks, sizes):
@@ -51,6 +52,7 @@ def test_the_choice_is_the_best_of_all_when_every_candidate_is_traced(ranks, siz
     assert best.seconds <= 1.02 * min(seconds.values())
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("sizes", SMALL.values(), ids=SMALL)
 def test_screened_words_are_those_of_the_traces(sizes):
     """Of all ranks together, for every scheme and grid of 8 ranks."""
@@ -61,6 +63,7 @@ def test_screened_words_are_those_of_the_traces(sizes):
             assert sum(t.words(phase) for t in traces) == round(8 * screened.words[phase])
 
 
+@pytest.mark.slow
 def test_screened_memory_and_seconds_are_near_the_traces():
     sizes = dict(WEAK_64, layers=4, batch=96)
     for scheme, grid in planner.list_candidates(64):
@@ -70,6 +73,7 @@ def test_screened_memory_and_seconds_are_near_the_traces():
         assert screened.seconds == pytest.approx(traced.seconds, rel=0.15), (scheme, grid)
 
 
+@pytest.mark.slow
 def test_the_weak_64_gpu_shape_is_no_cube():
     """16 x 4 x 1 moves 2.5 times fewer words than 4 x 4 x 4, 491 to 1246 million a layer."""
     found = {p.grid.sizes: p for p in planner.rank_plans(64, LONGHORN, scheme="3d", **WEAK_64)}

@@ -19,6 +19,7 @@ def outcome():
     return paper_fit.predict_tables(LONGHORN)
 
 
+@pytest.mark.slow
 def test_a_fit_finds_the_parameters_that_made_the_times(outcome):
     """Times made by the model itself, with checkpointing in some schemes: all come back."""
     made = paper_fit.Fit(24, {"1d": False, "2d": True, "3d": True}, machine_model.Achieved(

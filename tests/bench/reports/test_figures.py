@@ -109,6 +109,7 @@ def test_the_closed_form_at_measured_ranks_is_that_of_the_run():
     assert dict(against_ranks.closed_form_words(runs, "strong"))[runs[0].ranks] == first
 
 
+@pytest.mark.slow
 def test_files_in_every_format_the_same_each_time(tmp_path, capsys):
     row = select_rows("weak", "3d")[1]
     run_file.write_run(made_up(row, oversubscribed=True), tmp_path, "weak")
@@ -139,6 +140,7 @@ def test_crowded_ranks_are_said_below(tmp_path):
             draw(results).get_supxlabel()
 
 
+@pytest.mark.slow
 def test_a_presets_name_cannot_leave_the_folder(tmp_path):
     run = made_up(select_rows("weak", "3d")[0])
     run.configuration["preset"] = "../up $x_{"
