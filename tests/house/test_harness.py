@@ -93,6 +93,7 @@ def test_one_failure_fails_all_and_the_run_goes_on(run):
     assert "said by 2" in done.stdout and "said by 1" not in done.stdout
 
 
+@pytest.mark.slow
 def test_one_failure_ends_the_others_that_wait_for_it(run):
     done = run(on_four("assert comm.rank != 2", "comm.barrier()"), limit=15)
     assert done.returncode != 0 and "not finished" not in done.stderr

@@ -159,6 +159,7 @@ def test_what_selective_cannot_keep_is_refused_before_the_start(tmp_path, capsys
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.limit(240)
 def test_a_row_with_every_option_is_measured_and_valid(tmp_path, capsys):
     words = ["--keep", "both", "--overlap", "--causal", "--dtype", "float16"]

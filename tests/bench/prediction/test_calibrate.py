@@ -144,6 +144,7 @@ def test_ranks_wait_where_they_meet_between_work():
     assert waits("all_reduce", 8) == 6e-4 and waits("broadcast", 4) == 0
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_what_steps_lose_is_found(ranks):
     """From the seconds of works on a machine that loses just that, exactly; noise changes little,

@@ -186,6 +186,7 @@ def test_a_merged_file_is_read_and_a_damaged_one_named(measured, tmp_path, capsy
     assert capsys.readouterr().out == merged
 
 
+@pytest.mark.slow
 def test_runs_of_the_tables_have_a_published_column(capsys, tmp_path):
     run = run_ranks(8, "-m", "mpi4py", "-m", "bench", "run", "--preset", "tiny", "--table", "weak",
                     "--scheme", "1d", "--out", str(tmp_path))

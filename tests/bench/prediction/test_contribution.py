@@ -128,6 +128,7 @@ def test_lines_of_another_transport_go(tmp_path):
     assert {line.size for line in again.collectives} == {8}
 
 
+@pytest.mark.slow
 def test_both_verbs_write_one_file_that_predict_and_plan_take(tmp_path, capsys):
     path = tmp_path / "mine.toml"
     where = ("--machine", str(path), *QUICK, "--out", str(tmp_path / "out"))

@@ -93,6 +93,7 @@ def test_sizes_beyond_the_table_continue_it():
     assert scaling.weak_sizes("2d", 256) == dict(hidden=16384, heads=256, batch=768, seq=512)
 
 
+@pytest.mark.slow
 def test_crossovers_and_figures(tmp_path, outcome):
     """Few ranks and small sizes; each figure is a PNG of some size."""
     sizes = dict(layers=2, hidden=512, heads=8, batch=16, seq=64)

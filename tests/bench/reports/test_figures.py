@@ -225,6 +225,7 @@ def test_memory_is_that_of_the_rank_with_the_most(tmp_path):
     assert forms == [[[16, 3]], [[16, 1]]]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("lacking", ["parts", "machine", "memory"])
 def test_what_was_not_recorded_leaves_its_figure_out(tmp_path, lacking):
     run = limited(select_rows("weak", "3d")[0])

@@ -89,6 +89,7 @@ DRY = ("dry", "--ranks", "8", "--hidden", "64", "--layers", "2", "--machine", "c
 PLAN = ("plan", "--ranks", "8", "--hidden", "64", "--layers", "2", "--top", "4")
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("form", formats.FORMATS)
 @pytest.mark.parametrize("command, titles", [
     (DRY, ["A step of this rank", "Memory of this rank", "Predicted seconds"]),

@@ -261,6 +261,7 @@ def contents(group) -> dict:
     return found
 
 
+@pytest.mark.slow
 def test_merged_files_hold_all_that_their_parts_do(measured, tmp_path, capsys):
     target = tmp_path / "all.h5"
     assert main(["merge", str(target), str(measured)]) == 0

@@ -197,6 +197,7 @@ def attend(cupy, shape, positions: int, name: str, causal: bool = True) -> list[
     return [cupy.to_host(a).copy() for a in (out, lse, made)]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name", ["float32", "float16"])
 def test_scores_stay_within_their_bound(cupy, monkeypatch, name):
     """All sequences at once, some, some heads of one, some queries of one: nowhere are there more

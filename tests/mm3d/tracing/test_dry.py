@@ -120,7 +120,7 @@ def allocated(scheme, sizes, causal) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.ranks(1, 4, 8, first=(8,))
+@pytest.mark.ranks(1, 4, 8, first=(1, 8))
 @pytest.mark.parametrize("causal", [False, True])
 def test_all_memory_within_five_percent(comm, causal, monkeypatch):
     """Intermediate arrays too, on every rank of every scheme's own grid and of some others."""
@@ -187,6 +187,7 @@ def test_every_rank_adds_up_to_the_closed_form():
     assert sum(t.flops("forward") for t in traces) == cost.flops(model_spec(sizes))["forward"]
 
 
+@pytest.mark.slow
 @pytest.mark.limit(400)
 @pytest.mark.parametrize("name, grid", [
     ("2d", None), *(pytest.param(*one, marks=pytest.mark.slow) for one in (

@@ -47,7 +47,7 @@ def test_every_collective_even_and_uneven(comm, carried):
     grid.free()
 
 
-@pytest.mark.ranks(1, 4, slow=(8,), first=(4,))
+@pytest.mark.ranks(1, 4, slow=(8,), first=(1, 4))
 def test_the_model_equals_the_serial_one(comm, carried):
     """On every scheme: nothing is computed before what it needs has arrived."""
     for parallelism in SOME[comm.size]:
