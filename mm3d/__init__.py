@@ -36,8 +36,6 @@ __version__ = "0.1.0"
 
 SCHEMES = registry()
 
-describe = model_spec    # the name before, until all uses are renamed
-
 __all__ = ["Axis", "Grid", "Layout", "ModelSizes", "SCHEMES", "Scheme", "Space", "Split",
            "Traffic", "Transformer", "Vector", "Watchdog", "cost", "model_spec", "registry",
            "scheme"]

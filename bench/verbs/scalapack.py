@@ -70,8 +70,8 @@ def table(found: Comparison) -> str:
     title = (f"{' x '.join(map(str, found.shape))} {found.dtype}, {found.ranks} ranks on "
              f"{found.cores} cores")
     return render([Table(title, columns, rows), Notes("About these figures:", [
-        f"{len(found.seconds)} repetitions of {found.calls} calls each, in random order; times "
-        f"are makespans a call, rates of all ranks.",
+        f"{len(found.seconds)} repetitions of {found.calls} call{'s' * (found.calls > 1)} each, "
+        f"in random order; times are makespans a call, rates of all ranks.",
         f"The 3-D product and ScaLAPACK multiply by one function, of {found.library}. ScaLAPACK "
         f"moves by MPI.", "Loaded: " + "; ".join(f"{file}: {about}" for file, about in
                                                  found.loaded.items()) + "."])])

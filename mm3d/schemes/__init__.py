@@ -57,6 +57,3 @@ def scheme(name: str, comm: MPI.Intracomm | None = None,
     """
     comm = comm if comm is not None else MPI.COMM_WORLD
     return find_scheme(name)(comm, grid, backend, **options)
-
-
-lookup = find_scheme    # the name before, until all uses are renamed
