@@ -2,6 +2,8 @@
 import csv
 import io
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -29,8 +31,7 @@ def test_a_fit_finds_the_parameters_that_made_the_times(outcome):
     for row in outcome.rows:
         forward, backward = paper_fit.predict_row(row, made, machine)
         published = msgspec.structs.replace(row.case.row, forward=forward, backward=backward)
-        rows.append(msgspec.structs.replace(
-            row, case=msgspec.structs.replace(row.case, row=published)))
+        rows.append(replace(row, case=replace(row.case, row=published)))
     found = paper_fit.fit_rows(rows, machine, (24,))
     assert found.recompute == made.recompute and found.residual < 1e-6
     for name in paper_fit.FITTED_FIGURES:
