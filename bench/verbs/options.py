@@ -23,9 +23,9 @@ COUNTS = {3: "three", 4: "four"}
 def add_stall(parser: argparse.ArgumentParser) -> None:
     """Add ``--stall`` to a verb of several ranks; see `bench.instruments.stall`."""
     parser.add_argument("--stall", type=whole(1), metavar="SECONDS", help=(
-        "end the job when a rank has not reported for this time; in the steps that run counts and "
-        "times, and the calls that matmul times, also when ranks wait in collectives and none "
-        "works; then print the layer and the collective of each rank (default: never)"))
+        "end the job when a rank has not reported for this time, and print the layer and the "
+        "collective of each rank; in timed steps also when all ranks wait in collectives "
+        "(default: never)"))
     parser.set_defaults(watched=unwatched)    # until the watchdog of the job is there
 
 

@@ -42,23 +42,32 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     options.add_out(parser)
 
 
+def _preset_values(name: str) -> str:
+    """Return the default of an option in each preset."""
+    return "default: " + ", ".join(f"{getattr(preset, name):g} ({which})"
+                                   for which, preset in load_tables().presets.items())
+
+
 def _add_steps(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--warmup", type=int, metavar="N",
                         help="steps before the first that is timed, the verified one included "
-                             "(default: the preset's)")
+                             f"({_preset_values('warmup')})")
     parser.add_argument("--repetitions", type=int, metavar="N",
-                        help="time at least this number of steps (default: the preset's)")
+                        help="time at least this number of steps "
+                             f"({_preset_values('repetitions')})")
     parser.add_argument("--max-repetitions", type=int, metavar="N",
-                        help="time at most this number of steps (default: the preset's)")
+                        help="time at most this number of steps "
+                             f"({_preset_values('max_repetitions')})")
     parser.add_argument("--max-seconds", type=float, metavar="SECONDS",
-                        help="begin no step beyond --repetitions after this time (default: the "
-                             "preset's)")
+                        help="begin no step beyond --repetitions after this time "
+                             f"({_preset_values('max_seconds')})")
     parser.add_argument("--width", type=float, default=0.05, metavar="FRACTION",
                         help="time steps until the 95 %% confidence intervals of both medians are "
-                             "no wider than this fraction of them (default 0.05)")
+                             "no wider than this fraction of them, or --max-seconds are over "
+                             "(default 0.05)")
     parser.add_argument("--traced", type=int, metavar="N",
                         help="trace this number of steps after the timed ones, to show where the "
-                             "time goes (default: the preset's; 0 for none)")
+                             f"time goes; 0 for none ({_preset_values('traced')})")
     parser.add_argument("--order", type=int, metavar="SEED",
                         help="seed of the order in which rows are measured (default: drawn at "
                              "random and recorded)")

@@ -25,20 +25,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--file", metavar="FILE", help=(
         "a schedule as this verb prints it, such as an edited one; it is checked"))
     parser.add_argument("--stages", type=options.whole(1), metavar="P",
-                        help="ranks of the pipeline; schedules may have several chunks on each")
+                        help=(
+        "ranks of the pipeline, each with one or more chunks of layers (needed with --name)"))
     parser.add_argument("--microbatches", type=options.whole(1), metavar="M",
-                        help="micro-batches of a step")
+                        help="micro-batches of a step (needed with --name)")
     parser.add_argument("--times", type=fractions("F,B,W"), default=(Fraction(1),) * 3,
                         metavar="F,B,W", help=(
-        "of all layers of a rank for one micro-batch: forward, backward to the input and to the "
-        "weights (default 1,1,1)"))
+        "times of all layers of a rank for one micro-batch, in any unit: forward, gradient of the "
+        "input, gradient of the weights (default 1,1,1)"))
     parser.add_argument("--hop", type=fraction, default=Fraction(0), metavar="TIME",
-                        help="of a message (default 0)")
+                        help="time of a message between ranks, in the unit of --times (default 0)")
     parser.add_argument("--memory", type=fraction, metavar="N", help=(
         "the most that auto may hold, in activations of one micro-batch (default: as many as "
         "stages); others that hold more are named"))
     parser.add_argument("--kept", type=fraction, default=Fraction(1), metavar="SHARE",
-                        help="of the activations that W still needs after B (default 1)")
+                        help=(
+        "share of the activations, 0 to 1, kept after the gradient of the input until that of the "
+        "weights is done (default 1)"))
     parser.add_argument("--compare", type=lambda text: text.split(","), default=[],
                         metavar="NAMES", help="further schedules, with commas between")
     parser.add_argument("--picture", metavar="FILE",
