@@ -16,6 +16,7 @@ import mm3d    # noqa: F401  before mpi4py: sets variables that MPI reads when i
 import functools
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -132,6 +133,15 @@ def no_backends():
     """No array library is in use yet; those of other tests are back after this one."""
     with backend.use_only():
         yield
+
+
+@pytest.fixture
+def compiled_cupy(monkeypatch, no_backends):
+    """Put the stand-in in CuPy's place, with kernels that g++ compiles; skip without g++."""
+    import fakelibs    # many tests need none of it
+    if not shutil.which("g++"):
+        pytest.skip("no g++ to compile kernels")
+    fakelibs.replace_cupy(monkeypatch)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@ import ctypes
 import hashlib
 import os
 import subprocess
+import sys
 import tempfile
 import traceback
 import types
@@ -168,3 +169,9 @@ def modules(gpus: int = 1) -> dict[str, types.ModuleType]:
             "cupy_backends.cuda": types.ModuleType("cupy_backends.cuda"),
             "cupy_backends": types.ModuleType("cupy_backends"),
             "cupy_backends.cuda.libs.cublas": cublas, "cupy_backends.cuda.libs.nvrtc": nvrtc}
+
+
+def replace_cupy(monkeypatch, gpus: int = 1) -> None:
+    """Have the stand-in imported as CuPy for one test."""
+    for name, module in modules(gpus).items():
+        monkeypatch.setitem(sys.modules, name, module)

@@ -1,10 +1,8 @@
 """The checks of a GPU that the doctor makes, on a CuPy that needs none."""
-import shutil
 import sys
 
 import pytest
 
-import fakelibs
 from bench.doctor import gpu_checks
 from bench.doctor.checks import FAILED, OK, SKIPPED, WARNING
 from bench.doctor.child_jobs import Facts
@@ -16,11 +14,7 @@ FACTS = Facts(1, [], limit=30)
 
 
 @pytest.fixture
-def cupy(monkeypatch, no_backends):
-    if not shutil.which("g++"):
-        pytest.skip("no g++ to compile kernels")
-    for name, module in fakelibs.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
+def cupy(monkeypatch, compiled_cupy):
     monkeypatch.setattr(device_checks, "SIZES", dict(layers=1, hidden=8, heads=2, batch=1, seq=4))
     return backend.get("cupy")
 

@@ -1,5 +1,4 @@
 """The verb ``gpu``, rehearsed: on NumPy, and on a CuPy that needs no GPU."""
-import shutil
 import sys
 from argparse import Namespace
 
@@ -7,7 +6,6 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
-import fakelibs
 from bench.__main__ import parser
 from bench.cases.paper import load_tables
 from bench.errors import UsageError, WrongResult
@@ -32,12 +30,10 @@ def records(tmp_path) -> dict:
 
 @pytest.mark.parametrize("library", [
     "numpy", pytest.param("cupy", marks=pytest.mark.slow)])
-def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, library, no_backends):
+def test_every_part_is_measured_and_written(tmp_path, monkeypatch, capsys, request, library,
+                                            no_backends):
     if library == "cupy":
-        if not shutil.which("g++"):
-            pytest.skip("no g++ to compile kernels")
-        for name, module in fakelibs.modules().items():
-            monkeypatch.setitem(sys.modules, name, module)
+        request.getfixturevalue("compiled_cupy")
     monkeypatch.setattr(gpu_cases, "torch_layer_step", lambda *_: None)
     chosen = arguments(tmp_path, library, *["--graph"] * (library == "cupy"))
     if library == "cupy":

@@ -1,6 +1,4 @@
 """A CuPy over host memory, for the transports of device arrays."""
-import sys
-
 import pytest
 
 import fakelibs
@@ -21,8 +19,7 @@ class Nccl(NcclTransport):
 @pytest.fixture
 def cupy(monkeypatch, no_backends):
     """The backend "cupy" over host memory, with NCCL."""
-    for name, module in fakelibs.modules().items():
-        monkeypatch.setitem(sys.modules, name, module)
+    fakelibs.replace_cupy(monkeypatch)
     monkeypatch.setattr(cupy_backend.CupyBackend, "nccl", fakenccl)
     monkeypatch.setitem(device.DEVICE_TRANSPORTS, "nccl", Nccl)
     monkeypatch.setattr(choice, "_nccl_problem", lambda places, installed: "")

@@ -348,8 +348,7 @@ def test_the_record_names_the_device(cupy):
 def test_one_rank_a_gpu_by_local_rank(monkeypatch):
     """And several on one where there are fewer GPUs."""
     for rank, gpus, expected in ((0, 4, 0), (3, 4, 3), (5, 4, 1), (7, 1, 0)):
-        for name, module in fakelibs.modules(gpus).items():
-            monkeypatch.setitem(sys.modules, name, module)
+        fakelibs.replace_cupy(monkeypatch, gpus)
         monkeypatch.setenv("MPI_LOCALRANKID", str(rank))
         assert cupy_backend.CupyBackend().gpu == expected
 
