@@ -7,7 +7,8 @@ the costs that each layer states.
 from dataclasses import dataclass
 from typing import Iterable, Iterator
 
-from mm3d.model.layers import Layer, Residual
+from mm3d.model.chains import Residual
+from mm3d.model.layers import Layer
 from mm3d.model.recomputed_layers import Recomputed
 from mm3d.model.specs import Builder, LayerPass, SavedWords, Spec
 from mm3d.schemes.parallelism import Parallelism

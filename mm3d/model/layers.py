@@ -6,11 +6,17 @@ optional `Overlap` schedules communication during products.  A `Space` says how 
 divided; the scheme's product multiplies by the weight.  Arrays that forward and backward return
 are new, and the caller may overwrite them; their arguments are not changed.
 
+A layer with weights also has the two halves of backward, ``backward_input(dy, saved) -> (dx,
+operands)`` and ``backward_weights(operands)``, for schedules that compute the gradients of weights
+later.  The operands are x and dy, which the caller must not change before.  Gradients of vectors
+(biases, norms) are added by the first half: it has dy at hand, and need not keep more for them.
+Layers without weights have `backward` alone, all of which belongs to the first half.
+
 Arrays are this rank's blocks.  Activations have the shape (batch, positions, ..., features), the
 global one divided as the space says, and the dtype of the model.
 """
 
-from typing import Any, Protocol, Sequence
+from typing import Any, Protocol
 
 from mm3d.arrays.backend import Array, namespace
 from mm3d.grid.activations import Space
@@ -19,7 +25,7 @@ from mm3d.model.parameters import Parameter
 from mm3d.model.vectors import (Vector, add_backward, add_forward, gelu_backward, gelu_forward,
                                 scale_backward, scale_forward)
 from mm3d.schemes.overlap import Overlap
-from mm3d.schemes.scheme import Product
+from mm3d.schemes.product import Product
 
 
 class Layer(Protocol):
@@ -81,6 +87,22 @@ class Linear:
         dx, dW = self.product.backward(dy, self.weight.value, saved)
         self.weight.accumulate(dW)
         return dx
+
+    def backward_input(self, dy: Array, saved: Any,
+                       overlap: Overlap | None = None) -> tuple[Array, Any]:
+        """Compute dx = dy W^T; add db to the gradient; return dx with the operands of dW."""
+        if self.adds_bias:
+            self.bias.accumulate(add_backward(dy, self.vector, self.bias.has_master))
+        if overlap is not None:
+            return overlap.backward_input(self, dy, saved)
+        return self.product.backward_input(dy, self.weight.value, saved)
+
+    def backward_weights(self, operands: Any, overlap: Overlap | None = None) -> None:
+        """Compute dW = x^T dy; add it to the gradient."""
+        if overlap is not None:
+            overlap.backward_weights(self, operands)
+        else:
+            self.weight.accumulate(self.product.backward_weights(operands))
 
     def recompute_saved(self, x: Array, overlap: Overlap | None = None) -> Any:
         """Recompute the data that `forward` saves, without y."""
@@ -228,53 +250,4 @@ class Attention:
             by_head[:, :, 0, ...], dkv[:, :, 0, ...], dkv[:, :, 1, ...])
         if self.split is not None:
             by_head[:, :, 1:, ...] = self.split.reduce_scatter(dkv)
-        return dx
-
-
-class Chain:
-    """Apply layers one after another."""
-
-    def __init__(self, *layers: Layer) -> None:
-        self.layers = layers
-        self.parameters = [p for layer in layers for p in layer.parameters]
-
-    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
-        """Compute the last layer's output; return it with the data that each layer saves."""
-        return _apply_layers(self.layers, x, overlap)
-
-    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
-        """Compute the gradient through all layers, from the last to the first."""
-        for layer, kept in zip(reversed(self.layers), reversed(saved)):
-            dy = layer.backward(dy, kept, overlap)
-        return dy
-
-    def recompute_saved(self, x: Array, overlap: Overlap | None = None) -> Any:
-        """Recompute the data that `forward` saves, without y and the last layer's product."""
-        x, saved = _apply_layers(self.layers[:-1], x, overlap)
-        return [*saved, self.layers[-1].recompute_saved(x, overlap)]
-
-
-def _apply_layers(layers: Sequence[Layer], x: Array,
-                  overlap: Overlap | None) -> tuple[Array, list]:
-    """Apply `layers` to x; return the output and the data that each of them saves."""
-    saved = []
-    for layer in layers:
-        x, kept = layer.forward(x, overlap)
-        saved.append(kept)
-    return x, saved
-
-
-class Residual(Chain):
-    """Compute x + f(x), where f is the chain of the given layers."""
-
-    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
-        """Compute x + f(x)."""
-        y, saved = super().forward(x, overlap)
-        y += x
-        return y, saved
-
-    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
-        """Compute dy plus the gradient through f."""
-        dx = super().backward(dy, saved, overlap)
-        dx += dy
         return dx

@@ -7,7 +7,8 @@ that save only their input.  It is the same for every scheme and has no state.
 from typing import Any
 
 from mm3d.arrays.backend import Array
-from mm3d.model.layers import Chain, Layer, Linear
+from mm3d.model.chains import Chain
+from mm3d.model.layers import Layer, Linear
 from mm3d.schemes.overlap import Overlap
 
 
@@ -29,6 +30,15 @@ class Recomputed(Chain):
     def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
         """Recompute the saved data; compute the gradient from the last layer to the first."""
         return super().backward(dy, self.recompute(saved, overlap), overlap)
+
+    def backward_input(self, dy: Array, saved: Any,
+                       overlap: Overlap | None = None) -> tuple[Array, list]:
+        """Recompute the saved data; compute the gradient, but not those of the weights.
+
+        The inputs of weights that were recomputed are among the operands that it returns, so that
+        nothing is recomputed a second time.
+        """
+        return super().backward_input(dy, self.recompute(saved, overlap), overlap)
 
     def recompute(self, x: Array, overlap: Overlap | None = None) -> Any:
         """Recompute the data that the layers save."""

@@ -8,14 +8,15 @@ import numpy as np
 
 from mm3d.arrays.backend import Array, host_dtype
 from mm3d.model.chain_specs import ModelSpec
+from mm3d.model.chains import Chain
 from mm3d.model.initial_values import draw_normal
-from mm3d.model.layers import Chain
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.recomputed_layers import weighted_products
 from mm3d.model.sizes import ModelSizes
 from mm3d.model.specs import Builder
 from mm3d.model.transformer_spec import model_spec
 from mm3d.schemes.overlap import Overlap
+from mm3d.schemes.product import WEIGHTS_HALVES
 from mm3d.schemes.scheme import Scheme
 
 DTYPES = ("float64", "float32", "float16")
@@ -53,6 +54,10 @@ class Transformer:
         Name of the policy of recomputation, see `mm3d.model.recomputation`.  Results are the same
         to the bit.  With every policy but "none", backward reads the input of forward once more,
         so the caller must not change it before.
+    weights_half : {"keep", "gather"}
+        Where `backward_input` gathers dY of a linear layer (3-D and "1d-sp"): "keep" keeps it
+        gathered for `backward_weights`, which takes memory; "gather" keeps this rank's block and
+        gathers it again, which takes words.  `backward` gathers it once in either case.
     describe : callable
         ``describe(sizes, causal, recompute) -> ModelSpec`` gives the layers of the model; by
         default `mm3d.model_spec`.  Other layers make another model (`mm3d.model.specs`).
@@ -76,11 +81,15 @@ class Transformer:
     def __init__(self, scheme: Scheme, layers: int, hidden: int, heads: int, batch: int, seq: int,
                  seed: int = 0, dtype: str = "float32", causal: bool = False,
                  master: str | None = None, recompute: str = "none",
+                 weights_half: str = "keep",
                  describe: Callable[..., ModelSpec] = model_spec) -> None:
         sizes = ModelSizes(layers, hidden, heads, batch, seq)
         sizes.check()
         _check_dtypes(scheme, dtype, master)
-        self.recompute = recompute
+        if weights_half not in WEIGHTS_HALVES:
+            raise ValueError(f"weights_half={weights_half!r} is unknown: choose one of "
+                             f"{', '.join(WEIGHTS_HALVES)}")
+        self.recompute, self.weights_half = recompute, weights_half
         self.policy, keep = parse_policy(recompute), getattr(scheme, "keep", "none")
         if self.policy.selective and keep != "none":
             raise ValueError(f"recompute={recompute!r} keeps nothing that keep={keep!r} of the "
@@ -94,8 +103,10 @@ class Transformer:
                           self._library_dtype(master))
         self.layers = Chain(*builder.build_layers(self.spec.chain.layers))
         self._products = {backward: weighted_products(self.layers, backward)
-                          for backward in (False, True)}
+                          for backward in (False, True)} | {None: []}
         self.linears = [linear for linear, _ in self._products[False]]
+        for linear in self.linears:
+            linear.product.weights_half = weights_half
         self.parameters = self.layers.parameters
         self._draw_parameters()
 
@@ -177,8 +188,39 @@ class Transformer:
         with self._begin_overlap(backward=True) as overlap:
             return self.layers.backward(dy, saved, overlap)
 
-    def _begin_overlap(self, backward: bool) -> ContextManager[Overlap | None]:
+    def backward_input(self, dy: Array, saved: Any) -> tuple[Array, list]:
+        """Compute the gradient of the input, but not those of the weights.
+
+        This and `backward_weights` are the two halves of `backward`, with the same results to the
+        bit.  Any number of micro-batches may be between them, and the second halves may come in
+        any order, in which they add to the gradients of the weights.  The gradients of biases and
+        norms are added here.
+
+        Parameters and errors are those of `backward`.
+
+        Returns
+        -------
+        dx, operands : Array, list
+            This rank's block of the input's gradient; and the operands of the gradients of the
+            weights.  These may contain `dy`, and the input of `forward`, which must not change
+            before `backward_weights`; all other saved data can be dropped now.
+        """
+        self._check_block("dy", dy)
+        with self._begin_overlap(backward=True) as overlap:
+            return self.layers.backward_input(dy, saved, overlap)
+
+    def backward_weights(self, operands: list) -> None:
+        """Add to the gradients of the weights, from the operands that `backward_input` returned.
+
+        Every rank must call it, since it communicates, once for each micro-batch.
+        """
+        with self._begin_overlap(None) as overlap:
+            self.layers.backward_weights(operands, overlap)
+
+    def _begin_overlap(self, backward: bool | None) -> ContextManager[Overlap | None]:
         """Return the `Overlap` of one pass as a context; its value is None if no product overlaps.
+
+        `backward` is None for the half of backward that uses no weight.
         """
         if any(linear.product.overlap for linear in self.linears):
             return Overlap(self._products[backward])
@@ -255,7 +297,10 @@ class Transformer:
             p.load(np.asarray(state[p.name]))
 
     def saved_bytes(self, saved: Any) -> int:
-        """Count the bytes that this rank stores in `saved`, the data returned by `forward`."""
+        """Count the bytes that this rank stores in the data that `forward` saved.
+
+        The operands that `backward_input` returned are counted likewise.
+        """
         arrays = {id(a): a for a in _arrays(saved)}
         return sum(math.prod(a.shape) * host_dtype(a).itemsize for a in arrays.values())
 

@@ -20,7 +20,8 @@ from mm3d.grid.layout import Layout
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
 from mm3d.schemes.matrix_product import MatrixProduct
 from mm3d.schemes.overlap import Gathered, Operand, Overlap, gather
-from mm3d.schemes.scheme import Option, Product, Scheme, SpaceLayout
+from mm3d.schemes.product import Product
+from mm3d.schemes.scheme import Option, Scheme, SpaceLayout
 
 
 def ab(A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
@@ -123,6 +124,19 @@ class CubeProduct(Product):
         algorithm = ab_backward if overlap is None else overlap.ab_backward
         return algorithm(dC, A, B if B_lj is None else B_lj, self.a, self.b, self.c,
                          self.accumulate_float32)
+
+    def backward_input(self, dC: Array, B: Array | Pending, saved: Any,
+                       overlap: Overlap | None = None) -> tuple[Array, Any]:
+        A, B_lj = saved
+        dC_ij = Gathered(gather(dC, self.c))
+        algorithm = abt if overlap is None else overlap.abt
+        dA = algorithm(dC_ij, B if B_lj is None else B_lj, self.c, self.b, self.a)
+        return dA, (A, dC_ij if self.weights_half == "keep" else dC)
+
+    def backward_weights(self, operands: Any, overlap: Overlap | None = None) -> Array | Pending:
+        A, dC = operands
+        algorithm = atb if overlap is None else overlap.atb
+        return algorithm(A, dC, self.a, self.c, self.b, self.accumulate_float32)
 
     def recompute_saved(self, A: Array, B: Array) -> Any:
         return A, None    # backward gathers them

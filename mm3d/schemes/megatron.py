@@ -16,7 +16,9 @@ from mm3d.grid.axis import Axis, Split
 from mm3d.grid.layout import Layout
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
 from mm3d.schemes.matrix_product import FORMS, GRADIENT_PRODUCTS, LOCAL_PRODUCTS, MatrixProduct
-from mm3d.schemes.scheme import Product, Scheme, SpaceLayout
+from mm3d.schemes.overlap import Gathered, gather
+from mm3d.schemes.product import Product
+from mm3d.schemes.scheme import Scheme, SpaceLayout
 
 
 class Replicated:
@@ -53,6 +55,14 @@ class ColumnParallel(Product):
         A = self.rows.all_gather(saved)
         return dA, matmul_tn(A, dC, accumulate_float32=self.accumulate_float32)
 
+    def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
+        return self.rows.reduce_scatter(matmul_nt(dC, B)), (saved, dC)
+
+    def backward_weights(self, operands: Any) -> Array:
+        A, dC = operands
+        return matmul_tn(self.rows.all_gather(A), dC,
+                         accumulate_float32=self.accumulate_float32)
+
     def recompute_saved(self, A: Array, B: Array) -> Any:
         return A
 
@@ -72,6 +82,15 @@ class RowParallel(Product):
         dC = self.rows.all_gather(dC)
         dA = matmul_nt(dC, B)
         return dA, matmul_tn(saved, dC, accumulate_float32=self.accumulate_float32)
+
+    def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
+        gathered = Gathered(self.rows.all_gather(dC))
+        dA = matmul_nt(gathered.array, B)
+        return dA, (saved, gathered if self.weights_half == "keep" else dC)
+
+    def backward_weights(self, operands: Any) -> Array:
+        A, dC = operands
+        return matmul_tn(A, gather(dC, self.rows), accumulate_float32=self.accumulate_float32)
 
     def recompute_saved(self, A: Array, B: Array) -> Any:
         return A

@@ -111,6 +111,22 @@ class Overlap:
             layer.weight.accumulate(dB.take() if isinstance(dB, Pending) else dB)
         return dA
 
+    def backward_input(self, layer: WeightedLayer, dC: Array, saved: Any) -> tuple[Array, Any]:
+        """Compute dA = dC B^T with the weight B of `layer`; return it with the operands of dB."""
+        B = self._weight(layer)
+        if layer.product.overlap:
+            return layer.product.backward_input(dC, B, saved, self)
+        return layer.product.backward_input(dC, B, saved)
+
+    def backward_weights(self, layer: WeightedLayer, operands: Any) -> None:
+        """Compute dB = A^T dC of the weight B of `layer`; add it to its gradient when summed."""
+        if layer.product.overlap:
+            dB = layer.product.backward_weights(operands, self)
+        else:
+            dB = layer.product.backward_weights(operands)
+        self.finish_gradients()
+        self._summing = layer.weight, dB if isinstance(dB, Pending) else Pending(dB)
+
     def finish_gradients(self) -> None:
         """Complete the sum of dB in flight, so that all gradients computed so far are complete."""
         if self._summing is not None:
@@ -141,6 +157,30 @@ class Overlap:
         terms = matmul_tn(gather(A, a), dC_ij, b.term, accumulate_float32, moving)
         dB = self._begin(b.begin_reduce_scatter(terms))
         return dA.take(), dB
+
+    def abt(self, A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
+        """Compute C = A B^T (Algorithm 3) while the next weight is gathered.
+
+        Nothing is left to do while C is summed; the sum is begun all the same, since it then adds
+        in the order of `ab_backward`.
+        """
+        A_il, B_jl = gather(A, a), gather(B, b)
+        terms = matmul_nt(A_il, B_jl, c.term, progress_of(self._prefetch()))
+        del B_jl    # nothing is held longer than it is needed
+        return self._begin(c.begin_reduce_scatter(terms)).take()
+
+    def atb(self, A: Operand, B: Operand, a: Split, b: Split, c: Split,
+            accumulate_float32: bool = False) -> Pending:
+        """Compute C = A^T B (Algorithm 5) while the sum before goes on; its own may be pending.
+
+        A is gathered while B is.
+        """
+        if not isinstance(A, Gathered):
+            A = self._begin(a.prefetch(A))
+        B_il = gather(B, b)
+        before = self._summing and self._summing[1]
+        terms = matmul_tn(gather(A, a), B_il, c.term, accumulate_float32, progress_of(before))
+        return self._begin(c.begin_reduce_scatter(terms))
 
     def _weight(self, layer: WeightedLayer) -> Array | Pending:
         """Return the weight of `layer`, or the pending gather of it."""

@@ -16,64 +16,13 @@ from typing import Any, Mapping, Sequence
 
 from mpi4py import MPI
 
-from mm3d.arrays.backend import Array, Backend
+from mm3d.arrays.backend import Backend
 from mm3d.grid.activations import Space
-from mm3d.grid.axis import Pending, Split
 from mm3d.grid.grid import Grid
-from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape, factorizations
 from mm3d.schemes.matrix_product import MatrixProduct
-
-
-class Product(ABC):
-    """Compute the distributed C = A B of a linear layer, and its gradients.
-
-    Attributes
-    ----------
-    weight : Layout
-        Layout of B.
-    accumulate_float32 : bool
-        Whether dB is computed, summed over the ranks and returned in float32 if the operands
-        have 16 bits.
-    overlap : bool
-        Whether communication overlaps with products.  Then `forward` and `backward` take the
-        `mm3d.schemes.overlap.Overlap` of the pass as one more argument, B may be a `Pending`
-        gather, and the returned dB may be a `Pending` sum.
-    gathered_along : Split or None
-        How B is divided in the direction along which it is gathered; None if it is not gathered.
-    operands : dict of str to str
-        The matrix that each communicating attribute moves, by the attribute's name.
-    """
-
-    weight: Layout
-    accumulate_float32 = False
-    overlap = False
-    gathered_along: Split | None = None
-    operands = {"a": "A", "b": "B", "c": "C"}
-
-    @abstractmethod
-    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
-        """Compute this rank's block of C = A B; return it with the data that backward needs."""
-
-    @abstractmethod
-    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        """Compute dA = dC B^T and dB = A^T dC, in the layouts of A and B."""
-
-    def recompute_saved(self, A: Array, B: Array) -> Any:
-        """Recompute the data that `backward` needs, without C.
-
-        By default this is a forward whose C is discarded; a product that can avoid the work
-        overrides it.
-        """
-        return self.forward(A, B)[1]
-
-    def prefetch(self, B: Array, backward: bool) -> Pending | None:
-        """Start gathering B for the next `forward`, or the next `backward`.
-
-        Returns None if B is not gathered, or cannot be gathered while this rank computes.
-        """
-        return None
+from mm3d.schemes.product import Product
 
 
 SpaceLayout = tuple[str, str, str, str]    # rows, features, vector, gathered_along of a `Space`

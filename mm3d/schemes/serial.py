@@ -7,7 +7,8 @@ from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
-from mm3d.schemes.scheme import Product, Scheme, SpaceLayout
+from mm3d.schemes.product import Product
+from mm3d.schemes.scheme import Scheme, SpaceLayout
 
 
 class SerialProduct(Product):
@@ -22,6 +23,13 @@ class SerialProduct(Product):
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
         dA = matmul_nt(dC, B)
         return dA, matmul_tn(saved, dC, accumulate_float32=self.accumulate_float32)
+
+    def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
+        return matmul_nt(dC, B), (saved, dC)
+
+    def backward_weights(self, operands: Any) -> Array:
+        A, dC = operands
+        return matmul_tn(A, dC, accumulate_float32=self.accumulate_float32)
 
     def recompute_saved(self, A: Array, B: Array) -> Any:
         return A

@@ -17,7 +17,8 @@ from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
 from mm3d.schemes.matrix_product import FORMS, GRADIENT_PRODUCTS, MatrixProduct
-from mm3d.schemes.scheme import Product, Scheme, SpaceLayout
+from mm3d.schemes.product import Product
+from mm3d.schemes.scheme import Scheme, SpaceLayout
 
 
 def ab(A: Array, B: Array, a: Split, b: Split) -> Array:
@@ -69,6 +70,13 @@ class SummaProduct(Product):
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
         dA = abt(dC, B, self.a, self.b)
         return dA, atb(saved, dC, self.a, self.b, self.accumulate_float32)
+
+    def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
+        return abt(dC, B, self.a, self.b), (saved, dC)
+
+    def backward_weights(self, operands: Any) -> Array:
+        A, dC = operands
+        return atb(A, dC, self.a, self.b, self.accumulate_float32)
 
     def recompute_saved(self, A: Array, B: Array) -> Any:
         return A

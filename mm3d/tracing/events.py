@@ -6,10 +6,11 @@
 from typing import Any, Callable, NamedTuple
 
 PHASES = ("forward", "backward")
+HALVES = ("backward_input", "backward_weights")    # of a backward pass in two
 
 
 class Phase(NamedTuple):
-    """A pass of a model, "forward" or "backward"."""
+    """A pass of a model: "forward", "backward", or a half of backward."""
 
     name: str
 

@@ -12,8 +12,8 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any, Callable, Iterator
 
-from mm3d.tracing.events import (Collective, Event, Gemm, Layer, Observer, Overlapped, Phase,
-                                 Recomputation)
+from mm3d.tracing.events import (Collective, Event, Gemm, HALVES, Layer, Observer, Overlapped,
+                                 PHASES, Phase, Recomputation)
 from mm3d.tracing.observed_calls import (LAYER_CALLS, NamedOperand, ObservedLibrary,
                                          ObservedTransport, Observers, join_observers,
                                          report_calls, report_products)
@@ -131,7 +131,8 @@ def _points_of_model(model: Any, kinds: tuple[type, ...]) -> list[Point]:
     """List the passes of a model and the layers in it."""
     found: list[Point] = []
     if Phase in kinds:
-        found += [(model, name, _report_event(Phase(name))) for name in ("forward", "backward")]
+        found += [(model, name, _report_event(Phase(name))) for name in (*PHASES, *HALVES)
+                  if hasattr(model, name)]
     if hasattr(model, "layers"):
         return found + _points_within(model.layers, kinds)
     product = getattr(model, "product", None)    # of matrices alone

@@ -114,7 +114,25 @@ def report_backward(layer: Any, event: Event, work: Callable, observers: Observe
     return backward if seeing else reported
 
 
+def report_backward_input(layer: Any, event: Event, work: Callable,
+                          observers: Observers) -> Callable:
+    """Wrap the first half of a layer's backward; observers are given no arrays of the halves."""
+    reported = report_calls(work, event, join_observers(observers, Layer))
+
+    def backward_input(dy: Any, noted: Any, overlap: Any = None) -> Any:
+        return reported(dy, noted.saved if isinstance(noted, SavedWithNotes) else noted, overlap)
+    return backward_input
+
+
+def report_backward_weights(layer: Any, event: Event, work: Callable,
+                            observers: Observers) -> Callable:
+    """Wrap the second half of a layer's backward; observers are given no arrays of the halves."""
+    return report_calls(work, event, join_observers(observers, Layer))
+
+
 LAYER_CALLS = {"forward": report_forward, "backward": report_backward,
+               "backward_input": report_backward_input,
+               "backward_weights": report_backward_weights,
                "recompute_saved": report_recomputed}
 
 

@@ -9,7 +9,8 @@ from mm3d.arrays.blocks import row_blocks
 from mm3d.arrays.numpy_kernels import Kernels
 from mm3d.model import functional
 from mm3d.model.layer_specs import LayerNormSpec, LinearSpec
-from mm3d.model.layers import Attention, Chain, Gelu, LayerNorm, Residual
+from mm3d.model.chains import Chain, Residual
+from mm3d.model.layers import Attention, Gelu, LayerNorm
 from mm3d.model.specs import Builder
 from models import SOME
 from reference import relative_error

@@ -1,0 +1,76 @@
+"""Define the interface of the distributed product of a linear layer."""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from mm3d.arrays.backend import Array
+from mm3d.grid.axis import Pending, Split
+from mm3d.grid.layout import Layout
+
+WEIGHTS_HALVES = ("keep", "gather")
+
+
+class Product(ABC):
+    """Compute the distributed C = A B of a linear layer, and its gradients.
+
+    Attributes
+    ----------
+    weight : Layout
+        Layout of B.
+    accumulate_float32 : bool
+        Whether dB is computed, summed over the ranks and returned in float32 if the operands
+        have 16 bits.
+    overlap : bool
+        Whether communication overlaps with products.  Then `forward`, `backward` and its halves
+        take the `mm3d.schemes.overlap.Overlap` of the pass as one more argument, B may be a
+        `Pending` gather, and the returned dB may be a `Pending` sum.
+    weights_half : {"keep", "gather"}
+        What a product that gathers dC does between the halves of backward: keep it gathered for
+        dB, or keep this rank's block and gather it again.
+    gathered_along : Split or None
+        How B is divided in the direction along which it is gathered; None if it is not gathered.
+    operands : dict of str to str
+        The matrix that each communicating attribute moves, by the attribute's name.
+    """
+
+    weight: Layout
+    accumulate_float32 = False
+    overlap = False
+    weights_half = "keep"
+    gathered_along: Split | None = None
+    operands = {"a": "A", "b": "B", "c": "C"}
+
+    @abstractmethod
+    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
+        """Compute this rank's block of C = A B; return it with the data that backward needs."""
+
+    @abstractmethod
+    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
+        """Compute dA = dC B^T and dB = A^T dC, in the layouts of A and B."""
+
+    def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
+        """Compute dA = dC B^T; return it with the operands that `backward_weights` needs.
+
+        By default this is the whole `backward`, and what is kept for later is dB; a product that
+        can compute dB apart overrides both halves.
+        """
+        return self.backward(dC, B, saved)
+
+    def backward_weights(self, operands: Any) -> Array:
+        """Compute dB = A^T dC from the operands that `backward_input` returned."""
+        return operands
+
+    def recompute_saved(self, A: Array, B: Array) -> Any:
+        """Recompute the data that `backward` needs, without C.
+
+        By default this is a forward whose C is discarded; a product that can avoid the work
+        overrides it.
+        """
+        return self.forward(A, B)[1]
+
+    def prefetch(self, B: Array, backward: bool) -> Pending | None:
+        """Start gathering B for the next `forward`, or the next `backward`.
+
+        Returns None if B is not gathered, or cannot be gathered while this rank computes.
+        """
+        return None

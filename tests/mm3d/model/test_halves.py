@@ -1,0 +1,160 @@
+"""Backward in two halves, input and weights: the same bits as the whole, in any order."""
+import numpy as np
+import pytest
+
+import mm3d
+from mirror import mirrored
+from mm3d.schemes.serial import SerialProduct
+from mm3d.tracing.observe import observed
+from mm3d.tracing.trace import Trace
+from models import PARALLELISMS, SIZES, SOME, Parallelism
+
+# Three layers are a group of two and one of one.
+MODELS = {"even": {**SIZES["even"], "layers": 2}, "uneven": {**SIZES["uneven"], "layers": 3}}
+HALVES = ("keep", "gather")
+
+
+def is_weight(p) -> bool:
+    return p.name.endswith("weight") and len(p.shape) > 1
+
+
+def run(model, passes: str) -> dict[str, np.ndarray]:
+    """Copies of the results of passes of some micro-batches, such as "Fa Fb Ba Bb Wb Wa", and of
+    the gradients in the end; D is backward in one piece."""
+    saved, operands, found = {}, {}, {}
+    model.zero_gradients()
+    for kind, name in passes.split():
+        if kind == "F":
+            found[f"y{name}"], saved[name] = model.forward(model.random(name))
+        elif kind == "D":
+            found[f"dx{name}"] = model.backward(model.random(f"d{name}"), saved.pop(name))
+        elif kind == "B":
+            found[f"dx{name}"], operands[name] = model.backward_input(model.random(f"d{name}"),
+                                                                      saved.pop(name))
+        else:
+            model.backward_weights(operands.pop(name))
+    found |= {p.name: p.grad for p in model.parameters}
+    return {name: np.array(a) for name, a in found.items()}
+
+
+def different(found, expected) -> list[str]:
+    """Names of the arrays that are not equal to the bit."""
+    assert found.keys() == expected.keys()
+    return [name for name, a in expected.items() if not np.array_equal(found[name], a)]
+
+
+def policies(parallelism, *names: str) -> list[str]:
+    """Those that go with what the scheme keeps."""
+    return [name for name in names
+            if not (parallelism.options.get("keep") and "selective" in name)]
+
+
+@pytest.mark.ranks(1, slow=(4, 6, 8), first=(1,))
+@pytest.mark.parametrize("sizes, options", [
+    ("uneven", {}), ("even", dict(dtype="float16", master="float32")),
+    ("uneven", dict(dtype="float64", causal=True))], ids=["float32", "float16", "float64"])
+def test_halves_give_the_same_bits(comm, transport, sizes, options):
+    """Of every scheme, with weights' halves right after the input's, and long after."""
+    for parallelism in PARALLELISMS[comm.size]:
+        with parallelism.on(comm, "numpy") as scheme:
+            model = mm3d.Transformer(scheme, **MODELS[sizes], **options)
+            expected = run(model, "Fa Fb Da Db")
+            for half, order in zip(HALVES, ("Fa Ba Wa Fb Bb Wb", "Fa Fb Ba Bb Wa Wb")):
+                model = mm3d.Transformer(scheme, **MODELS[sizes], **options, weights_half=half)
+                assert different(run(model, order), expected) == [], (str(parallelism), half)
+
+
+@pytest.mark.ranks(1, slow=(4, 8), first=(1,))
+@pytest.mark.parametrize("recompute", ["uniform:2+selective", "selective", "uniform:2", "full"])
+def test_halves_and_recomputation_give_the_same_bits(comm, recompute):
+    for parallelism in SOME[comm.size]:
+        for recompute in policies(parallelism, recompute):
+            with parallelism.on(comm, "numpy") as scheme:
+                expected = run(mm3d.Transformer(scheme, **MODELS["uneven"]), "Fa Fb Da Db")
+                for half in HALVES:
+                    model = mm3d.Transformer(scheme, **MODELS["uneven"], recompute=recompute,
+                                             weights_half=half)
+                    found = run(model, "Fa Fb Ba Bb Wa Wb")
+                    assert different(found, expected) == [], (str(parallelism), half)
+
+
+def of_three(model, order: str) -> dict[str, np.ndarray]:
+    """Results of three micro-batches whose weights' halves come last, in this order."""
+    return run(model, "Fa Fb Fc Ba Bb Bc " + " ".join(f"W{name}" for name in order))
+
+
+@pytest.mark.ranks(*SOME)
+def test_gradients_add_up_in_the_order_of_the_weights_halves(comm):
+    """And those of vectors in that of the input's halves."""
+    for parallelism in SOME[comm.size]:
+        with parallelism.on(comm, "numpy") as scheme:
+            model = mm3d.Transformer(scheme, **SIZES["uneven"])
+            unsplit = {order: run(model, "Fa Fb Fc " + " ".join(f"D{name}" for name in order))
+                       for order in ("abc", "cab")}
+            assert any("weight" in name for name in different(unsplit["abc"], unsplit["cab"]))
+            found = of_three(model, "cab")
+            late = {p.name for p in model.parameters if is_weight(p)}
+            for name, a in found.items():
+                expected = unsplit["cab" if name in late else "abc"][name]
+                assert np.array_equal(a, expected), (str(parallelism), name)
+            mixed = run(model, "Fa Fb Ba Fc Bb Wa Bc Wb Wc")
+            assert different(mixed, unsplit["abc"]) == [], str(parallelism)
+
+
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize("keep, recompute", [
+    ("none", "uniform:2+selective"), ("none", "none"), ("weight", "full"), ("both", "none")])
+@pytest.mark.parametrize("grid", [(2, 2, 2), (4, 1, 1)])
+def test_halves_with_overlap_are_in_flight_in_any_order(grid, keep, recompute):
+    """Nothing is used before it is there or left behind, and the words are the same."""
+    sizes = dict(layers=3, hidden=16, heads=4, batch=8, seq=4)
+    for half in HALVES:
+        found, moved = [], []
+        for overlap in (False, True):
+            with mirrored("3d", grid, keep=keep, overlap=overlap) as (scheme, _):
+                model = mm3d.Transformer(scheme, **sizes, recompute=recompute, weights_half=half)
+                found.append(of_three(model, "cab"))
+                moved.append(scheme.grid.traffic())
+        assert different(*found) == [] and not any(np.isnan(a).any() for a in found[1].values())
+        assert moved[0] == moved[1]
+
+
+@pytest.mark.ranks(1, slow=(8,))
+def test_halves_with_overlap_give_the_same_bits(comm):
+    sizes = dict(layers=2, hidden=256, heads=8, batch=4, seq=8)
+    found = []
+    for overlap, passes in ((False, "Fa Fb Da Db"), (True, "Fa Fb Ba Bb Wa Wb")):
+        with Parallelism("3d", None, {"overlap": overlap}).on(comm, "numpy") as scheme:
+            found.append(run(mm3d.Transformer(scheme, **sizes), passes))
+    assert different(*found) == []
+
+
+def test_observers_see_the_halves():
+    """Under the names of the layers, each product of weights in the second half."""
+    with Parallelism("serial").on(mm3d.grid.grid.MPI.COMM_SELF, "numpy") as scheme:
+        model, trace = mm3d.Transformer(scheme, **SIZES["even"]), Trace()
+        expected = run(model, "Fa Da")
+        with observed(scheme.grid, trace, model):
+            assert different(run(model, "Fa Ba Wa"), expected) == []
+    flops = trace.flops("forward"), trace.flops("backward_input"), trace.flops("backward_weights")
+    weights = 24 * SIZES["even"]["batch"] * SIZES["even"]["seq"] * SIZES["even"]["hidden"] ** 2
+    assert flops[2] == weights < flops[0] < flops[1] and trace.flops("backward") == 0
+    assert {part for phase, part, _ in trace.events if phase == "backward_weights"} == {
+        "attention.qkv", "attention.proj", "mlp.up", "mlp.down"}
+
+
+def test_a_product_that_does_not_say_how_is_not_divided(monkeypatch):
+    """Its backward is done in the first half, and what is kept is the gradient of the weight."""
+    with Parallelism("serial").on(mm3d.grid.grid.MPI.COMM_SELF, "numpy") as scheme:
+        model = mm3d.Transformer(scheme, **SIZES["even"])
+        expected = run(model, "Fa Fb Fc Da Db Dc")
+        monkeypatch.delattr(SerialProduct, "backward_input")
+        monkeypatch.delattr(SerialProduct, "backward_weights")
+        assert different(of_three(model, "abc"), expected) == []
+        assert different(of_three(model, "cab"), expected) != []
+
+
+def test_an_unknown_way_of_the_weights_half_is_refused():
+    scheme = mm3d.scheme("serial", mm3d.grid.grid.MPI.COMM_SELF)
+    with pytest.raises(ValueError, match="weights_half='both' is unknown: .* keep, gather"):
+        mm3d.Transformer(scheme, **SIZES["even"], weights_half="both")
