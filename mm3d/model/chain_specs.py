@@ -182,9 +182,12 @@ class ModelSpec:
         Global shape of the activations that enter and leave the model.
     chain : ChainSpec
         The layers.
+    first_layer : int
+        Number of the first layer; not 0 in a part of a model that begins later.
     """
 
     batch: int
     seq: int
     hidden: int
     chain: ChainSpec
+    first_layer: int = 0

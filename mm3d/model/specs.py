@@ -78,13 +78,15 @@ class Builder:
         Type of parameters and activations.
     master : dtype, optional
         Type of masters and gradients; by default `dtype`, without separate masters.
+    first_layer : int
+        Number of the first block called "layers".
     """
 
     def __init__(self, scheme: Scheme, outer: Space, inner: Space, dtype: Any,
-                 master: Any = None) -> None:
+                 master: Any = None, first_layer: int = 0) -> None:
         self.scheme, self.outer, self.inner = scheme, outer, inner
         self.dtype, self.master = dtype, master
-        self._prefix, self._numbers, self._built = "", Counter(), {}
+        self._prefix, self._numbers, self._built = "", Counter(layers=first_layer), {}
 
     def build_layers(self, specs: Iterable["Spec"]) -> list[Layer]:
         """Build the layers of `specs`, in order."""

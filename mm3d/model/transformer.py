@@ -100,7 +100,7 @@ class Transformer:
         self.outer, self.inner = scheme.spaces(batch, seq)
         self.spec = describe(sizes, causal, recompute)
         builder = Builder(scheme, self.outer, self.inner, self._library_dtype(self.dtype),
-                          self._library_dtype(master))
+                          self._library_dtype(master), self.spec.first_layer)
         self.layers = Chain(*builder.build_layers(self.spec.chain.layers))
         self._products = {backward: weighted_products(self.layers, backward)
                           for backward in (False, True)} | {None: []}

@@ -10,8 +10,8 @@ from mm3d.model.sizes import ModelSizes
 from mm3d.model.specs import LayerSpec
 
 
-def model_spec(sizes: Mapping[str, int], causal: bool = False,
-               recompute: str = "none") -> ModelSpec:
+def model_spec(sizes: Mapping[str, int], causal: bool = False, recompute: str = "none",
+               part: range | None = None) -> ModelSpec:
     """Return the spec of a stack of pre-LN Transformer layers, without ranks and arrays.
 
     Parameters
@@ -22,24 +22,32 @@ def model_spec(sizes: Mapping[str, int], causal: bool = False,
         Whether a position attends only to itself and those before it.
     recompute : str
         Name of a policy, see `mm3d.model.recomputation`.
+    part : range, optional
+        The layers of a part of the model, such as a stage of a pipeline; they keep their numbers.
+        All layers, if not given.
 
     Raises
     ------
     ValueError
-        When no policy has that name.
+        When no policy has that name, or the model does not have the layers of the part.
     """
     sizes, policy = ModelSizes(**sizes), parse_policy(recompute)
+    whole = range(sizes.layers)
+    part = whole if part is None else part
+    if part != whole and (not part or part.step != 1 or not {part[0], part[-1]} <= {*whole}):
+        raise ValueError(f"layers {part.start} to {part.stop - 1} are no part of a model with "
+                         f"layers 0 to {sizes.layers - 1}")
     block = transformer_layer(sizes, causal, policy.selective)
 
     def recomputed_group(layers: int) -> ChainSpec:
         if layers == 1:
             return Repeated((RecomputedSpec(block),), "layers")
         return RecomputedSpec((Repeated(block, "layers", layers),), "layers")
-    groups = Counter(policy.groups(sizes.layers))
+    groups = Counter(policy.groups(len(part)))
     chain = [Repeated((recomputed_group(layers),), times=times)
              for layers, times in groups.items()]
     return ModelSpec(sizes.batch, sizes.seq, sizes.hidden, ChainSpec(tuple(
-        chain or [Repeated(block, "layers", sizes.layers)])))
+        chain or [Repeated(block, "layers", len(part))])), part.start)
 
 
 def transformer_layer(sizes: ModelSizes, causal: bool = False,
