@@ -1,0 +1,55 @@
+"""Who does what on a mesh, and what cannot be one."""
+import pytest
+
+import mm3d
+from mm3d.grid.shape import GridShape
+from mm3d.schemes import find_scheme
+from mm3d.training.mesh import stage_grids
+
+
+@pytest.mark.ranks(4, slow=(8,))
+def test_stages_are_the_slowest_direction(comm):
+    share = comm.size // 2
+    mesh = mm3d.Mesh(comm, stages=2, grid=[(share, 1, 1), (1, 1, share)])
+    assert (mesh.stage, mesh.place) == divmod(comm.rank, share)
+    assert mesh.rank(mesh.stage, mesh.place) == comm.rank
+    assert mesh.shape == GridShape("st", (2, share))
+    assert mesh.scheme.grid.shape == mesh.grids[mesh.stage]
+    assert list(mesh.scheme.grid.coords.values()) == (
+        [0, 0, mesh.place] if mesh.stage else [mesh.place, 0, 0])
+    assert mesh.scheme.grid["x"].size == (1 if mesh.stage else share)
+    mesh.free()
+
+
+def grids(*arguments, scheme="3d"):
+    return stage_grids(find_scheme(scheme), *arguments)
+
+
+def test_one_grid_for_all_stages_or_one_for_each():
+    assert grids(8, 4, (2, 1, 1)) == (GridShape("xyz", (2, 1, 1)),) * 4
+    assert grids(8, 2, [(2, 2, 1), GridShape("xyz", (1, 2, 2))]) == (
+        GridShape("xyz", (2, 2, 1)), GridShape("xyz", (1, 2, 2)))
+    assert grids(8, 2, None, scheme="1d") == (GridShape("x", (4,)),) * 2
+    assert grids(8, 1) == (GridShape("xyz", (2, 2, 2)),)
+    assert grids(2, 2, None, scheme="serial") == (GridShape("x", (1,)),) * 2
+
+
+@pytest.mark.parametrize("arguments, said", [
+    ((8, 3), "3 stages do not divide 8 ranks into equal groups: 1, 2, 4, 8 would do"),
+    ((8, 0), "0 stages do not divide"),
+    ((8, 4, (2, 2, 1)), "a grid of 2 x 2 x 1 has 4 ranks, but stage 0 has 2"),
+    ((8, 2, [(4, 1, 1), (2, 1, 1)]), "a grid of 2 x 1 x 1 has 2 ranks, but stage 1 has 4"),
+    ((8, 4, [(2, 1, 1)] * 3), "3 grids for 4 stages"),
+    ((8, 4, (2, 1)), "should have 3 sizes")])
+def test_what_is_no_mesh_is_named(arguments, said):
+    with pytest.raises(ValueError, match=said):
+        grids(*arguments)
+
+
+@pytest.mark.ranks(4)
+def test_it_is_refused_on_all_ranks_alike(comm):
+    for arguments in (dict(stages=3), dict(stages=2, grid=(3, 1, 1)), dict(stages=2, keep="all"),
+                      dict(scheme="4d")):
+        with pytest.raises(ValueError) as refused:
+            mm3d.Mesh(comm, **arguments)
+        assert len(set(comm.allgather(str(refused.value)))) == 1
