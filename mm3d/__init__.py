@@ -29,6 +29,8 @@ from mm3d.model.vectors import Vector  # noqa: E402
 from mm3d.schemes import registry, scheme  # noqa: E402
 from mm3d.schemes.scheme import Scheme  # noqa: E402
 from mm3d.tracing.watchdog import Watchdog  # noqa: E402
+from mm3d.training.mesh import Mesh  # noqa: E402
+from mm3d.training.pipeline import Pipeline  # noqa: E402
 
 guard.install()    # the other ranks would wait for ever for one that has failed
 
@@ -36,6 +38,6 @@ __version__ = "0.1.0"
 
 SCHEMES = registry()
 
-__all__ = ["Axis", "Grid", "Layout", "ModelSizes", "SCHEMES", "Scheme", "Space", "Split",
-           "Traffic", "Transformer", "Vector", "Watchdog", "cost", "model_spec", "registry",
-           "scheme"]
+__all__ = ["Axis", "Grid", "Layout", "Mesh", "ModelSizes", "Pipeline", "SCHEMES", "Scheme",
+           "Space", "Split", "Traffic", "Transformer", "Vector", "Watchdog", "cost", "model_spec",
+           "registry", "scheme"]

@@ -1,1 +1,0 @@
-"""An emulated cluster: network namespaces of this machine, joined by links of limited rate."""

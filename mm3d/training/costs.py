@@ -1,0 +1,92 @@
+"""Compute what a pipeline costs in closed form: words between stages, and memory of a rank."""
+
+from typing import Any, Mapping, Sequence
+
+from mm3d.grid.shape import GridShape
+from mm3d.model import cost
+from mm3d.model.chain_specs import ModelSpec
+from mm3d.schemes.parallelism import Parallelism
+from mm3d.training.schedules.messages import operations
+from mm3d.training.schedules.schedule import Event, Schedule
+
+
+def hop_words(schedule: Schedule, scheme: str, grids: Sequence[GridShape],
+              shape: tuple[int, int, int], options: Mapping[str, Any] | None = None) -> int:
+    """Count the words that all ranks send to other stages in a step.
+
+    Each rank of the receiving stage gets its block once: where nothing is stored twice, that is
+    b s h words for each result of F and of B that goes to another stage.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        The schedule.
+    scheme : str
+        Name of the tensor parallelism.
+    grids : sequence of GridShape
+        The grid of each rank of the schedule.
+    shape : tuple of int
+        Global shape of the activations of a micro-batch, (batch, seq, hidden).
+    options : mapping, optional
+        Options of the scheme.
+    """
+    batch, seq, hidden = shape
+    block = [Parallelism(scheme, grid, batch, seq, **(options or {})).outer.words(
+        batch * seq, hidden) for grid in grids]
+    return sum(block[operation.other] for rank in range(schedule.ranks)
+               for operation in operations(schedule, rank) if operation.kind == "send")
+
+
+def peak_words(schedule: Schedule, rank: int, chunks: Sequence[ModelSpec],
+               parallelism: Parallelism) -> float:
+    """Count the words that a rank of a stage holds at the peak, where everything divides evenly.
+
+    They are parameters and gradients of all chunks; what the micro-batches in flight have saved;
+    results that have arrived early or wait to be used; and what one layer computes with, as in
+    `mm3d.model.cost.peak_words`.  Messages that are being sent are left out, since how long that
+    takes is not known.  Data kept for a W count as all that was saved.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        The schedule.
+    rank : int
+        A rank of it.
+    chunks : sequence of ModelSpec
+        The layers of each chunk of that rank, with the sizes of a micro-batch.
+    parallelism : Parallelism
+        The scheme and grid of that rank, with the sizes of a micro-batch.
+    """
+    ranks, outer = parallelism.ranks, parallelism.outer
+    block = outer.words(parallelism.tokens, chunks[0].hidden) / ranks
+    saved = [sum(spec.chain.saved_words(parallelism)) / ranks for spec in chunks]
+    working = [spec.chain.transient_words(parallelism) + 2 * block for spec in chunks]
+    waiting: set[Event] = set()
+    held = peak = 0.0
+    program = operations(schedule, rank)
+    for operation in program:
+        if operation.kind == "send":
+            waiting.remove(operation.event)
+        elif operation.kind == "run":
+            ahead = operation.index + len(operation.actions)
+            waiting |= {one.event for one in program if one.kind == "receive"
+                        and operation.index <= one.index <= ahead}
+            for action in operation.actions:
+                before = {event for event in schedule.inputs(rank, action)
+                          if event.stage != schedule.stage_of(rank, action.chunk)}
+                waiting -= before
+                held += saved[action.chunk] * (action.kind == "F")
+                work = block if action.kind == "F" else working[action.chunk]
+                peak = max(peak, held + len(waiting) * block + work)
+                held -= saved[action.chunk] * (action.kind in ("BW", "W"))
+                waiting |= _kept_results(schedule, rank, action)
+    stored = sum(2 * cost.parameters(spec) for spec in chunks) / ranks
+    return stored + peak
+
+
+def _kept_results(schedule: Schedule, rank: int, action) -> set[Event]:
+    """Return the results of an action that are kept until they are sent or used."""
+    return {Event("B", event.stage + 1, event.micro)
+            if event.step == "F" and event.stage + 1 == schedule.stage_count else event
+            for event in schedule.outputs(rank, action)
+            if event.step == "F" or event.step == "B" and event.stage}

@@ -1,0 +1,170 @@
+"""Send activations, and gradients of them, from the ranks of one stage to those of another.
+
+A rank sends the part of its own block that another rank holds there, straight to that rank:
+where both stages have the same grid, its whole block in one message.  Nothing is gathered.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Mapping, Sequence
+
+from mm3d.arrays.backend import Array
+from mm3d.grid.axis import Traffic
+from mm3d.grid.layout import Layout
+from mm3d.grid.shape import GridShape
+from mm3d.schemes.scheme import Scheme
+from mm3d.training.mesh import Mesh
+from mm3d.training.schedules.schedule import Event, Schedule
+from mm3d.transport.pending import Pending
+from mm3d.transport.point_to_point import PointToPoint
+
+Box = tuple[tuple[int, int], ...]    # start and stop in each dimension
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A part of an activation that goes from one rank of a stage to one of another.
+
+    Attributes
+    ----------
+    source, target : int
+        The ranks, by their numbers in their stages.
+    box : Box
+        The part, in the global activation.
+    """
+
+    source: int
+    target: int
+    box: Box
+
+    @property
+    def words(self) -> int:
+        """Return the number of elements."""
+        return math.prod(stop - start for start, stop in self.box)
+
+
+def activation_blocks(scheme: type[Scheme], grid: GridShape, shape: tuple[int, int, int],
+                      options: Mapping[str, Any]) -> list[Box]:
+    """Return the block of an activation of global `shape` that each rank of a grid holds."""
+    rows, features = scheme.layouts(grid, *shape[:2], **options)[0][:2]
+    layout = Layout(f"{rows},{features}")
+    return [tuple((one.start, one.stop) for one in layout.slices(grid, shape, coords))
+            for coords in grid.all_coordinates()]
+
+
+def transfers(sources: Sequence[Box], targets: Sequence[Box]) -> list[Transfer]:
+    """List what the ranks of one stage send to those of another, whose blocks are given.
+
+    Where several ranks hold copies of a block, each target receives from the one of its own
+    number, or else from one chosen so that all have their share.
+    """
+    holders: dict[Box, list[int]] = {}
+    for rank, box in enumerate(sources):
+        holders.setdefault(box, []).append(rank)
+    found = []
+    for target, wanted in enumerate(targets):
+        for box, ranks in holders.items():
+            both = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(box, wanted))
+            if all(start < stop for start, stop in both):
+                source = target if target in ranks else ranks[target % len(ranks)]
+                found.append(Transfer(source, target, both))
+    return found
+
+
+class Hops:
+    """Send and receive the results of a schedule's actions, and count them.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        The stages; every rank must create it.
+    schedule : Schedule
+        Its ranks are the mesh's stages.
+    shape : tuple of int
+        Global shape of the activations of a micro-batch: (batch, seq, hidden).
+    dtype : dtype
+        Their type.
+    synchronous, asleep : bool
+        See `mm3d.transport.point_to_point.PointToPoint`.
+
+    Attributes
+    ----------
+    traffic : Traffic
+        Blocks (calls), messages, words and bytes that this rank has sent.
+
+    Raises
+    ------
+    ValueError
+        On every rank alike, when there are more messages than tags of MPI.
+    """
+
+    direction = "s"
+
+    def __init__(self, mesh: Mesh, schedule: Schedule, shape: tuple[int, int, int], dtype: Any,
+                 synchronous: bool = False, asleep: bool = False) -> None:
+        self.mesh, self.schedule, self.shape, self.dtype = mesh, schedule, shape, dtype
+        self.messages = PointToPoint(mesh.comm, mesh.scheme.grid.backend, synchronous, asleep)
+        needed = 2 * schedule.stage_count * schedule.microbatches
+        if needed > self.messages.max_tag + 1:
+            raise ValueError(f"{schedule.stage_count} stages of {schedule.microbatches} "
+                             f"micro-batches need {needed} tags, and this MPI has "
+                             f"{self.messages.max_tag + 1}: fewer micro-batches would do")
+        self.traffic = Traffic()
+        self._own_box = self._blocks(mesh.stage)[mesh.place]
+        self._known: dict[tuple[int, int], list[Transfer]] = {}
+
+    def _blocks(self, stage: int) -> list[Box]:
+        """Return the blocks that the ranks of a stage of the mesh hold."""
+        return activation_blocks(type(self.mesh.scheme), self.mesh.grids[stage], self.shape,
+                                 self.mesh.options)
+
+    def _transfers(self, source: int, target: int) -> list[Transfer]:
+        """Return the transfers from a stage of the mesh to another that concern this rank."""
+        if (source, target) not in self._known:
+            mine = "source" if self.mesh.stage == source else "target"
+            self._known[source, target] = [
+                one for one in transfers(self._blocks(source), self._blocks(target))
+                if getattr(one, mine) == self.mesh.place]
+        return self._known[source, target]
+
+    def tag(self, event: Event) -> int:
+        """Return the tag of the messages with the result of `event`, which no other has."""
+        number = event.stage * self.schedule.microbatches + event.micro
+        return 2 * number + (event.step == "B")
+
+    def send(self, event: Event, block: Array, target: int) -> None:
+        """Begin to send this rank's `block`, the result of `event`, to the stage `target`."""
+        traffic = self.traffic
+        traffic.calls += 1
+        for one in self._transfers(self.mesh.stage, target):
+            part = block[_within(one.box, self._own_box)]
+            self.messages.send(part, self.mesh.rank(target, one.target), self.tag(event))
+            traffic.messages += 1
+            traffic.words += one.words
+            traffic.moved += one.words
+            traffic.bytes += one.words * block.dtype.itemsize
+
+    def begin_receive(self, event: Event, source: int) -> list[tuple[Transfer, Pending]]:
+        """Begin to receive this rank's block of the result of `event` from the stage `source`."""
+        return [(one, self.messages.begin_receive(
+            tuple(stop - start for start, stop in one.box), self.dtype,
+            self.mesh.rank(source, one.source), self.tag(event)))
+            for one in self._transfers(source, self.mesh.stage)]
+
+    def complete(self, parts: list[tuple[Transfer, Pending]]) -> Array:
+        """Wait for a block that `begin_receive` has begun to receive, and return it."""
+        own = self._own_box
+        if len(parts) == 1 and parts[0][0].box == own:
+            return self.messages.complete(parts[0][1])
+        block = self.mesh.scheme.grid.backend.empty(
+            tuple(stop - start for start, stop in own), self.dtype)
+        while parts:
+            one, pending = parts.pop()
+            block[_within(one.box, own)] = self.messages.complete(pending)
+        return block
+
+
+def _within(box: Box, own: Box) -> tuple[slice, ...]:
+    """Return the slices of `box` in the block `own`."""
+    return tuple(slice(start - first, stop - first)
+                 for (start, stop), (first, _) in zip(box, own))

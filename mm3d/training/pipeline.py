@@ -1,0 +1,197 @@
+"""Train a Transformer whose layers are divided among the stages of a pipeline."""
+
+import itertools
+from dataclasses import replace
+from functools import partial
+from typing import Any, Callable, ContextManager, Mapping
+
+import numpy as np
+
+from mm3d.arrays.backend import Array
+from mm3d.arrays.blocks import block_lengths
+from mm3d.grid.axis import Traffic
+from mm3d.model.parameters import Parameter
+from mm3d.model.sizes import ModelSizes
+from mm3d.model.transformer import Transformer
+from mm3d.model.transformer_spec import model_spec
+from mm3d.training.hops import Hops
+from mm3d.training.mesh import Mesh
+from mm3d.training.schedules import Schedule, build, check
+from mm3d.training.schedules.schedule import Action
+from mm3d.training.worker import Worker
+
+
+class Pipeline:
+    """Divide a Transformer among the stages of a mesh, and execute a schedule.
+
+    Layers are numbered, named and drawn as in the model on one stage, so both are the same model.
+    Gradients of parameters are sums over the micro-batches, taken in the order of the schedule's
+    rows.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        The ranks, all of which create it.
+    schedule : str or Schedule
+        What each stage does, and in which order; a name of
+        `mm3d.training.schedules.builders.registry` needs `microbatches`.
+    layers, hidden, heads, batch, seq : int
+        Sizes of the whole model; `batch` sequences are divided equally among the micro-batches,
+        and layers as equally as can be among the stages of the schedule.
+    microbatches : int, optional
+        Number of micro-batches, with a schedule's name.
+    around : callable, optional
+        Returns, for an action, a context in which it is executed.
+    synchronous, asleep : bool
+        See `mm3d.transport.point_to_point.PointToPoint`.
+    **options
+        Further parameters of `mm3d.Transformer`: seed, dtype, causal, master, recompute.
+
+    Attributes
+    ----------
+    schedule : Schedule
+        As it is executed.
+    chunks : list of Transformer
+        The layers of each chunk of this rank's stage, for one micro-batch.
+    parameters : list of Parameter
+        Those of all chunks.
+
+    Raises
+    ------
+    ValueError
+        On every rank alike and before any communication, when the schedule is wrong, has not as
+        many ranks as the mesh has stages, or more stages than there are layers, or the
+        micro-batches do not divide the batch.
+    """
+
+    def __init__(self, mesh: Mesh, schedule: str | Schedule, layers: int, hidden: int, heads: int,
+                 batch: int, seq: int, microbatches: int | None = None,
+                 around: Callable[[Action], ContextManager] | None = None,
+                 synchronous: bool = False, asleep: bool = False, **options: Any) -> None:
+        if isinstance(schedule, str):
+            schedule = build(schedule, mesh.shape["s"], microbatches or 1)
+        self.mesh, self.schedule = mesh, schedule
+        sizes = ModelSizes(layers, hidden, heads, batch, seq)
+        self.parts = divide_layers(schedule, mesh.shape["s"], sizes, microbatches)
+        self.sizes = replace(sizes, batch=batch // schedule.microbatches)
+        self.chunks = [Transformer(mesh.scheme, **self.sizes, **options,
+                                   describe=partial(model_spec, part=self.parts[stage]))
+                       for stage in schedule.stages[mesh.stage]]
+        first = self.chunks[0]
+        self.hops = Hops(mesh, schedule, first.shape, first.dtype, synchronous, asleep)
+        self.worker = Worker(self.hops, self.chunks, around)
+        self.parameters: list[Parameter] = [p for chunk in self.chunks for p in chunk.parameters]
+
+    def step(self, inputs: Callable[[int], Array],
+             output_gradient: Callable[[int, Array], Array],
+             input_gradient: Callable[[int, Array], Any] = lambda micro, dx: None) -> None:
+        """Compute forward and backward of all micro-batches; every rank must call it.
+
+        It adds to the gradients of the parameters, and divides them by nothing: the gradient of
+        the step's loss is asked for, such as that of a mean over the tokens of all micro-batches.
+
+        Parameters
+        ----------
+        inputs : callable
+            Returns this rank's block of the input of a micro-batch; called in the stage with the
+            first layer.
+        output_gradient : callable
+            Returns this rank's block of the gradient of the output, for a micro-batch and its
+            output; called after the forward of the last layer, in its stage.
+        input_gradient : callable
+            Takes a micro-batch, and this rank's block of the gradient of its input.
+        """
+        self.worker.step(inputs, output_gradient, input_gradient)
+
+    def traffic(self) -> dict[tuple[str, str], Traffic]:
+        """Return the traffic of this rank, by direction and collective.
+
+        Blocks sent to other stages are ("s", "send").
+        """
+        return self.mesh.scheme.grid.traffic() | {
+            (self.hops.direction, "send"): self.hops.traffic}
+
+    def reset_traffic(self) -> None:
+        """Reset the counts of traffic to zero."""
+        self.mesh.scheme.grid.reset_traffic()
+        self.hops.traffic = Traffic()
+
+    def zero_gradients(self) -> None:
+        """Set all gradients to zero."""
+        for chunk in self.chunks:
+            chunk.zero_gradients()
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Gather every parameter of all stages, as `mm3d.Transformer.state`; for checks."""
+        return self._gather(Transformer.state)
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        """Gather every gradient of all stages, as `mm3d.Transformer.gradients`; for checks."""
+        return self._gather(Transformer.gradients)
+
+    def _gather(self, of: Callable[[Transformer], dict[str, np.ndarray]]) -> dict[
+            str, np.ndarray]:
+        """Gather named arrays of all chunks on every rank, in the order of the layers."""
+        own = {stage: of(chunk)
+               for stage, chunk in zip(self.schedule.stages[self.mesh.stage], self.chunks)}
+        every = self.mesh.comm.allgather(own if self.mesh.place == 0 else {})
+        by_stage = {stage: arrays for one in every for stage, arrays in one.items()}
+        return {name: a for stage in sorted(by_stage) for name, a in by_stage[stage].items()}
+
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
+        """Load all parameters from global arrays by name, as returned by `state`.
+
+        Raises
+        ------
+        ValueError
+            When one of this stage is missing or of another shape.
+        """
+        for chunk in self.chunks:
+            own = {p.name for p in chunk.parameters}
+            chunk.load({name: a for name, a in state.items() if name in own})
+
+    def free(self) -> None:
+        """Free the communicator of the messages; every rank must call it."""
+        self.hops.messages.free()
+
+
+def divide_layers(schedule: Schedule, ranks: int, sizes: ModelSizes,
+                  microbatches: int | None = None) -> list[range]:
+    """Return the layers of each stage of a schedule, after checking that all fit together.
+
+    Parameters
+    ----------
+    schedule : Schedule
+        The schedule, which is checked too.
+    ranks : int
+        The ranks that it should have: the stages of a mesh.
+    sizes : ModelSizes
+        Sizes of the whole model and batch.
+    microbatches : int, optional
+        The micro-batches that it should have; any number, if not given.
+
+    Raises
+    ------
+    ValueError
+        When it is wrong, or does not fit.
+    """
+    check(schedule)
+    if schedule.ranks != ranks:
+        raise ValueError(f"a schedule of {schedule.ranks} ranks cannot be executed by {ranks} "
+                         f"stages: it needs as many")
+    if microbatches not in (None, schedule.microbatches):
+        raise ValueError(f"a schedule of {schedule.microbatches} micro-batches: {microbatches} "
+                         f"were asked for")
+    sizes.check()
+    if sizes.layers < schedule.stage_count:
+        raise ValueError(f"{sizes.layers} layers cannot be divided among {schedule.stage_count} "
+                         f"stages: at least one layer for each is needed")
+    if sizes.batch % schedule.microbatches:
+        below = sizes.batch // schedule.microbatches * schedule.microbatches
+        near = [below, below + schedule.microbatches] if below else [schedule.microbatches]
+        raise ValueError(f"a batch of {sizes.batch} sequences cannot be divided among "
+                         f"{schedule.microbatches} micro-batches: "
+                         f"{' or '.join(map(str, near))} would do")
+    lengths = block_lengths(sizes.layers, schedule.stage_count)
+    starts = itertools.accumulate(lengths, initial=0)
+    return [range(start, start + length) for start, length in zip(starts, lengths)]

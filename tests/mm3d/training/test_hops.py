@@ -1,0 +1,107 @@
+"""What goes from stage to stage: each block once, straight to the ranks that need it."""
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+
+import mm3d
+from mm3d.grid.shape import GridShape
+from mm3d.schemes import find_scheme
+from mm3d.schemes.parallelism import Parallelism
+from mm3d.training import costs
+from mm3d.training.hops import Hops, activation_blocks, transfers
+from mm3d.training.schedules import build, parse_schedule
+from mm3d.training.schedules.messages import message_count
+from mm3d.training.schedules.schedule import Event
+
+GRIDS = [(4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (1, 2, 2)]
+
+
+def blocks(grid, shape=(3, 5, 7), scheme="3d", **options):
+    kind = find_scheme(scheme)
+    return activation_blocks(kind, kind.grid_shape(grid), shape, kind.complete_options(options))
+
+
+@pytest.mark.parametrize("before, after", [*product(GRIDS, GRIDS)])
+def test_every_element_arrives_once(before, after):
+    sources, targets = blocks(before), blocks(after)
+    for number, wanted in enumerate(targets):
+        arrived = np.zeros((3, 5, 7), int)
+        for one in transfers(sources, targets):
+            place = tuple(slice(*bounds) for bounds in one.box)
+            own = np.zeros_like(arrived)
+            own[tuple(slice(*bounds) for bounds in sources[one.source])] = 1
+            assert own[place].all()    # the source has it
+            arrived[place] += one.target == number
+        inside = np.zeros_like(arrived)
+        inside[tuple(slice(*bounds) for bounds in wanted)] = 1
+        assert np.array_equal(arrived, inside)
+
+
+@pytest.mark.parametrize("scheme, grid", [("3d", (2, 1, 2)), ("1d", (4,)), ("1d-sp", (4,)),
+                                          ("2d", (2, 2)), ("serial", (1,))])
+def test_between_equal_grids_each_rank_sends_one_message_to_its_own_like(scheme, grid):
+    own = blocks(grid, (4, 4, 8), scheme)
+    found = transfers(own, own)
+    assert [(one.source, one.target) for one in found] == [(n, n) for n in range(len(own))]
+    assert [one.box for one in found] == own
+
+
+def test_holders_of_copies_share_the_sending():
+    """Four ranks hold all of it, and four others a part each: none sends two."""
+    sources, targets = blocks((4,), (4, 4, 8), "1d"), blocks((4,), (4, 4, 8), "1d-sp")
+    assert sorted(one.source for one in transfers(sources, targets)) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("name, scheme, grids", [
+    ("1f1b", "3d", [(2, 2, 1)] * 3), ("zb-v", "3d", [(4, 1, 1), (1, 1, 4), (2, 1, 2)]),
+    ("interleaved:2", "1d", [(4,)] * 3)])
+def test_words_are_those_of_all_transfers(name, scheme, grids):
+    schedule, shape = build(name, 3, 6), (2, 3, 8)
+    shapes = [find_scheme(scheme).grid_shape(grid) for grid in grids]
+    words = costs.hop_words(schedule, scheme, shapes, shape)
+    pairs = [(rank, other) for rank, other in product(range(3), repeat=2) if rank != other]
+    sent = {pair: sum(one.words for one in transfers(*(
+        blocks(grids[rank], shape, scheme) for rank in pair))) for pair in pairs}
+    copies = Parallelism(scheme, shapes[0], 2, 3).outer.copies
+    assert set(sent.values()) == {copies * math.prod(shape)}
+    assert words == message_count(schedule) * copies * math.prod(shape)
+
+
+@pytest.mark.ranks(2)
+def test_results_are_told_apart_whatever_the_order_of_receiving(comm):
+    """With two stages the next is the one before, too."""
+    schedule = parse_schedule("0 2: F0.0 F0.1 F1.0 F1.1 BW1.0 BW1.1 BW0.0 BW0.1\n"
+                              "1 3: F0.0 F0.1 F1.0 F1.1 BW1.0 BW1.1 BW0.0 BW0.1\n")
+    mesh = mm3d.Mesh(comm, stages=2, scheme="serial")
+    hops = Hops(mesh, schedule, (1, 2, 3), np.dtype("float32"))
+    events = [Event(step, 2 - 2 * back, micro) for step, back in (("F", 0), ("B", 0), ("F", 1))
+              for micro in (0, 1)]
+    assert len({hops.tag(event) for event in events}) == len(events)
+    backend = mesh.scheme.grid.backend
+    if comm.rank == 0:
+        for value, event in enumerate(events):
+            hops.send(event, backend.asarray(np.full((1, 2, 3), value, np.float32)), 1)
+    else:
+        for value, event in reversed([*enumerate(events)]):
+            block = hops.complete(hops.begin_receive(event, 0))
+            assert (block == value).all(), event
+    hops.messages.finish()
+    assert hops.traffic.words == 36 * (comm.rank == 0)
+    hops.messages.free()
+    mesh.free()
+
+
+@pytest.mark.ranks(2)
+def test_more_messages_than_tags_are_refused(comm):
+    mesh = mm3d.Mesh(comm, stages=2, scheme="serial")
+    schedule = parse_schedule("F0 BW0\nF0 BW0\n")
+    limit = Hops(mesh, schedule, (1, 1, 1), np.dtype("float32")).messages.max_tag
+    object.__setattr__(schedule, "microbatches", limit)
+    with pytest.raises(ValueError, match=f"2 stages of {limit} micro-batches need {4 * limit}"):
+        Hops(mesh, schedule, (1, 1, 1), np.dtype("float32"))
+
+
+def test_shapes_of_grids_are_values():
+    assert blocks((2, 1, 1)) == blocks(GridShape("xyz", (2, 1, 1)))

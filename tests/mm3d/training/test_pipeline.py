@@ -1,0 +1,217 @@
+"""A pipeline computes what one stage computes, to the bit, whatever its schedule."""
+import gc
+
+import numpy as np
+import pytest
+
+import mm3d
+from mm3d.schemes.parallelism import Parallelism
+from mm3d.training import costs
+from mm3d.training.schedules import ScheduleError, build, parse_schedule
+from pipelines import M, SIZES, VEE, delayed, differing, run_one_stage, run_pipeline
+
+# By ranks: stages, scheme, grid.
+MESHES = {1: [(1, "3d", None)], 2: [(2, "3d", (1, 1, 1))],
+          4: [(2, "3d", (2, 1, 1)), (4, "serial", None), (2, "1d", (2,))],
+          8: [(4, "3d", (2, 1, 1)), (2, "2d", (2, 2)), (2, "3d", (1, 2, 2)), (2, "1d-sp", (4,))]}
+SOME = ("1f1b", "interleaved:2", "zb-h1", "zb-v")
+REST = ("gpipe", "zb-h2", "v-min", "v-half", "dualpipe-v", "auto")
+
+
+def schedules(stages: int, names=SOME) -> dict:
+    """Schedules of these names for so many stages that the layers can be divided among."""
+    found = {name: build(name, stages, M) for name in names
+             if name != "dualpipe-v" or stages <= M // 2}
+    return {name: schedule for name, schedule in (found | {"vee": VEE.get(stages)}).items()
+            if schedule and schedule.stage_count <= SIZES["layers"]}
+
+
+@pytest.mark.ranks(1, 4, slow=(2, 8), first=(1, 4))
+@pytest.mark.parametrize("number, names", [(n, names) for names in (SOME, REST) for n in range(4)])
+def test_gradients_are_those_of_one_stage_to_the_bit(comm, number, names):
+    """Of all parameters, of inputs, and outputs: sends are synchronous, and ranks late.
+
+    Words between stages are the closed form, those inside as many as without a pipeline.
+    """
+    for stages, scheme, grid in MESHES[comm.size][number:number + 1]:
+        mesh = mm3d.Mesh(comm, stages, scheme, grid)
+        expected = run_one_stage(mesh.scheme)
+        for name, schedule in schedules(stages, names).items():
+            pipeline = mm3d.Pipeline(mesh, schedule, **SIZES, synchronous=True,
+                                     around=delayed(comm.rank), asleep=name != "1f1b")
+            pipeline.reset_traffic()
+            found = run_pipeline(pipeline)
+            assert not differing(found, expected), (name, stages, scheme, grid)
+            names = {name for every in comm.allgather([*found]) for name in every}
+            assert names == expected.keys(), name
+            words = costs.hop_words(schedule, scheme, mesh.grids, pipeline.chunks[0].shape)
+            assert comm.allreduce(pipeline.traffic()["s", "send"].words) == words, name
+            assert words_inside(mesh) == words_of_layers(pipeline, scheme), name
+            pipeline.free()
+        mesh.free()
+
+
+def words_inside(mesh) -> dict:
+    """Words along the directions of this stage's grid, of all its ranks."""
+    grid = mesh.scheme.grid
+    return {key: grid.comm.allreduce(traffic.words) for key, traffic in grid.traffic().items()}
+
+
+def words_of_layers(pipeline, scheme: str) -> dict:
+    """The same by the closed form of the layers."""
+    found = {}
+    for chunk in pipeline.chunks:
+        for phase in mm3d.cost.words(scheme, chunk.grid.shape, chunk.spec).values():
+            for key, words in phase.items():
+                found[key] = found.get(key, 0) + M * words
+    return found
+
+
+def shape(schedule) -> str:
+    """Whether the first and the last stage are on one rank, and two chunks on each."""
+    return "vee" if schedule.stages[0] == (0, 2 * schedule.ranks - 1) else "loop"
+
+
+@pytest.mark.ranks(2)
+def test_turns_inside_a_rank_send_nothing(comm):
+    """The turn of a V, and its two ends: the messages are those between ranks alone."""
+    mesh = mm3d.Mesh(comm, comm.size, "serial")
+    for name, schedule in schedules(2, ("interleaved:2", "zb-v")).items():
+        pipeline = mm3d.Pipeline(mesh, schedule, **SIZES, asleep=True)
+        run_pipeline(pipeline)
+        sent = comm.allreduce(pipeline.hops.traffic.messages)
+        hops = {"loop": schedule.stage_count - 1, "vee": 2}[shape(schedule)]
+        assert sent == 2 * M * hops, name
+        pipeline.free()
+    mesh.free()
+
+
+@pytest.mark.ranks(4, slow=(8,))
+def test_different_grids_in_different_stages(comm):
+    """Blocks are redistributed on the way, uneven ones too; words are the closed form."""
+    grids = {4: ((2, 1, 1), (1, 1, 2)), 8: ((2, 1, 2), (1, 4, 1))}[comm.size]
+    sizes = SIZES | {"seq": 5, "hidden": 14}
+    mesh = mm3d.Mesh(comm, 2, "3d", grids)
+    expected = run_one_stage(mesh.scheme, sizes, dtype="float64")
+    pipeline = mm3d.Pipeline(mesh, "interleaved:2", **sizes, microbatches=M, dtype="float64",
+                             synchronous=True, asleep=True, around=delayed(comm.rank))
+    for key, a in run_pipeline(pipeline).items():
+        assert np.allclose(a, expected[key], rtol=1e-9, atol=1e-9), key
+    words = costs.hop_words(pipeline.schedule, "3d", mesh.grids, pipeline.chunks[0].shape)
+    assert comm.allreduce(pipeline.hops.traffic.words) == words
+    pipeline.free()
+    mesh.free()
+
+
+@pytest.mark.ranks(2, slow=(4,))
+@pytest.mark.parametrize("again", ["full", pytest.param("selective", marks=pytest.mark.slow),
+                                   pytest.param("uniform:2", marks=pytest.mark.slow)])
+def test_with_recomputation(comm, again):
+    """The same bits, and the words that the closed form of the stages' layers states."""
+    grid = (comm.size // 2, 1, 1)
+    mesh = mm3d.Mesh(comm, 2, "3d", grid)
+    expected = run_one_stage(mesh.scheme)
+    for name in ("interleaved:2", "1f1b")[:1 + (comm.size > 2)]:
+        pipeline = mm3d.Pipeline(mesh, name, **SIZES, microbatches=M, recompute=again,
+                                 synchronous=True, asleep=True)
+        pipeline.reset_traffic()
+        assert not differing(run_pipeline(pipeline), expected), name
+        assert words_inside(mesh) == (words_of_layers(pipeline, "3d") if comm.size > 2 else {})
+        pipeline.free()
+    mesh.free()
+
+
+@pytest.mark.ranks(2)
+def test_gradients_are_those_of_the_whole_batch(comm):
+    """A mean over all tokens of the batch: no micro-batch counts m times, or one m-th."""
+    mesh, tokens = mm3d.Mesh(comm, 2, "serial"), SIZES["batch"] * SIZES["seq"]
+    pipeline = mm3d.Pipeline(mesh, "1f1b", **SIZES, microbatches=M, dtype="float64")
+    whole = mm3d.Transformer(mesh.scheme, **SIZES, dtype="float64")
+    rows = SIZES["batch"] // M
+    x, g = np.array(whole.random("x")), np.array(whole.random("g"))
+    y, saved = whole.forward(x)
+    whole.backward(g / tokens, saved)
+
+    def part(a, micro):
+        return np.array(a[micro * rows:(micro + 1) * rows])
+    pipeline.step(lambda micro: part(x, micro), lambda micro, y: part(g, micro) / tokens)
+    expected = whole.gradients()
+    for p in pipeline.parameters:
+        a, b = p.gather(p.grad), expected[p.name]
+        assert np.linalg.norm(a - b) <= 1e-12 * np.linalg.norm(b), p.name
+    pipeline.free()
+    mesh.free()
+
+
+@pytest.mark.ranks(1, 2)
+def test_state_has_the_names_and_values_of_one_stage(comm):
+    """Also where a rank has the first and the last layers; and it can be loaded again."""
+    mesh = mm3d.Mesh(comm, comm.size, "serial")
+    expected = mm3d.Transformer(mesh.scheme, **SIZES, seed=3).state()
+    for schedule in (VEE[comm.size], "interleaved:2"):
+        pipeline = mm3d.Pipeline(mesh, schedule, **SIZES, seed=3,
+                                 microbatches=getattr(schedule, "microbatches", M))
+        found = pipeline.state()
+        assert list(found) == list(expected) and not differing(found, expected)
+        for p in pipeline.parameters:
+            p.value[...] = 0
+        pipeline.load(expected)
+        assert not differing(pipeline.state(), expected)
+        pipeline.free()
+    mesh.free()
+
+
+@pytest.mark.ranks(2, slow=(1, 4))
+def test_memory_is_at_most_what_the_closed_form_and_messages_say(comm):
+    """All saved data of a step are gone at its end, and the peak is that of the schedule."""
+    for name in ("gpipe", "1f1b"):
+        gc.collect()
+        found, expected, sending = peak_memory(comm, name)
+        # One micro-batch more or less in flight would be 20 % at least.
+        assert 0.97 * expected <= found <= 1.1 * expected + sending, name
+
+
+def peak_memory(comm, name: str) -> tuple[int, float, int]:
+    """Bytes at the peak of a step, by the closed form, and of messages under way."""
+    mesh = mm3d.Mesh(comm, comm.size, "serial")
+    pool = mesh.scheme.grid.backend.pool
+    before = pool.in_use
+    pipeline = mm3d.Pipeline(mesh, name, layers=2, hidden=128, heads=2, batch=4, seq=256,
+                             microbatches=4, asleep=True)
+    draw, stored = pipeline.chunks[0].random, pool.in_use - before
+    pool.reset_peak()
+    pipeline.step(lambda micro: draw("x"), lambda micro, y: draw("dy"))
+    assert pool.in_use - before == stored and pipeline.hops.messages.bytes_sending == 0
+    expected = 4 * costs.peak_words(
+        pipeline.schedule, mesh.stage, [chunk.spec for chunk in pipeline.chunks],
+        Parallelism("serial", mesh.grids[0], 1, 256))
+    pipeline.free()
+    mesh.free()
+    return pool.peak - before, expected, pipeline.hops.messages.peak_sending
+
+
+WRONG = "F0 F1 BW0 BW1\nF0 BW1 F1 BW0\n"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("changed, error, said", [
+    (dict(schedule=parse_schedule(WRONG)), ScheduleError,
+     r"rule 'order' of a schedule: rank 1, action 1"),
+    (dict(schedule="4f4b"), ValueError, "schedule '4f4b' is unknown"),
+    (dict(schedule=build("1f1b", 3, M)), ValueError,
+     "a schedule of 3 ranks cannot be executed by 2 stages"),
+    (dict(schedule="interleaved:3"), ValueError,
+     "4 layers cannot be divided among 6 stages: at least one layer for each is needed"),
+    (dict(batch=6), ValueError,
+     "a batch of 6 sequences cannot be divided among 4 micro-batches: 4 or 8 would do"),
+    (dict(schedule="dualpipe-v", microbatches=3, batch=3), ValueError,
+     "at least 4 micro-batches are needed"),
+    (dict(schedule=build("1f1b", 2, 2)), ValueError,
+     "a schedule of 2 micro-batches: 4 were asked for")], ids=str)
+def test_what_does_not_fit_is_named_on_all_ranks_before_messages(comm, changed, error, said):
+    mesh = mm3d.Mesh(comm, 2, "serial")
+    arguments = {"schedule": "1f1b", **SIZES, "microbatches": M} | changed
+    with pytest.raises(error, match=said) as refused:
+        mm3d.Pipeline(mesh, **arguments)
+    assert len(set(comm.allgather(str(refused.value)))) == 1
+    mesh.free()
