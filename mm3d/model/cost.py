@@ -45,6 +45,22 @@ def flops(model: ModelSpec) -> dict[str, int]:
     return {"forward": forward, "backward": 2 * forward}
 
 
+def flops_of_halves(model: ModelSpec) -> dict[str, int]:
+    """Count the floating-point operations of the halves of backward, over all ranks.
+
+    The products of the weights' gradients are in the second half, all others in the first.
+    Recomputation, which is part of the first half, is not included.
+
+    Returns
+    -------
+    dict
+        Operations of "backward_input" and of "backward_weights".
+    """
+    second = sum(one.times * one.layer.weights_flops(model.batch, model.seq)
+                 for one in model.chain.forward_passes())
+    return {"backward_input": flops(model)["backward"] - second, "backward_weights": second}
+
+
 def flops_again(model: ModelSpec) -> int:
     """Count the floating-point operations of recomputed layers, over all ranks.
 
@@ -116,6 +132,37 @@ def moves(scheme: str, grid: Mapping[str, int], model: ModelSpec,
             "backward": _sum_moves(parallelism, backward)}
 
 
+def moves_of_halves(scheme: str, grid: Mapping[str, int], model: ModelSpec,
+                    weights_half: str = "keep",
+                    **options: Any) -> dict[str, dict[Key, Move]]:
+    """Sum up the collectives of the halves of backward by direction and kind.
+
+    With weights_half="keep" they are together those of `moves`.
+
+    Parameters
+    ----------
+    scheme, grid, model, **options
+        As in `moves`, also the errors.
+    weights_half : {"keep", "gather"}
+        Whether a gathered dY is kept for the second half or gathered again.
+
+    Returns
+    -------
+    dict
+        "backward_input" and "backward_weights": {(direction, collective): Move}, as in `moves`.
+    """
+    parallelism = Parallelism(scheme, grid, model.batch, model.seq, **options)
+    first = [(one.times, one.layer.moves(parallelism)[0])
+             for one in model.chain.passes_repeated_in_backward()]
+    second = []
+    for one in model.chain.backward_passes():
+        halves = one.layer.moves_of_halves(parallelism, weights_half, one.recomputed)
+        first.append((one.times, halves[0]))
+        second.append((one.times, halves[1]))
+    return {"backward_input": _sum_moves(parallelism, first),
+            "backward_weights": _sum_moves(parallelism, second)}
+
+
 def _sum_moves(parallelism: Parallelism,
                repeated: Iterable[tuple[int, list[Move]]]) -> dict[Key, Move]:
     """Sum collectives by direction and kind; `repeated` gives lists of them and their times."""
@@ -151,6 +198,21 @@ def saved_words(scheme: str, grid: Mapping[str, int], model: ModelSpec, **option
     """
     parallelism = Parallelism(scheme, grid, model.batch, model.seq, **options)
     return sum(model.chain.saved_words(parallelism))
+
+
+def operand_words(scheme: str, grid: Mapping[str, int], model: ModelSpec,
+                  weights_half: str = "keep", **options: Any) -> int:
+    """Count the words that a micro-batch keeps between the halves of backward, over all ranks.
+
+    They are the operands of the weights' gradients: X and dY of each linear layer.  In 3-D the
+    gathered dY of "keep" takes as many times the memory of its blocks as there are ranks along
+    which it is gathered.  Where forward has kept X gathered (keep="both"), it stays so.
+
+    Parameters and errors are those of `moves_of_halves`.
+    """
+    parallelism = Parallelism(scheme, grid, model.batch, model.seq, **options)
+    return sum(one.times * one.layer.operand_words(parallelism, weights_half, one.recomputed)
+               for one in model.chain.backward_passes())
 
 
 def peak_words(scheme: str, grid: Mapping[str, int], model: ModelSpec, **options: Any) -> float:

@@ -64,6 +64,26 @@ class LinearSpec(LayerSpec):
                                  [*backward, *target.vector_reduce_moves(product.K)])
         return forward, backward
 
+    def weights_flops(self, batch: int, seq: int) -> int:
+        return self.flops(batch, seq)
+
+    def moves_of_halves(self, parallelism: Parallelism, weights_half: str,
+                        recomputed: bool = False) -> Moves:
+        """List the collectives of both halves of the product; those of the bias are in the first.
+        """
+        product = self.product_shape(parallelism.batch, parallelism.seq)
+        first, second = parallelism.moves_of_halves(product, weights_half, recomputed)
+        if self.adds_bias:
+            _, target = parallelism.spaces(self.way)
+            first = [*first, *target.vector_reduce_moves(product.K)]
+        return first, second
+
+    def operand_words(self, parallelism: Parallelism, weights_half: str,
+                      recomputed: bool = False) -> int:
+        """Count x and dy, gathered or as blocks."""
+        product = self.product_shape(parallelism.batch, parallelism.seq)
+        return parallelism.operand_words(product, weights_half, recomputed)
+
     def input_words(self, parallelism: Parallelism) -> int:
         source, _ = parallelism.spaces(self.way)
         return source.words(parallelism.tokens, self.shape[0])

@@ -223,6 +223,35 @@ class LayerSpec(Spec):
         """
         return [], []
 
+    def weights_flops(self, batch: int, seq: int) -> int:
+        """Count the operations of the weights' half of backward; by default it has none."""
+        return 0
+
+    def moves_of_halves(self, parallelism: Parallelism, weights_half: str,
+                        recomputed: bool = False) -> tuple[list[Move], list[Move]]:
+        """List the collectives of the halves of backward, input and weights.
+
+        By default the first half has all of them: layers without weights have one half.
+
+        Parameters
+        ----------
+        parallelism : Parallelism
+            The scheme and its grid.
+        weights_half : {"keep", "gather"}
+            What becomes of a gathered dY, see `mm3d.model.transformer.Transformer`.
+        recomputed : bool
+            As in `moves`.
+        """
+        return self.moves(parallelism, recomputed)[1], []
+
+    def operand_words(self, parallelism: Parallelism, weights_half: str,
+                      recomputed: bool = False) -> int:
+        """Count the words kept between the halves of backward; by default none are.
+
+        Parameters are those of `moves_of_halves`.
+        """
+        return 0
+
     @abstractmethod
     def make_layer(self, builder: Builder, name: str) -> Layer:
         """Build the layer, called `name` in the model."""

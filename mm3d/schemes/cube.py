@@ -250,6 +250,30 @@ class Cube(Scheme):
         return forward, backward
 
     @classmethod
+    def moves_of_halves(cls, sizes: Mapping[str, int], product: ProductShape,
+                        weights_half: str = "keep", keep: str = "none",
+                        **options: Any) -> tuple[list[Move], list[Move]]:
+        """List the collectives of dC, B and dA; then those of A, of dC with "gather", and of dB.
+
+        The first half moves w(Z) MK/(XY) + w(X) NK/(ZY) + w(Y) MN/(XZ) words a rank and the second
+        w(Y) MN/(XZ) + w(X) NK/(ZY), with "gather" w(Z) MK/(XY) more.
+        """
+        y, z = cls._crossed_directions(product)
+        gather, dB, dA, *again = cls.product_moves(sizes, product, keep)[1]
+        first, second = [gather, dA], [dB]
+        for move in again:
+            (first if move.axis == "x" else second).append(move)
+        return first, second + [gather] * (weights_half == "gather")
+
+    @classmethod
+    def operand_words(cls, sizes: Mapping[str, int], product: ProductShape, A: int, C: int,
+                      weights_half: str = "keep", keep: str = "none",
+                      **options: Any) -> int:
+        """Count A, Y times (down: Z) with keep="both"; and dC, Z times (down: Y) with "keep"."""
+        y, z = (sizes[d] for d in cls._crossed_directions(product))
+        return A * (y if keep == "both" else 1) + C * (z if weights_half == "keep" else 1)
+
+    @classmethod
     def kept_words(cls, sizes: Mapping[str, int], product: ProductShape, keep: str = "none",
                    **options: Any) -> int:
         """Count the gathered operands: X copies of B, and Y (down: Z) of A instead of one.

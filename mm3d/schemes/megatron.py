@@ -163,6 +163,11 @@ class Megatron(Scheme):
         return [Move("x", "all_reduce", 2 * (P - 1) * M * K)], []
 
     @classmethod
+    def operand_words(cls, sizes: Mapping[str, int], product: ProductShape, A: int, C: int,
+                      weights_half: str = "keep", **options: Any) -> int:
+        return A + C
+
+    @classmethod
     def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
                         **options: Any) -> float:
         """Count the terms of dA, which are allocated before dB."""
@@ -195,6 +200,22 @@ class MegatronSequence(Megatron):
             return ([Move("x", "all_gather", A)],
                     [Move("x", "reduce_scatter", A), Move("x", "all_gather", A)])
         return [Move("x", "reduce_scatter", C)], [Move("x", "all_gather", C)]
+
+    @classmethod
+    def moves_of_halves(cls, sizes: Mapping[str, int], product: ProductShape,
+                        weights_half: str = "keep",
+                        **options: Any) -> tuple[list[Move], list[Move]]:
+        """List the sum of dA and then the gather of A (up), or the gathers of dC (down)."""
+        first, *second = cls.product_moves(sizes, product)[1]
+        if product.way == "down" and weights_half == "gather":
+            second = [first]
+        return [first], second
+
+    @classmethod
+    def operand_words(cls, sizes: Mapping[str, int], product: ProductShape, A: int, C: int,
+                      weights_half: str = "keep", **options: Any) -> int:
+        """Count A and dC; dC is gathered on the way down, with "keep" on every rank."""
+        return A + C * (sizes["x"] if product.way == "down" and weights_half == "keep" else 1)
 
     @classmethod
     def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,

@@ -170,6 +170,25 @@ class Parallelism:
         """
         return self.scheme.product_moves(self.grid, product, **self._options(recomputed))
 
+    def moves_of_halves(self, product: ProductShape, weights_half: str,
+                        recomputed: bool = False) -> tuple[list[Move], list[Move]]:
+        """List the collectives of one product's backward in two halves, input and weights.
+
+        `weights_half` is that of `mm3d.schemes.product.Product`.
+        """
+        return self.scheme.moves_of_halves(self.grid, product, weights_half,
+                                           **self._options(recomputed))
+
+    def operand_words(self, product: ProductShape, weights_half: str,
+                      recomputed: bool = False) -> int:
+        """Count the words that one product keeps between the halves of backward, over all ranks.
+        """
+        source, target = self.spaces(product.way)
+        M, N, K = product.extents
+        return self.scheme.operand_words(self.grid, product, source.words(M, N),
+                                         target.words(M, K), weights_half,
+                                         **self._options(recomputed))
+
     def kept_words(self, product: ProductShape, recomputed: bool = False) -> int:
         """Count the words that one product saves for backward beside A, over all ranks."""
         return self.scheme.kept_words(self.grid, product, **self._options(recomputed))

@@ -234,6 +234,27 @@ class Scheme(ABC):
         """List the collectives of one product, forward and backward."""
 
     @classmethod
+    def moves_of_halves(cls, sizes: Mapping[str, int], product: ProductShape,
+                        weights_half: str = "keep",
+                        **options: Any) -> tuple[list[Move], list[Move]]:
+        """List the collectives of one product's backward in two halves, input and weights.
+
+        By default the first half has all of them, as in `Product.backward_input`; this also holds
+        where the gradient of the weight needs no communication.
+        """
+        return cls.product_moves(sizes, product, **options)[1], []
+
+    @classmethod
+    def operand_words(cls, sizes: Mapping[str, int], product: ProductShape, A: int, C: int,
+                      weights_half: str = "keep", **options: Any) -> int:
+        """Count the words that one product keeps between the halves of backward, over all ranks.
+
+        A and C are the words of the activations A and C as they are stored, over all ranks.  By
+        default dB is kept, as in `Product.backward_input`.
+        """
+        return product.N * product.K
+
+    @classmethod
     def kept_words(cls, sizes: Mapping[str, int], product: ProductShape, **options: Any) -> int:
         """Count the words that one product saves for backward beside A, over all ranks."""
         return 0

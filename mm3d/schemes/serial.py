@@ -64,3 +64,8 @@ class Serial(Scheme):
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                       **options: Any) -> tuple[list[Move], list[Move]]:
         return [], []
+
+    @classmethod
+    def operand_words(cls, sizes: Mapping[str, int], product: ProductShape, A: int, C: int,
+                      weights_half: str = "keep", **options: Any) -> int:
+        return A + C

@@ -165,6 +165,21 @@ class Summa(Scheme):
         return forward, forward + [Move("y", "reduce", A, q), Move("x", "reduce", B, q)]
 
     @classmethod
+    def moves_of_halves(cls, sizes: Mapping[str, int], product: ProductShape,
+                        weights_half: str = "keep",
+                        **options: Any) -> tuple[list[Move], list[Move]]:
+        """List broadcasts of B and reductions of dA; then broadcasts of A and reductions of dB."""
+        q, (M, N, K) = sizes["x"], product.extents
+        A, B = (q - 1) * M * N, (q - 1) * N * K
+        return ([Move("x", "broadcast", B, q), Move("y", "reduce", A, q)],
+                [Move("y", "broadcast", A, q), Move("x", "reduce", B, q)])
+
+    @classmethod
+    def operand_words(cls, sizes: Mapping[str, int], product: ProductShape, A: int, C: int,
+                      weights_half: str = "keep", **options: Any) -> int:
+        return A + C
+
+    @classmethod
     def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
                         **options: Any) -> float:
         """Count a block of A with the terms of dB, or with the previous block of A."""

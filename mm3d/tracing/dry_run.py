@@ -27,7 +27,7 @@ __all__ = ["PHASES", "Collective", "Gemm", "Pass", "Trace", "extrapolate_step", 
 
 def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0,
                block: int = sys.maxsize, options: dict[str, Any] | None = None,
-               **sizes: Any) -> Trace:
+               halves: bool = False, **sizes: Any) -> Trace:
     """Trace a forward and a backward pass of one rank.
 
     Parameters
@@ -39,6 +39,8 @@ def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank:
     block : int
         Elements that elementwise work handles at a time: ``Backend.block`` for NumPy's; by
         default all at once, as on a GPU.
+    halves : bool
+        Whether backward is traced in its halves, "backward_input" and "backward_weights".
     **sizes
         As in `mm3d.Transformer`.
 
@@ -66,8 +68,17 @@ def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank:
         trace.traffic["forward"] = scheme.grid.traffic()
         trace.saved = model.saved_bytes(saved)
         scheme.grid.reset_traffic()
-        model.backward(dy, saved)
-        trace.traffic["backward"] = scheme.grid.traffic()
+        if halves:
+            _, operands = model.backward_input(dy, saved)
+            trace.traffic["backward_input"] = scheme.grid.traffic()
+            del saved
+            trace.operands = model.saved_bytes(operands)
+            scheme.grid.reset_traffic()
+            model.backward_weights(operands)
+            trace.traffic["backward_weights"] = scheme.grid.traffic()
+        else:
+            model.backward(dy, saved)
+            trace.traffic["backward"] = scheme.grid.traffic()
     trace.phase = "done"
     return trace
 
@@ -104,7 +115,7 @@ def extrapolate_step(name: str, ranks: int, grid: tuple[int, ...] | None = None,
             before = two.traffic[phase][key]
             for field, value in vars(traffic).items():
                 setattr(traffic, field, extrapolate(getattr(before, field), value))
-    for field in ("parameters", "saved", "peak", "held", "pool_peak"):
+    for field in ("parameters", "saved", "operands", "peak", "held", "pool_peak"):
         setattr(three, field, extrapolate(getattr(two, field), getattr(three, field)))
     three.layers = layers
     return three

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import Callable
 
-from mm3d.tracing.events import (Event, Gemm, Layer, Observer, Overlapped, PHASES, Phase,
+from mm3d.tracing.events import (Event, Gemm, HALVES, Layer, Observer, Overlapped, PHASES, Phase,
                                  Recomputation)
 
 RECOMPUTED_SUFFIX = " (again)"    # of the name of a part, for its work that is done again
@@ -17,7 +17,7 @@ class Trace(Observer):
     events : Counter
         Number of times that each (phase, part of a layer, Event) occurred.
     traffic : dict
-        The result of `Grid.traffic` for "forward" and for "backward".
+        The result of `Grid.traffic` for "forward" and for "backward", or its halves.
     timeline : list of (str, int)
         Phase and bytes in use after each allocation.
     layers : int
@@ -25,8 +25,9 @@ class Trace(Observer):
     pool_peak, peak, held : int
         The most bytes at one time in arrays of the backend, as `Backend.memory` counts them; in
         all arrays, including intermediate ones; and in all arrays and idle memory of the pool.
-    parameters, saved : int
-        Bytes of parameters with their gradients, and of arrays that forward keeps for backward.
+    parameters, saved, operands : int
+        Bytes of parameters with their gradients; of arrays that forward keeps for backward; and,
+        where backward is in halves, of arrays kept between them.
 
     Work that backward computes again is among the events of backward, in parts such as
     "mlp.up (again)".
@@ -41,7 +42,8 @@ class Trace(Observer):
         self.phase, self.part, self.layers = "build", "", 0
         self._outer: list[tuple[str, str, str]] = []    # phases, parts, suffixes that are entered
         self._suffix = ""
-        self.pool_peak = self.peak = self.held = self.parameters = self.saved = 0
+        self.pool_peak = self.peak = self.held = 0
+        self.parameters = self.saved = self.operands = 0
 
     def count_event(self, event: Event) -> None:
         """Count an event in the current phase and part."""
@@ -64,10 +66,10 @@ class Trace(Observer):
         self.phase, self.part, self._suffix = self._outer.pop()
 
     def count(self, kind: type, phase: str | None = None) -> Counter:
-        """Count how often each event of a kind occurred in a phase (by default in both)."""
+        """Count how often each event of a kind occurred in a phase (by default in all)."""
         found: Counter = Counter()
         for (when, _, event), times in self.events.items():
-            if isinstance(event, kind) and when in (phase, *(() if phase else PHASES)):
+            if isinstance(event, kind) and when in (phase, *(() if phase else (*PHASES, *HALVES))):
                 found[event] += times
         return found
 
@@ -82,5 +84,5 @@ class Trace(Observer):
 
     def words(self, phase: str | None = None) -> int:
         """Return the words that `mm3d.grid.axis.Traffic` counts."""
-        return sum(traffic.words for when in ([phase] if phase else PHASES)
+        return sum(traffic.words for when in ([phase] if phase else self.traffic)
                    for traffic in self.traffic[when].values())

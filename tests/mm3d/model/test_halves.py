@@ -1,10 +1,15 @@
 """Backward in two halves, input and weights: the same bits as the whole, in any order."""
+from collections import Counter
+
 import numpy as np
 import pytest
 
 import mm3d
 from mirror import mirrored
+from mm3d.arrays import backend
+from mm3d.model import cost
 from mm3d.schemes.serial import SerialProduct
+from mm3d.tracing import dry_run
 from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
 from models import PARALLELISMS, SIZES, SOME, Parallelism
@@ -102,6 +107,91 @@ def test_gradients_add_up_in_the_order_of_the_weights_halves(comm):
 
 
 @pytest.mark.slow_but_first
+def every_dry_rank(parallelism, sizes, **rest) -> list[Trace]:
+    """Dry runs of all ranks of a parallelism, backward in halves."""
+    ranks = int(np.prod(parallelism.grid))
+    return [dry_run.trace_step(parallelism.name, ranks, parallelism.grid, rank,
+                               backend.Backend.block, parallelism.options, halves=True, **sizes,
+                               **rest) for rank in range(ranks)]
+
+
+CLOSED = [Parallelism("3d", (2, 1, 3)), Parallelism("1d-sp", (4,)), Parallelism("2d", (2, 2)),
+          Parallelism("1d", (4,)), Parallelism("serial", (2,)), Parallelism("3d", (2, 2, 2)),
+          Parallelism("3d", (3, 2, 1), {"keep": "weight"}),
+          Parallelism("3d", (2, 2, 2), {"rows": "positions", "keep": "both"})]
+
+
+@pytest.mark.parametrize("parallelism, recompute", [
+    pytest.param(one, name, id=f"{one} {name}",
+                 marks=[pytest.mark.slow] * (number > 4 or place != number))
+    for number, one in enumerate(CLOSED)
+    for place, name in enumerate(policies(one, "uniform:2+selective", "none", "selective",
+                                          "full", "uniform:2"))])
+def test_words_operations_and_operands_of_halves_are_the_closed_forms(parallelism, recompute):
+    """Of all ranks together, on grids that nothing fits evenly; and of both halves together those
+    of backward in one piece."""
+    sizes = {**SIZES["uneven"], "layers": 3}
+    model = mm3d.model_spec(sizes, recompute=recompute)
+    name, options = parallelism.name, parallelism.options
+    grid = dict(zip(mm3d.SCHEMES[name].directions, parallelism.grid))
+    whole = cost.moves(name, grid, model, **options)["backward"]
+    for half in HALVES:
+        traces = every_dry_rank(parallelism, sizes, recompute=recompute, weights_half=half)
+        closed = cost.moves_of_halves(name, grid, model, half, **options)
+        for phase, moves in closed.items():
+            words = Counter()
+            for trace in traces:
+                words.update({key: t.words for key, t in trace.traffic[phase].items()})
+                calls = {key: t.calls for key, t in trace.traffic[phase].items()}
+                assert calls == {key: move.calls for key, move in moves.items()}, (half, phase)
+            assert words == {key: move.words for key, move in moves.items()}, (half, phase)
+        assert sum(trace.operands for trace in traces) == 4 * cost.operand_words(
+            name, grid, model, half, **options), half
+        ranks = len(traces) if name == "serial" else 1
+        flops = cost.flops_of_halves(model)["backward_weights"]
+        assert sum(trace.flops("backward_weights") for trace in traces) == ranks * flops
+        if half == "keep":
+            both = Counter({key: move.words for key, move in closed["backward_input"].items()})
+            both.update({key: move.words for key, move in closed["backward_weights"].items()})
+            assert both == {key: move.words for key, move in whole.items()}
+
+
+def test_a_kept_operand_costs_memory_and_one_gathered_again_costs_words():
+    """Both by what the other has more: on Z ranks dY of Z blocks, for which Z - 1 move."""
+    model = mm3d.model_spec(SIZES["even"])
+    for grid in (dict(x=2, y=2, z=2), dict(x=1, y=4, z=2), dict(x=8, y=1, z=1)):
+        memory, words = ([], [])
+        for half in HALVES:
+            memory.append(cost.operand_words("3d", grid, model, half))
+            words.append(sum(move.words for moves in cost.moves_of_halves(
+                "3d", grid, model, half).values() for move in moves.values()))
+        assert memory[0] - memory[1] == words[1] - words[0]
+        assert (memory[0] == memory[1]) == (grid["y"] == grid["z"] == 1)
+
+
+@pytest.mark.ranks(1, 4, slow=(8,))
+def test_halves_of_a_dry_run_are_those_that_run(comm):
+    """Traffic and operands on each rank."""
+    for parallelism in SOME[comm.size]:
+        for half in HALVES:
+            with parallelism.on(comm, "numpy") as scheme:
+                model = mm3d.Transformer(scheme, **SIZES["uneven"], weights_half=half)
+                grid, counted = scheme.grid, {}
+                _, saved = model.forward(model.random("x"))
+                grid.reset_traffic()
+                _, operands = model.backward_input(model.random("dy"), saved)
+                kept, counted["backward_input"] = model.saved_bytes(operands), grid.traffic()
+                grid.reset_traffic()
+                model.backward_weights(operands)
+                counted["backward_weights"] = grid.traffic()
+            dried = dry_run.trace_step(
+                parallelism.name, comm.size, tuple(grid.shape.values()), comm.rank,
+                backend.Backend.block, parallelism.options, halves=True, **SIZES["uneven"],
+                weights_half=half)
+            assert dried.operands == kept, (str(parallelism), half)
+            assert {phase: dried.traffic[phase] for phase in counted} == counted
+
+
 @pytest.mark.parametrize("keep, recompute", [
     ("none", "uniform:2+selective"), ("none", "none"), ("weight", "full"), ("both", "none")])
 @pytest.mark.parametrize("grid", [(2, 2, 2), (4, 1, 1)])
