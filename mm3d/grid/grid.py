@@ -9,7 +9,7 @@ from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Backend
 from mm3d.grid.axis import Axis, Traffic
 from mm3d.grid.shape import GridShape
-from mm3d.transport.choice import choose_transport, create_transports
+from mm3d.transport.choice import IN_NODES, choose_transport, create_transports
 from mm3d.transport.nodes import node_of
 from mm3d.transport.silent import DryCommunicator
 
@@ -44,7 +44,7 @@ class Grid:
     ValueError
         When the product of the sizes is not the number of ranks, or a name is not one letter.
     OSError
-        When ``MM3D_TRANSPORT=shared`` asks for memory that some ranks cannot share.
+        When ``MM3D_TRANSPORT`` asks for memory that some ranks cannot share.
 
     Examples
     --------
@@ -64,7 +64,7 @@ class Grid:
         self.size, self.rank = comm.size, comm.rank
         self.coords = self.shape.coordinates(comm.rank)
         kind = choose_transport(comm, self.backend)
-        node = node_of(comm) if kind == "shared" else 0
+        node = node_of(comm) if kind in IN_NODES else 0
         lines = {name: self._line(name) for name in self.shape}
         transports = create_transports(comm, lines, self.backend, kind, node)
         self.axes = {name: Axis(name, line, self.backend, transports[name])

@@ -10,20 +10,24 @@ from mpi4py import MPI
 from mm3d.arrays.backend import Backend
 from mm3d.transport import cuda_aware
 from mm3d.transport.device import DEVICE_TRANSPORTS
+from mm3d.transport.hierarchical import HierarchicalTransport
 from mm3d.transport.mpi import MpiTransport
-from mm3d.transport.nodes import node_size, share_node
+from mm3d.transport.nodes import node_size, nodes_of_line
+from mm3d.transport.segments import can_share_memory
 from mm3d.transport.shared_memory import SharedTransport
 from mm3d.transport.silent import DryCommunicator, SilentTransport
 
-HOST_TRANSPORTS = ("mpi", "shared")
+HOST_TRANSPORTS = ("mpi", "shared", "hierarchical")
+IN_NODES = ("shared", "hierarchical")    # of which lines inside a node share memory
 
 
 def choose_transport(comm: MPI.Intracomm | DryCommunicator, backend: Backend) -> str:
     """Choose the transport for arrays of `backend` on all lines of a grid of `comm`.
 
-    ``MM3D_TRANSPORT`` decides if it is set: ``mpi`` or ``shared`` for arrays in host memory,
-    ``nccl``, ``device`` (a CUDA-aware MPI) or ``staged`` for arrays on a device.  Otherwise the
-    ranks of one node share arrays in host memory.  For arrays on a device NCCL is chosen if it is
+    ``MM3D_TRANSPORT`` decides if it is set: ``mpi``, ``shared`` or ``hierarchical`` for arrays in
+    host memory, ``nccl``, ``device`` (a CUDA-aware MPI) or ``staged`` for arrays on a device.
+    Otherwise arrays in host memory are shared by the ranks of one node, see
+    `create_transports`.  For arrays on a device NCCL is chosen if it is
     installed and every rank has a GPU to itself, else a CUDA-aware MPI if a small separate job
     shows that it works, else copies in host memory.  All ranks of `comm` must call this, and get
     the same name; "none" where one rank is alone.
@@ -43,7 +47,7 @@ def choose_transport(comm: MPI.Intracomm | DryCommunicator, backend: Backend) ->
         return "none"
     node_size()    # raises its error first, the same on every rank
     if backend.host_buffers:
-        return wanted or "shared"
+        return wanted or "hierarchical"
     if wanted and wanted != "nccl":
         return wanted
     devices = comm.allgather(backend.device_location())
@@ -80,8 +84,8 @@ def describe_moved_words(name: str) -> str:
 
 def _transports_by_name() -> dict[str, type[MpiTransport]]:
     """Return the transports by name."""
-    return {kind.name: kind for kind in (MpiTransport, SharedTransport,
-                                         SilentTransport)} | DEVICE_TRANSPORTS
+    kinds = (MpiTransport, SharedTransport, HierarchicalTransport, SilentTransport)
+    return {kind.name: kind for kind in kinds} | DEVICE_TRANSPORTS
 
 
 def _nccl_problem(devices: list, installed: list[bool]) -> str:
@@ -99,10 +103,11 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
                       backend: Backend, kind: str, node: int = 0) -> dict[str, MpiTransport]:
     """Create the transport named by `choose_transport` along each of a grid's directions.
 
-    Ranks of different nodes, as `mm3d.transport.nodes.node_of` numbers them, share no memory and
-    use MPI; so do ranks that may not open each other's memory, unless sharing is set explicitly.
-    Each line decides by itself: all its ranks fail alike, and its collectives concern no other
-    line.
+    Ranks of different nodes, as `mm3d.transport.nodes.node_of` numbers them, share no memory.
+    They use MPI, or `HierarchicalTransport` where that is set, or where nothing is set and
+    several of them are on one node.  Ranks that may not open each other's memory use MPI, unless
+    sharing is set explicitly.  Each line decides by itself: all its ranks fail alike, and its
+    collectives concern no other line.
 
     Parameters
     ----------
@@ -121,17 +126,17 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
     ------
     OSError
         On every rank of `comm` alike, when ranks of one line may not share memory, and
-        ``MM3D_TRANSPORT=shared`` is set.
+        ``MM3D_TRANSPORT`` is set to share it.
     """
     found, problem = {}, ""
     for name, line in lines.items():
         try:
             found[name] = _create_transport(line, backend, kind, node)
         except OSError as error:
-            if kind != "shared":
+            if kind not in IN_NODES:
                 raise
             found[name], problem = MpiTransport(line, backend), str(error)
-    if kind == "shared" and os.environ.get("MM3D_TRANSPORT"):
+    if kind in IN_NODES and os.environ.get("MM3D_TRANSPORT"):
         # Ranks of other lines may have no problem, but would wait for those of this line.
         problem = next(filter(None, comm.allgather(problem)), "")
         if problem:
@@ -146,6 +151,12 @@ def _create_transport(line: MPI.Intracomm | DryCommunicator, backend: Backend, k
         return SilentTransport(line, backend)
     if kind in DEVICE_TRANSPORTS and line.size > 1:
         return DEVICE_TRANSPORTS[kind](line, backend)
-    if kind == "shared" and share_node(line, node):
-        return SharedTransport(line, backend)
+    if kind in IN_NODES and line.size > 1 and can_share_memory():
+        nodes = nodes_of_line(line, node)
+        number = len(set(nodes))
+        if number == 1:
+            return SharedTransport(line, backend)
+        several = number < line.size or os.environ.get("MM3D_TRANSPORT")
+        if kind == "hierarchical" and several:
+            return HierarchicalTransport(line, backend, nodes)
     return MpiTransport(line, backend)

@@ -1,4 +1,4 @@
-"""Find out which ranks are on the same node.
+"""Find out which ranks are on the same node, and count the words that have to enter a node.
 
 A node is a set of ranks between which MPI can share memory.  With ``MM3D_NODE_SIZE=n`` every n
 ranks of a node, in the order of the world, count as a node of their own, to try on one machine
@@ -6,11 +6,12 @@ the behaviour on several.
 """
 
 import os
+from typing import Sequence
 
 import numpy as np
 from mpi4py import MPI
 
-from mm3d.transport.segments import can_share_memory
+from mm3d.arrays.blocks import block_lengths
 
 
 def node_size() -> int | None:
@@ -63,8 +64,44 @@ def node_numbers(comm: MPI.Intracomm) -> list[int]:
     return [known.index(node) for node in nodes.tolist()]
 
 
-def share_node(comm: MPI.Intracomm, node: int) -> bool:
-    """Return whether the ranks of `comm` can share memory; `node` is the node of this rank."""
+def nodes_of_line(comm: MPI.Intracomm, node: int) -> list[int]:
+    """Return the node of every rank of `comm`; `node` is that of this rank; all must call it."""
     nodes = np.empty(comm.size, np.int64)
     comm.Allgather(np.array([node]), nodes)
-    return comm.size > 1 and can_share_memory() and bool((nodes == node).all())
+    return nodes.tolist()
+
+
+def words_into_nodes(kind: str, blocks: Sequence[int], nodes: Sequence[int],
+                     root: int = 0) -> list[int]:
+    """Count the words that each node has to receive from others in a collective.
+
+    They are those of bucket algorithms whose processes are the nodes, with which the nodes
+    receive and send as few words as possible: each block crosses the link of a node once.
+
+    Parameters
+    ----------
+    kind : str
+        One of `mm3d.grid.axis.COLLECTIVES`.
+    blocks : sequence of int
+        Words of each rank's block; only their sum matters but for gathers and scatters.
+    nodes : sequence of int
+        The node of each rank, numbered from 0 in the order of the ranks.
+    root : int
+        The root of a broadcast or a reduce.
+
+    Returns
+    -------
+    list of int
+        Words, by node.  A reduce goes through the nodes in a chain, whose first, the node after
+        that of the root, receives none.
+    """
+    count, whole = max(nodes) + 1, sum(blocks)
+    own = [sum(words for words, at in zip(blocks, nodes) if at == node) for node in range(count)]
+    if kind == "all_reduce":
+        own = block_lengths(whole, count)
+    gathered = [whole - words for words in own]
+    scattered = [(count - 1) * words for words in own]
+    without = nodes[root] if kind == "broadcast" else (nodes[root] + 1) % count
+    return {"all_gather": gathered, "reduce_scatter": scattered,
+            "all_reduce": [a + b for a, b in zip(gathered, scattered)]}.get(
+        kind, [whole * (node != without and count > 1) for node in range(count)])

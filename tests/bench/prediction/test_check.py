@@ -217,7 +217,7 @@ def written(folder, comm=MPI.COMM_SELF, **figures) -> str:
 @pytest.mark.parametrize("verb", [("check", "--machine", "cpu", "--matmul", "8"), ("calibrate",)],
                          ids=["check", "calibrate"])
 @pytest.mark.parametrize("name, value, message", [
-    ("MM3D_TRANSPORT", "foo", "choose mpi or shared"),
+    ("MM3D_TRANSPORT", "foo", "choose mpi, shared or hierarchical"),
     ("MM3D_NODE_SIZE", "x", "give the number of ranks, 1 or more"),
     ("MM3D_NODE_SIZE", "0", "give the number of ranks, 1 or more")])
 @pytest.mark.ranks(1, 2)
@@ -270,7 +270,7 @@ def test_a_machine_of_another_number_of_ranks_is_refused_as_such(comm, shared_tm
 
 @pytest.mark.slow
 def test_a_machine_measured_on_several_nodes_is_checked_there(tmp_path):
-    path = written(tmp_path, transport="mpi shared", ranks_per_node=2)
+    path = written(tmp_path, transport="hierarchical mpi shared", ranks_per_node=2)
     run = run_ranks(4, "-m", "bench", "check", "--machine", path, "--matmul", "16", "--rounds",
                     "1", "--out", str(tmp_path), MM3D_TRANSPORT="", MM3D_NODE_SIZE="2")
     assert run.returncode == 0 and len(list(tmp_path.glob("*.h5"))) == 1, run.stderr

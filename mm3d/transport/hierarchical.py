@@ -1,0 +1,308 @@
+"""Carry out collectives of ranks on several nodes: in shared memory inside a node, then in lanes.
+
+The ranks of a node hold an array that all of them need once, in shared memory, and add their
+terms there before a sum leaves the node.  Between nodes `mm3d.transport.lanes` sends each block
+once to each node that needs it: no node receives more than it must.  MPI's own algorithms take
+no notice of nodes where they send more.
+
+Arrays in shared memory hold the blocks of one node after those of another.  A sum adds the terms
+of a node's ranks in their order, and then the sums of the nodes: in the order of the nodes, but
+for one root in cyclic order, beginning with the node after it.  Numbers of 16 bits are added, and
+cross nodes, in float32, and the sum is rounded once.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mm3d import launcher
+from mm3d.arrays.backend import Array, Backend
+from mm3d.arrays.blocks import block_indices, resized_shape
+from mm3d.transport import call_check, sums
+from mm3d.transport.barrier import OWN_CORE_POLLS, SHARED_CORE_POLLS
+from mm3d.transport.lanes import Lane, Part, divide
+from mm3d.transport.mpi import MpiTransport
+from mm3d.transport.pending import Pending
+from mm3d.transport.segments import SharedMemory
+
+
+@dataclass(frozen=True)
+class NodeBlocks:
+    """The places of an array's blocks, one of each rank, where those of a node are consecutive.
+
+    Attributes
+    ----------
+    blocks : list of slice
+        The place of each rank's block.
+    nodes : list of (int, int)
+        Start and length of each node's blocks.
+    """
+
+    blocks: list[Part]
+    nodes: list[tuple[int, int]]
+
+    @classmethod
+    def arrange(cls, lengths: list[int], members: list[list[int]]) -> "NodeBlocks":
+        """Place blocks of these lengths; `members` are the ranks of each node."""
+        blocks, nodes, start = [slice(0)] * len(lengths), [], 0
+        for ranks in members:
+            first = start
+            for rank in ranks:
+                blocks[rank] = slice(start, start + lengths[rank])
+                start += lengths[rank]
+            nodes.append((first, start - first))
+        return cls(blocks, nodes)
+
+    def shares(self, lanes: int, lane: int) -> list[Part]:
+        """Return the share of each node's blocks that a lane carries."""
+        return [divide(start, length, lanes)[lane] for start, length in self.nodes]
+
+
+class HierarchicalTransport(MpiTransport):
+    """Carry out collectives in shared memory inside nodes, and in lanes between them.
+
+    What is gathered or broadcast lies in memory that the ranks of a node share, as with
+    `mm3d.transport.shared_memory.SharedTransport`, if it is in the order of the nodes.  All ranks
+    complete the collectives that they have begun in the same order.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks, on two nodes or more.
+    backend : Backend
+        The backend of the arrays.
+    nodes : list of int
+        The node of each rank.
+
+    Raises
+    ------
+    OSError
+        On all ranks alike, when the ranks of a node cannot share memory.
+    """
+
+    name = "hierarchical"
+    note = ("ranks of a node share one copy of what comes from other nodes, and add their terms "
+            "before they leave the node; words are those that a rank receives for its node, "
+            "copies into shared memory or out of it, and reads to sum them")
+
+    def __init__(self, comm: MPI.Intracomm, backend: Backend, nodes: list[int]) -> None:
+        super().__init__(comm, backend)
+        numbers = list(dict.fromkeys(nodes))
+        self.members = [[rank for rank, node in enumerate(nodes) if node == number]
+                        for number in numbers]
+        self.node = numbers.index(nodes[self.rank])
+        self.lanes = min(map(len, self.members))    # ranks of the smallest node
+        self.in_order = sum(self.members, []) == list(range(comm.size))
+        self.inside = comm.Split(self.node, self.rank)
+        self.index = self.inside.rank
+        carries = self.index < self.lanes
+        self.across = comm.Split(self.index if carries else MPI.UNDEFINED, self.node)
+        self.lane = Lane(self.across) if carries else None
+        self.memory = self._share_memory()
+
+    def _share_memory(self) -> SharedMemory:
+        """Make the memory that the ranks of this node share; all ranks fail if one does."""
+        memory, problem = None, ""
+        polls = SHARED_CORE_POLLS if launcher.oversubscribed() else OWN_CORE_POLLS
+        try:
+            memory = SharedMemory(self.inside, polls)
+        except OSError as error:
+            problem = str(error)
+        problem = next(filter(None, self.comm.allgather(problem)), "")
+        if memory is None or problem:
+            self._free_communicators()
+            raise OSError(problem)
+        return memory
+
+    def _free_communicators(self) -> None:
+        self.inside.Free()
+        if self.across != MPI.COMM_NULL:
+            self.across.Free()
+
+    def free(self) -> None:
+        self.memory.synchronize()
+        self._free_communicators()
+
+    def all_gather(self, a: Array, dim: int, counts: list[int]) -> Array:
+        return self.begin_all_gather(a, dim, counts).wait()
+
+    def begin_all_gather(self, a: Array, dim: int, counts: list[int]) -> Pending:
+        dim %= a.ndim
+        shape = resized_shape(a.shape, dim, sum(counts))
+        places = self._arrange(shape, dim, counts)
+        whole = self._take((math.prod(shape),), a.dtype)
+        self._copy(a, whole[places.blocks[self.rank]].reshape(a.shape))
+        self.memory.synchronize(
+            call_check.encode_call(call_check.ALL_GATHER, a.dtype, shape, dim, counts))
+        if self.lane is None:
+            request = None
+        else:
+            parts = [whole[share] for share in places.shares(self.lanes, self.index)]
+            request = self._exchange([parts[self.node]] * len(parts), parts)
+        if self._is_ordered(shape, dim):
+            out = _read_only_view(whole.reshape(shape))
+            return Pending(out, self.memory.synchronize, request, (whole,))
+        out = self.backend.empty(shape, a.dtype)
+
+        def unpack() -> None:
+            self.memory.synchronize()
+            for block, index in zip(places.blocks, block_indices(a.ndim, dim, counts)):
+                place = out[index]
+                place[...] = whole[block].reshape(place.shape)
+            self._moved += out.size
+        return Pending(out, unpack, request, (whole,))
+
+    def reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Array:
+        return self.begin_reduce_scatter(a, dim, counts).wait()
+
+    def begin_reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Pending:
+        dim %= a.ndim
+        places = self._arrange(a.shape, dim, counts)
+        terms = self._take((self.inside.size, a.size), a.dtype)
+        self._pack(a, terms[self.index], dim, counts, places)
+        self.memory.synchronize(
+            call_check.encode_call(call_check.REDUCE_SCATTER, a.dtype, a.shape, dim, counts))
+        start, length = places.nodes[self.node]
+        total = self._take((length,), a.dtype)    # the blocks of this node
+        own = places.blocks[self.rank]
+        out = total[own.start - start:own.stop - start].reshape(
+            resized_shape(a.shape, dim, counts[self.rank]))
+        if self.lane is None:
+            return Pending(out, self.memory.synchronize, None, (terms, total))
+        shares = places.shares(self.lanes, self.index)
+        request, sums_of_nodes = self._exchange_sums(terms, shares)
+        share = shares[self.node]
+
+        def add() -> None:
+            self._add(sums_of_nodes, total[share.start - start:share.stop - start])
+            self.memory.synchronize()
+        return Pending(out, add, request, (terms, total))
+
+    def all_reduce(self, a: Array) -> Array:
+        terms, total = self._take((self.inside.size, a.size), a.dtype), self._take(
+            (a.size,), a.dtype)
+        self._copy(a, terms[self.index].reshape(a.shape))
+        self.memory.synchronize(call_check.encode_call(call_check.ALL_REDUCE, a.dtype, a.shape))
+        if self.lane is not None:
+            parts = [divide(part.start, part.stop - part.start, self.lanes)[self.index]
+                     for part in divide(0, a.size, len(self.members))]
+            request, sums_of_nodes = self._exchange_sums(terms, parts)
+            request.Wait()
+            self._add(sums_of_nodes, total[parts[self.node]])
+            sums_of_parts = [total[part] for part in parts]
+            self._exchange([sums_of_parts[self.node]] * len(parts), sums_of_parts).Wait()
+        self.memory.synchronize()
+        return self._copy(total.reshape(a.shape), self.backend.empty(a.shape, a.dtype))
+
+    def broadcast(self, a: Array, root: int) -> Array:
+        call = call_check.encode_call(call_check.BROADCAST, a.dtype, a.shape, root)
+        whole = self._take((a.size,), a.dtype)
+        source = self._node_of(root)
+        if self.rank == root:
+            self._copy(a, whole.reshape(a.shape))
+        if self.node == source:
+            self.memory.synchronize(call)
+        if self.lane is not None:
+            part = whole[divide(0, a.size, self.lanes)[self.index]]
+            self.lane.broadcast(part, source)
+            self._moved += part.size * (self.node != source)
+        if self.node != source:
+            self.memory.synchronize(call)
+        return a if self.rank == root else _read_only_view(whole.reshape(a.shape))
+
+    def reduce(self, a: Array, root: int) -> Array | None:
+        call = call_check.encode_call(call_check.REDUCE, a.dtype, a.shape, root)
+        terms, at = self._take((self.inside.size, a.size), a.dtype), self._node_of(root)
+        self._copy(a, terms[self.index].reshape(a.shape))
+        self.memory.synchronize(call)
+        if self.lane is not None:
+            part = divide(0, a.size, self.lanes)[self.index]
+            total = self._sum_of_node(terms, part)
+            self._moved += self.lane.reduce(total, at)
+            if self.node == at and total.dtype != terms.dtype:
+                terms[0, part] = total
+        if self.node == at:
+            self.memory.synchronize()
+        return terms[0].reshape(a.shape) if self.rank == root else None
+
+    def _node_of(self, rank: int) -> int:
+        """Return the number of the node of a rank."""
+        return next(node for node, ranks in enumerate(self.members) if rank in ranks)
+
+    def _arrange(self, shape: tuple[int, ...], dim: int, counts: list[int]) -> NodeBlocks:
+        """Place the blocks of an array of `shape` that is divided along `dim`."""
+        share = math.prod(shape) // max(1, shape[dim])
+        return NodeBlocks.arrange([count * share for count in counts], self.members)
+
+    def _is_ordered(self, shape: tuple[int, ...], dim: int) -> bool:
+        """Return whether blocks that are placed by node are an array in its own order."""
+        return self.in_order and math.prod(shape[:dim]) <= 1
+
+    def _take(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Allocate an array that the ranks of this node share; all of them call this."""
+        dtype = np.dtype(dtype)
+        region, place = self.memory.take(math.prod(shape) * dtype.itemsize)
+        whole = np.ndarray(shape, dtype, *place)
+        self.backend.pool.lend(whole, whole.nbytes // self.inside.size, self.memory.give_back,
+                               region)
+        return whole
+
+    def _copy(self, a: Array, place: Array) -> Array:
+        """Copy `a` to `place`."""
+        place[...] = a
+        self._moved += a.size
+        return place
+
+    def _pack(self, a: Array, flat: Array, dim: int, counts: list[int],
+              places: NodeBlocks) -> None:
+        """Copy `a` to `flat`, block after block where they are placed."""
+        if self._is_ordered(a.shape, dim):
+            self._copy(a, flat.reshape(a.shape))
+            return
+        for part, index in zip(places.blocks, block_indices(a.ndim, dim, counts)):
+            self._copy(a[index], flat[part].reshape(a[index].shape))
+
+    def _exchange(self, sends: list[Array], receives: list[Array]) -> Any:
+        """Start the exchange of an array with every node in this lane; return the request."""
+        self._moved += sum(a.size for node, a in enumerate(receives) if node != self.node)
+        return self.lane.exchange(sends, receives)
+
+    def _exchange_sums(self, terms: Array, parts: list[Part]) -> tuple[Any, list[Array]]:
+        """Sum a part for each node over this node's ranks, and start to exchange the sums.
+
+        Returns
+        -------
+        request : Requests
+            To wait for before the sums are read.
+        sums_of_nodes : list of Array
+            This node's part, summed over the ranks of each node.
+        """
+        sends = [self._sum_of_node(terms, part) for part in parts]
+        own = sends[self.node]
+        received = [own if node == self.node else self.backend.empty(own.shape, own.dtype)
+                    for node in range(len(parts))]
+        return self._exchange(sends, received), received
+
+    def _sum_of_node(self, terms: Array, part: Part) -> Array:
+        """Sum a part of the terms of this node's ranks, in place or in float32."""
+        first, *others = (term[part] for term in terms)
+        total = sums.upcast(first)
+        if others:
+            sums.add_terms([total, *others], total)
+        self._moved += len(others) * total.size
+        return total
+
+    def _add(self, terms: list[Array], out: Array) -> None:
+        """Sum the terms in their order, rounded once to `out`."""
+        sums.add_terms(terms, out)
+        self._moved += (len(terms) - 1) * out.size
+
+
+def _read_only_view(whole: Array) -> Array:
+    """Return a read-only view of an array that the ranks of a node share."""
+    view = whole.view()
+    view.setflags(write=False)
+    return view

@@ -1,0 +1,125 @@
+"""Exchange arrays between nodes in lanes: one rank of each node, and a share of the node's data.
+
+The ranks of a line divide what their node sends and receives into as many shares as the smallest
+node has ranks.  Rank l of each node carries share l, so all of a node's ranks work at once, and
+each block crosses the link of a node once.  All messages are bytes: MPI need not know the dtype.
+"""
+
+from typing import Sequence
+
+import numpy as np
+from mpi4py import MPI
+
+from mm3d.arrays.blocks import block_lengths
+
+CHUNK_BYTES = 1 << 18    # that a node passes on to the next while it receives more
+DIRECT_BYTES = 1 << 12   # up to which a root exchanges with every node: a chain takes longer
+
+Part = slice
+
+
+class Requests:
+    """Hold the requests of several messages, as one request of MPI."""
+
+    def __init__(self, requests: list[MPI.Request]) -> None:
+        self.requests = requests
+
+    def Test(self) -> bool:
+        """Let MPI make progress; return whether all messages are complete."""
+        return MPI.Request.Testall(self.requests)
+
+    def Wait(self) -> None:
+        """Wait until all messages are complete."""
+        MPI.Request.Waitall(self.requests)
+
+
+def divide(start: int, length: int, parts: int) -> list[Part]:
+    """Divide `length` elements from `start` on evenly into consecutive parts."""
+    stops = np.cumsum([start, *block_lengths(length, parts)]).tolist()
+    return [slice(*pair) for pair in zip(stops, stops[1:])]
+
+
+class Lane:
+    """Exchange arrays with the ranks of the same lane, one on each node.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks of the lane, in the order of their nodes.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self.comm, self.node, self.nodes = comm, comm.rank, comm.size
+        # Nodes begin with different partners, so that no link gets all messages first.
+        self._partners = [(comm.rank + step) % comm.size for step in range(1, comm.size)]
+
+    def exchange(self, sends: Sequence[np.ndarray], receives: Sequence[np.ndarray]) -> Requests:
+        """Start to send an array to each node and to receive one from each.
+
+        The arrays are contiguous, in the order of the nodes; those of this node are ignored.
+        """
+        requests = [self.comm.Irecv(_as_bytes(receives[node]), node)
+                    for node in reversed(self._partners)]
+        requests += [self.comm.Isend(_as_bytes(sends[node]), node) for node in self._partners]
+        return Requests(requests)
+
+    def broadcast(self, a: np.ndarray, root: int) -> None:
+        """Send `a` of the node `root` to all nodes, in a chain that begins there."""
+        place, flat, sending = (self.node - root) % self.nodes, _as_bytes(a), []
+        if flat.size <= DIRECT_BYTES:
+            self.comm.Bcast(flat, root)
+            return
+        chunks = [flat[start:start + CHUNK_BYTES] for start in range(0, flat.size, CHUNK_BYTES)]
+        before, after = ((self.node + step) % self.nodes for step in (-1, 1))
+        arriving = [self.comm.Irecv(chunk, before) for chunk in chunks] if place else []
+        for index, chunk in enumerate(chunks):
+            if arriving:
+                arriving[index].Wait()
+            if place < self.nodes - 1:
+                sending.append(self.comm.Isend(chunk, after))
+        MPI.Request.Waitall(sending)
+
+    def reduce(self, a: np.ndarray, root: int) -> int:
+        """Sum `a` of all nodes on the node `root`, in place; `a` of the others is overwritten.
+
+        Returns the number of words received.
+        Terms are added in cyclic order, beginning with the node after `root`.
+        """
+        place = (root - self.node) % self.nodes
+        if a.nbytes <= DIRECT_BYTES:
+            return self._reduce_directly(a, root)
+        length = max(1, CHUNK_BYTES // a.itemsize)
+        chunks = [a[start:start + length] for start in range(0, a.size, length)]
+        before, after = ((self.node + step) % self.nodes for step in (-1, 1))
+        first = place == self.nodes - 1
+        terms = [] if first else [np.empty_like(chunk) for chunk in chunks]
+        arriving = [self.comm.Irecv(_as_bytes(term), before) for term in terms]
+        sending = []
+        for index, chunk in enumerate(chunks):
+            if not first:
+                arriving[index].Wait()
+                np.add(terms[index], chunk, out=chunk)
+            if place:
+                sending.append(self.comm.Isend(_as_bytes(chunk), after))
+        MPI.Request.Waitall(sending)
+        return 0 if first else a.size
+
+    def _reduce_directly(self, a: np.ndarray, root: int) -> int:
+        """Reduce a small array: all nodes send their terms to `root`, which adds them as a chain.
+        """
+        if self.node != root:
+            self.comm.Send(_as_bytes(a), root)
+            return 0
+        terms = np.empty((self.nodes, a.size), a.dtype)
+        terms[root] = a
+        MPI.Request.Waitall([self.comm.Irecv(_as_bytes(terms[node]), node)
+                             for node in self._partners])
+        a[...] = terms[self._partners[0]]
+        for node in (*self._partners[1:], root):
+            np.add(a, terms[node], out=a)
+        return (self.nodes - 1) * a.size
+
+
+def _as_bytes(a: np.ndarray) -> np.ndarray:
+    """View a contiguous array as bytes."""
+    return a.reshape(-1).view(np.uint8)

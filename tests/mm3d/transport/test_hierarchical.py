@@ -1,0 +1,261 @@
+"""Collectives across nodes: exact, in a fixed order, and no block crosses a link twice."""
+import os
+
+import numpy as np
+import pytest
+
+import mm3d
+from mm3d.arrays.blocks import block_lengths
+from mm3d.grid.axis import COLLECTIVES
+from mm3d.selftest import failed_collectives
+from mm3d.transport import lanes, segments
+from mm3d.transport.nodes import node_numbers, words_into_nodes
+from models import SIZES, data, differences, serial, train
+from reference import integers, on_grid
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"),
+                                reason="this system has no memfd_create")
+LARGE = 200    # words of a block, many chunks of a chain
+
+
+@pytest.fixture(autouse=True)
+def hierarchical(monkeypatch):
+    """The transport of this module; arrays of a few hundred bytes are large."""
+    monkeypatch.setenv("MM3D_TRANSPORT", "hierarchical")
+    monkeypatch.setattr(lanes, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(lanes, "DIRECT_BYTES", 64)
+
+
+def of_nodes(monkeypatch, size: int) -> None:
+    monkeypatch.setenv("MM3D_NODE_SIZE", str(size))
+
+
+# On 4 ranks 3 + 1, 2 x 2 and 4 x 1; on 8 also 3 + 3 + 2, 4 x 2, 2 x 4 and 5 + 3.
+@pytest.mark.ranks(4, slow=(8,))
+@pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.slow)
+                                       for n in (1, 2, 4, 5))])
+@pytest.mark.parametrize("dtype", ["float16", *(pytest.param(name, marks=pytest.mark.slow)
+                                                for name in ("float32", "float64", "int64"))])
+def test_every_collective_is_right(comm, monkeypatch, size, dtype):
+    """Even blocks, uneven ones and empty ones, also two of them in flight."""
+    of_nodes(monkeypatch, size)
+    with on_grid(comm, x=comm.size) as grid:
+        assert grid.x.transport.name == ("hierarchical" if size < comm.size else "shared")
+        assert not failed_collectives(grid, (1, LARGE // 5), (dtype,))
+
+
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("size", [5, pytest.param(4, marks=pytest.mark.slow)])
+def test_lines_take_their_ranks_from_nodes_in_any_order(comm, monkeypatch, size):
+    """Blocks that do not lie in a row on their node, and others that are not of its ranks."""
+    of_nodes(monkeypatch, size)
+    mixed = comm.Split(0, comm.rank % 3)
+    with on_grid(mixed, x=8) as grid:
+        assert not grid.x.transport.in_order
+        assert not failed_collectives(grid, (5,), ("float32",))
+    with on_grid(mixed, x=2, y=4) as grid:
+        mine = integers((3, 2), mixed.rank)
+        for axis in grid.axes.values():
+            line = axis.comm.allgather(mixed.rank)
+            assert np.array_equal(axis.all_gather(mine, 0, [3] * axis.size),
+                                  np.concatenate([integers((3, 2), rank) for rank in line]))
+    mixed.Free()
+
+
+class Arrivals:
+    """A lane's communicator that counts the bytes which its messages bring to this rank."""
+
+    def __init__(self, comm) -> None:
+        self.comm, self.bytes = comm, 0
+
+    def __getattr__(self, name):
+        return getattr(self.comm, name)
+
+    def Irecv(self, buffer, source):
+        self.bytes += buffer.nbytes
+        return self.comm.Irecv(buffer, source)
+
+    def Bcast(self, buffer, root):
+        self.bytes += buffer.nbytes * (self.comm.rank != root)
+        self.comm.Bcast(buffer, root)
+
+
+@pytest.mark.ranks(4, 8)
+@pytest.mark.parametrize("size", [3, *(pytest.param(n, marks=pytest.mark.slow) for n in (2, 4))])
+def test_a_node_receives_what_it_must_and_no_more(comm, monkeypatch, size):
+    """The closed form, word by word, of every collective and root."""
+    of_nodes(monkeypatch, size)
+    nodes = node_numbers(comm)
+    with on_grid(comm, x=comm.size) as grid:
+        if max(nodes) == 0:
+            return
+        x, lane = grid.x, grid.x.transport.lane
+        arrivals = Arrivals(lane.comm) if lane else None
+        counts = [LARGE + 7 * (rank % 3) for rank in range(comm.size)]
+        part, whole = np.ones(counts[comm.rank], "f4"), np.ones(sum(counts), "f4")
+        calls = {"all_gather": lambda root: x.all_gather(part, 0, counts),
+                 "reduce_scatter": lambda root: x.reduce_scatter(whole, 0, counts),
+                 "all_reduce": lambda root: x.all_reduce(whole),
+                 "broadcast": lambda root: x.broadcast(whole, root),
+                 "reduce": lambda root: x.reduce(whole, root)}
+        for kind, root in ((kind, root) for kind in COLLECTIVES for root in (0, comm.size - 1)):
+            if lane:
+                arrivals.bytes, lane.comm = 0, arrivals
+            calls[kind](root)
+            found = comm.allgather(arrivals.bytes if lane else 0)
+            into = [sum(words for words, at in zip(found, nodes) if at == node) // 4
+                    for node in range(max(nodes) + 1)]
+            assert into == words_into_nodes(kind, counts, nodes, root), (kind, root)
+            if lane:
+                lane.comm = arrivals.comm
+
+
+def test_words_into_nodes():
+    """By hand, of 2 + 1 ranks with blocks of 1, 2 and 4 words."""
+    found = {kind: words_into_nodes(kind, [1, 2, 4], [0, 0, 1], 2) for kind in COLLECTIVES}
+    assert found == {"all_gather": [4, 3], "reduce_scatter": [3, 4], "all_reduce": [3 + 4, 4 + 3],
+                     "broadcast": [7, 0], "reduce": [0, 7]}
+    assert words_into_nodes("reduce", [1] * 4, [0, 0, 0, 0]) == [0]
+    assert words_into_nodes("broadcast", [1] * 4, [0, 1, 2, 2], 1) == [4, 0, 4]
+
+
+@pytest.mark.ranks(8)
+def test_sums_are_made_in_the_order_that_is_stated(comm, monkeypatch):
+    """First of a node's ranks, then of the nodes; to one root in cyclic order."""
+    of_nodes(monkeypatch, 3)
+    terms = np.random.default_rng(0).standard_normal((8, 6 * LARGE), "f4")
+    own = terms[comm.rank]
+    nodes = [(terms[0] + terms[1]) + terms[2], (terms[3] + terms[4]) + terms[5],
+             terms[6] + terms[7]]
+    total, counts = (nodes[0] + nodes[1]) + nodes[2], block_lengths(6 * LARGE, 8)
+    mine = slice(sum(counts[:comm.rank]), sum(counts[:comm.rank + 1]))
+    with on_grid(comm, x=8) as grid:
+        assert np.array_equal(grid.x.reduce_scatter(own, 0, counts), total[mine])
+        assert np.array_equal(grid.x.begin_reduce_scatter(own, 0, counts).wait(), total[mine])
+        assert np.array_equal(grid.x.all_reduce(own), total)
+        for length in (6 * LARGE, 2):    # in a chain, and directly
+            found = grid.x.reduce(own[:length].copy(), 4)
+            assert comm.rank != 4 or np.array_equal(
+                found, ((nodes[2] + nodes[0]) + nodes[1])[:length])
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sums_of_16_bits_are_rounded_once(comm, monkeypatch, dtype):
+    """Rounded after each node, or each term, they would be 2048 or 256."""
+    of_nodes(monkeypatch, 2)
+    kind = np.dtype(getattr(pytest.importorskip("ml_dtypes"), dtype) if dtype == "bfloat16"
+                    else dtype)
+    large = 2048 if dtype == "float16" else 256
+    with on_grid(comm, x=4) as grid:
+        for length in (4, LARGE):
+            a = np.full(length, (large, 1, 1, 0)[comm.rank], kind)
+            sums = [grid.x.all_reduce(a), grid.x.reduce_scatter(a), grid.x.reduce(a, 3)]
+            for total in sums[:3 if comm.rank == 3 else 2]:
+                assert total.dtype == kind and (total.astype("f4") == large + 2).all()
+            whole = grid.x.all_gather(a[:1] + kind.type(1), 0, [1] * 4).astype("f4")
+            assert np.array_equal(whole[1:], [2, 2, 1])
+
+
+@pytest.mark.ranks(4)
+def test_words_moved_are_counted(comm, monkeypatch):
+    """Received for the node, copied, and read to be summed; over all ranks."""
+    of_nodes(monkeypatch, 2)
+    n = 4 * LARGE
+    with on_grid(comm, x=4) as grid:
+        part, whole = np.ones(LARGE, "f4"), np.ones(n, "f4")
+        grid.x.all_gather(part, 0, [LARGE] * 4)
+        grid.x.reduce_scatter(whole)
+        grid.x.all_reduce(whole)
+        grid.x.broadcast(whole, 0)
+        grid.x.reduce(whole, 0)
+        moved = {kind: comm.allreduce(traffic.moved)
+                 for (_, kind), traffic in grid.traffic().items()}
+    assert moved == {"all_gather": n + 2 * n // 2,
+                     # terms copied, summed on two nodes, received, and summed again
+                     "reduce_scatter": 4 * n + 2 * n + n + n,
+                     "all_reduce": 4 * n + 2 * n + n + n + n + 4 * n,
+                     "broadcast": n + n, "reduce": 4 * n + 2 * n + n}
+
+
+@pytest.mark.ranks(4)
+def test_what_is_gathered_cannot_be_written(comm, monkeypatch):
+    of_nodes(monkeypatch, 2)
+    with on_grid(comm, x=4) as grid:
+        for whole in (grid.x.all_gather(np.ones(3)), grid.x.prefetch(
+                np.ones(3), 0, [3] * 4).wait(), *[grid.x.broadcast(np.ones(3), 0)] * comm.rank):
+            with pytest.raises(ValueError, match="read-only"):
+                whole[0] = 0
+        part = grid.x.reduce_scatter(np.ones(8))
+        part += 1
+        assert (part == 5).all()
+
+
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("setting, size, names", [
+    ("", 4, "mpi shared shared"), ("", 1, "mpi mpi mpi"), ("shared", 4, "mpi shared shared"),
+    ("hierarchical", 4, "hierarchical shared shared"),
+    ("hierarchical", 1, "hierarchical hierarchical hierarchical")])
+def test_lines_of_one_rank_a_node_go_by_mpi_unless_told(comm, monkeypatch, setting, size, names):
+    of_nodes(monkeypatch, size)
+    monkeypatch.setenv("MM3D_TRANSPORT", setting)
+    with on_grid(comm, x=2, y=2, z=2) as grid:
+        assert [axis.transport.name for axis in grid.axes.values()] == names.split()
+    with on_grid(comm, x=8) as grid:
+        assert grid.x.transport.name == (setting.replace("shared", "mpi")
+                                         or ("hierarchical" if size > 1 else "mpi"))
+
+
+@pytest.mark.ranks(4)
+def test_a_node_without_shared_memory_is_known_to_all(comm, monkeypatch):
+    """Then all go by MPI; where the setting wants shared memory, it is an error on all."""
+    def refuse(*arguments):
+        raise PermissionError(1, "no")
+    of_nodes(monkeypatch, 2)
+    if comm.rank == 2:
+        monkeypatch.setattr(segments, "_create", refuse)
+    with pytest.raises(OSError, match="cannot share memory .*set MM3D_TRANSPORT=mpi"):
+        mm3d.Grid(comm, x=4)
+    monkeypatch.delenv("MM3D_TRANSPORT")
+    with on_grid(comm, x=4) as grid:
+        assert grid.x.transport.name == "mpi"
+
+
+@pytest.mark.ranks(4)
+def test_different_calls_inside_a_node_are_an_error(comm, monkeypatch):
+    of_nodes(monkeypatch, 2)
+    grid = mm3d.Grid(comm, x=4)
+    with pytest.raises(ValueError, match="different calls"):
+        grid.x.all_gather(np.ones(3, "f4" if comm.rank % 2 else "i4"), 0, [3] * 4)
+
+
+@pytest.mark.ranks(8)
+def test_memory_is_used_again(comm, monkeypatch):
+    """After the first calls no new region is made, whatever is still in flight."""
+    of_nodes(monkeypatch, 4)
+    found = []
+    with on_grid(comm, x=8) as grid:
+        for _ in range(8):
+            sums = [grid.x.begin_reduce_scatter(np.ones(8 * LARGE)) for _ in range(2)]
+            gathered = grid.x.prefetch(np.ones(LARGE), 0, [LARGE] * 8)
+            grid.x.all_reduce(np.ones(LARGE))
+            assert all((one.take() == 8).all() for one in sums) and gathered.take().all()
+            found.append(len(grid.x.transport.memory.regions))
+        del sums, gathered
+    assert found[3:] == found[3:4] * 5
+
+
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("size, grid, options", [
+    (2, (1, 4, 2), {"overlap": True}), *(pytest.param(*one, marks=pytest.mark.slow) for one in (
+        (4, (8, 1, 1), {}), (5, (2, 2, 2), {"overlap": True}), (2, (4, 2, 1), {"keep": "both"}),
+        (3, (1, 4, 2), {"rows": "positions"})))])
+def test_a_step_on_several_nodes_equals_serial(comm, monkeypatch, size, grid, options):
+    of_nodes(monkeypatch, size)
+    scheme = mm3d.scheme("3d", comm, grid, "numpy", **options)
+    names = {axis.transport.name for axis in scheme.grid.axes.values() if axis.size > 1}
+    assert "hierarchical" in set.union(*comm.allgather(names))
+    model = mm3d.Transformer(scheme, **SIZES["uneven"], dtype="float64", causal=True)
+    results = train(model, *data(**SIZES["uneven"]), steps=1)
+    assert not differences(model, results, serial("uneven", True, 1), 1e-12, 1e-11)
+    scheme.grid.free()
