@@ -1,4 +1,4 @@
-"""Variants of the tables' rows: options and dtypes that the paper did not measure.
+"""Variants of the tables' rows: options, dtypes and waits that the paper did not measure.
 
 A row of a variant is not a row of the tables: file names, titles, tables, figures and comparisons
 keep each variant apart from the plain rows and from the others.
@@ -16,6 +16,7 @@ from mm3d.schemes import find_scheme, registry
 from mm3d.schemes.scheme import Option
 
 PLAIN_DTYPE = "float32"    # of the tables' rows
+WORK = ("compute", "wait")    # what ranks do with their work between collectives
 DTYPES_16_BIT = ("float16", "bfloat16")
 VARIANT_DTYPES = tuple(dict.fromkeys([PLAIN_DTYPE, *DTYPES, *DTYPES_16_BIT]))
 
@@ -36,6 +37,8 @@ class Variant:
         The dtype of every array.
     tf32 : bool
         Whether float32 products may round their factors to TensorFloat-32.
+    work : {"compute", "wait"}
+        Whether ranks compute, or wait for the modelled seconds of their work.
     """
 
     keep: str = "none"
@@ -43,13 +46,14 @@ class Variant:
     causal: bool = False
     dtype: str = PLAIN_DTYPE
     tf32: bool = False
+    work: str = "compute"
 
     @property
     def words(self) -> list[str]:
         """The options in words, such as "keep both" and "causal"; none for plain rows."""
         return [*[f"keep {self.keep}"] * (self.keep != "none"), *["overlap"] * self.overlap,
                 *["causal"] * self.causal, *[self.dtype] * (self.dtype != PLAIN_DTYPE),
-                *["TF32"] * self.tf32]
+                *["TF32"] * self.tf32, *["waited work"] * self.waits]
 
     @property
     def label(self) -> str:
@@ -60,6 +64,11 @@ class Variant:
     def slug(self) -> str:
         """The label as part of a file's name."""
         return "".join("-" + word.replace(" ", "-").lower() for word in self.words)
+
+    @property
+    def waits(self) -> bool:
+        """Whether ranks wait for the modelled seconds of their work instead of computing."""
+        return self.work == "wait"
 
     @property
     def rounding(self) -> str:
@@ -75,7 +84,8 @@ class Variant:
         """Return the command line's options for this variant, without TF32."""
         return [*[f"--keep={self.keep}"] * (self.keep != "none"), *["--overlap"] * self.overlap,
                 *["--causal"] * self.causal,
-                *[f"--dtype={self.dtype}"] * (self.dtype != PLAIN_DTYPE)]
+                *[f"--dtype={self.dtype}"] * (self.dtype != PLAIN_DTYPE),
+                *[f"--work={self.work}"] * self.waits]
 
 
 def schemes_with_option(option: str) -> dict[str, Option]:
@@ -103,6 +113,9 @@ def problem(variant: Variant, schemes: Iterable[str], backend: Backend | None = 
         if unable:
             return (f"{flag}: scheme {', '.join(map(repr, unable))} has no such option; choose "
                     f"--scheme {','.join(able)}")
+    if variant.waits and backend and not backend.host_buffers:
+        return (f"--work wait: backend {backend.name!r} holds arrays on a device, and what is "
+                f"moved lies in host memory; choose --backend numpy")
     known = backend and (*DTYPES, *map(str, backend.more_dtypes))
     if known and variant.dtype not in known:
         return (f"--dtype {variant.dtype}: backend {backend.name!r} has no such type here; choose "

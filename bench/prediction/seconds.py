@@ -112,6 +112,14 @@ def link_level(size: int, stride: int, per_node: int) -> tuple[str, float]:
     return "network", per_node / min(size, max(1, per_node // stride))
 
 
+def work_seconds(machine: Machine, event: Gemm | Pass) -> float:
+    """Predict the seconds of a product or an elementwise operation at the achieved fractions."""
+    spent = {"latency": machine.launch_seconds}
+    if isinstance(event, Pass):
+        return achieved_seconds(machine, spent | {"memory": pass_seconds(machine, event)})
+    return achieved_seconds(machine, spent | {"gemm": gemm_seconds(machine, event)})
+
+
 def trace_terms(machine: Machine, trace: Trace) -> dict[str, Terms]:
     """Predict the seconds of each phase by term, at full figures."""
     found = {phase: dict.fromkeys(TERMS, 0.0) for phase in PHASES}

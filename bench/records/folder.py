@@ -230,9 +230,18 @@ def natural_key(text: str) -> list[tuple[int, str]]:
             for word in re.split(r"(\d+)", text) if word]
 
 
+def is_crowded(run: Run | Measurements) -> bool:
+    """Return whether ranks outnumber the cores that they compute on.
+
+    Ranks that wait for their work instead of computing do not take turns.
+    """
+    return (bool(run.environment.get("oversubscribed"))
+            and not recorded_variant(run.configuration).waits)
+
+
 def most_oversubscribed(runs: list[Run]) -> Run | None:
     """Return the run with the most ranks a core, of those whose ranks outnumber cores, or None."""
-    return max((run for run in runs if run.environment["oversubscribed"]),
+    return max((run for run in runs if is_crowded(run)),
                key=lambda run: (run.environment["ranks_per_core"], run.ranks), default=None)
 
 

@@ -7,6 +7,7 @@ import numpy as np
 from bench.cases.paper import Row, title
 from bench.instruments import timing
 from bench.instruments.statistics import CONFIDENCE, Interval, median_interval, rank_sum_p
+from bench.records.folder import is_crowded
 from bench.records.model_run import Run
 from bench.reports.document import Cell, Column, Number, Rows, Table, number_cell
 from mm3d.tracing.events import PHASES
@@ -60,7 +61,7 @@ def compare_repetitions(slow: Run, fast: Run) -> str:
     Where ranks outnumber cores nothing is tested: repetitions then vary with the scheduling of
     ranks.
     """
-    if any(run.environment["oversubscribed"] for run in (slow, fast)):
+    if any(map(is_crowded, (slow, fast))):
         return "not tested"
     p = rank_sum_p(*(timing.step_times(run.samples, run.configuration["batch"])
                    for run in (slow, fast)))

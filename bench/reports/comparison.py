@@ -12,7 +12,7 @@ import numpy as np
 
 from bench.errors import UsageError
 from bench.instruments.statistics import Difference, compare_runs
-from bench.records.folder import EFFORT
+from bench.records.folder import EFFORT, is_crowded
 from bench.reports.certainty import SIGNIFICANT
 from bench.reports.comparison_sides import (Cases, abbreviate, common_cases, name_cases,
                                             read_cases)
@@ -178,7 +178,7 @@ def notes(first: Cases, second: Cases, common: list[str], verdicts: list[Verdict
             text.append(f"Only in {name}, {len(alone)}: {abbreviate(alone)}.")
         text += mixed_setting_warnings(name, [found[case] for case in common])
     runs = [timed.run for side in (first, second) for name in common for timed in side[name]]
-    crowded = sum(bool(run.environment.get("oversubscribed")) for run in runs)
+    crowded = sum(map(is_crowded, runs))
     if crowded:
         text.append(f"WARNING: in {crowded} of {len(runs)} runs ranks outnumber cores and take "
                     f"turns.")

@@ -21,7 +21,7 @@ from bench.records.model_run import Run
 
 # Settings of the work of a run, the same in all runs of a case. Differences in others are noted.
 WORK_SETTINGS = ("layers", "hidden", "heads", "batch", "seq", "mlp_factor", "causal", "dtype",
-                 "tf32", "grid", "grid_axes")
+                 "tf32", "grid", "grid_axes", "waited_machine", "waited_scale", "waited_shrink")
 # Settings of a microbenchmark that say how it was measured, and name no case.
 MEASURING_SETTINGS = EFFORT | {"transport", "one_process_threads", "one_process_cores"}
 MAX_NAMES = 6

@@ -8,9 +8,11 @@ import numpy as np
 
 from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, title
 from bench.cases.selection import select_rows
+from bench.cases.variants import recorded_variant
 from bench.checks import layer_residuals
 from bench.instruments import timing
-from bench.records.folder import FolderContents, Results, read_folder, most_oversubscribed
+from bench.records.folder import (FolderContents, Results, is_crowded, most_oversubscribed,
+                                  read_folder)
 from bench.records.model_run import Run
 from bench.reports import certainty, formats, merit_rows, micro_tables, speed_ups
 from bench.reports.document import Column, Notes, Number, Part, Rows, Table, number_cell
@@ -62,8 +64,10 @@ def preset_parts(results: Results) -> list[Part]:
 
 
 def oversubscription_warning(runs: Sequence[Run | None]) -> str:
-    """Return the warning in a heading that times are no scaling results, if ranks shared cores."""
+    """Return the warning in a heading that ranks shared cores, or waited instead of computing."""
     most = most_oversubscribed([run for run in runs if run])
+    if any(run and waits(run) for run in runs):
+        return " (NOT COMPUTED: work is waited for)"
     return "" if most is None else (f" (NOT SCALING RESULTS: up to {most.ranks} ranks take turns "
                                     f"on {most.environment['cores']} cores)")
 
@@ -129,9 +133,10 @@ def measured_notes(results: Results) -> list[str]:
     if not results.plain:
         notes.insert(0, f"VARIANT{results.label.replace(',', ':', 1)}: these rows are "
                         f"computed otherwise than the tables', whose plain rows are apart.")
+    notes += waiting_notes(runs)
     notes += (certainty.notes(runs) + speed_ups.notes(results) + merit_rows.notes(runs)
               + merit_rows.recomputation_notes(runs))
-    crowded = [run for run in runs if run.environment["oversubscribed"]]
+    crowded = [run for run in runs if is_crowded(run)]
     most = most_oversubscribed(runs)
     if most:
         notes.append(f"NOT SCALING RESULTS: in {len(crowded)} of {len(runs)} rows ranks outnumber "
@@ -154,6 +159,25 @@ def measured_notes(results: Results) -> list[str]:
     if results.overridden:
         notes.append(f"Not shown: {_count(results.overridden, 'run')} with sizes given by hand.")
     return notes + machine_notes(results)
+
+
+def waits(run: Run) -> bool:
+    """Return whether ranks waited for the modelled seconds of their work."""
+    return recorded_variant(run.configuration).waits
+
+
+def waiting_notes(runs: Sequence[Run]) -> list[str]:
+    """State what ranks waited for instead of computing; nothing if all computed."""
+    waiting = [run for run in runs if waits(run)]
+    if not waiting:
+        return []
+    share = [run.groups["waits"].variables["counted"].values.sum(axis=0).max()
+             / sum(timing.typical(run.samples[phase]) for phase in PHASES) for run in waiting]
+    return [f"WAITED WORK: products and elementwise operations take the seconds of the machine "
+            f"model {_all(waiting, 'waited_machine')}, shrunk by {_all(waiting, 'waited_shrink')} "
+            f"and times {_all(waiting, 'waited_scale')}, in which a rank sleeps; only collectives "
+            f"do their work. Of a step {min(share):.0%} to {max(share):.0%} is waited. Results "
+            f"were verified in a step that computes, before."]
 
 
 def verified_notes(runs: Sequence[Run]) -> list[str]:

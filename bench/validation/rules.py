@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from bench.cases.case import make_case
 from bench.cases.paper import load_tables, title, unpublished_row
-from bench.cases.variants import itemsize, recorded_variant
+from bench.cases.variants import WORK, itemsize, recorded_variant
 from bench.checks import layer_residuals
 from bench.checks.against_serial import tolerances
 from bench.errors import UsageError
@@ -223,6 +223,27 @@ def check_groups(run: Run) -> Iterator[str]:
                f"{saved * size}")
 
 
+def check_waits(run: Run) -> Iterator[str]:
+    """Check that a run states the seconds that ranks waited, if and only if they waited."""
+    work, found = str(run.configuration.get("work", "compute")), run.groups.get("waits")
+    if work not in WORK:
+        yield f"work {work}: {' or '.join(WORK)} would do"
+    if (work == "wait") != (found is not None):
+        yield f"work {work}, but the group waits is {'missing' if found is None else 'there'}"
+    if work == "wait":
+        for name in ("waited_machine", "waited_scale", "waited_shrink"):
+            if name not in run.configuration:
+                yield f"work wait: {name} is missing"
+    if found is None:
+        return
+    modelled, counted, slept = (found.variables[name].values
+                                for name in ("modelled", "counted", "slept"))
+    if not np.allclose(counted, modelled, rtol=TOLERANCE):
+        yield "waits/counted are not the seconds of waits/modelled"
+    if not (slept >= counted * (1 - TOLERANCE)).all():
+        yield "waits/slept: a rank has slept less than its work takes by the model"
+
+
 def check_sizes(run: Run) -> Iterator[str]:
     """Check that sizes are those of the row under the preset, or recorded as overridden."""
     chosen = run.configuration
@@ -283,7 +304,9 @@ def list_warnings(run: Run | Measurements) -> Iterator[str]:
     """List the warnings: facts that break no rule, but must be known to the reader."""
     if not run.environment["git_clean"]:
         yield "the source had changes that were not committed: nobody else can build it"
-    if run.environment["oversubscribed"]:
+    if recorded_variant(run.configuration).waits:
+        yield "ranks waited for the modelled seconds of their work: only collectives were real"
+    elif run.environment["oversubscribed"]:
         yield "ranks outnumber cores: its times are no scaling results"
     if isinstance(run, Measurements):
         return
@@ -307,6 +330,6 @@ def list_warnings(run: Run | Measurements) -> Iterator[str]:
 
 MODEL: tuple[Callable[[Run], Iterator[str]], ...] = (
     check_samples, check_ending, check_verification, check_ranks, check_recomputation, check_words,
-    check_groups, check_sizes)
+    check_groups, check_waits, check_sizes)
 MEASUREMENTS: tuple[Callable[[Measurements], Iterator[str]], ...] = (
     check_derived, check_measurements)

@@ -158,7 +158,24 @@ def row_settings(arguments: argparse.Namespace) -> dict[str, Any]:
             "traced": row_options.traced_steps(arguments), "seed": arguments.seed,
             "recompute": arguments.recompute,
             **asdict(row_options.variant(arguments, library)),
+            **waited_settings(arguments),
             **resume.describe_machine(library.name)}
+
+
+def waited_settings(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of the seconds that ranks wait; none where they compute.
+
+    Raises
+    ------
+    UsageError
+        When they are not valid.
+    """
+    work = row_options.modelled_work(arguments)
+    if work is None and arguments.machine:
+        raise UsageError(f"--machine {arguments.machine}: only --work wait waits for the seconds "
+                         f"of a machine; give both, or leave --machine out")
+    found = {} if work is None else work(None).settings
+    return {name: found[name] for name in resume.WAITED if name in found}
 
 
 def make_cases(arguments: argparse.Namespace) -> list[Case]:
@@ -201,7 +218,7 @@ def run_options(arguments: argparse.Namespace, out: Path, order: int) -> list[st
     words = [f"--preset={arguments.preset}", f"--out={out}", f"--order={order}",
              *row_options.variant(arguments).arguments()]
     for name in ("warmup", "repetitions", "max_repetitions", "max_seconds", "width", "traced",
-                 "backend", "seed", "stall", "recompute", "memory"):
+                 "backend", "seed", "stall", "recompute", "memory", "machine", "work_scale"):
         value = getattr(arguments, name)
         if value is not None:
             words.append(f"--{name.replace('_', '-')}={value}")

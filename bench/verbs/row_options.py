@@ -2,13 +2,19 @@
 
 import argparse
 import math
-from typing import Any
+from typing import Any, Callable
 
+from bench.agreement import broadcast_from_rank_0
+from bench.cases.case import Case
 from bench.cases.paper import HEADINGS, PAPER, TITLES, load_tables
-from bench.cases.variants import PLAIN_DTYPE, VARIANT_DTYPES, Variant, schemes_with_option
+from bench.cases.variants import (PLAIN_DTYPE, VARIANT_DTYPES, WORK, Variant,
+                                  schemes_with_option)
 from bench.errors import UsageError
+from bench.experiments.rows.settings import ModelledWork
 from bench.instruments.timing import Limits
 from bench.prediction import memory_fit
+from bench.prediction.machine_model import Machine, load_machine
+from bench.prediction.seconds import work_seconds
 from bench.verbs import options
 from mm3d.arrays.backend import Backend
 
@@ -75,6 +81,7 @@ def _add_steps(parser: argparse.ArgumentParser) -> None:
 
 def _add_arrays(parser: argparse.ArgumentParser) -> None:
     add_variant(parser)
+    _add_work(parser)
     options.add_backend(parser)
     parser.add_argument("--seed", type=options.whole(0), default=0, metavar="N",
                         help="seed of parameters and input (default 0)")
@@ -96,10 +103,60 @@ def add_variant(parser: argparse.ArgumentParser) -> None:
                         help="let tokens attend to themselves and earlier ones only")
 
 
+def _add_work(parser: argparse.ArgumentParser) -> None:
+    """Add the options of rows whose ranks wait for their work."""
+    parser.add_argument("--work", default="compute", choices=WORK, help=(
+        "what ranks do between collectives: compute, or wait for the seconds that a machine model "
+        "gives their work, with the core given away (default compute)"))
+    parser.add_argument("--machine", metavar="NAME", help=(
+        "the machine model of --work wait, and of --grid auto (default cpu): a supplied one or a "
+        ".toml file"))
+    parser.add_argument("--work-scale", type=float, metavar="FACTOR", help=(
+        "with --work wait: multiply the machine's seconds by this factor (default 1)"))
+
+
+def modelled_work(arguments: argparse.Namespace,
+                  comm=None) -> Callable[[Case], ModelledWork] | None:
+    """Return the function that gives the seconds that ranks of a case wait; None if they compute.
+
+    Parameters
+    ----------
+    arguments : Namespace
+        The options of `add_rows`.
+    comm : mpi4py.MPI.Intracomm, optional
+        All ranks, if there are several; rank 0 reads the machine.
+
+    Raises
+    ------
+    UsageError
+        On every rank, when the options contradict each other, or there is no such machine.
+    """
+    scale = arguments.work_scale
+    if arguments.work == "compute":
+        if scale is not None:
+            raise UsageError(f"--work-scale {scale:g}: only waits are scaled; give --work wait, "
+                             f"or leave --work-scale out")
+        return None
+    if arguments.machine is None:
+        raise UsageError("--work wait: ranks wait for the seconds of a machine model; give "
+                         "--machine, such as --machine longhorn")
+    if scale is not None and not 0 < scale < math.inf:
+        raise UsageError(f"--work-scale {scale:g}: a number greater than 0 would do")
+
+    def load() -> Machine:
+        return load_machine(arguments.machine, arguments.dtype)
+    machine = broadcast_from_rank_0(load, comm) if comm else load()
+    factor = 1.0 if scale is None else scale
+    work = ModelledWork(machine.name, lambda event: factor * work_seconds(machine, event),
+                        machine.elementwise_block, factor)
+    return lambda one: work
+
+
 def variant(arguments: argparse.Namespace, backend: Backend | None = None) -> Variant:
     """Return the variant that the options of `add_variant` name, on arrays of `backend`."""
     return Variant(arguments.keep, arguments.overlap, arguments.causal, arguments.dtype,
-                   arguments.dtype == PLAIN_DTYPE and bool(getattr(backend, "tf32", False)))
+                   arguments.dtype == PLAIN_DTYPE and bool(getattr(backend, "tf32", False)),
+                   getattr(arguments, "work", "compute"))
 
 
 def node_memory(arguments: argparse.Namespace) -> float | None:

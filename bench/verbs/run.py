@@ -48,8 +48,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--grid", metavar="XxYxZ", help=(
         "sizes of the grid's directions, or auto for the planner's choice (default: the scheme's "
         "own)"))
-    parser.add_argument("--machine", metavar="NAME", help=(
-        "plan --grid auto for this machine: a supplied one or a .toml file (default cpu)"))
     parser.add_argument("--inside", default="auto", metavar="AXIS", help=(
         "the direction of the grid that stays inside a node, where ranks fill one node after the "
         "other (default auto: the one that moves the most words)"))
@@ -80,7 +78,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     if comm.rank == 0:
         for line in describe_left_out(arguments.rows, comm.size):
             say(line)
-    peaks = measure_peaks(backends.get(arguments.backend), variant.dtype, comm)
+    peaks = (None if variant.waits
+             else measure_peaks(backends.get(arguments.backend), variant.dtype, comm))
     statuses = []
     for one in shuffle_cases(cases, settings.order):
         file = trace and chrome_trace.trace_file(trace, one.name, len(cases))
@@ -113,7 +112,8 @@ def read_settings(arguments: argparse.Namespace, rows: list[Row],
         traced=row_options.traced_steps(arguments), recompute=arguments.recompute, grid=grid,
         inside=arguments.inside, watched=arguments.watched, stop=stopper(arguments.stop_file),
         fits=lambda one, sizes, comm: node_memory.check_memory(
-            one, sizes, arguments.recompute, library, comm, memory)), variant
+            one, sizes, arguments.recompute, library, comm, memory),
+        waits=row_options.modelled_work(arguments, comm)), variant
 
 
 def rows_of_options(arguments: argparse.Namespace, ranks: int) -> list[Row]:
@@ -188,7 +188,7 @@ def grid_chooser(arguments: argparse.Namespace,
     name = arguments.machine or "cpu"
     if arguments.grid == "auto":
         broadcast_from_rank_0(lambda: machine_model.load_machine(name, arguments.dtype), comm)
-    elif arguments.machine:
+    elif arguments.machine and arguments.work == "compute":
         raise UsageError(f"--machine {name}: only --grid auto plans for a machine; give both, or "
                          f"leave --machine out")
     if arguments.grid is None:

@@ -211,7 +211,7 @@ class DryBackend(Backend):
         self.trace.pool_peak = max(self.trace.pool_peak, self.pool.in_use)
 
     def owns(self, a: Any) -> bool:
-        return isinstance(a, DryArray)
+        return isinstance(a, DryArray) and a._backend is self
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> DryArray:
         return DryArray(self, super().empty(shape, dtype))

@@ -15,6 +15,9 @@ from bench.records import atomic, journal, model_run, run_file
 from bench.records.journal import Journal, Reproduction
 
 
+WAITED = ("waited_machine", "waited_scale")    # settings of rows whose ranks wait for their work
+
+
 def describe_machine(library: str) -> dict[str, Any]:
     """Describe the source, the machine, its libraries and the variables that tune them.
 
@@ -101,6 +104,7 @@ def _belongs_to(reproduction: Reproduction, run: model_run.Run) -> bool:
             and not recorded["overridden"]
             and all(value == wanted.get(name, value) for name, value in variant.items())
             and all(recorded[name] == wanted[name] for name in ("seed", "warmup", "repetitions"))
+            and all(recorded.get(name) == wanted.get(name) for name in WAITED)
             and recorded.get("recompute", "none") == wanted.get("recompute", "none"))
 
 

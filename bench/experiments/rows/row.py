@@ -1,6 +1,6 @@
 """Measure one row: build its model, verify a step, repeat it, and trace it."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from typing import Any, Callable, Iterator
 
@@ -12,8 +12,10 @@ from bench.checks import against_serial, layer_residuals
 from bench.errors import Failed
 from bench.experiments.rows.record import row_configuration, row_record
 from bench.experiments.rows.settings import Settings, choose_grid
+from bench.experiments.rows.waited import TimedModel, waiting_model
 from bench.instruments import chrome_trace, peak_memory, placement, step_tracing, timing
 from bench.instruments.peaks import StepMemory
+from bench.instruments.spans import Span
 from bench.records import model_run
 from bench.records.measurements import Check, Group
 from mm3d.grid.axis import COLLECTIVES
@@ -115,21 +117,44 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
     del y, dx
     if one.verified != one.sizes:
         checks += check_residuals(model, x, dy, settings)
-    step = timing.Step(lambda: model.forward(x)[1], lambda saved: model.backward(dy, saved),
-                       comm, scheme.grid.backend.synchronize, model.zero_gradients)
-    times = time_step(step, model, settings)
-    spans = []
-    if not comm.bcast(comm.rank == 0 and settings.stop()):
-        spans, groups["parts"] = step_tracing.trace_steps(step, model, settings.traced)
+    with (waiting_model(one, scheme, settings) if settings.waits
+          else nullcontext(TimedModel(model, x, dy))) as timed:
+        del model, x, dy
+        groups["waits"] = timed.waits
+        step, times, spans, groups["parts"] = time_and_trace(timed, settings)
     everyone = comm.gather(traffic)
     nodes = placement.placement_outcome(comm, scheme.grid.shape, order)
     document = (chrome_trace.gather_trace(spans, scheme.grid, step.clock, one.title)
                 if trace else None)
     if times is None:
         return Measured(None)
-    configuration = row_configuration(one, scheme, settings) | asdict(nodes)
+    waits = settings.waits(one).settings if settings.waits else {}
+    configuration = row_configuration(one, scheme, settings) | asdict(nodes) | waits
     return Measured(row_record(one, scheme, configuration, times, np.stack(everyone, axis=2),
                                checks, groups), document)
+
+
+def time_and_trace(timed: TimedModel, settings: Settings) -> tuple[
+        timing.Step, timing.Measured | None, list[Span], Group | None]:
+    """Repeat the step of a model, and then trace it.
+
+    Returns
+    -------
+    Step
+        The step.
+    Measured or None
+        Its times, on rank 0; None on the others.
+    list of Span, Group or None
+        See `bench.instruments.step_tracing.trace_steps`.
+    """
+    model, comm = timed.model, timed.model.grid.comm
+    step = timing.Step(lambda: model.forward(timed.x)[1],
+                       lambda saved: model.backward(timed.dy, saved),
+                       comm, model.grid.backend.synchronize, model.zero_gradients)
+    times = time_step(step, model, settings)
+    if comm.bcast(comm.rank == 0 and settings.stop()):
+        return step, times, [], None
+    return step, times, *step_tracing.trace_steps(step, model, settings.traced)
 
 
 def time_step(step: timing.Step, model, settings: Settings) -> timing.Measured | None:

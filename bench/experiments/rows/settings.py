@@ -12,9 +12,43 @@ from bench.cases.variants import Variant
 from bench.errors import UsageError
 from bench.instruments import placement, timing
 from bench.instruments.stall import unwatched
+from bench.records.measurements import Setting
 from mm3d.arrays import backend as backends
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
+from mm3d.tracing.events import Gemm, Pass
+
+
+@dataclass(frozen=True)
+class ModelledWork:
+    """The seconds that ranks wait for their work.
+
+    Attributes
+    ----------
+    machine : str
+        Name of the machine model.
+    seconds : callable
+        Returns the seconds of a `Gemm` or a `Pass`, with `scale`.
+    block : int
+        Elements that the machine's elementwise work handles at a time.
+    scale : float
+        Seconds waited over those that the machine would take.
+    shrink : float
+        Factor by which the machine is shrunk, as lengths of the model are; see
+        `bench.prediction.similarity.shrink_machine`.
+    """
+
+    machine: str
+    seconds: Callable[[Gemm | Pass], float]
+    block: int
+    scale: float = 1.0
+    shrink: float = 1.0
+
+    @property
+    def settings(self) -> dict[str, Setting]:
+        """The settings that a file records."""
+        return {"waited_machine": self.machine, "waited_scale": float(self.scale),
+                "waited_shrink": float(self.shrink)}
 
 
 @dataclass(frozen=True)
@@ -51,6 +85,8 @@ class Settings:
     fits : callable
         Raises LeftOut on every rank when the nodes lack memory for a case on a grid; called with
         both and the ranks' communicator, before any large array is made.
+    waits : callable or None
+        Returns the seconds that the ranks of a case wait for their work; None where they compute.
     """
 
     warmup: int
@@ -65,6 +101,7 @@ class Settings:
     watched: Callable[..., ContextManager] = unwatched
     stop: Callable[[], bool] = lambda: False
     fits: Callable[[Case, tuple[int, ...], Any], None] = lambda one, grid, comm: None
+    waits: Callable[[Case], ModelledWork] | None = None
 
 
 def check_verifiable(cases: list[Case]) -> None:

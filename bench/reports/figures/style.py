@@ -135,11 +135,14 @@ def label_powers(axis, base: int = 10) -> None:
 
 
 def write_caption(figure, results: Results, *remarks: str) -> None:
-    """Write remarks below the panels, and a warning if ranks outnumbered cores."""
+    """Write remarks below the panels, and a warning if ranks outnumbered cores or waited."""
     lines = list(remarks)
     crowd = most_oversubscribed(list(results.runs.values()))
     if crowd:
         lines.append(f"Measured with up to {crowd.ranks} ranks on {crowd.environment['cores']} "
                      f"cores, which take turns: not scaling results.")
+    if results.variant.waits:
+        lines.append("Ranks wait for the modelled seconds of their work; only collectives are "
+                     "real.")
     if lines:
         figure.supxlabel("\n".join(lines), fontsize=8.5)

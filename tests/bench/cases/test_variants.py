@@ -30,7 +30,7 @@ from support import run_ranks
 ROW = select_rows("weak", "3d")[0]
 VARIANTS = [Variant(), Variant(keep="weight"), Variant(keep="both"), Variant(overlap=True),
             Variant(causal=True), Variant(dtype="float16"), Variant(dtype="bfloat16"),
-            Variant(dtype="float64"), Variant(tf32=True),
+            Variant(dtype="float64"), Variant(tf32=True), Variant(work="wait"),
             Variant("both", True, True, "bfloat16")]
 
 
@@ -49,7 +49,8 @@ def test_a_variant_goes_through_file_and_command_line(tmp_path, variant):
     assert variants.recorded_variant(run_file.read_run(path).configuration) == variant
     words = ["run", *variant.arguments()]
     asked = row_options.variant(parser().parse_args(words))
-    assert asked == Variant(variant.keep, variant.overlap, variant.causal, variant.dtype)
+    assert asked == Variant(variant.keep, variant.overlap, variant.causal, variant.dtype,
+                            work=variant.work)
 
 
 def test_each_has_a_name_of_its_own():

@@ -1,0 +1,139 @@
+"""Time a row whose ranks wait for the modelled seconds of their work instead of computing."""
+
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Iterator
+
+import numpy as np
+
+import mm3d
+from bench.cases.case import Case
+from bench.checks import against_serial
+from bench.errors import Failed
+from bench.experiments.rows.settings import ModelledWork, Settings
+from bench.records.measurements import Group, Variable
+from mm3d.tracing import dry_run
+from mm3d.tracing.events import Gemm, PHASES, Pass
+from mm3d.tracing.trace import Trace
+from mm3d.tracing.waited_work import WorkClock, waited_work
+
+ROUNDING = 1e-9    # of a sum of seconds, relative to it
+
+
+@dataclass(frozen=True)
+class TimedModel:
+    """A model whose steps are timed.
+
+    Attributes
+    ----------
+    model : Transformer
+        The model.
+    x, dy : Array
+        This rank's blocks of the input and of the output's gradient.
+    waits : Group or None
+        The group ``waits`` of a run, on rank 0, where the model waits for its work.
+    """
+
+    model: mm3d.Transformer
+    x: Any
+    dy: Any
+    waits: Group | None = None
+
+
+@contextmanager
+def waiting_model(one: Case, scheme, settings: Settings) -> Iterator[TimedModel]:
+    """Build the model of a case so that its ranks wait for their work within the block.
+
+    One step is counted first.
+
+    Parameters
+    ----------
+    one : Case
+        The case.
+    scheme : Scheme
+        The scheme on its grid.
+    settings : Settings
+        How it is measured, with `Settings.waits`.
+
+    Raises
+    ------
+    Failed
+        On every rank, when the words that the step moves, or the seconds that it waits, are not
+        those of a dry run of the rank.
+    """
+    work, comm = settings.waits(one), scheme.grid.comm
+    trace = trace_rank(one, scheme, settings, work)
+    modelled = [modelled_seconds(trace, work, phase) for phase in PHASES]
+    with waited_work(scheme.grid, work.seconds, work.block) as backend:
+        model = against_serial.build_model(scheme, one.sizes, settings.seed, one.variant.dtype,
+                                           one.variant.causal, settings.recompute)
+        x, dy = model.random("input"), model.random("output gradient")
+        with settings.watched(scheme.grid, model):
+            counted, slept, moved = count_step(model, x, dy, backend.trace)
+        problem = describe_difference(moved, [trace.traffic[phase] for phase in PHASES],
+                                      counted, modelled)
+        if problem := next(filter(None, comm.allgather(problem)), ""):
+            raise Failed(problem)
+        yield TimedModel(model, x, dy, waits_group(comm, modelled, counted, slept))
+
+
+def trace_rank(one: Case, scheme, settings: Settings, work: ModelledWork) -> Trace:
+    """Run the step of this rank dry."""
+    grid, variant = scheme.grid, one.variant
+    return dry_run.extrapolate_step(
+        scheme.name, grid.size, grid.shape.sizes, grid.rank, block=work.block,
+        options=variant.options(scheme.name), dtype=variant.dtype, causal=variant.causal,
+        recompute=settings.recompute, **one.sizes)
+
+
+def modelled_seconds(trace: Trace, work: ModelledWork, phase: str) -> float:
+    """Sum the modelled seconds of the work in a phase of a dry run."""
+    return sum(times * work.seconds(event) for (when, _, event), times in trace.events.items()
+               if when == phase and isinstance(event, (Gemm, Pass)))
+
+
+def count_step(model: mm3d.Transformer, x: Any, dy: Any, clock: WorkClock) -> tuple[
+        list[float], list[float], list[dict]]:
+    """Do a step; return the seconds counted and slept, and the traffic, of each phase."""
+    counted, slept, moved = [], [], []
+
+    def note() -> None:
+        clock.settle()
+        counted.append(clock.counted)
+        slept.append(clock.slept)
+        moved.append(model.grid.traffic())
+        clock.reset()
+        model.grid.reset_traffic()
+
+    model.zero_gradients()
+    clock.reset()
+    model.grid.reset_traffic()
+    _, saved = model.forward(x)
+    note()
+    model.backward(dy, saved)
+    note()
+    return counted, slept, moved
+
+
+def describe_difference(moved: list[dict], expected: list[dict], counted: list[float],
+                        modelled: list[float]) -> str:
+    """Describe how a step that waits differs from its dry run; "" if it does not."""
+    if moved != expected:
+        return "a step that waits for its work moves other words than its dry run"
+    for phase, seconds, wanted in zip(PHASES, counted, modelled):
+        if abs(seconds - wanted) > ROUNDING * wanted:
+            return (f"{phase} waits {seconds:g} s for its work, which takes {wanted:g} s by the "
+                    f"model")
+    return ""
+
+
+def waits_group(comm, modelled: list[float], counted: list[float],
+                slept: list[float]) -> Group | None:
+    """Return the group ``waits`` of a run, on rank 0; None on the other ranks."""
+    everyone = comm.gather((modelled, counted, slept))
+    if everyone is None:
+        return None
+    columns = np.array(everyone).transpose(1, 2, 0)    # kinds of seconds, phases, ranks
+    return Group({"phase": PHASES, "rank": range(comm.size)},
+                 {name: Variable(values, "s", ("phase", "rank"))
+                  for name, values in zip(("modelled", "counted", "slept"), columns)})

@@ -1,0 +1,290 @@
+"""Wait for the work of each rank instead of computing it, while collectives move real bytes.
+
+The unchanged model runs on arrays without contents (`mm3d.tracing.dry_arrays`).  Each product and
+elementwise operation adds its modelled seconds to a debt, as on a device that computes while the
+host goes on.  Before a collective, and where the host waits for the device, the rank sleeps for
+all of the debt at once and its core is free for other ranks.  A collective then moves arrays of
+the right sizes by the transport of the grid.  So many ranks work at the same time, however few
+cores they share.
+"""
+
+import math
+import time
+from contextlib import contextmanager
+from typing import Any, Callable, Iterator
+
+import numpy as np
+
+from mm3d.arrays import backend as backends
+from mm3d.arrays.backend import Array, host_dtype
+from mm3d.arrays.numpy_kernels import Kernels
+from mm3d.grid.grid import Grid
+from mm3d.tracing.dry_arrays import DryArray, DryBackend, DryNamespace
+from mm3d.tracing.events import Gemm, Pass
+from mm3d.transport.mpi import MpiTransport
+from mm3d.transport.pending import Pending
+from mm3d.transport.silent import SilentTransport
+
+Seconds = Callable[[Gemm | Pass], float]
+OVERLAPPED_SLEEPS = 8    # of a product during which a collective goes on
+
+
+class WorkClock:
+    """Sum the modelled seconds of work, and sleep for them.
+
+    A sleep lasts longer than asked for.  The excess is carried over to the next one, so that over
+    many sleeps the seconds slept are those modelled.
+
+    Parameters
+    ----------
+    seconds : callable
+        Returns the modelled seconds of a product or an elementwise operation.
+
+    Attributes
+    ----------
+    counted, slept : float
+        Seconds of the work so far by the model, and seconds that this rank has slept for it.
+    times : int
+        Number of equal events that each event counted from now on stands for.
+    """
+
+    def __init__(self, seconds: Seconds) -> None:
+        self._seconds, self._known = seconds, {}
+        self.counted = self.slept = self._debt = 0.0
+        self.times = 1
+
+    def count_event(self, event: Gemm | Pass) -> None:
+        """Add the seconds of an event, which occurs `times` times, to the debt."""
+        seconds = self._known.get(event)
+        if seconds is None:
+            seconds = self._known[event] = self._seconds(event)
+        self.counted += self.times * seconds
+        self._debt += self.times * seconds
+
+    def settle(self) -> None:
+        """Sleep for the debt."""
+        if self._debt > 0:
+            self._sleep(self._debt)
+
+    def settle_in_parts(self, progress: Callable[[], None]) -> None:
+        """Sleep for the debt in parts, and call `progress` after each of them."""
+        part = self._debt / OVERLAPPED_SLEEPS
+        for left in range(OVERLAPPED_SLEEPS - 1, -1, -1):
+            if self._debt > left * part:
+                self._sleep(self._debt - left * part)
+            progress()
+
+    def _sleep(self, seconds: float) -> None:
+        start = time.perf_counter()
+        time.sleep(seconds)
+        spent = time.perf_counter() - start
+        self._debt -= spent
+        self.slept += spent
+
+    def reset(self) -> None:
+        """Forget the debt and both sums."""
+        self.counted = self.slept = self._debt = 0.0
+
+
+class WaitingNamespace(DryNamespace):
+    """The functions of the array library; products of stacks of matrices are waited for."""
+
+    def matmul(self, a: DryArray, b: DryArray, out: DryArray | None = None) -> DryArray:
+        batch = math.prod(np.broadcast_shapes(a.shape[:-2], b.shape[:-2]))
+        self._backend.trace.count_event(_product(batch, a, b))
+        return super().matmul(a, b, out)
+
+
+class WaitingKernels(Kernels):
+    """The kernels of NumPy; of the sequences of a batch, which are alike, only one is run."""
+
+    def _head_blocks(self, q: DryArray, k: DryArray,
+                     *spare: str) -> Iterator[tuple[int, slice, list[DryArray]]]:
+        clock = self.library.trace
+        clock.times = q.shape[0]
+        try:
+            yield from super()._head_blocks(q[:1, ...], k[:1, ...], *spare)
+        finally:
+            clock.times = 1
+
+
+class WaitingBackend(DryBackend):
+    """The backend of arrays without contents whose work is waited for.
+
+    Parameters
+    ----------
+    seconds : callable
+        Returns the modelled seconds of a product or an elementwise operation.
+    block : int
+        Elements that elementwise work handles at a time, see `mm3d.tracing.dry_run.trace_step`.
+
+    Attributes
+    ----------
+    trace : WorkClock
+        Counts the work and sleeps for it.
+    """
+
+    name = "waiting"
+
+    def __init__(self, seconds: Seconds, block: int) -> None:
+        super().__init__()
+        self.reset(block)
+        self.xp, self.kernels = WaitingNamespace(self), WaitingKernels(self)
+        self.trace = WorkClock(seconds)
+
+    def _record_memory(self) -> None:
+        """Record nothing: a measurement takes many steps."""
+
+    def gemm(self, a: DryArray, b: DryArray, out: DryArray,
+             progress: Callable[[], None] | None = None) -> DryArray:
+        self.trace.count_event(_product(1, a, b))
+        if progress is not None:
+            self.trace.settle_in_parts(progress)
+        return out
+
+    def synchronize(self) -> None:
+        """Wait until all work so far is done."""
+        self.trace.settle()
+
+
+def _product(batch: int, a: DryArray, b: DryArray) -> Gemm:
+    """Return the event of a product."""
+    return Gemm(batch, *a.shape[-2:], b.shape[-1], str(host_dtype(a)))
+
+
+class WaitedRequest:
+    """A request of MPI before whose end a rank waits for its own work.
+
+    Parameters
+    ----------
+    pending : Pending
+        The collective in flight.
+    clock : WorkClock
+        The rank's work.
+    """
+
+    def __init__(self, pending: Pending, clock: WorkClock) -> None:
+        self._pending, self._clock = pending, clock
+
+    def Test(self) -> None:
+        """Let MPI make progress."""
+        if self._pending.request is not None:
+            self._pending.progress()
+
+    def Wait(self) -> None:
+        """Wait for the work, then for the collective."""
+        self._clock.settle()
+        self._pending.take()
+
+
+class WaitingTransport(SilentTransport):
+    """Wait for the work before each collective, then move arrays of its size.
+
+    Packing and unpacking of columns is counted as work, as in a dry run.
+
+    Parameters
+    ----------
+    carrier : MpiTransport
+        The transport that moves them.
+    backend : WaitingBackend
+        The backend of the arrays without contents.
+    """
+
+    def __init__(self, carrier: MpiTransport, backend: WaitingBackend) -> None:
+        super().__init__(carrier.comm, backend)
+        self.carrier, self._clock = carrier, backend.trace
+        self.name, self.note, self.nonblocking = carrier.name, carrier.note, carrier.nonblocking
+        self.on_host, self.in_place = carrier.on_host, carrier.in_place
+
+    def take_moved(self) -> float:
+        """Return the words that the carrier has moved since the last call."""
+        return self.carrier.take_moved()
+
+    def barrier(self) -> None:
+        """Wait for the work, and then until all ranks have called it."""
+        self._clock.settle()
+        self.carrier.barrier()
+
+    def free(self) -> None:
+        """Free nothing: the carrier does it."""
+
+    def begin_all_gather(self, a: Array, dim: int, counts: list[int]) -> Pending:
+        """Start an `all_gather`; where the carrier cannot, complete it at once."""
+        if not self.nonblocking:
+            return Pending(self.all_gather(a, dim, counts))
+        a, flat, lengths, out = self._whole(a, dim, counts)
+        moving = self._carry(self.carrier.begin_all_gather, self._block(out, lengths), 0, lengths)
+        return Pending(out, lambda: self._unpacked(flat, out, dim, counts),
+                       WaitedRequest(moving, self._clock), (a,))
+
+    def begin_reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Pending:
+        """Start a `reduce_scatter`; where the carrier cannot, complete it at once."""
+        if not self.nonblocking:
+            return Pending(self.reduce_scatter(a, dim, counts))
+        flat, lengths, out = self._terms(a, dim, counts)
+        moving = self._carry(self.carrier.begin_reduce_scatter, self._term(flat), 0, lengths)
+        return Pending(out, None, WaitedRequest(moving, self._clock), (flat,))
+
+    def _all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:
+        self._carry(self.carrier.all_gather, self._block(recv, lengths), 0, lengths)
+
+    def _reduce_scatter(self, send: Array, recv: Array, lengths: list[int]) -> None:
+        self._carry(self.carrier.reduce_scatter, self._term(send), 0, lengths)
+
+    def _all_reduce(self, send: Array, recv: Array) -> None:
+        self._carry(self.carrier.all_reduce, self._buffer(send))
+
+    def _broadcast(self, buffer: Array, root: int) -> None:
+        self._carry(self.carrier.broadcast, self._buffer(buffer), root)
+
+    def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
+        self._carry(self.carrier.reduce, self.carrier.summand((send.size,), send.dtype), root)
+
+    def _carry(self, collective: Callable[..., Any], *arguments: Any) -> Any:
+        """Wait for the work, then call a collective of the carrier."""
+        self._clock.settle()
+        with np.errstate(all="ignore"):    # sums of undefined numbers
+            return collective(*arguments)
+
+    def _block(self, a: Array, lengths: list[int]) -> np.ndarray:
+        """Allocate this rank's block of a flat array like `a`."""
+        return self.carrier.block((lengths[self.rank],), a.dtype, 0, lengths)
+
+    def _term(self, a: Array) -> np.ndarray:
+        """Allocate this rank's term of a flat sum like `a`."""
+        return self.carrier.term((a.size,), a.dtype)
+
+    def _buffer(self, a: Array) -> np.ndarray:
+        """Allocate a flat array like `a`."""
+        return self.carrier.backend.empty((a.size,), a.dtype)
+
+
+@contextmanager
+def waited_work(grid: Grid, seconds: Seconds, block: int) -> Iterator[WaitingBackend]:
+    """Let models built on `grid` within the block wait for their work instead of computing it.
+
+    Parameters
+    ----------
+    grid : Grid
+        A grid of arrays in host memory; its transports move the bytes.
+    seconds, block
+        See `WaitingBackend`.
+
+    Yields
+    ------
+    WaitingBackend
+        The backend of the grid within the block.
+    """
+    own, backend = grid.backend, backends.get(WaitingBackend(seconds, block))
+    carriers = {name: axis.transport for name, axis in grid.axes.items()}
+
+    def use(library: Any, transports: dict[str, MpiTransport]) -> None:
+        grid.backend = library
+        for name, axis in grid.axes.items():
+            axis.backend, axis.transport = library, transports[name]
+    use(backend, {name: WaitingTransport(carrier, backend) if grid[name].size > 1 else carrier
+                  for name, carrier in carriers.items()})
+    try:
+        yield backend
+    finally:
+        use(own, carriers)
