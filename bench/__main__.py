@@ -8,6 +8,7 @@ import textwrap
 from typing import Callable, NoReturn, Sequence
 
 from bench import verbs
+from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 from mm3d import guard, launcher
 
@@ -91,6 +92,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     first = next((word for word in words if not word.startswith("-")), "")
     arguments = parser(first).parse_args(words)
     verb = verbs.load(arguments.verb)
+    cluster = getattr(arguments, "cluster", None)
+    if cluster and cluster != Cluster.from_environment():
+        from bench.cluster.run import run_verb_inside
+        from bench.errors import status_of
+        return status_of(lambda: run_verb_inside(cluster, words, verb.ON_ALL_RANKS))
     if verb.ON_ALL_RANKS:
         return run_on_all_ranks(verb.run, arguments)
     if launcher.launcher_rank():

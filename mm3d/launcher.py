@@ -25,6 +25,12 @@ LOCAL_RANK_VARIABLES = ("MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK",
 # The rank in the job: hydra and PMI launchers, Open MPI, PMIx (srun --mpi=pmix).
 RANK_VARIABLES = ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK")
 
+# Number of ranks of the job: PMI launchers, Open MPI.
+SIZE_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE")
+
+# Describes the emulated cluster of `bench.cluster` in which a process runs.
+CLUSTER_VARIABLE = "MM3D_CLUSTER"
+
 # Prefixes of variables that a launcher sets for its ranks; another launcher must not see them.
 LAUNCHER_PREFIXES = ("PMI_", "PMIX_", "HYDRA_", "HYDI_", "OMPI_", "PRTE_", "MPI_LOCAL")
 
@@ -69,12 +75,30 @@ def local_ranks(environ: Mapping[str, str] = os.environ) -> int:
     return int(size) if size.isdigit() else 1
 
 
+def ranks_on_these_cores(environ: Mapping[str, str] = os.environ) -> int:
+    """Return the number of ranks that share the cores of this machine, by the launcher.
+
+    They are those of this node, but in an emulated cluster those of all its nodes.
+    """
+    local = local_ranks(environ)
+    if CLUSTER_VARIABLE not in environ:
+        return local
+    sizes = [environ[name] for name in SIZE_VARIABLES if environ.get(name, "").isdigit()]
+    return max(local, *map(int, sizes)) if sizes else local
+
+
 def local_rank(environ: Mapping[str, str] = os.environ) -> int:
     """Return this process' rank among those of its node; 0 without a launcher."""
     for name in LOCAL_RANK_VARIABLES:
         if environ.get(name, "").isdigit():
             return int(environ[name])
     return 0
+
+
+def has_launched(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether a launcher has started this process as a rank, alone or among others."""
+    return local_ranks(environ) > 1 or any(environ.get(name, "").isdigit()
+                                           for name in RANK_VARIABLES)
 
 
 def launcher_rank(environ: Mapping[str, str] = os.environ) -> int:
@@ -131,7 +155,7 @@ def mpirun_command(ranks: int, *argv: str) -> list[str]:
     """Return the command line that runs `argv` on a number of ranks, for `subprocess.run`.
 
     The ``mpirun`` beside this interpreter goes before those on PATH, as it belongs to the MPI
-    library that mpi4py finds in the same environment.
+    library that mpi4py finds in the same environment; in an emulated cluster, that on PATH.
 
     Parameters
     ----------
@@ -146,7 +170,8 @@ def mpirun_command(ranks: int, *argv: str) -> list[str]:
         When there is no ``mpirun``.
     """
     beside = os.path.dirname(sys.executable)
-    mpirun = shutil.which("mpirun", path=beside) or shutil.which("mpirun")
+    mpirun = None if CLUSTER_VARIABLE in os.environ else shutil.which("mpirun", path=beside)
+    mpirun = mpirun or shutil.which("mpirun")
     if mpirun is None:
         raise FileNotFoundError(f"there is no mpirun in {beside} nor on PATH: install an MPI "
                                 "library, for example with: pip install mpich")
@@ -186,13 +211,13 @@ def cores(environ: Mapping[str, str] = os.environ) -> int:
 
 
 def oversubscribed(environ: Mapping[str, str] = os.environ) -> bool:
-    """Return whether this node has more ranks than cores for them."""
-    return local_ranks(environ) > cores(environ)
+    """Return whether this machine has more ranks than cores for them."""
+    return ranks_on_these_cores(environ) > cores(environ)
 
 
 def blas_threads(environ: Mapping[str, str] = os.environ) -> int:
     """Return the number of BLAS threads of each rank: its share of the cores, at least one."""
-    share = cores(environ) // local_ranks(environ)
+    share = cores(environ) // ranks_on_these_cores(environ)
     return max(1, min(len(_allowed_cores(0)), share))
 
 
@@ -221,7 +246,7 @@ def set_defaults(environ: MutableMapping[str, str] = os.environ) -> dict[str, st
     chosen: dict[str, str] = {}
     # Every BLAS here obeys OMP_NUM_THREADS unless its own variable is set, so a user who has set
     # it has decided for all of them.
-    if local_ranks(environ) > 1 and "OMP_NUM_THREADS" not in environ:
+    if ranks_on_these_cores(environ) > 1 and "OMP_NUM_THREADS" not in environ:
         threads = blas_threads(environ)
         if "numpy" in sys.modules and not any(name in environ for name in BLAS_THREAD_VARIABLES):
             import threadpoolctl    # NumPy's BLAS is loaded and has read its variables
@@ -231,7 +256,8 @@ def set_defaults(environ: MutableMapping[str, str] = os.environ) -> dict[str, st
         chosen.update(YIELD_SETTINGS)
         if ("mpi4py.MPI" in sys.modules and not YIELD_SETTINGS.keys() & environ.keys()
                 and launcher_rank(environ) == 0):
-            warnings.warn(f"{local_ranks(environ)} ranks share {cores(environ)} cores, and mm3d "
+            warnings.warn(f"{ranks_on_these_cores(environ)} ranks share {cores(environ)} cores, "
+                          "and mm3d "
                           "was imported after mpi4py.MPI, too late to make MPI yield while it "
                           "waits: import mm3d first", RuntimeWarning, stacklevel=3)
     chosen = {name: value for name, value in chosen.items() if name not in environ}

@@ -1,6 +1,7 @@
 """Describe the machine and the software of a run, without user or host names."""
 
 import hashlib
+import math
 import os
 import platform
 import re
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from threadpoolctl import threadpool_info, threadpool_limits
 
+from bench.cluster.spec import VARIABLE, Cluster
 from bench.records.measurements import Setting
 from mm3d import launcher
 from mm3d.arrays import backend as backends
@@ -83,13 +85,14 @@ def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> d
     command : str
         The command line without private data, as from `command_line`.
     """
-    cores, local = launcher.cores(), launcher.local_ranks()
+    cores, local, sharing = (launcher.cores(), launcher.local_ranks(),
+                             launcher.ranks_on_these_cores())
     commit, clean = _source_version()
     tuning = {name: value for name, value in sorted(os.environ.items())
-              if TUNING.fullmatch(name)}
+              if TUNING.fullmatch(name) and not name.startswith(VARIABLE)}
     slurm = {name: os.environ[f"SLURM_{name}"] for name in SLURM if f"SLURM_{name}" in os.environ}
     return {"cpu_model": cpu_model(), "cores": cores, "ranks": ranks,
-            "ranks_on_this_node": local, "ranks_per_core": local / cores,
+            "ranks_on_this_node": local, "ranks_per_core": sharing / cores,
             "oversubscribed": launcher.oversubscribed(), "backend": backend,
             "operating_system": f"{platform.system()} {platform.machine()}",
             "kernel": platform.release().partition("-")[0],
@@ -98,8 +101,23 @@ def describe_host(backend: str, ranks: int, mpi_library: str, command: str) -> d
             "tuning_variables": mask_variables(tuning), "slurm": mask_variables(slurm),
             "command": command,
             "git_commit": commit, "git_clean": clean,
+            **describe_cluster(Cluster.from_environment()),
             **backends.get(backend).describe_device(),
             **clock_speeds(), **_versions(), **describe_blas()}
+
+
+def describe_cluster(cluster: Cluster | None) -> dict[str, Setting]:
+    """Describe the emulated cluster of a run as it is recorded; nothing without one.
+
+    ``emulated_cluster`` is what `Cluster.parse` reads; the rate is in bit/s, infinite without a
+    limit, the latency in seconds.
+    """
+    if cluster is None:
+        return {}
+    return {"emulated_cluster": str(cluster), "emulated_nodes": cluster.nodes,
+            "emulated_ranks_per_node": cluster.ranks,
+            "emulated_link_rate": math.inf if cluster.link is None else cluster.link,
+            "emulated_latency": cluster.latency}
 
 
 def command_line(argv: list[str]) -> str:

@@ -147,7 +147,10 @@ def counted_along_grid(run: Run) -> bool:
 
 def check_oversubscription(environment: dict[str, Any], count: int) -> Iterator[str]:
     """Check the recorded ratio of ranks to cores."""
-    local, cores = environment.get("ranks_on_this_node", count), environment["cores"]
+    # The nodes of an emulated cluster share the cores.
+    local = count if "emulated_cluster" in environment else environment.get(
+        "ranks_on_this_node", count)
+    cores = environment["cores"]
     if (local > cores) != bool(environment["oversubscribed"]):
         yield (f"{local} ranks on {cores} cores, but oversubscribed says "
                f"{bool(environment['oversubscribed'])}")

@@ -21,7 +21,7 @@ SHARED = ("options", "row_options", "grids", "publish")
 # As a person needs them; a verb that is not here comes last in its group.
 ORDER = ("reproduce", "run", "table", "plot", "report", "compare", "merge", "validate", "gemm",
          "collectives", "matmul", "scalapack", "layer", "gpu", "dry", "plan", "predict",
-         "calibrate", "check", "schedule", "cube", "doctor", "gpusuite", "start")
+         "calibrate", "check", "schedule", "cube", "cluster", "doctor", "gpusuite", "start")
 
 
 @dataclass(frozen=True)

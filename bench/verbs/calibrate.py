@@ -20,6 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", required=True, metavar="FILE",
                         help="the machine's model, a .toml file for --machine")
     options.add_stall(parser)
+    options.add_cluster(parser)
 
 
 def run(arguments: argparse.Namespace, comm) -> int:

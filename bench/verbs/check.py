@@ -34,6 +34,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="seed of the numbers and of the order (default 0)")
     options.add_out(parser)
     options.add_stall(parser)
+    options.add_cluster(parser)
 
 
 def run(arguments: argparse.Namespace, comm) -> int:

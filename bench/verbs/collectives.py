@@ -18,6 +18,7 @@ ON_ALL_RANKS = True
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``collectives``."""
+    options.add_cluster(parser)
     options.add_measurement(parser, 7, 1.0)
     options.add_grid(parser)
     parser.add_argument("--least", type=int, default=1024, metavar="BYTES",

@@ -22,6 +22,7 @@ ON_ALL_RANKS = True
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``matmul``."""
+    options.add_cluster(parser)
     options.add_measurement(parser, 7, 30.0)
     options.add_shape(parser)
     options.add_grid(parser)

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Callable
 
+from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 from bench.instruments import host
 from bench.instruments.stall import unwatched
@@ -27,6 +28,13 @@ def add_stall(parser: argparse.ArgumentParser) -> None:
         "collective of each rank; in timed steps also when all ranks wait in collectives "
         "(default: never)"))
     parser.set_defaults(watched=unwatched)    # until the watchdog of the job is there
+
+
+def add_cluster(parser: argparse.ArgumentParser) -> None:
+    """Add ``--cluster``, by which a verb is run in an emulated cluster; see `bench.cluster`."""
+    parser.add_argument("--cluster", type=cluster, metavar="NxR:LINK[,LATENCY]", help=(
+        "run in an emulated cluster of N nodes with R ranks each on this machine, whose links "
+        "have a rate and a latency, such as 16x4:200Mbit or 4x2:1Gbit,1ms; starts mpirun itself"))
 
 
 def add_out(parser: argparse.ArgumentParser) -> None:
@@ -207,6 +215,14 @@ def recompute(text: str) -> str:
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from error
     return text
+
+
+def cluster(text: str) -> Cluster:
+    """Read ``16x4:200Mbit``."""
+    try:
+        return Cluster.parse(text)
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def numbers(text: str) -> list[int]:

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from bench.cases.case import Case, make_case
 from bench.cases.paper import Row
 from bench.cases.selection import equal_token_rows, select_rows, shuffle_cases
+from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 from bench.experiments.rows import resume
 from bench.experiments.rows.reproduction import Stopped, measure_cases
@@ -108,6 +109,7 @@ def run(arguments: argparse.Namespace) -> int:
     wanted = row_settings(arguments)
     row_options.node_memory(arguments)    # refused here once, not by every job
     cases = make_cases(arguments)
+    check_cluster(cases)
     out = run_file.check_folder(arguments.out)
     log = Journal(out)
     log.claim()
@@ -211,6 +213,20 @@ def rows_of_options(arguments: argparse.Namespace) -> list[Row]:
         raise UsageError(f"no row of --table {arguments.table} --scheme {arguments.scheme} is "
                          f"for {' or '.join(map(str, arguments.ranks))} ranks")
     return found + (equal_token_rows(found) if arguments.equal_tokens else [])
+
+
+def check_cluster(cases: list[Case]) -> None:
+    """Refuse rows of more ranks than the emulated cluster has, in which this process runs.
+
+    Raises
+    ------
+    UsageError
+        When there are any.
+    """
+    cluster, most = Cluster.from_environment(), max(one.row.gpus for one in cases)
+    if cluster and most > cluster.size:
+        raise UsageError(f"rows of {most} ranks do not fit into the emulated cluster {cluster} of "
+                         f"{cluster.size}: a larger one would do, or --ranks with smaller numbers")
 
 
 def run_options(arguments: argparse.Namespace, out: Path, order: int) -> list[str]:

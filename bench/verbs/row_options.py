@@ -28,6 +28,7 @@ def add_rows(parser: argparse.ArgumentParser) -> None:
         "memory of a node, such as '32 GB': rows that need more by an estimate are left out; "
         "none: no row is (default: the available memory that the system reports; on a GPU none)"))
     options.add_stall(parser)
+    options.add_cluster(parser)
 
 
 def _add_selection(parser: argparse.ArgumentParser) -> None:

@@ -32,7 +32,7 @@ def describe_machine(library: str) -> dict[str, Any]:
     return {"source": host.source_digest()} | {
         name: value for name, value in found.items() if name in (
             "cpu_model", "cores", "gpu", "backend", "python", "mpi", "tuning_variables", "blas",
-            "blas_architecture") or name.endswith("_version")}
+            "blas_architecture", "emulated_cluster") or name.endswith("_version")}
 
 
 def begin_or_resume(log: Journal, names: Sequence[str], wanted: dict[str, Any],

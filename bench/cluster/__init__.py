@@ -1,0 +1,1 @@
+"""An emulated cluster: network namespaces of this machine, joined by links of limited rate."""

@@ -1,0 +1,151 @@
+"""Join nodes by a switch and links of limited rate, through netlink.
+
+A link is a pair of virtual devices.  The kernel's token bucket filter (tbf) limits what each of
+the two sends.  A bucket holds what the link carries in a millisecond: so much may pass at once
+after a pause.  Devices build packets no larger than a bucket.  Queues hold a second's traffic, so
+that nothing is dropped and sent again where many nodes send to one.
+"""
+from __future__ import annotations
+
+import errno
+import os
+from typing import Any
+
+from bench.cluster.spec import NETWORK, SWITCH, Cluster
+from pyroute2 import IPRoute
+from pyroute2.netlink.exceptions import NetlinkError
+
+BURST_SECONDS = 1e-3
+LEAST_BURST, MOST_BURST = 3200, 65536    # bytes: two Ethernet frames; the largest packet
+HEADERS = 200                            # bytes of a packet beyond what a device builds
+LEAST_QUEUE = 4 * 2 ** 20                # bytes
+MTU = 1500
+
+
+class Refused(Exception):
+    """Something that this kernel does not have or allow; the message says what."""
+
+
+def burst_bytes(link: float) -> int:
+    """Return the bytes that pass at once after a pause, of a link of so many bit/s."""
+    return round(min(max(link / 8 * BURST_SECONDS, LEAST_BURST), MOST_BURST))
+
+
+def queue_bytes(link: float) -> int:
+    """Return the bytes that may wait for a link of so many bit/s."""
+    return round(min(max(link / 8, LEAST_QUEUE), 2 ** 30))
+
+
+def make_switch(nodes: dict[int, int]) -> None:
+    """Make the switch in this namespace, and a pair of devices for each node.
+
+    Parameters
+    ----------
+    nodes : dict of int to int
+        The process that holds each node's namespaces: its device ``eth0`` is there.
+    """
+    keep_quiet()
+    with IPRoute() as net:
+        bring_up(net, "lo")
+        create(net, "a bridge", ifname=SWITCH, kind="bridge", br_mcast_snooping=0)
+        bridge = index_of(net, SWITCH)
+        for node, process in nodes.items():
+            create(net, "pairs of virtual devices (veth)", ifname=f"node-{node}", kind="veth",
+                   mtu=MTU, peer={"ifname": "eth0", "mtu": MTU, "net_ns_pid": process})
+            net.link("set", index=index_of(net, f"node-{node}"), master=bridge)
+        net.addr("add", index=bridge, address=f"{NETWORK}.1", prefixlen=24)
+        bring_up(net, SWITCH)
+
+
+def open_ports(cluster: Cluster) -> None:
+    """Limit what the switch sends to each node, and let it send."""
+    with IPRoute() as net:
+        for node in range(cluster.nodes):
+            limit_rate(net, f"node-{node}", cluster.link)
+            bring_up(net, f"node-{node}")
+
+
+def open_node(cluster: Cluster, node: int) -> None:
+    """Give this namespace the address of a node, and limit and delay what it sends."""
+    keep_quiet()
+    with IPRoute() as net:
+        bring_up(net, "lo")
+        net.addr("add", index=index_of(net, "eth0"), address=cluster.address(node), prefixlen=24)
+        limit_rate(net, "eth0", cluster.link, cluster.latency)
+        bring_up(net, "eth0")
+
+
+def limit_rate(net: Any, name: str, link: float | None, latency: float = 0.0) -> None:
+    """Limit the rate at which a device sends, in bit/s, and delay what it sends.
+
+    Raises
+    ------
+    Refused
+        When the kernel lacks the filter.
+    """
+    index, parent = index_of(net, name), {}
+    if link is not None:
+        burst = burst_bytes(link)
+        net.link("set", index=index, gso_max_size=max(burst - HEADERS, 2 * MTU))
+        add_filter(net, "tbf", index, handle="1:", rate=round(link / 8), burst=burst + HEADERS,
+                   limit=queue_bytes(link))
+        parent = {"parent": "1:1"}
+    if latency:
+        add_filter(net, "netem", index, handle="2:", delay=round(latency * 1e6), limit=10 ** 6,
+                   **parent)
+
+
+def add_filter(net: Any, kind: str, index: int, **options: Any) -> None:
+    """Add a queueing discipline to a device.
+
+    Raises
+    ------
+    Refused
+        When the kernel lacks it.
+    """
+    wanted = {"tbf": "limits the rate of a link", "netem": "delays what a link carries"}
+    try:
+        net.tc("add", kind, index=index, **options)
+    except NetlinkError as error:
+        if error.code not in (errno.ENOENT, errno.EOPNOTSUPP):
+            raise
+        without = {"tbf": "unlimited links would do", "netem": "leave the latency out"}
+        raise Refused(f"this kernel has no {kind}, which {wanted.get(kind, 'is needed')} (module "
+                      f"sch_{kind}): {without.get(kind, 'load it')}") from error
+
+
+def create(net: Any, what: str, **options: Any) -> None:
+    """Create a device.
+
+    Raises
+    ------
+    Refused
+        When the kernel lacks such devices.
+    """
+    try:
+        net.link("add", **options)
+    except NetlinkError as error:
+        if error.code not in (errno.EOPNOTSUPP, errno.ENODEV, errno.EPERM):
+            raise
+        raise Refused(f"this kernel does not let an emulated cluster make {what}: "
+                      f"{os.strerror(error.code)}") from error
+
+
+def index_of(net: Any, name: str) -> int:
+    """Return the index of a device."""
+    return net.link_lookup(ifname=name)[0]
+
+
+def bring_up(net: Any, name: str) -> None:
+    """Let a device send and receive."""
+    net.link("set", index=index_of(net, name), state="up")
+
+
+def keep_quiet() -> None:
+    """Let devices of this namespace have no IPv6, which sends by itself."""
+    for which in ("all", "default"):
+        try:
+            with open(f"/proc/sys/net/ipv6/conf/{which}/disable_ipv6", "w") as file:
+                file.write("1")
+        except OSError:    # a kernel without IPv6
+            continue

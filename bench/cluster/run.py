@@ -1,0 +1,150 @@
+"""Run a command in an emulated cluster."""
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import FrameType
+
+from bench.cluster.spec import Cluster
+from bench.errors import UsageError
+from mm3d import launcher
+
+ROOT = Path(__file__).resolve().parents[2]
+GRACE = 20.0    # seconds that a command has to end after a signal; its job has 15
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STARTED = b"started"
+
+
+def run_inside(cluster: Cluster, command: Sequence[str], **streams: int) -> int:
+    """Run a command in a new emulated cluster, which is gone when this returns.
+
+    Signals that ask this process to end are passed on to the command, which then has `GRACE`
+    seconds.  The cluster also ends when this process is killed.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The cluster.
+    command : sequence of str
+        The program and its arguments; it starts ``mpirun``.
+    **streams
+        ``stdin``, ``stdout``, ``stderr`` of `subprocess.Popen`, by default those of this process.
+
+    Returns
+    -------
+    int
+        The exit status of the command; 128 and its number when a signal has ended it.
+
+    Raises
+    ------
+    UsageError
+        When this machine cannot, the command cannot be started, or this is inside one already.
+    """
+    if Cluster.from_environment():
+        raise UsageError("this is inside an emulated cluster already: start one outside")
+    ours, theirs = socket.socketpair()
+    with ours, _start(cluster, command, theirs, streams) as head, \
+            _pass_signals(head, ours) as started:
+        theirs.close()
+        answer = b""
+        while answer != STARTED and (more := ours.recv(4096)):
+            answer += more
+        started.set()
+        status = head.wait()
+    if answer != STARTED and status >= 0:
+        raise UsageError(answer.decode() or f"the emulated cluster ended with status {status} "
+                                            f"before the command was started")
+    return status if status >= 0 else 128 - status
+
+
+def run_verb_inside(cluster: Cluster, words: Sequence[str], on_all_ranks: bool) -> int:
+    """Run ``python -m bench WORDS`` in a new emulated cluster; return its exit status.
+
+    Parameters
+    ----------
+    cluster : Cluster
+        The cluster.
+    words : sequence of str
+        The verb and its options, ``--cluster`` included: inside it is known to be fulfilled.
+    on_all_ranks : bool
+        Whether ``mpirun`` is to start the verb, on as many ranks as the cluster has room for.
+
+    Raises
+    ------
+    UsageError
+        Under ``mpirun``, and as `run_inside`.
+    """
+    refuse_launcher(f"--cluster {cluster}")
+    command = [sys.executable, "-m", "bench", *words]
+    return run_inside(cluster, ["mpirun", "-n", str(cluster.size), *command] if on_all_ranks
+                      else command)
+
+
+def refuse_launcher(what: str) -> None:
+    """Raise a UsageError where ``mpirun`` has started this process."""
+    if launcher.has_launched():
+        raise UsageError(f"{what} starts mpirun itself, in the emulated cluster: leave out the "
+                         f"mpirun before python")
+
+
+def _start(cluster: Cluster, command: Sequence[str], reports: socket.socket,
+           streams: dict[str, int]) -> subprocess.Popen:
+    """Start the process that builds the cluster, in a session of its own."""
+    words = [sys.executable, "-m", "bench.cluster.head", str(reports.fileno()), str(os.getpid()),
+             cluster.to_environment(), find_mpirun(), *command]
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.Popen(
+        words, pass_fds=[reports.fileno()], start_new_session=True, **streams,
+        env=launcher.mpirun_settings() | launcher.environment_without_launcher()
+        | {"PYTHONPATH": os.pathsep.join(paths)})
+
+
+def find_mpirun() -> str:
+    """Return the path of the mpirun of this environment, which must be MPICH's.
+
+    Raises
+    ------
+    UsageError
+        When there is none, or it is of another MPI.
+    """
+    try:
+        mpirun = launcher.mpirun_command(1)[0]
+    except FileNotFoundError as error:
+        raise UsageError(str(error)) from error
+    about = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
+    if "HYDRA" not in about:
+        raise UsageError(f"{mpirun} is not MPICH's, which alone starts ranks in an emulated "
+                         f"cluster: pip install mpich mpi4py into this environment")
+    return mpirun
+
+
+@contextlib.contextmanager
+def _pass_signals(head: subprocess.Popen, reports: socket.socket) -> Iterator[threading.Event]:
+    """Pass signals on to the command once it has started; before, end the cluster at once."""
+    started = threading.Event()
+    timers: list[threading.Timer] = []
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        head.send_signal(number if started.is_set() else signal.SIGKILL)
+        timers.append(threading.Timer(GRACE, head.kill))
+        timers[-1].daemon = True
+        timers[-1].start()
+    old = {}
+    if threading.current_thread() is threading.main_thread():
+        old = {number: signal.signal(number, pass_on) for number in SIGNALS}
+    try:
+        yield started
+    finally:
+        head.kill()
+        head.wait()
+        for timer in timers:
+            timer.cancel()
+        for number, handler in old.items():
+            signal.signal(number, handler)
