@@ -9,7 +9,8 @@ where it was.
 
 Tests with the marker `slow` need the option --slow. `ranks(1, 8, slow=(4, 6))` gives it to some
 numbers of ranks, `ranks(1, 4, 8, first=(8,))` to all but the first case of a test on 8 ranks,
-`slow_but_first` to all but the first case on any.
+`slow_but_first` to all but the first case on any. Of the cases that take the fixture `transport`
+the first one alone also runs by shared memory.
 """
 import mm3d    # noqa: F401  before mpi4py: sets variables that MPI reads when it starts
 
@@ -160,8 +161,14 @@ def pytest_configure(config):
         config.pluginmanager.unregister(name="terminalreporter")
 
 
+def deals_out(config) -> bool:
+    """Whether this process runs no test itself, but hands them to workers (``pytest -n 2``)."""
+    return bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
+
+
 def pytest_sessionstart(session):
-    session.watch = Watch("collecting the tests", max(LIMIT, 60))
+    if not deals_out(session.config):
+        session.watch = Watch("collecting the tests", max(LIMIT, 60))
 
 
 def pytest_generate_tests(metafunc):
@@ -204,12 +211,14 @@ def pytest_collection_modifyitems(config, items):
     seen = set()
     for item in items:
         n, marker = rank_count(item), item.get_closest_marker("ranks")
+        shared = parameters(item).get("transport") == "shared"
         # One rank sends nothing: how, is no other case.
-        if n == 1 and parameters(item).get("transport") == "shared":
+        if n == 1 and shared:
             item.add_marker(pytest.mark.slow)
-        elif (marker and n in marker.kwargs.get("first", ())
+        elif (marker and n in marker.kwargs.get("first", ()) or shared
               or item.get_closest_marker("slow_but_first")):
-            test = item.path, item.originalname, n
+            test = item.path, item.originalname, n, shared and not (
+                marker and n in marker.kwargs.get("first", ()))
             if test in seen:
                 item.add_marker(pytest.mark.slow)
             elif not item.get_closest_marker("slow"):
@@ -230,6 +239,8 @@ def pytest_report_collectionfinish(config):
 
 
 def pytest_collection_finish(session):
+    if deals_out(session.config):
+        return
     mine = session.testsfailed, [item.nodeid for item in session.items]
     session.watch.finished("done", "")
     everyone = meet(mine)

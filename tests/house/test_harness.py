@@ -168,6 +168,7 @@ def test_pytest_exit_on_one_rank_ends_all(run):
     assert re.search("rank 1 of 4: stopped: .*enough", done.stderr), done.text
 
 
+@pytest.mark.slow
 def test_the_marker_needs_the_fixture(run):
     done = run("@pytest.mark.ranks(4)\ndef test_it(): pass\n")
     assert done.returncode != 0

@@ -359,6 +359,7 @@ def test_without_slurm(tmp_path, monkeypatch, capsys):
     assert "there is no squeue on PATH" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_shellcheck_has_nothing_to_say(tmp_path, capsys):
     if not shutil.which("shellcheck"):
         pytest.skip("shellcheck is not installed")

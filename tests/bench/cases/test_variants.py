@@ -183,7 +183,7 @@ MUTATIONS = {
     "a block transposed": lambda a: a[::-1].copy()}
 
 
-@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.ranks(1, 4, 8, first=(8,))
 @pytest.mark.parametrize("name, layers", [("1d", 2), ("3d", 1), ("2d", 1)])
 def test_wrong_gradients_in_16_bits_are_seen(comm, name, layers):
     """Nothing where nothing is wrong; each mutation of each gradient of a layer."""

@@ -136,7 +136,7 @@ def test_one_wrong_copy_is_a_wrong_result(tmp_path, rank):
                      done.stdout), done.stdout
 
 
-@pytest.mark.ranks(1, 4)
+@pytest.mark.ranks(1, slow=(4,))
 def test_what_fails_on_all_ranks_gives_back_what_it_had(comm, shared_tmp_path, monkeypatch):
     """The communicator of every row, and its grid: MPI has few of them."""
     made, grids = [], []
@@ -159,6 +159,7 @@ def test_not_a_number_is_a_wrong_result(tmp_path):
     assert done.returncode == 1 and "input gradient has a relative error of nan" in done.stdout
 
 
+@pytest.mark.slow
 def test_one_rank_that_raises_ends_the_job(tmp_path):
     done = perturbed(tmp_path, "if self.grid.rank == 3: raise MemoryError('too small')")
     assert done.returncode != 0 and "killed: did not end" not in done.stderr

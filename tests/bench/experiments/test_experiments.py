@@ -53,7 +53,7 @@ def collective(comm):
     return record
 
 
-@pytest.mark.ranks(1, 8)
+@pytest.mark.ranks(1, 8, first=(8,))
 @pytest.mark.parametrize("measure, kind", [
     (product, "matmul"), (layer, "layer"), (collective, "collectives")])
 def test_a_record_is_returned_and_nothing_is_printed(comm, shared_tmp_path, capfd, measure, kind):

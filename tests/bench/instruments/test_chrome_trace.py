@@ -120,7 +120,7 @@ def test_a_trace_that_cannot_be_is_refused_on_every_rank(comm):
         check_trace_file("/dev/null/a/t.json", comm, 1)
 
 
-@pytest.mark.ranks(1, 4)
+@pytest.mark.ranks(1, slow=(4,))
 def test_a_trace_that_cannot_be_written_costs_no_row(comm, shared_tmp_path, capsys):
     """It is named, all rows are measured and journalled as done, and the status is not 0."""
     out, bad = shared_tmp_path / "out", f"t-weak-1d-sp-p{comm.size:03d}-tiny.json"

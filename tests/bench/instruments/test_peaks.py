@@ -89,7 +89,7 @@ def step_memory(case, sizes, comm):
         return memory.group(sizes, comm), scheme.grid.shape, held
 
 
-@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.ranks(1, 4, slow=(8,))
 def test_memory_of_every_rank_and_its_closed_forms(comm):
     """Sums over ranks are the closed forms', and the peak is a dry run's to the byte."""
     sizes = ModelSizes(layers=2, hidden=24, heads=4, batch=8, seq=8)

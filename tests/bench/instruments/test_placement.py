@@ -97,6 +97,7 @@ def test_the_placement_is_recorded_and_changes_no_result(tmp_path):
     assert done.returncode == 1 and done.stdout.count("--inside y: ") == 1
 
 
+@pytest.mark.slow
 def test_a_job_that_is_told_to_stop_ends_with_what_it_has(tmp_path):
     stop = tmp_path / "stop"
     row = ("-m", "bench", "run", "--table", "all", "--scheme", "3d", "--preset", "tiny",

@@ -61,7 +61,7 @@ def test_dry_says_whether_it_fits_and_what_would(capsys):
     assert "none, selective, full, or uniform:n" in capsys.readouterr().err
 
 
-@pytest.mark.ranks(8)
+@pytest.mark.ranks(slow=(8,))
 def test_memory_of_the_real_model_is_what_the_choice_was_made_by(comm, monkeypatch):
     """The most of any rank, as the pool counts it, is that of the dry run of rank 0."""
     monkeypatch.setenv("MM3D_TRANSPORT", "mpi")

@@ -132,6 +132,7 @@ def test_a_scheme_without_a_grid_of_so_many_ranks_has_no_best_one():
     assert {name for name, _ in planner.list_candidates(8)} == {"1d", "1d-sp", "3d"}
 
 
+@pytest.mark.slow
 def test_the_verbs_print_what_they_found(capsys):
     assert main(["plan", "--ranks", "64", "--hidden", "8192", "--layers", "2"]) == 0
     out = capsys.readouterr().out

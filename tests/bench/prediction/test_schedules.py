@@ -34,6 +34,7 @@ def test_rates_that_are_computed_agree_in_every_digit(row, known_only):
     assert {found[name].verdict for name in zero_bubble.EXACT} == {"="}
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("row", [ROWS[0], ROWS[4]], ids=lambda row: f"{row.model}")
 def test_searched_rates_are_at_least_as_good(row):
     found = {cell.schedule: cell for cell in zero_bubble.cells(row)}

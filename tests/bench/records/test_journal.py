@@ -144,6 +144,7 @@ def test_a_signal_ends_it_with_what_is_there(tmp_path, sign, name):
             == entries(tmp_path)[0]["order"])
 
 
+@pytest.mark.slow
 def test_two_in_one_folder(tmp_path):
     holder = Journal(tmp_path)
     holder.claim()
@@ -252,7 +253,7 @@ def test_rows_are_named_in_one_way(comm, options, message):
         run.run(arguments, comm)
 
 
-@pytest.mark.ranks(1, 4)
+@pytest.mark.ranks(1, slow=(4,))
 def test_rows_that_are_left_out_are_said(comm, shared_tmp_path, capfd):
     arguments = parser().parse_args([
         "run", *SMALL[:2], *SMALL[4:], "--rows", "weak:1d-sp,strong:2d,weak:3d,strong:2d",

@@ -179,6 +179,7 @@ def test_where_the_time_goes_is_stacked_to_the_whole(tmp_path):
     assert labels >= {"waiting", "elementwise"}
 
 
+@pytest.mark.slow
 def test_a_figure_without_its_numbers_is_left_out_with_a_reason(tmp_path, capsys):
     write_all(tmp_path)
     assert main(["plot", str(tmp_path)]) == 0

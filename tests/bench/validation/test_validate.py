@@ -53,6 +53,7 @@ def test_what_was_measured_is_valid(measured, capsys):
     assert capsys.readouterr().out.count(": valid\n") == 4
 
 
+@pytest.mark.slow
 def test_more_that_was_measured_is_valid(more):
     assert [check_file(path)[0] for path in more.glob("*.h5")] == [[], []]
 

@@ -90,6 +90,7 @@ def test_a_backend_given_itself_is_the_one_of_its_arrays(before):
     assert own.memory()["peak"] > model.saved_bytes(saved) and earlier.memory()["peak"] == 0
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.ranks(1, 4, slow=(6, 8), first=(4,))
 @pytest.mark.parametrize("sizes, causal", [("even", False), ("uneven", True)])
 def test_model_equals_numpy(comm, sizes, causal):

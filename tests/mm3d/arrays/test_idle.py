@@ -165,7 +165,7 @@ def test_ranks_hold_no_more_shared_memory_than_they_say_whatever_the_sizes(comm,
         del alive
 
 
-@pytest.mark.ranks(4, 8)
+@pytest.mark.ranks(4, slow=(8,))
 @pytest.mark.limit(300)
 @pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no memfd_create")
 def test_no_memory_is_taken_away_from_who_uses_it(comm, monkeypatch):

@@ -61,6 +61,7 @@ def test_the_same_bits_and_words_with_overlap_and_without(comm, transport, monke
         panels.clear()
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("keep, policies", [
     ("none", ("none", "selective", "full", "uniform:2", "uniform:2+selective")),
     ("weight", ("none", "full")), ("both", ("none", "uniform:2"))])

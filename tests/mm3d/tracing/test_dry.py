@@ -80,7 +80,7 @@ def real_step(watch, scheme, sizes, dtype, causal) -> dict:
     return measured
 
 
-@pytest.mark.ranks(1, 4, 8, slow=(6,), first=(4, 8))
+@pytest.mark.ranks(1, 4, slow=(6, 8), first=(4,))
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype, causal", [("float32", False), ("float64", True)])
 def test_dry_and_real_traces_are_equal(comm, sizes, dtype, causal, monkeypatch):
@@ -120,7 +120,7 @@ def allocated(scheme, sizes, causal) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.ranks(1, 4, 8, first=(1, 8))
+@pytest.mark.ranks(1, 4, slow=(8,), first=(1, 4))
 @pytest.mark.parametrize("causal", [False, True])
 def test_all_memory_within_five_percent(comm, causal, monkeypatch):
     """Intermediate arrays too, on every rank of every scheme's own grid and of some others."""

@@ -140,6 +140,7 @@ def test_nothing_is_changed_by_being_watched(comm, transport, recompute):
     scheme.grid.free()
 
 
+@pytest.mark.slow
 def test_a_row_is_watched_where_it_is_counted_and_timed(tmp_path):
     """Also one that recomputes; it is measured all the same."""
     source = """

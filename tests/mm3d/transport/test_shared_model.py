@@ -89,7 +89,7 @@ def trained(comm, monkeypatch, grid: tuple[int, int, int], backward: bool,
     return found
 
 
-@pytest.mark.ranks(8)
+@pytest.mark.ranks(8, first=(8,))
 @pytest.mark.parametrize("grid", [(2, 2, 2), (8, 1, 1)])
 @pytest.mark.parametrize("backward", [True, False])
 def test_no_weight_changes_before_all_have_read_it(comm, monkeypatch, grid, backward):
