@@ -1,4 +1,5 @@
-"""pytest on one rank or on many: `pytest` and `mpirun -n 8 pytest` run the same tests.
+"""pytest on one rank or on many: `pytest` and `mpirun -n 8 pytest` run the same tests.  With
+`pytest -n 2` (pytest-xdist) two processes share those of one rank.
 
 A test says with `@pytest.mark.ranks(1, 4, 8)` on how many ranks it runs, once for each, and gets
 the first n ranks of the world as the fixture `comm`; the others do not run it but learn the
@@ -164,6 +165,20 @@ def pytest_configure(config):
 def deals_out(config) -> bool:
     """Whether this process runs no test itself, but hands them to workers (``pytest -n 2``)."""
     return bool(config.getoption("numprocesses", None)) and not hasattr(config, "workerinput")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_cmdline_main(config):
+    """Choose for ``pytest -n 2`` what suits these tests, whatever the command line leaves open."""
+    if deals_out(config):
+        if launcher.local_ranks() > 1:
+            if WORLD.rank == 0:
+                say(f"-n {config.option.numprocesses} is for pytest without mpirun")
+            return pytest.ExitCode.USAGE_ERROR
+        if config.option.dist == "no":
+            config.option.dist = "loadfile"    # fixtures of a module are made once
+        if config.option.maxworkerrestart is None:
+            config.option.maxworkerrestart = "0"    # what has hung would hang again
 
 
 def pytest_sessionstart(session):

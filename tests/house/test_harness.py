@@ -53,6 +53,21 @@ def test_one_process_runs_what_one_rank_can(tmp_path, run):
 
 
 @pytest.mark.slow
+def test_two_processes_share_the_tests_and_a_hang_ends_both(tmp_path, run):
+    pytest.importorskip("xdist", reason="pytest-xdist is not installed")
+    body = "def test_one(): pass\ndef test_two(): assert 1 == 2\n"
+    assert run(body, "-n", "2").stderr.count("-n 2 is for pytest without mpirun") == 1
+    done = run_python("-m", "pytest", "-n", "2", cwd=tmp_path)
+    assert done.returncode == 1 and "1 failed, 1 passed" in done.stdout, done.stdout
+    with (tmp_path / "test_it.py").open("a") as file:
+        file.write("def test_three(): time.sleep(1000)\n")
+    done = run_python("-m", "pytest", "-n", "2", cwd=tmp_path, MM3D_TEST_TIMEOUT="5")
+    assert done.returncode == 1 and "crashed while running" in done.stdout, done.stdout
+    assert "test_three: not finished within 5 s" in done.stderr
+    assert "worker restarting disabled" in done.stdout
+
+
+@pytest.mark.slow
 def test_what_one_rank_runs_can_be_left_out(run):
     done = run("def test_alone(): pass\n"
                "@pytest.mark.ranks(1, 2, 4)\ndef test_it(comm): assert comm.size > 1\n",
