@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 from bench.prediction import machine_model
 from bench.prediction.seconds import TERMS, trace_terms
 from bench.reports.document import Column, Number, Table, number_cell
-from mm3d.tracing.events import Collective, Gemm, Overlapped, PHASES, Pass
+from mm3d.tracing.events import Collective, Gemm, Overlapped, Pass
 from mm3d.tracing.trace import Trace
 
 COUNTED = "words, bytes and messages are counted by the bucket algorithm; nothing travels"
@@ -37,12 +37,12 @@ def _count(number: int) -> Number:
 
 def phase_table(trace: Trace, useful: dict[str, int]) -> Table:
     """Make the table of flops, words, messages and elementwise work by phase."""
-    again = {"forward": 0, "backward": trace.flops_again()}
+    again = {"backward": trace.flops_again(), "backward_input": trace.flops_again()}
     rows = [[phase, *map(_count, (
-                trace.flops(phase), again[phase], useful[phase], trace.words(phase),
+                trace.flops(phase), again.get(phase, 0), useful[phase], trace.words(phase),
                 sum(t.messages for t in trace.traffic[phase].values()),
                 sum(e.bytes * n for e, n in trace.count(Pass, phase).items())))]
-            for phase in PHASES]
+            for phase in trace.phases]
     return Table("A step of this rank", [
         Column("phase"), Column("flops"), Column("of these again"),
         Column("useful flops of all ranks"), Column("words counted"), Column("messages"),
@@ -55,12 +55,12 @@ def collective_table(trace: Trace) -> Table:
     With overlap a column tells how many of the calls are in flight during products.
     """
     groups = {e.direction: (e.size, e.stride) for e in trace.count(Collective)}
-    in_flight = {phase: _begun(trace, phase) for phase in PHASES}
+    in_flight = {phase: _begun(trace, phase) for phase in trace.phases}
     overlap = any(in_flight.values())
     rows = [[phase, axis, kind, *map(_count, (
                 *groups[axis], t.calls, *[in_flight[phase][axis, kind]] * overlap, t.messages,
                 t.words, t.bytes))]
-            for phase in PHASES for (axis, kind), t in sorted(trace.traffic[phase].items())]
+            for phase in trace.phases for (axis, kind), t in sorted(trace.traffic[phase].items())]
     names = ["ranks", "stride", "calls", *["in flight"] * overlap, "messages", "words", "bytes"]
     return Table(f"Collectives: {COUNTED}", [
         Column("phase"), Column("direction", align="<"), Column("collective", align="<"),
@@ -80,7 +80,7 @@ def part_table(trace: Trace) -> Table:
     """Make the table of work and traffic by part of a Transformer layer, over all layers."""
     found: dict = defaultdict(lambda: [0, 0, 0, 0])
     for (phase, part, event), times in trace.events.items():
-        if phase not in PHASES or isinstance(event, Overlapped):
+        if phase not in trace.phases or isinstance(event, Overlapped):
             continue
         row = found[phase, part]
         if isinstance(event, Gemm):
@@ -99,8 +99,10 @@ def part_table(trace: Trace) -> Table:
 
 def memory_table(trace: Trace) -> Table:
     """Make the table of this rank's bytes."""
+    halves = "backward" not in trace.phases
     rows = {"parameters and gradients": trace.parameters,
             "kept from forward to backward": trace.saved,
+            **({"kept between the halves of backward": trace.operands} if halves else {}),
             "peak of the model's arrays": trace.pool_peak,
             "peak with intermediate arrays": trace.peak}
     return Table("Memory of this rank", [Column("arrays"), Column("bytes")],
@@ -111,7 +113,7 @@ def seconds_table(trace: Trace, machine: machine_model.Machine) -> Table:
     """Make the table of predicted seconds on a machine, by the resource that takes them."""
     spent = trace_terms(machine, trace)
     rows = []
-    for phase in PHASES:
+    for phase in trace.phases:
         taken = [v / getattr(machine.achieved, t) for t, v in spent[phase].items()]
         rows.append([phase, *map(number_cell, (sum(taken), *taken))])
     fits = "fits" if trace.peak <= machine.memory_bytes else "does not fit"

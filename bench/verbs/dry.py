@@ -14,6 +14,7 @@ from mm3d import ModelSizes, model_spec
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.sizes import SIZES
+from mm3d.schemes.product import WEIGHTS_HALVES
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import Trace
 
@@ -39,6 +40,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="SIZE", help=(
         "memory of a rank, such as '16 GB': say whether the model fits, or with which --recompute "
         "it would; status 1 if it does not"))
+    parser.add_argument("--halves", choices=WEIGHTS_HALVES, help=(
+        "count backward in two halves, as schedules of pipelines compute it: the gradients of "
+        "inputs, then those of weights, for which a gathered dY is kept or gathered again"))
     parser.add_argument("--causal", action="store_true", help="attention looks backward only")
     parser.add_argument("--all-layers", action="store_true",
                         help="run all layers instead of extending the counts of three, which "
@@ -71,7 +75,8 @@ def run(arguments: argparse.Namespace) -> int:
         trace = _trace(arguments, grid, sizes, machine)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    useful = cost.flops(model_spec(sizes, arguments.causal))
+    described = model_spec(sizes, arguments.causal)
+    useful = cost.flops(described) | cost.flops_of_halves(described)
     parts = [_title(arguments, grid, sizes), *dry_tables.tables(trace, useful, machine)]
     fits = True
     if limit:
@@ -88,7 +93,8 @@ def _title(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes) ->
     return (f"scheme {arguments.scheme}, grid {grid}, rank {arguments.rank} of {arguments.ranks}; "
             + ", ".join(f"{name} {value}" for name, value in sizes.items())
             + f", {arguments.dtype}, recompute {arguments.recompute}"
-            + ", overlap" * arguments.overlap)
+            + ", overlap" * arguments.overlap
+            + f", backward in halves ({arguments.halves})" * bool(arguments.halves))
 
 
 def _trace(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
@@ -102,6 +108,8 @@ def _trace(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
     """
     trace_of = dry_run.trace_step if arguments.all_layers else dry_run.extrapolate_step
     asked = {name: value for name in ("keep", "overlap") if (value := getattr(arguments, name))}
+    if arguments.halves:
+        sizes = {**sizes, "halves": True, "weights_half": arguments.halves}
     return trace_of(arguments.scheme, arguments.ranks, grid.sizes, arguments.rank, options=asked,
                     dtype=arguments.dtype, causal=arguments.causal, recompute=arguments.recompute,
                     block=machine.elementwise_block if machine else sys.maxsize, **sizes)

@@ -65,11 +65,16 @@ class Trace(Observer):
         """Return to the phase and part before the last `enter`."""
         self.phase, self.part, self._suffix = self._outer.pop()
 
+    @property
+    def phases(self) -> tuple[str, ...]:
+        """Return the passes of the step: forward, and backward or its halves."""
+        return ("forward", *HALVES) if HALVES[0] in self.traffic else PHASES
+
     def count(self, kind: type, phase: str | None = None) -> Counter:
         """Count how often each event of a kind occurred in a phase (by default in all)."""
         found: Counter = Counter()
         for (when, _, event), times in self.events.items():
-            if isinstance(event, kind) and when in (phase, *(() if phase else (*PHASES, *HALVES))):
+            if isinstance(event, kind) and when in ([phase] if phase else self.phases):
                 found[event] += times
         return found
 
@@ -84,5 +89,5 @@ class Trace(Observer):
 
     def words(self, phase: str | None = None) -> int:
         """Return the words that `mm3d.grid.axis.Traffic` counts."""
-        return sum(traffic.words for when in ([phase] if phase else self.traffic)
+        return sum(traffic.words for when in ([phase] if phase else self.phases)
                    for traffic in self.traffic[when].values())

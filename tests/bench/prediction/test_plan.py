@@ -140,7 +140,12 @@ def test_the_verbs_print_what_they_found(capsys):
     assert "3d on its default grid, 4 x 4 x 4: 2492 million forward, 2.54 times" in out
     command = ["dry", "--ranks", "8", "--hidden", "64", "--layers", "2", "--machine", "cpu"]
     assert main(command) == 0
-    assert "peak with intermediate arrays" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "peak with intermediate arrays" in out and "between the halves" not in out
+    assert main([*command, "--halves", "gather"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("backward_weights  x          reduce_scatter") == 1
+    assert "backward in halves (gather)" in out and "kept between the halves of backward" in out
 
 
 @pytest.mark.parametrize("command, message", [

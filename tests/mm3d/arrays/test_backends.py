@@ -111,6 +111,27 @@ def test_model_equals_numpy(comm, sizes, causal):
         assert accounts[0] == accounts[1], parallelism
 
 
+@pytest.mark.ranks(1, slow=(4, 8))
+def test_halves_of_backward(comm):
+    """On every scheme, with dY kept and gathered again, bits of backward in one piece."""
+    sizes = {**SIZES["few"], "layers": 1}
+    for parallelism in PARALLELISMS[comm.size]:
+        found = {}
+        for half in (None, "keep", "gather") if comm.size > 1 else (None, "gather"):
+            with parallelism.on(comm, "strict") as scheme:
+                model = mm3d.Transformer(scheme, **sizes, weights_half=half or "keep")
+                _, saved = model.forward(model.random("x"))
+                if half:
+                    dx, operands = model.backward_input(model.random("dy"), saved)
+                    model.backward_weights(operands)
+                else:
+                    dx = model.backward(model.random("dy"), saved)
+                found[half] = [np.array(scheme.grid.backend.to_host(a))
+                               for a in (dx, *(p.grad for p in model.parameters))]
+        for half, arrays in found.items():
+            assert all(map(np.array_equal, arrays, found[None])), (str(parallelism), half)
+
+
 @pytest.mark.ranks(1, slow=(8,))
 def test_model_float32(comm):
     """float32 arrays stay float32 where nothing promotes by itself."""

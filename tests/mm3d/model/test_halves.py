@@ -209,7 +209,7 @@ def test_halves_with_overlap_are_in_flight_in_any_order(grid, keep, recompute):
         assert moved[0] == moved[1]
 
 
-@pytest.mark.ranks(1, slow=(8,))
+@pytest.mark.ranks(slow=(8,))
 def test_halves_with_overlap_give_the_same_bits(comm):
     sizes = dict(layers=2, hidden=256, heads=8, batch=4, seq=8)
     found = []
@@ -231,6 +231,58 @@ def test_observers_see_the_halves():
     assert flops[2] == weights < flops[0] < flops[1] and trace.flops("backward") == 0
     assert {part for phase, part, _ in trace.events if phase == "backward_weights"} == {
         "attention.qkv", "attention.proj", "mlp.up", "mlp.down"}
+
+
+def before_its_input(linear, monkeypatch):
+    """The weights' half has the dY of the micro-batch before: its own was not there yet."""
+    first, found = linear.backward_input, [None]
+
+    def backward_input(dy, saved, overlap=None):
+        dx, (x, own) = first(dy, saved, overlap)
+        found.append(own)
+        return dx, (x, own if found[-2] is None else found[-2])
+    monkeypatch.setattr(linear, "backward_input", backward_input)
+
+
+def of_another_micro_batch(linear, monkeypatch):
+    """Kept in the layer, the operands are those of the last micro-batch."""
+    first, second, held = linear.backward_input, linear.backward_weights, []
+
+    def backward_input(dy, saved, overlap=None):
+        dx, operands = first(dy, saved, overlap)
+        held.append(operands)
+        return dx, operands
+    monkeypatch.setattr(linear, "backward_input", backward_input)
+    monkeypatch.setattr(linear, "backward_weights",
+                        lambda operands, overlap=None: second(held[-1], overlap))
+
+
+def in_both_halves(linear, monkeypatch):
+    """Backward in one piece, and then the weights' half as well."""
+    first = linear.backward_input
+
+    def backward_input(dy, saved, overlap=None):
+        dx, operands = first(dy, saved, overlap)
+        linear.backward_weights(operands, overlap)
+        return dx, operands
+    monkeypatch.setattr(linear, "backward_input", backward_input)
+
+
+def in_no_half(linear, monkeypatch):
+    """The weights' half is forgotten."""
+    monkeypatch.setattr(linear, "backward_weights", lambda operands, overlap=None: None)
+
+
+@pytest.mark.parametrize("wrong", [before_its_input, of_another_micro_batch, in_both_halves,
+                                   in_no_half])
+def test_wrong_weights_halves_are_seen(wrong, monkeypatch):
+    """In the gradient of that weight, and in no other."""
+    with Parallelism("serial").on(mm3d.grid.grid.MPI.COMM_SELF, "numpy") as scheme:
+        model = mm3d.Transformer(scheme, **SIZES["few"])
+        expected = run(model, "Fa Fb Da Db")
+        wrong(model.linears[1], monkeypatch)
+        found = run(model, "Fa Fb Ba Bb Wa Wb")
+        assert different(found, expected) == ["layers.0.attention.proj.weight"]
 
 
 def test_a_product_that_does_not_say_how_is_not_divided(monkeypatch):
