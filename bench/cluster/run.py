@@ -47,6 +47,8 @@ def run_inside(cluster: Cluster, command: Sequence[str], **streams: int) -> int:
     UsageError
         When this machine cannot, the command cannot be started, or this is inside one already.
     """
+    if sys.platform != "linux":
+        raise UsageError("emulated clusters need Linux")
     if Cluster.from_environment():
         raise UsageError("this is inside an emulated cluster already: start one outside")
     ours, theirs = socket.socketpair()
@@ -62,6 +64,17 @@ def run_inside(cluster: Cluster, command: Sequence[str], **streams: int) -> int:
         raise UsageError(answer.decode() or f"the emulated cluster ended with status {status} "
                                             f"before the command was started")
     return status if status >= 0 else 128 - status
+
+
+def refusal(cluster: Cluster) -> str:
+    """Return why this machine cannot emulate a cluster; "" if it can, as is tried."""
+    if sys.platform != "linux":
+        return "it needs Linux"
+    try:
+        status = run_inside(cluster, ["true"], stdin=subprocess.DEVNULL)
+    except UsageError as error:
+        return str(error)
+    return f"a command in it ended with status {status}" if status else ""
 
 
 def run_verb_inside(cluster: Cluster, words: Sequence[str], on_all_ranks: bool) -> int:
@@ -138,7 +151,8 @@ def _pass_signals(head: subprocess.Popen, reports: socket.socket) -> Iterator[th
         timers[-1].start()
     old = {}
     if threading.current_thread() is threading.main_thread():
-        old = {number: signal.signal(number, pass_on) for number in SIGNALS}
+        old = {number: signal.signal(number, pass_on) for number in SIGNALS
+               if signal.getsignal(number) != signal.SIG_IGN}
     try:
         yield started
     finally:

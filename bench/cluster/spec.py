@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 
 from bench.errors import UsageError
 
@@ -142,7 +143,7 @@ def parse_unit(text: str, units: Mapping[str, float]) -> float | None:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([A-Za-z]+)", text)
     if not found or found[2] not in units:
         return None
-    return float(found[1]) * units[found[2]]
+    return float(Decimal(found[1]) * Decimal(repr(units[found[2]])))
 
 
 def format_unit(value: float, units: Mapping[str, float], space: str = "") -> str:

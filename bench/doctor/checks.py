@@ -10,6 +10,8 @@ from typing import Callable
 
 import numpy as np
 
+from bench.cluster.run import refusal
+from bench.cluster.spec import Cluster
 from bench.doctor.child_jobs import Facts
 from bench.errors import StoreError
 from bench.instruments import leftover_memory
@@ -221,5 +223,19 @@ def leftovers(facts: Facts) -> Finding:
     return Finding("leftovers", WARNING, leftover_memory.removal_advice(found))
 
 
+def cluster(facts: Facts) -> Finding:
+    """Check whether this machine can emulate a cluster, by doing so."""
+    if facts.seen:
+        return Finding("cluster", SKIPPED, "emulated clusters are for one machine, not for jobs")
+    problem = refusal(Cluster(1, 1, 1e8, 1e-3))
+    if problem and "netem" in problem:    # it comes after everything else
+        return Finding("cluster", OK, "this machine can emulate a cluster, with links of limited "
+                       "rate (tbf), but none with a latency: the kernel has no netem")
+    if problem:
+        return Finding("cluster", SKIPPED, f"no emulated cluster here: {problem}")
+    return Finding("cluster", OK, "this machine can emulate a cluster, with links of limited rate "
+                   "(tbf) and a latency (netem)")
+
+
 CHECKS: list[Callable[[Facts], Finding]] = [software, modules, launcher, nodes, blas, gpus,
-                                            cuda_aware, nccl, hdf5, clock, leftovers]
+                                            cuda_aware, nccl, hdf5, clock, leftovers, cluster]

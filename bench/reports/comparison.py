@@ -24,7 +24,7 @@ IGNORED_SETTINGS = {"command", "clock_resolution_s", "clock_offset_error_s", "gi
     EFFORT - {"seed"})
 # Settings that the runs of one side should have in common.
 SIDE_SETTINGS = ("git_commit", "cpu_model", "cores", "mpi", "blas", "backend", "numpy_version",
-                 "transport")
+                 "transport", "emulated_cluster")
 
 
 @dataclass(frozen=True)

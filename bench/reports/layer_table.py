@@ -4,6 +4,7 @@ from typing import Sequence
 
 from bench.records.measurements import Measurements
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
+from bench.reports.emulated import describe_cluster
 
 
 def layer_parts(records: Sequence[Measurements]) -> list[Part]:
@@ -41,12 +42,14 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
     found = []
     for record in records:
         chosen, env = record.configuration, record.environment
+        cluster = describe_cluster(env)
         worst = max(check.error / check.tolerance for check in record.checks)
         found.append(
             f"hidden {chosen['hidden']}: {chosen['batch']} sequences of {chosen['seq']}, "
             f"{chosen['heads']} heads, {chosen['dtype']}; {len(record.scales['repetition'])} "
             f"repetitions, ended by {chosen['ended_by']}; reference {chosen['reference']}; "
             f"transport {chosen['transport']}; {env['ranks']} ranks on {env['cores']} cores, "
+            f"{cluster}{', ' * bool(cluster)}"
             f"{env['blas']} {env['blas_architecture']}; verified, errors at most "
             f"{100 * worst:.2g} % of the tolerance.")
     return found + [

@@ -10,6 +10,7 @@ from bench.experiments.products import operands
 from bench.records.measurements import Measurements
 from bench.reports.document import (Cell, Column, Notes, Number, Part, Rows, Table,
                                     number_cell)
+from bench.reports.emulated import describe_cluster
 from bench.reports.layer_table import layer_parts
 from bench.reports.merit import words_note
 
@@ -184,7 +185,7 @@ def describe_machine(record: Measurements) -> str:
     known = [f"{env[name]}{unit}" for name, unit in (
         ("cpu_model", ""), ("cores", " cores"), ("blas", ""), ("blas_architecture", " kernels"),
         ("mpi", "")) if name in env]
-    return ", ".join(known)
+    return "; ".join(filter(None, [", ".join(known), describe_cluster(env)]))
 
 
 def _threads(count: int) -> str:

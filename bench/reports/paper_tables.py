@@ -14,7 +14,7 @@ from bench.instruments import timing
 from bench.records.folder import (FolderContents, Results, is_crowded, most_oversubscribed,
                                   read_folder)
 from bench.records.model_run import Run
-from bench.reports import certainty, formats, merit_rows, micro_tables, speed_ups
+from bench.reports import certainty, emulated, formats, merit_rows, micro_tables, speed_ups
 from bench.reports.document import Column, Notes, Number, Part, Rows, Table, number_cell
 from mm3d.tracing.events import PHASES
 
@@ -52,7 +52,7 @@ def preset_parts(results: Results) -> list[Part]:
         if not (rows or results.plain):
             continue
         runs = [results.get(row) for row in rows]
-        heading = f"{HEADINGS[name]}, preset {results.title}{oversubscription_warning(runs)}"
+        heading = f"{HEADINGS[name]}, preset {results.title}{emulated.state_conditions(runs)}"
         parts.append(paper_table(heading, rows, runs))
         if any(runs):
             parts += [certainty.certainty_table(heading, rows, runs),
@@ -61,15 +61,6 @@ def preset_parts(results: Results) -> list[Part]:
             parts.append(speed_ups.speed_up_table(heading, name, results))
     return parts + [Notes("About the published figures:", published_notes()),
                     Notes("About the measured figures:", measured_notes(results))]
-
-
-def oversubscription_warning(runs: Sequence[Run | None]) -> str:
-    """Return the warning in a heading that ranks shared cores, or waited instead of computing."""
-    most = most_oversubscribed([run for run in runs if run])
-    if any(run and waits(run) for run in runs):
-        return " (NOT COMPUTED: work is waited for)"
-    return "" if most is None else (f" (NOT SCALING RESULTS: up to {most.ranks} ranks take turns "
-                                    f"on {most.environment['cores']} cores)")
 
 
 def paper_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -> Table:
@@ -136,8 +127,10 @@ def measured_notes(results: Results) -> list[str]:
     notes += waiting_notes(runs)
     notes += (certainty.notes(runs) + speed_ups.notes(results) + merit_rows.notes(runs)
               + merit_rows.recomputation_notes(runs))
-    crowded = [run for run in runs if is_crowded(run)]
-    most = most_oversubscribed(runs)
+    notes += emulated.emulation_notes(runs)
+    alone = emulated.other_runs(runs)
+    crowded = [run for run in alone if is_crowded(run)]
+    most = most_oversubscribed(alone)
     if most:
         notes.append(f"NOT SCALING RESULTS: in {len(crowded)} of {len(runs)} rows ranks outnumber "
                      f"cores, with up to {most.ranks} ranks on {most.environment['cores']} cores. "
@@ -209,7 +202,9 @@ def machine_notes(results: Results) -> list[str]:
     for key, run in sorted(results.runs.items()):
         env = run.environment
         commit = env["git_commit"][:12] + ("" if env["git_clean"] else " with changes")
-        about = (f"{env['cpu_model']}, {env['cores']} cores; {env['mpi']}; "
+        cluster = emulated.describe_cluster(env)
+        about = (f"{env['cpu_model']}, {env['cores']} cores; {cluster}{'; ' * bool(cluster)}"
+                 f"{env['mpi']}; "
                  f"{env['blas']} with {env['blas_architecture']} kernels, "
                  f"{_count(env['blas_threads'], 'thread')} a rank; backend {env['backend']}, "
                  f"NumPy {env['numpy_version']}, Python {env['python']}; source {commit}.")

@@ -244,8 +244,10 @@ def run_options(arguments: argparse.Namespace, out: Path, order: int) -> list[st
 def announce_start(progress: Progress, preset: str, out: Path,
                    reproduction: Reproduction) -> None:
     """Show the number of rows, the machine, the folder, and the rows that are there already."""
+    cluster = Cluster.from_environment()
     progress.say(f"{progress.total} rows, preset {preset}, on {host.cpu_model()}, "
-                 f"{launcher.cores()} cores; results in {out}; order {reproduction.order}")
+                 f"{launcher.cores()} cores; {f'{cluster.describe()}; ' if cluster else ''}"
+                 f"results in {out}; order {reproduction.order}")
     if left_behind := leftover_memory.removal_advice(leftover_memory.abandoned_segments()):
         progress.say(left_behind)
     if progress.done:

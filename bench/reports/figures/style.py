@@ -12,6 +12,7 @@ from typing import Any, Iterator
 from bench.cases.paper import TITLES, title
 from bench.records import atomic
 from bench.records.folder import Results, most_oversubscribed
+from bench.reports import emulated
 
 # Okabe and Ito's colours, distinguishable with every kind of colour vision; markers differ too,
 # for print.
@@ -137,8 +138,12 @@ def label_powers(axis, base: int = 10) -> None:
 def write_caption(figure, results: Results, *remarks: str) -> None:
     """Write remarks below the panels, and a warning if ranks outnumbered cores or waited."""
     lines = list(remarks)
-    crowd = most_oversubscribed(list(results.runs.values()))
-    if crowd:
+    runs = list(results.runs.values())
+    crowd, clusters = most_oversubscribed(runs), emulated.describe_clusters(runs)
+    if clusters:
+        lines.append(f"Measured in an {clusters}" + (
+            f", whose ranks take turns on {crowd.environment['cores']} cores." if crowd else "."))
+    elif crowd:
         lines.append(f"Measured with up to {crowd.ranks} ranks on {crowd.environment['cores']} "
                      f"cores, which take turns: not scaling results.")
     if results.variant.waits:

@@ -1,0 +1,70 @@
+"""State that figures were measured in an emulated cluster."""
+
+from collections.abc import Mapping, Sequence
+
+from bench.cases.variants import recorded_variant
+from bench.cluster.spec import Cluster
+from bench.records.folder import most_oversubscribed
+from bench.records.measurements import Setting
+from bench.records.model_run import Run
+
+
+def describe_cluster(environment: Mapping[str, Setting]) -> str:
+    """Return the emulated cluster of a run, such as "emulated cluster, 16 nodes x 4 ranks, 200
+    Mbit/s"; "" if it ran in none."""
+    text = environment.get("emulated_cluster")
+    return Cluster.parse(str(text)).describe() if text else ""
+
+
+def emulated_runs(runs: Sequence[Run | None]) -> list[Run]:
+    """Return the runs that ran in an emulated cluster."""
+    return [run for run in runs if run and "emulated_cluster" in run.environment]
+
+
+def other_runs(runs: Sequence[Run | None]) -> list[Run]:
+    """Return the runs that ran in no emulated cluster."""
+    return [run for run in runs if run and "emulated_cluster" not in run.environment]
+
+
+def describe_clusters(runs: Sequence[Run | None]) -> str:
+    """Return the different emulated clusters of runs; "" if there are none."""
+    return " and ".join(dict.fromkeys(describe_cluster(run.environment)
+                                      for run in emulated_runs(runs)))
+
+
+def state_conditions(runs: Sequence[Run | None]) -> str:
+    """Return what a heading says of its figures in brackets; "" where there is nothing to say.
+
+    It names emulated clusters, and warns of work that was waited for instead of done, and of
+    ranks that outnumber cores: without links that take their time such figures are no scaling
+    results.
+    """
+    clusters, emulated = describe_clusters(runs), emulated_runs(runs)
+    others = most_oversubscribed(other_runs(runs))
+    crowded = most_oversubscribed(emulated)
+    said = [clusters] if clusters else []
+    if any(run and recorded_variant(run.configuration).waits for run in runs):
+        return f" ({'; '.join([*said, 'NOT COMPUTED: work is waited for'])})"
+    for most, warning in ((crowded, ""), (others, "NOT SCALING RESULTS: ")):
+        if most:
+            said.append(f"{warning}up to {most.ranks} ranks take turns on "
+                        f"{most.environment['cores']} cores")
+    return f" ({'; '.join(said)})" if said else ""
+
+
+def emulation_notes(runs: Sequence[Run]) -> list[str]:
+    """State what figures from emulated clusters show, and what not."""
+    found = emulated_runs(runs)
+    if not found:
+        return []
+    kernels = " and ".join(sorted({str(run.environment.get("kernel", "unknown"))
+                                   for run in found}))
+    most = most_oversubscribed(found)
+    turns = "" if most is None else (
+        f" The ranks of all nodes take turns on {most.environment['cores']} cores, so computing "
+        f"does not get faster with more of them.")
+    return [f"EMULATED CLUSTER: {len(found)} of {len(runs)} rows were measured in an "
+            f"{describe_clusters(found)}: network namespaces of one machine, Linux {kernels}. "
+            f"Between nodes every byte goes through TCP and links of that rate, whose time is "
+            f"real; inside a node ranks share memory.{turns} No GPU, and no network hardware, "
+            f"was measured."]

@@ -1,0 +1,164 @@
+"""Real emulated clusters, where the kernel allows them."""
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from support import ROOT, clean_environment, run_python
+
+RANKS_OF_NODES = str(Path(__file__).parent / "ranks_of_nodes.py")
+SHARE = 2 ** 20
+
+
+def cluster(*words, nodes=2, ranks=2, link="100Mbit", **options):
+    """Run ``bench cluster``; the test is skipped where the kernel refuses."""
+    done = run_python("-m", "bench", "cluster", f"--nodes={nodes}", f"--ranks={ranks}",
+                      f"--link={link}", "--", *words, **options)
+    if done.returncode == 2 and "error: this kernel" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    return done
+
+
+def test_ranks_on_nodes():
+    """Each node has its own devices, memory and name; its link is limited and counted."""
+    script = (f"touch /dev/shm/mine-head; on-node 1 touch /dev/shm/mine-1; "
+              f"mpirun {sys.executable} {RANKS_OF_NODES} {SHARE}; exit 7")
+    done = cluster("sh", "-c", script)
+    assert done.returncode == 7, done.stdout + done.stderr
+    found = json.loads(done.stdout)
+    for rank, seen in enumerate(found["seen"]):
+        node = rank // 2
+        assert seen["cluster"] == {"nodes": 2, "ranks": 2, "link": 1e8, "latency": 0.0,
+                                   "node": node}
+        assert seen["host"] == f"node-0{node}" and seen["ranks"] == 2
+        assert seen["memory"] == ["mine-1"] * node
+        assert seen["devices"] == ["eth0", "lo"]
+        assert seen["oversubscribed"] == (4 > len(os.sched_getaffinity(0)))
+    assert found["nodes"] == [0, 0, 1, 1]
+    assert SHARE <= found["sent"][0] <= 1.1 * SHARE
+    assert SHARE <= found["received"][1] <= 1.1 * SHARE
+    assert found["sent"][1] < 0.1 * SHARE > found["received"][0]
+    assert found["packets"][0] >= SHARE / 2 ** 16
+    assert found["seconds"] >= 0.9 * SHARE / (1e8 / 8)
+    assert not Path("/dev/shm/mine-head").exists() and not Path("/dev/shm/mine-1").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words, status, message", [
+    (["no-such-program"], 2, "error: no-such-program cannot be started: No such file"),
+    (["mpirun", "-n", "5", "true"], 2, "error: 5 ranks on 2 nodes of 2: at most 4 would do"),
+    (["mpirun", "-hosts", "a", "true"], 2, "error: -hosts: the emulated cluster itself says"),
+    (["env", "FI_PROVIDER=shm", "mpirun", "true"], 2, "error: FI_PROVIDER=shm: an emulated"),
+    (["sh", "-c", "kill -9 $$"], 137, ""),
+    (["sh", "-c", "kill -9 1; sleep 1; exit 5"], 5, ""),    # process 1 is out of reach inside
+    ([sys.executable, "-m", "bench", "cluster", "--nodes=1", "--ranks=1", "--", "true"], 2,
+     "error: this is inside an emulated cluster already"),
+    (["on-node", "2", "true"], 1, "error: there is no node '2': 0 to 1 would do")])
+def test_failures_inside(words, status, message):
+    done = cluster(*words)
+    assert done.returncode == status, done.stderr
+    assert message in done.stderr and done.stderr.count("\n") == bool(message)
+
+
+@pytest.mark.slow
+def test_latency_where_the_kernel_has_it():
+    done = run_python("-m", "bench", "cluster", "--nodes=2", "--ranks=1", "--latency=20ms", "--",
+                      "mpirun", "-n", "2", sys.executable, RANKS_OF_NODES, "1")
+    if done.returncode == 2:
+        assert done.stderr.count("\n") == 1
+        pytest.skip(done.stderr.strip())
+    assert json.loads(done.stdout)["seconds"] >= 0.02
+
+
+@pytest.mark.slow
+def test_a_kernel_without_user_namespaces():
+    """One in which none more may be made: a namespace of users with a limit of its own."""
+    done = run_python("-c", (
+        "import os, sys\n"
+        "from bench.cluster import namespaces\n"
+        "user = os.geteuid()\n"
+        "namespaces.unshare(namespaces.USER)\n"
+        "open('/proc/self/uid_map', 'w').write(f'0 {user} 1')\n"
+        "open('/proc/sys/user/max_user_namespaces', 'w').write('0')\n"
+        "os.execv(sys.executable, [sys.executable, *'-m bench cluster --nodes=2 --ranks=2 "
+        "-- true'.split()])"))
+    if "namespaces.unshare" in done.stderr:
+        pytest.skip(done.stderr.splitlines()[-1])
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+    assert "this kernel does not let this user make namespaces" in done.stderr
+    assert "sysctl user.max_user_namespaces" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_kernel_without_a_filter(monkeypatch):
+    """The name of a filter that no kernel has takes the place of tbf."""
+    done = run_python("-c", (
+        "import sys, bench.cluster.links as links\n"
+        "from pyroute2 import IPRoute\n"
+        "from bench.cluster import namespaces\n"
+        "namespaces.map_users()\n"
+        "with IPRoute() as net:\n"
+        "    try:\n"
+        "        links.add_filter(net, 'netem', 1, handle='1:', delay=1000)\n"
+        "    except links.Refused as error:\n"
+        "        print(error)\n"))
+    assert done.returncode == 0, done.stderr
+    if not done.stdout:
+        pytest.skip("this kernel has netem")
+    assert done.stdout == ("this kernel has no netem, which delays what a link carries (module "
+                           "sch_netem): leave the latency out\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signals_are_passed_on(number, tmp_path):
+    script = "trap 'echo ended; exit 9' INT TERM; echo begun; while :; do sleep 0.1; done"
+    command = [sys.executable, "-m", "bench", "cluster", "--nodes=1", "--ranks=1", "--", "sh",
+               "-c", script]
+    # What was started in the background of a shell ignores SIGINT, and so do its children.
+    with subprocess.Popen(command, env=clean_environment(), text=True, cwd=ROOT,
+                          preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),
+                          stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        if process.stdout.readline() != "begun\n":
+            pytest.skip(process.stderr.read().strip())
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=30)
+    assert (out, process.returncode) == ("ended\n", 9)
+
+
+@pytest.mark.slow
+def test_two_clusters_beside_each_other():
+    command = [sys.executable, "-m", "bench", "cluster", "--nodes=2", "--ranks=1", "--", "mpirun",
+               "sh", "-c", "hostname; sleep 2"]
+    begun = time.monotonic()
+    both = [subprocess.Popen(command, env=clean_environment(), text=True, cwd=ROOT,
+                             stdout=subprocess.PIPE, stderr=subprocess.PIPE) for _ in range(2)]
+    for process in both:
+        out, err = process.communicate(timeout=100)
+        if "error: this kernel" in err:
+            pytest.skip(err.strip())
+        assert process.returncode == 0 and sorted(out.split()) == ["node-00", "node-01"], err
+    assert time.monotonic() - begun < 100
+
+
+@pytest.mark.slow
+def test_a_verb_and_its_file(tmp_path):
+    done = run_python("-m", "bench", "matmul", "--shape=64", "--repetitions=1",
+                      "--max-repetitions=1", "--cluster=2x2:1Gbit", "--grid=2x2x1",
+                      f"--out={tmp_path}")
+    if done.returncode == 2 and "error: this kernel" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    assert "emulated cluster, 2 nodes x 2 ranks, 1 Gbit/s" in " ".join(done.stdout.split())
+    from bench.records import run_file
+    run = run_file.read_run(next(tmp_path.glob("*.h5")))
+    assert run.environment["emulated_cluster"] == "2x2:1Gbit"
+    assert run.environment["emulated_link_rate"] == 1e9
+    assert run.environment["ranks_on_this_node"] == 2 and run.environment["ranks"] == 4
+    assert "MM3D_CLUSTER" not in run.environment["tuning_variables"]
+    assert run_python("-m", "bench", "validate", str(tmp_path)).returncode == 0

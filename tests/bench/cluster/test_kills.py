@@ -1,0 +1,95 @@
+"""Clusters that are killed at random moments leave nothing behind."""
+import os
+import random
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from support import ROOT, clean_environment
+
+STARTS = int(os.environ.get("MM3D_TEST_KILLS", 50))
+LONGEST = 5.0    # seconds after which a cluster is killed
+
+
+def marked(mark: str) -> dict[int, str]:
+    """The living processes that have `mark` in their environment, and their command lines."""
+    found = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark.encode() in (path / "environ").read_bytes():
+                words = (path / "cmdline").read_bytes().split(b"\0")
+                if re.search(r"^State:\s+[^ZX]", (path / "status").read_text(), re.M):
+                    found[int(path.name)] = b" ".join(words).decode(errors="replace")
+        except (OSError, ProcessLookupError):
+            continue
+    return found
+
+
+def namespaces(processes=None) -> set[str]:
+    """The namespaces of all processes that can be seen, or of some."""
+    found = set()
+    for path in (Path("/proc").glob("[0-9]*") if processes is None
+                 else [Path("/proc", str(one)) for one in processes]):
+        try:
+            found |= {os.readlink(path / "ns" / name) for name in os.listdir(path / "ns")}
+        except OSError:
+            continue
+    return found
+
+
+def surroundings():
+    """Devices, mounts, and files in places for temporary files, of this test's own namespace."""
+    devices = Path("/proc/self/net/dev").read_text().splitlines()[2:]
+    mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
+    return ({line.split(":")[0] for line in devices}, mounts,
+            {path.name for path in Path("/dev/shm").glob("mm3d*")})
+
+
+@pytest.mark.slow
+@pytest.mark.limit(1800)
+def test_nothing_is_left_of_killed_clusters():
+    before, moments = surroundings(), random.Random(18)
+    mine = namespaces([os.getpid()])
+    killed = {}
+    for start in range(STARTS):
+        mark = f"MARK_OF_A_TEST={secrets.token_hex(8)}"
+        name, _, value = mark.partition("=")
+        command = [sys.executable, "-m", "bench", "cluster", "--nodes=3", "--ranks=2",
+                   "--link=1Gbit", "--", "mpirun", sys.executable, "-c",
+                   "import time; time.sleep(600)"]
+        process = subprocess.Popen(command, env=clean_environment(**{name: value}), cwd=ROOT,
+                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        time.sleep(moments.uniform(0, LONGEST))
+        alive = marked(mark)
+        own = namespaces(alive) - mine
+        if process.poll() is not None and "error: this kernel" in process.stderr.read():
+            pytest.skip("this kernel refuses emulated clusters")
+        assert alive
+        # Every other time the process that a user sees; else any.
+        victim = process.pid if start % 2 else moments.choice(sorted(alive))
+        what = alive.get(victim, "")
+        kind = next((name for name in ("cluster.head", "bench cluster", "hydra", "mpirun",
+                                       "time.sleep") if name in what), "other")
+        killed[kind] = killed.get(kind, 0) + 1
+        try:
+            os.kill(victim, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        if victim != process.pid and kind != "cluster.head":
+            # A rank or a node may be lost; the job then ends, or its user ends it.
+            process.terminate()
+        end = time.monotonic() + 60
+        while marked(mark) and time.monotonic() < end:
+            time.sleep(0.05)
+        process.wait(10)
+        process.stderr.close()
+        assert not marked(mark), f"after the death of {what}"
+        assert not own & namespaces(), f"after the death of {what}"
+        assert surroundings() == before
+    print(f"killed: {killed}")

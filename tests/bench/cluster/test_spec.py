@@ -1,0 +1,124 @@
+"""What an emulated cluster is told, and what it refuses before it is built."""
+import pytest
+
+from bench.__main__ import main
+from bench.cluster import mpirun
+from bench.cluster.links import burst_bytes, queue_bytes
+from bench.cluster.spec import VARIABLE, Cluster
+from bench.errors import UsageError
+from mm3d import launcher
+
+
+@pytest.mark.parametrize("text, cluster, about", [
+    ("16x4:200Mbit", Cluster(16, 4, 2e8), "16 nodes x 4 ranks, 200 Mbit/s"),
+    ("4x2:1.5Gbit,1ms", Cluster(4, 2, 1.5e9, 1e-3), "4 nodes x 2 ranks, 1.5 Gbit/s, latency 1 ms"),
+    ("2x1:64kbit,50us", Cluster(2, 1, 64e3, 5e-5), "2 nodes x 1 rank, 64 kbit/s, latency 50 us"),
+    ("1x8:unlimited", Cluster(1, 8), "1 node x 8 ranks, unlimited links"),
+])
+def test_text_and_cluster(text, cluster, about):
+    assert Cluster.parse(text) == cluster
+    assert str(cluster) == text
+    assert cluster.describe() == f"emulated cluster, {about}"
+    assert Cluster.from_environment({VARIABLE: cluster.to_environment(0)}) == cluster
+
+
+def test_no_cluster():
+    assert Cluster.from_environment({}) is None
+    assert VARIABLE == launcher.CLUSTER_VARIABLE
+
+
+@pytest.mark.parametrize("text, message", [
+    ("16x4", "NODESxRANKS:LINK"),
+    ("16:200Mbit", "NODESxRANKS:LINK"),
+    ("16x4:fast", "link 'fast': a rate in bit, kbit, Mbit or Gbit"),
+    ("16x4:200MB", "link '200MB': a rate"),
+    ("16x4:", "link '': a rate"),
+    ("16x4:-5Mbit", "link '-5Mbit': a rate"),
+    ("16x4:1bit", "a link of 1 bit/s: 1kbit to 1000Gbit would do"),
+    ("16x4:200Mbit,soon", "latency 'soon': a time in us, ms or s"),
+    ("16x4:200Mbit,1000s", "a latency of 1000 s: 0 to 10 s"),
+    ("251x1:200Mbit", "251 nodes: 1 to 250 would do, as many as the emulated network has"),
+    ("0x1:200Mbit", "0 nodes: 1 to 250"),
+    ("2x0:200Mbit", "0 ranks a node: at least 1"),
+])
+def test_a_wrong_cluster_is_refused(text, message, capsys):
+    with pytest.raises(UsageError, match=message):
+        Cluster.parse(text)
+    with pytest.raises(SystemExit) as ended:
+        main(["matmul", "--shape=8", f"--cluster={text}"])
+    assert ended.value.code == 2 and message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("words, message", [
+    (["--nodes=2", "--ranks=2"], "no command to run"),
+    (["--nodes=251", "--ranks=2", "--", "true"], "251 nodes: 1 to 250"),
+    (["--nodes=2", "--ranks=2", "--link=quick", "--", "true"], "link 'quick'"),
+    (["--nodes=2", "--ranks=2", "--latency=1", "--", "true"], "latency '1'"),
+])
+def test_a_wrong_verb_is_refused(words, message, capfd):
+    assert main(["cluster", *words]) == 2
+    error = capfd.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("words", [["cluster", "--nodes=2", "--ranks=2", "--", "true"],
+                                   ["matmul", "--shape=8", "--cluster=2x2:1Gbit"],
+                                   ["reproduce", "--cluster=2x2:1Gbit"]])
+def test_mpirun_goes_inside(words, monkeypatch, capfd):
+    monkeypatch.setenv("PMI_RANK", "0")
+    assert main(words) == 2
+    assert "starts mpirun itself, in the emulated cluster: leave out" in capfd.readouterr().err
+
+
+def test_another_cluster_inside_is_refused(monkeypatch, capfd):
+    for name in (*launcher.RANK_VARIABLES, *launcher.LOCAL_SIZE_VARIABLES, "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(VARIABLE, Cluster(2, 2).to_environment())
+    assert main(["matmul", "--shape=8", "--cluster=2x2:1Gbit"]) == 2
+    assert "inside an emulated cluster already" in capfd.readouterr().err
+
+
+def test_rows_that_do_not_fit_are_refused(monkeypatch, capfd, tmp_path):
+    for name in (*launcher.RANK_VARIABLES, *launcher.LOCAL_SIZE_VARIABLES, "PMI_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(VARIABLE, Cluster(4, 2).to_environment())
+    assert main(["reproduce", "--preset=tiny", f"--out={tmp_path}"]) == 2
+    assert "rows of 64 ranks do not fit into the emulated cluster 4x2:unlimited of 8" in \
+        capfd.readouterr().err
+
+
+@pytest.mark.parametrize("words, ranks", [
+    ("-n 4 python -n 99", 4), ("-np 4 prog", 4), ("prog -n 3", None), ("", None),
+    ("-genv OMP_NUM_THREADS 1 -n 3 prog", 3), ("-l -n 2 prog", 2),
+])
+def test_ranks_of_a_command_line(words, ranks):
+    assert mpirun.count_ranks(words.split(), Cluster(2, 2)) == ranks
+
+
+@pytest.mark.parametrize("words, message", [
+    ("-n 5 prog", "5 ranks on 2 nodes of 2: at most 4"), ("-n many prog", "-n many: a number"),
+    ("-n", "a number of ranks"), ("-hosts a,b -n 2 prog", "-hosts: the emulated cluster itself"),
+])
+def test_command_lines_that_do_not_fit(words, message):
+    with pytest.raises(ValueError, match=message):
+        mpirun.count_ranks(words.split(), Cluster(2, 2))
+
+
+def test_networks_that_go_around_the_links_are_refused():
+    kept = mpirun.environment({"A": "1", VARIABLE: "{}"})
+    assert kept == {"A": "1"} | mpirun.SETTINGS
+    with pytest.raises(ValueError, match="MPIR_CVAR_CH4_NETMOD=ucx: .* unset it"):
+        mpirun.environment({"MPIR_CVAR_CH4_NETMOD": "ucx"})
+
+
+def test_sizes_of_buckets_and_queues():
+    assert [burst_bytes(rate) for rate in (1e6, 2e8, 1e10)] == [3200, 25000, 65536]
+    assert [queue_bytes(rate) for rate in (1e6, 2e8, 1e12)] == [2 ** 22, 25000000, 2 ** 30]
+
+
+@pytest.mark.parametrize("variables, ranks", [
+    ({"MPI_LOCALNRANKS": "4", "PMI_SIZE": "64"}, 4),
+    ({"MPI_LOCALNRANKS": "4", "PMI_SIZE": "64", VARIABLE: "{}"}, 64),
+    ({VARIABLE: "{}"}, 1)])
+def test_ranks_of_all_nodes_share_the_cores(variables, ranks):
+    assert launcher.ranks_on_these_cores(variables) == ranks
