@@ -94,6 +94,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     verb = verbs.load(arguments.verb)
     cluster = getattr(arguments, "cluster", None)
     if cluster and cluster != Cluster.from_environment():
+        if launcher.launcher_rank():
+            return 0    # one rank is enough to refuse
         from bench.cluster.run import run_verb_inside
         from bench.errors import status_of
         return status_of(lambda: run_verb_inside(cluster, words, verb.ON_ALL_RANKS))

@@ -16,7 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -40,6 +40,13 @@ def main(argv: Sequence[str]) -> int:
     """Make the namespaces, and wait for the command's exit status."""
     reports = socket.socket(fileno=int(argv[0]))
     namespaces.die_with_parent()
+    first = 0
+
+    def pass_on(number: int, frame: FrameType | None) -> None:
+        if not first:    # nothing is there yet that it would have to wait for
+            os._exit(128 + number)
+        os.kill(first, number)
+    catch(pass_on)
     if os.getppid() != int(argv[1]):
         return 1    # it has ended before it could be watched
     cluster = Cluster.from_environment({VARIABLE: argv[2]})
@@ -61,9 +68,14 @@ def main(argv: Sequence[str]) -> int:
         except BlockingIOError:
             run_as_init(cluster, argv[3], argv[4:], reports)
     reports.close()
-    for number in SIGNALS:
-        signal.signal(number, lambda number, frame: os.kill(first, number))
     return exit_status(os.waitpid(first, 0)[1])
+
+
+def catch(handler: Callable[[int, FrameType | None], None]) -> None:
+    """Have a handler called for `SIGNALS`, but for those that this process is to ignore."""
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def report(reports: socket.socket, text: str) -> int:
@@ -146,9 +158,12 @@ def name_hosts(cluster: Cluster) -> None:
 def run_command(cluster: Cluster, command: Sequence[str], reports: socket.socket) -> int:
     """Run the command, pass signals on to its processes, and return its exit status."""
     path = os.pathsep.join(filter(None, (FOLDER, os.environ.get("PATH", os.defpath))))
+    signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
-        child = subprocess.Popen(command, start_new_session=True, env=os.environ | {
-            "PATH": path, VARIABLE: cluster.to_environment()})
+        child = subprocess.Popen(
+            command, start_new_session=True, env=os.environ | {
+                "PATH": path, VARIABLE: cluster.to_environment()},
+            preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS))
     except OSError as error:
         return report(reports, f"{command[0]} cannot be started: {error.strerror}")
 
@@ -157,8 +172,8 @@ def run_command(cluster: Cluster, command: Sequence[str], reports: socket.socket
             os.killpg(child.pid, number)
         except ProcessLookupError:
             pass
-    for number in SIGNALS:
-        signal.signal(number, pass_on)
+    catch(pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     report(reports, STARTED)
     reports.close()
     while True:    # orphans of the cluster end here too

@@ -53,13 +53,15 @@ def run_inside(cluster: Cluster, command: Sequence[str], **streams: int) -> int:
         raise UsageError("this is inside an emulated cluster already: start one outside")
     ours, theirs = socket.socketpair()
     with ours, _start(cluster, command, theirs, streams) as head, \
-            _pass_signals(head, ours) as started:
+            _pass_signals(head) as (started, received):
         theirs.close()
         answer = b""
         while answer != STARTED and (more := ours.recv(4096)):
             answer += more
         started.set()
         status = head.wait()
+    if received and answer != STARTED:
+        return 128 + received[0]
     if answer != STARTED and status >= 0:
         raise UsageError(answer.decode() or f"the emulated cluster ended with status {status} "
                                             f"before the command was started")
@@ -139,13 +141,20 @@ def find_mpirun() -> str:
 
 
 @contextlib.contextmanager
-def _pass_signals(head: subprocess.Popen, reports: socket.socket) -> Iterator[threading.Event]:
-    """Pass signals on to the command once it has started; before, end the cluster at once."""
-    started = threading.Event()
+def _pass_signals(head: subprocess.Popen) -> Iterator[tuple[threading.Event, list[int]]]:
+    """Pass signals on to the command; before it has started they end the cluster.
+
+    Yields
+    ------
+    threading.Event, list of int
+        To be set when the command has started; the signals that came.
+    """
+    started, received = threading.Event(), []
     timers: list[threading.Timer] = []
 
     def pass_on(number: int, frame: FrameType | None) -> None:
-        head.send_signal(number if started.is_set() else signal.SIGKILL)
+        received.append(number)
+        head.send_signal(number if started.is_set() else signal.SIGTERM)
         timers.append(threading.Timer(GRACE, head.kill))
         timers[-1].daemon = True
         timers[-1].start()
@@ -154,7 +163,7 @@ def _pass_signals(head: subprocess.Popen, reports: socket.socket) -> Iterator[th
         old = {number: signal.signal(number, pass_on) for number in SIGNALS
                if signal.getsignal(number) != signal.SIG_IGN}
     try:
-        yield started
+        yield started, received
     finally:
         head.kill()
         head.wait()
