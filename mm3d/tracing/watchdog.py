@@ -8,8 +8,8 @@ told by datagram.  The last state of a stopped rank stays on the board.
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import os
-import signal
 import threading
 import time
 from typing import Any, Iterator
@@ -168,10 +168,9 @@ class Watchdog:
     def end_job(self, states: list[str]) -> None:
         """Print the report, and end the job."""
         os.write(2, f"\n{self.format_report(states)}\n".encode())
-        # If MPI does not end the job, the launcher sees this rank die.
-        timer = threading.Timer(5 * FLUSH_SECONDS, os.kill, (os.getpid(), signal.SIGKILL))
-        timer.daemon = True
-        timer.start()
+        # If MPI does not end the job, as where the launcher is not reached, this rank ends.  Abort
+        # keeps Python's lock meanwhile, so that no thread of Python could see to it.
+        faulthandler.dump_traceback_later(5 * FLUSH_SECONDS, exit=True, file=open(os.devnull, "w"))
         time.sleep(FLUSH_SECONDS)
         self.comm.Abort(1)
 

@@ -1,16 +1,22 @@
 """Measure many rows, one mpirun for each rank count."""
 
+import contextlib
 import signal
+import subprocess
 import sys
+import threading
 from typing import Any, Iterable, Protocol
 
 from bench.cases.case import Case
 from bench.errors import UsageError
 from mm3d import launcher
-from mm3d.child_process import start_child
+from mm3d.child_process import end_child, start_child
 
 OUTCOMES = ("done", "failed", "left out")    # the beginnings of lines that end a row
 GRACE = 15    # seconds that a job has to end after a SIGTERM
+WATCHDOG = "watchdog: "    # begins the line by which `mm3d.tracing.watchdog` ends a job
+FLUSH_SECONDS = 5
+ABORT_SECONDS = 20    # that a job has to end after it
 
 
 class Stopped(Exception):
@@ -70,23 +76,24 @@ def measure_in_jobs(cases: list[Case], options: list[str], progress: Progress) -
     jobs = [pending]
     while jobs:
         job = jobs.pop(0)
-        status = run_job(job, options, progress, pending)
+        reason = run_job(job, options, progress, pending)
         left = [one for one in job if one in pending]
         if left:
             pending.remove(left[0])
-            progress.row(f"failed: {left[0].title}: mpirun ended with status {status}")
+            progress.row(f"failed: {left[0].title}: {reason}")
             jobs = [[one] for one in left[1:]] + jobs
 
 
 def run_job(job: list[Case], options: list[str], progress: Progress,
-            pending: list[Case]) -> int:
-    """Measure the cases of `job` under mpirun; return its exit status.
+            pending: list[Case]) -> str:
+    """Measure the cases of `job` under mpirun; return how it ended.
 
     Cases are removed from `pending` as the job reports them.
     """
     command = job_command(job, options)
-    with start_child(command, env=launcher.environment_to_start(command), grace=GRACE,
-                     with_parent=True) as child:
+    with start_child(command, stderr=subprocess.PIPE, env=launcher.environment_to_start(command),
+                     grace=GRACE, with_parent=True) as child:
+        errors = JobErrors(child)
         for line in child.stdout:
             reported = [one for one in pending if line.startswith(
                 tuple(f"{outcome}: {one.title}:" for outcome in OUTCOMES))]
@@ -95,7 +102,41 @@ def run_job(job: list[Case], options: list[str], progress: Progress,
                 continue
             pending.remove(reported[0])
             progress.row(line.rstrip())
-        return child.wait()
+        status = child.wait()
+        return f"{errors.close()}mpirun ended with status {status}"
+
+
+class JobErrors:
+    """Pass on what a job writes to standard error; end it when its watchdog could not.
+
+    An mpirun goes on waiting for ranks of a node that it does not reach.
+
+    Parameters
+    ----------
+    child : Popen
+        The job, whose standard error is a pipe.
+    """
+
+    def __init__(self, child: subprocess.Popen) -> None:
+        self._child, self._reason = child, ""
+        self._timer = threading.Timer(ABORT_SECONDS, end_child, (child,))
+        self._timer.daemon = True
+        self._thread = threading.Thread(target=self._pass_on, daemon=True)
+        self._thread.start()
+
+    def close(self) -> str:
+        """Return what the watchdog has said, with a semicolon; "" if it has said nothing."""
+        self._thread.join(FLUSH_SECONDS)    # until all of it is passed on
+        self._timer.cancel()
+        return self._reason
+
+    def _pass_on(self) -> None:
+        for line in self._child.stderr:
+            with contextlib.suppress(OSError, ValueError):    # nobody reads it any more
+                print(line, end="", file=sys.stderr, flush=True)
+            if line.startswith(WATCHDOG) and not self._reason:
+                self._reason = f"{line.removeprefix(WATCHDOG).partition(';')[0]}; "
+                self._timer.start()
 
 
 def job_command(job: Iterable[Case], options: list[str]) -> list[str]:

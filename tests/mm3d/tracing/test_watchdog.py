@@ -56,6 +56,27 @@ def test_a_rank_that_is_stopped_is_named_with_its_layer_and_collective(variables
     assert waiting and "3" not in "".join(waiting), text
 
 
+# MPI cannot reach the launcher, and Abort waits for it for ever, with Python's lock.
+WAITS = """
+import ctypes
+from mpi4py import MPI
+from mm3d.tracing import watchdog
+watchdog.FLUSH_SECONDS = 0.2
+watchdog.Watchdog.format_report = lambda self, states: "the report"
+watchdog.Watchdog.comm = property(lambda self: type(self), lambda self, comm: None)
+watchdog.Watchdog.Abort = lambda status: ctypes.PyDLL(None).sleep(60)
+watchdog.Watchdog.end_job(object.__new__(watchdog.Watchdog), [])
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_ends_although_mpi_does_not_end_the_job():
+    begun = time.monotonic()
+    done = run_python("-c", WAITS, timeout=90)
+    assert done.returncode == 1 and done.stderr == "\nthe report\n"
+    assert time.monotonic() - begun < 50
+
+
 @pytest.mark.slow
 def test_a_rank_that_computes_for_long_is_waited_for():
     source = """
