@@ -17,7 +17,7 @@ from bench.errors import Failed, LeftOut, StoreError, UsageError
 from bench.experiments.rows.row import Measured, measure_case
 from bench.experiments.rows.settings import (Settings, check_backend, check_variant,
                                              check_verifiable)
-from bench.instruments import chrome_trace, timing
+from bench.instruments import chrome_trace, slow_links, timing
 from bench.instruments.peaks import measure_peaks
 from bench.instruments.clock import wait_patiently
 from bench.prediction import machine_model, node_memory
@@ -84,6 +84,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     for one in shuffle_cases(cases, settings.order):
         file = trace and chrome_trace.trace_file(trace, one.name, len(cases))
         status, line = measure_and_write(one, settings, peaks, comm, out, file)
+        warn_of_slow_nodes(comm)
         # Nobody has named a row of --equal-tokens: it may be left out for lack of memory.
         spared = arguments.rows is None and one.row.like and line.startswith("left out")
         statuses.append(0 if spared else status)
@@ -245,6 +246,14 @@ def measure_and_write(one: Case, settings: Settings, peaks: Group | None, comm, 
                                       line=line)
         say(line)
     return status, line
+
+
+def warn_of_slow_nodes(comm) -> None:
+    """Print on rank 0 a line for each node that sends and receives much slower than the others."""
+    slow = slow_links.find_slow_nodes(comm)
+    if comm.rank == 0:
+        for node in slow:
+            say(node.describe())
 
 
 def write_row(found: Measured, one: Case, out: Path, trace: Path | None) -> tuple[int, str]:

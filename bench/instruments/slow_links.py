@@ -1,0 +1,118 @@
+"""Time messages between nodes, and find a node whose link is much slower than the others'.
+
+Ranks that meet in collectives all take the time of the slowest: their own times do not say which
+node it is.  Here each node exchanges messages with its two neighbours in a ring, a pair at a time,
+and has the rate of the faster of the two exchanges: one slow node leaves every other node, of
+three or more, a fast neighbour.
+"""
+from __future__ import annotations
+
+import socket
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from mm3d.transport.nodes import physical_node
+
+SIZES = tuple(2 ** power for power in (16, 18, 20, 22, 24, 26))    # bytes of a message
+ENOUGH = 0.02       # seconds of an exchange, beside which delays in programs hardly count
+REPETITIONS = 2     # of each exchange, of which the faster counts
+SLOW = 3.0          # times slower than the median of all nodes: a slow node
+
+
+@dataclass(frozen=True)
+class SlowNode:
+    """A node that is much slower than most.
+
+    Attributes
+    ----------
+    node : int
+        Its number, in the order of the first ranks.
+    host : str
+        Its name.
+    rate, typical : float
+        Bytes a second of its exchanges in each direction, and of the median node.
+    """
+
+    node: int
+    host: str
+    rate: float
+    typical: float
+
+    def describe(self) -> str:
+        """Return a line for the user."""
+        return (f"slow: node {self.node} ({self.host}) exchanges {self.rate * 8e-6:.3g} Mbit/s "
+                f"with its neighbours, the median node {self.typical * 8e-6:.3g} Mbit/s: every "
+                f"collective across nodes waits for it")
+
+
+def find_slow_nodes(comm: MPI.Intracomm) -> list[SlowNode]:
+    """Exchange messages between nodes, and return the nodes that are slow twice.
+
+    All ranks call it, and get the same.  On one node, and on two, where a slow exchange does not
+    say whose fault it is, nothing is exchanged.
+    """
+    own = physical_node(comm)
+    first = comm.Split(0 if own.rank == 0 else MPI.UNDEFINED, comm.rank)
+    own.Free()
+    found = None
+    if first != MPI.COMM_NULL:
+        if first.size > 2:
+            found = _slow_in_both(first)
+        first.Free()
+    return comm.bcast(found) or []
+
+
+def _slow_in_both(first: MPI.Intracomm) -> list[SlowNode]:
+    """Return the nodes that are slow in two measurements, on the first rank of each node."""
+    hosts = first.allgather(socket.gethostname())
+    rates = measure_rates(first)
+    if not slow_nodes(rates):
+        return []
+    again = measure_rates(first)    # another program may have been in the way
+    both = [node for node in slow_nodes(rates) if node in slow_nodes(again)]
+    return [SlowNode(node, hosts[node], float(again[node]), float(np.median(again)))
+            for node in both]
+
+
+def slow_nodes(rates: np.ndarray) -> list[int]:
+    """List the nodes whose rate is `SLOW` times less than the median of all."""
+    return np.flatnonzero(rates * SLOW < np.median(rates)).tolist()
+
+
+def measure_rates(comm: Any) -> np.ndarray:
+    """Return the rate of each node in bytes a second, for `comm` of one rank a node.
+
+    Messages become longer until a typical exchange takes `ENOUGH`.
+    """
+    for size in SIZES:
+        seconds = _exchange_with_neighbours(comm, size)
+        if np.median(seconds) >= ENOUGH:
+            break
+    return size / np.minimum(seconds, np.roll(seconds, 1))
+
+
+def _exchange_with_neighbours(comm: Any, size: int) -> np.ndarray:
+    """Return the seconds in which each node and the next one exchange messages of `size` bytes.
+
+    A node is in one exchange at a time, so that they do not share its link.
+    """
+    count, seconds = comm.size, np.full(comm.size, np.inf)
+    out, into = np.zeros(size, np.int8), np.empty(size, np.int8)
+    pairs = [[pair for pair in range(count - count % 2) if pair % 2 == which]
+             for which in range(2)] + [[count - 1]] * (count % 2)
+    for _ in range(REPETITIONS):
+        for together in pairs:
+            comm.Barrier()
+            for pair in together:
+                ends = pair, (pair + 1) % count
+                if comm.rank in ends:
+                    partner = ends[ends[0] == comm.rank]
+                    begun = MPI.Wtime()
+                    comm.Sendrecv(out, partner, recvbuf=into, source=partner)
+                    seconds[pair] = min(seconds[pair], MPI.Wtime() - begun)
+    seconds[np.isinf(seconds)] = 0
+    comm.Allreduce(MPI.IN_PLACE, seconds, MPI.MAX)    # at the end that has waited longer
+    return seconds
