@@ -1,0 +1,85 @@
+"""Links that are cut or slow and nodes that die, in the middle of a run across nodes."""
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from bench.__main__ import main
+from bench.experiments.rows import reproduction
+from bench.instruments import slow_links
+from bench.records import run_file
+from mm3d.child_process import start_child
+from support import ROOT, run_python
+
+BREAK = str(Path(__file__).parent / "break_cluster.py")
+STALL = 15
+pytestmark = pytest.mark.limit(600)
+
+
+def broken(fault, node, line, size, *command, nodes=2, ranks=2):
+    """Run a command that is broken in the middle; what it printed, errors, and how it ended."""
+    done = run_python("-m", "bench", "cluster", f"--nodes={nodes}", f"--ranks={ranks}",
+                      "--link=100Mbit", "--", sys.executable, BREAK, str(node), fault, line,
+                      str(size), *command, timeout=400, cwd=ROOT)
+    if done.returncode == 2 and "error: this kernel" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stdout + done.stderr
+    *printed, last = done.stdout.splitlines()
+    return "\n".join(printed), done.stderr, json.loads(last)
+
+
+def reproduce(out, *words):
+    return (sys.executable, "-m", "bench", "reproduce", "--preset=tiny", "--scheme=1d-sp",
+            "--ranks=4", "--repetitions=2", "--max-repetitions=2", f"--stall={STALL}",
+            "--order=1", f"--out={out}", *words)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["cut+restore", "kill"])
+def test_what_is_lost_is_named_and_what_is_done_stays(fault, tmp_path):
+    """The first of two rows is done; the second is under way when node 1 is lost."""
+    out, err, how = broken(fault, 1, "done: ", 100_000, *reproduce(tmp_path))
+    assert how["status"] == 1 and how["broken"], out + err
+    # The watchdog ends the job, and mpirun has 20 s and 10 s to end.
+    assert how["ended"] - how["broken"][0] < STALL + 150
+    assert "[ 1/2 " in out and "1 of 2 rows failed" in err
+    failed = next(line for line in err.splitlines() if line.startswith("  failed: "))
+    assert "1-D, sequence 4 ranks: " in failed and "mpirun ended with status" in failed
+    if fault.startswith("cut"):
+        assert "no progress for 15 s, nothing is heard of rank" in failed
+        assert "on another node" in err
+    run, = [run_file.read_run(path) for path in tmp_path.glob("*.h5")]
+    assert run.checks and all(check.passed for check in run.checks)
+    assert main(["validate", str(tmp_path)]) == 0
+
+
+@pytest.mark.slow
+def test_a_slow_node_is_named(tmp_path):
+    """The job ends as it should, and names the one of four nodes that has a tenth of the rate."""
+    out, err, how = broken("slow:10Mbit", 2, "starting", 50_000,
+                           *reproduce(tmp_path, "--table=weak"), nodes=4, ranks=1)
+    assert how["status"] == 0 and how["broken"], out + err
+    named = [line for line in out.splitlines() if line.startswith("slow: ")]
+    assert len(named) == 1 and named[0].startswith("slow: node 2 (node-02) exchanges "), out
+    assert len(list(tmp_path.glob("*.h5"))) == 1
+
+
+@pytest.mark.parametrize("rates, slow", [
+    ([10, 10, 10, 1], [3]), ([10, 9, 11], []), ([1, 10, 10], [0]), ([10, 4, 10, 10], []),
+    ([1, 10, 10, 1, 10], [0, 3])])
+def test_slow_nodes_of_rates(rates, slow):
+    assert slow_links.slow_nodes(np.array(rates, float)) == slow
+
+
+def test_a_job_that_goes_on_after_its_watchdog(monkeypatch, capsys):
+    """As mpirun does that does not reach a node."""
+    monkeypatch.setattr(reproduction, "ABORT_SECONDS", 0.1)
+    says = "watchdog: no progress for 9 s, nothing is heard of rank 3; the job ends"
+    with start_child(["sh", "-c", f"echo before >&2; echo '{says}' >&2; exec sleep 100"],
+                     stderr=-1) as child:
+        errors = reproduction.JobErrors(child)
+        assert child.wait(10) == -15
+        assert errors.close() == "no progress for 9 s, nothing is heard of rank 3; "
+    assert capsys.readouterr().err == f"before\n{says}\n"
