@@ -38,13 +38,14 @@ def hop_words(schedule: Schedule, scheme: str, grids: Sequence[GridShape],
 
 
 def peak_words(schedule: Schedule, rank: int, chunks: Sequence[ModelSpec],
-               parallelism: Parallelism) -> float:
+               parallelism: Parallelism, weights_half: str = "keep") -> float:
     """Count the words that a rank of a stage holds at the peak, where everything divides evenly.
 
     They are parameters and gradients of all chunks; what the micro-batches in flight have saved;
     results that have arrived early or wait to be used; and what one layer computes with, as in
-    `mm3d.model.cost.peak_words`.  Messages that are being sent are left out, since how long that
-    takes is not known.  Data kept for a W count as all that was saved.
+    `mm3d.model.cost.peak_words`.  From the end of B to the end of W only the operands of the
+    weights' gradients are kept; during B they are there beside all that was saved.  Messages that
+    are being sent are left out, since how long that takes is not known.
 
     Parameters
     ----------
@@ -56,11 +57,15 @@ def peak_words(schedule: Schedule, rank: int, chunks: Sequence[ModelSpec],
         The layers of each chunk of that rank, with the sizes of a micro-batch.
     parallelism : Parallelism
         The scheme and grid of that rank, with the sizes of a micro-batch.
+    weights_half : {"keep", "gather"}
+        Of the model, see `mm3d.Transformer`.
     """
     ranks, outer = parallelism.ranks, parallelism.outer
     block = outer.words(parallelism.tokens, chunks[0].hidden) / ranks
     saved = [sum(spec.chain.saved_words(parallelism)) / ranks for spec in chunks]
     working = [spec.chain.transient_words(parallelism) + 2 * block for spec in chunks]
+    operands = [cost.operand_words(parallelism.scheme.name, parallelism.grid, spec, weights_half,
+                                   **parallelism.options) / ranks for spec in chunks]
     waiting: set[Event] = set()
     held = peak = 0.0
     program = operations(schedule, rank)
@@ -75,13 +80,23 @@ def peak_words(schedule: Schedule, rank: int, chunks: Sequence[ModelSpec],
                 before = {event for event in schedule.inputs(rank, action)
                           if event.stage != schedule.stage_of(rank, action.chunk)}
                 waiting -= before
-                held += saved[action.chunk] * (action.kind == "F")
+                all_saved, kept = saved[action.chunk], operands[action.chunk]
+                held += all_saved * (action.kind == "F")
                 work = block if action.kind == "F" else working[action.chunk]
+                if action.kind == "B":
+                    work += kept - _linear_inputs(chunks[action.chunk], parallelism)
                 peak = max(peak, held + len(waiting) * block + work)
-                held -= saved[action.chunk] * (action.kind in ("BW", "W"))
+                held -= {"F": 0, "B": all_saved - kept, "W": kept, "BW": all_saved}[action.kind]
                 waiting |= _kept_results(schedule, rank, action)
     stored = sum(2 * cost.parameters(spec) for spec in chunks) / ranks
     return stored + peak
+
+
+def _linear_inputs(spec: ModelSpec, parallelism: Parallelism) -> float:
+    """Count the words of a rank in the inputs of all linear layers, which are operands of W."""
+    return sum(one.times * one.layer.input_words(parallelism)
+               for one in spec.chain.backward_passes()
+               if one.layer.products(spec.batch, spec.seq)) / parallelism.ranks
 
 
 def _kept_results(schedule: Schedule, rank: int, action) -> set[Event]:

@@ -13,7 +13,7 @@ from mm3d.arrays.backend import Array, Backend
 from mm3d.transport.choice import choose_transport
 from mm3d.transport.pending import Pending
 
-LONGEST_PAUSE = 5e-4    # seconds between two looks at a message, where a rank sleeps meanwhile
+LONGEST_PAUSE = 1e-3    # seconds between two looks at a message, where a rank sleeps meanwhile
 
 
 class PointToPoint:
@@ -100,7 +100,7 @@ class PointToPoint:
 
     def _sleep_until(self, test: Callable[[], bool]) -> None:
         """Sleep until `test` is true."""
-        pause = LONGEST_PAUSE / 16
+        pause = LONGEST_PAUSE / 20
         while not test():
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE)

@@ -161,14 +161,14 @@ def test_state_has_the_names_and_values_of_one_stage(comm):
     mesh.free()
 
 
-@pytest.mark.ranks(2, slow=(1, 4))
+@pytest.mark.ranks(2, slow=(1,))
 def test_memory_is_at_most_what_the_closed_form_and_messages_say(comm):
     """All saved data of a step are gone at its end, and the peak is that of the schedule."""
-    for name in ("gpipe", "1f1b"):
+    for name in ("gpipe", "zb-h1"):
         gc.collect()
         found, expected, sending = peak_memory(comm, name)
         # One micro-batch more or less in flight would be 20 % at least.
-        assert 0.97 * expected <= found <= 1.1 * expected + sending, name
+        assert 0.93 * expected <= found <= 1.1 * expected + sending, name
 
 
 def peak_memory(comm, name: str) -> tuple[int, float, int]:
