@@ -5,6 +5,8 @@ from typing import Callable, Iterator
 
 import numpy as np
 
+from bench.experiments.pipeline import derived
+from bench.experiments.pipeline.measured import expected_words
 from bench.experiments.products import operands
 from bench.experiments.products.matmul import RATIOS, RESULTS
 from bench.experiments.products.problem import Problem, product_grid
@@ -14,6 +16,7 @@ from bench.records.measurements import Measurements, grid_shape
 from mm3d import ModelSizes, SCHEMES, model_spec
 from mm3d.model import cost
 from mm3d.tracing.dry_arrays import DryBackend
+from mm3d.training.schedules import parse_schedule
 from mm3d.transport.silent import DryCommunicator
 
 TOLERANCE = 1e-9    # relative, of recomputed numbers
@@ -174,6 +177,24 @@ def _layer(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recompu
     return again
 
 
+def _pipeline(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
+    """Recompute a pipeline's bubbles from the times of its actions, and words from its sizes."""
+    schedule, times = parse_schedule(run.configuration["schedule_text"]), found["times"]
+    steps, hop = derived.durations(times, schedule), np.median(found["hop_samples"])
+    timeline = derived.clock_timeline(schedule, steps, float(hop))
+    words = np.array(expected_words(schedule, run.configuration))
+    source = "the times of the actions"
+    return {"seconds": Recomputed(np.array(median_interval(derived.step_seconds(times))), source),
+            "bubble": Recomputed(
+                np.array(median_interval(derived.bubble_rates(times, schedule))), source),
+            "durations": Recomputed(steps, source), "hop": Recomputed(hop, "its samples"),
+            "clock_seconds": Recomputed(np.array(float(timeline.makespan)), "the clock"),
+            "clock_bubble": Recomputed(np.array(float(timeline.bubble_rate)), "the clock"),
+            "expected_words": Recomputed(words, "the closed form"),
+            "words": Recomputed(found["words"] * words / max(1, found["words"].sum()),
+                                "a share of the closed form's sum")}
+
+
 RECOMPUTE: dict[str, Callable[[Measurements, dict[str, np.ndarray]], dict[str, Recomputed]]] = {
     "gemm": _gemm, "gpu-gemm": _gemm, "collectives": _collectives, "matmul": _matmul,
-    "layer": _layer}
+    "layer": _layer, "pipeline": _pipeline}

@@ -31,7 +31,8 @@ from mm3d.tracing.events import PHASES
 
 PATHS = re.compile(r"(?<![\w.])/(home|Users|root|tmp|mnt|scratch|work|gpfs|lustre)(/|\b)")
 ADDRESS = re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)*")
-VERIFIED = ("model", "matmul", "layer", "check")    # kinds of run whose results are verified
+# Kinds of run whose results are verified.
+VERIFIED = ("model", "matmul", "layer", "check", "pipeline")
 
 
 def check_samples(run: Run) -> Iterator[str]:

@@ -20,8 +20,9 @@ from types import ModuleType
 SHARED = ("options", "row_options", "grids", "publish")
 # As a person needs them; a verb that is not here comes last in its group.
 ORDER = ("reproduce", "run", "table", "plot", "report", "compare", "merge", "validate", "gemm",
-         "collectives", "matmul", "scalapack", "layer", "gpu", "dry", "plan", "predict",
-         "calibrate", "check", "schedule", "cube", "cluster", "doctor", "gpusuite", "start")
+         "collectives", "matmul", "scalapack", "layer", "pipeline", "gpu", "dry", "plan",
+         "predict", "calibrate", "check", "schedule", "cube", "cluster", "doctor", "gpusuite",
+         "start")
 
 
 @dataclass(frozen=True)

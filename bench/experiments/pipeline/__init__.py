@@ -1,0 +1,1 @@
+"""Measure pipelines: schedules executed over MPI, with layers or with actions that only wait."""

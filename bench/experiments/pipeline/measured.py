@@ -1,0 +1,214 @@
+"""Measure how long a pipeline takes, and how much of that is bubble, beside the clock."""
+
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from bench.checks import against_serial
+from bench.errors import WrongResult
+from bench.experiments.pipeline import derived
+from bench.experiments.pipeline.subject import (ABOUT_WORK, ActionTimes, LayersSubject,
+                                                PipelineCase, WaitingSubject)
+from bench.experiments.products import operands
+from bench.instruments import timing
+from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
+from bench.instruments.peak_memory import Footprint
+from bench.instruments.sampling import BOUNDS, measured_environment
+from bench.instruments.statistics import median_interval
+from bench.instruments.timing import Limits
+from bench.records.measurements import Check, Measurements, Setting, Variable, grid_settings
+from mm3d import launcher
+from mm3d.schemes import find_scheme
+from mm3d.schemes.parallelism import Parallelism
+from mm3d.training import costs
+from mm3d.training.mesh import Mesh
+from mm3d.training.schedules import format_schedule
+from mm3d.training.schedules.schedule import Event
+
+LIMITS = Limits(5, 30, 30.0)    # by default
+STEPS = ("F", "B", "W")
+ROUNDS = 40    # there and back, to measure a hop
+WARMUP = 1
+
+
+def measure_pipeline(mesh: Mesh, case: PipelineCase,
+                     limits: Limits = LIMITS) -> Measurements | None:
+    """Measure a pipeline; verify it before the first repetition, and the last one again.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        The ranks, all of which call this.
+    case : PipelineCase
+        What is measured.
+    limits : Limits
+        When to stop repeating.
+
+    Returns
+    -------
+    Measurements or None
+        A record of kind "pipeline": begin and end of each action by repetition and rank, seconds
+        of a step, bubbles measured and by the clock, memory and words beside their closed forms;
+        on rank 0, None on the others.
+
+    Raises
+    ------
+    WrongResult
+        On all ranks, when a gradient is wrong, or a result came from elsewhere.
+    """
+    comm, backend = mesh.comm, mesh.scheme.grid.backend
+    asleep = case.work == "wait" or launcher.oversubscribed()
+    footprint = Footprint(mesh.scheme.grid)
+    clock = Clock(comm)
+    actions = ActionTimes(clock, backend.synchronize)
+    subject = (LayersSubject if case.waits is None else WaitingSubject)(mesh, case, actions,
+                                                                        asleep)
+    try:
+        subject.step()
+        memory = comm.gather(footprint.peaks())
+        words = comm.gather(subject.hops.traffic.words)
+        expected = comm.gather(expected_memory(mesh, case, subject))
+        checks = subject.check()
+        reject(checks)
+        hops = measure_hop(subject, clock)
+        times, ended_by = time_steps(subject, actions, limits, clock)
+        again = subject.check()
+        reject(again, "after the last repetition, ")
+        environs = measured_environment(backend.name, comm)
+    finally:
+        subject.hops.messages.free()
+    if memory is None:
+        return None
+    counts = {"memory": np.array(memory).T, "expected_memory": np.array(expected),
+              "words": np.array(words)}
+    settings = {**case_settings(mesh, case), "ended_by": ended_by, "asleep": asleep,
+                **asdict(limits)}
+    return pipeline_record(case, times, hops, counts, settings, environs, checks + again)
+
+
+def reject(checks: list[Check], when: str = "") -> None:
+    """Raise WrongResult, on all ranks, when one of the `checks` did not pass."""
+    problem = against_serial.failure_message(checks, "the model in one stage")
+    if problem:
+        raise WrongResult(f"{when}{problem}")
+
+
+def case_settings(mesh: Mesh, case: PipelineCase) -> dict[str, Setting]:
+    """Return the settings of a record that say what was measured."""
+    waits = case.waits or ()
+    return {"schedule": case.name, "microbatches": case.schedule.microbatches,
+            "schedule_text": format_schedule(case.schedule),
+            "work": case.work, "about_work": ABOUT_WORK[case.work],
+            **{f"wait_{step}": float(wait) for step, wait in zip(STEPS, waits)},
+            "scheme": mesh.scheme.name, **grid_settings(mesh.shape),
+            "stage_grids": "; ".join(map(str, mesh.grids)),
+            **{f"option_{name}": value for name, value in mesh.options.items()},
+            **case.sizes, "dtype": case.dtype, "recompute": case.recompute, "seed": case.seed,
+            "transport": operands.transport_names(mesh.scheme.grid)}
+
+
+def expected_memory(mesh: Mesh, case: PipelineCase, subject: Any) -> float:
+    """Return the bytes of this rank at the peak by the closed form; NaN without layers."""
+    if case.waits is not None:
+        return np.nan
+    parallelism = Parallelism(
+        mesh.scheme.name, mesh.grids[mesh.stage],
+        case.sizes.batch // case.schedule.microbatches, case.sizes.seq, **mesh.options)
+    words = costs.peak_words(case.schedule, mesh.stage, subject.chunks, parallelism)
+    return words * np.dtype(case.dtype).itemsize
+
+
+def measure_hop(subject: Any, clock: Clock) -> np.ndarray:
+    """Measure the seconds of a block from a stage to the next, from there and back, idle.
+
+    Returns
+    -------
+    ndarray
+        Half of each round trip of the ranks of the first stage, the slowest of them; 0 where
+        there is one stage.
+    """
+    mesh, hops = subject.mesh, subject.hops
+    other = 1 - mesh.stage
+    backend = mesh.scheme.grid.backend
+    found = np.zeros(ROUNDS)
+    wait_patiently(mesh.comm)
+    if mesh.shape["s"] > 1 and mesh.stage < 2:
+        shape = mesh.scheme.spaces(*hops.shape[:2])[0].local_shape(hops.shape[2])
+        block = backend.asarray(np.zeros(shape, hops.dtype))
+        for number in range(ROUNDS):
+            start = clock.now()
+            for stage in (0, 1):
+                if mesh.stage == stage:
+                    hops.send(Event("F", 0, 0), block, other)
+                else:
+                    hops.complete(hops.begin_receive(Event("F", 0, 0), other))
+                hops.messages.release_sent()
+            found[number] = (clock.now() - start) / 2
+        hops.messages.finish()
+    wait_patiently(mesh.comm)
+    every = mesh.comm.allgather(found if mesh.stage == 0 else np.zeros(ROUNDS))
+    return np.max(every, axis=0)
+
+
+def time_steps(subject: Any, actions: ActionTimes, limits: Limits,
+               clock: Clock) -> tuple[np.ndarray, str]:
+    """Repeat the step; return (repetition, rank, action, edge), and the limit that ended it."""
+    comm, backend = subject.mesh.comm, subject.mesh.scheme.grid.backend
+    most = max(map(len, subject.case.schedule.rows))
+    kept: list[np.ndarray] = []
+    repetitions = timing.Repetitions(
+        limits, comm, lambda: [median_interval(derived.step_seconds(np.array(kept)))],
+        warmup=WARMUP)
+    for counts in repetitions:
+        actions.times.clear()
+        wait_patiently(comm)
+        time_on_all_ranks(subject.step, comm, backend.synchronize, clock)
+        mine = np.full((most, 2), np.nan)
+        mine[:len(actions.times)] = actions.times
+        every = np.empty((comm.size, most, 2))
+        comm.Allgather(mine, every)
+        if counts:
+            kept.append(every - np.nanmin(every))
+    return np.array(kept), repetitions.ended_by
+
+
+def pipeline_record(case: PipelineCase, times: np.ndarray, hops: np.ndarray,
+                    counts: dict[str, np.ndarray], settings: dict, environs: dict,
+                    checks: list[Check]) -> Measurements:
+    """Make the record, with what follows from the times."""
+    schedule = case.schedule
+    steps, hop = derived.durations(times, schedule), float(np.median(hops))
+    timeline = derived.clock_timeline(schedule, steps, hop)
+    variables = {
+        "times": Variable(times, "s", ("repetition", "rank", "action", "edge")),
+        "hop_samples": Variable(hops, "s", ("round",)),
+        "seconds": Variable(np.array(median_interval(derived.step_seconds(times))), "s",
+                            ("bound",)),
+        "bubble": Variable(np.array(median_interval(derived.bubble_rates(times, schedule))), "1",
+                           ("bound",)),
+        "durations": Variable(steps, "s", ("step", "stage")),
+        "hop": Variable(np.array(hop), "s", ()),
+        "clock_seconds": Variable(np.array(float(timeline.makespan)), "s", ()),
+        "clock_bubble": Variable(np.array(float(timeline.bubble_rate)), "1", ()),
+        "memory": Variable(counts["memory"], "byte", ("account", "rank")),
+        "expected_memory": Variable(counts["expected_memory"], "byte", ("rank",)),
+        "words": Variable(counts["words"], "1", ("rank",)),
+        "expected_words": Variable(np.array(expected_words(schedule, settings)), "1", ())}
+    scales = {"repetition": range(len(times)), "rank": range(times.shape[1]),
+              "action": range(times.shape[2]), "edge": ("begin", "end"), "bound": BOUNDS,
+              "round": range(len(hops)), "step": STEPS, "stage": range(schedule.stage_count),
+              "account": Footprint.accounts}
+    return Measurements("pipeline", settings, environs, scales, variables, checks)
+
+
+def expected_words(schedule: Any, settings: dict) -> int:
+    """Return the words that all ranks send to other stages, by the closed form."""
+    kind = find_scheme(settings["scheme"])
+    grids = [kind.grid_shape(tuple(map(int, text.split("x"))))
+             for text in settings["stage_grids"].split(";")]
+    rows = settings["batch"] // settings["microbatches"]
+    options = {name.removeprefix("option_"): value for name, value in settings.items()
+               if name.startswith("option_")}
+    return costs.hop_words(schedule, settings["scheme"], grids,
+                           (rows, settings["seq"], settings["hidden"]), options)

@@ -1,0 +1,89 @@
+"""Make the table of measured pipelines from their records, and the rows for their pictures."""
+
+from typing import Sequence
+
+import numpy as np
+
+from bench.experiments.pipeline import derived
+from bench.records.measurements import Measurements
+from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
+from mm3d.training.schedules import parse_schedule
+from mm3d.training.schedules.clock import Timeline
+
+
+def pipeline_parts(records: Sequence[Measurements]) -> list[Part]:
+    """Make the table of pipelines, a row a schedule and number of micro-batches."""
+    bubble, memory = "bubble / cost (%)", "peak memory of a rank (MB)"
+    columns = [Column("schedule"), Column("micro-", "batches"), Column("step", "(ms)"),
+               Column("clock's", "(ms)"), Column("measured", "", bubble),
+               Column("low", "95 %", bubble), Column("high", "95 %", bubble),
+               Column("clock's", "", bubble), Column("points", "apart", bubble),
+               *(Column(name, "(ms)") for name in ("F", "B", "W", "hop")),
+               Column("counted", "", memory), Column("closed form", "", memory),
+               Column("words", "between stages"), Column("closed", "form")]
+    rows: Rows = []
+    for record in records:
+        found = {name: variable.values for name, variable in record.variables.items()}
+        chunks = np.shape(found["durations"])[1] // parse_schedule(
+            str(record.configuration["schedule_text"])).ranks
+        steps = found["durations"].mean(axis=1) * chunks
+        busiest = int(np.argmax(found["memory"][0]))
+        rows.append([
+            str(record.configuration["schedule"]), int(record.configuration["microbatches"]),
+            number_cell(1e3 * found["seconds"][0], ".1f"),
+            number_cell(1e3 * found["clock_seconds"], ".1f"),
+            *(number_cell(100 * value, ".1f")
+              for value in (*found["bubble"][:3], found["clock_bubble"])),
+            number_cell(100 * (found["bubble"][0] - found["clock_bubble"]), "+.1f"),
+            *(number_cell(1e3 * value, ".3g") for value in (*steps, found["hop"])),
+            number_cell(found["memory"][0, busiest] / 1e6, ".2f"),
+            number_cell(found["expected_memory"][busiest] / 1e6, ".2f"),
+            int(found["words"].sum()), int(found["expected_words"])])
+    return [Table("Pipelines", columns, rows), Notes("About these pipelines:", _notes(records))]
+
+
+def _notes(records: Sequence[Measurements]) -> list[str]:
+    chosen, env = records[0].configuration, records[0].environment
+    waits = chosen["work"] == "wait"
+    checked = ("each result that arrived was the right one" if waits else
+               "gradients are equal to those of the model in one stage, each to the bit")
+    notes = [f"WAITS stand in for layers: {chosen['about_work'].partition(': ')[2]}. Steps of "
+             f"real layers take other times."] if waits else [
+        f"Layers of {chosen['hidden']} features, {chosen['heads']} heads, sequences of "
+        f"{chosen['seq']}, {chosen['dtype']}, recompute {chosen['recompute']}."]
+    if env["oversubscribed"] and not waits:
+        notes.append(f"RANKS OUTNUMBER CORES: {env['ranks']} ranks take turns on {env['cores']} "
+                     f"cores; such times say nothing about a schedule (--work wait does).")
+    return notes + [
+        f"{chosen['grid']} ranks (stages, ranks of a stage), scheme {chosen['scheme']}, grid "
+        f"{str(chosen['stage_grids']).partition(';')[0]}"
+        f"{' in stage 0' if len(set(str(chosen['stage_grids']).split('; '))) > 1 else ''}; "
+        f"{env['ranks']} ranks on {env['cores']} cores; verified: {checked}, before the first "
+        f"repetition and after the last; {', '.join(_repetitions(records))} repetitions.",
+        "Step: from the first begin of an action to the last end of all ranks, median. Bubble: "
+        "the longest time of a stage from its own first begin to its own last end, less the mean "
+        "time of a stage in actions. Waiting inside an action for ranks of the same stage "
+        "belongs to the action. Not timed: drawing parameters, setting gradients to zero, the "
+        "optimizer, verification.",
+        "Clock's: the exact time of the schedule with the measured medians of F, B, W of each "
+        "stage and of a hop; F, B and W are of all layers of a rank, a mean over the stages; "
+        "where B is not divided, W is part of it. Hop: half of a round trip of a block between "
+        "two idle stages.",
+        "Memory: of the rank with the most; the closed form leaves out messages that are being "
+        "sent and blocks of elementwise work."]
+
+
+def _repetitions(records: Sequence[Measurements]) -> list[str]:
+    return sorted({str(len(record.scales["repetition"])) for record in records}, key=int)
+
+
+def timelines(record: Measurements) -> dict[str, Timeline]:
+    """Return the measured timeline and the clock's, in seconds, by the title of a picture."""
+    chosen = record.configuration
+    schedule = parse_schedule(str(chosen["schedule_text"]))
+    found = {name: variable.values for name, variable in record.variables.items()}
+    clock = derived.clock_timeline(schedule, found["durations"], float(found["hop"]))
+    title = f"{chosen['schedule']}, {chosen['microbatches']} micro-batches"
+    work = " (WAITS stand in for layers)" if chosen["work"] == "wait" else ""
+    return {f"{title}, measured{work}": derived.measured_timeline(schedule, found["times"], clock),
+            f"{title}, the clock's with measured F, B, W and hop{work}": clock}

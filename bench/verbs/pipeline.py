@@ -1,0 +1,145 @@
+"""Measure pipelines: schedules executed over MPI, verified, beside the clock, under mpirun."""
+
+import argparse
+import gc
+import re
+from fractions import Fraction
+from pathlib import Path
+
+from bench.agreement import make_on_rank_0
+from bench.cases.variants import WORK
+from bench.console import say
+from bench.errors import StoreError, UsageError, WrongResult
+from bench.experiments.pipeline.measured import measure_pipeline
+from bench.experiments.pipeline.subject import PipelineCase, make_case
+from bench.records import run_file
+from bench.records.journal import claim_folder
+from bench.records.measurements import Measurements
+from bench.verbs import options
+from bench.verbs.publish import publish, report_failure
+from mm3d import Mesh, ModelSizes
+from mm3d.training.schedules import registry
+
+GROUP = "Measure the parts alone"
+ON_ALL_RANKS = True
+UNITS = {"s": 1, "ms": Fraction(1, 1000), "us": Fraction(1, 10 ** 6)}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``pipeline``."""
+    options.add_measurement(parser, 5, 20.0)
+    parser.add_argument("--stages", type=options.whole(1), required=True, metavar="P",
+                        help="groups of ranks, each with one or more ranges of layers")
+    parser.add_argument("--scheme", default="3d", metavar="NAME",
+                        help="parallelism of the layers of a stage (default 3d)")
+    parser.add_argument("--grid", type=lambda text: [*map(options.grid_sizes, text.split(","))],
+                        metavar="XxYxZ", help=(
+        "sizes of the grid's directions in a stage, such as 2x1x1; with commas between, one for "
+        "each stage (default: as without a pipeline, for the ranks of a stage)"))
+    parser.add_argument("--schedule", type=lambda text: text.split(","), default=["1f1b", "zb-h1"],
+                        metavar="NAMES", help=(
+        f"schedules, with commas between, of {', '.join(registry())}; interleaved:3 has 3 chunks "
+        f"a rank (default 1f1b,zb-h1)"))
+    parser.add_argument("--microbatches", type=options.numbers, default=[8], metavar="M,...",
+                        help="micro-batches of a step (default 8)")
+    for name, default, about in (("layers", 8, "layers of the whole model"),
+                                 ("hidden", 128, "features of a token"),
+                                 ("heads", 4, "attention heads"),
+                                 ("rows", 2, "sequences in a micro-batch"),
+                                 ("seq", 64, "tokens in a sequence")):
+        parser.add_argument(f"--{name}", type=options.whole(1), default=default, metavar="N",
+                            help=f"{about} (default {default})")
+    options.add_dtype(parser)
+    options.add_recompute(parser)
+    parser.add_argument("--work", default="compute", choices=WORK, help=(
+        "what actions do: compute layers, or wait for --times with the core given away, so that "
+        "ranks may outnumber cores; messages and dependencies are real either way (default "
+        "compute)"))
+    parser.add_argument("--times", type=times, default=(Fraction(1),) * 3, metavar="F,B,W",
+                        help=(
+        "with --work wait: times of all layers of a rank for one micro-batch, in units of "
+        "--unit: forward, gradient of the input, gradient of the weights (default 1,1,1)"))
+    parser.add_argument("--unit", type=duration, default=Fraction(1, 100), metavar="TIME",
+                        help="the unit of --times, such as 10ms or 500us (default 10ms)")
+    options.add_pictures(parser)
+
+
+def run(arguments: argparse.Namespace, comm) -> int:
+    """Measure and write each schedule and number of micro-batches; return the exit status."""
+    limits = options.limits_of(arguments)
+    try:
+        cases = list_cases(arguments)
+        grid = arguments.grid and (arguments.grid[0] if len(arguments.grid) == 1
+                                   else arguments.grid)
+        mesh = Mesh(comm, arguments.stages, arguments.scheme, grid, arguments.backend)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    out = claim_folder(arguments.out, comm)
+    if arguments.pictures:
+        make_on_rank_0(lambda: run_file.check_folder(arguments.pictures, "the pictures' folder",
+                                                     "--pictures"),
+                       comm, caught=StoreError, error=StoreError)
+    status, records = 0, []
+    for case in cases:
+        gc.collect()
+        name = (f"pipeline-{case.work}-{case.name.replace(':', '')}-p{arguments.stages}-"
+                f"m{case.schedule.microbatches}")
+        try:
+            with arguments.watched(mesh.scheme.grid):
+                record = measure_pipeline(mesh, case, limits)
+        except WrongResult as wrong:
+            status = report_failure(name, wrong, comm)
+            continue
+        status = max(status, publish(record, out, name, comm))
+        if record is not None:
+            records.append(record)
+            if arguments.pictures:
+                draw(record, Path(arguments.pictures) / f"{name}.png")
+    if records:
+        say(f"\n{table(records)}")
+    mesh.free()
+    return status
+
+
+def list_cases(arguments: argparse.Namespace) -> list[PipelineCase]:
+    """Return what is measured; ValueError when a schedule or the model cannot be."""
+    sizes = ModelSizes(arguments.layers, arguments.hidden, arguments.heads, arguments.rows,
+                       arguments.seq)
+    waits = (tuple(time * arguments.unit for time in arguments.times)
+             if arguments.work == "wait" else None)
+    return [make_case(name, arguments.stages, microbatches, sizes, seed=arguments.seed,
+                      dtype=arguments.dtype, recompute=arguments.recompute, waits=waits)
+            for microbatches in arguments.microbatches for name in arguments.schedule]
+
+
+def draw(record: Measurements, path: Path) -> None:
+    """Draw the measured timeline above the clock's."""
+    from bench.reports import pipeline_tables
+    from bench.reports.figures import schedules
+    say(str(schedules.picture(path, pipeline_tables.timelines(record))))
+
+
+def table(records: list[Measurements]) -> str:
+    """Format the table of records."""
+    from bench.reports import pipeline_tables
+    from bench.reports.formats import render
+    return render(pipeline_tables.pipeline_parts(records))
+
+
+def times(text: str) -> tuple[Fraction, ...]:
+    """Read three numbers of at least 0, such as ``1,1.3,0.7``."""
+    try:
+        found = tuple(map(Fraction, text.split(",")))
+    except (ValueError, ZeroDivisionError):
+        found = ()
+    if len(found) != 3 or min(found) < 0:
+        raise argparse.ArgumentTypeError(f"{text!r}: three numbers F,B,W of at least 0 would do")
+    return found
+
+
+def duration(text: str) -> Fraction:
+    """Read a time such as ``10ms`` in seconds."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)(s|ms|us)", text)
+    if not found or not Fraction(found[1]):
+        raise argparse.ArgumentTypeError(f"{text!r}: a time such as 10ms, 500us or 1s would do")
+    return Fraction(found[1]) * UNITS[found[2]]

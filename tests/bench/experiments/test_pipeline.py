@@ -1,0 +1,113 @@
+"""Pipelines that are measured: what follows from times, verification, files, refusals."""
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+import mm3d
+from bench.errors import WrongResult
+from bench.experiments.pipeline import derived, subject
+from bench.experiments.pipeline.measured import measure_pipeline
+from bench.instruments.timing import Limits
+from bench.records import run_file
+from bench.reports import pipeline_tables
+from bench.reports.formats import render
+from bench.validation.files import check_file
+from mm3d import ModelSizes
+from mm3d.training.schedules import Times, build, clock
+from mm3d.training.worker import Worker
+from refused import refused
+
+SIZES = ModelSizes(layers=4, hidden=8, heads=2, batch=2, seq=2)
+LIMITS = Limits(2, 2)
+
+
+def times_of(timeline, places: int = 2) -> np.ndarray:
+    """A timeline as if measured twice by stages of some ranks, later and slightly apart."""
+    schedule = timeline.schedule
+    most = max(map(len, schedule.rows))
+    found = np.full((2, schedule.ranks, places, most, 2), np.nan)
+    for rank, row in enumerate(schedule.rows):
+        for index in range(len(row)):
+            for edge, every in enumerate((timeline.starts, timeline.ends)):
+                found[:, rank, :, index, edge] = float(every[rank][index]) + 7
+    found[:, :, 0] += 0.01
+    return found.reshape(2, -1, most, 2)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved:2", "zb-h1", "zb-v"])
+def test_a_run_like_the_clock_s_has_the_clock_s_bubble(name):
+    schedule = build(name, 3, 6)
+    count = schedule.stage_count
+    timeline = clock(schedule, Times.equal(count, 1, "1.5", "0.5", hop="0.25"))
+    times = times_of(timeline)
+    assert np.allclose(derived.bubble_rates(times, schedule), float(timeline.bubble_rate))
+    assert np.allclose(derived.step_seconds(times), float(timeline.makespan) + 0.01)
+    steps = derived.durations(times, schedule)
+    split = any(action.kind == "W" for row in schedule.rows for action in row)
+    assert np.allclose(steps.T, (1, 1.5, 0.5) if split else (1, 2, 0))
+    again = derived.clock_timeline(schedule, steps.round(6), 0.25)
+    assert again.bubble_rate == timeline.bubble_rate
+    measured = derived.measured_timeline(schedule, times, again)
+    assert abs(measured.bubble_rate - timeline.bubble_rate) < 1e-9
+    assert min(start for starts in measured.starts for start in starts) == 0
+
+
+def make(comm, name="zb-h1", microbatches=3, **more):
+    mesh = mm3d.Mesh(comm, comm.size, "serial")
+    return mesh, subject.make_case(name, comm.size, microbatches, SIZES, **more)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("waits", [None, (Fraction(1, 1000),) * 3], ids=["compute", "wait"])
+def test_a_measured_pipeline_is_a_valid_file_and_a_table(comm, shared_tmp_path, waits):
+    mesh, case = make(comm, waits=waits)
+    record = measure_pipeline(mesh, case, LIMITS)
+    mesh.free()
+    if comm.rank:
+        assert record is None
+        return
+    found = {name: variable.values for name, variable in record.variables.items()}
+    assert found["words"].sum() == found["expected_words"] == 2 * 3 * 2 * 2 * 8
+    assert found["times"].shape == (2, 2, 9, 2) and found["seconds"][0] > 0
+    assert all(check.error == 0 == check.tolerance for check in record.checks)
+    path = run_file.write_run(record, shared_tmp_path, "pipeline")
+    errors, _ = check_file(path)
+    assert not errors
+    text = render(pipeline_tables.pipeline_parts([run_file.read_run(path)]))
+    assert ("WAITS stand in for layers" in text) == bool(waits)
+    for title, timeline in pipeline_tables.timelines(record).items():
+        assert ("WAITS" in title) == bool(waits) and timeline.makespan > 0
+    if waits:    # an action takes at least its time
+        assert (found["durations"] >= 1e-3).all()
+    record.variables["bubble"].values[0] += 0.01
+    assert any("bubble" in line for line in check_file(
+        run_file.write_run(record, shared_tmp_path, "changed"))[0])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("waits", [None, (Fraction(1, 1000),) * 3], ids=["compute", "wait"])
+def test_a_wrong_result_is_not_measured(comm, monkeypatch, waits):
+    """A rank that takes the input of another micro-batch."""
+    step = Worker.step
+    monkeypatch.setattr(Worker, "step", lambda self, inputs, output, *more: step(
+        self, inputs, lambda micro, y: output(micro // 2, y), *more))
+    mesh, case = make(comm, waits=waits)
+    with pytest.raises(WrongResult, match="results that arrived" if waits else "gradient of"):
+        measure_pipeline(mesh, case, LIMITS)
+    mesh.free()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("words, said", [
+    ("--stages 3", "error: 3 stages do not divide 2 ranks into equal groups: 1, 2 would do"),
+    ("--stages 2 --grid 2x1x1", "a grid of 2 x 1 x 1 has 2 ranks, but stage 0 has 1"),
+    ("--stages 2 --schedule 1f1b,2f2b", "error: schedule '2f2b' is unknown: choose one of 1f1b"),
+    ("--stages 2 --schedule interleaved:8", "8 layers cannot be divided among 16 stages"),
+    ("--stages 2 --schedule dualpipe-v --microbatches 3", "at least 4 micro-batches are needed"),
+    ("--stages 2 --times 1,1", "three numbers F,B,W of at least 0 would do"),
+    ("--stages 2 --unit 10", "a time such as 10ms, 500us or 1s would do"),
+    ("--stages 2 --heads 3", "hidden=128 cannot be divided among heads=3"),
+    ("--stages 2 --scheme 4d", "scheme '4d' is unknown")])
+def test_what_cannot_be_is_refused_before_anything_is_measured(comm, words, said):
+    assert said in refused(comm, "pipeline", *words.split(), "--out", "/dev/null/none")
