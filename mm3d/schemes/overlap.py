@@ -14,7 +14,8 @@ sum of dB                the product of dB                       the next sum of
 =======================  ======================================  ==========================
 
 The `Overlap` of a pass holds all collectives in flight; layers and parameters hold none, so any
-number of micro-batches can be between forward and backward.
+number of micro-batches can be between forward and backward.  Where backward is in two halves, a
+weight is gathered during a product of the first, and dB summed during a product of the second.
 """
 
 from typing import Any, Protocol, Sequence

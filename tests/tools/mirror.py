@@ -97,7 +97,8 @@ class InFlight(Observer):
 
 
 def during_products(grid: tuple[int, ...], way: str, **options) -> list[tuple[str, list[str]]]:
-    """What is in flight during each product of a forward or backward pass with overlap."""
+    """What is in flight during each product of a forward or backward pass with overlap, or of a
+    half of backward."""
     with mirrored("3d", grid, overlap=True, **options) as (scheme, in_flight):
         model = mm3d.Transformer(scheme, layers=1, hidden=16, heads=4, batch=8, seq=4)
         observer = InFlight(in_flight)
@@ -107,4 +108,10 @@ def during_products(grid: tuple[int, ...], way: str, **options) -> list[tuple[st
             if way == "backward":
                 observer.found.clear()
                 model.backward(dy, saved)
+            elif way != "forward":
+                observer.found.clear()
+                _, operands = model.backward_input(dy, saved)
+                if way == "backward_weights":
+                    observer.found.clear()
+                    model.backward_weights(operands)
     return observer.found

@@ -173,6 +173,14 @@ def test_in_backward_gathers_and_sums_go_on_during_the_products():
         [SUM, f"sum {y}"]]
 
 
+def test_in_halves_of_backward_the_first_gathers_weights_and_the_second_sums():
+    """The next weight in the first, and in the second the dB before."""
+    assert during_products((2, 2, 2), "backward_input") == [
+        (DOWN, [WEIGHT]), (UP, [WEIGHT]), (PROJ, [WEIGHT]), (QKV, [])]
+    assert during_products((2, 2, 2), "backward_weights") == [
+        (DOWN, []), (UP, [SUM]), (PROJ, [SUM]), (QKV, [SUM])]
+
+
 def test_without_overlap_nothing_is_in_flight():
     with mirrored("3d", (2, 2, 2)) as (scheme, in_flight):
         model, observer = mm3d.Transformer(scheme, **SMALL), InFlight(in_flight)
