@@ -78,7 +78,7 @@ def make_case(row: Row, preset: str, variant: Variant = Variant(),
     UsageError
         When the preset is unknown, or the sizes do not make a model.
     """
-    chosen = require_known(load_tables().presets, preset, "preset")
+    chosen = require_known(load_tables().presets, preset, "preset").of_table(row.table)
     heads = load_tables().settings.heads[row.hidden]
     given = {name: value for name, value in overrides.items() if value is not None}
     sizes = ModelSizes(**{

@@ -65,7 +65,12 @@ class Assumptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Rules that turn a row's published sizes into measured ones, and limits of a measurement."""
+    """Rules that turn a row's published sizes into measured ones, and limits of a measurement.
+
+    A preset of an emulated cluster names it, and the machine whose work its ranks wait for.  That
+    machine is shrunk by `shrink`, by which hidden size and sequence are divided.  `tables` has
+    what differs in the rows of a table.
+    """
 
     about: str
     layers: int
@@ -82,6 +87,14 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     verify_seq: int | None = None
     verify_batch: int | None = None
     verify_head_size: int | None = None
+    cluster: str = ""
+    machine: str = ""
+    shrink: float = 1.0
+    tables: dict[str, dict[str, int]] = {}
+
+    def of_table(self, table: str) -> "Preset":
+        """Return the preset with what differs in the rows of a table."""
+        return msgspec.structs.replace(self, **self.tables.get(table, {}))
 
 
 class Cases(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -15,8 +15,9 @@ from typing import Any, Mapping
 from tqdm import tqdm
 
 from bench.cases.case import Case, make_case
-from bench.cases.paper import Row
+from bench.cases.paper import Row, load_tables
 from bench.cases.selection import equal_token_rows, select_rows, shuffle_cases
+from bench.cluster.run import run_verb_inside
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 from bench.experiments.rows import resume
@@ -25,7 +26,9 @@ from bench.experiments.rows.settings import check_variant
 from bench.instruments import host, leftover_memory
 from bench.records import run_file
 from bench.records.journal import Journal, Reproduction
+from bench.reports import emulated_rows
 from bench.reports.finish import write_tables_and_figures
+from bench.reports.formats import render
 from bench.verbs import options, row_options
 from mm3d import launcher
 from mm3d.arrays import backend as backends
@@ -106,6 +109,9 @@ def run(arguments: argparse.Namespace) -> int:
     if launcher.local_ranks() > 1:
         raise UsageError("reproduce starts mpirun itself: run it without, as in "
                          "python -m bench reproduce")
+    preset = load_tables().presets[arguments.preset]
+    if preset.cluster and Cluster.from_environment() is None:
+        return run_verb_inside(Cluster.parse(preset.cluster), sys.argv[1:], ON_ALL_RANKS)
     wanted = row_settings(arguments)
     row_options.node_memory(arguments)    # refused here once, not by every job
     cases = make_cases(arguments)
@@ -118,6 +124,7 @@ def run(arguments: argparse.Namespace) -> int:
         log, [one.name for one in cases], wanted, arguments.order, arguments.fresh, print_line)
     progress = Progress(len(cases), len(finished))
     announce_start(progress, arguments.preset, out, reproduction)
+    predict_rows(arguments, cases)
     left = [one for one in shuffle_cases(cases, reproduction.order) if one.name not in finished]
     stopped = None
     try:
@@ -134,7 +141,6 @@ def zero_bubble() -> int:
     """Print Table 5 of the zero-bubble paper, published beside computed; 1 if a cell differs."""
     from bench.prediction import zero_bubble    # not needed to measure
     from bench.reports import schedule_tables
-    from bench.reports.formats import render
     rows = [(row, list(zero_bubble.cells(row))) for row in zero_bubble.load().table.rows]
     print(render(schedule_tables.table_5(rows)))
     return int(any(cell.verdict == "!" for _, cells in rows for cell in cells))
@@ -172,12 +178,11 @@ def waited_settings(arguments: argparse.Namespace) -> dict[str, Any]:
     UsageError
         When they are not valid.
     """
-    work = row_options.modelled_work(arguments)
-    if work is None and arguments.machine:
+    found = row_options.waited_machine(arguments)
+    if found is None and arguments.machine:
         raise UsageError(f"--machine {arguments.machine}: only --work wait waits for the seconds "
                          f"of a machine; give both, or leave --machine out")
-    found = {} if work is None else work(None).settings
-    return {name: found[name] for name in resume.WAITED if name in found}
+    return {} if found is None else dict(zip(resume.WAITED, (found[0].name, found[1])))
 
 
 def make_cases(arguments: argparse.Namespace) -> list[Case]:
@@ -232,7 +237,8 @@ def check_cluster(cases: list[Case]) -> None:
 def run_options(arguments: argparse.Namespace, out: Path, order: int) -> list[str]:
     """Return the options of ``run`` by which every row is measured."""
     words = [f"--preset={arguments.preset}", f"--out={out}", f"--order={order}",
-             *row_options.variant(arguments).arguments()]
+             *row_options.variant(arguments).arguments(),
+             *[f"--work={arguments.work}"] * (arguments.work == "compute")]
     for name in ("warmup", "repetitions", "max_repetitions", "max_seconds", "width", "traced",
                  "backend", "seed", "stall", "recompute", "memory", "machine", "work_scale"):
         value = getattr(arguments, name)
@@ -253,6 +259,16 @@ def announce_start(progress: Progress, preset: str, out: Path,
     if progress.done:
         progress.say(f"going on with what was begun at {reproduction.begun[:19]} UTC: "
                      f"{progress.done} rows are there and not measured again")
+
+
+def predict_rows(arguments: argparse.Namespace, cases: list[Case]) -> None:
+    """Print what is predicted of rows on an emulated cluster whose ranks wait for their work."""
+    found, cluster = row_options.waited_machine(arguments), Cluster.from_environment()
+    if found is None or cluster is None:
+        return
+    rows = [emulated_rows.of_case(one, *found, cluster) for one in cases]
+    print_line(f"predicted before the run:\n"
+               f"{render(emulated_rows.tables_of(rows, measured=False))}\n")
 
 
 def report_end(log: Journal, reproduction: Reproduction, progress: Progress,

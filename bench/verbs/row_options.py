@@ -9,12 +9,14 @@ from bench.cases.case import Case
 from bench.cases.paper import HEADINGS, PAPER, TITLES, load_tables
 from bench.cases.variants import (PLAIN_DTYPE, VARIANT_DTYPES, WORK, Variant,
                                   schemes_with_option)
+from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 from bench.experiments.rows.settings import ModelledWork
 from bench.instruments.timing import Limits
 from bench.prediction import memory_fit
 from bench.prediction.machine_model import Machine, load_machine
 from bench.prediction.seconds import work_seconds
+from bench.prediction.similarity import shrink_machine, work_scale
 from bench.verbs import options
 from mm3d.arrays.backend import Backend
 
@@ -106,14 +108,17 @@ def add_variant(parser: argparse.ArgumentParser) -> None:
 
 def _add_work(parser: argparse.ArgumentParser) -> None:
     """Add the options of rows whose ranks wait for their work."""
-    parser.add_argument("--work", default="compute", choices=WORK, help=(
+    parser.add_argument("--work", choices=WORK, help=(
         "what ranks do between collectives: compute, or wait for the seconds that a machine model "
-        "gives their work, with the core given away (default compute)"))
+        "gives their work, with the core given away (default: wait with the presets of emulated "
+        "clusters, else compute)"))
     parser.add_argument("--machine", metavar="NAME", help=(
-        "the machine model of --work wait, and of --grid auto (default cpu): a supplied one or a "
-        ".toml file"))
+        "the machine model of --work wait (default: the preset's), and of --grid auto (default "
+        "cpu): a supplied one or a .toml file"))
     parser.add_argument("--work-scale", type=float, metavar="FACTOR", help=(
-        "with --work wait: multiply the machine's seconds by this factor (default 1)"))
+        "with --work wait: multiply the machine's seconds by this factor (default: with the "
+        "presets of emulated clusters, how many times slower their links are than the machine's, "
+        "else 1)"))
 
 
 def modelled_work(arguments: argparse.Namespace,
@@ -132,32 +137,59 @@ def modelled_work(arguments: argparse.Namespace,
     UsageError
         On every rank, when the options contradict each other, or there is no such machine.
     """
-    scale = arguments.work_scale
-    if arguments.work == "compute":
+    found = waited_machine(arguments, comm)
+    if found is None:
+        return None
+    machine, scale = found
+    preset = load_tables().presets[arguments.preset]
+
+    def work(one: Case) -> ModelledWork:
+        shrink = preset.of_table(one.row.table).shrink
+        shrunk = shrink_machine(machine, shrink)
+        return ModelledWork(machine.name, lambda event: scale * work_seconds(shrunk, event),
+                            machine.elementwise_block, scale, shrink)
+    return work
+
+
+def waited_machine(arguments: argparse.Namespace, comm=None) -> tuple[Machine, float] | None:
+    """Return the machine whose seconds ranks wait, and their factor; None if ranks compute.
+
+    Parameters and errors are those of `modelled_work`.
+    """
+    scale, preset = arguments.work_scale, load_tables().presets[arguments.preset]
+    if chosen_work(arguments) == "compute":
         if scale is not None:
             raise UsageError(f"--work-scale {scale:g}: only waits are scaled; give --work wait, "
                              f"or leave --work-scale out")
         return None
-    if arguments.machine is None:
+    name = arguments.machine or preset.machine
+    if not name:
         raise UsageError("--work wait: ranks wait for the seconds of a machine model; give "
                          "--machine, such as --machine longhorn")
     if scale is not None and not 0 < scale < math.inf:
         raise UsageError(f"--work-scale {scale:g}: a number greater than 0 would do")
 
     def load() -> Machine:
-        return load_machine(arguments.machine, arguments.dtype)
+        return load_machine(name, arguments.dtype)
     machine = broadcast_from_rank_0(load, comm) if comm else load()
-    factor = 1.0 if scale is None else scale
-    work = ModelledWork(machine.name, lambda event: factor * work_seconds(machine, event),
-                        machine.elementwise_block, factor)
-    return lambda one: work
+    if scale is None:
+        scale = (work_scale(machine, Cluster.from_environment() or Cluster.parse(preset.cluster))
+                 if preset.cluster else 1.0)
+    return machine, scale
+
+
+def chosen_work(arguments: argparse.Namespace) -> str:
+    """Return what ranks do with their work: the value of ``--work``, or the preset's default."""
+    preset = load_tables().presets.get(getattr(arguments, "preset", ""))
+    return getattr(arguments, "work", None) or (
+        "wait" if preset and preset.machine else "compute")
 
 
 def variant(arguments: argparse.Namespace, backend: Backend | None = None) -> Variant:
     """Return the variant that the options of `add_variant` name, on arrays of `backend`."""
     return Variant(arguments.keep, arguments.overlap, arguments.causal, arguments.dtype,
                    arguments.dtype == PLAIN_DTYPE and bool(getattr(backend, "tf32", False)),
-                   getattr(arguments, "work", "compute"))
+                   chosen_work(arguments))
 
 
 def node_memory(arguments: argparse.Namespace) -> float | None:

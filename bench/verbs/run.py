@@ -189,7 +189,7 @@ def grid_chooser(arguments: argparse.Namespace,
     name = arguments.machine or "cpu"
     if arguments.grid == "auto":
         broadcast_from_rank_0(lambda: machine_model.load_machine(name, arguments.dtype), comm)
-    elif arguments.machine and arguments.work == "compute":
+    elif arguments.machine and row_options.chosen_work(arguments) == "compute":
         raise UsageError(f"--machine {name}: only --grid auto plans for a machine; give both, or "
                          f"leave --machine out")
     if arguments.grid is None:

@@ -1,0 +1,119 @@
+"""A machine shrunk with a model's lengths keeps the ratio of computing to communicating."""
+import numpy as np
+import pytest
+
+from bench.cases.case import make_case
+from bench.cases.paper import load_tables
+from bench.cases.selection import select_rows
+from bench.cases.variants import Variant
+from bench.cluster.spec import Cluster
+from bench.errors import UsageError
+from bench.prediction.machine_model import load_machine
+from bench.prediction.seconds import work_seconds
+from bench.prediction.similarity import (emulating_machine, shrink_machine, split_seconds,
+                                         work_scale)
+from bench.records import run_file
+from bench.records.measurements import Group, Variable
+from bench.reports import emulated_rows
+from bench.reports.formats import render
+from bench.reports.paper_tables import format_tables
+from mm3d.tracing import dry_run
+from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
+from records import made_up
+
+LONGHORN = load_machine("longhorn")
+EMULATED = load_tables().presets["emulated"]
+CLUSTER = Cluster.parse(EMULATED.cluster)
+
+
+def row_of(table: str, scheme: str, ranks: int):
+    return next(row for row in select_rows(table, scheme) if row.gpus == ranks)
+
+
+def trace_of(row, preset: str):
+    one = make_case(row, preset, layers=1)
+    return one.sizes, dry_run.trace_step(row.scheme, row.gpus, **one.sizes)
+
+
+@pytest.mark.parametrize("table, scheme, ranks", [("weak", "3d", 8), ("strong", "1d", 64),
+                                                  ("strong", "2d", 16)])
+def test_every_row_is_similar_to_the_published_one(table, scheme, ranks):
+    """Words and waited seconds are divided by the same square, so links of one rate fit all."""
+    row = row_of(table, scheme, ranks)
+    shrink = EMULATED.of_table(table).shrink
+    (whole, paper), (small, here) = (trace_of(row, preset) for preset in ("paper", "emulated"))
+    assert whole.hidden == shrink * small.hidden and whole.seq == shrink * small.seq
+    for phase in PHASES:
+        moved = [sum(times * event.bytes for event, times in one.count(Collective, phase).items())
+                 for one in (paper, here)]
+        # Biases and sums of rows are divided by less.
+        assert moved[0] == pytest.approx(shrink ** 2 * moved[1], rel=1e-2)
+    shrunk, seconds = shrink_machine(LONGHORN, shrink), []
+    for machine, one in ((LONGHORN, paper), (shrunk, here)):
+        seconds.append([sum(times * work_seconds(machine, event)
+                            for (when, _, event), times in one.events.items()
+                            if when == phase and isinstance(event, (Gemm, Pass)))
+                        for phase in PHASES])
+    assert seconds[0] == pytest.approx([shrink ** 2 * each for each in seconds[1]], rel=1e-2)
+
+
+def test_a_step_keeps_the_share_of_its_work():
+    """Where all that is sent crosses the links, as in 1-D on 64 ranks."""
+    row = row_of("strong", "1d", 64)
+    scale = work_scale(LONGHORN, CLUSTER)
+    assert scale == pytest.approx(12.5e9 * 0.8 / 6.25e6)
+    shrink = EMULATED.of_table("strong").shrink
+    shares = []
+    for preset, machine in (("paper", LONGHORN), ("emulated", emulating_machine(
+            LONGHORN, shrink, scale, CLUSTER))):
+        found = split_seconds(machine, trace_of(row, preset)[1]).values()
+        work, moving = (sum(each) for each in zip(*found))
+        shares.append(work / (work + moving))
+    assert shares[0] == pytest.approx(shares[1], rel=0.02)
+    assert 0.1 < shares[0] < 0.9
+
+
+def test_links_without_a_limit_have_no_scale():
+    with pytest.raises(UsageError, match="give --work-scale"):
+        work_scale(LONGHORN, Cluster.parse("16x4:unlimited"))
+
+
+def test_all_rows_are_predicted_before_they_are_measured():
+    rows = [row_of("strong", scheme, 64) for scheme in ("1d", "2d", "3d")]
+    cases = [make_case(row, "emulated-tiny", Variant(work="wait")) for row in rows]
+    text = render(emulated_rows.tables_of(
+        [emulated_rows.of_case(one, LONGHORN, 1600.0, CLUSTER) for one in cases], measured=False))
+    assert "emulated cluster, 16 nodes x 4 ranks, 50 Mbit/s: rows" in text
+    assert [line.split()[:4] for line in text.splitlines() if line.startswith("over")] == [
+        ["over", "1-D", "64", "1.53"], ["over", "2-D", "64", "1.38"]]
+    one = emulated_rows.of_case(cases[0], LONGHORN, 1600.0, CLUSTER)
+    # A step here, times to_paper, is one of 24 layers on the machine.
+    assert one.predicted_average * 12 == pytest.approx(24 * sum(one.original), rel=0.05)
+
+
+def emulated_run(row, seconds: float):
+    """A run of `row` that waited for its work, whose steps take `seconds`."""
+    run = made_up(row, seconds / 3, 2 * seconds / 3, preset="emulated", oversubscribed=True)
+    run.configuration.update(work="wait", waited_machine="longhorn", waited_scale=1600.0,
+                             waited_shrink=EMULATED.of_table(row.table).shrink,
+                             grid="8" if row.scheme == "1d" else "2 x 2 x 2")
+    run.environment["emulated_cluster"] = str(CLUSTER)
+    waited = Variable(np.full((2, row.gpus), seconds / 4), "s", ("phase", "rank"))
+    run.groups["waits"] = Group({"phase": PHASES, "rank": range(row.gpus)},
+                                dict.fromkeys(("modelled", "counted", "slept"), waited))
+    return run
+
+
+def test_measured_rows_are_set_beside_published_and_predicted_ones(tmp_path):
+    """With the seconds that are predicted, the error is 0 and the speed-up the predicted one."""
+    for scheme in ("1d", "3d"):
+        row = row_of("weak", scheme, 8)
+        found = emulated_rows.of_case(make_case(row, "emulated", Variant(work="wait")), LONGHORN,
+                                      1600.0, CLUSTER)
+        run_file.write_run(emulated_run(row, sum(found.predicted)), tmp_path, scheme)
+    lines = [line.split() for line in format_tables(tmp_path).splitlines()]
+    rows = [line for line in lines if line[:2] in (["1-D", "8"], ["3-D", "8"])
+            and {"+0%", "-0%"} & {*line}]
+    assert len(rows) == 2 and all(line[5] == line[6] for line in rows)
+    one = next(line for line in lines if line[:3] == ["over", "1-D", "8"] and len(line) == 9)
+    assert one[4] == one[5] and one[3] == "0.587" and one[8] in ("+0%", "-0%")
