@@ -3,6 +3,8 @@
 import ctypes
 from pathlib import Path, PurePosixPath
 
+from bench.cluster.spec import Cluster
+
 MEMINFO, SELF, GROUPS = Path("/proc/meminfo"), Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
 # Files of a control group: its limit, its use, and what of that the kernel would drop.
 LIMITS = (("memory.max", "memory.current", "inactive_file"),
@@ -13,11 +15,14 @@ def available_memory() -> int | None:
     """Return the bytes that new arrays can have here; None where the system does not tell.
 
     The least of what Linux counts as available and what is left of the limits of this process'
-    control groups, of version 1 or 2, with those above them.
+    control groups, of version 1 or 2, with those above them.  The nodes of an emulated cluster
+    share it equally.
     """
     rooms = [_meminfo_bytes("MemAvailable"), *(_left(folder, *files) for folder in _group_folders()
                                                for files in LIMITS)]
-    return min((room for room in rooms if room is not None), default=None)
+    least = min((room for room in rooms if room is not None), default=None)
+    cluster = Cluster.from_environment()
+    return least // cluster.nodes if least and cluster else least
 
 
 def total_memory() -> int | None:

@@ -12,6 +12,7 @@ from bench.__main__ import parser
 from bench.cases.case import make_case
 from bench.cases.paper import Row
 from bench.cases.selection import rows_by_name
+from bench.cluster.spec import VARIABLE, Cluster
 from bench.instruments import available_memory
 from bench.prediction import memory_fit, node_memory
 from bench.prediction.node_memory import Node
@@ -143,6 +144,8 @@ def test_the_least_of_what_is_left(tmp_path, monkeypatch, group, files, expected
         monkeypatch.setattr(available_memory, name, tmp_path / path)
     assert available_memory.available_memory() == expected
     assert available_memory.total_memory() == 9000 * 1024
+    monkeypatch.setenv(VARIABLE, Cluster(4, 2).to_environment())
+    assert available_memory.available_memory() == expected // 4
     for path in ("meminfo", "cgroup"):
         (tmp_path / path).unlink()
     if not files:
