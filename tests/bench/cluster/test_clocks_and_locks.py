@@ -1,0 +1,72 @@
+"""Clocks, traces and locks across nodes that have networks, names and memory of their own."""
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from support import ROOT, run_python
+
+CLOCKS = str(Path(__file__).parent / "clocks_of_nodes.py")
+CLAIM = ("import sys, time; from bench.records.journal import Journal; from bench.errors import "
+         "StoreError; from pathlib import Path\n"
+         "try: Journal(Path(sys.argv[1])).claim(); print('claimed', flush=True); "
+         "time.sleep(float(sys.argv[2]))\n"
+         "except StoreError as error: print('refused', flush=True)")
+pytestmark = [pytest.mark.slow, pytest.mark.limit(400)]
+
+
+def inside(*words, **options):
+    done = run_python("-m", "bench", "cluster", "--nodes=2", "--ranks=2", "--link=100Mbit", "--",
+                      *words, cwd=ROOT, timeout=300, **options)
+    if done.returncode == 2 and "error: this kernel" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_clocks_that_differ_are_aligned():
+    """By a known time, which the stated error holds; what drifts apart later is not tried."""
+    if subprocess.run(["unshare", "--user", "--map-root-user", "--time", "true"],
+                      capture_output=True).returncode:
+        pytest.skip("this kernel or its unshare has no time namespaces")
+    seen = json.loads(inside("mpirun", "-n", "4", sys.executable, CLOCKS))
+    assert [one["node"] for one in seen] == [0, 0, 1, 1]
+    for one in seen:
+        assert abs(one["offset"] + 1000 * one["node"]) <= one["error"] < 1
+        assert (one["error"] > 0) == (one["node"] > 0)
+    worst = 2 * max(one["error"] for one in seen)
+    times = [[one["times"][place] for one in seen] for place in range(3)]
+    # No rank is past a barrier before all have come to it.
+    for came, went in zip(times, times[1:]):
+        assert max(came) <= min(went) + worst
+
+
+def test_a_trace_across_nodes(tmp_path):
+    """The nodes share one kernel's clock, so that no event may be out of order at all."""
+    done = run_python("-m", "bench", "run", "--cluster=2x2:100Mbit", "--scheme=1d-sp",
+                      "--table=weak", "--preset=tiny", "--repetitions=1", "--max-repetitions=1",
+                      "--traced=1", f"--trace={tmp_path / 'trace.json'}", f"--out={tmp_path}",
+                      timeout=300, cwd=ROOT)
+    if done.returncode == 2 and "error: this kernel" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    for kind in ("wait", "collective"):
+        tracks = [[one for one in events if one.get("cat") == kind and one["tid"] == rank]
+                  for rank in range(4)]
+        assert len(tracks[0]) > 10
+        for together in zip(*tracks, strict=True):
+            assert len({one["name"] for one in together}) == 1
+            assert (max(one["ts"] for one in together)
+                    <= min(one["ts"] + one["dur"] for one in together))
+
+
+def test_a_folder_has_one_writer_on_all_nodes(tmp_path):
+    """The nodes share a file system of this machine: what a network's does is not shown."""
+    claim = f"{sys.executable} -c \"$CLAIM\" {tmp_path}"
+    script = (f"(on-node 0 {claim} 600 & echo $! > {tmp_path}/first) | "
+              f"(read line; echo $line; on-node 1 {claim} 0; kill $(cat {tmp_path}/first))"
+              f"; on-node 1 {claim} 0")
+    assert inside("sh", "-c", script, CLAIM=CLAIM).split() == ["claimed", "refused", "claimed"]
