@@ -88,7 +88,44 @@ def collective_parts(record: Measurements) -> list[Part]:
                   "is not timed: there is no bandwidth."] * bool(placed.any()),
                 f"{int(narrow.sum())} of {narrow.size} intervals are within "
                 f"{100 * chosen['width']:g} % of the median, the others ended by repetitions or "
-                f"seconds.", f"{describe_machine(record)}; transport {chosen['transport']}."])]
+                f"seconds.", f"{describe_machine(record)}; transport {chosen['transport']}."]),
+            *wire_parts(record)]
+
+
+def wire_parts(record: Measurements) -> list[Part]:
+    """Make the table of the bytes that collectives sent between nodes; none if not measured."""
+    if "wire_least" not in record.variables:
+        return []
+    received, sent, seconds = (
+        np.median(record.variables[f"wire_{name}"].values, axis=2)
+        for name in ("received", "sent", "seconds"))    # (axis, collective, way, ...)
+    least = record.variables["wire_least"].values.max(axis=-1)
+    columns = [Column("", "collective"), Column("", "along"), Column("has to", "receive (MB)")]
+    names = {"grid": "by the grid's transport", "mpi": "by MPI's own algorithm"}
+    for way in record.scales["way"]:
+        columns += [Column("received", "(MB)", names[way]), Column("over that", "", names[way]),
+                    Column("sent", "(MB)", names[way]), Column("time", "(ms)", names[way])]
+    rows: Rows = []
+    for (a, axis), (c, kind) in itertools.product(enumerate(record.scales["axis"]),
+                                                  enumerate(record.scales["collective"])):
+        if least[a, c] == 0:    # its lines lie inside nodes
+            continue
+        cells: list[Cell] = [kind, axis, number_cell(1e-6 * least[a, c], ".2f")]
+        for way in range(len(record.scales["way"])):
+            most = received[a, c, way].max()
+            over = most / least[a, c] - 1
+            cells += [number_cell(1e-6 * most, ".2f"), Number(over, f"{100 * over:.1f} %"),
+                      number_cell(1e-6 * sent[a, c, way].max(), ".2f"),
+                      number_cell(1e3 * seconds[a, c, way], ".1f")]
+        rows.append(cells)
+    rounds = len(record.scales["round"])
+    return [Table(f"Bytes on the wire of an array of {_bytes(record.configuration['wire_size'])}, "
+                  f"all lines at once", columns, rows),
+            Notes("About these bytes:", [
+                f"Emulated cluster {record.environment['emulated_cluster']}: the busiest node's, "
+                f"by its kernel's counters, headers and acknowledgements included; medians of "
+                f"{rounds} calls each, in turn. A node has to receive the words of the bucket "
+                f"algorithm between nodes: each block crosses a link once."])]
 
 
 def matmul_parts(records: Sequence[Measurements]) -> list[Part]:

@@ -7,7 +7,7 @@ import numpy as np
 
 from bench.experiments.pipeline import derived
 from bench.experiments.pipeline.measured import expected_words
-from bench.experiments.products import operands
+from bench.experiments.products import operands, wire_bytes
 from bench.experiments.products.matmul import RATIOS, RESULTS
 from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments import least_squares
@@ -117,11 +117,23 @@ def _collectives(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, R
     if "transports" in run.configuration:    # older files have a bandwidth of barriers as well
         bandwidth[operands.left_in_place(run.configuration["transports"],
                                          run.scales["collective"])] = np.nan
-    return {"bytes_moved": Recomputed(moved, "the sizes"),
+    return _wire(run, item) | {
+            "bytes_moved": Recomputed(moved, "the sizes"),
             "bandwidth": Recomputed(bandwidth, "the bytes moved over the median"),
             "alpha": Recomputed(fit[..., 0], source, longest),
             "beta": Recomputed(fit[..., 1], source, longest / sizes[-1]),
             "fit_error": Recomputed(fit[..., 2], source, 1.0)}
+
+
+def _wire(run: Measurements, item: int) -> dict[str, Recomputed]:
+    """Recompute the bytes that nodes have to receive, (axis, collective, node), if recorded."""
+    if "wire_least" not in run.variables:
+        return {}
+    shape, words = grid_shape(run.configuration), run.configuration["wire_size"] // item
+    nodes = [int(node) for node in run.environment["node_of_rank"].split()]
+    least = [[wire_bytes.least_words(shape, axis, kind, words, nodes)
+              for kind in run.scales["collective"]] for axis in run.scales["axis"]]
+    return {"wire_least": Recomputed(item * np.array(least, float), "the size and the nodes")}
 
 
 def _makespans(times: np.ndarray) -> np.ndarray:

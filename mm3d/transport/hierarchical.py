@@ -9,6 +9,9 @@ Arrays in shared memory hold the blocks of one node after those of another.  A s
 of a node's ranks in their order, and then the sums of the nodes: in the order of the nodes, but
 for one root in cyclic order, beginning with the node after it.  Numbers of 16 bits are added, and
 cross nodes, in float32, and the sum is rounded once.
+
+Arrays of up to `MAX_MPI_BYTES` go by MPI, which adds in an order of its own: there a collective
+takes as long as its messages take one after another, not as its words.
 """
 
 import math
@@ -27,6 +30,9 @@ from mm3d.transport.lanes import Lane, Part, divide
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
 from mm3d.transport.segments import SharedMemory
+
+
+MAX_MPI_BYTES = 1 << 16    # of a whole array that goes by MPI, in fewer messages after another
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,8 @@ class HierarchicalTransport(MpiTransport):
     name = "hierarchical"
     note = ("ranks of a node share one copy of what comes from other nodes, and add their terms "
             "before they leave the node; words are those that a rank receives for its node, "
-            "copies into shared memory or out of it, and reads to sum them")
+            "copies into shared memory or out of it, and reads to sum them; small arrays go by "
+            "MPI, and what it moves to sum them is not known")
 
     def __init__(self, comm: MPI.Intracomm, backend: Backend, nodes: list[int]) -> None:
         super().__init__(comm, backend)
@@ -127,11 +134,15 @@ class HierarchicalTransport(MpiTransport):
         self._free_communicators()
 
     def all_gather(self, a: Array, dim: int, counts: list[int]) -> Array:
+        if math.prod(resized_shape(a.shape, dim, sum(counts))) * a.dtype.itemsize <= MAX_MPI_BYTES:
+            return super().all_gather(a, dim, counts)
         return self.begin_all_gather(a, dim, counts).wait()
 
     def begin_all_gather(self, a: Array, dim: int, counts: list[int]) -> Pending:
         dim %= a.ndim
         shape = resized_shape(a.shape, dim, sum(counts))
+        if math.prod(shape) * a.dtype.itemsize <= MAX_MPI_BYTES:
+            return super().begin_all_gather(a, dim, counts)
         places = self._arrange(shape, dim, counts)
         whole = self._take((math.prod(shape),), a.dtype)
         self._copy(a, whole[places.blocks[self.rank]].reshape(a.shape))
@@ -156,9 +167,13 @@ class HierarchicalTransport(MpiTransport):
         return Pending(out, unpack, request, (whole,))
 
     def reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Array:
+        if a.nbytes <= MAX_MPI_BYTES:
+            return super().reduce_scatter(a, dim, counts)
         return self.begin_reduce_scatter(a, dim, counts).wait()
 
     def begin_reduce_scatter(self, a: Array, dim: int, counts: list[int]) -> Pending:
+        if a.nbytes <= MAX_MPI_BYTES:
+            return super().begin_reduce_scatter(a, dim, counts)
         dim %= a.ndim
         places = self._arrange(a.shape, dim, counts)
         terms = self._take((self.inside.size, a.size), a.dtype)
@@ -182,6 +197,8 @@ class HierarchicalTransport(MpiTransport):
         return Pending(out, add, request, (terms, total))
 
     def all_reduce(self, a: Array) -> Array:
+        if a.nbytes <= MAX_MPI_BYTES:
+            return super().all_reduce(a)
         terms, total = self._take((self.inside.size, a.size), a.dtype), self._take(
             (a.size,), a.dtype)
         self._copy(a, terms[self.index].reshape(a.shape))
@@ -198,6 +215,8 @@ class HierarchicalTransport(MpiTransport):
         return self._copy(total.reshape(a.shape), self.backend.empty(a.shape, a.dtype))
 
     def broadcast(self, a: Array, root: int) -> Array:
+        if a.nbytes <= MAX_MPI_BYTES:
+            return super().broadcast(a, root)
         call = call_check.encode_call(call_check.BROADCAST, a.dtype, a.shape, root)
         whole = self._take((a.size,), a.dtype)
         source = self._node_of(root)
@@ -214,6 +233,8 @@ class HierarchicalTransport(MpiTransport):
         return a if self.rank == root else _read_only_view(whole.reshape(a.shape))
 
     def reduce(self, a: Array, root: int) -> Array | None:
+        if a.nbytes <= MAX_MPI_BYTES:
+            return super().reduce(a, root)
         call = call_check.encode_call(call_check.REDUCE, a.dtype, a.shape, root)
         terms, at = self._take((self.inside.size, a.size), a.dtype), self._node_of(root)
         self._copy(a, terms[self.index].reshape(a.shape))

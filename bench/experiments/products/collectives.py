@@ -10,7 +10,7 @@ from mpi4py import MPI
 import mm3d
 from bench.checks import operation
 from bench.errors import UsageError
-from bench.experiments.products import operands
+from bench.experiments.products import operands, wire_bytes
 from bench.instruments import least_squares
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import (BOUNDS, makespans, measure_in_random_order,
@@ -18,14 +18,13 @@ from bench.instruments.sampling import (BOUNDS, makespans, measure_in_random_ord
 from bench.instruments.statistics import median_interval
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
-from mm3d.arrays.backend import Array
 from mm3d.grid.axis import COLLECTIVES, Split
 from mm3d.grid.shape import DIRECTIONS, GridShape
 
 TERMS = 4    # of a reduce-scatter that are filled with zeros: more than are in use at one time
 LIMITS = Limits(7, 30, 1.0)    # by default
 
-Step = Callable[[], Array | None]
+Step = operands.CollectiveCall
 Repeat = Callable[[Step], tuple[list[float], str]]
 
 
@@ -125,7 +124,8 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
     -------
     Measurements or None
         A record of kind "collectives", by direction, collective and size: seconds, bytes
-        counted, bandwidth, and the fit alpha + beta n; on rank 0, None on the others.
+        counted, bandwidth, and the fit alpha + beta n; on rank 0, None on the others.  In an
+        emulated cluster also the bytes between nodes of the largest array, see `wire_bytes`.
 
     Raises
     ------
@@ -144,6 +144,7 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
 
     points = [(axis, kind, size) for axis in axes for kind in COLLECTIVES for size in sizes]
     found = measure_in_random_order(points, seed, measure)
+    wire = wire_bytes.measure_wire(grid, axes, sizes[-1], dtype)
     environs = measured_environment(grid.backend.name, comm)
     if comm.rank > 0:
         return None
@@ -151,7 +152,7 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
                 "transport": operands.transport_names(grid),
                 "transports": operands.transports_along(grid, axes), **asdict(limits)}
     scales = {"axis": axes, "collective": COLLECTIVES, "size": list(sizes)}
-    return collectives_record(scales, found, settings, environs)
+    return wire_bytes.add_wire(collectives_record(scales, found, settings, environs), wire)
 
 
 def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, ...], dtype: str,
@@ -181,8 +182,8 @@ def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, 
     """
     comm, line = grid.comm, grid[axis]
     split = mm3d.Layout("," * (len(shape) - 1) + axis).split(grid, shape, axis)
-    a = _operand(split, kind, shape, dtype)
-    step = _collective_call(split, kind, a)
+    a = operands.collective_operand(split, kind, shape, dtype)
+    step = operands.collective_call(split, kind, a)
     check = operation.check_collective(split, kind, step, a, comm)
     grid.reset_traffic()
     step()
@@ -192,24 +193,6 @@ def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, 
         step = _summed_zeros(split, shape, dtype)
     seconds, ended_by = repeat(step)
     return Sampled(seconds, ended_by, moved, check)
-
-
-def _operand(split: Split, kind: str, shape: tuple[int, ...], dtype: str) -> Array:
-    """Allocate the array that a collective reads, in the memory from which it is sent fastest."""
-    if kind == "all_gather":
-        return split.empty((*shape[:-1], split.counts[split.axis.rank]), dtype)
-    if kind == "reduce_scatter":
-        return split.term(shape, dtype)
-    return split.axis.backend.empty(shape, dtype)
-
-
-def _collective_call(split: Split, kind: str, a: Array) -> Step:
-    axis = split.axis
-    return {"all_gather": lambda: split.all_gather(a),
-            "reduce_scatter": lambda: split.reduce_scatter(a),
-            "all_reduce": lambda: axis.all_reduce(a),
-            "broadcast": lambda: axis.broadcast(a, 0),
-            "reduce": lambda: axis.reduce(a, 0)}[kind]
 
 
 def _summed_zeros(split: Split, shape: tuple[int, ...], dtype: str) -> Step:

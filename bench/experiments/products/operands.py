@@ -1,14 +1,17 @@
 """Allocate and fill the operands of microbenchmarks, and name the transports they use."""
 
-from typing import Any, Iterable, Sequence
+from typing import Any, Callable, Iterable, Sequence
 
 import numpy as np
 
 from bench.errors import UsageError
 from mm3d.arrays.backend import Array
+from mm3d.grid.axis import Split
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.transport.choice import in_place_collectives
+
+CollectiveCall = Callable[[], Array | None]
 
 
 def allocate(layout: Layout, grid: Grid, shape: tuple[int, ...], dtype: Any,
@@ -31,6 +34,25 @@ def fill(a: Array, backend, seed: int, *names: Any) -> Array:
     a[...] = backend.from_host(tuple(a.shape), dtype,
                                lambda: random.standard_normal(tuple(a.shape), dtype))
     return a
+
+
+def collective_operand(split: Split, kind: str, shape: tuple[int, ...], dtype: str) -> Array:
+    """Allocate the array that a collective reads, in the memory from which it is sent fastest."""
+    if kind == "all_gather":
+        return split.empty((*shape[:-1], split.counts[split.axis.rank]), dtype)
+    if kind == "reduce_scatter":
+        return split.term(shape, dtype)
+    return split.axis.backend.empty(shape, dtype)
+
+
+def collective_call(split: Split, kind: str, a: Array) -> CollectiveCall:
+    """Return a call of a collective on `a`, as `mm3d.grid.axis.COLLECTIVES` names it."""
+    axis = split.axis
+    return {"all_gather": lambda: split.all_gather(a),
+            "reduce_scatter": lambda: split.reduce_scatter(a),
+            "all_reduce": lambda: axis.all_reduce(a),
+            "broadcast": lambda: axis.broadcast(a, 0),
+            "reduce": lambda: axis.reduce(a, 0)}[kind]
 
 
 def transport_names(grid: Grid) -> str:

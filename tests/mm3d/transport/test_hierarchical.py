@@ -8,7 +8,7 @@ import mm3d
 from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.selftest import failed_collectives
-from mm3d.transport import lanes, segments
+from mm3d.transport import hierarchical as transport, lanes, segments
 from mm3d.transport.nodes import node_numbers, words_into_nodes
 from models import SIZES, data, differences, serial, train
 from reference import integers, on_grid
@@ -22,6 +22,7 @@ LARGE = 200    # words of a block, many chunks of a chain
 def hierarchical(monkeypatch):
     """The transport of this module; arrays of a few hundred bytes are large."""
     monkeypatch.setenv("MM3D_TRANSPORT", "hierarchical")
+    monkeypatch.setattr(transport, "MAX_MPI_BYTES", -1)
     monkeypatch.setattr(lanes, "CHUNK_BYTES", 64)
     monkeypatch.setattr(lanes, "DIRECT_BYTES", 64)
 
@@ -176,6 +177,27 @@ def test_words_moved_are_counted(comm, monkeypatch):
                      "reduce_scatter": 4 * n + 2 * n + n + n,
                      "all_reduce": 4 * n + 2 * n + n + n + n + 4 * n,
                      "broadcast": n + n, "reduce": 4 * n + 2 * n + n}
+
+
+@pytest.mark.ranks(4)
+def test_small_arrays_go_by_mpi(comm, monkeypatch):
+    """As the whole array is, on which all ranks agree, also where blocks are uneven."""
+    of_nodes(monkeypatch, 2)
+    monkeypatch.setattr(transport, "MAX_MPI_BYTES", 32)
+    with on_grid(comm, x=4) as grid:
+        x, taken = grid.x, []
+        take = x.transport._take
+        monkeypatch.setattr(x.transport, "_take", lambda *a: taken.append(a) or take(*a))
+        for more, counts in ((0, [3, 3, 1, 1]), (1, [3, 3, 1, 2])):
+            part, whole = np.ones(counts[comm.rank], "f4"), np.ones(8 + more, "f4")
+            assert (x.all_gather(part, 0, counts) == 1).all()
+            assert (x.prefetch(part, 0, counts).wait() == 1).all()
+            assert (x.reduce_scatter(whole, 0, counts) == 4).all()
+            assert (x.begin_reduce_scatter(whole, 0, counts).wait() == 4).all()
+            assert (x.all_reduce(whole) == 4).all() and (x.broadcast(whole, 1) == 1).all()
+            assert comm.rank or (x.reduce(whole, 0) == 4).all()
+            comm.rank and x.reduce(whole, 0)
+            assert len(taken) == more * (1 + 1 + 2 + 2 + 2 + 1 + 1)
 
 
 @pytest.mark.ranks(4)

@@ -1,0 +1,160 @@
+"""Measure the bytes that collectives send between nodes, beside the fewest that must be sent."""
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Sequence
+
+import numpy as np
+
+import mm3d
+from bench.checks import operation
+from bench.cluster.spec import Cluster
+from bench.experiments.products import operands
+from bench.instruments.clock import Clock, time_on_all_ranks
+from bench.instruments.wire import WireRecorder
+from bench.records.measurements import Check, Measurements, Setting, Variable
+from mm3d.arrays.blocks import block_lengths
+from mm3d.grid.axis import COLLECTIVES, Axis, Split
+from mm3d.grid.shape import GridShape
+from mm3d.transport.mpi import MpiTransport
+from mm3d.transport.nodes import words_into_nodes
+
+ROUNDS = 5    # of each collective by each transport
+WAYS = ("grid", "mpi")
+
+
+@dataclass(frozen=True)
+class WireMeasurement:
+    """What collectives of one array sent between nodes, by the transports of a grid and by MPI.
+
+    Attributes
+    ----------
+    settings : dict
+        Bytes of the array.
+    scales : dict of str to sequence
+        Labels along dimensions.
+    variables : dict of str to Variable
+        Bytes that each node received and sent in a call, those it has to receive, and seconds.
+    checks : list of Check
+        The comparisons of the results with the exact ones.
+    """
+
+    settings: dict[str, Setting]
+    scales: dict[str, Sequence]
+    variables: dict[str, Variable]
+    checks: list[Check]
+
+
+def measure_wire(grid: mm3d.Grid, axes: Sequence[str], size: int,
+                 dtype: str) -> WireMeasurement | None:
+    """Measure the bytes between nodes of every collective along the directions `axes`.
+
+    Each round calls a collective once by the transport of the grid and once by MPI's own
+    algorithm, all lines of a direction at the same time, and reads the counters of the kernel.
+
+    Parameters
+    ----------
+    grid : Grid
+        The ranks; every one of them calls this.
+    axes : sequence of str
+        Directions of two ranks or more.
+    size : int
+        Bytes of the array that the ranks of a line gather or sum.
+    dtype : str
+        The dtype of the array.
+
+    Returns
+    -------
+    WireMeasurement or None
+        On rank 0; None on the others, outside of an emulated cluster, and on one node.
+
+    Raises
+    ------
+    WrongResult
+        When a collective returns a wrong result.
+    """
+    recorder = WireRecorder(grid.comm)
+    nodes = max(recorder.nodes) + 1
+    if Cluster.from_environment() is None or not recorder.available or nodes == 1:
+        return None
+    words, item = size // np.dtype(dtype).itemsize, np.dtype(dtype).itemsize
+    found, checks, clock = [], [], Clock(grid.comm)
+    for axis, kind in itertools.product(axes, COLLECTIVES):
+        calls = []
+        for way, line in zip(WAYS, (grid[axis], _mpi_axis(grid, axis))):
+            split = Split(line, 0, words)
+            a = operands.collective_operand(split, kind, (words,), dtype)
+            calls.append(operands.collective_call(split, kind, a))
+            check = operation.check_collective(split, kind, calls[-1], a, grid.comm)
+            checks.append(replace(check, quantity=f"{check.quantity}, wire, {way}"))
+        found.append([[_one_call(call, grid, recorder, clock) for call in calls]
+                      for _ in range(ROUNDS)])
+    if grid.comm.rank:
+        return None
+    least = [least_words(grid.shape, axis, kind, words, recorder.nodes)
+             for axis, kind in itertools.product(axes, COLLECTIVES)]
+    shape, dims = (len(axes), len(COLLECTIVES)), ("axis", "collective", "round", "way")
+    taken = np.array(found).reshape(*shape, ROUNDS, len(WAYS), 3, nodes)
+    return WireMeasurement(
+        {"wire_size": size}, {"round": range(ROUNDS), "way": WAYS, "node": range(nodes)},
+        {"wire_received": Variable(taken[..., 0, :], "byte", (*dims, "node")),
+         "wire_sent": Variable(taken[..., 1, :], "byte", (*dims, "node")),
+         "wire_seconds": Variable(taken[..., 2, 0], "s", dims),
+         "wire_least": Variable(item * np.array(least, float).reshape(*shape, nodes), "byte",
+                                ("axis", "collective", "node"))}, checks)
+
+
+def add_wire(record: Measurements, wire: WireMeasurement | None) -> Measurements:
+    """Return the record of ``collectives`` with what was on the wire, if that was measured."""
+    if wire is None:
+        return record
+    return replace(record, configuration=record.configuration | wire.settings,
+                   scales=record.scales | wire.scales,
+                   variables=record.variables | wire.variables,
+                   checks=record.checks + wire.checks)
+
+
+def least_words(shape: GridShape, axis: str, kind: str, words: int,
+                nodes: Sequence[int]) -> list[int]:
+    """Count the words that each node has to receive, for all lines of a direction.
+
+    Parameters
+    ----------
+    shape : GridShape
+        The grid.
+    axis, kind : str
+        The direction, and one of `mm3d.grid.axis.COLLECTIVES`, with rank 0 of a line as its root.
+    words : int
+        Elements of the array that the ranks of each line gather or sum.
+    nodes : sequence of int
+        The node of each rank of the grid.
+    """
+    into = [0] * (max(nodes) + 1)
+    blocks = block_lengths(words, shape[axis])
+    for coords in shape.all_coordinates():
+        if coords[axis]:
+            continue
+        line = [nodes[shape.rank({**coords, axis: place})] for place in range(shape[axis])]
+        known = list(dict.fromkeys(line))
+        for node, count in zip(known, words_into_nodes(kind, blocks,
+                                                       [known.index(node) for node in line])):
+            into[node] += count
+    return into
+
+
+def _mpi_axis(grid: mm3d.Grid, axis: str) -> Axis:
+    """Make an axis of the same ranks whose collectives are MPI's own."""
+    comm = grid[axis].comm
+    return Axis(axis, comm, grid.backend, MpiTransport(comm, grid.backend))
+
+
+def _one_call(call: operands.CollectiveCall, grid: mm3d.Grid, recorder: WireRecorder,
+              clock: Clock) -> np.ndarray:
+    """Return bytes received and sent by each node in one call, and its makespan, (3, nodes)."""
+    recorder.start()
+    times, _ = time_on_all_ranks(call, grid.comm, grid.backend.synchronize, clock)
+    count = recorder.stop()
+    if count is None:
+        return np.zeros((3, 0))
+    return np.array([count.received_bytes, count.sent_bytes,
+                     np.full(len(count.sent_bytes), times.max())])

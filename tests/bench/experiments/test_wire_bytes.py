@@ -1,0 +1,127 @@
+"""What collectives and schemes send between nodes, beside the closed forms."""
+import sys
+
+import numpy as np
+import pytest
+
+from bench.experiments.products import wire_bytes
+from bench.records import run_file
+from bench.records.measurements import Measurements, Variable
+from bench.reports import micro_tables
+from bench.reports.formats import render
+from bench.validation.files import check_file
+from mm3d.grid.axis import COLLECTIVES
+from mm3d.grid.shape import GridShape
+from support import run_python
+
+OVERHEAD = .05    # of headers, acknowledgements and barriers, over what has to be received
+SCHEME = """
+import sys
+import mm3d
+from bench.instruments.wire import WireRecorder
+from mm3d.tracing.events import Collective, Observer
+from mm3d.tracing.observe import observed
+from mm3d.transport.nodes import node_numbers
+from mpi4py import MPI
+
+class Crossing(Observer):
+    kinds, sizes, bytes = (Collective,), True, 0
+
+    def enter(self, event, barrier=None):
+        axis = scheme.grid[event.axis]
+        if axis.rank == 0:
+            self.bytes += ((nodes[event.axis] - 1) * event.bytes
+                           * (2 if event.kind == "all_reduce" else 1))
+
+    def leave(self):
+        pass
+
+comm = MPI.COMM_WORLD
+scheme = mm3d.scheme(sys.argv[1], comm)
+nodes = {name: len(set(node_numbers(axis.comm))) for name, axis in scheme.grid.axes.items()}
+model = mm3d.Transformer(scheme, layers=1, hidden=512, heads=8, batch=8, seq=128)
+x, dy = model.random("x"), model.random("dy")
+model.backward(dy, model.forward(x)[1])
+crossing, wire = Crossing(), WireRecorder(comm)
+with observed(scheme.grid, crossing):
+    wire.start()
+    model.backward(dy, model.forward(x)[1])
+    found = wire.stop()
+least = comm.allreduce(crossing.bytes)
+if comm.rank == 0:
+    print(int(found.received_bytes.sum()), int(least))
+"""
+
+
+def test_least_words():
+    """A direction inside nodes brings nothing; lines of another share the links."""
+    shape, nodes = GridShape("xy", (2, 2)), [0, 0, 1, 1]
+    for kind in COLLECTIVES:
+        assert wire_bytes.least_words(shape, "y", kind, 10, nodes) == [0, 0]
+    assert [wire_bytes.least_words(shape, "x", kind, 10, nodes) for kind in COLLECTIVES] == [
+        [10, 10], [10, 10], [20, 20], [0, 20], [20, 0]]
+    assert wire_bytes.least_words(GridShape("x", (3,)), "x", "all_gather", 7, [0, 0, 1]) == [2, 5]
+
+
+def test_the_table_of_the_wire():
+    """The busiest node's medians beside what it has to receive; no row inside nodes."""
+    dims = ("axis", "collective", "round", "way")
+    received = np.array([[[[[11e6, 9e6], [20e6, 3e6]]]], [[[[1., 1.], [1., 1.]]]]])
+    record = Measurements(
+        "collectives", {"wire_size": 2 ** 23}, {"emulated_cluster": "2x1:200Mbit"},
+        {"axis": ["x", "y"], "collective": ["all_gather"], "round": [0], "way": ["grid", "mpi"],
+         "node": [0, 1]},
+        {"wire_received": Variable(received, "byte", (*dims, "node")),
+         "wire_sent": Variable(received / 2, "byte", (*dims, "node")),
+         "wire_seconds": Variable(np.full((2, 1, 1, 2), .5), "s", dims),
+         "wire_least": Variable(np.array([[[10e6, 8e6]], [[0., 0.]]]), "byte",
+                                ("axis", "collective", "node"))}, [])
+    text = render(micro_tables.wire_parts(record), "text")
+    line = next(line.split() for line in text.splitlines() if line.startswith("all_gather"))
+    assert [word for word in line if word != "|"] == [
+        "all_gather", "x", "10.00", "11.00", "10.0", "%", "5.50", "500.0",
+        "20.00", "100.0", "%", "10.00", "500.0"]
+    assert "8 MiB" in text and "cluster 2x1:200Mbit" in text and text.count("all_gather") == 1
+
+
+def in_cluster(spec: str, *argv: str, **variables: str):
+    """Run a command in an emulated cluster; the test is skipped where the kernel refuses."""
+    nodes, _, ranks = spec.partition("x")
+    done = run_python("-m", "bench", "cluster", "--nodes", nodes, "--ranks", ranks, "--link",
+                      "1Gbit", "--", "mpirun", "-n", str(int(nodes) * int(ranks)),
+                      sys.executable, *argv, timeout=400, **variables)
+    if done.returncode == 2 and "error: this kernel" in done.stderr:
+        pytest.skip(done.stderr.strip())
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+@pytest.mark.slow
+@pytest.mark.limit(600)
+@pytest.mark.parametrize("spec", ["2x2", "4x2", "2x4"])
+def test_the_wire_carries_what_collectives_must_send(tmp_path, spec):
+    """By the default transport of a line of several ranks a node, in a valid file."""
+    nodes, _, ranks = spec.partition("x")
+    in_cluster(spec, "-m", "bench", "collectives", "--grid", str(int(nodes) * int(ranks)),
+               "--least", "8388608", "--most", "8388608", "--repetitions", "1",
+               "--max-repetitions", "1", "--out", str(tmp_path), MM3D_TRANSPORT="")
+    path, = tmp_path.glob("*.h5")
+    run = run_file.read_run(path)
+    assert not check_file(path)[0] and run.configuration["transport"] == "hierarchical"
+    received = np.median(run.variables["wire_received"].values, axis=2)[0, :, 0]
+    least = run.variables["wire_least"].values[0]
+    over = received.max(axis=-1) / least.max(axis=-1) - 1
+    assert ((over > 0) & (over < OVERHEAD)).all(), dict(zip(COLLECTIVES, over))
+
+
+@pytest.mark.slow
+@pytest.mark.limit(600)
+@pytest.mark.parametrize("spec", ["2x2", "4x2", "2x4"])
+@pytest.mark.parametrize("scheme", ["3d", "1d", "1d-sp", "2d"])
+def test_the_wire_carries_what_a_layer_must_send(spec, scheme):
+    """Forward and backward of one layer: the words counted of lines that cross nodes."""
+    if scheme == "2d" and spec != "2x2":
+        pytest.skip("2d needs a square of ranks")
+    done = in_cluster(spec, "-c", SCHEME, scheme, MM3D_TRANSPORT="hierarchical")
+    received, least = map(int, done.stdout.split())
+    assert 0 < received / least - 1 < OVERHEAD, (received, least)
