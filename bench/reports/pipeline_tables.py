@@ -16,7 +16,7 @@ def pipeline_parts(records: Sequence[Measurements]) -> list[Part]:
     bubble, memory = "bubble / cost (%)", "peak memory of a rank (MB)"
     columns = [Column("schedule"), Column("micro-", "batches"), Column("step", "(ms)"),
                Column("clock's", "(ms)"), Column("measured", "", bubble),
-               Column("low", "95 %", bubble), Column("high", "95 %", bubble),
+               Column("low", "", bubble), Column("high", "", bubble),
                Column("clock's", "", bubble), Column("points", "apart", bubble),
                *(Column(name, "(ms)") for name in ("F", "B", "W", "hop")),
                Column("counted", "", memory), Column("closed form", "", memory),
@@ -62,7 +62,9 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
         f"repetition and after the last; {', '.join(_repetitions(records))} repetitions.",
         "Step: from the first begin of an action to the last end of all ranks, median. Bubble: "
         "the longest time of a stage from its own first begin to its own last end, less the mean "
-        "time of a stage in actions. Waiting inside an action for ranks of the same stage "
+        "time of a stage in actions; low and high: of its median, at 95 % where there are at "
+        "least six repetitions, otherwise the least and the greatest. Waiting inside an action "
+        "for ranks of the same stage "
         "belongs to the action. Not timed: drawing parameters, setting gradients to zero, the "
         "optimizer, verification.",
         "Clock's: the exact time of the schedule with the measured medians of F, B, W of each "
