@@ -37,7 +37,9 @@ def draw_step_times(results: Results):
             _correction(published, wrong)
         published.set(title=f"{HEADINGS[table]}: published", xlabel="GPUs",
                       ylabel="average step time (s)")
-        measured.set(title=f"{HEADINGS[table]}: measured, preset {results.title}", xlabel="ranks",
+        between = "\n" if len(results.title) > 20 else " "    # a long title does not fit beside it
+        measured.set(title=f"{HEADINGS[table]}: measured,{between}preset {results.title}",
+                     xlabel="ranks",
                      ylabel="average step time (s)")
         for panel in panels[row]:
             start_at_zero(panel)
