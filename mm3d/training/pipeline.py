@@ -89,6 +89,8 @@ class Pipeline:
 
         It adds to the gradients of the parameters, and divides them by nothing: the gradient of
         the step's loss is asked for, such as that of a mean over the tokens of all micro-batches.
+        Arrays that `inputs` and `output_gradient` return are not copied: they must stay unchanged
+        until the end of the step.
 
         Parameters
         ----------
