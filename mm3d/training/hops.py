@@ -16,7 +16,7 @@ from mm3d.schemes.scheme import Scheme
 from mm3d.training.mesh import Mesh
 from mm3d.training.schedules.schedule import Event, Schedule
 from mm3d.transport.pending import Pending
-from mm3d.transport.point_to_point import PointToPoint
+from mm3d.transport.point_to_point import PointToPoint, tag_count
 
 Box = tuple[tuple[int, int], ...]    # start and stop in each dimension
 
@@ -95,7 +95,8 @@ class Hops:
     Raises
     ------
     ValueError
-        On every rank alike, when there are more messages than tags of MPI.
+        On every rank alike and before any communication, when there are more messages than tags
+        of MPI.
     """
 
     direction = "s"
@@ -103,12 +104,12 @@ class Hops:
     def __init__(self, mesh: Mesh, schedule: Schedule, shape: tuple[int, int, int], dtype: Any,
                  synchronous: bool = False, asleep: bool = False) -> None:
         self.mesh, self.schedule, self.shape, self.dtype = mesh, schedule, shape, dtype
-        self.messages = PointToPoint(mesh.comm, mesh.scheme.grid.backend, synchronous, asleep)
-        needed = 2 * schedule.stage_count * schedule.microbatches
-        if needed > self.messages.max_tag + 1:
+        needed, available = 2 * schedule.stage_count * schedule.microbatches, tag_count(mesh.comm)
+        if needed > available:
             raise ValueError(f"{schedule.stage_count} stages of {schedule.microbatches} "
-                             f"micro-batches need {needed} tags, and this MPI has "
-                             f"{self.messages.max_tag + 1}: fewer micro-batches would do")
+                             f"micro-batches need {needed} tags, and this MPI has {available}: "
+                             f"fewer micro-batches would do")
+        self.messages = PointToPoint(mesh.comm, mesh.scheme.grid.backend, synchronous, asleep)
         self.traffic = Traffic()
         self._own_box = self._blocks(mesh.stage)[mesh.place]
         self._known: dict[tuple[int, int], list[Transfer]] = {}

@@ -16,6 +16,11 @@ from mm3d.transport.pending import Pending
 LONGEST_PAUSE = 1e-3    # seconds between two looks at a message, where a rank sleeps meanwhile
 
 
+def tag_count(comm: MPI.Intracomm) -> int:
+    """Return how many tags messages can have, from 0; nothing is sent."""
+    return comm.Get_attr(MPI.TAG_UB) + 1
+
+
 class PointToPoint:
     """Send and receive arrays between any two ranks of a communicator.
 
@@ -37,8 +42,6 @@ class PointToPoint:
 
     Attributes
     ----------
-    max_tag : int
-        The largest tag of a message.
     bytes_sending, peak_sending : int
         Bytes of the messages that are being sent now, and the most so far.
     """
@@ -47,7 +50,6 @@ class PointToPoint:
                  asleep: bool = False) -> None:
         self.comm, self.backend, self.asleep = comm.Dup(), backend, asleep
         self.in_place = backend.host_buffers or choose_transport(comm, backend) == "device"
-        self.max_tag: int = comm.Get_attr(MPI.TAG_UB)
         self._send = self.comm.Issend if synchronous else self.comm.Isend
         self._sending: list[tuple[MPI.Request, Any, int]] = []
         self.bytes_sending = self.peak_sending = 0

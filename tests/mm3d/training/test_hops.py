@@ -14,6 +14,7 @@ from mm3d.training.hops import Hops, activation_blocks, transfers
 from mm3d.training.schedules import build, parse_schedule
 from mm3d.training.schedules.messages import message_count
 from mm3d.training.schedules.schedule import Event
+from mm3d.transport.point_to_point import tag_count
 
 GRIDS = [(4, 1, 1), (1, 4, 1), (1, 1, 4), (2, 2, 1), (1, 2, 2)]
 
@@ -94,13 +95,15 @@ def test_results_are_told_apart_whatever_the_order_of_receiving(comm):
 
 
 @pytest.mark.ranks(2)
-def test_more_messages_than_tags_are_refused(comm):
+def test_more_messages_than_tags_are_refused_before_a_communicator_is_made(comm, monkeypatch):
     mesh = mm3d.Mesh(comm, stages=2, scheme="serial")
     schedule = parse_schedule("F0 BW0\nF0 BW0\n")
-    limit = Hops(mesh, schedule, (1, 1, 1), np.dtype("float32")).messages.max_tag
+    limit = tag_count(comm)
     object.__setattr__(schedule, "microbatches", limit)
+    monkeypatch.setattr("mm3d.training.hops.PointToPoint", None)
     with pytest.raises(ValueError, match=f"2 stages of {limit} micro-batches need {4 * limit}"):
         Hops(mesh, schedule, (1, 1, 1), np.dtype("float32"))
+    mesh.free()
 
 
 def test_shapes_of_grids_are_values():
