@@ -9,6 +9,7 @@ from typing import Any, Iterator
 import numpy as np
 
 import mm3d
+from bench.checks import against_serial
 from bench.records.measurements import Check
 from mm3d import ModelSizes
 from mm3d.arrays.backend import Array
@@ -135,8 +136,8 @@ class LayersSubject:
     def check(self) -> list[Check]:
         """Compare the gradients of a step with those of the whole model in one stage.
 
-        Each stage computes it on its own ranks, micro-batch by micro-batch.  Gradients are equal
-        to the bit: the tolerance is 0.
+        Each stage computes it on its own ranks, micro-batch by micro-batch.  Where all stages have
+        the same grid, gradients are equal to the bit: the tolerance is 0.
         """
         microbatches = self.case.schedule.microbatches
         sizes = ModelSizes(**{**self.case.sizes, "batch": self.case.sizes.batch // microbatches})
@@ -153,7 +154,8 @@ class LayersSubject:
             for name, pair in one.items():
                 squares[name] = squares.get(name, np.zeros(2)) + pair
         # On different grids sums are rounded in other orders, and inputs of layers differ.
-        tolerance = 0.0 if same_grids else 1e4 * float(np.finfo(self.case.dtype).eps)
+        tolerance = 0.0 if same_grids else against_serial.tolerances(
+            self.case.dtype, self.case.sizes.layers)[1]
         return [Check(f"gradient of {name}", float(np.sqrt(error / norm)), tolerance)
                 for name, (error, norm) in squares.items()]
 
