@@ -1,7 +1,7 @@
 """Define parameters: trained arrays, divided over the grid, with their gradients."""
 
 import math
-from typing import Any
+from typing import Any, Mapping
 
 import numpy as np
 
@@ -88,3 +88,27 @@ class Parameter:
         Every rank must call it; for checks.
         """
         return self.layout.unshard(block, self.grid, self.shape).reshape(self.public_shape)
+
+
+def check_state(state: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Check that global arrays by name are those of a model, before they are loaded.
+
+    Parameters
+    ----------
+    state : mapping
+        The arrays.
+    shapes : mapping
+        The public shape of every parameter of the model, by name.
+
+    Raises
+    ------
+    ValueError
+        When one is missing, unknown, or of another shape.
+    """
+    for name in [*shapes, *state]:
+        if name not in shapes or name not in state:
+            raise ValueError(f"parameter {name!r} is "
+                             f"{'missing' if name in shapes else 'not in the model'}")
+        if np.shape(state[name]) != shapes[name]:
+            raise ValueError(f"parameter {name!r} has the shape {shapes[name]}, not "
+                             f"{np.shape(state[name])}")

@@ -10,6 +10,7 @@ from mm3d.arrays.backend import Array, host_dtype
 from mm3d.model.chain_specs import ModelSpec
 from mm3d.model.chains import Chain
 from mm3d.model.initial_values import draw_normal
+from mm3d.model.parameters import check_state
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.recomputed_layers import weighted_products
 from mm3d.model.sizes import ModelSizes
@@ -285,14 +286,7 @@ class Transformer:
         ValueError
             When a parameter is missing, unknown, or of another shape; nothing is loaded then.
         """
-        known = {p.name: p.public_shape for p in self.parameters}
-        for name in [*known, *state]:
-            if name not in known or name not in state:
-                raise ValueError(f"parameter {name!r} is "
-                                 f"{'missing' if name in known else 'not in the model'}")
-            if np.shape(state[name]) != known[name]:
-                raise ValueError(f"parameter {name!r} has the shape {known[name]}, not "
-                                 f"{np.shape(state[name])}")
+        check_state(state, {p.name: p.public_shape for p in self.parameters})
         for p in self.parameters:
             p.load(np.asarray(state[p.name]))
 

@@ -10,7 +10,7 @@ import numpy as np
 from mm3d.arrays.backend import Array
 from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.axis import Traffic
-from mm3d.model.parameters import Parameter
+from mm3d.model.parameters import Parameter, check_state
 from mm3d.model.sizes import ModelSizes
 from mm3d.model.transformer import Transformer
 from mm3d.model.transformer_spec import model_spec
@@ -61,7 +61,7 @@ class Pipeline:
     ValueError
         On every rank alike and before any communication, when the schedule is wrong, has not as
         many ranks as the mesh has stages, or more stages than there are layers, or the
-        micro-batches do not divide the batch.
+        micro-batches do not divide the batch, or their number is missing.
     """
 
     def __init__(self, mesh: Mesh, schedule: str | Schedule, layers: int, hidden: int, heads: int,
@@ -69,7 +69,10 @@ class Pipeline:
                  around: Callable[[Action], ContextManager] | None = None,
                  synchronous: bool = False, asleep: bool = False, **options: Any) -> None:
         if isinstance(schedule, str):
-            schedule = build(schedule, mesh.shape["s"], microbatches or 1)
+            if microbatches is None:
+                raise ValueError(f"schedule {schedule!r}: a name needs microbatches too, their "
+                                 f"number")
+            schedule = build(schedule, mesh.shape["s"], microbatches)
         self.mesh, self.schedule = mesh, schedule
         sizes = ModelSizes(layers, hidden, heads, batch, seq)
         self.parts = divide_layers(schedule, mesh.shape["s"], sizes, microbatches)
@@ -131,9 +134,8 @@ class Pipeline:
         """Gather every gradient of all stages, as `mm3d.Transformer.gradients`; for checks."""
         return self._gather(Transformer.gradients)
 
-    def _gather(self, of: Callable[[Transformer], dict[str, np.ndarray]]) -> dict[
-            str, np.ndarray]:
-        """Gather named arrays of all chunks on every rank, in the order of the layers."""
+    def _gather(self, of: Callable[[Transformer], dict[str, Any]]) -> dict[str, Any]:
+        """Gather what `of` returns by name of all chunks on every rank, in the layers' order."""
         own = {stage: of(chunk)
                for stage, chunk in zip(self.schedule.stages[self.mesh.stage], self.chunks)}
         every = self.mesh.comm.allgather(own if self.mesh.place == 0 else {})
@@ -143,11 +145,16 @@ class Pipeline:
     def load(self, state: Mapping[str, np.ndarray]) -> None:
         """Load all parameters from global arrays by name, as returned by `state`.
 
+        Every rank must call it, with the same arrays.
+
         Raises
         ------
         ValueError
-            When one of this stage is missing or of another shape.
+            On every rank alike, when a parameter of any stage is missing, unknown, or of another
+            shape; nothing is loaded then.
         """
+        check_state(state, self._gather(
+            lambda chunk: {p.name: p.public_shape for p in chunk.parameters}))
         for chunk in self.chunks:
             own = {p.name for p in chunk.parameters}
             chunk.load({name: a for name, a in state.items() if name in own})

@@ -33,22 +33,40 @@ def test_gradients_are_those_of_one_stage_to_the_bit(comm, number, names):
 
     Words between stages are the closed form, those inside as many as without a pipeline.
     """
-    for stages, scheme, grid in MESHES[comm.size][number:number + 1]:
-        mesh = mm3d.Mesh(comm, stages, scheme, grid)
-        expected = run_one_stage(mesh.scheme)
-        for name, schedule in schedules(stages, names).items():
-            pipeline = mm3d.Pipeline(mesh, schedule, **SIZES, synchronous=True,
-                                     around=delayed(comm.rank), asleep=name != "1f1b")
-            pipeline.reset_traffic()
-            found = run_pipeline(pipeline)
-            assert not differing(found, expected), (name, stages, scheme, grid)
-            names = {name for every in comm.allgather([*found]) for name in every}
-            assert names == expected.keys(), name
-            words = costs.hop_words(schedule, scheme, mesh.grids, pipeline.chunks[0].shape)
-            assert comm.allreduce(pipeline.traffic()["s", "send"].words) == words, name
-            assert words_inside(mesh) == words_of_layers(pipeline, scheme), name
-            pipeline.free()
-        mesh.free()
+    if number >= len(MESHES[comm.size]):
+        pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
+    stages, scheme, grid = MESHES[comm.size][number]
+    mesh = mm3d.Mesh(comm, stages, scheme, grid)
+    expected = run_one_stage(mesh.scheme)
+    for name, schedule in schedules(stages, names).items():
+        compare(mesh, name, schedule, expected, SIZES)
+    mesh.free()
+
+
+@pytest.mark.ranks(slow=(4,))
+def test_two_chunks_on_each_of_four_stages(comm):
+    """As many layers as stages of the schedule."""
+    mesh, sizes = mm3d.Mesh(comm, 4, "serial"), SIZES | {"layers": 8}
+    expected = run_one_stage(mesh.scheme, sizes)
+    for name in ("interleaved:2", "zb-v"):
+        compare(mesh, name, build(name, 4, M), expected, sizes)
+    mesh.free()
+
+
+def compare(mesh, name: str, schedule, expected, sizes) -> None:
+    """Run a schedule, and compare its results and words with those of one stage."""
+    comm, scheme = mesh.comm, mesh.scheme.name
+    pipeline = mm3d.Pipeline(mesh, schedule, **sizes, synchronous=True,
+                             around=delayed(comm.rank), asleep=name != "1f1b")
+    pipeline.reset_traffic()
+    found = run_pipeline(pipeline)
+    assert not differing(found, expected), (name, mesh)
+    names = {key for every in comm.allgather([*found]) for key in every}
+    assert names == expected.keys(), name
+    words = costs.hop_words(schedule, scheme, mesh.grids, pipeline.chunks[0].shape)
+    assert comm.allreduce(pipeline.traffic()["s", "send"].words) == words, name
+    assert words_inside(mesh) == words_of_layers(pipeline, scheme), name
+    pipeline.free()
 
 
 def words_inside(mesh) -> dict:
@@ -161,6 +179,24 @@ def test_state_has_the_names_and_values_of_one_stage(comm):
     mesh.free()
 
 
+@pytest.mark.ranks(2)
+def test_states_that_do_not_fit_are_refused_on_all_ranks(comm):
+    """Also by the stage that does not have the parameter; nothing has been loaded."""
+    mesh = mm3d.Mesh(comm, 2, "serial")
+    pipeline = mm3d.Pipeline(mesh, "1f1b", **SIZES, microbatches=M)
+    state = pipeline.state()
+    other = {name: a + 1 for name, a in state.items()}
+    name = "layers.0.mlp.down.weight"
+    for wrong, said in (({n: a for n, a in other.items() if n != name}, f"'{name}' is missing"),
+                        (other | {name: other[name].T}, f"'{name}' has the shape"),
+                        (other | {"head": other[name]}, "'head' is not in the model")):
+        with pytest.raises(ValueError, match=said):
+            pipeline.load(wrong)
+    assert not differing(pipeline.state(), state)
+    pipeline.free()
+    mesh.free()
+
+
 @pytest.mark.ranks(2, slow=(1,))
 def test_memory_is_at_most_what_the_closed_form_and_messages_say(comm):
     """All saved data of a step are gone at its end, and the peak is that of the schedule."""
@@ -206,6 +242,8 @@ WRONG = "F0 F1 BW0 BW1\nF0 BW1 F1 BW0\n"
      "a batch of 6 sequences cannot be divided among 4 micro-batches: 4 or 8 would do"),
     (dict(schedule="dualpipe-v", microbatches=3, batch=3), ValueError,
      "at least 4 micro-batches are needed"),
+    (dict(microbatches=None), ValueError, "schedule '1f1b': a name needs microbatches too"),
+    (dict(microbatches=0), ValueError, "2 ranks and 0 micro-batches: at least 1 of each"),
     (dict(schedule=build("1f1b", 2, 2)), ValueError,
      "a schedule of 2 micro-batches: 4 were asked for")], ids=str)
 def test_what_does_not_fit_is_named_on_all_ranks_before_messages(comm, changed, error, said):
