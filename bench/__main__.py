@@ -91,6 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     # Before the verb there is no option that takes a value.
     first = next((word for word in words if not word.startswith("-")), "")
     arguments = parser(first).parse_args(words)
+    arguments.words = words    # for verbs that start the same command again
     verb = verbs.load(arguments.verb)
     cluster = getattr(arguments, "cluster", None)
     if cluster and cluster != Cluster.from_environment():

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mm3d.transport.nodes import node_numbers
+from mm3d.transport.nodes import physical_node
 
 COUNTERS = ("received_bytes", "received_packets", "sent_bytes", "sent_packets")
 DEVICES = Path("/proc/self/net/dev")
@@ -52,6 +52,18 @@ def read_counters(device: str = DEVICE, source: Path = DEVICES) -> np.ndarray | 
     return None
 
 
+def physical_node_numbers(comm: Any) -> tuple[int, ...]:
+    """Return the number of each rank's node, in the order of their first ranks; all ranks call it.
+
+    ``MM3D_NODE_SIZE`` does not matter: the nodes that it makes of one have one device.
+    """
+    node = physical_node(comm)
+    firsts = comm.allgather(node.bcast(comm.rank))
+    node.Free()
+    known = list(dict.fromkeys(firsts))
+    return tuple(known.index(first) for first in firsts)
+
+
 class WireRecorder:
     """Count what each node sends and receives between two points of a program.
 
@@ -67,7 +79,7 @@ class WireRecorder:
 
     def __init__(self, comm: Any, device: str = DEVICE) -> None:
         self.comm, self.device = comm, device
-        self.nodes = tuple(int(node) for node in node_numbers(comm))
+        self.nodes = physical_node_numbers(comm)
         self.reads = self.nodes.index(self.nodes[comm.rank]) == comm.rank
         mine = read_counters(device) if self.reads else None
         self.available = all(comm.allgather(not self.reads or mine is not None))

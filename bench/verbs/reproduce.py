@@ -111,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
                          "python -m bench reproduce")
     preset = load_tables().presets[arguments.preset]
     if preset.cluster and Cluster.from_environment() is None:
-        return run_verb_inside(Cluster.parse(preset.cluster), sys.argv[1:], ON_ALL_RANKS)
+        return run_verb_inside(Cluster.parse(preset.cluster), arguments.words, ON_ALL_RANKS)
     wanted = row_settings(arguments)
     row_options.node_memory(arguments)    # refused here once, not by every job
     cases = make_cases(arguments)
@@ -134,7 +134,8 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         progress.close()
     return report_end(log, reproduction, progress, stopped,
-                      {one.title: one.name for one in cases if one.row.like})
+                      {one.title: one.name for one in cases if one.row.like},
+                      arguments.words)
 
 
 def zero_bubble() -> int:
@@ -272,7 +273,8 @@ def predict_rows(arguments: argparse.Namespace, cases: list[Case]) -> None:
 
 
 def report_end(log: Journal, reproduction: Reproduction, progress: Progress,
-               stopped: Stopped | None, spare: Mapping[str, str]) -> int:
+               stopped: Stopped | None, spare: Mapping[str, str],
+               words: list[str]) -> int:
     """Record and print how a reproduction ended, and show its results.
 
     Parameters
@@ -287,6 +289,8 @@ def report_end(log: Journal, reproduction: Reproduction, progress: Progress,
         The signal that ended it early, if any.
     spare : dict of str to str
         Titles and names of the rows that may be left out for lack of memory.
+    words : list of str
+        The words of the command.
 
     Returns
     -------
@@ -306,7 +310,7 @@ def report_end(log: Journal, reproduction: Reproduction, progress: Progress,
     if progress.measured:
         write_tables_and_figures(log.folder, print, figures=not stopped)
     if stopped or lacking:
-        print_rest(log.folder, progress, stopped)
+        print_rest(log.folder, progress, stopped, words)
     elif missing:
         print(f"\nOf what was begun at {reproduction.begun[:19]} UTC {len(missing)} rows are not "
               f"measured yet: the command that began it goes on with them")
@@ -319,10 +323,11 @@ def print_lines(heading: str, lines: list[str]) -> None:
         print(f"\n{heading}", *lines, sep="\n  ", file=sys.stderr)
 
 
-def print_rest(folder: Path, progress: Progress, stopped: Stopped | None) -> None:
+def print_rest(folder: Path, progress: Progress, stopped: Stopped | None,
+               words: list[str]) -> None:
     """Print to standard error how many rows are there, and the command that measures the rest."""
     print(f"\n{stopped or 'Ended'}: {progress.measured} of {progress.total} rows are in "
-          f"{folder}; {command_for_rest(sys.argv[1:])}", file=sys.stderr)
+          f"{folder}; {command_for_rest(words)}", file=sys.stderr)
     if left_behind := leftover_memory.removal_advice(leftover_memory.abandoned_segments()):
         print(left_behind, file=sys.stderr)
 

@@ -92,8 +92,7 @@ def run_job(job: list[Case], options: list[str], progress: Progress,
     """
     command = job_command(job, options)
     with start_child(command, stderr=subprocess.PIPE, env=launcher.environment_to_start(command),
-                     grace=GRACE, with_parent=True) as child:
-        errors = JobErrors(child)
+                     grace=GRACE, with_parent=True) as child, JobErrors(child) as errors:
         for line in child.stdout:
             reported = [one for one in pending if line.startswith(
                 tuple(f"{outcome}: {one.title}:" for outcome in OUTCOMES))]
@@ -103,13 +102,14 @@ def run_job(job: list[Case], options: list[str], progress: Progress,
             pending.remove(reported[0])
             progress.row(line.rstrip())
         status = child.wait()
-        return f"{errors.close()}mpirun ended with status {status}"
+        return f"{errors.finish()}mpirun ended with status {status}"
 
 
 class JobErrors:
     """Pass on what a job writes to standard error; end it when its watchdog could not.
 
-    An mpirun goes on waiting for ranks of a node that it does not reach.
+    An mpirun goes on waiting for ranks of a node that it does not reach.  After the block that it
+    is the context of, no signal is sent any more; standard error is closed at its end.
 
     Parameters
     ----------
@@ -124,19 +124,29 @@ class JobErrors:
         self._thread = threading.Thread(target=self._pass_on, daemon=True)
         self._thread.start()
 
-    def close(self) -> str:
-        """Return what the watchdog has said, with a semicolon; "" if it has said nothing."""
+    def __enter__(self) -> "JobErrors":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._timer.cancel()    # also one that is started later
+
+    def finish(self) -> str:
+        """Return what the watchdog has said, with a semicolon; "" if it has said nothing.
+
+        The job has ended.
+        """
         self._thread.join(FLUSH_SECONDS)    # until all of it is passed on
         self._timer.cancel()
         return self._reason
 
     def _pass_on(self) -> None:
-        for line in self._child.stderr:
-            with contextlib.suppress(OSError, ValueError):    # nobody reads it any more
-                print(line, end="", file=sys.stderr, flush=True)
-            if line.startswith(WATCHDOG) and not self._reason:
-                self._reason = f"{line.removeprefix(WATCHDOG).partition(';')[0]}; "
-                self._timer.start()
+        with self._child.stderr as lines:
+            for line in lines:
+                with contextlib.suppress(OSError, ValueError):    # nobody reads it any more
+                    print(line, end="", file=sys.stderr, flush=True)
+                if line.startswith(WATCHDOG) and not self._reason:
+                    self._reason = f"{line.removeprefix(WATCHDOG).partition(';')[0]}; "
+                    self._timer.start()
 
 
 def job_command(job: Iterable[Case], options: list[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """Links that are cut or slow and nodes that die, in the middle of a run across nodes."""
 import json
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -78,8 +79,25 @@ def test_a_job_that_goes_on_after_its_watchdog(monkeypatch, capsys):
     monkeypatch.setattr(reproduction, "ABORT_SECONDS", 0.1)
     says = "watchdog: no progress for 9 s, nothing is heard of rank 3; the job ends"
     with start_child(["sh", "-c", f"echo before >&2; echo '{says}' >&2; exec sleep 100"],
-                     stderr=-1) as child:
-        errors = reproduction.JobErrors(child)
+                     stderr=-1) as child, reproduction.JobErrors(child) as errors:
         assert child.wait(10) == -15
-        assert errors.close() == "no progress for 9 s, nothing is heard of rank 3; "
+        assert errors.finish() == "no progress for 9 s, nothing is heard of rank 3; "
+    assert child.stderr.closed
     assert capsys.readouterr().err == f"before\n{says}\n"
+
+
+def test_a_job_that_is_stopped_is_not_ended_again(monkeypatch):
+    """Its number may be another process's by then."""
+    ended = []
+    monkeypatch.setattr(reproduction, "ABORT_SECONDS", 0.2)
+    monkeypatch.setattr(reproduction, "end_child", ended.append)
+    with pytest.raises(KeyboardInterrupt):
+        with start_child(["sh", "-c", "echo 'watchdog: no progress;' >&2; exec sleep 100"],
+                         stderr=-1) as child, reproduction.JobErrors(child) as errors:
+            while not errors._reason:
+                time.sleep(0.01)
+            raise KeyboardInterrupt
+    errors._thread.join(10)
+    assert child.stderr.closed
+    time.sleep(0.3)
+    assert not ended
