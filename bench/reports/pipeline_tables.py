@@ -7,6 +7,7 @@ import numpy as np
 from bench.experiments.pipeline import derived
 from bench.records.measurements import Measurements
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
+from bench.reports.emulated import describe_cluster
 from mm3d.training.schedules import parse_schedule
 from mm3d.training.schedules.clock import Timeline
 
@@ -45,8 +46,7 @@ def pipeline_parts(records: Sequence[Measurements]) -> list[Part]:
 def _notes(records: Sequence[Measurements]) -> list[str]:
     chosen, env = records[0].configuration, records[0].environment
     waits = chosen["work"] == "wait"
-    checked = ("each result that arrived was the right one" if waits else
-               "gradients are equal to those of the model in one stage, each to the bit")
+    cluster = describe_cluster(env)
     notes = [f"WAITS stand in for layers: {chosen['about_work'].partition(': ')[2]}. Steps of "
              f"real layers take other times."] if waits else [
         f"Layers of {chosen['hidden']} features, {chosen['heads']} heads, sequences of "
@@ -58,8 +58,9 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
         f"{chosen['grid']} ranks (stages, ranks of a stage), scheme {chosen['scheme']}, grid "
         f"{str(chosen['stage_grids']).partition(';')[0]}"
         f"{' in stage 0' if len(set(str(chosen['stage_grids']).split('; '))) > 1 else ''}; "
-        f"{env['ranks']} ranks on {env['cores']} cores; verified: {checked}, before the first "
-        f"repetition and after the last; {', '.join(_repetitions(records))} repetitions.",
+        f"{env['ranks']} ranks on {env['cores']} cores{', ' * bool(cluster)}{cluster}; verified: "
+        f"{_checked(records)}, before the first repetition and after the last; "
+        f"{', '.join(_repetitions(records))} repetitions.",
         "Step: from the first begin of an action to the last end of all ranks, median. Bubble: "
         "the longest time of a stage from its own first begin to its own last end, less the mean "
         "time of a stage in actions; low and high: of its median, at 95 % where there are at "
@@ -75,6 +76,15 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
         "sent and blocks of elementwise work."]
 
 
+def _checked(records: Sequence[Measurements]) -> str:
+    """Return what was verified, and how closely."""
+    if records[0].configuration["work"] == "wait":
+        return "each result that arrived was the right one"
+    tolerance = max(check.tolerance for record in records for check in record.checks)
+    return "gradients are equal to those of the model in one stage, " + (
+        f"each to a relative error of {tolerance:g}" if tolerance else "each to the bit")
+
+
 def _repetitions(records: Sequence[Measurements]) -> list[str]:
     return sorted({str(len(record.scales["repetition"])) for record in records}, key=int)
 
@@ -86,6 +96,9 @@ def timelines(record: Measurements) -> dict[str, Timeline]:
     found = {name: variable.values for name, variable in record.variables.items()}
     clock = derived.clock_timeline(schedule, found["durations"], float(found["hop"]))
     title = f"{chosen['schedule']}, {chosen['microbatches']} micro-batches"
-    work = " (WAITS stand in for layers)" if chosen["work"] == "wait" else ""
-    return {f"{title}, measured{work}": derived.measured_timeline(schedule, found["times"], clock),
+    about = [*["WAITS stand in for layers"] * (chosen["work"] == "wait"),
+             *filter(None, [describe_cluster(record.environment)])]
+    work = f" ({'; '.join(about)})" if about else ""
+    measured = derived.measured_timeline(schedule, found["times"], clock)
+    return {f"{title}, measured in one repetition{work}": measured,
             f"{title}, the clock's with measured F, B, W and hop{work}": clock}

@@ -13,9 +13,11 @@ KINDS = {"F": ("forward", style.SKY), "B": ("backward, input", style.ORANGE),
 BUBBLE = "#DDDDDD"
 LETTERS = 7.0    # points, of the numbers of micro-batches; fewer where boxes are narrow
 WIDTH = 14.0    # inches
+LONG_TITLE = 100    # letters; what the schedule costs stands below a longer one
 
 
-def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline]) -> Path:
+def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline],
+            unit: str | None = None) -> Path:
     """Draw when each action runs, a panel a schedule, all with the same axis of time.
 
     Parameters
@@ -24,6 +26,8 @@ def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline]) -> Path:
         The picture to write; a .png, .svg or .pdf.
     timelines : mapping from str to Timeline
         By title.
+    unit : str, optional
+        Of the times, such as "s".
 
     Raises
     ------
@@ -37,8 +41,11 @@ def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline]) -> Path:
         figure, panels = style.make_figure(len(timelines), 1, (WIDTH, height), "")
         for panel, (title, timeline) in zip(panels.flat, timelines.items()):
             _rows(panel, timeline, end)
-            panel.set_title(f"{title}: bubble {float(timeline.bubble_rate):.1%} of the cost, "
-                            f"{float(timeline.cost):.4g}")
+            panel.set_xlabel(f"time ({unit})" if unit else "time")
+            cost = f"{float(timeline.cost):.4g}{f' {unit}' if unit else ''}"
+            space = " " if len(title) < LONG_TITLE else "\n"
+            panel.set_title(f"{title}:{space}cost {cost}, "
+                            f"bubble {float(timeline.bubble_rate):.1%} of it")
         _legend(figure, timelines.values())
         style.save_figure(figure, path, dpi=110)
     return Path(path)
@@ -67,7 +74,7 @@ def _rows(panel, timeline: Timeline, end: float) -> None:
             if size >= 2.5:
                 panel.text((start + stop) / 2, bottom + height / 2, str(action.micro), ha="center",
                            va="center", fontsize=size, clip_on=True)
-    panel.set(xlim=(0, end), ylim=(schedule.ranks - 0.5, -0.5), ylabel="rank", xlabel="time")
+    panel.set(xlim=(0, end), ylim=(schedule.ranks - 0.5, -0.5), ylabel="rank")
     panel.set_yticks(range(schedule.ranks))
     panel.grid(False)
     panel.set_facecolor(BUBBLE)

@@ -115,9 +115,13 @@ def test_pictures_of_schedules(tmp_path, texts):
     names = ["1f1b", "zb-v", "dualpipe-v"]
     schedules.picture(tmp_path / "a.png", {
         name: schedule_costs.timed(name, pipeline) for name in names})
+    timeline = schedule_costs.timed("1f1b", pipeline)
+    schedules.picture(tmp_path / "c.png", {"1f1b": timeline, 12 * "long title ": timeline}, "s")
     schedules.curves(tmp_path / "b.png", "4 ranks",
                      schedule_costs.costs_by_microbatches(names, pipeline))
-    assert list(texts.problems()) == [] and texts.pictures == 2
+    shown = {text for found in texts.found.values() for text, _ in found.values()}
+    assert {"1f1b: cost 45 s, bubble 20.0% of it", "time (s)", "time"} <= shown
+    assert list(texts.problems()) == [] and texts.pictures == 3
 
 
 def test_texts_that_are_wrong_are_found(tmp_path, texts):
