@@ -22,6 +22,7 @@ from mm3d.training.schedules import registry
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
+TIMES, UNIT = (Fraction(1),) * 3, Fraction(1, 100)    # by default, with waits
 UNITS = {"s": 1, "ms": Fraction(1, 1000), "us": Fraction(1, 10 ** 6)}
 
 
@@ -55,11 +56,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "what actions do: compute layers, or wait for --times with the core given away, so that "
         "ranks may outnumber cores; messages and dependencies are real either way (default "
         "compute)"))
-    parser.add_argument("--times", type=times, default=(Fraction(1),) * 3, metavar="F,B,W",
-                        help=(
+    parser.add_argument("--times", type=times, metavar="F,B,W", help=(
         "with --work wait: times of all layers of a rank for one micro-batch, in units of "
         "--unit: forward, gradient of the input, gradient of the weights (default 1,1,1)"))
-    parser.add_argument("--unit", type=duration, default=Fraction(1, 100), metavar="TIME",
+    parser.add_argument("--unit", type=duration, metavar="TIME",
                         help="the unit of --times, such as 10ms or 500us (default 10ms)")
     options.add_pictures(parser)
 
@@ -102,21 +102,40 @@ def run(arguments: argparse.Namespace, comm) -> int:
 
 
 def list_cases(arguments: argparse.Namespace) -> list[PipelineCase]:
-    """Return what is measured; ValueError when a schedule or the model cannot be."""
+    """Return what is measured; ValueError when options, a schedule or the model cannot be."""
+    waits = find_waits(arguments)
     sizes = ModelSizes(arguments.layers, arguments.hidden, arguments.heads, arguments.rows,
                        arguments.seq)
-    waits = (tuple(time * arguments.unit for time in arguments.times)
-             if arguments.work == "wait" else None)
     return [make_case(name, arguments.stages, microbatches, sizes, seed=arguments.seed,
                       dtype=arguments.dtype, recompute=arguments.recompute, waits=waits)
             for microbatches in arguments.microbatches for name in arguments.schedule]
+
+
+def find_waits(arguments: argparse.Namespace) -> tuple[Fraction, ...] | None:
+    """Return the seconds of F, B and W with ``--work wait``, None without.
+
+    Raises
+    ------
+    ValueError
+        When an option is given that has no effect on this kind of work.
+    """
+    waits = arguments.work == "wait"
+    for name, given in (("times", arguments.times), ("unit", arguments.unit)):
+        if given is not None and not waits:
+            raise ValueError(f"--{name} is for --work wait, and --work {arguments.work} computes "
+                             f"layers: leave --{name} out, or add --work wait")
+    if waits and arguments.recompute != "none":
+        raise ValueError(f"--recompute {arguments.recompute} is for --work compute, and --work "
+                         f"wait recomputes nothing: leave one of them out")
+    unit = arguments.unit or UNIT
+    return tuple(time * unit for time in arguments.times or TIMES) if waits else None
 
 
 def draw(record: Measurements, path: Path) -> None:
     """Draw the measured timeline above the clock's."""
     from bench.reports import pipeline_tables
     from bench.reports.figures import schedules
-    say(str(schedules.picture(path, pipeline_tables.timelines(record))))
+    say(str(schedules.picture(path, pipeline_tables.timelines(record), "s")))
 
 
 def table(records: list[Measurements]) -> str:

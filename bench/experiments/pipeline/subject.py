@@ -16,7 +16,7 @@ from mm3d.arrays.backend import Array
 from mm3d.training.hops import Hops
 from mm3d.training.mesh import Mesh
 from mm3d.training.pipeline import divide_layers
-from mm3d.training.schedules import Schedule, build
+from mm3d.training.schedules import Schedule, Times, build
 from mm3d.training.schedules.schedule import Action
 from mm3d.training.worker import Worker
 
@@ -65,10 +65,11 @@ class PipelineCase:
 
 
 def make_case(name: str, stages: int, microbatches: int, sizes: ModelSizes,
-              **more: Any) -> PipelineCase:
+              waits: tuple[Fraction, ...] | None = None, **more: Any) -> PipelineCase:
     """Build the schedule of a name, and make sure that the model can be divided.
 
-    `sizes` has the sequences of one micro-batch.
+    `sizes` has the sequences of one micro-batch.  A schedule that is searched for is that for
+    `waits`, or for equal times where these are not given.
 
     Raises
     ------
@@ -76,9 +77,10 @@ def make_case(name: str, stages: int, microbatches: int, sizes: ModelSizes,
         When there is no such schedule, or the layers cannot be divided among its stages.
     """
     whole = ModelSizes(**{**sizes, "batch": sizes.batch * microbatches})
-    schedule = build(name, stages, microbatches)
+    times = Times.equal(stages, *waits) if waits else None
+    schedule = build(name, stages, microbatches, times=times)
     divide_layers(schedule, stages, whole, microbatches)
-    return PipelineCase(name, schedule, whole, **more)
+    return PipelineCase(name, schedule, whole, waits=waits, **more)
 
 
 class ActionTimes:

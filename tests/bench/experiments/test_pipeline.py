@@ -1,4 +1,5 @@
 """Pipelines that are measured: what follows from times, verification, files, refusals."""
+from dataclasses import replace
 from fractions import Fraction
 
 import numpy as np
@@ -76,6 +77,7 @@ def test_a_measured_pipeline_is_a_valid_file_and_a_table(comm, shared_tmp_path, 
     assert not errors
     text = render(pipeline_tables.pipeline_parts([run_file.read_run(path)]))
     assert ("WAITS stand in for layers" in text) == bool(waits)
+    assert ("each to the bit" in text) == (not waits) and "emulated" not in text
     for title, timeline in pipeline_tables.timelines(record).items():
         assert ("WAITS" in title) == bool(waits) and timeline.makespan > 0
     if waits:    # an action takes at least its time
@@ -83,6 +85,34 @@ def test_a_measured_pipeline_is_a_valid_file_and_a_table(comm, shared_tmp_path, 
     record.variables["bubble"].values[0] += 0.01
     assert any("bubble" in line for line in check_file(
         run_file.write_run(record, shared_tmp_path, "changed"))[0])
+    assert_tolerances_and_clusters_are_named(record)
+
+
+def assert_tolerances_and_clusters_are_named(record):
+    """As if the record were of stages with different grids, in an emulated cluster."""
+    record.checks[:] = [replace(check, tolerance=5e-5) for check in record.checks]
+    record.environment["emulated_cluster"] = "2x1:1Gbit"
+    text = " ".join(render(pipeline_tables.pipeline_parts([record])).split())
+    if record.configuration["work"] == "compute":
+        assert "one stage, each to a relative error of 5e-05, before" in text
+    assert f"{record.environment['cores']} cores, emulated cluster, 2 nodes x 1 rank, 1" in text
+    assert all("emulated cluster, 2 nodes x 1 rank, 1 Gbit/s)" in title
+               for title in pipeline_tables.timelines(record))
+
+
+@pytest.mark.ranks(slow=(4,))
+def test_stages_with_different_grids_are_equal_up_to_rounding(comm):
+    mesh = mm3d.Mesh(comm, 2, "3d", [(2, 1, 1), (1, 1, 2)])
+    record = measure_pipeline(mesh, subject.make_case("1f1b", 2, 2, SIZES), LIMITS)
+    mesh.free()
+    assert comm.rank or {check.tolerance for check in record.checks} == {5e-5}
+
+
+def test_auto_is_searched_for_with_the_times_of_the_waits():
+    waits = (Fraction(1), Fraction(1), Fraction(0))
+    case = subject.make_case("auto", 3, 5, SIZES, waits=waits)
+    assert case.schedule == build("auto", 3, 5, times=Times.equal(3, *waits))
+    assert case.schedule != subject.make_case("auto", 3, 5, SIZES).schedule
 
 
 @pytest.mark.ranks(2)
@@ -107,6 +137,9 @@ def test_a_wrong_result_is_not_measured(comm, monkeypatch, waits):
     ("--stages 2 --schedule dualpipe-v --microbatches 3", "at least 4 micro-batches are needed"),
     ("--stages 2 --times 1,1", "three numbers F,B,W of at least 0 would do"),
     ("--stages 2 --unit 10", "a time such as 10ms, 500us or 1s would do"),
+    ("--stages 2 --times 1,2,3", "--times is for --work wait, and --work compute computes layers"),
+    ("--stages 2 --unit 10ms", "--unit is for --work wait, and --work compute computes layers"),
+    ("--stages 2 --work wait --recompute full", "--recompute full is for --work compute"),
     ("--stages 2 --heads 3", "hidden=128 cannot be divided among heads=3"),
     ("--stages 2 --scheme 4d", "scheme '4d' is unknown")])
 def test_what_cannot_be_is_refused_before_anything_is_measured(comm, words, said):
