@@ -21,7 +21,7 @@ EFFORT = {"seed", "order", "warmup", "repetitions", "max_repetitions", "max_seco
 
 @dataclass(frozen=True)
 class Results:
-    """The rows that a folder holds of one preset and variant, or of one policy of recomputation.
+    """The rows that a folder holds of one preset and variant; also of one policy or cluster.
 
     Attributes
     ----------
@@ -32,6 +32,9 @@ class Results:
     recompute : str
         The policy of its rows if some row was measured with several; otherwise empty, and the
         rows may differ in it.
+    cluster : str
+        The emulated cluster of its rows if there are others of the same preset, variant and
+        policy; otherwise empty.
     runs : dict
         The latest run of each row, by (table, scheme, ranks).
     equal : dict
@@ -46,6 +49,7 @@ class Results:
     preset: str
     variant: Variant = Variant()
     recompute: str = ""
+    cluster: str = ""
     runs: dict[Key, Run] = field(default_factory=dict)
     equal: dict[tuple[Key, str], Run] = field(default_factory=dict)
     earlier: int = 0
@@ -59,18 +63,20 @@ class Results:
     @property
     def label(self) -> str:
         """The part of the title after the preset; empty for the tables' own rows."""
-        return f"{self.variant.label}{f', recompute {self.recompute}' * bool(self.recompute)}"
+        return (f"{self.variant.label}{f', recompute {self.recompute}' * bool(self.recompute)}"
+                f"{f', cluster {self.cluster}' * bool(self.cluster)}")
 
     @property
     def slug(self) -> str:
         """The label as part of a file's name."""
-        more = f"-recompute-{self.recompute}" * bool(self.recompute)
+        more = (f"-recompute-{self.recompute}" * bool(self.recompute)
+                + f"-cluster-{self.cluster}" * bool(self.cluster))
         return self.variant.slug + re.sub(r"[^\w.-]", "-", more)
 
     @property
     def plain(self) -> bool:
-        """Whether these are the tables' own rows, without a variant or policy."""
-        return self.variant == Variant() and not self.recompute
+        """Whether these are the tables' own rows, without a variant, policy or cluster."""
+        return self.variant == Variant() and not self.recompute and not self.cluster
 
     def get(self, row: Row) -> Run | None:
         """Return the run of `row`, or None."""
@@ -160,13 +166,21 @@ def read_runs(path: str | Path) -> tuple[list[Run | Measurements], list[str]]:
 
 
 def run_identity(run: Measurements) -> tuple:
-    """Return the key that runs of one microbenchmark share: all settings but those of `EFFORT`."""
-    return run.kind, tuple(sorted((name, value) for name, value in run.configuration.items()
-                                  if name not in EFFORT))
+    """Return the key that runs of one microbenchmark share.
+
+    It holds the emulated cluster, and all settings but those of `EFFORT`.
+    """
+    return run.kind, cluster_of(run), tuple(sorted(
+        (name, value) for name, value in run.configuration.items() if name not in EFFORT))
+
+
+def cluster_of(run: Run | Measurements) -> str:
+    """Return the emulated cluster of a run, as `bench.cluster.spec` writes it; "" if in none."""
+    return str(run.environment.get("emulated_cluster", ""))
 
 
 def results_by_preset(runs: list[Run]) -> list[Results]:
-    """Return the rows of the tables, grouped by preset, variant and policy of recomputation.
+    """Return the rows of the tables, grouped by preset, variant, policy of recomputation, cluster.
 
     Parameters
     ----------
@@ -177,27 +191,32 @@ def results_by_preset(runs: list[Run]) -> list[Results]:
     -------
     list of Results
         In the presets' order.  The policies of a preset and variant are apart only if some row
-        was measured with several.
+        was measured with several.  Emulated clusters are always apart, and named if there are
+        several, or rows that were measured in none.
     """
     several = presets_with_several_policies(runs)
-    groups: dict[tuple[str, Variant, str], list[Run]] = {}
+    groups: dict[tuple[str, Variant, str], dict[str, list[Run]]] = {}
     for run in runs:
         kind = run.configuration["preset"], recorded_variant(run.configuration)
         name = policy_of(run) if kind in several else "none"
-        groups.setdefault((*kind, "" if name == "none" else name), []).append(run)
+        group = groups.setdefault((*kind, "" if name == "none" else name), {})
+        group.setdefault(cluster_of(run), []).append(run)
     order = list(load_tables().presets)
-    return sorted((latest_rows(*key, group) for key, group in groups.items()),
-                  key=lambda r: (order.index(r.preset) if r.preset in order else len(order),
-                                 r.preset, r.variant.words, r.recompute))
+    found = [latest_rows(*key, cluster * (len(group) > 1), mine)
+             for key, group in groups.items() for cluster, mine in group.items()]
+    return sorted(found, key=lambda r: (
+        order.index(r.preset) if r.preset in order else len(order), r.preset, r.variant.words,
+        r.recompute, natural_key(r.cluster)))
 
 
-def latest_rows(preset: str, variant: Variant, recompute: str, runs: list[Run]) -> Results:
+def latest_rows(preset: str, variant: Variant, recompute: str, cluster: str,
+                runs: list[Run]) -> Results:
     """Keep the latest run of each row; `runs` are in the order of their making."""
     of_preset = [run for run in runs if not run.configuration["overridden"]]
     rows = [(*row_of(run), run) for run in of_preset]
     plain = {key: run for key, like, run in rows if not like}
     equal = {(key, like): run for key, like, run in rows if like}
-    return Results(preset, variant, recompute, plain, equal,
+    return Results(preset, variant, recompute, cluster, plain, equal,
                    earlier=len(rows) - len(plain) - len(equal),
                    overridden=len(runs) - len(rows))
 
@@ -231,12 +250,20 @@ def natural_key(text: str) -> list[tuple[int, str]]:
 
 
 def is_crowded(run: Run | Measurements) -> bool:
-    """Return whether ranks outnumber the cores that they compute on.
+    """Return whether ranks outnumber cores.
 
-    Ranks that wait for their work instead of computing do not take turns.
+    Ranks that wait for their work instead of computing share the cores too, for all else that
+    they do (`share_cores`).
     """
-    return (bool(run.environment.get("oversubscribed"))
-            and not recorded_variant(run.configuration).waits)
+    return bool(run.environment.get("oversubscribed"))
+
+
+def share_cores(run: Run) -> str:
+    """Say what the ranks of a crowded run do with the cores: "take turns on 2 cores"."""
+    cores = f"{run.environment['cores']} cores"
+    if recorded_variant(run.configuration).waits:
+        return f"share {cores} for all that is not waited for"
+    return f"take turns on {cores}"
 
 
 def most_oversubscribed(runs: list[Run]) -> Run | None:

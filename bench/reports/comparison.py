@@ -10,6 +10,7 @@ from typing import Sequence
 
 import numpy as np
 
+from bench.cases.variants import recorded_variant
 from bench.errors import UsageError
 from bench.instruments.statistics import Difference, compare_runs
 from bench.records.folder import EFFORT, is_crowded
@@ -180,8 +181,9 @@ def notes(first: Cases, second: Cases, common: list[str], verdicts: list[Verdict
     runs = [timed.run for side in (first, second) for name in common for timed in side[name]]
     crowded = sum(map(is_crowded, runs))
     if crowded:
+        waiting = any(recorded_variant(run.configuration).waits for run in runs)
         text.append(f"WARNING: in {crowded} of {len(runs)} runs ranks outnumber cores and take "
-                    f"turns.")
+                    f"turns{', for all that is not waited for' * waiting}.")
     return text + setting_differences(first, second, common)
 
 

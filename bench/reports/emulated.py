@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from bench.cases.variants import recorded_variant
 from bench.cluster.spec import Cluster
-from bench.records.folder import most_oversubscribed
+from bench.records.folder import most_oversubscribed, share_cores
 from bench.records.measurements import Setting
 from bench.records.model_run import Run
 
@@ -43,12 +43,12 @@ def state_conditions(runs: Sequence[Run | None]) -> str:
     others = most_oversubscribed(other_runs(runs))
     crowded = most_oversubscribed(emulated)
     said = [clusters] if clusters else []
-    if any(run and recorded_variant(run.configuration).waits for run in runs):
-        return f" ({'; '.join([*said, 'NOT COMPUTED: work is waited for'])})"
-    for most, warning in ((crowded, ""), (others, "NOT SCALING RESULTS: ")):
+    waits = any(run and recorded_variant(run.configuration).waits for run in runs)
+    if waits:
+        said.append("NOT COMPUTED: work is waited for")
+    for most, warning in ((crowded, ""), (others, "NOT SCALING RESULTS: " * (not waits))):
         if most:
-            said.append(f"{warning}up to {most.ranks} ranks take turns on "
-                        f"{most.environment['cores']} cores")
+            said.append(f"{warning}up to {most.ranks} ranks {share_cores(most)}")
     return f" ({'; '.join(said)})" if said else ""
 
 
@@ -60,9 +60,10 @@ def emulation_notes(runs: Sequence[Run]) -> list[str]:
     kernels = " and ".join(sorted({str(run.environment.get("kernel", "unknown"))
                                    for run in found}))
     most = most_oversubscribed(found)
-    turns = "" if most is None else (
-        f" The ranks of all nodes take turns on {most.environment['cores']} cores, so computing "
-        f"does not get faster with more of them.")
+    turns = "" if most is None else f" The ranks of all nodes {share_cores(most)}" + (
+        ": copies, sums, TCP and Python take longer than with a core for each."
+        if recorded_variant(most.configuration).waits else
+        ", so computing does not get faster with more of them.")
     return [f"EMULATED CLUSTER: {len(found)} of {len(runs)} rows were measured in an "
             f"{describe_clusters(found)}: network namespaces of one machine, Linux {kernels}. "
             f"Between nodes every byte goes through TCP and links of that rate, whose time is "

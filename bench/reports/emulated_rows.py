@@ -17,7 +17,7 @@ from bench.instruments import timing
 from bench.instruments.statistics import median_interval
 from bench.prediction.machine_model import Machine, load_machine
 from bench.prediction.similarity import emulating_machine, split_seconds
-from bench.records.folder import Results
+from bench.records.folder import Results, policy_of
 from bench.records.model_run import Run
 from bench.reports.document import Cell, Column, Notes, Number, Part, Rows, Table, number_cell
 from mm3d import ModelSizes
@@ -48,6 +48,8 @@ class Emulated:
         The emulated cluster.
     run : Run or None
         The measurement.
+    recompute : str
+        Its policy of recomputation.
     """
 
     row: Row
@@ -59,6 +61,7 @@ class Emulated:
     scale: float
     cluster: Cluster | None
     run: Run | None = None
+    recompute: str = "none"
 
     @property
     def to_paper(self) -> float:
@@ -70,7 +73,8 @@ class Emulated:
         """Predict the seconds of work and of communication of a step."""
         trace = dry_run.extrapolate_step(
             self.row.scheme, self.grid.ranks, self.grid.sizes, dtype=self.variant.dtype,
-            options=self.variant.options(self.row.scheme), causal=self.variant.causal, **sizes)
+            options=self.variant.options(self.row.scheme), causal=self.variant.causal,
+            recompute=self.recompute, **sizes)
         found = split_seconds(machine, trace).values()
         return sum(work for work, _ in found), sum(moving for _, moving in found)
 
@@ -114,13 +118,14 @@ def replace_sizes(sizes: ModelSizes, **changes: int) -> ModelSizes:
     return ModelSizes(**{**sizes, **changes})
 
 
-def of_case(one: Case, machine: Machine, scale: float, cluster: Cluster | None) -> Emulated:
+def of_case(one: Case, machine: Machine, scale: float, cluster: Cluster | None,
+            recompute: str = "none") -> Emulated:
     """Return the row of a case that is not measured yet, on its scheme's own grid."""
     kind = find_scheme(one.row.scheme)
     shrink = load_tables().presets[one.preset].of_table(one.row.table).shrink
     return Emulated(one.row, one.sizes, one.variant,
                     kind.grid_shape(kind.default_grid(one.row.gpus)), machine, shrink, scale,
-                    cluster)
+                    cluster, recompute=recompute)
 
 
 def of_run(row: Row, run: Run) -> Emulated:
@@ -135,7 +140,7 @@ def of_run(row: Row, run: Run) -> Emulated:
     return Emulated(row, ModelSizes.from_settings(chosen), recorded_variant(chosen), run.grid,
                     load_machine(str(chosen["waited_machine"])), float(chosen["waited_shrink"]),
                     float(chosen["waited_scale"]), Cluster.parse(str(where)) if where else None,
-                    run)
+                    run, policy_of(run))
 
 
 def row_parts(results: Results) -> list[Part]:
@@ -144,13 +149,22 @@ def row_parts(results: Results) -> list[Part]:
     There are none where ranks computed, or had no links between them.
     """
     try:
-        found = {(row.key, row.like): of_run(row, run) for row, run in waited_rows(results)}
+        groups = group_rows([of_run(row, run) for row, run in waited_rows(results)])
     except UsageError as error:
         return [Notes("Not predicted:", [str(error)])]
-    if not found:
-        return []
-    parts = tables_of(list(found.values()), measured=True)
-    return [*parts, Notes("About the emulated cluster:", similarity_notes(list(found.values())))]
+    parts: list[Part] = []
+    for found in groups:
+        parts += tables_of(found, measured=True)
+        parts.append(Notes("About the emulated cluster:", similarity_notes(found)))
+    return parts
+
+
+def group_rows(rows: Iterable[Emulated]) -> list[list[Emulated]]:
+    """Group rows that can be compared: of one cluster, one machine and one scale."""
+    groups: dict[tuple, list[Emulated]] = {}
+    for one in rows:
+        groups.setdefault((one.cluster, one.machine.name, one.scale), []).append(one)
+    return list(groups.values())
 
 
 def waited_rows(results: Results) -> list[tuple[Row, Run]]:
@@ -170,6 +184,10 @@ def tables_of(found: Sequence[Emulated], measured: bool) -> list[Part]:
         if rows:
             where = f"{heading}: {rows[0].cluster and rows[0].cluster.describe()}"
             parts += [rows_table(where, rows, measured), speed_ups_table(where, rows, measured)]
+    if any(one.variant.overlap for one in found):
+        parts.append(Notes("About overlap:", [
+            "Predictions hide nothing: seconds of work and of communication add up, also where a "
+            "scheme sends while its ranks wait for their work."]))
     return parts
 
 
@@ -268,6 +286,10 @@ def similarity_notes(found: Sequence[Emulated]) -> list[str]:
         "kernels, NVLink (ranks of a node share memory, which is faster beside these links than "
         "NVLink is beside InfiniBand), real switches, or sending while a GPU computes."]
     if errors:
+        notes.append("Low and high: the bounds of the 95 % interval of the median of a run's "
+                     "steps, less of fewer than six; those of a speed-up are quotients of both "
+                     "rows' bounds. All of them are within one run each: what changes from run to "
+                     "run is in none.")
         notes.append(f"Errors of predictions: {errors[len(errors) // 2]:.0%} in the median, "
                      f"{errors[-1]:.0%} at most, of {len(errors)} rows.")
     return notes

@@ -12,7 +12,7 @@ from bench.cases.variants import recorded_variant
 from bench.checks import layer_residuals
 from bench.instruments import timing
 from bench.records.folder import (FolderContents, Results, is_crowded, most_oversubscribed,
-                                  read_folder)
+                                  read_folder, share_cores)
 from bench.records.model_run import Run
 from bench.reports import (certainty, emulated, emulated_rows, formats, merit_rows, micro_tables,
                            speed_ups)
@@ -133,7 +133,11 @@ def measured_notes(results: Results) -> list[str]:
     alone = emulated.other_runs(runs)
     crowded = [run for run in alone if is_crowded(run)]
     most = most_oversubscribed(alone)
-    if most:
+    if most and waits(most):
+        notes.append(f"CROWDED: in {len(crowded)} of {len(runs)} rows ranks outnumber cores. Up "
+                     f"to {most.ranks} ranks {share_cores(most)}: copies, sums, messages and "
+                     f"Python take longer than with a core for each.")
+    elif most:
         notes.append(f"NOT SCALING RESULTS: in {len(crowded)} of {len(runs)} rows ranks outnumber "
                      f"cores, with up to {most.ranks} ranks on {most.environment['cores']} cores. "
                      f"The ranks take turns, so more ranks cannot be faster; such times compare "

@@ -267,7 +267,7 @@ def predict_rows(arguments: argparse.Namespace, cases: list[Case]) -> None:
     found, cluster = row_options.waited_machine(arguments), Cluster.from_environment()
     if found is None or cluster is None:
         return
-    rows = [emulated_rows.of_case(one, *found, cluster) for one in cases]
+    rows = [emulated_rows.of_case(one, *found, cluster, arguments.recompute) for one in cases]
     print_line(f"predicted before the run:\n"
                f"{render(emulated_rows.tables_of(rows, measured=False))}\n")
 

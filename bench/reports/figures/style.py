@@ -11,7 +11,7 @@ from typing import Any, Iterator
 
 from bench.cases.paper import TITLES, title
 from bench.records import atomic
-from bench.records.folder import Results, most_oversubscribed
+from bench.records.folder import Results, most_oversubscribed, share_cores
 from bench.reports import emulated
 
 # Okabe and Ito's colours, distinguishable with every kind of colour vision; markers differ too,
@@ -139,13 +139,18 @@ def write_caption(figure, results: Results, *remarks: str) -> None:
     """Write remarks below the panels, and a warning if ranks outnumbered cores or waited."""
     lines = list(remarks)
     runs = list(results.runs.values())
-    crowd, clusters = most_oversubscribed(runs), emulated.describe_clusters(runs)
-    if clusters:
-        lines.append(f"Measured in an {clusters}" + (
-            f", whose ranks take turns on {crowd.environment['cores']} cores." if crowd else "."))
-    elif crowd:
-        lines.append(f"Measured with up to {crowd.ranks} ranks on {crowd.environment['cores']} "
-                     f"cores, which take turns: not scaling results.")
+    inside, others = emulated.emulated_runs(runs), emulated.other_runs(runs)
+    if inside:
+        crowd = most_oversubscribed(inside)
+        lines.append(f"Measured in an {emulated.describe_clusters(inside)}"
+                     + (f", whose ranks {share_cores(crowd)}." if crowd else "."))
+    crowd = most_oversubscribed(others)
+    if crowd:
+        some = f"{len(others)} of {len(runs)} rows measured" if inside else "Measured"
+        lines.append(f"{some} with up to {crowd.ranks} ranks on {crowd.environment['cores']} "
+                     f"cores, " + ("which they share for all that is not waited for."
+                                   if results.variant.waits else
+                                   "which take turns: not scaling results."))
     if results.variant.waits:
         lines.append("Ranks wait for the modelled seconds of their work; only collectives are "
                      "real.")

@@ -1,4 +1,6 @@
 """A machine shrunk with a model's lengths keeps the ratio of computing to communicating."""
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -14,9 +16,10 @@ from bench.prediction.similarity import (emulating_machine, shrink_machine, spli
                                          work_scale)
 from bench.records import run_file
 from bench.records.measurements import Group, Variable
-from bench.reports import emulated_rows
+from bench.reports import certainty, emulated_rows
 from bench.reports.formats import render
 from bench.reports.paper_tables import format_tables
+from bench.validation import rules
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 from records import made_up
@@ -117,3 +120,34 @@ def test_measured_rows_are_set_beside_published_and_predicted_ones(tmp_path):
     assert len(rows) == 2 and all(line[5] == line[6] for line in rows)
     one = next(line for line in lines if line[:3] == ["over", "1-D", "8"] and len(line) == 9)
     assert one[4] == one[5] and one[3] == "0.587" and one[8] in ("+0%", "-0%")
+
+
+def test_crowded_rows_that_wait_say_so(tmp_path):
+    """Ranks share the cores for what is not waited for: nothing is tested of such rows."""
+    runs = [emulated_run(row_of("weak", scheme, 8), 3.0) for scheme in ("1d", "3d")]
+    for n, run in enumerate(runs):
+        run_file.write_run(run, tmp_path, str(n))
+    text = " ".join(format_tables(tmp_path).split())
+    shared = "ranks share 4 cores for all that is not waited for"
+    assert f"NOT COMPUTED: work is waited for; up to 8 {shared})" in text
+    assert "The ranks of all nodes share 4 cores for all that is not waited for: copies" in text
+    assert certainty.compare_repetitions(*runs) == "not tested"
+    warnings = list(rules.list_warnings(runs[0]))
+    assert "ranks outnumber cores, which they share for all that is not waited for" in warnings
+
+
+def test_rows_are_compared_within_one_cluster_and_scale():
+    one = emulated_rows.of_run(row_of("weak", "1d", 8), emulated_run(row_of("weak", "1d", 8), 3.0))
+    others = [replace(one, scale=2.0), replace(one, cluster=Cluster.parse("2x4:1Gbit"))]
+    assert [len(group) for group in emulated_rows.group_rows([one, *others, one])] == [2, 1, 1]
+
+
+def test_predictions_repeat_what_is_recomputed():
+    case = make_case(row_of("weak", "1d", 8), "emulated-tiny", Variant(work="wait"))
+    plain, again = (emulated_rows.of_case(case, LONGHORN, 1600.0, CLUSTER, policy)
+                    for policy in ("none", "full"))
+    assert again.predicted[0] > 1.2 * plain.predicted[0]
+    assert again.original[0] > 1.2 * plain.original[0]
+    run = emulated_run(case.row, 3.0)
+    run.configuration["recompute"] = "full"
+    assert emulated_rows.of_run(case.row, run).recompute == "full"

@@ -263,19 +263,20 @@ def test_no_results(tmp_path):
 
 
 def test_emulated_clusters_are_named(tmp_path):
-    """In headings, in place of the warning that nothing scales, and in notes; of these rows."""
-    for table, emulated in (("weak", "16x4:200Mbit"), ("strong", None)):
+    """In headings, in place of the warning that nothing scales, and in notes; each apart."""
+    for table, emulated in (("weak", "16x4:200Mbit"), ("strong", None), ("weak", None)):
         row, = [row for row in select_rows(table, "3d") if row.gpus == 64]
         run = made_up(row, oversubscribed=True)
         if emulated:
             run.environment.update(emulated_cluster=emulated, kernel="6.1")
-        run_file.write_run(run, tmp_path, table)
+        run_file.write_run(run, tmp_path, f"{table}-{bool(emulated)}")
     text = " ".join(format_tables(tmp_path).split())
     said = ("(emulated cluster, 16 nodes x 4 ranks, 200 Mbit/s; up to 64 ranks take turns on 32 "
             "cores)")
-    assert f"Table 1, weak scaling, preset laptop {said}" in text
+    assert f"Table 1, weak scaling, preset laptop, cluster 16x4:200Mbit {said}" in text
+    assert "Table 1, weak scaling, preset laptop (NOT SCALING RESULTS: up to 64" in text
     assert "Table 2, strong scaling, preset laptop (NOT SCALING RESULTS: up to 64" in text
-    assert "EMULATED CLUSTER: 1 of 2 rows were measured in an emulated cluster, 16 nodes" in text
+    assert "EMULATED CLUSTER: 1 of 1 rows were measured in an emulated cluster, 16 nodes" in text
     assert "Linux 6.1" in text
-    assert "NOT SCALING RESULTS: in 1 of 2 rows" in text
+    assert "NOT SCALING RESULTS: in 2 of 2 rows" in text and "earlier run" not in text
     assert "32 cores; emulated cluster, 16 nodes x 4 ranks, 200 Mbit/s; Some MPI" in text
