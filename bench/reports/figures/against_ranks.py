@@ -37,9 +37,7 @@ def draw_step_times(results: Results):
             _correction(published, wrong)
         published.set(title=f"{HEADINGS[table]}: published", xlabel="GPUs",
                       ylabel="average step time (s)")
-        between = "\n" if len(results.title) > 20 else " "    # a long title does not fit beside it
-        measured.set(title=f"{HEADINGS[table]}: measured,{between}preset {results.title}",
-                     xlabel="ranks",
+        measured.set(title=f"{HEADINGS[table]}: {_measured(results)}", xlabel="ranks",
                      ylabel="average step time (s)")
         for panel in panels[row]:
             start_at_zero(panel)
@@ -47,6 +45,12 @@ def draw_step_times(results: Results):
     write_caption(figure, results, "Measured: medians of whole steps; bars: their 95 % confidence "
                   "intervals.", "The tables add the medians of forward and of backward.")
     return figure
+
+
+def _measured(results: Results) -> str:
+    """Return the title of what was measured; a long name of a preset has a line of its own."""
+    between = "\n" if len(results.title) > 20 else " "
+    return f"measured,{between}preset {results.title}"
 
 
 def draw_scaling(results: Results):
@@ -72,7 +76,7 @@ def draw_scaling(results: Results):
                 (p, y * one.median / one.low, y * one.median / one.high)
                 for (p, y), one in zip(rates, averages)])
         for panel, what, unit in ((published, "published", "GPUs"),
-                                  (measured, f"measured, preset {results.title}", "ranks")):
+                                  (measured, _measured(results), "ranks")):
             panel.plot(TICKS, TICKS if whole else [1] * len(TICKS), ":", color="black",
                        linewidth=1, label="ideal")
             panel.set(title=f"{HEADINGS[table]}: {what}", xlabel=unit,
