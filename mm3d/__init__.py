@@ -7,6 +7,9 @@
 >>> dx = model.backward(dy, saved)
 """
 
+from importlib import import_module
+from typing import Any
+
 from mm3d import launcher
 
 launcher.set_defaults()    # before NumPy and MPI start, which read the environment once
@@ -29,15 +32,21 @@ from mm3d.model.vectors import Vector  # noqa: E402
 from mm3d.schemes import registry, scheme  # noqa: E402
 from mm3d.schemes.scheme import Scheme  # noqa: E402
 from mm3d.tracing.watchdog import Watchdog  # noqa: E402
-from mm3d.training.mesh import Mesh  # noqa: E402
-from mm3d.training.pipeline import Pipeline  # noqa: E402
 
 guard.install()    # the other ranks would wait for ever for one that has failed
 
 __version__ = "0.1.0"
 
 SCHEMES = registry()
+_TRAINING = {"Mesh": "mm3d.training.mesh", "Pipeline": "mm3d.training.pipeline"}
 
 __all__ = ["Axis", "Grid", "Layout", "Mesh", "ModelSizes", "Pipeline", "SCHEMES", "Scheme",
            "Space", "Split", "Traffic", "Transformer", "Vector", "Watchdog", "cost", "model_spec",
            "registry", "scheme"]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a class of training when it is asked for: most programs need none of them."""
+    if name not in _TRAINING:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_TRAINING[name]), name)

@@ -143,7 +143,8 @@ class JobErrors:
         with self._child.stderr as lines:
             for line in lines:
                 with contextlib.suppress(OSError, ValueError):    # nobody reads it any more
-                    print(line, end="", file=sys.stderr, flush=True)
+                    sys.stderr.write(line)
+                    sys.stderr.flush()
                 if line.startswith(WATCHDOG) and not self._reason:
                     self._reason = f"{line.removeprefix(WATCHDOG).partition(';')[0]}; "
                     self._timer.start()
