@@ -92,8 +92,11 @@ def test_hostile_text_in_a_record_is_only_text(tmp_path):
     assert page.text.count(HOSTILE) >= 5    # in tables, headings, environment and runs
 
 
-def test_the_verb_says_where_the_page_is(folder, tmp_path, capsys):
-    out = tmp_path / "page.html"
+def test_the_verb_says_where_the_page_is(tmp_path, capsys):
+    folder, out = tmp_path / "few", tmp_path / "page.html"
+    folder.mkdir()
+    run_file.write_run(matmul_record(), folder, "matmul")
+    write_page(folder)
     assert main(["report", str(folder), "--out", str(out)]) == 0
     assert capsys.readouterr().out.strip() == str(out)
     assert out.read_text() == (folder / "report.html").read_text()

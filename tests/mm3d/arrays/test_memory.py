@@ -20,6 +20,7 @@ def fresh(monkeypatch, no_backends):
     return backend.get("numpy")
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.ranks(1, 4, slow=(8,))
 @pytest.mark.parametrize("causal", [False, True])
 def test_steps_after_the_first_take_no_new_memory(comm, fresh, causal):
