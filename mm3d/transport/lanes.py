@@ -19,18 +19,45 @@ Part = slice
 
 
 class Requests:
-    """Hold the requests of several messages, as one request of MPI."""
+    """Hold the requests of several messages, as one request of MPI.
 
-    def __init__(self, requests: list[MPI.Request]) -> None:
-        self.requests = requests
+    Parameters
+    ----------
+    requests : list of mpi4py.MPI.Request
+        Those of messages to receive, then those of messages to send.
+    lengths : list of int
+        Bytes of each message to receive.
+    """
+
+    def __init__(self, requests: list[MPI.Request], lengths: list[int]) -> None:
+        self.requests, self.lengths = requests, lengths
+        self.statuses = [MPI.Status() for _ in requests]
 
     def Test(self) -> bool:
         """Let MPI make progress; return whether all messages are complete."""
-        return MPI.Request.Testall(self.requests)
+        if not self.requests:
+            return True
+        done = MPI.Request.Testall(self.requests, self.statuses)
+        if done:
+            self._finish()
+        return done
 
     def Wait(self) -> None:
-        """Wait until all messages are complete."""
-        MPI.Request.Waitall(self.requests)
+        """Wait until all messages are complete.
+
+        Raises
+        ------
+        ValueError
+            When a message is shorter than what was to be received.
+        """
+        if self.requests:
+            MPI.Request.Waitall(self.requests, self.statuses)
+            self._finish()
+
+    def _finish(self) -> None:
+        self.requests = []    # a complete request has no length any more
+        for status, length in zip(self.statuses, self.lengths):
+            _check_length(status, length)
 
 
 def divide(start: int, length: int, parts: int) -> list[Part]:
@@ -58,10 +85,10 @@ class Lane:
 
         The arrays are contiguous, in the order of the nodes; those of this node are ignored.
         """
-        requests = [self.comm.Irecv(_as_bytes(receives[node]), node)
-                    for node in reversed(self._partners)]
+        nodes = self._partners[::-1]
+        requests = [self.comm.Irecv(_as_bytes(receives[node]), node) for node in nodes]
         requests += [self.comm.Isend(_as_bytes(sends[node]), node) for node in self._partners]
-        return Requests(requests)
+        return Requests(requests, [receives[node].nbytes for node in nodes])
 
     def broadcast(self, a: np.ndarray, root: int) -> None:
         """Send `a` of the node `root` to all nodes, in a chain that begins there."""
@@ -74,7 +101,7 @@ class Lane:
         arriving = [self.comm.Irecv(chunk, before) for chunk in chunks] if place else []
         for index, chunk in enumerate(chunks):
             if arriving:
-                arriving[index].Wait()
+                _receive(arriving[index], chunk.nbytes)
             if place < self.nodes - 1:
                 sending.append(self.comm.Isend(chunk, after))
         MPI.Request.Waitall(sending)
@@ -97,7 +124,7 @@ class Lane:
         sending = []
         for index, chunk in enumerate(chunks):
             if not first:
-                arriving[index].Wait()
+                _receive(arriving[index], terms[index].nbytes)
                 np.add(terms[index], chunk, out=chunk)
             if place:
                 sending.append(self.comm.Isend(_as_bytes(chunk), after))
@@ -112,12 +139,28 @@ class Lane:
             return 0
         terms = np.empty((self.nodes, a.size), a.dtype)
         terms[root] = a
-        MPI.Request.Waitall([self.comm.Irecv(_as_bytes(terms[node]), node)
-                             for node in self._partners])
+        Requests([self.comm.Irecv(_as_bytes(terms[node]), node) for node in self._partners],
+                 [a.nbytes] * len(self._partners)).Wait()
         a[...] = terms[self._partners[0]]
         for node in (*self._partners[1:], root):
             np.add(a, terms[node], out=a)
         return (self.nodes - 1) * a.size
+
+
+def _receive(request: MPI.Request, length: int) -> None:
+    """Wait for a message of so many bytes."""
+    status = MPI.Status()
+    request.Wait(status)
+    _check_length(status, length)
+
+
+def _check_length(status: MPI.Status, length: int) -> None:
+    """Raise a ValueError unless a message has this many bytes."""
+    found = status.Get_count(MPI.BYTE)
+    if found != length:
+        raise ValueError(f"{found} bytes came from another node where {length} were to come: the "
+                         f"ranks of this line make different calls, give the same dtype and "
+                         f"blocks of one array on all of them")
 
 
 def _as_bytes(a: np.ndarray) -> np.ndarray:

@@ -281,3 +281,26 @@ def test_a_step_on_several_nodes_equals_serial(comm, monkeypatch, size, grid, op
     results = train(model, *data(**SIZES["uneven"]), steps=1)
     assert not differences(model, results, serial("uneven", True, 1), 1e-12, 1e-11)
     scheme.grid.free()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("how", ["Wait", "Test", "broadcast"])
+def test_a_shorter_message_from_another_node_is_found(comm, how):
+    """By the rank that receives it; rank 1 waits for more than rank 0 sends."""
+    lane = lanes.Lane(comm)
+    a = np.zeros(20 + 4 * comm.rank)
+
+    def call() -> None:
+        if how == "broadcast":
+            return lane.broadcast(a, 0)
+        small = np.zeros(20)
+        request = lane.exchange([small, small], [a, a])
+        while how == "Test" and not request.Test():
+            pass
+        return request.Wait()
+
+    if comm.rank:
+        with pytest.raises(ValueError, match="bytes came from another node where"):
+            call()
+    else:
+        call()
