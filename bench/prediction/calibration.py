@@ -107,7 +107,8 @@ def fit_machine(alone: OperationSeconds, works: Sequence[Work], steps: np.ndarra
     largest, first = curves["multiply"], products[DTYPES[0]]
     environs = host.describe_host("numpy", ranks, MPI.Get_library_version(), "")
     started = (f"{environs['cpu_model']}, ranks: {ranks}, cores: {environs['cores']}, BLAS "
-               f"threads a rank: {environs['blas_threads']}, transport: {transport}")
+               f"threads a rank: {environs['blas_threads']}, transport: {transport}"
+               f"{machine_model.cluster_suffix()}")
     machine = machine_model.Machine(
         name=f"{host.machine_slug()}-p{ranks}", about=started, ranks_per_node=ranks,
         memory_bytes=float(memory // ranks),

@@ -11,6 +11,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 
 
@@ -147,6 +148,37 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def matches_transport(self, transport: str) -> bool:
         """Return whether its collectives were measured with `transport`; True if either is ""."""
         return not self.transport or set(transport.split()) <= set(self.transport.split())
+
+
+def cluster_suffix() -> str:
+    """Return the end of `Machine.about` of a machine measured here: the emulated cluster, if any.
+    """
+    cluster = Cluster.from_environment()
+    return f"; {cluster.describe()}" if cluster else ""
+
+
+def check_cluster(machine: Machine, name: str) -> None:
+    """Refuse a machine that was measured in another emulated cluster, or in none.
+
+    Parameters
+    ----------
+    machine : Machine
+        The machine; one of which nothing was measured is not refused.
+    name : str
+        The value of ``--machine``.
+
+    Raises
+    ------
+    UsageError
+        When it was.
+    """
+    mark = "; emulated cluster, "
+    there = "".join(machine.about.rpartition(mark)[1:] if mark in machine.about else ())
+    here = cluster_suffix()
+    if (machine.passes or machine.collectives) and there != here:
+        names = [text.removeprefix("; ") or "no emulated cluster" for text in (there, here)]
+        raise UsageError(f"--machine {name} was measured in {names[0]}, and this is {names[1]}: "
+                         f"start it there, or measure a new file here")
 
 
 def load_machine(name: str, dtype: str = "") -> Machine:

@@ -36,7 +36,8 @@ def open_machine(file: str | None, base: str | None, ranks_per_node: int,
     ------
     UsageError
         When the file cannot be written, describes no machine, or one calibrated with another
-        number of ranks; or when ``--base`` is given without a new file.
+        number of ranks or in another emulated cluster; or when ``--base`` is given without a new
+        file.
     """
     if not file:
         if base:
@@ -54,6 +55,7 @@ def open_machine(file: str | None, base: str | None, ranks_per_node: int,
     if machine.passes and machine.ranks_per_node != ranks_per_node and comm.size > 1:
         raise UsageError(f"--machine {path} was calibrated with {machine.ranks_per_node} ranks a "
                          f"node, not {ranks_per_node}: start that many, or name a new file")
+    machine_model.check_cluster(machine, str(path))
     return machine
 
 
@@ -61,8 +63,8 @@ def adopt_machine(base: machine_model.Machine) -> machine_model.Machine:
     """Return a copy of `base` for this machine, with no figure measured yet."""
     sources = {name: f"{machine_file.ADOPTED}{base.name}: {source}"
                for name, source in base.sources.items()}
-    return msgspec.structs.replace(base, name=host.machine_slug(), about=host.cpu_model(),
-                                   sources=sources)
+    return msgspec.structs.replace(base, name=host.machine_slug(), sources=sources,
+                                   about=host.cpu_model() + machine_model.cluster_suffix())
 
 
 def update_products(machine: machine_model.Machine,
@@ -141,7 +143,9 @@ def replace_figures(machine: machine_model.Machine, sources: dict[str, str], ful
 
 
 def describe_source(record: Measurements) -> str:
-    """Return the source of a measured figure: date, verb and processor."""
+    """Return the source of a measured figure: date, verb, processor and emulated cluster."""
     environs = record.environment
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
-    return f"measured {when} by bench {record.kind} on {environs['cpu_model']}"
+    cluster = environs.get("emulated_cluster")
+    where = f" in the emulated cluster {cluster}" if cluster else ""
+    return f"measured {when} by bench {record.kind} on {environs['cpu_model']}{where}"

@@ -6,6 +6,8 @@ import pytest
 from mpi4py import MPI
 
 from bench.__main__ import main, parser
+from bench.cluster.spec import VARIABLE, Cluster
+from bench.errors import UsageError
 from bench.prediction import machine_file, machine_model, machine_update
 from bench.prediction.seconds import collective_terms
 from bench.records.measurements import Measurements, Variable
@@ -230,3 +232,22 @@ def test_all_ranks_learn_whether_the_file_was_written(comm, shared_tmp_path):
     assert machine_model.load_machine(str(path)) == CPU
     problem = machine_file.write_machine(machine, shared_tmp_path / "no" / "mine.toml", comm)
     assert problem == "No such file or directory"
+
+
+def test_a_machine_of_another_cluster_is_refused(monkeypatch):
+    """One of which nothing was measured is not."""
+    curve = machine_model.Curve([1.0, 2.0], [1e-6, 2e-6])
+    bare = machine_model.msgspec.structs.replace(CPU, passes={}, collectives=[])
+    measured = machine_model.msgspec.structs.replace(CPU, passes={"other": curve})
+    machine_model.check_cluster(measured, "mine.toml")
+    monkeypatch.setenv(VARIABLE, Cluster.parse("2x4:200Mbit").to_environment(0))
+    inside = machine_update.adopt_machine(measured)
+    where = "emulated cluster, 2 nodes x 4 ranks, 200 Mbit/s"
+    assert inside.about.endswith(f"; {where}")
+    machine_model.check_cluster(bare, "mine.toml")
+    machine_model.check_cluster(inside, "mine.toml")
+    with pytest.raises(UsageError, match=f"measured in no emulated cluster, and this is {where}"):
+        machine_model.check_cluster(measured, "mine.toml")
+    monkeypatch.delenv(VARIABLE)
+    with pytest.raises(UsageError, match=f"measured in {where}, and this is no emulated cluster"):
+        machine_model.check_cluster(inside, "mine.toml")
