@@ -249,7 +249,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_report_collectionfinish(config):
-    if config.slow_left_out:
+    if getattr(config, "slow_left_out", 0):    # not there when nothing was collected
         return f"{config.slow_left_out} slow tests are left out: --slow runs them too"
 
 
