@@ -48,7 +48,7 @@ def same(found, expected) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.ranks(*EXAMPLES, first=(4, 8))
+@pytest.mark.ranks(1, 4, slow=(8,), first=(4,))
 @pytest.mark.parametrize("sizes, options", [
     ("uneven", dict(dtype="float32")), ("uneven", dict(dtype="float64", causal=True)),
     ("even", dict(dtype="float16", master="float32"))], ids=["float32", "float64", "float16"])
@@ -124,7 +124,7 @@ def test_words_operations_and_what_is_kept_are_the_closed_forms(comm):
             assert dried.traffic == counted and dried.saved == kept, case
 
 
-@pytest.mark.ranks(1, 4, slow=(8,))
+@pytest.mark.ranks(1, slow=(4, 8))
 def test_peak_memory_is_the_dry_run_s_to_the_byte(comm, monkeypatch):
     """On every rank, as the pool counts it."""
     monkeypatch.setenv("MM3D_TRANSPORT", "mpi")

@@ -89,7 +89,7 @@ def test_float32_equals_serial(comm, sizes):
     compare_with_serial(comm, SOME, sizes, "float32", True, 1e-5, 5e-5)
 
 
-@every_grid_once
+@pytest.mark.ranks(1, 4, slow=(6, 8))
 def test_sgd_steps_equal_serial(comm):
     """Three steps of SGD leave the same parameters everywhere."""
     compare_with_serial(comm, PARALLELISMS, "uneven", "float64", False, 1e-11, 1e-11, steps=3)
