@@ -177,6 +177,8 @@ def pytest_cmdline_main(config):
             return pytest.ExitCode.USAGE_ERROR
         if config.option.dist == "no":
             config.option.dist = "loadfile"    # fixtures of a module are made once
+            # The files in tests/bench take longest, and come first.
+            config.option.loadscopereorder = False
         if config.option.maxworkerrestart is None:
             config.option.maxworkerrestart = "0"    # what has hung would hang again
 

@@ -200,6 +200,7 @@ ROUNDED = {
     "dV": (Attention, 0, "backward", times(0.9, np.s_[:, :, 2]), "<dV, V>")}
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("fault", ROUNDED)
 @pytest.mark.parametrize("causal", [False, True])
 def test_with_tf32_layers_without_products_are_held_to_float32(fault, causal):

@@ -249,7 +249,7 @@ def test_a_wrong_transport_is_refused_before_anything_is_measured(comm, monkeypa
         calibration.measure_machine(comm)
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, first=(2,))
 @pytest.mark.parametrize("part, line", [
     ("steps", "layer 1d-sp 2 96x8x8x32x2: output is off by "),
     ("products", "C of 32 x 32 x 32 float32"),

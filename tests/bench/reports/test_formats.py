@@ -69,6 +69,7 @@ def test_latex_escapes_and_every_row_has_all_columns():
     assert text.count(r"\item") == 2 and text.count("begin{") == text.count("end{")
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("form", formats.FORMATS)
 def test_the_verb_prints_all_rows_in_every_format(tmp_path, capsys, form):
     for row in load_tables().rows:

@@ -110,6 +110,7 @@ def test_picture_of_the_cube(tmp_path, texts):
     assert list(texts.problems()) == [] and texts.pictures == 1
 
 
+@pytest.mark.slow
 def test_pictures_of_schedules(tmp_path, texts):
     pipeline = schedule_costs.Pipeline(4, 12)
     names = ["1f1b", "zb-v", "dualpipe-v"]

@@ -85,7 +85,7 @@ def test_the_same_bits_and_words_with_overlap(comm, monkeypatch):
             scheme.grid.free()
 
 
-@pytest.mark.ranks(1, 4, slow=(8,))
+@pytest.mark.ranks(1, slow=(4, 8))
 def test_words_operations_and_what_is_kept_are_the_closed_forms(comm):
     """Summed over the ranks, by direction and kind of collective, forward and backward."""
     size = MODELS["uneven"]
@@ -147,6 +147,7 @@ def test_peak_memory_is_the_dry_run_s_to_the_byte(comm, monkeypatch):
             assert trace.pool_peak == peak, (str(parallelism), name)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("name, grid, options", [
     ("3d", (2, 2, 2), {}), ("3d", (4, 2, 1), {}), ("3d", (1, 2, 4), {"rows": "positions"}),
     ("3d", (4, 4, 4), {"keep": "both"}), ("1d", (8,), {}), ("1d-sp", (8,), {}),

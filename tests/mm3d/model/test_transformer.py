@@ -75,7 +75,7 @@ def compare_with_serial(comm, parallelisms, sizes, dtype, causal, forward, backw
         assert not wrong, f"{parallelism}: {wrong}"
 
 
-@every_grid
+@every_grid_once
 @every_size
 def test_equals_serial(comm, sizes, causal):
     """Output, input gradient and parameter gradients, on every scheme and grid."""

@@ -129,6 +129,7 @@ def renamed(request):
     del SCHEMES["renamed"]
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("renamed, ranks", [
     (name, ranks) for name, cls in SCHEMES.items() if cls.divides_work
     for ranks in (8, 64, 256) if has_grids(name, ranks)], indirect=["renamed"])
@@ -158,6 +159,7 @@ def test_another_name_is_among_all_candidates_and_trials(renamed):
     assert known == new and {one.kind for one in new} == {"matmul", "layer"}
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("renamed", ["1d", "2d", "3d"], indirect=True)
 @pytest.mark.parametrize("ranks", [16, 64])
 def test_under_another_name_a_scheme_has_the_same_predictions(renamed, ranks):

@@ -80,7 +80,7 @@ def real_step(watch, scheme, sizes, dtype, causal) -> dict:
     return measured
 
 
-@pytest.mark.ranks(1, 4, slow=(6, 8), first=(4,))
+@pytest.mark.ranks(1, 4, slow=(6, 8), first=(1, 4))
 @pytest.mark.parametrize("sizes", SIZES)
 @pytest.mark.parametrize("dtype, causal", [("float32", False), ("float64", True)])
 def test_dry_and_real_traces_are_equal(comm, sizes, dtype, causal, monkeypatch):
@@ -137,6 +137,7 @@ def test_all_memory_within_five_percent(comm, causal, monkeypatch):
         assert measured == pytest.approx(trace.held, rel=0.05), str(case)
 
 
+@pytest.mark.slow_but_first
 @pytest.mark.parametrize("options", [{}, {"keep": "weight"}, {"keep": "both"},
                                      {"rows": "positions"}], ids=str)
 @pytest.mark.parametrize("grid", [(2, 2, 2), (4, 2, 1), (1, 2, 4), (8, 1, 1), (1, 8, 1),
