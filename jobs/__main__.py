@@ -13,7 +13,7 @@ from bench.errors import UsageError, status_of
 from bench.records import atomic
 from bench.reports.document import Column, Table
 from bench.reports.formats import format_text
-from bench.verbs import options, row_options
+from bench.command_line import options, row_options
 from jobs import fitting, scripts, site as sites, slurm, standings
 from jobs.collect import collect, format_standing
 from jobs.scripts import Work

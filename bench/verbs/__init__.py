@@ -8,7 +8,7 @@ A file ``NAME.py`` in this folder is the verb NAME and needs to be named nowhere
 - ``add_options(parser)``, which adds its options to an `argparse.ArgumentParser`, and
 - ``run(arguments, comm)``, or ``run(arguments)`` where one rank runs it: the exit status.
 
-No verb imports another: `options`, `row_options`, `grids` and `publish` are what they share.
+No verb imports another: they share what is in `bench.command_line`.
 """
 
 import ast
@@ -17,7 +17,6 @@ import pkgutil
 from dataclasses import dataclass
 from types import ModuleType
 
-SHARED = ("options", "row_options", "grids", "publish")
 # As a person needs them; a verb that is not here comes last in its group.
 ORDER = ("reproduce", "run", "table", "plot", "report", "compare", "merge", "validate", "gemm",
          "collectives", "matmul", "scalapack", "layer", "pipeline", "gpu", "dry", "plan",
@@ -36,7 +35,7 @@ class Entry:
 
 def names() -> list[str]:
     """List the verbs, in the order in which a person needs them."""
-    found = {module.name for module in pkgutil.iter_modules(__path__)} - {*SHARED}
+    found = {module.name for module in pkgutil.iter_modules(__path__)}
     return [*(name for name in ORDER if name in found), *sorted(found - {*ORDER})]
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from bench.console import say
 from bench.errors import WrongResult
 from bench.prediction import calibration, machine_file, machine_model
-from bench.verbs import options
-from bench.verbs.publish import publish_machine, report_failure
+from bench.command_line import options
+from bench.command_line.publish import publish_machine, report_failure
 from mm3d.transport.choice import in_place_collectives
 
 GROUP = "Plan and predict"

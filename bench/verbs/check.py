@@ -9,8 +9,8 @@ from bench.prediction.beside_measured import read_measured
 from bench.records.journal import claim_folder
 from bench.reports.formats import render
 from bench.reports.measured_tables import compare_predictions
-from bench.verbs import options
-from bench.verbs.publish import publish, report_failure
+from bench.command_line import options
+from bench.command_line.publish import publish, report_failure
 from mm3d.transport.choice import HOST_TRANSPORTS
 
 GROUP = "Plan and predict"

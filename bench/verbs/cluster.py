@@ -5,7 +5,7 @@ import argparse
 from bench.cluster.run import refuse_launcher, run_inside
 from bench.cluster.spec import Cluster, parse_latency, parse_rate
 from bench.errors import UsageError
-from bench.verbs import options
+from bench.command_line import options
 
 GROUP = "This machine"
 ON_ALL_RANKS = False

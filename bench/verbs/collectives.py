@@ -8,8 +8,8 @@ from bench.experiments.products.collectives import (array_bytes, collective_grid
 from bench.prediction import machine_update
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
-from bench.verbs import options
-from bench.verbs.publish import publish, publish_machine, report_failure
+from bench.command_line import options
+from bench.command_line.publish import publish, publish_machine, report_failure
 from mm3d import launcher
 
 GROUP = "Measure the parts alone"

@@ -6,7 +6,7 @@ import math
 from bench.errors import UsageError
 from bench.reports import formats
 from bench.reports.comparison import compare_sides
-from bench.verbs import options
+from bench.command_line import options
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False

@@ -10,7 +10,7 @@ from pathlib import Path
 from bench.doctor.checks import CHECKS, FAILED
 from bench.doctor.child_jobs import Facts
 from bench.errors import UsageError
-from bench.verbs import options
+from bench.command_line import options
 from mm3d import launcher
 
 GROUP = "This machine"

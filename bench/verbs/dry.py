@@ -9,7 +9,7 @@ from bench.errors import UsageError
 from bench.prediction import machine_model, memory_fit
 from bench.reports import dry_tables
 from bench.reports.formats import render
-from bench.verbs import grids, options
+from bench.command_line import grids, options
 from mm3d import ModelSizes, model_spec
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost

@@ -7,8 +7,8 @@ from bench.experiments.products.gemm import measure_gemm, thread_counts
 from bench.prediction import machine_update
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
-from bench.verbs import options
-from bench.verbs.publish import publish, publish_machine, report_failure
+from bench.command_line import options
+from bench.command_line.publish import publish, publish_machine, report_failure
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True

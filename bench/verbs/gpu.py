@@ -6,8 +6,8 @@ from bench.errors import WrongResult
 from bench.experiments.gpu.parts import GpuBenchmark, PARTS, measure_part
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
-from bench.verbs import options
-from bench.verbs.publish import publish, report_failure
+from bench.command_line import options
+from bench.command_line.publish import publish, report_failure
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True

@@ -8,8 +8,8 @@ from bench.errors import UsageError, WrongResult
 from bench.experiments.layer.layer import MeasuredLayer, check_overlap, measure_layer
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
-from bench.verbs import options
-from bench.verbs.publish import publish, report_failure
+from bench.command_line import options
+from bench.command_line.publish import publish, report_failure
 from mm3d import ModelSizes
 
 GROUP = "Measure the parts alone"

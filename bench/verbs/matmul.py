@@ -12,8 +12,8 @@ from bench.instruments.clock import Clock
 from bench.instruments.timing import Limits
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
-from bench.verbs import options
-from bench.verbs.publish import check_trace_file, publish, report_failure
+from bench.command_line import options
+from bench.command_line.publish import check_trace_file, publish, report_failure
 from mm3d.schemes.matrix_product import FORMS
 
 GROUP = "Measure the parts alone"

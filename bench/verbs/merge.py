@@ -5,7 +5,7 @@ from pathlib import Path
 
 from bench.records import merged
 from bench.records.folder import list_files
-from bench.verbs import options
+from bench.command_line import options
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False

@@ -15,8 +15,8 @@ from bench.experiments.pipeline.subject import PipelineCase, make_case
 from bench.records import run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
-from bench.verbs import options
-from bench.verbs.publish import publish, report_failure
+from bench.command_line import options
+from bench.command_line.publish import publish, report_failure
 from mm3d import Mesh, ModelSizes
 from mm3d.training.schedules import registry
 

@@ -7,7 +7,7 @@ from bench.errors import UsageError
 from bench.prediction import machine_model, planner
 from bench.reports.formats import render
 from bench.reports.plan_tables import plan_remarks, plan_table
-from bench.verbs import grids, options
+from bench.command_line import grids, options
 from mm3d.model.sizes import SIZES
 
 GROUP = "Plan and predict"

@@ -8,7 +8,7 @@ from bench.errors import UsageError
 from bench.prediction import machine_model
 from bench.reports.document import Notes
 from bench.reports.formats import render
-from bench.verbs import options
+from bench.command_line import options
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = False

@@ -3,7 +3,7 @@
 import argparse
 
 from bench.reports import page
-from bench.verbs import options
+from bench.command_line import options
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False

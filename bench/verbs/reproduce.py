@@ -29,7 +29,7 @@ from bench.records.journal import Journal, Reproduction
 from bench.reports import emulated_rows
 from bench.reports.finish import write_tables_and_figures
 from bench.reports.formats import render
-from bench.verbs import options, row_options
+from bench.command_line import options, row_options
 from mm3d import launcher
 from mm3d.arrays import backend as backends
 

@@ -24,8 +24,8 @@ from bench.prediction import machine_model, node_memory
 from bench.records import journal, model_run, run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Group
-from bench.verbs import grids, row_options
-from bench.verbs.publish import check_trace_file
+from bench.command_line import grids, row_options
+from bench.command_line.publish import check_trace_file
 from mm3d.arrays import backend as backends
 from mm3d.model.sizes import SIZES
 from mm3d.tracing.events import PHASES

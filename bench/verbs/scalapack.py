@@ -10,8 +10,8 @@ from bench.errors import WrongResult
 from bench.experiments.products.scalapack import (Comparison, Products, compare_products,
                                                   load_libraries)
 from bench.instruments.statistics import median_interval
-from bench.verbs import options
-from bench.verbs.publish import report_failure
+from bench.command_line import options
+from bench.command_line.publish import report_failure
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True

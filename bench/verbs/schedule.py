@@ -10,7 +10,7 @@ from bench.prediction.schedule_costs import Pipeline
 from bench.reports import schedule_tables
 from bench.reports.document import Notes
 from bench.reports.formats import render
-from bench.verbs import options
+from bench.command_line import options
 from mm3d.training.schedules import format_schedule, registry
 
 GROUP = "Plan and predict"

@@ -4,7 +4,7 @@ import argparse
 
 from bench.records.folder import list_files
 from bench.validation.files import check_file
-from bench.verbs import options
+from bench.command_line import options
 
 GROUP = "Look at results"
 ON_ALL_RANKS = False

@@ -19,7 +19,7 @@ from bench.records.journal import Reproduction
 from bench.reports.figures.every_figure import make_drawings
 from bench.reports.formats import render
 from bench.reports.paper_tables import make_document
-from bench.verbs import row_options
+from bench.command_line import row_options
 from jobs import scripts, site, standings as books
 from jobs.__main__ import main as jobs_main
 from jobs.scripts import Work

@@ -13,7 +13,7 @@ from bench.instruments.spans import part_names
 from bench.records import model_run, run_file
 from bench.records.journal import Journal
 from bench.verbs import run
-from bench.verbs.publish import check_trace_file
+from bench.command_line.publish import check_trace_file
 from mm3d.tracing.events import PHASES
 from models import SIZES, Parallelism
 from support import run_ranks

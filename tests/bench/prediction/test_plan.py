@@ -11,7 +11,7 @@ from bench.prediction import machine_file, machine_model, planner
 from bench.prediction.closed_form_plan import screen_grid
 from bench.prediction.seconds import collective_terms, step_seconds
 from bench.records import run_file
-from bench.verbs import grids
+from bench.command_line import grids
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost

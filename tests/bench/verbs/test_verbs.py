@@ -12,7 +12,8 @@ from bench.__main__ import parser
 from support import ROOT, run_python
 
 FILES = sorted((ROOT / "bench" / "verbs").glob("*.py"))
-NAMES = [path.stem for path in FILES if path.stem not in ("__init__", *verbs.SHARED)]
+NAMES = [path.stem for path in FILES if path.stem != "__init__"]
+SHARED = sorted((ROOT / "bench" / "command_line").glob("*.py"))
 PROGRAMS = [ROOT / name / "__main__.py" for name in ("bench", "jobs")]
 NEW = '''"""Count to a number."""
 
@@ -51,24 +52,22 @@ def test_a_verb_is_a_help_a_heading_options_and_a_function(name):
 
 
 def test_no_verb_imports_another():
-    shared = {f"bench.verbs.{name}" for name in verbs.SHARED}
     for path in FILES:
-        found = {name for name in imports(path) if name.startswith("bench.verbs.")}
-        assert {".".join(name.split(".")[:3]) for name in found} <= shared, path.name
+        assert not {name for name in imports(path) if name.startswith("bench.verbs.")}, path.name
 
 
 def test_the_command_line_is_known_to_verbs_alone():
     """What is below them takes plain arguments, and can be used from Python."""
     wrong = [f"{path.relative_to(ROOT)}: {problem}" for folder in ("mm3d", "bench", "jobs")
              for path in sorted((ROOT / folder).rglob("*.py"))
-             if path not in FILES and path not in PROGRAMS for problem in problems(path)]
+             if path not in [*FILES, *SHARED, *PROGRAMS] for problem in problems(path)]
     assert wrong == []
 
 
 def problems(path: Path) -> list[str]:
     """What a module knows of a command line."""
     found = [f"imports {name}" for name in imports(path)
-             if name.startswith(("argparse", "bench.verbs"))]
+             if name.startswith(("argparse", "bench.command_line", "bench.verbs"))]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             for one in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
@@ -117,8 +116,7 @@ def test_run_is_started_without_what_it_does_not_need():
     found = set(done.stdout.splitlines()[-1].split())
     assert {"bench.verbs.run", "mpi4py.MPI"} <= found, done.stderr
     assert not found & {"matplotlib", "tabulate", "jinja2", "scipy"}
-    assert {name for name in found if name.startswith("bench.verbs.")} <= {
-        "bench.verbs.run", *(f"bench.verbs.{shared}" for shared in verbs.SHARED)}
+    assert {name for name in found if name.startswith("bench.verbs.")} == {"bench.verbs.run"}
 
 
 def test_a_wrong_verb_is_refused_in_one_line():

@@ -17,7 +17,7 @@ from bench.prediction import memory_fit
 from bench.prediction.machine_model import Machine, load_machine
 from bench.prediction.seconds import work_seconds
 from bench.prediction.similarity import shrink_machine, work_scale
-from bench.verbs import options
+from bench.command_line import options
 from mm3d.arrays.backend import Backend
 
 

@@ -1,0 +1,1 @@
+"""What verbs share: options, grids asked for by name, and files written and reported."""
