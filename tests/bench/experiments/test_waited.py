@@ -47,7 +47,6 @@ def test_a_row_waits_for_the_seconds_of_the_model(comm, shared_tmp_path, capsys)
                         + spent["memory"] / machine.achieved.memory
                         + launches * machine.launch_seconds)
         assert waits["counted"][place, 0] == pytest.approx(expected, rel=1e-9)
-        assert (run.samples[phase].max(axis=1) >= 0.9 * expected).all()
     assert (waits["slept"] >= waits["counted"]).all()
     np.testing.assert_allclose(waits["modelled"], waits["counted"], rtol=1e-9)
     text = format_tables(shared_tmp_path)

@@ -99,6 +99,7 @@ def test_no_grid_is_below_the_bound_in_any_regime():
                 assert math.isclose(words, bound)
 
 
+@pytest.mark.slow
 def test_a_million_ranks_in_under_ten_seconds():
     start = time.process_time()    # seconds of this process, whatever else the machine does
     found = planner.rank_plans(10**6, LONGHORN, layers=96, hidden=12288, heads=96, batch=1536,
@@ -119,6 +120,7 @@ def test_what_does_not_fit_comes_last():
     assert again.memory < once.memory / 2 and again.backward > once.backward
 
 
+@pytest.mark.slow
 def test_grid_auto_is_the_planner_s_choice(capsys):
     command = ["dry", "--ranks", "64", "--hidden", "8192", "--layers", "2", "--grid", "auto"]
     assert main(command) == 0

@@ -146,6 +146,7 @@ def test_runs_of_one_side_that_differ_are_said(sets, capsys):
     assert "runs of B differ" not in text
 
 
+@pytest.mark.slow
 def test_identical_code_rarely_fails(tmp_path, capsys):
     """Comparisons of runs that differ by 3 %; repetitions taken for runs failed in most."""
     failed = 0

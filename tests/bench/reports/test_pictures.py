@@ -89,6 +89,7 @@ def test_points_lie_under_the_roof_that_they_are_compared_with():
             assert rate * 1e9 < np.fmin(multiply, memory * intensity)
 
 
+@pytest.mark.slow
 def test_pictures_of_plans(tmp_path, texts, monkeypatch):
     """To two million ranks, of which not all grids are looked at."""
     monkeypatch.setattr(planner, "list_candidates",

@@ -88,7 +88,7 @@ def of_three(model, order: str) -> dict[str, np.ndarray]:
     return run(model, "Fa Fb Fc Ba Bb Bc " + " ".join(f"W{name}" for name in order))
 
 
-@pytest.mark.ranks(*SOME)
+@pytest.mark.ranks(1, 4, slow=(8,))
 def test_gradients_add_up_in_the_order_of_the_weights_halves(comm):
     """And those of vectors in that of the input's halves."""
     for parallelism in SOME[comm.size]:

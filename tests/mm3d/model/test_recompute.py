@@ -244,7 +244,7 @@ class Clock:
         return float(self.ticks)
 
 
-@pytest.mark.ranks(1, 8)
+@pytest.mark.ranks(1, slow=(8,))
 def test_tracing_tells_what_is_computed_again(comm):
     """Under names of its own, forward's operands among it, and leaves nothing behind."""
     parallelism = Parallelism("3d")

@@ -384,6 +384,7 @@ def test_bfloat16_travels_as_it_is(comm, carried):
 
 # --- Graphs --------------------------------------------------------------------------------
 
+@pytest.mark.slow
 def test_a_graph_repeats_a_step(cupy):
     """On what its input has become, from memory that nothing else is given; nothing is computed
     while it is recorded."""
