@@ -14,6 +14,7 @@ from bench.records import merged
 from bench.records.measurements import Measurements
 from bench.records.run_file import FORMAT, SCHEMA, open_file, parse_run
 from bench.validation import rules
+from bench.validation.warnings import list_warnings
 from mm3d import ModelSizes
 
 
@@ -57,7 +58,7 @@ def check_run(group: h5py.Group, place: str) -> tuple[list[str], list[str]]:
     common = rules.MEASUREMENTS if isinstance(run, Measurements) else rules.MODEL
     for rule in common:
         errors += rule(run)
-    return errors, list(rules.list_warnings(run))
+    return errors, list(list_warnings(run))
 
 
 def check_schema(group: h5py.Group) -> Iterator[str]:

@@ -33,11 +33,6 @@ PATHS = re.compile(r"(?<![\w.])/(home|Users|root|tmp|mnt|scratch|work|gpfs|lustr
 ADDRESS = re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)*")
 # Kinds of run whose results are verified.
 VERIFIED = ("model", "matmul", "layer", "check", "pipeline")
-# What waited work means, by the kind of run.
-WAITED = {"model": "ranks waited for the modelled seconds of their work: only collectives were "
-                   "real",
-          "pipeline": "ranks waited for seconds that were chosen, in place of layers: only "
-                      "messages and their order were real"}
 
 
 def check_samples(run: Run) -> Iterator[str]:
@@ -307,46 +302,6 @@ def find_private_text(group: h5py.Group) -> Iterator[str]:
     visit("", group)
     group.visititems(visit)
     yield from lines
-
-
-def list_warnings(run: Run | Measurements) -> Iterator[str]:
-    """List the warnings: facts that break no rule, but must be known to the reader."""
-    if not run.environment["git_clean"]:
-        yield "the source had changes that were not committed: nobody else can build it"
-    waits = recorded_variant(run.configuration).waits
-    if waits:
-        yield WAITED.get(run.kind if isinstance(run, Measurements) else "model", WAITED["model"])
-    if run.environment["oversubscribed"]:
-        yield ("ranks outnumber cores, which they share for all that is not waited for" if waits
-               else "ranks outnumber cores: its times are no scaling results")
-    count = count_repetitions(run)
-    if count < 6:
-        yield f"{count} repetitions give no 95 % interval: at least six do"
-    if isinstance(run, Measurements):
-        return
-    spans = {phase: timing.slowest(run.samples[phase]) for phase in PHASES} if count > 5 else {}
-    for phase, found in spans.items():
-        if found[0] == found.max() and found[0] > 1.5 * np.median(found):
-            yield (f"the first {phase} that counts took {found[0] / np.median(found):.1f} times "
-                   f"the median: more than {run.configuration['warmup']} steps to warm up would "
-                   f"do")
-    measured = layer_residuals.split_checks(run.checks)[1]
-    if not run.configuration["verified_measured_model"] and not measured:
-        yield "a smaller model was verified, the measured one was not: measure it again"
-    if run.ended_by == "stopped":
-        yield "it was told to stop before its repetitions were done"
-    if run.configuration["scheme"] not in SCHEMES:
-        yield f"scheme {run.configuration['scheme']} is unknown: its words were not checked"
-
-
-def count_repetitions(run: Run | Measurements) -> float:
-    """Return the number of repetitions; infinite where a microbenchmark has no such dimension.
-
-    Where its cases have different numbers it is that of the case with the most.
-    """
-    if isinstance(run, Run):
-        return len(run.samples["forward"])
-    return len(run.scales["repetition"]) if "repetition" in run.scales else math.inf
 
 
 MODEL: tuple[Callable[[Run], Iterator[str]], ...] = (

@@ -19,7 +19,7 @@ from bench.records.measurements import Group, Variable
 from bench.reports import certainty, emulated_rows
 from bench.reports.formats import render
 from bench.reports.paper_tables import format_tables
-from bench.validation import rules
+from bench.validation.warnings import list_warnings
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 from records import made_up
@@ -132,7 +132,7 @@ def test_crowded_rows_that_wait_say_so(tmp_path):
     assert f"NOT COMPUTED: work is waited for; up to 8 {shared})" in text
     assert "The ranks of all nodes share 4 cores for all that is not waited for: copies" in text
     assert certainty.compare_repetitions(*runs) == "not tested"
-    warnings = list(rules.list_warnings(runs[0]))
+    warnings = list(list_warnings(runs[0]))
     assert "ranks outnumber cores, which they share for all that is not waited for" in warnings
 
 
