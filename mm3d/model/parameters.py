@@ -44,6 +44,9 @@ class Parameter:
         Global shape as stored; (in, 3, out) for the weight of queries, keys and values.
     public_shape : tuple of int
         Global shape in `Transformer.state` and `Transformer.load`, (in, 3 out).
+    first_copy : bool
+        False where other ranks, outside `grid`, hold this block already: in all replicas of a
+        model but the first, and in the second copy of tied weights.
     """
 
     def __init__(self, name: str, grid: Grid, layout: Layout, shape: tuple[int, ...],
@@ -57,6 +60,19 @@ class Parameter:
         self.master = grid.backend.empty(local, master) if self.has_master else self.value
         self.grad = grid.backend.empty(local, master if self.has_master else dtype)
         self.grad[...] = 0
+        self.first_copy = True
+
+    @property
+    def counted(self) -> bool:
+        """Return whether sums over all ranks count this block here.
+
+        True on exactly one of the ranks that hold the same block, so that a norm has each element
+        once, and a checkpoint is written once.
+        """
+        layout, coords = self.layout, self.grid.coords
+        named = layout.letters + (layout.diagonal or "")
+        return self.first_copy and layout.owns_block(self.grid) and not any(
+            coords[letter] for letter in coords if letter not in named)
 
     @property
     def nbytes(self) -> int:

@@ -73,8 +73,11 @@ class Transformer:
     ----------
     spec : ModelSpec
         The layers, without ranks and arrays.
-    parameters : list of Parameter
-        All parameters, in the order of the layers.
+    parameters, trained : list of Parameter
+        All parameters, in the order of the layers; and the arrays that an optimizer changes and
+        that a checkpoint stores, which are the same ones.
+    comm : mpi4py.MPI.Intracomm
+        All ranks that hold a part of the model.
     outer, inner : Space
         The spaces of activations outside and inside a pair of linear layers.
     """
@@ -108,7 +111,8 @@ class Transformer:
         self.linears = [linear for linear, _ in self._products[False]]
         for linear in self.linears:
             linear.product.weights_half = weights_half
-        self.parameters = self.layers.parameters
+        self.parameters = self.trained = self.layers.parameters
+        self.comm = self.grid.comm
         self._draw_parameters()
 
     def _library_dtype(self, dtype: str | None) -> Any:

@@ -53,8 +53,11 @@ class Pipeline:
         As it is executed.
     chunks : list of Transformer
         The layers of each chunk of this rank's stage, for one micro-batch.
-    parameters : list of Parameter
-        Those of all chunks.
+    parameters, trained : list of Parameter
+        Those of all chunks; and the arrays that an optimizer changes and that a checkpoint
+        stores, which are the same ones.
+    comm : mpi4py.MPI.Intracomm
+        All ranks of the mesh.
 
     Raises
     ------
@@ -84,6 +87,7 @@ class Pipeline:
         self.hops = Hops(mesh, schedule, first.shape, first.dtype, synchronous, asleep)
         self.worker = Worker(self.hops, self.chunks, around)
         self.parameters: list[Parameter] = [p for chunk in self.chunks for p in chunk.parameters]
+        self.trained, self.comm = self.parameters, mesh.comm
 
     def step(self, inputs: Callable[[int], Array],
              output_gradient: Callable[[int, Array], Array],
@@ -125,6 +129,11 @@ class Pipeline:
         """Set all gradients to zero."""
         for chunk in self.chunks:
             chunk.zero_gradients()
+
+    def refresh(self) -> None:
+        """Round all masters to the model's dtype, into the values; call it after changing them."""
+        for p in self.trained:
+            p.refresh()
 
     def state(self) -> dict[str, np.ndarray]:
         """Gather every parameter of all stages, as `mm3d.Transformer.state`; for checks."""
