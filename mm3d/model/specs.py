@@ -18,6 +18,7 @@ from mm3d.grid.activations import Space
 from mm3d.grid.axis import Split
 from mm3d.grid.layout import Layout
 from mm3d.model.layers import Layer
+from mm3d.model.masks import MaskKey
 from mm3d.model.parameters import Parameter
 from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.parallelism import Parallelism
@@ -80,11 +81,14 @@ class Builder:
         Type of masters and gradients; by default `dtype`, without separate masters.
     first_layer : int
         Number of the first block called "layers".
+    mask_key : MaskKey, optional
+        Key of the masks of dropout; layers with dropout need it.
     """
 
     def __init__(self, scheme: Scheme, outer: Space, inner: Space, dtype: Any,
-                 master: Any = None, first_layer: int = 0) -> None:
-        self.scheme, self.outer, self.inner = scheme, outer, inner
+                 master: Any = None, first_layer: int = 0,
+                 mask_key: MaskKey | None = None) -> None:
+        self.scheme, self.outer, self.inner, self.mask_key = scheme, outer, inner, mask_key
         self.dtype, self.master = dtype, master
         self._prefix, self._numbers, self._built = "", Counter(layers=first_layer), {}
 

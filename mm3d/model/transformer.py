@@ -10,6 +10,7 @@ from mm3d.arrays.backend import Array, host_dtype
 from mm3d.model.chain_specs import ModelSpec
 from mm3d.model.chains import Chain
 from mm3d.model.initial_values import draw_normal
+from mm3d.model.masks import MaskKey
 from mm3d.model.parameters import check_state
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.recomputed_layers import weighted_products
@@ -62,6 +63,10 @@ class Transformer:
     describe : callable
         ``describe(sizes, causal, recompute) -> ModelSpec`` gives the layers of the model; by
         default `mm3d.model_spec`.  Other layers make another model (`mm3d.model.specs`).
+    dropout : float
+        Probability that an element of a residual branch is dropped before it is added.  Masks are
+        keyed by the seed, ``mask_key.place``, and the global position, so they are the same on
+        every grid.  `describe` then gets ``dropout=`` too.
 
     Raises
     ------
@@ -80,13 +85,16 @@ class Transformer:
         All ranks that hold a part of the model.
     outer, inner : Space
         The spaces of activations outside and inside a pair of linear layers.
+    mask_key : MaskKey
+        Key of the masks of dropout.  Set its `place` before a forward; backward uses that of its
+        own forward.
     """
 
     def __init__(self, scheme: Scheme, layers: int, hidden: int, heads: int, batch: int, seq: int,
                  seed: int = 0, dtype: str = "float32", causal: bool = False,
                  master: str | None = None, recompute: str = "none",
                  weights_half: str = "keep",
-                 describe: Callable[..., ModelSpec] = model_spec) -> None:
+                 describe: Callable[..., ModelSpec] = model_spec, dropout: float = 0.0) -> None:
         sizes = ModelSizes(layers, hidden, heads, batch, seq)
         sizes.check()
         _check_dtypes(scheme, dtype, master)
@@ -102,9 +110,11 @@ class Transformer:
         self.dtype, self.master, self.hidden = str(dtype), master, hidden
         self.shape = (batch, seq, hidden)
         self.outer, self.inner = scheme.spaces(batch, seq)
-        self.spec = describe(sizes, causal, recompute)
+        self.dropout, self.mask_key = dropout, MaskKey(seed)
+        more = {"dropout": dropout} if dropout else {}
+        self.spec = describe(sizes, causal, recompute, **more)
         builder = Builder(scheme, self.outer, self.inner, self._library_dtype(self.dtype),
-                          self._library_dtype(master), self.spec.first_layer)
+                          self._library_dtype(master), self.spec.first_layer, self.mask_key)
         self.layers = Chain(*builder.build_layers(self.spec.chain.layers))
         self._products = {backward: weighted_products(self.layers, backward)
                           for backward in (False, True)} | {None: []}
@@ -167,7 +177,8 @@ class Transformer:
         """
         self._check_block("x", x)
         with self._begin_overlap(backward=False) as overlap:
-            return self.layers.forward(x, overlap)
+            y, saved = self.layers.forward(x, overlap)
+        return y, ((self.mask_key.place, saved) if self.dropout else saved)
 
     def backward(self, dy: Array, saved: Any) -> Array:
         """Compute the gradient of the input, and add to the gradients of the parameters.
@@ -190,6 +201,8 @@ class Transformer:
             When `dy` does not have the shape or dtype of this rank's block.
         """
         self._check_block("dy", dy)
+        if self.dropout:
+            self.mask_key.place, saved = saved
         with self._begin_overlap(backward=True) as overlap:
             return self.layers.backward(dy, saved, overlap)
 
@@ -211,6 +224,8 @@ class Transformer:
             before `backward_weights`; all other saved data can be dropped now.
         """
         self._check_block("dy", dy)
+        if self.dropout:
+            self.mask_key.place, saved = saved
         with self._begin_overlap(backward=True) as overlap:
             return self.layers.backward_input(dy, saved, overlap)
 
@@ -310,7 +325,7 @@ def _arrays(saved: Any) -> Iterator[Array]:
             yield from _arrays(item)
     elif hasattr(saved, "array"):
         yield saved.array
-    elif saved is not None:
+    elif saved is not None and not isinstance(saved, int):    # the place of masks
         yield saved
 
 

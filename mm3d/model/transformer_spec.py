@@ -4,14 +4,16 @@ from collections import Counter
 from typing import Mapping
 
 from mm3d.model.chain_specs import ChainSpec, ModelSpec, RecomputedSpec, Repeated, ResidualSpec
+from mm3d.model.dropout import DropoutResidualSpec
 from mm3d.model.layer_specs import AttentionSpec, GeluSpec, LayerNormSpec, LinearSpec
+from mm3d.model.masks import dropped_of_65536
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.sizes import ModelSizes
 from mm3d.model.specs import LayerSpec
 
 
 def model_spec(sizes: Mapping[str, int], causal: bool = False, recompute: str = "none",
-               part: range | None = None) -> ModelSpec:
+               part: range | None = None, dropout: float = 0.0) -> ModelSpec:
     """Return the spec of a stack of pre-LN Transformer layers, without ranks and arrays.
 
     Parameters
@@ -25,11 +27,14 @@ def model_spec(sizes: Mapping[str, int], causal: bool = False, recompute: str = 
     part : range, optional
         The layers of a part of the model, such as a stage of a pipeline; they keep their numbers.
         All layers, if not given.
+    dropout : float
+        Probability that an element of a residual branch is dropped (`mm3d.model.dropout`).
 
     Raises
     ------
     ValueError
-        When no policy has that name, or the model does not have the layers of the part.
+        When no policy has that name, the model does not have the layers of the part, or `dropout`
+        is no probability below 1.
     """
     sizes, policy = ModelSizes(**sizes), parse_policy(recompute)
     whole = range(sizes.layers)
@@ -37,7 +42,7 @@ def model_spec(sizes: Mapping[str, int], causal: bool = False, recompute: str = 
     if part != whole and (not part or part.step != 1 or not {part[0], part[-1]} <= {*whole}):
         raise ValueError(f"layers {part.start} to {part.stop - 1} are no part of a model with "
                          f"layers 0 to {sizes.layers - 1}")
-    block = transformer_layer(sizes, causal, policy.selective)
+    block = transformer_layer(sizes, causal, policy.selective, dropout)
 
     def recomputed_group(layers: int) -> ChainSpec:
         if layers == 1:
@@ -51,16 +56,21 @@ def model_spec(sizes: Mapping[str, int], causal: bool = False, recompute: str = 
 
 
 def transformer_layer(sizes: ModelSizes, causal: bool = False,
-                      selective: bool = False) -> tuple[ResidualSpec, ResidualSpec]:
+                      selective: bool = False,
+                      dropout: float = 0.0) -> tuple[ResidualSpec, ResidualSpec]:
     """Return the specs of one Transformer layer: attention, then the multi-layer perceptron.
 
-    With `selective` each linear layer and the layer before it are recomputed in backward.
+    With `selective` each linear layer and the layer before it are recomputed in backward;
+    `dropout` is the probability that an element is dropped before it is added to the input.
     """
+    dropped_of_65536(dropout)    # refuses what is no probability
     h, wide, head = sizes.hidden, sizes.mlp_factor * sizes.hidden, sizes.hidden // sizes.heads
 
     def residual(name: str, *layers: LayerSpec) -> ResidualSpec:
         if selective:
             layers = (RecomputedSpec(layers[:2], name), RecomputedSpec(layers[2:], name))
+        if dropout:
+            return DropoutResidualSpec(layers, name, h, dropout)
         return ResidualSpec(layers, name)
 
     return (residual("attention",

@@ -1,0 +1,161 @@
+"""Define dropout, with masks that are the same on every grid, and its spec.
+
+A mask is never stored: backward draws it again (`mm3d.model.masks`), so dropout saves no words and
+moves none.  Dropout of attention probabilities is not offered: they are computed in blocks that
+exist for a moment, and again in backward.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from mm3d.arrays.backend import Array, namespace
+from mm3d.grid.activations import Space
+from mm3d.model.chain_specs import ResidualSpec
+from mm3d.model.chains import Chain, Residual
+from mm3d.model.layers import Layer
+from mm3d.model.masks import BITS, MaskKey, draw_kept, dropped_of_65536
+from mm3d.model.parameters import Parameter
+from mm3d.model.specs import Builder, LayerSpec, SavedWords
+from mm3d.schemes.overlap import Overlap
+from mm3d.schemes.parallelism import Parallelism
+
+
+class Dropout:
+    """Set elements to zero at random, and scale the others so that the mean stays.
+
+    Masks are drawn on the host, also for arrays of a device.
+
+    Parameters
+    ----------
+    space : Space
+        Space of x.
+    features : int
+        Global number of features of x.
+    probability : float
+        Probability that an element is dropped, rounded to a multiple of 2^-16.
+    name : str
+        Name of the layer in the model; another name has other masks.
+    key : MaskKey
+        Seed, step and place in the batch; with the place None nothing is dropped.
+    """
+
+    parameters: list[Parameter] = []
+
+    def __init__(self, space: Space, features: int, probability: float, name: str,
+                 key: MaskKey) -> None:
+        self.space, self.name, self.key = space, name, key
+        self.shape = (space.batch, space.seq, features)
+        self.dropped = dropped_of_65536(probability)
+        self.scale = 2 ** BITS / (2 ** BITS - self.dropped)
+        self.empty = space.allocator(features)
+
+    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
+        """Compute x times the mask and the scale; nothing is saved."""
+        return self.apply(x, self.empty(x.dtype)), None
+
+    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
+        """Compute dy times the same mask and scale."""
+        return self.apply(dy, self.empty(dy.dtype))
+
+    def apply(self, a: Array, out: Array) -> Array:
+        """Multiply this rank's block `a` by the mask and the scale, into `out`, or `a` itself."""
+        if self.key.place is None:
+            out[...] = a
+            return out
+        grid = self.space.grid
+        factors = grid.backend.from_host(tuple(a.shape), str(a.dtype).rpartition(".")[2],
+                                         self._draw_factors)
+        return namespace(a).multiply(a, factors, out=out)
+
+    def _draw_factors(self) -> Any:
+        """Draw this rank's block of the mask; return it times the scale, in NumPy."""
+        step, first = self.key.place
+        rows, *rest = self.space.layout().slices(self.space.grid, self.shape)
+        place = (slice(first + rows.start, first + rows.stop), *rest)
+        kept = draw_kept(self.key.seed, step, self.name, self.space.seq, place, self.dropped)
+        return kept * self.scale
+
+
+class DropoutResidual(Residual):
+    """Compute x + dropout(f(x)), where f is the chain of the given layers."""
+
+    def __init__(self, dropout: Dropout, *layers: Layer) -> None:
+        super().__init__(*layers)
+        self.dropout = dropout
+
+    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
+        """Compute x + dropout(f(x))."""
+        y, saved = Chain.forward(self, x, overlap)
+        y = self.dropout.apply(y, y)
+        y += x
+        return y, saved
+
+    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
+        """Compute dy plus the gradient through dropout and f."""
+        dx = Chain.backward(self, self.dropout.backward(dy, None), saved, overlap)
+        dx += dy
+        return dx
+
+    def backward_input(self, dy: Array, saved: Any,
+                       overlap: Overlap | None = None) -> tuple[Array, list]:
+        """Compute dy plus the gradient through dropout and f, but not those of the weights."""
+        dx, operands = Chain.backward_input(self, self.dropout.backward(dy, None), saved, overlap)
+        dx += dy
+        return dx, operands
+
+
+@dataclass(frozen=True)
+class DropoutSpec(LayerSpec):
+    """Describe dropout of an outer activation.
+
+    Attributes
+    ----------
+    hidden : int
+        Global number of features.
+    probability : float
+        Probability that an element is dropped.
+    """
+
+    hidden: int
+    probability: float
+
+    def input_words(self, parallelism: Parallelism) -> int:
+        return parallelism.outer.words(parallelism.tokens, self.hidden)
+
+    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
+        """Count nothing: backward draws the mask again."""
+        return SavedWords()
+
+    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
+        """Count dx, dy and the factors."""
+        return 3 * self.input_words(parallelism) / parallelism.ranks
+
+    def make_layer(self, builder: Builder, name: str) -> Dropout:
+        return Dropout(builder.outer, self.hidden, self.probability, name, builder.mask_key)
+
+
+@dataclass(frozen=True)
+class DropoutResidualSpec(ResidualSpec):
+    """Describe a residual block with dropout, x + dropout(f(x)); dropout and sum save nothing.
+
+    Attributes
+    ----------
+    hidden : int
+        Global number of features.
+    probability : float
+        Probability that an element of f(x) is dropped.
+    """
+
+    hidden: int = 0
+    probability: float = 0.0
+
+    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
+        """Count also dy, which is kept for the sum while f's backward reads its own."""
+        dy = parallelism.outer.words(parallelism.tokens, self.hidden)
+        return super().transient_words(parallelism, recomputed) + dy / parallelism.ranks
+
+    def build_layers(self, builder: Builder) -> list[Layer]:
+        layers = builder.build_layers(self.layers)
+        dropout = Dropout(builder.outer, self.hidden, self.probability,
+                          builder.full_name(self.name), builder.mask_key)
+        return builder.register_layer(DropoutResidual(dropout, *layers), self.name, "residual")

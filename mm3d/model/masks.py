@@ -1,0 +1,102 @@
+"""Draw the masks of dropout, which are the same on every grid.
+
+Whether an element of an activation is kept depends on the seed, the step of training, the name of
+the layer and the element's global position (sequence of the batch, position, feature) alone.  So
+every scheme, grid, micro-batch, stage and replica sees a part of one global mask, and backward and
+recomputation draw again what forward has drawn: no mask is stored.
+"""
+
+import hashlib
+
+import numpy as np
+
+BITS = 16             # a probability is rounded to a multiple of 2^-16
+BLOCK_FEATURES = 64   # features of a block of one stream
+_WORDS = BLOCK_FEATURES * BITS // 64
+_COUNTS = _WORDS // 4    # Philox makes four words of 64 bits for each count
+
+
+class MaskKey:
+    """Hold the key of the masks that the layers of a model draw.
+
+    Parameters
+    ----------
+    seed : int
+        Seed of the model.
+
+    Attributes
+    ----------
+    place : tuple of int, or None
+        Step of training, and number in the global batch of the first sequence of the activations;
+        None where nothing is dropped, as in validation.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.place = seed, (0, 0)
+
+
+def dropped_of_65536(probability: float) -> int:
+    """Return how many of 65536 elements are dropped on average.
+
+    Raises
+    ------
+    ValueError
+        When it is no probability below 1.
+    """
+    if not 0 <= probability < 1 - 2.0 ** -BITS:
+        raise ValueError(f"dropout={probability!r}: a probability of at least 0 and below 1 would "
+                         f"do")
+    return round(probability * 2 ** BITS)
+
+
+def draw_kept(seed: int, step: int, name: str, seq: int, place: tuple[slice, slice, slice],
+              dropped: int) -> np.ndarray:
+    """Draw which elements of a part of a global activation (batch, seq, features) are kept.
+
+    Features are divided into blocks of `BLOCK_FEATURES`.  Each block has a random stream of its
+    own: Philox (Salmon, Moraes, Dror and Shaw, SC 2011), with seed, step and name as the key, and
+    the number of the block and that of the token as the start of the counter.  A rank draws the
+    tokens and the blocks of its part alone.
+
+    Parameters
+    ----------
+    seed, step : int
+        Seed of the model, and step of training.
+    name : str
+        Name of the layer in the model.
+    seq : int
+        Global number of positions in a sequence.
+    place : tuple of slice
+        Sequences of the global batch, positions and features of the part, with start and stop.
+    dropped : int
+        How many of 65536 elements are dropped on average.
+
+    Returns
+    -------
+    ndarray of bool
+        True where an element is kept, in the shape of the part.
+    """
+    sequences, positions, features = place
+    shape = tuple(s.stop - s.start for s in place)
+    kept = np.empty(shape, bool)
+    if not kept.size:
+        return kept
+    if shape[1] == seq:    # the tokens of all sequences follow each other
+        runs = [(sequences.start * seq, kept.reshape(-1, shape[2]))]
+    else:
+        runs = [(number * seq + positions.start, part)
+                for number, part in zip(range(sequences.start, sequences.stop), kept)]
+    digest = hashlib.blake2b(f"{seed}/{step}/{name}/dropout".encode(), digest_size=16).digest()
+    bits = np.random.Philox(key=np.frombuffer(digest, np.uint64), counter=0)
+    state = bits.state    # setting it takes 3 us, a new Philox 20 us
+    counter = state["state"]["counter"]
+    for first, part in runs:
+        for block in range(features.start // BLOCK_FEATURES, -(-features.stop // BLOCK_FEATURES)):
+            counter[0], counter[2] = first * _COUNTS, block
+            bits.state = state
+            left = block * BLOCK_FEATURES
+            start, stop = max(left, features.start), min(left + BLOCK_FEATURES, features.stop)
+            drawn = bits.random_raw(len(part) * _WORDS).view(np.uint16).reshape(len(part), -1)
+            np.greater_equal(drawn[:, start - left:stop - left], dropped,
+                             out=part[:, start - features.start:stop - features.start])
+    return kept

@@ -1,0 +1,145 @@
+"""Dropout: one mask on every grid, in every micro-batch, in backward and under recomputation."""
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mm3d
+from mm3d import ModelSizes, model_spec
+from mm3d.model import cost
+from mm3d.model.dropout import Dropout, DropoutResidual
+from mm3d.model.masks import MaskKey, draw_kept, dropped_of_65536
+from mm3d.model.recomputation import POLICIES
+from models import PARALLELISMS, SOME, Parallelism
+
+SIZES = dict(layers=2, hidden=20, heads=5, batch=6, seq=7)
+OPTIONS = dict(dtype="float64", causal=True, dropout=0.25)
+WHOLE = (slice(0, 5), slice(0, 7), slice(0, 150))
+
+
+def kept(*place: slice, seed=0, step=0, name="a", dropped=20000) -> np.ndarray:
+    """A part of a mask of (5, 7, 150)."""
+    return draw_kept(seed, step, name, 7, place or WHOLE, dropped)
+
+
+def test_a_part_of_a_mask_is_a_part_of_the_whole():
+    """Wherever it begins and ends, also inside the blocks of features."""
+    whole = kept()
+    for sequences in (slice(0, 5), slice(2, 3), slice(1, 5)):
+        for positions in (slice(0, 7), slice(0, 3), slice(3, 7), slice(6, 7), slice(2, 2)):
+            for features in (slice(0, 150), slice(0, 64), slice(60, 70), slice(128, 150)):
+                place = sequences, positions, features
+                assert np.array_equal(kept(*place), whole[place]), place
+
+
+def test_masks_differ_by_seed_step_and_layer_and_drop_the_right_share():
+    masks = [kept(), kept(seed=1), kept(step=1), kept(name="b")]
+    masks += [np.roll(masks[0], 1, axis) for axis in range(3)]
+    for n, one in enumerate(masks):
+        assert abs(1 - one.mean() - 20000 / 65536) < 4 * (0.21 / one.size) ** 0.5
+        assert all(0.5 < np.mean(one == other) < 0.65 for other in masks[:n])    # independent
+    assert kept(dropped=0).all() and dropped_of_65536(0.5) == 2 ** 15
+
+
+@pytest.mark.parametrize("probability", [-0.1, 1.0, 1.5, float("nan")])
+def test_what_is_no_probability_is_refused(probability):
+    with pytest.raises(ValueError, match="below 1 would do"):
+        model_spec(ModelSizes(**SIZES), dropout=probability)
+
+
+@pytest.mark.ranks(1, 4, slow=(6, 8))
+def test_every_grid_has_the_same_mask(comm):
+    """To the bit: the mask of a layer, unsharded, and of the rows of a micro-batch."""
+    place = slice(2, 8), slice(0, 7), slice(0, 20)
+    expected = draw_kept(3, 5, "here", 7, place, dropped_of_65536(0.25)) / 0.75
+    for parallelism in PARALLELISMS[comm.size]:
+        with parallelism.on(comm, "numpy") as scheme:
+            model, key = mm3d.Transformer(scheme, **SIZES, dtype="float64"), MaskKey(3)
+            key.place = 5, 2
+            layer = Dropout(model.outer, 20, 0.25, "here", key)
+            y, saved = layer.forward(model.shard(np.ones(model.shape)))
+            assert np.array_equal(model.unshard(y), expected), str(parallelism)
+            dx = layer.backward(model.shard(np.ones(model.shape)), saved)
+            assert np.array_equal(model.unshard(dx), expected), str(parallelism)
+            key.place = None
+            assert np.array_equal(layer.forward(dx)[0], dx)
+
+
+def results(model, place=(4, 6), passes=("a",), halves=False) -> list[np.ndarray]:
+    """Global outputs and gradients, all of `passes` being in flight at one time.
+
+    The model is left at the place of the last pass: backward has to find its own.
+    """
+    found = []
+    model.zero_gradients()
+    for number, name in enumerate(passes):
+        model.mask_key.place = place[0], place[1] + number * model.shape[0]
+        found.append((name, *model.forward(model.random(name))))
+    ends = []
+    for name, _, saved in found:
+        if halves:
+            dx, operands = model.backward_input(model.random(f"d{name}"), saved)
+            model.backward_weights(operands)
+        else:
+            dx = model.backward(model.random(f"d{name}"), saved)
+        ends.append(dx)
+    return [*(model.unshard(y) for _, y, _ in found), *map(model.unshard, ends),
+            *model.gradients().values()]
+
+
+@pytest.mark.ranks(1, 4, slow=(8,))
+def test_results_are_those_of_the_serial_model(comm):
+    """An element dropped on one grid and kept on another would change them by far more."""
+    with Parallelism("serial").on(comm if comm.size == 1 else comm.Split(comm.rank)) as scheme:
+        expected = results(mm3d.Transformer(scheme, **SIZES, **OPTIONS))
+        without = results(mm3d.Transformer(scheme, **SIZES, **OPTIONS | {"dropout": 0.0}))
+    assert not np.allclose(expected[0], without[0])
+    for parallelism in SOME[comm.size]:
+        with parallelism.on(comm, "numpy") as scheme:
+            for one, other in zip(results(mm3d.Transformer(scheme, **SIZES, **OPTIONS)), expected,
+                                  strict=True):
+                assert np.allclose(one, other, rtol=1e-11, atol=1e-11), str(parallelism)
+
+
+@pytest.mark.ranks(1, slow=(4, 8))
+def test_the_same_bits_with_recomputation_and_in_halves(comm):
+    """Two micro-batches in flight: one mask drawn for another of them would be seen.
+
+    It guards against a mask that differs when it is drawn again.
+    """
+    for parallelism in SOME[comm.size]:
+        with parallelism.on(comm, "numpy") as scheme:
+            def found(recompute, **more):
+                model = mm3d.Transformer(scheme, **SIZES, **OPTIONS, recompute=recompute)
+                return results(model, passes=("a", "b"), **more)
+            expected = found("none")
+            for policy in ("selective", "full", "uniform:2+selective"):
+                for halves in (False, True):
+                    assert all(map(np.array_equal, found(policy, halves=halves), expected)), (
+                        str(parallelism), policy, halves)
+
+
+def test_gradients_are_central_differences():
+    """Along random directions of input and parameters."""
+    with Parallelism("serial").on(MPI.COMM_SELF) as scheme:
+        model = mm3d.Transformer(scheme, **SIZES, **OPTIONS)
+        x, dy, u = (np.array(model.random(name)) for name in ("x", "dy", "u"))
+        dx = model.backward(dy, model.forward(x)[1])
+        step = 1e-5
+        plus, minus = (np.vdot(model.forward(x + sign * step * u)[0], dy) for sign in (1, -1))
+        assert np.isclose((plus - minus) / (2 * step), np.vdot(dx, u), rtol=1e-7)
+
+
+def test_it_moves_and_saves_nothing():
+    sizes = ModelSizes(**SIZES)
+    for policy in POLICIES:
+        plain, dropped = (model_spec(sizes, recompute=policy, dropout=p) for p in (0.0, 0.5))
+        grid = dict(x=1, y=2, z=2)
+        assert cost.moves("3d", grid, plain) == cost.moves("3d", grid, dropped)
+        assert cost.saved_words("3d", grid, plain) == cost.saved_words("3d", grid, dropped)
+        assert cost.flops_again(plain) == cost.flops_again(dropped)
+
+
+def test_without_dropout_nothing_of_it_is_built():
+    with Parallelism("serial").on(MPI.COMM_SELF) as scheme:
+        model = mm3d.Transformer(scheme, **SIZES)
+        assert not any(isinstance(layer, DropoutResidual) for layer in model.layers.layers)
