@@ -1,4 +1,4 @@
-"""Arrange ranks as a mesh: the stages of a pipeline, each on a tensor group of its own."""
+"""Arrange ranks as a mesh: replicas of the stages of a pipeline, each on a tensor group."""
 
 from typing import Any, Sequence
 
@@ -6,25 +6,28 @@ from mpi4py import MPI
 
 from mm3d import launcher
 from mm3d.arrays.backend import Backend
+from mm3d.grid.axis import Axis
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.scheme import Scheme
+from mm3d.training.data_grid import DataGrid
 
 Sizes = tuple[int, ...] | GridShape
 
 
 class Mesh:
-    """Arrange ranks as the stages of a pipeline, each with a scheme on a grid of its own.
+    """Arrange ranks as replicas of a pipeline, whose stages have a scheme on a grid of their own.
 
-    A stage is what a pipeline schedule calls a rank: it takes one or more parts of the layers.
-    Ranks are numbered stage by stage.
+    Each replica takes a part of the sequences of a batch.  A stage is what a pipeline schedule
+    calls a rank: it takes one or more parts of the layers.  Ranks are numbered replica by replica,
+    and stage by stage in each.
 
     Parameters
     ----------
     comm : mpi4py.MPI.Intracomm
         All ranks; every one must create it.
     stages : int
-        Number of stages, among which the ranks are divided equally.
+        Number of stages, among which the ranks of a replica are divided equally.
     scheme : str
         Name of the tensor parallelism in every stage, see `mm3d.scheme`.
     grid : tuple of int or GridShape, or a sequence of these, optional
@@ -32,17 +35,24 @@ class Mesh:
         choice.  Where they differ, activations are redistributed on the way.
     backend : str or Backend, optional
         The array library, see `mm3d.arrays.backend.get`.
+    data : int
+        Number of replicas, among which the ranks are divided equally.
+    shards : int, optional
+        Number of neighbouring replicas among which ZeRO divides one copy of the model (hybrid
+        sharding); the other replicas hold further copies.  By default all replicas divide one.
     **options
         Options of the scheme.
 
     Attributes
     ----------
     shape : GridShape
-        Number of stages (direction s) and of ranks in each of them (t).
+        Number of replicas (direction d), of stages (s), and of ranks in each stage (t).
     grids : tuple of GridShape
-        The grid of each stage.
-    stage, place : int
-        The stage of this rank, and its number there.
+        The grid of each stage, in every replica.
+    replica, stage, place : int
+        The replica of this rank, its stage there, and its number in the stage.
+    data_grid : DataGrid or None
+        The ranks of this stage in all replicas; None where there is one replica.
     scheme : Scheme
         The tensor parallelism on the ranks of this stage.
     options : dict
@@ -51,48 +61,88 @@ class Mesh:
     Raises
     ------
     ValueError
-        On every rank alike and before any communication, when the stages do not divide the
-        ranks, a grid does not have as many ranks as a stage, or the scheme cannot use it.
+        On every rank alike and before any communication, when replicas and stages do not divide
+        the ranks, the shards do not divide the replicas, a grid does not have as many ranks as a
+        stage, or the scheme cannot use it.
 
     Examples
     --------
     >>> mesh = mm3d.Mesh(comm, stages=4, scheme="3d", grid=(2, 1, 1))    # on 8 ranks
     >>> mesh = mm3d.Mesh(comm, stages=2, grid=[(2, 1, 1), (1, 2, 1)])    # on 4 ranks
+    >>> mesh = mm3d.Mesh(comm, data=2, stages=2, grid=(2, 1, 1))         # on 8 ranks
     """
 
     def __init__(self, comm: MPI.Intracomm, stages: int = 1, scheme: str = "3d",
                  grid: Sizes | Sequence[Sizes] | None = None,
-                 backend: str | Backend | None = None, **options: Any) -> None:
+                 backend: str | Backend | None = None, *, data: int = 1,
+                 shards: int | None = None, **options: Any) -> None:
         kind = find_scheme(scheme)
         self.options = kind.complete_options(options)
-        self.grids = stage_grids(kind, comm.size, stages, grid)
+        shards = check_data(comm.size, data, shards)
+        self.grids = stage_grids(kind, comm.size // data, stages, grid)
         launcher.check_launcher(comm.size if comm == MPI.COMM_WORLD else None)
-        self.comm, self.shape = comm, GridShape("st", (stages, comm.size // stages))
-        self.stage, self.place = self.shape.coordinates(comm.rank).values()
-        self._group = comm.Split(self.stage, self.place)
+        self.comm = comm
+        self.shape = GridShape("dst", (data, stages, comm.size // data // stages))
+        self.replica, self.stage, self.place = self.shape.coordinates(comm.rank).values()
+        self._group = comm.Split(self.replica * stages + self.stage, self.place)
         self.scheme = kind(self._group, self.grids[self.stage], backend, **options)
+        self.data_grid = None
+        if data > 1:
+            # Replicas are the slowest direction, so these ranks are in the order of a DataGrid.
+            self._line = comm.Split(self.stage, comm.rank)
+            self.data_grid = DataGrid(self._line, self.scheme.grid, shards)
 
     def __repr__(self) -> str:
-        return (f"Mesh({self.shape['s']} stages; rank {self.comm.rank} is {self.place} of stage "
-                f"{self.stage}, {self.scheme!r})")
+        replicas = f"{self.shape['d']} replicas of " if self.data_grid else ""
+        own = f"of replica {self.replica}, " if self.data_grid else ""
+        return (f"Mesh({replicas}{self.shape['s']} stages; rank {self.comm.rank} is {self.place} "
+                f"of stage {self.stage}, {own}{self.scheme!r})")
+
+    @property
+    def data(self) -> Axis | None:
+        """Return the ranks with this stage and place among which ZeRO divides a copy of a model.
+
+        Without `shards` they are those of all replicas; None where there is one replica.
+        """
+        return self.data_grid and self.data_grid["d"]
 
     def rank(self, stage: int, place: int) -> int:
-        """Return the number in `comm` of the rank that is `place` in `stage`."""
-        return self.shape.rank({"s": stage, "t": place})
+        """Return the number in `comm` of the rank that is `place` in `stage` of this replica."""
+        return self.shape.rank({"d": self.replica, "s": stage, "t": place})
 
     def free(self) -> None:
         """Free the communicators; every rank must call it."""
+        if self.data_grid is not None:
+            self.data_grid.free()
+            self._line.Free()
         self.scheme.grid.free()
         self._group.Free()
+
+
+def check_data(ranks: int, data: int, shards: int | None) -> int:
+    """Check the numbers of replicas and of shards, as those of `Mesh`; return that of shards."""
+    if not isinstance(data, int) or data < 1 or ranks % data:
+        raise ValueError(f"data={data!r} does not divide {ranks} ranks into equal replicas: "
+                         f"{_divisors(ranks)} would do")
+    if shards is None:
+        return data
+    if not isinstance(shards, int) or shards < 1 or data % shards:
+        raise ValueError(f"shards={shards!r} does not divide data={data} replicas into equal "
+                         f"groups: {_divisors(data)} would do")
+    return shards
+
+
+def _divisors(number: int) -> str:
+    """List the divisors of a number, as text."""
+    return ", ".join(str(one) for one in range(1, number + 1) if not number % one)
 
 
 def stage_grids(kind: type[Scheme], ranks: int, stages: int,
                 grid: Sizes | Sequence[Sizes] | None = None) -> tuple[GridShape, ...]:
     """Return the grid of each stage; parameters and errors as those of `Mesh`."""
     if not isinstance(stages, int) or stages < 1 or ranks % stages:
-        near = [count for count in range(1, ranks + 1) if not ranks % count]
         raise ValueError(f"{stages} stages do not divide {ranks} ranks into equal groups: "
-                         f"{', '.join(map(str, near))} would do")
+                         f"{_divisors(ranks)} would do")
     share = ranks // stages
     if grid is None:
         grid = kind.default_grid(share)

@@ -36,10 +36,11 @@ class Pipeline:
         What each stage does, and in which order; a name of
         `mm3d.training.schedules.builders.registry` needs `microbatches`.
     layers, hidden, heads, batch, seq : int
-        Sizes of the whole model; `batch` sequences are divided equally among the micro-batches,
-        and layers as equally as can be among the stages of the schedule.
+        Sizes of the whole model.  The `batch` sequences are divided among the mesh's replicas,
+        those of a replica equally among its micro-batches, and the layers as equally as can be
+        among the stages of the schedule.
     microbatches : int, optional
-        Number of micro-batches, with a schedule's name.
+        Number of micro-batches of a replica, with a schedule's name.
     around : callable, optional
         Returns, for an action, a context in which it is executed.
     synchronous, asleep : bool
@@ -51,6 +52,8 @@ class Pipeline:
     ----------
     schedule : Schedule
         As it is executed.
+    rows : list of slice
+        The sequences of the batch that are this replica's micro-batches.
     chunks : list of Transformer
         The layers of each chunk of this rank's stage, for one micro-batch.
     parameters, trained : list of Parameter
@@ -64,7 +67,7 @@ class Pipeline:
     ValueError
         On every rank alike and before any communication, when the schedule is wrong, has not as
         many ranks as the mesh has stages, or more stages than there are layers, or the
-        micro-batches do not divide the batch, or their number is missing.
+        micro-batches do not divide the sequences of a replica, or their number is missing.
     """
 
     def __init__(self, mesh: Mesh, schedule: str | Schedule, layers: int, hidden: int, heads: int,
@@ -78,8 +81,10 @@ class Pipeline:
             schedule = build(schedule, mesh.shape["s"], microbatches)
         self.mesh, self.schedule = mesh, schedule
         sizes = ModelSizes(layers, hidden, heads, batch, seq)
-        self.parts = divide_layers(schedule, mesh.shape["s"], sizes, microbatches)
-        self.sizes = replace(sizes, batch=batch // schedule.microbatches)
+        self.parts = divide_layers(schedule, mesh.shape["s"], sizes, microbatches,
+                                   mesh.shape["d"])
+        self.rows = divide_rows(batch, mesh.shape["d"], schedule.microbatches)[mesh.replica]
+        self.sizes = replace(sizes, batch=self.rows[0].stop - self.rows[0].start)
         self.chunks = [Transformer(mesh.scheme, **self.sizes, **options,
                                    describe=partial(model_spec, part=self.parts[stage]))
                        for stage in schedule.stages[mesh.stage]]
@@ -147,7 +152,8 @@ class Pipeline:
         """Gather what `of` returns by name of all chunks on every rank, in the layers' order."""
         own = {stage: of(chunk)
                for stage, chunk in zip(self.schedule.stages[self.mesh.stage], self.chunks)}
-        every = self.mesh.comm.allgather(own if self.mesh.place == 0 else {})
+        first = self.mesh.replica == self.mesh.place == 0
+        every = self.mesh.comm.allgather(own if first else {})
         by_stage = {stage: arrays for one in every for stage, arrays in one.items()}
         return {name: a for stage in sorted(by_stage) for name, a in by_stage[stage].items()}
 
@@ -174,7 +180,7 @@ class Pipeline:
 
 
 def divide_layers(schedule: Schedule, ranks: int, sizes: ModelSizes,
-                  microbatches: int | None = None) -> list[range]:
+                  microbatches: int | None = None, data: int = 1) -> list[range]:
     """Return the layers of each stage of a schedule, after checking that all fit together.
 
     Parameters
@@ -187,6 +193,8 @@ def divide_layers(schedule: Schedule, ranks: int, sizes: ModelSizes,
         Sizes of the whole model and batch.
     microbatches : int, optional
         The micro-batches that it should have; any number, if not given.
+    data : int
+        Number of replicas.
 
     Raises
     ------
@@ -204,12 +212,37 @@ def divide_layers(schedule: Schedule, ranks: int, sizes: ModelSizes,
     if sizes.layers < schedule.stage_count:
         raise ValueError(f"{sizes.layers} layers cannot be divided among {schedule.stage_count} "
                          f"stages: at least one layer for each is needed")
-    if sizes.batch % schedule.microbatches:
-        below = sizes.batch // schedule.microbatches * schedule.microbatches
-        near = [below, below + schedule.microbatches] if below else [schedule.microbatches]
-        raise ValueError(f"a batch of {sizes.batch} sequences cannot be divided among "
-                         f"{schedule.microbatches} micro-batches: "
-                         f"{' or '.join(map(str, near))} would do")
+    divide_rows(sizes.batch, data, schedule.microbatches)
     lengths = block_lengths(sizes.layers, schedule.stage_count)
     starts = itertools.accumulate(lengths, initial=0)
     return [range(start, start + length) for start, length in zip(starts, lengths)]
+
+
+def divide_rows(batch: int, data: int, microbatches: int) -> list[list[slice]]:
+    """Return the sequences of each replica's micro-batches, after checking their number.
+
+    Replicas may differ by one sequence; the micro-batches of one are equal.
+
+    Raises
+    ------
+    ValueError
+        When a replica has no sequences, or its micro-batches do not divide them.
+    """
+    if batch < data:
+        raise ValueError(f"a batch of {batch} sequences cannot be divided among {data} replicas: "
+                         f"at least {data} would do")
+    shares = block_lengths(batch, data)
+    found, start = [], 0
+    for share in shares:
+        if share % microbatches:
+            whole = data * microbatches
+            near = [batch // whole * whole or whole, batch // whole * whole + whole]
+            among = f"{data} replicas of " if data > 1 else ""
+            raise ValueError(f"a batch of {batch} sequences cannot be divided among {among}"
+                             f"{microbatches} micro-batches: "
+                             f"{' or '.join(map(str, dict.fromkeys(near)))} would do")
+        rows = share // microbatches
+        found.append([slice(start + n * rows, start + (n + 1) * rows)
+                      for n in range(microbatches)])
+        start += share
+    return found

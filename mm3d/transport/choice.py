@@ -13,6 +13,7 @@ from mm3d.transport.device import DEVICE_TRANSPORTS
 from mm3d.transport.hierarchical import HierarchicalTransport
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.nodes import node_size, nodes_of_line
+from mm3d.transport.ordered import OrderedTransport
 from mm3d.transport.segments import can_share_memory
 from mm3d.transport.shared_memory import SharedTransport
 from mm3d.transport.silent import DryCommunicator, SilentTransport
@@ -84,7 +85,8 @@ def describe_moved_words(name: str) -> str:
 
 def _transports_by_name() -> dict[str, type[MpiTransport]]:
     """Return the transports by name."""
-    kinds = (MpiTransport, SharedTransport, HierarchicalTransport, SilentTransport)
+    kinds = (MpiTransport, SharedTransport, HierarchicalTransport, OrderedTransport,
+             SilentTransport)
     return {kind.name: kind for kind in kinds} | DEVICE_TRANSPORTS
 
 
@@ -100,7 +102,8 @@ def _nccl_problem(devices: list, installed: list[bool]) -> str:
 
 def create_transports(comm: MPI.Intracomm | DryCommunicator,
                       lines: Mapping[str, MPI.Intracomm | DryCommunicator],
-                      backend: Backend, kind: str, node: int = 0) -> dict[str, MpiTransport]:
+                      backend: Backend, kind: str, node: int = 0,
+                      ordered: bool = False) -> dict[str, MpiTransport]:
     """Create the transport named by `choose_transport` along each of a grid's directions.
 
     Ranks of different nodes, as `mm3d.transport.nodes.node_of` numbers them, share no memory.
@@ -121,6 +124,9 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
         The name that `choose_transport` returned.
     node : int
         This rank's node.
+    ordered : bool
+        Whether arrays in host memory must be summed in the order of the ranks: by
+        `SharedTransport` inside a node, and else by `OrderedTransport`.
 
     Raises
     ------
@@ -131,11 +137,12 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
     found, problem = {}, ""
     for name, line in lines.items():
         try:
-            found[name] = _create_transport(line, backend, kind, node)
+            found[name] = _create_transport(line, backend, kind, node, ordered)
         except OSError as error:
             if kind not in IN_NODES:
                 raise
-            found[name], problem = MpiTransport(line, backend), str(error)
+            found[name] = (OrderedTransport if ordered else MpiTransport)(line, backend)
+            problem = str(error)
     if kind in IN_NODES and os.environ.get("MM3D_TRANSPORT"):
         # Ranks of other lines may have no problem, but would wait for those of this line.
         problem = next(filter(None, comm.allgather(problem)), "")
@@ -145,7 +152,7 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
 
 
 def _create_transport(line: MPI.Intracomm | DryCommunicator, backend: Backend, kind: str,
-                      node: int) -> MpiTransport:
+                      node: int, ordered: bool) -> MpiTransport:
     """Create the transport between the ranks of one line, all of which call it."""
     if isinstance(line, DryCommunicator):
         return SilentTransport(line, backend)
@@ -157,6 +164,6 @@ def _create_transport(line: MPI.Intracomm | DryCommunicator, backend: Backend, k
         if number == 1:
             return SharedTransport(line, backend)
         several = number < line.size or os.environ.get("MM3D_TRANSPORT")
-        if kind == "hierarchical" and several:
+        if kind == "hierarchical" and several and not ordered:
             return HierarchicalTransport(line, backend, nodes)
-    return MpiTransport(line, backend)
+    return (OrderedTransport if ordered else MpiTransport)(line, backend)

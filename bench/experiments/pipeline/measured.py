@@ -19,6 +19,7 @@ from bench.instruments.statistics import median_interval
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Setting, Variable, grid_settings
 from mm3d import launcher
+from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.parallelism import Parallelism
 from mm3d.training import costs
@@ -97,11 +98,12 @@ def reject(checks: list[Check], when: str = "") -> None:
 def case_settings(mesh: Mesh, case: PipelineCase) -> dict[str, Setting]:
     """Return the settings of a record that say what was measured."""
     waits = case.waits or ()
+    stages = GridShape("st", (mesh.shape["s"], mesh.shape["t"]))
     return {"schedule": case.name, "microbatches": case.schedule.microbatches,
             "schedule_text": format_schedule(case.schedule),
             "work": case.work, "about_work": ABOUT_WORK[case.work],
             **{f"wait_{step}": float(wait) for step, wait in zip(STEPS, waits)},
-            "scheme": mesh.scheme.name, **grid_settings(mesh.shape),
+            "scheme": mesh.scheme.name, **grid_settings(stages),
             "stage_grids": "; ".join(map(str, mesh.grids)),
             **{f"option_{name}": value for name, value in mesh.options.items()},
             **case.sizes, "dtype": case.dtype, "recompute": case.recompute, "seed": case.seed,

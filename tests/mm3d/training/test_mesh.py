@@ -1,4 +1,5 @@
 """Who does what on a mesh, and what cannot be one."""
+import numpy as np
 import pytest
 
 import mm3d
@@ -13,12 +14,33 @@ def test_stages_are_the_slowest_direction(comm):
     mesh = mm3d.Mesh(comm, stages=2, grid=[(share, 1, 1), (1, 1, share)])
     assert (mesh.stage, mesh.place) == divmod(comm.rank, share)
     assert mesh.rank(mesh.stage, mesh.place) == comm.rank
-    assert mesh.shape == GridShape("st", (2, share))
+    assert mesh.shape == GridShape("dst", (1, 2, share))
+    assert mesh.data is mesh.data_grid is None
     assert mesh.scheme.grid.shape == mesh.grids[mesh.stage]
     assert list(mesh.scheme.grid.coords.values()) == (
         [0, 0, mesh.place] if mesh.stage else [mesh.place, 0, 0])
     assert mesh.scheme.grid["x"].size == (1 if mesh.stage else share)
     mesh.free()
+
+
+@pytest.mark.ranks(4, slow=(8,))
+def test_replicas_are_the_slowest_direction(comm):
+    """Directions r and d join equal places of the replicas, r the slower one."""
+    for shards in (None, 1, 2):
+        data = 4 if shards == 2 else 2
+        mesh = mm3d.Mesh(comm, data=data, shards=shards, stages=comm.size // data, scheme="serial")
+        assert mesh.shape == GridShape("dst", (data, comm.size // data, 1))
+        assert mesh.replica == comm.rank // (comm.size // data)
+        assert mesh.rank(mesh.stage, mesh.place) == comm.rank
+        found = mesh.data_grid
+        assert mesh.data.size == found.shape["d"] == (shards or data)
+        assert found.coords["r"] * mesh.data.size + found.coords["d"] == mesh.replica
+        same = [found["d"].comm.allgather(mesh.stage), found["r"].comm.allgather(mesh.stage)]
+        assert {stage for stages in same for stage in stages} == {mesh.stage}
+        ranks = np.array([float(mesh.replica), 1.0])
+        assert found["r"].all_reduce(found["d"].all_reduce(ranks)).tolist() == [
+            data * (data - 1) / 2, data]
+        mesh.free()
 
 
 def grids(*arguments, scheme="3d"):
@@ -49,7 +71,8 @@ def test_what_is_no_mesh_is_named(arguments, said):
 @pytest.mark.ranks(4)
 def test_it_is_refused_on_all_ranks_alike(comm):
     for arguments in (dict(stages=3), dict(stages=2, grid=(3, 1, 1)), dict(stages=2, keep="all"),
-                      dict(scheme="4d")):
+                      dict(scheme="4d"), dict(data=3), dict(data=4, shards=3),
+                      dict(data=2, stages=2, grid=(2, 1, 1))):
         with pytest.raises(ValueError) as refused:
             mm3d.Mesh(comm, **arguments)
         assert len(set(comm.allgather(str(refused.value)))) == 1
