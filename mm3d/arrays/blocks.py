@@ -74,6 +74,24 @@ def row_blocks(library: Any, *arrays: Array,
         yield tuple(a[start:min(start + step, rows), :] for a in flat)
 
 
+def pieces(library: Any, *arrays: Array, block: int | None = None) -> Iterator[tuple[Array, ...]]:
+    """Iterate over matching views of about `block` elements of arrays of the same shape.
+
+    Contiguous arrays are passed as one-dimensional views, whatever their shape.  Parameters as in
+    `row_blocks`.
+    """
+    xp, block = library.xp, block or library.block
+    if all(library.is_contiguous(a) for a in arrays):
+        arrays = tuple(xp.reshape(a, (-1,)) for a in arrays)
+    elif len(arrays[0].shape) > 1:
+        for index in range(arrays[0].shape[0]):
+            yield from pieces(library, *(a[index, ...] for a in arrays), block=block)
+        return
+    size = arrays[0].shape[0]
+    for start in range(0, size, block):
+        yield tuple(a[start:min(start + block, size)] for a in arrays)
+
+
 def head_blocks(library: Any, q: Array, k: Array) -> Iterator[tuple[int, slice]]:
     """Iterate over sequences and groups of heads whose scores have about 8 blocks of elements.
 

@@ -33,7 +33,7 @@ PACKAGES = {
     "cupy": "mm3d.arrays bench.doctor", "cupy_backends": "mm3d.arrays",
     "ml_dtypes": "mm3d.arrays bench.checks",
     "mpi4py": "mm3d.transport mm3d.grid mm3d.guard mm3d.selftest mm3d.schemes "
-              "mm3d.training.mesh bench",
+              "mm3d.training.mesh mm3d.training.norms bench",
     "h5py": "bench.records bench.validation", "scipy": "bench.prediction bench.instruments",
     "pyroute2": "bench.cluster", "matplotlib": "bench.reports", "jinja2": "bench.reports jobs",
     "tabulate": "bench.reports jobs",

@@ -1,0 +1,24 @@
+"""Compute learning rates that change from step to step."""
+
+import math
+
+
+def warmup_cosine(step: int, steps: int, peak: float, warmup: int = 0,
+                  floor: float = 0.0) -> float:
+    """Return the learning rate of a step: a linear rise to `peak`, then half a cosine to `floor`.
+
+    Parameters
+    ----------
+    step : int
+        The step, from 0.
+    steps : int
+        Steps of the whole training; after them the rate is `floor`.
+    peak, floor : float
+        The largest rate, and the last one.
+    warmup : int
+        Steps of the rise; the first has the rate ``peak / warmup``, the last `peak`.
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    share = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return floor + (peak - floor) * (1 + math.cos(math.pi * share)) / 2

@@ -1,0 +1,64 @@
+"""Scale the loss, so that small gradients do not vanish in float16."""
+
+import math
+
+
+class LossScaling:
+    """Hold the factor of the loss: halved where gradients overflow, doubled after many that fit.
+
+    Gradients are computed of the loss times `scale`, and an optimizer divides them by it.  It
+    skips the step, on all ranks alike, where any gradient on any rank is infinite or NaN.
+
+    Parameters
+    ----------
+    initial : float
+        The factor at the beginning.
+    growth, backoff : float
+        What the factor is multiplied by, when it grows and when gradients overflow; powers of
+        two change no other bit of the gradients.
+    interval : int
+        Steps without an overflow after which the factor grows.
+    hysteresis : int
+        Overflows, since the factor last changed, at which it shrinks.
+    smallest : float
+        The factor never goes below.
+
+    Attributes
+    ----------
+    scale : float
+        The factor.
+    good_steps, overflows : int
+        Steps without an overflow since the last one, and overflows, since the factor last changed.
+    skipped : int
+        Steps skipped in all.
+    """
+
+    numbers = ("scale", "good_steps", "overflows", "skipped")
+
+    def __init__(self, initial: float = 65536.0, growth: float = 2.0, backoff: float = 0.5,
+                 interval: int = 2000, hysteresis: int = 1, smallest: float = 1.0) -> None:
+        if not (0 < smallest <= initial < math.inf and growth >= 1 >= backoff > 0
+                and interval >= 1 and hysteresis >= 1):
+            raise ValueError("loss scaling needs 0 < smallest <= initial, growth >= 1, 0 < "
+                             "backoff <= 1, and interval and hysteresis of at least 1")
+        self.growth, self.backoff, self.interval = growth, backoff, interval
+        self.hysteresis, self.smallest, self.scale = hysteresis, smallest, float(initial)
+        self.good_steps = self.overflows = self.skipped = 0
+
+    def update(self, overflow: bool) -> None:
+        """Change the factor after a step, which overflowed or not."""
+        if overflow:
+            self.skipped, self.overflows, self.good_steps = (
+                self.skipped + 1, self.overflows + 1, 0)
+            if self.overflows >= self.hysteresis:
+                self._change(self.backoff)
+        else:
+            self.good_steps += 1
+            if self.good_steps >= self.interval:
+                self._change(self.growth)
+
+    def _change(self, factor: float) -> None:
+        """Multiply the factor, and count anew."""
+        scale = self.scale * factor
+        self.scale = max(self.smallest, scale) if scale < math.inf else self.scale
+        self.good_steps = self.overflows = 0

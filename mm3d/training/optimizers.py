@@ -1,0 +1,253 @@
+"""Change the parameters of a model by their gradients: SGD with momentum, and AdamW.
+
+Each rank changes its own blocks, in place and in pieces that stay in cache.  All arithmetic is
+elementwise but the norm, which has the same bits on every grid (`mm3d.training.norms`).  So equal
+gradients give equal parameters, to the bit, however arrays are divided.
+"""
+
+import math
+from typing import Any, Callable
+
+from mm3d.arrays.backend import Array, backend_of
+from mm3d.arrays.blocks import pieces
+from mm3d.training.loss_scaling import LossScaling
+from mm3d.training.norms import largest_magnitude, reproducible_norm
+
+PIECE = 1 << 22    # elements on a device, where a piece is as large as its scratch memory
+
+
+def decays(trained: Any) -> bool:
+    """Return whether a parameter decays by default: matrices do, embeddings among them.
+
+    Biases, and weights and biases of norms do not: what has one dimension in `Transformer.state`.
+    """
+    return trained.name.endswith("weight") and len(trained.public_shape) > 1
+
+
+class Optimizer:
+    """Change the parameters of a model after each computation of its gradients.
+
+    Parameters
+    ----------
+    model : Transformer, Pipeline, GPT or any other
+        Has `trained`, a list of `Parameter` or objects with the same attributes; `comm`, all
+        ranks; and `refresh`, called after a change.
+    lr : float
+        The learning rate; ``optimizer.lr`` may be set before each step, to the same on all ranks.
+    weight_decay : float
+        Decoupled: parameters that decay are multiplied by ``1 - lr * weight_decay`` first.
+    clip : float, optional
+        Gradients are multiplied by ``min(1, clip / (norm + 1e-6))`` with the norm of all of them.
+    loss_scaling : LossScaling, optional
+        For float16: gradients are those of the loss times ``loss_scaling.scale``, and are divided
+        by it.  Set as ``model.loss_scale``, which a model with a loss of its own heeds.
+    decays : callable
+        Tells for one of `model.trained` whether it decays; by default `decays` of this module.
+
+    Attributes
+    ----------
+    state : dict of str to list of Array
+        By the name of a moment, this rank's blocks, in the order of ``model.trained``.
+    steps : int
+        Steps that were not skipped.
+    norm : float or None
+        The norm of the last step's gradients before clipping; None where nothing is clipped.
+
+    Raises
+    ------
+    ValueError
+        For numbers out of range, on every rank alike.
+    """
+
+    moments: tuple[str, ...] = ()
+
+    def __init__(self, model: Any, lr: float, weight_decay: float = 0.0,
+                 clip: float | None = None, loss_scaling: LossScaling | None = None,
+                 decays: Callable[[Any], bool] = decays) -> None:
+        check_range("lr", lr, 0 <= lr < math.inf, "at least 0")
+        check_range("weight_decay", weight_decay, 0 <= weight_decay < math.inf, "at least 0")
+        check_range("clip", clip, clip is None or clip > 0, "above 0, or None")
+        self.model, self.lr, self.weight_decay, self.clip = model, lr, weight_decay, clip
+        self.loss_scaling, self.decays = loss_scaling, decays
+        self.steps, self.norm = 0, None
+        self.state = {name: [_zeros_like(t.master) for t in model.trained]
+                      for name in self.moments}
+        self._announce_scale()
+
+    def step(self) -> bool:
+        """Change all parameters by their gradients; return whether the step was not skipped.
+
+        Every rank must call it.
+
+        Raises
+        ------
+        FloatingPointError
+            On every rank alike, when gradients to be clipped are infinite or NaN, without
+            `loss_scaling`; no parameter has changed then.
+        """
+        factor = self._gradient_factor()
+        if factor is None:
+            return False
+        self.steps += 1
+        for index, t in enumerate(self.model.trained):
+            library = backend_of(t.master)
+            block = min(library.block, PIECE)
+            moments = (self.state[name][index] for name in self.moments)
+            scratch = library.empty((min(block, t.master.size),), t.master.dtype)
+            rate = self.lr * self.weight_decay if self.decays(t) else 0.0
+            for w, *others in pieces(library, t.master, t.grad, *moments, block=block):
+                if rate:
+                    library.xp.multiply(w, 1 - rate, out=w)
+                self._update(library.xp, factor, scratch[:w.size], w, *others)
+        self.model.refresh()
+        return True
+
+    def numbers(self) -> dict[str, float | int]:
+        """Return what continues a training beside the moments: counts, rate, loss scaling."""
+        scaling = self.loss_scaling
+        return {"steps": self.steps, "lr": self.lr} | ({} if scaling is None else {
+            f"loss_scaling.{name}": getattr(scaling, name) for name in scaling.numbers})
+
+    def set_numbers(self, numbers: dict[str, float | int]) -> None:
+        """Set what `numbers` returned; loss scaling where this optimizer has one."""
+        for name in self.numbers():
+            owner, _, attribute = name.rpartition(".")
+            if name in numbers:
+                setattr(getattr(self, owner) if owner else self, attribute, numbers[name])
+        self._announce_scale()
+
+    def _gradient_factor(self) -> float | None:
+        """Return what the gradients are to be multiplied by; None where the step is skipped."""
+        scaling, self.norm = self.loss_scaling, None
+        if scaling is None and self.clip is None:
+            return 1.0
+        counted = [t.grad for t in self.model.trained if t.counted]
+        largest, factor = largest_magnitude(counted, self.model.comm), 1.0
+        if scaling is not None:
+            factor = 1 / scaling.scale
+            scaling.update(overflow := largest == math.inf)
+            self._announce_scale()
+            if overflow:
+                return None
+        if self.clip is not None:
+            if largest == math.inf:
+                raise FloatingPointError(
+                    f"the gradients are not finite after {self.steps} steps: a smaller learning "
+                    f"rate would do, or loss_scaling=LossScaling() for float16")
+            self.norm = reproducible_norm(counted, self.model.comm, largest) * factor
+            factor *= min(1.0, self.clip / (self.norm + 1e-6))
+        return factor
+
+    def _announce_scale(self) -> None:
+        """Tell the model what to multiply its loss by."""
+        if self.loss_scaling is not None:
+            self.model.loss_scale = self.loss_scaling.scale
+
+    def _update(self, xp: Any, factor: float, scratch: Array, w: Array, g: Array,
+                *moments: Array) -> None:
+        """Change a piece `w` by its gradient `g`, to be multiplied by `factor`, and `moments`."""
+        raise NotImplementedError
+
+
+class SGD(Optimizer):
+    """Stochastic gradient descent, w -= lr b with b = momentum b + g.
+
+    Parameters
+    ----------
+    model, lr, **options
+        See `Optimizer`.
+    momentum : float
+        0 keeps no moment.
+    """
+
+    def __init__(self, model: Any, lr: float, momentum: float = 0.0, **options: Any) -> None:
+        check_range("momentum", momentum, 0 <= momentum < 1, "at least 0 and below 1")
+        self.momentum = momentum
+        self.moments = ("momentum",) if momentum else ()
+        super().__init__(model, lr, **options)
+
+    def _update(self, xp: Any, factor: float, scratch: Array, w: Array, g: Array,
+                *moments: Array) -> None:
+        """Change a piece of a parameter."""
+        if not moments:
+            xp.multiply(g, self.lr * factor, out=scratch)
+        else:
+            (b,) = moments
+            xp.multiply(b, self.momentum, out=b)
+            if factor != 1:
+                xp.multiply(g, factor, out=scratch)
+                g = scratch
+            xp.add(b, g, out=b)
+            xp.multiply(b, self.lr, out=scratch)
+        xp.subtract(w, scratch, out=w)
+
+
+class AdamW(Optimizer):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, arXiv 1711.05101).
+
+    After t steps m and v are averages of the gradients and of their squares,
+    m = beta1 m + (1 - beta1) g and v = beta2 v + (1 - beta2) g^2, and
+    w -= lr (m / (1 - beta1^t)) / (sqrt(v / (1 - beta2^t)) + eps).
+
+    Parameters
+    ----------
+    model, lr, **options
+        See `Optimizer`.
+    betas : tuple of float
+        beta1 and beta2.
+    eps : float
+        Keeps the divisor from zero.
+    weight_decay : float
+        See `Optimizer`.
+
+    Raises
+    ------
+    ValueError
+        For numbers out of range, and for a model trained in a type of 16 bits, in which v of small
+        gradients is zero.
+    """
+
+    moments = ("first_moment", "second_moment")
+
+    def __init__(self, model: Any, lr: float, betas: tuple[float, float] = (0.9, 0.999),
+                 eps: float = 1e-8, weight_decay: float = 0.01, **options: Any) -> None:
+        check_range("betas", betas, len(betas) == 2 and all(0 <= b < 1 for b in betas),
+                    "two numbers of at least 0 and below 1")
+        check_range("eps", eps, 0 < eps < math.inf, "above 0")
+        narrow = [str(t.master.dtype) for t in model.trained if t.master.dtype.itemsize < 4]
+        if narrow:
+            raise ValueError(f"AdamW cannot train in {narrow[0]}: squares of gradients vanish; "
+                             f"create the model with master='float32'")
+        self.betas, self.eps = tuple(betas), eps
+        super().__init__(model, lr, weight_decay, **options)
+
+    def _update(self, xp: Any, factor: float, scratch: Array, w: Array, g: Array,
+                *moments: Array) -> None:
+        """Change a piece of a parameter; few passes, since factors are joined."""
+        (m, v), (beta1, beta2) = moments, self.betas
+        root = math.sqrt(1 - beta2 ** self.steps)
+        xp.multiply(g, (1 - beta1) * factor, out=scratch)
+        xp.multiply(m, beta1, out=m)
+        xp.add(m, scratch, out=m)
+        xp.multiply(scratch, scratch, out=scratch)
+        xp.multiply(scratch, (1 - beta2) / (1 - beta1) ** 2, out=scratch)
+        xp.multiply(v, beta2, out=v)
+        xp.add(v, scratch, out=v)
+        xp.sqrt(v, out=scratch)
+        xp.add(scratch, self.eps * root, out=scratch)
+        xp.divide(m, scratch, out=scratch)
+        xp.multiply(scratch, self.lr * root / (1 - beta1 ** self.steps), out=scratch)
+        xp.subtract(w, scratch, out=w)
+
+
+def check_range(name: str, value: Any, good: bool, wanted: str) -> None:
+    """Raise ValueError with one line for a number that is out of range."""
+    if not good:
+        raise ValueError(f"{name}={value!r}: {wanted} would do")
+
+
+def _zeros_like(a: Array) -> Array:
+    """Allocate an array of zeros like `a`, contiguous and of the backend's memory."""
+    zeros = backend_of(a).empty(tuple(a.shape), a.dtype)
+    zeros[...] = 0
+    return zeros

@@ -1,0 +1,283 @@
+"""Optimizers compute their formulas, and the same bits however a model is divided."""
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mm3d
+from mm3d.arrays import backend
+from mm3d.training.norms import reproducible_norm
+from pipelines import M, SIZES, run_one_stage, run_pipeline
+
+SHAPES = {"up.weight": (7, 300), "up.bias": (300,), "norm.weight": (11,), "odd.weight": (3, 5, 7)}
+MESHES = [(2, "3d", (1, 2, 1)), (1, "2d", (2, 2)), (2, "1d", (2,)), (4, "serial", None),
+          (1, "3d", (1, 4, 1)), (1, "1d-sp", (4,))]
+
+
+@pytest.fixture(autouse=True)
+def numpy_backend():
+    """Arrays of no grid have a backend too."""
+    backend.get("numpy")
+
+
+class Plain:
+    """A model of whole arrays on one rank, as an optimizer sees it."""
+
+    comm = MPI.COMM_SELF
+
+    def __init__(self, arrays: dict, dtype: str = "float64", public=None):
+        public = public or {name: a.shape for name, a in arrays.items()}
+        self.trained = [SimpleNamespace(name=name, public_shape=public[name], counted=True,
+                                        master=a.astype(dtype), grad=np.zeros(a.shape, dtype))
+                        for name, a in arrays.items()]
+        self.refreshed = 0
+
+    def refresh(self):
+        self.refreshed += 1
+
+    def values(self) -> dict:
+        return {t.name: t.master.copy() for t in self.trained}
+
+
+def draw(name: str, shape: tuple, seed: int) -> np.ndarray:
+    """A global array of many magnitudes."""
+    random = np.random.default_rng([seed, *name.encode()])
+    return random.standard_normal(shape) * np.exp(random.uniform(-9, 2, shape))
+
+
+def drawn(seed: int, shapes=SHAPES) -> dict:
+    return {name: draw(name, shape, seed) for name, shape in shapes.items()}
+
+
+def set_gradients(model, seed: int, factor: float = 1.0) -> None:
+    """This rank's blocks of the global gradients of a seed."""
+    for t in model.trained:
+        whole = draw(t.name, t.shape, seed) if hasattr(t, "layout") else draw(
+            t.name, t.master.shape, seed)
+        place = t.layout.slices(t.grid, t.shape) if hasattr(t, "layout") else ...
+        t.grad[...] = whole[place] * factor
+
+
+def formula(kind: str, w, gradients: list, decay: bool, clip: float | None, norms: list):
+    """The textbook's values after steps with these gradients of one array."""
+    lr, wd, b1, b2, eps, mu = 0.01, 0.1, 0.9, 0.95, 1e-6, 0.8
+    m = v = np.zeros_like(w)
+    for t, (g, norm) in enumerate(zip(gradients, norms), 1):
+        g = g * min(1, clip / (norm + 1e-6)) if clip else g
+        w = w * (1 - lr * wd * decay)
+        if kind == "AdamW":
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g * g
+            w = w - lr * (m / (1 - b1 ** t)) / (np.sqrt(v / (1 - b2 ** t)) + eps)
+        else:
+            m = (mu if kind == "momentum" else 0) * m + g
+            w = w - lr * m
+    return w
+
+
+def optimizer_of(kind: str, model, clip=None, **options):
+    options |= dict(weight_decay=0.1, clip=clip)
+    if kind == "AdamW":
+        return mm3d.AdamW(model, 0.01, betas=(0.9, 0.95), eps=1e-6, **options)
+    return mm3d.SGD(model, 0.01, momentum=0.8 * (kind == "momentum"), **options)
+
+
+@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("kind", ["AdamW", "momentum", "SGD"])
+def test_values_are_those_of_the_formula(kind, clip):
+    """Matrices decay, also of three dimensions; biases and norms do not."""
+    before = drawn(0)
+    for dtype, rtol in (("float64", 1e-13), ("float32", 2e-5)):
+        model = Plain(before, dtype)
+        optimizer, gradients = optimizer_of(kind, model, clip), [drawn(s) for s in (1, 2, 3)]
+        for seed in (1, 2, 3):
+            set_gradients(model, seed)
+            assert optimizer.step()
+        norms = [math.sqrt(sum((g ** 2).sum() for g in every.values())) for every in gradients]
+        for t in model.trained:
+            expected = formula(kind, before[t.name], [g[t.name] for g in gradients],
+                               t.name in ("up.weight", "odd.weight"), clip, norms)
+            np.testing.assert_allclose(t.master, expected, rtol, rtol * 1e-2)
+        assert optimizer.steps == model.refreshed == 3
+
+
+def test_values_are_those_of_pytorch():
+    torch = pytest.importorskip("torch")
+    before = drawn(0)
+    for kind, other in (("AdamW", torch.optim.AdamW), ("momentum", torch.optim.SGD)):
+        model = Plain(before)
+        weights = {name: torch.tensor(a, requires_grad=True) for name, a in before.items()}
+        options = (dict(betas=(0.9, 0.95), eps=1e-6, weight_decay=0.1) if kind == "AdamW" else
+                   dict(momentum=0.8))
+        ours = optimizer_of(kind, model, 0.5, decays=lambda t: kind == "AdamW")
+        theirs = other(weights.values(), lr=0.01, **options)
+        for seed in (1, 2, 3):
+            set_gradients(model, seed)
+            for name, w in weights.items():
+                w.grad = torch.tensor(draw(name, w.shape, seed))
+            torch.nn.utils.clip_grad_norm_(weights.values(), 0.5)
+            ours.step(), theirs.step()
+        for t in model.trained:
+            np.testing.assert_allclose(t.master, weights[t.name].detach(), 1e-12, 1e-14)
+
+
+def test_pieces_and_strides_change_no_bit():
+    """Arrays of more than one piece, and views that are not contiguous."""
+    whole = Plain({"a.weight": draw("a", (300, 500), 0)}, "float32")
+    parts = Plain({f"{n}.weight": draw("a", (300, 500), 0)[:, n::2] for n in range(2)}, "float32")
+    for t, n in zip(parts.trained, range(2)):
+        t.master = np.zeros((300, 250, 2), np.float32)[..., 0]
+        t.master[...] = whole.trained[0].master[:, n::2]
+    for model in (whole, parts):
+        optimizer = optimizer_of("AdamW", model, 0.1)
+        for seed in (1, 2):
+            for n, t in enumerate(model.trained):
+                t.grad[...] = draw("g", (300, 500), seed)[:, slice(n, None, len(model.trained))]
+            optimizer.step()
+    for n, t in enumerate(parts.trained):
+        assert np.array_equal(t.master, whole.trained[0].master[:, n::2])
+
+
+# --- The norm --------------------------------------------------------------------------------
+
+@pytest.mark.parametrize("dtype, scale", [
+    ("float64", 1), ("float64", 1e300), ("float64", 1e-310), ("float32", 1), ("float32", 1e37),
+    ("float32", 1e-40), ("float16", 1)])
+def test_norm_is_exact_and_its_bits_do_not_depend_on_the_division(dtype, scale):
+    """Guards against norms whose clipping factor depends on the grid."""
+    random = np.random.default_rng(0)
+    for spread in (0, 3, 30):
+        a = random.standard_normal(40000) * np.exp(random.uniform(-spread, 0, 40000))
+        a = (a * scale).astype(dtype)
+        expected = reproducible_norm([a], MPI.COMM_SELF)
+        power = 2.0 ** min(1000, -math.frexp(float(abs(a).max()))[1])
+        exact = math.sqrt(math.fsum((a.astype(float) * power) ** 2)) / power
+        assert expected == pytest.approx(exact, rel=2e-15 if dtype == "float64" else 2.0 ** -31)
+        for cuts in ([1], [7, 20000], sorted(random.integers(0, 40000, 9))):
+            parts = np.split(random.permutation(a), cuts)
+            assert reproducible_norm(parts, MPI.COMM_SELF) == expected
+        assert reproducible_norm([a[::2], a[1::2].reshape(100, 200).T], MPI.COMM_SELF) == expected
+
+
+def test_norm_of_nothing_and_of_what_is_not_finite():
+    assert reproducible_norm([], MPI.COMM_SELF) == 0
+    assert reproducible_norm([np.zeros(3), np.zeros((0, 4))], MPI.COMM_SELF) == 0
+    for bad in (np.nan, np.inf, -np.inf):
+        assert reproducible_norm([np.array([1.0, bad, 2.0])], MPI.COMM_SELF) == math.inf
+
+
+@pytest.mark.ranks(4, slow=(8,))
+@pytest.mark.parametrize("kind", ["AdamW", pytest.param("momentum", marks=pytest.mark.slow)])
+def test_clipped_steps_have_the_same_bits_on_every_mesh(comm, kind):
+    """With given global gradients; norms and parameters are those of one rank, by ``==``.
+
+    Guards against norms in which replicas or stages are counted twice or not at all
+    (pytorch/torchtitan#596, pytorch/torchtune#2420, hpcaitech/ColossalAI#2192).
+    """
+    for stages, scheme, grid in MESHES:
+        if stages * (math.prod(grid) if grid else 1) != comm.size:
+            continue
+        mesh = mm3d.Mesh(comm, stages, scheme, grid)
+        model = mm3d.Pipeline(mesh, "1f1b", **SIZES, microbatches=M)
+        stored = {name: shape for every in comm.allgather(
+            {t.name: tuple(t.shape) for t in model.trained}) for name, shape in every.items()}
+        state = model.state()
+        plain = Plain({name: a.reshape(stored[name]) for name, a in state.items()}, "float32",
+                      {name: a.shape for name, a in state.items()})
+        both = [optimizer_of(kind, one, 0.5) for one in (model, plain)]
+        for seed in (1, 2, 3):
+            for optimizer in both:
+                set_gradients(optimizer.model, seed)
+                optimizer.step()
+            assert both[0].norm == both[1].norm, (stages, scheme)
+        expected = plain.values()
+        for name, a in model.state().items():
+            assert np.array_equal(a, expected[name].reshape(a.shape)), (stages, scheme, name)
+        model.free()
+        mesh.free()
+
+
+@pytest.mark.ranks(4)
+def test_a_step_of_sgd_after_a_pipeline_is_that_after_one_stage(comm):
+    """Gradients that were computed, not given: the same bits on two stages as on one."""
+    mesh = mm3d.Mesh(comm, 2, "3d", (1, 2, 1))
+    model = mm3d.Pipeline(mesh, "zb-h1", **SIZES, microbatches=M)
+    expected = run_one_stage(mesh.scheme)
+    before = {p.name: np.array(p.master) for p in model.parameters}
+    run_pipeline(model)
+    mm3d.SGD(model, lr=0.5).step()
+    for p in model.parameters:
+        step = expected[p.name] * p.master.dtype.type(0.5)
+        assert np.array_equal(p.master, before[p.name] - step), p.name
+    model.free()
+    mesh.free()
+
+
+# --- Loss scaling ----------------------------------------------------------------------------
+
+def test_a_scaled_loss_gives_the_same_step():
+    plain, scaled = Plain(drawn(0)), Plain(drawn(0))
+    scaling = mm3d.LossScaling(initial=1024.0, interval=2)
+    both = optimizer_of("AdamW", plain, 1.0), optimizer_of("AdamW", scaled, 1.0,
+                                                           loss_scaling=scaling)
+    for seed in (1, 2, 3):
+        set_gradients(plain, seed)
+        set_gradients(scaled, seed, scaled.loss_scale)
+        assert all(optimizer.step() for optimizer in both)
+    assert scaled.loss_scale == scaling.scale == 2048 and scaling.good_steps == 1
+    assert all(np.array_equal(a, scaled.values()[name]) for name, a in plain.values().items())
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("clip", [None, 1.0])
+def test_an_overflow_on_one_rank_skips_the_step_on_all(comm, clip):
+    """Guards against a flag that is not reduced over the stages of a pipeline."""
+    mesh = mm3d.Mesh(comm, 2, "3d", (1, 2, 1))
+    model = mm3d.Pipeline(mesh, "1f1b", **SIZES, microbatches=M, dtype="float16",
+                          master="float32")
+    optimizer = mm3d.AdamW(model, 0.01, clip=clip, loss_scaling=mm3d.LossScaling(hysteresis=2))
+    for rank, bad, scale in ((3, np.inf, 65536), (0, np.nan, 32768), (1, -np.inf, 32768)):
+        set_gradients(model, 1)
+        before = model.state()
+        if comm.rank == rank:
+            own = [t.grad for t in model.trained if t.counted and t.grad.size]
+            own[-1][..., -1] = bad
+        skipped = optimizer.step() is False
+        assert comm.allgather(skipped) == [bool(comm.bcast(skipped))] * comm.size
+        assert all(np.array_equal(a, before[name]) for name, a in model.state().items())
+        assert optimizer.steps == 0 and model.loss_scale == scale
+    set_gradients(model, 2)
+    assert optimizer.step() and optimizer.steps == 1
+    model.free()
+    mesh.free()
+
+
+def test_gradients_that_are_not_finite_are_named_before_anything_changes():
+    model = Plain(drawn(0))
+    optimizer = optimizer_of("momentum", model, 1.0)
+    set_gradients(model, 1)
+    model.trained[2].grad[0] = np.nan
+    with pytest.raises(FloatingPointError, match="not finite after 0 steps"):
+        optimizer.step()
+    assert all(np.array_equal(a, model.values()[name]) for name, a in drawn(0).items())
+
+
+@pytest.mark.parametrize("make, words", [
+    (lambda m: mm3d.SGD(m, -1), "lr=-1"), (lambda m: mm3d.SGD(m, math.nan), "lr=nan"),
+    (lambda m: mm3d.SGD(m, 1, momentum=1), "momentum=1"), (lambda m: mm3d.AdamW(m, 1, clip=0),
+                                                           "clip=0"),
+    (lambda m: mm3d.AdamW(m, 1, betas=(0.9, 1)), "betas"), (lambda m: mm3d.AdamW(m, 1, eps=0),
+                                                            "eps=0"),
+    (lambda m: mm3d.AdamW(Plain(drawn(0), "float16"), 1), "master='float32'"),
+    (lambda m: mm3d.LossScaling(initial=0), "loss scaling")])
+def test_numbers_out_of_range_are_refused(make, words):
+    with pytest.raises(ValueError, match=words):
+        make(Plain(drawn(0)))
+
+
+def test_the_learning_rate_rises_and_falls():
+    rates = [mm3d.warmup_cosine(step, 10, 1.0, warmup=2, floor=0.1) for step in range(12)]
+    assert rates[:3] == [0.5, 1.0, 1.0] and rates[6] == pytest.approx(0.55)
+    assert rates[10:] == pytest.approx([0.1, 0.1]) and rates == sorted(rates[:2]) + sorted(
+        rates[2:], reverse=True)
