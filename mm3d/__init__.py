@@ -38,12 +38,13 @@ guard.install()    # the other ranks would wait for ever for one that has failed
 __version__ = "0.1.0"
 
 SCHEMES = registry()
-_TRAINING = {"Mesh": "mm3d.training.mesh", "Pipeline": "mm3d.training.pipeline",
+_TRAINING = {"GPT": "mm3d.training.gpt", "Mesh": "mm3d.training.mesh",
+             "Pipeline": "mm3d.training.pipeline",
              "SGD": "mm3d.training.optimizers", "AdamW": "mm3d.training.optimizers",
              "LossScaling": "mm3d.training.loss_scaling",
              "warmup_cosine": "mm3d.training.learning_rates"}
 
-__all__ = ["Axis", "Grid", "Layout", "Mesh", "ModelSizes", "Pipeline", "SCHEMES", "Scheme",
+__all__ = ["Axis", "GPT", "Grid", "Layout", "Mesh", "ModelSizes", "Pipeline", "SCHEMES", "Scheme",
            "Space", "Split", "Traffic", "Transformer", "Vector", "Watchdog", "cost", "model_spec",
            "registry", "scheme"]
 

@@ -125,6 +125,17 @@ class Backend:
         copy[...] = a
         return copy
 
+    def take_rows(self, a: Array, rows: np.ndarray, out: Array) -> Array:
+        """Copy the rows of `a` with these numbers, integers of the host, to `out`; return it.
+
+        Both are matrices of one dtype; a number may come several times.
+        """
+        return np.take(a, rows, axis=0, out=out, mode="clip")    # others copy to a buffer first
+
+    def put_rows(self, a: Array, rows: np.ndarray, values: Array) -> None:
+        """Copy `values` to the rows of `a` with these numbers, all different."""
+        a[rows] = values
+
     def gemm(self, a: Array, b: Array, out: Array, progress: Progress = None) -> Array:
         """Multiply two matrices of one dtype into `out`; float16 is summed in float32.
 

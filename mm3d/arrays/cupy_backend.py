@@ -86,6 +86,12 @@ class CupyBackend(Backend):
     def to_host(self, a: Array) -> np.ndarray:
         return self.xp.asnumpy(a)
 
+    def take_rows(self, a: Array, rows: np.ndarray, out: Array) -> Array:
+        return self.xp.take(a, self.asarray(rows), axis=0, out=out)
+
+    def put_rows(self, a: Array, rows: np.ndarray, values: Array) -> None:
+        a[self.asarray(rows)] = values
+
     def host_copy(self, a: Array) -> np.ndarray:
         a, out = self.mpi_buffer(self.contiguous(a)), self.side_stream("device to host")
         host = self.host_buffer(a)

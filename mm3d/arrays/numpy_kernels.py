@@ -158,6 +158,32 @@ class Kernels:
             np.multiply(dx, r, out=dx)
         return out
 
+    def softmax_statistics(self, logits: Array, sums: bool) -> Array:
+        np, out = self.np, self.library.empty((logits.shape[0], 4), logits.dtype)
+        out[...] = 0
+        if not logits.shape[1]:
+            out[:, 0] = -math.inf
+            return out
+        ones = self._ones(logits.shape[1], logits.dtype)
+        for u, s, t in self._blocks(logits, out, spare=1):
+            np.max(u, axis=-1, out=s[:, 0])
+            np.subtract(u, s[:, 0:1], out=t)
+            np.exp(t, out=t)
+            np.vecdot(t, ones, out=s[:, 1])
+            if sums:
+                np.vecdot(u, ones, out=s[:, 3])
+        return out
+
+    def softmax_gradient(self, logits: Array, lse: Array, scale: Array, shift: Array,
+                         out: Array) -> Array:
+        np = self.np
+        for u, m, a, b, y in self._blocks(logits, lse, scale, shift, out):
+            np.subtract(u, m, out=y)
+            np.exp(y, out=y)
+            np.multiply(y, a, out=y)
+            np.subtract(y, b, out=y)
+        return out
+
     def attention_forward(self, q: Array, k: Array, v: Array, first: int, causal: bool,
                           out: Array) -> tuple[Array, Array]:
         np, (batch, queries, heads, _) = self.np, q.shape

@@ -1,14 +1,62 @@
-"""Draw random numbers that are the same on every grid."""
+"""Draw random numbers that are the same on every grid, and state which a model begins with."""
 
 import hashlib
-from typing import Iterator
+import math
+from typing import Callable, Iterator
 
 import numpy as np
+
+from mm3d.model.parameters import Parameter
+
+# Mean and 1 / standard deviation of a parameter by its name and shape; infinity for no deviation.
+InitialValues = Callable[[str, tuple[int, ...]], tuple[float, float]]
 
 # The most rows of a block, and its number of elements.  With smaller blocks, starting the random
 # streams would take longer than drawing; with larger ones, a rank would draw more numbers outside
 # its part.
 BLOCK_ROWS, BLOCK_ELEMENTS = 32, 1024
+
+
+def varied_values(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+    """Return mean and 1 / deviation of values of which each matters to a result.
+
+    Weights have the variance 1 / fan-in, biases and the norms' weights the deviation 0.1.
+    """
+    weight = name.endswith(".weight")
+    if weight and len(shape) > 1:
+        return 0, math.sqrt(shape[0])
+    return float(weight), 10
+
+
+def gpt2_values(layers: int) -> InitialValues:
+    """Return the initial values of GPT-2 (Radford et al. 2019) with so many layers.
+
+    Weights and embeddings have the deviation 0.02, those of positions 0.01; weights of products
+    that end in the residual stream, of which a layer has two, are divided by sqrt(2 layers).
+    Norms begin with the weight 1, biases with 0.
+    """
+    def values(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
+        if len(shape) == 1 or name.endswith(".bias"):
+            return float(name.endswith(".weight")), math.inf
+        if name.endswith(("attention.proj.weight", "mlp.down.weight")):
+            return 0, 50 * math.sqrt(2 * layers)
+        return 0, 100 if name == "positions.weight" else 50
+    return values
+
+
+def draw_parameter(p: Parameter, seed: int, values: InitialValues) -> None:
+    """Draw this rank's block of the initial values of a parameter."""
+    mean, divisor = values(p.name, p.shape)
+    place = p.layout.slices(p.grid, p.shape)
+    if math.isinf(divisor):
+        p.master[...] = mean
+    else:
+        p.master[...] = p.grid.backend.from_host(
+            tuple(s.stop - s.start for s in place), str(p.master.dtype).rpartition(".")[2],
+            lambda: draw_normal(seed, p.name, p.shape, place) / divisor)
+        if mean:
+            p.master += mean
+    p.refresh()
 
 
 def draw_normal(seed: int, name: str, shape: tuple[int, ...],

@@ -9,7 +9,8 @@ import numpy as np
 from mm3d.arrays.backend import Array, host_dtype
 from mm3d.model.chain_specs import ModelSpec
 from mm3d.model.chains import Chain
-from mm3d.model.initial_values import draw_normal
+from mm3d.model.initial_values import (InitialValues, draw_normal, draw_parameter,
+                                       varied_values)
 from mm3d.model.masks import MaskKey
 from mm3d.model.parameters import check_state
 from mm3d.model.recomputation import parse_policy
@@ -67,6 +68,9 @@ class Transformer:
         Probability that an element of a residual branch is dropped before it is added.  Masks are
         keyed by the seed, ``mask_key.place``, and the global position, so they are the same on
         every grid.  `describe` then gets ``dropout=`` too.
+    initial_values : callable
+        Mean and 1 / deviation of each parameter, see `mm3d.model.initial_values`; by default
+        those above.
 
     Raises
     ------
@@ -94,7 +98,8 @@ class Transformer:
                  seed: int = 0, dtype: str = "float32", causal: bool = False,
                  master: str | None = None, recompute: str = "none",
                  weights_half: str = "keep",
-                 describe: Callable[..., ModelSpec] = model_spec, dropout: float = 0.0) -> None:
+                 describe: Callable[..., ModelSpec] = model_spec, dropout: float = 0.0,
+                 initial_values: InitialValues = varied_values) -> None:
         sizes = ModelSizes(layers, hidden, heads, batch, seq)
         sizes.check()
         _check_dtypes(scheme, dtype, master)
@@ -113,8 +118,8 @@ class Transformer:
         self.dropout, self.mask_key = dropout, MaskKey(seed)
         more = {"dropout": dropout} if dropout else {}
         self.spec = describe(sizes, causal, recompute, **more)
-        builder = Builder(scheme, self.outer, self.inner, self._library_dtype(self.dtype),
-                          self._library_dtype(master), self.spec.first_layer, self.mask_key)
+        builder = Builder(scheme, self.outer, self.inner, self.library_dtype(self.dtype),
+                          self.library_dtype(master), self.spec.first_layer, self.mask_key)
         self.layers = Chain(*builder.build_layers(self.spec.chain.layers))
         self._products = {backward: weighted_products(self.layers, backward)
                           for backward in (False, True)} | {None: []}
@@ -123,24 +128,12 @@ class Transformer:
             linear.product.weights_half = weights_half
         self.parameters = self.trained = self.layers.parameters
         self.comm = self.grid.comm
-        self._draw_parameters()
+        for p in self.parameters:
+            draw_parameter(p, seed, initial_values)
 
-    def _library_dtype(self, dtype: str | None) -> Any:
+    def library_dtype(self, dtype: str | None) -> Any:
         """Return the array library's dtype of that name."""
         return dtype and getattr(self.grid.backend.xp, dtype, dtype)
-
-    def _draw_parameters(self) -> None:
-        """Draw the initial values of all parameters."""
-        for p in self.parameters:
-            place = p.layout.slices(self.grid, p.shape)
-            if p.name.endswith(".weight") and len(p.shape) > 1:
-                p.master[...] = self._draw_block(p.name, p.shape, place, math.sqrt(p.shape[0]),
-                                                 self.master)
-            else:
-                p.master[...] = self._draw_block(p.name, p.shape, place, 10, self.master)
-                if p.name.endswith(".weight"):
-                    p.master += 1
-            p.refresh()
 
     def random(self, name: str) -> Array:
         """Draw this rank's block of an activation from N(0, 1).
@@ -148,14 +141,9 @@ class Transformer:
         The same seed of the model and the same `name` give the same global activation.
         """
         place = self.outer.layout().slices(self.grid, self.shape)
-        return self._draw_block(name, self.shape, place)
-
-    def _draw_block(self, name: str, shape: tuple[int, ...], place: tuple[slice, ...],
-                    divisor: float = 1.0, dtype: str | None = None) -> Array:
-        """Draw this rank's block of N(0, 1 / divisor^2) in `dtype`, by default the model's."""
         return self.grid.backend.from_host(
-            tuple(s.stop - s.start for s in place), dtype or self.dtype,
-            lambda: draw_normal(self.seed, name, shape, place) / divisor)
+            tuple(s.stop - s.start for s in place), self.dtype,
+            lambda: draw_normal(self.seed, name, self.shape, place))
 
     def forward(self, x: Array) -> tuple[Array, Any]:
         """Compute the output of the model, and the data that `backward` needs.

@@ -141,6 +141,14 @@ class CubeProduct(Product):
     def recompute_saved(self, A: Array, B: Array) -> Any:
         return A, None    # backward gathers them
 
+    def forward_transposed(self, C: Array, B: Array) -> Array:
+        return abt(C, B, self.c, self.b, self.a)
+
+    def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
+        dA = Gathered(gather(dA, self.a))
+        return (ab(dA, B, self.a, self.b, self.c),
+                atb(dA, C, self.a, self.c, self.b, self.accumulate_float32))
+
 
 class CubeMatrixProduct(MatrixProduct):
     """Compute C = A B, A B^T or A^T B of matrices by Algorithms 1 to 6."""
@@ -186,6 +194,7 @@ class Cube(Scheme):
     name = "3d"
     title = "3-D"
     directions = "xyz"
+    down_weight = "y,zx"
     matrix_product = CubeMatrixProduct
 
     options = {

@@ -95,6 +95,14 @@ class RowParallel(Product):
     def recompute_saved(self, A: Array, B: Array) -> Any:
         return A
 
+    def forward_transposed(self, C: Array, B: Array) -> Array:
+        return matmul_nt(self.rows.all_gather(C), B)
+
+    def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
+        dC = self.rows.reduce_scatter(matmul(dA, B))
+        return dC, matmul_tn(dA, self.rows.all_gather(C),
+                             accumulate_float32=self.accumulate_float32)
+
 
 class MegatronMatrixProduct(MatrixProduct):
     """Compute C = A B, A B^T or A^T B, with rows of A gathered and columns of op(B) divided.
@@ -122,6 +130,7 @@ class Megatron(Scheme):
     name = "1d"
     title = "1-D"
     directions = "x"
+    down_weight = "x,"
     matrix_product = MegatronMatrixProduct
 
     @classmethod

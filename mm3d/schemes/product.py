@@ -68,6 +68,17 @@ class Product(ABC):
         """
         return self.forward(A, B)[1]
 
+    def forward_transposed(self, C: Array, B: Array) -> Array:
+        """Compute A = C B^T, in the layouts of A, B and C: logits with the table of an embedding.
+
+        Products down have it, and its backward.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no product with B^T")
+
+    def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
+        """Compute dC = dA B and dB = dA^T C, for A = C B^T."""
+        raise NotImplementedError(f"{type(self).__name__} has no product with B^T")
+
     def prefetch(self, B: Array, backward: bool) -> Pending | None:
         """Start gathering B for the next `forward`, or the next `backward`.
 

@@ -67,6 +67,9 @@ class Scheme(ABC):
         Name of the scheme in tables and figures; by default `name`.
     directions : str
         Letters of the grid's directions, of x, y and z.
+    down_weight : str
+        Layout of the weight of a product down, which is that of an embedding: (vocabulary,
+        features).  The directions of its features begin with those of outer activations.
     divides_work : bool
         Whether the work is divided over the ranks; False if each rank does all of it.
     matrix_product : type of MatrixProduct, optional
@@ -78,6 +81,7 @@ class Scheme(ABC):
     name: str
     title: str
     directions: str
+    down_weight: str
     divides_work = True
     matrix_product: type[MatrixProduct] | None = None
     options: Mapping[str, Option] = {}
@@ -232,6 +236,17 @@ class Scheme(ABC):
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                       **options: Any) -> tuple[list[Move], list[Move]]:
         """List the collectives of one product, forward and backward."""
+
+    @classmethod
+    def transposed_moves(cls, sizes: Mapping[str, int], product: ProductShape,
+                         **options: Any) -> tuple[list[Move], list[Move]]:
+        """List the collectives of A = C B^T for a product down, and of its backward.
+
+        By default they are those of the product up that has the same operands.
+        """
+        M, N, K = product.extents
+        up = ProductShape("up", M, K, N, product.units[::-1])
+        return cls.product_moves(sizes, up, **cls.recomputation_options(options))
 
     @classmethod
     def moves_of_halves(cls, sizes: Mapping[str, int], product: ProductShape,

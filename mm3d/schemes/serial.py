@@ -34,12 +34,20 @@ class SerialProduct(Product):
     def recompute_saved(self, A: Array, B: Array) -> Any:
         return A
 
+    def forward_transposed(self, C: Array, B: Array) -> Array:
+        return matmul_nt(C, B)
+
+    def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
+        return (matmul(dA, B),
+                matmul_tn(dA, C, accumulate_float32=self.accumulate_float32))
+
 
 class Serial(Scheme):
     """Hold and compute everything on every rank, without parallelism."""
 
     name = "serial"
     directions = "x"
+    down_weight = ","
     divides_work = False
 
     @classmethod

@@ -81,6 +81,13 @@ class SummaProduct(Product):
     def recompute_saved(self, A: Array, B: Array) -> Any:
         return A
 
+    def forward_transposed(self, C: Array, B: Array) -> Array:
+        return abt(C, B, self.a, self.b)
+
+    def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
+        return (ab(dA, B, self.a, self.b),
+                atb(dA, C, self.a, self.b, self.accumulate_float32))
+
 
 class SummaMatrixProduct(MatrixProduct):
     """Compute C = A B, A B^T or A^T B of matrices, each divided into q x q blocks."""
@@ -120,6 +127,7 @@ class Summa(Scheme):
     name = "2d"
     title = "2-D"
     directions = "xy"
+    down_weight = "x,y"
     matrix_product = SummaMatrixProduct
 
     @classmethod
@@ -163,6 +171,19 @@ class Summa(Scheme):
         A, B = (q - 1) * M * N, (q - 1) * N * K
         forward = [Move("y", "broadcast", A, q), Move("x", "broadcast", B, q)]
         return forward, forward + [Move("y", "reduce", A, q), Move("x", "reduce", B, q)]
+
+    @classmethod
+    def transposed_moves(cls, sizes: Mapping[str, int], product: ProductShape,
+                         **options: Any) -> tuple[list[Move], list[Move]]:
+        """List broadcasts of B and reductions of A; backward broadcasts dA twice, B, reduces dB.
+
+        So it moves logits three times, which a product up does not move at all.
+        """
+        q, (M, N, K) = sizes["x"], product.extents
+        A, B = (q - 1) * M * N, (q - 1) * N * K
+        return ([Move("x", "broadcast", B, q), Move("y", "reduce", A, q)],
+                [Move("y", "broadcast", A, q), Move("x", "broadcast", B, q),
+                 Move("y", "broadcast", A, q), Move("x", "reduce", B, q)])
 
     @classmethod
     def moves_of_halves(cls, sizes: Mapping[str, int], product: ProductShape,

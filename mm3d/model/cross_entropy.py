@@ -1,0 +1,131 @@
+"""Compute the cross entropy of logits whose rows and vocabulary are divided over the grid."""
+
+from typing import Any
+
+import numpy as np
+
+from mm3d.arrays.backend import Array, accumulation_dtype, namespace
+from mm3d.grid.activations import Space
+from mm3d.grid.layout import Layout
+from mm3d.model.token_functions import (merge_statistics, rows_held, softmax_gradient,
+                                        softmax_statistics)
+
+
+class CrossEntropy:
+    """Compute the loss of each row of logits l with the target t, and its gradient.
+
+    The loss of a row is lse - (1 - s) l_t - s mean(l) + z lse^2, where lse is the logarithm of
+    the sum of exponentials, mean the one over the whole vocabulary, s the label smoothing and z
+    the factor of the z-loss.  Rows with an ignored target have the loss 0.
+
+    Logits are never gathered.  Each rank computes four numbers a row over its block of the
+    vocabulary: the maximum m, the sum of exp(l - m), l_t if it has it, and with smoothing the
+    sum of l.  One small all-gather of them replaces reductions of a maximum and then of sums: it
+    needs no second latency, and the ranks of a row merge them in the same order.
+
+    Parameters
+    ----------
+    space : Space
+        Space of the logits: the inner one.
+    vocab : int
+        Global number of logits of a row.
+    ignored : int
+        The target of rows that do not count.
+    smoothing, z_loss : float
+        s and z.
+    """
+
+    def __init__(self, space: Space, vocab: int, ignored: int = -1, smoothing: float = 0.0,
+                 z_loss: float = 0.0) -> None:
+        self.space, self.vocab, self.ignored = space, vocab, ignored
+        self.smoothing, self.z_loss = smoothing, z_loss
+        place = space.layout().slices(space.grid, (space.batch, space.seq, vocab))
+        self._place, self._first = place[:2], place[2].start
+        self._count = place[2].stop - place[2].start
+        self._gathers = bool(space.gathered_along) and space.grid[space.gathered_along].size > 1
+        self._empty = space.allocator(vocab)
+        letters = Layout(space.rows).letters
+        # Whether this rank, of all that have the same rows, adds their losses to the total.
+        self.counts = not any(rank for c, rank in space.grid.coords.items() if c not in letters)
+
+    def forward(self, logits: Array, targets: np.ndarray) -> tuple[Array, Any]:
+        """Compute the losses of this rank's rows.
+
+        Parameters
+        ----------
+        logits : Array
+            This rank's block of (batch, seq, vocab).
+        targets : ndarray
+            Global targets, (batch, seq), integers of the host.
+
+        Returns
+        -------
+        total, saved : Array, Any
+            The sum of the losses, of shape (1,) in float64; and what `backward` needs.
+        """
+        library, xp = self.space.grid.backend, namespace(logits)
+        own = targets[self._place].ravel()
+        flat = xp.reshape(logits, (len(own), self._count))
+        statistics = softmax_statistics(flat, bool(self.smoothing))
+        held = rows_held(own, self._first, self._count)
+        self._put_target_logits(statistics, flat, held, own)
+        statistics = self._merge(statistics)
+        lse = xp.log(statistics[:, 1:2]) + statistics[:, 0:1]
+        loss = lse - (1 - self.smoothing) * statistics[:, 2:3]
+        if self.smoothing:
+            loss -= (self.smoothing / self.vocab) * statistics[:, 3:4]
+        if self.z_loss:
+            loss += self.z_loss * (lse * lse)
+        valid = library.asarray((own != self.ignored).astype(np.float64)[:, None])
+        loss = xp.astype(loss, xp.float64, copy=False) * valid
+        return xp.sum(loss, axis=0), (logits, lse, valid, held, own)
+
+    def _put_target_logits(self, statistics: Array, logits: Array, held: np.ndarray,
+                           own: np.ndarray) -> None:
+        """Put the logits of those targets that are in this block into the third column."""
+        if len(held):
+            library, xp = self.space.grid.backend, namespace(logits)
+            one = library.empty((len(held), 1), logits.dtype)
+            library.take_rows(xp.reshape(logits, (-1, 1)), self._targets(held, own), one)
+            column = library.empty((len(held), 4), statistics.dtype)
+            library.take_rows(statistics, held, column)
+            column[:, 2:3] = xp.astype(one, column.dtype, copy=False)
+            library.put_rows(statistics, held, column)
+
+    def _targets(self, held: np.ndarray, own: np.ndarray) -> np.ndarray:
+        """Return the places, in the flat block of logits, of the targets of the rows `held`."""
+        return held * self._count + (own[held] - self._first)
+
+    def _merge(self, statistics: Array) -> Array:
+        """Merge the statistics of all ranks that have blocks of the same rows."""
+        xp = namespace(statistics)
+        used = 4 if self.smoothing else 3
+        for letter in self.space.features:
+            axis = self.space.grid[letter]
+            if axis.size > 1:
+                part = xp.reshape(statistics[:, :used], (1, statistics.shape[0], used))
+                statistics = merge_statistics(axis.all_gather(part, 0, [1] * axis.size))
+        return statistics
+
+    def backward(self, saved: Any, scale: float) -> Array:
+        """Compute `scale` times the gradient of the sum of the losses by the logits.
+
+        The memory of the logits is reused, unless a product gathers the result.
+        """
+        logits, lse, valid, held, own = saved
+        library, xp = self.space.grid.backend, namespace(logits)
+        dtype = accumulation_dtype(logits)
+        weight = xp.astype(scale * valid, dtype, copy=False)
+        factor = weight * (1 + 2 * self.z_loss * lse) if self.z_loss else weight
+        out = self._empty(logits.dtype) if self._gathers else logits
+        flat = xp.reshape(out, (len(own), self._count))
+        softmax_gradient(xp.reshape(logits, flat.shape), lse, factor,
+                         (self.smoothing / self.vocab) * weight, flat)
+        if len(held):
+            places = self._targets(held, own)
+            cells = xp.reshape(out, (-1, 1))
+            one = library.take_rows(cells, places, library.empty((len(held), 1), out.dtype))
+            less = library.take_rows(weight, held, library.empty((len(held), 1), dtype))
+            one = xp.astype(one, dtype, copy=False) - (1 - self.smoothing) * less
+            library.put_rows(cells, places, xp.astype(one, out.dtype, copy=False))
+        return out

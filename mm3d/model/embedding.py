@@ -1,0 +1,136 @@
+"""Look up tokens and positions in tables whose rows are divided over the grid."""
+
+import numpy as np
+
+from mm3d.arrays.backend import Array, accumulation_dtype, namespace
+from mm3d.grid.activations import Space
+from mm3d.grid.axis import Axis, Split
+from mm3d.grid.grid import Grid
+from mm3d.grid.layout import Layout
+from mm3d.model.parameters import Parameter
+from mm3d.model.token_functions import add_rows_by_id, look_up_rows
+
+
+class Embedding:
+    """Compute x = E[token] + P[position].
+
+    Both tables are stored as the weight of a product down, so that logits can be x E^T: their
+    rows are divided along one direction, any number of them, without padding.  Each rank looks up
+    the rows of its block, for all tokens of the ranks along that direction, which all know them;
+    a reduce-scatter or an all-reduce of x sums the terms, of which one at most is not zero.  Where
+    products gather the weight along another direction, the tables are gathered there.
+
+    Parameters
+    ----------
+    outer : Space
+        Space of x.
+    layout : Layout
+        Layout of both tables, that of the weight of a product down.
+    weight, positions : Parameter
+        E and P, of global shape (vocab, hidden) and (seq, hidden).
+    """
+
+    def __init__(self, outer: Space, layout: Layout, weight: Parameter,
+                 positions: Parameter) -> None:
+        self.outer, grid = outer, outer.grid
+        self.weight, self.positions = weight, positions
+        self.parameters = [weight, positions]
+        vocabulary, features = layout.dims
+        self._tables = [_Table(p, grid, layout, features[len(outer.features):])
+                        for p in self.parameters]
+        self._rows = [outer.rows_split(c) for c in vocabulary if c in outer.rows]
+        self._sums = [grid[c] for c in vocabulary if c not in outer.rows]
+        self._copies = [grid[c] for c in outer.rows.replace(",", "")
+                        if c not in layout.letters]
+        rows = Layout("".join(c for c in outer.rows if c not in vocabulary))
+        self._place = rows.slices(grid, (outer.batch, outer.seq))
+        width = outer.local_shape(weight.shape[1])[-1]
+        self._shape = tuple(s.stop - s.start for s in self._place) + (width,)
+
+    def forward(self, tokens: np.ndarray) -> Array:
+        """Compute this rank's block of x from the global tokens, (batch, seq) on the host."""
+        library, dtype = self.outer.grid.backend, self.weight.value.dtype
+        term = (self._rows[-1].term if self._rows else library.empty)(self._shape, dtype)
+        table, positions = (one.gather() for one in self._tables)
+        flat = library.xp.reshape(term, (-1, term.shape[2]))
+        look_up_rows(table, tokens[self._place].ravel(), self._tables[0].first, flat)
+        here, there = self._shared_positions()
+        term[:, here, :] += positions[there, :]
+        for split in self._rows:
+            term = split.reduce_scatter(term)
+        for axis in self._sums:
+            term = axis.all_reduce(term)
+        return term
+
+    def _shared_positions(self) -> tuple[slice, slice]:
+        """Return the positions of this rank's tokens that are in its block of P, and in P's."""
+        rows, table = self._place[1], self._tables[1]
+        start = max(rows.start, table.first)
+        stop = max(start, min(rows.stop, table.first + table.count))
+        return (slice(start - rows.start, stop - rows.start),
+                slice(start - table.first, stop - table.first))
+
+    def backward(self, dx: Array, tokens: np.ndarray) -> None:
+        """Add the gradients of both tables, from this rank's block of dx and the global tokens."""
+        for split in reversed(self._rows):
+            dx = split.all_gather(dx)
+        xp, (E, P) = namespace(dx), self._tables
+        gradient = E.begin_gradient()
+        add_rows_by_id(xp.reshape(dx, (-1, dx.shape[2])), tokens[self._place].ravel(), E.first,
+                       gradient)
+        E.finish_gradient(gradient, self._copies)
+        here, there = self._shared_positions()
+        total = xp.sum(dx[:, here, :], axis=0, dtype=accumulation_dtype(dx))
+        gradient = P.begin_gradient()
+        gradient[there, :] = xp.astype(total, gradient.dtype, copy=False)
+        P.finish_gradient(gradient, self._copies)
+
+
+class _Table:
+    """Gather a block of a table along the directions of its features that x does not have.
+
+    Parameters
+    ----------
+    parameter : Parameter
+        The table.
+    grid, layout
+        How it is divided.
+    letters : str
+        These directions.
+
+    Attributes
+    ----------
+    first, count : int
+        The first row of this rank's block, and the number of its rows.
+    """
+
+    def __init__(self, parameter: Parameter, grid: Grid, layout: Layout, letters: str) -> None:
+        self.parameter, shape = parameter, parameter.shape
+        self.splits: list[Split] = [layout.split(grid, shape, c) for c in letters
+                                    if grid[c].size > 1]
+        rows, columns = layout.slices(grid, shape)
+        self.first, self.count = rows.start, rows.stop - rows.start
+        # The columns of the features of x, before the directions of `splits` divide them.
+        self._width = self.splits[0].extent if self.splits else columns.stop - columns.start
+        self._empty = self.splits[0].term if self.splits else grid.backend.empty
+
+    def gather(self) -> Array:
+        """Gather the features of x."""
+        value = self.parameter.value
+        for split in reversed(self.splits):
+            value = split.all_gather(value)
+        return value
+
+    def begin_gradient(self) -> Array:
+        """Return zeros to which the rows of the gradient of this pass are added."""
+        terms = self._empty((self.count, self._width), self.parameter.master.dtype)
+        terms[...] = 0
+        return terms
+
+    def finish_gradient(self, terms: Array, copies: list[Axis]) -> None:
+        """Sum the gradient over the ranks that have other rows of x, and add it."""
+        for axis in copies:
+            terms = axis.all_reduce(terms)
+        for split in self.splits:
+            terms = split.reduce_scatter(terms)
+        self.parameter.accumulate(terms)

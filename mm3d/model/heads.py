@@ -1,0 +1,68 @@
+"""Compute logits from activations, with a weight of the head or with that of the embedding."""
+
+from typing import Any, Protocol
+
+from mm3d.arrays.backend import Array
+from mm3d.model.parameters import Parameter
+from mm3d.schemes.product import Product
+
+
+class Weight(Protocol):
+    """Describe what a head needs of its weight: a `Parameter` has it."""
+
+    value: Array
+    has_master: bool
+
+    def accumulate(self, gradient: Array | None) -> None: ...
+
+
+class Head:
+    """Compute logits = x W.
+
+    Parameters
+    ----------
+    product : Product
+        The scheme's product up, (hidden, vocab).
+    weight : Parameter
+        W.
+    """
+
+    def __init__(self, product: Product, weight: Parameter) -> None:
+        self.product, self.weight = product, weight
+        self.product.accumulate_float32 = weight.has_master
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        """Compute the logits, in the inner space; return them with the data for backward."""
+        return self.product.forward(x, self.weight.value)
+
+    def backward(self, dlogits: Array, saved: Any) -> Array:
+        """Compute dx = dlogits W^T; add dW to the gradient."""
+        dx, dW = self.product.backward(dlogits, self.weight.value, saved)
+        self.weight.accumulate(dW)
+        return dx
+
+
+class TiedHead:
+    """Compute logits = x E^T, with the table E of the embedding.
+
+    Parameters
+    ----------
+    product : Product
+        The scheme's product down, (vocab, hidden).
+    weight : Weight
+        E, with a gradient of its own, see `mm3d.training.tied`.
+    """
+
+    def __init__(self, product: Product, weight: Weight) -> None:
+        self.product, self.weight = product, weight
+        self.product.accumulate_float32 = weight.has_master
+
+    def forward(self, x: Array) -> tuple[Array, Any]:
+        """Compute the logits, in the inner space; return them with x."""
+        return self.product.forward_transposed(x, self.weight.value), x
+
+    def backward(self, dlogits: Array, saved: Any) -> Array:
+        """Compute dx = dlogits E; add dE to the gradient."""
+        dx, dE = self.product.backward_transposed(dlogits, saved, self.weight.value)
+        self.weight.accumulate(dE)
+        return dx

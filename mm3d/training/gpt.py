@@ -1,0 +1,312 @@
+"""Train a GPT: embeddings, a Transformer divided among stages, and the cross entropy."""
+
+import math
+import numbers
+from typing import Any, Mapping
+
+import numpy as np
+
+from mm3d.arrays.backend import Array
+from mm3d.grid.axis import Traffic
+from mm3d.model.initial_values import gpt2_values
+from mm3d.model.parameters import Parameter, check_state
+from mm3d.training.gpt_ends import Input, Output, build_table
+from mm3d.training.mesh import Mesh
+from mm3d.training.pipeline import Pipeline
+from mm3d.training.schedules import Schedule
+from mm3d.training.schedules.schedule import Event
+from mm3d.training.tied import TiedStages
+
+
+class GPT:
+    """A causal language model of pre-LN Transformer layers, on any mesh.
+
+    x = E[token] + P[position]; then the layers, a last layer norm, logits x W or, tied, x E^T,
+    and the cross entropy.  Initial values are those of GPT-2, with which the first loss is near
+    log(vocab): N(0, 0.02^2), positions 0.01, products into the residual stream divided by
+    sqrt(2 layers), biases 0 and norms 1.  The same seed gives the same model on every mesh.
+
+    Losses and gradients are of the mean over all targets of the batch that are not ignored.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        The ranks, all of which create it.
+    layers, hidden, heads : int
+        Number of layers, features of the residual stream, attention heads.
+    vocab : int
+        Number of tokens; any, it is divided without padding.
+    batch, seq : int
+        Global number of sequences of a step, and positions in each.
+    seed : int
+        Seed of the initial parameters.
+    dtype, master, recompute
+        As for `mm3d.Transformer`.
+    microbatches : int, optional
+        Number of micro-batches; by default those of the schedule, or 1 with a name.
+    schedule : str or Schedule
+        As for `mm3d.Pipeline`.
+    tied : bool
+        Whether logits are computed with the embedding's table.
+    label_smoothing, z_loss : float
+        See `mm3d.model.cross_entropy.CrossEntropy`.
+    ignored : int
+        The target of positions that do not count.
+    **options
+        Further parameters of `mm3d.Pipeline`: around, synchronous, asleep, weights_half.
+
+    Attributes
+    ----------
+    trained : list of Parameter
+        What an optimizer changes on this rank: masters, by their gradients.
+    loss_scale : float
+        Factor of the gradients, not of the loss, against underflow in 16 bits; whoever sets it
+        divides the gradients by it.
+
+    Raises
+    ------
+    ValueError
+        On every rank alike and before any communication, for sizes and options that do not fit.
+
+    Examples
+    --------
+    >>> mesh = mm3d.Mesh(comm, stages=2, scheme="3d", grid=(2, 1, 1))
+    >>> model = mm3d.GPT(mesh, layers=4, hidden=64, heads=4, vocab=256, batch=16, seq=32,
+    ...                  microbatches=4)
+    >>> loss = model.step(tokens, targets)
+    """
+
+    def __init__(self, mesh: Mesh, layers: int, hidden: int, heads: int, vocab: int, batch: int,
+                 seq: int, seed: int = 0, dtype: str = "float32",
+                 microbatches: int | None = None, schedule: str | Schedule = "1f1b",
+                 recompute: str = "none", tied: bool = True, master: str | None = None,
+                 label_smoothing: float = 0.0, z_loss: float = 0.0, ignored: int = -1,
+                 **options: Any) -> None:
+        check_vocabulary(vocab, label_smoothing, z_loss)
+        if mesh.shape["d"] > 1:
+            raise ValueError("a GPT on several replicas does not sum gradients over them yet")
+        if isinstance(schedule, str) and microbatches is None:
+            microbatches = 1
+        self.mesh, self.comm, self.vocab, self.ignored = mesh, mesh.comm, vocab, ignored
+        self.shape, self.loss_scale, self.tied = (batch, seq), 1.0, tied
+        values = gpt2_values(layers)
+        self.pipeline = Pipeline(
+            mesh, schedule, layers, hidden, heads, batch, seq, microbatches, seed=seed,
+            dtype=dtype, master=master, recompute=recompute, causal=True, initial_values=values,
+            **options)
+        self.schedule = self.pipeline.schedule
+        first, last = (self._stage_of(stage) for stage in (0, self.schedule.stage_count - 1))
+        chunk = self.pipeline.chunks[0]
+        self._input = (Input(chunk, vocab, seed, values) if mesh.stage == first else None)
+        own = self._input.embedding.weight if tied and self._input is not None else None
+        self._output = None
+        if mesh.stage == last:
+            self._output = Output(chunk, vocab, seed, values, tied, own, ignored,
+                                  label_smoothing, z_loss)
+        self._tie = None
+        if tied and first != last:
+            layout, shape = build_table(chunk, vocab)
+            self._tie = TiedStages(mesh, (first, last), layout, shape,
+                                   options.get("asleep", False))
+        self.trained: list[Parameter] = [
+            *(self._input.parameters if self._input else ()), *self.pipeline.parameters,
+            *(self._output.parameters if self._output else ())]
+
+    def _stage_of(self, stage: int) -> int:
+        """Return the stage of the mesh that has a stage of the schedule."""
+        return next(rank for rank, stages in enumerate(self.schedule.stages) if stage in stages)
+
+    def step(self, tokens: np.ndarray, targets: np.ndarray) -> float:
+        """Compute the loss and all gradients; every rank must call it.
+
+        Parameters
+        ----------
+        tokens, targets : array_like of int
+            The whole batch, (batch, seq), the same on every rank.  Targets may be `ignored`.
+
+        Returns
+        -------
+        float
+            The mean loss over all targets that are not ignored, the same on every rank.
+
+        Raises
+        ------
+        ValueError
+            On every rank alike, for arrays of another shape or type, or numbers out of range.
+        """
+        tokens, targets, count = self._check_batch(tokens, targets)
+        self.zero_gradients()
+        losses: list[Array] = []
+
+        def output_gradient(micro: int, y: Array) -> Array:
+            total, saved = self._output.forward(y, self._part(targets, micro))
+            losses.append(total)
+            return self._output.backward(saved, self.loss_scale / count)
+
+        def inputs(micro: int) -> Array:
+            return self._input.embedding.forward(self._part(tokens, micro))
+
+        def input_gradient(micro: int, dx: Array) -> None:
+            self._input.embedding.backward(dx, self._part(tokens, micro))
+        self.pipeline.step(inputs, output_gradient, input_gradient)
+        self._sum_tied_gradients()
+        return self._mean(losses, count)
+
+    def evaluate(self, tokens: np.ndarray, targets: np.ndarray) -> float:
+        """Compute the loss alone; parameters, results and errors as those of `step`."""
+        tokens, targets, count = self._check_batch(tokens, targets)
+        losses: list[Array] = []
+        hops, schedule = self.pipeline.hops, self.schedule
+        own = sorted(zip(schedule.stages[self.mesh.stage], self.pipeline.chunks),
+                     key=lambda one: one[0])
+        results: dict[Event, Array] = {}
+        for stage, chunk in own:
+            for micro in range(schedule.microbatches):
+                before, after = (Event("F", s, micro) for s in (stage - 1, stage))
+                if not stage:
+                    x = self._input.embedding.forward(self._part(tokens, micro))
+                elif before in results:
+                    x = results.pop(before)
+                else:
+                    x = hops.complete(hops.begin_receive(before, self._stage_of(stage - 1)))
+                y = chunk.forward(x)[0]
+                if stage + 1 == schedule.stage_count:
+                    losses.append(self._output.forward(y, self._part(targets, micro))[0])
+                elif self._stage_of(stage + 1) == self.mesh.stage:
+                    results[after] = y
+                else:
+                    hops.send(after, y, self._stage_of(stage + 1))
+        hops.messages.finish()
+        return self._mean(losses, count)
+
+    def _check_batch(self, tokens: Any, targets: Any) -> tuple[np.ndarray, np.ndarray, int]:
+        """Return tokens and targets as arrays, and the number of targets that count."""
+        tokens = check_tokens("tokens", tokens, self.shape, self.vocab)
+        targets = check_tokens("targets", targets, self.shape, self.vocab, self.ignored)
+        count = int(np.count_nonzero(targets != self.ignored))
+        if not count:
+            raise ValueError(f"all targets are {self.ignored}, which is ignored: the loss of "
+                             f"nothing is not defined")
+        return tokens, targets, count
+
+    def _part(self, a: np.ndarray, micro: int) -> np.ndarray:
+        """Return the sequences of a micro-batch of this replica."""
+        return a[self.pipeline.rows[micro]]
+
+    def _sum_tied_gradients(self) -> None:
+        """Add the head's gradient of the table to the embedding's, and the reverse in its copy."""
+        if self._tie is not None:
+            ends = (self._input and self._input.embedding.weight,
+                    self._output and self._output.head.weight)
+            self._tie.sum_gradients(next(filter(None, ends), None), self.pipeline.hops.traffic)
+        elif self.tied and self._output is not None:
+            self._output.head.weight.add_to_table()
+
+    def _mean(self, losses: list[Array], count: int) -> float:
+        """Return the mean of all losses, from the sums of this rank's micro-batches.
+
+        The sum is exact, so it does not depend on who has which rows.
+        """
+        to_host = self.mesh.scheme.grid.backend.to_host
+        counted = self._output is not None and self._output.loss.counts
+        own = [float(to_host(one)[0]) for one in losses] if counted else []
+        return math.fsum(x for every in self.comm.allgather(own) for x in every) / count
+
+    def zero_gradients(self) -> None:
+        """Set all gradients to zero."""
+        for p in self.trained:
+            p.grad[...] = 0
+        if self._output is not None:
+            self._output.zero_gradients()
+
+    def refresh(self) -> None:
+        """Round masters into values; call it after changing them."""
+        for p in self.trained:
+            p.refresh()
+
+    def traffic(self) -> dict[tuple[str, str], Traffic]:
+        """Return the traffic of this rank, as `mm3d.Pipeline.traffic`."""
+        return self.pipeline.traffic()
+
+    def reset_traffic(self) -> None:
+        """Reset the counts of traffic to zero."""
+        self.pipeline.reset_traffic()
+
+    def state(self) -> dict[str, np.ndarray]:
+        """Gather every parameter as a global array on every rank, by name; for checks."""
+        return self._gather(lambda p: p.gather(p.master))
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        """Gather every gradient as a global array on every rank, by name; for checks."""
+        return self._gather(lambda p: p.gather(p.grad))
+
+    def _gather(self, of: Any) -> dict[str, Any]:
+        """Gather what `of` returns of all parameters on every rank, in the order of the model."""
+        own = {p.name: of(p) for p in self.trained}
+        own = own if self.mesh.replica == self.mesh.place == 0 else {}
+        found = {name: a for every in reversed(self.comm.allgather(own))
+                 for name, a in every.items()}
+        return {name: found[name] for name in sorted(found, key=_place_in_model)}
+
+    def load(self, state: Mapping[str, np.ndarray]) -> None:
+        """Load all parameters from global arrays by name, as returned by `state`.
+
+        Every rank must call it, with the same arrays.
+
+        Raises
+        ------
+        ValueError
+            On every rank alike, when a parameter is missing, unknown, or of another shape;
+            nothing is loaded then.
+        """
+        check_state(state, self._gather(lambda p: p.public_shape))
+        for p in self.trained:
+            p.load(np.asarray(state[p.name]))
+
+    def free(self) -> None:
+        """Free the communicators of the messages; every rank must call it."""
+        self.pipeline.free()
+        if self._tie is not None:
+            self._tie.free()
+
+
+def _place_in_model(name: str) -> tuple[int, int]:
+    """Return the place of a parameter; those of one layer keep their order."""
+    ends = {"embedding": 0, "positions": 1, "norm": 3, "head": 4}
+    part, _, rest = name.partition(".")
+    return (ends[part], 0) if part in ends else (2, int(rest.partition(".")[0]))
+
+
+def check_vocabulary(vocab: int, label_smoothing: float, z_loss: float) -> None:
+    """Raise ValueError for a vocabulary or factors of the loss that make no sense."""
+    if not isinstance(vocab, numbers.Integral) or isinstance(vocab, bool) or vocab < 1:
+        raise ValueError(f"vocab={vocab!r} should be a whole number of at least 1")
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing={label_smoothing!r} should be at least 0 and below 1")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss={z_loss!r} should be a number of at least 0")
+
+
+def check_tokens(name: str, a: Any, shape: tuple[int, int], vocab: int,
+                 ignored: int | None = None) -> np.ndarray:
+    """Return the tokens `a` as an array, after checking their shape, type and range.
+
+    Raises
+    ------
+    ValueError
+        When they are not whole numbers of that shape, below `vocab`, or `ignored`.
+    """
+    a = np.asarray(a)
+    if a.shape != shape or a.dtype.kind not in "iu":
+        raise ValueError(f"{name}: {a.shape} of {a.dtype}, should be whole numbers, "
+                         f"(batch, seq) = {shape}")
+    a = a.astype(np.int64, copy=False)
+    wrong = (a < 0) | (a >= vocab)
+    if ignored is not None:
+        wrong &= a != ignored
+    if wrong.any():
+        sequence, position = (int(n[0]) for n in np.nonzero(wrong))
+        more = "" if ignored is None else f", or {ignored} to be ignored"
+        raise ValueError(f"{name}[{sequence}, {position}] = {a[sequence, position]} is out of "
+                         f"range: 0 to {vocab - 1} would do{more}")
+    return a

@@ -1,0 +1,116 @@
+"""Tie the head's weight to the embedding's table, also where they are on different stages.
+
+The head adds to a gradient of its own.  At the end of a step both gradients are summed, that of
+the embedding first, so that the result does not depend on the order of the schedule, nor on where
+the two are.
+"""
+
+from mm3d.arrays.backend import Array
+from mm3d.grid.axis import Traffic
+from mm3d.grid.layout import Layout
+from mm3d.grid.shape import GridShape
+from mm3d.model.parameters import Parameter
+from mm3d.training.hops import Box, transfers
+from mm3d.training.mesh import Mesh
+from mm3d.transport.point_to_point import PointToPoint
+
+
+class TiedWeight:
+    """Use the table of the embedding in the head on the same stage, with a gradient of its own.
+
+    Parameters
+    ----------
+    table : Parameter
+        The table.
+    """
+
+    def __init__(self, table: Parameter) -> None:
+        self.table, self.has_master = table, table.has_master
+        self.grad = table.grid.backend.empty(table.grad.shape, table.grad.dtype)
+        self.grad[...] = 0
+
+    @property
+    def value(self) -> Array:
+        """Return the table's value."""
+        return self.table.value
+
+    def accumulate(self, gradient: Array | None) -> None:
+        """Add `gradient` to `grad`."""
+        if gradient is not None:
+            self.grad += gradient
+
+    def add_to_table(self) -> None:
+        """Add the head's gradient to the table's."""
+        self.table.accumulate(self.grad)
+
+
+class TiedStages:
+    """Sum the gradients of a table that the first and the last stage of a schedule hold.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        The stages; every rank must create it.
+    stages : tuple of int
+        The stage of the embedding, and another one of the head.
+    layout, shape
+        Of the table.
+    asleep : bool
+        See `mm3d.transport.point_to_point.PointToPoint`.
+    """
+
+    def __init__(self, mesh: Mesh, stages: tuple[int, int], layout: Layout,
+                 shape: tuple[int, int], asleep: bool = False) -> None:
+        self.mesh, self.stages = mesh, stages
+        self.messages = PointToPoint(mesh.comm, mesh.scheme.grid.backend, asleep=asleep)
+        self._blocks = [table_blocks(mesh.grids[stage], layout, shape) for stage in stages]
+
+    def sum_gradients(self, parameter: Parameter | None, traffic: Traffic) -> None:
+        """Exchange the gradients, and add the other stage's to that of `parameter`.
+
+        Parameters
+        ----------
+        parameter : Parameter or None
+            The table or its copy on this rank; None on other stages, which do nothing.
+        traffic : Traffic
+            Counts what this rank sends.
+        """
+        if parameter is None:
+            return
+        mine = self.stages.index(self.mesh.stage)
+        other, own = self.stages[1 - mine], self._blocks[mine][self.mesh.place]
+        receives = [(one, self.messages.begin_receive(
+            tuple(stop - start for start, stop in one.box), parameter.grad.dtype,
+            self.mesh.rank(other, one.source), 0))
+            for one in transfers(self._blocks[1 - mine], self._blocks[mine])
+            if one.target == self.mesh.place]
+        traffic.calls += 1
+        sent = [one for one in transfers(self._blocks[mine], self._blocks[1 - mine])
+                if one.source == self.mesh.place]
+        for one in sent:
+            part = self.mesh.scheme.grid.backend.contiguous(parameter.grad[_slices(one.box, own)])
+            self.messages.send(part, self.mesh.rank(other, one.target), 0)
+            traffic.messages += 1
+            traffic.words += one.words
+            traffic.moved += one.words
+            traffic.bytes += one.words * part.dtype.itemsize
+        parts = [(one, self.messages.complete(pending)) for one, pending in receives]
+        self.messages.finish()    # what was sent may be a view of the gradient
+        for one, part in parts:
+            parameter.grad[_slices(one.box, own)] += part
+
+    def free(self) -> None:
+        """Free the communicator of the messages; every rank must call it."""
+        self.messages.free()
+
+
+def table_blocks(grid: GridShape, layout: Layout, shape: tuple[int, int]) -> list[Box]:
+    """Return the block of the table that each rank of a grid holds."""
+    return [tuple((one.start, one.stop) for one in layout.slices(grid, shape, coords))
+            for coords in grid.all_coordinates()]
+
+
+def _slices(box: Box, own: Box) -> tuple[slice, ...]:
+    """Return the slices of `box` in the block `own`."""
+    return tuple(slice(start - first, stop - first)
+                 for (start, stop), (first, _) in zip(box, own))

@@ -1,0 +1,126 @@
+"""A GPT has the same losses and gradients on every mesh."""
+import math
+
+import numpy as np
+import pytest
+
+import mm3d
+from gpts import SIZES, differences, serial, tokens_and_targets, train
+
+# By ranks: stages, scheme, grid.
+MESHES = {1: [(1, "3d", None)],
+          4: [(1, "2d", None), (1, "1d", None), (1, "1d-sp", None), (1, "3d", (2, 1, 2)),
+              (2, "3d", (1, 2, 1)), (4, "serial", None)],
+          8: [(1, "3d", None), (1, "3d", (2, 4, 1)), (2, "2d", None), (2, "3d", (1, 2, 2)),
+              (1, "3d", (1, 1, 8))]}
+CASES = [dict(tied=True), dict(tied=False, label_smoothing=0.1, z_loss=0.01)]
+
+
+def meshes(comm, number: int):
+    """The mesh of this number, or a skipped test."""
+    if number >= len(MESHES[comm.size]):
+        pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
+    return mm3d.Mesh(comm, *MESHES[comm.size][number])
+
+
+@pytest.mark.ranks(1, 4, 8, first=(1,))
+@pytest.mark.parametrize("number", range(6))
+def test_losses_and_gradients_are_those_of_one_rank(comm, number):
+    """With uneven sizes, ignored targets, two micro-batches, and all kinds of loss."""
+    mesh = meshes(comm, number)
+    for case in CASES:
+        if mesh.shape["s"] > 2 and SIZES["layers"] < mesh.shape["s"]:
+            continue
+        expected = serial(**case)
+        found = train(mesh, microbatches=2, **case)
+        assert list(found) == list(expected)
+        assert not differences(found, expected), (mesh, case)
+    mesh.free()
+
+
+def test_the_first_loss_is_near_that_of_guessing(comm):
+    mesh = mm3d.Mesh(comm, 1, "serial")
+    for tied in (True, False):
+        model = mm3d.GPT(mesh, **SIZES, tied=tied)
+        assert abs(model.step(*tokens_and_targets()) - math.log(SIZES["vocab"])) < 0.1
+        model.free()
+    mesh.free()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("tokens, targets, said", [
+    ((1, 2, 17), None, r"tokens\[1, 2\] = 17 is out of range: 0 to 16 would do$"),
+    ((3, 0, -1), None, r"tokens\[3, 0\] = -1 is out of range: 0 to 16 would do$"),
+    (None, (2, 4, -2), r"targets\[2, 4\] = -2 is out of range: 0 to 16 would do, or -1 to be ig"),
+    ("float", None, r"tokens: \(4, 5\) of float64, should be whole numbers"),
+    (None, "short", r"targets: \(4, 4\) of int64, should be whole numbers, .* = \(4, 5\)"),
+    (None, "ignored", "all targets are -1, which is ignored")], ids=str)
+def test_bad_tokens_are_named_on_every_rank(comm, tokens, targets, said):
+    """Before any communication, so that all ranks can go on."""
+    mesh = mm3d.Mesh(comm, 2, "serial")
+    model, batch = mm3d.GPT(mesh, **SIZES), []
+    for a, change in zip(tokens_and_targets(), (tokens, targets)):
+        if isinstance(change, tuple):
+            a[change[:2]] = change[2]
+        batch.append({"float": a * 1.0, "short": a[:, 1:], "ignored": a * 0 - 1}.get(
+            change if isinstance(change, str) else None, a))
+    for call in (model.step, model.evaluate):
+        with pytest.raises(ValueError, match=said) as refused:
+            call(*batch)
+        assert len(set(comm.allgather(str(refused.value)))) == 1
+    assert math.isfinite(model.step(*tokens_and_targets()))
+    model.free()
+    mesh.free()
+
+
+@pytest.mark.parametrize("changed, said", [
+    (dict(vocab=0), "vocab=0 should be a whole number of at least 1"),
+    (dict(label_smoothing=1), "label_smoothing=1 should be at least 0 and below 1"),
+    (dict(z_loss=-0.1), "z_loss=-0.1 should be a number of at least 0")], ids=str)
+def test_sizes_and_factors_that_make_no_sense_are_named(comm, changed, said):
+    mesh = mm3d.Mesh(comm, 1, "serial")
+    with pytest.raises(ValueError, match=said):
+        mm3d.GPT(mesh, **SIZES | changed)
+    mesh.free()
+
+
+@pytest.mark.ranks(1, 4)
+def test_a_state_is_loaded_on_another_mesh(comm):
+    """Names and shapes are those of the documentation; the copy of a tied table is loaded too."""
+    mesh = mm3d.Mesh(comm, min(2, comm.size), "3d", (comm.size // 2 or 1, 1, 1))
+    h, vocab = SIZES["hidden"], SIZES["vocab"]
+    for tied in (True, False):
+        model = mm3d.GPT(mesh, **SIZES, tied=tied, seed=1, dtype="float64")
+        state = model.state()
+        assert list(state)[:2] == ["embedding.weight", "positions.weight"]
+        assert list(state)[-3 + tied:] == ["norm.weight", "norm.bias", *["head.weight"][tied:]]
+        shapes = {name: a.shape for name, a in state.items()}
+        assert shapes["embedding.weight"] == (vocab, h)
+        assert shapes["positions.weight"] == (SIZES["seq"], h)
+        assert shapes.get("head.weight", (h, vocab)) == (h, vocab)
+        other = mm3d.GPT(mesh, **SIZES, tied=tied, seed=2, dtype="float64")
+        other.load(state)
+        assert other.evaluate(*tokens_and_targets()) == model.evaluate(*tokens_and_targets())
+        with pytest.raises(ValueError, match="'norm.bias' is missing"):
+            other.load({name: a for name, a in state.items() if name != "norm.bias"})
+        other.free()
+        model.free()
+    mesh.free()
+
+
+@pytest.mark.parametrize("master", [None, "float32"])
+def test_16_bits_with_and_without_masters(comm, master):
+    """The scale of the loss multiplies gradients alone."""
+    mesh = mm3d.Mesh(comm, 1, "serial")
+    exact = mm3d.GPT(mesh, **SIZES, dtype="float64")
+    expected, gradients = exact.step(*tokens_and_targets()), exact.gradients()
+    model = mm3d.GPT(mesh, **SIZES, dtype="float16", master=master)
+    model.loss_scale = 128.0
+    assert abs(model.step(*tokens_and_targets()) - expected) < 1e-3 * expected
+    assert model.trained[0].grad.dtype == (master or "float16")
+    for name, a in model.gradients().items():
+        b = gradients[name]
+        assert np.linalg.norm(a / 128.0 - b) <= 0.02 * np.linalg.norm(b), name
+    model.free()
+    exact.free()
+    mesh.free()

@@ -1,0 +1,57 @@
+"""GPTs for tests, their data, and a few steps of SGD with them."""
+import functools
+
+import numpy as np
+from mpi4py import MPI
+
+import mm3d
+
+# No size of these but the batch fits a grid evenly; every row has its own number of targets.
+SIZES = dict(layers=2, hidden=12, heads=2, vocab=17, batch=4, seq=5)
+RATE = 0.5
+
+
+def tokens_and_targets(sizes=SIZES, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Random tokens and targets; some of these are ignored, more in some rows than in others."""
+    rng, shape = np.random.default_rng(seed), (sizes["batch"], sizes["seq"])
+    tokens, targets = (rng.integers(0, sizes["vocab"], shape) for _ in range(2))
+    targets[0, :] = targets[-1, 2] = -1
+    return tokens, targets
+
+
+def train(mesh: mm3d.Mesh, steps: int = 2, sizes=SIZES, **options) -> dict[str, np.ndarray]:
+    """Losses of some steps of SGD and of an evaluation after them, and the last gradients."""
+    model = mm3d.GPT(mesh, **sizes, **({"dtype": "float64"} | options))
+    losses = []
+    for step in range(steps):
+        losses.append(model.step(*tokens_and_targets(sizes, step)))
+        found = model.gradients()
+        for p in model.trained:
+            p.master -= RATE * p.grad
+        model.refresh()
+    losses.append(model.evaluate(*tokens_and_targets(sizes, steps)))
+    model.free()
+    return {"losses": np.array(losses)} | found
+
+
+@functools.cache
+def serial(**options) -> dict[str, np.ndarray]:
+    """`train` on one rank."""
+    mesh = mm3d.Mesh(MPI.COMM_SELF, 1, "serial", backend="numpy")
+    found = train(mesh, **options)
+    mesh.free()
+    return found
+
+
+def differences(found, expected, loss: float = 1e-12, gradient: float = 1e-11) -> list[str]:
+    """What differs by more than these bounds: losses, and gradients relative to their norm."""
+    wrong = [f"{name} is only on one side" for name in found.keys() ^ expected.keys()]
+    for name in found.keys() & expected.keys():
+        error, bound = np.linalg.norm(found[name] - expected[name]), gradient
+        if name == "losses":
+            bound = loss
+        else:
+            error /= np.linalg.norm(expected[name])
+        if not error <= bound:
+            wrong.append(f"{name}: {error:.1e}")
+    return sorted(wrong)
