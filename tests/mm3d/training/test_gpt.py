@@ -23,7 +23,7 @@ def meshes(comm, number: int):
     return mm3d.Mesh(comm, *MESHES[comm.size][number])
 
 
-@pytest.mark.ranks(1, 4, 8, first=(1,))
+@pytest.mark.ranks(1, 4, slow=(8,), first=(1, 4))
 @pytest.mark.parametrize("number", range(6))
 def test_losses_and_gradients_are_those_of_one_rank(comm, number):
     """With uneven sizes, ignored targets, two micro-batches, and all kinds of loss."""
