@@ -119,6 +119,8 @@ def _limit_device(name: str, link: float | None, latency: float = 0.0) -> None:
         # Handle 0: the discipline that a device has by itself, which cannot be removed.
         if any(one["handle"] and one["index"] == index for one in net.get_qdiscs(index=index)):
             net.tc("del", index=index, root=True)
+        if link is None:
+            net.link("set", index=index, gso_max_size=links.MOST_BURST)    # as of a new device
         links.limit_rate(net, name, link, latency)
 
 

@@ -8,10 +8,13 @@ instead.  The trace is exact; the seconds are a model.
 """
 
 import math
+from collections import Counter
+from copy import copy
 
 import numpy as np
 
 from bench.prediction.machine_model import Machine
+from mm3d.grid.shape import GridShape
 from mm3d.tracing.events import Collective, Gemm, Overlapped, PHASES, Pass
 from mm3d.tracing.trace import Trace
 from mm3d.transport.choice import in_place_collectives
@@ -110,6 +113,29 @@ def link_level(size: int, stride: int, per_node: int) -> tuple[str, float]:
     if per_node % (size * stride) == 0:
         return "node", 1.0
     return "network", per_node / min(size, max(1, per_node // stride))
+
+
+def place_trace(trace: Trace, grid: GridShape, order: str) -> Trace:
+    """Return the trace of the same step with its ranks placed otherwise on the nodes.
+
+    Parameters
+    ----------
+    trace : Trace
+        A step, whose ranks fill one node after the other in the order of the grid.
+    grid : GridShape
+        Its grid.
+    order : str
+        The directions from the one that varies slowest from rank to rank to the fastest, as
+        `bench.instruments.placement.direction_order` returns them.
+    """
+    placed = GridShape(order, [grid[axis] for axis in order])
+    found = copy(trace)
+    found.events = Counter()
+    for (phase, part, event), times in trace.events.items():
+        if isinstance(event, Collective):
+            event = event._replace(stride=placed.stride(event.direction))
+        found.events[phase, part, event] += times
+    return found
 
 
 def work_seconds(machine: Machine, event: Gemm | Pass) -> float:

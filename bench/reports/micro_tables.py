@@ -12,6 +12,7 @@ from bench.reports.document import (Cell, Column, Notes, Number, Part, Rows, Tab
                                     number_cell)
 from bench.reports.emulated import describe_cluster
 from bench.reports.layer_table import layer_parts
+from bench.reports.link_sweep import sweep_parts
 from bench.reports.merit import words_note
 
 # Dimensions of samples and bounds, for which a table of an unknown kind has no columns.
@@ -239,4 +240,4 @@ def _bytes(size: int) -> str:
 BUILDERS: dict[str, Callable[[Measurements], list[Part]]] = {
     "gemm": gemm_parts, "collectives": collective_parts}
 # Tables of any number of records.
-JOINT_BUILDERS = {"matmul": matmul_parts, "layer": layer_parts}
+JOINT_BUILDERS = {"matmul": matmul_parts, "layer": layer_parts, "sweep": sweep_parts}

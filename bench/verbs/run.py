@@ -24,7 +24,7 @@ from bench.prediction import machine_model, node_memory
 from bench.records import journal, model_run, run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Group
-from bench.command_line import grids, row_options
+from bench.command_line import grids, link_rates, row_options
 from bench.command_line.publish import check_trace_file
 from mm3d.arrays import backend as backends
 from mm3d.model.sizes import SIZES
@@ -57,6 +57,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stop-file", metavar="FILE", help=(
         "when this file exists, end the row with the repetitions done so far and begin no other, "
         "as a job does near its time limit"))
+    link_rates.add_options(parser)
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
@@ -71,6 +72,10 @@ def run(arguments: argparse.Namespace, comm) -> int:
     """
     rows = rows_of_options(arguments, comm.size)
     settings, variant = read_settings(arguments, rows, comm)
+    if arguments.links:
+        link_rates.check_waits(arguments, settings)
+        return link_rates.measure_links(arguments, rows, variant, settings, comm,
+                                        claim_folder(arguments.out, comm))
     cases = make_cases(rows, comm.size, arguments, variant)
     check_verifiable(cases)
     out = claim_folder(arguments.out, comm)

@@ -1,0 +1,128 @@
+"""Measure rows at several rates of the links of an emulated cluster: ``run --links``."""
+
+import argparse
+from itertools import product
+from pathlib import Path
+
+from bench.cases.case import make_case
+from bench.cases.paper import PROPOSED, Row
+from bench.cases.selection import equal_token_rows
+from bench.cases.variants import Variant
+from bench.cluster.rates import change_links
+from bench.cluster.spec import Cluster, parse_rate
+from bench.command_line import options
+from bench.command_line.publish import publish, report_failure
+from bench.console import say
+from bench.errors import Failed, UsageError
+from bench.experiments.rows.link_sweep import SweepPlan, measure_sweep
+from bench.experiments.rows.settings import Settings
+from bench.records.measurements import Measurements
+from mm3d.model.sizes import SIZES
+
+OTHER_GRIDS = {64: [(16, 4, 1)]}    # of 3-D beside the cube, by ranks: the planner's first choice
+ROUNDS = 3
+PICTURE = "where-each-is-fastest-{}.png"
+Rates = list[float | None]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add ``--links``."""
+    parser.add_argument("--links", type=rates, metavar="RATES", help=(
+        f"measure on one emulated cluster at each of these rates of its links, such as "
+        f"50Mbit,200Mbit,unlimited, {ROUNDS} steps or --repetitions of each, and draw where each "
+        f"scheme is the fastest; --grid and --inside, for 3-D, may be several with commas "
+        f"between"))
+
+
+def rates(text: str) -> Rates:
+    """Read ``50Mbit,unlimited``; return the rates in ascending order."""
+    try:
+        found = {parse_rate(word) for word in text.split(",")}
+        for link in found:
+            Cluster(1, 1, link)    # raises its error
+    except UsageError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+    return sorted(found, key=lambda link: (link is None, link))
+
+
+def measure_links(arguments: argparse.Namespace, rows: list[Row], variant: Variant,
+                  settings: Settings, comm, out: Path) -> int:
+    """Measure and write a sweep of each table, print the tables and draw one picture.
+
+    Raises
+    ------
+    UsageError
+        When no row is for so many ranks.
+    """
+    status, records = 0, []
+    for table in dict.fromkeys(row.table for row in rows):
+        plans = list_plans(arguments, [row for row in rows if row.table == table], variant,
+                           comm.size)
+        if not plans:
+            continue
+        try:
+            record = measure_sweep(plans, arguments.links, arguments.repetitions or ROUNDS,
+                                   settings, comm, change_links, say)
+        except Failed as error:
+            status = report_failure(f"links {table}", error, comm)
+            continue
+        status = max(status, publish(record, out, f"links-{table}-p{comm.size:03d}", comm))
+        records.append(record)
+    if not records and not status:
+        raise UsageError(f"--links: no row of --table {arguments.table} --scheme "
+                         f"{arguments.scheme} is for {comm.size} ranks: there are rows for "
+                         f"{', '.join(map(str, sorted({row.gpus for row in rows})))}")
+    if comm.rank == 0 and records:
+        show(records, out)
+    return status
+
+
+def check_waits(arguments: argparse.Namespace, settings: Settings) -> None:
+    """Refuse ``--links`` outside of an emulated cluster, and without ``--work wait``.
+
+    Raises
+    ------
+    UsageError
+        The same on every rank.
+    """
+    names = ",".join("unlimited" if link is None else f"{link / 1e6:g}Mbit"
+                     for link in arguments.links)
+    if Cluster.from_environment() is None:
+        raise UsageError(f"--links {names}: links are those of an emulated cluster; give "
+                         f"--cluster, such as --cluster 16x4:50Mbit")
+    if settings.waits is None:
+        raise UsageError(f"--links {names}: ranks share cores, which would be measured, not the "
+                         f"links; give --work wait, or --preset emulated")
+
+
+def list_plans(arguments: argparse.Namespace, rows: list[Row], variant: Variant,
+               ranks: int) -> list[SweepPlan]:
+    """List the plans of a table on so many ranks; those of other batches than 3-D's twice.
+
+    Raises
+    ------
+    UsageError
+        When ``--grid`` is no list of grids.
+    """
+    rows = [row for row in rows if row.gpus == ranks]
+    rows += [row for row in equal_token_rows(rows) if row.scheme != PROPOSED and row not in rows]
+    sizes = {name: getattr(arguments, name) for name in SIZES}
+    cases = [make_case(row, arguments.preset, variant, **sizes) for row in rows]
+    try:
+        grids = ([options.grid_sizes(word) for word in arguments.grid.split(",")]
+                 if arguments.grid else [None, *OTHER_GRIDS.get(ranks, [])])
+    except argparse.ArgumentTypeError as error:
+        raise UsageError(f"--grid {error}") from error
+    cubes = list(product(grids, arguments.inside.split(",")))
+    return [SweepPlan(one, *way) for one in cases
+            for way in (cubes if one.row.scheme == PROPOSED else [(None, "auto")])]
+
+
+def show(records: list[Measurements], out: Path) -> None:
+    """Print the tables and draw the picture."""
+    from bench.reports import link_sweep
+    from bench.reports.figures.link_sweep import draw_sweep
+    from bench.reports.formats import render
+    say(f"\n{render(link_sweep.sweep_parts(records))}\n")
+    path = out / PICTURE.format(records[0].configuration["preset"])
+    say(f"picture: {draw_sweep(path, records)}")

@@ -1,0 +1,213 @@
+"""Measure schemes on one emulated cluster at several rates of its links."""
+
+import random
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Callable, Iterator, Sequence
+
+import numpy as np
+
+import mm3d
+from bench.cases.case import Case
+from bench.checks import against_serial
+from bench.errors import Failed
+from bench.experiments.rows.row import (fail_on_value_error, free_at_end, run_counted_step,
+                                        verify_step)
+from bench.experiments.rows.settings import Settings, choose_grid
+from bench.experiments.rows.waited import TimedModel, waiting_model
+from bench.instruments import placement, sampling
+from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
+from bench.records.measurements import Check, Measurements, Setting, Variable
+from mm3d.arrays import backend as backends
+from mm3d.grid.shape import GridShape
+from mm3d.tracing.events import PHASES
+
+KIND = "sweep"
+
+
+@dataclass(frozen=True)
+class SweepPlan:
+    """A scheme on a grid, with a batch.
+
+    Attributes
+    ----------
+    case : Case
+        The row of its scheme, and its sizes.
+    grid : tuple of int, optional
+        Sizes of the grid's directions; the scheme's own by default.
+    inside : str
+        The direction that stays inside a node, or "auto"; see
+        `bench.instruments.placement.direction_order`.
+    """
+
+    case: Case
+    grid: tuple[int, ...] | None = None
+    inside: str = "auto"
+
+
+@dataclass(frozen=True)
+class ReadyPlan:
+    """A plan that is verified, and whose ranks wait for their work.
+
+    Attributes
+    ----------
+    plan : SweepPlan
+        The plan.
+    grid : GridShape
+        Its grid.
+    order : str
+        The directions from the one that varies slowest over the nodes to the fastest.
+    timed : TimedModel
+        Its model.
+    checks : list of Check
+        The comparison of its results with the serial scheme's.
+    """
+
+    plan: SweepPlan
+    grid: GridShape
+    order: str
+    timed: TimedModel
+    checks: list[Check]
+
+    @property
+    def label(self) -> str:
+        """Scheme, grid, placement and batch, such as ``3d 4x4x4 xyz 384``."""
+        one = self.plan.case
+        return f"{one.row.scheme} {self.grid.compact} {self.order} {one.sizes.batch}"
+
+
+def measure_sweep(plans: Sequence[SweepPlan], links: Sequence[float | None], rounds: int,
+                  settings: Settings, world, change: Callable[[float | None], None],
+                  say: Callable[[str], None]) -> Measurements | None:
+    """Verify all plans, and time a step of each at every rate of the links, in rounds.
+
+    A round takes the rates in random order, and at each of them the plans in random order.
+
+    Parameters
+    ----------
+    plans : sequence of SweepPlan
+        Plans of one table, of as many ranks as `world` has.
+    links : sequence of float or None
+        Rates in bit/s; None for links without a limit.
+    rounds : int
+        Number of rounds.
+    settings : Settings
+        How ranks wait for their work.
+    world : mpi4py.MPI.Intracomm
+        All ranks; each must call this.
+    change : callable
+        Sets the rate of all links; called on rank 0, when all other ranks wait.
+    say : callable
+        Prints a line of progress; called on rank 0.
+
+    Returns
+    -------
+    Measurements or None
+        On rank 0; None on the others.
+
+    Raises
+    ------
+    Failed
+        On every rank, when the sizes do not fit a scheme, or a result is wrong.
+    """
+    draw = random.Random(settings.order)
+    found = np.full((len(plans), len(links), len(PHASES), rounds), np.nan)
+    set_links(None, world, change)    # what is not timed need not wait for links
+    with ExitStack() as stack:
+        ready = [stack.enter_context(prepare_plan(plan, settings, world)) for plan in plans]
+        clocks = [Clock(one.timed.model.grid.comm) for one in ready]
+        for turn in range(rounds):
+            for at in draw.sample(range(len(links)), len(links)):
+                set_links(links[at], world, change)
+                for which in draw.sample(range(len(ready)), len(ready)):
+                    found[which, at, :, turn] = time_phases(ready[which].timed, clocks[which])
+            if world.rank == 0:
+                say(f"{plans[0].case.row.table}: round {turn + 1} of {rounds}")
+        set_links(None, world, change)
+        environment = sampling.measured_environment("numpy", world)
+        return (None if world.rank else
+                sweep_record(ready, links, found, settings, environment))
+
+
+def set_links(link: float | None, world, change: Callable[[float | None], None]) -> None:
+    """Let rank 0 set the rate of all links, while the other ranks wait.
+
+    Raises
+    ------
+    Failed
+        On every rank, when it cannot.
+    """
+    world.Barrier()
+    problem = ""
+    if world.rank == 0:
+        try:
+            change(link)
+        except OSError as error:
+            problem = str(error)
+    wait_patiently(world)    # so that what rank 0 has started gets a core
+    if problem := world.bcast(problem):
+        raise Failed(problem)
+
+
+@contextmanager
+def prepare_plan(plan: SweepPlan, settings: Settings, world) -> Iterator[ReadyPlan]:
+    """Build and verify a plan; within the block its ranks wait for their work.
+
+    Raises
+    ------
+    Failed
+        On every rank, when the sizes do not fit the scheme, or its result is wrong.
+    """
+    one = plan.case
+    settings = replace(settings, inside=plan.inside,
+                       grid=(lambda _: plan.grid) if plan.grid else None)
+    shape, order = fail_on_value_error(lambda: choose_grid(one, settings, world))
+    comm = placement.reorder_ranks(world, shape, order)
+    with free_at_end(comm.Free):
+        scheme = fail_on_value_error(lambda: mm3d.scheme(
+            one.row.scheme, comm, shape.sizes, settings.backend,
+            **one.variant.options(one.row.scheme)))
+        with free_at_end(scheme.grid.free):
+            model = against_serial.build_model(scheme, one.sizes, settings.seed,
+                                               one.variant.dtype, one.variant.causal,
+                                               settings.recompute)
+            y, dx, _ = run_counted_step(model, model.random("input"),
+                                        model.random("output gradient"))
+            checks = verify_step(one, scheme, model, y, dx, settings)
+            del model, y, dx
+            with waiting_model(one, scheme, settings) as timed:
+                yield ReadyPlan(plan, shape, order, timed, checks)
+
+
+def time_phases(timed: TimedModel, clock: Clock) -> list[float]:
+    """Time forward and backward of one step; return their makespans, the same on every rank."""
+    model, found = timed.model, []
+    backends.get(model.grid.backend)    # in place of that of the plan before
+    model.zero_gradients()
+    comm, settle = model.grid.comm, model.grid.backend.synchronize
+    times, (_, saved) = time_on_all_ranks(partial(model.forward, timed.x), comm, settle, clock)
+    found.append(float(times.max()))
+    times, _ = time_on_all_ranks(partial(model.backward, timed.dy, saved), comm, settle, clock)
+    return [*found, float(times.max())]
+
+
+def sweep_record(ready: Sequence[ReadyPlan], links: Sequence[float | None], found: np.ndarray,
+                 settings: Settings, environment: dict[str, Setting]) -> Measurements:
+    """Make the record of a sweep, on rank 0."""
+    first = ready[0].plan.case
+    sizes = {name: value for name, value in first.sizes.items() if name != "batch"}
+    waited = settings.waits(first).settings if settings.waits else {}
+    modelled = [one.timed.waits.variables["modelled"].values.max(axis=1) for one in ready]
+    return Measurements(
+        KIND, {"table": first.row.table, "preset": first.preset, **sizes,
+               "mlp_factor": first.sizes.mlp_factor, **asdict(first.variant), **waited,
+               "recompute": settings.recompute, "seed": settings.seed, "order": settings.order},
+        environment,
+        {"plan": [one.label for one in ready], "phase": PHASES,
+         "link": [np.inf if link is None else float(link) for link in links],
+         "repetition": range(found.shape[-1])},
+        {"samples": Variable(found, "s", ("plan", "link", "phase", "repetition")),
+         "work": Variable(np.array(modelled), "s", ("plan", "phase"))},
+        [replace(check, quantity=f"{one.label}: {check.quantity}")
+         for one in ready for check in one.checks])

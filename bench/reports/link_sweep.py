@@ -1,0 +1,229 @@
+"""Make the tables of schemes at several rates of links: where each is the fastest."""
+
+import math
+from dataclasses import dataclass
+from typing import Iterator, Sequence
+
+import numpy as np
+
+from bench.cases.paper import HEADINGS, TITLES
+from bench.cases.variants import recorded_variant
+from bench.cluster.spec import Cluster, RATES, format_unit
+from bench.prediction.machine_model import load_machine
+from bench.prediction.seconds import place_trace
+from bench.prediction.similarity import emulating_machine, split_seconds
+from bench.records.measurements import Measurements
+from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
+from mm3d.grid.shape import GridShape
+from mm3d.schemes import find_scheme
+from mm3d.tracing import dry_run
+
+SIZES = ("layers", "hidden", "heads", "seq")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A plan at all rates of the links.
+
+    Attributes
+    ----------
+    label : str
+        Its label in the record, such as ``3d 4x4x4 xyz 384``.
+    seconds : ndarray
+        Seconds a sequence of whole steps, (links, repetitions).
+    predicted : ndarray
+        Predicted seconds a sequence, of each link.
+    work : float
+        Seconds a sequence that ranks wait for their work.
+    """
+
+    label: str
+    seconds: np.ndarray
+    predicted: np.ndarray
+    work: float
+
+    @property
+    def medians(self) -> np.ndarray:
+        """The median of each link."""
+        return np.median(self.seconds, axis=1)
+
+    @property
+    def batch(self) -> int:
+        """The batch."""
+        return int(self.label.split()[-1])
+
+    @property
+    def name(self) -> str:
+        """Scheme, grid, placement and batch for a reader, such as "3-D 4 x 4 x 4, z inside, batch
+        384"; of one direction all ranks of a node are neighbours."""
+        scheme, grid, order, batch = self.label.split()
+        inside = f"{order[-1]} inside, " * (len(order) > 1)
+        return f"{TITLES.get(scheme, scheme)} {grid.replace('x', ' x ')}, {inside}batch {batch}"
+
+
+def read_links(record: Measurements) -> list[float]:
+    """Return the rates in bit/s of a record, infinite for links without a limit."""
+    return [float(link) for link in record.scales["link"]]
+
+
+def read_curves(record: Measurements) -> list[Curve]:
+    """Read the plans of a record, with what is predicted of them."""
+    samples = record.variables["samples"].values.sum(axis=2)    # forward and backward
+    work = record.variables["work"].values.sum(axis=1)
+    found = []
+    for at, label in enumerate(record.scales["plan"]):
+        batch = int(label.split()[-1])
+        found.append(Curve(label, samples[at] / batch, predict_links(record, label) / batch,
+                           work[at] / batch))
+    return found
+
+
+def predict_links(record: Measurements, label: str) -> np.ndarray:
+    """Predict the seconds of a step of a plan at each rate, of which nothing was measured."""
+    chosen, cluster = record.configuration, Cluster.parse(
+        str(record.environment["emulated_cluster"]))
+    scheme, sizes, order, batch = label.split()
+    grid = GridShape.parse(sizes, find_scheme(scheme).directions)
+    variant = recorded_variant(chosen)
+    trace = place_trace(dry_run.extrapolate_step(
+        scheme, grid.ranks, grid.sizes, dtype=variant.dtype, options=variant.options(scheme),
+        causal=variant.causal, recompute=str(chosen["recompute"]), batch=int(batch),
+        **{name: int(chosen[name]) for name in SIZES}), grid, order)
+    machine = load_machine(str(chosen["waited_machine"]))
+    found = []
+    for link in read_links(record):
+        here = Cluster(cluster.nodes, cluster.ranks, None if math.isinf(link) else link,
+                       cluster.latency)
+        model = emulating_machine(machine, float(chosen["waited_shrink"]),
+                                  float(chosen["waited_scale"]), here)
+        found.append(sum(map(sum, split_seconds(model, trace).values())))
+    return np.array(found)
+
+
+def crossing_rates(links: Sequence[float], one: np.ndarray, other: np.ndarray) -> list[float]:
+    """Return the rates at which two curves of seconds cross.
+
+    Between two measured rates both are taken as powers of the rate; between the greatest one and
+    links without a limit the crossing has no rate, and is infinite.
+    """
+    ratio, found = np.log(np.asarray(one) / np.asarray(other)), []
+    for (a, b), (x, y) in zip(zip(links, links[1:]), zip(ratio, ratio[1:])):
+        if x * y < 0:
+            found.append(math.inf if math.isinf(b) else
+                         math.exp(np.interp(0.0, *zip(*sorted([(x, math.log(a)),
+                                                               (y, math.log(b))])))))
+    return found
+
+
+def list_crossovers(record: Measurements,
+                    curves: Sequence[Curve]) -> Iterator[tuple[float, Curve, Curve]]:
+    """List the rates at which two plans of one batch cross.
+
+    Yields
+    ------
+    float
+        The rate in bit/s.
+    Curve, Curve
+        The plan that is faster at slower links, and the one that is faster from there on.
+    """
+    links = read_links(record)
+    for at, one in enumerate(curves):
+        for other in curves[at + 1:]:
+            if one.batch == other.batch:
+                first = one.medians[0] <= other.medians[0]
+                for turn, rate in enumerate(crossing_rates(links, one.medians, other.medians)):
+                    yield rate, *((one, other) if first == (turn % 2 == 0) else (other, one))
+
+
+def rate_name(link: float) -> str:
+    """Return a rate for a reader, such as "200 Mbit/s"."""
+    return "unlimited" if math.isinf(link) else f"{format_unit(link, RATES, ' ')}/s"
+
+
+def describe_crossovers(record: Measurements, curves: Sequence[Curve]) -> list[str]:
+    """Say where two plans of one batch cross, and which of them is the fastest at each rate."""
+    said = []
+    for rate, slow, fast in sorted(list_crossovers(record, curves), key=lambda found: found[0]):
+        where = "only without a limit" if math.isinf(rate) else f"from {_round(rate)} on"
+        said.append(f"{fast.name} overtakes {slow.name} {where}.")
+    links = read_links(record)
+    for batch in sorted({one.batch for one in curves}):
+        alike = [one for one in curves if one.batch == batch]
+        if len(alike) > 1:
+            best = [min(alike, key=lambda one: one.medians[at]).name.rpartition(",")[0]
+                    for at in range(len(links))]
+            said.append(f"The fastest with batch {batch}: " + "; ".join(
+                f"{rate_name(link)} {name}" for link, name in zip(links, best)) + ".")
+    return said or ["No two plans of one batch."]
+
+
+def _round(rate: float) -> str:
+    """Return an interpolated rate with two digits."""
+    return rate_name(float(f"{rate:.2g}"))
+
+
+def sweep_parts(records: Sequence[Measurements]) -> list[Part]:
+    """Make the tables and notes of all sweeps."""
+    parts: list[Part] = []
+    for record in records:
+        curves = read_curves(record)
+        parts += [seconds_table(record, curves), prediction_table(record, curves),
+                  Notes("Where each is the fastest:", describe_crossovers(record, curves))]
+    return [*parts, Notes("About these rates of links:", _notes(records[-1]))]
+
+
+def heading(record: Measurements) -> str:
+    """Return the heading of a sweep: its table and its emulated cluster."""
+    cluster = Cluster.parse(str(record.environment["emulated_cluster"]))
+    return (f"{HEADINGS[str(record.configuration['table'])]}: emulated cluster, {cluster.nodes} "
+            f"nodes x {cluster.ranks} ranks, links of several rates; NOT COMPUTED: work is waited "
+            f"for")
+
+
+def seconds_table(record: Measurements, curves: Sequence[Curve]) -> Table:
+    """Make the table of milliseconds a sequence, by plan and rate."""
+    links, group = read_links(record), "ms a sequence, median"
+    rows: Rows = [[one.name, number_cell(1e3 * one.work, ".3g"),
+                   *(number_cell(1e3 * value, ".3g") for value in one.medians)] for one in curves]
+    columns = [Column("scheme"), Column("work alone", "(waits)", group),
+               *(Column(rate_name(link), "", group) for link in links)]
+    return Table(heading(record), columns, rows)
+
+
+def prediction_table(record: Measurements, curves: Sequence[Curve]) -> Table:
+    """Make the table of the least and the greatest sample, and of predictions beside medians."""
+    group = "ms a sequence"
+    rows: Rows = []
+    for one in curves:
+        for at, link in enumerate(read_links(record)):
+            median = one.medians[at]
+            rows.append([one.name, rate_name(link), number_cell(1e3 * median, ".3g"),
+                         number_cell(1e3 * one.seconds[at].min(), ".3g"),
+                         number_cell(1e3 * one.seconds[at].max(), ".3g"),
+                         number_cell(1e3 * one.predicted[at], ".3g"),
+                         number_cell(one.predicted[at] / median - 1, "+.0%"),
+                         number_cell(one.work / median, ".0%")])
+    return Table(f"{heading(record)}: predictions", [
+        Column("scheme"), Column("link"), Column("median", "", group),
+        Column("least", "", group), Column("greatest", "", group),
+        Column("predicted", "", group), Column("error of", "prediction"),
+        Column("share", "of work")], rows)
+
+
+def _notes(record: Measurements) -> list[str]:
+    chosen, env = record.configuration, record.environment
+    cluster, count = Cluster.parse(str(env["emulated_cluster"])), len(record.scales["repetition"])
+    return [
+        f"Ranks wait for the seconds of machine {chosen['waited_machine']}, whose lengths are "
+        f"divided by {chosen['waited_shrink']:g}, times {chosen['waited_scale']:g}: at "
+        f"{cluster.link_text(per='/s')} computing has that machine's ratio to communicating. The "
+        f"waits are the same at all rates of links.",
+        f"{count} repetition{'s' * (count != 1)} of each, a step each, in rounds with random "
+        f"order; forward and backward by their makespans. All plans were verified with the serial "
+        f"scheme first. Fewer than six repetitions give no 95 % interval.",
+        f"The {env['ranks']} ranks share {env['cores']} cores for all that is not waited for: "
+        f"copies, sums, TCP and Python take longer than with a core for each, and where links "
+        f"are fast this is what is measured. The column without a limit shows how long it takes.",
+        "Predicted: the links of the cluster, shared by the ranks of a node as they are placed, "
+        "and the waits; nothing of it was measured. Crossings are interpolated between measured "
+        "rates as powers of the rate."]
