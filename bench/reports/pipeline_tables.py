@@ -40,7 +40,68 @@ def pipeline_parts(records: Sequence[Measurements]) -> list[Part]:
             number_cell(found["memory"][0, busiest] / 1e6, ".2f"),
             number_cell(found["expected_memory"][busiest] / 1e6, ".2f"),
             int(found["words"].sum()), int(found["expected_words"])])
-    return [Table("Pipelines", columns, rows), Notes("About these pipelines:", _notes(records))]
+    return [Table("Pipelines", columns, rows), Notes("About these pipelines:", _notes(records)),
+            *_beside_parts([one for one in records
+                            if one.configuration.get("reference", "none") != "none"])]
+
+
+def _beside_parts(records: Sequence[Measurements]) -> list[Part]:
+    """Make the table of pipelines that were measured beside PyTorch's; nothing without any."""
+    if not records:
+        return []
+    waits = records[0].configuration["work"] == "wait"
+    names = ("overhead of an action (us)",) * waits or ("tokens a second",)
+    columns = [Column("schedule"), Column("micro-", "batches"), Column("mm3d", "(ms)", "step"),
+               Column("PyTorch", "(ms)", "step"),
+               *(Column(name, "", "PyTorch / mm3d") for name in ("median", "low", "high")),
+               *(Column(name, "", names[0]) for name in ("mm3d", "PyTorch")),
+               *[Column("mm3d /", "PyTorch")] * waits,
+               *(Column(name, "", "processor, an action (us)") for name in ("mm3d", "PyTorch")),
+               *[Column("mm3d / clock")] * (not waits)]
+    rows = [_beside_row(record, waits) for record in records]
+    return [Table("Beside torch.distributed.pipelining", columns, rows),
+            Notes("About these comparisons:", _beside_notes(records, waits))]
+
+
+def _beside_row(record: Measurements, waits: bool) -> list:
+    chosen = record.configuration
+    found = {name: variable.values for name, variable in record.variables.items()}
+    both = np.array([found["seconds"][0], found["reference_seconds"][0]])
+    schedule = parse_schedule(str(chosen["schedule_text"]))
+    processor = 1e6 * np.median(found["processor"].mean(axis=2), axis=1) / np.mean(
+        [len(row) for row in schedule.rows])
+    if waits:
+        own = 1e6 * found["overhead"][:, 0]
+        middle = [*(number_cell(value, ".0f") for value in own),
+                  number_cell(own[0] / own[1], ".2f")]
+    else:
+        tokens = int(chosen["batch"]) * int(chosen["seq"])
+        middle = [number_cell(tokens / seconds, ".0f") for seconds in both]
+    return [str(chosen["schedule"]), int(chosen["microbatches"]),
+            *(number_cell(1e3 * seconds, ".1f") for seconds in both),
+            *(number_cell(value, ".2f") for value in found["ratio"][:3]), *middle,
+            *(number_cell(value, ".0f") for value in processor),
+            *[number_cell(both[0] / found["clock_seconds"], ".3f")] * (not waits)]
+
+
+def _beside_notes(records: Sequence[Measurements], waits: bool) -> list[str]:
+    """Say what was compared, and what the columns mean."""
+    chosen = records[0].configuration
+    orders = ", ".join(sorted({str(one.configuration["reference_order"]) for one in records}))
+    notes = [
+        f"{chosen['reference']}; {orders}; a process of PyTorch's beside each rank, in turns with "
+        f"it, in random order, one side asleep while the other works.",
+        "PyTorch / mm3d: of the seconds of a step, the median of the ratios of all repetitions "
+        "with its interval. Processor: time that a rank uses in a step over its actions."]
+    if waits:
+        return notes + [
+            "Overhead: the step less the clock's without hops and with the times that the waits "
+            "really took, over the actions that the last end waits for: messages, autograd and "
+            "Python. Every result that arrived was the right one on both sides."]
+    return notes + [
+        "The gradients of both are equal within rounding. PyTorch computes no gradient of the "
+        "first layer's input, mm3d does. mm3d / clock: its step over the clock's, with measured "
+        "F, B, W and hop."]
 
 
 def _notes(records: Sequence[Measurements]) -> list[str]:
@@ -66,8 +127,8 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
         "time of a stage in actions; low and high: of its median, at 95 % where there are at "
         "least six repetitions, otherwise the least and the greatest. Waiting inside an action "
         "for ranks of the same stage "
-        "belongs to the action. Not timed: drawing parameters, setting gradients to zero, the "
-        "optimizer, verification.",
+        "belongs to the action. Not timed: drawing parameters and activations, setting gradients "
+        "to zero, the optimizer, verification.",
         "Clock's: the exact time of the schedule with the measured medians of F, B, W of each "
         "stage and of a hop; F, B and W are of all layers of a rank, a mean over the stages; "
         "where B is not divided, W is part of it. Hop: half of a round trip of a block between "
@@ -80,7 +141,8 @@ def _checked(records: Sequence[Measurements]) -> str:
     """Return what was verified, and how closely."""
     if records[0].configuration["work"] == "wait":
         return "each result that arrived was the right one"
-    tolerance = max(check.tolerance for record in records for check in record.checks)
+    tolerance = max(check.tolerance for record in records for check in record.checks
+                    if not check.quantity.startswith("PyTorch"))
     return "gradients are equal to those of the model in one stage, " + (
         f"each to a relative error of {tolerance:g}" if tolerance else "each to the bit")
 

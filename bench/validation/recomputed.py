@@ -196,15 +196,24 @@ def _pipeline(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Reco
     timeline = derived.clock_timeline(schedule, steps, float(hop))
     words = np.array(expected_words(schedule, run.configuration))
     source = "the times of the actions"
-    return {"seconds": Recomputed(np.array(median_interval(derived.step_seconds(times))), source),
-            "bubble": Recomputed(
-                np.array(median_interval(derived.bubble_rates(times, schedule))), source),
-            "durations": Recomputed(steps, source), "hop": Recomputed(hop, "its samples"),
-            "clock_seconds": Recomputed(np.array(float(timeline.makespan)), "the clock"),
-            "clock_bubble": Recomputed(np.array(float(timeline.bubble_rate)), "the clock"),
-            "expected_words": Recomputed(words, "the closed form"),
-            "words": Recomputed(found["words"] * words / max(1, found["words"].sum()),
-                                "a share of the closed form's sum")}
+    again = {
+        "seconds": Recomputed(np.array(median_interval(derived.step_seconds(times))), source),
+        "bubble": Recomputed(
+            np.array(median_interval(derived.bubble_rates(times, schedule))), source),
+        "durations": Recomputed(steps, source), "hop": Recomputed(hop, "its samples"),
+        "clock_seconds": Recomputed(np.array(float(timeline.makespan)), "the clock"),
+        "clock_bubble": Recomputed(np.array(float(timeline.bubble_rate)), "the clock"),
+        "expected_words": Recomputed(words, "the closed form"),
+        "words": Recomputed(found["words"] * words / max(1, found["words"].sum()),
+                            "a share of the closed form's sum")}
+    if "reference_times" in found:
+        both = np.array([times, found["reference_times"]])
+        again |= {name: Recomputed(values, source)
+                  for name, (values, _) in derived.beside(both).items()}
+        if "slept" in found:
+            again["overhead"] = Recomputed(derived.overhead_intervals(
+                both, found["slept"], schedule), "the times of actions and waits")
+    return again
 
 
 RECOMPUTE: dict[str, Callable[[Measurements, dict[str, np.ndarray]], dict[str, Recomputed]]] = {

@@ -12,6 +12,7 @@ from bench.console import say
 from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.pipeline.measured import measure_pipeline
 from bench.experiments.pipeline.subject import PipelineCase, make_case
+from bench.experiments.pipeline.torch_pipeline import refuse_case
 from bench.records import run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
@@ -61,6 +62,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--unit: forward, gradient of the input, gradient of the weights (default 1,1,1)"))
     parser.add_argument("--unit", type=duration, metavar="TIME",
                         help="the unit of --times, such as 10ms or 500us (default 10ms)")
+    parser.add_argument("--torch", metavar="PYTHON", help=(
+        "measure torch.distributed.pipelining beside it, by gloo and this interpreter, in turns: "
+        "the same schedule, stages, layers or waits; a stage is one rank"))
     options.add_pictures(parser)
 
 
@@ -74,6 +78,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
         mesh = Mesh(comm, arguments.stages, arguments.scheme, grid, arguments.backend)
     except ValueError as error:
         raise UsageError(str(error)) from error
+    for case in cases if arguments.torch else []:
+        refuse_case(mesh, case)
     out = claim_folder(arguments.out, comm)
     if arguments.pictures:
         make_on_rank_0(lambda: run_file.check_folder(arguments.pictures, "the pictures' folder",
@@ -83,10 +89,10 @@ def run(arguments: argparse.Namespace, comm) -> int:
     for case in cases:
         gc.collect()
         name = (f"pipeline-{case.work}-{case.name.replace(':', '')}-p{arguments.stages}-"
-                f"m{case.schedule.microbatches}")
+                f"m{case.schedule.microbatches}{'-torch' * bool(arguments.torch)}")
         try:
             with arguments.watched(mesh.scheme.grid):
-                record = measure_pipeline(mesh, case, limits)
+                record = measure_pipeline(mesh, case, limits, arguments.torch)
         except WrongResult as wrong:
             status = report_failure(name, wrong, comm)
             continue

@@ -13,6 +13,24 @@ from typing import Any
 import numpy as np
 
 
+def transformer_layer(torch: Any, x: Any, p: dict[str, Any], heads: int) -> Any:
+    """Compute the output of a layer from its input and its parameters by name."""
+    F, (batch, seq, hidden) = torch.nn.functional, x.shape
+
+    def linear(a, name):
+        return torch.addmm(p[f"{name}.bias"], a.reshape(batch * seq, -1), p[f"{name}.weight"])
+
+    def norm(a, name):
+        return F.layer_norm(a, (hidden,), p[f"{name}.weight"], p[f"{name}.bias"], 1e-5)
+
+    qkv = linear(norm(x, "ln1"), "attention.qkv").view(batch, seq, 3, heads, -1)
+    q, k, v = qkv.permute(2, 0, 3, 1, 4)
+    mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, seq, hidden)
+    y = x + linear(mixed, "attention.proj").view(batch, seq, hidden)
+    wide = F.gelu(linear(norm(y, "ln2"), "mlp.up"), approximate="tanh")
+    return y + linear(wide, "mlp.down").view(batch, seq, hidden)
+
+
 class Layer:
     """x + Attention(LN(x)), then y + MLP(LN(y)), as in `mm3d.Transformer`, by autograd."""
 
@@ -25,21 +43,7 @@ class Layer:
 
     def forward(self) -> Any:
         """Compute the output."""
-        F, p, (batch, seq, hidden) = self.torch.nn.functional, self.p, self.x.shape
-
-        def linear(a, name):
-            return self.torch.addmm(p[f"{name}.bias"], a.reshape(batch * seq, -1),
-                                    p[f"{name}.weight"])
-
-        def norm(a, name):
-            return F.layer_norm(a, (hidden,), p[f"{name}.weight"], p[f"{name}.bias"], 1e-5)
-
-        qkv = linear(norm(self.x, "ln1"), "attention.qkv").view(batch, seq, 3, self.heads, -1)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(batch, seq, hidden)
-        y = self.x + linear(mixed, "attention.proj").view(batch, seq, hidden)
-        wide = F.gelu(linear(norm(y, "ln2"), "mlp.up"), approximate="tanh")
-        return y + linear(wide, "mlp.down").view(batch, seq, hidden)
+        return transformer_layer(self.torch, self.x, self.p, self.heads)
 
     def step(self) -> tuple[float, Any]:
         """Run forward and backward from no gradients; return the seconds and the output."""

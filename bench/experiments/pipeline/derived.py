@@ -8,6 +8,7 @@ from fractions import Fraction
 
 import numpy as np
 
+from bench.instruments.statistics import median_interval
 from mm3d.training.schedules import Schedule, Times, clock
 from mm3d.training.schedules.clock import Timeline
 
@@ -64,6 +65,50 @@ def durations(times: np.ndarray, schedule: Schedule) -> np.ndarray:
 def clock_timeline(schedule: Schedule, steps: np.ndarray, hop: float) -> Timeline:
     """Return the clock's timeline for `durations` and a time of a hop, in seconds."""
     return clock(schedule, Times.by_stage(*(map(float, row) for row in steps), hop=float(hop)))
+
+
+def beside(times: np.ndarray) -> dict[str, tuple[np.ndarray, str]]:
+    """Compute the seconds of the reference, and its ratio to the first side by repetition.
+
+    Parameters
+    ----------
+    times : ndarray
+        As of `bubble_rates`, by side: (side, repetition, rank, action, edge).
+    """
+    own, reference = (step_seconds(side) for side in times)
+    return {"reference_seconds": (np.array(median_interval(reference)), "s"),
+            "ratio": (np.array(median_interval(reference / own)), "1")}
+
+
+def overheads(times: np.ndarray, slept: np.ndarray, schedule: Schedule) -> np.ndarray:
+    """Compute by how much each repetition of waits exceeds the clock, for each action.
+
+    It is the makespan less the clock's, without hops and with the times that the waits really
+    took, over the number of actions that the clock's last end waits for.
+
+    Parameters
+    ----------
+    times : ndarray
+        As of `bubble_rates`.
+    slept : ndarray
+        Mean seconds of F, B and W of a chunk, (repetition, rank, step).
+    schedule : Schedule
+        What was executed.
+    """
+    found = []
+    by_rank = slept.reshape(len(slept), schedule.ranks, -1, slept.shape[-1]).mean(axis=2)
+    for seconds, repetition in zip(step_seconds(times), by_rank):
+        steps = np.zeros((slept.shape[-1], schedule.stage_count))
+        for rank, stages in enumerate(schedule.stages):
+            steps[:, list(stages)] = repetition[rank][:, np.newaxis]
+        timeline = clock_timeline(schedule, steps, 0.0)
+        found.append((seconds - float(timeline.makespan)) / len(timeline.critical_path()))
+    return np.array(found)
+
+
+def overhead_intervals(times: np.ndarray, slept: np.ndarray, schedule: Schedule) -> np.ndarray:
+    """Return the medians of `overheads` with their intervals, (side, bound)."""
+    return np.array([median_interval(overheads(*side, schedule)) for side in zip(times, slept)])
 
 
 @dataclass(frozen=True)

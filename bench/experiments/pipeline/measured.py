@@ -8,11 +8,13 @@ import numpy as np
 from bench.checks import against_serial
 from bench.errors import WrongResult
 from bench.experiments.pipeline import derived
+from bench.experiments.pipeline.repetitions import SIDES, Samples, take_samples
 from bench.experiments.pipeline.subject import (ABOUT_WORK, ActionTimes, LayersSubject,
-                                                PipelineCase, WaitingSubject)
+                                                PipelineCase)
+from bench.experiments.pipeline.torch_pipeline import TorchPipeline
+from bench.experiments.pipeline.waiting import WaitingSubject
 from bench.experiments.products import operands
-from bench.instruments import timing
-from bench.instruments.clock import Clock, time_on_all_ranks, wait_patiently
+from bench.instruments.clock import Clock, wait_patiently
 from bench.instruments.peak_memory import Footprint
 from bench.instruments.sampling import BOUNDS, measured_environment
 from bench.instruments.statistics import median_interval
@@ -24,17 +26,16 @@ from mm3d.schemes import find_scheme
 from mm3d.schemes.parallelism import Parallelism
 from mm3d.training import costs
 from mm3d.training.mesh import Mesh
-from mm3d.training.schedules import format_schedule
+from mm3d.training.schedules import Schedule, format_schedule
 from mm3d.training.schedules.schedule import Event
 
 LIMITS = Limits(5, 30, 30.0)    # by default
 STEPS = ("F", "B", "W")
 ROUNDS = 40    # there and back, to measure a hop
-WARMUP = 1
 
 
-def measure_pipeline(mesh: Mesh, case: PipelineCase,
-                     limits: Limits = LIMITS) -> Measurements | None:
+def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
+                     torch: str | None = None) -> Measurements | None:
     """Measure a pipeline; verify it before the first repetition, and the last one again.
 
     Parameters
@@ -45,6 +46,8 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase,
         What is measured.
     limits : Limits
         When to stop repeating.
+    torch : str, optional
+        An interpreter that has PyTorch, whose own pipeline is measured beside it, in turns.
 
     Returns
     -------
@@ -55,6 +58,8 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase,
 
     Raises
     ------
+    UsageError
+        On all ranks, when the interpreter cannot execute the schedule.
     WrongResult
         On all ranks, when a gradient is wrong, or a result came from elsewhere.
     """
@@ -65,34 +70,44 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase,
     actions = ActionTimes(clock, backend.synchronize)
     subject = (LayersSubject if case.waits is None else WaitingSubject)(mesh, case, actions,
                                                                         asleep)
+    rival = None
     try:
         subject.step()
         memory = comm.gather(footprint.peaks())
         words = comm.gather(subject.hops.traffic.words)
         expected = comm.gather(expected_memory(mesh, case, subject))
-        checks = subject.check()
-        reject(checks)
+        subject.draw_ahead()
+        rival = TorchPipeline(torch, mesh, case, subject) if torch else None
+        checks = check_both(subject, rival)
         hops = measure_hop(subject, clock)
-        times, ended_by = time_steps(subject, actions, limits, clock)
-        again = subject.check()
-        reject(again, "after the last repetition, ")
+        samples = take_samples(subject, actions, limits, clock, rival)
+        checks += check_both(subject, rival, "after the last repetition, ")
         environs = measured_environment(backend.name, comm)
     finally:
+        if rival:
+            rival.close()
         subject.hops.messages.free()
     if memory is None:
         return None
     counts = {"memory": np.array(memory).T, "expected_memory": np.array(expected),
               "words": np.array(words)}
-    settings = {**case_settings(mesh, case), "ended_by": ended_by, "asleep": asleep,
-                **asdict(limits)}
-    return pipeline_record(case, times, hops, counts, settings, environs, checks + again)
+    settings = {**case_settings(mesh, case), "ended_by": samples.ended_by, "asleep": asleep,
+                "reference": rival.about if rival else "none",
+                **({"reference_order": rival.order} if rival else {}), **asdict(limits)}
+    return pipeline_record(case, samples, hops, counts, settings, environs, checks)
 
 
-def reject(checks: list[Check], when: str = "") -> None:
-    """Raise WrongResult, on all ranks, when one of the `checks` did not pass."""
-    problem = against_serial.failure_message(checks, "the model in one stage")
-    if problem:
-        raise WrongResult(f"{when}{problem}")
+def check_both(subject: Any, rival: TorchPipeline | None, when: str = "") -> list[Check]:
+    """Return the checks of both sides; WrongResult, on all ranks, when one did not pass."""
+    checks = subject.check()
+    both = [(checks, "the model in one stage")]
+    if rival:
+        both.append((rival.check(), "this pipeline"))
+    for found, reference in both:
+        problem = against_serial.failure_message(found, reference)
+        if problem:
+            raise WrongResult(f"{when}{problem}")
+    return [check for found, _ in both for check in found]
 
 
 def case_settings(mesh: Mesh, case: PipelineCase) -> dict[str, Setting]:
@@ -153,33 +168,11 @@ def measure_hop(subject: Any, clock: Clock) -> np.ndarray:
     return np.max(every, axis=0)
 
 
-def time_steps(subject: Any, actions: ActionTimes, limits: Limits,
-               clock: Clock) -> tuple[np.ndarray, str]:
-    """Repeat the step; return (repetition, rank, action, edge), and the limit that ended it."""
-    comm, backend = subject.mesh.comm, subject.mesh.scheme.grid.backend
-    most = max(map(len, subject.case.schedule.rows))
-    kept: list[np.ndarray] = []
-    repetitions = timing.Repetitions(
-        limits, comm, lambda: [median_interval(derived.step_seconds(np.array(kept)))],
-        warmup=WARMUP)
-    for counts in repetitions:
-        actions.times.clear()
-        wait_patiently(comm)
-        time_on_all_ranks(subject.step, comm, backend.synchronize, clock)
-        mine = np.full((most, 2), np.nan)
-        mine[:len(actions.times)] = actions.times
-        every = np.empty((comm.size, most, 2))
-        comm.Allgather(mine, every)
-        if counts:
-            kept.append(every - np.nanmin(every))
-    return np.array(kept), repetitions.ended_by
-
-
-def pipeline_record(case: PipelineCase, times: np.ndarray, hops: np.ndarray,
+def pipeline_record(case: PipelineCase, samples: Samples, hops: np.ndarray,
                     counts: dict[str, np.ndarray], settings: dict, environs: dict,
                     checks: list[Check]) -> Measurements:
     """Make the record, with what follows from the times."""
-    schedule = case.schedule
+    schedule, times = case.schedule, samples.times[0]
     steps, hop = derived.durations(times, schedule), float(np.median(hops))
     timeline = derived.clock_timeline(schedule, steps, hop)
     variables = {
@@ -196,12 +189,31 @@ def pipeline_record(case: PipelineCase, times: np.ndarray, hops: np.ndarray,
         "memory": Variable(counts["memory"], "byte", ("account", "rank")),
         "expected_memory": Variable(counts["expected_memory"], "byte", ("rank",)),
         "words": Variable(counts["words"], "1", ("rank",)),
-        "expected_words": Variable(np.array(expected_words(schedule, settings)), "1", ())}
+        "expected_words": Variable(np.array(expected_words(schedule, settings)), "1", ()),
+        **beside_variables(samples, schedule)}
     scales = {"repetition": range(len(times)), "rank": range(times.shape[1]),
               "action": range(times.shape[2]), "edge": ("begin", "end"), "bound": BOUNDS,
               "round": range(len(hops)), "step": STEPS, "stage": range(schedule.stage_count),
-              "account": Footprint.accounts}
+              "account": Footprint.accounts, "side": SIDES[:len(samples.times)]}
     return Measurements("pipeline", settings, environs, scales, variables, checks)
+
+
+def beside_variables(samples: Samples, schedule: Schedule) -> dict[str, Variable]:
+    """Return the variables of both sides; none without a reference."""
+    if len(samples.times) == 1:
+        return {}
+    found = {
+        "reference_times": Variable(samples.times[1], "s",
+                                    ("repetition", "rank", "action", "edge")),
+        "processor": Variable(samples.processor, "s", ("side", "repetition", "rank")),
+        **{name: Variable(values, unit, ("bound",))
+           for name, (values, unit) in derived.beside(samples.times).items()}}
+    if not np.isnan(samples.slept).any():
+        found |= {
+            "slept": Variable(samples.slept, "s", ("side", "repetition", "rank", "step")),
+            "overhead": Variable(derived.overhead_intervals(
+                samples.times, samples.slept, schedule), "s", ("side", "bound"))}
+    return found
 
 
 def expected_words(schedule: Any, settings: dict) -> int:

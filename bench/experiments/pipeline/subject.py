@@ -1,6 +1,5 @@
-"""Set up a pipeline to measure: real layers, or actions that only wait for their time."""
+"""Set up a pipeline of layers to measure."""
 
-import time
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -13,14 +12,11 @@ from bench.checks import against_serial
 from bench.records.measurements import Check
 from mm3d import ModelSizes
 from mm3d.arrays.backend import Array
-from mm3d.training.hops import Hops
 from mm3d.training.mesh import Mesh
 from mm3d.training.pipeline import divide_layers
 from mm3d.training.schedules import Schedule, Times, build
 from mm3d.training.schedules.schedule import Action
-from mm3d.training.worker import Worker
 
-STEP = 1024    # of the numbers of micro-batches; more than there are stages
 ABOUT_WORK = {
     "compute": "layers of a Transformer",
     "wait": "WAITING in place of layers: every F, B and W waits for its time and gives the core "
@@ -62,6 +58,17 @@ class PipelineCase:
     def work(self) -> str:
         """Return the kind of work, one of `ABOUT_WORK`."""
         return "compute" if self.waits is None else "wait"
+
+    @property
+    def parts(self) -> list[range]:
+        """Return the layers of each stage of the schedule."""
+        return divide_layers(self.schedule, self.schedule.ranks, self.sizes)
+
+    @property
+    def chunk_seconds(self) -> tuple[float, ...] | None:
+        """Return the seconds of F, B and W of each chunk; None with layers."""
+        share = Fraction(self.schedule.ranks, self.schedule.stage_count)
+        return self.waits and tuple(float(wait * share) for wait in self.waits)
 
 
 def make_case(name: str, stages: int, microbatches: int, sizes: ModelSizes,
@@ -127,13 +134,38 @@ class LayersSubject:
                                       recompute=case.recompute)
         self.hops = self.pipeline.hops
         self.chunks = [chunk.spec for chunk in self.pipeline.chunks]
+        self.slept = None
+        self._drawn: dict[str, Array] = {}
 
     def step(self) -> None:
         """Execute the schedule once, from gradients of zero."""
-        draw = self.pipeline.chunks[0].random
         self.pipeline.zero_gradients()
-        self.pipeline.step(lambda micro: draw(f"input {micro}"),
-                           lambda micro, y: draw(f"output gradient {micro}"))
+        self.pipeline.step(lambda micro: self._draw(f"input {micro}"),
+                           lambda micro, y: self._draw(f"output gradient {micro}"))
+
+    def _draw(self, name: str) -> Array:
+        """Return this rank's block of a random activation."""
+        return self._drawn[name] if name in self._drawn else self.pipeline.chunks[0].random(name)
+
+    def draw_ahead(self) -> None:
+        """Draw what steps begin with, and keep it, so that drawing takes none of their time."""
+        own, last = self.case.schedule.stages[self.mesh.stage], len(self.case.parts) - 1
+        for stage, name in ((0, "input"), (last, "output gradient")):
+            self._drawn |= {f"{name} {micro}": self._draw(f"{name} {micro}")
+                            for micro in range(self.case.schedule.microbatches) if stage in own}
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return parameters by name, "inputs" in the first stage, "output gradients" in the last.
+
+        For stages of one rank, whose blocks are whole.
+        """
+        to_host = self.mesh.scheme.grid.backend.to_host
+        micros = range(self.case.schedule.microbatches)
+        return {**{p.name: to_host(p.value).reshape(p.public_shape)
+                   for p in self.pipeline.parameters},
+                **{f"{name}s": np.concatenate([to_host(self._drawn[f"{name} {m}"])
+                                               for m in micros])
+                   for name in ("input", "output gradient") if f"{name} 0" in self._drawn}}
 
     def check(self) -> list[Check]:
         """Compare the gradients of a step with those of the whole model in one stage.
@@ -150,7 +182,9 @@ class LayersSubject:
             model.backward(model.random(f"output gradient {micro}"), saved)
         expected = {p.name: p.grad for p in model.parameters}
         same_grids = len(set(self.mesh.grids)) == 1
-        found = {p.name: _difference(p, expected[p.name]) for p in self.pipeline.parameters}
+        to_host = self.mesh.scheme.grid.backend.to_host
+        found = {p.name: squared_error(to_host(p.grad), to_host(expected[p.name]))
+                 for p in self.pipeline.parameters}
         squares: dict[str, np.ndarray] = {}
         for one in self.mesh.comm.allgather(found):
             for name, pair in one.items():
@@ -162,100 +196,7 @@ class LayersSubject:
                 for name, (error, norm) in squares.items()]
 
 
-def _difference(parameter: Any, expected: Array) -> np.ndarray:
-    """Return the squares of the norms of a gradient's error and of what is expected, here."""
-    to_host = parameter.grid.backend.to_host
-    a, b = to_host(parameter.grad).astype(float), to_host(expected).astype(float)
+def squared_error(found: Any, expected: Any) -> np.ndarray:
+    """Return the squares of the norms of the error of an array and of what is expected."""
+    a, b = np.asarray(found, float), np.asarray(expected, float)
     return np.array([np.sum((a - b) ** 2), np.sum(b ** 2)])
-
-
-class WaitingChunk:
-    """Wait in place of the layers of a chunk: a stand-in whose messages are checked.
-
-    Parameters
-    ----------
-    stage : int
-        The stage of the schedule.
-    seconds : tuple of float
-        Times of F, B and W.
-    empty : callable
-        Allocates a block of activations.
-    """
-
-    def __init__(self, stage: int, seconds: tuple[float, float, float], empty: Any) -> None:
-        self.stage, self.seconds, self.empty = stage, seconds, empty
-        self.wrong = self.arrived = 0
-
-    def _result(self, arrived: Array, number: float, seconds: float) -> Array:
-        """Wait; return a block of 1 more than `number`, which should have arrived."""
-        end = time.perf_counter() + seconds
-        self.arrived += 1
-        self.wrong += not (arrived == number).all()
-        out = self.empty()
-        out[...] = number + 1
-        _sleep_until(end)
-        return out
-
-    def forward(self, x: Array) -> tuple[Array, float]:
-        """Wait for the time of F; x should hold ``STEP * micro + stage``."""
-        first = STEP * (float(x.ravel()[0]) // STEP) if x.size else 0.0
-        return self._result(x, first + self.stage, self.seconds[0]), first
-
-    def backward(self, dy: Array, saved: float) -> Array:
-        """Wait for the times of B and W."""
-        dx = self.backward_input(dy, saved)[0]
-        self.backward_weights(saved)
-        return dx
-
-    def backward_input(self, dy: Array, saved: float) -> tuple[Array, float]:
-        """Wait for the time of B; dy should hold ``STEP * micro - 1 - stage``."""
-        return self._result(dy, saved - 1 - self.stage, self.seconds[1]), saved
-
-    def backward_weights(self, saved: float) -> None:
-        """Wait for the time of W."""
-        time.sleep(self.seconds[2])
-
-
-def _sleep_until(end: float) -> None:
-    """Give the core away until a time of `time.perf_counter`."""
-    left = end - time.perf_counter()
-    if left > 0:
-        time.sleep(left)
-
-
-class WaitingSubject:
-    """A pipeline in which waiting takes the place of layers; parameters as `LayersSubject`."""
-
-    def __init__(self, mesh: Mesh, case: PipelineCase, actions: ActionTimes,
-                 asleep: bool) -> None:
-        self.mesh, self.case = mesh, case
-        schedule, sizes = case.schedule, case.sizes
-        shape = (sizes.batch // schedule.microbatches, sizes.seq, sizes.hidden)
-        self.hops = Hops(mesh, schedule, shape, np.dtype(case.dtype), asleep=asleep)
-        backend, outer = mesh.scheme.grid.backend, mesh.scheme.spaces(*shape[:2])[0]
-        self.block = outer.local_shape(sizes.hidden)
-        self.empty = lambda: backend.empty(self.block, self.hops.dtype)
-        assert case.waits is not None
-        share = Fraction(schedule.ranks, schedule.stage_count)
-        seconds = tuple(float(wait * share) for wait in case.waits)
-        self.stages = [WaitingChunk(stage, seconds, self.empty)
-                       for stage in schedule.stages[mesh.stage]]
-        self.chunks: list[Any] = []
-        self.worker = Worker(self.hops, self.stages, actions.around)
-
-    def step(self) -> None:
-        """Execute the schedule once, with numbers by which each result is known."""
-        last = self.case.schedule.stage_count - 1
-
-        def filled(value: float) -> Array:
-            a = self.empty()
-            a[...] = value
-            return a
-        self.worker.step(lambda micro: filled(STEP * micro),
-                         lambda micro, y: filled(STEP * micro - 1 - last))
-
-    def check(self) -> list[Check]:
-        """Check that every result which arrived was the right one, so far."""
-        found = np.array([[chunk.wrong, chunk.arrived] for chunk in self.stages]).sum(axis=0)
-        wrong, arrived = self.mesh.comm.allreduce(found)
-        return [Check("results that arrived", wrong / arrived, 0.0)]

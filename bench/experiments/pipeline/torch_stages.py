@@ -1,0 +1,224 @@
+"""Execute a pipeline by torch.distributed.pipelining: one rank, in an interpreter of its own.
+
+``python torch_stages.py FOLDER RANK`` reads ``case.json`` and ``rank-RANK.npz``, joins the others
+by gloo and prints a line about the library.  For each line on its standard input it executes a
+step, as all ranks must, writes its results to ``result-RANK.npz`` where the line is "check", and
+prints when its actions began and ended.  Between two lines it sleeps.  It does not need mm3d; the
+layer is that of ``torch_layer.py``, whose folder must be on ``PYTHONPATH``.
+"""
+
+import json
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B",
+             "interleaved": "ScheduleInterleaved1F1B", "zb-h1": "ScheduleInterleavedZeroBubble",
+             "zb-v": "ScheduleZBVZeroBubble"}
+ONE_STAGE = ("gpipe", "1f1b")    # their classes take the stage itself, the others a list
+STEP = 1024    # of the numbers of micro-batches, as in `subject.py`
+
+
+class Waits:
+    """Wait in place of layers, and check what has arrived; as `subject.WaitingChunk`."""
+
+    def __init__(self, seconds: dict[str, float]) -> None:
+        self.seconds, self.slept = seconds, {step: [] for step in seconds}
+        self.wrong = self.arrived = 0
+
+    def result(self, step: str, a: Any, number: float) -> Any:
+        """Wait for F or B; return a tensor of 1 more than `number`, which `a` should hold."""
+        begin = time.perf_counter()
+        self.arrived += 1
+        self.wrong += not bool((a == number).all())
+        out = a.new_full(a.shape, number + 1)
+        self.wait(step, begin)
+        return out
+
+    def wait(self, step: str, begin: float) -> None:
+        """Give the core away until the time of a step has gone by since `begin`."""
+        left = begin + self.seconds[step] - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+        self.slept[step].append(time.perf_counter() - begin)
+
+
+def make_modules(torch: Any) -> SimpleNamespace:
+    """Define the modules and functions, which need the library's own classes."""
+    class Layers(torch.nn.Module):
+        """The layers of a stage."""
+
+        def __init__(self, arrays: dict[str, np.ndarray], numbers: list[int], heads: int) -> None:
+            super().__init__()
+            self.heads, self.layers = heads, []
+            self.kept = torch.nn.ParameterDict()
+            for number in numbers:
+                prefix = f"layers.{number}."
+                own = {name.removeprefix(prefix): torch.nn.Parameter(torch.from_numpy(a))
+                       for name, a in arrays.items() if name.startswith(prefix)}
+                self.layers.append(own)
+                self.kept.update({f"{prefix}{name}".replace(".", "_"): p
+                                  for name, p in own.items()})
+
+        def forward(self, x):
+            from torch_layer import transformer_layer
+            for own in self.layers:
+                x = transformer_layer(torch, x, own, self.heads)
+            return x
+
+    class Wait(torch.autograd.Function):
+        """Wait for F; in backward, for B."""
+
+        @staticmethod
+        def forward(ctx, x, anchor, waits, stage):
+            micro = STEP * (float(x.flatten()[0]) // STEP)
+            ctx.about = waits, micro - 1 - stage
+            return waits.result("F", x, micro + stage)
+
+        @staticmethod
+        def backward(ctx, dy):
+            waits, number = ctx.about
+            return waits.result("B", dy, number), None, None, None
+
+    class WaitingStage(torch.nn.Module):
+        """A stage that waits."""
+
+        def __init__(self, waits: Waits, stage: int) -> None:
+            super().__init__()
+            self.waits, self.stage = waits, stage
+            self.anchor = torch.nn.Parameter(torch.zeros(1))    # makes the first stage have a B
+
+        def forward(self, x):
+            return Wait.apply(x, self.anchor, self.waits, self.stage)
+
+    class Loss(torch.autograd.Function):
+        """A loss whose gradient by the output is given."""
+
+        @staticmethod
+        def forward(ctx, y, gradient):
+            ctx.save_for_backward(gradient)
+            return y.new_zeros(())
+
+        @staticmethod
+        def backward(ctx, _):
+            return ctx.saved_tensors[0], None
+
+    return SimpleNamespace(Layers=Layers, WaitingStage=WaitingStage, Loss=Loss)
+
+
+class Rank:
+    """One rank of the pipeline.
+
+    Parameters
+    ----------
+    torch : module
+        The library.
+    case : dict
+        The contents of ``case.json``.
+    rank : int
+        The rank.
+    arrays : dict of str to ndarray
+        Parameters of its layers; "inputs" in the first stage, "output gradients" in the last.
+    """
+
+    def __init__(self, torch: Any, case: dict[str, Any], rank: int,
+                 arrays: dict[str, np.ndarray]) -> None:
+        from torch.distributed import pipelining
+        self.torch, self.case, self.actions = torch, case, []
+        self.waits = case["seconds"] and Waits(case["seconds"])
+        made, own = make_modules(torch), case["stages"][rank]
+        self.modules = {stage: made.WaitingStage(self.waits, stage) if self.waits else made.Layers(
+            arrays, case["layers"][stage], case["heads"]) for stage in own}
+        like = torch.empty(case["shape"], dtype=getattr(torch, case["dtype"]))
+        stages = [pipelining.PipelineStage(
+            self.modules[stage], stage, sum(map(len, case["stages"])), torch.device("cpu"),
+            input_args=(like.clone().requires_grad_(stage > 0),),
+            output_args=(like.clone().requires_grad_(),), **self._later_weights())
+            for stage in own]
+        for stage in stages:
+            self._record(stage)
+        kind = case["schedule"].partition(":")[0]
+        self.schedule = getattr(pipelining, SCHEDULES[kind])(
+            stages[0] if kind in ONE_STAGE else stages, case["microbatches"],
+            loss_fn=made.Loss.apply, scale_grads=False)
+        self.inputs = tuple(torch.from_numpy(arrays[name]) for name in ("inputs",)
+                            if name in arrays)
+        self.target = {"target": torch.from_numpy(arrays["output gradients"])
+                       } if "output gradients" in arrays else {}
+
+    def _later_weights(self) -> dict[str, Any]:
+        """Return the option by which a stage that waits does so for W, too."""
+        if not self.waits:
+            return {}
+        return {"dw_builder": lambda: lambda *_, **__: self.waits.wait("W", time.perf_counter())}
+
+    def _record(self, stage: Any) -> None:
+        """Record when the actions of a stage begin and end."""
+        def recorded(run, kind):
+            def timed(micro, *args, **more):
+                begin = time.perf_counter()
+                result = run(micro, *args, **more)
+                self.actions.append((kind(more), stage.stage_index, micro, begin,
+                                     time.perf_counter()))
+                return result
+            return timed
+        for name, kind in (
+                ("forward_one_chunk", lambda more: "F"),
+                ("backward_one_chunk", lambda more: "BW" if more.get("full_backward", True)
+                 else "B"),
+                ("backward_weight_one_chunk", lambda more: "W")):
+            setattr(stage, name, recorded(getattr(stage, name), kind))
+
+    def step(self) -> dict[str, Any]:
+        """Execute the schedule once, from no gradients; return what its actions took."""
+        self.actions.clear()
+        for module in self.modules.values():
+            module.zero_grad(set_to_none=True)
+        for slept in (self.waits.slept if self.waits else {}).values():
+            slept.clear()
+        self.torch.distributed.barrier()
+        processor = time.process_time()
+        self.schedule.step(*self.inputs, **self.target, return_outputs=False)
+        processor = time.process_time() - processor
+        return {"actions": self.actions, "processor": processor,
+                "slept": {step: sum(each) / max(1, len(each)) for step, each in (
+                    self.waits.slept if self.waits else {}).items()}}
+
+    def results(self) -> dict[str, np.ndarray]:
+        """Return the gradients of the last step by name, or how many results were wrong."""
+        if self.waits:
+            return {"wrong": np.array([self.waits.wrong, self.waits.arrived])}
+        return {f"layers.{number}.{name}": p.grad.numpy()
+                for stage, module in self.modules.items()
+                for number, own in zip(self.case["layers"][stage], module.layers)
+                for name, p in own.items()}
+
+
+def main(folder: str, rank: str) -> None:
+    """Execute a step for each line of standard input, until it ends."""
+    import torch
+    import torch.distributed
+    case = json.loads((Path(folder) / "case.json").read_text())
+    torch.set_num_threads(case["threads"])
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=int(rank),
+        world_size=len(case["stages"]), timeout=timedelta(seconds=case["timeout"]))
+    with np.load(Path(folder) / f"rank-{rank}.npz") as file:
+        own = Rank(torch, case, int(rank), dict(file))
+    print(f"PyTorch {torch.__version__}, gloo, {torch.get_num_threads()} threads a rank, "
+          f"{torch.backends.cpu.get_cpu_capability()}", flush=True)
+    for line in sys.stdin:
+        found = own.step()
+        if line.strip() == "check":
+            np.savez(Path(folder) / f"result-{rank}.npz", **own.results())
+        print(json.dumps(found), flush=True)
+    torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

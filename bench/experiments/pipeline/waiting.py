@@ -1,0 +1,144 @@
+"""Set up a pipeline whose actions only wait for their time, in place of layers."""
+
+import time
+from typing import Any
+
+import numpy as np
+
+from bench.experiments.pipeline.subject import ActionTimes, PipelineCase
+from bench.records.measurements import Check
+from mm3d.arrays.backend import Array
+from mm3d.training.hops import Hops
+from mm3d.training.mesh import Mesh
+from mm3d.training.worker import Worker
+
+STEP = 1024    # of the numbers of micro-batches; more than there are stages
+
+
+class WaitingChunk:
+    """Wait in place of the layers of a chunk: a stand-in whose messages are checked.
+
+    Parameters
+    ----------
+    stage : int
+        The stage of the schedule.
+    seconds : tuple of float
+        Times of F, B and W.
+    empty : callable
+        Allocates a block of activations.
+
+    Attributes
+    ----------
+    wrong, arrived : int
+        The results that were wrong, of all that have arrived.
+    slept : tuple of list of float
+        Seconds that each F, B and W has taken.
+    """
+
+    def __init__(self, stage: int, seconds: tuple[float, float, float], empty: Any) -> None:
+        self.stage, self.seconds, self.empty = stage, seconds, empty
+        self.wrong = self.arrived = 0
+        self.slept: tuple[list[float], ...] = ([], [], [])
+
+    def _result(self, arrived: Array, number: float, step: int) -> Array:
+        """Wait; return a block of 1 more than `number`, which should have arrived."""
+        begin = time.perf_counter()
+        self.arrived += 1
+        self.wrong += not (arrived == number).all()
+        out = self.empty()
+        out[...] = number + 1
+        self._wait(step, begin)
+        return out
+
+    def _wait(self, step: int, begin: float) -> None:
+        """Give the core away until the time of a step has gone by since `begin`."""
+        left = begin + self.seconds[step] - time.perf_counter()
+        if left > 0:
+            time.sleep(left)
+        self.slept[step].append(time.perf_counter() - begin)
+
+    def forward(self, x: Array) -> tuple[Array, float]:
+        """Wait for the time of F; x should hold ``STEP * micro + stage``."""
+        first = STEP * (float(x.ravel()[0]) // STEP) if x.size else 0.0
+        return self._result(x, first + self.stage, 0), first
+
+    def backward(self, dy: Array, saved: float) -> Array:
+        """Wait for the times of B and W."""
+        dx = self.backward_input(dy, saved)[0]
+        self.backward_weights(saved)
+        return dx
+
+    def backward_input(self, dy: Array, saved: float) -> tuple[Array, float]:
+        """Wait for the time of B; dy should hold ``STEP * micro - 1 - stage``."""
+        return self._result(dy, saved - 1 - self.stage, 1), saved
+
+    def backward_weights(self, saved: float) -> None:
+        """Wait for the time of W."""
+        self._wait(2, time.perf_counter())
+
+
+class WaitingSubject:
+    """A pipeline in which waiting takes the place of layers; parameters as `LayersSubject`."""
+
+    def __init__(self, mesh: Mesh, case: PipelineCase, actions: ActionTimes,
+                 asleep: bool) -> None:
+        self.mesh, self.case = mesh, case
+        schedule, sizes = case.schedule, case.sizes
+        shape = (sizes.batch // schedule.microbatches, sizes.seq, sizes.hidden)
+        self.hops = Hops(mesh, schedule, shape, np.dtype(case.dtype), asleep=asleep)
+        backend, outer = mesh.scheme.grid.backend, mesh.scheme.spaces(*shape[:2])[0]
+        self.block = outer.local_shape(sizes.hidden)
+        self.empty = lambda: backend.empty(self.block, self.hops.dtype)
+        assert case.chunk_seconds is not None
+        self.stages = [WaitingChunk(stage, case.chunk_seconds, self.empty)
+                       for stage in schedule.stages[mesh.stage]]
+        self.chunks: list[Any] = []
+        self.worker = Worker(self.hops, self.stages, actions.around)
+
+    def step(self) -> None:
+        """Execute the schedule once, with numbers by which each result is known."""
+        for chunk in self.stages:
+            for each in chunk.slept:
+                each.clear()
+        self.worker.step(lambda micro: self._filled(self._begins["input"] + STEP * micro),
+                         lambda micro, y: self._filled(
+                             self._begins["output gradient"] + STEP * micro))
+
+    @property
+    def _begins(self) -> dict[str, float]:
+        """Return the numbers that micro-batch 0 begins with, in forward and in backward."""
+        return {"input": 0, "output gradient": -self.case.schedule.stage_count}
+
+    def _filled(self, value: float) -> Array:
+        """Return a block that holds one number."""
+        a = self.empty()
+        a[...] = value
+        return a
+
+    def draw_ahead(self) -> None:
+        """Do nothing: what steps begin with costs little."""
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Return "inputs" in the first stage, "output gradients" in the last, of whole blocks."""
+        own, last = self.case.schedule.stages[self.mesh.stage], self.case.schedule.stage_count - 1
+        rows, micros = self.block[0], np.arange(self.case.schedule.microbatches)
+        shape = (len(micros) * rows, *self.block[1:])
+        found = {}
+        for name, stage in (("input", 0), ("output gradient", last)):
+            if stage in own:
+                numbers = np.repeat(self._begins[name] + STEP * micros, rows)
+                found[f"{name}s"] = np.empty(shape, self.hops.dtype)
+                found[f"{name}s"][...] = numbers.reshape(-1, *[1] * (len(shape) - 1))
+        return found
+
+    @property
+    def slept(self) -> np.ndarray:
+        """Return the mean seconds that F, B and W of this rank have taken in the last step."""
+        each = zip(*(chunk.slept for chunk in self.stages))
+        return np.array([np.mean([*np.concatenate(lists)] or [0.0]) for lists in each])
+
+    def check(self) -> list[Check]:
+        """Check that every result which arrived was the right one, so far."""
+        found = np.array([[chunk.wrong, chunk.arrived] for chunk in self.stages]).sum(axis=0)
+        wrong, arrived = self.mesh.comm.allreduce(found)
+        return [Check("results that arrived", wrong / arrived, 0.0)]

@@ -1,0 +1,164 @@
+"""A pipeline beside PyTorch's own: what is compared, and what is refused; by a made-up library."""
+import json
+import stat
+import sys
+from fractions import Fraction
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mm3d
+from bench.errors import UsageError, WrongResult
+from bench.experiments.pipeline import derived, subject
+from bench.experiments.pipeline.measured import measure_pipeline
+from bench.experiments.pipeline.torch_pipeline import TorchPipeline
+from bench.instruments.timing import Limits
+from bench.records import run_file
+from bench.reports import pipeline_tables
+from bench.reports.formats import render
+from bench.validation.files import check_file
+from mm3d import ModelSizes
+from mm3d.training.schedules import Times, build, clock
+from refused import refused
+
+SIZES = ModelSizes(layers=2, hidden=8, heads=2, batch=2, seq=2)
+SECONDS = 0.004    # of an action of the made-up library
+
+# In the place of an interpreter with PyTorch: what it answers lies beside it.
+REFERENCE = """#!{python}
+import json, sys
+from pathlib import Path
+import numpy as np
+here, folder, rank = Path(__file__).parent, Path(sys.argv[2]), sys.argv[3]
+case = json.loads((folder / "case.json").read_text())
+assert case["threads"] >= 1 and len(case["layers"]) == sum(map(len, case["stages"]))
+given = dict(np.load(folder / ("rank-" + rank + ".npz")))
+assert ("inputs" in given) == (rank == "0") and ("output gradients" in given) == (rank == "1")
+print("made up", flush=True)
+answer = json.loads((here / "answer.json").read_text())[int(rank)]
+for line in sys.stdin:
+    if line == "check\\n":
+        np.savez(folder / ("result-" + rank + ".npz"), **np.load(here / "answer.npz"))
+    print(json.dumps(answer), flush=True)
+"""
+
+
+def make_up(folder, case, change=lambda rows, arrays: None):
+    """Write a made-up interpreter that has the right answers, after `change`."""
+    schedule, slept = case.schedule, dict(zip("FBW", case.chunk_seconds or ()))
+    rows = [[(a.kind, schedule.stage_of(rank, a.chunk), a.micro) for a in row]
+            for rank, row in enumerate(schedule.rows)]
+    arrays = gradients(case) if case.waits is None else {"wrong": np.array([0, 6])}
+    change(rows, arrays)
+    (folder / "answer.json").write_text(json.dumps([
+        {"processor": 0.001, "slept": slept, "actions": [
+            (*action, SECONDS * n, SECONDS * (n + 1)) for n, action in enumerate(row)]}
+        for row in rows]))
+    np.savez(folder / "answer.npz", **arrays)
+    path = folder / "python"
+    path.write_text(REFERENCE.format(python=sys.executable))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+def gradients(case):
+    """The gradients of all layers, by the model in one stage."""
+    micros = case.schedule.microbatches
+    sizes = ModelSizes(**{**case.sizes, "batch": case.sizes.batch // micros})
+    model = mm3d.Transformer(mm3d.scheme("serial", MPI.COMM_SELF), **sizes)
+    for micro in range(micros):
+        _, saved = model.forward(model.random(f"input {micro}"))
+        model.backward(model.random(f"output gradient {micro}"), saved)
+    return model.gradients()
+
+
+def measured(comm, folder, change=lambda rows, arrays: None, waits=None):
+    """Measure 1F1B on two ranks beside the made-up library."""
+    mesh = mm3d.Mesh(comm, 2, "serial")
+    case = subject.make_case("1f1b", 2, 3, SIZES, waits=waits)
+    if comm.rank == 0:
+        make_up(folder, case, change)
+    comm.Barrier()
+    try:
+        return measure_pipeline(mesh, case, Limits(2, 2), str(folder / "python"))
+    finally:
+        mesh.free()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("waits", [None, (Fraction(1, 1000),) * 3], ids=["compute", "wait"])
+def test_both_are_measured_in_turns(comm, shared_tmp_path, waits):
+    record = measured(comm, shared_tmp_path, waits=waits)
+    if comm.rank:
+        return
+    found = {name: variable.values for name, variable in record.variables.items()}
+    assert found["reference_times"].shape == found["times"].shape == (2, 2, 6, 2)
+    assert np.allclose(found["reference_seconds"][:3], 6 * SECONDS)
+    own = derived.step_seconds(found["times"])
+    assert found["ratio"][0] == pytest.approx(np.median(6 * SECONDS / own))
+    assert np.allclose(found["processor"][1], 0.001) and ("slept" in found) == bool(waits)
+    assert record.configuration["reference_order"] == "the same actions in the same order"
+    assert any(check.quantity.startswith("PyTorch's") for check in record.checks)
+    path = run_file.write_run(record, shared_tmp_path, "pipeline")
+    assert not check_file(path)[0]
+    text = render(pipeline_tables.pipeline_parts([run_file.read_run(path)]))
+    assert "made up; the same actions in the same order" in " ".join(text.split())
+    assert ("overhead of an action" in text) == bool(waits) == ("tokens a second" not in text)
+    assert waits or "each to the bit" in text    # mm3d's own, not PyTorch's
+    name = "overhead" if waits else "ratio"
+    record.variables[name].values[..., 0] += 0.01
+    assert any(name in line for line in check_file(
+        run_file.write_run(record, shared_tmp_path, "changed"))[0])
+
+
+@pytest.mark.ranks(2)
+def test_another_gradient_gets_no_times(comm, shared_tmp_path):
+    def change(rows, arrays):
+        arrays["layers.1.mlp.up.weight"] *= 1.01
+    with pytest.raises(WrongResult, match="PyTorch's gradient of layers.1.mlp.up.weight"):
+        measured(comm, shared_tmp_path, change)
+
+
+def test_other_actions_are_refused_and_another_order_is_stated():
+    case = subject.make_case("1f1b", 1, 2, SIZES)
+    rival = object.__new__(TorchPipeline)
+    rival.case, rival.mesh = case, SimpleNamespace(stage=0, comm=MPI.COMM_SELF)
+    for found, said in (("F0 BW0 F1 BW1", "in the same order"),
+                        ("F0 F1 BW0 BW1", "in another order on 1 of 1 ranks")):
+        rival._compare_order([(word[:-1], 0, int(word[-1])) for word in found.split()])
+        assert said in rival.order
+    with pytest.raises(UsageError, match="takes other actions than this schedule"):
+        rival._compare_order([("F", 0, 0), ("BW", 0, 0)])
+
+
+def test_overhead_is_what_exceeds_the_clock():
+    """Each action of a chain of 8 is late by 0.25: 2 forwards, 3 pairs, of two ranks."""
+    schedule = build("1f1b", 2, 3)
+    timeline = clock(schedule, Times.equal(2, "1.25", 1, "1.25"))
+    times = np.full((1, 2, 6, 2), np.nan)
+    for rank, row in enumerate(schedule.rows):
+        for index in range(len(row)):
+            times[0, rank, index] = [float(each[rank][index])
+                                     for each in (timeline.starts, timeline.ends)]
+    slept = np.ones((1, 2, 3))
+    found = derived.overheads(times, slept, schedule)
+    exact = clock(schedule, Times.equal(2, 1, 1, 1))
+    assert found == pytest.approx(float(timeline.makespan - exact.makespan)
+                                  / len(exact.critical_path()))
+    assert found == pytest.approx(0.25)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("words, said", [
+    ("--stages 2 --schedule zb-h2", "PyTorch has no such schedule: gpipe, 1f1b, interleaved"),
+    ("--stages 2 --schedule interleaved:1", "two chunks a rank or more"),
+    ("--stages 1 --grid 2x1x1", "a stage of PyTorch's is one process: a grid of 1 rank"),
+    ("--stages 2 --recompute full", "--recompute full is not PyTorch's"),
+    pytest.param("--stages 2 --torch /nowhere/python --layers 2",
+                 "--torch /nowhere/python: No such file", marks=pytest.mark.slow),
+    ("--stages 2 --torch false --layers 2", "could not execute the pipeline")])
+def test_what_cannot_be_compared_is_refused(comm, shared_tmp_path, words, said):
+    every = ["--torch", "false", *words.split(), "--hidden", "8", "--heads", "2"]
+    assert said in refused(comm, "pipeline", *every, "--out", str(shared_tmp_path))
+    assert not list(shared_tmp_path.glob("*.h5"))
