@@ -10,9 +10,11 @@ from bench.agreement import make_on_rank_0
 from bench.cases.variants import WORK
 from bench.console import say
 from bench.errors import StoreError, UsageError, WrongResult
+from bench.experiments.pipeline.action_trace import make_action_trace
 from bench.experiments.pipeline.measured import measure_pipeline
 from bench.experiments.pipeline.subject import PipelineCase, make_case
 from bench.experiments.pipeline.torch_pipeline import refuse_case
+from bench.instruments import chrome_trace
 from bench.records import run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
@@ -66,6 +68,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "measure torch.distributed.pipelining beside it, by gloo and this interpreter, in turns: "
         "the same schedule, stages, layers or waits; a stage is one rank"))
     options.add_pictures(parser)
+    parser.add_argument("--trace", metavar="FILE", help=(
+        "write the actions of the median repetition and the clock's for chrome://tracing; with "
+        "several schedules the name of each is put into the file's"))
 
 
 def run(arguments: argparse.Namespace, comm) -> int:
@@ -97,6 +102,10 @@ def run(arguments: argparse.Namespace, comm) -> int:
             status = report_failure(name, wrong, comm)
             continue
         status = max(status, publish(record, out, name, comm))
+        if arguments.trace:
+            file = chrome_trace.trace_file(arguments.trace, name, len(cases))
+            status = max(status, comm.bcast(
+                record and chrome_trace.write_file(file, make_action_trace(record))))
         if record is not None:
             records.append(record)
             if arguments.pictures:

@@ -113,9 +113,14 @@ def curves(path: str | os.PathLike, heading: str,
     with style.figure_style():
         figure, panels = style.make_figure(1, len(CURVES), (WIDTH, 4.2), heading)
         for panel, (key, label) in zip(panels.flat, CURVES.items()):
-            for (name, points), (colour, _) in zip(found.items(), style.CYCLE * 2):
+            for place, (name, points) in enumerate(found.items()):
+                colour, marker = style.CYCLE[place % len(style.CYCLE)]
+                # Where curves coincide, the earlier is seen at the edges of the later and narrower
+                # one, and their markers are at different places.
                 panel.plot([m for m, _ in points], [numbers[key] for _, numbers in points],
-                           color=colour, label=name)
+                           color=colour, label=name, marker=marker, markersize=4,
+                           markevery=(place, max(1, len(found), len(points) // 8)),
+                           linewidth=1.2 + min(1.3, 6 / len(found)) * (len(found) - 1 - place))
             panel.set(xlabel="micro-batches", title=label)
             style.start_at_zero(panel)
         panels.flat[0].legend()

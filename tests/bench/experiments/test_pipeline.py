@@ -8,6 +8,7 @@ import pytest
 import mm3d
 from bench.errors import WrongResult
 from bench.experiments.pipeline import derived, subject
+from bench.experiments.pipeline.action_trace import make_action_trace
 from bench.experiments.pipeline.measured import measure_pipeline
 from bench.instruments.timing import Limits
 from bench.records import run_file
@@ -80,6 +81,10 @@ def test_a_measured_pipeline_is_a_valid_file_and_a_table(comm, shared_tmp_path, 
     assert ("each to the bit" in text) == (not waits) and "emulated" not in text
     for title, timeline in pipeline_tables.timelines(record).items():
         assert ("WAITS" in title) == bool(waits) and timeline.makespan > 0
+    events = [one for one in make_action_trace(record)["traceEvents"] if one["ph"] == "X"]
+    assert len(events) == 2 * 2 * 9    # measured, and the clock's
+    assert {one["name"] for one in events} == {
+        f"{kind}{stage}.{micro}" for kind in "FBW" for stage in (0, 1) for micro in range(3)}
     if waits:    # an action takes at least its time
         assert (found["durations"] >= 1e-3).all()
     record.variables["bubble"].values[0] += 0.01

@@ -126,6 +126,19 @@ def test_pictures_of_schedules(tmp_path, texts):
     assert list(texts.problems()) == [] and texts.pictures == 3
 
 
+def test_curves_that_coincide_are_all_seen(tmp_path, monkeypatch):
+    """Later ones are narrower, and have their markers elsewhere."""
+    kept = []
+    monkeypatch.setattr(schedules.style, "save_figure", lambda figure, *rest, **how: kept.append(
+        figure))
+    points = [(m, {"bubble / cost": 0.5, "in flight": 2, "messages": 8}) for m in range(1, 9)]
+    schedules.curves(tmp_path / "a.png", "", dict.fromkeys(["1f1b", "zb-h1", "gpipe"], points))
+    for panel in kept[0].axes:
+        widths = [line.get_linewidth() for line in panel.lines]
+        assert widths == sorted(set(widths), reverse=True) and len(widths) == 3
+        assert len({line.get_markevery()[0] for line in panel.lines}) == 3
+
+
 def test_texts_that_are_wrong_are_found(tmp_path, texts):
     """The checks above can fail."""
     run_file.write_run(limited(select_rows("weak", "3d")[0]), tmp_path, "weak")

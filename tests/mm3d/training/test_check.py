@@ -88,7 +88,7 @@ def test_actions_that_are_none_are_refused(action):
 
 
 def test_w_needs_its_b_and_not_only_an_earlier_one():
-    """A W is not taken as ready: that of micro-batch 1 comes after B of micro-batch 0."""
+    """Guards against a W that is taken as ready: here it follows B of another micro-batch."""
     with pytest.raises(ScheduleError, match="W of micro-batch 1") as caught:
         check(parse_schedule("F0 F1 B0 W1 W0 B1"))
     assert (caught.value.rule, caught.value.index) == ("order", 3)
@@ -96,6 +96,7 @@ def test_w_needs_its_b_and_not_only_an_earlier_one():
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-h1", "zb-v", "dualpipe-v"])
 def test_blocking_sends_deadlock(name):
+    """Guards against sends that block: all but GPipe wait for ever with them."""
     schedule = build(name, 4, 8)
     with pytest.raises(ScheduleError, match="waits for ever to (send|receive)") as caught:
         check(schedule, pending=0)
@@ -146,7 +147,7 @@ def test_sends_and_receives_match():
 
 
 def test_two_ranks_do_not_confuse_forward_and_backward():
-    """With two ranks the next and the previous are the same: the step tells them apart."""
+    """Guards against mixing both up where the next rank is the previous one, too."""
     schedule = build("interleaved", 2, 2)
     assert {one.event.step for one in operations(schedule, 0) if one.kind == "receive"} == {
         "F", "B"}

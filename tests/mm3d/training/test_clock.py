@@ -122,6 +122,7 @@ def test_unequal_stages_by_hand():
 
 
 def test_a_fused_backward_takes_both_times():
+    """Guards against a backward of both halves that costs only B in the clock."""
     text = "F0 F1 BW0 BW1\nF0 BW0 F1 BW1"
     split = text.replace("BW0", "B0 W0").replace("BW1", "B1 W1")
     times = Times.equal(2, 3, 5, 7)

@@ -72,7 +72,8 @@ def test_words_are_those_of_all_transfers(name, scheme, grids):
 
 @pytest.mark.ranks(2)
 def test_results_are_told_apart_whatever_the_order_of_receiving(comm):
-    """With two stages the next is the one before, too."""
+    """Guards against confusing forward and backward: with two stages the next is the one before.
+    """
     schedule = parse_schedule("0 2: F0.0 F0.1 F1.0 F1.1 BW1.0 BW1.1 BW0.0 BW0.1\n"
                               "1 3: F0.0 F0.1 F1.0 F1.1 BW1.0 BW1.1 BW0.0 BW0.1\n")
     mesh = mm3d.Mesh(comm, stages=2, scheme="serial")

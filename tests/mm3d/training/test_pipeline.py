@@ -141,7 +141,7 @@ def test_with_recomputation(comm, again):
 
 @pytest.mark.ranks(2)
 def test_gradients_are_those_of_the_whole_batch(comm):
-    """A mean over all tokens of the batch: no micro-batch counts m times, or one m-th."""
+    """Guards against a missing or a second division by the number of micro-batches."""
     mesh, tokens = mm3d.Mesh(comm, 2, "serial"), SIZES["batch"] * SIZES["seq"]
     pipeline = mm3d.Pipeline(mesh, "1f1b", **SIZES, microbatches=M, dtype="float64")
     whole = mm3d.Transformer(mesh.scheme, **SIZES, dtype="float64")
@@ -163,7 +163,9 @@ def test_gradients_are_those_of_the_whole_batch(comm):
 
 @pytest.mark.ranks(1, 2)
 def test_state_has_the_names_and_values_of_one_stage(comm):
-    """Also where a rank has the first and the last layers; and it can be loaded again."""
+    """Guards against a wrong stage map of V schedules, which have the first and the last layers
+    on one rank; and it can be loaded again.
+    """
     mesh = mm3d.Mesh(comm, comm.size, "serial")
     expected = mm3d.Transformer(mesh.scheme, **SIZES, seed=3).state()
     for schedule in (VEE[comm.size], "interleaved:2"):
