@@ -75,6 +75,10 @@ def _wrong_collectives(axis: Axis, dtype: str, counts: list[int], dim: int) -> l
         "broadcast": (axis.broadcast(backend.asarray(term), root), make_term(root)),
         "reduce": (axis.reduce(backend.asarray(term), root),
                    expected_sum if rank == root else None),
+        "all_to_all": (axis.all_to_all(backend.asarray(term), counts, [counts[rank]] * axis.size,
+                                       dim),
+                       np.concatenate([make_term(source)[own] for source in range(axis.size)],
+                                      dim)),
         "begin_reduce_scatter": (summing.wait(), expected_sum[own])}
     if isinstance(gathering, Pending):
         results["prefetch"] = gathering.wait(), make_term(0)

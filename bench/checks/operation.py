@@ -28,7 +28,7 @@ def check_collective(split: Split, kind: str, step: Callable[[], Array | None], 
         Division of the last dimension over an axis, of the same size on every rank of `comm`.
     kind : str
         One of `mm3d.grid.axis.COLLECTIVES`; a broadcast is from the first rank, a
-        reduction to it.
+        reduction to it, and an all-to-all sends every rank its block of the array.
     step : callable
         Calls the collective with `a` and returns its result.
     a : Array
@@ -46,14 +46,19 @@ def check_collective(split: Split, kind: str, step: Callable[[], Array | None], 
     own = ..., slice(start, start + split.counts[axis.rank])
     periods = np.add.outer(np.arange(axis.size), np.arange(MODULUS)) % MODULUS
     length = math.prod(shape)
-    first, term, total = (
-        np.tile(period.astype(str(a.dtype)), -(-length // MODULUS))[:length].reshape(shape)
-        for period in (periods[0], periods[axis.rank], periods.sum(axis=0)))
+
+    def repeat(period: np.ndarray) -> np.ndarray:
+        return np.resize(period.astype(str(a.dtype)), length).reshape(shape)
+
+    first, term, total = map(repeat, (periods[0], periods[axis.rank], periods.sum(axis=0)))
     given, wanted = {"all_gather": (first[own], first),
                      "reduce_scatter": (term, total[own]),
                      "all_reduce": (term, total),
+                     "all_to_all": (term, lambda: np.concatenate(
+                         [repeat(period)[own] for period in periods], -1)),
                      "broadcast": (term, first),
                      "reduce": (term, None if axis.rank else total)}[kind]
+    wanted = wanted() if callable(wanted) else wanted
     a[...] = axis.backend.asarray(given)
     found = step()
     if wanted is None or found is None:

@@ -62,7 +62,7 @@ def pass_seconds(machine: Machine, event: Pass) -> float:
 
 def barriers(event: Collective) -> int:
     """Count the barriers in a collective."""
-    return 2 if event.kind == "all_reduce" else 1
+    return 2 if event.kind in ("all_reduce", "all_to_all") else 1
 
 
 def collective_terms(machine: Machine, event: Collective) -> Terms:
@@ -81,7 +81,7 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
             return {"node": curve.at(event.bytes), "latency": waiting}
     g = event.size
     share = {"all_gather": (g - 1) / g, "reduce_scatter": (g - 1) / g,
-             "all_reduce": 2 * (g - 1) / g}.get(event.kind, 1.0)
+             "all_reduce": 2 * (g - 1) / g, "all_to_all": (g - 1) / g}.get(event.kind, 1.0)
     steps = math.ceil(math.log2(g)) * barriers(event)
     moved = share * event.bytes
     within = moved / machine.node.bytes_per_second

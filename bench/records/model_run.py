@@ -153,11 +153,12 @@ def parse_model_run(file: h5py.Group) -> Run:
     samples = {phase: file["samples"][phase][...] for phase in PHASES}
     late = {phase: file[f"samples/{phase}_late"][...] for phase in PHASES
             if f"{phase}_late" in file["samples"]}
-    traffic = {name: file["traffic"][name][...] for name in (*COUNTS, "moved")
+    traffic = {name: _all_collectives(file["traffic"], name) for name in (*COUNTS, "moved")
                if name in COUNTS or name in file["traffic"]}
     run = Run(read_settings(file, "configuration", CONFIGURATION),
               read_settings(file, "environment", ENVIRONMENT),
-              samples, traffic, file["traffic"]["expected_words"][...], parse_checks(file),
+              samples, traffic, _all_collectives(file["traffic"], "expected_words"),
+              parse_checks(file),
               {name: float(file["published"][name][()]) for name in PUBLISHED},
               str(file.attrs["created"]), late,
               str(file["samples"].attrs.get("ended_by", "repetitions")),
@@ -167,6 +168,19 @@ def parse_model_run(file: h5py.Group) -> Run:
               directions=_directions(file["traffic"]))
     _check_shapes(run)
     return run
+
+
+def _all_collectives(traffic: h5py.Group, name: str) -> np.ndarray:
+    """Read counts by collective, with 0 for collectives that an older file does not know."""
+    counts = traffic[name][...]
+    if "collective" not in traffic or counts.shape[-1] == len(COLLECTIVES):
+        return counts
+    known = [label.decode() for label in traffic["collective"][...].tolist()]
+    if counts.shape[-1] != len(known) or not set(known) <= set(COLLECTIVES):
+        return counts    # `_check_shapes` refuses it
+    out = np.zeros((*counts.shape[:-1], len(COLLECTIVES)), counts.dtype)
+    out[..., [COLLECTIVES.index(label) for label in known]] = counts
+    return out
 
 
 def _check_shapes(run: Run) -> None:

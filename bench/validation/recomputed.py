@@ -108,7 +108,8 @@ def _collectives(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, R
     for a, ranks in enumerate(lines):
         least = item * (sizes // item // ranks)    # the smallest block of the whole array
         busiest = {"all_gather": sizes - least, "reduce_scatter": sizes - least,
-                   "all_reduce": 2 * (sizes - least), "broadcast": sizes, "reduce": sizes}
+                   "all_reduce": 2 * (sizes - least), "broadcast": sizes, "reduce": sizes,
+                   "all_to_all": sizes - least}
         moved[a] = [busiest[kind] for kind in run.scales["collective"]]
     fit = np.array([least_squares.fit_line(sizes.astype(float), line)
                     for line in medians.reshape(-1, len(sizes))]).reshape(*medians.shape[:2], 3)

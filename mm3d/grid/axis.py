@@ -6,9 +6,11 @@ Axis, with the collectives that gather and scatter it.  A transport moves the by
 (`mm3d.transport`).
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
 from mm3d.arrays.backend import Array, Backend, host_dtype
@@ -16,7 +18,7 @@ from mm3d.arrays.blocks import block_lengths, resized_shape
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
 
-COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce")
+COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "reduce", "all_to_all")
 
 
 @dataclass
@@ -25,18 +27,18 @@ class Traffic:
 
     Calls, messages, words and bytes are computed from the arrays' shapes, for bucket (ring)
     algorithms, with which gathers and reductions move the fewest words possible: a gather
-    receives and a reduction sends all blocks except the rank's own.  They are the same for every
-    transport; only `moved` is counted by the transport.
+    receives and a reduction sends all blocks except the rank's own, and so does an all-to-all.
+    They are the same for every transport; only `moved` is counted by the transport.
 
     Attributes
     ----------
     calls : int
         Calls of the collective.
     messages : int
-        Blocks received or sent.
+        Blocks received or sent; of an all-to-all those sent that are not empty.
     words : int
-        Array elements received (gather, broadcast) or sent (reductions); an all-reduce is a
-        reduce-scatter and an all-gather.
+        Array elements received (gather, broadcast) or sent (reductions, all-to-all); an all-reduce
+        is a reduce-scatter and an all-gather.
     bytes : int
         `words` times the size of an element.
     moved : float
@@ -204,6 +206,61 @@ class Axis:
         sent = int(self.rank != root)
         self._count("reduce", a, sent * a.size, sent)
         return out
+
+    def all_to_all(self, a: Array, sends: list[int], receives: list[int], dim: int = 0) -> Array:
+        """Send a block of `a` to every rank, and join the blocks that they send to this one.
+
+        Parameters
+        ----------
+        a : Array
+            The blocks for the ranks in their order, joined along `dim`; of the same dtype on all
+            ranks and the same shape but along `dim`.
+        sends : list of int
+            Lengths of these blocks; 0 where there is nothing for a rank.
+        receives : list of int
+            Lengths of the blocks that the ranks send to this one: what they have in `sends`, see
+            `exchange_counts`.
+        dim : int
+            The dimension that the blocks divide.
+
+        Returns
+        -------
+        Array
+            The blocks received, in the order of the ranks, `sum(receives)` long along `dim`; `a`
+            itself on an axis of one.
+
+        Raises
+        ------
+        ValueError
+            When `a` does not fit `sends`, or a rank sends itself another length than it receives.
+            Where ranks share memory, on all ranks, when two of them do not agree on a length.
+        """
+        if self.size == 1:
+            return a
+        self._check(sends, a.shape[dim], sum(sends))
+        if len(receives) != self.size or receives[self.rank] != sends[self.rank]:
+            raise ValueError(f"blocks of {receives} cannot come to rank {self.rank} of "
+                             f"{self.size} along {self.name}, which sends blocks of {sends}")
+        out = self.transport.all_to_all(a, dim, sends, receives)
+        away = sum(sends) - sends[self.rank]
+        blocks = sum(map(bool, sends)) - bool(sends[self.rank])
+        self._count("all_to_all", a, math.prod(a.shape) // max(1, a.shape[dim]) * away, blocks)
+        return out
+
+    def exchange_counts(self, sends: list[int]) -> list[int]:
+        """Tell every rank how much it is sent; return the lengths that they send to this one.
+
+        The result is the argument `receives` of `all_to_all`.  It is an all-to-all of one 64-bit
+        integer to each rank.  In dry runs, in which nothing arrives, it is `sends` itself.
+        """
+        if self.size == 1:
+            return sends
+        if len(sends) != self.size:
+            raise ValueError(f"{len(sends)} counts for {self.size} ranks along {self.name}: "
+                             "give one for each")
+        ones = [1] * self.size
+        a = self.backend.asarray(np.array(sends, np.int64))
+        return self.transport.read_counts(self.all_to_all(a, ones, ones), sends)
 
     def _check(self, counts: list[int], length: int, expected: int) -> None:
         """Raise ValueError unless an array `length` long fits the blocks of `counts`."""

@@ -40,8 +40,9 @@ class Pass(NamedTuple):
 class Collective(NamedTuple):
     """A collective of `size` ranks, `stride` apart, along `direction`.
 
-    `bytes` is the size of the whole array that is gathered, scattered, reduced or broadcast;
-    `pieces` is whether a rank's block of it is not contiguous, as columns are not.
+    `bytes` is the size of the whole array that is gathered, scattered, reduced or broadcast, or
+    that this rank sends in an all-to-all; `pieces` is whether a rank's block of it is not
+    contiguous, as columns are not.
     """
 
     kind: str

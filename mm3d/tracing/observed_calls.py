@@ -209,7 +209,7 @@ class ObservedTransport:
             if kind == "all_gather":
                 shape = resized_shape(shape, where[0], sum(where[1]))
             size = math.prod(shape) * host_dtype(a).itemsize
-            pieces = len(where) == 2 and math.prod(shape[:where[0] % len(shape)]) > 1
+            pieces = len(where) > 1 and math.prod(shape[:where[0] % len(shape)]) > 1
             event = Collective(kind, axis.name, axis.size, self._stride, size, pieces)
             observer.enter(event, barrier)
             try:

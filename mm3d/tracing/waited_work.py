@@ -240,6 +240,9 @@ class WaitingTransport(SilentTransport):
     def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
         self._carry(self.carrier.reduce, self.carrier.summand((send.size,), send.dtype), root)
 
+    def _exchange(self, send: Array, recv: Array, sends: list[int], receives: list[int]) -> None:
+        self._carry(self.carrier.all_to_all, self._buffer(send), 0, sends, receives)
+
     def _carry(self, collective: Callable[..., Any], *arguments: Any) -> Any:
         """Wait for the work, then call a collective of the carrier."""
         self._clock.settle()

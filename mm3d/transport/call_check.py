@@ -13,8 +13,9 @@ CALL_WORDS = 5 + MAX_DIMS    # of an encoded call
 NO_SIZES = (0,) * MAX_DIMS
 
 KINDS = ("a barrier", "all-gather", "reduce-scatter", "all-reduce", "broadcast", "reduce",
-         "more memory")
-BARRIER, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, REDUCE, MORE_MEMORY = range(len(KINDS))
+         "more memory", "all-to-all")
+(BARRIER, ALL_GATHER, REDUCE_SCATTER, ALL_REDUCE, BROADCAST, REDUCE, MORE_MEMORY,
+ ALL_TO_ALL) = range(len(KINDS))
 
 Call = tuple[int, ...]
 
@@ -28,7 +29,8 @@ def encode_call(kind: int, dtype: np.dtype | None = None, shape: tuple[int, ...]
     kind : int
         `BARRIER`, `ALL_GATHER` and so on.
     dtype, shape
-        Those of the whole array; none for `BARRIER` and `MORE_MEMORY`.
+        Those of the whole array, of an all-to-all with 0 along `dim`; none for `BARRIER` and
+        `MORE_MEMORY`.
     dim : int
         The dimension that is divided, or the root of a broadcast or reduce.
     counts : sequence of int

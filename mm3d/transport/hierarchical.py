@@ -11,7 +11,8 @@ for one root in cyclic order, beginning with the node after it.  Numbers of 16 b
 cross nodes, in float32, and the sum is rounded once.
 
 Arrays of up to `MAX_MPI_BYTES` go by MPI, which adds in an order of its own: there a collective
-takes as long as its messages take one after another, not as its words.
+takes as long as its messages take one after another, not as its words.  So do all all-to-alls:
+no two ranks need the same block, and none can be summed before it leaves its node.
 """
 
 import math
@@ -152,7 +153,7 @@ class HierarchicalTransport(MpiTransport):
             request = None
         else:
             parts = [whole[share] for share in places.shares(self.lanes, self.index)]
-            request = self._exchange([parts[self.node]] * len(parts), parts)
+            request = self._exchange_with_nodes([parts[self.node]] * len(parts), parts)
         if self._is_ordered(shape, dim):
             out = _read_only_view(whole.reshape(shape))
             return Pending(out, self.memory.synchronize, request, (whole,))
@@ -210,7 +211,8 @@ class HierarchicalTransport(MpiTransport):
             request.Wait()
             self._add(sums_of_nodes, total[parts[self.node]])
             sums_of_parts = [total[part] for part in parts]
-            self._exchange([sums_of_parts[self.node]] * len(parts), sums_of_parts).Wait()
+            own = sums_of_parts[self.node]
+            self._exchange_with_nodes([own] * len(parts), sums_of_parts).Wait()
         self.memory.synchronize()
         return self._copy(total.reshape(a.shape), self.backend.empty(a.shape, a.dtype))
 
@@ -286,7 +288,7 @@ class HierarchicalTransport(MpiTransport):
         for part, index in zip(places.blocks, block_indices(a.ndim, dim, counts)):
             self._copy(a[index], flat[part].reshape(a[index].shape))
 
-    def _exchange(self, sends: list[Array], receives: list[Array]) -> Any:
+    def _exchange_with_nodes(self, sends: list[Array], receives: list[Array]) -> Any:
         """Start the exchange of an array with every node in this lane; return the request."""
         self._moved += sum(a.size for node, a in enumerate(receives) if node != self.node)
         return self.lane.exchange(sends, receives)
@@ -305,7 +307,7 @@ class HierarchicalTransport(MpiTransport):
         own = sends[self.node]
         received = [own if node == self.node else self.backend.empty(own.shape, own.dtype)
                     for node in range(len(parts))]
-        return self._exchange(sends, received), received
+        return self._exchange_with_nodes(sends, received), received
 
     def _sum_of_node(self, terms: Array, part: Part) -> Array:
         """Sum a part of the terms of this node's ranks, in place or in float32."""

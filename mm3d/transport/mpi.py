@@ -123,13 +123,18 @@ class MpiTransport:
 
     def _terms(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int], Array]:
         """Return the blocks of `a` one after another, their lengths, and memory for the sum."""
+        flat, lengths = self._packed(a, dim, counts)
+        shape = resized_shape(a.shape, dim, counts[self.rank])
+        return flat, lengths, self.block(shape, a.dtype, dim, counts)
+
+    def _packed(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int]]:
+        """Return the blocks of `a` one after another, in `a` or a copy, and their lengths."""
         a = self.backend.contiguous(a)
         flat, lengths = self._flat(a, dim, counts)
         if flat is not a:
             for piece, block in self._pieces(flat, a, dim, counts):
                 piece[...] = block
-        shape = resized_shape(a.shape, dim, counts[self.rank])
-        return flat, lengths, self.block(shape, a.dtype, dim, counts)
+        return flat, lengths
 
     def all_reduce(self, a: Array) -> Array:
         """Sum the ranks' terms `a`, on every rank."""
@@ -149,6 +154,19 @@ class MpiTransport:
         out = self.backend.empty(a.shape, a.dtype) if self.rank == root else None
         self._reduce(self.backend.contiguous(a), out, root)
         return out
+
+    def all_to_all(self, a: Array, dim: int, sends: list[int], receives: list[int]) -> Array:
+        """Send the blocks of `a`, `sends` long along `dim`, and join those that arrive."""
+        out = self.backend.empty(resized_shape(a.shape, dim, sum(receives)), a.dtype)
+        send, outgoing = self._packed(a, dim, sends)
+        recv, incoming = self._flat(out, dim, receives)
+        self._exchange(self._flatten(send), self._flatten(recv), outgoing, incoming)
+        self._moved += sum(incoming) - incoming[self.rank]
+        return self._unpacked(recv, out, dim, receives)
+
+    def read_counts(self, a: Array, sends: list[int]) -> list[int]:
+        """Return the integers in `a`, which arrived when `sends` were sent."""
+        return self.backend.to_host(a).tolist()
 
     def free(self) -> None:
         """Free the resources that all ranks share; every rank calls this."""
@@ -185,6 +203,15 @@ class MpiTransport:
         self.comm.Reduce(sums.upcast(send), total, root=root)
         if total is not None:
             sums.store_rounded(total, recv)
+
+    def _exchange(self, send: Array, recv: Array, sends: list[int], receives: list[int]) -> None:
+        """Exchange elements with every rank, in rank order in both buffers, of one dimension."""
+        self.comm.Alltoallv([send, (sends, block_starts(sends))],
+                            [recv, (receives, block_starts(receives))])
+
+    def _flatten(self, a: Array) -> Array:
+        """View a contiguous array as one dimension."""
+        return self.backend.xp.reshape(a, (math.prod(a.shape),))
 
     def _flat(self, a: Array, dim: int, counts: list[int]) -> tuple[Array, list[int]]:
         """Return a buffer for the blocks of `a` one after another, and the blocks' lengths.

@@ -83,7 +83,8 @@ def words_into_nodes(kind: str, blocks: Sequence[int], nodes: Sequence[int],
     kind : str
         One of `mm3d.grid.axis.COLLECTIVES`.
     blocks : sequence of int
-        Words of each rank's block; only their sum matters but for gathers and scatters.
+        Words of each rank's block; only their sum matters but for gathers, scatters and
+        all-to-alls, in which every rank sends each rank a block of that rank's length.
     nodes : sequence of int
         The node of each rank, numbered from 0 in the order of the ranks.
     root : int
@@ -101,7 +102,8 @@ def words_into_nodes(kind: str, blocks: Sequence[int], nodes: Sequence[int],
         own = block_lengths(whole, count)
     gathered = [whole - words for words in own]
     scattered = [(count - 1) * words for words in own]
+    exchanged = [words * sum(at != node for at in nodes) for node, words in enumerate(own)]
     without = nodes[root] if kind == "broadcast" else (nodes[root] + 1) % count
-    return {"all_gather": gathered, "reduce_scatter": scattered,
+    return {"all_gather": gathered, "reduce_scatter": scattered, "all_to_all": exchanged,
             "all_reduce": [a + b for a, b in zip(gathered, scattered)]}.get(
         kind, [whole * (node != without and count > 1) for node in range(count)])

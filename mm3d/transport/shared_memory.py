@@ -207,6 +207,42 @@ class SharedTransport(MpiTransport):
         self.memory.synchronize(call)
         return first if self.rank == root else None
 
+    def all_to_all(self, a: Array, dim: int, sends: list[int], receives: list[int]) -> Array:
+        dim %= a.ndim
+        shape = resized_shape(a.shape, dim, 0)
+        call = call_check.encode_call(call_check.ALL_TO_ALL, a.dtype, shape, dim)
+        words = math.prod(resized_shape(a.shape, dim, 1)) * self._gather_counts(
+            sends, receives, call)
+        flat, _ = self._packed(a, dim, sends)
+        totals = words.sum(axis=1)
+        if self._fits_message((int(totals.max()),), a.dtype):
+            parts = self.memory.all_gather(self._flatten(flat), call)
+        else:
+            whole, lease = self._lend(*self._take((int(totals.sum()),), a.dtype))
+            parts = np.split(whole, np.cumsum(totals[:-1]))
+            parts[self.rank][...] = self._flatten(flat)
+            self.memory.synchronize(call, lease.item)
+        out = self.backend.empty(resized_shape(a.shape, dim, sum(receives)), a.dtype)
+        starts = words[:, :self.rank].sum(axis=1)
+        for part, start, index in zip(parts, starts, block_indices(a.ndim, dim, receives)):
+            place = out[index]
+            place[...] = part[start:start + place.size].reshape(place.shape)
+        self._moved += a.size + out.size
+        return out
+
+    def _gather_counts(self, sends: list[int], receives: list[int], call: Call) -> np.ndarray:
+        """Gather the lengths that every rank sends to each rank, and compare those received."""
+        given = np.array([sends, receives])
+        parts = self.memory.all_gather(given.reshape(-1), call)
+        self._moved += given.size
+        sent, received = np.array([part[:given.size].reshape(given.shape)
+                                   for part in parts]).swapaxes(0, 1)
+        for source, target in np.argwhere(sent != received.T)[:1]:
+            raise ValueError(f"rank {source} sends a block of {sent[source, target]} to rank "
+                             f"{target} of this line, which is to receive "
+                             f"{received[target, source]}: give both the same length")
+        return sent
+
     def free(self) -> None:
         self.memory.synchronize()
 

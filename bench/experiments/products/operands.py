@@ -52,7 +52,9 @@ def collective_call(split: Split, kind: str, a: Array) -> CollectiveCall:
             "reduce_scatter": lambda: split.reduce_scatter(a),
             "all_reduce": lambda: axis.all_reduce(a),
             "broadcast": lambda: axis.broadcast(a, 0),
-            "reduce": lambda: axis.reduce(a, 0)}[kind]
+            "reduce": lambda: axis.reduce(a, 0),
+            "all_to_all": lambda: axis.all_to_all(
+                a, split.counts, [split.counts[axis.rank]] * axis.size, split.dim)}[kind]
 
 
 def transport_names(grid: Grid) -> str:

@@ -186,7 +186,9 @@ def test_collectives_are_checked_exactly(comm, kind):
              "reduce_scatter": lambda: split.reduce_scatter(a),
              "all_reduce": lambda: grid["y"].all_reduce(a),
              "broadcast": lambda: grid["y"].broadcast(a, 0),
-             "reduce": lambda: grid["y"].reduce(a, 0)}
+             "reduce": lambda: grid["y"].reduce(a, 0),
+             "all_to_all": lambda: grid["y"].all_to_all(a, split.counts,
+                                                        [split.counts[split.axis.rank]] * 2)}
     assert operation.check_collective(split, kind, steps[kind], a, comm).passed
 
     def off():
@@ -234,11 +236,13 @@ def test_collectives(tmp_path):
     run = only(tmp_path)
     assert run.scales["axis"] == ["x", "z"] and run.scales["size"] == [64, 256, 1024]
     assert run.scales["collective"] == list(COLLECTIVES)
-    assert len(run.checks) == 30 and all(check.error == 0 for check in run.checks)
+    assert len(run.checks) == 36 and all(check.error == 0 for check in run.checks)
     found = {name: variable.values for name, variable in run.variables.items()}
-    assert found["samples"].shape == (2, 5, 3, 2) and (found["samples"] > 0).all()
-    # Half of the array for a gather or a scatter, twice that for both, all of it otherwise.
-    assert (found["bytes_moved"] / run.scales["size"] == [[[.5], [.5], [1], [1], [1]]] * 2).all()
+    assert found["samples"].shape == (2, 6, 3, 2) and (found["samples"] > 0).all()
+    # Half of the array for a gather, a scatter or an all-to-all, twice that for an all-reduce,
+    # all of it otherwise.
+    shares = [[.5], [.5], [1], [1], [1], [.5]]
+    assert (found["bytes_moved"] / run.scales["size"] == [shares] * 2).all()
     assert (found["alpha"] >= 0).all() and (found["beta"] >= 0).all()
     # In shared memory the ranks read these where they lie.
     assert run.configuration["transports"] == "shared shared"
@@ -266,6 +270,7 @@ def test_what_is_read_in_place_is_not_moved(comm, monkeypatch, transport):
         a = split.empty((1 << 14,), "float32") if kind == "all_gather" else np.zeros(1 << 16)
         {"all_gather": lambda: split.all_gather(a), "broadcast": lambda: grid.y.broadcast(a, 0),
          "reduce_scatter": lambda: split.reduce_scatter(a), "reduce": lambda: grid.y.reduce(a, 0),
+         "all_to_all": lambda: grid.y.all_to_all(a, split.counts, split.counts),
          "all_reduce": lambda: grid.y.all_reduce(a)}[kind]()
         moved, words = (comm.allreduce(getattr(grid.y.traffic[kind], name))
                         for name in ("moved", "words"))

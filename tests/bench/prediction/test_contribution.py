@@ -39,7 +39,7 @@ def invented_products() -> Measurements:
 def invented_collectives(transport="shared") -> Measurements:
     """On 4 x 1 x 2 ranks: along x 3 ms and 1 GB/s, along z a tenth of both."""
     sizes = np.array([1024.0, 4.0 ** 11])
-    alpha, beta = (np.outer([1, 0.1], np.full(5, one)) for one in (3e-3, 1e-9))
+    alpha, beta = (np.outer([1, 0.1], np.full(6, one)) for one in (3e-3, 1e-9))
     seconds = (alpha[..., None] + beta[..., None] * sizes)[..., None]
     dims = ("axis", "collective")
     return Measurements(

@@ -175,9 +175,25 @@ def test_a_file_that_does_not_state_its_directions_has_x_y_z(tmp_path):
     assert run_file.read_run(path).directions == ("x", "y", "z")
 
 
+def test_a_file_that_knows_fewer_collectives_counts_none_of_the_others(tmp_path):
+    run, path = made_up(ROW), run_file.write_run(made_up(ROW), tmp_path, "a")
+    with h5py.File(path, "r+") as file:
+        traffic = file["traffic"]
+        for name in list(traffic):
+            if name == "collective" or traffic[name].ndim > 2:
+                values = traffic[name][..., 1:]
+                del traffic[name]
+                traffic.create_dataset(name, data=values)
+    found = run_file.read_run(path)
+    for name, values in found.traffic.items():
+        assert not values[..., 0].any()
+        assert np.array_equal(values[..., 1:], run.traffic[name][..., 1:])
+    assert np.array_equal(found.expected_words[..., 1:], run.expected_words[..., 1:])
+
+
 @pytest.mark.parametrize("labels, match", [
     (list("xyy"), "traffic/axis has a direction twice: x y y"),
-    (list("dxyz"), r"traffic/calls has the shape \(2, 8, 3, 5\), which should be \(2, 8, 4, 5\)")])
+    (list("dxyz"), r"traffic/calls has the shape \(2, 8, 3, 6\), which should be \(2, 8, 4, 6\)")])
 def test_directions_that_cannot_be_are_refused(tmp_path, labels, match):
     path = run_file.write_run(made_up(ROW), tmp_path, "a")
     with h5py.File(path, "r+") as file:

@@ -206,9 +206,58 @@ def test_along_a_direction_of_one_rank_arrays_pass_untouched():
     with on_grid(mm3d.grid.grid.MPI.COMM_SELF, 1) as grid:
         a = strided(integers((3, 4), 0))
         for got in (grid.x.all_gather(a, 1), grid.x.reduce_scatter(a, 1), grid.x.all_reduce(a),
-                    grid.x.broadcast(a, 0), grid.x.reduce(a, 0)):
+                    grid.x.broadcast(a, 0), grid.x.reduce(a, 0),
+                    grid.x.all_to_all(a, [4], [4], 1)):
             assert got is a
+        assert grid.x.exchange_counts([4]) == [4]
         assert grid.traffic() == {}
+
+
+def uneven_counts(ranks: int, seed: int) -> np.ndarray:
+    """How many rows each rank sends to each: all different, some none, one rank nothing at all."""
+    counts = np.random.default_rng(seed).integers(0, 4, (ranks, ranks))
+    counts[ranks // 2] = 0
+    counts[0, -1] = 5
+    return counts
+
+
+@LINES
+@pytest.mark.parametrize("dtype, columns", [("float64", 3), ("float16", 3), ("float32", 4001)])
+def test_an_all_to_all_brings_each_rank_its_rows(comm, dtype, columns):
+    """By counts that differ by pair of ranks; along both dimensions; small and large arrays."""
+    n, me = comm.size, comm.rank
+    with on_grid(comm, n) as grid:
+        for turn, dim in enumerate((0, 1, -1)):
+            counts = uneven_counts(n, turn)
+            wholes = [integers((counts[rank].sum(), columns), rank, dtype) for rank in range(n)]
+            parts = [pieces(whole, 0, counts[rank]) for rank, whole in enumerate(wholes)]
+            expected = np.concatenate([parts[source][me] for source in range(n)])
+            a = wholes[me] if dim == 0 else strided(wholes[me].T)
+            sends = counts[me].tolist()
+            receives = grid.x.exchange_counts(sends)
+            assert receives == counts[:, me].tolist()
+            grid.reset_traffic()
+            got = grid.x.all_to_all(a, sends, receives, dim)
+            assert got.dtype == dtype and got.flags.c_contiguous
+            assert np.array_equal(got if dim == 0 else got.T, expected)
+            away = [count for rank, count in enumerate(sends) if rank != me]
+            words = columns * sum(away)
+            assert grid.traffic() == ({} if n == 1 else {("x", "all_to_all"): Traffic(
+                1, np.count_nonzero(away), words, words * np.dtype(dtype).itemsize)})
+
+
+@pytest.mark.ranks(3)
+def test_counts_that_do_not_fit_are_refused(comm):
+    with on_grid(comm, 3) as grid:
+        a, ones = integers((3, 2), 0), [1] * 3
+        for sends, receives in (([1, 1, 2], [1, 1, 2]), ([1, 2], [1, 2]), ([3, 0, 0], [0, 3, 3]),
+                                (ones, [1, 1])):
+            with pytest.raises(ValueError, match="does not fit|cannot come"):
+                grid.x.all_to_all(a, sends, receives)
+        with pytest.raises(ValueError, match="2 counts for 3 ranks along x"):
+            grid.x.exchange_counts([1, 2])
+        assert np.array_equal(grid.x.all_to_all(a, ones, ones),
+                              np.concatenate([a[comm.rank:comm.rank + 1]] * 3))
 
 
 # --- What they count -----------------------------------------------------------------------

@@ -55,6 +55,24 @@ def test_ranks_may_give_copies_of_what_others_have_placed(comm, columns, dim):
         assert len(set(comm.allgather((len(books), books.in_use)))) == 1
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("columns", [SMALL, LARGE])
+def test_lengths_on_which_two_ranks_do_not_agree_are_refused_on_all(comm, columns):
+    with on_grid(comm, x=4) as grid:
+        a, ones = integers((4, columns), 0), [1] * 4
+        wrong = [1, 2, 1, 1] if comm.rank == 2 else ones
+        with pytest.raises(ValueError, match="rank 1 sends a block of 1 to rank 2 of this line, "
+                                             "which is to receive 2"):
+            grid.x.all_to_all(a, ones, wrong)
+        got = grid.x.all_to_all(a, ones, ones)
+        assert np.array_equal(got, np.concatenate([a[comm.rank:comm.rank + 1]] * 4))
+        with pytest.raises(ValueError, match="different calls"):
+            if comm.rank == 1:
+                grid.x.all_gather(a[:1], 0, ones)
+            else:
+                grid.x.all_to_all(a, ones, ones)
+
+
 @pytest.mark.ranks(2, 8)
 def test_copies_are_made_where_there_is_no_room_left(comm, monkeypatch):
     """In another segment, which all ranks open together."""

@@ -83,6 +83,7 @@ def collectives(axis, length, dtype="float32"):
     yield "all_reduce", lambda: axis.all_reduce(made((length,), dtype))
     yield "broadcast", lambda: axis.broadcast(made((length,), dtype), 1)
     yield "reduce", lambda: axis.reduce(made((length,), dtype), 1)
+    yield "all_to_all", lambda: axis.all_to_all(made((length,), dtype), counts, [mine] * axis.size)
 
 
 def counted(axis, name, run):
@@ -104,6 +105,9 @@ def test_mpi_is_handed_what_is_counted(comm, monkeypatch, length):
             found = counted(grid.x, name, run)
             if name in ("all_gather", "broadcast"):
                 assert found.moved == calls.received == found.words and not calls.sums
+            elif name == "all_to_all":    # what a rank receives; sent is what the others receive
+                assert found.moved == calls.received and not calls.sums
+                assert comm.allreduce(int(found.moved)) == comm.allreduce(found.words)
             else:
                 assert math.isnan(found.moved) and [found.words] == calls.sums
 
@@ -119,7 +123,7 @@ def test_exchanges_bring_what_the_transport_states(comm, cupy, monkeypatch, kind
             calls = grid.x.transport.comm = Calls(grid.x.comm)
             found = counted(grid.x, name, run)
             assert found.moved == calls.received and not calls.sums, name
-            if name in ("all_gather", "reduce_scatter", "broadcast"):
+            if name in ("all_gather", "reduce_scatter", "broadcast", "all_to_all"):
                 # Sent and received differ where blocks do; over all ranks they are the same.
                 assert comm.allreduce(int(found.moved)) == comm.allreduce(found.words)
             elif name == "all_reduce" and length < LONG:
@@ -261,7 +265,7 @@ def test_a_run_records_what_its_transport_moved(comm, monkeypatch, tmp_path, kin
     assert words[..., sums].sum() > 0
     if kind == "mpi":
         calls = read.traffic["calls"][:, :, model_run.AXES.index("z")]
-        assert np.array_equal(np.isnan(moved), np.isin(np.arange(5), sums) & (calls > 0))
+        assert np.array_equal(np.isnan(moved), np.isin(np.arange(6), sums) & (calls > 0))
         assert np.array_equal(np.delete(moved, sums, -1), np.delete(words, sums, -1))
     else:
         assert 0 < moved.sum() != words.sum()
