@@ -1,5 +1,6 @@
 """Compute the cross entropy of logits whose rows and vocabulary are divided over the grid."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,22 @@ from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout
 from mm3d.model.token_functions import (merge_statistics, rows_held, softmax_gradient,
                                         softmax_statistics)
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Hold the targets of a loss, and the factor of its gradient.
+
+    Attributes
+    ----------
+    numbers : ndarray
+        Global targets, (batch, seq), integers of the host.
+    scale : float
+        What the gradient of the sum of all losses is multiplied by, as for a mean.
+    """
+
+    numbers: np.ndarray
+    scale: float = 1.0
 
 
 class CrossEntropy:
@@ -41,6 +58,7 @@ class CrossEntropy:
         self.smoothing, self.z_loss = smoothing, z_loss
         place = space.layout().slices(space.grid, (space.batch, space.seq, vocab))
         self._place, self._first = place[:2], place[2].start
+        self.parameters: list = []
         self._count = place[2].stop - place[2].start
         self._gathers = bool(space.gathered_along) and space.grid[space.gathered_along].size > 1
         self._empty = space.allocator(vocab)
@@ -48,26 +66,25 @@ class CrossEntropy:
         # Whether this rank, of all that have the same rows, adds their losses to the total.
         self.counts = not any(rank for c, rank in space.grid.coords.items() if c not in letters)
 
-    def forward(self, logits: Array, targets: np.ndarray) -> tuple[Array, Any]:
+    def forward(self, logits: Array, targets: Targets) -> tuple[Array, Any]:
         """Compute the losses of this rank's rows.
 
         Parameters
         ----------
         logits : Array
             This rank's block of (batch, seq, vocab).
-        targets : ndarray
-            Global targets, (batch, seq), integers of the host.
+        targets : Targets
+            The targets.
 
         Returns
         -------
         total, saved : Array, Any
             The sum of the losses, of shape (1,) in float64; and what `backward` needs.
         """
-        library, xp = self.space.grid.backend, namespace(logits)
-        own = targets[self._place].ravel()
+        xp = namespace(logits)
+        own, held, valid = self._rows(targets, accumulation_dtype(logits))
         flat = xp.reshape(logits, (len(own), self._count))
         statistics = softmax_statistics(flat, bool(self.smoothing))
-        held = rows_held(own, self._first, self._count)
         self._put_target_logits(statistics, flat, held, own)
         statistics = self._merge(statistics)
         lse = xp.log(statistics[:, 1:2]) + statistics[:, 0:1]
@@ -76,9 +93,22 @@ class CrossEntropy:
             loss -= (self.smoothing / self.vocab) * statistics[:, 3:4]
         if self.z_loss:
             loss += self.z_loss * (lse * lse)
-        valid = library.asarray((own != self.ignored).astype(np.float64)[:, None])
-        loss = xp.astype(loss, xp.float64, copy=False) * valid
-        return xp.sum(loss, axis=0), (logits, lse, valid, held, own)
+        loss *= valid
+        return xp.sum(xp.astype(loss, xp.float64, copy=False), axis=0), (logits, lse)
+
+    def _rows(self, targets: Targets, dtype: Any) -> tuple[np.ndarray, np.ndarray, Array]:
+        """Return the targets of this rank's rows, which rows have it in this block, and which
+        count: 1, or 0 where it is ignored."""
+        own = targets.numbers[self._place].ravel()
+        valid = self.space.grid.backend.empty((len(own), 1), dtype)
+        valid[...] = 1
+        ignored = np.flatnonzero(own == self.ignored)
+        if len(ignored):
+            library = self.space.grid.backend
+            zeros = library.empty((len(ignored), 1), dtype)
+            zeros[...] = 0
+            library.put_rows(valid, ignored, zeros)
+        return own, rows_held(own, self._first, self._count), valid
 
     def _put_target_logits(self, statistics: Array, logits: Array, held: np.ndarray,
                            own: np.ndarray) -> None:
@@ -107,23 +137,22 @@ class CrossEntropy:
                 statistics = merge_statistics(axis.all_gather(part, 0, [1] * axis.size))
         return statistics
 
-    def backward(self, saved: Any, scale: float) -> Array:
-        """Compute `scale` times the gradient of the sum of the losses by the logits.
+    def backward(self, targets: Targets, saved: Any, overlap: None = None) -> Array:
+        """Compute the gradient of the sum of the losses by the logits, times ``targets.scale``.
 
         The memory of the logits is reused, unless a product gathers the result.
         """
-        logits, lse, valid, held, own = saved
-        library, xp = self.space.grid.backend, namespace(logits)
-        dtype = accumulation_dtype(logits)
-        weight = xp.astype(scale * valid, dtype, copy=False)
+        logits, lse = saved
+        library, xp, dtype = self.space.grid.backend, namespace(logits), lse.dtype
+        own, held, weight = self._rows(targets, dtype)
+        weight *= targets.scale
         factor = weight * (1 + 2 * self.z_loss * lse) if self.z_loss else weight
         out = self._empty(logits.dtype) if self._gathers else logits
         flat = xp.reshape(out, (len(own), self._count))
         softmax_gradient(xp.reshape(logits, flat.shape), lse, factor,
                          (self.smoothing / self.vocab) * weight, flat)
         if len(held):
-            places = self._targets(held, own)
-            cells = xp.reshape(out, (-1, 1))
+            places, cells = self._targets(held, own), xp.reshape(out, (-1, 1))
             one = library.take_rows(cells, places, library.empty((len(held), 1), out.dtype))
             less = library.take_rows(weight, held, library.empty((len(held), 1), dtype))
             one = xp.astype(one, dtype, copy=False) - (1 - self.smoothing) * less

@@ -47,7 +47,7 @@ class Embedding:
         width = outer.local_shape(weight.shape[1])[-1]
         self._shape = tuple(s.stop - s.start for s in self._place) + (width,)
 
-    def forward(self, tokens: np.ndarray) -> Array:
+    def forward(self, tokens: np.ndarray, overlap: None = None) -> tuple[Array, None]:
         """Compute this rank's block of x from the global tokens, (batch, seq) on the host."""
         library, dtype = self.outer.grid.backend, self.weight.value.dtype
         term = (self._rows[-1].term if self._rows else library.empty)(self._shape, dtype)
@@ -60,7 +60,7 @@ class Embedding:
             term = split.reduce_scatter(term)
         for axis in self._sums:
             term = axis.all_reduce(term)
-        return term
+        return term, None
 
     def _shared_positions(self) -> tuple[slice, slice]:
         """Return the positions of this rank's tokens that are in its block of P, and in P's."""
@@ -70,7 +70,7 @@ class Embedding:
         return (slice(start - rows.start, stop - rows.start),
                 slice(start - table.first, stop - table.first))
 
-    def backward(self, dx: Array, tokens: np.ndarray) -> None:
+    def backward(self, dx: Array, tokens: np.ndarray, overlap: None = None) -> None:
         """Add the gradients of both tables, from this rank's block of dx and the global tokens."""
         for split in reversed(self._rows):
             dx = split.all_gather(dx)

@@ -16,6 +16,39 @@ class Weight(Protocol):
     def accumulate(self, gradient: Array | None) -> None: ...
 
 
+class TiedWeight:
+    """Use the table of the embedding in the head on the same rank, with a gradient of its own.
+
+    Both gradients are summed at the end of a step, that of the embedding first, so that the
+    result does not depend on the order of forward and backward passes, nor on the stages where
+    embedding and head are.
+
+    Parameters
+    ----------
+    table : Parameter
+        The table.
+    """
+
+    def __init__(self, table: Parameter) -> None:
+        self.table, self.has_master = table, table.has_master
+        self.grad = table.grid.backend.empty(table.grad.shape, table.grad.dtype)
+        self.grad[...] = 0
+
+    @property
+    def value(self) -> Array:
+        """Return the table's value."""
+        return self.table.value
+
+    def accumulate(self, gradient: Array | None) -> None:
+        """Add `gradient` to `grad`."""
+        if gradient is not None:
+            self.grad += gradient
+
+    def add_to_table(self) -> None:
+        """Add the head's gradient to the table's."""
+        self.table.accumulate(self.grad)
+
+
 class Head:
     """Compute logits = x W.
 
@@ -28,14 +61,14 @@ class Head:
     """
 
     def __init__(self, product: Product, weight: Parameter) -> None:
-        self.product, self.weight = product, weight
+        self.product, self.weight, self.parameters = product, weight, [weight]
         self.product.accumulate_float32 = weight.has_master
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array, overlap: None = None) -> tuple[Array, Any]:
         """Compute the logits, in the inner space; return them with the data for backward."""
         return self.product.forward(x, self.weight.value)
 
-    def backward(self, dlogits: Array, saved: Any) -> Array:
+    def backward(self, dlogits: Array, saved: Any, overlap: None = None) -> Array:
         """Compute dx = dlogits W^T; add dW to the gradient."""
         dx, dW = self.product.backward(dlogits, self.weight.value, saved)
         self.weight.accumulate(dW)
@@ -50,18 +83,19 @@ class TiedHead:
     product : Product
         The scheme's product down, (vocab, hidden).
     weight : Weight
-        E, with a gradient of its own, see `mm3d.training.tied`.
+        E: a copy of the table on another stage, or a `TiedWeight`.
     """
 
     def __init__(self, product: Product, weight: Weight) -> None:
         self.product, self.weight = product, weight
+        self.parameters = [weight] if isinstance(weight, Parameter) else []
         self.product.accumulate_float32 = weight.has_master
 
-    def forward(self, x: Array) -> tuple[Array, Any]:
+    def forward(self, x: Array, overlap: None = None) -> tuple[Array, Any]:
         """Compute the logits, in the inner space; return them with x."""
         return self.product.forward_transposed(x, self.weight.value), x
 
-    def backward(self, dlogits: Array, saved: Any) -> Array:
+    def backward(self, dlogits: Array, saved: Any, overlap: None = None) -> Array:
         """Compute dx = dlogits E; add dE to the gradient."""
         dx, dE = self.product.backward_transposed(dlogits, saved, self.weight.value)
         self.weight.accumulate(dE)

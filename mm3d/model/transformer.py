@@ -118,8 +118,9 @@ class Transformer:
         self.dropout, self.mask_key = dropout, MaskKey(seed)
         more = {"dropout": dropout} if dropout else {}
         self.spec = describe(sizes, causal, recompute, **more)
-        builder = Builder(scheme, self.outer, self.inner, self.library_dtype(self.dtype),
-                          self.library_dtype(master), self.spec.first_layer, self.mask_key)
+        self.builder = builder = Builder(
+            scheme, self.outer, self.inner, self.library_dtype(self.dtype),
+            self.library_dtype(master), self.spec.first_layer, self.mask_key)
         self.layers = Chain(*builder.build_layers(self.spec.chain.layers))
         self._products = {backward: weighted_products(self.layers, backward)
                           for backward in (False, True)} | {None: []}

@@ -170,6 +170,10 @@ class Parallelism:
         """
         return self.scheme.product_moves(self.grid, product, **self._options(recomputed))
 
+    def transposed_moves(self, product: ProductShape) -> tuple[list[Move], list[Move]]:
+        """List the collectives of A = C B^T for a product down, and of its backward."""
+        return self.scheme.transposed_moves(self.grid, product, **self.options)
+
     def moves_of_halves(self, product: ProductShape, weights_half: str,
                         recomputed: bool = False) -> tuple[list[Move], list[Move]]:
         """List the collectives of one product's backward in two halves, input and weights.

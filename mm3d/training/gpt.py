@@ -8,9 +8,11 @@ import numpy as np
 
 from mm3d.arrays.backend import Array
 from mm3d.grid.axis import Traffic
+from mm3d.model.cross_entropy import Targets
+from mm3d.model.gpt_ends import Output, draw_ends
+from mm3d.model.gpt_spec import embedding_spec
 from mm3d.model.initial_values import gpt2_values
 from mm3d.model.parameters import Parameter, check_state
-from mm3d.training.gpt_ends import Input, Output, build_table
 from mm3d.training.mesh import Mesh
 from mm3d.training.pipeline import Pipeline
 from mm3d.training.schedules import Schedule
@@ -96,21 +98,19 @@ class GPT:
             **options)
         self.schedule = self.pipeline.schedule
         first, last = (self._stage_of(stage) for stage in (0, self.schedule.stage_count - 1))
-        chunk = self.pipeline.chunks[0]
-        self._input = (Input(chunk, vocab, seed, values) if mesh.stage == first else None)
-        own = self._input.embedding.weight if tied and self._input is not None else None
-        self._output = None
+        builder, self._embedding, self._output = self.pipeline.chunks[0].builder, None, None
+        if mesh.stage == first:
+            self._embedding, = builder.build_layers([embedding_spec(vocab, seq, hidden)])
         if mesh.stage == last:
-            self._output = Output(chunk, vocab, seed, values, tied, own, ignored,
-                                  label_smoothing, z_loss)
+            self._output = Output(builder, vocab, hidden, tied, ignored=ignored,
+                                  label_smoothing=label_smoothing, z_loss=z_loss)
         self._tie = None
         if tied and first != last:
-            layout, shape = build_table(chunk, vocab)
-            self._tie = TiedStages(mesh, (first, last), layout, shape,
+            self._tie = TiedStages(mesh, (first, last), (vocab, hidden),
                                    options.get("asleep", False))
-        self.trained: list[Parameter] = [
-            *(self._input.parameters if self._input else ()), *self.pipeline.parameters,
-            *(self._output.parameters if self._output else ())]
+        before, after = (end.parameters if end else [] for end in (self._embedding, self._output))
+        draw_ends(before + after, seed, values)
+        self.trained: list[Parameter] = [*before, *self.pipeline.parameters, *after]
 
     def _stage_of(self, stage: int) -> int:
         """Return the stage of the mesh that has a stage of the schedule."""
@@ -139,15 +139,16 @@ class GPT:
         losses: list[Array] = []
 
         def output_gradient(micro: int, y: Array) -> Array:
-            total, saved = self._output.forward(y, self._part(targets, micro))
+            goal = Targets(self._part(targets, micro), self.loss_scale / count)
+            total, saved = self._output.forward(y, goal)
             losses.append(total)
-            return self._output.backward(saved, self.loss_scale / count)
+            return self._output.backward(goal, saved)
 
         def inputs(micro: int) -> Array:
-            return self._input.embedding.forward(self._part(tokens, micro))
+            return self._embedding.forward(self._part(tokens, micro))[0]
 
         def input_gradient(micro: int, dx: Array) -> None:
-            self._input.embedding.backward(dx, self._part(tokens, micro))
+            self._embedding.backward(dx, self._part(tokens, micro))
         self.pipeline.step(inputs, output_gradient, input_gradient)
         self._sum_tied_gradients()
         return self._mean(losses, count)
@@ -164,14 +165,15 @@ class GPT:
             for micro in range(schedule.microbatches):
                 before, after = (Event("F", s, micro) for s in (stage - 1, stage))
                 if not stage:
-                    x = self._input.embedding.forward(self._part(tokens, micro))
+                    x = self._embedding.forward(self._part(tokens, micro))[0]
                 elif before in results:
                     x = results.pop(before)
                 else:
                     x = hops.complete(hops.begin_receive(before, self._stage_of(stage - 1)))
                 y = chunk.forward(x)[0]
                 if stage + 1 == schedule.stage_count:
-                    losses.append(self._output.forward(y, self._part(targets, micro))[0])
+                    goal = Targets(self._part(targets, micro))
+                    losses.append(self._output.forward(y, goal)[0])
                 elif self._stage_of(stage + 1) == self.mesh.stage:
                     results[after] = y
                 else:
@@ -196,11 +198,10 @@ class GPT:
     def _sum_tied_gradients(self) -> None:
         """Add the head's gradient of the table to the embedding's, and the reverse in its copy."""
         if self._tie is not None:
-            ends = (self._input and self._input.embedding.weight,
-                    self._output and self._output.head.weight)
-            self._tie.sum_gradients(next(filter(None, ends), None), self.pipeline.hops.traffic)
-        elif self.tied and self._output is not None:
-            self._output.head.weight.add_to_table()
+            own = self._embedding or self._output and self._output.head
+            self._tie.sum_gradients(own and own.weight, self.pipeline.hops.traffic)
+        elif self._output is not None:
+            self._output.add_tied_gradient()
 
     def _mean(self, losses: list[Array], count: int) -> float:
         """Return the mean of all losses, from the sums of this rank's micro-batches.

@@ -1,11 +1,8 @@
-"""Tie the head's weight to the embedding's table, also where they are on different stages.
+"""Tie the head's weight to the embedding's table where they are on different stages.
 
-The head adds to a gradient of its own.  At the end of a step both gradients are summed, that of
-the embedding first, so that the result does not depend on the order of the schedule, nor on where
-the two are.
+`mm3d.model.heads.TiedWeight` ties them on one stage.
 """
 
-from mm3d.arrays.backend import Array
 from mm3d.grid.axis import Traffic
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
@@ -13,35 +10,6 @@ from mm3d.model.parameters import Parameter
 from mm3d.training.hops import Box, transfers
 from mm3d.training.mesh import Mesh
 from mm3d.transport.point_to_point import PointToPoint
-
-
-class TiedWeight:
-    """Use the table of the embedding in the head on the same stage, with a gradient of its own.
-
-    Parameters
-    ----------
-    table : Parameter
-        The table.
-    """
-
-    def __init__(self, table: Parameter) -> None:
-        self.table, self.has_master = table, table.has_master
-        self.grad = table.grid.backend.empty(table.grad.shape, table.grad.dtype)
-        self.grad[...] = 0
-
-    @property
-    def value(self) -> Array:
-        """Return the table's value."""
-        return self.table.value
-
-    def accumulate(self, gradient: Array | None) -> None:
-        """Add `gradient` to `grad`."""
-        if gradient is not None:
-            self.grad += gradient
-
-    def add_to_table(self) -> None:
-        """Add the head's gradient to the table's."""
-        self.table.accumulate(self.grad)
 
 
 class TiedStages:
@@ -53,16 +21,17 @@ class TiedStages:
         The stages; every rank must create it.
     stages : tuple of int
         The stage of the embedding, and another one of the head.
-    layout, shape
-        Of the table.
+    shape : tuple of int
+        Global shape of the table.
     asleep : bool
         See `mm3d.transport.point_to_point.PointToPoint`.
     """
 
-    def __init__(self, mesh: Mesh, stages: tuple[int, int], layout: Layout,
-                 shape: tuple[int, int], asleep: bool = False) -> None:
+    def __init__(self, mesh: Mesh, stages: tuple[int, int], shape: tuple[int, int],
+                 asleep: bool = False) -> None:
         self.mesh, self.stages = mesh, stages
         self.messages = PointToPoint(mesh.comm, mesh.scheme.grid.backend, asleep=asleep)
+        layout = Layout(mesh.scheme.down_weight)
         self._blocks = [table_blocks(mesh.grids[stage], layout, shape) for stage in stages]
 
     def sum_gradients(self, parameter: Parameter | None, traffic: Traffic) -> None:

@@ -1,0 +1,110 @@
+"""Compute what stands around the layers of a GPT: the embedding, and norm, head and loss."""
+
+from typing import Any
+
+import numpy as np
+
+from mm3d.arrays.backend import Array
+from mm3d.model.chains import Chain
+from mm3d.model.cross_entropy import Targets
+from mm3d.model.gpt_spec import embedding_spec, output_specs
+from mm3d.model.heads import TiedWeight
+from mm3d.model.initial_values import InitialValues, draw_parameter, gpt2_values
+from mm3d.model.specs import Builder
+from mm3d.model.transformer import Transformer
+
+
+class Output:
+    """Hold norm, head and loss of the last stage.
+
+    Parameters
+    ----------
+    builder : Builder
+        Builds the layers; if it has built the embedding, a tied head uses its table.
+    vocab, hidden, tied
+        As for `mm3d.model.gpt_spec.output_specs`.
+    **options
+        Its further parameters.
+    """
+
+    def __init__(self, builder: Builder, vocab: int, hidden: int, tied: bool,
+                 **options: Any) -> None:
+        self.layers = builder.build_layers(output_specs(vocab, hidden, tied, **options))
+        self.norm, self.head, self.loss = self.layers
+        self.parameters = [*self.norm.parameters, *self.head.parameters]
+
+    def forward(self, y: Array, targets: Targets) -> tuple[Array, Any]:
+        """Compute the sum of the losses of this rank's rows from the output of the layers."""
+        x, norm = self.norm.forward(y)
+        logits, head = self.head.forward(x)
+        total, loss = self.loss.forward(logits, targets)
+        return total, (norm, head, loss)
+
+    def backward(self, targets: Targets, saved: Any) -> Array:
+        """Compute the scaled gradient by the output of the layers; the logits are lost."""
+        norm, head, loss = saved
+        return self.norm.backward(
+            self.head.backward(self.loss.backward(targets, loss), head), norm)
+
+    def zero_gradients(self) -> None:
+        """Set the gradient of the head to zero where it is none of the parameters."""
+        if isinstance(self.head.weight, TiedWeight):
+            self.head.weight.grad[...] = 0
+
+    def add_tied_gradient(self) -> None:
+        """Add the gradient of a tied head to that of the embedding on the same rank."""
+        if isinstance(self.head.weight, TiedWeight):
+            self.head.weight.add_to_table()
+
+
+def draw_ends(parameters: list, seed: int, values: InitialValues) -> None:
+    """Draw the initial values of parameters of the ends."""
+    for p in parameters:
+        draw_parameter(p, seed, values)
+
+
+class WholeGPT:
+    """A GPT on one stage, for dry runs: `mm3d.GPT` has the same layers on any mesh.
+
+    Parameters
+    ----------
+    scheme : Scheme
+        Divides all arrays and computes the products.
+    vocab, tied, label_smoothing, z_loss, ignored
+        As for `mm3d.GPT`.
+    **options
+        Parameters of `mm3d.Transformer`.
+
+    Attributes
+    ----------
+    layers : Chain
+        All layers, from the embedding to the loss.
+    """
+
+    def __init__(self, scheme: Any, vocab: int, tied: bool = True, label_smoothing: float = 0.0,
+                 z_loss: float = 0.0, ignored: int = -1, seed: int = 0, **options: Any) -> None:
+        values = gpt2_values(options["layers"])
+        self.inside = Transformer(scheme, seed=seed, causal=True, initial_values=values, **options)
+        batch, seq, hidden = self.inside.shape
+        self.shape, self.vocab = (batch, seq), vocab
+        self.embedding, = self.inside.builder.build_layers([embedding_spec(vocab, seq, hidden)])
+        self.output = Output(self.inside.builder, vocab, hidden, tied, ignored=ignored,
+                             label_smoothing=label_smoothing, z_loss=z_loss)
+        self.layers = Chain(self.embedding, *self.inside.layers.layers, *self.output.layers)
+        self.parameters = self.layers.parameters
+        draw_ends(self.embedding.parameters + self.output.parameters, seed, values)
+
+    def forward(self, tokens: np.ndarray, targets: Targets) -> tuple[Array, Any]:
+        """Compute the sum of the losses of this rank's rows, and the data for backward."""
+        x, _ = self.embedding.forward(tokens)
+        y, saved = self.inside.forward(x)
+        total, last = self.output.forward(y, targets)
+        return total, [saved, last]
+
+    def backward(self, tokens: np.ndarray, targets: Targets, saved: Any) -> None:
+        """Add the scaled gradients of all parameters; `saved` is emptied on the way."""
+        last = saved.pop()
+        dy = self.output.backward(targets, last)
+        del last
+        self.embedding.backward(self.inside.backward(dy, saved.pop()), tokens)
+        self.output.add_tied_gradient()

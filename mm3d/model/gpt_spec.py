@@ -1,0 +1,45 @@
+"""Define the spec of a GPT: embedding, Transformer layers, norm, head and loss."""
+
+from typing import Any, Mapping
+
+from mm3d.model.chain_specs import ChainSpec, ModelSpec
+from mm3d.model.layer_specs import LayerNormSpec
+from mm3d.model.specs import LayerSpec
+from mm3d.model.token_specs import CrossEntropySpec, EmbeddingSpec, HeadSpec
+from mm3d.model.transformer_spec import model_spec
+
+
+def gpt_spec(sizes: Mapping[str, int], vocab: int, tied: bool = True, recompute: str = "none",
+             label_smoothing: float = 0.0, z_loss: float = 0.0, ignored: int = -1,
+             **options: Any) -> ModelSpec:
+    """Return the spec of a GPT, without ranks and arrays.
+
+    Parameters
+    ----------
+    sizes : ModelSizes
+        Sizes of its Transformer, and of one micro-batch.
+    vocab : int
+        Number of tokens.
+    tied : bool
+        Whether the head uses the embedding's table.
+    recompute, label_smoothing, z_loss, ignored
+        As for `mm3d.GPT`; the ends are not recomputed.
+    **options
+        As for `mm3d.model_spec`.
+    """
+    model = model_spec(sizes, causal=True, recompute=recompute, **options)
+    return ModelSpec(model.batch, model.seq, model.hidden, ChainSpec((
+        embedding_spec(vocab, model.seq, model.hidden), *model.chain.layers,
+        *output_specs(vocab, model.hidden, tied, ignored, label_smoothing, z_loss))))
+
+
+def embedding_spec(vocab: int, seq: int, hidden: int) -> EmbeddingSpec:
+    """Return the spec of the layer before the Transformer's."""
+    return EmbeddingSpec("embedding", vocab, seq, hidden)
+
+
+def output_specs(vocab: int, hidden: int, tied: bool, ignored: int = -1,
+                 label_smoothing: float = 0.0, z_loss: float = 0.0) -> tuple[LayerSpec, ...]:
+    """Return the specs of the layers after the Transformer's: norm, head and loss."""
+    return (LayerNormSpec("norm", hidden), HeadSpec("head", hidden, vocab, tied),
+            CrossEntropySpec("loss", vocab, ignored, label_smoothing, z_loss))
