@@ -39,7 +39,7 @@ def checked(model):
                                       model.random("output gradient"), 3)
 
 
-@pytest.mark.ranks(1, 4, 8, first=(4, 8))
+@pytest.mark.ranks(1, 4, slow=(8,), first=(4,))
 @pytest.mark.parametrize("dtype, causal", [("float32", False), ("float64", True)])
 def test_a_right_step_passes_on_every_grid(comm, dtype, causal):
     for ranks, scheme, grid in GRIDS:
@@ -165,7 +165,7 @@ def test_a_fault_of_the_first_forward_alone_is_found(comm, policy, kind, number,
     assert calls and any(named in quantity for quantity in found), found
 
 
-@pytest.mark.ranks(1, 8, first=(8,))
+@pytest.mark.ranks(1, slow=(8,))
 @pytest.mark.parametrize("policy, number, named", [
     ("selective", 0, "attention.qkv, dB"), ("selective", 3, "mlp.down, dB"),
     ("full", 3, "mlp.down, dB")])

@@ -144,7 +144,7 @@ def test_model_float32(comm):
         assert not wrong, f"{parallelism}: {wrong}"
 
 
-@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.ranks(1, 4, slow=(8,))
 def test_layouts(comm):
     """Shards and globals are equal to the bit, of any type, uneven and on a diagonal."""
     for spec, shape in (("xy,,z", SHAPES[0]), ("z,yx", SHAPES[1][:2]), ("zx@y", SHAPES[2][:1])):
@@ -160,7 +160,7 @@ def test_layouts(comm):
             assert there_and_back.dtype == dtype and np.array_equal(there_and_back, A)
 
 
-@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.ranks(1, 4, slow=(8,))
 def test_products_in_exact_integers(comm):
     """Every scheme's products, forward and backward, to the bit; rows and columns uneven."""
     (batch, seq, h), wide = (3, 5, 7), 11

@@ -13,7 +13,7 @@ from reference import every_grid, grids, integers, on_grid, total
 
 pytestmark = pytest.mark.usefixtures("transport")
 
-LINES = pytest.mark.ranks(1, 3, 8)
+LINES = pytest.mark.ranks(1, 3, 8, first=(8,))
 DTYPES = "float64", "float32", "float16", "int64"
 
 # Shape of the whole, and the dimension along which it is dealt: a first, a middle and a last

@@ -239,7 +239,7 @@ def derivative_error(grid, layer, source, target):
     return abs(numeric - sum(terms)) / np.linalg.norm(terms)
 
 
-@pytest.mark.ranks(*SOME)
+@pytest.mark.ranks(1, 4, slow=(8,))
 def test_layers_by_directional_derivatives(comm):
     """Inputs and parameters of every layer, on one rank and dealt."""
     for parallelism in SOME[comm.size]:

@@ -110,7 +110,7 @@ def counted_step(model, comm, trace):
     return counted, kept
 
 
-@pytest.mark.ranks(*SOME, first=(8,))
+@pytest.mark.ranks(1, 4, slow=(8,))
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_closed_forms_are_what_is_counted_with_another_layer(comm, recompute):
     """Words, calls, operations, parameters and kept words of a model between two such layers, in

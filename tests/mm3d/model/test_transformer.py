@@ -20,6 +20,8 @@ every_size = pytest.mark.parametrize("sizes, causal", [
 every_grid = pytest.mark.ranks(1, 4, 8, slow=(6,))    # of PARALLELISMS
 every_grid_once = pytest.mark.ranks(1, 4, 8, slow=(6,), first=(8,))
 some_grids = pytest.mark.ranks(*SOME, first=(8,))
+# What 8 ranks would show once more.
+four_ranks = pytest.mark.ranks(1, 4, slow=(6, 8))
 
 
 def layer_norm(x, weight, bias):
@@ -95,7 +97,7 @@ def test_sgd_steps_equal_serial(comm):
     compare_with_serial(comm, PARALLELISMS, "uneven", "float64", False, 1e-11, 1e-11, steps=3)
 
 
-@every_grid_once
+@four_ranks
 @pytest.mark.parametrize("sizes", ["even", "uneven"])
 def test_saved_bytes_are_as_documented(comm, sizes):
     """What all ranks keep is the closed form's number of words, of any dtype."""
@@ -125,7 +127,7 @@ def test_weights_are_dealt_over_all_ranks(comm):
                 assert dealt == comm.size or parallelism.name not in ("1d", "1d-sp", "2d", "3d")
 
 
-@every_grid_once
+@four_ranks
 @pytest.mark.parametrize("sizes", ["even", "uneven"])
 def test_random_numbers_do_not_depend_on_the_grid(comm, sizes):
     """The same parameters and activations, to the bit, on every grid as on one rank."""
@@ -171,7 +173,7 @@ def test_rows_are_whole_sequences_where_the_batch_allows(sizes, batch, rows):
     assert (outer[0], inner[0]) == rows
 
 
-@some_grids
+@pytest.mark.ranks(1, 4, slow=(8,))
 def test_state_and_load(comm):
     """`load` then `state` gives the same bits, names and shapes as documented; `gradients` the
     same names and shapes."""
@@ -190,7 +192,7 @@ def test_state_and_load(comm):
             assert relative_error(gradients[name], gradient) <= 1e-11, f"{parallelism}: {name}"
 
 
-@some_grids
+@pytest.mark.ranks(1, 4, slow=(8,))
 def test_micro_batches_in_flight(comm):
     """Forward, forward, backward, backward gives to the bit what one after the other does, and
     gradients add up until they are set to zero."""
@@ -213,7 +215,7 @@ def test_micro_batches_in_flight(comm):
             assert np.array_equal(p.grad, first + second), f"{parallelism}: {p.name}"
 
 
-@some_grids
+@pytest.mark.ranks(1, 4, slow=(8,))
 def test_inputs_are_not_overwritten(comm):
     """x, dy and what forward saved are as before, so that backward can run again."""
     for parallelism in SOME[comm.size]:
@@ -230,7 +232,7 @@ def test_inputs_are_not_overwritten(comm):
         assert np.array_equal(first, second), parallelism
 
 
-@every_grid_once
+@four_ranks
 @pytest.mark.parametrize("causal", [False, True])
 def test_attention_sees_every_position(comm, causal):
     """A changed token changes all outputs of its sequence, under a causal mask those from its own
@@ -257,7 +259,7 @@ def test_attention_sees_every_position(comm, causal):
                 assert np.array_equal(a, reached[name][place]), f"{parallelism}: {name}"
 
 
-@every_grid_once
+@four_ranks
 @pytest.mark.parametrize("sizes", SIZES)
 def test_two_products_restore_the_layout(comm, sizes):
     """Into the inner space and back: in exact integers the product of the global matrices, each
@@ -282,7 +284,7 @@ def test_two_products_restore_the_layout(comm, sizes):
         assert z.shape == x.shape and np.array_equal(Z, Y @ V + c), parallelism
 
 
-@pytest.mark.ranks(2, 8)
+@pytest.mark.ranks(2, slow=(8,))
 def test_a_gradient_is_taken_alike_where_it_lies_and_in_a_copy(comm):
     """What forward returned on some ranks, its copy on others: too large to be handed over."""
     grid = (2, 2, 2) if comm.size == 8 else (1, 2, 1)

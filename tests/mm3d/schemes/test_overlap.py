@@ -40,7 +40,7 @@ def same(found, expected) -> bool:
     return all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-@pytest.mark.ranks(8, slow=(4,), first=(8,))    # of GRIDS
+@pytest.mark.ranks(4, slow=(8,), first=(4,))    # of GRIDS
 def test_the_same_bits_and_words_with_overlap_and_without(comm, transport, monkeypatch):
     """With two micro-batches in flight."""
     panels = []

@@ -14,6 +14,7 @@ from reference import (SHAPES, every_grid, grids, grids_and_squares, integers, m
 pytestmark = pytest.mark.usefixtures("transport")
 
 
+every_grid_once = pytest.mark.ranks(1, 8, slow=(4, 6), first=(8,))
 every_form = pytest.mark.parametrize("name", FORMS)
 every_order = pytest.mark.parametrize("order", [
     "xyz", "zyx", "yzx", *(pytest.param(order, marks=pytest.mark.slow) for order in (
@@ -36,7 +37,7 @@ def test_each_form_and_its_backward_in_all_direction_orders(comm, name, order):
                 assert np.array_equal(got, expected), (grid, sizes)
 
 
-@every_grid
+@every_grid_once
 @every_form
 def test_inner_products_agree_from_blocks_alone(comm, name):
     """<dC, C> = <dA, A> = <dB, B>, exactly, with nothing gathered and nothing to compare with."""
@@ -49,7 +50,7 @@ def test_inner_products_agree_from_blocks_alone(comm, name):
             assert sums[0] == sums[1] == sums[2] != 0, (grid, sizes)
 
 
-@every_grid
+@every_grid_once
 @every_form
 @every_order
 def test_words_of_each_form_on_each_rank(comm, name, order):
@@ -77,7 +78,7 @@ def test_words_of_each_form_on_each_rank(comm, name, order):
         assert all(traffic.calls == 1 for traffic in grid.traffic().values())
 
 
-@every_grid
+@every_grid_once
 @ACTIVATIONS
 def test_rows_of_sequences_and_positions(comm, rows_A, rows_C):
     """C = A B and its backward with A of (batch, seq, n), dealt by sequence or by position."""
@@ -229,7 +230,7 @@ def test_inner_products_of_grids_and_squares(comm, way):
         assert len(set(sums * whole // held)) == 1 and sums.all(), scheme
 
 
-@grids_and_squares
+@pytest.mark.ranks(1, 4, slow=(6, 8), first=(4,))
 @every_way
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
 def test_rounding_stays_within_a_few_units_in_the_last_place(comm, way, dtype):
