@@ -42,7 +42,8 @@ _TRAINING = {"GPT": "mm3d.training.gpt", "Mesh": "mm3d.training.mesh",
              "Pipeline": "mm3d.training.pipeline",
              "SGD": "mm3d.training.optimizers", "AdamW": "mm3d.training.optimizers",
              "LossScaling": "mm3d.training.loss_scaling",
-             "warmup_cosine": "mm3d.training.learning_rates"}
+             "warmup_cosine": "mm3d.training.learning_rates",
+             "save": "mm3d.checkpoints.saving", "restore": "mm3d.checkpoints.restoring"}
 
 __all__ = ["Axis", "GPT", "Grid", "Layout", "Mesh", "ModelSizes", "Pipeline", "SCHEMES", "Scheme",
            "Space", "Split", "Traffic", "Transformer", "Vector", "Watchdog", "cost", "model_spec",

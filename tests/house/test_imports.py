@@ -15,7 +15,7 @@ from support import ROOT
 
 FLOORS = {
     "mm3d": ["launcher guard child_process", "arrays", "transport", "grid", "schemes", "model",
-             "tracing training", "selftest", "__init__"],
+             "tracing training", "checkpoints", "selftest", "__init__"],
     "bench": ["errors console", "agreement", "cases cluster", "records", "instruments", "checks",
               "experiments", "prediction validation doctor", "reports", "command_line", "verbs",
               "__main__ __init__"],
@@ -34,7 +34,8 @@ PACKAGES = {
     "ml_dtypes": "mm3d.arrays bench.checks",
     "mpi4py": "mm3d.transport mm3d.grid mm3d.guard mm3d.selftest mm3d.schemes "
               "mm3d.training.mesh mm3d.training.norms bench",
-    "h5py": "bench.records bench.validation", "scipy": "bench.prediction bench.instruments",
+    "h5py": "bench.records bench.validation mm3d.checkpoints",
+    "scipy": "bench.prediction bench.instruments",
     "pyroute2": "bench.cluster", "matplotlib": "bench.reports", "jinja2": "bench.reports jobs",
     "tabulate": "bench.reports jobs",
     "argparse": "bench.command_line bench.verbs bench.__main__ jobs.__main__"}

@@ -1,0 +1,150 @@
+"""Write and read files of blocks: HDF5 with contiguous datasets, and a checksum for each piece.
+
+A piece is some rows of a block, as many as have about `PIECE_BYTES`.  It is what is read and
+compared with its checksum at a time.
+"""
+
+import math
+import os
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from mm3d.checkpoints.stored_arrays import StoredArray
+
+PIECE_BYTES = 1 << 18
+
+
+@dataclass(frozen=True)
+class Block:
+    """Where a block of a global array lies.
+
+    Attributes
+    ----------
+    path : str
+        The array's place in the index, and the block's in its file.
+    start, shape : tuple of int
+        Of the block, in the array as stored.
+    file, offset : str, int
+        The file, and the first byte of the data in it.
+    checksums : tuple of int
+        CRC-32 of each piece.
+    """
+
+    path: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+    file: str
+    offset: int
+    checksums: tuple[int, ...]
+
+
+def rows_of_piece(shape: tuple[int, ...], itemsize: int) -> int:
+    """Return how many rows of a block are a piece."""
+    return max(1, PIECE_BYTES // max(1, math.prod(shape[1:]) * itemsize))
+
+
+def write_blocks(path: Path, arrays: list[StoredArray]) -> list[Block]:
+    """Write this rank's blocks to a new file, and wait until they are on the disk.
+
+    HDF5 lays out the file; the data are written past it, since its write is slower and leaves an
+    open file behind when the disk is full.
+    """
+    offsets = _lay_out(path, arrays)
+    blocks = []
+    descriptor = os.open(path, os.O_WRONLY)
+    try:
+        for stored, offset in zip(arrays, offsets):
+            host = stored.backend.host_copy(stored.array)
+            start = tuple(s.start for s in stored.place)
+            blocks.append(Block(stored.path, start, host.shape, path.name, offset,
+                                _write_pieces(descriptor, offset, host)))
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return blocks
+
+
+def _lay_out(path: Path, arrays: list[StoredArray]) -> list[int]:
+    """Create a file with a contiguous dataset for each array; return the offsets of their data."""
+    offsets = []
+    with h5py.File(path, "w", libver="latest") as file:
+        for stored in arrays:
+            group, _, name = stored.path.rpartition("/")
+            kind = h5py.h5p.create(h5py.h5p.DATASET_CREATE)
+            kind.set_layout(h5py.h5d.CONTIGUOUS)
+            kind.set_alloc_time(h5py.h5d.ALLOC_TIME_EARLY)
+            kind.set_fill_time(h5py.h5d.FILL_TIME_NEVER)
+            space = h5py.h5s.create_simple(tuple(stored.array.shape))
+            dataset = h5py.h5d.create(file.require_group(group).id, name.encode(),
+                                      h5py.h5t.py_create(stored.dtype), space, kind)
+            offsets.append(dataset.get_offset())
+    return offsets
+
+
+def _write_pieces(descriptor: int, offset: int, host: np.ndarray) -> tuple[int, ...]:
+    """Write a block piece by piece; return the checksums."""
+    rows, checksums = rows_of_piece(host.shape, host.itemsize), []
+    for row in range(0, len(host), rows):
+        piece = memoryview(host[row:row + rows]).cast("B")
+        checksums.append(zlib.crc32(piece))
+        while piece:
+            written = os.pwrite(descriptor, piece, offset)
+            piece, offset = piece[written:], offset + written
+    return tuple(checksums)
+
+
+def read_part(folder: Path, block: Block, place: tuple[slice, ...], out: np.ndarray) -> int:
+    """Copy to `out`, this rank's block at `place`, what lies in another block of the array.
+
+    Pieces are read whole, and compared with their checksums.
+
+    Returns
+    -------
+    int
+        Elements copied.
+
+    Raises
+    ------
+    OSError
+        When the file is missing, too short, or a checksum differs.
+    """
+    stops = [a + n for a, n in zip(block.start, block.shape)]
+    low = [max(s.start, a) for s, a in zip(place, block.start)]
+    high = [min(s.stop, b) for s, b in zip(place, stops)]
+    if any(a >= b for a, b in zip(low, high)):
+        return 0
+    target = tuple(slice(a - s.start, b - s.start) for a, b, s in zip(low, high, place))
+    inside = [slice(a - c, b - c) for a, b, c in zip(low, high, block.start)]
+    row_bytes = math.prod(block.shape[1:]) * out.itemsize
+    rows = rows_of_piece(block.shape, out.itemsize)
+    buffer = np.empty((min(rows, block.shape[0]), *block.shape[1:]), out.dtype)
+    descriptor = os.open(folder / block.file, os.O_RDONLY)
+    try:
+        for number in range(inside[0].start // rows, -(-inside[0].stop // rows)):
+            first = number * rows
+            piece = buffer[:min(rows, block.shape[0] - first)]
+            _read_piece(descriptor, block, number, block.offset + first * row_bytes, piece)
+            begin, end = max(first, inside[0].start), min(first + len(piece), inside[0].stop)
+            begin_out = target[0].start + begin - inside[0].start
+            out[(slice(begin_out, begin_out + end - begin), *target[1:])] = piece[
+                (slice(begin - first, end - first), *inside[1:])]
+    finally:
+        os.close(descriptor)
+    return math.prod(b - a for a, b in zip(low, high))
+
+
+def _read_piece(descriptor: int, block: Block, number: int, offset: int,
+                piece: np.ndarray) -> None:
+    """Read a piece of a block, and compare it with its checksum."""
+    left = memoryview(piece).cast("B")
+    while left:
+        count = os.preadv(descriptor, [left], offset)
+        if not count:
+            raise OSError(f"{block.file} is too short")
+        left, offset = left[count:], offset + count
+    if zlib.crc32(memoryview(piece).cast("B")) != block.checksums[number]:
+        raise OSError(f"{block.file} is damaged: a checksum of {block.path} differs")

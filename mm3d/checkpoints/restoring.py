@@ -1,0 +1,137 @@
+"""Restore a model and its optimizer from a checkpoint, whatever wrote it."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mm3d.checkpoints import folder as folders
+from mm3d.checkpoints.block_files import Block, read_part
+from mm3d.checkpoints.index_file import Index, read_index
+from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
+from mm3d.checkpoints.together import on_each, on_root
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was restored: its folder, its step, and the attributes saved with it."""
+
+    path: Path
+    step: int
+    attributes: dict[str, Any]
+
+
+def restore(folder: str | Path, model: Any, optimizer: Any = None,
+            step: int | None = None) -> Checkpoint:
+    """Restore the newest checkpoint of a folder: to the bit what was saved, on any mesh.
+
+    Every rank of ``model.comm`` must call it.  A rank reads the pieces of rows that its own blocks
+    lie in, and compares them with their checksums.  The model changes when all ranks have read all
+    of theirs, for which host memory holds a copy of them.
+
+    Parameters
+    ----------
+    folder : path
+        As for `mm3d.save`.
+    model : Transformer, Pipeline, GPT or any other
+        The same model, divided in any way.
+    optimizer : Optimizer, optional
+        Gets the moments, the number of steps, the learning rate, and the state of its loss
+        scaling; without one only the parameters are read.
+    step : int, optional
+        Which checkpoint; by default that of the highest step.
+
+    Returns
+    -------
+    Checkpoint
+        Its step, and the attributes that were given to `save`.
+
+    Raises
+    ------
+    FileNotFoundError
+        On every rank alike, when there is no such checkpoint.
+    ValueError
+        On every rank alike, when it is of another model or optimizer.
+    OSError
+        On every rank alike, when a part is missing or damaged anywhere.  Nothing has changed in
+        any of these cases.
+    """
+    folder, comm = Path(folder), model.comm
+    path = _find(folder, comm, step)
+    problem = f"checkpoint {path} cannot be read"
+    index = on_root(comm, problem, lambda: read_index(path))
+    arrays = stored_arrays(model, optimizer)
+    _check(path, comm, index, arrays, optimizer)
+    by_path: dict[str, list[Block]] = {name: [] for name in index.arrays}
+    for block in index.blocks:
+        by_path[block.path].append(block)
+
+    def read() -> list[np.ndarray]:
+        return [_read(path, stored, by_path[stored.path]) for stored in arrays]
+
+    def what() -> str:
+        others = [folders.step_of(p) for p in folders.checkpoints(folder) if p != path]
+        return problem + (f", step={others[-1]} is there too" if others else "")
+
+    for stored, values in zip(arrays, on_each(comm, what, read)):
+        if stored.size:
+            stored.backend.copy_from_host(values, stored.array)
+    model.refresh()
+    if optimizer is not None:
+        optimizer.set_numbers(index.optimizer)
+    attributes = {name: v for name, v in index.attributes.items() if name != "step"}
+    return Checkpoint(path, index.attributes["step"], attributes)
+
+
+def _find(folder: Path, comm: Any, step: int | None) -> Path:
+    """Return the checkpoint of a step, or of the highest one."""
+    found = comm.bcast(folders.checkpoints(folder) if comm.rank == 0 else None)
+    wanted = [p for p in found if step is None or folders.step_of(p) == step]
+    if not wanted:
+        there = ", ".join(str(folders.step_of(p)) for p in found)
+        raise FileNotFoundError(f"no checkpoint{'' if step is None else f' of step {step}'} in "
+                                f"{folder}: {f'steps {there} are there' if there else 'none yet'}")
+    return wanted[-1]
+
+
+def _check(path: Path, comm: Any, index: Index, arrays: list[StoredArray],
+           optimizer: Any) -> None:
+    """Raise ValueError on all ranks unless the checkpoint is of this model and optimizer."""
+    name = type(optimizer).__name__
+    if optimizer is not None and index.optimizer.get("name") != name:
+        raise ValueError(f"checkpoint {path} holds the optimizer "
+                         f"{index.optimizer.get('name', 'none')}, not {name}: leave the optimizer "
+                         f"out, or create the other one")
+    wrong = next((line for line in map(lambda a: _difference(index, a), arrays) if line), None)
+    every = comm.allgather((wrong, {a.path for a in arrays}))
+    lines = [line for line, _ in every if line]
+    known = set().union(*(paths for _, paths in every))
+    more = [p for p in index.arrays if p not in known and not (
+        optimizer is None and p.startswith("optimizer/"))]
+    if more and not lines:
+        lines = [f"{more[0]} is not in the model"]
+    if lines:
+        raise ValueError(f"checkpoint {path} is of another model: {lines[0]}")
+
+
+def _difference(index: Index, stored: StoredArray) -> str | None:
+    """Return how an array differs from the one in the checkpoint; None if it does not."""
+    info = index.arrays.get(stored.path)
+    if info is None:
+        return f"{stored.path} is missing"
+    if info.shape != stored.shape:
+        return f"{stored.path} has the shape {info.public_shape}, not {stored.public_shape}"
+    if info.dtype != stored.dtype.str:
+        return f"{stored.path} is in {np.dtype(info.dtype)}, not {stored.dtype}"
+    return None
+
+
+def _read(path: Path, stored: StoredArray, blocks: list[Block]) -> np.ndarray:
+    """Read this rank's block of an array from all blocks that it touches."""
+    out = np.empty([s.stop - s.start for s in stored.place], stored.dtype)
+    found = sum(read_part(path, block, stored.place, out) for block in blocks) if out.size else 0
+    if found != math.prod(out.shape):
+        raise OSError(f"blocks of {stored.path} are missing")
+    return out

@@ -1,0 +1,72 @@
+"""List the arrays that a checkpoint holds: parameters, and an optimizer's moments."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mm3d.arrays.backend import Array, host_dtype
+
+DTYPES = ("float16", "float32", "float64")
+
+
+@dataclass(frozen=True)
+class StoredArray:
+    """A global array, and this rank's block of it.
+
+    Attributes
+    ----------
+    path : str
+        Its place in the index: "parameters/NAME", or "optimizer/MOMENT/NAME".
+    shape, public_shape : tuple of int
+        Global shape as the model stores it, and as `Transformer.state` returns it.
+    place : tuple of slice
+        This rank's block of it.
+    counted : bool
+        Whether this rank writes the block.
+    array : Array
+        The block, which reading changes.
+    backend : Backend
+        Copies it to the host and back.
+    """
+
+    path: str
+    shape: tuple[int, ...]
+    public_shape: tuple[int, ...]
+    place: tuple[slice, ...]
+    counted: bool
+    array: Array
+    backend: Any
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Return the type of its elements in a file."""
+        return host_dtype(self.array)
+
+    @property
+    def size(self) -> int:
+        """Return the number of elements of this rank's block."""
+        return self.array.size
+
+
+def stored_arrays(model: Any, optimizer: Any = None) -> list[StoredArray]:
+    """Return what this rank holds of a model and of the moments of its optimizer.
+
+    Raises
+    ------
+    ValueError
+        For a type that HDF5 does not have.
+    """
+    moments = optimizer.state if optimizer is not None else {}
+    found = []
+    for index, t in enumerate(model.trained):
+        arrays = {f"parameters/{t.name}": t.master} | {
+            f"optimizer/{moment}/{t.name}": arrays[index] for moment, arrays in moments.items()}
+        place = t.layout.slices(t.grid, t.shape)
+        for path, array in arrays.items():
+            if str(host_dtype(array)) not in DTYPES:
+                raise ValueError(f"a checkpoint cannot hold {t.name!r} in {host_dtype(array)}: "
+                                 f"create the model with master='float32'")
+            found.append(StoredArray(path, tuple(t.shape), tuple(t.public_shape), place,
+                                     t.counted, array, t.grid.backend))
+    return found

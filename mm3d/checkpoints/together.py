@@ -1,0 +1,64 @@
+"""Raise on all ranks what goes wrong on one, in one line."""
+
+import errno
+import os
+import re
+from typing import Any, Callable
+
+PROBLEMS = (OSError, RuntimeError, ValueError, KeyError, MemoryError)
+
+
+def on_root(comm: Any, problem: str, act: Callable[[], Any]) -> Any:
+    """Call `act` on rank 0, and return its result on all ranks.
+
+    Raises
+    ------
+    OSError
+        On every rank alike, with `problem` before the line of the error that `act` raised.
+    """
+    result, line = None, None
+    if comm.rank == 0:
+        try:
+            result = act()
+        except PROBLEMS as error:
+            line = describe(error)
+    result, line = comm.bcast((result, line))
+    if line:
+        raise OSError(f"{problem}: {line}")
+    return result
+
+
+def on_each(comm: Any, problem: Callable[[], str], act: Callable[[], Any],
+            clean: Callable[[], None] = lambda: None) -> Any:
+    """Call `act` on each rank, and return this rank's result.
+
+    Where it fails anywhere, `clean` is called on rank 0.
+
+    Raises
+    ------
+    OSError
+        On every rank alike, with the line of the first rank that failed.
+    """
+    result, line = None, None
+    try:
+        result = act()
+    except PROBLEMS as error:
+        line = describe(error)
+    lines = comm.allgather(line)
+    failed = [rank for rank, found in enumerate(lines) if found]
+    if failed:
+        if comm.rank == 0:
+            clean()
+        raise OSError(f"{problem()}: {lines[failed[0]]} (rank {failed[0]} of {comm.size})")
+    return result
+
+
+def describe(error: BaseException) -> str:
+    """Return an error in one line, without what HDF5 adds to what the system said."""
+    text = " ".join(str(error).split())
+    said = re.search(r"error message = '([^']*)'", text)
+    if said:
+        return said[1]
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        return os.strerror(error.errno)
+    return text or type(error).__name__
