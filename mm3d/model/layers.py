@@ -106,7 +106,7 @@ class Linear:
 
     def recompute_saved(self, x: Array, overlap: Overlap | None = None) -> Any:
         """Recompute the data that `forward` saves, without y."""
-        return self.product.recompute_saved(x, self.weight.value)
+        return self.product.recompute_saved(x, self.weight)
 
 
 class LayerNorm:

@@ -47,20 +47,30 @@ class Parameter:
     first_copy : bool
         False where other ranks, outside `grid`, hold this block already: in all replicas of a
         model but the first, and in the second copy of tied weights.
+    uses : int
+        How often a micro-batch accumulates a gradient: once, or more for tied weights.
+    gathered_when_read : bool
+        Whether reading `value` is a collective of all ranks that divide it, which each use of
+        the value repeats.
     """
+
+    gathered_when_read = False
 
     def __init__(self, name: str, grid: Grid, layout: Layout, shape: tuple[int, ...],
                  dtype: Any, gathered_along: Split | None = None, master: Any = None) -> None:
         self.name, self.grid, self.layout, self.shape = name, grid, layout, tuple(shape)
         inputs = self.shape[:1] if name.endswith("weight") and len(shape) > 1 else ()
         self.public_shape = (*inputs, math.prod(self.shape[len(inputs):]))
-        local = layout.local_shape(grid, self.shape)
-        self.value = (gathered_along or grid.backend).empty(local, dtype)
-        self.has_master = master is not None
-        self.master = grid.backend.empty(local, master) if self.has_master else self.value
-        self.grad = grid.backend.empty(local, master if self.has_master else dtype)
-        self.grad[...] = 0
-        self.first_copy = True
+        self.has_master, self.first_copy, self.uses = master is not None, True, 1
+        self._allocate(dtype, gathered_along, master)
+        self.zero_gradient()
+
+    def _allocate(self, dtype: Any, gathered_along: Split | None, master: Any) -> None:
+        """Allocate value, master and gradient; parameters as those of the class."""
+        local, backend = self.layout.local_shape(self.grid, self.shape), self.grid.backend
+        self.value = (gathered_along or backend).empty(local, dtype)
+        self.master = backend.empty(local, master) if self.has_master else self.value
+        self.grad = backend.empty(local, master if self.has_master else dtype)
 
     @property
     def counted(self) -> bool:
@@ -85,6 +95,10 @@ class Parameter:
         if self.has_master:
             xp = namespace(self.master)
             self.value[...] = xp.astype(self.master, self.value.dtype, copy=False)
+
+    def zero_gradient(self) -> None:
+        """Set the gradient to zero."""
+        self.grad[...] = 0
 
     def accumulate(self, gradient: Array | None) -> None:
         """Add `gradient`, this rank's block or None if it stores none, to `grad`."""

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import Counter
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Iterable, Iterator, NamedTuple
+from typing import Any, Callable, Iterable, Iterator, NamedTuple
 
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Split
@@ -83,13 +83,17 @@ class Builder:
         Number of the first block called "layers".
     mask_key : MaskKey, optional
         Key of the masks of dropout; layers with dropout need it.
+    parameter : callable
+        Makes the parameters: `Parameter`, or another with the same arguments, such as one that
+        replicas of the model divide.
     """
 
     def __init__(self, scheme: Scheme, outer: Space, inner: Space, dtype: Any,
                  master: Any = None, first_layer: int = 0,
-                 mask_key: MaskKey | None = None) -> None:
+                 mask_key: MaskKey | None = None,
+                 parameter: Callable[..., Parameter] = Parameter) -> None:
         self.scheme, self.outer, self.inner, self.mask_key = scheme, outer, inner, mask_key
-        self.dtype, self.master = dtype, master
+        self.dtype, self.master, self.parameter = dtype, master, parameter
         self._prefix, self._numbers, self._built = "", Counter(layers=first_layer), {}
 
     def build_layers(self, specs: Iterable["Spec"]) -> list[Layer]:
@@ -103,8 +107,8 @@ class Builder:
         `name` is the full name, such as "layers.0.mlp.up.weight"; `gathered_along` says how a
         weight that products gather is divided.
         """
-        return Parameter(name, self.scheme.grid, layout, shape, self.dtype, gathered_along,
-                         self.master)
+        return self.parameter(name, self.scheme.grid, layout, shape, self.dtype, gathered_along,
+                              self.master)
 
     def full_name(self, name: str) -> str:
         """Return the name in the model of the layer called `name` in the current block."""

@@ -12,7 +12,7 @@ from mm3d.model.chains import Chain
 from mm3d.model.initial_values import (InitialValues, draw_normal, draw_parameter,
                                        varied_values)
 from mm3d.model.masks import MaskKey
-from mm3d.model.parameters import check_state
+from mm3d.model.parameters import Parameter, check_state
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.recomputed_layers import weighted_products
 from mm3d.model.sizes import ModelSizes
@@ -64,6 +64,8 @@ class Transformer:
     describe : callable
         ``describe(sizes, causal, recompute) -> ModelSpec`` gives the layers of the model; by
         default `mm3d.model_spec`.  Other layers make another model (`mm3d.model.specs`).
+    parameter : callable
+        Makes the parameters, see `mm3d.model.specs.Builder`.
     dropout : float
         Probability that an element of a residual branch is dropped before it is added.  Masks are
         keyed by the seed, ``mask_key.place``, and the global position, so they are the same on
@@ -99,7 +101,8 @@ class Transformer:
                  master: str | None = None, recompute: str = "none",
                  weights_half: str = "keep",
                  describe: Callable[..., ModelSpec] = model_spec, dropout: float = 0.0,
-                 initial_values: InitialValues = varied_values) -> None:
+                 initial_values: InitialValues = varied_values,
+                 parameter: Callable[..., Parameter] = Parameter) -> None:
         sizes = ModelSizes(layers, hidden, heads, batch, seq)
         sizes.check()
         _check_dtypes(scheme, dtype, master)
@@ -120,11 +123,13 @@ class Transformer:
         self.spec = describe(sizes, causal, recompute, **more)
         self.builder = builder = Builder(
             scheme, self.outer, self.inner, self.library_dtype(self.dtype),
-            self.library_dtype(master), self.spec.first_layer, self.mask_key)
+            self.library_dtype(master), self.spec.first_layer, self.mask_key, parameter)
         self.layers = Chain(*builder.build_layers(self.spec.chain.layers))
-        self._products = {backward: weighted_products(self.layers, backward)
+        self.linears = [linear for linear, _ in weighted_products(self.layers)]
+        # No weight is gathered ahead if reading it is a collective already.
+        ahead = not any(linear.weight.gathered_when_read for linear in self.linears)
+        self._products = {backward: weighted_products(self.layers, backward) if ahead else []
                           for backward in (False, True)} | {None: []}
-        self.linears = [linear for linear, _ in self._products[False]]
         for linear in self.linears:
             linear.product.weights_half = weights_half
         self.parameters = self.trained = self.layers.parameters
@@ -245,7 +250,7 @@ class Transformer:
     def zero_gradients(self) -> None:
         """Set all gradients to zero."""
         for p in self.parameters:
-            p.grad[...] = 0
+            p.zero_gradient()
 
     def refresh(self) -> None:
         """Round all masters to the model's dtype, into the values; call it after changing them."""

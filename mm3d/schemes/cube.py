@@ -138,7 +138,7 @@ class CubeProduct(Product):
         algorithm = atb if overlap is None else overlap.atb
         return algorithm(A, dC, self.a, self.c, self.b, self.accumulate_float32)
 
-    def recompute_saved(self, A: Array, B: Array) -> Any:
+    def recompute_saved(self, A: Array, weight: Any) -> Any:
         return A, None    # backward gathers them
 
     def forward_transposed(self, C: Array, B: Array) -> Array:

@@ -63,7 +63,7 @@ class ColumnParallel(Product):
         return matmul_tn(self.rows.all_gather(A), dC,
                          accumulate_float32=self.accumulate_float32)
 
-    def recompute_saved(self, A: Array, B: Array) -> Any:
+    def recompute_saved(self, A: Array, weight: Any) -> Any:
         return A
 
 
@@ -92,7 +92,7 @@ class RowParallel(Product):
         A, dC = operands
         return matmul_tn(A, gather(dC, self.rows), accumulate_float32=self.accumulate_float32)
 
-    def recompute_saved(self, A: Array, B: Array) -> Any:
+    def recompute_saved(self, A: Array, weight: Any) -> Any:
         return A
 
     def forward_transposed(self, C: Array, B: Array) -> Array:

@@ -74,7 +74,8 @@ class Overlap:
     ----------
     passes : sequence of (WeightedLayer, bool)
         The layers with weights in the order of their products, each with whether the product is
-        a backward one.  Products that backward recomputes are forward ones.
+        a backward one.  Products that backward recomputes are forward ones.  No weight is
+        gathered ahead for passes that are left out.
     """
 
     def __init__(self, passes: Sequence[WeightedPass]) -> None:
@@ -193,7 +194,7 @@ class Overlap:
 
     def _prefetch(self) -> Pending | None:
         """Start gathering the weight of the next product."""
-        if self._next == len(self._passes):
+        if self._next >= len(self._passes):
             return None
         layer, backward = self._passes[self._next]
         pending = layer.product.prefetch(layer.weight.value, backward)

@@ -60,13 +60,13 @@ class Product(ABC):
         """Compute dB = A^T dC from the operands that `backward_input` returned."""
         return operands
 
-    def recompute_saved(self, A: Array, B: Array) -> Any:
-        """Recompute the data that `backward` needs, without C.
+    def recompute_saved(self, A: Array, weight: Any) -> Any:
+        """Recompute the data that `backward` needs, without C; `weight` is the parameter of B.
 
         By default this is a forward whose C is discarded; a product that can avoid the work
-        overrides it.
+        overrides it, and does not read B.
         """
-        return self.forward(A, B)[1]
+        return self.forward(A, weight.value)[1]
 
     def forward_transposed(self, C: Array, B: Array) -> Array:
         """Compute A = C B^T, in the layouts of A, B and C: logits with the table of an embedding.

@@ -31,7 +31,7 @@ class SerialProduct(Product):
         A, dC = operands
         return matmul_tn(A, dC, accumulate_float32=self.accumulate_float32)
 
-    def recompute_saved(self, A: Array, B: Array) -> Any:
+    def recompute_saved(self, A: Array, weight: Any) -> Any:
         return A
 
     def forward_transposed(self, C: Array, B: Array) -> Array:

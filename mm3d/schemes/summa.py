@@ -78,7 +78,7 @@ class SummaProduct(Product):
         A, dC = operands
         return atb(A, dC, self.a, self.b, self.accumulate_float32)
 
-    def recompute_saved(self, A: Array, B: Array) -> Any:
+    def recompute_saved(self, A: Array, weight: Any) -> Any:
         return A
 
     def forward_transposed(self, C: Array, B: Array) -> Array:

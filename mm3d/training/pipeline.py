@@ -1,6 +1,7 @@
 """Train a Transformer whose layers are divided among the stages of a pipeline."""
 
 import itertools
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Callable, ContextManager, Mapping
@@ -14,6 +15,7 @@ from mm3d.model.parameters import Parameter, check_state
 from mm3d.model.sizes import ModelSizes
 from mm3d.model.transformer import Transformer
 from mm3d.model.transformer_spec import model_spec
+from mm3d.training.data_parallel import DataParallel, check_zero
 from mm3d.training.hops import Hops
 from mm3d.training.mesh import Mesh
 from mm3d.training.schedules import Schedule, build, check
@@ -45,6 +47,11 @@ class Pipeline:
         Returns, for an action, a context in which it is executed.
     synchronous, asleep : bool
         See `mm3d.transport.point_to_point.PointToPoint`.
+    zero : {0, 1, 2, 3}
+        What the mesh's replicas divide, see `mm3d.training.data_parallel`.
+    in_flight : int
+        How many sums of gradients over replicas go on while a rank computes, see
+        `mm3d.training.data_parallel.DataParallel`.
     **options
         Further parameters of `mm3d.Transformer`: seed, dtype, causal, master, recompute.
 
@@ -54,6 +61,8 @@ class Pipeline:
         As it is executed.
     rows : list of slice
         The sequences of the batch that are this replica's micro-batches.
+    data : DataParallel or None
+        Makes the parameters and sums their gradients over replicas; None where there is one.
     chunks : list of Transformer
         The layers of each chunk of this rank's stage, for one micro-batch.
     parameters, trained : list of Parameter
@@ -73,7 +82,9 @@ class Pipeline:
     def __init__(self, mesh: Mesh, schedule: str | Schedule, layers: int, hidden: int, heads: int,
                  batch: int, seq: int, microbatches: int | None = None,
                  around: Callable[[Action], ContextManager] | None = None,
-                 synchronous: bool = False, asleep: bool = False, **options: Any) -> None:
+                 synchronous: bool = False, asleep: bool = False, zero: int = 0,
+                 in_flight: int = 0, **options: Any) -> None:
+        check_zero(zero)
         if isinstance(schedule, str):
             if microbatches is None:
                 raise ValueError(f"schedule {schedule!r}: a name needs microbatches too, their "
@@ -85,6 +96,10 @@ class Pipeline:
                                    mesh.shape["d"])
         self.rows = divide_rows(batch, mesh.shape["d"], schedule.microbatches)[mesh.replica]
         self.sizes = replace(sizes, batch=self.rows[0].stop - self.rows[0].start)
+        self.data = (DataParallel(mesh.data_grid, zero, in_flight)
+                     if mesh.data_grid is not None else None)
+        if self.data is not None:
+            options["parameter"] = self.data.create_parameter
         self.chunks = [Transformer(mesh.scheme, **self.sizes, **options,
                                    describe=partial(model_spec, part=self.parts[stage]))
                        for stage in schedule.stages[mesh.stage]]
@@ -115,19 +130,23 @@ class Pipeline:
         input_gradient : callable
             Takes a micro-batch, and this rank's block of the gradient of its input.
         """
-        self.worker.step(inputs, output_gradient, input_gradient)
+        with (self.data.summed(self.schedule.microbatches) if self.data else nullcontext()):
+            self.worker.step(inputs, output_gradient, input_gradient)
 
     def traffic(self) -> dict[tuple[str, str], Traffic]:
         """Return the traffic of this rank, by direction and collective.
 
-        Blocks sent to other stages are ("s", "send").
+        Blocks sent to other stages are ("s", "send"); d and r are the directions of replicas.
         """
-        return self.mesh.scheme.grid.traffic() | {
+        replicas = self.data.grid.traffic() if self.data else {}
+        return self.mesh.scheme.grid.traffic() | replicas | {
             (self.hops.direction, "send"): self.hops.traffic}
 
     def reset_traffic(self) -> None:
         """Reset the counts of traffic to zero."""
         self.mesh.scheme.grid.reset_traffic()
+        if self.data is not None:
+            self.data.grid.reset_traffic()
         self.hops.traffic = Traffic()
 
     def zero_gradients(self) -> None:

@@ -1,0 +1,81 @@
+"""Replicas of a model compute its gradients, whatever of its state is divided among them."""
+import numpy as np
+import pytest
+
+import mm3d
+
+SIZES = dict(layers=2, hidden=10, heads=2, batch=8, seq=3)
+# By ranks: meshes, each with a schedule and micro-batches; 7 rows, or 5 columns, divide unevenly.
+MESHES = {
+    2: [(dict(data=2, scheme="serial"), "gpipe", 2)],
+    3: [(dict(data=3, scheme="serial"), "gpipe", 1)],
+    4: [(dict(data=2, stages=2, scheme="serial"), "zb-h1", 2),
+        (dict(data=4, scheme="serial"), "gpipe", 1),
+        (dict(data=4, shards=2, scheme="serial"), "gpipe", 1),
+        (dict(data=2, scheme="1d", grid=(2,)), "gpipe", 2)],
+    8: [(dict(data=2, stages=2, scheme="3d", grid=(2, 1, 1)), "1f1b", 2),
+        (dict(data=2, scheme="3d", grid=(1, 2, 2)), "gpipe", 1),
+        (dict(data=4, shards=2, stages=2, scheme="serial"), "interleaved:1", 2)]}
+
+
+def run(pipeline, sizes, steps=2, rate=0.1):
+    """Gradients of a step, and weights after some of SGD; inputs are rows of global arrays."""
+    model, rows = pipeline.chunks[0], pipeline.rows
+    draw = np.random.default_rng(0).standard_normal
+    shape = (sizes["batch"], sizes["seq"], sizes["hidden"])
+    x, g = draw(shape), draw(shape) / (sizes["batch"] * sizes["seq"])
+    gradients = None
+    for _ in range(steps):
+        pipeline.zero_gradients()
+        pipeline.step(lambda micro: model.shard(x[rows[micro]]),
+                      lambda micro, y: model.shard(g[rows[micro]]))
+        gradients = gradients or pipeline.gradients()
+        for p in pipeline.trained:
+            p.master[...] -= rate * p.grad
+        pipeline.refresh()
+    return gradients, pipeline.state()
+
+
+def run_alone(comm, sizes):
+    """The same on one rank, by each rank for itself."""
+    own = comm.Split(comm.rank)
+    mesh = mm3d.Mesh(own, scheme="serial")
+    pipeline = mm3d.Pipeline(mesh, "gpipe", **sizes, microbatches=1, dtype="float64")
+    found = run(pipeline, sizes)
+    pipeline.free()
+    mesh.free()
+    own.Free()
+    return found
+
+
+def equal(found, expected) -> bool:
+    """Whether gradients and weights are equal to the bit."""
+    return all(np.array_equal(a[name], b[name]) for a, b in zip(found, expected) for name in b)
+
+
+@pytest.mark.ranks(3, 4, slow=(2, 8), first=(4,))
+@pytest.mark.parametrize("number", range(4))
+def test_every_stage_of_zero_computes_what_one_rank_computes(comm, transport, number):
+    """Gradients, and weights after two steps of SGD, within 1e-11 of one rank's.
+
+    Stages are equal to the bit: all of them with one micro-batch, else 0 and 1, and 2 and 3.  A
+    gradient divided by what a rank has of the batch fails, and so does a last shard, which has
+    fewer rows or none, that is never updated.
+    """
+    if number >= len(MESHES[comm.size]):
+        pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
+    options, schedule, microbatches = MESHES[comm.size][number]
+    expected, mesh, found = run_alone(comm, SIZES), mm3d.Mesh(comm, **options), []
+    for zero in range(4):
+        pipeline = mm3d.Pipeline(mesh, schedule, **SIZES, microbatches=microbatches, zero=zero,
+                                 dtype="float64")
+        found.append(run(pipeline, SIZES))
+        for a, b in zip(found[zero], expected):
+            assert a.keys() == b.keys()
+            for name in b:
+                assert np.abs(a[name] - b[name]).max() < 1e-11 * np.abs(b[name]).max(), (
+                    zero, name)
+        pipeline.free()
+    assert equal(found[1], found[0]) and equal(found[3], found[2])
+    assert microbatches > 1 or equal(found[2], found[0])
+    mesh.free()
