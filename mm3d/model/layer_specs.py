@@ -44,6 +44,16 @@ class LinearSpec(LayerSpec):
     def parameters(self) -> dict[str, tuple[int, ...]]:
         return {"weight": self.shape, "bias": self.shape[1:]}
 
+    def parameter_words(self, parallelism: Parallelism) -> dict[str, int]:
+        _, target = parallelism.spaces(self.way)
+        return {"weight": math.prod(self.shape),
+                "bias": target.stored_vector_words(math.prod(self.shape[1:]))}
+
+    def read_words(self, parallelism: Parallelism) -> tuple[int, int]:
+        """Count the weight in both, and in forward the bias if the layer adds it."""
+        weight, bias = self.parameter_words(parallelism).values()
+        return weight + self.adds_bias * bias, weight
+
     def product_shape(self, batch: int, seq: int) -> ProductShape:
         """Return the global shape of the product x W."""
         middle = math.prod(self.shape[1:-1])    # never divided
@@ -128,6 +138,10 @@ class LayerNormSpec(LayerSpec):
     def parameters(self) -> dict[str, tuple[int, ...]]:
         return {"weight": (self.hidden,), "bias": (self.hidden,)}
 
+    def parameter_words(self, parallelism: Parallelism) -> dict[str, int]:
+        return dict.fromkeys(self.parameters(),
+                             parallelism.outer.stored_vector_words(self.hidden))
+
     def moves(self, parallelism: Parallelism, recomputed: bool = False) -> Moves:
         """List the sums of rows, and the gathers and reductions of both vectors.
 
@@ -175,6 +189,10 @@ class GeluSpec(LayerSpec):
     features: int
     linear: str
     part = "gelu"
+
+    def read_words(self, parallelism: Parallelism) -> tuple[int, int]:
+        """Count the bias, in forward."""
+        return parallelism.inner.stored_vector_words(self.features), 0
 
     def moves(self, parallelism: Parallelism, recomputed: bool = False) -> Moves:
         """List the gather of the bias and the reduction of its gradient."""

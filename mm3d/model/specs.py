@@ -8,6 +8,7 @@ of them form residual blocks, and which are recomputed in backward.  The model t
 same specs, so a new kind of layer needs one spec beside the layer itself.
 """
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from contextlib import contextmanager
@@ -210,6 +211,18 @@ class LayerSpec(Spec):
         """Return the global shapes of the parameters by the last part of their names ("weight").
         """
         return {}
+
+    def parameter_words(self, parallelism: Parallelism) -> dict[str, int]:
+        """Count the words of each parameter that all ranks store; by default it is stored once.
+        """
+        return {name: math.prod(shape) for name, shape in self.parameters().items()}
+
+    def read_words(self, parallelism: Parallelism) -> tuple[int, int]:
+        """Count the stored words of the parameters that forward and backward read.
+
+        By default forward reads all parameters of the layer, and backward none.
+        """
+        return sum(self.parameter_words(parallelism).values()), 0
 
     def products(self, batch: int, seq: int) -> list[ProductShape]:
         """List the products with weights."""

@@ -63,6 +63,12 @@ class SpaceCosts:
         """Count the words of an activation, copies included."""
         return self.copies * rows * features
 
+    def stored_vector_words(self, n: int) -> int:
+        """Count the stored words of a vector of n elements, copies included."""
+        divided, diagonal = self._vector
+        held = self.grid.ranks_along(divided) * (self.grid[diagonal] if diagonal else 1)
+        return n * (self.grid.ranks // held)
+
     def gathered_vector_words(self, n: int) -> int:
         """Count the words of a vector of n elements after `Vector.gather_features`."""
         return n * self.grid.ranks // self.feature_parts

@@ -1,11 +1,13 @@
 """Compute what a pipeline costs in closed form: words between stages, and memory of a rank."""
 
+import math
 from typing import Any, Mapping, Sequence
 
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.chain_specs import ModelSpec
 from mm3d.schemes.parallelism import Parallelism
+from mm3d.training.data_costs import parameter_peak_words
 from mm3d.training.schedules.messages import operations
 from mm3d.training.schedules.schedule import Event, Schedule
 
@@ -38,7 +40,8 @@ def hop_words(schedule: Schedule, scheme: str, grids: Sequence[GridShape],
 
 
 def peak_words(schedule: Schedule, rank: int, chunks: Sequence[ModelSpec],
-               parallelism: Parallelism, weights_half: str = "keep") -> float:
+               parallelism: Parallelism, weights_half: str = "keep", zero: int = 0,
+               shards: int = 1) -> float:
     """Count the words that a rank of a stage holds at the peak, where everything divides evenly.
 
     They are parameters and gradients of all chunks; what the micro-batches in flight have saved;
@@ -59,6 +62,8 @@ def peak_words(schedule: Schedule, rank: int, chunks: Sequence[ModelSpec],
         The scheme and grid of that rank, with the sizes of a micro-batch.
     weights_half : {"keep", "gather"}
         Of the model, see `mm3d.Transformer`.
+    zero, shards : int
+        The stage of ZeRO, and the number of replicas that divide a copy of the model.
     """
     ranks, outer = parallelism.ranks, parallelism.outer
     block = outer.words(parallelism.tokens, chunks[0].hidden) / ranks
@@ -88,8 +93,10 @@ def peak_words(schedule: Schedule, rank: int, chunks: Sequence[ModelSpec],
                 peak = max(peak, held + len(waiting) * block + work)
                 held -= {"F": 0, "B": all_saved - kept, "W": kept, "BW": all_saved}[action.kind]
                 waiting |= _kept_results(schedule, rank, action)
-    stored = sum(2 * cost.parameters(spec) for spec in chunks) / ranks
-    return stored + peak
+    stored = sum(cost.parameters(spec) for spec in chunks) / ranks
+    largest = max(math.prod(shape) for spec in chunks for one in spec.chain.forward_passes()
+                  for shape in one.layer.parameters().values()) / ranks
+    return parameter_peak_words(zero, shards, stored, largest) + peak
 
 
 def _linear_inputs(spec: ModelSpec, parallelism: Parallelism) -> float:
