@@ -356,6 +356,32 @@ class Split:
             a = self.axis.backend.empty(shape, a.dtype)
         return self.axis.broadcast(a, root)
 
+    def all_to_all(self, a: Array) -> Array:
+        """Send every rank its block of `a`, in which the dimension is whole.
+
+        Returns the blocks of this rank, in the order of the ranks that sent them.
+        """
+        own = self.counts[self.axis.rank]
+        return self.axis.all_to_all(a, self.counts, [own] * self.axis.size, self.dim)
+
+    def shift(self, a: Array, held: int, by: int) -> Array:
+        """Pass blocks along the line, each to the rank `by` places before, cyclically.
+
+        Every rank calls this, with the number `held` of its block `a`; these follow one another
+        as the ranks do, from any first one on.  The result is block `held + by`.
+        """
+        axis, size = self.axis, self.axis.size
+        by %= size
+        if not by:
+            return a
+        shape = resized_shape(a.shape, self.dim, self.counts[(held + by) % size])
+        sends, receives = [0] * size, [0] * size
+        sends[axis.rank - by] = a.size
+        receives[(axis.rank + by) % size] = math.prod(shape)
+        xp = axis.backend.xp
+        flat = xp.reshape(axis.backend.contiguous(a), (a.size,))
+        return xp.reshape(axis.all_to_all(flat, sends, receives), shape)
+
     def reduce(self, a: Array, root: int) -> Array | None:
         """Return the sum of the terms of the block of `root`, on that rank; None on the others."""
         return self.axis.reduce(a, root)

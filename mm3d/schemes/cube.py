@@ -18,7 +18,7 @@ from mm3d.grid.activations import Space
 from mm3d.grid.axis import Pending, Split
 from mm3d.grid.layout import Layout
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
-from mm3d.schemes.matrix_product import MatrixProduct
+from mm3d.schemes.matrix_product import MatrixProduct, element_counts
 from mm3d.schemes.overlap import Gathered, Operand, Overlap, gather
 from mm3d.schemes.product import Product
 from mm3d.schemes.scheme import Option, Scheme, SpaceLayout
@@ -157,6 +157,14 @@ class CubeMatrixProduct(MatrixProduct):
                "atb": ("xz,y", "xy,z", "y,zx")}
     DIRECTIONS = {"ab": "yxz", "abt": "yxz", "atb": "zyx"}
     ALGORITHMS = {"ab": (ab, ab_backward), "abt": (abt, abt_backward), "atb": (atb, atb_backward)}
+
+    @classmethod
+    def forward_moves(cls, sizes: Mapping[str, int], form: str,
+                      shape: tuple[int, int, int]) -> list[Move]:
+        """List the gathers of A and B and the scatter of C, each along its direction."""
+        kinds = ("all_gather", "all_gather", "reduce_scatter")
+        return [Move(direction, kind, (sizes[direction] - 1) * count) for direction, kind, count
+                in zip(cls.DIRECTIONS[form], kinds, element_counts(form, shape).values())]
 
     def forward(self, A: Array, B: Array) -> Array:
         return self.ALGORITHMS[self.form][0](A, B, *map(self.split, "ABC"))

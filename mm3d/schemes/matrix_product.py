@@ -12,6 +12,7 @@ from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.axis import Split
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
+from mm3d.schemes.closed_form import Move
 
 # Extents of A, B and C by form: C = A B, A B^T and A^T B.
 FORMS = {"ab": ("MN", "NK", "MK"), "abt": ("MN", "KN", "MK"), "atb": ("NM", "NK", "MK")}
@@ -20,6 +21,13 @@ LOCAL_PRODUCTS = {"ab": matmul, "abt": matmul_nt, "atb": matmul_tn}
 # where "C" is dC.
 GRADIENT_PRODUCTS = {"ab": (("abt", "CB"), ("atb", "AC")), "abt": (("ab", "CB"), ("atb", "CA")),
                      "atb": (("abt", "BC"), ("ab", "AC"))}
+
+
+def element_counts(form: str, shape: tuple[int, int, int]) -> dict[str, int]:
+    """Count the elements of A, B and C of a form; `shape` is M, N, K."""
+    extents = dict(zip("MNK", shape))
+    return {name: extents[rows] * extents[columns]
+            for name, (rows, columns) in zip("ABC", FORMS[form])}
 
 
 class MatrixProduct(ABC):
@@ -73,6 +81,15 @@ class MatrixProduct(ABC):
             self._splits[name] = self.layouts[name].split(self.grid, self.shapes[name],
                                                           self.directions[name])
         return self.observed_split(self._splits[name], name)
+
+    @classmethod
+    def forward_moves(cls, sizes: Mapping[str, int], form: str,
+                      shape: tuple[int, int, int]) -> list[Move] | None:
+        """List the collectives of `forward` on a grid of these sizes; None if not stated.
+
+        Their words, over all ranks, are exact for any sizes.
+        """
+        return None
 
     @abstractmethod
     def forward(self, A: Array, B: Array) -> Array:

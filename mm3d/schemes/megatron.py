@@ -15,7 +15,8 @@ from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis, Split
 from mm3d.grid.layout import Layout
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
-from mm3d.schemes.matrix_product import FORMS, GRADIENT_PRODUCTS, LOCAL_PRODUCTS, MatrixProduct
+from mm3d.schemes.matrix_product import (FORMS, GRADIENT_PRODUCTS, LOCAL_PRODUCTS, MatrixProduct,
+                                         element_counts)
 from mm3d.schemes.overlap import Gathered, gather
 from mm3d.schemes.product import Product
 from mm3d.schemes.scheme import Scheme, SpaceLayout
@@ -112,6 +113,12 @@ class MegatronMatrixProduct(MatrixProduct):
 
     LAYOUTS = {"ab": ("x,", ",x", ",x"), "abt": ("x,", "x,", ",x"), "atb": ("x,", ",x", ",x")}
     DIRECTIONS = dict.fromkeys(FORMS, ("x", None, None))
+
+    @classmethod
+    def forward_moves(cls, sizes: Mapping[str, int], form: str,
+                      shape: tuple[int, int, int]) -> list[Move]:
+        """List the gather of A."""
+        return [Move("x", "all_gather", (sizes["x"] - 1) * element_counts(form, shape)["A"])]
 
     def forward(self, A: Array, B: Array) -> Array:
         return LOCAL_PRODUCTS[self.form](self.split("A").all_gather(A), B)

@@ -9,10 +9,10 @@ new file in ``mm3d/schemes/``.
 
 import importlib
 import pkgutil
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Mapping, Sequence
+from typing import Any, Mapping
 
 from mpi4py import MPI
 
@@ -21,7 +21,7 @@ from mm3d.grid.activations import Space
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape, factorizations
-from mm3d.schemes.matrix_product import MatrixProduct
+from mm3d.schemes.grid_algorithm import GridAlgorithm
 from mm3d.schemes.product import Product
 
 
@@ -40,7 +40,7 @@ class Option:
 SCHEMES: dict[str, type["Scheme"]] = {}    # in alphabetical order; see `registry`
 
 
-class Scheme(ABC):
+class Scheme(GridAlgorithm):
     """Divide a model over a grid of ranks: the base class of all schemes.
 
     Defining a subclass with a `name` registers it.  The attributes and the abstract methods are
@@ -78,12 +78,8 @@ class Scheme(ABC):
         The ranks.
     """
 
-    name: str
-    title: str
-    directions: str
     down_weight: str
     divides_work = True
-    matrix_product: type[MatrixProduct] | None = None
     options: Mapping[str, Option] = {}
 
     def __init_subclass__(cls) -> None:
@@ -127,39 +123,6 @@ class Scheme(ABC):
                 raise ValueError(f"{name}={value!r} is unknown: choose one of "
                                  f"{', '.join(map(str, cls.options[name].choices))}")
         return {name: options.get(name, option.default) for name, option in cls.options.items()}
-
-    @classmethod
-    @abstractmethod
-    def default_grid(cls, ranks: int) -> tuple[int, ...]:
-        """Return the default sizes of the directions for `ranks` ranks.
-
-        Raises
-        ------
-        ValueError
-            When there are none.
-        """
-
-    @classmethod
-    def check_grid(cls, grid: GridShape) -> None:
-        """Raise ValueError for a grid that the scheme cannot use."""
-
-    @classmethod
-    def grid_shape(cls, sizes: Sequence[int] | GridShape) -> GridShape:
-        """Return the shape of the grid with these sizes of the scheme's directions.
-
-        Raises
-        ------
-        ValueError
-            When these are other directions, or a size is less than 1.
-        """
-        given = sizes
-        directions, sizes = ((given.directions, given.sizes) if isinstance(given, GridShape)
-                             else (cls.directions, tuple(given)))
-        if directions != cls.directions or len(sizes) != len(cls.directions):
-            raise ValueError(f"the grid of scheme {cls.name!r} has the directions "
-                             f"{', '.join(cls.directions) or '(none)'}, so grid={given!r} should "
-                             f"have {len(cls.directions)} sizes, one for each")
-        return GridShape(cls.directions, sizes)
 
     @classmethod
     @abstractmethod

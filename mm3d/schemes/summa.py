@@ -16,7 +16,8 @@ from mm3d.grid.axis import Split
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
-from mm3d.schemes.matrix_product import FORMS, GRADIENT_PRODUCTS, MatrixProduct
+from mm3d.schemes.matrix_product import (FORMS, GRADIENT_PRODUCTS, MatrixProduct,
+                                         element_counts)
 from mm3d.schemes.product import Product
 from mm3d.schemes.scheme import Scheme, SpaceLayout
 
@@ -97,6 +98,15 @@ class SummaMatrixProduct(MatrixProduct):
     # By form: the algorithm, and the matrices that it communicates along y and along x.  A and B
     # are broadcast, C is reduced.
     ALGORITHMS = {"ab": (ab, "AB"), "abt": (abt, "CB"), "atb": (atb, "AC")}
+
+    @classmethod
+    def forward_moves(cls, sizes: Mapping[str, int], form: str,
+                      shape: tuple[int, int, int]) -> list[Move]:
+        """List q broadcasts of each operand, or q reductions of C instead of those of one."""
+        q, counts = sizes["x"], element_counts(form, shape)
+        return [Move(direction, "reduce" if name == "C" else "broadcast",
+                     (q - 1) * counts[name], q)
+                for direction, name in zip("yx", cls.ALGORITHMS[form][1])]
 
     def forward(self, A: Array, B: Array) -> Array:
         return self._multiply(self.form, "ABC", {"A": A, "B": B})

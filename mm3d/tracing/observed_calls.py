@@ -13,7 +13,7 @@ from mm3d.tracing.events import ArrayObserver, Collective, Event, Gemm, Layer, O
 from mm3d.transport.pending import Pending
 
 # Methods of a Split, Vector or Space whose collectives move its operand.
-OPERAND_METHODS = {*COLLECTIVES, "begin_reduce_scatter", "prefetch", "gather_features",
+OPERAND_METHODS = {*COLLECTIVES, "begin_reduce_scatter", "prefetch", "shift", "gather_features",
                    "reduce_gradient", "sum_features"}
 
 Observers = list[Observer]

@@ -120,7 +120,7 @@ def test_lines_of_another_transport_go(tmp_path):
     again = machine_update.update_collectives(machine, invented_collectives())
     assert machine_file.format_machine(again) == machine_file.format_machine(machine)
     other = machine_update.update_collectives(machine, invented_collectives("mpi"))
-    assert other.transport == "mpi" and len(other.collectives) == 10
+    assert other.transport == "mpi" and len(other.collectives) == 12
     few = invented_collectives()
     few.configuration["grid"], few.scales["axis"] = "1 x 1 x 8", ["z"]
     more = machine_update.update_collectives(machine, few)

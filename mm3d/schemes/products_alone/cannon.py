@@ -1,0 +1,134 @@
+"""Implement Cannon's product (1969) on a q x q grid: blocks are aligned, then shifted q - 1 times.
+
+x numbers the rows of the grid, y its columns; rank (i, j) stores block (i, j) of each matrix.  In
+C = A B the blocks of A and B travel, each to the neighbour, and C stays.  In the other forms the
+operand that has C's rows and columns crossed stays, and C travels instead.  `held` is the number
+of the blocks that a rank holds, i + j + step modulo q.
+"""
+
+from typing import Mapping
+
+from mm3d.arrays.backend import Array
+from mm3d.arrays.blocks import block_lengths
+from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
+from mm3d.grid.axis import Split
+from mm3d.grid.shape import GridShape
+from mm3d.schemes.closed_form import Move
+from mm3d.schemes.grid_algorithm import ProductAlone
+from mm3d.schemes.matrix_product import (FORMS, GRADIENT_PRODUCTS, MatrixProduct,
+                                         element_counts)
+from mm3d.schemes.summa import Summa
+
+
+def ab(A: Array, B: Array, a: Split, b: Split, steps: range) -> Array:
+    """Compute the terms t of C_ij = sum_t A_it B_tj: A travels along y, B along x."""
+    i, j = b.axis.rank, a.axis.rank
+    A = a.shift(A, j, i + steps.start)
+    B = b.shift(B, i, j + steps.start)
+    C = matmul(A, B)
+    for held in range(i + j + steps.start, i + j + steps.stop - 1):
+        A = a.shift(A, held, 1)
+        B = b.shift(B, held, 1)
+        C += matmul(A, B)
+    return C
+
+
+def abt(A: Array, B: Array, c: Split, b: Split, steps: range) -> Array:
+    """Compute terms of C_it = sum_j A_ij B_tj^T: C travels along y, B along x."""
+    i, j = b.axis.rank, c.axis.rank
+    held = i + j + steps.start
+    B = b.shift(B, i, j + steps.start)
+    C = matmul_nt(A, B)
+    for held in range(held, i + j + steps.stop - 1):
+        B = b.shift(B, held, 1)
+        C = c.shift(C, held, 1)
+        C += matmul_nt(A, B)
+    held = i + j + steps.stop - 1
+    return c.shift(C, held, j - held)
+
+
+def atb(A: Array, B: Array, a: Split, c: Split, steps: range) -> Array:
+    """Compute terms of C_tj = sum_i A_it^T B_ij: A travels along y, C along x."""
+    i, j = c.axis.rank, a.axis.rank
+    A = a.shift(A, j, i + steps.start)
+    C = matmul_tn(A, B)
+    for held in range(i + j + steps.start, i + j + steps.stop - 1):
+        A = a.shift(A, held, 1)
+        C = c.shift(C, held, 1)
+        C += matmul_tn(A, B)
+    held = i + j + steps.stop - 1
+    return c.shift(C, held, i - held)
+
+
+class CannonMatrixProduct(MatrixProduct):
+    """Compute C = A B, A B^T or A^T B of matrices, each divided into q x q blocks."""
+
+    LAYOUTS = dict.fromkeys(FORMS, ("x,y", "x,y", "x,y"))
+    DIRECTIONS = dict.fromkeys(FORMS, (None, None, None))
+    # By form: the algorithm, and the matrices that travel along y and along x.
+    ALGORITHMS = {"ab": (ab, "AB"), "abt": (abt, "CB"), "atb": (atb, "AC")}
+
+    def forward(self, A: Array, B: Array) -> Array:
+        return self._multiply(self.form, "ABC", {"A": A, "B": B})
+
+    def backward(self, dC: Array, A: Array, B: Array) -> tuple[Array, Array]:
+        blocks = {"A": A, "B": B, "C": dC}
+        (form_A, names_A), (form_B, names_B) = GRADIENT_PRODUCTS[self.form]
+        return (self._multiply(form_A, names_A + "A", blocks),
+                self._multiply(form_B, names_B + "B", blocks))
+
+    def _multiply(self, form: str, names: str, blocks: dict[str, Array]) -> Array:
+        """Compute the product of this form whose A, B and C are the matrices `names`."""
+        return self._travel(form, names, *(blocks[name] for name in names[:2]),
+                            range(self.grid.x.size))
+
+    def _travel(self, form: str, names: str, first: Array, second: Array, steps: range) -> Array:
+        """Compute some steps of a product from the blocks of both operands."""
+        (algorithm, crossing), matrix = self.ALGORITHMS[form], dict(zip("ABC", names))
+        y, x = (matrix[letter] for letter in crossing)
+        return algorithm(first, second,
+                         self.observed_split(self.grid.y.split(1, self.shapes[y][1]), y),
+                         self.observed_split(self.grid.x.split(0, self.shapes[x][0]), x), steps)
+
+    @classmethod
+    def forward_moves(cls, sizes: Mapping[str, int], form: str,
+                      shape: tuple[int, int, int]) -> list[Move]:
+        """List the shifts of the two matrices that travel."""
+        return travel_moves(sizes, form, shape, range(sizes["x"]))
+
+
+def travel_moves(sizes: Mapping[str, int], form: str, shape: tuple[int, int, int],
+                 steps: range) -> list[Move]:
+    """List the shifts of some steps on one q x q grid.
+
+    Between the steps whole matrices move.  To align one, each row (column) of blocks moves by
+    another number of places, and one does not move: row (column) -t for an operand that begins
+    at step t, 1 - t for C after the last step t - 1.
+    """
+    q, extents, counts = sizes["x"], dict(zip("MNK", shape)), element_counts(form, shape)
+    found = []
+    for place, (direction, name) in enumerate(zip("yx", CannonMatrixProduct.ALGORITHMS[form][1])):
+        letters = FORMS[form]["ABC".index(name)]
+        blocks = block_lengths(extents[letters[place]], q)
+        still = blocks[(1 - steps.stop if name == "C" else -steps.start) % q]
+        words = len(steps) * counts[name] - still * (counts[name] // max(1, sum(blocks)))
+        found.append(Move(direction, "all_to_all", words, len(steps)))
+    return found
+
+
+class Cannon(ProductAlone):
+    """Shift blocks of matrices over a square of ranks."""
+
+    name = "cannon"
+    title = "Cannon"
+    directions = "xy"
+    matrix_product = CannonMatrixProduct
+
+    @classmethod
+    def default_grid(cls, ranks: int) -> tuple[int, ...]:
+        return Summa.default_grid(ranks)
+
+    @classmethod
+    def check_grid(cls, grid: GridShape) -> None:
+        if grid["x"] != grid["y"]:
+            raise ValueError(f"product 'cannon' needs a square grid, not {grid}")
