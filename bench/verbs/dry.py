@@ -6,10 +6,10 @@ import sys
 import mm3d
 from bench.cases.variants import Variant, schemes_with_option
 from bench.errors import UsageError
-from bench.prediction import machine_model, memory_fit
-from bench.reports import dry_tables
+from bench.prediction import machine_model, memory_fit, pipeline_seconds
+from bench.reports import dry_tables, predicted_pipelines
 from bench.reports.formats import render
-from bench.command_line import grids, options
+from bench.command_line import grids, options, pipeline_options
 from mm3d import ModelSizes, model_spec
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
@@ -50,6 +50,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--machine", metavar="NAME", help=(
         "also predict seconds on this machine, a supplied one or a .toml file; --grid auto plans "
         "for it (default longhorn)"))
+    pipeline_options.add_pipeline(parser)
     options.add_format(parser)
 
 
@@ -61,17 +62,20 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.scheme not in mm3d.SCHEMES:
         raise UsageError(f"scheme {arguments.scheme!r} is unknown: choose one of "
                          f"{', '.join(mm3d.SCHEMES)}")
-    chosen = grids.read_grid(arguments.grid, arguments.scheme, arguments.ranks,
+    ranks = pipeline_options.stage_ranks(arguments)
+    chosen = grids.read_grid(arguments.grid, arguments.scheme, ranks,
                              arguments.machine or "longhorn", arguments.dtype, sizes,
                              arguments.recompute)
     machine = (machine_model.load_machine(arguments.machine, arguments.dtype)
                if arguments.machine else None)
     limit = memory_fit.parse_size(arguments.memory) if arguments.memory else 0
-    if limit and arguments.rank:
+    if limit and arguments.rank and not arguments.stages:
         raise UsageError("--memory is held against rank 0, which has the most: leave --rank out")
     scheme = mm3d.SCHEMES[arguments.scheme]
     try:
-        grid = scheme.grid_shape(chosen or scheme.default_grid(arguments.ranks))
+        grid = scheme.grid_shape(chosen or scheme.default_grid(ranks))
+        if arguments.stages:
+            return _pipeline(arguments, grid, sizes, machine, limit)
         trace = _trace(arguments, grid, sizes, machine)
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -88,13 +92,53 @@ def run(arguments: argparse.Namespace) -> int:
     return int(not fits)
 
 
+def _pipeline(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
+              machine: machine_model.Machine | None, limit: int) -> int:
+    """Print the tables of one rank of a pipeline; return 1 when ``--memory`` does not suffice."""
+    if arguments.all_layers:
+        raise UsageError("--all-layers: a stage is always extended from few layers: leave it out")
+    if grid.ranks * arguments.stages != arguments.ranks:
+        raise ValueError(f"a grid of {grid} has {grid.ranks} ranks, but a stage has "
+                         f"{arguments.ranks // arguments.stages}")
+    if not 0 <= arguments.rank < arguments.ranks:
+        raise ValueError(f"--rank {arguments.rank}: 0 to {arguments.ranks - 1} would do")
+    model = pipeline_options.pipeline_model(
+        arguments, arguments.scheme, grid, sizes, causal=arguments.causal,
+        options=tuple(_scheme_options(arguments).items()),
+        weights_half=arguments.halves or "keep")
+    stage, place = divmod(arguments.rank, grid.ranks)
+    layers = sum(len(model.parts[part]) for part in model.schedule.stages[stage])
+    trace = model.trace(layers, place)
+    described = model_spec({**model.micro, "layers": layers}, arguments.causal)
+    useful = cost.flops(described) | cost.flops_of_halves(described)
+    parts = [_title(arguments, grid, sizes), "", "One micro-batch:", "",
+             dry_tables.phase_table(trace, useful), dry_tables.collective_table(trace),
+             dry_tables.part_table(trace), *predicted_pipelines.rank_parts(model, stage)]
+    if machine:
+        found = pipeline_seconds.predict_pipeline(model, machine)
+        parts += predicted_pipelines.seconds_parts(arguments.schedule or "1f1b", model, found,
+                                                   machine)
+    peak = pipeline_seconds.peak_bytes(model, stage)
+    if limit:
+        parts.append(f"{peak / 2 ** 30:.2f} GiB at the peak of a rank of this stage, by the "
+                     f"closed form: it {'fits' if peak <= limit else 'does not fit'}")
+    print(render(parts, arguments.format))
+    return int(bool(limit) and peak > limit)
+
+
+def _scheme_options(arguments: argparse.Namespace) -> dict:
+    """Return the options of the scheme that were given."""
+    return {name: value for name in ("keep", "overlap") if (value := getattr(arguments, name))}
+
+
 def _title(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes) -> str:
     """Name the rank and the model."""
     return (f"scheme {arguments.scheme}, grid {grid}, rank {arguments.rank} of {arguments.ranks}; "
             + ", ".join(f"{name} {value}" for name, value in sizes.items())
             + f", {arguments.dtype}, recompute {arguments.recompute}"
             + ", overlap" * arguments.overlap
-            + f", backward in halves ({arguments.halves})" * bool(arguments.halves))
+            + f", backward in halves ({arguments.halves})" * bool(arguments.halves)
+            + f"; {arguments.stages} stages" * bool(arguments.stages))
 
 
 def _trace(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
@@ -107,7 +151,7 @@ def _trace(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
         When the scheme cannot use the grid or an option, or there is no such rank.
     """
     trace_of = dry_run.trace_step if arguments.all_layers else dry_run.extrapolate_step
-    asked = {name: value for name in ("keep", "overlap") if (value := getattr(arguments, name))}
+    asked = _scheme_options(arguments)
     if arguments.halves:
         sizes = {**sizes, "halves": True, "weights_half": arguments.halves}
     return trace_of(arguments.scheme, arguments.ranks, grid.sizes, arguments.rank, options=asked,

@@ -43,7 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--schedule", type=lambda text: text.split(","), default=["1f1b", "zb-h1"],
                         metavar="NAMES", help=(
         f"schedules, with commas between, of {', '.join(registry())}; interleaved:3 has 3 chunks "
-        f"a rank (default 1f1b,zb-h1)"))
+        f"a rank, auto is searched for and has one (default 1f1b,zb-h1)"))
     parser.add_argument("--microbatches", type=options.numbers, default=[8], metavar="M,...",
                         help="micro-batches of a step (default 8)")
     for name, default, about in (("layers", 8, "layers of the whole model"),

@@ -4,10 +4,13 @@ import argparse
 import time
 
 from bench.errors import UsageError
-from bench.prediction import machine_model, planner
+from bench.prediction import machine_model, pipeline_seconds, planner
+from bench.prediction.closed_form_plan import screen_grid
+from bench.reports import predicted_pipelines
 from bench.reports.formats import render
 from bench.reports.plan_tables import plan_remarks, plan_table
-from bench.command_line import grids, options
+from bench.command_line import grids, options, pipeline_options
+from mm3d import ModelSizes
 from mm3d.model.sizes import SIZES
 
 GROUP = "Plan and predict"
@@ -21,6 +24,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", type=int, default=12, metavar="N",
                         help="number of plans to print (default 12)")
     options.add_recompute(parser)
+    pipeline_options.add_pipeline(parser)
     options.add_pictures(parser)
     options.add_format(parser)
 
@@ -33,12 +37,15 @@ def run(arguments: argparse.Namespace) -> int:
     UsageError
         When there are fewer than 2 ranks or no plan to print.
     """
+    pipeline_options.stage_ranks(arguments)
     ranks, dtype, recompute = arguments.ranks, arguments.dtype, arguments.recompute
     if ranks < 2 or arguments.top < 1:
         raise UsageError(f"--ranks {ranks} --top {arguments.top}: at least 2 ranks and one plan "
                          f"would do")
     machine = machine_model.load_machine(arguments.machine, dtype)
     sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
+    if arguments.stages:
+        return _pipelines(arguments, machine, sizes)
     start = time.perf_counter()
     found = planner.rank_plans(ranks, machine, dtype, recompute,
                                max(arguments.top, planner.TRACED_OF_MANY),
@@ -54,4 +61,26 @@ def run(arguments: argparse.Namespace) -> int:
         from bench.reports.figures.prediction import draw_plans
         for path in draw_plans(arguments.pictures, ranks, machine, dtype, recompute, sizes):
             options.name_file(path, arguments.format)
+    return 0
+
+
+def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
+               sizes: ModelSizes) -> int:
+    """Print the plans of a pipeline's stages; 0."""
+    if arguments.pictures:
+        raise UsageError(f"--pictures {arguments.pictures}: pictures are of plans without "
+                         f"--stages")
+    try:
+        every = [pipeline_options.pipeline_model(arguments, scheme, grid, sizes)
+                 for scheme, grid in planner.list_candidates(
+                     pipeline_options.stage_ranks(arguments))]
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    layers = max(map(len, every[0].parts))
+    best = sorted(every, key=lambda one: screen_grid(
+        one.scheme, one.grid, machine, arguments.dtype, arguments.recompute,
+        {**one.micro, "layers": layers}).seconds)[:arguments.top]
+    found = pipeline_seconds.plan_pipelines(best, machine)
+    print(render([machine.about, *predicted_pipelines.plan_parts(found, len(every))],
+                 arguments.format))
     return 0

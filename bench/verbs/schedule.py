@@ -21,7 +21,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``schedule``."""
     what = parser.add_mutually_exclusive_group(required=True)
     what.add_argument("--name", metavar="NAME", help=(
-        f"the schedule: {', '.join(registry())}; interleaved:3 has 3 chunks a rank"))
+        f"the schedule: {', '.join(registry())}; interleaved:3 has 3 chunks a rank; auto "
+        f"is searched for, with one stage a rank"))
     what.add_argument("--file", metavar="FILE", help=(
         "a schedule as this verb prints it, such as an edited one; it is checked"))
     parser.add_argument("--stages", type=options.whole(1), metavar="P",

@@ -126,12 +126,21 @@ def clock(schedule: Schedule, times: Times) -> Timeline:
         [[Fraction(end, run.scale) for end in ends] for ends in run.ends], run.causes)))
 
 
+def pairs(schedule: Schedule) -> set[tuple[int, int]]:
+    """Return the ranks, sender and receiver, of all neighbouring stages in both directions."""
+    ranks = [schedule.rank_of[stage] for stage in range(schedule.stage_count)]
+    forward = set(zip(ranks, ranks[1:]))
+    same = {(rank, rank) for rank in ranks}    # chunks, and a stage's own backward
+    return forward | {(target, source) for source, target in forward} | same
+
+
 class _Run:
     """The times of all actions, in whole numbers of a unit that divides all times."""
 
     def __init__(self, schedule: Schedule, times: Times) -> None:
         self.schedule, self.scale = schedule, times.denominator()
-        self.hop = int(times.hop * self.scale)
+        self.hops = {(source, target): int(times.hop_between(source, target) * self.scale)
+                     for source, target in pairs(schedule)}
         self.groups = [schedule.groups(rank) for rank in range(schedule.ranks)]
         self.durations = {(kind, stage): int(times.of(kind, stage) * self.scale)
                           for kind in ("F", "B", "W", "BW") for stage in schedule.rank_of}
@@ -171,7 +180,7 @@ class _Run:
                 if event not in self.happened:
                     return event
                 end, source = self.happened[event]
-                arrival = end + self.hop * (source[0] != rank)
+                arrival = end + self.hops[source[0], rank]
                 if arrival > start:
                     start, cause = arrival, source
         end = start + sum(self.durations[action.kind, self.schedule.stage_of(rank, action.chunk)]

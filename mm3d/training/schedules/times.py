@@ -1,9 +1,9 @@
 """Define the times of the steps of each stage, and of a message, as exact fractions."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
-from typing import Iterable
+from typing import Iterable, Mapping
 
 from mm3d.training.schedules.schedule import STEPS
 
@@ -26,18 +26,21 @@ class Times:
     hop : Fraction
         From the end of an action to the arrival of its result on another rank.  Neither rank is
         busy with it.
+    links : mapping of (int, int) to Fraction
+        Hops from a rank to another that take another time than `hop`.
     """
 
     forward: tuple[Fraction, ...]
     backward: tuple[Fraction, ...]
     weights: tuple[Fraction, ...]
     hop: Fraction = Fraction(0)
+    links: Mapping[tuple[int, int], Fraction] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not len(self.forward) == len(self.backward) == len(self.weights) > 0:
             raise ValueError(f"times of {len(self.forward)}, {len(self.backward)} and "
                              f"{len(self.weights)} stages: as many of F, B and W are needed")
-        if min(*self.forward, *self.backward, *self.weights, self.hop) < 0:
+        if min(*self.forward, *self.backward, *self.weights, self.hop, *self.links.values()) < 0:
             raise ValueError("times are negative: times of at least 0 are needed")
 
     @classmethod
@@ -58,7 +61,11 @@ class Times:
         every = {"F": self.forward, "B": self.backward, "W": self.weights}
         return sum((every[step][stage] for step in STEPS[kind]), Fraction(0))
 
+    def hop_between(self, source: int, target: int) -> Fraction:
+        """Return the time of a hop from a rank to a rank; none from a rank to itself."""
+        return Fraction(0) if source == target else self.links.get((source, target), self.hop)
+
     def denominator(self) -> int:
         """Return the least number that makes all times whole when multiplied by it."""
         return math.lcm(*(time.denominator for time in (
-            *self.forward, *self.backward, *self.weights, self.hop)))
+            *self.forward, *self.backward, *self.weights, self.hop, *self.links.values())))

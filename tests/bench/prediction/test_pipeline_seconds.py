@@ -1,0 +1,101 @@
+"""Pipelines predicted by a machine model: hops by their links, steps by the clock, plans."""
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+from bench.__main__ import main
+from bench.prediction import machine_model, pipeline_seconds
+from bench.prediction.pipeline_seconds import PipelineModel
+from bench.prediction.seconds import step_seconds
+from mm3d import ModelSizes
+from mm3d.schemes import find_scheme
+from mm3d.training.schedules import Times, build, clock
+
+LONGHORN = machine_model.load_machine("longhorn")    # 4 ranks a node
+SIZES = ModelSizes(layers=8, hidden=256, heads=4, batch=16, seq=64)
+DRY = ["dry", "--hidden", "256", "--layers", "8", "--batch", "16", "--seq", "64"]
+
+
+def made(name="1f1b", stages=4, grid=(2, 1, 1), **more) -> PipelineModel:
+    return PipelineModel(build(name, stages, 8), "3d", find_scheme("3d").grid_shape(grid), SIZES,
+                         **more)
+
+
+def test_a_hop_takes_the_link_between_its_nodes():
+    """Stages of 2 ranks, 4 ranks a node: 0 and 1 are on a node; two ranks share its link to 2."""
+    size, achieved = 1e6, LONGHORN.achieved
+    seconds, level = pipeline_seconds.hop_seconds(LONGHORN, 2, size, 0, 1)
+    assert level == "node" and seconds == pytest.approx(
+        LONGHORN.node.seconds_per_message / achieved.latency
+        + size / LONGHORN.node.bytes_per_second / achieved.node)
+    seconds, level = pipeline_seconds.hop_seconds(LONGHORN, 2, size, 1, 2)
+    assert level == "network" and seconds == pytest.approx(
+        LONGHORN.network.seconds_per_message / achieved.latency
+        + 2 * size / LONGHORN.network.bytes_per_second / achieved.network)
+    alone = pipeline_seconds.hop_seconds(LONGHORN, 1, size, 3, 4)
+    assert alone[1] == "network" and alone[0] < seconds
+
+
+def test_hops_of_their_own_are_as_one_hop_where_they_are_equal():
+    schedule = build("interleaved:2", 3, 6)
+    pairs = {(a, b): Fraction(1, 4) for a in range(3) for b in range(3) if a != b}
+    times = Times.equal(6, 1, 2, 1, hop="0.25")
+    other = Times(times.forward, times.backward, times.weights, links=pairs)
+    assert clock(schedule, times).ends == clock(schedule, other).ends
+    slow = Times(times.forward, times.backward, times.weights, times.hop, {(1, 2): Fraction(9)})
+    assert clock(schedule, slow).makespan > clock(schedule, times).makespan
+    with pytest.raises(ValueError, match="negative"):
+        Times((Fraction(1),), (Fraction(1),), (Fraction(1),), links={(0, 1): Fraction(-1)})
+
+
+def test_the_step_is_that_of_the_closed_form_without_hops():
+    """1F1B of equal stages; F and B are those of a dry run of a stage's two layers."""
+    model = made()
+    found = pipeline_seconds.predict_pipeline(model, LONGHORN)
+    each = step_seconds(LONGHORN, model.trace(2))
+    assert float(found.without_hops) == pytest.approx((8 + 3) * sum(each.values()), rel=1e-6)
+    assert found.timeline.makespan > found.without_hops
+    assert 0 < found.inside < found.between
+    halves = pipeline_seconds.predict_pipeline(made("zb-h1"), LONGHORN).timeline.times
+    assert min(halves.weights) > 0 and max(found.timeline.times.weights) == 0
+    assert np.isnan(pipeline_seconds.predict_pipeline(made(stages=2), LONGHORN).between)
+
+
+def test_a_million_ranks_are_predicted(capsys):
+    """Some stage in the middle; each rank of it sends as many blocks as all others do."""
+    assert main([*DRY[:3], "--layers", "128", "--batch", "128", "--ranks", "1000000", "--stages",
+                 "64", "--microbatches", "64", "--rank", "500000", "--machine", "longhorn",
+                 "--memory", "16 GB"]) == 0
+    text = capsys.readouterr().out
+    assert "Stage 32 of 64 in a step of 64 micro-batches" in text and "fits" in text
+    assert [line.split()[-1] for line in text.splitlines() if "blocks sent" in line] == ["128"]
+    assert "between nodes" in text and "grid 25 x 25 x 25" in text
+
+
+def test_too_little_memory_ends_with_1(capsys):
+    assert main([*DRY, "--ranks", "4", "--stages", "4", "--memory", "1 MB"]) == 1
+    assert "does not fit" in capsys.readouterr().out
+
+
+def test_plans_of_the_stages(capsys):
+    words = ["--ranks", "4", "--stages", "2", "--microbatches", "4", "--schedule", "zb-h1"]
+    assert main(["plan", *DRY[1:], *words, "--top", "3"]) == 0
+    text = capsys.readouterr().out
+    assert "2 stages, 4 micro-batches" in text and "3 of them traced" in text
+    steps = [float(line.split()[line.count(" x ") * 2 + 2])
+             for line in text.splitlines() if line.endswith("yes")]
+    assert len(steps) == 3 and steps == sorted(steps)
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--microbatches", "4"], "--microbatches 4: give --stages too"),
+    (["--stages", "3"], "--stages 3 does not divide --ranks 8"),
+    (["--stages", "2", "--grid", "2x1x1"], "grid of 2 x 1 x 1 has 2 ranks, but a stage has 4"),
+    (["--stages", "2", "--rank", "8"], "--rank 8: 0 to 7 would do"),
+    (["--stages", "2", "--all-layers"], "--all-layers: a stage is always extended"),
+    (["--stages", "2", "--schedule", "2f2b"], "schedule '2f2b' is unknown"),
+    (["--stages", "2", "--microbatches", "3"], "cannot be divided among 3 micro-batches")])
+def test_what_cannot_be_is_refused(words, said, capsys):
+    assert main([*DRY, "--ranks", "8", "--grid", "4x1x1", *words]) == 2
+    assert said in capsys.readouterr().err
