@@ -231,6 +231,8 @@ def peak_words(scheme: str, grid: Mapping[str, int], model: ModelSpec, **options
     # A saved input is part of `saved`.  The gradient that enters the backward of a recomputed
     # group is the gradient of the model's output if there is only one group.
     activations = 3 + (not saved.input) + (_count_groups(model.chain) > 1)
+    if not model.chain.input_words(parallelism):    # tokens enter, and a loss leaves
+        activations = 1
     return ((2 * parameters(model) + sum(saved)) / parallelism.ranks + activations * activation
             + model.chain.transient_words(parallelism))
 

@@ -94,6 +94,13 @@ class WholeGPT:
         self.parameters = self.layers.parameters
         draw_ends(self.embedding.parameters + self.output.parameters, seed, values)
 
+    @property
+    def nbytes(self) -> int:
+        """Return the bytes on this rank of all parameters, and of a tied head's gradient."""
+        head = self.output.head.weight
+        tied = head.grad.nbytes if isinstance(head, TiedWeight) else 0
+        return sum(p.nbytes for p in self.parameters) + tied
+
     def forward(self, tokens: np.ndarray, targets: Targets) -> tuple[Array, Any]:
         """Compute the sum of the losses of this rank's rows, and the data for backward."""
         x, _ = self.embedding.forward(tokens)

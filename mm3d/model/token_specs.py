@@ -146,10 +146,11 @@ class HeadSpec(LayerSpec):
     def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
         """Count dx, the weight's gradient, and the operands that the product gathers.
 
-        The gradient of the logits is in their place.
+        The gradient of the logits is in their place.  A tied head has a gradient of its own.
         """
         product, = self.products(parallelism.batch, parallelism.seq)
-        return ((self.input_words(parallelism) + self.hidden * self.vocab) / parallelism.ranks
+        weights = (1 + self.tied) * self.hidden * self.vocab
+        return ((self.input_words(parallelism) + weights) / parallelism.ranks
                 + parallelism.transient_words(product, recomputed))
 
     def make_layer(self, builder: Builder, name: str) -> Head | TiedHead:

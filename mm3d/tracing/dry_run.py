@@ -9,10 +9,15 @@ elementwise pass, every collective, and the memory over time, exactly.
 >>> trace.flops("forward"), trace.peak
 """
 
+import math
 import sys
 from typing import Any
 
+import numpy as np
+
 from mm3d.arrays import backend as backends
+from mm3d.model.cross_entropy import Targets
+from mm3d.model.gpt_ends import WholeGPT
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.transformer import Transformer
 from mm3d.schemes import scheme as make_scheme
@@ -22,7 +27,8 @@ from mm3d.tracing.observe import observed
 from mm3d.tracing.trace import Trace
 from mm3d.transport.silent import DryCommunicator
 
-__all__ = ["PHASES", "Collective", "Gemm", "Pass", "Trace", "extrapolate_step", "trace_step"]
+__all__ = ["PHASES", "Collective", "Gemm", "Pass", "Trace", "extrapolate_step", "trace_gpt",
+           "trace_step"]
 
 
 def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0,
@@ -79,6 +85,50 @@ def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank:
         else:
             model.backward(dy, saved)
             trace.traffic["backward"] = scheme.grid.traffic()
+    trace.phase = "done"
+    return trace
+
+
+def trace_gpt(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0,
+              block: int = sys.maxsize, options: dict[str, Any] | None = None,
+              **sizes: Any) -> Trace:
+    """Trace a forward and a backward pass of a whole GPT on one rank, on one stage.
+
+    Tokens and targets are the numbers of the vocabulary in turn, so that all have their share.
+
+    Parameters
+    ----------
+    name, ranks, grid, rank, block, options
+        As in `trace_step`.
+    **sizes
+        As in `mm3d.model.gpt_ends.WholeGPT`.
+
+    Returns
+    -------
+    Trace
+        As from `trace_step`.
+
+    Raises
+    ------
+    ValueError
+        As from `trace_step`.
+    """
+    backend = backends.get(DryBackend())
+    backend.reset(block)
+    trace = backend.trace
+    scheme = make_scheme(name, DryCommunicator(ranks, rank), grid, backend, **(options or {}))
+    model = WholeGPT(scheme, **sizes)
+    trace.layers = sizes["layers"]
+    trace.parameters = model.nbytes
+    tokens = np.arange(math.prod(model.shape)).reshape(model.shape) % model.vocab
+    with observed(scheme.grid, trace, model):
+        scheme.grid.reset_traffic()
+        _, saved = model.forward(tokens, Targets(tokens))
+        trace.traffic["forward"] = scheme.grid.traffic()
+        trace.saved = model.inside.saved_bytes(saved)
+        scheme.grid.reset_traffic()
+        model.backward(tokens, Targets(tokens), saved)
+        trace.traffic["backward"] = scheme.grid.traffic()
     trace.phase = "done"
     return trace
 

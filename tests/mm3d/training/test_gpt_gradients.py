@@ -1,0 +1,157 @@
+"""The gradients of a whole GPT, beside central differences, PyTorch, and itself, to the bit."""
+import itertools
+
+import numpy as np
+import pytest
+
+import mm3d
+from gpts import SIZES, tokens_and_targets, train
+from mm3d.training.schedules import build
+from pipelines import VEE
+
+KINDS = [dict(tied=True, label_smoothing=0.1, z_loss=0.01), dict(tied=False)]
+
+
+def random_state(model: mm3d.GPT) -> dict[str, np.ndarray]:
+    """Parameters of which each matters: no bias is 0, no norm 1."""
+    rng = np.random.default_rng(5)
+    return {name: (name.endswith(("ln1.weight", "ln2.weight", "norm.weight"))
+                   + 0.3 * rng.standard_normal(a.shape)) for name, a in model.state().items()}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_central_differences(comm, kind):
+    """Of the mean over the targets that count, along a random direction of every parameter.
+
+    A gradient that is divided by another number of targets, of a head whose table is tied and not
+    added, or of a bias that is not summed over all rows, differs at once.
+    """
+    mesh = mm3d.Mesh(comm, 1, "serial")
+    model, data = mm3d.GPT(mesh, **SIZES, dtype="float64", microbatches=2, **kind), []
+    state, data = random_state(model), tokens_and_targets()
+    model.load(state)
+    model.step(*data)
+    rng, h = np.random.default_rng(6), 1e-5
+    for p in model.trained:
+        way, kept = rng.standard_normal(p.master.shape), np.array(p.master)
+        losses = []
+        for sign in (1, -1):
+            p.master[...] = kept + sign * h * way
+            losses.append(model.evaluate(*data))
+        p.master[...] = kept
+        slope, expected = (losses[0] - losses[1]) / (2 * h), np.vdot(p.grad, way)
+        size = np.linalg.norm(p.grad) * np.linalg.norm(way)
+        assert abs(slope - expected) <= 1e-7 * size + 1e-10, p.name
+    model.free()
+    mesh.free()
+
+
+LAYERS = SIZES | dict(layers=4)
+SOME, REST = ("1f1b", "zb-h1", "zb-v"), ("gpipe", "interleaved:2", "v-half")
+
+
+@pytest.mark.ranks(2, slow=(1,))
+@pytest.mark.parametrize("kind, names", [
+    (KINDS[0], SOME), pytest.param(KINDS[0], REST, marks=pytest.mark.slow),
+    pytest.param(KINDS[1], SOME + REST, marks=pytest.mark.slow)], ids=str)
+def test_schedules_stages_and_recomputation_are_equal_to_the_bit(comm, kind, names):
+    """Losses and gradients after a step of SGD: the tied gradients of two stages are summed in
+    the order of one, and nothing depends on who has which layer."""
+    kind = kind | dict(sizes=LAYERS, microbatches=4)
+    if comm.rank == 0:
+        alone = mm3d.Mesh(comm.Split(0), 1, "serial")
+        expected = train(alone, **kind)
+        alone.free()
+    else:
+        comm.Split(1)
+        expected = None
+    expected = comm.bcast(expected)
+    mesh = mm3d.Mesh(comm, comm.size, "serial")
+    for number, schedule in enumerate((*names, VEE[comm.size])):
+        if isinstance(schedule, str):
+            schedule = build(schedule, comm.size, 4)
+        again = ("none", "full", "selective")[number % 3]
+        found = train(mesh, **kind, schedule=schedule, recompute=again, asleep=True)
+        for name, a in expected.items():
+            assert np.array_equal(found[name], a), (number, name)
+    mesh.free()
+
+
+@pytest.mark.ranks(2, slow=(4,))
+def test_every_element_is_counted_once(comm):
+    """In a norm over all ranks, after the gradients of a table on two stages have been summed."""
+    mesh = mm3d.Mesh(comm, 2, "3d", (comm.size // 2, 1, 1))
+    for tied in (True, False):
+        model = mm3d.GPT(mesh, **SIZES, dtype="float64", tied=tied)
+        model.step(*tokens_and_targets())
+        squares = comm.allreduce(sum(float(np.vdot(p.grad, p.grad))
+                                     for p in model.trained if p.counted))
+        expected = sum(np.vdot(a, a) for a in model.gradients().values())
+        assert abs(squares - expected) <= 1e-13 * expected
+        if tied:
+            tables = [p.grad for p in model.trained if p.name == "embedding.weight"]
+            first, last = (comm.bcast(tables[0], root) for root in (0, comm.size // 2))
+            assert np.array_equal(first, last) and first.any()
+        model.free()
+    mesh.free()
+
+
+@pytest.mark.ranks(slow=(4,))
+def test_a_tied_table_on_stages_of_different_grids(comm):
+    """Each stage receives from the other the parts of its block."""
+    expected = None
+    for grids in ([(2, 1, 1), (2, 1, 1)], [(2, 1, 1), (1, 2, 1)], [(1, 1, 2), (1, 2, 1)]):
+        mesh = mm3d.Mesh(comm, 2, "3d", grids)
+        found = train(mesh, microbatches=2)
+        expected = expected or found
+        for name, a in expected.items():
+            assert np.allclose(found[name], a, rtol=1e-10, atol=1e-13), (grids, name)
+        mesh.free()
+
+
+def torch_loss(torch, state, tokens, targets, heads, smoothing, z):
+    """Loss and gradients of the same model, written with PyTorch's functions."""
+    F = torch.nn.functional
+    p = {name: torch.tensor(a, requires_grad=True) for name, a in state.items()}
+    h = p["norm.weight"].shape[0]
+    x = p["embedding.weight"][torch.tensor(tokens)] + p["positions.weight"]
+    for n in itertools.count():
+        if f"layers.{n}.ln1.weight" not in p:
+            break
+        q = {name.partition(f"layers.{n}.")[2]: a for name, a in p.items()}
+        u = F.layer_norm(x, (h,), q["ln1.weight"], q["ln1.bias"])
+        u = u @ q["attention.qkv.weight"] + q["attention.qkv.bias"]
+        qkv = u.reshape(*tokens.shape, 3, heads, h // heads).permute(2, 0, 3, 1, 4)
+        u = F.scaled_dot_product_attention(*qkv, is_causal=True)
+        u = u.transpose(1, 2).reshape(*tokens.shape, h)
+        x = x + u @ q["attention.proj.weight"] + q["attention.proj.bias"]
+        u = F.layer_norm(x, (h,), q["ln2.weight"], q["ln2.bias"])
+        u = F.gelu(u @ q["mlp.up.weight"] + q["mlp.up.bias"], approximate="tanh")
+        x = x + u @ q["mlp.down.weight"] + q["mlp.down.bias"]
+    x = F.layer_norm(x, (h,), p["norm.weight"], p["norm.bias"])
+    logits = x @ p.get("head.weight", p["embedding.weight"].T)
+    goal = torch.tensor(targets)
+    loss = F.cross_entropy(logits.flatten(0, 1), goal.flatten(), ignore_index=-1,
+                           label_smoothing=smoothing)
+    loss = loss + z * (torch.logsumexp(logits, -1)[goal >= 0] ** 2).mean()
+    loss.backward()
+    return loss.item(), {name: a.grad.numpy() for name, a in p.items()}
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=str)
+def test_pytorch_computes_the_same(comm, kind):
+    """Where PyTorch is installed: losses and all gradients in float64."""
+    torch = pytest.importorskip("torch")
+    mesh = mm3d.Mesh(comm, 1, "serial")
+    model, data = mm3d.GPT(mesh, **SIZES, dtype="float64", **kind), tokens_and_targets()
+    state = random_state(model)
+    model.load(state)
+    loss, found = model.step(*data), model.gradients()
+    expected, gradients = torch_loss(torch, state, *data, SIZES["heads"],
+                                     kind.get("label_smoothing", 0.0), kind.get("z_loss", 0.0))
+    assert abs(loss - expected) <= 1e-12
+    for name, a in found.items():
+        error = np.linalg.norm(a - gradients[name]) / np.linalg.norm(gradients[name])
+        assert error <= 1e-11, name
+    model.free()
+    mesh.free()
