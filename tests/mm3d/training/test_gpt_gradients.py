@@ -47,7 +47,7 @@ def test_central_differences(comm, kind):
 
 
 LAYERS = SIZES | dict(layers=4)
-SOME, REST = ("1f1b", "zb-h1", "zb-v"), ("gpipe", "interleaved:2", "v-half")
+SOME, REST = ("1f1b", "zb-v"), ("gpipe", "zb-h1", "interleaved:2", "v-half")
 
 
 @pytest.mark.ranks(2, slow=(1,))
@@ -67,11 +67,12 @@ def test_schedules_stages_and_recomputation_are_equal_to_the_bit(comm, kind, nam
         expected = None
     expected = comm.bcast(expected)
     mesh = mm3d.Mesh(comm, comm.size, "serial")
-    for number, schedule in enumerate((*names, VEE[comm.size])):
+    vee = [VEE[comm.size]] if names != SOME else []
+    for number, schedule in enumerate((*names, *vee)):
         if isinstance(schedule, str):
             schedule = build(schedule, comm.size, 4)
         again = ("none", "full", "selective")[number % 3]
-        found = train(mesh, **kind, schedule=schedule, recompute=again, asleep=True)
+        found = train(mesh, **kind, schedule=schedule, recompute=again)
         for name, a in expected.items():
             assert np.array_equal(found[name], a), (number, name)
     mesh.free()
