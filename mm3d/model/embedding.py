@@ -49,7 +49,7 @@ class Embedding:
 
     def forward(self, tokens: np.ndarray, overlap: None = None) -> tuple[Array, None]:
         """Compute this rank's block of x from the global tokens, (batch, seq) on the host."""
-        library, dtype = self.outer.grid.backend, self.weight.value.dtype
+        library, dtype = self.outer.grid.backend, self.weight.dtype
         term = (self._rows[-1].term if self._rows else library.empty)(self._shape, dtype)
         table, positions = (one.gather() for one in self._tables)
         flat = library.xp.reshape(term, (-1, term.shape[2]))

@@ -49,7 +49,7 @@ class Output:
     def zero_gradients(self) -> None:
         """Set the gradient of the head to zero where it is none of the parameters."""
         if isinstance(self.head.weight, TiedWeight):
-            self.head.weight.grad[...] = 0
+            self.head.weight.zero_gradient()
 
     def add_tied_gradient(self) -> None:
         """Add the gradient of a tied head to that of the embedding on the same rank."""

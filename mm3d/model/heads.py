@@ -30,9 +30,7 @@ class TiedWeight:
     """
 
     def __init__(self, table: Parameter) -> None:
-        self.table, self.has_master = table, table.has_master
-        self.grad = table.grid.backend.empty(table.grad.shape, table.grad.dtype)
-        self.grad[...] = 0
+        self.table, self.has_master, self._twin = table, table.has_master, table.twin()
 
     @property
     def value(self) -> Array:
@@ -40,13 +38,16 @@ class TiedWeight:
         return self.table.value
 
     def accumulate(self, gradient: Array | None) -> None:
-        """Add `gradient` to `grad`."""
-        if gradient is not None:
-            self.grad += gradient
+        """Add `gradient` to the head's."""
+        self._twin.accumulate(gradient)
+
+    def zero_gradient(self) -> None:
+        """Set the head's gradient to zero."""
+        self._twin.zero_gradient()
 
     def add_to_table(self) -> None:
         """Add the head's gradient to the table's."""
-        self.table.accumulate(self.grad)
+        self.table.grad += self._twin.grad
 
 
 class Head:

@@ -1,6 +1,7 @@
 """Define parameters: trained arrays, divided over the grid, with their gradients."""
 
 import math
+from copy import copy
 from typing import Any, Mapping
 
 import numpy as np
@@ -47,8 +48,8 @@ class Parameter:
     first_copy : bool
         False where other ranks, outside `grid`, hold this block already: in all replicas of a
         model but the first, and in the second copy of tied weights.
-    uses : int
-        How often a micro-batch accumulates a gradient: once, or more for tied weights.
+    dtype : dtype
+        Type of `value`.
     gathered_when_read : bool
         Whether reading `value` is a collective of all ranks that divide it, which each use of
         the value repeats.
@@ -61,16 +62,27 @@ class Parameter:
         self.name, self.grid, self.layout, self.shape = name, grid, layout, tuple(shape)
         inputs = self.shape[:1] if name.endswith("weight") and len(shape) > 1 else ()
         self.public_shape = (*inputs, math.prod(self.shape[len(inputs):]))
-        self.has_master, self.first_copy, self.uses = master is not None, True, 1
-        self._allocate(dtype, gathered_along, master)
+        self.dtype, self.has_master, self.first_copy = dtype, master is not None, True
+        self._allocate(gathered_along, master)
+        self._allocate_gradient()
         self.zero_gradient()
 
-    def _allocate(self, dtype: Any, gathered_along: Split | None, master: Any) -> None:
-        """Allocate value, master and gradient; parameters as those of the class."""
+    def _allocate(self, gathered_along: Split | None, master: Any) -> None:
+        """Allocate value and master; parameters as those of the class."""
         local, backend = self.layout.local_shape(self.grid, self.shape), self.grid.backend
-        self.value = (gathered_along or backend).empty(local, dtype)
+        self.value = (gathered_along or backend).empty(local, self.dtype)
         self.master = backend.empty(local, master) if self.has_master else self.value
-        self.grad = backend.empty(local, master if self.has_master else dtype)
+
+    def _allocate_gradient(self) -> None:
+        """Allocate the gradient, like the master."""
+        self.grad = self.grid.backend.empty(self.master.shape, self.master.dtype)
+
+    def twin(self) -> "Parameter":
+        """Return a second use of the parameter: the same value, with a gradient of its own."""
+        other = copy(self)
+        other._allocate_gradient()
+        other.zero_gradient()
+        return other
 
     @property
     def counted(self) -> bool:

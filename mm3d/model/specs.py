@@ -217,6 +217,10 @@ class LayerSpec(Spec):
         """
         return {name: math.prod(shape) for name, shape in self.parameters().items()}
 
+    def gradient_words(self, parallelism: Parallelism) -> int:
+        """Count the words of the gradients of a pass; by default one of each parameter."""
+        return sum(self.parameter_words(parallelism).values())
+
     def read_words(self, parallelism: Parallelism) -> tuple[int, int]:
         """Count the stored words of the parameters that forward and backward read.
 

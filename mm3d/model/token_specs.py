@@ -122,6 +122,10 @@ class HeadSpec(LayerSpec):
     def products(self, batch: int, seq: int) -> list[ProductShape]:
         return [ProductShape("up", batch * seq, self.hidden, self.vocab)]
 
+    def gradient_words(self, parallelism: Parallelism) -> int:
+        """Count the weight's, which is apart from the embedding's where they are tied."""
+        return self.hidden * self.vocab
+
     def read_words(self, parallelism: Parallelism) -> tuple[int, int]:
         """Count the weight in both."""
         return self.hidden * self.vocab, self.hidden * self.vocab

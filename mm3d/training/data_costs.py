@@ -20,6 +20,15 @@ def stored_words(chunks: Sequence[ModelSpec], parallelism: Parallelism) -> int:
                for chunk in chunks for one in chunk.chain.forward_passes())
 
 
+def gradient_words(chunks: Sequence[ModelSpec], parallelism: Parallelism) -> int:
+    """Count the words of the gradients that the ranks of a stage sum, in one replica.
+
+    They are those of all parameters, and of a tied head once more.
+    """
+    return sum(one.times * one.layer.gradient_words(parallelism)
+               for chunk in chunks for one in chunk.chain.forward_passes())
+
+
 def read_words(chunks: Sequence[ModelSpec], parallelism: Parallelism) -> int:
     """Count the stored words of the parameters that a micro-batch reads, in one replica.
 
@@ -60,12 +69,13 @@ def data_words(chunks: Sequence[ModelSpec], parallelism: Parallelism, data: int,
     check_zero(zero)
     shards = data if shards is None else shards
     copies, psi = data // shards, stored_words(chunks, parallelism)
+    gradients = gradient_words(chunks, parallelism)
     once = data - copies    # a gather of every rank: each copy has shards - 1 receivers of a word
-    reads = microbatches * read_words(chunks, parallelism) if zero == 3 else psi
+    gathered = {0: gradients, 3: microbatches * read_words(chunks, parallelism)}.get(zero, psi)
     # Each rank sums its whole block over r where gradients are whole, and else its shard.
     summed = (data if zero == 0 else copies) - (shards if zero == 0 else 1)
-    words = {("d", "reduce_scatter"): (microbatches if zero > 1 else 1) * once * psi,
-             ("d", "all_gather"): once * reads, ("r", "all_reduce"): 2 * summed * psi}
+    words = {("d", "reduce_scatter"): (microbatches if zero > 1 else 1) * once * gradients,
+             ("d", "all_gather"): once * gathered, ("r", "all_reduce"): 2 * summed * gradients}
     return {key: number for key, number in words.items() if number}
 
 

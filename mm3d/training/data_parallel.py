@@ -139,15 +139,25 @@ class SummedParameter(Parameter):
         self.stored = layout.owns_block(grid)
         self._left, self._is_zero = 0, False
         super().__init__(name, *self._place(grid, layout), shape, dtype, gathered_along, master)
+        self.first_copy = self._has_first_copy()
 
     def _place(self, grid: Grid, layout: Layout) -> tuple[Any, Layout]:
         """Return the grid and the layout of master and gradient."""
         return grid, layout
 
+    def _has_first_copy(self) -> bool:
+        """Return whether no rank outside `grid` holds this block already."""
+        return True
+
     @property
     def first(self) -> bool:
         """Return whether this rank keeps what the gradient was before a step."""
         return self.data.coords["r"] == 0
+
+    def twin(self) -> Parameter:
+        other = super().twin()
+        self.sums.parameters.append(other)
+        return other
 
     def zero_gradient(self) -> None:
         self.grad[...] = 0
@@ -157,7 +167,7 @@ class SummedParameter(Parameter):
         """Prepare the gradient: what it was before must be counted once."""
         if not self._is_zero and not self.first:
             self.grad[...] = 0
-        self._left, self._is_zero = microbatches * self.uses, False
+        self._left, self._is_zero = microbatches, False
 
     def finish_step(self) -> None:
         """Complete the gradient at the end of a step."""
@@ -171,15 +181,17 @@ class SummedParameter(Parameter):
 class ReplicatedParameter(SummedParameter):
     """Hold a parameter of which every replica has master, gradient and value (stage 0)."""
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        super().__init__(*arguments, **options)
-        self.first_copy = self.first
+    def _allocate_gradient(self) -> None:
+        super()._allocate_gradient()
         self._flat = namespace(self.grad).reshape(self.grad, (self.grad.size,))
         self._split = self.data["d"].split(0, self.grad.size)
 
     @property
     def first(self) -> bool:
         return self.data.coords["r"] == self.data.coords["d"] == 0
+
+    def _has_first_copy(self) -> bool:
+        return self.first
 
     def accumulate(self, gradient: Array | None) -> None:
         super().accumulate(gradient)
@@ -213,28 +225,25 @@ class ShardedMaster(SummedParameter):
         self.whole = layout, grid
         return self.data, shard_layout(layout)
 
-    def _allocate(self, dtype: Any, gathered_along: Split | None, master: Any) -> None:
-        backend, (layout, grid) = self.data.backend, self.whole
+    def _allocate(self, gathered_along: Split | None, master: Any) -> None:
         local = self.layout.local_shape(self.data, self.shape)
         self._split = self.layout.split(self.data, self.shape, "d")
         start = sum(self._split.counts[:self._split.axis.rank]) if self.stored else 0
-        length = local[self._split.dim]
-        self._own = (slice(None),) * self._split.dim + (slice(start, start + length), Ellipsis)
-        self._allocate_value(layout.local_shape(grid, self.shape), dtype, gathered_along)
-        self.master = (backend.empty(local, master) if self.has_master else
+        stop = start + local[self._split.dim]
+        self._own = (slice(None),) * self._split.dim + (slice(start, stop), Ellipsis)
+        self._allocate_value(gathered_along)
+        self.master = (self.data.backend.empty(local, master) if self.has_master else
                        self._part_of(self.value))
-        self._allocate_gradient(layout.local_shape(grid, self.shape), local,
-                                master if self.has_master else dtype)
 
-    def _allocate_value(self, whole: tuple[int, ...], dtype: Any,
-                        gathered_along: Split | None) -> None:
+    def _allocate_value(self, gathered_along: Split | None) -> None:
         """Allocate `value`, this rank's whole block."""
-        self.value = (gathered_along or self.data.backend).empty(whole, dtype)
+        layout, grid = self.whole
+        whole = layout.local_shape(grid, self.shape)
+        self.value = (gathered_along or self.data.backend).empty(whole, self.dtype)
 
-    def _allocate_gradient(self, whole: tuple[int, ...], local: tuple[int, ...],
-                           dtype: Any) -> None:
+    def _allocate_gradient(self) -> None:
         """Allocate the sum over the micro-batches of this rank, and `grad`, a part of it."""
-        self._sum = self.data.backend.empty(whole, dtype)
+        self._sum = self.data.backend.empty(self.value.shape, self.master.dtype)
         self.grad = self._part_of(self._sum)
 
     def _part_of(self, whole: Array) -> Array:
@@ -266,7 +275,7 @@ class ShardedMaster(SummedParameter):
             for others in (slice(own.start), slice(own.stop, None)):
                 self._sum[(*before, others, Ellipsis)] = 0
             self._sum[self._own] = self.grad if self.first else 0
-        self._left, self._is_zero = microbatches * self.uses, False
+        self._left, self._is_zero = microbatches, False
 
     def accumulate(self, gradient: Array | None) -> None:
         if gradient is not None:
@@ -294,9 +303,7 @@ class ShardedMaster(SummedParameter):
 class ShardedGradient(ShardedMaster):
     """Hold a parameter whose master and gradient are divided along d (stage 2)."""
 
-    def _allocate_gradient(self, whole: tuple[int, ...], local: tuple[int, ...],
-                           dtype: Any) -> None:
-        self.grad = self.data.backend.empty(local, dtype)
+    _allocate_gradient = SummedParameter._allocate_gradient
 
     @property
     def nbytes(self) -> int:
@@ -327,13 +334,11 @@ class ShardedValue(ShardedGradient):
 
     gathered_when_read = True
 
-    def _allocate_value(self, whole: tuple[int, ...], dtype: Any,
-                        gathered_along: Split | None) -> None:
-        local = self.layout.local_shape(self.data, self.shape)
-        self._shard = (self._split if self.stored else self.data.backend).empty(local, dtype)
-
-    def _part_of(self, whole: Array) -> Array:
-        return self._shard
+    def _allocate(self, gathered_along: Split | None, master: Any) -> None:
+        local, backend = self.layout.local_shape(self.data, self.shape), self.data.backend
+        self._split = self.layout.split(self.data, self.shape, "d")
+        self._shard = (self._split if self.stored else backend).empty(local, self.dtype)
+        self.master = backend.empty(local, master) if self.has_master else self._shard
 
     @property
     def value(self) -> Array:

@@ -55,7 +55,7 @@ class GPT:
     ignored : int
         The target of positions that do not count.
     **options
-        Further parameters of `mm3d.Pipeline`: around, synchronous, asleep, weights_half.
+        Further parameters of `mm3d.Pipeline`: zero, in_flight, around, synchronous, asleep, weights_half.
 
     Attributes
     ----------
@@ -85,8 +85,6 @@ class GPT:
                  label_smoothing: float = 0.0, z_loss: float = 0.0, ignored: int = -1,
                  **options: Any) -> None:
         check_vocabulary(vocab, label_smoothing, z_loss)
-        if mesh.shape["d"] > 1:
-            raise ValueError("a GPT on several replicas does not sum gradients over them yet")
         if isinstance(schedule, str) and microbatches is None:
             microbatches = 1
         self.mesh, self.comm, self.vocab, self.ignored = mesh, mesh.comm, vocab, ignored
@@ -106,8 +104,9 @@ class GPT:
                                   label_smoothing=label_smoothing, z_loss=z_loss)
         self._tie = None
         if tied and first != last:
+            data = self.pipeline.data
             self._tie = TiedStages(mesh, (first, last), (vocab, hidden),
-                                   options.get("asleep", False))
+                                   options.get("asleep", False), bool(data and data.zero))
         before, after = (end.parameters if end else [] for end in (self._embedding, self._output))
         draw_ends(before + after, seed, values)
         self.trained: list[Parameter] = [*before, *self.pipeline.parameters, *after]
@@ -216,7 +215,7 @@ class GPT:
     def zero_gradients(self) -> None:
         """Set all gradients to zero."""
         for p in self.trained:
-            p.grad[...] = 0
+            p.zero_gradient()
         if self._output is not None:
             self._output.zero_gradients()
 

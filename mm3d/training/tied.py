@@ -7,6 +7,7 @@ from mm3d.grid.axis import Traffic
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.model.parameters import Parameter
+from mm3d.training.data_parallel import shard_layout
 from mm3d.training.hops import Box, transfers
 from mm3d.training.mesh import Mesh
 from mm3d.transport.point_to_point import PointToPoint
@@ -25,14 +26,28 @@ class TiedStages:
         Global shape of the table.
     asleep : bool
         See `mm3d.transport.point_to_point.PointToPoint`.
+    divided : bool
+        Whether replicas divide the gradients, as from stage 1 of ZeRO on.
     """
 
     def __init__(self, mesh: Mesh, stages: tuple[int, int], shape: tuple[int, int],
-                 asleep: bool = False) -> None:
+                 asleep: bool = False, divided: bool = False) -> None:
         self.mesh, self.stages = mesh, stages
         self.messages = PointToPoint(mesh.comm, mesh.scheme.grid.backend, asleep=asleep)
-        layout = Layout(mesh.scheme.down_weight)
-        self._blocks = [table_blocks(mesh.grids[stage], layout, shape) for stage in stages]
+        layout, grids = Layout(mesh.scheme.down_weight), [mesh.grids[stage] for stage in stages]
+        # Shards are exchanged by all ranks that divide a copy, and blocks inside a replica.
+        self._first, self._number = mesh.replica, mesh.place
+        if divided:
+            place = mesh.data_grid.coords["d"]
+            self._first, self._number = mesh.replica - place, mesh.place + place * mesh.shape["t"]
+            layout, sizes = shard_layout(layout), {"d": mesh.data.size}
+            grids = [GridShape.from_sizes(sizes | dict(grid)) for grid in grids]
+        self._blocks = [table_blocks(grid, layout, shape) for grid in grids]
+
+    def _rank(self, stage: int, number: int) -> int:
+        """Return the rank in the mesh of the holder of a block of a stage."""
+        replica, place = divmod(number, self.mesh.shape["t"])
+        return self.mesh.shape.rank({"d": self._first + replica, "s": stage, "t": place})
 
     def sum_gradients(self, parameter: Parameter | None, traffic: Traffic) -> None:
         """Exchange the gradients, and add the other stage's to that of `parameter`.
@@ -47,18 +62,18 @@ class TiedStages:
         if parameter is None:
             return
         mine = self.stages.index(self.mesh.stage)
-        other, own = self.stages[1 - mine], self._blocks[mine][self.mesh.place]
+        other, own = self.stages[1 - mine], self._blocks[mine][self._number]
         receives = [(one, self.messages.begin_receive(
             tuple(stop - start for start, stop in one.box), parameter.grad.dtype,
-            self.mesh.rank(other, one.source), 0))
+            self._rank(other, one.source), 0))
             for one in transfers(self._blocks[1 - mine], self._blocks[mine])
-            if one.target == self.mesh.place]
+            if one.target == self._number]
         traffic.calls += 1
         sent = [one for one in transfers(self._blocks[mine], self._blocks[1 - mine])
-                if one.source == self.mesh.place]
+                if one.source == self._number]
         for one in sent:
             part = self.mesh.scheme.grid.backend.contiguous(parameter.grad[_slices(one.box, own)])
-            self.messages.send(part, self.mesh.rank(other, one.target), 0)
+            self.messages.send(part, self._rank(other, one.target), 0)
             traffic.messages += 1
             traffic.words += one.words
             traffic.moved += one.words
