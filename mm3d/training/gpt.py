@@ -55,7 +55,8 @@ class GPT:
     ignored : int
         The target of positions that do not count.
     **options
-        Further parameters of `mm3d.Pipeline`: zero, in_flight, around, synchronous, asleep, weights_half.
+        Further parameters of `mm3d.Pipeline`: zero, in_flight, around, synchronous, asleep,
+        weights_half.
 
     Attributes
     ----------
