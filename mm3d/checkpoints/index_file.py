@@ -17,6 +17,7 @@ import numpy as np
 from mm3d.checkpoints.block_files import Block
 
 NAME, FORMAT = "index.h5", "mm3d checkpoint, version 1"
+DROPOUT_STEP = "dropout_step"    # an attribute of the checkpoint and of models with dropout
 
 
 @dataclass(frozen=True)

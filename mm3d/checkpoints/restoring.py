@@ -9,7 +9,7 @@ import numpy as np
 
 from mm3d.checkpoints import folder as folders
 from mm3d.checkpoints.block_files import Block, read_part
-from mm3d.checkpoints.index_file import Index, read_index
+from mm3d.checkpoints.index_file import DROPOUT_STEP, Index, read_index
 from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
 from mm3d.checkpoints.together import on_each, on_root
 
@@ -81,7 +81,10 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
     model.refresh()
     if optimizer is not None:
         optimizer.set_numbers(index.optimizer)
-    attributes = {name: v for name, v in index.attributes.items() if name != "step"}
+    if getattr(model, DROPOUT_STEP, None) is not None and DROPOUT_STEP in index.attributes:
+        setattr(model, DROPOUT_STEP, index.attributes[DROPOUT_STEP])
+    attributes = {name: value for name, value in index.attributes.items()
+                  if name not in ("step", DROPOUT_STEP)}
     return Checkpoint(path, index.attributes["step"], attributes)
 
 

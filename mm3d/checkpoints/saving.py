@@ -6,7 +6,7 @@ from typing import Any
 
 from mm3d.checkpoints import folder as folders
 from mm3d.checkpoints.block_files import Block, write_blocks
-from mm3d.checkpoints.index_file import NAME, ArrayInfo, Index, write_index
+from mm3d.checkpoints.index_file import DROPOUT_STEP, NAME, ArrayInfo, Index, write_index
 from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
 from mm3d.checkpoints.together import on_each, on_root
 
@@ -68,7 +68,8 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
 
     def complete() -> Path:
         try:
-            index = _join(gathered, {"step": step, **attributes}, described)
+            index = _join(gathered, {"step": step, **_dropout_step(model), **attributes},
+                          described)
             write_index(aside / NAME, index, f"written by {comm.size} ranks")
             folders.sync(aside / NAME)
             folders.finish(aside, place)
@@ -81,6 +82,12 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
     on_root(comm, f"checkpoint {place} is written, but older ones could not be removed",
             lambda: folders.remove_old(folder, keep, place))
     return place
+
+
+def _dropout_step(model: Any) -> dict[str, int]:
+    """Return the step that the model's next dropout masks are of, where it drops anything."""
+    step = getattr(model, DROPOUT_STEP, None)
+    return {} if step is None else {DROPOUT_STEP: step}
 
 
 def _infos(arrays: list[StoredArray]) -> dict[str, ArrayInfo]:

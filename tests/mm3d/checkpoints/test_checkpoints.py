@@ -9,6 +9,7 @@ from mpi4py import MPI
 import mm3d
 from mm3d.checkpoints import block_files
 from mm3d.checkpoints.index_file import read_index
+from checkpoint_models import everything, same, set_gradients
 
 SIZES = dict(layers=4, hidden=15, heads=3, batch=4, seq=2)    # divides by neither 2 nor 4
 # Stages, scheme, grid, schedule.
@@ -27,36 +28,8 @@ def pipeline(comm, stages=1, scheme="3d", grid=(1, 1, 1), schedule="gpipe", **op
 
 def step(model, optimizer, seed: int) -> None:
     """A step with the same global gradients on every mesh."""
-    for t in model.trained:
-        whole = np.random.default_rng([seed, *t.name.encode()]).standard_normal(t.shape)
-        t.grad[...] = whole[t.layout.slices(t.grid, t.shape)]
+    set_gradients(model, seed)
     optimizer.step()
-
-
-def everything(model, optimizer=None) -> dict:
-    """The global arrays of a model and of the moments, on every rank, in public shapes."""
-    own = {}
-    for index, t in enumerate(model.trained):
-        arrays = {"parameters": t.master} | {
-            f"optimizer/{name}": blocks[index]
-            for name, blocks in (optimizer.state if optimizer else {}).items()}
-        for kind, array in arrays.items():
-            if t.counted:
-                own.setdefault(f"{kind}/{t.name}", []).append(
-                    (t.layout.slices(t.grid, t.shape), t.shape, t.public_shape, array.copy()))
-    found = {}
-    for every in model.comm.allgather(own):
-        for path, parts in every.items():
-            for place, shape, public, array in parts:
-                whole = found.setdefault(path, (np.full(shape, np.nan, array.dtype), public))[0]
-                whole[place] = array
-    return {path: whole.reshape(public) for path, (whole, public) in found.items()}
-
-
-def same(found: dict, expected: dict) -> bool:
-    return found.keys() == expected.keys() and all(
-        a.dtype == expected[path].dtype and np.array_equal(a, expected[path])
-        for path, a in found.items())
 
 
 def release(model) -> None:
