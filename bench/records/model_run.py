@@ -23,7 +23,7 @@ ENVIRONMENT = ("ranks", "cores", "ranks_per_core", "oversubscribed", "cpu_model"
                "git_commit", "git_clean")
 PUBLISHED = {"gpus": "1", "batch": "1", "hidden": "1", "forward_time": "s",
              "backward_time": "s", "average_step_time": "s", "recomputed_step_time": "s"}
-GROUPS = ("parts", "machine", "memory", "waits")
+GROUPS = ("parts", "machine", "memory", "waits", "wire")
 TRAFFIC_DIMS = ("phase", "rank", "axis", "collective")
 SAMPLE_DIMS = ("repetition", "rank")
 
@@ -69,8 +69,9 @@ class Run:
     schema : int
         The version of the schema of the file that it was read from; 0 if it was not read.
     groups : dict of str to Group
-        The measured ones of `GROUPS`: parts of the time, rates of the machine, memory
-        and waits (described in ``bench/records/README.rst``); empty in files before version 3.
+        The measured ones of `GROUPS`: parts of the time, rates of the machine, memory, waits and
+        bytes between nodes (described in ``bench/records/README.rst``); empty in files before
+        version 3.
     directions : tuple of str
         The directions along which traffic was counted; see `directions_of`.
     """

@@ -73,7 +73,8 @@ def figures_of_merit(run: Run) -> list[Figure]:
                   Figure("  part of it that is useful (MFU)",
                          100 * utilization(flops, seconds, ranks, peak), "%"),
                   Figure(f"memory bandwidth, {who}", rates[f"memory_{name}"] / 1e9, "GB/s")]
-    return found + traffic_figures(run) + intensity_figures(run, flops) + memory_figures(run)
+    return (found + traffic_figures(run) + wire_figures(run) + intensity_figures(run, flops)
+            + memory_figures(run))
 
 
 def recomputation_figures(run: Run) -> list[Figure]:
@@ -113,6 +114,16 @@ def traffic_figures(run: Run) -> list[Figure]:
                       Figure(f"  bandwidth in collectives along {axis}",
                              speed.get(axis, math.nan) / 1e9, "GB/s")]
     return found
+
+
+def wire_figures(run: Run) -> list[Figure]:
+    """Return the bytes that all nodes received in each phase, beside those that have to cross."""
+    if "wire" not in run.groups:
+        return []
+    received, least = (run.groups["wire"].variables[name].values.sum(axis=1)
+                       for name in ("received", "least"))
+    return [Figure(f"bytes that nodes received from others, {phase}, on the wire",
+                   float(received[p]), "byte", float(least[p])) for p, phase in enumerate(PHASES)]
 
 
 def moved_words(run: Run) -> np.ndarray:

@@ -15,7 +15,7 @@ from bench.records.folder import (FolderContents, Results, is_crowded, most_over
                                   read_folder, share_cores)
 from bench.records.model_run import Run
 from bench.reports import (certainty, emulated, emulated_rows, formats, merit_rows, micro_tables,
-                           speed_ups)
+                           speed_ups, wire_rows)
 from bench.reports.document import Column, Notes, Number, Part, Rows, Table, number_cell
 from mm3d.tracing.events import PHASES
 
@@ -60,7 +60,7 @@ def preset_parts(results: Results) -> list[Part]:
                       merit_rows.merit_table(heading, rows, runs)]
         if results.plain or results.runs.keys() & {(name, PROPOSED, 64)}:
             parts.append(speed_ups.speed_up_table(heading, name, results))
-    parts += emulated_rows.row_parts(results)
+    parts += emulated_rows.row_parts(results) + wire_rows.wire_parts(results)
     return parts + [Notes("About the published figures:", published_notes()),
                     Notes("About the measured figures:", measured_notes(results))]
 

@@ -251,6 +251,20 @@ def check_waits(run: Run) -> Iterator[str]:
         yield "waits/slept: a rank has slept less than its work takes by the model"
 
 
+def check_wire(run: Run) -> Iterator[str]:
+    """Check that nodes of an emulated cluster received what they have to receive in a step."""
+    if "wire" not in run.groups:
+        return
+    if "emulated_cluster" not in run.environment:
+        yield "the group wire is there, but no emulated cluster is named"
+    received, least = (run.groups["wire"].variables[name].values
+                       for name in ("received", "least"))
+    for phase, found, wanted in zip(PHASES, received.sum(axis=1), least.sum(axis=1)):
+        if found < wanted:
+            yield (f"wire/received of {phase} is {found:g} bytes in all, less than the {wanted:g} "
+                   f"that have to cross between nodes")
+
+
 def check_sizes(run: Run) -> Iterator[str]:
     """Check that sizes are those of the row under the preset, or recorded as overridden."""
     chosen = run.configuration
@@ -309,6 +323,6 @@ def find_private_text(group: h5py.Group) -> Iterator[str]:
 
 MODEL: tuple[Callable[[Run], Iterator[str]], ...] = (
     check_samples, check_ending, check_verification, check_ranks, check_recomputation, check_words,
-    check_groups, check_waits, check_sizes)
+    check_groups, check_waits, check_wire, check_sizes)
 MEASUREMENTS: tuple[Callable[[Measurements], Iterator[str]], ...] = (
     check_derived, check_measurements)

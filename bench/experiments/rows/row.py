@@ -9,6 +9,7 @@ import numpy as np
 import mm3d
 from bench.cases.case import Case
 from bench.checks import against_serial, layer_residuals
+from bench.cluster.spec import Cluster
 from bench.errors import Failed
 from bench.experiments.rows.record import row_configuration, row_record
 from bench.experiments.rows.settings import Settings, choose_grid
@@ -16,6 +17,7 @@ from bench.experiments.rows.waited import TimedModel, waiting_model
 from bench.instruments import chrome_trace, peak_memory, placement, step_tracing, timing
 from bench.instruments.peaks import StepMemory
 from bench.instruments.spans import Span
+from bench.instruments.step_wire import count_wire
 from bench.records import model_run
 from bench.records.measurements import Check, Group
 from mm3d.grid.axis import COLLECTIVES
@@ -122,6 +124,7 @@ def measure_on_grid(one: Case, scheme, order: str, settings: Settings, peaks: Gr
         del model, x, dy
         groups["waits"] = timed.waits
         step, times, spans, groups["parts"] = time_and_trace(timed, settings)
+        groups["wire"] = wire_of_step(step, timed.model, settings)
     everyone = comm.gather(traffic)
     nodes = placement.placement_outcome(comm, scheme.grid.shape, order)
     document = (chrome_trace.gather_trace(spans, scheme.grid, step.clock, one.title)
@@ -155,6 +158,16 @@ def time_and_trace(timed: TimedModel, settings: Settings) -> tuple[
     if comm.bcast(comm.rank == 0 and settings.stop()):
         return step, times, [], None
     return step, times, *step_tracing.trace_steps(step, model, settings.traced)
+
+
+def wire_of_step(step: timing.Step, model, settings: Settings) -> Group | None:
+    """Return the group ``wire`` of a run, on rank 0; None on the others, outside of an emulated
+    cluster, and when the job is to stop."""
+    comm = model.grid.comm
+    if Cluster.from_environment() is None or comm.bcast(comm.rank == 0 and settings.stop()):
+        return None
+    with settings.watched(model.grid, model):
+        return count_wire(step, model.grid)
 
 
 def time_step(step: timing.Step, model, settings: Settings) -> timing.Measured | None:

@@ -1,17 +1,22 @@
 """What collectives and schemes send between nodes, beside the closed forms."""
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
+from bench.cases.selection import select_rows
 from bench.experiments.products import wire_bytes
 from bench.records import run_file
-from bench.records.measurements import Measurements, Variable
-from bench.reports import micro_tables
+from bench.records.measurements import Group, Measurements, Variable
+from bench.reports import merit, micro_tables, wire_rows
 from bench.reports.formats import render
+from bench.validation import rules
 from bench.validation.files import check_file
 from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import GridShape
+from mm3d.tracing.events import PHASES
+from records import made_up
 from support import run_python
 
 OVERHEAD = .05    # of headers, acknowledgements and barriers, over what has to be received
@@ -126,3 +131,40 @@ def test_the_wire_carries_what_a_layer_must_send(spec, scheme):
     done = in_cluster(spec, "-c", SCHEME, scheme, MM3D_TRANSPORT="hierarchical")
     received, least = map(int, done.stdout.split())
     assert 0 < received / least - 1 < OVERHEAD, (received, least)
+
+
+@pytest.mark.slow
+@pytest.mark.limit(600)
+@pytest.mark.parametrize("spec", ["4x2", "2x4"])
+def test_rows_have_their_bytes_on_the_wire(tmp_path, spec):
+    """Each phase beside the closed form of the words that cross nodes, in a valid file."""
+    in_cluster(spec, "-m", "bench", "run", "--rows", "weak:3d,weak:1d,weak:1d-sp", "--preset",
+               "tiny", "--hidden", "256", "--seq", "64", "--heads", "4", "--batch", "16",
+               "--traced", "0", "--max-repetitions", "2", "--out", str(tmp_path),
+               MM3D_TRANSPORT="hierarchical")
+    paths = sorted(tmp_path.glob("*.h5"))
+    assert len(paths) == 3
+    for path in paths:
+        run = run_file.read_run(path)
+        assert not check_file(path)[0]
+        found = {name: one.values for name, one in run.groups["wire"].variables.items()}
+        over = found["received"].sum(axis=1) / found["least"].sum(axis=1) - 1
+        assert ((over > 0) & (over < OVERHEAD)).all(), (path.name, over)
+        assert "received from others, forward, on the wire" in render(merit.run_parts(run))
+
+
+def test_the_wire_in_tables_and_rules():
+    """What a node received less than it has to breaks a rule."""
+    group = Group({"phase": PHASES, "node": [0, 1], "axis": ["x"]}, {
+        "received": Variable(np.array([[5e6, 6e6], [1e6, 1e6]]), "byte", ("phase", "node")),
+        "sent": Variable(np.array([[6e6, 5e6], [1e6, 1e6]]), "byte", ("phase", "node")),
+        "least": Variable(np.array([[10e6], [4e6]]), "byte", ("phase", "axis"))})
+    row = next(row for row in select_rows("weak", "3d") if row.gpus == 8)
+    run = made_up(row)
+    run = replace(run, groups=run.groups | {"wire": group},
+                  environment=run.environment | {"emulated_cluster": "2x4:50Mbit"})
+    text = render([wire_rows.wire_table("Bytes", [(row, run)])])
+    words = [word for word in text.splitlines()[-1].split() if word != "|"]
+    assert words[:2] == ["3-D", "8"] and words[3:7] == ["10", "11", "10.0", "%"]
+    [problem] = rules.check_wire(run)
+    assert "wire/received of backward is 2e+06 bytes in all, less than the 4e+06" in problem
