@@ -44,7 +44,7 @@ class Measured:
         A measured model is for the number of ranks that measured it.  An unknown transport
         matches all.
         """
-        same = not machine.passes or self.work.ranks == machine.ranks_per_node
+        same = not machine.passes or self.work.ranks == machine.measured_ranks
         return same and machine.matches_transport(self.transport)
 
 

@@ -1,4 +1,4 @@
-"""Measure a machine model with all ranks of a communicator, on one node.
+"""Measure a machine model with all ranks of a communicator, on one node or an emulated cluster.
 
 The model holds for this number of ranks: where ranks outnumber cores, they share the cores while
 they are measured.
@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 from mpi4py import MPI
 
+from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 from bench.experiments.products import operands
 from bench.instruments import host
@@ -20,9 +21,11 @@ from bench.prediction import fits, machine_model, operations_alone, whole_steps
 from bench.prediction.work import Work
 from mm3d import launcher
 from mm3d.arrays import backend as backends
+from mm3d.grid.grid import Grid
 from mm3d.transport.nodes import node_numbers
 
 DTYPES = ("float32", "float64")
+MANY = 16    # ranks, from which on there is one round: each takes long where they share cores
 NO_LINKS = machine_model.Level(0.0, 1e15)    # of one rank, which sends nothing
 
 
@@ -40,26 +43,36 @@ def measure_machine(comm) -> machine_model.Machine | None:
     Raises
     ------
     UsageError
-        When the ranks run on several nodes, the environment names an unknown transport, or the
-        memory of the node is unknown.
+        When the ranks run on several nodes that are not those of an emulated cluster, or not
+        equally many on each; the environment names an unknown transport; or the memory of the
+        node is unknown.
     WrongResult
         When a result is wrong; the same on every rank.
     """
     transport, memory = operands.default_transport(comm), total_memory()
-    nodes = len(set(node_numbers(comm)))
-    if nodes > 1:
-        raise UsageError(f"{comm.size} ranks on {nodes} nodes: calibrate measures one node, start "
-                         f"all ranks on one")
+    nodes, cluster = node_numbers(comm), Cluster.from_environment()
+    per_node = nodes.count(0)
+    if per_node < comm.size:
+        if cluster is None:
+            raise UsageError(f"{comm.size} ranks on {len(set(nodes))} nodes: calibrate measures "
+                             f"one node, or an emulated cluster (--cluster): start all ranks on "
+                             f"one")
+        if nodes != [rank // per_node for rank in range(comm.size)]:
+            raise UsageError(f"{comm.size} ranks on {len(set(nodes))} nodes: start as many on "
+                             f"each")
+        transport = transports_of_lines(comm)
+    else:
+        cluster = None
     if memory is None:
         raise UsageError("/proc/meminfo does not say how much memory there is")
     works = whole_steps.list_works(comm.size, [], whole_steps.MODELS)
     networks = whole_steps.make_transformers(works, comm)
     steps, products, passes, collectives = [], [], [], []
-    for turn in range(operations_alone.ROUNDS):
+    for turn in range(operations_alone.ROUNDS if comm.size <= MANY else 1):
         steps.append(whole_steps.measure_steps(networks, comm, turn))
         products.append([operations_alone.measure_products(dtype, comm) for dtype in DTYPES])
         passes.append(operations_alone.measure_passes(comm))
-        collectives.append(operations_alone.measure_collectives(comm))
+        collectives.append(operations_alone.measure_collectives(comm, cluster))
     for network in networks:
         network.grid.free()
     if comm.rank:
@@ -69,7 +82,17 @@ def measure_machine(comm) -> machine_model.Machine | None:
     alone = OperationSeconds(by_dtype, operations_alone.least_seconds(passes),
                              operations_alone.least_seconds(collectives))
     medians = np.median(np.concatenate(steps), axis=0)
-    return fit_machine(alone, works, medians, comm.size, transport, memory)
+    return fit_machine(alone, works, medians, comm.size, transport, memory, per_node)
+
+
+def transports_of_lines(comm) -> str:
+    """Return the names of the transports along all lines that grids of the ranks have."""
+    names: set[str] = set()
+    for size, stride in operations_alone.list_placements(comm.size):
+        grid = Grid(comm, "numpy", x=comm.size // size // stride, y=size, z=stride)
+        names.add(grid["y"].transport.name)
+        grid.free()
+    return " ".join(sorted(names))
 
 
 @dataclass(frozen=True)
@@ -82,7 +105,7 @@ class OperationSeconds:
 
 
 def fit_machine(alone: OperationSeconds, works: Sequence[Work], steps: np.ndarray, ranks: int,
-                transport: str, memory: int) -> machine_model.Machine:
+                transport: str, memory: int, per_node: int = 0) -> machine_model.Machine:
     """Fit a machine model to measured operations and steps.
 
     Parameters
@@ -98,24 +121,29 @@ def fit_machine(alone: OperationSeconds, works: Sequence[Work], steps: np.ndarra
     transport : str
         The transport of their collectives.
     memory : int
-        Bytes of memory of the node.
+        Bytes of memory of the machine.
+    per_node : int
+        Ranks on a node; by default all.
     """
+    per_node = per_node or ranks
     products = {dtype: fits.fit_products(times) for dtype, times in alone.products.items()}
     curves = operations_alone.make_curves(alone.passes)
     lines = operations_alone.make_lines(alone.collectives)
-    node = fits.fit_links(lines, ranks, transport).get("node", NO_LINKS)
+    links = fits.fit_links(lines, per_node, transport)
+    node = links.get("node", NO_LINKS)
     largest, first = curves["multiply"], products[DTYPES[0]]
     environs = host.describe_host("numpy", ranks, MPI.Get_library_version(), "")
     started = (f"{environs['cpu_model']}, ranks: {ranks}, cores: {environs['cores']}, BLAS "
                f"threads a rank: {environs['blas_threads']}, transport: {transport}"
                f"{machine_model.cluster_suffix()}")
     machine = machine_model.Machine(
-        name=f"{host.machine_slug()}-p{ranks}", about=started, ranks_per_node=ranks,
+        name=f"{host.machine_slug()}-p{ranks}", about=started, ranks_per_node=per_node,
+        ranks=ranks if per_node < ranks else 0,
         memory_bytes=float(memory // ranks),
         memory_bandwidth=largest.bytes[-1] / largest.seconds[-1], launch_seconds=0.0,
         gemm_half_size=first.half, gemm_rate={d: fit.rate for d, fit in products.items()},
-        node=node, network=node, achieved=machine_model.Achieved(1.0, 1.0, 1.0, 1.0), sources={},
-        gemm_seconds=first.start, gemm_deviations=first.deviations,
+        node=node, network=links.get("network", node),
+        achieved=machine_model.Achieved(1.0, 1.0, 1.0, 1.0), sources={}, gemm_seconds=first.start, gemm_deviations=first.deviations,
         block=backends.get("numpy").block, passes=curves, collectives=lines, transport=transport)
     machine = whole_steps.fit_step_losses(machine, works, steps)
     return msgspec.structs.replace(machine, sources=state_sources(machine, products, environs))
@@ -146,7 +174,9 @@ def state_sources(machine: machine_model.Machine, products: dict[str, fits.Produ
             "gemm_deviations": f"{how}: these products over the fit; {DTYPES[0]}",
             "node": "the fits of gathers and scatters of all ranks, the bandwidth of those that "
                     "copy; one rank moves nothing",
-            "network": "not measured: as inside the node",
+            "network": "as of the node, shared by its ranks" if machine.ranks else
+                       "not measured: as inside the node",
+            "ranks": "ranks of the job",
             "achieved": whole,
             "block": "mm3d.arrays.backend.Backend.block",
             "passes": f"{how}: float32, NumPy {environs['numpy_version']}",

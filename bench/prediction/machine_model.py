@@ -114,6 +114,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     transport : str
         Transport of `collectives` (see `mm3d.transport.choice.choose_transport`); several names
         where some ranks are on other nodes; "" if nothing was measured.
+    ranks : int
+        Number of ranks that measured it, where they were on several nodes; else 0.
     waiting : dict of int to float
         Additional seconds of a barrier in a step, by its number of ranks.  A barrier takes longer
         between other work than repeated alone: ranks arrive at different times, and other work
@@ -138,7 +140,13 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     passes: dict[str, Curve] = {}
     collectives: list[Line] = []
     transport: str = ""
+    ranks: int = 0
     waiting: dict[int, float] = {}
+
+    @property
+    def measured_ranks(self) -> int:
+        """Return the number of ranks that measured a calibrated machine."""
+        return self.ranks or self.ranks_per_node
 
     @property
     def elementwise_block(self) -> int:

@@ -52,6 +52,9 @@ def open_machine(file: str | None, base: str | None, ranks_per_node: int,
         raise UsageError(f"--machine {path} --base {base}: the file is there, and only "
                          f"a new one begins as another; name a new file, or leave --base out")
     machine = machine_model.load_machine(str(path))
+    if machine.ranks and machine.ranks != comm.size and comm.size > 1:
+        raise UsageError(f"--machine {path} was calibrated with {machine.ranks} ranks, not "
+                         f"{comm.size}: start that many, or name a new file")
     if machine.passes and machine.ranks_per_node != ranks_per_node and comm.size > 1:
         raise UsageError(f"--machine {path} was calibrated with {machine.ranks_per_node} ranks a "
                          f"node, not {ranks_per_node}: start that many, or name a new file")

@@ -6,6 +6,7 @@ contention of the ranks of a node for cores and memory bandwidth.
 
 import itertools
 import math
+import sys
 import time
 from typing import Callable, Iterable
 
@@ -14,6 +15,7 @@ import numpy as np
 import mm3d
 from bench.agreement import agree
 from bench.checks import operation
+from bench.cluster.spec import Cluster
 from bench.errors import WrongResult
 from bench.experiments.products import operands
 from bench.experiments.products.collectives import measure_collective
@@ -22,6 +24,7 @@ from bench.instruments.clock import Clock
 from bench.instruments.least_squares import fit_line
 from bench.prediction import machine_model
 from bench.prediction.fits import Shape
+from bench.prediction.seconds import link_level
 from mm3d import launcher
 from mm3d.arrays.products import matmul
 from mm3d.grid.axis import COLLECTIVES
@@ -33,6 +36,7 @@ OBLONG = ((1024, 64, 1024), (64, 1024, 1024), (1024, 1024, 64), (256, 1024, 2048
           (64, 64, 512), (512, 128, 128), (128, 512, 64), (2048, 256, 256), (16, 256, 1024))
 BYTES = tuple(64 * 8 ** k for k in range(7))    # 64 B to 16 MiB
 DIVIDING = ("all_gather", "reduce_scatter")
+LINK_SECONDS = 0.4   # that a collective may keep the links of an emulated cluster busy
 FILL = 0.5   # every element of the operands of elementwise work
 ROW = 256    # elements of a row, in passes that sum rows or columns
 
@@ -170,8 +174,31 @@ def divided_shape(length: int, pieces: bool) -> tuple[int, ...]:
     return (rows, length // rows) if pieces else (length,)
 
 
-def measure_collectives(comm) -> dict[tuple[str, int, int, bool, int], float]:
+def bytes_within(seconds: float, kind: str, size: int, stride: int,
+                 cluster: Cluster | None) -> list[int]:
+    """List the bytes of arrays whose collective keeps the links of a cluster busy for this time
+    at most: all of them where there are no links, and always the least."""
+    known = [n for n in BYTES if n >= 512]
+    level, load = link_level(size, stride, cluster.ranks if cluster else sys.maxsize)
+    if cluster is None or cluster.link is None or level == "node":
+        return known
+    times = load * (2 if kind == "all_reduce" else 1) * 8 / cluster.link
+    return [n for n in known if n * times <= seconds] or known[:1]
+
+
+def measure_collectives(comm, cluster: Cluster | None = None) -> dict[
+        tuple[str, int, int, bool, int], float]:
     """Measure the seconds of every collective along all lines.
+
+    On several nodes these are makespans, since ranks wait for links; arrays are left out that keep
+    the links busy for longer than `LINK_SECONDS`.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        All ranks; each of them calls this.
+    cluster : Cluster, optional
+        The emulated cluster, if the ranks are on several of its nodes.
 
     Returns
     -------
@@ -180,15 +207,20 @@ def measure_collectives(comm) -> dict[tuple[str, int, int, bool, int], float]:
         the whole array.  Collectives that divide the array are measured for columns as well.
     """
     clock, found = Clock(comm), {}
+
+    def sampler(step: Callable[[], object]) -> Callable[[], float]:
+        if cluster is not None:
+            return sampling.makespans(step, comm, lambda: None, clock)
+        return make_sampler(step, comm, clock=clock)
     ways = [*itertools.product(COLLECTIVES, [False]), *itertools.product(DIVIDING, [True])]
     for size, stride in list_placements(comm.size):
         grid = mm3d.Grid(comm, "numpy", x=comm.size // size // stride, y=size, z=stride)
-        for (kind, pieces), length in itertools.product(ways, (n for n in BYTES if n >= 512)):
-            measured = measure_collective(
-                grid, "y", kind, divided_shape(length // 4, pieces), "float32",
-                lambda step: sampling.take_samples(make_sampler(step, comm, clock=clock), LIMITS,
-                                                   comm))
-            found[kind, size, stride, pieces, length] = comm.bcast(min(measured.seconds))
+        for kind, pieces in ways:
+            for length in bytes_within(LINK_SECONDS, kind, size, stride, cluster):
+                measured = measure_collective(
+                    grid, "y", kind, divided_shape(length // 4, pieces), "float32",
+                    lambda step: sampling.take_samples(sampler(step), LIMITS, comm))
+                found[kind, size, stride, pieces, length] = comm.bcast(min(measured.seconds))
         grid.free()
     return found
 

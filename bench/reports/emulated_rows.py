@@ -13,9 +13,10 @@ from bench.cases.selection import select_rows
 from bench.cases.variants import Variant, recorded_variant
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError
-from bench.instruments import timing
+from bench.instruments import placement, timing
 from bench.instruments.statistics import median_interval
 from bench.prediction.machine_model import Machine, load_machine
+from bench.prediction.seconds import place_trace
 from bench.prediction.similarity import emulating_machine, split_seconds
 from bench.records.folder import Results, policy_of
 from bench.records.model_run import Run
@@ -50,6 +51,8 @@ class Emulated:
         The measurement.
     recompute : str
         Its policy of recomputation.
+    order : str
+        The directions of the grid from the one that varies slowest over the nodes to the fastest.
     """
 
     row: Row
@@ -62,6 +65,7 @@ class Emulated:
     cluster: Cluster | None
     run: Run | None = None
     recompute: str = "none"
+    order: str = ""
 
     @property
     def to_paper(self) -> float:
@@ -75,7 +79,8 @@ class Emulated:
             self.row.scheme, self.grid.ranks, self.grid.sizes, dtype=self.variant.dtype,
             options=self.variant.options(self.row.scheme), causal=self.variant.causal,
             recompute=self.recompute, **sizes)
-        found = split_seconds(machine, trace).values()
+        placed = place_trace(trace, self.grid, self.order or self.grid.directions)
+        found = split_seconds(machine, placed).values()
         return sum(work for work, _ in found), sum(moving for _, moving in found)
 
     @cached_property
@@ -123,9 +128,10 @@ def of_case(one: Case, machine: Machine, scale: float, cluster: Cluster | None,
     """Return the row of a case that is not measured yet, on its scheme's own grid."""
     kind = find_scheme(one.row.scheme)
     shrink = load_tables().presets[one.preset].of_table(one.row.table).shrink
-    return Emulated(one.row, one.sizes, one.variant,
-                    kind.grid_shape(kind.default_grid(one.row.gpus)), machine, shrink, scale,
-                    cluster, recompute=recompute)
+    grid = kind.grid_shape(kind.default_grid(one.row.gpus))
+    return Emulated(one.row, one.sizes, one.variant, grid, machine, shrink, scale, cluster,
+                    recompute=recompute,
+                    order=placement.direction_order("auto", kind.name, grid, one.sizes))
 
 
 def of_run(row: Row, run: Run) -> Emulated:
@@ -140,7 +146,7 @@ def of_run(row: Row, run: Run) -> Emulated:
     return Emulated(row, ModelSizes.from_settings(chosen), recorded_variant(chosen), run.grid,
                     load_machine(str(chosen["waited_machine"])), float(chosen["waited_shrink"]),
                     float(chosen["waited_scale"]), Cluster.parse(str(where)) if where else None,
-                    run, policy_of(run))
+                    run, policy_of(run), str(chosen.get("placement", "")))
 
 
 def row_parts(results: Results) -> list[Part]:

@@ -78,10 +78,10 @@ def _transport(name: str, machine: machine_model.Machine, comm) -> str:
         When the machine was measured with other ranks, in another emulated cluster or with
         another transport.
     """
-    if machine.passes and machine.ranks_per_node != comm.size:
-        raise UsageError(f"--machine {name} was measured with {machine.ranks_per_node} "
-                         f"rank{'s' * (machine.ranks_per_node > 1)}, not {comm.size}: start that "
-                         f"many, or calibrate with {comm.size}")
+    count = machine.measured_ranks
+    if machine.passes and count != comm.size:
+        raise UsageError(f"--machine {name} was measured with {count} rank{'s' * (count > 1)}, "
+                         f"not {comm.size}: start that many, or calibrate with {comm.size}")
     machine_model.check_cluster(machine, name)
     transport = operands.default_transport(comm)
     if not machine.matches_transport(transport):
