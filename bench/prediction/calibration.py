@@ -143,7 +143,8 @@ def fit_machine(alone: OperationSeconds, works: Sequence[Work], steps: np.ndarra
         memory_bandwidth=largest.bytes[-1] / largest.seconds[-1], launch_seconds=0.0,
         gemm_half_size=first.half, gemm_rate={d: fit.rate for d, fit in products.items()},
         node=node, network=links.get("network", node),
-        achieved=machine_model.Achieved(1.0, 1.0, 1.0, 1.0), sources={}, gemm_seconds=first.start, gemm_deviations=first.deviations,
+        achieved=machine_model.Achieved(1.0, 1.0, 1.0, 1.0), sources={},
+        gemm_seconds=first.start, gemm_deviations=first.deviations,
         block=backends.get("numpy").block, passes=curves, collectives=lines, transport=transport)
     machine = whole_steps.fit_step_losses(machine, works, steps)
     return msgspec.structs.replace(machine, sources=state_sources(machine, products, environs))

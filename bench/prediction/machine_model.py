@@ -116,6 +116,9 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         where some ranks are on other nodes; "" if nothing was measured.
     ranks : int
         Number of ranks that measured it, where they were on several nodes; else 0.
+    call_seconds, peer_seconds : float
+        Seconds for which ranks that share cores keep them busy: with a collective inside nodes,
+        and with one between nodes for each other node of a line (twice in an all-reduce).
     waiting : dict of int to float
         Additional seconds of a barrier in a step, by its number of ranks.  A barrier takes longer
         between other work than repeated alone: ranks arrive at different times, and other work
@@ -141,6 +144,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     collectives: list[Line] = []
     transport: str = ""
     ranks: int = 0
+    call_seconds: float = 0.0
+    peer_seconds: float = 0.0
     waiting: dict[int, float] = {}
 
     @property

@@ -36,7 +36,7 @@ OBLONG = ((1024, 64, 1024), (64, 1024, 1024), (1024, 1024, 64), (256, 1024, 2048
           (64, 64, 512), (512, 128, 128), (128, 512, 64), (2048, 256, 256), (16, 256, 1024))
 BYTES = tuple(64 * 8 ** k for k in range(7))    # 64 B to 16 MiB
 DIVIDING = ("all_gather", "reduce_scatter")
-LINK_SECONDS = 0.4   # that a collective may keep the links of an emulated cluster busy
+LINK_SECONDS = 0.1   # that a collective may keep the links of an emulated cluster busy
 FILL = 0.5   # every element of the operands of elementwise work
 ROW = 256    # elements of a row, in passes that sum rows or columns
 

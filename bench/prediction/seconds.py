@@ -89,11 +89,14 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     if widest == "node":
         if event.kind in uncopied_collectives(machine.transport):
             within = 0.0    # the product that reads the whole pays for it
-        return {"node": within, "latency": steps * machine.node.seconds_per_message}
+        return {"node": within,
+                "latency": steps * machine.node.seconds_per_message + machine.call_seconds}
     crossing = moved * times / machine.network.bytes_per_second
     level = "network" if crossing >= within else "node"
+    others = math.ceil(g * min(event.stride, machine.ranks_per_node) / machine.ranks_per_node) - 1
     return {level: max(within, crossing),
-            "latency": steps * machine.network.seconds_per_message}
+            "latency": (steps * machine.network.seconds_per_message
+                        + others * barriers(event) * machine.peer_seconds)}
 
 
 def uncopied_collectives(transport: str) -> frozenset[str]:

@@ -20,6 +20,11 @@ from mm3d.tracing.trace import Trace
 # since many ranks share few cores, and the time to pass a message on between processes.
 SHARED_BYTES_PER_SECOND = 1e9
 SECONDS_PER_MESSAGE = 2e-4
+# Fitted to one run of 26 rows on 8 to 64 ranks and two cores (results, tables of commit 1d615d8):
+# processor seconds of a rank, with polling, Python and TCP, for a collective inside a node and for
+# each other node in one between nodes.
+CALL_SECONDS = 5.7e-4
+PEER_SECONDS = 2.5e-4
 
 
 def shrink_machine(machine: Machine, factor: float) -> Machine:
@@ -62,7 +67,7 @@ def work_scale(machine: Machine, cluster: Cluster) -> float:
 
 
 def emulating_machine(machine: Machine, shrink: float, scale: float,
-                      cluster: Cluster | None) -> Machine:
+                      cluster: Cluster | None, ranks_per_core: float = 0.0) -> Machine:
     """Return the model of the emulated cluster whose ranks wait for the work of `machine`.
 
     Parameters
@@ -73,6 +78,9 @@ def emulating_machine(machine: Machine, shrink: float, scale: float,
         The factors of `shrink_machine`, and of its seconds.
     cluster : Cluster or None
         The emulated cluster; None for one node.
+    ranks_per_core : float
+        Ranks of all nodes that share a core for all that is not waited for; 0 to leave out what
+        that takes.
     """
     shrunk, achieved = shrink_machine(machine, shrink), machine.achieved
     node = Level(SECONDS_PER_MESSAGE, SHARED_BYTES_PER_SECOND)
@@ -87,6 +95,7 @@ def emulating_machine(machine: Machine, shrink: float, scale: float,
         passes={name: Curve(curve.bytes, [scale * seconds for seconds in curve.seconds])
                 for name, curve in shrunk.passes.items()},
         collectives=[], waiting={}, transport="shared",
+        call_seconds=CALL_SECONDS * ranks_per_core, peer_seconds=PEER_SECONDS * ranks_per_core,
         achieved=Achieved(achieved.gemm, achieved.memory, 1.0, 1.0))
 
 

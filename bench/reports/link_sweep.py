@@ -90,12 +90,13 @@ def predict_links(record: Measurements, label: str) -> np.ndarray:
         causal=variant.causal, recompute=str(chosen["recompute"]), batch=int(batch),
         **{name: int(chosen[name]) for name in SIZES}), grid, order)
     machine = load_machine(str(chosen["waited_machine"]))
+    crowding = int(record.environment["ranks"]) / int(record.environment["cores"])
     found = []
     for link in read_links(record):
         here = Cluster(cluster.nodes, cluster.ranks, None if math.isinf(link) else link,
                        cluster.latency)
         model = emulating_machine(machine, float(chosen["waited_shrink"]),
-                                  float(chosen["waited_scale"]), here)
+                                  float(chosen["waited_scale"]), here, crowding)
         found.append(sum(map(sum, split_seconds(model, trace).values())))
     return np.array(found)
 
@@ -225,5 +226,6 @@ def _notes(record: Measurements) -> list[str]:
         f"copies, sums, TCP and Python take longer than with a core for each, and where links "
         f"are fast this is what is measured. The column without a limit shows how long it takes.",
         "Predicted: the links of the cluster, shared by the ranks of a node as they are placed, "
-        "and the waits; nothing of it was measured. Crossings are interpolated between measured "
+        "the waits, and the processor time of messages, two figures fitted to an earlier run; "
+        "nothing of this run was measured for it. Crossings are interpolated between measured "
         "rates as powers of the rate."]

@@ -10,8 +10,9 @@ from bench.cases.selection import select_rows
 from bench.cases.variants import Variant
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError
+from bench.prediction import similarity
 from bench.prediction.machine_model import load_machine
-from bench.prediction.seconds import work_seconds
+from bench.prediction.seconds import collective_terms, place_trace, work_seconds
 from bench.prediction.similarity import (emulating_machine, shrink_machine, split_seconds,
                                          work_scale)
 from bench.records import run_file
@@ -20,6 +21,7 @@ from bench.reports import certainty, emulated_rows
 from bench.reports.formats import render
 from bench.reports.paper_tables import format_tables
 from bench.validation.warnings import list_warnings
+from mm3d.grid.shape import GridShape
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 from records import made_up
@@ -90,8 +92,38 @@ def test_all_rows_are_predicted_before_they_are_measured():
     assert [line.split()[:4] for line in text.splitlines() if line.startswith("over")] == [
         ["over", "1-D", "64", "1.53"], ["over", "2-D", "64", "1.38"]]
     one = emulated_rows.of_case(cases[0], LONGHORN, 1600.0, CLUSTER)
-    # A step here, times to_paper, is one of 24 layers on the machine.
-    assert one.predicted_average * 12 == pytest.approx(24 * sum(one.original), rel=0.05)
+    # A step here, times to_paper, is one of 24 layers on the machine, but for shared cores.
+    alone = sum(one._split(emulating_machine(LONGHORN, one.shrink, 1600.0, CLUSTER), one.sizes))
+    assert alone * one.to_paper == pytest.approx(24 * sum(one.original), rel=0.05)
+    assert one.predicted_average * 12 > 1.1 * alone * one.to_paper
+
+
+def test_ranks_that_share_cores_take_time_for_messages():
+    """For each other node of a line, and for each collective inside a node."""
+    crowded, free = (emulating_machine(LONGHORN, 8, 1600.0, CLUSTER, ranks_per_core)
+                     for ranks_per_core in (32, 0))
+
+    def more(kind: str, size: int, stride: int) -> float:
+        event = Collective(kind, "x", size, stride, 1000)
+        return sum(collective_terms(crowded, event).values()) - sum(
+            collective_terms(free, event).values())
+    one = 32 * similarity.PEER_SECONDS
+    assert more("all_gather", 64, 1) == pytest.approx(15 * one)
+    assert more("all_reduce", 64, 1) == pytest.approx(30 * one)
+    assert more("all_gather", 4, 16) == more("broadcast", 4, 4) == pytest.approx(3 * one)
+    assert more("reduce_scatter", 8, 2) == pytest.approx(3 * one)
+    assert more("all_gather", 4, 1) == pytest.approx(32 * similarity.CALL_SECONDS)
+
+
+def test_predictions_know_the_placement():
+    """Directions inside nodes are those that the launched order has last."""
+    row = row_of("strong", "3d", 64)
+    sizes, trace = trace_of(row, "emulated-tiny")
+    grid = GridShape("xyz", (4, 4, 4))
+    assert place_trace(trace, grid, "xyz").events == trace.events
+    placed = {(event.direction, event.stride) for _, _, event in place_trace(
+        trace, grid, "zxy").events if isinstance(event, Collective)}
+    assert placed == {("x", 4), ("y", 1), ("z", 16)}
 
 
 def emulated_run(row, seconds: float):
@@ -111,8 +143,7 @@ def test_measured_rows_are_set_beside_published_and_predicted_ones(tmp_path):
     """With the seconds that are predicted, the error is 0 and the speed-up the predicted one."""
     for scheme in ("1d", "3d"):
         row = row_of("weak", scheme, 8)
-        found = emulated_rows.of_case(make_case(row, "emulated", Variant(work="wait")), LONGHORN,
-                                      1600.0, CLUSTER)
+        found = emulated_rows.of_run(row, emulated_run(row, 1.0))
         run_file.write_run(emulated_run(row, sum(found.predicted)), tmp_path, scheme)
     lines = [line.split() for line in format_tables(tmp_path).splitlines()]
     rows = [line for line in lines if line[:2] in (["1-D", "8"], ["3-D", "8"])
