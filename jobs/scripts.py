@@ -145,6 +145,28 @@ def row_script(work: Work, case: Case) -> str:
     site, ranks, folder = work.site, case.row.gpus, check_path(work.runs(case))
     inside = work.inside or site.inside.get(case.row.scheme, "auto")
     fits = work.fit(case)
+    named = ([f"--rows={case.row.table}:{case.row.scheme}:{case.row.like}"] if case.row.like else
+             [f"--table={case.row.table}", f"--scheme={case.row.scheme}"])
+    run = [*named, f"--preset={case.preset}",
+           f"--out={folder}", f"--backend={site.run.backend}", f"--inside={inside}",
+           f"--recompute={fits.recompute}", *case.variant.arguments(), *site.run.options]
+    most = rank_memory(site, ranks)
+    return _script(work, "run", f"{case.title}, preset {case.preset}", job_name(case), ranks,
+                   folder, run, dry_options(case, fits.recompute, most) if most else [])
+
+
+def pipeline_script(work: Work, ranks: int, words: list[str]) -> str:
+    """Write the script that runs ``bench pipeline`` with `words` on a number of ranks."""
+    folder = check_path(work.folder / "runs" / f"pipeline-p{ranks:03d}")
+    run = [f"--out={work.out / 'pipeline'}", f"--backend={work.site.run.backend}", *words]
+    return _script(work, "pipeline", f"Pipelines on {ranks} ranks", f"mm3d-pipeline-p{ranks:03d}",
+                   ranks, folder, run, [])
+
+
+def _script(work: Work, verb: str, title: str, name: str, ranks: int, folder: Path,
+            run: list[str], memory: list[str]) -> str:
+    """Write the script that checks the job and then runs a verb with the words of `run`."""
+    site = work.site
     doctor = [f"--ranks={ranks}", f"--launcher={shlex.join(launch_command(site, ranks))}",
               f"--seen={folder}", f"--out={folder}", f"--limit={LIMIT}",
               f"--ranks-per-node={site.node.ranks}",
@@ -153,18 +175,11 @@ def row_script(work: Work, case: Case) -> str:
         doctor.append(f"--gpus-per-node={gpus_per_node(site, ranks)}")
     if site.run.device_buffers:
         doctor.append("--device-buffers")
-    named = ([f"--rows={case.row.table}:{case.row.scheme}:{case.row.like}"] if case.row.like else
-             [f"--table={case.row.table}", f"--scheme={case.row.scheme}"])
-    run = [*named, f"--preset={case.preset}",
-           f"--out={folder}", f"--backend={site.run.backend}", f"--inside={inside}",
-           f"--recompute={fits.recompute}", *case.variant.arguments(), *site.run.options]
-    most = rank_memory(site, ranks)
     return TEMPLATES.get_template("row.sh.j2").render(
-        title=f"{case.title}, preset {case.preset}", site=site, root=ROOT, folder=folder,
-        options=row_options(work, job_name(case), ranks), launch=launch_command(site, ranks),
+        verb=verb, title=title, site=site, root=ROOT, folder=folder,
+        options=row_options(work, name, ranks), launch=launch_command(site, ranks),
         questions=["census", "exchange"] if site.run.device_buffers else ["census"],
-        limit=LIMIT, doctor=doctor, run=run,
-        memory=dry_options(case, fits.recompute, most) if most else [])
+        limit=LIMIT, doctor=doctor, run=run, memory=memory)
 
 
 def array_script(work: Work, cases: list[Case]) -> str:

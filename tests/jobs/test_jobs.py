@@ -5,6 +5,7 @@ import shutil
 import stat
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -227,6 +228,24 @@ def test_ranks_that_do_not_answer_are_asked_once_more(tmp_path, falters):
     assert ("the second census of the ranks ended with status 15" in said) == (falters == 2)
     status, = (tmp_path / "out").rglob("census.status")
     assert status.read_text() == f"{15 * (falters == 2)}\n"
+
+
+def test_a_pipeline_is_a_job_with_the_same_checks(tmp_path, capsys):
+    env, out = stubs(tmp_path), tmp_path / "out"
+    name = site_file(tmp_path, GOOD + '[software]\npython = "python"\n')
+    assert main(["pipeline", "--site", name, "--ranks", "8", "--out", str(out), "--", "--stages",
+                 "4", "--schedule", "1f1b,zb-h1"]) == 0
+    script = Path(capsys.readouterr().out.strip())
+    assert script.stat().st_mode & stat.S_IXUSR and "#SBATCH --ntasks=8" in script.read_text()
+    done = subprocess.run(["bash", str(script)], env=env | {"SLURM_JOB_ID": "7"}, text=True,
+                          capture_output=True, timeout=60)
+    ended = out / "jobs" / "runs" / "pipeline-p008" / "ended-7"
+    assert done.returncode == 0 and ended.read_text() == "done\n", done.stderr
+    said = (tmp_path / "said").read_text()
+    assert "doctor" in said and "--stop-file" not in said
+    assert "-m bench pipeline" in script.read_text() and "'1f1b,zb-h1'" in script.read_text()
+    assert main(["pipeline", "--site", name, "--ranks", "8", "--out", str(out)]) == 2
+    assert "give options of bench pipeline after --" in capsys.readouterr().err
 
 
 def test_a_failed_row_hands_its_status_on(tmp_path):
