@@ -10,6 +10,8 @@ from bench.experiments.pipeline.measured import expected_words
 from bench.experiments.products import operands, wire_bytes
 from bench.experiments.products.matmul import RATIOS, RESULTS
 from bench.experiments.products.problem import Problem, product_grid
+from bench.experiments.training.plan import Plan
+from bench.experiments.training.record import tokens_per_second
 from bench.instruments import least_squares
 from bench.instruments.statistics import median_interval
 from bench.records.measurements import Measurements, grid_shape
@@ -217,6 +219,23 @@ def _pipeline(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Reco
     return again
 
 
+def _training(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
+    """Recompute a training's learning rates from its settings, and its speed from its times."""
+    plan, steps = Plan.from_settings(run.configuration), run.scales["step"]
+    speed = tokens_per_second(plan.batch * plan.seq, found["step_seconds"])
+    return {"learning_rate": Recomputed(np.array([plan.rate(step) for step in steps]),
+                                        "the settings"),
+            "tokens_per_second": Recomputed(np.array(speed), "the times of the steps"),
+            **{name: Recomputed(np.where(found[name] > 0, found[name], 1.0), "positive numbers")
+               for name in ("loss", "step_seconds", "validation_loss")}}
+
+
+def _meshes(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
+    """Recompute how far the losses of meshes are from those of the first."""
+    apart = np.abs(found["loss"] - found["loss"][0]) / found["loss"][0]
+    return {"loss_difference": Recomputed(apart.max(axis=1), "the losses")}
+
+
 RECOMPUTE: dict[str, Callable[[Measurements, dict[str, np.ndarray]], dict[str, Recomputed]]] = {
     "gemm": _gemm, "gpu-gemm": _gemm, "collectives": _collectives, "matmul": _matmul,
-    "layer": _layer, "pipeline": _pipeline}
+    "layer": _layer, "pipeline": _pipeline, "training": _training, "training-meshes": _meshes}

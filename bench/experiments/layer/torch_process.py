@@ -41,13 +41,11 @@ class TorchProcess:
         with tempfile.TemporaryDirectory() as folder:
             np.savez(Path(folder) / "case.npz", heads=sizes.heads,
                      **global_arrays(sizes, seed, dtype))
-            cores = launcher.cores()
-            hidden = ("PMI_", "PMIX_", "MPI", "OMP_", "MKL_", "OPENBLAS_")
-            env = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
             script = Path(__file__).with_name("torch_layer.py")
             try:
                 self._process = subprocess.Popen(
-                    [python, str(script), folder, str(cores)], env=env, text=True,
+                    [python, str(script), folder, str(launcher.cores())],
+                    env=torch_environment(), text=True,
                     stdin=subprocess.PIPE, stdout=subprocess.PIPE)
             except OSError as error:
                 raise UsageError(f"--torch {python}: {error.strerror}") from error
@@ -69,6 +67,12 @@ class TorchProcess:
         """End the process."""
         self._process.stdin.close()
         self._process.wait()
+
+
+def torch_environment() -> dict[str, str]:
+    """Return the environment of a process that is no rank and chooses its own threads."""
+    hidden = ("PMI_", "PMIX_", "MPI", "OMP_", "MKL_", "OPENBLAS_")
+    return {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
 
 
 def global_arrays(sizes: ModelSizes, seed: int, dtype: str) -> dict[str, np.ndarray]:

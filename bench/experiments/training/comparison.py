@@ -1,0 +1,157 @@
+"""Train the same steps on many meshes, and compare losses, gradients and weights with one rank."""
+
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import numpy as np
+
+from bench.errors import UsageError
+from bench.experiments.training.meshes import Case, list_cases, reference_of
+from bench.experiments.training.plan import Plan, make_mesh, make_model, make_optimizer
+from bench.experiments.training.text import Text
+from bench.instruments.clock import wait_patiently
+from bench.instruments.sampling import measured_environment
+from bench.records.measurements import Check, Measurements, Variable
+
+KIND = "training-meshes"
+# Relative differences to one rank in float64: of losses, of gradients, of weights after the steps.
+TOLERANCES = {"loss": 1e-12, "gradients": 1e-11, "weights": 1e-11}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Hold what a mesh has computed.
+
+    Attributes
+    ----------
+    losses : ndarray
+        Of each step.
+    gradients, weights : dict of str to ndarray
+        Global arrays by name: gradients of the last step, weights after it.
+    """
+
+    losses: np.ndarray
+    gradients: dict[str, np.ndarray]
+    weights: dict[str, np.ndarray]
+
+    def differences(self, other: "Trained") -> dict[str, float]:
+        """Return the largest relative differences to `other`, by the names of `TOLERANCES`."""
+        return {"loss": float(np.max(np.abs(self.losses - other.losses) / other.losses)),
+                "gradients": largest_difference(self.gradients, other.gradients),
+                "weights": largest_difference(self.weights, other.weights)}
+
+    def equals(self, other: "Trained") -> bool:
+        """Return whether everything is equal to the bit."""
+        return np.array_equal(self.losses, other.losses) and all(
+            np.array_equal(mine[name], theirs[name])
+            for mine, theirs in ((self.gradients, other.gradients), (self.weights, other.weights))
+            for name in theirs)
+
+
+def largest_difference(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
+    """Return the largest relative Frobenius difference of arrays; infinite if one is missing."""
+    if found.keys() != expected.keys():
+        return np.inf
+    return max(float(np.linalg.norm(found[name] - a) / np.linalg.norm(a))
+               for name, a in expected.items())
+
+
+def compare_meshes(comm: Any, plan: Plan, text: Text,
+                   report: Callable[[str], None] = lambda name: None) -> Measurements | None:
+    """Train the steps of a plan on every mesh that has enough ranks here.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks, all of which call this; a mesh of fewer takes the first of them.
+    plan : Plan
+        What is trained: few steps of SGD in float64.
+    text : Text
+        The text.
+    report : callable
+        Called on rank 0 with the name of each mesh before it is trained.
+
+    Returns
+    -------
+    Measurements or None
+        On rank 0 a record of kind "training-meshes", whose checks may have failed; None on the
+        others.
+
+    Raises
+    ------
+    UsageError
+        On every rank alike, when the model cannot be divided so.
+    """
+    if (plan.optimizer, plan.dtype) != ("sgd", "float64"):
+        raise UsageError(f"--compare with {plan.optimizer} in {plan.dtype}: AdamW would hide "
+                         f"wrong factors of gradients, and float32 differences; sgd and float64 "
+                         f"would do")
+    cases, found = list_cases(comm.size), {}
+    for case in cases:
+        if comm.rank == 0:
+            report(case.name)
+        found[case] = train_case(comm, case, plan, text)
+    environs = measured_environment("numpy", comm)
+    if comm.rank:
+        return None
+    return comparison_record(plan, text, cases, found, environs)
+
+
+def train_case(comm: Any, case: Case, plan: Plan, text: Text) -> Trained | None:
+    """Train on one mesh; return its result on rank 0, None on the others."""
+    part = comm.Split(comm.rank >= case.ranks, comm.rank)
+    result = problem = None
+    if comm.rank < case.ranks:
+        try:
+            result = train_steps(part, case, plan, text)
+        except ValueError as error:
+            problem = f"{case.name}: {error}"
+    wait_patiently(comm)
+    part.Free()
+    problem = comm.bcast(problem)
+    if problem:
+        raise UsageError(problem)
+    return result if comm.rank == 0 else None
+
+
+def train_steps(comm: Any, case: Case, plan: Plan, text: Text) -> Trained:
+    """Train the steps of a plan on all ranks of `comm`."""
+    mesh = make_mesh(case.placement, comm)
+    model = make_model(plan, case.placement, mesh)
+    optimizer, losses, gradients = make_optimizer(plan, model), [], {}
+    for step in range(plan.steps):
+        model.dropout_step = step
+        losses.append(model.step(*text.batch(plan.seed, step, plan.batch, plan.seq)))
+        if step == plan.steps - 1:
+            gradients = model.gradients()
+        optimizer.step()
+    result = Trained(np.array(losses), gradients, model.state())
+    model.free()
+    mesh.free()
+    return result
+
+
+def comparison_record(plan: Plan, text: Text, cases: list[Case], found: dict[Case, Trained],
+                      environs: dict) -> Measurements:
+    """Make the record: differences to serial, and equality to the bit within each family."""
+    serial, reference = found[cases[0]], reference_of(cases)
+    differences = {case: found[case].differences(serial) for case in cases}
+    checks = [Check(f"{name} of {case.name}", differences[case][name], tolerance)
+              for case in cases[1:] for name, tolerance in TOLERANCES.items()]
+    bitwise = np.full(len(cases), np.nan)
+    for number, case in enumerate(cases):
+        if reference(case) is not case:
+            bitwise[number] = found[case].equals(found[reference(case)])
+            checks.append(Check(f"bits of {case.name} as of {reference(case).name}",
+                                1 - bitwise[number], 0.0))
+    variables = {
+        "loss": Variable(np.array([found[case].losses for case in cases]), "1", ("mesh", "step")),
+        "ranks": Variable(np.array([case.ranks for case in cases]), "1", ("mesh",)),
+        "bitwise": Variable(bitwise, "1", ("mesh",)),
+        **{f"{name}_difference": Variable(
+            np.array([differences[case][name] for case in cases]), "1", ("mesh",))
+           for name in TOLERANCES}}
+    scales = {"mesh": [case.name for case in cases], "step": range(plan.steps)}
+    settings = {**plan.settings(), "text": text.name, "text_digest": text.digest,
+                "equal_to": "; ".join(reference(case).name for case in cases)}
+    return Measurements(KIND, settings, environs, scales, variables, checks)

@@ -1,0 +1,103 @@
+"""Keep the losses and times of all steps of a training beside its checkpoints.
+
+``history.jsonl`` begins with a line of the settings that the curve follows from; then there is a
+line a step and a line a validation, each appended by a single write.  After a kill the lines of
+steps that are done again are written again, and the later ones count.
+"""
+
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.errors import StoreError, UsageError
+from bench.records.journal import append_entry, read_entries
+from bench.records.measurements import Setting
+
+NAME = "history.jsonl"
+
+
+@dataclass(frozen=True)
+class History:
+    """Hold what was measured, by the number of the step.
+
+    Attributes
+    ----------
+    losses, seconds : dict of int to float
+        Loss, and seconds of the slowest rank, of each step.
+    validation : dict of int to float
+        Loss of the held-out text after so many steps.
+    """
+
+    losses: dict[int, float] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+    validation: dict[int, float] = field(default_factory=dict)
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Add a line of the file."""
+        if "loss" in entry:
+            self.losses[entry["step"]] = entry["loss"]
+            self.seconds[entry["step"]] = entry["seconds"]
+        elif "validation" in entry:
+            self.validation[entry["step"]] = entry["validation"]
+
+    def before(self, step: int) -> "History":
+        """Return what was measured up to the end of so many steps."""
+        return History({n: loss for n, loss in self.losses.items() if n < step},
+                       {n: loss for n, loss in self.seconds.items() if n < step},
+                       {n: loss for n, loss in self.validation.items() if n <= step})
+
+
+class HistoryFile:
+    """The file of a history, opened for appending, and made if it does not exist.
+
+    Parameters
+    ----------
+    folder : path
+        The folder of the checkpoints, which is made if it does not exist.
+    settings : dict
+        What the curve follows from.
+
+    Raises
+    ------
+    StoreError
+        When the file cannot be opened.
+    UsageError
+        When the folder is of another training; names what differs.
+    """
+
+    def __init__(self, folder: str | os.PathLike, settings: dict[str, Setting]) -> None:
+        self.path = Path(folder) / NAME
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            entries = read_entries(self.path)
+        except OSError as error:
+            raise StoreError(f"{self.path} cannot be opened ({error.strerror}): name another "
+                             f"folder with --checkpoints") from error
+        self.history = History()
+        for entry in entries:
+            self.history.add(entry)
+        known = next((entry["settings"] for entry in entries if "settings" in entry), None)
+        if known is None:
+            self.write({"settings": settings})
+        elif known != settings:
+            self.close()
+            differ = [f"{name} {known.get(name)}, not {settings.get(name)}"
+                      for name in {**known, **settings} if known.get(name) != settings.get(name)]
+            raise UsageError(f"{self.path.parent} has the checkpoints of another training: "
+                             f"{', '.join(differ)}. The same settings, or another folder with "
+                             f"--checkpoints, would do")
+
+    def write(self, entry: dict[str, Any]) -> None:
+        """Append a line, and add it to the history; StoreError when it cannot be written."""
+        try:
+            append_entry(self._descriptor, entry)
+        except OSError as error:
+            raise StoreError(f"{self.path} could not be written ({error.strerror}); the "
+                             f"checkpoints that are there are untouched") from error
+        self.history.add(entry)
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._descriptor)

@@ -1,0 +1,80 @@
+"""List the meshes whose trainings are compared, and which of them must be equal to the bit."""
+
+from dataclasses import dataclass, replace
+from typing import Any, Callable
+
+from bench.experiments.training.plan import Placement
+from mm3d.training.schedules import registry
+
+SERIAL = Placement(scheme="serial")
+SCHEDULES = tuple(name for name in registry() if name != "auto")
+RANKS = (1, 2, 4, 6, 8)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A mesh to train on.
+
+    Attributes
+    ----------
+    ranks : int
+        Its number of ranks.
+    placement : Placement
+        The mesh.
+    """
+
+    ranks: int
+    placement: Placement
+
+    @property
+    def name(self) -> str:
+        """Return a name that says what is different from one rank."""
+        return str(self.placement)
+
+    @property
+    def family(self) -> tuple[Any, ...]:
+        """Return what the order of all sums follows from: the same in cases of equal bits.
+
+        Stages, schedules, ZeRO and recomputation change no sum: a stage sees its micro-batches in
+        ascending order, whatever the schedule, and sums over replicas are taken in the order of
+        ranks in every stage of ZeRO.
+        """
+        one = self.placement
+        return one.scheme, one.grid, one.data, one.microbatches
+
+
+def list_cases(ranks: int) -> list[Case]:
+    """List the cases that need at most so many ranks, serial first."""
+    three = replace(SERIAL, scheme="3d")
+    found = [Case(1, SERIAL)]
+
+    def add(needed: int, start: Placement, **changes: Any) -> None:
+        found.append(Case(needed, replace(start, **changes)))
+    for scheme, grid, needed in (("1d", (4,), 4), ("1d-sp", (4,), 4), ("2d", (2, 2), 4),
+                                 ("3d", (2, 2, 2), 8), ("3d", (1, 2, 4), 8), ("3d", (3, 2, 1), 6),
+                                 ("3d", (1, 3, 2), 6), ("3d", (2, 1, 1), 2)):
+        add(needed, three, scheme=scheme, grid=grid)
+    add(2, three, grid=(2, 1, 1), recompute="full")
+    for zero in range(4):
+        add(2, SERIAL, data=2, zero=zero)
+    for zero in range(4):
+        add(8, three, data=2, grid=(2, 2, 1), zero=zero)
+    add(1, SERIAL, microbatches=4)
+    for schedule in SCHEDULES:
+        add(2, SERIAL, stages=2, microbatches=4, schedule=schedule)
+    add(4, SERIAL, stages=4, microbatches=4)
+    for zero in range(4):
+        add(8, three, data=2, stages=2, grid=(1, 2, 1), microbatches=4, zero=zero)
+    add(8, three, data=2, stages=2, grid=(1, 2, 1), microbatches=4, schedule="zb-h1", zero=2)
+    add(8, three, data=2, stages=2, grid=(1, 2, 1), microbatches=4, recompute="selective", zero=3)
+    add(8, three, data=2, stages=2, scheme="1d", grid=(2,), microbatches=4, zero=1)
+    add(6, SERIAL, data=3, stages=2, microbatches=2, zero=2)
+    return [case for case in found if case.ranks <= ranks]
+
+
+def reference_of(cases: list[Case]) -> Callable[[Case], Case]:
+    """Return a function that gives for a case the first one of its family."""
+    first: dict[tuple[Any, ...], Case] = {}
+    for case in cases:
+        first.setdefault(case.family, case)
+    return lambda case: first[case.family]

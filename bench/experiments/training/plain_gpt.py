@@ -1,0 +1,98 @@
+"""Compute a GPT in NumPy alone, from its parameters by name, to verify a model and to sample it.
+
+It shares no code with `mm3d`: a mistake there is not repeated here.
+"""
+
+from typing import Mapping
+
+import numpy as np
+
+State = Mapping[str, np.ndarray]
+EPS = 1e-5
+
+
+def logits(state: State, tokens: np.ndarray, heads: int) -> np.ndarray:
+    """Compute the logits of every position, (batch, seq, vocab), in the type of the parameters."""
+    x = state["embedding.weight"][tokens] + state["positions.weight"][:tokens.shape[1]]
+    layer = 0
+    while f"layers.{layer}.ln1.weight" in state:
+        p = _Part(state, f"layers.{layer}.")
+        x = x + p.linear("attention.proj", attention(
+            p.linear("attention.qkv", p.norm("ln1", x)), heads))
+        x = x + p.linear("mlp.down", gelu(p.linear("mlp.up", p.norm("ln2", x))))
+        layer += 1
+    x = _Part(state, "").norm("norm", x)
+    return x @ (state["head.weight"] if "head.weight" in state else state["embedding.weight"].T)
+
+
+class _Part:
+    """The linear layers and norms whose names begin with `prefix`."""
+
+    def __init__(self, state: State, prefix: str) -> None:
+        self.state, self.prefix = state, prefix
+
+    def linear(self, name: str, x: np.ndarray) -> np.ndarray:
+        weight, bias = (self.state[f"{self.prefix}{name}.{part}"] for part in ("weight", "bias"))
+        return x @ weight + bias
+
+    def norm(self, name: str, x: np.ndarray) -> np.ndarray:
+        weight, bias = (self.state[f"{self.prefix}{name}.{part}"] for part in ("weight", "bias"))
+        centred = x - x.mean(-1, keepdims=True)
+        return centred / np.sqrt(np.mean(centred ** 2, -1, keepdims=True) + EPS) * weight + bias
+
+
+def attention(qkv: np.ndarray, heads: int) -> np.ndarray:
+    """Compute causal attention of all heads from Q | K | V, (batch, seq, 3 hidden)."""
+    batch, seq, width = qkv.shape
+    q, k, v = qkv.reshape(batch, seq, 3, heads, -1).transpose(2, 0, 3, 1, 4)
+    scores = q @ k.swapaxes(-1, -2) / np.sqrt(q.shape[-1]).astype(q.dtype)
+    scores = np.where(np.tri(seq, dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    mixed = weights / weights.sum(-1, keepdims=True) @ v
+    return mixed.swapaxes(1, 2).reshape(batch, seq, width // 3)
+
+
+def gelu(x: np.ndarray) -> np.ndarray:
+    """Compute GELU in its tanh form."""
+    return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi).astype(x.dtype) * (x + 0.044715 * x ** 3)))
+
+
+def mean_loss(state: State, tokens: np.ndarray, targets: np.ndarray, heads: int) -> float:
+    """Compute the mean cross entropy of all targets, sequence by sequence."""
+    total = 0.0
+    for one, wanted in zip(tokens, targets):
+        found = logits(state, one[None], heads)[0].astype(np.float64)
+        found -= found.max(-1, keepdims=True)
+        chosen = found[np.arange(len(wanted)), wanted]
+        total += float(np.sum(np.log(np.exp(found).sum(-1)) - chosen))
+    return total / targets.size
+
+
+def write_sample(state: State, heads: int, length: int, seed: int = 0, start: bytes = b"\n",
+                 temperature: float = 0.8) -> bytes:
+    """Draw bytes that the model writes after `start`, one after another.
+
+    Parameters
+    ----------
+    state : mapping
+        Global parameters by name.
+    heads : int
+        Attention heads.
+    length : int
+        Number of bytes.
+    seed : int
+        Seed of the draws.
+    start : bytes
+        What comes before, and is not returned; at least one byte.
+    temperature : float
+        Logits are divided by it.
+    """
+    state = {name: np.asarray(a, np.float32) for name, a in state.items()}
+    draw, seq = np.random.default_rng(seed), len(state["positions.weight"])
+    written = list(start)
+    for _ in range(length):
+        seen = np.array([written[-seq:]])
+        last = logits(state, seen, heads)[0, -1].astype(np.float64) / temperature
+        weights = np.exp(last - last.max())
+        written.append(int(draw.choice(len(weights), p=weights / weights.sum())))
+    return bytes(written[len(start):])

@@ -1,0 +1,138 @@
+"""State what is trained, and on which mesh; make the model and its optimizer."""
+
+from dataclasses import MISSING, asdict, dataclass, fields
+from typing import Any, Mapping
+
+import mm3d
+from bench.experiments.training.text import VOCAB
+from bench.records.measurements import Setting
+from mm3d.training import learning_rates, optimizers
+
+OPTIMIZERS = ("adamw", "sgd")
+FLOOR = 0.1    # the last learning rate as a share of the peak
+
+
+@dataclass(frozen=True)
+class Plan:
+    """State everything that the curve of a training follows from, but the text and the mesh.
+
+    Attributes
+    ----------
+    layers, hidden, heads, batch, seq : int
+        Sizes of the model and of a step's global batch.
+    steps : int
+        Steps of the whole training, over which the learning rate falls.
+    seed : int
+        Seed of the parameters, of the order of the text and of dropout.
+    dtype : str
+        Type of parameters, gradients and activations.
+    tied : bool
+        Whether the head uses the embedding's table.
+    dropout : float
+        Probability that an element of a residual branch or embedding is dropped.
+    optimizer : {"adamw", "sgd"}
+        The optimizer.
+    lr, warmup : float, int
+        Peak of the learning rate, and steps of its linear rise; then half a cosine down to
+        `FLOOR` of the peak.  SGD keeps `lr`.
+    weight_decay, clip, momentum : float
+        0 for none.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    batch: int
+    seq: int
+    steps: int
+    seed: int = 0
+    dtype: str = "float32"
+    tied: bool = True
+    dropout: float = 0.0
+    optimizer: str = "adamw"
+    lr: float = 1e-3
+    warmup: int = 0
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    momentum: float = 0.0
+
+    def rate(self, step: int) -> float:
+        """Return the learning rate of a step."""
+        if self.optimizer == "sgd":
+            return self.lr
+        return learning_rates.warmup_cosine(step, self.steps, self.lr, self.warmup,
+                                            FLOOR * self.lr)
+
+    @classmethod
+    def from_settings(cls, settings: Mapping[str, Setting]) -> "Plan":
+        """Return the plan that a record states."""
+        return cls(**{one.name: type(one.default)(settings[one.name])
+                      if one.default is not MISSING else int(settings[one.name])
+                      for one in fields(cls)})
+
+    def settings(self) -> dict[str, Setting]:
+        """Return the plan as settings of a record."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """State where a model is trained: what changes no curve beyond rounding.
+
+    Attributes
+    ----------
+    data, stages, scheme, grid, backend
+        See `mm3d.Mesh`.
+    zero, schedule, microbatches, recompute
+        See `mm3d.GPT`.
+    """
+
+    data: int = 1
+    stages: int = 1
+    scheme: str = "3d"
+    grid: tuple[int, ...] | None = None
+    zero: int = 0
+    schedule: str = "1f1b"
+    microbatches: int = 1
+    recompute: str = "none"
+    backend: str | None = None
+
+    def given(self) -> dict[str, Any]:
+        """Return what differs from the defaults."""
+        return {one.name: value for one in fields(self)
+                if (value := getattr(self, one.name)) != one.default}
+
+    def __str__(self) -> str:
+        grid = "x".join(map(str, self.grid or ()))
+        parts = [f"data {self.data}" * (self.data > 1), f"ZeRO {self.zero}" * (self.zero > 0),
+                 f"{self.stages} stages {self.schedule}" * (self.stages > 1),
+                 " ".join(filter(None, [self.scheme, grid])),
+                 f"{self.microbatches} micro-batches" * (self.microbatches > 1),
+                 f"recompute {self.recompute}" * (self.recompute != "none")]
+        return ", ".join(filter(None, parts))
+
+
+def make_mesh(placement: Placement, comm: Any) -> mm3d.Mesh:
+    """Arrange the ranks of `comm`; ValueError on every rank where they cannot be."""
+    given = placement.given()
+    return mm3d.Mesh(comm, **{name: given[name] for name in (
+        "data", "stages", "scheme", "grid", "backend") if name in given})
+
+
+def make_model(plan: Plan, placement: Placement, mesh: mm3d.Mesh) -> Any:
+    """Create the model on the mesh; ValueError on every rank for sizes that do not fit."""
+    given = placement.given()
+    more = {name: given[name] for name in ("zero", "recompute") if name in given}
+    if plan.dropout:
+        more["dropout"] = plan.dropout
+    return mm3d.GPT(mesh, plan.layers, plan.hidden, plan.heads, VOCAB, plan.batch, plan.seq,
+                    seed=plan.seed, dtype=plan.dtype, tied=plan.tied,
+                    schedule=placement.schedule, microbatches=placement.microbatches, **more)
+
+
+def make_optimizer(plan: Plan, model: Any) -> optimizers.Optimizer:
+    """Create the optimizer of a model."""
+    common = {"weight_decay": plan.weight_decay, "clip": plan.clip or None}
+    if plan.optimizer == "sgd":
+        return optimizers.SGD(model, plan.lr, plan.momentum, **common)
+    return optimizers.AdamW(model, plan.lr, betas=(0.9, 0.95), eps=1e-8, **common)

@@ -1,0 +1,87 @@
+"""Make the record of a training."""
+
+import numpy as np
+
+from bench.experiments.products import operands
+from bench.experiments.training.history import History
+from bench.experiments.training.torch_training import TorchTraining
+from bench.experiments.training.trainer import Course, Outcome, Training
+from bench.instruments.sampling import measured_environment
+from bench.records.measurements import Check, Measurements, Setting, Variable, grid_settings
+
+KIND = "training"
+BESIDE = 0.02    # the largest difference of validation losses, a training beside another
+
+
+def training_record(training: Training, course: Course, outcome: Outcome,
+                    beside: TorchTraining | None = None) -> Measurements | None:
+    """Make the record of a training; on rank 0, None on the others.
+
+    Parameters
+    ----------
+    training, course, outcome : Training, Course, Outcome
+        What was trained, and what became of it; every rank calls this.
+    beside : TorchTraining, optional
+        The same training by PyTorch.
+    """
+    mesh, plan = training.mesh, training.plan
+    environs = measured_environment(mesh.scheme.grid.backend.name, training.comm)
+    if training.comm.rank:
+        return None
+    history, steps = outcome.history, sorted(outcome.history.losses)
+    validated = sorted(history.validation)
+    seconds = np.array([history.seconds[n] for n in steps])
+    variables = {
+        "loss": Variable(np.array([history.losses[n] for n in steps]), "1", ("step",)),
+        "learning_rate": Variable(np.array([plan.rate(n) for n in steps]), "1", ("step",)),
+        "step_seconds": Variable(seconds, "s", ("step",)),
+        "validation_loss": Variable(
+            np.array([history.validation[n] for n in validated]), "1", ("validated",)),
+        "tokens_per_second": Variable(np.array(tokens_per_second(plan.batch * plan.seq, seconds)),
+                                      "s-1", ())}
+    checks = list(outcome.checks)
+    settings = settings_of(training, course, outcome)
+    if beside is not None:
+        variables |= beside_variables(beside.history, steps, validated)
+        checks.append(beside_check(history, beside.history))
+        settings["torch"] = beside.about
+    scales = {"step": steps, "validated": validated}
+    return Measurements(KIND, settings, environs, scales, variables, checks)
+
+
+def settings_of(training: Training, course: Course, outcome: Outcome) -> dict[str, Setting]:
+    """Return the settings of a record: what was trained, where, and how it ended."""
+    mesh, placement = training.mesh, training.placement
+    return {**training.settings(), "scheme": mesh.scheme.name, **grid_settings(mesh.shape),
+            "stage_grids": "; ".join(map(str, mesh.grids)),
+            "data": placement.data, "stages": placement.stages, "zero": placement.zero,
+            "schedule": placement.schedule, "microbatches": placement.microbatches,
+            "recompute": placement.recompute,
+            "transport": operands.transport_names(mesh.scheme.grid),
+            "validate_every": course.validate_every,
+            "validation_batches": course.validation_batches,
+            "began": outcome.began, "ended_by": outcome.ended_by}
+
+
+def tokens_per_second(tokens: int, seconds: np.ndarray) -> float:
+    """Compute the tokens of a step over its median seconds, without the first of several."""
+    counted = seconds[1:] if len(seconds) > 1 else seconds
+    return tokens / float(np.median(counted)) if len(counted) else np.nan
+
+
+def beside_variables(beside: History, steps: list[int],
+                     validated: list[int]) -> dict[str, Variable]:
+    """Return the numbers of the training by PyTorch, at the same steps."""
+    def numbers(found: dict[int, float], at: list[int]) -> np.ndarray:
+        return np.array([found.get(n, np.nan) for n in at])
+    return {"torch_loss": Variable(numbers(beside.losses, steps), "1", ("step",)),
+            "torch_step_seconds": Variable(numbers(beside.seconds, steps), "s", ("step",)),
+            "torch_validation_loss": Variable(numbers(beside.validation, validated), "1",
+                                              ("validated",))}
+
+
+def beside_check(own: History, other: History) -> Check:
+    """Compare the last validation losses of two trainings."""
+    last = max(own.validation)
+    return Check("last validation loss beside PyTorch's",
+                 abs(own.validation[last] - other.validation[last]), BESIDE)

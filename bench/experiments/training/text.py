@@ -1,0 +1,116 @@
+"""Read a text as bytes, and draw batches of it in an order that no mesh changes."""
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from bench.errors import UsageError
+
+VOCAB = 256             # a token is a byte
+HELD_OUT = 0.1          # the share of the text, at its end, that validates
+DEFAULT = "pydoc_data.topics"    # English text that comes with every Python
+Batch = tuple[np.ndarray, np.ndarray]    # tokens and targets, (batch, seq)
+
+
+@dataclass(frozen=True)
+class Text:
+    """Hold a text for training and its held-out end for validation.
+
+    Attributes
+    ----------
+    name : str
+        What it is called in records.
+    train, held_out : ndarray of uint8
+        The bytes to learn from, and those to validate with.
+    """
+
+    name: str
+    train: np.ndarray
+    held_out: np.ndarray
+
+    @property
+    def digest(self) -> str:
+        """Return a checksum of all bytes."""
+        return hashlib.blake2b(self.train.tobytes() + self.held_out.tobytes(),
+                               digest_size=8).hexdigest()
+
+    def batch(self, seed: int, step: int, batch: int, seq: int) -> Batch:
+        """Draw the tokens and targets of a step, each (batch, seq) of int64.
+
+        Sequences begin anywhere in the part to learn from.  They depend on the seed and the step
+        alone, by a Philox stream of its own for each step: no mesh changes them, and a training
+        that goes on at a step needs no state of an order.
+        """
+        key = hashlib.blake2b(f"{seed}/{step}/text".encode(), digest_size=16).digest()
+        draw = np.random.Generator(np.random.Philox(key=np.frombuffer(key, np.uint64)))
+        return _windows(self.train, draw.integers(0, len(self.train) - seq, batch), seq)
+
+    def validation(self, number: int, batch: int, seq: int) -> Batch:
+        """Return the batch of this number, from 0, of those that cover the held-out part."""
+        starts = seq * np.arange(number * batch, (number + 1) * batch)
+        return _windows(self.held_out, starts, seq)
+
+    def validation_batches(self, batch: int, seq: int) -> int:
+        """Count the batches that the held-out part has."""
+        return (len(self.held_out) - 1) // seq // batch
+
+    def check(self, batch: int, seq: int) -> None:
+        """Raise UsageError when the text is too short for batches of this size."""
+        if self.validation_batches(batch, seq) < 1 or len(self.train) <= seq:
+            least = round((batch * seq + 1) / HELD_OUT) + seq + 1
+            found = len(self.train) + len(self.held_out)
+            raise UsageError(f"the text {self.name} has {found} bytes, too few to hold out "
+                             f"{batch} sequences of {seq} for validation: at least {least}, or "
+                             f"smaller --batch and --seq, would do")
+
+
+def _windows(text: np.ndarray, starts: np.ndarray, seq: int) -> Batch:
+    """Return the sequences that begin at `starts`, and the tokens that follow each of theirs."""
+    found = text[starts[:, None] + np.arange(seq + 1)].astype(np.int64)
+    return found[:, :-1], found[:, 1:]
+
+
+def read_text(path: str | None = None) -> Text:
+    """Read the bytes of a file, or without one the text that comes with every Python.
+
+    Raises
+    ------
+    UsageError
+        When the file cannot be read.
+    """
+    if path is None:
+        from pydoc_data.topics import topics
+        data, name = "\n\n".join(topics[key] for key in sorted(topics)).encode(), DEFAULT
+    else:
+        name = Path(path).name
+        try:
+            data = Path(path).read_bytes()
+        except OSError as error:
+            raise UsageError(f"--text {path} cannot be read ({error.strerror}): name a file of "
+                             f"text, or leave --text out") from error
+    tokens = np.frombuffer(data, np.uint8)
+    cut = len(tokens) - round(HELD_OUT * len(tokens))
+    return Text(name, tokens[:cut], tokens[cut:])
+
+
+def share_text(path: str | None, batch: int, seq: int, comm) -> Text:
+    """Read a text on rank 0 and return it on every rank; errors as those of `read_text`.
+
+    Raises
+    ------
+    UsageError
+        On every rank alike, also when it is too short for batches of this size.
+    """
+    text = problem = None
+    if comm.rank == 0:
+        try:
+            text = read_text(path)
+            text.check(batch, seq)
+        except UsageError as error:
+            problem = str(error)
+    text, problem = comm.bcast((text, problem))
+    if problem:
+        raise UsageError(problem)
+    return text

@@ -1,0 +1,225 @@
+"""Train a GPT on a text, verified first, with checkpoints, until it is done or stops."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Callable
+
+import mm3d
+from bench.agreement import make_on_rank_0
+from bench.errors import StoreError, UsageError
+from bench.experiments.training.history import History, HistoryFile
+from bench.experiments.training.plan import Placement, Plan, make_mesh, make_model, make_optimizer
+from bench.experiments.training.stopping import Stop, stop_on_request
+from bench.experiments.training.text import Text
+from bench.experiments.training.verification import verify
+from bench.records.measurements import Check
+
+ENDINGS = {"": "steps", "signal": "signal", "time": "max_seconds"}
+
+
+@dataclass(frozen=True)
+class Course:
+    """State when a training validates, keeps a checkpoint, and stops.
+
+    Attributes
+    ----------
+    validate_every, validation_batches : int
+        Steps between two validations, and batches of each.
+    checkpoints : path or None
+        The folder of checkpoints and of the history; None for none.
+    save_every, keep : int
+        Steps between two checkpoints, and how many of the newest are kept.
+    max_seconds : float, optional
+        The time after which to stop with a checkpoint.
+    """
+
+    validate_every: int = 50
+    validation_batches: int = 4
+    checkpoints: str | None = None
+    save_every: int = 100
+    keep: int = 2
+    max_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Hold what became of a training; the same on every rank but for the history.
+
+    Attributes
+    ----------
+    history : History
+        Of all steps, also of those before this run; complete on rank 0.
+    began, steps : int
+        The step that this run began with, and the number of steps that are done.
+    ended_by : str
+        "steps", "signal" or "max_seconds".
+    checks : list of Check
+        The verification.
+    """
+
+    history: History
+    began: int
+    steps: int
+    ended_by: str
+    checks: list[Check]
+
+
+class Training:
+    """A model, its optimizer and its text on the ranks of a communicator.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks, all of which create it.
+    plan, placement : Plan, Placement
+        What is trained, and where.
+    text : Text
+        The same on every rank.
+
+    Raises
+    ------
+    UsageError
+        On every rank alike, for what cannot be trained so.
+    """
+
+    def __init__(self, comm: Any, plan: Plan, placement: Placement, text: Text) -> None:
+        self.comm, self.plan, self.placement, self.text = comm, plan, placement, text
+        try:
+            self.mesh = make_mesh(placement, comm)
+            self.model = make_model(plan, placement, self.mesh)
+            self.optimizer = make_optimizer(plan, self.model)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+
+    def batch(self, step: int) -> tuple:
+        """Return tokens and targets of a step."""
+        return self.text.batch(self.plan.seed, step, self.plan.batch, self.plan.seq)
+
+    def step(self, step: int) -> float:
+        """Train one step; return the loss before it."""
+        self.model.dropout_step = step
+        loss = self.model.step(*self.batch(step))
+        self.optimizer.lr = self.plan.rate(step)
+        self.optimizer.step()
+        return loss
+
+    def validate(self, batches: int) -> float:
+        """Return the mean loss of the first batches of the held-out text, without dropout."""
+        sizes = self.plan.batch, self.plan.seq
+        count = min(batches, self.text.validation_batches(*sizes))
+        return sum(self.model.evaluate(*self.text.validation(number, *sizes))
+                   for number in range(count)) / count
+
+    def verify(self) -> list[Check]:
+        """Compare loss and gradient of a batch with a model in NumPy, without dropout."""
+        self.model.dropout_step = None
+        return verify(self.model, self.batch(0), self.plan.heads, self.plan.dtype, self.comm)
+
+    def settings(self) -> dict[str, Any]:
+        """Return what the curve follows from."""
+        return {**self.plan.settings(), "text": self.text.name, "text_digest": self.text.digest}
+
+    def free(self) -> None:
+        """Free the communicators; every rank must call it."""
+        self.model.free()
+        self.mesh.free()
+
+
+def train(training: Training, course: Course,
+          report: Callable[[int, History], None] = lambda step, history: None) -> Outcome:
+    """Train from the newest checkpoint, or from the start, until all steps are done or it stops.
+
+    Parameters
+    ----------
+    training : Training
+        What is trained; every rank calls this.
+    course : Course
+        When to validate, to keep a checkpoint, and to stop.
+    report : callable
+        Called on rank 0 after each step and each validation, with the number of steps done.
+
+    Raises
+    ------
+    WrongResult
+        On every rank, when the model computes a wrong loss or gradient; nothing is trained then.
+    StoreError, UsageError
+        On every rank alike, when the folder cannot be used, or is of another training.
+    """
+    comm = training.comm
+    file = open_history(training, course)
+    done = began = restore(training, course)
+    history = file.history.before(done) if file else History()
+    checks = training.verify()
+    reason = ""
+
+    def keep(entry: dict[str, Any]) -> None:
+        if comm.rank == 0:
+            history.add(entry)
+            report(done, history)
+        if file:
+            file.write(entry)
+
+    with stop_on_request(comm, course.max_seconds) as stop:
+        while True:
+            if not reason and is_due(done, training.plan.steps, course.validate_every):
+                known = comm.bcast(done in history.validation)
+                if not known:
+                    keep({"step": done, "validation": training.validate(
+                        course.validation_batches)})
+            if reason or done >= training.plan.steps:
+                break
+            loss, seconds, reason = timed_step(training, done, stop)
+            done += 1
+            reason = reason if done < training.plan.steps else ""
+            keep({"step": done - 1, "loss": loss, "seconds": seconds})
+            if course.checkpoints and (reason or is_due(done, training.plan.steps,
+                                                        course.save_every)):
+                mm3d.save(course.checkpoints, training.model, training.optimizer, step=done,
+                          keep=course.keep)
+    if file:
+        file.close()
+    return Outcome(history, began, done, ENDINGS[reason], checks)
+
+
+def is_due(done: int, steps: int, every: int) -> bool:
+    """Return whether something is to be done after `done` steps: each `every`, and at the end."""
+    return done % every == 0 or done == steps
+
+
+def timed_step(training: Training, step: int, stop: Stop) -> tuple[float, float, str]:
+    """Train one step; return loss, seconds of the slowest rank, and why to stop if at all."""
+    start = time.perf_counter()
+    loss = training.step(step)
+    training.mesh.scheme.grid.backend.synchronize()
+    return loss, *stop.agree(time.perf_counter() - start)
+
+
+def open_history(training: Training, course: Course) -> HistoryFile | None:
+    """Open the history on rank 0; None on the others, and without a folder."""
+    if course.checkpoints is None:
+        return None
+    made = problem = None
+    if training.comm.rank == 0:
+        try:
+            made = HistoryFile(course.checkpoints, training.settings())
+        except (StoreError, UsageError) as error:
+            problem = error
+    problem = training.comm.bcast(problem)
+    if problem is not None:
+        raise problem
+    return made
+
+
+def restore(training: Training, course: Course) -> int:
+    """Restore the newest checkpoint, if there is one; return the number of steps done."""
+    found = course.checkpoints and make_on_rank_0(
+        lambda: has_checkpoint(course.checkpoints), training.comm)
+    if not training.comm.bcast(bool(found)):
+        return 0
+    return mm3d.restore(course.checkpoints, training.model, training.optimizer)
+
+
+def has_checkpoint(folder: str) -> bool:
+    """Return whether a folder has a complete checkpoint."""
+    return any(Path(folder).glob("step-*"))

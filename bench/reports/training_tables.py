@@ -1,0 +1,112 @@
+"""Make the tables of a training, and of trainings on several meshes, from their records."""
+
+import math
+
+import numpy as np
+
+from bench.experiments.training.history import History
+from bench.experiments.training.record import tokens_per_second
+from bench.records.measurements import Measurements
+from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
+
+ROWS = 12    # validations in a table
+
+
+def progress_line(done: int, history: History, steps: int, tokens: int) -> str:
+    """Format the progress after `done` steps, of `tokens` tokens each, as a line."""
+    parts = [f"step {done} of {steps}"]
+    if done:
+        recent = np.array([history.seconds[n] for n in range(max(0, done - 20), done)
+                           if n in history.seconds])
+        parts.append(f"loss {history.losses[done - 1]:.4f}")
+        parts.append(f"{tokens / np.median(recent):,.0f} tokens/s".replace(",", " "))
+    if done in history.validation:
+        parts.append(f"validation loss {history.validation[done]:.4f}")
+    return ", ".join(parts)
+
+
+def training_parts(record: Measurements) -> list[Part]:
+    """Make the table of a training: losses by step, beside PyTorch's if it trained too."""
+    found = {name: variable.values for name, variable in record.variables.items()}
+    validated = list(record.scales["validated"])
+    beside = "torch_validation_loss" in found
+    columns = [Column("steps"), Column("training", "loss"), Column("validation", "loss"),
+               Column("bits a byte", "")]
+    columns += [Column("PyTorch's", "validation loss"), Column("difference")] * beside
+    shown = {*np.linspace(0, len(validated) - 1, min(ROWS, len(validated))).round().astype(int)}
+    rows: Rows = []
+    for n in sorted(shown):
+        step, loss = validated[n], found["validation_loss"][n]
+        recent = found["loss"][max(0, step - 10):step]
+        row = [step, number_cell(recent.mean() if len(recent) else math.nan, ".4f"),
+               number_cell(loss, ".4f"), number_cell(loss / math.log(2), ".3f")]
+        if beside:
+            other = found["torch_validation_loss"][n]
+            row += [number_cell(other, ".4f"), number_cell(loss - other, "+.4f")]
+        rows.append(row)
+    return [Table("Training", columns, rows), Notes("About this training:", _notes(record))]
+
+
+def _notes(record: Measurements) -> list[str]:
+    chosen, env = record.configuration, record.environment
+    tokens = int(chosen["batch"]) * int(chosen["seq"])
+    notes = [
+        f"{chosen['layers']} layers, hidden {chosen['hidden']}, {chosen['heads']} heads; batches "
+        f"of {chosen['batch']} x {chosen['seq']} bytes of {chosen['text']}; "
+        f"{chosen['optimizer']}, {chosen['dtype']}, dropout {chosen['dropout']:g}.",
+        f"{env['ranks']} ranks on {env['cores']} cores: data {chosen['data']}, ZeRO "
+        f"{chosen['zero']}, {chosen['stages']} stages ({chosen['schedule']}, "
+        f"{chosen['microbatches']} micro-batches), {chosen['scheme']} on "
+        f"{str(chosen['stage_grids']).partition(';')[0]}.",
+        f"{record.variables['tokens_per_second'].values:,.0f} tokens a second: tokens of a step "
+        f"over its median seconds, of the slowest rank, forward to optimizer; validation, "
+        f"checkpoints and verification are not timed.".replace(",", " ", 1),
+        "Training loss: mean of the last 10 steps, each before its step. Validation loss: mean "
+        f"over up to {chosen['validation_batches']} batches of the held-out end of the text.",
+        f"Verified before the first step: {', '.join(_checked(record))}, relative to a model in "
+        f"NumPy alone, float64."]
+    if env["oversubscribed"]:
+        notes.append("RANKS OUTNUMBER CORES: they take turns, and times say nothing about speed.")
+    if "torch" in chosen:
+        seconds = record.variables["torch_step_seconds"].values
+        notes.append(f"{chosen['torch']}, one process, trained afterwards from the same "
+                     f"parameters on the same batches: {tokens_per_second(tokens, seconds):,.0f} "
+                     f"tokens a second.")
+    if chosen["ended_by"] != "steps":
+        notes.append(f"STOPPED EARLY ({chosen['ended_by']}): {len(record.scales['step'])} of "
+                     f"{chosen['steps']} steps.")
+    return notes
+
+
+def _checked(record: Measurements) -> list[str]:
+    return [f"{check.quantity} to {check.error:.1g} (at most {check.tolerance:g})"
+            for check in record.checks if check.quantity in ("loss", "gradient")]
+
+
+def meshes_parts(record: Measurements) -> list[Part]:
+    """Make the table of meshes: the largest differences to one rank, and equality of bits."""
+    found = {name: variable.values for name, variable in record.variables.items()}
+    group = "largest relative difference to one rank"
+    columns = [Column("mesh"), Column("ranks"),
+               *(Column(name, "", group) for name in ("loss", "gradients", "weights")),
+               Column("bits"), Column("equal to", align="<")]
+    references = str(record.configuration["equal_to"]).split("; ")
+    rows: Rows = []
+    for n, mesh in enumerate(record.scales["mesh"]):
+        bits, own = found["bitwise"][n], references[n] == mesh
+        rows.append([mesh, int(found["ranks"][n]),
+                     *(number_cell(found[f"{name}_difference"][n], ".1e")
+                       for name in ("loss", "gradients", "weights")),
+                     "" if own else "equal" if bits == 1 else "DIFFERENT",
+                     "" if own else references[n]])
+    chosen = record.configuration
+    return [Table("The same training on several meshes", columns, rows), Notes("About these:", [
+        f"{chosen['steps']} steps of {chosen['optimizer']} (lr {chosen['lr']:g}), "
+        f"{chosen['dtype']}: {chosen['layers']} layers, hidden {chosen['hidden']}, "
+        f"{chosen['heads']} heads, batches of {chosen['batch']} x {chosen['seq']} bytes of "
+        f"{chosen['text']}, dropout {chosen['dropout']:g}.",
+        "Loss: of any step. Gradients: of the last step, weights: after it; of the array that "
+        "differs most, relative in the Frobenius norm. At most 1e-12, 1e-11 and 1e-11 pass.",
+        "Bits: losses, gradients and weights must be equal to the bit where only stages, "
+        "schedule, ZeRO or recomputation are different, since these change the order of no "
+        "sum."])]

@@ -1,0 +1,273 @@
+"""Train a GPT on text, on any mesh, with checkpoints; or the same steps on many, under mpirun."""
+
+import argparse
+import hashlib
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from mpi4py import MPI
+
+from bench.agreement import make_on_rank_0
+from bench.console import say
+from bench.errors import StoreError, UsageError, WrongResult
+from bench.experiments.training import comparison, plain_gpt, record, torch_training, trainer
+from bench.experiments.training.history import History
+from bench.experiments.training.plan import OPTIMIZERS, Placement, Plan, make_mesh, make_model
+from bench.experiments.training.text import Text, share_text
+from bench.experiments.training.trainer import Course, Outcome, Training
+from bench.command_line import options
+from bench.command_line.publish import publish, report_failure
+from bench.instruments.clock import wait_patiently
+from bench.records import run_file
+from bench.records.journal import claim_folder
+from bench.records.measurements import Measurements
+from bench.reports import training_tables
+from bench.reports.formats import render
+from bench.validation.rules import failed_checks
+from mm3d.training.schedules import registry
+
+GROUP = "Train a model"
+ON_ALL_RANKS = True
+# By default, and with --compare: float64 and SGD, so that a wrong factor shows.
+TRAINED = Plan(layers=4, hidden=128, heads=4, batch=16, seq=128, steps=300)
+COMPARED = Plan(layers=4, hidden=24, heads=6, batch=12, seq=10, steps=50, dtype="float64",
+                optimizer="sgd", lr=0.2, weight_decay=0.0, clip=0.0)
+CHECKPOINTS = "checkpoints"
+QUIET = 10.0    # seconds without a line of progress, at most
+NUMBERS = (("layers", 1, "Transformer layers"), ("hidden", 1, "features of a token"),
+           ("heads", 1, "attention heads"), ("batch", 1, "sequences of a step, of all replicas"),
+           ("seq", 1, "bytes in a sequence"), ("steps", 1, "steps of the whole training"),
+           ("seed", 0, "seed of parameters, of the order of the text and of dropout"),
+           ("warmup", 0, "steps in which the learning rate of AdamW rises; then it falls to a "
+                         "tenth, by half a cosine"))
+RATES = (("lr", "peak of the learning rate"), ("weight-decay", "decay of matrices"),
+         ("clip", "largest norm of the gradient; 0 for any"),
+         ("momentum", "momentum of SGD"),
+         ("dropout", "probability that an element of a residual branch or embedding is dropped"))
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``train``."""
+    parser.add_argument("--text", metavar="FILE", help=(
+        "learn the bytes of this file (default: the English text of Python's own help)"))
+    add_mesh(parser)
+    for name, least, about in NUMBERS:
+        parser.add_argument(f"--{name}", type=options.whole(least), metavar="N",
+                            help=f"{about} ({default_of(name)})")
+    for name, about in RATES:
+        parser.add_argument(f"--{name}", type=number, metavar="X",
+                            help=f"{about} ({default_of(name)})")
+    parser.add_argument("--optimizer", choices=OPTIMIZERS,
+                        help=f"the optimizer ({default_of('optimizer')})")
+    parser.add_argument("--dtype", choices=("float32", "float64"),
+                        help=f"dtype of all arrays ({default_of('dtype')})")
+    parser.add_argument("--untied", action="store_true", help=(
+        "give the head a matrix of its own, instead of the embedding's table"))
+    add_course(parser)
+    parser.add_argument("--sample", type=options.whole(1), metavar="N",
+                        help="print N bytes that the trained model writes")
+    parser.add_argument("--torch", metavar="PYTHON", help=(
+        "train the same model by PyTorch afterwards, by this interpreter, from the same "
+        "parameters on the same batches"))
+    parser.add_argument("--compare", action="store_true", help=(
+        "instead, train the same steps on one rank and on every mesh of these ranks, and "
+        "compare losses, gradients and weights; fail where they differ"))
+    options.add_pictures(parser)
+    options.add_out(parser)
+    options.add_stall(parser)
+
+
+def add_mesh(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say on which mesh a model is trained."""
+    parser.add_argument("--data", type=options.whole(1), default=1, metavar="N",
+                        help="replicas, among which the batch is divided (default 1)")
+    parser.add_argument("--zero", type=int, choices=range(4), default=0, help=(
+        "divide among the replicas: 1, moments and masters; 2, gradients too; 3, parameters too "
+        "(default 0: nothing)"))
+    parser.add_argument("--stages", type=options.whole(1), default=1, metavar="P",
+                        help="stages of the pipeline in each replica (default 1)")
+    parser.add_argument("--schedule", default="1f1b", metavar="NAME",
+                        help=f"schedule of the stages, of {', '.join(registry())} (default 1f1b)")
+    parser.add_argument("--microbatches", type=options.whole(1), default=1, metavar="M",
+                        help="micro-batches of a replica's part of the batch (default 1)")
+    parser.add_argument("--scheme", default="3d", metavar="NAME",
+                        help="parallelism of the layers in a stage (default 3d)")
+    options.add_grid(parser)
+    options.add_recompute(parser)
+    options.add_backend(parser)
+
+
+def add_course(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say when to validate, keep a checkpoint, and stop."""
+    for name, default, about in (
+            ("validate-every", 50, "steps between two validations with the end of the text, a "
+                                   "tenth of it, that is held out"),
+            ("validation-batches", 4, "batches of a validation, at most"),
+            ("save-every", 100, "steps between two checkpoints"),
+            ("keep", 2, "newest checkpoints that are kept")):
+        parser.add_argument(f"--{name}", type=options.whole(1), default=default, metavar="N",
+                            help=f"{about} (default {default})")
+    parser.add_argument("--checkpoints", metavar="DIR", help=(
+        f"folder of the checkpoints, from which the same command goes on (default: a folder of "
+        f"its own for each text and settings, in ./{CHECKPOINTS}); none for none"))
+    parser.add_argument("--max-seconds", type=float, metavar="SECONDS", help=(
+        "stop after this time with a checkpoint, as after Ctrl-C (default: no limit)"))
+
+
+def default_of(name: str) -> str:
+    """Say what an option is by default, and with ``--compare``."""
+    first, second = (getattr(plan, name.replace("-", "_")) for plan in (TRAINED, COMPARED))
+    return f"default {first}" + (f"; {second} with --compare" if second != first else "")
+
+
+def number(text: str) -> float:
+    """Read a number of at least 0."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not 0 <= found < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}: a number of at least 0 would do")
+    return found
+
+
+def run(arguments: argparse.Namespace, comm) -> int:
+    """Train, or compare meshes; return the exit status."""
+    plan = make_plan(arguments)
+    if arguments.torch:
+        torch_training.check_torch(plan)
+    if arguments.pictures:
+        make_on_rank_0(lambda: run_file.check_folder(arguments.pictures, "the pictures' folder",
+                                                     "--pictures"),
+                       comm, caught=StoreError, error=StoreError)
+    text = share_text(arguments.text, plan.batch, plan.seq, comm)
+    out = claim_folder(arguments.out, comm)
+    if arguments.compare:
+        return compare(arguments, plan, text, out, comm)
+    training = Training(comm, plan, make_placement(arguments), text)
+    course = make_course(arguments, training)
+    name = f"train-{arguments.scheme}-d{arguments.data}-p{arguments.stages}-h{plan.hidden}"
+    try:
+        with arguments.watched(training.mesh.scheme.grid):
+            outcome = trainer.train(training, course, Progress(plan))
+    except WrongResult as wrong:
+        return report_failure(name, wrong, comm)
+    return finish(arguments, training, course, outcome, out, name)
+
+
+def make_plan(arguments: argparse.Namespace) -> Plan:
+    """Return what is trained: the options that were given, and defaults for the others."""
+    start = COMPARED if arguments.compare else TRAINED
+    given = {name: value for name in start.settings()
+             if (value := getattr(arguments, name, None)) is not None}
+    if arguments.compare and (unused := [name for name in ("torch", "sample", "checkpoints")
+                                         if getattr(arguments, name)]):
+        raise UsageError(f"--compare with --{unused[0]}: it trains many models for a few steps; "
+                         f"leave one of them out")
+    return Plan(**{**start.settings(), **given, "tied": not arguments.untied})
+
+
+def make_placement(arguments: argparse.Namespace) -> Placement:
+    """Return the mesh that the options say."""
+    names = Placement.__dataclass_fields__
+    return Placement(**{name: getattr(arguments, name) for name in names})
+
+
+def make_course(arguments: argparse.Namespace, training: Training) -> Course:
+    """Return when to validate, to save and to stop."""
+    folder = arguments.checkpoints
+    if folder is None:
+        digest = hashlib.blake2b(json.dumps(training.settings()).encode(), digest_size=4)
+        folder = str(Path(CHECKPOINTS) / digest.hexdigest())
+    return Course(arguments.validate_every, arguments.validation_batches,
+                  None if folder == "none" else folder, arguments.save_every, arguments.keep,
+                  arguments.max_seconds)
+
+
+class Progress:
+    """Print a line of progress after each validation, and now and then."""
+
+    def __init__(self, plan: Plan, who: str = "") -> None:
+        self.plan, self.who, self.last = plan, who, time.monotonic()
+
+    def __call__(self, done: int, history: History) -> None:
+        """Print the line of `done` steps, if it is time."""
+        if done in history.validation or time.monotonic() > self.last + QUIET:
+            self.last = time.monotonic()
+            say(self.who + training_tables.progress_line(
+                done, history, self.plan.steps, self.plan.batch * self.plan.seq))
+
+
+def finish(arguments: argparse.Namespace, training: Training, course: Course, outcome: Outcome,
+           out: Path, name: str) -> int:
+    """Train by PyTorch if asked; write and draw the record; print a sample."""
+    comm, status = training.comm, 0
+    beside = by_torch(arguments, training, course, outcome) if arguments.torch else None
+    found = record.training_record(training, course, outcome, beside)
+    problem = comm.bcast(found and "; ".join(failed_checks(found.checks)))
+    if problem:
+        status = report_failure(name, problem, comm)
+    else:
+        status = publish(found, out, name, comm, table)
+        draw(found, arguments.pictures, name, comm)
+    if arguments.sample:
+        state = training.model.state()
+        if comm.rank == 0:
+            written = plain_gpt.write_sample(state, training.plan.heads, arguments.sample)
+            say(f"\nwhat the model writes, {arguments.sample} bytes:\n"
+                f"{written.decode(errors='replace')}")
+        wait_patiently(comm)
+    if outcome.ended_by != "steps" and comm.rank == 0:
+        say(f"stopped after {outcome.steps} of {training.plan.steps} steps"
+            + (f"; the same command goes on from {course.checkpoints}" if course.checkpoints
+               else ": without checkpoints nothing is kept"))
+    training.free()
+    return status
+
+
+def by_torch(arguments: argparse.Namespace, training: Training, course: Course,
+             outcome: Outcome) -> Any:
+    """Train the same by PyTorch on rank 0, while the others sleep; None on these."""
+    plan, comm = training.plan, training.comm
+
+    def work() -> torch_training.TorchTraining:
+        mesh = make_mesh(Placement(scheme="serial", backend="numpy"), MPI.COMM_SELF)
+        model = make_model(plan, Placement(scheme="serial"), mesh)
+        state = model.state()
+        return torch_training.train_by_torch(
+            arguments.torch, plan, training.text, state, outcome.steps,
+            outcome.history.validation, course.validation_batches, Progress(plan, "PyTorch: "))
+    return make_on_rank_0(work, comm, wait=wait_patiently)
+
+
+def compare(arguments: argparse.Namespace, plan: Plan, text: Text, out: Path, comm) -> int:
+    """Compare meshes; print the table in any case, and fail where they differ."""
+    found = comparison.compare_meshes(comm, plan, text, lambda name: say(f"training: {name}"))
+    name = f"train-meshes-{comm.size}-ranks"
+    problem = comm.bcast(found and "; ".join(failed_checks(found.checks)))
+    if problem:
+        if comm.rank == 0:
+            say(table(found) + "\n")
+        return report_failure(name, problem, comm)
+    status = publish(found, out, name, comm, table)
+    draw(found, arguments.pictures, name, comm)
+    return status
+
+
+def draw(found: Measurements | None, folder: str | None, name: str, comm) -> None:
+    """Draw the picture of a record on rank 0, if there is a folder of pictures."""
+    if folder and comm.rank == 0:
+        from bench.reports.figures import training
+        picture = (training.training_picture if found.kind == record.KIND
+                   else training.meshes_picture)
+        say(str(picture(Path(folder) / f"{name}.png", found)))
+    comm.Barrier()
+
+
+def table(found: Measurements) -> str:
+    """Format the table of a record."""
+    parts = (training_tables.training_parts if found.kind == record.KIND
+             else training_tables.meshes_parts)
+    return render(parts(found))
