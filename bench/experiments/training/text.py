@@ -1,6 +1,7 @@
 """Read a text as bytes, and draw batches of it in an order that no mesh changes."""
 
 import hashlib
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -59,7 +60,7 @@ class Text:
     def check(self, batch: int, seq: int) -> None:
         """Raise UsageError when the text is too short for batches of this size."""
         if self.validation_batches(batch, seq) < 1 or len(self.train) <= seq:
-            least = round((batch * seq + 1) / HELD_OUT) + seq + 1
+            least = math.ceil((batch * seq + 1) / HELD_OUT)
             found = len(self.train) + len(self.held_out)
             raise UsageError(f"the text {self.name} has {found} bytes, too few to hold out "
                              f"{batch} sequences of {seq} for validation: at least {least}, or "

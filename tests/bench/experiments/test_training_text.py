@@ -40,10 +40,10 @@ def test_validation_covers_what_is_held_out_once():
 def test_a_text_that_is_too_short_is_refused_and_says_how_long(tmp_path):
     path = tmp_path / "short.txt"
     path.write_bytes(b"x" * 300)
-    with pytest.raises(UsageError, match="has 300 bytes.*at least 331") as error:
+    with pytest.raises(UsageError, match="has 300 bytes.*at least 310") as error:
         share_text(str(path), 2, 10, MPI.COMM_SELF) and share_text(str(path), 2, 15, MPI.COMM_SELF)
     assert "\n" not in str(error.value)
-    path.write_bytes(b"x" * 331)
+    path.write_bytes(b"x" * 310)
     assert share_text(str(path), 2, 15, MPI.COMM_SELF).name == "short.txt"
     with pytest.raises(UsageError, match="cannot be read"):
         read_text(str(tmp_path / "none.txt"))
