@@ -58,9 +58,9 @@ def _notes(record: Measurements) -> list[str]:
         f"{chosen['zero']}, {chosen['stages']} stages ({chosen['schedule']}, "
         f"{chosen['microbatches']} micro-batches), {chosen['scheme']} on "
         f"{str(chosen['stage_grids']).partition(';')[0]}.",
-        f"{record.variables['tokens_per_second'].values:,.0f} tokens a second: tokens of a step "
+        f"{record.variables['tokens_per_second'].values:.0f} tokens a second: tokens of a step "
         f"over its median seconds, of the slowest rank, forward to optimizer; validation, "
-        f"checkpoints and verification are not timed.".replace(",", " ", 1),
+        f"checkpoints and verification are not timed.",
         "Training loss: mean of the last 10 steps, each before its step. Validation loss: mean "
         f"over up to {chosen['validation_batches']} batches of the held-out end of the text.",
         f"Verified before the first step: {', '.join(_checked(record))}, relative to a model in "

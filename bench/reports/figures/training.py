@@ -37,7 +37,7 @@ def training_picture(path: str | os.PathLike, record: Measurements) -> Path:
             f"{chosen['layers']} layers of {chosen['hidden']} features learn the bytes of "
             f"{chosen['text']}"))
         panel = panels.flat[0]
-        panel.plot(steps + 1, found["loss"], color=style.LIGHT_GREY, linewidth=0.8,
+        panel.plot(steps, found["loss"], color=style.LIGHT_GREY, linewidth=0.8,
                    label="training batch")
         if "torch_validation_loss" in found:
             panel.plot(validated, found["torch_validation_loss"], color=style.VERMILION,
