@@ -9,6 +9,7 @@ import numpy as np
 from mm3d.arrays.backend import Array
 from mm3d.grid.axis import Traffic
 from mm3d.model.cross_entropy import Targets
+from mm3d.model.dropout import DropoutSpec
 from mm3d.model.gpt_ends import Output, draw_ends
 from mm3d.model.gpt_spec import embedding_spec
 from mm3d.model.initial_values import gpt2_values
@@ -54,6 +55,9 @@ class GPT:
         See `mm3d.model.cross_entropy.CrossEntropy`.
     ignored : int
         The target of positions that do not count.
+    dropout : float
+        Probability that an element of a residual branch, or of the sum of the embeddings, is
+        dropped, see `mm3d.model.dropout`.  Attention probabilities are not dropped.
     **options
         Further parameters of `mm3d.Pipeline`: zero, in_flight, around, synchronous, asleep,
         weights_half.
@@ -84,7 +88,7 @@ class GPT:
                  microbatches: int | None = None, schedule: str | Schedule = "1f1b",
                  recompute: str = "none", tied: bool = True, master: str | None = None,
                  label_smoothing: float = 0.0, z_loss: float = 0.0, ignored: int = -1,
-                 **options: Any) -> None:
+                 dropout: float = 0.0, **options: Any) -> None:
         check_vocabulary(vocab, label_smoothing, z_loss)
         if isinstance(schedule, str) and microbatches is None:
             microbatches = 1
@@ -94,12 +98,16 @@ class GPT:
         self.pipeline = Pipeline(
             mesh, schedule, layers, hidden, heads, batch, seq, microbatches, seed=seed,
             dtype=dtype, master=master, recompute=recompute, causal=True, initial_values=values,
-            **options)
+            dropout=dropout, **options)
         self.schedule = self.pipeline.schedule
         first, last = (self._stage_of(stage) for stage in (0, self.schedule.stage_count - 1))
         builder, self._embedding, self._output = self.pipeline.chunks[0].builder, None, None
         if mesh.stage == first:
             self._embedding, = builder.build_layers([embedding_spec(vocab, seq, hidden)])
+        self._dropout = None
+        if dropout and self._embedding is not None:
+            own = self.pipeline.chunks[self.schedule.stages[mesh.stage].index(0)].builder
+            self._dropout, = own.build_layers([DropoutSpec("dropout", hidden, dropout)])
         if mesh.stage == last:
             self._output = Output(builder, vocab, hidden, tied, ignored=ignored,
                                   label_smoothing=label_smoothing, z_loss=z_loss)
@@ -145,16 +153,19 @@ class GPT:
             return self._output.backward(goal, saved)
 
         def inputs(micro: int) -> Array:
-            return self._embedding.forward(self._part(tokens, micro))[0]
+            x = self._embedding.forward(self._part(tokens, micro))[0]
+            return x if self._dropout is None else self._dropout.apply(x, x)
 
         def input_gradient(micro: int, dx: Array) -> None:
+            if self._dropout is not None:
+                dx = self._dropout.apply(dx, dx)
             self._embedding.backward(dx, self._part(tokens, micro))
         self.pipeline.step(inputs, output_gradient, input_gradient)
         self._sum_tied_gradients()
         return self._mean(losses, count)
 
     def evaluate(self, tokens: np.ndarray, targets: np.ndarray) -> float:
-        """Compute the loss alone; parameters, results and errors as those of `step`."""
+        """Compute the loss alone, without dropout; parameters, results, errors as of `step`."""
         tokens, targets, count = self._check_batch(tokens, targets)
         losses: list[Array] = []
         hops, schedule = self.pipeline.hops, self.schedule
@@ -162,6 +173,7 @@ class GPT:
                      key=lambda one: one[0])
         results: dict[Event, Array] = {}
         for stage, chunk in own:
+            chunk.mask_key.place = None
             for micro in range(schedule.microbatches):
                 before, after = (Event("F", s, micro) for s in (stage - 1, stage))
                 if not stage:
@@ -212,6 +224,18 @@ class GPT:
         counted = self._output is not None and self._output.loss.counts
         own = [float(to_host(one)[0]) for one in losses] if counted else []
         return math.fsum(x for every in self.comm.allgather(own) for x in every) / count
+
+    @property
+    def dropout_step(self) -> int | None:
+        """Return the step that masks of dropout are drawn for; None while nothing is dropped.
+
+        `step` counts it; set it where a training goes on.
+        """
+        return self.pipeline.dropout_step
+
+    @dropout_step.setter
+    def dropout_step(self, step: int | None) -> None:
+        self.pipeline.dropout_step = step
 
     def zero_gradients(self) -> None:
         """Set all gradients to zero."""

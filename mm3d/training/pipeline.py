@@ -53,7 +53,7 @@ class Pipeline:
         How many sums of gradients over replicas go on while a rank computes, see
         `mm3d.training.data_parallel.DataParallel`.
     **options
-        Further parameters of `mm3d.Transformer`: seed, dtype, causal, master, recompute.
+        Further parameters of `mm3d.Transformer`: seed, dtype, causal, master, recompute, dropout.
 
     Attributes
     ----------
@@ -70,6 +70,9 @@ class Pipeline:
         stores, which are the same ones.
     comm : mpi4py.MPI.Intracomm
         All ranks of the mesh.
+    dropout_step : int or None
+        The step of training that the masks of dropout are drawn for, counted by `step`; None
+        while nothing is to be dropped.
 
     Raises
     ------
@@ -105,6 +108,9 @@ class Pipeline:
                        for stage in schedule.stages[mesh.stage]]
         first = self.chunks[0]
         self.hops = Hops(mesh, schedule, first.shape, first.dtype, synchronous, asleep)
+        self.dropout_step: int | None = 0
+        if options.get("dropout"):
+            around = self._placing_masks(around)
         self.worker = Worker(self.hops, self.chunks, around)
         self.parameters: list[Parameter] = [p for chunk in self.chunks for p in chunk.parameters]
         self.trained, self.comm = self.parameters, mesh.comm
@@ -132,6 +138,18 @@ class Pipeline:
         """
         with (self.data.summed(self.schedule.microbatches) if self.data else nullcontext()):
             self.worker.step(inputs, output_gradient, input_gradient)
+        if self.dropout_step is not None:
+            self.dropout_step += 1
+
+    def _placing_masks(self, around: Callable[[Action], ContextManager] | None
+                       ) -> Callable[[Action], ContextManager]:
+        """Return an `around` that also tells a chunk, before F, which masks it is to draw."""
+        def place(action: Action) -> ContextManager:
+            if action.kind == "F":
+                step, first = self.dropout_step, self.rows[action.micro].start
+                self.chunks[action.chunk].mask_key.place = None if step is None else (step, first)
+            return around(action) if around else nullcontext()
+        return place
 
     def traffic(self) -> dict[tuple[str, str], Traffic]:
         """Return the traffic of this rank, by direction and collective.
