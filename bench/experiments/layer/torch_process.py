@@ -71,7 +71,7 @@ class TorchProcess:
 
 def torch_environment() -> dict[str, str]:
     """Return the environment of a process that is no rank and chooses its own threads."""
-    hidden = ("PMI_", "PMIX_", "MPI", "OMP_", "MKL_", "OPENBLAS_")
+    hidden = (*launcher.LAUNCHER_PREFIXES, "MPI", "OMP_", "MKL_", "OPENBLAS_")
     return {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
 
 
