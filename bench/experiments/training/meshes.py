@@ -37,10 +37,12 @@ class Case:
 
         Stages, schedules, ZeRO and recomputation change no sum: a stage sees its micro-batches in
         ascending order, whatever the schedule, and sums over replicas are taken in the order of
-        ranks in every stage of ZeRO.
+        ranks in every stage of ZeRO.  But ZeRO 2 and 3 sum over replicas before they sum over
+        micro-batches.
         """
         one = self.placement
-        return one.scheme, one.grid, one.data, one.microbatches
+        return (one.scheme, one.grid, one.data, one.microbatches,
+                one.zero > 1 and one.data > 1 and one.microbatches > 1)
 
 
 def list_cases(ranks: int) -> list[Case]:

@@ -2,11 +2,9 @@
 
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Callable
 
 import mm3d
-from bench.agreement import make_on_rank_0
 from bench.errors import StoreError, UsageError
 from bench.experiments.training.history import History, HistoryFile
 from bench.experiments.training.plan import Placement, Plan, make_mesh, make_model, make_optimizer
@@ -173,10 +171,8 @@ def train(training: Training, course: Course,
             done += 1
             reason = reason if done < training.plan.steps else ""
             keep({"step": done - 1, "loss": loss, "seconds": seconds})
-            if course.checkpoints and (reason or is_due(done, training.plan.steps,
-                                                        course.save_every)):
-                mm3d.save(course.checkpoints, training.model, training.optimizer, step=done,
-                          keep=course.keep)
+            if reason or is_due(done, training.plan.steps, course.save_every):
+                save(training, course, done)
     if file:
         file.close()
     return Outcome(history, began, done, ENDINGS[reason], checks)
@@ -212,14 +208,29 @@ def open_history(training: Training, course: Course) -> HistoryFile | None:
 
 
 def restore(training: Training, course: Course) -> int:
-    """Restore the newest checkpoint, if there is one; return the number of steps done."""
-    found = course.checkpoints and make_on_rank_0(
-        lambda: has_checkpoint(course.checkpoints), training.comm)
-    if not training.comm.bcast(bool(found)):
+    """Restore the newest checkpoint, if there is one; return the number of steps done.
+
+    Raises
+    ------
+    StoreError
+        On every rank alike, when it is damaged, or of another model.
+    """
+    if course.checkpoints is None:
         return 0
-    return mm3d.restore(course.checkpoints, training.model, training.optimizer)
+    try:
+        return mm3d.restore(course.checkpoints, training.model, training.optimizer).step
+    except FileNotFoundError:    # a new training
+        return 0
+    except (OSError, ValueError) as error:
+        raise StoreError(str(error)) from error
 
 
-def has_checkpoint(folder: str) -> bool:
-    """Return whether a folder has a complete checkpoint."""
-    return any(Path(folder).glob("step-*"))
+def save(training: Training, course: Course, done: int) -> None:
+    """Save a checkpoint after `done` steps; StoreError on every rank when it cannot be written."""
+    if course.checkpoints is None:
+        return
+    try:
+        mm3d.save(course.checkpoints, training.model, training.optimizer, step=done,
+                  keep=course.keep)
+    except OSError as error:
+        raise StoreError(str(error)) from error
