@@ -1,0 +1,142 @@
+"""Trainings: verified, stopped and continued to the bit, recorded; and the same on every mesh."""
+import os
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from bench.errors import UsageError, WrongResult
+from bench.experiments.training import comparison, plain_gpt, record, trainer, verification
+from bench.experiments.training.meshes import list_cases, reference_of
+from bench.experiments.training.plan import Placement, Plan
+from bench.experiments.training.text import read_text
+from bench.experiments.training.trainer import Course, Training
+from bench.records import run_file
+from bench.reports import training_tables
+from bench.reports.figures import training as figures
+from bench.reports.formats import render
+from bench.validation.files import check_file
+from mm3d.training.gpt import GPT
+
+PLAN = Plan(layers=1, hidden=8, heads=2, batch=4, seq=6, steps=7, lr=0.01, warmup=2, dropout=0.1)
+COMPARED = replace(PLAN, layers=4, steps=2, dtype="float64", optimizer="sgd", clip=0.0,
+                   weight_decay=0.0)
+COURSE = Course(validate_every=3, validation_batches=1, save_every=4)
+TEXT = read_text()
+PLACEMENTS = {1: Placement(), 2: Placement(grid=(1, 2, 1)),
+              4: Placement(stages=2, scheme="1d", microbatches=2)}
+
+
+def run(comm, course: Course, plan: Plan = PLAN, stop_after: int | None = None):
+    """A training and its outcome; rank 0 gets a signal after so many steps."""
+    def report(done, history):
+        if done == stop_after and done - 1 in history.losses:
+            os.kill(os.getpid(), signal.SIGINT)
+    training = Training(comm, plan, PLACEMENTS[comm.size], TEXT)
+    return training, trainer.train(training, course, report)
+
+
+@pytest.mark.ranks(1, 2, slow=(4,))
+def test_a_stopped_training_goes_on_to_the_bit(comm, shared_tmp_path):
+    """By Ctrl-C between two checkpoints, and by its time; the steps, moments and masks go on."""
+    whole, expected = run(comm, COURSE)
+    course = replace(COURSE, checkpoints=str(shared_tmp_path / "saved"))
+    for number, (stop, limit, ended) in enumerate(((2, None, "signal"), (None, 0.0, "max_seconds"),
+                                                   (None, None, "steps"))):
+        before = signal.getsignal(signal.SIGINT)
+        training, found = run(comm, replace(course, max_seconds=limit), stop_after=stop)
+        assert (found.began, found.ended_by) == ((0, 2, 3)[number], ended)
+        assert signal.getsignal(signal.SIGINT) is before
+        if ended != "steps":
+            training.free()
+    assert found.steps == 7 and found.history.losses == expected.history.losses
+    assert found.history.validation == expected.history.validation
+    assert list(found.history.validation) == [0, 3, 6, 7]
+    for name, a in whole.model.state().items():
+        assert np.array_equal(training.model.state()[name], a), name
+    for one in (whole, training):
+        one.free()
+    with pytest.raises(UsageError, match="another training: lr 0.01, not 0.02"):
+        run(comm, course, replace(PLAN, lr=0.02))
+
+
+@pytest.mark.ranks(1, 2)
+def test_a_record_is_valid_and_shown(comm, shared_tmp_path):
+    training, outcome = run(comm, COURSE)
+    found = record.training_record(training, COURSE, outcome)
+    state = training.model.state()
+    training.free()
+    assert (found is None) == (comm.rank > 0)
+    if comm.rank:
+        return
+    path = run_file.write_run(found, shared_tmp_path, "train")
+    assert check_file(path)[0] == []
+    assert figures.training_picture(shared_tmp_path / "train.png", found).stat().st_size > 10_000
+    text = render(training_tables.training_parts(run_file.read_run(path)))
+    assert "7 " in text and "Verified before the first step" in text
+    assert f"{outcome.history.validation[7]:.4f}" in text
+    changed = replace(found, variables={**found.variables, "tokens_per_second": replace(
+        found.variables["tokens_per_second"], values=np.array(1.0))})
+    errors, _ = check_file(run_file.write_run(changed, shared_tmp_path, "changed"))
+    assert "tokens_per_second is not that of the times" in errors[0]
+    line = training_tables.progress_line(3, outcome.history, 7, 24)
+    assert line.startswith("step 3 of 7, loss ") and "validation loss" in line
+    written = plain_gpt.write_sample(state, PLAN.heads, 5)
+    assert len(written) == 5 and written == plain_gpt.write_sample(state, PLAN.heads, 5)
+
+
+@pytest.mark.parametrize("broken", ["layers.0.mlp.up.bias", "embedding.weight", "norm.weight",
+                                    "layers.0.attention.qkv.weight"])
+def test_a_wrong_gradient_is_refused(comm, monkeypatch, broken):
+    """Each mistake that scales one gradient, or forgets one, is seen before a step is trained."""
+    right = GPT.gradients
+
+    def gradients(model):
+        found = right(model)
+        return found | {broken: 2 * found[broken]}
+    monkeypatch.setattr(GPT, "gradients", gradients)
+    with pytest.raises(WrongResult, match="gradient: relative error"):
+        run(comm, COURSE, replace(PLAN, dtype="float64"))
+    monkeypatch.setattr(GPT, "gradients", right)
+    monkeypatch.setattr(plain_gpt, "EPS", 1e-3)
+    with pytest.raises(WrongResult, match="loss: relative error"):
+        run(comm, COURSE, replace(PLAN, dtype="float64"))
+
+
+def test_float64_agrees_with_the_plain_model_closely(comm):
+    training = Training(comm, replace(PLAN, dtype="float64", tied=False), Placement(), TEXT)
+    loss, gradient = training.verify()
+    assert loss.error < 1e-14 and gradient.error < 1e-6 and verification.STEP == 1e-4
+    training.free()
+
+
+@pytest.mark.ranks(2, slow=(4, 8))
+def test_every_mesh_has_the_same_losses_gradients_and_weights(comm, shared_tmp_path):
+    """To the bit where only schedules, stages, ZeRO or recomputation differ."""
+    found = comparison.compare_meshes(comm, COMPARED, TEXT)
+    if comm.rank:
+        assert found is None
+        return
+    assert all(check.passed for check in found.checks), [
+        check for check in found.checks if not check.passed]
+    assert len(found.scales["mesh"]) == len(list_cases(comm.size)) > 12
+    assert sum("bits of" in check.quantity for check in found.checks) > 8
+    path = run_file.write_run(found, shared_tmp_path, "meshes")
+    assert check_file(path)[0] == []
+    text = render(training_tables.meshes_parts(run_file.read_run(path)))
+    assert "DIFFERENT" not in text and text.count("equal") > 8
+    assert figures.meshes_picture(shared_tmp_path / "meshes.png", found).stat().st_size > 10_000
+
+
+def test_families_are_what_must_be_equal_to_the_bit():
+    cases = list_cases(8)
+    reference = reference_of(cases)
+    assert len({case.name for case in cases}) == len(cases) > 35
+    for case in cases:
+        one, first = case.placement, reference(case).placement
+        assert (one.data, one.microbatches, one.scheme, one.grid) == (
+            first.data, first.microbatches, first.scheme, first.grid)
+    assert {case.placement.zero for case in cases if reference(case) is not case} == {0, 1, 2, 3}
+    with pytest.raises(UsageError, match="sgd and float64 would do"):
+        comparison.compare_meshes(None, PLAN, TEXT)
