@@ -37,7 +37,7 @@ def run(comm, course: Course, plan: Plan = PLAN, stop_after: int | None = None):
     return training, trainer.train(training, course, report)
 
 
-@pytest.mark.ranks(1, 2, slow=(4,))
+@pytest.mark.ranks(1, slow=(2, 4))
 def test_a_stopped_training_goes_on_to_the_bit(comm, shared_tmp_path):
     """By Ctrl-C between two checkpoints, and by its time; the steps, moments and masks go on."""
     whole, expected = run(comm, COURSE)
@@ -61,7 +61,7 @@ def test_a_stopped_training_goes_on_to_the_bit(comm, shared_tmp_path):
         run(comm, course, replace(PLAN, lr=0.02))
 
 
-@pytest.mark.ranks(1, 2)
+@pytest.mark.ranks(1, slow=(2,))
 def test_a_record_is_valid_and_shown(comm, shared_tmp_path):
     training, outcome = run(comm, COURSE)
     found = record.training_record(training, COURSE, outcome)
