@@ -9,8 +9,8 @@ from gpts import SIZES, differences, serial, tokens_and_targets, train
 
 # By ranks: stages, scheme, grid.
 MESHES = {1: [(1, "3d", None)],
-          4: [(1, "2d", None), (1, "1d", None), (1, "1d-sp", None), (1, "3d", (2, 1, 2)),
-              (2, "3d", (1, 2, 1)), (4, "serial", None)],
+          4: [(1, "3d", (2, 1, 2)), (2, "3d", (1, 2, 1)), (1, "2d", None), (1, "1d", None),
+              (1, "1d-sp", None)],
           8: [(1, "3d", None), (1, "3d", (2, 4, 1)), (2, "2d", None), (2, "3d", (1, 2, 2)),
               (1, "3d", (1, 1, 8))]}
 CASES = [dict(tied=True), dict(tied=False, label_smoothing=0.1, z_loss=0.01)]
@@ -23,14 +23,18 @@ def meshes(comm, number: int):
     return mm3d.Mesh(comm, *MESHES[comm.size][number])
 
 
-@pytest.mark.ranks(1, 4, slow=(8,), first=(1, 4))
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.ranks(1, 4, slow=(8,))
+@pytest.mark.parametrize("number", [
+    0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 5))])
 def test_losses_and_gradients_are_those_of_one_rank(comm, number):
-    """With uneven sizes, ignored targets, two micro-batches, and all kinds of loss."""
+    """With uneven sizes, ignored targets, two micro-batches, and all kinds of loss.
+
+    Also where a micro-batch has more targets that count than another, or a rank more than another
+    one: a mean of means differs, and so does the gradient of a bias that is not summed over all
+    ranks with other rows.
+    """
     mesh = meshes(comm, number)
     for case in CASES:
-        if mesh.shape["s"] > 2 and SIZES["layers"] < mesh.shape["s"]:
-            continue
         expected = serial(**case)
         found = train(mesh, microbatches=2, **case)
         assert list(found) == list(expected)

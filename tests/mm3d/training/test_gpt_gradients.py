@@ -80,7 +80,8 @@ def test_schedules_stages_and_recomputation_are_equal_to_the_bit(comm, kind, nam
 
 @pytest.mark.ranks(2, slow=(4,))
 def test_every_element_is_counted_once(comm):
-    """In a norm over all ranks, after the gradients of a table on two stages have been summed."""
+    """In a norm over all ranks, after the gradients of a table on two stages have been summed:
+    not of one of them alone, and not twice."""
     mesh = mm3d.Mesh(comm, 2, "3d", (comm.size // 2, 1, 1))
     for tied in (True, False):
         model = mm3d.GPT(mesh, **SIZES, dtype="float64", tied=tied)
