@@ -7,6 +7,7 @@ from bench.prediction.seconds import TERMS, trace_terms
 from bench.reports.document import Column, Number, Table, number_cell
 from mm3d.tracing.events import Collective, Gemm, Overlapped, Pass
 from mm3d.tracing.trace import Trace
+from mm3d.training.data_costs import state_bytes
 
 COUNTED = "words, bytes and messages are counted by the bucket algorithm; nothing travels"
 NOT_HIDDEN = "products hide no collective; "    # of the seconds of a step with overlap
@@ -107,6 +108,36 @@ def memory_table(trace: Trace) -> Table:
             "peak with intermediate arrays": trace.peak}
     return Table("Memory of this rank", [Column("arrays"), Column("bytes")],
                  [[name, _count(count)] for name, count in rows.items()])
+
+
+def state_table(parameters: int, ranks: int, data: int, dtype: str) -> Table:
+    """Make the table of a rank's bytes of state in each stage of ZeRO, with AdamW.
+
+    Parameters
+    ----------
+    parameters : int
+        Parameters of the model.
+    ranks, data : int
+        Ranks of a replica, which divide the parameters evenly, and the number of replicas.
+    dtype : str
+        Type of values.  Types of 16 bits have masters in float32, and moments are of the master's
+        type.
+    """
+    size = {"float64": 8, "float32": 4}.get(dtype, 2)
+    narrow, rows = size == 2, []
+    kinds = {"value": size, "gradient": size, "master": 4 * narrow,
+             "moments": 2 * max(size, 4)}
+    for zero, name in enumerate(("0: replicas", "1: optimizer", "2: and gradients",
+                                 "3: and parameters")):
+        def count(**bytes_of: int) -> Number:
+            each = state_bytes(zero, data, **dict.fromkeys(kinds, 0) | bytes_of)
+            return _count(round(each * parameters / ranks))
+        rows.append([name, *(count(**{kind: number}) for kind, number in kinds.items()),
+                     count(**kinds), *[count(**kinds | {"gradient": 4})] * narrow])
+    wide = [Column("all, float32 gradients")] if narrow else []
+    note = "; mm3d's gradients are float32 where there are masters" * narrow
+    return Table(f"State of this rank in bytes: {data} replicas, AdamW, by stage of ZeRO{note}", [
+        *map(Column, ("stage", "values", "gradients", "masters", "moments", "all")), *wide], rows)
 
 
 def seconds_table(trace: Trace, machine: machine_model.Machine) -> Table:

@@ -47,6 +47,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--all-layers", action="store_true",
                         help="run all layers instead of extending the counts of three, which "
                              "gives the same")
+    parser.add_argument("--data", type=int, metavar="N", help=(
+        "also count what a rank holds of parameters, gradients, masters and the moments of AdamW "
+        "where N replicas of --ranks ranks divide them, in each stage of ZeRO"))
     parser.add_argument("--machine", metavar="NAME", help=(
         "also predict seconds on this machine, a supplied one or a .toml file; --grid auto plans "
         "for it (default longhorn)"))
@@ -59,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
     sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
     if arguments.ranks < 1:
         raise UsageError(f"--ranks {arguments.ranks}: must be at least 1")
+    if arguments.data is not None and arguments.data < 1:
+        raise UsageError(f"--data {arguments.data}: must be at least 1")
     if arguments.scheme not in mm3d.SCHEMES:
         raise UsageError(f"scheme {arguments.scheme!r} is unknown: choose one of "
                          f"{', '.join(mm3d.SCHEMES)}")
@@ -82,6 +87,9 @@ def run(arguments: argparse.Namespace) -> int:
     described = model_spec(sizes, arguments.causal)
     useful = cost.flops(described) | cost.flops_of_halves(described)
     parts = [_title(arguments, grid, sizes), *dry_tables.tables(trace, useful, machine)]
+    if arguments.data is not None:
+        parts.append(dry_tables.state_table(cost.parameters(described), arguments.ranks,
+                                            arguments.data, arguments.dtype))
     fits = True
     if limit:
         fits, line = memory_fit.judge_fit(

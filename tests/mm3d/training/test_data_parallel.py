@@ -81,3 +81,43 @@ def test_every_stage_of_zero_computes_what_one_rank_computes(comm, transport, nu
     assert equal(found[1], found[0]) and equal(found[3], found[2])
     assert microbatches > 1 or equal(found[2], found[0])
     mesh.free()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("changed, said", [
+    (dict(batch=1), "a batch of 1 sequences cannot be divided among 2 replicas: at least 2"),
+    (dict(batch=5), "a batch of 5 sequences cannot be divided among 2 replicas of 2 micro-batc"),
+    (dict(zero=4), "zero=4 is no stage of ZeRO"), (dict(zero=True), "zero=True is no stage")],
+    ids=str)
+def test_what_replicas_cannot_divide_is_named_on_all_ranks(comm, changed, said):
+    mesh = mm3d.Mesh(comm, data=2, scheme="serial")
+    with pytest.raises(ValueError, match=said) as refused:
+        mm3d.Pipeline(mesh, "gpipe", **SIZES | {"batch": 8, "microbatches": 2} | changed)
+    assert len(set(comm.allgather(str(refused.value)))) == 1
+    mesh.free()
+
+
+@pytest.mark.ranks(slow=(2, 4))
+def test_sums_in_flight_and_steps_that_add_change_no_bit(comm):
+    """Sums that go on while ranks compute; and two steps without setting gradients to zero."""
+    mesh = mm3d.Mesh(comm, data=comm.size, scheme="serial")
+    sizes = SIZES | {"batch": 2 * comm.size, "microbatches": 2, "dtype": "float64"}
+    for zero in range(4):
+        found = []
+        for in_flight in (0, 1, 3):
+            pipeline = mm3d.Pipeline(mesh, "gpipe", **sizes, zero=zero, in_flight=in_flight)
+            found.append(run(pipeline, sizes, steps=1))
+            assert equal(found[-1], found[0]), (zero, in_flight)
+            pipeline.zero_gradients()
+            once, twice = (add_step(pipeline) for _ in range(2))
+            for name in once:
+                assert np.allclose(twice[name], 2 * once[name], rtol=1e-12, atol=1e-12), name
+            pipeline.free()
+    mesh.free()
+
+
+def add_step(pipeline):
+    """The gradients after one step more, on the same data."""
+    draw = pipeline.chunks[0].random
+    pipeline.step(lambda micro: draw(f"x{micro}"), lambda micro, y: draw(f"g{micro}"))
+    return pipeline.gradients()

@@ -1,0 +1,16 @@
+"""Bytes of a rank's state by stage of ZeRO, as ``bench dry --data`` prints them."""
+from bench.__main__ import main
+
+
+def test_figure_1_of_zero(capsys):
+    """120, 31.4, 16.6 and 1.9 GB: 25 x 12 x 5000^2 = 7.5 billion parameters, 64 replicas."""
+    assert main(["dry", "--ranks", "1", "--layers", "25", "--hidden", "5000", "--heads", "50",
+                 "--batch", "1", "--seq", "8", "--dtype", "float16", "--data", "64"]) == 0
+    rows = [line.replace(",", "").split() for line in capsys.readouterr().out.splitlines()
+            if line[:2] in ("0:", "1:", "2:", "3:")]
+    assert [round(int(row[-2]) / 1e9, 1) for row in rows] == [120, 31.4, 16.6, 1.9]
+
+
+def test_a_number_of_replicas_that_is_none(capsys):
+    assert main(["dry", "--ranks", "1", "--hidden", "64", "--data", "0"]) != 0
+    assert "--data 0: must be at least 1" in capsys.readouterr().err
