@@ -12,6 +12,7 @@ import numpy as np
 from bench.prediction import machine_model
 from bench.prediction.seconds import TERMS, achieved_seconds, collective_terms, gemm_seconds
 from mm3d import ModelSizes, model_spec
+from mm3d.grid.layout import divided_directions, without_faces
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.recomputation import parse_policy
@@ -117,7 +118,7 @@ class _BlockSizes:
         self.sizes = sizes
         # Numbers of parts: of outer activations, of inner rows and of inner features.
         (self.outside, self.sequences, self.positions, self.features) = (
-            grid.ranks_along(letters.replace(",", ""))
+            grid.ranks_along(divided_directions(without_faces(letters)))
             for letters in (outer[0] + outer[1], *inner[0].split(","), inner[1]))
         self.heads = largest_block(sizes["heads"], self.features)
 

@@ -9,10 +9,13 @@ the directions that divide the dimension, the first of them first.  On an X x Y 
 - ``"zx@y"`` a vector divided by z, then x, and kept on the diagonal of y alone: by the rank
   along y whose coordinate is that along z (modulo Y, where Y and Z differ).
 
-A direction that is not named holds copies.  Blocks differ by one unit where nothing divides.
+A direction that is not named holds copies.  Blocks differ by one unit where nothing divides.  A 0
+after a direction means that its first rank holds the whole block, and the others nothing:
+``"xy0,z"`` is A on the face y = 0 of the grid, with rows by x and columns by z.
 """
 
 import math
+import re
 from typing import Mapping
 
 import numpy as np
@@ -20,8 +23,19 @@ import numpy as np
 from mm3d.arrays.backend import Array
 from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.axis import Split
+from mm3d.grid.face import FaceSplit
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
+
+
+def divided_directions(spec: str) -> str:
+    """Return the directions that divide the dimensions of a layout, or of a part of one."""
+    return "".join(filter(str.isalpha, spec.partition("@")[0]))
+
+
+def without_faces(spec: str) -> str:
+    """Return a layout in which every rank holds what the first rank of its line holds."""
+    return re.sub("[a-z]0", "", spec)
 
 
 class Layout:
@@ -48,7 +62,8 @@ class Layout:
     def __init__(self, spec: str, units: Mapping[int, int] | None = None) -> None:
         dims, at, diagonal = spec.partition("@")
         self.spec, self.units = spec, dict(units or {})
-        self.dims = tuple(dims.split(","))
+        self.dims = tuple(dims.replace("0", "").split(","))
+        self.faces = frozenset(re.findall("([a-z])0", dims))    # of which one rank holds all
         self.diagonal = diagonal or None
         letters = "".join(self.dims) + diagonal
         if len(set(letters)) != len(letters) or (at and (len(diagonal) != 1 or not self.letters)):
@@ -79,10 +94,16 @@ class Layout:
         """Return start and length of the block of dimension `dim` at `coords`."""
         start, unit = 0, self.units.get(dim, 1)
         for letter in self.dims[dim]:
-            counts = block_lengths(length, sizes[letter], unit)
+            counts = self._counts(length, sizes, letter, unit)
             start += sum(counts[:coords[letter]])
             length, unit = counts[coords[letter]], 1
         return start, length
+
+    def _counts(self, length: int, sizes: GridShape, letter: str, unit: int) -> list[int]:
+        """Return the lengths of the blocks of the ranks along `letter`."""
+        if letter in self.faces:
+            return [length] + [0] * (sizes[letter] - 1)
+        return block_lengths(length, sizes[letter], unit)
 
     def owns_block(self, grid: GridShape | Grid, coords: Mapping[str, int] | None = None) -> bool:
         """Return whether the rank at `coords`, by default this rank, stores a block."""
@@ -149,7 +170,10 @@ class Layout:
         dim = next(d for d, letters in enumerate(self.dims) if letter in letters)
         length, unit = shape[dim], self.units.get(dim, 1)
         for before in self.dims[dim].partition(letter)[0]:
-            length, unit = block_lengths(length, grid.shape[before], unit)[grid.coords[before]], 1
+            length = self._counts(length, grid.shape, before, unit)[grid.coords[before]]
+            unit = 1
+        if letter in self.faces:
+            return FaceSplit(grid[letter], dim, length)
         return grid[letter].split(dim, length, unit)
 
     def shard(self, a: np.ndarray, grid: Grid) -> Array:

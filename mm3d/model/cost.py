@@ -210,13 +210,18 @@ def operand_words(scheme: str, grid: Mapping[str, int], model: ModelSpec,
 
     Parameters and errors are those of `moves_of_halves`.
     """
-    parallelism = Parallelism(scheme, grid, model.batch, model.seq, **options)
+    return sum_operand_words(Parallelism(scheme, grid, model.batch, model.seq, **options), model,
+                             weights_half)
+
+
+def sum_operand_words(parallelism: Parallelism, model: ModelSpec, weights_half: str) -> int:
+    """Count the words of `operand_words` on a given parallelism."""
     return sum(one.times * one.layer.operand_words(parallelism, weights_half, one.recomputed)
                for one in model.chain.backward_passes())
 
 
 def peak_words(scheme: str, grid: Mapping[str, int], model: ModelSpec, **options: Any) -> float:
-    """Count the words that a rank holds at the peak of a step, where everything divides evenly.
+    """Count the words that rank 0 holds at the peak of a step, where everything divides evenly.
 
     They are parameters and gradients; the input, the output and their gradients; everything saved
     between forward and backward; and the transient words of one layer: the gradients of its
@@ -225,7 +230,7 @@ def peak_words(scheme: str, grid: Mapping[str, int], model: ModelSpec, **options
 
     Parameters and errors are those of `moves`.
     """
-    parallelism = Parallelism(scheme, grid, model.batch, model.seq, **options)
+    parallelism = Parallelism(scheme, grid, model.batch, model.seq, **options).of_largest_rank
     saved = model.chain.saved_words(parallelism)
     activation = parallelism.outer.words(parallelism.tokens, model.hidden) / parallelism.ranks
     # A saved input is part of `saved`.  The gradient that enters the backward of a recomputed
@@ -233,8 +238,8 @@ def peak_words(scheme: str, grid: Mapping[str, int], model: ModelSpec, **options
     activations = 3 + (not saved.input) + (_count_groups(model.chain) > 1)
     if not model.chain.input_words(parallelism):    # tokens enter, and a loss leaves
         activations = 1
-    return ((2 * parameters(model) + sum(saved)) / parallelism.ranks + activations * activation
-            + model.chain.transient_words(parallelism))
+    return (2 * parameters(model) / parallelism.weight_parts + sum(saved) / parallelism.ranks
+            + activations * activation + model.chain.transient_words(parallelism))
 
 
 def _count_groups(chain: ChainSpec) -> int:

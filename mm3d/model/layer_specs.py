@@ -109,7 +109,8 @@ class LinearSpec(LayerSpec):
         product = self.product_shape(parallelism.batch, parallelism.seq)
         M, N, K = product.extents
         source, target = parallelism.spaces(self.way)
-        return ((source.words(M, N) + target.words(M, K) + N * K) / parallelism.ranks
+        return ((source.words(M, N) + target.words(M, K)) / parallelism.ranks
+                + N * K / parallelism.weight_parts
                 + parallelism.transient_words(product, recomputed))
 
     def make_layer(self, builder: Builder, name: str) -> Linear:

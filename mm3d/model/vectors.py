@@ -9,7 +9,7 @@ import math
 
 from mm3d.arrays.backend import Array, namespace
 from mm3d.grid.activations import Space
-from mm3d.grid.layout import Layout
+from mm3d.grid.layout import Layout, divided_directions
 from mm3d.model.functional import (add_rows, bias_gelu_backward, bias_gelu_forward, scale_rows,
                                    sum_products, sum_rows)
 
@@ -45,7 +45,7 @@ class Vector:
         extra = self.layout.letters[len(space.features):]
         self._sub = [self.layout.split(grid, self.shape, letter) for letter in extra]
         held = self.layout.letters + (self.layout.diagonal or "")
-        self._copies = [grid[c] for c in space.rows.replace(",", "") if c not in held]
+        self._copies = [grid[c] for c in divided_directions(space.rows) if c not in held]
         coords = dict(grid.coords)
         if self._line is not None:
             self._root = coords[self._line.name] = self.layout.diagonal_rank(grid)

@@ -276,7 +276,7 @@ class Cube(Scheme):
         w(Y) MN/(XZ) + w(X) NK/(ZY), with "gather" w(Z) MK/(XY) more.
         """
         y, z = cls._crossed_directions(product)
-        gather, dB, dA, *again = cls.product_moves(sizes, product, keep)[1]
+        gather, dB, dA, *again = cls.product_moves(sizes, product, keep=keep)[1]
         first, second = [gather, dA], [dB]
         for move in again:
             (first if move.axis == "x" else second).append(move)

@@ -6,13 +6,18 @@ each of the P ranks has 1/P of the sum.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Iterator
 
+from mm3d.grid.layout import divided_directions, without_faces
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import Move, ProductShape
+
+# What the collectives of balanced blocks are where the first rank of a direction holds all.
+ON_FACES = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
 
 
 @dataclass(frozen=True)
@@ -36,7 +41,7 @@ class SpaceCosts:
     @cached_property
     def row_parts(self) -> int:
         """Return the number of blocks that the rows are divided into."""
-        return self.grid.ranks_along(self.rows.replace(",", ""))
+        return self.grid.ranks_along(divided_directions(self.rows))
 
     @cached_property
     def feature_parts(self) -> int:
@@ -56,8 +61,7 @@ class SpaceCosts:
     @cached_property
     def _vector(self) -> tuple[str, str]:
         """Return the directions that divide a vector, and the direction of its diagonal."""
-        divided, _, diagonal = self.vector.partition("@")
-        return divided, diagonal
+        return divided_directions(self.vector), self.vector.partition("@")[2]
 
     def words(self, rows: int, features: int) -> int:
         """Count the words of an activation, copies included."""
@@ -85,7 +89,7 @@ class SpaceCosts:
     def vector_reduce_moves(self, n: int) -> Iterator[Move]:
         """List the collectives of `mm3d.model.vectors.Vector.reduce_gradient` for n elements."""
         divided, diagonal = self._vector
-        for c in self.rows.replace(",", ""):
+        for c in divided_directions(self.rows):
             if c not in self.vector:
                 words = (2 * (self.grid[c] - 1) * n * self.grid.ranks
                          // (self.feature_parts * self.grid[c]))
@@ -97,12 +101,16 @@ class SpaceCosts:
             yield Move(diagonal, "reduce", words)
 
     def _beyond_features(self, collective: str, n: int) -> Iterator[Move]:
-        """List a collective along each direction that divides a vector but not the features."""
+        """List a collective along each direction that divides a vector but not the features.
+
+        Where the first rank of a direction holds all, it broadcasts or receives all.
+        """
         divided, _ = self._vector
         for k in range(len(self.features), len(divided)):
             words = ((self.grid[divided[k]] - 1) * n * self.grid.ranks
                      // self.grid.ranks_along(divided[:k + 1]))
-            yield Move(divided[k], collective, words)
+            on_face = f"{divided[k]}0" in self.vector
+            yield Move(divided[k], ON_FACES[collective] if on_face else collective, words)
 
     def row_sum_moves(self, rows: int, n: int) -> Iterator[Move]:
         """List the collectives that sum n numbers of each row over the ranks that share the row.
@@ -116,6 +124,11 @@ class SpaceCosts:
         """
         for c in self.rows.partition(",")[2]:
             yield Move(c, collective, (self.grid[c] - 1) * words * self.copies)
+
+    @property
+    def of_largest_rank(self) -> "SpaceCosts":
+        """Return the space in which every rank holds as much as rank 0, which holds most."""
+        return replace(self, rows=without_faces(self.rows), vector=without_faces(self.vector))
 
 
 class Parallelism:
@@ -149,6 +162,7 @@ class Parallelism:
                  **options: Any) -> None:
         self.scheme, self.grid = find_scheme(scheme), GridShape.from_sizes(grid)
         self.batch, self.seq, self.options = batch, seq, options
+        self._receives = True    # whether gathers bring anything to the ranks described
         self.outer, self.inner = (
             SpaceCosts(self.grid, *letters)
             for letters in self.scheme.layouts(self.grid, batch, seq, **options))
@@ -157,6 +171,23 @@ class Parallelism:
     def ranks(self) -> int:
         """Return the number of ranks."""
         return self.grid.ranks
+
+    @cached_property
+    def of_largest_rank(self) -> "Parallelism":
+        """Return the parallelism in which every rank holds as much as rank 0, which holds most.
+
+        It differs where blocks lie on faces of the grid.  Words of all ranks, divided by the
+        number of ranks, are then those that rank 0 holds; collectives have no meaning in it.
+        """
+        found = copy(self)
+        found.outer, found.inner = self.outer.of_largest_rank, self.inner.of_largest_rank
+        found._receives = (found.outer, found.inner) == (self.outer, self.inner)
+        return found
+
+    @cached_property
+    def weight_parts(self) -> int:
+        """Return the number of blocks that a weight is divided into."""
+        return self.scheme.weight_parts(self.grid)
 
     @property
     def tokens(self) -> int:
@@ -195,6 +226,8 @@ class Parallelism:
         """
         source, target = self.spaces(product.way)
         M, N, K = product.extents
+        if not self._receives:
+            weights_half = "gather"    # what is kept is its own block
         return self.scheme.operand_words(self.grid, product, source.words(M, N),
                                          target.words(M, K), weights_half,
                                          **self._options(recomputed))

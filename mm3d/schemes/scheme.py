@@ -8,6 +8,7 @@ new file in ``mm3d/schemes/``.
 """
 
 import importlib
+import math
 import pkgutil
 from abc import abstractmethod
 from dataclasses import dataclass
@@ -183,6 +184,11 @@ class Scheme(GridAlgorithm):
         except ValueError:
             return False
         return True
+
+    @classmethod
+    def weight_parts(cls, sizes: Mapping[str, int]) -> int:
+        """Return the number of blocks that a weight is divided into; by default one a rank."""
+        return math.prod(sizes.values())
 
     @classmethod
     @abstractmethod

@@ -64,6 +64,10 @@ class Serial(Scheme):
         return SerialProduct(Layout("," * (len(shape) - 1)))
 
     @classmethod
+    def weight_parts(cls, sizes: Mapping[str, int]) -> int:
+        return 1
+
+    @classmethod
     def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
                        **options: Any) -> list[LocalProduct]:
         return [LocalProduct(product.M, product.N, product.K)]

@@ -65,12 +65,13 @@ def peak_words(schedule: Schedule, rank: int, chunks: Sequence[ModelSpec],
     zero, shards : int
         The stage of ZeRO, and the number of replicas that divide a copy of the model.
     """
+    parallelism = parallelism.of_largest_rank
     ranks, outer = parallelism.ranks, parallelism.outer
     block = outer.words(parallelism.tokens, chunks[0].hidden) / ranks
     saved = [sum(spec.chain.saved_words(parallelism)) / ranks for spec in chunks]
     working = [spec.chain.transient_words(parallelism) + 2 * block for spec in chunks]
-    operands = [cost.operand_words(parallelism.scheme.name, parallelism.grid, spec, weights_half,
-                                   **parallelism.options) / ranks for spec in chunks]
+    operands = [cost.sum_operand_words(parallelism, spec, weights_half) / ranks
+                for spec in chunks]
     waiting: set[Event] = set()
     held = peak = 0.0
     program = operations(schedule, rank)
@@ -93,9 +94,9 @@ def peak_words(schedule: Schedule, rank: int, chunks: Sequence[ModelSpec],
                 peak = max(peak, held + len(waiting) * block + work)
                 held -= {"F": 0, "B": all_saved - kept, "W": kept, "BW": all_saved}[action.kind]
                 waiting |= _kept_results(schedule, rank, action)
-    stored = sum(cost.parameters(spec) for spec in chunks) / ranks
+    stored = sum(cost.parameters(spec) for spec in chunks) / parallelism.weight_parts
     largest = max(math.prod(shape) for spec in chunks for one in spec.chain.forward_passes()
-                  for shape in one.layer.parameters().values()) / ranks
+                  for shape in one.layer.parameters().values()) / parallelism.weight_parts
     return parameter_peak_words(zero, shards, stored, largest) + peak
 
 

@@ -114,7 +114,7 @@ def test_saved_bytes_are_as_documented(comm, sizes):
 @every_grid_once
 def test_weights_are_dealt_over_all_ranks(comm):
     """Of each weight exactly 1/P lies on each rank where everything divides.  Other schemes store
-    no more than their layouts say."""
+    no more than their layouts say, and their largest block is the closed form's."""
     size = dict(layers=1, hidden=48, heads=24, batch=1, seq=1)
     for parallelism in PARALLELISMS[comm.size]:
         with parallelism.on(comm) as scheme:
@@ -122,8 +122,11 @@ def test_weights_are_dealt_over_all_ranks(comm):
         for p in model.parameters:
             assert p.value.shape == p.grad.shape
             if len(p.public_shape) == 2:
-                dealt = math.prod(scheme.grid.shape[c] for c in p.layout.letters)
-                assert p.value.size * dealt == math.prod(p.public_shape), p.name
+                grid, faces, whole = scheme.grid, p.layout.faces, math.prod(p.public_shape)
+                dealt = math.prod(grid.shape[c] for c in p.layout.letters if c not in faces)
+                assert dealt == scheme.weight_parts(grid.shape), p.name
+                owns = not any(grid.coords[c] for c in faces)
+                assert p.value.size * dealt == whole * owns, p.name
                 assert dealt == comm.size or parallelism.name not in ("1d", "1d-sp", "2d", "3d")
 
 
