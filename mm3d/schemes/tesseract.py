@@ -1,0 +1,150 @@
+"""Implement 2.5-D parallelism: SUMMA in d layers of q x q ranks, as in Tesseract.
+
+Wang, Xu, Bian and You (arXiv 2105.14500) put d copies of a q x q grid on top of each other.  x
+numbers the rows of a layer, y its columns, z the layers.  Rows of activations are divided over
+the layers, weights are copied to each of them, and each layer multiplies its rows by SUMMA; C of
+A B and dA need nothing from another layer.  The gradient of a weight is a sum over all rows, so
+that of each layer is only a term of it: the layers sum them by an all-reduce along z.
+
+With d = 1 this is SUMMA, with q = 1 data parallelism.  It is not the 2.5-D algorithm of Solomonik
+and Demmel (2011), in which the layers divide the terms of the sum A B.
+"""
+
+import itertools
+import math
+from typing import Any, Mapping
+
+from mm3d.arrays.backend import Array
+from mm3d.grid.activations import Space
+from mm3d.grid.axis import Axis, Split
+from mm3d.grid.layout import Layout
+from mm3d.grid.shape import GridShape
+from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
+from mm3d.schemes.product import Product
+from mm3d.schemes.scheme import Scheme, SpaceLayout
+from mm3d.schemes.summa import ab, abt, atb
+
+
+class TesseractProduct(Product):
+    """Compute C = A B and dA = dC B^T in each layer, and dB = A^T dC as a sum over the layers."""
+
+    operands = {**Product.operands, "depth": "B"}
+
+    def __init__(self, a: Split, b: Split, depth: Axis, weight: Layout) -> None:
+        self.a, self.b, self.depth, self.weight = a, b, depth, weight
+
+    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
+        return ab(A, B, self.a, self.b), A
+
+    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
+        return abt(dC, B, self.a, self.b), self.backward_weights((saved, dC))
+
+    def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
+        return abt(dC, B, self.a, self.b), (saved, dC)
+
+    def backward_weights(self, operands: Any) -> Array:
+        A, dC = operands
+        return self.depth.all_reduce(atb(A, dC, self.a, self.b, self.accumulate_float32))
+
+    def recompute_saved(self, A: Array, B: Array) -> Any:
+        return A
+
+
+class Tesseract(Scheme):
+    """Divide rows over d layers of q x q ranks, and all matrices of a layer into q x q blocks.
+
+    Sequences are divided by z and then by x, features by y.  Vectors are stored on the diagonal
+    of each layer.
+    """
+
+    name = "2.5d"
+    title = "2.5-D"
+    directions = "xyz"
+
+    @classmethod
+    def default_grid(cls, ranks: int) -> tuple[int, ...]:
+        """Return the deepest q x q x d grid with d <= q, the range that Tesseract is made for."""
+        q = cls._default_side(ranks)
+        if q is None:
+            below, above = (next(filter(cls._default_side, numbers)) for numbers in (
+                range(ranks - 1, 0, -1), itertools.count(ranks + 1)))
+            raise ValueError(f"{ranks} ranks are no q x q x d with d <= q: start {below} or "
+                             f"{above}, or name a grid of {ranks}, such as grid=(1, 1, {ranks})")
+        return (q, q, ranks // q ** 2)
+
+    @staticmethod
+    def _default_side(ranks: int) -> int | None:
+        """Return the least q with d <= q; None if there is none."""
+        return next((q for q in range(1, math.isqrt(ranks) + 1)
+                     if ranks % q ** 2 == 0 and ranks <= q ** 3), None)
+
+    @classmethod
+    def check_grid(cls, grid: GridShape) -> None:
+        if grid["x"] != grid["y"]:
+            raise ValueError(f"scheme '2.5d' needs a grid of q x q x d, not {grid}")
+
+    @classmethod
+    def layouts(cls, sizes: dict[str, int], batch: int, seq: int,
+                **options: Any) -> tuple[SpaceLayout, SpaceLayout]:
+        return ("zx,", "y", "y@x", ""), ("zx,", "y", "y@x", "")
+
+    def product(self, source: Space, target: Space, shape: tuple[int, ...],
+                units: tuple[int, int]) -> Product:
+        last = len(shape) - 1
+        weight = Layout("x" + "," * last + "y", {0: units[0], last: units[1]})
+        a = self.grid.y.split(-1, shape[0], units[0])
+        return TesseractProduct(a, weight.split(self.grid, shape, "x"), self.grid.z, weight)
+
+    @classmethod
+    def weight_parts(cls, sizes: Mapping[str, int]) -> int:
+        return sizes["x"] ** 2
+
+    @classmethod
+    def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
+                       **options: Any) -> list[LocalProduct]:
+        """Return q equal products, one for each step of the loop."""
+        q, d = sizes["x"], sizes["z"]
+        return [LocalProduct(*product.largest_blocks(q * d, q, q), count=q)]
+
+    @classmethod
+    def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
+                      **options: Any) -> tuple[list[Move], list[Move]]:
+        """List q broadcasts of A and of B; backward adds q reductions of each, and dB's sum.
+
+        A rank moves 3 (q-1) (MN / (d q^2) + NK / q^2) + 2 (d-1)/d NK / q^2 words in all.
+        """
+        forward = cls._broadcasts(sizes, product)
+        first, second = cls.moves_of_halves(sizes, product)
+        return forward, first + second
+
+    @classmethod
+    def moves_of_halves(cls, sizes: Mapping[str, int], product: ProductShape,
+                        weights_half: str = "keep",
+                        **options: Any) -> tuple[list[Move], list[Move]]:
+        """List broadcasts of B and reductions of dA; then those of A and dB, and the all-reduce.
+        """
+        A, B = cls._broadcasts(sizes, product)
+        whole = 2 * (sizes["z"] - 1) * product.N * product.K
+        return ([B, A._replace(collective="reduce")],
+                [A, B._replace(collective="reduce"), Move("z", "all_reduce", whole)])
+
+    @staticmethod
+    def _broadcasts(sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
+        """List the q broadcasts of A along y, and those of B along x in each layer."""
+        q, d, (M, N, K) = sizes["x"], sizes["z"], product.extents
+        return [Move("y", "broadcast", (q - 1) * M * N, q),
+                Move("x", "broadcast", (q - 1) * N * K * d, q)]
+
+    @classmethod
+    def operand_words(cls, sizes: Mapping[str, int], product: ProductShape, A: int, C: int,
+                      weights_half: str = "keep", **options: Any) -> int:
+        return A + C
+
+    @classmethod
+    def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
+                        **options: Any) -> float:
+        """Count as `Summa` does, with the rows of a layer; or a layer's term of dB."""
+        q, d, (M, N, K) = sizes["x"], sizes["z"], product.extents
+        A, B = M * N / (d * q ** 2), N * K / q ** 2
+        in_layer = max(A + B, 2 * A if q > 2 else 0) if q > 1 else 0
+        return max(in_layer, B if d > 1 else 0)

@@ -1,0 +1,121 @@
+"""2.5-D: SUMMA in layers, whose terms of a weight's gradient are summed over the layers."""
+import math
+
+import numpy as np
+import pytest
+
+import mm3d
+from mm3d import model_spec
+from mm3d.model import cost
+from mm3d.model.vectors import Vector
+from mm3d.schemes.closed_form import ProductShape
+from mm3d.schemes.summa import Summa, atb
+from mm3d.schemes.tesseract import Tesseract, TesseractProduct
+from mm3d.transport.silent import DryCommunicator
+from models import SIZES, Parallelism, data, differences, serial, train
+from reference import total, words
+
+every_way = pytest.mark.parametrize("way", ["up", "down"])
+
+
+@pytest.mark.parametrize("ranks, grid", [
+    (1, (1, 1, 1)), (4, (2, 2, 1)), (8, (2, 2, 2)), (16, (4, 4, 1)), (18, (3, 3, 2)),
+    (32, (4, 4, 2)), (36, (6, 6, 1)), (64, (4, 4, 4))])
+def test_its_own_grid_is_the_deepest_that_is_no_deeper_than_wide(ranks, grid):
+    assert Tesseract.default_grid(ranks) == grid
+
+
+@pytest.mark.parametrize("ranks, near", [(2, "1 or 4"), (12, "9 or 16"), (37, "36 or 48")])
+def test_ranks_without_a_grid_are_refused_with_those_that_have_one(ranks, near):
+    with pytest.raises(ValueError, match=f"^{ranks} ranks are no q x q x d .*: start {near}, or "
+                                         f"name a grid .*grid=\\(1, 1, {ranks}\\)$"):
+        Tesseract.default_grid(ranks)
+    assert (1, 1, ranks) in [grid.sizes for grid in Tesseract.grids(ranks)]
+
+
+def test_a_layer_that_is_no_square_is_refused():
+    with pytest.raises(ValueError, match="^scheme '2.5d' needs a grid of q x q x d, not 1 x"):
+        mm3d.scheme("2.5d", DryCommunicator(4), (1, 2, 2), "numpy")
+
+
+@every_way
+@pytest.mark.parametrize("q, d", [(1, 4), (2, 1), (2, 2), (2, 3), (3, 2), (4, 4)])
+def test_words_of_a_rank(way, q, d):
+    """3 (q-1) (MN / (d q^2) + NK / q^2) + 2 (d-1)/d NK / q^2; halves are together the whole."""
+    M, N, K = 4 * d * q, 3 * q, 5 * q * d
+    sizes, product = dict(x=q, y=q, z=d), ProductShape(way, M, N, K)
+    forward, backward = Tesseract.product_moves(sizes, product)
+    of_all = sum(move.words for move in forward + backward)
+    A, B = M * N // (d * q * q), N * K // (q * q)
+    assert of_all == q * q * (d * 3 * (q - 1) * (A + B) + 2 * (d - 1) * B)
+    assert sorted(sum(Tesseract.moves_of_halves(sizes, product), [])) == sorted(backward)
+
+
+def step(scheme, sizes: str):
+    """Results of a training step on this rank, words of each collective, and calls."""
+    model = mm3d.Transformer(scheme, **SIZES[sizes], dtype="float32")
+    scheme.grid.reset_traffic()
+    found = train(model, *data(**SIZES[sizes]))
+    moved = {key: (t.calls, t.words) for key, t in scheme.grid.traffic().items()}
+    return {name: np.array(a) for name, a in found.items()}, moved
+
+
+@pytest.mark.ranks(1, 4)
+def test_one_layer_is_summa(comm):
+    """The same bits, and word for word the same collectives."""
+    q = math.isqrt(comm.size)
+    found = []
+    for parallelism in (Parallelism("2d"), Parallelism("2.5d", (q, q, 1))):
+        with parallelism.on(comm, "numpy") as scheme:
+            found.append(step(scheme, "uneven"))
+    (summa, moved), (layer, moved_in_layer) = found
+    assert moved == moved_in_layer and bool(moved) == (comm.size > 1)
+    assert all(np.array_equal(layer[name], a) for name, a in summa.items())
+
+
+@every_way
+def test_one_layer_has_the_closed_forms_of_summa(way):
+    product = ProductShape(way, 7, 11, 13)
+    flat, deep = dict(x=3, y=3), dict(x=3, y=3, z=1)
+    of_layer, of_summa = (cls.product_moves(sizes, product)
+                          for cls, sizes in ((Tesseract, deep), (Summa, flat)))
+    for moves, expected in zip(of_layer, of_summa):
+        assert sorted(move for move in moves if move.axis != "z") == sorted(expected)
+    for count in ("local_products", "transient_words"):
+        assert getattr(Tesseract, count)(deep, product) == getattr(Summa, count)(flat, product)
+
+
+@pytest.mark.ranks(1, 4)
+def test_layers_of_one_rank_are_data_parallelism(comm):
+    """Every gradient is summed over all ranks by one all-reduce, and nothing else moves."""
+    sizes = SIZES["uneven"]
+    with Parallelism("2.5d", (1, 1, comm.size)).on(comm, "numpy") as scheme:
+        _, moved = step(scheme, "uneven")
+        assert all(p.value.shape == p.shape for p in mm3d.Transformer(scheme, **sizes).parameters)
+        summed = total(comm, words(scheme.grid))
+    parameters = cost.parameters(model_spec(sizes))
+    assert summed == ({("z", "all_reduce"): 2 * (comm.size - 1) * parameters}
+                      if comm.size > 1 else {})
+    assert all(calls == cost.parameter_arrays(model_spec(sizes)) for calls, _ in moved.values())
+
+
+@pytest.mark.ranks(4, slow=(8,))
+@pytest.mark.parametrize("unsummed", ["weights", "vectors"])
+def test_gradients_that_are_not_summed_over_depth_are_found(comm, unsummed, monkeypatch):
+    """As in a library whose layers never sum them, and which was tested with one layer only."""
+    if unsummed == "weights":
+        monkeypatch.setattr(TesseractProduct, "backward_weights", lambda product, operands: atb(
+            *operands, product.a, product.b))
+    else:
+        reduce_gradient = Vector.reduce_gradient
+        monkeypatch.setattr(Vector, "reduce_gradient", lambda vector, db: (
+            vector._copies.clear(), reduce_gradient(vector, db))[1])
+    grid = {4: (1, 1, 4), 8: (2, 2, 2)}[comm.size]
+    with Parallelism("2.5d", grid).on(comm, "numpy") as scheme:
+        model = mm3d.Transformer(scheme, **SIZES["even"], dtype="float64")
+        found = train(model, *data(**SIZES["even"]))
+        wrong = differences(model, found, serial("even", False), 1e-12, 1e-11)
+    names = {text.partition(":")[0] for texts in comm.allgather(wrong) for text in texts}
+    weights = {p.name for p in model.parameters if len(p.public_shape) > 1}
+    assert names == (weights if unsummed == "weights" else
+                     {p.name for p in model.parameters} - weights)
