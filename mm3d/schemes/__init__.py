@@ -38,12 +38,13 @@ def scheme(name: str, comm: MPI.Intracomm | None = None,
     ----------
     name : str
         "serial", "1d" (Megatron-LM), "1d-sp" (with sequence parallelism), "2d" (SUMMA as in
-        Optimus) or "3d" (the paper's, on any X x Y x Z grid).
+        Optimus), "2.5d" (Tesseract), "3d" (the paper's, on any X x Y x Z grid) or "faces" (3-D
+        with operands on faces of the grid).
     comm : mpi4py.MPI.Intracomm, optional
         The world, if not given.
     grid : tuple of int or GridShape, optional
-        Sizes of the grid's directions; by default all ranks in a line (1d), a square (2d) or
-        a cube (3d).
+        Sizes of the grid's directions; by default all ranks in a line (1d), a square (2d), a
+        cube (3d, faces), or squares in layers (2.5d).
     backend : str or Backend, optional
         "numpy" or "cupy"; ``MM3D_BACKEND`` or NumPy if not given.
     **options

@@ -42,9 +42,10 @@ CHOSEN = {ranks: [Parallelism(name) for name in mm3d.SCHEMES
 PARALLELISMS = {
     1: CHOSEN[1],
     4: [*CHOSEN[4], Parallelism("3d", (1, 2, 2), {"keep": "both"}),
-        Parallelism("3d", (2, 2, 1), {"rows": "positions"})],
+        Parallelism("3d", (2, 2, 1), {"rows": "positions"}), Parallelism("2.5d", (1, 1, 4))],
     6: [*CHOSEN[6], Parallelism("3d", (3, 2, 1)), Parallelism("3d", (2, 1, 3)),
-        Parallelism("3d", (2, 1, 3), {"keep": "weight"})],
+        Parallelism("3d", (2, 1, 3), {"keep": "weight"}),
+        Parallelism("faces", (3, 2, 1)), Parallelism("faces", (1, 2, 3))],
     8: [*CHOSEN[8], *(Parallelism("3d", grid) for grid in (
             (4, 2, 1), (1, 2, 4), (2, 4, 1), (8, 1, 1), (1, 8, 1), (1, 1, 8))),
         *(Parallelism("3d", (2, 2, 2), options) for options in (

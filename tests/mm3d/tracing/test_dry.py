@@ -153,7 +153,9 @@ def test_peak_memory_is_that_of_the_closed_form(grid, options):
 
 
 @pytest.mark.parametrize("name, grid", [("1d", (8,)), ("1d-sp", (8,)), ("2d", (2, 2)),
-                                        ("2d", (4, 4)), ("serial", (1,))])
+                                        ("2d", (4, 4)), ("serial", (1,)), ("2.5d", (2, 2, 2)),
+                                        ("2.5d", (1, 1, 4)), ("faces", (2, 2, 2)),
+                                        ("faces", (1, 2, 4))])
 def test_peak_memory_of_the_other_schemes_is_that_of_the_closed_form(name, grid):
     """Within 7 %; blocks of elementwise work are left out of the closed form."""
     named = dict(zip(mm3d.schemes.find_scheme(name).directions, grid))

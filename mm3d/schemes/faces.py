@@ -1,0 +1,82 @@
+"""Implement 3-D products with operands on faces of the grid, the storage that the paper improves.
+
+Section 3.1.1 of arXiv 2105.14450 begins with the intuitive storage: A_il lies on the rank (i, 0,
+l), B_lj on (0, j, l) and C_ij on (i, j, 0).  A is broadcast along y and B along x, each rank
+multiplies once, and C is reduced along z (Dekel, Nassimi and Sahni, 1981).  All ranks multiply the
+same amount, but only those of a face store an operand and compute the elementwise work on it; rank
+(0, 0, 0), which is on all three, stores most.
+
+These are the paper's algorithms of `mm3d.schemes.cube` with other blocks: the whole of each on
+the first rank of a line, instead of a part on every rank.  So C, with y and z exchanged, is the A
+of the next product, and gradients are products of the same three forms.
+"""
+
+from typing import Any, Mapping
+
+from mm3d.grid.activations import Space
+from mm3d.grid.layout import Layout
+from mm3d.schemes.closed_form import Move, ProductShape
+from mm3d.schemes.cube import Cube, CubeMatrixProduct, CubeProduct
+from mm3d.schemes.product import Product
+from mm3d.schemes.scheme import SpaceLayout
+
+
+class FacesMatrixProduct(CubeMatrixProduct):
+    """Compute C = A B, A B^T or A^T B of matrices, each on one face of the grid."""
+
+    LAYOUTS = {"ab": ("xy0,z", "z,yx0", "xz0,y"), "abt": ("xy0,z", "y,zx0", "xz0,y"),
+               "atb": ("xz0,y", "xy0,z", "y,zx0")}
+
+
+class Faces(Cube):
+    """Store matrices on faces of an X x Y x Z grid, and multiply on all of its ranks.
+
+    Outer activations lie on the face y = 0, inner ones on z = 0, weights on x = 0, and vectors on
+    the edges of the grid where the faces meet.
+    """
+
+    name = "faces"
+    title = "Faces"
+    matrix_product = FacesMatrixProduct
+    options = {}
+
+    @classmethod
+    def layouts(cls, sizes: dict[str, int], batch: int, seq: int,
+                **options: Any) -> tuple[SpaceLayout, SpaceLayout]:
+        return ("xy0,", "z", "zx0y0", ""), ("xz0,", "y", "yx0z0", "")
+
+    def product(self, source: Space, target: Space, shape: tuple[int, ...],
+                units: tuple[int, int]) -> Product:
+        middle = "," * (len(shape) - 1)
+        weight = Layout(f"{source.features}{middle}{target.features}x0",
+                        {0: units[0], len(shape) - 1: units[1]})
+        return CubeProduct(source.rows_split(target.features), weight.split(self.grid, shape, "x"),
+                           target.rows_split(source.features), weight, keep="none")
+
+    @classmethod
+    def weight_parts(cls, sizes: Mapping[str, int]) -> int:
+        return sizes["y"] * sizes["z"]
+
+    @classmethod
+    def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
+                      **options: Any) -> tuple[list[Move], list[Move]]:
+        """List the words of the balanced algorithms, which other collectives move.
+
+        A rank that stores no A receives MN/(XZ) words of it, those of the face send them.
+        """
+        kinds = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
+        forward, backward = super().product_moves(sizes, product)
+        return tuple([move._replace(collective=kinds[move.collective]) for move in moves]
+                     for moves in (forward, backward))
+
+    @classmethod
+    def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,
+                        **options: Any) -> float:
+        """Count the terms of dA, before dB is there, or those of dB.
+
+        They are those of rank 0, which stores all operands and receives none.
+        """
+        M, N, K = product.extents
+        X, a, c = sizes["x"], *(sizes[d] for d in cls._crossed_directions(product))
+        A, B = M * N / (X * c), N * K / (a * c)
+        return max(A - B if a > 1 else 0, B if X > 1 else 0)
