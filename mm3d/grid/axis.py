@@ -262,6 +262,24 @@ class Axis:
         a = self.backend.asarray(np.array(sends, np.int64))
         return self.transport.read_counts(self.all_to_all(a, ones, ones), sends)
 
+    def begin_broadcast(self, a: Array, root: int) -> Pending:
+        """Start a `broadcast` that may run while this rank computes."""
+        if self.size == 1:
+            return Pending(a)
+        pending = self.transport.begin_broadcast(a, root)
+        received = int(self.rank != root)
+        self._count("broadcast", a, received * a.size, received)
+        return pending
+
+    def begin_reduce(self, a: Array, root: int) -> Pending:
+        """Start a `reduce` that may run while this rank computes."""
+        if self.size == 1:
+            return Pending(a)
+        pending = self.transport.begin_reduce(a, root)
+        sent = int(self.rank != root)
+        self._count("reduce", a, sent * a.size, sent)
+        return pending
+
     def _check(self, counts: list[int], length: int, expected: int) -> None:
         """Raise ValueError unless an array `length` long fits the blocks of `counts`."""
         if length != expected or len(counts) != self.size:
@@ -381,6 +399,17 @@ class Split:
         xp = axis.backend.xp
         flat = xp.reshape(axis.backend.contiguous(a), (a.size,))
         return xp.reshape(axis.all_to_all(flat, sends, receives), shape)
+
+    def begin_broadcast(self, a: Array, root: int) -> Pending:
+        """Start a `broadcast` that may run while this rank computes."""
+        if self.axis.rank != root:
+            shape = resized_shape(a.shape, self.dim, self.counts[root])
+            a = self.axis.backend.empty(shape, a.dtype)
+        return self.axis.begin_broadcast(a, root)
+
+    def begin_reduce(self, a: Array, root: int) -> Pending:
+        """Start a `reduce` that may run while this rank computes."""
+        return self.axis.begin_reduce(a, root)
 
     def reduce(self, a: Array, root: int) -> Array | None:
         """Return the sum of the terms of the block of `root`, on that rank; None on the others."""

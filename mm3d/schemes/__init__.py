@@ -38,8 +38,8 @@ def scheme(name: str, comm: MPI.Intracomm | None = None,
     ----------
     name : str
         "serial", "1d" (Megatron-LM), "1d-sp" (with sequence parallelism), "2d" (SUMMA as in
-        Optimus), "2.5d" (Tesseract), "3d" (the paper's, on any X x Y x Z grid) or "faces" (3-D
-        with operands on faces of the grid).
+        Optimus), "2d-pipelined", "2.5d" (Tesseract), "3d" (the paper's, on any X x Y x Z grid)
+        or "faces" (3-D with operands on faces of the grid).
     comm : mpi4py.MPI.Intracomm, optional
         The world, if not given.
     grid : tuple of int or GridShape, optional

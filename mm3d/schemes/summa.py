@@ -150,7 +150,7 @@ class Summa(Scheme):
     @classmethod
     def check_grid(cls, grid: GridShape) -> None:
         if grid["x"] != grid["y"]:
-            raise ValueError(f"scheme '2d' needs a square grid, not {grid}")
+            raise ValueError(f"scheme {cls.name!r} needs a square grid, not {grid}")
 
     @classmethod
     def layouts(cls, sizes: dict[str, int], batch: int, seq: int,

@@ -13,8 +13,8 @@ from mm3d.tracing.events import ArrayObserver, Collective, Event, Gemm, Layer, O
 from mm3d.transport.pending import Pending
 
 # Methods of a Split, Vector or Space whose collectives move its operand.
-OPERAND_METHODS = {*COLLECTIVES, "begin_reduce_scatter", "prefetch", "shift", "gather_features",
-                   "reduce_gradient", "sum_features"}
+OPERAND_METHODS = {*COLLECTIVES, "begin_reduce_scatter", "begin_broadcast", "begin_reduce",
+                   "prefetch", "shift", "gather_features", "reduce_gradient", "sum_features"}
 
 Observers = list[Observer]
 
@@ -182,7 +182,7 @@ class ObservedTransport:
         self._observers = observers
         for kind in COLLECTIVES:
             setattr(self, kind, self._report_collective(kind, getattr(transport, kind)))
-        for kind in ("reduce_scatter", "all_gather"):
+        for kind in ("reduce_scatter", "all_gather", "broadcast", "reduce"):
             begin = self._report_overlapped(kind, getattr(transport, f"begin_{kind}"))
             setattr(self, f"begin_{kind}", self._report_collective(kind, begin))
 

@@ -195,6 +195,7 @@ class WaitingTransport(SilentTransport):
         self.carrier, self._clock = carrier, backend.trace
         self.name, self.note, self.nonblocking = carrier.name, carrier.note, carrier.nonblocking
         self.on_host, self.in_place = carrier.on_host, carrier.in_place
+        self.nonblocking_rooted = carrier.nonblocking_rooted
 
     def take_moved(self) -> float:
         """Return the words that the carrier has moved since the last call."""
@@ -224,6 +225,24 @@ class WaitingTransport(SilentTransport):
         flat, lengths, out = self._terms(a, dim, counts)
         moving = self._carry(self.carrier.begin_reduce_scatter, self._term(flat), 0, lengths)
         return Pending(out, None, WaitedRequest(moving, self._clock), (flat,))
+
+    def begin_broadcast(self, a: Array, root: int) -> Pending:
+        """Start a `broadcast`; where the carrier cannot, complete it at once."""
+        if not self.nonblocking_rooted:
+            return Pending(self.broadcast(a, root))
+        a = self.backend.contiguous(a)
+        moving = self._carry(self.carrier.begin_broadcast, self._buffer(a), root)
+        return Pending(a, request=WaitedRequest(moving, self._clock))
+
+    def begin_reduce(self, a: Array, root: int) -> Pending:
+        """Start a `reduce`; where the carrier cannot, complete it at once."""
+        if not self.nonblocking_rooted:
+            return Pending(self.reduce(a, root))
+        out = self.backend.empty(a.shape, a.dtype) if self.rank == root else None
+        moving = self._carry(self.carrier.begin_reduce,
+                             self.carrier.summand((a.size,), a.dtype), root)
+        return Pending(out, None, WaitedRequest(moving, self._clock),
+                       (self.backend.contiguous(a),))
 
     def _all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:
         self._carry(self.carrier.all_gather, self._block(recv, lengths), 0, lengths)

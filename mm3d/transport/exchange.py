@@ -24,6 +24,7 @@ class ExchangeTransport(MpiTransport, ABC):
     a CUDA-aware MPI and staging give the same bits; NCCL sums wider types in an order of its own.
     """
 
+    nonblocking_rooted = False    # on device buffers some of MPI's nonblocking collectives crash
     note = ("terms are exchanged and summed on the device: a rank receives the words counted, but "
             "of an all-reduce of few words all terms, and of a reduce a share of all terms")
 

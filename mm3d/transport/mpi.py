@@ -46,6 +46,7 @@ class MpiTransport:
     note = ("MPI moves by algorithms of its own: gathers and broadcasts bring a rank the words "
             "counted, and may relay more; what sums move is not known")
     nonblocking = True    # whether a collective that is begun goes on while this rank computes
+    nonblocking_rooted = True    # whether a broadcast or a reduction onto one rank does
     on_host = True        # whether the host takes part, beyond starting a collective
     in_place: frozenset[str] = frozenset()
 
@@ -167,6 +168,26 @@ class MpiTransport:
     def read_counts(self, a: Array, sends: list[int]) -> list[int]:
         """Return the integers in `a`, which arrived when `sends` were sent."""
         return self.backend.to_host(a).tolist()
+
+    def begin_broadcast(self, a: Array, root: int) -> Pending:
+        """Start a `broadcast`; where the transport cannot, complete it at once."""
+        if not self.nonblocking_rooted:
+            return Pending(self.broadcast(a, root))
+        a = self.backend.contiguous(a)
+        self._moved += a.size * (self.rank != root)
+        return Pending(a, request=self.comm.Ibcast(a, root))
+
+    def begin_reduce(self, a: Array, root: int) -> Pending:
+        """Start a `reduce`; where the transport cannot, complete it at once."""
+        if not self.nonblocking_rooted:
+            return Pending(self.reduce(a, root))
+        out = self.backend.empty(a.shape, a.dtype) if self.rank == root else None
+        self._moved = math.nan
+        terms = sums.upcast(self.backend.contiguous(a))
+        total = None if out is None else sums.accumulator(out)
+        request = self.comm.Ireduce(terms, total, root=root)
+        return Pending(out, None if out is None else lambda: sums.store_rounded(total, out),
+                       request, (terms,))
 
     def free(self) -> None:
         """Free the resources that all ranks share; every rank calls this."""

@@ -52,6 +52,15 @@ class SilentTransport(MpiTransport):
         flat, _, out = self._terms(a, dim, counts)
         return Pending(out, lambda: None, kept=(flat,))
 
+    def begin_broadcast(self, a: Array, root: int) -> Pending:
+        """Hold the buffer of a broadcast in flight; nothing arrives."""
+        return Pending(self.backend.contiguous(a), lambda: None)
+
+    def begin_reduce(self, a: Array, root: int) -> Pending:
+        """Hold the buffers of a reduction in flight; nothing is summed."""
+        out = self.backend.empty(a.shape, a.dtype) if self.rank == root else None
+        return Pending(out, lambda: None, kept=(self.backend.contiguous(a),))
+
     def _all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:
         """Gather nothing."""
 

@@ -119,7 +119,7 @@ CLOSED = [Parallelism("3d", (2, 1, 3)), Parallelism("1d-sp", (4,)), Parallelism(
           Parallelism("3d", (3, 2, 1), {"keep": "weight"}),
           Parallelism("3d", (2, 2, 2), {"rows": "positions", "keep": "both"}),
           Parallelism("2.5d", (2, 2, 2)), Parallelism("2.5d", (1, 1, 3)),
-          Parallelism("faces", (2, 1, 3))]
+          Parallelism("faces", (2, 1, 3)), Parallelism("2d-pipelined", (2, 2))]
 
 
 @pytest.mark.parametrize("parallelism, recompute", [
