@@ -33,8 +33,9 @@ def parser() -> argparse.ArgumentParser:
         f"what the cluster is like: {', '.join(sites.supplied_sites())}, or a .toml file"))
     rest.add_argument("--table", default="all", metavar="NAMES",
                       help="weak, strong, with commas between, or all (default)")
-    rest.add_argument("--scheme", default="all", metavar="NAMES",
-                      help="1d, 2d, 3d, some with commas between, or all (default)")
+    rest.add_argument("--scheme", default="paper", metavar="NAMES",
+                      help="1d, 2d, 3d or others, some with commas between; paper for those of "
+                           "the paper (default), or all")
     rest.add_argument("--equal-tokens", action="store_true", help=(
         "3-D rows also with the batch of each other scheme's row on as many ranks, and these "
         "with that of 3-D"))

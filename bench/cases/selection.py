@@ -27,16 +27,19 @@ def equal_token_rows(rows: Iterable[Row]) -> list[Row]:
     return list(dict.fromkeys(more))
 
 
-def select_rows(tables: str = "all", schemes: str = "all", ranks: int | None = None) -> list[Row]:
+def select_rows(tables: str = "all", schemes: str = "paper",
+                ranks: int | None = None) -> list[Row]:
     """Select the rows of some tables and schemes: the paper's in its order, then the others.
 
     Parameters
     ----------
     tables, schemes : str
-        Names separated by commas, or "all": of schemes, those of the paper.
+        Names separated by commas, or "all": of schemes, all that divide the work.  "paper" stands
+        for the schemes of the paper.
     ranks : int, optional
         The number of ranks of rows of a scheme that the paper lacks; by default each of the
-        table's numbers of ranks that the scheme has a grid for.
+        table's numbers of ranks that the scheme has a grid for.  Of "all" schemes those without
+        a grid of so many ranks are left out.
 
     Raises
     ------
@@ -44,12 +47,15 @@ def select_rows(tables: str = "all", schemes: str = "all", ranks: int | None = N
         When a name is unknown.
     """
     wanted_tables = _parse_names(tables, list(HEADINGS), "--table")
-    wanted_schemes = PAPER if schemes == "all" else _parse_names(schemes, list(TITLES), "--scheme")
+    wanted_schemes = {"paper": PAPER, "all": [
+        name for name in TITLES if mm3d.SCHEMES[name].divides_work]}.get(
+            schemes) or _parse_names(schemes, list(TITLES), "--scheme")
     rows = [row for row in load_tables().rows
             if row.table in wanted_tables and row.scheme in wanted_schemes]
     return rows + [unpublished_row(table, scheme, count) for table in wanted_tables
                    for scheme in wanted_schemes if scheme not in PAPER
-                   for count in ([ranks] if ranks else _ranks_with_grid(table, scheme))]
+                   for count in ([ranks] if ranks else _ranks_with_grid(table, scheme))
+                   if schemes != "all" or _has_grid(scheme, count)]
 
 
 def rows_by_name(pairs: str, ranks: int) -> list[Row]:
@@ -78,14 +84,17 @@ def rows_by_name(pairs: str, ranks: int) -> list[Row]:
 
 def _ranks_with_grid(table: str, scheme: str) -> list[int]:
     """Return the numbers of ranks in `table` for which `scheme` has a grid."""
-    found = []
-    for ranks in sorted({row.gpus for row in load_tables().rows if row.table == table}):
-        try:
-            mm3d.SCHEMES[scheme].default_grid(ranks)
-        except ValueError:
-            continue
-        found.append(ranks)
-    return found
+    return [ranks for ranks in sorted({row.gpus for row in load_tables().rows
+                                       if row.table == table}) if _has_grid(scheme, ranks)]
+
+
+def _has_grid(scheme: str, ranks: int) -> bool:
+    """Return whether `scheme` has a grid of its own choice for so many ranks."""
+    try:
+        mm3d.SCHEMES[scheme].default_grid(ranks)
+    except ValueError:
+        return False
+    return True
 
 
 def shuffle_cases(cases: Iterable[Case], seed: int) -> list[Case]:

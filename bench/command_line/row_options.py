@@ -39,10 +39,10 @@ def _add_selection(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table", default="all", metavar="NAMES",
                         help=f"measure rows of these tables: {', '.join(HEADINGS)}, several "
                              f"separated by commas, or all (default)")
-    parser.add_argument("--scheme", default="all", metavar="NAMES",
+    parser.add_argument("--scheme", default="paper", metavar="NAMES",
                         help=f"measure rows of these schemes: {', '.join(TITLES)}, several "
-                             f"separated by commas, or all of the paper, "
-                             f"{', '.join(PAPER)} (default)")
+                             f"separated by commas, all that divide the work, or those of the "
+                             f"paper, {', '.join(PAPER)} (default: paper)")
     parser.add_argument("--preset", default="laptop", choices=load_tables().presets,
                         help=f"sizes of the models (default laptop). {presets}")
     parser.add_argument("--equal-tokens", action="store_true", help=(

@@ -16,7 +16,7 @@ from mm3d.schemes import find_scheme, registry
 from mm3d.tracing import dry_run
 
 TRACED = 32    # the greatest number of plans that are all traced
-TRACED_OF_MANY = 12    # plans traced where there are more
+TRACED_OF_MANY = 24    # plans traced where there are more
 
 
 def list_candidates(ranks: int, scheme: str | None = None) -> Iterator[tuple[str, GridShape]]:

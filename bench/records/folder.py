@@ -95,7 +95,7 @@ class Results:
 
         Of a variant only rows that were run.
         """
-        known = select_rows(table, "all")
+        known = select_rows(table)
         keys = {(row.table, row.scheme, row.gpus) for row in known}
         if not self.plain:
             known = [row for row in known if self.get(row)]

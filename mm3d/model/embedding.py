@@ -1,12 +1,14 @@
 """Look up tokens and positions in tables whose rows are divided over the grid."""
 
+import re
+
 import numpy as np
 
 from mm3d.arrays.backend import Array, accumulation_dtype, namespace
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis, Split
 from mm3d.grid.grid import Grid
-from mm3d.grid.layout import Layout
+from mm3d.grid.layout import Layout, divided_directions
 from mm3d.model.parameters import Parameter
 from mm3d.model.token_functions import add_rows_by_id, look_up_rows
 
@@ -40,9 +42,9 @@ class Embedding:
                         for p in self.parameters]
         self._rows = [outer.rows_split(c) for c in vocabulary if c in outer.rows]
         self._sums = [grid[c] for c in vocabulary if c not in outer.rows]
-        self._copies = [grid[c] for c in outer.rows.replace(",", "")
+        self._copies = [grid[c] for c in divided_directions(outer.rows)
                         if c not in layout.letters]
-        rows = Layout("".join(c for c in outer.rows if c not in vocabulary))
+        rows = Layout(re.sub(f"[{vocabulary}]0?" if vocabulary else "$^", "", outer.rows))
         self._place = rows.slices(grid, (outer.batch, outer.seq))
         width = outer.local_shape(weight.shape[1])[-1]
         self._shape = tuple(s.stop - s.start for s in self._place) + (width,)

@@ -37,6 +37,7 @@ class Faces(Cube):
 
     name = "faces"
     title = "Faces"
+    down_weight = "y,zx0"
     matrix_product = FacesMatrixProduct
     options = {}
 

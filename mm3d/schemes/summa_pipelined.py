@@ -89,6 +89,13 @@ class PipelinedProduct(SummaProduct):
         A, dC = operands
         return atb(A, dC, self.a, self.b, self.accumulate_float32)
 
+    def forward_transposed(self, C: Array, B: Array) -> Array:
+        return abt(C, B, self.a, self.b)
+
+    def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
+        return (ab(dA, B, self.a, self.b),
+                atb(dA, C, self.a, self.b, self.accumulate_float32))
+
 
 class PipelinedMatrixProduct(SummaMatrixProduct):
     """Compute C = A B, A B^T or A^T B of matrices with blocks under way."""

@@ -22,32 +22,28 @@ from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
 from mm3d.schemes.product import Product
 from mm3d.schemes.scheme import Scheme, SpaceLayout
-from mm3d.schemes.summa import ab, abt, atb
+from mm3d.schemes.summa import SummaProduct
 
 
-class TesseractProduct(Product):
+class TesseractProduct(SummaProduct):
     """Compute C = A B and dA = dC B^T in each layer, and dB = A^T dC as a sum over the layers."""
 
     operands = {**Product.operands, "depth": "B"}
 
     def __init__(self, a: Split, b: Split, depth: Axis, weight: Layout) -> None:
-        self.a, self.b, self.depth, self.weight = a, b, depth, weight
-
-    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
-        return ab(A, B, self.a, self.b), A
+        super().__init__(a, b, weight)
+        self.depth = depth
 
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        return abt(dC, B, self.a, self.b), self.backward_weights((saved, dC))
-
-    def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
-        return abt(dC, B, self.a, self.b), (saved, dC)
+        dA, dB = super().backward(dC, B, saved)
+        return dA, self.depth.all_reduce(dB)
 
     def backward_weights(self, operands: Any) -> Array:
-        A, dC = operands
-        return self.depth.all_reduce(atb(A, dC, self.a, self.b, self.accumulate_float32))
+        return self.depth.all_reduce(super().backward_weights(operands))
 
-    def recompute_saved(self, A: Array, B: Array) -> Any:
-        return A
+    def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
+        dC, dB = super().backward_transposed(dA, C, B)
+        return dC, self.depth.all_reduce(dB)
 
 
 class Tesseract(Scheme):
@@ -60,6 +56,7 @@ class Tesseract(Scheme):
     name = "2.5d"
     title = "2.5-D"
     directions = "xyz"
+    down_weight = "x,y"
 
     @classmethod
     def default_grid(cls, ranks: int) -> tuple[int, ...]:
@@ -127,6 +124,15 @@ class Tesseract(Scheme):
         whole = 2 * (sizes["z"] - 1) * product.N * product.K
         return ([B, A._replace(collective="reduce")],
                 [A, B._replace(collective="reduce"), Move("z", "all_reduce", whole)])
+
+    @classmethod
+    def transposed_moves(cls, sizes: Mapping[str, int], product: ProductShape,
+                         **options: Any) -> tuple[list[Move], list[Move]]:
+        """List those of `Summa` in each layer, and the sum of dB over the layers."""
+        A, B = cls._broadcasts(sizes, product)
+        dA, dB = (move._replace(collective="reduce") for move in (A, B))
+        whole = 2 * (sizes["z"] - 1) * product.N * product.K
+        return [B, dA], [A, B, A, dB, Move("z", "all_reduce", whole)]
 
     @staticmethod
     def _broadcasts(sizes: Mapping[str, int], product: ProductShape) -> list[Move]:

@@ -57,7 +57,8 @@ def test_hidden_sizes_are_scaled_to_whole_heads():
 
 @pytest.mark.parametrize("tables, schemes, named", [
     ("medium", "3d", "'medium' is unknown: choose one of weak, strong, all"),
-    ("weak", "3d,4d", "'4d' is unknown: choose one of 1d, 2d, 3d, 1d-sp, serial, all")])
+    ("weak", "3d,4d", "'4d' is unknown: choose one of 1d, 2d, 3d, 1d-sp, 2.5d, "
+     "2d-pipelined, faces, serial, all")])
 def test_unknown_rows(tables, schemes, named):
     with pytest.raises(UsageError, match=named):
         select_rows(tables, schemes)
@@ -71,6 +72,20 @@ def test_schemes_that_the_paper_lacks_have_rows_of_their_own():
     assert not weak.published and weak.consistent and make_case(weak, "tiny").sizes.batch == 144
     assert [row.gpus for row in select_rows("strong", "1d-sp")] == [8, 16, 36, 64]
     assert not {row.scheme for row in select_rows()} - {"1d", "2d", "3d"}
+
+
+def test_all_schemes_have_rows_at_the_ranks_of_the_tables_that_they_have_grids_for():
+    """After the paper's rows, and not published; on a given number of ranks those that fit."""
+    every = select_rows("strong", "all")
+    assert every[:len(select_rows("strong"))] == select_rows("strong")
+    found = {}
+    for row in every:
+        found.setdefault(row.scheme, []).append(row.gpus)
+        assert row.published == (row.scheme in ("1d", "2d", "3d"))
+    assert found["2.5d"] == [8, 16, 36, 64] and found["faces"] == [8, 64]
+    assert "serial" not in found and list(found)[:3] == ["1d", "2d", "3d"]
+    assert {row.scheme for row in select_rows("weak", "all", ranks=27) if row.gpus == 27} == {
+        "1d-sp", "2.5d", "faces"}
 
 
 def test_tables_show_every_scheme_that_was_run(tmp_path):
@@ -161,7 +176,7 @@ def test_headings_say_that_crowded_ranks_do_not_scale(tmp_path, form):
 
 def test_rows_with_equal_tokens():
     """Of each pair of unequal batches both, each with the batch of the other."""
-    rows = [row for row in select_rows("all", "all") if row.gpus == 64]
+    rows = [row for row in select_rows() if row.gpus == 64]
     found = [make_case(row, "laptop") for row in equal_token_rows(rows)]
     assert [(one.name, one.sizes.batch) for one in found] == [
         ("weak-1d-as-3d-p064-laptop", 192), ("weak-3d-as-1d-p064-laptop", 15),

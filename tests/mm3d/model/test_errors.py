@@ -45,7 +45,7 @@ def refused(comm, monkeypatch):
 
 @pytest.mark.ranks(1, 8)
 @pytest.mark.parametrize("ranks, name, arguments, words", [
-    (8, "4d", {}, ["'4d'", "1d, 1d-sp, 2d, 3d, serial"]),
+    (8, "4d", {}, ["'4d'", "1d, 1d-sp, 2.5d, 2d, 2d-pipelined, 3d, faces, serial"]),
     (7, "3d", {}, ["7 ranks", "start 1 or 8"]),
     (10, "3d", {}, ["10 ranks", "8", "27", "grid=(10, 1, 1)"]),
     (63, "3d", {}, ["63 ranks", "64"]),

@@ -9,7 +9,7 @@ from mm3d import model_spec
 from mm3d.model import cost
 from mm3d.model.vectors import Vector
 from mm3d.schemes.closed_form import ProductShape
-from mm3d.schemes.summa import Summa, atb
+from mm3d.schemes.summa import Summa, SummaProduct
 from mm3d.schemes.tesseract import Tesseract, TesseractProduct
 from mm3d.transport.silent import DryCommunicator
 from models import SIZES, Parallelism, data, differences, serial, train
@@ -104,8 +104,7 @@ def test_layers_of_one_rank_are_data_parallelism(comm):
 def test_gradients_that_are_not_summed_over_depth_are_found(comm, unsummed, monkeypatch):
     """As in a library whose layers never sum them, and which was tested with one layer only."""
     if unsummed == "weights":
-        monkeypatch.setattr(TesseractProduct, "backward_weights", lambda product, operands: atb(
-            *operands, product.a, product.b))
+        monkeypatch.setattr(TesseractProduct, "backward", SummaProduct.backward)
     else:
         reduce_gradient = Vector.reduce_gradient
         monkeypatch.setattr(Vector, "reduce_gradient", lambda vector, db: (

@@ -12,7 +12,7 @@ MESHES = {1: [(1, "3d", None)],
           4: [(1, "3d", (2, 1, 2)), (2, "3d", (1, 2, 1)), (1, "2d", None), (1, "1d", None),
               (1, "1d-sp", None)],
           8: [(1, "3d", None), (1, "3d", (2, 4, 1)), (2, "2d", None), (2, "3d", (1, 2, 2)),
-              (1, "3d", (1, 1, 8))]}
+              (1, "3d", (1, 1, 8)), (1, "2.5d", None), (1, "faces", None)]}
 CASES = [dict(tied=True), dict(tied=False, label_smoothing=0.1, z_loss=0.01)]
 
 
@@ -25,7 +25,7 @@ def meshes(comm, number: int):
 
 @pytest.mark.ranks(1, 4, slow=(8,))
 @pytest.mark.parametrize("number", [
-    0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 5))])
+    0, 1, *(pytest.param(n, marks=pytest.mark.slow) for n in range(2, 7))])
 def test_losses_and_gradients_are_those_of_one_rank(comm, number):
     """With uneven sizes, ignored targets, two micro-batches, and all kinds of loss.
 
