@@ -7,14 +7,14 @@ has on the host, are not counted.
 from dataclasses import dataclass
 from typing import Iterator
 
-from mm3d.grid.layout import Layout
+from mm3d.grid.layout import Layout, divided_directions
 from mm3d.model.cross_entropy import CrossEntropy
 from mm3d.model.embedding import Embedding
 from mm3d.model.heads import Head, TiedHead, TiedWeight
 from mm3d.model.layer_specs import Moves
 from mm3d.model.specs import Builder, LayerSpec, SavedWords
 from mm3d.schemes.closed_form import Move, ProductShape
-from mm3d.schemes.parallelism import Parallelism
+from mm3d.schemes.parallelism import Parallelism, collective_along
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ class EmbeddingSpec(LayerSpec):
         scattered = [c for c in vocabulary if c in outer.rows]
         for n, c in enumerate(scattered):
             words = (grid[c] - 1) * whole * grid.ranks_along(scattered[n + 1:])
-            forward.append(Move(c, "reduce_scatter", words))
-            backward.append(Move(c, "all_gather", words))
+            forward.append(Move(c, collective_along(c, "reduce_scatter", outer.rows), words))
+            backward.append(Move(c, collective_along(c, "all_gather", outer.rows), words))
         forward += [Move(c, "all_reduce", 2 * (grid[c] - 1) * whole // grid[c])
                     for c in vocabulary if c not in outer.rows]
         for rows in (self.vocab, self.seq):
@@ -60,16 +60,18 @@ class EmbeddingSpec(LayerSpec):
                      rows: int) -> Iterator[Move]:
         """List a collective of a table along the directions of features that x does not have."""
         grid = parallelism.grid
-        vocabulary, features = parallelism.scheme.down_weight.split(",")
+        layout = parallelism.scheme.down_weight
+        vocabulary, features = map(divided_directions, layout.split(","))
         for k in range(len(parallelism.outer.features), len(features)):
             c, held = features[k], grid.ranks_along(vocabulary + features[:k + 1])
-            yield Move(c, collective, (grid[c] - 1) * rows * self.hidden * grid.ranks // held)
+            words = (grid[c] - 1) * rows * self.hidden * grid.ranks // held
+            yield Move(c, collective_along(c, collective, layout), words)
 
     def _copy_moves(self, parallelism: Parallelism, rows: int) -> Iterator[Move]:
         """List the sums of a table's gradient over ranks that have copies of it and other rows."""
         grid, outer = parallelism.grid, parallelism.outer
-        vocabulary, features = parallelism.scheme.down_weight.split(",")
-        for c in outer.rows.replace(",", ""):
+        vocabulary, features = map(divided_directions, parallelism.scheme.down_weight.split(","))
+        for c in divided_directions(outer.rows):
             if c not in vocabulary + features:
                 held = grid.ranks_along(vocabulary + outer.features) * grid[c]
                 yield Move(c, "all_reduce",
