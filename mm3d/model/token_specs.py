@@ -156,7 +156,8 @@ class HeadSpec(LayerSpec):
         """
         product, = self.products(parallelism.batch, parallelism.seq)
         weights = (1 + self.tied) * self.hidden * self.vocab
-        return ((self.input_words(parallelism) + weights) / parallelism.ranks
+        return (self.input_words(parallelism) / parallelism.ranks
+                + weights / parallelism.weight_parts
                 + parallelism.transient_words(product, recomputed))
 
     def make_layer(self, builder: Builder, name: str) -> Head | TiedHead:

@@ -8,6 +8,7 @@ import pytest
 import mm3d
 from mm3d import ModelSizes
 from mm3d.arrays import backend
+from mm3d.grid.layout import divided_directions
 from mm3d.model import cost
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.gpt_ends import WholeGPT
@@ -101,5 +102,5 @@ def test_the_layout_of_the_table_is_that_of_a_product_down(comm):
         assert features.startswith(outer.features)
         # The rows that are left when these directions are gathered are next to each other.
         assert all(part.endswith("".join(c for c in part if c in vocabulary))
-                   for part in outer.rows.split(","))
+                   for part in map(divided_directions, outer.rows.split(",")))
         made.grid.free()
