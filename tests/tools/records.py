@@ -16,6 +16,16 @@ from mm3d.tracing.events import PHASES
 PARTS = spans.part_names("xyz")
 
 
+def wait_for_work(run: Run, machine: str, scale: float, shrink: float) -> None:
+    """Make of a made-up run one whose ranks wait a third of the time for their work."""
+    ranks = len(run.samples["forward"].T)
+    seconds = Variable(np.full((2, ranks), run.samples["forward"].max()), "s", ("phase", "rank"))
+    run.configuration.update(work="wait", waited_machine=machine, waited_scale=scale,
+                             waited_shrink=shrink)
+    run.groups["waits"] = Group({"phase": PHASES, "rank": range(ranks)},
+                                dict.fromkeys(("modelled", "counted", "slept"), seconds))
+
+
 def made_up(row: Row, forward: float = 0.25, backward: float = 0.5, preset: str = "laptop",
             oversubscribed: bool = False, created: str = "2030-01-02T03:04:05+00:00",
             repetitions: int = 3) -> Run:

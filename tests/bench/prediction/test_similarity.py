@@ -1,7 +1,6 @@
 """A machine shrunk with a model's lengths keeps the ratio of computing to communicating."""
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from bench.cases.case import make_case
@@ -16,7 +15,6 @@ from bench.prediction.seconds import collective_terms, place_trace, work_seconds
 from bench.prediction.similarity import (emulating_machine, shrink_machine, split_seconds,
                                          work_scale)
 from bench.records import run_file
-from bench.records.measurements import Group, Variable
 from bench.reports import certainty, emulated_rows
 from bench.reports.formats import render
 from bench.reports.paper_tables import format_tables
@@ -24,7 +22,7 @@ from bench.validation.warnings import list_warnings
 from mm3d.grid.shape import GridShape
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
-from records import made_up
+from records import made_up, wait_for_work
 
 LONGHORN = load_machine("longhorn")
 EMULATED = load_tables().presets["emulated"]
@@ -129,13 +127,9 @@ def test_predictions_know_the_placement():
 def emulated_run(row, seconds: float):
     """A run of `row` that waited for its work, whose steps take `seconds`."""
     run = made_up(row, seconds / 3, 2 * seconds / 3, preset="emulated", oversubscribed=True)
-    run.configuration.update(work="wait", waited_machine="longhorn", waited_scale=1600.0,
-                             waited_shrink=EMULATED.of_table(row.table).shrink,
-                             grid="8" if row.scheme == "1d" else "2 x 2 x 2")
+    wait_for_work(run, "longhorn", 1600.0, EMULATED.of_table(row.table).shrink)
+    run.configuration["grid"] = "8" if row.scheme == "1d" else "2 x 2 x 2"
     run.environment["emulated_cluster"] = str(CLUSTER)
-    waited = Variable(np.full((2, row.gpus), seconds / 4), "s", ("phase", "rank"))
-    run.groups["waits"] = Group({"phase": PHASES, "rank": range(row.gpus)},
-                                dict.fromkeys(("modelled", "counted", "slept"), waited))
     return run
 
 
