@@ -37,6 +37,11 @@ class TiedWeight:
         """Return the table's value."""
         return self.table.value
 
+    @property
+    def grad(self) -> Array:
+        """Return the head's gradient."""
+        return self._twin.grad
+
     def accumulate(self, gradient: Array | None) -> None:
         """Add `gradient` to the head's."""
         self._twin.accumulate(gradient)
