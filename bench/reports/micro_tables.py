@@ -14,6 +14,7 @@ from bench.reports.emulated import describe_cluster
 from bench.reports.layer_table import layer_parts
 from bench.reports.link_sweep import sweep_parts
 from bench.reports.merit import words_note
+from bench.reports.product_tables import products_parts
 
 # Dimensions of samples and bounds, for which a table of an unknown kind has no columns.
 SAMPLE_DIMS = {"repetition", "rank", "edge", "bound"}
@@ -238,6 +239,6 @@ def _bytes(size: int) -> str:
 
 
 BUILDERS: dict[str, Callable[[Measurements], list[Part]]] = {
-    "gemm": gemm_parts, "collectives": collective_parts}
+    "gemm": gemm_parts, "collectives": collective_parts, "products": products_parts}
 # Tables of any number of records.
 JOINT_BUILDERS = {"matmul": matmul_parts, "layer": layer_parts, "sweep": sweep_parts}

@@ -7,7 +7,7 @@ import numpy as np
 
 from bench.experiments.pipeline import derived
 from bench.experiments.pipeline.measured import expected_words
-from bench.experiments.products import operands, wire_bytes
+from bench.experiments.products import operands, side_by_side, wire_bytes
 from bench.experiments.products.matmul import RATIOS, RESULTS
 from bench.experiments.products.problem import Problem, product_grid
 from bench.experiments.training.plan import Plan
@@ -176,6 +176,21 @@ def count_words(chosen: dict, phases: list[str], ranks: int) -> np.ndarray:
     return words
 
 
+def _products(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
+    """Recompute counts of every product by dry runs of each rank, closed forms and bounds."""
+    chosen, names = run.configuration, run.scales["scheme"]
+    shape, ranks = tuple(chosen[name] for name in "MNK"), len(run.scales["rank"])
+    grids = side_by_side.record_grids(names, chosen["grids"])
+    dry = [[side_by_side.count_dry(name, chosen["form"], sizes, shape, chosen["dtype"], rank)
+            for rank in range(ranks)] for name, sizes in grids.items()]
+    again = {name: Recomputed(np.array([[getattr(one, name) for one in line] for line in dry]),
+                              "a dry run of each rank") for name in side_by_side.COUNTS}
+    derived_again = side_by_side.derived_variables(chosen["form"], shape, chosen["dtype"], grids,
+                                                   ranks)
+    return again | {name: Recomputed(variable.values, "the sizes")
+                    for name, variable in derived_again.items()}
+
+
 def _layer(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
     """Recompute a layer from its times (repetition, kind, rank, edge) and sizes."""
     chosen, spans = run.configuration, _makespans(found["times"])
@@ -238,4 +253,5 @@ def _meshes(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomp
 
 RECOMPUTE: dict[str, Callable[[Measurements, dict[str, np.ndarray]], dict[str, Recomputed]]] = {
     "gemm": _gemm, "gpu-gemm": _gemm, "collectives": _collectives, "matmul": _matmul,
-    "layer": _layer, "pipeline": _pipeline, "training": _training, "training-meshes": _meshes}
+    "layer": _layer, "pipeline": _pipeline, "products": _products, "training": _training,
+    "training-meshes": _meshes}

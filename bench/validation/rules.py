@@ -32,7 +32,7 @@ from mm3d.tracing.events import PHASES
 PATHS = re.compile(r"(?<![\w.])/(home|Users|root|tmp|mnt|scratch|work|gpfs|lustre)(/|\b)")
 ADDRESS = re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)*")
 # Kinds of run whose results are verified.
-VERIFIED = ("model", "matmul", "layer", "check", "pipeline", "sweep", "training",
+VERIFIED = ("model", "matmul", "products", "layer", "check", "pipeline", "sweep", "training",
             "training-meshes")
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from bench.errors import UsageError, WrongResult
 from bench.experiments.products.matmul import measure_product
 from bench.experiments.products.problem import Problem, product_grid, schemes_with_products
+from bench.experiments.products.side_by_side import measure_side_by_side
 from bench.instruments import chrome_trace, step_tracing
 from bench.instruments.clock import Clock
 from bench.instruments.timing import Limits
@@ -18,6 +19,7 @@ from mm3d.schemes.matrix_product import FORMS
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
+ALL = "all"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -26,8 +28,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_measurement(parser, 7, 30.0)
     options.add_shape(parser)
     options.add_grid(parser)
-    parser.add_argument("--scheme", default="3d", choices=schemes_with_products(),
-                        help="parallelism of the products (default 3d)")
+    parser.add_argument("--scheme", default="3d", choices=[*schemes_with_products(), ALL],
+                        help="algorithm of the products (default 3d); all: forward by each that "
+                             "has a grid of so many ranks, in one table")
     parser.add_argument("--form", type=options.some_of(*FORMS), default=["ab"], metavar="NAMES",
                         help="forms of the product, separated by commas: ab, abt, atb for "
                              "C = A B, A B^T, A^T B (default ab)")
@@ -46,10 +49,17 @@ def run(arguments: argparse.Namespace, comm) -> int:
     limits = options.limits_of(arguments)
     out = claim_folder(arguments.out, comm)
     check_trace_file(arguments.trace, comm)
+    if arguments.scheme == ALL and (arguments.backward or arguments.trace or arguments.grid
+                                    or arguments.calls):
+        raise UsageError("--scheme all measures the forward product of each algorithm on its own "
+                         "grid: leave out --backward, --trace, --grid and --calls")
     status = 0
     for shape in arguments.shape:
         for form in arguments.form:
             gc.collect()
+            if arguments.scheme == ALL:
+                status = max(status, compare_and_write(form, shape, arguments, limits, out, comm))
+                continue
             try:
                 grid = product_grid(arguments.scheme, comm, arguments.grid, arguments.backend)
                 problem = Problem(arguments.scheme, form, grid, shape, arguments.dtype,
@@ -82,6 +92,25 @@ def measure_and_write(problem: Problem, name: str, arguments: argparse.Namespace
         path = chrome_trace.trace_file(arguments.trace, name, cases)
         status = max(status, chrome_trace.write_trace(path, spans, problem.grid, clock, name))
     return status
+
+
+def compare_and_write(form: str, shape: tuple[int, int, int], arguments: argparse.Namespace,
+                      limits: Limits, out: Path, comm) -> int:
+    """Measure every algorithm on one product, and write the record; return the exit status."""
+    name = f"products-{form}-{'x'.join(map(str, shape))}-{arguments.dtype}-p{comm.size:03d}"
+    try:
+        record = measure_side_by_side(form, shape, arguments.dtype, comm, arguments.backend,
+                                      limits, arguments.seed)
+    except WrongResult as wrong:
+        return report_failure(name, wrong, comm)
+    return publish(record, out, name, comm, products_table)
+
+
+def products_table(record: Measurements) -> str:
+    """Format the table of all products of one shape."""
+    from bench.reports.formats import render
+    from bench.reports.product_tables import products_parts
+    return render(products_parts(record))
 
 
 def table(record: Measurements) -> str:

@@ -282,3 +282,19 @@ def lower_bound(M: int, N: int, K: int, ranks: int) -> float:
     else:
         data = 3 * (m * n * k / ranks) ** (2 / 3)
     return data - (m * n + n * k + m * k) / ranks
+
+
+def lower_bound_with_memory(M: int, N: int, K: int, ranks: int, memory: float) -> float:
+    """Return a lower bound of the words that some rank moves with `memory` words of its own.
+
+    It is the bound of Irony, Toledo and Tiskin (2004), MNK / (2 sqrt(2) P sqrt(S)) - S, and at
+    least 0: with much memory it says nothing, and `lower_bound` holds.
+
+    Parameters
+    ----------
+    M, N, K, ranks
+        As in `lower_bound`.
+    memory : float
+        S, the words of arrays that a rank holds at most.
+    """
+    return max(0.0, M * N * K / (2 * math.sqrt(2) * ranks * math.sqrt(memory)) - memory)

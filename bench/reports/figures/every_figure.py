@@ -1,5 +1,6 @@
 """Draw all figures of a folder's results."""
 
+import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,7 +8,9 @@ from typing import Callable, Iterator
 
 from bench.errors import UsageError
 from bench.records.folder import FolderContents, Results, read_folder
-from bench.reports.figures import against_ranks, roofline_and_memory, style, time_shares
+from bench.records.measurements import Measurements
+from bench.reports.figures import (against_ranks, products, roofline_and_memory, style,
+                                   time_shares)
 
 # The function that draws each figure, and a sentence that describes it, by name.
 FIGURES: dict[str, tuple[Callable[[Results], object], str]] = {
@@ -29,6 +32,14 @@ FIGURES: dict[str, tuple[Callable[[Results], object], str]] = {
     "memory-per-rank": (roofline_and_memory.draw_memory,
                         "Memory of a rank against ranks, measured, and by the "
                         "closed form or, its peak, by a dry run.")}
+# The same of a kind of microbenchmark.
+MEASURED: dict[str, dict[str, tuple[Callable[[Measurements], object], str]]] = {"products": {
+    "words-of-products": (products.draw_words_against_ranks,
+                          "Words per rank of every distributed product against ranks: closed "
+                          "forms, and counted."),
+    "words-and-memory-of-products": (products.draw_words_against_memory,
+                                     "Words per rank of every distributed product against the "
+                                     "peak memory of a rank, with lower bounds.")}}
 METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
@@ -63,6 +74,16 @@ def make_drawings(found: FolderContents) -> Iterator[Drawing]:
                 yield Drawing(f"{name}-{preset}", str(reason), None)
 
 
+def make_measured_drawings(found: FolderContents) -> Iterator[Drawing]:
+    """Make the figures of microbenchmarks, to be iterated over within `style.figure_style`."""
+    for record in found.measurements:
+        for name, (draw, about) in MEASURED.get(record.kind, {}).items():
+            chosen = record.configuration
+            sizes = "x".join(str(chosen[letter]) for letter in "MNK")
+            yield Drawing(f"{name}-{chosen['form']}-{sizes}-p{record.environment['ranks']:03d}",
+                          about, draw(record))
+
+
 def draw_figures(folder: str | Path,
                  formats: tuple[str, ...] = ("png",)) -> tuple[list[Path], list[str]]:
     """Draw the figures of every preset in a folder of results into that folder.
@@ -92,10 +113,10 @@ def draw_figures(folder: str | Path,
                          f"commas between")
     drawn, left_out = [], []
     found = read_folder(folder)
-    if not found.results:
+    if not found.results and not any(one.kind in MEASURED for one in found.measurements):
         left_out.append(f"all figures: no row of the tables was measured in {folder}")
     with style.figure_style():
-        for one in make_drawings(found):
+        for one in itertools.chain(make_drawings(found), make_measured_drawings(found)):
             if one.figure is None:
                 left_out.append(f"{one.name}: {one.about}")
                 continue

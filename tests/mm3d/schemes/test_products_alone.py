@@ -97,7 +97,8 @@ def test_shifts_go_the_right_way(name, grid, tmp_path):
     ranks = int(np.prod([int(size) for size in grid.split("x")]))
     done = run_ranks(ranks, "-m", "bench", "matmul", "--scheme", name, "--shape", "17,11,23",
                      "--form", "ab,abt,atb", "--backward", "--dtype", "float64", "--calls", "1",
-                     "--max-repetitions", "2", "--out", str(tmp_path))
+                     "--repetitions", "2", "--max-repetitions", "2",
+                     "--max-seconds", "1", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(list(tmp_path.glob("*.h5"))) == 3
 

@@ -1,0 +1,154 @@
+"""Draw the words of distributed products against ranks, and against the memory of a rank."""
+
+import math
+from typing import Iterator
+
+import numpy as np
+
+from bench.experiments.products.problem import find_product, schemes_with_products
+from bench.experiments.products.side_by_side import (NOT_STATED, closed_form_words, count_dry,
+                                                     record_grids)
+from bench.records.measurements import Measurements
+from bench.reports.figures import style
+from mm3d.grid.shape import GridShape
+from mm3d.model import cost
+
+RANKS = tuple(sorted({n ** 2 for n in range(2, 65)} | {n ** 3 for n in range(2, 17)}
+                     | {2 ** n for n in range(2, 13)}))
+LARGER = 4096    # ranks of the panel of closed forms alone
+EDGE = 16384     # of its square matrices
+Shape = tuple[int, int, int]
+
+
+def draw_words_against_ranks(record: Measurements):
+    """Draw closed forms against ranks, the counts of the record on them, and the lower bound."""
+    form, shape = record.configuration["form"], _shape(record)
+    ranks, names = len(record.scales["rank"]), record.scales["scheme"]
+    figure, panels = style.make_figure(1, 1, (9, 6), _heading(record))
+    panel = panels[0, 0]
+    for name, (colour, marker) in _styles().items():
+        points = [(count, words / count) for count in RANKS
+                  if (words := _default_words(name, form, shape, count)) is not None]
+        panel.plot(*zip(*points), color=colour, linewidth=1.2, alpha=0.7, label="_closed form")
+        if name in names:
+            words = record.variables["words"].values[names.index(name)].mean()
+            panel.plot([ranks], [words], color=colour, marker=marker, markersize=9,
+                       fillstyle="none", markeredgewidth=1.6, linestyle="",
+                       label=f"{name} {record_grids(names, record.configuration['grids'])[name]}")
+    panel.plot(RANKS, [cost.lower_bound(*shape, count) for count in RANKS], color="black",
+               linestyle="--", label="lower bound, any memory")
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log", base=2)
+    style.label_plainly(panel.xaxis, 2, (1,))
+    style.label_powers(panel.yaxis, 2)
+    panel.set_xlabel("ranks")
+    panel.set_ylabel("words a rank, forward")
+    panel.legend(ncols=2)
+    figure.supxlabel("Lines: closed forms, mean of the ranks, at rank counts that an algorithm "
+                     "fits.\nMarks: counted in verified products.", fontsize=8.5)
+    return figure
+
+
+def draw_words_against_memory(record: Measurements):
+    """Draw words against the peak memory of a rank, as measured and on many more ranks."""
+    form, ranks = record.configuration["form"], len(record.scales["rank"])
+    names = record.scales["scheme"]
+    grids = record_grids(names, record.configuration["grids"])
+    figure, panels = style.make_figure(1, 2, (13, 6), _heading(record))
+    left, right = panels[0]
+    item = np.dtype(record.configuration["dtype"]).itemsize
+    counted = [(name, grids[name], alone / item, words.mean()) for name, alone, words in zip(
+        names, record.variables["memory_alone"].values, record.variables["words"].values)]
+    _draw_trade(left, counted, _shape(record), ranks, f"{ranks} ranks, words counted")
+    square = (EDGE, EDGE, EDGE)
+    modelled = [(name, sizes, *_modelled(name, form, sizes, square))
+                for name, sizes in _larger_grids()]
+    _draw_trade(right, modelled, square, LARGER,
+                f"{LARGER} ranks, {EDGE} x {EDGE} x {EDGE}, closed forms")
+    figure.supxlabel("Memory: all arrays of rank 0, by a dry run, over those of A, B and C "
+                     "without copies. Dashed: Al Daas and others, any memory;\ndotted: Irony, "
+                     "Toledo and Tiskin, with this memory, where it says more than 0.",
+                     fontsize=8.5)
+    return figure
+
+
+def _draw_trade(panel, points: list[tuple[str, GridShape, float, float]], shape: Shape,
+                ranks: int, heading: str) -> None:
+    """Draw words against memory in units of the matrices' share, with both bounds."""
+    M, N, K = shape
+    share = (M * N + N * K + M * K) / ranks
+    styles = _styles()
+    for name, sizes, memory, words in points:
+        colour, marker = styles[name]
+        panel.plot([memory / share], [words], color=colour, marker=marker, markersize=9,
+                   fillstyle="none", markeredgewidth=1.6, linestyle="", label=f"{name} {sizes}")
+    copies = [(memory / share, words) for name, _, memory, words in points if name == "2.5d-sd"]
+    panel.plot(*zip(*sorted(copies)), color=styles["2.5d-sd"][0], linewidth=1,
+               label="_2.5d-sd, more layers") if len(copies) > 1 else None
+    most = 1.5 * max(memory / share for _, _, memory, _ in points)
+    least = cost.lower_bound(*shape, ranks)
+    panel.plot([1, most], [least] * 2, "--", color="black", label="_any memory")
+    memories = np.geomspace(1, most, 200)
+    bounds = [cost.lower_bound_with_memory(*shape, ranks, memory * share) for memory in memories]
+    panel.plot(memories, [bound if bound > least / 20 else math.nan for bound in bounds], ":",
+               color="black", label="_its memory")
+    panel.set_xscale("log", base=2)
+    panel.set_yscale("log", base=2)
+    style.label_plainly(panel.xaxis, 2, (1,))
+    style.label_powers(panel.yaxis, 2)
+    panel.set_title(heading)
+    panel.set_xlabel("peak memory a rank / (matrices / P)")
+    panel.set_ylabel("words a rank, forward")
+    panel.legend(fontsize=8)
+
+
+def _larger_grids() -> Iterator[tuple[str, GridShape]]:
+    """List the grids of `LARGER` ranks: each algorithm's choice, and layers of the 2.5-D one."""
+    for name in schemes_with_products():
+        cls = find_product(name)
+        try:
+            sizes = cls.grid_shape(cls.default_grid(LARGER))
+        except ValueError:
+            continue
+        yield name, sizes
+        for layers in (1, 4):
+            shape = GridShape("xyz", (math.isqrt(LARGER // layers),) * 2 + (layers,))
+            if name == "2.5d-sd" and shape != sizes:
+                yield name, shape
+
+
+def _modelled(name: str, form: str, sizes: GridShape, shape: Shape) -> tuple[float, float]:
+    """Return the words of memory of rank 0 and the words that a rank moves in the mean."""
+    memory = count_dry(name, form, sizes, shape, "float32").memory / 4
+    words = closed_form_words(name, form, sizes, shape)
+    return memory, math.nan if words == NOT_STATED else words / sizes.ranks
+
+
+def _default_words(name: str, form: str, shape: Shape, ranks: int) -> int | None:
+    """Return the words of an algorithm's choice of grid; None if there is none, or no form."""
+    cls = find_product(name)
+    try:
+        sizes = cls.grid_shape(cls.default_grid(ranks))
+    except ValueError:
+        return None
+    words = closed_form_words(name, form, sizes, shape)
+    return None if words == NOT_STATED else words
+
+
+def _styles() -> dict[str, tuple[str, str]]:
+    """Return colour and marker of every product: the paper's schemes as in other figures."""
+    names = schemes_with_products()
+    known = {name: style.STYLES[name] for name in names if name in style.STYLES}
+    free = [one for one in style.CYCLE if one not in known.values()]
+    more = [("#882255", "<"), ("#44AA99", ">"), ("#999933", "h"), (style.DARK_GREY, "p")]
+    others = [name for name in names if name not in known]
+    return known | dict(zip(others, free + more * len(others)))
+
+
+def _shape(record: Measurements) -> Shape:
+    return tuple(record.configuration[letter] for letter in "MNK")
+
+
+def _heading(record: Measurements) -> str:
+    M, N, K = _shape(record)
+    return f"Words of distributed products, {record.configuration['form']} {M} x {N} x {K}"

@@ -1,0 +1,68 @@
+"""Make the table of every distributed product of one shape on the same ranks."""
+
+import math
+
+from bench.experiments.products.side_by_side import mean_words, record_grids
+from bench.records.measurements import Measurements
+from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
+
+COLUMNS = [
+    Column("", "product"), Column("", "grid"),
+    Column("counted", "", "words a rank"), Column("closed form", "", "words a rank"),
+    Column("same", "", "words a rank"), Column("most", "", "words a rank"),
+    Column("any memory", "", "over the bound"), Column("its memory", "", "over the bound"),
+    Column("messages", "a rank"), Column("rounds"),
+    Column("measured", "(KiB)", "peak memory a rank"),
+    Column("alone", "(KiB)", "peak memory a rank"),
+    Column("median", "(ms)", "time"), Column("low", "95 %", "time"),
+    Column("high", "95 %", "time")]
+
+
+def products_parts(record: Measurements) -> list[Part]:
+    """Make the table and the notes of a record of kind "products"."""
+    chosen, names = record.configuration, record.scales["scheme"]
+    found = {name: variable.values for name, variable in record.variables.items()}
+    grids, ranks = record_grids(names, chosen["grids"]), len(record.scales["rank"])
+    least = float(found["least_words"])
+    rows: Rows = []
+    for s, name in enumerate(names):
+        words, total = found["words"][s], found["closed_form_words"][s]
+        mean, bound = words.mean(), found["least_words_with_memory"][s]
+        same = "-" if math.isnan(mean_words(total, ranks)) else (
+            "=" if words.sum() == total else "NO")
+        rows.append([
+            name, str(grids[name]), number_cell(mean, ".1f"),
+            number_cell(mean_words(total, ranks), ".1f"), same, int(words.max()),
+            number_cell(mean / least if least > 0 else math.nan, ".3f"),
+            number_cell(mean / bound if bound > 0 else math.nan, ".3f"),
+            int(found["messages"][s].max()), int(found["rounds"][s].max()),
+            number_cell(found["memory"][s].max() / 1024, ".1f"),
+            number_cell(found["memory_alone"][s] / 1024, ".1f"),
+            *(number_cell(1e3 * value, "#.4g") for value in found["seconds"][s, :3])])
+    title = (f"Products {chosen['form']} {chosen['M']} x {chosen['N']} x {chosen['K']} "
+             f"{chosen['dtype']} on {ranks} ranks")
+    return [Table(title, COLUMNS, rows), Notes("About these products:", _notes(record, least))]
+
+
+def _notes(record: Measurements, least: float) -> list[str]:
+    """State what was counted, measured and computed, and what limits the times."""
+    chosen, cores = record.configuration, record.environment["cores"]
+    ranks = len(record.scales["rank"])
+    worst = max(check.error / check.tolerance for check in record.checks)
+    notes = [f"Words are counted from shapes by the bucket algorithm; \"=\": those of all ranks "
+             f"are the closed form's. Verified, errors at most {100 * worst:.2g} % of the "
+             f"tolerance.",
+             f"Bound for any memory: {least:.1f} words a rank (Al Daas and others, 2022). Bound "
+             "for its memory: MNK / (2 sqrt(2) P sqrt(S)) - S (Irony, Toledo and Tiskin, 2004) "
+             "of S words, its peak alone; \"-\": with so much memory this says nothing.",
+             "Messages and rounds are the busiest rank's. Rounds are calls of collectives, one "
+             "after another; a broadcast or a gather along q ranks takes more than one step of a "
+             "network.",
+             f"Peak memory is that of all arrays, with A, B and C: measured with transport "
+             f"{chosen['transport']}, the busiest rank's, in which ranks that share an array "
+             f"count a part of it each; alone: of rank 0, which receives all that it reads."]
+    if ranks > cores:
+        notes.insert(0, f"NOT SCALING RESULTS: {ranks} ranks take turns on {cores} cores.")
+    if chosen["left_out"]:
+        notes.append(f"Left out: {chosen['left_out']}.")
+    return notes
