@@ -55,12 +55,12 @@ def _notes(record: Measurements, least: float) -> list[str]:
              f"Bound for any memory: {least:.1f} words a rank (Al Daas and others, 2022). Bound "
              "for its memory: MNK / (2 sqrt(2) P sqrt(S)) - S (Irony, Toledo and Tiskin, 2004) "
              "of S words, its peak alone; \"-\": with so much memory this says nothing.",
-             "Messages and rounds are the busiest rank's. Rounds are calls of collectives, one "
+             "Messages, rounds and memory are the busiest rank's. Rounds are calls of collectives, one "
              "after another; a broadcast or a gather along q ranks takes more than one step of a "
              "network.",
-             f"Peak memory is that of all arrays, with A, B and C: measured with transport "
-             f"{chosen['transport']}, the busiest rank's, in which ranks that share an array "
-             f"count a part of it each; alone: of rank 0, which receives all that it reads."]
+             "Peak memory is that of all arrays, with A, B and C: measured with transport "
+             f"{chosen['transport']}, in which ranks that share an array count a part of it each; "
+             "alone: by dry runs, of ranks that share none."]
     if ranks > cores:
         notes.insert(0, f"NOT SCALING RESULTS: {ranks} ranks take turns on {cores} cores.")
     if chosen["left_out"]:

@@ -198,9 +198,9 @@ def _variables(form: str, shape: tuple[int, int, int], dtype: str, grids: dict[s
 
 def derived_variables(form: str, shape: tuple[int, int, int], dtype: str,
                       grids: dict[str, GridShape], ranks: int) -> dict[str, Variable]:
-    """Compute what follows from the sizes: closed forms, memory of a dry run, and bounds."""
-    alone = np.array([count_dry(name, form, sizes, shape, dtype).memory
-                      for name, sizes in grids.items()])
+    """Compute what follows from the sizes: closed forms, bounds, and memory by dry runs."""
+    alone = np.array([max(count_dry(name, form, sizes, shape, dtype, rank).memory
+                          for rank in range(ranks)) for name, sizes in grids.items()])
     words = alone / np.dtype(dtype).itemsize
     return {
         "closed_form_words": Variable(np.array(

@@ -12,11 +12,12 @@ from bench.records.measurements import Measurements
 from bench.reports.figures import style
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
+from mm3d.schemes.grid_algorithm import PRODUCTS_ALONE
 
-RANKS = tuple(sorted({n ** 2 for n in range(2, 65)} | {n ** 3 for n in range(2, 17)}
-                     | {2 ** n for n in range(2, 13)}))
+RANKS = tuple(sorted({n ** 3 for n in range(2, 17)} | {2 ** n for n in range(2, 13)}))
 LARGER = 4096    # ranks of the panel of closed forms alone
 EDGE = 16384     # of its square matrices
+LAYERED = "2.5d-sd"    # shown with several numbers of layers
 Shape = tuple[int, int, int]
 
 
@@ -29,7 +30,11 @@ def draw_words_against_ranks(record: Measurements):
     for name, (colour, marker) in _styles().items():
         points = [(count, words / count) for count in RANKS
                   if (words := _default_words(name, form, shape, count)) is not None]
-        panel.plot(*zip(*points), color=colour, linewidth=1.2, alpha=0.7, label="_closed form")
+        if not points:
+            continue
+        alone = name in PRODUCTS_ALONE
+        panel.plot(*zip(*points), color=colour, linewidth=2 if alone else 1.4, alpha=0.8,
+                   linestyle=":" if alone else "-", label="_" if name in names else name)
         if name in names:
             words = record.variables["words"].values[names.index(name)].mean()
             panel.plot([ranks], [words], color=colour, marker=marker, markersize=9,
@@ -45,7 +50,8 @@ def draw_words_against_ranks(record: Measurements):
     panel.set_ylabel("words a rank, forward")
     panel.legend(ncols=2)
     figure.supxlabel("Lines: closed forms, mean of the ranks, at rank counts that an algorithm "
-                     "fits.\nMarks: counted in verified products.", fontsize=8.5)
+                     "fits; dotted: products without layers.\nMarks: counted in verified "
+                     "products.", fontsize=8.5)
     return figure
 
 
@@ -65,10 +71,10 @@ def draw_words_against_memory(record: Measurements):
                 for name, sizes in _larger_grids()]
     _draw_trade(right, modelled, square, LARGER,
                 f"{LARGER} ranks, {EDGE} x {EDGE} x {EDGE}, closed forms")
-    figure.supxlabel("Memory: all arrays of rank 0, by a dry run, over those of A, B and C "
-                     "without copies. Dashed: Al Daas and others, any memory;\ndotted: Irony, "
-                     "Toledo and Tiskin, with this memory, where it says more than 0.",
-                     fontsize=8.5)
+    figure.supxlabel("Memory: most bytes of arrays at one time, by dry runs, over those of A, B "
+                     "and C without copies. Dashed: Al Daas and others,\nany memory; dotted: "
+                     "Irony, Toledo and Tiskin, this memory, where it says much. Joined: "
+                     "more layers of 2.5d-sd.", fontsize=8.5)
     return figure
 
 
@@ -82,9 +88,9 @@ def _draw_trade(panel, points: list[tuple[str, GridShape, float, float]], shape:
         colour, marker = styles[name]
         panel.plot([memory / share], [words], color=colour, marker=marker, markersize=9,
                    fillstyle="none", markeredgewidth=1.6, linestyle="", label=f"{name} {sizes}")
-    copies = [(memory / share, words) for name, _, memory, words in points if name == "2.5d-sd"]
-    panel.plot(*zip(*sorted(copies)), color=styles["2.5d-sd"][0], linewidth=1,
-               label="_2.5d-sd, more layers") if len(copies) > 1 else None
+    layered = [(memory / share, words) for name, _, memory, words in points if name == LAYERED]
+    if len(layered) > 1:
+        panel.plot(*zip(*sorted(layered)), color=styles[LAYERED][0], linewidth=1, label="_")
     most = 1.5 * max(memory / share for _, _, memory, _ in points)
     least = cost.lower_bound(*shape, ranks)
     panel.plot([1, most], [least] * 2, "--", color="black", label="_any memory")
@@ -113,13 +119,17 @@ def _larger_grids() -> Iterator[tuple[str, GridShape]]:
         yield name, sizes
         for layers in (1, 4):
             shape = GridShape("xyz", (math.isqrt(LARGER // layers),) * 2 + (layers,))
-            if name == "2.5d-sd" and shape != sizes:
+            if name == LAYERED and shape != sizes:
                 yield name, shape
 
 
 def _modelled(name: str, form: str, sizes: GridShape, shape: Shape) -> tuple[float, float]:
-    """Return the words of memory of rank 0 and the words that a rank moves in the mean."""
-    memory = count_dry(name, form, sizes, shape, "float32").memory / 4
+    """Return the words of memory of a rank and the words that a rank moves in the mean.
+
+    Of the memory of the first and of the last rank it is the greater.
+    """
+    memory = max(count_dry(name, form, sizes, shape, "float32", rank).memory
+                 for rank in (0, sizes.ranks - 1)) / 4
     words = closed_form_words(name, form, sizes, shape)
     return memory, math.nan if words == NOT_STATED else words / sizes.ranks
 

@@ -7,6 +7,7 @@ import pytest
 
 import mm3d
 from bench.experiments.products.problem import Problem, product_grid
+from mm3d.schemes.grid_algorithm import PRODUCTS_ALONE
 from mm3d.schemes.products_alone import algorithms_with_products
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.transport.silent import DryCommunicator
@@ -16,11 +17,14 @@ from support import run_ranks
 
 NAMES = list(algorithms_with_products())
 every_form = pytest.mark.parametrize("form", FORMS)
-every_name = pytest.mark.parametrize("name", NAMES)
+# Schemes have tests of their own.
+every_name = pytest.mark.parametrize("name", [
+    name if name in PRODUCTS_ALONE else pytest.param(name, marks=pytest.mark.slow)
+    for name in NAMES])
 
 
 def usable(name: str, ranks: int) -> list[tuple[int, ...]]:
-    """Grids of so many ranks, at most four: the algorithm's choice, and others it can use."""
+    """Grids of so many ranks, at most two: the algorithm's choice, and another it can use."""
     cls = algorithms_with_products()[name]
     found = []
     for sizes in [None, *GRIDS.get(ranks, ()), (2, 2, ranks // 4), (ranks,)]:
@@ -31,12 +35,12 @@ def usable(name: str, ranks: int) -> list[tuple[int, ...]]:
             continue
         if shape.ranks == ranks and shape.sizes not in found:
             found.append(shape.sizes)
-    return found[:4]
+    return found[:2]
 
 
 def products(comm, name, form, dtype="float64"):
     """The product on every such grid for every shape, with its matrices of integers."""
-    for sizes, shape in itertools.product(usable(name, comm.size), SHAPES):
+    for sizes, shape in itertools.product(usable(name, comm.size), SHAPES[:2]):
         grid = product_grid(name, comm, sizes, "numpy")
         product = algorithms_with_products()[name].matrix_product(grid, form, shape)
         whole = {letter: integers(product.shapes[letter], seed, dtype)
@@ -46,7 +50,7 @@ def products(comm, name, form, dtype="float64"):
         grid.free()
 
 
-@pytest.mark.ranks(1, 4, 8)
+@pytest.mark.ranks(4, 8, slow=(1,))
 @every_form
 @every_name
 def test_results_are_exact_and_words_those_of_the_closed_form(comm, name, form):

@@ -1,0 +1,73 @@
+"""Every distributed product of one shape in one table: counts, bounds, pictures, refusals."""
+import numpy as np
+import pytest
+
+from bench.experiments.products import side_by_side
+from bench.experiments.products.matmul import Limits
+from bench.errors import WrongResult
+from bench.records import run_file
+from bench.reports import product_tables
+from bench.reports.figures import every_figure
+from bench.reports.formats import render
+from bench.validation.files import check_file
+from mm3d.grid.shape import GridShape
+from mm3d.model import cost
+from mm3d.schemes.products_alone import cannon
+from support import run_ranks
+
+SHAPE = (9, 12, 10)
+LIMITS = Limits(2, 2, 1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(8)
+def test_every_product_on_eight_ranks(comm, tmp_path):
+    """Words are the closed form's; what does not fit says why; the file is valid, and drawn."""
+    record = side_by_side.measure_side_by_side("atb", SHAPE, "float64", comm, "numpy", LIMITS)
+    if comm.rank:
+        assert record is None
+        return
+    names, found = record.scales["scheme"], {
+        name: variable.values for name, variable in record.variables.items()}
+    assert {"1d", "3d", "agarwal", "2.5d-sd"} <= set(names)
+    assert "cannon: 8 ranks are no square" in record.configuration["left_out"]
+    assert np.array_equal(found["words"].sum(axis=1), found["closed_form_words"])
+    same = [found["words"][names.index(name)].tolist() for name in ("3d", "agarwal")]
+    assert same[0] == same[1]
+    text = render(product_tables.products_parts(record))
+    assert " =  " in text and " NO " not in text and "closed form" in text
+    path = run_file.write_run(record, tmp_path, "products")
+    assert check_file(path)[0] == []
+    drawn, left_out = every_figure.draw_figures(tmp_path)
+    assert len(drawn) == 2 and not left_out and all(one.stat().st_size > 1000 for one in drawn)
+    found["words"][0, 0] += 1
+    assert " NO " in render(product_tables.products_parts(record))
+
+
+@pytest.mark.ranks(4)
+def test_a_wrong_product_is_found(comm, monkeypatch):
+    def wrong(*operands):
+        C = right(*operands)
+        return C * 1.001 if comm.rank == 3 else C
+    right = cannon.ab
+    monkeypatch.setitem(cannon.CannonMatrixProduct.ALGORITHMS, "ab", (wrong, "AB"))
+    with pytest.raises(WrongResult, match="off by"):
+        side_by_side.measure_side_by_side("ab", SHAPE, "float64", comm, "numpy", LIMITS)
+
+
+def test_the_bound_with_memory():
+    """MNK / (2 sqrt(2) P sqrt(S)) - S, and never below 0."""
+    assert cost.lower_bound_with_memory(64, 64, 64, 1, 2) == pytest.approx(64 ** 3 / 4 - 2)
+    assert cost.lower_bound_with_memory(64, 64, 64, 64, 4096) == 0
+
+
+def test_grids_of_a_record():
+    grids = side_by_side.record_grids(["cannon", "2.5d-sd"], "2x2 2x2x1")
+    assert grids == {"cannon": GridShape("xy", (2, 2)), "2.5d-sd": GridShape("xyz", (2, 2, 1))}
+
+
+@pytest.mark.slow
+def test_all_refuses_what_it_does_not_measure(tmp_path):
+    done = run_ranks(1, "-m", "bench", "matmul", "--scheme", "all", "--shape", "8", "--backward",
+                     "--out", str(tmp_path))
+    assert done.returncode == 2 and "leave out --backward" in done.stderr
