@@ -55,7 +55,8 @@ def _notes(record: Measurements, least: float) -> list[str]:
              f"Bound for any memory: {least:.1f} words a rank (Al Daas and others, 2022). Bound "
              "for its memory: MNK / (2 sqrt(2) P sqrt(S)) - S (Irony, Toledo and Tiskin, 2004) "
              "of S words, its peak alone; \"-\": with so much memory this says nothing.",
-             "Messages, rounds and memory are the busiest rank's. Rounds are calls of collectives, one "
+             "Messages, rounds and memory are the busiest rank's. "
+             "Rounds are calls of collectives, one "
              "after another; a broadcast or a gather along q ranks takes more than one step of a "
              "network.",
              "Peak memory is that of all arrays, with A, B and C: measured with transport "
