@@ -14,7 +14,7 @@ from bench.reports.emulated import describe_cluster
 from bench.reports.layer_table import layer_parts
 from bench.reports.link_sweep import sweep_parts
 from bench.reports.merit import words_note
-from bench.reports.product_tables import products_parts
+from bench.reports.products.table import products_parts
 
 # Dimensions of samples and bounds, for which a table of an unknown kind has no columns.
 SAMPLE_DIMS = {"repetition", "rank", "edge", "bound"}

@@ -109,7 +109,7 @@ def compare_and_write(form: str, shape: tuple[int, int, int], arguments: argpars
 def products_table(record: Measurements) -> str:
     """Format the table of all products of one shape."""
     from bench.reports.formats import render
-    from bench.reports.product_tables import products_parts
+    from bench.reports.products.table import products_parts
     return render(products_parts(record))
 
 

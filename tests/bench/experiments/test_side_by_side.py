@@ -6,7 +6,7 @@ from bench.experiments.products import side_by_side
 from bench.experiments.products.matmul import Limits
 from bench.errors import WrongResult
 from bench.records import run_file
-from bench.reports import product_tables
+from bench.reports.products import table
 from bench.reports.figures import every_figure
 from bench.reports.formats import render
 from bench.validation.files import check_file
@@ -34,14 +34,14 @@ def test_every_product_on_eight_ranks(comm, tmp_path):
     assert np.array_equal(found["words"].sum(axis=1), found["closed_form_words"])
     same = [found["words"][names.index(name)].tolist() for name in ("3d", "agarwal")]
     assert same[0] == same[1]
-    text = render(product_tables.products_parts(record))
+    text = render(table.products_parts(record))
     assert " =  " in text and " NO " not in text and "closed form" in text
     path = run_file.write_run(record, tmp_path, "products")
     assert check_file(path)[0] == []
     drawn, left_out = every_figure.draw_figures(tmp_path)
     assert len(drawn) == 2 and not left_out and all(one.stat().st_size > 1000 for one in drawn)
     found["words"][0, 0] += 1
-    assert " NO " in render(product_tables.products_parts(record))
+    assert " NO " in render(table.products_parts(record))
 
 
 @pytest.mark.ranks(4)

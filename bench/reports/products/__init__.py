@@ -1,0 +1,1 @@
+"""Tables of distributed products side by side."""
