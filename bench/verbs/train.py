@@ -32,7 +32,7 @@ GROUP = "Train a model"
 ON_ALL_RANKS = True
 # By default, and with --compare: float64 and SGD, so that a wrong factor shows.
 TRAINED = Plan(layers=4, hidden=128, heads=4, batch=16, seq=128, steps=300)
-COMPARED = Plan(layers=4, hidden=24, heads=6, batch=12, seq=10, steps=50, dtype="float64",
+COMPARED = Plan(layers=4, hidden=24, heads=6, batch=24, seq=10, steps=50, dtype="float64",
                 optimizer="sgd", lr=0.2, weight_decay=0.0, clip=0.0)
 CHECKPOINTS = "checkpoints"
 QUIET = 10.0    # seconds without a line of progress, at most

@@ -20,7 +20,7 @@ from bench.validation.files import check_file
 from mm3d.training.gpt import GPT
 
 PLAN = Plan(layers=1, hidden=8, heads=2, batch=4, seq=6, steps=7, lr=0.01, warmup=2, dropout=0.1)
-COMPARED = replace(PLAN, layers=4, steps=2, dtype="float64", optimizer="sgd", clip=0.0,
+COMPARED = replace(PLAN, layers=4, batch=24, steps=2, dtype="float64", optimizer="sgd", clip=0.0,
                    weight_decay=0.0)
 COURSE = Course(validate_every=3, validation_batches=1, save_every=4)
 TEXT = read_text()
