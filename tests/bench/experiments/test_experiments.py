@@ -19,7 +19,9 @@ from mm3d.grid.axis import Split
 from support import ROOT
 
 FOLDER = ROOT / "bench" / "experiments"
-PROGRAMS = {"startup.py", "layer/torch_layer.py"}    # other processes, which print their results
+# Other processes, which print their results.
+PROGRAMS = {"startup.py", "layer/torch_layer.py", "pipeline/torch_stages.py",
+            "training/torch_gpt.py"}
 MODULES = sorted(str(path.relative_to(FOLDER)) for path in FOLDER.rglob("*.py"))
 # Tables, files and command lines, which belong to the verbs.
 ABOVE = {"argparse", "bench.prediction.machine_update", "bench.reports.formats",
@@ -107,5 +109,7 @@ def test_experiments_know_no_command_line_no_tables_and_no_files(module):
             assert node.arg != "arguments", f"{module}:{node.lineno}"
         elif isinstance(node, ast.Call) and module not in PROGRAMS:
             assert ast.unparse(node.func) != "print", f"{module}:{node.lineno}"
-    journal = {"bench.records.journal"} if module.startswith("rows/") else set()
-    assert imported.isdisjoint(ABOVE - journal)    # a reproduction goes on where it was stopped
+    # Reproductions and trainings go on where they were stopped.
+    journal = ({"bench.records.journal"} if module.startswith(("rows/", "training/history"))
+               else set())
+    assert imported.isdisjoint(ABOVE - journal)

@@ -12,6 +12,7 @@ from bench.records.folder import read_folder
 from bench.reports.figures import (against_ranks, every_figure, roofline_and_memory, style,
                                    time_shares)
 from bench.reports.merit_rows import merit_table
+from mm3d.grid.axis import COLLECTIVES
 from records import PARTS, limited, made_up, matmul_record, traced, write_all
 
 
@@ -171,7 +172,7 @@ def test_where_the_time_goes_is_stacked_to_the_whole(tmp_path):
     # Of 8 ranks the mean takes 1 + 7/16; what it lacks to the slowest, 1 + 7/8, is waiting.
     shares = {name: p.get_height() for name, p in zip(time_shares.COLOURS, min(bars.items())[1])}
     whole = len(PARTS) * (1 + 7 / 8)
-    assert shares["x"] == pytest.approx(100 * 5 * (1 + 7 / 16) / whole)
+    assert shares["x"] == pytest.approx(100 * len(COLLECTIVES) * (1 + 7 / 16) / whole)
     assert shares["waiting"] == pytest.approx(
         100 * (1 + 7 / 16 + len(PARTS) * (7 / 8 - 7 / 16)) / whole)
     assert "no results" in [text.get_text() for text in strong.texts]
