@@ -78,7 +78,7 @@ class Measurements:
     Attributes
     ----------
     kind : str
-        "gemm", "collectives", "matmul", "layer", "pipeline" or "check".
+        "gemm", "collectives", "matmul", "layer", "pipeline", "checkpoint" or "check".
     configuration, environment : dict of str to str, int, float or bool
         The settings of the run, and the machine and software that it ran on.
     scales : dict of str to sequence

@@ -8,6 +8,7 @@ import numpy as np
 
 from bench.experiments.products import operands
 from bench.records.measurements import Measurements
+from bench.reports.checkpoint_table import checkpoint_parts
 from bench.reports.document import (Cell, Column, Notes, Number, Part, Rows, Table,
                                     number_cell)
 from bench.reports.emulated import describe_cluster
@@ -239,6 +240,7 @@ def _bytes(size: int) -> str:
 
 
 BUILDERS: dict[str, Callable[[Measurements], list[Part]]] = {
-    "gemm": gemm_parts, "collectives": collective_parts, "products": products_parts}
+    "gemm": gemm_parts, "collectives": collective_parts, "products": products_parts,
+    "checkpoint": checkpoint_parts}
 # Tables of any number of records.
 JOINT_BUILDERS = {"matmul": matmul_parts, "layer": layer_parts, "sweep": sweep_parts}

@@ -101,6 +101,12 @@ def _gemm(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomput
     return {"rate": Recomputed(flops / found["seconds"][..., 0], "the operations over the median")}
 
 
+def _checkpoint(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
+    """Recompute the rates of checkpoints and of the disk."""
+    return {"rate": Recomputed(found["bytes"] / found["seconds"][..., 0],
+                               "the bytes over the median")}
+
+
 def _collectives(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
     """Recompute bytes of the busiest rank, bandwidths and fits, (axis, collective, size)."""
     medians, moved = found["seconds"][..., 0], np.empty_like(found["bytes_moved"])
@@ -253,5 +259,6 @@ def _meshes(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomp
 
 RECOMPUTE: dict[str, Callable[[Measurements, dict[str, np.ndarray]], dict[str, Recomputed]]] = {
     "gemm": _gemm, "gpu-gemm": _gemm, "collectives": _collectives, "matmul": _matmul,
-    "layer": _layer, "pipeline": _pipeline, "products": _products, "training": _training,
+    "layer": _layer, "pipeline": _pipeline, "products": _products, "checkpoint": _checkpoint,
+    "training": _training,
     "training-meshes": _meshes}

@@ -32,8 +32,8 @@ from mm3d.tracing.events import PHASES
 PATHS = re.compile(r"(?<![\w.])/(home|Users|root|tmp|mnt|scratch|work|gpfs|lustre)(/|\b)")
 ADDRESS = re.compile(r"[\w.+-]+@[\w-]+(\.[\w-]+)*")
 # Kinds of run whose results are verified.
-VERIFIED = ("model", "matmul", "products", "layer", "check", "pipeline", "sweep", "training",
-            "training-meshes")
+VERIFIED = ("model", "matmul", "products", "layer", "check", "pipeline", "sweep", "checkpoint",
+            "training", "training-meshes")
 
 
 def check_samples(run: Run) -> Iterator[str]:

@@ -1,0 +1,181 @@
+"""Measure how fast checkpoints are written and read, beside the disk itself."""
+
+import os
+import shutil
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Callable
+
+import numpy as np
+from mpi4py import MPI
+
+import mm3d
+from bench.errors import UsageError, WrongResult
+from bench.instruments.sampling import BOUNDS, measured_environment
+from bench.instruments.statistics import median_interval
+from bench.instruments.timing import Limits, Repetitions
+from bench.records.measurements import Check, Measurements, Variable
+
+OPERATIONS = ("save", "restore", "disk write", "disk read")
+CHUNK = 1 << 23    # bytes of one write or read of the disk itself
+QUANTITY = "elements of parameters and moments that differ after save and restore"
+
+
+def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes, dtype: str,
+                       limits: Limits, seed: int = 0,
+                       backend: str | None = None) -> Measurements:
+    """Measure `mm3d.save` and `mm3d.restore` of a Transformer with the moments of AdamW.
+
+    Weights are divided among all ranks by the scheme "1d".  What was saved is restored and
+    compared first.  Beside it each rank writes as many bytes as it holds to one plain file, waits
+    until they are on the disk, and reads them.  Before each read the files are dropped from the
+    system's cache, where the system does so.  All four take turns.
+
+    Parameters
+    ----------
+    comm : MPI.Intracomm
+        All ranks, which call it.
+    folder : path
+        Where a folder is made for the files, and removed at the end.
+    sizes : ModelSizes
+        Sizes of the model.
+    dtype : str
+        Type of parameters and moments.
+    limits : Limits
+        When to stop repeating.
+    seed : int
+        The seed of the parameters.
+    backend : str, optional
+        The array library.
+
+    Returns
+    -------
+    Measurements
+        A record of kind "checkpoint".
+
+    Raises
+    ------
+    UsageError
+        For sizes and types that a model cannot have, and a folder that cannot be written.
+    WrongResult
+        When what was restored differs.
+    """
+    try:
+        scheme = mm3d.scheme("1d", comm, grid=(comm.size,), backend=backend)
+        model = mm3d.Transformer(scheme, **sizes, seed=seed, dtype=dtype)
+        optimizer = mm3d.AdamW(model, 1e-3)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    work = folder / "checkpoint-files"
+    subject = _Subject(comm, work, model, optimizer)
+    try:
+        differing = subject.verify()
+        if differing:
+            raise WrongResult(f"{differing} {QUANTITY}")
+        samples, ended_by = subject.sample(limits)
+    except OSError as error:
+        raise UsageError(f"--folder {folder}: {error}") from error
+    finally:
+        comm.Barrier()
+        if comm.rank == 0:
+            shutil.rmtree(work, ignore_errors=True)
+    return _record(comm, scheme.grid.backend.name, samples, subject.total, [
+        Check(QUANTITY, float(differing), 0.0)],
+        {**asdict(sizes), "dtype": dtype, "scheme": "1d", "ranks": comm.size, "seed": seed,
+         "ended_by": ended_by, **asdict(limits)})
+
+
+class _Subject:
+    """A model that is saved, and a plain file of a rank that has as many bytes."""
+
+    def __init__(self, comm: MPI.Intracomm, folder: Path, model: Any, optimizer: Any) -> None:
+        self.comm, self.folder, self.model, self.optimizer = comm, folder, model, optimizer
+        self.checkpoints, self.plain = folder / "saved", folder / f"plain-{comm.rank}"
+        counted = [n for n, t in enumerate(model.trained) if t.counted]
+        self.own = sum(a.nbytes for a in self._arrays(counted))
+        self.total, self.step = comm.allreduce(self.own), 0
+
+    def _arrays(self, numbers: Any = None) -> list:
+        """Return parameters and moments, of all or of some numbers."""
+        trained = [t.master for t in self.model.trained]
+        every = [trained, *self.optimizer.state.values()]
+        return [arrays[n] for arrays in every
+                for n in (range(len(trained)) if numbers is None else numbers)]
+
+    def verify(self) -> int:
+        """Save, change all, and restore; return the number of elements that differ."""
+        to_host = self.model.grid.backend.to_host
+        for number, moment in enumerate(self._arrays()[len(self.model.trained):]):
+            moment[...] = number + 0.5
+        before = [np.array(to_host(a)) for a in self._arrays()]
+        self.save()
+        for a in self._arrays():
+            a[...] = -1
+        self.restore()
+        return self.comm.allreduce(sum(int((a != to_host(b)).sum())
+                                       for a, b in zip(before, self._arrays())))
+
+    def save(self) -> None:
+        """Save a checkpoint, and remove the one before."""
+        self.step += 1
+        mm3d.save(self.checkpoints, self.model, self.optimizer, step=self.step, keep=1)
+
+    def restore(self) -> None:
+        """Restore the checkpoint."""
+        mm3d.restore(self.checkpoints, self.model, self.optimizer)
+
+    def write_plain(self) -> None:
+        """Write this rank's bytes to a plain file, and wait until they are on the disk."""
+        chunk = memoryview(bytes(CHUNK))
+        with open(self.plain, "wb", buffering=0) as file:
+            for start in range(0, self.own, CHUNK):
+                file.write(chunk[:min(CHUNK, self.own - start)])
+            os.fsync(file.fileno())
+
+    def read_plain(self) -> None:
+        """Read the plain file."""
+        chunk = memoryview(bytearray(CHUNK))
+        with open(self.plain, "rb", buffering=0) as file:
+            while file.readinto(chunk):
+                pass
+
+    def drop_from_cache(self) -> None:
+        """Ask the system to forget the files, of all ranks on this node."""
+        for path in [self.plain, *self.checkpoints.glob("step-*/*")]:
+            if path.exists() and hasattr(os, "posix_fadvise"):
+                with open(path, "rb") as file:
+                    os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def sample(self, limits: Limits) -> tuple[list[list[float]], str]:
+        """Take samples of all operations in turns; a sample is the slowest rank's seconds."""
+        acts = (self.save, self.restore, self.write_plain, self.read_plain)
+        found: list[list[float]] = [[] for _ in acts]
+        repetitions = Repetitions(limits, self.comm, lambda: [*map(median_interval, found)])
+        for _ in repetitions:
+            for act, seconds in zip((acts[0], acts[2], acts[1], acts[3]),
+                                    (found[0], found[2], found[1], found[3])):
+                self.comm.Barrier()
+                self.drop_from_cache()
+                seconds.append(self._time(act))
+        return found, repetitions.ended_by
+
+    def _time(self, act: Callable[[], None]) -> float:
+        """Return the seconds until the last rank has done it."""
+        self.comm.Barrier()
+        begun = time.perf_counter()
+        act()
+        return self.comm.allreduce(time.perf_counter() - begun, MPI.MAX)
+
+
+def _record(comm: MPI.Intracomm, backend: str, samples: list[list[float]], total: int,
+            checks: list[Check], settings: dict[str, Any]) -> Measurements:
+    """Make the record of all samples."""
+    bounds = np.array([median_interval(seconds) for seconds in samples])
+    return Measurements(
+        "checkpoint", settings, measured_environment(backend, comm),
+        {"operation": list(OPERATIONS), "repetition": range(len(samples[0])), "bound": BOUNDS},
+        {"samples": Variable(np.array(samples), "s", ("operation", "repetition")),
+         "seconds": Variable(bounds, "s", ("operation", "bound")),
+         "bytes": Variable(np.array(total), "byte", ()),
+         "rate": Variable(total / bounds[:, 0], "byte s-1", ("operation",))}, checks)
