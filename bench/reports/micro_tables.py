@@ -8,7 +8,6 @@ import numpy as np
 
 from bench.experiments.products import operands
 from bench.records.measurements import Measurements
-from bench.reports.checkpoint_table import checkpoint_parts
 from bench.reports.document import (Cell, Column, Notes, Number, Part, Rows, Table,
                                     number_cell)
 from bench.reports.emulated import describe_cluster
@@ -19,6 +18,7 @@ from bench.reports.products.table import products_parts
 
 # Dimensions of samples and bounds, for which a table of an unknown kind has no columns.
 SAMPLE_DIMS = {"repetition", "rank", "edge", "bound"}
+OF_THE_DISK = {"save": "disk write", "restore": "disk read"}    # of checkpoints
 # Shown instead of a bandwidth for a collective whose result is read in place.
 IN_PLACE = {"all_gather": "copies nothing", "broadcast": "root copies"}
 
@@ -189,6 +189,28 @@ def matmul_notes(records: Sequence[Measurements]) -> list[str]:
         notes.append("The bound of backward is that of its two products apart, which share dC: "
                      "fewer words are possible.")
     return notes + list(dict.fromkeys(f"{describe_machine(record)}." for record in records))
+
+
+def checkpoint_parts(record: Measurements) -> list[Part]:
+    """Make the table of rates, and of shares of the disk's own."""
+    names = list(record.scales["operation"])
+    seconds, rate = (record.variables[name].values for name in ("seconds", "rate"))
+    rows: Rows = []
+    for number, name in enumerate(names):
+        other = OF_THE_DISK.get(name)
+        share = rate[number] / rate[names.index(other)] if other else float("nan")
+        rows.append([name, *(number_cell(value, ".3g") for value in seconds[number, :3]),
+                     number_cell(rate[number] / 1e9, ".3g"), number_cell(share, ".0%")])
+    chosen, total = record.configuration, float(record.variables["bytes"].values)
+    columns = [Column(""), *(Column(part, "(s)") for part in ("median", "low", "high")),
+               Column("rate", "(GB/s)"), Column("of the disk's own")]
+    return [Table(f"A checkpoint of {total / 1e9:.3g} GB, {chosen['ranks']} ranks", columns, rows),
+            Notes("About these times:", [
+                "Parameters and moments of AdamW; a sample is the slowest rank's. Save ends when "
+                "all is on the disk, and the one before is removed; restore compares checksums "
+                "and copies. The disk: as many bytes of each rank to one plain file, "
+                "synchronised, and read. Files are dropped from the cache first, where the "
+                f"system does so. {record.environment.get('cpu', '')}"])]
 
 
 def other_parts(record: Measurements) -> list[Part]:

@@ -44,6 +44,6 @@ def run(arguments: argparse.Namespace, comm) -> int:
 
 def table(record: Measurements) -> str:
     """Format the table of a record."""
-    from bench.reports import checkpoint_table
+    from bench.reports import micro_tables
     from bench.reports.formats import render
-    return render(checkpoint_table.checkpoint_parts(record))
+    return render(micro_tables.checkpoint_parts(record))
