@@ -4,7 +4,8 @@ Words are counted as in `mm3d.model.cost`: summed over all ranks, here of a stag
 so they are exact where shards are uneven, or empty.
 """
 
-from typing import Iterable, NamedTuple, Sequence
+from dataclasses import dataclass
+from typing import Iterable, Sequence
 
 from mm3d.model.chain_specs import ModelSpec
 from mm3d.model.specs import LayerPass
@@ -79,7 +80,8 @@ def data_words(chunks: Sequence[ModelSpec], parallelism: Parallelism, data: int,
     return {key: number for key, number in words.items() if number}
 
 
-class StateWords(NamedTuple):
+@dataclass(frozen=True)
+class StateWords:
     """Hold how many words of a rank's state there are, for each word of its parameters.
 
     Attributes

@@ -201,11 +201,16 @@ def calls(path: Path) -> list[tuple[str, int, list[str]]]:
     return found
 
 
+# They compute in place by ufuncs, which NumPy and CuPy have and the standard does not.
+IN_PLACE = {"optimizers.py", "norms.py"}
+
+
 @pytest.mark.parametrize("library", ["numpy", "array_api_strict", "cupy"])
 def test_functions_exist_with_these_arguments(library):
     """What the core calls as `xp.name(...)`, each library has; CuPy is looked at without a GPU."""
     xp = pytest.importorskip(library, reason=f"{library} is not installed")
-    used = [call for path in Path(mm3d.__file__).parent.rglob("*.py") for call in calls(path)]
+    used = [call for path in Path(mm3d.__file__).parent.rglob("*.py") for call in calls(path)
+            if library != "array_api_strict" or path.name not in IN_PLACE]
     assert {"sum", "permute_dims", "matmul"} <= {name for name, _, _ in used}
     for name, arguments, keywords in used:
         function = getattr(xp, name, None)

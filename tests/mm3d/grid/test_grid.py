@@ -238,7 +238,7 @@ def test_an_all_to_all_brings_each_rank_its_rows(comm, dtype, columns):
             assert receives == counts[:, me].tolist()
             grid.reset_traffic()
             got = grid.x.all_to_all(a, sends, receives, dim)
-            assert got.dtype == dtype and got.flags.c_contiguous
+            assert got.dtype == dtype and (got is a if n == 1 else got.flags.c_contiguous)
             assert np.array_equal(got if dim == 0 else got.T, expected)
             away = [count for rank, count in enumerate(sends) if rank != me]
             words = columns * sum(away)

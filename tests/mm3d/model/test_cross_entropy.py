@@ -12,8 +12,9 @@ from mm3d.model.parameters import Parameter
 from reference import fits
 
 # By ranks: scheme, grid.
-GRIDS = {1: [("serial", None)], 4: [("2d", None), ("1d-sp", None), ("3d", (1, 2, 2))],
-         8: [("3d", None), ("3d", (1, 8, 1)), ("1d", None)]}
+GRIDS = {1: [("serial", None)],
+         4: [("2d", None), ("1d-sp", None), ("3d", (1, 2, 2)), ("2d-pipelined", None)],
+         8: [("3d", None), ("3d", (1, 8, 1)), ("1d", None), ("2.5d", None), ("faces", None)]}
 BATCH, SEQ, HIDDEN = 4, 3, 6
 
 
