@@ -45,7 +45,7 @@ def shard_layout(layout: Layout) -> Layout:
     Vectors on a diagonal are divided in the first dimension that a direction divides, since the
     diagonal is that of the first letter.
     """
-    dims = list(layout.dims)
+    dims = layout.spec.partition("@")[0].split(",")    # as written, with the 0 of faces
     place = next(n for n, letters in enumerate(dims) if letters) if layout.diagonal else 0
     # What is whole is divided in single elements: nothing need stay together in a shard.
     units = {dim: unit for dim, unit in layout.units.items() if dims[dim] or dim != place}

@@ -3,6 +3,9 @@ import numpy as np
 import pytest
 
 import mm3d
+from mm3d.grid.layout import Layout
+from mm3d.grid.shape import GridShape
+from mm3d.training.data_parallel import shard_layout
 
 SIZES = dict(layers=2, hidden=10, heads=2, seq=3)
 # By ranks: meshes, each with a schedule, micro-batches and sequences.  Replicas have another
@@ -16,7 +19,8 @@ MESHES = {
         (dict(data=2, scheme="1d", grid=(2,)), "gpipe", 2, 8)],
     8: [(dict(data=2, stages=2, scheme="3d", grid=(2, 1, 1)), "1f1b", 2, 8),
         (dict(data=2, scheme="3d", grid=(1, 2, 2)), "gpipe", 1, 9),
-        (dict(data=4, shards=2, stages=2, scheme="serial"), "interleaved:1", 2, 8)]}
+        (dict(data=4, shards=2, stages=2, scheme="serial"), "interleaved:1", 2, 8),
+        (dict(data=2, scheme="faces", grid=(1, 2, 2)), "gpipe", 1, 9)]}
 
 
 def run(pipeline, sizes, steps=2, rate=0.1):
@@ -81,6 +85,21 @@ def test_every_stage_of_zero_computes_what_one_rank_computes(comm, transport, nu
     assert equal(found[1], found[0]) and equal(found[3], found[2])
     assert microbatches > 1 or equal(found[2], found[0])
     mesh.free()
+
+
+@pytest.mark.parametrize("spec, shape, units", [
+    ("xy,z", (7, 5), {}), ("z,,yx", (5, 3, 8), {2: 4}), ("zx@y", (7,), {}), (",zx@y", (3, 8), {}),
+    (",y", (1, 5), {}), ("xy0,z", (7, 5), {}), ("x,z0", (3, 5), {}), ("x0@y", (5,), {})])
+def test_shards_divide_what_each_rank_of_a_replica_holds(spec, shape, units):
+    """Also a face that holds all: its other ranks have nothing to divide."""
+    layout, shape = Layout(spec, units), tuple(shape)
+    grid, whole = GridShape("xyz", (2, 2, 2)), GridShape("dxyz", (3, 2, 2, 2))
+    for coords in grid.all_coordinates():
+        expected, found = (np.zeros(shape, int) for _ in range(2))
+        expected[layout.slices(grid, shape, coords)] += 1
+        for d in range(3):
+            found[shard_layout(layout).slices(whole, shape, {"d": d} | dict(coords))] += 1
+        assert np.array_equal(found, expected), coords
 
 
 @pytest.mark.ranks(2)
