@@ -33,7 +33,9 @@ def run(comm, course: Course, plan: Plan = PLAN, stop_after: int | None = None):
     def report(done, history):
         if done == stop_after and done - 1 in history.losses:
             os.kill(os.getpid(), signal.SIGINT)
-    training = Training(comm, plan, PLACEMENTS[comm.size], TEXT)
+    placement = PLACEMENTS[comm.size]
+    plan = replace(plan, layers=max(plan.layers, placement.stages))
+    training = Training(comm, plan, placement, TEXT)
     return training, trainer.train(training, course, report)
 
 
