@@ -53,10 +53,13 @@ def work(tmp_path, name, **more):
 ROW = make_case(select_rows("weak", "3d")[0], "tiny")
 
 
+@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", site.supplied_sites())
-def test_supplied_sites_are_sound_and_render_all_rows(tmp_path, name):
+def test_supplied_sites_are_sound_and_render_all_rows(tmp_path, name, every):
+    """By default one row of each number of ranks."""
     mine = work(tmp_path, name)
-    for row in select_rows():
+    rows = {row if every else row.gpus: row for row in select_rows()}
+    for row in rows.values():
         text = scripts.row_script(mine, make_case(row, "paper"))
         options = re.findall(r"^#SBATCH (\S.*)$", text, re.M)
         nodes, tasks = (next(int(option.partition("=")[2]) for option in options

@@ -1,5 +1,6 @@
 """A verb of ``python -m bench`` is one file, and nothing else is started with it."""
 import ast
+import functools
 import inspect
 import re
 import shutil
@@ -66,9 +67,11 @@ def test_the_command_line_is_known_to_verbs_alone():
 
 def problems(path: Path) -> list[str]:
     """What a module knows of a command line."""
+    if not re.search(r"argparse|command_line|verbs|arguments|Namespace", path.read_text()):
+        return []    # to parse a file takes far longer
     found = [f"imports {name}" for name in imports(path)
              if name.startswith(("argparse", "bench.command_line", "bench.verbs"))]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             for one in [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]:
                 text = ast.unparse(one.annotation) if one.annotation else ""
@@ -77,10 +80,16 @@ def problems(path: Path) -> list[str]:
     return found
 
 
+@functools.lru_cache(1)
+def nodes_of(path: Path) -> list[ast.AST]:
+    """All nodes of a file's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text())))
+
+
 def imports(path: Path) -> set[str]:
     """Dotted names of all that a file imports, wherever in it."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in nodes_of(path):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
