@@ -72,8 +72,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "train the same model by PyTorch afterwards, by this interpreter, from the same "
         "parameters on the same batches"))
     parser.add_argument("--compare", action="store_true", help=(
-        "instead, train the same steps on one rank and on every mesh of these ranks, and "
-        "compare losses, gradients and weights; fail where they differ"))
+        "instead, train the same steps on one rank and on a list of meshes of these ranks, and "
+        "compare losses, gradients and weights; fail where they differ; options that choose one "
+        "mesh are refused"))
     options.add_pictures(parser)
     options.add_out(parser)
     options.add_stall(parser)
@@ -162,11 +163,20 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     start = COMPARED if arguments.compare else TRAINED
     given = {name: value for name in start.settings()
              if (value := getattr(arguments, name, None)) is not None}
-    if arguments.compare and (unused := [name for name in ("torch", "sample", "checkpoints")
-                                         if getattr(arguments, name)]):
-        raise UsageError(f"--compare with --{unused[0]}: it trains many models for a few steps; "
-                         f"leave one of them out")
+    if arguments.compare:
+        refuse_unused(arguments)
     return Plan(**{**start.settings(), **given, "tied": not arguments.untied})
+
+
+def refuse_unused(arguments: argparse.Namespace) -> None:
+    """Refuse the options that ``--compare`` would ignore: UsageError names the first."""
+    for name in ("torch", "sample", "checkpoints", "max_seconds"):
+        if getattr(arguments, name) is not None:
+            raise UsageError(f"--compare with --{name.replace('_', '-')}: it trains many models "
+                             f"for a few steps; leave one of them out")
+    for name in make_placement(arguments).given():
+        raise UsageError(f"--compare with --{name}: it trains on a list of meshes of its own; "
+                         f"leave one of them out")
 
 
 def make_placement(arguments: argparse.Namespace) -> Placement:

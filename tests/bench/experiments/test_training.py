@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from bench.__main__ import parser
 from bench.errors import UsageError, WrongResult
 from bench.experiments.training import comparison, plain_gpt, record, trainer
 from bench.experiments.training.meshes import list_cases, reference_of
@@ -17,6 +18,7 @@ from bench.reports import training_tables
 from bench.reports.figures import training as figures
 from bench.reports.formats import render
 from bench.validation.files import check_file
+from bench.verbs import train
 from mm3d.training.gpt import GPT
 
 PLAN = Plan(layers=1, hidden=8, heads=2, batch=4, seq=6, steps=7, lr=0.01, warmup=2, dropout=0.1)
@@ -129,6 +131,15 @@ def test_every_mesh_has_the_same_losses_gradients_and_weights(comm, shared_tmp_p
     text = render(training_tables.meshes_parts(run_file.read_run(path)))
     assert "DIFFERENT" not in text and text.count("equal") > 8
     assert figures.meshes_picture(shared_tmp_path / "meshes.png", found).stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("options", [
+    ["--data", "2"], ["--scheme", "1d"], ["--grid", "1x2x1"], ["--backend", "numpy"],
+    ["--recompute", "full"], ["--max-seconds", "5"], ["--sample", "3"], ["--checkpoints", "none"]])
+def test_what_a_comparison_would_ignore_is_refused(options):
+    train.make_plan(parser().parse_args(["train", *options]))
+    with pytest.raises(UsageError, match=f"--compare with {options[0]}: .*leave one of them out"):
+        train.make_plan(parser().parse_args(["train", "--compare", *options]))
 
 
 def test_families_are_what_must_be_equal_to_the_bit():
