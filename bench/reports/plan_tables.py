@@ -48,7 +48,8 @@ def _default(scheme: str, plans: Sequence[Plan], least: Plan, ranks: int) -> lis
         return []
     if len(own) == 1 or grid not in own:
         return []
-    moved = own[grid].words["forward"]
-    return [f"{scheme} on its default grid, {grid}: {moved / 1e6:.4g} "
-            f"million forward, {moved / least.words['forward']:.3g} times as many; "
+    moved, fewest = own[grid].words["forward"], least.words["forward"]
+    # Replicas of all weights move none.
+    times = f", {moved / fewest:.3g} times as many" if fewest else ""
+    return [f"{scheme} on its default grid, {grid}: {moved / 1e6:.4g} million forward{times}; "
             f"{own[grid].seconds:.4g} s"]
