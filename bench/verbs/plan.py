@@ -6,9 +6,11 @@ import time
 from bench.errors import UsageError
 from bench.prediction import machine_model, pipeline_seconds, planner
 from bench.prediction.closed_form_plan import screen_grid
+from bench.prediction.printed_costs import list_costs
 from bench.reports import predicted_pipelines
 from bench.reports.formats import render
 from bench.reports.plan_tables import plan_remarks, plan_table
+from bench.reports.products.printed_costs import printed_costs_parts
 from bench.command_line import grids, options, pipeline_options
 from mm3d import ModelSizes
 from mm3d.model.sizes import SIZES
@@ -23,6 +25,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_machine(parser)
     parser.add_argument("--top", type=int, default=12, metavar="N",
                         help="number of plans to print (default 12)")
+    parser.add_argument("--costs", action="store_true", help=(
+        "also print what two linear layers cost a rank in 1-D, 2-D, 2.5-D and 3-D, as counted by "
+        "dry runs and as the documentation of Colossal-AI prints it"))
     options.add_recompute(parser)
     pipeline_options.add_pipeline(parser)
     options.add_pictures(parser)
@@ -55,8 +60,11 @@ def run(arguments: argparse.Namespace) -> int:
     fits = [planner.describe_fit(one, machine, dtype, sizes) for one in shown]
     title = (f"{ranks} ranks; " + ", ".join(f"{key} {value}" for key, value in sizes.items())
              + f", {dtype}, recompute {recompute}")
-    print(render([machine.about, title, plan_table(shown, fits),
-                  plan_remarks(found, sizes, ranks, took)], arguments.format))
+    parts = [machine.about, title, plan_table(shown, fits),
+             plan_remarks(found, sizes, ranks, took)]
+    if arguments.costs:
+        parts += printed_costs_parts(*list_costs(ranks, sizes), ranks, sizes)
+    print(render(parts, arguments.format))
     if arguments.pictures:
         from bench.reports.figures.prediction import draw_plans
         for path in draw_plans(arguments.pictures, ranks, machine, dtype, recompute, sizes):
@@ -70,6 +78,8 @@ def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
     if arguments.pictures:
         raise UsageError(f"--pictures {arguments.pictures}: pictures are of plans without "
                          f"--stages")
+    if arguments.costs:
+        raise UsageError("--costs: the costs are of layers without --stages")
     try:
         every = [pipeline_options.pipeline_model(arguments, scheme, grid, sizes)
                  for scheme, grid in planner.list_candidates(

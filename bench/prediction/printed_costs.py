@@ -1,0 +1,159 @@
+"""Count what two linear layers cost a rank in each scheme, beside the costs in print.
+
+The documentation of Colossal-AI (docs/source/en/features, a page for each parallelism) prints the
+costs of a linear layer C = A B, forward and backward, as shares of a whole matrix.  Here these
+shares are multiplied by the matrices of two layers, M x h -> M x 4h -> M x h, and stand beside
+what a rank counts in a dry run of both.  Biases are left out.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Callable
+
+from mm3d.grid.shape import GridShape
+from mm3d.model.sizes import ModelSizes
+from mm3d.schemes import find_scheme, scheme as make_scheme
+from mm3d.tracing.dry_arrays import DryBackend
+from mm3d.tracing.observe import observed
+from mm3d.transport.silent import DryCommunicator
+
+COSTS = ("flops", "parameters", "activations", "words", "messages")
+
+
+@dataclass(frozen=True)
+class Printed:
+    """The costs in print of a parallelism, on a grid of sides q and depth d, of P ranks.
+
+    Attributes
+    ----------
+    orders : tuple of str
+        The printed text of each of `COSTS`.
+    shares : callable
+        Returns of P, q, d: the shares of flops, parameters and activations, and the messages of
+        a product.
+    words : callable
+        Returns of P, q, d and the sizes of A, B and C the words of a product.  In print these
+        are one size.
+    """
+
+    orders: tuple[str, str, str, str, str]
+    shares: Callable[[int, int, int], tuple[float, float, float, int]]
+    words: Callable[..., float]
+
+
+_CUBE = Printed(("1/q^3", "1/q^3", "1/q^3", "6(q-1)/q^3", "6(q-1)"),
+                lambda P, q, d: (1 / P, 1 / P, 1 / P, 6 * (q - 1)),
+                lambda P, q, d, A, B, C: 2 * (q - 1) / P * (A + B + C))
+# Scheme, options, and what is printed; in the 1-D page the matrix is the one that all ranks hold.
+PRINTED: list[tuple[str, dict[str, str], Printed]] = [
+    ("1d", {}, Printed(("1/P", "1/P", "1", "2(P-1)/P", "2(P-1)"),
+                       lambda P, q, d: (1 / P, 1 / P, 1, 2 * (P - 1)),
+                       lambda P, q, d, A, B, C: 2 * (P - 1) / P * min(A, C))),
+    ("2d", {}, Printed(("1/q^2", "1/q^2", "1/q^2", "6(q-1)/q", "6(q-1)"),
+                       lambda P, q, d: (1 / P, 1 / P, 1 / P, 6 * (q - 1)),
+                       lambda P, q, d, A, B, C: 3 * (q - 1) / q * (A + B))),
+    ("2.5d", {}, Printed(("1/(d q^2)", "1/q^2", "1/(d q^2)", "3(q-1)(d+1)/(d q)", "6(q-1)"),
+                         lambda P, q, d: (1 / P, 1 / q ** 2, 1 / P, 6 * (q - 1)),
+                         lambda P, q, d, A, B, C: 3 * (q - 1) / q * (A / d + B))),
+    ("3d", {}, _CUBE), ("3d", {"keep": "both"}, _CUBE)]
+
+
+@dataclass(frozen=True)
+class PairCosts:
+    """What two linear layers cost a rank, as counted and as printed.
+
+    Attributes
+    ----------
+    scheme : str
+        The name of the scheme, with its options.
+    grid : GridShape
+        Its grid.
+    counted, printed : dict of str to float
+        Each of `COSTS`: operations of the products, elements of the weights and of what forward
+        keeps for backward, words and messages of both passes.
+    orders : dict of str to str
+        The printed text of each.
+    """
+
+    scheme: str
+    grid: GridShape
+    counted: dict[str, float]
+    printed: dict[str, float]
+    orders: dict[str, str]
+
+
+def list_costs(ranks: int, sizes: ModelSizes) -> tuple[list[PairCosts], list[str]]:
+    """Count the pair of layers in each scheme with printed costs, on its own grid.
+
+    Returns
+    -------
+    list of PairCosts, list of str
+        The costs, and why a scheme has no grid of so many ranks.
+    """
+    found, missing = [], []
+    for name, options, printed in PRINTED:
+        cls = find_scheme(name)
+        try:
+            grid = cls.grid_shape(cls.default_grid(ranks))
+        except ValueError as error:
+            missing += [f"{name}: {error}"] * (not options)
+            continue
+        text = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
+        found.append(PairCosts(text, grid, count_pair(name, grid, sizes, options),
+                               printed_pair(grid, sizes, printed),
+                               dict(zip(COSTS, printed.orders))))
+    return found, missing
+
+
+def printed_pair(grid: GridShape, sizes: ModelSizes, printed: Printed) -> dict[str, float]:
+    """Multiply the printed shares by the sizes of the matrices of both layers."""
+    outer, inner, weight = _matrices(sizes)
+    P, q = grid.ranks, grid.sizes[0]
+    place = P, q, P // q ** 2
+    flops, parameters, activations, messages = printed.shares(*place)
+    words = sum(printed.words(*place, A, weight, C) for A, C in ((outer, inner), (inner, outer)))
+    return dict(zip(COSTS, (12 * sizes.tokens * weight * flops,
+                            2 * weight * parameters, (outer + inner) * activations, words,
+                            2 * messages)))
+
+
+def _matrices(sizes: ModelSizes) -> tuple[int, int, int]:
+    """Return the elements of the outer and the inner activation, and of a weight."""
+    wide = sizes.mlp_factor * sizes.hidden
+    return sizes.tokens * sizes.hidden, sizes.tokens * wide, sizes.hidden * wide
+
+
+def count_pair(name: str, grid: GridShape, sizes: ModelSizes,
+               options: dict[str, Any]) -> dict[str, float]:
+    """Count forward and backward of both layers on rank 0, without data."""
+    backend = DryBackend()
+    scheme = make_scheme(name, DryCommunicator(grid.ranks), grid, backend, **options)
+    outer, inner = scheme.spaces(sizes.batch, sizes.seq)
+    features, wide = sizes.hidden, sizes.mlp_factor * sizes.hidden
+    layers = []
+    for source, target, shape in ((outer, inner, (features, wide)),
+                                  (inner, outer, (wide, features))):
+        product = scheme.product(source, target, shape, (1, 1))
+        layers.append((product, backend.empty(
+            product.weight.local_shape(scheme.grid, shape), "float32")))
+    a, kept = outer.allocator(features)("float32"), []
+    backend.trace.phase = "forward"
+    with observed(scheme.grid, backend.trace):
+        for product, weight in layers:
+            a, saved = product.forward(a, weight)
+            kept.append(saved)
+        activations = sum(math.prod(each.shape) for each in _arrays(kept))
+        for (product, weight), saved in zip(layers[::-1], kept[::-1]):
+            a, _ = product.backward(a, weight, saved)
+    moved = scheme.grid.traffic().values()
+    return dict(zip(COSTS, (backend.trace.flops("forward"),
+                            sum(math.prod(weight.shape) for _, weight in layers), activations,
+                            sum(one.words for one in moved),
+                            sum(one.messages for one in moved))))
+
+
+def _arrays(saved: Any) -> list[Any]:
+    """List the arrays in what products save."""
+    if isinstance(saved, (tuple, list)):
+        return [array for each in saved for array in _arrays(each)]
+    return [] if saved is None else [getattr(saved, "array", saved)]
