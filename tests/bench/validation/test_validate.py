@@ -21,7 +21,8 @@ def measured(tmp_path_factory):
                            "--repetitions", "6", "--max-repetitions", "8", "--traced", "1",
                            "--out", str(folder)),
                  run_ranks(2, "-m", "bench", "matmul", "--shape", "32", "--scheme", "1d",
-                           "--backward", "--max-seconds", "0.1", "--out", str(folder)),
+                           "--backward", "--calls", "3", "--max-seconds", "0.1",
+                           "--out", str(folder)),
                  run_python("-m", "bench", "gemm", "--sizes", "16,32", "--threads", "1",
                             "--dtypes", "float32", "--out", str(folder))):
         assert done.returncode == 0, done.stdout + done.stderr
