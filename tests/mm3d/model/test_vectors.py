@@ -67,10 +67,12 @@ def test_the_diagonal_of_3d(comm):
 @grids_and_squares
 @every_shape
 def test_each_element_has_one_owner(comm, shape, unit):
-    """The ranks together store the vector once, or P times where it is replicated."""
+    """The ranks together store the vector once, P times where it is replicated, and once in each
+    layer of 2.5-D."""
     for side in sides(comm):
         vector, grid = Vector(side.space, shape, unit), side.space.grid
-        copies = comm.size if vector.layout.letters == "" else 1
+        layers = grid.shape["z"] if "Tesseract" in side.where else 1
+        copies = comm.size if vector.layout.letters == "" else layers
         numbers = np.arange(np.prod(shape)).reshape(shape)
         stored = np.concatenate(comm.allgather(vector.layout.shard(numbers, grid).ravel()))
         assert sorted(stored) == sorted(list(numbers.ravel()) * copies), side.where
