@@ -21,8 +21,12 @@ from mm3d.model.sizes import SIZES
 
 OTHER_GRIDS = {64: [(16, 4, 1)]}    # of 3-D beside the cube, by ranks: the planner's first choice
 ROUNDS = 3
-PICTURE = "where-each-is-fastest-{}.png"
+PICTURE = "where-each-is-fastest-{}-p{:03d}-{}.png"
 Rates = list[float | None]
+# Options of single rows, with what they are when they are not given.
+OF_ROWS = {"warmup": None, "max_repetitions": None, "max_seconds": None, "width": 0.05,
+           "traced": None, "memory": None, "trace": None, "stop_file": None,
+           "equal_tokens": False}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -78,7 +82,8 @@ def measure_links(arguments: argparse.Namespace, rows: list[Row], variant: Varia
 
 
 def check_waits(arguments: argparse.Namespace, settings: Settings) -> None:
-    """Refuse ``--links`` outside of an emulated cluster, and without ``--work wait``.
+    """Refuse ``--links`` outside of an emulated cluster, without ``--work wait``, and beside
+    options that it has no use for.
 
     Raises
     ------
@@ -93,6 +98,12 @@ def check_waits(arguments: argparse.Namespace, settings: Settings) -> None:
     if settings.waits is None:
         raise UsageError(f"--links {names}: ranks share cores, which would be measured, not the "
                          f"links; give --work wait, or --preset emulated")
+    useless = [f"--{name.replace('_', '-')}" for name, default in OF_ROWS.items()
+               if getattr(arguments, name) != default]
+    if useless:
+        raise UsageError(f"--links {names} {' '.join(useless)}: leave {' and '.join(useless)} "
+                         f"out; a sweep times --repetitions steps at each rate, both batches of "
+                         f"each row, and no others")
 
 
 def list_plans(arguments: argparse.Namespace, rows: list[Row], variant: Variant,
@@ -124,5 +135,7 @@ def show(records: list[Measurements], out: Path) -> None:
     from bench.reports.figures.link_sweep import draw_sweep
     from bench.reports.formats import render
     say(f"\n{render(link_sweep.sweep_parts(records))}\n")
-    path = out / PICTURE.format(records[0].configuration["preset"])
+    tables = "-".join(str(record.configuration["table"]) for record in records)
+    path = out / PICTURE.format(tables, records[0].environment["ranks"],
+                                records[0].configuration["preset"])
     say(f"picture: {draw_sweep(path, records)}")

@@ -170,7 +170,7 @@ def sweep_parts(records: Sequence[Measurements]) -> list[Part]:
         curves = read_curves(record)
         parts += [seconds_table(record, curves), prediction_table(record, curves),
                   Notes("Where each is the fastest:", describe_crossovers(record, curves))]
-    return [*parts, Notes("About these rates of links:", _notes(records[-1]))]
+    return [*parts, Notes("About these rates of links:", _notes(records))]
 
 
 def heading(record: Measurements) -> str:
@@ -211,14 +211,21 @@ def prediction_table(record: Measurements, curves: Sequence[Curve]) -> Table:
         Column("share", "of work")], rows)
 
 
-def _notes(record: Measurements) -> list[str]:
-    chosen, env = record.configuration, record.environment
-    cluster, count = Cluster.parse(str(env["emulated_cluster"])), len(record.scales["repetition"])
+def _waits(record: Measurements) -> str:
+    """Say which seconds the ranks of a sweep waited for."""
+    chosen = record.configuration
+    cluster = Cluster.parse(str(record.environment["emulated_cluster"]))
+    return (f"{HEADINGS[str(chosen['table'])]}: ranks wait for the seconds of machine "
+            f"{chosen['waited_machine']}, whose lengths are divided by "
+            f"{chosen['waited_shrink']:g}, times {chosen['waited_scale']:g}: at "
+            f"{cluster.link_text(per='/s')} computing has that machine's ratio to communicating. "
+            f"The waits are the same at all rates of links.")
+
+
+def _notes(records: Sequence[Measurements]) -> list[str]:
+    env, count = records[-1].environment, len(records[-1].scales["repetition"])
     return [
-        f"Ranks wait for the seconds of machine {chosen['waited_machine']}, whose lengths are "
-        f"divided by {chosen['waited_shrink']:g}, times {chosen['waited_scale']:g}: at "
-        f"{cluster.link_text(per='/s')} computing has that machine's ratio to communicating. The "
-        f"waits are the same at all rates of links.",
+        *map(_waits, records),
         f"{count} repetition{'s' * (count != 1)} of each, a step each, in rounds with random "
         f"order; forward and backward by their makespans. All plans were verified with the serial "
         f"scheme first. Fewer than six repetitions give no 95 % interval.",

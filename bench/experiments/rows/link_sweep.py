@@ -121,7 +121,9 @@ def measure_sweep(plans: Sequence[SweepPlan], links: Sequence[float | None], rou
             for at in draw.sample(range(len(links)), len(links)):
                 set_links(links[at], world, change)
                 for which in draw.sample(range(len(ready)), len(ready)):
-                    found[which, at, :, turn] = time_phases(ready[which].timed, clocks[which])
+                    timed = ready[which].timed
+                    with settings.watched(timed.model.grid, timed.model):
+                        found[which, at, :, turn] = time_phases(timed, clocks[which])
             if world.rank == 0:
                 say(f"{plans[0].case.row.table}: round {turn + 1} of {rounds}")
         set_links(None, world, change)

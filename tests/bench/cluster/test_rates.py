@@ -5,7 +5,9 @@ import sys
 import h5py
 import pytest
 
+from bench.__main__ import parser
 from bench.cluster import rates
+from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 from bench.command_line import link_rates
 from support import run_python
@@ -42,6 +44,16 @@ def test_links_in_the_order_of_their_rates():
     assert link_rates.rates("1Gbit,unlimited,50Mbit,1Gbit") == [5e7, 1e9, None]
     with pytest.raises(argparse.ArgumentTypeError, match="a link of 1 bit/s"):
         link_rates.rates("50Mbit,1bit")
+
+
+def test_options_of_single_rows_are_refused(monkeypatch):
+    monkeypatch.setenv("MM3D_CLUSTER", Cluster.parse("4x2:50Mbit").to_environment())
+    words = ["run", "--links=50Mbit,unlimited", "--preset=emulated"]
+    settings = argparse.Namespace(waits=lambda case: None)
+    link_rates.check_waits(parser().parse_args(words), settings)
+    for more in (["--traced=1"], ["--equal-tokens"], ["--stop-file=stop", "--width=0.1"]):
+        with pytest.raises(UsageError, match=more[-1].partition("=")[0]):
+            link_rates.check_waits(parser().parse_args([*words, *more]), settings)
 
 
 def in_cluster(*words):
