@@ -110,15 +110,15 @@ def memory_table(trace: Trace) -> Table:
                  [[name, _count(count)] for name, count in rows.items()])
 
 
-def state_table(parameters: int, ranks: int, data: int, dtype: str) -> Table:
+def state_table(stored: int, data: int, dtype: str) -> Table:
     """Make the table of a rank's bytes of state in each stage of ZeRO, with AdamW.
 
     Parameters
     ----------
-    parameters : int
-        Parameters of the model.
-    ranks, data : int
-        Ranks of a replica, which divide the parameters evenly, and the number of replicas.
+    stored : int
+        Bytes of this rank's parameters and gradients, without replicas and masters.
+    data : int
+        Number of replicas.
     dtype : str
         Type of values.  Types of 16 bits have masters in float32, and moments are of the master's
         type.
@@ -131,7 +131,7 @@ def state_table(parameters: int, ranks: int, data: int, dtype: str) -> Table:
                                  "3: and parameters")):
         def count(**bytes_of: int) -> Number:
             each = state_bytes(zero, data, **dict.fromkeys(kinds, 0) | bytes_of)
-            return _count(round(each * parameters / ranks))
+            return _count(round(each * stored / (2 * size)))
         rows.append([name, *(count(**{kind: number}) for kind, number in kinds.items()),
                      count(**kinds), *[count(**kinds | {"gradient": 4})] * narrow])
     wide = [Column("all, float32 gradients")] if narrow else []

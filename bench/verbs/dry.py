@@ -64,6 +64,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--ranks {arguments.ranks}: must be at least 1")
     if arguments.data is not None and arguments.data < 1:
         raise UsageError(f"--data {arguments.data}: must be at least 1")
+    if arguments.data is not None and arguments.stages:
+        raise UsageError(f"--data {arguments.data} --stages {arguments.stages}: leave one of them "
+                         f"out; the state of replicas is that of a whole model")
     if arguments.scheme not in mm3d.SCHEMES:
         raise UsageError(f"scheme {arguments.scheme!r} is unknown: choose one of "
                          f"{', '.join(mm3d.SCHEMES)}")
@@ -88,8 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
     useful = cost.flops(described) | cost.flops_of_halves(described)
     parts = [_title(arguments, grid, sizes), *dry_tables.tables(trace, useful, machine)]
     if arguments.data is not None:
-        parts.append(dry_tables.state_table(cost.parameters(described), arguments.ranks,
-                                            arguments.data, arguments.dtype))
+        parts.append(dry_tables.state_table(trace.parameters, arguments.data, arguments.dtype))
     fits = True
     if limit:
         fits, line = memory_fit.judge_fit(

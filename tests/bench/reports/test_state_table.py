@@ -14,3 +14,20 @@ def test_figure_1_of_zero(capsys):
 def test_a_number_of_replicas_that_is_none(capsys):
     assert main(["dry", "--ranks", "1", "--hidden", "64", "--data", "0"]) != 0
     assert "--data 0: must be at least 1" in capsys.readouterr().err
+
+
+def test_copies_of_weights_count_in_the_state(capsys):
+    common = ["--hidden", "48", "--heads", "4", "--layers", "2", "--batch", "8", "--seq", "8",
+              "--data", "2", "--dtype", "float32", "--format", "csv"]
+    values = {}
+    for scheme, ranks in (("serial", 1), ("2d", 4), ("2.5d", 8)):
+        more = ["--grid", "2x2x2"] if scheme == "2.5d" else []
+        assert main(["dry", "--scheme", scheme, "--ranks", str(ranks), *more, *common]) == 0
+        [line] = [one for one in capsys.readouterr().out.splitlines() if "0: replicas" in one]
+        values[scheme] = int(line.partition("0: replicas,")[2].split(",")[0])
+    assert values["2.5d"] == values["2d"] < values["serial"] / 3
+
+
+def test_replicas_of_a_pipeline_are_refused(capsys):
+    assert main(["dry", "--ranks", "4", "--hidden", "64", "--stages", "2", "--data", "2"]) != 0
+    assert "leave one of them out" in capsys.readouterr().err
