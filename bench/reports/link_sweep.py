@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Iterator, Sequence
 
 import numpy as np
@@ -153,9 +154,16 @@ def describe_crossovers(record: Measurements, curves: Sequence[Curve]) -> list[s
         if len(alike) > 1:
             best = [min(alike, key=lambda one: one.medians[at]).name.rpartition(",")[0]
                     for at in range(len(links))]
+            runs = [(name, [link for link, _ in run]) for name, run in groupby(
+                zip(links, best), key=lambda found: found[1])]
             said.append(f"The fastest with batch {batch}: " + "; ".join(
-                f"{rate_name(link)} {name}" for link, name in zip(links, best)) + ".")
+                f"{_range(where)} {name}" for name, where in runs) + ".")
     return said or ["No two plans of one batch."]
+
+
+def _range(links: Sequence[float]) -> str:
+    """Return neighbouring rates for a reader."""
+    return " to ".join(rate_name(link) for link in dict.fromkeys((links[0], links[-1])))
 
 
 def _round(rate: float) -> str:
