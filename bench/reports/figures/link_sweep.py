@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import Sequence
 
@@ -67,4 +68,4 @@ def _panel(panel, record: Measurements) -> None:
 
 
 def _short(curve: link_sweep.Curve) -> str:
-    return curve.name.replace(" x ", "x")
+    return re.sub(r"(?<=\d) x (?=\d)", "x", curve.name)
