@@ -7,6 +7,7 @@ from bench.errors import UsageError
 from bench.prediction.pipeline_seconds import PipelineModel
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
+from mm3d.training.pipeline import divide_layers
 from mm3d.training.schedules import build, registry
 
 
@@ -46,5 +47,5 @@ def pipeline_model(arguments: argparse.Namespace, scheme: str, grid: GridShape,
     count = arguments.microbatches or 2 * arguments.stages
     model = PipelineModel(build(arguments.schedule or "1f1b", arguments.stages, count), scheme,
                           grid, sizes, arguments.dtype, arguments.recompute, **more)
-    assert model.parts
+    divide_layers(model.schedule, model.schedule.ranks, sizes, count)
     return model

@@ -210,7 +210,7 @@ def checkpoint_parts(record: Measurements) -> list[Part]:
                 "all is on the disk, and the one before is removed; restore compares checksums "
                 "and copies. The disk: as many bytes of each rank to one plain file, "
                 "synchronised, and read. Files are dropped from the cache first, where the "
-                f"system does so. {record.environment.get('cpu', '')}"])]
+                f"system does so. {describe_machine(record)}."])]
 
 
 def other_parts(record: Measurements) -> list[Part]:

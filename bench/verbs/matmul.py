@@ -100,7 +100,7 @@ def compare_and_write(form: str, shape: tuple[int, int, int], arguments: argpars
     name = f"products-{form}-{'x'.join(map(str, shape))}-{arguments.dtype}-p{comm.size:03d}"
     try:
         record = measure_side_by_side(form, shape, arguments.dtype, comm, arguments.backend,
-                                      limits, arguments.seed)
+                                      limits, arguments.seed, arguments.watched)
     except WrongResult as wrong:
         return report_failure(name, wrong, comm)
     return publish(record, out, name, comm, products_table)

@@ -1,7 +1,6 @@
 """Start PyTorch's own pipeline, a process beside each rank, to be measured in the same run."""
 
 import json
-import os
 import subprocess
 import tempfile
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from bench.agreement import agree
 from bench.checks import against_serial
 from bench.errors import UsageError
 from bench.experiments.layer import torch_layer
+from bench.experiments.layer.torch_process import torch_environment
 from bench.experiments.pipeline import torch_stages
 from bench.experiments.pipeline.subject import PipelineCase, squared_error
 from bench.instruments.clock import wait_patiently
@@ -105,8 +105,7 @@ class TorchPipeline:
             (self._folder / "case.json").write_text(json.dumps(self._describe()))
         np.savez(self._folder / f"rank-{comm.rank}.npz", **subject.arrays())
         comm.Barrier()
-        hidden = (*launcher.LAUNCHER_PREFIXES, "MPI", "OMP_", "MKL_", "OPENBLAS_")
-        env = {k: v for k, v in os.environ.items() if not k.startswith(hidden)}
+        env = torch_environment()
         env["PYTHONPATH"] = str(Path(torch_layer.__file__).parent)
         env.setdefault("GLOO_SOCKET_IFNAME", "lo")
         problem = self._process = None

@@ -21,11 +21,11 @@ SCHEDULES = {"gpipe": "ScheduleGPipe", "1f1b": "Schedule1F1B",
              "interleaved": "ScheduleInterleaved1F1B", "zb-h1": "ScheduleInterleavedZeroBubble",
              "zb-v": "ScheduleZBVZeroBubble"}
 ONE_STAGE = ("gpipe", "1f1b")    # their classes take the stage itself, the others a list
-STEP = 1024    # of the numbers of micro-batches, as in `subject.py`
+STEP = 1024    # of the numbers of micro-batches, as in `waiting.py`
 
 
 class Waits:
-    """Wait in place of layers, and check what has arrived; as `subject.WaitingChunk`."""
+    """Wait in place of layers, and check what has arrived; as `waiting.WaitingChunk`."""
 
     def __init__(self, seconds: dict[str, float]) -> None:
         self.seconds, self.slept = seconds, {step: [] for step in seconds}

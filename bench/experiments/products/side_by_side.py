@@ -3,7 +3,7 @@
 import gc
 import math
 from dataclasses import asdict, dataclass
-from typing import Sequence
+from typing import Callable, ContextManager, Sequence
 
 import numpy as np
 
@@ -16,9 +16,11 @@ from bench.experiments.products.problem import (Problem, find_product, product_g
 from bench.instruments.clock import Clock
 from bench.instruments.sampling import (BOUNDS, makespans, measure_in_random_order,
                                         measured_environment, pad_samples, take_samples)
+from bench.instruments.stall import unwatched
 from bench.instruments.statistics import median_interval
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable
+from mm3d.arrays import backend as backends
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.tracing.dry_arrays import DryBackend
@@ -103,7 +105,8 @@ def closed_form_words(name: str, form: str, sizes: GridShape, shape: tuple[int, 
 
 def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, comm,
                          backend: str | None = None, limits: Limits = LIMITS,
-                         seed: int = 0) -> Measurements | None:
+                         seed: int = 0, watched: Callable[..., ContextManager] = unwatched
+                         ) -> Measurements | None:
     """Measure the forward product of one shape by every algorithm that fits the ranks.
 
     Parameters
@@ -122,6 +125,8 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
         When to stop repeating one product.
     seed : int
         The seed of the matrices, of the checks and of the order of the products.
+    watched : callable
+        ``watched(grid)`` is the context in which a product is watched for stalls.
 
     Returns
     -------
@@ -141,11 +146,11 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
 
     def measure(name: str) -> Sampled:
         return _measure_product(name, form, shape, dtype, grids[name], comm, backend, limits,
-                                seed)
+                                seed, watched)
 
     found = measure_in_random_order([(name,) for name in grids], seed, measure)
     counted = comm.gather([asdict(one.counted) for one in found])
-    environs = measured_environment(backend or "numpy", comm)
+    environs = measured_environment(backends.get(backend).name, comm)
     if counted is None:
         return None
     variables = _variables(form, shape, dtype, grids, found, counted)
@@ -163,15 +168,16 @@ def measure_side_by_side(form: str, shape: tuple[int, int, int], dtype: str, com
 
 def _measure_product(name: str, form: str, shape: tuple[int, int, int], dtype: str,
                      sizes: GridShape, comm, backend: str | None, limits: Limits,
-                     seed: int) -> Sampled:
+                     seed: int, watched: Callable[..., ContextManager]) -> Sampled:
     """Verify one product, count it, take its samples, and check the last result again."""
     grid = product_grid(name, comm, sizes, backend)
     problem = Problem(name, form, grid, shape, dtype, seed)
-    checks = verify_product(problem, ("forward",), seed)[2]
-    counted = count_forward(problem)
-    sample = makespans(problem.forward, comm, grid.backend.synchronize, Clock(comm))
-    seconds, _ = take_samples(sample, limits, comm)
-    again = check_results(problem, problem.forward(), seed + 1)
+    with watched(grid):
+        checks = verify_product(problem, ("forward",), seed)[2]
+        counted = count_forward(problem)
+        sample = makespans(problem.forward, comm, grid.backend.synchronize, Clock(comm))
+        seconds, _ = take_samples(sample, limits, comm)
+        again = check_results(problem, problem.forward(), seed + 1)
     reject(freivalds.failure_message(again), f"{name}, after the last repetition, ")
     transport = operands.transport_names(grid)
     grid.free()

@@ -127,7 +127,7 @@ def measure_sweep(plans: Sequence[SweepPlan], links: Sequence[float | None], rou
             if world.rank == 0:
                 say(f"{plans[0].case.row.table}: round {turn + 1} of {rounds}")
         set_links(None, world, change)
-        environment = sampling.measured_environment("numpy", world)
+        environment = sampling.measured_environment(backends.get(settings.backend).name, world)
         return (None if world.rank else
                 sweep_record(ready, links, found, settings, environment))
 

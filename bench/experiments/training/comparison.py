@@ -12,6 +12,7 @@ from bench.experiments.training.text import Text
 from bench.instruments.clock import wait_patiently
 from bench.instruments.sampling import measured_environment
 from bench.records.measurements import Check, Measurements, Variable
+from mm3d.arrays import backend as backends
 
 KIND = "training-meshes"
 # Relative differences to one rank in float64: of losses, of gradients, of weights after the steps.
@@ -91,7 +92,7 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
         if comm.rank == 0:
             report(case.name)
         found[case] = train_case(comm, case, plan, text)
-    environs = measured_environment("numpy", comm)
+    environs = measured_environment(backends.get(None).name, comm)
     if comm.rank:
         return None
     return comparison_record(plan, text, cases, found, environs)

@@ -133,7 +133,7 @@ def test_other_actions_are_refused_and_another_order_is_stated():
 
 
 def test_overhead_is_what_exceeds_the_clock():
-    """Each action of a chain of 8 is late by 0.25: 2 forwards, 3 pairs, of two ranks."""
+    """The longest chain of the step has 8 actions, and each of them takes 0.25 too long."""
     schedule = build("1f1b", 2, 3)
     timeline = clock(schedule, Times.equal(2, "1.25", 1, "1.25"))
     times = np.full((1, 2, 6, 2), np.nan)
