@@ -1,0 +1,141 @@
+"""Compute the losses that keep the experts in balance, and their gradients by the logits.
+
+Each loss is a sum over tokens, divided by the global number of tokens; a rank computes its tokens'
+part of the sum.  The share of tokens that an expert gets is global and a constant to the gradient,
+so the sum of all ranks' parts and gradients is the loss of the global batch on every mesh.
+"""
+
+import math
+
+import numpy as np
+
+from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
+from mm3d.model.experts.gates import Choice, softmax_backward
+from mm3d.model.experts.options import Experts
+
+
+def shares(experts: Experts, totals: np.ndarray, tokens: int, layers: int = 1) -> np.ndarray:
+    """Compute the share f of each expert in the balance loss, as the convention defines it.
+
+    Parameters
+    ----------
+    experts : Experts
+        The options.
+    totals : ndarray of int64
+        (k, E): how many tokens have each expert as their first, second ... choice, dropped
+        or not.
+    tokens : int
+        Global number of tokens.
+    layers : int
+        Number of layers of the model, which the convention "megablocks" divides by.
+
+    Returns
+    -------
+    ndarray of float64
+        (E,).
+    """
+    if experts.convention == "huggingface":
+        return totals.sum(0) / tokens
+    if experts.convention == "deepspeed" and experts.top <= 2:
+        return totals[0] / tokens
+    divisor = layers if experts.convention == "megablocks" else 1
+    return totals.sum(0) / (tokens * experts.top * divisor)
+
+
+def balance_loss(choice: Choice, experts: Experts, totals: np.ndarray, tokens: int,
+                 layers: int = 1) -> tuple[Array, Array]:
+    """Compute this rank's part of the balance loss, and its gradient by the logits.
+
+    The loss is alpha E sum_i f_i P_i, with the coefficient alpha = ``experts.balance``, the
+    global shares f of `shares`, and the mean probability P over all tokens.  With p the
+    probabilities of a token t, its gradient is dL/dz_tj = (alpha E / T) p_tj (f_j - sum_i f_i
+    p_ti).  Source: Fedus, Zoph and Shazeer, arXiv 2101.03961, equations 4 to 6.
+
+    Parameters
+    ----------
+    choice : Choice
+        This rank's tokens.
+    experts, totals, tokens, layers
+        As in `shares`.
+
+    Returns
+    -------
+    value, dlogits : Array
+        The part of the loss, of shape (1,) in float64; and (tokens of this rank, E).
+    """
+    library, xp = backend_of(choice.probabilities), namespace(choice.probabilities)
+    p = choice.probabilities
+    factor = experts.balance * experts.count / tokens
+    weights = factor * shares(experts, totals, tokens, layers)
+    of_token = library.asarray(weights.astype(str(p.dtype).rpartition(".")[2])[None, :])
+    sums = xp.sum(p, axis=0, dtype=xp.float64)
+    value = xp.sum(sums * library.asarray(weights), axis=0, keepdims=True)
+    return value, softmax_backward(of_token, p, choice.slope)
+
+
+def z_loss(logits: Array, coefficient: float, tokens: int) -> tuple[Array, Array]:
+    """Compute this rank's part of the z-loss, and its gradient by the logits.
+
+    The loss is (c / T) sum_t lse_t^2, where lse is the logarithm of the sum of exponentials of a
+    token's logits; its gradient is (2 c / T) lse_t softmax(z_t)_j.  Source: Zoph et al., arXiv
+    2202.08906, equation 5.
+
+    Parameters
+    ----------
+    logits : Array
+        (tokens of this rank, E).
+    coefficient : float
+        c.
+    tokens : int
+        Global number of tokens T.
+
+    Returns
+    -------
+    value, dlogits : Array
+        As of `balance_loss`.
+    """
+    xp = namespace(logits)
+    z = xp.astype(logits, accumulation_dtype(logits), copy=False)
+    most = xp.max(z, axis=-1, keepdims=True)
+    p = xp.exp(z - most)
+    total = xp.sum(p, axis=-1, keepdims=True)
+    lse = xp.log(total) + most
+    scale = coefficient / tokens
+    value = scale * xp.sum(xp.astype(lse * lse, xp.float64, copy=False), axis=0)
+    return value, p * (2 * scale * lse / total)
+
+
+def updated_bias(bias: np.ndarray, totals: np.ndarray, rate: float) -> np.ndarray:
+    """Return the bias of the gate "sigmoid-bias" after a step.
+
+    The bias of an expert that got fewer tokens than the mean grows by `rate`, that of one that
+    got more shrinks by it.  Source: DeepSeek-AI, arXiv 2412.19437, section 2.1.2.
+
+    Parameters
+    ----------
+    bias : ndarray
+        (E,), before the step.
+    totals : ndarray of int64
+        (k, E), of all tokens of the step.
+    rate : float
+        ``experts.bias_rate``.
+    """
+    got = totals.sum(0)
+    return bias + rate * np.sign(got.sum() - len(got) * got).astype(bias.dtype)
+
+
+def utilisation_entropy(totals: np.ndarray) -> float:
+    """Return the entropy of the experts' shares, divided by that of equal shares.
+
+    It is 1 when all experts get equally many tokens, and 0 when one expert gets them all.
+
+    Parameters
+    ----------
+    totals : ndarray of int64
+        (k, E), or (E,): tokens of each expert.
+    """
+    got = totals.reshape(-1, totals.shape[-1]).sum(0)
+    if len(got) == 1 or not got.any():
+        return 1.0
+    share = got[got > 0] / got.sum()
+    return float(-(share * np.log(share)).sum() / math.log(len(got))) + 0.0

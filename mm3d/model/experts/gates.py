@@ -1,0 +1,164 @@
+"""Choose the experts of each token, and compute gates and their gradients, on one rank's arrays.
+
+A router's logits z are float32 at least.  Each expert has a *log score*: the logit itself, or with
+the gate "sigmoid-bias" the logarithm of its sigmoid.  The softmax of all log scores then gives the
+probabilities, and the softmax of those of the chosen experts gives gates that add up to 1; for
+sigmoids it is s_i / sum_j s_j, without a division by 0.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from mm3d.arrays.backend import Array, accumulation_dtype, backend_of, namespace
+from mm3d.model.experts.options import Experts
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Hold the experts that the router has chosen for this rank's tokens.
+
+    Attributes
+    ----------
+    chosen : ndarray of int64
+        (tokens, k), in host memory: the experts of each token, the one that it prefers first.
+    gates : Array
+        (tokens, k): what the outputs of these experts are multiplied by.
+    probabilities : Array
+        (tokens, E): softmax of all log scores, whose means enter the balance loss.
+    slope : Array or None
+        (tokens, E): derivative of each log score by its logit; None where it is 1.
+    gate : str
+        As in `Experts`.
+    """
+
+    chosen: np.ndarray
+    gates: Array
+    probabilities: Array
+    slope: Array | None
+    gate: str
+
+
+def choose(logits: Array, experts: Experts, bias: Array | None = None) -> Choice:
+    """Choose the experts with the largest logits; of equal ones that with the lowest number.
+
+    Parameters
+    ----------
+    logits : Array
+        (tokens, E), of this rank's tokens.  Numbers of 16 bits are converted to float32; a NaN
+        counts as the smallest number.
+    experts : Experts
+        The options.
+    bias : Array, optional
+        (E,), only with the gate "sigmoid-bias": the experts with the largest sum of sigmoid and
+        bias are chosen.
+
+    Raises
+    ------
+    ValueError
+        When a bias is given that the gate does not use.
+    """
+    if bias is not None and experts.gate != "sigmoid-bias":
+        raise ValueError(f"gate={experts.gate!r} uses no bias: bias=None, or "
+                         f"gate='sigmoid-bias', would do")
+    library, xp = backend_of(logits), namespace(logits)
+    z = xp.astype(logits, accumulation_dtype(logits), copy=False)
+    scores, slope, sought = z, None, z
+    if experts.gate == "sigmoid-bias":
+        scores = _log_sigmoid(xp, z)
+        slope = xp.exp(scores - z)
+        sought = xp.exp(scores)
+        if bias is not None:
+            sought = sought + bias
+    chosen = _largest(library, sought, experts.top)
+    probabilities = _softmax(xp, scores)
+    if experts.gate == "switch":
+        gates = _gather(library, probabilities, chosen)
+    else:
+        gates = _softmax(xp, _gather(library, scores, chosen))
+    return Choice(library.to_host(chosen), gates, probabilities, slope, experts.gate)
+
+
+def gates_backward(choice: Choice, dgates: Array) -> Array:
+    """Compute the gradient by the logits from that by the gates; the chosen experts stay.
+
+    Parameters
+    ----------
+    choice : Choice
+        Result of `choose`.
+    dgates : Array
+        (tokens, k), the gradient by ``choice.gates``.
+
+    Returns
+    -------
+    Array
+        (tokens, E).
+    """
+    library, xp = backend_of(dgates), namespace(dgates)
+    if choice.gate == "switch":
+        dp = _scatter(library, dgates, choice)
+        return softmax_backward(dp, choice.probabilities, choice.slope)
+    inner = softmax_backward(dgates, choice.gates, None)
+    dz = _scatter(library, inner, choice)
+    return dz if choice.slope is None else xp.multiply(dz, choice.slope)
+
+
+def softmax_backward(dp: Array, p: Array, slope: Array | None) -> Array:
+    """Compute p (dp - sum(p dp)) row by row, times the slopes of the log scores if given."""
+    xp = namespace(p)
+    dz = p * (dp - xp.sum(p * dp, axis=-1, keepdims=True))
+    return dz if slope is None else dz * slope
+
+
+def _log_sigmoid(xp: Any, z: Array) -> Array:
+    """Compute log(1 / (1 + exp(-z))) = min(z, 0) - log(1 + exp(-|z|))."""
+    return xp.minimum(z, 0) - xp.log1p(xp.exp(-xp.abs(z)))
+
+
+def _softmax(xp: Any, scores: Array) -> Array:
+    """Compute the softmax of each row."""
+    p = xp.exp(scores - xp.max(scores, axis=-1, keepdims=True))
+    p /= xp.sum(p, axis=-1, keepdims=True)
+    return p
+
+
+def _largest(library: Any, values: Array, top: int) -> Array:
+    """Return the columns of the `top` largest values of each row, (rows, top), the largest first.
+
+    No library's promise about equal values is needed: the lowest column is asked for.
+    """
+    xp, (rows, count) = library.xp, values.shape
+    values = xp.where(values == values, values, -math.inf)    # a NaN is not equal to itself
+    columns = library.arange(0, count)[None, :]
+    chosen = library.empty((rows, top), np.dtype(np.int64))
+    free = values == values
+    for n in range(top):
+        most = xp.max(xp.where(free, values, -math.inf), axis=-1, keepdims=True)
+        column = xp.min(xp.where(free & (values == most), columns, count), axis=-1, keepdims=True)
+        chosen[:, n:n + 1] = column
+        free = free & (columns != column)
+    return chosen
+
+
+def _gather(library: Any, a: Array, chosen: Array) -> Array:
+    """Return the values of `a`, (rows, E), in the chosen columns, (rows, k)."""
+    xp, columns = library.xp, library.arange(0, a.shape[1])[None, :]
+    out = library.empty(chosen.shape, a.dtype)
+    for n in range(chosen.shape[1]):
+        found = xp.where(columns == chosen[:, n:n + 1], a, 0)
+        out[:, n:n + 1] = xp.sum(found, axis=-1, keepdims=True)
+    return out
+
+
+def _scatter(library: Any, values: Array, choice: Choice) -> Array:
+    """Return (rows, E) with `values`, (rows, k), in the chosen columns and 0 elsewhere."""
+    xp, count = library.xp, choice.probabilities.shape[1]
+    columns = library.arange(0, count)[None, :]
+    chosen = library.asarray(choice.chosen)
+    out = library.empty((values.shape[0], count), values.dtype)
+    out[...] = 0
+    for n in range(values.shape[1]):
+        out += xp.where(columns == chosen[:, n:n + 1], values[:, n:n + 1], 0)
+    return out

@@ -1,0 +1,154 @@
+"""Define the options of mixture-of-experts layers, and check them."""
+
+import math
+import numbers
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+GATES = "switch", "mixtral", "gshard", "sigmoid-bias"
+ORDERS = "position", "choice"
+CONVENTIONS = "mm3d", "megatron", "deepspeed", "megablocks", "huggingface"
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Hold the options of a model's mixture-of-experts layers.
+
+    Attributes
+    ----------
+    count : int
+        Number of experts E of such a layer.
+    top : int
+        Number of experts k that a token is sent to.
+    every : int
+        Every how manieth layer has experts in place of its multi-layer perceptron: with 2 the
+        layers 1, 3, and so on, counted from 0; with 1 all of them.
+    capacity : float or None
+        Capacity factor: how many tokens an expert takes, as a multiple of what it gets when all
+        experts get equally many.  A token beyond that is dropped: the expert adds nothing to it.
+        None drops no token.
+    gate : str
+        What a chosen expert's output is multiplied by.  "switch": its probability, the softmax
+        over all experts' logits (Fedus, Zoph and Shazeer, arXiv 2101.03961).  "mixtral": the
+        softmax over the chosen experts' logits (Jiang et al., arXiv 2401.04088).  "gshard": the
+        same; but all first choices are taken before any second choice (Lepikhin et al., arXiv
+        2006.16668).  "sigmoid-bias": the logits' sigmoids, divided by their sum over the chosen
+        experts, which are chosen by the sigmoid plus a bias that no gradient changes
+        (DeepSeek-AI, arXiv 2412.19437).
+    balance : float
+        Coefficient of the balance loss, as `convention` defines it.
+    z : float
+        Coefficient of the z-loss, the mean squared log-sum-exp of a token's logits (Zoph et al.,
+        arXiv 2202.08906).
+    jitter : float
+        In training the router's input is multiplied by random numbers between 1 - jitter and
+        1 + jitter.
+    convention : str
+        Whose definitions of capacity and balance loss are used: "mm3d", "megatron", "deepspeed",
+        "megablocks" or "huggingface"; ``README.rst`` of this folder compares them.
+    min_capacity : int, optional
+        Smallest number of tokens that an expert takes; by default that of the convention.
+    order : str, optional
+        Which tokens an expert takes: "position", those that come first in the global batch, or
+        "choice", all that have it as their first choice before those that have it as their
+        second.  By default "choice" with the gate "gshard", and otherwise "position".
+    bias_rate : float
+        By how much a step changes the bias of the gate "sigmoid-bias".
+    """
+
+    count: int
+    top: int = 2
+    every: int = 2
+    capacity: float | None = 1.25
+    gate: str = "switch"
+    balance: float = 1e-2
+    z: float = 1e-3
+    jitter: float = 0.0
+    convention: str = "mm3d"
+    min_capacity: int | None = None
+    order: str | None = None
+    bias_rate: float = 1e-3
+
+    @property
+    def dropping_order(self) -> str:
+        """Return the order in which an expert takes tokens: `order`, or that of the gate."""
+        return self.order or ("choice" if self.gate == "gshard" else "position")
+
+    def in_layer(self, layer: int) -> bool:
+        """Return whether the layer of this number, counted from 0, has experts."""
+        return layer % self.every == self.every - 1
+
+    def check(self) -> None:
+        """Raise ValueError unless the options are possible.
+
+        Raises
+        ------
+        ValueError
+            Naming the first option that is not, its value and what would do.
+        """
+        for name in ("count", "top", "every"):
+            _check_integer(name, getattr(self, name), 1)
+        if self.min_capacity is not None:
+            _check_integer("min_capacity", self.min_capacity, 0)
+        if self.top > self.count:
+            raise ValueError(f"top={self.top} experts cannot be chosen among count={self.count}: "
+                             f"top={self.count} at most would do")
+        _check_name("gate", self.gate, GATES)
+        _check_name("convention", self.convention, CONVENTIONS)
+        if self.order is not None:
+            _check_name("order", self.order, ORDERS)
+        for name in ("balance", "z", "bias_rate"):
+            _check_number(name, getattr(self, name), 0, math.inf)
+        _check_number("jitter", self.jitter, 0, 1)
+        self._check_capacity()
+
+    def _check_capacity(self) -> None:
+        """Raise ValueError unless experts can take tokens, and the convention knows capacities."""
+        if self.capacity is None:
+            return
+        if not _is_number(self.capacity) or not 0 < self.capacity < math.inf:
+            raise ValueError(f"capacity={self.capacity!r} drops every token: a factor above 0, "
+                             f"such as 1.25, or None to drop none would do")
+        if self.convention == "huggingface":
+            raise ValueError(f"capacity={self.capacity!r}: Hugging Face's Mixtral drops no token; "
+                             f"with convention='huggingface' capacity=None would do")
+
+    def check_tokens(self, tokens: int) -> None:
+        """Raise ValueError unless the choices of this many tokens can be counted.
+
+        Parameters
+        ----------
+        tokens : int
+            Global number of tokens.
+        """
+        limit = np.iinfo(np.int64).max
+        if tokens * self.top > limit:
+            raise ValueError(f"tokens={tokens} with top={self.top} are {tokens * self.top} "
+                             f"choices, which overflow 64 bits: at most {limit // self.top} "
+                             f"tokens would do")
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether the value is a real number, and not a truth value."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _check_integer(name: str, value: Any, least: int) -> None:
+    """Raise ValueError unless the value is a whole number of at least `least`."""
+    if not isinstance(value, numbers.Integral) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r} should be a whole number of at least {least}")
+
+
+def _check_number(name: str, value: Any, least: float, limit: float) -> None:
+    """Raise ValueError unless the value is a number of at least `least` and below `limit`."""
+    if not _is_number(value) or not least <= value < limit:
+        below = "" if limit == math.inf else f" and below {limit}"
+        raise ValueError(f"{name}={value!r} should be a number of at least {least}{below}")
+
+
+def _check_name(name: str, value: Any, known: tuple[str, ...]) -> None:
+    """Raise ValueError unless the value is one of the known names."""
+    if value not in known:
+        raise ValueError(f"{name}={value!r} is unknown: choose one of {', '.join(known)}")
