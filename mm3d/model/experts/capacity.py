@@ -47,7 +47,7 @@ def capacity_of(experts: Experts, tokens: int) -> int | None:
     elif experts.convention == "megatron":
         taken = math.ceil(top * tokens / count * factor)
     elif experts.convention == "deepspeed":
-        taken = math.ceil(tokens / count * (factor * top))
+        taken = math.ceil(np.float32(tokens / count) * np.float32(factor * top))    # as it rounds
     else:
         taken = int(factor * (top * tokens / count))
     least = experts.min_capacity

@@ -132,7 +132,7 @@ def _largest(library: Any, values: Array, top: int) -> Array:
     xp, (rows, count) = library.xp, values.shape
     values = xp.where(values == values, values, -math.inf)    # a NaN is not equal to itself
     columns = library.arange(0, count)[None, :]
-    chosen = library.empty((rows, top), np.dtype(np.int64))
+    chosen = library.empty((rows, top), xp.int64)
     free = values == values
     for n in range(top):
         most = xp.max(xp.where(free, values, -math.inf), axis=-1, keepdims=True)

@@ -53,7 +53,8 @@ class Experts:
     order : str, optional
         Which tokens an expert takes: "position", those that come first in the global batch, or
         "choice", all that have it as their first choice before those that have it as their
-        second.  By default "choice" with the gate "gshard", and otherwise "position".
+        second.  By default "choice" with the gate "gshard", and with two choices under the
+        convention "deepspeed"; otherwise "position".
     bias_rate : float
         By how much a step changes the bias of the gate "sigmoid-bias".
     """
@@ -73,8 +74,9 @@ class Experts:
 
     @property
     def dropping_order(self) -> str:
-        """Return the order in which an expert takes tokens: `order`, or that of the gate."""
-        return self.order or ("choice" if self.gate == "gshard" else "position")
+        """Return the order in which an expert takes tokens: `order`, or the default."""
+        by_choice = self.gate == "gshard" or self.convention == "deepspeed" and self.top == 2
+        return self.order or ("choice" if by_choice else "position")
 
     def in_layer(self, layer: int) -> bool:
         """Return whether the layer of this number, counted from 0, has experts."""

@@ -13,6 +13,10 @@ from mpi4py import MPI
 
 import mm3d
 from mm3d.arrays import backend, cupy_backend
+from mm3d.model.experts.balance import balance_loss, z_loss
+from mm3d.model.experts.capacity import counts
+from mm3d.model.experts.gates import choose, gates_backward
+from mm3d.model.experts.options import GATES, Experts
 from models import PARALLELISMS, SIZES, Parallelism, data, differences, serial, train
 from reference import SHAPES, integers, on_grid
 
@@ -203,6 +207,22 @@ def calls(path: Path) -> list[tuple[str, int, list[str]]]:
 
 # They compute in place by ufuncs, which NumPy and CuPy have and the standard does not.
 IN_PLACE = {"optimizers.py", "norms.py"}
+
+
+@pytest.mark.parametrize("gate", GATES)
+def test_tokens_are_routed_to_the_same_experts_on_both_libraries(gate):
+    """The choice alone comes to the host."""
+    experts, rng, found = Experts(5, top=3, gate=gate), np.random.default_rng(0), []
+    z, dgates = rng.normal(0, 2, (11, 5)), rng.normal(size=(11, 3))
+    for library in backend.get("numpy"), backend.get("strict"):
+        logits = library.asarray(z)
+        choice = choose(logits, experts)
+        results = [choice.gates, choice.probabilities,
+                   gates_backward(choice, library.asarray(dgates)), *z_loss(logits, 0.1, 11),
+                   *balance_loss(choice, experts, counts(choice), 11)]
+        found.append([choice.chosen] + [library.to_host(a) for a in results])
+    for one, other in zip(*found):
+        assert np.allclose(one, other, rtol=1e-14, atol=1e-17)
 
 
 @pytest.mark.parametrize("library", ["numpy", "array_api_strict", "cupy"])
