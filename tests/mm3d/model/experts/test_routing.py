@@ -96,8 +96,11 @@ def test_a_bias_changes_the_choice_but_no_gate():
     assert (moved.probabilities == plain.probabilities).all()
     s = 1 / (1 + np.exp(-np.take_along_axis(z, moved.chosen, 1)))
     assert np.allclose(moved.gates, s / s.sum(1, keepdims=True), rtol=1e-13)
+    # Added to the sigmoids, 0.9 and 0.5, it exceeds them; added to their logarithms it would not.
+    z, bias = np.array([[np.log(9), 0, -9]]), np.array([0, 0.5, 0])
+    assert choose(z, Experts(3, top=2, gate="sigmoid-bias"), bias).chosen.tolist() == [[1, 0]]
     with pytest.raises(ValueError, match="gate='switch' uses no bias"):
-        choose(z, Experts(COUNT), bias)
+        choose(z, Experts(3), bias)
 
 
 def test_sigmoid_gates_stay_finite_where_sigmoids_are_zero():
@@ -267,6 +270,8 @@ def test_jitter_is_the_same_for_any_division_of_the_tokens():
     assert factors.dtype == np.float32 and factors.min() > 0.99 and factors.max() < 1.01
     assert abs(factors.mean() - 1) < 4 * 0.01 / (3 * factors.size) ** 0.5
     assert np.ptp(factors) > 0.0198
+    exact = draw_factors(1, 2, "router", 5, whole, 0.5, np.dtype(np.float64))
+    assert ((exact - 1) * 2 ** 17 % 2 == 1).all()    # as many above 1 as below
     for place in itertools.product((slice(1, 3), slice(2, 2)), (slice(0, 5), slice(2, 4)),
                                    (slice(0, 64), slice(60, 90))):
         assert (draw_factors(1, 2, "router", 5, place, 0.01) == factors[place]).all()
