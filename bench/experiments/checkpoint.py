@@ -11,6 +11,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mm3d
+from bench.agreement import agree
 from bench.errors import UsageError, WrongResult
 from bench.instruments.sampling import BOUNDS, measured_environment
 from bench.instruments.statistics import median_interval
@@ -77,7 +78,8 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
     except OSError as error:
         raise UsageError(f"--folder {folder}: {error}") from error
     finally:
-        comm.Barrier()
+        # No barrier: all that ends here on every rank has ended in a collective, and where one
+        # rank fails alone the others do not come.
         if comm.rank == 0:
             shutil.rmtree(work, ignore_errors=True)
     return _record(comm, scheme.grid.backend.name, samples, subject.total, [
@@ -155,17 +157,21 @@ class _Subject:
         for _ in repetitions:
             for act, seconds in zip((acts[0], acts[2], acts[1], acts[3]),
                                     (found[0], found[2], found[1], found[3])):
-                self.comm.Barrier()
-                self.drop_from_cache()
-                seconds.append(self._time(act))
+                self._do(self.drop_from_cache)
+                seconds.append(self._do(act))
         return found, repetitions.ended_by
 
-    def _time(self, act: Callable[[], None]) -> float:
-        """Return the seconds until the last rank has done it."""
+    def _do(self, act: Callable[[], None]) -> float:
+        """Return the seconds until the last rank has done it; OSError on all if one cannot."""
         self.comm.Barrier()
-        begun = time.perf_counter()
-        act()
-        return self.comm.allreduce(time.perf_counter() - begun, MPI.MAX)
+        begun, problem = time.perf_counter(), None
+        try:
+            act()
+        except OSError as error:
+            problem = str(error) or repr(error)
+        seconds = time.perf_counter() - begun
+        agree(problem, self.comm, OSError)
+        return self.comm.allreduce(seconds, MPI.MAX)
 
 
 def _record(comm: MPI.Intracomm, backend: str, samples: list[list[float]], total: int,

@@ -1,9 +1,15 @@
 """``bench checkpoint`` verifies, measures in turns, and writes a record that can be checked."""
+import errno
 import os
 
 import pytest
+from mpi4py import MPI
 
+from bench.errors import UsageError, WrongResult
+from bench.experiments import checkpoint
+from bench.instruments.timing import Limits
 from bench.records import run_file
+from mm3d import ModelSizes
 from mm3d.checkpoints import restoring
 from support import run_python
 
@@ -24,15 +30,28 @@ def test_checkpoints_are_measured_beside_the_disk(tmp_path):
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
+def measure(comm, folder):
+    """Measure a small model, once."""
+    return checkpoint.measure_checkpoint(comm, folder, ModelSizes(1, 8, 2, comm.size, 1),
+                                         "float32", Limits(1, 1, 1.0))
+
+
 def test_a_wrong_checkpoint_is_not_timed(tmp_path, monkeypatch):
-    from bench.errors import WrongResult
-    from bench.experiments.checkpoint import measure_checkpoint
-    from bench.instruments.timing import Limits
-    from mm3d import ModelSizes
-    from mpi4py import MPI
     read = restoring._read
     monkeypatch.setattr(restoring, "_read", lambda *given: read(*given) + 1)
     with pytest.raises(WrongResult, match="elements of parameters and moments that differ"):
-        measure_checkpoint(MPI.COMM_SELF, tmp_path, ModelSizes(1, 8, 2, 1, 1), "float32",
-                           Limits(1, 1, 1.0))
+        measure(MPI.COMM_SELF, tmp_path)
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("name", ["write_plain", "drop_from_cache"])
+def test_a_disk_that_fails_on_one_rank_is_said_by_all(comm, shared_tmp_path, monkeypatch, name):
+    def fail(subject):
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(subject.plain))
+    if comm.rank == 1:
+        monkeypatch.setattr(checkpoint._Subject, name, fail)
+    with pytest.raises(UsageError, match="--folder .*Input/output error: .*plain-1"):
+        measure(comm, shared_tmp_path)
+    comm.Barrier()
+    assert not os.listdir(shared_tmp_path)
