@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -11,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 import mm3d
-from bench.agreement import agree
+from bench.agreement import agree, broadcast_from_rank_0
 from bench.errors import UsageError, WrongResult
 from bench.instruments.sampling import BOUNDS, measured_environment
 from bench.instruments.statistics import median_interval
@@ -38,7 +39,7 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
     comm : MPI.Intracomm
         All ranks, which call it.
     folder : path
-        Where a folder is made for the files, and removed at the end.
+        Where a new folder is made for the files, and removed at the end.
     sizes : ModelSizes
         Sizes of the model.
     dtype : str
@@ -68,7 +69,7 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
         optimizer = mm3d.AdamW(model, 1e-3)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    work = folder / "checkpoint-files"
+    work = broadcast_from_rank_0(lambda: make_work_folder(folder), comm)
     subject = _Subject(comm, work, model, optimizer)
     try:
         differing = subject.verify()
@@ -86,6 +87,16 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
         Check(QUANTITY, float(differing), 0.0)],
         {**asdict(sizes), "dtype": dtype, "scheme": "1d", "ranks": comm.size, "seed": seed,
          "ended_by": ended_by, **asdict(limits)})
+
+
+def make_work_folder(folder: Path) -> Path:
+    """Make a folder with a name of its own, which holds nothing of other runs; UsageError if not.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return Path(tempfile.mkdtemp(prefix="checkpoint-files-", dir=folder))
+    except OSError as error:
+        raise UsageError(f"--folder {folder}: {error}") from error
 
 
 class _Subject:

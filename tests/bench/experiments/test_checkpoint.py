@@ -25,7 +25,7 @@ def test_checkpoints_are_measured_beside_the_disk(tmp_path):
     assert run.kind == "checkpoint" and [check.passed for check in run.checks] == [True]
     assert run.variables["samples"].values.shape == (4, 2)
     assert run.variables["bytes"].values == 3 * 4 * (12 * 64 + 13 * 8)
-    assert "restore" in done.stdout and not (tmp_path / "checkpoint-files").exists()
+    assert "restore" in done.stdout and not list(tmp_path.glob("checkpoint-files*"))
     checked = run_python("-m", "bench", "validate", str(path))
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
@@ -42,6 +42,18 @@ def test_a_wrong_checkpoint_is_not_timed(tmp_path, monkeypatch):
     with pytest.raises(WrongResult, match="elements of parameters and moments that differ"):
         measure(MPI.COMM_SELF, tmp_path)
     assert not os.listdir(tmp_path)
+
+
+def test_files_of_others_are_neither_read_nor_removed(tmp_path):
+    """A killed run has left a checkpoint of a later step, where the next run measures."""
+    left = tmp_path / "checkpoint-files" / "saved" / "step-00000099"
+    left.mkdir(parents=True)
+    found = measure(MPI.COMM_SELF, tmp_path)
+    assert found.variables["samples"].values.shape == (4, 1)
+    assert left.is_dir() and os.listdir(tmp_path) == ["checkpoint-files"]
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UsageError, match="--folder .*file"):
+        measure(MPI.COMM_SELF, tmp_path / "file")
 
 
 @pytest.mark.ranks(2)
