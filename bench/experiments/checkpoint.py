@@ -18,6 +18,8 @@ from bench.instruments.sampling import BOUNDS, measured_environment
 from bench.instruments.statistics import median_interval
 from bench.instruments.timing import Limits, Repetitions
 from bench.records.measurements import Check, Measurements, Variable
+from mm3d.checkpoints.stored_arrays import stored_arrays
+from mm3d.model.initial_values import draw_normal
 
 OPERATIONS = ("save", "restore", "disk write", "disk read")
 CHUNK = 1 << 23    # bytes of one write or read of the disk itself
@@ -70,7 +72,7 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
     except ValueError as error:
         raise UsageError(str(error)) from error
     work = broadcast_from_rank_0(lambda: make_work_folder(folder), comm)
-    subject = _Subject(comm, work, model, optimizer)
+    subject = _Subject(comm, work, model, optimizer, seed)
     try:
         differing = subject.verify()
         if differing:
@@ -102,7 +104,9 @@ def make_work_folder(folder: Path) -> Path:
 class _Subject:
     """A model that is saved, and a plain file of a rank that has as many bytes."""
 
-    def __init__(self, comm: MPI.Intracomm, folder: Path, model: Any, optimizer: Any) -> None:
+    def __init__(self, comm: MPI.Intracomm, folder: Path, model: Any, optimizer: Any,
+                 seed: int = 0) -> None:
+        self.seed = seed
         self.comm, self.folder, self.model, self.optimizer = comm, folder, model, optimizer
         self.checkpoints, self.plain = folder / "saved", folder / f"plain-{comm.rank}"
         counted = [n for n, t in enumerate(model.trained) if t.counted]
@@ -119,8 +123,11 @@ class _Subject:
     def verify(self) -> int:
         """Save, change all, and restore; return the number of elements that differ."""
         to_host = self.model.grid.backend.to_host
-        for number, moment in enumerate(self._arrays()[len(self.model.trained):]):
-            moment[...] = number + 0.5
+        for stored in stored_arrays(self.model, self.optimizer):
+            # All elements of all ranks differ, so that none can be taken for another.
+            stored.backend.copy_from_host(draw_normal(
+                self.seed, stored.path, stored.shape, stored.place).astype(stored.dtype),
+                stored.array)
         before = [np.array(to_host(a)) for a in self._arrays()]
         self.save()
         for a in self._arrays():

@@ -2,6 +2,7 @@
 import errno
 import os
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
@@ -42,6 +43,18 @@ def test_a_wrong_checkpoint_is_not_timed(tmp_path, monkeypatch):
     with pytest.raises(WrongResult, match="elements of parameters and moments that differ"):
         measure(MPI.COMM_SELF, tmp_path)
     assert not os.listdir(tmp_path)
+
+
+def test_elements_in_the_wrong_place_are_seen(tmp_path, monkeypatch):
+    """Moments are at first all zero: numbers that are equal could be exchanged unseen."""
+    read = restoring._read
+
+    def turned(path, stored, blocks):
+        found = read(path, stored, blocks)
+        return np.flip(found).copy() if stored.path.startswith("optimizer/") else found
+    monkeypatch.setattr(restoring, "_read", turned)
+    with pytest.raises(WrongResult, match=f"^{2 * (12 * 64 + 13 * 8)} elements"):
+        measure(MPI.COMM_SELF, tmp_path)
 
 
 def test_files_of_others_are_neither_read_nor_removed(tmp_path):
