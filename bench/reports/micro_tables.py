@@ -207,9 +207,9 @@ def checkpoint_parts(record: Measurements) -> list[Part]:
     return [Table(f"A checkpoint of {total / 1e9:.3g} GB, {chosen['ranks']} ranks", columns, rows),
             Notes("About these times:", [
                 "Parameters and moments of AdamW; a sample is the slowest rank's. Save ends when "
-                "all is on the disk, and the one before is removed; restore compares checksums "
-                "and copies. The disk: as many bytes of each rank to one plain file, "
-                "synchronised, and read. Files are dropped from the cache first, where the "
+                "all is on the disk; to remove the one before is not timed; restore compares "
+                "checksums and copies. The disk: as many random bytes of each rank to one plain "
+                "file, synchronised, and read. Files are dropped from the cache first, where the "
                 f"system does so. {describe_machine(record)}."])]
 
 

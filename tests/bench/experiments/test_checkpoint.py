@@ -1,6 +1,7 @@
 """``bench checkpoint`` verifies, measures in turns, and writes a record that can be checked."""
 import errno
 import os
+import zlib
 
 import numpy as np
 import pytest
@@ -31,10 +32,10 @@ def test_checkpoints_are_measured_beside_the_disk(tmp_path):
     assert checked.returncode == 0, checked.stdout + checked.stderr
 
 
-def measure(comm, folder):
-    """Measure a small model, once."""
+def measure(comm, folder, repetitions=1):
+    """Measure a small model."""
     return checkpoint.measure_checkpoint(comm, folder, ModelSizes(1, 8, 2, comm.size, 1),
-                                         "float32", Limits(1, 1, 1.0))
+                                         "float32", Limits(repetitions, repetitions, 1.0))
 
 
 def test_a_wrong_checkpoint_is_not_timed(tmp_path, monkeypatch):
@@ -55,6 +56,21 @@ def test_elements_in_the_wrong_place_are_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(restoring, "_read", turned)
     with pytest.raises(WrongResult, match=f"^{2 * (12 * 64 + 13 * 8)} elements"):
         measure(MPI.COMM_SELF, tmp_path)
+
+
+def test_a_save_has_nothing_to_remove_and_the_disk_nothing_to_compress(tmp_path, monkeypatch):
+    there = []
+
+    def save(subject, save=checkpoint._Subject.save):
+        there.append(len(list(subject.checkpoints.glob("step-*"))))
+        save(subject)
+
+    def read(subject):
+        assert len(zlib.compress(subject.plain.read_bytes())) > subject.own
+    monkeypatch.setattr(checkpoint._Subject, "save", save)
+    monkeypatch.setattr(checkpoint._Subject, "read_plain", read)
+    measure(MPI.COMM_SELF, tmp_path, 2)
+    assert there == [0, 0, 0]    # verified, and timed twice
 
 
 def test_files_of_others_are_neither_read_nor_removed(tmp_path):
