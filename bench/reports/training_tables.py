@@ -80,7 +80,8 @@ def _notes(record: Measurements) -> list[str]:
 
 def _checked(record: Measurements) -> list[str]:
     return [f"{check.quantity} to {check.error:.1g} (at most {check.tolerance:g})"
-            for check in record.checks if check.quantity in ("loss", "gradient")]
+            for check in record.checks
+            if check.quantity == "loss" or check.quantity.startswith("gradient")]
 
 
 def meshes_parts(record: Measurements) -> list[Part]:
