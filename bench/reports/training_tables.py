@@ -50,6 +50,7 @@ def training_parts(record: Measurements) -> list[Part]:
 def _notes(record: Measurements) -> list[str]:
     chosen, env = record.configuration, record.environment
     tokens = int(chosen["batch"]) * int(chosen["seq"])
+    speed, began = record.variables["tokens_per_second"].values, chosen["began"]
     notes = [
         f"{chosen['layers']} layers, hidden {chosen['hidden']}, {chosen['heads']} heads; batches "
         f"of {chosen['batch']} x {chosen['seq']} bytes of {chosen['text']}; "
@@ -58,9 +59,10 @@ def _notes(record: Measurements) -> list[str]:
         f"{chosen['zero']}, {chosen['stages']} stages ({chosen['schedule']}, "
         f"{chosen['microbatches']} micro-batches), {chosen['scheme']} on "
         f"{str(chosen['stage_grids']).partition(';')[0]}.",
-        f"{record.variables['tokens_per_second'].values:.0f} tokens a second: tokens of a step "
-        f"over its median seconds, of the slowest rank, forward to optimizer; validation, "
-        f"checkpoints and verification are not timed.",
+        "No step was trained in this run." if np.isnan(speed) else
+        f"{speed:.0f} tokens a second{f' from step {began}, where this run began' * (began > 0)}: "
+        f"tokens of a step over its median seconds, of the slowest rank, forward to optimizer; "
+        f"validation, checkpoints and verification are not timed.",
         "Training loss: mean of the last 10 steps, each before its step. Validation loss: mean "
         f"over up to {chosen['validation_batches']} batches of the held-out end of the text.",
         f"Verified before the first step: {', '.join(_checked(record))}, relative to a model in "

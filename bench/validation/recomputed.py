@@ -11,7 +11,7 @@ from bench.experiments.products import operands, side_by_side, wire_bytes
 from bench.experiments.products.matmul import RATIOS, RESULTS
 from bench.experiments.products.problem import Problem, product_grid
 from bench.experiments.training.plan import Plan
-from bench.experiments.training.record import tokens_per_second
+from bench.experiments.training.record import seconds_of_run, tokens_per_second
 from bench.instruments import least_squares
 from bench.instruments.statistics import median_interval
 from bench.records.measurements import Measurements, grid_shape
@@ -243,7 +243,8 @@ def _pipeline(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Reco
 def _training(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
     """Recompute a training's learning rates from its settings, and its speed from its times."""
     plan, steps = Plan.from_settings(run.configuration), run.scales["step"]
-    speed = tokens_per_second(plan.batch * plan.seq, found["step_seconds"])
+    speed = tokens_per_second(plan.batch * plan.seq, seconds_of_run(
+        steps, found["step_seconds"], int(run.configuration["began"])))
     return {"learning_rate": Recomputed(np.array([plan.rate(step) for step in steps]),
                                         "the settings"),
             "tokens_per_second": Recomputed(np.array(speed), "the times of the steps"),

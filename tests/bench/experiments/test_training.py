@@ -9,11 +9,13 @@ import pytest
 from bench.__main__ import parser
 from bench.errors import UsageError, WrongResult
 from bench.experiments.training import comparison, plain_gpt, record, trainer
+from bench.experiments.training.history import History
 from bench.experiments.training.meshes import list_cases, reference_of
 from bench.experiments.training.plan import Placement, Plan
 from bench.experiments.training.text import read_text
-from bench.experiments.training.trainer import Course, Training
+from bench.experiments.training.trainer import Course, Outcome, Training
 from bench.records import run_file
+from bench.records.measurements import Check
 from bench.reports import training_tables
 from bench.reports.figures import training as figures
 from bench.reports.formats import render
@@ -88,6 +90,22 @@ def test_a_record_is_valid_and_shown(comm, shared_tmp_path):
     assert line.startswith("step 3 of 7, loss ") and "validation loss" in line
     written = plain_gpt.write_sample(state, PLAN.heads, 5)
     assert len(written) == 5 and written == plain_gpt.write_sample(state, PLAN.heads, 5)
+
+
+def test_speed_is_of_the_steps_of_this_run_alone(comm, tmp_path):
+    """Steps before may have been of another mesh, or on another machine."""
+    times = [9.0, 9.0, 9.0, 9.0, 9.0, 1.0, 1.0]
+    past = History({n: 5.0 for n in range(7)}, dict(enumerate(times)), {7: 5.0})
+    training = Training(comm, PLAN, Placement(), TEXT)
+    checks = [Check("loss", 0.0, 1e-5), Check("gradient", 0.0, 1e-3)]
+    for began, speed, said in ((4, 24.0, "24 tokens a second from step 4, where this run began"),
+                               (7, np.nan, "No step was trained in this run")):
+        found = record.training_record(training, COURSE, Outcome(past, began, 7, "steps", checks))
+        assert np.array_equal(found.variables["tokens_per_second"].values, speed, equal_nan=True)
+        path = run_file.write_run(found, tmp_path, f"began-{began}")
+        assert check_file(path)[0] == [] and said in " ".join(
+            render(training_tables.training_parts(run_file.read_run(path))).split())
+    training.free()
 
 
 @pytest.mark.parametrize("broken, factor", [
