@@ -50,13 +50,29 @@ class Model:
 
 
 def make_optimizer(torch: Any, model: Model, case: dict[str, Any]) -> Any:
-    """Create AdamW, where matrices decay and vectors do not, or SGD."""
+    """Create AdamW, where matrices decay and vectors do not, or SGD, whose decay `change` does."""
+    if case["optimizer"] == "sgd":
+        return torch.optim.SGD(model.p.values(), lr=case["lr"], momentum=case["momentum"])
     groups = [{"params": [a for a in model.p.values() if (a.dim() > 1) == decays],
                "weight_decay": case["weight_decay"] if decays else 0.0}
               for decays in (True, False)]
-    if case["optimizer"] == "sgd":
-        return torch.optim.SGD(groups, lr=case["lr"], momentum=case["momentum"])
     return torch.optim.AdamW(groups, lr=case["lr"], betas=(0.9, 0.95), eps=1e-8, fused=True)
+
+
+def change(torch: Any, model: Model, optimizer: Any, case: dict[str, Any], rate: float) -> None:
+    """Change the parameters by their gradients, with this learning rate.
+
+    PyTorch's SGD would add the decay to the gradient, and so to the momentum; mm3d multiplies
+    matrices by 1 - rate * decay apart from it, as AdamW does on both sides.
+    """
+    if case["optimizer"] == "sgd":
+        with torch.no_grad():
+            for a in model.p.values():
+                if a.dim() > 1:
+                    a.mul_(1 - rate * case["weight_decay"])
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
 
 
 def main(folder: str, threads: str) -> None:
@@ -87,9 +103,7 @@ def main(folder: str, threads: str) -> None:
         loss.backward()
         if case["clip"]:
             torch.nn.utils.clip_grad_norm_(model.p.values(), case["clip"])
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
+        change(torch, model, optimizer, case, rate)
         seconds = time.perf_counter() - start
         print(json.dumps({"step": step, "loss": loss.item(), "seconds": seconds}), flush=True)
     if len(steps) in case["validated"]:
