@@ -139,6 +139,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     plan = make_plan(arguments)
     if arguments.torch:
         torch_training.check_torch(plan)
+        make_on_rank_0(lambda: torch_training.check_interpreter(arguments.torch), comm,
+                       wait=wait_patiently)
     if arguments.pictures:
         make_on_rank_0(lambda: run_file.check_folder(arguments.pictures, "the pictures' folder",
                                                      "--pictures"),
@@ -213,14 +215,18 @@ class Progress:
 def finish(arguments: argparse.Namespace, training: Training, course: Course, outcome: Outcome,
            out: Path, name: str) -> int:
     """Train by PyTorch if asked; write and draw the record; print a sample."""
-    comm, status = training.comm, 0
-    beside = by_torch(arguments, training, course, outcome) if arguments.torch else None
+    comm, status, beside = training.comm, 0, None
+    if arguments.torch:
+        try:
+            beside = by_torch(arguments, training, course, outcome)
+        except UsageError as error:    # the record of what was trained is not lost
+            status = report_failure(name, error, comm)
     found = record.training_record(training, course, outcome, beside)
     problem = comm.bcast(found and "; ".join(failed_checks(found.checks)))
     if problem:
         status = report_failure(name, problem, comm)
     else:
-        status = publish(found, out, name, comm, table)
+        status = publish(found, out, name, comm, table) or status
         draw(found, arguments.pictures, name, comm)
     if arguments.sample:
         state = training.model.state()

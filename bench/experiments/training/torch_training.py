@@ -43,6 +43,19 @@ def check_torch(plan: Plan) -> None:
         raise UsageError(f"--torch with --dtype {plan.dtype}: float32 or float64 would do")
 
 
+def check_interpreter(python: str) -> None:
+    """Raise UsageError, with what it says, for an interpreter without torch or numpy."""
+    try:
+        done = subprocess.run([python, "-c", "import numpy, torch"], env=torch_environment(),
+                              text=True, capture_output=True)
+    except OSError as error:
+        raise UsageError(f"--torch {python}: {error.strerror}") from error
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"it ends with {done.returncode}"]
+        raise UsageError(f"--torch {python}: {said[-1]}; an interpreter with torch and numpy "
+                         f"would do")
+
+
 def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int,
                    validated: Iterable[int], validation_batches: int,
                    report: Callable[[int, History], None] = lambda step, history: None

@@ -1,10 +1,131 @@
 """A training beside PyTorch's: what it is given, what is recorded; by a made-up interpreter."""
 import contextlib
+import json
+import stat
+import sys
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
-from bench.experiments.training import torch_gpt
+from bench.__main__ import parser
+from bench.errors import UsageError
+from bench.experiments.training import torch_gpt, torch_training, trainer
+from bench.experiments.training.plan import Plan
+from bench.experiments.training.text import read_text
+from bench.records import run_file
+from bench.validation.files import check_file
+from bench.verbs import train
+
+PLAN = Plan(layers=1, hidden=8, heads=2, batch=4, seq=6, steps=3, lr=0.01, warmup=2)
+TEXT = read_text()
+WORDS = ("--layers 1 --hidden 8 --heads 2 --batch 4 --seq 6 --steps 3 --lr 0 --scheme serial "
+         "--validate-every 2 --validation-batches 1 --checkpoints none").split()
+LOSS = 5.4963    # of the held-out text, which the rate 0 does not change
+
+# In the place of an interpreter with PyTorch: keeps what it gets, and says what lies beside it.
+MADE_UP = """#!{python}
+import shutil, sys
+from pathlib import Path
+here = Path(__file__).parent
+if sys.argv[1] != "-c":
+    shutil.copytree(sys.argv[2], here / "given")
+    print((here / "answer").read_text(), end="")
+    sys.exit({status})
+"""
+
+
+def make_up(folder, losses, validation, status=0):
+    """Write a made-up interpreter that says these losses and validations; return its path."""
+    entries = [{"step": n, "loss": loss, "seconds": 0.5} for n, loss in enumerate(losses)]
+    entries += [{"step": n, "validation": loss} for n, loss in validation.items()]
+    (folder / "answer").write_text("\n".join(["made up", *map(json.dumps, entries), ""]))
+    path = folder / "python"
+    path.write_text(MADE_UP.format(python=sys.executable, status=status))
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+def test_pytorch_gets_the_same_parameters_batches_and_rates(tmp_path):
+    state = {"norm.weight": np.arange(8.0), "embedding.weight": np.ones((256, 8))}
+    python = make_up(tmp_path, [5.0, 4.5, 4.0], {0: 5.5, 3: 3.5})
+    steps_done = []
+    found = torch_training.train_by_torch(python, PLAN, TEXT, state, 3, [3, 0], 2,
+                                          lambda done, history: steps_done.append(done))
+    assert found.about == "made up" and steps_done == [1, 2, 3, 0, 3]
+    assert found.history.losses == {0: 5.0, 1: 4.5, 2: 4.0}
+    assert found.history.validation == {0: 5.5, 3: 3.5}
+    case = json.loads((tmp_path / "given" / "case.json").read_text())
+    assert case["rates"] == [PLAN.rate(step) for step in range(3)] and case["validated"] == [0, 3]
+    assert Plan.from_settings(case) == PLAN
+    with np.load(tmp_path / "given" / "case.npz") as arrays:
+        given = dict(arrays)
+    steps, held_out = given.pop("tokens of steps"), given.pop("tokens of validation")
+    assert given.keys() == state.keys() and all(np.array_equal(given[n], state[n]) for n in state)
+    assert steps.shape == (3, 4, 7) and held_out.shape == (2, 4, 7)
+    for batches, expected in ((steps, lambda n: TEXT.batch(PLAN.seed, n, 4, 6)),
+                              (held_out, lambda n: TEXT.validation(n, 4, 6))):
+        for number, both in enumerate(batches):
+            tokens, targets = expected(number)
+            assert np.array_equal(both[:, :-1], tokens) and np.array_equal(both[:, 1:], targets)
+
+
+def run(comm, folder, python):
+    """Train by the verb; return the exit status and the records."""
+    arguments = parser("train").parse_args([
+        "train", *WORDS, "--torch", python, "--out", str(folder / "out")])
+    status = train.run(arguments, comm)
+    return status, [run_file.read_run(path) for path in (folder / "out").glob("*.h5")]
+
+
+def test_both_trainings_are_in_one_record(comm, tmp_path, capsys):
+    """The numbers of each, and how far apart the last validations are."""
+    python = make_up(tmp_path, [5.0, 4.5, 4.0], {0: 5.5, 2: 5.3, 3: LOSS + 0.01})
+    status, (found,) = run(comm, tmp_path, python)
+    assert status == 0 and found.configuration["torch"] == "made up"
+    values = {name: variable.values for name, variable in found.variables.items()}
+    assert values["torch_loss"].tolist() == [5.0, 4.5, 4.0]
+    assert values["torch_validation_loss"].tolist() == [5.5, 5.3, LOSS + 0.01]
+    assert found.checks[-1].error == pytest.approx(
+        abs(LOSS + 0.01 - values["validation_loss"][-1]))
+    path, = (tmp_path / "out").glob("*.h5")
+    assert check_file(path)[0] == []
+    out = capsys.readouterr().out
+    assert "made up, one process, trained afterwards" in " ".join(out.split())
+    assert "48 tokens a second" in " ".join(out.split())
+    with np.load(tmp_path / "given" / "case.npz") as arrays:
+        assert arrays["layers.0.mlp.up.weight"].shape == (8, 32)
+
+
+def test_another_curve_is_not_published(comm, tmp_path, capsys):
+    python = make_up(tmp_path, [5.0, 4.5, 4.0], {0: 5.5, 2: 5.3, 3: LOSS - 0.05})
+    assert run(comm, tmp_path, python) == (1, [])
+    assert "failed: train-serial" in (out := capsys.readouterr().out)
+    assert "last validation loss beside PyTorch's" in out
+
+
+def test_what_was_trained_is_kept_when_pytorch_fails_later(comm, tmp_path, capsys):
+    python = make_up(tmp_path, [], {}, status=3)
+    status, (found,) = run(comm, tmp_path, python)
+    assert status == 1 and "torch_loss" not in found.variables
+    assert len(found.scales["step"]) == 3
+    assert "failed: train-serial" in (out := capsys.readouterr().out)
+    assert "could not train the model" in out and "written: " in out
+
+
+@pytest.mark.parametrize("name, said", [
+    ("nowhere", "--torch .*nowhere: No such file"),
+    ("true", "--torch .*true: ModuleNotFoundError: No module named 'torch'; an interpreter")])
+def test_an_interpreter_is_tried_before_the_training(comm, tmp_path, monkeypatch, name, said):
+    monkeypatch.setattr(trainer, "train", lambda *given: pytest.fail("it has been trained"))
+    if name == "true":
+        (tmp_path / name).write_text("#!/bin/sh\necho a >&2\n"
+                                     "echo \"ModuleNotFoundError: No module named 'torch'\" >&2\n"
+                                     "exit 1\n")
+        (tmp_path / name).chmod(0o755)
+    with pytest.raises(UsageError, match=said) as caught:
+        run(comm, tmp_path, str(tmp_path / name))
+    assert "\n" not in str(caught.value)
 
 
 class Parameter(np.ndarray):
