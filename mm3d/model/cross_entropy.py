@@ -148,13 +148,17 @@ class CrossEntropy:
         weight *= targets.scale
         factor = weight * (1 + 2 * self.z_loss * lse) if self.z_loss else weight
         out = self._empty(logits.dtype) if self._gathers else logits
-        flat = xp.reshape(out, (len(own), self._count))
+        # Rows of a block that shares memory with others may have gaps between them.
+        whole = out if library.is_contiguous(out) else library.empty(out.shape, out.dtype)
+        flat = xp.reshape(whole, (len(own), self._count))
         softmax_gradient(xp.reshape(logits, flat.shape), lse, factor,
                          (self.smoothing / self.vocab) * weight, flat)
         if len(held):
-            places, cells = self._targets(held, own), xp.reshape(out, (-1, 1))
+            places, cells = self._targets(held, own), xp.reshape(whole, (-1, 1))
             one = library.take_rows(cells, places, library.empty((len(held), 1), out.dtype))
             less = library.take_rows(weight, held, library.empty((len(held), 1), dtype))
             one = xp.astype(one, dtype, copy=False) - (1 - self.smoothing) * less
             library.put_rows(cells, places, xp.astype(one, out.dtype, copy=False))
+        if whole is not out:
+            out[...] = whole
         return out

@@ -11,9 +11,10 @@ from mm3d.model.embedding import Embedding
 from mm3d.model.parameters import Parameter
 from reference import fits
 
-# By ranks: scheme, grid.
+# By ranks: scheme, grid, and options.
 GRIDS = {1: [("serial", None)],
-         4: [("2d", None), ("1d-sp", None), ("3d", (1, 2, 2)), ("2d-pipelined", None)],
+         4: [("2d", None), ("1d-sp", None), ("3d", (1, 2, 2)), ("2d-pipelined", None),
+             ("3d", (1, 2, 2), {"rows": "positions"})],
          8: [("3d", None), ("3d", (1, 8, 1)), ("1d", None), ("2.5d", None), ("faces", None)]}
 BATCH, SEQ, HIDDEN = 4, 3, 6
 
@@ -32,15 +33,17 @@ def plain_loss(logits, targets, smoothing=0.0, z=0.0):
 @pytest.mark.ranks(1, 4, 8, first=(8,))
 @pytest.mark.parametrize("vocab", [11, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("smoothing, z", [(0.0, 0.0), (0.2, 0.05)])
-def test_loss_is_that_of_whole_rows(comm, vocab, smoothing, z):
+def test_loss_is_that_of_whole_rows(comm, transport, vocab, smoothing, z):
     """With blocks of unequal length, or none: nothing that pads a block enters a sum, each row
-    counts once, and smoothing is over the whole vocabulary; large logits do no harm."""
+    counts once, and smoothing is over the whole vocabulary; large logits do no harm.
+
+    Positions of several sequences have gaps between them in the memory that ranks share."""
     rng = np.random.default_rng(vocab)
     logits = 20 * rng.standard_normal((BATCH, SEQ, vocab)) + 600
     targets = rng.integers(-1, vocab, (BATCH, SEQ))
     expected, gradient = plain_loss(logits, targets, smoothing, z)
-    for name, grid in GRIDS[comm.size]:
-        scheme = mm3d.scheme(name, comm, grid)
+    for name, grid, *options in GRIDS[comm.size]:
+        scheme = mm3d.scheme(name, comm, grid, **dict(*options))
         _, inner = scheme.spaces(BATCH, SEQ)
         layer, layout = CrossEntropy(inner, vocab, -1, smoothing, z), inner.layout()
         own = layout.shard(logits, scheme.grid)
@@ -54,7 +57,7 @@ def test_loss_is_that_of_whole_rows(comm, vocab, smoothing, z):
 
 
 @pytest.mark.ranks(1, 4, 8)
-def test_lookups_and_their_gradients(comm):
+def test_lookups_and_their_gradients(comm, transport):
     """Of a table of few rows, so that some ranks have none and others many of one token."""
     rng = np.random.default_rng(1)
     for vocab in (2, 11):
@@ -63,8 +66,8 @@ def test_lookups_and_their_gradients(comm):
         x, dx = tables[0][tokens] + tables[1], rng.standard_normal((BATCH, SEQ, HIDDEN))
         gradients = [np.zeros((vocab, HIDDEN)), dx.sum(axis=0)]
         np.add.at(gradients[0], tokens, dx)
-        for name, grid in GRIDS[comm.size]:
-            scheme = mm3d.scheme(name, comm, grid)
+        for name, grid, *options in GRIDS[comm.size]:
+            scheme = mm3d.scheme(name, comm, grid, **dict(*options))
             outer, _ = scheme.spaces(BATCH, SEQ)
             layout = mm3d.Layout(scheme.down_weight)
             made = [Parameter(f"{name}.weight", scheme.grid, layout, a.shape, "float64")
@@ -121,5 +124,5 @@ def test_kernels_are_the_readable_functions(dtype, columns, monkeypatch):
 
 def test_schemes_of_the_grids_are_all_there_are():
     """A scheme more is a case more."""
-    named = {name for cases in GRIDS.values() for name, _ in cases}
+    named = {name for cases in GRIDS.values() for name, *_ in cases}
     assert named == {name for name in mm3d.SCHEMES if any(fits(name, n) for n in GRIDS)}

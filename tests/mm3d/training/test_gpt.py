@@ -42,6 +42,16 @@ def test_losses_and_gradients_are_those_of_one_rank(comm, number):
     mesh.free()
 
 
+@pytest.mark.ranks(4)
+def test_positions_of_several_sequences_in_shared_memory(comm, monkeypatch):
+    """A block of the logits' gradient then has gaps between its sequences."""
+    monkeypatch.setenv("MM3D_TRANSPORT", "shared")
+    mesh = mm3d.Mesh(comm, 1, "3d", (1, 2, 2), rows="positions")
+    case = dict(steps=1, dropout=0.3)
+    assert not differences(train(mesh, **case), serial(**case))
+    mesh.free()
+
+
 def test_the_first_loss_is_near_that_of_guessing(comm):
     mesh = mm3d.Mesh(comm, 1, "serial")
     for tied in (True, False):
