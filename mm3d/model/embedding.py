@@ -1,5 +1,6 @@
 """Look up tokens and positions in tables whose rows are divided over the grid."""
 
+import math
 import re
 
 import numpy as np
@@ -54,7 +55,7 @@ class Embedding:
         library, dtype = self.outer.grid.backend, self.weight.dtype
         term = (self._rows[-1].term if self._rows else library.empty)(self._shape, dtype)
         table, positions = (one.gather() for one in self._tables)
-        flat = library.xp.reshape(term, (-1, term.shape[2]))
+        flat = library.xp.reshape(term, (math.prod(term.shape[:2]), term.shape[2]))
         look_up_rows(table, tokens[self._place].ravel(), self._tables[0].first, flat)
         here, there = self._shared_positions()
         term[:, here, :] += positions[there, :]
@@ -78,8 +79,8 @@ class Embedding:
             dx = split.all_gather(dx)
         xp, (E, P) = namespace(dx), self._tables
         gradient = E.begin_gradient()
-        add_rows_by_id(xp.reshape(dx, (-1, dx.shape[2])), tokens[self._place].ravel(), E.first,
-                       gradient)
+        add_rows_by_id(xp.reshape(dx, (math.prod(dx.shape[:2]), dx.shape[2])),
+                       tokens[self._place].ravel(), E.first, gradient)
         E.finish_gradient(gradient, self._copies)
         here, there = self._shared_positions()
         total = xp.sum(dx[:, here, :], axis=0, dtype=accumulation_dtype(dx))

@@ -92,6 +92,16 @@ def test_memory_of_a_dry_run_is_the_closed_form(name, grid, tied):
     assert 0.9 <= trace.pool_peak / closed <= 1.1
 
 
+@pytest.mark.parametrize("name, grid, hidden", [
+    ("3d", (1, 1, 8), 4), ("faces", (1, 2, 8), 4), ("2d", (3, 3), 2), ("2.5d", (3, 3, 1), 2)])
+def test_ranks_without_features_run_the_whole_step(name, grid, hidden):
+    """The last rank has none; the others would wait for one that fails."""
+    ranks = math.prod(grid)
+    trace = dry_run.trace_gpt(name, ranks, grid, ranks - 1, vocab=5, layers=1, hidden=hidden,
+                              heads=2, batch=9, seq=3)
+    assert trace.phase == "done" and trace.traffic["backward"]
+
+
 def test_the_layout_of_the_table_is_that_of_a_product_down(comm):
     """So tied logits can be computed by the scheme's product."""
     for name, scheme in mm3d.SCHEMES.items():
