@@ -20,8 +20,9 @@ class Embedding:
     Both tables are stored as the weight of a product down, so that logits can be x E^T: their
     rows are divided along one direction, any number of them, without padding.  Each rank looks up
     the rows of its block, for all tokens of the ranks along that direction, which all know them;
-    a reduce-scatter or an all-reduce of x sums the terms, of which one at most is not zero.  Where
-    products gather the weight along another direction, the tables are gathered there.
+    a reduce-scatter or an all-reduce of x sums the terms, of which two at most are not zero: one
+    rank has the token's row, and one the position's.  Where products gather the weight along
+    another direction, the tables are gathered there.
 
     Parameters
     ----------

@@ -218,7 +218,7 @@ class GPT:
     def _mean(self, losses: list[Array], count: int) -> float:
         """Return the mean of all losses, from the sums of this rank's micro-batches.
 
-        The sum is exact, so it does not depend on who has which rows.
+        Partial sums are added exactly, so all ranks and schedules get the same float.
         """
         to_host = self.mesh.scheme.grid.backend.to_host
         counted = self._output is not None and self._output.loss.counts
