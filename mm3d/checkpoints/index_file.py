@@ -18,6 +18,7 @@ from mm3d.checkpoints.block_files import Block
 
 NAME, FORMAT = "index.h5", "mm3d checkpoint, version 1"
 DROPOUT_STEP = "dropout_step"    # an attribute of the checkpoint and of models with dropout
+RESERVED = ("step", "format", "comment", DROPOUT_STEP)    # attributes that are not the caller's
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,12 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mm3d.checkpoints import folder as folders
 from mm3d.checkpoints.block_files import Block, write_blocks
-from mm3d.checkpoints.index_file import DROPOUT_STEP, NAME, ArrayInfo, Index, write_index
+from mm3d.checkpoints.index_file import (DROPOUT_STEP, NAME, RESERVED, ArrayInfo, Index,
+                                         write_index)
 from mm3d.checkpoints.stored_arrays import StoredArray, stored_arrays
 from mm3d.checkpoints.together import on_each, on_root
 
@@ -32,7 +35,7 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
     keep : int
         Checkpoints of the last so many steps are left, the others removed.
     **attributes
-        Further numbers and texts, which `restore` returns.
+        Further numbers and texts, the same on every rank, which `restore` returns.
 
     Returns
     -------
@@ -42,7 +45,8 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
     Raises
     ------
     ValueError
-        On every rank alike, for a negative step or a `keep` below 1.
+        On every rank alike and before any communication, for a negative step, a `keep` below 1,
+        and an attribute that is no number or text, or has a name that checkpoints use themselves.
     OSError
         On every rank alike and in one line, when something could not be written on any rank; the
         earlier checkpoints are as they were.
@@ -51,6 +55,7 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
     if step < 0 or keep < 1:
         raise ValueError(f"a checkpoint needs step >= 0 and keep >= 1, not step={step} and "
                          f"keep={keep}")
+    _check_attributes(attributes)
     folder, comm = Path(folder), model.comm
     arrays = stored_arrays(model, optimizer)
     problem = f"no checkpoint of step {step} was written in {folder}, earlier ones are unchanged"
@@ -82,6 +87,19 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
     on_root(comm, f"checkpoint {place} is written, but older ones could not be removed",
             lambda: folders.remove_old(folder, keep, place))
     return place
+
+
+def _check_attributes(attributes: dict[str, Any]) -> None:
+    """Raise ValueError unless an index can hold the attributes beside its own."""
+    whole, numbers = (int, np.integer, np.bool_), (float, np.floating)
+    for name, value in attributes.items():
+        if name in RESERVED:
+            raise ValueError(f"{name}={value!r}: checkpoints have an attribute {name} of their "
+                             f"own, another name would do")
+        if isinstance(value, whole) and -2 ** 63 <= value < 2 ** 64:
+            continue
+        if not isinstance(value, (str, *numbers)):
+            raise ValueError(f"{name}={value!r}: a text, or a number of at most 64 bits would do")
 
 
 def _dropout_step(model: Any) -> dict[str, int]:

@@ -255,6 +255,25 @@ def test_a_model_of_fewer_layers_another_optimizer_and_no_checkpoint(tmp_path):
                                   FileNotFoundError)
 
 
+@pytest.mark.ranks(1, 4)
+@pytest.mark.parametrize("name, value", [
+    ("note", None), ("note", Path("x")), ("note", {}), ("tags", ["a", "b"]), ("seed", 2 ** 64),
+    ("comment", "mine"), ("format", "mine"), ("dropout_step", 7)])
+def test_attributes_that_would_be_lost_are_refused(comm, shared_tmp_path, name, value):
+    """On every rank and before anything is written; others would wait for rank 0."""
+    model = transformer(comm)
+    line = lines(comm, lambda: mm3d.save(shared_tmp_path, model, **{name: value}), ValueError)
+    assert line.startswith(f"{name}={value!r}: ") and not os.listdir(shared_tmp_path)
+
+
+def test_attributes_come_back(tmp_path):
+    model = transformer(MPI.COMM_SELF)
+    kept = dict(text="moby-dick", loss=0.5, seed=2 ** 64 - 1, low=-2 ** 63, flag=True,
+                rate=np.float32(0.5))
+    mm3d.save(tmp_path, model, **kept)
+    assert mm3d.restore(tmp_path, model).attributes == kept
+
+
 def test_the_newest_are_kept_and_a_step_may_come_twice(tmp_path):
     model = transformer(MPI.COMM_SELF)
     for step in (8, 9, 9, 10, 100000000):
