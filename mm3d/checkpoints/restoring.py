@@ -90,7 +90,7 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
 
 def _find(folder: Path, comm: Any, step: int | None) -> Path:
     """Return the checkpoint of a step, or of the highest one."""
-    found = comm.bcast(folders.checkpoints(folder) if comm.rank == 0 else None)
+    found = on_root(comm, f"{folder} cannot be read", lambda: folders.checkpoints(folder))
     wanted = [p for p in found if step is None or folders.step_of(p) == step]
     if not wanted:
         there = ", ".join(str(folders.step_of(p)) for p in found)

@@ -5,6 +5,7 @@ import os
 import re
 from typing import Any, Callable
 
+# Those of disks, HDF5 and arguments, whose text says enough without their kind.
 PROBLEMS = (OSError, RuntimeError, ValueError, KeyError, MemoryError)
 
 
@@ -20,7 +21,7 @@ def on_root(comm: Any, problem: str, act: Callable[[], Any]) -> Any:
     if comm.rank == 0:
         try:
             result = act()
-        except PROBLEMS as error:
+        except Exception as error:    # of any kind: the others wait
             line = describe(error)
     result, line = comm.bcast((result, line))
     if line:
@@ -42,7 +43,7 @@ def on_each(comm: Any, problem: Callable[[], str], act: Callable[[], Any],
     result, line = None, None
     try:
         result = act()
-    except PROBLEMS as error:
+    except Exception as error:    # of any kind: the others wait
         line = describe(error)
     lines = comm.allgather(line)
     failed = [rank for rank, found in enumerate(lines) if found]
@@ -61,4 +62,6 @@ def describe(error: BaseException) -> str:
         return said[1]
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
         return os.strerror(error.errno)
-    return text or type(error).__name__
+    if text and isinstance(error, PROBLEMS):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__

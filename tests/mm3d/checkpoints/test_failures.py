@@ -166,6 +166,22 @@ def test_a_full_disk_leaves_the_checkpoints_before(comm, shared_tmp_path, monkey
     assert mm3d.restore(shared_tmp_path, model).step == 1
 
 
+@pytest.mark.ranks(1, 4)
+@pytest.mark.parametrize("place, error, words", [
+    ("saving.write_index", TypeError("no such type"), "TypeError: no such type"),
+    ("folder.checkpoints", PermissionError(errno.EACCES, "Permission denied"), "cannot be read")])
+def test_what_fails_on_rank_0_is_one_line_on_all(comm, shared_tmp_path, monkeypatch, place, error,
+                                                 words):
+    """Whatever kind of error it is: the other ranks wait for rank 0."""
+    model = transformer(comm)
+
+    def fail(*given):
+        raise error
+    monkeypatch.setattr(f"mm3d.checkpoints.{place}", fail)
+    act = mm3d.save if place.startswith("saving") else mm3d.restore
+    assert words in lines(comm, lambda: act(shared_tmp_path, model))
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts a disk")
 def test_a_disk_that_is_really_full(tmp_path):
     """A file system in memory of 400 KiB, at several fillings; the interpreter ends cleanly."""
