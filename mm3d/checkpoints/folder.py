@@ -57,8 +57,10 @@ def finish(aside: Path, place: Path) -> None:
 
 def remove_old(folder: Path, keep: int, newest: Path) -> None:
     """Remove all checkpoints but those of the last `keep` steps, and `newest`."""
-    for path in checkpoints(folder)[:-keep]:
-        if path != newest:
+    found = checkpoints(folder)
+    kept = sorted({step_of(path) for path in found})[-keep:]
+    for path in found:
+        if step_of(path) not in kept and path != newest:
             gone = folder / f".{path.name}.{DELETING}"
             path.rename(gone)     # a half removed folder must not look like a checkpoint
             shutil.rmtree(gone)

@@ -295,8 +295,8 @@ def test_the_newest_are_kept_and_a_step_may_come_twice(tmp_path):
     for step in (8, 9, 9, 10, 100000000):
         model.trained[0].master[...] = step
         mm3d.save(tmp_path, model, step=step, keep=3)
-    assert [p.name for p in checkpoints(tmp_path)] == ["step-00000009.1", "step-00000010",
-                                                       "step-100000000"]
+    assert [p.name for p in checkpoints(tmp_path)] == [
+        "step-00000009", "step-00000009.1", "step-00000010", "step-100000000"]
     mm3d.save(tmp_path, model, step=5, keep=1)     # what was written last is never removed
     assert [p.name for p in checkpoints(tmp_path)] == ["step-00000005", "step-100000000"]
 
