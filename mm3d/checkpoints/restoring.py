@@ -59,7 +59,7 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
         any of these cases.
     """
     folder, comm = Path(folder), model.comm
-    path = _find(folder, comm, step)
+    path, other_steps = _find(folder, comm, step)
     problem = f"checkpoint {path} cannot be read"
     index = on_root(comm, problem, lambda: read_index(path))
     arrays = stored_arrays(model, optimizer)
@@ -71,11 +71,9 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
     def read() -> list[np.ndarray]:
         return [_read(path, stored, by_path[stored.path]) for stored in arrays]
 
-    def what() -> str:
-        others = [folders.step_of(p) for p in folders.checkpoints(folder) if p != path]
-        return problem + (f", step={others[-1]} is there too" if others else "")
-
-    for stored, values in zip(arrays, on_each(comm, what, read)):
+    if other_steps:
+        problem += f", step={other_steps[-1]} is there too"
+    for stored, values in zip(arrays, on_each(comm, problem, read)):
         if stored.size:
             stored.backend.copy_from_host(values, stored.array)
     model.refresh()
@@ -88,15 +86,15 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
     return Checkpoint(path, index.attributes["step"], attributes)
 
 
-def _find(folder: Path, comm: Any, step: int | None) -> Path:
-    """Return the checkpoint of a step, or of the highest one."""
+def _find(folder: Path, comm: Any, step: int | None) -> tuple[Path, list[int]]:
+    """Return the checkpoint of a step, or of the highest one; and the steps of all others."""
     found = on_root(comm, f"{folder} cannot be read", lambda: folders.checkpoints(folder))
     wanted = [p for p in found if step is None or folders.step_of(p) == step]
     if not wanted:
         there = ", ".join(str(folders.step_of(p)) for p in found)
         raise FileNotFoundError(f"no checkpoint{'' if step is None else f' of step {step}'} in "
                                 f"{folder}: {f'steps {there} are there' if there else 'none yet'}")
-    return wanted[-1]
+    return wanted[-1], [folders.step_of(p) for p in found if p != wanted[-1]]
 
 
 def _check(path: Path, comm: Any, index: Index, arrays: list[StoredArray],

@@ -65,7 +65,7 @@ def save(folder: str | Path, model: Any, optimizer: Any = None, step: int | None
         shutil.rmtree(aside, ignore_errors=True)
 
     own = [stored for stored in arrays if stored.counted and stored.size]
-    blocks = on_each(comm, lambda: problem, lambda: write_blocks(
+    blocks = on_each(comm, problem, lambda: write_blocks(
         aside / f"blocks-{comm.rank:05d}.h5", own) if own else [], clean)
     gathered = comm.gather((_infos(arrays), blocks))
     described = {} if optimizer is None else {

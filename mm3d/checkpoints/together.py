@@ -29,7 +29,7 @@ def on_root(comm: Any, problem: str, act: Callable[[], Any]) -> Any:
     return result
 
 
-def on_each(comm: Any, problem: Callable[[], str], act: Callable[[], Any],
+def on_each(comm: Any, problem: str, act: Callable[[], Any],
             clean: Callable[[], None] = lambda: None) -> Any:
     """Call `act` on each rank, and return this rank's result.
 
@@ -50,7 +50,7 @@ def on_each(comm: Any, problem: Callable[[], str], act: Callable[[], Any],
     if failed:
         if comm.rank == 0:
             clean()
-        raise OSError(f"{problem()}: {lines[failed[0]]} (rank {failed[0]} of {comm.size})")
+        raise OSError(f"{problem}: {lines[failed[0]]} (rank {failed[0]} of {comm.size})")
     return result
 
 
