@@ -247,13 +247,13 @@ def test_a_damaged_checkpoint_changes_nothing(comm, shared_tmp_path):
 
 @pytest.mark.ranks(1, 4)
 @pytest.mark.parametrize("options, words", [
-    (dict(layers=2), "layers.1.attention_norm.weight is missing"),
+    (dict(layers=2), "parameters/layers.1.ln1.weight is missing"),
     (dict(hidden=8), "has the shape"), (dict(dtype="float64"), "is in float32, not float64")])
 def test_another_model_is_named(comm, shared_tmp_path, options, words):
     mm3d.save(shared_tmp_path, transformer(comm), step=1)
     other = transformer(comm, **options)
     line = lines(comm, lambda: mm3d.restore(shared_tmp_path, other), ValueError)
-    assert "another model" in line and words.split(".")[-1] in line, line
+    assert "another model" in line and words in line, line
 
 
 def test_a_model_of_fewer_layers_another_optimizer_and_no_checkpoint(tmp_path):
