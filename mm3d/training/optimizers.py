@@ -56,7 +56,8 @@ class Optimizer:
     Raises
     ------
     ValueError
-        For numbers out of range, on every rank alike.
+        For numbers out of range, and for loss scaling of a model trained in a type of 16 bits,
+        in which gradients divided by the factor vanish; on every rank alike.
     """
 
     moments: tuple[str, ...] = ()
@@ -67,6 +68,8 @@ class Optimizer:
         check_range("lr", lr, 0 <= lr < math.inf, "at least 0")
         check_range("weight_decay", weight_decay, 0 <= weight_decay < math.inf, "at least 0")
         check_range("clip", clip, clip is None or clip > 0, "above 0, or None")
+        if loss_scaling is not None:
+            check_masters(model, "loss_scaling", "gradients divided by the factor")
         self.model, self.lr, self.weight_decay, self.clip = model, lr, weight_decay, clip
         self.loss_scaling, self.decays = loss_scaling, decays
         self.steps, self.norm = 0, None
@@ -214,10 +217,7 @@ class AdamW(Optimizer):
         check_range("betas", betas, len(betas) == 2 and all(0 <= b < 1 for b in betas),
                     "two numbers of at least 0 and below 1")
         check_range("eps", eps, 0 < eps < math.inf, "above 0")
-        narrow = [str(t.master.dtype) for t in model.trained if t.master.dtype.itemsize < 4]
-        if narrow:
-            raise ValueError(f"AdamW cannot train in {narrow[0]}: squares of gradients vanish; "
-                             f"create the model with master='float32'")
+        check_masters(model, "AdamW", "squares of gradients")
         self.betas, self.eps = tuple(betas), eps
         super().__init__(model, lr, weight_decay, **options)
 
@@ -244,6 +244,14 @@ def check_range(name: str, value: Any, good: bool, wanted: str) -> None:
     """Raise ValueError with one line for a number that is out of range."""
     if not good:
         raise ValueError(f"{name}={value!r}: {wanted} would do")
+
+
+def check_masters(model: Any, what: str, vanishing: str) -> None:
+    """Raise ValueError where a model is trained in a type of 16 bits, in which numbers vanish."""
+    narrow = [str(t.master.dtype) for t in model.trained if t.master.dtype.itemsize < 4]
+    if narrow:
+        raise ValueError(f"{what} cannot train in {narrow[0]}: {vanishing} vanish; create the "
+                         f"model with master='float32'")
 
 
 def _zeros_like(a: Array) -> Array:

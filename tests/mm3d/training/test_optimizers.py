@@ -270,6 +270,8 @@ def test_gradients_that_are_not_finite_are_named_before_anything_changes():
     (lambda m: mm3d.AdamW(m, 1, betas=(0.9, 1)), "betas"), (lambda m: mm3d.AdamW(m, 1, eps=0),
                                                             "eps=0"),
     (lambda m: mm3d.AdamW(Plain(drawn(0), "float16"), 1), "master='float32'"),
+    (lambda m: mm3d.SGD(Plain(drawn(0), "float16"), 1, loss_scaling=mm3d.LossScaling()),
+     "loss_scaling cannot train in float16: .* master='float32'"),
     (lambda m: mm3d.LossScaling(initial=0), "loss scaling")])
 def test_numbers_out_of_range_are_refused(make, words):
     with pytest.raises(ValueError, match=words):
