@@ -40,7 +40,8 @@ class Optimizer:
         Gradients are multiplied by ``min(1, clip / (norm + 1e-6))`` with the norm of all of them.
     loss_scaling : LossScaling, optional
         For float16: gradients are those of the loss times ``loss_scaling.scale``, and are divided
-        by it.  Set as ``model.loss_scale``, which a model with a loss of its own heeds.
+        by it.  Set as ``model.loss_scale``, which a model with a loss of its own heeds; without
+        loss scaling it is 1 there.
     decays : callable
         Tells for one of `model.trained` whether it decays; by default `decays` of this module.
 
@@ -75,6 +76,8 @@ class Optimizer:
         self.steps, self.norm = 0, None
         self.state = {name: [_zeros_like(t.master) for t in model.trained]
                       for name in self.moments}
+        if hasattr(model, "loss_scale"):
+            model.loss_scale = 1.0    # not that of an earlier optimizer
         self._announce_scale()
 
     def step(self) -> bool:

@@ -229,6 +229,14 @@ def test_a_scaled_loss_gives_the_same_step():
     assert all(np.array_equal(a, scaled.values()[name]) for name, a in plain.values().items())
 
 
+def test_an_optimizer_without_scaling_takes_back_that_of_an_earlier_one():
+    model = Plain(drawn(0))
+    mm3d.SGD(model, 0.1, loss_scaling=mm3d.LossScaling())
+    assert model.loss_scale == 65536
+    mm3d.SGD(model, 0.1)
+    assert model.loss_scale == 1
+
+
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("clip", [None, 1.0])
 def test_an_overflow_on_one_rank_skips_the_step_on_all(comm, clip):
