@@ -62,7 +62,7 @@ def reproducible_norm(arrays: list[Array], comm: MPI.Intracomm,
     Returns
     -------
     float
-        The norm; infinity where any element is infinite or NaN.
+        The norm; infinity where any element is infinite or NaN, or the norm is beyond float64.
     """
     if largest is None:
         largest = largest_magnitude(arrays, comm)
@@ -76,9 +76,17 @@ def reproducible_norm(arrays: list[Array], comm: MPI.Intracomm,
         sum(a.dtype.itemsize > 4 for a in arrays))
     if elements > 2 * TOLERANCE[8 if wide else 4] * total:
         (more,) = _sum_integers(comm, sum(_sum_squares(a, scale, again=True) for a in arrays))
-        return math.ldexp(math.sqrt((total << MORE_BITS + 1) + (more << 1)),
-                          exponent - (BITS + MORE_BITS + 1) // 2)
-    return math.ldexp(math.sqrt(total << 1), exponent - (BITS + 1) // 2)
+        return _scaled_root((total << MORE_BITS + 1) + (more << 1),
+                            exponent - (BITS + MORE_BITS + 1) // 2)
+    return _scaled_root(total << 1, exponent - (BITS + 1) // 2)
+
+
+def _scaled_root(square: int, exponent: int) -> float:
+    """Return sqrt(square) 2^exponent; infinity where that is too large a number."""
+    try:
+        return math.ldexp(math.sqrt(square), exponent)
+    except OverflowError:
+        return math.inf
 
 
 def _sum_integers(comm: MPI.Intracomm, *numbers: int) -> list[int]:

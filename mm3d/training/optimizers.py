@@ -88,8 +88,8 @@ class Optimizer:
         Raises
         ------
         FloatingPointError
-            On every rank alike, when gradients to be clipped are infinite or NaN, without
-            `loss_scaling`; no parameter has changed then.
+            On every rank alike, when gradients to be clipped, or their norm, are infinite or NaN,
+            without `loss_scaling`; no parameter has changed then.
         """
         factor = self._gradient_factor()
         if factor is None:
@@ -136,11 +136,12 @@ class Optimizer:
             if overflow:
                 return None
         if self.clip is not None:
-            if largest == math.inf:
+            norm = reproducible_norm(counted, self.model.comm, largest) * factor
+            if norm == math.inf:
                 raise FloatingPointError(
                     f"the gradients are not finite after {self.steps} steps: a smaller learning "
                     f"rate would do, or loss_scaling=LossScaling() for float16")
-            self.norm = reproducible_norm(counted, self.model.comm, largest) * factor
+            self.norm = norm
             factor *= min(1.0, self.clip / (self.norm + 1e-6))
         return factor
 

@@ -167,6 +167,16 @@ def test_norm_of_nothing_and_of_what_is_not_finite():
         assert reproducible_norm([np.array([1.0, bad, 2.0])], MPI.COMM_SELF) == math.inf
 
 
+def test_norm_beyond_all_numbers_is_infinite():
+    """Though no element is; clipping refuses it like one that is not finite."""
+    for bad in (np.full(4, 1e308), np.array([1.7e308, 1e308, 1e200])):
+        assert reproducible_norm([bad], MPI.COMM_SELF) == math.inf
+    model = Plain({"a.weight": np.zeros((2, 2))})
+    model.trained[0].grad[...] = 1e308
+    with pytest.raises(FloatingPointError, match="not finite after 0 steps"):
+        optimizer_of("SGD", model, 1.0).step()
+
+
 @pytest.mark.ranks(4, slow=(8,))
 @pytest.mark.parametrize("kind", ["AdamW", pytest.param("momentum", marks=pytest.mark.slow)])
 def test_clipped_steps_have_the_same_bits_on_every_mesh(comm, kind):
