@@ -2,6 +2,8 @@
 
 import math
 
+from mm3d.training.optimizers import check_range
+
 
 def warmup_cosine(step: int, steps: int, peak: float, warmup: int = 0,
                   floor: float = 0.0) -> float:
@@ -17,7 +19,21 @@ def warmup_cosine(step: int, steps: int, peak: float, warmup: int = 0,
         The largest rate, and the last one.
     warmup : int
         Steps of the rise; the first has the rate ``peak / warmup``, the last `peak`.
+
+    Returns
+    -------
+    float
+        The learning rate.
+
+    Raises
+    ------
+    ValueError
+        For a step before the first, a rise that is longer than the training, and a `floor` that
+        is negative or above `peak`.
     """
+    check_range("step", step, step >= 0, "at least 0")
+    check_range("warmup", warmup, 0 <= warmup <= steps, f"0 to {steps}, the number of steps,")
+    check_range("floor", floor, 0 <= floor <= peak, f"0 to {peak}, the peak,")
     if step < warmup:
         return peak * (step + 1) / warmup
     share = min(1.0, (step - warmup) / max(1, steps - warmup))

@@ -87,6 +87,7 @@ class Training:
             self.mesh = make_mesh(placement, comm)
             self.model = make_model(plan, placement, self.mesh)
             self.optimizer = make_optimizer(plan, self.model)
+            plan.rate(0)    # refuses a rise that is longer than the training
         except ValueError as error:
             raise UsageError(str(error)) from error
 

@@ -296,6 +296,14 @@ def test_numbers_out_of_range_are_refused(make, words):
         make(Plain(drawn(0)))
 
 
+@pytest.mark.parametrize("step, options", [
+    (-1, {}), (0, dict(warmup=11)), (0, dict(warmup=-1)), (0, dict(floor=2.0)),
+    (0, dict(floor=-0.1))], ids=str)
+def test_a_learning_rate_that_makes_no_sense_is_refused(step, options):
+    with pytest.raises(ValueError, match=next(iter(options), "step") + "=.* would do"):
+        mm3d.warmup_cosine(step, 10, 1.0, **options)
+
+
 def test_the_learning_rate_rises_and_falls():
     rates = [mm3d.warmup_cosine(step, 10, 1.0, warmup=2, floor=0.1) for step in range(12)]
     assert rates[:3] == [0.5, 1.0, 1.0] and rates[6] == pytest.approx(0.55)
