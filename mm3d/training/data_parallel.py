@@ -24,6 +24,7 @@ ranks of a micro-batch before the micro-batches, so only 0 equals 1, and 2 equal
 Where d has not all replicas (hybrid sharding), the sums go on along r, over the copies of a shard.
 """
 
+import numbers
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Callable, Iterator
@@ -75,11 +76,12 @@ class DataParallel:
     Raises
     ------
     ValueError
-        When there is no such stage.
+        When there is no such stage, or for a negative `in_flight`.
     """
 
     def __init__(self, grid: DataGrid, zero: int = 0, in_flight: int = 0) -> None:
         check_zero(zero)
+        check_in_flight(in_flight)
         self.grid, self.zero, self.in_flight = grid, zero, in_flight
         self.parameters: list[SummedParameter] = []
         self._begun: list[Callable[[], Any]] = []    # each ends a sum
@@ -121,6 +123,13 @@ def check_zero(zero: Any) -> None:
     if zero not in STAGES or isinstance(zero, bool):
         raise ValueError(f"zero={zero!r} is no stage of ZeRO: 0 (replicas), 1 (optimizer state "
                          f"divided), 2 (gradients too) and 3 (parameters too) would do")
+
+
+def check_in_flight(in_flight: Any) -> None:
+    """Raise ValueError unless so many sums can be in flight."""
+    if (not isinstance(in_flight, numbers.Integral) or isinstance(in_flight, bool)
+            or in_flight < 0):
+        raise ValueError(f"in_flight={in_flight!r} is no number of sums: 0 or more would do")
 
 
 class SummedParameter(Parameter):

@@ -15,7 +15,7 @@ from mm3d.model.parameters import Parameter, check_state
 from mm3d.model.sizes import ModelSizes
 from mm3d.model.transformer import Transformer
 from mm3d.model.transformer_spec import model_spec
-from mm3d.training.data_parallel import DataParallel, check_zero
+from mm3d.training.data_parallel import DataParallel, check_in_flight, check_zero
 from mm3d.training.hops import Hops
 from mm3d.training.mesh import Mesh
 from mm3d.training.schedules import Schedule, build, check
@@ -88,6 +88,7 @@ class Pipeline:
                  synchronous: bool = False, asleep: bool = False, zero: int = 0,
                  in_flight: int = 0, **options: Any) -> None:
         check_zero(zero)
+        check_in_flight(in_flight)
         if isinstance(schedule, str):
             if microbatches is None:
                 raise ValueError(f"schedule {schedule!r}: a name needs microbatches too, their "

@@ -106,7 +106,8 @@ def test_shards_divide_what_each_rank_of_a_replica_holds(spec, shape, units):
 @pytest.mark.parametrize("changed, said", [
     (dict(batch=1), "a batch of 1 sequences cannot be divided among 2 replicas: at least 2"),
     (dict(batch=5), "a batch of 5 sequences cannot be divided among 2 replicas of 2 micro-batc"),
-    (dict(zero=4), "zero=4 is no stage of ZeRO"), (dict(zero=True), "zero=True is no stage")],
+    (dict(zero=4), "zero=4 is no stage of ZeRO"), (dict(zero=True), "zero=True is no stage"),
+    (dict(in_flight=-1), "in_flight=-1 is no number of sums: 0 or more would do")],
     ids=str)
 def test_what_replicas_cannot_divide_is_named_on_all_ranks(comm, changed, said):
     mesh = mm3d.Mesh(comm, data=2, scheme="serial")
