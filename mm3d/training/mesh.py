@@ -1,5 +1,6 @@
 """Arrange ranks as a mesh: replicas of the stages of a pipeline, each on a tensor group."""
 
+import numbers
 from typing import Any, Sequence
 
 from mpi4py import MPI
@@ -80,6 +81,7 @@ class Mesh:
         self.options = kind.complete_options(options)
         shards = check_data(comm.size, data, shards)
         self.grids = stage_grids(kind, comm.size // data, stages, grid)
+        data, stages = int(data), int(stages)    # they may be NumPy's
         launcher.check_launcher(comm.size if comm == MPI.COMM_WORLD else None)
         self.comm = comm
         self.shape = GridShape("dst", (data, stages, comm.size // data // stages))
@@ -121,15 +123,21 @@ class Mesh:
 
 def check_data(ranks: int, data: int, shards: int | None) -> int:
     """Check the numbers of replicas and of shards, as those of `Mesh`; return that of shards."""
-    if not isinstance(data, int) or data < 1 or ranks % data:
+    if not _is_count(data) or ranks % data:
         raise ValueError(f"data={data!r} does not divide {ranks} ranks into equal replicas: "
                          f"{_divisors(ranks)} would do")
     if shards is None:
-        return data
-    if not isinstance(shards, int) or shards < 1 or data % shards:
+        return int(data)
+    if not _is_count(shards) or data % shards:
         raise ValueError(f"shards={shards!r} does not divide data={data} replicas into equal "
                          f"groups: {_divisors(data)} would do")
-    return shards
+    return int(shards)
+
+
+def _is_count(number: Any) -> bool:
+    """Return whether a number is a whole one of at least 1, NumPy's among them."""
+    return (isinstance(number, numbers.Integral) and not isinstance(number, bool)
+            and number >= 1)
 
 
 def _divisors(number: int) -> str:
@@ -140,9 +148,10 @@ def _divisors(number: int) -> str:
 def stage_grids(kind: type[Scheme], ranks: int, stages: int,
                 grid: Sizes | Sequence[Sizes] | None = None) -> tuple[GridShape, ...]:
     """Return the grid of each stage; parameters and errors as those of `Mesh`."""
-    if not isinstance(stages, int) or stages < 1 or ranks % stages:
+    if not _is_count(stages) or ranks % stages:
         raise ValueError(f"{stages} stages do not divide {ranks} ranks into equal groups: "
                          f"{_divisors(ranks)} would do")
+    stages = int(stages)
     share = ranks // stages
     if grid is None:
         grid = kind.default_grid(share)

@@ -5,7 +5,7 @@ import pytest
 import mm3d
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
-from mm3d.training.mesh import stage_grids
+from mm3d.training.mesh import check_data, stage_grids
 
 
 @pytest.mark.ranks(4, slow=(8,))
@@ -58,7 +58,7 @@ def test_one_grid_for_all_stages_or_one_for_each():
 
 @pytest.mark.parametrize("arguments, said", [
     ((8, 3), "3 stages do not divide 8 ranks into equal groups: 1, 2, 4, 8 would do"),
-    ((8, 0), "0 stages do not divide"),
+    ((8, 0), "0 stages do not divide"), ((8, True), "True stages do not divide"),
     ((8, 4, (2, 2, 1)), "a grid of 2 x 2 x 1 has 4 ranks, but stage 0 has 2"),
     ((8, 2, [(4, 1, 1), (2, 1, 1)]), "a grid of 2 x 1 x 1 has 2 ranks, but stage 1 has 4"),
     ((8, 4, [(2, 1, 1)] * 3), "3 grids for 4 stages"),
@@ -66,6 +66,16 @@ def test_one_grid_for_all_stages_or_one_for_each():
 def test_what_is_no_mesh_is_named(arguments, said):
     with pytest.raises(ValueError, match=said):
         grids(*arguments)
+
+
+def test_numbers_of_numpy_are_numbers_and_truth_is_none():
+    two = np.int64(2)
+    assert grids(8, two, (2, 2, 1)) == (GridShape("xyz", (2, 2, 1)),) * 2
+    assert check_data(8, np.int32(4), two) == 2 and check_data(8, two, None) == 2
+    for arguments, said in (((8, True, None), "data=True"), ((8, 2, True), "shards=True"),
+                            ((8, 2.0, None), "data=2.0")):
+        with pytest.raises(ValueError, match=f"{said} does not divide"):
+            check_data(*arguments)
 
 
 @pytest.mark.ranks(4)
