@@ -325,7 +325,6 @@ def check_tokens(name: str, a: Any, shape: tuple[int, int], vocab: int,
     if a.shape != shape or a.dtype.kind not in "iu":
         raise ValueError(f"{name}: {a.shape} of {a.dtype}, should be whole numbers, "
                          f"(batch, seq) = {shape}")
-    a = a.astype(np.int64, copy=False)
     wrong = (a < 0) | (a >= vocab)
     if ignored is not None:
         wrong &= a != ignored
@@ -334,4 +333,4 @@ def check_tokens(name: str, a: Any, shape: tuple[int, int], vocab: int,
         more = "" if ignored is None else f", or {ignored} to be ignored"
         raise ValueError(f"{name}[{sequence}, {position}] = {a[sequence, position]} is out of "
                          f"range: 0 to {vocab - 1} would do{more}")
-    return a
+    return a.astype(np.int64, copy=False)

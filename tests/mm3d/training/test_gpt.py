@@ -6,6 +6,7 @@ import pytest
 
 import mm3d
 from gpts import SIZES, differences, serial, tokens_and_targets, train
+from mm3d.training.gpt import check_tokens
 
 # By ranks: stages, scheme, grid.
 MESHES = {1: [(1, "3d", None)],
@@ -85,6 +86,15 @@ def test_bad_tokens_are_named_on_every_rank(comm, tokens, targets, said):
     assert math.isfinite(model.step(*tokens_and_targets()))
     model.free()
     mesh.free()
+
+
+def test_targets_beyond_64_bits_are_not_the_ignored_one():
+    """2^64 - 1 is -1 where 64 bits are read with a sign."""
+    large = np.full((1, 2), 2 ** 64 - 1, np.uint64)
+    with pytest.raises(ValueError, match=r"targets\[0, 0\] = 18446744073709551615 is out of"):
+        check_tokens("targets", large, (1, 2), 17, -1)
+    small = np.array([[3, 255]], np.uint8)    # of fewer numbers than the vocabulary has
+    assert check_tokens("tokens", small, (1, 2), 1000).tolist() == [[3, 255]]
 
 
 @pytest.mark.parametrize("changed, said", [
