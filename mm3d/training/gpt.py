@@ -115,7 +115,8 @@ class GPT:
         if tied and first != last:
             data = self.pipeline.data
             self._tie = TiedStages(mesh, (first, last), (vocab, hidden),
-                                   options.get("asleep", False), bool(data and data.zero))
+                                   options.get("asleep", False), bool(data and data.zero),
+                                   options.get("synchronous", False))
         before, after = (end.parameters if end else [] for end in (self._embedding, self._output))
         draw_ends(before + after, seed, values)
         self.trained: list[Parameter] = [*before, *self.pipeline.parameters, *after]

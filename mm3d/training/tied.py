@@ -24,16 +24,17 @@ class TiedStages:
         The stage of the embedding, and another one of the head.
     shape : tuple of int
         Global shape of the table.
-    asleep : bool
+    asleep, synchronous : bool
         See `mm3d.transport.point_to_point.PointToPoint`.
     divided : bool
         Whether replicas divide the gradients, as from stage 1 of ZeRO on.
     """
 
     def __init__(self, mesh: Mesh, stages: tuple[int, int], shape: tuple[int, int],
-                 asleep: bool = False, divided: bool = False) -> None:
+                 asleep: bool = False, divided: bool = False,
+                 synchronous: bool = False) -> None:
         self.mesh, self.stages = mesh, stages
-        self.messages = PointToPoint(mesh.comm, mesh.scheme.grid.backend, asleep=asleep)
+        self.messages = PointToPoint(mesh.comm, mesh.scheme.grid.backend, synchronous, asleep)
         layout, grids = Layout(mesh.scheme.down_weight), [mesh.grids[stage] for stage in stages]
         # Shards are exchanged by all ranks that divide a copy, and blocks inside a replica.
         self._first, self._number = mesh.replica, mesh.place

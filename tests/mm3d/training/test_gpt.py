@@ -88,6 +88,19 @@ def test_bad_tokens_are_named_on_every_rank(comm, tokens, targets, said):
     mesh.free()
 
 
+@pytest.mark.ranks(2)
+def test_all_messages_between_stages_are_synchronous_where_asked(comm):
+    """Those of tied gradients too: a deadlock that MPI's buffers hide would be found."""
+    mesh = mm3d.Mesh(comm, 2, "serial")
+    model = mm3d.GPT(mesh, **SIZES, synchronous=True, dtype="float64")
+    for messages in (model.pipeline.hops.messages, model._tie.messages):
+        assert messages._send == messages.comm.Issend
+    loss = model.step(*tokens_and_targets())
+    assert abs(loss - serial()["losses"][0]) <= 1e-12 * loss
+    model.free()
+    mesh.free()
+
+
 def test_targets_beyond_64_bits_are_not_the_ignored_one():
     """2^64 - 1 is -1 where 64 bits are read with a sign."""
     large = np.full((1, 2), 2 ** 64 - 1, np.uint64)
