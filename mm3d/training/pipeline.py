@@ -109,7 +109,7 @@ class Pipeline:
                        for stage in schedule.stages[mesh.stage]]
         first = self.chunks[0]
         self.hops = Hops(mesh, schedule, first.shape, first.dtype, synchronous, asleep)
-        self.dropout_step: int | None = 0
+        self.dropout_step: int | None = 0 if options.get("dropout") else None
         if options.get("dropout"):
             around = self._placing_masks(around)
         self.worker = Worker(self.hops, self.chunks, around)

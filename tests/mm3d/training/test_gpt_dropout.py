@@ -32,9 +32,11 @@ def test_losses_and_gradients_are_those_of_one_rank(comm):
 def test_steps_have_other_masks_and_validation_has_none(comm):
     mesh, batch = mm3d.Mesh(comm, 1, "serial"), tokens_and_targets()
     model, plain = (mm3d.GPT(mesh, **SIZES, dtype="float64", dropout=p) for p in (0.3, 0.0))
+    assert (model.dropout_step, plain.dropout_step) == (0, None)
     first, second = model.step(*batch), model.step(*batch)
     assert first != second and model.dropout_step == 2
     assert model.evaluate(*batch) == plain.evaluate(*batch) == plain.step(*batch)
+    assert plain.dropout_step is None    # so no checkpoint has it
     model.dropout_step = 0
     assert model.step(*batch) == first
     model.dropout_step = None
