@@ -115,3 +115,4 @@ class WholeGPT:
         del last
         self.embedding.backward(self.inside.backward(dy, saved.pop()), tokens)
         self.output.add_tied_gradient()
+        self.output.zero_gradients()    # what was added is not added by the next pass again

@@ -4,6 +4,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mm3d
 from mm3d import ModelSizes
@@ -90,6 +91,17 @@ def test_memory_of_a_dry_run_is_the_closed_form(name, grid, tied):
                               vocab=4096, tied=tied, **sizes)
     closed = 4 * cost.peak_words(name, shape, gpt_spec(sizes, 4096, tied))
     assert 0.9 <= trace.pool_peak / closed <= 1.1
+
+
+def test_a_second_backward_adds_the_same_gradients_again():
+    with Parallelism("serial").on(MPI.COMM_SELF, "numpy") as scheme:
+        model = WholeGPT(scheme, VOCAB, **SIZES["uneven"], dtype="float64")
+        tokens, found = np.arange(math.prod(model.shape)).reshape(model.shape) % VOCAB, []
+        for _ in range(2):
+            model.backward(tokens, Targets(tokens), model.forward(tokens, Targets(tokens))[1])
+            found.append([np.array(p.grad) for p in model.parameters])
+    for one, twice in zip(*found):
+        assert np.allclose(twice, 2 * one, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("name, grid, hidden", [
