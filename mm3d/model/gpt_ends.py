@@ -7,7 +7,7 @@ import numpy as np
 from mm3d.arrays.backend import Array
 from mm3d.model.chains import Chain
 from mm3d.model.cross_entropy import Targets
-from mm3d.model.gpt_spec import embedding_spec, output_specs
+from mm3d.model.gpt_spec import dropout_specs, embedding_spec, output_specs
 from mm3d.model.heads import TiedWeight
 from mm3d.model.initial_values import InitialValues, draw_parameter, gpt2_values
 from mm3d.model.specs import Builder
@@ -87,10 +87,12 @@ class WholeGPT:
         self.inside = Transformer(scheme, seed=seed, causal=True, initial_values=values, **options)
         batch, seq, hidden = self.inside.shape
         self.shape, self.vocab = (batch, seq), vocab
-        self.embedding, = self.inside.builder.build_layers([embedding_spec(vocab, seq, hidden)])
+        self.embedding, *self._dropout = self.inside.builder.build_layers(
+            [embedding_spec(vocab, seq, hidden), *dropout_specs(hidden, self.inside.dropout)])
         self.output = Output(self.inside.builder, vocab, hidden, tied, ignored=ignored,
                              label_smoothing=label_smoothing, z_loss=z_loss)
-        self.layers = Chain(self.embedding, *self.inside.layers.layers, *self.output.layers)
+        self.layers = Chain(self.embedding, *self._dropout, *self.inside.layers.layers,
+                            *self.output.layers)
         self.parameters = self.layers.parameters
         draw_ends(self.embedding.parameters + self.output.parameters, seed, values)
 
@@ -104,6 +106,8 @@ class WholeGPT:
     def forward(self, tokens: np.ndarray, targets: Targets) -> tuple[Array, Any]:
         """Compute the sum of the losses of this rank's rows, and the data for backward."""
         x, _ = self.embedding.forward(tokens)
+        for dropout in self._dropout:
+            x = dropout.apply(x, x)
         y, saved = self.inside.forward(x)
         total, last = self.output.forward(y, targets)
         return total, [saved, last]
@@ -113,6 +117,9 @@ class WholeGPT:
         last = saved.pop()
         dy = self.output.backward(targets, last)
         del last
-        self.embedding.backward(self.inside.backward(dy, saved.pop()), tokens)
+        dx = self.inside.backward(dy, saved.pop())
+        for dropout in self._dropout:
+            dx = dropout.apply(dx, dx)
+        self.embedding.backward(dx, tokens)
         self.output.add_tied_gradient()
         self.output.zero_gradients()    # what was added is not added by the next pass again
