@@ -46,7 +46,11 @@ def dropout_specs(hidden: int, dropout: float) -> list[DropoutSpec]:
 
 
 def output_specs(vocab: int, hidden: int, tied: bool, ignored: int = -1,
-                 label_smoothing: float = 0.0, z_loss: float = 0.0) -> tuple[LayerSpec, ...]:
-    """Return the specs of the layers after the Transformer's: norm, head and loss."""
-    return (LayerNormSpec("norm", hidden), HeadSpec("head", hidden, vocab, tied),
+                 label_smoothing: float = 0.0, z_loss: float = 0.0,
+                 copied: bool = False) -> tuple[LayerSpec, ...]:
+    """Return the specs of the layers after the Transformer's: norm, head and loss.
+
+    `copied` says that the stage of a tied head has no embedding, but a copy of the table.
+    """
+    return (LayerNormSpec("norm", hidden), HeadSpec("head", hidden, vocab, tied, copied),
             CrossEntropySpec("loss", vocab, ignored, label_smoothing, z_loss))

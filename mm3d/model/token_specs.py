@@ -112,14 +112,19 @@ class HeadSpec(LayerSpec):
         Global sizes of W, hidden x vocab.
     tied : bool
         Whether E is used.
+    copied : bool
+        Whether E is a copy of its own, since the embedding is on another stage.
     """
 
     hidden: int
     vocab: int
     tied: bool = False
+    copied: bool = False
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
-        return {} if self.tied else {"weight": (self.hidden, self.vocab)}
+        if self.tied:
+            return {"weight": (self.vocab, self.hidden)} if self.copied else {}
+        return {"weight": (self.hidden, self.vocab)}
 
     def products(self, batch: int, seq: int) -> list[ProductShape]:
         return [ProductShape("up", batch * seq, self.hidden, self.vocab)]
@@ -152,10 +157,11 @@ class HeadSpec(LayerSpec):
     def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
         """Count dx, the weight's gradient, and the operands that the product gathers.
 
-        The gradient of the logits is in their place.  A tied head has a gradient of its own.
+        The gradient of the logits is in their place.  A tied head has a gradient of its own,
+        which is that of a parameter where the table is copied.
         """
         product, = self.products(parallelism.batch, parallelism.seq)
-        weights = (1 + self.tied) * self.hidden * self.vocab
+        weights = (1 + (self.tied and not self.copied)) * self.hidden * self.vocab
         return (self.input_words(parallelism) / parallelism.ranks
                 + weights / parallelism.weight_parts
                 + parallelism.transient_words(product, recomputed))

@@ -4,8 +4,10 @@ import pytest
 
 import mm3d
 from gpts import SIZES, differences, serial, tokens_and_targets, train
-from mm3d.model.gpt_spec import gpt_spec
+from mm3d.model.chain_specs import ChainSpec, ModelSpec
+from mm3d.model.gpt_spec import embedding_spec, gpt_spec, output_specs
 from mm3d.model.sizes import ModelSizes
+from mm3d.model.transformer_spec import model_spec
 from mm3d.schemes.parallelism import Parallelism
 from mm3d.training import data_costs
 
@@ -59,4 +61,32 @@ def test_words_along_replicas_are_the_closed_form(comm):
             assert found == data_costs.data_words(
                 [spec], Parallelism("serial", {"x": 1}, 1, 1), comm.size, zero, 1), (tied, zero)
             model.free()
+    mesh.free()
+
+
+def stage_spec(stage: int, tied: bool) -> ModelSpec:
+    """One of two stages of a GPT with a layer each; the second one copies a tied table."""
+    sizes = dict(SIZES)
+    vocab, hidden = sizes.pop("vocab"), sizes["hidden"]
+    part = model_spec(ModelSizes(**sizes), causal=True, part=range(stage, stage + 1))
+    layers = ((*part.chain.layers, *output_specs(vocab, hidden, tied, copied=tied)) if stage else
+              (embedding_spec(vocab, sizes["seq"], hidden), *part.chain.layers))
+    return ModelSpec(part.batch, part.seq, part.hidden, ChainSpec(layers))
+
+
+@pytest.mark.ranks(4)
+def test_words_of_two_stages_with_a_table_on_both_are_the_closed_forms(comm):
+    """Along the replicas, of each stage by itself."""
+    mesh = mm3d.Mesh(comm, data=2, stages=2, scheme="serial")
+    for tied, zero in ((True, 0), (True, 1), (True, 2), (True, 3), (False, 1)):
+        model = mm3d.GPT(mesh, **SIZES, zero=zero, tied=tied)
+        model.reset_traffic()
+        model.step(*tokens_and_targets())
+        model.refresh()
+        found = {key: words for key, traffic in sorted(mesh.data_grid.traffic().items())
+                 if (words := mesh.data_grid.comm.allreduce(traffic.words))}
+        assert found == data_costs.data_words(
+            [stage_spec(mesh.stage, tied)], Parallelism("serial", {"x": 1}, 1, 1), 2, zero,
+            1), (tied, zero)
+        model.free()
     mesh.free()
