@@ -3,9 +3,11 @@
 import math
 from typing import Any, Mapping, Sequence
 
+from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.chain_specs import ModelSpec
+from mm3d.schemes import find_scheme
 from mm3d.schemes.parallelism import Parallelism
 from mm3d.training.data_costs import parameter_peak_words
 from mm3d.training.schedules.messages import operations
@@ -17,7 +19,8 @@ def hop_words(schedule: Schedule, scheme: str, grids: Sequence[GridShape],
     """Count the words that all ranks send to other stages in a step.
 
     Each rank of the receiving stage gets its block once: where nothing is stored twice, that is
-    b s h words for each result of F and of B that goes to another stage.
+    b s h words for each result of F and of B that goes to another stage.  A GPT sends those of
+    `tied_words` too.
 
     Parameters
     ----------
@@ -37,6 +40,29 @@ def hop_words(schedule: Schedule, scheme: str, grids: Sequence[GridShape],
         batch * seq, hidden) for grid in grids]
     return sum(block[operation.other] for rank in range(schedule.ranks)
                for operation in operations(schedule, rank) if operation.kind == "send")
+
+
+def tied_words(scheme: str, grids: Sequence[GridShape], vocab: int, hidden: int, data: int = 1,
+               zero: int = 0, shards: int | None = None) -> int:
+    """Count the words in which two stages exchange the gradients of a tied table in a step.
+
+    Each rank of both gets its block, or from stage 1 of ZeRO on its shard, from the other stage.
+
+    Parameters
+    ----------
+    scheme : str
+        Name of the tensor parallelism.
+    grids : sequence of GridShape
+        Grids of the stage of the embedding and of that of the head.
+    vocab, hidden : int
+        Global shape of the table.
+    data, zero, shards
+        As in `mm3d.training.data_costs.data_words`.
+    """
+    copies = data // (shards or data) if zero else data
+    layout = Layout(find_scheme(scheme).down_weight)
+    return sum(copies * vocab * hidden * grid.ranks_along(
+        c for c in grid if c not in layout.letters) for grid in grids)
 
 
 def peak_words(schedule: Schedule, rank: int, chunks: Sequence[ModelSpec],

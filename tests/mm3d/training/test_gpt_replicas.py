@@ -9,7 +9,9 @@ from mm3d.model.gpt_spec import embedding_spec, gpt_spec, output_specs
 from mm3d.model.sizes import ModelSizes
 from mm3d.model.transformer_spec import model_spec
 from mm3d.schemes.parallelism import Parallelism
-from mm3d.training import data_costs
+from mm3d.training import costs, data_costs
+from mm3d.training.hops import transfers
+from mm3d.training.tied import table_blocks
 
 # By ranks: replicas and the rest of a mesh; micro-batches.
 MESHES = {2: [(dict(data=2, scheme="serial"), 2)],
@@ -76,8 +78,9 @@ def stage_spec(stage: int, tied: bool) -> ModelSpec:
 
 @pytest.mark.ranks(4)
 def test_words_of_two_stages_with_a_table_on_both_are_the_closed_forms(comm):
-    """Along the replicas, of each stage by itself."""
+    """Along the replicas, of each stage by itself; and between the stages."""
     mesh = mm3d.Mesh(comm, data=2, stages=2, scheme="serial")
+    half = SIZES["batch"] // 2, SIZES["seq"], SIZES["hidden"]
     for tied, zero in ((True, 0), (True, 1), (True, 2), (True, 3), (False, 1)):
         model = mm3d.GPT(mesh, **SIZES, zero=zero, tied=tied)
         model.reset_traffic()
@@ -88,5 +91,22 @@ def test_words_of_two_stages_with_a_table_on_both_are_the_closed_forms(comm):
         assert found == data_costs.data_words(
             [stage_spec(mesh.stage, tied)], Parallelism("serial", {"x": 1}, 1, 1), 2, zero,
             1), (tied, zero)
+        sent = 2 * costs.hop_words(model.schedule, "serial", mesh.grids, half)
+        sent += tied and costs.tied_words("serial", mesh.grids, SIZES["vocab"], SIZES["hidden"],
+                                          data=2, zero=zero)
+        assert comm.allreduce(model.traffic()["s", "send"].words) == sent, (tied, zero)
         model.free()
     mesh.free()
+
+
+@pytest.mark.parametrize("scheme, sizes, copies", [
+    ("3d", [(2, 2, 1), (1, 2, 2)], 1), ("1d", [(4,), (4,)], 1), ("faces", [(2, 2, 1)] * 2, 1),
+    ("2.5d", [(1, 1, 4), (2, 2, 1)], 4), ("serial", [(1,), (1,)], 1)])
+def test_tied_words_are_those_of_the_blocks(scheme, sizes, copies):
+    """All ranks of a stage together receive the table, as often as they hold it."""
+    kind = mm3d.SCHEMES[scheme]
+    grids = [kind.grid_shape(one) for one in sizes]
+    first, last = (table_blocks(grid, mm3d.Layout(kind.down_weight), (17, 12)) for grid in grids)
+    both = [*transfers(first, last), *transfers(last, first)]
+    assert costs.tied_words(scheme, grids, 17, 12) == sum(one.words for one in both)
+    assert costs.tied_words(scheme, grids[:1], 17, 12) == copies * 17 * 12
