@@ -12,6 +12,7 @@ from mm3d.model.heads import TiedWeight
 from mm3d.model.initial_values import InitialValues, draw_parameter, gpt2_values
 from mm3d.model.specs import Builder
 from mm3d.model.transformer import Transformer
+from mm3d.schemes.product import Product
 
 
 class Output:
@@ -61,6 +62,22 @@ def draw_ends(parameters: list, seed: int, values: InitialValues) -> None:
     """Draw the initial values of parameters of the ends."""
     for p in parameters:
         draw_parameter(p, seed, values)
+
+
+def check_scheme(scheme: Any, tied: bool) -> None:
+    """Raise ValueError for a scheme that lacks what a GPT needs beyond a Transformer.
+
+    That is the layout of the table, and with a tied head products with it transposed.
+    """
+    missing = [] if hasattr(scheme, "down_weight") else ["down_weight"]
+    if tied:
+        outer, inner = scheme.spaces(1, 1)
+        product = type(scheme.product(inner, outer, (1, 1), (1, 1)))
+        missing += [name for name in ("forward_transposed", "backward_transposed")
+                    if getattr(product, name) is getattr(Product, name)]
+    if missing:
+        raise ValueError(f"scheme {scheme.name!r} has no {' and no '.join(missing)}: a "
+                         f"{'tied ' * tied}GPT needs it, another scheme would do")
 
 
 class WholeGPT:

@@ -10,7 +10,7 @@ from mm3d.arrays.backend import Array
 from mm3d.grid.axis import Traffic
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.dropout import DropoutSpec
-from mm3d.model.gpt_ends import Output, draw_ends
+from mm3d.model.gpt_ends import Output, check_scheme, draw_ends
 from mm3d.model.gpt_spec import embedding_spec
 from mm3d.model.initial_values import gpt2_values
 from mm3d.model.parameters import Parameter, check_state
@@ -90,6 +90,7 @@ class GPT:
                  label_smoothing: float = 0.0, z_loss: float = 0.0, ignored: int = -1,
                  dropout: float = 0.0, **options: Any) -> None:
         check_vocabulary(vocab, label_smoothing, z_loss)
+        check_scheme(mesh.scheme, tied)
         if isinstance(schedule, str) and microbatches is None:
             microbatches = 1
         self.mesh, self.comm, self.vocab, self.ignored = mesh, mesh.comm, vocab, ignored

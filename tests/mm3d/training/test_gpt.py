@@ -6,6 +6,7 @@ import pytest
 
 import mm3d
 from gpts import SIZES, differences, serial, tokens_and_targets, train
+from mm3d.schemes import serial as serial_scheme
 from mm3d.training.gpt import check_tokens
 
 # By ranks: stages, scheme, grid.
@@ -98,6 +99,20 @@ def test_all_messages_between_stages_are_synchronous_where_asked(comm):
     loss = model.step(*tokens_and_targets())
     assert abs(loss - serial()["losses"][0]) <= 1e-12 * loss
     model.free()
+    mesh.free()
+
+
+@pytest.mark.parametrize("owner, name", [
+    (serial_scheme.Serial, "down_weight"), (serial_scheme.SerialProduct, "forward_transposed"),
+    (serial_scheme.SerialProduct, "backward_transposed")])
+def test_a_scheme_without_what_a_gpt_needs_is_named(comm, monkeypatch, owner, name):
+    """Before a step begins; without a tied head nothing is multiplied by the table transposed."""
+    mesh = mm3d.Mesh(comm, 1, "serial")
+    monkeypatch.delattr(owner, name)
+    with pytest.raises(ValueError, match=f"scheme 'serial' has no {name}: a tied GPT needs it"):
+        mm3d.GPT(mesh, **SIZES)
+    if name != "down_weight":
+        mm3d.GPT(mesh, **SIZES, tied=False).free()
     mesh.free()
 
 
