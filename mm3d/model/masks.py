@@ -42,11 +42,11 @@ def dropped_of_65536(probability: float) -> int:
     Raises
     ------
     ValueError
-        When it is no probability below 1.
+        When it is no probability, or too near 1 to be told from it in 16 bits.
     """
     if not 0 <= probability < 1 - 2.0 ** -BITS:
-        raise ValueError(f"dropout={probability!r}: a probability of at least 0 and below 1 would "
-                         f"do")
+        raise ValueError(f"dropout={probability!r}: a probability of at least 0 and below "
+                         f"1 - 2^-{BITS} would do")
     return round(probability * 2 ** BITS)
 
 

@@ -40,9 +40,9 @@ def test_masks_differ_by_seed_step_and_layer_and_drop_the_right_share():
     assert kept(dropped=0).all() and dropped_of_65536(0.5) == 2 ** 15
 
 
-@pytest.mark.parametrize("probability", [-0.1, 1.0, 1.5, float("nan")])
+@pytest.mark.parametrize("probability", [-0.1, 0.99999, 1.0, 1.5, float("nan")])
 def test_what_is_no_probability_is_refused(probability):
-    with pytest.raises(ValueError, match="below 1 would do"):
+    with pytest.raises(ValueError, match=r"below 1 - 2\^-16 would do"):
         model_spec(ModelSizes(**SIZES), dropout=probability)
 
 
