@@ -29,11 +29,12 @@ class MaskKey:
     ----------
     place : tuple of int, or None
         Step of training, and number in the global batch of the first sequence of the activations;
-        None where nothing is dropped, as in validation.
+        None, at first and in validation, where nothing is dropped.
     """
 
     def __init__(self, seed: int) -> None:
-        self.seed, self.place = seed, (0, 0)
+        self.seed: int = seed
+        self.place: tuple[int, int] | None = None
 
 
 def dropped_of_65536(probability: float) -> int:

@@ -92,8 +92,8 @@ class Transformer:
     outer, inner : Space
         The spaces of activations outside and inside a pair of linear layers.
     mask_key : MaskKey
-        Key of the masks of dropout.  Set its `place` before a forward; backward uses that of its
-        own forward.
+        Key of the masks of dropout.  Set its `place` before each forward, without which nothing
+        is dropped; backward uses that of its own forward, and leaves it there.
     """
 
     def __init__(self, scheme: Scheme, layers: int, hidden: int, heads: int, batch: int, seq: int,

@@ -9,6 +9,7 @@ from mm3d.model import cost
 from mm3d.model.dropout import Dropout, DropoutResidual
 from mm3d.model.masks import MaskKey, draw_kept, dropped_of_65536
 from mm3d.model.recomputation import POLICIES
+from mm3d.tracing.dry_run import trace_step
 from models import PARALLELISMS, SOME, Parallelism
 
 SIZES = dict(layers=2, hidden=20, heads=5, batch=6, seq=7)
@@ -124,11 +125,23 @@ def test_gradients_are_central_differences():
     """Along random directions of input and parameters."""
     with Parallelism("serial").on(MPI.COMM_SELF) as scheme:
         model = mm3d.Transformer(scheme, **SIZES, **OPTIONS)
+        model.mask_key.place = 0, 0
         x, dy, u = (np.array(model.random(name)) for name in ("x", "dy", "u"))
         dx = model.backward(dy, model.forward(x)[1])
         step = 1e-5
         plus, minus = (np.vdot(model.forward(x + sign * step * u)[0], dy) for sign in (1, -1))
         assert np.isclose((plus - minus) / (2 * step), np.vdot(dx, u), rtol=1e-7)
+
+
+def test_nothing_is_dropped_before_a_place_is_set():
+    """So a forward of validation by itself is right; a dry run is one of training."""
+    with Parallelism("serial").on(MPI.COMM_SELF) as scheme:
+        model, plain = (mm3d.Transformer(scheme, **SIZES, **OPTIONS | {"dropout": p})
+                        for p in (0.25, 0.0))
+        x = model.random("x")
+        assert np.array_equal(model.forward(x)[0], plain.forward(x)[0])
+    events = trace_step("serial", 1, **SIZES, dropout=0.25).events
+    assert any(where == "residual" and "multiply" in str(event) for _, where, event in events)
 
 
 def test_it_moves_and_saves_nothing():
