@@ -45,13 +45,13 @@ _TRAINING = {"GPT": "mm3d.training.gpt", "Mesh": "mm3d.training.mesh",
              "warmup_cosine": "mm3d.training.learning_rates",
              "save": "mm3d.checkpoints.saving", "restore": "mm3d.checkpoints.restoring"}
 
-__all__ = ["Axis", "GPT", "Grid", "Layout", "Mesh", "ModelSizes", "Pipeline", "SCHEMES", "Scheme",
-           "Space", "Split", "Traffic", "Transformer", "Vector", "Watchdog", "cost", "model_spec",
-           "registry", "scheme"]
+__all__ = ["Axis", "Grid", "Layout", "ModelSizes", "SCHEMES", "Scheme", "Space", "Split",
+           "Traffic", "Transformer", "Vector", "Watchdog", "cost", "model_spec", "registry",
+           "scheme", *_TRAINING]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a class of training when it is asked for: most programs need none of them."""
+    """Import what trains a model when it is asked for: most programs need none of it."""
     if name not in _TRAINING:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_TRAINING[name]), name)

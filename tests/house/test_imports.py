@@ -191,3 +191,8 @@ def test_no_module_asks_for_the_name_of_a_scheme():
     found = {f"{name}:{line}" for name, path in files.items()
              for line in comparisons(path.read_text(), set(mm3d.SCHEMES))}
     assert len(files) > 100 and not found, sorted(found)
+
+
+def test_every_public_name_is_there():
+    assert all(hasattr(mm3d, name) for name in mm3d.__all__)
+    assert {"GPT", "AdamW", "LossScaling", "warmup_cosine", "save", "restore"} <= set(mm3d.__all__)
