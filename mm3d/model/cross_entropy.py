@@ -82,7 +82,8 @@ class CrossEntropy:
             The sum of the losses, of shape (1,) in float64; and what `backward` needs.
         """
         xp = namespace(logits)
-        own, held, valid = self._rows(targets, accumulation_dtype(logits))
+        own, held = self._own_targets(targets)
+        valid = self._counting_rows(own, accumulation_dtype(logits))
         flat = xp.reshape(logits, (len(own), self._count))
         statistics = softmax_statistics(flat, bool(self.smoothing))
         self._put_target_logits(statistics, flat, held, own)
@@ -96,10 +97,13 @@ class CrossEntropy:
         loss *= valid
         return xp.sum(xp.astype(loss, xp.float64, copy=False), axis=0), (logits, lse)
 
-    def _rows(self, targets: Targets, dtype: Any) -> tuple[np.ndarray, np.ndarray, Array]:
-        """Return the targets of this rank's rows, which rows have it in this block, and which
-        count: 1, or 0 where it is ignored."""
+    def _own_targets(self, targets: Targets) -> tuple[np.ndarray, np.ndarray]:
+        """Return the targets of this rank's rows, and the rows that have theirs in this block."""
         own = targets.numbers[self._place].ravel()
+        return own, rows_held(own, self._first, self._count)
+
+    def _counting_rows(self, own: np.ndarray, dtype: Any) -> Array:
+        """Return (rows, 1) of `dtype`: 1, and 0 for rows whose target in `own` is ignored."""
         valid = self.space.grid.backend.empty((len(own), 1), dtype)
         valid[...] = 1
         ignored = np.flatnonzero(own == self.ignored)
@@ -108,7 +112,7 @@ class CrossEntropy:
             zeros = library.empty((len(ignored), 1), dtype)
             zeros[...] = 0
             library.put_rows(valid, ignored, zeros)
-        return own, rows_held(own, self._first, self._count), valid
+        return valid
 
     def _put_target_logits(self, statistics: Array, logits: Array, held: np.ndarray,
                            own: np.ndarray) -> None:
@@ -141,10 +145,23 @@ class CrossEntropy:
         """Compute the gradient of the sum of the losses by the logits, times ``targets.scale``.
 
         The memory of the logits is reused, unless a product gathers the result.
+
+        Parameters
+        ----------
+        targets : Targets
+            Those of `forward`.
+        saved : Any
+            The data that `forward` returned.
+
+        Returns
+        -------
+        Array
+            This rank's block of the gradient, (batch, seq, vocab).
         """
         logits, lse = saved
         library, xp, dtype = self.space.grid.backend, namespace(logits), lse.dtype
-        own, held, weight = self._rows(targets, dtype)
+        own, held = self._own_targets(targets)
+        weight = self._counting_rows(own, dtype)
         weight *= targets.scale
         factor = weight * (1 + 2 * self.z_loss * lse) if self.z_loss else weight
         out = self._empty(logits.dtype) if self._gathers else logits
