@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Callable
 
 import mm3d
-from bench.errors import StoreError, UsageError
+from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.training.history import History, HistoryFile
 from bench.experiments.training.plan import Placement, Plan, make_mesh, make_model, make_optimizer
 from bench.experiments.training.stopping import Stop, stop_on_request
@@ -141,7 +141,8 @@ def train(training: Training, course: Course,
     Raises
     ------
     WrongResult
-        On every rank, when the model computes a wrong loss or gradient; nothing is trained then.
+        On every rank, when the model computes a wrong loss or gradient, and nothing is trained
+        then; or when gradients are no longer finite.
     StoreError, UsageError
         On every rank alike, when the folder cannot be used, or is of another training.
     """
@@ -185,9 +186,19 @@ def is_due(done: int, steps: int, every: int) -> bool:
 
 
 def timed_step(training: Training, step: int, stop: Stop) -> tuple[float, float, str]:
-    """Train one step; return loss, seconds of the slowest rank, and why to stop if at all."""
+    """Train one step; return loss, seconds of the slowest rank, and why to stop if at all.
+
+    Raises
+    ------
+    WrongResult
+        On every rank alike, when the gradients are not finite.
+    """
     start = time.perf_counter()
-    loss = training.step(step)
+    try:
+        loss = training.step(step)
+    except FloatingPointError as error:
+        raise WrongResult(f"the gradients of step {step} are not finite: a lower --lr than "
+                          f"{training.plan.lr:g} would do") from error
     training.mesh.scheme.grid.backend.synchronize()
     return loss, *stop.agree(time.perf_counter() - start)
 

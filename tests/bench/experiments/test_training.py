@@ -21,6 +21,7 @@ from bench.reports.figures import training as figures
 from bench.reports.formats import render
 from bench.validation.files import check_file
 from bench.verbs import train
+from mm3d.training import optimizers
 from mm3d.training.gpt import GPT
 
 PLAN = Plan(layers=1, hidden=8, heads=2, batch=4, seq=6, steps=7, lr=0.01, warmup=2, dropout=0.1)
@@ -106,6 +107,12 @@ def test_speed_is_of_the_steps_of_this_run_alone(comm, tmp_path):
         assert check_file(path)[0] == [] and said in " ".join(
             render(training_tables.training_parts(run_file.read_run(path))).split())
     training.free()
+
+
+def test_a_training_that_diverges_says_what_would_do(comm, monkeypatch):
+    monkeypatch.setattr(optimizers, "largest_magnitude", lambda *given: np.inf)
+    with pytest.raises(WrongResult, match="gradients of step 0 are not finite: a lower --lr than"):
+        run(comm, COURSE)
 
 
 @pytest.mark.parametrize("broken, factor", [
