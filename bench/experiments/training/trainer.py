@@ -210,7 +210,9 @@ def open_history(training: Training, course: Course) -> HistoryFile | None:
     made = problem = None
     if training.comm.rank == 0:
         try:
-            made = HistoryFile(course.checkpoints, training.settings())
+            # Losses of other batches would be another curve of validation.
+            made = HistoryFile(course.checkpoints, {
+                **training.settings(), "validation_batches": course.validation_batches})
         except (StoreError, UsageError) as error:
             problem = error
     problem = training.comm.bcast(problem)

@@ -66,6 +66,8 @@ def test_a_stopped_training_goes_on_to_the_bit(comm, shared_tmp_path):
         one.free()
     with pytest.raises(UsageError, match="another training: lr 0.01, not 0.02"):
         run(comm, course, replace(PLAN, lr=0.02))
+    with pytest.raises(UsageError, match="another training: validation_batches 1, not 2"):
+        run(comm, replace(course, validation_batches=2))
 
 
 @pytest.mark.ranks(1, slow=(2,))
