@@ -167,7 +167,20 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
              if (value := getattr(arguments, name, None)) is not None}
     if arguments.compare:
         refuse_unused(arguments)
-    return Plan(**{**start.settings(), **given, "tied": not arguments.untied})
+    plan = Plan(**{**start.settings(), **given, "tied": not arguments.untied})
+    refuse_without_effect(plan, make_placement(arguments))
+    return plan
+
+
+def refuse_without_effect(plan: Plan, placement: Placement) -> None:
+    """Refuse options that the others leave without an effect: UsageError names the first."""
+    for nothing, option, value, remedy in (
+            (placement.data == 1, "zero", placement.zero, "--data 2 or more"),
+            (plan.optimizer != "sgd", "momentum", plan.momentum, "--optimizer sgd"),
+            (plan.optimizer == "sgd", "warmup", plan.warmup, "--optimizer adamw")):
+        if value and nothing:
+            raise UsageError(f"--{option} {value:g} would do nothing here: {remedy} would do, or "
+                             f"leave it out")
 
 
 def refuse_unused(arguments: argparse.Namespace) -> None:

@@ -170,6 +170,17 @@ def test_what_a_comparison_would_ignore_is_refused(options):
         train.make_plan(parser().parse_args(["train", "--compare", *options]))
 
 
+@pytest.mark.parametrize("words, said", [
+    ("--zero 3", "--zero 3 would do nothing here: --data 2 or more"),
+    ("--momentum 0.9", "--momentum 0.9 would do nothing here: --optimizer sgd"),
+    ("--warmup 5 --optimizer sgd", "--warmup 5 would do nothing here: --optimizer adamw")])
+def test_what_would_have_no_effect_is_refused(words, said):
+    train.make_plan(parser().parse_args([
+        "train", *"--zero 3 --data 2 --momentum 0 --warmup 5".split()]))
+    with pytest.raises(UsageError, match=said):
+        train.make_plan(parser().parse_args(["train", *words.split()]))
+
+
 def test_families_are_what_must_be_equal_to_the_bit():
     cases = list_cases(8)
     reference = reference_of(cases)
