@@ -158,6 +158,7 @@ def test_every_mesh_has_the_same_losses_gradients_and_weights(comm, shared_tmp_p
     assert check_file(path)[0] == []
     text = render(training_tables.meshes_parts(run_file.read_run(path)))
     assert "DIFFERENT" not in text and text.count("equal") > 8
+    assert "ZeRO 2 and 3 sum in another order" in " ".join(text.split())
     assert figures.meshes_picture(shared_tmp_path / "meshes.png", found).stat().st_size > 10_000
 
 
