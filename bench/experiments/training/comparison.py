@@ -88,6 +88,7 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
                          f"wrong factors of gradients, and float32 differences; sgd and float64 "
                          f"would do")
     cases, found = list_cases(comm.size), {}
+    check_cases(comm, cases, plan)
     for case in cases:
         if comm.rank == 0:
             report(case.name)
@@ -96,6 +97,31 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
     if comm.rank:
         return None
     return comparison_record(plan, text, cases, found, environs)
+
+
+def check_cases(comm: Any, cases: list[Case], plan: Plan) -> None:
+    """Raise UsageError, on all ranks, unless the model can be divided on every mesh."""
+    problem = None
+    for case in cases:
+        part = comm.Split(comm.rank >= case.ranks, comm.rank)
+        if comm.rank < case.ranks:
+            try:
+                mesh, model, _ = make_training(part, case, plan)
+                model.free()
+                mesh.free()
+            except ValueError as error:
+                problem = problem or f"{case.name}: {error}"
+        part.Free()
+    problem = comm.bcast(problem)    # rank 0 is part of every mesh
+    if problem:
+        raise UsageError(problem)
+
+
+def make_training(comm: Any, case: Case, plan: Plan) -> tuple[Any, Any, Any]:
+    """Make the mesh, the model and its optimizer on all ranks of `comm`; ValueError if not."""
+    mesh = make_mesh(case.placement, comm)
+    model = make_model(plan, case.placement, mesh)
+    return mesh, model, make_optimizer(plan, model)
 
 
 def train_case(comm: Any, case: Case, plan: Plan, text: Text) -> Trained | None:
@@ -117,9 +143,8 @@ def train_case(comm: Any, case: Case, plan: Plan, text: Text) -> Trained | None:
 
 def train_steps(comm: Any, case: Case, plan: Plan, text: Text) -> Trained:
     """Train the steps of a plan on all ranks of `comm`."""
-    mesh = make_mesh(case.placement, comm)
-    model = make_model(plan, case.placement, mesh)
-    optimizer, losses, gradients = make_optimizer(plan, model), [], {}
+    mesh, model, optimizer = make_training(comm, case, plan)
+    losses, gradients = [], {}
     for step in range(plan.steps):
         model.dropout_step = step
         losses.append(model.step(*text.batch(plan.seed, step, plan.batch, plan.seq)))

@@ -162,6 +162,13 @@ def test_every_mesh_has_the_same_losses_gradients_and_weights(comm, shared_tmp_p
     assert figures.meshes_picture(shared_tmp_path / "meshes.png", found).stat().st_size > 10_000
 
 
+def test_meshes_that_cannot_be_are_refused_before_the_first_is_trained(comm):
+    begun = []
+    with pytest.raises(UsageError, match="serial, 4 micro-batches: "):
+        comparison.compare_meshes(comm, replace(COMPARED, batch=6), TEXT, begun.append)
+    assert begun == []
+
+
 @pytest.mark.parametrize("options", [
     ["--data", "2"], ["--scheme", "1d"], ["--grid", "1x2x1"], ["--backend", "numpy"],
     ["--recompute", "full"], ["--max-seconds", "5"], ["--sample", "3"], ["--checkpoints", "none"]])
