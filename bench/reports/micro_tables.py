@@ -7,7 +7,8 @@ from typing import Callable, Sequence
 import numpy as np
 
 from bench.experiments.products import operands
-from bench.records.measurements import Measurements
+from bench.experiments.products.problem import copied_operands
+from bench.records.measurements import Measurements, grid_shape
 from bench.reports.document import (Cell, Column, Notes, Number, Part, Rows, Table,
                                     number_cell)
 from bench.reports.emulated import describe_cluster
@@ -140,6 +141,8 @@ def matmul_parts(records: Sequence[Measurements]) -> list[Part]:
         for p, phase in enumerate(record.scales["phase"]):
             product, _, process = found["seconds"][p, :, 0]
             words, least = int(found["words"][p].max()), found["least_words"][p]
+            if copied_operands(chosen["scheme"], chosen["form"], grid_shape(chosen), phase):
+                least = math.nan
             rows.append([
                 f"{chosen['form']} {chosen['M']} x {chosen['N']} x {chosen['K']}",
                 chosen["dtype"], f"{chosen['scheme']} {chosen['grid']}", chosen["transport"],
@@ -185,6 +188,11 @@ def matmul_notes(records: Sequence[Measurements]) -> list[str]:
                  "process / the local products without communication.")
     notes.append(words_note(record.configuration["transport"] for record in records)
                  + " They are the busiest rank's.")
+    if any(copied_operands(record.configuration["scheme"], record.configuration["form"],
+                           grid_shape(record.configuration), phase)
+           for record in records for phase in record.scales["phase"]):
+        notes.append("No bound where an operand has copies before the product: it is for operands "
+                     "that are stored once.")
     if any("backward" in record.scales["phase"] for record in records):
         notes.append("The bound of backward is that of its two products apart, which share dC: "
                      "fewer words are possible.")

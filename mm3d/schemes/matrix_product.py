@@ -9,7 +9,7 @@ from typing import Mapping
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
-from mm3d.grid.axis import Split
+from mm3d.grid.axis import Axis, Split
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.schemes.closed_form import Move
@@ -33,7 +33,8 @@ def element_counts(form: str, shape: tuple[int, int, int]) -> dict[str, int]:
 class MatrixProduct(ABC):
     """Compute C = A B, A B^T or A^T B of matrices divided over a grid, and its gradients.
 
-    No element of A, B or C is stored on more than one rank before and after the product.
+    Every element of A, B and C is stored on one rank before and after the product, or, along
+    directions that a layout does not name, on all ranks alike.
 
     Parameters
     ----------
@@ -71,9 +72,10 @@ class MatrixProduct(ABC):
         self.directions = dict(zip("ABC", self.DIRECTIONS[form]))
         self._splits: dict[str, Split] = {}
 
-    def observed_split(self, split: Split, name: str) -> Split:
+    def observed_split(self, split: Split | Axis, name: str) -> Split | Axis:
         """Return `split`, which communicates the matrix `name`; observers wrap this method."""
         return split
+
 
     def split(self, name: str) -> Split:
         """Return the `Split` of the matrix `name` along its direction of communication."""
@@ -90,6 +92,13 @@ class MatrixProduct(ABC):
         Their words, over all ranks, are exact for any sizes.
         """
         return None
+
+    @classmethod
+    def copied_along(cls, sizes: Mapping[str, int], form: str, name: str) -> str:
+        """Return the directions along which all ranks store the same of "A", "B" or "C"."""
+        layout = Layout(cls.LAYOUTS[form]["ABC".index(name)])
+        return "".join(direction for direction, size in sizes.items()
+                       if size > 1 and direction not in layout.letters)
 
     @abstractmethod
     def forward(self, A: Array, B: Array) -> Array:

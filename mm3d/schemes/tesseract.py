@@ -20,9 +20,10 @@ from mm3d.grid.axis import Axis, Split
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
+from mm3d.schemes.matrix_product import element_counts
 from mm3d.schemes.product import Product
 from mm3d.schemes.scheme import Scheme, SpaceLayout
-from mm3d.schemes.summa import SummaProduct
+from mm3d.schemes.summa import SummaMatrixProduct, SummaProduct
 
 
 class TesseractProduct(SummaProduct):
@@ -46,6 +47,31 @@ class TesseractProduct(SummaProduct):
         return dC, self.depth.all_reduce(dB)
 
 
+class TesseractMatrixProduct(SummaMatrixProduct):
+    """Compute C = A B, A B^T or A^T B of two matrices whose rows d layers divide.
+
+    The third is there once in each layer, as weights are: B, or the sum C = A^T B.
+    """
+
+    LAYOUTS = {"ab": ("zx,y", "x,y", "zx,y"), "abt": ("zx,y", "x,y", "zx,y"),
+               "atb": ("zx,y", "zx,y", "x,y")}
+
+    @classmethod
+    def forward_moves(cls, sizes: Mapping[str, int], form: str,
+                      shape: tuple[int, int, int]) -> list[Move]:
+        """List those of SUMMA in each layer, and the sum of A^T B over the layers."""
+        d, (divided, copied) = sizes["z"], super().forward_moves(sizes, form, shape)
+        moves = [divided, copied._replace(words=d * copied.words)]
+        whole = 2 * (d - 1) * element_counts(form, shape)["C"]
+        return moves + [Move("z", "all_reduce", whole)] * (form == "atb")
+
+    def _multiply(self, form: str, names: str, blocks: dict[str, Array]) -> Array:
+        product = super()._multiply(form, names, blocks)
+        if form != "atb":
+            return product
+        return self.observed_split(self.grid.z, names[2]).all_reduce(product)
+
+
 class Tesseract(Scheme):
     """Divide rows over d layers of q x q ranks, and all matrices of a layer into q x q blocks.
 
@@ -57,6 +83,7 @@ class Tesseract(Scheme):
     title = "2.5-D"
     directions = "xyz"
     down_weight = "x,y"
+    matrix_product = TesseractMatrixProduct
 
     @classmethod
     def default_grid(cls, ranks: int) -> tuple[int, ...]:

@@ -136,11 +136,15 @@ def reject(problem: str | None, when: str = "") -> None:
 
 
 def check_results(problem: Problem, results: dict[str, Array], seed: int) -> list[Check]:
-    """Check C, or dA and dB."""
+    """Check C, or dA and dB, and that all copies of one are alike."""
     found = []
     for name, block in results.items():
-        result = problem.distributed(name.removeprefix("d"), block)
+        matrix = name.removeprefix("d")
+        result = problem.distributed(matrix, block)
         found += freivalds.check_product(name, *problem.factors(name), result, seed, problem.dtype)
+        if problem.copied_along(matrix):
+            found.append(Check(f"copies of {name}", problem.copies_differ(matrix, block),
+                               found[-1].tolerance))
     return found
 
 

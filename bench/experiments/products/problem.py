@@ -3,6 +3,7 @@
 from typing import Any, Callable, Sequence
 
 import numpy as np
+from mpi4py import MPI
 
 from bench.checks.freivalds import DistributedMatrix
 from bench.experiments.products import operands
@@ -25,6 +26,13 @@ def schemes_with_products() -> list[str]:
 def find_product(name: str) -> type[GridAlgorithm] | None:
     """Return the algorithm called `name`; None if it has no products of plain matrices."""
     return algorithms_with_products().get(name)
+
+
+def copied_operands(name: str, form: str, sizes: GridShape, phase: str = "forward") -> list[str]:
+    """List the operands of which an algorithm has copies before a phase, as no bound assumes."""
+    cls = find_product(name)
+    return [matrix for matrix in ("AB" if phase == "forward" else "ABC")
+            if cls and cls.matrix_product.copied_along(sizes, form, matrix)]
 
 
 def product_grid(scheme: str, comm, sizes: Sequence[int] | GridShape | None = None,
@@ -85,8 +93,16 @@ class Problem:
         self.layouts, self.shapes = self.product.layouts, self.product.shapes
         self.blocks = {name: operands.fill(
             operands.allocate(self.layouts[name], grid, self.shapes[name], dtype, direction),
-            grid.backend, seed, name, grid.comm.rank)
+            grid.backend, seed, name, grid.shape.rank(self._first_copy(name)))
             for name, direction in self.product.directions.items()}
+
+    def copied_along(self, name: str) -> str:
+        """Return the directions along which all ranks store the same of A, B or C."""
+        return self.product.copied_along(self.grid.shape, self.form, name)
+
+    def _first_copy(self, name: str) -> dict[str, int]:
+        """Return the coordinates of the first rank that stores this rank's block of a matrix."""
+        return {**self.grid.coords, **dict.fromkeys(self.copied_along(name), 0)}
 
     def forward(self) -> dict[str, Array]:
         """Compute this rank's block of C."""
@@ -103,11 +119,28 @@ class Problem:
         return {"forward": self.forward, "backward": self.backward}
 
     def distributed(self, name: str, block: Array | None = None) -> DistributedMatrix:
-        """Return A, B or C for `bench.checks.freivalds`: as drawn, or the `block` of a result."""
-        block = self.blocks[name] if block is None else block
-        return DistributedMatrix(self.grid.backend.to_host(block),
-                                 self.layouts[name].slices(self.grid, self.shapes[name]),
-                                 self.shapes[name], self.grid.comm)
+        """Return A, B or C for `bench.checks.freivalds`: as drawn, or the `block` of a result.
+
+        Of a matrix with copies it is the first one, with empty blocks on the other ranks.
+        """
+        host = self.grid.backend.to_host(self.blocks[name] if block is None else block)
+        place = self.layouts[name].slices(self.grid, self.shapes[name])
+        if self._first_copy(name) != self.grid.coords:
+            host, place = host[:0, :0], (slice(0, 0), slice(0, 0))
+        return DistributedMatrix(host, place, self.shapes[name], self.grid.comm)
+
+    def copies_differ(self, name: str, block: Array) -> float:
+        """Return how much the copies of a matrix differ, over its largest element; all ranks call.
+        """
+        host = np.ascontiguousarray(self.grid.backend.to_host(block))
+        worst = 0.0
+        for direction in self.copied_along(name):
+            first = host.copy()
+            self.grid[direction].comm.Bcast([first, MPI.BYTE])
+            worst = max(worst, np.nan_to_num(np.abs(host - first).max(initial=0), nan=np.inf))
+        largest = float(np.abs(host).max(initial=0))
+        worst, largest = (self.grid.comm.allreduce(one, MPI.MAX) for one in (worst, largest))
+        return worst / largest if worst else 0.0
 
     def factors(self, result: str) -> tuple[DistributedMatrix, DistributedMatrix]:
         """Return the two matrices whose plain product is C, dA or dB."""

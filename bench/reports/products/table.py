@@ -2,9 +2,11 @@
 
 import math
 
+from bench.experiments.products.problem import copied_operands
 from bench.experiments.products.side_by_side import mean_words, record_grids
 from bench.records.measurements import Measurements
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
+from mm3d.grid.shape import GridShape
 
 COLUMNS = [
     Column("", "product"), Column("", "grid"),
@@ -33,7 +35,7 @@ def products_parts(record: Measurements) -> list[Part]:
         rows.append([
             name, str(grids[name]), number_cell(mean, ".1f"),
             number_cell(mean_words(total, ranks), ".1f"), same, int(words.max()),
-            number_cell(mean / least if least > 0 else math.nan, ".3f"),
+            number_cell(_over_bound(mean, least, name, chosen["form"], grids[name]), ".3f"),
             number_cell(mean / bound if bound > 0 else math.nan, ".3f"),
             int(found["messages"][s].max()), int(found["rounds"][s].max()),
             number_cell(found["memory"][s].max() / 1024, ".1f"),
@@ -42,6 +44,12 @@ def products_parts(record: Measurements) -> list[Part]:
     title = (f"Products {chosen['form']} {chosen['M']} x {chosen['N']} x {chosen['K']} "
              f"{chosen['dtype']} on {ranks} ranks")
     return [Table(title, COLUMNS, rows), Notes("About these products:", _notes(record, least))]
+
+
+def _over_bound(words: float, least: float, name: str, form: str, grid: GridShape) -> float:
+    """Divide by the bound for any memory; NaN where it is none, or not for copied operands."""
+    holds = least > 0 and not copied_operands(name, form, grid)
+    return words / least if holds else math.nan
 
 
 def _notes(record: Measurements, least: float) -> list[str]:
@@ -54,7 +62,8 @@ def _notes(record: Measurements, least: float) -> list[str]:
              f"tolerance.",
              f"Bound for any memory: {least:.1f} words a rank (Al Daas and others, 2022). Bound "
              "for its memory: MNK / (2 sqrt(2) P sqrt(S)) - S (Irony, Toledo and Tiskin, 2004) "
-             "of S words, its peak alone; \"-\": with so much memory this says nothing.",
+             "of S words, its peak alone; \"-\": with so much memory this says nothing, or an "
+             "operand has copies before the product, which the bound for any memory excludes.",
              "Messages, rounds and memory are the busiest rank's. "
              "Rounds are calls of collectives, one "
              "after another; a broadcast or a gather along q ranks takes more than one step of a "

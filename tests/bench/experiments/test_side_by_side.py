@@ -3,7 +3,8 @@ import numpy as np
 import pytest
 
 from bench.experiments.products import side_by_side
-from bench.experiments.products.matmul import Limits
+from bench.experiments.products.matmul import Limits, check_results
+from bench.experiments.products.problem import Problem, product_grid
 from bench.errors import WrongResult
 from bench.records import run_file
 from bench.reports.products import table
@@ -13,6 +14,7 @@ from bench.validation.files import check_file
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.schemes.products_alone import cannon
+from mm3d.schemes.tesseract import TesseractMatrixProduct
 from support import run_ranks
 
 SHAPE = (9, 12, 10)
@@ -53,6 +55,23 @@ def test_a_wrong_product_is_found(comm, monkeypatch):
     monkeypatch.setitem(cannon.CannonMatrixProduct.ALGORITHMS, "ab", (wrong, "AB"))
     with pytest.raises(WrongResult, match="off by"):
         side_by_side.measure_side_by_side("ab", SHAPE, "float64", comm, "numpy", LIMITS)
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("layer, found", [(0, 3), (3, 1)])
+def test_a_wrong_copy_is_found(comm, monkeypatch, layer, found):
+    """The first copy is compared with the product, the others with the first."""
+    def wrong(product, *given):
+        return right(product, *given) * (1.001 if product.grid.z.rank == layer else 1)
+    right = TesseractMatrixProduct._multiply
+    problem = Problem("2.5d", "atb", product_grid("2.5d", comm, (1, 1, 4), "numpy"), SHAPE,
+                      "float64")
+    assert all(check.passed for check in check_results(problem, problem.forward(), 0))
+    monkeypatch.setattr(TesseractMatrixProduct, "_multiply", wrong)
+    failed = [check.quantity for check in check_results(problem, problem.forward(), 0)
+              if not check.passed]
+    assert len(failed) == found and failed[-1] == "copies of C"
+    problem.grid.free()
 
 
 def test_the_bound_with_memory():

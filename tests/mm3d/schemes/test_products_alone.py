@@ -17,9 +17,9 @@ from support import run_ranks
 
 NAMES = list(algorithms_with_products())
 every_form = pytest.mark.parametrize("form", FORMS)
-# Schemes have tests of their own.
+# Other schemes have tests of their own.
 every_name = pytest.mark.parametrize("name", [
-    name if name in PRODUCTS_ALONE else pytest.param(name, marks=pytest.mark.slow)
+    name if name in {*PRODUCTS_ALONE, "2.5d"} else pytest.param(name, marks=pytest.mark.slow)
     for name in NAMES])
 
 
@@ -75,11 +75,14 @@ def test_results_are_exact_and_words_those_of_the_closed_form(comm, name, form):
                 whole[letter], grid)), (grid, letter)
         sums = comm.allreduce(np.array([np.vdot(blocks["C"], C), np.vdot(dA, blocks["A"]),
                                         np.vdot(dB, blocks["B"])]))
+        sums /= [np.prod([grid.shape[direction] for direction in product.copied_along(
+            grid.shape, form, letter)]) for letter in "CAB"]
         assert sums[0] == sums[1] == sums[2] != 0, grid
 
 
 @pytest.mark.parametrize("name, sizes", [("cannon", (3, 3)), ("2.5d-sd", (3, 3, 2)),
-                                         ("2.5d-sd", (4, 4, 3)), ("agarwal", (3, 2, 4))])
+                                         ("2.5d-sd", (4, 4, 3)), ("agarwal", (3, 2, 4)),
+                                         ("2.5d", (3, 3, 2)), ("2.5d", (2, 2, 3))])
 @every_form
 def test_words_of_uneven_blocks_on_larger_grids(name, sizes, form):
     """Of every rank, run dry."""
@@ -95,7 +98,8 @@ def test_words_of_uneven_blocks_on_larger_grids(name, sizes, form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, grid", [("cannon", "3x3"), ("2.5d-sd", "3x3x2")])
+@pytest.mark.parametrize("name, grid", [("cannon", "3x3"), ("2.5d-sd", "3x3x2"),
+                                        ("2.5d", "3x3x2")])
 def test_shifts_go_the_right_way(name, grid, tmp_path):
     """On two rows of ranks forward and back are the same; three tell them apart."""
     ranks = int(np.prod([int(size) for size in grid.split("x")]))
