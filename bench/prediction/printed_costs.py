@@ -8,7 +8,7 @@ what a rank counts in a dry run of both.  Biases are left out.
 
 import math
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
 from mm3d.grid.shape import GridShape
 from mm3d.model.sizes import ModelSizes
@@ -107,20 +107,22 @@ def list_costs(ranks: int, sizes: ModelSizes) -> tuple[list[PairCosts], list[str
 
 def printed_pair(grid: GridShape, sizes: ModelSizes, printed: Printed) -> dict[str, float]:
     """Multiply the printed shares by the sizes of the matrices of both layers."""
-    outer, inner, weight = _matrices(sizes)
+    M, h, wide = sizes.tokens, sizes.hidden, sizes.mlp_factor * sizes.hidden
+    return printed_sum(grid, [(M, h, wide), (M, wide, h)], printed)
+
+
+def printed_sum(grid: GridShape, products: Iterable[tuple[int, int, int]],
+                printed: Printed) -> dict[str, float]:
+    """Add up the costs in print of linear layers, whose products are M x N times N x K."""
     P, q = grid.ranks, grid.sizes[0]
     place = P, q, P // q ** 2
     flops, parameters, activations, messages = printed.shares(*place)
-    words = sum(printed.words(*place, A, weight, C) for A, C in ((outer, inner), (inner, outer)))
-    return dict(zip(COSTS, (12 * sizes.tokens * weight * flops,
-                            2 * weight * parameters, (outer + inner) * activations, words,
-                            2 * messages)))
-
-
-def _matrices(sizes: ModelSizes) -> tuple[int, int, int]:
-    """Return the elements of the outer and the inner activation, and of a weight."""
-    wide = sizes.mlp_factor * sizes.hidden
-    return sizes.tokens * sizes.hidden, sizes.tokens * wide, sizes.hidden * wide
+    found = dict.fromkeys(COSTS, 0.0)
+    for M, N, K in products:
+        one = (6 * M * N * K * flops, N * K * parameters, M * N * activations,
+               printed.words(*place, M * N, N * K, M * K), messages)
+        found = {cost: found[cost] + value for cost, value in zip(COSTS, one)}
+    return found
 
 
 def count_pair(name: str, grid: GridShape, sizes: ModelSizes,

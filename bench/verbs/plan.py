@@ -6,10 +6,12 @@ import time
 from bench.errors import UsageError
 from bench.prediction import machine_model, pipeline_seconds, planner
 from bench.prediction.closed_form_plan import screen_grid
+from bench.prediction.layer_costs import list_layer_costs
 from bench.prediction.printed_costs import list_costs
 from bench.reports import predicted_pipelines
 from bench.reports.formats import render
 from bench.reports.plan_tables import plan_remarks, plan_table
+from bench.reports.products.layer_costs import layer_costs_parts
 from bench.reports.products.printed_costs import printed_costs_parts
 from bench.command_line import grids, options, pipeline_options
 from mm3d import ModelSizes
@@ -27,7 +29,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="number of plans to print (default 12)")
     parser.add_argument("--costs", action="store_true", help=(
         "also print what two linear layers cost a rank in 1-D, 2-D, 2.5-D and 3-D, as counted by "
-        "dry runs and as the documentation of Colossal-AI prints it"))
+        "dry runs and as the documentation of Colossal-AI prints it, and what a Transformer layer "
+        "costs the least, the mean and the busiest rank in every scheme"))
     options.add_recompute(parser)
     pipeline_options.add_pipeline(parser)
     options.add_pictures(parser)
@@ -64,6 +67,7 @@ def run(arguments: argparse.Namespace) -> int:
              plan_remarks(found, sizes, ranks, took)]
     if arguments.costs:
         parts += printed_costs_parts(*list_costs(ranks, sizes), ranks, sizes)
+        parts += layer_costs_parts(*list_layer_costs(ranks, sizes), ranks, sizes)
     print(render(parts, arguments.format))
     if arguments.pictures:
         from bench.reports.figures.prediction import draw_plans

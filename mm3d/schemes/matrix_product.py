@@ -76,7 +76,6 @@ class MatrixProduct(ABC):
         """Return `split`, which communicates the matrix `name`; observers wrap this method."""
         return split
 
-
     def split(self, name: str) -> Split:
         """Return the `Split` of the matrix `name` along its direction of communication."""
         if name not in self._splits:

@@ -61,6 +61,7 @@ def test_the_table(capsys):
                  "--batch", "4", "--seq", "8", "--top", "1", "--costs"]) == 0
     out = capsys.readouterr().out
     assert "counted and printed costs" in out and "0.5000" in out and "Left out: 3d: " in out
+    assert "One Transformer layer" in out and "counted on every rank" in out
 
 
 def test_depth_one_leaves_nothing_out():

@@ -1,0 +1,108 @@
+"""Count what one Transformer layer costs every rank in each scheme, by dry runs of all ranks.
+
+Ranks differ where sizes do not divide evenly, and where a scheme stores matrices on some of them
+only.  What is in print of linear layers (`bench.prediction.printed_costs`) is added up over the
+four of a Transformer layer, to stand beside the counts.
+"""
+
+from collections import Counter
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from bench.prediction.printed_costs import PRINTED, Printed, printed_sum
+from mm3d.grid.shape import GridShape
+from mm3d.model import cost
+from mm3d.model.sizes import ModelSizes
+from mm3d.model.transformer_spec import model_spec
+from mm3d.schemes import find_scheme, registry
+from mm3d.tracing.dry_run import trace_step
+from mm3d.tracing.events import Pass
+from mm3d.tracing.trace import Trace
+
+# Operations of matrix products; elements that elementwise passes read and write; elements of the
+# parameters, and of what forward keeps for backward; words and messages of both passes.
+COUNTS = ("flops", "elementwise", "parameters", "activations", "words", "messages")
+MOST_RANKS = 128    # that are traced one by one
+ITEM = 4            # bytes of an element
+
+
+@dataclass(frozen=True)
+class LayerCosts:
+    """What one Transformer layer costs the ranks of a grid, as counted and as in print.
+
+    Attributes
+    ----------
+    scheme : str
+        The name of the scheme, with its options.
+    grid : GridShape
+        Its grid.
+    counted : dict of str to ndarray
+        Each of `COUNTS` of every rank.
+    moved : dict of (str, str) to float
+        Words of a rank, in the mean, by direction and collective.
+    printed : dict of str to float
+        The costs in print of the four linear layers; empty if there are none.
+    """
+
+    scheme: str
+    grid: GridShape
+    counted: dict[str, np.ndarray]
+    moved: dict[tuple[str, str], float]
+    printed: dict[str, float]
+
+
+def list_layer_costs(ranks: int, sizes: ModelSizes) -> tuple[list[LayerCosts], list[str]]:
+    """Count a Transformer layer on every rank, in each scheme on its own grid.
+
+    Returns
+    -------
+    list of LayerCosts, list of str
+        The costs, and why schemes or all of them are left out.
+    """
+    if ranks > MOST_RANKS:
+        return [], [f"a Transformer layer, of which every rank is traced: {ranks} ranks are more "
+                    f"than {MOST_RANKS}"]
+    found, missing = [], []
+    in_print = {(name, *options.items()): printed for name, options, printed in PRINTED}
+    for name, options in [*((name, {}) for name, cls in registry().items() if cls.divides_work),
+                          ("3d", {"keep": "both"})]:
+        cls = find_scheme(name)
+        try:
+            grid = cls.grid_shape(cls.default_grid(ranks))
+        except ValueError as error:
+            missing += [f"{name}: {error}"] * (not options)
+            continue
+        found.append(count_layer(name, grid, sizes, options,
+                                 in_print.get((name, *options.items()))))
+    return found, missing
+
+
+def count_layer(name: str, grid: GridShape, sizes: ModelSizes, options: dict[str, Any],
+                printed: Printed | None = None) -> LayerCosts:
+    """Count forward and backward of a Transformer layer on every rank of a grid."""
+    one = replace(sizes, layers=1)
+    traces = [trace_step(name, grid.ranks, grid, rank, options=options, **one)
+              for rank in range(grid.ranks)]
+    moved: Counter = Counter()
+    for trace in traces:
+        for phase in trace.traffic.values():
+            for key, traffic in phase.items():
+                moved[key] += traffic.words / grid.ranks
+    linear = [product.extents for product, times in cost.products(model_spec(one)).items()
+              for _ in range(times)]
+    every = [_counts(trace) for trace in traces]
+    return LayerCosts(
+        " ".join([name, *(f"{key}={value}" for key, value in options.items())]), grid,
+        {count: np.array([each[count] for each in every]) for count in COUNTS}, dict(moved),
+        printed_sum(grid, linear, printed) if printed else {})
+
+
+def _counts(trace: Trace) -> dict[str, int]:
+    """Return each of `COUNTS` of a traced rank."""
+    passed = sum(times * event.bytes for event, times in trace.count(Pass).items())
+    messages = sum(traffic.messages for phase in trace.traffic.values()
+                   for traffic in phase.values())
+    return dict(zip(COUNTS, (trace.flops(), passed // ITEM, trace.parameters // 2 // ITEM,
+                             trace.saved // ITEM, trace.words(), messages)))
