@@ -2,7 +2,7 @@
 
 import math
 import sys
-from typing import Callable
+from typing import Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
@@ -37,6 +37,29 @@ def take_samples(sample: Callable[[], float], limits: timing.Limits,
     for _ in repetitions:
         found.append(sample())
     return found, repetitions.ended_by
+
+
+def take_samples_in_turns(samples: Sequence[Callable[[], float]], limits: timing.Limits, seed: int,
+                          comm) -> np.ndarray:
+    """Take one sample of each in every round, in random order, until the limits are reached.
+
+    Every rank calls this.  The rounds end when the intervals of all are narrow enough.
+
+    Returns
+    -------
+    ndarray
+        The samples, (functions, rounds).
+    """
+    found: list[np.ndarray] = []
+    order = np.random.default_rng(seed)
+    repetitions = timing.Repetitions(
+        limits, comm, lambda: [median_interval(column) for column in np.transpose(found)])
+    for _ in repetitions:
+        row = np.empty(len(samples))
+        for index in order.permutation(len(samples)):
+            row[index] = samples[index]()
+        found.append(row)
+    return np.transpose(found).copy()
 
 
 def repeat_calls(step: Callable[[], object], calls: int) -> Callable[[], None]:

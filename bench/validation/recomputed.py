@@ -190,7 +190,8 @@ def _products(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Reco
     dry = [[side_by_side.count_dry(name, chosen["form"], sizes, shape, chosen["dtype"], rank)
             for rank in range(ranks)] for name, sizes in grids.items()]
     again = {name: Recomputed(np.array([[getattr(one, name) for one in line] for line in dry]),
-                              "a dry run of each rank") for name in side_by_side.COUNTS}
+                              "a dry run of each rank") for name in side_by_side.COUNTS
+             if name in found or name not in side_by_side.BALANCE}
     derived_again = side_by_side.derived_variables(chosen["form"], shape, chosen["dtype"], grids,
                                                    ranks)
     return again | {name: Recomputed(variable.values, "the sizes")

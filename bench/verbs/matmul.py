@@ -28,9 +28,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_measurement(parser, 7, 30.0)
     options.add_shape(parser)
     options.add_grid(parser)
-    parser.add_argument("--scheme", default="3d", choices=[*schemes_with_products(), ALL],
-                        help="algorithm of the products (default 3d); all: forward by each that "
-                             "has a grid of so many ranks, in one table")
+    parser.add_argument("--scheme", type=options.some_of(*schemes_with_products(), ALL),
+                        default=["3d"], metavar="NAMES", help=(
+        f"algorithm of the products (default 3d): {', '.join(schemes_with_products())}; several "
+        f"with commas: forward by each, in turns, in one table; all: by each that has a grid of "
+        f"so many ranks"))
     parser.add_argument("--form", type=options.some_of(*FORMS), default=["ab"], metavar="NAMES",
                         help="forms of the product, separated by commas: ab, abt, atb for "
                              "C = A B, A B^T, A^T B (default ab)")
@@ -49,25 +51,29 @@ def run(arguments: argparse.Namespace, comm) -> int:
     limits = options.limits_of(arguments)
     out = claim_folder(arguments.out, comm)
     check_trace_file(arguments.trace, comm)
-    if arguments.scheme == ALL and (arguments.backward or arguments.trace or arguments.grid
-                                    or arguments.calls):
-        raise UsageError("--scheme all measures the forward product of each algorithm on its own "
-                         "grid: leave out --backward, --trace, --grid and --calls")
+    names = arguments.scheme
+    several = names == [ALL] or len(names) > 1
+    if several and (arguments.backward or arguments.trace or arguments.grid or arguments.calls):
+        raise UsageError(f"--scheme {','.join(names)} measures the forward product of each "
+                         f"algorithm on its own grid: leave out --backward, --trace, --grid and "
+                         f"--calls")
+    if several and (len(set(names)) < len(names) or ALL in names and names != [ALL]):
+        raise UsageError(f"--scheme {','.join(names)}: names that differ would do, or all alone")
     status = 0
     for shape in arguments.shape:
         for form in arguments.form:
             gc.collect()
-            if arguments.scheme == ALL:
+            if several:
                 status = max(status, compare_and_write(form, shape, arguments, limits, out, comm))
                 continue
             try:
-                grid = product_grid(arguments.scheme, comm, arguments.grid, arguments.backend)
-                problem = Problem(arguments.scheme, form, grid, shape, arguments.dtype,
+                grid = product_grid(names[0], comm, arguments.grid, arguments.backend)
+                problem = Problem(names[0], form, grid, shape, arguments.dtype,
                                   arguments.seed)
             except ValueError as error:
                 raise UsageError(str(error)) from error
             sizes = "x".join(map(str, shape))
-            name = f"matmul-{arguments.scheme}-{form}-{sizes}-{arguments.dtype}"
+            name = f"matmul-{names[0]}-{form}-{sizes}-{arguments.dtype}"
             status = max(status, measure_and_write(problem, name, arguments, limits, out))
             problem.grid.free()
             del problem
@@ -96,11 +102,13 @@ def measure_and_write(problem: Problem, name: str, arguments: argparse.Namespace
 
 def compare_and_write(form: str, shape: tuple[int, int, int], arguments: argparse.Namespace,
                       limits: Limits, out: Path, comm) -> int:
-    """Measure every algorithm on one product, and write the record; return the exit status."""
-    name = f"products-{form}-{'x'.join(map(str, shape))}-{arguments.dtype}-p{comm.size:03d}"
+    """Measure several algorithms on one product, and write the record; return the exit status."""
+    names = [] if arguments.scheme == [ALL] else arguments.scheme
+    name = "-".join(["products", *names, form, "x".join(map(str, shape)), arguments.dtype,
+                     f"p{comm.size:03d}"])
     try:
         record = measure_side_by_side(form, shape, arguments.dtype, comm, arguments.backend,
-                                      limits, arguments.seed, arguments.watched)
+                                      limits, arguments.seed, names or None, arguments.watched)
     except WrongResult as wrong:
         return report_failure(name, wrong, comm)
     return publish(record, out, name, comm, products_table)

@@ -36,8 +36,9 @@ def draw_words_against_ranks(record: Measurements):
         panel.plot(*zip(*points), color=colour, linewidth=2 if alone else 1.4, alpha=0.8,
                    linestyle=":" if alone else "-", label="_" if name in names else name)
         if name in names:
-            words = record.variables["words"].values[names.index(name)].mean()
-            panel.plot([ranks], [words], color=colour, marker=marker, markersize=9,
+            words = record.variables["words"].values[names.index(name)]
+            panel.plot([ranks] * 2, [words.mean(), words.max()], color=colour, label="_most")
+            panel.plot([ranks], [words.mean()], color=colour, marker=marker, markersize=9,
                        fillstyle="none", markeredgewidth=1.6, linestyle="",
                        label=f"{name} {record_grids(names, record.configuration['grids'])[name]}")
     panel.plot(RANKS, [cost.lower_bound(*shape, count) for count in RANKS], color="black",
@@ -51,7 +52,8 @@ def draw_words_against_ranks(record: Measurements):
     panel.legend(ncols=2)
     figure.supxlabel("Lines: closed forms, mean of the ranks, at rank counts that an algorithm "
                      "fits; dotted: products without layers.\nMarks: counted in verified "
-                     "products.", fontsize=8.5)
+                     "products, the mean, with a line up to the busiest rank's, of which the "
+                     "bound is.", fontsize=8.5)
     return figure
 
 
@@ -63,14 +65,15 @@ def draw_words_against_memory(record: Measurements):
     figure, panels = style.make_figure(1, 2, (13, 6), _heading(record))
     left, right = panels[0]
     item = np.dtype(record.configuration["dtype"]).itemsize
-    counted = [(name, grids[name], alone / item, words.mean()) for name, alone, words in zip(
+    counted = [(name, grids[name], alone / item, words.max()) for name, alone, words in zip(
         names, record.variables["memory_alone"].values, record.variables["words"].values)]
-    _draw_trade(left, counted, _shape(record), ranks, f"{ranks} ranks, words counted")
+    _draw_trade(left, counted, _shape(record), ranks,
+                f"{ranks} ranks, words counted on the busiest")
     square = (EDGE, EDGE, EDGE)
     modelled = [(name, sizes, *_modelled(name, form, sizes, square))
                 for name, sizes in _larger_grids()]
     _draw_trade(right, modelled, square, LARGER,
-                f"{LARGER} ranks, {EDGE} x {EDGE} x {EDGE}, closed forms")
+                f"{LARGER} ranks, {EDGE} x {EDGE} x {EDGE}, closed forms, mean of the ranks")
     figure.supxlabel("Memory: most bytes of arrays at one time, by dry runs, over those of A, B "
                      "and C without copies. Dashed: Al Daas and others,\nany memory; dotted: "
                      "Irony, Toledo and Tiskin, this memory, where it says much. Joined: "

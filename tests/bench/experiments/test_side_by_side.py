@@ -4,8 +4,8 @@ import pytest
 
 from bench.experiments.products import side_by_side
 from bench.experiments.products.matmul import Limits, check_results
-from bench.experiments.products.problem import Problem, product_grid
-from bench.errors import WrongResult
+from bench.experiments.products.problem import Problem, copied_operands, product_grid
+from bench.errors import UsageError, WrongResult
 from bench.records import run_file
 from bench.reports.products import table
 from bench.reports.figures import every_figure
@@ -15,6 +15,7 @@ from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.schemes.products_alone import cannon
 from mm3d.schemes.tesseract import TesseractMatrixProduct
+from mm3d.transport.silent import DryCommunicator
 from support import run_ranks
 
 SHAPE = (9, 12, 10)
@@ -72,6 +73,48 @@ def test_a_wrong_copy_is_found(comm, monkeypatch, layer, found):
               if not check.passed]
     assert len(failed) == found and failed[-1] == "copies of C"
     problem.grid.free()
+
+
+@pytest.mark.ranks(4)
+def test_two_products_in_turns(comm, tmp_path):
+    """Each has a sample in every round; operations are exact, and so is what is stored."""
+    record = side_by_side.measure_side_by_side("abt", SHAPE, "float64", comm, "numpy", LIMITS,
+                                               names=["2d", "2d-pipelined"])
+    if comm.rank:
+        assert record is None
+        return
+    assert record.scales["scheme"] == ["2d", "2d-pipelined"]
+    found = {name: variable.values for name, variable in record.variables.items()}
+    assert found["samples"].shape == (2, 2) and np.isfinite(found["samples"]).all()
+    assert (found["operations"].sum(axis=1) == 2 * 9 * 12 * 10).all()
+    assert (found["stored"].sum(axis=1) == 9 * 12 + 10 * 12 + 9 * 10).all()
+    text = render(table.products_parts(record))
+    assert "Seconds over those of 2d, ratios of 2 rounds" in text and "Balance of the" in text
+    path = run_file.write_run(record, tmp_path, "products")
+    assert check_file(path)[0] == []
+    found["operations"][0, 0] += 1
+    assert any("operations" in one for one in check_file(
+        run_file.write_run(record, tmp_path, "wrong"))[0])
+
+
+def test_a_named_product_that_does_not_fit_is_refused():
+    with pytest.raises(UsageError, match="--scheme 3d,2d: .*square"):
+        side_by_side.measure_side_by_side("ab", SHAPE, "float64", DryCommunicator(8), "numpy",
+                                          LIMITS, names=["3d", "2d"])
+
+
+def test_faces_are_unbalanced_and_operands_with_copies_have_no_bound():
+    counts = {name: [side_by_side.count_dry(name, "ab", GridShape("xyz", (2, 2, 2)), (8, 8, 8),
+                                            "float64", rank) for rank in range(8)]
+              for name in ("faces", "3d", "2.5d")}
+    stored = {name: [one.stored for one in found] for name, found in counts.items()}
+    assert stored["faces"] == [48, 32, 32, 16, 32, 16, 16, 0] and stored["3d"] == [24] * 8
+    assert all(one.operations == 2 * 8 ** 3 / 8 for found in counts.values() for one in found)
+    assert sum(stored["2.5d"]) == 8 * 8 * 4    # two copies of B
+    assert copied_operands("2.5d", "ab", GridShape("xyz", (2, 2, 2))) == ["B"]
+    assert copied_operands("2.5d", "atb", GridShape("xyz", (2, 2, 2))) == []
+    assert copied_operands("2.5d", "atb", GridShape("xyz", (2, 2, 2)), "backward") == ["C"]
+    assert copied_operands("2.5d", "ab", GridShape("xyz", (2, 2, 1))) == []
 
 
 def test_the_bound_with_memory():
