@@ -20,6 +20,8 @@ from bench.reports.document import Column, Notes, Number, Part, Rows, Table, num
 from mm3d.tracing.events import PHASES
 
 
+NOT_PUBLISHED = ("+ Not published: the paper has no such row. Its sizes are those of the row of "
+                 "its table with the nearest number of ranks; of several, with the largest batch.")
 Key = tuple[str, str, int]    # a row: its table, scheme and ranks
 
 
@@ -61,7 +63,9 @@ def preset_parts(results: Results) -> list[Part]:
         if results.plain or results.runs.keys() & {(name, PROPOSED, 64)}:
             parts.append(speed_ups.speed_up_table(heading, name, results))
     parts += emulated_rows.row_parts(results) + wire_rows.wire_parts(results)
-    return parts + [Notes("About the published figures:", published_notes()),
+    others = any(not row.published for name in HEADINGS for row in results.rows(name))
+    published = published_notes() + [NOT_PUBLISHED] * others
+    return parts + [Notes("About the published figures:", published),
                     Notes("About the measured figures:", measured_notes(results))]
 
 
@@ -76,7 +80,8 @@ def paper_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -
         printed = [number_cell(row.forward, ".3f"), number_cell(row.backward, ".3f"),
                    Number(row.average, f"{row.average:.3f}{' ' if row.consistent else '*'}")]
         known = [row.batch, row.hidden, *printed] if row.published else ["-"] * 5
-        lines.append([title(row.scheme), row.gpus, *known, *sizes, *measured])
+        name = title(row.scheme) + " +" * (not row.published)
+        lines.append([name, row.gpus, *known, *sizes, *measured])
     heads = [("batch", "size"), ("hidden", "size"), ("forward", "time (s)"),
              ("backward", "time (s)"), ("average", "step (s)")]
     columns = [Column("", "scheme"), Column("# GPUs", "or ranks"),

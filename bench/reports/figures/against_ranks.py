@@ -2,7 +2,7 @@
 
 import textwrap
 
-from bench.cases.paper import HEADINGS, Row, load_tables, title
+from bench.cases.paper import HEADINGS, PAPER, Row, load_tables, title
 from bench.cases.selection import select_rows
 from bench.cases.variants import recorded_variant
 from bench.instruments import timing
@@ -10,7 +10,7 @@ from bench.instruments.statistics import Interval, median_interval
 from bench.records.folder import Results
 from bench.records.model_run import Run
 from bench.reports import merit
-from bench.reports.figures.style import (TICKS, Point, add_legend, draw_closed_form,
+from bench.reports.figures.style import (TICKS, Point, add_legends, draw_closed_form,
                                          draw_intervals, draw_line, label_plainly,
                                          make_rank_figure, scheme_style, start_at_zero,
                                          write_caption)
@@ -41,7 +41,7 @@ def draw_step_times(results: Results):
                      ylabel="average step time (s)")
         for panel in panels[row]:
             start_at_zero(panel)
-            add_legend(panel)
+    add_legends(figure, panels.flat)
     write_caption(figure, results, "Measured: medians of whole steps; bars: their 95 % confidence "
                   "intervals.", "The tables add the medians of forward and of backward.")
     return figure
@@ -86,7 +86,7 @@ def draw_scaling(results: Results):
                 label_plainly(panel.yaxis, 2.0, (1,))
             else:
                 start_at_zero(panel)
-            add_legend(panel)
+    add_legends(figure, panels.flat)
     write_caption(figure, results, "Measured: by the medians of whole steps; bars: by their 95 % "
                   "confidence intervals; that at the fewest ranks is not in the others'.")
     return figure
@@ -110,7 +110,7 @@ def draw_words(results: Results):
                   ylabel="words per rank and sequence")
         start_at_zero(panel)
         panel.yaxis.set_major_formatter(EngFormatter(sep=""))
-        add_legend(panel)
+    add_legends(figure, panels.flat)
     note = merit.words_note(map(merit.transport_name, results.runs.values()))
     figure.supxlabel(textwrap.fill(note, 130), fontsize=8.5)
     return figure
@@ -158,10 +158,13 @@ def counted_words(run: Run) -> float:
 
 
 def closed_form_words(runs: list[Run], table: str) -> list[Point]:
-    """Compute the closed form at the runs' ranks, and between them where sizes stay the same."""
+    """Compute the closed form at the runs' ranks, and between them where sizes stay the same.
+
+    Between them for the paper's schemes only, whose grids are of one kind.
+    """
     points = {run.ranks: run.expected_words.sum() / run.ranks / run.configuration["batch"]
               for run in runs}
-    if table == "strong" and runs:
+    if table == "strong" and runs and runs[-1].configuration["scheme"] in PAPER:
         chosen = runs[-1].configuration
         model = model_spec(ModelSizes.from_settings(chosen),
                            recompute=chosen.get("recompute", "none"))

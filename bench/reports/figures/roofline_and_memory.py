@@ -5,15 +5,16 @@ from typing import Iterable
 
 import numpy as np
 
-from bench.cases.paper import HEADINGS, title
+from bench.cases.paper import HEADINGS
 from bench.records.folder import Results
 from bench.records.model_run import Run
 from bench.reports import merit, time_parts
 from bench.reports.figures.against_ranks import measured_runs, step_rate
 from bench.reports.figures.labels import Label, places_beside, place_labels
-from bench.reports.figures.style import (LeftOut, Point, add_legend, draw_closed_form, draw_line,
+from bench.reports.figures.style import (LeftOut, Point, add_legends, draw_closed_form, draw_line,
                                          label_plainly, make_figure, make_rank_figure,
-                                         scheme_style, start_at_zero, write_caption)
+                                         scheme_label, scheme_style, start_at_zero,
+                                         write_caption)
 from bench.reports.merit_rows import most_bytes
 
 NOT_RECORDED = "no run that is shown has recorded"
@@ -116,7 +117,7 @@ def _roofs(panel, runs: list[Run]) -> list[tuple[Label, tuple]]:
 def _roofline_legend(figure, schemes: list[str]) -> None:
     """Draw the legend beside the panels: schemes, filled and open markers, and their roofs."""
     from matplotlib.lines import Line2D
-    marks = [Line2D([], [], linestyle="", color=colour, marker=marker, label=title(scheme))
+    marks = [Line2D([], [], linestyle="", color=colour, marker=marker, label=scheme_label(scheme))
              for scheme in schemes for colour, marker in [scheme_style(scheme)]]
     marks += [Line2D([], [], linestyle="", color="black", marker="o", markerfacecolor=face,
                      label=text) for face, text in (
@@ -152,7 +153,7 @@ def draw_memory(results: Results):
                            label="dry run" if names is PEAK else "closed form")
             panel.set(title=f"{HEADINGS[table]}: {what}", xlabel="ranks", ylabel="MiB a rank")
             start_at_zero(panel)
-            add_legend(panel)
+    add_legends(figure, panels.flat)
     figure.supxlabel(f"Preset {results.title}. The closed form of what is kept is the mean "
                      f"rank's; the peak is beside that of a dry run, by way of MPI.",
                      fontsize=8.5)

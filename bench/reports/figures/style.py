@@ -9,7 +9,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Iterator
 
-from bench.cases.paper import TITLES, title
+from bench.cases.paper import PAPER, TITLES, title
 from bench.records import atomic
 from bench.records.folder import Results, most_oversubscribed, share_cores
 from bench.reports import emulated
@@ -22,6 +22,9 @@ LIGHT_GREY, DARK_GREY = "#BBBBBB", "#666666"
 CYCLE = ((VERMILION, "o"), (GREEN, "s"), (BLUE, "^"), (ORANGE, "v"), (PURPLE, "D"), (SKY, "P"),
          ("black", "X"), (YELLOW, "*"))
 STYLES = dict(zip(TITLES, itertools.cycle(CYCLE)))    # the paper's schemes have the first
+ASIDE = (-1, 0, 1, -2, 2, -3, 3, -4)    # where intervals of the schemes are, in this order
+IN_PANEL = 5    # lines of a legend in a panel; a longer one stands beside all panels
+BESIDE = 1.9    # inches for it
 TICKS = (8, 16, 36, 64)
 Point = tuple[int, float]
 
@@ -58,6 +61,11 @@ def scheme_style(scheme: str) -> tuple[str, str]:
     return STYLES.get(scheme, ("grey", "."))
 
 
+def scheme_label(scheme: str) -> str:
+    """Return the title of `scheme` in a legend, which says if the paper has no figures of it."""
+    return title(scheme) + ", not published" * (scheme not in PAPER)
+
+
 def make_figure(rows: int, columns: int, size: tuple[float, float], heading: str):
     """Make a figure with its panels, (rows, columns)."""
     from matplotlib.figure import Figure
@@ -82,21 +90,25 @@ def draw_line(panel, scheme: str, points: list[Point], **how) -> None:
     colour, marker = scheme_style(scheme)
     if points:
         panel.plot(*zip(*sorted(points)), **{"marker": marker, "color": colour,
-                                             "label": title(scheme)} | how)
+                                             "label": scheme_label(scheme)} | how)
 
 
 def draw_intervals(panel, scheme: str, points: list[tuple[int, float, float]]) -> None:
     """Draw the intervals of a scheme at numbers of ranks, slightly aside from other schemes."""
-    aside = 1.035 ** (list(STYLES).index(scheme) - 1 if scheme in STYLES else 0)
+    aside = 1.035 ** dict(zip(STYLES, itertools.cycle(ASIDE))).get(scheme, 0)
     for ranks, *bounds in points:
         panel.plot([ranks * aside] * 2, bounds, color=scheme_style(scheme)[0], linewidth=4,
                    alpha=0.35, solid_capstyle="butt", label="_interval")
 
 
 def draw_closed_form(panel, scheme: str, points: list[Point]) -> None:
-    """Draw the closed form of a scheme, joined; a dash for a single point."""
+    """Draw the closed form of a scheme, joined; dashes for one point, and for other schemes.
+
+    These may have points on grids of different shapes, with no line between them.
+    """
+    joined = len(points) > 1 and scheme in PAPER
     draw_line(panel, scheme, points, alpha=0.6, label="_closed form", markersize=16,
-              marker="" if len(points) > 1 else "_")
+              marker="" if joined else "_", linestyle="-" if joined else "")
 
 
 def start_at_zero(panel) -> None:
@@ -109,12 +121,24 @@ def start_at_zero(panel) -> None:
     panel.set_ylim(0, 1.06 * top or 1.0)
 
 
-def add_legend(panel) -> None:
-    """Draw the legend, or a text that there are no results."""
-    if any(not drawn.get_label().startswith("_") for drawn in panel.lines):
-        panel.legend()
-    else:
-        panel.text(0.5, 0.5, "no results", transform=panel.transAxes, ha="center")
+def add_legends(figure, panels) -> None:
+    """Draw the legend of every panel, or a long one once, beside them.
+
+    A panel without lines has a text that there are no results.
+    """
+    found: dict[str, Any] = {}
+    for panel in panels:
+        for handle, label in zip(*panel.get_legend_handles_labels()):
+            found.setdefault(label, handle)
+        if not panel.get_legend_handles_labels()[1]:
+            panel.text(0.5, 0.5, "no results", transform=panel.transAxes, ha="center")
+    if len(found) > IN_PANEL:
+        figure.set_figwidth(figure.get_figwidth() + BESIDE)
+        figure.legend(found.values(), found.keys(), loc="outside right center")
+        return
+    for panel in panels:
+        if panel.get_legend_handles_labels()[1]:
+            panel.legend()
 
 
 def label_plainly(axis, base: float = 10.0, marks: tuple[float, ...] = (1, 2, 5)) -> None:

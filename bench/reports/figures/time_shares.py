@@ -9,13 +9,15 @@ from bench.records.model_run import Run
 from bench.reports import time_parts
 from bench.reports.figures.style import (BLUE, DARK_GREY, GREEN, LIGHT_GREY, LeftOut, ORANGE,
                                          PURPLE, SKY, VERMILION, YELLOW, make_figure,
-                                         write_caption)
+                                         scheme_label, write_caption)
 from mm3d.tracing.events import PHASES
 
 # Lost time is grey.
 COLOURS = {"gemm": BLUE, "x": VERMILION, "y": ORANGE, "z": PURPLE, "elementwise": GREEN,
            "waiting": LIGHT_GREY, "other": DARK_GREY}
 HATCHES = {"x": "//", "y": "\\\\", "z": "xx"}
+PAIR = 0.62     # inches of a pair of bars, where there are many
+IN_FULL = 10    # pairs of which each has its scheme below it
 # For further directions, in the order of the grid.
 FURTHER = (SKY, ".."), (YELLOW, "||"), (SKY, "--"), (YELLOW, "++")
 
@@ -34,15 +36,20 @@ def draw_time_shares(results: Results):
         raise LeftOut("no run says where its time went (it was measured before that was "
                       "recorded, or with --traced 0)")
     looks = part_styles(results.runs[key] for key in traced)
-    figure, panels = make_figure(2, 1, (10, 7.2), (
+    most = max(sum(key[0] == table for key in traced) for table in HEADINGS)
+    figure, panels = make_figure(2, 1, (max(10, 2.2 + PAIR * most), 7.2), (
         "Where the time goes, in the mean over ranks and traced repetitions"))
     for (panel,), table in zip(panels, HEADINGS):
         rows = [row for row in results.rows(table) if (row.table, row.scheme, row.gpus) in traced]
         runs = [results.get(row) for row in rows]
         for place, run in enumerate(runs):
-            _stacked(panel, place, traced[table, run.configuration["scheme"], run.ranks], looks)
-        panel.set_xticks(range(len(runs)), [
-            f"{title(run.configuration['scheme'])}\n{run.ranks} ranks" for run in runs])
+            _stacked(panel, place, traced[table, run.configuration["scheme"], run.ranks], looks,
+                     7.5 if most <= IN_FULL else 6.5)
+        if most <= IN_FULL:
+            panel.set_xticks(range(len(runs)), [
+                f"{title(run.configuration['scheme'])}\n{run.ranks} ranks" for run in runs])
+        else:
+            _name_groups(panel, runs)
         panel.set(title=f"{HEADINGS[table]}, preset {results.title}: forward (left bars) and "
                   f"backward (right), seconds of a step above", ylabel="share of the phase (%)",
                   ylim=(0, 108), xlim=(-0.6, max(len(runs), 1) - 0.4))
@@ -52,6 +59,20 @@ def draw_time_shares(results: Results):
     _labels(figure, traced, looks)
     write_caption(figure, results)
     return figure
+
+
+def _name_groups(panel, runs: list[Run]) -> None:
+    """Write the ranks of each pair of bars below it, and the name of each scheme once."""
+    panel.set_xticks(range(len(runs)), [str(run.ranks) for run in runs])
+    places: dict[str, list[int]] = {}
+    for place, run in enumerate(runs):
+        places.setdefault(run.configuration["scheme"], []).append(place)
+    for scheme, own in places.items():
+        panel.annotate(scheme_label(scheme).replace(", ", ",\n"), (sum(own) / len(own), 0),
+                       (0, -18), xycoords=("data", "axes fraction"), textcoords="offset points",
+                       ha="center", va="top", fontsize=8.5)
+        if own[0]:
+            panel.axvline(own[0] - 0.5, color="0.6", linewidth=0.8, linestyle=":")
 
 
 def part_styles(runs: Iterable[Run]) -> dict[str, tuple[str, str | None]]:
@@ -66,7 +87,8 @@ def part_styles(runs: Iterable[Run]) -> dict[str, tuple[str, str | None]]:
 
 
 def _stacked(panel, place: int, shares: dict[str, dict[str, float]],
-             looks: dict[str, tuple[str, str | None]]) -> None:
+             looks: dict[str, tuple[str, str | None]], size: float) -> None:
+    """Draw the bars of forward and backward, with their seconds in letters of this size."""
     for phase, side in zip(PHASES, (-0.21, 0.21)):
         whole, bottom = sum(shares[phase].values()), 0.0
         for name, (colour, hatch) in looks.items():
@@ -74,7 +96,7 @@ def _stacked(panel, place: int, shares: dict[str, dict[str, float]],
             panel.bar(place + side, share, 0.38, bottom, color=colour, edgecolor="white",
                       linewidth=0.5, hatch=hatch)
             bottom += share
-        panel.text(place + side, 101, f"{whole:.2g}", ha="center", va="bottom", fontsize=7.5)
+        panel.text(place + side, 101, f"{whole:.2g}", ha="center", va="bottom", fontsize=size)
 
 
 def _labels(figure, traced: dict, looks: dict[str, tuple[str, str | None]]) -> None:
