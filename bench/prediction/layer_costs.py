@@ -5,7 +5,6 @@ only.  What is in print of linear layers (`bench.prediction.printed_costs`) is a
 four of a Transformer layer, to stand beside the counts.
 """
 
-from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,17 +39,17 @@ class LayerCosts:
         Its grid.
     counted : dict of str to ndarray
         Each of `COUNTS` of every rank.
-    moved : dict of (str, str) to float
-        Words of a rank, in the mean, by direction and collective.
     printed : dict of str to float
         The costs in print of the four linear layers; empty if there are none.
+    lacking : float
+        Words of a rank, in the mean, of the collective that print leaves out.
     """
 
     scheme: str
     grid: GridShape
     counted: dict[str, np.ndarray]
-    moved: dict[tuple[str, str], float]
     printed: dict[str, float]
+    lacking: float
 
 
 def list_layer_costs(ranks: int, sizes: ModelSizes) -> tuple[list[LayerCosts], list[str]]:
@@ -85,18 +84,15 @@ def count_layer(name: str, grid: GridShape, sizes: ModelSizes, options: dict[str
     one = replace(sizes, layers=1)
     traces = [trace_step(name, grid.ranks, grid, rank, options=options, **one)
               for rank in range(grid.ranks)]
-    moved: Counter = Counter()
-    for trace in traces:
-        for phase in trace.traffic.values():
-            for key, traffic in phase.items():
-                moved[key] += traffic.words / grid.ranks
+    lacking = sum(traffic.words for trace in traces for phase in trace.traffic.values()
+                  for key, traffic in phase.items() if printed and key == printed.lacks)
     linear = [product.extents for product, times in cost.products(model_spec(one)).items()
               for _ in range(times)]
     every = [_counts(trace) for trace in traces]
     return LayerCosts(
         " ".join([name, *(f"{key}={value}" for key, value in options.items())]), grid,
-        {count: np.array([each[count] for each in every]) for count in COUNTS}, dict(moved),
-        printed_sum(grid, linear, printed) if printed else {})
+        {count: np.array([each[count] for each in every]) for count in COUNTS},
+        printed_sum(grid, linear, printed) if printed else {}, lacking / grid.ranks)
 
 
 def _counts(trace: Trace) -> dict[str, int]:

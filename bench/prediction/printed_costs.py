@@ -34,11 +34,14 @@ class Printed:
     words : callable
         Returns of P, q, d and the sizes of A, B and C the words of a product.  In print these
         are one size.
+    lacks : tuple of str
+        Direction and collective of words that print leaves out; empty if none.
     """
 
     orders: tuple[str, str, str, str, str]
     shares: Callable[[int, int, int], tuple[float, float, float, int]]
     words: Callable[..., float]
+    lacks: tuple[str, ...] = ()
 
 
 _CUBE = Printed(("1/q^3", "1/q^3", "1/q^3", "6(q-1)/q^3", "6(q-1)"),
@@ -54,7 +57,8 @@ PRINTED: list[tuple[str, dict[str, str], Printed]] = [
                        lambda P, q, d, A, B, C: 3 * (q - 1) / q * (A + B))),
     ("2.5d", {}, Printed(("1/(d q^2)", "1/q^2", "1/(d q^2)", "3(q-1)(d+1)/(d q)", "6(q-1)"),
                          lambda P, q, d: (1 / P, 1 / q ** 2, 1 / P, 6 * (q - 1)),
-                         lambda P, q, d, A, B, C: 3 * (q - 1) / q * (A / d + B))),
+                         lambda P, q, d, A, B, C: 3 * (q - 1) / q * (A / d + B),
+                         ("z", "all_reduce"))),
     ("3d", {}, _CUBE), ("3d", {"keep": "both"}, _CUBE)]
 
 

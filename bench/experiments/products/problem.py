@@ -12,7 +12,7 @@ from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.schemes.grid_algorithm import GridAlgorithm
-from mm3d.schemes.matrix_product import GRADIENT_PRODUCTS, LOCAL_PRODUCTS
+from mm3d.schemes.matrix_product import FORMS, GRADIENT_PRODUCTS, LOCAL_PRODUCTS
 from mm3d.schemes.products_alone import algorithms_with_products
 from mm3d.tracing.events import ArrayObserver, Gemm
 from mm3d.tracing.observe import observed
@@ -29,10 +29,15 @@ def find_product(name: str) -> type[GridAlgorithm] | None:
 
 
 def copied_operands(name: str, form: str, sizes: GridShape, phase: str = "forward") -> list[str]:
-    """List the operands of which an algorithm has copies before a phase, as no bound assumes."""
+    """List the operands of which an algorithm has copies before a phase, as no bound assumes.
+
+    None of an algorithm or a form that is unknown, as a file may name any.
+    """
     cls = find_product(name)
+    if not cls or form not in FORMS:
+        return []
     return [matrix for matrix in ("AB" if phase == "forward" else "ABC")
-            if cls and cls.matrix_product.copied_along(sizes, form, matrix)]
+            if cls.matrix_product.copied_along(sizes, form, matrix)]
 
 
 def product_grid(scheme: str, comm, sizes: Sequence[int] | GridShape | None = None,

@@ -127,6 +127,7 @@ def add_legends(figure, panels) -> None:
     A panel without lines has a text that there are no results.
     """
     found: dict[str, Any] = {}
+    panels = list(panels)
     for panel in panels:
         for handle, label in zip(*panel.get_legend_handles_labels()):
             found.setdefault(label, handle)

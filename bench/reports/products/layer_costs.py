@@ -63,11 +63,11 @@ def _left_out_in_print(found: Sequence[LayerCosts]) -> Iterator[str]:
            "layer norms, attention and GELU keep, which is more than the inputs of linear layers "
            "are; biases, norm weights and sums of rows, in words and, above all, in messages.")
     for one in printed:
-        deep = one.moved.get(("z", "all_reduce"), 0.0)
-        if one.scheme == "2.5d" and deep:
+        if one.lacking:
             words = one.counted["words"].mean()
-            yield (f"2.5d: of {words:,.0f} words of a rank {deep:,.0f}, {deep / words:.1%}, are "
-                   "the sums of gradients over depth, which print lacks.")
+            yield (f"{one.scheme}: of {words:,.0f} words of a rank {one.lacking:,.0f}, "
+                   f"{one.lacking / words:.1%}, are the sums of gradients over depth, which "
+                   f"print lacks.")
 
 
 def _unequal_schemes(found: Sequence[LayerCosts]) -> Iterator[str]:

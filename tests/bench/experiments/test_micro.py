@@ -88,7 +88,7 @@ def test_each_product_is_right_and_a_wrong_one_is_found(comm, scheme):
 @pytest.mark.ranks(1)
 def test_a_scheme_without_products_of_plain_matrices_is_refused(comm):
     with pytest.raises(ValueError, match="'1d-sp' has no products of plain matrices: choose one "
-                                         "of 1d, 2d, 2d-pipelined, 3d, .*cannon"):
+                                         "of 1d, 2.5d, 2d, 2d-pipelined, 3d, .*cannon"):
         product_grid("1d-sp", comm)
 
 

@@ -40,7 +40,7 @@ def test_what_print_says_of_a_layer_and_what_it_lacks(found):
     weights = 12 * SIZES.hidden ** 2
     assert found["2.5d"].printed["parameters"] == weights / 4
     # Both layers sum weights' gradients, and those of vectors in each row of ranks.
-    assert 8 * found["2.5d"].moved["z", "all_reduce"] == 2 * (weights + 2 * 13 * SIZES.hidden)
+    assert 8 * found["2.5d"].lacking == 2 * (weights + 2 * 13 * SIZES.hidden)
     text = " ".join(render(layer_costs_parts(list(found.values()), ["2d: no square"], 8,
                                              SIZES)).split())
     assert "are the sums of gradients over depth, which print lacks" in text

@@ -9,6 +9,8 @@ from bench.cases.paper import TITLES
 from bench.cases.selection import select_rows
 from bench.records import run_file
 from bench.records.folder import read_folder
+from bench.reports import paper_tables
+from bench.reports.document import Notes
 from bench.reports.figures import (against_ranks, every_figure, roofline_and_memory, style,
                                    time_shares)
 from bench.reports.merit_rows import merit_table
@@ -37,6 +39,24 @@ def test_published_beside_measured(results):
                                       [64, pytest.approx(0.007)]]
     for panel in (published, measured, *strong):
         assert panel.get_ylabel().endswith("(s)") and panel.get_legend()
+
+
+def test_many_schemes_have_one_legend_that_says_which_are_not_published(tmp_path):
+    rows = [*select_rows("weak", "3d"), *select_rows("weak", "2.5d,faces,1d-sp", ranks=64)]
+    for row in rows:
+        run_file.write_run(made_up(row), tmp_path, make_case(row, "laptop").name)
+    results = read_folder(tmp_path).results[0]
+    for draw in (against_ranks.draw_step_times, against_ranks.draw_scaling):
+        figure = draw(results)
+        assert not any(panel.get_legend() for panel in figure.axes)
+        labels = [text.get_text() for text in figure.legends[0].get_texts()]
+        assert len(labels) == len(set(labels)) >= 7 and "3-D" in labels
+        assert {"2.5-D, not published", "Faces, not published"} <= set(labels)
+    table = paper_tables.preset_parts(results)
+    names = {line[0] for line in table[1].rows}
+    assert {"3-D", "2.5-D +", "Faces +", "1-D, sequence +"} <= names
+    assert paper_tables.NOT_PUBLISHED in [item for part in table if isinstance(part, Notes)
+                                          for item in part.items]
 
 
 def test_intervals_are_drawn(results):
@@ -89,7 +109,8 @@ def test_every_scheme_that_was_run_has_its_colour(tmp_path):
     published, measured, *_ = against_ranks.draw_step_times(read_folder(tmp_path).results[0]).axes
     colours = {line.get_label(): line.get_color() for line in measured.lines
                if not line.get_label().startswith("_")}
-    assert colours.keys() == {"3-D", "1-D, sequence"} and len(set(colours.values())) == 2
+    assert colours.keys() == {"3-D", "1-D, sequence, not published"}
+    assert len(set(colours.values())) == 2
     assert "1-D, sequence" not in drawn(published)
     assert len(set(style.STYLES.values())) == len(style.STYLES) == len(TITLES)
 
