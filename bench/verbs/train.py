@@ -273,7 +273,8 @@ def by_torch(arguments: argparse.Namespace, training: Training, course: Course,
 
 def compare(arguments: argparse.Namespace, plan: Plan, text: Text, out: Path, comm) -> int:
     """Compare meshes; print the table in any case, and fail where they differ."""
-    found = comparison.compare_meshes(comm, plan, text, lambda name: say(f"training: {name}"))
+    found = comparison.compare_meshes(comm, plan, text, lambda name: say(f"training: {name}"),
+                                      arguments.watched)
     name = f"train-meshes-{comm.size}-ranks"
     problem = comm.bcast(found and "; ".join(failed_checks(found.checks)))
     if problem:

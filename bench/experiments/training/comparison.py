@@ -1,7 +1,7 @@
 """Train the same steps on many meshes, and compare losses, gradients and weights with one rank."""
 
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any, Callable, ContextManager
 
 import numpy as np
 
@@ -11,6 +11,7 @@ from bench.experiments.training.plan import Plan, make_mesh, make_model, make_op
 from bench.experiments.training.text import Text
 from bench.instruments.clock import wait_patiently
 from bench.instruments.sampling import measured_environment
+from bench.instruments.stall import unwatched
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d.arrays import backend as backends
 
@@ -58,7 +59,8 @@ def largest_difference(found: dict[str, np.ndarray], expected: dict[str, np.ndar
 
 
 def compare_meshes(comm: Any, plan: Plan, text: Text,
-                   report: Callable[[str], None] = lambda name: None) -> Measurements | None:
+                   report: Callable[[str], None] = lambda name: None,
+                   watched: Callable[..., ContextManager] = unwatched) -> Measurements | None:
     """Train the steps of a plan on every mesh that has enough ranks here.
 
     Parameters
@@ -71,6 +73,8 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
         The text.
     report : callable
         Called on rank 0 with the name of each mesh before it is trained.
+    watched : callable
+        See `bench.instruments.stall`.
 
     Returns
     -------
@@ -92,7 +96,7 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
     for case in cases:
         if comm.rank == 0:
             report(case.name)
-        found[case] = train_case(comm, case, plan, text)
+        found[case] = train_case(comm, case, plan, text, watched)
     environs = measured_environment(backends.get(None).name, comm)
     if comm.rank:
         return None
@@ -124,13 +128,14 @@ def make_training(comm: Any, case: Case, plan: Plan) -> tuple[Any, Any, Any]:
     return mesh, model, make_optimizer(plan, model)
 
 
-def train_case(comm: Any, case: Case, plan: Plan, text: Text) -> Trained | None:
+def train_case(comm: Any, case: Case, plan: Plan, text: Text,
+               watched: Callable[..., ContextManager] = unwatched) -> Trained | None:
     """Train on one mesh; return its result on rank 0, None on the others."""
     part = comm.Split(comm.rank >= case.ranks, comm.rank)
     result = problem = None
     if comm.rank < case.ranks:
         try:
-            result = train_steps(part, case, plan, text)
+            result = train_steps(part, case, plan, text, watched)
         except ValueError as error:
             problem = f"{case.name}: {error}"
     wait_patiently(comm)
@@ -141,16 +146,18 @@ def train_case(comm: Any, case: Case, plan: Plan, text: Text) -> Trained | None:
     return result if comm.rank == 0 else None
 
 
-def train_steps(comm: Any, case: Case, plan: Plan, text: Text) -> Trained:
+def train_steps(comm: Any, case: Case, plan: Plan, text: Text,
+                watched: Callable[..., ContextManager] = unwatched) -> Trained:
     """Train the steps of a plan on all ranks of `comm`."""
     mesh, model, optimizer = make_training(comm, case, plan)
     losses, gradients = [], {}
-    for step in range(plan.steps):
-        model.dropout_step = step
-        losses.append(model.step(*text.batch(plan.seed, step, plan.batch, plan.seq)))
-        if step == plan.steps - 1:
-            gradients = model.gradients()
-        optimizer.step()
+    with watched(mesh.scheme.grid):
+        for step in range(plan.steps):
+            model.dropout_step = step
+            losses.append(model.step(*text.batch(plan.seed, step, plan.batch, plan.seq)))
+            if step == plan.steps - 1:
+                gradients = model.gradients()
+            optimizer.step()
     result = Trained(np.array(losses), gradients, model.state())
     model.free()
     mesh.free()

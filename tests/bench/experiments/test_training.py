@@ -1,4 +1,5 @@
 """Trainings: verified, stopped and continued to the bit, recorded; and the same on every mesh."""
+import contextlib
 import os
 import signal
 from dataclasses import replace
@@ -167,6 +168,21 @@ def test_meshes_that_cannot_be_are_refused_before_the_first_is_trained(comm):
     with pytest.raises(UsageError, match="serial, 4 micro-batches: "):
         comparison.compare_meshes(comm, replace(COMPARED, batch=6), TEXT, begun.append)
     assert begun == []
+
+
+def test_a_comparison_is_watched_for_stalls(comm, tmp_path):
+    """Each mesh has collectives of its own, which the watchdog must see."""
+    seen = []
+
+    @contextlib.contextmanager
+    def watched(grid):
+        seen.append(str(grid.shape))
+        yield
+    small = "--layers 1 --hidden 8 --heads 2 --batch 4 --seq 6 --steps 1".split()
+    arguments = parser("train").parse_args([
+        "train", "--compare", *small, "--out", str(tmp_path)])
+    arguments.watched = watched
+    assert train.run(arguments, comm) == 0 and len(seen) == len(list_cases(1)) == 2
 
 
 @pytest.mark.parametrize("options", [
