@@ -69,6 +69,9 @@ def _notes(record: Measurements) -> list[str]:
         f"NumPy alone, float64."]
     if env["oversubscribed"]:
         notes.append("RANKS OUTNUMBER CORES: they take turns, and times say nothing about speed.")
+    if chosen.get("skipped_steps"):
+        notes.append(f"{chosen['skipped_steps']} steps changed nothing, as gradients overflowed "
+                     f"{chosen['dtype']}; the scale of the loss was halved.")
     if "torch" in chosen:
         seconds = record.variables["torch_step_seconds"].values
         notes.append(f"{chosen['torch']}, one process, trained afterwards from the same "
@@ -102,15 +105,22 @@ def meshes_parts(record: Measurements) -> list[Part]:
                        for name in ("loss", "gradients", "weights")),
                      "" if own else "equal" if bits == 1 else "DIFFERENT",
                      "" if own else references[n]])
-    chosen = record.configuration
+    chosen, bounds = record.configuration, allowed_differences(record)
     return [Table("The same training on several meshes", columns, rows), Notes("About these:", [
         f"{chosen['steps']} steps of {chosen['optimizer']} (lr {chosen['lr']:g}), "
         f"{chosen['dtype']}: {chosen['layers']} layers, hidden {chosen['hidden']}, "
         f"{chosen['heads']} heads, batches of {chosen['batch']} x {chosen['seq']} bytes of "
         f"{chosen['text']}, dropout {chosen['dropout']:g}.",
         "Loss: of any step. Gradients: of the last step, weights: after it; of the array that "
-        "differs most, relative in the Frobenius norm. At most 1e-12, 1e-11 and 1e-11 pass.",
+        "differs most, relative in the Frobenius norm. At most "
+        f"{bounds['loss']:.2g}, {bounds['gradients']:.2g} and {bounds['weights']:.2g} pass.",
         "Bits: losses, gradients and weights must be equal to the bit where only stages, "
         "schedule, ZeRO or recomputation are different, since these change the order of no "
         "sum; but with several micro-batches ZeRO 2 and 3 sum in another order than 0 and 1, and "
         "are equal to each other."])]
+
+
+def allowed_differences(record: Measurements) -> dict[str, float]:
+    """Return the largest differences that pass, of loss, gradients and weights, by their names."""
+    return {check.quantity.partition(" ")[0]: check.tolerance for check in record.checks
+            if " of " in check.quantity and not check.quantity.startswith("bits ")}

@@ -8,6 +8,7 @@ import numpy as np
 from bench.errors import UsageError
 from bench.experiments.training.meshes import Case, list_cases, reference_of
 from bench.experiments.training.plan import Plan, make_mesh, make_model, make_optimizer
+from bench.experiments.training.rounding_bounds import rounding_bounds
 from bench.experiments.training.text import Text
 from bench.instruments.clock import wait_patiently
 from bench.instruments.sampling import measured_environment
@@ -16,8 +17,7 @@ from bench.records.measurements import Check, Measurements, Variable
 from mm3d.arrays import backend as backends
 
 KIND = "training-meshes"
-# Relative differences to one rank in float64: of losses, of gradients, of weights after the steps.
-TOLERANCES = {"loss": 1e-12, "gradients": 1e-11, "weights": 1e-11}
+COMPARED = ("loss", "gradients", "weights")    # losses of all steps; the others after the last
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Trained:
     weights: dict[str, np.ndarray]
 
     def differences(self, other: "Trained") -> dict[str, float]:
-        """Return the largest relative differences to `other`, by the names of `TOLERANCES`."""
+        """Return the largest relative differences to `other`, by the names of `COMPARED`."""
         return {"loss": float(np.max(np.abs(self.losses - other.losses) / other.losses)),
                 "gradients": largest_difference(self.gradients, other.gradients),
                 "weights": largest_difference(self.weights, other.weights)}
@@ -68,7 +68,7 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
     comm : mpi4py.MPI.Intracomm
         The ranks, all of which call this; a mesh of fewer takes the first of them.
     plan : Plan
-        What is trained: few steps of SGD in float64.
+        What is trained: few steps of SGD in float64 or float32.
     text : Text
         The text.
     report : callable
@@ -87,10 +87,10 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
     UsageError
         On every rank alike, when the model cannot be divided so.
     """
-    if (plan.optimizer, plan.dtype) != ("sgd", "float64"):
+    if plan.optimizer != "sgd" or plan.dtype not in ("float64", "float32"):
         raise UsageError(f"--compare with {plan.optimizer} in {plan.dtype}: AdamW would hide "
-                         f"wrong factors of gradients, and float32 differences; sgd and float64 "
-                         f"would do")
+                         f"wrong factors of gradients, and 16 bits all differences; sgd in "
+                         f"float64 or float32 would do")
     cases, found = list_cases(comm.size), {}
     check_cases(comm, cases, plan)
     for case in cases:
@@ -169,8 +169,8 @@ def comparison_record(plan: Plan, text: Text, cases: list[Case], found: dict[Cas
     """Make the record: differences to serial, and equality to the bit within each family."""
     serial, reference = found[cases[0]], reference_of(cases)
     differences = {case: found[case].differences(serial) for case in cases}
-    checks = [Check(f"{name} of {case.name}", differences[case][name], tolerance)
-              for case in cases[1:] for name, tolerance in TOLERANCES.items()]
+    checks = [Check(f"{name} of {case.name}", differences[case][name], bound)
+              for case in cases[1:] for name, bound in rounding_bounds(plan).items()]
     bitwise = np.full(len(cases), np.nan)
     for number, case in enumerate(cases):
         if reference(case) is not case:
@@ -183,7 +183,7 @@ def comparison_record(plan: Plan, text: Text, cases: list[Case], found: dict[Cas
         "bitwise": Variable(bitwise, "1", ("mesh",)),
         **{f"{name}_difference": Variable(
             np.array([differences[case][name] for case in cases]), "1", ("mesh",))
-           for name in TOLERANCES}}
+           for name in COMPARED}}
     scales = {"mesh": [case.name for case in cases], "step": range(plan.steps)}
     settings = {**plan.settings(), "text": text.name, "text_digest": text.digest,
                 "equal_to": "; ".join(reference(case).name for case in cases)}

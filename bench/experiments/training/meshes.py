@@ -53,6 +53,9 @@ def list_cases(ranks: int) -> list[Case]:
     def add(needed: int, start: Placement, **changes: Any) -> None:
         found.append(Case(needed, replace(start, **changes)))
     for scheme, grid, needed in (("1d", (4,), 4), ("1d-sp", (4,), 4), ("2d", (2, 2), 4),
+                                 ("2d-pipelined", (2, 2), 4), ("2.5d", (2, 2, 2), 8),
+                                 ("2.5d", (1, 1, 2), 2), ("faces", (2, 2, 2), 8),
+                                 ("faces", (1, 2, 2), 4),
                                  ("3d", (2, 2, 2), 8), ("3d", (1, 2, 4), 8), ("3d", (3, 2, 1), 6),
                                  ("3d", (1, 3, 2), 6), ("3d", (2, 1, 1), 2)):
         add(needed, three, scheme=scheme, grid=grid)
@@ -70,6 +73,8 @@ def list_cases(ranks: int) -> list[Case]:
     add(8, three, data=2, stages=2, grid=(1, 2, 1), microbatches=4, schedule="zb-h1", zero=2)
     add(8, three, data=2, stages=2, grid=(1, 2, 1), microbatches=4, recompute="selective", zero=3)
     add(8, three, data=2, stages=2, scheme="1d", grid=(2,), microbatches=4, zero=1)
+    add(8, three, data=2, scheme="faces", grid=(1, 2, 2), zero=3)
+    add(8, three, stages=2, scheme="2d-pipelined", grid=(2, 2), microbatches=4, schedule="zb-v")
     add(6, SERIAL, data=3, stages=2, microbatches=2, zero=2)
     return [case for case in found if case.ranks <= ranks]
 

@@ -8,9 +8,10 @@ import numpy as np
 from bench.records.measurements import Measurements
 from bench.reports.figures import style
 from bench.reports.figures.schedules import check_name
+from bench.reports.training_tables import allowed_differences
 
 SIZE = (9.0, 4.6)    # inches
-FLOOR = 1e-17        # drawn for no difference
+FLOOR = 20           # a difference below eps over this is drawn as none
 
 
 def training_picture(path: str | os.PathLike, record: Measurements) -> Path:
@@ -58,27 +59,27 @@ def meshes_picture(path: str | os.PathLike, record: Measurements) -> Path:
     check_name(path)
     losses, steps = record.variables["loss"].values, np.array(record.scales["step"])
     apart = np.abs(losses - losses[0]) / losses[0]
-    count = len(losses)
+    count, dtype = len(losses), str(record.configuration["dtype"])
+    eps, allowed = np.finfo(dtype).eps, allowed_differences(record).get("loss", 1e-12)
+    floor = eps / FLOOR    # the sum of the loss is float64, so a difference may be smaller
     with style.figure_style():
         figure, (panels,) = style.make_figure(
-            1, 2, (11.0, 4.6), f"The same training on {count} meshes, "
-            f"{record.configuration['dtype']}")
+            1, 2, (11.0, 4.6), f"The same training on {count} meshes, {dtype}")
         for n in range(count):
             colour, marker = style.CYCLE[n % len(style.CYCLE)]
             width = 1 + 7 * (1 - n / count)    # those below can be seen beside those above
             panels[0].plot(steps, losses[n], color=colour, linewidth=width,
                            solid_capstyle="butt")
             if n:
-                panels[1].plot(steps, np.maximum(apart[n], FLOOR), color=colour, marker=marker,
+                panels[1].plot(steps, np.maximum(apart[n], floor), color=colour, marker=marker,
                                markersize=4, linewidth=0.8)
         panels[0].set(xlabel="step", ylabel="cross entropy (nats a byte)",
                       title="losses of all meshes, on each other")
-        panels[1].axhline(1e-12, color=style.DARK_GREY, linestyle="--", label="allowed")
-        panels[1].axhline(np.finfo(float).eps, color=style.DARK_GREY, linestyle=":",
-                          label="eps of float64")
+        panels[1].axhline(allowed, color=style.DARK_GREY, linestyle="--", label="allowed")
+        panels[1].axhline(eps, color=style.DARK_GREY, linestyle=":", label=f"eps of {dtype}")
         panels[1].set(xlabel="step", ylabel="relative difference of the loss (1)", yscale="log",
-                      ylim=(FLOOR / 2, 1e-11),
-                      title="to the loss of one rank (at the bottom: none)")
+                      ylim=(floor / 2, 10 * allowed),
+                      title=f"to the loss of one rank (at the bottom: below eps / {FLOOR})")
         style.label_powers(panels[1].yaxis)
         panels[1].legend()
         style.save_figure(figure, path, dpi=110)
