@@ -14,7 +14,8 @@ from bench.console import say
 from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.training import comparison, plain_gpt, record, torch_training, trainer
 from bench.experiments.training.history import History
-from bench.experiments.training.plan import OPTIMIZERS, Placement, Plan, make_mesh, make_model
+from bench.experiments.training.plan import (
+    DTYPES, OPTIMIZERS, Placement, Plan, make_mesh, make_model)
 from bench.experiments.training.text import Text, share_text
 from bench.experiments.training.trainer import Course, Outcome, Training
 from bench.command_line import options
@@ -35,6 +36,7 @@ TRAINED = Plan(layers=4, hidden=128, heads=4, batch=16, seq=128, steps=300)
 COMPARED = Plan(layers=4, hidden=24, heads=6, batch=24, seq=10, steps=50, dtype="float64",
                 optimizer="sgd", lr=0.2, weight_decay=0.0, clip=0.0)
 CHECKPOINTS = "checkpoints"
+COURSE = tuple(Course.__dataclass_fields__)
 QUIET = 10.0    # seconds without a line of progress, at most
 NUMBERS = (("layers", 1, "Transformer layers"), ("hidden", 1, "features of a token"),
            ("heads", 1, "attention heads"), ("batch", 1, "sequences of a step, of all replicas"),
@@ -61,8 +63,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                             help=f"{about} ({default_of(name)})")
     parser.add_argument("--optimizer", choices=OPTIMIZERS,
                         help=f"the optimizer ({default_of('optimizer')})")
-    parser.add_argument("--dtype", choices=("float32", "float64"),
-                        help=f"dtype of all arrays ({default_of('dtype')})")
+    parser.add_argument("--dtype", choices=DTYPES, help=(
+        f"dtype of all arrays ({default_of('dtype')}; 16 bits have masters of float32; bfloat16: "
+        f"on a GPU)"))
     parser.add_argument("--untied", action="store_true", help=(
         "give the head a matrix of its own, instead of the embedding's table"))
     add_course(parser)
@@ -102,19 +105,22 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 
 def add_course(parser: argparse.ArgumentParser) -> None:
     """Add the options that say when to validate, keep a checkpoint, and stop."""
-    for name, default, about in (
-            ("validate-every", 50, "steps between two validations with the end of the text, a "
-                                   "tenth of it, that is held out"),
-            ("validation-batches", 4, "batches of a validation, at most"),
-            ("save-every", 100, "steps between two checkpoints"),
-            ("keep", 2, "newest checkpoints that are kept")):
-        parser.add_argument(f"--{name}", type=options.whole(1), default=default, metavar="N",
+    for name, about in (
+            ("validate-every", "steps between two validations with the end of the text, a tenth "
+                               "of it, that is held out"),
+            ("validation-batches", "batches of a validation, at most"),
+            ("save-every", "steps between two checkpoints"),
+            ("keep", "newest checkpoints that are kept")):
+        default = getattr(Course, name.replace("-", "_"))
+        parser.add_argument(f"--{name}", type=options.whole(1), metavar="N",
                             help=f"{about} (default {default})")
     parser.add_argument("--checkpoints", metavar="DIR", help=(
         f"folder of the checkpoints, from which the same command goes on (default: a folder of "
         f"its own for each text and settings, in ./{CHECKPOINTS}); none for none"))
     parser.add_argument("--max-seconds", type=float, metavar="SECONDS", help=(
         "stop after this time with a checkpoint, as after Ctrl-C (default: no limit)"))
+    parser.add_argument("--stop-file", metavar="FILE", help=(
+        "stop with a checkpoint when this file exists, as a job does near its time limit"))
 
 
 def default_of(name: str) -> str:
@@ -185,8 +191,8 @@ def refuse_without_effect(plan: Plan, placement: Placement) -> None:
 
 def refuse_unused(arguments: argparse.Namespace) -> None:
     """Refuse the options that ``--compare`` would ignore: UsageError names the first."""
-    for name in ("torch", "sample", "checkpoints", "max_seconds"):
-        if getattr(arguments, name) is not None:
+    for name in ("torch", "sample", *COURSE):
+        if getattr(arguments, name, None) is not None:
             raise UsageError(f"--compare with --{name.replace('_', '-')}: it trains many models "
                              f"for a few steps; leave one of them out")
     for name in make_placement(arguments).given():
@@ -206,9 +212,8 @@ def make_course(arguments: argparse.Namespace, training: Training) -> Course:
     if folder is None:
         digest = hashlib.blake2b(json.dumps(training.settings()).encode(), digest_size=4)
         folder = str(Path(CHECKPOINTS) / digest.hexdigest())
-    return Course(arguments.validate_every, arguments.validation_batches,
-                  None if folder == "none" else folder, arguments.save_every, arguments.keep,
-                  arguments.max_seconds)
+    given = {name: value for name in COURSE if (value := getattr(arguments, name)) is not None}
+    return Course(**given | {"checkpoints": None if folder == "none" else folder})
 
 
 class Progress:

@@ -5,13 +5,14 @@ line a step and a line a validation, each appended by a single write.  After a k
 steps that are done again are written again, and the later ones count.
 """
 
+import fcntl
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from bench.errors import StoreError, UsageError
-from bench.records.journal import append_entry, read_entries
+from bench.records.journal import UNSUPPORTED, append_entry, read_entries
 from bench.records.measurements import Setting
 
 NAME = "history.jsonl"
@@ -49,7 +50,9 @@ class History:
 
 
 class HistoryFile:
-    """The file of a history, opened for appending, and made if it does not exist.
+    """The file of a history, opened for appending and locked, and made if it does not exist.
+
+    The lock is released when the process ends, however it ends.
 
     Parameters
     ----------
@@ -61,7 +64,7 @@ class HistoryFile:
     Raises
     ------
     StoreError
-        When the file cannot be opened.
+        When the file cannot be opened, or another training has it open.
     UsageError
         When the folder is of another training; names what differs.
     """
@@ -71,6 +74,7 @@ class HistoryFile:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._lock()
             entries = read_entries(self.path)
         except OSError as error:
             raise StoreError(f"{self.path} cannot be opened ({error.strerror}): name another "
@@ -88,6 +92,19 @@ class HistoryFile:
             raise UsageError(f"{self.path.parent} has the checkpoints of another training: "
                              f"{', '.join(differ)}. The same settings, or another folder with "
                              f"--checkpoints, would do")
+
+    def _lock(self) -> None:
+        """Lock the file, where the file system can."""
+        try:
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            self.close()
+            raise StoreError(f"{self.path.parent} is in use: another training writes its "
+                             f"checkpoints there. Wait for it, or name another folder with "
+                             f"--checkpoints") from error
+        except OSError as error:
+            if error.errno not in UNSUPPORTED:
+                raise
 
     def write(self, entry: dict[str, Any]) -> None:
         """Append a line, and add it to the history; StoreError when it cannot be written."""

@@ -9,6 +9,7 @@ from bench.records.measurements import Setting
 from mm3d.training import learning_rates, optimizers
 
 OPTIMIZERS = ("adamw", "sgd")
+DTYPES = ("float64", "float32", "float16", "bfloat16")
 FLOOR = 0.1    # the last learning rate as a share of the peak
 
 
@@ -25,7 +26,8 @@ class Plan:
     seed : int
         Seed of the parameters, of the order of the text and of dropout.
     dtype : str
-        Type of parameters, gradients and activations.
+        Type of parameters, gradients and activations.  With 16 bits masters and gradients are
+        float32, and with float16 the loss is scaled.
     tied : bool
         Whether the head uses the embedding's table.
     dropout : float
@@ -125,6 +127,8 @@ def make_model(plan: Plan, placement: Placement, mesh: mm3d.Mesh) -> Any:
     more = {name: given[name] for name in ("zero", "recompute") if name in given}
     if plan.dropout:
         more["dropout"] = plan.dropout
+    if plan.dtype in DTYPES[2:]:
+        more["master"] = "float32"
     return mm3d.GPT(mesh, plan.layers, plan.hidden, plan.heads, VOCAB, plan.batch, plan.seq,
                     seed=plan.seed, dtype=plan.dtype, tied=plan.tied,
                     schedule=placement.schedule, microbatches=placement.microbatches, **more)
@@ -132,7 +136,8 @@ def make_model(plan: Plan, placement: Placement, mesh: mm3d.Mesh) -> Any:
 
 def make_optimizer(plan: Plan, model: Any) -> optimizers.Optimizer:
     """Create the optimizer of a model."""
-    common = {"weight_decay": plan.weight_decay, "clip": plan.clip or None}
+    common = {"weight_decay": plan.weight_decay, "clip": plan.clip or None,
+              "loss_scaling": mm3d.LossScaling() if plan.dtype == "float16" else None}
     if plan.optimizer == "sgd":
         return optimizers.SGD(model, plan.lr, plan.momentum, **common)
     return optimizers.AdamW(model, plan.lr, betas=(0.9, 0.95), eps=1e-8, **common)

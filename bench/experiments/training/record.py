@@ -55,6 +55,7 @@ def training_record(training: Training, course: Course, outcome: Outcome,
 def settings_of(training: Training, course: Course, outcome: Outcome) -> dict[str, Setting]:
     """Return the settings of a record: what was trained, where, and how it ended."""
     mesh, placement = training.mesh, training.placement
+    scaling = training.optimizer.loss_scaling
     return {**training.settings(), "scheme": mesh.scheme.name, **grid_settings(mesh.shape),
             "stage_grids": "; ".join(map(str, mesh.grids)),
             "data": placement.data, "stages": placement.stages, "zero": placement.zero,
@@ -63,7 +64,8 @@ def settings_of(training: Training, course: Course, outcome: Outcome) -> dict[st
             "transport": operands.transport_names(mesh.scheme.grid),
             "validate_every": course.validate_every,
             "validation_batches": course.validation_batches,
-            "began": outcome.began, "ended_by": outcome.ended_by}
+            "began": outcome.began, "ended_by": outcome.ended_by,
+            "skipped_steps": scaling.skipped if scaling else 0}
 
 
 def seconds_of_run(steps: Iterable[int], seconds: np.ndarray, began: int) -> np.ndarray:

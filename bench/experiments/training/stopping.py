@@ -1,14 +1,17 @@
-"""Stop a training between two steps: by Ctrl-C, by SIGTERM, or when its time is over."""
+"""Stop a training between two steps: by a signal, a file, or when its time is over."""
 
 import signal
 import time
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Iterator
 
 import numpy as np
 from mpi4py import MPI
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+REASONS = ("signal", "time", "file")
+PAUSE = 0.5    # seconds between two looks for the file, which may be on a slow file system
 
 
 class Stop:
@@ -20,11 +23,15 @@ class Stop:
         The ranks.
     seconds : float, optional
         The time after which to stop; without it there is no limit.
+    file : path, optional
+        Stop when this file exists, which rank 0 looks for.
     """
 
-    def __init__(self, comm: Any, seconds: float | None = None) -> None:
+    def __init__(self, comm: Any, seconds: float | None = None, file: str | None = None) -> None:
         self.comm, self.asked = comm, False
         self.until = None if seconds is None else time.monotonic() + seconds
+        self.file = Path(file) if file is not None and comm.rank == 0 else None
+        self._looked = -PAUSE
 
     def ask(self, number: int, frame: Any) -> None:
         """Ask for a stop after this step; a second signal ends the process as usual."""
@@ -35,18 +42,29 @@ class Stop:
     def agree(self, seconds: float) -> tuple[float, str]:
         """Return the longest of all ranks' `seconds`, and why to stop; every rank must call it.
 
-        The reason is "signal", "time", or empty.
+        The reason is one of `REASONS`, or empty.
         """
         late = self.until is not None and time.monotonic() >= self.until
-        found = np.array([seconds, self.asked, late], float)
+        found = np.array([seconds, self.asked, late, self._file_exists()], float)
         self.comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
-        return float(found[0]), "signal" if found[1] else "time" if found[2] else ""
+        return float(found[0]), next((why for why, n in zip(REASONS, found[1:]) if n), "")
+
+    def _file_exists(self) -> bool:
+        """Return whether the file is there; False while the last look was just now."""
+        if self.file is None or time.monotonic() < self._looked + PAUSE:
+            return False
+        self._looked = time.monotonic()
+        return self.file.exists()
 
 
 @contextmanager
-def stop_on_request(comm: Any, seconds: float | None = None) -> Iterator[Stop]:
-    """Return a context in which signals ask for a stop instead of ending the process."""
-    stop = Stop(comm, seconds)
+def stop_on_request(comm: Any, seconds: float | None = None,
+                    file: str | None = None) -> Iterator[Stop]:
+    """Return a context in which signals ask for a stop instead of ending the process.
+
+    Parameters are those of `Stop`.
+    """
+    stop = Stop(comm, seconds, file)
     before = {number: signal.signal(number, stop.ask) for number in SIGNALS}
     try:
         yield stop

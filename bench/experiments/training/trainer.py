@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Callable
 
 import mm3d
+from bench.agreement import make_on_rank_0
 from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.training.history import History, HistoryFile
 from bench.experiments.training.plan import Placement, Plan, make_mesh, make_model, make_optimizer
@@ -13,7 +14,8 @@ from bench.experiments.training.text import Text
 from bench.experiments.training.verification import verify
 from bench.records.measurements import Check
 
-ENDINGS = {"": "steps", "signal": "signal", "time": "max_seconds"}
+ENDINGS = {"": "steps", "signal": "signal", "time": "max_seconds", "file": "stop_file"}
+VERIFIED_SCALE = 128.0    # of the loss in float16: gradients neither vanish nor overflow
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Course:
         Steps between two checkpoints, and how many of the newest are kept.
     max_seconds : float, optional
         The time after which to stop with a checkpoint.
+    stop_file : path, optional
+        Stop with a checkpoint when this file exists.
     """
 
     validate_every: int = 50
@@ -38,6 +42,7 @@ class Course:
     save_every: int = 100
     keep: int = 2
     max_seconds: float | None = None
+    stop_file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -51,7 +56,7 @@ class Outcome:
     began, steps : int
         The step that this run began with, and the number of steps that are done.
     ended_by : str
-        "steps", "signal" or "max_seconds".
+        "steps", "signal", "max_seconds" or "stop_file".
     checks : list of Check
         The verification.
     """
@@ -113,7 +118,11 @@ class Training:
     def verify(self) -> list[Check]:
         """Compare loss and gradient of a batch with a model in NumPy, without dropout."""
         self.model.dropout_step = None
-        return verify(self.model, self.batch(0), self.plan.heads, self.plan.dtype, self.comm)
+        scale = self.model.loss_scale
+        self.model.loss_scale = min(scale, VERIFIED_SCALE)
+        checks = verify(self.model, self.batch(0), self.plan.heads, self.plan.dtype, self.comm)
+        self.model.loss_scale = scale
+        return checks
 
     def settings(self) -> dict[str, Any]:
         """Return what the curve follows from."""
@@ -144,10 +153,20 @@ def train(training: Training, course: Course,
         On every rank, when the model computes a wrong loss or gradient, and nothing is trained
         then; or when gradients are no longer finite.
     StoreError, UsageError
-        On every rank alike, when the folder cannot be used, or is of another training.
+        On every rank alike, when the folder cannot be used, is of another training, or is full.
     """
-    comm = training.comm
     file = open_history(training, course)
+    try:
+        return train_with_history(training, course, file, report)
+    finally:
+        if file:
+            file.close()
+
+
+def train_with_history(training: Training, course: Course, file: HistoryFile | None,
+                       report: Callable[[int, History], None]) -> Outcome:
+    """Train as `train`, with the file of the history, if there is one, on rank 0."""
+    comm = training.comm
     done = began = restore(training, course)
     history = file.history.before(done) if file else History()
     checks = training.verify()
@@ -157,10 +176,10 @@ def train(training: Training, course: Course,
         if comm.rank == 0:
             history.add(entry)
             report(done, history)
-        if file:
-            file.write(entry)
+        if course.checkpoints is not None:    # a full disk ends the training on all ranks
+            make_on_rank_0(lambda: file.write(entry), comm, caught=StoreError, error=StoreError)
 
-    with stop_on_request(comm, course.max_seconds) as stop:
+    with stop_on_request(comm, course.max_seconds, course.stop_file) as stop:
         while True:
             if not reason and is_due(done, training.plan.steps, course.validate_every):
                 known = comm.bcast(done in history.validation)
@@ -175,8 +194,6 @@ def train(training: Training, course: Course,
             keep({"step": done - 1, "loss": loss, "seconds": seconds})
             if reason or is_due(done, training.plan.steps, course.save_every):
                 save(training, course, done)
-    if file:
-        file.close()
     return Outcome(history, began, done, ENDINGS[reason], checks)
 
 

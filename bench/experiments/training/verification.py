@@ -36,7 +36,8 @@ def verify(model: Any, batch: Batch, heads: int, dtype: str, comm: Any) -> list[
         On every rank, when one differs by more than its tolerance.
     """
     loss = model.step(*batch)
-    state, gradients = model.state(), model.gradients()
+    state = model.state()
+    gradients = {name: a / model.loss_scale for name, a in model.gradients().items()}
     model.zero_gradients()
     checks = None
     if comm.rank == 0:

@@ -1,5 +1,6 @@
 """Trainings: verified, stopped and continued to the bit, recorded; and the same on every mesh."""
 import contextlib
+import errno
 import os
 import signal
 from dataclasses import replace
@@ -8,11 +9,12 @@ import numpy as np
 import pytest
 
 from bench.__main__ import parser
-from bench.errors import UsageError, WrongResult
-from bench.experiments.training import comparison, plain_gpt, record, trainer
+from bench.errors import StoreError, UsageError, WrongResult
+from bench.experiments.training import comparison, history, plain_gpt, record, trainer
 from bench.experiments.training.history import History
 from bench.experiments.training.meshes import list_cases, reference_of
 from bench.experiments.training.plan import Placement, Plan
+from bench.experiments.training.rounding_bounds import rounding_bounds
 from bench.experiments.training.text import read_text
 from bench.experiments.training.trainer import Course, Outcome, Training
 from bench.records import run_file
@@ -22,6 +24,7 @@ from bench.reports.figures import training as figures
 from bench.reports.formats import render
 from bench.validation.files import check_file
 from bench.verbs import train
+from mm3d import schemes
 from mm3d.training import optimizers
 from mm3d.training.gpt import GPT
 
@@ -69,6 +72,71 @@ def test_a_stopped_training_goes_on_to_the_bit(comm, shared_tmp_path):
         run(comm, course, replace(PLAN, lr=0.02))
     with pytest.raises(UsageError, match="another training: validation_batches 1, not 2"):
         run(comm, replace(course, validation_batches=2))
+
+
+@pytest.mark.ranks(2)
+def test_what_goes_wrong_with_its_files_is_one_line_on_every_rank_and_nothing_is_lost(
+        comm, shared_tmp_path, monkeypatch):
+    """A full disk for the history and for a checkpoint, and a torn one; then it goes on."""
+    course = replace(COURSE, checkpoints=str(shared_tmp_path / "saved"))
+
+    def refused(said: str, ranks=(0, 1)) -> None:
+        with pytest.raises(StoreError, match=said) as caught:
+            run(comm, course)
+        text = comm.allgather(str(caught.value))
+        assert len(set(text)) == 1 and "\n" not in text[0]
+
+    def full(*given):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    wrote = []
+    with monkeypatch.context() as patch:
+        patch.setattr(history, "append_entry", lambda file, entry: (
+            full() if len(wrote) == 5 else wrote.append(entry)))
+        refused("history.jsonl could not be written .No space left on device.; the checkpoints")
+    with monkeypatch.context() as patch:
+        if comm.rank:
+            patch.setattr(os, "pwrite", full)
+        refused("step 4.*No space left on device .rank 1")
+    for one in run(comm, replace(course, max_seconds=0.0)):
+        assert getattr(one, "steps", 1) == 1
+    block = shared_tmp_path / "saved" / "step-00000001" / "blocks-00001.h5"
+    kept = block.read_bytes()
+    comm.Barrier()
+    if comm.rank == 0:
+        block.write_bytes(kept[:100])
+    comm.Barrier()
+    refused("step-00000001.*blocks-00001.h5.* too short")
+    if comm.rank == 0:
+        block.write_bytes(kept)
+    comm.Barrier()
+    training, outcome = run(comm, course)
+    assert (outcome.began, outcome.ended_by) == (1, "steps")
+    training.free()
+    whole, expected = run(comm, COURSE)
+    assert outcome.history.losses == expected.history.losses
+    whole.free()
+
+
+def test_it_stops_when_a_file_is_there(comm, tmp_path):
+    (tmp_path / "stop").touch()
+    training, found = run(comm, replace(COURSE, stop_file=str(tmp_path / "stop")))
+    assert (found.steps, found.ended_by) == (1, "stop_file")
+    training.free()
+
+
+@pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
+def test_float16_skips_steps_that_overflow_and_says_so(comm):
+    """Masters are float32; the scale of the loss begins too large for these gradients."""
+    training, outcome = run(comm, COURSE, replace(PLAN, dtype="float16", lr=0.05, steps=12))
+    found = record.training_record(training, COURSE, outcome)
+    assert training.model.trained[0].master.dtype == np.float32
+    assert outcome.history.losses[11] < outcome.history.losses[0]
+    skipped = found.configuration["skipped_steps"]
+    assert 0 < skipped < 6 and training.optimizer.steps == 12 - skipped
+    assert f"{skipped} steps changed nothing" in render(training_tables.training_parts(found))
+    training.free()
+    with pytest.raises(UsageError, match="'bfloat16' is unknown to backend 'numpy'"):
+        run(comm, COURSE, replace(PLAN, dtype="bfloat16"))
 
 
 @pytest.mark.ranks(1, slow=(2,))
@@ -145,9 +213,10 @@ def test_float64_agrees_with_the_plain_model_closely(comm):
 
 
 @pytest.mark.ranks(2, slow=(4, 8))
-def test_every_mesh_has_the_same_losses_gradients_and_weights(comm, shared_tmp_path):
+@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
+def test_every_mesh_has_the_same_losses_gradients_and_weights(comm, shared_tmp_path, dtype):
     """To the bit where only schedules, stages, ZeRO or recomputation differ."""
-    found = comparison.compare_meshes(comm, COMPARED, TEXT)
+    found = comparison.compare_meshes(comm, replace(COMPARED, dtype=dtype), TEXT)
     if comm.rank:
         assert found is None
         return
@@ -187,7 +256,9 @@ def test_a_comparison_is_watched_for_stalls(comm, tmp_path):
 
 @pytest.mark.parametrize("options", [
     ["--data", "2"], ["--scheme", "1d"], ["--grid", "1x2x1"], ["--backend", "numpy"],
-    ["--recompute", "full"], ["--max-seconds", "5"], ["--sample", "3"], ["--checkpoints", "none"]])
+    ["--recompute", "full"], ["--max-seconds", "5"], ["--sample", "3"], ["--checkpoints", "none"],
+    ["--validate-every", "50"], ["--validation-batches", "4"], ["--save-every", "9"],
+    ["--keep", "2"], ["--stop-file", "stop"]])
 def test_what_a_comparison_would_ignore_is_refused(options):
     train.make_plan(parser().parse_args(["train", *options]))
     with pytest.raises(UsageError, match=f"--compare with {options[0]}: .*leave one of them out"):
@@ -208,11 +279,35 @@ def test_what_would_have_no_effect_is_refused(words, said):
 def test_families_are_what_must_be_equal_to_the_bit():
     cases = list_cases(8)
     reference = reference_of(cases)
-    assert len({case.name for case in cases}) == len(cases) > 35
+    assert len({case.name for case in cases}) == len(cases) > 40
+    assert {case.placement.scheme for case in cases} == set(schemes.registry())
     for case in cases:
         one, first = case.placement, reference(case).placement
         assert (one.data, one.microbatches, one.scheme, one.grid) == (
             first.data, first.microbatches, first.scheme, first.grid)
     assert {case.placement.zero for case in cases if reference(case) is not case} == {0, 1, 2, 3}
-    with pytest.raises(UsageError, match="sgd and float64 would do"):
-        comparison.compare_meshes(None, PLAN, TEXT)
+    for wrong in (PLAN, replace(COMPARED, dtype="float16")):
+        with pytest.raises(UsageError, match="sgd in float64 or float32 would do"):
+            comparison.compare_meshes(None, wrong, TEXT)
+
+
+def made_up_comparison(dtype: str, factor: float):
+    """The record of one rank and of a mesh whose gradients are larger by a factor."""
+    plan, cases = replace(COMPARED, dtype=dtype), list_cases(2)[:2]
+    trained = [comparison.Trained(np.ones(plan.steps), {"a": g * np.ones(3)}, {"a": np.ones(3)})
+               for g in (1.0, factor)]
+    return comparison.comparison_record(plan, TEXT, cases, dict(zip(cases, trained)), {})
+
+
+def test_what_rounding_may_change_is_stated_and_what_it_may_not_fails():
+    """In float64 the bounds are fixed; in float32 they grow with the steps and with the sizes."""
+    for dtype, right, wrong in (("float64", 1e-12, 1e-10), ("float32", 1e-7, 1e-3)):
+        for off, passes in ((right, True), (wrong, False)):
+            checks = made_up_comparison(dtype, 1 + off).checks
+            assert [check.passed for check in checks] == [True, passes, True]
+    plan = replace(COMPARED, dtype="float32")
+    bounds = rounding_bounds(plan)
+    assert 1e-7 < bounds["loss"] < bounds["gradients"] < 1e-4
+    more = rounding_bounds(replace(plan, steps=4 * plan.steps))
+    assert all(more[name] == pytest.approx(2 * bounds[name]) for name in bounds)
+    assert training_tables.allowed_differences(made_up_comparison("float32", 1.0)) == bounds

@@ -77,6 +77,8 @@ def test_a_history_goes_on_and_later_lines_count(tmp_path):
     before = file.history.before(2)
     assert before.losses == {0: 5.0, 1: 4.5} and before.validation == {2: 3.5}
     assert file.history.before(1).validation == {}
+    with pytest.raises(StoreError, match="in use: another training writes its checkpoints there"):
+        HistoryFile(tmp_path / "new", settings)
     file.close()
     with pytest.raises(UsageError, match="lr 0.1, not 0.2"):
         HistoryFile(tmp_path / "new", settings | {"lr": 0.2})
