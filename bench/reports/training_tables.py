@@ -69,6 +69,8 @@ def _notes(record: Measurements) -> list[str]:
         f"NumPy alone, float64."]
     if env["oversubscribed"]:
         notes.append("RANKS OUTNUMBER CORES: they take turns, and times say nothing about speed.")
+    if "peak_bytes" in record.variables:
+        notes.append(_memory(record))
     if chosen.get("skipped_steps"):
         notes.append(f"{chosen['skipped_steps']} steps changed nothing, as gradients overflowed "
                      f"{chosen['dtype']}; the scale of the loss was halved.")
@@ -81,6 +83,18 @@ def _notes(record: Measurements) -> list[str]:
         notes.append(f"STOPPED EARLY ({chosen['ended_by']}): {len(record.scales['step'])} of "
                      f"{chosen['steps']} steps.")
     return notes
+
+
+def _memory(record: Measurements) -> str:
+    """Say what the ranks held at the peak of a step, beside the closed form."""
+    peaks, expected = (record.variables[name].values for name in (
+        "peak_bytes", "expected_peak_bytes"))
+    rank = int(np.argmax(peaks))
+    beside = ("" if math.isnan(expected[rank]) else
+              f", {peaks[rank] / expected[rank]:.2f} of the closed form's "
+              f"{expected[rank] / 2 ** 20:.1f}")
+    return (f"Arrays of the fullest rank, {rank}: {peaks[rank] / 2 ** 20:.1f} MiB at the peak of "
+            f"a step{beside}.")
 
 
 def _checked(record: Measurements) -> list[str]:

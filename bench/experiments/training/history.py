@@ -2,7 +2,8 @@
 
 ``history.jsonl`` begins with a line of the settings that the curve follows from; then there is a
 line a step and a line a validation, each appended by a single write.  After a kill the lines of
-steps that are done again are written again, and the later ones count.
+steps that are done again are written again, and the later ones count.  A last line says that the
+training is complete.
 """
 
 import fcntl

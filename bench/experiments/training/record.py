@@ -6,6 +6,7 @@ import numpy as np
 
 from bench.experiments.products import operands
 from bench.experiments.training.history import History
+from bench.experiments.training.memory import expected_peak_bytes
 from bench.experiments.training.torch_training import TorchTraining
 from bench.experiments.training.trainer import Course, Outcome, Training
 from bench.instruments.sampling import measured_environment
@@ -28,6 +29,8 @@ def training_record(training: Training, course: Course, outcome: Outcome,
     """
     mesh, plan = training.mesh, training.plan
     environs = measured_environment(mesh.scheme.grid.backend.name, training.comm)
+    memory = training.comm.gather((training.peak_bytes, expected_peak_bytes(
+        training.model, training.optimizer)))
     if training.comm.rank:
         return None
     history, steps = outcome.history, sorted(outcome.history.losses)
@@ -41,14 +44,16 @@ def training_record(training: Training, course: Course, outcome: Outcome,
         "validation_loss": Variable(
             np.array([history.validation[n] for n in validated]), "1", ("validated",)),
         "tokens_per_second": Variable(np.array(tokens_per_second(plan.batch * plan.seq, own)),
-                                      "s-1", ())}
+                                      "s-1", ()),
+        **{name: Variable(np.array(values, float), "byte", ("rank",)) for name, values in zip(
+            ("peak_bytes", "expected_peak_bytes"), zip(*memory))}}
     checks = list(outcome.checks)
     settings = settings_of(training, course, outcome)
     if beside is not None:
         variables |= beside_variables(beside.history, steps, validated)
         checks.append(beside_check(history, beside.history))
         settings["torch"] = beside.about
-    scales = {"step": steps, "validated": validated}
+    scales = {"step": steps, "validated": validated, "rank": range(training.comm.size)}
     return Measurements(KIND, settings, environs, scales, variables, checks)
 
 

@@ -88,8 +88,11 @@ class Training:
 
     def __init__(self, comm: Any, plan: Plan, placement: Placement, text: Text) -> None:
         self.comm, self.plan, self.placement, self.text = comm, plan, placement, text
+        self.peak_bytes = 0
         try:
             self.mesh = make_mesh(placement, comm)
+            self.backend = self.mesh.scheme.grid.backend
+            self._others_bytes = self.backend.memory()["in_use"]
             self.model = make_model(plan, placement, self.mesh)
             self.optimizer = make_optimizer(plan, self.model)
             plan.rate(0)    # refuses a rise that is longer than the training
@@ -107,6 +110,11 @@ class Training:
         self.optimizer.lr = self.plan.rate(step)
         self.optimizer.step()
         return loss
+
+    def note_peak(self) -> None:
+        """Note the peak of this rank's memory since it was reset."""
+        peak = self.backend.memory()["peak"] - self._others_bytes
+        self.peak_bytes = max(self.peak_bytes, peak)
 
     def validate(self, batches: int) -> float:
         """Return the mean loss of the first batches of the held-out text, without dropout."""
@@ -172,12 +180,15 @@ def train_with_history(training: Training, course: Course, file: HistoryFile | N
     checks = training.verify()
     reason = ""
 
+    def write(entry: dict[str, Any]) -> None:
+        if course.checkpoints is not None:    # a full disk ends the training on all ranks
+            make_on_rank_0(lambda: file.write(entry), comm, caught=StoreError, error=StoreError)
+
     def keep(entry: dict[str, Any]) -> None:
         if comm.rank == 0:
             history.add(entry)
             report(done, history)
-        if course.checkpoints is not None:    # a full disk ends the training on all ranks
-            make_on_rank_0(lambda: file.write(entry), comm, caught=StoreError, error=StoreError)
+        write(entry)
 
     with stop_on_request(comm, course.max_seconds, course.stop_file) as stop:
         while True:
@@ -194,6 +205,8 @@ def train_with_history(training: Training, course: Course, file: HistoryFile | N
             keep({"step": done - 1, "loss": loss, "seconds": seconds})
             if reason or is_due(done, training.plan.steps, course.save_every):
                 save(training, course, done)
+    if not reason:
+        write({"complete": True})
     return Outcome(history, began, done, ENDINGS[reason], checks)
 
 
@@ -210,14 +223,17 @@ def timed_step(training: Training, step: int, stop: Stop) -> tuple[float, float,
     WrongResult
         On every rank alike, when the gradients are not finite.
     """
+    training.backend.reset_peak()
     start = time.perf_counter()
     try:
         loss = training.step(step)
     except FloatingPointError as error:
         raise WrongResult(f"the gradients of step {step} are not finite: a lower --lr than "
                           f"{training.plan.lr:g} would do") from error
-    training.mesh.scheme.grid.backend.synchronize()
-    return loss, *stop.agree(time.perf_counter() - start)
+    training.backend.synchronize()
+    seconds = time.perf_counter() - start
+    training.note_peak()
+    return loss, *stop.agree(seconds)
 
 
 def open_history(training: Training, course: Course) -> HistoryFile | None:
