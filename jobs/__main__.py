@@ -14,7 +14,7 @@ from bench.records import atomic
 from bench.reports.document import Column, Table
 from bench.reports.formats import format_text
 from bench.command_line import options, row_options
-from jobs import fitting, scripts, site as sites, slurm, standings
+from jobs import fitting, scripts, single, site as sites, slurm, standings
 from jobs.collect import collect, format_standing
 from jobs.scripts import Work
 from jobs.standings import DONE, UNDER_WAY
@@ -57,15 +57,25 @@ def parser() -> argparse.ArgumentParser:
                         help="one job array for each rank count instead of one job a row")
     submit.add_argument("--test-only", action="store_true",
                         help="only ask Slurm whether it would take the scripts")
-    pipeline = verbs.add_parser("pipeline", help=(
+    one = argparse.ArgumentParser(add_help=False)
+    one.add_argument("--site", required=True, metavar="SITE", help="as of the other verbs")
+    one.add_argument("--ranks", type=options.whole(1), required=True, metavar="N",
+                     help="number of ranks")
+    one.add_argument("--out", metavar="DIR", help="the results (default results/SITE)")
+    one.add_argument("--submit", action="store_true", help="also submit the script")
+    pipeline = verbs.add_parser("pipeline", parents=[one], help=(
         "write a script that runs bench pipeline with the words after --, and submit it"))
-    pipeline.add_argument("--site", required=True, metavar="SITE", help="as of the other verbs")
-    pipeline.add_argument("--ranks", type=options.whole(1), required=True, metavar="N",
-                          help="number of ranks")
-    pipeline.add_argument("--out", metavar="DIR", help="the results (default results/SITE)")
-    pipeline.add_argument("--submit", action="store_true", help="also submit the script")
     pipeline.add_argument("words", nargs="*", metavar="-- --stages P ...",
                           help="options of bench pipeline")
+    train = verbs.add_parser("train", parents=[one], help=(
+        "write a script that runs bench train with the words after --, and submit it, or as many "
+        "jobs as go on one after the other"))
+    train.add_argument("--name", metavar="NAME", help=(
+        "the training, whose checkpoints have this name (default train-pRANKS)"))
+    train.add_argument("--jobs", type=options.whole(1), default=1, metavar="N", help=(
+        "submit so many jobs: each goes on where the one before has stopped (default 1)"))
+    train.add_argument("words", nargs="*", metavar="-- --steps N ...",
+                       help="options of bench train")
     verbs.add_parser("status", parents=[rest], help="how each row stands, and why")
     verbs.add_parser("collect", parents=[rest], help=(
         "merge what is there, name what is missing, print the tables and draw the figures"))
@@ -206,27 +216,10 @@ def test_only(work: Work, cases: list[Case], arguments) -> int:
     return int(bool(refused))
 
 
-def run_pipeline(arguments) -> int:
-    """Write the script of a pipeline and submit it if asked to; return the exit status."""
-    if not any(word.partition("=")[0] == "--stages" for word in arguments.words):
-        raise UsageError("pipeline: give options of bench pipeline after --, such as -- --stages "
-                         "8 --schedule 1f1b,zb-h1")
-    out = Path(arguments.out or Path("results") / Path(arguments.site).stem)
-    work = Work(sites.load_site(arguments.site), arguments.site, scripts.check_path(out))
-    for folder in (work.folder, work.folder / "logs"):
-        folder.mkdir(parents=True, exist_ok=True)
-    script = work.folder / f"pipeline-p{arguments.ranks:03d}.sh"
-    atomic.replace(script, scripts.pipeline_script(work, arguments.ranks, arguments.words), SCRIPT)
-    print(script)
-    if arguments.submit:
-        print(f"job {slurm.submit(script)}")
-    return 0
-
-
 def run_verb(arguments) -> int:
     """Run the verb; return the exit status."""
-    if arguments.verb == "pipeline":
-        return run_pipeline(arguments)
+    if arguments.verb in ("pipeline", "train"):
+        return getattr(single, f"submit_{arguments.verb}")(arguments)
     work, cases = work_and_cases(arguments)
     if arguments.verb == "submit":
         return (test_only if arguments.test_only else submit)(work, cases, arguments)

@@ -8,7 +8,7 @@ import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Sequence
 
 import jinja2
 
@@ -163,9 +163,25 @@ def pipeline_script(work: Work, ranks: int, words: list[str]) -> str:
                    ranks, folder, run, [])
 
 
+def training_script(work: Work, name: str, ranks: int, words: list[str]) -> str:
+    """Write the script that runs ``bench train`` with `words`, or goes on where a job stopped.
+
+    Jobs of the same training are submitted under one name, and Slurm runs one of them at a time.
+    """
+    checkpoints = check_path(work.out / "train" / name)
+    run = [f"--out={work.out / 'train'}", f"--checkpoints={checkpoints}",
+           f"--backend={work.site.run.backend}", *words]
+    return _script(work, "train", f"Training {name} on {ranks} ranks", f"mm3d-{name}", ranks,
+                   check_path(work.folder / "runs" / name), run, [], ["--dependency=singleton"],
+                   checkpoints=checkpoints)
+
+
 def _script(work: Work, verb: str, title: str, name: str, ranks: int, folder: Path,
-            run: list[str], memory: list[str]) -> str:
-    """Write the script that checks the job and then runs a verb with the words of `run`."""
+            run: list[str], memory: list[str], more: Sequence[str] = (), **values: Any) -> str:
+    """Write the script that checks the job and then runs a verb with the words of `run`.
+
+    `more` are further options of sbatch, and `values` what the template needs for the verb.
+    """
     site = work.site
     doctor = [f"--ranks={ranks}", f"--launcher={shlex.join(launch_command(site, ranks))}",
               f"--seen={folder}", f"--out={folder}", f"--limit={LIMIT}",
@@ -177,9 +193,9 @@ def _script(work: Work, verb: str, title: str, name: str, ranks: int, folder: Pa
         doctor.append("--device-buffers")
     return TEMPLATES.get_template("row.sh.j2").render(
         verb=verb, title=title, site=site, root=ROOT, folder=folder,
-        options=row_options(work, name, ranks), launch=launch_command(site, ranks),
+        options=[*row_options(work, name, ranks), *more], launch=launch_command(site, ranks),
         questions=["census", "exchange"] if site.run.device_buffers else ["census"],
-        limit=LIMIT, doctor=doctor, run=run, memory=memory)
+        limit=LIMIT, doctor=doctor, run=run, memory=memory, **values)
 
 
 def array_script(work: Work, cases: list[Case]) -> str:

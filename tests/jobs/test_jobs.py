@@ -1,4 +1,5 @@
 """Site files, scripts and books, without any Slurm."""
+import contextlib
 import os
 import re
 import shutil
@@ -251,6 +252,48 @@ def test_a_pipeline_is_a_job_with_the_same_checks(tmp_path, capsys):
     assert "give options of bench pipeline after --" in capsys.readouterr().err
 
 
+def test_a_training_is_a_job_that_the_next_one_continues_until_it_is_complete(tmp_path, capsys):
+    """The first is warned, and stops; the second does the last step; the third has none to do."""
+    out, name = tmp_path / "out", site_file(tmp_path, GOOD + '[software]\npython = "python"\n')
+    saved, ended = out / "train" / "whale", out / "jobs" / "runs" / "whale"
+    env = stubs(tmp_path, srun=f"""[[ "$*" == *"bench train"* ]] || exit 0
+mkdir -p {saved}/step-00000010
+if [ $SLURM_JOB_ID = 7 ]; then kill -USR1 $PPID; while [ ! -e "${{@: -1}}" ]; do sleep 0.05; done
+else echo '{{"complete": true}}' >> {saved}/history.jsonl; fi""")
+    again = ["train", "--site", name, "--ranks", "8", "--out", str(out), "--name", "whale"]
+    words = ["--", "--steps", "20", "--data", "2"]
+    assert main(again + words) == 0
+    script, said = capsys.readouterr().out.splitlines()
+    assert said == "whale: no checkpoint yet"
+    for option in ("dependency=singleton", "job-name=mm3d-whale", "ntasks=8"):
+        assert f"#SBATCH --{option}\n" in Path(script).read_text()
+    for job, why in (("7", "stopped near the time limit, status 0"), ("8", "done"), ("9", "done")):
+        (tmp_path / "said").unlink(missing_ok=True)
+        done = subprocess.run(["bash", script], env=env | {"SLURM_JOB_ID": job}, text=True,
+                              capture_output=True, timeout=60)
+        assert done.returncode == 0 and (ended / f"ended-{job}").read_text() == why + "\n", done
+        assert (tmp_path / "said").exists() == (job < "9")
+        assert ("all steps are done" in done.stdout) == (job == "9")
+        assert main(again + words) == 0
+        assert capsys.readouterr().out.splitlines()[1] == (
+            f"whale: {'complete' if job > '7' else 'step 10 is saved'}; its last job: {why}")
+    # Another training is none that is complete.
+    assert main([*again, "--", "--steps", "30"]) == 0
+    done = subprocess.run(["bash", script], env=env, text=True, capture_output=True, timeout=60)
+    assert "all steps are done" not in done.stdout and "--steps 30" in Path(script).read_text()
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--", "--max-seconds=5"], "--max-seconds after --: the job says it, or has no use for it"),
+    (["--", "--checkpoints", "x"], "--checkpoints after --"), (["--", "--compare"], "--compare"),
+    (["--name", "a/b"], "--name a/b: letters, digits"), (["--name", "-x"], "--name")])
+def test_what_a_training_as_a_job_cannot_have(tmp_path, capsys, words, said):
+    with pytest.raises(SystemExit) if words == ["--name", "-x"] else contextlib.nullcontext():
+        assert main(["train", "--site", "cpu", "--ranks", "8", "--out", str(tmp_path / "out"),
+                     *words]) == 2
+    assert said in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
 def test_a_failed_row_hands_its_status_on(tmp_path):
     done, ended = executed(tmp_path, srun="exit 3")
     assert done.returncode == 1 and ended == "bench run ended with status 3, see the log"
@@ -391,7 +434,8 @@ def test_shellcheck_has_nothing_to_say(tmp_path, capsys):
         group = [make_case(row, "paper") for row in select_rows("all", "1d") if row.gpus == 8]
         (out / "jobs" / "array.sh").write_text(scripts.array_script(
             Work(site.load_site(name), name, out), group))
+        assert main(["train", "--site", name, "--ranks", "8", "--out", str(out)]) == 0
         found = sorted((out / "jobs").glob("*.sh"))
-        assert len(found) == 20 and all(path.stat().st_mode & stat.S_IXUSR for path in found[1:])
+        assert len(found) == 21 and all(path.stat().st_mode & stat.S_IXUSR for path in found[1:])
         done = subprocess.run(["shellcheck", *found], capture_output=True, text=True)
         assert done.returncode == 0, done.stdout
