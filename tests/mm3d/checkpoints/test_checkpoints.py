@@ -54,8 +54,9 @@ def trained(comm, shared_tmp_path):
 
 @pytest.mark.ranks(1, 4)
 def test_every_mesh_reads_what_any_mesh_has_written(comm, trained):
-    """Guards against checkpoints of blocks that are equal (pytorch/torchtitan#811), and of stages
-    in the order of ranks where a schedule is a V (pytorch/torchtitan#774)."""
+    """Guards against checkpoints of blocks that are equal (pytorch/torchtitan#811), of stages in
+    the order of ranks where a schedule is a V (pytorch/torchtitan#774), and of the weight of
+    queries, keys and values as if it were one matrix (NVIDIA/Megatron-LM#2769)."""
     meshes = MESHES[comm.size]
     folder, expected = trained(meshes[0])
     for mesh in meshes:

@@ -37,7 +37,12 @@ def test_loss_is_that_of_whole_rows(comm, transport, vocab, smoothing, z):
     """With blocks of unequal length, or none: nothing that pads a block enters a sum, each row
     counts once, and smoothing is over the whole vocabulary; large logits do no harm.
 
-    Positions of several sequences have gaps between them in the memory that ranks share."""
+    Positions of several sequences have gaps between them in the memory that ranks share.
+
+    Guards against padding in the sum of exponentials (pytorch/torchtitan#1136), rows that each
+    rank of a row counts (NVIDIA/Megatron-LM#7452), and smoothing over the local vocabulary
+    (NVIDIA/Megatron-LM#737).
+    """
     rng = np.random.default_rng(vocab)
     logits = 20 * rng.standard_normal((BATCH, SEQ, vocab)) + 600
     targets = rng.integers(-1, vocab, (BATCH, SEQ))

@@ -105,7 +105,7 @@ def test_results_are_those_of_the_serial_model(comm):
 def test_the_same_bits_with_recomputation_and_in_halves(comm):
     """Two micro-batches in flight: one mask drawn for another of them would be seen.
 
-    It guards against a mask that differs when it is drawn again.
+    Guards against a mask that differs when it is drawn again (NVIDIA/Megatron-LM#1256).
     """
     for parallelism in SOME[comm.size]:
         with parallelism.on(comm, "numpy") as scheme:

@@ -65,7 +65,9 @@ def test_every_stage_of_zero_computes_what_one_rank_computes(comm, transport, nu
 
     Stages are equal to the bit: all of them with one micro-batch, else 0 and 1, and 2 and 3.  A
     gradient divided by what a rank has of the batch fails, and so does a last shard, which has
-    fewer rows or none, that is never updated.
+    fewer rows or none, that is never updated.  Guards against both (NVIDIA/Megatron-LM#7452,
+    pytorch/pytorch#176076), and against a sum that keeps the last micro-batch alone
+    (allenai/open-instruct#1498).
     """
     if number >= len(MESHES[comm.size]):
         pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")

@@ -33,7 +33,7 @@ def test_losses_and_gradients_are_those_of_one_rank(comm, number):
 
     Also where a micro-batch has more targets that count than another, or a rank more than another
     one: a mean of means differs, and so does the gradient of a bias that is not summed over all
-    ranks with other rows.
+    ranks with other rows.  Guards against both (NVIDIA/Megatron-LM#7452, axonn-ai/axonn#55).
     """
     mesh = meshes(comm, number)
     for case in CASES:

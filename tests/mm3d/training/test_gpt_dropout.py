@@ -22,6 +22,8 @@ MESHES = {1: [(1, "serial", None, "1f1b", "full")],
 
 @pytest.mark.ranks(1, 4, slow=(8,))
 def test_losses_and_gradients_are_those_of_one_rank(comm):
+    """Guards against masks that are others on another rank, or when drawn again
+    (NVIDIA/Megatron-LM#1256)."""
     expected, without = serial(**DROPOUT), serial()
     assert differences(expected, without) and not np.allclose(
         expected["losses"][0], without["losses"][0], rtol=1e-3)

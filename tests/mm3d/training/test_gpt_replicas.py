@@ -29,6 +29,8 @@ MESHES = {2: [(dict(data=2, scheme="serial"), 2)],
 def test_losses_and_gradients_are_those_of_one_rank(comm, number):
     """Targets that count are more in some replicas: nothing is divided by a rank's own number.
 
+    Guards against gradients divided by the local number of tokens (NVIDIA/Megatron-LM#7452).
+
     Stages of ZeRO are equal to the bit as without embedding and head, tied ones too, which are
     on one stage or on two.
     """

@@ -141,7 +141,8 @@ def test_with_recomputation(comm, again):
 
 @pytest.mark.ranks(2)
 def test_gradients_are_those_of_the_whole_batch(comm):
-    """Guards against a missing or a second division by the number of micro-batches."""
+    """Guards against a missing or a second division by the number of micro-batches, which Adam
+    would hide (huggingface/picotron at 59714b1)."""
     mesh, tokens = mm3d.Mesh(comm, 2, "serial"), SIZES["batch"] * SIZES["seq"]
     pipeline = mm3d.Pipeline(mesh, "1f1b", **SIZES, microbatches=M, dtype="float64")
     whole = mm3d.Transformer(mesh.scheme, **SIZES, dtype="float64")
