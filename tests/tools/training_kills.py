@@ -1,0 +1,148 @@
+"""Kill a training at random moments, and go on: ``python tests/tools/training_kills.py 50``.
+
+After each kill, of all processes at once or of one rank, what the history says of every step must
+be, to the bit, what a training says that was never killed, and at last the newest checkpoints are
+the same.  A job of which one rank was killed must end by itself within 10 seconds.
+"""
+import argparse
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+
+import h5py
+import numpy as np
+
+from mm3d import launcher
+from mm3d.checkpoints.folder import checkpoints
+from support import ROOT, clean_environment
+
+STEPS, PATIENCE = 60, 10.0    # the latter in seconds
+OPTIONS = ("--layers", "2", "--hidden", "16", "--heads", "2", "--batch", "4", "--seq", "8",
+           "--steps", str(STEPS), "--warmup", "5", "--dropout", "0.1", "--scheme", "serial",
+           "--data", "2", "--zero", "2", "--microbatches", "2", "--save-every", "3",
+           "--validate-every", "7")
+
+
+class Job:
+    """A training on two ranks in a folder."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.history = folder, folder / "saved" / "history.jsonl"
+        self.output = open(folder.with_suffix(".log"), "w+")
+        command = launcher.mpirun_command(
+            2, sys.executable, "-m", "bench", "train", *OPTIONS, "--checkpoints",
+            str(folder / "saved"), "--out", str(folder / "out"))
+        self.process = subprocess.Popen(
+            command, cwd=ROOT, env=clean_environment(), start_new_session=True,
+            stdin=subprocess.DEVNULL, stdout=self.output, stderr=subprocess.STDOUT)
+
+    def ranks(self) -> list[int]:
+        """The processes of its ranks."""
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            try:
+                words = path.read_bytes().decode().split("\0")
+            except OSError:    # it has just ended
+                continue
+            if words[0] == sys.executable and str(self.folder / "saved") in words:
+                found.append(int(path.parent.name))
+        return sorted(found)
+
+    def kill(self, all_of_it: bool) -> bool:
+        """Kill it, or its last rank; whether it was still running."""
+        ranks, running = self.ranks(), self.process.poll() is None
+        try:
+            if all_of_it:
+                os.killpg(self.process.pid, signal.SIGKILL)
+            for rank in ranks if all_of_it else ranks[-1:]:
+                os.kill(rank, signal.SIGKILL)
+        except ProcessLookupError:    # it has just ended
+            pass
+        return running and (all_of_it or bool(ranks))
+
+    def wait(self, seconds: float | None = None) -> int:
+        """Wait for its end, and for that of its ranks."""
+        status = self.process.wait(seconds)
+        end = time.monotonic() + PATIENCE
+        while self.ranks():
+            assert time.monotonic() < end, "ranks are left"
+            time.sleep(0.02)
+        self.output.close()
+        return status
+
+    def lines(self) -> list[dict]:
+        """The history, without the seconds of steps; a line that was cut short is left out."""
+        found = []
+        for line in self.history.read_text().splitlines() if self.history.exists() else ():
+            try:
+                found.append({key: value for key, value in json.loads(line).items()
+                              if key != "seconds"})
+            except ValueError:
+                continue
+        return found
+
+
+def arrays(folder: Path) -> dict[str, np.ndarray]:
+    """All arrays of the newest checkpoint, by h5py alone."""
+    found = {}
+    with h5py.File(checkpoints(folder)[-1] / "index.h5") as index:
+        for kind in ("parameters", "optimizer"):
+            index[kind].visititems(lambda name, item: found.update(
+                {f"{kind}/{name}": item[()]}) if isinstance(item, h5py.Dataset) else None)
+    return found
+
+
+def train_and_kill(folder: Path, kills: int, seed: int = 0) -> dict[str, float]:
+    """Kill trainings so many times, each within the time that it takes; return what happened."""
+    draw, count, slowest = random.Random(seed), Counter(), 0.0
+    folder.mkdir(exist_ok=True)
+    whole = Job(folder / "whole")
+    begin = time.monotonic()
+    assert whole.wait() == 0, (folder / "whole.log").read_text()
+    longest = time.monotonic() - begin
+    expected = {json.dumps(line) for line in whole.lines()}
+    weights = arrays(folder / "whole" / "saved")
+    while count["kills"] < kills:
+        own, complete = folder / f"killed{count['complete']}", False
+        while not complete:
+            job = Job(own)
+            try:
+                status = job.wait(draw.uniform(0.2, 1.1) * longest
+                                  if count["kills"] < kills else None)
+                assert status == 0, own.with_suffix(".log").read_text()
+                complete = True
+            except subprocess.TimeoutExpired:
+                count["kills"] += job.kill(all_of_it := draw.random() < 0.6)
+                count["of one rank"] += not all_of_it
+                begin = time.monotonic()
+                job.wait(PATIENCE)
+                slowest = max(slowest, time.monotonic() - begin)
+            wrong = [line for line in job.lines() if json.dumps(line) not in expected]
+            assert not wrong, wrong
+        last = job.lines()
+        assert {json.dumps(line) for line in last} == expected
+        found = arrays(own / "saved")
+        assert found.keys() == weights.keys() and all(
+            np.array_equal(a, weights[name]) for name, a in found.items())
+        count["complete"] += 1
+        count["steps"] += sum("loss" in line for line in last)
+    return {**count, "seconds of a training": round(longest, 1),
+            "slowest end": round(slowest, 1)}
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kills", type=int)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as made:
+        print(train_and_kill(Path(made), given.kills, given.seed))
+    print(f"{time.monotonic() - start:.0f} s")
