@@ -1,6 +1,7 @@
 """Trainings: verified, stopped and continued to the bit, recorded; and the same on every mesh."""
 import contextlib
 import errno
+import gc
 import os
 import signal
 from dataclasses import replace
@@ -12,6 +13,7 @@ from bench.__main__ import parser
 from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.training import comparison, history, plain_gpt, record, trainer
 from bench.experiments.training.history import History
+from bench.experiments.training.memory import expected_peak_bytes
 from bench.experiments.training.meshes import list_cases, reference_of
 from bench.experiments.training.plan import Placement, Plan
 from bench.experiments.training.rounding_bounds import rounding_bounds
@@ -311,3 +313,24 @@ def test_what_rounding_may_change_is_stated_and_what_it_may_not_fails():
     more = rounding_bounds(replace(plan, steps=4 * plan.steps))
     assert all(more[name] == pytest.approx(2 * bounds[name]) for name in bounds)
     assert training_tables.allowed_differences(made_up_comparison("float32", 1.0)) == bounds
+
+
+@pytest.mark.ranks(slow=(1, 2, 4))
+def test_memory_is_within_1_15_of_the_closed_form(comm):
+    """Of values, gradients, moments and activations, with embedding and head, at the peak of a
+    step: in every stage of ZeRO, and on stages of a pipeline."""
+    sizes = dict(layers=3, hidden=192, heads=4, batch=2 * comm.size, seq=64, steps=2)
+    meshes = [Placement(scheme="serial", data=comm.size, zero=zero, microbatches=2)
+              for zero in range(4 if comm.size > 1 else 1)]
+    if comm.size > 1:
+        meshes += [Placement(scheme="1d", grid=(comm.size,)), Placement(
+            scheme="serial", stages=2, data=comm.size // 2, microbatches=2)]
+    for placement in meshes:
+        training = Training(comm, replace(PLAN, dropout=0.0, **sizes), placement, TEXT)
+        trainer.train(training, COURSE)
+        share = training.peak_bytes / expected_peak_bytes(training.model, training.optimizer)
+        shares = comm.allgather(share)
+        assert all(0.9 < one < 1.15 for one in shares), (placement, shares)
+        training.free()
+        del training
+        gc.collect()    # the memory of one training is none of the next
