@@ -158,6 +158,36 @@ def test_a_job_that_is_told_that_its_time_is_nearly_over(cluster, tmp_path):
     user.cancel()
 
 
+def test_a_training_whose_time_is_nearly_over_goes_on_in_its_next_job(cluster, tmp_path):
+    """Three are submitted at once, and run one after the other; the last has nothing to do."""
+    user = User(cluster, tmp_path, gpus=0)
+    saved, steps = user.out / "train" / "whale", 800
+    words = ("--", "--layers", "1", "--hidden", "8", "--heads", "2", "--batch", "4", "--seq", "8",
+             "--steps", str(steps), "--scheme", "1d", "--data", "2", "--dropout", "0.1")
+
+    def train(*more):
+        done = cluster.command(
+            sys.executable, "-m", "jobs", "train", "--site", str(user.site), "--out",
+            str(user.out), "--ranks", "4", "--name", "whale", *more, *words, cwd=ROOT)
+        assert done.returncode == 0, done.stdout + done.stderr
+        user.submitted += re.findall(r"^job (\d+)$", done.stdout, re.M)
+        return done.stdout
+
+    def losses():
+        file = saved / "history.jsonl"
+        return re.findall(r'"step": (\d+), "loss"', file.read_text()) if file.exists() else []
+    assert "whale: no checkpoint yet" in train("--submit", "--jobs", "3")
+    user.wait_for(lambda: len(losses()) > 3)
+    cluster.command("scancel", "--signal=USR1", "--batch", user.submitted[0])
+    assert user.quiet(), user.logs()
+    ended = [(user.out / "jobs" / "runs" / "whale" / f"ended-{job}").read_text().strip()
+             for job in user.submitted]
+    assert ended == ["stopped near the time limit, status 0", "done", "done"], user.logs()
+    assert "whale: complete; its last job: done" in train()
+    assert losses() == [str(step) for step in range(steps)]    # each once, none lost
+    assert "all steps are done" in user.logs() and "STOPPED EARLY (stop_file)" in user.logs()
+
+
 def test_jobs_at_their_limit(limited):
     """Slurm's clock, a minute at the least: one job heeds the warning, one is killed."""
     heeds, hangs = limited
