@@ -87,6 +87,9 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
     """Add the options that say on which mesh a model is trained."""
     parser.add_argument("--data", type=options.whole(1), default=1, metavar="N",
                         help="replicas, among which the batch is divided (default 1)")
+    parser.add_argument("--shards", type=options.whole(1), metavar="N", help=(
+        "replicas that divide one copy of the model by --zero, the others having copies of their "
+        "own (default: all)"))
     parser.add_argument("--zero", type=int, choices=range(4), default=0, help=(
         "divide among the replicas: 1, moments and masters; 2, gradients too; 3, parameters too "
         "(default 0: nothing)"))

@@ -65,7 +65,7 @@ class Job:
                 os.kill(rank, signal.SIGKILL)
         except ProcessLookupError:    # it has just ended
             pass
-        return running and (all_of_it or bool(ranks))
+        return running
 
     def wait(self, seconds: float | None = None) -> int:
         """Wait for its end, and for that of its ranks."""
@@ -119,8 +119,10 @@ def train_and_kill(folder: Path, kills: int, seed: int = 0) -> dict[str, float]:
                 assert status == 0, own.with_suffix(".log").read_text()
                 complete = True
             except subprocess.TimeoutExpired:
-                count["kills"] += job.kill(all_of_it := draw.random() < 0.6)
-                count["of one rank"] += not all_of_it
+                one = draw.random() < 0.4 and bool(job.ranks())
+                dead = job.kill(all_of_it=not one)
+                count["kills"] += dead
+                count["of one rank"] += dead and one
                 begin = time.monotonic()
                 job.wait(PATIENCE)
                 slowest = max(slowest, time.monotonic() - begin)

@@ -41,7 +41,7 @@ class Case:
         micro-batches.
         """
         one = self.placement
-        return (one.scheme, one.grid, one.data, one.microbatches,
+        return (one.scheme, one.grid, one.data, one.shards, one.microbatches,
                 one.zero > 1 and one.data > 1 and one.microbatches > 1)
 
 
@@ -62,6 +62,8 @@ def list_cases(ranks: int) -> list[Case]:
     add(2, three, grid=(2, 1, 1), recompute="full")
     for zero in range(4):
         add(2, SERIAL, data=2, zero=zero)
+    for zero in range(4):
+        add(4, SERIAL, data=4, shards=2, zero=zero)
     for zero in range(4):
         add(8, three, data=2, grid=(2, 2, 1), zero=zero)
     add(1, SERIAL, microbatches=4)

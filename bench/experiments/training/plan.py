@@ -83,7 +83,7 @@ class Placement:
 
     Attributes
     ----------
-    data, stages, scheme, grid, backend
+    data, shards, stages, scheme, grid, backend
         See `mm3d.Mesh`.
     zero, schedule, microbatches, recompute
         See `mm3d.GPT`.
@@ -98,6 +98,7 @@ class Placement:
     microbatches: int = 1
     recompute: str = "none"
     backend: str | None = None
+    shards: int | None = None
 
     def given(self) -> dict[str, Any]:
         """Return what differs from the defaults."""
@@ -106,7 +107,9 @@ class Placement:
 
     def __str__(self) -> str:
         grid = "x".join(map(str, self.grid or ()))
-        parts = [f"data {self.data}" * (self.data > 1), f"ZeRO {self.zero}" * (self.zero > 0),
+        parts = [f"data {self.data}" * (self.data > 1),
+                 f"shards {self.shards}" * (self.shards is not None),
+                 f"ZeRO {self.zero}" * (self.zero > 0),
                  f"{self.stages} stages {self.schedule}" * (self.stages > 1),
                  " ".join(filter(None, [self.scheme, grid])),
                  f"{self.microbatches} micro-batches" * (self.microbatches > 1),
@@ -118,7 +121,7 @@ def make_mesh(placement: Placement, comm: Any) -> mm3d.Mesh:
     """Arrange the ranks of `comm`; ValueError on every rank where they cannot be."""
     given = placement.given()
     return mm3d.Mesh(comm, **{name: given[name] for name in (
-        "data", "stages", "scheme", "grid", "backend") if name in given})
+        "data", "shards", "stages", "scheme", "grid", "backend") if name in given})
 
 
 def make_model(plan: Plan, placement: Placement, mesh: mm3d.Mesh) -> Any:

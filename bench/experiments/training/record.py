@@ -63,7 +63,8 @@ def settings_of(training: Training, course: Course, outcome: Outcome) -> dict[st
     scaling = training.optimizer.loss_scaling
     return {**training.settings(), "scheme": mesh.scheme.name, **grid_settings(mesh.shape),
             "stage_grids": "; ".join(map(str, mesh.grids)),
-            "data": placement.data, "stages": placement.stages, "zero": placement.zero,
+            "data": placement.data, "shards": placement.shards or placement.data,
+            "stages": placement.stages, "zero": placement.zero,
             "schedule": placement.schedule, "microbatches": placement.microbatches,
             "recompute": placement.recompute,
             "transport": operands.transport_names(mesh.scheme.grid),

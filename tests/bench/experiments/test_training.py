@@ -285,8 +285,8 @@ def test_families_are_what_must_be_equal_to_the_bit():
     assert {case.placement.scheme for case in cases} == set(schemes.registry())
     for case in cases:
         one, first = case.placement, reference(case).placement
-        assert (one.data, one.microbatches, one.scheme, one.grid) == (
-            first.data, first.microbatches, first.scheme, first.grid)
+        assert (one.data, one.shards, one.microbatches, one.scheme, one.grid) == (
+            first.data, first.shards, first.microbatches, first.scheme, first.grid)
     assert {case.placement.zero for case in cases if reference(case) is not case} == {0, 1, 2, 3}
     for wrong in (PLAN, replace(COMPARED, dtype="float16")):
         with pytest.raises(UsageError, match="sgd in float64 or float32 would do"):
