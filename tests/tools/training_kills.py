@@ -5,6 +5,7 @@ be, to the bit, what a training says that was never killed, and at last the newe
 the same.  A job of which one rank was killed must end by itself within 10 seconds.
 """
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -42,6 +43,13 @@ class Job:
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=clean_environment(), start_new_session=True,
             stdin=subprocess.DEVNULL, stdout=self.output, stderr=subprocess.STDOUT)
+        self.history_lines = len(self.lines())
+
+    def wait_for_lines(self, more: int) -> None:
+        """Wait until the history has so many lines more, or the job has ended."""
+        wanted = self.history_lines + more
+        while self.process.poll() is None and len(self.lines()) < wanted:
+            time.sleep(0.005)
 
     def ranks(self) -> list[int]:
         """The processes of its ranks."""
@@ -99,33 +107,42 @@ def arrays(folder: Path) -> dict[str, np.ndarray]:
     return found
 
 
+def kill_at_some_moment(job: Job, draw: random.Random, begins: float) -> tuple[bool, bool]:
+    """Kill a job, while it begins or after some steps; whether it was running, and one rank was
+    killed alone."""
+    if draw.random() < 0.3:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            job.process.wait(draw.uniform(0, begins))
+    else:
+        job.wait_for_lines(draw.randint(1, 15))
+        time.sleep(draw.uniform(0, 0.05))
+    one = draw.random() < 0.4 and bool(job.ranks())
+    return job.kill(all_of_it=not one), one
+
+
 def train_and_kill(folder: Path, kills: int, seed: int = 0) -> dict[str, float]:
-    """Kill trainings so many times, each within the time that it takes; return what happened."""
+    """Kill trainings so many times; return what happened."""
     draw, count, slowest = random.Random(seed), Counter(), 0.0
     folder.mkdir(exist_ok=True)
-    whole = Job(folder / "whole")
-    begin = time.monotonic()
+    whole, begin = Job(folder / "whole"), time.monotonic()
+    whole.wait_for_lines(1)
+    begins = time.monotonic() - begin
     assert whole.wait() == 0, (folder / "whole.log").read_text()
-    longest = time.monotonic() - begin
     expected = {json.dumps(line) for line in whole.lines()}
     weights = arrays(folder / "whole" / "saved")
     while count["kills"] < kills:
-        own, complete = folder / f"killed{count['complete']}", False
-        while not complete:
+        own, status = folder / f"killed{count['complete']}", 1
+        while status:
             job = Job(own)
-            try:
-                status = job.wait(draw.uniform(0.2, 1.1) * longest
-                                  if count["kills"] < kills else None)
-                assert status == 0, own.with_suffix(".log").read_text()
-                complete = True
-            except subprocess.TimeoutExpired:
-                one = draw.random() < 0.4 and bool(job.ranks())
-                dead = job.kill(all_of_it=not one)
-                count["kills"] += dead
-                count["of one rank"] += dead and one
-                begin = time.monotonic()
-                job.wait(PATIENCE)
-                slowest = max(slowest, time.monotonic() - begin)
+            dead = one = False
+            if count["kills"] < kills:
+                dead, one = kill_at_some_moment(job, draw, begins)
+            killed_at = time.monotonic()
+            status = job.wait(PATIENCE if dead else None)
+            assert dead or not status, own.with_suffix(".log").read_text()
+            count["kills"] += dead
+            count["of one rank"] += dead and one
+            slowest = max(slowest, dead * (time.monotonic() - killed_at))
             wrong = [line for line in job.lines() if json.dumps(line) not in expected]
             assert not wrong, wrong
         last = job.lines()
@@ -135,8 +152,7 @@ def train_and_kill(folder: Path, kills: int, seed: int = 0) -> dict[str, float]:
             np.array_equal(a, weights[name]) for name, a in found.items())
         count["complete"] += 1
         count["steps"] += sum("loss" in line for line in last)
-    return {**count, "seconds of a training": round(longest, 1),
-            "slowest end": round(slowest, 1)}
+    return {**count, "slowest end": round(slowest, 1)}
 
 
 if __name__ == "__main__":
