@@ -216,10 +216,20 @@ def test_only(work: Work, cases: list[Case], arguments) -> int:
     return int(bool(refused))
 
 
+def run_single(arguments) -> int:
+    """Write the script of a job that is no row, and submit it if asked to."""
+    given = arguments.site, arguments.out, arguments.ranks, arguments.words
+    if arguments.verb == "pipeline":
+        single.submit_pipeline(*given, arguments.submit)
+    else:
+        single.submit_training(*given, arguments.name, arguments.jobs * arguments.submit)
+    return 0
+
+
 def run_verb(arguments) -> int:
     """Run the verb; return the exit status."""
     if arguments.verb in ("pipeline", "train"):
-        return getattr(single, f"submit_{arguments.verb}")(arguments)
+        return run_single(arguments)
     work, cases = work_and_cases(arguments)
     if arguments.verb == "submit":
         return (test_only if arguments.test_only else submit)(work, cases, arguments)

@@ -2,7 +2,6 @@
 
 import re
 from pathlib import Path
-from typing import Any
 
 from bench.errors import UsageError
 from bench.records import atomic
@@ -15,39 +14,65 @@ SCRIPT = 0o755    # permissions of a script
 OWN = ("--out", "--checkpoints", "--stop-file", "--max-seconds", "--backend", "--compare")
 
 
-def submit_pipeline(arguments: Any) -> int:
-    """Write the script of a pipeline and submit it if asked to; return the exit status."""
-    if "--stages" not in option_names(arguments.words):
+def submit_pipeline(site: str, out: str | None, ranks: int, words: list[str],
+                    submit: bool = False) -> None:
+    """Write the script that runs ``bench pipeline`` with `words`, and submit it if asked to.
+
+    Parameters
+    ----------
+    site : str
+        A supplied site, or a file.
+    out : str or None
+        The folder of results; None for that of the site.
+    ranks : int
+        Number of ranks.
+    words : list of str
+        Options of the verb.
+    submit : bool
+        Whether to submit the script.
+
+    Raises
+    ------
+    UsageError
+        For words that make no job.
+    """
+    if "--stages" not in option_names(words):
         raise UsageError("pipeline: give options of bench pipeline after --, such as -- --stages "
                          "8 --schedule 1f1b,zb-h1")
-    work = make_work(arguments)
-    script = work.folder / f"pipeline-p{arguments.ranks:03d}.sh"
-    write(script, scripts.pipeline_script(work, arguments.ranks, arguments.words))
-    if arguments.submit:
+    work = make_work(site, out)
+    script = work.folder / f"pipeline-p{ranks:03d}.sh"
+    write(script, scripts.pipeline_script(work, ranks, words))
+    if submit:
         print(f"job {slurm.submit(script)}")
-    return 0
 
 
-def submit_train(arguments: Any) -> int:
-    """Write the script of a training, say how far it is, and submit its jobs if asked to.
+def submit_training(site: str, out: str | None, ranks: int, words: list[str],
+                    name: str | None = None, jobs: int = 0) -> None:
+    """Write the script that runs ``bench train`` with `words`, and submit it so many times.
 
     Slurm runs one job of a name at a time, so those of one training never meet, also when it is
-    submitted again while a job is under way.
+    submitted again while a job is under way.  Parameters and errors are as for `submit_pipeline`.
+
+    Further parameters
+    ------------------
+    name : str or None
+        The training, by default one for each number of ranks.
+    jobs : int
+        How many jobs to submit.
     """
-    for name in option_names(arguments.words):
-        if name in OWN:
-            raise UsageError(f"train: {name} after --: the job says it, or has no use for it; "
+    for option in option_names(words):
+        if option in OWN:
+            raise UsageError(f"train: {option} after --: the job says it, or has no use for it; "
                              f"leave it out")
-    name = arguments.name or f"train-p{arguments.ranks:03d}"
+    name = name or f"train-p{ranks:03d}"
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII):
         raise UsageError(f"--name {name}: letters, digits, points, - and _ would do")
-    work = make_work(arguments)
+    work = make_work(site, out)
     script = work.folder / f"{name}.sh"
-    write(script, scripts.training_script(work, name, arguments.ranks, arguments.words))
+    write(script, scripts.training_script(work, name, ranks, words))
     print(f"{name}: {standing(work, name)}")
-    for _ in range(arguments.jobs if arguments.submit else 0):
+    for _ in range(jobs):
         print(f"job {slurm.submit(script)}")
-    return 0
 
 
 def standing(work: Work, name: str) -> str:
@@ -66,10 +91,10 @@ def option_names(words: list[str]) -> list[str]:
     return [word.partition("=")[0] for word in words if word.startswith("--")]
 
 
-def make_work(arguments: Any) -> Work:
+def make_work(site: str, out: str | None) -> Work:
     """Return the work of a site, after making its folders."""
-    out = Path(arguments.out or Path("results") / Path(arguments.site).stem)
-    work = Work(sites.load_site(arguments.site), arguments.site, scripts.check_path(out))
+    work = Work(sites.load_site(site), site, scripts.check_path(
+        Path(out or Path("results") / Path(site).stem)))
     for folder in (work.folder, work.folder / "logs"):
         folder.mkdir(parents=True, exist_ok=True)
     return work
