@@ -25,6 +25,7 @@ from mm3d.grid.axis import Axis, Split, Traffic  # noqa: E402
 from mm3d.grid.grid import Grid  # noqa: E402
 from mm3d.grid.layout import Layout  # noqa: E402
 from mm3d.model import cost  # noqa: E402
+from mm3d.model.experts.options import Experts  # noqa: E402
 from mm3d.model.sizes import ModelSizes  # noqa: E402
 from mm3d.model.transformer import Transformer  # noqa: E402
 from mm3d.model.transformer_spec import model_spec  # noqa: E402
@@ -45,7 +46,7 @@ _TRAINING = {"GPT": "mm3d.training.gpt", "Mesh": "mm3d.training.mesh",
              "warmup_cosine": "mm3d.training.learning_rates",
              "save": "mm3d.checkpoints.saving", "restore": "mm3d.checkpoints.restoring"}
 
-__all__ = ["Axis", "Grid", "Layout", "ModelSizes", "SCHEMES", "Scheme", "Space", "Split",
+__all__ = ["Axis", "Experts", "Grid", "Layout", "ModelSizes", "SCHEMES", "Scheme", "Space", "Split",
            "Traffic", "Transformer", "Vector", "Watchdog", "cost", "model_spec", "registry",
            "scheme", *_TRAINING]
 

@@ -119,7 +119,16 @@ class Layout:
         `coords` are the other coordinates of the rank, by default those of this rank.
         """
         sizes, coords = _resolve_place(grid, coords)
-        return coords[self.letters[0]] % sizes[self.diagonal]
+        return coords[self._along_diagonal] % sizes[self.diagonal]
+
+    @property
+    def _along_diagonal(self) -> str:
+        """Return the direction whose coordinates are those of the diagonal.
+
+        It is the first that divides the last divided dimension, as of a vector's features: others
+        may divide copies of the vector before.
+        """
+        return next(letters[0] for letters in reversed(self.dims) if letters)
 
     def slices(self, grid: GridShape | Grid, shape: tuple[int, ...],
                coords: Mapping[str, int] | None = None) -> tuple[slice, ...]:

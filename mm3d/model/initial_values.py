@@ -24,8 +24,20 @@ def varied_values(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
     """
     weight = name.endswith(".weight")
     if weight and len(shape) > 1:
-        return 0, math.sqrt(shape[0])
+        return 0, math.sqrt(_fan_in(name, shape))
+    if name.endswith("router.bias"):
+        return 0, math.inf    # no gradient changes it
     return float(weight), 10
+
+
+def _fan_in(name: str, shape: tuple[int, ...]) -> int:
+    """Return the number of terms of a sum with a weight: its rows, or those of one expert.
+
+    The weight of a router, (experts, hidden), is stored by experts.
+    """
+    if ".experts." not in name:
+        return shape[0]
+    return shape[1]
 
 
 def gpt2_values(layers: int) -> InitialValues:
@@ -38,7 +50,7 @@ def gpt2_values(layers: int) -> InitialValues:
     def values(name: str, shape: tuple[int, ...]) -> tuple[float, float]:
         if len(shape) == 1 or name.endswith(".bias"):
             return float(name.endswith(".weight")), math.inf
-        if name.endswith(("attention.proj.weight", "mlp.down.weight")):
+        if name.endswith(("attention.proj.weight", "mlp.down.weight", "experts.down.weight")):
             return 0, 50 * math.sqrt(2 * layers)
         return 0, 100 if name == "positions.weight" else 50
     return values

@@ -44,7 +44,8 @@ class Parameter:
     shape : tuple of int
         Global shape as stored; (in, 3, out) for the weight of queries, keys and values.
     public_shape : tuple of int
-        Global shape in `Transformer.state` and `Transformer.load`, (in, 3 out).
+        Global shape in `Transformer.state` and `Transformer.load`, (in, 3 out); `shape` itself
+        for what belongs to experts.
     first_copy : bool
         False where other ranks, outside `grid`, hold this block already: in all replicas of a
         model but the first, and in the second copy of tied weights.
@@ -62,6 +63,8 @@ class Parameter:
         self.name, self.grid, self.layout, self.shape = name, grid, layout, tuple(shape)
         inputs = self.shape[:1] if name.endswith("weight") and len(shape) > 1 else ()
         self.public_shape = (*inputs, math.prod(self.shape[len(inputs):]))
+        if ".experts." in name:
+            self.public_shape = self.shape
         self.dtype, self.has_master, self.first_copy = dtype, master is not None, True
         self._allocate(gathered_along, master)
         self._allocate_gradient()

@@ -18,6 +18,7 @@ from typing import Any, Callable, Iterable, Iterator, NamedTuple
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Split
 from mm3d.grid.layout import Layout
+from mm3d.model.experts.shared import ExpertRanks, Routings
 from mm3d.model.layers import Layer
 from mm3d.model.masks import MaskKey
 from mm3d.model.parameters import Parameter
@@ -87,12 +88,21 @@ class Builder:
     parameter : callable
         Makes the parameters: `Parameter`, or another with the same arguments, such as one that
         replicas of the model divide.
+    expert_ranks : ExpertRanks, optional
+        Ranks outside the grid that tokens and experts are divided among; by default none.
+
+    Attributes
+    ----------
+    routings : Routings
+        What the layers with experts share.
     """
 
     def __init__(self, scheme: Scheme, outer: Space, inner: Space, dtype: Any,
                  master: Any = None, first_layer: int = 0,
                  mask_key: MaskKey | None = None,
-                 parameter: Callable[..., Parameter] = Parameter) -> None:
+                 parameter: Callable[..., Parameter] = Parameter,
+                 expert_ranks: ExpertRanks | None = None) -> None:
+        self.expert_ranks, self.routings = expert_ranks or ExpertRanks(), Routings()
         self.scheme, self.outer, self.inner, self.mask_key = scheme, outer, inner, mask_key
         self.dtype, self.master, self.parameter = dtype, master, parameter
         self._prefix, self._numbers, self._built = "", Counter(layers=first_layer), {}

@@ -9,6 +9,8 @@ import numpy as np
 from mm3d.arrays.backend import Array, host_dtype
 from mm3d.model.chain_specs import ModelSpec
 from mm3d.model.chains import Chain
+from mm3d.model.experts.options import Experts
+from mm3d.model.experts.shared import ExpertRanks, Routings
 from mm3d.model.initial_values import (InitialValues, draw_normal, draw_parameter,
                                        varied_values)
 from mm3d.model.masks import MaskKey
@@ -70,6 +72,12 @@ class Transformer:
         Probability that an element of a residual branch is dropped before it is added.  Masks are
         keyed by the seed, ``mask_key.place``, and the global position, so they are the same on
         every grid.  `describe` then gets ``dropout=`` too.
+    experts : Experts, optional
+        Options of experts, which some layers have in place of the perceptron, see
+        `mm3d.model.experts`.  `describe` then gets ``experts=`` too.  The gradients of the
+        router's losses are added by `backward`, times ``routings.scale``.
+    expert_ranks : ExpertRanks, optional
+        Ranks with other sequences of the same batch, and those that divide the experts.
     initial_values : callable
         Mean and 1 / deviation of each parameter, see `mm3d.model.initial_values`; by default
         those above.
@@ -94,6 +102,8 @@ class Transformer:
     mask_key : MaskKey
         Key of the masks of dropout.  Set its `place` before each forward, without which nothing
         is dropped; backward uses that of its own forward, and leaves it there.
+    routings : Routings
+        Scale of the router's losses, and how the tokens of each forward were routed.
     """
 
     def __init__(self, scheme: Scheme, layers: int, hidden: int, heads: int, batch: int, seq: int,
@@ -102,7 +112,9 @@ class Transformer:
                  weights_half: str = "keep",
                  describe: Callable[..., ModelSpec] = model_spec, dropout: float = 0.0,
                  initial_values: InitialValues = varied_values,
-                 parameter: Callable[..., Parameter] = Parameter) -> None:
+                 parameter: Callable[..., Parameter] = Parameter,
+                 experts: Experts | None = None,
+                 expert_ranks: ExpertRanks | None = None) -> None:
         sizes = ModelSizes(layers, hidden, heads, batch, seq)
         sizes.check()
         _check_dtypes(scheme, dtype, master)
@@ -119,11 +131,17 @@ class Transformer:
         self.shape = (batch, seq, hidden)
         self.outer, self.inner = scheme.spaces(batch, seq)
         self.dropout, self.mask_key = dropout, MaskKey(seed)
+        self._keyed = bool(dropout or experts and experts.jitter)
         more = {"dropout": dropout} if dropout else {}
+        if experts is not None:
+            experts.check()
+            more["experts"] = experts
         self.spec = describe(sizes, causal, recompute, **more)
         self.builder = builder = Builder(
             scheme, self.outer, self.inner, self.library_dtype(self.dtype),
-            self.library_dtype(master), self.spec.first_layer, self.mask_key, parameter)
+            self.library_dtype(master), self.spec.first_layer, self.mask_key, parameter,
+            expert_ranks)
+        self.routings: Routings = builder.routings
         self.layers = Chain(*builder.build_layers(self.spec.chain.layers))
         self.linears = [linear for linear, _ in weighted_products(self.layers)]
         # No weight is gathered ahead if reading it is a collective already.
@@ -172,7 +190,7 @@ class Transformer:
         self._check_block("x", x)
         with self._begin_overlap(backward=False) as overlap:
             y, saved = self.layers.forward(x, overlap)
-        return y, ((self.mask_key.place, saved) if self.dropout else saved)
+        return y, ((self.mask_key.place, saved) if self._keyed else saved)
 
     def backward(self, dy: Array, saved: Any) -> Array:
         """Compute the gradient of the input, and add to the gradients of the parameters.
@@ -195,7 +213,7 @@ class Transformer:
             When `dy` does not have the shape or dtype of this rank's block.
         """
         self._check_block("dy", dy)
-        if self.dropout:
+        if self._keyed:
             self.mask_key.place, saved = saved
         with self._begin_overlap(backward=True) as overlap:
             return self.layers.backward(dy, saved, overlap)
@@ -218,7 +236,7 @@ class Transformer:
             before `backward_weights`; all other saved data can be dropped now.
         """
         self._check_block("dy", dy)
-        if self.dropout:
+        if self._keyed:
             self.mask_key.place, saved = saved
         with self._begin_overlap(backward=True) as overlap:
             return self.layers.backward_input(dy, saved, overlap)
@@ -319,6 +337,8 @@ def _arrays(saved: Any) -> Iterator[Array]:
             yield from _arrays(item)
     elif hasattr(saved, "array"):
         yield saved.array
+    elif hasattr(saved, "arrays"):
+        yield from saved.arrays
     elif saved is not None and not isinstance(saved, int):    # the place of masks
         yield saved
 

@@ -10,12 +10,15 @@ from mm3d.arrays.backend import Array
 from mm3d.grid.axis import Traffic
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.dropout import DropoutSpec
+from mm3d.model.experts.options import Experts
+from mm3d.model.experts.shared import RoutingTotals
 from mm3d.model.gpt_ends import Output, check_scheme, draw_ends
 from mm3d.model.gpt_spec import embedding_spec
 from mm3d.model.initial_values import gpt2_values
 from mm3d.model.parameters import Parameter, check_state
 from mm3d.training.mesh import Mesh
 from mm3d.training.pipeline import Pipeline
+from mm3d.training.routing_totals import sum_routings, update_biases
 from mm3d.training.schedules import Schedule
 from mm3d.training.schedules.schedule import Event
 from mm3d.training.tied import TiedStages
@@ -58,9 +61,11 @@ class GPT:
     dropout : float
         Probability that an element of a residual branch, or of the sum of the embeddings, is
         dropped, see `mm3d.model.dropout`.  Attention probabilities are not dropped.
+    experts : Experts, optional
+        Options of experts in place of some layers' perceptrons, see `mm3d.model.experts`.
     **options
         Further parameters of `mm3d.Pipeline`: zero, in_flight, around, synchronous, asleep,
-        weights_half.
+        weights_half, expert_parallel.
 
     Attributes
     ----------
@@ -69,6 +74,8 @@ class GPT:
     loss_scale : float
         Factor of the gradients, not of the loss, against underflow in 16 bits; whoever sets it
         divides the gradients by it.
+    routings : dict of str to RoutingTotals
+        How the tokens of the last step were routed, and the losses of the routers, by layer.
 
     Raises
     ------
@@ -88,7 +95,7 @@ class GPT:
                  microbatches: int | None = None, schedule: str | Schedule = "1f1b",
                  recompute: str = "none", tied: bool = True, master: str | None = None,
                  label_smoothing: float = 0.0, z_loss: float = 0.0, ignored: int = -1,
-                 dropout: float = 0.0, **options: Any) -> None:
+                 dropout: float = 0.0, experts: Experts | None = None, **options: Any) -> None:
         check_vocabulary(vocab, label_smoothing, z_loss)
         check_scheme(mesh.scheme, tied)
         if isinstance(schedule, str) and microbatches is None:
@@ -99,7 +106,9 @@ class GPT:
         self.pipeline = Pipeline(
             mesh, schedule, layers, hidden, heads, batch, seq, microbatches, seed=seed,
             dtype=dtype, master=master, recompute=recompute, causal=True, initial_values=values,
-            dropout=dropout, **options)
+            dropout=dropout, experts=experts, **options)
+        self.experts = experts
+        self.routings: dict[str, RoutingTotals] = {}
         self.schedule = self.pipeline.schedule
         first, last = (self._stage_of(stage) for stage in (0, self.schedule.stage_count - 1))
         builder, self._embedding, self._output = self.pipeline.chunks[0].builder, None, None
@@ -137,7 +146,9 @@ class GPT:
         Returns
         -------
         float
-            The mean loss over all targets that are not ignored, the same on every rank.
+            The mean loss over all targets that are not ignored, the same on every rank.  Losses
+            of routers are added: of each layer the mean over the micro-batches, over all their
+            tokens, ignored targets or not (``routings`` has them apart).
 
         Raises
         ------
@@ -147,6 +158,8 @@ class GPT:
         tokens, targets, count = self._check_batch(tokens, targets)
         self.zero_gradients()
         losses: list[Array] = []
+        for chunk in self.pipeline.chunks if self.experts else ():
+            chunk.routings.scale = self.loss_scale / self.schedule.microbatches
 
         def output_gradient(micro: int, y: Array) -> Array:
             goal = Targets(self._part(targets, micro), self.loss_scale / count)
@@ -164,10 +177,13 @@ class GPT:
             self._embedding.backward(dx, self._part(tokens, micro))
         self.pipeline.step(inputs, output_gradient, input_gradient)
         self._sum_tied_gradients()
-        return self._mean(losses, count)
+        return self._mean(losses, count) + self._finish_routing()
 
     def evaluate(self, tokens: np.ndarray, targets: np.ndarray) -> float:
-        """Compute the loss alone, without dropout; parameters, results, errors as of `step`."""
+        """Compute the loss alone; parameters and errors as of `step`.
+
+        There is no dropout, no jitter, and no loss of routers in it.
+        """
         tokens, targets, count = self._check_batch(tokens, targets)
         losses: list[Array] = []
         hops, schedule = self.pipeline.hops, self.schedule
@@ -193,6 +209,8 @@ class GPT:
                 else:
                     hops.send(after, y, self._stage_of(stage + 1))
         hops.messages.finish()
+        for chunk in self.pipeline.chunks:
+            chunk.routings.totals.clear()
         return self._mean(losses, count)
 
     def _check_batch(self, tokens: Any, targets: Any) -> tuple[np.ndarray, np.ndarray, int]:
@@ -208,6 +226,15 @@ class GPT:
     def _part(self, a: np.ndarray, micro: int) -> np.ndarray:
         """Return the sequences of a micro-batch of this replica."""
         return a[self.pipeline.rows[micro]]
+
+    def _finish_routing(self) -> float:
+        """Sum up the routings of a step, and change the biases; return the routers' losses."""
+        if self.experts is None:
+            return 0.0
+        chunks = self.pipeline.chunks
+        self.routings = sum_routings(self.comm, chunks, self.schedule.microbatches)
+        update_biases(chunks, self.routings, self.experts.bias_rate)
+        return math.fsum(loss for one in self.routings.values() for loss in (one.balance, one.z))
 
     def _sum_tied_gradients(self) -> None:
         """Add the head's gradient of the table to the embedding's, and the reverse in its copy."""

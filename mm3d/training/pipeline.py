@@ -11,11 +11,13 @@ import numpy as np
 from mm3d.arrays.backend import Array
 from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.axis import Traffic
+from mm3d.model.experts.options import Experts
 from mm3d.model.parameters import Parameter, check_state
 from mm3d.model.sizes import ModelSizes
 from mm3d.model.transformer import Transformer
 from mm3d.model.transformer_spec import model_spec
 from mm3d.training.data_parallel import DataParallel, check_in_flight, check_zero
+from mm3d.training.expert_parallel import check_experts, expert_ranks
 from mm3d.training.hops import Hops
 from mm3d.training.mesh import Mesh
 from mm3d.training.schedules import Schedule, build, check
@@ -52,6 +54,13 @@ class Pipeline:
     in_flight : int
         How many sums of gradients over replicas go on while a rank computes, see
         `mm3d.training.data_parallel.DataParallel`.
+    experts : Experts, optional
+        Options of experts, as for `mm3d.Transformer`.  Tokens are routed together that belong to
+        one micro-batch, in all replicas; the replicas then divide each micro-batch, and not the
+        batch before, so that the routing does not depend on their number.
+    expert_parallel : int
+        Number of ranks along d among which experts are divided: all of d, or 1, with which every
+        replica has all experts.
     **options
         Further parameters of `mm3d.Transformer`: seed, dtype, causal, master, recompute, dropout.
 
@@ -86,7 +95,8 @@ class Pipeline:
                  batch: int, seq: int, microbatches: int | None = None,
                  around: Callable[[Action], ContextManager] | None = None,
                  synchronous: bool = False, asleep: bool = False, zero: int = 0,
-                 in_flight: int = 0, **options: Any) -> None:
+                 in_flight: int = 0, experts: Experts | None = None, expert_parallel: int = 1,
+                 **options: Any) -> None:
         check_zero(zero)
         check_in_flight(in_flight)
         if isinstance(schedule, str):
@@ -97,20 +107,27 @@ class Pipeline:
         self.mesh, self.schedule = mesh, schedule
         sizes = ModelSizes(layers, hidden, heads, batch, seq)
         self.parts = divide_layers(schedule, mesh.shape["s"], sizes, microbatches,
-                                   mesh.shape["d"])
-        self.rows = divide_rows(batch, mesh.shape["d"], schedule.microbatches)[mesh.replica]
+                                   mesh.shape["d"], experts is not None)
+        check_experts(experts, expert_parallel, mesh.data.size if mesh.data else 1,
+                      mesh.shape["d"], batch // schedule.microbatches * seq)
+        self.rows = divide_rows(batch, mesh.shape["d"], schedule.microbatches,
+                                experts is not None)[mesh.replica]
         self.sizes = replace(sizes, batch=self.rows[0].stop - self.rows[0].start)
         self.data = (DataParallel(mesh.data_grid, zero, in_flight)
                      if mesh.data_grid is not None else None)
         if self.data is not None:
             options["parameter"] = self.data.create_parameter
+        if experts is not None:
+            options |= {"experts": experts,
+                        "expert_ranks": expert_ranks(self.data, expert_parallel > 1)}
         self.chunks = [Transformer(mesh.scheme, **self.sizes, **options,
                                    describe=partial(model_spec, part=self.parts[stage]))
                        for stage in schedule.stages[mesh.stage]]
         first = self.chunks[0]
         self.hops = Hops(mesh, schedule, first.shape, first.dtype, synchronous, asleep)
-        self.dropout_step: int | None = 0 if options.get("dropout") else None
-        if options.get("dropout"):
+        keyed = bool(options.get("dropout") or experts and experts.jitter)
+        self.dropout_step: int | None = 0 if keyed else None
+        if keyed:
             around = self._placing_masks(around)
         self.worker = Worker(self.hops, self.chunks, around)
         self.parameters: list[Parameter] = [p for chunk in self.chunks for p in chunk.parameters]
@@ -218,7 +235,8 @@ class Pipeline:
 
 
 def divide_layers(schedule: Schedule, ranks: int, sizes: ModelSizes,
-                  microbatches: int | None = None, data: int = 1) -> list[range]:
+                  microbatches: int | None = None, data: int = 1,
+                  together: bool = False) -> list[range]:
     """Return the layers of each stage of a schedule, after checking that all fit together.
 
     Parameters
@@ -233,6 +251,8 @@ def divide_layers(schedule: Schedule, ranks: int, sizes: ModelSizes,
         The micro-batches that it should have; any number, if not given.
     data : int
         Number of replicas.
+    together : bool
+        As for `divide_rows`.
 
     Raises
     ------
@@ -250,22 +270,27 @@ def divide_layers(schedule: Schedule, ranks: int, sizes: ModelSizes,
     if sizes.layers < schedule.stage_count:
         raise ValueError(f"{sizes.layers} layers cannot be divided among {schedule.stage_count} "
                          f"stages: at least one layer for each is needed")
-    divide_rows(sizes.batch, data, schedule.microbatches)
+    divide_rows(sizes.batch, data, schedule.microbatches, together)
     lengths = block_lengths(sizes.layers, schedule.stage_count)
     starts = itertools.accumulate(lengths, initial=0)
     return [range(start, start + length) for start, length in zip(starts, lengths)]
 
 
-def divide_rows(batch: int, data: int, microbatches: int) -> list[list[slice]]:
+def divide_rows(batch: int, data: int, microbatches: int,
+                together: bool = False) -> list[list[slice]]:
     """Return the sequences of each replica's micro-batches, after checking their number.
 
-    Replicas may differ by one sequence; the micro-batches of one are equal.
+    Replicas may differ by one sequence; the micro-batches of one are equal.  With `together` the
+    micro-batches of this number in all replicas are a contiguous part of the batch, which does
+    not depend on the number of replicas; these may differ by one sequence in each.
 
     Raises
     ------
     ValueError
         When a replica has no sequences, or its micro-batches do not divide them.
     """
+    if together:
+        return _divide_microbatches(batch, data, microbatches)
     if batch < data:
         raise ValueError(f"a batch of {batch} sequences cannot be divided among {data} replicas: "
                          f"at least {data} would do")
@@ -284,3 +309,16 @@ def divide_rows(batch: int, data: int, microbatches: int) -> list[list[slice]]:
                       for n in range(microbatches)])
         start += share
     return found
+
+
+def _divide_microbatches(batch: int, data: int, microbatches: int) -> list[list[slice]]:
+    """Return the sequences of each replica where replicas divide each micro-batch."""
+    size, rest = divmod(batch, microbatches)
+    if rest or size < data:
+        least = max(data, size + bool(rest)) * microbatches
+        raise ValueError(f"a batch of {batch} sequences cannot be divided into {microbatches} "
+                         f"micro-batches of at least {data} sequences, one for each replica, as "
+                         f"experts need it: {least} would do")
+    starts = [0, *itertools.accumulate(block_lengths(size, data))]
+    return [[slice(micro * size + start, micro * size + stop) for micro in range(microbatches)]
+            for start, stop in itertools.pairwise(starts)]

@@ -1,0 +1,133 @@
+"""Multiply the rows of each expert by a weight of its own, under any tensor parallelism.
+
+It is the scheme's product for all experts of a rank at once: A, B and C are gathered and scattered
+along the same directions, in one collective instead of one for each expert.  Rows are divided as
+they happen to live, in blocks of any length: nothing is padded, so the words are those of the
+scheme's product with as many rows as are sent to experts.
+"""
+
+from dataclasses import dataclass
+from typing import Sequence
+
+from mm3d.arrays.backend import Array
+from mm3d.arrays.grouped_products import (Segment, grouped_matmul, grouped_matmul_nt,
+                                          grouped_matmul_tn)
+from mm3d.grid.activations import Space
+from mm3d.grid.axis import Axis
+from mm3d.grid.layout import Layout, divided_directions
+
+
+@dataclass(frozen=True)
+class DividedRows:
+    """Describe the rows of experts that a group of ranks multiplies together.
+
+    All ranks of the group hold parts of the same rows, in the same order: in the outer space one
+    rank's rows after the other's, and in the inner space contiguous parts of that order.
+
+    Attributes
+    ----------
+    segments : sequence of Segment
+        The experts of all rows, numbered from the first one of this rank.
+    outer, inner : list of int
+        How many rows each rank along the direction has that divides them, in either space.
+    outer_segments, inner_segments : sequence of Segment
+        The experts of this rank's rows.
+    """
+
+    segments: Sequence[Segment]
+    outer: list[int]
+    inner: list[int]
+    outer_segments: Sequence[Segment]
+    inner_segments: Sequence[Segment]
+
+
+class GroupedProduct:
+    """Compute C_e = A_e B_e for the rows of all experts e, and both gradients.
+
+    The layouts of the spaces say what is moved.  A direction that divides
+
+    - the features of A and the rows of C sums terms of C by a reduce-scatter of rows, and so does
+      one that divides the features of C and the rows of A with terms of dA: there A is gathered;
+    - the features of both gathers A, and reduce-scatters dA, by features;
+    - the features of one alone sums terms of the other by an all-reduce;
+    - the weight alone gathers it, and reduce-scatters its gradient.
+
+    Parameters
+    ----------
+    source, target : Space
+        Spaces of A and of C: one outer and one inner.
+    way : {"up", "down"}
+        "up" from the outer space into the inner one, "down" back.
+    weight : Layout
+        Layout of one expert's B.
+    shape : tuple of int
+        Global shape of one expert's B, (N, K).
+
+    Attributes
+    ----------
+    stack : Layout
+        Layout of the weights of all experts, (experts, N, K).
+    accumulate_float32 : bool
+        As in `mm3d.schemes.product.Product`.
+    """
+
+    accumulate_float32 = False
+
+    def __init__(self, source: Space, target: Space, way: str, weight: Layout,
+                 shape: tuple[int, int]) -> None:
+        grid, self._names = source.grid, ("outer", "inner")[::1 if way == "up" else -1]
+        rows = [divided_directions(space.rows) for space in (source, target)]
+
+        def line(letters: list[str]) -> Axis | None:
+            return next((grid[c] for c in letters if grid[c].size > 1), None)
+        self._rows_of_A = line([c for c in target.features if c in rows[0]])
+        self._rows_of_C = line([c for c in source.features if c in rows[1]])
+        features = line([c for c in source.features if c in target.features])
+        self._columns = features and features.split(1, shape[0])
+        self._sum_C = line([c for c in source.features if c not in rows[1] + target.features])
+        self._sum_dA = line([c for c in target.features if c not in rows[0] + source.features])
+        self.stack = Layout("," + weight.spec, {dim + 1: n for dim, n in weight.units.items()})
+        self._weight = [self.stack.split(grid, (1, *shape), c) for c in weight.letters
+                        if c not in source.features + target.features and grid[c].size > 1]
+        self._copies = [grid[c] for c in rows[0]
+                        if c not in weight.letters + target.features and grid[c].size > 1]
+
+    def forward(self, A: Array, B: Array, rows: DividedRows) -> Array:
+        """Compute this rank's block of C; backward needs A of the operands."""
+        terms = grouped_matmul(self._gather_A(A, rows), self._gather_B(B), rows.segments)
+        if self._rows_of_C is not None:
+            return self._rows_of_C.reduce_scatter(terms, 0, getattr(rows, self._names[1]))
+        return terms if self._sum_C is None else self._sum_C.all_reduce(terms)
+
+    def backward(self, dC: Array, A: Array, B: Array, rows: DividedRows) -> tuple[Array, Array]:
+        """Compute dA_e = dC_e B_e^T and dB_e = A_e^T dC_e; dB_e is zero without rows."""
+        if self._rows_of_C is not None:
+            dC = self._rows_of_C.all_gather(dC, 0, getattr(rows, self._names[1]))
+        dA = self._sum_terms(grouped_matmul_nt(dC, self._gather_B(B), rows.segments), rows)
+        dB = grouped_matmul_tn(self._gather_A(A, rows), dC, rows.segments, B.shape[0],
+                               self.accumulate_float32)
+        for axis in self._copies:
+            dB = axis.all_reduce(dB)
+        for split in self._weight:
+            dB = split.reduce_scatter(dB)
+        return dA, dB
+
+    def _gather_A(self, A: Array, rows: DividedRows) -> Array:
+        """Gather rows or features of A."""
+        if self._rows_of_A is not None:
+            return self._rows_of_A.all_gather(A, 0, getattr(rows, self._names[0]))
+        return A if self._columns is None else self._columns.all_gather(A)
+
+    def _sum_terms(self, dA: Array, rows: DividedRows) -> Array:
+        """Sum the terms of dA over the ranks along which A is gathered, or a copy."""
+        if self._rows_of_A is not None:
+            return self._rows_of_A.reduce_scatter(dA, 0, getattr(rows, self._names[0]))
+        if self._columns is not None:
+            return self._columns.reduce_scatter(dA)
+        return dA if self._sum_dA is None else self._sum_dA.all_reduce(dA)
+
+    def _gather_B(self, B: Array) -> Array:
+        """Gather the weights of this rank's experts."""
+        for split in reversed(self._weight):
+            B = split.all_gather(B)
+        return B

@@ -1,0 +1,243 @@
+"""Compute a layer of experts: route tokens, send them, multiply, and combine the results.
+
+Tokens are routed alike on every mesh: the router works in float32 at least, equal logits go to the
+lowest expert, and which tokens an expert drops follows from their order in the whole batch.  A
+dropped (token, choice) pair adds nothing to the token.
+"""
+
+from dataclasses import replace
+from typing import Any, Sequence
+
+import numpy as np
+
+from mm3d.arrays.backend import Array, accumulation_dtype, namespace
+from mm3d.arrays.grouped_products import Segment
+from mm3d.grid.activations import Space
+from mm3d.model.experts.balance import balance_loss, z_loss
+from mm3d.model.experts.capacity import capacity_of, counts, kept, positions
+from mm3d.model.experts.dispatch import Dispatch, Plan
+from mm3d.model.experts.gates import Choice, choose, gates_backward
+from mm3d.model.experts.grouped_product import GroupedProduct
+from mm3d.model.experts.options import Experts
+from mm3d.model.experts.router import Router
+from mm3d.model.experts.shared import Routing, RoutingTotals, Routings
+from mm3d.model.experts.token_order import TokenOrder
+from mm3d.model.functional import (add_rows, bias_gelu_backward, bias_gelu_forward, sum_rows)
+from mm3d.model.parameters import Parameter
+from mm3d.model.token_functions import look_up_rows
+from mm3d.model.vectors import Vector
+from mm3d.schemes.overlap import Overlap
+
+
+class ExpertLinear:
+    """Compute y_e = x_e W_e for the rows of each expert e; hold the bias b_e, which others add.
+
+    Parameters
+    ----------
+    product : GroupedProduct
+        The products of this rank's experts.
+    vector : Vector
+        Storage of their biases, along the features of y.
+    weight, bias : Parameter
+        W and b of all experts, of global shape (experts, in, out) and (experts, out).
+    """
+
+    def __init__(self, product: GroupedProduct, vector: Vector, weight: Parameter,
+                 bias: Parameter) -> None:
+        self.product, self.vector, self.weight, self.bias = product, vector, weight, bias
+        self.parameters = [weight, bias]
+        product.accumulate_float32 = weight.has_master
+
+    def gather_bias(self) -> Array:
+        """Gather this rank's features of the biases, (experts of this rank, features)."""
+        return self.vector.gather_features(self.bias.value)
+
+    def accumulate_bias(self, sums: list[tuple[int, Array]], like: Array) -> None:
+        """Add the gradient of the biases, from sums over the rows of some experts."""
+        db = self.vector.space.grid.backend.empty(like.shape, self.bias.grad.dtype)
+        db[...] = 0
+        for expert, total in sums:
+            db[expert, :] += total
+        self.bias.accumulate(self.vector.reduce_gradient(db))
+
+
+class ExpertsLayer:
+    """Compute y = sum over the chosen experts e of g_e (GELU(x W_e + b_e) V_e + c_e).
+
+    Parameters
+    ----------
+    experts : Experts
+        The options.
+    space : Space
+        Space of x and y, the outer one.
+    router : Router
+        Computes the logits.
+    up, down : ExpertLinear
+        W and b, V and c.
+    order : TokenOrder
+        The order of the tokens of all ranks.
+    dispatch : Dispatch
+        Sends rows to experts.
+    routings : Routings
+        Takes what was decided, and has the scale of the router's losses.
+    layer_count : int
+        Number of layers with experts in the model.
+    bias : Parameter, optional
+        What the gate "sigmoid-bias" adds to the scores that choose, (experts,).
+    """
+
+    def __init__(self, experts: Experts, space: Space, router: Router, up: ExpertLinear,
+                 down: ExpertLinear, order: TokenOrder, dispatch: Dispatch, routings: Routings,
+                 layer_count: int, bias: Parameter | None = None) -> None:
+        self.experts, self.space, self.router = experts, space, router
+        self.up, self.down, self.order, self.dispatch = up, down, order, dispatch
+        self.routings, self.layer_count, self.bias = routings, layer_count, bias
+        self.capacity = capacity_of(experts, order.tokens)
+        self.parameters = [router.weight, *([bias] if bias else []), *up.parameters,
+                           *down.parameters]
+        self.name = ""
+
+    def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
+        """Compute this rank's block of y; save the routing, and inputs and outputs of experts.
+
+        Collectives of experts do not overlap with products: `overlap` is not used.
+        """
+        library, xp = self.space.grid.backend, namespace(x)
+        tokens = xp.reshape(x, (-1, x.shape[-1]))
+        routing, weight = self._route(tokens)
+        choice, plan = routing.choice, routing.plan
+        sent = library.take_rows(tokens, plan.tokens,
+                                 library.empty((len(plan.pairs), x.shape[-1]), x.dtype))
+        A = self.dispatch.send(sent, plan)
+        U = self.up.product.forward(A, self.up.weight.value, plan.rows)
+        b = self.up.gather_bias()
+        G = library.empty(U.shape, U.dtype)
+        for one, rows in _each(plan.rows.inner_segments):
+            bias_gelu_forward(U[rows, :], b[one.group, :], G[rows, :])
+        R = self.down.product.forward(G, self.down.weight.value, plan.rows)
+        c = self.down.gather_bias()
+        for one, rows in _each(plan.rows.outer_segments):
+            add_rows(R[rows, :], c[one.group, :], R[rows, :])
+        R = self.dispatch.send_back(R, plan)
+        y = _sum_by_token(library, R, plan, choice.gates, x.dtype)
+        return xp.reshape(y, x.shape), (routing, x, weight, A, U, b, G, R)
+
+    def _route(self, tokens: Array) -> tuple[Routing, Array]:
+        """Choose the experts of this rank's tokens; also return the gathered weight."""
+        routing = self.routings.next_replayed()
+        if routing is not None:
+            return routing, self.router.vector.gather_features(self.router.weight.value)
+        logits, weight = self.router.forward(tokens)
+        bias = None if self.bias is None else namespace(logits).astype(
+            self.bias.value, logits.dtype, copy=False)
+        choice = choose(logits, self.experts, bias)
+        order = self.experts.dropping_order
+        runs = [replace(choice, chosen=choice.chosen[run]) for run in self.order.runs]
+        own = np.array([counts(run) for run in runs], np.int64)
+        every = self.order.gather(own.reshape(-1, self.experts.top, self.experts.count),
+                                  self.capacity, order)
+        places = [positions(run, before, every.totals, order)
+                  for run, before in zip(runs, every.before)]
+        taken = kept(np.concatenate([*places, choice.chosen[:0]]), self.capacity)
+        plan = self.dispatch.plan(choice.chosen, taken, every.kept)
+        routing, losses = self._losses(logits, choice, plan, every.totals)
+        dropped = every.totals.sum(0) - every.kept.reshape(-1, self.experts.count).sum(0)
+        self.routings.add(routing, RoutingTotals(self.name, every.totals, dropped, *losses))
+        return routing, weight
+
+    def _losses(self, logits: Array, choice: Choice, plan: Plan,
+                totals: np.ndarray) -> tuple[Routing, list[float]]:
+        """Compute the balance loss and the z-loss of this rank's tokens, and their gradient."""
+        library, losses, dlogits = self.space.grid.backend, [], None
+        terms = [self.experts.balance and balance_loss(choice, self.experts, totals,
+                                                       self.order.tokens, self.layer_count),
+                 self.experts.z and z_loss(logits, self.experts.z, self.order.tokens)]
+        for term in terms:
+            losses.append(float(library.to_host(term[0])[0]) if term else 0.0)
+            if term:
+                dlogits = term[1] if dlogits is None else dlogits + term[1]
+        return Routing(choice, plan, dlogits), losses
+
+    def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
+        """Compute dx; add to the gradients of router and experts."""
+        routing, x, weight, A, U, b, G, R = saved
+        library, xp, plan = self.space.grid.backend, namespace(dy), routing.plan
+        dR, dgates = _split_by_expert(library, xp.reshape(dy, (-1, dy.shape[-1])), R, plan,
+                                      routing.choice.gates)
+        dR = self.dispatch.send(dR, plan)
+        exact = self.down.bias.has_master
+        self.down.accumulate_bias(
+            [(one.group, sum_rows(dR[rows, :], exact))
+             for one, rows in _each(plan.rows.outer_segments)],
+            library.empty((self.dispatch.own, dR.shape[1]), dR.dtype))
+        dG, dV = self.down.product.backward(dR, G, self.down.weight.value, plan.rows)
+        self.down.weight.accumulate(dV)
+        dU, sums = library.empty(U.shape, U.dtype), []
+        for one, rows in _each(plan.rows.inner_segments):
+            _, total = bias_gelu_backward(dG[rows, :], U[rows, :], b[one.group, :], dU[rows, :],
+                                          exact)
+            sums.append((one.group, total))
+        self.up.accumulate_bias(sums, b)
+        dA, dW = self.up.product.backward(dU, A, self.up.weight.value, plan.rows)
+        self.up.weight.accumulate(dW)
+        dx = _sum_by_token(library, self.dispatch.send_back(dA, plan), plan, None, None)
+        dx += self._route_backward(routing, dgates, xp.reshape(x, (-1, x.shape[-1])), weight)
+        return xp.reshape(xp.astype(dx, dy.dtype, copy=False), dy.shape)
+
+    def _route_backward(self, routing: Routing, dgates: Array, tokens: Array,
+                        weight: Array) -> Array:
+        """Compute the gradient of the router's input, from that of the gates and its losses."""
+        dlogits = gates_backward(routing.choice, self.router.sum_features(dgates))
+        if routing.dlogits is not None:
+            dlogits = dlogits + self.routings.scale * routing.dlogits
+        return self.router.backward(dlogits, tokens, weight)
+
+    def recompute_saved(self, x: Array, overlap: Overlap | None = None) -> Any:
+        """Recompute the data that `forward` saves."""
+        return self.forward(x, overlap)[1]
+
+
+def _each(segments: Sequence[Segment]) -> list[tuple[Segment, slice]]:
+    """Return segments with the slices of their rows."""
+    return [(one, slice(one.start, one.stop)) for one in segments]
+
+
+def _sum_by_token(library: Any, rows: Array, plan: Plan, gates: Array | None,
+                  dtype: Any) -> Array:
+    """Sum the rows of each token's pairs, times gates if given, in the order of the choices.
+
+    The sum is taken in float32 at least, and returned in `dtype` if given.
+    """
+    xp, (tokens, top) = library.xp, plan.places.shape
+    found = library.empty((tokens, rows.shape[1]), rows.dtype)
+    total = None
+    for n in range(top):
+        look_up_rows(rows, plan.places[:, n], 0, found)
+        term = xp.astype(found, accumulation_dtype(found), copy=total is None)
+        if gates is not None:
+            term *= gates[:, n:n + 1]
+        if total is None:
+            total = term
+        else:
+            total += term
+    return total if dtype is None else xp.astype(total, dtype, copy=False)
+
+
+def _split_by_expert(library: Any, dy: Array, rows: Array, plan: Plan,
+                     gates: Array) -> tuple[Array, Array]:
+    """Return the gradients of the rows of all pairs, and those of the gates, (tokens, k).
+
+    The latter are sums over this rank's features; they are 0 for pairs that were dropped.
+    """
+    xp, pairs = library.xp, plan.pairs
+    count = plan.places.size
+    own = library.take_rows(dy, plan.tokens, library.empty(rows.shape, dy.dtype))
+    wide = xp.astype(own, accumulation_dtype(own), copy=False)
+    products = xp.sum(wide * xp.astype(rows, wide.dtype, copy=False), axis=1, keepdims=True)
+    dgates = library.empty((count, 1), gates.dtype)
+    dgates[...] = 0
+    library.put_rows(dgates, pairs, xp.astype(products, gates.dtype, copy=False))
+    of_pair = library.take_rows(xp.reshape(gates, (count, 1)), pairs,
+                                library.empty((len(pairs), 1), gates.dtype))
+    drows = xp.astype(wide * of_pair, dy.dtype, copy=False)
+    return drows, xp.reshape(dgates, plan.places.shape)

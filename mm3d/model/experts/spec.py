@@ -1,0 +1,252 @@
+"""Define the spec of a layer of experts: parameters, products, collectives and saved words.
+
+Where nothing is dropped, every token makes k rows, whatever the routing: operations, and the words
+that products move inside a tensor group, are exact.  With a capacity they are what they are when
+nothing is dropped, an upper bound.  Words between replicas follow from the routing alone
+(`mm3d.model.experts.dispatch`) and are not included.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from mm3d.grid.layout import Layout
+from mm3d.model.chain_specs import RecomputedSpec
+from mm3d.model.experts.dispatch import Dispatch
+from mm3d.model.experts.grouped_product import GroupedProduct
+from mm3d.model.experts.layer import ExpertLinear, ExpertsLayer
+from mm3d.model.experts.options import Experts
+from mm3d.model.experts.recomputed import RecomputedExperts
+from mm3d.model.experts.router import Router
+from mm3d.model.experts.token_order import TokenOrder
+from mm3d.model.layers import Layer
+from mm3d.model.parameters import Parameter
+from mm3d.model.specs import Builder, LayerSpec, SavedWords
+from mm3d.model.vectors import Vector
+from mm3d.schemes.closed_form import Move, ProductShape
+from mm3d.schemes.parallelism import Parallelism
+
+ROUTER_BIAS = "router.bias"
+
+
+@dataclass(frozen=True)
+class ExpertsSpec(LayerSpec):
+    """Describe a layer of experts in place of a multi-layer perceptron.
+
+    Attributes
+    ----------
+    experts : Experts
+        The options.
+    hidden, wide : int
+        Global numbers of features of an expert's input and output, and between its products.
+    layer_count : int
+        Number of layers with experts in the model.
+    """
+
+    experts: Experts
+    hidden: int
+    wide: int
+    layer_count: int
+
+    def parameters(self) -> dict[str, tuple[int, ...]]:
+        E, h, f = self.experts.count, self.hidden, self.wide
+        bias = {ROUTER_BIAS: (E,)} if self.experts.gate == "sigmoid-bias" else {}
+        return {"router.weight": (E, h), **bias, "up.weight": (E, h, f), "up.bias": (E, f),
+                "down.weight": (E, f, h), "down.bias": (E, h)}
+
+    def parameter_words(self, parallelism: Parallelism) -> dict[str, int]:
+        spaces = {"router.weight": parallelism.outer, "up.bias": parallelism.inner,
+                  "down.bias": parallelism.outer}
+        found = {name: math.prod(shape) for name, shape in self.parameters().items()}
+        found |= {name: space.stored_vector_words(found[name]) for name, space in spaces.items()}
+        if ROUTER_BIAS in found:
+            found[ROUTER_BIAS] *= parallelism.ranks
+        return found
+
+    def read_words(self, parallelism: Parallelism) -> tuple[int, int]:
+        """Count all in forward, and the weights of the products in backward."""
+        words = self.parameter_words(parallelism)
+        return sum(words.values()), words["up.weight"] + words["down.weight"]
+
+    def products(self, batch: int, seq: int) -> list[ProductShape]:
+        """List the two products, of all experts together: k rows for each token."""
+        rows = self.experts.top * batch * seq
+        return [ProductShape("up", rows, self.hidden, self.wide),
+                ProductShape("down", rows, self.wide, self.hidden)]
+
+    def flops(self, batch: int, seq: int) -> int:
+        """Count the operations of the products and of the router."""
+        return (super().flops(batch, seq)
+                + 2 * batch * seq * self.hidden * self.experts.count)
+
+    def moves(self, parallelism: Parallelism, recomputed: bool = False) -> Any:
+        """List the collectives of products, vectors, and gates; and of the counts in forward."""
+        tokens, experts = parallelism.tokens, self.experts
+        outer, inner = parallelism.outer, parallelism.inner
+        E, k, h, f = experts.count, experts.top, self.hidden, self.wide
+        forward, backward = ([*outer.vector_gather_moves(E * h)] * 2
+                             + [*inner.vector_gather_moves(E * f)],
+                             [*outer.vector_reduce_moves(E * h)] * 2
+                             + [*inner.vector_reduce_moves(E * f)])
+        for product in self.products(parallelism.batch, parallelism.seq):
+            ahead, back = _grouped_moves(parallelism, product, E)
+            forward, backward = forward + ahead, backward + back
+        forward += [*_row_sums(outer, tokens, E)]
+        backward += [*_row_sums(outer, tokens, k)]
+        return forward + [*_count_moves(parallelism, k * E)], backward
+
+    def input_words(self, parallelism: Parallelism) -> int:
+        return parallelism.outer.words(parallelism.tokens, self.hidden)
+
+    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
+        """Count x; inputs and outputs of both products; gates, probabilities, gathered vectors.
+        """
+        tokens, experts = parallelism.tokens, self.experts
+        outer, inner, rows = parallelism.outer, parallelism.inner, experts.top * tokens
+        tables = 2 + (experts.gate == "sigmoid-bias") * 1 - (not experts.balance and
+                                                             not experts.z)
+        rest = (outer.words(tokens, experts.top + tables * experts.count) * outer.feature_parts
+                + outer.gathered_vector_words(experts.count * self.hidden)
+                + inner.gathered_vector_words(experts.count * self.wide))
+        return SavedWords(self.input_words(parallelism), 2 * outer.words(rows, self.hidden)
+                          + 2 * inner.words(rows, self.wide), rest)
+
+    def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
+        """Count dx, dy and the gradients of the rows, and those of the weights of one product.
+
+        It is an estimate: rows that are gathered, or arrive, are left out.
+        """
+        outer, inner = parallelism.outer, parallelism.inner
+        rows = self.experts.top * parallelism.tokens
+        return ((2 * self.input_words(parallelism) + 2 * outer.words(rows, self.hidden)
+                 + 2 * inner.words(rows, self.wide)) / parallelism.ranks
+                + self.experts.count * self.hidden * self.wide / parallelism.weight_parts)
+
+    def make_layer(self, builder: Builder, name: str) -> ExpertsLayer:
+        _check_scheme(builder)
+        outer, inner, E = builder.outer, builder.inner, self.experts.count
+        order = TokenOrder(outer, builder.expert_ranks.replicas)
+        dispatch = Dispatch(outer, inner, order, E, builder.expert_ranks.axis)
+        vector = Vector(outer, (E, self.hidden))
+        weight = builder.create_parameter(f"{name}.router.weight", vector.layout, vector.shape)
+        router = Router(outer, vector, weight, self.experts.jitter, f"{name}.router",
+                        builder.mask_key)
+        bias = None
+        if self.experts.gate == "sigmoid-bias":
+            bias = builder.create_parameter(f"{name}.{ROUTER_BIAS}", Layout(""), (E,))
+            builder.routings.biases[name] = bias
+        up, down = (self._make_linear(builder, name, way, dispatch.own) for way in ("up", "down"))
+        return ExpertsLayer(self.experts, outer, router, up, down, order, dispatch,
+                            builder.routings, self.layer_count, bias)
+
+    def _make_linear(self, builder: Builder, name: str, way: str, own: int) -> ExpertLinear:
+        """Build the products of one way, for the `own` experts of a rank."""
+        source, target = ((builder.outer, builder.inner) if way == "up" else
+                          (builder.inner, builder.outer))
+        shape = (self.hidden, self.wide) if way == "up" else (self.wide, self.hidden)
+        layout = builder.scheme.product(source, target, shape, (1, 1)).weight
+        product = GroupedProduct(source, target, way, layout, shape)
+        E, vector = self.experts.count, Vector(target, (own, shape[1]))
+        create = _create(builder)
+        weight = create(f"{name}.{way}.weight", product.stack, (E, *shape))
+        return ExpertLinear(product, vector, weight,
+                            create(f"{name}.{way}.bias", vector.layout, (E, shape[1])))
+
+
+def _create(builder: Builder) -> Any:
+    """Return what creates parameters of experts from name, layout and global shape."""
+    divided = builder.expert_ranks.create_parameter
+    if divided is None:
+        return builder.create_parameter
+
+    def create(name: str, layout: Layout, shape: tuple[int, ...]) -> Parameter:
+        return divided(name, builder.scheme.grid, layout, shape, builder.dtype, None,
+                       builder.master)
+    return create
+
+
+def _check_scheme(builder: Builder) -> None:
+    """Raise ValueError where experts cannot be computed."""
+    scheme = builder.scheme
+    if "0" in builder.outer.rows + builder.inner.rows:
+        raise ValueError(f"experts under scheme {scheme.name!r}, which keeps rows on one face of "
+                         f"the grid: a scheme that divides them over all ranks would do")
+    if scheme.grid.backend.name == "dry":
+        raise ValueError("experts cannot run dry, since tokens choose them by their values: "
+                         "cost.words counts what does not depend on the choice")
+
+
+def _row_sums(space: Any, tokens: int, n: int) -> list[Move]:
+    """List the collectives that sum n numbers of each token over the ranks that share it."""
+    found = []
+    for move in space.row_sum_moves(tokens, n):
+        half = move.words // 2
+        found += [Move(move.axis, "reduce_scatter", half), Move(move.axis, "all_gather", half)]
+    return found
+
+
+def _count_moves(parallelism: Parallelism, n: int) -> list[Move]:
+    """List the gathers of n integers of each rank's run of tokens inside a tensor group."""
+    outer, grid = parallelism.outer, parallelism.grid
+    sequences, _, positions = outer.rows.partition(",")
+    divided = grid.ranks_along(positions) > 1
+    runs = parallelism.batch if divided else grid.ranks_along(sequences)
+    found, words = [], n * runs * grid.ranks_along(positions)
+    # The words of all ranks: each holds, before a gather, what the directions not yet gathered
+    # leave of all runs.
+    held = words * (grid.ranks // grid.ranks_along(sequences + positions))
+    for c in [*reversed(positions), *reversed(sequences)]:
+        found.append(Move(c, "all_gather", held * (grid[c] - 1)))
+        held *= grid[c]
+    return found
+
+
+def _grouped_moves(parallelism: Parallelism, product: ProductShape,
+                   experts: int) -> tuple[list[Move], list[Move]]:
+    """List the collectives of `GroupedProduct`, forward and backward."""
+    grid, (rows, N, K) = parallelism.grid, product.extents
+    source, target = parallelism.spaces(product.way)
+    letters = [[c for c in space.rows if c.isalpha()] for space in (source, target)]
+    A, C = source.words(rows, N), target.words(rows, K)
+    forward, backward = [], []
+    for c in target.features:
+        n = grid[c] - 1
+        if c in letters[0] or c in source.features:
+            forward.append(Move(c, "all_gather", n * A))
+            backward += [Move(c, "reduce_scatter", n * A), Move(c, "all_gather", n * A)]
+        else:
+            backward.append(Move(c, "all_reduce", 2 * n * A // grid[c]))
+    for c in source.features:
+        n = grid[c] - 1
+        if c in letters[1]:
+            forward.append(Move(c, "reduce_scatter", n * C))
+            backward.append(Move(c, "all_gather", n * C))
+        elif c not in target.features:
+            forward.append(Move(c, "all_reduce", 2 * n * C // grid[c]))
+    weight = parallelism.scheme.down_weight.replace(",", "")
+    stored = experts * N * K * (grid.ranks // parallelism.weight_parts)
+    for c in [c for c in weight if c not in source.features + target.features]:
+        words = (grid[c] - 1) * stored
+        forward.append(Move(c, "all_gather", words))
+        backward += [Move(c, "all_gather", words), Move(c, "reduce_scatter", words)]
+    gathered = grid.ranks_along(c for c in weight
+                                if c not in source.features + target.features)
+    for c in letters[0]:
+        if c not in weight and c not in target.features:
+            backward.append(Move(c, "all_reduce", 2 * (grid[c] - 1) * stored * gathered
+                                 // grid[c]))
+    return forward, backward
+
+
+@dataclass(frozen=True)
+class RecomputedExpertsSpec(RecomputedSpec):
+    """Describe recomputed layers with experts: they save their input and the routings."""
+
+    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
+        """Count the input; the routings, a few numbers a token, are left out."""
+        return super().saved_words(parallelism, recomputed)
+
+    def build_layers(self, builder: Builder) -> list[Layer]:
+        layers = builder.build_layers(self.layers)
+        return builder.register_layer(RecomputedExperts(builder.routings, *layers), self.name,
+                                      "recomputed")
