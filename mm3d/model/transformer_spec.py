@@ -107,7 +107,7 @@ def transformer_layer(sizes: ModelSizes, causal: bool = False, selective: bool =
     if experts is not None:
         return attention, residual(
             "mlp", LayerNormSpec("ln2", h),
-            ExpertsSpec("experts", experts, h, wide, sizes.layers // experts.every))
+            ExpertsSpec("experts", experts, h, wide, sizes.layers))
     return attention, residual("mlp",
                                LayerNormSpec("ln2", h),
                                LinearSpec("mlp.up", "up", (h, wide), adds_bias=False),

@@ -11,6 +11,7 @@ from typing import Any
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.model.experts.capacity import capacity_of
+from mm3d.model.experts.dispatch import WAYS
 from mm3d.model.experts.options import Experts
 from mm3d.model.experts.shared import ExpertRanks
 from mm3d.training.data_parallel import DataParallel, SummedParameter
@@ -29,7 +30,7 @@ class DividedExperts(SummedParameter):
         self._sum_copies()
 
 
-def expert_ranks(data: DataParallel | None, divided: bool) -> ExpertRanks:
+def expert_ranks(data: DataParallel | None, divided: bool, way: str) -> ExpertRanks:
     """Return the replicas that have other tokens, and with `divided` other experts.
 
     Parameters
@@ -38,6 +39,8 @@ def expert_ranks(data: DataParallel | None, divided: bool) -> ExpertRanks:
         The replicas; None where there is one.
     divided : bool
         Whether direction d divides the experts.
+    way : {"fewest", "exchange", "gather"}
+        How rows come to divided experts.
     """
     if data is None:
         return ExpertRanks()
@@ -48,11 +51,11 @@ def expert_ranks(data: DataParallel | None, divided: bool) -> ExpertRanks:
     def create(*arguments: Any) -> DividedExperts:
         data.parameters.append(DividedExperts(*arguments, sums=data))
         return data.parameters[-1]
-    return ExpertRanks(replicas, data.grid["d"], create)
+    return ExpertRanks(replicas, data.grid["d"], create, way)
 
 
 def check_experts(experts: Experts | None, expert_parallel: Any, shards: int, replicas: int,
-                  tokens: int) -> None:
+                  tokens: int, way: str) -> None:
     """Check the options of experts, and the number of ranks that divide them.
 
     Parameters
@@ -65,6 +68,8 @@ def check_experts(experts: Experts | None, expert_parallel: Any, shards: int, re
         Size of direction d, and number of all replicas.
     tokens : int
         Number of tokens of a micro-batch in all replicas.
+    way : str
+        How rows come to divided experts.
 
     Raises
     ------
@@ -77,6 +82,8 @@ def check_experts(experts: Experts | None, expert_parallel: Any, shards: int, re
                              f"has none: experts=mm3d.Experts(...) would do")
         return
     experts.check()
+    if way not in WAYS:
+        raise ValueError(f"expert_way={way!r} is unknown: choose one of {', '.join(WAYS)}")
     capacity_of(experts, tokens)
     if isinstance(expert_parallel, bool) or expert_parallel not in (1, shards):
         more = f", or a mesh with shards={expert_parallel!r}" if replicas > shards else ""

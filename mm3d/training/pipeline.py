@@ -61,6 +61,9 @@ class Pipeline:
     expert_parallel : int
         Number of ranks along d among which experts are divided: all of d, or 1, with which every
         replica has all experts.
+    expert_way : {"fewest", "exchange", "gather"}
+        How rows come to divided experts: what moves fewer words, or one way always, see
+        `mm3d.model.experts.dispatch`.
     **options
         Further parameters of `mm3d.Transformer`: seed, dtype, causal, master, recompute, dropout.
 
@@ -96,7 +99,7 @@ class Pipeline:
                  around: Callable[[Action], ContextManager] | None = None,
                  synchronous: bool = False, asleep: bool = False, zero: int = 0,
                  in_flight: int = 0, experts: Experts | None = None, expert_parallel: int = 1,
-                 **options: Any) -> None:
+                 expert_way: str = "fewest", **options: Any) -> None:
         check_zero(zero)
         check_in_flight(in_flight)
         if isinstance(schedule, str):
@@ -109,7 +112,7 @@ class Pipeline:
         self.parts = divide_layers(schedule, mesh.shape["s"], sizes, microbatches,
                                    mesh.shape["d"], experts is not None)
         check_experts(experts, expert_parallel, mesh.data.size if mesh.data else 1,
-                      mesh.shape["d"], batch // schedule.microbatches * seq)
+                      mesh.shape["d"], batch // schedule.microbatches * seq, expert_way)
         self.rows = divide_rows(batch, mesh.shape["d"], schedule.microbatches,
                                 experts is not None)[mesh.replica]
         self.sizes = replace(sizes, batch=self.rows[0].stop - self.rows[0].start)
@@ -119,7 +122,7 @@ class Pipeline:
             options["parameter"] = self.data.create_parameter
         if experts is not None:
             options |= {"experts": experts,
-                        "expert_ranks": expert_ranks(self.data, expert_parallel > 1)}
+                        "expert_ranks": expert_ranks(self.data, expert_parallel > 1, expert_way)}
         self.chunks = [Transformer(mesh.scheme, **self.sizes, **options,
                                    describe=partial(model_spec, part=self.parts[stage]))
                        for stage in schedule.stages[mesh.stage]]

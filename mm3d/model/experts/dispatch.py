@@ -1,60 +1,74 @@
-"""Send rows of tokens to the ranks that have their experts, and the results back.
+"""Bring the rows of tokens to the ranks that have their experts, and the results back.
 
-A rank has rows for experts everywhere, ordered by expert and then by token.  Along the direction
-that divides the experts each rank gets the rows of its own experts from the ranks with its place
-in other replicas, an all-to-all of blocks whose lengths follow from the counts that all ranks
-know.  It puts them in the order of experts and then of tokens, in which every expert's rows stand
-as they would in one process.  The way back is the same in reverse.
+Along the direction that divides the experts there are two ways.
+
+- *Exchange*: each rank sends every (token, choice) pair's row to where its expert is, an
+  all-to-all of blocks whose lengths follow from counts that all ranks know.  Results come back
+  the same way, and are summed where the token is.
+- *Gather*: each rank gathers all tokens, and what they chose, and takes the rows of its own
+  experts; the sums over its experts are reduce-scattered.
+
+Over all ranks an exchange moves h words for each pair whose expert is elsewhere, and a gather h
+words and a few more for each token and rank elsewhere, whatever the choice: less where a token
+goes to most ranks.  What moves fewer words is taken, from counts that are the same on all ranks.
+
+In both ways a rank gets the rows of its experts in the order of experts and then of tokens, in
+which every expert's rows stand in one process.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.blocks import block_lengths
+from mm3d.arrays.blocks import block_lengths, block_starts
 from mm3d.arrays.grouped_products import Segment, cut_segments, segments_of
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
 from mm3d.grid.layout import divided_directions
 from mm3d.model.experts.grouped_product import DividedRows
+from mm3d.model.experts.rows import split_by_pair, sum_by_token, take_pairs
 from mm3d.model.experts.token_order import TokenOrder
+
+WAYS = "fewest", "exchange", "gather"
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Hold where the rows of this rank's tokens go, in integers on the host.
+    """Hold where rows come from and go to, in integers on the host.
+
+    *Tokens* are this rank's, or after a gather those of all ranks along the direction.
 
     Attributes
     ----------
     pairs : ndarray of int64
-        The (token, choice) pairs that experts take, numbered k token + choice, by expert.
+        The (token, choice) pairs, numbered k token + choice, whose rows are taken: all that
+        experts take of this rank's tokens, or of its own experts; by expert.
     places : ndarray of int64
-        (tokens, k): the place of each pair in `pairs`; -1 where it is dropped.
+        (tokens, k): the place of each pair in `pairs`; -1 where it has none.
+    rows : DividedRows
+        The rows of the group of ranks that multiplies together.
+    gathers : bool
+        Whether tokens are gathered.
     sends, receives : list of int
-        Rows for, and from, each rank along the direction that divides the experts.
+        Rows for, and from, each rank along the direction, where they are exchanged.
     arrivals : ndarray of int64 or None
         For each row of this rank's experts, by expert and token, its place among the rows
         received; None if they come in that order.
-    rows : DividedRows
-        The rows of the group of ranks that multiplies together.
     """
 
     pairs: np.ndarray
     places: np.ndarray
+    rows: DividedRows
+    gathers: bool
     sends: list[int]
     receives: list[int]
     arrivals: np.ndarray | None
-    rows: DividedRows
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """Return the token of each of `pairs`."""
-        return self.pairs // self.places.shape[1]
 
 
 class Dispatch:
-    """Send rows to experts and back.
+    """Plan the ways of rows, and move them.
 
     Parameters
     ----------
@@ -62,30 +76,38 @@ class Dispatch:
         The spaces of activations around a pair of products.
     order : TokenOrder
         The order of the tokens.
-    experts : int
-        Number of experts.
+    experts, hidden : int
+        Number of experts, and global number of features of a row.
     axis : Axis, optional
         The direction that divides them, one of those of `order`; without it every rank's group
         has all experts.
+    way : {"fewest", "exchange", "gather"}
+        Which way rows take along `axis`; by default the one that moves fewer words.
 
     Attributes
     ----------
-    first, own : int
-        The first of this rank's experts, and how many it has.
+    own : int
+        How many experts this rank has.
     """
 
-    def __init__(self, outer: Space, inner: Space, order: TokenOrder, experts: int,
-                 axis: Axis | None = None) -> None:
-        grid = outer.grid
-        self.backend, self.order, self.axis = grid.backend, order, axis
-        self._counts = block_lengths(experts, axis.size if axis else 1)
-        self._rank = axis.rank if axis else 0
-        self.first, self.own = sum(self._counts[:self._rank]), self._counts[self._rank]
+    def __init__(self, outer: Space, inner: Space, order: TokenOrder, experts: int, hidden: int,
+                 axis: Axis | None = None, way: str = "fewest") -> None:
+        grid, self.way = outer.grid, way
+        self.backend, self.order, self.hidden = grid.backend, order, hidden
+        self.axis = axis if axis is not None and axis.size > 1 else None
+        size, self._rank = (axis.size, axis.rank) if self.axis else (1, 0)
+        self._experts = block_lengths(experts, size)
+        self._starts, self.own = block_starts(self._experts), self._experts[self._rank]
         self._line = _line(outer, inner)        # divides rows in the outer space
         self._across = _line(inner, outer)      # and in the inner one
+        tokens = order.runs[-1].stop if order.runs else 0
+        self._tokens = axis.comm.allgather(tokens) if self.axis else [tokens]
+        # Ranks that share a token, and what they have of a row together.
+        self._sharing = grid.size // grid.shape.ranks_along(divided_directions(outer.rows))
+        self._width = hidden * self._sharing // grid.shape.ranks_along(outer.features)
 
     def plan(self, chosen: np.ndarray, taken: np.ndarray, kept: np.ndarray) -> Plan:
-        """Plan the ways of this rank's rows.
+        """Plan the ways of this rank's rows; every rank must call it.
 
         Parameters
         ----------
@@ -96,22 +118,49 @@ class Dispatch:
         kept : ndarray of int64
             See `mm3d.model.experts.token_order.GlobalCounts`.
         """
-        numbers = np.flatnonzero(taken)
+        chosen = np.where(taken, chosen, -1)
+        gathers = self._gathers(kept, chosen.shape[1])
+        if gathers:
+            chosen = self.backend.to_host(self.axis.all_gather(
+                self.backend.asarray(chosen), 0, self._tokens))
+            mine = chosen - self._starts[self._rank]
+            chosen = np.where((mine >= 0) & (mine < self.own), chosen, -1)
+        numbers = np.flatnonzero(chosen >= 0)
         pairs = numbers[np.argsort(chosen.ravel()[numbers], kind="stable")]
         places = np.full(chosen.size, -1)
         places[pairs] = np.arange(len(pairs))
         free = (self.axis, self._line)
         index = tuple(slice(None) if any(axis is one for one in free) else axis.rank
                       for axis in self.order.directions)
-        every = kept[index].reshape(self.axis.size if self.axis else 1,
-                                    self._line.size if self._line else 1, -1)
-        place = self._line.rank if self._line else 0
+        every = kept[index].reshape(len(self._experts), self._line.size if self._line else 1, -1)
+        place, first = self._line.rank if self._line else 0, self._starts[self._rank]
         sends = [int(part.sum()) for part in
-                 np.split(every[self._rank, place], np.cumsum(self._counts)[:-1])]
-        own = every[:, :, self.first:self.first + self.own]
-        return Plan(pairs, places.reshape(chosen.shape), sends,
-                    own[:, place].sum(axis=1).tolist(), _arrivals(own[:, place]),
-                    self._divide_rows(own.sum(axis=0)))
+                 np.split(every[self._rank, place], self._starts[1:])]
+        own = every[:, :, first:first + self.own]
+        return Plan(pairs, places.reshape(chosen.shape), self._divide_rows(own.sum(axis=0)),
+                    gathers, sends, own[:, place].sum(axis=1).tolist(), _arrivals(own[:, place]))
+
+    def _gathers(self, kept: np.ndarray, top: int) -> bool:
+        """Return whether a gather moves fewer words than an exchange of these pairs."""
+        if self.axis is None or self.way != "fewest":
+            return self.axis is not None and self.way == "gather"
+        return self.gather_words(top) < self.exchange_words(kept)
+
+    def exchange_words(self, kept: np.ndarray) -> int:
+        """Count the words of all ranks when rows are exchanged, forward and backward together."""
+        number = next(n for n, one in enumerate(self.order.directions) if one is self.axis)
+        by_rank = np.moveaxis(kept, number, 0).reshape(len(self._experts), -1, kept.shape[-1])
+        at_home = sum(int(part[:, start:start + count].sum()) for part, start, count in
+                      zip(by_rank, self._starts, self._experts))
+        return 4 * (int(kept.sum()) - at_home) * self._width
+
+    def gather_words(self, top: int) -> int:
+        """Count the words of all ranks when tokens are gathered, forward and backward together.
+
+        Beside x, y and their gradients they are k chosen experts, gates and gradients of gates.
+        """
+        others = (len(self._experts) - 1) * self.order.tokens
+        return others * (4 * self._width + 3 * top * self._sharing)
 
     def _divide_rows(self, lengths: np.ndarray) -> DividedRows:
         """Divide the rows of each rank along the line by expert, (ranks, experts)."""
@@ -121,27 +170,59 @@ class Dispatch:
         return DividedRows(segments, outer, inner, _own_segments(segments, outer, self._line),
                            _own_segments(segments, inner, self._across))
 
-    def send(self, rows: Array, plan: Plan) -> Array:
-        """Send rows, in the order of ``plan.pairs``, to their experts.
+    def send(self, tokens: Array, plan: Plan) -> Array:
+        """Bring the rows of tokens to their experts: those of this rank's, by expert and token."""
+        rows = take_pairs(self._gather(tokens, plan), plan.pairs, plan.places.shape[1])
+        return self._exchange(rows, plan)
 
-        Returns the rows of this rank's experts, by expert and token.
+    def send_backward(self, drows: Array, plan: Plan) -> Array:
+        """Compute the gradient by the tokens from that by the rows, in float32 at least."""
+        return self._scatter(sum_by_token(self._exchange_back(drows, plan), plan.places), plan)
+
+    def combine(self, rows: Array, gates: Array, plan: Plan) -> tuple[Array, Any]:
+        """Sum the results of each token's experts, times the gates.
+
+        Returns
+        -------
+        y, saved : Array, Any
+            The sum, in the type of the rows; and rows and gates of the plan's pairs.
         """
-        if self.axis is not None:
-            rows = self.axis.all_to_all(rows, plan.sends, plan.receives)
-        if plan.arrivals is None:
+        rows, gates = self._exchange_back(rows, plan), self._gather(gates, plan)
+        y = self.backend.xp.astype(sum_by_token(rows, plan.places, gates), rows.dtype, copy=False)
+        return self._scatter(y, plan), (rows, gates)
+
+    def combine_backward(self, dy: Array, saved: Any, plan: Plan) -> tuple[Array, Array]:
+        """Compute the gradients by the rows of this rank's experts, and by its gates.
+
+        Those by the gates are sums over this rank's features.
+        """
+        rows, gates = saved
+        drows, dgates = split_by_pair(self._gather(dy, plan), rows, plan.pairs, gates)
+        return self._exchange(drows, plan), self._scatter(dgates, plan)
+
+    def _gather(self, a: Array, plan: Plan) -> Array:
+        """Gather a row for each token, if the plan gathers."""
+        return self.axis.all_gather(a, 0, self._tokens) if plan.gathers else a
+
+    def _scatter(self, a: Array, plan: Plan) -> Array:
+        """Sum terms of a row for each token, and return this rank's, if the plan gathers."""
+        return self.axis.reduce_scatter(a, 0, self._tokens) if plan.gathers else a
+
+    def _exchange(self, rows: Array, plan: Plan) -> Array:
+        """Send rows of pairs to their experts, if the plan exchanges them."""
+        if self.axis is None or plan.gathers:
             return rows
+        rows = self.axis.all_to_all(rows, plan.sends, plan.receives)
         return self.backend.take_rows(rows, plan.arrivals,
                                       self.backend.empty(rows.shape, rows.dtype))
 
-    def send_back(self, rows: Array, plan: Plan) -> Array:
-        """Send rows of this rank's experts back to where their tokens are."""
-        if plan.arrivals is not None:
-            back = self.backend.empty(rows.shape, rows.dtype)
-            self.backend.put_rows(back, plan.arrivals, rows)
-            rows = back
-        if self.axis is not None:
-            rows = self.axis.all_to_all(rows, plan.receives, plan.sends)
-        return rows
+    def _exchange_back(self, rows: Array, plan: Plan) -> Array:
+        """Send rows of experts back to their tokens, if the plan exchanges them."""
+        if self.axis is None or plan.gathers:
+            return rows
+        back = self.backend.empty(rows.shape, rows.dtype)
+        self.backend.put_rows(back, plan.arrivals, rows)
+        return self.axis.all_to_all(back, plan.receives, plan.sends)
 
 
 def _line(space: Space, other: Space) -> Axis | None:
@@ -166,6 +247,5 @@ def _arrivals(lengths: np.ndarray) -> np.ndarray | None:
     if len(lengths) == 1:
         return None
     starts = (np.cumsum(lengths) - lengths.ravel()).reshape(lengths.shape)
-    blocks = [np.arange(start, start + length)
-              for start, length in zip(starts.T.ravel(), lengths.T.ravel())]
-    return np.concatenate(blocks) if blocks else np.empty(0, np.int64)
+    return np.concatenate([np.arange(start, start + length)
+                           for start, length in zip(starts.T.ravel(), lengths.T.ravel())])

@@ -10,7 +10,7 @@ from typing import Any, Sequence
 
 import numpy as np
 
-from mm3d.arrays.backend import Array, accumulation_dtype, namespace
+from mm3d.arrays.backend import Array, namespace
 from mm3d.arrays.grouped_products import Segment
 from mm3d.grid.activations import Space
 from mm3d.model.experts.balance import balance_loss, z_loss
@@ -22,9 +22,8 @@ from mm3d.model.experts.options import Experts
 from mm3d.model.experts.router import Router
 from mm3d.model.experts.shared import Routing, RoutingTotals, Routings
 from mm3d.model.experts.token_order import TokenOrder
-from mm3d.model.functional import (add_rows, bias_gelu_backward, bias_gelu_forward, sum_rows)
+from mm3d.model.functional import add_rows, bias_gelu_backward, bias_gelu_forward, sum_rows
 from mm3d.model.parameters import Parameter
-from mm3d.model.token_functions import look_up_rows
 from mm3d.model.vectors import Vector
 from mm3d.schemes.overlap import Overlap
 
@@ -81,7 +80,7 @@ class ExpertsLayer:
     routings : Routings
         Takes what was decided, and has the scale of the router's losses.
     layer_count : int
-        Number of layers with experts in the model.
+        Number of layers of the model.
     bias : Parameter, optional
         What the gate "sigmoid-bias" adds to the scores that choose, (experts,).
     """
@@ -105,10 +104,8 @@ class ExpertsLayer:
         library, xp = self.space.grid.backend, namespace(x)
         tokens = xp.reshape(x, (-1, x.shape[-1]))
         routing, weight = self._route(tokens)
-        choice, plan = routing.choice, routing.plan
-        sent = library.take_rows(tokens, plan.tokens,
-                                 library.empty((len(plan.pairs), x.shape[-1]), x.dtype))
-        A = self.dispatch.send(sent, plan)
+        plan = routing.plan
+        A = self.dispatch.send(tokens, plan)
         U = self.up.product.forward(A, self.up.weight.value, plan.rows)
         b = self.up.gather_bias()
         G = library.empty(U.shape, U.dtype)
@@ -118,8 +115,7 @@ class ExpertsLayer:
         c = self.down.gather_bias()
         for one, rows in _each(plan.rows.outer_segments):
             add_rows(R[rows, :], c[one.group, :], R[rows, :])
-        R = self.dispatch.send_back(R, plan)
-        y = _sum_by_token(library, R, plan, choice.gates, x.dtype)
+        y, R = self.dispatch.combine(R, routing.choice.gates, plan)
         return xp.reshape(y, x.shape), (routing, x, weight, A, U, b, G, R)
 
     def _route(self, tokens: Array) -> tuple[Routing, Array]:
@@ -162,9 +158,7 @@ class ExpertsLayer:
         """Compute dx; add to the gradients of router and experts."""
         routing, x, weight, A, U, b, G, R = saved
         library, xp, plan = self.space.grid.backend, namespace(dy), routing.plan
-        dR, dgates = _split_by_expert(library, xp.reshape(dy, (-1, dy.shape[-1])), R, plan,
-                                      routing.choice.gates)
-        dR = self.dispatch.send(dR, plan)
+        dR, dgates = self.dispatch.combine_backward(xp.reshape(dy, (-1, dy.shape[-1])), R, plan)
         exact = self.down.bias.has_master
         self.down.accumulate_bias(
             [(one.group, sum_rows(dR[rows, :], exact))
@@ -180,7 +174,7 @@ class ExpertsLayer:
         self.up.accumulate_bias(sums, b)
         dA, dW = self.up.product.backward(dU, A, self.up.weight.value, plan.rows)
         self.up.weight.accumulate(dW)
-        dx = _sum_by_token(library, self.dispatch.send_back(dA, plan), plan, None, None)
+        dx = self.dispatch.send_backward(dA, plan)
         dx += self._route_backward(routing, dgates, xp.reshape(x, (-1, x.shape[-1])), weight)
         return xp.reshape(xp.astype(dx, dy.dtype, copy=False), dy.shape)
 
@@ -200,44 +194,3 @@ class ExpertsLayer:
 def _each(segments: Sequence[Segment]) -> list[tuple[Segment, slice]]:
     """Return segments with the slices of their rows."""
     return [(one, slice(one.start, one.stop)) for one in segments]
-
-
-def _sum_by_token(library: Any, rows: Array, plan: Plan, gates: Array | None,
-                  dtype: Any) -> Array:
-    """Sum the rows of each token's pairs, times gates if given, in the order of the choices.
-
-    The sum is taken in float32 at least, and returned in `dtype` if given.
-    """
-    xp, (tokens, top) = library.xp, plan.places.shape
-    found = library.empty((tokens, rows.shape[1]), rows.dtype)
-    total = None
-    for n in range(top):
-        look_up_rows(rows, plan.places[:, n], 0, found)
-        term = xp.astype(found, accumulation_dtype(found), copy=total is None)
-        if gates is not None:
-            term *= gates[:, n:n + 1]
-        if total is None:
-            total = term
-        else:
-            total += term
-    return total if dtype is None else xp.astype(total, dtype, copy=False)
-
-
-def _split_by_expert(library: Any, dy: Array, rows: Array, plan: Plan,
-                     gates: Array) -> tuple[Array, Array]:
-    """Return the gradients of the rows of all pairs, and those of the gates, (tokens, k).
-
-    The latter are sums over this rank's features; they are 0 for pairs that were dropped.
-    """
-    xp, pairs = library.xp, plan.pairs
-    count = plan.places.size
-    own = library.take_rows(dy, plan.tokens, library.empty(rows.shape, dy.dtype))
-    wide = xp.astype(own, accumulation_dtype(own), copy=False)
-    products = xp.sum(wide * xp.astype(rows, wide.dtype, copy=False), axis=1, keepdims=True)
-    dgates = library.empty((count, 1), gates.dtype)
-    dgates[...] = 0
-    library.put_rows(dgates, pairs, xp.astype(products, gates.dtype, copy=False))
-    of_pair = library.take_rows(xp.reshape(gates, (count, 1)), pairs,
-                                library.empty((len(pairs), 1), gates.dtype))
-    drows = xp.astype(wide * of_pair, dy.dtype, copy=False)
-    return drows, xp.reshape(dgates, plan.places.shape)

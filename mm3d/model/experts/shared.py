@@ -29,11 +29,14 @@ class ExpertRanks:
         Makes the parameters of divided experts, from the arguments of
         `mm3d.model.parameters.Parameter`, with layouts on the tensor group and with the global
         shape, whose first dimension is divided along `axis`.
+    way : {"fewest", "exchange", "gather"}
+        How rows come to divided experts, see `mm3d.model.experts.dispatch`.
     """
 
     replicas: Sequence[Axis] = ()
     axis: Axis | None = None
     create_parameter: Callable[..., Parameter] | None = None
+    way: str = "fewest"
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ class ExpertsSpec(LayerSpec):
     hidden, wide : int
         Global numbers of features of an expert's input and output, and between its products.
     layer_count : int
-        Number of layers with experts in the model.
+        Number of layers of the model.
     """
 
     experts: Experts
@@ -126,7 +126,8 @@ class ExpertsSpec(LayerSpec):
         _check_scheme(builder)
         outer, inner, E = builder.outer, builder.inner, self.experts.count
         order = TokenOrder(outer, builder.expert_ranks.replicas)
-        dispatch = Dispatch(outer, inner, order, E, builder.expert_ranks.axis)
+        dispatch = Dispatch(outer, inner, order, E, self.hidden, builder.expert_ranks.axis,
+                            builder.expert_ranks.way)
         vector = Vector(outer, (E, self.hidden))
         weight = builder.create_parameter(f"{name}.router.weight", vector.layout, vector.shape)
         router = Router(outer, vector, weight, self.experts.jitter, f"{name}.router",

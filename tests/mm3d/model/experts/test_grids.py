@@ -1,0 +1,83 @@
+"""Layers of experts under every scheme and grid: the same results and tokens, exact words."""
+import functools
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mm3d
+from experts import SIZES, state_of, step
+from mm3d.model import cost
+from models import Parallelism
+
+# No length but the sequences' number on some grids divides evenly; an expert stays without tokens.
+CASES = [mm3d.Experts(5, every=1, capacity=0.8, jitter=0.2),
+         mm3d.Experts(7, top=3, every=2, gate="gshard", capacity=0.6),
+         mm3d.Experts(5, top=1, every=2, gate="sigmoid-bias", capacity=None, balance=0, z=0)]
+GRIDS = {
+    4: [Parallelism("1d"), Parallelism("1d-sp"), Parallelism("2d"), Parallelism("2.5d", (1, 1, 4)),
+        Parallelism("3d", (1, 2, 2)), Parallelism("3d", (2, 2, 1), {"rows": "positions"}),
+        Parallelism("2d-pipelined"), Parallelism("3d", (4, 1, 1)), Parallelism("serial")],
+    6: [Parallelism("3d", (3, 2, 1)), Parallelism("3d", (1, 3, 2), {"rows": "sequences"})],
+    8: [Parallelism("3d"), Parallelism("2.5d"), Parallelism("3d", (1, 2, 4), {"rows": "positions"}),
+        Parallelism("3d", (2, 1, 4), {"overlap": True})]}
+
+
+@functools.cache
+def serial(case: int) -> dict[str, np.ndarray]:
+    with Parallelism("serial").on(MPI.COMM_SELF, "numpy") as scheme:
+        return step(mm3d.Transformer(scheme, **SIZES, experts=CASES[case]))
+
+
+@pytest.mark.ranks(4, 8, slow=(6,))
+@pytest.mark.parametrize("number", range(9))
+def test_results_and_dropped_tokens_are_those_of_one_rank(comm, number, monkeypatch):
+    grids = [one for one in GRIDS[comm.size] if one.name in mm3d.SCHEMES]
+    if number >= len(grids):
+        pytest.skip(f"{comm.size} ranks have {len(grids)} grids")
+    for case in range(len(CASES)) if number == 0 else (number % 3,):
+        with grids[number].on(comm) as scheme:
+            model = mm3d.Transformer(scheme, **SIZES, experts=CASES[case])
+            found, expected = step(model), serial(case)
+        assert found.keys() == expected.keys()
+        for name, a in found.items():
+            if name in ("chosen", "dropped"):
+                assert np.array_equal(a, expected[name]), (name, case)
+            elif expected[name].any():
+                error = np.linalg.norm(a - expected[name]) / np.linalg.norm(expected[name])
+                assert error < 1e-12, (name, error, case)
+
+
+@pytest.mark.ranks(4, slow=(8,))
+@pytest.mark.parametrize("number", range(9))
+def test_words_are_the_closed_form_of_dropless_experts(comm, number):
+    """Whatever the routing, inside a tensor group."""
+    grids = [one for one in GRIDS[comm.size] if one.name in mm3d.SCHEMES]
+    if number >= len(grids):
+        pytest.skip(f"{comm.size} ranks have {len(grids)} grids")
+    experts = mm3d.Experts(5, every=1, capacity=None)
+    with grids[number].on(comm) as scheme:
+        model, phases = mm3d.Transformer(scheme, **SIZES, experts=experts), []
+        model.load(state_of(model))
+        scheme.grid.reset_traffic()
+        y, saved = model.forward(model.random("x"))
+        phases.append(scheme.grid.traffic())
+        scheme.grid.reset_traffic()
+        model.backward(y, saved)
+        phases.append(scheme.grid.traffic())
+        expected = cost.words(grids[number].name, scheme.grid.shape, model.spec,
+                              **grids[number].options)
+        words = [{key: n for key, one in found.items() if (n := comm.allreduce(one.words))}
+                 for found in phases]
+        saved_words = comm.allreduce(model.saved_bytes(saved)) // 8
+    assert words == [{key: n for key, n in of.items() if n} for of in expected.values()]
+    assert abs(saved_words - cost.saved_words(grids[number].name, scheme.grid.shape, model.spec,
+                                              **grids[number].options)) < 0.05 * saved_words
+
+
+@pytest.mark.ranks(2)
+def test_what_no_scheme_can_do_is_refused_on_all_ranks(comm):
+    scheme = mm3d.scheme("faces", comm, (2, 1, 1))
+    with pytest.raises(ValueError, match="keeps rows on one face"):
+        mm3d.Transformer(scheme, **SIZES, experts=CASES[0])
+    scheme.grid.free()

@@ -1,0 +1,254 @@
+"""A layer of experts on one rank: what it computes, its gradients, and the cases that are dense."""
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mm3d
+from experts import SIZES, activations, expert_layer, looped, state_of, step
+from mm3d.arrays.grouped_products import (cut_segments, grouped_matmul, grouped_matmul_nt,
+                                          grouped_matmul_tn, segments_of)
+from mm3d.model.experts.capacity import capacity_of
+
+ALL = mm3d.Experts(4, every=1, gate="mixtral", capacity=None)
+
+
+def model(experts=None, **sizes) -> mm3d.Transformer:
+    scheme = mm3d.scheme("serial", MPI.COMM_SELF, backend="numpy")
+    return mm3d.Transformer(scheme, **(SIZES | sizes), experts=experts)
+
+
+def as_dense(state: dict[str, np.ndarray], like: mm3d.Transformer) -> dict[str, np.ndarray]:
+    """The state of a model in which every expert is the perceptron of a dense one."""
+    found = {}
+    for p in like.parameters:
+        if ".router." in p.name:
+            found[p.name] = np.random.default_rng(0).standard_normal(p.shape)
+        else:
+            dense = state[p.name.replace("experts", "mlp")]
+            found[p.name] = np.broadcast_to(dense, p.public_shape)
+    return found
+
+
+# The same as something else.
+
+def test_a_single_expert_is_the_dense_layer_to_the_bit():
+    dense, one = model(), model(mm3d.Experts(1, top=1, every=1, z=0.0))
+    state = state_of(dense)
+    expected, found = step(dense, state), step(one, as_dense(state, one))
+    for name, a in found.items():
+        if ".router." in name:
+            assert not a.any()
+        elif name not in ("chosen", "dropped"):
+            b = expected[name.replace("experts", "mlp")]
+            assert np.array_equal(np.reshape(a, b.shape), b), name
+
+
+@pytest.mark.parametrize("experts", [
+    mm3d.Experts(4, top=2, every=1, gate="mixtral", capacity=None, balance=0, z=0),
+    mm3d.Experts(3, top=3, every=2, gate="sigmoid-bias", capacity=None, balance=0, z=0)])
+def test_equal_experts_are_the_dense_layer(experts):
+    """Gates that add up to 1 make no difference, and the router gets no gradient."""
+    dense, many = model(), model(experts)
+    state = state_of(dense)
+    expected, found = step(dense, state), step(many, as_dense(state, many))
+    for name, a in found.items():
+        if ".router." in name:
+            assert np.abs(a).max() < 1e-13
+        elif ".experts." in name:
+            b = expected[name.replace("experts", "mlp")]
+            np.testing.assert_allclose(a.sum(axis=0), b, atol=1e-12)
+        elif name not in ("chosen", "dropped"):
+            np.testing.assert_allclose(a, expected[name], atol=1e-12)
+
+
+def test_all_experts_with_equal_gates_are_their_mean():
+    many = model(mm3d.Experts(3, top=3, every=1, gate="mixtral", capacity=None))
+    state = state_of(many)
+    state |= {name: 0 * a for name, a in state.items() if ".router." in name}
+    many.load(state)
+    layer, x = expert_layer(many), activations(many)[0]
+    y, _ = layer.forward(x)
+    name = "layers.1.experts."
+    alone = [looped(x.reshape(-1, 12), {
+        "router.weight": np.zeros((1, 12)),
+        **{part: state[name + part][e:e + 1] for part in ("up.weight", "up.bias", "down.weight",
+                                                          "down.bias")}},
+        mm3d.Experts(1, top=1), None)[0] for e in range(3)]
+    np.testing.assert_allclose(y.reshape(-1, 12), np.mean(alone, axis=0), atol=1e-13)
+
+
+def test_permuted_experts_change_nothing():
+    many, order = model(ALL), np.array([2, 0, 3, 1])
+    state = state_of(many)
+    moved = {name: a[order] if ".experts." in name else a for name, a in state.items()}
+    expected, found = step(many, state), step(many, moved)
+    for name, a in found.items():
+        b = expected[name]
+        if name in ("chosen", "dropped"):
+            b = b[..., order]
+        elif ".experts." in name:
+            b = b[order]
+        np.testing.assert_allclose(a, b, atol=1e-12, err_msg=name)
+
+
+# What is computed.
+
+@pytest.mark.parametrize("experts", [
+    ALL, mm3d.Experts(5, every=1, capacity=0.6), mm3d.Experts(3, top=1, every=1, capacity=0.7),
+    mm3d.Experts(5, every=1, capacity=0.6, gate="gshard"),
+    mm3d.Experts(20, top=3, every=1, gate="mixtral", capacity=None)])
+def test_the_output_is_that_of_a_loop_over_tokens(experts):
+    many = model(experts)
+    state = state_of(many)
+    many.load(state)
+    layer, x = expert_layer(many), activations(many)[0]
+    y, _ = layer.forward(x)
+    own = {name.removeprefix("layers.1.experts."): a for name, a in state.items()
+           if name.startswith("layers.1.experts.")}
+    expected, dropped = looped(x.reshape(-1, 12), own, experts, capacity_of(experts, 15))
+    np.testing.assert_allclose(y.reshape(-1, 12), expected, atol=1e-12)
+    assert many.routings.totals[-1].dropped.sum() == dropped
+
+
+def test_one_dropped_token_passes_through_the_residual():
+    """The capacity is one below what the fullest expert would get."""
+    many = model(mm3d.Experts(2, top=1, every=1, capacity=None), layers=1)
+    state = state_of(many)
+    most = int(step(many, state)["chosen"].max())
+    assert most * 2 > 15 + 2    # the other expert gets less than the capacity
+    dropping = model(mm3d.Experts(2, top=1, every=1, capacity=(most - 1) * 2 / 15), layers=1)
+    dropping.load(state)
+    many.load(state)
+    x = activations(many)[0]
+    outputs = [one.forward(one.shard(x))[0].reshape(-1, 12) for one in (many, dropping)]
+    different = np.flatnonzero((abs(outputs[0] - outputs[1]) > 1e-12).any(axis=1))
+    layer = expert_layer(many)
+    attention = many.layers.layers[0].forward(x)[0]
+    logits = layer.router.forward(many.layers.layers[1].layers[0].forward(attention)[0]
+                                  .reshape(-1, 12))[0]
+    fullest = np.flatnonzero(logits.argmax(axis=1) == np.bincount(logits.argmax(axis=1)).argmax())
+    assert different.tolist() == [fullest[-1]]
+    assert np.array_equal(outputs[1][different], attention.reshape(-1, 12)[different])
+    assert dropping.routings.totals[-1].dropped.sum() == 1
+
+
+def test_an_expert_without_tokens_gets_a_zero_gradient():
+    many = model(mm3d.Experts(20, top=1, every=1, capacity=None))
+    for p in many.parameters:
+        p.grad[...] = 7    # what an earlier step has left
+    found = step(many)
+    empty = np.flatnonzero(found["chosen"][0, 0] == 0)
+    assert len(empty)
+    for part in ("up.weight", "up.bias", "down.weight", "down.bias"):
+        gradient = found[f"layers.0.experts.{part}"]
+        assert not gradient[empty].any() and gradient.any()
+
+
+# Gradients.
+
+@pytest.mark.slow_but_first
+@pytest.mark.parametrize("experts", [
+    mm3d.Experts(4, every=1, balance=0.3, z=0.2, capacity=0.7, jitter=0.3),
+    mm3d.Experts(4, every=1, balance=0.3, z=0.2, capacity=None),
+    mm3d.Experts(4, top=3, every=1, gate="gshard", balance=0.2, z=0.1, capacity=0.8),
+    mm3d.Experts(4, every=2, gate="sigmoid-bias", balance=0.2, z=0.1, convention="huggingface",
+                 capacity=None)])
+def test_gradients_are_central_differences(experts):
+    """Of every parameter and the input, along a random direction; no choice changes so near."""
+    many = model(experts)
+    state, (x, dy) = state_of(many), activations(many)
+
+    def loss(state, x) -> tuple[float, list]:
+        many.load(state)
+        many.routings.totals.clear()
+        y, _ = many.forward(many.shard(x))
+        totals = many.routings.totals
+        return (float((y * dy).sum()) + sum(one.balance + one.z for one in totals),
+                [one.chosen.tolist() for one in totals])
+    found, rng, size = step(many, state), np.random.default_rng(9), 1e-6
+    for name in [*state, "dx"]:
+        if name.endswith("router.bias"):
+            assert not found[name].any()
+            continue
+        direction = rng.standard_normal(found[name].shape)
+        ends = [loss(state, x + sign * size * direction) if name == "dx" else
+                loss(state | {name: state[name] + sign * size * direction}, x)
+                for sign in (1, -1)]
+        assert ends[0][1] == ends[1][1]
+        slope = (ends[0][0] - ends[1][0]) / (2 * size)
+        assert abs((found[name] * direction).sum() - slope) < 2e-7 * max(1, abs(slope)), name
+
+
+@pytest.mark.parametrize("policy", ["selective", "full", "uniform:2", "uniform:2+selective"])
+def test_recomputation_changes_no_bit(policy):
+    """Also with jitter, and although the router would now choose otherwise."""
+    experts = mm3d.Experts(4, every=2, jitter=0.3, capacity=0.8)
+    expected = step(model(experts, layers=4))
+    again = model(experts, layers=4, recompute=policy)
+    again.load(state_of(again))
+    x, dy = activations(again)
+    again.mask_key.place = (0, 0)
+    y, saved = again.forward(again.shard(x))
+    again.mask_key.place = (5, 3)    # of another micro-batch, in flight
+    dx = again.backward(again.shard(dy), saved)
+    assert np.array_equal(y, expected["y"]) and np.array_equal(dx, expected["dx"])
+    for name, gradient in again.gradients().items():
+        assert np.array_equal(gradient, expected[name]), name
+    assert len(again.routings.totals) == 2    # of the forward alone
+
+
+def test_halves_of_backward_and_counted_memory():
+    many = model(ALL)
+    expected = step(many)
+    many.zero_gradients()
+    x, dy = activations(many)
+    y, saved = many.forward(many.shard(x))
+    assert many.saved_bytes(saved) > model().saved_bytes(model().forward(x)[1])
+    dx, operands = many.backward_input(many.shard(dy), saved)
+    many.backward_weights(operands)
+    assert np.array_equal(dx, expected["dx"])
+    assert all(np.array_equal(a, expected[name]) for name, a in many.gradients().items())
+
+
+@pytest.mark.parametrize("dtype, bound", [("float32", 2e-5), ("float16", 3e-2)])
+def test_narrow_types_route_in_float32(dtype, bound):
+    options = {"master": "float32"} if dtype == "float16" else {}
+    many = model(ALL, dtype=dtype, **options)
+    state = {name: a.astype(dtype).astype(float) for name, a in state_of(many).items()}
+    expected, found = step(model(ALL), state), step(many, state)
+    assert expert_layer(many).router.forward(np.ones((2, 12), dtype))[0].dtype == np.float32
+    for name in ("y", "dx", "layers.1.experts.up.weight", "layers.1.experts.down.bias",
+                 "layers.1.experts.router.weight"):
+        error = np.linalg.norm(found[name] - expected[name]) / np.linalg.norm(expected[name])
+        assert error < bound, (name, error)
+
+
+# Grouped products.
+
+def test_groups_are_multiplied_apart():
+    rng = np.random.default_rng(0)
+    segments = segments_of([0, 3, 1, 0], [4, 2, 0, 3])
+    a, b = rng.standard_normal((9, 5)), rng.standard_normal((4, 5, 6))
+    groups = np.array([0] * 4 + [3] * 2 + [0] * 3)
+    found = grouped_matmul(a, b, segments)
+    np.testing.assert_allclose(found, np.einsum("rn,rnk->rk", a, b[groups]))
+    np.testing.assert_allclose(grouped_matmul_nt(found, b, segments),
+                               np.einsum("rk,rnk->rn", found, b[groups]))
+    sums = grouped_matmul_tn(a, found, segments, 4)
+    for group in range(4):
+        rows = groups == group
+        np.testing.assert_allclose(sums[group], a[rows].T @ found[rows], atol=1e-12)
+    assert not sums[1:3].any()
+    assert [(one.group, one.start, one.stop) for one in cut_segments(segments, 3, 7)] == [
+        (0, 0, 1), (3, 1, 3), (0, 3, 4)]
+
+
+# Bad input.
+
+@pytest.mark.parametrize("experts, message", [
+    (mm3d.Experts(2, top=3), "top=2 at most would do"),
+    (mm3d.Experts(4, capacity=0.0), "drops every token"),
+    (mm3d.Experts(100, top=1, every=1, capacity=0.01, convention="megablocks"), "drops every")])
+def test_what_cannot_be_is_refused(experts, message):
+    with pytest.raises(ValueError, match=message):
+        model(experts)
