@@ -11,9 +11,9 @@ from typing import Sequence
 
 import numpy as np
 
-from mm3d.arrays.backend import Backend
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
+from mm3d.grid.layout import Layout, divided_directions
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class TokenOrder:
     Parameters
     ----------
     space : Space
-        Space of the activations.
+        Space of the activations; that of other replicas may divide rows otherwise.
     replicas : sequence of Axis
         Directions of replicas that have other sequences, the slowest first.
 
@@ -60,34 +60,24 @@ class TokenOrder:
     """
 
     def __init__(self, space: Space, replicas: Sequence[Axis] = ()) -> None:
-        grid = self.grid = space.grid
-        sequences, _, positions = space.rows.partition(",")
-        batch, seq = space.local_shape(1)[:2]
-        divided = any(grid[c].size > 1 for c in positions)
-        own = batch if divided else 1
-        length = batch * seq // own if own else 0
-        self.runs = [slice(n * length, (n + 1) * length) for n in range(own)]
-        outer = [*replicas, *(grid[c] for c in sequences)]
-        inner = [grid[c] for c in positions]
-        self.directions = [*outer, *inner]
-        self._sizes = [axis.size for axis in self.directions]
-        self._gathers: list[tuple[Axis, int, list[int]]] = []
-        self._column, columns = 0, 1
-        for axis in reversed(inner):
-            self._gathers.append((axis, 1, [columns] * axis.size))
-            self._column += axis.rank * columns
-            columns *= axis.size
-        self.tokens = space.batch * space.seq
-        for axis in replicas:
-            self.tokens = sum(axis.comm.allgather(self.tokens))
-        self._first, lengths = 0, [own]
-        for axis in reversed(outer):
-            every = axis.comm.allgather(lengths) if axis.size > 1 else [lengths]
-            counts = [sum(one) for one in every]
-            self._gathers.append((axis, 0, counts))
+        self.backend = space.grid.backend
+        self.directions = [*replicas, *(space.grid[c] for c in divided_directions(space.rows))]
+        first, batch = 0, space.batch
+        for axis in reversed(replicas):
+            every = axis.comm.allgather(batch)
+            first, batch = first + sum(every[:axis.rank]), sum(every)
+        self.tokens = batch * space.seq
+        starts, self.runs = _runs(space, first)
+        lengths = [len(starts)]
+        self._gathers, self._first = [], 0
+        for axis in reversed(self.directions):
+            every = axis.comm.allgather((starts, lengths)) if axis.size > 1 else [
+                (starts, lengths)]
+            counts = [len(one) for one, _ in every]
+            self._gathers.append((axis, counts))
             self._first += sum(counts[:axis.rank])
-            lengths = [n for one in every for n in one]
-        self._lengths, self._columns = lengths, columns
+            starts, lengths = ([n for one in every for n in one[k]] for k in (0, 1))
+        self._order, self._lengths = np.argsort(starts, kind="stable"), lengths
 
     def gather(self, counts: np.ndarray, capacity: int | None, order: str) -> GlobalCounts:
         """Gather the counts of all ranks' runs; every rank must call it.
@@ -102,24 +92,39 @@ class TokenOrder:
         order : {"position", "choice"}
             In which order, see `mm3d.model.experts.capacity.positions`.
         """
-        library: Backend = self.grid.backend
-        a = library.asarray(np.ascontiguousarray(counts[:, None]))
-        for axis, dim, lengths in self._gathers:
-            a = axis.all_gather(a, dim, lengths)
-        every = library.to_host(a)                      # (sequences, positions, k, E)
-        runs = every.reshape(-1, *every.shape[2:])
-        before = np.cumsum(runs, axis=0) - runs
-        totals = runs.sum(axis=0)
+        a = self.backend.asarray(np.ascontiguousarray(counts))
+        for axis, lengths in self._gathers:
+            a = axis.all_gather(a, 0, lengths)
+        runs = self.backend.to_host(a)[self._order]
+        before, totals = np.cumsum(runs, axis=0) - runs, runs.sum(axis=0)
         taken = _count_kept(runs, before, totals, capacity, order)
-        own = before.reshape(every.shape)[self._first:self._first + len(self.runs), self._column]
-        return GlobalCounts(totals, own, self._sum_ranks(taken.reshape(*every.shape[:2], -1)))
-
-    def _sum_ranks(self, kept: np.ndarray) -> np.ndarray:
-        """Sum the runs of each rank: (sequences, positions, E) to the shape of `kept`."""
+        before, taken = self._by_rank(before), self._by_rank(taken)
         starts = np.cumsum(self._lengths) - self._lengths
-        found = [kept[start:start + length].sum(axis=0)
-                 for start, length in zip(starts, self._lengths)]
-        return np.stack(found).reshape(*self._sizes, kept.shape[-1])
+        kept = np.stack([taken[start:start + length].sum(axis=0)
+                         for start, length in zip(starts, self._lengths)])
+        return GlobalCounts(totals, before[self._first:self._first + len(self.runs)],
+                            kept.reshape(*(axis.size for axis in self.directions), -1))
+
+    def _by_rank(self, a: np.ndarray) -> np.ndarray:
+        """Put what is in the order of the tokens into that of the ranks."""
+        out = np.empty_like(a)
+        out[self._order] = a
+        return out
+
+
+def _runs(space: Space, first: int) -> tuple[list[int], list[slice]]:
+    """Return the first global token of each of this rank's runs, and its tokens on this rank.
+
+    `first` is the first sequence of the activations in the batch.
+    """
+    sequences, positions = Layout(space.rows).slices(space.grid, (space.batch, space.seq))
+    length = positions.stop - positions.start
+    count = sequences.stop - sequences.start
+    numbers = range(first + sequences.start, first + sequences.stop)
+    if length == space.seq:
+        return [numbers.start * space.seq], [slice(0, count * length)]
+    return ([number * space.seq + positions.start for number in numbers],
+            [slice(n * length, (n + 1) * length) for n in range(count)])
 
 
 def _count_kept(runs: np.ndarray, before: np.ndarray, totals: np.ndarray, capacity: int | None,

@@ -19,8 +19,8 @@ GRIDS = {
         Parallelism("3d", (1, 2, 2)), Parallelism("3d", (2, 2, 1), {"rows": "positions"}),
         Parallelism("2d-pipelined"), Parallelism("3d", (4, 1, 1)), Parallelism("serial")],
     6: [Parallelism("3d", (3, 2, 1)), Parallelism("3d", (1, 3, 2), {"rows": "sequences"})],
-    8: [Parallelism("3d"), Parallelism("2.5d"), Parallelism("3d", (1, 2, 4), {"rows": "positions"}),
-        Parallelism("3d", (2, 1, 4), {"overlap": True})]}
+    8: [Parallelism("3d"), Parallelism("3d", (1, 2, 4), {"rows": "positions"}),
+        Parallelism("2.5d"), Parallelism("3d", (2, 1, 4), {"overlap": True})]}
 
 
 @functools.cache

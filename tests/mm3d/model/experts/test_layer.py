@@ -1,4 +1,4 @@
-"""A layer of experts on one rank: what it computes, its gradients, and the cases that are dense."""
+"""A layer of experts on one rank: its output and gradients, and the cases that are dense."""
 import numpy as np
 import pytest
 from mpi4py import MPI

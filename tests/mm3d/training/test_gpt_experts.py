@@ -1,0 +1,226 @@
+"""A GPT with experts: the same routing, losses and gradients on every mesh, and exact words."""
+import functools
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mm3d
+from gpts import RATE, tokens_and_targets
+
+SIZES = dict(layers=2, hidden=12, heads=2, vocab=17, batch=6, seq=5)
+CASES = [(mm3d.Experts(5, every=1, gate="mixtral", capacity=0.8, jitter=0.2, z=0.1,
+                       balance=0.1), 2),
+         (mm3d.Experts(7, top=3, every=2, capacity=None, z=0.1, balance=0.1), 1),
+         (mm3d.Experts(4, top=2, every=2, gate="sigmoid-bias", capacity=0.9, order="choice"), 1)]
+# Meshes by ranks, with options of the model.
+MESHES = {
+    2: [(dict(data=2, scheme="serial"), dict(expert_parallel=2)),
+        (dict(data=2, scheme="serial"), dict(expert_parallel=2, expert_way="gather")),
+        (dict(data=2, scheme="serial"), dict(zero=3))],
+    4: [(dict(data=2, scheme="3d", grid=(1, 2, 1)), dict(expert_parallel=2, zero=3)),
+        (dict(data=2, stages=2, scheme="serial"),
+         dict(expert_parallel=2, recompute="full", zero=2, in_flight=2)),
+        (dict(data=2, scheme="1d-sp"), dict(expert_parallel=2, expert_way="gather")),
+        (dict(data=2, scheme="1d"), dict(expert_parallel=2, recompute="uniform:2+selective")),
+        (dict(data=2, scheme="3d", grid=(1, 1, 2)),
+         dict(expert_parallel=2, expert_way="gather")),
+        (dict(stages=2, scheme="3d", grid=[(1, 2, 1), (2, 1, 1)]), dict(zero=0))],
+    8: [(dict(data=2, scheme="3d", grid=(2, 2, 1)), dict(expert_parallel=2)),
+        (dict(data=2, stages=2, scheme="1d", grid=(2,)),
+         dict(expert_parallel=2, zero=1, schedule="zb-h1")),
+        (dict(data=2, scheme="2d", grid=(2, 2)), dict(expert_parallel=2, zero=2))]}
+
+
+def train(mesh, case: int, steps: int = 2, **options) -> dict[str, np.ndarray]:
+    """Losses and routings of some steps of SGD and of an evaluation, and the last gradients."""
+    experts, microbatches = CASES[case]
+    model = mm3d.GPT(mesh, **SIZES, experts=experts, microbatches=microbatches,
+                     **({"dtype": "float64"} | options))
+    found, losses = {}, []
+    for step in range(steps):
+        losses.append(model.step(*tokens_and_targets(SIZES, step)))
+        for one in model.routings.values():
+            found |= {f"{one.name} chosen {step}": one.chosen, f"{one.name} {step}": one.dropped}
+            losses += [one.balance, one.z]
+        found |= {name: a for name, a in model.gradients().items()}
+        for p in model.trained:
+            p.master -= RATE * p.grad
+        model.refresh()
+    losses.append(model.evaluate(*tokens_and_targets(SIZES, steps)))
+    found |= {name: a for name, a in model.state().items() if name.endswith("router.bias")}
+    model.free()
+    return found | {"losses": np.array(losses)}
+
+
+@functools.cache
+def serial(case: int) -> dict[str, np.ndarray]:
+    mesh = mm3d.Mesh(MPI.COMM_SELF, 1, "serial", backend="numpy")
+    found = train(mesh, case)
+    mesh.free()
+    return found
+
+
+def assert_same(found, expected) -> None:
+    assert found.keys() == expected.keys()
+    for name, a in found.items():
+        b = expected[name]
+        if a.dtype == np.int64:
+            assert np.array_equal(a, b), name
+        elif name == "losses":
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-12)
+        else:
+            assert np.linalg.norm(a - b) <= 1e-11 * np.linalg.norm(b), name
+
+
+@pytest.mark.ranks(4, slow=(2, 8), first=(4,))
+@pytest.mark.parametrize("number", range(6))
+def test_losses_gradients_and_routings_are_those_of_one_rank(comm, number):
+    """Experts' gradients too, which are divided by the tokens of all replicas as any other."""
+    if number >= len(MESHES[comm.size]):
+        pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
+    options, more = MESHES[comm.size][number]
+    mesh = mm3d.Mesh(comm, **options)
+    for case in range(len(CASES)):
+        if more.get("schedule") != "zb-h1" or CASES[case][1] > 1:
+            assert_same(train(mesh, case, **more), serial(case))
+    mesh.free()
+
+
+def data_words(comm, mesh) -> dict[str, int]:
+    """Words along direction d of all ranks, by collective."""
+    return {name: comm.allreduce(one.words) for (c, name), one in mesh.data_grid.traffic().items()
+            if c == "d"}
+
+
+@pytest.mark.ranks(4)
+def test_words_between_replicas_follow_from_the_counts(comm):
+    """Of 10 tokens a rank; experts 0 to 2 are on the first replicas and 3, 4 on the second.
+
+    Every rank sends another number of rows, which are counted by hand from what it chooses.
+    """
+    mesh = mm3d.Mesh(comm, data=2, scheme="3d", grid=(2, 1, 1))
+    experts = mm3d.Experts(5, top=1, every=2, capacity=None)
+    model = mm3d.GPT(mesh, **SIZES | {"batch": 8}, experts=experts, dtype="float64",
+                     expert_parallel=2, expert_way="exchange")
+    layer = model.pipeline.chunks[0].layers.layers[3].layers[1]
+    sent = []
+    plan = layer.dispatch.plan
+
+    def noted(chosen, taken, kept):
+        sent.append(int(((chosen >= 3) != (mesh.replica == 1)).sum()))
+        return plan(chosen, taken, kept)
+    layer.dispatch.plan = noted
+    model.reset_traffic()
+    model.step(*tokens_and_targets(SIZES | {"batch": 8}))
+    away = comm.allgather(sent[0])
+    found = data_words(comm, mesh)
+    assert len(set(away)) > 1 and sum(away)
+    assert found["all_to_all"] == 4 * sum(away) * 12     # there and back, forward and backward
+    model.free()
+    mesh.free()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("top", [1, 4])
+def test_what_moves_fewer_words_is_chosen(comm, top):
+    """Both ways give the same; their words are as they say, and one is chosen by them."""
+    mesh, results, traffic = mm3d.Mesh(comm, data=2, scheme="serial"), {}, {}
+    experts, kept = mm3d.Experts(5, top=top, every=2, gate="mixtral", capacity=None), []
+    for way in ("exchange", "gather", "fewest"):
+        model = mm3d.GPT(mesh, **SIZES, experts=experts, dtype="float64", expert_parallel=2,
+                         expert_way=way)
+        dispatch = model.pipeline.chunks[0].layers.layers[3].layers[1].dispatch
+        plan = dispatch.plan
+        dispatch.plan = lambda *a: (kept.append(a[2]), plan(*a))[1]
+        model.reset_traffic()
+        loss = model.step(*tokens_and_targets(SIZES))
+        traffic[way] = data_words(comm, mesh)
+        results[way] = {"losses": np.array([loss])} | model.gradients()
+        model.free()
+    words = {"exchange": dispatch.exchange_words(kept[0]), "gather": dispatch.gather_words(top)}
+    assert words["gather"] == 30 * (4 * 12 + 3 * top)
+    assert traffic["exchange"]["all_to_all"] == words["exchange"]
+    assert "all_to_all" not in traffic["gather"]
+    more = [traffic["gather"][name] - traffic["exchange"][name]
+            for name in ("all_gather", "reduce_scatter")]
+    assert sum(more) == words["gather"]
+    assert traffic["fewest"] == traffic[min(words, key=words.get)]
+    assert (words["exchange"] < words["gather"]) == (top == 1)
+    assert_same(results["gather"], results["exchange"])
+    assert_same(results["fewest"], results["exchange"])
+    mesh.free()
+
+
+@pytest.mark.ranks(2)
+def test_divided_experts_have_the_bits_of_whole_ones(comm):
+    """All rows of an expert meet in the order of the tokens, as in one process.
+
+    Inputs and routers are whole numbers, with which the logits have no rounding.
+    """
+    sizes = SIZES | {"layers": 1}
+    experts = mm3d.Experts(4, every=1, gate="mixtral", capacity=None)
+    gradients = []
+    for mesh, more in ((mm3d.Mesh(MPI.COMM_SELF, 1, "serial"), {}),
+                       (mm3d.Mesh(comm, data=2, scheme="serial"), {"expert_parallel": 2})):
+        model = mm3d.GPT(mesh, **sizes, experts=experts, dtype="float64", **more)
+        layer = model.pipeline.chunks[0].layers.layers[1].layers[1]
+        x = np.random.default_rng(0).integers(-4, 5, (6, 5, 12))[model.pipeline.rows[0]] / 2
+        for p in layer.parameters:
+            a = np.random.default_rng(len(p.name)).standard_normal(p.shape)
+            p.load(np.round(a) if "router" in p.name else a)
+        y, saved = layer.forward(x)
+        layer.backward(y, saved)
+        gradients.append({p.name: p.gather(p.grad) for p in layer.up.parameters
+                          + layer.down.parameters})
+        model.free()
+        mesh.free()
+    for name, a in gradients[0].items():
+        assert np.array_equal(a, gradients[1][name]), name
+
+
+@pytest.mark.ranks(4)
+def test_checkpoints_and_clipping_know_experts_on_another_mesh(comm, shared_tmp_path):
+    """Of divided experts, and as arrays of (experts, in, out)."""
+    experts = mm3d.Experts(5, every=1, capacity=None)
+    first = mm3d.Mesh(comm, data=2, scheme="3d", grid=(1, 2, 1))
+    second = mm3d.Mesh(comm, stages=2, scheme="1d", grid=(2,))
+    states, norms = [], []
+    for mesh, more in ((first, {"expert_parallel": 2, "zero": 2}), (second, {})):
+        model = mm3d.GPT(mesh, **SIZES, experts=experts, dtype="float64", seed=len(norms), **more)
+        optimizer = mm3d.AdamW(model, lr=1e-2, clip=0.1)
+        if norms:
+            mm3d.restore(shared_tmp_path / "saved", model, optimizer)
+            assert all(np.array_equal(a, states[0][n]) for n, a in model.state().items())
+        model.step(*tokens_and_targets(SIZES))
+        optimizer.step()
+        norms.append(optimizer.norm)
+        if len(norms) == 1:
+            mm3d.save(shared_tmp_path / "saved", model, optimizer, step=1)
+            states.append(model.state())
+            model.step(*tokens_and_targets(SIZES))
+            optimizer.step()
+            norms[0] = optimizer.norm
+        states.append(model.state())
+        model.free()
+    assert states[0]["layers.0.experts.up.weight"].shape == (5, 12, 48)
+    assert abs(norms[0] - norms[1]) < 1e-12 * norms[0]
+    for name, a in states[1].items():
+        np.testing.assert_allclose(a, states[2][name], atol=1e-9, err_msg=name)
+    first.free()
+    second.free()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("options, message", [
+    (dict(expert_parallel=3), "1 or 2 would do"), (dict(expert_way="fast"), "choose one of"),
+    (dict(expert_parallel=2, experts=mm3d.Experts(1, top=1)), "at least 2 experts"),
+    (dict(expert_parallel=2, experts=None), "the model has none"),
+    (dict(experts=mm3d.Experts(3, top=4)), "top=3 at most"),
+    (dict(experts=mm3d.Experts(99, top=1, capacity=0.01, convention="megablocks")), "drops"),
+    (dict(microbatches=4), "8 would do")])
+def test_what_does_not_fit_is_refused_on_all_ranks(comm, options, message):
+    mesh = mm3d.Mesh(comm, data=2, scheme="serial")
+    with pytest.raises(ValueError, match=message):
+        mm3d.GPT(mesh, **SIZES, **({"experts": mm3d.Experts(4)} | options))
+    mesh.free()
