@@ -7,7 +7,7 @@ from bench.errors import UsageError
 from bench.prediction.pipeline_seconds import PipelineModel
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
-from mm3d.training.pipeline import divide_layers
+from mm3d.training.batches import divide_layers
 from mm3d.training.schedules import build, registry
 
 

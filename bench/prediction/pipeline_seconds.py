@@ -20,7 +20,7 @@ from mm3d.schemes.parallelism import Parallelism
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import Trace
 from mm3d.training import costs
-from mm3d.training.pipeline import divide_layers
+from mm3d.training.batches import divide_layers
 from mm3d.training.schedules import Schedule, Times, clock
 from mm3d.training.schedules.clock import Timeline, pairs
 from mm3d.training.schedules.messages import operations

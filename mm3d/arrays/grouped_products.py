@@ -99,7 +99,8 @@ def grouped_matmul_tn(a: Array, b: Array, segments: Sequence[Segment], groups: i
         rows, place = slice(one.start, one.stop), out[one.group, :, :]
         if one.group in written:
             term = library.empty(place.shape, dtype)
-            place += library.gemm(a[rows, :].T, b[rows, :], term)
+            library.gemm(a[rows, :].T, b[rows, :], term)
+            place += term
         else:
             library.gemm(a[rows, :].T, b[rows, :], place)
             written.add(one.group)

@@ -1,6 +1,5 @@
 """Train a Transformer whose layers are divided among the stages of a pipeline."""
 
-import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -9,18 +8,18 @@ from typing import Any, Callable, ContextManager, Mapping
 import numpy as np
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.axis import Traffic
 from mm3d.model.experts.options import Experts
 from mm3d.model.parameters import Parameter, check_state
 from mm3d.model.sizes import ModelSizes
 from mm3d.model.transformer import Transformer
 from mm3d.model.transformer_spec import model_spec
+from mm3d.training.batches import divide_layers, divide_rows
 from mm3d.training.data_parallel import DataParallel, check_in_flight, check_zero
 from mm3d.training.expert_parallel import check_experts, expert_ranks
 from mm3d.training.hops import Hops
 from mm3d.training.mesh import Mesh
-from mm3d.training.schedules import Schedule, build, check
+from mm3d.training.schedules import Schedule, build
 from mm3d.training.schedules.schedule import Action
 from mm3d.training.worker import Worker
 
@@ -235,93 +234,3 @@ class Pipeline:
     def free(self) -> None:
         """Free the communicator of the messages; every rank must call it."""
         self.hops.messages.free()
-
-
-def divide_layers(schedule: Schedule, ranks: int, sizes: ModelSizes,
-                  microbatches: int | None = None, data: int = 1,
-                  together: bool = False) -> list[range]:
-    """Return the layers of each stage of a schedule, after checking that all fit together.
-
-    Parameters
-    ----------
-    schedule : Schedule
-        The schedule, which is checked too.
-    ranks : int
-        The ranks that it should have: the stages of a mesh.
-    sizes : ModelSizes
-        Sizes of the whole model and batch.
-    microbatches : int, optional
-        The micro-batches that it should have; any number, if not given.
-    data : int
-        Number of replicas.
-    together : bool
-        As for `divide_rows`.
-
-    Raises
-    ------
-    ValueError
-        When it is wrong, or does not fit.
-    """
-    check(schedule)
-    if schedule.ranks != ranks:
-        raise ValueError(f"a schedule of {schedule.ranks} ranks cannot be executed by {ranks} "
-                         f"stages: it needs as many")
-    if microbatches not in (None, schedule.microbatches):
-        raise ValueError(f"a schedule of {schedule.microbatches} micro-batches: {microbatches} "
-                         f"were asked for")
-    sizes.check()
-    if sizes.layers < schedule.stage_count:
-        raise ValueError(f"{sizes.layers} layers cannot be divided among {schedule.stage_count} "
-                         f"stages: at least one layer for each is needed")
-    divide_rows(sizes.batch, data, schedule.microbatches, together)
-    lengths = block_lengths(sizes.layers, schedule.stage_count)
-    starts = itertools.accumulate(lengths, initial=0)
-    return [range(start, start + length) for start, length in zip(starts, lengths)]
-
-
-def divide_rows(batch: int, data: int, microbatches: int,
-                together: bool = False) -> list[list[slice]]:
-    """Return the sequences of each replica's micro-batches, after checking their number.
-
-    Replicas may differ by one sequence; the micro-batches of one are equal.  With `together` the
-    micro-batches of this number in all replicas are a contiguous part of the batch, which does
-    not depend on the number of replicas; these may differ by one sequence in each.
-
-    Raises
-    ------
-    ValueError
-        When a replica has no sequences, or its micro-batches do not divide them.
-    """
-    if together:
-        return _divide_microbatches(batch, data, microbatches)
-    if batch < data:
-        raise ValueError(f"a batch of {batch} sequences cannot be divided among {data} replicas: "
-                         f"at least {data} would do")
-    shares = block_lengths(batch, data)
-    found, start = [], 0
-    for share in shares:
-        if share % microbatches:
-            whole = data * microbatches
-            near = [batch // whole * whole or whole, batch // whole * whole + whole]
-            among = f"{data} replicas of " if data > 1 else ""
-            raise ValueError(f"a batch of {batch} sequences cannot be divided among {among}"
-                             f"{microbatches} micro-batches: "
-                             f"{' or '.join(map(str, dict.fromkeys(near)))} would do")
-        rows = share // microbatches
-        found.append([slice(start + n * rows, start + (n + 1) * rows)
-                      for n in range(microbatches)])
-        start += share
-    return found
-
-
-def _divide_microbatches(batch: int, data: int, microbatches: int) -> list[list[slice]]:
-    """Return the sequences of each replica where replicas divide each micro-batch."""
-    size, rest = divmod(batch, microbatches)
-    if rest or size < data:
-        least = max(data, size + bool(rest)) * microbatches
-        raise ValueError(f"a batch of {batch} sequences cannot be divided into {microbatches} "
-                         f"micro-batches of at least {data} sequences, one for each replica, as "
-                         f"experts need it: {least} would do")
-    starts = [0, *itertools.accumulate(block_lengths(size, data))]
-    return [[slice(micro * size + start, micro * size + stop) for micro in range(microbatches)]
-            for start, stop in itertools.pairwise(starts)]

@@ -13,7 +13,7 @@ from bench.records.measurements import Check
 from mm3d import ModelSizes
 from mm3d.arrays.backend import Array
 from mm3d.training.mesh import Mesh
-from mm3d.training.pipeline import divide_layers
+from mm3d.training.batches import divide_layers
 from mm3d.training.schedules import Schedule, Times, build
 from mm3d.training.schedules.schedule import Action
 

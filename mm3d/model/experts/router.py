@@ -59,7 +59,9 @@ class Router:
             xp.astype(dW, self.weight.grad.dtype, copy=False)))
         dx = matmul(dlogits, _upcast(saved))
         factors = self._draw_factors(x, dx.dtype)
-        return dx if factors is None else xp.multiply(dx, factors, out=dx)
+        if factors is not None:
+            dx *= factors
+        return dx
 
     def sum_features(self, a: Array) -> Array:
         """Sum `a`, one row for each token, over the ranks that have other features of the rows."""

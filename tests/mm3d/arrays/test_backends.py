@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from mpi4py import MPI
 
+import experts
 import mm3d
 from mm3d.arrays import backend, cupy_backend
 from mm3d.model.experts.balance import balance_loss, z_loss
@@ -53,6 +54,14 @@ class StrictBackend(backend.Backend):
 
     def gemm(self, a, b, out):
         out[...] = strict.matmul(a, b)
+
+    def take_rows(self, a, rows, out):
+        out[...] = strict.take(a, strict.asarray(rows, device=DEVICE), axis=0)
+        return out
+
+    def put_rows(self, a, rows, values):
+        for place, row in enumerate(rows):
+            a[int(row), :] = values[place, :]
 
 
 @pytest.fixture(autouse=True)
@@ -212,17 +221,29 @@ IN_PLACE = {"optimizers.py", "norms.py"}
 @pytest.mark.parametrize("gate", GATES)
 def test_tokens_are_routed_to_the_same_experts_on_both_libraries(gate):
     """The choice alone comes to the host."""
-    experts, rng, found = Experts(5, top=3, gate=gate), np.random.default_rng(0), []
+    case, rng, found = Experts(5, top=3, gate=gate), np.random.default_rng(0), []
     z, dgates = rng.normal(0, 2, (11, 5)), rng.normal(size=(11, 3))
     for library in backend.get("numpy"), backend.get("strict"):
         logits = library.asarray(z)
-        choice = choose(logits, experts)
+        choice = choose(logits, case)
         results = [choice.gates, choice.probabilities,
                    gates_backward(choice, library.asarray(dgates)), *z_loss(logits, 0.1, 11),
-                   *balance_loss(choice, experts, counts(choice), 11)]
+                   *balance_loss(choice, case, counts(choice), 11)]
         found.append([choice.chosen] + [library.to_host(a) for a in results])
     for one, other in zip(*found):
         assert np.allclose(one, other, rtol=1e-14, atol=1e-17)
+
+
+@pytest.mark.ranks(1, slow=(4,))
+def test_layers_of_experts_equal_numpy(comm):
+    """Routed, moved and multiplied on the device; only what plans the rows is on the host."""
+    case, found = Experts(5, every=1, capacity=0.8, jitter=0.2), []
+    for library in ("numpy", "strict"):
+        with Parallelism("3d", (1, 2, comm.size // 2) if comm.size > 1 else None).on(
+                comm, library) as scheme:
+            found.append(experts.step(mm3d.Transformer(scheme, **experts.SIZES, experts=case)))
+    for name, a in found[0].items():
+        assert np.allclose(a, found[1][name], rtol=0, atol=1e-12), name
 
 
 @pytest.mark.parametrize("library", ["numpy", "array_api_strict", "cupy"])

@@ -153,6 +153,29 @@ def test_what_moves_fewer_words_is_chosen(comm, top):
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("way", ["exchange", "gather"])
+def test_a_rank_whose_experts_get_no_token_takes_part(comm, way):
+    """Logits that are all equal send every token to the first expert, and none to the others."""
+    gradients, experts = [], mm3d.Experts(3, top=1, every=2, capacity=None)
+    for mesh, more in ((mm3d.Mesh(MPI.COMM_SELF, 1, "serial"), {}),
+                       (mm3d.Mesh(comm, data=2, scheme="serial"),
+                        {"expert_parallel": 2, "expert_way": way})):
+        model = mm3d.GPT(mesh, **SIZES, experts=experts, dtype="float64", **more)
+        state = model.state()
+        model.load(state | {name: 0 * a for name, a in state.items() if ".router." in name})
+        for p in model.trained:
+            p.grad[...] = 7    # what an earlier step has left
+        model.step(*tokens_and_targets(SIZES))
+        gradients.append(model.gradients())
+        assert model.routings["layers.1.experts"].chosen.tolist() == [[30, 0, 0]]
+        assert model.routings["layers.1.experts"].entropy == 0
+        model.free()
+        mesh.free()
+    assert not gradients[1]["layers.1.experts.up.weight"][1:].any()
+    assert_same(gradients[1], gradients[0])
+
+
+@pytest.mark.ranks(2)
 def test_divided_experts_have_the_bits_of_whole_ones(comm):
     """All rows of an expert meet in the order of the tokens, as in one process.
 
