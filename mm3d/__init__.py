@@ -46,9 +46,9 @@ _TRAINING = {"GPT": "mm3d.training.gpt", "Mesh": "mm3d.training.mesh",
              "warmup_cosine": "mm3d.training.learning_rates",
              "save": "mm3d.checkpoints.saving", "restore": "mm3d.checkpoints.restoring"}
 
-__all__ = ["Axis", "Experts", "Grid", "Layout", "ModelSizes", "SCHEMES", "Scheme", "Space", "Split",
-           "Traffic", "Transformer", "Vector", "Watchdog", "cost", "model_spec", "registry",
-           "scheme", *_TRAINING]
+__all__ = ["Axis", "Experts", "Grid", "Layout", "ModelSizes", "SCHEMES", "Scheme", "Space",
+           "Split", "Traffic", "Transformer", "Vector", "Watchdog", "cost", "model_spec",
+           "registry", "scheme", *_TRAINING]
 
 
 def __getattr__(name: str) -> Any:

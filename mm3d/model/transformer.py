@@ -100,8 +100,8 @@ class Transformer:
     outer, inner : Space
         The spaces of activations outside and inside a pair of linear layers.
     mask_key : MaskKey
-        Key of the masks of dropout.  Set its `place` before each forward, without which nothing
-        is dropped; backward uses that of its own forward, and leaves it there.
+        Key of the masks of dropout, and of jitter.  Set its `place` before each forward, without
+        which there is neither; backward uses that of its own forward, and leaves it there.
     routings : Routings
         Scale of the router's losses, and how the tokens of each forward were routed.
     """
