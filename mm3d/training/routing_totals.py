@@ -1,10 +1,9 @@
 """Sum up how the tokens of a step were routed, over layers, micro-batches, ranks and stages."""
 
 import math
-from typing import Iterable
+from typing import Any, Iterable
 
 import numpy as np
-from mpi4py import MPI
 
 from mm3d.grid.layout import Layout
 from mm3d.model.experts.balance import updated_bias
@@ -12,7 +11,7 @@ from mm3d.model.experts.shared import RoutingTotals
 from mm3d.model.transformer import Transformer
 
 
-def sum_routings(comm: MPI.Intracomm, chunks: Iterable[Transformer],
+def sum_routings(comm: Any, chunks: Iterable[Transformer],
                  microbatches: int) -> dict[str, RoutingTotals]:
     """Return the routing of each layer with experts in the forwards since the last call.
 
