@@ -20,7 +20,7 @@ from bench.reports.document import Column, Notes, Number, Part, Rows, Table, num
 from mm3d.tracing.events import PHASES
 
 
-NOT_PUBLISHED = ("+ Not published: the paper has no such row. Its sizes are those of the row of "
+NOT_PUBLISHED = ("Not published: the paper has no such row. Its sizes are those of the row of "
                  "its table with the nearest number of ranks; of several, with the largest batch.")
 Key = tuple[str, str, int]    # a row: its table, scheme and ranks
 
@@ -80,7 +80,7 @@ def paper_table(heading: str, rows: Sequence[Row], runs: Sequence[Run | None]) -
         printed = [number_cell(row.forward, ".3f"), number_cell(row.backward, ".3f"),
                    Number(row.average, f"{row.average:.3f}{' ' if row.consistent else '*'}")]
         known = [row.batch, row.hidden, *printed] if row.published else ["-"] * 5
-        name = title(row.scheme) + " +" * (not row.published)
+        name = title(row.scheme) + ", not published" * (not row.published)
         lines.append([name, row.gpus, *known, *sizes, *measured])
     heads = [("batch", "size"), ("hidden", "size"), ("forward", "time (s)"),
              ("backward", "time (s)"), ("average", "step (s)")]

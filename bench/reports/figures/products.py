@@ -18,6 +18,8 @@ RANKS = tuple(sorted({n ** 3 for n in range(2, 17)} | {2 ** n for n in range(2, 
 LARGER = 4096    # ranks of the panel of closed forms alone
 EDGE = 16384     # of its square matrices
 LAYERED = "2.5d-sd"    # shown with several numbers of layers
+WIDTHS = (4.2, 2.2, 0.9)    # of lines in one place, the widest drawn first
+TOGETHER = 2 ** 0.2    # lines that end so near each other have one label
 Shape = tuple[int, int, int]
 
 
@@ -27,22 +29,30 @@ def draw_words_against_ranks(record: Measurements):
     ranks, names = len(record.scales["rank"]), record.scales["scheme"]
     figure, panels = style.make_figure(1, 1, (9, 6), _heading(record))
     panel = panels[0, 0]
-    for name, (colour, marker) in _styles().items():
-        points = [(count, words / count) for count in RANKS
-                  if (words := _default_words(name, form, shape, count)) is not None]
-        if not points:
-            continue
-        alone = name in PRODUCTS_ALONE
-        panel.plot(*zip(*points), color=colour, linewidth=2 if alone else 1.4, alpha=0.8,
-                   linestyle=":" if alone else "-", label="_" if name in names else name)
+    lines = {name: points for name in _styles() if (points := [
+        (count, words / count) for count in RANKS
+        if (words := _default_words(name, form, shape, count)) is not None])}
+    drawn: list[list[tuple[int, float]]] = []
+    for name, points in lines.items():
+        colour, marker = _styles()[name]
+        below = drawn.count(points)
+        alone = list(lines.values()).count(points) == 1
+        panel.plot(*zip(*points), color=colour, zorder=2 + below / 9,
+                   linewidth=1.6 if alone else WIDTHS[min(below, len(WIDTHS) - 1)],
+                   linestyle=":" if name in PRODUCTS_ALONE else "-",
+                   label="_" if name in names else name)
+        drawn.append(points)
         if name in names:
             words = record.variables["words"].values[names.index(name)]
             panel.plot([ranks] * 2, [words.mean(), words.max()], color=colour, label="_most")
             panel.plot([ranks], [words.mean()], color=colour, marker=marker, markersize=9,
                        fillstyle="none", markeredgewidth=1.6, linestyle="",
                        label=f"{name} {record_grids(names, record.configuration['grids'])[name]}")
-    panel.plot(RANKS, [cost.lower_bound(*shape, count) for count in RANKS], color="black",
-               linestyle="--", label="lower bound, any memory")
+    panel.plot(RANKS, [cost.lower_bound(*shape, count) for count in RANKS], color="white",
+               linestyle="--", linewidth=1.8, zorder=3, label="_")
+    panel.plot(RANKS, [cost.lower_bound(*shape, count) for count in RANKS], color="0.3",
+               linestyle="--", linewidth=1, zorder=3, label="lower bound, any memory")
+    _name_ends(panel, [(points[-1][1], name) for name, points in lines.items()])
     panel.set_xscale("log", base=2)
     panel.set_yscale("log", base=2)
     style.label_plainly(panel.xaxis, 2, (1,))
@@ -55,6 +65,20 @@ def draw_words_against_ranks(record: Measurements):
                      "products, the mean, with a line up to the busiest rank's, of which the "
                      "bound is.", fontsize=8.5)
     return figure
+
+
+def _name_ends(panel, ends: list[tuple[float, str]]) -> None:
+    """Write the names of lines at their right ends, those that end together in one label."""
+    groups: list[list[tuple[float, str]]] = []
+    for end in sorted(ends):
+        if groups and end[0] <= groups[-1][-1][0] * TOGETHER:
+            groups[-1].append(end)
+        else:
+            groups.append([end])
+    for group in groups:
+        height = math.exp(sum(math.log(words) for words, _ in group) / len(group))
+        panel.annotate(",\n".join(name for _, name in group), (RANKS[-1], height), (7, 0),
+                       textcoords="offset points", va="center", fontsize=8, annotation_clip=False)
 
 
 def draw_words_against_memory(record: Measurements):
@@ -89,8 +113,11 @@ def _draw_trade(panel, points: list[tuple[str, GridShape, float, float]], shape:
     styles = _styles()
     for name, sizes, memory, words in points:
         colour, marker = styles[name]
+        every = sorted(other.sizes[-1] for known, other, *_ in points if known == name)
+        label = f"{name} {sizes}" if len(every) == 1 else "_" if sizes.sizes[-1] > every[0] else (
+            f"{name}, {', '.join(map(str, every))} layers")
         panel.plot([memory / share], [words], color=colour, marker=marker, markersize=9,
-                   fillstyle="none", markeredgewidth=1.6, linestyle="", label=f"{name} {sizes}")
+                   fillstyle="none", markeredgewidth=1.6, linestyle="", label=label)
     layered = [(memory / share, words) for name, _, memory, words in points if name == LAYERED]
     if len(layered) > 1:
         panel.plot(*zip(*sorted(layered)), color=styles[LAYERED][0], linewidth=1, label="_")

@@ -47,7 +47,8 @@ def draw_time_shares(results: Results):
                      7.5 if most <= IN_FULL else 6.5)
         if most <= IN_FULL:
             panel.set_xticks(range(len(runs)), [
-                f"{title(run.configuration['scheme'])}\n{run.ranks} ranks" for run in runs])
+                f"{title(row.scheme)}\n{run.ranks} ranks" + "\nnot published" * (
+                    not row.published) for row, run in zip(rows, runs)])
         else:
             _name_groups(panel, runs)
         panel.set(title=f"{HEADINGS[table]}, preset {results.title}: forward (left bars) and "

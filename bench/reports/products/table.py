@@ -9,6 +9,7 @@ from bench.experiments.products.side_by_side import mean_words, record_grids
 from bench.instruments.statistics import median_interval
 from bench.records.measurements import Measurements
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
+from bench.reports.emulated import describe_cluster
 from mm3d.grid.shape import GridShape
 
 COLUMNS = [
@@ -131,4 +132,7 @@ def _notes(record: Measurements, least: float) -> list[str]:
         notes.insert(0, f"NOT SCALING RESULTS: {ranks} ranks take turns on {cores} cores.")
     if chosen["left_out"]:
         notes.append(f"Left out: {chosen['left_out']}.")
-    return notes
+    cluster = describe_cluster(record.environment)
+    return notes + ["; ".join(filter(None, [
+        f"{record.environment['cpu_model']}, {cores} cores", cluster,
+        record.environment["mpi"]])) + "."]

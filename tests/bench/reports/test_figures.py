@@ -54,7 +54,7 @@ def test_many_schemes_have_one_legend_that_says_which_are_not_published(tmp_path
         assert {"2.5-D, not published", "Faces, not published"} <= set(labels)
     table = paper_tables.preset_parts(results)
     names = {line[0] for line in table[1].rows}
-    assert {"3-D", "2.5-D +", "Faces +", "1-D, sequence +"} <= names
+    assert {"3-D", "2.5-D, not published", "Faces, not published"} <= names
     assert paper_tables.NOT_PUBLISHED in [item for part in table if isinstance(part, Notes)
                                           for item in part.items]
 
