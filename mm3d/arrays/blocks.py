@@ -92,14 +92,15 @@ def pieces(library: Any, *arrays: Array, block: int | None = None) -> Iterator[t
         yield tuple(a[start:min(start + block, size)] for a in arrays)
 
 
-def head_blocks(library: Any, q: Array, k: Array) -> Iterator[tuple[int, slice]]:
+def head_blocks(library: Any, q: Array, k: Array,
+                rows: int | None = None) -> Iterator[tuple[int, slice]]:
     """Iterate over sequences and groups of heads whose scores have about 8 blocks of elements.
 
-    `q` and `k` are (batch, positions, heads, d); yields the index of a sequence and a slice of
-    its heads.
+    `q` and `k` are (batch, positions, heads, d), and scores of `rows` queries, by default all, are
+    computed at once; yields the index of a sequence and a slice of its heads.
     """
     batch, queries, heads, _ = q.shape
-    step = max(1, 8 * library.block // max(1, queries * k.shape[1]))
+    step = max(1, 8 * library.block // max(1, (rows or queries) * k.shape[1]))
     for b in range(batch):
         for start in range(0, heads, step):
             yield b, slice(start, min(start + step, heads))

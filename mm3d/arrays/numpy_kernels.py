@@ -15,6 +15,9 @@ import numpy as np
 
 from mm3d.arrays.blocks import GELU_CUBIC, GELU_SCALE, by_head, head_blocks, row_blocks
 
+QUERY_BLOCK = 64    # queries, at least, whose scores are computed at once under a causal mask
+MAX_EXPONENT = 87.0    # whose exp and its reciprocal float32 still has in full precision
+
 Array = Any
 
 
@@ -52,41 +55,44 @@ class Kernels:
             yield *views, *(a[:rows, :] for a in more)
 
     def bias_gelu_forward(self, x: Array, b: Array, out: Array) -> Array:
+        """Compute GELU(u) = u / (1 + exp(-2z)) with u = x + b, z the argument of tanh."""
         np = self.np
         for v, y, u in self._blocks(x, out, spare=1):
             np.add(v, b, out=u)
             np.multiply(u, u, out=y)
-            np.multiply(y, GELU_SCALE * GELU_CUBIC, out=y)
-            np.add(y, GELU_SCALE, out=y)
-            np.multiply(y, u, out=y)
-            np.tanh(y, out=y)
-            np.add(y, 1, out=y)
-            np.multiply(y, u, out=y)
-            np.multiply(y, 0.5, out=y)
+            self._add_one_and_exp(y, u, out=y)
+            np.divide(u, y, out=y)
         return out
 
     def bias_gelu_backward(self, dy: Array, x: Array, b: Array, out: Array,
                            keep_float32: bool = False) -> tuple[Array, Array]:
-        """Compute dx and db; with u = x + b, z the argument of tanh and t = tanh z:
-        dx = dy (1 + t) (1/2 + u z'/2 (1 - t))."""
+        """Compute dx and db; with u = x + b, z the argument of tanh and s = 1 / (1 + exp(-2z)),
+        so that GELU(u) = u s: dx = dy s (1 + (1 - s) 2 z' u)."""
         np = self.np
-        for g, v, dx, u, t, rest in self._blocks(dy, x, out, spare=3):
+        for g, v, dx, u, s in self._blocks(dy, x, out, spare=2):
             np.add(v, b, out=u)
             np.multiply(u, u, out=dx)
-            np.multiply(dx, GELU_SCALE * GELU_CUBIC, out=t)
-            np.add(t, GELU_SCALE, out=t)
-            np.multiply(t, u, out=t)
-            np.tanh(t, out=t)
-            np.multiply(dx, 1.5 * GELU_SCALE * GELU_CUBIC, out=dx)
-            np.add(dx, GELU_SCALE / 2, out=dx)
+            self._add_one_and_exp(dx, u, out=s)
+            np.divide(1, s, out=s)
+            np.multiply(dx, 6 * GELU_SCALE * GELU_CUBIC, out=dx)
+            np.add(dx, 2 * GELU_SCALE, out=dx)
             np.multiply(dx, u, out=dx)
-            np.subtract(1, t, out=rest)
-            np.multiply(dx, rest, out=dx)
-            np.add(dx, 0.5, out=dx)
-            np.add(t, 1, out=t)
-            np.multiply(dx, t, out=dx)
+            np.subtract(1, s, out=u)
+            np.multiply(dx, u, out=dx)
+            np.add(dx, 1, out=dx)
+            np.multiply(dx, s, out=dx)
             np.multiply(dx, g, out=dx)
         return out, self.sum_rows(out)
+
+    def _add_one_and_exp(self, square: Array, u: Array, out: Array) -> None:
+        """Compute 1 + exp(-2z) from u and its square; exp takes less time than tanh."""
+        np = self.np
+        np.multiply(square, -2 * GELU_SCALE * GELU_CUBIC, out=out)
+        np.subtract(out, 2 * GELU_SCALE, out=out)
+        np.multiply(out, u, out=out)
+        np.minimum(out, MAX_EXPONENT, out=out)
+        np.exp(out, out=out)
+        np.add(out, 1, out=out)
 
     def add_rows(self, a: Array, b: Array, out: Array) -> Array:
         return self.np.add(a, b, out=out)
@@ -186,75 +192,122 @@ class Kernels:
 
     def attention_forward(self, q: Array, k: Array, v: Array, first: int, causal: bool,
                           out: Array) -> tuple[Array, Array]:
-        np, (batch, queries, heads, _) = self.np, q.shape
+        np, (batch, queries, heads, d) = self.np, q.shape
         lse = self.library.empty((batch, heads, queries), q.dtype)
-        mask = self._causal_mask(q, k, first) if causal else None
+        blocks = self._query_blocks(q, k, first, causal)
         ones = self._ones(k.shape[1], q.dtype)
-        for b, some, (P, Q, sums) in self._head_blocks(q, k, "qk", "qd", "q"):
-            K, V, y = (by_head(np, a[b, :, some, :]) for a in (k, v, out))
-            top = lse[b, some, :]
-            np.multiply(by_head(np, q[b, :, some, :]), 1 / math.sqrt(q.shape[-1]), out=Q)
-            self._scores(Q, K, mask, P)
-            np.max(P, axis=-1, out=top)
-            np.subtract(P, top[:, :, None], out=P)
-            np.exp(P, out=P)
-            np.vecdot(P, ones, out=sums)
-            np.matmul(P, V, out=y)
-            np.divide(y, sums[:, :, None], out=y)
-            np.log(sums, out=sums)
-            np.add(top, sums, out=top)
+        for b, some, (scores, Q, sums) in self._head_blocks(q, k, blocks, "s", "qd", "r"):
+            np.multiply(q[b, :, some, :], 1 / math.sqrt(d), out=Q)
+            for rows, keys, mask in blocks:
+                K, V = (by_head(np, a[b, :keys, some, :]) for a in (k, v))
+                y, top = by_head(np, out[b, rows, some, :]), lse[b, some, rows]
+                P = self._scores(by_head(np, Q[rows, ...]), K, mask, scores)
+                total = np.reshape(sums[:top.size], top.shape)
+                np.max(P, axis=-1, out=top)
+                np.subtract(P, top[:, :, None], out=P)
+                np.exp(P, out=P)
+                np.vecdot(P, ones[:keys], out=total)
+                np.matmul(P, V, out=y)
+                np.divide(y, total[:, :, None], out=y)
+                np.log(total, out=total)
+                np.add(top, total, out=top)
         return out, lse
 
     def attention_backward(self, do: Array, q: Array, k: Array, v: Array, lse: Array, first: int,
                            causal: bool, dq: Array, dk: Array, dv: Array) -> None:
         """Compute dq, dk and dv; one product gives Q K^T - lse, as [Q, -lse] [K, 1]^T."""
         np, scale, d = self.np, 1 / math.sqrt(q.shape[-1]), q.shape[-1]
-        mask = self._causal_mask(q, k, first) if causal else None
-        blocks = self._head_blocks(q, k, "qk", "qk", "qe", "ke", "q")
-        for b, some, (P, dS, Q, K, sums) in blocks:
-            V, dO, dQ, dK, dV = (by_head(np, a[b, :, some, :]) for a in (v, do, dq, dk, dv))
-            np.multiply(by_head(np, q[b, :, some, :]), scale, out=Q[:, :, :d])
-            np.multiply(lse[b, some, :], -1, out=Q[:, :, d])
-            K[:, :, :d] = by_head(np, k[b, :, some, :])
+        blocks = self._query_blocks(q, k, first, causal)
+        seen = blocks[0][1] if blocks else 0
+        if seen < k.shape[1]:    # of positions after all queries
+            dk[:, seen:, ...] = dv[:, seen:, ...] = 0
+        names = ("s", "s", "qe", "ke", "kd", "r", "p")
+        for b, some, memory in self._head_blocks(q, k, blocks, *names):
+            scores, dscores, Q, K, scaled, sums, part = memory
+            np.multiply(q[b, :, some, :], scale, out=Q[:, :, :d])
+            np.multiply(np.matrix_transpose(lse[b, some, :]), -1, out=Q[:, :, d])
+            K[:, :, :d] = k[b, :, some, :]
             K[:, :, d] = 1
-            self._scores(Q, K, mask, P)
-            np.exp(P, out=P)
-            np.matmul(np.matrix_transpose(P), dO, out=dV)
-            np.matmul(dO, np.matrix_transpose(V), out=dS)
-            np.vecdot(P, dS, out=sums)
-            np.subtract(dS, sums[:, :, None], out=dS)
-            np.multiply(dS, P, out=dS)
-            np.matmul(dS, K[:, :, :d], out=dQ)
-            np.multiply(dQ, scale, out=dQ)
-            np.matmul(np.matrix_transpose(dS), Q[:, :, :d], out=dK)    # Q is scaled already
+            np.multiply(k[b, :, some, :], scale, out=scaled)
+            for rows, keys, mask in blocks:
+                Qr, Kr, Ks, V, dO, dQ = (by_head(np, a) for a in (
+                    Q[rows, ...], K[:keys, ...], scaled[:keys, ...], v[b, :keys, some, :],
+                    do[b, rows, some, :], dq[b, rows, some, :]))
+                P = self._scores(Qr, Kr, mask, scores)
+                np.exp(P, out=P)
+                self._put_terms(np.matrix_transpose(P), dO, dv[b, :keys, some, :], seen, part)
+                dS = self._scores(dO, V, None, dscores)
+                total = np.reshape(sums[:P.shape[0] * P.shape[1]], P.shape[:2])
+                np.vecdot(P, dS, out=total)
+                np.subtract(dS, total[:, :, None], out=dS)
+                np.multiply(dS, P, out=dS)
+                np.matmul(dS, Ks, out=dQ)
+                self._put_terms(np.matrix_transpose(dS), Qr[:, :, :d], dk[b, :keys, some, :],
+                                seen, part)
 
-    def _head_blocks(self, q: Array, k: Array,
-                     *spare: str) -> Iterator[tuple[int, slice, list[Array]]]:
-        """Iterate over `head_blocks`, each with memory of (heads, ...) in the given dimensions.
+    def _put_terms(self, a: Array, b: Array, out: Array, seen: int, part: Array) -> None:
+        """Put the products `a` b of each head where `out` has all positions seen, or add them."""
+        np, out = self.np, by_head(self.np, out)
+        if out.shape[1] == seen:
+            np.matmul(a, b, out=out)
+        else:
+            part = np.reshape(part[:out.size], out.shape)
+            np.matmul(a, b, out=part)
+            np.add(out, part, out=out)
 
-        Dimensions are q for queries, k for positions, d for features of a head, e for d + 1.
+    def _query_blocks(self, q: Array, k: Array, first: int, causal: bool
+                      ) -> list[tuple[slice, int, Array | None]]:
+        """List blocks of queries, the last first: rows, how many positions they see, and the mask.
+
+        With a causal mask each block leaves out the positions after its own, which saves nearly
+        half of the work on long sequences.
         """
-        d = q.shape[-1]
-        lengths, made = dict(q=q.shape[1], k=k.shape[1], d=d, e=d + 1), None
-        for b, some in head_blocks(self.library, q, k):
+        (_, queries, heads, _), positions = q.shape, k.shape[1]
+        if not causal:
+            return [(slice(0, queries), positions, None)]
+        step = max(QUERY_BLOCK, 2 * self.library.block // max(1, heads * positions))
+        found = []
+        for start in reversed(range(0, queries, step)):
+            stop = min(start + step, queries)
+            found.append((slice(start, stop), first + stop,
+                          self._causal_mask(first + start, first + stop, q.dtype)))
+        return found
+
+    def _head_blocks(self, q: Array, k: Array, blocks: list,
+                     *spare: str) -> Iterator[tuple[int, slice, list[Array]]]:
+        """Iterate over groups of heads, each with memory for the intermediate values of a block.
+
+        The memory is of the scores (s), of a number for each of their rows (r) and of products
+        that are added up (p), one-dimensional; or of the group's queries or positions, with d
+        features of a head or d + 1 (qd, qe, kd, ke).
+        """
+        (queries, d), positions = (q.shape[1], q.shape[3]), k.shape[1]
+        rows, made = max((block[0].stop - block[0].start for block in blocks), default=0), None
+        for b, some in head_blocks(self.library, q, k, rows):
             heads = some.stop - some.start
             if made is None:
-                made = [self.library.empty((heads, *(lengths[c] for c in dims)), q.dtype)
-                        for dims in spare]
-            yield b, some, [a[:heads, ...] for a in made]
+                lengths = dict(s=(heads * rows * positions,), r=(heads * rows,),
+                               p=(heads * positions * d,) if len(blocks) > 1 else (0,),
+                               qd=(queries, heads, d), qe=(queries, heads, d + 1),
+                               kd=(positions, heads, d), ke=(positions, heads, d + 1))
+                made = [self.library.empty(lengths[name], q.dtype) for name in spare]
+            yield b, some, [a if len(a.shape) == 1 else a[:, :heads, :] for a in made]
 
-    def _scores(self, Q: Array, K: Array, mask: Array | None, out: Array) -> None:
-        """Compute Q K^T plus the mask."""
-        self.np.matmul(Q, self.np.matrix_transpose(K), out=out)
+    def _scores(self, Q: Array, K: Array, mask: Array | None, memory: Array) -> Array:
+        """Compute Q K^T plus the mask, in `memory`."""
+        np, shape = self.np, (*Q.shape[:2], K.shape[1])
+        out = np.reshape(memory[:math.prod(shape)], shape)
+        np.matmul(Q, np.matrix_transpose(K), out=out)
         if mask is not None:
-            self.np.add(out, mask, out=out)
+            np.add(out, mask, out=out)
+        return out
 
-    def _causal_mask(self, q: Array, k: Array, first: int) -> Array:
-        """Return the causal mask: 0 up to a query's own position, -inf beyond it."""
-        queries, positions, library = q.shape[1], k.shape[1], self.library
-        later = (library.arange(0, positions)[None, :]
-                 > library.arange(first, first + queries)[:, None])
-        mask = library.empty((queries, positions), q.dtype)
+    def _causal_mask(self, first: int, stop: int, dtype: Any) -> Array:
+        """Return the mask of queries from `first` to `stop`: 0 up to a query's own position, -inf
+        beyond it."""
+        library = self.library
+        later = library.arange(0, stop)[None, :] > library.arange(first, stop)[:, None]
+        mask = library.empty((stop - first, stop), dtype)
         mask[...] = 0
         self.np.copyto(mask, -math.inf, where=later)
         return mask

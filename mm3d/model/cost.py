@@ -29,7 +29,8 @@ def flops(model: ModelSpec) -> dict[str, int]:
     A multiplication and an addition count as two; backward takes twice as many as forward.  In a
     Transformer layer the four linear layers take 24 tokens hidden^2 and attention 4 tokens seq
     hidden.  Recomputation is not included (see `flops_again`), nor are the scores of attention
-    that backward always recomputes.  A causal mask saves nothing.
+    that backward always recomputes.  A causal mask saves nothing here; NumPy's kernels leave out
+    what they can of the products that it hides.
 
     Parameters
     ----------

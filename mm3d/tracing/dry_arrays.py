@@ -83,7 +83,8 @@ class DryNamespace:
 
     def __init__(self, backend: "DryBackend") -> None:
         self._backend = backend
-        for name in ("tanh", "exp", "log", "sqrt", "add", "subtract", "multiply", "divide"):
+        for name in ("tanh", "exp", "log", "sqrt", "add", "subtract", "multiply", "divide",
+                     "minimum"):
             setattr(self, name, self._elementwise(name))
 
     def _elementwise(self, name: str) -> Callable:

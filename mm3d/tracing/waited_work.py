@@ -98,12 +98,12 @@ class WaitingNamespace(DryNamespace):
 class WaitingKernels(Kernels):
     """The kernels of NumPy; of the sequences of a batch, which are alike, only one is run."""
 
-    def _head_blocks(self, q: DryArray, k: DryArray,
+    def _head_blocks(self, q: DryArray, k: DryArray, blocks: list,
                      *spare: str) -> Iterator[tuple[int, slice, list[DryArray]]]:
         clock = self.library.trace
         clock.times = q.shape[0]
         try:
-            yield from super()._head_blocks(q[:1, ...], k[:1, ...], *spare)
+            yield from super()._head_blocks(q[:1, ...], k[:1, ...], blocks, *spare)
         finally:
             clock.times = 1
 

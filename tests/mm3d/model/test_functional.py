@@ -4,7 +4,7 @@ import math
 import numpy as np
 import pytest
 
-from mm3d.arrays import backend
+from mm3d.arrays import backend, numpy_kernels
 from mm3d.arrays.blocks import row_blocks
 from mm3d.arrays.numpy_kernels import Kernels
 from mm3d.model import functional
@@ -18,8 +18,10 @@ from reference import relative_error
 
 @pytest.fixture(params=[8, 16384], ids=["blocks", "whole"])
 def blocks(request, monkeypatch):
-    """Work in blocks of two rows of 4, or of 7 heads, and a last smaller one; and in one go."""
+    """Work in blocks of two rows of 4, of some heads and of two queries, and a last smaller one;
+    and in one go."""
     monkeypatch.setattr(backend.get("numpy"), "block", request.param)
+    monkeypatch.setattr(numpy_kernels, "QUERY_BLOCK", 2)
 
 
 def normal(seed, *shape):
@@ -133,12 +135,49 @@ def test_attention(blocks, causal):
         assert not dk[:, 5].any() and not dv[:, 5].any() and dk[:, 4].all() and dv[:, 4].all()
 
 
+def test_gelu_kernel_far_from_zero():
+    """0 or x, and slopes of 0 or 1, without overflow, in the fast version."""
+    kernels = backend.get("numpy").kernels
+    for dtype in ("float32", "float64"):
+        x, b = np.array([[-1e6, -30, 0, 30, 1e6]], dtype), np.zeros(5, dtype)
+        with np.errstate(all="raise", under="ignore"):
+            y = kernels.bias_gelu_forward(x, b, np.empty_like(x))
+            slopes, _ = kernels.bias_gelu_backward(np.ones_like(x), x, b, np.empty_like(x))
+        assert np.allclose(y, [[0, 0, 0, 30, 1e6]], rtol=0, atol=1e-30)
+        assert np.allclose(slopes, [[0, 0, 0.5, 1, 1]], rtol=0, atol=1e-15)
+
+
 def test_attention_with_large_scores():
     """Scores of thousands neither overflow nor vanish: each query takes its best position."""
     k = 100 * np.eye(4)[None, :, None, :]
     q, v = k[:, ::-1], normal(9, 1, 4, 1, 4)
     y, lse = functional.attention_forward(q, k, v, 0, False, np.empty_like(q))
     assert np.array_equal(y, v[:, ::-1]) and np.array_equal(lse, np.full((1, 1, 4), 5000.0))
+
+
+def test_hidden_scores_are_left_out(monkeypatch):
+    """Under a causal mask, block by block: 1 + 2 + 3 + 4 of 16 parts, in backward as well."""
+    library, counted = backend.get("numpy"), []
+    monkeypatch.setattr(numpy_kernels, "QUERY_BLOCK", 2)
+    monkeypatch.setattr(library, "block", 8)
+
+    class Counting:
+        """NumPy, but for its products."""
+
+        def __getattr__(self, name):
+            return getattr(np, name)
+
+        def matmul(self, a, b, out):
+            counted.append(a.size * b.shape[-1])
+            return np.matmul(a, b, out=out)
+    monkeypatch.setattr(library, "xp", Counting())
+    q, k, v, dy = (normal(n, 1, 8, 3, 4) for n in range(4))
+    parts = [3 * 2 * 2 * 4] * 10    # of two queries and two positions
+    _, lse = functional.attention_forward(q, k, v, 0, True, np.empty_like(q))
+    assert sum(counted) == 2 * sum(parts)
+    counted.clear()
+    functional.attention_backward(dy, q, k, v, lse, 0, True, *(np.empty_like(q) for _ in "qkv"))
+    assert sum(counted) == 5 * sum(parts) + 3 * 2 * 2 * 10    # one term more for the sums
 
 
 def pairs(dtype):
