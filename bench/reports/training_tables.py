@@ -1,4 +1,4 @@
-"""Make the tables of a training, and of trainings on several meshes, from their records."""
+"""Make the tables of a training, of trainings on several meshes, and of a training step."""
 
 import math
 
@@ -138,3 +138,61 @@ def allowed_differences(record: Measurements) -> dict[str, float]:
     """Return the largest differences that pass, of loss, gradients and weights, by their names."""
     return {check.quantity.partition(" ")[0]: check.tolerance for check in record.checks
             if " of " in check.quantity and not check.quantity.startswith("bits ")}
+
+
+def step_parts(record: Measurements) -> list[Part]:
+    """Make the tables: the speed of each side, and where the own time goes."""
+    found = {name: variable.values for name, variable in record.variables.items()}
+    columns = [Column("side", align="<"), Column("step", "(s)"),
+               *(Column(name, "", "tokens a second") for name in ("median", "low", "high")),
+               *(Column(name, "", "mm3d is so many times as fast")
+                 for name in ("median", "low", "high"))]
+    rows: Rows = []
+    for n, side in enumerate(record.scales["side"]):
+        ratio = found["ratio"][n, :3] if n else [np.nan] * 3
+        rows.append([side, number_cell(found["seconds"][n, 0], ".3f"),
+                     *(number_cell(value, ".0f") for value in found["tokens_per_second"][n, :3]),
+                     *(number_cell(value, ".2f") for value in ratio)])
+    return [Table("A training step", columns, rows),
+            _where_time_goes(record, found["part_seconds"]),
+            Notes("About this step:", _step_notes(record))]
+
+
+def _where_time_goes(record: Measurements, seconds: np.ndarray) -> Table:
+    """Make the table of the own parts, from seconds (rank, traced, part)."""
+    medians = np.median(seconds, axis=1)
+    whole = np.median(seconds.sum(axis=2), axis=1)
+    columns = [Column("part of mm3d's step", align="<"), Column("mean (s)", "", "of the ranks"),
+               Column("most (s)", "", "of the ranks"), Column("share")]
+    rows: Rows = [[name, number_cell(medians[:, n].mean(), ".3f"),
+                   number_cell(medians[:, n].max(), ".3f"),
+                   number_cell(medians[:, n].mean() / whole.mean(), ".2f")]
+                  for n, name in enumerate(record.scales["part"])]
+    return Table("Where the time goes", columns, rows)
+
+
+def _step_notes(record: Measurements) -> list[str]:
+    chosen, env = record.configuration, record.environment
+    worst = max(check.error / check.tolerance for check in record.checks)
+    notes = [
+        f"{chosen['layers']} layers, hidden {chosen['hidden']}, {chosen['heads']} heads, "
+        f"vocabulary {chosen['vocab']}, tied; a batch of {chosen['batch']} x {chosen['seq']} "
+        f"random tokens; AdamW, {chosen['dtype']}. {len(record.scales['repetition'])} "
+        f"repetitions, ended by {chosen['ended_by']}.",
+        f"mm3d: {chosen['mesh'] or chosen['scheme']}, grid "
+        f"{str(chosen['stage_grids']).partition(';')[0]}, transport {chosen['transport']}; "
+        f"{env['ranks']} ranks on {env['cores']} cores, {env['blas']} "
+        f"{env['blas_architecture']}.",
+        "A step is forward, backward and optimizer, from the first rank's begin to the last "
+        "one's end; the sides take turns in random order, asleep while another works.",
+        f"Verified before: mm3d's loss and gradient by a model in NumPy, float64; the losses of "
+        f"the first steps and the norm of the first gradient on all sides, and the losses after "
+        f"the last repetition; errors at most {100 * worst:.2g} % of the tolerance.",
+        "Parts are of other steps, in which each product and each collective within a stage's "
+        "grid is timed. Rest: elementwise work, Python, and what moves between stages and "
+        "replicas."]
+    if chosen["torch"] != "none":
+        notes.append(f"Beside: {chosen['torch']}.")
+    if env["oversubscribed"]:
+        notes.append("RANKS OUTNUMBER CORES: they take turns, and times say nothing about speed.")
+    return notes

@@ -10,6 +10,7 @@ from bench.experiments.pipeline.measured import expected_words
 from bench.experiments.products import operands, side_by_side, wire_bytes
 from bench.experiments.products.matmul import RATIOS, RESULTS
 from bench.experiments.products.problem import Problem, product_grid
+from bench.experiments.training import beside
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.record import seconds_of_run, tokens_per_second
 from bench.instruments import least_squares
@@ -253,6 +254,13 @@ def _training(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Reco
                for name in ("loss", "step_seconds", "validation_loss")}}
 
 
+def _training_step(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
+    """Recompute seconds, speeds and ratios of all sides from the times of their steps."""
+    tokens = int(run.configuration["batch"]) * int(run.configuration["seq"])
+    return {name: Recomputed(values, "the times")
+            for name, values in beside.derived(found["times"], tokens).items()}
+
+
 def _meshes(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
     """Recompute how far the losses of meshes are from those of the first."""
     apart = np.abs(found["loss"] - found["loss"][0]) / found["loss"][0]
@@ -262,5 +270,4 @@ def _meshes(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomp
 RECOMPUTE: dict[str, Callable[[Measurements, dict[str, np.ndarray]], dict[str, Recomputed]]] = {
     "gemm": _gemm, "gpu-gemm": _gemm, "collectives": _collectives, "matmul": _matmul,
     "layer": _layer, "pipeline": _pipeline, "products": _products, "checkpoint": _checkpoint,
-    "training": _training,
-    "training-meshes": _meshes}
+    "training": _training, "training-meshes": _meshes, "training-step": _training_step}

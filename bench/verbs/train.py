@@ -18,7 +18,7 @@ from bench.experiments.training.plan import (
     DTYPES, OPTIMIZERS, Placement, Plan, make_mesh, make_model)
 from bench.experiments.training.text import Text, share_text
 from bench.experiments.training.trainer import Course, Outcome, Training
-from bench.command_line import options
+from bench.command_line import mesh_options, options
 from bench.command_line.publish import publish, report_failure
 from bench.instruments.clock import wait_patiently
 from bench.records import run_file
@@ -27,7 +27,6 @@ from bench.records.measurements import Measurements
 from bench.reports import training_tables
 from bench.reports.formats import render
 from bench.validation.rules import failed_checks
-from mm3d.training.schedules import registry
 
 GROUP = "Train a model"
 ON_ALL_RANKS = True
@@ -54,7 +53,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``train``."""
     parser.add_argument("--text", metavar="FILE", help=(
         "learn the bytes of this file (default: the English text of Python's own help)"))
-    add_mesh(parser)
+    mesh_options.add_mesh(parser)
     for name, least, about in NUMBERS:
         parser.add_argument(f"--{name}", type=options.whole(least), metavar="N",
                             help=f"{about} ({default_of(name)})")
@@ -81,29 +80,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_pictures(parser)
     options.add_out(parser)
     options.add_stall(parser)
-
-
-def add_mesh(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say on which mesh a model is trained."""
-    parser.add_argument("--data", type=options.whole(1), default=1, metavar="N",
-                        help="replicas, among which the batch is divided (default 1)")
-    parser.add_argument("--shards", type=options.whole(1), metavar="N", help=(
-        "replicas that divide one copy of the model by --zero, the others having copies of their "
-        "own (default: all)"))
-    parser.add_argument("--zero", type=int, choices=range(4), default=0, help=(
-        "divide among the replicas: 1, moments and masters; 2, gradients too; 3, parameters too "
-        "(default 0: nothing)"))
-    parser.add_argument("--stages", type=options.whole(1), default=1, metavar="P",
-                        help="stages of the pipeline in each replica (default 1)")
-    parser.add_argument("--schedule", default="1f1b", metavar="NAME",
-                        help=f"schedule of the stages, of {', '.join(registry())} (default 1f1b)")
-    parser.add_argument("--microbatches", type=options.whole(1), default=1, metavar="M",
-                        help="micro-batches of a replica's part of the batch (default 1)")
-    parser.add_argument("--scheme", default="3d", metavar="NAME",
-                        help="parallelism of the layers in a stage (default 3d)")
-    options.add_grid(parser)
-    options.add_recompute(parser)
-    options.add_backend(parser)
 
 
 def add_course(parser: argparse.ArgumentParser) -> None:
@@ -158,7 +134,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     out = claim_folder(arguments.out, comm)
     if arguments.compare:
         return compare(arguments, plan, text, out, comm)
-    training = Training(comm, plan, make_placement(arguments), text)
+    training = Training(comm, plan, mesh_options.make_placement(arguments), text)
     course = make_course(arguments, training)
     name = f"train-{arguments.scheme}-d{arguments.data}-p{arguments.stages}-h{plan.hidden}"
     try:
@@ -177,7 +153,7 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
     if arguments.compare:
         refuse_unused(arguments)
     plan = Plan(**{**start.settings(), **given, "tied": not arguments.untied})
-    refuse_without_effect(plan, make_placement(arguments))
+    refuse_without_effect(plan, mesh_options.make_placement(arguments))
     return plan
 
 
@@ -198,15 +174,9 @@ def refuse_unused(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name, None) is not None:
             raise UsageError(f"--compare with --{name.replace('_', '-')}: it trains many models "
                              f"for a few steps; leave one of them out")
-    for name in make_placement(arguments).given():
+    for name in mesh_options.make_placement(arguments).given():
         raise UsageError(f"--compare with --{name}: it trains on a list of meshes of its own; "
                          f"leave one of them out")
-
-
-def make_placement(arguments: argparse.Namespace) -> Placement:
-    """Return the mesh that the options say."""
-    names = Placement.__dataclass_fields__
-    return Placement(**{name: getattr(arguments, name) for name in names})
 
 
 def make_course(arguments: argparse.Namespace, training: Training) -> Course:

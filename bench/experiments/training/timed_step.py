@@ -1,0 +1,109 @@
+"""A training step to be measured: a GPT and AdamW, on a batch of random tokens."""
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import mm3d
+from bench.errors import UsageError
+from bench.experiments.training.plan import Placement, make_mesh
+from bench.instruments.clock import Clock
+from bench.instruments.spans import Recorder
+from mm3d.tracing.events import Collective, Gemm
+from mm3d.tracing.observe import observed
+
+PARTS = ("products", "collectives", "waiting", "optimizer", "rest")
+PART_OF_SPAN = {"gemm": 0, "collective": 1, "wait": 2}
+TRACED = 3    # steps whose parts are timed
+OPTIMIZER = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+
+
+@dataclass(frozen=True)
+class StepCase:
+    """State what is trained: a GPT with tied weights by AdamW, on random tokens.
+
+    Attributes
+    ----------
+    layers, hidden, heads, vocab, batch, seq, seed, dtype
+        See `mm3d.GPT`.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    vocab: int
+    batch: int
+    seq: int
+    seed: int = 0
+    dtype: str = "float32"
+
+    def draw_batch(self) -> tuple[np.ndarray, np.ndarray]:
+        """Draw tokens and targets, the same on every rank; each step has this batch."""
+        drawn = np.random.default_rng(self.seed).integers(self.vocab,
+                                                          size=(self.batch, self.seq + 1))
+        return drawn[:, :-1], drawn[:, 1:]
+
+
+class MeasuredTraining:
+    """A model and its optimizer on the ranks of a communicator.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks, all of which create it.
+    case, placement : StepCase, Placement
+        What is trained, and where.
+
+    Raises
+    ------
+    UsageError
+        On every rank alike, for what cannot be trained so.
+    """
+
+    def __init__(self, comm: Any, case: StepCase, placement: Placement) -> None:
+        self.comm, self.case, self.placement = comm, case, placement
+        try:
+            self.mesh = make_mesh(placement, comm)
+            self.model = mm3d.GPT(
+                self.mesh, case.layers, case.hidden, case.heads, case.vocab, case.batch, case.seq,
+                seed=case.seed, dtype=case.dtype, schedule=placement.schedule,
+                microbatches=placement.microbatches, zero=placement.zero,
+                recompute=placement.recompute)
+            self.optimizer = mm3d.AdamW(self.model, **OPTIMIZER)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        self.batch = case.draw_batch()
+        self.optimizer_seconds = 0.0    # of the last step
+
+    def step(self) -> float:
+        """Take a step; return the loss before it."""
+        loss = self.model.step(*self.batch)
+        start = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer_seconds = time.perf_counter() - start
+        return loss
+
+    def trace(self, clock: Clock) -> np.ndarray:
+        """Take steps of which the parts are timed; return seconds, (steps, `PARTS`), here."""
+        grid, found = self.mesh.scheme.grid, np.zeros((TRACED, len(PARTS)))
+        recorder = Recorder(grid.backend, clock.now)
+        recorder.kinds = (Gemm, Collective)
+        with observed(grid, recorder):
+            for parts in found:
+                recorder.spans.clear()
+                self.comm.Barrier()
+                start = time.perf_counter()
+                self.step()
+                whole = time.perf_counter() - start
+                for span in recorder.spans:
+                    parts[PART_OF_SPAN[span.kind]] += span.own
+                parts[3] = self.optimizer_seconds
+                parts[4] = whole - parts.sum()
+        return found
+
+    def free(self) -> None:
+        """Free the communicators; every rank must call it."""
+        self.model.free()
+        self.mesh.free()
