@@ -218,7 +218,7 @@ class Kernels:
         """Compute dq, dk and dv; one product gives Q K^T - lse, as [Q, -lse] [K, 1]^T."""
         np, scale, d = self.np, 1 / math.sqrt(q.shape[-1]), q.shape[-1]
         blocks = self._query_blocks(q, k, first, causal)
-        seen = blocks[0][1] if blocks else 0
+        seen = blocks[0][1]
         if seen < k.shape[1]:    # of positions after all queries
             dk[:, seen:, ...] = dv[:, seen:, ...] = 0
         names = ("s", "s", "qe", "ke", "kd", "r", "p")
@@ -259,18 +259,19 @@ class Kernels:
                       ) -> list[tuple[slice, int, Array | None]]:
         """List blocks of queries, the last first: rows, how many positions they see, and the mask.
 
-        With a causal mask each block leaves out the positions after its own, which saves nearly
-        half of the work on long sequences.
+        Under a causal mask several blocks leave out the positions after their own, which saves
+        nearly half of the work on long sequences; a single block sees all.
         """
         (_, queries, heads, _), positions = q.shape, k.shape[1]
         if not causal:
             return [(slice(0, queries), positions, None)]
         step = max(QUERY_BLOCK, 2 * self.library.block // max(1, heads * positions))
         found = []
-        for start in reversed(range(0, queries, step)):
+        for start in reversed(range(0, max(1, queries), step)):
             stop = min(start + step, queries)
-            found.append((slice(start, stop), first + stop,
-                          self._causal_mask(first + start, first + stop, q.dtype)))
+            seen = first + stop if queries > step else positions
+            found.append((slice(start, stop), seen,
+                          self._causal_mask(first + start, stop - start, seen, q.dtype)))
         return found
 
     def _head_blocks(self, q: Array, k: Array, blocks: list,
@@ -282,7 +283,7 @@ class Kernels:
         features of a head or d + 1 (qd, qe, kd, ke).
         """
         (queries, d), positions = (q.shape[1], q.shape[3]), k.shape[1]
-        rows, made = max((block[0].stop - block[0].start for block in blocks), default=0), None
+        rows, made = max(block[0].stop - block[0].start for block in blocks), None
         for b, some in head_blocks(self.library, q, k, rows):
             heads = some.stop - some.start
             if made is None:
@@ -302,12 +303,12 @@ class Kernels:
             np.add(out, mask, out=out)
         return out
 
-    def _causal_mask(self, first: int, stop: int, dtype: Any) -> Array:
-        """Return the mask of queries from `first` to `stop`: 0 up to a query's own position, -inf
-        beyond it."""
+    def _causal_mask(self, first: int, queries: int, positions: int, dtype: Any) -> Array:
+        """Return the causal mask: 0 up to a query's own position, -inf beyond it."""
         library = self.library
-        later = library.arange(0, stop)[None, :] > library.arange(first, stop)[:, None]
-        mask = library.empty((stop - first, stop), dtype)
+        later = (library.arange(0, positions)[None, :]
+                 > library.arange(first, first + queries)[:, None])
+        mask = library.empty((queries, positions), dtype)
         mask[...] = 0
         self.np.copyto(mask, -math.inf, where=later)
         return mask
