@@ -102,7 +102,7 @@ def test_another_loss_or_gradient_gets_no_times(comm, shared_tmp_path, wrong, na
 
 
 @pytest.mark.ranks(2)
-def test_what_cannot_be_divided_is_refused(comm):
+def test_what_cannot_be_divided_is_refused(comm, shared_tmp_path):
     for kind, sizes, named in (("ddp", {"batch": 3}, "--batch 3"),
                                ("tp", {"heads": 1}, "--heads 1"),
                                ("tp", {"vocab": 13}, "--vocab 13"), ("dp", {}, "ddp, fsdp2")):
@@ -111,4 +111,5 @@ def test_what_cannot_be_divided_is_refused(comm):
     assert "without --torch" in refused(comm, "step", "--torch-parallel", "ddp")
     assert "/nowhere" in refused(comm, "step", "--torch", "/nowhere", "--torch-parallel", "tp",
                                  "--hidden", "8", "--heads", "2", "--vocab", "8", "--layers", "1",
-                                 "--batch", "2", "--seq", "2", "--scheme", "1d")
+                                 "--batch", "2", "--seq", "2", "--scheme", "1d", "--out",
+                                 str(shared_tmp_path / "out"))
