@@ -81,8 +81,10 @@ def test_all_sides_are_measured_in_turns(comm, shared_tmp_path):
     assert np.allclose(found["tokens_per_second"][2, :3], 4 * 6 / 0.25)
     own = beside.makespans(found["times"])[:, 0]
     assert found["ratio"][2, 0] == pytest.approx(np.median(0.25 / own))
-    # By NumPy, of three first steps and the last one, and of the first gradient.
-    assert len(record.checks) == 2 + 2 * (3 + 1 + 1) and all(c.passed for c in record.checks)
+    # Beside the model in NumPy: three first steps, the last one, and the first gradient.
+    beside_own = [check for check in record.checks if check.quantity.endswith((", tp", ", one"))]
+    assert len(record.checks) > len(beside_own) == 2 * (3 + 1 + 1)
+    assert all(check.passed for check in record.checks)
     path = run_file.write_run(record, shared_tmp_path, "step")
     assert not check_file(path)[0]
     text = " ".join(render(training_tables.step_parts(run_file.read_run(path))).split())
