@@ -5,7 +5,7 @@ microbenchmarks and checks.
 """
 
 from abc import ABC, abstractmethod
-from typing import Mapping
+from typing import Callable, Mapping
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
@@ -21,6 +21,8 @@ LOCAL_PRODUCTS = {"ab": matmul, "abt": matmul_nt, "atb": matmul_tn}
 # where "C" is dC.
 GRADIENT_PRODUCTS = {"ab": (("abt", "CB"), ("atb", "AC")), "abt": (("ab", "CB"), ("atb", "CA")),
                      "atb": (("abt", "BC"), ("ab", "AC"))}
+# By form, where blocks are on a grid: the matrices that move along its rows and its columns.
+MOVED_MATRICES = {"ab": "AB", "abt": "CB", "atb": "AC"}
 
 
 def element_counts(form: str, shape: tuple[int, int, int]) -> dict[str, int]:
@@ -106,3 +108,39 @@ class MatrixProduct(ABC):
     @abstractmethod
     def backward(self, dC: Array, A: Array, B: Array) -> tuple[Array, Array]:
         """Compute dA and dB from this rank's blocks, in the layouts of A and B."""
+
+
+class BlockMatrixProduct(MatrixProduct):
+    """Compute products of matrices of which x divides the rows and y the columns.
+
+    Each form has an algorithm in which two of the three matrices move, one along y and one along
+    x.  The gradients are products of other forms, by their algorithms.
+
+    Attributes
+    ----------
+    ALGORITHMS : mapping of str to callable
+        The algorithm of each form; each scheme defines them.
+    """
+
+    LAYOUTS = dict.fromkeys(FORMS, ("x,y", "x,y", "x,y"))
+    ALGORITHMS: Mapping[str, Callable[..., Array]]
+
+    def forward(self, A: Array, B: Array) -> Array:
+        return self._multiply(self.form, "ABC", {"A": A, "B": B})
+
+    def backward(self, dC: Array, A: Array, B: Array) -> tuple[Array, Array]:
+        blocks = {"A": A, "B": B, "C": dC}
+        (form_A, names_A), (form_B, names_B) = GRADIENT_PRODUCTS[self.form]
+        return (self._multiply(form_A, names_A + "A", blocks),
+                self._multiply(form_B, names_B + "B", blocks))
+
+    @abstractmethod
+    def _multiply(self, form: str, names: str, blocks: dict[str, Array]) -> Array:
+        """Compute the product of this form whose A, B and C are the matrices `names`."""
+
+    def _moved_splits(self, form: str, names: str) -> tuple[Split, Split]:
+        """Return how y divides one of the matrices that move, and x the other."""
+        matrix = dict(zip("ABC", names))
+        along_y, along_x = (matrix[letter] for letter in MOVED_MATRICES[form])
+        return (self.observed_split(self.grid.y.split(1, self.shapes[along_y][1]), along_y),
+                self.observed_split(self.grid.x.split(0, self.shapes[along_x][0]), along_x))

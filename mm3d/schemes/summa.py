@@ -16,7 +16,7 @@ from mm3d.grid.axis import Split
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
-from mm3d.schemes.matrix_product import (FORMS, GRADIENT_PRODUCTS, MatrixProduct,
+from mm3d.schemes.matrix_product import (FORMS, MOVED_MATRICES, BlockMatrixProduct,
                                          element_counts)
 from mm3d.schemes.product import Product
 from mm3d.schemes.scheme import Scheme, SpaceLayout
@@ -62,42 +62,41 @@ def atb(A: Array, B: Array, a: Split, b: Split, accumulate_float32: bool = False
 class SummaProduct(Product):
     """Compute C = A B, dA = dC B^T and dB = A^T dC."""
 
+    ab, abt, atb = staticmethod(ab), staticmethod(abt), staticmethod(atb)    # the algorithms
+
     def __init__(self, a: Split, b: Split, weight: Layout) -> None:
         self.a, self.b, self.weight = a, b, weight
 
     def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
-        return ab(A, B, self.a, self.b), A
+        return self.ab(A, B, self.a, self.b), A
 
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        dA = abt(dC, B, self.a, self.b)
-        return dA, atb(saved, dC, self.a, self.b, self.accumulate_float32)
+        dA = self.abt(dC, B, self.a, self.b)
+        return dA, self.atb(saved, dC, self.a, self.b, self.accumulate_float32)
 
     def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
-        return abt(dC, B, self.a, self.b), (saved, dC)
+        return self.abt(dC, B, self.a, self.b), (saved, dC)
 
     def backward_weights(self, operands: Any) -> Array:
         A, dC = operands
-        return atb(A, dC, self.a, self.b, self.accumulate_float32)
+        return self.atb(A, dC, self.a, self.b, self.accumulate_float32)
 
     def recompute_saved(self, A: Array, weight: Any) -> Any:
         return A
 
     def forward_transposed(self, C: Array, B: Array) -> Array:
-        return abt(C, B, self.a, self.b)
+        return self.abt(C, B, self.a, self.b)
 
     def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
-        return (ab(dA, B, self.a, self.b),
-                atb(dA, C, self.a, self.b, self.accumulate_float32))
+        return (self.ab(dA, B, self.a, self.b),
+                self.atb(dA, C, self.a, self.b, self.accumulate_float32))
 
 
-class SummaMatrixProduct(MatrixProduct):
-    """Compute C = A B, A B^T or A^T B of matrices, each divided into q x q blocks."""
+class SummaMatrixProduct(BlockMatrixProduct):
+    """Compute C = A B, A B^T or A^T B of matrices: A and B are broadcast, C is reduced."""
 
-    LAYOUTS = dict.fromkeys(FORMS, ("x,y", "x,y", "x,y"))
     DIRECTIONS = dict.fromkeys(FORMS, ("y", "x", None))
-    # By form: the algorithm, and the matrices that it communicates along y and along x.  A and B
-    # are broadcast, C is reduced.
-    ALGORITHMS = {"ab": (ab, "AB"), "abt": (abt, "CB"), "atb": (atb, "AC")}
+    ALGORITHMS = {"ab": ab, "abt": abt, "atb": atb}
 
     @classmethod
     def forward_moves(cls, sizes: Mapping[str, int], form: str,
@@ -106,25 +105,11 @@ class SummaMatrixProduct(MatrixProduct):
         q, counts = sizes["x"], element_counts(form, shape)
         return [Move(direction, "reduce" if name == "C" else "broadcast",
                      (q - 1) * counts[name], q)
-                for direction, name in zip("yx", cls.ALGORITHMS[form][1])]
-
-    def forward(self, A: Array, B: Array) -> Array:
-        return self._multiply(self.form, "ABC", {"A": A, "B": B})
-
-    def backward(self, dC: Array, A: Array, B: Array) -> tuple[Array, Array]:
-        blocks = {"A": A, "B": B, "C": dC}
-        (form_A, names_A), (form_B, names_B) = GRADIENT_PRODUCTS[self.form]
-        return (self._multiply(form_A, names_A + "A", blocks),
-                self._multiply(form_B, names_B + "B", blocks))
+                for direction, name in zip("yx", MOVED_MATRICES[form])]
 
     def _multiply(self, form: str, names: str, blocks: dict[str, Array]) -> Array:
-        """Compute the product of this form whose A, B and C are the matrices `names`."""
-        (algorithm, crossing), matrix = self.ALGORITHMS[form], dict(zip("ABC", names))
-        first, second = names[:2]
-        a, b = (matrix[letter] for letter in crossing)
-        return algorithm(blocks[first], blocks[second],
-                         self.observed_split(self.grid.y.split(-1, self.shapes[first][1]), a),
-                         self.observed_split(self.grid.x.split(0, self.shapes[second][0]), b))
+        return self.ALGORITHMS[form](blocks[names[0]], blocks[names[1]],
+                                     *self._moved_splits(form, names))
 
 
 class Summa(Scheme):
@@ -139,6 +124,7 @@ class Summa(Scheme):
     directions = "xy"
     down_weight = "x,y"
     matrix_product = SummaMatrixProduct
+    layer_product: type[SummaProduct] = SummaProduct    # of linear layers
 
     @classmethod
     def default_grid(cls, ranks: int) -> tuple[int, ...]:
@@ -164,7 +150,7 @@ class Summa(Scheme):
         last = len(shape) - 1
         weight = Layout("x" + "," * last + "y", {0: units[0], last: units[1]})
         a = self.grid.y.split(-1, shape[0], units[0])
-        return SummaProduct(a, weight.split(self.grid, shape, "x"), weight)
+        return self.layer_product(a, weight.split(self.grid, shape, "x"), weight)
 
     @classmethod
     def local_products(cls, sizes: Mapping[str, int], product: ProductShape,
@@ -177,10 +163,8 @@ class Summa(Scheme):
     def product_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                       **options: Any) -> tuple[list[Move], list[Move]]:
         """List q broadcasts of A and of B; backward adds q reductions of each gradient."""
-        q, (M, N, K) = sizes["x"], product.extents
-        A, B = (q - 1) * M * N, (q - 1) * N * K
-        forward = [Move("y", "broadcast", A, q), Move("x", "broadcast", B, q)]
-        return forward, forward + [Move("y", "reduce", A, q), Move("x", "reduce", B, q)]
+        forward = cls._broadcasts(sizes, product)
+        return forward, forward + _reductions(forward)
 
     @classmethod
     def transposed_moves(cls, sizes: Mapping[str, int], product: ProductShape,
@@ -189,21 +173,25 @@ class Summa(Scheme):
 
         So it moves logits three times, which a product up does not move at all.
         """
-        q, (M, N, K) = sizes["x"], product.extents
-        A, B = (q - 1) * M * N, (q - 1) * N * K
-        return ([Move("x", "broadcast", B, q), Move("y", "reduce", A, q)],
-                [Move("y", "broadcast", A, q), Move("x", "broadcast", B, q),
-                 Move("y", "broadcast", A, q), Move("x", "reduce", B, q)])
+        A, B = cls._broadcasts(sizes, product)
+        dA, dB = _reductions([A, B])
+        return [B, dA], [A, B, A, dB]
 
     @classmethod
     def moves_of_halves(cls, sizes: Mapping[str, int], product: ProductShape,
                         weights_half: str = "keep",
                         **options: Any) -> tuple[list[Move], list[Move]]:
         """List broadcasts of B and reductions of dA; then broadcasts of A and reductions of dB."""
+        A, B = cls._broadcasts(sizes, product)
+        dA, dB = _reductions([A, B])
+        return [B, dA], [A, dB]
+
+    @classmethod
+    def _broadcasts(cls, sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
+        """List the q broadcasts of A along y, and those of B along x."""
         q, (M, N, K) = sizes["x"], product.extents
-        A, B = (q - 1) * M * N, (q - 1) * N * K
-        return ([Move("x", "broadcast", B, q), Move("y", "reduce", A, q)],
-                [Move("y", "broadcast", A, q), Move("x", "reduce", B, q)])
+        return [Move("y", "broadcast", (q - 1) * M * N, q),
+                Move("x", "broadcast", (q - 1) * N * K, q)]
 
     @classmethod
     def operand_words(cls, sizes: Mapping[str, int], product: ProductShape, A: int, C: int,
@@ -217,3 +205,8 @@ class Summa(Scheme):
         q, (M, N, K) = sizes["x"], product.extents
         A, B = M * N / q ** 2, N * K / q ** 2
         return max(A + B, 2 * A if q > 2 else 0) if q > 1 else 0
+
+
+def _reductions(broadcasts: list[Move]) -> list[Move]:
+    """List the reductions of the gradients of what is broadcast, along the same directions."""
+    return [move._replace(collective="reduce") for move in broadcasts]

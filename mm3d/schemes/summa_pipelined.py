@@ -11,11 +11,9 @@ from typing import Any, Mapping
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
-from mm3d.grid.activations import Space
 from mm3d.grid.axis import Pending, Split
 from mm3d.schemes.closed_form import ProductShape
 from mm3d.schemes.overlap import progress_of
-from mm3d.schemes.product import Product
 from mm3d.schemes.summa import Summa, SummaMatrixProduct, SummaProduct
 
 
@@ -76,31 +74,13 @@ def _complete(summing: Pending | None, C: Array | None) -> Array | None:
 class PipelinedProduct(SummaProduct):
     """Compute C = A B, dA = dC B^T and dB = A^T dC with blocks under way."""
 
-    def forward(self, A: Array, B: Array) -> tuple[Array, Any]:
-        return ab(A, B, self.a, self.b), A
-
-    def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
-        return abt(dC, B, self.a, self.b), self.backward_weights((saved, dC))
-
-    def backward_input(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Any]:
-        return abt(dC, B, self.a, self.b), (saved, dC)
-
-    def backward_weights(self, operands: Any) -> Array:
-        A, dC = operands
-        return atb(A, dC, self.a, self.b, self.accumulate_float32)
-
-    def forward_transposed(self, C: Array, B: Array) -> Array:
-        return abt(C, B, self.a, self.b)
-
-    def backward_transposed(self, dA: Array, C: Array, B: Array) -> tuple[Array, Array]:
-        return (ab(dA, B, self.a, self.b),
-                atb(dA, C, self.a, self.b, self.accumulate_float32))
+    ab, abt, atb = staticmethod(ab), staticmethod(abt), staticmethod(atb)
 
 
 class PipelinedMatrixProduct(SummaMatrixProduct):
     """Compute C = A B, A B^T or A^T B of matrices with blocks under way."""
 
-    ALGORITHMS = {"ab": (ab, "AB"), "abt": (abt, "CB"), "atb": (atb, "AC")}
+    ALGORITHMS = {"ab": ab, "abt": abt, "atb": atb}
 
 
 class PipelinedSumma(Summa):
@@ -110,11 +90,7 @@ class PipelinedSumma(Summa):
     name = "2d-pipelined"
     title = "2-D, pipelined"
     matrix_product = PipelinedMatrixProduct
-
-    def product(self, source: Space, target: Space, shape: tuple[int, ...],
-                units: tuple[int, int]) -> Product:
-        plain = super().product(source, target, shape, units)
-        return PipelinedProduct(plain.a, plain.b, plain.weight)
+    layer_product = PipelinedProduct
 
     @classmethod
     def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,

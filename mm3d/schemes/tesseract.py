@@ -16,14 +16,13 @@ from typing import Any, Mapping
 
 from mm3d.arrays.backend import Array
 from mm3d.grid.activations import Space
-from mm3d.grid.axis import Axis, Split
-from mm3d.grid.layout import Layout
+from mm3d.grid.axis import Axis
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
 from mm3d.schemes.matrix_product import element_counts
 from mm3d.schemes.product import Product
-from mm3d.schemes.scheme import Scheme, SpaceLayout
-from mm3d.schemes.summa import SummaMatrixProduct, SummaProduct
+from mm3d.schemes.scheme import SpaceLayout
+from mm3d.schemes.summa import Summa, SummaMatrixProduct, SummaProduct
 
 
 class TesseractProduct(SummaProduct):
@@ -31,8 +30,8 @@ class TesseractProduct(SummaProduct):
 
     operands = {**Product.operands, "depth": "B"}
 
-    def __init__(self, a: Split, b: Split, depth: Axis, weight: Layout) -> None:
-        super().__init__(a, b, weight)
+    def __init__(self, in_layer: SummaProduct, depth: Axis) -> None:
+        super().__init__(in_layer.a, in_layer.b, in_layer.weight)
         self.depth = depth
 
     def backward(self, dC: Array, B: Array, saved: Any) -> tuple[Array, Array]:
@@ -72,7 +71,7 @@ class TesseractMatrixProduct(SummaMatrixProduct):
         return self.observed_split(self.grid.z, names[2]).all_reduce(product)
 
 
-class Tesseract(Scheme):
+class Tesseract(Summa):
     """Divide rows over d layers of q x q ranks, and all matrices of a layer into q x q blocks.
 
     Sequences are divided by z and then by x, features by y.  Vectors are stored on the diagonal
@@ -82,7 +81,6 @@ class Tesseract(Scheme):
     name = "2.5d"
     title = "2.5-D"
     directions = "xyz"
-    down_weight = "x,y"
     matrix_product = TesseractMatrixProduct
 
     @classmethod
@@ -114,10 +112,7 @@ class Tesseract(Scheme):
 
     def product(self, source: Space, target: Space, shape: tuple[int, ...],
                 units: tuple[int, int]) -> Product:
-        last = len(shape) - 1
-        weight = Layout("x" + "," * last + "y", {0: units[0], last: units[1]})
-        a = self.grid.y.split(-1, shape[0], units[0])
-        return TesseractProduct(a, weight.split(self.grid, shape, "x"), self.grid.z, weight)
+        return TesseractProduct(super().product(source, target, shape, units), self.grid.z)
 
     @classmethod
     def weight_parts(cls, sizes: Mapping[str, int]) -> int:
@@ -137,41 +132,34 @@ class Tesseract(Scheme):
 
         A rank moves 3 (q-1) (MN / (d q^2) + NK / q^2) + 2 (d-1)/d NK / q^2 words in all.
         """
-        forward = cls._broadcasts(sizes, product)
         first, second = cls.moves_of_halves(sizes, product)
-        return forward, first + second
+        return cls._broadcasts(sizes, product), first + second
 
     @classmethod
     def moves_of_halves(cls, sizes: Mapping[str, int], product: ProductShape,
                         weights_half: str = "keep",
                         **options: Any) -> tuple[list[Move], list[Move]]:
-        """List broadcasts of B and reductions of dA; then those of A and dB, and the all-reduce.
-        """
-        A, B = cls._broadcasts(sizes, product)
-        whole = 2 * (sizes["z"] - 1) * product.N * product.K
-        return ([B, A._replace(collective="reduce")],
-                [A, B._replace(collective="reduce"), Move("z", "all_reduce", whole)])
+        """List those of `Summa` in each layer, and the sum of dB over the layers."""
+        first, second = super().moves_of_halves(sizes, product)
+        return first, second + cls._sums_over_layers(sizes, product)
 
     @classmethod
     def transposed_moves(cls, sizes: Mapping[str, int], product: ProductShape,
                          **options: Any) -> tuple[list[Move], list[Move]]:
         """List those of `Summa` in each layer, and the sum of dB over the layers."""
-        A, B = cls._broadcasts(sizes, product)
-        dA, dB = (move._replace(collective="reduce") for move in (A, B))
-        whole = 2 * (sizes["z"] - 1) * product.N * product.K
-        return [B, dA], [A, B, A, dB, Move("z", "all_reduce", whole)]
-
-    @staticmethod
-    def _broadcasts(sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
-        """List the q broadcasts of A along y, and those of B along x in each layer."""
-        q, d, (M, N, K) = sizes["x"], sizes["z"], product.extents
-        return [Move("y", "broadcast", (q - 1) * M * N, q),
-                Move("x", "broadcast", (q - 1) * N * K * d, q)]
+        forward, backward = super().transposed_moves(sizes, product)
+        return forward, backward + cls._sums_over_layers(sizes, product)
 
     @classmethod
-    def operand_words(cls, sizes: Mapping[str, int], product: ProductShape, A: int, C: int,
-                      weights_half: str = "keep", **options: Any) -> int:
-        return A + C
+    def _broadcasts(cls, sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
+        """List those of `Summa`: A, whose rows the layers share, and B once in each layer."""
+        A, B = super()._broadcasts(sizes, product)
+        return [A, B._replace(words=B.words * sizes["z"])]
+
+    @staticmethod
+    def _sums_over_layers(sizes: Mapping[str, int], product: ProductShape) -> list[Move]:
+        """List the all-reduce of dB along z."""
+        return [Move("z", "all_reduce", 2 * (sizes["z"] - 1) * product.N * product.K)]
 
     @classmethod
     def transient_words(cls, sizes: Mapping[str, int], product: ProductShape,

@@ -15,7 +15,7 @@ from mm3d.grid.axis import Split
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.closed_form import Move
 from mm3d.schemes.grid_algorithm import ProductAlone
-from mm3d.schemes.matrix_product import (FORMS, GRADIENT_PRODUCTS, MatrixProduct,
+from mm3d.schemes.matrix_product import (FORMS, MOVED_MATRICES, BlockMatrixProduct,
                                          element_counts)
 from mm3d.schemes.summa import Summa
 
@@ -60,35 +60,19 @@ def atb(A: Array, B: Array, a: Split, c: Split, steps: range) -> Array:
     return c.shift(C, held, i - held)
 
 
-class CannonMatrixProduct(MatrixProduct):
+class CannonMatrixProduct(BlockMatrixProduct):
     """Compute C = A B, A B^T or A^T B of matrices, each divided into q x q blocks."""
 
-    LAYOUTS = dict.fromkeys(FORMS, ("x,y", "x,y", "x,y"))
     DIRECTIONS = dict.fromkeys(FORMS, (None, None, None))
-    # By form: the algorithm, and the matrices that travel along y and along x.
-    ALGORITHMS = {"ab": (ab, "AB"), "abt": (abt, "CB"), "atb": (atb, "AC")}
-
-    def forward(self, A: Array, B: Array) -> Array:
-        return self._multiply(self.form, "ABC", {"A": A, "B": B})
-
-    def backward(self, dC: Array, A: Array, B: Array) -> tuple[Array, Array]:
-        blocks = {"A": A, "B": B, "C": dC}
-        (form_A, names_A), (form_B, names_B) = GRADIENT_PRODUCTS[self.form]
-        return (self._multiply(form_A, names_A + "A", blocks),
-                self._multiply(form_B, names_B + "B", blocks))
+    ALGORITHMS = {"ab": ab, "abt": abt, "atb": atb}
 
     def _multiply(self, form: str, names: str, blocks: dict[str, Array]) -> Array:
-        """Compute the product of this form whose A, B and C are the matrices `names`."""
         return self._travel(form, names, *(blocks[name] for name in names[:2]),
                             range(self.grid.x.size))
 
     def _travel(self, form: str, names: str, first: Array, second: Array, steps: range) -> Array:
         """Compute some steps of a product from the blocks of both operands."""
-        (algorithm, crossing), matrix = self.ALGORITHMS[form], dict(zip("ABC", names))
-        y, x = (matrix[letter] for letter in crossing)
-        return algorithm(first, second,
-                         self.observed_split(self.grid.y.split(1, self.shapes[y][1]), y),
-                         self.observed_split(self.grid.x.split(0, self.shapes[x][0]), x), steps)
+        return self.ALGORITHMS[form](first, second, *self._moved_splits(form, names), steps)
 
     @classmethod
     def forward_moves(cls, sizes: Mapping[str, int], form: str,
@@ -107,7 +91,7 @@ def travel_moves(sizes: Mapping[str, int], form: str, shape: tuple[int, int, int
     """
     q, extents, counts = sizes["x"], dict(zip("MNK", shape)), element_counts(form, shape)
     found = []
-    for place, (direction, name) in enumerate(zip("yx", CannonMatrixProduct.ALGORITHMS[form][1])):
+    for place, (direction, name) in enumerate(zip("yx", MOVED_MATRICES[form])):
         letters = FORMS[form]["ABC".index(name)]
         blocks = block_lengths(extents[letters[place]], q)
         still = blocks[(1 - steps.stop if name == "C" else -steps.start) % q]

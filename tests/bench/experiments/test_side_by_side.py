@@ -53,7 +53,7 @@ def test_a_wrong_product_is_found(comm, monkeypatch):
         C = right(*operands)
         return C * 1.001 if comm.rank == 3 else C
     right = cannon.ab
-    monkeypatch.setitem(cannon.CannonMatrixProduct.ALGORITHMS, "ab", (wrong, "AB"))
+    monkeypatch.setitem(cannon.CannonMatrixProduct.ALGORITHMS, "ab", wrong)
     with pytest.raises(WrongResult, match="off by"):
         side_by_side.measure_side_by_side("ab", SHAPE, "float64", comm, "numpy", LIMITS)
 
