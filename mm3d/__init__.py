@@ -21,9 +21,10 @@ cupy_backend.create_device_context()
 
 from mm3d import guard  # noqa: E402
 from mm3d.grid.activations import Space  # noqa: E402
-from mm3d.grid.axis import Axis, Split, Traffic  # noqa: E402
+from mm3d.grid.axis import Axis, Traffic  # noqa: E402
 from mm3d.grid.grid import Grid  # noqa: E402
 from mm3d.grid.layout import Layout  # noqa: E402
+from mm3d.grid.split import Split  # noqa: E402
 from mm3d.model import cost  # noqa: E402
 from mm3d.model.experts.options import Experts  # noqa: E402
 from mm3d.model.sizes import ModelSizes  # noqa: E402

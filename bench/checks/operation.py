@@ -13,7 +13,7 @@ from bench.errors import WrongResult
 from bench.records.measurements import Check
 from mm3d.arrays import backend as backends
 from mm3d.arrays.backend import Array
-from mm3d.grid.axis import Split
+from mm3d.grid.split import Split
 
 MODULUS = 11    # sums of integers below it are exact in every dtype
 

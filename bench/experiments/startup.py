@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from bench.errors import UsageError
 from mm3d import launcher
 from mm3d.child_process import run_child
+from mm3d.grid.split import Split
 
 PHASES = ("all ranks run", "grid", "model", "first step", "step")
 CALLS = 100    # of the small gather
@@ -107,7 +108,7 @@ def run_rank(launched: float) -> None:
 
     timed("first step", step)
     timed("step", step)
-    split = scheme.grid.x.split(0, 4 * p)
+    split = Split(scheme.grid.x, 0, 4 * p)
     block = x.reshape(-1)[:4].copy()
     begun = time.process_time()
     for _ in range(CALLS):

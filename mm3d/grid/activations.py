@@ -5,10 +5,11 @@ from functools import partial
 from typing import Any, Callable, Mapping
 
 from mm3d.arrays.backend import Array
-from mm3d.grid.axis import Axis, Split
+from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
+from mm3d.grid.split import Split
 
 
 @dataclass(frozen=True)

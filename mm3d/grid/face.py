@@ -4,7 +4,8 @@ from typing import Any
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.blocks import resized_shape
-from mm3d.grid.axis import Axis, Pending, Split
+from mm3d.grid.axis import Axis, Pending
+from mm3d.grid.split import Split
 
 
 class FaceSplit(Split):

@@ -22,10 +22,10 @@ import numpy as np
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.blocks import block_lengths
-from mm3d.grid.axis import Split
 from mm3d.grid.face import FaceSplit
 from mm3d.grid.grid import Grid
 from mm3d.grid.shape import GridShape
+from mm3d.grid.split import Split
 
 
 def divided_directions(spec: str) -> str:
@@ -183,7 +183,7 @@ class Layout:
             unit = 1
         if letter in self.faces:
             return FaceSplit(grid[letter], dim, length)
-        return grid[letter].split(dim, length, unit)
+        return Split(grid[letter], dim, length, unit)
 
     def shard(self, a: np.ndarray, grid: Grid) -> Array:
         """Return a copy of this rank's block of the global array `a`, as the backend's array."""

@@ -7,9 +7,10 @@ import numpy as np
 
 from mm3d.arrays.backend import Array, accumulation_dtype, namespace
 from mm3d.grid.activations import Space
-from mm3d.grid.axis import Axis, Split
+from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout, divided_directions
+from mm3d.grid.split import Split
 from mm3d.model.parameters import Parameter
 from mm3d.model.token_functions import add_rows_by_id, look_up_rows
 

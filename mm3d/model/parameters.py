@@ -7,9 +7,9 @@ from typing import Any, Mapping
 import numpy as np
 
 from mm3d.arrays.backend import Array, host_dtype, namespace
-from mm3d.grid.axis import Split
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
+from mm3d.grid.split import Split
 
 
 class Parameter:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any, Callable, Iterable, Iterator, NamedTuple
 
 from mm3d.grid.activations import Space
-from mm3d.grid.axis import Split
 from mm3d.grid.layout import Layout
+from mm3d.grid.split import Split
 from mm3d.model.experts.shared import ExpertRanks, Routings
 from mm3d.model.layers import Layer
 from mm3d.model.masks import MaskKey

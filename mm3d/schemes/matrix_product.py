@@ -9,9 +9,10 @@ from typing import Callable, Mapping
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
-from mm3d.grid.axis import Axis, Split
+from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
+from mm3d.grid.split import Split
 from mm3d.schemes.closed_form import Move
 
 # Extents of A, B and C by form: C = A B, A B^T and A^T B.
@@ -142,5 +143,5 @@ class BlockMatrixProduct(MatrixProduct):
         """Return how y divides one of the matrices that move, and x the other."""
         matrix = dict(zip("ABC", names))
         along_y, along_x = (matrix[letter] for letter in MOVED_MATRICES[form])
-        return (self.observed_split(self.grid.y.split(1, self.shapes[along_y][1]), along_y),
-                self.observed_split(self.grid.x.split(0, self.shapes[along_x][0]), along_x))
+        return (self.observed_split(Split(self.grid.y, 1, self.shapes[along_y][1]), along_y),
+                self.observed_split(Split(self.grid.x, 0, self.shapes[along_x][0]), along_x))

@@ -12,8 +12,9 @@ from typing import Any, Mapping
 from mm3d.arrays.backend import Array
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.activations import Space
-from mm3d.grid.axis import Axis, Split
+from mm3d.grid.axis import Axis
 from mm3d.grid.layout import Layout
+from mm3d.grid.split import Split
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
 from mm3d.schemes.matrix_product import (FORMS, GRADIENT_PRODUCTS, LOCAL_PRODUCTS, MatrixProduct,
                                          element_counts)

@@ -22,7 +22,8 @@ from typing import Any, Protocol, Sequence
 
 from mm3d.arrays.backend import Array, Progress
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
-from mm3d.grid.axis import Pending, Split
+from mm3d.grid.axis import Pending
+from mm3d.grid.split import Split
 
 
 class Gathered:

@@ -4,8 +4,9 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from mm3d.arrays.backend import Array
-from mm3d.grid.axis import Pending, Split
+from mm3d.grid.axis import Pending
 from mm3d.grid.layout import Layout
+from mm3d.grid.split import Split
 
 WEIGHTS_HALVES = ("keep", "gather")
 

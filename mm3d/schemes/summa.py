@@ -12,9 +12,9 @@ from typing import Any, Mapping
 from mm3d.arrays.backend import Array
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.activations import Space
-from mm3d.grid.axis import Split
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
+from mm3d.grid.split import Split
 from mm3d.schemes.closed_form import LocalProduct, Move, ProductShape
 from mm3d.schemes.matrix_product import (FORMS, MOVED_MATRICES, BlockMatrixProduct,
                                          element_counts)
@@ -149,7 +149,7 @@ class Summa(Scheme):
                 units: tuple[int, int]) -> Product:
         last = len(shape) - 1
         weight = Layout("x" + "," * last + "y", {0: units[0], last: units[1]})
-        a = self.grid.y.split(-1, shape[0], units[0])
+        a = Split(self.grid.y, -1, shape[0], units[0])
         return self.layer_product(a, weight.split(self.grid, shape, "x"), weight)
 
     @classmethod

@@ -11,7 +11,8 @@ from typing import Any, Mapping
 
 from mm3d.arrays.backend import Array
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
-from mm3d.grid.axis import Pending, Split
+from mm3d.grid.axis import Pending
+from mm3d.grid.split import Split
 from mm3d.schemes.closed_form import ProductShape
 from mm3d.schemes.overlap import progress_of
 from mm3d.schemes.summa import Summa, SummaMatrixProduct, SummaProduct

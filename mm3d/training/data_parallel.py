@@ -32,7 +32,7 @@ from typing import Any, Callable, Iterator
 from mm3d.arrays.backend import Array, namespace
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
-from mm3d.grid.axis import Split
+from mm3d.grid.split import Split
 from mm3d.model.parameters import Parameter
 from mm3d.training.data_grid import DataGrid
 from mm3d.transport.pending import Pending
@@ -193,7 +193,7 @@ class ReplicatedParameter(SummedParameter):
     def _allocate_gradient(self) -> None:
         super()._allocate_gradient()
         self._flat = namespace(self.grad).reshape(self.grad, (self.grad.size,))
-        self._split = self.data["d"].split(0, self.grad.size)
+        self._split = Split(self.data["d"], 0, self.grad.size)
 
     @property
     def first(self) -> bool:

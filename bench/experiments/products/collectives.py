@@ -18,8 +18,9 @@ from bench.instruments.sampling import (BOUNDS, makespans, measure_in_random_ord
 from bench.instruments.statistics import median_interval
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
-from mm3d.grid.axis import COLLECTIVES, Split
+from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import DIRECTIONS, GridShape
+from mm3d.grid.split import Split
 
 TERMS = 4    # of a reduce-scatter that are filled with zeros: more than are in use at one time
 LIMITS = Limits(7, 30, 1.0)    # by default

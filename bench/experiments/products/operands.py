@@ -6,9 +6,9 @@ import numpy as np
 
 from bench.errors import UsageError
 from mm3d.arrays.backend import Array
-from mm3d.grid.axis import Split
 from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
+from mm3d.grid.split import Split
 from mm3d.transport.choice import in_place_collectives
 
 CollectiveCall = Callable[[], Array | None]

@@ -14,8 +14,9 @@ from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.instruments.wire import WireRecorder
 from bench.records.measurements import Check, Measurements, Setting, Variable
 from mm3d.arrays.blocks import block_lengths
-from mm3d.grid.axis import COLLECTIVES, Axis, Split
+from mm3d.grid.axis import COLLECTIVES, Axis
 from mm3d.grid.shape import GridShape
+from mm3d.grid.split import Split
 from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.nodes import words_into_nodes
 

@@ -15,6 +15,7 @@ from mm3d.arrays.grouped_products import (Segment, grouped_matmul, grouped_matmu
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
 from mm3d.grid.layout import Layout, divided_directions
+from mm3d.grid.split import Split
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class GroupedProduct:
         self._rows_of_A = line([c for c in target.features if c in rows[0]])
         self._rows_of_C = line([c for c in source.features if c in rows[1]])
         features = line([c for c in source.features if c in target.features])
-        self._columns = features and features.split(1, shape[0])
+        self._columns = features and Split(features, 1, shape[0])
         self._sum_C = line([c for c in source.features if c not in rows[1] + target.features])
         self._sum_dA = line([c for c in target.features if c not in rows[0] + source.features])
         self.stack = Layout("," + weight.spec, {dim + 1: n for dim, n in weight.units.items()})

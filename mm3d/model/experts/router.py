@@ -7,6 +7,7 @@ import numpy as np
 from mm3d.arrays.backend import Array, accumulation_dtype, namespace
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.activations import Space
+from mm3d.grid.split import Split
 from mm3d.model.experts.jitter import draw_factors
 from mm3d.model.masks import MaskKey
 from mm3d.model.parameters import Parameter
@@ -66,7 +67,7 @@ class Router:
     def sum_features(self, a: Array) -> Array:
         """Sum `a`, one row for each token, over the ranks that have other features of the rows."""
         for axis in self._axes:
-            split = axis.split(0, a.shape[0])
+            split = Split(axis, 0, a.shape[0])
             a = split.all_gather(split.reduce_scatter(a))
         return a
 

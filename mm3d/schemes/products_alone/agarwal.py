@@ -12,7 +12,7 @@ from typing import Any, Mapping
 
 from mm3d.arrays.backend import Array, accumulation_dtype, namespace
 from mm3d.arrays.blocks import block_indices
-from mm3d.grid.axis import Split
+from mm3d.grid.split import Split
 from mm3d.schemes.closed_form import Move
 from mm3d.schemes.cube import Cube, CubeMatrixProduct
 from mm3d.schemes.grid_algorithm import ProductAlone

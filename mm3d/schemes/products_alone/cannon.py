@@ -11,8 +11,8 @@ from typing import Mapping
 from mm3d.arrays.backend import Array
 from mm3d.arrays.blocks import block_lengths
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
-from mm3d.grid.axis import Split
 from mm3d.grid.shape import GridShape
+from mm3d.grid.split import Split
 from mm3d.schemes.closed_form import Move
 from mm3d.schemes.grid_algorithm import ProductAlone
 from mm3d.schemes.matrix_product import (FORMS, MOVED_MATRICES, BlockMatrixProduct,

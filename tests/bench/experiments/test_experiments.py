@@ -15,7 +15,7 @@ from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments.timing import Limits
 from bench.records import run_file
 from bench.validation.files import check_file
-from mm3d.grid.axis import Split
+from mm3d.grid.split import Split
 from support import ROOT
 
 FOLDER = ROOT / "bench" / "experiments"

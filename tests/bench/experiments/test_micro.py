@@ -124,7 +124,7 @@ def test_the_whole_product_is_that_of_its_matrices(comm):
 WRONG = """
 import sys
 import mm3d
-from mm3d.grid.axis import Split
+from mm3d.grid.split import Split
 from bench.__main__ import main
 scatter = Split.reduce_scatter
 

@@ -15,8 +15,8 @@ from bench.prediction.seconds import collective_terms, gemm_seconds, pass_second
 from bench.prediction.work import predict_seconds
 from bench.verbs import calibrate as verb
 from mm3d.arrays.products import matmul
-from mm3d.grid.axis import Split
 from mm3d.grid.grid import Grid
+from mm3d.grid.split import Split
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, Pass
 from mm3d.tracing.observe import observed

@@ -13,6 +13,7 @@ import pytest
 from mm3d.arrays import idle_memory
 from mm3d.arrays.idle_memory import MIN_BOUND_BYTES, GRANULARITY_BYTES, IdleMemory, size_class
 from mm3d.arrays.pool import MIN_HUGE_BYTES, Pool
+from mm3d.grid.split import Split
 from reference import integers, on_grid
 
 proc = pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="no /proc/self/smaps")
@@ -142,7 +143,7 @@ def test_ranks_hold_no_more_shared_memory_than_they_say_whatever_the_sizes(comm,
         alive = grid.x.all_gather(np.full((1, 3 * MiB // comm.size // 8), comm.rank + 1.0))
         most = 0
         for turn in range(50):
-            split = grid.x.split(0, comm.size)
+            split = Split(grid.x, 0, comm.size)
             columns = (MiB + turn * 50_000) // comm.size // 8
             block = split.empty((1, columns), "float64")
             most = max(most, books.in_use)
@@ -178,7 +179,7 @@ def test_no_memory_is_taken_away_from_who_uses_it(comm, monkeypatch):
     with on_grid(comm, x=comm.size) as grid:
         regions = grid.x.transport.memory.regions
         for turn in range(300):
-            split = grid.x.split(0, comm.size)
+            split = Split(grid.x, 0, comm.size)
             whole = integers((comm.size, order.choice((900, 1000, 3000, 9000))), turn)
             block = split.empty((1, whole.shape[1]), whole.dtype)
             block[...] = whole[comm.rank]

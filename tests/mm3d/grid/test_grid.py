@@ -9,6 +9,7 @@ import mm3d
 from mm3d.arrays.blocks import block_lengths
 from mm3d.arrays.pool import Pool
 from mm3d.grid.axis import Traffic
+from mm3d.grid.split import Split
 from reference import every_grid, grids, integers, on_grid, total
 
 pytestmark = pytest.mark.usefixtures("transport")
@@ -183,7 +184,7 @@ def test_a_split_broadcasts_and_reduces_blocks_of_any_length(comm):
     """The block of the root has the root's length, whatever the others hold."""
     whole = integers((3, 2 * comm.size - 1), 0)
     with on_grid(comm, comm.size) as grid:
-        split = grid.x.split(1, whole.shape[1])
+        split = Split(grid.x, 1, whole.shape[1])
         parts = pieces(whole, 1, split.counts)
         for root in range(comm.size):
             got = split.broadcast(parts[comm.rank].copy(), root)
@@ -198,7 +199,7 @@ def test_a_split_broadcasts_and_reduces_blocks_of_any_length(comm):
 @pytest.mark.ranks(1, 4)
 def test_a_split_keeps_units_together(comm):
     with on_grid(comm, comm.size) as grid:
-        counts = grid.x.split(0, 5 * 3, unit=3).counts
+        counts = Split(grid.x, 0, 5 * 3, unit=3).counts
         assert counts == {1: [15], 4: [6, 3, 3, 3]}[comm.size]
 
 

@@ -5,6 +5,7 @@ import pytest
 import mm3d
 from mm3d.arrays import backend
 from mm3d.grid import axis
+from mm3d.grid.split import Split
 from mm3d.model import transformer
 from models import SIZES, SOME
 from reference import on_grid
@@ -92,7 +93,7 @@ def test_sums_of_float16_over_ranks_are_rounded_once(comm, transport, columns, t
     """Summed in float16 the first would be infinite, and the second 2048."""
     with on_grid(comm, x=4) as grid:
         x, term = grid.x, np.full((4, columns), terms[comm.rank], np.float16)
-        split, found = x.split(0, 4), {}
+        split, found = Split(x, 0, 4), {}
         found["all_reduce"] = x.all_reduce(term.copy())
         for dim in (0, 1):
             found[f"reduce_scatter {dim}"] = x.reduce_scatter(term.copy(), dim)

@@ -9,6 +9,7 @@ from bench.checks import layer_residuals
 from mirror import InFlight, during_products, mirrored
 from mm3d.arrays.backend import Backend, MAX_PANELS
 from mm3d.grid.grid import Grid
+from mm3d.grid.split import Split
 from mm3d.model.layer_specs import LinearSpec
 from mm3d.model.specs import Builder
 from mm3d.schemes.overlap import progress_of
@@ -241,7 +242,7 @@ def test_a_sum_in_flight_is_the_sum(comm, transport):
     grid = Grid(comm, "numpy", x=comm.size)
     a, b = np.arange(300.0 * 70).reshape(300, 70) % 7, np.arange(70.0 * 5).reshape(70, 5) % 5
     for rows in (6 * comm.size, 6 * comm.size + 1):
-        split = grid["x"].split(0, rows)
+        split = Split(grid["x"], 0, rows)
         every = [np.random.default_rng(rank).integers(-9, 9, (rows, 40)).astype(float)
                  for rank in range(comm.size)]
         pending = split.begin_reduce_scatter(every[comm.rank].copy())

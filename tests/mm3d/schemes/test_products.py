@@ -4,7 +4,7 @@ import pytest
 
 import mm3d
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
-from mm3d.grid.axis import Split
+from mm3d.grid.split import Split
 from mm3d.schemes import cube, summa
 from mm3d.schemes.closed_form import Move, ProductShape
 from products import FORMS, Case

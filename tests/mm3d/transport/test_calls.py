@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import mm3d
+from mm3d.grid.split import Split
 from mm3d.transport import barrier, call_check
 from mm3d.transport.segments import MESSAGE_BYTES, SharedMemory
 from models import SIZES
@@ -39,7 +40,7 @@ def test_ranks_may_give_copies_of_what_others_have_placed(comm, columns, dim):
     """Whoever does, and whether the copy's original lives on; uneven blocks, exact integers."""
     length, mine = 2 * comm.size + 1, comm.rank
     with on_grid(comm, x=comm.size) as grid:
-        split = grid.x.split(dim, length)
+        split = Split(grid.x, dim, length)
         cut = [slice(None)] * 2
         cut[dim] = slice(sum(split.counts[:mine]), sum(split.counts[:mine + 1]))
         shape = (length, columns) if dim == 0 else (columns, length)
@@ -78,7 +79,7 @@ def test_copies_are_made_where_there_is_no_room_left(comm, monkeypatch):
     """In another segment, which all ranks open together."""
     monkeypatch.setattr("mm3d.transport.segments.SEGMENT_BYTES", 1 << 20)
     with on_grid(comm, x=comm.size) as grid:
-        split, kept = grid.x.split(0, comm.size), []
+        split, kept = Split(grid.x, 0, comm.size), []
         for turn in range(12):
             block = placed(comm, split.empty, np.full((1, LARGE * 4), comm.rank + turn * 1.0),
                            {turn % comm.size} if turn % 3 else set(range(comm.size)), 0)
@@ -108,7 +109,7 @@ DIFFERENT = {
         np.ones((2 * axis.size, n))),
     "size, and so the way": lambda axis, odd, n: axis.all_reduce(
         np.ones(n if odd else 2 * MESSAGE_BYTES)),
-    "placed": lambda axis, odd, n: axis.all_gather(axis.split(0, 2 * axis.size).empty(
+    "placed": lambda axis, odd, n: axis.all_gather(Split(axis, 0, 2 * axis.size).empty(
         (2, n), "float32" if odd else "int32"), 0, [2] * axis.size),
 }
 
@@ -143,7 +144,7 @@ def test_what_nobody_waits_for_is_an_error_when_all_meet(comm, way):
     except ValueError as error:
         assert "different calls" in str(error)
     if way == "what is placed" and odd:
-        grid.x.split(0, 4).empty((1, SMALL), "float64")
+        Split(grid.x, 0, 4).empty((1, SMALL), "float64")
     for _ in range(2):
         with pytest.raises(ValueError, match="before this call .* different ones: all ranks") as e:
             grid.x.all_gather(np.ones((1, SMALL)), 0, [1] * 4)

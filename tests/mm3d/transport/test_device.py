@@ -14,6 +14,7 @@ from bench.checks import against_serial, rounding
 from bench.instruments import hidden_time, host as machine
 from mm3d import selftest
 from mm3d.arrays import backend, cupy_backend
+from mm3d.grid.split import Split
 from mm3d.transport import choice, cuda_aware, device, exchange
 from mm3d.transport.pending import Pending
 from mirror import during_products
@@ -120,7 +121,7 @@ def test_what_goes_on_arrives(comm, carried, dtype):
     library = grid.backend
     for dim in (0, 1):
         for extent in (4 * comm.size, 4 * comm.size + 1, 1):
-            split = grid.x.split(dim, extent)
+            split = Split(grid.x, dim, extent)
             shape = (extent, 6) if dim == 0 else (6, extent)
             terms = [integers(shape, 10 + rank, dtype) for rank in range(comm.size)]
             here = slice(sum(split.counts[:comm.rank]), sum(split.counts[:comm.rank + 1]))

@@ -14,6 +14,7 @@ from bench.reports import merit
 from bench.reports.formats import render
 from mm3d.arrays.blocks import block_lengths
 from mm3d.grid.axis import COLLECTIVES
+from mm3d.grid.split import Split
 from mm3d.transport import choice, device, exchange, hierarchical, shared_memory
 from records import made_up
 from reference import on_grid
@@ -234,7 +235,7 @@ def test_shared_memory_states_its_copies_and_sums(comm, watched, length):
 def test_what_is_placed_is_gathered_without_moving_a_word(comm, monkeypatch):
     monkeypatch.setenv("MM3D_TRANSPORT", "shared")
     with on_grid(comm, x=comm.size) as grid:
-        split = grid.x.split(0, LONG)
+        split = Split(grid.x, 0, LONG)
         placed = split.empty((split.counts[comm.rank],), "float32")
         found = counted(grid.x, "all_gather", lambda: split.all_gather(placed))
         assert found.moved == 0 and found.words == LONG - placed.size

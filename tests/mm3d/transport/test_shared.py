@@ -11,6 +11,7 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
+from mm3d.grid.split import Split
 from mm3d.transport import segments
 from mm3d.transport.barrier import SLOTS
 from mm3d.transport.nodes import node_of
@@ -90,7 +91,7 @@ def test_no_block_changes_while_another_rank_reads_it(comm, turns):
     chance = random.Random(comm.rank)
     kept = []
     with on_grid(comm, x=comm.size) as grid:
-        split = grid.x.split(0, 3 * comm.size + 1)
+        split = Split(grid.x, 0, 3 * comm.size + 1)
         mine = slice(*(sum(split.counts[:n]) for n in (comm.rank, comm.rank + 1)))
         for turn in range(turns):
             expected = integers((split.extent, 5), turn)
@@ -123,7 +124,7 @@ def test_every_collective_is_exact_whoever_is_late(comm, monkeypatch, turns, mai
     late, order = random.Random(comm.rank), random.Random(comm.size)
     n = 2 * comm.size + 1
     with on_grid(comm, x=comm.size) as grid:
-        mine = grid.x.split(0, n)
+        mine = Split(grid.x, 0, n)
         cut = np.cumsum([0, *mine.counts])[comm.rank:comm.rank + 2]
         for turn in range(turns):
             kind, root = order.randrange(5), order.randrange(comm.size)
@@ -222,7 +223,7 @@ def test_what_ranks_have_in_common_cannot_be_written(comm):
 def test_a_fork_takes_nothing_with_it(comm):
     """A child that drops all its arrays and ends does not give them back for its parent."""
     with on_grid(comm, x=comm.size) as grid:
-        split = grid.x.split(0, comm.size)
+        split = Split(grid.x, 0, comm.size)
         block = split.empty((1,), np.float64)
         block[...] = comm.rank
         whole = split.all_gather(block)
@@ -243,7 +244,7 @@ def test_a_fork_takes_nothing_with_it(comm):
 def test_an_error_on_all_ranks_leaves_the_memory_in_order(comm):
     """Nothing is left half done by a collective that refuses its arguments."""
     with on_grid(comm, x=comm.size) as grid:
-        split = grid.x.split(0, 2 * comm.size)
+        split = Split(grid.x, 0, 2 * comm.size)
         for turn in range(100):
             term = split.term((2 * comm.size, 3), np.float64)
             with pytest.raises(ValueError, match="does not fit"):
@@ -300,7 +301,7 @@ def test_each_rank_accounts_for_its_share(comm):
     """A gathered array is there once for all ranks, a term once for each."""
     with on_grid(comm, x=comm.size) as grid:
         before = grid.backend.memory()["in_use"]
-        split = grid.x.split(0, 40)
+        split = Split(grid.x, 0, 40)
         whole = split.all_gather(split.empty((10, 7), np.float64))
         assert grid.backend.memory()["in_use"] == before + 40 * 7 * 8 // comm.size
         term = split.term((40, 7), np.float64)
@@ -330,7 +331,7 @@ def test_more_regions_than_one_meeting_can_hear_of_are_used_again(comm):
 def test_memory_does_not_grow_where_ranks_never_meet_otherwise(comm):
     """Blocks made and dropped without ever being gathered."""
     with on_grid(comm, x=comm.size) as grid:
-        split = grid.x.split(0, comm.size)
+        split = Split(grid.x, 0, comm.size)
         places = {split.empty((1,), np.float64).base.__array_interface__["data"]
                   for _ in range(1000)}
         assert len(places) <= 2 * MAX_TAKEN
@@ -344,7 +345,7 @@ def test_descriptors_are_closed(comm):
 
     before = descriptors()
     with on_grid(comm, x=comm.size) as grid:
-        split = grid.x.split(0, comm.size)
+        split = Split(grid.x, 0, comm.size)
         kept = [split.all_gather(split.empty((1,), np.float64)) for _ in range(200)]
         assert descriptors() < before + 20
         assert len({a.__array_interface__["data"] for a in kept}) == 200

@@ -1,0 +1,131 @@
+"""Divide one dimension of a matrix over one direction of the process grid."""
+
+import math
+from typing import Any
+
+from mm3d.arrays.backend import Array
+from mm3d.arrays.blocks import block_lengths, resized_shape
+from mm3d.grid.axis import Axis
+from mm3d.transport.pending import Pending
+
+
+class Split:
+    """Divide one dimension of a matrix over one axis, and call collectives on its blocks.
+
+    Parameters
+    ----------
+    axis : Axis
+        The direction.
+    dim : int
+        The dimension that is divided.
+    extent : int
+        Its length before it is divided.
+    unit : int
+        Number of elements that stay together, such as the columns of an attention head.
+
+    Attributes
+    ----------
+    counts : list of int
+        Length of each rank's block.
+    """
+
+    def __init__(self, axis: Axis, dim: int, extent: int, unit: int = 1) -> None:
+        self.axis, self.dim, self.extent = axis, dim, extent
+        self.counts = block_lengths(extent, axis.size, unit)
+
+    def __repr__(self) -> str:
+        return f"Split(dimension {self.dim} of {self.extent} over {self.axis.name})"
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Allocate this rank's block, of local `shape`, so that `all_gather` need not copy it.
+
+        Every rank of the axis must call it, with the same dtype and with shapes that fit;
+        `all_gather` accepts any other array as well.
+        """
+        if self.axis.size == 1:
+            return self.axis.backend.empty(shape, dtype)
+        return self.axis.transport.block(shape, dtype, self.dim, self.counts)
+
+    def term(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Allocate this rank's term of a sum, for `reduce_scatter`.
+
+        Every rank of the axis must call it, with the same shape and dtype; `reduce_scatter`
+        accepts any other array as well.
+        """
+        if self.axis.size == 1:
+            return self.axis.backend.empty(shape, dtype)
+        return self.axis.transport.term(shape, dtype)
+
+    def reduce_term(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Allocate this rank's term of a sum, for `reduce`; otherwise like `term`."""
+        if self.axis.size == 1:
+            return self.axis.backend.empty(shape, dtype)
+        return self.axis.transport.summand(shape, dtype)
+
+    def all_gather(self, a: Array) -> Array:
+        """Gather the whole dimension from the blocks of all ranks."""
+        return self.axis.all_gather(a, self.dim, self.counts)
+
+    def reduce_scatter(self, a: Array) -> Array:
+        """Sum `a`, in which the dimension is whole, over the ranks; return this rank's block."""
+        return self.axis.reduce_scatter(a, self.dim, self.counts)
+
+    def begin_reduce_scatter(self, a: Array) -> Pending:
+        """Start a `reduce_scatter` that may run while this rank computes."""
+        return self.axis.begin_reduce_scatter(a, self.dim, self.counts)
+
+    def prefetch(self, a: Array) -> Array | Pending:
+        """Start an `all_gather` that runs while this rank computes; return `a` if none can."""
+        return self.axis.prefetch(a, self.dim, self.counts)
+
+    def broadcast(self, a: Array, root: int) -> Array:
+        """Broadcast the block of the rank `root` to all ranks."""
+        if self.axis.rank != root:
+            a = self._empty_block(a, root)
+        return self.axis.broadcast(a, root)
+
+    def all_to_all(self, a: Array) -> Array:
+        """Send every rank its block of `a`, in which the dimension is whole.
+
+        Returns the blocks of this rank, in the order of the ranks that sent them.
+        """
+        own = self.counts[self.axis.rank]
+        return self.axis.all_to_all(a, self.counts, [own] * self.axis.size, self.dim)
+
+    def shift(self, a: Array, held: int, by: int) -> Array:
+        """Pass blocks along the line, each to the rank `by` places before, cyclically.
+
+        Every rank calls this, with the number `held` of its block `a`; these follow one another
+        as the ranks do, from any first one on.  The result is block `held + by`.
+        """
+        axis, size = self.axis, self.axis.size
+        by %= size
+        if not by:
+            return a
+        shape = resized_shape(a.shape, self.dim, self.counts[(held + by) % size])
+        sends, receives = [0] * size, [0] * size
+        sends[axis.rank - by] = a.size
+        receives[(axis.rank + by) % size] = math.prod(shape)
+        xp = axis.backend.xp
+        flat = xp.reshape(axis.backend.contiguous(a), (a.size,))
+        return xp.reshape(axis.all_to_all(flat, sends, receives), shape)
+
+    def begin_broadcast(self, a: Array, root: int) -> Pending:
+        """Start a `broadcast` that may run while this rank computes."""
+        if self.axis.rank != root:
+            a = self._empty_block(a, root)
+        return self.axis.begin_broadcast(a, root)
+
+    def begin_reduce(self, a: Array, root: int) -> Pending:
+        """Start a `reduce` that may run while this rank computes."""
+        return self.axis.begin_reduce(a, root)
+
+    def reduce(self, a: Array, root: int) -> Array | None:
+        """Return the sum of the terms of the block of `root`, on that rank; None on the others."""
+        return self.axis.reduce(a, root)
+
+    def _empty_block(self, a: Array, rank: int) -> Array:
+        """Allocate memory for the block of `rank`, like `a` but for the length."""
+        shape = list(a.shape)
+        shape[self.dim] = self.counts[rank]
+        return self.axis.backend.empty(tuple(shape), a.dtype)
