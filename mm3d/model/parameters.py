@@ -54,9 +54,12 @@ class Parameter:
     gathered_when_read : bool
         Whether reading `value` is a collective of all ranks that divide it, which each use of
         the value repeats.
+    allocated : tuple of str
+        Attributes that hold memory of their own, beside a separate master.
     """
 
     gathered_when_read = False
+    allocated: tuple[str, ...] = ("value", "grad")
 
     def __init__(self, name: str, grid: Grid, layout: Layout, shape: tuple[int, ...],
                  dtype: Any, gathered_along: Split | None = None, master: Any = None) -> None:
@@ -102,8 +105,8 @@ class Parameter:
     @property
     def nbytes(self) -> int:
         """Return the bytes on this rank of value, gradient, and separate master."""
-        held = [self.value, self.grad, *([self.master] if self.has_master else ())]
-        return sum(a.nbytes for a in held)
+        names = (*self.allocated, "master") if self.has_master else self.allocated
+        return sum(getattr(self, name).nbytes for name in names)
 
     def refresh(self) -> None:
         """Round the master to the type of `value`, into `value`; call it after changing it."""

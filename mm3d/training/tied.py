@@ -7,9 +7,9 @@ from mm3d.grid.axis import Traffic
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
 from mm3d.model.parameters import Parameter
-from mm3d.training.data_parallel import shard_layout
 from mm3d.training.hops import Box, transfers
 from mm3d.training.mesh import Mesh
+from mm3d.training.sharded_parameters import shard_layout
 from mm3d.transport.point_to_point import PointToPoint
 
 

@@ -5,7 +5,7 @@ import pytest
 import mm3d
 from mm3d.grid.layout import Layout
 from mm3d.grid.shape import GridShape
-from mm3d.training.data_parallel import shard_layout
+from mm3d.training.sharded_parameters import shard_layout
 
 SIZES = dict(layers=2, hidden=10, heads=2, seq=3)
 # By ranks: meshes, each with a schedule, micro-batches and sequences.  Replicas have another

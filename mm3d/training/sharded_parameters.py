@@ -1,0 +1,254 @@
+"""Hold the parameters of a replica whole or as shards, as each stage of ZeRO says.
+
+`mm3d.training.data_parallel` has the stages.  A parameter begins and ends the sums of its gradient
+and the gathers of its value.
+"""
+
+from abc import ABC, abstractmethod
+from functools import partial
+from typing import Any
+
+from mm3d.arrays.backend import Array, namespace
+from mm3d.grid.grid import Grid
+from mm3d.grid.layout import Layout
+from mm3d.grid.split import Split
+from mm3d.model.parameters import Parameter
+from mm3d.transport.pending import Pending
+
+
+def shard_layout(layout: Layout) -> Layout:
+    """Return the layout of the shards of blocks in `layout`: d divides their first dimension.
+
+    Vectors on a diagonal are divided in the first dimension that a direction divides, since the
+    diagonal is that of the first letter.
+    """
+    dims = layout.spec.partition("@")[0].split(",")    # as written, with the 0 of faces
+    place = next(n for n, letters in enumerate(dims) if letters) if layout.diagonal else 0
+    # What is whole is divided in single elements: nothing need stay together in a shard.
+    units = {dim: unit for dim, unit in layout.units.items() if dims[dim] or dim != place}
+    dims[place] += "d"
+    return Layout(",".join(dims) + ("@" + layout.diagonal if layout.diagonal else ""), units)
+
+
+class SummedParameter(Parameter):
+    """Hold a parameter whose gradient is summed over replicas; parameters as for `Parameter`.
+
+    Further parameters
+    ------------------
+    sums : mm3d.training.data_parallel.DataParallel
+        Sums its gradient.
+    """
+
+    def __init__(self, name: str, grid: Grid, layout: Layout, shape: tuple[int, ...],
+                 dtype: Any, gathered_along: Split | None = None, master: Any = None, *,
+                 sums: Any) -> None:
+        self.sums, self.data = sums, sums.grid
+        self.stored = layout.owns_block(grid)
+        self._left, self._is_zero = 0, False
+        super().__init__(name, *self._place(grid, layout), shape, dtype, gathered_along, master)
+        self.first_copy = self._has_first_copy()
+
+    def _place(self, grid: Grid, layout: Layout) -> tuple[Any, Layout]:
+        """Return the grid and the layout of master and gradient."""
+        return grid, layout
+
+    def _has_first_copy(self) -> bool:
+        """Return whether no rank outside `grid` holds this block already."""
+        return True
+
+    @property
+    def first(self) -> bool:
+        """Return whether this rank keeps what the gradient was before a step."""
+        return self.data.coords["r"] == 0
+
+    def twin(self) -> Parameter:
+        other = super().twin()
+        self.sums.parameters.append(other)
+        return other
+
+    def zero_gradient(self) -> None:
+        self.grad[...] = 0
+        self._is_zero = True
+
+    def begin_step(self, microbatches: int) -> None:
+        """Prepare the gradient: what it was before must be counted once."""
+        if not self._is_zero and not self.first:
+            self.grad[...] = 0
+        self._left, self._is_zero = microbatches, False
+
+    def finish_step(self) -> None:
+        """Complete the gradient at the end of a step."""
+
+    def _sum_copies(self) -> None:
+        """Add the shards of the other copies of the model."""
+        if self.stored and self.data.replicated.size > 1:
+            self.grad[...] = self.data.replicated.all_reduce(self.grad)
+
+
+class SummedOnce(SummedParameter, ABC):
+    """Hold a parameter whose gradient is summed once a step: over micro-batches, then replicas.
+
+    `_sum` has the sum over the micro-batches of this rank, and `_terms` is the same memory as
+    `_split` divides it among the replicas.
+    """
+
+    _sum: Array
+    _terms: Array
+    _split: Split
+
+    def accumulate(self, gradient: Array | None) -> None:
+        if gradient is not None:
+            self._sum += gradient
+        self._left -= 1
+        if not self._left and self.sums.in_flight:
+            self._begin_sum()
+
+    def finish_step(self) -> None:
+        if self._left or not self.sums.in_flight:
+            self._left = 0
+            self._begin_sum()
+
+    def _begin_sum(self) -> None:
+        """Begin to sum the gradient, as blocks of which this rank gets its own."""
+        if self.stored:
+            pending = self._split.begin_reduce_scatter(self._terms)
+            self.sums.start(partial(self._finish_sum, pending))
+
+    @abstractmethod
+    def _finish_sum(self, pending: Pending) -> None:
+        """Complete the gradient from the sum of this rank's block."""
+
+
+class ReplicatedParameter(SummedOnce):
+    """Hold a parameter of which every replica has master, gradient and value (stage 0)."""
+
+    def _allocate_gradient(self) -> None:
+        super()._allocate_gradient()
+        self._sum = self.grad
+        self._terms = namespace(self.grad).reshape(self.grad, (self.grad.size,))
+        self._split = Split(self.data["d"], 0, self.grad.size)
+
+    @property
+    def first(self) -> bool:
+        return self.data.coords["r"] == self.data.coords["d"] == 0
+
+    def _has_first_copy(self) -> bool:
+        return self.first
+
+    def _finish_sum(self, pending: Pending) -> None:
+        self._terms[...] = self._split.all_gather(pending.take())
+        self._sum_copies()
+
+
+class ShardedParameter(SummedParameter):
+    """Hold a parameter of which d divides the master, and of which each replica has the value.
+
+    The master of a rank is a part of the value where it can be.
+    """
+
+    def _place(self, grid: Grid, layout: Layout) -> tuple[Any, Layout]:
+        self.whole = layout, grid
+        return self.data, shard_layout(layout)
+
+    def _allocate(self, gathered_along: Split | None, master: Any) -> None:
+        local = self.layout.local_shape(self.data, self.shape)
+        self._split = self.layout.split(self.data, self.shape, "d")
+        start = sum(self._split.counts[:self._split.axis.rank]) if self.stored else 0
+        stop = start + local[self._split.dim]
+        self._own = (slice(None),) * self._split.dim + (slice(start, stop), Ellipsis)
+        self._allocate_value(gathered_along)
+        self.master = (self.data.backend.empty(local, master) if self.has_master else
+                       self._part_of(self.value))
+
+    def _allocate_value(self, gathered_along: Split | None) -> None:
+        """Allocate `value`, this rank's whole block."""
+        layout, grid = self.whole
+        whole = layout.local_shape(grid, self.shape)
+        self.value = (gathered_along or self.data.backend).empty(whole, self.dtype)
+
+    def _part_of(self, whole: Array) -> Array:
+        """Return this rank's shard of `whole`, as a view if that is contiguous."""
+        part, backend = whole[self._own], self.data.backend
+        if backend.is_contiguous(part):
+            return part
+        return backend.empty(tuple(part.shape), part.dtype)
+
+    def refresh(self) -> None:
+        """Round the shards of the master to the type of `value`, and gather them in `value`."""
+        if self.stored:
+            xp, dtype = namespace(self.master), self.value.dtype
+            rounded = xp.astype(self.master, dtype) if self.has_master else self.master
+            self.value[...] = self._split.all_gather(rounded)
+
+
+class ShardedMaster(SummedOnce, ShardedParameter):
+    """Hold a parameter whose master alone is divided along d (stage 1).
+
+    The gradient of a rank is a part of the whole one where it can be.
+    """
+
+    allocated = ("value", "_sum")
+
+    def _allocate_gradient(self) -> None:
+        """Allocate the sum over the micro-batches of this rank, and `grad`, a part of it."""
+        self._sum = self._terms = self.data.backend.empty(self.value.shape, self.master.dtype)
+        self.grad = self._part_of(self._sum)
+
+    def zero_gradient(self) -> None:
+        self._sum[...] = 0
+        super().zero_gradient()
+
+    def begin_step(self, microbatches: int) -> None:
+        if not self._is_zero:
+            *before, own, _ = self._own
+            for others in (slice(own.start), slice(own.stop, None)):
+                self._sum[(*before, others, Ellipsis)] = 0
+            self._sum[self._own] = self.grad if self.first else 0
+        self._left, self._is_zero = microbatches, False
+
+    def _finish_sum(self, pending: Pending) -> None:
+        self.grad[...] = pending.take()
+        self._sum_copies()
+
+
+class ShardedGradient(ShardedParameter):
+    """Hold a parameter whose master and gradient are divided along d (stage 2)."""
+
+    def accumulate(self, gradient: Array | None) -> None:
+        """Add the sum of all replicas' gradients of a micro-batch to this rank's shard."""
+        if gradient is not None and self.stored:
+            pending = self._split.begin_reduce_scatter(gradient)
+            self.sums.start(partial(self._finish_sum, pending))
+
+    def _finish_sum(self, pending: Pending) -> None:
+        self.grad += pending.take()
+
+    def finish_step(self) -> None:
+        self._sum_copies()
+
+
+class ShardedValue(ShardedGradient):
+    """Hold a parameter of which everything is divided along d (stage 3).
+
+    Each read of `value` gathers the whole block, which lives as long as it is used.
+    """
+
+    allocated = ("_shard", "grad")
+    gathered_when_read = True
+
+    def _allocate(self, gathered_along: Split | None, master: Any) -> None:
+        local, backend = self.layout.local_shape(self.data, self.shape), self.data.backend
+        self._split = self.layout.split(self.data, self.shape, "d")
+        self._shard = (self._split if self.stored else backend).empty(local, self.dtype)
+        self.master = backend.empty(local, master) if self.has_master else self._shard
+
+    @property
+    def value(self) -> Array:
+        """Gather this rank's block from the shards; every rank along d must read it."""
+        return self._split.all_gather(self._shard) if self.stored else self._shard
+
+    def refresh(self) -> None:
+        """Round the shard of the master to the type of values."""
+        if self.has_master:
+            xp = namespace(self.master)
+            self._shard[...] = xp.astype(self.master, self._shard.dtype)
