@@ -1,6 +1,6 @@
 """Arrange ranks in a process grid, with coordinates and an `Axis` for each direction."""
 
-from typing import Any, Callable
+from typing import Any, Callable, Iterable
 
 from mpi4py import MPI
 
@@ -14,7 +14,62 @@ from mm3d.transport.nodes import node_of
 from mm3d.transport.silent import DryCommunicator
 
 
-class Grid:
+class GridAxes:
+    """Join ranks along directions of a grid: an `Axis` for each, with its traffic.
+
+    Attributes
+    ----------
+    comm, backend, shape, coords
+        See `Grid`; a subclass sets them first.
+    axes : dict of str to Axis
+        The ranks that differ from this one along each direction.
+    """
+
+    comm: MPI.Intracomm | DryCommunicator
+    backend: Backend
+    shape: GridShape
+    coords: dict[str, int]
+    axes: dict[str, Axis]
+
+    def _create_axes(self, names: Iterable[str], ordered: bool = False) -> dict[str, Axis]:
+        """Create the axes of the directions `names`; `ordered` as in `create_transports`."""
+        kind = choose_transport(self.comm, self.backend)
+        node = node_of(self.comm) if kind in IN_NODES else 0
+        lines = {name: self._line(name) for name in names}
+        transports = create_transports(self.comm, lines, self.backend, kind, node, ordered)
+        return {name: Axis(name, line, self.backend, transports[name])
+                for name, line in lines.items()}
+
+    def _line(self, name: str) -> MPI.Intracomm | DryCommunicator:
+        """Create the communicator of the ranks that differ from this one along `name`."""
+        if isinstance(self.comm, DryCommunicator):
+            return DryCommunicator(self.shape[name], self.coords[name])
+        # The first rank of a line identifies it.
+        return self.comm.Split(self.shape.rank({**self.coords, name: 0}), self.coords[name])
+
+    def traffic(self) -> dict[tuple[str, str], Traffic]:
+        """Return the traffic of this rank since `reset_traffic`, by (direction, collective)."""
+        return {(name, collective): traffic for name, axis in self.axes.items()
+                for collective, traffic in axis.traffic.items()}
+
+    def reset_traffic(self) -> None:
+        """Reset the counts of traffic to zero."""
+        for axis in self.axes.values():
+            axis.traffic = {}
+
+    def free(self) -> None:
+        """Free the communicators of the axes, which cannot be used afterwards.
+
+        Every rank must call it.  MPI libraries support a few thousand communicators at most, so a
+        program that creates many grids should free them.
+        """
+        for axis in self.axes.values():
+            axis.transport.free()
+            axis.comm.Free()
+        self.axes = {}
+
+
+class Grid(GridAxes):
     """Arrange the ranks of a communicator as a Cartesian grid with named directions.
 
     Ranks are numbered as `mm3d.grid.shape.GridShape` says, the first direction varying slowest.
@@ -63,19 +118,7 @@ class Grid:
         launcher.check_launcher(comm.size if comm == MPI.COMM_WORLD else None)
         self.size, self.rank = comm.size, comm.rank
         self.coords = self.shape.coordinates(comm.rank)
-        kind = choose_transport(comm, self.backend)
-        node = node_of(comm) if kind in IN_NODES else 0
-        lines = {name: self._line(name) for name in self.shape}
-        transports = create_transports(comm, lines, self.backend, kind, node)
-        self.axes = {name: Axis(name, line, self.backend, transports[name])
-                     for name, line in lines.items()}
-
-    def _line(self, name: str) -> MPI.Intracomm | DryCommunicator:
-        """Create the communicator of the ranks that differ from this one along `name`."""
-        if isinstance(self.comm, DryCommunicator):
-            return DryCommunicator(self.shape[name], self.coords[name])
-        # The first rank of a line identifies it.
-        return self.comm.Split(self.shape.rank({**self.coords, name: 0}), self.coords[name])
+        self.axes = self._create_axes(self.shape)
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name]
@@ -89,16 +132,6 @@ class Grid:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{name}={size}" for name, size in self.shape.items())
         return f"Grid({sizes}; rank {self.rank} at {tuple(self.coords.values())})"
-
-    def traffic(self) -> dict[tuple[str, str], Traffic]:
-        """Return the traffic of this rank since `reset_traffic`, by (direction, collective)."""
-        return {(name, collective): traffic for name, axis in self.axes.items()
-                for collective, traffic in axis.traffic.items()}
-
-    def reset_traffic(self) -> None:
-        """Reset the counts of traffic to zero."""
-        for axis in self.axes.values():
-            axis.traffic = {}
 
     def graph(self, step: Callable[[], Any]) -> Callable[[], Any]:
         """Record `step`, which communicates on this grid, as a CUDA graph; see `Backend.graph`.
@@ -114,14 +147,3 @@ class Grid:
             raise ValueError(f"a graph of a step has no place for what the host does, as with "
                              f"MM3D_TRANSPORT={host[0]}: choose nccl, or one rank")
         return self.backend.graph(step)
-
-    def free(self) -> None:
-        """Free the communicators of the directions; the grid cannot be used afterwards.
-
-        Every rank must call it.  MPI libraries support a few thousand communicators at most, so a
-        program that creates many grids should free them.
-        """
-        for axis in self.axes.values():
-            axis.transport.free()
-            axis.comm.Free()
-        self.axes = {}

@@ -2,19 +2,17 @@
 
 from typing import Any
 
-from mm3d.grid.axis import Axis, Traffic
-from mm3d.grid.grid import Grid
+from mm3d.grid.axis import Axis
+from mm3d.grid.grid import Grid, GridAxes
 from mm3d.grid.shape import GridShape
-from mm3d.transport.choice import IN_NODES, choose_transport, create_transports
-from mm3d.transport.nodes import node_of
 
 
-class DataGrid:
+class DataGrid(GridAxes):
     """Extend the grid of a tensor parallelism by the directions of data parallelism.
 
     Direction d joins the ranks of equal place among which ZeRO divides a copy of the model, and r
     those that hold the same part in the other copies.  Sums along both add in the order of the
-    ranks, except with NCCL.
+    ranks, except with NCCL.  The traffic is that along r and d.
 
     Parameters
     ----------
@@ -40,33 +38,8 @@ class DataGrid:
         self.comm, self.grid, self.backend = comm, grid, grid.backend
         self.shape = GridShape.from_sizes({"r": copies, "d": shards, **grid.shape})
         self.coords = self.shape.coordinates(comm.rank)
-        kind = choose_transport(comm, self.backend)
-        node = node_of(comm) if kind in IN_NODES else 0
-        lines = {name: self._line(name) for name in "rd"}
-        transports = create_transports(comm, lines, self.backend, kind, node, ordered=True)
-        self.axes = {name: Axis(name, line, self.backend, transports[name])
-                     for name, line in lines.items()}
+        self.axes = self._create_axes("rd", ordered=True)
         self.replicated = self.axes["r"]
-
-    def _line(self, name: str) -> Any:
-        """Create the communicator of the ranks that differ from this one along `name`."""
-        return self.comm.Split(self.shape.rank({**self.coords, name: 0}), self.coords[name])
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name] if name in self.axes else self.grid[name]
-
-    def traffic(self) -> dict[tuple[str, str], Traffic]:
-        """Return the traffic of this rank along r and d, by (direction, collective)."""
-        return {(name, collective): traffic for name, axis in self.axes.items()
-                for collective, traffic in axis.traffic.items()}
-
-    def reset_traffic(self) -> None:
-        """Reset the counts of traffic along r and d to zero."""
-        for axis in self.axes.values():
-            axis.traffic = {}
-
-    def free(self) -> None:
-        """Free the communicators of r and d; every rank must call it."""
-        for axis in self.axes.values():
-            axis.transport.free()
-            axis.comm.Free()
