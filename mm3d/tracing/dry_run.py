@@ -11,7 +11,8 @@ elementwise pass, every collective, and the memory over time, exactly.
 
 import math
 import sys
-from typing import Any
+from contextlib import contextmanager
+from typing import Any, Iterator
 
 import numpy as np
 
@@ -21,6 +22,7 @@ from mm3d.model.gpt_ends import WholeGPT
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.transformer import Transformer
 from mm3d.schemes import scheme as make_scheme
+from mm3d.schemes.scheme import Scheme
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 from mm3d.tracing.observe import observed
@@ -60,32 +62,26 @@ def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank:
     ValueError
         When `mm3d.scheme`, `DryCommunicator` or `mm3d.Transformer` refuses the arguments.
     """
-    backend = backends.get(DryBackend())
-    backend.reset(block)
-    trace = backend.trace
-    scheme = make_scheme(name, DryCommunicator(ranks, rank), grid, backend, **(options or {}))
+    scheme, trace = _dry_scheme(name, ranks, grid, rank, block, options)
     model = Transformer(scheme, **sizes)
     model.mask_key.place = 0, 0    # as in training
     trace.layers = sizes["layers"]
     trace.parameters = sum(p.nbytes for p in model.parameters)
     x, dy = model.random("input"), model.random("output gradient")
     with observed(scheme.grid, trace, model):
-        scheme.grid.reset_traffic()
-        y, saved = model.forward(x)
-        trace.traffic["forward"] = scheme.grid.traffic()
+        with _traced_phase(scheme, trace, "forward"):
+            y, saved = model.forward(x)
         trace.saved = model.saved_bytes(saved)
-        scheme.grid.reset_traffic()
         if halves:
-            _, operands = model.backward_input(dy, saved)
-            trace.traffic["backward_input"] = scheme.grid.traffic()
+            with _traced_phase(scheme, trace, "backward_input"):
+                _, operands = model.backward_input(dy, saved)
             del saved
             trace.operands = model.saved_bytes(operands)
-            scheme.grid.reset_traffic()
-            model.backward_weights(operands)
-            trace.traffic["backward_weights"] = scheme.grid.traffic()
+            with _traced_phase(scheme, trace, "backward_weights"):
+                model.backward_weights(operands)
         else:
-            model.backward(dy, saved)
-            trace.traffic["backward"] = scheme.grid.traffic()
+            with _traced_phase(scheme, trace, "backward"):
+                model.backward(dy, saved)
     trace.phase = "done"
     return trace
 
@@ -114,25 +110,36 @@ def trace_gpt(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: 
     ValueError
         As from `trace_step`.
     """
-    backend = backends.get(DryBackend())
-    backend.reset(block)
-    trace = backend.trace
-    scheme = make_scheme(name, DryCommunicator(ranks, rank), grid, backend, **(options or {}))
+    scheme, trace = _dry_scheme(name, ranks, grid, rank, block, options)
     model = WholeGPT(scheme, **sizes)
     model.inside.mask_key.place = 0, 0
-    trace.layers = sizes["layers"]
-    trace.parameters = model.nbytes
+    trace.layers, trace.parameters = sizes["layers"], model.nbytes
     tokens = np.arange(math.prod(model.shape)).reshape(model.shape) % model.vocab
     with observed(scheme.grid, trace, model):
-        scheme.grid.reset_traffic()
-        _, saved = model.forward(tokens, Targets(tokens))
-        trace.traffic["forward"] = scheme.grid.traffic()
+        with _traced_phase(scheme, trace, "forward"):
+            _, saved = model.forward(tokens, Targets(tokens))
         trace.saved = model.inside.saved_bytes(saved)
-        scheme.grid.reset_traffic()
-        model.backward(tokens, Targets(tokens), saved)
-        trace.traffic["backward"] = scheme.grid.traffic()
+        with _traced_phase(scheme, trace, "backward"):
+            model.backward(tokens, Targets(tokens), saved)
     trace.phase = "done"
     return trace
+
+
+def _dry_scheme(name: str, ranks: int, grid: tuple[int, ...] | None, rank: int, block: int,
+                options: dict[str, Any] | None) -> tuple[Scheme, Trace]:
+    """Create a scheme without ranks, and the new trace of its arrays."""
+    backend = backends.get(DryBackend())
+    backend.reset(block)
+    scheme = make_scheme(name, DryCommunicator(ranks, rank), grid, backend, **(options or {}))
+    return scheme, backend.trace
+
+
+@contextmanager
+def _traced_phase(scheme: Scheme, trace: Trace, phase: str) -> Iterator[None]:
+    """Add the traffic of what is done in this context to the trace, as that of a phase."""
+    scheme.grid.reset_traffic()
+    yield
+    trace.traffic[phase] = scheme.grid.traffic()
 
 
 def extrapolate_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0, *,
