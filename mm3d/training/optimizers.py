@@ -6,6 +6,7 @@ gradients give equal parameters, to the bit, however arrays are divided.
 """
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any, Callable
 
 from mm3d.arrays.backend import Array, backend_of
@@ -24,7 +25,7 @@ def decays(trained: Any) -> bool:
     return trained.name.endswith("weight") and len(trained.public_shape) > 1
 
 
-class Optimizer:
+class Optimizer(ABC):
     """Change the parameters of a model after each computation of its gradients.
 
     Parameters
@@ -150,10 +151,10 @@ class Optimizer:
         if self.loss_scaling is not None:
             self.model.loss_scale = self.loss_scaling.scale
 
+    @abstractmethod
     def _update(self, xp: Any, factor: float, scratch: Array, w: Array, g: Array,
                 *moments: Array) -> None:
         """Change a piece `w` by its gradient `g`, to be multiplied by `factor`, and `moments`."""
-        raise NotImplementedError
 
 
 class SGD(Optimizer):
