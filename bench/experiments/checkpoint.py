@@ -65,12 +65,7 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
     WrongResult
         When what was restored differs.
     """
-    try:
-        scheme = mm3d.scheme("1d", comm, grid=(comm.size,), backend=backend)
-        model = mm3d.Transformer(scheme, **sizes, seed=seed, dtype=dtype)
-        optimizer = mm3d.AdamW(model, 1e-3)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    model, optimizer = _create_model(comm, sizes, dtype, seed, backend)
     work = broadcast_from_rank_0(lambda: make_work_folder(folder), comm)
     subject = _Subject(comm, work, model, optimizer, seed)
     try:
@@ -85,7 +80,7 @@ def measure_checkpoint(comm: MPI.Intracomm, folder: Path, sizes: mm3d.ModelSizes
         # rank fails alone the others do not come.
         if comm.rank == 0:
             shutil.rmtree(work, ignore_errors=True)
-    return _record(comm, scheme.grid.backend.name, samples, subject.total, [
+    return _record(comm, model.grid.backend.name, samples, subject.total, [
         Check(QUANTITY, float(differing), 0.0)],
         {**asdict(sizes), "dtype": dtype, "scheme": "1d", "ranks": comm.size, "seed": seed,
          "ended_by": ended_by, **asdict(limits)})
@@ -99,6 +94,17 @@ def make_work_folder(folder: Path) -> Path:
         return Path(tempfile.mkdtemp(prefix="checkpoint-files-", dir=folder))
     except OSError as error:
         raise UsageError(f"--folder {folder}: {error}") from error
+
+
+def _create_model(comm: MPI.Intracomm, sizes: mm3d.ModelSizes, dtype: str, seed: int,
+                  backend: str | None) -> tuple[mm3d.Transformer, Any]:
+    """Create the model and its optimizer; UsageError where there is no such model."""
+    try:
+        scheme = mm3d.scheme("1d", comm, grid=(comm.size,), backend=backend)
+        model = mm3d.Transformer(scheme, **sizes, seed=seed, dtype=dtype)
+        return model, mm3d.AdamW(model, 1e-3)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 class _Subject:

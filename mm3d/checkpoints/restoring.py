@@ -64,12 +64,10 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
     index = on_root(comm, problem, lambda: read_index(path))
     arrays = stored_arrays(model, optimizer)
     _check(path, comm, index, arrays, optimizer)
-    by_path: dict[str, list[Block]] = {name: [] for name in index.arrays}
-    for block in index.blocks:
-        by_path[block.path].append(block)
+    blocks = _blocks_by_path(index)
 
     def read() -> list[np.ndarray]:
-        return [_read(path, stored, by_path[stored.path]) for stored in arrays]
+        return [_read(path, stored, blocks[stored.path]) for stored in arrays]
 
     if other_steps:
         problem += f", step={other_steps[-1]} is there too"
@@ -77,10 +75,7 @@ def restore(folder: str | Path, model: Any, optimizer: Any = None,
         if stored.size:
             stored.backend.copy_from_host(values, stored.array)
     model.refresh()
-    if optimizer is not None:
-        optimizer.set_numbers(index.optimizer)
-    if getattr(model, DROPOUT_STEP, None) is not None and DROPOUT_STEP in index.attributes:
-        setattr(model, DROPOUT_STEP, index.attributes[DROPOUT_STEP])
+    _set_numbers(index, model, optimizer)
     attributes = {name: value for name, value in index.attributes.items()
                   if name not in ("step", DROPOUT_STEP)}
     return Checkpoint(path, index.attributes["step"], attributes)
@@ -115,6 +110,22 @@ def _check(path: Path, comm: Any, index: Index, arrays: list[StoredArray],
         lines = [f"{more[0]} is not in the model"]
     if lines:
         raise ValueError(f"checkpoint {path} is of another model: {lines[0]}")
+
+
+def _blocks_by_path(index: Index) -> dict[str, list[Block]]:
+    """Return the blocks of each array of a checkpoint."""
+    found: dict[str, list[Block]] = {name: [] for name in index.arrays}
+    for block in index.blocks:
+        found[block.path].append(block)
+    return found
+
+
+def _set_numbers(index: Index, model: Any, optimizer: Any) -> None:
+    """Set the numbers of the optimizer, and the step of dropout where the model drops anything."""
+    if optimizer is not None:
+        optimizer.set_numbers(index.optimizer)
+    if getattr(model, DROPOUT_STEP, None) is not None and DROPOUT_STEP in index.attributes:
+        setattr(model, DROPOUT_STEP, index.attributes[DROPOUT_STEP])
 
 
 def _difference(index: Index, stored: StoredArray) -> str | None:

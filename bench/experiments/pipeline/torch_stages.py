@@ -12,7 +12,6 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -48,8 +47,10 @@ class Waits:
         self.slept[step].append(time.perf_counter() - begin)
 
 
-def make_modules(torch: Any) -> SimpleNamespace:
-    """Define the modules and functions, which need the library's own classes."""
+def layers_class(torch: Any) -> type:
+    """Define the module of the layers of a stage."""
+    from torch_layer import transformer_layer
+
     class Layers(torch.nn.Module):
         """The layers of a stage."""
 
@@ -66,11 +67,15 @@ def make_modules(torch: Any) -> SimpleNamespace:
                                   for name, p in own.items()})
 
         def forward(self, x):
-            from torch_layer import transformer_layer
             for own in self.layers:
                 x = transformer_layer(torch, x, own, self.heads)
             return x
 
+    return Layers
+
+
+def waiting_class(torch: Any) -> type:
+    """Define the module of a stage that waits."""
     class Wait(torch.autograd.Function):
         """Wait for F; in backward, for B."""
 
@@ -96,6 +101,11 @@ def make_modules(torch: Any) -> SimpleNamespace:
         def forward(self, x):
             return Wait.apply(x, self.anchor, self.waits, self.stage)
 
+    return WaitingStage
+
+
+def loss_class(torch: Any) -> type:
+    """Define the function of a loss whose gradient by the output is given."""
     class Loss(torch.autograd.Function):
         """A loss whose gradient by the output is given."""
 
@@ -108,7 +118,7 @@ def make_modules(torch: Any) -> SimpleNamespace:
         def backward(ctx, _):
             return ctx.saved_tensors[0], None
 
-    return SimpleNamespace(Layers=Layers, WaitingStage=WaitingStage, Loss=Loss)
+    return Loss
 
 
 class Rank:
@@ -131,9 +141,14 @@ class Rank:
         from torch.distributed import pipelining
         self.torch, self.case, self.actions = torch, case, []
         self.waits = case["seconds"] and Waits(case["seconds"])
-        made, own = make_modules(torch), case["stages"][rank]
-        self.modules = {stage: made.WaitingStage(self.waits, stage) if self.waits else made.Layers(
-            arrays, case["layers"][stage], case["heads"]) for stage in own}
+        own = case["stages"][rank]
+        if self.waits:
+            create = waiting_class(torch)
+            self.modules = {stage: create(self.waits, stage) for stage in own}
+        else:
+            create = layers_class(torch)
+            self.modules = {stage: create(arrays, case["layers"][stage], case["heads"])
+                            for stage in own}
         like = torch.empty(case["shape"], dtype=getattr(torch, case["dtype"]))
         stages = [pipelining.PipelineStage(
             self.modules[stage], stage, sum(map(len, case["stages"])), torch.device("cpu"),
@@ -145,7 +160,7 @@ class Rank:
         kind = case["schedule"].partition(":")[0]
         self.schedule = getattr(pipelining, SCHEDULES[kind])(
             stages[0] if kind in ONE_STAGE else stages, case["microbatches"],
-            loss_fn=made.Loss.apply, scale_grads=False)
+            loss_fn=loss_class(torch).apply, scale_grads=False)
         self.inputs = tuple(torch.from_numpy(arrays[name]) for name in ("inputs",)
                             if name in arrays)
         self.target = {"target": torch.from_numpy(arrays["output gradients"])
