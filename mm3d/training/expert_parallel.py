@@ -14,7 +14,8 @@ from mm3d.model.experts.capacity import capacity_of
 from mm3d.model.experts.dispatch import WAYS
 from mm3d.model.experts.options import Experts
 from mm3d.model.experts.shared import ExpertRanks
-from mm3d.training.data_parallel import DataParallel, SummedParameter
+from mm3d.training.data_parallel import DataParallel
+from mm3d.training.sharded_parameters import SummedParameter
 
 
 class DividedExperts(SummedParameter):
