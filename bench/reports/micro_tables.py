@@ -12,6 +12,7 @@ from bench.records.measurements import Measurements, grid_shape
 from bench.reports.document import (Cell, Column, Notes, Number, Part, Rows, Table,
                                     number_cell)
 from bench.reports.emulated import describe_cluster
+from bench.reports.experts_table import experts_parts
 from bench.reports.layer_table import layer_parts
 from bench.reports.link_sweep import sweep_parts
 from bench.reports.merit import words_note
@@ -271,6 +272,6 @@ def _bytes(size: int) -> str:
 
 BUILDERS: dict[str, Callable[[Measurements], list[Part]]] = {
     "gemm": gemm_parts, "collectives": collective_parts, "products": products_parts,
-    "checkpoint": checkpoint_parts}
+    "checkpoint": checkpoint_parts, "experts": experts_parts}
 # Tables of any number of records.
 JOINT_BUILDERS = {"matmul": matmul_parts, "layer": layer_parts, "sweep": sweep_parts}

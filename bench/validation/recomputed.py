@@ -5,6 +5,7 @@ from typing import Callable, Iterator
 
 import numpy as np
 
+from bench.experiments.experts import measured as experts
 from bench.experiments.pipeline import derived
 from bench.experiments.pipeline.measured import expected_words
 from bench.experiments.products import operands, side_by_side, wire_bytes
@@ -18,6 +19,7 @@ from bench.instruments.statistics import median_interval
 from bench.records.measurements import Measurements, grid_shape
 from mm3d import ModelSizes, SCHEMES, model_spec
 from mm3d.model import cost
+from mm3d.model.experts.balance import utilisation_entropy
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.training.schedules import parse_schedule
 from mm3d.transport.silent import DryCommunicator
@@ -261,6 +263,26 @@ def _training_step(run: Measurements, found: dict[str, np.ndarray]) -> dict[str,
             for name, values in beside.derived(found["times"], tokens).items()}
 
 
+def _experts(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
+    """Recompute ratios and parts from the samples, and the rest from the routing."""
+    samples, item = found["samples"], np.dtype(run.configuration["dtype"]).itemsize
+    parts = experts.medians(found["part_samples"].max(axis=3))
+    tokens, dropped = found["tokens"], found["dropped"]
+    entropies = [utilisation_entropy(one) for one in tokens]
+    pairs = run.configuration["batch"] * run.configuration["seq"] * np.ones(tokens.shape[:2])
+    if not np.array_equal(tokens.sum(axis=2), pairs):
+        raise ValueError("the choices in tokens are not those of all tokens")
+    return {"ratio": Recomputed(experts.medians(samples / samples[:, :1]), "the samples"),
+            "share_of_one_product": Recomputed(experts.medians(samples[:, 2] / samples[:, 1]),
+                                               "the samples"),
+            "part_seconds": Recomputed(parts, "the slowest rank's samples"),
+            "dropped_share": Recomputed(experts.dropped_shares(tokens, dropped), "the pairs"),
+            "entropy": Recomputed(np.array(entropies), "the pairs"),
+            "words": Recomputed(found["expected_words"], "the routing"),
+            "bandwidth": Recomputed(experts.effective_bandwidth(found["words"], parts, item),
+                                    "the words over the seconds")}
+
+
 def _meshes(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
     """Recompute how far the losses of meshes are from those of the first."""
     apart = np.abs(found["loss"] - found["loss"][0]) / found["loss"][0]
@@ -270,4 +292,5 @@ def _meshes(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomp
 RECOMPUTE: dict[str, Callable[[Measurements, dict[str, np.ndarray]], dict[str, Recomputed]]] = {
     "gemm": _gemm, "gpu-gemm": _gemm, "collectives": _collectives, "matmul": _matmul,
     "layer": _layer, "pipeline": _pipeline, "products": _products, "checkpoint": _checkpoint,
-    "training": _training, "training-meshes": _meshes, "training-step": _training_step}
+    "experts": _experts, "training": _training, "training-meshes": _meshes,
+    "training-step": _training_step}

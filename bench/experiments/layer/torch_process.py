@@ -14,15 +14,23 @@ from bench.errors import UsageError
 from mm3d import ModelSizes, launcher
 
 
-class TorchProcess:
-    """A process in which PyTorch computes the layer of `sizes`, asleep between two steps.
+class TorchScript:
+    """A process in which PyTorch runs a script of this package, asleep between two steps.
+
+    The script reads ``case.npz`` in the folder that it is given, with the number of threads, and
+    runs a step; it writes the results to ``result.npz`` and prints a line about the library.
+    Then, for each line on its standard input, it runs another step and prints its seconds.
 
     Parameters
     ----------
     python : str
         An interpreter that has PyTorch.
-    sizes, seed, dtype
-        The layer; see `bench.checks.against_serial.build_model`.
+    script : path
+        The script.
+    case : dict of str to ndarray
+        What it reads.
+    what : str
+        What it computes, for the message.
 
     Attributes
     ----------
@@ -37,11 +45,9 @@ class TorchProcess:
         When the interpreter cannot compute it.
     """
 
-    def __init__(self, python: str, sizes: ModelSizes, seed: int, dtype: str) -> None:
+    def __init__(self, python: str, script: Path, case: dict[str, np.ndarray], what: str) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            np.savez(Path(folder) / "case.npz", heads=sizes.heads,
-                     **global_arrays(sizes, seed, dtype))
-            script = Path(__file__).with_name("torch_layer.py")
+            np.savez(Path(folder) / "case.npz", **case)
             try:
                 self._process = subprocess.Popen(
                     [python, str(script), folder, str(launcher.cores())],
@@ -52,14 +58,14 @@ class TorchProcess:
             self.about = self._process.stdout.readline().strip()
             if not self.about:
                 self._process.wait()
-                raise UsageError(f"--torch {python} could not do the layer, as it says above: an "
+                raise UsageError(f"--torch {python} could not do the {what}, as it says above: an "
                                  f"interpreter with torch and numpy would do")
             with np.load(Path(folder) / "result.npz") as found:
                 self.results = dict(found)
 
-    def step(self) -> float:
-        """Run another step; return its seconds."""
-        self._process.stdin.write("\n")
+    def step(self, which: str = "") -> float:
+        """Run another step, the one that the script calls `which`; return its seconds."""
+        self._process.stdin.write(f"{which}\n")
         self._process.stdin.flush()
         return float(self._process.stdout.readline())
 
@@ -67,6 +73,22 @@ class TorchProcess:
         """End the process."""
         self._process.stdin.close()
         self._process.wait()
+
+
+class TorchProcess(TorchScript):
+    """A process in which PyTorch computes the layer of `sizes`, asleep between two steps.
+
+    Parameters
+    ----------
+    python : str
+        An interpreter that has PyTorch.
+    sizes, seed, dtype
+        The layer; see `bench.checks.against_serial.build_model`.
+    """
+
+    def __init__(self, python: str, sizes: ModelSizes, seed: int, dtype: str) -> None:
+        case = {"heads": np.array(sizes.heads), **global_arrays(sizes, seed, dtype)}
+        super().__init__(python, Path(__file__).with_name("torch_layer.py"), case, "layer")
 
 
 def torch_environment() -> dict[str, str]:

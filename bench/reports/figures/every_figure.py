@@ -9,7 +9,7 @@ from typing import Callable, Iterator
 from bench.errors import UsageError
 from bench.records.folder import FolderContents, Results, read_folder
 from bench.records.measurements import Measurements
-from bench.reports.figures import (against_ranks, products, roofline_and_memory, style,
+from bench.reports.figures import (against_ranks, experts, products, roofline_and_memory, style,
                                    time_shares)
 
 # The function that draws each figure, and a sentence that describes it, by name.
@@ -39,7 +39,12 @@ MEASURED: dict[str, dict[str, tuple[Callable[[Measurements], object], str]]] = {
                           "forms, and counted."),
     "words-and-memory-of-products": (products.draw_words_against_memory,
                                      "Words per rank of every distributed product against the "
-                                     "peak memory of a rank, with lower bounds.")}}
+                                     "peak memory of a rank, with lower bounds.")},
+    "experts": {
+    "parts-of-experts": (experts.draw_parts,
+                         "Parts of a layer of experts, forward and backward, with tokens routed "
+                         "uniformly, unevenly, and to a few experts; and the tokens of each "
+                         "expert.")}}
 METADATA = {"png": {"Software": None}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
 
 
@@ -78,10 +83,17 @@ def make_measured_drawings(found: FolderContents) -> Iterator[Drawing]:
     """Make the figures of microbenchmarks, to be iterated over within `style.figure_style`."""
     for record in found.measurements:
         for name, (draw, about) in MEASURED.get(record.kind, {}).items():
-            chosen = record.configuration
-            sizes = "x".join(str(chosen[letter]) for letter in "MNK")
-            yield Drawing(f"{name}-{chosen['form']}-{sizes}-p{record.environment['ranks']:03d}",
-                          about, draw(record))
+            yield Drawing(f"{name}-{_sizes(record)}-p{record.environment['ranks']:03d}", about,
+                          draw(record))
+
+
+def _sizes(record: Measurements) -> str:
+    """Name what a microbenchmark has measured, for the name of a figure."""
+    chosen = record.configuration
+    if record.kind == "experts":
+        capacity = f"-capacity{chosen['capacity']:g}" if "capacity" in chosen else ""
+        return f"{chosen['count']}-top{chosen['top']}-h{chosen['hidden']}{capacity}"
+    return f"{chosen['form']}-{'x'.join(str(chosen[letter]) for letter in 'MNK')}"
 
 
 def draw_figures(folder: str | Path,

@@ -1,0 +1,1 @@
+"""Measure layers of experts: their parts, the words that they move, and PyTorch beside."""

@@ -1,0 +1,160 @@
+"""Compute a layer of experts in NumPy, token by token and expert by expert, in float64.
+
+Nothing here is shared with `mm3d.model.experts`: results are verified with it.
+"""
+
+import math
+from typing import Mapping
+
+import numpy as np
+
+from mm3d.model.experts.options import Experts
+
+WEIGHTS = ("up.weight", "up.bias", "down.weight", "down.bias")
+
+
+class PlainExperts:
+    """The layer as its formulas say, by the convention "mm3d" and without jitter.
+
+    Parameters
+    ----------
+    experts : Experts
+        The options.
+    parameters : mapping of str to ndarray
+        "router.weight" and so on, as in `mm3d`; with "router.bias" where the gate has one.
+    x : ndarray
+        (tokens, hidden).
+    chosen : ndarray, optional
+        (tokens, k): the experts that a router of other precision, or other parameters, chose; by
+        default those with the largest scores.
+
+    Attributes
+    ----------
+    logits, probabilities, gates : ndarray
+        (tokens, E) twice, and (tokens, k).
+    kept : ndarray of bool
+        (tokens, k): which pairs the experts take.
+    counts : ndarray of int64
+        (k, E): how many tokens have each expert as their first, second ... choice.
+    """
+
+    def __init__(self, experts: Experts, parameters: Mapping[str, np.ndarray], x: np.ndarray,
+                 chosen: np.ndarray | None = None) -> None:
+        self.experts, self.x = experts, x.astype(np.float64)
+        self.a = {name: a.astype(np.float64) for name, a in parameters.items()}
+        self.logits = self.x @ self.a["router.weight"].T
+        scores = np.exp(self.logits - self.logits.max(1, keepdims=True))
+        if experts.gate == "sigmoid-bias":
+            scores = 1 / (1 + np.exp(-self.logits))
+        self.scores = scores
+        if chosen is None:
+            sought = scores + self.a.get("router.bias", 0.0)
+            chosen = np.argsort(-sought, axis=1, kind="stable")[:, :experts.top]
+        self.chosen = chosen
+        self.probabilities = scores / scores.sum(1, keepdims=True)
+        of_chosen = np.take_along_axis(scores, chosen, 1)
+        whole = scores if experts.gate == "switch" else of_chosen
+        self.gates = of_chosen / whole.sum(1, keepdims=True)
+        self.counts = np.zeros(chosen.shape[1:] + (experts.count,), np.int64)
+        for n, column in enumerate(chosen.T):
+            np.add.at(self.counts[n], column, 1)
+        self.kept = self._keep()
+
+    def choice_error(self) -> float:
+        """Return by how much a logit that was passed over exceeds one that was chosen.
+
+        It is relative to the largest logit, with sigmoids to 1; 0 where the choice is exact.
+        """
+        sought = self.scores if self.experts.gate == "sigmoid-bias" else self.logits
+        picked = np.take_along_axis(sought, self.chosen, 1)
+        rest = sought.copy()
+        np.put_along_axis(rest, self.chosen, -np.inf, 1)
+        gaps = [rest.max(1) - picked.min(1), *(b - a for a, b in zip(picked.T, picked.T[1:]))]
+        return float(max(0.0, max(gap.max() for gap in gaps)) / np.abs(sought).max())
+
+    def _keep(self) -> np.ndarray:
+        """Let experts take tokens one after the other until they are full."""
+        experts, (tokens, top) = self.experts, self.chosen.shape
+        kept = np.ones((tokens, top), bool)
+        if experts.capacity is None:
+            return kept
+        full = math.ceil(round(experts.capacity * top * tokens / experts.count, 9))
+        taken = [0] * experts.count
+        pairs = [(t, n) for t in range(tokens) for n in range(top)]
+        if experts.dropping_order == "choice":
+            pairs = [(t, n) for n in range(top) for t in range(tokens)]
+        for t, n in pairs:
+            expert = self.chosen[t, n]
+            kept[t, n] = taken[expert] < full
+            taken[expert] += 1
+        return kept
+
+    def output(self) -> np.ndarray:
+        """Compute the output, (tokens, hidden)."""
+        y = np.zeros_like(self.x)
+        for e in range(self.experts.count):
+            tokens, gate, _, (_, _, r) = self._expert(e)
+            y[tokens] += gate * r
+        return y
+
+    def _expert(self, e: int) -> tuple:
+        """Compute an expert: its tokens, their gates and choices; slope, GELU and result."""
+        a = self.a
+        tokens, choice = np.nonzero((self.chosen == e) & self.kept)
+        gate = self.gates[tokens, choice][:, None]
+        g, slope = gelu(self.x[tokens] @ a["up.weight"][e] + a["up.bias"][e])
+        return tokens, gate, choice, (slope, g, g @ a["down.weight"][e] + a["down.bias"][e])
+
+    def gradients(self, dy: np.ndarray) -> dict[str, np.ndarray]:
+        """Compute from the output's gradient that of x, "input", and those of all parameters."""
+        a, dx, dgates = self.a, np.zeros_like(self.x), np.zeros(self.chosen.shape)
+        found = {name: np.zeros_like(a[name]) for name in WEIGHTS}
+        for e in range(self.experts.count):
+            tokens, gate, choice, (slope, g, r) = self._expert(e)
+            dr = gate * dy[tokens]
+            dgates[tokens, choice] = (dy[tokens] * r).sum(1)
+            du = (dr @ a["down.weight"][e].T) * slope
+            found["down.weight"][e], found["down.bias"][e] = g.T @ dr, dr.sum(0)
+            found["up.weight"][e], found["up.bias"][e] = self.x[tokens].T @ du, du.sum(0)
+            dx[tokens] += du @ a["up.weight"][e].T
+        dlogits = self._logits_gradient(dgates)
+        dx += dlogits @ a["router.weight"]
+        return {**found, "input": dx, "router.weight": dlogits.T @ self.x}
+
+    def _logits_gradient(self, dgates: np.ndarray) -> np.ndarray:
+        """Compute the gradient of the logits: by the gates, the balance loss and the z-loss."""
+        experts, tokens, p = self.experts, len(self.x), self.probabilities
+        wide = np.zeros_like(p)
+        np.put_along_axis(wide, self.chosen, dgates, 1)
+        slope = 1 - self.scores if experts.gate == "sigmoid-bias" else 1.0
+        weights = p
+        if experts.gate != "switch":
+            weights = np.zeros_like(p)
+            np.put_along_axis(weights, self.chosen, self.gates, 1)
+        dz = weights * (wide - (weights * wide).sum(1, keepdims=True)) * slope
+        share = self.counts.sum(0) / (tokens * experts.top)
+        factor = experts.balance * experts.count / tokens
+        dz += factor * p * (share - (p * share).sum(1, keepdims=True)) * slope
+        top = self.logits.max(1, keepdims=True)
+        terms = np.exp(self.logits - top)
+        lse = top + np.log(terms.sum(1, keepdims=True))
+        return dz + 2 * experts.z / tokens * lse * terms / terms.sum(1, keepdims=True)
+
+    def balance_loss(self) -> float:
+        """Return the balance loss."""
+        experts, tokens = self.experts, len(self.x)
+        share = self.counts.sum(0) / (tokens * experts.top)
+        return float(experts.balance * experts.count * (share * self.probabilities.mean(0)).sum())
+
+    def z_loss(self) -> float:
+        """Return the z-loss."""
+        top = self.logits.max(1)
+        lse = top + np.log(np.exp(self.logits - top[:, None]).sum(1))
+        return float(self.experts.z * (lse ** 2).mean())
+
+
+def gelu(u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Compute the tanh form of GELU, and its derivative."""
+    c = math.sqrt(2 / math.pi)
+    t = np.tanh(c * (u + 0.044715 * u ** 3))
+    return u / 2 * (1 + t), (1 + t) / 2 + u / 2 * (1 - t * t) * c * (1 + 3 * 0.044715 * u * u)

@@ -1,0 +1,217 @@
+"""Make a layer of experts on a mesh, with an input that is routed in a stated way."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import mm3d
+from bench.errors import UsageError
+from mm3d.arrays.backend import Array
+from mm3d.model.experts.layer import ExpertsLayer
+from mm3d.model.experts.options import Experts
+from mm3d.model.experts.spec import ExpertsSpec
+from mm3d.model.initial_values import draw_normal
+from mm3d.model.masks import MaskKey
+from mm3d.model.parameters import Parameter
+from mm3d.model.specs import Builder
+from mm3d.training.data_parallel import DataParallel
+from mm3d.training.expert_parallel import check_experts, expert_ranks
+from mm3d.training.mesh import Mesh
+
+ROUTINGS = ("uniform", "skewed", "collapsed")
+NAME = "layers.0.experts"
+FAR = 60.0    # a difference of logits that no random part makes up for
+
+
+@dataclass(frozen=True)
+class ExpertsCase:
+    """Describe a layer of experts and its input.
+
+    Attributes
+    ----------
+    experts : Experts
+        The options of the layer.
+    hidden, wide : int
+        Features of a token, and of an expert between its two products.
+    batch, seq : int
+        Global number of sequences, and tokens in each.
+    dtype : str
+        Type of parameters and activations.
+    seed : int
+        Seed of all numbers.
+    way : str
+        How rows come to experts of other replicas, see `mm3d.model.experts.dispatch`.
+    """
+
+    experts: Experts
+    hidden: int
+    wide: int
+    batch: int
+    seq: int
+    dtype: str = "float32"
+    seed: int = 0
+    way: str = "fewest"
+
+    @property
+    def tokens(self) -> int:
+        """Return the global number of tokens."""
+        return self.batch * self.seq
+
+    @property
+    def flops(self) -> int:
+        """Return the operations of the experts' products in forward, where nothing is dropped."""
+        return 4 * self.experts.top * self.tokens * self.hidden * self.wide
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the global shapes of the parameters, by the end of their name."""
+        E, h, f = self.experts.count, self.hidden, self.wide
+        return {"router.weight": (E, h), "up.weight": (E, h, f), "up.bias": (E, f),
+                "down.weight": (E, f, h), "down.bias": (E, h)}
+
+    def draw(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Draw a global array from N(0, 1), in float64."""
+        return draw_normal(self.seed, name, shape, tuple(slice(0, n) for n in shape))
+
+    def parameters(self) -> dict[str, np.ndarray]:
+        """Draw all parameters but the router's, which depends on the routing."""
+        found = {}
+        for name, shape in self.shapes().items():
+            if name != "router.weight":
+                scale = 10 if name.endswith("bias") else math.sqrt(shape[1])
+                found[name] = (self.draw(name, shape) / scale).astype(self.dtype)
+        return found
+
+    def router_weight(self, routing: str) -> np.ndarray:
+        """Return the router's weight (E, h) that routes as one of `ROUTINGS` says.
+
+        The first feature of every token is 1, so the first column is added to all logits:
+        nothing for "uniform", minus the logarithm of the expert's number for "skewed", so that
+        shares fall about as 1 / n, and much for the first k experts for "collapsed".
+        """
+        count, top = self.experts.count, self.experts.top
+        weight = self.draw("router.weight", (count, self.hidden)) / math.sqrt(self.hidden)
+        numbers = np.arange(count)
+        weight[:, 0] = {"uniform": np.zeros(count), "skewed": -np.log(numbers + 1.0),
+                        "collapsed": np.where(numbers < top, FAR, 0.0)}[routing]
+        return weight.astype(self.dtype)
+
+    def activations(self) -> dict[str, np.ndarray]:
+        """Return the global input and output gradient, (batch, seq, hidden)."""
+        shape = (self.batch, self.seq, self.hidden)
+        found = {name: self.draw(name, shape).astype(self.dtype)
+                 for name in ("input", "output gradient")}
+        found["input"][..., 0] = 1
+        return found
+
+
+class Subject:
+    """Hold a layer of experts on a mesh, and this rank's part of its input.
+
+    Parameters
+    ----------
+    mesh : Mesh
+        Replicas of one stage; the experts are divided among the replicas.
+    case : ExpertsCase
+        The layer.
+
+    Attributes
+    ----------
+    layer : ExpertsLayer
+        The layer.
+    place : tuple of slice
+        This rank's part of the global activations.
+    x, dy : Array
+        Its parts of the input and the output's gradient.
+
+    Raises
+    ------
+    UsageError
+        On all ranks alike, when the layer cannot be divided so.
+    """
+
+    def __init__(self, mesh: Mesh, case: ExpertsCase) -> None:
+        self.mesh, self.case, replicas = mesh, case, mesh.shape["d"]
+        self.grid, self.data = mesh.scheme.grid, None
+        own = case.batch // replicas
+        if case.batch % replicas:
+            raise UsageError(f"--batch {case.batch} cannot be divided equally among {replicas} "
+                             f"replicas: --batch {(own + 1) * replicas} would do")
+        try:
+            check_experts(case.experts, replicas, replicas, replicas, case.tokens, case.way)
+            self.layer = self._make_layer(own)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        rows, *rest = self.outer.layout().slices(self.grid, (own, case.seq, case.hidden))
+        first = mesh.replica * own
+        self.place = (slice(first + rows.start, first + rows.stop), *rest)
+        arrays = case.activations()
+        self.x, self.dy = (self.grid.backend.asarray(np.ascontiguousarray(arrays[name][
+            self.place])) for name in ("input", "output gradient"))
+        self.load({**case.parameters(), "router.bias": np.zeros(case.experts.count)})
+
+    def _make_layer(self, batch: int) -> ExpertsLayer:
+        """Build the layer, for `batch` sequences of this replica."""
+        case, mesh, create = self.case, self.mesh, Parameter
+        self.outer, inner = mesh.scheme.spaces(batch, case.seq)
+        if mesh.data_grid is not None:
+            self.data = DataParallel(mesh.data_grid)
+            create = self.data.create_parameter
+        dtype = getattr(self.grid.backend.xp, case.dtype)
+        ranks = expert_ranks(self.data, True, case.way)
+        builder = Builder(mesh.scheme, self.outer, inner, dtype, mask_key=MaskKey(case.seed),
+                          parameter=create, expert_ranks=ranks)
+        return ExpertsSpec("experts", case.experts, case.hidden, case.wide, 1).make_layer(
+            builder, NAME)
+
+    def load(self, arrays: dict[str, np.ndarray]) -> None:
+        """Set the parameters of these names from global arrays."""
+        for p in self.layer.parameters:
+            array = arrays.get(p.name.removeprefix(f"{NAME}."))
+            if array is not None:
+                p.load(array)
+
+    def set_routing(self, routing: str) -> None:
+        """Set the router's weight."""
+        self.load({"router.weight": self.case.router_weight(routing)})
+
+    def step(self) -> tuple[Array, Array]:
+        """Run forward and backward; return this rank's parts of the output and of dx."""
+        y, saved = self.forward()
+        return y, self.backward(saved)
+
+    def forward(self) -> tuple[Array, Any]:
+        """Compute the output, and what backward needs."""
+        self.layer.routings.totals.clear()
+        return self.layer.forward(self.x)
+
+    def backward(self, saved: Any) -> Array:
+        """Compute dx, and add to the gradients, without their sum over replicas."""
+        return self.layer.backward(self.dy, saved)
+
+    def zero_gradients(self) -> None:
+        """Set all gradients to zero."""
+        for p in self.layer.parameters:
+            p.zero_gradient()
+
+    def reset_traffic(self) -> None:
+        """Set the counts of traffic to zero."""
+        self.grid.reset_traffic()
+        if self.mesh.data_grid is not None:
+            self.mesh.data_grid.reset_traffic()
+
+    def words(self) -> tuple[int, int]:
+        """Return the words counted on this rank: between replicas, and inside its replica."""
+        grids = self.mesh.data_grid, self.grid
+        between, inside = (sum(traffic.words for traffic in grid.traffic().values()) if grid else 0
+                           for grid in grids)
+        return between, inside
+
+
+def make_mesh(comm: Any, scheme: str, grid: Any, data: int, backend: str | None) -> mm3d.Mesh:
+    """Arrange the ranks as `data` replicas, each on a grid; UsageError where that fails."""
+    try:
+        return mm3d.Mesh(comm, 1, scheme, grid, backend, data=data)
+    except ValueError as error:
+        raise UsageError(str(error)) from error

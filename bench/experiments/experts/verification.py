@@ -1,0 +1,191 @@
+"""Verify a layer of experts, and the words that it moves, by a plain computation in NumPy."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_limits
+
+from bench.checks import against_serial
+from bench.experiments.experts.plain import PlainExperts
+from bench.experiments.experts.problem import NAME, Subject
+from bench.instruments.clock import wait_patiently
+from bench.records.measurements import Check
+from mm3d import launcher
+from mm3d.arrays.blocks import block_lengths
+
+# Relative to the largest logit.
+CHOICE_TOLERANCES = {"float32": 1e-5, "float64": 1e-13}
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What the verification of one routing has found.
+
+    Attributes
+    ----------
+    checks : list of Check
+        The comparisons, the same on every rank.
+    tokens : ndarray of int64
+        (choices, experts): how many tokens have each expert as their first, second ... choice.
+    dropped : ndarray of int64
+        (experts,): how many of these pairs were dropped.
+    balance_loss : float
+        The balance loss, by the plain computation.
+    words, expected_words, inside_words : ndarray of int64
+        (ranks,): words of a step between replicas, counted and by the closed form; and those
+        inside replicas, counted.
+    gathered : bool
+        Whether tokens are gathered from the other replicas, and not exchanged.
+
+    All but the checks are there on rank 0 alone.
+    """
+
+    checks: list[Check]
+    tokens: np.ndarray | None = None
+    dropped: np.ndarray | None = None
+    balance_loss: float = 0.0
+    words: np.ndarray | None = None
+    expected_words: np.ndarray | None = None
+    inside_words: np.ndarray | None = None
+    gathered: bool = False
+
+
+def verify_step(subject: Subject, routing: str, torch: dict[str, np.ndarray]) -> Verified:
+    """Run a step from cleared gradients, and compare it with the plain computation.
+
+    Parameters
+    ----------
+    subject : Subject
+        The layer, with the router's weight of this routing.
+    routing : str
+        Of `ROUTINGS`.
+    torch : dict of str to ndarray
+        PyTorch's results by "WAY ROUTING: quantity", on rank 0, which are compared too.
+    """
+    comm = subject.mesh.comm
+    subject.zero_gradients()
+    subject.reset_traffic()
+    if subject.data:
+        for p in subject.data.parameters:
+            p.begin_step(1)
+    with subject.layer.routings.recording() as routings:
+        y, dx = subject.step()
+    words = comm.gather(subject.words())
+    if subject.data:
+        for p in subject.data.parameters:
+            p.finish_step()
+        subject.data.complete(0)
+    host = subject.grid.backend.to_host
+    blocks = comm.gather((subject.place, host(y), host(dx), routings[0].choice.chosen))
+    gradients = {p.name.removeprefix(f"{NAME}."): p.gather(p.grad)
+                 for p in subject.layer.parameters}
+    dropped = subject.layer.routings.totals[-1].dropped
+    found = None
+    if comm.rank == 0:
+        with threadpool_limits(launcher.cores(), user_api="blas"):
+            found = _compare(subject, routing, blocks, gradients, dropped, np.array(words), torch)
+    wait_patiently(comm)
+    checks = comm.bcast(found and found.checks)
+    return found or Verified(checks)
+
+
+def _compare(subject: Subject, routing: str, blocks: list, gradients: dict[str, np.ndarray],
+             dropped: np.ndarray, words: np.ndarray,
+             torch: dict[str, np.ndarray]) -> Verified:
+    """Compare what all ranks have computed with the plain computation, on rank 0."""
+    case = subject.case
+    chosen = np.full((case.batch, case.seq, case.experts.top), -1)
+    for place, y, _, part in blocks:
+        chosen[place[:2]] = part.reshape(*y.shape[:2], -1)
+    plain, expected = _plain_results(subject, routing, chosen)
+    name = f"{routing}: "
+    forward, gradient = against_serial.tolerances(case.dtype, 1)
+    tokens, kept = plain.counts, np.zeros(case.experts.count, np.int64)
+    np.add.at(kept, plain.chosen[plain.kept], 1)
+    checks = [Check(f"{name}choice of experts", plain.choice_error(),
+                    CHOICE_TOLERANCES[case.dtype]),
+              Check(f"{name}dropped tokens", float(abs(
+                  dropped - (tokens.sum(0) - kept)).sum()), 0.0)]
+    for number, quantity in ((1, "output"), (2, "input gradient")):
+        parts = [(block[0], block[number]) for block in blocks]
+        checks.append(Check(name + quantity, against_serial.worst_error(
+            parts, expected[quantity]), forward if number == 1 else gradient))
+    for p, found in gradients.items():
+        if f"gradient of {p}" in expected:    # the bias of "sigmoid-bias" has none
+            checks.append(Check(f"{name}gradient of {p}", _error(
+                found, expected[f"gradient of {p}"]), gradient))
+    for key, found in torch.items():
+        way, _, quantity = key.partition(": ")
+        if way.endswith(f" {routing}"):
+            checks.append(Check(f"{routing}, PyTorch {way.split()[0]}: {quantity}",
+                                _error(found, expected[quantity]), gradient))
+    ways = _closed_forms(subject, plain, blocks)
+    gathered = case.way == "gather" or case.way == "fewest" and (
+        ways["gather"].sum() < ways["exchange"].sum())
+    closed = ways["gather" if gathered else "exchange"] + _counts_words(subject, blocks)
+    checks.append(Check(f"{name}words between replicas", float(abs(words[:, 0] - closed).sum()),
+                        0.0))
+    return Verified(checks, tokens, tokens.sum(0) - kept, plain.balance_loss(), words[:, 0],
+                    closed, words[:, 1], bool(gathered))
+
+
+def _plain_results(subject: Subject, routing: str,
+                   chosen: np.ndarray) -> tuple[PlainExperts, dict[str, np.ndarray]]:
+    """Compute the layer with these experts chosen, and all that a step gives, by quantity."""
+    case = subject.case
+    arrays, shape = case.activations(), (case.batch, case.seq, case.hidden)
+    x, dy = (arrays[name].reshape(case.tokens, -1) for name in ("input", "output gradient"))
+    weights = {**case.parameters(), "router.weight": case.router_weight(routing)}
+    plain = PlainExperts(case.experts, weights, x, chosen.reshape(case.tokens, -1))
+    slopes = plain.gradients(dy.astype(np.float64))
+    expected = {"output": plain.output().reshape(shape),
+                "input gradient": slopes.pop("input").reshape(shape)}
+    return plain, expected | {f"gradient of {name}": a for name, a in slopes.items()}
+
+
+def _error(found: np.ndarray, expected: np.ndarray) -> float:
+    """Compute the relative Frobenius error."""
+    expected = expected.reshape(found.shape)
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
+
+
+def _closed_forms(subject: Subject, plain: PlainExperts,
+                  blocks: list[Any]) -> dict[str, np.ndarray]:
+    """Count the words that each rank sends to other replicas in a step, by way.
+
+    In an exchange a rank sends the row of each of its tokens to the replica of each expert that
+    takes it, and the expert's row back; in backward the gradients of both go the same ways.  In a
+    gather it gets each token of the other replicas with the experts chosen and their gates, and
+    sends terms of its sum; in backward gradients of the sum, of token and gates go so.
+    """
+    case, replicas = subject.case, subject.mesh.shape["d"]
+    shape = (case.batch, case.seq, case.experts.top)
+    owner = np.repeat(np.arange(replicas), block_lengths(case.experts.count, replicas))
+    goes_to = np.where(plain.kept, owner[plain.chosen], -1).reshape(shape)
+    group = len(blocks) // replicas
+    to, gather = np.zeros((len(blocks), replicas), np.int64), np.zeros(len(blocks), np.int64)
+    for rank, (place, y, *_) in enumerate(blocks):
+        to[rank] = [(goes_to[place[:2]] == n).sum() * y.shape[2] for n in range(replicas)]
+        others = sum(other[1].shape[0] * other[1].shape[1] for n, other in enumerate(blocks)
+                     if n % group == rank % group and n != rank)
+        gather[rank] = others * (4 * y.shape[2] + 3 * case.experts.top)
+    by_place = to.reshape(replicas, group, replicas)
+    away = by_place * (np.arange(replicas)[:, None, None] != np.arange(replicas))
+    sent = away.sum(2)                      # (replicas, group): rows there
+    returned = away.sum(0).T                # (replicas, group): rows of others' tokens back
+    return {"exchange": 2 * (sent + returned).reshape(-1), "gather": gather}
+
+
+def _counts_words(subject: Subject, blocks: list[Any]) -> np.ndarray:
+    """Count the integers that each rank gets from other replicas: k E for each run of tokens.
+
+    A run is a part of the batch's tokens that follow each other on one rank.
+    """
+    case, group = subject.case, len(blocks) // subject.mesh.shape["d"]
+    runs = np.zeros(len(blocks), np.int64)
+    for rank in range(len(blocks)):
+        elsewhere = {str(place[:2]): 1 if y.shape[1] == case.seq else y.shape[0]
+                     for n, (place, y, *_) in enumerate(blocks) if n // group != rank // group}
+        runs[rank] = sum(elsewhere.values())
+    return runs * case.experts.top * case.experts.count

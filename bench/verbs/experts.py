@@ -1,0 +1,83 @@
+"""Measure a layer of experts by parts, beside PyTorch's ways to compute it, under mpirun."""
+
+import argparse
+
+from bench.command_line import options
+from bench.command_line.publish import publish, report_failure
+from bench.errors import UsageError, WrongResult
+from bench.experiments.experts.measured import measure_experts
+from bench.experiments.experts.problem import ExpertsCase, Subject, make_mesh
+from bench.records.journal import claim_folder
+from bench.records.measurements import Measurements
+from mm3d.model.experts.dispatch import WAYS
+from mm3d.model.experts.options import GATES, Experts
+
+GROUP = "Measure the parts alone"
+ON_ALL_RANKS = True
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``experts``."""
+    options.add_measurement(parser, 7, 120.0)
+    for name, default, about in (("experts", 8, "experts"),
+                                 ("top", 2, "experts that a token is sent to"),
+                                 ("hidden", 512, "features of a token"),
+                                 ("batch", 8, "sequences in a batch, of all replicas"),
+                                 ("seq", 512, "tokens in a sequence"),
+                                 ("data", 1, "replicas, among which sequences and experts are "
+                                             "divided")):
+        parser.add_argument(f"--{name}", type=options.whole(1), default=default, metavar="N",
+                            help=f"{about} (default {default})")
+    parser.add_argument("--wide", type=options.whole(1), metavar="N", help=(
+        "features between the two products of an expert (default 4 times --hidden)"))
+    parser.add_argument("--capacity", type=capacity, metavar="X", help=(
+        "tokens that an expert takes, as a multiple of an equal share (default none: all)"))
+    parser.add_argument("--gate", choices=GATES, default="mixtral", help=(
+        "what multiplies the outputs of experts (default mixtral)"))
+    parser.add_argument("--way", choices=WAYS, default="fewest", help=(
+        "how rows come to experts of other replicas: exchanged, gathered, or whichever moves "
+        "fewer words (default fewest)"))
+    options.add_dtype(parser)
+    parser.add_argument("--scheme", default="1d", metavar="NAME",
+                        help="parallelism of each replica (default 1d)")
+    options.add_grid(parser)
+    parser.add_argument("--torch", metavar="PYTHON", help=(
+        "also compute the layer by PyTorch on one process with all cores, by this interpreter: "
+        "in a loop over experts, and in padded batched products"))
+
+
+def capacity(text: str) -> float | None:
+    """Read a capacity factor, or "none"."""
+    try:
+        return None if text == "none" else float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: a factor such as 1.25, or none, would do")
+
+
+def run(arguments: argparse.Namespace, comm) -> int:
+    """Verify and measure, and write the record; return the exit status."""
+    limits = options.limits_of(arguments)
+    chosen = Experts(arguments.experts, arguments.top, 1, arguments.capacity, arguments.gate)
+    try:
+        chosen.check()
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    case = ExpertsCase(chosen, arguments.hidden, arguments.wide or 4 * arguments.hidden,
+                       arguments.batch, arguments.seq, arguments.dtype, arguments.seed,
+                       arguments.way)
+    out = claim_folder(arguments.out, comm)
+    mesh = make_mesh(comm, arguments.scheme, arguments.grid, arguments.data, arguments.backend)
+    subject = Subject(mesh, case)
+    name = f"experts-{chosen.count}-top{chosen.top}-h{case.hidden}-p{comm.size:03d}"
+    try:
+        record = measure_experts(subject, arguments.torch, limits)
+    except WrongResult as wrong:
+        return report_failure(name, wrong, comm)
+    return publish(record, out, name, comm, table)
+
+
+def table(record: Measurements) -> str:
+    """Format the table of a record."""
+    from bench.reports.experts_table import experts_parts
+    from bench.reports.formats import render
+    return render(experts_parts(record))

@@ -1,0 +1,111 @@
+"""``bench experts`` verifies a layer of experts, and measures its parts, words and balance."""
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+from bench.errors import UsageError, WrongResult
+from bench.experiments.experts import measured, verification
+from bench.experiments.experts.parts import PARTS
+from bench.experiments.experts.problem import ROUTINGS, ExpertsCase, Subject, make_mesh
+from bench.instruments.timing import Limits
+from bench.records import run_file
+from bench.reports.figures import experts as figures, style
+from bench.validation.files import check_file
+from bench.verbs.experts import table
+from mm3d.model.experts.dispatch import WAYS
+from mm3d.model.experts.options import Experts
+
+LIMITS = Limits(2, 2, 1.0)
+CASE = ExpertsCase(Experts(5, capacity=1.1, gate="mixtral"), 12, 20, 4, 7, "float64")
+
+
+def measure(comm=MPI.COMM_SELF, case=CASE, data=1, scheme="1d", grid=None):
+    mesh = make_mesh(comm, scheme, grid, data, "numpy")
+    try:
+        return measured.measure_experts(Subject(mesh, case), None, LIMITS)
+    finally:
+        mesh.free()
+
+
+@pytest.fixture(scope="module")
+def record():
+    return measure()
+
+
+def test_a_record_says_how_tokens_were_routed(record, tmp_path):
+    """It can be checked, printed and drawn."""
+    path = run_file.write_run(record, tmp_path, "experts")
+    errors, _ = check_file(path)
+    assert errors == []
+    found = {name: variable.values for name, variable in run_file.read_run(
+        path).variables.items()}
+    assert found["part_samples"].shape == (len(ROUTINGS), 2, len(PARTS), 1, 2)
+    uniform, skewed, collapsed = found["entropy"]
+    assert 1 > uniform > skewed > collapsed and np.isclose(collapsed, np.log(2) / np.log(5))
+    assert found["tokens"][2].sum(0).tolist() == [28, 28, 0, 0, 0]
+    assert found["dropped"][2].tolist() == [28 - 13, 28 - 13, 0, 0, 0]    # ceil(1.1 * 56 / 5)
+    assert np.isclose(found["balance_loss"][2], 0.01 * 5 / 2) and not found["words"].any()
+    text = table(record)
+    assert "collapsed" in text and "53.6" in text
+    with style.figure_style():
+        assert len(figures.draw_parts(record).axes) == 2
+
+
+def test_a_record_that_contradicts_itself_is_not_valid(record, tmp_path):
+    for name in ("entropy", "dropped_share", "part_seconds", "words", "tokens"):
+        values = record.variables[name].values
+        values[...] += values.dtype.type(1)
+        errors, _ = check_file(run_file.write_run(record, tmp_path, name))
+        values[...] -= values.dtype.type(1)
+        assert len(errors) >= 1, name
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("way", WAYS)
+def test_words_between_replicas_are_those_of_the_choices(comm, shared_tmp_path, way):
+    """On replicas of a grid that divides rows and features."""
+    record = measure(comm, replace(CASE, way=way), data=2, scheme="3d", grid=(2, 1, 1))
+    if record is not None:
+        words = record.variables["words"].values
+        assert (words > 0).all() and record.variables["bandwidth"].values.min() > 0
+        assert (words == record.variables["expected_words"].values).all()
+        assert (record.variables["gathered"].values == (way == "gather")).all()
+        assert all(check.passed for check in record.checks) and len(record.checks) == 3 * 10
+        assert check_file(run_file.write_run(record, shared_tmp_path, "experts"))[0] == []
+
+
+@pytest.mark.parametrize("gate", ["switch", "gshard", "sigmoid-bias"])
+def test_every_gate_is_verified(gate):
+    case = ExpertsCase(Experts(4, top=3, capacity=0.7, gate=gate), 6, 8, 2, 5, "float64")
+    mesh = make_mesh(MPI.COMM_SELF, "serial", None, 1, "numpy")
+    subject = Subject(mesh, case)
+    for routing in ROUTINGS:
+        subject.set_routing(routing)
+        found = verification.verify_step(subject, routing, {})
+        assert [check for check in found.checks if not check.passed] == []
+        assert found.dropped.sum() > 0
+    mesh.free()
+
+
+def test_what_is_wrong_is_not_timed(monkeypatch):
+    """A gradient, and the number of words."""
+    from mm3d.model.experts import layer
+    right = layer.gates_backward
+    monkeypatch.setattr(layer, "gates_backward", lambda *given: 1.001 * right(*given))
+    with pytest.raises(WrongResult, match="gradient of router.weight"):
+        measure()
+    monkeypatch.setattr(layer, "gates_backward", right)
+    monkeypatch.setattr(verification, "_counts_words", lambda *given: np.ones(1, np.int64))
+    with pytest.raises(WrongResult, match="words between replicas"):
+        measure()
+
+
+def test_what_cannot_be_divided_is_refused():
+    mesh = make_mesh(MPI.COMM_SELF, "serial", None, 1, "numpy")
+    with pytest.raises(UsageError, match="drops every"):
+        Subject(mesh, ExpertsCase(Experts(4, capacity=0.0), 6, 8, 2, 5))
+    mesh.free()
+    with pytest.raises(UsageError, match="data=2 does not divide 1 ranks"):
+        make_mesh(MPI.COMM_SELF, "serial", None, 2, "numpy")
