@@ -32,5 +32,6 @@ def add_mesh(parser: argparse.ArgumentParser) -> None:
 
 def make_placement(arguments: argparse.Namespace) -> Placement:
     """Return the mesh that the options say."""
-    names = Placement.__dataclass_fields__
-    return Placement(**{name: getattr(arguments, name) for name in names})
+    fields = Placement.__dataclass_fields__
+    return Placement(**{name: getattr(arguments, name, field.default)    # no verb has all
+                        for name, field in fields.items()})

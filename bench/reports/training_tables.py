@@ -10,6 +10,7 @@ from bench.records.measurements import Measurements
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
 
 ROWS = 12    # validations in a table
+COLLAPSED = 0.75    # entropy of utilisation of which progress warns: half of 8 experts have 0.67
 
 
 def progress_line(done: int, history: History, steps: int, tokens: int) -> str:
@@ -22,6 +23,13 @@ def progress_line(done: int, history: History, steps: int, tokens: int) -> str:
         parts.append(f"{tokens / np.median(recent):,.0f} tokens/s".replace(",", " "))
     if done in history.validation:
         parts.append(f"validation loss {history.validation[done]:.4f}")
+    if done - 1 in history.entropy:
+        entropy = history.entropy[done - 1]
+        parts.append(f"experts' entropy {entropy:.3f}")
+        if history.dropped[done - 1]:
+            parts.append(f"{100 * history.dropped[done - 1]:.1f} % dropped")
+        if entropy < COLLAPSED:
+            parts.append("FEW EXPERTS GET MOST TOKENS")
     return ", ".join(parts)
 
 
@@ -79,6 +87,8 @@ def _notes(record: Measurements) -> list[str]:
         notes.append(f"{chosen['torch']}, one process, trained afterwards from the same "
                      f"parameters on the same batches: {tokens_per_second(tokens, seconds):,.0f} "
                      f"tokens a second.")
+    if "entropy" in record.variables:
+        notes.append(_experts(record))
     if chosen["ended_by"] != "steps":
         notes.append(f"STOPPED EARLY ({chosen['ended_by']}): {len(record.scales['step'])} of "
                      f"{chosen['steps']} steps.")
@@ -95,6 +105,18 @@ def _memory(record: Measurements) -> str:
               f"{expected[rank] / 2 ** 20:.1f}")
     return (f"Arrays of the fullest rank, {rank}: {peaks[rank] / 2 ** 20:.1f} MiB at the peak of "
             f"a step{beside}.")
+
+
+def _experts(record: Measurements) -> str:
+    """Say how the experts were used in the last step."""
+    chosen = record.configuration
+    entropy, dropped = (record.variables[name].values[-1] for name in (
+        "entropy", "dropped_share"))
+    return (f"{chosen['experts_count']} experts, top {chosen['experts_top']}, gate "
+            f"{chosen['experts_gate']}, balance {chosen['experts_balance']:g}: in the last step "
+            f"{100 * dropped:.1f} % of the choices were dropped, and the entropy of the experts' "
+            f"shares was at least {entropy:.3f} of that of equal ones in every layer. The "
+            f"training loss has the routers' losses in it, the validation loss has not.")
 
 
 def _checked(record: Measurements) -> list[str]:

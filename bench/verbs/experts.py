@@ -2,7 +2,7 @@
 
 import argparse
 
-from bench.command_line import options
+from bench.command_line import expert_options, options
 from bench.command_line.publish import publish, report_failure
 from bench.errors import UsageError, WrongResult
 from bench.experiments.experts.measured import measure_experts
@@ -10,7 +10,7 @@ from bench.experiments.experts.problem import ExpertsCase, Subject, make_mesh
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from mm3d.model.experts.dispatch import WAYS
-from mm3d.model.experts.options import GATES, Experts
+from mm3d.model.experts.options import Experts
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -20,7 +20,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``experts``."""
     options.add_measurement(parser, 7, 120.0)
     for name, default, about in (("experts", 8, "experts"),
-                                 ("top", 2, "experts that a token is sent to"),
                                  ("hidden", 512, "features of a token"),
                                  ("batch", 8, "sequences in a batch, of all replicas"),
                                  ("seq", 512, "tokens in a sequence"),
@@ -30,10 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                             help=f"{about} (default {default})")
     parser.add_argument("--wide", type=options.whole(1), metavar="N", help=(
         "features between the two products of an expert (default 4 times --hidden)"))
-    parser.add_argument("--capacity", type=capacity, metavar="X", help=(
-        "tokens that an expert takes, as a multiple of an equal share (default none: all)"))
-    parser.add_argument("--gate", choices=GATES, default="mixtral", help=(
-        "what multiplies the outputs of experts (default mixtral)"))
+    expert_options.add_choice(parser, None, "mixtral")
     parser.add_argument("--way", choices=WAYS, default="fewest", help=(
         "how rows come to experts of other replicas: exchanged, gathered, or whichever moves "
         "fewer words (default fewest)"))
@@ -44,14 +40,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--torch", metavar="PYTHON", help=(
         "also compute the layer by PyTorch on one process with all cores, by this interpreter: "
         "in a loop over experts, and in padded batched products"))
-
-
-def capacity(text: str) -> float | None:
-    """Read a capacity factor, or "none"."""
-    try:
-        return None if text == "none" else float(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r}: a factor such as 1.25, or none, would do")
 
 
 def run(arguments: argparse.Namespace, comm) -> int:

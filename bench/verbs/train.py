@@ -18,7 +18,7 @@ from bench.experiments.training.plan import (
     DTYPES, OPTIMIZERS, Placement, Plan, make_mesh, make_model)
 from bench.experiments.training.text import Text, share_text
 from bench.experiments.training.trainer import Course, Outcome, Training
-from bench.command_line import mesh_options, options
+from bench.command_line import expert_options, mesh_options, options
 from bench.command_line.publish import publish, report_failure
 from bench.instruments.clock import wait_patiently
 from bench.records import run_file
@@ -54,6 +54,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--text", metavar="FILE", help=(
         "learn the bytes of this file (default: the English text of Python's own help)"))
     mesh_options.add_mesh(parser)
+    expert_options.add_layers(parser)
     for name, least, about in NUMBERS:
         parser.add_argument(f"--{name}", type=options.whole(least), metavar="N",
                             help=f"{about} ({default_of(name)})")
@@ -152,7 +153,8 @@ def make_plan(arguments: argparse.Namespace) -> Plan:
              if (value := getattr(arguments, name, None)) is not None}
     if arguments.compare:
         refuse_unused(arguments)
-    plan = Plan(**{**start.settings(), **given, "tied": not arguments.untied})
+    plan = Plan(**{**start.settings(), **given, "tied": not arguments.untied,
+                   "experts": expert_options.experts_of(arguments)})
     refuse_without_effect(plan, mesh_options.make_placement(arguments))
     return plan
 
@@ -161,6 +163,8 @@ def refuse_without_effect(plan: Plan, placement: Placement) -> None:
     """Refuse options that the others leave without an effect: UsageError names the first."""
     for nothing, option, value, remedy in (
             (placement.data == 1, "zero", placement.zero, "--data 2 or more"),
+            (plan.experts is None, "expert-parallel", placement.expert_parallel - 1 and
+             placement.expert_parallel, "--experts 8"),
             (plan.optimizer != "sgd", "momentum", plan.momentum, "--optimizer sgd"),
             (plan.optimizer == "sgd", "warmup", plan.warmup, "--optimizer adamw")):
         if value and nothing:
@@ -174,6 +178,9 @@ def refuse_unused(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name, None) is not None:
             raise UsageError(f"--compare with --{name.replace('_', '-')}: it trains many models "
                              f"for a few steps; leave one of them out")
+    if arguments.experts is not None:
+        raise UsageError("--compare with --experts: micro-batches route other tokens together, so "
+                         "their losses differ; leave one of them out")
     for name in mesh_options.make_placement(arguments).given():
         raise UsageError(f"--compare with --{name}: it trains on a list of meshes of its own; "
                          f"leave one of them out")
@@ -222,7 +229,8 @@ def finish(arguments: argparse.Namespace, training: Training, course: Course, ou
     if arguments.sample:
         state = training.model.state()
         if comm.rank == 0:
-            written = plain_gpt.write_sample(state, training.plan.heads, arguments.sample)
+            written = plain_gpt.write_sample(state, training.plan.heads, arguments.sample,
+                                             experts=training.plan.experts)
             say(f"\nwhat the model writes, {arguments.sample} bytes:\n"
                 f"{written.decode(errors='replace')}")
         wait_patiently(comm)

@@ -29,25 +29,34 @@ class History:
         Loss, and seconds of the slowest rank, of each step.
     validation : dict of int to float
         Loss of the held-out text after so many steps.
+    entropy, dropped : dict of int to float
+        Of a model with experts: the least entropy of utilisation of any layer in each step, 1
+        for equal shares; and the share of (token, choice) pairs that were dropped.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
     seconds: dict[int, float] = field(default_factory=dict)
     validation: dict[int, float] = field(default_factory=dict)
+    entropy: dict[int, float] = field(default_factory=dict)
+    dropped: dict[int, float] = field(default_factory=dict)
 
     def add(self, entry: dict[str, Any]) -> None:
         """Add a line of the file."""
         if "loss" in entry:
             self.losses[entry["step"]] = entry["loss"]
             self.seconds[entry["step"]] = entry["seconds"]
+            for name in ("entropy", "dropped"):
+                if name in entry:
+                    getattr(self, name)[entry["step"]] = entry[name]
         elif "validation" in entry:
             self.validation[entry["step"]] = entry["validation"]
 
     def before(self, step: int) -> "History":
         """Return what was measured up to the end of so many steps."""
-        return History({n: loss for n, loss in self.losses.items() if n < step},
-                       {n: loss for n, loss in self.seconds.items() if n < step},
-                       {n: loss for n, loss in self.validation.items() if n <= step})
+        def kept(found: dict[int, float], last: int = step - 1) -> dict[int, float]:
+            return {n: value for n, value in found.items() if n <= last}
+        return History(kept(self.losses), kept(self.seconds), kept(self.validation, step),
+                       kept(self.entropy), kept(self.dropped))
 
 
 class HistoryFile:

@@ -33,10 +33,11 @@ def expected_peak_bytes(model: Any, optimizer: Any) -> float:
     """Compute the bytes of this rank's arrays at the peak of a step, where all divides evenly.
 
     They are those of `mm3d.training.costs.peak_words` and the optimizer's moments.  NaN in 16
-    bits, where the closed form of one type does not hold.
+    bits, where the closed form of one type does not hold, and with experts, whose rows follow
+    from the routing.
     """
     mesh, chunk = model.mesh, model.pipeline.chunks[0]
-    if chunk.dtype not in WHOLE:
+    if chunk.dtype not in WHOLE or model.experts is not None:
         return np.nan
     specs = stage_specs(model)
     zero, shards = (model.pipeline.data.zero, mesh.data.size) if mesh.data else (0, 1)

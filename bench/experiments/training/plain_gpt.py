@@ -1,25 +1,71 @@
 """Compute a GPT in NumPy alone, from its parameters by name, to verify a model and to sample it.
 
-It shares no code with `mm3d`: a mistake there is not repeated here.
+It shares no computation with `mm3d`: a mistake there is not repeated here.
 """
 
+from dataclasses import replace
 from typing import Mapping
 
 import numpy as np
+
+from bench.experiments.experts.plain import PlainExperts
+from mm3d.model.experts.options import Experts
 
 State = Mapping[str, np.ndarray]
 EPS = 1e-5
 
 
-def logits(state: State, tokens: np.ndarray, heads: int) -> np.ndarray:
-    """Compute the logits of every position, (batch, seq, vocab), in the type of the parameters."""
+class Routing:
+    """Send the tokens of micro-batches to experts, the same ones in each computation of a batch.
+
+    Parameters
+    ----------
+    experts : Experts
+        The options.
+    microbatches : int
+        Number of parts of the batch whose tokens are routed together.
+
+    Attributes
+    ----------
+    losses : float
+        Losses of the routers since it was set to 0.
+    """
+
+    def __init__(self, experts: Experts, microbatches: int = 1) -> None:
+        self.experts, self.microbatches, self.losses = experts, microbatches, 0.0
+        self._chosen: dict[str, np.ndarray] = {}
+        self.part = 0
+
+    def compute(self, part: "_Part", x: np.ndarray) -> np.ndarray:
+        """Compute a layer of experts, and add the losses of its router."""
+        key = f"{self.part} {part.prefix}"
+        begins = f"{part.prefix}experts."
+        weights = {name.removeprefix(begins): a for name, a in part.state.items()
+                   if name.startswith(begins)}
+        layer = PlainExperts(self.experts, weights, x.reshape(-1, x.shape[-1]),
+                             self._chosen.get(key))
+        self._chosen[key] = layer.chosen
+        self.losses += layer.balance_loss() + layer.z_loss()
+        return layer.output().reshape(x.shape)
+
+
+def logits(state: State, tokens: np.ndarray, heads: int,
+           routing: Routing | None = None) -> np.ndarray:
+    """Compute the logits of every position, (batch, seq, vocab), in the type of the parameters.
+
+    A model with experts needs a `routing`, and computes them in float64.
+    """
     x = state["embedding.weight"][tokens] + state["positions.weight"][:tokens.shape[1]]
     layer = 0
     while f"layers.{layer}.ln1.weight" in state:
         p = _Part(state, f"layers.{layer}.")
         x = x + p.linear("attention.proj", attention(
             p.linear("attention.qkv", p.norm("ln1", x)), heads))
-        x = x + p.linear("mlp.down", gelu(p.linear("mlp.up", p.norm("ln2", x))))
+        wide = p.norm("ln2", x)
+        if f"layers.{layer}.experts.router.weight" in state:
+            x = x + routing.compute(p, wide)
+        else:
+            x = x + p.linear("mlp.down", gelu(p.linear("mlp.up", wide)))
         layer += 1
     x = _Part(state, "").norm("norm", x)
     return x @ (state["head.weight"] if "head.weight" in state else state["embedding.weight"].T)
@@ -57,19 +103,28 @@ def gelu(x: np.ndarray) -> np.ndarray:
     return x / 2 * (1 + np.tanh(np.sqrt(2 / np.pi).astype(x.dtype) * (x + 0.044715 * x ** 3)))
 
 
-def mean_loss(state: State, tokens: np.ndarray, targets: np.ndarray, heads: int) -> float:
-    """Compute the mean cross entropy of all targets, sequence by sequence."""
-    total = 0.0
-    for one, wanted in zip(tokens, targets):
-        found = logits(state, one[None], heads)[0].astype(np.float64)
+def mean_loss(state: State, tokens: np.ndarray, targets: np.ndarray, heads: int,
+              routing: Routing | None = None) -> float:
+    """Compute the mean cross entropy of all targets, sequence by sequence.
+
+    With experts it is micro-batch by micro-batch, and the mean losses of the routers are added.
+    """
+    parts = routing.microbatches if routing else len(tokens)
+    total, losses = 0.0, 0.0
+    for number, (some, wanted) in enumerate(zip(np.split(tokens, parts),
+                                                np.split(targets, parts))):
+        if routing:
+            routing.part, routing.losses = number, 0.0
+        found = logits(state, some, heads, routing).astype(np.float64)
         found -= found.max(-1, keepdims=True)
-        chosen = found[np.arange(len(wanted)), wanted]
+        chosen = np.take_along_axis(found, wanted[..., None], -1)[..., 0]
         total += float(np.sum(np.log(np.exp(found).sum(-1)) - chosen))
-    return total / targets.size
+        losses += routing.losses / parts if routing else 0.0
+    return total / targets.size + losses
 
 
 def write_sample(state: State, heads: int, length: int, seed: int = 0, start: bytes = b"\n",
-                 temperature: float = 0.8) -> bytes:
+                 temperature: float = 0.8, experts: Experts | None = None) -> bytes:
     """Draw bytes that the model writes after `start`, one after another.
 
     Parameters
@@ -86,13 +141,16 @@ def write_sample(state: State, heads: int, length: int, seed: int = 0, start: by
         What comes before, and is not returned; at least one byte.
     temperature : float
         Logits are divided by it.
+    experts : Experts, optional
+        Those of a model that has some; none is full.
     """
     state = {name: np.asarray(a, np.float32) for name, a in state.items()}
     draw, seq = np.random.default_rng(seed), len(state["positions.weight"])
     written = list(start)
     for _ in range(length):
         seen = np.array([written[-seq:]])
-        last = logits(state, seen, heads)[0, -1].astype(np.float64) / temperature
+        routing = Routing(replace(experts, capacity=None)) if experts else None
+        last = logits(state, seen, heads, routing)[0, -1].astype(np.float64) / temperature
         weights = np.exp(last - last.max())
         written.append(int(draw.choice(len(weights), p=weights / weights.sum())))
     return bytes(written[len(start):])

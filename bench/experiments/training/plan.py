@@ -6,10 +6,12 @@ from typing import Any, Mapping
 import mm3d
 from bench.experiments.training.text import VOCAB
 from bench.records.measurements import Setting
+from mm3d.model.experts.options import Experts
 from mm3d.training import learning_rates, optimizers
 
 OPTIMIZERS = ("adamw", "sgd")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
+PREFIX = "experts_"    # of the settings of experts
 FLOOR = 0.1    # the last learning rate as a share of the peak
 
 
@@ -39,6 +41,8 @@ class Plan:
         `FLOOR` of the peak.  SGD keeps `lr`.
     weight_decay, clip, momentum : float
         0 for none.
+    experts : Experts or None
+        Experts in place of the perceptron of some layers.
     """
 
     layers: int
@@ -57,6 +61,7 @@ class Plan:
     weight_decay: float = 0.1
     clip: float = 1.0
     momentum: float = 0.0
+    experts: Experts | None = None
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step."""
@@ -68,13 +73,21 @@ class Plan:
     @classmethod
     def from_settings(cls, settings: Mapping[str, Setting]) -> "Plan":
         """Return the plan that a record states."""
-        return cls(**{one.name: type(one.default)(settings[one.name])
-                      if one.default is not MISSING else int(settings[one.name])
-                      for one in fields(cls)})
+        found = {one.name: type(one.default)(settings[one.name])
+                 if one.default is not MISSING else int(settings[one.name])
+                 for one in fields(cls) if one.name != "experts"}
+        of_experts = {name.removeprefix(PREFIX): value for name, value in settings.items()
+                      if name.startswith(PREFIX)}
+        if of_experts:    # what is None is not recorded
+            found["experts"] = Experts(**{"capacity": None, **of_experts})
+        return cls(**found)
 
     def settings(self) -> dict[str, Setting]:
-        """Return the plan as settings of a record."""
-        return asdict(self)
+        """Return the plan as settings of a record; nothing of experts where there are none."""
+        found = asdict(self)
+        of_experts = found.pop("experts") or {}
+        return found | {PREFIX + name: value for name, value in of_experts.items()
+                        if value is not None}
 
 
 @dataclass(frozen=True)
@@ -85,7 +98,7 @@ class Placement:
     ----------
     data, shards, stages, scheme, grid, backend
         See `mm3d.Mesh`.
-    zero, schedule, microbatches, recompute
+    zero, schedule, microbatches, recompute, expert_parallel
         See `mm3d.GPT`.
     """
 
@@ -99,6 +112,7 @@ class Placement:
     recompute: str = "none"
     backend: str | None = None
     shards: int | None = None
+    expert_parallel: int = 1
 
     def given(self) -> dict[str, Any]:
         """Return what differs from the defaults."""
@@ -110,6 +124,7 @@ class Placement:
         parts = [f"data {self.data}" * (self.data > 1),
                  f"shards {self.shards}" * (self.shards is not None),
                  f"ZeRO {self.zero}" * (self.zero > 0),
+                 f"experts on {self.expert_parallel}" * (self.expert_parallel > 1),
                  f"{self.stages} stages {self.schedule}" * (self.stages > 1),
                  " ".join(filter(None, [self.scheme, grid])),
                  f"{self.microbatches} micro-batches" * (self.microbatches > 1),
@@ -127,7 +142,10 @@ def make_mesh(placement: Placement, comm: Any) -> mm3d.Mesh:
 def make_model(plan: Plan, placement: Placement, mesh: mm3d.Mesh) -> Any:
     """Create the model on the mesh; ValueError on every rank for sizes that do not fit."""
     given = placement.given()
-    more = {name: given[name] for name in ("zero", "recompute") if name in given}
+    more = {name: given[name] for name in ("zero", "recompute", "expert_parallel")
+            if name in given}
+    if plan.experts is not None:
+        more["experts"] = plan.experts
     if plan.dropout:
         more["dropout"] = plan.dropout
     if plan.dtype in DTYPES[2:]:

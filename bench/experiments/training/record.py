@@ -47,6 +47,11 @@ def training_record(training: Training, course: Course, outcome: Outcome,
                                       "s-1", ()),
         **{name: Variable(np.array(values, float), "byte", ("rank",)) for name, values in zip(
             ("peak_bytes", "expected_peak_bytes"), zip(*memory))}}
+    if history.entropy:
+        variables |= {name: Variable(np.array([found.get(n, np.nan) for n in steps]), "1",
+                                     ("step",))
+                      for name, found in (("entropy", history.entropy),
+                                          ("dropped_share", history.dropped))}
     checks = list(outcome.checks)
     settings = settings_of(training, course, outcome)
     if beside is not None:
@@ -67,6 +72,7 @@ def settings_of(training: Training, course: Course, outcome: Outcome) -> dict[st
             "stages": placement.stages, "zero": placement.zero,
             "schedule": placement.schedule, "microbatches": placement.microbatches,
             "recompute": placement.recompute,
+            **({"expert_parallel": placement.expert_parallel} if training.plan.experts else {}),
             "transport": operands.transport_names(mesh.scheme.grid),
             "validate_every": course.validate_every,
             "validation_batches": course.validation_batches,

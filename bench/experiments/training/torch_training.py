@@ -36,6 +36,9 @@ class TorchTraining:
 
 def check_torch(plan: Plan) -> None:
     """Raise UsageError for a plan that PyTorch cannot follow exactly."""
+    if plan.experts is not None:
+        raise UsageError(f"--torch with --experts {plan.experts.count}: bench experts --torch "
+                         f"computes such a layer beside PyTorch; leave one of them out")
     if plan.dropout:
         raise UsageError(f"--torch with --dropout {plan.dropout:g}: PyTorch draws other masks; "
                          f"leave one of them out")

@@ -116,6 +116,15 @@ class Training:
         peak = self.backend.memory()["peak"] - self._others_bytes
         self.peak_bytes = max(self.peak_bytes, peak)
 
+    def utilisation(self) -> dict[str, float]:
+        """Return how the last step used the experts, as entries of a `History`; {} without."""
+        routed = self.model.routings.values()
+        if not routed:
+            return {}
+        return {"entropy": min(one.entropy for one in routed),
+                "dropped": sum(int(one.dropped.sum()) for one in routed)
+                / sum(int(one.chosen.sum()) for one in routed)}
+
     def validate(self, batches: int) -> float:
         """Return the mean loss of the first batches of the held-out text, without dropout."""
         sizes = self.plan.batch, self.plan.seq
@@ -128,7 +137,8 @@ class Training:
         self.model.dropout_step = None
         scale = self.model.loss_scale
         self.model.loss_scale = min(scale, VERIFIED_SCALE)
-        checks = verify(self.model, self.batch(0), self.plan.heads, self.plan.dtype, self.comm)
+        checks = verify(self.model, self.batch(0), self.plan.heads, self.plan.dtype, self.comm,
+                        self.plan.experts)
         self.model.loss_scale = scale
         return checks
 
@@ -202,7 +212,7 @@ def train_with_history(training: Training, course: Course, file: HistoryFile | N
             loss, seconds, reason = timed_step(training, done, stop)
             done += 1
             reason = reason if done < training.plan.steps else ""
-            keep({"step": done - 1, "loss": loss, "seconds": seconds})
+            keep({"step": done - 1, "loss": loss, "seconds": seconds, **training.utilisation()})
             if reason or is_due(done, training.plan.steps, course.save_every):
                 save(training, course, done)
     if not reason:

@@ -1,7 +1,7 @@
 """Verify a model that is about to be trained, by a model in NumPy alone."""
 
 import math
-from typing import Any
+from typing import Any, Callable
 
 import numpy as np
 
@@ -10,6 +10,7 @@ from bench.experiments.training import plain_gpt
 from bench.experiments.training.text import Batch
 from bench.instruments.clock import wait_patiently
 from bench.records.measurements import Check
+from mm3d.model.experts.options import Experts
 
 STEP = 1e-5    # of the central difference; its own error is below 1e-6
 # Relative, of the loss and of the gradient.
@@ -17,7 +18,8 @@ TOLERANCES = {"float64": (1e-12, 1e-6), "float32": (1e-5, 1e-4), "float16": (1e-
               "bfloat16": (1e-2, 5e-2)}
 
 
-def verify(model: Any, batch: Batch, heads: int, dtype: str, comm: Any) -> list[Check]:
+def verify(model: Any, batch: Batch, heads: int, dtype: str, comm: Any,
+           experts: Experts | None = None) -> list[Check]:
     """Compare loss and gradient of a batch with a model in NumPy, float64; every rank calls it.
 
     The length of the whole gradient is compared with the central difference of the other model's
@@ -35,13 +37,16 @@ def verify(model: Any, batch: Batch, heads: int, dtype: str, comm: Any) -> list[
     WrongResult
         On every rank, when one differs by more than its tolerance.
     """
-    loss = model.step(*batch)
     state = model.state()
+    loss = model.step(*batch)
     gradients = {name: a / model.loss_scale for name, a in model.gradients().items()}
     model.zero_gradients()
+    if experts is not None and experts.gate == "sigmoid-bias":
+        model.load(state)    # the step has changed the biases
     checks = None
     if comm.rank == 0:
-        checks = compare_with_plain(loss, state, gradients, batch, heads, dtype)
+        routing = plain_gpt.Routing(experts, model.schedule.microbatches) if experts else None
+        checks = compare_with_plain(loss, state, gradients, batch, heads, dtype, routing)
     wait_patiently(comm)
     checks = comm.bcast(checks)
     wrong = [one for one in checks if not one.passed]
@@ -53,16 +58,24 @@ def verify(model: Any, batch: Batch, heads: int, dtype: str, comm: Any) -> list[
 
 
 def compare_with_plain(loss: float, state: plain_gpt.State, gradients: plain_gpt.State,
-                       batch: Batch, heads: int, dtype: str) -> list[Check]:
-    """Compare a loss and gradients with those of the model in NumPy."""
+                       batch: Batch, heads: int, dtype: str,
+                       routing: plain_gpt.Routing | None = None) -> list[Check]:
+    """Compare a loss and gradients with those of the model in NumPy.
+
+    Tokens are sent to the same experts in all three computations: there is no derivative of the
+    choice.
+    """
     state = {name: np.asarray(a, np.float64) for name, a in state.items()}
     slopes = {name: np.asarray(a, np.float64) for name, a in gradients.items()}
     length = math.sqrt(inner_product(slopes, slopes))
-    slope = slope_along(slopes, length, state, batch, heads)
+
+    def loss_of(state: plain_gpt.State) -> float:
+        return plain_gpt.mean_loss(state, *batch, heads, routing)
+    expected = loss_of(state)    # the first, which chooses the experts
+    slope = slope_along(slopes, length, state, loss_of)
     direction, size = random_signs(state), math.sqrt(sum(a.size for a in state.values()))
     component = inner_product(slopes, direction) / size
-    apart = component - slope_along(direction, size, state, batch, heads)
-    expected = plain_gpt.mean_loss(state, *batch, heads)
+    apart = component - slope_along(direction, size, state, loss_of)
     of_loss, of_gradient = TOLERANCES[dtype]
     return [Check("loss", abs(loss - expected) / expected, of_loss),
             Check("gradient", abs(length - slope) / slope, of_gradient),
@@ -70,12 +83,11 @@ def compare_with_plain(loss: float, state: plain_gpt.State, gradients: plain_gpt
             Check("gradient along a random direction", abs(apart) * size / length, of_gradient)]
 
 
-def slope_along(direction: plain_gpt.State, length: float, state: plain_gpt.State, batch: Batch,
-                heads: int) -> float:
+def slope_along(direction: plain_gpt.State, length: float, state: plain_gpt.State,
+                loss_of: Callable[[plain_gpt.State], float]) -> float:
     """Compute the central difference of the loss along a direction of this length."""
-    ahead, behind = (plain_gpt.mean_loss(
-        {name: a + way * STEP / length * direction[name] for name, a in state.items()},
-        *batch, heads) for way in (1, -1))
+    ahead, behind = (loss_of({name: a + way * STEP / length * direction[name]
+                              for name, a in state.items()}) for way in (1, -1))
     return (ahead - behind) / (2 * STEP)
 
 

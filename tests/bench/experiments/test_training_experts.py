@@ -1,0 +1,75 @@
+"""Trainings with experts: verified, recorded, and warned of when few experts get most tokens."""
+from dataclasses import replace
+
+import pytest
+from mpi4py import MPI
+
+from bench.__main__ import parser
+from bench.errors import UsageError, WrongResult
+from bench.experiments.training import record, trainer
+from bench.experiments.training.history import History
+from bench.experiments.training.plan import Placement, Plan
+from bench.experiments.training.text import read_text
+from bench.experiments.training.trainer import Course, Training
+from bench.records import run_file
+from bench.reports import training_tables
+from bench.reports.formats import render
+from bench.validation.files import check_file
+from bench.verbs import train
+from mm3d.model.experts import layer
+from mm3d.model.experts.options import Experts
+
+PLAN = Plan(layers=2, hidden=8, heads=2, batch=4, seq=6, steps=2, dtype="float64", warmup=2)
+COURSE = Course(validate_every=3, validation_batches=1)
+TEXT = read_text()
+
+
+@pytest.mark.ranks(1, 4)
+@pytest.mark.parametrize("gate", ["mixtral", "sigmoid-bias"])
+def test_experts_are_verified_and_their_use_is_recorded(comm, gate, shared_tmp_path):
+    """Also divided among replicas, with dropped tokens; the verification leaves no trace."""
+    experts = Experts(4, capacity=1.0, gate=gate, jitter=0.01, balance=0.1)
+    plan = replace(PLAN, experts=experts)
+    placement = (Placement(data=2, grid=(2, 1, 1), expert_parallel=2) if comm.size > 1 else
+                 Placement(microbatches=2))
+    training = Training(comm, plan, placement, TEXT)
+    before = training.model.state()
+    checks = training.verify()
+    assert len(checks) > 1
+    after = training.model.state()
+    assert all((after[name] == before[name]).all() for name in before)
+    outcome = trainer.train(training, COURSE)
+    found = record.training_record(training, COURSE, outcome)
+    training.free()
+    if found is not None:
+        assert Plan.from_settings(found.configuration) == plan
+        entropy, dropped = (found.variables[name].values for name in ("entropy", "dropped_share"))
+        assert (0 < entropy).all() and (entropy <= 1).all() and (dropped > 0).all()
+        assert "experts' entropy 0." in training_tables.progress_line(2, outcome.history, 2, 1)
+        assert "4 experts, top 2" in render(training_tables.training_parts(found))
+        assert check_file(run_file.write_run(found, shared_tmp_path, gate))[0] == []
+
+
+def test_a_wrong_balance_loss_is_not_trained(monkeypatch):
+    plan = replace(PLAN, experts=Experts(4, balance=1.0))
+    training = Training(MPI.COMM_SELF, plan, Placement(), TEXT)
+    right = layer.balance_loss
+    monkeypatch.setattr(layer, "balance_loss",
+                        lambda *given: (right(*given)[0], 1.01 * right(*given)[1]))
+    with pytest.raises(WrongResult, match="gradient: relative error"):
+        training.verify()
+    training.free()
+
+
+def test_progress_warns_of_experts_that_get_nothing():
+    line = training_tables.progress_line(1, History(
+        {0: 2.0}, {0: 0.1}, {}, {0: 0.4}, {0: 0.25}), 9, 10)
+    assert line.endswith("experts' entropy 0.400, 25.0 % dropped, FEW EXPERTS GET MOST TOKENS")
+
+
+@pytest.mark.parametrize("options, message", [
+    (["--compare", "--experts", "4"], "--compare with --experts"),
+    (["--experts", "2", "--top", "3"], "top=3 experts cannot be chosen among count=2")])
+def test_options_of_experts_that_do_not_fit_are_refused(options, message):
+    with pytest.raises(UsageError, match=message):
+        train.make_plan(parser().parse_args(["train", *options]))
