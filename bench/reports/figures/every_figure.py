@@ -85,6 +85,10 @@ def make_measured_drawings(found: FolderContents) -> Iterator[Drawing]:
         for name, (draw, about) in MEASURED.get(record.kind, {}).items():
             yield Drawing(f"{name}-{_sizes(record)}-p{record.environment['ranks']:03d}", about,
                           draw(record))
+    if trainings := experts.comparable_trainings(found.measurements):
+        yield Drawing("balance-of-experts", "Validation loss and use of the experts by step, for "
+                      "several coefficients of the balance loss.",
+                      experts.draw_balance(trainings))
 
 
 def _sizes(record: Measurements) -> str:
@@ -125,7 +129,8 @@ def draw_figures(folder: str | Path,
                          f"commas between")
     drawn, left_out = [], []
     found = read_folder(folder)
-    if not found.results and not any(one.kind in MEASURED for one in found.measurements):
+    if not found.results and not (any(one.kind in MEASURED for one in found.measurements)
+                                  or experts.comparable_trainings(found.measurements)):
         left_out.append(f"all figures: no row of the tables was measured in {folder}")
     with style.figure_style():
         for one in itertools.chain(make_drawings(found), make_measured_drawings(found)):

@@ -1,4 +1,6 @@
-"""Draw the parts of a layer of experts, and how many tokens each expert gets."""
+"""Draw the parts of a layer of experts, and what a balance loss does to trainings with experts."""
+
+from typing import Sequence
 
 import numpy as np
 
@@ -41,5 +43,45 @@ def draw_parts(record: Measurements):
         panels[1].bar(place, got - found["dropped"][r], width, color=colour, label=routing)
     panels[1].set(xlabel="expert", ylabel="(token, choice) pairs",
                   title="what each expert gets (grey: dropped)")
+    panels[1].legend()
+    return figure
+
+
+def comparable_trainings(records: Sequence[Measurements]) -> list[Measurements]:
+    """Return the trainings that differ in the coefficient of the balance loss alone.
+
+    In the order of the coefficients, of each the latest; [] where there are fewer than two.
+    """
+    alike: dict[tuple, dict[float, Measurements]] = {}
+    for record in sorted(records, key=lambda one: one.created):
+        chosen = record.configuration
+        if record.kind == "training" and "experts_balance" in chosen:
+            same = tuple((name, chosen[name]) for name in sorted(chosen) if name in (
+                "layers", "hidden", "heads", "batch", "seq", "steps", "seed", "dtype", "lr",
+                "text_digest") or name.startswith("experts_") and name != "experts_balance")
+            alike.setdefault(same, {})[float(chosen["experts_balance"])] = record
+    found = max(alike.values(), key=len, default={})
+    return [found[balance] for balance in sorted(found)] if len(found) > 1 else []
+
+
+def draw_balance(records: Sequence[Measurements]):
+    """Draw validation loss and entropy of utilisation by step, of trainings with experts."""
+    chosen = records[0].configuration
+    figure, (panels,) = style.make_figure(1, 2, (11, 4.8), (
+        f"{chosen['layers']} layers of {chosen['hidden']} features, {chosen['experts_count']} "
+        f"experts every {chosen['experts_every']} layers, top {chosen['experts_top']}, gate "
+        f"{chosen['experts_gate']}"))
+    for record, (colour, marker) in zip(records, style.CYCLE):
+        name = f"balance {record.configuration['experts_balance']:g}"
+        found = {key: variable.values for key, variable in record.variables.items()}
+        panels[0].plot(record.scales["validated"], found["validation_loss"], color=colour,
+                       marker=marker, markersize=4, label=name)
+        steps, entropy = np.array(record.scales["step"]), found["entropy"]
+        panels[1].plot(steps, entropy, color=colour, linewidth=1.0, label=name)
+    panels[0].set(xlabel="step", ylabel="validation loss (nats a byte)",
+                  title="held-out text, without the routers' losses")
+    panels[1].set(xlabel="step", ylabel="entropy over that of equal shares (1)", ylim=(0, 1.02),
+                  title="use of the experts, of the layer that uses them least evenly")
+    panels[0].legend()
     panels[1].legend()
     return figure
