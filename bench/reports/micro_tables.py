@@ -12,7 +12,7 @@ from bench.records.measurements import Measurements, grid_shape
 from bench.reports.document import (Cell, Column, Notes, Number, Part, Rows, Table,
                                     number_cell)
 from bench.reports.emulated import describe_cluster
-from bench.reports.experts_table import experts_parts
+from bench.reports.experts.table import experts_parts
 from bench.reports.layer_table import layer_parts
 from bench.reports.link_sweep import sweep_parts
 from bench.reports.merit import words_note

@@ -66,6 +66,6 @@ def run(arguments: argparse.Namespace, comm) -> int:
 
 def table(record: Measurements) -> str:
     """Format the table of a record."""
-    from bench.reports.experts_table import experts_parts
+    from bench.reports.experts.table import experts_parts
     from bench.reports.formats import render
     return render(experts_parts(record))

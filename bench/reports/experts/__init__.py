@@ -1,0 +1,1 @@
+"""Show layers of experts that were measured."""
