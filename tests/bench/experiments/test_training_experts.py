@@ -61,6 +61,12 @@ def test_a_wrong_balance_loss_is_not_trained(monkeypatch):
     training.free()
 
 
+def test_a_plan_that_drops_nothing_is_read_back():
+    plan = replace(PLAN, experts=Experts(4, capacity=None))
+    assert Plan.from_settings(plan.settings()) == plan
+    assert not [name for name in PLAN.settings() if name.startswith("expert")]
+
+
 def test_progress_warns_of_experts_that_get_nothing():
     line = training_tables.progress_line(1, History(
         {0: 2.0}, {0: 0.1}, {}, {0: 0.4}, {0: 0.25}), 9, 10)
