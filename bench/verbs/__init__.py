@@ -20,8 +20,8 @@ from types import ModuleType
 # As a person needs them; a verb that is not here comes last in its group.
 ORDER = ("reproduce", "run", "table", "plot", "report", "compare", "merge", "validate", "gemm",
          "collectives", "matmul", "scalapack", "layer", "experts", "pipeline", "checkpoint",
-         "train", "step", "gpu", "dry", "plan", "predict", "calibrate", "check", "schedule", "cube",
-         "cluster", "doctor", "gpusuite", "start")
+         "train", "step", "gpu", "dry", "plan", "predict", "calibrate", "check", "schedule",
+         "cube", "cluster", "doctor", "gpusuite", "start")
 
 
 @dataclass(frozen=True)
