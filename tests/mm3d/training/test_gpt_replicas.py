@@ -16,8 +16,8 @@ from mm3d.training.tied import table_blocks
 # By ranks: replicas and the rest of a mesh; micro-batches.
 MESHES = {2: [(dict(data=2, scheme="serial"), 2)],
           3: [(dict(data=3, scheme="serial"), 1)],
-          4: [(dict(data=2, stages=2, scheme="serial"), 1), (dict(data=4, scheme="serial"), 1),
-              (dict(data=2, stages=2, scheme="serial"), 2),
+          4: [(dict(data=2, stages=2, scheme="serial"), 2), (dict(data=4, scheme="serial"), 1),
+              (dict(data=2, stages=2, scheme="serial"), 1),
               (dict(data=4, shards=2, scheme="serial"), 1),
               (dict(data=2, scheme="1d", grid=(2,)), 1)],
           8: [(dict(data=2, stages=2, scheme="3d", grid=[(1, 2, 1), (2, 1, 1)]), 1),
