@@ -40,10 +40,10 @@ class PartClock:
         """Let a function leave a mark when it begins or ends."""
         function = getattr(owner, name)
 
-        def marked(*arguments: Any) -> Any:
+        def marked(*values: Any) -> Any:
             if before:
                 self._mark(before)
-            result = function(*arguments)
+            result = function(*values)
             if after:
                 self._mark(after)
             return result
