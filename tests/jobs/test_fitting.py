@@ -20,9 +20,10 @@ def site(**node):
     return msgspec.structs.replace(found, node=msgspec.structs.replace(found.node, **node))
 
 
-def weak(scheme="3d"):
-    """The tiny weak row on 8 ranks."""
-    return make_case(next(row for row in select_rows("weak", scheme) if row.gpus == 8), "tiny")
+def weak(scheme="3d", ranks=8):
+    """The tiny weak row."""
+    return make_case(next(row for row in select_rows("weak", scheme) if row.gpus == ranks),
+                     "tiny")
 
 
 def test_a_row_gets_the_policy_that_fits_or_is_refused(tmp_path):
@@ -48,12 +49,13 @@ def test_a_row_gets_the_policy_that_fits_or_is_refused(tmp_path):
                          ids=lambda variant: variant.slug)
 def test_a_variant_is_held_against_what_it_needs_itself(tmp_path, variant, capsys):
     """In its own dtype, with what it keeps; the script's dry run and run are of one model."""
-    row, (grid, sizes) = weak().row, of(weak())
+    float32 = weak(ranks=64)    # on 8 ranks float32 copies of blocks need as much as float16 saves
+    row, (grid, sizes) = float32.row, of(float32)
     one = make_case(row, "tiny", variant)
     dtype = fitting.numpy_dtype(variant)
     most = memory_fit.predict_peak("3d", grid, "float32", "none", sizes)
     found = fitting.fit_row(site(gpu_memory=f"{most} B"), one)
-    plain = fitting.fit_row(site(gpu_memory=f"{most} B"), weak())
+    plain = fitting.fit_row(site(gpu_memory=f"{most} B"), float32)
     assert plain == fitting.RowFit("none", most)
     needed = memory_fit.predict_peak("3d", grid, dtype, "none", sizes, variant)
     if dtype == "float16":
@@ -84,7 +86,7 @@ def test_what_fits_by_the_closed_form_alone_is_run_dry(preset, recompute):
     one = make_case(next(row for row in select_rows("strong", "2d") if row.gpus == 64), preset)
     grid, sizes = of(one)
     most = int(memory_fit.estimate_peak("2d", grid, "float32", "none", sizes)) + 1
-    assert memory_fit.predict_peak("2d", grid, "float32", "none", sizes) > 1.3 * most
+    assert memory_fit.predict_peak("2d", grid, "float32", "none", sizes) > 1.2 * most
     found = fitting.fit_row(site(gpu_memory=f"{most} B", ranks=1), one, recompute)
     assert (found.peak <= most) == found.fits
     assert not found.fits or found.peak == memory_fit.predict_peak(
