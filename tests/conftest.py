@@ -16,6 +16,7 @@ the first one alone also runs by shared memory.
 import mm3d    # noqa: F401  before mpi4py: sets variables that MPI reads when it starts
 
 import functools
+import gc
 import os
 import re
 import shutil
@@ -256,6 +257,8 @@ def pytest_report_collectionfinish(config):
 
 
 def pytest_collection_finish(session):
+    gc.collect()
+    gc.freeze()    # modules and tests stay: what tests collect is not searched for in them
     if deals_out(session.config):
         return
     mine = session.testsfailed, [item.nodeid for item in session.items]
