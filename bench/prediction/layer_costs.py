@@ -6,16 +6,16 @@ four of a Transformer layer, to stand beside the counts.
 """
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
-from bench.prediction.printed_costs import PRINTED, Printed, printed_sum
+from bench.prediction.printed_costs import (PRINTED, SchemeOnGrid, choose_grids,
+                                            printed_sum)
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.sizes import ModelSizes
 from mm3d.model.transformer_spec import model_spec
-from mm3d.schemes import find_scheme, registry
+from mm3d.schemes import registry
 from mm3d.tracing.dry_run import trace_step
 from mm3d.tracing.events import Pass
 from mm3d.tracing.trace import Trace
@@ -63,26 +63,17 @@ def list_layer_costs(ranks: int, sizes: ModelSizes) -> tuple[list[LayerCosts], l
     if ranks > MOST_RANKS:
         return [], [f"a Transformer layer, of which every rank is traced: {ranks} ranks are more "
                     f"than {MOST_RANKS}"]
-    found, missing = [], []
-    in_print = {(name, *options.items()): printed for name, options, printed in PRINTED}
-    for name, options in [*((name, {}) for name, cls in registry().items() if cls.divides_work),
-                          ("3d", {"keep": "both"})]:
-        cls = find_scheme(name)
-        try:
-            grid = cls.grid_shape(cls.default_grid(ranks))
-        except ValueError as error:
-            missing += [f"{name}: {error}"] * (not options)
-            continue
-        found.append(count_layer(name, grid, sizes, options,
-                                 in_print.get((name, *options.items()))))
-    return found, missing
+    in_print = {name: printed for name, options, printed in PRINTED if not options}
+    chosen, missing = choose_grids(ranks, [
+        *((name, {}, in_print.get(name)) for name, cls in registry().items() if cls.divides_work),
+        *(one for one in PRINTED if one[1])])
+    return [count_layer(one, sizes) for one in chosen], missing
 
 
-def count_layer(name: str, grid: GridShape, sizes: ModelSizes, options: dict[str, Any],
-                printed: Printed | None = None) -> LayerCosts:
+def count_layer(chosen: SchemeOnGrid, sizes: ModelSizes) -> LayerCosts:
     """Count forward and backward of a Transformer layer on every rank of a grid."""
-    one = replace(sizes, layers=1)
-    traces = [trace_step(name, grid.ranks, grid, rank, options=options, **one)
+    one, grid, printed = replace(sizes, layers=1), chosen.grid, chosen.printed
+    traces = [trace_step(chosen.name, grid.ranks, grid, rank, options=chosen.options, **one)
               for rank in range(grid.ranks)]
     lacking = sum(traffic.words for trace in traces for phase in trace.traffic.values()
                   for key, traffic in phase.items() if printed and key == printed.lacks)
@@ -90,8 +81,7 @@ def count_layer(name: str, grid: GridShape, sizes: ModelSizes, options: dict[str
               for _ in range(times)]
     every = [_counts(trace) for trace in traces]
     return LayerCosts(
-        " ".join([name, *(f"{key}={value}" for key, value in options.items())]), grid,
-        {count: np.array([each[count] for each in every]) for count in COUNTS},
+        str(chosen), grid, {count: np.array([each[count] for each in every]) for count in COUNTS},
         printed_sum(grid, linear, printed) if printed else {}, lacking / grid.ranks)
 
 

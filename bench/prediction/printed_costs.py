@@ -63,6 +63,59 @@ PRINTED: list[tuple[str, dict[str, str], Printed]] = [
 
 
 @dataclass(frozen=True)
+class SchemeOnGrid:
+    """A scheme with its options, on its own grid.
+
+    Attributes
+    ----------
+    name : str
+        The name of the scheme.
+    options : dict
+        Its options.
+    grid : GridShape
+        The grid.
+    printed : Printed or None
+        Its costs in print, if there are any.
+    """
+
+    name: str
+    options: dict[str, Any]
+    grid: GridShape
+    printed: Printed | None
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *(f"{key}={value}" for key, value in self.options.items())])
+
+
+def choose_grids(ranks: int, schemes: Iterable[tuple[str, dict[str, Any], Printed | None]]
+                 ) -> tuple[list[SchemeOnGrid], list[str]]:
+    """Give each scheme its own grid of so many ranks.
+
+    Parameters
+    ----------
+    ranks : int
+        Number of ranks.
+    schemes : iterable of (str, dict, Printed or None)
+        Name, options and costs in print of each.
+
+    Returns
+    -------
+    list of SchemeOnGrid, list of str
+        Those that have a grid, and why others have none, each scheme once.
+    """
+    found, missing = [], {}
+    for name, options, printed in schemes:
+        cls = find_scheme(name)
+        try:
+            grid = cls.grid_shape(cls.default_grid(ranks))
+        except ValueError as error:
+            missing[name] = f"{name}: {error}"
+        else:
+            found.append(SchemeOnGrid(name, options, grid, printed))
+    return found, list(missing.values())
+
+
+@dataclass(frozen=True)
 class PairCosts:
     """What two linear layers cost a rank, as counted and as printed.
 
@@ -94,19 +147,10 @@ def list_costs(ranks: int, sizes: ModelSizes) -> tuple[list[PairCosts], list[str
     list of PairCosts, list of str
         The costs, and why a scheme has no grid of so many ranks.
     """
-    found, missing = [], []
-    for name, options, printed in PRINTED:
-        cls = find_scheme(name)
-        try:
-            grid = cls.grid_shape(cls.default_grid(ranks))
-        except ValueError as error:
-            missing += [f"{name}: {error}"] * (not options)
-            continue
-        text = " ".join([name, *(f"{key}={value}" for key, value in options.items())])
-        found.append(PairCosts(text, grid, count_pair(name, grid, sizes, options),
-                               printed_pair(grid, sizes, printed),
-                               dict(zip(COSTS, printed.orders))))
-    return found, missing
+    chosen, missing = choose_grids(ranks, PRINTED)
+    return [PairCosts(str(one), one.grid, count_pair(one.name, one.grid, sizes, one.options),
+                      printed_pair(one.grid, sizes, one.printed),
+                      dict(zip(COSTS, one.printed.orders))) for one in chosen], missing
 
 
 def printed_pair(grid: GridShape, sizes: ModelSizes, printed: Printed) -> dict[str, float]:
