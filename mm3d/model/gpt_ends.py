@@ -1,5 +1,7 @@
 """Compute what stands around the layers of a GPT: the embedding, and norm, head and loss."""
 
+import math
+import numbers
 from typing import Any
 
 import numpy as np
@@ -78,6 +80,16 @@ def check_scheme(scheme: Any, tied: bool) -> None:
     if missing:
         raise ValueError(f"scheme {scheme.name!r} has no {' and no '.join(missing)}: a "
                          f"{'tied ' * tied}GPT needs it, another scheme would do")
+
+
+def check_vocabulary(vocab: int, label_smoothing: float, z_loss: float) -> None:
+    """Raise ValueError for a vocabulary or factors of the loss that make no sense."""
+    if not isinstance(vocab, numbers.Integral) or isinstance(vocab, bool) or vocab < 1:
+        raise ValueError(f"vocab={vocab!r} should be a whole number of at least 1")
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"label_smoothing={label_smoothing!r} should be at least 0 and below 1")
+    if not 0 <= z_loss < math.inf:
+        raise ValueError(f"z_loss={z_loss!r} should be a number of at least 0")
 
 
 class WholeGPT:

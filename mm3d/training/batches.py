@@ -1,6 +1,9 @@
-"""Divide layers among stages, and the sequences of a batch among replicas and micro-batches."""
+"""Divide layers among stages, and the sequences of a batch among micro-batches; check tokens."""
 
 import itertools
+from typing import Any
+
+import numpy as np
 
 from mm3d.arrays.blocks import block_lengths
 from mm3d.model.sizes import ModelSizes
@@ -95,3 +98,45 @@ def _divide_microbatches(batch: int, data: int, microbatches: int) -> list[list[
     starts = [0, *itertools.accumulate(block_lengths(size, data))]
     return [[slice(micro * size + start, micro * size + stop) for micro in range(microbatches)]
             for start, stop in itertools.pairwise(starts)]
+
+
+def check_batch(tokens: Any, targets: Any, shape: tuple[int, int], vocab: int,
+                ignored: int) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return tokens and targets as arrays, and the number of targets that count.
+
+    Raises
+    ------
+    ValueError
+        As of `check_tokens`, and when all targets are `ignored`.
+    """
+    tokens = check_tokens("tokens", tokens, shape, vocab)
+    targets = check_tokens("targets", targets, shape, vocab, ignored)
+    count = int(np.count_nonzero(targets != ignored))
+    if not count:
+        raise ValueError(f"all targets are {ignored}, which is ignored: the loss of nothing is "
+                         f"not defined")
+    return tokens, targets, count
+
+
+def check_tokens(name: str, a: Any, shape: tuple[int, int], vocab: int,
+                 ignored: int | None = None) -> np.ndarray:
+    """Return the tokens `a` as an array, after checking their shape, type and range.
+
+    Raises
+    ------
+    ValueError
+        When they are not whole numbers of that shape, below `vocab`, or `ignored`.
+    """
+    a = np.asarray(a)
+    if a.shape != shape or a.dtype.kind not in "iu":
+        raise ValueError(f"{name}: {a.shape} of {a.dtype}, should be whole numbers, "
+                         f"(batch, seq) = {shape}")
+    wrong = (a < 0) | (a >= vocab)
+    if ignored is not None:
+        wrong &= a != ignored
+    if wrong.any():
+        sequence, position = (int(n[0]) for n in np.nonzero(wrong))
+        more = "" if ignored is None else f", or {ignored} to be ignored"
+        raise ValueError(f"{name}[{sequence}, {position}] = {a[sequence, position]} is out of "
+                         f"range: 0 to {vocab - 1} would do{more}")
+    return a.astype(np.int64, copy=False)

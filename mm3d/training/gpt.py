@@ -1,7 +1,6 @@
 """Train a GPT: embeddings, a Transformer divided among stages, and the cross entropy."""
 
 import math
-import numbers
 from typing import Any, Mapping
 
 import numpy as np
@@ -12,15 +11,15 @@ from mm3d.model.cross_entropy import Targets
 from mm3d.model.dropout import DropoutSpec
 from mm3d.model.experts.options import Experts
 from mm3d.model.experts.shared import RoutingTotals
-from mm3d.model.gpt_ends import Output, check_scheme, draw_ends
+from mm3d.model.gpt_ends import Output, check_scheme, check_vocabulary, draw_ends
 from mm3d.model.gpt_spec import embedding_spec
 from mm3d.model.initial_values import gpt2_values
 from mm3d.model.parameters import Parameter, check_state
+from mm3d.training.batches import check_batch
 from mm3d.training.mesh import Mesh
 from mm3d.training.pipeline import Pipeline
 from mm3d.training.routing_totals import sum_routings, update_biases
 from mm3d.training.schedules import Schedule
-from mm3d.training.schedules.schedule import Event
 from mm3d.training.tied import TiedStages
 
 
@@ -110,7 +109,7 @@ class GPT:
         self.experts = experts
         self.routings: dict[str, RoutingTotals] = {}
         self.schedule = self.pipeline.schedule
-        first, last = (self._stage_of(stage) for stage in (0, self.schedule.stage_count - 1))
+        first, last = (self.schedule.rank_of[end] for end in (0, self.schedule.stage_count - 1))
         builder, self._embedding, self._output = self.pipeline.chunks[0].builder, None, None
         if mesh.stage == first:
             self._embedding, = builder.build_layers([embedding_spec(vocab, seq, hidden)])
@@ -130,10 +129,6 @@ class GPT:
         before, after = (end.parameters if end else [] for end in (self._embedding, self._output))
         draw_ends(before + after, seed, values)
         self.trained: list[Parameter] = [*before, *self.pipeline.parameters, *after]
-
-    def _stage_of(self, stage: int) -> int:
-        """Return the stage of the mesh that has a stage of the schedule."""
-        return next(rank for rank, stages in enumerate(self.schedule.stages) if stage in stages)
 
     def step(self, tokens: np.ndarray, targets: np.ndarray) -> float:
         """Compute the loss and all gradients; every rank must call it.
@@ -155,7 +150,8 @@ class GPT:
         ValueError
             On every rank alike, for arrays of another shape or type, or numbers out of range.
         """
-        tokens, targets, count = self._check_batch(tokens, targets)
+        tokens, targets, count = check_batch(tokens, targets, self.shape, self.vocab,
+                                             self.ignored)
         self.zero_gradients()
         losses: list[Array] = []
         for chunk in self.pipeline.chunks if self.experts else ():
@@ -184,44 +180,15 @@ class GPT:
 
         There is no dropout, no jitter, and no loss of routers in it.
         """
-        tokens, targets, count = self._check_batch(tokens, targets)
+        tokens, targets, count = check_batch(tokens, targets, self.shape, self.vocab,
+                                             self.ignored)
         losses: list[Array] = []
-        hops, schedule = self.pipeline.hops, self.schedule
-        own = sorted(zip(schedule.stages[self.mesh.stage], self.pipeline.chunks),
-                     key=lambda one: one[0])
-        results: dict[Event, Array] = {}
-        for stage, chunk in own:
-            chunk.mask_key.place = None
-            for micro in range(schedule.microbatches):
-                before, after = (Event("F", s, micro) for s in (stage - 1, stage))
-                if not stage:
-                    x = self._embedding.forward(self._part(tokens, micro))[0]
-                elif before in results:
-                    x = results.pop(before)
-                else:
-                    x = hops.complete(hops.begin_receive(before, self._stage_of(stage - 1)))
-                y = chunk.forward(x)[0]
-                if stage + 1 == schedule.stage_count:
-                    goal = Targets(self._part(targets, micro))
-                    losses.append(self._output.forward(y, goal)[0])
-                elif self._stage_of(stage + 1) == self.mesh.stage:
-                    results[after] = y
-                else:
-                    hops.send(after, y, self._stage_of(stage + 1))
-        hops.messages.finish()
-        for chunk in self.pipeline.chunks:
-            chunk.routings.totals.clear()
-        return self._mean(losses, count)
 
-    def _check_batch(self, tokens: Any, targets: Any) -> tuple[np.ndarray, np.ndarray, int]:
-        """Return tokens and targets as arrays, and the number of targets that count."""
-        tokens = check_tokens("tokens", tokens, self.shape, self.vocab)
-        targets = check_tokens("targets", targets, self.shape, self.vocab, self.ignored)
-        count = int(np.count_nonzero(targets != self.ignored))
-        if not count:
-            raise ValueError(f"all targets are {self.ignored}, which is ignored: the loss of "
-                             f"nothing is not defined")
-        return tokens, targets, count
+        def output(micro: int, y: Array) -> None:
+            losses.append(self._output.forward(y, Targets(self._part(targets, micro)))[0])
+        self.pipeline.forward(
+            lambda micro: self._embedding.forward(self._part(tokens, micro))[0], output)
+        return self._mean(losses, count)
 
     def _part(self, a: np.ndarray, micro: int) -> np.ndarray:
         """Return the sequences of a micro-batch of this replica."""
@@ -329,37 +296,3 @@ def _place_in_model(name: str) -> tuple[int, int]:
     ends = {"embedding": 0, "positions": 1, "norm": 3, "head": 4}
     part, _, rest = name.partition(".")
     return (ends[part], 0) if part in ends else (2, int(rest.partition(".")[0]))
-
-
-def check_vocabulary(vocab: int, label_smoothing: float, z_loss: float) -> None:
-    """Raise ValueError for a vocabulary or factors of the loss that make no sense."""
-    if not isinstance(vocab, numbers.Integral) or isinstance(vocab, bool) or vocab < 1:
-        raise ValueError(f"vocab={vocab!r} should be a whole number of at least 1")
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"label_smoothing={label_smoothing!r} should be at least 0 and below 1")
-    if not 0 <= z_loss < math.inf:
-        raise ValueError(f"z_loss={z_loss!r} should be a number of at least 0")
-
-
-def check_tokens(name: str, a: Any, shape: tuple[int, int], vocab: int,
-                 ignored: int | None = None) -> np.ndarray:
-    """Return the tokens `a` as an array, after checking their shape, type and range.
-
-    Raises
-    ------
-    ValueError
-        When they are not whole numbers of that shape, below `vocab`, or `ignored`.
-    """
-    a = np.asarray(a)
-    if a.shape != shape or a.dtype.kind not in "iu":
-        raise ValueError(f"{name}: {a.shape} of {a.dtype}, should be whole numbers, "
-                         f"(batch, seq) = {shape}")
-    wrong = (a < 0) | (a >= vocab)
-    if ignored is not None:
-        wrong &= a != ignored
-    if wrong.any():
-        sequence, position = (int(n[0]) for n in np.nonzero(wrong))
-        more = "" if ignored is None else f", or {ignored} to be ignored"
-        raise ValueError(f"{name}[{sequence}, {position}] = {a[sequence, position]} is out of "
-                         f"range: 0 to {vocab - 1} would do{more}")
-    return a.astype(np.int64, copy=False)

@@ -161,6 +161,26 @@ class Pipeline:
         if self.dropout_step is not None:
             self.dropout_step += 1
 
+    def forward(self, inputs: Callable[[int], Array],
+                output: Callable[[int, Array], Any]) -> None:
+        """Compute forward alone of all micro-batches, and save nothing; every rank must call it.
+
+        Nothing is dropped, routers have no jitter, and routings are not counted.
+
+        Parameters
+        ----------
+        inputs : callable
+            As for `step`.
+        output : callable
+            Takes a micro-batch, and this rank's block of its output; called in the stage with the
+            last layer.
+        """
+        for chunk in self.chunks:
+            chunk.mask_key.place = None
+        self.worker.forward(inputs, output)
+        for chunk in self.chunks:
+            chunk.routings.totals.clear()
+
     def _placing_masks(self, around: Callable[[Action], ContextManager] | None
                        ) -> Callable[[Action], ContextManager]:
         """Return an `around` that also tells a chunk, before F, which masks it is to draw."""

@@ -7,6 +7,7 @@ passes it completes here.
 
 from collections import deque
 from contextlib import nullcontext
+from operator import itemgetter
 from typing import Any, Callable, ContextManager, Protocol, Sequence
 
 from mm3d.arrays.backend import Array
@@ -69,6 +70,30 @@ class Worker:
                                operation.other)
             else:
                 self._run_actions(operation)
+        self.hops.messages.finish()
+
+    def forward(self, inputs: Callable[[int], Array],
+                output: Callable[[int, Array], Any]) -> None:
+        """Compute forward alone; see `mm3d.training.pipeline.Pipeline.forward`."""
+        stages, rank_of = self.schedule.stages[self.rank], self.schedule.rank_of
+        results: dict[Event, Array] = {}    # that stay on this rank
+        for stage, model in sorted(zip(stages, self.chunks), key=itemgetter(0)):
+            for micro in range(self.schedule.microbatches):
+                self.hops.messages.release_sent()
+                before, own = Event("F", stage - 1, micro), Event("F", stage, micro)
+                if not stage:
+                    x = inputs(micro)
+                elif before in results:
+                    x = results.pop(before)
+                else:
+                    x = self.hops.complete(self.hops.begin_receive(before, rank_of[stage - 1]))
+                y = model.forward(x)[0]
+                if stage + 1 == self.schedule.stage_count:
+                    output(micro, y)
+                elif rank_of[stage + 1] == self.rank:
+                    results[own] = y
+                else:
+                    self.hops.send(own, y, rank_of[stage + 1])
         self.hops.messages.finish()
 
     def _begin_receives(self, index: int) -> None:

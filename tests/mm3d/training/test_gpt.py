@@ -7,7 +7,7 @@ import pytest
 import mm3d
 from gpts import SIZES, differences, serial, tokens_and_targets, train
 from mm3d.schemes import serial as serial_scheme
-from mm3d.training.gpt import check_tokens
+from mm3d.training.batches import check_tokens
 
 # By ranks: stages, scheme, grid.
 MESHES = {1: [(1, "3d", None)],

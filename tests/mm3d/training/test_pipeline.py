@@ -66,7 +66,20 @@ def compare(mesh, name: str, schedule, expected, sizes) -> None:
     words = costs.hop_words(schedule, scheme, mesh.grids, pipeline.chunks[0].shape)
     assert comm.allreduce(pipeline.traffic()["s", "send"].words) == words, name
     assert words_inside(mesh) == words_of_layers(pipeline, scheme), name
+    compare_forward(pipeline, expected, words, name)
     pipeline.free()
+
+
+def compare_forward(pipeline, expected, words: int, name: str) -> None:
+    """Compare the outputs of forward alone, and its words: half of a step's `words`."""
+    model, found = pipeline.chunks[0], {}
+    pipeline.reset_traffic()
+    pipeline.forward(lambda micro: model.random(f"x{micro}"), lambda micro, y: found.update(
+        {f"y{micro}": np.array(model.grid.backend.to_host(y))}))
+    assert not differing(found, expected), name
+    every = {key for one in pipeline.comm.allgather([*found]) for key in one}
+    assert every == {f"y{micro}" for micro in range(M)}, name
+    assert 2 * pipeline.comm.allreduce(pipeline.traffic()["s", "send"].words) == words, name
 
 
 def words_inside(mesh) -> dict:
