@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Callable, Iterable
 
 from mm3d.grid.shape import GridShape
+from mm3d.model.saved_arrays import saved_arrays
 from mm3d.model.sizes import ModelSizes
 from mm3d.schemes import find_scheme, scheme as make_scheme
 from mm3d.tracing.dry_arrays import DryBackend
@@ -192,7 +193,7 @@ def count_pair(name: str, grid: GridShape, sizes: ModelSizes,
         for product, weight in layers:
             a, saved = product.forward(a, weight)
             kept.append(saved)
-        activations = sum(math.prod(each.shape) for each in _arrays(kept))
+        activations = sum(math.prod(each.shape) for each in saved_arrays(kept))
         for (product, weight), saved in zip(layers[::-1], kept[::-1]):
             a, _ = product.backward(a, weight, saved)
     moved = scheme.grid.traffic().values()
@@ -200,10 +201,3 @@ def count_pair(name: str, grid: GridShape, sizes: ModelSizes,
                             sum(math.prod(weight.shape) for _, weight in layers), activations,
                             sum(one.words for one in moved),
                             sum(one.messages for one in moved))))
-
-
-def _arrays(saved: Any) -> list[Any]:
-    """List the arrays in what products save."""
-    if isinstance(saved, (tuple, list)):
-        return [array for each in saved for array in _arrays(each)]
-    return [] if saved is None else [getattr(saved, "array", saved)]

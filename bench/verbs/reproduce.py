@@ -7,12 +7,9 @@ memory, is reported; the others are measured all the same.
 import argparse
 import shlex
 import sys
-import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Mapping
-
-from tqdm import tqdm
 
 from bench.cases.case import Case, make_case
 from bench.cases.paper import Row, load_tables
@@ -30,6 +27,7 @@ from bench.reports import emulated_rows
 from bench.reports.finish import write_tables_and_figures
 from bench.reports.formats import render
 from bench.command_line import options, row_options
+from bench.command_line.progress import RowProgress
 from mm3d import launcher
 from mm3d.arrays import backend as backends
 
@@ -48,40 +46,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--paper", choices=("zero-bubble",), help=(
         "instead compute the published table of this paper again: Table 5 of arXiv:2401.10241, "
         "bubble rates of pipeline schedules"))
-
-
-class Progress:
-    """Show the number of rows done: a bar on a terminal, a line for each row in a log."""
-
-    def __init__(self, total: int, done: int = 0) -> None:
-        self.total, self.done, self.start = total, done, time.monotonic()
-        self.failures: list[str] = []
-        self.left_out: list[str] = []
-        self._bar = tqdm(total=total, initial=done, unit="row", disable=None, dynamic_ncols=True)
-
-    def say(self, line: str) -> None:
-        """Print a line above the bar."""
-        tqdm.write(line, file=sys.stdout)
-        sys.stdout.flush()
-
-    def row(self, line: str) -> None:
-        """Print a line that ends a row; it begins with "done", "failed" or "left out"."""
-        self.done += 1
-        for outcome, lines in (("failed", self.failures), ("left out", self.left_out)):
-            if line.startswith(outcome):
-                lines.append(line)
-        elapsed = tqdm.format_interval(time.monotonic() - self.start)
-        self.say(f"[{self.done:2d}/{self.total} {elapsed}] {line}")
-        self._bar.update()
-
-    @property
-    def measured(self) -> int:
-        """The number of rows that have results."""
-        return self.done - len(self.failures) - len(self.left_out)
-
-    def close(self) -> None:
-        """Remove the bar."""
-        self._bar.close()
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -122,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
     resume.remove_leftovers(out)
     reproduction, finished = resume.begin_or_resume(
         log, [one.name for one in cases], wanted, arguments.order, arguments.fresh, print_line)
-    progress = Progress(len(cases), len(finished))
+    progress = RowProgress(len(cases), len(finished))
     announce_start(progress, arguments.preset, out, reproduction)
     predict_rows(arguments, cases)
     left = [one for one in shuffle_cases(cases, reproduction.order) if one.name not in finished]
@@ -248,7 +212,7 @@ def run_options(arguments: argparse.Namespace, out: Path, order: int) -> list[st
     return words
 
 
-def announce_start(progress: Progress, preset: str, out: Path,
+def announce_start(progress: RowProgress, preset: str, out: Path,
                    reproduction: Reproduction) -> None:
     """Show the number of rows, the machine, the folder, and the rows that are there already."""
     cluster = Cluster.from_environment()
@@ -272,7 +236,7 @@ def predict_rows(arguments: argparse.Namespace, cases: list[Case]) -> None:
                f"{render(emulated_rows.tables_of(rows, measured=False))}\n")
 
 
-def report_end(log: Journal, reproduction: Reproduction, progress: Progress,
+def report_end(log: Journal, reproduction: Reproduction, progress: RowProgress,
                stopped: Stopped | None, spare: Mapping[str, str],
                words: list[str]) -> int:
     """Record and print how a reproduction ended, and show its results.
@@ -283,7 +247,7 @@ def report_end(log: Journal, reproduction: Reproduction, progress: Progress,
         The journal of the folder of results.
     reproduction : Reproduction
         The reproduction.
-    progress : Progress
+    progress : RowProgress
         The rows that this process has measured, and those that failed or were left out.
     stopped : Stopped or None
         The signal that ended it early, if any.
@@ -323,7 +287,7 @@ def print_lines(heading: str, lines: list[str]) -> None:
         print(f"\n{heading}", *lines, sep="\n  ", file=sys.stderr)
 
 
-def print_rest(folder: Path, progress: Progress, stopped: Stopped | None,
+def print_rest(folder: Path, progress: RowProgress, stopped: Stopped | None,
                words: list[str]) -> None:
     """Print to standard error how many rows are there, and the command that measures the rest."""
     print(f"\n{stopped or 'Ended'}: {progress.measured} of {progress.total} rows are in "

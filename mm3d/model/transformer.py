@@ -1,8 +1,7 @@
 """Define the Transformer, once for every scheme."""
 
-import math
 from contextlib import nullcontext
-from typing import Any, Callable, ContextManager, Iterator, Mapping
+from typing import Any, Callable, ContextManager, Mapping
 
 import numpy as np
 
@@ -17,6 +16,7 @@ from mm3d.model.masks import MaskKey
 from mm3d.model.parameters import Parameter, check_state
 from mm3d.model.recomputation import parse_policy
 from mm3d.model.recomputed_layers import weighted_products
+from mm3d.model.saved_arrays import saved_bytes
 from mm3d.model.sizes import ModelSizes
 from mm3d.model.specs import Builder
 from mm3d.model.transformer_spec import model_spec
@@ -326,21 +326,7 @@ class Transformer:
 
         The operands that `backward_input` returned are counted likewise.
         """
-        arrays = {id(a): a for a in _arrays(saved)}
-        return sum(math.prod(a.shape) * host_dtype(a).itemsize for a in arrays.values())
-
-
-def _arrays(saved: Any) -> Iterator[Array]:
-    """Iterate over all arrays in saved data."""
-    if isinstance(saved, (tuple, list)):
-        for item in saved:
-            yield from _arrays(item)
-    elif hasattr(saved, "array"):
-        yield saved.array
-    elif hasattr(saved, "arrays"):
-        yield from saved.arrays
-    elif saved is not None and not isinstance(saved, int):    # the place of masks
-        yield saved
+        return saved_bytes(saved)
 
 
 def _check_dtypes(scheme: Scheme, dtype: str, master: str | None) -> None:

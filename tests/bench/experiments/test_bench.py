@@ -15,6 +15,7 @@ from bench.__main__ import parser
 from bench.cases.case import make_case
 from bench.cases.selection import select_rows, shuffle_cases
 from bench.cases.variants import Variant
+from bench.command_line.progress import RowProgress
 from bench.doctor import census
 from bench.errors import UsageError
 from bench.experiments.rows import reproduction, row
@@ -265,7 +266,7 @@ def test_reproduce_goes_on_after_a_row_that_kills_its_job(monkeypatch, capsys):
         return [sys.executable, "-c", code]
 
     monkeypatch.setattr(reproduction, "job_command", command)
-    progress = reproduce_verb.Progress(len(cases))
+    progress = RowProgress(len(cases))
     reproduction.measure_in_jobs(cases, [], progress)
     progress.close()
     titles = [one.title for one in cases]

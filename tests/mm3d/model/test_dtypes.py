@@ -6,7 +6,7 @@ import mm3d
 from mm3d.arrays import backend
 from mm3d.grid import axis
 from mm3d.grid.split import Split
-from mm3d.model import transformer
+from mm3d.model.saved_arrays import saved_arrays
 from models import SIZES, SOME
 from reference import on_grid
 
@@ -77,7 +77,7 @@ def test_no_promotion(comm, watched, travelled, dtype):
         assert all(isinstance(a, Watched) and a.dtype == dtype for a in lasting), parallelism
         assert np.isfinite(y).all() and np.isfinite(dx).all(), parallelism
         wide = {"float32"} if float16 else {dtype}
-        statistics = {str(a.dtype) for a in transformer._arrays(saved)} - {dtype}
+        statistics = {str(a.dtype) for a in saved_arrays(saved)} - {dtype}
         assert statistics == wide - {dtype}, parallelism
         assert Watched.seen == {dtype, "int64", "bool"} | wide, parallelism
         assert comm.size == 1 or {kind for kind, _ in travelled} <= {dtype} | wide, parallelism

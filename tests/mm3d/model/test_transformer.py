@@ -7,7 +7,7 @@ import pytest
 from mpi4py import MPI
 
 import mm3d
-from mm3d.model import transformer
+from mm3d.model.saved_arrays import saved_arrays
 from mm3d.model.layer_specs import LinearSpec
 from mm3d.model.specs import Builder
 from models import PARALLELISMS, SIZES, SOME, Parallelism, data, differences, serial, train
@@ -227,11 +227,11 @@ def test_inputs_are_not_overwritten(comm):
             x, dy = model.random("x"), model.random("dy")
             y, saved = model.forward(x)
             y[...] = np.nan    # the caller's own: nothing that was saved may be part of it
-            kept = [a.copy() for a in transformer._arrays(saved)]
+            kept = [a.copy() for a in saved_arrays(saved)]
             first, second = model.backward(dy, saved), model.backward(dy, saved)
             assert np.array_equal(x, model.random("x")), parallelism
             assert np.array_equal(dy, model.random("dy")), parallelism
-        assert all(map(np.array_equal, kept, transformer._arrays(saved))), parallelism
+        assert all(map(np.array_equal, kept, saved_arrays(saved))), parallelism
         assert np.array_equal(first, second), parallelism
 
 

@@ -1,0 +1,53 @@
+"""Show the progress of many rows on a terminal or in a log."""
+
+import sys
+import time
+
+from tqdm import tqdm
+
+
+class RowProgress:
+    """Show the number of rows done: a bar on a terminal, a line for each row in a log.
+
+    Parameters
+    ----------
+    total : int
+        Number of rows.
+    done : int
+        Rows that are there already.
+
+    Attributes
+    ----------
+    failures, left_out : list of str
+        Lines of the rows that ended so.
+    """
+
+    def __init__(self, total: int, done: int = 0) -> None:
+        self.total, self.done, self.start = total, done, time.monotonic()
+        self.failures: list[str] = []
+        self.left_out: list[str] = []
+        self._bar = tqdm(total=total, initial=done, unit="row", disable=None, dynamic_ncols=True)
+
+    def say(self, line: str) -> None:
+        """Print a line above the bar."""
+        tqdm.write(line, file=sys.stdout)
+        sys.stdout.flush()
+
+    def row(self, line: str) -> None:
+        """Print a line that ends a row; it begins with "done", "failed" or "left out"."""
+        self.done += 1
+        for outcome, lines in (("failed", self.failures), ("left out", self.left_out)):
+            if line.startswith(outcome):
+                lines.append(line)
+        elapsed = tqdm.format_interval(time.monotonic() - self.start)
+        self.say(f"[{self.done:2d}/{self.total} {elapsed}] {line}")
+        self._bar.update()
+
+    @property
+    def measured(self) -> int:
+        """The number of rows that have results."""
+        return self.done - len(self.failures) - len(self.left_out)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        self._bar.close()
