@@ -62,21 +62,21 @@ def measure_experts(subject: Subject, torch: str | None, limits: Limits) -> Meas
         On all ranks, when a result is wrong.
     """
     comm, case = subject.mesh.comm, subject.case
-    rival = _start_torch(subject, torch)
+    reference = _start_torch(subject, torch)
     try:
         verified = []
         for routing in ROUTINGS:
             subject.set_routing(routing)
-            verified.append(verify_step(subject, routing, rival.results if rival else {}))
+            verified.append(verify_step(subject, routing, reference.results if reference else {}))
         checks = [check for one in verified for check in one.checks]
         problem = against_serial.failure_message(checks, "a plain computation in float64")
         if problem:
             raise WrongResult(problem)
-        sampler = Sampler(subject, rival)
+        sampler = Sampler(subject, reference)
         times, parts, ended_by = sampler.sample_all(limits, bool(torch))
     finally:
-        if rival:
-            rival.close()
+        if reference:
+            reference.close()
     environs = measured_environment(subject.grid.backend.name, comm)
     if comm.rank:
         return None
@@ -88,7 +88,7 @@ def measure_experts(subject: Subject, torch: str | None, limits: Limits) -> Meas
         "scheme": subject.mesh.scheme.name,
         **grid_settings(subject.grid.shape), "replicas": subject.mesh.shape["d"],
         "transport": operands.transport_names(subject.grid),
-        "reference": rival.about if rival else "a plain computation in NumPy",
+        "reference": reference.about if reference else "a plain computation in NumPy",
         "ended_by": ended_by, **asdict(limits)}
     return experts_record(settings, environs, verified, checks, times, parts)
 
@@ -148,12 +148,12 @@ class Sampler:
     ----------
     subject : Subject
         The layer.
-    rival : TorchScript or None
+    reference : TorchScript or None
         PyTorch's process, on rank 0.
     """
 
-    def __init__(self, subject: Subject, rival: TorchScript | None) -> None:
-        self.subject, self.rival, self.comm = subject, rival, subject.mesh.comm
+    def __init__(self, subject: Subject, reference: TorchScript | None) -> None:
+        self.subject, self.reference, self.comm = subject, reference, subject.mesh.comm
         self.library = subject.grid.backend
         self.parts = PartClock(subject.layer, self.library.synchronize)
         self.clock = Clock(self.comm)
@@ -183,8 +183,8 @@ class Sampler:
         wait_patiently(self.comm)
         if KINDS[kind].startswith("PyTorch"):
             seconds = 0.0
-            if self.rival:
-                seconds = self.rival.step(f"{KINDS[kind].split()[1]} {ROUTINGS[routing]}")
+            if self.reference:
+                seconds = self.reference.step(f"{KINDS[kind].split()[1]} {ROUTINGS[routing]}")
                 time.sleep(SETTLE)
             wait_patiently(self.comm)
             return seconds, None

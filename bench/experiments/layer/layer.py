@@ -67,11 +67,11 @@ class MeasuredLayer:
         y, saved = self.model.forward(self.x)
         return y, self.model.backward(self.dy, saved)
 
-    def check_step(self, results: tuple[Any, Any], rival: TorchProcess | None) -> list[Check]:
+    def check_step(self, results: tuple[Any, Any], reference: TorchProcess | None) -> list[Check]:
         """Compare a step's results and the parameters' gradients with PyTorch or serial."""
-        reference = rival and (lambda: dict(rival.results))
+        expected = reference and (lambda: dict(reference.results))
         return against_serial.compare(self.model, *results, self.sizes, self.seed, self.dtype,
-                                      reference)
+                                      expected)
 
 
 @dataclass(frozen=True)
@@ -136,24 +136,24 @@ def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: boo
         check_overlap(scheme.name)
     results = subject.step()
     memory = comm.gather(subject.footprint.peaks())
-    rival = start_torch(subject, torch)
+    reference = start_torch(subject, torch)
     try:
-        checks = subject.check_step(results, rival)
+        checks = subject.check_step(results, reference)
         reject(checks, torch)
         del results
         kinds = [0, 1, *[2] * bool(torch), *[3] * overlap]
-        found = time_layer(subject, kinds, limits, rival)
+        found = time_layer(subject, kinds, limits, reference)
         reject(found.checks, torch, "after the last repetition, ")
-        reference = rival.about if rival else "none"
+        about = reference.about if reference else "none"
     finally:
-        if rival:
-            rival.close()
+        if reference:
+            reference.close()
     environs = measured_environment(scheme.grid.backend.name, comm)
     if memory is None:
         return None
     settings = {"scheme": scheme.name, "dtype": subject.dtype,
                 **subject.sizes, "seed": subject.seed,
-                "reference": reference, "ended_by": found.ended_by,
+                "reference": about, "ended_by": found.ended_by,
                 **grid_settings(scheme.grid.shape),
                 "transport": operands.transport_names(scheme.grid), **asdict(limits)}
     return layer_record(subject, found, np.array(memory).T, settings, environs, checks)
@@ -181,7 +181,7 @@ class Sampler:
     ----------
     subject : MeasuredLayer
         The layer.
-    rival : TorchProcess or None
+    reference : TorchProcess or None
         PyTorch's process, on rank 0.
 
     Attributes
@@ -190,8 +190,8 @@ class Sampler:
         This rank's output and input gradient of the last step of the layer.
     """
 
-    def __init__(self, subject: MeasuredLayer, rival: TorchProcess | None) -> None:
-        self.subject, self.rival, self.last = subject, rival, None
+    def __init__(self, subject: MeasuredLayer, reference: TorchProcess | None) -> None:
+        self.subject, self.reference, self.last = subject, reference, None
         self.grid = subject.scheme.grid
         self.clock = Clock(self.grid.comm)
         self.replay = Replay(subject.step, self.grid, subject.dtype)
@@ -203,8 +203,8 @@ class Sampler:
         wait_patiently(comm)
         if kind == 2:
             times = np.full((comm.size, 2), np.nan)
-            if self.rival:
-                times[0] = 0, self.rival.step()
+            if self.reference:
+                times[0] = 0, self.reference.step()
                 time.sleep(SETTLE)
             wait_patiently(comm)
             return times
@@ -218,10 +218,10 @@ class Sampler:
 
 
 def time_layer(subject: MeasuredLayer, kinds: list[int], limits: Limits,
-               rival: TorchProcess | None) -> Times:
+               reference: TorchProcess | None) -> Times:
     """Measure all `kinds` until the limits are reached, and check the last results."""
     grid, order = subject.scheme.grid, np.random.default_rng(subject.seed)
-    sampler = Sampler(subject, rival)
+    sampler = Sampler(subject, reference)
     kept: list[np.ndarray] = []
 
     def intervals() -> list[Interval]:
@@ -235,7 +235,7 @@ def time_layer(subject: MeasuredLayer, kinds: list[int], limits: Limits,
             times[kind] = sampler.sample(kind)
         if counts:
             kept.append(times)
-    checks = subject.check_step(sampler.last, rival)
+    checks = subject.check_step(sampler.last, reference)
     sampler.last = None
     hidden = np.nan
     if 3 in kinds:

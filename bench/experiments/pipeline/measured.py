@@ -70,41 +70,41 @@ def measure_pipeline(mesh: Mesh, case: PipelineCase, limits: Limits = LIMITS,
     actions = ActionTimes(clock, backend.synchronize)
     subject = (LayersSubject if case.waits is None else WaitingSubject)(mesh, case, actions,
                                                                         asleep)
-    rival = None
+    reference = None
     try:
         subject.step()
         memory = comm.gather(footprint.peaks())
         words = comm.gather(subject.hops.traffic.words)
         expected = comm.gather(expected_memory(mesh, case, subject))
         subject.draw_ahead()
-        rival = TorchPipeline(torch, mesh, case, subject) if torch else None
-        checks = check_both(subject, rival)
+        reference = TorchPipeline(torch, mesh, case, subject) if torch else None
+        checks = check_both(subject, reference)
         hops = measure_hop(subject, clock)
-        samples = take_samples(subject, actions, limits, clock, rival)
-        checks += check_both(subject, rival, "after the last repetition, ")
+        samples = take_samples(subject, actions, limits, clock, reference)
+        checks += check_both(subject, reference, "after the last repetition, ")
         environs = measured_environment(backend.name, comm)
     finally:
-        if rival:
-            rival.close()
+        if reference:
+            reference.close()
         subject.hops.messages.free()
     if memory is None:
         return None
     counts = {"memory": np.array(memory).T, "expected_memory": np.array(expected),
               "words": np.array(words)}
     settings = {**case_settings(mesh, case), "ended_by": samples.ended_by, "asleep": asleep,
-                "reference": rival.about if rival else "none",
-                **({"reference_order": rival.order} if rival else {}), **asdict(limits)}
+                "reference": reference.about if reference else "none",
+                **({"reference_order": reference.order} if reference else {}), **asdict(limits)}
     return pipeline_record(case, samples, hops, counts, settings, environs, checks)
 
 
-def check_both(subject: Any, rival: TorchPipeline | None, when: str = "") -> list[Check]:
+def check_both(subject: Any, reference: TorchPipeline | None, when: str = "") -> list[Check]:
     """Return the checks of both sides; WrongResult, on all ranks, when one did not pass."""
     checks = subject.check()
     both = [(checks, "the model in one stage")]
-    if rival:
-        both.append((rival.check(), "this pipeline"))
-    for found, reference in both:
-        problem = against_serial.failure_message(found, reference)
+    if reference:
+        both.append((reference.check(), "this pipeline"))
+    for found, expected in both:
+        problem = against_serial.failure_message(found, expected)
         if problem:
             raise WrongResult(f"{when}{problem}")
     return [check for found, _ in both for check in found]

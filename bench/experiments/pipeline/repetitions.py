@@ -53,13 +53,13 @@ class Sampler:
         Records its actions.
     clock : Clock
         The clock of all ranks.
-    rival : TorchPipeline or None
+    reference : TorchPipeline or None
         PyTorch's.
     """
 
     def __init__(self, subject: Any, actions: ActionTimes, clock: Clock,
-                 rival: TorchPipeline | None) -> None:
-        self.subject, self.actions, self.clock, self.rival = subject, actions, clock, rival
+                 reference: TorchPipeline | None) -> None:
+        self.subject, self.actions, self.clock, self.reference = subject, actions, clock, reference
         self.most = max(map(len, subject.case.schedule.rows))
         self.processor = 0.0
 
@@ -91,17 +91,17 @@ class Sampler:
         self.processor = time.process_time() - begin
 
     def _reference(self) -> RankStep:
-        found = self.rival.step()
+        found = self.reference.step()
         time.sleep(SETTLE)
         return found
 
 
 def take_samples(subject: Any, actions: ActionTimes, limits: Limits, clock: Clock,
-                 rival: TorchPipeline | None = None) -> Samples:
-    """Repeat the step, of both sides in random order where there is a rival."""
+                 reference: TorchPipeline | None = None) -> Samples:
+    """Repeat the step, of both sides in random order where there is a reference."""
     comm, order = subject.mesh.comm, np.random.default_rng(subject.case.seed)
-    sampler = Sampler(subject, actions, clock, rival)
-    sides = len(SIDES) if rival else 1
+    sampler = Sampler(subject, actions, clock, reference)
+    sides = len(SIDES) if reference else 1
     kept: list[list[tuple[np.ndarray, ...]]] = []
 
     def intervals() -> list[Interval]:

@@ -76,20 +76,20 @@ def measure_beside(subject: MeasuredTraining, python: str | None, kinds: Sequenc
     checks = verification.verify(subject.model, subject.batch, case.heads, case.dtype, comm)
     state = subject.model.state()
     arrays = {**state, "tokens": subject.batch[0], "targets": subject.batch[1]}
-    rivals = TorchGroup(python, kinds, {**asdict(case), **OPTIMIZER}, arrays,
-                        comm) if python else None
+    references = (TorchGroup(python, kinds, {**asdict(case), **OPTIMIZER}, arrays, comm)
+                  if python else None)
     del state, arrays
     try:
-        checks += compare_first_steps(subject, rivals, sides)
+        checks += compare_first_steps(subject, references, sides)
         clock = Clock(comm)
-        sampler = Sampler(subject, rivals, sides, clock)
+        sampler = Sampler(subject, references, sides, clock)
         repetitions, times, losses = sampler.take(limits)
         checks += compare_losses(losses[-1], sides, "last loss", LAST_LOSS)
         reject(checks)
-        about = rivals.about if rivals else {}
+        about = references.about if references else {}
     finally:
-        if rivals:
-            rivals.close()
+        if references:
+            references.close()
     parts = comm.gather(subject.trace(clock))
     environs = measured_environment(subject.mesh.scheme.grid.backend.name, comm)
     if parts is None:
@@ -113,7 +113,7 @@ def settings_of(subject: MeasuredTraining) -> dict:
             "transport": operands.transport_names(mesh.scheme.grid)}
 
 
-def compare_first_steps(subject: MeasuredTraining, rivals: TorchGroup | None,
+def compare_first_steps(subject: MeasuredTraining, references: TorchGroup | None,
                         sides: Sequence[str]) -> list[Check]:
     """Take the first steps of all sides, and compare losses and the norm of the gradient."""
     checks = []
@@ -123,7 +123,7 @@ def compare_first_steps(subject: MeasuredTraining, rivals: TorchGroup | None,
             norms = [gradient_norm(subject.model)]
         wait_patiently(subject.comm)
         for side in sides[1:]:
-            found = rivals.step(side, check=not number)
+            found = references.step(side, check=not number)
             losses.append(mean_loss(found))
             if not number:
                 norms.append(found[0]["norm"])
@@ -166,7 +166,7 @@ class Sampler:
 
     Parameters
     ----------
-    subject, rivals : MeasuredTraining, TorchGroup or None
+    subject, references : MeasuredTraining, TorchGroup or None
         The sides.
     sides : sequence of str
         Their names, the own one first.
@@ -174,9 +174,9 @@ class Sampler:
         Of all ranks.
     """
 
-    def __init__(self, subject: MeasuredTraining, rivals: TorchGroup | None,
+    def __init__(self, subject: MeasuredTraining, references: TorchGroup | None,
                  sides: Sequence[str], clock: Clock) -> None:
-        self.subject, self.rivals, self.sides, self.clock = subject, rivals, sides, clock
+        self.subject, self.references, self.sides, self.clock = subject, references, sides, clock
 
     def sample(self, side: int) -> tuple[np.ndarray, float]:
         """Take a step of a side; return begin and end on its ranks, NaN on others, and the loss.
@@ -185,7 +185,7 @@ class Sampler:
         wait_patiently(comm)
         if side == 0:
             return time_on_all_ranks(self.subject.step, comm, library.synchronize, self.clock)
-        times, found = np.full((comm.size, 2), np.nan), self.rivals.step(self.sides[side])
+        times, found = np.full((comm.size, 2), np.nan), self.references.step(self.sides[side])
         for rank, one in enumerate(found):
             times[rank] = one["begin"], one["end"]
         return times - np.nanmin(times), mean_loss(found)

@@ -122,14 +122,14 @@ def test_another_gradient_gets_no_times(comm, shared_tmp_path):
 
 def test_other_actions_are_refused_and_another_order_is_stated():
     case = subject.make_case("1f1b", 1, 2, SIZES)
-    rival = object.__new__(TorchPipeline)
-    rival.case, rival.mesh = case, SimpleNamespace(stage=0, comm=MPI.COMM_SELF)
+    pipeline = object.__new__(TorchPipeline)
+    pipeline.case, pipeline.mesh = case, SimpleNamespace(stage=0, comm=MPI.COMM_SELF)
     for found, said in (("F0 BW0 F1 BW1", "in the same order"),
                         ("F0 F1 BW0 BW1", "in another order on 1 of 1 ranks")):
-        rival._compare_order([(word[:-1], 0, int(word[-1])) for word in found.split()])
-        assert said in rival.order
+        pipeline._compare_order([(word[:-1], 0, int(word[-1])) for word in found.split()])
+        assert said in pipeline.order
     with pytest.raises(UsageError, match="takes other actions than this schedule"):
-        rival._compare_order([("F", 0, 0), ("BW", 0, 0)])
+        pipeline._compare_order([("F", 0, 0), ("BW", 0, 0)])
 
 
 def test_overhead_is_what_exceeds_the_clock():

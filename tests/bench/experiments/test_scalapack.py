@@ -1,16 +1,9 @@
-"""ScaLAPACK's product beside ours, and what many ranks cost before they compute."""
-import os
-from argparse import Namespace
-
+"""ScaLAPACK's product beside ours."""
 import pytest
 
 from bench.errors import UsageError
-from bench.experiments import startup
 from bench.experiments.products import pgemm, scalapack
 from bench.experiments.rows import settings
-from bench.verbs import start as verb
-from mm3d import launcher
-from mm3d.child_process import ChildResult
 from support import run_python, run_ranks
 
 SMALL = ("-m", "bench", "scalapack", "--shape", "48,40,56", "--block", "8,16", "--grid", "1x2x2",
@@ -118,12 +111,12 @@ def test_a_wrong_product_of_scalapack_is_noticed(installed, tmp_path):
 import mm3d
 from mpi4py import MPI
 from bench.experiments.products import pgemm
-rival = pgemm.Pgemm(pgemm.load_scalapack(), MPI.COMM_WORLD, (48, 40, 56), "float64", 8, 0)
-rival()
-right = rival.error(1)
+product = pgemm.Pgemm(pgemm.load_scalapack(), MPI.COMM_WORLD, (48, 40, 56), "float64", 8, 0)
+product()
+right = product.error(1)
 if MPI.COMM_WORLD.rank == 1:
-    rival.blocks["C"][0, 0] += 1e-6
-told = MPI.COMM_WORLD.gather(right < 1e-14 < 1e-10 < rival.error(1))
+    product.blocks["C"][0, 0] += 1e-6
+told = MPI.COMM_WORLD.gather(right < 1e-14 < 1e-10 < product.error(1))
 if told:
     print(*told)
 """)
@@ -157,42 +150,3 @@ def test_what_one_rank_lacks_all_learn(comm, monkeypatch):
     error = ValueError
     with pytest.raises(UsageError, match=r"^not here \(1 of 4 ranks\)$"):
         settings.check_backend(None, comm)
-
-
-@pytest.mark.slow
-def test_many_ranks_are_started_and_timed():
-    done = run_python("-m", "bench", "start", "--ranks", "1,8", MM3D_TRANSPORT="shared")
-    assert done.returncode == 0, done.stderr
-    rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
-    assert [row[:2] for row in rows] == [["1", "mpi"], ["8", "shared"]]
-    assert all(float(cell) >= 0 for row in rows for cell in row[2:])
-
-
-def test_ranks_are_started_as_root_and_beyond_the_cores_too(monkeypatch, capsys):
-    """Open MPI does so when it is told; what the user has set stays."""
-    def run(command, env, **options):
-        given.update(env)
-        return ChildResult(1, "", "no ranks")
-
-    given: dict[str, str] = {}
-    for name in launcher.PERMISSIONS:
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "0")
-    monkeypatch.setattr(startup, "run_child", run)
-    monkeypatch.setattr(startup.launcher, "local_ranks", lambda: 1)
-    assert verb.run(Namespace(ranks=[1])) == 1
-    assert capsys.readouterr() == ("", "failed: 1 ranks:\nno ranks\n")
-    assert given == os.environ | launcher.PERMISSIONS | {"OMPI_ALLOW_RUN_AS_ROOT": "0"}
-
-
-def test_a_number_of_ranks_that_is_no_cube_is_refused():
-    done = run_python("-m", "bench", "start", "--ranks", "8,9")
-    assert done.returncode == 2
-    assert done.stderr.strip() == "error: --ranks 9: give cubes, such as 8,27,64"
-
-
-@pytest.mark.slow
-def test_start_is_not_for_mpirun():
-    done = run_ranks(2, "-m", "bench", "start", "--ranks", "8")
-    assert done.returncode == 2 and not done.stdout
-    assert done.stderr.count("start starts mpirun itself") == 1

@@ -1,0 +1,50 @@
+"""What many ranks cost before they compute."""
+import os
+from argparse import Namespace
+
+import pytest
+
+from bench.experiments import startup
+from bench.verbs import start as verb
+from mm3d import launcher
+from mm3d.child_process import ChildResult
+from support import run_python, run_ranks
+
+
+@pytest.mark.slow
+def test_many_ranks_are_started_and_timed():
+    done = run_python("-m", "bench", "start", "--ranks", "1,8", MM3D_TRANSPORT="shared")
+    assert done.returncode == 0, done.stderr
+    rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
+    assert [row[:2] for row in rows] == [["1", "mpi"], ["8", "shared"]]
+    assert all(float(cell) >= 0 for row in rows for cell in row[2:])
+
+
+def test_ranks_are_started_as_root_and_beyond_the_cores_too(monkeypatch, capsys):
+    """Open MPI does so when it is told; what the user has set stays."""
+    def run(command, env, **options):
+        given.update(env)
+        return ChildResult(1, "", "no ranks")
+
+    given: dict[str, str] = {}
+    for name in launcher.PERMISSIONS:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("OMPI_ALLOW_RUN_AS_ROOT", "0")
+    monkeypatch.setattr(startup, "run_child", run)
+    monkeypatch.setattr(startup.launcher, "local_ranks", lambda: 1)
+    assert verb.run(Namespace(ranks=[1])) == 1
+    assert capsys.readouterr() == ("", "failed: 1 ranks:\nno ranks\n")
+    assert given == os.environ | launcher.PERMISSIONS | {"OMPI_ALLOW_RUN_AS_ROOT": "0"}
+
+
+def test_a_number_of_ranks_that_is_no_cube_is_refused():
+    done = run_python("-m", "bench", "start", "--ranks", "8,9")
+    assert done.returncode == 2
+    assert done.stderr.strip() == "error: --ranks 9: give cubes, such as 8,27,64"
+
+
+@pytest.mark.slow
+def test_start_is_not_for_mpirun():
+    done = run_ranks(2, "-m", "bench", "start", "--ranks", "8")
+    assert done.returncode == 2 and not done.stdout
+    assert done.stderr.count("start starts mpirun itself") == 1
