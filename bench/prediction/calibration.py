@@ -6,7 +6,7 @@ they are measured.
 
 from dataclasses import dataclass
 from datetime import datetime, timezone
-from typing import Sequence
+from typing import Callable, Sequence
 
 import msgspec
 import numpy as np
@@ -29,11 +29,20 @@ MANY = 16    # ranks, from which on there is one round: each takes long where th
 NO_LINKS = machine_model.Level(0.0, 1e15)    # of one rank, which sends nothing
 
 
-def measure_machine(comm) -> machine_model.Machine | None:
+def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
+                    ) -> machine_model.Machine | None:
     """Measure this machine with all ranks of `comm`.
 
     Every result is verified before it is timed, collectives exactly, with integers.  Measurements
     are made in rounds, so that a disturbance of the machine affects a few samples of each kind.
+    On an emulated cluster, whose links make them long, there is one round with fewer steps.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        All ranks; each of them calls this.
+    progress : callable, optional
+        Is given a line on what was done, on every rank.
 
     Returns
     -------
@@ -67,22 +76,28 @@ def measure_machine(comm) -> machine_model.Machine | None:
         raise UsageError("/proc/meminfo does not say how much memory there is")
     works = whole_steps.list_works(comm.size, [], whole_steps.MODELS)
     networks = whole_steps.make_transformers(works, comm)
+    rounds = operations_alone.ROUNDS if comm.size <= MANY and cluster is None else 1
+    steps_of_each = whole_steps.ROUNDS if cluster is None else whole_steps.ROUNDS_BETWEEN_NODES
+    progress(f"the steps of {len(networks)} models are those of the serial scheme")
     steps, products, passes, collectives = [], [], [], []
-    for turn in range(operations_alone.ROUNDS if comm.size <= MANY else 1):
-        steps.append(whole_steps.measure_steps(networks, comm, turn))
+    for turn in range(rounds):
+        steps.append(whole_steps.measure_steps(networks, comm, turn, steps_of_each))
+        progress(f"round {turn + 1} of {rounds}: {len(networks)} models, {steps_of_each} steps "
+                 f"of each")
         products.append([operations_alone.measure_products(dtype, comm) for dtype in DTYPES])
         passes.append(operations_alone.measure_passes(comm))
         collectives.append(operations_alone.measure_collectives(comm, cluster))
+        progress(f"round {turn + 1} of {rounds}: products, elementwise passes and collectives")
     for network in networks:
         network.grid.free()
     if comm.rank:
         return None
-    by_dtype = {dtype: operations_alone.least_seconds(rounds)
-                for dtype, rounds in zip(DTYPES, zip(*products))}
+    by_dtype = {dtype: operations_alone.least_seconds(of_rounds)
+                for dtype, of_rounds in zip(DTYPES, zip(*products))}
     alone = OperationSeconds(by_dtype, operations_alone.least_seconds(passes),
-                             operations_alone.least_seconds(collectives))
-    medians = np.median(np.concatenate(steps), axis=0)
-    return fit_machine(alone, works, medians, comm.size, transport, memory, per_node)
+                             operations_alone.least_seconds(collectives), rounds)
+    return fit_machine(alone, works, np.concatenate(steps), comm.size, transport, memory,
+                       per_node)
 
 
 def transports_of_lines(comm) -> str:
@@ -97,11 +112,13 @@ def transports_of_lines(comm) -> str:
 
 @dataclass(frozen=True)
 class OperationSeconds:
-    """Seconds of operations repeated alone, as measured by `bench.prediction.operations_alone`."""
+    """Seconds of operations repeated alone, as measured by `bench.prediction.operations_alone`:
+    the least of `rounds`."""
 
     products: dict[str, dict[fits.Shape, float]]    # by dtype
     passes: dict[tuple[str, int], float]
     collectives: dict[tuple[str, int, int, bool, int], float]
+    rounds: int
 
 
 def fit_machine(alone: OperationSeconds, works: Sequence[Work], steps: np.ndarray, ranks: int,
@@ -114,8 +131,8 @@ def fit_machine(alone: OperationSeconds, works: Sequence[Work], steps: np.ndarra
         Seconds of operations repeated alone.
     works : sequence of Work
         Transformers.
-    steps : (n,) ndarray
-        Seconds of a step of each.
+    steps : (rounds, n) ndarray
+        Seconds of steps of each, of which the medians count.
     ranks : int
         Number of ranks that measured.
     transport : str
@@ -146,18 +163,22 @@ def fit_machine(alone: OperationSeconds, works: Sequence[Work], steps: np.ndarra
         achieved=machine_model.Achieved(1.0, 1.0, 1.0, 1.0), sources={},
         gemm_seconds=first.start, gemm_deviations=first.deviations,
         block=backends.get("numpy").block, passes=curves, collectives=lines, transport=transport)
-    machine = whole_steps.fit_step_losses(machine, works, steps)
-    return msgspec.structs.replace(machine, sources=state_sources(machine, products, environs))
+    machine = whole_steps.fit_step_losses(machine, works, np.median(steps, axis=0))
+    return msgspec.structs.replace(machine, sources=state_sources(
+        machine, products, environs, rounds=alone.rounds, steps=len(steps)))
 
 
 def state_sources(machine: machine_model.Machine, products: dict[str, fits.ProductFit],
-                  environs: dict) -> dict[str, str]:
-    """Return the source of each figure of the model, as its file states it."""
+                  environs: dict, rounds: int, steps: int) -> dict[str, str]:
+    """Return the source of each figure of the model, as its file states it.
+
+    `rounds` are those of operations alone, `steps` the steps of each model.
+    """
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     what = ("processor time of all ranks over cores" if launcher.oversubscribed()
             else "makespans")
-    how = (f"measured {when}, all ranks at once, {what}, the least of "
-           f"{operations_alone.ROUNDS} rounds")
+    least = f"the least of {rounds} rounds" if rounds > 1 else "one round"
+    how = f"measured {when}, all ranks at once, {what}, {least}"
     off = {d: np.abs(fit.errors) for d, fit in products.items()}
     fit = (f"{how}: products of {len(products[DTYPES[0]].errors)} shapes; the fit is "
            + ", ".join(f"{100 * np.median(e):.0f} % off in the median and {100 * e.max():.0f} % "
@@ -165,7 +186,7 @@ def state_sources(machine: machine_model.Machine, products: dict[str, fits.Produ
     blas = f"{environs['blas']}, {environs['blas_architecture']} kernels"
     largest = machine.passes["multiply"].bytes[-1]
     whole = (f"measured {when}: what the makespans of two models' steps on every grid, medians of "
-             f"{operations_alone.ROUNDS * whole_steps.ROUNDS} rounds, take beyond their parts")
+             f"{steps} rounds, take beyond their parts")
     return {"ranks_per_node": f"ranks of the job, measured {when}",
             "memory_bytes": "the node's memory over its ranks",
             "memory_bandwidth": f"{how}: c = a * b, {largest / 1e6:.0f} MB in all",

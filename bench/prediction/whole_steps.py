@@ -27,6 +27,7 @@ Trial = Callable[[], list[float]]    # measures the seconds of forward and of ba
 # A short step and a long one, to separate the costs of barriers from those of work.
 MODELS = ((96, 8, 8, 32, 2), (448, 8, 8, 96, 1))    # hidden, heads, batch, seq, layers
 ROUNDS = 8
+ROUNDS_BETWEEN_NODES = 3    # of an emulated cluster, where a step waits for links
 
 
 def list_works(ranks: int, products: Iterable[tuple[int, ...]],
@@ -163,11 +164,12 @@ def make_transformers(works: Sequence[Work], comm) -> list[mm3d.Transformer]:
     return found
 
 
-def measure_steps(networks: Sequence[mm3d.Transformer], comm, seed: int) -> np.ndarray:
+def measure_steps(networks: Sequence[mm3d.Transformer], comm, seed: int,
+                  rounds: int = ROUNDS) -> np.ndarray:
     """Measure the seconds of whole steps by (round, Transformer)."""
     clock = Clock(comm)
-    return measure_rounds([layer_trial(network, comm, clock) for network in networks], ROUNDS,
-                          seed * ROUNDS).sum(axis=-1)
+    return measure_rounds([layer_trial(network, comm, clock) for network in networks], rounds,
+                          seed * rounds).sum(axis=-1)
 
 
 def fit_step_losses(machine: machine_model.Machine, works: Sequence[Work],

@@ -28,7 +28,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     path = Path(arguments.out)
     machine_file.check_writable("--out", path, comm)
     try:
-        machine = calibration.measure_machine(comm)
+        machine = calibration.measure_machine(
+            comm, lambda line: say(line) if comm.rank == 0 else None)
     except WrongResult as wrong:
         return report_failure("calibrate", f"{wrong}; no file was written", comm)
     status = publish_machine(machine, path, comm)

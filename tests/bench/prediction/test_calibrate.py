@@ -8,6 +8,7 @@ from argparse import Namespace
 import numpy as np
 import pytest
 
+from bench.cluster.spec import Cluster
 from bench.errors import UsageError, WrongResult
 from bench.prediction import (calibration, fits, machine_file, machine_model, operations_alone,
                               whole_steps)
@@ -229,6 +230,28 @@ def test_a_machine_measures_itself(tmp_path):
     trace = dry_run.trace_step("3d", 2, (2, 1, 1), layers=1, hidden=64, heads=4, batch=4, seq=16,
                                block=machine.elementwise_block)
     assert sum(step_seconds(machine, trace).values()) > 1e-5
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("cluster, rounds, steps", [(None, 3, 24), ("2x1:500Mbit", 1, 3)])
+def test_links_make_rounds_long_so_there_is_one(comm, monkeypatch, cluster, rounds, steps):
+    """The file states how many there were."""
+    monkeypatch.setattr(calibration, "node_numbers", lambda comm: [0, int(cluster is not None)])
+    monkeypatch.setattr(Cluster, "from_environment",
+                        lambda: cluster and Cluster.parse(cluster))
+    monkeypatch.setattr(whole_steps, "make_transformers", lambda works, comm: [])
+    monkeypatch.setattr(whole_steps, "measure_rounds",
+                        lambda trials, count, seed: np.ones((count, 1, 2)))
+    for part in ("products", "passes", "collectives"):
+        monkeypatch.setattr(operations_alone, f"measure_{part}", lambda *_: {})
+    found = []
+    monkeypatch.setattr(calibration, "fit_machine", lambda *given: found.append(given))
+    lines = []
+    calibration.measure_machine(comm, lines.append)
+    assert lines[-1].startswith(f"round {rounds} of {rounds}: ")
+    if comm.rank == 0:
+        alone, _, times, *_ = found[0]
+        assert (alone.rounds, times.shape) == (rounds, (steps, 1))
 
 
 @pytest.mark.ranks(4)
