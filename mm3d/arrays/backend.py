@@ -33,6 +33,8 @@ class Backend:
     ----------
     name : str
         The value of ``--backend``.
+    has_contents : bool
+        Whether elements of arrays have values; those of dry runs have none.
     xp : module
         The array library.
     block : int
@@ -50,6 +52,7 @@ class Backend:
     """
 
     name = "numpy"
+    has_contents = True
     xp: ModuleType = np
     block = 32768
     host_buffers = True

@@ -50,6 +50,9 @@ class DryArray:
     def __getitem__(self, index: Any) -> "DryArray":
         return DryArray(self._backend, self._shell[index])
 
+    def __neg__(self) -> "DryArray":
+        return self._backend.elementwise("neg", self)
+
     def __setitem__(self, index: Any, value: Any) -> None:
         self._backend.write_into("copy", self[index], value)
 
@@ -72,19 +75,19 @@ for _name in ("add", "sub", "mul", "truediv"):
     setattr(DryArray, f"__{_name}__", _operator(_name))
     setattr(DryArray, f"__r{_name}__", _operator(_name))
     setattr(DryArray, f"__i{_name}__", _in_place(_name))
-for _name in ("gt", "lt", "ge", "le"):
+for _name in ("gt", "lt", "ge", "le", "eq", "ne", "and"):
     setattr(DryArray, f"__{_name}__", _operator(_name, np.bool_))
 
 
 class DryNamespace:
     """The functions of the array library that the model calls."""
 
-    float16, float32, float64 = np.float16, np.float32, np.float64
+    float16, float32, float64, int64 = np.float16, np.float32, np.float64, np.int64
 
     def __init__(self, backend: "DryBackend") -> None:
         self._backend = backend
-        for name in ("tanh", "exp", "log", "sqrt", "add", "subtract", "multiply", "divide",
-                     "minimum"):
+        for name in ("tanh", "exp", "log", "log1p", "abs", "sqrt", "add", "subtract", "multiply",
+                     "divide", "minimum"):
             setattr(self, name, self._elementwise(name))
 
     def _elementwise(self, name: str) -> Callable:
@@ -98,8 +101,8 @@ class DryNamespace:
         self._backend.write_into("copy", a, value, where)
 
     def where(self, condition: DryArray, a: DryArray, b: DryArray) -> DryArray:
-        return self._backend.elementwise("where", condition, a, b,
-                                         dtype=np.result_type(a.dtype, b.dtype))
+        kinds = [getattr(one, "dtype", one) for one in (a, b)]
+        return self._backend.elementwise("where", condition, a, b, dtype=np.result_type(*kinds))
 
     def astype(self, a: DryArray, dtype: Any, copy: bool = True) -> DryArray:
         if not copy and a.dtype == dtype:
@@ -116,6 +119,8 @@ class DryNamespace:
     def max(self, a: DryArray, axis: int, keepdims: bool = False,
             out: DryArray | None = None) -> DryArray:
         return self.sum(a, axis, keepdims=keepdims, out=out)
+
+    min = max
 
     def vecdot(self, a: DryArray, b: DryArray, out: DryArray | None = None) -> DryArray:
         shape = np.broadcast_shapes(a.shape, b.shape)[:-1]
@@ -191,6 +196,7 @@ class DryBackend(Backend):
     """
 
     name = "dry"
+    has_contents = False
     host_buffers = False
 
     def __init__(self) -> None:

@@ -12,11 +12,12 @@ elementwise pass, every collective, and the memory over time, exactly.
 import math
 import sys
 from contextlib import contextmanager
-from typing import Any, Iterator
+from typing import Any, Callable, Iterator
 
 import numpy as np
 
 from mm3d.arrays import backend as backends
+from mm3d.grid.grid import GridAxes
 from mm3d.model.cross_entropy import Targets
 from mm3d.model.gpt_ends import WholeGPT
 from mm3d.model.recomputation import parse_policy
@@ -32,10 +33,12 @@ from mm3d.transport.silent import DryCommunicator
 __all__ = ["PHASES", "Collective", "Gemm", "Pass", "Trace", "extrapolate_step", "trace_gpt",
            "trace_step"]
 
+Replicas = Callable[[Scheme], tuple[GridAxes, dict[str, Any]]]
+
 
 def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0,
                block: int = sys.maxsize, options: dict[str, Any] | None = None,
-               halves: bool = False, **sizes: Any) -> Trace:
+               halves: bool = False, replicas: Replicas | None = None, **sizes: Any) -> Trace:
     """Trace a forward and a backward pass of one rank.
 
     Parameters
@@ -49,6 +52,9 @@ def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank:
         default all at once, as on a GPU.
     halves : bool
         Whether backward is traced in its halves, "backward_input" and "backward_weights".
+    replicas : callable, optional
+        Returns, for the scheme, the axes of the scheme's grid together with those of other
+        replicas, and further options of the model, see `mm3d.training.dry_replicas`.
     **sizes
         As in `mm3d.Transformer`.
 
@@ -63,24 +69,26 @@ def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank:
         When `mm3d.scheme`, `DryCommunicator` or `mm3d.Transformer` refuses the arguments.
     """
     scheme, trace = _dry_scheme(name, ranks, grid, rank, block, options)
-    model = Transformer(scheme, **sizes)
+    axes, more = replicas(scheme) if replicas else (scheme.grid, {})
+    model = Transformer(scheme, **sizes, **more)
     model.mask_key.place = 0, 0    # as in training
     trace.layers = sizes["layers"]
     trace.parameters = sum(p.nbytes for p in model.parameters)
+    trace.divided = sum(p.nbytes for p in model.parameters if p.grid is not scheme.grid)
     x, dy = model.random("input"), model.random("output gradient")
-    with observed(scheme.grid, trace, model):
-        with _traced_phase(scheme, trace, "forward"):
+    with observed(axes, trace, model):
+        with _traced_phase(axes, trace, "forward"):
             y, saved = model.forward(x)
         trace.saved = model.saved_bytes(saved)
         if halves:
-            with _traced_phase(scheme, trace, "backward_input"):
+            with _traced_phase(axes, trace, "backward_input"):
                 _, operands = model.backward_input(dy, saved)
             del saved
             trace.operands = model.saved_bytes(operands)
-            with _traced_phase(scheme, trace, "backward_weights"):
+            with _traced_phase(axes, trace, "backward_weights"):
                 model.backward_weights(operands)
         else:
-            with _traced_phase(scheme, trace, "backward"):
+            with _traced_phase(axes, trace, "backward"):
                 model.backward(dy, saved)
     trace.phase = "done"
     return trace
@@ -116,10 +124,10 @@ def trace_gpt(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: 
     trace.layers, trace.parameters = sizes["layers"], model.nbytes
     tokens = np.arange(math.prod(model.shape)).reshape(model.shape) % model.vocab
     with observed(scheme.grid, trace, model):
-        with _traced_phase(scheme, trace, "forward"):
+        with _traced_phase(scheme.grid, trace, "forward"):
             _, saved = model.forward(tokens, Targets(tokens))
         trace.saved = model.inside.saved_bytes(saved)
-        with _traced_phase(scheme, trace, "backward"):
+        with _traced_phase(scheme.grid, trace, "backward"):
             model.backward(tokens, Targets(tokens), saved)
     trace.phase = "done"
     return trace
@@ -135,11 +143,11 @@ def _dry_scheme(name: str, ranks: int, grid: tuple[int, ...] | None, rank: int, 
 
 
 @contextmanager
-def _traced_phase(scheme: Scheme, trace: Trace, phase: str) -> Iterator[None]:
+def _traced_phase(axes: GridAxes, trace: Trace, phase: str) -> Iterator[None]:
     """Add the traffic of what is done in this context to the trace, as that of a phase."""
-    scheme.grid.reset_traffic()
+    axes.reset_traffic()
     yield
-    trace.traffic[phase] = scheme.grid.traffic()
+    trace.traffic[phase] = axes.traffic()
 
 
 def extrapolate_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0, *,
@@ -147,8 +155,8 @@ def extrapolate_step(name: str, ranks: int, grid: tuple[int, ...] | None = None,
     """Return the trace of `trace_step` for any number of layers, in the time of five layers.
 
     All layers are alike, so each layer beyond the third adds what the third adds to two.  Where
-    recomputation keeps the input of every n-th layer, groups of n layers are alike.  Only the
-    timeline is that of three layers.
+    recomputation keeps the input of every n-th layer, or every n-th layer has experts, groups of
+    n layers are alike.  Only the timeline is that of three layers.
 
     Parameters
     ----------
@@ -157,7 +165,9 @@ def extrapolate_step(name: str, ranks: int, grid: tuple[int, ...] | None = None,
     layers : int
         Number of layers.
     """
-    period = parse_policy(rest.get("recompute", "none")).period
+    experts = rest.get("experts")
+    period = math.lcm(parse_policy(rest.get("recompute", "none")).period,
+                      experts.every if experts else 1)
     groups, left = divmod(layers, period)
     if groups <= 3:
         return trace_step(name, ranks, grid, rank, layers=layers, **rest)
@@ -174,7 +184,7 @@ def extrapolate_step(name: str, ranks: int, grid: tuple[int, ...] | None = None,
             before = two.traffic[phase][key]
             for field, value in vars(traffic).items():
                 setattr(traffic, field, extrapolate(getattr(before, field), value))
-    for field in ("parameters", "saved", "operands", "peak", "held", "pool_peak"):
+    for field in ("parameters", "divided", "saved", "operands", "peak", "held", "pool_peak"):
         setattr(three, field, extrapolate(getattr(two, field), getattr(three, field)))
     three.layers = layers
     return three

@@ -25,8 +25,9 @@ class Trace(Observer):
     pool_peak, peak, held : int
         The most bytes at one time in arrays of the backend, as `Backend.memory` counts them; in
         all arrays, including intermediate ones; and in all arrays and idle memory of the pool.
-    parameters, saved, operands : int
-        Bytes of parameters with their gradients; of arrays that forward keeps for backward; and,
+    parameters, divided, saved, operands : int
+        Bytes of parameters with their gradients, and of those among them that are parts of
+        experts which replicas divide; of arrays that forward keeps for backward; and,
         where backward is in halves, of arrays kept between them.
 
     Work that backward computes again is among the events of backward, in parts such as
@@ -43,7 +44,7 @@ class Trace(Observer):
         self._outer: list[tuple[str, str, str]] = []    # phases, parts, suffixes that are entered
         self._suffix = ""
         self.pool_peak = self.peak = self.held = 0
-        self.parameters = self.saved = self.operands = 0
+        self.parameters = self.divided = self.saved = self.operands = 0
 
     def count_event(self, event: Event) -> None:
         """Count an event in the current phase and part."""

@@ -31,7 +31,8 @@ class DividedExperts(SummedParameter):
         self._sum_copies()
 
 
-def expert_ranks(data: DataParallel | None, divided: bool, way: str) -> ExpertRanks:
+def expert_ranks(data: DataParallel | None, divided: bool, way: str, batch: int,
+                 imbalance: float = 1.0) -> ExpertRanks:
     """Return the replicas that have other tokens, and with `divided` other experts.
 
     Parameters
@@ -42,17 +43,21 @@ def expert_ranks(data: DataParallel | None, divided: bool, way: str) -> ExpertRa
         Whether direction d divides the experts.
     way : {"fewest", "exchange", "gather"}
         How rows come to divided experts.
+    batch : int
+        Number of sequences of a micro-batch in all replicas.
+    imbalance : float
+        See `mm3d.model.experts.shared.ExpertRanks`.
     """
     if data is None:
         return ExpertRanks()
     replicas = [data.grid[name] for name in "rd"]
     if not divided:
-        return ExpertRanks(replicas)
+        return ExpertRanks(replicas, batch=batch)
 
     def create(*arguments: Any) -> DividedExperts:
         data.parameters.append(DividedExperts(*arguments, sums=data))
         return data.parameters[-1]
-    return ExpertRanks(replicas, data.grid["d"], create, way)
+    return ExpertRanks(replicas, data.grid["d"], create, way, batch, imbalance)
 
 
 def check_experts(experts: Experts | None, expert_parallel: Any, shards: int, replicas: int,

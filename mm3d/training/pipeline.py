@@ -121,7 +121,8 @@ class Pipeline:
             options["parameter"] = self.data.create_parameter
         if experts is not None:
             options |= {"experts": experts,
-                        "expert_ranks": expert_ranks(self.data, expert_parallel > 1, expert_way)}
+                        "expert_ranks": expert_ranks(self.data, expert_parallel > 1, expert_way,
+                                                     batch // schedule.microbatches)}
         self.chunks = [Transformer(mesh.scheme, **self.sizes, **options,
                                    describe=partial(model_spec, part=self.parts[stage]))
                        for stage in schedule.stages[mesh.stage]]

@@ -159,7 +159,7 @@ class Subject:
             self.data = DataParallel(mesh.data_grid)
             create = self.data.create_parameter
         dtype = getattr(self.grid.backend.xp, case.dtype)
-        ranks = expert_ranks(self.data, True, case.way)
+        ranks = expert_ranks(self.data, True, case.way, case.batch)
         builder = Builder(mesh.scheme, self.outer, inner, dtype, mask_key=MaskKey(case.seed),
                           parameter=create, expert_ranks=ranks)
         return ExpertsSpec("experts", case.experts, case.hidden, case.wide, 1).make_layer(

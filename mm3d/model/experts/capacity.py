@@ -73,13 +73,15 @@ def counts(choice: Choice) -> np.ndarray:
     return np.stack([np.bincount(column, minlength=experts) for column in choice.chosen.T])
 
 
-def positions(choice: Choice, before: np.ndarray, totals: np.ndarray, order: str) -> np.ndarray:
+def positions(chosen: np.ndarray, before: np.ndarray, totals: np.ndarray,
+              order: str) -> np.ndarray:
     """Return the place of each of this rank's (token, choice) pairs in its expert, from 0 on.
 
     Parameters
     ----------
-    choice : Choice
-        The experts of this rank's tokens, which follow each other in the global order.
+    chosen : ndarray of int64
+        (tokens, k): the experts of this rank's tokens, which follow each other in the global
+        order.
     before : ndarray of int64
         (k, E): `counts` summed over all tokens before this rank's first.
     totals : ndarray of int64
@@ -93,7 +95,7 @@ def positions(choice: Choice, before: np.ndarray, totals: np.ndarray, order: str
     ndarray of int64
         (tokens, k).
     """
-    chosen, count = choice.chosen, choice.probabilities.shape[1]
+    count = totals.shape[1]
     if order == "position":
         flat = chosen.ravel()
         return (_places(flat, count) + before.sum(0)[flat]).reshape(chosen.shape)

@@ -100,8 +100,7 @@ class Dispatch:
         self._starts, self.own = block_starts(self._experts), self._experts[self._rank]
         self._line = _line(outer, inner)        # divides rows in the outer space
         self._across = _line(inner, outer)      # and in the inner one
-        tokens = order.runs[-1].stop if order.runs else 0
-        self._tokens = axis.comm.allgather(tokens) if self.axis else [tokens]
+        self._tokens = order.tokens_along(self.axis) if self.axis else []
         # Ranks that share a token, and what they have of a row together.
         self._sharing = grid.size // grid.shape.ranks_along(divided_directions(outer.rows))
         self._width = hidden * self._sharing // grid.shape.ranks_along(outer.features)
@@ -121,8 +120,7 @@ class Dispatch:
         chosen = np.where(taken, chosen, -1)
         gathers = self._gathers(kept, chosen.shape[1])
         if gathers:
-            chosen = self.backend.to_host(self.axis.all_gather(
-                self.backend.asarray(chosen), 0, self._tokens))
+            chosen = self.order.gather_chosen(chosen, self.axis)
             mine = chosen - self._starts[self._rank]
             chosen = np.where((mine >= 0) & (mine < self.own), chosen, -1)
         numbers = np.flatnonzero(chosen >= 0)

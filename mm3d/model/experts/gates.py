@@ -41,7 +41,8 @@ class Choice:
     gate: str
 
 
-def choose(logits: Array, experts: Experts, bias: Array | None = None) -> Choice:
+def choose(logits: Array, experts: Experts, bias: Array | None = None,
+           assumed: np.ndarray | None = None) -> Choice:
     """Choose the experts with the largest logits; of equal ones that with the lowest number.
 
     Parameters
@@ -54,6 +55,8 @@ def choose(logits: Array, experts: Experts, bias: Array | None = None) -> Choice
     bias : Array, optional
         (E,), only with the gate "sigmoid-bias": the experts with the largest sum of sigmoid and
         bias are chosen.
+    assumed : ndarray of int64, optional
+        (tokens, k): what is taken as the choice of logits that have no contents.
 
     Raises
     ------
@@ -78,7 +81,9 @@ def choose(logits: Array, experts: Experts, bias: Array | None = None) -> Choice
         gates = _gather(library, probabilities, chosen)
     else:
         gates = _softmax(xp, _gather(library, scores, chosen))
-    return Choice(library.to_host(chosen), gates, probabilities, slope, experts.gate)
+    # A copy, so that the pool gets the memory back, as where the choice is assumed.
+    host = np.array(library.to_host(chosen)) if assumed is None else assumed
+    return Choice(host, gates, probabilities, slope, experts.gate)
 
 
 def gates_backward(choice: Choice, dgates: Array) -> Array:

@@ -5,6 +5,7 @@ lowest expert, and which tokens an expert drops follows from their order in the 
 dropped (token, choice) pair adds nothing to the token.
 """
 
+import math
 from dataclasses import replace
 from typing import Any, Sequence
 
@@ -126,13 +127,13 @@ class ExpertsLayer:
         logits, weight = self.router.forward(tokens)
         bias = None if self.bias is None else namespace(logits).astype(
             self.bias.value, logits.dtype, copy=False)
-        choice = choose(logits, self.experts, bias)
+        choice = choose(logits, self.experts, bias, self.order.assumed)
         order = self.experts.dropping_order
         runs = [replace(choice, chosen=choice.chosen[run]) for run in self.order.runs]
         own = np.array([counts(run) for run in runs], np.int64)
         every = self.order.gather(own.reshape(-1, self.experts.top, self.experts.count),
                                   self.capacity, order)
-        places = [positions(run, before, every.totals, order)
+        places = [positions(run.chosen, before, every.totals, order)
                   for run, before in zip(runs, every.before)]
         taken = kept(np.concatenate([*places, choice.chosen[:0]]), self.capacity)
         plan = self.dispatch.plan(choice.chosen, taken, every.kept)
@@ -149,8 +150,11 @@ class ExpertsLayer:
                                                        self.order.tokens, self.layer_count),
                  self.experts.z and z_loss(logits, self.experts.z, self.order.tokens)]
         for term in terms:
-            losses.append(float(library.to_host(term[0])[0]) if term else 0.0)
-            if term:
+            if not term:
+                losses.append(0.0)
+            else:
+                known = library.has_contents
+                losses.append(float(library.to_host(term[0])[0]) if known else math.nan)
                 dlogits = term[1] if dlogits is None else dlogits + term[1]
         return Routing(choice, plan, dlogits), losses
 

@@ -10,14 +10,17 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+from mm3d.arrays.blocks import block_lengths, block_starts
 from mm3d.grid.layout import Layout
 from mm3d.model.chain_specs import RecomputedSpec
+from mm3d.model.experts.assumed import AssumedOrder
 from mm3d.model.experts.dispatch import Dispatch
 from mm3d.model.experts.grouped_product import GroupedProduct
 from mm3d.model.experts.layer import ExpertLinear, ExpertsLayer
 from mm3d.model.experts.options import Experts
 from mm3d.model.experts.recomputed import RecomputedExperts
 from mm3d.model.experts.router import Router
+from mm3d.model.experts.shared import ExpertRanks
 from mm3d.model.experts.token_order import TokenOrder
 from mm3d.model.layers import Layer
 from mm3d.model.parameters import Parameter
@@ -125,9 +128,9 @@ class ExpertsSpec(LayerSpec):
     def make_layer(self, builder: Builder, name: str) -> ExpertsLayer:
         _check_scheme(builder)
         outer, inner, E = builder.outer, builder.inner, self.experts.count
-        order = TokenOrder(outer, builder.expert_ranks.replicas)
-        dispatch = Dispatch(outer, inner, order, E, self.hidden, builder.expert_ranks.axis,
-                            builder.expert_ranks.way)
+        ranks = builder.expert_ranks
+        order = self._make_order(builder, ranks)
+        dispatch = Dispatch(outer, inner, order, E, self.hidden, ranks.axis, ranks.way)
         vector = Vector(outer, (E, self.hidden))
         weight = builder.create_parameter(f"{name}.router.weight", vector.layout, vector.shape)
         router = Router(outer, vector, weight, self.experts.jitter, f"{name}.router",
@@ -139,6 +142,21 @@ class ExpertsSpec(LayerSpec):
         up, down = (self._make_linear(builder, name, way, dispatch.own) for way in ("up", "down"))
         return ExpertsLayer(self.experts, outer, router, up, down, order, dispatch,
                             builder.routings, self.layer_count, bias)
+
+    def _make_order(self, builder: Builder, ranks: ExpertRanks) -> TokenOrder:
+        """Build the order of the tokens, with assumed experts where nothing is computed."""
+        outer, spaces = builder.outer, None
+        if ranks.batch is not None:
+            shares = block_lengths(ranks.batch, math.prod(axis.size for axis in ranks.replicas))
+            found = {share: builder.scheme.spaces(share, outer.seq)[0] for share in {*shares}}
+            spaces = [found[share] for share in shares]
+        if outer.grid.backend.has_contents:
+            return TokenOrder(outer, ranks.replicas, spaces)
+        counts = block_lengths(self.experts.count, ranks.axis.size if ranks.axis else 1)
+        own = ranks.axis.rank if ranks.axis else 0
+        first = block_starts(counts)[own]
+        return AssumedOrder(outer, ranks.replicas, spaces, self.experts,
+                            range(first, first + counts[own]), ranks.imbalance)
 
     def _make_linear(self, builder: Builder, name: str, way: str, own: int) -> ExpertLinear:
         """Build the products of one way, for the `own` experts of a rank."""
@@ -172,9 +190,6 @@ def _check_scheme(builder: Builder) -> None:
     if "0" in builder.outer.rows + builder.inner.rows:
         raise ValueError(f"experts under scheme {scheme.name!r}, which keeps rows on one face of "
                          f"the grid: a scheme that divides them over all ranks would do")
-    if scheme.grid.backend.name == "dry":
-        raise ValueError("experts cannot run dry, since tokens choose them by their values: "
-                         "cost.words counts what does not depend on the choice")
 
 
 def _row_sums(space: Any, tokens: int, n: int) -> list[Move]:

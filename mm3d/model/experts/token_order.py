@@ -6,14 +6,18 @@ The counts of every run, k x E integers, are gathered on all ranks: they say whe
 in its expert, and how many rows every rank sends to every expert, so no rank asks another one.
 """
 
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Sequence
 
 import numpy as np
 
+from mm3d.arrays.backend import Array
+from mm3d.arrays.blocks import block_lengths, block_starts
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
-from mm3d.grid.layout import Layout, divided_directions
+from mm3d.grid.layout import divided_directions
 
 
 @dataclass(frozen=True)
@@ -39,14 +43,17 @@ class GlobalCounts:
 class TokenOrder:
     """Order the tokens of all ranks, and gather what is counted in them.
 
-    Every rank must create it.
+    Where the tokens of a rank are follows from the sizes alone, so nothing is sent for it.
 
     Parameters
     ----------
     space : Space
-        Space of the activations; that of other replicas may divide rows otherwise.
+        Space of the activations.
     replicas : sequence of Axis
         Directions of replicas that have other sequences, the slowest first.
+    spaces : sequence of Space, optional
+        The space of each replica, which may have another number of sequences and then divide rows
+        otherwise; by default all are like that of this one.
 
     Attributes
     ----------
@@ -55,29 +62,58 @@ class TokenOrder:
         `GlobalCounts.kept`; those of replicas first.
     runs : list of slice
         This rank's tokens, cut into runs.
+    starts, stops : ndarray of int64
+        The first token of each run of all ranks in the global order, and the one after its last.
     tokens : int
         Global number of tokens.
     """
 
-    def __init__(self, space: Space, replicas: Sequence[Axis] = ()) -> None:
+    def __init__(self, space: Space, replicas: Sequence[Axis] = (),
+                 spaces: Sequence[Space] | None = None) -> None:
         self.backend = space.grid.backend
         self.directions = [*replicas, *(space.grid[c] for c in divided_directions(space.rows))]
-        first, batch = 0, space.batch
-        for axis in reversed(replicas):
-            every = axis.comm.allgather(batch)
-            first, batch = first + sum(every[:axis.rank]), sum(every)
-        self.tokens = batch * space.seq
-        starts, self.runs = _runs(space, first)
-        lengths = [len(starts)]
-        self._gathers, self._first = [], 0
-        for axis in reversed(self.directions):
-            every = axis.comm.allgather((starts, lengths)) if axis.size > 1 else [
-                (starts, lengths)]
-            counts = [len(one) for one, _ in every]
-            self._gathers.append((axis, counts))
-            self._first += sum(counts[:axis.rank])
-            starts, lengths = ([n for one in every for n in one[k]] for k in (0, 1))
-        self._order, self._lengths = np.argsort(starts, kind="stable"), lengths
+        spaces = spaces or [space] * math.prod(axis.size for axis in replicas)
+        shares = [one.batch for one in spaces]
+        self.tokens = sum(shares) * space.seq
+        by_rank = [runs for first, one in zip(block_starts(shares), spaces)
+                   for runs in _runs_of_replica(one, first)]
+        shape = [axis.size for axis in self.directions]
+        self._place = tuple(axis.rank for axis in self.directions)
+        numbers = np.arange(len(by_rank)).reshape(shape)
+        own, runs = int(numbers[self._place]), np.array([len(one) for one in by_rank])
+        self._gathers = []
+        for n, axis in reversed([*enumerate(self.directions)]):
+            along = runs[numbers[self._place[:n]].reshape(axis.size, -1)]
+            self._gathers.append((axis, along.sum(axis=1).tolist()))
+        self._first, self._lengths = int(runs[:own].sum()), runs.tolist()
+        self._tokens = np.array([sum(length for _, length in one) for one in by_rank]
+                                ).reshape(shape)
+        stops = np.cumsum([length for _, length in by_rank[own]]).tolist()
+        self.runs = [slice(stop - length, stop)
+                     for stop, (_, length) in zip(stops, by_rank[own])]
+        starts, lengths = np.array([run for one in by_rank for run in one]).T
+        self._order = np.argsort(starts, kind="stable")
+        self.starts, self.stops = starts, starts + lengths
+
+    def tokens_along(self, axis: Axis) -> list[int]:
+        """Return the number of tokens of each rank along one of the directions."""
+        return self._tokens[self._line(axis)].tolist()
+
+    def _line(self, axis: Axis) -> tuple:
+        """Return the index of the ranks along a direction, by the coordinates of `directions`."""
+        return tuple(slice(None) if one is axis else rank
+                     for one, rank in zip(self.directions, self._place))
+
+    @property
+    def assumed(self) -> np.ndarray | None:
+        """Return the experts of this rank's tokens where they are assumed, (tokens, k); or None.
+        """
+        return None
+
+    def gather_chosen(self, chosen: np.ndarray, axis: Axis) -> np.ndarray:
+        """Gather the experts of the tokens of all ranks along `axis`, (tokens, k)."""
+        return self.backend.to_host(axis.all_gather(self.backend.asarray(chosen), 0,
+                                                    self.tokens_along(axis)))
 
     def gather(self, counts: np.ndarray, capacity: int | None, order: str) -> GlobalCounts:
         """Gather the counts of all ranks' runs; every rank must call it.
@@ -95,7 +131,7 @@ class TokenOrder:
         a = self.backend.asarray(np.ascontiguousarray(counts))
         for axis, lengths in self._gathers:
             a = axis.all_gather(a, 0, lengths)
-        runs = self.backend.to_host(a)[self._order]
+        runs = self._read_counts(a)[self._order]
         before, totals = np.cumsum(runs, axis=0) - runs, runs.sum(axis=0)
         taken = _count_kept(runs, before, totals, capacity, order)
         before, taken = self._by_rank(before), self._by_rank(taken)
@@ -105,6 +141,10 @@ class TokenOrder:
         return GlobalCounts(totals, before[self._first:self._first + len(self.runs)],
                             kept.reshape(*(axis.size for axis in self.directions), -1))
 
+    def _read_counts(self, a: Array) -> np.ndarray:
+        """Return the gathered counts of all runs, in the order of the ranks."""
+        return self.backend.to_host(a)
+
     def _by_rank(self, a: np.ndarray) -> np.ndarray:
         """Put what is in the order of the tokens into that of the ranks."""
         out = np.empty_like(a)
@@ -112,19 +152,29 @@ class TokenOrder:
         return out
 
 
-def _runs(space: Space, first: int) -> tuple[list[int], list[slice]]:
-    """Return the first global token of each of this rank's runs, and its tokens on this rank.
+def _runs_of_replica(space: Space, first: int) -> list[list[tuple[int, int]]]:
+    """Return the first global token and the length of each run, by the ranks of a replica.
 
-    `first` is the first sequence of the activations in the batch.
+    `first` is its first sequence in the batch.
     """
-    sequences, positions = Layout(space.rows).slices(space.grid, (space.batch, space.seq))
-    length = positions.stop - positions.start
-    count = sequences.stop - sequences.start
-    numbers = range(first + sequences.start, first + sequences.stop)
-    if length == space.seq:
-        return [numbers.start * space.seq], [slice(0, count * length)]
-    return ([number * space.seq + positions.start for number in numbers],
-            [slice(n * length, (n + 1) * length) for n in range(count)])
+    found = []
+    sequences, _, positions = space.rows.partition(",")
+    for (start, count), (place, length) in itertools.product(
+            _divide(space, space.batch, sequences), _divide(space, space.seq, positions)):
+        numbers = range(first + start, first + start + count)
+        found.append([(numbers.start * space.seq, count * length)] if length == space.seq else
+                     [(number * space.seq + place, length) for number in numbers])
+    return found
+
+
+def _divide(space: Space, length: int, letters: str) -> list[tuple[int, int]]:
+    """Return start and length of each block of a dimension that these directions divide."""
+    parts = [(0, length)]
+    for c in letters:
+        parts = [(start + place, share) for start, whole in parts
+                 for shares in [block_lengths(whole, space.grid[c].size)]
+                 for place, share in zip(block_starts(shares), shares)]
+    return parts
 
 
 def _count_kept(runs: np.ndarray, before: np.ndarray, totals: np.ndarray, capacity: int | None,

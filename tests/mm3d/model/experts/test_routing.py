@@ -155,7 +155,7 @@ def test_exactly_one_token_is_dropped():
     """Four experts, eight tokens, capacity 2: the third token of expert 1 is one too many."""
     choice = chosen_as([[0], [1], [1], [2], [1], [3], [0], [2]], 4)
     total = counts(choice)
-    places = positions(choice, 0 * total, total, "position")
+    places = positions(choice.chosen, 0 * total, total, "position")
     taken = capacity_of(Experts(4, top=1, capacity=1.0), 8)
     assert taken == 2 and np.flatnonzero(~kept(places, taken)).tolist() == [4]
     assert kept(places, 3).all() and kept(places, None).all()
@@ -166,8 +166,9 @@ def test_both_orders_of_dropping():
     choice = chosen_as([[0, 1], [1, 0], [0, 1]], 2)
     total = counts(choice)
     assert total.tolist() == [[2, 1], [1, 2]]
-    assert positions(choice, 0 * total, total, "position").tolist() == [[0, 0], [1, 1], [2, 2]]
-    assert positions(choice, 0 * total, total, "choice").tolist() == [[0, 1], [0, 2], [1, 2]]
+    for order, places in (("position", [[0, 0], [1, 1], [2, 2]]),
+                          ("choice", [[0, 1], [0, 2], [1, 2]])):
+        assert positions(choice.chosen, 0 * total, total, order).tolist() == places
     assert Experts(8).dropping_order == "position"
     assert Experts(8, gate="gshard").dropping_order == "choice"
     assert Experts(8, convention="deepspeed").dropping_order == "choice"
@@ -179,7 +180,7 @@ def test_places_do_not_depend_on_how_tokens_are_divided(order):
     """And are the numbers 0 to n - 1 in each expert, which one of them gets no token."""
     choice = choose(np.where(np.arange(6) == 4, -99, logits(37, 6)), Experts(6, top=3))
     total = counts(choice)
-    whole = positions(choice, 0 * total, total, order)
+    whole = positions(choice.chosen, 0 * total, total, order)
     for expert in range(6):
         assert sorted(whole[choice.chosen == expert]) == list(range(total.sum(0)[expert]))
     assert not total[:, 4].any()
@@ -187,7 +188,7 @@ def test_places_do_not_depend_on_how_tokens_are_divided(order):
         before = 0 * total
         for start, stop in zip(cuts, cuts[1:]):
             part = chosen_as(choice.chosen[start:stop], 6)
-            assert (positions(part, before, total, order) == whole[start:stop]).all()
+            assert (positions(part.chosen, before, total, order) == whole[start:stop]).all()
             before = before + counts(part)
         assert (before == total).all()
 
