@@ -32,7 +32,7 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name}", type=float, default=default, metavar="X",
                             help=f"{about} (default {default:g})")
     parser.add_argument("--expert-parallel", type=options.whole(1), default=1, metavar="N", help=(
-        "replicas that divide the experts: all of --data or --shards, or 1, where each has all "
+        "neighbouring replicas that divide the experts, a divisor of --data; with 1 each has all "
         "(default 1)"))
 
 

@@ -5,7 +5,7 @@ collectives take and return arrays.  A transport moves the bytes (`mm3d.transpor
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 from mpi4py import MPI
@@ -48,6 +48,10 @@ class Traffic:
     words: int = 0
     bytes: int = 0
     moved: float = field(default=0, compare=False, repr=False)
+
+    def __add__(self, other: "Traffic") -> "Traffic":
+        return Traffic(*(getattr(self, one.name) + getattr(other, one.name)
+                         for one in fields(self)))
 
 
 class Axis:

@@ -238,6 +238,14 @@ class LayerSpec(Spec):
         """
         return sum(self.parameter_words(parallelism).values()), 0
 
+    def expert_words(self, parallelism: Parallelism) -> tuple[int, int, int]:
+        """Count the stored words of experts, and those that forward and backward read of them.
+
+        Replicas may divide these.  They are counted in `parameter_words` and `read_words` too; by
+        default there are none.
+        """
+        return 0, 0, 0
+
     def products(self, batch: int, seq: int) -> list[ProductShape]:
         """List the products with weights."""
         return []

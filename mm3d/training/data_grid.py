@@ -1,5 +1,6 @@
 """Join the ranks that hold one stage in all replicas of a model."""
 
+import math
 from typing import Any
 
 from mm3d.grid.axis import Axis
@@ -12,7 +13,11 @@ class DataGrid(GridAxes):
 
     Direction d joins the ranks of equal place among which ZeRO divides a copy of the model, and r
     those that hold the same part in the other copies.  Sums along both add in the order of the
-    ranks, except with NCCL.  The traffic is that along r and d.
+    ranks, except with NCCL.  The traffic is that along r and d, and along e.
+
+    Experts that are divided among replicas have a grid of their own on the same ranks, see
+    `with_experts`: e joins neighbouring replicas, which have other experts, and d and r those that
+    hold copies of the same ones.
 
     Parameters
     ----------
@@ -21,25 +26,52 @@ class DataGrid(GridAxes):
     grid : Grid
         The tensor parallelism of this replica.
     shards : int
-        Size of direction d, a divisor of the number of replicas.
+        Size of direction d.
+    experts : int
+        Size of direction e, which is there if it is above 1.  The product of both divides the
+        number of replicas.
 
     Attributes
     ----------
     shape : GridShape
-        Sizes of r, d, and the directions of `grid`.
+        Sizes of r, d and e, and the directions of `grid`.
     coords : dict of str to int
         Coordinate of this rank along each direction.
     replicated : Axis
         Direction r.
     """
 
-    def __init__(self, comm: Any, grid: Grid, shards: int) -> None:
-        copies = comm.size // grid.size // shards
+    def __init__(self, comm: Any, grid: Grid, shards: int, experts: int = 1) -> None:
+        copies = comm.size // grid.size // shards // experts
+        sizes = {"r": copies, "d": shards} | ({"e": experts} if experts > 1 else {})
         self.comm, self.grid, self.backend = comm, grid, grid.backend
-        self.shape = GridShape.from_sizes({"r": copies, "d": shards, **grid.shape})
+        self.shape = GridShape.from_sizes(sizes | dict(grid.shape))
         self.coords = self.shape.coordinates(comm.rank)
-        self.axes = self._create_axes("rd", ordered=True)
+        self.axes = self._create_axes(sizes, ordered=True)
         self.replicated = self.axes["r"]
 
     def __getitem__(self, name: str) -> Axis:
         return self.axes[name] if name in self.axes else self.grid[name]
+
+    @property
+    def replicas(self) -> list[Axis]:
+        """Return the directions along which ranks have other sequences, the slowest first."""
+        return list(self.axes.values())
+
+    def with_experts(self, parts: int) -> "DataGrid":
+        """Return the grid of experts that each `parts` neighbouring replicas divide.
+
+        ZeRO divides what a rank has of them further among as many of its copies as make whole
+        groups of `parts` replicas and whole groups of shards.  So of n shards it divides n / parts
+        where that is a whole number, and 1 where the experts are divided as finely as that.
+        """
+        return DataGrid(self.comm, self.grid, expert_shards(self.shape["d"], parts), parts)
+
+
+def expert_shards(shards: int, parts: int) -> int:
+    """Return among how many copies ZeRO divides experts that `parts` replicas divide already.
+
+    Both numbers divide that of the replicas, and so does the product of `parts` and the result,
+    which is their least common multiple.
+    """
+    return math.lcm(shards, parts) // parts

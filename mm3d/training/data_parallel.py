@@ -26,6 +26,7 @@ Where d has not all replicas (hybrid sharding), the sums go on along r, over the
 
 import numbers
 from contextlib import contextmanager
+from copy import copy
 from typing import Any, Callable, Iterator
 
 from mm3d.model.parameters import Parameter
@@ -73,6 +74,15 @@ class DataParallel:
         kind = (ReplicatedParameter, ShardedMaster, ShardedGradient, ShardedValue)[self.zero]
         self.parameters.append(kind(*arguments, sums=self))
         return self.parameters[-1]
+
+    def on(self, grid: DataGrid) -> "DataParallel":
+        """Return what creates parameters whose copies lie otherwise, on `grid`.
+
+        They are parameters of this one too, which sums their gradients.
+        """
+        other = copy(self)
+        other.grid = grid
+        return other
 
     @contextmanager
     def summed(self, microbatches: int) -> Iterator[None]:

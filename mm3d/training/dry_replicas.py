@@ -23,7 +23,7 @@ class JoinedAxes(GridAxes):
     Parameters
     ----------
     data : DataGrid
-        The replicas.
+        The replicas; of divided experts their grid, since nothing else goes between replicas here.
     """
 
     def __init__(self, data: DataGrid) -> None:
@@ -60,10 +60,10 @@ def replicas_with_experts(experts: Experts, batch: int, seq: int, data: int, rep
         cannot get so many tokens.
     """
     shards = check_data(data, data, shards)
-    check_experts(experts, expert_parallel, shards, data, data * batch * seq, way)
+    check_experts(experts, expert_parallel, data, data * batch * seq, way)
     if imbalance != 1 and expert_parallel == 1:
         raise ValueError(f"imbalance={imbalance:g} is that of a rank with a part of the experts: "
-                         f"expert_parallel={shards} would do, or leave it out")
+                         f"expert_parallel={data} would do, or leave it out")
 
     def make(scheme: Scheme) -> tuple[GridAxes, dict[str, Any]]:
         if data == 1:
@@ -71,6 +71,7 @@ def replicas_with_experts(experts: Experts, batch: int, seq: int, data: int, rep
         ranks, rank = scheme.grid.size, scheme.grid.rank
         grid = DataGrid(DryCommunicator(data * ranks, replica * ranks + rank), scheme.grid, shards)
         sums = DataParallel(grid)
-        found = expert_ranks(sums, expert_parallel > 1, way, data * batch, imbalance)
-        return JoinedAxes(grid), {"parameter": sums.create_parameter, "expert_ranks": found}
+        own = grid.with_experts(expert_parallel) if expert_parallel > 1 else grid
+        found = expert_ranks(sums, own, way, data * batch, imbalance)
+        return JoinedAxes(own), {"parameter": sums.create_parameter, "expert_ranks": found}
     return make

@@ -1,9 +1,10 @@
 """Divide the experts of a model among its replicas.
 
-The direction of experts is direction d of the replicas (`mm3d.training.data_grid`): each rank
-along it has other experts, which see the tokens of all of them, so their gradients are sums over
-these tokens already.  Only the copies along r are added.  All losses and gradients are divided by
-the same number of tokens, that of the whole batch, so experts need no factor of their own.
+Direction e joins neighbouring replicas, of which each has other experts and sees the tokens of all
+of them (`mm3d.training.data_grid.DataGrid.with_experts`).  The same experts are there once in each
+such group, so their gradients are sums over the copies along d and r, as those of any parameter,
+and ZeRO divides what a rank has of them along d.  All losses and gradients are divided by the same
+number of tokens, that of the whole batch, so experts need no factor of their own.
 """
 
 from typing import Any
@@ -14,33 +15,22 @@ from mm3d.model.experts.capacity import capacity_of
 from mm3d.model.experts.dispatch import WAYS
 from mm3d.model.experts.options import Experts
 from mm3d.model.experts.shared import ExpertRanks
+from mm3d.model.parameters import Parameter
+from mm3d.training.data_grid import DataGrid
 from mm3d.training.data_parallel import DataParallel
-from mm3d.training.sharded_parameters import SummedParameter
+from mm3d.training.mesh import divisors, is_count
 
 
-class DividedExperts(SummedParameter):
-    """Hold what of a parameter, (experts, ...), belongs to this rank's experts.
-
-    Value, master and gradient are there once along d, in every stage of ZeRO.
-    """
-
-    def _place(self, grid: Grid, layout: Layout) -> tuple[Any, Layout]:
-        return self.data, Layout(f"d{layout.spec}", layout.units)
-
-    def finish_step(self) -> None:
-        self._sum_copies()
-
-
-def expert_ranks(data: DataParallel | None, divided: bool, way: str, batch: int,
+def expert_ranks(data: DataParallel | None, grid: DataGrid | None, way: str, batch: int,
                  imbalance: float = 1.0) -> ExpertRanks:
-    """Return the replicas that have other tokens, and with `divided` other experts.
+    """Return the replicas that have other tokens, and those that divide the experts.
 
     Parameters
     ----------
     data : DataParallel or None
         The replicas; None where there is one.
-    divided : bool
-        Whether direction d divides the experts.
+    grid : DataGrid or None
+        The directions of replicas; with e where experts are divided.
     way : {"fewest", "exchange", "gather"}
         How rows come to divided experts.
     batch : int
@@ -48,21 +38,20 @@ def expert_ranks(data: DataParallel | None, divided: bool, way: str, batch: int,
     imbalance : float
         See `mm3d.model.experts.shared.ExpertRanks`.
     """
-    if data is None:
+    if data is None or grid is None:
         return ExpertRanks()
-    replicas = [data.grid[name] for name in "rd"]
-    if not divided:
-        return ExpertRanks(replicas, batch=batch)
+    if "e" not in grid.shape:
+        return ExpertRanks(grid.replicas, batch=batch)
+    experts = data.on(grid)
 
-    def create(*arguments: Any) -> DividedExperts:
-        data.parameters.append(DividedExperts(*arguments, sums=data))
-        return data.parameters[-1]
-    return ExpertRanks(replicas, data.grid["d"], create, way, batch, imbalance)
+    def create(name: str, _: Grid, layout: Layout, *more: Any) -> Parameter:
+        return experts.create_parameter(name, grid, Layout(f"e{layout.spec}", layout.units), *more)
+    return ExpertRanks(grid.replicas, grid["e"], create, way, batch, imbalance)
 
 
-def check_experts(experts: Experts | None, expert_parallel: Any, shards: int, replicas: int,
-                  tokens: int, way: str) -> None:
-    """Check the options of experts, and the number of ranks that divide them.
+def check_experts(experts: Experts | None, expert_parallel: Any, replicas: int, tokens: int,
+                  way: str) -> None:
+    """Check the options of experts, and the number of replicas that divide them.
 
     Parameters
     ----------
@@ -70,8 +59,8 @@ def check_experts(experts: Experts | None, expert_parallel: Any, shards: int, re
         The options.
     expert_parallel : int
         This number.
-    shards, replicas : int
-        Size of direction d, and number of all replicas.
+    replicas : int
+        Number of all replicas.
     tokens : int
         Number of tokens of a micro-batch in all replicas.
     way : str
@@ -91,11 +80,9 @@ def check_experts(experts: Experts | None, expert_parallel: Any, shards: int, re
     if way not in WAYS:
         raise ValueError(f"expert_way={way!r} is unknown: choose one of {', '.join(WAYS)}")
     capacity_of(experts, tokens)
-    if isinstance(expert_parallel, bool) or expert_parallel not in (1, shards):
-        more = f", or a mesh with shards={expert_parallel!r}" if replicas > shards else ""
-        raise ValueError(f"expert_parallel={expert_parallel!r}: experts are divided among the "
-                         f"{shards} replicas that ZeRO divides a copy among, or not at all: "
-                         f"{' or '.join(map(str, dict.fromkeys((1, shards))))} would do{more}")
+    if not is_count(expert_parallel) or replicas % expert_parallel:
+        raise ValueError(f"expert_parallel={expert_parallel!r} does not divide {replicas} "
+                         f"replicas into equal groups: {divisors(replicas)} would do")
     if expert_parallel > experts.count:
         raise ValueError(f"count={experts.count} experts cannot be divided among "
                          f"expert_parallel={expert_parallel} ranks: at least "

@@ -123,24 +123,24 @@ class Mesh:
 
 def check_data(ranks: int, data: int, shards: int | None) -> int:
     """Check the numbers of replicas and of shards, as those of `Mesh`; return that of shards."""
-    if not _is_count(data) or ranks % data:
+    if not is_count(data) or ranks % data:
         raise ValueError(f"data={data!r} does not divide {ranks} ranks into equal replicas: "
-                         f"{_divisors(ranks)} would do")
+                         f"{divisors(ranks)} would do")
     if shards is None:
         return int(data)
-    if not _is_count(shards) or data % shards:
+    if not is_count(shards) or data % shards:
         raise ValueError(f"shards={shards!r} does not divide data={data} replicas into equal "
-                         f"groups: {_divisors(data)} would do")
+                         f"groups: {divisors(data)} would do")
     return int(shards)
 
 
-def _is_count(number: Any) -> bool:
+def is_count(number: Any) -> bool:
     """Return whether a number is a whole one of at least 1, NumPy's among them."""
     return (isinstance(number, numbers.Integral) and not isinstance(number, bool)
             and number >= 1)
 
 
-def _divisors(number: int) -> str:
+def divisors(number: int) -> str:
     """List the divisors of a number, as text."""
     return ", ".join(str(one) for one in range(1, number + 1) if not number % one)
 
@@ -148,9 +148,9 @@ def _divisors(number: int) -> str:
 def stage_grids(kind: type[Scheme], ranks: int, stages: int,
                 grid: Sizes | Sequence[Sizes] | None = None) -> tuple[GridShape, ...]:
     """Return the grid of each stage; parameters and errors as those of `Mesh`."""
-    if not _is_count(stages) or ranks % stages:
+    if not is_count(stages) or ranks % stages:
         raise ValueError(f"{stages} stages do not divide {ranks} ranks into equal groups: "
-                         f"{_divisors(ranks)} would do")
+                         f"{divisors(ranks)} would do")
     stages = int(stages)
     share = ranks // stages
     if grid is None:

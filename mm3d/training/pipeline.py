@@ -58,8 +58,8 @@ class Pipeline:
         one micro-batch, in all replicas; the replicas then divide each micro-batch, and not the
         batch before, so that the routing does not depend on their number.
     expert_parallel : int
-        Number of ranks along d among which experts are divided: all of d, or 1, with which every
-        replica has all experts.
+        Number of neighbouring replicas among which experts are divided, a divisor of that of all;
+        with 1 every replica has all experts.
     expert_way : {"fewest", "exchange", "gather"}
         How rows come to divided experts: what moves fewer words, or one way always, see
         `mm3d.model.experts.dispatch`.
@@ -74,6 +74,8 @@ class Pipeline:
         The sequences of the batch that are this replica's micro-batches.
     data : DataParallel or None
         Makes the parameters and sums their gradients over replicas; None where there is one.
+    data_grids : list of DataGrid
+        The directions of replicas; and those of experts that replicas divide.
     chunks : list of Transformer
         The layers of each chunk of this rank's stage, for one micro-batch.
     parameters, trained : list of Parameter
@@ -110,19 +112,22 @@ class Pipeline:
         sizes = ModelSizes(layers, hidden, heads, batch, seq)
         self.parts = divide_layers(schedule, mesh.shape["s"], sizes, microbatches,
                                    mesh.shape["d"], experts is not None)
-        check_experts(experts, expert_parallel, mesh.data.size if mesh.data else 1,
-                      mesh.shape["d"], batch // schedule.microbatches * seq, expert_way)
+        check_experts(experts, expert_parallel, mesh.shape["d"],
+                      batch // schedule.microbatches * seq, expert_way)
         self.rows = divide_rows(batch, mesh.shape["d"], schedule.microbatches,
                                 experts is not None)[mesh.replica]
         self.sizes = replace(sizes, batch=self.rows[0].stop - self.rows[0].start)
-        self.data = (DataParallel(mesh.data_grid, zero, in_flight)
-                     if mesh.data_grid is not None else None)
-        if self.data is not None:
+        self.data, self.data_grids = None, []
+        if mesh.data_grid is not None:
+            self.data = DataParallel(mesh.data_grid, zero, in_flight)
+            self.data_grids.append(mesh.data_grid)
             options["parameter"] = self.data.create_parameter
+        if expert_parallel > 1:
+            self.data_grids.append(mesh.data_grid.with_experts(expert_parallel))
         if experts is not None:
-            options |= {"experts": experts,
-                        "expert_ranks": expert_ranks(self.data, expert_parallel > 1, expert_way,
-                                                     batch // schedule.microbatches)}
+            options |= {"experts": experts, "expert_ranks": expert_ranks(
+                self.data, self.data_grids[-1] if self.data else None, expert_way,
+                batch // schedule.microbatches)}
         self.chunks = [Transformer(mesh.scheme, **self.sizes, **options,
                                    describe=partial(model_spec, part=self.parts[stage]))
                        for stage in schedule.stages[mesh.stage]]
@@ -195,17 +200,21 @@ class Pipeline:
     def traffic(self) -> dict[tuple[str, str], Traffic]:
         """Return the traffic of this rank, by direction and collective.
 
-        Blocks sent to other stages are ("s", "send"); d and r are the directions of replicas.
+        Blocks sent to other stages are ("s", "send"); d and r are the directions of replicas, for
+        experts those of their copies, and e divides experts.
         """
-        replicas = self.data.grid.traffic() if self.data else {}
-        return self.mesh.scheme.grid.traffic() | replicas | {
+        found = self.mesh.scheme.grid.traffic() | {
             (self.hops.direction, "send"): self.hops.traffic}
+        for grid in self.data_grids:
+            for key, one in grid.traffic().items():
+                found[key] = found[key] + one if key in found else one
+        return found
 
     def reset_traffic(self) -> None:
         """Reset the counts of traffic to zero."""
         self.mesh.scheme.grid.reset_traffic()
-        if self.data is not None:
-            self.data.grid.reset_traffic()
+        for grid in self.data_grids:
+            grid.reset_traffic()
         self.hops.traffic = Traffic()
 
     def zero_gradients(self) -> None:
@@ -253,5 +262,8 @@ class Pipeline:
             chunk.load({name: a for name, a in state.items() if name in own})
 
     def free(self) -> None:
-        """Free the communicator of the messages; every rank must call it."""
+        """Free the communicators of messages and experts; every rank must call it."""
         self.hops.messages.free()
+        for grid in self.data_grids[1:]:
+            grid.free()
+        del self.data_grids[1:]

@@ -133,13 +133,13 @@ class Subject:
 
     def __init__(self, mesh: Mesh, case: ExpertsCase) -> None:
         self.mesh, self.case, replicas = mesh, case, mesh.shape["d"]
-        self.grid, self.data = mesh.scheme.grid, None
+        self.grid, self.data, self.data_grid = mesh.scheme.grid, None, None
         own = case.batch // replicas
         if case.batch % replicas:
             raise UsageError(f"--batch {case.batch} cannot be divided equally among {replicas} "
                              f"replicas: --batch {(own + 1) * replicas} would do")
         try:
-            check_experts(case.experts, replicas, replicas, replicas, case.tokens, case.way)
+            check_experts(case.experts, replicas, replicas, case.tokens, case.way)
             self.layer = self._make_layer(own)
         except ValueError as error:
             raise UsageError(str(error)) from error
@@ -158,8 +158,9 @@ class Subject:
         if mesh.data_grid is not None:
             self.data = DataParallel(mesh.data_grid)
             create = self.data.create_parameter
+            self.data_grid = mesh.data_grid.with_experts(mesh.shape["d"])
         dtype = getattr(self.grid.backend.xp, case.dtype)
-        ranks = expert_ranks(self.data, True, case.way, case.batch)
+        ranks = expert_ranks(self.data, self.data_grid, case.way, case.batch)
         builder = Builder(mesh.scheme, self.outer, inner, dtype, mask_key=MaskKey(case.seed),
                           parameter=create, expert_ranks=ranks)
         return ExpertsSpec("experts", case.experts, case.hidden, case.wide, 1).make_layer(
@@ -198,12 +199,12 @@ class Subject:
     def reset_traffic(self) -> None:
         """Set the counts of traffic to zero."""
         self.grid.reset_traffic()
-        if self.mesh.data_grid is not None:
-            self.mesh.data_grid.reset_traffic()
+        if self.data_grid is not None:
+            self.data_grid.reset_traffic()
 
     def words(self) -> tuple[int, int]:
         """Return the words counted on this rank: between replicas, and inside its replica."""
-        grids = self.mesh.data_grid, self.grid
+        grids = self.data_grid, self.grid
         between, inside = (sum(traffic.words for traffic in grid.traffic().values()) if grid else 0
                            for grid in grids)
         return between, inside

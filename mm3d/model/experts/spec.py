@@ -7,8 +7,8 @@ nothing is dropped, an upper bound.  Words between replicas follow from the rout
 """
 
 import math
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Iterator
 
 from mm3d.arrays.blocks import block_lengths, block_starts
 from mm3d.grid.layout import Layout
@@ -24,7 +24,7 @@ from mm3d.model.experts.shared import ExpertRanks
 from mm3d.model.experts.token_order import TokenOrder
 from mm3d.model.layers import Layer
 from mm3d.model.parameters import Parameter
-from mm3d.model.specs import Builder, LayerSpec, SavedWords
+from mm3d.model.specs import Builder, LayerPass, LayerSpec, SavedWords
 from mm3d.model.vectors import Vector
 from mm3d.schemes.closed_form import Move, ProductShape
 from mm3d.schemes.parallelism import Parallelism
@@ -44,12 +44,15 @@ class ExpertsSpec(LayerSpec):
         Global numbers of features of an expert's input and output, and between its products.
     layer_count : int
         Number of layers of the model.
+    replayed : bool
+        Whether a forward is described that recomputes with the routing of an earlier one.
     """
 
     experts: Experts
     hidden: int
     wide: int
     layer_count: int
+    replayed: bool = False
 
     def parameters(self) -> dict[str, tuple[int, ...]]:
         E, h, f = self.experts.count, self.hidden, self.wide
@@ -58,18 +61,24 @@ class ExpertsSpec(LayerSpec):
                 "down.weight": (E, f, h), "down.bias": (E, h)}
 
     def parameter_words(self, parallelism: Parallelism) -> dict[str, int]:
+        """Leave out the router's bias, which has no gradient that replicas would sum."""
         spaces = {"router.weight": parallelism.outer, "up.bias": parallelism.inner,
                   "down.bias": parallelism.outer}
-        found = {name: math.prod(shape) for name, shape in self.parameters().items()}
-        found |= {name: space.stored_vector_words(found[name]) for name, space in spaces.items()}
-        if ROUTER_BIAS in found:
-            found[ROUTER_BIAS] *= parallelism.ranks
-        return found
+        found = {name: math.prod(shape) for name, shape in self.parameters().items()
+                 if name != ROUTER_BIAS}
+        return found | {name: space.stored_vector_words(found[name])
+                        for name, space in spaces.items()}
 
     def read_words(self, parallelism: Parallelism) -> tuple[int, int]:
         """Count all in forward, and the weights of the products in backward."""
         words = self.parameter_words(parallelism)
         return sum(words.values()), words["up.weight"] + words["down.weight"]
+
+    def expert_words(self, parallelism: Parallelism) -> tuple[int, int, int]:
+        """Count all but those of the router, of which backward reads nothing."""
+        router = self.parameter_words(parallelism)["router.weight"]
+        forward, backward = self.read_words(parallelism)
+        return forward - router, forward - router, backward
 
     def products(self, batch: int, seq: int) -> list[ProductShape]:
         """List the two products, of all experts together: k rows for each token."""
@@ -79,8 +88,8 @@ class ExpertsSpec(LayerSpec):
 
     def flops(self, batch: int, seq: int) -> int:
         """Count the operations of the products and of the router."""
-        return (super().flops(batch, seq)
-                + 2 * batch * seq * self.hidden * self.experts.count)
+        router = 0 if self.replayed else 2 * batch * seq * self.hidden * self.experts.count
+        return super().flops(batch, seq) + router
 
     def moves(self, parallelism: Parallelism, recomputed: bool = False) -> Any:
         """List the collectives of products, vectors, and gates; and of the counts in forward."""
@@ -94,9 +103,12 @@ class ExpertsSpec(LayerSpec):
         for product in self.products(parallelism.batch, parallelism.seq):
             ahead, back = _grouped_moves(parallelism, product, E)
             forward, backward = forward + ahead, backward + back
-        forward += [*_row_sums(outer, tokens, E)]
-        backward += [*_row_sums(outer, tokens, k)]
-        return forward + [*_count_moves(parallelism, k * E)], backward
+        if not self.replayed:
+            forward += [*_row_sums(outer, tokens, E), *_count_moves(parallelism, k * E)]
+        return forward, backward + [*_row_sums(outer, tokens, k)]
+
+    def recomputed_passes(self) -> Iterator[LayerPass]:
+        yield LayerPass(1, self)    # what a token's experts have made of it is saved
 
     def input_words(self, parallelism: Parallelism) -> int:
         return parallelism.outer.words(parallelism.tokens, self.hidden)
@@ -137,7 +149,10 @@ class ExpertsSpec(LayerSpec):
                         builder.mask_key)
         bias = None
         if self.experts.gate == "sigmoid-bias":
-            bias = builder.create_parameter(f"{name}.{ROUTER_BIAS}", Layout(""), (E,))
+            # Every rank changes it in the same way, by the counts of all, so none is sent any.
+            bias = Parameter(f"{name}.{ROUTER_BIAS}", builder.scheme.grid, Layout(""), (E,),
+                             builder.dtype, None, builder.master)
+            bias.first_copy = not any(axis.rank for axis in builder.expert_ranks.replicas)
             builder.routings.biases[name] = bias
         up, down = (self._make_linear(builder, name, way, dispatch.own) for way in ("up", "down"))
         return ExpertsLayer(self.experts, outer, router, up, down, order, dispatch,
@@ -261,6 +276,11 @@ class RecomputedExpertsSpec(RecomputedSpec):
     def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
         """Count the input; the routings, a few numbers a token, are left out."""
         return super().saved_words(parallelism, recomputed)
+
+    def passes_repeated_in_backward(self) -> Iterator[LayerPass]:
+        for one in super().passes_repeated_in_backward():
+            replays = isinstance(one.layer, ExpertsSpec)
+            yield one._replace(layer=replace(one.layer, replayed=True)) if replays else one
 
     def build_layers(self, builder: Builder) -> list[Layer]:
         layers = builder.build_layers(self.layers)

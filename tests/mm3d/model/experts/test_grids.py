@@ -51,15 +51,16 @@ def test_results_and_dropped_tokens_are_those_of_one_rank(comm, number):
 @pytest.mark.ranks(4, slow=(8,), first=(4,))
 @pytest.mark.parametrize("part", [slice(1, 6, 2), slice(0, 9, 2), slice(7, 8)])
 def test_words_are_the_closed_form_of_dropless_experts(comm, part):
-    """Whatever the routing, inside a tensor group."""
-    for parallelism in GRIDS[comm.size][part]:
-        compare_words(comm, parallelism)
+    """Whatever the routing, inside a tensor group; also where layers are recomputed."""
+    for number, parallelism in enumerate(GRIDS[comm.size][part]):
+        compare_words(comm, parallelism, ("none", "uniform:2")[number % 2])
 
 
-def compare_words(comm, parallelism: Parallelism) -> None:
+def compare_words(comm, parallelism: Parallelism, recompute: str) -> None:
     experts = mm3d.Experts(5, every=2, capacity=None)
     with parallelism.on(comm) as scheme:
-        model, phases = mm3d.Transformer(scheme, **SIZES, experts=experts), []
+        model, phases = mm3d.Transformer(scheme, **SIZES, experts=experts,
+                                         recompute=recompute), []
         model.load(state_of(model))
         scheme.grid.reset_traffic()
         y, saved = model.forward(model.random("x"))
@@ -74,8 +75,9 @@ def compare_words(comm, parallelism: Parallelism) -> None:
         saved_words = comm.allreduce(model.saved_bytes(saved)) // 8
     assert words == [{key: n for key, n in of.items() if n} for of in expected.values()], (
         parallelism)
-    assert saved_words == pytest.approx(cost.saved_words(*described, **parallelism.options),
-                                        rel=0.05), parallelism
+    if recompute == "none":
+        assert saved_words == pytest.approx(cost.saved_words(*described, **parallelism.options),
+                                            rel=0.05), parallelism
 
 
 @pytest.mark.ranks(2)
