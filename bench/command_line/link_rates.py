@@ -21,7 +21,6 @@ from mm3d.model.sizes import SIZES
 
 OTHER_GRIDS = {64: [(16, 4, 1)]}    # of 3-D beside the cube, by ranks: the planner's first choice
 ROUNDS = 3
-PICTURE = "where-each-is-fastest-{}-p{:03d}-{}.png"
 Rates = list[float | None]
 # Options of single rows, with what they are when they are not given.
 OF_ROWS = {"warmup": None, "max_repetitions": None, "max_seconds": None, "width": 0.05,
@@ -132,10 +131,8 @@ def list_plans(arguments: argparse.Namespace, rows: list[Row], variant: Variant,
 def show(records: list[Measurements], out: Path) -> None:
     """Print the tables and draw the picture."""
     from bench.reports import link_sweep
-    from bench.reports.figures.link_sweep import draw_sweep
+    from bench.reports.figures.every_figure import make_sweep_drawings, save_drawings
     from bench.reports.formats import render
     say(f"\n{render(link_sweep.sweep_parts(records))}\n")
-    tables = "-".join(str(record.configuration["table"]) for record in records)
-    path = out / PICTURE.format(tables, records[0].environment["ranks"],
-                                records[0].configuration["preset"])
-    say(f"picture: {draw_sweep(path, records)}")
+    for path in save_drawings(make_sweep_drawings(records), out)[0]:
+        say(f"picture: {path}")

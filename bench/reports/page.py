@@ -101,5 +101,5 @@ def run_summary(run: Run | Measurements) -> tuple[str, str, str]:
     """Return the creation time of a run, its name, and its command."""
     chosen = run.configuration
     what = (f"{chosen['table']} {title(chosen['scheme'])} {run.ranks} ranks, {chosen['preset']}"
-            if isinstance(run, Run) else run.kind)
+            if isinstance(run, Run) else " ".join(filter(None, (run.kind, chosen.get("table")))))
     return run.created, what, str(run.environment.get("command", ""))

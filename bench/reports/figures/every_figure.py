@@ -2,15 +2,16 @@
 
 import itertools
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Callable, Iterator
+from typing import Callable, Iterable, Iterator, Sequence
 
 from bench.errors import UsageError
 from bench.records.folder import FolderContents, Results, read_folder
 from bench.records.measurements import Measurements
-from bench.reports.figures import (against_ranks, experts, products, roofline_and_memory, style,
-                                   time_shares)
+from bench.reports.figures import (against_ranks, experts, link_sweep, products,
+                                   roofline_and_memory, style, time_shares)
 
 # The function that draws each figure, and a sentence that describes it, by name.
 FIGURES: dict[str, tuple[Callable[[Results], object], str]] = {
@@ -68,7 +69,13 @@ class Drawing:
 
 
 def make_drawings(found: FolderContents) -> Iterator[Drawing]:
-    """Make every figure of every preset, to be iterated over within `style.figure_style`."""
+    """Make every figure of a folder, to be iterated over within `style.figure_style`."""
+    return itertools.chain(make_row_drawings(found), make_measured_drawings(found.measurements),
+                           make_sweep_drawings(found.measurements))
+
+
+def make_row_drawings(found: FolderContents) -> Iterator[Drawing]:
+    """Make the figures of the rows of every preset."""
     for results in found.results:
         # It becomes part of a file's name, and a record may contain any text.
         preset = re.sub(r"[^\w.-]", "-", results.preset) + results.slug
@@ -79,16 +86,28 @@ def make_drawings(found: FolderContents) -> Iterator[Drawing]:
                 yield Drawing(f"{name}-{preset}", str(reason), None)
 
 
-def make_measured_drawings(found: FolderContents) -> Iterator[Drawing]:
-    """Make the figures of microbenchmarks, to be iterated over within `style.figure_style`."""
-    for record in found.measurements:
+def make_measured_drawings(records: Sequence[Measurements]) -> Iterator[Drawing]:
+    """Make the figures of microbenchmarks."""
+    for record in records:
         for name, (draw, about) in MEASURED.get(record.kind, {}).items():
             yield Drawing(f"{name}-{_sizes(record)}-p{record.environment['ranks']:03d}", about,
                           draw(record))
-    if trainings := experts.comparable_trainings(found.measurements):
+    if trainings := experts.comparable_trainings(records):
         yield Drawing("balance-of-experts", "Validation loss and use of the experts by step, for "
                       "several coefficients of the balance loss.",
                       experts.draw_balance(trainings))
+
+
+def make_sweep_drawings(records: Sequence[Measurements]) -> Iterator[Drawing]:
+    """Make the figures of sweeps over rates of links; those of one name are numbered."""
+    names: Counter[str] = Counter()
+    for group in link_sweep.group_sweeps(records):
+        name = link_sweep.picture_name(group)
+        names[name] += 1
+        yield Drawing(f"{name}-{names[name]}" if names[name] > 1 else name,
+                      "Milliseconds a sequence of each scheme and grid against the rate of links, "
+                      "and the rates at which schemes of one batch cross.",
+                      link_sweep.draw_sweeps(group))
 
 
 def _sizes(record: Measurements) -> str:
@@ -127,18 +146,24 @@ def draw_figures(folder: str | Path,
     if unknown:
         raise UsageError(f"--format {','.join(formats)}: {', '.join(METADATA)} would do, with "
                          f"commas between")
-    drawn, left_out = [], []
     found = read_folder(folder)
-    if not found.results and not (any(one.kind in MEASURED for one in found.measurements)
-                                  or experts.comparable_trainings(found.measurements)):
-        left_out.append(f"all figures: no row of the tables was measured in {folder}")
+    drawn, left_out = save_drawings(make_drawings(found), found.folder, formats)
+    if not drawn and not left_out:
+        left_out.append(f"all figures: nothing was measured in {folder} that has one")
+    return drawn, left_out
+
+
+def save_drawings(drawings: Iterable[Drawing], folder: Path,
+                  formats: Sequence[str] = ("png",)) -> tuple[list[Path], list[str]]:
+    """Save drawings in a folder; return the files, and the figures left out with the reasons."""
+    drawn, left_out = [], []
     with style.figure_style():
-        for one in itertools.chain(make_drawings(found), make_measured_drawings(found)):
+        for one in drawings:
             if one.figure is None:
                 left_out.append(f"{one.name}: {one.about}")
                 continue
             for form in formats:
-                path = found.folder / f"{one.name}.{form}"
+                path = folder / f"{one.name}.{form}"
                 style.save_figure(one.figure, path, metadata=METADATA[form])
                 drawn.append(path)
     return drawn, left_out

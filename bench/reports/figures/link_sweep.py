@@ -1,40 +1,59 @@
 """Draw seconds a sequence against the rate of links, with the rates at which schemes cross."""
 
 import math
-import os
 import re
-from pathlib import Path
+from dataclasses import replace
 from typing import Sequence
 
 import numpy as np
 
+from bench.cases.variants import recorded_variant
+from bench.experiments.rows.link_sweep import KIND
+from bench.records.folder import cluster_of
 from bench.records.measurements import Measurements
 from bench.reports import link_sweep
 from bench.reports.figures import style
-from bench.reports.figures.schedules import check_name
 
 BEYOND = 4.0    # times the greatest rate: where links without a limit are drawn
 
 
-def draw_sweep(path: str | os.PathLike, records: Sequence[Measurements]) -> Path:
-    """Draw a panel for each record.
+def group_sweeps(records: Sequence[Measurements]) -> list[list[Measurements]]:
+    """Return the sweeps that stand in one picture: tables measured alike on one cluster."""
+    groups: dict[tuple, list[Measurements]] = {}
+    for record in records:
+        if record.kind == KIND:
+            chosen = record.configuration
+            key = (cluster_of(record), record.environment["ranks"], chosen.get("preset"),
+                   recorded_variant(chosen), chosen["recompute"], chosen["waited_machine"],
+                   chosen["waited_scale"])
+            groups.setdefault(key, []).append(record)
+    return list(groups.values())
 
-    Raises
-    ------
-    UsageError
-        When the file's name ends in no kind of picture.
+
+def picture_name(records: Sequence[Measurements]) -> str:
+    """Name the picture of sweeps by their tables, ranks, preset, and how rows differ from plain.
+
+    All sweeps wait for their work, so this is not named.
     """
-    check_name(path)
-    with style.figure_style():
-        figure, panels = style.make_figure(1, len(records), (7.5 * len(records), 5.8), "")
-        for panel, record in zip(panels.flat, records):
-            _panel(panel, record)
-        figure.supxlabel(
-            "ranks wait for modelled work and send real bytes; they share "
-            f"{records[0].environment['cores']} cores for all else, which is what fast links "
-            "show; bars: least to greatest sample", fontsize=8.5)
-        style.save_figure(figure, path, dpi=110)
-    return Path(path)
+    chosen = records[0].configuration
+    tables = "-".join(str(record.configuration["table"]) for record in records)
+    variant = replace(recorded_variant(chosen), work="compute")
+    again = f"-recompute-{chosen['recompute']}" * (chosen["recompute"] != "none")
+    # A record may contain any text.
+    return re.sub(r"[^\w.-]", "-", f"where-each-is-fastest-{tables}-p"
+                  f"{records[0].environment['ranks']:03d}-{chosen['preset']}{variant.slug}{again}")
+
+
+def draw_sweeps(records: Sequence[Measurements]):
+    """Draw a panel for each record, of one group; return the figure."""
+    figure, panels = style.make_figure(1, len(records), (7.5 * len(records), 5.8), "")
+    for panel, record in zip(panels.flat, records):
+        _panel(panel, record)
+    figure.supxlabel(
+        "ranks wait for modelled work and send real bytes; they share "
+        f"{records[0].environment['cores']} cores for all else, which is what fast links "
+        "show; bars: least to greatest sample", fontsize=8.5)
+    return figure
 
 
 def _panel(panel, record: Measurements) -> None:

@@ -1,13 +1,19 @@
 """Tables and picture of schemes at several rates of links."""
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from bench.reports import link_sweep
-from bench.reports.figures.link_sweep import draw_sweep
-from bench.reports.formats import render
+from bench.__main__ import main
+from bench.command_line.link_rates import show
+from bench.records import run_file
+from bench.records.folder import read_folder
 from bench.records.measurements import Measurements, Variable
+from bench.reports import link_sweep
+from bench.reports.figures import every_figure, link_sweep as figures
+from bench.reports.formats import render
+from bench.reports.page import embed_figures
 
 LINKS = [5e7, 2e8, math.inf]
 PLANS = ["1d 4 x 24", "3d 2x2x1 zyx 24", "3d 2x2x1 zxy 12"]
@@ -20,8 +26,8 @@ def record():
     samples[0] = np.array([4, 1, 0.5])[:, None, None]
     samples[1:] = np.array([2, 1.5, 1])[:, None, None]
     return Measurements(
-        "sweep", {"table": "weak", "layers": 1, "hidden": 16, "heads": 4, "seq": 8,
-                  "dtype": "float32", "recompute": "none", "work": "wait",
+        "sweep", {"table": "weak", "preset": "tiny", "layers": 1, "hidden": 16, "heads": 4,
+                  "seq": 8, "dtype": "float32", "recompute": "none", "work": "wait",
                   "waited_machine": "longhorn", "waited_scale": 1600.0, "waited_shrink": 64.0},
         {"emulated_cluster": "2x2:50Mbit", "ranks": 4, "cores": 2},
         {"plan": PLANS, "link": LINKS, "phase": ["forward", "backward"], "repetition": range(3)},
@@ -56,6 +62,36 @@ def test_predictions_know_the_placement(record):
     assert (abs(inside_x[:2] / inside_y[:2] - 1) > 0.02).all()
 
 
-@pytest.mark.slow
-def test_picture(record, tmp_path):
-    assert draw_sweep(tmp_path / "sweep.png", [record, record]).stat().st_size > 10 ** 4
+def changed(record, at: int, environment=(), **configuration):
+    """The record of a sweep with other settings, made `at` so many seconds after it."""
+    created = f"2026-11-23T07:00:{at:02d}.000000+00:00"
+    return replace(record, configuration=record.configuration | configuration,
+                   environment=record.environment | dict(environment), created=created)
+
+
+def test_pictures_are_of_tables_that_were_measured_alike(record):
+    """Those of another cluster, or with overlap, are apart."""
+    strong, overlapped, apart, other = (
+        changed(record, 1, table="strong"), changed(record, 2, overlap=True),
+        changed(record, 3, {"emulated_cluster": "4x1:50Mbit"}), replace(record, kind="matmul"))
+    groups = figures.group_sweeps([record, strong, overlapped, apart, other])
+    assert groups == [[record, strong], [overlapped], [apart]]
+    assert list(map(figures.picture_name, groups)) == [
+        "where-each-is-fastest-weak-strong-p004-tiny",
+        "where-each-is-fastest-weak-p004-tiny-overlap", "where-each-is-fastest-weak-p004-tiny"]
+    names = [one.name for one in every_figure.make_sweep_drawings([record, apart])]
+    assert names == ["where-each-is-fastest-weak-p004-tiny",
+                     "where-each-is-fastest-weak-p004-tiny-2"]
+
+
+def test_plot_draws_the_picture_of_the_run_again(record, tmp_path):
+    """From the file, to the byte; and a report has it."""
+    run_file.write_run(record, tmp_path, "links-weak")
+    (tmp_path / "run").mkdir()
+    show([record], tmp_path / "run")
+    assert main(["plot", str(tmp_path)]) == 0
+    [picture] = tmp_path.glob("*.png")
+    assert picture.name == "where-each-is-fastest-weak-p004-tiny.png"
+    assert picture.read_bytes() == (tmp_path / "run" / picture.name).read_bytes()
+    [embedded], left_out = embed_figures(read_folder(tmp_path))
+    assert embedded["name"] == picture.stem and not left_out
