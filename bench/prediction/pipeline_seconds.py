@@ -26,7 +26,6 @@ from mm3d.training.schedules.clock import Timeline, pairs
 from mm3d.training.schedules.messages import operations
 
 HALVES = ("forward", "backward_input", "backward_weights")
-DIGITS = 12    # of seconds, after the point, that the clock is fed with
 
 
 @dataclass(frozen=True)
@@ -128,7 +127,7 @@ def predict_pipeline(model: PipelineModel, machine: Machine) -> PredictedPipelin
     found = {pair: hop_seconds(machine, model.grid.ranks, model.block_bytes, *pair)
              for pair in pairs(model.schedule) if pair[0] != pair[1]}
     times = Times.by_stage(*zip(*(steps[layers] for layers in lengths)))
-    links = {pair: _exact(seconds) for pair, (seconds, _) in found.items()}
+    links = {pair: Fraction(seconds) for pair, (seconds, _) in found.items()}
     times = Times(times.forward, times.backward, times.weights, links=links)
     longest = [max((seconds for seconds, level in found.values() if level == wanted),
                    default=np.nan) for wanted in ("node", "network")]
@@ -140,13 +139,8 @@ def _chunk_seconds(model: PipelineModel, machine: Machine, layers: int) -> list[
     trace = model.trace(layers, block=machine.elementwise_block)
     spent = trace_terms(machine, trace)
     phases = HALVES if model.halves else ("forward", "backward")
-    seconds = [_exact(achieved_seconds(machine, spent[phase])) for phase in phases]
+    seconds = [Fraction(achieved_seconds(machine, spent[phase])) for phase in phases]
     return [*seconds, Fraction(0)][:3]
-
-
-def _exact(seconds: float) -> Fraction:
-    """Return seconds as a fraction with few digits, so that sums of many stay short."""
-    return Fraction(round(seconds * 10 ** DIGITS), 10 ** DIGITS)
 
 
 def hop_seconds(machine: Machine, places: int, size: float, source: int,
@@ -195,12 +189,17 @@ def peak_bytes(model: PipelineModel, stage: int) -> float:
         model.schedule, stage, specs, parallelism, model.weights_half)
 
 
+def largest_peak_bytes(model: PipelineModel) -> float:
+    """Return the bytes at the peak of a rank of the stage that needs the most."""
+    return max(peak_bytes(model, stage) for stage in range(model.schedule.ranks))
+
+
 def plan_pipelines(models: Iterable[PipelineModel], machine: Machine) -> list[
         tuple[PipelineModel, PredictedPipeline, float, bool]]:
     """Predict models; return each with its bytes at the peak and whether they fit, best first."""
     found = []
     for model in models:
-        peak = max(peak_bytes(model, stage) for stage in range(model.schedule.ranks))
+        peak = largest_peak_bytes(model)
         found.append((model, predict_pipeline(model, machine), peak,
                       peak <= machine.memory_bytes))
     return sorted(found, key=lambda one: (not one[3], one[1].timeline.makespan))

@@ -10,6 +10,7 @@ from bench.prediction.pipeline_seconds import PipelineModel
 from bench.prediction.seconds import step_seconds
 from mm3d import ModelSizes
 from mm3d.schemes import find_scheme
+from mm3d.tracing import dry_run
 from mm3d.training.schedules import Times, build, clock
 
 LONGHORN = machine_model.load_machine("longhorn")    # 4 ranks a node
@@ -49,17 +50,28 @@ def test_hops_of_their_own_are_as_one_hop_where_they_are_equal():
         Times((Fraction(1),), (Fraction(1),), (Fraction(1),), links={(0, 1): Fraction(-1)})
 
 
-def test_the_step_is_that_of_the_closed_form_without_hops():
-    """1F1B of equal stages; F and B are those of a dry run of a stage's two layers."""
-    model = made()
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_the_step_is_that_of_the_closed_form_without_hops(name):
+    """Of equal stages; F and B are those of a dry run of a stage's two layers."""
+    model = made(name)
     found = pipeline_seconds.predict_pipeline(model, LONGHORN)
     each = step_seconds(LONGHORN, model.trace(2))
-    assert float(found.without_hops) == pytest.approx((8 + 3) * sum(each.values()), rel=1e-6)
+    assert found.without_hops == (8 + 3) * sum(map(Fraction, each.values()))
     assert found.timeline.makespan > found.without_hops
     assert 0 < found.inside < found.between
     halves = pipeline_seconds.predict_pipeline(made("zb-h1"), LONGHORN).timeline.times
     assert min(halves.weights) > 0 and max(found.timeline.times.weights) == 0
     assert np.isnan(pipeline_seconds.predict_pipeline(made(stages=2), LONGHORN).between)
+
+
+@pytest.mark.parametrize("name", ["gpipe", "1f1b"])
+def test_one_stage_is_predicted_as_a_model_without_stages(name):
+    """To the last digit: of one micro-batch it is the step that dry runs predict."""
+    model = PipelineModel(build(name, 1, 1), "3d", find_scheme("3d").grid_shape((2, 2, 1)), SIZES)
+    found = pipeline_seconds.predict_pipeline(model, LONGHORN)
+    trace = dry_run.extrapolate_step("3d", 4, (2, 2, 1), **SIZES)
+    assert float(found.timeline.makespan) == sum(step_seconds(LONGHORN, trace).values())
+    assert found.timeline.bubble == 0
 
 
 def test_a_million_ranks_are_predicted(capsys):
