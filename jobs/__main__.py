@@ -65,6 +65,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--submit", action="store_true", help="also submit the script")
     pipeline = verbs.add_parser("pipeline", parents=[one], help=(
         "write a script that runs bench pipeline with the words after --, and submit it"))
+    pipeline.add_argument("--name", metavar="NAME", help=(
+        "the job and its script (default pipeline-pRANKS and digits that stand for the options)"))
     pipeline.add_argument("words", nargs="*", metavar="-- --stages P ...",
                           help="options of bench pipeline")
     train = verbs.add_parser("train", parents=[one], help=(
@@ -220,7 +222,7 @@ def run_single(arguments) -> int:
     """Write the script of a job that is no row, and submit it if asked to."""
     given = arguments.site, arguments.out, arguments.ranks, arguments.words
     if arguments.verb == "pipeline":
-        single.submit_pipeline(*given, arguments.submit)
+        single.submit_pipeline(*given, arguments.name, arguments.submit)
     else:
         single.submit_training(*given, arguments.name, arguments.jobs * arguments.submit)
     return 0

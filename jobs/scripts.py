@@ -18,6 +18,7 @@ from jobs.fitting import RowFit, dry_options, fit_row, rank_memory
 from jobs.site import Site
 
 ROOT = Path(__file__).resolve().parents[1]    # where python -m bench finds its source
+STOPPING = ("run", "train")                   # verbs with a --stop-file
 LIMIT = 120                                   # seconds for each step of the pre-flight checks
 
 
@@ -110,13 +111,13 @@ def slurm_options(work: Work, name: str, time: str, ranks: int) -> list[str]:
     return [*chosen, f"--nodes={count_nodes(site, ranks)}", f"--ntasks={ranks}"]
 
 
-def row_options(work: Work, name: str, ranks: int) -> list[str]:
-    """List the options of sbatch for a row."""
+def row_options(work: Work, name: str, ranks: int, stops: bool = True) -> list[str]:
+    """List the options of sbatch for a row; with `stops` the time limit is announced to it."""
     site = work.site
     chosen = [*slurm_options(work, name, site.slurm.time, ranks),
               f"--ntasks-per-node={min(ranks, site.node.ranks)}",
               f"--cpus-per-task={site.node.cores_per_rank}",
-              f"--signal=B:USR1@{site.slurm.warning}"]
+              *[f"--signal=B:USR1@{site.slurm.warning}"] * stops]
     if site.node.gpus:
         chosen.append(f"--gpus-per-node={gpus_per_node(site, ranks)}")
     return [*chosen, *["--exclusive"] * site.slurm.exclusive, *site.slurm.options]
@@ -155,12 +156,12 @@ def row_script(work: Work, case: Case) -> str:
                    folder, run, dry_options(case, fits.recompute, most) if most else [])
 
 
-def pipeline_script(work: Work, ranks: int, words: list[str]) -> str:
+def pipeline_script(work: Work, name: str, ranks: int, words: list[str]) -> str:
     """Write the script that runs ``bench pipeline`` with `words` on a number of ranks."""
-    folder = check_path(work.folder / "runs" / f"pipeline-p{ranks:03d}")
+    folder = check_path(work.folder / "runs" / name)
     run = [f"--out={work.out / 'pipeline'}", f"--backend={work.site.run.backend}", *words]
-    return _script(work, "pipeline", f"Pipelines on {ranks} ranks", f"mm3d-pipeline-p{ranks:03d}",
-                   ranks, folder, run, [])
+    return _script(work, "pipeline", f"Pipelines on {ranks} ranks", f"mm3d-{name}", ranks, folder,
+                   run, [])
 
 
 def training_script(work: Work, name: str, ranks: int, words: list[str]) -> str:
@@ -182,7 +183,7 @@ def _script(work: Work, verb: str, title: str, name: str, ranks: int, folder: Pa
 
     `more` are further options of sbatch, and `values` what the template needs for the verb.
     """
-    site = work.site
+    site, stops = work.site, verb in STOPPING
     doctor = [f"--ranks={ranks}", f"--launcher={shlex.join(launch_command(site, ranks))}",
               f"--seen={folder}", f"--out={folder}", f"--limit={LIMIT}",
               f"--ranks-per-node={site.node.ranks}",
@@ -192,8 +193,9 @@ def _script(work: Work, verb: str, title: str, name: str, ranks: int, folder: Pa
     if site.run.device_buffers:
         doctor.append("--device-buffers")
     return TEMPLATES.get_template("row.sh.j2").render(
-        verb=verb, title=title, site=site, root=ROOT, folder=folder,
-        options=[*row_options(work, name, ranks), *more], launch=launch_command(site, ranks),
+        verb=verb, stops=stops, title=title, site=site, root=ROOT, folder=folder,
+        options=[*row_options(work, name, ranks, stops), *more],
+        launch=launch_command(site, ranks),
         questions=["census", "exchange"] if site.run.device_buffers else ["census"],
         limit=LIMIT, doctor=doctor, run=run, memory=memory, **values)
 

@@ -1,6 +1,8 @@
 """Write and submit the jobs that are no rows: pipelines, and trainings that go on."""
 
+import hashlib
 import re
+import shlex
 from pathlib import Path
 
 from bench.errors import UsageError
@@ -10,12 +12,13 @@ from jobs.scripts import Work
 from mm3d.checkpoints.folder import checkpoints, step_of
 
 SCRIPT = 0o755    # permissions of a script
+DIGITS = 8        # that tell the options of pipelines apart in names
 # What the script of a training says itself, or what has no place in a job.
 OWN = ("--out", "--checkpoints", "--stop-file", "--max-seconds", "--backend", "--compare")
 
 
 def submit_pipeline(site: str, out: str | None, ranks: int, words: list[str],
-                    submit: bool = False) -> None:
+                    name: str | None = None, submit: bool = False) -> None:
     """Write the script that runs ``bench pipeline`` with `words`, and submit it if asked to.
 
     Parameters
@@ -28,6 +31,8 @@ def submit_pipeline(site: str, out: str | None, ranks: int, words: list[str],
         Number of ranks.
     words : list of str
         Options of the verb.
+    name : str or None
+        The job, by default one for each number of ranks and `words`.
     submit : bool
         Whether to submit the script.
 
@@ -39,9 +44,11 @@ def submit_pipeline(site: str, out: str | None, ranks: int, words: list[str],
     if "--stages" not in option_names(words):
         raise UsageError("pipeline: give options of bench pipeline after --, such as -- --stages "
                          "8 --schedule 1f1b,zb-h1")
+    digest = hashlib.sha256(shlex.join(words).encode()).hexdigest()
+    name = check_name(name or f"pipeline-p{ranks:03d}-{digest[:DIGITS]}")
     work = make_work(site, out)
-    script = work.folder / f"pipeline-p{ranks:03d}.sh"
-    write(script, scripts.pipeline_script(work, ranks, words))
+    script = work.folder / f"{name}.sh"
+    write(script, scripts.pipeline_script(work, name, ranks, words))
     if submit:
         print(f"job {slurm.submit(script)}")
 
@@ -64,15 +71,20 @@ def submit_training(site: str, out: str | None, ranks: int, words: list[str],
         if option in OWN:
             raise UsageError(f"train: {option} after --: the job says it, or has no use for it; "
                              f"leave it out")
-    name = name or f"train-p{ranks:03d}"
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII):
-        raise UsageError(f"--name {name}: letters, digits, points, - and _ would do")
+    name = check_name(name or f"train-p{ranks:03d}")
     work = make_work(site, out)
     script = work.folder / f"{name}.sh"
     write(script, scripts.training_script(work, name, ranks, words))
     print(f"{name}: {standing(work, name)}")
     for _ in range(jobs):
         print(f"job {slurm.submit(script)}")
+
+
+def check_name(name: str) -> str:
+    """Return the name of a job; UsageError for one that is no name of a file and of a job."""
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII):
+        raise UsageError(f"--name {name}: letters, digits, points, - and _ would do")
+    return name
 
 
 def standing(work: Work, name: str) -> str:

@@ -243,13 +243,31 @@ def test_a_pipeline_is_a_job_with_the_same_checks(tmp_path, capsys):
     assert script.stat().st_mode & stat.S_IXUSR and "#SBATCH --ntasks=8" in script.read_text()
     done = subprocess.run(["bash", str(script)], env=env | {"SLURM_JOB_ID": "7"}, text=True,
                           capture_output=True, timeout=60)
-    ended = out / "jobs" / "runs" / "pipeline-p008" / "ended-7"
+    ended = out / "jobs" / "runs" / script.stem / "ended-7"
     assert done.returncode == 0 and ended.read_text() == "done\n", done.stderr
     said = (tmp_path / "said").read_text()
     assert "doctor" in said and "--stop-file" not in said
     assert "-m bench pipeline" in script.read_text() and "'1f1b,zb-h1'" in script.read_text()
+    assert not {"stop", "USR1"} & set(re.findall(r"[A-Z1]+|[a-z]+", script.read_text()))
     assert main(["pipeline", "--site", name, "--ranks", "8", "--out", str(out)]) == 2
     assert "give options of bench pipeline after --" in capsys.readouterr().err
+
+
+def test_pipelines_of_other_options_have_scripts_of_their_own(tmp_path, capsys):
+    """The same ones have the same script."""
+    given = ["pipeline", "--site", site_file(tmp_path, GOOD), "--ranks", "8", "--out",
+             str(tmp_path / "out")]
+    names = []
+    for words in (["4"], ["4"], ["2"], ["2", "--schedule", "zb-h1"]):
+        assert main([*given, "--", "--stages", *words]) == 0
+        names.append(Path(capsys.readouterr().out.strip()).stem)
+    assert names[0] == names[1] and len(set(names)) == 3
+    assert all(name.startswith("pipeline-p008-") for name in names)
+    assert main([*given, "--name", "whale", "--", "--stages", "2"]) == 0
+    script = Path(capsys.readouterr().out.strip())
+    assert script.name == "whale.sh" and "--job-name=mm3d-whale" in script.read_text()
+    assert main([*given, "--name", "a b", "--", "--stages", "2"]) == 2
+    assert "--name a b: letters, digits" in capsys.readouterr().err
 
 
 def test_a_training_is_a_job_that_the_next_one_continues_until_it_is_complete(tmp_path, capsys):
