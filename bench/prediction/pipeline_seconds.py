@@ -120,10 +120,11 @@ class PredictedPipeline:
                      Times(times.forward, times.backward, times.weights)).makespan
 
 
-def predict_pipeline(model: PipelineModel, machine: Machine) -> PredictedPipeline:
-    """Predict the times of a step on a machine."""
+def predict_pipeline(model: PipelineModel, machine: Machine,
+                     repeats: bool = False) -> PredictedPipeline:
+    """Predict the times of a step on a machine; with `repeats` backward takes F once more."""
     lengths = [len(part) for part in model.parts]
-    steps = {layers: _chunk_seconds(model, machine, layers) for layers in set(lengths)}
+    steps = {layers: _chunk_seconds(model, machine, layers, repeats) for layers in set(lengths)}
     found = {pair: hop_seconds(machine, model.grid.ranks, model.block_bytes, *pair)
              for pair in pairs(model.schedule) if pair[0] != pair[1]}
     times = Times.by_stage(*zip(*(steps[layers] for layers in lengths)))
@@ -134,13 +135,15 @@ def predict_pipeline(model: PipelineModel, machine: Machine) -> PredictedPipelin
     return PredictedPipeline(clock(model.schedule, times), *longest)
 
 
-def _chunk_seconds(model: PipelineModel, machine: Machine, layers: int) -> list[Fraction]:
+def _chunk_seconds(model: PipelineModel, machine: Machine, layers: int,
+                   repeats: bool) -> list[Fraction]:
     """Predict the seconds of F, B and W of so many layers; W is part of B where both are one."""
     trace = model.trace(layers, block=machine.elementwise_block)
     spent = trace_terms(machine, trace)
     phases = HALVES if model.halves else ("forward", "backward")
-    seconds = [Fraction(achieved_seconds(machine, spent[phase])) for phase in phases]
-    return [*seconds, Fraction(0)][:3]
+    seconds = [achieved_seconds(machine, spent[phase]) for phase in phases]
+    seconds[1] += seconds[0] * repeats
+    return [*map(Fraction, seconds), Fraction(0)][:3]
 
 
 def hop_seconds(machine: Machine, places: int, size: float, source: int,

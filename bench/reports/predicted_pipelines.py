@@ -4,9 +4,13 @@ from typing import Sequence
 
 import numpy as np
 
+from bench.cases.paper import HEADINGS, TITLES
 from bench.prediction import machine_model, pipeline_seconds
+from bench.prediction.paper_fit import Outcome
+from bench.prediction.paper_pipelines import RowPipeline
 from bench.prediction.pipeline_seconds import PipelineModel, PredictedPipeline
 from bench.reports.document import Column, Notes, Part, Table, number_cell
+from mm3d.training.schedules import Schedule
 
 
 def rank_parts(model: PipelineModel, stage: int) -> list[Part]:
@@ -63,6 +67,33 @@ def seconds_notes() -> Notes:
         "rank of its number in another stage, the slowest; ranks of a node share its link.",
         "The step and the bubble are the schedule's exact times for these seconds, each hop with "
         "the link that it takes."])
+
+
+def row_parts(name: str, schedule: Schedule, outcome: Outcome, found: Sequence[RowPipeline],
+              missing: Sequence[str]) -> list[Part]:
+    """Make the tables of the paper's rows as pipelines, with the rows that cannot be such."""
+    stages, parts = schedule.ranks, []
+    columns = [Column("scheme"), Column("GPUs"), Column("grid of", "a stage", align="<"),
+               *(Column(*head, group="average step s", align=".") for head in (
+                   ("without", "stages"), ("with", "them"))),
+               *seconds_columns(), Column("GiB", align=".")]
+    for table in dict.fromkeys(one.row.table for one in found):
+        rows = [[TITLES[one.row.scheme], one.row.gpus, str(one.model.grid),
+                 number_cell(one.one_stage, ".3f"), number_cell(one.average, ".3f"),
+                 *seconds_cells(one.model, one.found), number_cell(one.peak / 2 ** 30, ".1f")]
+                for one in found if one.row.table == table]
+        parts.append(Table(f"{HEADINGS[table]}, {name} of {stages} stages and "
+                           f"{schedule.microbatches} micro-batches (a model): "
+                           f"{outcome.machine.about}", columns, rows))
+    again = ", ".join(TITLES[scheme] for scheme, on in outcome.fit.recompute.items() if on)
+    about = Notes("About these rows:", [
+        f"{outcome.fit.layers} layers and the achieved fractions of the fit to the paper's "
+        f"tables, which have no pipelines: nothing published stands beside this. Backward "
+        f"repeats the forward in {again or 'no scheme'}.",
+        "Without stages: the same ranks on one grid. GiB: the peak of a rank of the stage that "
+        "needs the most, by the closed form.",
+        *(f"Left out: {why}." for why in missing)])
+    return [*parts, *[seconds_notes()] * bool(found), about]
 
 
 def plan_parts(model_found: Sequence[tuple[PipelineModel, PredictedPipeline, float, bool]],

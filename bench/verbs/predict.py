@@ -8,7 +8,7 @@ from bench.errors import UsageError
 from bench.prediction import machine_model
 from bench.reports.document import Notes
 from bench.reports.formats import render
-from bench.command_line import options
+from bench.command_line import options, pipeline_options
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = False
@@ -20,14 +20,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--results", metavar="DIR",
                         help="set predictions beside the measurements in this folder instead")
     parser.add_argument("--table", metavar="NAMES", help="weak, strong or all (default)")
+    pipeline_options.add_pipeline(parser)
     options.add_pictures(parser)
     options.add_format(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print predictions beside the paper's tables, or beside measurements of ``--results``; 0."""
+    pipeline_options.check_stages(arguments)
     if arguments.results:
         return _measured(arguments)
+    if arguments.stages:
+        return _pipelines(arguments)
     from bench.prediction.paper_fit import predict_tables
     from bench.reports import prediction_tables as tables
     wanted = {row.table for row in select_rows(arguments.table or "all")}
@@ -40,11 +44,30 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _pipelines(arguments: argparse.Namespace) -> int:
+    """Print predictions of the paper's rows whose layers are divided among stages; 0."""
+    from bench.prediction.paper_fit import predict_tables
+    from bench.prediction.paper_pipelines import predict_rows
+    from bench.reports.predicted_pipelines import row_parts
+    if arguments.pictures:
+        raise UsageError(f"--pictures {arguments.pictures}: pictures are of rows without --stages")
+    try:
+        schedule = pipeline_options.build_schedule(arguments)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    rows = select_rows(arguments.table or "all")
+    outcome = predict_tables(machine_model.load_machine(arguments.machine, "float32"))
+    found, missing = predict_rows(outcome, rows, schedule)
+    print(render(row_parts(arguments.schedule or "1f1b", schedule, outcome, found, missing),
+                 arguments.format))
+    return 0
+
+
 def _measured(arguments: argparse.Namespace) -> int:
     """Print predictions beside the measurements in the files of a folder."""
     from bench.prediction import beside_measured
     from bench.reports.measured_tables import compare_predictions
-    idle = [f"--{name} {value}" for name in ("table", "pictures")
+    idle = [f"--{name} {value}" for name in ("table", "stages", "pictures")
             if (value := getattr(arguments, name)) is not None]
     if idle:
         raise UsageError(f"--results {arguments.results} {' '.join(idle)}: what was measured is "

@@ -10,8 +10,9 @@ import pytest
 
 from bench.__main__ import main
 from bench.cases.selection import select_rows
-from bench.prediction import machine_model, paper_fit, planner, scaling
+from bench.prediction import machine_model, paper_fit, paper_pipelines, planner, scaling
 from bench.reports.figures import prediction
+from mm3d.training.schedules import build
 
 LONGHORN = machine_model.load_machine("longhorn")
 
@@ -79,7 +80,42 @@ def test_the_verb_prints_every_format(form, outcome, monkeypatch, tmp_path, caps
             spent, outcome.fit, LONGHORN)[1]
 
 
-@pytest.mark.parametrize("more", [["--table", "strong"], ["--pictures", "pics"]])
+def test_rows_of_one_stage_are_predicted_as_without_stages(outcome):
+    """To the last digit, with a backward that repeats the forward; and equal stages without hops
+    take the closed form of 1F1B."""
+    rows = [row for row in select_rows("strong") if row.gpus in (8, 64)]
+    found, missing = paper_pipelines.predict_rows(outcome, rows, build("1f1b", 1, 1))
+    assert [one.row for one in found] == rows and not missing
+    assert [one.average for one in found] == [one.one_stage for one in found]
+    found, missing = paper_pipelines.predict_rows(outcome, rows, build("1f1b", 4, 6))
+    assert [one.row.scheme for one in found] == ["1d", "1d", "2d"]
+    assert "strong 3d on 64: 16 ranks are no cube" in missing[-1]
+    for one in found:
+        times = one.found.timeline.times
+        assert one.found.without_hops == (6 + 4 - 1) * (times.forward[0] + times.backward[0])
+        assert one.average > float(one.found.without_hops) / one.row.batch
+
+
+def test_the_verb_prints_rows_as_pipelines(outcome, monkeypatch, capsys):
+    monkeypatch.setattr(paper_fit, "predict_tables", lambda *machine: outcome)
+    words = ["predict", "--table", "strong", "--stages", "8", "--microbatches", "12"]
+    assert main([*words, "--schedule", "gpipe"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Table 2, strong scaling, gpipe of 8 stages and 12 micro-batches (a model)" in text
+    assert "3-D 64 2 x 2 x 2" in text and "Left out: strong 1d on 36: 8 stages do not" in text
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--schedule", "gpipe"], "--schedule gpipe: give --stages too"),
+    (["--stages", "2", "--schedule", "2f2b"], "schedule '2f2b' is unknown"),
+    (["--stages", "2", "--pictures", "here"], "--pictures here: pictures are of rows without")])
+def test_pipelines_that_cannot_be_are_refused(words, said, capsys):
+    assert main(["predict", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("more", [["--table", "strong"], ["--stages", "2"],
+                                  ["--pictures", "pics"]])
 def test_results_go_without_options_of_the_tables(more, tmp_path, capsys):
     assert main(["predict", "--results", str(tmp_path), *more]) == 2
     said = capsys.readouterr()
