@@ -1,10 +1,10 @@
 """Decide which rows fit the memory of a site's ranks, and with which recomputation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import mm3d
 from bench.cases.case import Case
-from bench.cases.variants import DTYPES_16_BIT, Variant
+from bench.cases.variants import DTYPES_16_BIT, PLAIN_DTYPE, Variant
 from bench.prediction import memory_fit
 from jobs.site import Site
 
@@ -79,6 +79,5 @@ def dry_options(case: Case, recompute: str, most: int) -> list[str]:
     return [f"--scheme={case.row.scheme}", f"--ranks={case.row.gpus}",
             *(f"--{name}={size}" for name, size in case.sizes.items()),
             f"--dtype={numpy_dtype(how)}", f"--recompute={recompute}",
-            *[f"--keep={how.keep}"] * (how.keep != "none"), *["--overlap"] * how.overlap,
-            *["--causal"] * how.causal,
+            *replace(how, dtype=PLAIN_DTYPE, work="compute").arguments(),
             f"--memory={most} B"]

@@ -29,8 +29,9 @@ class Variant:
     ----------
     keep : {"none", "weight", "both"}
         Gathered operands that are kept from forward to backward; an option of some schemes.
-    overlap : bool
-        Whether communication overlaps with products; an option of some schemes.
+    overlap : int
+        Panels of rows in which communication overlaps with products, 0 if it does not; an option
+        of some schemes.
     causal : bool
         Whether attention is causal.
     dtype : str
@@ -42,7 +43,7 @@ class Variant:
     """
 
     keep: str = "none"
-    overlap: bool = False
+    overlap: int = 0
     causal: bool = False
     dtype: str = PLAIN_DTYPE
     tf32: bool = False
@@ -51,9 +52,10 @@ class Variant:
     @property
     def words(self) -> list[str]:
         """The options in words, such as "keep both" and "causal"; none for plain rows."""
-        return [*[f"keep {self.keep}"] * (self.keep != "none"), *["overlap"] * self.overlap,
-                *["causal"] * self.causal, *[self.dtype] * (self.dtype != PLAIN_DTYPE),
-                *["TF32"] * self.tf32, *["waited work"] * self.waits]
+        return [*[f"keep {self.keep}"] * (self.keep != "none"),
+                *self._overlap_words("overlap", " "), *["causal"] * self.causal,
+                *[self.dtype] * (self.dtype != PLAIN_DTYPE), *["TF32"] * self.tf32,
+                *["waited work"] * self.waits]
 
     @property
     def label(self) -> str:
@@ -80,10 +82,14 @@ class Variant:
         return {name: value for name, value in (("keep", self.keep), ("overlap", self.overlap))
                 if name in find_scheme(scheme).options}
 
+    def _overlap_words(self, name: str, between: str) -> list[str]:
+        """Return the name of the option, and how many panels, if there is overlap."""
+        return [name + f"{between}{self.overlap}" * (self.overlap > 1)] * bool(self.overlap)
+
     def arguments(self) -> list[str]:
         """Return the command line's options for this variant, without TF32."""
-        return [*[f"--keep={self.keep}"] * (self.keep != "none"), *["--overlap"] * self.overlap,
-                *["--causal"] * self.causal,
+        return [*[f"--keep={self.keep}"] * (self.keep != "none"),
+                *self._overlap_words("--overlap", "="), *["--causal"] * self.causal,
                 *[f"--dtype={self.dtype}"] * (self.dtype != PLAIN_DTYPE),
                 *[f"--work={self.work}"] * self.waits]
 

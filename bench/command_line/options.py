@@ -166,6 +166,14 @@ def add_recompute(parser: argparse.ArgumentParser) -> None:
                         help=f"{RECOMPUTE} (default none)")
 
 
+def add_overlap(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add ``--overlap``, the panels of rows that travel during products; `what` is its purpose."""
+    parser.add_argument("--overlap", nargs="?", type=int, const=1, default=0, metavar="PANELS",
+                        choices=(1, 2, 4, 8), help=(
+                            f"{what}; with a number, 2, 4 or 8, activations too, in so many "
+                            f"panels of rows"))
+
+
 def add_folder(parser: argparse.ArgumentParser) -> None:
     """Add the folder of results that a verb reads."""
     parser.add_argument("folder", metavar="DIR", help="folder with the .h5 files")

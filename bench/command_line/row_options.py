@@ -100,8 +100,7 @@ def add_variant(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keep", default="none", choices=tuple(choices), help=(
         f"gathered operands that {' and '.join(keep)} keeps from forward for backward "
         f"(default none)"))
-    parser.add_argument("--overlap", action="store_true", help=(
-        f"let {' and '.join(overlap)} communicate while ranks multiply"))
+    options.add_overlap(parser, f"let {' and '.join(overlap)} communicate while ranks multiply")
     parser.add_argument("--causal", action="store_true",
                         help="let tokens attend to themselves and earlier ones only")
 

@@ -11,8 +11,8 @@ from mm3d.tracing.observe import observed
 from mm3d.transport.pending import Pending
 
 
-def set_overlap(model: Any, overlap: bool) -> None:
-    """Switch the overlap of communication with the products of `model` on or off."""
+def set_overlap(model: Any, overlap: int) -> None:
+    """Set the panels in which communication overlaps with the products of `model`; 0 is off."""
     for linear in model.linears:
         linear.product.overlap = overlap
 

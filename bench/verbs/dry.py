@@ -33,7 +33,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="the number of the rank (default 0, whose blocks are the largest)")
     parser.add_argument("--keep", choices=("none", "weight", "both"),
                         help="gathered operands kept for backward in 3d (default none)")
-    parser.add_argument("--overlap", action="store_true", help=(
+    options.add_overlap(parser, (
         f"{' and '.join(schemes_with_option('overlap'))} communicates while ranks multiply: the "
         f"tables count the collectives in flight, and the memory of their buffers"))
     options.add_recompute(parser)
@@ -146,7 +146,7 @@ def _title(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes) ->
     return (f"scheme {arguments.scheme}, grid {grid}, rank {arguments.rank} of {arguments.ranks}; "
             + ", ".join(f"{name} {value}" for name, value in sizes.items())
             + f", {arguments.dtype}, recompute {arguments.recompute}"
-            + ", overlap" * arguments.overlap
+            + "".join(f", {word}" for word in Variant(overlap=arguments.overlap).words)
             + f", backward in halves ({arguments.halves})" * bool(arguments.halves)
             + f"; {arguments.stages} stages" * bool(arguments.stages))
 

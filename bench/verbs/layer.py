@@ -35,8 +35,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--torch", metavar="PYTHON", help=(
         "verify the layer with PyTorch and measure it beside PyTorch, by this interpreter "
         "(default: verify it with the serial scheme, measure it alone)"))
-    parser.add_argument("--overlap", action="store_true", help=(
-        "measure the layer also with communication that goes on while ranks multiply"))
+    options.add_overlap(
+        parser, "measure the layer also with communication that goes on while ranks multiply")
 
 
 def run(arguments: argparse.Namespace, comm) -> int:

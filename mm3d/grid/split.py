@@ -78,6 +78,10 @@ class Split:
         """Start an `all_gather` that runs while this rank computes; return `a` if none can."""
         return self.axis.prefetch(a, self.dim, self.counts)
 
+    def of_panel(self, panels: int) -> "Split":
+        """Return how one of `panels` equal parts of the dimension is divided, in equal blocks."""
+        return Split(self.axis, self.dim, self.extent // panels)
+
     def broadcast(self, a: Array, root: int) -> Array:
         """Broadcast the block of the rank `root` to all ranks."""
         if self.axis.rank != root:

@@ -94,12 +94,13 @@ class CubeProduct(Product):
         Layout of B.
     keep : {"none", "weight", "both"}
         Gathered operands that are saved from forward to backward; others are gathered again.
-    overlap : bool
-        Whether communication overlaps with products, see `mm3d.schemes.overlap`.
+    overlap : int
+        Panels of rows in which A and C travel while products go on, see `mm3d.schemes.overlap`;
+        0 if no communication overlaps with products.
     """
 
     def __init__(self, a: Split, b: Split, c: Split, weight: Layout, keep: str,
-                 overlap: bool = False) -> None:
+                 overlap: int = 0) -> None:
         self.a, self.b, self.c, self.weight, self.keep = a, b, c, weight, keep
         self.overlap = overlap
         self.gathered_along = b
@@ -112,27 +113,37 @@ class CubeProduct(Product):
 
     def forward(self, A: Array, B: Array | Pending,
                 overlap: Overlap | None = None) -> tuple[Array, Any]:
-        A_il = Gathered(gather(A, self.a))
-        B_lj = Gathered(gather(B, self.b))
-        algorithm = ab if overlap is None else overlap.ab
-        C = algorithm(A_il, B_lj, self.a, self.b, self.c)
+        if overlap is None:
+            A_il = Gathered(gather(A, self.a))
+            B_lj = Gathered(gather(B, self.b))
+            C = ab(A_il, B_lj, self.a, self.b, self.c)
+        else:
+            B_lj = Gathered(gather(B, self.b))
+            C, A_il = overlap.ab(A, B_lj, self.a, self.b, self.c, self.overlap,
+                                 self.keep == "both")
+            A_il = Gathered(A_il)
         keep_B = self.keep != "none" and B_lj.array is not B
         return C, (A_il if self.keep == "both" else A, B_lj if keep_B else None)
 
     def backward(self, dC: Array, B: Array | Pending, saved: Any,
                  overlap: Overlap | None = None) -> tuple[Array, Array | Pending]:
         A, B_lj = saved
-        algorithm = ab_backward if overlap is None else overlap.ab_backward
-        return algorithm(dC, A, B if B_lj is None else B_lj, self.a, self.b, self.c,
-                         self.accumulate_float32)
+        operands = dC, A, B if B_lj is None else B_lj
+        splits = self.a, self.b, self.c
+        if overlap is None:
+            return ab_backward(*operands, *splits, self.accumulate_float32)
+        return overlap.ab_backward(*operands, *splits, self.accumulate_float32, self.overlap)
 
     def backward_input(self, dC: Array, B: Array | Pending, saved: Any,
                        overlap: Overlap | None = None) -> tuple[Array, Any]:
-        A, B_lj = saved
-        dC_ij = Gathered(gather(dC, self.c))
-        algorithm = abt if overlap is None else overlap.abt
-        dA = algorithm(dC_ij, B if B_lj is None else B_lj, self.c, self.b, self.a)
-        return dA, (A, dC_ij if self.weights_half == "keep" else dC)
+        (A, B_lj), keep = saved, self.weights_half == "keep"
+        B = B if B_lj is None else B_lj
+        if overlap is None:
+            dC_ij = gather(dC, self.c)
+            dA = abt(Gathered(dC_ij), B, self.c, self.b, self.a)
+        else:
+            dA, dC_ij = overlap.abt(dC, B, self.c, self.b, self.a, self.overlap, keep)
+        return dA, (A, Gathered(dC_ij) if keep else dC)
 
     def backward_weights(self, operands: Any, overlap: Overlap | None = None) -> Array | Pending:
         A, dC = operands
@@ -194,10 +205,12 @@ class Cube(Scheme):
     rows : {"auto", "sequences", "positions"}
         Whether rows are divided by whole sequences, or also by position; "auto" chooses sequences
         where X Y and X Z divide the batch.
-    overlap : bool
+    overlap : {False, True, 2, 4, 8}
         Whether communication overlaps with products, see `mm3d.schemes.overlap`.  It takes memory
         for the terms of two sums of dB and for two gathered weights.  With one BLAS thread a rank
-        the results are the same to the bit.
+        the results are the same to the bit.  With a number A and C travel in up to so many panels
+        of rows, as often as all ranks hold equal parts of them: the words are the same, the calls
+        more, and the last bits may differ, as BLAS divides the rows otherwise.
     """
 
     name = "3d"
@@ -210,7 +223,8 @@ class Cube(Scheme):
         "keep": Option("none", KEEP, "gathered operands kept from forward to backward"),
         "rows": Option("auto", ("auto", "sequences", "positions"),
                        "rows are divided in whole sequences, or also by position"),
-        "overlap": Option(False, (False, True), "communicate while ranks multiply")}
+        "overlap": Option(False, (False, True, 2, 4, 8),
+                          "communicate while ranks multiply, in panels of rows")}
 
     @classmethod
     def default_grid(cls, ranks: int) -> tuple[int, ...]:

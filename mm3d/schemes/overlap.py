@@ -18,12 +18,14 @@ number of micro-batches can be between forward and backward.  Where backward is 
 weight is gathered during a product of the first, and dB summed during a product of the second.
 """
 
-from typing import Any, Protocol, Sequence
+from typing import Any, Callable, Protocol, Sequence
 
 from mm3d.arrays.backend import Array, Progress
+from mm3d.arrays.blocks import resized_shape
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.axis import Pending
 from mm3d.grid.split import Split
+from mm3d.schemes.row_panels import RowPanels
 
 
 class Gathered:
@@ -137,40 +139,90 @@ class Overlap:
             self._summing = None
             weight.accumulate(dB.take())
 
-    def ab(self, A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
-        """Compute C = A B (Algorithm 1) while the next weight is gathered."""
+    def ab(self, A: Operand, B: Operand, a: Split, b: Split, c: Split, panels: int = 1,
+           keep: bool = False) -> tuple[Array, Array | None]:
+        """Compute C = A B (Algorithm 1) while the next weight is gathered.
+
+        In several `panels` of rows, each is multiplied while the next of A is gathered and the
+        one before of C is summed.  C is returned with A_il, or None if that is not kept.
+        """
+        rows = RowPanels(a, c, panels)
+        if rows.count > 1:
+            C, A_il = self._multiply_panels(matmul, A, B, b, rows, self._prefetch, keep)
+            return C.take(), A_il
         A_il, B_lj = gather(A, a), gather(B, b)
-        return c.reduce_scatter(matmul(A_il, B_lj, c.term, progress_of(self._prefetch())))
+        C = c.reduce_scatter(matmul(A_il, B_lj, c.term, progress_of(self._prefetch())))
+        return C, A_il if keep else None
 
     def ab_backward(self, dC: Operand, A: Operand, B: Operand, a: Split, b: Split, c: Split,
-                    accumulate_float32: bool = False) -> tuple[Array, Pending]:
+                    accumulate_float32: bool = False,
+                    panels: int = 1) -> tuple[Array, Pending]:
         """Compute dA = dC B^T and dB = A^T dC (Algorithm 2); the sum of dB may still be pending.
 
-        A is gathered during the product of dA; dA is summed, and the next weight gathered, during
-        the product of dB.
+        A is gathered during the product of dA, or of its last panel; dA is summed, and the next
+        weight gathered, during the product of dB.
         """
-        dC_ij, B_lj = gather(dC, c), gather(B, b)
-        if not isinstance(A, Gathered):
-            A = self._begin(a.prefetch(A))
-        terms = matmul_nt(dC_ij, B_lj, a.term, progress_of(A))
-        del B_lj    # nothing is held longer than it is needed
-        dA = self._begin(a.begin_reduce_scatter(terms))
-        del terms
+        gathering: list[Operand] = []
+
+        def begin_A() -> Operand:
+            gathering.append(A if isinstance(A, Gathered) else self._begin(a.prefetch(A)))
+            return gathering[0]
+
+        dA, dC_ij = self._abt(dC, B, c, b, a, panels, begin_A, keep=True)
         moving = progress_of(self._prefetch(), dA)
-        terms = matmul_tn(gather(A, a), dC_ij, b.term, accumulate_float32, moving)
+        terms = matmul_tn(gather(gathering[0], a), dC_ij, b.term, accumulate_float32, moving)
         dB = self._begin(b.begin_reduce_scatter(terms))
         return dA.take(), dB
 
-    def abt(self, A: Operand, B: Operand, a: Split, b: Split, c: Split) -> Array:
-        """Compute C = A B^T (Algorithm 3) while the next weight is gathered.
+    def abt(self, A: Operand, B: Operand, a: Split, b: Split, c: Split, panels: int = 1,
+            keep: bool = False) -> tuple[Array, Array | None]:
+        """Compute C = A B^T (Algorithm 3) while the next weight is gathered; otherwise as `ab`.
 
         Nothing is left to do while C is summed; the sum is begun all the same, since it then adds
         in the order of `ab_backward`.
         """
+        C, A_il = self._abt(A, B, a, b, c, panels, self._prefetch, keep)
+        return C.take(), A_il
+
+    def _abt(self, A: Operand, B: Operand, a: Split, b: Split, c: Split, panels: int,
+             begin_next: Callable[[], Operand | None], keep: bool) -> tuple[Pending, Array | None]:
+        """Compute C = A B^T, whose sum may be pending; `begin_next` is called before the product.
+        """
+        rows = RowPanels(a, c, panels)
+        if rows.count > 1:
+            return self._multiply_panels(matmul_nt, A, B, b, rows, begin_next, keep)
         A_il, B_jl = gather(A, a), gather(B, b)
-        terms = matmul_nt(A_il, B_jl, c.term, progress_of(self._prefetch()))
+        terms = matmul_nt(A_il, B_jl, c.term, progress_of(begin_next()))
         del B_jl    # nothing is held longer than it is needed
-        return self._begin(c.begin_reduce_scatter(terms)).take()
+        return self._begin(c.begin_reduce_scatter(terms)), A_il if keep else None
+
+    def _multiply_panels(self, multiply: Callable[..., Array], A: Array, B: Operand, b: Split,
+                         panels: RowPanels, begin_next: Callable[[], Operand | None],
+                         keep: bool) -> tuple[Pending, Array | None]:
+        """Multiply A in panels of rows by the gathered B; C is complete when it is waited for.
+
+        `begin_next` is called before the product of the last panel.  All rows of A are returned
+        if they are to be kept.
+        """
+        parts, sums, A_il = panels.parts(A), [], None
+        ahead: Operand | None = self._begin(panels.a.prefetch(parts[0]))
+        for n in range(panels.count):
+            A_n = gather(ahead, panels.a)
+            last = n + 1 == panels.count
+            ahead = None if last else self._begin(panels.a.prefetch(parts[n + 1]))
+            if n == 0:
+                B = gather(B, b)
+            if last:
+                ahead = begin_next()
+            terms = multiply(A_n, B, panels.c.term, progress_of(ahead, *sums[-1:]))
+            sums.append(self._begin(panels.c.begin_reduce_scatter(terms)))
+            if keep:
+                if A_il is None:
+                    shape = resized_shape(A_n.shape, panels.a.dim, sum(panels.a.counts)
+                                          * panels.count)
+                    A_il = panels.a.axis.backend.empty(shape, A_n.dtype)
+                panels.put_rows(A_il, n, A_n)
+        return panels.join(sums), A_il
 
     def atb(self, A: Operand, B: Operand, a: Split, b: Split, c: Split,
             accumulate_float32: bool = False) -> Pending:

@@ -258,6 +258,8 @@ class NamedOperand:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(self._target, name)
+        if name == "of_panel":
+            return lambda panels: NamedOperand(found(panels), self._operand, self._observer)
         if name not in OPERAND_METHODS:
             return found
 

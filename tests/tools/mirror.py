@@ -109,10 +109,11 @@ class InFlight(Observer):
         self.layers.pop()
 
 
-def during_products(grid: tuple[int, ...], way: str, **options) -> list[tuple[str, list[str]]]:
+def during_products(grid: tuple[int, ...], way: str, overlap: int = 1,
+                    **options) -> list[tuple[str, list[str]]]:
     """What is in flight during each product of a forward or backward pass with overlap, or of a
     half of backward."""
-    with mirrored("3d", grid, overlap=True, **options) as (scheme, in_flight):
+    with mirrored("3d", grid, overlap=overlap, **options) as (scheme, in_flight):
         model = mm3d.Transformer(scheme, layers=1, hidden=16, heads=4, batch=8, seq=4)
         observer = InFlight(in_flight)
         x, dy = model.random("x"), model.random("dy")

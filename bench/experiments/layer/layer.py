@@ -99,7 +99,7 @@ class Times:
     checks: list[Check]
 
 
-def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: bool = False,
+def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: int = 0,
                   limits: Limits = LIMITS) -> Measurements | None:
     """Measure one layer beside one process' PyTorch, or alone.
 
@@ -112,8 +112,9 @@ def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: boo
     torch : str, optional
         An interpreter that has PyTorch: the layer is verified with it and measured beside it.
         Without one the layer is verified with the serial scheme and measured alone.
-    overlap : bool
-        Whether to measure it also with communication that goes on while ranks multiply.
+    overlap : int
+        Measure it also with communication that goes on while ranks multiply, in so many panels of
+        rows; 0 for without.
     limits : Limits
         When to stop repeating.
 
@@ -141,8 +142,8 @@ def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: boo
         checks = subject.check_step(results, reference)
         reject(checks, torch)
         del results
-        kinds = [0, 1, *[2] * bool(torch), *[3] * overlap]
-        found = time_layer(subject, kinds, limits, reference)
+        kinds = [0, 1, *[2] * bool(torch), *[3] * bool(overlap)]
+        found = time_layer(subject, kinds, overlap, limits, reference)
         reject(found.checks, torch, "after the last repetition, ")
         about = reference.about if reference else "none"
     finally:
@@ -154,7 +155,7 @@ def measure_layer(subject: MeasuredLayer, torch: str | None = None, overlap: boo
     settings = {"scheme": scheme.name, "dtype": subject.dtype,
                 **subject.sizes, "seed": subject.seed,
                 "reference": about, "ended_by": found.ended_by,
-                **grid_settings(scheme.grid.shape),
+                **({"overlap": overlap} if overlap else {}), **grid_settings(scheme.grid.shape),
                 "transport": operands.transport_names(scheme.grid), **asdict(limits)}
     return layer_record(subject, found, np.array(memory).T, settings, environs, checks)
 
@@ -181,6 +182,8 @@ class Sampler:
     ----------
     subject : MeasuredLayer
         The layer.
+    overlap : int
+        Panels of the layer with overlap.
     reference : TorchProcess or None
         PyTorch's process, on rank 0.
 
@@ -190,8 +193,10 @@ class Sampler:
         This rank's output and input gradient of the last step of the layer.
     """
 
-    def __init__(self, subject: MeasuredLayer, reference: TorchProcess | None) -> None:
-        self.subject, self.reference, self.last = subject, reference, None
+    def __init__(self, subject: MeasuredLayer, overlap: int,
+                 reference: TorchProcess | None) -> None:
+        self.subject, self.overlap = subject, overlap
+        self.reference, self.last = reference, None
         self.grid = subject.scheme.grid
         self.clock = Clock(self.grid.comm)
         self.replay = Replay(subject.step, self.grid, subject.dtype)
@@ -212,16 +217,16 @@ class Sampler:
             return time_on_all_ranks(self.replay, comm, synchronize, self.clock)[0]
         self.last = None
         self.subject.model.zero_gradients()
-        hidden_time.set_overlap(self.subject.model, kind == 3)
+        hidden_time.set_overlap(self.subject.model, self.overlap * (kind == 3))
         times, self.last = time_on_all_ranks(self.subject.step, comm, synchronize, self.clock)
         return times
 
 
-def time_layer(subject: MeasuredLayer, kinds: list[int], limits: Limits,
+def time_layer(subject: MeasuredLayer, kinds: list[int], overlap: int, limits: Limits,
                reference: TorchProcess | None) -> Times:
     """Measure all `kinds` until the limits are reached, and check the last results."""
     grid, order = subject.scheme.grid, np.random.default_rng(subject.seed)
-    sampler = Sampler(subject, reference)
+    sampler = Sampler(subject, overlap, reference)
     kept: list[np.ndarray] = []
 
     def intervals() -> list[Interval]:
@@ -239,7 +244,7 @@ def time_layer(subject: MeasuredLayer, kinds: list[int], limits: Limits,
     sampler.last = None
     hidden = np.nan
     if 3 in kinds:
-        hidden_time.set_overlap(subject.model, True)
+        hidden_time.set_overlap(subject.model, overlap)
         hidden = hidden_time.hidden_share(grid, subject.step, 3)
     return Times(np.array(kept), kinds, hidden, repetitions.ended_by, checks)
 

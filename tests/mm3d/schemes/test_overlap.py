@@ -1,19 +1,22 @@
 """Communication that goes on while a rank multiplies changes no bit of any result."""
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import numpy as np
 import pytest
 
 import mm3d
 from bench.checks import layer_residuals
-from mirror import InFlight, during_products, mirrored
+from mirror import InFlight, Mirror, during_products, mirrored
 from mm3d.arrays.backend import Backend, MAX_PANELS
+from mm3d.grid.axis import Axis
 from mm3d.grid.grid import Grid
 from mm3d.grid.split import Split
 from mm3d.model.layer_specs import LinearSpec
 from mm3d.model.specs import Builder
-from mm3d.schemes.overlap import progress_of
+from mm3d.schemes.overlap import Overlap, progress_of
+from mm3d.schemes.row_panels import RowPanels
 from mm3d.tracing.observe import observed
+from mm3d.transport.mpi import MpiTransport
 from mm3d.transport.pending import Pending
 
 SIZES = dict(layers=1, hidden=512, heads=8, batch=4, seq=32)    # weights of several panels
@@ -35,6 +38,11 @@ def passes(model, order: str) -> list[np.ndarray]:
         else:
             found.append(model.backward(model.random(f"dy{number}"), saved.pop(number)).copy())
     return found + [p.grad.copy() for p in model.parameters]
+
+
+def mirror_axis(size: int) -> Axis:
+    mirror = Mirror("y", size, [])
+    return Axis("y", mirror, Backend(), MpiTransport(mirror, Backend()))
 
 
 def same(found, expected) -> bool:
@@ -180,6 +188,81 @@ def test_in_halves_of_backward_the_first_gathers_weights_and_the_second_sums():
         (DOWN, [WEIGHT]), (UP, [WEIGHT]), (PROJ, [WEIGHT]), (QKV, [])]
     assert during_products((2, 2, 2), "backward_weights") == [
         (DOWN, []), (UP, [SUM]), (PROJ, [SUM]), (QKV, [SUM])]
+
+
+PANELLED = [((2, 2, 2), 8, 4), ((1, 4, 2), 8, 4), ((2, 4, 1), 16, 4), ((1, 1, 4), 16, 4),
+            ((1, 2, 3), 12, 4), ((1, 2, 2), 1, 16)]    # grids, batches and sequences
+
+
+@pytest.mark.parametrize("grid, batch, seq", PANELLED)
+def test_panels_of_rows_are_the_same_rows(grid, batch, seq):
+    """Also in the two halves of backward, and where rows are divided by position: the results of
+    whole rows but for rounding, as many words, and more calls, of the activations' alone."""
+    sizes = {**SMALL, "batch": batch, "seq": seq, "layers": 1, "dtype": "float64"}
+    for keep in ("none", "weight", "both"):
+        found, moved = [], []
+        for overlap in (False, 2):
+            with mirrored("3d", grid, keep=keep, overlap=overlap) as (scheme, _):
+                model = mm3d.Transformer(scheme, **sizes)
+                found.append(passes(model, "f1 f2 b1 b2"))
+                moved.append(scheme.grid.traffic())
+                y, saved = model.forward(model.random("x"))
+                dx, operands = model.backward_input(model.random("dy"), saved)
+                model.backward_weights(operands)
+                found[-1] += [y, dx, *(p.grad for p in model.parameters)]
+        for a, b in zip(*found, strict=True):
+            assert np.abs(a - b).max(initial=0) <= 1e-13 * np.abs(b).max(initial=0), keep
+        whole, panelled = moved
+        assert {key: t.words for key, t in whole.items()} == {
+            key: t.words for key, t in panelled.items()}
+        more = {axis for (axis, _), t in panelled.items() if t.calls > whole[axis, _].calls}
+        assert more == {name for name, size in zip("xyz", grid) if name != "x" and size > 1}
+
+
+@pytest.mark.ranks(4)
+def test_panels_of_exact_integers(comm, transport):
+    """C = A B and its gradients, of integers: to the bit, by the collectives of all ranks."""
+    for sizes in ((1, 2, 2), (1, 4, 1), (1, 1, 4)):
+        found = []
+        for overlap in (0, 4):
+            scheme = mm3d.scheme("3d", comm, grid=sizes, backend="numpy", overlap=overlap)
+            outer, inner = scheme.spaces(16, 3)
+            layer, = LinearSpec("alone", "up", (24, 24)).build_layers(
+                Builder(scheme, outer, inner, np.float64))
+            draw = np.random.default_rng(comm.rank)
+            for p in layer.parameters:
+                p.value[...] = draw.integers(-9, 9, p.value.shape)
+            x = draw.integers(-9, 9, outer.local_shape(24)).astype(float)
+            dy = draw.integers(-9, 9, inner.local_shape(24)).astype(float)
+            pass_of = [(layer, False)] if overlap else None
+            with Overlap(pass_of) if overlap else nullcontext() as during:
+                y, saved = layer.forward(x, during)
+            with Overlap([(layer, True)]) if overlap else nullcontext() as during:
+                dx = layer.backward(dy, saved, during)
+            found.append([y, dx, layer.weight.grad])
+            scheme.grid.free()
+        assert same(*found), sizes
+
+
+@pytest.mark.parametrize("rows, sizes, most, count", [
+    (24, (2, 3), 4, 4), (12, (2, 3), 4, 2), (6, (2, 3), 4, 1), (8, (3, 2), 4, 1),
+    (8, (1, 1), 4, 1), (8, (4, 1), 4, 2), (12, (2, 2), 4, 3)])
+def test_panels_divide_the_blocks_of_all_ranks(rows, sizes, most, count):
+    a, c = (Split(mirror_axis(size), 0, rows) for size in sizes)
+    assert RowPanels(a, c, most).count == count
+
+
+def test_rows_of_activations_travel_during_the_products_of_others():
+    """In each panel but the first the sum of the one before, in each but the last the next gather;
+    and in backward dC and dA as A and C in forward."""
+    first, last = [flying for part, flying in during_products((2, 2, 2), "forward", 2)
+                   if part == QKV]
+    assert "gather along y" in first and "sum along z" not in first
+    assert "gather along y" not in last and "sum along z" in last
+    first, last, weights = [flying for part, flying in during_products((2, 2, 2), "backward", 2)
+                            if part == QKV]
+    assert "gather along z" in first and "gather along z" not in last
+    assert "gather along y" in last and {"sum along y"} <= {*last} & {*weights}
 
 
 def test_without_overlap_nothing_is_in_flight():

@@ -1,0 +1,97 @@
+"""Divide the rows of A and of C = A B into panels: one travels while another is multiplied."""
+
+import math
+from typing import Any, Callable
+
+from mm3d.arrays.backend import Array
+from mm3d.arrays.blocks import resized_shape
+from mm3d.grid.axis import Pending
+from mm3d.grid.split import Split
+
+
+class RowPanels:
+    """Describe panels of rows, of which all ranks of two directions hold equal parts.
+
+    The rows that these ranks have together are divided by `a` for A and by `c` for C.  They are
+    as many equal blocks as the least common multiple of the two sizes; panel n is the n-th part
+    of each block.  So a panel of A is gathered, and one of C scattered, like the whole.
+
+    Parameters
+    ----------
+    a, c : Split
+        How the rows of A and those of C are divided.
+    most : int
+        Number of panels wanted.
+
+    Attributes
+    ----------
+    count : int
+        Number of panels: the largest up to `most` that divides all blocks equally; 1 if there is
+        none, or if both directions have one rank.
+    a, c : Split
+        How the rows of one panel are divided.
+    """
+
+    def __init__(self, a: Split, c: Split, most: int) -> None:
+        rows, self._blocks = sum(a.counts), math.lcm(a.axis.size, c.axis.size)
+        equal = [n for n in range(1, most + 1) if rows % (self._blocks * n) == 0]
+        self.count = max(equal, default=1) if self._blocks > 1 else 1
+        self.a, self.c = (split.of_panel(self.count) for split in (a, c))
+
+    def parts(self, A: Array) -> list[Array]:
+        """Return this rank's rows of each panel of A, as views where they are contiguous."""
+        xp, dim = self.a.axis.backend.xp, self.a.dim
+        shape = resized_shape(A.shape, dim, A.shape[dim] // self.count)
+        blocks = self._view(A, self._blocks // self.a.axis.size)
+        return [xp.reshape(blocks[self._index(n)], shape) for n in range(self.count)]
+
+    def put_rows(self, whole: Array, n: int, rows: Array) -> None:
+        """Copy panel `n` to its rows of `whole`, which has those of all ranks of `a`."""
+        self._put(whole, self._blocks, n, rows)
+
+    def join(self, sums: list[Pending]) -> Pending:
+        """Return C, of whose panels these are the sums on their way, once it is complete."""
+        backend, shape = self.c.axis.backend, sums[0].out.shape
+        C = backend.empty(resized_shape(shape, self.c.dim, shape[self.c.dim] * self.count),
+                          sums[0].out.dtype)
+        blocks = self._blocks // self.c.axis.size
+        return _JoinedPanels(C, sums, lambda n, rows: self._put(C, blocks, n, rows))
+
+    def _put(self, whole: Array, blocks: int, n: int, rows: Array) -> None:
+        place = self._view(whole, blocks)[self._index(n)]
+        place[...] = self.a.axis.backend.xp.reshape(rows, place.shape)
+
+    def _view(self, array: Array, blocks: int) -> Array:
+        """View the rows as (blocks, panels, rows of both)."""
+        dim = self.a.dim
+        return self.a.axis.backend.xp.reshape(array, (
+            *array.shape[:dim], blocks, self.count, array.shape[dim] // (blocks * self.count),
+            *array.shape[dim + 1:]))
+
+    def _index(self, n: int) -> tuple[slice, ...]:
+        return (slice(None),) * (self.a.dim + 1) + (slice(n, n + 1),)
+
+
+class _JoinedPanels(Pending):
+    """Hold the sums of all panels in flight, and the array in which they are joined."""
+
+    def __init__(self, out: Array, sums: list[Pending],
+                 put: Callable[[int, Array], Any]) -> None:
+        super().__init__(out, request=sums[-1].request)
+        self._sums, self._put = sums, put
+
+    @property
+    def done(self) -> bool:
+        """Return whether all panels are in their places."""
+        return not self._sums
+
+    def progress(self) -> None:
+        """Let MPI make progress on the last sum, and so on all."""
+        self._sums[-1].progress()
+
+    def wait(self) -> Array:
+        """Complete the sums, and return the joined array."""
+        for n, panel in enumerate(self._sums):
+            self._put(n, panel.take())
+        self._sums, self.request = [], None
+        return self.out
