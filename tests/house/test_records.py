@@ -1,14 +1,12 @@
 """Check the rule of record classes (``bench/README.rst``), read from the source."""
 
 import ast
+import functools
 
 import pytest
 
 from support import ROOT
 
-TREES = {".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text())
-         for package in ("mm3d", "bench", "jobs")
-         for path in sorted((ROOT / package).rglob("*.py"))}
 # Modules whose tuples are made by the thousand in steps and plans, are keys of dictionaries, or
 # become rows of arrays.
 TUPLES = {"mm3d.tracing.events", "mm3d.tracing.observed_calls", "mm3d.schemes.closed_form",
@@ -16,6 +14,14 @@ TUPLES = {"mm3d.tracing.events", "mm3d.tracing.observed_calls", "mm3d.schemes.cl
           "mm3d.training.schedules.search",
           "mm3d.model.specs", "bench.instruments.spans", "bench.instruments.statistics"}
 COUNTERS = {"mm3d.grid.axis.Traffic"}    # no record: added to in every collective
+
+
+@functools.cache
+def trees() -> dict[str, ast.AST]:
+    """The source of every module, parsed when it is asked for: not by all who collect tests."""
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts): ast.parse(path.read_text())
+            for package in ("mm3d", "bench", "jobs")
+            for path in sorted((ROOT / package).rglob("*.py"))}
 
 
 def classes(tree: ast.AST) -> dict[str, ast.ClassDef]:
@@ -64,18 +70,19 @@ def undecoded_structs(tree: ast.AST) -> set[str]:
 
 
 def test_dataclasses_are_frozen():
-    found = {f"{file}.{name}" for file, tree in TREES.items()
+    found = {f"{file}.{name}" for file, tree in trees().items()
              for name in mutable_dataclasses(tree)}
     assert found == COUNTERS
 
 
 def test_named_tuples_are_few():
-    assert {file for file, tree in TREES.items() if tuples(tree)} == TUPLES
+    assert {file for file, tree in trees().items() if tuples(tree)} == TUPLES
 
 
 def test_structs_are_decoded():
-    found = {f"{file}.{name}" for file, tree in TREES.items() for name in undecoded_structs(tree)}
-    assert len(TREES) > 100 and not found
+    found = {f"{file}.{name}" for file, tree in trees().items()
+             for name in undecoded_structs(tree)}
+    assert len(trees()) > 100 and not found
 
 
 @pytest.mark.parametrize("check, source", [

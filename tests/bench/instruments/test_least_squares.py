@@ -3,7 +3,7 @@ import itertools
 
 import numpy as np
 import pytest
-from scipy.optimize import differential_evolution
+import scipy    # its parts are imported by what uses them first
 
 from bench.instruments.least_squares import solve_bounded, fit_line, solve_nonnegative
 from bench.prediction.paper_fit import refine_fit
@@ -82,8 +82,9 @@ def test_a_search_ends_where_a_global_one_does(seed):
     def deviations(u):
         return np.abs(np.log(np.exp(u.T) @ A.T + 0.1)).mean(axis=-1)
 
-    everywhere = differential_evolution(deviations, [(0, np.log(100))] * 3, vectorized=True,
-                                        updating="deferred", seed=1, tol=1e-10, polish=False)
+    everywhere = scipy.optimize.differential_evolution(
+        deviations, [(0, np.log(100))] * 3, vectorized=True, updating="deferred", seed=1,
+        tol=1e-10, polish=False)
     assert least <= everywhere.fun * (1 + 1e-5) and ((1 <= c) & (c <= 100)).all()
     assert least == pytest.approx(np.abs(np.log(A @ c + 0.1)).mean())
 

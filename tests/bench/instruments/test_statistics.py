@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from scipy import stats
+import scipy    # its parts are imported by what uses them first
 
 from bench.instruments import statistics
 from bench.instruments.statistics import (Interval, adjust_by_holm, compare_runs, median_interval,
@@ -45,10 +45,10 @@ def test_the_interval_is_that_of_scipy():
     for n in (6, 7, 12, 33, 70):
         samples = random.lognormal(0, 1, n)
         found = median_interval(samples)
-        scipys = stats.quantile_test(samples, p=0.5).confidence_interval(0.95)
+        scipys = scipy.stats.quantile_test(samples, p=0.5).confidence_interval(0.95)
         assert (found.low, found.high) == tuple(scipys)
         below = np.searchsorted(np.sort(samples), found.low)
-        assert found.confidence == pytest.approx(1 - 2 * stats.binom.cdf(below, n, 0.5))
+        assert found.confidence == pytest.approx(1 - 2 * scipy.stats.binom.cdf(below, n, 0.5))
 
 
 def test_thousands_of_samples():
@@ -100,7 +100,7 @@ def test_rank_sum_is_mann_and_whitneys():
     random = np.random.default_rng(1)
     for first, second in random.integers(1, 20, (12, 2)):
         groups = random.normal(0, 1, first), random.normal(0.7, 1, second)
-        exact = stats.mannwhitneyu(*groups, method="exact").pvalue
+        exact = scipy.stats.mannwhitneyu(*groups, method="exact").pvalue
         assert rank_sum_p(*groups) == pytest.approx(exact, rel=1e-9)
 
 
@@ -109,9 +109,9 @@ def test_rank_sum_is_exact_with_ties():
     random = np.random.default_rng(2)
     for first, second in [(3, 3), (2, 6), (4, 5), (5, 2)]:
         groups = random.integers(0, 4, first), random.integers(0, 5, second)
-        ranks = stats.rankdata(np.concatenate(groups))
+        ranks = scipy.stats.rankdata(np.concatenate(groups))
         middle = first * ranks.mean()
-        counted = stats.permutation_test(
+        counted = scipy.stats.permutation_test(
             (ranks[:first], ranks[first:]), lambda one, other: abs(one.sum() - middle),
             vectorized=False, alternative="greater", n_resamples=math.inf)
         assert rank_sum_p(*groups) == pytest.approx(counted.pvalue)
@@ -123,7 +123,7 @@ def test_the_approximation_continues_the_exact_values(monkeypatch):
     exact = rank_sum_p(first, second)
     monkeypatch.setattr(statistics, "MAX_EXACT", 10)
     assert rank_sum_p(first, second) == pytest.approx(exact, rel=0.05)
-    normal = stats.mannwhitneyu(first, second, method="asymptotic").pvalue
+    normal = scipy.stats.mannwhitneyu(first, second, method="asymptotic").pvalue
     assert rank_sum_p(first, second) == pytest.approx(normal, rel=1e-9)
 
 
@@ -141,7 +141,7 @@ def test_an_empty_group():
 @pytest.mark.parametrize("freedom", [1, 1.7, 2, 4, 10, 88.5, 1000])
 def test_students_t_is_scipys(freedom):
     for t in (0.01, 0.7, 2.5, 12.7, 40):
-        tails = 2 * stats.t.sf(t, freedom)
+        tails = 2 * scipy.stats.t.sf(t, freedom)
         assert student_tails(t, freedom) == pytest.approx(tails, rel=1e-9, abs=1e-300)
         assert student_tails(-t, freedom) == student_tails(t, freedom)
     assert student_tails(0, freedom) == 1
@@ -167,7 +167,7 @@ def test_the_ratio_of_runs_is_scipys_where_the_smaller_side_varies_more():
     """There the error of the case is its own, and the test is Welch's as it stands."""
     first, second = [1.0, 1.12], [1.101, 1.102, 1.1, 1.103]
     found, = compare_runs([(first, second)])
-    welch = stats.ttest_ind(np.log(second), np.log(first), equal_var=False)
+    welch = scipy.stats.ttest_ind(np.log(second), np.log(first), equal_var=False)
     assert found.p == pytest.approx(welch.pvalue, rel=1e-6)
     assert (found.low, found.high) == pytest.approx(
         tuple(np.exp(welch.confidence_interval(0.95))), rel=1e-6)
