@@ -20,12 +20,22 @@ from mm3d.schemes.cube import Cube, CubeMatrixProduct, CubeProduct
 from mm3d.schemes.product import Product
 from mm3d.schemes.scheme import SpaceLayout
 
+# What moves the words of the balanced algorithms here.
+COLLECTIVES = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
+
 
 class FacesMatrixProduct(CubeMatrixProduct):
     """Compute C = A B, A B^T or A^T B of matrices, each on one face of the grid."""
 
     LAYOUTS = {"ab": ("xy0,z", "z,yx0", "xz0,y"), "abt": ("xy0,z", "y,zx0", "xz0,y"),
                "atb": ("xz0,y", "xy0,z", "y,zx0")}
+
+    @classmethod
+    def forward_moves(cls, sizes: Mapping[str, int], form: str,
+                      shape: tuple[int, int, int]) -> list[Move]:
+        """List the broadcasts of A and B and the reduction of C, each along its direction."""
+        return [move._replace(collective=COLLECTIVES[move.collective])
+                for move in super().forward_moves(sizes, form, shape)]
 
 
 class Faces(Cube):
@@ -65,9 +75,8 @@ class Faces(Cube):
 
         A rank that stores no A receives MN/(XZ) words of it, those of the face send them.
         """
-        kinds = {"all_gather": "broadcast", "reduce_scatter": "reduce"}
         forward, backward = super().product_moves(sizes, product)
-        return tuple([move._replace(collective=kinds[move.collective]) for move in moves]
+        return tuple([move._replace(collective=COLLECTIVES[move.collective]) for move in moves]
                      for moves in (forward, backward))
 
     @classmethod
