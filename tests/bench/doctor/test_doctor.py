@@ -29,14 +29,14 @@ def doctor(*options, **env):
 
 
 def test_a_sound_environment(tmp_path):
-    done, states, text = doctor("--ranks", "4", "--ranks-per-node", "4", "--out",
+    done, states, text = doctor("--ranks", "2", "--ranks-per-node", "2", "--out",
                                 str(tmp_path / "new"), CUDA_VISIBLE_DEVICES="")
     assert done.returncode == 0, done.stdout + done.stderr
     assert list(states) == NAMES
     assert {states[name] for name in ("software", "launcher", "nodes", "hdf5", "clock")} == {"ok"}
-    assert "one world of 4 ranks, " in text["launcher"]
-    assert text["nodes"] == "1 node with 4 ranks"
-    assert re.search(r"kernels for \w+, 1 threads a rank, 4 ranks on \d+ cores", text["blas"])
+    assert "one world of 2 ranks, " in text["launcher"]
+    assert text["nodes"] == "1 node with 2 ranks"
+    assert re.search(r"kernels for \w+, 1 threads a rank, 2 ranks on \d+ cores", text["blas"])
     assert re.search(r"resolution .*e-\d+ s, error between nodes 0 s", text["clock"])
     assert list(tmp_path.rglob("*")) == [tmp_path / "new"]    # nothing stays behind
 
@@ -56,8 +56,8 @@ def worlds_of_one(ranks):
 
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("check, options, env, message", [
-    ("launcher", ["--ranks", "4", "--launcher", worlds_of_one(4)], {},
-     "started 4 worlds of 1 rank instead of one of 4: launcher and mpi4py belong to different"),
+    ("launcher", ["--ranks", "2", "--launcher", worlds_of_one(2)], {},
+     "started 2 worlds of 1 rank instead of one of 2: launcher and mpi4py belong to different"),
     ("launcher", ["--ranks", "4", "--launcher", f"{MPIRUN} -n 2"], {},
      "started 2 ranks instead of 4"),
     ("launcher", ["--ranks", "2", "--launcher", "bash -c 'sleep 60' launcher", "--limit", "1"], {},

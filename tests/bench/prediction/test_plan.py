@@ -53,14 +53,17 @@ def test_the_choice_is_the_best_of_all_when_every_candidate_is_traced(ranks, siz
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.parametrize("sizes", SMALL.values(), ids=SMALL)
-def test_screened_words_are_those_of_the_traces(sizes):
-    """Of all ranks together, for every scheme and grid of 8 ranks."""
-    for scheme, grid in planner.list_candidates(8):
+@pytest.mark.parametrize("ranks, sizes", [(4, SMALL["uneven"]), *((8, s) for s in SMALL.values())],
+                         ids=["4-uneven", *(f"8-{name}" for name in SMALL)])
+def test_screened_words_are_those_of_the_traces(ranks, sizes):
+    """Of all ranks together, for every scheme and grid."""
+    for scheme, grid in planner.list_candidates(ranks):
         screened = screen_grid(scheme, grid, LONGHORN, "float32", "none", sizes)
-        traces = [dry_run.trace_step(scheme, 8, grid, rank, **sizes) for rank in range(8)]
+        traces = [dry_run.trace_step(scheme, ranks, grid, rank, **sizes)
+                  for rank in range(ranks)]
         for phase in PHASES:
-            assert sum(t.words(phase) for t in traces) == round(8 * screened.words[phase])
+            assert sum(t.words(phase) for t in traces) == round(
+                ranks * screened.words[phase])
 
 
 @pytest.mark.slow
