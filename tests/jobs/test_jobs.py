@@ -14,7 +14,8 @@ from bench.cases.case import make_case
 from bench.cases.selection import select_rows
 from bench.errors import UsageError
 from bench.records import merged, run_file
-from jobs import scripts, site, slurm, standings
+from bench.reports import finish
+from jobs import collect, scripts, site, slurm, standings
 from jobs.__main__ import main
 from jobs.scripts import Work
 from records import made_up
@@ -402,7 +403,10 @@ def test_a_job_that_cannot_be_noted_is_named(tmp_path, monkeypatch, capsys, arra
     assert capsys.readouterr().out == "weak 3-D 8 ranks: not submitted\n"
 
 
-def test_collect_merges_and_names_what_is_missing(tmp_path, capsys):
+def test_collect_merges_and_names_what_is_missing(tmp_path, capsys, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(finish, "draw_figures", lambda folder: drawn.append(folder) or ([], []))
+    monkeypatch.setattr(collect, "write_page", lambda folder: drawn.append(folder) or folder)
     name, out = site_file(tmp_path), tmp_path / "out"
     mine = work(tmp_path, name)
     other = make_case(select_rows("strong", "3d")[0], "tiny")
@@ -422,7 +426,7 @@ def test_collect_merges_and_names_what_is_missing(tmp_path, capsys):
     assert "2 of 2 rows done, 0 files new" in text and "2 runs merged in " in text
     runs = merged.runs_in_file(out / "jobs" / "all.h5")
     assert sorted(run.configuration["table"] for run in runs) == ["strong", "weak"]
-    assert not list((out / "jobs").glob(".all-*"))
+    assert not list((out / "jobs").glob(".all-*")) and drawn == [out] * 4    # figures and page
 
 
 @pytest.mark.parametrize("options, message", [

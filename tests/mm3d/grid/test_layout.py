@@ -11,8 +11,10 @@ from reference import SHAPES, block, every_grid, grids, integers, on_grid
 SPECS = {1: ["xyz", "zx", "y", ""],
          2: ["xy,z", "z,yx", "xz,y", "y,zx", ",zyx", "x,", "zyx,", ","],
          3: ["xy,,z", "x,y,z", "x,z,y", "z,,yx", ",x,", ",,"]}
-SPECS = pytest.mark.parametrize("spec, dims", [(s, d) for d, specs in SPECS.items()
-                                               for s in specs])
+FEW = {"", "z,yx", "zyx,", "x,", "x,z,y", "xy,,z", "z,,yx"}    # the others are slow
+SPECS = pytest.mark.parametrize("spec, dims", [
+    pytest.param(s, d, marks=[pytest.mark.slow] * (s not in FEW))
+    for d, specs in SPECS.items() for s in specs])
 
 
 @every_grid
@@ -105,8 +107,10 @@ def test_units_stay_together_along_the_first_letter(comm):
 
 
 @every_grid
-@pytest.mark.parametrize("spec", ["zx@y", "yx@z", "x@z", "z@y"])
-@pytest.mark.parametrize("n", [24, 13, 3])
+@pytest.mark.parametrize("spec, n", [
+    ("zx@y", 13), ("yx@z", 24), ("x@z", 3), ("z@y", 13), *(
+        pytest.param(*one, marks=pytest.mark.slow) for one in (
+            ("zx@y", 3), ("yx@z", 13), ("x@z", 24), ("z@y", 24)))])
 def test_a_diagonal_vector_has_one_owner_for_each_element(comm, spec, n):
     """The owner's coordinate along the direction after '@' is that of the first letter before
     it, modulo the size where the two differ; letters not named hold copies."""

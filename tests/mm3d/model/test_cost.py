@@ -22,6 +22,11 @@ OPTIONS = [("3d", {}), ("3d", dict(keep="weight", rows="sequences")),
            ("3d", dict(keep="both", rows="positions")),
            *((name, {}) for name in mm3d.SCHEMES if name != "3d")]
 every_scheme = pytest.mark.parametrize("name, options", OPTIONS, ids=str)
+# Where everything divides, 3-D stands for the others.
+every_case = pytest.mark.parametrize("sizes, name, options", [
+    pytest.param(MODELS[sizes], *case, id=f"{sizes}-{case[0]}-{case[1]}",
+                 marks=[pytest.mark.slow] * (sizes == "even" and case != OPTIONS[0]))
+    for sizes in MODELS for case in OPTIONS])
 
 
 def of_phases(model, count) -> dict:
@@ -50,8 +55,7 @@ def spy(monkeypatch, owner, *names) -> list:
 # --- The model as counted ------------------------------------------------------------------
 
 @grids_and_squares
-@every_scheme
-@every_model
+@every_case
 def test_collectives_words_and_flops_of_the_model(comm, name, options, sizes, monkeypatch):
     """By direction and kind of collective: words over all ranks, and calls on each. No
     multiplication is done twice; backward computes the scores again, less the logarithms of their

@@ -159,14 +159,14 @@ class LayerCase:
 
 
 OPTIONS = [*({"keep": keep} for keep in cube.KEEP), {"rows": "positions"}, {"rows": "sequences"}]
-every_option = pytest.mark.parametrize("options", OPTIONS, ids=lambda o: "-".join(o.values()))
 every_way = pytest.mark.parametrize("way", ["up", "down"])
 OTHERS = [name for name in mm3d.SCHEMES if name != "3d"]
 
 
 @every_grid
-@every_way
-@every_option
+@pytest.mark.parametrize("way, options", [
+    pytest.param(way, options, id="-".join([way, *options.values()]), marks=[pytest.mark.slow] * (
+        (way == "up") == n % 2)) for way in ("up", "down") for n, options in enumerate(OPTIONS)])
 def test_the_linear_products_of_3d(comm, way, options):
     check_linear_products(comm, way, "3d", **options)
 

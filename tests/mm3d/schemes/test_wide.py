@@ -16,8 +16,8 @@ EXPECTED = {
 
 
 @pytest.mark.limit(400)
-@pytest.mark.parametrize("ranks", [
-    9, *(pytest.param(ranks, marks=pytest.mark.slow) for ranks in EXPECTED if ranks > 9)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", EXPECTED)
 def test_equals_serial_with_the_closed_form_s_words(ranks):
     """Each line stands for a model that `wide.py` has checked."""
     program = Path(__file__).parents[2] / "tools" / "wide.py"
