@@ -10,9 +10,10 @@
 from importlib import import_module
 from typing import Any
 
-from mm3d import launcher
+from mm3d import blas_kernels, launcher
 
-launcher.set_defaults()    # before NumPy and MPI start, which read the environment once
+blas_kernels.set_default()    # before NumPy and MPI start, which read the environment once
+launcher.set_defaults()
 
 from mm3d.arrays import cupy_backend  # noqa: E402
 

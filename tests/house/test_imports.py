@@ -15,8 +15,8 @@ import mm3d
 from support import ROOT
 
 FLOORS = {
-    "mm3d": ["launcher guard child_process", "arrays", "transport", "grid", "schemes", "model",
-             "tracing training", "checkpoints", "selftest", "__init__"],
+    "mm3d": ["blas_kernels launcher guard child_process", "arrays", "transport", "grid", "schemes",
+             "model", "tracing training", "checkpoints", "selftest", "__init__"],
     "bench": ["errors console", "agreement", "cases cluster", "records", "instruments", "checks",
               "experiments", "prediction validation doctor", "reports", "command_line", "verbs",
               "__main__ __init__"],

@@ -375,6 +375,10 @@ def test_instruction_sets_are_those_of_the_system(monkeypatch, tmp_path):
     assert census.best_kernels() == "" and host.processor_flags() == frozenset()
     (tmp_path / "cpuinfo").write_text("vmx flags\t: ept\nflags\t\t: sse2 avx2 fma\n" * 2)
     assert census.best_kernels() == "avx2" and host.processor_flags() == {"sse2", "avx2", "fma"}
+    zen4 = "vendor_id\t: AuthenticAMD\ncpu family\t: 25\nflags\t\t: avx2 avx512f\n"
+    for text, kernels in ((zen4, "avx2"), (zen4.replace("25", "26"), "avx512f")):
+        (tmp_path / "cpuinfo").write_text(text)
+        assert census.best_kernels() == kernels
 
 
 def test_the_mpi_library_is_named_without_its_builder():
