@@ -178,23 +178,22 @@ class Kernels:
             out[:, 0] = -math.inf
             return out
         ones = self._ones(logits.shape[1], logits.dtype)
-        for u, s, t in self._blocks(logits, out, spare=1):
-            np.max(u, axis=-1, out=s[:, 0])
-            np.subtract(u, s[:, 0:1], out=t)
-            np.exp(t, out=t)
-            np.vecdot(t, ones, out=s[:, 1])
+        for u, s in self._blocks(logits, out):
             if sums:
                 np.vecdot(u, ones, out=s[:, 3])
+            np.max(u, axis=-1, out=s[:, 0])
+            np.subtract(u, s[:, 0:1], out=u)
+            np.exp(u, out=u)
+            np.vecdot(u, ones, out=s[:, 1])
         return out
 
-    def softmax_gradient(self, logits: Array, lse: Array, scale: Array, shift: Array,
+    def softmax_gradient(self, exponentials: Array, scale: Array, shift: Array | None,
                          out: Array) -> Array:
-        np = self.np
-        for u, m, a, b, y in self._blocks(logits, lse, scale, shift, out):
-            np.subtract(u, m, out=y)
-            np.exp(y, out=y)
-            np.multiply(y, a, out=y)
-            np.subtract(y, b, out=y)
+        np, shifts = self.np, () if shift is None else (shift,)
+        for u, a, y, *less in self._blocks(exponentials, scale, out, *shifts):
+            np.multiply(u, a, out=y)
+            for b in less:
+                np.subtract(y, b, out=y)
         return out
 
     def attention_forward(self, q: Array, k: Array, v: Array, first: int, causal: bool,

@@ -72,7 +72,7 @@ class CrossEntropy:
         Parameters
         ----------
         logits : Array
-            This rank's block of (batch, seq, vocab).
+            This rank's block of (batch, seq, vocab), which is overwritten.
         targets : Targets
             The targets.
 
@@ -85,8 +85,10 @@ class CrossEntropy:
         own, held = self._own_targets(targets)
         valid = self._counting_rows(own, accumulation_dtype(logits))
         flat = xp.reshape(logits, (len(own), self._count))
+        goals = self._target_logits(flat, held, own)
         statistics = softmax_statistics(flat, bool(self.smoothing))
-        self._put_target_logits(statistics, flat, held, own)
+        top = statistics[:, 0:1]
+        self._put_target_logits(statistics, held, goals)
         statistics = self._merge(statistics)
         lse = xp.log(statistics[:, 1:2]) + statistics[:, 0:1]
         loss = lse - (1 - self.smoothing) * statistics[:, 2:3]
@@ -95,7 +97,8 @@ class CrossEntropy:
         if self.z_loss:
             loss += self.z_loss * (lse * lse)
         loss *= valid
-        return xp.sum(xp.astype(loss, xp.float64, copy=False), axis=0), (logits, lse)
+        total = xp.sum(xp.astype(loss, xp.float64, copy=False), axis=0)
+        return total, (logits, flat, xp.exp(top - lse), lse)
 
     def _own_targets(self, targets: Targets) -> tuple[np.ndarray, np.ndarray]:
         """Return the targets of this rank's rows, and the rows that have theirs in this block."""
@@ -114,16 +117,21 @@ class CrossEntropy:
             library.put_rows(valid, ignored, zeros)
         return valid
 
-    def _put_target_logits(self, statistics: Array, logits: Array, held: np.ndarray,
-                           own: np.ndarray) -> None:
-        """Put the logits of those targets that are in this block into the third column."""
+    def _target_logits(self, logits: Array, held: np.ndarray, own: np.ndarray) -> Array:
+        """Copy the logits of those targets that are in this block, (held, 1)."""
+        library, xp = self.space.grid.backend, namespace(logits)
+        found = library.empty((len(held), 1), logits.dtype)
         if len(held):
-            library, xp = self.space.grid.backend, namespace(logits)
-            one = library.empty((len(held), 1), logits.dtype)
-            library.take_rows(xp.reshape(logits, (-1, 1)), self._targets(held, own), one)
+            library.take_rows(xp.reshape(logits, (-1, 1)), self._targets(held, own), found)
+        return found
+
+    def _put_target_logits(self, statistics: Array, held: np.ndarray, found: Array) -> None:
+        """Put the logits `found` of the rows `held` into the third column."""
+        if len(held):
+            library, xp = self.space.grid.backend, namespace(found)
             column = library.empty((len(held), 4), statistics.dtype)
             library.take_rows(statistics, held, column)
-            column[:, 2:3] = xp.astype(one, column.dtype, copy=False)
+            column[:, 2:3] = xp.astype(found, column.dtype, copy=False)
             library.put_rows(statistics, held, column)
 
     def _targets(self, held: np.ndarray, own: np.ndarray) -> np.ndarray:
@@ -158,7 +166,7 @@ class CrossEntropy:
         Array
             This rank's block of the gradient, (batch, seq, vocab).
         """
-        logits, lse = saved
+        logits, exponentials, share, lse = saved
         library, xp, dtype = self.space.grid.backend, namespace(logits), lse.dtype
         own, held = self._own_targets(targets)
         weight = self._counting_rows(own, dtype)
@@ -168,8 +176,8 @@ class CrossEntropy:
         # Rows of a block that shares memory with others may have gaps between them.
         whole = out if library.is_contiguous(out) else library.empty(out.shape, out.dtype)
         flat = xp.reshape(whole, (len(own), self._count))
-        softmax_gradient(xp.reshape(logits, flat.shape), lse, factor,
-                         (self.smoothing / self.vocab) * weight, flat)
+        shift = (self.smoothing / self.vocab) * weight if self.smoothing else None
+        softmax_gradient(exponentials, factor * share, shift, flat)
         if len(held):
             places, cells = self._targets(held, own), xp.reshape(whole, (-1, 1))
             one = library.take_rows(cells, places, library.empty((len(held), 1), out.dtype))

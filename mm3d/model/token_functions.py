@@ -125,7 +125,8 @@ def softmax_statistics(logits: Array, sums: bool) -> Array:
     Parameters
     ----------
     logits : Array
-        (rows, columns), a block of the columns.
+        (rows, columns), a block of the columns; exp(x - m) takes the place of x, for
+        `softmax_gradient`, so that no exponential is computed twice.
     sums : bool
         Whether the sum of logits is needed, for label smoothing.
 
@@ -141,13 +142,15 @@ def softmax_statistics(logits: Array, sums: bool) -> Array:
     if not logits.shape[1]:
         out[:, 0] = -math.inf
         return out
-    for u, s in row_blocks(library, logits, out):
-        u = xp.astype(u, dtype, copy=False)
+    for x, s in row_blocks(library, logits, out):
+        u = xp.astype(x, dtype, copy=False)
         top = xp.max(u, axis=-1, keepdims=True)
-        s[:, 0:1] = top
-        s[:, 1:2] = xp.sum(xp.exp(u - top), axis=-1, keepdims=True)
         if sums:
             s[:, 3:4] = xp.sum(u, axis=-1, keepdims=True)
+        u = xp.exp(u - top)
+        s[:, 0:1] = top
+        s[:, 1:2] = xp.sum(u, axis=-1, keepdims=True)
+        x[...] = xp.astype(u, x.dtype, copy=False)
     return out
 
 
@@ -169,22 +172,23 @@ def merge_statistics(parts: Array) -> Array:
 
 
 @prefer_backend_kernel
-def softmax_gradient(logits: Array, lse: Array, scale: Array, shift: Array, out: Array) -> Array:
-    """Compute scale * exp(logits - lse) - shift, with one number of each for a row.
+def softmax_gradient(exponentials: Array, scale: Array, shift: Array | None, out: Array) -> Array:
+    """Compute scale * exponentials - shift, with one number of each for a row.
 
     Parameters
     ----------
-    logits : Array
-        (rows, columns).
-    lse, scale, shift : Array
-        (rows, 1), in float32 at least.
+    exponentials : Array
+        (rows, columns), from `softmax_statistics`.
+    scale, shift : Array
+        (rows, 1), in float32 at least; nothing is subtracted if `shift` is None.
     out : Array
-        Receives the result; may be `logits`.
+        Receives the result; may be `exponentials`.
     """
-    library, xp = backend_of(logits), namespace(logits)
-    for u, m, a, b, y in row_blocks(library, logits, lse, scale, shift, out):
-        u = xp.exp(xp.astype(u, m.dtype, copy=False) - m)
-        u *= a
-        u -= b
+    library, xp = backend_of(exponentials), namespace(exponentials)
+    shifts = () if shift is None else (shift,)
+    for u, a, y, *less in row_blocks(library, exponentials, scale, out, *shifts):
+        u = xp.astype(u, a.dtype, copy=False) * a
+        for b in less:
+            u -= b
         y[...] = xp.astype(u, y.dtype, copy=False)
     return out

@@ -115,16 +115,21 @@ def test_kernels_are_the_readable_functions(dtype, columns, monkeypatch):
     monkeypatch.setattr(library, "block", 2 * columns)
     rng, kernels = np.random.default_rng(3), Kernels(library)
     x = (5 * rng.standard_normal((13, columns))).astype(dtype)
-    rows = [rng.random((13, 1)).astype(dtype) for _ in range(3)]
+    rows = [rng.random((13, 1)).astype(dtype) for _ in range(2)]
     eps = np.finfo(dtype).eps
     for sums in (False, True):
-        found = kernels.softmax_statistics(x, sums)
-        expected = token_functions.softmax_statistics.__wrapped__(x, sums)
+        fast, readable = x.copy(), x.copy()
+        found = kernels.softmax_statistics(fast, sums)
+        expected = token_functions.softmax_statistics.__wrapped__(readable, sums)
         assert found.dtype == expected.dtype == dtype
         assert np.allclose(found, expected, rtol=20 * eps, atol=20 * eps * columns)
-    wanted = token_functions.softmax_gradient.__wrapped__(x, *rows, out=np.empty_like(x))
-    assert np.allclose(wanted, np.exp(x - rows[0]) * rows[1] - rows[2], rtol=20 * eps)
-    assert np.allclose(kernels.softmax_gradient(x, *rows, out=x), wanted, rtol=20 * eps)
+        assert np.allclose(readable, np.exp(x - x.max(-1, keepdims=True)), rtol=20 * eps)
+        assert np.allclose(fast, readable, rtol=20 * eps)
+    for scale, shift in (rows, (rows[0], None)):
+        wanted = token_functions.softmax_gradient.__wrapped__(x, scale, shift, np.empty_like(x))
+        assert np.allclose(wanted, x * scale - (0 if shift is None else shift), rtol=20 * eps)
+        assert np.allclose(kernels.softmax_gradient(x, scale, shift, x.copy()), wanted,
+                           rtol=20 * eps)
 
 
 def test_schemes_of_the_grids_are_all_there_are():
