@@ -27,7 +27,7 @@ from mm3d.arrays.grouped_products import Segment, cut_segments, segments_of
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
 from mm3d.grid.layout import divided_directions
-from mm3d.model.experts.grouped_product import DividedRows
+from mm3d.model.experts.grouped_product import DividedRows, RowLine
 from mm3d.model.experts.rows import split_by_pair, sum_by_token, take_pairs
 from mm3d.model.experts.token_order import TokenOrder
 
@@ -98,8 +98,8 @@ class Dispatch:
         size, self._rank = (axis.size, axis.rank) if self.axis else (1, 0)
         self._experts = block_lengths(experts, size)
         self._starts, self.own = block_starts(self._experts), self._experts[self._rank]
-        self._line = _line(outer, inner)        # divides rows in the outer space
-        self._across = _line(inner, outer)      # and in the inner one
+        self._line = RowLine.between(outer, inner)      # divides rows in the outer space
+        self._across = RowLine.between(inner, outer)    # and in the inner one
         self._tokens = order.tokens_along(self.axis) if self.axis else []
         # Ranks that share a token, and what they have of a row together.
         self._sharing = grid.size // grid.shape.ranks_along(divided_directions(outer.rows))
@@ -127,7 +127,7 @@ class Dispatch:
         pairs = numbers[np.argsort(chosen.ravel()[numbers], kind="stable")]
         places = np.full(chosen.size, -1)
         places[pairs] = np.arange(len(pairs))
-        free = (self.axis, self._line)
+        free = (self.axis, self._line and self._line.axis)
         index = tuple(slice(None) if any(axis is one for one in free) else axis.rank
                       for axis in self.order.directions)
         every = kept[index].reshape(len(self._experts), self._line.size if self._line else 1, -1)
@@ -163,7 +163,7 @@ class Dispatch:
     def _divide_rows(self, lengths: np.ndarray) -> DividedRows:
         """Divide the rows of each rank along the line by expert, (ranks, experts)."""
         outer, total = lengths.sum(axis=1).tolist(), int(lengths.sum())
-        inner = block_lengths(total, self._across.size if self._across else 1)
+        inner = self._across.divide(total) if self._across else [total]
         segments = segments_of([*range(self.own)] * len(lengths), lengths.ravel())
         return DividedRows(segments, outer, inner, _own_segments(segments, outer, self._line),
                            _own_segments(segments, inner, self._across))
@@ -223,16 +223,10 @@ class Dispatch:
         return self.axis.all_to_all(back, plan.receives, plan.sends)
 
 
-def _line(space: Space, other: Space) -> Axis | None:
-    """Return the direction that divides the rows of `space` and the features of `other`."""
-    grid, rows = space.grid, divided_directions(space.rows)
-    return next((grid[c] for c in other.features if c in rows and grid[c].size > 1), None)
-
-
 def _own_segments(segments: list[Segment], lengths: list[int],
-                  axis: Axis | None) -> list[Segment]:
-    """Return the segments of this rank's rows, of blocks of these lengths along `axis`."""
-    rank = axis.rank if axis else 0
+                  line: RowLine | None) -> list[Segment]:
+    """Return the segments of this rank's rows, of blocks of these lengths along `line`."""
+    rank = line.rank if line else 0
     start = sum(lengths[:rank])
     return cut_segments(segments, start, start + lengths[rank])
 

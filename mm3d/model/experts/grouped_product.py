@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from typing import Sequence
 
 from mm3d.arrays.backend import Array
+from mm3d.arrays.blocks import block_lengths
 from mm3d.arrays.grouped_products import (Segment, grouped_matmul, grouped_matmul_nt,
                                           grouped_matmul_tn)
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
+from mm3d.grid.face import FaceSplit
 from mm3d.grid.layout import Layout, divided_directions
 from mm3d.grid.split import Split
 
@@ -42,6 +44,45 @@ class DividedRows:
     inner_segments: Sequence[Segment]
 
 
+class RowLine:
+    """Gather the rows of experts, and scatter sums of them, along a direction that divides rows.
+
+    Parameters
+    ----------
+    axis : Axis
+        The direction.
+    face : bool
+        Whether its first rank holds all rows, as with the scheme "faces".
+    """
+
+    def __init__(self, axis: Axis, face: bool) -> None:
+        self.axis, self.face = axis, face
+        self.size, self.rank = axis.size, axis.rank
+
+    @classmethod
+    def between(cls, space: Space, other: Space) -> "RowLine | None":
+        """Return that of the direction which divides rows of `space` and features of `other`."""
+        rows = Layout(space.rows)
+        return next((cls(space.grid[c], c in rows.faces) for c in other.features
+                     if c in rows.letters and space.grid[c].size > 1), None)
+
+    def divide(self, rows: int) -> list[int]:
+        """Return how many of so many rows each rank has where they are divided as a space is."""
+        return [rows] + [0] * (self.size - 1) if self.face else block_lengths(rows, self.size)
+
+    def all_gather(self, a: Array, lengths: list[int]) -> Array:
+        """Gather the rows of all ranks, which have so many each."""
+        if self.face:
+            return FaceSplit(self.axis, 0, sum(lengths)).all_gather(a)
+        return self.axis.all_gather(a, 0, lengths)
+
+    def reduce_scatter(self, a: Array, lengths: list[int]) -> Array:
+        """Sum terms of all rows, and return this rank's."""
+        if self.face:
+            return FaceSplit(self.axis, 0, sum(lengths)).reduce_scatter(a)
+        return self.axis.reduce_scatter(a, 0, lengths)
+
+
 class GroupedProduct:
     """Compute C_e = A_e B_e for the rows of all experts e, and both gradients.
 
@@ -52,6 +93,9 @@ class GroupedProduct:
     - the features of both gathers A, and reduce-scatters dA, by features;
     - the features of one alone sums terms of the other by an all-reduce;
     - the weight alone gathers it, and reduce-scatters its gradient.
+
+    Where the first rank of a direction holds all, these are broadcasts from it and reductions onto
+    it.
 
     Parameters
     ----------
@@ -81,8 +125,8 @@ class GroupedProduct:
 
         def line(letters: list[str]) -> Axis | None:
             return next((grid[c] for c in letters if grid[c].size > 1), None)
-        self._rows_of_A = line([c for c in target.features if c in rows[0]])
-        self._rows_of_C = line([c for c in source.features if c in rows[1]])
+        self._rows_of_A = RowLine.between(source, target)
+        self._rows_of_C = RowLine.between(target, source)
         features = line([c for c in source.features if c in target.features])
         self._columns = features and Split(features, 1, shape[0])
         self._sum_C = line([c for c in source.features if c not in rows[1] + target.features])
@@ -97,13 +141,13 @@ class GroupedProduct:
         """Compute this rank's block of C; backward needs A of the operands."""
         terms = grouped_matmul(self._gather_A(A, rows), self._gather_B(B), rows.segments)
         if self._rows_of_C is not None:
-            return self._rows_of_C.reduce_scatter(terms, 0, getattr(rows, self._names[1]))
+            return self._rows_of_C.reduce_scatter(terms, getattr(rows, self._names[1]))
         return terms if self._sum_C is None else self._sum_C.all_reduce(terms)
 
     def backward(self, dC: Array, A: Array, B: Array, rows: DividedRows) -> tuple[Array, Array]:
         """Compute dA_e = dC_e B_e^T and dB_e = A_e^T dC_e; dB_e is zero without rows."""
         if self._rows_of_C is not None:
-            dC = self._rows_of_C.all_gather(dC, 0, getattr(rows, self._names[1]))
+            dC = self._rows_of_C.all_gather(dC, getattr(rows, self._names[1]))
         dA = self._sum_terms(grouped_matmul_nt(dC, self._gather_B(B), rows.segments), rows)
         dB = grouped_matmul_tn(self._gather_A(A, rows), dC, rows.segments, B.shape[0],
                                self.accumulate_float32)
@@ -116,13 +160,13 @@ class GroupedProduct:
     def _gather_A(self, A: Array, rows: DividedRows) -> Array:
         """Gather rows or features of A."""
         if self._rows_of_A is not None:
-            return self._rows_of_A.all_gather(A, 0, getattr(rows, self._names[0]))
+            return self._rows_of_A.all_gather(A, getattr(rows, self._names[0]))
         return A if self._columns is None else self._columns.all_gather(A)
 
     def _sum_terms(self, dA: Array, rows: DividedRows) -> Array:
         """Sum the terms of dA over the ranks along which A is gathered, or a copy."""
         if self._rows_of_A is not None:
-            return self._rows_of_A.reduce_scatter(dA, 0, getattr(rows, self._names[0]))
+            return self._rows_of_A.reduce_scatter(dA, getattr(rows, self._names[0]))
         if self._columns is not None:
             return self._columns.reduce_scatter(dA)
         return dA if self._sum_dA is None else self._sum_dA.all_reduce(dA)

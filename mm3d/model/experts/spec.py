@@ -27,7 +27,7 @@ from mm3d.model.parameters import Parameter
 from mm3d.model.specs import Builder, LayerPass, LayerSpec, SavedWords
 from mm3d.model.vectors import Vector
 from mm3d.schemes.closed_form import Move, ProductShape
-from mm3d.schemes.parallelism import Parallelism
+from mm3d.schemes.parallelism import Parallelism, collective_along
 
 ROUTER_BIAS = "router.bias"
 
@@ -138,7 +138,6 @@ class ExpertsSpec(LayerSpec):
                 + self.experts.count * self.hidden * self.wide / parallelism.weight_parts)
 
     def make_layer(self, builder: Builder, name: str) -> ExpertsLayer:
-        _check_scheme(builder)
         outer, inner, E = builder.outer, builder.inner, self.experts.count
         ranks = builder.expert_ranks
         order = self._make_order(builder, ranks)
@@ -199,14 +198,6 @@ def _create(builder: Builder) -> Any:
     return create
 
 
-def _check_scheme(builder: Builder) -> None:
-    """Raise ValueError where experts cannot be computed."""
-    scheme = builder.scheme
-    if "0" in builder.outer.rows + builder.inner.rows:
-        raise ValueError(f"experts under scheme {scheme.name!r}, which keeps rows on one face of "
-                         f"the grid: a scheme that divides them over all ranks would do")
-
-
 def _row_sums(space: Any, tokens: int, n: int) -> list[Move]:
     """List the collectives that sum n numbers of each token over the ranks that share it."""
     found = []
@@ -219,7 +210,7 @@ def _row_sums(space: Any, tokens: int, n: int) -> list[Move]:
 def _count_moves(parallelism: Parallelism, n: int) -> list[Move]:
     """List the gathers of n integers of each rank's run of tokens inside a tensor group."""
     outer, grid = parallelism.outer, parallelism.grid
-    sequences, _, positions = outer.rows.partition(",")
+    sequences, positions = Layout(outer.rows).dims
     divided = grid.ranks_along(positions) > 1
     runs = parallelism.batch if divided else grid.ranks_along(sequences)
     found, words = [], n * runs * grid.ranks_along(positions)
@@ -237,29 +228,33 @@ def _grouped_moves(parallelism: Parallelism, product: ProductShape,
     """List the collectives of `GroupedProduct`, forward and backward."""
     grid, (rows, N, K) = parallelism.grid, product.extents
     source, target = parallelism.spaces(product.way)
-    letters = [[c for c in space.rows if c.isalpha()] for space in (source, target)]
+    letters = [Layout(space.rows).letters for space in (source, target)]
+
+    def move(c: str, collective: str, spec: str, words: int) -> Move:
+        return Move(c, collective_along(c, collective, spec), words)
     A, C = source.words(rows, N), target.words(rows, K)
     forward, backward = [], []
     for c in target.features:
         n = grid[c] - 1
         if c in letters[0] or c in source.features:
-            forward.append(Move(c, "all_gather", n * A))
-            backward += [Move(c, "reduce_scatter", n * A), Move(c, "all_gather", n * A)]
+            forward.append(move(c, "all_gather", source.rows, n * A))
+            backward += [move(c, "reduce_scatter", source.rows, n * A), forward[-1]]
         else:
             backward.append(Move(c, "all_reduce", 2 * n * A // grid[c]))
     for c in source.features:
         n = grid[c] - 1
         if c in letters[1]:
-            forward.append(Move(c, "reduce_scatter", n * C))
-            backward.append(Move(c, "all_gather", n * C))
+            forward.append(move(c, "reduce_scatter", target.rows, n * C))
+            backward.append(move(c, "all_gather", target.rows, n * C))
         elif c not in target.features:
             forward.append(Move(c, "all_reduce", 2 * n * C // grid[c]))
-    weight = parallelism.scheme.down_weight.replace(",", "")
-    stored = experts * N * K * (grid.ranks // parallelism.weight_parts)
+    layout = parallelism.scheme.down_weight
+    weight = Layout(layout).letters
+    stored = experts * N * K * (grid.ranks // grid.ranks_along(weight))
     for c in [c for c in weight if c not in source.features + target.features]:
         words = (grid[c] - 1) * stored
-        forward.append(Move(c, "all_gather", words))
-        backward += [Move(c, "all_gather", words), Move(c, "reduce_scatter", words)]
+        forward.append(move(c, "all_gather", layout, words))
+        backward += [forward[-1], move(c, "reduce_scatter", layout, words)]
     gathered = grid.ranks_along(c for c in weight
                                 if c not in source.features + target.features)
     for c in letters[0]:

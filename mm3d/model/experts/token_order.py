@@ -14,10 +14,10 @@ from typing import Sequence
 import numpy as np
 
 from mm3d.arrays.backend import Array
-from mm3d.arrays.blocks import block_lengths, block_starts
+from mm3d.arrays.blocks import block_starts
 from mm3d.grid.activations import Space
 from mm3d.grid.axis import Axis
-from mm3d.grid.layout import divided_directions
+from mm3d.grid.layout import Layout, divided_directions
 
 
 @dataclass(frozen=True)
@@ -157,24 +157,16 @@ def _runs_of_replica(space: Space, first: int) -> list[list[tuple[int, int]]]:
 
     `first` is its first sequence in the batch.
     """
-    found = []
-    sequences, _, positions = space.rows.partition(",")
-    for (start, count), (place, length) in itertools.product(
-            _divide(space, space.batch, sequences), _divide(space, space.seq, positions)):
-        numbers = range(first + start, first + start + count)
-        found.append([(numbers.start * space.seq, count * length)] if length == space.seq else
-                     [(number * space.seq + place, length) for number in numbers])
+    found, layout, grid = [], Layout(space.rows), space.grid.shape
+    for place in itertools.product(*(range(grid[c]) for c in layout.letters)):
+        rows, positions = layout.slices(grid, (space.batch, space.seq),
+                                        dict(zip(layout.letters, place)))
+        numbers = range(first + rows.start, first + rows.stop)
+        length = positions.stop - positions.start
+        found.append([(numbers.start * space.seq, len(numbers) * length)]
+                     if length == space.seq else
+                     [(number * space.seq + positions.start, length) for number in numbers])
     return found
-
-
-def _divide(space: Space, length: int, letters: str) -> list[tuple[int, int]]:
-    """Return start and length of each block of a dimension that these directions divide."""
-    parts = [(0, length)]
-    for c in letters:
-        parts = [(start + place, share) for start, whole in parts
-                 for shares in [block_lengths(whole, space.grid[c].size)]
-                 for place, share in zip(block_starts(shares), shares)]
-    return parts
 
 
 def _count_kept(runs: np.ndarray, before: np.ndarray, totals: np.ndarray, capacity: int | None,

@@ -19,15 +19,20 @@ MESHES = {
         (dict(data=2, scheme="1d"), dict(expert_parallel=2, recompute="uniform:2+selective")),
         (dict(data=2, scheme="3d", grid=(1, 1, 2)),
          dict(expert_parallel=2, expert_way="gather")),
-        (dict(stages=2, scheme="3d", grid=[(1, 2, 1), (2, 1, 1)]), dict(zero=0))],
+        (dict(stages=2, scheme="3d", grid=[(1, 2, 1), (2, 1, 1)]), dict(zero=0)),
+        (dict(data=2, scheme="faces", grid=(1, 2, 1)), dict(expert_parallel=2, zero=2)),
+        (dict(scheme="faces", grid=(1, 2, 2)), dict(recompute="full"))],
+    6: [(dict(scheme="3d", grid=(3, 2, 1)), {})],
     8: [(dict(data=2, scheme="3d", grid=(2, 2, 1)), dict(expert_parallel=2)),
         (dict(data=2, stages=2, scheme="1d", grid=(2,)),
          dict(expert_parallel=2, zero=1, schedule="zb-h1")),
-        (dict(data=2, scheme="2d", grid=(2, 2)), dict(expert_parallel=2, zero=2))]}
+        (dict(data=2, scheme="2d-pipelined", grid=(2, 2)), dict(expert_parallel=2, zero=2)),
+        (dict(scheme="2.5d", grid=(2, 2, 2)), {}),
+        (dict(data=2, scheme="faces", grid=(2, 1, 2)), dict(expert_parallel=2, zero=3))]}
 
 
-@pytest.mark.ranks(4, slow=(2, 8), first=(4,))
-@pytest.mark.parametrize("number", range(6))
+@pytest.mark.ranks(4, slow=(2, 6, 8), first=(4,))
+@pytest.mark.parametrize("number", range(8))
 def test_losses_gradients_and_routings_are_those_of_one_rank(comm, number):
     """Experts' gradients too, which are divided by the tokens of all replicas as any other."""
     if number >= len(MESHES[comm.size]):
