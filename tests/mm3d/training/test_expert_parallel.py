@@ -11,6 +11,7 @@ from mm3d.model.experts.layer import ExpertsLayer
 from mm3d.model.gpt_spec import gpt_spec
 from mm3d.schemes.parallelism import Parallelism
 from mm3d.training import data_costs
+from mm3d.training.data_grid import expert_shards
 
 BATCH = 16    # two micro-batches of 8 replicas
 # By ranks: replicas, shards and the rest of a mesh; how many of the replicas divide experts.
@@ -53,6 +54,12 @@ def test_every_division_trains_what_one_rank_trains(comm, number):
         assert equal(found[1], found[0]) and equal(found[3], found[2])
         assert CASES[case][1] > 1 or equal(found[2], found[0])
     mesh.free()
+
+
+@pytest.mark.parametrize("shards, parts, found", [
+    (4, 1, 4), (4, 2, 2), (4, 4, 1), (2, 4, 1), (1, 2, 1), (2, 3, 2), (4, 6, 2)])
+def test_zero_divides_what_a_group_has_until_whole_groups_of_shards_are_full(shards, parts, found):
+    assert expert_shards(shards, parts) == found
 
 
 def counted(comm, model) -> dict[tuple[str, str], int]:

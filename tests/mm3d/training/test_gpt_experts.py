@@ -34,7 +34,12 @@ MESHES = {
 @pytest.mark.ranks(4, slow=(2, 6, 8), first=(4,))
 @pytest.mark.parametrize("number", range(8))
 def test_losses_gradients_and_routings_are_those_of_one_rank(comm, number):
-    """Experts' gradients too, which are divided by the tokens of all replicas as any other."""
+    """Experts' gradients too, which are divided by the tokens of all replicas as any other.
+
+    Guards against a balance loss from the choices of one rank's tokens (pytorch/torchtitan#3000,
+    NVIDIA-NeMo/Automodel#1412), and against gradients divided by the number of an expert's copies
+    (databricks/megablocks#86, laekov/fastmoe#106, deepspeedai/DeepSpeed#5618).
+    """
     if number >= len(MESHES[comm.size]):
         pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
     options, more = MESHES[comm.size][number]
@@ -110,14 +115,19 @@ def test_what_moves_fewer_words_is_chosen(comm, top):
     mesh.free()
 
 
-@pytest.mark.ranks(2)
+@pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize("way", ["exchange", "gather"])
 def test_a_rank_whose_experts_get_no_token_takes_part(comm, way):
-    """Logits that are all equal send every token to the first expert, and none to the others."""
+    """Logits that are all equal send every token to the first expert, and none to the others.
+
+    On 4 ranks the experts are there twice, and ZeRO divides them.  Guards against an expert
+    without tokens that leaves out a collective, on which others wait, or keeps an old gradient.
+    """
     gradients, experts = [], mm3d.Experts(3, top=1, every=2, capacity=None)
     for mesh, more in ((mm3d.Mesh(MPI.COMM_SELF, 1, "serial"), {}),
-                       (mm3d.Mesh(comm, data=2, scheme="serial"),
-                        {"expert_parallel": 2, "expert_way": way})):
+                       (mm3d.Mesh(comm, data=comm.size, scheme="serial"),
+                        {"expert_parallel": 2, "expert_way": way,
+                         "zero": 2 * (comm.size > 2)})):
         model = mm3d.GPT(mesh, **SIZES, experts=experts, dtype="float64", **more)
         state = model.state()
         model.load(state | {name: 0 * a for name, a in state.items() if ".router." in name})
@@ -201,9 +211,12 @@ def test_checkpoints_and_clipping_know_experts_on_another_mesh(comm, shared_tmp_
     (dict(expert_parallel=2, experts=None), "the model has none"),
     (dict(experts=mm3d.Experts(3, top=4)), "top=3 at most"),
     (dict(experts=mm3d.Experts(99, top=1, capacity=0.01, convention="megablocks")), "drops"),
+    (dict(batch=2 ** 42, seq=2 ** 20), "overflow 64 bits"),
     (dict(microbatches=4), "8 would do")])
 def test_what_does_not_fit_is_refused_on_all_ranks(comm, options, message):
     mesh = mm3d.Mesh(comm, data=2, scheme="serial")
-    with pytest.raises(ValueError, match=message):
-        mm3d.GPT(mesh, **SIZES, **({"experts": mm3d.Experts(4)} | options))
+    with pytest.raises(ValueError, match=message) as refused:
+        mm3d.GPT(mesh, **SIZES | {"experts": mm3d.Experts(4)} | options)
+    text = str(refused.value)
+    assert comm.allgather(text) == [text] * comm.size and "\n" not in text
     mesh.free()

@@ -181,7 +181,11 @@ def test_gradients_are_central_differences(experts):
 
 @pytest.mark.parametrize("policy", ["selective", "full", "uniform:2", "uniform:2+selective"])
 def test_recomputation_changes_no_bit(policy):
-    """Also with jitter, and although the router would now choose otherwise."""
+    """Also with jitter, and although the router would now choose otherwise.
+
+    Guards against a routing that is computed again, with other jitter
+    (NVIDIA-NeMo/Automodel#3156).
+    """
     experts = mm3d.Experts(4, every=2, jitter=0.3, capacity=0.8)
     expected = step(model(experts, layers=4))
     again = model(experts, layers=4, recompute=policy)

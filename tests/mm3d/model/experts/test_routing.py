@@ -208,7 +208,11 @@ def routed(experts: Experts, collapsed: bool) -> Choice:
     ("megablocks", 2, 0.25, 0.625), ("huggingface", 2, 2, 5), ("deepspeed", 1, 1, 5),
     ("deepspeed", 2, 1, 2.5), ("deepspeed", 3, 1, 5 / 3)])
 def test_closed_values_of_the_balance_loss(convention, top, uniform, collapsed):
-    """In units of the coefficient, with 4 layers; 1 and E for one choice."""
+    """In units of the coefficient, with 4 layers; 1 and E for one choice.
+
+    Guards against a constant loss (huggingface/transformers#28093 and #28255), and against a
+    factor k where a convention has none (huggingface/transformers#43775).
+    """
     experts = Experts(5, top=top, balance=0.01, convention=convention)
     for expected, alike in (uniform, False), (collapsed, True):
         choice = routed(experts, alike)
