@@ -3,6 +3,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 import mm3d
 from expert_gpts import CASES, SIZES, assert_same, serial, train
@@ -54,6 +55,35 @@ def test_every_division_trains_what_one_rank_trains(comm, number):
         assert equal(found[1], found[0]) and equal(found[3], found[2])
         assert CASES[case][1] > 1 or equal(found[2], found[0])
     mesh.free()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("zero", [0, 2])
+def test_copies_of_an_expert_with_and_without_tokens_are_summed(comm, zero):
+    """The first half of the batch goes to the first expert, the other to the last one.
+
+    Each is there twice, and one of its copies gets nothing.  Guards against an expert without
+    tokens that leaves out a collective, on which its copy waits, or keeps an old gradient.
+    """
+    gradients, sizes = [], SIZES | {"batch": BATCH}
+    for mesh, more in ((mm3d.Mesh(MPI.COMM_SELF, 1, "serial"), {}),
+                       (mm3d.Mesh(comm, data=4, scheme="serial"), {"expert_parallel": 2})):
+        model = mm3d.GPT(mesh, **sizes, experts=mm3d.Experts(2, top=1, every=2, capacity=None),
+                         dtype="float64", zero=zero, **more)
+        router, rows = experts_layer(model).router, model.pipeline.rows[0]
+        second = np.repeat(np.arange(rows.start, rows.stop) >= BATCH // 2, sizes["seq"])
+
+        def forward(x, own=router.forward, logits=np.stack([~second, second], axis=1)):
+            return np.asarray(logits, float), own(x)[1]
+        router.forward = forward
+        for p in model.trained:
+            p.grad[...] = 7    # what an earlier step has left
+        model.step(*tokens_and_targets(sizes))
+        gradients.append(model.gradients())
+        assert model.routings["layers.1.experts"].chosen.tolist() == [[40, 40]]
+        model.free()
+        mesh.free()
+    assert_same(gradients[1], gradients[0])
 
 
 @pytest.mark.parametrize("shards, parts, found", [
