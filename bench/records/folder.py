@@ -168,10 +168,12 @@ def read_runs(path: str | Path) -> tuple[list[Run | Measurements], list[str]]:
 def run_identity(run: Measurements) -> tuple:
     """Return the key that runs of one microbenchmark share.
 
-    It holds the emulated cluster, and all settings but those of `EFFORT`.
+    It holds the emulated cluster, and all settings but those of `EFFORT`.  Another seed makes
+    another training, and so does another warmup of its learning rate.
     """
+    aside = EFFORT - {"seed", "warmup"} if run.kind == "training" else EFFORT
     return run.kind, cluster_of(run), tuple(sorted(
-        (name, value) for name, value in run.configuration.items() if name not in EFFORT))
+        (name, value) for name, value in run.configuration.items() if name not in aside))
 
 
 def cluster_of(run: Run | Measurements) -> str:

@@ -93,8 +93,8 @@ def make_measured_drawings(records: Sequence[Measurements]) -> Iterator[Drawing]
             yield Drawing(f"{name}-{_sizes(record)}-p{record.environment['ranks']:03d}", about,
                           draw(record))
     if trainings := experts.comparable_trainings(records):
-        yield Drawing("balance-of-experts", "Validation loss and use of the experts by step, for "
-                      "several coefficients of the balance loss.",
+        yield Drawing("balance-of-experts", "Last validation loss and use of the experts, against "
+                      "the coefficient of the balance loss.",
                       experts.draw_balance(trainings))
 
 

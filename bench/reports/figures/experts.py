@@ -1,5 +1,6 @@
 """Draw the parts of a layer of experts, and what a balance loss does to trainings with experts."""
 
+import itertools
 from typing import Sequence
 
 import numpy as np
@@ -48,40 +49,66 @@ def draw_parts(record: Measurements):
 
 
 def comparable_trainings(records: Sequence[Measurements]) -> list[Measurements]:
-    """Return the trainings that differ in the coefficient of the balance loss alone.
+    """Return the trainings that differ in the coefficient of the balance loss and in the seed.
 
-    In the order of the coefficients, of each the latest; [] where there are fewer than two.
+    In the order of the coefficients and seeds, of each the latest; [] where there are fewer than
+    two coefficients.
     """
-    alike: dict[tuple, dict[float, Measurements]] = {}
+    alike: dict[tuple, dict[tuple[float, int], Measurements]] = {}
     for record in sorted(records, key=lambda one: one.created):
         chosen = record.configuration
         if record.kind == "training" and "experts_balance" in chosen:
             same = tuple((name, chosen[name]) for name in sorted(chosen) if name in (
-                "layers", "hidden", "heads", "batch", "seq", "steps", "seed", "dtype", "lr",
+                "layers", "hidden", "heads", "batch", "seq", "steps", "dtype", "lr",
                 "text_digest") or name.startswith("experts_") and name != "experts_balance")
-            alike.setdefault(same, {})[float(chosen["experts_balance"])] = record
-    found = max(alike.values(), key=len, default={})
-    return [found[balance] for balance in sorted(found)] if len(found) > 1 else []
+            alike.setdefault(same, {})[balance_of(record), int(chosen["seed"])] = record
+
+    def coefficients(found: dict[tuple[float, int], Measurements]) -> int:
+        return len({balance for balance, _ in found})
+    found = max(alike.values(), key=coefficients, default={})
+    return [found[key] for key in sorted(found)] if coefficients(found) > 1 else []
+
+
+def balance_of(record: Measurements) -> float:
+    """Return the coefficient of the balance loss of a training."""
+    return float(record.configuration["experts_balance"])
 
 
 def draw_balance(records: Sequence[Measurements]):
-    """Draw validation loss and entropy of utilisation by step, of trainings with experts."""
+    """Draw the last validation loss, and the use of the experts, against the coefficient."""
     chosen = records[0].configuration
+    capacity = chosen.get("experts_capacity")
     figure, (panels,) = style.make_figure(1, 2, (11, 4.8), (
         f"{chosen['layers']} layers of {chosen['hidden']} features, {chosen['experts_count']} "
         f"experts every {chosen['experts_every']} layers, top {chosen['experts_top']}, gate "
-        f"{chosen['experts_gate']}"))
-    for record, (colour, marker) in zip(records, style.CYCLE):
-        name = f"balance {record.configuration['experts_balance']:g}"
-        found = {key: variable.values for key, variable in record.variables.items()}
-        panels[0].plot(record.scales["validated"], found["validation_loss"], color=colour,
-                       marker=marker, markersize=4, label=name)
-        steps, entropy = np.array(record.scales["step"]), found["entropy"]
-        panels[1].plot(steps, entropy, color=colour, linewidth=1.0, label=name)
-    panels[0].set(xlabel="step", ylabel="validation loss (nats a byte)",
-                  title="held-out text, without the routers' losses")
-    panels[1].set(xlabel="step", ylabel="entropy over that of equal shares (1)", ylim=(0, 1.02),
-                  title="use of the experts, of the layer that uses them least evenly")
+        f"{chosen['experts_gate']}\n"
+        + ("nothing dropped" if capacity is None else f"capacity {capacity:g}")
+        + f", z-loss {chosen['experts_z']:g}, learning rate {chosen['lr']:g}, {chosen['steps']} "
+          f"steps of {chosen['batch']} x {chosen['seq']} bytes"))
+    coefficients = sorted({balance_of(record) for record in records})
+    seeds = sorted({int(record.configuration["seed"]) for record in records})
+    values = np.full((2, len(seeds), len(coefficients)), np.nan)
+    for record in records:
+        place = (slice(None), seeds.index(record.configuration["seed"]),
+                 coefficients.index(balance_of(record)))
+        entropy = record.variables["entropy"].values
+        values[place] = (record.variables["validation_loss"].values[-1],
+                         entropy[-max(1, len(entropy) // 10):].mean())
+    places = np.arange(len(coefficients))
+    for panel, of_seed in zip(panels, values):
+        means = [np.mean(column[np.isfinite(column)]) for column in of_seed.T]
+        panel.plot(places, means, color=style.DARK_GREY, linewidth=1.5, zorder=1,
+                   label="mean" if len(seeds) > 1 else "_")
+        for seed, line, (colour, marker) in zip(seeds, of_seed, itertools.cycle(style.CYCLE)):
+            panel.plot(places, line, color=colour, marker=marker, markersize=8, linestyle="",
+                       label=f"seed {seed}")
+        panel.set_xticks(places, [f"{one:g}" for one in coefficients])
+        panel.set(xlabel="coefficient of the balance loss (1)", xlim=(-0.4, places[-1] + 0.4))
+    panels[0].set(ylabel="validation loss (nats a byte)",
+                  title="held-out text after the last step, without the routers' losses")
+    panels[1].axhline(1, color=style.DARK_GREY, linestyle="--", label="equal shares")
+    panels[1].set(ylabel="entropy over that of equal shares (1)", ylim=(0, 1.06),
+                  title="use of the experts, of the least even layer, last 10 % of the steps")
     panels[0].legend()
     panels[1].legend()
     return figure

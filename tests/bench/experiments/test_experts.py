@@ -10,7 +10,7 @@ from bench.experiments.experts import measured, verification
 from bench.experiments.experts.parts import PARTS
 from bench.experiments.experts.problem import ROUTINGS, ExpertsCase, Subject, make_mesh
 from bench.instruments.timing import Limits
-from bench.records import run_file
+from bench.records import folder, run_file
 from bench.records.measurements import Measurements, Variable
 from bench.reports.figures import experts as figures, style
 from bench.validation.files import check_file
@@ -112,20 +112,27 @@ def test_what_cannot_be_divided_is_refused():
         make_mesh(MPI.COMM_SELF, "serial", None, 2, "numpy")
 
 
-def made_up_training(balance: float, created: str, seed: int = 0) -> Measurements:
-    variables = {"validation_loss": Variable(np.array([2.0, 1.0]), "1", ("validated",)),
+def made_up_training(balance: float, created: str, seed: int = 0,
+                     last: float = 1.0) -> Measurements:
+    variables = {"validation_loss": Variable(np.array([2.0, last]), "1", ("validated",)),
                  "entropy": Variable(np.array([0.9, 0.8, 0.7]), "1", ("step",))}
     chosen = {"layers": 2, "hidden": 8, "seed": seed, "experts_count": 4, "experts_every": 2,
+              "heads": 2, "batch": 4, "seq": 6, "steps": 3, "lr": 0.1, "experts_z": 0.0,
               "experts_top": 2, "experts_gate": "mixtral", "experts_balance": balance}
     return Measurements("training", chosen, {}, {"step": range(3), "validated": [0, 3]},
                         variables, [], created)
 
 
-def test_trainings_that_differ_in_balance_alone_are_drawn_together():
-    first, again, other, apart = (made_up_training(0.1, "2"), made_up_training(0.1, "3"),
-                                  made_up_training(0.0, "1"), made_up_training(0.01, "1", 1))
-    assert figures.comparable_trainings([first, apart]) == []
-    assert figures.comparable_trainings([first, again, other, apart]) == [other, again]
+def test_trainings_that_differ_in_balance_and_seed_are_drawn_together():
+    first, again, other, seed = (made_up_training(0.1, "2"), made_up_training(0.1, "3"),
+                                 made_up_training(0.0, "1"), made_up_training(0.1, "1", 1, 1.5))
+    assert figures.comparable_trainings([first, seed]) == []
+    found = figures.comparable_trainings([first, seed, again, other])
+    assert found == [other, again, seed]
+    assert len({folder.run_identity(one) for one in found}) == 3
     with style.figure_style():
-        drawn = figures.draw_balance([other, again])
-        assert [len(panel.lines) for panel in drawn.axes] == [2, 2]
+        drawn = figures.draw_balance(found)
+    losses, entropies = ([list(line.get_ydata()) for line in panel.lines] for panel in drawn.axes)
+    assert losses[0] == [1.0, 1.25] and losses[1] == [1.0, 1.0] and losses[2][1] == 1.5
+    assert entropies[0] == [0.7, 0.7]    # of the last tenth of the steps
+    assert [one.get_text() for one in drawn.axes[0].get_xticklabels()] == ["0", "0.1"]
