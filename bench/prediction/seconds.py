@@ -71,7 +71,8 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
     Rings of g ranks move (g-1)/g of the whole through each rank, an all-reduce twice that, and a
     pipelined broadcast or reduction the whole; in shared memory a gather moves nothing.  A line
     that leaves a node crosses the link of the node once for all of its ranks there, and all lines
-    through the node share the link.
+    through the node share the link.  In an all-to-all each rank sends equal blocks to all, those
+    for other nodes through the link of its own.
     """
     measured = {line.key: line.curve for line in machine.collectives}
     for pieces in (event.pieces, False):    # columns that were not measured count as rows
@@ -92,6 +93,12 @@ def collective_terms(machine: Machine, event: Collective) -> Terms:
         return {"node": within,
                 "latency": steps * machine.node.seconds_per_message + machine.call_seconds}
     crossing = moved * times / machine.network.bytes_per_second
+    if event.kind == "all_to_all":
+        # Each rank of the node sends its blocks for other nodes itself: nothing is passed on.
+        near = min(g, max(1, machine.ranks_per_node // event.stride))
+        within = (near - 1) / g * event.bytes / machine.node.bytes_per_second
+        crossing = (machine.ranks_per_node * (g - near) / g * event.bytes
+                    / machine.network.bytes_per_second)
     level = "network" if crossing >= within else "node"
     others = math.ceil(g * min(event.stride, machine.ranks_per_node) / machine.ranks_per_node) - 1
     return {level: max(within, crossing),
