@@ -4,6 +4,7 @@ import argparse
 
 from bench.command_line import options
 from bench.errors import UsageError
+from mm3d.model.experts.dispatch import WAYS
 from mm3d.model.experts.options import GATES, Experts
 
 
@@ -34,6 +35,17 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--expert-parallel", type=options.whole(1), default=1, metavar="N", help=(
         "neighbouring replicas that divide the experts, a divisor of --data; with 1 each has all "
         "(default 1)"))
+
+
+def add_assumed(parser: argparse.ArgumentParser) -> None:
+    """Add the options of a model with experts whose routing is assumed, as it is not run."""
+    add_layers(parser)
+    parser.add_argument("--expert-way", choices=WAYS, default="fewest", help=(
+        "how rows come to experts of other replicas: exchanged, gathered, or whichever moves "
+        "fewer words (default fewest)"))
+    parser.add_argument("--imbalance", type=float, default=1.0, metavar="X", help=(
+        "let the experts of this rank get X times their equal share of the tokens, as those of "
+        "the busiest rank (default 1: all experts get equally many)"))
 
 
 def read_capacity(text: str) -> float | None:

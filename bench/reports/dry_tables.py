@@ -110,7 +110,8 @@ def memory_table(trace: Trace) -> Table:
                  [[name, _count(count)] for name, count in rows.items()])
 
 
-def state_table(stored: int, data: int, dtype: str) -> Table:
+def state_table(stored: int, data: int, dtype: str, divided: int = 0,
+                groups: int = 1) -> Table:
     """Make the table of a rank's bytes of state in each stage of ZeRO, with AdamW.
 
     Parameters
@@ -122,6 +123,11 @@ def state_table(stored: int, data: int, dtype: str) -> Table:
     dtype : str
         Type of values.  Types of 16 bits have masters in float32, and moments are of the master's
         type.
+    divided : int
+        Of the bytes stored, those of experts that replicas divide in every stage.
+    groups : int
+        Number of groups of replicas that have all of these experts; ZeRO divides them further
+        among the groups.
     """
     size = {"float64": 8, "float32": 4}.get(dtype, 2)
     narrow, rows = size == 2, []
@@ -130,8 +136,9 @@ def state_table(stored: int, data: int, dtype: str) -> Table:
     for zero, name in enumerate(("0: replicas", "1: optimizer", "2: and gradients",
                                  "3: and parameters")):
         def count(**bytes_of: int) -> Number:
-            each = state_bytes(zero, data, **dict.fromkeys(kinds, 0) | bytes_of)
-            return _count(round(each * stored / (2 * size)))
+            each, of_experts = (state_bytes(zero, parts, **dict.fromkeys(kinds, 0) | bytes_of)
+                                for parts in (data, groups))
+            return _count(round((each * (stored - divided) + of_experts * divided) / (2 * size)))
         rows.append([name, *(count(**{kind: number}) for kind, number in kinds.items()),
                      count(**kinds), *[count(**kinds | {"gradient": 4})] * narrow])
     wide = [Column("all, float32 gradients")] if narrow else []

@@ -8,15 +8,18 @@ from bench.cases.variants import Variant, schemes_with_option
 from bench.errors import UsageError
 from bench.prediction import machine_model, memory_fit, pipeline_seconds
 from bench.reports import dry_tables, predicted_pipelines
+from bench.reports.experts import dry as dry_experts
 from bench.reports.formats import render
-from bench.command_line import grids, options, pipeline_options
+from bench.command_line import expert_options, grids, options, pipeline_options
 from mm3d import ModelSizes, model_spec
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
+from mm3d.model.experts.options import Experts
 from mm3d.model.sizes import SIZES
 from mm3d.schemes.product import WEIGHTS_HALVES
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import Trace
+from mm3d.training.dry_replicas import replicas_with_experts
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = False
@@ -49,10 +52,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                              "gives the same")
     parser.add_argument("--data", type=int, metavar="N", help=(
         "also count what a rank holds of parameters, gradients, masters and the moments of AdamW "
-        "where N replicas of --ranks ranks divide them, in each stage of ZeRO"))
+        "where N replicas of --ranks ranks divide them, in each stage of ZeRO; with --experts "
+        "also what the replicas, each with --batch sequences, send each other for them"))
     parser.add_argument("--machine", metavar="NAME", help=(
         "also predict seconds on this machine, a supplied one or a .toml file; --grid auto plans "
         "for it (default longhorn)"))
+    expert_options.add_assumed(parser)
     pipeline_options.add_pipeline(parser)
     options.add_format(parser)
 
@@ -71,29 +76,40 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"scheme {arguments.scheme!r} is unknown: choose one of "
                          f"{', '.join(mm3d.SCHEMES)}")
     ranks = pipeline_options.stage_ranks(arguments)
+    experts = expert_options.experts_of(arguments)
+    _refuse_with_experts(arguments, experts)
     chosen = grids.read_grid(arguments.grid, arguments.scheme, ranks,
                              arguments.machine or "longhorn", arguments.dtype, sizes,
                              arguments.recompute)
     machine = (machine_model.load_machine(arguments.machine, arguments.dtype)
                if arguments.machine else None)
     limit = memory_fit.parse_size(arguments.memory) if arguments.memory else 0
-    if limit and arguments.rank and not arguments.stages:
+    if limit and arguments.rank and not experts and not arguments.stages:
         raise UsageError("--memory is held against rank 0, which has the most: leave --rank out")
     scheme = mm3d.SCHEMES[arguments.scheme]
     try:
         grid = scheme.grid_shape(chosen or scheme.default_grid(ranks))
         if arguments.stages:
             return _pipeline(arguments, grid, sizes, machine, limit)
-        trace = _trace(arguments, grid, sizes, machine)
+        trace = _trace(arguments, grid, sizes, machine, experts)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    described = model_spec(sizes, arguments.causal)
+    described = model_spec(sizes, arguments.causal, experts=experts)
     useful = cost.flops(described) | cost.flops_of_halves(described)
     parts = [_title(arguments, grid, sizes), *dry_tables.tables(trace, useful, machine)]
     if arguments.data is not None:
-        parts.append(dry_tables.state_table(trace.parameters, arguments.data, arguments.dtype))
+        parts.append(dry_tables.state_table(trace.parameters, arguments.data, arguments.dtype,
+                                            trace.divided,
+                                            arguments.data // arguments.expert_parallel))
+    if experts:
+        parts.append(dry_experts.notes(experts, trace, arguments.data or 1, sizes.tokens,
+                                       arguments.imbalance))
     fits = True
-    if limit:
+    if limit and experts:
+        fits = trace.peak <= limit
+        parts.append(f"{trace.peak / 2 ** 30:.2f} GiB at the peak of this rank, with intermediate "
+                     f"arrays: it {'fits' if fits else 'does not fit'}")
+    elif limit:
         fits, line = memory_fit.judge_fit(
             arguments.scheme, grid.sizes, arguments.dtype, arguments.recompute, sizes, limit,
             Variant(arguments.keep or "none", arguments.overlap, arguments.causal))
@@ -143,7 +159,10 @@ def _scheme_options(arguments: argparse.Namespace) -> dict:
 
 def _title(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes) -> str:
     """Name the rank and the model."""
-    return (f"scheme {arguments.scheme}, grid {grid}, rank {arguments.rank} of {arguments.ranks}; "
+    several = arguments.data or 1 if arguments.experts else 1
+    of = f"{several} replicas of " * (several > 1)
+    return (f"scheme {arguments.scheme}, {of}grid {grid}, rank {arguments.rank} of "
+            f"{several * arguments.ranks}; "
             + ", ".join(f"{name} {value}" for name, value in sizes.items())
             + f", {arguments.dtype}, recompute {arguments.recompute}"
             + "".join(f", {word}" for word in Variant(overlap=arguments.overlap).words)
@@ -151,8 +170,24 @@ def _title(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes) ->
             + f"; {arguments.stages} stages" * bool(arguments.stages))
 
 
+def _refuse_with_experts(arguments: argparse.Namespace, experts: Experts | None) -> None:
+    """Raise UsageError for options that do not go together with experts, or without them."""
+    if experts is None:
+        for name, value in (("imbalance", arguments.imbalance),
+                            ("expert-parallel", arguments.expert_parallel)):
+            if value != 1:
+                raise UsageError(f"--{name} {value:g} would do nothing here: --experts 8 would "
+                                 f"do, or leave it out")
+    elif arguments.stages:
+        raise UsageError(f"--experts {experts.count} --stages {arguments.stages}: leave one of "
+                         f"them out; a stage's experts can be counted with its own --layers")
+    elif arguments.grid == "auto":
+        raise UsageError(f"--experts {experts.count} --grid auto: plans know no experts; sizes "
+                         f"such as 2x2x2 would do")
+
+
 def _trace(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
-           machine: machine_model.Machine | None) -> Trace:
+           machine: machine_model.Machine | None, experts: Experts | None) -> Trace:
     """Run a step of the rank dry.
 
     Raises
@@ -164,6 +199,15 @@ def _trace(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
     asked = _scheme_options(arguments)
     if arguments.halves:
         sizes = {**sizes, "halves": True, "weights_half": arguments.halves}
-    return trace_of(arguments.scheme, arguments.ranks, grid.sizes, arguments.rank, options=asked,
+    place = arguments.rank
+    if experts:
+        data = arguments.data or 1
+        if not 0 <= place < data * arguments.ranks:
+            raise ValueError(f"--rank {place}: 0 to {data * arguments.ranks - 1} would do")
+        replica, place = divmod(place, arguments.ranks)
+        sizes = {**sizes, "experts": experts, "replicas": replicas_with_experts(
+            experts, sizes["batch"], sizes["seq"], data, replica, arguments.expert_parallel,
+            way=arguments.expert_way, imbalance=arguments.imbalance)}
+    return trace_of(arguments.scheme, arguments.ranks, grid.sizes, place, options=asked,
                     dtype=arguments.dtype, causal=arguments.causal, recompute=arguments.recompute,
                     block=machine.elementwise_block if machine else sys.maxsize, **sizes)

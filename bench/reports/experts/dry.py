@@ -1,0 +1,46 @@
+"""Say what the tables of a dry run with experts assume."""
+
+from bench.reports.document import Notes
+from mm3d.model.experts.capacity import capacity_of
+from mm3d.model.experts.options import Experts
+from mm3d.tracing.trace import Trace
+
+
+def notes(experts: Experts, trace: Trace, data: int, tokens: int, imbalance: float) -> Notes:
+    """Say which routing is assumed, and what is counted between replicas.
+
+    Parameters
+    ----------
+    experts : Experts
+        The options.
+    trace : Trace
+        The dry run.
+    data, tokens : int
+        Number of replicas, and tokens of each.
+    imbalance : float
+        How many times their equal share the experts of the rank get.
+    """
+    every, capacity = data * tokens, capacity_of(experts, data * tokens)
+    share = every * experts.top / experts.count
+    lines = [f"The routing is assumed, not computed: of {every:,} tokens that are routed "
+             f"together, each to {experts.top} of {experts.count} experts, "
+             + (f"every expert gets {share:,.6g}" if imbalance == 1 else
+                f"the experts of this rank, the busiest, get {imbalance:g} times their equal "
+                f"share of {share:,.6g} each, and the others equally what is left")
+             + ". For that routing all counts are exact; a router that is trained chooses "
+               "otherwise.",
+             "Nothing is dropped." if capacity is None else
+             f"An expert takes {capacity:,} pairs of token and choice at most (capacity "
+             f"{experts.capacity:g}); rows beyond are dropped, and not counted."]
+    kinds = {kind for moved in trace.traffic.values() for direction, kind in moved
+             if direction == "e"}
+    if trace.divided:
+        way = ("exchanged: an all-to-all of rows of tokens brings them to their experts, and "
+               "another one brings the results back, and the same for gradients"
+               if "all_to_all" in kinds else "gathered: all tokens come to all replicas, and "
+               "sums of the results are scattered")
+        lines.append(f"Direction e has the replicas that divide the experts. Rows are {way}. Its "
+                     f"other all-gathers move counts of choices.")
+    if data > 1:
+        lines.append("The sums of gradients over replicas are not in these tables.")
+    return Notes("About the experts (a model, not a run):", lines)
