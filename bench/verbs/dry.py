@@ -33,7 +33,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="sizes of the grid's directions, or auto for the planner's choice "
                              "(default: the scheme's own)")
     parser.add_argument("--rank", type=int, default=0, metavar="N",
-                        help="the number of the rank (default 0, whose blocks are the largest)")
+                        help="the number of the rank, with --experts among those of all replicas "
+                             "(default 0, whose blocks are the largest)")
     parser.add_argument("--keep", choices=("none", "weight", "both"),
                         help="gathered operands kept for backward in 3d (default none)")
     options.add_overlap(parser, (
