@@ -169,9 +169,10 @@ def run_identity(run: Measurements) -> tuple:
     """Return the key that runs of one microbenchmark share.
 
     It holds the emulated cluster, and all settings but those of `EFFORT`.  Another seed makes
-    another training, and so does another warmup of its learning rate.
+    another training, another warmup of its learning rate does, and a training that was stopped
+    is not one that ended.
     """
-    aside = EFFORT - {"seed", "warmup"} if run.kind == "training" else EFFORT
+    aside = EFFORT - {"seed", "warmup", "ended_by"} if run.kind == "training" else EFFORT
     return run.kind, cluster_of(run), tuple(sorted(
         (name, value) for name, value in run.configuration.items() if name not in aside))
 

@@ -51,13 +51,14 @@ def draw_parts(record: Measurements):
 def comparable_trainings(records: Sequence[Measurements]) -> list[Measurements]:
     """Return the trainings that differ in the coefficient of the balance loss and in the seed.
 
-    In the order of the coefficients and seeds, of each the latest; [] where there are fewer than
-    two coefficients.
+    In the order of the coefficients and seeds, of each the latest that has done all of its steps;
+    [] where there are fewer than two coefficients.
     """
     alike: dict[tuple, dict[tuple[float, int], Measurements]] = {}
     for record in sorted(records, key=lambda one: one.created):
         chosen = record.configuration
-        if record.kind == "training" and "experts_balance" in chosen:
+        if (record.kind == "training" and "experts_balance" in chosen
+                and len(record.scales["step"]) == chosen["steps"]):
             same = tuple((name, chosen[name]) for name in sorted(chosen) if name in (
                 "layers", "hidden", "heads", "batch", "seq", "steps", "dtype", "lr",
                 "text_digest") or name.startswith("experts_") and name != "experts_balance")

@@ -112,14 +112,14 @@ def test_what_cannot_be_divided_is_refused():
         make_mesh(MPI.COMM_SELF, "serial", None, 2, "numpy")
 
 
-def made_up_training(balance: float, created: str, seed: int = 0,
-                     last: float = 1.0) -> Measurements:
+def made_up_training(balance: float, created: str, seed: int = 0, last: float = 1.0,
+                     done: int = 3) -> Measurements:
     variables = {"validation_loss": Variable(np.array([2.0, last]), "1", ("validated",)),
                  "entropy": Variable(np.array([0.9, 0.8, 0.7]), "1", ("step",))}
     chosen = {"layers": 2, "hidden": 8, "seed": seed, "experts_count": 4, "experts_every": 2,
               "heads": 2, "batch": 4, "seq": 6, "steps": 3, "lr": 0.1, "experts_z": 0.0,
               "experts_top": 2, "experts_gate": "mixtral", "experts_balance": balance}
-    return Measurements("training", chosen, {}, {"step": range(3), "validated": [0, 3]},
+    return Measurements("training", chosen, {}, {"step": range(done), "validated": [0, done]},
                         variables, [], created)
 
 
@@ -127,7 +127,8 @@ def test_trainings_that_differ_in_balance_and_seed_are_drawn_together():
     first, again, other, seed = (made_up_training(0.1, "2"), made_up_training(0.1, "3"),
                                  made_up_training(0.0, "1"), made_up_training(0.1, "1", 1, 1.5))
     assert figures.comparable_trainings([first, seed]) == []
-    found = figures.comparable_trainings([first, seed, again, other])
+    stopped = made_up_training(0.0, "4", done=2)
+    found = figures.comparable_trainings([first, seed, again, other, stopped])
     assert found == [other, again, seed]
     assert len({folder.run_identity(one) for one in found}) == 3
     with style.figure_style():
