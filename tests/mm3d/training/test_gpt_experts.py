@@ -44,9 +44,8 @@ def test_losses_gradients_and_routings_are_those_of_one_rank(comm, number):
         pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
     options, more = MESHES[comm.size][number]
     mesh = mm3d.Mesh(comm, **options)
-    for case in range(len(CASES)) if number else (0,):
-        if more.get("schedule") != "zb-h1" or CASES[case][1] > 1:
-            assert_same(train(mesh, case, **more), serial(case))
+    for case in range(len(CASES)) if number and comm.size < 8 else (0,):
+        assert_same(train(mesh, case, **more), serial(case))
     mesh.free()
 
 
