@@ -55,8 +55,9 @@ def work(tmp_path, name, **more):
 ROW = make_case(select_rows("weak", "3d")[0], "tiny")
 
 
-@pytest.mark.parametrize("every", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", site.supplied_sites())
+@pytest.mark.parametrize("name, every", [
+    *((name, False) for name in site.supplied_sites()),
+    pytest.param("gpu8", True, marks=pytest.mark.slow)])
 def test_supplied_sites_are_sound_and_render_all_rows(tmp_path, name, every):
     """By default one row of each number of ranks."""
     mine = work(tmp_path, name)

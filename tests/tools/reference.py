@@ -16,8 +16,8 @@ GRIDS = {1: [(1, 1, 1)],
          4: [(2, 2, 1), (1, 2, 2)],
          6: [(2, 1, 3), (3, 2, 1)],
          8: [(2, 2, 2), (4, 2, 1), (1, 2, 4), (8, 1, 1), (1, 8, 1), (1, 1, 8)]}
-# Grids of 8 ranks are of every kind; those of 4 are for schemes that want a square.
-every_grid = pytest.mark.ranks(1, 8, slow=(4, 6))
+# Grids of 8 ranks are of every kind, those of 6 uneven; those of 4 are for squares.
+every_grid = pytest.mark.ranks(1, 8, slow=(6,))
 grids_and_squares = pytest.mark.ranks(1, 4, 8, slow=(6,))
 
 # Three lengths, all different: nothing divides them, and some have fewer elements than parts.

@@ -214,9 +214,20 @@ def test_float64_agrees_with_the_plain_model_closely(comm):
     training.free()
 
 
-@pytest.mark.ranks(2, slow=(4, 8))
-@pytest.mark.parametrize("dtype", ["float64", pytest.param("float32", marks=pytest.mark.slow)])
-def test_every_mesh_has_the_same_losses_gradients_and_weights(comm, shared_tmp_path, dtype):
+@pytest.mark.slow
+@pytest.mark.ranks(4)
+@pytest.mark.limit(300)
+def test_every_mesh_has_the_same_in_float32(comm, shared_tmp_path):
+    check_meshes(comm, shared_tmp_path, "float32")
+
+
+@pytest.mark.ranks(2, slow=(8,))
+@pytest.mark.limit(400)
+def test_every_mesh_has_the_same_losses_gradients_and_weights(comm, shared_tmp_path):
+    check_meshes(comm, shared_tmp_path, "float64")
+
+
+def check_meshes(comm, shared_tmp_path, dtype):
     """To the bit where only schedules, stages, ZeRO or recomputation differ."""
     found = comparison.compare_meshes(comm, replace(COMPARED, dtype=dtype), TEXT)
     if comm.rank:

@@ -104,7 +104,7 @@ def in_cluster(spec: str, *argv: str, **variables: str):
 
 @pytest.mark.slow
 @pytest.mark.limit(600)
-@pytest.mark.parametrize("spec", ["2x2", "4x2", "2x4"])
+@pytest.mark.parametrize("spec", ["4x2", "2x4"])
 def test_the_wire_carries_what_collectives_must_send(tmp_path, spec):
     """By the default transport of a line of several ranks a node, in a valid file."""
     nodes, _, ranks = spec.partition("x")
@@ -122,12 +122,10 @@ def test_the_wire_carries_what_collectives_must_send(tmp_path, spec):
 
 @pytest.mark.slow
 @pytest.mark.limit(600)
-@pytest.mark.parametrize("spec", ["2x2", "4x2", "2x4"])
-@pytest.mark.parametrize("scheme", ["3d", "1d", "1d-sp", "2d"])
+@pytest.mark.parametrize("spec, scheme", [("4x2", "3d"), ("2x4", "3d"), ("2x4", "1d"),
+                                          ("4x2", "1d-sp"), ("2x2", "2d")])
 def test_the_wire_carries_what_a_layer_must_send(spec, scheme):
     """Forward and backward of one layer: the words counted of lines that cross nodes."""
-    if scheme == "2d" and spec != "2x2":
-        pytest.skip("2d needs a square of ranks")
     done = in_cluster(spec, "-c", SCHEME, scheme, MM3D_TRANSPORT="hierarchical")
     received, least = map(int, done.stdout.split())
     assert 0 < received / least - 1 < OVERHEAD, (received, least)

@@ -104,7 +104,7 @@ def test_a_backend_given_itself_is_the_one_of_its_arrays(before):
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.ranks(1, slow=(4, 6, 8))
+@pytest.mark.ranks(1, slow=(4, 8))
 @pytest.mark.parametrize("sizes, causal", [("even", False), ("uneven", True)])
 def test_model_equals_numpy(comm, sizes, causal):
     """The whole model on every scheme and grid, with the same words moved and bytes saved."""
@@ -124,7 +124,7 @@ def test_model_equals_numpy(comm, sizes, causal):
         assert accounts[0] == accounts[1], parallelism
 
 
-@pytest.mark.ranks(1, slow=(4, 8))
+@pytest.mark.ranks(1, slow=(6,))
 def test_halves_of_backward(comm):
     """On every scheme, with dY kept and gathered again, bits of backward in one piece."""
     sizes = {**SIZES["few"], "layers": 1}
@@ -145,7 +145,7 @@ def test_halves_of_backward(comm):
             assert all(map(np.array_equal, arrays, found[None])), (str(parallelism), half)
 
 
-@pytest.mark.ranks(1, slow=(8,))
+@pytest.mark.ranks(1, slow=(4,))
 def test_model_float32(comm):
     """float32 arrays stay float32 where nothing promotes by itself."""
     for parallelism in PARALLELISMS[comm.size]:

@@ -98,8 +98,7 @@ def test_words_of_uneven_blocks_on_larger_grids(name, sizes, form):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, grid", [("cannon", "3x3"), ("2.5d-sd", "3x3x2"),
-                                        ("2.5d", "3x3x2")])
+@pytest.mark.parametrize("name, grid", [("cannon", "3x3"), ("2.5d-sd", "3x3x2")])
 def test_shifts_go_the_right_way(name, grid, tmp_path):
     """On two rows of ranks forward and back are the same; three tell them apart."""
     ranks = int(np.prod([int(size) for size in grid.split("x")]))

@@ -50,8 +50,12 @@ def test_every_collective_even_and_uneven(comm, carried):
 
 @pytest.mark.ranks(1, 4, slow=(8,), first=(1, 4))
 def test_the_model_equals_the_serial_one(comm, carried):
-    """On every scheme: nothing is computed before what it needs has arrived."""
-    for parallelism in SOME[comm.size]:
+    """On every scheme: nothing is computed before what it needs has arrived.  Those of 8 ranks are
+    dealt out to the transports."""
+    examples = SOME[comm.size]
+    if comm.size == 8:
+        examples = examples[NAMES.index(carried)::len(NAMES)]
+    for parallelism in examples:
         with parallelism.on(comm, "cupy") as scheme:
             model = mm3d.Transformer(scheme, **SIZES["uneven"], dtype="float64", causal=True)
             results = train(model, *data(**SIZES["uneven"]))
@@ -81,14 +85,14 @@ def underway(monkeypatch):
     return found
 
 
-@pytest.mark.ranks(4, slow=(2, 8), first=(4,))
+@pytest.mark.ranks(4, slow=(8,), first=(4,))
 @pytest.mark.limit(240)
 @pytest.mark.parametrize("keep, options", [
     ("none", dict(dtype="float16", master="float32")), ("both", dict(dtype="float32"))])
 def test_overlap_changes_no_bit(comm, carried, underway, options, keep):
     """A is gathered under the product of dA, dA summed under that of dB, and dB under those of
     the layer before; the next weight is gathered under the last product of each layer."""
-    for grid in {2: [(1, 2, 1), (2, 1, 1)], 4: [(1, 2, 2)], 8: [(2, 2, 2)]}[comm.size]:
+    for grid in {4: [(1, 2, 2)], 8: [(2, 2, 2)]}[comm.size]:
         found, moved = [], []
         for overlap in (False, True):
             parallelism = Parallelism("3d", grid, dict(keep=keep, overlap=overlap))
