@@ -1,7 +1,8 @@
 """Rank all schemes and grids of a number of ranks by predicted time.
 
 All are screened by closed forms (`bench.prediction.closed_form_plan`), whose words are exact; the
-best are then traced by dry runs, whose memory and counts are exact.  Seconds are always a model's.
+best, and of few ranks the best of each scheme, are then traced by dry runs, whose memory and
+counts are exact.  Seconds are always a model's.
 """
 
 from dataclasses import replace
@@ -17,6 +18,7 @@ from mm3d.tracing import dry_run
 
 TRACED = 32    # the greatest number of plans that are all traced
 TRACED_OF_MANY = 24    # plans traced where there are more
+FEW_RANKS = 1024    # up to which the best of each scheme is traced too: lines of more take seconds
 
 
 def list_candidates(ranks: int, scheme: str | None = None) -> Iterator[tuple[str, GridShape]]:
@@ -59,14 +61,18 @@ def rank_plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32
                **sizes: int) -> list[Plan]:
     """Rank all candidates by predicted seconds; plans that do not fit the memory come last.
 
-    The best `top` plans are traced, or all if there are at most `TRACED`.
+    The best `top` plans are traced, or all if there are at most `TRACED`; of at most `FEW_RANKS`
+    the best of each scheme too: where little divides, closed forms are further off for some.
     """
     found = sorted((screen_grid(name, grid, machine, dtype, recompute, sizes)
                     for name, grid in list_candidates(ranks, scheme)), key=lambda plan: plan.order)
     top = len(found) if len(found) <= TRACED else top
-    best = sorted((trace_plan(plan, machine, dtype, recompute, sizes) for plan in found[:top]),
+    first = {plan.scheme: place for place, plan in reversed(list(enumerate(found)))}
+    chosen = {*range(top), *(first.values() if ranks <= FEW_RANKS else ())}
+    best = sorted((trace_plan(plan, machine, dtype, recompute, sizes)
+                   for place, plan in enumerate(found) if place in chosen),
                   key=lambda plan: plan.order)
-    return best + found[top:]
+    return best + [plan for place, plan in enumerate(found) if place not in chosen]
 
 
 def best_grid(scheme: str, ranks: int, machine: machine_model.Machine, dtype: str = "float32",
