@@ -133,7 +133,11 @@ def allocated(scheme, sizes, causal) -> int:
 @pytest.mark.ranks(1, slow=(4, 8), first=(1,))
 @pytest.mark.parametrize("causal", [False, True])
 def test_all_memory_within_five_percent(comm, causal, monkeypatch):
-    """Intermediate arrays too, on every rank of every scheme's own grid and of some others."""
+    """Intermediate arrays too, on every rank of every scheme's own grid and of some others.
+
+    Five percent of the ranks' mean: objects of Python take some 300 kB on every rank, also on one
+    that is on no face and holds a third of the mean.
+    """
     monkeypatch.setenv("MM3D_TRANSPORT", "mpi")    # shared memory is not Python's to count
     monkeypatch.setattr("mm3d.arrays.pool.MIN_MAPPED_BYTES", math.inf)    # nor is mapped memory
     sizes = dict(layers=2, hidden=128, heads=8, batch=16, seq=128)
@@ -144,7 +148,8 @@ def test_all_memory_within_five_percent(comm, causal, monkeypatch):
             shape = tuple(scheme.grid.shape.values())
         trace = dry_run.trace_step(case.name, comm.size, shape, comm.rank, backend.Backend.block,
                                    **sizes, causal=causal)
-        assert measured == pytest.approx(trace.held, rel=0.05), str(case)
+        most = 0.05 * comm.allreduce(trace.held) / comm.size
+        assert abs(measured - trace.held) <= most, (str(case), measured, trace.held)
 
 
 @pytest.mark.slow_but_first
