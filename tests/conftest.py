@@ -37,6 +37,9 @@ from support import LIMIT, gpu_problem, kill_running
 os.environ.setdefault("MM3D_TRANSPORT", "mpi")
 WORLD = MPI.COMM_WORLD
 MEETING = WORLD.Dup()         # no message of a test can be taken for one of the meeting's
+# The files whose slow tests wait longest, for jobs and links; with --slow they come first.
+WAITING = ("test_slurm.py", "test_slurm_hosts.py", "test_faults.py", "test_kills.py",
+           "test_wire_bytes.py", "test_calibrate.py", "test_journal.py")
 GRACE = min(LIMIT / 3, 10)    # seconds that a failed rank waits: it may be all the others wait for
 STDERR = os.dup(2)            # replaced in pytest_configure: pytest captures 2 while tests run
 
@@ -226,6 +229,8 @@ def pytest_ignore_collect(collection_path, config):
 def pytest_collection_modifyitems(config, items):
     if config.getoption("several_ranks"):
         leave_out(config, items, lambda item: rank_count(item) == 1)
+    if config.getoption("slow"):
+        items.sort(key=lambda item: item.path.name not in WAITING)
     seen = set()
     for item in items:
         n, marker = rank_count(item), item.get_closest_marker("ranks")
