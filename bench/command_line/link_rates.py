@@ -1,6 +1,7 @@
 """Measure rows at several rates of the links of an emulated cluster: ``run --links``."""
 
 import argparse
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from bench.experiments.rows.link_sweep import SweepPlan, measure_sweep
 from bench.experiments.rows.settings import Settings
 from bench.records.measurements import Measurements
 from mm3d.model.sizes import SIZES
+from mm3d.schemes import find_scheme
 
 OTHER_GRIDS = {64: [(16, 4, 1)]}    # of 3-D beside the cube, by ranks: the planner's first choice
 ROUNDS = 3
@@ -34,7 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         f"measure on one emulated cluster at each of these rates of its links, such as "
         f"50Mbit,200Mbit,unlimited, {ROUNDS} steps or --repetitions of each, and draw where each "
         f"scheme is the fastest; --grid and --inside, for 3-D, may be several with commas "
-        f"between"))
+        f"between; --overlap measures plans with and without"))
 
 
 def rates(text: str) -> Rates:
@@ -107,7 +109,8 @@ def check_waits(arguments: argparse.Namespace, settings: Settings) -> None:
 
 def list_plans(arguments: argparse.Namespace, rows: list[Row], variant: Variant,
                ranks: int) -> list[SweepPlan]:
-    """List the plans of a table on so many ranks; those of other batches than 3-D's twice.
+    """List the plans of a table on so many ranks; those of other batches than 3-D's twice, and
+    those that can overlap also without, if that is wanted.
 
     Raises
     ------
@@ -124,7 +127,10 @@ def list_plans(arguments: argparse.Namespace, rows: list[Row], variant: Variant,
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"--grid {error}") from error
     cubes = list(product(grids, arguments.inside.split(",")))
-    return [SweepPlan(one, *way) for one in cases
+    plain = replace(variant, overlap=0)
+    both = [replace(one, variant=how) for one in cases for how in dict.fromkeys([plain, variant])
+            if how == plain or "overlap" in find_scheme(one.row.scheme).options]
+    return [SweepPlan(one, *way) for one in both
             for way in (cubes if one.row.scheme == PROPOSED else [(None, "auto")])]
 
 

@@ -196,7 +196,8 @@ def state_sources(machine: machine_model.Machine, products: dict[str, fits.Produ
             "gemm_deviations": f"{how}: these products over the fit; {DTYPES[0]}",
             "node": "the fits of gathers and scatters of all ranks, the bandwidth of those that "
                     "copy; one rank moves nothing",
-            "network": "as of the node, shared by its ranks" if machine.ranks else
+            "network": "the fits of lines between nodes, whose links a node's ranks share"
+                       if machine.ranks else
                        "not measured: as inside the node",
             "ranks": "ranks of the job",
             "achieved": whole,

@@ -1,9 +1,9 @@
 """Make the tables of schemes at several rates of links: where each is the fastest."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Iterator, Sequence
+from typing import Iterator, NamedTuple, Sequence
 
 import numpy as np
 
@@ -51,15 +51,34 @@ class Curve:
     @property
     def batch(self) -> int:
         """The batch."""
-        return int(self.label.split()[-1])
+        return parse_label(self.label).batch
 
     @property
     def name(self) -> str:
         """Scheme, grid, placement and batch for a reader, such as "3-D 4 x 4 x 4, z inside, batch
         384"; of one direction all ranks of a node are neighbours."""
-        scheme, grid, order, batch = self.label.split()
-        inside = f"{order[-1]} inside, " * (len(order) > 1)
-        return f"{TITLES.get(scheme, scheme)} {grid.replace('x', ' x ')}, {inside}batch {batch}"
+        plan = parse_label(self.label)
+        inside = f"{plan.order[-1]} inside, " * (len(plan.order) > 1)
+        overlap = f"overlap {plan.overlap}, " * bool(plan.overlap)
+        return (f"{TITLES.get(plan.scheme, plan.scheme)} {plan.grid.replace('x', ' x ')}, "
+                f"{inside}{overlap}batch {plan.batch}")
+
+
+class PlanLabel(NamedTuple):
+    """What the label of a plan says, see `bench.experiments.rows.link_sweep.ReadyPlan.label`."""
+
+    scheme: str
+    grid: str
+    order: str
+    batch: int
+    overlap: int
+
+
+def parse_label(label: str) -> PlanLabel:
+    """Read the label of a plan."""
+    scheme, grid, order, batch, *more = label.split()
+    return PlanLabel(scheme, grid, order, int(batch),
+                     int(more[0].removeprefix("overlap=")) if more else 0)
 
 
 def read_links(record: Measurements) -> list[float]:
@@ -73,7 +92,7 @@ def read_curves(record: Measurements) -> list[Curve]:
     work = record.variables["work"].values.sum(axis=1)
     found = []
     for at, label in enumerate(record.scales["plan"]):
-        batch = int(label.split()[-1])
+        batch = parse_label(label).batch
         found.append(Curve(label, samples[at] / batch, predict_links(record, label) / batch,
                            work[at] / batch))
     return found
@@ -83,13 +102,14 @@ def predict_links(record: Measurements, label: str) -> np.ndarray:
     """Predict the seconds of a step of a plan at each rate, of which nothing was measured."""
     chosen, cluster = record.configuration, Cluster.parse(
         str(record.environment["emulated_cluster"]))
-    scheme, sizes, order, batch = label.split()
-    grid = GridShape.parse(sizes, find_scheme(scheme).directions)
-    variant = recorded_variant(chosen)
+    plan = parse_label(label)
+    grid = GridShape.parse(plan.grid, find_scheme(plan.scheme).directions)
+    variant = replace(recorded_variant(chosen), overlap=plan.overlap)
     trace = place_trace(dry_run.extrapolate_step(
-        scheme, grid.ranks, grid.sizes, dtype=variant.dtype, options=variant.options(scheme),
-        causal=variant.causal, recompute=str(chosen["recompute"]), batch=int(batch),
-        **{name: int(chosen[name]) for name in SIZES}), grid, order)
+        plan.scheme, grid.ranks, grid.sizes, dtype=variant.dtype,
+        options=variant.options(plan.scheme), causal=variant.causal,
+        recompute=str(chosen["recompute"]), batch=plan.batch,
+        **{name: int(chosen[name]) for name in SIZES}), grid, plan.order)
     machine = load_machine(str(chosen["waited_machine"]))
     crowding = int(record.environment["ranks"]) / int(record.environment["cores"])
     found = []
@@ -176,7 +196,8 @@ def sweep_parts(records: Sequence[Measurements]) -> list[Part]:
     parts: list[Part] = []
     for record in records:
         curves = read_curves(record)
-        parts += [seconds_table(record, curves), prediction_table(record, curves),
+        parts += [seconds_table(record, curves), *hidden_parts(record, curves),
+                  prediction_table(record, curves),
                   Notes("Where each is the fastest:", describe_crossovers(record, curves))]
     return [*parts, Notes("About these rates of links:", _notes(records))]
 
@@ -197,6 +218,31 @@ def seconds_table(record: Measurements, curves: Sequence[Curve]) -> Table:
     columns = [Column("scheme"), Column("work alone", "(waits)", group),
                *(Column(rate_name(link), "", group) for link in links)]
     return Table(heading(record), columns, rows)
+
+
+def hidden_parts(record: Measurements, curves: Sequence[Curve]) -> list[Part]:
+    """Make the table of the share of communication that overlap hides; none without overlap.
+
+    Of a plan without overlap communication is the time that is not work, and what could be hidden
+    is the shorter of both.
+    """
+    plain = {one.label: one for one in curves}
+    rows: Rows = []
+    for one in curves:
+        whole = plain.get(one.label.partition(" overlap=")[0])
+        if whole is None or whole is one:
+            continue
+        moving = whole.medians - whole.work
+        hidden = (whole.medians - one.medians) / np.minimum(moving, whole.work)
+        for at, link in enumerate(read_links(record)):
+            rows.append([one.name, rate_name(link),
+                         number_cell(moving[at] / whole.medians[at], ".0%"),
+                         number_cell(hidden[at], ".0%"),
+                         number_cell(whole.medians[at] / one.medians[at], ".2f")])
+    return [Table(f"{heading(record)}: what overlap hides", [
+        Column("scheme"), Column("link"), Column("communication", "of a step without"),
+        Column("hidden of what", "could be"), Column("times as fast", "as without")],
+        rows)] * bool(rows)
 
 
 def prediction_table(record: Measurements, curves: Sequence[Curve]) -> Table:

@@ -55,6 +55,23 @@ def test_tables(record):
     assert all((np.diff(one.predicted) < 0).all() for one in curves)
 
 
+def test_what_overlap_hides(record):
+    """Of 4 seconds, half of it work, 1.5 s are hidden of 2 that could be."""
+    values = record.variables["samples"].values.copy()
+    values[1], values[2] = 2, 1.25
+    found = replace(
+        record, scales=record.scales | {"plan": [PLANS[0], PLANS[1], PLANS[1] + " overlap=4"]},
+        variables={"samples": replace(record.variables["samples"], values=values),
+                   "work": Variable(np.full((3, 2), 1.0), "s", ("plan", "phase"))})
+    [table] = link_sweep.hidden_parts(found, link_sweep.read_curves(found))
+    assert [cell if isinstance(cell, str) else cell.text for cell in table.rows[0]] == [
+        "3-D 2 x 2 x 1, x inside, overlap 4, batch 24", "50 Mbit/s", "50%", "75%", "1.60"]
+    assert len(table.rows) == 3 and not link_sweep.hidden_parts(
+        record, link_sweep.read_curves(record))
+    without, with_it = link_sweep.read_curves(found)[1:]
+    assert (with_it.predicted >= without.predicted).all()    # more calls, and nothing is hidden
+
+
 def test_predictions_know_the_placement(record):
     """The words along x and along y differ, so it matters which of them stays in a node."""
     inside_x, inside_y = (link_sweep.predict_links(record, f"3d 4x2x1 {order} 24")
