@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Iterator, NamedTuple, Sequence
+from typing import Iterator, Sequence
 
 import numpy as np
 
@@ -64,7 +64,8 @@ class Curve:
                 f"{inside}{overlap}batch {plan.batch}")
 
 
-class PlanLabel(NamedTuple):
+@dataclass(frozen=True)
+class PlanLabel:
     """What the label of a plan says, see `bench.experiments.rows.link_sweep.ReadyPlan.label`."""
 
     scheme: str

@@ -159,7 +159,7 @@ class Overlap:
                     panels: int = 1) -> tuple[Array, Pending]:
         """Compute dA = dC B^T and dB = A^T dC (Algorithm 2); the sum of dB may still be pending.
 
-        A is gathered during the product of dA, or of its last panel; dA is summed, and the next
+        A is gathered during the product of dA; dA is summed, and the next
         weight gathered, during the product of dB.
         """
         gathering: list[Operand] = []
@@ -201,20 +201,19 @@ class Overlap:
                          keep: bool) -> tuple[Pending, Array | None]:
         """Multiply A in panels of rows by the gathered B; C is complete when it is waited for.
 
-        `begin_next` is called before the product of the last panel.  All rows of A are returned
-        if they are to be kept.
+        `begin_next` is called before the product of the first panel, once the second is on its
+        way.  All rows of A are returned if they are to be kept.
         """
-        parts, sums, A_il = panels.parts(A), [], None
+        parts, sums, A_il, after = panels.parts(A), [], None, None
         ahead: Operand | None = self._begin(panels.a.prefetch(parts[0]))
         for n in range(panels.count):
             A_n = gather(ahead, panels.a)
-            last = n + 1 == panels.count
-            ahead = None if last else self._begin(panels.a.prefetch(parts[n + 1]))
+            ahead = (self._begin(panels.a.prefetch(parts[n + 1]))
+                     if n + 1 < panels.count else None)
             if n == 0:
                 B = gather(B, b)
-            if last:
-                ahead = begin_next()
-            terms = multiply(A_n, B, panels.c.term, progress_of(ahead, *sums[-1:]))
+                after = begin_next()
+            terms = multiply(A_n, B, panels.c.term, progress_of(ahead, after, *sums[-1:]))
             sums.append(self._begin(panels.c.begin_reduce_scatter(terms)))
             if keep:
                 if A_il is None:
