@@ -60,5 +60,6 @@ def update_biases(chunks: Iterable[Transformer], totals: dict[str, RoutingTotals
     """Change the biases of the gate "sigmoid-bias" after a step; every rank must call it."""
     for chunk in chunks:
         for name, bias in chunk.routings.biases.items():
-            value = chunk.grid.backend.to_host(bias.value).astype(np.float64)
+            # Of the master: in 16 bits small steps would be rounded away.
+            value = chunk.grid.backend.to_host(bias.master).astype(np.float64)
             bias.load(updated_bias(value, totals[name].chosen, rate))

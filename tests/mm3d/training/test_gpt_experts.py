@@ -202,6 +202,40 @@ def test_checkpoints_and_clipping_know_experts_on_another_mesh(comm, shared_tmp_
     second.free()
 
 
+def one_process_gpt(experts, **options) -> mm3d.GPT:
+    """A GPT on this process alone, of two micro-batches."""
+    mesh = mm3d.Mesh(MPI.COMM_SELF, 1, "serial", backend="numpy")
+    return mm3d.GPT(mesh, **SIZES, experts=experts, microbatches=2, **options)
+
+
+@pytest.mark.parametrize("dtype, master", [("float64", None), ("float16", "float32")])
+def test_biases_change_by_their_rate(dtype, master):
+    """By the tokens of all micro-batches, and in steps that 16 bits would round away."""
+    rate, expected = 1e-4, np.full(8, 2.0)
+    model = one_process_gpt(mm3d.Experts(8, top=1, every=2, gate="sigmoid-bias", capacity=None,
+                                         bias_rate=rate), dtype=dtype, master=master)
+    model.load(model.state() | {"layers.1.experts.router.bias": expected})
+    for _ in range(3):
+        model.step(*tokens_and_targets(SIZES))
+        got = model.routings["layers.1.experts"].chosen.sum(axis=0)
+        assert got.sum() == 30
+        expected = expected + rate * np.sign(got.mean() - got)
+    assert (abs(expected - 2) > 2 * rate).any()
+    bias, = model.pipeline.chunks[0].routings.biases.values()
+    np.testing.assert_allclose(bias.master, expected, rtol=0, atol=1e-6)
+    model.free()
+
+
+def test_gradients_of_routers_losses_have_the_scale_of_the_loss():
+    model, gradients = one_process_gpt(mm3d.Experts(4, z=0.1, balance=0.1), dtype="float64"), []
+    for model.loss_scale in (1.0, 8.0):
+        model.step(*tokens_and_targets(SIZES))
+        gradients.append(model.gradients())
+    for name, a in gradients[0].items():
+        assert np.array_equal(8 * a, gradients[1][name]), name
+    model.free()
+
+
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("options, message", [
     (dict(expert_parallel=3), "1, 2 would do"), (dict(expert_way="fast"), "choose one of"),
@@ -209,6 +243,7 @@ def test_checkpoints_and_clipping_know_experts_on_another_mesh(comm, shared_tmp_
     (dict(expert_parallel=2, experts=None), "the model has none"),
     (dict(experts=mm3d.Experts(3, top=4)), "top=3 at most"),
     (dict(experts=mm3d.Experts(99, top=1, capacity=0.01, convention="megablocks")), "drops"),
+    (dict(experts=8), r"experts=8 should be mm3d.Experts\(...\)"),
     (dict(batch=2 ** 42, seq=2 ** 20), "overflow 64 bits"),
     (dict(microbatches=4), "8 would do")])
 def test_what_does_not_fit_is_refused_on_all_ranks(comm, options, message):
