@@ -25,7 +25,7 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
         "put N experts in place of the perceptron of some layers (default: none)"))
     add_choice(parser, 1.25, "mixtral")
     parser.add_argument("--expert-every", type=options.whole(1), default=2, metavar="N",
-                        help="every how manieth layer has experts (default 2)")
+                        help="one layer of so many has experts, with 1 all (default 2)")
     for name, default, about in (("balance", 0.01, "coefficient of the balance loss"),
                                  ("z-loss", 0.001, "coefficient of the router's z-loss"),
                                  ("jitter", 0.0, "largest relative change of the router's "

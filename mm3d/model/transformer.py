@@ -8,7 +8,7 @@ import numpy as np
 from mm3d.arrays.backend import Array, host_dtype
 from mm3d.model.chain_specs import ModelSpec
 from mm3d.model.chains import Chain
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import Experts, check_experts_given
 from mm3d.model.experts.shared import ExpertRanks, Routings
 from mm3d.model.initial_values import (InitialValues, draw_normal, draw_parameter,
                                        varied_values)
@@ -117,6 +117,7 @@ class Transformer:
                  expert_ranks: ExpertRanks | None = None) -> None:
         sizes = ModelSizes(layers, hidden, heads, batch, seq)
         sizes.check()
+        check_experts_given(experts)
         _check_dtypes(scheme, dtype, master)
         if weights_half not in WEIGHTS_HALVES:
             raise ValueError(f"weights_half={weights_half!r} is unknown: choose one of "
@@ -134,7 +135,6 @@ class Transformer:
         self._keyed = bool(dropout or experts and experts.jitter)
         more = {"dropout": dropout} if dropout else {}
         if experts is not None:
-            experts.check()
             more["experts"] = experts
         self.spec = describe(sizes, causal, recompute, **more)
         self.builder = builder = Builder(

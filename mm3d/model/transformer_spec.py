@@ -5,7 +5,7 @@ from typing import Mapping
 
 from mm3d.model.chain_specs import ChainSpec, ModelSpec, RecomputedSpec, Repeated, ResidualSpec
 from mm3d.model.dropout import DropoutResidualSpec
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import Experts, check_experts_given
 from mm3d.model.experts.spec import ExpertsSpec, RecomputedExpertsSpec
 from mm3d.model.layer_specs import AttentionSpec, GeluSpec, LayerNormSpec, LinearSpec
 from mm3d.model.masks import dropped_of_65536
@@ -69,7 +69,7 @@ def _layers_with_experts(sizes: ModelSizes, causal: bool, policy: Policy, part: 
 
     With "selective" alone experts are not recomputed.
     """
-    experts.check()
+    check_experts_given(experts)
     blocks = [Repeated(transformer_layer(sizes, causal, policy.selective, dropout,
                                          experts if experts.in_layer(layer) else None), "layers")
               for layer in part]

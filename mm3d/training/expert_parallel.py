@@ -13,7 +13,7 @@ from mm3d.grid.grid import Grid
 from mm3d.grid.layout import Layout
 from mm3d.model.experts.capacity import capacity_of
 from mm3d.model.experts.dispatch import WAYS
-from mm3d.model.experts.options import Experts
+from mm3d.model.experts.options import Experts, check_experts_given
 from mm3d.model.experts.shared import ExpertRanks
 from mm3d.model.parameters import Parameter
 from mm3d.training.data_grid import DataGrid
@@ -71,12 +71,12 @@ def check_experts(experts: Experts | None, expert_parallel: Any, replicas: int, 
     ValueError
         When experts cannot be divided so, or drop every token.
     """
+    check_experts_given(experts)
     if experts is None:
         if expert_parallel != 1:
             raise ValueError(f"expert_parallel={expert_parallel!r} divides experts, but the model "
                              f"has none: experts=mm3d.Experts(...) would do")
         return
-    experts.check()
     if way not in WAYS:
         raise ValueError(f"expert_way={way!r} is unknown: choose one of {', '.join(WAYS)}")
     capacity_of(experts, tokens)

@@ -23,8 +23,8 @@ class Experts:
     top : int
         Number of experts k that a token is sent to.
     every : int
-        Every how manieth layer has experts in place of its multi-layer perceptron: with 2 the
-        layers 1, 3, and so on, counted from 0; with 1 all of them.
+        One layer of so many has experts in place of its multi-layer perceptron: with 2 the layers
+        1, 3, and so on, counted from 0; with 1 all of them.
     capacity : float or None
         Capacity factor: how many tokens an expert takes, as a multiple of what it gets when all
         experts get equally many.  A token beyond that is dropped: the expert adds nothing to it.
@@ -130,6 +130,22 @@ class Experts:
             raise ValueError(f"tokens={tokens} with top={self.top} are {tokens * self.top} "
                              f"choices, which overflow 64 bits: at most {limit // self.top} "
                              f"tokens would do")
+
+
+def check_experts_given(experts: Any) -> None:
+    """Check the argument `experts` of a model; None is right too.
+
+    Raises
+    ------
+    ValueError
+        Unless it is None, or `Experts` whose options are possible.
+    """
+    if experts is None:
+        return
+    if not isinstance(experts, Experts):
+        raise ValueError(f"experts={experts!r} should be mm3d.Experts(...), such as "
+                         f"mm3d.Experts(8), or None")
+    experts.check()
 
 
 def _is_number(value: Any) -> bool:
