@@ -50,6 +50,7 @@ def test_a_record_says_how_tokens_were_routed(record, tmp_path):
     assert np.isclose(found["balance_loss"][2], 0.01 * 5 / 2) and not found["words"].any()
     text = table(record)
     assert "collapsed" in text and "53.6" in text
+    assert "50 %" in text    # the confidence that two repetitions give
     with style.figure_style():
         assert len(figures.draw_parts(record).axes) == 2
 
