@@ -98,7 +98,7 @@ class CrossEntropy:
             loss += self.z_loss * (lse * lse)
         loss *= valid
         total = xp.sum(xp.astype(loss, xp.float64, copy=False), axis=0)
-        return total, (logits, flat, xp.exp(top - lse), lse)
+        return total, (flat, xp.exp(top - lse), lse if self.z_loss else None)
 
     def _own_targets(self, targets: Targets) -> tuple[np.ndarray, np.ndarray]:
         """Return the targets of this rank's rows, and the rows that have theirs in this block."""
@@ -166,13 +166,15 @@ class CrossEntropy:
         Array
             This rank's block of the gradient, (batch, seq, vocab).
         """
-        logits, exponentials, share, lse = saved
-        library, xp, dtype = self.space.grid.backend, namespace(logits), lse.dtype
+        exponentials, share, lse = saved
+        library, xp, dtype = self.space.grid.backend, namespace(share), share.dtype
+        block = *(part.stop - part.start for part in self._place), self._count
         own, held = self._own_targets(targets)
         weight = self._counting_rows(own, dtype)
         weight *= targets.scale
         factor = weight * (1 + 2 * self.z_loss * lse) if self.z_loss else weight
-        out = self._empty(logits.dtype) if self._gathers else logits
+        out = (self._empty(exponentials.dtype) if self._gathers
+               else xp.reshape(exponentials, block))
         # Rows of a block that shares memory with others may have gaps between them.
         whole = out if library.is_contiguous(out) else library.empty(out.shape, out.dtype)
         flat = xp.reshape(whole, (len(own), self._count))

@@ -212,9 +212,9 @@ class CrossEntropySpec(LayerSpec):
         return parallelism.inner.words(parallelism.tokens, self.vocab)
 
     def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
-        """Count the logits, and one number a row."""
+        """Count the exponentials in place of the logits, and one number a row, with z-loss two."""
         rows = parallelism.tokens * parallelism.ranks // parallelism.inner.row_parts
-        return SavedWords(self.input_words(parallelism), rest=rows)
+        return SavedWords(self.input_words(parallelism), rest=rows * (2 if self.z_loss else 1))
 
     def transient_words(self, parallelism: Parallelism, recomputed: bool = False) -> float:
         """Count the gradient of the logits where it is gathered: elsewhere it is in their place.

@@ -26,7 +26,7 @@ CASES = {1: [Parallelism("serial"), Parallelism("3d")],
          8: [*CHOSEN[8], Parallelism("3d", (2, 4, 1)), Parallelism("3d", (2, 1, 4)),
              Parallelism("3d", (2, 2, 2), {"keep": "both"})]}
 VOCAB = 13
-KINDS = [dict(tied=True), dict(tied=False, label_smoothing=0.1)]
+KINDS = [dict(tied=True), dict(tied=False, label_smoothing=0.1, z_loss=1e-3)]
 
 
 def counted_step(model, trace):
