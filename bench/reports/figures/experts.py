@@ -81,7 +81,7 @@ def draw_balance(records: Sequence[Measurements]):
     capacity = chosen.get("experts_capacity")
     figure, (panels,) = style.make_figure(1, 2, (11, 4.8), (
         f"{chosen['layers']} layers of {chosen['hidden']} features, {chosen['experts_count']} "
-        f"experts every {chosen['experts_every']} layers, top {chosen['experts_top']}, gate "
+        f"experts in 1 of {chosen['experts_every']} layers, top {chosen['experts_top']}, gate "
         f"{chosen['experts_gate']}\n"
         + ("nothing dropped" if capacity is None else f"capacity {capacity:g}")
         + f", z-loss {chosen['experts_z']:g}, learning rate {chosen['lr']:g}, {chosen['steps']} "

@@ -266,11 +266,10 @@ def _grouped_moves(parallelism: Parallelism, product: ProductShape,
 
 @dataclass(frozen=True)
 class RecomputedExpertsSpec(RecomputedSpec):
-    """Describe recomputed layers with experts: they save their input and the routings."""
+    """Describe recomputed layers with experts: they save their input and the routings.
 
-    def saved_words(self, parallelism: Parallelism, recomputed: bool = False) -> SavedWords:
-        """Count the input; the routings, a few numbers a token, are left out."""
-        return super().saved_words(parallelism, recomputed)
+    Saved words leave out the routings, a few numbers a token.
+    """
 
     def passes_repeated_in_backward(self) -> Iterator[LayerPass]:
         for one in super().passes_repeated_in_backward():
