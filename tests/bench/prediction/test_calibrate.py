@@ -303,7 +303,7 @@ def test_what_is_wrong_is_not_timed(comm, monkeypatch, part, line):
 
 @pytest.mark.ranks(2)
 def test_what_is_wrong_makes_no_machine(comm, shared_tmp_path, monkeypatch, capsys):
-    def wrong(comm):
+    def wrong(comm, progress):
         raise WrongResult("exp of 16 elements is not 1.64872")
 
     monkeypatch.setattr(calibration, "measure_machine", wrong)
