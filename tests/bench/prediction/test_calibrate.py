@@ -213,10 +213,12 @@ def test_a_written_machine_is_read_again(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.limit(400)
 def test_a_machine_measures_itself(tmp_path):
     """On two ranks: every collective, rates that can be, and no word of who and where."""
     path = tmp_path / "here.toml"
-    run = run_ranks(2, "-m", "mpi4py", "-m", "bench", "calibrate", "--out", str(path))
+    run = run_ranks(2, "-m", "mpi4py", "-m", "bench", "calibrate", "--out", str(path),
+                    timeout=320)
     assert run.returncode == 0, run.stderr
     machine = machine_model.load_machine(str(path))
     assert machine.ranks_per_node == 2

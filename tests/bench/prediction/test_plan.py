@@ -143,7 +143,7 @@ def test_a_scheme_without_a_grid_of_so_many_ranks_has_no_best_one():
 def test_the_verbs_print_what_they_found(capsys):
     assert main(["plan", "--ranks", "64", "--hidden", "8192", "--layers", "2"]) == 0
     out = capsys.readouterr().out
-    assert "3d      16 x 4 x 1" in out and "64 plans screened, 24 traced" in out
+    assert "3d      16 x 4 x 1" in out and "64 plans screened, 26 traced" in out
     assert "3d on its default grid, 4 x 4 x 4: 2492 million forward; " in out
     assert "fewest words forward: 2.5d 1 x 1 x 64, 0 million a rank" in out    # replicas
     command = ["dry", "--ranks", "8", "--hidden", "64", "--layers", "2", "--machine", "cpu"]
