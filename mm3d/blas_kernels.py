@@ -28,8 +28,8 @@ def fastest_kernels(processors: Path = PROCESSORS) -> str | None:
 
     On every processor with AVX-512 it uses kernels of 512 bits.  Zen 4 (family 25, of which only
     it has AVX-512) executes such instructions in halves of 256 bits.  There the products of a GPT
-    of 512 features, 1024 rows, take 1.08 times as long in float32 as with kernels of 256 bits
-    (OpenBLAS 0.3.31), and as long in float64.
+    of 512 features, 1024 rows, take 1.03 (one process) to 1.08 times as long (two) in float32 as
+    with kernels of 256 bits (OpenBLAS 0.3.31), and as long in float64.
 
     Parameters
     ----------
