@@ -279,6 +279,8 @@ def _waits(record: Measurements) -> str:
 
 def _notes(records: Sequence[Measurements]) -> list[str]:
     env, count = records[-1].environment, len(records[-1].scales["repetition"])
+    unlimited = any(math.inf in read_links(record) for record in records)
+    overlap = any(parse_label(label).overlap for one in records for label in one.scales["plan"])
     return [
         *map(_waits, records),
         f"{count} repetition{'s' * (count != 1)} of each, a step each, in rounds with random "
@@ -286,8 +288,11 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
         f"scheme first. Fewer than six repetitions give no 95 % interval.",
         f"The {env['ranks']} ranks share {env['cores']} cores for all that is not waited for: "
         f"copies, sums, TCP and Python take longer than with a core for each, and where links "
-        f"are fast this is what is measured. The column without a limit shows how long it takes.",
+        f"are fast this is what is measured."
+        + " The column without a limit shows how long it takes." * unlimited,
         "Predicted: the links of the cluster, shared by the ranks of a node as they are placed, "
         "the waits, and the processor time of messages, two figures fitted to an earlier run; "
         "nothing of this run was measured for it. Crossings are interpolated between measured "
-        "rates as powers of the rate."]
+        "rates as powers of the rate.",
+        *["Predictions hide nothing: seconds of work and of communication add up, also with "
+          "overlap."] * overlap]

@@ -113,17 +113,16 @@ class CubeProduct(Product):
 
     def forward(self, A: Array, B: Array | Pending,
                 overlap: Overlap | None = None) -> tuple[Array, Any]:
+        keep_A, splits = self.keep == "both", (self.a, self.b, self.c)
         if overlap is None:
-            A_il = Gathered(gather(A, self.a))
-            B_lj = Gathered(gather(B, self.b))
-            C = ab(A_il, B_lj, self.a, self.b, self.c)
+            A_il = gather(A, self.a)
+            B_lj = gather(B, self.b)
+            C = ab(Gathered(A_il), Gathered(B_lj), *splits)
         else:
-            B_lj = Gathered(gather(B, self.b))
-            C, A_il = overlap.ab(A, B_lj, self.a, self.b, self.c, self.overlap,
-                                 self.keep == "both")
-            A_il = Gathered(A_il)
-        keep_B = self.keep != "none" and B_lj.array is not B
-        return C, (A_il if self.keep == "both" else A, B_lj if keep_B else None)
+            B_lj = gather(B, self.b)
+            C, A_il = overlap.ab(A, Gathered(B_lj), *splits, self.overlap, keep_A)
+        keep_B = self.keep != "none" and B_lj is not B
+        return C, (Gathered(A_il) if keep_A else A, Gathered(B_lj) if keep_B else None)
 
     def backward(self, dC: Array, B: Array | Pending, saved: Any,
                  overlap: Overlap | None = None) -> tuple[Array, Array | Pending]:

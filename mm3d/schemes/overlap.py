@@ -13,6 +13,9 @@ sum of dA                the product of dA                       the end of the 
 sum of dB                the product of dB                       the next sum of a dB begins
 =======================  ======================================  ==========================
 
+With several panels of rows (`mm3d.schemes.row_panels`) the next panel of A is gathered, and the
+one before of C summed, during the product of each; in backward those of dC and of dA.
+
 The `Overlap` of a pass holds all collectives in flight; layers and parameters hold none, so any
 number of micro-batches can be between forward and backward.  Where backward is in two halves, a
 weight is gathered during a product of the first, and dB summed during a product of the second.
