@@ -16,7 +16,9 @@ from bench.reports.experts.table import experts_parts
 from bench.reports.layer_table import layer_parts
 from bench.reports.link_sweep import sweep_parts
 from bench.reports.merit import words_note
+from bench.reports.pipeline_tables import pipeline_parts
 from bench.reports.products.table import products_parts
+from bench.reports.training_tables import meshes_parts, step_parts, training_parts
 
 # Dimensions of samples and bounds, for which a table of an unknown kind has no columns.
 SAMPLE_DIMS = {"repetition", "rank", "edge", "bound"}
@@ -272,6 +274,8 @@ def _bytes(size: int) -> str:
 
 BUILDERS: dict[str, Callable[[Measurements], list[Part]]] = {
     "gemm": gemm_parts, "collectives": collective_parts, "products": products_parts,
-    "checkpoint": checkpoint_parts, "experts": experts_parts}
+    "checkpoint": checkpoint_parts, "experts": experts_parts, "training": training_parts,
+    "training-meshes": meshes_parts, "training-step": step_parts}
 # Tables of any number of records.
-JOINT_BUILDERS = {"matmul": matmul_parts, "layer": layer_parts, "sweep": sweep_parts}
+JOINT_BUILDERS = {"matmul": matmul_parts, "layer": layer_parts, "sweep": sweep_parts,
+                  "pipeline": pipeline_parts}

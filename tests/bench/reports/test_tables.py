@@ -1,4 +1,6 @@
 """The paper's rows as data, and how tables and figures show them."""
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -295,3 +297,12 @@ def test_emulated_clusters_are_named(tmp_path):
     assert "Linux 6.1" in text
     assert "NOT SCALING RESULTS: in 2 of 2 rows" in text and "earlier run" not in text
     assert "32 cores; emulated cluster, 16 nodes x 4 ranks, 200 Mbit/s; Some MPI" in text
+
+
+@pytest.mark.parametrize("folder, printed, row", [
+    ("step", "step.txt", "mm3d "), ("pipeline/beside-pytorch", "layers.txt", "zb-v ")])
+def test_a_folder_of_other_runs_gives_the_tables_that_its_verb_printed(folder, printed, row):
+    folder = Path(__file__).parents[3] / "results/amd-epyc-family-26-model-2-2-cores" / folder
+    as_printed = (folder / printed).read_text(encoding="utf-8")
+    again = format_tables(folder)
+    assert again.rstrip() == as_printed.rstrip() and f"\n{row}" in again
