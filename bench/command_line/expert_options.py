@@ -1,36 +1,60 @@
 """Define and read the options of layers with experts."""
 
 import argparse
+import math
+from typing import Any
 
 from bench.command_line import options
 from bench.errors import UsageError
 from mm3d.model.experts.dispatch import WAYS
-from mm3d.model.experts.options import GATES, Experts
+from mm3d.model.experts.options import CONVENTIONS, GATES, ORDERS, Experts
+
+GATE = "mixtral"    # by default
+# What add_choice and add_layers define, with the fields of Experts that they set.
+CHOICE = {name: name for name in ("top", "capacity", "gate", "convention", "min_capacity",
+                                  "order")}
+LAYERS = {**CHOICE, "expert_every": "every", "balance": "balance", "z_loss": "z",
+          "jitter": "jitter", "bias_rate": "bias_rate"}
 
 
-def add_choice(parser: argparse.ArgumentParser, capacity: float | None, gate: str) -> None:
-    """Add the options that say how tokens choose experts, with these defaults."""
-    parser.add_argument("--top", type=options.whole(1), default=2, metavar="N",
-                        help="experts that a token is sent to (default 2)")
-    parser.add_argument("--capacity", type=read_capacity, default=capacity, metavar="X", help=(
-        f"tokens that an expert takes, as a multiple of an equal share, or none for all (default "
-        f"{'none' if capacity is None else capacity})"))
-    parser.add_argument("--gate", choices=GATES, default=gate, help=(
-        f"what multiplies the outputs of experts (default {gate})"))
+def add_choice(parser: argparse.ArgumentParser, capacity: float | None) -> None:
+    """Add the options that say how tokens choose experts, and which tokens these take.
+
+    `capacity` is the default that `experts_from` is given.
+    """
+    field = Experts.__dataclass_fields__
+    parser.add_argument("--top", type=options.whole(1), metavar="N", help=(
+        f"experts that a token is sent to (default {field['top'].default})"))
+    parser.add_argument("--capacity", type=read_capacity, metavar="X", help=(
+        "tokens that an expert takes, as a multiple of an equal share, or none for all (default "
+        + ("none)" if capacity is None else f"{capacity}; none with --convention huggingface)")))
+    parser.add_argument("--gate", choices=GATES, help=(
+        f"what multiplies the outputs of experts (default {GATE})"))
+    parser.add_argument("--convention", choices=CONVENTIONS, help=(
+        f"whose definitions of capacity and balance loss are used (default "
+        f"{field['convention'].default})"))
+    parser.add_argument("--min-capacity", type=options.whole(0), metavar="N", help=(
+        "tokens that an expert takes at least (default 4 with --convention deepspeed, else 0)"))
+    parser.add_argument("--order", choices=ORDERS, help=(
+        "whose tokens a full expert drops: the last ones by position, or second choices before "
+        "first ones (default choice with --gate gshard, and with --convention deepspeed --top 2; "
+        "else position)"))
 
 
 def add_layers(parser: argparse.ArgumentParser) -> None:
     """Add the options of a model some of whose layers have experts."""
     parser.add_argument("--experts", type=options.whole(1), metavar="N", help=(
         "put N experts in place of the perceptron of some layers (default: none)"))
-    add_choice(parser, 1.25, "mixtral")
-    parser.add_argument("--expert-every", type=options.whole(1), default=2, metavar="N",
-                        help="one layer of so many has experts, with 1 all (default 2)")
-    for name, default, about in (("balance", 0.01, "coefficient of the balance loss"),
-                                 ("z-loss", 0.001, "coefficient of the router's z-loss"),
-                                 ("jitter", 0.0, "largest relative change of the router's "
-                                                 "input, at random")):
-        parser.add_argument(f"--{name}", type=float, default=default, metavar="X",
+    add_choice(parser, Experts.capacity)
+    parser.add_argument("--expert-every", type=options.whole(1), metavar="N", help=(
+        f"one layer of so many has experts, with 1 all (default {Experts.every})"))
+    for name, default, about in (
+            ("balance", Experts.balance, "coefficient of the balance loss"),
+            ("z-loss", Experts.z, "coefficient of the router's z-loss"),
+            ("jitter", Experts.jitter, "largest relative change of the router's input, at random"),
+            ("bias-rate", Experts.bias_rate, "by how much a step changes the bias of --gate "
+                                             "sigmoid-bias")):
+        parser.add_argument(f"--{name}", type=float, metavar="X",
                             help=f"{about} (default {default:g})")
     parser.add_argument("--expert-parallel", type=options.whole(1), default=1, metavar="N", help=(
         "neighbouring replicas that divide the experts, a divisor of --data; with 1 each has all "
@@ -48,10 +72,10 @@ def add_assumed(parser: argparse.ArgumentParser) -> None:
         "the busiest rank (default 1: all experts get equally many)"))
 
 
-def read_capacity(text: str) -> float | None:
-    """Read a capacity factor, or "none"."""
+def read_capacity(text: str) -> float:
+    """Read a capacity factor, or "none", which is infinite."""
     try:
-        return None if text == "none" else float(text)
+        return math.inf if text == "none" else float(text)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: a factor such as 1.25, or none, would do")
 
@@ -62,14 +86,57 @@ def experts_of(arguments: argparse.Namespace) -> Experts | None:
     Raises
     ------
     UsageError
-        When they are not possible.
+        When they are not possible, or would do nothing.
     """
-    if arguments.experts is None:
-        return None
-    found = Experts(arguments.experts, arguments.top, arguments.expert_every, arguments.capacity,
-                    arguments.gate, arguments.balance, arguments.z_loss, arguments.jitter)
+    if arguments.experts is not None:
+        return experts_from(arguments, Experts.capacity)
+    for name in LAYERS:
+        if getattr(arguments, name) is not None:
+            raise _without_effect(arguments, name, "--experts 8")
+    return None
+
+
+def experts_from(arguments: argparse.Namespace, capacity: float | None,
+                 **more: Any) -> Experts:
+    """Return ``--experts`` experts, with the options that were given and defaults for the others.
+
+    Parameters
+    ----------
+    arguments : Namespace
+        With the options of `add_choice` or `add_layers`.
+    capacity : float or None
+        The default capacity factor.
+    **more
+        Further fields of `Experts`.
+
+    Raises
+    ------
+    UsageError
+        When they are not possible, or an option would do nothing beside the others.
+    """
+    given = {field: value for name, field in LAYERS.items()
+             if (value := getattr(arguments, name, None)) is not None}
+    if given.get("convention") == "huggingface":
+        capacity = None
+    found = {"gate": GATE, "capacity": capacity, **given, **more}
+    if found["capacity"] == math.inf:
+        found["capacity"] = None
+    for name, nothing, remedy in (
+            ("bias_rate", found["gate"] != "sigmoid-bias", "--gate sigmoid-bias"),
+            ("min_capacity", found["capacity"] is None, "--capacity 1.25"),
+            ("order", found["capacity"] is None, "--capacity 1.25")):
+        if name in given and nothing:
+            raise _without_effect(arguments, name, remedy)
+    experts = Experts(arguments.experts, **found)
     try:
-        found.check()
+        experts.check()
     except ValueError as error:
         raise UsageError(str(error)) from error
-    return found
+    return experts
+
+
+def _without_effect(arguments: argparse.Namespace, name: str, remedy: str) -> UsageError:
+    """Return the error of an option that would do nothing."""
+    value = getattr(arguments, name)
+    return UsageError(f"--{name.replace('_', '-')} {'none' if value == math.inf else value} would "
+                      f"do nothing here: {remedy} would do, or leave it out")

@@ -113,7 +113,8 @@ def _experts(record: Measurements) -> str:
     entropy, dropped = (record.variables[name].values[-1] for name in (
         "entropy", "dropped_share"))
     return (f"{chosen['experts_count']} experts, top {chosen['experts_top']}, gate "
-            f"{chosen['experts_gate']}, balance {chosen['experts_balance']:g}: in the last step "
+            f"{chosen['experts_gate']}, balance {chosen['experts_balance']:g}, convention "
+            f"{chosen['experts_convention']}: in the last step "
             f"{100 * dropped:.1f} % of the choices were dropped, and the entropy of the experts' "
             f"shares was at least {entropy:.3f} of that of equal ones in every layer. The "
             f"training loss has the routers' losses in it, the validation loss has not.")

@@ -4,13 +4,12 @@ import argparse
 
 from bench.command_line import expert_options, options
 from bench.command_line.publish import publish, report_failure
-from bench.errors import UsageError, WrongResult
+from bench.errors import WrongResult
 from bench.experiments.experts.measured import measure_experts
 from bench.experiments.experts.problem import ExpertsCase, Subject, make_mesh
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from mm3d.model.experts.dispatch import WAYS
-from mm3d.model.experts.options import Experts
 
 GROUP = "Measure the parts alone"
 ON_ALL_RANKS = True
@@ -29,7 +28,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                             help=f"{about} (default {default})")
     parser.add_argument("--wide", type=options.whole(1), metavar="N", help=(
         "features between the two products of an expert (default 4 times --hidden)"))
-    expert_options.add_choice(parser, None, "mixtral")
+    expert_options.add_choice(parser, None)
     parser.add_argument("--way", choices=WAYS, default="fewest", help=(
         "how rows come to experts of other replicas: exchanged, gathered, or whichever moves "
         "fewer words (default fewest)"))
@@ -45,11 +44,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, comm) -> int:
     """Verify and measure, and write the record; return the exit status."""
     limits = options.limits_of(arguments)
-    chosen = Experts(arguments.experts, arguments.top, 1, arguments.capacity, arguments.gate)
-    try:
-        chosen.check()
-    except ValueError as error:
-        raise UsageError(str(error)) from error
+    chosen = expert_options.experts_from(arguments, None, every=1)
     case = ExpertsCase(chosen, arguments.hidden, arguments.wide or 4 * arguments.hidden,
                        arguments.batch, arguments.seq, arguments.dtype, arguments.seed,
                        arguments.way)

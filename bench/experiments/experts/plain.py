@@ -14,7 +14,7 @@ WEIGHTS = ("up.weight", "up.bias", "down.weight", "down.bias")
 
 
 class PlainExperts:
-    """The layer as its formulas say, by the convention "mm3d" and without jitter.
+    """The layer as its formulas say, without jitter.
 
     Parameters
     ----------
@@ -27,6 +27,8 @@ class PlainExperts:
     chosen : ndarray, optional
         (tokens, k): the experts that a router of other precision, or other parameters, chose; by
         default those with the largest scores.
+    layers : int
+        Layers of the model, which the convention "megablocks" divides the balance loss by.
 
     Attributes
     ----------
@@ -39,8 +41,8 @@ class PlainExperts:
     """
 
     def __init__(self, experts: Experts, parameters: Mapping[str, np.ndarray], x: np.ndarray,
-                 chosen: np.ndarray | None = None) -> None:
-        self.experts, self.x = experts, x.astype(np.float64)
+                 chosen: np.ndarray | None = None, layers: int = 1) -> None:
+        self.experts, self.x, self.layers = experts, x.astype(np.float64), layers
         self.a = {name: a.astype(np.float64) for name, a in parameters.items()}
         self.logits = self.x @ self.a["router.weight"].T
         scores = np.exp(self.logits - self.logits.max(1, keepdims=True))
@@ -78,7 +80,7 @@ class PlainExperts:
         kept = np.ones((tokens, top), bool)
         if experts.capacity is None:
             return kept
-        full = math.ceil(round(experts.capacity * top * tokens / experts.count, 9))
+        full = capacity(experts, tokens)
         taken = [0] * experts.count
         pairs = [(t, n) for t in range(tokens) for n in range(top)]
         if experts.dropping_order == "choice":
@@ -132,7 +134,7 @@ class PlainExperts:
             weights = np.zeros_like(p)
             np.put_along_axis(weights, self.chosen, self.gates, 1)
         dz = weights * (wide - (weights * wide).sum(1, keepdims=True)) * slope
-        share = self.counts.sum(0) / (tokens * experts.top)
+        share = self._share()
         factor = experts.balance * experts.count / tokens
         dz += factor * p * (share - (p * share).sum(1, keepdims=True)) * slope
         top = self.logits.max(1, keepdims=True)
@@ -140,17 +142,41 @@ class PlainExperts:
         lse = top + np.log(terms.sum(1, keepdims=True))
         return dz + 2 * experts.z / tokens * lse * terms / terms.sum(1, keepdims=True)
 
+    def _share(self) -> np.ndarray:
+        """Return the share of the tokens of each expert, (E,), that the balance loss has."""
+        pairs, every = self.counts.sum(0), self.chosen.size
+        whose = self.experts.convention
+        if whose == "huggingface":
+            return pairs / len(self.x)
+        if whose == "deepspeed" and len(self.counts) < 3:
+            return self.counts[0] / len(self.x)
+        return pairs / (every * self.layers if whose == "megablocks" else every)
+
     def balance_loss(self) -> float:
         """Return the balance loss."""
-        experts, tokens = self.experts, len(self.x)
-        share = self.counts.sum(0) / (tokens * experts.top)
-        return float(experts.balance * experts.count * (share * self.probabilities.mean(0)).sum())
+        scale = self.experts.balance * self.experts.count
+        return float(scale * (self._share() * self.probabilities.mean(0)).sum())
 
     def z_loss(self) -> float:
         """Return the z-loss."""
         top = self.logits.max(1)
         lse = top + np.log(np.exp(self.logits - top[:, None]).sum(1))
         return float(self.experts.z * (lse ** 2).mean())
+
+
+def capacity(experts: Experts, tokens: int) -> int:
+    """Return how many tokens an expert takes, by the formulas of the convention's project."""
+    whose, least = experts.convention, experts.min_capacity
+    share = experts.top * tokens / experts.count
+    if whose == "deepspeed":
+        of_one = np.float32(tokens / experts.count)
+        taken, usual = int(np.ceil(of_one * np.float32(experts.capacity * experts.top))), 4
+    elif whose == "megablocks":
+        taken, usual = int(experts.capacity * share), 0
+    else:
+        exact = experts.capacity * share
+        taken, usual = math.ceil(round(exact, 9) if whose == "mm3d" else exact), 0
+    return max(taken, usual if least is None else least)
 
 
 def gelu(u: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

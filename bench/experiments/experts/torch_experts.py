@@ -29,6 +29,7 @@ class Layer:
         self.top, self.capacity = int(case["top"]), int(case["capacity"])
         self.gate, self.by_choice = str(case["gate"]), bool(case["by choice"])
         self.balance, self.z = float(case["balance"]), float(case["z"])
+        self.counted, self.divisor = int(case["counted choices"]), float(case["share divisor"])
         self.routers = {str(name): torch.from_numpy(case[f"router.weight {name}"])
                         for name in case["routings"]}
         hidden = case["input"].shape[-1]
@@ -47,7 +48,8 @@ class Layer:
             gates = gates / gates.sum(-1, keepdim=True)
         probabilities = scores / scores.sum(-1, keepdim=True)
         count = logits.shape[1]
-        share = torch.bincount(chosen.flatten(), minlength=count) / chosen.numel()
+        share = torch.bincount(chosen[:, :self.counted].flatten(), minlength=count) / (
+            self.divisor * len(chosen))
         loss = self.balance * count * (share * probabilities.mean(0)).sum()
         return chosen, gates, loss + self.z * logits.logsumexp(-1).square().mean()
 

@@ -43,7 +43,8 @@ class Routing:
         weights = {name.removeprefix(begins): a for name, a in part.state.items()
                    if name.startswith(begins)}
         layer = PlainExperts(self.experts, weights, x.reshape(-1, x.shape[-1]),
-                             self._chosen.get(key))
+                             self._chosen.get(key),
+                             sum(name.endswith("ln1.weight") for name in part.state))
         self._chosen[key] = layer.chosen
         self.losses += layer.balance_loss() + layer.z_loss()
         return layer.output().reshape(x.shape)

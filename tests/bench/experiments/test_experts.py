@@ -78,9 +78,13 @@ def test_words_between_replicas_are_those_of_the_choices(comm, shared_tmp_path, 
         assert check_file(run_file.write_run(record, shared_tmp_path, "experts"))[0] == []
 
 
-@pytest.mark.parametrize("gate", ["switch", "gshard", "sigmoid-bias"])
-def test_every_gate_is_verified(gate):
-    case = ExpertsCase(Experts(4, top=3, capacity=0.7, gate=gate), 6, 8, 2, 5, "float64")
+@pytest.mark.parametrize("chosen", [
+    *({"gate": gate, "top": 3} for gate in ("switch", "gshard", "sigmoid-bias")),
+    *({"convention": name} for name in ("megatron", "deepspeed", "megablocks")),
+    {"order": "choice", "capacity": 0.5, "min_capacity": 4}])
+def test_every_gate_and_convention_is_verified(chosen):
+    experts = Experts(4, **{"capacity": 0.7, "balance": 0.5, **chosen})
+    case = ExpertsCase(experts, 6, 8, 2, 5, "float64")
     mesh = make_mesh(MPI.COMM_SELF, "serial", None, 1, "numpy")
     subject = Subject(mesh, case)
     for routing in ROUTINGS:

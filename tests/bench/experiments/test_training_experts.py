@@ -73,9 +73,39 @@ def test_progress_warns_of_experts_that_get_nothing():
     assert line.endswith("experts' entropy 0.400, 25.0 % dropped, FEW EXPERTS GET MOST TOKENS")
 
 
+@pytest.mark.parametrize("options, expected", [
+    ([], {}),
+    (["--capacity", "none"], {"capacity": None}),
+    (["--convention", "huggingface"], {"capacity": None, "convention": "huggingface"}),
+    (["--convention", "deepspeed", "--top", "1", "--min-capacity", "0", "--order", "choice"],
+     {"convention": "deepspeed", "top": 1, "min_capacity": 0, "order": "choice"}),
+    (["--gate", "sigmoid-bias", "--bias-rate", "0.01", "--z-loss", "0", "--expert-every", "1"],
+     {"gate": "sigmoid-bias", "bias_rate": 0.01, "z": 0.0, "every": 1})])
+def test_every_option_of_experts_can_be_given(options, expected):
+    plan = train.make_plan(parser().parse_args(["train", "--experts", "4", *options]))
+    assert plan.experts == Experts(4, **{"gate": "mixtral", **expected})
+    assert Plan.from_settings(plan.settings()) == plan
+
+
+@pytest.mark.parametrize("chosen", [
+    {"convention": "huggingface", "capacity": None}, {"convention": "megablocks", "every": 1},
+    {"convention": "deepspeed", "min_capacity": 8, "order": "position"}])
+def test_every_convention_is_verified(chosen):
+    """Their balance losses, some with the number of layers; and what experts take."""
+    experts = Experts(4, **{"capacity": 0.5, "balance": 0.5, **chosen})
+    training = Training(MPI.COMM_SELF, replace(PLAN, experts=experts), Placement(), TEXT)
+    assert all(check.passed for check in training.verify())
+    training.free()
+
+
 @pytest.mark.parametrize("options, message", [
     (["--compare", "--experts", "4"], "--compare with --experts"),
-    (["--experts", "2", "--top", "3"], "top=3 experts cannot be chosen among count=2")])
+    (["--experts", "2", "--top", "3"], "top=3 experts cannot be chosen among count=2"),
+    (["--top", "2"], "--top 2 would do nothing here: --experts 8 would do"),
+    (["--experts", "4", "--bias-rate", "0.1"], "--bias-rate 0.1 .* --gate sigmoid-bias would do"),
+    (["--experts", "4", "--capacity", "none", "--min-capacity", "4"], "--min-capacity 4 would"),
+    (["--experts", "4", "--convention", "huggingface", "--order", "choice"], "--order choice"),
+    (["--experts", "4", "--convention", "huggingface", "--capacity", "1"], "drops no token")])
 def test_options_of_experts_that_do_not_fit_are_refused(options, message):
     with pytest.raises(UsageError, match=message):
         train.make_plan(parser().parse_args(["train", *options]))
