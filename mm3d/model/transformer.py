@@ -81,6 +81,9 @@ class Transformer:
     initial_values : callable
         Mean and 1 / deviation of each parameter, see `mm3d.model.initial_values`; by default
         those above.
+    like : Transformer, optional
+        A model that differs in `batch` alone and has no experts: this one has its parameters, the
+        same objects, and draws none.
 
     Raises
     ------
@@ -114,7 +117,8 @@ class Transformer:
                  initial_values: InitialValues = varied_values,
                  parameter: Callable[..., Parameter] = Parameter,
                  experts: Experts | None = None,
-                 expert_ranks: ExpertRanks | None = None) -> None:
+                 expert_ranks: ExpertRanks | None = None,
+                 like: "Transformer | None" = None) -> None:
         sizes = ModelSizes(layers, hidden, heads, batch, seq)
         sizes.check()
         check_experts_given(experts)
@@ -140,7 +144,7 @@ class Transformer:
         self.builder = builder = Builder(
             scheme, self.outer, self.inner, self.library_dtype(self.dtype),
             self.library_dtype(master), self.spec.first_layer, self.mask_key, parameter,
-            expert_ranks)
+            expert_ranks, like and like.builder)
         self.routings: Routings = builder.routings
         self.layers = Chain(*builder.build_layers(self.spec.chain.layers))
         self.linears = [linear for linear, _ in weighted_products(self.layers)]
@@ -152,7 +156,7 @@ class Transformer:
             linear.product.weights_half = weights_half
         self.parameters = self.trained = self.layers.parameters
         self.comm = self.grid.comm
-        for p in self.parameters:
+        for p in self.parameters if like is None else ():
             draw_parameter(p, seed, initial_values)
 
     def library_dtype(self, dtype: str | None) -> Any:

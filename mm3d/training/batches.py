@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from mm3d.arrays.blocks import block_lengths
+from mm3d.arrays.blocks import block_lengths, block_starts
 from mm3d.model.sizes import ModelSizes
 from mm3d.training.schedules import Schedule, check
 
@@ -56,35 +56,28 @@ def divide_rows(batch: int, data: int, microbatches: int,
                 together: bool = False) -> list[list[slice]]:
     """Return the sequences of each replica's micro-batches, after checking their number.
 
-    Replicas may differ by one sequence; the micro-batches of one are equal.  With `together` the
-    micro-batches of this number in all replicas are a contiguous part of the batch, which does
-    not depend on the number of replicas; these may differ by one sequence in each.
+    Replicas may differ by one sequence, and so may the micro-batches of one, of which the first is
+    the longest.  With `together` the micro-batches of this number in all replicas are a contiguous
+    part of the batch, which does not depend on the number of replicas; all are equal, and
+    replicas may differ by one sequence in each.
 
     Raises
     ------
     ValueError
-        When a replica has no sequences, or its micro-batches do not divide them.
+        When a replica has fewer sequences than micro-batches; with `together` also when these do
+        not divide the batch.
     """
     if together:
         return _divide_microbatches(batch, data, microbatches)
-    if batch < data:
-        raise ValueError(f"a batch of {batch} sequences cannot be divided among {data} replicas: "
-                         f"at least {data} would do")
-    shares = block_lengths(batch, data)
-    found, start = [], 0
-    for share in shares:
-        if share % microbatches:
-            whole = data * microbatches
-            near = [batch // whole * whole or whole, batch // whole * whole + whole]
-            among = f"{data} replicas of " if data > 1 else ""
-            raise ValueError(f"a batch of {batch} sequences cannot be divided among {among}"
-                             f"{microbatches} micro-batches: "
-                             f"{' or '.join(map(str, dict.fromkeys(near)))} would do")
-        rows = share // microbatches
-        found.append([slice(start + n * rows, start + (n + 1) * rows)
-                      for n in range(microbatches)])
-        start += share
-    return found
+    if batch < data * microbatches:
+        among = [f"{data} replicas"] * (data > 1) + [f"{microbatches} micro-batches"] * (
+            microbatches > 1)
+        raise ValueError(f"a batch of {batch} sequences cannot be divided among "
+                         f"{' of '.join(among)}: at least {data * microbatches} would do")
+    lengths = [length for share in block_lengths(batch, data)
+               for length in block_lengths(share, microbatches)]
+    rows = [slice(start, start + length) for start, length in zip(block_starts(lengths), lengths)]
+    return [rows[first:first + microbatches] for first in range(0, len(rows), microbatches)]
 
 
 def _divide_microbatches(batch: int, data: int, microbatches: int) -> list[list[slice]]:
@@ -93,8 +86,8 @@ def _divide_microbatches(batch: int, data: int, microbatches: int) -> list[list[
     if rest or size < data:
         least = max(data, size + bool(rest)) * microbatches
         raise ValueError(f"a batch of {batch} sequences cannot be divided into {microbatches} "
-                         f"micro-batches of at least {data} sequences, one for each replica, as "
-                         f"experts need it: {least} would do")
+                         f"equal micro-batches of at least {data} sequences, one for each "
+                         f"replica, as experts need it: {least} would do")
     starts = [0, *itertools.accumulate(block_lengths(size, data))]
     return [[slice(micro * size + start, micro * size + stop) for micro in range(microbatches)]
             for start, stop in itertools.pairwise(starts)]

@@ -15,7 +15,8 @@ from mm3d.training.schedules.schedule import Event, Schedule
 
 
 def hop_words(schedule: Schedule, scheme: str, grids: Sequence[GridShape],
-              shape: tuple[int, int, int], options: Mapping[str, Any] | None = None) -> int:
+              shape: tuple[int, int, int], options: Mapping[str, Any] | None = None,
+              sequences: Sequence[int] | None = None) -> int:
     """Count the words that all ranks send to other stages in a step.
 
     Each rank of the receiving stage gets its block once: where nothing is stored twice, that is
@@ -34,11 +35,15 @@ def hop_words(schedule: Schedule, scheme: str, grids: Sequence[GridShape],
         Global shape of the activations of a micro-batch, (batch, seq, hidden).
     options : mapping, optional
         Options of the scheme.
+    sequences : sequence of int, optional
+        Number of sequences of each micro-batch, where not all have that of `shape`.
     """
     batch, seq, hidden = shape
-    block = [Parallelism(scheme, grid, batch, seq, **(options or {})).outer.words(
-        batch * seq, hidden) for grid in grids]
-    return sum(block[operation.other] for rank in range(schedule.ranks)
+    lengths = sequences or [batch] * schedule.microbatches
+    block = {(rank, n): Parallelism(scheme, grid, n, seq, **(options or {})).outer.words(
+        n * seq, hidden) for rank, grid in enumerate(grids) for n in set(lengths)}
+    return sum(block[operation.other, lengths[operation.event.micro]]
+               for rank in range(schedule.ranks)
                for operation in operations(schedule, rank) if operation.kind == "send")
 
 

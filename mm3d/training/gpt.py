@@ -8,11 +8,9 @@ import numpy as np
 from mm3d.arrays.backend import Array
 from mm3d.grid.axis import Traffic
 from mm3d.model.cross_entropy import Targets
-from mm3d.model.dropout import DropoutSpec
 from mm3d.model.experts.options import Experts
 from mm3d.model.experts.shared import RoutingTotals
-from mm3d.model.gpt_ends import Output, check_scheme, check_vocabulary, draw_ends
-from mm3d.model.gpt_spec import embedding_spec
+from mm3d.model.gpt_ends import check_scheme, check_vocabulary, draw_ends
 from mm3d.model.initial_values import gpt2_values
 from mm3d.model.parameters import Parameter, check_state
 from mm3d.training.batches import check_batch
@@ -20,6 +18,7 @@ from mm3d.training.mesh import Mesh
 from mm3d.training.pipeline import Pipeline
 from mm3d.training.routing_totals import sum_routings, update_biases
 from mm3d.training.schedules import Schedule
+from mm3d.training.stage_ends import StageEnds, build_ends
 from mm3d.training.tied import TiedStages
 
 
@@ -31,7 +30,8 @@ class GPT:
     log(vocab): N(0, 0.02^2), positions 0.01, products into the residual stream divided by
     sqrt(2 layers), biases 0 and norms 1.  The same seed gives the same model on every mesh.
 
-    Losses and gradients are of the mean over all targets of the batch that are not ignored.
+    Losses and gradients are of the mean over all targets of the batch that are not ignored,
+    however they are divided.
 
     Parameters
     ----------
@@ -42,13 +42,15 @@ class GPT:
     vocab : int
         Number of tokens; any, it is divided without padding.
     batch, seq : int
-        Global number of sequences of a step, and positions in each.
+        Global number of sequences of a step, at least as many as there are micro-batches in all
+        replicas, and positions in each.
     seed : int
         Seed of the initial parameters.
     dtype, master, recompute
         As for `mm3d.Transformer`.
     microbatches : int, optional
-        Number of micro-batches; by default those of the schedule, or 1 with a name.
+        Number of micro-batches; by default those of the schedule, or 1 with a name.  They need
+        not divide the batch.
     schedule : str or Schedule
         As for `mm3d.Pipeline`.
     tied : bool
@@ -110,23 +112,19 @@ class GPT:
         self.routings: dict[str, RoutingTotals] = {}
         self.schedule = self.pipeline.schedule
         first, last = (self.schedule.rank_of[end] for end in (0, self.schedule.stage_count - 1))
-        builder, self._embedding, self._output = self.pipeline.chunks[0].builder, None, None
-        if mesh.stage == first:
-            self._embedding, = builder.build_layers([embedding_spec(vocab, seq, hidden)])
-        self._dropout = None
-        if dropout and self._embedding is not None:
-            own = self.pipeline.chunks[self.schedule.stages[mesh.stage].index(0)].builder
-            self._dropout, = own.build_layers([DropoutSpec("dropout", hidden, dropout)])
-        if mesh.stage == last:
-            self._output = Output(builder, vocab, hidden, tied, ignored=ignored,
-                                  label_smoothing=label_smoothing, z_loss=z_loss)
+        self._ends: dict[int, StageEnds] = {
+            length: build_ends(self.schedule, mesh.stage, chunks, vocab, tied, ignored=ignored,
+                               label_smoothing=label_smoothing, z_loss=z_loss)
+            for length, chunks in self.pipeline.models.items()}
+        ends = self._ends_for(0)    # with the parameters of all
+        self._embedding, self._output = ends.embedding, ends.output
         self._tie = None
         if tied and first != last:
             data = self.pipeline.data
             self._tie = TiedStages(mesh, (first, last), (vocab, hidden),
                                    options.get("asleep", False), bool(data and data.zero),
                                    options.get("synchronous", False))
-        before, after = (end.parameters if end else [] for end in (self._embedding, self._output))
+        before, after = ends.parameters
         draw_ends(before + after, seed, values)
         self.trained: list[Parameter] = [*before, *self.pipeline.parameters, *after]
 
@@ -159,18 +157,21 @@ class GPT:
 
         def output_gradient(micro: int, y: Array) -> Array:
             goal = Targets(self._part(targets, micro), self.loss_scale / count)
-            total, saved = self._output.forward(y, goal)
+            output = self._ends_for(micro).output
+            total, saved = output.forward(y, goal)
             losses.append(total)
-            return self._output.backward(goal, saved)
+            return output.backward(goal, saved)
 
         def inputs(micro: int) -> Array:
-            x = self._embedding.forward(self._part(tokens, micro))[0]
-            return x if self._dropout is None else self._dropout.apply(x, x)
+            ends = self._ends_for(micro)
+            x = ends.embedding.forward(self._part(tokens, micro))[0]
+            return x if ends.dropout is None else ends.dropout.apply(x, x)
 
         def input_gradient(micro: int, dx: Array) -> None:
-            if self._dropout is not None:
-                dx = self._dropout.apply(dx, dx)
-            self._embedding.backward(dx, self._part(tokens, micro))
+            ends = self._ends_for(micro)
+            if ends.dropout is not None:
+                dx = ends.dropout.apply(dx, dx)
+            ends.embedding.backward(dx, self._part(tokens, micro))
         self.pipeline.step(inputs, output_gradient, input_gradient)
         self._sum_tied_gradients()
         return self._mean(losses, count) + self._finish_routing()
@@ -185,10 +186,16 @@ class GPT:
         losses: list[Array] = []
 
         def output(micro: int, y: Array) -> None:
-            losses.append(self._output.forward(y, Targets(self._part(targets, micro)))[0])
+            losses.append(self._ends_for(micro).output.forward(
+                y, Targets(self._part(targets, micro)))[0])
         self.pipeline.forward(
-            lambda micro: self._embedding.forward(self._part(tokens, micro))[0], output)
+            lambda micro: self._ends_for(micro).embedding.forward(self._part(tokens, micro))[0],
+            output)
         return self._mean(losses, count)
+
+    def _ends_for(self, micro: int) -> StageEnds:
+        """Return the ends of this rank's stage for a micro-batch."""
+        return self._ends[self.pipeline.hops.sequences[micro]]
 
     def _part(self, a: np.ndarray, micro: int) -> np.ndarray:
         """Return the sequences of a micro-batch of this replica."""

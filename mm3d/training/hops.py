@@ -71,6 +71,9 @@ def transfers(sources: Sequence[Box], targets: Sequence[Box]) -> list[Transfer]:
     return found
 
 
+Arriving = tuple[Box, list[tuple[Transfer, Pending]]]    # a rank's block, and its parts
+
+
 class Hops:
     """Send and receive the results of a schedule's actions, and count them.
 
@@ -84,6 +87,8 @@ class Hops:
         Global shape of the activations of a micro-batch: (batch, seq, hidden).
     dtype : dtype
         Their type.
+    sequences : sequence of int, optional
+        Number of sequences of each micro-batch, where not all have that of `shape`.
     synchronous, asleep : bool
         See `mm3d.transport.point_to_point.PointToPoint`.
 
@@ -102,8 +107,10 @@ class Hops:
     direction = "s"
 
     def __init__(self, mesh: Mesh, schedule: Schedule, shape: tuple[int, int, int], dtype: Any,
-                 synchronous: bool = False, asleep: bool = False) -> None:
+                 sequences: Sequence[int] | None = None, synchronous: bool = False,
+                 asleep: bool = False) -> None:
         self.mesh, self.schedule, self.shape, self.dtype = mesh, schedule, shape, dtype
+        self.sequences = sequences or [shape[0]] * schedule.microbatches
         needed, available = 2 * schedule.stage_count * schedule.microbatches, tag_count(mesh.comm)
         if needed > available:
             raise ValueError(f"{schedule.stage_count} stages of {schedule.microbatches} "
@@ -111,22 +118,29 @@ class Hops:
                              f"fewer micro-batches would do")
         self.messages = PointToPoint(mesh.comm, mesh.scheme.grid.backend, synchronous, asleep)
         self.traffic = Traffic()
-        self._own_box = self._blocks(mesh.stage)[mesh.place]
-        self._known: dict[tuple[int, int], list[Transfer]] = {}
+        self._own_boxes = {n: self._blocks(mesh.stage, n)[mesh.place]
+                           for n in set(self.sequences)}
+        self._known: dict[tuple[int, int, int], list[Transfer]] = {}
 
-    def _blocks(self, stage: int) -> list[Box]:
-        """Return the blocks that the ranks of a stage of the mesh hold."""
-        return activation_blocks(type(self.mesh.scheme), self.mesh.grids[stage], self.shape,
-                                 self.mesh.options)
+    def _blocks(self, stage: int, sequences: int) -> list[Box]:
+        """Return the blocks that the ranks of a stage of the mesh hold of so many sequences."""
+        return activation_blocks(type(self.mesh.scheme), self.mesh.grids[stage],
+                                 (sequences, *self.shape[1:]), self.mesh.options)
 
-    def _transfers(self, source: int, target: int) -> list[Transfer]:
+    def _own_box(self, event: Event) -> Box:
+        """Return this rank's block of the micro-batch of `event`."""
+        return self._own_boxes[self.sequences[event.micro]]
+
+    def _transfers(self, source: int, target: int, event: Event) -> list[Transfer]:
         """Return the transfers from a stage of the mesh to another that concern this rank."""
-        if (source, target) not in self._known:
+        key = source, target, self.sequences[event.micro]
+        if key not in self._known:
             mine = "source" if self.mesh.stage == source else "target"
-            self._known[source, target] = [
-                one for one in transfers(self._blocks(source), self._blocks(target))
+            self._known[key] = [
+                one for one in transfers(self._blocks(source, key[2]),
+                                         self._blocks(target, key[2]))
                 if getattr(one, mine) == self.mesh.place]
-        return self._known[source, target]
+        return self._known[key]
 
     def tag(self, event: Event) -> int:
         """Return the tag of the messages with the result of `event`, which no other has."""
@@ -137,24 +151,24 @@ class Hops:
         """Begin to send this rank's `block`, the result of `event`, to the stage `target`."""
         traffic = self.traffic
         traffic.calls += 1
-        for one in self._transfers(self.mesh.stage, target):
-            part = block[_within(one.box, self._own_box)]
+        for one in self._transfers(self.mesh.stage, target, event):
+            part = block[_within(one.box, self._own_box(event))]
             self.messages.send(part, self.mesh.rank(target, one.target), self.tag(event))
             traffic.messages += 1
             traffic.words += one.words
             traffic.moved += one.words
             traffic.bytes += one.words * block.dtype.itemsize
 
-    def begin_receive(self, event: Event, source: int) -> list[tuple[Transfer, Pending]]:
+    def begin_receive(self, event: Event, source: int) -> Arriving:
         """Begin to receive this rank's block of the result of `event` from the stage `source`."""
-        return [(one, self.messages.begin_receive(
+        return self._own_box(event), [(one, self.messages.begin_receive(
             tuple(stop - start for start, stop in one.box), self.dtype,
             self.mesh.rank(source, one.source), self.tag(event)))
-            for one in self._transfers(source, self.mesh.stage)]
+            for one in self._transfers(source, self.mesh.stage, event)]
 
-    def complete(self, parts: list[tuple[Transfer, Pending]]) -> Array:
+    def complete(self, arriving: Arriving) -> Array:
         """Wait for a block that `begin_receive` has begun to receive, and return it."""
-        own = self._own_box
+        own, parts = arriving
         if len(parts) == 1 and parts[0][0].box == own:
             return self.messages.complete(parts[0][1])
         block = self.mesh.scheme.grid.backend.empty(

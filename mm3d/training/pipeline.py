@@ -1,5 +1,6 @@
 """Train a Transformer whose layers are divided among the stages of a pipeline."""
 
+import itertools
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -40,8 +41,8 @@ class Pipeline:
         `mm3d.training.schedules.builders.registry` needs `microbatches`.
     layers, hidden, heads, batch, seq : int
         Sizes of the whole model.  The `batch` sequences are divided among the mesh's replicas,
-        those of a replica equally among its micro-batches, and the layers as equally as can be
-        among the stages of the schedule.
+        those of a replica among its micro-batches, and the layers among the stages of the
+        schedule, all as equally as can be.
     microbatches : int, optional
         Number of micro-batches of a replica, with a schedule's name.
     around : callable, optional
@@ -56,7 +57,8 @@ class Pipeline:
     experts : Experts, optional
         Options of experts, as for `mm3d.Transformer`.  Tokens are routed together that belong to
         one micro-batch, in all replicas; the replicas then divide each micro-batch, and not the
-        batch before, so that the routing does not depend on their number.
+        batch before, so that the routing does not depend on their number.  These micro-batches
+        are equal, since losses of routers are means over them.
     expert_parallel : int
         Number of neighbouring replicas among which experts are divided, a divisor of that of all;
         with 1 every replica has all experts.
@@ -77,7 +79,11 @@ class Pipeline:
     data_grids : list of DataGrid
         The directions of replicas; and those of experts that replicas divide.
     chunks : list of Transformer
-        The layers of each chunk of this rank's stage, for one micro-batch.
+        The layers of each chunk of this rank's stage, for the first micro-batch, which is the
+        longest; `chunks_for` returns those for another one.
+    models : dict of int to list of Transformer
+        The same for micro-batches of one or two numbers of sequences.  The parameters are the
+        same ones in both.
     parameters, trained : list of Parameter
         Those of all chunks; and the arrays that an optimizer changes and that a checkpoint
         stores, which are the same ones.
@@ -91,8 +97,8 @@ class Pipeline:
     ------
     ValueError
         On every rank alike and before any communication, when the schedule is wrong, has not as
-        many ranks as the mesh has stages, or more stages than there are layers, or the
-        micro-batches do not divide the sequences of a replica, or their number is missing.
+        many ranks as the mesh has stages, or more stages than there are layers, or a replica has
+        fewer sequences than micro-batches, or the number of these is missing.
     """
 
     def __init__(self, mesh: Mesh, schedule: str | Schedule, layers: int, hidden: int, heads: int,
@@ -116,7 +122,7 @@ class Pipeline:
                       batch // schedule.microbatches * seq, expert_way)
         self.rows = divide_rows(batch, mesh.shape["d"], schedule.microbatches,
                                 experts is not None)[mesh.replica]
-        self.sizes = replace(sizes, batch=self.rows[0].stop - self.rows[0].start)
+        sequences = [one.stop - one.start for one in self.rows]
         self.data, self.data_grids = None, []
         if mesh.data_grid is not None:
             self.data = DataParallel(mesh.data_grid, zero, in_flight)
@@ -128,18 +134,27 @@ class Pipeline:
             options |= {"experts": experts, "expert_ranks": expert_ranks(
                 self.data, self.data_grids[-1] if self.data else None, expert_way,
                 batch // schedule.microbatches)}
-        self.chunks = [Transformer(mesh.scheme, **self.sizes, **options,
-                                   describe=partial(model_spec, part=self.parts[stage]))
-                       for stage in schedule.stages[mesh.stage]]
+        self.models: dict[int, list[Transformer]] = {}
+        for length in dict.fromkeys(sequences):
+            alike = self.models.get(sequences[0], itertools.repeat(None))
+            self.models[length] = [
+                Transformer(mesh.scheme, **replace(sizes, batch=length), **options, like=like,
+                            describe=partial(model_spec, part=self.parts[stage]))
+                for stage, like in zip(schedule.stages[mesh.stage], alike)]
+        self.chunks = self.models[sequences[0]]
         first = self.chunks[0]
-        self.hops = Hops(mesh, schedule, first.shape, first.dtype, synchronous, asleep)
+        self.hops = Hops(mesh, schedule, first.shape, first.dtype, sequences, synchronous, asleep)
         keyed = bool(options.get("dropout") or experts and experts.jitter)
         self.dropout_step: int | None = 0 if keyed else None
         if keyed:
             around = self._placing_masks(around)
-        self.worker = Worker(self.hops, self.chunks, around)
+        self.worker = Worker(self.hops, self.chunks_for, around)
         self.parameters: list[Parameter] = [p for chunk in self.chunks for p in chunk.parameters]
         self.trained, self.comm = self.parameters, mesh.comm
+
+    def chunks_for(self, micro: int) -> list[Transformer]:
+        """Return the layers of each chunk of this rank's stage, for a micro-batch."""
+        return self.models[self.hops.sequences[micro]]
 
     def step(self, inputs: Callable[[int], Array],
              output_gradient: Callable[[int, Array], Array],
@@ -181,7 +196,7 @@ class Pipeline:
             Takes a micro-batch, and this rank's block of its output; called in the stage with the
             last layer.
         """
-        for chunk in self.chunks:
+        for chunk in itertools.chain(*self.models.values()):
             chunk.mask_key.place = None
         self.worker.forward(inputs, output)
         for chunk in self.chunks:
@@ -193,7 +208,8 @@ class Pipeline:
         def place(action: Action) -> ContextManager:
             if action.kind == "F":
                 step, first = self.dropout_step, self.rows[action.micro].start
-                self.chunks[action.chunk].mask_key.place = None if step is None else (step, first)
+                chunk = self.chunks_for(action.micro)[action.chunk]
+                chunk.mask_key.place = None if step is None else (step, first)
             return around(action) if around else nullcontext()
         return place
 

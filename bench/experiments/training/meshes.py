@@ -67,6 +67,7 @@ def list_cases(ranks: int) -> list[Case]:
     for zero in range(4):
         add(8, three, data=2, grid=(2, 2, 1), zero=zero)
     add(1, SERIAL, microbatches=4)
+    add(1, SERIAL, microbatches=5)    # that do not divide a batch of 24
     for schedule in SCHEDULES:
         add(2, SERIAL, stages=2, microbatches=4, schedule=schedule)
     add(4, SERIAL, stages=4, microbatches=4)
@@ -78,6 +79,7 @@ def list_cases(ranks: int) -> list[Case]:
     add(8, three, data=2, scheme="faces", grid=(1, 2, 2), zero=3)
     add(8, three, stages=2, scheme="2d-pipelined", grid=(2, 2), microbatches=4, schedule="zb-v")
     add(6, SERIAL, data=3, stages=2, microbatches=2, zero=2)
+    add(4, SERIAL, data=2, stages=2, microbatches=5, zero=2)
     return [case for case in found if case.ranks <= ranks]
 
 

@@ -248,7 +248,7 @@ def check_meshes(comm, shared_tmp_path, dtype):
 def test_meshes_that_cannot_be_are_refused_before_the_first_is_trained(comm):
     begun = []
     with pytest.raises(UsageError, match="serial, 4 micro-batches: "):
-        comparison.compare_meshes(comm, replace(COMPARED, batch=6), TEXT, begun.append)
+        comparison.compare_meshes(comm, replace(COMPARED, batch=3), TEXT, begun.append)
     assert begun == []
 
 
@@ -260,11 +260,11 @@ def test_a_comparison_is_watched_for_stalls(comm, tmp_path):
     def watched(grid):
         seen.append(str(grid.shape))
         yield
-    small = "--layers 1 --hidden 8 --heads 2 --batch 4 --seq 6 --steps 1".split()
+    small = "--layers 1 --hidden 8 --heads 2 --batch 6 --seq 6 --steps 1".split()
     arguments = parser("train").parse_args([
         "train", "--compare", *small, "--out", str(tmp_path)])
     arguments.watched = watched
-    assert train.run(arguments, comm) == 0 and len(seen) == len(list_cases(1)) == 2
+    assert train.run(arguments, comm) == 0 and len(seen) == len(list_cases(1)) == 3
 
 
 @pytest.mark.parametrize("options", [

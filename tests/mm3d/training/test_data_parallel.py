@@ -106,8 +106,10 @@ def test_shards_divide_what_each_rank_of_a_replica_holds(spec, shape, units):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("changed, said", [
-    (dict(batch=1), "a batch of 1 sequences cannot be divided among 2 replicas: at least 2"),
-    (dict(batch=5), "a batch of 5 sequences cannot be divided among 2 replicas of 2 micro-batc"),
+    (dict(batch=1, microbatches=1),
+     "a batch of 1 sequences cannot be divided among 2 replicas: at least 2"),
+    (dict(batch=3), "3 sequences cannot be divided among 2 replicas of 2 micro-batches: at least "
+     "4 would do"),
     (dict(zero=4), "zero=4 is no stage of ZeRO"), (dict(zero=True), "zero=True is no stage"),
     (dict(in_flight=-1), "in_flight=-1 is no number of sums: 0 or more would do")],
     ids=str)
