@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 
+from bench.experiments.training.comparison import ROUTED
 from bench.experiments.training.history import History
 from bench.experiments.training.record import tokens_per_second
 from bench.records.measurements import Measurements
@@ -130,8 +131,10 @@ def meshes_parts(record: Measurements) -> list[Part]:
     """Make the table of meshes: the largest differences to one rank, and equality of bits."""
     found = {name: variable.values for name, variable in record.variables.items()}
     group = "largest relative difference to one rank"
+    routed = [name for name in ROUTED if f"{name}_difference" in found]
     columns = [Column("mesh"), Column("ranks"),
                *(Column(name, "", group) for name in ("loss", "gradients", "weights")),
+               *(Column(name, "", "pairs of other experts") for name in routed),
                Column("bits"), Column("equal to", align="<")]
     references = str(record.configuration["equal_to"]).split("; ")
     rows: Rows = []
@@ -140,6 +143,7 @@ def meshes_parts(record: Measurements) -> list[Part]:
         rows.append([mesh, int(found["ranks"][n]),
                      *(number_cell(found[f"{name}_difference"][n], ".1e")
                        for name in ("loss", "gradients", "weights")),
+                     *(int(found[f"{name}_difference"][n]) for name in routed),
                      "" if own else "equal" if bits == 1 else "DIFFERENT",
                      "" if own else references[n]])
     chosen, bounds = record.configuration, allowed_differences(record)
@@ -154,7 +158,22 @@ def meshes_parts(record: Measurements) -> list[Part]:
         "Bits: losses, gradients and weights must be equal to the bit where only stages, "
         "schedule, ZeRO or recomputation are different, since these change the order of no "
         "sum; but with several micro-batches ZeRO 2 and 3 sum in another order than 0 and 1, and "
-        "are equal to each other."])]
+        "are equal to each other.", *_routed_alike(record)])]
+
+
+def _routed_alike(record: Measurements) -> list[str]:
+    """Say what meshes with experts are compared with; nothing for a model without."""
+    chosen = record.configuration
+    if "dropped_share" not in record.variables:
+        return []
+    dropped = 100 * record.variables["dropped_share"].values
+    return [f"{chosen['experts_count']} experts, top {chosen['experts_top']}, gate "
+            f"{chosen['experts_gate']}, convention {chosen['experts_convention']}: "
+            f"{dropped.min():.1f} to {dropped.max():.1f} % of the pairs of a token and a choice "
+            f"were dropped. Tokens are routed together that belong to one micro-batch, so a mesh "
+            f"is compared with one rank that has as many micro-batches. Chosen and dropped: how "
+            f"many pairs of all steps and layers other experts got, or dropped, than there; none "
+            f"pass."]
 
 
 def allowed_differences(record: Measurements) -> dict[str, float]:

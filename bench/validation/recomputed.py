@@ -12,6 +12,7 @@ from bench.experiments.products import operands, side_by_side, wire_bytes
 from bench.experiments.products.matmul import RATIOS, RESULTS
 from bench.experiments.products.problem import Problem, product_grid
 from bench.experiments.training import beside
+from bench.experiments.training.comparison import loss_differences
 from bench.experiments.training.plan import Plan
 from bench.experiments.training.record import seconds_of_run, tokens_per_second
 from bench.instruments import least_squares
@@ -284,9 +285,8 @@ def _experts(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recom
 
 
 def _meshes(run: Measurements, found: dict[str, np.ndarray]) -> dict[str, Recomputed]:
-    """Recompute how far the losses of meshes are from those of the first."""
-    apart = np.abs(found["loss"] - found["loss"][0]) / found["loss"][0]
-    return {"loss_difference": Recomputed(apart.max(axis=1), "the losses")}
+    """Recompute how far the losses of meshes are from those of one rank."""
+    return {"loss_difference": Recomputed(loss_differences(run).max(axis=1), "the losses")}
 
 
 RECOMPUTE: dict[str, Callable[[Measurements, dict[str, np.ndarray]], dict[str, Recomputed]]] = {

@@ -76,8 +76,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "parameters on the same batches"))
     parser.add_argument("--compare", action="store_true", help=(
         "instead, train the same steps on one rank and on a list of meshes of these ranks, and "
-        "compare losses, gradients and weights; fail where they differ; options that choose one "
-        "mesh are refused"))
+        "compare losses, gradients and weights, and with --experts which experts were chosen and "
+        "what was dropped; fail where they differ; options that choose one mesh are refused"))
     options.add_pictures(parser)
     options.add_out(parser)
     options.add_stall(parser)
@@ -178,12 +178,9 @@ def refuse_unused(arguments: argparse.Namespace) -> None:
         if getattr(arguments, name, None) is not None:
             raise UsageError(f"--compare with --{name.replace('_', '-')}: it trains many models "
                              f"for a few steps; leave one of them out")
-    if arguments.experts is not None:
-        raise UsageError("--compare with --experts: micro-batches route other tokens together, so "
-                         "their losses differ; leave one of them out")
     for name in mesh_options.make_placement(arguments).given():
-        raise UsageError(f"--compare with --{name}: it trains on a list of meshes of its own; "
-                         f"leave one of them out")
+        raise UsageError(f"--compare with --{name.replace('_', '-')}: it trains on a list of "
+                         f"meshes of its own; leave one of them out")
 
 
 def make_course(arguments: argparse.Namespace, training: Training) -> Course:

@@ -1,12 +1,12 @@
 """Train the same steps on many meshes, and compare losses, gradients and weights with one rank."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Callable, ContextManager
 
 import numpy as np
 
 from bench.errors import UsageError
-from bench.experiments.training.meshes import Case, list_cases, reference_of
+from bench.experiments.training.meshes import Case, list_cases, one_rank_of, reference_of
 from bench.experiments.training.plan import Plan, make_mesh, make_model, make_optimizer
 from bench.experiments.training.rounding_bounds import rounding_bounds
 from bench.experiments.training.text import Text
@@ -18,6 +18,7 @@ from mm3d.arrays import backend as backends
 
 KIND = "training-meshes"
 COMPARED = ("loss", "gradients", "weights")    # losses of all steps; the others after the last
+ROUTED = ("chosen", "dropped")    # with experts, of all steps
 
 
 @dataclass(frozen=True)
@@ -30,17 +31,28 @@ class Trained:
         Of each step.
     gradients, weights : dict of str to ndarray
         Global arrays by name: gradients of the last step, weights after it.
+    chosen, dropped : ndarray of int64
+        Of a model with experts: how many tokens of a step have each expert of each layer as their
+        first, second ... choice, (steps, layers, k, E); and how many of these pairs were dropped,
+        (steps, layers, E).
     """
 
     losses: np.ndarray
     gradients: dict[str, np.ndarray]
     weights: dict[str, np.ndarray]
+    chosen: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
+    dropped: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def differences(self, other: "Trained") -> dict[str, float]:
         """Return the largest relative differences to `other`, by the names of `COMPARED`."""
         return {"loss": float(np.max(np.abs(self.losses - other.losses) / other.losses)),
                 "gradients": largest_difference(self.gradients, other.gradients),
                 "weights": largest_difference(self.weights, other.weights)}
+
+    def routing_differences(self, other: "Trained") -> dict[str, int]:
+        """Count how many choices, and dropped pairs, are other experts' than in `other`."""
+        return {name: int(np.abs(getattr(self, name) - getattr(other, name)).sum())
+                for name in ROUTED}
 
     def equals(self, other: "Trained") -> bool:
         """Return whether everything is equal to the bit."""
@@ -54,8 +66,9 @@ def largest_difference(found: dict[str, np.ndarray], expected: dict[str, np.ndar
     """Return the largest relative Frobenius difference of arrays; infinite if one is missing."""
     if found.keys() != expected.keys():
         return np.inf
-    return max(float(np.linalg.norm(found[name] - a) / np.linalg.norm(a))
-               for name, a in expected.items())
+    # What is zero, such as the gradient of a router's bias, must be so on every mesh.
+    return max(float(np.linalg.norm(found[name] - a) / (
+        np.linalg.norm(a) or np.finfo(np.float64).tiny)) for name, a in expected.items())
 
 
 def compare_meshes(comm: Any, plan: Plan, text: Text,
@@ -91,7 +104,14 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
         raise UsageError(f"--compare with {plan.optimizer} in {plan.dtype}: AdamW would hide "
                          f"wrong factors of gradients, and 16 bits all differences; sgd in "
                          f"float64 or float32 would do")
-    cases, found = list_cases(comm.size), {}
+    if plan.experts is not None and plan.dtype != "float64":
+        raise UsageError(f"--compare with --experts in {plan.dtype}: rounding decides between "
+                         f"experts whose logits are nearly equal; float64 would do")
+    if plan.experts is not None and comm.size == 1:
+        raise UsageError("--compare with --experts on 1 rank: other micro-batches route other "
+                         "tokens together, so no two of its trainings are the same; 2 ranks or "
+                         "more would do")
+    cases, found = list_cases(comm.size, plan.experts), {}
     check_cases(comm, cases, plan)
     for case in cases:
         if comm.rank == 0:
@@ -150,15 +170,19 @@ def train_steps(comm: Any, case: Case, plan: Plan, text: Text,
                 watched: Callable[..., ContextManager] = unwatched) -> Trained:
     """Train the steps of a plan on all ranks of `comm`."""
     mesh, model, optimizer = make_training(comm, case, plan)
-    losses, gradients = [], {}
+    losses, gradients, chosen, dropped = [], {}, [], []
     with watched(mesh.scheme.grid):
         for step in range(plan.steps):
             model.dropout_step = step
             losses.append(model.step(*text.batch(plan.seed, step, plan.batch, plan.seq)))
+            routed = model.routings.values()
+            chosen.append([one.chosen for one in routed])
+            dropped.append([one.dropped for one in routed])
             if step == plan.steps - 1:
                 gradients = model.gradients()
             optimizer.step()
-    result = Trained(np.array(losses), gradients, model.state())
+    result = Trained(np.array(losses), gradients, model.state(), np.array(chosen, np.int64),
+                     np.array(dropped, np.int64))
     model.free()
     mesh.free()
     return result
@@ -166,11 +190,12 @@ def train_steps(comm: Any, case: Case, plan: Plan, text: Text,
 
 def comparison_record(plan: Plan, text: Text, cases: list[Case], found: dict[Case, Trained],
                       environs: dict) -> Measurements:
-    """Make the record: differences to serial, and equality to the bit within each family."""
-    serial, reference = found[cases[0]], reference_of(cases)
-    differences = {case: found[case].differences(serial) for case in cases}
+    """Make the record: differences to one rank, and equality to the bit within each family."""
+    one_rank, reference = one_rank_of(cases, plan.experts), reference_of(cases)
+    differences = {case: found[case].differences(found[one_rank(case)]) for case in cases}
+    compared = [case for case in cases if one_rank(case) is not case]
     checks = [Check(f"{name} of {case.name}", differences[case][name], bound)
-              for case in cases[1:] for name, bound in rounding_bounds(plan).items()]
+              for case in compared for name, bound in rounding_bounds(plan).items()]
     bitwise = np.full(len(cases), np.nan)
     for number, case in enumerate(cases):
         if reference(case) is not case:
@@ -186,5 +211,23 @@ def comparison_record(plan: Plan, text: Text, cases: list[Case], found: dict[Cas
            for name in COMPARED}}
     scales = {"mesh": [case.name for case in cases], "step": range(plan.steps)}
     settings = {**plan.settings(), "text": text.name, "text_digest": text.digest,
-                "equal_to": "; ".join(reference(case).name for case in cases)}
+                "equal_to": "; ".join(reference(case).name for case in cases),
+                "one_rank": "; ".join(one_rank(case).name for case in cases)}
+    if plan.experts is not None:
+        routed = {case: found[case].routing_differences(found[one_rank(case)]) for case in cases}
+        checks += [Check(f"experts {name} by {case.name}", float(routed[case][name]), 0.0)
+                   for case in compared for name in ROUTED]
+        variables |= {f"{name}_difference": Variable(
+            np.array([routed[case][name] for case in cases]), "1", ("mesh",)) for name in ROUTED}
+        variables["dropped_share"] = Variable(np.array([
+            found[case].dropped.sum() / found[case].chosen.sum() for case in cases]), "1",
+            ("mesh",))
     return Measurements(KIND, settings, environs, scales, variables, checks)
+
+
+def loss_differences(record: Measurements) -> np.ndarray:
+    """Compute the relative difference of each mesh's loss to one rank's, (mesh, step)."""
+    losses, meshes = record.variables["loss"].values, list(record.scales["mesh"])
+    names = str(record.configuration.get("one_rank", "; ".join(meshes[:1] * len(meshes))))
+    expected = losses[[meshes.index(name) for name in names.split("; ")]]
+    return np.abs(losses - expected) / expected

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Callable
 
 from bench.experiments.training.plan import Placement
+from mm3d.model.experts.options import Experts
 from mm3d.training.schedules import registry
 
 SERIAL = Placement(scheme="serial")
@@ -38,15 +39,19 @@ class Case:
         Stages, schedules, ZeRO and recomputation change no sum: a stage sees its micro-batches in
         ascending order, whatever the schedule, and sums over replicas are taken in the order of
         ranks in every stage of ZeRO.  But ZeRO 2 and 3 sum over replicas before they sum over
-        micro-batches.
+        micro-batches.  Replicas that divide experts sum gradients of these over others.
         """
         one = self.placement
-        return (one.scheme, one.grid, one.data, one.shards, one.microbatches,
+        return (one.scheme, one.grid, one.data, one.shards, one.microbatches, one.expert_parallel,
                 one.zero > 1 and one.data > 1 and one.microbatches > 1)
 
 
-def list_cases(ranks: int) -> list[Case]:
-    """List the cases that need at most so many ranks, serial first."""
+def list_cases(ranks: int, experts: Experts | None = None) -> list[Case]:
+    """List the cases that need at most so many ranks, serial first.
+
+    With experts there are also meshes that divide them, and one rank with each number of
+    micro-batches, since tokens of other micro-batches are routed apart.
+    """
     three = replace(SERIAL, scheme="3d")
     found = [Case(1, SERIAL)]
 
@@ -79,8 +84,37 @@ def list_cases(ranks: int) -> list[Case]:
     add(8, three, data=2, scheme="faces", grid=(1, 2, 2), zero=3)
     add(8, three, stages=2, scheme="2d-pipelined", grid=(2, 2), microbatches=4, schedule="zb-v")
     add(6, SERIAL, data=3, stages=2, microbatches=2, zero=2)
-    add(4, SERIAL, data=2, stages=2, microbatches=5, zero=2)
+    if experts is None:    # which need equal micro-batches
+        add(4, SERIAL, data=2, stages=2, microbatches=5, zero=2)
+    else:
+        add(1, SERIAL, microbatches=2)
+        found += [case for case in cases_of_experts()
+                  if case.placement.expert_parallel <= experts.count]
     return [case for case in found if case.ranks <= ranks]
+
+
+def cases_of_experts() -> list[Case]:
+    """List the cases in which replicas divide experts, evenly and unevenly."""
+    three, found = replace(SERIAL, scheme="3d"), []
+
+    def add(needed: int, start: Placement, parts: int, **changes: Any) -> None:
+        found.append(Case(needed, replace(start, expert_parallel=parts, **changes)))
+    for zero in range(4):
+        add(2, SERIAL, 2, data=2, zero=zero)
+    add(2, SERIAL, 2, data=2, recompute="full")
+    add(4, SERIAL, 2, data=4, zero=1)
+    add(4, SERIAL, 4, data=4, shards=2, zero=3)
+    add(4, three, 2, data=2, grid=(1, 2, 1))
+    add(4, SERIAL, 2, data=2, stages=2, microbatches=4, zero=2)
+    for scheme, grid in (("3d", (2, 2, 1)), ("3d", (1, 2, 2)), ("1d", (4,)), ("1d-sp", (4,)),
+                         ("2d", (2, 2)), ("2.5d", (2, 2, 1)), ("faces", (1, 2, 2))):
+        add(8, three, 2, data=2, scheme=scheme, grid=grid)
+    add(8, three, 2, data=2, grid=(2, 2, 1), zero=3)
+    add(8, three, 2, data=2, stages=2, grid=(1, 2, 1), microbatches=4, zero=3)
+    add(8, three, 2, data=2, stages=2, grid=(1, 2, 1), microbatches=4, schedule="zb-h1", zero=3)
+    add(6, SERIAL, 3, data=3, stages=2, microbatches=2, zero=2)
+    add(6, SERIAL, 3, data=6, zero=1)
+    return found
 
 
 def reference_of(cases: list[Case]) -> Callable[[Case], Case]:
@@ -89,3 +123,13 @@ def reference_of(cases: list[Case]) -> Callable[[Case], Case]:
     for case in cases:
         first.setdefault(case.family, case)
     return lambda case: first[case.family]
+
+
+def one_rank_of(cases: list[Case], experts: Experts | None) -> Callable[[Case], Case]:
+    """Return a function that gives for a case the one on one rank that has the same losses.
+
+    With experts it has as many micro-batches, and else any number of them.
+    """
+    serial = {case.placement.microbatches: case for case in reversed(cases)
+              if case.placement.given().keys() <= {"scheme", "microbatches"} and case.ranks == 1}
+    return lambda case: serial[case.placement.microbatches if experts else 1]

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.experiments.training.comparison import loss_differences
 from bench.records.measurements import Measurements
 from bench.reports.figures import style
 from bench.reports.figures.schedules import check_name
@@ -58,7 +59,7 @@ def meshes_picture(path: str | os.PathLike, record: Measurements) -> Path:
     """
     check_name(path)
     losses, steps = record.variables["loss"].values, np.array(record.scales["step"])
-    apart = np.abs(losses - losses[0]) / losses[0]
+    apart = loss_differences(record)
     count, dtype = len(losses), str(record.configuration["dtype"])
     eps, allowed = np.finfo(dtype).eps, allowed_differences(record).get("loss", 1e-12)
     floor = eps / FLOOR    # the sum of the loss is float64, so a difference may be smaller

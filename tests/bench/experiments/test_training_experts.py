@@ -1,18 +1,21 @@
 """Trainings with experts: verified, recorded, and warned of when few experts get most tokens."""
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from mpi4py import MPI
 
 from bench.__main__ import parser
 from bench.errors import UsageError, WrongResult
-from bench.experiments.training import record, trainer
+from bench.experiments.training import comparison, record, trainer
 from bench.experiments.training.history import History
+from bench.experiments.training.meshes import list_cases
 from bench.experiments.training.plan import Placement, Plan
 from bench.experiments.training.text import read_text
 from bench.experiments.training.trainer import Course, Training
 from bench.records import run_file
 from bench.reports import training_tables
+from bench.reports.figures.training import meshes_picture
 from bench.reports.formats import render
 from bench.validation.files import check_file
 from bench.verbs import train
@@ -20,6 +23,7 @@ from mm3d.model.experts import layer
 from mm3d.model.experts.options import Experts
 
 PLAN = Plan(layers=2, hidden=8, heads=2, batch=4, seq=6, steps=2, dtype="float64", warmup=2)
+COMPARED = replace(PLAN, layers=4, batch=24, warmup=0, optimizer="sgd", weight_decay=0.0, clip=0.0)
 COURSE = Course(validate_every=3, validation_batches=1)
 TEXT = read_text()
 
@@ -48,6 +52,69 @@ def test_experts_are_verified_and_their_use_is_recorded(comm, gate, shared_tmp_p
         assert "experts' entropy 0." in training_tables.progress_line(2, outcome.history, 2, 1)
         assert "4 experts, top 2" in render(training_tables.training_parts(found))
         assert check_file(run_file.write_run(found, shared_tmp_path, gate))[0] == []
+
+
+@pytest.mark.ranks(2)
+def test_meshes_with_experts_have_the_same_losses_and_drop_the_same(comm, monkeypatch,
+                                                                    shared_tmp_path):
+    """A few of them; as many micro-batches are compared."""
+    experts = Experts(3, capacity=1.0, gate="mixtral", balance=0.1)
+    chosen = [case for case in list_cases(2, experts) if case.name in (
+        "serial", "serial, 4 micro-batches", "3d 2x1x1", "data 2, ZeRO 3, serial",
+        "2 stages 1f1b, serial, 4 micro-batches", "data 2, experts on 2, serial",
+        "data 2, ZeRO 2, experts on 2, serial")]
+    monkeypatch.setattr(comparison, "list_cases", lambda *given: chosen)
+    found = compare_meshes(comm, shared_tmp_path, experts)
+    if found is not None:
+        assert found.configuration["one_rank"].split("; ") == [
+            "serial, 4 micro-batches" if "4 micro" in mesh else "serial"
+            for mesh in found.scales["mesh"]]
+        assert sum("bits of" in check.quantity for check in found.checks) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.ranks(8)
+@pytest.mark.limit(600)
+@pytest.mark.parametrize("experts", [
+    Experts(5, capacity=0.8, gate="gshard", balance=0.1, jitter=0.1, every=1),
+    Experts(4, capacity=None, gate="sigmoid-bias", bias_rate=0.01)])
+def test_every_mesh_with_experts_has_the_same(comm, shared_tmp_path, experts):
+    found = compare_meshes(comm, shared_tmp_path, experts)
+    if found is not None:
+        assert len(found.scales["mesh"]) > 60
+        assert meshes_picture(shared_tmp_path / "meshes.png", found).stat().st_size > 10_000
+
+
+def compare_meshes(comm, shared_tmp_path, experts):
+    found = comparison.compare_meshes(comm, replace(COMPARED, experts=experts), TEXT)
+    if comm.rank == 0:
+        assert [check for check in found.checks if not check.passed] == []
+        dropped = found.variables["dropped_share"].values
+        assert (dropped > 0).all() == (experts.capacity is not None)
+        path = run_file.write_run(found, shared_tmp_path, "meshes")
+        assert check_file(path)[0] == []
+        text = render(training_tables.meshes_parts(run_file.read_run(path)))
+        assert "DIFFERENT" not in text and "pairs of other experts" in text
+    return found
+
+
+def test_a_mesh_that_routes_otherwise_fails():
+    """One pair of all that were chosen, where losses are the same."""
+    plan, cases = replace(COMPARED, experts=Experts(3)), list_cases(2, Experts(3))[:2]
+    chosen = np.ones((plan.steps, 2, 2, 3), int)
+    trained = [comparison.Trained(np.ones(plan.steps), {"a": np.zeros(3)}, {"a": np.ones(3)},
+                                  chosen + moved, np.ones((plan.steps, 2, 3), int))
+               for moved in (0, np.eye(3, dtype=int)[0] - np.eye(3, dtype=int)[1])]
+    record = comparison.comparison_record(plan, TEXT, cases, dict(zip(cases, trained)), {})
+    wrong = [check.quantity for check in record.checks if not check.passed]
+    assert wrong == [f"experts chosen by {cases[1].name}"]
+
+
+def test_a_comparison_that_proves_nothing_is_refused():
+    experts = replace(COMPARED, experts=Experts(4))
+    for plan, said in ((experts, "on 1 rank"), (replace(experts, dtype="float32"), "float64 wo")):
+        with pytest.raises(UsageError, match=f"--compare with --experts .*{said}"):
+            comparison.compare_meshes(MPI.COMM_SELF, plan, TEXT)
 
 
 def test_a_wrong_balance_loss_is_not_trained(monkeypatch):
@@ -99,7 +166,8 @@ def test_every_convention_is_verified(chosen):
 
 
 @pytest.mark.parametrize("options, message", [
-    (["--compare", "--experts", "4"], "--compare with --experts"),
+    (["--compare", "--experts", "4", "--data", "2", "--expert-parallel", "2"],
+     "--compare with --data"),
     (["--experts", "2", "--top", "3"], "top=3 experts cannot be chosen among count=2"),
     (["--top", "2"], "--top 2 would do nothing here: --experts 8 would do"),
     (["--experts", "4", "--bias-rate", "0.1"], "--bias-rate 0.1 .* --gate sigmoid-bias would do"),
