@@ -250,7 +250,8 @@ def by_torch(arguments: argparse.Namespace, training: Training, course: Course,
         state = model.state()
         return torch_training.train_by_torch(
             arguments.torch, plan, training.text, state, outcome.steps,
-            outcome.history.validation, course.validation_batches, Progress(plan, "PyTorch: "))
+            outcome.history.validation, course.validation_batches, Progress(plan, "PyTorch: "),
+            training.model.schedule.microbatches)
     return make_on_rank_0(work, comm, wait=wait_patiently)
 
 

@@ -17,7 +17,7 @@ from bench.checks import against_serial
 from bench.errors import UsageError, WrongResult
 from bench.experiments.experts import torch_experts
 from bench.experiments.experts.parts import PARTS, PartClock
-from bench.experiments.experts.problem import ROUTINGS, Subject
+from bench.experiments.experts.problem import ROUTINGS, Subject, routing_settings
 from bench.experiments.experts.verification import Verified, verify_step
 from bench.experiments.layer.torch_process import TorchScript
 from bench.experiments.products import operands
@@ -30,8 +30,6 @@ from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
 from mm3d.arrays.grouped_products import grouped_matmul
 from mm3d.model.experts.balance import utilisation_entropy
-from mm3d.model.experts.capacity import capacity_of
-from mm3d.model.experts.options import Experts
 from mm3d.tracing.events import PHASES
 
 KINDS = ("layer", "grouped products", "one product", "PyTorch loop", "PyTorch padded")
@@ -107,34 +105,11 @@ def _start_torch(subject: Subject, torch: str | None) -> TorchScript | None:
                              f"do with --torch")
         arrays: dict[str, Any] = {**case.activations(), **case.parameters()}
         arrays |= {f"router.weight {name}": case.router_weight(name) for name in ROUTINGS}
-        arrays |= {"routings": ROUTINGS, "top": options.top, "gate": options.gate,
-                   "by choice": options.dropping_order == "choice",
-                   "balance": options.balance, "z": options.z, **counted_choices(options),
-                   "capacity": capacity_of(options, case.tokens) or 0}
+        arrays |= {"routings": ROUTINGS, **routing_settings(options, case.tokens)}
         return TorchScript(torch, Path(torch_experts.__file__),
                            {name: np.asarray(a) for name, a in arrays.items()},
                            "layer of experts")
     return make_on_rank_0(start, subject.mesh.comm, caught=UsageError, wait=wait_patiently)
-
-
-def counted_choices(experts: Experts, layers: int = 1) -> dict[str, float]:
-    """Return which choices the balance loss counts, for PyTorch, and what it divides by.
-
-    The share of an expert is the number of tokens that have it among their first "counted
-    choices", over "share divisor" times the number of tokens.
-
-    Parameters
-    ----------
-    experts : Experts
-        The options.
-    layers : int
-        Layers of the model.
-    """
-    first = experts.convention == "deepspeed" and experts.top <= 2
-    divisor = {"huggingface": 1, "megablocks": experts.top * layers}.get(
-        experts.convention, experts.top)
-    return {"counted choices": 1 if first else experts.top,
-            "share divisor": 1 if first else divisor}
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import numpy as np
 import mm3d
 from bench.errors import UsageError
 from mm3d.arrays.backend import Array
+from mm3d.model.experts.capacity import capacity_of
 from mm3d.model.experts.layer import ExpertsLayer
 from mm3d.model.experts.options import Experts
 from mm3d.model.experts.spec import ExpertsSpec
@@ -104,6 +105,32 @@ class ExpertsCase:
                  for name in ("input", "output gradient")}
         found["input"][..., 0] = 1
         return found
+
+
+def routing_settings(experts: Experts, tokens: int, layers: int = 1) -> dict[str, Any]:
+    """Return what PyTorch's layers need to know of a router, without the conventions' names.
+
+    The share of an expert in the balance loss is the number of tokens that have it among their
+    first "counted choices", over "share divisor" times the number of tokens.  The capacity is a
+    number of tokens, 0 where nothing is dropped.
+
+    Parameters
+    ----------
+    experts : Experts
+        The options.
+    tokens : int
+        Number of tokens that are routed together.
+    layers : int
+        Layers of the model.
+    """
+    first = experts.convention == "deepspeed" and experts.top <= 2
+    divisor = {"huggingface": 1, "megablocks": experts.top * layers}.get(
+        experts.convention, experts.top)
+    return {"top": experts.top, "gate": experts.gate, "balance": experts.balance, "z": experts.z,
+            "by choice": experts.dropping_order == "choice",
+            "capacity": capacity_of(experts, tokens) or 0, "bias rate": experts.bias_rate,
+            "counted choices": 1 if first else experts.top,
+            "share divisor": 1 if first else divisor}
 
 
 class Subject:

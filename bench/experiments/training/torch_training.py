@@ -10,6 +10,7 @@ from typing import Callable, Iterable
 import numpy as np
 
 from bench.errors import UsageError
+from bench.experiments.experts.problem import routing_settings
 from bench.experiments.layer.torch_process import torch_environment
 from bench.experiments.training.history import History
 from bench.experiments.training.plain_gpt import State
@@ -36,9 +37,9 @@ class TorchTraining:
 
 def check_torch(plan: Plan) -> None:
     """Raise UsageError for a plan that PyTorch cannot follow exactly."""
-    if plan.experts is not None:
-        raise UsageError(f"--torch with --experts {plan.experts.count}: bench experts --torch "
-                         f"computes such a layer beside PyTorch; leave one of them out")
+    if plan.experts is not None and plan.experts.jitter:
+        raise UsageError(f"--torch with --jitter {plan.experts.jitter:g}: PyTorch draws other "
+                         f"factors; leave one of them out")
     if plan.dropout:
         raise UsageError(f"--torch with --dropout {plan.dropout:g}: PyTorch draws other masks; "
                          f"leave one of them out")
@@ -61,8 +62,8 @@ def check_interpreter(python: str) -> None:
 
 def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int,
                    validated: Iterable[int], validation_batches: int,
-                   report: Callable[[int, History], None] = lambda step, history: None
-                   ) -> TorchTraining:
+                   report: Callable[[int, History], None] = lambda step, history: None,
+                   microbatches: int = 1) -> TorchTraining:
     """Train a model by PyTorch, from the same state on the same batches in the same order.
 
     Parameters
@@ -81,6 +82,8 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
         Batches of a validation.
     report : callable
         Called after each step and each validation with the number of steps done.
+    microbatches : int
+        Parts of a batch whose tokens are routed together; without experts it changes nothing.
 
     Raises
     ------
@@ -88,7 +91,8 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
         When the interpreter cannot train it.
     """
     with tempfile.TemporaryDirectory() as folder:
-        write_case(Path(folder), plan, text, state, steps, validated, validation_batches)
+        write_case(Path(folder), plan, text, state, steps, validated, validation_batches,
+                   microbatches if plan.experts else 1)
         script = Path(__file__).with_name("torch_gpt.py")
         history = History()
         try:
@@ -109,7 +113,7 @@ def train_by_torch(python: str, plan: Plan, text: Text, state: State, steps: int
 
 
 def write_case(folder: Path, plan: Plan, text: Text, state: State, steps: int,
-               validated: Iterable[int], validation_batches: int) -> None:
+               validated: Iterable[int], validation_batches: int, microbatches: int) -> None:
     """Write parameters, tokens and settings for `torch_gpt`."""
     sizes = plan.batch, plan.seq
     count = min(validation_batches, text.validation_batches(*sizes))
@@ -118,9 +122,13 @@ def write_case(folder: Path, plan: Plan, text: Text, state: State, steps: int,
     empty = np.empty((0, plan.batch, plan.seq + 1), np.uint8)
     np.savez(folder / "case.npz", **state, **{
         "tokens of steps": np.array(batches or empty), "tokens of validation": np.array(held_out)})
+    routing = None
+    if plan.experts is not None:
+        routing = routing_settings(plan.experts, plan.batch // microbatches * plan.seq,
+                                   plan.layers)
     (folder / "case.json").write_text(json.dumps(
         {**plan.settings(), "rates": [plan.rate(step) for step in range(steps)],
-         "validated": sorted(validated)}))
+         "validated": sorted(validated), "routing": routing, "microbatches": microbatches}))
 
 
 def joined(tokens: np.ndarray, targets: np.ndarray) -> np.ndarray:

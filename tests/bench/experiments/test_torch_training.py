@@ -3,6 +3,7 @@ import contextlib
 import json
 import stat
 import sys
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,6 +17,7 @@ from bench.experiments.training.text import read_text
 from bench.records import run_file
 from bench.validation.files import check_file
 from bench.verbs import train
+from mm3d.model.experts.options import Experts
 
 PLAN = Plan(layers=1, hidden=8, heads=2, batch=4, seq=6, steps=3, lr=0.01, warmup=2)
 TEXT = read_text()
@@ -68,6 +70,31 @@ def test_pytorch_gets_the_same_parameters_batches_and_rates(tmp_path):
         for number, both in enumerate(batches):
             tokens, targets = expected(number)
             assert np.array_equal(both[:, :-1], tokens) and np.array_equal(both[:, 1:], targets)
+
+
+@pytest.mark.parametrize("chosen, expected", [
+    ({"capacity": 1.0}, {"capacity": 6, "counted choices": 2, "share divisor": 2}),
+    ({"gate": "gshard", "convention": "megablocks", "capacity": None},
+     {"capacity": 0, "by choice": True, "share divisor": 2 * PLAN.layers}),
+    ({"gate": "sigmoid-bias", "bias_rate": 0.5, "convention": "deepspeed", "capacity": 0.5},
+     {"capacity": 4, "by choice": True, "counted choices": 1, "share divisor": 1,
+      "bias rate": 0.5}),
+    ({"convention": "huggingface", "capacity": None}, {"share divisor": 1})])
+def test_pytorch_is_told_how_tokens_are_routed(tmp_path, chosen, expected):
+    """The 12 tokens of a micro-batch together, by the definitions of each convention."""
+    python = make_up(tmp_path, [], {0: 5.5})
+    plan = replace(PLAN, experts=Experts(4, every=1, **chosen))
+    torch_training.train_by_torch(python, plan, TEXT, {}, 0, [0], 1, microbatches=2)
+    case = json.loads((tmp_path / "given" / "case.json").read_text())
+    assert case["microbatches"] == 2 and expected.items() <= case["routing"].items()
+    assert Plan.from_settings(case) == plan
+
+
+def test_a_training_that_pytorch_cannot_follow_is_refused():
+    for changed, said in ((dict(experts=Experts(4, jitter=0.1)), "--torch with --jitter 0.1"),
+                          (dict(dropout=0.1), "--torch with --dropout 0.1")):
+        with pytest.raises(UsageError, match=said):
+            torch_training.check_torch(replace(PLAN, **changed))
 
 
 def run(comm, folder, python):
