@@ -251,6 +251,12 @@ def grid_sizes(text: str) -> tuple[int, ...]:
                                          f"do, such as 2x2x2") from None
 
 
+def stage_grids(text: str) -> tuple[int, ...] | list[tuple[int, ...]]:
+    """Read ``2x1x1``, or one for each stage: ``2x1x1,1x2x1``."""
+    found = [*map(grid_sizes, text.split(","))]
+    return found if len(found) > 1 else found[0]
+
+
 def shape(text: str) -> tuple[int, ...]:
     """Read M, N and K of ``M,N,K``, or of one number for all."""
     return sizes("M,N,K")(text if "," in text else ",".join([text] * 3))

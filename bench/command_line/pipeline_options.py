@@ -7,18 +7,40 @@ from bench.errors import UsageError
 from bench.prediction.pipeline_seconds import PipelineModel
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
+from mm3d.training.data_parallel import STAGES
+from mm3d.training.mesh import check_data
 from mm3d.training.schedules import Schedule, build, registry
 
 
-def add_pipeline(parser: argparse.ArgumentParser) -> None:
-    """Add the options by which the layers are divided among the stages of a pipeline."""
+def add_pipeline(parser: argparse.ArgumentParser, batch: str) -> None:
+    """Add the options by which layers are divided among stages, and replicas of these.
+
+    Parameters
+    ----------
+    parser : ArgumentParser
+        The parser of a verb, which adds ``--data`` itself.
+    batch : str
+        What the batch of the verb is.
+    """
     parser.add_argument("--stages", type=options.whole(1), metavar="P", help=(
-        "predict a pipeline: the ranks are P stages of equally many, each with its layers on a "
-        "grid of its own; the batch is that of all micro-batches"))
+        f"predict a pipeline: the ranks are P stages of equally many, each with its layers on a "
+        f"grid of its own; the batch is that of all micro-batches{batch}"))
     parser.add_argument("--schedule", metavar="NAME", help=(
         f"with --stages: the schedule, of {', '.join(registry())} (default 1f1b)"))
     parser.add_argument("--microbatches", type=options.whole(1), metavar="M",
                         help="with --stages: micro-batches of a step (default 2 for each stage)")
+    parser.add_argument("--zero", type=int, choices=STAGES, help=(
+        "with --stages and --data: divide among the replicas 1, moments and masters; 2, gradients "
+        "too; 3, parameters too (default 0: nothing)"))
+    parser.add_argument("--shards", type=options.whole(1), metavar="N", help=(
+        "with --stages and --data: replicas that divide one copy of the model by --zero, the "
+        "others having copies of their own (default: all)"))
+
+
+def add_replicas(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add ``--data``, a number of replicas of the stages; `what` says what they are."""
+    parser.add_argument("--data", type=options.whole(1), metavar="N",
+                        help=f"with --stages: {what} (default 1)")
 
 
 def stage_ranks(arguments: argparse.Namespace) -> int:
@@ -40,9 +62,14 @@ def stage_ranks(arguments: argparse.Namespace) -> int:
 
 def check_stages(arguments: argparse.Namespace) -> None:
     """Raise UsageError for an option of pipelines without ``--stages``."""
-    for name in ("schedule", "microbatches"):
+    for name in ("schedule", "microbatches", "zero", "shards"):
         if arguments.stages is None and getattr(arguments, name) is not None:
-            raise UsageError(f"--{name} {getattr(arguments, name)}: give --stages too")
+            raise UsageError(f"--{name} {getattr(arguments, name)}: give --stages too"
+                             + ", such as --stages 1" * (name in ("zero", "shards")))
+    for name in ("zero", "shards"):
+        if getattr(arguments, name) and not arguments.data:
+            raise UsageError(f"--{name} {getattr(arguments, name)}: give --data too, the number "
+                             f"of replicas")
 
 
 def build_schedule(arguments: argparse.Namespace) -> Schedule:
@@ -51,10 +78,23 @@ def build_schedule(arguments: argparse.Namespace) -> Schedule:
                  arguments.microbatches or 2 * arguments.stages)
 
 
-def pipeline_model(arguments: argparse.Namespace, scheme: str, grid: GridShape,
+def replicas(arguments: argparse.Namespace) -> dict[str, int | None]:
+    """Return the fields of a `PipelineModel` that say what replicas there are.
+
+    Raises
+    ------
+    ValueError
+        When the shards do not divide the replicas.
+    """
+    data = arguments.data or 1
+    check_data(data, data, arguments.shards)
+    return {"data": data, "zero": arguments.zero or 0, "shards": arguments.shards}
+
+
+def pipeline_model(arguments: argparse.Namespace, scheme: str, grids: tuple[GridShape, ...],
                    sizes: ModelSizes, **more) -> PipelineModel:
     """Return the pipeline that the options ask for; ValueError when there is none such."""
-    model = PipelineModel(build_schedule(arguments), scheme, grid, sizes, arguments.dtype,
-                          arguments.recompute, **more)
+    model = PipelineModel(build_schedule(arguments), scheme, grids, sizes, arguments.dtype,
+                          arguments.recompute, **replicas(arguments), **more)
     model.parts    # raises where layers or sequences cannot be divided
     return model

@@ -5,7 +5,7 @@ backward that repeats the forward.
 """
 
 from dataclasses import dataclass, replace
-from typing import Iterable
+from typing import Iterable, Sequence
 
 import msgspec
 
@@ -16,6 +16,8 @@ from bench.prediction.paper_fit import Outcome
 from bench.prediction.pipeline_seconds import (PipelineModel, PredictedPipeline,
                                                largest_peak_bytes, predict_pipeline)
 from mm3d.schemes import find_scheme
+from mm3d.training.batches import divide_rows
+from mm3d.training.mesh import Sizes, stage_grids
 from mm3d.training.schedules import Schedule
 
 
@@ -28,7 +30,7 @@ class RowPipeline:
     row : Row
         The row.
     model : PipelineModel
-        Its model, on the scheme's own grid of a stage's ranks.
+        Its model; its batch is that of a replica.
     found : PredictedPipeline
         The predicted times of a step.
     peak : float
@@ -46,11 +48,12 @@ class RowPipeline:
     @property
     def average(self) -> float:
         """Return the predicted seconds a sequence."""
-        return float(self.found.timeline.makespan) / self.row.batch
+        return float(self.found.seconds) / self.row.batch
 
 
-def predict_rows(outcome: Outcome, rows: Iterable[Row],
-                 schedule: Schedule) -> tuple[list[RowPipeline], list[str]]:
+def predict_rows(outcome: Outcome, rows: Iterable[Row], schedule: Schedule,
+                 grid: Sizes | Sequence[Sizes] | None = None,
+                 **replicas: int | None) -> tuple[list[RowPipeline], list[str]]:
     """Predict rows as pipelines.
 
     Parameters
@@ -61,6 +64,10 @@ def predict_rows(outcome: Outcome, rows: Iterable[Row],
         Rows of the paper.
     schedule : Schedule
         Its ranks are the stages.
+    grid
+        Of every stage, or of each one; by default the one that each scheme chooses.
+    **replicas
+        The fields data, zero and shards of `PipelineModel`.
 
     Returns
     -------
@@ -68,29 +75,37 @@ def predict_rows(outcome: Outcome, rows: Iterable[Row],
         The predictions, and why other rows cannot be such a pipeline.
     """
     tuned = msgspec.structs.replace(outcome.machine, achieved=outcome.fit.achieved)
-    found, missing = [], []
+    found: list[RowPipeline] = []
+    missing: dict[str, list[str]] = {}
     for row in rows:
         repeats = outcome.fit.recompute[row.scheme]
         try:
-            model = row_model(row, outcome.fit.layers, schedule)
+            model = row_model(row, outcome.fit.layers, schedule, grid, **replicas)
         except ValueError as error:
-            missing.append(f"{row.table} {row.scheme} on {row.gpus}: {error}")
+            missing.setdefault(str(error), []).append(f"{row.table} {row.scheme} on {row.gpus}")
             continue
         stored = replace(model, recompute="full") if repeats else model
         found.append(RowPipeline(
             row, model, predict_pipeline(model, tuned, repeats), largest_peak_bytes(stored),
             scaling.average_step_time(outcome, row.scheme, row.gpus, {
-                name: value for name, value in model.sizes.items() if name != "layers"})))
-    return found, missing
+                name: value for name, value in model.sizes.items() if name != "layers"}
+                | {"batch": row.batch})))
+    return found, [f"{', '.join(names)}: {why}" for why, names in missing.items()]
 
 
-def row_model(row: Row, layers: int, schedule: Schedule) -> PipelineModel:
+def row_model(row: Row, layers: int, schedule: Schedule,
+              grid: Sizes | Sequence[Sizes] | None = None, data: int = 1,
+              **replicas: int | None) -> PipelineModel:
     """Return a row of the paper as a pipeline; ValueError when it cannot be divided so."""
-    if row.gpus % schedule.ranks:
-        raise ValueError(f"{schedule.ranks} stages do not divide {row.gpus} ranks")
-    scheme = find_scheme(row.scheme)
-    grid = scheme.grid_shape(scheme.default_grid(row.gpus // schedule.ranks))
-    model = PipelineModel(schedule, row.scheme, grid, make_case(row, "paper", layers=layers).sizes,
-                          load_tables().settings.dtype)
-    model.parts    # raises where layers or sequences cannot be divided
+    stages = schedule.ranks
+    if row.gpus % (data * stages):
+        among = f"{data} replicas of " * (data > 1)
+        raise ValueError(f"{among}{stages} stages do not divide {row.gpus} ranks")
+    grids = stage_grids(find_scheme(row.scheme), row.gpus // data, stages, grid)
+    sizes = make_case(row, "paper", layers=layers).sizes
+    largest, *_ = divide_rows(sizes.batch, data, schedule.microbatches)
+    own = sum(rows.stop - rows.start for rows in largest)
+    model = PipelineModel(schedule, row.scheme, grids, replace(sizes, batch=own),
+                          load_tables().settings.dtype, data=data, **replicas)
+    model.parts    # raises where layers cannot be divided
     return model

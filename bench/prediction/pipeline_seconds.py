@@ -1,10 +1,13 @@
 """Predict the seconds of a pipeline's step by a machine model, on any number of ranks.
 
 The layers of a stage are traced dry for one micro-batch, and F, B and W predicted from the trace;
-hops take the link inside a node or between nodes.  The clock then times the schedule.  The traces
-and the words are exact; seconds are a model.
+hops take the link inside a node or between nodes (`bench.prediction.hop_seconds`).  The clock then
+times the schedule.  Replicas sum gradients, and gather values, where their stage of ZeRO says so:
+in F, B and W, or at the end of a stage's step.  The traces and the words are exact; seconds are a
+model.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -12,25 +15,26 @@ from typing import Any, Iterable
 
 import numpy as np
 
+from bench.prediction.hop_seconds import place_moves, seconds_of_moves, sent_words, stage_moves
 from bench.prediction.machine_model import Machine
 from bench.prediction.seconds import achieved_seconds, trace_terms
 from mm3d import ModelSizes, model_spec
 from mm3d.grid.shape import GridShape
 from mm3d.schemes.parallelism import Parallelism
 from mm3d.tracing import dry_run
-from mm3d.tracing.trace import Trace
+from mm3d.tracing.trace import SUMS, Trace
 from mm3d.training import costs
 from mm3d.training.batches import divide_layers
+from mm3d.training.dry_replicas import replicas_with_zero
 from mm3d.training.schedules import Schedule, Times, clock
 from mm3d.training.schedules.clock import Timeline, pairs
-from mm3d.training.schedules.messages import operations
 
 HALVES = ("forward", "backward_input", "backward_weights")
 
 
 @dataclass(frozen=True)
 class PipelineModel:
-    """What is predicted: a model whose layers are divided among the stages of a schedule.
+    """What is predicted: a model whose layers are divided among stages, in equal replicas.
 
     Attributes
     ----------
@@ -38,10 +42,10 @@ class PipelineModel:
         Its ranks are the stages of the mesh.
     scheme : str
         The parallelism of the layers.
-    grid : GridShape
-        The grid of each stage.
+    grids : tuple of GridShape
+        The grid of each stage of the mesh; all have as many ranks.
     sizes : ModelSizes
-        Of the whole model, with the sequences of all micro-batches.
+        Of the whole model, with the sequences of all micro-batches of a replica.
     dtype, recompute : str
         The type of all arrays, and the policy of recomputation.
     causal : bool
@@ -50,23 +54,44 @@ class PipelineModel:
         Options of the scheme.
     weights_half : str
         As of `mm3d.Transformer`.
+    data, zero, shards
+        As in `mm3d.training.data_costs.data_words`.
     """
 
     schedule: Schedule
     scheme: str
-    grid: GridShape
+    grids: tuple[GridShape, ...]
     sizes: ModelSizes
     dtype: str = "float32"
     recompute: str = "none"
     causal: bool = False
     options: tuple[tuple[str, Any], ...] = ()
     weights_half: str = "keep"
+    data: int = 1
+    zero: int = 0
+    shards: int | None = None
+
+    @property
+    def places(self) -> int:
+        """Return the number of ranks of a stage."""
+        return self.grids[0].ranks
+
+    @property
+    def grid_name(self) -> str:
+        """Name the grids: one if all stages have it, or those of the stages in order."""
+        different = len(set(self.grids)) > 1
+        return ", ".join(one.compact for one in self.grids) if different else str(self.grids[0])
 
     @property
     def micro(self) -> ModelSizes:
         """Return the sizes of the whole model for one micro-batch."""
         return ModelSizes(**{**self.sizes,
                              "batch": self.sizes.batch // self.schedule.microbatches})
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Return the global shape of the activations of a micro-batch."""
+        return self.micro.batch, self.micro.seq, self.micro.hidden
 
     @property
     def parts(self) -> list[range]:
@@ -79,21 +104,16 @@ class PipelineModel:
         """Return whether the schedule takes B and W apart."""
         return any(action.kind == "W" for row in self.schedule.rows for action in row)
 
-    @property
-    def block_bytes(self) -> float:
-        """Return the bytes of a rank's block of an activation, a mean over the ranks."""
-        words = Parallelism(self.scheme, self.grid, self.micro.batch, self.micro.seq,
-                            **dict(self.options)).outer.words(
-            self.micro.batch * self.micro.seq, self.micro.hidden)
-        return words * np.dtype(self.dtype).itemsize / self.grid.ranks
-
-    def trace(self, layers: int, place: int = 0, **more: Any) -> Trace:
-        """Trace one micro-batch in so many layers, on one rank of a stage."""
+    def trace(self, layers: int, place: int = 0, stage: int = 0, replica: int = 0,
+              **more: Any) -> Trace:
+        """Trace one micro-batch in so many layers on one rank, and the sums over replicas."""
         how = {"halves": True, "weights_half": self.weights_half} if self.halves else {}
+        replicas = replicas_with_zero(self.data, self.zero, replica, self.shards,
+                                      self.schedule.ranks)
         return dry_run.extrapolate_step(
-            self.scheme, self.grid.ranks, self.grid.sizes, place, dtype=self.dtype,
+            self.scheme, self.places, self.grids[stage].sizes, place, dtype=self.dtype,
             options=dict(self.options), causal=self.causal, recompute=self.recompute,
-            **how, **more, **{**self.micro, "layers": layers})
+            replicas=replicas, **how, **more, **{**self.micro, "layers": layers})
 
 
 @dataclass(frozen=True)
@@ -106,79 +126,101 @@ class PredictedPipeline:
         In seconds.
     inside, between : float
         Seconds of the longest hop inside a node and between nodes; NaN where there is none.
+    sums : tuple of Fraction
+        Seconds of each stage, after its last action, to sum gradients over the replicas and to
+        gather what an optimizer has changed.
     """
 
     timeline: Timeline
     inside: float
     between: float
+    sums: tuple[Fraction, ...]
+
+    @property
+    def seconds(self) -> Fraction:
+        """Return the seconds of the step, to the end of the last sum."""
+        return self._with_sums(self.timeline)
 
     @property
     def without_hops(self) -> Fraction:
         """Return the seconds of the step if hops took no time."""
         times = self.timeline.times
-        return clock(self.timeline.schedule,
-                     Times(times.forward, times.backward, times.weights)).makespan
+        return self._with_sums(clock(self.timeline.schedule,
+                                     Times(times.forward, times.backward, times.weights)))
+
+    def _with_sums(self, timeline: Timeline) -> Fraction:
+        """Return the time from the first begin to the last end of a stage's sums."""
+        return (max(ends[-1] + own for ends, own in zip(timeline.ends, self.sums))
+                - min(starts[0] for starts in timeline.starts))
 
 
 def predict_pipeline(model: PipelineModel, machine: Machine,
                      repeats: bool = False) -> PredictedPipeline:
     """Predict the times of a step on a machine; with `repeats` backward takes F once more."""
-    lengths = [len(part) for part in model.parts]
-    steps = {layers: _chunk_seconds(model, machine, layers, repeats) for layers in set(lengths)}
-    found = {pair: hop_seconds(machine, model.grid.ranks, model.block_bytes, *pair)
+    rank_of = model.schedule.rank_of
+    chunks = [(len(part), model.grids[rank_of[stage]]) for stage, part in enumerate(model.parts)]
+    steps = {chunk: _chunk_seconds(model, machine, *chunk, repeats) for chunk in set(chunks)}
+    found = {pair: _hop_seconds(model, machine, *pair)
              for pair in pairs(model.schedule) if pair[0] != pair[1]}
-    times = Times.by_stage(*zip(*(steps[layers] for layers in lengths)))
+    times = Times.by_stage(*zip(*(steps[chunk][:3] for chunk in chunks)))
     links = {pair: Fraction(seconds) for pair, (seconds, _) in found.items()}
     times = Times(times.forward, times.backward, times.weights, links=links)
     longest = [max((seconds for seconds, level in found.values() if level == wanted),
                    default=np.nan) for wanted in ("node", "network")]
-    return PredictedPipeline(clock(model.schedule, times), *longest)
+    sums = tuple(sum((steps[chunks[stage]][3] for stage in stages), Fraction(0))
+                 for stages in model.schedule.stages)
+    return PredictedPipeline(clock(model.schedule, times), *longest, sums)
 
 
-def _chunk_seconds(model: PipelineModel, machine: Machine, layers: int,
+def _hop_seconds(model: PipelineModel, machine: Machine, source: int,
+                 target: int) -> tuple[float, str]:
+    """Predict the seconds of a hop from a stage of the mesh to another, and its links' level."""
+    moves = stage_moves(model.scheme, model.grids[source], model.grids[target], model.shape,
+                        dict(model.options))
+    return seconds_of_moves(machine, *place_moves(
+        moves, np.dtype(model.dtype).itemsize, model.places, model.schedule.ranks, model.data,
+        machine.ranks_per_node, source, target))
+
+
+def _chunk_seconds(model: PipelineModel, machine: Machine, layers: int, grid: GridShape,
                    repeats: bool) -> list[Fraction]:
-    """Predict the seconds of F, B and W of so many layers; W is part of B where both are one."""
-    trace = model.trace(layers, block=machine.elementwise_block)
+    """Predict the seconds of F, B, W and sums of so many layers; W may be a part of B."""
+    trace = model.trace(layers, stage=model.grids.index(grid), block=machine.elementwise_block)
     spent = trace_terms(machine, trace)
     phases = HALVES if model.halves else ("forward", "backward")
     seconds = [achieved_seconds(machine, spent[phase]) for phase in phases]
     seconds[1] += seconds[0] * repeats
-    return [*map(Fraction, seconds), Fraction(0)][:3]
+    sums = achieved_seconds(machine, spent.get(SUMS, {}))
+    return [*[*map(Fraction, seconds), Fraction(0)][:3], Fraction(sums)]
 
 
-def hop_seconds(machine: Machine, places: int, size: float, source: int,
-                target: int) -> tuple[float, str]:
-    """Predict the seconds of a hop of all ranks of a stage to another, and the level of its links.
+def step_words(model: PipelineModel, trace: Trace, stage: int,
+               place: int) -> dict[tuple[str, str], int]:
+    """Count the words of one rank in a step, by direction and collective, exactly.
 
     Parameters
     ----------
-    machine : Machine
-        Its nodes hold consecutive ranks.
-    places : int
-        Ranks of a stage, each of which sends to the one of its own number.
-    size : float
-        Bytes that a rank sends.
-    source, target : int
-        The stages of the mesh.
+    model : PipelineModel
+        The pipeline.
+    trace : Trace
+        Of one micro-batch in all layers of the stage, as from `PipelineModel.trace`.
+    stage, place : int
+        The stage of the rank, and its place there.
 
     Returns
     -------
-    (float, str)
-        Of the slowest rank; "node", or "network" where one of them leaves its node.  The ranks of
-        a node that send to others share its link.
+    dict
+        As `mm3d.Pipeline.traffic` counts them in a step and the refresh of parameters that follows
+        it; what moves nothing is left out.
     """
-    place = np.arange(places)
-    nodes = ((stage * places + place) // machine.ranks_per_node for stage in (source, target))
-    own, other = nodes
-    leaving = own[own != other]
-    if not leaving.size:
-        return achieved_seconds(machine, {
-            "latency": machine.node.seconds_per_message,
-            "node": size / machine.node.bytes_per_second}), "node"
-    sharing = np.unique(leaving, return_counts=True)[1].max()
-    return achieved_seconds(machine, {
-        "latency": machine.network.seconds_per_message,
-        "network": sharing * size / machine.network.bytes_per_second}), "network"
+    found: Counter[tuple[str, str]] = Counter()
+    for phase in trace.all_phases:
+        times = 1 if phase == SUMS else model.schedule.microbatches
+        for key, traffic in trace.traffic[phase].items():
+            found[key] += times * traffic.words
+    found["s", "send"] = sent_words(model.schedule, model.scheme, model.grids, model.shape,
+                                    dict(model.options), stage, place)
+    return {key: words for key, words in found.items() if words}
 
 
 def peak_bytes(model: PipelineModel, stage: int) -> float:
@@ -186,10 +228,11 @@ def peak_bytes(model: PipelineModel, stage: int) -> float:
     micro = model.micro
     specs = [partial(model_spec, causal=model.causal, recompute=model.recompute)(
         micro, part=model.parts[part]) for part in model.schedule.stages[stage]]
-    parallelism = Parallelism(model.scheme, model.grid, micro.batch, micro.seq,
+    parallelism = Parallelism(model.scheme, model.grids[stage], micro.batch, micro.seq,
                               **dict(model.options))
     return np.dtype(model.dtype).itemsize * costs.peak_words(
-        model.schedule, stage, specs, parallelism, model.weights_half)
+        model.schedule, stage, specs, parallelism, model.weights_half, model.zero,
+        model.shards or model.data)
 
 
 def largest_peak_bytes(model: PipelineModel) -> float:
@@ -205,9 +248,4 @@ def plan_pipelines(models: Iterable[PipelineModel], machine: Machine) -> list[
         peak = largest_peak_bytes(model)
         found.append((model, predict_pipeline(model, machine), peak,
                       peak <= machine.memory_bytes))
-    return sorted(found, key=lambda one: (not one[3], one[1].timeline.makespan))
-
-
-def sent_blocks(model: PipelineModel, stage: int) -> int:
-    """Return how many blocks a rank of a stage sends to other stages in a step."""
-    return sum(one.kind == "send" for one in operations(model.schedule, stage))
+    return sorted(found, key=lambda one: (not one[3], one[1].seconds))

@@ -157,8 +157,8 @@ def work_seconds(machine: Machine, event: Gemm | Pass) -> float:
 
 
 def trace_terms(machine: Machine, trace: Trace) -> dict[str, Terms]:
-    """Predict the seconds of each phase by term, at full figures."""
-    found = {phase: dict.fromkeys(TERMS, 0.0) for phase in trace.phases}
+    """Predict the seconds of each phase by term, at full figures; "sums" among them if traced."""
+    found = {phase: dict.fromkeys(TERMS, 0.0) for phase in trace.all_phases}
     for (phase, _, event), times in trace.events.items():
         if phase not in found or isinstance(event, Overlapped):
             continue

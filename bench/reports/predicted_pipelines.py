@@ -2,69 +2,86 @@
 
 from typing import Sequence
 
-import numpy as np
-
 from bench.cases.paper import HEADINGS, TITLES
 from bench.prediction import machine_model, pipeline_seconds
+from bench.prediction.hop_seconds import sent_blocks
 from bench.prediction.paper_fit import Outcome
 from bench.prediction.paper_pipelines import RowPipeline
 from bench.prediction.pipeline_seconds import PipelineModel, PredictedPipeline
-from bench.reports.document import Column, Notes, Part, Table, number_cell
+from bench.reports.document import Column, Notes, Number, Part, Table, number_cell
+from mm3d.tracing.trace import Trace
 from mm3d.training.schedules import Schedule
 
 
-def rank_parts(model: PipelineModel, stage: int) -> list[Part]:
-    """Make the table of what a rank of a stage does in a step, without a machine."""
+def rank_parts(model: PipelineModel, stage: int, place: int, trace: Trace) -> list[Part]:
+    """Make the tables of what a rank of a stage does in a step, without a machine.
+
+    Parameters
+    ----------
+    model : PipelineModel
+        The pipeline.
+    stage, place : int
+        The stage of the rank, and its place there.
+    trace : Trace
+        Of one micro-batch in all layers of the stage, on this rank.
+    """
     schedule = model.schedule
     parts = [model.parts[one] for one in schedule.stages[stage]]
-    blocks = pipeline_seconds.sent_blocks(model, stage)
-    words = blocks * model.block_bytes / np.dtype(model.dtype).itemsize
     rows = [["layers of this stage", sum(map(len, parts))],
             ["actions in a step", len(schedule.rows[stage])],
-            ["blocks sent to other stages", blocks],
-            ["words of these, a mean over its ranks", number_cell(words, ",.0f")],
-            ["bytes at the peak, by the closed form",
+            ["blocks sent to other stages", sent_blocks(schedule, stage)],
+            ["bytes at the peak, by the closed form, without moments",
              number_cell(pipeline_seconds.peak_bytes(model, stage), ",.0f")]]
+    words = pipeline_seconds.step_words(model, trace, stage, place)
     return [Table(f"Stage {stage} of {schedule.ranks} in a step of {schedule.microbatches} "
-                  f"micro-batches", [Column("quantity"), Column("of a rank")], rows)]
-
-
-COLUMNS = ("step s", "without hops", "F ms", "B ms", "W ms", "hop us", "hop us", "bubble %")
+                  f"micro-batches", [Column("quantity"), Column("of a rank")], rows),
+            Table("Words of this rank in such a step: s between stages, d among replicas that "
+                  "divide a copy of the model, r across the copies",
+                  [Column("direction"), Column("collective", align="<"), Column("words")],
+                  [[direction, kind, Number(count, f"{count:,}")]
+                   for (direction, kind), count in sorted(words.items())])]
 
 
 def seconds_cells(model: PipelineModel, found: PredictedPipeline) -> list:
-    """Return the cells of `COLUMNS`."""
+    """Return the cells of `seconds_columns`."""
     timeline, stages = found.timeline, model.schedule.ranks
     times = timeline.times
     share = [1e3 * float(sum(every)) / stages for every in (
         times.forward, times.backward, times.weights)]
     return [number_cell(value, ".4g") for value in (
-        float(timeline.makespan), float(found.without_hops), *share, 1e6 * found.inside,
-        1e6 * found.between, 100 * float(timeline.bubble_rate))]
+        float(found.seconds), float(found.without_hops), *share, 1e6 * found.inside,
+        1e6 * found.between, *[1e3 * float(max(found.sums))] * (model.data > 1),
+        100 * float(timeline.bubble_rate))]
 
 
-def seconds_columns() -> list[Column]:
-    """Return the columns of `seconds_cells`."""
+def seconds_columns(data: int) -> list[Column]:
+    """Return the columns of `seconds_cells` for so many replicas."""
+    names = ("step s", "without hops", "F ms", "B ms", "W ms", "hop us", "hop us",
+             *["sums ms"] * (data > 1), "bubble %")
     groups = {5: "in a node", 6: "between nodes"}
     return [Column(name, group=groups.get(place, ""), align=".")
-            for place, name in enumerate(COLUMNS)]
+            for place, name in enumerate(names)]
 
 
 def seconds_parts(name: str, model: PipelineModel, found: PredictedPipeline,
                   machine: machine_model.Machine) -> list[Part]:
     """Make the table of the predicted seconds of a step."""
     return [Table(f"Predicted seconds of the pipeline (a model): {machine.about}",
-                  [Column("schedule"), Column("micro-batches"), *seconds_columns()],
+                  [Column("schedule"), Column("micro-batches"), *seconds_columns(model.data)],
                   [[name, model.schedule.microbatches, *seconds_cells(model, found)]]),
-            seconds_notes()]
+            seconds_notes(model.data)]
 
 
-def seconds_notes() -> Notes:
-    """Say what the columns of seconds mean."""
+def seconds_notes(data: int) -> Notes:
+    """Say what the columns of seconds mean for so many replicas."""
     return Notes("About this prediction:", [
         "F, B and W: of the layers of a rank for one micro-batch, a mean over the stages; W is "
         "part of B where the schedule takes both at once. Hop: of a block of each rank to the "
         "rank of its number in another stage, the slowest; ranks of a node share its link.",
+        *["Sums: of gradients over replicas after the last action of a stage, and the gather of "
+          "what an optimizer has changed, the slowest stage's; the step ends with the last of "
+          "them, the bubble is without. Other traffic of ZeRO 2 and 3 is in F, B and W."
+          ] * (data > 1),
         "The step and the bubble are the schedule's exact times for these seconds, each hop with "
         "the link that it takes."])
 
@@ -73,17 +90,20 @@ def row_parts(name: str, schedule: Schedule, outcome: Outcome, found: Sequence[R
               missing: Sequence[str]) -> list[Part]:
     """Make the tables of the paper's rows as pipelines, with the rows that cannot be such."""
     stages, parts = schedule.ranks, []
+    several = found[0].model.data if found else 1
+    of = f"{several} replicas of " * (several > 1)
+    zero = f", ZeRO {found[0].model.zero}" * (several > 1) if found else ""
     columns = [Column("scheme"), Column("GPUs"), Column("grid of", "a stage", align="<"),
                *(Column(*head, group="average step s", align=".") for head in (
                    ("without", "stages"), ("with", "them"))),
-               *seconds_columns(), Column("GiB", align=".")]
+               *seconds_columns(several), Column("GiB", align=".")]
     for table in dict.fromkeys(one.row.table for one in found):
-        rows = [[TITLES[one.row.scheme], one.row.gpus, str(one.model.grid),
+        rows = [[TITLES[one.row.scheme], one.row.gpus, one.model.grid_name,
                  number_cell(one.one_stage, ".3f"), number_cell(one.average, ".3f"),
                  *seconds_cells(one.model, one.found), number_cell(one.peak / 2 ** 30, ".1f")]
                 for one in found if one.row.table == table]
-        parts.append(Table(f"{HEADINGS[table]}, {name} of {stages} stages and "
-                           f"{schedule.microbatches} micro-batches (a model): "
+        parts.append(Table(f"{HEADINGS[table]}, {name} of {of}{stages} stages and "
+                           f"{schedule.microbatches} micro-batches{zero} (a model): "
                            f"{outcome.machine.about}", columns, rows))
     again = ", ".join(TITLES[scheme] for scheme, on in outcome.fit.recompute.items() if on)
     about = Notes("About these rows:", [
@@ -93,21 +113,21 @@ def row_parts(name: str, schedule: Schedule, outcome: Outcome, found: Sequence[R
         "Without stages: the same ranks on one grid. GiB: the peak of a rank of the stage that "
         "needs the most, by the closed form.",
         *(f"Left out: {why}." for why in missing)])
-    return [*parts, *[seconds_notes()] * bool(found), about]
+    return [*parts, *[seconds_notes(several)] * bool(found), about]
 
 
 def plan_parts(model_found: Sequence[tuple[PipelineModel, PredictedPipeline, float, bool]],
                screened: int) -> list[Part]:
     """Make the table of plans: model, prediction, bytes at the peak of a rank, and if it fits."""
-    rows = [[model.scheme, str(model.grid), *seconds_cells(model, found),
+    rows = [[model.scheme, model.grid_name, *seconds_cells(model, found),
              number_cell(peak / 2 ** 30, ".2f"), "yes" if fits else "NO"]
             for model, found, peak, fits in model_found]
-    schedule = model_found[0][0].schedule
+    schedule, data = model_found[0][0].schedule, model_found[0][0].data
     return [Table(f"Schemes and grids of a stage by predicted step time, {schedule.ranks} stages, "
                   f"{schedule.microbatches} micro-batches", [
-                      Column("scheme"), Column("grid", align="<"), *seconds_columns(),
+                      Column("scheme"), Column("grid", align="<"), *seconds_columns(data),
                       Column("GiB", align="."), Column("fits", align="<")], rows),
             Notes("Remarks", [
                 f"{screened} plans of a stage screened by closed forms, {len(rows)} of them "
                 f"traced; memory is the closed form's of the stage with the most"]),
-            seconds_notes()]
+            seconds_notes(data)]

@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from dataclasses import replace
 
 import mm3d
 from bench.cases.variants import Variant, schemes_with_option
@@ -20,6 +21,7 @@ from mm3d.schemes.product import WEIGHTS_HALVES
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import Trace
 from mm3d.training.dry_replicas import replicas_with_experts
+from mm3d.training.mesh import stage_grids
 
 GROUP = "Plan and predict"
 ON_ALL_RANKS = False
@@ -30,11 +32,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     options.add_model(parser)
     parser.add_argument("--scheme", default="3d", help="parallelism (default 3d)")
     parser.add_argument("--grid", metavar="XxYxZ",
-                        help="sizes of the grid's directions, or auto for the planner's choice "
-                             "(default: the scheme's own)")
+                        help="sizes of the grid's directions, or auto for the planner's choice; "
+                             "with --stages and commas between, one for each stage (default: the "
+                             "scheme's own)")
     parser.add_argument("--rank", type=int, default=0, metavar="N",
-                        help="the number of the rank, with --experts among those of all replicas "
-                             "(default 0, whose blocks are the largest)")
+                        help="the number of the rank, with --experts or --stages among those of "
+                             "all replicas (default 0, whose blocks are the largest)")
     parser.add_argument("--keep", choices=("none", "weight", "both"),
                         help="gathered operands kept for backward in 3d (default none)")
     options.add_overlap(parser, (
@@ -53,13 +56,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                              "gives the same")
     parser.add_argument("--data", type=int, metavar="N", help=(
         "also count what a rank holds of parameters, gradients, masters and the moments of AdamW "
-        "where N replicas of --ranks ranks divide them, in each stage of ZeRO; with --experts "
-        "also what the replicas, each with --batch sequences, send each other for them"))
+        "where N replicas of --ranks ranks divide them, in each stage of ZeRO; with --stages or "
+        "--experts also what the replicas, each with --batch sequences, send each other"))
     parser.add_argument("--machine", metavar="NAME", help=(
         "also predict seconds on this machine, a supplied one or a .toml file; --grid auto plans "
         "for it (default longhorn)"))
     expert_options.add_assumed(parser)
-    pipeline_options.add_pipeline(parser)
+    pipeline_options.add_pipeline(parser, " of a replica")
     options.add_format(parser)
 
 
@@ -70,18 +73,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--ranks {arguments.ranks}: must be at least 1")
     if arguments.data is not None and arguments.data < 1:
         raise UsageError(f"--data {arguments.data}: must be at least 1")
-    if arguments.data is not None and arguments.stages:
-        raise UsageError(f"--data {arguments.data} --stages {arguments.stages}: leave one of them "
-                         f"out; the state of replicas is that of a whole model")
     if arguments.scheme not in mm3d.SCHEMES:
         raise UsageError(f"scheme {arguments.scheme!r} is unknown: choose one of "
                          f"{', '.join(mm3d.SCHEMES)}")
     ranks = pipeline_options.stage_ranks(arguments)
     experts = expert_options.experts_of(arguments)
     _refuse_with_experts(arguments, experts)
-    chosen = grids.read_grid(arguments.grid, arguments.scheme, ranks,
-                             arguments.machine or "longhorn", arguments.dtype, sizes,
-                             arguments.recompute)
+    chosen = [grids.read_grid(text, arguments.scheme, ranks, arguments.machine or "longhorn",
+                              arguments.dtype, sizes, arguments.recompute)
+              for text in _grid_texts(arguments)]
     machine = (machine_model.load_machine(arguments.machine, arguments.dtype)
                if arguments.machine else None)
     limit = memory_fit.parse_size(arguments.memory) if arguments.memory else 0
@@ -89,9 +89,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise UsageError("--memory is held against rank 0, which has the most: leave --rank out")
     scheme = mm3d.SCHEMES[arguments.scheme]
     try:
-        grid = scheme.grid_shape(chosen or scheme.default_grid(ranks))
         if arguments.stages:
-            return _pipeline(arguments, grid, sizes, machine, limit)
+            every = stage_grids(scheme, arguments.ranks, arguments.stages,
+                                chosen if len(chosen) > 1 else chosen[0])
+            return _pipeline(arguments, every, sizes, machine, limit)
+        grid = scheme.grid_shape(chosen[0] or scheme.default_grid(ranks))
         trace = _trace(arguments, grid, sizes, machine, experts)
     except ValueError as error:
         raise UsageError(str(error)) from error
@@ -119,28 +121,40 @@ def run(arguments: argparse.Namespace) -> int:
     return int(not fits)
 
 
-def _pipeline(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
+def _grid_texts(arguments: argparse.Namespace) -> list[str | None]:
+    """Return the grid that was given, or with stages that of each; UsageError for several else."""
+    texts = (arguments.grid or "").split(",")
+    if len(texts) > 1 and not arguments.stages:
+        raise UsageError(f"--grid {arguments.grid}: give --stages too, or one grid")
+    return [text or None for text in texts]
+
+
+def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], sizes: ModelSizes,
               machine: machine_model.Machine | None, limit: int) -> int:
     """Print the tables of one rank of a pipeline; return 1 when ``--memory`` does not suffice."""
     if arguments.all_layers:
         raise UsageError("--all-layers: a stage is always extended from few layers: leave it out")
-    if grid.ranks * arguments.stages != arguments.ranks:
-        raise ValueError(f"a grid of {grid} has {grid.ranks} ranks, but a stage has "
-                         f"{arguments.ranks // arguments.stages}")
-    if not 0 <= arguments.rank < arguments.ranks:
-        raise ValueError(f"--rank {arguments.rank}: 0 to {arguments.ranks - 1} would do")
+    data = arguments.data or 1
+    if not 0 <= arguments.rank < data * arguments.ranks:
+        raise ValueError(f"--rank {arguments.rank}: 0 to {data * arguments.ranks - 1} would do")
     model = pipeline_options.pipeline_model(
-        arguments, arguments.scheme, grid, sizes, causal=arguments.causal,
+        arguments, arguments.scheme, every, sizes, causal=arguments.causal,
         options=tuple(_scheme_options(arguments).items()),
         weights_half=arguments.halves or "keep")
-    stage, place = divmod(arguments.rank, grid.ranks)
+    replica, place = divmod(arguments.rank, arguments.ranks)
+    stage, place = divmod(place, model.places)
     layers = sum(len(model.parts[part]) for part in model.schedule.stages[stage])
-    trace = model.trace(layers, place)
+    trace = model.trace(layers, place, stage, replica)
     described = model_spec({**model.micro, "layers": layers}, arguments.causal)
     useful = cost.flops(described) | cost.flops_of_halves(described)
-    parts = [_title(arguments, grid, sizes), "", "One micro-batch:", "",
+    parts = [_title(arguments, model.grids[stage], sizes), "", "One micro-batch:", "",
              dry_tables.phase_table(trace, useful), dry_tables.collective_table(trace),
-             dry_tables.part_table(trace), *predicted_pipelines.rank_parts(model, stage)]
+             dry_tables.part_table(trace),
+             *predicted_pipelines.rank_parts(model, stage, place, trace)]
+    if arguments.data is not None:
+        whole = replace(model, data=1, shards=None).trace(layers, place, stage)
+        parts.append(dry_tables.state_table(whole.parameters, arguments.shards or data,
+                                            arguments.dtype))
     if machine:
         found = pipeline_seconds.predict_pipeline(model, machine)
         parts += predicted_pipelines.seconds_parts(arguments.schedule or "1f1b", model, found,
@@ -160,7 +174,7 @@ def _scheme_options(arguments: argparse.Namespace) -> dict:
 
 def _title(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes) -> str:
     """Name the rank and the model."""
-    several = arguments.data or 1 if arguments.experts else 1
+    several = arguments.data or 1 if arguments.experts or arguments.stages else 1
     of = f"{several} replicas of " * (several > 1)
     return (f"scheme {arguments.scheme}, {of}grid {grid}, rank {arguments.rank} of "
             f"{several * arguments.ranks}; "
@@ -168,7 +182,8 @@ def _title(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes) ->
             + f", {arguments.dtype}, recompute {arguments.recompute}"
             + "".join(f", {word}" for word in Variant(overlap=arguments.overlap).words)
             + f", backward in halves ({arguments.halves})" * bool(arguments.halves)
-            + f"; {arguments.stages} stages" * bool(arguments.stages))
+            + f"; {arguments.stages} stages" * bool(arguments.stages)
+            + f", ZeRO {arguments.zero or 0}" * (several > 1 and not arguments.experts))
 
 
 def _refuse_with_experts(arguments: argparse.Namespace, experts: Experts | None) -> None:

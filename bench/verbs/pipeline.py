@@ -36,8 +36,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="groups of ranks, each with one or more ranges of layers")
     parser.add_argument("--scheme", default="3d", metavar="NAME",
                         help="parallelism of the layers of a stage (default 3d)")
-    parser.add_argument("--grid", type=lambda text: [*map(options.grid_sizes, text.split(","))],
-                        metavar="XxYxZ", help=(
+    parser.add_argument("--grid", type=options.stage_grids, metavar="XxYxZ", help=(
         "sizes of the grid's directions in a stage, such as 2x1x1; with commas between, one for "
         "each stage (default: as without a pipeline, for the ranks of a stage)"))
     parser.add_argument("--schedule", type=lambda text: text.split(","), default=["1f1b", "zb-h1"],
@@ -78,9 +77,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     limits = options.limits_of(arguments)
     try:
         cases = list_cases(arguments)
-        grid = arguments.grid and (arguments.grid[0] if len(arguments.grid) == 1
-                                   else arguments.grid)
-        mesh = Mesh(comm, arguments.stages, arguments.scheme, grid, arguments.backend)
+        mesh = Mesh(comm, arguments.stages, arguments.scheme, arguments.grid, arguments.backend)
     except ValueError as error:
         raise UsageError(str(error)) from error
     for case in cases if arguments.torch else []:

@@ -32,7 +32,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "dry runs and as the documentation of Colossal-AI prints it, and what a Transformer layer "
         "costs the least, the mean and the busiest rank in every scheme"))
     options.add_recompute(parser)
-    pipeline_options.add_pipeline(parser)
+    pipeline_options.add_replicas(parser, "N replicas of --ranks ranks, each with --batch "
+                                          "sequences")
+    pipeline_options.add_pipeline(parser, " of a replica")
     options.add_pictures(parser)
     options.add_format(parser)
 
@@ -85,14 +87,15 @@ def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
     if arguments.costs:
         raise UsageError("--costs: the costs are of layers without --stages")
     try:
-        every = [pipeline_options.pipeline_model(arguments, scheme, grid, sizes)
+        every = [pipeline_options.pipeline_model(arguments, scheme, (grid,) * arguments.stages,
+                                                 sizes)
                  for scheme, grid in planner.list_candidates(
                      pipeline_options.stage_ranks(arguments))]
     except ValueError as error:
         raise UsageError(str(error)) from error
     layers = max(map(len, every[0].parts))
     best = sorted(every, key=lambda one: screen_grid(
-        one.scheme, one.grid, machine, arguments.dtype, arguments.recompute,
+        one.scheme, one.grids[0], machine, arguments.dtype, arguments.recompute,
         {**one.micro, "layers": layers}).seconds)[:arguments.top]
     found = pipeline_seconds.plan_pipelines(best, machine)
     print(render([machine.about, *predicted_pipelines.plan_parts(found, len(every))],

@@ -36,7 +36,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                             help=f"with --experts: {about} (default {default})")
     parser.add_argument("--dtype", choices=("float16", "float32", "float64"),
                         help="with --experts: dtype of all arrays (default float16)")
-    pipeline_options.add_pipeline(parser)
+    pipeline_options.add_replicas(parser, "replicas of the stages, among which the ranks and the "
+                                          "batch of a row are divided")
+    pipeline_options.add_pipeline(parser, " and replicas")
     options.add_pictures(parser)
     options.add_format(parser)
 
@@ -44,6 +46,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Print predictions beside the paper's tables, or beside measurements of ``--results``; 0."""
     pipeline_options.check_stages(arguments)
+    if not arguments.stages:
+        _refuse(arguments, ["data"], "it is of --stages: give that too")
     if arguments.experts:
         return _experts(arguments)
     _refuse(arguments, [*(name for name, *_ in LAYER), "dtype"], "they are of --experts: give it")
@@ -72,11 +76,12 @@ def _pipelines(arguments: argparse.Namespace) -> int:
         raise UsageError(f"--pictures {arguments.pictures}: pictures are of rows without --stages")
     try:
         schedule = pipeline_options.build_schedule(arguments)
+        replicas = pipeline_options.replicas(arguments)
     except ValueError as error:
         raise UsageError(str(error)) from error
     rows = select_rows(arguments.table or "all")
     outcome = predict_tables(machine_model.load_machine(arguments.machine, "float32"))
-    found, missing = predict_rows(outcome, rows, schedule)
+    found, missing = predict_rows(outcome, rows, schedule, **replicas)
     print(render(row_parts(arguments.schedule or "1f1b", schedule, outcome, found, missing),
                  arguments.format))
     return 0

@@ -27,13 +27,14 @@ from mm3d.schemes.scheme import Scheme
 from mm3d.tracing.dry_arrays import DryBackend
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 from mm3d.tracing.observe import observed
-from mm3d.tracing.trace import Trace
+from mm3d.tracing.trace import SUMS, Trace
 from mm3d.transport.silent import DryCommunicator
 
 __all__ = ["PHASES", "Collective", "Gemm", "Pass", "Trace", "extrapolate_step", "trace_gpt",
            "trace_step"]
 
-Replicas = Callable[[Scheme], tuple[GridAxes, dict[str, Any]]]
+# The axes, further options of the model, and what ends a step, such as sums over replicas.
+Replicas = Callable[[Scheme], tuple[GridAxes, dict[str, Any], Callable[[], Any] | None]]
 
 
 def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank: int = 0,
@@ -54,7 +55,8 @@ def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank:
         Whether backward is traced in its halves, "backward_input" and "backward_weights".
     replicas : callable, optional
         Returns, for the scheme, the axes of the scheme's grid together with those of other
-        replicas, and further options of the model, see `mm3d.training.dry_replicas`.
+        replicas, further options of the model, and a function or None that is called after
+        backward, in the phase "sums"; see `mm3d.training.dry_replicas`.
     **sizes
         As in `mm3d.Transformer`.
 
@@ -69,7 +71,7 @@ def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank:
         When `mm3d.scheme`, `DryCommunicator` or `mm3d.Transformer` refuses the arguments.
     """
     scheme, trace = _dry_scheme(name, ranks, grid, rank, block, options)
-    axes, more = replicas(scheme) if replicas else (scheme.grid, {})
+    axes, more, end = replicas(scheme) if replicas else (scheme.grid, {}, None)
     model = Transformer(scheme, **sizes, **more)
     model.mask_key.place = 0, 0    # as in training
     trace.layers = sizes["layers"]
@@ -90,6 +92,10 @@ def trace_step(name: str, ranks: int, grid: tuple[int, ...] | None = None, rank:
         else:
             with _traced_phase(axes, trace, "backward"):
                 model.backward(dy, saved)
+        if end is not None:
+            with _traced_phase(axes, trace, SUMS):
+                trace.phase = SUMS
+                end()
     trace.phase = "done"
     return trace
 

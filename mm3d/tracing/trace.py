@@ -7,6 +7,7 @@ from mm3d.tracing.events import (Event, Gemm, HALVES, Layer, Observer, Overlappe
                                  Recomputation)
 
 RECOMPUTED_SUFFIX = " (again)"    # of the name of a part, for its work that is done again
+SUMS = "sums"    # the phase after all passes, in which replicas sum and refresh parameters
 
 
 class Trace(Observer):
@@ -17,7 +18,8 @@ class Trace(Observer):
     events : Counter
         Number of times that each (phase, part of a layer, Event) occurred.
     traffic : dict
-        The result of `Grid.traffic` for "forward" and for "backward", or its halves.
+        The result of `Grid.traffic` for "forward" and for "backward", or its halves; and for
+        "sums", which follow the last backward of a step, where there are replicas.
     timeline : list of (str, int)
         Phase and bytes in use after each allocation.
     layers : int
@@ -70,6 +72,11 @@ class Trace(Observer):
     def phases(self) -> tuple[str, ...]:
         """Return the passes of the step: forward, and backward or its halves."""
         return ("forward", *HALVES) if HALVES[0] in self.traffic else PHASES
+
+    @property
+    def all_phases(self) -> tuple[str, ...]:
+        """Return `phases`, and the sums over replicas where they were traced."""
+        return (*self.phases, SUMS) if SUMS in self.traffic else self.phases
 
     def count(self, kind: type, phase: str | None = None) -> Counter:
         """Count how often each event of a kind occurred in a phase (by default in all)."""

@@ -46,10 +46,16 @@ class Transfer:
 def activation_blocks(scheme: type[Scheme], grid: GridShape, shape: tuple[int, int, int],
                       options: Mapping[str, Any]) -> list[Box]:
     """Return the block of an activation of global `shape` that each rank of a grid holds."""
-    rows, features = scheme.layouts(grid, *shape[:2], **options)[0][:2]
-    layout = Layout(f"{rows},{features}")
-    return [tuple((one.start, one.stop) for one in layout.slices(grid, shape, coords))
+    return [activation_block(scheme, grid, shape, options, coords)
             for coords in grid.all_coordinates()]
+
+
+def activation_block(scheme: type[Scheme], grid: GridShape, shape: tuple[int, int, int],
+                     options: Mapping[str, Any], coords: Mapping[str, int]) -> Box:
+    """Return the block of an activation that the rank of a grid at `coords` holds."""
+    rows, features = scheme.layouts(grid, *shape[:2], **options)[0][:2]
+    slices = Layout(f"{rows},{features}").slices(grid, shape, coords)
+    return tuple((one.start, one.stop) for one in slices)
 
 
 def transfers(sources: Sequence[Box], targets: Sequence[Box]) -> list[Transfer]:

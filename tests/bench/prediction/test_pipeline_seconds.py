@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from bench.__main__ import main
-from bench.prediction import machine_model, pipeline_seconds
+from bench.prediction import hop_seconds, machine_model, pipeline_seconds
 from bench.prediction.pipeline_seconds import PipelineModel
 from bench.prediction.seconds import step_seconds
 from mm3d import ModelSizes
@@ -19,22 +19,27 @@ DRY = ["dry", "--hidden", "256", "--layers", "8", "--batch", "16", "--seq", "64"
 
 
 def made(name="1f1b", stages=4, grid=(2, 1, 1), **more) -> PipelineModel:
-    return PipelineModel(build(name, stages, 8), "3d", find_scheme("3d").grid_shape(grid), SIZES,
-                         **more)
+    grids = (find_scheme("3d").grid_shape(grid),) * stages
+    return PipelineModel(build(name, stages, 8), "3d", grids, SIZES, **more)
 
 
 def test_a_hop_takes_the_link_between_its_nodes():
     """Stages of 2 ranks, 4 ranks a node: 0 and 1 are on a node; two ranks share its link to 2."""
     size, achieved = 1e6, LONGHORN.achieved
-    seconds, level = pipeline_seconds.hop_seconds(LONGHORN, 2, size, 0, 1)
+
+    def hop(places, source, target):
+        moves = np.arange(places), np.arange(places), np.full(places, size)
+        return hop_seconds.seconds_of_moves(LONGHORN, *hop_seconds.place_moves(
+            moves, 1, places, 8, 1, 4, source, target))
+    seconds, level = hop(2, 0, 1)
     assert level == "node" and seconds == pytest.approx(
         LONGHORN.node.seconds_per_message / achieved.latency
         + size / LONGHORN.node.bytes_per_second / achieved.node)
-    seconds, level = pipeline_seconds.hop_seconds(LONGHORN, 2, size, 1, 2)
+    seconds, level = hop(2, 1, 2)
     assert level == "network" and seconds == pytest.approx(
         LONGHORN.network.seconds_per_message / achieved.latency
         + 2 * size / LONGHORN.network.bytes_per_second / achieved.network)
-    alone = pipeline_seconds.hop_seconds(LONGHORN, 1, size, 3, 4)
+    alone = hop(1, 3, 4)
     assert alone[1] == "network" and alone[0] < seconds
 
 
@@ -67,10 +72,11 @@ def test_the_step_is_that_of_the_closed_form_without_hops(name):
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_one_stage_is_predicted_as_a_model_without_stages(name):
     """To the last digit: of one micro-batch it is the step that dry runs predict."""
-    model = PipelineModel(build(name, 1, 1), "3d", find_scheme("3d").grid_shape((2, 2, 1)), SIZES)
+    model = PipelineModel(build(name, 1, 1), "3d", (find_scheme("3d").grid_shape((2, 2, 1)),),
+                          SIZES)
     found = pipeline_seconds.predict_pipeline(model, LONGHORN)
     trace = dry_run.extrapolate_step("3d", 4, (2, 2, 1), **SIZES)
-    assert float(found.timeline.makespan) == sum(step_seconds(LONGHORN, trace).values())
+    assert float(found.seconds) == sum(step_seconds(LONGHORN, trace).values())
     assert found.timeline.bubble == 0
 
 
@@ -103,7 +109,7 @@ def test_plans_of_the_stages(capsys):
 @pytest.mark.parametrize("words, said", [
     (["--microbatches", "4"], "--microbatches 4: give --stages too"),
     (["--stages", "3"], "--stages 3 does not divide --ranks 8"),
-    (["--stages", "2", "--grid", "2x1x1"], "grid of 2 x 1 x 1 has 2 ranks, but a stage has 4"),
+    (["--stages", "2", "--grid", "2x1x1"], "grid of 2 x 1 x 1 has 2 ranks, but stage 0 has 4"),
     (["--stages", "2", "--rank", "8"], "--rank 8: 0 to 7 would do"),
     (["--stages", "2", "--all-layers"], "--all-layers: a stage is always extended"),
     (["--stages", "2", "--schedule", "2f2b"], "schedule '2f2b' is unknown"),

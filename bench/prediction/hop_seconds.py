@@ -1,0 +1,144 @@
+"""Predict the seconds of hops between the stages of a pipeline, and count what ranks send in them.
+
+Ranks are numbered replica by replica, stage by stage in each, and fill one node after the other.
+All replicas send at once; the ranks of a node that send to others share its link.
+"""
+
+import math
+from typing import Any, Mapping, Sequence
+
+import numpy as np
+
+from bench.prediction.machine_model import Machine
+from bench.prediction.seconds import achieved_seconds
+from mm3d.grid.shape import GridShape
+from mm3d.schemes import find_scheme
+from mm3d.schemes.parallelism import Parallelism
+from mm3d.training.hops import activation_block, activation_blocks, transfers
+from mm3d.training.schedules import Schedule
+from mm3d.training.schedules.messages import operations
+
+Moves = tuple[np.ndarray, np.ndarray, np.ndarray]    # senders, receivers, words or bytes
+Shape = tuple[int, int, int]
+
+
+def stage_moves(scheme: str, source: GridShape, target: GridShape, shape: Shape,
+                options: Mapping[str, Any]) -> Moves:
+    """List what the ranks of a stage send to those of another in a hop.
+
+    Parameters
+    ----------
+    scheme : str
+        The parallelism of both stages.
+    source, target : GridShape
+        Their grids, with as many ranks.
+    shape : tuple of int
+        Global shape of the activations of a micro-batch.
+    options : mapping
+        Options of the scheme.
+
+    Returns
+    -------
+    Moves
+        Places of senders and of receivers in their stages, and words.  Between equal grids each
+        rank sends its block, here one of the mean size, to the rank of its own place.
+    """
+    if source == target:
+        batch, seq, hidden = shape
+        words = Parallelism(scheme, source, batch, seq, **options).outer.words(
+            batch * seq, hidden) / source.ranks
+        return np.arange(source.ranks), np.arange(source.ranks), np.full(source.ranks, words)
+    kind = find_scheme(scheme)
+    found = transfers(*(activation_blocks(kind, grid, shape, kind.complete_options(options))
+                        for grid in (source, target)))
+    return tuple(np.array([getattr(one, field) for one in found])
+                 for field in ("source", "target", "words"))
+
+
+def place_moves(moves: Moves, size: int, places: int, stages: int, data: int, per_node: int,
+                source: int, target: int) -> Moves:
+    """Number the ranks of the moves of a hop in all replicas, and return them with their bytes.
+
+    Parameters
+    ----------
+    moves : Moves
+        As from `stage_moves`.
+    size : int
+        Bytes of a word.
+    places, stages, data : int
+        Number of ranks of a stage, of stages, and of replicas.  Beyond `per_node` of these the
+        same repeats, and is left out.
+    per_node : int
+        Ranks of a node.
+    source, target : int
+        The stages of the mesh.
+    """
+    first = np.arange(min(data, per_node + 1))[:, None] * stages * places
+    senders, receivers, words = moves
+    return ((first + source * places + senders).ravel(),
+            (first + target * places + receivers).ravel(),
+            np.tile(words * size, len(first)))
+
+
+def seconds_of_moves(machine: Machine, senders: np.ndarray, receivers: np.ndarray,
+                     sizes: np.ndarray) -> tuple[float, str]:
+    """Predict the seconds of messages that are sent at once, and the level of their links.
+
+    Parameters
+    ----------
+    machine : Machine
+        Its nodes hold consecutive ranks.
+    senders, receivers : array of int
+        Numbers of the ranks of each message.
+    sizes : array
+        Its bytes.
+
+    Returns
+    -------
+    (float, str)
+        Of the slowest rank; "node", or "network" where one of them leaves its node.
+    """
+    nodes = senders // machine.ranks_per_node
+    leaving = nodes != receivers // machine.ranks_per_node
+    level = "network" if leaving.any() else "node"
+    link = getattr(machine, level)
+    chosen = leaving if leaving.any() else np.ones_like(leaving)
+    messages = _largest_sum(senders[chosen], np.ones(chosen.sum()))
+    sharing = nodes if level == "network" else senders
+    return achieved_seconds(machine, {
+        "latency": messages * link.seconds_per_message,
+        level: _largest_sum(sharing[chosen], sizes[chosen]) / link.bytes_per_second}), level
+
+
+def _largest_sum(groups: np.ndarray, values: np.ndarray) -> float:
+    """Return the largest sum of the values of a group."""
+    _, numbers = np.unique(groups, return_inverse=True)
+    return float(np.bincount(numbers, values).max())
+
+
+def sent_blocks(schedule: Schedule, stage: int) -> int:
+    """Return how many blocks a rank of a stage sends to other stages in a step."""
+    return sum(one.kind == "send" for one in operations(schedule, stage))
+
+
+def sent_words(schedule: Schedule, scheme: str, grids: Sequence[GridShape], shape: Shape,
+               options: Mapping[str, Any], stage: int, place: int) -> int:
+    """Count the words that one rank sends to other stages in a step, exactly.
+
+    Parameters
+    ----------
+    schedule, scheme, grids, shape, options
+        As in `mm3d.training.costs.hop_words`.
+    stage, place : int
+        The stage of the rank, and its place there.
+    """
+    kind, words = find_scheme(scheme), {}
+    for other in {one.other for one in operations(schedule, stage) if one.kind == "send"}:
+        if grids[other] == grids[stage]:
+            block = activation_block(kind, grids[stage], shape, kind.complete_options(options),
+                                     grids[stage].coordinates(place))
+            words[other] = math.prod(stop - start for start, stop in block)
+        else:
+            senders, _, moved = stage_moves(scheme, grids[stage], grids[other], shape, options)
+            words[other] = int(moved[senders == place].sum())
+    return sum(words[one.other] for one in operations(schedule, stage) if one.kind == "send")

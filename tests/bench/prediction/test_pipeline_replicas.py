@@ -1,0 +1,196 @@
+"""Replicas of pipelines: dry runs count what real steps move, and predictions time it."""
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+
+import mm3d
+from bench.__main__ import main
+from bench.prediction import hop_seconds, machine_model, pipeline_seconds
+from bench.prediction.pipeline_seconds import PipelineModel
+from gpts import SIZES, tokens_and_targets
+from mm3d.model import cost
+from mm3d.model.chain_specs import ChainSpec, ModelSpec
+from mm3d.model.gpt_spec import embedding_spec, output_specs
+from mm3d.schemes.parallelism import Parallelism
+from mm3d.tracing.events import Collective
+from mm3d.training import costs, data_costs
+from mm3d.training.schedules import build
+from reference import total
+
+LONGHORN = machine_model.load_machine("longhorn")    # 4 ranks a node
+ONE, TWO = [(2, 1, 1)] * 2, [(2, 1, 1), (1, 1, 2)]
+DRY = ["dry", "--hidden", "256", "--layers", "8", "--batch", "16", "--seq", "64"]
+# Grids of the stages, and by stage of ZeRO a schedule and the replicas that divide a copy.
+CASES = [(ONE, 0, "1f1b", None), (ONE, 1, "interleaved:2", None), (ONE, 2, "zb-h1", None),
+         (ONE, 3, "zb-v", None), (TWO, 3, "zb-h1", None), (TWO, 2, "1f1b", 1)]
+
+
+def shapes(sizes) -> tuple:
+    return tuple(mm3d.SCHEMES["3d"].grid_shape(one) for one in sizes)
+
+
+def made(name="1f1b", stages=4, microbatches=8, grid=(2, 1, 1), **more) -> PipelineModel:
+    sizes = mm3d.ModelSizes(layers=8, hidden=256, heads=4, batch=16, seq=64)
+    return PipelineModel(build(name, stages, microbatches), "3d", shapes([grid]) * stages, sizes,
+                         **more)
+
+
+def words(traffic) -> dict:
+    return {key: one.words for key, one in traffic.items() if one.words}
+
+
+def dry_words(model, mesh) -> dict:
+    """What a dry run counts of this rank."""
+    layers = sum(len(model.parts[stage]) for stage in model.schedule.stages[mesh.stage])
+    trace = model.trace(layers, mesh.place, mesh.stage, mesh.replica)
+    return pipeline_seconds.step_words(model, trace, mesh.stage, mesh.place)
+
+
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("sizes, zero, schedule, shards", CASES)
+def test_dry_words_of_every_rank_are_those_of_a_step(comm, sizes, zero, schedule, shards):
+    """On 2 replicas of 2 stages of 2 ranks, in every direction; nothing divides evenly."""
+    chosen = dict(layers=5, hidden=10, heads=2, seq=3)
+    mesh = mm3d.Mesh(comm, data=2, stages=2, grid=sizes, shards=shards, backend="numpy")
+    pipeline = mm3d.Pipeline(mesh, schedule, **chosen, batch=12, microbatches=2, zero=zero)
+    pipeline.reset_traffic()
+    draw = pipeline.chunks[0].random
+    pipeline.step(lambda micro: draw(f"x{micro}"), lambda micro, y: draw(f"g{micro}"))
+    pipeline.refresh()
+    model = PipelineModel(pipeline.schedule, "3d", mesh.grids,
+                          mm3d.ModelSizes(**chosen, batch=6), data=2, zero=zero, shards=shards)
+    found = words(pipeline.traffic())
+    pipeline.free()
+    mesh.free()
+    assert dry_words(model, mesh) == found
+    assert {"s", "r" if shards else "d"} < {direction for direction, _ in found}
+
+
+@pytest.mark.ranks(8)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_words_of_a_gpt_are_those_of_its_layers_in_a_dry_run_and_of_its_ends(comm, zero):
+    """Of all ranks of a stage: embedding, head and loss follow their closed forms."""
+    tied = zero > 1
+    sizes = {name: size for name, size in SIZES.items() if name != "vocab"}
+    mesh = mm3d.Mesh(comm, data=2, stages=2, grid=(2, 1, 1), backend="numpy")
+    model = mm3d.GPT(mesh, **SIZES, zero=zero, tied=tied, microbatches=2)
+    model.pipeline.reset_traffic()
+    model.step(*tokens_and_targets())
+    model.refresh()
+    found = total(mesh.data_grid.comm, words(model.pipeline.traffic()))
+    micro = mm3d.ModelSizes(**sizes | {"batch": 1})
+    expected = Counter(total(mesh.data_grid.comm, dry_words(PipelineModel(
+        model.schedule, "3d", mesh.grids, replace(micro, batch=2), data=2, zero=zero), mesh)))
+    vocab, hidden = SIZES["vocab"], SIZES["hidden"]
+    ends = ModelSpec(1, micro.seq, hidden, ChainSpec(
+        output_specs(vocab, hidden, tied, copied=tied) if mesh.stage else
+        (embedding_spec(vocab, micro.seq, hidden),)))
+    for moves in cost.moves("3d", mesh.grids[0], ends).values():
+        expected.update({key: 4 * move.words for key, move in moves.items()})
+    expected.update(data_costs.data_words(
+        [ends], Parallelism("3d", mesh.grids[0], 1, micro.seq), 2, zero, 2))
+    if tied:
+        expected["s", "send"] += costs.tied_words("3d", mesh.grids, vocab, hidden, data=2,
+                                                  zero=zero) // 2
+    model.free()
+    mesh.free()
+    assert {key: count for key, count in expected.items() if count} == found
+
+
+def test_sums_follow_the_last_action_of_each_stage():
+    """Their time is that of the collectives along d, which cross nodes; the clock is the same."""
+    alone, several = (pipeline_seconds.predict_pipeline(made(data=data), LONGHORN)
+                      for data in (1, 4))
+    assert set(alone.sums) == {0} and alone.seconds == alone.timeline.makespan
+    assert several.timeline.ends == alone.timeline.ends
+    assert several.seconds == max(row[-1] + own for row, own in zip(several.timeline.ends,
+                                                                    several.sums))
+    trace = made(data=4).trace(2)
+    assert {event.stride for event in trace.count(Collective, "sums")} == {8}
+    moved = sum(one.bytes for one in trace.traffic["sums"].values())
+    assert 2 * moved / LONGHORN.network.bytes_per_second < min(several.sums)
+
+
+def test_zero_3_takes_its_time_in_the_actions():
+    """Its gathers are in F and B, and nothing is left for the end of a step."""
+    found = [pipeline_seconds.predict_pipeline(made(data=4, zero=zero), LONGHORN)
+             for zero in range(4)]
+    times = [one.timeline.times for one in found]
+    assert times[0] == times[1] and max(found[3].sums) == 0
+    assert times[3].forward[0] > times[2].forward[0] == times[0].forward[0]
+    assert times[2].backward[0] > times[0].backward[0]
+    assert 0 < found[2].sums[0] < found[0].sums[0]
+
+
+def test_replicas_share_the_links_of_a_node():
+    """Stages of one rank, three of them: a node of 4 ranks has one and a third replicas."""
+    moves = hop_seconds.stage_moves("serial", *[mm3d.SCHEMES["serial"].grid_shape((1,))] * 2,
+                                    (1, 4, 8), {})
+    crossing = {}
+    for source, target in ((0, 1), (1, 2)):
+        placed = hop_seconds.place_moves(moves, 4, 1, 3, 8, 4, source, target)
+        crossing[source] = [(int(a), int(b)) for a, b, _ in zip(*placed) if a // 4 != b // 4]
+    assert crossing == {0: [(3, 4)], 1: [(7, 8)]}
+    assert len(placed[0]) == 5    # replicas, after which places in nodes repeat
+
+
+def test_stages_of_other_grids_send_the_parts_that_meet():
+    """From rows to columns every rank sends half its block to each; words are exact."""
+    grids = shapes([(2, 1, 1), (1, 1, 2)])
+    senders, receivers, moved = hop_seconds.stage_moves("3d", *grids, (4, 6, 8), {})
+    assert sorted(zip(senders, receivers)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert moved.sum() == 4 * 6 * 8 and set(moved) == {4 * 6 * 8 // 4}
+    seconds, level = hop_seconds.seconds_of_moves(LONGHORN, senders, receivers + 2, 4 * moved)
+    assert level == "node" and seconds == pytest.approx(
+        2 * LONGHORN.node.seconds_per_message / LONGHORN.achieved.latency
+        + 4 * 2 * 48 / LONGHORN.node.bytes_per_second / LONGHORN.achieved.node)
+
+
+def test_a_million_ranks_of_a_whole_mesh(capsys):
+    """64 replicas of 16 stages of about a thousand ranks; a rank of the last replica."""
+    assert main([*DRY[:3], "--layers", "128", "--batch", "64", "--ranks", "16000", "--data", "64",
+                 "--stages", "16", "--microbatches", "32", "--rank", "1020000", "--zero", "3",
+                 "--machine", "longhorn", "--memory", "16 GB"]) == 0
+    text = capsys.readouterr().out
+    assert "64 replicas of grid 10 x 10 x 10, rank 1020000 of 1024000" in text
+    assert "16 stages, ZeRO 3" in text and "Stage 12 of 16" in text
+    assert "sums ms" in text and "3: and parameters" in text
+    assert any(line.split()[:2] == ["d", "all_gather"] for line in text.splitlines())
+
+
+def test_memory_shrinks_with_the_stages_of_zero():
+    peaks = [pipeline_seconds.peak_bytes(made(data=4, zero=zero), 0) for zero in range(4)]
+    assert peaks[0] == peaks[1] > peaks[2] > peaks[3]
+    assert pipeline_seconds.peak_bytes(made(data=4, zero=3, shards=1), 0) >= peaks[0]
+
+
+def test_plans_and_rows_of_replicas(capsys):
+    assert main(["plan", *DRY[1:], "--ranks", "4", "--stages", "2", "--data", "4", "--top",
+                 "2"]) == 0
+    assert "sums ms" in capsys.readouterr().out
+    assert main(["predict", "--table", "weak", "--stages", "2", "--data", "2", "--zero", "1",
+                 "--microbatches", "6"]) == 0
+    text = capsys.readouterr().out
+    assert "1f1b of 2 replicas of 2 stages and 6 micro-batches, ZeRO 1" in text
+    assert "sums ms" in text
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--zero", "2"], "--zero 2: give --stages too, such as --stages 1"),
+    (["--stages", "2", "--zero", "2"], "--zero 2: give --data too"),
+    (["--stages", "8", "--data", "3", "--shards", "2"], "shards=2 does not divide data=3"),
+    (["--stages", "8", "--data", "2", "--rank", "16"], "--rank 16: 0 to 15 would do"),
+    (["--grid", "4x1x1,1x4x1"], "--grid 4x1x1,1x4x1: give --stages too, or one grid"),
+    (["--stages", "4", "--grid", "2x1x1,1x2x1"], "2 grids for 4 stages")])
+def test_what_cannot_be_is_refused(words, said, capsys):
+    assert main([*DRY, "--ranks", "8", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words, said", [
+    (["--data", "2"], "--data 2: it is of --stages: give that too"),
+    (["--stages", "2", "--data", "4", "--shards", "3"], "shards=3 does not divide data=4")])
+def test_rows_that_are_asked_for_wrongly(words, said, capsys):
+    assert main(["predict", *words]) == 2
+    assert said in capsys.readouterr().err
