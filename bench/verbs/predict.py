@@ -39,6 +39,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     pipeline_options.add_replicas(parser, "replicas of the stages, among which the ranks and the "
                                           "batch of a row are divided")
     pipeline_options.add_pipeline(parser, " and replicas")
+    parser.add_argument("--grid", type=options.stage_grids, metavar="XxYxZ", help=(
+        "with --stages: sizes of the grid's directions in a stage, such as 2x2x2, for the rows "
+        "that have such a grid; with commas between, one for each stage (default: that of each "
+        "scheme, such as a cube)"))
     options.add_pictures(parser)
     options.add_format(parser)
 
@@ -47,7 +51,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print predictions beside the paper's tables, or beside measurements of ``--results``; 0."""
     pipeline_options.check_stages(arguments)
     if not arguments.stages:
-        _refuse(arguments, ["data"], "it is of --stages: give that too")
+        _refuse(arguments, ["data", "grid"], "it is of --stages: give that too")
     if arguments.experts:
         return _experts(arguments)
     _refuse(arguments, [*(name for name, *_ in LAYER), "dtype"], "they are of --experts: give it")
@@ -81,7 +85,7 @@ def _pipelines(arguments: argparse.Namespace) -> int:
         raise UsageError(str(error)) from error
     rows = select_rows(arguments.table or "all")
     outcome = predict_tables(machine_model.load_machine(arguments.machine, "float32"))
-    found, missing = predict_rows(outcome, rows, schedule, **replicas)
+    found, missing = predict_rows(outcome, rows, schedule, arguments.grid, **replicas)
     print(render(row_parts(arguments.schedule or "1f1b", schedule, outcome, found, missing),
                  arguments.format))
     return 0
@@ -118,8 +122,14 @@ def _refuse(arguments: argparse.Namespace, names: list[str], remedy: str) -> Non
     for name in names:
         value = getattr(arguments, name.replace("-", "_"))
         if value is not None:
-            shown = ",".join(map(str, value)) if isinstance(value, list) else value
-            raise UsageError(f"--{name} {shown}: {remedy}")
+            raise UsageError(f"--{name} {_as_given(value)}: {remedy}")
+
+
+def _as_given(value: object) -> str:
+    """Return the value of an option as it is written."""
+    if isinstance(value, tuple):
+        return "x".join(map(str, value))
+    return ",".join(map(_as_given, value)) if isinstance(value, list) else str(value)
 
 
 def _measured(arguments: argparse.Namespace) -> int:

@@ -170,10 +170,17 @@ def test_plans_and_rows_of_replicas(capsys):
                  "2"]) == 0
     assert "sums ms" in capsys.readouterr().out
     assert main(["predict", "--table", "weak", "--stages", "2", "--data", "2", "--zero", "1",
-                 "--microbatches", "6"]) == 0
+                 "--microbatches", "6", "--grid", "1x1x2"]) == 0
     text = capsys.readouterr().out
     assert "1f1b of 2 replicas of 2 stages and 6 micro-batches, ZeRO 1" in text
-    assert "sums ms" in text
+    rows = [line.split() for line in text.splitlines() if line.startswith("3-D")]
+    assert [row[1:7] for row in rows] == [["8", "1", "x", "1", "x", "2"]]
+
+
+def test_a_grid_for_each_stage_of_a_row(capsys):
+    assert main(["predict", "--table", "weak", "--stages", "2", "--microbatches", "6", "--grid",
+                 "1x1x4,2x2x1"]) == 0
+    assert "1x1x4, 2x2x1" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("words, said", [
@@ -190,6 +197,7 @@ def test_what_cannot_be_is_refused(words, said, capsys):
 
 @pytest.mark.parametrize("words, said", [
     (["--data", "2"], "--data 2: it is of --stages: give that too"),
+    (["--grid", "2x1x1,1x2x1"], "--grid 2x1x1,1x2x1: it is of --stages: give that too"),
     (["--stages", "2", "--data", "4", "--shards", "3"], "shards=3 does not divide data=4")])
 def test_rows_that_are_asked_for_wrongly(words, said, capsys):
     assert main(["predict", *words]) == 2
