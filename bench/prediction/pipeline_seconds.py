@@ -95,7 +95,20 @@ class PipelineModel:
 
     @property
     def parts(self) -> list[range]:
-        """Return the layers of each stage; ValueError when the model cannot be divided."""
+        """Return the layers of each stage.
+
+        Raises
+        ------
+        ValueError
+            When the model cannot be divided so, or into micro-batches of equal length, which one
+            trace can stand for.
+        """
+        batch, count = self.sizes.batch, self.schedule.microbatches
+        if batch % count:
+            near = [batch // count * count, batch // count * count + count]
+            raise ValueError(f"a batch of {batch} sequences cannot be divided among {count} "
+                             f"micro-batches of equal length, which predictions need: "
+                             f"{' or '.join(str(one) for one in near if one)} would do")
         return divide_layers(self.schedule, self.schedule.ranks, self.sizes,
                              self.schedule.microbatches)
 
