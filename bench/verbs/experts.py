@@ -22,13 +22,15 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                                  ("hidden", 512, "features of a token"),
                                  ("batch", 8, "sequences in a batch, of all replicas"),
                                  ("seq", 512, "tokens in a sequence"),
-                                 ("data", 1, "replicas, among which sequences and experts are "
-                                             "divided")):
+                                 ("data", 1, "replicas, among which sequences are divided")):
         parser.add_argument(f"--{name}", type=options.whole(1), default=default, metavar="N",
                             help=f"{about} (default {default})")
     parser.add_argument("--wide", type=options.whole(1), metavar="N", help=(
         "features between the two products of an expert (default 4 times --hidden)"))
     expert_options.add_choice(parser, None)
+    parser.add_argument("--expert-parallel", type=options.whole(1), metavar="N", help=(
+        "neighbouring replicas that divide the experts, a divisor of --data; with 1 each has all "
+        "(default --data)"))
     parser.add_argument("--way", choices=WAYS, default="fewest", help=(
         "how rows come to experts of other replicas: exchanged, gathered, or whichever moves "
         "fewer words (default fewest)"))
@@ -50,8 +52,9 @@ def run(arguments: argparse.Namespace, comm) -> int:
                        arguments.way)
     out = claim_folder(arguments.out, comm)
     mesh = make_mesh(comm, arguments.scheme, arguments.grid, arguments.data, arguments.backend)
-    subject = Subject(mesh, case)
-    name = f"experts-{chosen.count}-top{chosen.top}-h{case.hidden}-p{comm.size:03d}"
+    subject = Subject(mesh, case, arguments.expert_parallel)
+    divided = f"-e{subject.expert_parallel}" * (subject.expert_parallel != arguments.data)
+    name = f"experts-{chosen.count}-top{chosen.top}-h{case.hidden}{divided}-p{comm.size:03d}"
     try:
         record = measure_experts(subject, arguments.torch, limits)
     except WrongResult as wrong:

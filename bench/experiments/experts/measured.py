@@ -86,6 +86,7 @@ def measure_experts(subject: Subject, torch: str | None, limits: Limits) -> Meas
         "dtype": case.dtype, "seed": case.seed, "way": case.way,
         "scheme": subject.mesh.scheme.name,
         **grid_settings(subject.grid.shape), "replicas": subject.mesh.shape["d"],
+        "expert_parallel": subject.expert_parallel,
         "transport": operands.transport_names(subject.grid),
         "reference": reference.about if reference else "a plain computation in NumPy",
         "ended_by": ended_by, **asdict(limits)}

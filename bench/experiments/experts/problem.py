@@ -139,9 +139,11 @@ class Subject:
     Parameters
     ----------
     mesh : Mesh
-        Replicas of one stage; the experts are divided among the replicas.
+        Replicas of one stage.
     case : ExpertsCase
         The layer.
+    expert_parallel : int, optional
+        Number of neighbouring replicas that divide the experts; by default all of them.
 
     Attributes
     ----------
@@ -158,15 +160,16 @@ class Subject:
         On all ranks alike, when the layer cannot be divided so.
     """
 
-    def __init__(self, mesh: Mesh, case: ExpertsCase) -> None:
+    def __init__(self, mesh: Mesh, case: ExpertsCase, expert_parallel: int | None = None) -> None:
         self.mesh, self.case, replicas = mesh, case, mesh.shape["d"]
+        self.expert_parallel = replicas if expert_parallel is None else expert_parallel
         self.grid, self.data, self.data_grid = mesh.scheme.grid, None, None
         own = case.batch // replicas
         if case.batch % replicas:
             raise UsageError(f"--batch {case.batch} cannot be divided equally among {replicas} "
                              f"replicas: --batch {(own + 1) * replicas} would do")
         try:
-            check_experts(case.experts, replicas, replicas, case.tokens, case.way)
+            check_experts(case.experts, self.expert_parallel, replicas, case.tokens, case.way)
             self.layer = self._make_layer(own)
         except ValueError as error:
             raise UsageError(str(error)) from error
@@ -185,7 +188,9 @@ class Subject:
         if mesh.data_grid is not None:
             self.data = DataParallel(mesh.data_grid)
             create = self.data.create_parameter
-            self.data_grid = mesh.data_grid.with_experts(mesh.shape["d"])
+            self.data_grid = mesh.data_grid
+            if self.expert_parallel > 1:
+                self.data_grid = mesh.data_grid.with_experts(self.expert_parallel)
         dtype = getattr(self.grid.backend.xp, case.dtype)
         ranks = expert_ranks(self.data, self.data_grid, case.way, case.batch)
         builder = Builder(mesh.scheme, self.outer, inner, dtype, mask_key=MaskKey(case.seed),

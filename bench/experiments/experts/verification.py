@@ -121,8 +121,8 @@ def _compare(subject: Subject, routing: str, blocks: list, gradients: dict[str, 
             checks.append(Check(f"{routing}, PyTorch {way.split()[0]}: {quantity}",
                                 _error(found, expected[quantity]), gradient))
     ways = _closed_forms(subject, plain, blocks)
-    gathered = case.way == "gather" or case.way == "fewest" and (
-        ways["gather"].sum() < ways["exchange"].sum())
+    gathered = subject.expert_parallel > 1 and (case.way == "gather" or case.way == "fewest" and (
+        ways["gather"].sum() < ways["exchange"].sum()))
     closed = ways["gather" if gathered else "exchange"] + _counts_words(subject, blocks)
     checks.append(Check(f"{name}words between replicas", float(abs(words[:, 0] - closed).sum()),
                         0.0))
@@ -154,26 +154,28 @@ def _closed_forms(subject: Subject, plain: PlainExperts,
                   blocks: list[Any]) -> dict[str, np.ndarray]:
     """Count the words that each rank sends to other replicas in a step, by way.
 
-    In an exchange a rank sends the row of each of its tokens to the replica of each expert that
-    takes it, and the expert's row back; in backward the gradients of both go the same ways.  In a
-    gather it gets each token of the other replicas with the experts chosen and their gates, and
-    sends terms of its sum; in backward gradients of the sum, of token and gates go so.
+    In an exchange a rank sends the row of each of its tokens to the replica of its group that has
+    an expert that takes it, and the expert's row back; in backward the gradients of both go the
+    same ways.  In a gather it gets each token of the other replicas of its group with the experts
+    chosen and their gates, and sends terms of its sum; in backward gradients of the sum, of token
+    and gates go so.
     """
-    case, replicas = subject.case, subject.mesh.shape["d"]
+    case, parts = subject.case, subject.expert_parallel
     shape = (case.batch, case.seq, case.experts.top)
-    owner = np.repeat(np.arange(replicas), block_lengths(case.experts.count, replicas))
+    owner = np.repeat(np.arange(parts), block_lengths(case.experts.count, parts))
     goes_to = np.where(plain.kept, owner[plain.chosen], -1).reshape(shape)
-    group = len(blocks) // replicas
-    to, gather = np.zeros((len(blocks), replicas), np.int64), np.zeros(len(blocks), np.int64)
+    group = len(blocks) // subject.mesh.shape["d"]    # ranks of a replica
+    to, gather = np.zeros((len(blocks), parts), np.int64), np.zeros(len(blocks), np.int64)
     for rank, (place, y, *_) in enumerate(blocks):
-        to[rank] = [(goes_to[place[:2]] == n).sum() * y.shape[2] for n in range(replicas)]
+        to[rank] = [(goes_to[place[:2]] == n).sum() * y.shape[2] for n in range(parts)]
         others = sum(other[1].shape[0] * other[1].shape[1] for n, other in enumerate(blocks)
-                     if n % group == rank % group and n != rank)
+                     if n % group == rank % group and n != rank
+                     and n // (group * parts) == rank // (group * parts))
         gather[rank] = others * (4 * y.shape[2] + 3 * case.experts.top)
-    by_place = to.reshape(replicas, group, replicas)
-    away = by_place * (np.arange(replicas)[:, None, None] != np.arange(replicas))
-    sent = away.sum(2)                      # (replicas, group): rows there
-    returned = away.sum(0).T                # (replicas, group): rows of others' tokens back
+    by_place = to.reshape(-1, parts, group, parts)    # (groups of replicas, from, place, to)
+    away = by_place * (np.arange(parts)[:, None, None] != np.arange(parts))
+    sent = away.sum(3)                          # (groups, replicas, places): rows there
+    returned = away.sum(1).transpose(0, 2, 1)   # the same: rows of others' tokens back
     return {"exchange": 2 * (sent + returned).reshape(-1), "gather": gather}
 
 

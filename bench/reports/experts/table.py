@@ -65,7 +65,7 @@ def _routed(record: Measurements, found: dict[str, np.ndarray]) -> Table:
                      number_cell(found["balance_loss"][r], ".3g"),
                      int(found["words"][r].sum()), int(found["expected_words"][r].sum()),
                      ("gather" if found["gathered"][r] else "exchange")
-                     if chosen["replicas"] > 1 else "none",
+                     if chosen.get("expert_parallel", chosen["replicas"]) > 1 else "none",
                      number_cell(found["bandwidth"][r] / 1e9, ".3g")])
     return Table("How the tokens were routed, and what was sent", columns, rows)
 
@@ -75,11 +75,13 @@ def _notes(record: Measurements) -> list[str]:
     chosen, env = record.configuration, record.environment
     worst = max((check.error / check.tolerance for check in record.checks if check.tolerance),
                 default=0.0)
-    capacity = chosen.get("capacity")
+    capacity, replicas = chosen.get("capacity"), chosen["replicas"]
+    parts = chosen.get("expert_parallel", replicas)
     return [
         f"{chosen['dtype']}, gate {chosen['gate']}, "
         f"{'nothing is dropped' if capacity is None else f'capacity {capacity:g}'}; "
-        f"{chosen['replicas']} replicas of {chosen['scheme']} {chosen['grid']}, transport "
+        f"{replicas} replicas of {chosen['scheme']} {chosen['grid']}"
+        + f", experts divided among each {parts}" * (parts != replicas) + f", transport "
         f"{chosen['transport']}; {env['ranks']} ranks on {env['cores']} cores, "
         f"{env.get('cpu_model', '')}; {len(record.scales['repetition'])} repetitions, ended by "
         f"{chosen['ended_by']}; {chosen['reference']}; verified, errors at most "

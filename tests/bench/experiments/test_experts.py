@@ -22,10 +22,10 @@ LIMITS = Limits(2, 2, 1.0)
 CASE = ExpertsCase(Experts(5, capacity=1.1, gate="mixtral"), 12, 20, 4, 7, "float64")
 
 
-def measure(comm=MPI.COMM_SELF, case=CASE, data=1, scheme="1d", grid=None):
+def measure(comm=MPI.COMM_SELF, case=CASE, data=1, scheme="1d", grid=None, parts=None):
     mesh = make_mesh(comm, scheme, grid, data, "numpy")
     try:
-        return measured.measure_experts(Subject(mesh, case), None, LIMITS)
+        return measured.measure_experts(Subject(mesh, case, parts), None, LIMITS)
     finally:
         mesh.free()
 
@@ -78,6 +78,25 @@ def test_words_between_replicas_are_those_of_the_choices(comm, shared_tmp_path, 
         assert check_file(run_file.write_run(record, shared_tmp_path, "experts"))[0] == []
 
 
+@pytest.mark.ranks(4, slow=(8,))
+@pytest.mark.parametrize("way", ["exchange", "gather"])
+@pytest.mark.parametrize("parts", [1, 2])
+def test_experts_that_some_replicas_divide_are_copied_to_the_others(comm, shared_tmp_path, parts,
+                                                                    way):
+    """Gradients are sums over the copies, and no row leaves the replicas that divide experts."""
+    grid = (comm.size // 4, 1, 1)
+    record = measure(comm, replace(CASE, way=way), 4, "3d", grid, parts)
+    if record is not None:
+        assert all(check.passed for check in record.checks) and len(record.checks) == 3 * 10
+        words = record.variables["words"].values
+        counts = 2 * 5 * 3    # of choices by expert, of the three other replicas
+        assert (words == counts).all() == (parts == 1) and (words >= counts).all()
+        assert (record.variables["gathered"].values == (way == "gather" and parts > 1)).all()
+        assert record.configuration["expert_parallel"] == parts
+        assert "experts divided among each" in table(record)
+        assert check_file(run_file.write_run(record, shared_tmp_path, "experts"))[0] == []
+
+
 @pytest.mark.parametrize("chosen", [
     *({"gate": gate, "top": 3} for gate in ("switch", "gshard", "sigmoid-bias")),
     *({"convention": name} for name in ("megatron", "deepspeed", "megablocks")),
@@ -112,6 +131,8 @@ def test_what_cannot_be_divided_is_refused():
     mesh = make_mesh(MPI.COMM_SELF, "serial", None, 1, "numpy")
     with pytest.raises(UsageError, match="drops every"):
         Subject(mesh, ExpertsCase(Experts(4, capacity=0.0), 6, 8, 2, 5))
+    with pytest.raises(UsageError, match="expert_parallel=2 does not divide 1 replicas"):
+        Subject(mesh, CASE, 2)
     mesh.free()
     with pytest.raises(UsageError, match="data=2 does not divide 1 ranks"):
         make_mesh(MPI.COMM_SELF, "serial", None, 2, "numpy")
