@@ -78,7 +78,8 @@ def parser() -> argparse.ArgumentParser:
         "submit so many jobs: each goes on where the one before has stopped (default 1)"))
     train.add_argument("words", nargs="*", metavar="-- --steps N ...",
                        help="options of bench train")
-    verbs.add_parser("status", parents=[rest], help="how each row stands, and why")
+    verbs.add_parser("status", parents=[rest], help=(
+        "how each row stands, and why; and each pipeline and training that was submitted"))
     verbs.add_parser("collect", parents=[rest], help=(
         "merge what is there, name what is missing, print the tables and draw the figures"))
     return top
@@ -241,8 +242,11 @@ def run_verb(arguments) -> int:
         render(work, cases, arguments)
         print(f"{overview(work, cases)}\n\nin {work.folder}; nothing is submitted")
     else:
-        for one in standings.list_standings(work, cases, slurm.read_queue()):
+        queue = slurm.read_queue()
+        for one in standings.list_standings(work, cases, queue):
             print(format_standing(one))
+        for line in single.list_standings(work, queue):
+            print(line)
     return 0
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from bench.errors import UsageError
 from bench.records import atomic
-from jobs import scripts, site as sites, slurm
+from jobs import scripts, site as sites, slurm, standings
 from jobs.scripts import Work
 from mm3d.checkpoints.folder import checkpoints, step_of
 
@@ -50,7 +50,7 @@ def submit_pipeline(site: str, out: str | None, ranks: int, words: list[str],
     script = work.folder / f"{name}.sh"
     write(script, scripts.pipeline_script(work, name, ranks, words))
     if submit:
-        print(f"job {slurm.submit(script)}")
+        _submit(work, "pipeline", name, script)
 
 
 def submit_training(site: str, out: str | None, ranks: int, words: list[str],
@@ -77,7 +77,48 @@ def submit_training(site: str, out: str | None, ranks: int, words: list[str],
     write(script, scripts.training_script(work, name, ranks, words))
     print(f"{name}: {standing(work, name)}")
     for _ in range(jobs):
-        print(f"job {slurm.submit(script)}")
+        _submit(work, "training", name, script)
+
+
+def _submit(work: Work, kind: str, name: str, script: Path) -> None:
+    """Submit a script, print its job and record it for `list_standings`."""
+    job = slurm.submit(script)
+    print(f"job {job}")
+    standings.record_job(work, kind, name, f"{kind} {name}", job)
+
+
+def list_standings(work: Work, queue: dict[str, slurm.State]) -> list[str]:
+    """Say how each submitted pipeline and training stands: state, job, log and its last line."""
+    found = []
+    for kind in ("pipeline", "training"):
+        for name, jobs in standings.read_submitted(work, kind).items():
+            folder = work.folder / "runs" / name
+            waiting = [job for job in jobs if job in queue]
+            job = waiting[0] if waiting else jobs[-1]    # of one name, the first runs first
+            ended = folder / f"ended-{job}"
+            if job in queue:
+                state, _, reason = standings.state_in_queue(job, queue[job])
+            elif ended.exists() and ended.read_text().strip() == "done":
+                state, reason = standings.DONE, ""
+            else:
+                stopped = ended.exists() and ended.read_text().startswith("stopped near")
+                state = standings.STOPPED if stopped else standings.FAILED
+                reason = standings.explain_failure(work, folder, job)
+            parts = [reason, progress(work, name) if kind == "training" else "",
+                     *_last_lines(work, job)]
+            found.append(": ".join([f"{kind} {name}", "; ".join(filter(None, [
+                f"{state}, job {job}", *parts]))]))
+    return found
+
+
+def _last_lines(work: Work, job: str) -> list[str]:
+    """Return the log of a job with its last line; nothing where there is none."""
+    found = []
+    for log in (work.folder / "logs").glob(f"*-{job}.out"):
+        lines = [" ".join(line.split()) for line in log.read_text(errors="replace").splitlines()]
+        last = [line for line in lines if line][-1:]
+        found.append(": ".join([str(log.relative_to(work.out)), *last]))
+    return found
 
 
 def check_name(name: str) -> str:
@@ -89,13 +130,18 @@ def check_name(name: str) -> str:
 
 def standing(work: Work, name: str) -> str:
     """Return how far a training is, and how its last job ended."""
-    folder = work.folder / "runs" / name
+    ended = sorted((work.folder / "runs" / name).glob("ended-*"),
+                   key=lambda path: path.stat().st_mtime)
+    return "; ".join([progress(work, name), *(f"its last job: {path.read_text().strip()}"
+                                              for path in ended[-1:])])
+
+
+def progress(work: Work, name: str) -> str:
+    """Return how far a training is."""
+    if (work.folder / "runs" / name / "complete").exists():
+        return "complete"
     found = checkpoints(work.out / "train" / name)
-    so_far = ("complete" if (folder / "complete").exists() else
-              f"step {step_of(found[-1])} is saved" if found else "no checkpoint yet")
-    ended = sorted(folder.glob("ended-*"), key=lambda path: path.stat().st_mtime)
-    return "; ".join([so_far, *(f"its last job: {path.read_text().strip()}"
-                                for path in ended[-1:])])
+    return f"step {step_of(found[-1])} is saved" if found else "no checkpoint yet"
 
 
 def option_names(words: list[str]) -> list[str]:

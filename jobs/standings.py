@@ -56,28 +56,42 @@ def record_submission(work: Work, case: Case, job: str) -> None:
     StoreError
         When it cannot be recorded; the message names the job, which is in the queue.
     """
+    record_job(work, "row", case.name, case.title, job)
+
+
+def record_job(work: Work, kind: str, name: str, title: str, job: str) -> None:
+    """Record that what `kind` and `name` say, and messages call `title`, was submitted as `job`.
+
+    Raises
+    ------
+    StoreError
+        As from `record_submission`.
+    """
     path, number = submissions_file(work), job.partition("_")[0]
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
         try:
-            journal.append_entry(file, {"row": case.name, "job": job})
+            journal.append_entry(file, {kind: name, "job": job})
         finally:
             os.close(file)
     except OSError as error:
         raise StoreError(
-            f"job {job}, {case.title}, is in the queue, but {path} could not be written "
+            f"job {job}, {title}, is in the queue, but {path} could not be written "
             f"({error.strerror}): scancel {number}, make room, and submit again") from error
 
 
-def read_submitted(work: Work) -> dict[str, str]:
-    """Read the last job of each row, by the row's name."""
+def read_submitted(work: Work, kind: str = "row") -> dict[str, list[str]]:
+    """Read the jobs of each row, or other `kind`, by its name, the last one last."""
     path = submissions_file(work)
-    entries = journal.read_entries(path) if path.exists() else []
-    return {entry["row"]: entry["job"] for entry in entries if {"row", "job"} <= entry.keys()}
+    found: dict[str, list[str]] = {}
+    for entry in journal.read_entries(path) if path.exists() else []:
+        if {kind, "job"} <= entry.keys():
+            found.setdefault(entry[kind], []).append(entry["job"])
+    return found
 
 
 def submissions_file(work: Work) -> Path:
-    """Return the path of the file of submitted jobs, with a line for each row and job."""
+    """Return the path of the file of submitted jobs, with a line for each job."""
     return work.folder / "submitted.jsonl"
 
 
@@ -102,7 +116,7 @@ def list_results(work: Work, case: Case) -> list[tuple[Path, model_run.Run]]:
 def list_standings(work: Work, cases: list[Case], queue: dict[str, slurm.State]) -> list[Standing]:
     """Find the standing of each row, given the jobs in the queue."""
     jobs = read_submitted(work)
-    return [_standing(work, one, jobs.get(one.name, ""), queue) for one in cases]
+    return [_standing(work, one, jobs.get(one.name, [""])[-1], queue) for one in cases]
 
 
 def _standing(work: Work, case: Case, job: str, queue: dict[str, slurm.State]) -> Standing:
@@ -111,22 +125,29 @@ def _standing(work: Work, case: Case, job: str, queue: dict[str, slurm.State]) -
     if whole:
         return Standing(case, DONE, job, f"{len(whole[-1].samples['forward'])} repetitions")
     if job in queue:
-        state = queue[job]
-        waits = state.name in ("PENDING", "CONFIGURING")
-        return Standing(case, WAITING if waits else RUNNING, job, state.reason if waits else
-                        state.name.lower() * (state.name != "RUNNING"))
+        return Standing(case, *state_in_queue(job, queue[job]))
     if found:
         return Standing(case, STOPPED, job, f"with {len(found[-1].samples['forward'])} "
                                             "repetitions, as its time was over")
     if job:
-        return Standing(case, FAILED, job, explain_failure(work, case, job))
+        return Standing(case, FAILED, job, explain_failure(work, work.runs(case), job))
     return Standing(case, MISSING)
 
 
-def explain_failure(work: Work, case: Case, job: str) -> str:
-    """Explain why a job has no result, by the words of Slurm, of the script and of its log."""
+def state_in_queue(job: str, state: slurm.State) -> tuple[str, str, str]:
+    """Return state, job and reason, as those of a `Standing`, of a job in the queue."""
+    if state.name in ("PENDING", "CONFIGURING"):
+        return WAITING, job, state.reason
+    return RUNNING, job, state.name.lower() * (state.name != "RUNNING")
+
+
+def explain_failure(work: Work, folder: Path, job: str) -> str:
+    """Explain why a job has no result, by the words of Slurm, of the script and of its log.
+
+    `folder` is the one into which the job writes how it ended.
+    """
     parts = [slurm.job_ending(job)]
-    own = work.runs(case) / f"ended-{job}"
+    own = folder / f"ended-{job}"
     if own.exists():
         parts.append(own.read_text().strip())
     for log in (work.folder / "logs").glob(f"*-{job}.out"):

@@ -373,6 +373,47 @@ def test_how_a_row_stands(tmp_path, monkeypatch):
     assert standing()[0] == "done"
 
 
+def test_how_pipelines_and_trainings_stand(tmp_path, monkeypatch, capsys):
+    """Beside the rows: state, job, log and its last line."""
+    numbers, queue = iter("789"), {}
+    monkeypatch.setattr(slurm, "submit", lambda script: next(numbers))
+    monkeypatch.setattr(slurm, "read_queue", lambda: queue)
+    monkeypatch.setattr(slurm, "job_ending", lambda job: "TIMEOUT")
+    given = ["--site", site_file(tmp_path), "--out", str(tmp_path / "out")]
+    single = [*given, "--ranks", "8", "--submit", "--name"]
+    assert main(["pipeline", *single, "flow", "--", "--stages", "4"]) == 0
+    assert main(["train", *single, "whale", "--jobs", "2", "--", "--steps", "5"]) == 0
+    folder = tmp_path / "out" / "jobs"
+    capsys.readouterr()
+
+    def status(**states):
+        queue.clear()
+        queue.update({job[1:]: slurm.State(state, "Priority") for job, state in states.items()})
+        assert main(["status", *given, "--table", "weak", "--scheme", "3d", "--ranks", "8"]) == 0
+        row, *others = capsys.readouterr().out.splitlines()
+        assert row == "weak 3-D 8 ranks: not submitted"
+        return others
+
+    assert status(_7="PENDING", _8="RUNNING", _9="PENDING") == [
+        "pipeline flow: waiting, job 7; Priority",
+        "training whale: running, job 8; no checkpoint yet"]
+    (folder / "logs" / "mm3d-flow-7.out").write_text("ok  nodes 2\n 1f1b  8 \n\n")
+    assert status(_7="RUNNING", _9="PENDING") == [
+        "pipeline flow: running, job 7; jobs/logs/mm3d-flow-7.out: 1f1b 8",
+        "training whale: waiting, job 9; Priority; no checkpoint yet"]
+    for name, job, why in (("flow", 7, "bench pipeline ended with status 3, see the log"),
+                           ("whale", 9, "stopped near the time limit, status 0")):
+        (folder / "runs" / name).mkdir(parents=True)
+        (folder / "runs" / name / f"ended-{job}").write_text(why + "\n")
+    assert status() == [
+        "pipeline flow: failed, job 7; TIMEOUT; bench pipeline ended with status 3, see the log; "
+        "jobs/logs/mm3d-flow-7.out: 1f1b 8",
+        "training whale: stopped early, job 9; TIMEOUT; stopped near the time limit, status 0; "
+        "no checkpoint yet"]
+    (folder / "runs" / "flow" / "ended-7").write_text("done\n")
+    assert status()[0] == "pipeline flow: done, job 7; jobs/logs/mm3d-flow-7.out: 1f1b 8"
+
+
 def test_books_that_a_full_disk_has_torn(tmp_path):
     """Half a line is no line, and what follows begins on a new one."""
     mine = work(tmp_path, site_file(tmp_path))
@@ -380,9 +421,9 @@ def test_books_that_a_full_disk_has_torn(tmp_path):
     standings.record_submission(mine, ROW, "6")
     with open(standings.submissions_file(mine), "a") as file:
         file.write('{"row": "weak-3d-p0')
-    assert standings.read_submitted(mine) == {ROW.name: "6"}
+    assert standings.read_submitted(mine) == {ROW.name: ["6"]}
     standings.record_submission(mine, ROW, "7")
-    assert standings.read_submitted(mine) == {ROW.name: "7"}
+    assert standings.read_submitted(mine) == {ROW.name: ["6", "7"]}
 
 
 @pytest.mark.parametrize("array, job", [((), "77"), (("--array",), "77_0")])
