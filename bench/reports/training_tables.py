@@ -11,17 +11,22 @@ from bench.records.measurements import Measurements
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
 
 ROWS = 12    # validations in a table
+RECENT = 20    # steps of whose times progress prints the speed
 COLLAPSED = 0.75    # entropy of utilisation of which progress warns: half of 8 experts have 0.67
 
 
 def progress_line(done: int, history: History, steps: int, tokens: int) -> str:
-    """Format the progress after `done` steps, of `tokens` tokens each, as a line."""
+    """Format the progress after `done` steps, of `tokens` tokens each, as a line.
+
+    The speed is that of the last steps of this run.
+    """
     parts = [f"step {done} of {steps}"]
-    if done:
-        recent = np.array([history.seconds[n] for n in range(max(0, done - 20), done)
-                           if n in history.seconds])
+    if done - 1 in history.losses:
         parts.append(f"loss {history.losses[done - 1]:.4f}")
-        parts.append(f"{tokens / np.median(recent):,.0f} tokens/s".replace(",", " "))
+    recent = [history.seconds[n] for n in range(max(history.began, done - RECENT), done)]
+    if recent:
+        speed = tokens_per_second(tokens, np.array(recent))
+        parts.append(f"{speed:,.0f} tokens/s".replace(",", " "))
     if done in history.validation:
         parts.append(f"validation loss {history.validation[done]:.4f}")
     if done - 1 in history.entropy:
@@ -37,7 +42,7 @@ def progress_line(done: int, history: History, steps: int, tokens: int) -> str:
 def training_parts(record: Measurements) -> list[Part]:
     """Make the table of a training: losses by step, beside PyTorch's if it trained too."""
     found = {name: variable.values for name, variable in record.variables.items()}
-    validated = list(record.scales["validated"])
+    validated, steps = list(record.scales["validated"]), np.array(record.scales["step"])
     beside = "torch_validation_loss" in found
     columns = [Column("steps"), Column("training", "loss"), Column("validation", "loss"),
                Column("bits a byte", "")]
@@ -46,7 +51,7 @@ def training_parts(record: Measurements) -> list[Part]:
     rows: Rows = []
     for n in sorted(shown):
         step, loss = validated[n], found["validation_loss"][n]
-        recent = found["loss"][max(0, step - 10):step]
+        recent = found["loss"][(steps >= step - 10) & (steps < step)]
         row = [step, number_cell(recent.mean() if len(recent) else math.nan, ".4f"),
                number_cell(loss, ".4f"), number_cell(loss / math.log(2), ".3f")]
         if beside:
@@ -91,8 +96,8 @@ def _notes(record: Measurements) -> list[str]:
     if "entropy" in record.variables:
         notes.append(_experts(record))
     if chosen["ended_by"] != "steps":
-        notes.append(f"STOPPED EARLY ({chosen['ended_by']}): {len(record.scales['step'])} of "
-                     f"{chosen['steps']} steps.")
+        notes.append(f"STOPPED EARLY ({chosen['ended_by']}): "
+                     f"{max(record.scales['step'], default=-1) + 1} of {chosen['steps']} steps.")
     return notes
 
 

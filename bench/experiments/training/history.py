@@ -32,6 +32,9 @@ class History:
     entropy, dropped : dict of int to float
         Of a model with experts: the least entropy of utilisation of any layer in each step, 1
         for equal shares; and the share of (token, choice) pairs that were dropped.
+    began : int
+        The step that this run begins with.  Seconds of steps before it may be another machine's,
+        and where checkpoints were copied without the file, nothing is known of these steps.
     """
 
     losses: dict[int, float] = field(default_factory=dict)
@@ -39,6 +42,7 @@ class History:
     validation: dict[int, float] = field(default_factory=dict)
     entropy: dict[int, float] = field(default_factory=dict)
     dropped: dict[int, float] = field(default_factory=dict)
+    began: int = 0
 
     def add(self, entry: dict[str, Any]) -> None:
         """Add a line of the file."""
@@ -52,11 +56,11 @@ class History:
             self.validation[entry["step"]] = entry["validation"]
 
     def before(self, step: int) -> "History":
-        """Return what was measured up to the end of so many steps."""
+        """Return what was measured up to the end of so many steps, with which a run begins."""
         def kept(found: dict[int, float], last: int = step - 1) -> dict[int, float]:
             return {n: value for n, value in found.items() if n <= last}
         return History(kept(self.losses), kept(self.seconds), kept(self.validation, step),
-                       kept(self.entropy), kept(self.dropped))
+                       kept(self.entropy), kept(self.dropped), step)
 
 
 class HistoryFile:

@@ -182,6 +182,40 @@ def test_speed_is_of_the_steps_of_this_run_alone(comm, tmp_path):
     training.free()
 
 
+def test_progress_has_the_speed_of_this_run_alone():
+    """Not that of the steps before, nor of no steps; the first of several is warming up."""
+    def line(done: int, began: int, first: int = 0) -> str:
+        seconds = {n: 9.0 if n < began else 1.0 + 3 * (n == began) for n in range(first, 8)}
+        past = History({n: 2.0 for n in seconds}, seconds, {4: 3.0}, began=began)
+        return training_tables.progress_line(done, past, 8, 24)
+    assert line(4, 4) == "step 4 of 8, loss 2.0000, validation loss 3.0000"
+    assert line(4, 4, first=4) == "step 4 of 8, validation loss 3.0000"
+    assert line(5, 4) == line(5, 4, first=4) == "step 5 of 8, loss 2.0000, 6 tokens/s"
+    assert line(7, 4) == line(7, 4, first=4) == "step 7 of 8, loss 2.0000, 24 tokens/s"
+    assert line(0, 0) == "step 0 of 8"
+
+
+def test_a_training_goes_on_without_its_history(comm, tmp_path):
+    """Checkpoints may have been copied alone: what is not known is left out, at its own step."""
+    course, said = replace(COURSE, checkpoints=str(tmp_path / "saved")), []
+    for one in run(comm, course, stop_after=2):
+        assert getattr(one, "steps", 3) == 3
+    (tmp_path / "saved" / "history.jsonl").unlink()
+    training = Training(comm, PLAN, PLACEMENTS[1], TEXT)
+    outcome = trainer.train(training, course, lambda done, past: said.append(
+        training_tables.progress_line(done, past, 7, 24)))
+    assert (outcome.began, sorted(outcome.history.losses)) == (3, [3, 4, 5, 6])
+    assert said[0].startswith("step 3 of 7, validation loss ") and "nan" not in "".join(said)
+    found = record.training_record(training, course, outcome)
+    path = run_file.write_run(found, tmp_path, "train")
+    assert check_file(path)[0] == []
+    rows = training_tables.training_parts(run_file.read_run(path))[0].rows
+    losses = outcome.history.losses
+    assert [row[0] for row in rows] == [3, 6, 7] and np.isnan(rows[0][1].value)
+    assert rows[1][1].value == pytest.approx(np.mean([losses[n] for n in (3, 4, 5)]))
+    training.free()
+
+
 def test_a_training_that_diverges_says_what_would_do(comm, monkeypatch):
     monkeypatch.setattr(optimizers, "largest_magnitude", lambda *given: np.inf)
     with pytest.raises(WrongResult, match="gradients of step 0 are not finite: a lower --lr than"):
