@@ -202,12 +202,11 @@ class GPT:
         return a[self.pipeline.rows[micro]]
 
     def _finish_routing(self) -> float:
-        """Sum up the routings of a step, and change the biases; return the routers' losses."""
+        """Sum up the routings of a step; return the routers' losses."""
         if self.experts is None:
             return 0.0
         chunks = self.pipeline.chunks
         self.routings = sum_routings(self.comm, chunks, self.schedule.microbatches)
-        update_biases(chunks, self.routings, self.experts.bias_rate)
         return math.fsum(loss for one in self.routings.values() for loss in (one.balance, one.z))
 
     def _sum_tied_gradients(self) -> None:
@@ -246,6 +245,15 @@ class GPT:
             p.zero_gradient()
         if self._output is not None:
             self._output.zero_gradients()
+
+    def update_biases(self) -> None:
+        """Change the biases of the gate "sigmoid-bias" by the routings of the last step.
+
+        Every rank must call it.  Optimizers do in each step that they do not skip; whoever changes
+        parameters without one calls it before `refresh`.
+        """
+        if self.routings:
+            update_biases(self.pipeline.chunks, self.routings, self.experts.bias_rate)
 
     def refresh(self) -> None:
         """Round masters into values; call it after changing them."""

@@ -35,7 +35,8 @@ class Optimizer(ABC):
     ----------
     model : Transformer, Pipeline, GPT or any other
         Has `trained`, a list of `Parameter` or objects with the same attributes; `comm`, all
-        ranks; and `refresh`, called after a change.
+        ranks; and `refresh`, called after a change.  `update_biases`, if it has that, is called
+        before, to change what no gradient changes.
     lr : float
         The learning rate; ``optimizer.lr`` may be set before each step, to the same on all ranks.
     weight_decay : float
@@ -109,6 +110,8 @@ class Optimizer(ABC):
                 if rate:
                     library.xp.multiply(w, 1 - rate, out=w)
                 self._update(library.xp, factor, scratch[:w.size], w, *others)
+        if hasattr(self.model, "update_biases"):
+            self.model.update_biases()
         self.model.refresh()
         return True
 

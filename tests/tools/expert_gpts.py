@@ -29,6 +29,7 @@ def train(mesh, case: int, steps: int = 2, batch: int = 6, **options) -> dict[st
         found |= {name: a for name, a in model.gradients().items()}
         for p in model.trained:
             p.master -= RATE * p.grad
+        model.update_biases()
         model.refresh()
     losses.append(model.evaluate(*tokens_and_targets(sizes, steps)))
     found |= {name: a for name, a in model.state().items() if name.endswith("router.bias")}

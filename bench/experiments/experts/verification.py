@@ -97,7 +97,7 @@ def _compare(subject: Subject, routing: str, blocks: list, gradients: dict[str, 
     case = subject.case
     chosen = np.full((case.batch, case.seq, case.experts.top), -1)
     for place, y, _, part in blocks:
-        chosen[place[:2]] = part.reshape(*y.shape[:2], -1)
+        chosen[place[:2]] = part.reshape(*y.shape[:2], case.experts.top)
     plain, expected = _plain_results(subject, routing, chosen)
     name = f"{routing}: "
     forward, gradient = against_serial.tolerances(case.dtype, 1)

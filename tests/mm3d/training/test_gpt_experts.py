@@ -218,12 +218,42 @@ def test_biases_change_by_their_rate(dtype, master):
     model.load(model.state() | {"layers.1.experts.router.bias": expected})
     for _ in range(3):
         model.step(*tokens_and_targets(SIZES))
+        model.update_biases()
         got = model.routings["layers.1.experts"].chosen.sum(axis=0)
         assert got.sum() == 30
         expected = expected + rate * np.sign(got.mean() - got)
     assert (abs(expected - 2) > 2 * rate).any()
     bias, = model.pipeline.chunks[0].routings.biases.values()
     np.testing.assert_allclose(bias.master, expected, rtol=0, atol=1e-6)
+    model.free()
+
+
+def test_steps_that_are_skipped_change_no_bias():
+    """Neither where loss scaling skips a step, nor where gradients to be clipped are not finite.
+
+    The step after it changes the biases by its own counts alone.
+    """
+    experts = mm3d.Experts(4, every=2, gate="sigmoid-bias", bias_rate=0.25)
+    model = one_process_gpt(experts, dtype="float16", master="float32")
+    scaling = mm3d.LossScaling(initial=2.0 ** 40, backoff=2.0 ** -30)
+    optimizer, name = mm3d.AdamW(model, lr=1e-3, loss_scaling=scaling), "layers.1.experts"
+
+    def bias():
+        return model.state()[f"{name}.router.bias"]
+    with np.errstate(over="ignore", invalid="ignore"):
+        model.step(*tokens_and_targets(SIZES))
+        assert model.routings[name].chosen.sum() == 60
+        assert not optimizer.step() and scaling.skipped == 1 and not bias().any()
+    model.step(*tokens_and_targets(SIZES))
+    assert not bias().any() and optimizer.step()
+    got = model.routings[name].chosen.sum(axis=0)
+    assert bias().tolist() == (0.25 * np.sign(15 - got)).tolist() and bias().any()
+    before, optimizer = model.state(), mm3d.SGD(model, lr=1e-3, clip=1.0)
+    model.step(*tokens_and_targets(SIZES))
+    model.trained[-1].grad[...] = np.inf
+    with pytest.raises(FloatingPointError):
+        optimizer.step()
+    assert all(np.array_equal(a, before[n]) for n, a in model.state().items())
     model.free()
 
 
