@@ -49,6 +49,19 @@ def test_losses_gradients_and_routings_are_those_of_one_rank(comm, number):
     mesh.free()
 
 
+@pytest.mark.ranks(2, 4)
+def test_stages_with_experts_route_and_train_as_one_rank(comm):
+    """Each stage has other layers with experts; on 4 ranks replicas divide these.
+
+    All losses of routers, on whichever stage, are in the loss that every rank returns.
+    """
+    more = dict(expert_parallel=comm.size // 2, zero=comm.size // 4)
+    mesh = mm3d.Mesh(comm, data=comm.size // 2, stages=2, scheme="serial")
+    schedule = {2: "1f1b", 4: "zb-h1"}[comm.size]
+    assert_same(train(mesh, 0, schedule=schedule, **more), serial(0))
+    mesh.free()
+
+
 def words_along_experts(comm, model) -> dict[str, int]:
     """Words along direction e of all ranks, by collective."""
     return {name: comm.allreduce(one.words) for (c, name), one in model.traffic().items()
