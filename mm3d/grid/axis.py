@@ -7,7 +7,6 @@ collectives take and return arrays.  A transport moves the bytes (`mm3d.transpor
 import math
 from dataclasses import dataclass, field, fields
 
-import numpy as np
 from mpi4py import MPI
 
 from mm3d.arrays.backend import Array, Backend, host_dtype
@@ -215,8 +214,7 @@ class Axis:
         sends : list of int
             Lengths of these blocks; 0 where there is nothing for a rank.
         receives : list of int
-            Lengths of the blocks that the ranks send to this one: what they have in `sends`, see
-            `exchange_counts`.
+            Lengths of the blocks that the ranks send to this one: what they have in `sends`.
         dim : int
             The dimension that the blocks divide.
 
@@ -243,21 +241,6 @@ class Axis:
         blocks = sum(map(bool, sends)) - bool(sends[self.rank])
         self._count("all_to_all", a, math.prod(a.shape) // max(1, a.shape[dim]) * away, blocks)
         return out
-
-    def exchange_counts(self, sends: list[int]) -> list[int]:
-        """Tell every rank how much it is sent; return the lengths that they send to this one.
-
-        The result is the argument `receives` of `all_to_all`.  It is an all-to-all of one 64-bit
-        integer to each rank.  In dry runs, in which nothing arrives, it is `sends` itself.
-        """
-        if self.size == 1:
-            return sends
-        if len(sends) != self.size:
-            raise ValueError(f"{len(sends)} counts for {self.size} ranks along {self.name}: "
-                             "give one for each")
-        ones = [1] * self.size
-        a = self.backend.asarray(np.array(sends, np.int64))
-        return self.transport.read_counts(self.all_to_all(a, ones, ones), sends)
 
     def begin_broadcast(self, a: Array, root: int) -> Pending:
         """Start a `broadcast` that may run while this rank computes."""

@@ -165,10 +165,6 @@ class MpiTransport:
         self._moved += sum(incoming) - incoming[self.rank]
         return self._unpacked(recv, out, dim, receives)
 
-    def read_counts(self, a: Array, sends: list[int]) -> list[int]:
-        """Return the integers in `a`, which arrived when `sends` were sent."""
-        return self.backend.to_host(a).tolist()
-
     def begin_broadcast(self, a: Array, root: int) -> Pending:
         """Start a `broadcast`; where the transport cannot, complete it at once."""
         if not self.nonblocking_rooted:

@@ -79,10 +79,6 @@ class SilentTransport(MpiTransport):
     def _exchange(self, send: Array, recv: Array, sends: list[int], receives: list[int]) -> None:
         """Send nothing."""
 
-    def read_counts(self, a: Array, sends: list[int]) -> list[int]:
-        """Return `sends`: nothing arrives."""
-        return sends
-
     def _pieces(self, flat: Array, a: Array, dim: int,
                 counts: list[int]) -> Iterator[tuple[Array, Array]]:
         """Return all pieces as one: they have no contents, and there may be a million."""
