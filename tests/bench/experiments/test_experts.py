@@ -85,11 +85,12 @@ def test_experts_that_some_replicas_divide_are_copied_to_the_others(comm, shared
                                                                     way):
     """Gradients are sums over the copies, and no row leaves the replicas that divide experts."""
     grid = (comm.size // 4, 1, 1)
-    record = measure(comm, replace(CASE, way=way), 4, "3d", grid, parts)
+    case = replace(CASE, way=way, batch=comm.size)
+    record = measure(comm, case, 4, "3d", grid, parts)
     if record is not None:
         assert all(check.passed for check in record.checks) and len(record.checks) == 3 * 10
         words = record.variables["words"].values
-        counts = 2 * 5 * 3    # of choices by expert, of the three other replicas
+        counts = 2 * 5 * 3 * grid[0]    # of choices by expert, of each rank with other tokens
         assert (words == counts).all() == (parts == 1) and (words >= counts).all()
         assert (record.variables["gathered"].values == (way == "gather" and parts > 1)).all()
         assert record.configuration["expert_parallel"] == parts
