@@ -49,6 +49,8 @@ class Backend:
         CuPy's binding of NCCL, where the arrays are on a device and NCCL is installed.
     more_dtypes : tuple of dtype
         Floating-point types beside those of 16, 32 and 64 bits that every library has.
+    between_blocks : callable or None
+        Called between blocks of elementwise work, so that collectives in flight make progress.
     """
 
     name = "numpy"
@@ -59,6 +61,7 @@ class Backend:
     kernels: Any = None
     nccl: Any = None
     more_dtypes: tuple[Any, ...] = ()
+    between_blocks: Progress = None
 
     def __init__(self) -> None:
         self.pool = Pool()

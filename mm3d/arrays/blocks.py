@@ -72,6 +72,8 @@ def row_blocks(library: Any, *arrays: Array,
     step = max(1, (block or library.block) // max(1, first.shape[-1]))
     for start in range(0, rows, step):
         yield tuple(a[start:min(start + step, rows), :] for a in flat)
+        if library.between_blocks is not None:
+            library.between_blocks()
 
 
 def pieces(library: Any, *arrays: Array, block: int | None = None) -> Iterator[tuple[Array, ...]]:
@@ -104,6 +106,8 @@ def head_blocks(library: Any, q: Array, k: Array,
     for b in range(batch):
         for start in range(0, heads, step):
             yield b, slice(start, min(start + step, heads))
+            if library.between_blocks is not None:
+                library.between_blocks()
 
 
 def by_head(xp: ModuleType | Any, a: Array) -> Array:

@@ -24,7 +24,7 @@ from mm3d.model import functional
 from mm3d.model.parameters import Parameter
 from mm3d.model.vectors import (Vector, add_backward, add_forward, gelu_backward, gelu_forward,
                                 scale_backward, scale_forward)
-from mm3d.schemes.overlap import Overlap
+from mm3d.schemes.overlap import Gathered, Overlap
 from mm3d.schemes.product import Product
 
 
@@ -41,6 +41,20 @@ class Layer(Protocol):
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]: ...
 
     def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array: ...
+
+
+def vector_of(parameter: Parameter, overlap: Overlap | None) -> Array | Gathered:
+    """Return this rank's block of a vector, or what `overlap` has gathered of it."""
+    return parameter.value if overlap is None else overlap.vector_of(parameter)
+
+
+def accumulate_terms(parameter: Parameter, vector: Vector, terms: Array,
+                     overlap: Overlap | None) -> None:
+    """Add the sum of the `terms` of all ranks to a vector's gradient; `overlap` does it later."""
+    if overlap is None:
+        parameter.accumulate(vector.reduce_gradient(terms))
+    else:
+        overlap.accumulate_terms(parameter, vector, terms)
 
 
 class Linear:
@@ -75,13 +89,14 @@ class Linear:
         else:
             y, saved = overlap.forward(self, x)
         if self.adds_bias:
-            y = add_forward(y, self.bias.value, self.vector, out=y)
+            y = add_forward(y, vector_of(self.bias, overlap), self.vector, out=y)
         return y, saved
 
     def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
         """Compute dx = dy W^T; add dW and db to the gradients."""
         if self.adds_bias:
-            self.bias.accumulate(add_backward(dy, self.vector, self.bias.has_master))
+            accumulate_terms(self.bias, self.vector,
+                             add_backward(dy, self.bias.has_master), overlap)
         if overlap is not None:
             return overlap.backward(self, dy, saved)
         dx, dW = self.product.backward(dy, self.weight.value, saved)
@@ -92,7 +107,8 @@ class Linear:
                        overlap: Overlap | None = None) -> tuple[Array, Any]:
         """Compute dx = dy W^T; add db to the gradient; return dx with the operands of dW."""
         if self.adds_bias:
-            self.bias.accumulate(add_backward(dy, self.vector, self.bias.has_master))
+            accumulate_terms(self.bias, self.vector,
+                             add_backward(dy, self.bias.has_master), overlap)
         if overlap is not None:
             return overlap.backward_input(self, dy, saved)
         return self.product.backward_input(dy, self.weight.value, saved)
@@ -136,18 +152,18 @@ class LayerNorm:
         xhat, rstd = functional.normalize_forward(
             x, self.hidden, self.eps, self.space.sum_features, own)
         y = self.empty(x.dtype)
-        y, gamma_l = scale_forward(xhat, self.weight.value, self.vector, out=y)
-        y = add_forward(y, self.bias.value, self.vector, out=y)
+        y, gamma_l = scale_forward(xhat, vector_of(self.weight, overlap), self.vector, out=y)
+        y = add_forward(y, vector_of(self.bias, overlap), self.vector, out=y)
         return y, (xhat, rstd, gamma_l)
 
     def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
         """Compute dx; add the gradients of gamma and beta."""
         xhat, rstd, gamma_l = saved
-        self.bias.accumulate(add_backward(dy, self.vector, self.bias.has_master))
-        dxhat = self.empty(dy.dtype)
-        dxhat, dgamma = scale_backward(dy, xhat, gamma_l, self.vector, dxhat,
+        dbeta = add_backward(dy, self.bias.has_master)
+        accumulate_terms(self.bias, self.vector, dbeta, overlap)
+        dxhat, dgamma = scale_backward(dy, xhat, gamma_l, self.empty(dy.dtype),
                                        self.weight.has_master)
-        self.weight.accumulate(dgamma)
+        accumulate_terms(self.weight, self.vector, dgamma, overlap)
         return functional.normalize_backward(dxhat, xhat, rstd, self.hidden,
                                              self.space.sum_features, out=dxhat)
 
@@ -175,15 +191,15 @@ class Gelu:
 
     def forward(self, x: Array, overlap: Overlap | None = None) -> tuple[Array, Any]:
         """Compute GELU(x + b); save x and the gathered b_l."""
-        y, b_l = gelu_forward(x, self.bias.value, self.vector, out=self.empty(x.dtype))
+        y, b_l = gelu_forward(x, vector_of(self.bias, overlap), self.vector,
+                              out=self.empty(x.dtype))
         return y, (x, b_l)
 
     def backward(self, dy: Array, saved: Any, overlap: Overlap | None = None) -> Array:
         """Compute dx = dy GELU'(x + b); add db to the gradient of the bias."""
         x, b_l = saved
-        dx, db = gelu_backward(dy, x, b_l, self.vector, self.empty(dy.dtype),
-                               self.bias.has_master)
-        self.bias.accumulate(db)
+        dx, db = gelu_backward(dy, x, b_l, self.empty(dy.dtype), self.bias.has_master)
+        accumulate_terms(self.bias, self.vector, db, overlap)
         return dx
 
 

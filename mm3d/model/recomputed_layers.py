@@ -1,4 +1,4 @@
-"""Recompute layers in backward, and list the products with weights in order.
+"""Recompute layers in backward, and list the weights and vectors that passes use in order.
 
 All policies of `mm3d.model.recomputation` are built with one wrapper, `Recomputed`, around layers
 that save only their input.  It is the same for every scheme and has no state.
@@ -8,7 +8,9 @@ from typing import Any
 
 from mm3d.arrays.backend import Array
 from mm3d.model.chains import Chain
-from mm3d.model.layers import Layer, Linear
+from mm3d.model.layers import Layer, LayerNorm, Linear
+from mm3d.model.parameters import Parameter
+from mm3d.model.vectors import Vector
 from mm3d.schemes.overlap import Overlap
 
 
@@ -79,3 +81,12 @@ def weighted_products(layer: Layer, backward: bool = False,
     first = ([] if not isinstance(layer, Recomputed) else
              weighted_products(Chain(*layers), recomputed=True))
     return first + [use for one in reversed(layers) for use in weighted_products(one, True)]
+
+
+def vectors_of(layer: Layer) -> list[tuple[Parameter, Vector]]:
+    """List the vectors that a forward pass gathers, in order, each with how it is stored."""
+    if isinstance(layer, Linear):
+        return [(layer.bias, layer.vector)]
+    if isinstance(layer, LayerNorm):
+        return [(layer.weight, layer.vector), (layer.bias, layer.vector)]
+    return [use for one in getattr(layer, "layers", ()) for use in vectors_of(one)]

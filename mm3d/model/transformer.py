@@ -15,7 +15,7 @@ from mm3d.model.initial_values import (InitialValues, draw_normal, draw_paramete
 from mm3d.model.masks import MaskKey
 from mm3d.model.parameters import Parameter, check_state
 from mm3d.model.recomputation import parse_policy
-from mm3d.model.recomputed_layers import weighted_products
+from mm3d.model.recomputed_layers import vectors_of, weighted_products
 from mm3d.model.saved_arrays import saved_bytes
 from mm3d.model.sizes import ModelSizes
 from mm3d.model.specs import Builder
@@ -148,10 +148,11 @@ class Transformer:
         self.routings: Routings = builder.routings
         self.layers = Chain(*builder.build_layers(self.spec.chain.layers))
         self.linears = [linear for linear, _ in weighted_products(self.layers)]
-        # No weight is gathered ahead if reading it is a collective already.
+        # Nothing is gathered ahead if reading it is a collective already.
         ahead = not any(linear.weight.gathered_when_read for linear in self.linears)
         self._products = {backward: weighted_products(self.layers, backward) if ahead else []
                           for backward in (False, True)} | {None: []}
+        self._vectors = vectors_of(self.layers) if ahead else []
         for linear in self.linears:
             linear.product.weights_half = weights_half
         self.parameters = self.trained = self.layers.parameters
@@ -259,7 +260,8 @@ class Transformer:
         `backward` is None for the half of backward that uses no weight.
         """
         if any(linear.product.overlap for linear in self.linears):
-            return Overlap(self._products[backward])
+            return Overlap(self._products[backward], self.grid.backend,
+                           self._vectors if backward is False else ())
         return nullcontext()
 
     def _check_block(self, name: str, a: Array) -> None:

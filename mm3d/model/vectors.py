@@ -2,7 +2,8 @@
 
 The vectors are biases and weights of layer norms.  Algorithm 7 gathers this rank's part of a
 vector from the ranks that store it.  Algorithm 8 reduces the gradient onto them; the reduction
-that its printed form lacks is included.
+that its printed form lacks is included.  Functions of backward return a rank's term of the
+gradient, the sum over its own rows, which `Vector.reduce_gradient` adds up.
 """
 
 import math
@@ -12,6 +13,7 @@ from mm3d.grid.activations import Space
 from mm3d.grid.layout import Layout, divided_directions
 from mm3d.model.functional import (add_rows, bias_gelu_backward, bias_gelu_forward, scale_rows,
                                    sum_products, sum_rows)
+from mm3d.schemes.overlap import Gathered
 
 
 class Vector:
@@ -51,21 +53,23 @@ class Vector:
             self._root = coords[self._line.name] = self.layout.diagonal_rank(grid)
         self._block = self.layout.local_shape(grid, self.shape, coords)
 
-    def gather_features(self, b: Array) -> Array:
+    def gather_features(self, b: Array | Gathered) -> Array:
         """Gather the features of this rank, b_l or b_j, from the stored blocks (Algorithm 7).
 
         Every rank must call it.
 
         Parameters
         ----------
-        b : Array
-            This rank's stored block; empty on ranks that store none.
+        b : Array or Gathered
+            This rank's stored block, empty on ranks that store none; or what was gathered before.
 
         Returns
         -------
         Array
             The part of the vector that belongs to this rank's features.
         """
+        if isinstance(b, Gathered):
+            return b.array
         if self._line is not None:
             if self._line.rank != self._root:
                 b = self.space.grid.backend.empty(self._block, b.dtype)
@@ -83,7 +87,7 @@ class Vector:
         Parameters
         ----------
         db : Array
-            The sum over this rank's rows; the shape is that of `gather_features`.
+            This rank's term, the sum over its rows; the shape is that of `gather_features`.
 
         Returns
         -------
@@ -109,15 +113,15 @@ def _flat(b: Array) -> Array:
     return namespace(b).reshape(b, (math.prod(b.shape),))
 
 
-def add_forward(A: Array, b: Array, vector: Vector, out: Array) -> Array:
+def add_forward(A: Array, b: Array | Gathered, vector: Vector, out: Array) -> Array:
     """Compute C = A + b, the vector b added to every row (Algorithm 7).
 
     Parameters
     ----------
     A : Array
         This rank's block of the activation, (batch, positions, ..., features).
-    b : Array
-        This rank's stored block of the vector.
+    b : Array or Gathered
+        This rank's stored block of the vector, or what was gathered before.
     vector : Vector
         Storage of the vector.
     out : Array
@@ -127,17 +131,17 @@ def add_forward(A: Array, b: Array, vector: Vector, out: Array) -> Array:
     return out
 
 
-def add_backward(dC: Array, vector: Vector, accumulate_float32: bool = False) -> Array | None:
-    """Compute db, the sum of dC over all rows (Algorithm 8, corrected); dA is dC itself.
+def add_backward(dC: Array, accumulate_float32: bool = False) -> Array:
+    """Compute this rank's term of db, the sum of dC over its rows; dA is dC itself.
 
-    With `accumulate_float32` the sums over rows and over ranks are computed and returned in
-    float32 at least.  Ranks that store no block of b get None.
+    With `accumulate_float32` the sum is computed and returned in float32 at least.
     """
     db = sum_rows(_rows(dC), accumulate_float32)
-    return vector.reduce_gradient(namespace(dC).reshape(db, dC.shape[2:]))
+    return namespace(dC).reshape(db, dC.shape[2:])
 
 
-def scale_forward(A: Array, b: Array, vector: Vector, out: Array) -> tuple[Array, Array]:
+def scale_forward(A: Array, b: Array | Gathered, vector: Vector,
+                  out: Array) -> tuple[Array, Array]:
     """Compute C = A * b, every row multiplied by the vector b; return C and the gathered b_l.
 
     Parameters as in `add_forward`.
@@ -147,19 +151,19 @@ def scale_forward(A: Array, b: Array, vector: Vector, out: Array) -> tuple[Array
     return out, b_l
 
 
-def scale_backward(dC: Array, A: Array, b_l: Array, vector: Vector,
-                   out: Array, accumulate_float32: bool = False) -> tuple[Array, Array | None]:
-    """Compute dA = dC * b_l in `out`, and db, the sum of dC * A over all rows.
+def scale_backward(dC: Array, A: Array, b_l: Array, out: Array,
+                   accumulate_float32: bool = False) -> tuple[Array, Array]:
+    """Compute dA = dC * b_l in `out`, and this rank's term of db, the sum of dC * A over its rows.
 
-    dA needs the gathered b_l, not the stored block.  `accumulate_float32` and the block of db are
-    as in `add_backward`.
+    dA needs the gathered b_l, not the stored block.  `accumulate_float32` is as in `add_backward`.
     """
     db = sum_products(_rows(dC), _rows(A), accumulate_float32)
     scale_rows(_rows(dC), _flat(b_l), out=_rows(out))
-    return out, vector.reduce_gradient(namespace(dC).reshape(db, dC.shape[2:]))
+    return out, namespace(dC).reshape(db, dC.shape[2:])
 
 
-def gelu_forward(A: Array, b: Array, vector: Vector, out: Array) -> tuple[Array, Array]:
+def gelu_forward(A: Array, b: Array | Gathered, vector: Vector,
+                 out: Array) -> tuple[Array, Array]:
     """Compute C = GELU(A + b), b added to every row; return C and the gathered b_l.
 
     Parameters as in `add_forward`.
@@ -169,11 +173,11 @@ def gelu_forward(A: Array, b: Array, vector: Vector, out: Array) -> tuple[Array,
     return out, b_l
 
 
-def gelu_backward(dC: Array, A: Array, b_l: Array, vector: Vector, out: Array,
-                  accumulate_float32: bool = False) -> tuple[Array, Array | None]:
-    """Compute dA = dC GELU'(A + b_l) in `out`, and db, the sum of dA over all rows.
+def gelu_backward(dC: Array, A: Array, b_l: Array, out: Array,
+                  accumulate_float32: bool = False) -> tuple[Array, Array]:
+    """Compute dA = dC GELU'(A + b_l) in `out`, and this rank's term of db, the sum of dA.
 
-    `accumulate_float32` and the block of db are as in `add_backward`.
+    `accumulate_float32` is as in `add_backward`.
     """
     _, db = bias_gelu_backward(_rows(dC), _rows(A), _flat(b_l), _rows(out), accumulate_float32)
-    return out, vector.reduce_gradient(namespace(dC).reshape(db, dC.shape[2:]))
+    return out, namespace(dC).reshape(db, dC.shape[2:])

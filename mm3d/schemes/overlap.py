@@ -6,24 +6,31 @@ schedules the collectives that run while a rank multiplies:
 =======================  ======================================  ==========================
 collective in flight     from                                    to
 =======================  ======================================  ==========================
-gather of a weight       when the operands of the product        the product with that
-                         before it have been gathered            weight
+gather of a weight,      when the product with the weight        the product with that
+forward                  before the one before it ends           weight
+gather of a weight,      when the operands of the product of     the product with that
+backward                 the dB before it have been gathered     weight
 gather of A, backward    when dC and B have been gathered        the product of dB
 sum of dA                the product of dA                       the end of the product dB
 sum of dB                the product of dB                       the next sum of a dB begins
 =======================  ======================================  ==========================
 
+Vectors are so short that their collectives would mostly wait until those in flight have left the
+link: forward gathers all of them before the first weight, and backward sums their gradients after
+the last dB.
+
 With several panels of rows (`mm3d.schemes.row_panels`) the next panel of A is gathered, and the
 one before of C summed, during the product of each; in backward those of dC and of dA.
 
 The `Overlap` of a pass holds all collectives in flight; layers and parameters hold none, so any
-number of micro-batches can be between forward and backward.  Where backward is in two halves, a
+number of micro-batches can be between forward and backward.  MPI makes progress in panels of each
+product and between blocks of elementwise work.  Where backward is in two halves, a
 weight is gathered during a product of the first, and dB summed during a product of the second.
 """
 
 from typing import Any, Callable, Protocol, Sequence
 
-from mm3d.arrays.backend import Array, Progress
+from mm3d.arrays.backend import Array, Backend, Progress
 from mm3d.arrays.blocks import resized_shape
 from mm3d.arrays.products import matmul, matmul_nt, matmul_tn
 from mm3d.grid.axis import Pending
@@ -74,7 +81,7 @@ class Overlap:
 
     It is a context manager for one pass and is passed down to the layers.  On exit, also after an
     exception, it completes every collective begun, so that none writes into a reused buffer.  It
-    holds at most one prefetched weight and two sums of dB.
+    holds at most two gathered weights and two sums of dB.
 
     Parameters
     ----------
@@ -82,28 +89,54 @@ class Overlap:
         The layers with weights in the order of their products, each with whether the product is
         a backward one.  Products that backward recomputes are forward ones.  No weight is
         gathered ahead for passes that are left out.
+    backend : Backend
+        Its elementwise work calls `progress` now and then.
+    vectors : sequence of (Parameter, Vector), optional
+        Vectors that a forward pass uses once each, gathered before its first product.
     """
 
-    def __init__(self, passes: Sequence[WeightedPass]) -> None:
-        self._passes, self._next = passes, 0    # index of the next product
-        self._prefetched: tuple[WeightedLayer, Pending] | None = None
+    def __init__(self, passes: Sequence[WeightedPass], backend: Backend,
+                 vectors: Sequence[tuple[Any, Any]] = ()) -> None:
+        self._passes, self._backend, self._vectors = passes, backend, vectors
+        self._next = self._ahead = 0    # the next product, and the next weight to be gathered
+        self._prefetched: dict[int, Pending] = {}    # weights, by the number of their product
         self._summing: tuple[Any, Pending] | None = None    # a weight, and its dB
         self._begun: list[Pending] = []
+        self._gathered: dict[int, Gathered] = {}    # by the identity of the parameter
+        self._terms: list[tuple[Any, Any, Array]] = []    # of gradients of vectors
 
     def __enter__(self) -> "Overlap":
+        for parameter, vector in self._vectors:
+            self._gathered[id(parameter)] = Gathered(vector.gather_features(parameter.value))
+        self._backend.between_blocks = self.progress
+        self._prefetch_from_here()
         return self
 
     def __exit__(self, *failure: Any) -> None:
-        self.finish_gradients()
+        self._backend.between_blocks = None
+        self._finish_weight()
         for pending in self._begun:
             pending.take()
+        if failure[0] is None:    # other ranks may not have failed
+            self.finish_gradients()
+
+    def progress(self) -> None:
+        """Let MPI make progress on the collectives in flight."""
+        for pending in self._begun:
+            if pending.request is not None:    # one is enough, see `progress_of`
+                pending.progress()
+                return
 
     def forward(self, layer: WeightedLayer, A: Array) -> tuple[Array, Any]:
         """Compute C = A B with the weight B of `layer`; return it with the data for backward."""
         B = self._weight(layer)
         if layer.product.overlap:
-            return layer.product.forward(A, B, self)
-        return layer.product.forward(A, B)
+            C, saved = layer.product.forward(A, B, self)
+        else:
+            C, saved = layer.product.forward(A, B)
+        del B
+        self._prefetch_from_here()
+        return C, saved
 
     def backward(self, layer: WeightedLayer, dC: Array, saved: Any) -> Array:
         """Compute dA = dC B^T with the weight B of `layer`; add dB to its gradient when summed."""
@@ -112,7 +145,7 @@ class Overlap:
             dA, dB = layer.product.backward(dC, B, saved, self)
         else:
             dA, dB = layer.product.backward(dC, B, saved)
-        self.finish_gradients()
+        self._finish_weight()
         if isinstance(dB, Pending) and not dB.done:
             self._summing = layer.weight, dB
         else:
@@ -132,11 +165,26 @@ class Overlap:
             dB = layer.product.backward_weights(operands, self)
         else:
             dB = layer.product.backward_weights(operands)
-        self.finish_gradients()
+        self._finish_weight()
         self._summing = layer.weight, dB if isinstance(dB, Pending) else Pending(dB)
 
+    def vector_of(self, parameter: Any) -> Array | Gathered:
+        """Return this rank's block of a vector; what was gathered of it, but only once."""
+        return self._gathered.pop(id(parameter), None) or parameter.value
+
+    def accumulate_terms(self, parameter: Any, vector: Any, terms: Array) -> None:
+        """Keep this rank's term of a vector's gradient, to be summed in `finish_gradients`."""
+        self._terms.append((parameter, vector, terms))
+
     def finish_gradients(self) -> None:
-        """Complete the sum of dB in flight, so that all gradients computed so far are complete."""
+        """Sum what is left to be summed, so that all gradients computed so far are complete."""
+        self._finish_weight()
+        terms, self._terms = self._terms, []
+        for parameter, vector, term in terms:
+            parameter.accumulate(vector.reduce_gradient(term))
+
+    def _finish_weight(self) -> None:
+        """Complete the sum of dB in flight."""
         if self._summing is not None:
             weight, dB = self._summing
             self._summing = None
@@ -241,21 +289,31 @@ class Overlap:
 
     def _weight(self, layer: WeightedLayer) -> Array | Pending:
         """Return the weight of `layer`, or the pending gather of it."""
-        self._next += 1
-        prefetched, self._prefetched = self._prefetched, None
-        if prefetched is not None and prefetched[0] is layer:
-            return prefetched[1]
+        number, self._next = self._next, self._next + 1
+        self._ahead = max(self._ahead, self._next)
+        prefetched = self._prefetched.pop(number, None)
+        if prefetched is not None and self._passes[number][0] is layer:
+            return prefetched
         return layer.weight.value
 
-    def _prefetch(self) -> Pending | None:
-        """Start gathering the weight of the next product."""
-        if self._next >= len(self._passes):
-            return None
-        layer, backward = self._passes[self._next]
-        pending = layer.product.prefetch(layer.weight.value, backward)
-        if pending is not None:
-            self._prefetched = layer, self._begin(pending)
-        return pending
+    def _prefetch_from_here(self) -> None:
+        """Start gathering the weights of the next two products, those of backward one by one."""
+        self._prefetch()
+        if self._next < len(self._passes) and not self._passes[self._next][1]:
+            self._prefetch(self._next + 2)
+
+    def _prefetch(self, stop: int = 0) -> Pending | None:
+        """Start gathering the weights of the products before `stop`, by default of the next one.
+
+        Returns the gather that was begun last, or None if none is in flight.
+        """
+        for n in range(self._ahead, min(max(stop, self._next + 1), len(self._passes))):
+            layer, backward = self._passes[n]
+            pending = layer.product.prefetch(layer.weight.value, backward)
+            if pending is not None:
+                self._prefetched[n] = self._begin(pending)
+            self._ahead = n + 1
+        return self._prefetched[max(self._prefetched)] if self._prefetched else None
 
     def _begin(self, operand: Operand) -> Operand:
         """Return `operand`, and hold it until its collective is complete."""

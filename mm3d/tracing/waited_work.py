@@ -16,7 +16,7 @@ from typing import Any, Callable, Iterator
 import numpy as np
 
 from mm3d.arrays import backend as backends
-from mm3d.arrays.backend import Array, host_dtype
+from mm3d.arrays.backend import Array, Progress, host_dtype
 from mm3d.arrays.numpy_kernels import Kernels
 from mm3d.grid.grid import Grid
 from mm3d.tracing.dry_arrays import DryArray, DryBackend, DryNamespace
@@ -26,7 +26,8 @@ from mm3d.transport.pending import Pending
 from mm3d.transport.silent import SilentTransport
 
 Seconds = Callable[[Gemm | Pass], float]
-OVERLAPPED_SLEEPS = 8    # of a product during which a collective goes on
+OVERLAPPED_SLEEPS = 8    # of a product, or of other work, during which a collective goes on
+SHORTEST_SLEEP = 1e-3    # seconds, of those of elementwise work
 
 
 class WorkClock:
@@ -46,12 +47,15 @@ class WorkClock:
         Seconds of the work so far by the model, and seconds that this rank has slept for it.
     times : int
         Number of equal events that each event counted from now on stands for.
+    between_sleeps : callable or None
+        Called now and then while the clock sleeps.
     """
 
     def __init__(self, seconds: Seconds) -> None:
         self._seconds, self._known = seconds, {}
         self.counted = self.slept = self._debt = 0.0
         self.times = 1
+        self.between_sleeps: Progress = None
 
     def count_event(self, event: Gemm | Pass) -> None:
         """Add the seconds of an event, which occurs `times` times, to the debt."""
@@ -64,12 +68,17 @@ class WorkClock:
     def settle(self) -> None:
         """Sleep for the debt."""
         if self._debt > 0:
-            self._sleep(self._debt)
+            if self.between_sleeps is not None:
+                parts = min(OVERLAPPED_SLEEPS, math.ceil(self._debt / SHORTEST_SLEEP))
+                self.settle_in_parts(self.between_sleeps, parts)
+            else:
+                self._sleep(self._debt)
 
-    def settle_in_parts(self, progress: Callable[[], None]) -> None:
+    def settle_in_parts(self, progress: Callable[[], None],
+                        parts: int = OVERLAPPED_SLEEPS) -> None:
         """Sleep for the debt in parts, and call `progress` after each of them."""
-        part = self._debt / OVERLAPPED_SLEEPS
-        for left in range(OVERLAPPED_SLEEPS - 1, -1, -1):
+        part = self._debt / parts
+        for left in range(parts - 1, -1, -1):
             if self._debt > left * part:
                 self._sleep(self._debt - left * part)
             progress()
@@ -131,6 +140,14 @@ class WaitingBackend(DryBackend):
         self.reset(block)
         self.xp, self.kernels = WaitingNamespace(self), WaitingKernels(self)
         self.trace = WorkClock(seconds)
+
+    @property
+    def between_blocks(self) -> None:
+        """None: no block takes time until its work is waited for, and then the clock calls it."""
+
+    @between_blocks.setter
+    def between_blocks(self, progress: Progress) -> None:
+        self.trace.between_sleeps = progress
 
     def _record_memory(self) -> None:
         """Record nothing: a measurement takes many steps."""

@@ -94,7 +94,7 @@ def test_adding_to_every_row_and_its_gradient(comm, shape, unit):
         assert np.array_equal(b_local, vector.layout.shard(b, grid)), side.where
         add_forward(A_local, b_local, vector, out=A_local)
         assert np.array_equal(A_local, expected), side.where
-        db = add_backward(rows.shard(A, grid), vector)
+        db = vector.reduce_gradient(add_backward(rows.shard(A, grid)))
         assert equal(db, vector.layout.shard(A.sum(axis=(0, 1)), grid)), side.where
 
 
@@ -108,11 +108,13 @@ def test_scaling_every_row_and_its_gradients(comm, shape, unit):
         C, b_l = scale_forward(A_local, b_local, vector, out=np.empty_like(A_local))
         assert np.array_equal(C, rows.shard(A * b, grid)), side.where
         dC_local = rows.shard(dC, grid)
-        dA, db = scale_backward(dC_local, A_local, b_l, vector, out=np.empty_like(A_local))
+        dA, terms = scale_backward(dC_local, A_local, b_l, out=np.empty_like(A_local))
+        db = vector.reduce_gradient(terms)
         assert np.array_equal(dA, rows.shard(dC * b, grid)), side.where
         assert equal(db, vector.layout.shard((dC * A).sum(axis=(0, 1)), grid)), side.where
         assert np.array_equal(A_local, rows.shard(A, grid)), side.where
-        dA, db_in_place = scale_backward(dC_local, A_local, b_l, vector, out=dC_local)
+        dA, terms = scale_backward(dC_local, A_local, b_l, out=dC_local)
+        db_in_place = vector.reduce_gradient(terms)
         assert np.array_equal(dA, rows.shard(dC * b, grid)) and equal(
             db_in_place, vector.layout.shard((dC * A).sum(axis=(0, 1)), grid)), side.where
 
@@ -124,8 +126,9 @@ def test_inner_products_of_vectors(comm):
         vector, b, A, rows, b_local, A_local = side.case((13,), 1)
         dC = rows.shard(integers(A.shape, 3), side.space.grid)
         C, b_l = scale_forward(A_local, b_local, vector, out=np.empty_like(A_local))
-        dA, db = scale_backward(dC, A_local, b_l, vector, out=np.empty_like(A_local))
-        db_sum = add_backward(dC, vector)
+        dA, terms = scale_backward(dC, A_local, b_l, out=np.empty_like(A_local))
+        db = vector.reduce_gradient(terms)
+        db_sum = vector.reduce_gradient(add_backward(dC))
         ones = add_forward(np.zeros_like(dC), b_local, vector, out=np.empty_like(dC))
 
         def dot(x, y):
@@ -156,8 +159,9 @@ def test_nothing_is_promoted(comm, dtype):
         vector, b, A, rows, b_local, A_local = side.case((13,), 1, dtype)
         C = add_forward(A_local, b_local, vector, out=A_local)
         scaled, b_l = scale_forward(C, b_local, vector, out=np.empty_like(C))
-        dA, db = scale_backward(C, scaled, b_l, vector, out=np.empty_like(C))
-        got = [C, scaled, b_l, dA, db, add_backward(C, vector)]
+        dA, terms = scale_backward(C, scaled, b_l, out=np.empty_like(C))
+        db = vector.reduce_gradient(terms)
+        got = [C, scaled, b_l, dA, db, vector.reduce_gradient(add_backward(C))]
         assert {a.dtype.name for a in got if a is not None} == {dtype}, side.where
 
 
@@ -166,7 +170,7 @@ def test_float16_sums_over_rows_are_rounded_once(comm):
     """4096 rows of 1 on each rank: a sum in float16 would stop at 2048."""
     with on_grid(comm, 1, 1, comm.size) as grid:
         vector = Vector(Space(grid, 1, 4096, ",", "z", "z"), (3 * comm.size,))
-        db = add_backward(np.ones((1, 4096, 3), np.float16), vector)
+        db = vector.reduce_gradient(add_backward(np.ones((1, 4096, 3), np.float16)))
         assert db.tolist() == [4096] * 3
 
 

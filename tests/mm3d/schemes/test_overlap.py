@@ -1,5 +1,6 @@
 """Communication that goes on while a rank multiplies changes no bit of any result."""
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from mm3d.grid.grid import Grid
 from mm3d.grid.split import Split
 from mm3d.model.layer_specs import LinearSpec
 from mm3d.model.specs import Builder
-from mm3d.schemes.overlap import Overlap, progress_of
+from mm3d.model.vectors import Vector
+from mm3d.schemes.overlap import Gathered, Overlap, progress_of
 from mm3d.schemes.row_panels import RowPanels
 from mm3d.tracing.observe import observed
 from mm3d.transport.mpi import MpiTransport
@@ -130,19 +132,20 @@ def after_failure(model, in_flight: list, number: int, way: str) -> list[np.ndar
         else:
             model.backward(model.random("dy1"), first)
     assert in_flight == []
-    found = [p.grad.copy() for p in model.parameters]
+    found = [linear.weight.grad.copy() for linear in model.linears]
     for linear in model.linears:
         linear.weight.value *= 2
     found.append(model.backward(model.random("dy2"), second).copy())
     for linear in model.linears:
         linear.weight.value /= 2
-    return found + [p.grad.copy() for p in model.parameters]
+    return found + [linear.weight.grad.copy() for linear in model.linears]
 
 
 @pytest.mark.parametrize("way", ["forward", "backward"])
 def test_a_pass_that_fails_leaves_nothing_in_flight(way):
-    """Wherever it fails; other micro-batches go on, and what it has added to the gradients before
-    is what a pass without overlap has added.  Weights that change afterwards are gathered anew."""
+    """Wherever it fails; other micro-batches go on, and what it has added to gradients of weights
+    before is what a pass without overlap has added.  No collective begins after a failure, so
+    gradients of vectors are not summed.  Weights that change afterwards are gathered anew."""
     found = []
     for overlap in (False, True):
         with mirrored("3d", (2, 2, 2), overlap=overlap) as (scheme, in_flight):
@@ -235,9 +238,10 @@ def test_panels_of_exact_integers(comm, transport):
             x = draw.integers(-9, 9, outer.local_shape(24)).astype(float)
             dy = draw.integers(-9, 9, inner.local_shape(24)).astype(float)
             pass_of = [(layer, False)] if overlap else None
-            with Overlap(pass_of) if overlap else nullcontext() as during:
+            with Overlap(pass_of, scheme.grid.backend) if overlap else nullcontext() as during:
                 y, saved = layer.forward(x, during)
-            with Overlap([(layer, True)]) if overlap else nullcontext() as during:
+            pass_of = [(layer, True)] if overlap else None
+            with Overlap(pass_of, scheme.grid.backend) if overlap else nullcontext() as during:
                 dx = layer.backward(dy, saved, during)
             found.append([y, dx, layer.weight.grad])
             scheme.grid.free()
@@ -263,6 +267,52 @@ def test_rows_of_activations_travel_during_the_products_of_others():
                             if part == QKV]
     assert "gather along z" in first and "gather along z" not in last
     assert "gather along y" in last and {"sum along y"} <= {*last} & {*weights}
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_two_weights_travel_during_elementwise_work_and_mpi_makes_progress(monkeypatch, causal):
+    """Before the first product of forward those of the first two, then the one after the next;
+    backward has the gradient of the layer above in flight, and nothing else of its own."""
+    with mirrored("3d", (2, 2, 2), overlap=True) as (scheme, in_flight):
+        model, backend = mm3d.Transformer(scheme, **SMALL, causal=causal), scheme.grid.backend
+        seen = []
+        during = {name: getattr(backend.kernels, name) for name in
+                  ("normalize_forward", "attention_forward", "bias_gelu_forward",
+                   "attention_backward")}
+
+        def look(name, *arguments, **options):
+            before = sum(axis.transport.comm.tests for axis in scheme.grid.axes.values())
+            flying = sorted(one.name for one in in_flight)
+            result = during[name](*arguments, **options)
+            tests = sum(axis.transport.comm.tests for axis in scheme.grid.axes.values()) - before
+            seen.append((name, flying, tests > 0))
+            return result
+        for name in during:
+            monkeypatch.setattr(backend.kernels, name, partial(look, name))
+        _, saved = model.forward(model.random("x"))
+        layer = ["normalize_forward", "attention_forward", "normalize_forward",
+                 "bias_gelu_forward"]
+        last = len(layer) * SMALL["layers"] - 1
+        assert seen == [(layer[n % 4], [WEIGHT] * (2 if n < last else 1), True)
+                        for n in range(last + 1)]
+        assert backend.between_blocks is None
+        seen.clear()
+        model.backward(model.random("dy"), saved)
+        assert seen == [("attention_backward", [WEIGHT, SUM], True)] * SMALL["layers"]
+        assert backend.between_blocks is None
+
+
+def test_vectors_travel_while_nothing_else_does(monkeypatch):
+    """Forward gathers them before any weight, backward sums their gradients after the last dB."""
+    with mirrored("3d", (2, 2, 2), overlap=True) as (scheme, in_flight):
+        model, seen = mm3d.Transformer(scheme, **SMALL), []
+        for name in ("gather_features", "reduce_gradient"):
+            method = getattr(Vector, name)
+            monkeypatch.setattr(Vector, name, lambda self, b, method=method: (
+                isinstance(b, Gathered) or seen.append(len(in_flight)), method(self, b))[1])
+        _, saved = model.forward(model.random("x"))
+        model.backward(model.random("dy"), saved)
+        assert seen == [0] * 2 * 8 * SMALL["layers"]
 
 
 def test_without_overlap_nothing_is_in_flight():

@@ -74,3 +74,17 @@ def test_a_product_in_parts_lets_collectives_go_on():
     clock.count_event(Pass("add", 1))
     clock.settle_in_parts(lambda: calls.append(clock.slept))
     assert len(calls) == 8 and calls == sorted(calls) and clock.slept >= 0.002
+
+
+def test_collectives_go_on_while_other_work_is_waited_for():
+    """In as many sleeps as have a millisecond, up to 8; only within a pass with overlap."""
+    for seconds, sleeps in ((0.0004, 1), (0.0035, 4), (0.02, 8)):
+        clock, calls = WorkClock(lambda event: seconds), []
+        clock.between_sleeps = lambda: calls.append(clock.slept)
+        clock.count_event(Pass("add", 1))
+        clock.settle()
+        assert len(calls) in range(1, sleeps + 1) and clock.slept >= seconds
+        clock.between_sleeps = None
+        clock.count_event(Pass("add", 1))
+        clock.settle()
+        assert len(calls) in range(1, sleeps + 1)
