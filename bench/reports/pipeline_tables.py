@@ -12,16 +12,36 @@ from mm3d.training.schedules import parse_schedule
 from mm3d.training.schedules.clock import Timeline
 
 
+# Settings that are equal in all rows of a table, as its notes say.
+OF_A_TABLE = ("work", "about_work", "wait_F", "wait_B", "wait_W", "scheme", "grid", "stage_grids",
+              "layers", "hidden", "heads", "seq", "dtype", "recompute", "reference")
+
+
 def pipeline_parts(records: Sequence[Measurements]) -> list[Part]:
-    """Make the table of pipelines, a row a schedule and number of micro-batches."""
-    bubble, memory = "bubble / cost (%)", "peak memory of a rank (MB)"
+    """Make the tables of pipelines, a row a schedule and number of micro-batches.
+
+    Pipelines of another model, on other ranks, or whose actions wait, have a table of their own.
+    """
+    groups: dict[tuple, list[Measurements]] = {}
+    for record in records:
+        chosen, env = record.configuration, record.environment
+        settings = [str(chosen.get(name)) for name in OF_A_TABLE]
+        rows = int(chosen["batch"]) // int(chosen["microbatches"])
+        groups.setdefault((*settings, rows, env["ranks"], env["cores"], describe_cluster(env)),
+                          []).append(record)
+    return [part for group in groups.values() for part in _parts_of_one_model(group)]
+
+
+def _parts_of_one_model(records: Sequence[Measurements]) -> list[Part]:
+    """Make the table of pipelines of one model and mesh, and that of PyTorch's beside them."""
+    bubble, memory, words = "bubble / cost (%)", "peak memory of a rank (MB)", "words of all hops"
     columns = [Column("schedule"), Column("micro-", "batches"), Column("step", "(ms)"),
                Column("clock's", "(ms)"), Column("measured", "", bubble),
                Column("low", "", bubble), Column("high", "", bubble),
                Column("clock's", "", bubble), Column("points", "apart", bubble),
                *(Column(name, "(ms)") for name in ("F", "B", "W", "hop")),
                Column("counted", "", memory), Column("closed form", "", memory),
-               Column("words", "between stages"), Column("closed", "form")]
+               Column("counted", "", words), Column("closed form", "", words)]
     rows: Rows = []
     for record in records:
         found = {name: variable.values for name, variable in record.variables.items()}
@@ -108,10 +128,12 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
     chosen, env = records[0].configuration, records[0].environment
     waits = chosen["work"] == "wait"
     cluster = describe_cluster(env)
+    rows = int(chosen["batch"]) // int(chosen["microbatches"])
     notes = [f"WAITS stand in for layers: {chosen['about_work'].partition(': ')[2]}. Steps of "
              f"real layers take other times."] if waits else [
-        f"Layers of {chosen['hidden']} features, {chosen['heads']} heads, sequences of "
-        f"{chosen['seq']}, {chosen['dtype']}, recompute {chosen['recompute']}."]
+        f"{chosen['layers']} layers of {chosen['hidden']} features, {chosen['heads']} heads; "
+        f"micro-batches of {rows} sequence{'s' * (rows > 1)} of {chosen['seq']}; "
+        f"{chosen['dtype']}, recompute {chosen['recompute']}."]
     if env["oversubscribed"] and not waits:
         notes.append(f"RANKS OUTNUMBER CORES: {env['ranks']} ranks take turns on {env['cores']} "
                      f"cores; such times say nothing about a schedule (--work wait does).")
@@ -160,6 +182,9 @@ def timelines(record: Measurements) -> dict[str, Timeline]:
     title = f"{chosen['schedule']}, {chosen['microbatches']} micro-batches"
     about = [*["WAITS stand in for layers"] * (chosen["work"] == "wait"),
              *filter(None, [describe_cluster(record.environment)])]
+    if record.environment["oversubscribed"] and chosen["work"] != "wait":
+        about.append(f"{record.environment['ranks']} RANKS TAKE TURNS on "
+                     f"{record.environment['cores']} cores")
     work = f" ({'; '.join(about)})" if about else ""
     measured = derived.measured_timeline(schedule, found["times"], clock)
     return {f"{title}, measured in one repetition{work}": measured,

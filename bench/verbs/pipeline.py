@@ -147,7 +147,7 @@ def draw(record: Measurements, path: Path) -> None:
     """Draw the measured timeline above the clock's."""
     from bench.reports import pipeline_tables
     from bench.reports.figures import schedules
-    say(str(schedules.picture(path, pipeline_tables.timelines(record), "s")))
+    say(str(schedules.picture(path, pipeline_tables.timelines(record), "s", "group of ranks")))
 
 
 def table(records: list[Measurements]) -> str:

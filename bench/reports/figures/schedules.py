@@ -11,13 +11,14 @@ from mm3d.training.schedules.clock import Timeline
 KINDS = {"F": ("forward", style.SKY), "B": ("backward, input", style.ORANGE),
          "W": ("backward, weights", style.GREEN), "BW": ("backward, both", style.YELLOW)}
 BUBBLE = "#DDDDDD"
+PALER = 0.55
 LETTERS = 7.0    # points, of the numbers of micro-batches; fewer where boxes are narrow
 WIDTH = 14.0    # inches
 LONG_TITLE = 100    # letters; what the schedule costs stands below a longer one
 
 
 def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline],
-            unit: str | None = None) -> Path:
+            unit: str | None = None, row: str = "rank") -> Path:
     """Draw when each action runs, a panel a schedule, all with the same axis of time.
 
     Parameters
@@ -28,6 +29,8 @@ def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline],
         By title.
     unit : str, optional
         Of the times, such as "s".
+    row : str
+        What a row is.
 
     Raises
     ------
@@ -41,6 +44,7 @@ def picture(path: str | os.PathLike, timelines: Mapping[str, Timeline],
         figure, panels = style.make_figure(len(timelines), 1, (WIDTH, height), "")
         for panel, (title, timeline) in zip(panels.flat, timelines.items()):
             _rows(panel, timeline, end)
+            panel.set_ylabel(row)
             panel.set_xlabel(f"time ({unit})" if unit else "time")
             cost = f"{float(timeline.cost):.4g}{f' {unit}' if unit else ''}"
             space = " " if len(title) < LONG_TITLE else "\n"
@@ -68,13 +72,13 @@ def _rows(panel, timeline: Timeline, end: float) -> None:
             bottom, height = rank - 0.45 + 0.45 * joined[0], 0.45 if any(joined) else 0.9
             panel.broken_barh([(start, stop - start)], (bottom, height),
                               facecolor=KINDS[action.kind][1], edgecolor="white", linewidth=0.4,
-                              alpha=1 if action.chunk == 0 else 0.55)
+                              alpha=1 if action.chunk == 0 else PALER)
             room = (stop - start) / end * (WIDTH - 1) * 72    # points
             size = min(LETTERS, room / (0.62 * digits), LETTERS * height / 0.6)
             if size >= 2.5:
                 panel.text((start + stop) / 2, bottom + height / 2, str(action.micro), ha="center",
                            va="center", fontsize=size, clip_on=True)
-    panel.set(xlim=(0, end), ylim=(schedule.ranks - 0.5, -0.5), ylabel="rank")
+    panel.set(xlim=(0, end), ylim=(schedule.ranks - 0.5, -0.5))
     panel.set_yticks(range(schedule.ranks))
     panel.grid(False)
     panel.set_facecolor(BUBBLE)
@@ -86,7 +90,8 @@ def _legend(figure, timelines) -> None:
     patches = [Patch(facecolor=colour, label=label)
                for kind, (label, colour) in KINDS.items() if kind in used]
     chunked = any(one.schedule.chunks > 1 for one in timelines)
-    patches += [Patch(facecolor="black", alpha=0.55, label="paler: further chunks")] * chunked
+    patches += [Patch(facecolor=patches[0].get_facecolor(), alpha=PALER,
+                      label="paler: further chunks")] * chunked
     figure.legend(handles=[*patches, Patch(facecolor=BUBBLE, label="bubble")], ncols=6,
                   loc="outside lower right")
 

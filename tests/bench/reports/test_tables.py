@@ -306,3 +306,12 @@ def test_a_folder_of_other_runs_gives_the_tables_that_its_verb_printed(folder, p
     as_printed = (folder / printed).read_text(encoding="utf-8")
     again = format_tables(folder)
     assert again.rstrip() == as_printed.rstrip() and f"\n{row}" in again
+
+
+def test_pipelines_of_layers_and_of_waits_have_tables_of_their_own():
+    """In one folder: each as its verb printed it, under its own notes."""
+    folder = (Path(__file__).parents[3] / "results/amd-epyc-family-25-model-1-2-cores" / "pipeline"
+              / "beside-pytorch")
+    text = format_tables(folder)
+    for printed in ("layers.txt", "waits.txt"):
+        assert (folder / printed).read_text(encoding="utf-8").strip() in text, printed
