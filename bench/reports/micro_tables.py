@@ -16,9 +16,7 @@ from bench.reports.experts.table import experts_parts
 from bench.reports.layer_table import layer_parts
 from bench.reports.link_sweep import sweep_parts
 from bench.reports.merit import words_note
-from bench.reports.pipeline_tables import pipeline_parts
 from bench.reports.products.table import products_parts
-from bench.reports.training_tables import meshes_parts, step_parts, training_parts
 
 # Dimensions of samples and bounds, for which a table of an unknown kind has no columns.
 SAMPLE_DIMS = {"repetition", "rank", "edge", "bound"}
@@ -261,6 +259,21 @@ def describe_machine(record: Measurements) -> str:
     return "; ".join(filter(None, [", ".join(known), describe_cluster(env)]))
 
 
+# Who measures rows does not import what trains, so these tables import it when they are made.
+def _pipeline_parts(records: Sequence[Measurements]) -> list[Part]:
+    """Make the tables of pipelines."""
+    from bench.reports.pipeline_tables import pipeline_parts
+    return pipeline_parts(records)
+
+
+def _training_parts(record: Measurements) -> list[Part]:
+    """Make the tables of a training, of one on many meshes, or of steps."""
+    from bench.reports import training_tables
+    return {"training": training_tables.training_parts,
+            "training-meshes": training_tables.meshes_parts,
+            "training-step": training_tables.step_parts}[record.kind](record)
+
+
 def _threads(count: int) -> str:
     return f"{count} thread{'' if count == 1 else 's'}"
 
@@ -274,8 +287,8 @@ def _bytes(size: int) -> str:
 
 BUILDERS: dict[str, Callable[[Measurements], list[Part]]] = {
     "gemm": gemm_parts, "collectives": collective_parts, "products": products_parts,
-    "checkpoint": checkpoint_parts, "experts": experts_parts, "training": training_parts,
-    "training-meshes": meshes_parts, "training-step": step_parts}
+    "checkpoint": checkpoint_parts, "experts": experts_parts, **dict.fromkeys(
+        ("training", "training-meshes", "training-step"), _training_parts)}
 # Tables of any number of records.
 JOINT_BUILDERS = {"matmul": matmul_parts, "layer": layer_parts, "sweep": sweep_parts,
-                  "pipeline": pipeline_parts}
+                  "pipeline": _pipeline_parts}
