@@ -1,6 +1,6 @@
 """Train the same steps on many meshes, and compare losses, gradients and weights with one rank."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace, field
 from typing import Any, Callable, ContextManager
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from bench.errors import UsageError
 from bench.experiments.training.meshes import Case, list_cases, one_rank_of, reference_of
 from bench.experiments.training.plan import Plan, make_mesh, make_model, make_optimizer
-from bench.experiments.training.rounding_bounds import rounding_bounds
+from bench.experiments.training.rounding_bounds import LARGEST, rounding_bounds
 from bench.experiments.training.text import Text
 from bench.instruments.clock import wait_patiently
 from bench.instruments.sampling import measured_environment
@@ -117,10 +117,14 @@ def compare_meshes(comm: Any, plan: Plan, text: Text,
         if comm.rank == 0:
             report(case.name)
         found[case] = train_case(comm, case, plan, text, watched)
+    exact = None
+    if plan.dtype != "float64":
+        exact = train_case(comm, cases[0], replace(plan, dtype="float64"), text, watched,
+                           begin=plan.dtype)
     environs = measured_environment(backends.get(None).name, comm)
     if comm.rank:
         return None
-    return comparison_record(plan, text, cases, found, environs)
+    return comparison_record(plan, text, cases, found, environs, exact)
 
 
 def check_cases(comm: Any, cases: list[Case], plan: Plan) -> None:
@@ -149,13 +153,14 @@ def make_training(comm: Any, case: Case, plan: Plan) -> tuple[Any, Any, Any]:
 
 
 def train_case(comm: Any, case: Case, plan: Plan, text: Text,
-               watched: Callable[..., ContextManager] = unwatched) -> Trained | None:
-    """Train on one mesh; return its result on rank 0, None on the others."""
+               watched: Callable[..., ContextManager] = unwatched,
+               begin: str | None = None) -> Trained | None:
+    """Train on one mesh as `train_steps`; return its result on rank 0, None on the others."""
     part = comm.Split(comm.rank >= case.ranks, comm.rank)
     result = problem = None
     if comm.rank < case.ranks:
         try:
-            result = train_steps(part, case, plan, text, watched)
+            result = train_steps(part, case, plan, text, watched, begin)
         except ValueError as error:
             problem = f"{case.name}: {error}"
     wait_patiently(comm)
@@ -167,9 +172,15 @@ def train_case(comm: Any, case: Case, plan: Plan, text: Text,
 
 
 def train_steps(comm: Any, case: Case, plan: Plan, text: Text,
-                watched: Callable[..., ContextManager] = unwatched) -> Trained:
-    """Train the steps of a plan on all ranks of `comm`."""
+                watched: Callable[..., ContextManager] = unwatched,
+                begin: str | None = None) -> Trained:
+    """Train the steps of a plan on all ranks of `comm`.
+
+    With `begin` the first parameters are rounded to this type.
+    """
     mesh, model, optimizer = make_training(comm, case, plan)
+    if begin is not None:
+        model.load({name: a.astype(begin) for name, a in model.state().items()})
     losses, gradients, chosen, dropped = [], {}, [], []
     with watched(mesh.scheme.grid):
         for step in range(plan.steps):
@@ -189,13 +200,19 @@ def train_steps(comm: Any, case: Case, plan: Plan, text: Text,
 
 
 def comparison_record(plan: Plan, text: Text, cases: list[Case], found: dict[Case, Trained],
-                      environs: dict) -> Measurements:
-    """Make the record: differences to one rank, and equality to the bit within each family."""
+                      environs: dict, exact: Trained | None = None) -> Measurements:
+    """Make the record: differences to one rank, and equality to the bit within each family.
+
+    `exact` is the first case in float64, where the others are not.
+    """
     one_rank, reference = one_rank_of(cases, plan.experts), reference_of(cases)
     differences = {case: found[case].differences(found[one_rank(case)]) for case in cases}
     compared = [case for case in cases if one_rank(case) is not case]
+    rounding = found[cases[0]].differences(exact) if exact else None
     checks = [Check(f"{name} of {case.name}", differences[case][name], bound)
-              for case in compared for name, bound in rounding_bounds(plan).items()]
+              for case in compared for name, bound in rounding_bounds(plan, rounding).items()]
+    checks += [Check(f"rounding: {name}", error, LARGEST)
+               for name, error in (rounding or {}).items()]
     bitwise = np.full(len(cases), np.nan)
     for number, case in enumerate(cases):
         if reference(case) is not case:
