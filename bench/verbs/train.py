@@ -44,7 +44,7 @@ NUMBERS = (("layers", 1, "Transformer layers"), ("hidden", 1, "features of a tok
            ("warmup", 0, "steps in which the learning rate of AdamW rises; then it falls to a "
                          "tenth, by half a cosine"))
 RATES = (("lr", "peak of the learning rate"), ("weight-decay", "decay of matrices"),
-         ("clip", "largest norm of the gradient; 0 for any"),
+         ("clip", "largest norm of the gradient; 0 for no clipping"),
          ("momentum", "momentum of SGD"),
          ("dropout", "probability that an element of a residual branch or embedding is dropped"))
 

@@ -43,6 +43,7 @@ class Optimizer(ABC):
         Decoupled: parameters that decay are multiplied by ``1 - lr * weight_decay`` first.
     clip : float, optional
         Gradients are multiplied by ``min(1, clip / (norm + 1e-6))`` with the norm of all of them.
+        None or 0 clips nothing.
     loss_scaling : LossScaling, optional
         For float16: gradients are those of the loss times ``loss_scaling.scale``, and are divided
         by it.  Set as ``model.loss_scale``, which a model with a loss of its own heeds; without
@@ -73,10 +74,10 @@ class Optimizer(ABC):
                  decays: Callable[[Any], bool] = decays) -> None:
         check_range("lr", lr, 0 <= lr < math.inf, "at least 0")
         check_range("weight_decay", weight_decay, 0 <= weight_decay < math.inf, "at least 0")
-        check_range("clip", clip, clip is None or clip > 0, "above 0, or None")
+        check_range("clip", clip, clip is None or clip >= 0, "at least 0, or None")
         if loss_scaling is not None:
             check_masters(model, "loss_scaling", "gradients divided by the factor")
-        self.model, self.lr, self.weight_decay, self.clip = model, lr, weight_decay, clip
+        self.model, self.lr, self.weight_decay, self.clip = model, lr, weight_decay, clip or None
         self.loss_scaling, self.decays = loss_scaling, decays
         self.steps, self.norm = 0, None
         self.state = {name: [_zeros_like(t.master) for t in model.trained]

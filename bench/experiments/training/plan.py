@@ -157,7 +157,7 @@ def make_model(plan: Plan, placement: Placement, mesh: mm3d.Mesh) -> Any:
 
 def make_optimizer(plan: Plan, model: Any) -> optimizers.Optimizer:
     """Create the optimizer of a model."""
-    common = {"weight_decay": plan.weight_decay, "clip": plan.clip or None,
+    common = {"weight_decay": plan.weight_decay, "clip": plan.clip,
               "loss_scaling": mm3d.LossScaling() if plan.dtype == "float16" else None}
     if plan.optimizer == "sgd":
         return optimizers.SGD(model, plan.lr, plan.momentum, **common)

@@ -1,13 +1,14 @@
 """Train a GPT on a text, verified first, with checkpoints, until it is done or stops."""
 
+import math
 import time
 from dataclasses import dataclass
 from typing import Any, Callable
 
-import mm3d
 from bench.agreement import make_on_rank_0
 from bench.errors import StoreError, UsageError, WrongResult
 from bench.experiments.training.history import History, HistoryFile
+from bench.experiments.training.keeping import clipping_remedy, open_history, restore, save
 from bench.experiments.training.plan import Placement, Plan, make_mesh, make_model, make_optimizer
 from bench.experiments.training.stopping import Stop, stop_on_request
 from bench.experiments.training.text import Text
@@ -104,9 +105,18 @@ class Training:
         return self.text.batch(self.plan.seed, step, self.plan.batch, self.plan.seq)
 
     def step(self, step: int) -> float:
-        """Train one step; return the loss before it."""
+        """Train one step; return the loss before it.
+
+        Raises
+        ------
+        FloatingPointError
+            On every rank alike, when loss or gradients are not finite; but loss scaling skips such
+            steps.
+        """
         self.model.dropout_step = step
         loss = self.model.step(*self.batch(step))
+        if self.optimizer.loss_scaling is None and not math.isfinite(loss):
+            raise FloatingPointError    # without clipping nothing else would notice
         self.optimizer.lr = self.plan.rate(step)
         self.optimizer.step()
         return loss
@@ -231,63 +241,17 @@ def timed_step(training: Training, step: int, stop: Stop) -> tuple[float, float,
     Raises
     ------
     WrongResult
-        On every rank alike, when the gradients are not finite.
+        On every rank alike, when loss or gradients are not finite.
     """
     training.backend.reset_peak()
     start = time.perf_counter()
     try:
         loss = training.step(step)
     except FloatingPointError as error:
-        raise WrongResult(f"the gradients of step {step} are not finite: a lower --lr than "
-                          f"{training.plan.lr:g} would do") from error
+        plan = training.plan
+        raise WrongResult(f"loss or gradients of step {step} are not finite: a lower --lr than "
+                          f"{plan.lr:g} would do{clipping_remedy(plan)}") from error
     training.backend.synchronize()
     seconds = time.perf_counter() - start
     training.note_peak()
     return loss, *stop.agree(seconds)
-
-
-def open_history(training: Training, course: Course) -> HistoryFile | None:
-    """Open the history on rank 0; None on the others, and without a folder."""
-    if course.checkpoints is None:
-        return None
-    made = problem = None
-    if training.comm.rank == 0:
-        try:
-            # Losses of other batches would be another curve of validation.
-            made = HistoryFile(course.checkpoints, {
-                **training.settings(), "validation_batches": course.validation_batches})
-        except (StoreError, UsageError) as error:
-            problem = error
-    problem = training.comm.bcast(problem)
-    if problem is not None:
-        raise problem
-    return made
-
-
-def restore(training: Training, course: Course) -> int:
-    """Restore the newest checkpoint, if there is one; return the number of steps done.
-
-    Raises
-    ------
-    StoreError
-        On every rank alike, when it is damaged, or of another model.
-    """
-    if course.checkpoints is None:
-        return 0
-    try:
-        return mm3d.restore(course.checkpoints, training.model, training.optimizer).step
-    except FileNotFoundError:    # a new training
-        return 0
-    except (OSError, ValueError) as error:
-        raise StoreError(str(error)) from error
-
-
-def save(training: Training, course: Course, done: int) -> None:
-    """Save a checkpoint after `done` steps; StoreError on every rank when it cannot be written."""
-    if course.checkpoints is None:
-        return
-    try:
-        mm3d.save(course.checkpoints, training.model, training.optimizer, step=done,
-                  keep=course.keep)
-    except OSError as error:
-        raise StoreError(str(error)) from error

@@ -83,7 +83,7 @@ def optimizer_of(kind: str, model, clip=None, **options):
     return mm3d.SGD(model, 0.01, momentum=0.8 * (kind == "momentum"), **options)
 
 
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize("clip", [None, 0, 0.5])
 @pytest.mark.parametrize("kind", ["AdamW", "momentum", "SGD"])
 def test_values_are_those_of_the_formula(kind, clip):
     """Matrices decay, also of three dimensions; biases and norms do not."""
@@ -283,8 +283,9 @@ def test_gradients_that_are_not_finite_are_named_before_anything_changes():
 
 @pytest.mark.parametrize("make, words", [
     (lambda m: mm3d.SGD(m, -1), "lr=-1"), (lambda m: mm3d.SGD(m, math.nan), "lr=nan"),
-    (lambda m: mm3d.SGD(m, 1, momentum=1), "momentum=1"), (lambda m: mm3d.AdamW(m, 1, clip=0),
-                                                           "clip=0"),
+    (lambda m: mm3d.SGD(m, 1, momentum=1), "momentum=1"),
+    (lambda m: mm3d.AdamW(m, 1, clip=-1), "clip=-1: at least 0, or None would do"),
+    (lambda m: mm3d.AdamW(m, 1, clip=math.nan), "clip=nan"),
     (lambda m: mm3d.AdamW(m, 1, betas=(0.9, 1)), "betas"), (lambda m: mm3d.AdamW(m, 1, eps=0),
                                                             "eps=0"),
     (lambda m: mm3d.AdamW(Plain(drawn(0), "float16"), 1), "master='float32'"),
