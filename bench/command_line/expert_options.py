@@ -17,13 +17,15 @@ LAYERS = {**CHOICE, "expert_every": "every", "balance": "balance", "z_loss": "z"
           "jitter": "jitter", "bias_rate": "bias_rate"}
 
 
-def add_choice(parser: argparse.ArgumentParser, capacity: float | None) -> None:
+def add_choice(parser: argparse.ArgumentParser, capacity: float | None,
+               top: str = "--top") -> None:
     """Add the options that say how tokens choose experts, and which tokens these take.
 
-    `capacity` is the default that `experts_from` is given.
+    `capacity` is the default that `experts_from` is given; `top` the name of the number of
+    choices, "--expert-top" where a verb has another use for the short one.
     """
     field = Experts.__dataclass_fields__
-    parser.add_argument("--top", type=options.whole(1), metavar="N", help=(
+    parser.add_argument(top, type=options.whole(1), metavar="N", help=(
         f"experts that a token is sent to (default {field['top'].default})"))
     parser.add_argument("--capacity", type=read_capacity, metavar="X", help=(
         "tokens that an expert takes, as a multiple of an equal share, or none for all (default "
@@ -41,11 +43,11 @@ def add_choice(parser: argparse.ArgumentParser, capacity: float | None) -> None:
         "else position)"))
 
 
-def add_layers(parser: argparse.ArgumentParser) -> None:
-    """Add the options of a model some of whose layers have experts."""
+def add_layers(parser: argparse.ArgumentParser, top: str = "--top") -> None:
+    """Add the options of a model some of whose layers have experts; `top` as for `add_choice`."""
     parser.add_argument("--experts", type=options.whole(1), metavar="N", help=(
         "put N experts in place of the perceptron of some layers (default: none)"))
-    add_choice(parser, Experts.capacity)
+    add_choice(parser, Experts.capacity, top)
     parser.add_argument("--expert-every", type=options.whole(1), metavar="N", help=(
         f"one layer of so many has experts, with 1 all (default {Experts.every})"))
     for name, default, about in (
@@ -56,6 +58,10 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
                                              "sigmoid-bias")):
         parser.add_argument(f"--{name}", type=float, metavar="X",
                             help=f"{about} (default {default:g})")
+
+
+def add_expert_parallel(parser: argparse.ArgumentParser) -> None:
+    """Add the number of replicas that divide the experts."""
     parser.add_argument("--expert-parallel", type=options.whole(1), default=1, metavar="N", help=(
         "neighbouring replicas that divide the experts, a divisor of --data; with 1 each has all "
         "(default 1)"))
@@ -64,6 +70,7 @@ def add_layers(parser: argparse.ArgumentParser) -> None:
 def add_assumed(parser: argparse.ArgumentParser) -> None:
     """Add the options of a model with experts whose routing is assumed, as it is not run."""
     add_layers(parser)
+    add_expert_parallel(parser)
     parser.add_argument("--expert-way", choices=WAYS, default="fewest", help=(
         "how rows come to experts of other replicas: exchanged, gathered, or whichever moves "
         "fewer words (default fewest)"))
@@ -90,7 +97,7 @@ def experts_of(arguments: argparse.Namespace) -> Experts | None:
     """
     if arguments.experts is not None:
         return experts_from(arguments, Experts.capacity)
-    for name in LAYERS:
+    for name in _options(arguments):
         if getattr(arguments, name) is not None:
             raise _without_effect(arguments, name, "--experts 8")
     return None
@@ -114,7 +121,8 @@ def experts_from(arguments: argparse.Namespace, capacity: float | None,
     UsageError
         When they are not possible, or an option would do nothing beside the others.
     """
-    given = {field: value for name, field in LAYERS.items()
+    named = _options(arguments)
+    given = {field: value for name, field in named.items()
              if (value := getattr(arguments, name, None)) is not None}
     if given.get("convention") == "huggingface":
         capacity = None
@@ -133,6 +141,13 @@ def experts_from(arguments: argparse.Namespace, capacity: float | None,
     except ValueError as error:
         raise UsageError(str(error)) from error
     return experts
+
+
+def _options(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the names of options, with the fields of Experts that they set."""
+    if not hasattr(arguments, "expert_top"):
+        return LAYERS
+    return {"expert_top" if name == "top" else name: field for name, field in LAYERS.items()}
 
 
 def _without_effect(arguments: argparse.Namespace, name: str, remedy: str) -> UsageError:

@@ -1,5 +1,7 @@
 """Read the sizes of a model and of a grid from options."""
 
+from typing import Any
+
 from bench.cases.paper import load_tables
 from bench.errors import UsageError
 from mm3d import ModelSizes
@@ -27,7 +29,7 @@ def model_sizes(layers: int, hidden: int, heads: int | None, batch: int,
 
 
 def read_grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: str,
-              sizes: ModelSizes, recompute: str = "none") -> tuple[int, ...] | None:
+              sizes: ModelSizes, recompute: str = "none", **more: Any) -> tuple[int, ...] | None:
     """Read sizes such as ``16x4x1``; ``auto`` is the planner's choice, None the default grid.
 
     Parameters
@@ -40,6 +42,8 @@ def read_grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: st
         The machine that it plans for; see `bench.prediction.machine_model.load`.
     dtype, sizes, recompute
         The model that it plans for.
+    **more
+        Its experts and replicas, see `bench.prediction.planner.rank_plans`.
 
     Raises
     ------
@@ -53,7 +57,8 @@ def read_grid(text: str | None, scheme: str, ranks: int, machine: str, dtype: st
         from bench.prediction import machine_model, planner
         try:
             known = machine_model.load_machine(machine, dtype)
-            return planner.best_grid(scheme, ranks, known, dtype, recompute, **sizes).sizes
+            return planner.best_grid(scheme, ranks, known, dtype, recompute, **more,
+                                     **sizes).sizes
         except ValueError as error:
             raise UsageError(str(error)) from error
     try:

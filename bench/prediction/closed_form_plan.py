@@ -15,6 +15,7 @@ from mm3d import ModelSizes, model_spec
 from mm3d.grid.layout import divided_directions, without_faces
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
+from mm3d.model.experts.options import Experts
 from mm3d.model.recomputation import parse_policy
 from mm3d.schemes import find_scheme
 from mm3d.schemes.closed_form import ProductShape, largest_block
@@ -66,7 +67,11 @@ class Plan:
 
 
 def words_over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
-    """Divide the words of all products in a forward pass by their lower bound; NaN if it is 0."""
+    """Divide the words of all products in a forward pass by their lower bound; NaN if it is 0.
+
+    The model has no experts: of products of which each row has a weight of its own no bound is
+    known here.
+    """
     moved = least = 0.0
     for product, times in weight_products(sizes).items():
         moves = find_scheme(name).product_moves(grid, product)[0]
@@ -75,9 +80,9 @@ def words_over_bound(name: str, grid: GridShape, sizes: ModelSizes) -> float:
     return moved / least if least > 0 else math.nan
 
 
-def weight_products(sizes: ModelSizes) -> dict[ProductShape, int]:
-    """Count the products with weights in a forward pass, by shape."""
-    return cost.products(model_spec(sizes))
+def weight_products(sizes: ModelSizes, experts: Experts | None = None) -> dict[ProductShape, int]:
+    """Count the products with weights in a forward pass, by shape; those of experts as one."""
+    return cost.products(model_spec(sizes, experts=experts))
 
 
 @cache
@@ -140,11 +145,15 @@ class _BlockSizes:
 
 
 def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine, dtype: str,
-                recompute: str, sizes: ModelSizes) -> Plan:
-    """Predict a step of a scheme on a grid by closed forms."""
+                recompute: str, sizes: ModelSizes, experts: Experts | None = None) -> Plan:
+    """Predict a step of a scheme on a grid by closed forms.
+
+    With `experts` none drops a token, the products of all of them are as fast as one, and the
+    elementwise work is that of a model without.
+    """
     size = np.dtype(dtype).itemsize
     blocks = _BlockSizes(name, grid, sizes)
-    described = model_spec(sizes, recompute=recompute)
+    described = model_spec(sizes, recompute=recompute, experts=experts)
     moves = cost.moves(name, grid, described)
     words = {phase: sum(m.words for m in found.values()) / grid.ranks
              for phase, found in moves.items()}
@@ -160,7 +169,7 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine, dtyp
     attention = sizes["layers"] * gemm_seconds(machine, blocks.attention_products(dtype))
     forward = attention + sum(
         times * local.count * gemm_seconds(machine, Gemm(1, *local[:3], dtype))
-        for product, times in weight_products(sizes).items()
+        for product, times in weight_products(sizes, experts).items()
         for local in find_scheme(name).local_products(grid, product))
     again = cost.flops_again(described) / cost.flops(described)["forward"]
     spent["forward"]["gemm"] = forward
@@ -174,5 +183,6 @@ def screen_grid(name: str, grid: GridShape, machine: machine_model.Machine, dtyp
                                     ) * spent["forward"]["memory"]
     seconds = {phase: achieved_seconds(machine, spent[phase]) for phase in PHASES}
     memory = size * cost.peak_words(name, grid, described)
-    return Plan(name, grid, seconds["forward"], seconds["backward"], words,
-                words_over_bound(name, grid, sizes), memory, memory <= machine.memory_bytes)
+    bound = math.nan if experts else words_over_bound(name, grid, sizes)
+    return Plan(name, grid, seconds["forward"], seconds["backward"], words, bound, memory,
+                memory <= machine.memory_bytes)

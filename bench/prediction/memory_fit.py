@@ -11,6 +11,7 @@ from bench.errors import UsageError
 from mm3d import model_spec
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost, recomputation
+from mm3d.model.experts.options import Experts
 from mm3d.model.recomputation import POLICIES
 from mm3d.schemes import find_scheme
 from mm3d.tracing import dry_run
@@ -41,14 +42,18 @@ def parse_size(text: str) -> int:
 
 @cache
 def _peak(scheme: str, grid: GridShape, dtype: str, recompute: str,
-          sizes: tuple[tuple[str, int], ...], how: Variant, block: int) -> int:
+          sizes: tuple[tuple[str, int], ...], how: Variant, block: int,
+          experts: Experts | None) -> int:
     return dry_run.extrapolate_step(scheme, grid.ranks, grid, options=how.options(scheme),
                                     dtype=dtype, block=block,
-                                    causal=how.causal, recompute=recompute, **dict(sizes)).peak
+                                    causal=how.causal, recompute=recompute,
+                                    **({"experts": experts} if experts else {}),
+                                    **dict(sizes)).peak
 
 
 def predict_peak(scheme: str, grid: GridSizes, dtype: str, recompute: str,
-                 sizes: dict[str, int], how: Variant = Variant(), block: int = sys.maxsize) -> int:
+                 sizes: dict[str, int], how: Variant = Variant(), block: int = sys.maxsize,
+                 experts: Experts | None = None) -> int:
     """Predict the peak bytes of rank 0, which has the most, by a dry run of the model.
 
     Parameters
@@ -63,9 +68,11 @@ def predict_peak(scheme: str, grid: GridSizes, dtype: str, recompute: str,
         Its `keep`, `overlap` and `causal` are used.
     block : int
         Elements that elementwise work handles at a time; by default whole arrays, as on a GPU.
+    experts : Experts, optional
+        The options of the model's experts, which are assumed to get equally many tokens.
     """
     shape = find_scheme(scheme).grid_shape(grid)
-    return _peak(scheme, shape, dtype, recompute, tuple(sizes.items()), how, block)
+    return _peak(scheme, shape, dtype, recompute, tuple(sizes.items()), how, block, experts)
 
 
 def estimate_peak(scheme: str, grid: GridSizes, dtype: str, recompute: str,
@@ -84,7 +91,8 @@ def estimate_peak(scheme: str, grid: GridSizes, dtype: str, recompute: str,
 
 
 def choose_policy(scheme: str, grid: GridSizes, dtype: str, sizes: dict[str, int],
-                  limit: float, how: Variant = Variant()) -> tuple[str | None, int]:
+                  limit: float, how: Variant = Variant(),
+                  experts: Experts | None = None) -> tuple[str | None, int]:
     """Choose the policy with the least recomputation whose peak is at most `limit` bytes.
 
     Policies that are far too large by the closed forms are not run dry.
@@ -96,14 +104,15 @@ def choose_policy(scheme: str, grid: GridSizes, dtype: str, sizes: dict[str, int
     """
     shape = find_scheme(scheme).grid_shape(grid)
     closed = {name: np.dtype(dtype).itemsize * cost.peak_words(
-        scheme, shape, model_spec(sizes, recompute=name), keep=how.keep)
+        scheme, shape, model_spec(sizes, recompute=name, experts=experts), keep=how.keep)
         for name in list_policies(how.keep)}
     for name, words in closed.items():
         if words <= CLOSED_FORM_MARGIN * limit:
-            found = predict_peak(scheme, grid, dtype, name, sizes, how)
+            found = predict_peak(scheme, grid, dtype, name, sizes, how, experts=experts)
             if found <= limit:
                 return name, found
-    return None, predict_peak(scheme, grid, dtype, min(closed, key=closed.get), sizes, how)
+    return None, predict_peak(scheme, grid, dtype, min(closed, key=closed.get), sizes, how,
+                              experts=experts)
 
 
 def list_policies(keep: str = "none") -> list[str]:

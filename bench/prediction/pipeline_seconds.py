@@ -10,7 +10,7 @@ model.
 from collections import Counter
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import partial
+from functools import cache
 from typing import Any, Iterable
 
 import numpy as np
@@ -20,13 +20,15 @@ from bench.prediction.machine_model import Machine
 from bench.prediction.seconds import achieved_seconds, trace_terms
 from mm3d import ModelSizes, model_spec
 from mm3d.grid.shape import GridShape
+from mm3d.model.experts.capacity import capacity_of
+from mm3d.model.experts.options import Experts
 from mm3d.schemes.parallelism import Parallelism
 from mm3d.tracing import dry_run
 from mm3d.tracing.trace import SUMS, Trace
 from mm3d.training import costs
 from mm3d.training.batches import divide_layers
 from mm3d.training.dry_replicas import replicas_with_zero
-from mm3d.training.schedules import Schedule, Times, clock
+from mm3d.training.schedules import Schedule, Times, build, clock
 from mm3d.training.schedules.clock import Timeline, pairs
 
 HALVES = ("forward", "backward_input", "backward_weights")
@@ -56,6 +58,8 @@ class PipelineModel:
         As of `mm3d.Transformer`.
     data, zero, shards
         As in `mm3d.training.data_costs.data_words`.
+    experts : Experts or None
+        The options of the model's experts, of which all get equally many tokens.
     """
 
     schedule: Schedule
@@ -70,6 +74,7 @@ class PipelineModel:
     data: int = 1
     zero: int = 0
     shards: int | None = None
+    experts: Experts | None = None
 
     @property
     def places(self) -> int:
@@ -101,7 +106,7 @@ class PipelineModel:
         ------
         ValueError
             When the model cannot be divided so, or into micro-batches of equal length, which one
-            trace can stand for.
+            trace can stand for; or for experts that are not predicted so.
         """
         batch, count = self.sizes.batch, self.schedule.microbatches
         if batch % count:
@@ -109,8 +114,24 @@ class PipelineModel:
             raise ValueError(f"a batch of {batch} sequences cannot be divided among {count} "
                              f"micro-batches of equal length, which predictions need: "
                              f"{' or '.join(str(one) for one in near if one)} would do")
-        return divide_layers(self.schedule, self.schedule.ranks, self.sizes,
-                             self.schedule.microbatches)
+        found = divide_layers(self.schedule, self.schedule.ranks, self.sizes,
+                              self.schedule.microbatches)
+        if self.experts:
+            self._check_experts(found)
+        return found
+
+    def _check_experts(self, parts: list[range]) -> None:
+        """Raise ValueError unless stages of as many layers have experts in the same ones."""
+        if self.data > 1:
+            raise ValueError(f"{self.data} replicas of stages with experts cannot be predicted, "
+                             f"only one replica")
+        capacity_of(self.experts, self.micro.tokens)
+        every = self.experts.every
+        wrong = [part.start for part in parts if part.start % every]
+        if wrong:
+            raise ValueError(f"a stage that begins with layer {wrong[0]} of a model with experts "
+                             f"in one of {every} layers cannot be predicted: a multiple of "
+                             f"{every * len(parts)} layers would do")
 
     @property
     def halves(self) -> bool:
@@ -121,6 +142,8 @@ class PipelineModel:
               **more: Any) -> Trace:
         """Trace one micro-batch in so many layers on one rank, and the sums over replicas."""
         how = {"halves": True, "weights_half": self.weights_half} if self.halves else {}
+        if self.experts:
+            how["experts"] = self.experts
         replicas = replicas_with_zero(self.data, self.zero, replica, self.shards,
                                       self.schedule.ranks)
         return dry_run.extrapolate_step(
@@ -237,15 +260,37 @@ def step_words(model: PipelineModel, trace: Trace, stage: int,
 
 
 def peak_bytes(model: PipelineModel, stage: int) -> float:
-    """Return the bytes of a rank of a stage at the peak, by the closed form."""
+    """Return the bytes of a rank of a stage at the peak, by the closed form.
+
+    It leaves out what experts gather, which is added from a dry run of one micro-batch.
+    """
+    parts = [model.parts[part] for part in model.schedule.stages[stage]]
+    found = _closed_peak(model, model.schedule, stage, parts)
+    if model.experts:
+        layers = sum(map(len, parts))
+        found += _bytes_left_out(model, layers, model.grids[stage])
+    return found
+
+
+@cache
+def _bytes_left_out(model: PipelineModel, layers: int, grid: GridShape) -> float:
+    """Return the bytes of a dry run of one micro-batch beyond those of the closed form."""
+    one, stage = build("zb-h1" if model.halves else "1f1b", 1, 1), model.grids.index(grid)
+    closed = _closed_peak(model, one, stage, [range(layers)])
+    return max(0.0, model.trace(layers, stage=stage).peak - closed)
+
+
+def _closed_peak(model: PipelineModel, schedule: Schedule, stage: int,
+                 parts: list[range]) -> float:
+    """Return the bytes at the peak of a rank with these layers in its chunks, in closed form."""
     micro = model.micro
-    specs = [partial(model_spec, causal=model.causal, recompute=model.recompute)(
-        micro, part=model.parts[part]) for part in model.schedule.stages[stage]]
+    specs = [model_spec(micro, model.causal, model.recompute, part, experts=model.experts)
+             for part in parts]
     parallelism = Parallelism(model.scheme, model.grids[stage], micro.batch, micro.seq,
                               **dict(model.options))
     return np.dtype(model.dtype).itemsize * costs.peak_words(
-        model.schedule, stage, specs, parallelism, model.weights_half, model.zero,
-        model.shards or model.data)
+        schedule, min(stage, schedule.ranks - 1), specs, parallelism, model.weights_half,
+        model.zero, model.shards or model.data)
 
 
 def largest_peak_bytes(model: PipelineModel) -> float:

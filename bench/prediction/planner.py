@@ -6,15 +6,17 @@ counts are exact.  Seconds are always a model's.
 """
 
 from dataclasses import replace
-from typing import Iterator
+from typing import Any, Iterator
 
 from bench.prediction import machine_model, memory_fit
 from bench.prediction.closed_form_plan import Plan, screen_grid
 from bench.prediction.seconds import step_seconds
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
+from mm3d.model.experts.options import Experts
 from mm3d.schemes import find_scheme, registry
 from mm3d.tracing import dry_run
+from mm3d.tracing.dry_run import Replicas
 
 TRACED = 32    # the greatest number of plans that are all traced
 TRACED_OF_MANY = 24    # plans traced where there are more
@@ -47,10 +49,16 @@ def bound_regime(M: int, N: int, K: int, ranks: int) -> int:
 
 
 def trace_plan(plan: Plan, machine: machine_model.Machine, dtype: str, recompute: str,
-               sizes: ModelSizes) -> Plan:
-    """Replace the seconds and the memory of a plan by those of a dry run of rank 0."""
+               sizes: ModelSizes, experts: Experts | None = None,
+               replicas: Replicas | None = None) -> Plan:
+    """Replace the seconds and the memory of a plan by those of a dry run of rank 0.
+
+    Which experts tokens choose is assumed: all equally often.
+    """
     trace = dry_run.extrapolate_step(plan.scheme, plan.grid.ranks, plan.grid, dtype=dtype,
-                                     block=machine.elementwise_block, recompute=recompute, **sizes)
+                                     block=machine.elementwise_block, recompute=recompute,
+                                     **({"experts": experts} if experts else {}),
+                                     replicas=replicas, **sizes)
     seconds = step_seconds(machine, trace)
     return replace(plan, forward=seconds["forward"], backward=seconds["backward"],
                    memory=trace.peak, fits=trace.peak <= machine.memory_bytes, traced=True)
@@ -58,38 +66,52 @@ def trace_plan(plan: Plan, machine: machine_model.Machine, dtype: str, recompute
 
 def rank_plans(ranks: int, machine: machine_model.Machine, dtype: str = "float32",
                recompute: str = "none", top: int = TRACED_OF_MANY, scheme: str | None = None,
+               experts: Experts | None = None, replicas: Replicas | None = None,
                **sizes: int) -> list[Plan]:
     """Rank all candidates by predicted seconds; plans that do not fit the memory come last.
 
     The best `top` plans are traced, or all if there are at most `TRACED`; of at most `FEW_RANKS`
     the best of each scheme too: where little divides, closed forms are further off for some.
+
+    Parameters
+    ----------
+    ranks, machine, dtype, recompute, top, scheme, **sizes
+        The ranks, and the model.
+    experts : Experts, optional
+        The options of its experts.
+    replicas : callable, optional
+        See `mm3d.tracing.dry_run.trace_step`; closed forms do not know of them.
     """
-    found = sorted((screen_grid(name, grid, machine, dtype, recompute, sizes)
+    found = sorted((screen_grid(name, grid, machine, dtype, recompute, sizes, experts)
                     for name, grid in list_candidates(ranks, scheme)), key=lambda plan: plan.order)
     top = len(found) if len(found) <= TRACED else top
     first = {plan.scheme: place for place, plan in reversed(list(enumerate(found)))}
     chosen = {*range(top), *(first.values() if ranks <= FEW_RANKS else ())}
-    best = sorted((trace_plan(plan, machine, dtype, recompute, sizes)
+    best = sorted((trace_plan(plan, machine, dtype, recompute, sizes, experts, replicas)
                    for place, plan in enumerate(found) if place in chosen),
                   key=lambda plan: plan.order)
     return best + [plan for place, plan in enumerate(found) if place not in chosen]
 
 
 def best_grid(scheme: str, ranks: int, machine: machine_model.Machine, dtype: str = "float32",
-              recompute: str = "none", **sizes: int) -> GridShape:
+              recompute: str = "none", **model: Any) -> GridShape:
     """Choose the grid of ``--grid auto``: the first of the scheme's `rank_plans`.
+
+    `model` are the sizes, and experts and replicas as there.
 
     Raises
     ------
     ValueError
         When the scheme has no grid of `ranks` ranks.
     """
-    return rank_plans(ranks, machine, dtype, recompute, scheme=scheme, **sizes)[0].grid
+    return rank_plans(ranks, machine, dtype, recompute, scheme=scheme, **model)[0].grid
 
 
-def describe_fit(plan: Plan, machine: machine_model.Machine, dtype: str, sizes: ModelSizes) -> str:
+def describe_fit(plan: Plan, machine: machine_model.Machine, dtype: str, sizes: ModelSizes,
+                 experts: Experts | None = None) -> str:
     """Format whether a plan fits the memory: "yes", "with" a policy of recomputation, or "NO"."""
     if plan.fits:
         return "yes"
-    name, _ = memory_fit.choose_policy(plan.scheme, plan.grid, dtype, sizes, machine.memory_bytes)
+    name, _ = memory_fit.choose_policy(plan.scheme, plan.grid, dtype, sizes, machine.memory_bytes,
+                                       experts=experts)
     return f"with {name}" if name else "NO"

@@ -22,17 +22,22 @@ def plan_table(plans: Sequence[Plan], fits: Sequence[str]) -> Table:
         Column("fits", align="<")], rows)
 
 
-def plan_remarks(plans: Sequence[Plan], sizes: ModelSizes, ranks: int, took: float) -> Notes:
-    """State the plan with the fewest words, the default grids, and the seconds of planning."""
+def plan_remarks(plans: Sequence[Plan], sizes: ModelSizes, ranks: int, took: float,
+                 experts: bool = False) -> Notes:
+    """State the plan with the fewest words, the default grids, and the seconds of planning.
+
+    With `experts` there is no lower bound, and nothing is said of it.
+    """
     least = min(plans, key=lambda p: p.words["forward"])
     lines = [f"fewest words forward: {least.scheme} {least.grid}, "
              f"{least.words['forward'] / 1e6:.4g} million a rank"]
     for scheme in dict.fromkeys(p.scheme for p in plans):
         lines += _default(scheme, plans, least, ranks)
     kinds = {bound_regime(*product.extents, ranks) for product in weight_products(sizes)}
-    lines += ["regime of the lower bound for the products: "
-              + ", ".join(f"{kind}-D" for kind in sorted(kinds)),
-              f"{len(plans)} plans screened, {sum(p.traced for p in plans)} traced in "
+    if not experts:
+        lines.append("regime of the lower bound for the products: "
+                     + ", ".join(f"{kind}-D" for kind in sorted(kinds)))
+    lines += [f"{len(plans)} plans screened, {sum(p.traced for p in plans)} traced in "
               f"{took:.1f} s",
               "words are those of the bucket algorithm, exactly; memory of what is traced is a "
               "dry run's of rank 0; seconds are a model"]

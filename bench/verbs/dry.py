@@ -19,6 +19,7 @@ from mm3d.model.experts.options import Experts
 from mm3d.model.sizes import SIZES
 from mm3d.schemes.product import WEIGHTS_HALVES
 from mm3d.tracing import dry_run
+from mm3d.tracing.dry_run import Replicas
 from mm3d.tracing.trace import Trace
 from mm3d.training.dry_replicas import replicas_with_experts
 from mm3d.training.mesh import stage_grids
@@ -79,8 +80,9 @@ def run(arguments: argparse.Namespace) -> int:
     ranks = pipeline_options.stage_ranks(arguments)
     experts = expert_options.experts_of(arguments)
     _refuse_with_experts(arguments, experts)
+    planned = {"experts": experts, "replicas": _replicas(arguments, sizes, experts, 0)}
     chosen = [grids.read_grid(text, arguments.scheme, ranks, arguments.machine or "longhorn",
-                              arguments.dtype, sizes, arguments.recompute)
+                              arguments.dtype, sizes, arguments.recompute, **planned)
               for text in _grid_texts(arguments)]
     machine = (machine_model.load_machine(arguments.machine, arguments.dtype)
                if arguments.machine else None)
@@ -92,7 +94,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.stages:
             every = stage_grids(scheme, arguments.ranks, arguments.stages,
                                 chosen if len(chosen) > 1 else chosen[0])
-            return _pipeline(arguments, every, sizes, machine, limit)
+            return _pipeline(arguments, every, sizes, machine, limit, experts)
         grid = scheme.grid_shape(chosen[0] or scheme.default_grid(ranks))
         trace = _trace(arguments, grid, sizes, machine, experts)
     except ValueError as error:
@@ -130,7 +132,8 @@ def _grid_texts(arguments: argparse.Namespace) -> list[str | None]:
 
 
 def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], sizes: ModelSizes,
-              machine: machine_model.Machine | None, limit: int) -> int:
+              machine: machine_model.Machine | None, limit: int,
+              experts: Experts | None) -> int:
     """Print the tables of one rank of a pipeline; return 1 when ``--memory`` does not suffice."""
     if arguments.all_layers:
         raise UsageError("--all-layers: a stage is always extended from few layers: leave it out")
@@ -140,17 +143,19 @@ def _pipeline(arguments: argparse.Namespace, every: tuple[GridShape, ...], sizes
     model = pipeline_options.pipeline_model(
         arguments, arguments.scheme, every, sizes, causal=arguments.causal,
         options=tuple(_scheme_options(arguments).items()),
-        weights_half=arguments.halves or "keep")
+        weights_half=arguments.halves or "keep", experts=experts)
     replica, place = divmod(arguments.rank, arguments.ranks)
     stage, place = divmod(place, model.places)
     layers = sum(len(model.parts[part]) for part in model.schedule.stages[stage])
     trace = model.trace(layers, place, stage, replica)
-    described = model_spec({**model.micro, "layers": layers}, arguments.causal)
+    described = model_spec({**model.micro, "layers": layers}, arguments.causal, experts=experts)
     useful = cost.flops(described) | cost.flops_of_halves(described)
     parts = [_title(arguments, model.grids[stage], sizes), "", "One micro-batch:", "",
              dry_tables.phase_table(trace, useful), dry_tables.collective_table(trace),
              dry_tables.part_table(trace),
              *predicted_pipelines.rank_parts(model, stage, place, trace)]
+    if experts:
+        parts.append(dry_experts.notes(experts, trace, 1, model.micro.tokens, 1))
     if arguments.data is not None:
         whole = replace(model, data=1, shards=None).trace(layers, place, stage)
         parts.append(dry_tables.state_table(whole.parameters, arguments.shards or data,
@@ -195,11 +200,32 @@ def _refuse_with_experts(arguments: argparse.Namespace, experts: Experts | None)
                 raise UsageError(f"--{name} {value:g} would do nothing here: --experts 8 would "
                                  f"do, or leave it out")
     elif arguments.stages:
-        raise UsageError(f"--experts {experts.count} --stages {arguments.stages}: leave one of "
-                         f"them out; a stage's experts can be counted with its own --layers")
-    elif arguments.grid == "auto":
-        raise UsageError(f"--experts {experts.count} --grid auto: plans know no experts; sizes "
-                         f"such as 2x2x2 would do")
+        for name, value, least in (("data", arguments.data or 1, 1),
+                                   ("expert-parallel", arguments.expert_parallel, 1),
+                                   ("imbalance", arguments.imbalance, 1)):
+            if value != least:
+                raise UsageError(f"--experts {experts.count} --stages {arguments.stages} "
+                                 f"--{name} {value:g}: stages with experts are predicted in one "
+                                 f"replica; leave it out")
+
+
+def _replicas(arguments: argparse.Namespace, sizes: ModelSizes, experts: Experts | None,
+              replica: int) -> Replicas | None:
+    """Return what traces a rank of this replica of a model with experts; None without experts.
+
+    Raises
+    ------
+    UsageError
+        When the experts cannot be divided so.
+    """
+    if experts is None or arguments.stages:
+        return None
+    try:
+        return replicas_with_experts(
+            experts, sizes["batch"], sizes["seq"], arguments.data or 1, replica,
+            arguments.expert_parallel, way=arguments.expert_way, imbalance=arguments.imbalance)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
 
 
 def _trace(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
@@ -221,9 +247,8 @@ def _trace(arguments: argparse.Namespace, grid: GridShape, sizes: ModelSizes,
         if not 0 <= place < data * arguments.ranks:
             raise ValueError(f"--rank {place}: 0 to {data * arguments.ranks - 1} would do")
         replica, place = divmod(place, arguments.ranks)
-        sizes = {**sizes, "experts": experts, "replicas": replicas_with_experts(
-            experts, sizes["batch"], sizes["seq"], data, replica, arguments.expert_parallel,
-            way=arguments.expert_way, imbalance=arguments.imbalance)}
+        sizes = {**sizes, "experts": experts,
+                 "replicas": _replicas(arguments, sizes, experts, replica)}
     return trace_of(arguments.scheme, arguments.ranks, grid.sizes, place, options=asked,
                     dtype=arguments.dtype, causal=arguments.causal, recompute=arguments.recompute,
                     block=machine.elementwise_block if machine else sys.maxsize, **sizes)

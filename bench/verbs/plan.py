@@ -9,12 +9,15 @@ from bench.prediction.closed_form_plan import screen_grid
 from bench.prediction.layer_costs import list_layer_costs
 from bench.prediction.printed_costs import list_costs
 from bench.reports import predicted_pipelines
+from bench.reports.experts import dry as dry_experts
 from bench.reports.formats import render
 from bench.reports.plan_tables import plan_remarks, plan_table
 from bench.reports.products.layer_costs import layer_costs_parts
 from bench.reports.products.printed_costs import printed_costs_parts
-from bench.command_line import grids, options, pipeline_options
+from bench.command_line import expert_options, grids, options, pipeline_options
 from mm3d import ModelSizes
+from mm3d.model.experts.capacity import capacity_of
+from mm3d.model.experts.options import Experts
 from mm3d.model.sizes import SIZES
 
 GROUP = "Plan and predict"
@@ -35,6 +38,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     pipeline_options.add_replicas(parser, "N replicas of --ranks ranks, each with --batch "
                                           "sequences")
     pipeline_options.add_pipeline(parser, " of a replica")
+    expert_options.add_layers(parser, "--expert-top")
     options.add_pictures(parser)
     options.add_format(parser)
 
@@ -54,19 +58,24 @@ def run(arguments: argparse.Namespace) -> int:
                          f"would do")
     machine = machine_model.load_machine(arguments.machine, dtype)
     sizes = grids.model_sizes(*(getattr(arguments, name) for name in SIZES))
+    experts = expert_options.experts_of(arguments)
+    if experts:
+        _check_experts(arguments, experts, sizes)
     if arguments.stages:
-        return _pipelines(arguments, machine, sizes)
+        return _pipelines(arguments, machine, sizes, experts)
     start = time.perf_counter()
     found = planner.rank_plans(ranks, machine, dtype, recompute,
-                               max(arguments.top, planner.TRACED_OF_MANY),
+                               max(arguments.top, planner.TRACED_OF_MANY), experts=experts,
                                **sizes)
     took = time.perf_counter() - start
     shown = found[:arguments.top]
-    fits = [planner.describe_fit(one, machine, dtype, sizes) for one in shown]
+    fits = [planner.describe_fit(one, machine, dtype, sizes, experts) for one in shown]
     title = (f"{ranks} ranks; " + ", ".join(f"{key} {value}" for key, value in sizes.items())
              + f", {dtype}, recompute {recompute}")
     parts = [machine.about, title, plan_table(shown, fits),
-             plan_remarks(found, sizes, ranks, took)]
+             plan_remarks(found, sizes, ranks, took, experts is not None)]
+    if experts:
+        parts.append(dry_experts.plan_notes(experts))
     if arguments.costs:
         parts += printed_costs_parts(*list_costs(ranks, sizes), ranks, sizes)
         parts += layer_costs_parts(*list_layer_costs(ranks, sizes), ranks, sizes)
@@ -78,8 +87,21 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _check_experts(arguments: argparse.Namespace, experts: Experts, sizes: ModelSizes) -> None:
+    """Raise UsageError for what cannot be planned with experts."""
+    for name in ("pictures", "costs", "data"):
+        if getattr(arguments, name):
+            raise UsageError(f"--experts {experts.count} --{name}: what is planned with experts "
+                             f"is one replica, in one table; leave one of them out")
+    if not arguments.stages:    # micro-batches have fewer tokens
+        try:
+            capacity_of(experts, sizes.tokens)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+
+
 def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
-               sizes: ModelSizes) -> int:
+               sizes: ModelSizes, experts: Experts | None) -> int:
     """Print the plans of a pipeline's stages; 0."""
     if arguments.pictures:
         raise UsageError(f"--pictures {arguments.pictures}: pictures are of plans without "
@@ -88,7 +110,7 @@ def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
         raise UsageError("--costs: the costs are of layers without --stages")
     try:
         every = [pipeline_options.pipeline_model(arguments, scheme, (grid,) * arguments.stages,
-                                                 sizes)
+                                                 sizes, experts=experts)
                  for scheme, grid in planner.list_candidates(
                      pipeline_options.stage_ranks(arguments))]
     except ValueError as error:
@@ -96,8 +118,10 @@ def _pipelines(arguments: argparse.Namespace, machine: machine_model.Machine,
     layers = max(map(len, every[0].parts))
     best = sorted(every, key=lambda one: screen_grid(
         one.scheme, one.grids[0], machine, arguments.dtype, arguments.recompute,
-        {**one.micro, "layers": layers}).seconds)[:arguments.top]
+        {**one.micro, "layers": layers}, experts).seconds)[:arguments.top]
     found = pipeline_seconds.plan_pipelines(best, machine)
-    print(render([machine.about, *predicted_pipelines.plan_parts(found, len(every))],
-                 arguments.format))
+    parts = [machine.about, *predicted_pipelines.plan_parts(found, len(every))]
+    if experts:
+        parts.append(dry_experts.plan_notes(experts))
+    print(render(parts, arguments.format))
     return 0

@@ -55,6 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "learn the bytes of this file (default: the English text of Python's own help)"))
     mesh_options.add_mesh(parser)
     expert_options.add_layers(parser)
+    expert_options.add_expert_parallel(parser)
     for name, least, about in NUMBERS:
         parser.add_argument(f"--{name}", type=options.whole(least), metavar="N",
                             help=f"{about} ({default_of(name)})")

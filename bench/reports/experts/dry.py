@@ -44,3 +44,20 @@ def notes(experts: Experts, trace: Trace, data: int, tokens: int, imbalance: flo
     if data > 1:
         lines.append("The sums of gradients over replicas are not in these tables.")
     return Notes("About the experts (a model, not a run):", lines)
+
+
+def plan_notes(experts: Experts) -> Notes:
+    """Say what the plans of a model with experts assume."""
+    capacity = experts.capacity
+    dropped = ("nothing is dropped" if capacity is None else
+               f"capacity {capacity:g} drops hardly any then" if capacity >= 1 else
+               f"the rows that capacity {capacity:g} drops are left out of seconds")
+    return Notes("About the experts (a model, not a run):", [
+        f"{experts.count} experts in one of {experts.every} layers, top {experts.top}. Every "
+        f"expert is assumed to get equally many tokens, and {dropped}. They are all in each "
+        f"replica, divided by the scheme as any weight: no replicas divide them.",
+        "Plans are screened by closed forms, in which the products of all experts are as fast as "
+        "one and elementwise work is that of a model without experts; seconds and memory of the "
+        "best are from dry runs, in which neither is so. Words are exact where nothing is "
+        "dropped, else a bound. Of products of which each row has a weight of its own no lower "
+        "bound is given."])

@@ -86,8 +86,10 @@ def test_divided_experts_are_not_divided_again_by_zero(capsys):
 
 @pytest.mark.parametrize("more, said", [
     (["--imbalance", "5"], "2 of 8 experts, of which a token chooses 2, can get 1 to 4 times"),
-    (["--stages", "2", "--data", "1"], "leave one of them out"),
-    (["--grid", "auto"], "plans know no experts"),
+    (["--stages", "2"], "--stages 2 --data 4: stages with experts are predicted in one replica"),
+    (["--stages", "2", "--data", "1"], "--stages 2 --expert-parallel 4: stages"),
+    (["--stages", "2", "--data", "1", "--expert-parallel", "1", "--layers", "6"],
+     "begins with layer 3 of a model with experts in one of 2 layers"),
     (["--rank", "8"], "--rank 8: 0 to 7 would do"),
     (["--expert-parallel", "3"], "expert_parallel=3")])
 def test_what_dry_cannot_count_is_refused(capsys, more, said):
