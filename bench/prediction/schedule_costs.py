@@ -78,8 +78,11 @@ def read_schedule(path: str | Path) -> Schedule:
         When it cannot be read.
     """
     try:
-        schedule = parse_schedule(Path(path).read_text())
+        schedule = parse_schedule(Path(path).read_text(encoding="utf-8"))
         check(schedule)
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: is no text; a schedule as python -m bench schedule --name 1f1b "
+                         f"--stages 4 --microbatches 8 prints it would do") from error
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from error
     return schedule

@@ -19,7 +19,7 @@ from bench.records import run_file
 from bench.records.journal import claim_folder
 from bench.records.measurements import Measurements
 from bench.command_line import options
-from bench.command_line.publish import publish, report_failure
+from bench.command_line.publish import check_trace_file, publish, report_failure
 from mm3d import Mesh, ModelSizes
 from mm3d.training.schedules import registry
 
@@ -82,6 +82,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
         raise UsageError(str(error)) from error
     for case in cases if arguments.torch else []:
         refuse_case(mesh, case)
+    check_trace_file(arguments.trace, comm)
     out = claim_folder(arguments.out, comm)
     if arguments.pictures:
         make_on_rank_0(lambda: run_file.check_folder(arguments.pictures, "the pictures' folder",

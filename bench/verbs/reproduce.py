@@ -44,8 +44,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fresh", action="store_true", help=(
         "measure every row again, also those that an earlier reproduction has finished"))
     parser.add_argument("--paper", choices=("zero-bubble",), help=(
-        "instead compute the published table of this paper again: Table 5 of arXiv:2401.10241, "
-        "bubble rates of pipeline schedules"))
+        "instead, without other options, compute the published table of this paper again: Table 5 "
+        "of arXiv:2401.10241, bubble rates of pipeline schedules"))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -69,6 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
         When the results folder cannot be written, or is in use.
     """
     if arguments.paper:
+        others = [word.partition("=")[0] for word in arguments.words if word.startswith("--")
+                  and not "--paper".startswith(word.partition("=")[0])]
+        if others:
+            raise UsageError(f"--paper {arguments.paper} computes a table and measures nothing: "
+                             f"leave {', '.join(others)} out")
         return zero_bubble()
     if launcher.local_ranks() > 1:
         raise UsageError("reproduce starts mpirun itself: run it without, as in "

@@ -97,6 +97,25 @@ def test_a_wrong_file_is_refused_in_one_line(text, match, tmp_path, capsys):
     assert said.err.count("\n") == 1
 
 
+def test_a_file_that_is_no_text_is_refused(tmp_path, capsys):
+    file = tmp_path / "mine.txt"
+    file.write_bytes(b"F0 \xff")
+    assert main(["schedule", "--file", str(file)]) == 2
+    assert "mine.txt: is no text; a schedule as" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("word", ["nan", "inf", "abc", "-1", "1/0"])
+def test_a_hop_that_is_no_number_is_refused(word, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([*SMALL, f"--hop={word}"])
+    assert f"--hop: '{word}': a number of at least 0 would do" in capsys.readouterr().err
+
+
+def test_the_paper_is_computed_without_options_of_measurements(capsys):
+    assert main(["reproduce", "--paper", "zero-bubble", "--preset=tiny", "--fresh"]) == 2
+    assert "measures nothing: leave --preset, --fresh out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words, match", [
     (["--name", "zb", "--stages", "2", "--microbatches", "2"], "'zb' is unknown"),
     (["--name", "1f1b", "--stages", "2"], "give --microbatches too"),
@@ -104,7 +123,8 @@ def test_a_wrong_file_is_refused_in_one_line(text, match, tmp_path, capsys):
     ([*SMALL[1:], "--kept", "2"], "--kept 2: a share"),
     ([*SMALL[1:], "--compare", "auto", "--memory", "1/2"], "memory for one micro-batch"),
     ([*SMALL[1:], "--picture", "a.bmp"], "ends in .png, .svg or .pdf"),
-    (["--file", "/no/such/file"], "No such file")])
+    (["--file", "/no/such/file"], "No such file"), (["--file", "/"], "Is a directory"),
+    ([*SMALL[1:], "--compare", "interleaved:0"], "a number of chunks of at least 1")])
 def test_what_cannot_be_meant_is_refused(words, match, capsys):
     assert main(["schedule", *words]) == 2
     assert match in capsys.readouterr().err
