@@ -122,9 +122,11 @@ def plan_parts(model_found: Sequence[tuple[PipelineModel, PredictedPipeline, flo
     rows = [[model.scheme, model.grid_name, *seconds_cells(model, found),
              number_cell(peak / 2 ** 30, ".2f"), "yes" if fits else "NO"]
             for model, found, peak, fits in model_found]
-    schedule, data = model_found[0][0].schedule, model_found[0][0].data
-    return [Table(f"Schemes and grids of a stage by predicted step time, {schedule.ranks} stages, "
-                  f"{schedule.microbatches} micro-batches", [
+    first = model_found[0][0]
+    schedule, data = first.schedule, first.data
+    of, zero = (f"{data} replicas of ", f", ZeRO {first.zero}") if data > 1 else ("", "")
+    return [Table(f"Schemes and grids of a stage by predicted step time, {of}{schedule.ranks} "
+                  f"stages, {schedule.microbatches} micro-batches{zero}", [
                       Column("scheme"), Column("grid", align="<"), *seconds_columns(data),
                       Column("GiB", align="."), Column("fits", align="<")], rows),
             Notes("Remarks", [

@@ -52,6 +52,9 @@ def run(arguments: argparse.Namespace) -> int:
         When there are fewer than 2 ranks or no plan to print.
     """
     pipeline_options.stage_ranks(arguments)
+    if arguments.data and not arguments.stages:
+        raise UsageError(f"--data {arguments.data}: give --stages too, such as --stages 1; plans "
+                         f"without are of one replica")
     ranks, dtype, recompute = arguments.ranks, arguments.dtype, arguments.recompute
     if ranks < 2 or arguments.top < 1:
         raise UsageError(f"--ranks {ranks} --top {arguments.top}: at least 2 ranks and one plan "

@@ -168,7 +168,10 @@ def test_memory_shrinks_with_the_stages_of_zero():
 def test_plans_and_rows_of_replicas(capsys):
     assert main(["plan", *DRY[1:], "--ranks", "4", "--stages", "2", "--data", "4", "--top",
                  "2"]) == 0
-    assert "sums ms" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "sums ms" in text and "4 replicas of 2 stages, 4 micro-batches, ZeRO 0" in text
+    assert main(["plan", *DRY[1:], "--ranks", "4", "--data", "4"]) == 2
+    assert "--data 4: give --stages too, such as --stages 1" in capsys.readouterr().err
     assert main(["predict", "--table", "weak", "--stages", "2", "--data", "2", "--zero", "1",
                  "--microbatches", "6", "--grid", "1x1x2"]) == 0
     text = capsys.readouterr().out
