@@ -49,6 +49,11 @@ class Stop:
         self.comm.Allreduce(MPI.IN_PLACE, found, MPI.MAX)
         return float(found[0]), next((why for why, n in zip(REASONS, found[1:]) if n), "")
 
+    def agree_on_signal(self) -> str:
+        """Return whether a signal came on any rank, as reason or empty; every rank must call it.
+        """
+        return REASONS[0] if self.comm.allreduce(self.asked, MPI.LOR) else ""
+
     def _file_exists(self) -> bool:
         """Return whether the file is there; False while the last look was just now."""
         if self.file is None or time.monotonic() < self._looked + PAUSE:

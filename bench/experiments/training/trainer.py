@@ -183,22 +183,23 @@ def train(training: Training, course: Course,
     StoreError, UsageError
         On every rank alike, when the folder cannot be used, is of another training, or is full.
     """
-    file = open_history(training, course)
-    try:
-        return train_with_history(training, course, file, report)
-    finally:
-        if file:
-            file.close()
+    with stop_on_request(training.comm, course.max_seconds, course.stop_file) as stop:
+        file = open_history(training, course)
+        try:
+            return train_with_history(training, course, file, report, stop)
+        finally:
+            if file:
+                file.close()
 
 
 def train_with_history(training: Training, course: Course, file: HistoryFile | None,
-                       report: Callable[[int, History], None]) -> Outcome:
+                       report: Callable[[int, History], None], stop: Stop) -> Outcome:
     """Train as `train`, with the file of the history, if there is one, on rank 0."""
     comm = training.comm
     done = began = restore(training, course)
     history = file.history.before(done) if file else History()
     checks = training.verify()
-    reason = ""
+    reason = stop.agree_on_signal()    # a limit of time lets each run train a step
 
     def write(entry: dict[str, Any]) -> None:
         if course.checkpoints is not None:    # a full disk ends the training on all ranks
@@ -210,21 +211,19 @@ def train_with_history(training: Training, course: Course, file: HistoryFile | N
             report(done, history)
         write(entry)
 
-    with stop_on_request(comm, course.max_seconds, course.stop_file) as stop:
-        while True:
-            if not reason and is_due(done, training.plan.steps, course.validate_every):
-                known = comm.bcast(done in history.validation)
-                if not known:
-                    keep({"step": done, "validation": training.validate(
-                        course.validation_batches)})
-            if reason or done >= training.plan.steps:
-                break
-            loss, seconds, reason = timed_step(training, done, stop)
-            done += 1
-            reason = reason if done < training.plan.steps else ""
-            keep({"step": done - 1, "loss": loss, "seconds": seconds, **training.utilisation()})
-            if reason or is_due(done, training.plan.steps, course.save_every):
-                save(training, course, done)
+    while True:
+        if not reason and is_due(done, training.plan.steps, course.validate_every):
+            known = comm.bcast(done in history.validation)
+            if not known:
+                keep({"step": done, "validation": training.validate(course.validation_batches)})
+        if reason or done >= training.plan.steps:
+            break
+        loss, seconds, reason = timed_step(training, done, stop)
+        done += 1
+        reason = reason if done < training.plan.steps else ""
+        keep({"step": done - 1, "loss": loss, "seconds": seconds, **training.utilisation()})
+        if reason or is_due(done, training.plan.steps, course.save_every):
+            save(training, course, done)
     if not reason:
         write({"complete": True})
     return Outcome(history, began, done, ENDINGS[reason], checks)

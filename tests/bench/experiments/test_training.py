@@ -195,6 +195,24 @@ def test_progress_has_the_speed_of_this_run_alone():
     assert line(0, 0) == "step 0 of 8"
 
 
+@pytest.mark.ranks(1, slow=(2,))
+def test_a_signal_before_the_first_step_is_heard(comm, shared_tmp_path, monkeypatch):
+    """While the model is verified, on one rank: none is interrupted, and no step is trained."""
+    def interrupted(training):
+        if comm.rank == comm.size - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+        return []
+    monkeypatch.setattr(Training, "verify", interrupted)
+    training, outcome = run(comm, replace(COURSE, checkpoints=str(shared_tmp_path / "saved")))
+    assert (outcome.steps, outcome.ended_by, outcome.history.losses) == (0, "signal", {})
+    found = record.training_record(training, COURSE, outcome)
+    if comm.rank == 0:
+        path = run_file.write_run(found, shared_tmp_path, "train")
+        text = render(training_tables.training_parts(run_file.read_run(path)))
+        assert "STOPPED EARLY (signal): 0 of 7 steps" in " ".join(text.split())
+    training.free()
+
+
 def test_a_training_goes_on_without_its_history(comm, tmp_path):
     """Checkpoints may have been copied alone: what is not known is left out, at its own step."""
     course, said = replace(COURSE, checkpoints=str(tmp_path / "saved")), []
