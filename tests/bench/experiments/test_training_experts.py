@@ -98,6 +98,11 @@ def compare_meshes(comm, shared_tmp_path, experts):
     return found
 
 
+def test_meshes_with_experts_have_equal_micro_batches():
+    assert {COMPARED.batch % case.placement.microbatches
+            for case in list_cases(8, Experts(4))} == {0}
+
+
 def test_a_mesh_that_routes_otherwise_fails():
     """One pair of all that were chosen, where losses are the same."""
     plan, cases = replace(COMPARED, experts=Experts(3)), list_cases(2, Experts(3))[:2]
