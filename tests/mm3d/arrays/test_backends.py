@@ -104,7 +104,7 @@ def test_a_backend_given_itself_is_the_one_of_its_arrays(before):
 
 
 @pytest.mark.slow_but_first
-@pytest.mark.ranks(1, slow=(4, 8))
+@pytest.mark.ranks(1, slow=(8,))
 @pytest.mark.parametrize("sizes, causal", [("even", False), ("uneven", True)])
 def test_model_equals_numpy(comm, sizes, causal):
     """The whole model on every scheme and grid, with the same words moved and bytes saved."""

@@ -101,7 +101,7 @@ def test_results_are_those_of_the_serial_model(comm):
                 assert np.allclose(one, other, rtol=1e-11, atol=1e-11), str(parallelism)
 
 
-@pytest.mark.ranks(1, slow=(4, 8))
+@pytest.mark.ranks(1, slow=(8,))
 def test_the_same_bits_with_recomputation_and_in_halves(comm):
     """Two micro-batches in flight: one mask drawn for another of them would be seen.
 

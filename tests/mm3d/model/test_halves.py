@@ -54,7 +54,7 @@ def policies(parallelism, *names: str) -> list[str]:
             if not (parallelism.options.get("keep") and "selective" in name)]
 
 
-@pytest.mark.ranks(1, slow=(4, 6, 8), first=(1,))
+@pytest.mark.ranks(1, slow=(8,), first=(1,))
 @pytest.mark.parametrize("sizes, options", [
     ("uneven", {}), ("even", dict(dtype="float16", master="float32")),
     ("uneven", dict(dtype="float64", causal=True))], ids=["float32", "float16", "float64"])
@@ -69,7 +69,7 @@ def test_halves_give_the_same_bits(comm, transport, sizes, options):
                 assert different(run(model, order), expected) == [], (str(parallelism), half)
 
 
-@pytest.mark.ranks(1, slow=(4, 8), first=(1,))
+@pytest.mark.ranks(1, slow=(8,), first=(1,))
 @pytest.mark.parametrize("recompute", ["uniform:2+selective", "selective", "uniform:2", "full"])
 def test_halves_and_recomputation_give_the_same_bits(comm, recompute):
     for parallelism in SOME[comm.size]:

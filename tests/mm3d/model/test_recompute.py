@@ -85,7 +85,7 @@ def test_the_same_bits_and_words_with_overlap(comm, monkeypatch):
             scheme.grid.free()
 
 
-@pytest.mark.ranks(1, slow=(4, 8))
+@pytest.mark.ranks(1, slow=(8,))
 def test_words_operations_and_what_is_kept_are_the_closed_forms(comm):
     """Summed over the ranks, by direction and kind of collective, forward and backward."""
     size = MODELS["uneven"]
@@ -124,7 +124,7 @@ def test_words_operations_and_what_is_kept_are_the_closed_forms(comm):
             assert dried.traffic == counted and dried.saved == kept, case
 
 
-@pytest.mark.ranks(1, slow=(4, 8))
+@pytest.mark.ranks(1, slow=(8,))
 def test_peak_memory_is_the_dry_run_s_to_the_byte(comm, monkeypatch):
     """On every rank, as the pool counts it."""
     monkeypatch.setenv("MM3D_TRANSPORT", "mpi")

@@ -130,7 +130,7 @@ def allocated(scheme, sizes, causal) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.ranks(1, slow=(4, 8), first=(1,))
+@pytest.mark.ranks(1, slow=(8,), first=(1,))
 @pytest.mark.parametrize("causal", [False, True])
 def test_all_memory_within_five_percent(comm, causal, monkeypatch):
     """Intermediate arrays too, on every rank of every scheme's own grid and of some others.
