@@ -105,7 +105,7 @@ def test_dry_runs_with_experts_take_the_planned_grid_and_stages(capsys):
 
 
 @pytest.mark.parametrize("more, said", [
-    (["--data", "2"], "--data: what is planned with experts is one replica"),
+    (["--data", "2", "--stages", "1"], "--data: what is planned with experts is one replica"),
     (["--costs"], "--costs: what is planned"),
     (["--convention", "megablocks", "--capacity", "0.001"], "drops every one of 128 tokens"),
     (["--stages", "2", "--expert-every", "3"], "begins with layer 2 of a model with experts"),

@@ -26,8 +26,3 @@ def test_copies_of_weights_count_in_the_state(capsys):
         [line] = [one for one in capsys.readouterr().out.splitlines() if "0: replicas" in one]
         values[scheme] = int(line.partition("0: replicas,")[2].split(",")[0])
     assert values["2.5d"] == values["2d"] < values["serial"] / 3
-
-
-def test_replicas_of_a_pipeline_are_refused(capsys):
-    assert main(["dry", "--ranks", "4", "--hidden", "64", "--stages", "2", "--data", "2"]) != 0
-    assert "leave one of them out" in capsys.readouterr().err
