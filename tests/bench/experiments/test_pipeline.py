@@ -101,7 +101,7 @@ def assert_tolerances_and_clusters_are_named(record):
     if record.configuration["work"] == "compute":
         assert "one stage, each to a relative error of 5e-05, before" in text
     assert f"{record.environment['cores']} cores, emulated cluster, 2 nodes x 1 rank, 1" in text
-    assert all("emulated cluster, 2 nodes x 1 rank, 1 Gbit/s)" in title
+    assert all("emulated cluster, 2 nodes x 1 rank, 1 Gbit/s" in title
                for title in pipeline_tables.timelines(record))
 
 
