@@ -125,8 +125,7 @@ def problem(variant: Variant, schemes: Iterable[str], backend: Backend | None = 
     known = backend and (*DTYPES, *map(str, backend.more_dtypes))
     if known and variant.dtype not in known:
         return (f"--dtype {variant.dtype}: backend {backend.name!r} has no such type here; choose "
-                f"one of {', '.join(known)}" + ", or --backend cupy, on a GPU" * (
-                    backend.name == "numpy"))
+                f"one of {', '.join(known)}, or pip install ml_dtypes for bfloat16")
     return ""
 
 

@@ -10,7 +10,7 @@ from mm3d.arrays.backend import Array, Backend
 
 
 class RoundedBackend(Backend):
-    """NumPy with bfloat16, if ml_dtypes is installed, and with products in TensorFloat-32.
+    """NumPy with products in TensorFloat-32.
 
     Each result of an operation is rounded once to the type of the model, as in the kernels of a
     device; within an operation everything is float32.  It computes references alone and cannot be
@@ -26,20 +26,10 @@ class RoundedBackend(Backend):
         self.xp, self.tf32 = RoundedNumpy(tf32), tf32
         super().__init__()
 
-    @property
-    def more_dtypes(self) -> tuple[Any, ...]:
-        """Return bfloat16, where the package ml_dtypes is installed."""
-        try:
-            import ml_dtypes
-        except ImportError:
-            return ()
-        return (np.dtype(ml_dtypes.bfloat16),)
-
     def gemm(self, a: Array, b: Array, out: Array, progress: Any = None) -> Array:
         if a.dtype.itemsize == 2:
-            out[...] = np.matmul(a.astype(np.float32), b.astype(np.float32))
-        else:
-            out[...] = self.xp.matmul(a, b)
+            return super().gemm(a, b, out)
+        out[...] = self.xp.matmul(a, b)
         return out
 
 

@@ -94,7 +94,8 @@ def _add_arrays(parser: argparse.ArgumentParser) -> None:
 def add_variant(parser: argparse.ArgumentParser) -> None:
     """Add the options of a row's variant."""
     parser.add_argument("--dtype", default=PLAIN_DTYPE, choices=VARIANT_DTYPES,
-                        help=f"dtype of all arrays (default {PLAIN_DTYPE}; bfloat16: on a GPU)")
+                        help=f"dtype of all arrays (default {PLAIN_DTYPE}; bfloat16 needs "
+                             f"the package ml_dtypes)")
     keep, overlap = schemes_with_option("keep"), schemes_with_option("overlap")
     choices = dict.fromkeys(one for option in keep.values() for one in option.choices)
     parser.add_argument("--keep", default="none", choices=tuple(choices), help=(

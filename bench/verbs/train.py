@@ -65,8 +65,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS,
                         help=f"the optimizer ({default_of('optimizer')})")
     parser.add_argument("--dtype", choices=DTYPES, help=(
-        f"dtype of all arrays ({default_of('dtype')}; 16 bits have masters of float32; bfloat16: "
-        f"on a GPU)"))
+        f"dtype of all arrays ({default_of('dtype')}; 16 bits have masters of float32; bfloat16 "
+        f"needs the package ml_dtypes)"))
     parser.add_argument("--untied", action="store_true", help=(
         "give the head a matrix of its own, instead of the embedding's table"))
     add_course(parser)

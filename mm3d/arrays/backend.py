@@ -60,13 +60,21 @@ class Backend:
     host_buffers = True
     kernels: Any = None
     nccl: Any = None
-    more_dtypes: tuple[Any, ...] = ()
     between_blocks: Progress = None
 
     def __init__(self) -> None:
         self.pool = Pool()
         if self.xp is np:
             self.kernels = Kernels(self)
+
+    @property
+    def more_dtypes(self) -> tuple[Any, ...]:
+        """bfloat16 if the package ml_dtypes is installed, which NumPy and CuPy take it from."""
+        try:
+            import ml_dtypes
+        except ImportError:
+            return ()
+        return (np.dtype(ml_dtypes.bfloat16),)
 
     def owns(self, a: Array) -> bool:
         """Return whether `a` is an array of this library."""
@@ -109,7 +117,8 @@ class Backend:
 
     def mpi_buffer(self, a: Array) -> Array:
         """View `a` as a type that MPI can move."""
-        return a
+        narrow = a.dtype.itemsize == 2 and a.dtype.name == "bfloat16"    # a name takes time
+        return a.view(np.uint16) if narrow else a
 
     def device_location(self) -> tuple[str, str] | None:
         """Return the node and the device of the arrays; None without a device."""
@@ -143,7 +152,7 @@ class Backend:
         a[rows] = values
 
     def gemm(self, a: Array, b: Array, out: Array, progress: Progress = None) -> Array:
-        """Multiply two matrices of one dtype into `out`; float16 is summed in float32.
+        """Multiply two matrices of one dtype into `out`; numbers of 16 bits are summed in float32.
 
         Parameters
         ----------
@@ -158,7 +167,7 @@ class Backend:
         Array
             `out`.
         """
-        if a.dtype == np.float16:
+        if a.dtype.itemsize == 2:
             out[...] = np.matmul(a.astype(np.float32), b.astype(np.float32))
             return out
         if progress is None:

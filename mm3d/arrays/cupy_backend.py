@@ -142,14 +142,6 @@ class CupyBackend(Backend):
         return self._side_streams[name]
 
     @property
-    def more_dtypes(self) -> tuple[Any, ...]:
-        """bfloat16 if the package ml_dtypes is installed, from which CuPy takes it."""
-        try:
-            return (np.dtype(_dtype("bfloat16")),)
-        except ImportError:
-            return ()
-
-    @property
     def nccl(self) -> Any:
         """CuPy's binding of NCCL; None if the library is not installed."""
         from cupy.cuda import nccl

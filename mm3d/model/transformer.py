@@ -46,7 +46,7 @@ class Transformer:
     seed : int
         Seed of the initial parameters, and of `random`.
     dtype : {"float64", "float32", "float16", "bfloat16"}
-        Type of parameters, gradients and activations; "bfloat16" with CuPy only.
+        Type of parameters, gradients and activations; "bfloat16" needs the package ml_dtypes.
     causal : bool
         Whether a position attends only to itself and those before it.
     master : {None, "float32"}
@@ -337,10 +337,13 @@ class Transformer:
 
 def _check_dtypes(scheme: Scheme, dtype: str, master: str | None) -> None:
     """Raise ValueError for a dtype that the backend does not have, or masters without use."""
-    known = (*DTYPES, *map(str, scheme.grid.backend.more_dtypes))
+    known = DTYPES
+    if str(dtype) not in known:
+        known += tuple(map(str, scheme.grid.backend.more_dtypes))
     if str(dtype) not in known:
         raise ValueError(f"dtype={dtype!r} is unknown to backend {scheme.grid.backend.name!r}: "
-                         f"choose one of {', '.join(known)}")
+                         f"choose one of {', '.join(known)}, or pip install ml_dtypes for "
+                         f"bfloat16")
     if master is not None and (master != "float32" or dtype in ("float32", "float64")):
         raise ValueError(f"master={master!r} for a model in {dtype}: float32 masters are for "
                          f"types of 16 bits, such as dtype='float16'; leave master out")

@@ -35,11 +35,11 @@ class DeviceTransport(ExchangeTransport):
 
     def _all_gather(self, send: Array, recv: Array, lengths: Lengths) -> None:
         self.backend.synchronize()
-        super()._all_gather(self.backend.mpi_buffer(send), self.backend.mpi_buffer(recv), lengths)
+        super()._all_gather(send, recv, lengths)
 
     def _broadcast(self, buffer: Array, root: int) -> None:
         self.backend.synchronize()
-        super()._broadcast(self.backend.mpi_buffer(buffer), root)
+        super()._broadcast(buffer, root)
 
     def _exchange(self, send: Array, recv: Array, sends: Lengths, receives: Lengths) -> None:
         self.backend.synchronize()

@@ -94,7 +94,8 @@ class MpiTransport:
         if not self.nonblocking:
             return Pending(self.all_gather(a, dim, counts))
         a, flat, lengths, out = self._whole(a, dim, counts)
-        request = self.comm.Iallgatherv(a, [flat, (lengths, block_starts(lengths))])
+        as_mpi, starts = self.backend.mpi_buffer, block_starts(lengths)
+        request = self.comm.Iallgatherv(as_mpi(a), [as_mpi(flat), (lengths, starts)])
         return Pending(out, lambda: self._unpacked(flat, out, dim, counts), request, (a,))
 
     def _whole(self, a: Array, dim: int,
@@ -171,7 +172,7 @@ class MpiTransport:
             return Pending(self.broadcast(a, root))
         a = self.backend.contiguous(a)
         self._moved += a.size * (self.rank != root)
-        return Pending(a, request=self.comm.Ibcast(a, root))
+        return Pending(a, request=self.comm.Ibcast(self.backend.mpi_buffer(a), root))
 
     def begin_reduce(self, a: Array, root: int) -> Pending:
         """Start a `reduce`; where the transport cannot, complete it at once."""
@@ -191,6 +192,7 @@ class MpiTransport:
     # The collectives on flat, contiguous buffers.
 
     def _all_gather(self, send: Array, recv: Array, lengths: list[int]) -> None:
+        send, recv = self.backend.mpi_buffer(send), self.backend.mpi_buffer(recv)
         if len(set(lengths)) == 1:
             self.comm.Allgather(send, recv)
         else:
@@ -212,7 +214,7 @@ class MpiTransport:
         sums.store_rounded(total, recv)
 
     def _broadcast(self, buffer: Array, root: int) -> None:
-        self.comm.Bcast(buffer, root)
+        self.comm.Bcast(self.backend.mpi_buffer(buffer), root)
 
     def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
         self._moved = math.nan
@@ -223,8 +225,8 @@ class MpiTransport:
 
     def _exchange(self, send: Array, recv: Array, sends: list[int], receives: list[int]) -> None:
         """Exchange elements with every rank, in rank order in both buffers, of one dimension."""
-        self.comm.Alltoallv([send, (sends, block_starts(sends))],
-                            [recv, (receives, block_starts(receives))])
+        self.comm.Alltoallv([self.backend.mpi_buffer(send), (sends, block_starts(sends))],
+                            [self.backend.mpi_buffer(recv), (receives, block_starts(receives))])
 
     def _flatten(self, a: Array) -> Array:
         """View a contiguous array as one dimension."""

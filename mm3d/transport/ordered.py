@@ -41,8 +41,8 @@ class OrderedTransport(MpiTransport):
         own, size = lengths[self.rank], self.comm.size
         terms = self.backend.empty((size, own), flat.dtype)
         self._moved += own * (size - 1)
-        return ([flat, (lengths, block_starts(lengths))], terms,
-                [terms, ([own] * size, block_starts([own] * size))])
+        return ([self.backend.mpi_buffer(flat), (lengths, block_starts(lengths))], terms,
+                [self.backend.mpi_buffer(terms), ([own] * size, block_starts([own] * size))])
 
     def _add(self, terms: Array, out: Array) -> None:
         """Add the terms in the order of the ranks."""

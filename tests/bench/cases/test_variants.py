@@ -1,5 +1,6 @@
 """Rows with options are rows of their own: never merged with, nor taken for, the plain ones."""
 import argparse
+import sys
 from dataclasses import asdict
 
 import numpy as np
@@ -139,10 +140,12 @@ def test_jobs_are_of_one_variant(tmp_path):
 
 @pytest.mark.parametrize("words, message", [
     (["--dtype", "bfloat16"], "--dtype bfloat16: backend 'numpy' has no such type here; choose "
-                              "one of float64, float32, float16, or --backend cupy, on a GPU"),
+                              "one of float64, float32, float16, or pip install ml_dtypes for "
+                              "bfloat16"),
     (["--keep", "both"], "--keep both: scheme 'serial' has no such option; choose --scheme 3d"),
     (["--overlap"], "--overlap: scheme 'serial' has no such option; choose --scheme 3d")])
-def test_what_cannot_be_is_refused_in_a_line(tmp_path, capsys, words, message):
+def test_what_cannot_be_is_refused_in_a_line(tmp_path, capsys, words, message, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     assert main(["run", "--scheme", "serial", "--preset", "tiny", "--backend", "numpy",
                  "--out", str(tmp_path / "new"), *words]) == 2
     assert capsys.readouterr().err == f"error: {message}\n"
@@ -221,9 +224,11 @@ def test_tolerances_are_a_few_roundings():
     assert against_serial.tolerances("float32", 24) == against_serial.TOLERANCES["float32"]
 
 
-def test_bfloat16_is_known_where_a_backend_has_it():
+def test_bfloat16_is_known_where_a_backend_has_it(monkeypatch):
     class Device(backend.Backend):
         name, more_dtypes = "device", ("bfloat16",)
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     asked = argparse.Namespace(keep="none", overlap=False, causal=False, dtype="bfloat16")
     assert variants.problem(row_options.variant(asked), ["1d"], Device()) == ""
-    assert variants.problem(row_options.variant(asked), ["1d"], backend.get("numpy"))
+    assert "pip install ml_dtypes" in variants.problem(
+        row_options.variant(asked), ["1d"], backend.get("numpy"))

@@ -1,4 +1,5 @@
 """No operation changes the type of the numbers: float32 in, float32 everywhere."""
+import ml_dtypes
 import numpy as np
 import pytest
 
@@ -87,12 +88,15 @@ def test_no_promotion(comm, watched, travelled, dtype):
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("columns", [4, 9000])    # handed to all ranks in shared memory, and not
-@pytest.mark.parametrize("terms, total", [((40000, 40000, -40000, 0), 40000),
-                                          ((2048, 1, 1, 0), 2050)])
-def test_sums_of_float16_over_ranks_are_rounded_once(comm, transport, columns, terms, total):
-    """Summed in float16 the first would be infinite, and the second 2048."""
+@pytest.mark.parametrize("dtype, terms, total", [
+    ("float16", (40000, 40000, -40000, 0), 40000), ("float16", (2048, 1, 1, 0), 2050),
+    ("bfloat16", (256, 1, 1, 0), 258)])
+def test_sums_of_16_bits_over_ranks_are_rounded_once(comm, transport, columns, dtype, terms,
+                                                     total):
+    """Summed in 16 bits the first would be infinite, the second 2048, and the third 256."""
+    kind = np.dtype(ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
     with on_grid(comm, x=4) as grid:
-        x, term = grid.x, np.full((4, columns), terms[comm.rank], np.float16)
+        x, term = grid.x, np.full((4, columns), terms[comm.rank], kind)
         split, found = Split(x, 0, 4), {}
         found["all_reduce"] = x.all_reduce(term.copy())
         for dim in (0, 1):
@@ -102,12 +106,34 @@ def test_sums_of_float16_over_ranks_are_rounded_once(comm, transport, columns, t
         for name, made, add in (("placed", split.term, split.reduce_scatter),
                                 ("reduce_term", split.reduce_term, lambda a: x.reduce(a, 1)),
                                 ("reduce", lambda *_: term.copy(), lambda a: x.reduce(a, 1))):
-            mine = made(term.shape, np.float16)
+            mine = made(term.shape, kind)
             mine[...] = term
             found[name] = add(mine)
         for name, a in found.items():
-            assert a is None or a.dtype == np.float16 and np.array_equal(
+            assert a is None or a.dtype == kind and np.array_equal(
                 a, np.full(a.shape, total)), (name, a)
         assert [name for name, a in found.items() if a is None] == (
             [] if comm.rank == 1 else ["reduce_term", "reduce"])
         del found, mine
+
+
+@pytest.mark.ranks(1, 4, slow=(8,))
+def test_bfloat16_is_as_exact_as_its_three_bits_less_allow(comm, transport):
+    """Beside float64: about 8 times as far as float16, 2 to 32 times; with masters of float32."""
+    for parallelism in SOME[comm.size]:
+        found = {}
+        for dtype, master in (("float64", None), ("float16", "float32"), ("bfloat16", "float32")):
+            with parallelism.on(comm, backend.get("numpy")) as scheme:
+                model = mm3d.Transformer(scheme, **SIZES["uneven"], dtype=dtype, master=master)
+                y, saved = model.forward(model.random("x"))
+                dx = model.backward(model.random("dy"), saved)
+                assert (str(y.dtype), str(dx.dtype)) == (dtype, dtype)
+                if master:
+                    assert {str(a.dtype) for p in model.parameters
+                            for a in (p.master, p.grad)} == {"float32"}
+                found[dtype] = [np.asarray(a, float) for a in
+                                (y, dx, *(p.grad for p in model.parameters))]
+        float16, bfloat16 = (
+            np.sqrt(comm.allreduce(sum(np.sum((a - b) ** 2) for a, b in zip(
+                found[dtype], found["float64"])))) for dtype in ("float16", "bfloat16"))
+        assert 2 * float16 < bfloat16 < 32 * float16, parallelism

@@ -129,9 +129,10 @@ def scheme(comm):
     ({"heads": 3}, ["hidden=8", "heads=3", "hidden=6", "hidden=9"]),
     ({"heads": 16}, ["hidden=8", "heads=16", "hidden=16"]),
     ({"dtype": "int32"}, ["'int32'", "float64, float32, float16"]),
-    ({"dtype": "bfloat16"}, ["'bfloat16'", "float64, float32, float16"]),
+    ({"dtype": "bfloat16"}, ["'bfloat16'", "float64, float32, float16", "install ml_dtypes"]),
     ({"dtype": None}, ["None", "float64, float32, float16"])])
-def test_models(refused, scheme, arguments, words):
+def test_models(refused, scheme, arguments, words, monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     refused(lambda: mm3d.Transformer(scheme, **SIZES | arguments), *words)
 
 
