@@ -31,11 +31,27 @@ def marked(mark: str) -> dict[int, str]:
     return found
 
 
-def namespaces(processes=None) -> set[str]:
-    """The namespaces of all processes that can be seen, or of some."""
+def processes_before(moment: float) -> list[int]:
+    """The processes that began before a moment of the clock since the machine's start.
+
+    The kernel gives the number of a namespace that is gone to the next one, which another test may
+    make at any time: only these processes can hold the namespaces of an earlier cluster.
+    """
+    found = []
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            ticks = int((path / "stat").read_text().rpartition(")")[2].split()[19])
+        except OSError:
+            continue
+        if ticks / os.sysconf("SC_CLK_TCK") < moment:
+            found.append(int(path.name))
+    return found
+
+
+def namespaces(processes) -> set[str]:
+    """The namespaces of some processes."""
     found = set()
-    for path in (Path("/proc").glob("[0-9]*") if processes is None
-                 else [Path("/proc", str(one)) for one in processes]):
+    for path in (Path("/proc", str(one)) for one in processes):
         try:
             found |= {os.readlink(path / "ns" / name) for name in os.listdir(path / "ns")}
         except OSError:
@@ -78,6 +94,7 @@ def test_nothing_is_left_of_killed_clusters():
         kind = next((name for name in ("cluster.head", "bench cluster", "hydra", "mpirun",
                                        "time.sleep") if name in what), "other")
         killed[kind] = killed.get(kind, 0) + 1
+        moment = time.clock_gettime(time.CLOCK_BOOTTIME)
         try:
             os.kill(victim, signal.SIGKILL)
         except ProcessLookupError:
@@ -91,6 +108,6 @@ def test_nothing_is_left_of_killed_clusters():
         process.wait(60)    # threads of a killed process may wait for a core
         process.stderr.close()
         assert not marked(mark), f"after the death of {what}"
-        assert not own & namespaces(), f"after the death of {what}"
+        assert not own & namespaces(processes_before(moment)), f"after the death of {what}"
         assert surroundings() == before
     print(f"killed: {killed}")
