@@ -4,6 +4,7 @@ import errno
 import gc
 import os
 import signal
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -127,7 +128,7 @@ def test_it_stops_when_a_file_is_there(comm, tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:overflow", "ignore:invalid value")
-def test_float16_skips_steps_that_overflow_and_says_so(comm):
+def test_float16_skips_steps_that_overflow_and_says_so(comm, monkeypatch):
     """Masters are float32; the scale of the loss begins too large for these gradients."""
     training, outcome = run(comm, COURSE, replace(PLAN, dtype="float16", lr=0.05, steps=12))
     found = record.training_record(training, COURSE, outcome)
@@ -137,6 +138,7 @@ def test_float16_skips_steps_that_overflow_and_says_so(comm):
     assert 0 < skipped < 6 and training.optimizer.steps == 12 - skipped
     assert f"{skipped} steps changed nothing" in render(training_tables.training_parts(found))
     training.free()
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
     with pytest.raises(UsageError, match="'bfloat16' is unknown to backend 'numpy'"):
         run(comm, COURSE, replace(PLAN, dtype="bfloat16"))
 
