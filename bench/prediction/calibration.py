@@ -35,7 +35,8 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
 
     Every result is verified before it is timed, collectives exactly, with integers.  Measurements
     are made in rounds, so that a disturbance of the machine affects a few samples of each kind.
-    On an emulated cluster, whose links make them long, there is one round with fewer steps.
+    On an emulated cluster, whose links make them long, there is one round with fewer steps, of
+    smaller models where links are slow.
 
     Parameters
     ----------
@@ -74,11 +75,10 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
         cluster = None
     if memory is None:
         raise UsageError("/proc/meminfo does not say how much memory there is")
-    works = whole_steps.list_works(comm.size, [], whole_steps.MODELS)
-    networks = whole_steps.make_transformers(works, comm)
+    works = whole_steps.list_works(comm.size, [], whole_steps.list_models(cluster))
+    networks = whole_steps.make_transformers(works, comm, progress)
     rounds = operations_alone.ROUNDS if comm.size <= MANY and cluster is None else 1
     steps_of_each = whole_steps.ROUNDS if cluster is None else whole_steps.ROUNDS_BETWEEN_NODES
-    progress(f"the steps of {len(networks)} models are those of the serial scheme")
     steps, products, passes, collectives = [], [], [], []
     for turn in range(rounds):
         steps.append(whole_steps.measure_steps(networks, comm, turn, steps_of_each))

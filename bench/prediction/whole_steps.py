@@ -9,6 +9,7 @@ import numpy as np
 import mm3d
 from bench.agreement import agree
 from bench.checks import against_serial
+from bench.cluster.spec import Cluster
 from bench.errors import WrongResult
 from bench.experiments.products import matmul
 from bench.experiments.products.problem import Problem, product_grid
@@ -26,8 +27,28 @@ from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 Trial = Callable[[], list[float]]    # measures the seconds of forward and of backward
 # A short step and a long one, to separate the costs of barriers from those of work.
 MODELS = ((96, 8, 8, 32, 2), (448, 8, 8, 96, 1))    # hidden, heads, batch, seq, layers
+SMALLER = (448, 320, 224, 160)    # features of the second model, for ever slower links
+LINK_SECONDS = 1.2    # that a link may carry the matrices of a step: W twice and dW once
+MODELS_OF_A_LINE = 8    # verified, before a line of progress
 ROUNDS = 8
 ROUNDS_BETWEEN_NODES = 3    # of an emulated cluster, where a step waits for links
+
+
+def list_models(cluster: Cluster | None) -> tuple[tuple[int, ...], ...]:
+    """List the sizes of the models whose steps are measured: smaller ones where links are slow.
+
+    Parameters
+    ----------
+    cluster : Cluster or None
+        The emulated cluster, if the ranks are on several of its nodes.
+    """
+    if cluster is None or cluster.link is None:
+        return MODELS
+    short, (_, *others) = MODELS
+    matrices = 3 * 12 * 4    # bytes of float32 over the square of the features, W twice and dW
+    hidden = next((hidden for hidden in SMALLER
+                   if matrices * hidden ** 2 * 8 <= LINK_SECONDS * cluster.link), SMALLER[-1])
+    return short, (hidden, *others)
 
 
 def list_works(ranks: int, products: Iterable[tuple[int, ...]],
@@ -146,8 +167,17 @@ def make_transformer(work: Work, comm, dtype: str,
                      for done in against_serial.compare(network, y, dx, sizes, seed, dtype)]
 
 
-def make_transformers(works: Sequence[Work], comm) -> list[mm3d.Transformer]:
+def make_transformers(works: Sequence[Work], comm,
+                      progress: Callable[[str], None] = lambda line: None
+                      ) -> list[mm3d.Transformer]:
     """Build the Transformers of `works`.
+
+    Parameters
+    ----------
+    works : sequence of Work
+        Transformers on grids of all ranks.
+    progress : callable, optional
+        Is given a line on what was done, on every rank.
 
     Raises
     ------
@@ -161,6 +191,8 @@ def make_transformers(works: Sequence[Work], comm) -> list[mm3d.Transformer]:
         agree(f"{wrong[0].quantity} is off by {wrong[0].error:.2g}" if wrong else "", comm,
               WrongResult)
         found.append(network)
+        if len(found) % MODELS_OF_A_LINE == 0 or len(found) == len(works):
+            progress(f"a step of {len(found)} of {len(works)} models is that of the serial scheme")
     return found
 
 

@@ -145,6 +145,21 @@ def test_ranks_wait_where_they_meet_between_work():
     assert waits("all_reduce", 8) == 6e-4 and waits("broadcast", 4) == 0
 
 
+def test_models_are_smaller_where_links_are_slow():
+    """The matrices of a step keep a link busy for at most 1.2 s, by arithmetic of its own: three
+    times 12 h^2 numbers of four bytes."""
+    def features(text):
+        short, (hidden, *others) = whole_steps.list_models(Cluster.parse(text))
+        assert (short, *others) == (whole_steps.MODELS[0], *whole_steps.MODELS[1][1:])
+        return hidden
+
+    assert whole_steps.list_models(None) == whole_steps.MODELS
+    assert [features(f"4x2:{link}") for link in ("unlimited", "200Mbit", "100Mbit", "50Mbit")] \
+        == [448, 448, 320, 224]
+    assert features("4x2:1Mbit") == 160    # the smallest
+    assert 3 * 12 * 224 ** 2 * 4 / (50e6 / 8) < 1.2 < 3 * 12 * 320 ** 2 * 4 / (50e6 / 8)
+
+
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_what_steps_lose_is_found(ranks):
@@ -241,7 +256,7 @@ def test_links_make_rounds_long_so_there_is_one(comm, monkeypatch, cluster, roun
     monkeypatch.setattr(calibration, "node_numbers", lambda comm: [0, int(cluster is not None)])
     monkeypatch.setattr(Cluster, "from_environment",
                         lambda: cluster and Cluster.parse(cluster))
-    monkeypatch.setattr(whole_steps, "make_transformers", lambda works, comm: [])
+    monkeypatch.setattr(whole_steps, "make_transformers", lambda *_: [])
     monkeypatch.setattr(whole_steps, "measure_rounds",
                         lambda trials, count, seed: np.ones((count, 1, 2)))
     for part in ("products", "passes", "collectives"):
