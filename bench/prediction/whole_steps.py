@@ -29,7 +29,7 @@ Trial = Callable[[], list[float]]    # measures the seconds of forward and of ba
 MODELS = ((96, 8, 8, 32, 2), (448, 8, 8, 96, 1))    # hidden, heads, batch, seq, layers
 SMALLER = (448, 320, 224, 160)    # features of the second model, for ever slower links
 LINK_SECONDS = 1.2    # that a link may carry the matrices of a step: W twice and dW once
-MODELS_OF_A_LINE = 8    # verified, before a line of progress
+WORKS_OF_A_LINE = 8    # verified, before a line of progress
 ROUNDS = 8
 ROUNDS_BETWEEN_NODES = 3    # of an emulated cluster, where a step waits for links
 
@@ -63,7 +63,8 @@ def list_works(ranks: int, products: Iterable[tuple[int, ...]],
 
 
 def measure_works(works: Sequence[Work], comm, dtype: str, seed: int, count: int,
-                  transport: str) -> Measurements:
+                  transport: str, progress: Callable[[str], None] = lambda line: None
+                  ) -> Measurements:
     """Verify and measure forward and backward of `works` on all ranks of `comm`.
 
     Parameters
@@ -78,6 +79,8 @@ def measure_works(works: Sequence[Work], comm, dtype: str, seed: int, count: int
         Number of rounds over all works.
     transport : str
         The transport of collectives, for the record.
+    progress : callable, optional
+        Is given a line on what was done, on every rank.
 
     Returns
     -------
@@ -93,12 +96,16 @@ def measure_works(works: Sequence[Work], comm, dtype: str, seed: int, count: int
     """
     checks: list[Check] = []
     verify = {"matmul": verify_product, "layer": verify_layer}
-    trials = [verify[work.kind](work, comm, dtype, seed, checks) for work in works]
+    trials = []
+    for work in works:
+        trials.append(verify[work.kind](work, comm, dtype, seed, checks))
+        if len(trials) % WORKS_OF_A_LINE == 0 or len(trials) == len(works):
+            progress(f"checked the results of {len(trials)} of {len(works)} plans")
     wrong = [done for done in checks if not done.passed]
     if wrong:
         raise WrongResult(f"{wrong[0].quantity} is off by {wrong[0].error:.2g}, tolerance "
                           f"{wrong[0].tolerance:.2g}")
-    found = measure_rounds(trials, count, seed)
+    found = measure_rounds(trials, count, seed, progress)
     return Measurements(
         "check", {"dtype": dtype, "seed": seed, "transport": transport},
         sampling.measured_environment("numpy", comm),
@@ -145,14 +152,17 @@ def layer_trial(network: mm3d.Transformer, comm, clock: Clock) -> Trial:
     return step
 
 
-def measure_rounds(trials: Sequence[Trial], count: int, seed: int) -> np.ndarray:
+def measure_rounds(trials: Sequence[Trial], count: int, seed: int,
+                   progress: Callable[[str], None] = lambda line: None) -> np.ndarray:
     """Measure seconds by (round, trial, phase).
 
     Each round has a random order, so that a disturbance of the machine affects no single trial.
     """
-    points = [(trial,) for trial in trials]
-    return np.array([sampling.measure_in_random_order(points, seed + turn, lambda trial: trial())
-                     for turn in range(count)])
+    points, found = [(trial,) for trial in trials], []
+    for turn in range(count):
+        found.append(sampling.measure_in_random_order(points, seed + turn, lambda trial: trial()))
+        progress(f"measured round {turn + 1} of {count}")
+    return np.array(found)
 
 
 def make_transformer(work: Work, comm, dtype: str,
@@ -191,7 +201,7 @@ def make_transformers(works: Sequence[Work], comm,
         agree(f"{wrong[0].quantity} is off by {wrong[0].error:.2g}" if wrong else "", comm,
               WrongResult)
         found.append(network)
-        if len(found) % MODELS_OF_A_LINE == 0 or len(found) == len(works):
+        if len(found) % WORKS_OF_A_LINE == 0 or len(found) == len(works):
             progress(f"a step of {len(found)} of {len(works)} models is that of the serial scheme")
     return found
 

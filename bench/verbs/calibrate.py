@@ -1,7 +1,6 @@
 """Measure this machine, with as many ranks as mpirun starts, and write its model."""
 
 import argparse
-import math
 from pathlib import Path
 
 from bench.console import say
@@ -38,6 +37,13 @@ def run(arguments: argparse.Namespace, comm) -> int:
     return status
 
 
+def bandwidth(line: machine_model.Line) -> str:
+    """Format the bytes a second that a collective reaches beyond its latency."""
+    if not line.beta:
+        return "inf GB/s"
+    return f"{1e-9 / line.beta:.2f} GB/s" if line.beta < 1e-8 else f"{1e-6 / line.beta:.1f} MB/s"
+
+
 def figures(machine: machine_model.Machine) -> str:
     """Summarize the figures of the model in a few lines."""
     half = ", ".join(f"{edge:.0f}" for edge in machine.gemm_half_size)
@@ -57,6 +63,6 @@ def figures(machine: machine_model.Machine) -> str:
     lines += [f"{line.kind}{' of columns' * line.pieces} of {line.size} ranks {line.stride} "
               f"apart: {1e6 * line.alpha:.0f} us, "
               + ("read where it lies" if line.kind in placed else
-                 f"{1e-9 / line.beta if line.beta else math.inf:.2f} GB/s")
+                 bandwidth(line))
               for line in machine.collectives]
     return "\n".join(lines)

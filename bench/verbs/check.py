@@ -2,6 +2,7 @@
 
 import argparse
 
+from bench.console import say
 from bench.errors import UsageError, WrongResult
 from bench.experiments.products import operands
 from bench.prediction import machine_model, whole_steps
@@ -58,8 +59,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
                                    [(*sizes, arguments.layers) for sizes in arguments.layer or ()])
     try:
         record = whole_steps.measure_works(works, comm, arguments.dtype, arguments.seed,
-                                           arguments.rounds,
-                                           transport)
+                                           arguments.rounds, transport,
+                                           lambda line: say(line) if comm.rank == 0 else None)
     except WrongResult as wrong:
         return report_failure("check", f"{wrong}; no times were written", comm)
     except ValueError as error:

@@ -258,7 +258,7 @@ def test_links_make_rounds_long_so_there_is_one(comm, monkeypatch, cluster, roun
                         lambda: cluster and Cluster.parse(cluster))
     monkeypatch.setattr(whole_steps, "make_transformers", lambda *_: [])
     monkeypatch.setattr(whole_steps, "measure_rounds",
-                        lambda trials, count, seed: np.ones((count, 1, 2)))
+                        lambda trials, count, seed, *_: np.ones((count, 1, 2)))
     for part in ("products", "passes", "collectives"):
         monkeypatch.setattr(operations_alone, f"measure_{part}", lambda *_: {})
     found = []
