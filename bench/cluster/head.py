@@ -1,6 +1,6 @@
 """Build an emulated cluster, run a command in it, and take it down: the processes above the nodes.
 
-``python -m bench.cluster.head REPORTS PARENT CLUSTER MPIRUN COMMAND...`` is started by
+``python -m bench.cluster.head REPORTS PARENT CLUSTER MPIRUN LIBRARY COMMAND...`` is started by
 `bench.cluster.run`.  It makes the namespaces; its child, process 1 in them, builds the cluster
 and runs the command.  When that child ends the kernel kills every process of the cluster, and
 removes its devices and mounts.  It ends with its parent, and that with its own, also by SIGKILL.
@@ -66,7 +66,7 @@ def main(argv: Sequence[str]) -> int:
             os.read(ours, 1)    # empty at once if the parent has ended already
             os._exit(1)
         except BlockingIOError:
-            run_as_init(cluster, argv[3], argv[4:], reports)
+            run_as_init(cluster, (argv[3], argv[4]), argv[5:], reports)
     reports.close()
     return exit_status(os.waitpid(first, 0)[1])
 
@@ -90,7 +90,7 @@ def exit_status(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def run_as_init(cluster: Cluster, mpirun: str, command: Sequence[str],
+def run_as_init(cluster: Cluster, mpirun: tuple[str, str], command: Sequence[str],
                 reports: socket.socket) -> NoReturn:
     """Build the cluster, run the command, and exit with its status, as process 1."""
     from bench.cluster.links import Refused
@@ -110,7 +110,7 @@ def run_as_init(cluster: Cluster, mpirun: str, command: Sequence[str],
         os._exit(status)
 
 
-def build(cluster: Cluster, mpirun: str) -> None:
+def build(cluster: Cluster, mpirun: tuple[str, str]) -> None:
     """Make the file systems, the nodes and the links."""
     from bench.cluster import links, nodes
     namespaces.mount("none", "/", flags=namespaces.MS_REC | namespaces.MS_PRIVATE)
@@ -129,14 +129,23 @@ def build(cluster: Cluster, mpirun: str) -> None:
         {"cluster": cluster.to_environment(), "processes": held.processes}))
 
 
-def write_commands(mpirun: str) -> None:
-    """Write the commands that come first on PATH inside."""
+def write_commands(mpirun: tuple[str, str]) -> None:
+    """Write the commands that come first on PATH inside.
+
+    Parameters
+    ----------
+    mpirun : tuple of str
+        The path of the real mpirun, and the name of its MPI library.
+    """
+    from bench.cluster.mpirun import LIBRARY, REAL
     os.mkdir(FOLDER)
+    real = "".join(f"{name}={shlex.quote(value)} "
+                   for name, value in zip((REAL, LIBRARY), mpirun))
     for name, function in COMMANDS.items():
         module, _, main = function.partition(".")
         call = (f"import sys; sys.path.insert(0, {str(ROOT)!r}); "
                 f"from bench.cluster.{module} import {main}; sys.exit({main}())")
-        known = f"MM3D_CLUSTER_MPIRUN={shlex.quote(mpirun)} " * (module == "mpirun")
+        known = real * (module == "mpirun")
         path = Path(FOLDER) / name
         path.write_text(f"#!/bin/sh\n{known}exec {shlex.quote(sys.executable)} -S "
                         f"-c {shlex.quote(call)} \"$@\"\n")

@@ -9,44 +9,30 @@ import os
 import sys
 from collections.abc import Sequence
 
-from bench.cluster.spec import FOLDER, SWITCH, VARIABLE, Cluster
+from bench.cluster.launchers import LAUNCHERS, Launcher
+from bench.cluster.spec import VARIABLE, Cluster
 
-# By libfabric's TCP, over the link: UCX finds memory that nodes of one machine share.
-SETTINGS = {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp", "FI_TCP_IFACE": "eth0"}
-REAL = "MM3D_CLUSTER_MPIRUN"
+REAL, LIBRARY = "MM3D_CLUSTER_MPIRUN", "MM3D_CLUSTER_MPI"    # its path, and the launcher's name
 COUNTS = ("n", "np")
-# Options by which the cluster itself is described, and the number of values of others.
-TAKEN = ("hosts", "host", "f", "hostfile", "machinefile", "launcher", "launcher-exec", "iface",
-         "ppn", "bootstrap", "bootstrap-exec")
-VALUES = {"genv": 2, "env": 2} | dict.fromkeys(
-    ("genvlist", "envlist", "wdir", "configfile", "outfile-pattern", "errfile-pattern", "outfile",
-     "errfile", "prepend-pattern", "bind-to", "map-by", "membind", "timeout", "rmk", "usize",
-     "topolib"), 1)
 
 
 def main() -> int:
     """Start the real mpirun in place of this process; return 2 when it would not do."""
     cluster = Cluster.from_environment()
     assert cluster is not None
+    launcher = next(one for one in LAUNCHERS if one.name == os.environ[LIBRARY])
     try:
-        ranks = count_ranks(sys.argv[1:], cluster)
-        environ = environment(os.environ)
+        ranks = count_ranks(sys.argv[1:], cluster, launcher)
+        environ = environment(os.environ, launcher)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     words = [] if ranks is not None else ["-n", str(cluster.size)]
-    real = environ.pop(REAL)
-    os.execve(real, [real, *placement(cluster), *words, *sys.argv[1:]], environ)
+    real = os.environ[REAL]
+    os.execve(real, [real, *launcher.placement(cluster), *words, *sys.argv[1:]], environ)
 
 
-def placement(cluster: Cluster) -> list[str]:
-    """Return hydra's options: one node is filled with ranks after the other."""
-    hosts = ",".join(f"{cluster.address(node)}:{cluster.ranks}" for node in range(cluster.nodes))
-    return ["-launcher", "ssh", "-launcher-exec", f"{FOLDER}/remote-shell", "-iface", SWITCH,
-            "-hosts", hosts]
-
-
-def environment(environ: dict[str, str] | os._Environ[str]) -> dict[str, str]:
+def environment(environ: dict[str, str] | os._Environ[str], launcher: Launcher) -> dict[str, str]:
     """Return the environment of the real mpirun.
 
     Each node adds the description of the cluster with its own number.
@@ -56,25 +42,33 @@ def environment(environ: dict[str, str] | os._Environ[str]) -> dict[str, str]:
     ValueError
         When the user has chosen another network.
     """
-    for name, value in SETTINGS.items():
-        if environ.get(name, value) != value:
-            raise ValueError(f"{name}={environ[name]}: an emulated cluster needs {name}={value}, "
-                             f"as other networks find a way around its links; unset it")
-    return {name: value for name, value in environ.items() if name != VARIABLE} | SETTINGS
+    for name, value in launcher.settings.items():
+        refuse_setting(name, environ.get(name, value), launcher)
+    return {name: value for name, value in environ.items()
+            if name not in (VARIABLE, REAL, LIBRARY)} | launcher.settings
 
 
-def count_ranks(words: Sequence[str], cluster: Cluster) -> int | None:
+def refuse_setting(name: str, value: str, launcher: Launcher) -> None:
+    """Raise a ValueError where a variable has not the value that the cluster needs."""
+    if value != launcher.settings.get(name, value):
+        raise ValueError(f"{name}={value}: an emulated cluster needs "
+                         f"{name}={launcher.settings[name]}, as other networks find a way around "
+                         f"its links; unset it")
+
+
+def count_ranks(words: Sequence[str], cluster: Cluster, launcher: Launcher) -> int | None:
     """Return the number of ranks that a command line of mpirun asks for; None for the default.
 
     Raises
     ------
     ValueError
-        When the cluster has not so many, or the line says where ranks run.
+        When the cluster has not so many, or the line says where ranks run or by which network
+        they send.
     """
     total, rest, given = 0, list(words), False
     while rest and rest[0].startswith("-"):
         option = rest.pop(0).lstrip("-")
-        if option in TAKEN:
+        if option in launcher.taken:
             raise ValueError(f"-{option}: the emulated cluster itself says where ranks run: leave "
                              f"it out")
         if option in COUNTS:
@@ -83,7 +77,11 @@ def count_ranks(words: Sequence[str], cluster: Cluster) -> int | None:
                                  f"do")
             total, given = total + int(rest.pop(0)), True
         else:
-            del rest[:VALUES.get(option, 0)]
+            count = launcher.values.get(option, 0)
+            if option.endswith("mca") and len(rest) > 1:    # Open MPI's --mca NAME VALUE
+                refuse_setting(("PRTE_MCA_" if option == "prtemca" else "OMPI_MCA_") + rest[0],
+                               rest[1], launcher)
+            del rest[:count]
     if total > cluster.size:
         raise ValueError(f"{total} ranks on {cluster.nodes} nodes of {cluster.ranks}: at most "
                          f"{cluster.size} would do, or a larger emulated cluster")

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 
+from bench.cluster.launchers import find_launcher
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError
 from mm3d import launcher
@@ -113,7 +114,7 @@ def _start(cluster: Cluster, command: Sequence[str], reports: socket.socket,
            streams: dict[str, int]) -> subprocess.Popen:
     """Start the process that builds the cluster, in a session of its own."""
     words = [sys.executable, "-m", "bench.cluster.head", str(reports.fileno()), str(os.getpid()),
-             cluster.to_environment(), find_mpirun(), *command]
+             cluster.to_environment(), *find_mpirun(), *command]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.Popen(
         words, pass_fds=[reports.fileno()], start_new_session=True, **streams,
@@ -121,23 +122,24 @@ def _start(cluster: Cluster, command: Sequence[str], reports: socket.socket,
         | {"PYTHONPATH": os.pathsep.join(paths)})
 
 
-def find_mpirun() -> str:
-    """Return the path of the mpirun of this environment, which must be MPICH's.
+def find_mpirun() -> tuple[str, str]:
+    """Return the path of the mpirun of this environment, and the name of its MPI library.
 
     Raises
     ------
     UsageError
-        When there is none, or it is of another MPI.
+        When there is none, or it is neither MPICH's nor Open MPI's.
     """
     try:
         mpirun = launcher.mpirun_command(1)[0]
     except FileNotFoundError as error:
         raise UsageError(str(error)) from error
     about = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
-    if "HYDRA" not in about:
-        raise UsageError(f"{mpirun} is not MPICH's, which alone starts ranks in an emulated "
-                         f"cluster: pip install mpich mpi4py into this environment")
-    return mpirun
+    found = find_launcher(about)
+    if found is None:
+        raise UsageError(f"{mpirun} is neither MPICH's nor Open MPI's, which alone start ranks in "
+                         f"an emulated cluster: pip install mpich mpi4py into this environment")
+    return mpirun, found.name
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.description += (
         "  Each node is a network namespace with a link of its own to a switch; Linux only, no "
         "root needed.  An mpirun in COMMAND fills one node with ranks after the other.  It has to "
-        "be MPICH's: Open MPI is refused.  COMMAND's exit status is this one's.")
+        "be MPICH's or Open MPI's.  COMMAND's exit status is this one's.")
     parser.add_argument("--nodes", type=options.whole(1), required=True, metavar="N",
                         help="number of nodes")
     parser.add_argument("--ranks", type=options.whole(1), required=True, metavar="R",

@@ -6,11 +6,13 @@ import secrets
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 import pytest
 
+from open_mpi import python_with_open_mpi
 from support import ROOT, clean_environment
 
 STARTS = int(os.environ.get("MM3D_TEST_KILLS", 50))
@@ -60,27 +62,44 @@ def namespaces(processes) -> set[str]:
 
 
 def surroundings():
-    """Devices, mounts, and files in places for temporary files, of this test's own namespace."""
+    """Devices, mounts, and files in places for temporary files, of this test's own namespace.
+
+    Those in the folder of temporary files have names of the hosts inside, as Open MPI gives them.
+    """
     devices = Path("/proc/self/net/dev").read_text().splitlines()[2:]
     mounts = [line.split()[4] for line in Path("/proc/self/mountinfo").read_text().splitlines()]
     return ({line.split(":")[0] for line in devices}, mounts,
-            {path.name for path in Path("/dev/shm").glob("mm3d*")})
+            {path.name for path in Path("/dev/shm").glob("mm3d*")},
+            {path.name for path in Path(tempfile.gettempdir()).glob("*mpi.*")
+             if re.search(r"\b(head|node-\d\d)\b", path.name)})
 
 
 @pytest.mark.slow
 @pytest.mark.limit(1800)
 def test_nothing_is_left_of_killed_clusters():
+    kill_clusters(STARTS, sys.executable)
+
+
+@pytest.mark.slow
+@pytest.mark.limit(600)
+def test_nothing_is_left_of_killed_clusters_with_open_mpi(tmp_path):
+    python, variables = python_with_open_mpi(tmp_path)
+    kill_clusters(max(2, STARTS // 5), python, **variables)
+
+
+def kill_clusters(starts: int, python: str, **variables: str) -> None:
+    """Kill one cluster after the other, and look for what is left."""
     before, moments = surroundings(), random.Random(18)
     mine = namespaces([os.getpid()])
     killed = {}
-    for start in range(STARTS):
+    for start in range(starts):
         mark = f"MARK_OF_A_TEST={secrets.token_hex(8)}"
         name, _, value = mark.partition("=")
-        command = [sys.executable, "-m", "bench", "cluster", "--nodes=3", "--ranks=2",
-                   "--link=1Gbit", "--", "mpirun", sys.executable, "-c",
-                   "import time; time.sleep(600)"]
-        process = subprocess.Popen(command, env=clean_environment(**{name: value}), cwd=ROOT,
-                                   stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+        command = [python, "-m", "bench", "cluster", "--nodes=3", "--ranks=2", "--link=1Gbit",
+                   "--", "mpirun", sys.executable, "-c", "import time; time.sleep(600)"]
+        process = subprocess.Popen(command, env=clean_environment(**variables | {name: value}),
+                                   cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
+                                   text=True)
         time.sleep(moments.uniform(0, LONGEST))
         alive = marked(mark)
         own = namespaces(alive) - mine
@@ -91,8 +110,8 @@ def test_nothing_is_left_of_killed_clusters():
         # Every other time the process that a user sees; else any.
         victim = process.pid if start % 2 else moments.choice(sorted(alive))
         what = alive.get(victim, "")
-        kind = next((name for name in ("cluster.head", "bench cluster", "hydra", "mpirun",
-                                       "time.sleep") if name in what), "other")
+        kind = next((name for name in ("cluster.head", "bench cluster", "hydra", "prted",
+                                       "orted", "mpirun", "time.sleep") if name in what), "other")
         killed[kind] = killed.get(kind, 0) + 1
         moment = time.clock_gettime(time.CLOCK_BOOTTIME)
         try:

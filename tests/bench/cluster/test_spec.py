@@ -3,6 +3,7 @@ import pytest
 
 from bench.__main__ import main
 from bench.cluster import mpirun
+from bench.cluster.launchers import MPICH, OPEN_MPI, find_launcher
 from bench.cluster.links import burst_bytes, queue_bytes
 from bench.cluster.spec import VARIABLE, Cluster
 from bench.errors import UsageError
@@ -92,7 +93,14 @@ def test_rows_that_do_not_fit_are_refused(monkeypatch, capfd, tmp_path):
     ("-genv OMP_NUM_THREADS 1 -n 3 prog", 3), ("-l -n 2 prog", 2),
 ])
 def test_ranks_of_a_command_line(words, ranks):
-    assert mpirun.count_ranks(words.split(), Cluster(2, 2)) == ranks
+    assert mpirun.count_ranks(words.split(), Cluster(2, 2), MPICH) == ranks
+
+
+@pytest.mark.parametrize("words, ranks", [
+    ("-np 4 prog", 4), ("--np 3 prog -n 1", 3), ("prog", None), ("-x A=1 -n 2 prog", 2),
+    ("--mca coll_tuned_priority 0 --tag-output -n 2 prog", 2), ("--mca pml ob1 -n 1 prog", 1)])
+def test_ranks_of_a_command_line_of_open_mpi(words, ranks):
+    assert mpirun.count_ranks(words.split(), Cluster(2, 2), OPEN_MPI) == ranks
 
 
 @pytest.mark.parametrize("words, message", [
@@ -101,14 +109,39 @@ def test_ranks_of_a_command_line(words, ranks):
 ])
 def test_command_lines_that_do_not_fit(words, message):
     with pytest.raises(ValueError, match=message):
-        mpirun.count_ranks(words.split(), Cluster(2, 2))
+        mpirun.count_ranks(words.split(), Cluster(2, 2), MPICH)
 
 
-def test_networks_that_go_around_the_links_are_refused():
-    kept = mpirun.environment({"A": "1", VARIABLE: "{}"})
-    assert kept == {"A": "1"} | mpirun.SETTINGS
-    with pytest.raises(ValueError, match="MPIR_CVAR_CH4_NETMOD=ucx: .* unset it"):
-        mpirun.environment({"MPIR_CVAR_CH4_NETMOD": "ucx"})
+@pytest.mark.parametrize("words, message", [
+    ("--np 5 prog", "5 ranks on 2 nodes of 2: at most 4"),
+    ("--host a:2 -n 2 prog", "-host: the emulated cluster itself"),
+    ("--map-by node prog", "-map-by: the emulated cluster itself"),
+    ("--mca pml ucx prog", "OMPI_MCA_pml=ucx: .* needs OMPI_MCA_pml=ob1"),
+    ("--prtemca plm_ssh_agent ssh prog", "PRTE_MCA_plm_ssh_agent=ssh: an emulated")])
+def test_command_lines_of_open_mpi_that_do_not_fit(words, message):
+    with pytest.raises(ValueError, match=message):
+        mpirun.count_ranks(words.split(), Cluster(2, 2), OPEN_MPI)
+
+
+@pytest.mark.parametrize("launcher, name, value", [
+    (MPICH, "MPIR_CVAR_CH4_NETMOD", "ucx"), (OPEN_MPI, "OMPI_MCA_btl", "self,tcp,uct")])
+def test_networks_that_go_around_the_links_are_refused(launcher, name, value):
+    kept = mpirun.environment({"A": "1", VARIABLE: "{}", mpirun.REAL: "/bin/mpirun"}, launcher)
+    assert kept == {"A": "1"} | launcher.settings
+    with pytest.raises(ValueError, match=f"{name}={value}: .* unset it"):
+        mpirun.environment({name: value}, launcher)
+
+
+@pytest.mark.parametrize("about, launcher", [
+    ("HYDRA build details:\n    Version: 5.0.2", MPICH), ("mpirun (Open MPI) 4.1.4", OPEN_MPI),
+    ("Intel(R) MPI Library for Linux* OS, Version 2021.5", None)])
+def test_whose_mpirun_it_is(about, launcher):
+    assert find_launcher(about) is launcher
+
+
+def test_nodes_and_slots():
+    assert MPICH.placement(Cluster(2, 3))[-1] == "10.77.0.2:3,10.77.0.3:3"
+    assert OPEN_MPI.placement(Cluster(2, 3))[:2] == ["--host", "10.77.0.2:3,10.77.0.3:3"]
 
 
 def test_sizes_of_buckets_and_queues():
