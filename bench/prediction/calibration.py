@@ -25,7 +25,7 @@ from mm3d.grid.grid import Grid
 from mm3d.transport.nodes import node_numbers
 
 DTYPES = ("float32", "float64")
-MANY = 16    # ranks, from which on there is one round: each takes long where they share cores
+MANY = 16    # ranks, beyond which there is one round: each takes long where they share cores
 NO_LINKS = machine_model.Level(0.0, 1e15)    # of one rank, which sends nothing
 
 
@@ -35,8 +35,8 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
 
     Every result is verified before it is timed, collectives exactly, with integers.  Measurements
     are made in rounds, so that a disturbance of the machine affects a few samples of each kind.
-    On an emulated cluster, whose links make them long, there is one round with fewer steps, of
-    smaller models where links are slow.
+    On an emulated cluster, whose links make them long, a round has one step of each model and one
+    sample of each collective, and models are smaller where links are slow.
 
     Parameters
     ----------
@@ -77,13 +77,13 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
         raise UsageError("/proc/meminfo does not say how much memory there is")
     works = whole_steps.list_works(comm.size, [], whole_steps.list_models(cluster))
     networks = whole_steps.make_transformers(works, comm, progress)
-    rounds = operations_alone.ROUNDS if comm.size <= MANY and cluster is None else 1
-    steps_of_each = whole_steps.ROUNDS if cluster is None else whole_steps.ROUNDS_BETWEEN_NODES
+    rounds = operations_alone.ROUNDS if comm.size <= MANY or cluster else 1
+    steps_of_each = 1 if cluster else whole_steps.ROUNDS
     steps, products, passes, collectives = [], [], [], []
     for turn in range(rounds):
         steps.append(whole_steps.measure_steps(networks, comm, turn, steps_of_each))
-        progress(f"round {turn + 1} of {rounds}: {len(networks)} models, {steps_of_each} steps "
-                 f"of each")
+        progress(f"round {turn + 1} of {rounds}: {len(networks)} models, "
+                 + ("a step" if steps_of_each == 1 else f"{steps_of_each} steps") + " of each")
         products.append([operations_alone.measure_products(dtype, comm) for dtype in DTYPES])
         passes.append(operations_alone.measure_passes(comm))
         collectives.append(operations_alone.measure_collectives(comm, cluster))

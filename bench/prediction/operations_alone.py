@@ -31,6 +31,7 @@ from mm3d.grid.axis import COLLECTIVES
 
 SAMPLES, ROUNDS = 3, 3    # samples of each point in a round, and rounds over all points
 LIMITS = timing.Limits(SAMPLES, SAMPLES)
+ON_LINKS = timing.Limits(1, 1)    # in a round on an emulated cluster
 EDGES = (32, 64, 128, 256, 512, 1024)
 OBLONG = ((1024, 64, 1024), (64, 1024, 1024), (1024, 1024, 64), (256, 1024, 2048),
           (64, 64, 512), (512, 128, 128), (128, 512, 64), (2048, 256, 256), (16, 256, 1024))
@@ -190,8 +191,8 @@ def measure_collectives(comm, cluster: Cluster | None = None) -> dict[
         tuple[str, int, int, bool, int], float]:
     """Measure the seconds of every collective along all lines.
 
-    On several nodes these are makespans, since ranks wait for links; arrays are left out that keep
-    the links busy for longer than `LINK_SECONDS`.
+    On several nodes these are makespans, since ranks wait for links, of one sample each; arrays
+    are left out that keep the links busy for longer than `LINK_SECONDS`.
 
     Parameters
     ----------
@@ -206,7 +207,7 @@ def measure_collectives(comm, cluster: Cluster | None = None) -> dict[
         By kind, size, stride, pieces (see `bench.prediction.machine_model.Line.key`) and bytes of
         the whole array.  Collectives that divide the array are measured for columns as well.
     """
-    clock, found = Clock(comm), {}
+    clock, found, limits = Clock(comm), {}, ON_LINKS if cluster else LIMITS
 
     def sampler(step: Callable[[], object]) -> Callable[[], float]:
         if cluster is not None:
@@ -219,7 +220,7 @@ def measure_collectives(comm, cluster: Cluster | None = None) -> dict[
             for length in bytes_within(LINK_SECONDS, kind, size, stride, cluster):
                 measured = measure_collective(
                     grid, "y", kind, divided_shape(length // 4, pieces), "float32",
-                    lambda step: sampling.take_samples(sampler(step), LIMITS, comm))
+                    lambda step: sampling.take_samples(sampler(step), limits, comm))
                 found[kind, size, stride, pieces, length] = comm.bcast(min(measured.seconds))
         grid.free()
     return found

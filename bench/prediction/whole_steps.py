@@ -31,7 +31,6 @@ SMALLER = (448, 320, 224, 160)    # features of the second model, for ever slowe
 LINK_SECONDS = 1.2    # that a link may carry the matrices of a step: W twice and dW once
 WORKS_OF_A_LINE = 8    # verified, before a line of progress
 ROUNDS = 8
-ROUNDS_BETWEEN_NODES = 3    # of an emulated cluster, where a step waits for links
 
 
 def list_models(cluster: Cluster | None) -> tuple[tuple[int, ...], ...]:

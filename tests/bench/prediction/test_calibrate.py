@@ -250,8 +250,8 @@ def test_a_machine_measures_itself(tmp_path):
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("cluster, rounds, steps", [(None, 3, 24), ("2x1:500Mbit", 1, 3)])
-def test_links_make_rounds_long_so_there_is_one(comm, monkeypatch, cluster, rounds, steps):
+@pytest.mark.parametrize("cluster, rounds, steps", [(None, 3, 24), ("2x1:500Mbit", 3, 3)])
+def test_links_make_steps_long_so_a_round_has_one(comm, monkeypatch, cluster, rounds, steps):
     """The file states how many there were."""
     monkeypatch.setattr(calibration, "node_numbers", lambda comm: [0, int(cluster is not None)])
     monkeypatch.setattr(Cluster, "from_environment",
