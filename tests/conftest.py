@@ -11,7 +11,8 @@ where it was.
 Tests with the marker `slow` need the option --slow. `ranks(1, 8, slow=(4, 6))` gives it to some
 numbers of ranks, `ranks(1, 4, 8, first=(8,))` to all but the first case of a test on 8 ranks,
 `slow_but_first` to all but the first case on any. Of the cases that take the fixture `transport`
-the first one alone also runs by shared memory.
+the first one alone also runs by shared memory, with --slow too; `every_transport` makes the others
+slow ones.
 """
 import mm3d    # noqa: F401  before mpi4py: sets variables that MPI reads when it starts
 
@@ -38,8 +39,8 @@ os.environ.setdefault("MM3D_TRANSPORT", "mpi")
 WORLD = MPI.COMM_WORLD
 MEETING = WORLD.Dup()         # no message of a test can be taken for one of the meeting's
 # The files whose slow tests wait longest, for jobs and links; with --slow they come first.
-WAITING = ("test_slurm.py", "test_slurm_hosts.py", "test_faults.py", "test_kills.py",
-           "test_wire_bytes.py", "test_calibrate.py", "test_journal.py")
+WAITING = ("test_slurm.py", "test_slurm_limits.py", "test_slurm_hosts.py", "test_faults.py",
+           "test_kills.py", "test_wire_bytes.py", "test_calibrate.py")
 GRACE = min(LIMIT / 3, 10)    # seconds that a failed rank waits: it may be all the others wait for
 STDERR = os.dup(2)            # replaced in pytest_configure: pytest captures 2 while tests run
 
@@ -215,7 +216,8 @@ def pytest_addoption(parser):
 def leave_out(config, items, unwanted) -> int:
     """Deselect the items for which `unwanted` is true; their number."""
     out = [item for item in items if unwanted(item)]
-    items[:] = [item for item in items if not unwanted(item)]
+    left = set(items).difference(out)
+    items[:] = [item for item in items if item in left]
     config.hook.pytest_deselected(items=out)
     return len(out)
 
@@ -226,20 +228,35 @@ def pytest_ignore_collect(collection_path, config):
         return True if not re.search(r"\bcomm\b", collection_path.read_text()) else None
 
 
+def by_shared_memory(item: pytest.Item) -> bool:
+    """Whether a test takes the fixture `transport` and is the case of shared memory."""
+    return parameters(item).get("transport") == "shared"
+
+
+def is_shown_by_another(item: pytest.Item, seen: set[tuple]) -> bool:
+    """Whether a case by shared memory shows nothing: one rank sends nothing, and beside the first
+    case the others differ in what the transport is used for, which they show by MPI."""
+    test = item.path, getattr(item, "originalname", ""), rank_count(item)
+    if not by_shared_memory(item):
+        return False
+    before = test in seen and not item.get_closest_marker("every_transport")
+    seen.add(test)
+    return rank_count(item) == 1 or before
+
+
 def pytest_collection_modifyitems(config, items):
     if config.getoption("several_ranks"):
         leave_out(config, items, lambda item: rank_count(item) == 1)
     if config.getoption("slow"):
         items.sort(key=lambda item: item.path.name not in WAITING)
-    seen = set()
+    seen: set[tuple] = set()
+    leave_out(config, items, lambda item: is_shown_by_another(item, seen))
+    seen.clear()
     for item in items:
         n, marker = rank_count(item), item.get_closest_marker("ranks")
-        shared = parameters(item).get("transport") == "shared"
-        # One rank sends nothing: how, is no other case.
-        if n == 1 and shared:
-            item.add_marker(pytest.mark.slow)
-        elif (marker and n in marker.kwargs.get("first", ()) or shared
-              or item.get_closest_marker("slow_but_first")):
+        shared = by_shared_memory(item)
+        if (marker and n in marker.kwargs.get("first", ()) or shared
+                or item.get_closest_marker("slow_but_first")):
             test = item.path, item.originalname, n, shared and not (
                 marker and n in marker.kwargs.get("first", ()))
             if test in seen:

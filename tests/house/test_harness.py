@@ -78,15 +78,19 @@ def test_what_one_rank_runs_can_be_left_out(run):
 
 def test_what_is_slow_needs_an_option(run):
     body = ("@pytest.mark.slow\ndef test_slow(): pass\n"
-            "@pytest.mark.ranks(1, 2, slow=(3, 4))\ndef test_it(comm, transport): pass\n"
+            "@pytest.mark.parametrize('n', range(2))\n"
+            "@pytest.mark.ranks(1, 2, slow=(3, 4))\ndef test_it(comm, transport, n): pass\n"
+            "@pytest.mark.every_transport\n@pytest.mark.parametrize('n', range(2))\n"
+            "@pytest.mark.ranks(2)\ndef test_both(comm, transport, n): pass\n"
             "@pytest.mark.ranks(2, 4, first=(4,))\n@pytest.mark.parametrize('n', range(3))\n"
             "def test_first(comm, n): assert comm.size == 2 or n == 0\n")
-    done = run(body)    # one rank needs one transport alone, two ranks both
+    # One rank needs one transport alone, several ranks both, but shared memory only once.
+    done = run(body)
     assert done.returncode == 0, done.text
-    assert "7 passed, 8 deselected" in done.stdout
-    assert "8 slow tests are left out: --slow runs them too" in done.stdout
+    assert "12 passed, 15 deselected" in done.stdout
+    assert "10 slow tests are left out: --slow runs them too" in done.stdout
     done = run(body, "--slow", "-m", "slow")
-    assert "2 failed, 6 passed, 7 deselected" in done.stdout, done.text    # n of 1 and 2 on four
+    assert "2 failed, 8 passed, 17 deselected" in done.stdout, done.text    # n of 1 and 2 on four
     assert "left out" not in done.stdout
 
 

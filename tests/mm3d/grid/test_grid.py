@@ -12,7 +12,8 @@ from mm3d.grid.axis import Traffic
 from mm3d.grid.split import Split
 from reference import every_grid, grids, integers, on_grid, total
 
-pytestmark = pytest.mark.usefixtures("transport")
+# Which block goes where is what a transport decides: each case is one of its own.
+pytestmark = [pytest.mark.usefixtures("transport"), pytest.mark.every_transport]
 
 LINES = pytest.mark.ranks(1, 3, 8, first=(8,))
 DTYPES = "float64", "float32", "float16", "int64"

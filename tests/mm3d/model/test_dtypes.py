@@ -87,6 +87,7 @@ def test_no_promotion(comm, watched, travelled, dtype):
 
 
 @pytest.mark.ranks(4)
+@pytest.mark.every_transport
 @pytest.mark.parametrize("columns", [4, 9000])    # handed to all ranks in shared memory, and not
 @pytest.mark.parametrize("dtype, terms, total", [
     ("float16", (40000, 40000, -40000, 0), 40000), ("float16", (2048, 1, 1, 0), 2050),
