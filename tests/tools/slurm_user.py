@@ -5,7 +5,10 @@ import sys
 import time
 from pathlib import Path
 
+from bench.cases.case import make_case
+from bench.cases.selection import select_rows
 from bench.records import run_file
+from bench.reports.paper_tables import words_agree
 from support import ROOT
 
 PATIENCE = 300    # seconds that jobs may take on a busy machine; on an idle one it is a tenth
@@ -35,6 +38,18 @@ FI_PROVIDER = "tcp"
 """
 QUICK = '"--repetitions=2", "--max-repetitions=2"'
 ENDLESS = '"--repetitions=1000000", "--max-repetitions=1000000"'
+
+
+def check_run(run):
+    """What ``mpirun`` guarantees of a result holds of one that Slurm started."""
+    row, *_ = select_rows(run.configuration["table"], run.configuration["scheme"])
+    one = make_case(row, "tiny")
+    assert run.configuration["layers"] == one.sizes.layers
+    assert run.checks and all(check.passed for check in run.checks)
+    assert max(check.error for check in run.checks) < 1e-4
+    assert words_agree(run) and run.traffic["words"].sum() > 0
+    assert run.samples["forward"].shape[1] == run.ranks
+    assert "srun" not in run.environment["command"] and run.environment["ranks"] == run.ranks
 
 
 class User:
