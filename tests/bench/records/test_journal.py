@@ -7,8 +7,9 @@ import resource
 import signal
 
 import pytest
+from mpi4py import MPI
 
-from bench.__main__ import parser
+from bench.__main__ import main, parser
 from bench.cases import selection
 from bench.cases.selection import select_rows
 from bench.cases.variants import Variant
@@ -49,58 +50,80 @@ def unfinished(folder) -> None:
     os.unlink(folder / json.loads(lines[-2])["line"].split()[-1])
 
 
+@pytest.fixture
+def reproduce_here(tmp_path, monkeypatch, capsys):
+    """``bench reproduce`` into `tmp_path` in this process, jobs of one rank too, without figures;
+    what it printed."""
+    def measure(cases, words, progress):
+        rows = ",".join(f"{one.row.table}:{one.row.scheme}" for one in cases)
+        assert run.run(parser().parse_args(["run", f"--rows={rows}", *words]), MPI.COMM_SELF) == 0
+        for line in capsys.readouterr().out.splitlines():
+            progress.row(line)
+
+    def reproduce(*options: str) -> str:
+        assert main(["reproduce", *SMALL, "--ranks", "1", *options, "--out", str(tmp_path)]) == 0
+        claimed.pop().close()
+        return capsys.readouterr().out
+
+    def claim(folder):
+        claimed.append(Journal(folder))
+        return claimed[-1]
+    claimed: list[Journal] = []
+    monkeypatch.setattr(reproduce_verb, "Journal", claim)
+    monkeypatch.setenv(journal.VARIABLE, "")    # is set, and unset after the test
+    monkeypatch.setattr(reproduce_verb.launcher, "local_ranks", lambda *_: 1)
+    monkeypatch.setattr(reproduce_verb, "measure_cases", measure)
+    monkeypatch.setattr(reproduce_verb, "write_tables_and_figures", lambda *_, **__: None)
+    return reproduce
+
+
 @pytest.mark.slow
-@pytest.mark.limit(400)
-def test_what_is_finished_is_not_measured_again_with_the_same_settings(tmp_path):
-    assert reproduce(tmp_path).returncode == 0
+def test_what_is_finished_is_not_measured_again_with_the_same_settings(tmp_path, reproduce_here):
+    reproduce_here()
     first = {path.name for path in tmp_path.glob("*.h5")}
     unfinished(tmp_path)
-    done = reproduce(tmp_path)
-    assert done.returncode == 0 and "1 rows are there and not measured again" in done.stdout
-    assert done.stdout.count("done: ") == 1 and len(list(tmp_path.glob("*.h5"))) == 2
+    out = reproduce_here()
+    assert "1 rows are there and not measured again" in out and out.count("done: ") == 1
     assert len(first & {path.name for path in tmp_path.glob("*.h5")}) == 1
+    assert len(list(tmp_path.glob("*.h5"))) == 2
     assert [e["event"] for e in entries(tmp_path)] == ["begin", "row", "resume", "row", "end"]
     # What came to its end is not gone on with; nor is what has other settings.
-    done = reproduce(tmp_path)
-    assert done.stdout.count("done: ") == 2 and len(list(tmp_path.glob("*.h5"))) == 4
+    out = reproduce_here()
+    assert out.count("done: ") == 2 and len(list(tmp_path.glob("*.h5"))) == 4
     unfinished(tmp_path)
-    done = reproduce(tmp_path, "--dtype", "float64")
-    assert done.stdout.count("done: ") == 2, done.stdout
-    assert "beginning anew, because of: dtype float64 instead of float32\n" in done.stdout
+    out = reproduce_here("--dtype", "float64")
+    assert out.count("done: ") == 2, out
+    assert "beginning anew, because of: dtype float64 instead of float32\n" in out
     unfinished(tmp_path)
-    done = reproduce(tmp_path, "--dtype", "float64", "--fresh")
-    assert done.stdout.count("done: ") == 2 and "anew" not in done.stdout
+    out = reproduce_here("--dtype", "float64", "--fresh")
+    assert out.count("done: ") == 2 and "anew" not in out
 
 
 @pytest.mark.slow
-def test_a_damaged_row_is_measured_again(tmp_path):
-    assert reproduce(tmp_path).returncode == 0
+def test_a_damaged_row_is_measured_again(tmp_path, reproduce_here):
+    reproduce_here()
     unfinished(tmp_path)
     path, = tmp_path.glob("*.h5")
     os.truncate(path, path.stat().st_size // 2)
-    done = reproduce(tmp_path)
-    assert done.stdout.count("done: ") == 2 and path.name in done.stdout    # named by the tables
+    assert reproduce_here().count("done: ") == 2
 
 
 @pytest.mark.slow
-def test_a_part_of_what_was_begun_does_not_complete_it(tmp_path):
+def test_a_part_of_what_was_begun_does_not_complete_it(tmp_path, reproduce_here):
     """Of two rows none is measured, then each alone is asked for."""
-    weak, strong = [(*SMALL, "--ranks", "1", "--table", table, "--out", str(tmp_path))
-                    for table in ("weak", "strong")]
-    first = reproduce(tmp_path)
-    assert first.returncode == 0 and "not measured yet" not in first.stdout
+    assert "not measured yet" not in reproduce_here()
     for path in tmp_path.glob("*.h5"):
         path.unlink()
     lines = (tmp_path / journal.NAME).read_text().splitlines(keepends=True)
     (tmp_path / journal.NAME).write_text(lines[0])
-    done = run_python("-m", "bench", "reproduce", *weak)
-    assert done.returncode == 0 and entries(tmp_path)[-1]["outcome"] == "incomplete"
-    assert re.search(r"Of what was begun at \S+ UTC 1 rows are not measured yet", done.stdout)
+    out = reproduce_here("--table", "weak")
+    assert entries(tmp_path)[-1]["outcome"] == "incomplete"
+    assert re.search(r"Of what was begun at \S+ UTC 1 rows are not measured yet", out)
     assert (journal.unfinished_reproduction(entries(tmp_path)).rows
             == tuple(entries(tmp_path)[0]["rows"]))
-    done = run_python("-m", "bench", "reproduce", *strong)
-    assert done.returncode == 0 and entries(tmp_path)[-1]["outcome"] == "complete"
-    assert "yet" not in done.stdout and len(list(tmp_path.glob("*.h5"))) == 2
+    out = reproduce_here("--table", "strong")
+    assert entries(tmp_path)[-1]["outcome"] == "complete"
+    assert "yet" not in out and len(list(tmp_path.glob("*.h5"))) == 2
 
 
 def test_what_is_asked_for_later_is_of_the_reproduction_too():
