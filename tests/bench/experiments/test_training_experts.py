@@ -64,7 +64,7 @@ def test_meshes_with_experts_have_the_same_losses_and_drop_the_same(comm, monkey
         "2 stages 1f1b, serial, 4 micro-batches", "data 2, experts on 2, serial",
         "data 2, ZeRO 2, experts on 2, serial")]
     monkeypatch.setattr(comparison, "list_cases", lambda *given: chosen)
-    found = compare_meshes(comm, shared_tmp_path, experts)
+    found = compare_meshes(comm, shared_tmp_path, monkeypatch, experts)
     if found is not None:
         assert found.configuration["one_rank"].split("; ") == [
             "serial, 4 micro-batches" if "4 micro" in mesh else "serial"
@@ -75,17 +75,25 @@ def test_meshes_with_experts_have_the_same_losses_and_drop_the_same(comm, monkey
 @pytest.mark.slow
 @pytest.mark.ranks(8)
 @pytest.mark.limit(600)
-@pytest.mark.parametrize("experts", [
-    Experts(5, capacity=0.8, gate="gshard", balance=0.1, jitter=0.1, every=1),
-    Experts(4, capacity=None, gate="sigmoid-bias", bias_rate=0.01)])
-def test_every_mesh_with_experts_has_the_same(comm, shared_tmp_path, experts):
-    found = compare_meshes(comm, shared_tmp_path, experts)
+@pytest.mark.parametrize("experts, divided", [
+    (Experts(5, capacity=0.8, gate="gshard", balance=0.1, jitter=0.1, every=1), False),
+    (Experts(4, capacity=None, gate="sigmoid-bias", bias_rate=0.01), True)])
+def test_every_mesh_with_experts_has_the_same(comm, shared_tmp_path, monkeypatch, experts,
+                                              divided):
+    """All that need more than 2 ranks; with a gate that drops nothing, where replicas that divide
+    experts exchange another number of rows in each step, these alone."""
+    cases = [case for case in list_cases(8, experts)
+             if (case.placement.expert_parallel > 1 if divided else case.ranks > 2)
+             or case.placement.given().keys() <= {"scheme", "microbatches"}]
+    assert len(cases) > (20 if divided else 40)
+    monkeypatch.setattr(comparison, "list_cases", lambda *given: cases)
+    found = compare_meshes(comm, shared_tmp_path, monkeypatch, experts)
     if found is not None:
-        assert len(found.scales["mesh"]) > 60
         assert meshes_picture(shared_tmp_path / "meshes.png", found).stat().st_size > 10_000
 
 
-def compare_meshes(comm, shared_tmp_path, experts):
+def compare_meshes(comm, shared_tmp_path, monkeypatch, experts):
+    monkeypatch.setattr(comparison, "check_cases", lambda *given: None)    # each is made once
     found = comparison.compare_meshes(comm, replace(COMPARED, experts=experts), TEXT)
     if comm.rank == 0:
         assert [check for check in found.checks if not check.passed] == []
