@@ -113,12 +113,12 @@ def test_the_same_bits_with_recomputation_and_in_halves(comm):
                 model = mm3d.Transformer(scheme, **SIZES, **OPTIONS, recompute=recompute)
                 return results(model, passes=("a", "b"), **more)
             expected = found("none")
-            for policy in ("selective", "full", "uniform:2+selective"):
+            for policy, halves in (("selective", False), ("full", True),
+                                   ("uniform:2+selective", True)):
                 if parallelism.options.get("keep") and "selective" in policy:
                     continue    # refused
-                for halves in (False, True):
-                    assert all(map(np.array_equal, found(policy, halves=halves), expected)), (
-                        str(parallelism), policy, halves)
+                assert all(map(np.array_equal, found(policy, halves=halves), expected)), (
+                    str(parallelism), policy, halves)
 
 
 def test_gradients_are_central_differences():

@@ -1,6 +1,7 @@
 """The closed forms of a whole GPT are what is counted, in a real step and a dry one."""
 import math
 from collections import Counter
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -43,14 +44,14 @@ def counted_step(model, trace):
     return counted, kept
 
 
-@pytest.mark.ranks(1, 4, slow=(8,), first=(4,))
-@pytest.mark.parametrize("size, kind", [("uneven", 0), ("uneven", 1), ("even", 1), ("few", 0)])
-def test_closed_forms_are_what_is_counted(comm, size, kind):
+@pytest.mark.ranks(1, 4, slow=(8,))
+def test_closed_forms_are_what_is_counted(comm):
     """Words and calls by direction and kind, operations, kept words; and the dry run's traffic,
-    products, kept bytes and bytes of parameters."""
-    sizes, kind = SIZES[size], KINDS[kind]
-    described = gpt_spec(sizes, VOCAB, **kind)
-    for case in CASES[comm.size]:
+    products, kept bytes and bytes of parameters; of each scheme with one of the sizes in turn."""
+    for case, (size, kind) in zip(CASES[comm.size], cycle([
+            ("uneven", 1), ("uneven", 0), ("even", 1), ("few", 0)])):
+        sizes, kind = SIZES[size], KINDS[kind]
+        described = gpt_spec(sizes, VOCAB, **kind)
         name, options, trace = case.name, case.options, Trace()
         with case.on(comm, "numpy") as scheme:
             model = WholeGPT(scheme, VOCAB, **sizes, **kind)

@@ -1,5 +1,6 @@
 """Backward in two halves, input and weights: the same bits as the whole, in any order."""
 from collections import Counter
+from itertools import cycle
 
 import numpy as np
 import pytest
@@ -54,33 +55,35 @@ def policies(parallelism, *names: str) -> list[str]:
             if not (parallelism.options.get("keep") and "selective" in name)]
 
 
-@pytest.mark.ranks(1, slow=(8,), first=(1,))
-@pytest.mark.parametrize("sizes, options", [
-    ("uneven", {}), ("even", dict(dtype="float16", master="float32")),
-    ("uneven", dict(dtype="float64", causal=True))], ids=["float32", "float16", "float64"])
-def test_halves_give_the_same_bits(comm, transport, sizes, options):
-    """Of every scheme, with weights' halves right after the input's, and long after."""
-    for parallelism in PARALLELISMS[comm.size]:
+@pytest.mark.ranks(1, slow=(8,))
+def test_halves_give_the_same_bits(comm, transport):
+    """Of every scheme, each in one of the types in turn; with weights' halves right after the
+    input's, and long after."""
+    for parallelism, (sizes, options) in zip(PARALLELISMS[comm.size], cycle([
+            ("uneven", {}), ("even", dict(dtype="float16", master="float32")),
+            ("uneven", dict(dtype="float64", causal=True))])):
+        sizes = {**SIZES[sizes], "layers": 2}
         with parallelism.on(comm, "numpy") as scheme:
-            model = mm3d.Transformer(scheme, **MODELS[sizes], **options)
+            model = mm3d.Transformer(scheme, **sizes, **options)
             expected = run(model, "Fa Fb Da Db")
             for half, order in zip(HALVES, ("Fa Ba Wa Fb Bb Wb", "Fa Fb Ba Bb Wa Wb")):
-                model = mm3d.Transformer(scheme, **MODELS[sizes], **options, weights_half=half)
+                model = mm3d.Transformer(scheme, **sizes, **options, weights_half=half)
                 assert different(run(model, order), expected) == [], (str(parallelism), half)
 
 
-@pytest.mark.ranks(1, slow=(8,), first=(1,))
-@pytest.mark.parametrize("recompute", ["uniform:2+selective", "selective", "uniform:2", "full"])
-def test_halves_and_recomputation_give_the_same_bits(comm, recompute):
-    for parallelism in SOME[comm.size]:
-        for recompute in policies(parallelism, recompute):
-            with parallelism.on(comm, "numpy") as scheme:
-                expected = run(mm3d.Transformer(scheme, **MODELS["uneven"]), "Fa Fb Da Db")
-                for half in HALVES:
-                    model = mm3d.Transformer(scheme, **MODELS["uneven"], recompute=recompute,
-                                             weights_half=half)
-                    found = run(model, "Fa Fb Ba Bb Wa Wb")
-                    assert different(found, expected) == [], (str(parallelism), half)
+@pytest.mark.ranks(1, slow=(8,))
+def test_halves_and_recomputation_give_the_same_bits(comm):
+    """Of every scheme, each with one of the policies in turn."""
+    for parallelism, recompute in zip(SOME[comm.size], cycle([
+            "uniform:2+selective", "uniform:2", "selective", "full"])):
+        assert [recompute] == policies(parallelism, recompute)
+        with parallelism.on(comm, "numpy") as scheme:
+            expected = run(mm3d.Transformer(scheme, **MODELS["uneven"]), "Fa Fb Da Db")
+            for half in HALVES:
+                model = mm3d.Transformer(scheme, **MODELS["uneven"], recompute=recompute,
+                                         weights_half=half)
+                found = run(model, "Fa Fb Ba Bb Wa Wb")
+                assert different(found, expected) == [], (str(parallelism), half)
 
 
 def of_three(model, order: str) -> dict[str, np.ndarray]:

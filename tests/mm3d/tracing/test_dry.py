@@ -4,6 +4,7 @@ import math
 import time
 import tracemalloc
 from collections import Counter
+from itertools import cycle
 from types import SimpleNamespace
 
 import numpy as np
@@ -90,12 +91,12 @@ def real_step(watch, scheme, sizes, dtype, causal) -> dict:
     return measured
 
 
-@pytest.mark.ranks(1, 4, slow=(6, 8), first=(1, 4))
-@pytest.mark.parametrize("sizes, dtype, causal", [
-    ("even", "float32", False), ("uneven", "float64", True), ("few", "float32", True)])
-def test_dry_and_real_traces_are_equal(comm, sizes, dtype, causal, monkeypatch):
-    """On every rank: products, collectives, traffic, and the pool's peak, all to the byte."""
-    for case in CASES[comm.size]:
+@pytest.mark.ranks(1, 4, slow=(6, 8))
+def test_dry_and_real_traces_are_equal(comm, monkeypatch):
+    """On every rank: products, collectives, traffic, and the pool's peak, all to the byte; of each
+    scheme with one of the sizes in turn."""
+    for case, (sizes, dtype, causal) in zip(CASES[comm.size], cycle([
+            ("even", "float32", False), ("uneven", "float64", True), ("few", "float32", True)])):
         with case.on(comm, "numpy") as scheme, monkeypatch.context() as patch:
             watch = Watch(patch, scheme, comm)
             real = real_step(watch, scheme, SIZES[sizes], dtype, causal)
@@ -130,10 +131,10 @@ def allocated(scheme, sizes, causal) -> int:
         tracemalloc.stop()
 
 
-@pytest.mark.ranks(1, slow=(8,), first=(1,))
-@pytest.mark.parametrize("causal", [False, True])
-def test_all_memory_within_five_percent(comm, causal, monkeypatch):
-    """Intermediate arrays too, on every rank of every scheme's own grid and of some others.
+@pytest.mark.ranks(1, slow=(8,))
+def test_all_memory_within_five_percent(comm, monkeypatch):
+    """Intermediate arrays too, on every rank of every scheme's own grid and of some others; with a
+    causal mask every other time.
 
     Five percent of the ranks' mean: objects of Python take some 300 kB on every rank, also on one
     that is on no face and holds a third of the mean.
@@ -142,7 +143,8 @@ def test_all_memory_within_five_percent(comm, causal, monkeypatch):
     monkeypatch.setattr("mm3d.arrays.pool.MIN_MAPPED_BYTES", math.inf)    # nor is mapped memory
     sizes = dict(layers=2, hidden=128, heads=8, batch=16, seq=128)
     more = [Parallelism("3d", (comm.size, 1, 1)), Parallelism("3d", (1, comm.size, 1))]
-    for case in [Parallelism("serial"), *CHOSEN[comm.size], *more * (comm.size > 1)]:
+    cases = [Parallelism("serial"), *CHOSEN[comm.size], *more * (comm.size > 1)]
+    for case, causal in zip(cases, cycle([False, True])):
         with case.on(comm, "numpy") as scheme:
             measured = allocated(scheme, sizes, causal)
             shape = tuple(scheme.grid.shape.values())

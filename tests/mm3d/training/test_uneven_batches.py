@@ -67,7 +67,8 @@ def test_losses_and_gradients_are_those_of_one_rank(comm, number):
         pytest.skip(f"{comm.size} ranks have {len(MESHES[comm.size])} meshes")
     options, schedule, microbatches = MESHES[comm.size][number]
     mesh, replicas = mm3d.Mesh(comm, **options), options.get("data", 1) > 1
-    for case in (dict(tied=True, dropout=0.3), dict(tied=False, z_loss=0.01)):
+    cases = [dict(tied=True, dropout=0.3), dict(tied=False, z_loss=0.01)]
+    for case in cases[number % 2:][:1] if comm.size == 8 else cases:    # there one in turn
         expected = alone(**case)
         found = [train(mesh, sizes=UNEVEN, schedule=schedule, microbatches=microbatches,
                        zero=zero, **case) for zero in range(1 + 3 * replicas)]
