@@ -46,7 +46,7 @@ def recorded(scheme, sizes="few"):
     return recorder, model, traffic
 
 
-@pytest.mark.ranks(1, 4, slow=(6, 8))
+@pytest.mark.ranks(1, 4, slow=(8,))
 def test_as_many_collectives_as_the_grid_counts(comm):
     """By phase, direction and kind, each after its barrier; parts add up to the whole."""
     for case in PARALLELISMS[comm.size]:

@@ -20,15 +20,13 @@ def fresh(monkeypatch, no_backends):
     return backend.get("numpy")
 
 
-@pytest.mark.slow_but_first
 @pytest.mark.ranks(1, 4, slow=(8,))
-@pytest.mark.parametrize("causal", [False, True])
-def test_steps_after_the_first_take_no_new_memory(comm, fresh, causal):
+def test_steps_after_the_first_take_no_new_memory(comm, fresh):
     """Steps 2 and 3: the pool makes no storage, and NumPy nothing as large as an activation."""
     for parallelism in SOME[comm.size]:
         fresh.release_idle_memory()    # what others left idle may go back at any time
         with parallelism.on(comm, fresh) as scheme:
-            model = mm3d.Transformer(scheme, **SIZES, causal=causal)
+            model = mm3d.Transformer(scheme, **SIZES, causal=True)
             x, dy = model.random("x"), model.random("dy")
 
             def step():

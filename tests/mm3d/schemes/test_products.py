@@ -14,7 +14,7 @@ from reference import (SHAPES, every_grid, grids, grids_and_squares, integers, m
 pytestmark = pytest.mark.usefixtures("transport")
 
 
-every_grid_once = pytest.mark.ranks(1, 8, slow=(4, 6), first=(8,))
+every_grid_once = pytest.mark.ranks(1, 8, slow=(6,), first=(8,))
 every_form = pytest.mark.parametrize("name", FORMS)
 every_order = pytest.mark.parametrize("order", [
     "xyz", "zyx", "yzx", *(pytest.param(order, marks=pytest.mark.slow) for order in (
@@ -230,7 +230,7 @@ def test_inner_products_of_grids_and_squares(comm, way):
         assert len(set(sums * whole // held)) == 1 and sums.all(), scheme
 
 
-@pytest.mark.ranks(1, 4, slow=(6, 8), first=(4,))
+@pytest.mark.ranks(1, 4, slow=(8,), first=(4,))
 @every_way
 @pytest.mark.parametrize("dtype", ["float64", "float32", "float16"])
 def test_rounding_stays_within_a_few_units_in_the_last_place(comm, way, dtype):
