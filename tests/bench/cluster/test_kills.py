@@ -15,7 +15,7 @@ import pytest
 from open_mpi import python_with_open_mpi
 from support import ROOT, clean_environment
 
-STARTS = int(os.environ.get("MM3D_TEST_KILLS", 50))
+STARTS = int(os.environ.get("MM3D_TEST_KILLS", 16))
 LONGEST = 5.0    # seconds after which a cluster is killed
 
 

