@@ -138,10 +138,9 @@ def test_a_wrong_result_writes_no_times(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 3])
-def test_one_wrong_copy_is_a_wrong_result(tmp_path, rank):
-    """In 1-D every rank holds the whole of dx: seven are right."""
-    done = perturbed(tmp_path, f"if self.grid.size > 1 and self.grid.rank == {rank}: dx[0] *= 1.5",
+def test_one_wrong_copy_is_a_wrong_result(tmp_path):
+    """In 1-D every rank holds the whole of dx: seven are right, that of rank 0 as well."""
+    done = perturbed(tmp_path, "if self.grid.size > 1 and self.grid.rank == 3: dx[0] *= 1.5",
                      "--scheme", "1d", "--table", "weak")
     assert done.returncode == 1 and not list((tmp_path / "out").glob("*.h5*"))
     assert re.search(r"input gradient has a relative error of 0\.\d+.*1 of 14 quantities fail",

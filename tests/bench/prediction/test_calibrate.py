@@ -27,6 +27,13 @@ from support import run_ranks
 
 CURVE = machine_model.Curve([100.0, 1000.0], [1e-6, 1e-5])
 LINE = machine_model.Line("all_gather", 2, 4, 1e-6, 1e-9, CURVE)
+ONE_ROUND = """
+import sys
+from bench.__main__ import main
+from bench.prediction import operations_alone, whole_steps
+operations_alone.ROUNDS, whole_steps.ROUNDS = 1, 2
+sys.exit(main(sys.argv[1:]))
+"""
 
 
 def test_a_curve_is_a_power_law_between_what_was_measured():
@@ -230,9 +237,10 @@ def test_a_written_machine_is_read_again(tmp_path):
 @pytest.mark.slow
 @pytest.mark.limit(400)
 def test_a_machine_measures_itself(tmp_path):
-    """On two ranks: every collective, rates that can be, and no word of who and where."""
+    """On two ranks, in one round: every collective, rates that can be, and no word of who and
+    where."""
     path = tmp_path / "here.toml"
-    run = run_ranks(2, "-m", "mpi4py", "-m", "bench", "calibrate", "--out", str(path),
+    run = run_ranks(2, "-m", "mpi4py", "-c", ONE_ROUND, "calibrate", "--out", str(path),
                     timeout=320)
     assert run.returncode == 0, run.stderr
     machine = machine_model.load_machine(str(path))
