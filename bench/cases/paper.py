@@ -69,7 +69,8 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     A preset of an emulated cluster names it, and the machine whose work its ranks wait for.  That
     machine is shrunk by `shrink`, by which hidden size and sequence are divided.  `tables` has
-    what differs in the rows of a table.
+    what differs in the rows of a table.  Of a preset with `ranks` only the rows of these numbers
+    of ranks are reproduced unless others are asked for.
     """
 
     about: str
@@ -90,6 +91,7 @@ class Preset(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cluster: str = ""
     machine: str = ""
     shrink: float = 1.0
+    ranks: list[int] = []
     tables: dict[str, dict[str, int]] = {}
 
     def of_table(self, table: str) -> "Preset":

@@ -40,7 +40,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     row_options.add_rows(parser)
     parser.add_argument("--ranks", type=options.numbers, metavar="P,...", help=(
         "measure only the rows of these numbers of ranks, any number for schemes that the paper "
-        "lacks (default: all)"))
+        "lacks (default: all; with --preset emulated-tiny 8 and 64)"))
     parser.add_argument("--fresh", action="store_true", help=(
         "measure every row again, also those that an earlier reproduction has finished"))
     parser.add_argument("--paper", choices=("zero-bubble",), help=(
@@ -178,15 +178,16 @@ def rows_of_options(arguments: argparse.Namespace) -> list[Row]:
     UsageError
         When there are none.
     """
-    if not arguments.ranks:
+    wanted = arguments.ranks or load_tables().presets[arguments.preset].ranks
+    if not wanted:
         found = select_rows(arguments.table, arguments.scheme)
     else:
-        found = [row for ranks in arguments.ranks
+        found = [row for ranks in wanted
                  for row in select_rows(arguments.table, arguments.scheme, ranks)
                  if row.gpus == ranks]
     if not found:
         raise UsageError(f"no row of --table {arguments.table} --scheme {arguments.scheme} is "
-                         f"for {' or '.join(map(str, arguments.ranks))} ranks")
+                         f"for {' or '.join(map(str, wanted))} ranks")
     return found + (equal_token_rows(found) if arguments.equal_tokens else [])
 
 
