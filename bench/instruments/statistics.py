@@ -155,6 +155,23 @@ def adjust_by_holm(values: Sequence[float]) -> list[float]:
     return adjusted
 
 
+def geometric_mean_interval(samples: Sequence[float] | np.ndarray,
+                            confidence: float = CONFIDENCE) -> tuple[float, float]:
+    """Compute the bounds of an interval of the geometric mean, by Student's t on logarithms.
+
+    Parameters
+    ----------
+    samples : sequence of float
+        At least two, greater than 0, independent of each other; their logarithms are normal.
+    confidence : float
+        The probability that the interval contains the geometric mean of the distribution.
+    """
+    from scipy.special import stdtrit    # not needed by ranks that only measure
+    logs = np.log(np.asarray(samples, np.float64))
+    half = stdtrit(logs.size - 1, (1 + confidence) / 2) * logs.std(ddof=1) / math.sqrt(logs.size)
+    return math.exp(logs.mean() - half), math.exp(logs.mean() + half)
+
+
 def compare_runs(pairs: Sequence[tuple[Sequence[float], Sequence[float]]],
                  confidence: float = CONFIDENCE) -> list[Difference]:
     """Compute the ratio of the times of two sides of runs, case by case.

@@ -40,6 +40,8 @@ class Results:
     equal : dict
         The latest run of each row that was measured with another row's batch, by
         ((table, scheme, ranks), scheme of the other row).
+    history : dict
+        All runs of each row, oldest first, by the same key, whose scheme may be "".
     earlier : int
         Number of runs left out because a later one of the same row is shown.
     overridden : int
@@ -52,6 +54,7 @@ class Results:
     cluster: str = ""
     runs: dict[Key, Run] = field(default_factory=dict)
     equal: dict[tuple[Key, str], Run] = field(default_factory=dict)
+    history: dict[tuple[Key, str], list[Run]] = field(default_factory=dict)
     earlier: int = 0
     overridden: int = 0
 
@@ -219,7 +222,10 @@ def latest_rows(preset: str, variant: Variant, recompute: str, cluster: str,
     rows = [(*row_of(run), run) for run in of_preset]
     plain = {key: run for key, like, run in rows if not like}
     equal = {(key, like): run for key, like, run in rows if like}
-    return Results(preset, variant, recompute, cluster, plain, equal,
+    history: dict[tuple[Key, str], list[Run]] = {}
+    for key, like, run in rows:
+        history.setdefault((key, like or ""), []).append(run)
+    return Results(preset, variant, recompute, cluster, plain, equal, history,
                    earlier=len(rows) - len(plain) - len(equal),
                    overridden=len(runs) - len(rows))
 

@@ -75,7 +75,7 @@ def notes(runs: Sequence[Run]) -> list[str]:
             "'differs' is the two-sided rank-sum test of the steps' times at 5 %, of each pair by "
             "itself, where no ranks outnumber cores: p is not corrected for the number of tests. "
             "The repetitions of a row are from one run: what changes from run to run, such as "
-            "placement, clocks and neighbours, is in no interval and no p."]
+            "placement, clocks and neighbours, is in no interval of theirs and no p."]
     ended = {reason: sum(run.ended_by == reason for run in runs) for reason in END_REASONS}
     widths = " or ".join(sorted({f"{100 * float(run.configuration.get('width', np.nan)):g} %"
                                  for run in runs if run.clock})) or "no width"

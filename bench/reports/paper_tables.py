@@ -14,9 +14,10 @@ from bench.instruments import timing
 from bench.records.folder import (FolderContents, Results, is_crowded, most_oversubscribed,
                                   read_folder, share_cores)
 from bench.records.model_run import Run
-from bench.reports import (certainty, emulated, emulated_rows, formats, merit_rows, micro_tables,
-                           speed_ups, wire_rows)
+from bench.reports import (certainty, emulated, formats, merit_rows, micro_tables, speed_ups,
+                           wire_rows)
 from bench.reports.document import Column, Notes, Number, Part, Rows, Table, number_cell
+from bench.reports.emulation import tables as emulation_tables
 from mm3d.tracing.events import PHASES
 
 
@@ -62,7 +63,7 @@ def preset_parts(results: Results) -> list[Part]:
                       merit_rows.merit_table(heading, rows, runs)]
         if results.plain or results.runs.keys() & {(name, PROPOSED, 64)}:
             parts.append(speed_ups.speed_up_table(heading, name, results))
-    parts += emulated_rows.row_parts(results) + wire_rows.wire_parts(results)
+    parts += emulation_tables.row_parts(results) + wire_rows.wire_parts(results)
     others = any(not row.published for name in HEADINGS for row in results.rows(name))
     published = published_notes() + [NOT_PUBLISHED] * others
     return parts + [Notes("About the published figures:", published),

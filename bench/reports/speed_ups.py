@@ -9,7 +9,7 @@ from bench.cases.paper import BASELINES, PROPOSED, Row, title
 from bench.cases.selection import select_rows
 from bench.instruments import timing
 from bench.records.folder import Results
-from bench.reports import certainty
+from bench.reports import certainty, over_runs
 from bench.reports.document import Cell, Column, Number, Rows, Table, number_cell
 
 
@@ -30,7 +30,7 @@ def speed_up_table(heading: str, name: str, results: Results) -> Table:
     batches = [Column("batch", "other"), Column("batch", "3-D")]
     published = [*batches, Column("printed"), Column("recomputed")]
     measured = [*batches, Column("tokens", "other"), Column("tokens", "3-D"), Column("speed-up"),
-                Column("differs")]
+                Column("low"), Column("high"), Column("runs"), Column("differs")]
     return Table(f"{heading}: speed-up of 3-D", [Column("speed-up"), Column("ranks"), *(
         dataclasses.replace(column, group=group) for group, columns in (
             ("published", published), ("measured", measured)) for column in columns)], lines)
@@ -46,27 +46,39 @@ def speed_up_line(name: str, other: Row, cube: Row, results: Results) -> list[Ce
                   _ratio(other.recomputed, cube.recomputed)]
     runs = [results.get(row) for row in (other, cube)]
     if None in runs:
-        return [*cells, *[""] * 4, number_cell(math.nan, missing="missing"), ""]
+        return [*cells, *[""] * 4, number_cell(math.nan, missing="missing"), *[""] * 4]
     batches = [run.configuration["batch"] for run in runs]
     tokens = [run.configuration["batch"] * run.configuration["seq"] for run in runs]
-    averages = [timing.average_step_time(run.samples, batch)
-                for run, batch in zip(runs, batches)]
-    return [*cells, *batches, *tokens, _ratio(*averages), certainty.compare_repetitions(*runs)]
+    found = over_runs.speed_up(*(
+        [timing.average_step_time(run.samples, batch)
+         for run in over_runs.repeated_runs(results, row)]
+        for row, batch in zip((other, cube), batches)))
+    bounds = [_cell(found.low), _cell(found.high)] if found.runs > 1 else ["", ""]
+    return [*cells, *batches, *tokens, _cell(found.median), *bounds, found.runs,
+            certainty.compare_repetitions(*runs)]
 
 
 def notes(results: Results) -> list[str]:
-    """Explain speed-ups between different batches."""
+    """Explain speed-ups over several runs, and between different batches."""
+    cubes = select_rows(schemes=PROPOSED)
+    several = any(len(over_runs.repeated_runs(results, cube)) > 1 for cube in cubes)
+    said = [over_runs.NOTE] * several
     unequal = any(results.get(cube) and results.get(row)
                   and results.get(cube).configuration["batch"]
                   != results.get(row).configuration["batch"]
-                  for cube in select_rows(schemes=PROPOSED) for row in select_rows(cube.table)
+                  for cube in cubes for row in select_rows(cube.table)
                   if row.gpus == cube.gpus)
     if not unequal:
-        return []
+        return said
     text = ("Speed-ups are ratios of seconds a sequence. Where the batches of both sides differ, "
             "what a larger batch gains is in them, in the published ones as well.")
-    return [text + ("" if results.equal else " --equal-tokens measures both at equal batches.")]
+    more = "" if results.equal else " --equal-tokens measures both at equal batches."
+    return [*said, text + more]
 
 
 def _ratio(slow: float, fast: float) -> Number:
-    return Number(slow / fast, f"{slow / fast:.2f}x")
+    return _cell(slow / fast)
+
+
+def _cell(ratio: float) -> Number:
+    return Number(ratio, f"{ratio:.2f}x")

@@ -23,7 +23,7 @@ from bench.experiments.rows.settings import check_variant
 from bench.instruments import host, leftover_memory
 from bench.records import run_file
 from bench.records.journal import Journal, Reproduction
-from bench.reports import emulated_rows
+from bench.reports.emulation import row as emulated_row, tables as emulation_tables
 from bench.reports.finish import write_tables_and_figures
 from bench.reports.formats import render
 from bench.command_line import options, row_options
@@ -237,9 +237,9 @@ def predict_rows(arguments: argparse.Namespace, cases: list[Case]) -> None:
     found, cluster = row_options.waited_machine(arguments), Cluster.from_environment()
     if found is None or cluster is None:
         return
-    rows = [emulated_rows.of_case(one, *found, cluster, arguments.recompute) for one in cases]
+    rows = [emulated_row.of_case(one, *found, cluster, arguments.recompute) for one in cases]
     print_line(f"predicted before the run:\n"
-               f"{render(emulated_rows.tables_of(rows, measured=False))}\n")
+               f"{render(emulation_tables.tables_of(rows, measured=False))}\n")
 
 
 def report_end(log: Journal, reproduction: Reproduction, progress: RowProgress,

@@ -3,6 +3,7 @@ from dataclasses import replace
 
 import pytest
 
+from bench.__main__ import parser
 from bench.cases.case import make_case
 from bench.cases.paper import load_tables
 from bench.cases.selection import select_rows
@@ -15,10 +16,12 @@ from bench.prediction.seconds import collective_terms, place_trace, work_seconds
 from bench.prediction.similarity import (emulating_machine, shrink_machine, split_seconds,
                                          work_scale)
 from bench.records import run_file
-from bench.reports import certainty, emulated_rows
+from bench.reports import certainty
+from bench.reports.emulation import row as emulated_row, tables as emulation_tables
 from bench.reports.formats import render
 from bench.reports.paper_tables import format_tables
 from bench.validation.warnings import list_warnings
+from bench.verbs import reproduce
 from mm3d.grid.shape import GridShape
 from mm3d.tracing import dry_run
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
@@ -84,12 +87,12 @@ def test_links_without_a_limit_have_no_scale():
 def test_all_rows_are_predicted_before_they_are_measured():
     rows = [row_of("strong", scheme, 64) for scheme in ("1d", "2d", "3d")]
     cases = [make_case(row, "emulated-tiny", Variant(work="wait")) for row in rows]
-    text = render(emulated_rows.tables_of(
-        [emulated_rows.of_case(one, LONGHORN, 1600.0, CLUSTER) for one in cases], measured=False))
+    text = render(emulation_tables.tables_of(
+        [emulated_row.of_case(one, LONGHORN, 1600.0, CLUSTER) for one in cases], measured=False))
     assert "emulated cluster, 16 nodes x 4 ranks, 50 Mbit/s: rows" in text
     assert [line.split()[:4] for line in text.splitlines() if line.startswith("over")] == [
         ["over", "1-D", "64", "1.53"], ["over", "2-D", "64", "1.38"]]
-    one = emulated_rows.of_case(cases[0], LONGHORN, 1600.0, CLUSTER)
+    one = emulated_row.of_case(cases[0], LONGHORN, 1600.0, CLUSTER)
     # A step here, times to_paper, is one of 24 layers on the machine, but for shared cores.
     alone = sum(one._split(emulating_machine(LONGHORN, one.shrink, 1600.0, CLUSTER), one.sizes))
     assert alone * one.to_paper == pytest.approx(24 * sum(one.original), rel=0.05)
@@ -137,14 +140,37 @@ def test_measured_rows_are_set_beside_published_and_predicted_ones(tmp_path):
     """With the seconds that are predicted, the error is 0 and the speed-up the predicted one."""
     for scheme in ("1d", "3d"):
         row = row_of("weak", scheme, 8)
-        found = emulated_rows.of_run(row, emulated_run(row, 1.0))
+        found = emulated_row.of_run(row, emulated_run(row, 1.0))
         run_file.write_run(emulated_run(row, sum(found.predicted)), tmp_path, scheme)
     lines = [line.split() for line in format_tables(tmp_path).splitlines()]
     rows = [line for line in lines if line[:2] in (["1-D", "8"], ["3-D", "8"])
             and {"+0%", "-0%"} & {*line}]
     assert len(rows) == 2 and all(line[5] == line[6] for line in rows)
-    one = next(line for line in lines if line[:3] == ["over", "1-D", "8"] and len(line) == 9)
-    assert one[4] == one[5] and one[3] == "0.587" and one[8] in ("+0%", "-0%")
+    one = next(line for line in lines if line[:3] == ["over", "1-D", "8"] and len(line) == 10)
+    assert one[4] == one[5] and one[3] == "0.587" and one[8:] in (["1", "+0%"], ["1", "-0%"])
+
+
+def test_speed_ups_have_intervals_over_runs(tmp_path):
+    """Of the emulated rows, too: of two runs the two quotients."""
+    for k, seconds in enumerate((1.0, 3.0)):
+        for scheme in ("1d", "3d"):
+            run = emulated_run(row_of("weak", scheme, 8), seconds if scheme == "1d" else 1.0)
+            run_file.write_run(replace(run, created=f"2030-01-02T03:04:0{k}+00:00"), tmp_path,
+                               f"{scheme}-{k}")
+    one = next(line.split() for line in format_tables(tmp_path).splitlines()
+               if line.split()[:3] == ["over", "1-D", "8"] and len(line.split()) == 10)
+    # Batches of 60 and 192 sequences; steps of 1 and 3 seconds over steps of 1.
+    assert [float(word) for word in one[5:8]] == pytest.approx([6.4, 3.2, 9.6]) and one[8] == "2"
+
+
+def test_a_short_emulation_has_the_rows_of_the_speed_ups():
+    """Unless others are asked for."""
+    command = parser().parse_args(["reproduce", "--preset=emulated-tiny"])
+    assert {row.gpus for row in reproduce.rows_of_options(command)} == {8, 64}
+    command.ranks = [16]
+    assert {row.gpus for row in reproduce.rows_of_options(command)} == {16}
+    command.ranks, command.preset = None, "emulated"
+    assert len(reproduce.rows_of_options(command)) == 18
 
 
 def test_crowded_rows_that_wait_say_so(tmp_path):
@@ -162,17 +188,17 @@ def test_crowded_rows_that_wait_say_so(tmp_path):
 
 
 def test_rows_are_compared_within_one_cluster_and_scale():
-    one = emulated_rows.of_run(row_of("weak", "1d", 8), emulated_run(row_of("weak", "1d", 8), 3.0))
+    one = emulated_row.of_run(row_of("weak", "1d", 8), emulated_run(row_of("weak", "1d", 8), 3.0))
     others = [replace(one, scale=2.0), replace(one, cluster=Cluster.parse("2x4:1Gbit"))]
-    assert [len(group) for group in emulated_rows.group_rows([one, *others, one])] == [2, 1, 1]
+    assert [len(group) for group in emulation_tables.group_rows([one, *others, one])] == [2, 1, 1]
 
 
 def test_predictions_repeat_what_is_recomputed():
     case = make_case(row_of("weak", "1d", 8), "emulated-tiny", Variant(work="wait"))
-    plain, again = (emulated_rows.of_case(case, LONGHORN, 1600.0, CLUSTER, policy)
+    plain, again = (emulated_row.of_case(case, LONGHORN, 1600.0, CLUSTER, policy)
                     for policy in ("none", "full"))
     assert again.predicted[0] > 1.2 * plain.predicted[0]
     assert again.original[0] > 1.2 * plain.original[0]
     run = emulated_run(case.row, 3.0)
     run.configuration["recompute"] = "full"
-    assert emulated_rows.of_run(case.row, run).recompute == "full"
+    assert emulated_row.of_run(case.row, run).recompute == "full"

@@ -1,153 +1,19 @@
 """Make the tables of an emulated cluster: published, predicted before the run, and emulated."""
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Iterable, Sequence
 
 from msgspec.structs import replace
 
-from bench.cases.case import Case
 from bench.cases.paper import BASELINES, HEADINGS, PROPOSED, Row, load_tables, title
 from bench.cases.selection import select_rows
-from bench.cases.variants import Variant, recorded_variant
-from bench.cluster.spec import Cluster
+from bench.cases.variants import recorded_variant
 from bench.errors import UsageError
-from bench.instruments import placement, timing
-from bench.instruments.statistics import median_interval
-from bench.prediction.machine_model import Machine, load_machine
-from bench.prediction.seconds import place_trace
-from bench.prediction.similarity import emulating_machine, split_seconds
-from bench.records.folder import Results, policy_of
+from bench.records.folder import Results
 from bench.records.model_run import Run
+from bench.reports import over_runs
 from bench.reports.document import Cell, Column, Notes, Number, Part, Rows, Table, number_cell
-from mm3d import ModelSizes, launcher
-from mm3d.grid.shape import GridShape
-from mm3d.schemes import find_scheme
-from mm3d.tracing import dry_run
-
-
-@dataclass(frozen=True)
-class Emulated:
-    """A row on an emulated cluster, before it is measured or afterwards.
-
-    Attributes
-    ----------
-    row : Row
-        The row.
-    sizes : ModelSizes
-        Its sizes.
-    variant : Variant
-        Its variant.
-    grid : GridShape
-        Its grid.
-    machine : Machine
-        The machine whose work ranks wait for.
-    shrink, scale : float
-        The factors by which it is shrunk, and its seconds are multiplied.
-    cluster : Cluster or None
-        The emulated cluster.
-    run : Run or None
-        The measurement.
-    recompute : str
-        Its policy of recomputation.
-    order : str
-        The directions of the grid from the one that varies slowest over the nodes to the fastest.
-    """
-
-    row: Row
-    sizes: ModelSizes
-    variant: Variant
-    grid: GridShape
-    machine: Machine
-    shrink: float
-    scale: float
-    cluster: Cluster | None
-    run: Run | None = None
-    recompute: str = "none"
-    order: str = ""
-
-    @property
-    def to_paper(self) -> float:
-        """Seconds of the emulated machine with the paper's layers, over seconds here."""
-        layers = load_tables().settings.layers / self.sizes.layers
-        return self.shrink ** 2 / self.scale * layers
-
-    def _split(self, machine: Machine, sizes: ModelSizes) -> tuple[float, float]:
-        """Predict the seconds of work and of communication of a step."""
-        trace = dry_run.extrapolate_step(
-            self.row.scheme, self.grid.ranks, self.grid.sizes, dtype=self.variant.dtype,
-            options=self.variant.options(self.row.scheme), causal=self.variant.causal,
-            recompute=self.recompute, **sizes)
-        placed = place_trace(trace, self.grid, self.order or self.grid.directions)
-        found = split_seconds(machine, placed).values()
-        return sum(work for work, _ in found), sum(moving for _, moving in found)
-
-    @cached_property
-    def predicted(self) -> tuple[float, float]:
-        """Predicted seconds of work and of communication of a step here."""
-        cores = int(self.run.environment["cores"]) if self.run else launcher.cores()
-        return self._split(emulating_machine(self.machine, self.shrink, self.scale, self.cluster,
-                                             self.grid.ranks / cores), self.sizes)
-
-    @cached_property
-    def original(self) -> tuple[float, float]:
-        """Predicted seconds of a layer's step on the machine that is emulated, at its sizes."""
-        tables = load_tables()
-        sizes = replace_sizes(self.sizes, hidden=self.row.hidden, seq=tables.settings.seq,
-                              layers=1)
-        return self._split(self.machine, sizes)
-
-    @property
-    def predicted_average(self) -> float:
-        """Predicted seconds a sequence, at the scale of the machine that is emulated."""
-        return sum(self.predicted) / self.sizes.batch * self.to_paper
-
-    @property
-    def average(self) -> float:
-        """Measured seconds a sequence, at that scale; NaN without a measurement."""
-        if self.run is None:
-            return math.nan
-        return timing.average_step_time(self.run.samples, self.sizes.batch) * self.to_paper
-
-    @property
-    def interval(self) -> tuple[float, float]:
-        """Bounds of the 95 % interval of `average`, of whole steps; NaN without a measurement."""
-        if self.run is None:
-            return math.nan, math.nan
-        found = median_interval(timing.step_times(self.run.samples, self.sizes.batch))
-        return found[1] * self.to_paper, found[2] * self.to_paper
-
-
-def replace_sizes(sizes: ModelSizes, **changes: int) -> ModelSizes:
-    """Return sizes of which some are others."""
-    return ModelSizes(**{**sizes, **changes})
-
-
-def of_case(one: Case, machine: Machine, scale: float, cluster: Cluster | None,
-            recompute: str = "none") -> Emulated:
-    """Return the row of a case that is not measured yet, on its scheme's own grid."""
-    kind = find_scheme(one.row.scheme)
-    shrink = load_tables().presets[one.preset].of_table(one.row.table).shrink
-    grid = kind.grid_shape(kind.default_grid(one.row.gpus))
-    return Emulated(one.row, one.sizes, one.variant, grid, machine, shrink, scale, cluster,
-                    recompute=recompute,
-                    order=placement.direction_order("auto", kind.name, grid, one.sizes))
-
-
-def of_run(row: Row, run: Run) -> Emulated:
-    """Return the row of a measurement whose ranks waited for their work.
-
-    Raises
-    ------
-    UsageError
-        When its machine is none of the supplied ones.
-    """
-    chosen, where = run.configuration, run.environment.get("emulated_cluster")
-    return Emulated(row, ModelSizes.from_settings(chosen), recorded_variant(chosen), run.grid,
-                    load_machine(str(chosen["waited_machine"])), float(chosen["waited_shrink"]),
-                    float(chosen["waited_scale"]), Cluster.parse(str(where)) if where else None,
-                    run, policy_of(run), str(chosen.get("placement", "")))
+from bench.reports.emulation.row import Emulated, of_run
 
 
 def row_parts(results: Results) -> list[Part]:
@@ -156,7 +22,8 @@ def row_parts(results: Results) -> list[Part]:
     There are none where ranks computed, or had no links between them.
     """
     try:
-        groups = group_rows([of_run(row, run) for row, run in waited_rows(results)])
+        groups = group_rows([of_run(row, run, over_runs.repeated_runs(results, row))
+                             for row, run in waited_rows(results)])
     except UsageError as error:
         return [Notes("Not predicted:", [str(error)])]
     parts: list[Part] = []
@@ -244,7 +111,7 @@ def speed_ups_table(heading: str, found: Sequence[Emulated], measured: bool) -> 
     columns = [Column("speed-up of 3-D"), Column("ranks"), Column("published"),
                Column("predicted")]
     if measured:
-        columns += [Column("emulated"), Column("low"), Column("high"),
+        columns += [Column("emulated"), Column("low"), Column("high"), Column("runs"),
                     Column("error of", "prediction")]
     return Table(f"{heading}: speed-ups", columns, lines)
 
@@ -257,9 +124,11 @@ def speed_up_cells(name: str, slow: Emulated, fast: Emulated, measured: bool) ->
     cells: list[Cell] = [name, slow.row.gpus, _ratio(published), _ratio(predicted)]
     if not measured:
         return cells
-    ratio = slow.average / fast.average
-    (low, high), (least, most) = slow.interval, fast.interval
-    return [*cells, _ratio(ratio), _ratio(low / most), _ratio(high / least),
+    over = over_runs.speed_up(slow.averages, fast.averages)
+    ratio, low, high = over.median, over.low, over.high
+    if over.runs == 1:
+        low, high = (slow.interval[k] / fast.interval[1 - k] for k in range(2))
+    return [*cells, _ratio(ratio), _ratio(low), _ratio(high), over.runs,
             number_cell(predicted / ratio - 1, "+.0%")]
 
 
@@ -297,10 +166,10 @@ def similarity_notes(found: Sequence[Emulated]) -> list[str]:
         "kernels, NVLink (ranks of a node share memory, which is faster beside these links than "
         "NVLink is beside InfiniBand), real switches, or sending while a GPU computes."]
     if errors:
-        notes.append("Low and high: the bounds of the 95 % interval of the median of a run's "
-                     "steps, less of fewer than six; those of a speed-up are quotients of both "
-                     "rows' bounds. All of them are within one run each: what changes from run to "
-                     "run is in none.")
+        notes.append("Low and high: the bounds of the 95 % interval of the median of the latest "
+                     "run's steps, less of fewer than six; those of a speed-up of one run are "
+                     "quotients of both rows' bounds. All of these are within one run each: what "
+                     "changes from run to run is in none.")
         notes.append(f"Errors of predictions: {errors[len(errors) // 2]:.0%} in the median, "
                      f"{errors[-1]:.0%} at most, of {len(errors)} rows.")
     return notes

@@ -1,0 +1,1 @@
+"""Rows of emulated clusters beside published and predicted ones."""

@@ -1,0 +1,154 @@
+"""Describe a row of an emulated cluster: as published, predicted before the run, and emulated."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from bench.cases.case import Case
+from bench.cases.paper import Row, load_tables
+from bench.cases.variants import Variant, recorded_variant
+from bench.cluster.spec import Cluster
+from bench.instruments import placement, timing
+from bench.instruments.statistics import median_interval
+from bench.prediction.machine_model import Machine, load_machine
+from bench.prediction.seconds import place_trace
+from bench.prediction.similarity import emulating_machine, split_seconds
+from bench.records.folder import policy_of
+from bench.records.model_run import Run
+from mm3d import ModelSizes, launcher
+from mm3d.grid.shape import GridShape
+from mm3d.schemes import find_scheme
+from mm3d.tracing import dry_run
+
+
+@dataclass(frozen=True)
+class Emulated:
+    """A row on an emulated cluster, before it is measured or afterwards.
+
+    Attributes
+    ----------
+    row : Row
+        The row.
+    sizes : ModelSizes
+        Its sizes.
+    variant : Variant
+        Its variant.
+    grid : GridShape
+        Its grid.
+    machine : Machine
+        The machine whose work ranks wait for.
+    shrink, scale : float
+        The factors by which it is shrunk, and its seconds are multiplied.
+    cluster : Cluster or None
+        The emulated cluster.
+    run : Run or None
+        The measurement.
+    recompute : str
+        Its policy of recomputation.
+    order : str
+        The directions of the grid from the one that varies slowest over the nodes to the fastest.
+    repeats : tuple of Run
+        The measurements of the row that repeat `run`, which comes last.
+    """
+
+    row: Row
+    sizes: ModelSizes
+    variant: Variant
+    grid: GridShape
+    machine: Machine
+    shrink: float
+    scale: float
+    cluster: Cluster | None
+    run: Run | None = None
+    recompute: str = "none"
+    order: str = ""
+    repeats: tuple[Run, ...] = ()
+
+    @property
+    def to_paper(self) -> float:
+        """Seconds of the emulated machine with the paper's layers, over seconds here."""
+        layers = load_tables().settings.layers / self.sizes.layers
+        return self.shrink ** 2 / self.scale * layers
+
+    def _split(self, machine: Machine, sizes: ModelSizes) -> tuple[float, float]:
+        """Predict the seconds of work and of communication of a step."""
+        trace = dry_run.extrapolate_step(
+            self.row.scheme, self.grid.ranks, self.grid.sizes, dtype=self.variant.dtype,
+            options=self.variant.options(self.row.scheme), causal=self.variant.causal,
+            recompute=self.recompute, **sizes)
+        placed = place_trace(trace, self.grid, self.order or self.grid.directions)
+        found = split_seconds(machine, placed).values()
+        return sum(work for work, _ in found), sum(moving for _, moving in found)
+
+    @cached_property
+    def predicted(self) -> tuple[float, float]:
+        """Predicted seconds of work and of communication of a step here."""
+        cores = int(self.run.environment["cores"]) if self.run else launcher.cores()
+        return self._split(emulating_machine(self.machine, self.shrink, self.scale, self.cluster,
+                                             self.grid.ranks / cores), self.sizes)
+
+    @cached_property
+    def original(self) -> tuple[float, float]:
+        """Predicted seconds of a layer's step on the machine that is emulated, at its sizes."""
+        tables = load_tables()
+        sizes = replace_sizes(self.sizes, hidden=self.row.hidden, seq=tables.settings.seq,
+                              layers=1)
+        return self._split(self.machine, sizes)
+
+    @property
+    def predicted_average(self) -> float:
+        """Predicted seconds a sequence, at the scale of the machine that is emulated."""
+        return sum(self.predicted) / self.sizes.batch * self.to_paper
+
+    @property
+    def average(self) -> float:
+        """Measured seconds a sequence, at that scale; NaN without a measurement."""
+        return math.nan if self.run is None else self._average(self.run)
+
+    @property
+    def averages(self) -> list[float]:
+        """The same of each run, oldest first."""
+        return [self._average(run) for run in self.repeats or (self.run,) if run]
+
+    def _average(self, run: Run) -> float:
+        return timing.average_step_time(run.samples, self.sizes.batch) * self.to_paper
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """Bounds of the 95 % interval of `average`, of whole steps; NaN without a measurement."""
+        if self.run is None:
+            return math.nan, math.nan
+        found = median_interval(timing.step_times(self.run.samples, self.sizes.batch))
+        return found[1] * self.to_paper, found[2] * self.to_paper
+
+
+def replace_sizes(sizes: ModelSizes, **changes: int) -> ModelSizes:
+    """Return sizes of which some are others."""
+    return ModelSizes(**{**sizes, **changes})
+
+
+def of_case(one: Case, machine: Machine, scale: float, cluster: Cluster | None,
+            recompute: str = "none") -> Emulated:
+    """Return the row of a case that is not measured yet, on its scheme's own grid."""
+    kind = find_scheme(one.row.scheme)
+    shrink = load_tables().presets[one.preset].of_table(one.row.table).shrink
+    grid = kind.grid_shape(kind.default_grid(one.row.gpus))
+    return Emulated(one.row, one.sizes, one.variant, grid, machine, shrink, scale, cluster,
+                    recompute=recompute,
+                    order=placement.direction_order("auto", kind.name, grid, one.sizes))
+
+
+def of_run(row: Row, run: Run, repeats: Sequence[Run] = ()) -> Emulated:
+    """Return the row of a measurement whose ranks waited for their work, and of its repeats.
+
+    Raises
+    ------
+    UsageError
+        When its machine is none of the supplied ones.
+    """
+    chosen, where = run.configuration, run.environment.get("emulated_cluster")
+    return Emulated(row, ModelSizes.from_settings(chosen), recorded_variant(chosen), run.grid,
+                    load_machine(str(chosen["waited_machine"])), float(chosen["waited_shrink"]),
+                    float(chosen["waited_scale"]), Cluster.parse(str(where)) if where else None,
+                    run, policy_of(run), str(chosen.get("placement", "")), tuple(repeats))
