@@ -1,6 +1,7 @@
 """Verify and time whole steps on all grids, and fit the time that they take beyond their parts."""
 
 import math
+from dataclasses import replace
 from typing import Callable, Iterable, Sequence
 
 import msgspec
@@ -16,11 +17,13 @@ from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments import sampling
 from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.instruments.least_squares import solve_nonnegative
+from bench.instruments.placement import reorder_ranks
 from bench.prediction import machine_model, planner
 from bench.prediction.seconds import barriers, step_seconds
 from bench.prediction.work import NAMES, Work, trace_work
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d import ModelSizes
+from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
 
@@ -51,14 +54,41 @@ def list_models(cluster: Cluster | None) -> tuple[tuple[int, ...], ...]:
 
 
 def list_works(ranks: int, products: Iterable[tuple[int, ...]],
-               layers: Iterable[tuple[int, ...]]) -> list[Work]:
-    """List products C = AB and Transformers of these sizes, on all grids of all schemes."""
+               layers: Iterable[tuple[int, ...]], inside: Sequence[str] = ()) -> list[Work]:
+    """List products C = AB and Transformers of these sizes, on all grids of all schemes.
+
+    Parameters
+    ----------
+    ranks : int
+        Number of ranks.
+    products : iterable of tuple of int
+        M, N and K of each.
+    layers : iterable of tuple of int
+        Sizes of each Transformer.
+    inside : sequence of str, optional
+        Directions.  Each grid is listed once for each of them that leads to another order of its
+        ranks, in which its coordinate varies fastest; by default in the order of the grid alone.
+    """
     alone = find_scheme("3d").grid_shape((1, 1, 1))
     grids = [("3d", alone)] if ranks == 1 else list(planner.list_candidates(ranks))
     works = [Work("matmul", scheme, grid, sizes, "ab") for sizes in products
              for scheme, grid in grids if find_scheme(scheme).matrix_product]
-    return works + [Work("layer", scheme, grid, sizes) for sizes in layers
-                    for scheme, grid in grids]
+    works += [Work("layer", scheme, grid, sizes) for sizes in layers for scheme, grid in grids]
+    return [replace(work, order=order) for work in works
+            for order in (list_orders(work.grid, inside) if inside else [""])]
+
+
+def list_orders(grid: GridShape, inside: Iterable[str]) -> list[str]:
+    """List the orders of a grid's ranks in which one of these directions varies fastest.
+
+    The other directions keep their order, and directions of one rank do not count.  A grid with
+    one direction of several ranks has the order "", its own.
+    """
+    several = [axis for axis in grid if grid[axis] > 1]
+    if len(several) < 2:
+        return [""]
+    return ["".join(sorted(grid.directions, key=lambda axis: axis == direction))
+            for direction in dict.fromkeys(inside) if direction in several] or [""]
 
 
 def measure_works(works: Sequence[Work], comm, dtype: str, seed: int, count: int,
@@ -113,9 +143,14 @@ def measure_works(works: Sequence[Work], comm, dtype: str, seed: int, count: int
         checks)
 
 
+def _in_order(work: Work, comm):
+    """Return a communicator of the same ranks in the order of `work`, which is never freed."""
+    return reorder_ranks(comm, work.grid, work.order) if work.order else comm
+
+
 def verify_product(work: Work, comm, dtype: str, seed: int, checks: list[Check]) -> Trial:
     """Verify C = AB, dA and dB, adding to `checks`; return the trial that measures them."""
-    grid = product_grid(work.scheme, comm, work.grid, "numpy")
+    grid = product_grid(work.scheme, _in_order(work, comm), work.grid, "numpy")
     problem = Problem(work.scheme, work.form, grid, work.sizes, dtype, seed)
     for phase in PHASES:
         checks += [Check(f"{work.label}: {done.quantity}", done.error, done.tolerance) for done in
@@ -168,7 +203,7 @@ def make_transformer(work: Work, comm, dtype: str,
                      seed: int) -> tuple[mm3d.Transformer, list[Check]]:
     """Build a Transformer, and check a step of it against the serial scheme."""
     sizes = ModelSizes(**dict(zip(NAMES["layer"], work.sizes)))
-    scheme = mm3d.scheme(work.scheme, comm, work.grid, "numpy")
+    scheme = mm3d.scheme(work.scheme, _in_order(work, comm), work.grid, "numpy")
     network = against_serial.build_model(scheme, sizes, seed, dtype)
     y, saved = network.forward(network.random("input"))
     dx = network.backward(network.random("output gradient"), saved)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from bench.experiments.products.problem import Problem, product_grid
 from bench.prediction.machine_model import Machine
-from bench.prediction.seconds import step_seconds
+from bench.prediction.seconds import place_trace, step_seconds
 from mm3d.arrays import backend as backends
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
@@ -17,6 +17,7 @@ from mm3d.transport.silent import DryCommunicator
 
 NAMES = {"matmul": "MNK", "layer": ("hidden", "heads", "batch", "seq", "layers")}
 Seconds = dict[str, float]    # by phase
+ORDER = "order="    # before the order of the ranks in a label
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,9 @@ class Work:
         M, N and K, or hidden, heads, batch, seq and layers.
     form : str
         The form of a product, such as "ab"; "" for a Transformer.
+    order : str
+        The directions from the one that varies slowest from rank to rank, over the nodes, to the
+        fastest; "" for the order of the grid.
     """
 
     kind: str
@@ -40,12 +44,14 @@ class Work:
     grid: GridShape
     sizes: tuple[int, ...]
     form: str = ""
+    order: str = ""
 
     @property
     def label(self) -> str:
         """Return the name in files, such as ``matmul 3d 2x1x1 512x512x512 ab``."""
-        return " ".join([self.kind, self.scheme, self.grid.compact,
-                         "x".join(map(str, self.sizes)), self.form]).rstrip()
+        parts = [self.kind, self.scheme, self.grid.compact, "x".join(map(str, self.sizes)),
+                 self.form, self.order and ORDER + self.order]
+        return " ".join(filter(None, parts))
 
     @property
     def ranks(self) -> int:
@@ -55,13 +61,21 @@ class Work:
     @classmethod
     def parse(cls, label: str) -> "Work":
         """Return the work that a label names."""
-        kind, scheme, grid, sizes, *form = label.split()
+        kind, scheme, grid, sizes, *more = label.split()
+        form = "".join(word for word in more if not word.startswith(ORDER))
+        order = "".join(word[len(ORDER):] for word in more if word.startswith(ORDER))
         return cls(kind, scheme, GridShape.parse(grid, find_scheme(scheme).directions),
-                   tuple(map(int, sizes.split("x"))), *form)
+                   tuple(map(int, sizes.split("x"))), form, order)
 
 
 def trace_work(work: Work, dtype: str, block: int) -> Trace:
     """Run rank 0 of `work` dry, with elementwise work in blocks of `block` elements."""
+    trace = _trace_in_order(work, dtype, block)
+    return place_trace(trace, work.grid, work.order) if work.order else trace
+
+
+def _trace_in_order(work: Work, dtype: str, block: int) -> Trace:
+    """Run rank 0 dry, with ranks in the order of the grid."""
     if work.kind == "layer":
         return dry_run.extrapolate_step(work.scheme, work.ranks, work.grid, dtype=dtype,
                                         block=block, **dict(zip(NAMES["layer"], work.sizes)))

@@ -54,6 +54,11 @@ def compare_predictions(machine: Machine, found: Sequence[Measured]) -> list[Par
     return parts + [Notes("Left out", left)] * bool(left)
 
 
+def _plan(work: Work) -> str:
+    """Name the grid, and the direction that is inside a node if the ranks were placed anew."""
+    return f"{work.grid}, {work.order[-1]} inside" if work.order else str(work.grid)
+
+
 def _sizes(work: Work) -> str:
     return f"{work.kind} {' x '.join(map(str, work.sizes))} {work.form}".rstrip()
 
@@ -71,7 +76,7 @@ def seconds_table(pairs: Sequence[Pair]) -> Table:
         if work.kind == "layer" and one.published is not None:
             average = [number_cell(seconds) for seconds in (
                 one.published, *(total / work.sizes[2] for total in pair.totals))]
-        rows.append([TITLES.get(work.scheme, work.scheme), str(work.grid), _sizes(work),
+        rows.append([TITLES.get(work.scheme, work.scheme), _plan(work), _sizes(work),
                      one.dtype, *times, number_cell(pair.error, "+.0%"),
                      *(average if published else [])])
     columns = [Column("scheme"), *(Column(name, align="<") for name in ("grid", "sizes", "dtype")),
@@ -106,7 +111,9 @@ def choice_table(pairs: Sequence[Pair]) -> Table:
             groups.setdefault(key, []).append(pair)
     rows: list[list[Cell]] = []
     for (*_, ranks, schemes), tried in groups.items():
-        if len({(pair.measured.work.scheme, pair.measured.work.grid) for pair in tried}) == 1:
+        plans = {(work.scheme, work.grid, work.order)
+                 for work in (pair.measured.work for pair in tried)}
+        if len(plans) == 1:
             continue
         taken = min(tried, key=lambda pair: pair.totals)    # the faster of equals
         fastest = min(tried, key=lambda pair: pair.totals[1])
@@ -114,7 +121,7 @@ def choice_table(pairs: Sequence[Pair]) -> Table:
         chosen: list[Cell] = []
         for pair in (taken, fastest):
             work = pair.measured.work
-            chosen += [f"{TITLES.get(work.scheme, work.scheme)} {work.grid}",
+            chosen += [f"{TITLES.get(work.scheme, work.scheme)} {_plan(work)}",
                        number_cell(1e3 * pair.totals[1])]
         rows.append([_sizes(taken.measured.work), ranks, TITLES.get(schemes, schemes), len(tried),
                      *chosen, number_cell(taken.totals[1] / least - 1, "+.0%"),

@@ -12,6 +12,7 @@ from bench.reports.formats import render
 from bench.reports.measured_tables import compare_predictions
 from bench.command_line import options
 from bench.command_line.publish import publish, report_failure
+from mm3d.schemes import registry
 from mm3d.transport.choice import HOST_TRANSPORTS
 
 GROUP = "Plan and predict"
@@ -30,6 +31,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="layers of each Transformer (default 1)")
     parser.add_argument("--rounds", type=int, default=20, metavar="N",
                         help="rounds over all measurements, whose medians count (default 20)")
+    parser.add_argument("--inside", type=lambda text: text.split(","), default=[],
+                        metavar="AXES", help=(
+                            "directions such as x,y,z: measure each grid once for each, placed "
+                            "so that lines along it stay inside a node, where ranks fill one node "
+                            "after the other (default: in the order of the grid alone)"))
     options.add_dtype(parser)
     parser.add_argument("--seed", type=options.whole(0), default=0, metavar="N",
                         help="seed of the numbers and of the order (default 0)")
@@ -53,10 +59,16 @@ def run(arguments: argparse.Namespace, comm) -> int:
     if not arguments.matmul and not arguments.layer:
         raise UsageError("nothing to measure: give --matmul M,N,K or --layer "
                          "HIDDEN,HEADS,BATCH,SEQ")
+    known = sorted({axis for scheme in registry().values() for axis in scheme.directions})
+    unknown = [axis for axis in arguments.inside if axis not in known]
+    if unknown:
+        raise UsageError(f"--inside {','.join(arguments.inside)}: no grid has a direction "
+                         f"{unknown[0]!r}; {', '.join(known)} would do")
     transport = _transport(arguments.machine, machine, comm)
     out = claim_folder(arguments.out, comm)
     works = whole_steps.list_works(comm.size, arguments.matmul or (),
-                                   [(*sizes, arguments.layers) for sizes in arguments.layer or ()])
+                                   [(*sizes, arguments.layers) for sizes in arguments.layer or ()],
+                                   arguments.inside)
     try:
         record = whole_steps.measure_works(works, comm, arguments.dtype, arguments.seed,
                                            arguments.rounds, transport,

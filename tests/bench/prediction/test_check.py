@@ -8,7 +8,8 @@ from mpi4py import MPI
 
 from bench.__main__ import main
 from bench.experiments.products.problem import Problem, product_grid
-from bench.prediction import beside_measured, machine_file, machine_model, planner
+from bench.prediction import (beside_measured, machine_file, machine_model, planner,
+                              whole_steps)
 from bench.prediction.beside_measured import Measured
 from bench.prediction.work import NAMES, Work, predict_seconds, trace_work as trace_of
 from bench.records import run_file
@@ -29,9 +30,56 @@ LAYER = dict(layers=2, hidden=64, heads=4, batch=8, seq=16)
 
 @pytest.mark.parametrize("work", [Work("matmul", "2d", GridShape("xy", (2, 2)), (5, 6, 7),
                                        "atb"),
-                                  Work("layer", "3d", UNEVEN, (64, 4, 8, 16, 2))])
+                                  Work("layer", "3d", UNEVEN, (64, 4, 8, 16, 2)),
+                                  Work("layer", "3d", UNEVEN, (64, 4, 8, 16, 2), "", "zxy"),
+                                  Work("matmul", "3d", UNEVEN, (5, 6, 7), "ab", "yzx")])
 def test_a_label_says_all_of_the_work(work):
     assert Work.parse(work.label) == work and work.ranks == work.grid.ranks
+
+
+def test_a_grid_is_placed_once_for_each_direction_that_changes_its_order():
+    orders = {shape: whole_steps.list_orders(GridShape("xyz", shape), "xyz")
+              for shape in ((2, 2, 2), (2, 1, 3), (1, 1, 8), (1, 4, 2))}
+    assert orders == {(2, 2, 2): ["yzx", "xzy", "xyz"], (2, 1, 3): ["yzx", "xyz"],
+                      (1, 1, 8): [""], (1, 4, 2): ["xzy", "xyz"]}
+    assert whole_steps.list_orders(GridShape("xyz", (2, 1, 2)), "y") == [""]
+    plain, placed = (whole_steps.list_works(4, [(8, 8, 8)], [(64, 4, 8, 16, 2)], inside)
+                     for inside in ((), "xyz"))
+    assert {dataclasses.replace(work, order="") for work in placed} == set(plain)
+    assert all(len(set(work.order)) == len(work.grid) for work in placed if work.order)
+
+
+def test_the_table_says_which_direction_is_inside():
+    work = Work("layer", "3d", GridShape("xyz", (2, 2, 2)), (64, 4, 8, 16, 2))
+    took = dict.fromkeys(PHASES, 1.0)
+    found = [Measured(dataclasses.replace(work, order=order), "float32", took)
+             for order in ("", "yzx")]
+    text = render(compare_predictions(CPU, found))
+    assert "2 x 2 x 2  " in text and "2 x 2 x 2, x inside" in text
+    assert "planner's" in text    # the two orders are two plans to choose from
+
+
+def test_placing_moves_a_direction_into_the_node():
+    """Of 2 x 2 x 2 ranks on 4 nodes, by strides: 1 is inside, 2 and 4 between nodes."""
+    strides = {order: {event.direction: event.stride for event in trace_of(
+        Work("layer", "3d", GridShape("xyz", (2, 2, 2)), (64, 4, 8, 16, 2), "", order),
+        "float32", 16384).count(Collective)} for order in ("", "yzx", "xzy")}
+    assert strides == {"": dict(x=4, y=2, z=1), "yzx": dict(x=1, y=4, z=2),
+                       "xzy": dict(x=4, y=1, z=2)}
+
+
+@pytest.mark.ranks(4)
+def test_a_placed_layer_is_right_and_its_lines_lie_where_it_says(comm):
+    """Ranks that differ along the direction inside are neighbours, and the results are checked."""
+    grid, checks = find_scheme("3d").grid_shape((2, 1, 2)), []
+    work = Work("layer", "3d", grid, (16, 2, 4, 4, 1), "", "zyx")
+    network, found = whole_steps.make_transformer(work, comm, "float32", 0)
+    assert all(check.passed for check in found) and len(found) > 2
+    line = comm.allgather((network.grid.coords["x"], network.grid.coords["z"]))
+    assert line == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    trial = whole_steps.verify_layer(work, comm, "float32", 0, checks)
+    assert min(trial()) > 0
+    network.grid.free()
 
 
 @pytest.mark.ranks(4)
@@ -204,6 +252,8 @@ def test_runs_of_the_tables_have_a_published_column(capsys, tmp_path):
 @pytest.mark.ranks(1)
 @pytest.mark.parametrize("more, message", [
     ([], "nothing to measure"), (["--matmul", "8", "--rounds", "0"], "--rounds 0"),
+    (["--layer", "64,4,8,16", "--inside", "x,t"], "no grid has a direction 't'"),
+    (["--layer", "64,4,8,16", "--inside", ""], "no grid has a direction ''"),
     (["--layer", "30,4,4,8"], "hidden=30"), (["--machine", "abacus"], "is unknown")])
 def test_wrong_arguments_are_named(comm, more, message, tmp_path):
     assert message in refused(comm, "check", "--machine", "cpu", "--out", str(tmp_path), *more)
