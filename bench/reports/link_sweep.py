@@ -204,11 +204,12 @@ def sweep_parts(records: Sequence[Measurements]) -> list[Part]:
 
 
 def heading(record: Measurements) -> str:
-    """Return the heading of a sweep: its table and its emulated cluster."""
+    """Return the heading of a sweep: its table, its layers and its emulated cluster."""
     cluster = Cluster.parse(str(record.environment["emulated_cluster"]))
-    return (f"{HEADINGS[str(record.configuration['table'])]}: emulated cluster, {cluster.nodes} "
-            f"nodes x {cluster.ranks} ranks, links of several rates; NOT COMPUTED: work is waited "
-            f"for")
+    layers = int(record.configuration["layers"])
+    return (f"{HEADINGS[str(record.configuration['table'])]}, {layers} layer"
+            f"{'s' * (layers != 1)}: emulated cluster, {cluster.nodes} nodes x {cluster.ranks} "
+            f"ranks, links of several rates; NOT COMPUTED: work is waited for")
 
 
 def seconds_table(record: Measurements, curves: Sequence[Curve]) -> Table:
@@ -285,7 +286,7 @@ def _notes(records: Sequence[Measurements]) -> list[str]:
         *map(_waits, records),
         f"{count} repetition{'s' * (count != 1)} of each, a step each, in rounds with random "
         f"order; forward and backward by their makespans. All plans were verified with the serial "
-        f"scheme first. Fewer than six repetitions give no 95 % interval.",
+        f"scheme first." + " Fewer than six repetitions give no 95 % interval." * (count < 6),
         f"The {env['ranks']} ranks share {env['cores']} cores for all that is not waited for: "
         f"copies, sums, TCP and Python take longer than with a core for each, and where links "
         f"are fast this is what is measured."

@@ -51,7 +51,7 @@ def draw_sweeps(records: Sequence[Measurements]):
         _panel(panel, record)
     figure.supxlabel(
         "ranks wait for modelled work and send real bytes; they share "
-        f"{records[0].environment['cores']} cores for all else, which is what fast links "
+        f"{records[0].environment['cores']} cores for all else,\nwhich is what fast links "
         "show; bars: least to greatest sample", fontsize=8.5)
     return figure
 
@@ -78,8 +78,7 @@ def _panel(panel, record: Measurements) -> None:
         named.append(f"{number}: {where}, {_short(fast)} overtakes {_short(slow)}")
     panel.set(xscale="log", yscale="log", ylabel="ms a sequence", xlabel="rate of each link"
               + "".join(f"\n{line}" for line in named))
-    panel.set_xticks(places, [link_sweep.rate_name(link).replace("/s", "").replace(" ", "\n")
-                              for link in links])
+    panel.set_xticks(places, [link_sweep.rate_name(link).replace(" ", "\n") for link in links])
     panel.minorticks_off()
     style.label_plainly(panel.yaxis)
     panel.set_title(link_sweep.heading(record).replace("; ", "\n"))

@@ -44,6 +44,8 @@ def test_crossings():
 
 def test_tables(record):
     text = render(link_sweep.sweep_parts([record]))
+    assert "weak scaling, 1 layer: emulated cluster, 2 nodes x 2 ranks" in text
+    assert "Fewer than six repetitions give no 95 % interval." in " ".join(text.split())
     curves = link_sweep.read_curves(record)
     [(rate, slow, fast)] = link_sweep.list_crossovers(record, curves)
     assert 5e7 < rate < 2e8 and (slow.label, fast.label) == (PLANS[1], PLANS[0])
