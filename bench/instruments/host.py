@@ -110,14 +110,18 @@ def describe_cluster(cluster: Cluster | None) -> dict[str, Setting]:
     """Describe the emulated cluster of a run as it is recorded; nothing without one.
 
     ``emulated_cluster`` is what `Cluster.parse` reads; the rate is in bit/s, infinite without a
-    limit, the latency in seconds.
+    limit, the latency in seconds; ``emulated_congestion_control`` names the algorithm by which TCP
+    sends.
     """
     if cluster is None:
         return {}
+    with open("/proc/sys/net/ipv4/tcp_congestion_control") as file:
+        congestion_control = file.read().strip()
     return {"emulated_cluster": str(cluster), "emulated_nodes": cluster.nodes,
             "emulated_ranks_per_node": cluster.ranks,
             "emulated_link_rate": math.inf if cluster.link is None else cluster.link,
-            "emulated_latency": cluster.latency}
+            "emulated_latency": cluster.latency,
+            "emulated_congestion_control": congestion_control}
 
 
 def command_line(argv: list[str]) -> str:

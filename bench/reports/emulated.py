@@ -57,8 +57,9 @@ def emulation_notes(runs: Sequence[Run]) -> list[str]:
     found = emulated_runs(runs)
     if not found:
         return []
-    kernels = " and ".join(sorted({str(run.environment.get("kernel", "unknown"))
-                                   for run in found}))
+    kernels, controls = (" and ".join(sorted({str(run.environment.get(name, "unknown"))
+                                              for run in found}))
+                         for name in ("kernel", "emulated_congestion_control"))
     most = most_oversubscribed(found)
     turns = "" if most is None else f" The ranks of all nodes {share_cores(most)}" + (
         ": copies, sums, TCP and Python take longer than with a core for each."
@@ -66,6 +67,6 @@ def emulation_notes(runs: Sequence[Run]) -> list[str]:
         ", so computing does not get faster with more of them.")
     return [f"EMULATED CLUSTER: {len(found)} of {len(runs)} rows were measured in an "
             f"{describe_clusters(found)}: network namespaces of one machine, Linux {kernels}. "
-            f"Between nodes every byte goes through TCP and links of that rate, whose time is "
-            f"real; inside a node ranks share memory.{turns} No GPU, and no network hardware, "
-            f"was measured."]
+            f"Between nodes every byte goes through TCP (congestion control: {controls}) and "
+            f"links of that rate, whose time is real; inside a node ranks share memory.{turns} No "
+            f"GPU, and no network hardware, was measured."]
