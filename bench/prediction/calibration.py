@@ -26,6 +26,7 @@ from mm3d.transport.nodes import node_numbers
 
 DTYPES = ("float32", "float64")
 MANY = 16    # ranks, beyond which there is one round: each takes long where they share cores
+GRIDS = 10   # of each scheme, and all of 8 ranks: whole steps are fitted with three figures alone
 NO_LINKS = machine_model.Level(0.0, 1e15)    # of one rank, which sends nothing
 
 
@@ -75,7 +76,7 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
         cluster = None
     if memory is None:
         raise UsageError("/proc/meminfo does not say how much memory there is")
-    works = whole_steps.list_works(comm.size, [], whole_steps.list_models(cluster))
+    works = whole_steps.list_works(comm.size, [], whole_steps.list_models(cluster), most=GRIDS)
     networks = whole_steps.make_transformers(works, comm, progress)
     rounds = operations_alone.ROUNDS if comm.size <= MANY or cluster else 1
     steps_of_each = 1 if cluster else whole_steps.ROUNDS

@@ -1,6 +1,8 @@
 """Verify and time whole steps on all grids, and fit the time that they take beyond their parts."""
 
+import itertools
 import math
+import sys
 from dataclasses import replace
 from typing import Callable, Iterable, Sequence
 
@@ -54,7 +56,8 @@ def list_models(cluster: Cluster | None) -> tuple[tuple[int, ...], ...]:
 
 
 def list_works(ranks: int, products: Iterable[tuple[int, ...]],
-               layers: Iterable[tuple[int, ...]], inside: Sequence[str] = ()) -> list[Work]:
+               layers: Iterable[tuple[int, ...]], inside: Sequence[str] = (),
+               schemes: Sequence[str] = (), most: int = sys.maxsize) -> list[Work]:
     """List products C = AB and Transformers of these sizes, on all grids of all schemes.
 
     Parameters
@@ -68,14 +71,34 @@ def list_works(ranks: int, products: Iterable[tuple[int, ...]],
     inside : sequence of str, optional
         Directions.  Each grid is listed once for each of them that leads to another order of its
         ranks, in which its coordinate varies fastest; by default in the order of the grid alone.
+    schemes : sequence of str, optional
+        Their names; by default all that divide the work.
+    most : int, optional
+        Of a scheme with more grids, so many are listed, spread over all of them.
+
+    Raises
+    ------
+    ValueError
+        When one of `schemes` has no grid of `ranks` ranks.
     """
     alone = find_scheme("3d").grid_shape((1, 1, 1))
-    grids = [("3d", alone)] if ranks == 1 else list(planner.list_candidates(ranks))
+    grids = [("3d", alone)]
+    if ranks > 1:
+        every = [one for name in schemes or [None] for one in planner.list_candidates(ranks, name)]
+        of_schemes = itertools.groupby(every, key=lambda one: one[0])
+        grids = [one for _, some in of_schemes for one in spread(list(some), most)]
     works = [Work("matmul", scheme, grid, sizes, "ab") for sizes in products
              for scheme, grid in grids if find_scheme(scheme).matrix_product]
     works += [Work("layer", scheme, grid, sizes) for sizes in layers for scheme, grid in grids]
     return [replace(work, order=order) for work in works
             for order in (list_orders(work.grid, inside) if inside else [""])]
+
+
+def spread(listed: list, most: int) -> list:
+    """Choose at most `most` of `listed`, the first and the last and others evenly between."""
+    if len(listed) <= most:
+        return listed
+    return [listed[round(k)] for k in np.linspace(0, len(listed) - 1, most)]
 
 
 def list_orders(grid: GridShape, inside: Iterable[str]) -> list[str]:

@@ -31,6 +31,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
                         help="layers of each Transformer (default 1)")
     parser.add_argument("--rounds", type=int, default=20, metavar="N",
                         help="rounds over all measurements, whose medians count (default 20)")
+    known = [name for name, scheme in registry().items() if scheme.divides_work]
+    parser.add_argument("--scheme", type=options.some_of(*known), default=[], metavar="NAMES",
+                        help=f"only these, separated by commas (default: {', '.join(known)})")
     parser.add_argument("--inside", type=lambda text: text.split(","), default=[],
                         metavar="AXES", help=(
                             "directions such as x,y,z: measure each grid once for each, placed "
@@ -50,8 +53,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
     Raises
     ------
     UsageError
-        When there is nothing to measure, or the machine is a model for other ranks, another
-        transport or other dtypes.
+        When there is nothing to measure, a scheme has no grid of so many ranks, or the machine
+        is a model for other ranks, another transport or other dtypes.
     """
     machine = machine_model.load_machine(arguments.machine, arguments.dtype)
     if arguments.rounds < 1:
@@ -66,10 +69,11 @@ def run(arguments: argparse.Namespace, comm) -> int:
                          f"{unknown[0]!r}; {', '.join(known)} would do")
     transport = _transport(arguments.machine, machine, comm)
     out = claim_folder(arguments.out, comm)
-    works = whole_steps.list_works(comm.size, arguments.matmul or (),
-                                   [(*sizes, arguments.layers) for sizes in arguments.layer or ()],
-                                   arguments.inside)
     try:
+        works = whole_steps.list_works(
+            comm.size, arguments.matmul or (),
+            [(*sizes, arguments.layers) for sizes in arguments.layer or ()],
+            arguments.inside, arguments.scheme)
         record = whole_steps.measure_works(works, comm, arguments.dtype, arguments.seed,
                                            arguments.rounds, transport,
                                            lambda line: say(line) if comm.rank == 0 else None)
