@@ -166,14 +166,15 @@ def fit_machine(alone: OperationSeconds, works: Sequence[Work], steps: np.ndarra
         block=backends.get("numpy").block, passes=curves, collectives=lines, transport=transport)
     machine = whole_steps.fit_step_losses(machine, works, np.median(steps, axis=0))
     return msgspec.structs.replace(machine, sources=state_sources(
-        machine, products, environs, rounds=alone.rounds, steps=len(steps)))
+        machine, products, environs, rounds=alone.rounds, steps=len(steps),
+        grids=len({(work.scheme, work.grid) for work in works})))
 
 
 def state_sources(machine: machine_model.Machine, products: dict[str, fits.ProductFit],
-                  environs: dict, rounds: int, steps: int) -> dict[str, str]:
+                  environs: dict, rounds: int, steps: int, grids: int) -> dict[str, str]:
     """Return the source of each figure of the model, as its file states it.
 
-    `rounds` are those of operations alone, `steps` the steps of each model.
+    `rounds` are those of operations alone, `steps` the steps of each model on each of `grids`.
     """
     when = datetime.now(timezone.utc).strftime("%Y-%m-%d")
     what = ("processor time of all ranks over cores" if launcher.oversubscribed()
@@ -186,8 +187,8 @@ def state_sources(machine: machine_model.Machine, products: dict[str, fits.Produ
                        f"at most in {d}" for d, e in off.items()))
     blas = f"{environs['blas']}, {environs['blas_architecture']} kernels"
     largest = machine.passes["multiply"].bytes[-1]
-    whole = (f"measured {when}: what the makespans of two models' steps on every grid, medians of "
-             f"{steps} rounds, take beyond their parts")
+    whole = (f"measured {when}: what the makespans of two models' steps on {grids} grids, medians "
+             f"of {steps} rounds, take beyond their parts")
     return {"ranks_per_node": f"ranks of the job, measured {when}",
             "memory_bytes": "the node's memory over its ranks",
             "memory_bandwidth": f"{how}: c = a * b, {largest / 1e6:.0f} MB in all",

@@ -14,7 +14,9 @@ world = MPI.COMM_WORLD
 node = world.Split_type(MPI.COMM_TYPE_SHARED)
 seen = world.gather({
     "cluster": json.loads(os.environ["MM3D_CLUSTER"]), "host": os.uname().nodename,
-    "ranks": node.size, "oversubscribed": launcher.oversubscribed(),
+    "ranks": node.size, "tcp": [Path(f"/proc/sys/net/ipv4/tcp_{name}").read_text().strip()
+                                for name in ("congestion_control", "slow_start_after_idle")],
+    "oversubscribed": launcher.oversubscribed(),
     "memory": sorted(path.name for path in Path("/dev/shm").glob("mine-*")),
     "devices": sorted(line.split(":")[0].strip()
                       for line in Path("/proc/net/dev").read_text().splitlines()[2:])})

@@ -41,6 +41,7 @@ def test_ranks_on_nodes():
         assert seen["host"] == f"node-0{node}" and seen["ranks"] == 2
         assert seen["memory"] == ["mine-1"] * node
         assert seen["devices"] == ["eth0", "lo"]
+        assert seen["tcp"] == ["reno", "0"]    # whatever this machine has chosen
         assert seen["oversubscribed"] == (4 > len(os.sched_getaffinity(0)))
     assert found["nodes"] == [0, 0, 1, 1]
     assert SHARE <= found["sent"][0] <= 1.1 * SHARE

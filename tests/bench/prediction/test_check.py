@@ -49,6 +49,20 @@ def test_a_grid_is_placed_once_for_each_direction_that_changes_its_order():
     assert all(len(set(work.order)) == len(work.grid) for work in placed if work.order)
 
 
+def test_works_of_some_schemes_and_of_some_grids():
+    """In the order of the names, the first and the last grid of each among them."""
+    layer = (64, 4, 8, 16, 2)
+    every = whole_steps.list_works(64, [], [layer])
+    some = whole_steps.list_works(64, [], [layer], schemes=["3d", "1d"], most=10)
+    cubes = [work for work in every if work.scheme == "3d"]
+    assert [work.scheme for work in some] == ["3d"] * 10 + ["1d"] and set(some) < set(every)
+    assert (some[0], some[9]) == (cubes[0], cubes[-1]) and len(set(some)) == 11 < len(cubes)
+    assert whole_steps.list_works(8, [], [layer], most=10) == whole_steps.list_works(
+        8, [], [layer])    # calibrate leaves out none of 8 ranks
+    with pytest.raises(ValueError, match="8 ranks are no square"):
+        whole_steps.list_works(8, [], [layer], schemes=["1d", "2d"])
+
+
 def test_the_table_says_which_direction_is_inside():
     work = Work("layer", "3d", GridShape("xyz", (2, 2, 2)), (64, 4, 8, 16, 2))
     took = dict.fromkeys(PHASES, 1.0)
@@ -254,6 +268,7 @@ def test_runs_of_the_tables_have_a_published_column(capsys, tmp_path):
     ([], "nothing to measure"), (["--matmul", "8", "--rounds", "0"], "--rounds 0"),
     (["--layer", "64,4,8,16", "--inside", "x,t"], "no grid has a direction 't'"),
     (["--layer", "64,4,8,16", "--inside", ""], "no grid has a direction ''"),
+    (["--layer", "64,4,8,16", "--scheme", "2d,four"], "'four' is unknown: choose of 1d, "),
     (["--layer", "30,4,4,8"], "hidden=30"), (["--machine", "abacus"], "is unknown")])
 def test_wrong_arguments_are_named(comm, more, message, tmp_path):
     assert message in refused(comm, "check", "--machine", "cpu", "--out", str(tmp_path), *more)
