@@ -25,8 +25,10 @@ from mm3d.grid.grid import Grid
 from mm3d.transport.nodes import node_numbers
 
 DTYPES = ("float32", "float64")
-MANY = 16    # ranks, beyond which there is one round: each takes long where they share cores
-GRIDS = 10   # of each scheme, and all of 8 ranks: whole steps are fitted with three figures alone
+MANY = 16    # ranks, beyond which less is measured: all takes long where they share cores
+# Of each scheme, and all of up to 8 ranks: whole steps are fitted with three figures alone, and the
+# models of many ranks, which stay in memory, would fill it.
+GRIDS, GRIDS_OF_MANY = 10, 4
 NO_LINKS = machine_model.Level(0.0, 1e15)    # of one rank, which sends nothing
 
 
@@ -76,7 +78,8 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
         cluster = None
     if memory is None:
         raise UsageError("/proc/meminfo does not say how much memory there is")
-    works = whole_steps.list_works(comm.size, [], whole_steps.list_models(cluster), most=GRIDS)
+    works = whole_steps.list_works(comm.size, [], whole_steps.list_models(cluster),
+                                   most=GRIDS if comm.size <= MANY else GRIDS_OF_MANY)
     networks = whole_steps.make_transformers(works, comm, progress)
     rounds = operations_alone.ROUNDS if comm.size <= MANY or cluster else 1
     steps_of_each = 1 if cluster else whole_steps.ROUNDS
