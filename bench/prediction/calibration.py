@@ -25,9 +25,9 @@ from mm3d.grid.grid import Grid
 from mm3d.transport.nodes import node_numbers
 
 DTYPES = ("float32", "float64")
-MANY = 16    # ranks, beyond which less is measured: all takes long where they share cores
-# Of each scheme, and all of up to 8 ranks: whole steps are fitted with three figures alone, and the
-# models of many ranks, which stay in memory, would fill it.
+MANY = 16    # ranks, beyond which less is measured: all takes long on shared cores
+# Of each scheme, and all of up to 8 ranks: whole steps are fitted with three figures alone, and
+# the models, which stay in memory, would fill it.
 GRIDS, GRIDS_OF_MANY = 10, 4
 NO_LINKS = machine_model.Level(0.0, 1e15)    # of one rank, which sends nothing
 

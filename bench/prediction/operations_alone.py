@@ -8,7 +8,7 @@ import itertools
 import math
 import sys
 import time
-from typing import Callable, Iterable
+from typing import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from bench.errors import WrongResult
 from bench.experiments.products import operands
 from bench.experiments.products.collectives import measure_collective
 from bench.instruments import sampling, timing
+from bench.instruments.available_memory import total_memory
 from bench.instruments.clock import Clock
 from bench.instruments.least_squares import fit_line
 from bench.prediction import machine_model
@@ -36,6 +37,7 @@ EDGES = (32, 64, 128, 256, 512, 1024)
 OBLONG = ((1024, 64, 1024), (64, 1024, 1024), (1024, 1024, 64), (256, 1024, 2048),
           (64, 64, 512), (512, 128, 128), (128, 512, 64), (2048, 256, 256), (16, 256, 1024))
 BYTES = tuple(64 * 8 ** k for k in range(7))    # 64 B to 16 MiB
+MEMORY = 1 / 32    # of the machine, that one array of each rank may take
 DIVIDING = ("all_gather", "reduce_scatter")
 LINK_SECONDS = 0.1   # that a collective may keep the links of an emulated cluster busy
 FILL = 0.5   # every element of the operands of elementwise work
@@ -139,7 +141,7 @@ def measure_passes(comm) -> dict[tuple[str, int], float]:
     large ones do not.
     """
     found = {}
-    for length in (size // 4 for size in BYTES):
+    for length in (size // 4 for size in bytes_that_fit(comm.size)):
         a, b = (np.full(length, FILL, np.float32) for _ in range(2))
         for name, (step, moved, result, expected) in _operations(a, b, np.zeros_like(a)).items():
             step()
@@ -175,11 +177,17 @@ def divided_shape(length: int, pieces: bool) -> tuple[int, ...]:
     return (rows, length // rows) if pieces else (length,)
 
 
-def bytes_within(seconds: float, kind: str, size: int, stride: int,
-                 cluster: Cluster | None) -> list[int]:
-    """List the bytes of arrays whose collective keeps the links of a cluster busy for this time
-    at most: all of them where there are no links, and always the least."""
-    known = [n for n in BYTES if n >= 512]
+def bytes_that_fit(ranks: int) -> list[int]:
+    """List the `BYTES` of arrays of which all ranks of this machine can hold several."""
+    memory = total_memory() or math.inf
+    return [n for n in BYTES if n * ranks <= MEMORY * memory]
+
+
+def bytes_within(seconds: float, kind: str, size: int, stride: int, cluster: Cluster | None,
+                 fitting: Sequence[int] = BYTES) -> list[int]:
+    """List the bytes of `fitting` arrays whose collective keeps the links of a cluster busy for
+    this time at most: all of them where there are no links, and always the least."""
+    known = [n for n in fitting if n >= 512]
     level, load = link_level(size, stride, cluster.ranks if cluster else sys.maxsize)
     if cluster is None or cluster.link is None or level == "node":
         return known
@@ -208,6 +216,7 @@ def measure_collectives(comm, cluster: Cluster | None = None) -> dict[
         the whole array.  Collectives that divide the array are measured for columns as well.
     """
     clock, found, limits = Clock(comm), {}, ON_LINKS if cluster else LIMITS
+    fitting = bytes_that_fit(comm.size)
 
     def sampler(step: Callable[[], object]) -> Callable[[], float]:
         if cluster is not None:
@@ -217,7 +226,7 @@ def measure_collectives(comm, cluster: Cluster | None = None) -> dict[
     for size, stride in list_placements(comm.size):
         grid = mm3d.Grid(comm, "numpy", x=comm.size // size // stride, y=size, z=stride)
         for kind, pieces in ways:
-            for length in bytes_within(LINK_SECONDS, kind, size, stride, cluster):
+            for length in bytes_within(LINK_SECONDS, kind, size, stride, cluster, fitting):
                 measured = measure_collective(
                     grid, "y", kind, divided_shape(length // 4, pieces), "float32",
                     lambda step: sampling.take_samples(sampler(step), limits, comm))
