@@ -20,11 +20,11 @@ from mm3d.tracing.trace import Trace
 # since many ranks share few cores, and the time to pass a message on between processes.
 SHARED_BYTES_PER_SECOND = 1e9
 SECONDS_PER_MESSAGE = 2e-4
-# Fitted to one run of 26 rows on 8 to 64 ranks and two cores (results, tables of commit 1d615d8):
+# Fitted to 26 rows on 8 to 64 ranks and two cores of Zen 5 (results, tables of commit 9273de8):
 # processor seconds of a rank, with polling, Python and TCP, for a collective inside a node and for
 # each other node in one between nodes.
-CALL_SECONDS = 5.7e-4
-PEER_SECONDS = 2.5e-4
+CALL_SECONDS = 2.4e-4
+PEER_SECONDS = 1.2e-4
 
 
 def shrink_machine(machine: Machine, factor: float) -> Machine:

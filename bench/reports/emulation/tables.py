@@ -157,9 +157,9 @@ def similarity_notes(found: Sequence[Emulated]) -> list[str]:
         f"compare speed-ups, not seconds.",
         "Predicted: by the same machine model with the emulated links, which the ranks of a node "
         "share, from a dry run of ranks as they are placed; and with the processor time of "
-        "messages, since ranks share cores: two figures, fitted to one run of commit 1d615d8 on "
-        "two cores" + (", this one, so that its errors are of a fit." if any(
-            str(each.run.environment.get("git_commit", "")).startswith("1d615d8")
+        "messages, since ranks share cores: two figures, fitted to runs of commit 9273de8 on "
+        "two cores" + (", these, so that its errors are of a fit." if any(
+            str(each.run.environment.get("git_commit", "")).startswith("9273de8")
             for each in found if each.run is not None) else "."),
         "It shows: traffic, the placement of ranks on nodes, contention for links, what MPI's "
         "algorithms send beyond the least, and this software. It does not show: GPUs and their "

@@ -167,6 +167,15 @@ def test_models_are_smaller_where_links_are_slow():
     assert 3 * 12 * 224 ** 2 * 4 / (50e6 / 8) < 1.2 < 3 * 12 * 320 ** 2 * 4 / (50e6 / 8)
 
 
+def test_arrays_of_all_ranks_fit_the_memory(monkeypatch):
+    """An array of each of them takes a 32nd of the memory at most, so that several fit."""
+    monkeypatch.setattr(operations_alone, "total_memory", lambda: 24 * 2 ** 30)
+    assert operations_alone.bytes_that_fit(16) == list(operations_alone.BYTES)
+    assert operations_alone.bytes_that_fit(64)[-1] == 2 ** 21 == operations_alone.BYTES[-2]
+    fitting = operations_alone.bytes_that_fit(64)
+    assert operations_alone.bytes_within(1, "broadcast", 4, 1, None, fitting)[-1] == 2 ** 21
+
+
 @pytest.mark.slow_but_first
 @pytest.mark.parametrize("ranks", [1, 2, 8])
 def test_what_steps_lose_is_found(ranks):
