@@ -29,6 +29,8 @@ MANY = 16    # ranks, beyond which less is measured: all takes long on shared co
 # Of each scheme, and all of up to 8 ranks: whole steps are fitted with three figures alone, and
 # the models, which stay in memory, would fill it.
 GRIDS, GRIDS_OF_MANY = 10, 4
+# Of memory: 16 ranks had 6.5 GB in use, and 64 ranks ran out of 25 GB.
+BYTES_OF_A_RANK = 430e6
 NO_LINKS = machine_model.Level(0.0, 1e15)    # of one rank, which sends nothing
 
 
@@ -57,8 +59,8 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
     ------
     UsageError
         When the ranks run on several nodes that are not those of an emulated cluster, or not
-        equally many on each; the environment names an unknown transport; or the memory of the
-        node is unknown.
+        equally many on each; the environment names an unknown transport; or the memory of this
+        machine is unknown or too small for all ranks.
     WrongResult
         When a result is wrong; the same on every rank.
     """
@@ -78,6 +80,11 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
         cluster = None
     if memory is None:
         raise UsageError("/proc/meminfo does not say how much memory there is")
+    if comm.size * BYTES_OF_A_RANK > memory:
+        raise UsageError(f"{comm.size} ranks: calibrate needs about "
+                         f"{comm.size * BYTES_OF_A_RANK / 1e9:.0f} GB for them, and this machine "
+                         f"has {memory / 1e9:.0f}: {int(memory // BYTES_OF_A_RANK)} ranks at "
+                         f"most would do")
     works = whole_steps.list_works(comm.size, [], whole_steps.list_models(cluster),
                                    most=GRIDS if comm.size <= MANY else GRIDS_OF_MANY)
     networks = whole_steps.make_transformers(works, comm, progress)
