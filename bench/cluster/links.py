@@ -148,12 +148,17 @@ def tune_tcp() -> None:
 
     The system's own choice may be BBR, which sends next to nothing for 200 ms every 10 seconds,
     to measure the delay again.  Reno, which every kernel has, slows down for lost packets alone,
-    and nothing is lost here.  Nor does a connection start slowly again after a pause.
+    and nothing is lost here.  Nor does a connection start slowly again after a pause.  Where
+    ``/proc/sys`` cannot be written to, as in some containers, the system's choice stays; results
+    name the algorithm that was in use.
     """
     for name, value in (("tcp_congestion_control", CONGESTION_CONTROL),
                         ("tcp_slow_start_after_idle", "0")):
-        with open(f"/proc/sys/net/ipv4/{name}", "w") as file:
-            file.write(value)
+        try:
+            with open(f"/proc/sys/net/ipv4/{name}", "w") as file:
+                file.write(value)
+        except OSError:
+            pass
 
 
 def keep_quiet() -> None:
