@@ -26,11 +26,8 @@ from mm3d.transport.nodes import node_numbers
 
 DTYPES = ("float32", "float64")
 MANY = 16    # ranks, beyond which less is measured: all takes long on shared cores
-# Of each scheme, and all of up to 8 ranks: whole steps are fitted with three figures alone, and
-# the models, which stay in memory, would fill it.
+# Of each scheme, and all of up to 8 ranks: whole steps are fitted with three figures alone.
 GRIDS, GRIDS_OF_MANY = 10, 4
-# Of memory: 16 ranks had 6.5 GB in use, and 64 ranks ran out of 25 GB.
-BYTES_OF_A_RANK = 430e6
 NO_LINKS = machine_model.Level(0.0, 1e15)    # of one rank, which sends nothing
 
 
@@ -40,7 +37,8 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
 
     Every result is verified before it is timed, collectives exactly, with integers.  Measurements
     are made in rounds, so that a disturbance of the machine affects a few samples of each kind.
-    On an emulated cluster, whose links make them long, a round has one step of each model and one
+    Models that do not fit in memory together are measured in batches, each in all rounds.  On an
+    emulated cluster, whose links make them long, a round has one step of each model and one
     sample of each collective, and models are smaller where links are slow.
 
     Parameters
@@ -80,34 +78,43 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
         cluster = None
     if memory is None:
         raise UsageError("/proc/meminfo does not say how much memory there is")
-    if comm.size * BYTES_OF_A_RANK > memory:
+    needed = (whole_steps.BYTES_OF_A_RANK + whole_steps.BYTES_OF_A_WORK) / whole_steps.USED
+    if comm.size * needed > memory:
         raise UsageError(f"{comm.size} ranks: calibrate needs about "
-                         f"{comm.size * BYTES_OF_A_RANK / 1e9:.0f} GB for them, and this machine "
-                         f"has {memory / 1e9:.0f}: {int(memory // BYTES_OF_A_RANK)} ranks at "
-                         f"most would do")
+                         f"{comm.size * needed / 1e9:.1f} GB for them, and this machine has "
+                         f"{memory / 1e9:.1f}: {int(memory // needed)} ranks at most would do")
     works = whole_steps.list_works(comm.size, [], whole_steps.list_models(cluster),
                                    most=GRIDS if comm.size <= MANY else GRIDS_OF_MANY)
-    networks = whole_steps.make_transformers(works, comm, progress)
+    batches = whole_steps.works_in_batches(works, comm.size, DTYPES[0])
     rounds = operations_alone.ROUNDS if comm.size <= MANY or cluster else 1
     steps_of_each = 1 if cluster else whole_steps.ROUNDS
     steps, products, passes, collectives = [], [], [], []
-    for turn in range(rounds):
-        steps.append(whole_steps.measure_steps(networks, comm, turn, steps_of_each))
-        progress(f"round {turn + 1} of {rounds}: {len(networks)} models, "
-                 + ("a step" if steps_of_each == 1 else f"{steps_of_each} steps") + " of each")
-        products.append([operations_alone.measure_products(dtype, comm) for dtype in DTYPES])
-        passes.append(operations_alone.measure_passes(comm))
-        collectives.append(operations_alone.measure_collectives(comm, cluster))
-        progress(f"round {turn + 1} of {rounds}: products, elementwise passes and collectives")
-    for network in networks:
-        network.grid.free()
+    for number, batch in enumerate(batches, start=1):
+        networks = whole_steps.make_transformers(batch, comm, progress)
+        which = f" of batch {number} of {len(batches)}" if len(batches) > 1 else ""
+        of_batch = []
+        for turn in range(rounds):
+            of_batch.append(whole_steps.measure_steps(networks, comm, turn, steps_of_each))
+            progress(f"round {turn + 1} of {rounds}: {len(batch)} models{which}, "
+                     + ("a step" if steps_of_each == 1 else f"{steps_of_each} steps") + " of each")
+            if batch is batches[-1]:
+                products.append([operations_alone.measure_products(dtype, comm)
+                                 for dtype in DTYPES])
+                passes.append(operations_alone.measure_passes(comm))
+                collectives.append(operations_alone.measure_collectives(comm, cluster))
+                progress(f"round {turn + 1} of {rounds}: products, elementwise passes and "
+                         "collectives")
+        steps.append(np.concatenate(of_batch))
+        grids = [network.grid for network in networks]
+        del networks
+        whole_steps.free_grids(grids)
     if comm.rank:
         return None
     by_dtype = {dtype: operations_alone.least_seconds(of_rounds)
                 for dtype, of_rounds in zip(DTYPES, zip(*products))}
     alone = OperationSeconds(by_dtype, operations_alone.least_seconds(passes),
                              operations_alone.least_seconds(collectives), rounds)
-    return fit_machine(alone, works, np.concatenate(steps), comm.size, transport, memory,
+    return fit_machine(alone, works, np.concatenate(steps, axis=1), comm.size, transport, memory,
                        per_node)
 
 

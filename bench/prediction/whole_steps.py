@@ -1,5 +1,6 @@
 """Verify and time whole steps on all grids, and fit the time that they take beyond their parts."""
 
+import gc
 import itertools
 import math
 import sys
@@ -17,14 +18,16 @@ from bench.errors import WrongResult
 from bench.experiments.products import matmul
 from bench.experiments.products.problem import Problem, product_grid
 from bench.instruments import sampling
+from bench.instruments.available_memory import total_memory
 from bench.instruments.clock import Clock, time_on_all_ranks
 from bench.instruments.least_squares import solve_nonnegative
 from bench.instruments.placement import reorder_ranks
-from bench.prediction import machine_model, planner
+from bench.prediction import machine_model, memory_fit, planner
 from bench.prediction.seconds import barriers, step_seconds
 from bench.prediction.work import NAMES, Work, trace_work
 from bench.records.measurements import Check, Measurements, Variable
 from mm3d import ModelSizes
+from mm3d.grid.grid import GridAxes
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
 from mm3d.tracing.events import Collective, Gemm, PHASES, Pass
@@ -36,6 +39,10 @@ SMALLER = (448, 320, 224, 160)    # features of the second model, for ever slowe
 LINK_SECONDS = 1.2    # that a link may carry the matrices of a step: W twice and dW once
 WORKS_OF_A_LINE = 8    # verified, before a line of progress
 ROUNDS = 8
+# Of memory.  Each of 64 ranks on one machine had 46 MB with all libraries loaded, 110 MB more for
+# operations alone and pools, and 7 MB more for each model, mostly idle memory that its lines keep.
+BYTES_OF_A_RANK, BYTES_OF_A_WORK = 160e6, 10e6
+USED = 0.8    # of the machine's memory
 
 
 def list_models(cluster: Cluster | None) -> tuple[tuple[int, ...], ...]:
@@ -101,6 +108,43 @@ def spread(listed: list, most: int) -> list:
     return [listed[round(k)] for k in np.linspace(0, len(listed) - 1, most)]
 
 
+def works_in_batches(works: Sequence[Work], ranks: int, dtype: str) -> list[list[Work]]:
+    """Divide works, in their order, into as few batches as fit in this machine's memory.
+
+    All works of a batch are in memory together; a single one may need more than there is.
+
+    Parameters
+    ----------
+    works : sequence of Work
+        Products and Transformers on grids of all ranks.
+    ranks : int
+        Number of ranks, which share the machine's memory.
+    dtype : str
+        The dtype of all arrays.
+    """
+    room = USED * (total_memory() or math.inf) / ranks - BYTES_OF_A_RANK
+    batches: list[list[Work]] = []
+    left = 0.0
+    for work in works:
+        needed = BYTES_OF_A_WORK + estimate_bytes(work, dtype)
+        if not batches or needed > left:
+            batches.append([])
+            left = room
+        batches[-1].append(work)
+        left -= needed
+    return batches
+
+
+def estimate_bytes(work: Work, dtype: str) -> float:
+    """Estimate the bytes of a rank's arrays, with those of a step."""
+    if work.kind == "layer":
+        return memory_fit.estimate_peak(work.scheme, work.grid, dtype, "none",
+                                        dict(zip(NAMES["layer"], work.sizes)))
+    m, n, k = work.sizes
+    gathered = max(work.grid.sizes) / work.ranks    # of each matrix and its gradient, at most
+    return 2 * (m * n + n * k + m * k) * gathered * np.dtype(dtype).itemsize
+
+
 def list_orders(grid: GridShape, inside: Iterable[str]) -> list[str]:
     """List the orders of a grid's ranks in which one of these directions varies fastest.
 
@@ -119,6 +163,8 @@ def measure_works(works: Sequence[Work], comm, dtype: str, seed: int, count: int
                   ) -> Measurements:
     """Verify and measure forward and backward of `works` on all ranks of `comm`.
 
+    Works that do not fit in memory together are measured in batches, each in all rounds.
+
     Parameters
     ----------
     works : sequence of Work
@@ -128,7 +174,7 @@ def measure_works(works: Sequence[Work], comm, dtype: str, seed: int, count: int
     seed : int
         The seed of the numbers and of the order of measurements.
     count : int
-        Number of rounds over all works.
+        Number of rounds over the works.
     transport : str
         The transport of collectives, for the record.
     progress : callable, optional
@@ -148,22 +194,40 @@ def measure_works(works: Sequence[Work], comm, dtype: str, seed: int, count: int
     """
     checks: list[Check] = []
     verify = {"matmul": verify_product, "layer": verify_layer}
-    trials = []
-    for work in works:
-        trials.append(verify[work.kind](work, comm, dtype, seed, checks))
-        if len(trials) % WORKS_OF_A_LINE == 0 or len(trials) == len(works):
-            progress(f"checked the results of {len(trials)} of {len(works)} plans")
-    wrong = [done for done in checks if not done.passed]
-    if wrong:
-        raise WrongResult(f"{wrong[0].quantity} is off by {wrong[0].error:.2g}, tolerance "
-                          f"{wrong[0].tolerance:.2g}")
-    found = measure_rounds(trials, count, seed, progress)
+    batches, done = works_in_batches(works, comm.size, dtype), 0
+    if len(batches) > 1:
+        progress(f"{len(works)} plans in {len(batches)} batches, as memory holds")
+    found = []
+    for batch in batches:
+        grids, trials = [], []
+        for work in batch:
+            grid, trial = verify[work.kind](work, comm, dtype, seed, checks)
+            grids.append(grid)
+            trials.append(trial)
+            done += 1
+            if done % WORKS_OF_A_LINE == 0 or len(trials) == len(batch):
+                progress(f"checked the results of {done} of {len(works)} plans")
+        wrong = [one for one in checks if not one.passed]
+        if wrong:
+            raise WrongResult(f"{wrong[0].quantity} is off by {wrong[0].error:.2g}, tolerance "
+                              f"{wrong[0].tolerance:.2g}")
+        found.append(measure_rounds(trials, count, seed, progress))
+        del trial, trials
+        free_grids(grids)
+    samples = np.concatenate(found, axis=1)
     return Measurements(
         "check", {"dtype": dtype, "seed": seed, "transport": transport},
         sampling.measured_environment("numpy", comm),
         {"work": [work.label for work in works], "phase": PHASES, "repetition": range(count)},
-        {"samples": Variable(found.transpose(1, 2, 0), "s", ("work", "phase", "repetition"))},
+        {"samples": Variable(samples.transpose(1, 2, 0), "s", ("work", "phase", "repetition"))},
         checks)
+
+
+def free_grids(grids: Iterable[GridAxes]) -> None:
+    """Free grids and the memory of their lines; all arrays on them must be gone but in cycles."""
+    for grid in grids:
+        grid.free()
+    gc.collect()
 
 
 def _in_order(work: Work, comm):
@@ -171,21 +235,23 @@ def _in_order(work: Work, comm):
     return reorder_ranks(comm, work.grid, work.order) if work.order else comm
 
 
-def verify_product(work: Work, comm, dtype: str, seed: int, checks: list[Check]) -> Trial:
-    """Verify C = AB, dA and dB, adding to `checks`; return the trial that measures them."""
+def verify_product(work: Work, comm, dtype: str, seed: int,
+                   checks: list[Check]) -> tuple[GridAxes, Trial]:
+    """Verify C = AB, dA and dB, adding to `checks`; return the grid, and a trial of them."""
     grid = product_grid(work.scheme, _in_order(work, comm), work.grid, "numpy")
     problem = Problem(work.scheme, work.form, grid, work.sizes, dtype, seed)
     for phase in PHASES:
         checks += [Check(f"{work.label}: {done.quantity}", done.error, done.tolerance) for done in
                    matmul.check_results(problem, problem.steps[phase](), seed)]
-    return product_trial(problem, comm, Clock(comm))
+    return grid, product_trial(problem, comm, Clock(comm))
 
 
-def verify_layer(work: Work, comm, dtype: str, seed: int, checks: list[Check]) -> Trial:
-    """Verify a step against the serial scheme, adding to `checks`; return the trial of it."""
+def verify_layer(work: Work, comm, dtype: str, seed: int,
+                 checks: list[Check]) -> tuple[GridAxes, Trial]:
+    """Verify a step against the serial scheme, adding to `checks`; return its grid and trial."""
     network, found = make_transformer(work, comm, dtype, seed)
     checks += found
-    return layer_trial(network, comm, Clock(comm))
+    return network.grid, layer_trial(network, comm, Clock(comm))
 
 
 def product_trial(problem: Problem, comm, clock: Clock) -> Trial:

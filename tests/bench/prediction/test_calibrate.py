@@ -291,9 +291,10 @@ def test_links_make_steps_long_so_a_round_has_one(comm, monkeypatch, cluster, ro
 @pytest.mark.ranks(4)
 def test_a_machine_without_the_memory_is_refused(comm, monkeypatch):
     """Before anything is built: a rank that the system kills says nothing."""
-    monkeypatch.setattr(calibration, "total_memory", lambda: 10 ** 9)
+    monkeypatch.setattr(calibration, "total_memory", lambda: 500_000_000)
     monkeypatch.setattr(whole_steps, "make_transformers", lambda *_: pytest.fail("it measures"))
-    with pytest.raises(UsageError, match="4 ranks: .* 2 GB .* has 1: 2 ranks at most would do"):
+    refused = "4 ranks: .* 0.8 GB .* has 0.5: 2 ranks at most would do"
+    with pytest.raises(UsageError, match=refused):
         calibration.measure_machine(comm)
 
 

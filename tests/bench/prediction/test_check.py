@@ -91,9 +91,29 @@ def test_a_placed_layer_is_right_and_its_lines_lie_where_it_says(comm):
     assert all(check.passed for check in found) and len(found) > 2
     line = comm.allgather((network.grid.coords["x"], network.grid.coords["z"]))
     assert line == [(0, 0), (1, 0), (0, 1), (1, 1)]
-    trial = whole_steps.verify_layer(work, comm, "float32", 0, checks)
+    _, trial = whole_steps.verify_layer(work, comm, "float32", 0, checks)
     assert min(trial()) > 0
     network.grid.free()
+
+
+@pytest.mark.ranks(4)
+def test_works_that_do_not_fit_together_are_measured_in_batches(comm, monkeypatch):
+    """Every work is verified and measured once a round, in whatever batches."""
+    works = whole_steps.list_works(4, [(8, 8, 8)], [(64, 4, 8, 16, 2)], schemes=["1d", "3d"])
+    of_one = whole_steps.BYTES_OF_A_RANK + 3.5 * whole_steps.BYTES_OF_A_WORK
+    shapes = []
+    for memory, most in ((None, len(works)), (4 * of_one / whole_steps.USED, 3), (1, 1)):
+        monkeypatch.setattr(whole_steps, "total_memory", lambda: memory)
+        batches = whole_steps.works_in_batches(works, 4, "float32")
+        assert sum(batches, []) == works and max(map(len, batches)) == most
+        lines = []
+        found = whole_steps.measure_works(works, comm, "float32", 0, 2, "", lines.append)
+        assert f"checked the results of {len(works)} of {len(works)} plans" in lines
+        assert f"{len(works)} plans in {len(batches)} batches, as memory holds" in lines or (
+            len(batches) == 1)
+        assert found.scales["work"] == [work.label for work in works]
+        shapes.append(found.variables["samples"].values.shape)
+    assert shapes == [(len(works), 2, 2)] * 3
 
 
 @pytest.mark.ranks(4)
