@@ -86,7 +86,7 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
     works = whole_steps.list_works(comm.size, [], whole_steps.list_models(cluster),
                                    most=GRIDS if comm.size <= MANY else GRIDS_OF_MANY)
     batches = whole_steps.works_in_batches(works, comm.size, DTYPES[0])
-    rounds = operations_alone.ROUNDS if comm.size <= MANY or cluster else 1
+    rounds = operations_alone.ROUNDS if comm.size <= MANY else 1
     steps_of_each = 1 if cluster else whole_steps.ROUNDS
     steps, products, passes, collectives = [], [], [], []
     for number, batch in enumerate(batches, start=1):
