@@ -14,7 +14,7 @@ from bench.records.measurements import Setting
 from mm3d.transport.nodes import node_numbers
 
 BOUNDS = ("median", "low", "high", "confidence")
-# A sample has as many calls as take at least SAMPLE seconds, at most CALLS.
+# A sample has as many calls as take SAMPLE seconds, unless told otherwise, but at most CALLS.
 SAMPLE = 2e-3
 CALLS = 1000
 
@@ -70,29 +70,29 @@ def repeat_calls(step: Callable[[], object], calls: int) -> Callable[[], None]:
     return repeat
 
 
-def calls_needed(span: Callable[[int], float]) -> int:
-    """Find how many calls take `SAMPLE` seconds, at most `CALLS`.
+def calls_needed(span: Callable[[int], float], least: float = SAMPLE) -> int:
+    """Find how many calls take `least` seconds, at most `CALLS`.
 
     `span` measures the seconds of a number of calls.  The number is increased step by step, since
     the first calls may wait until all ranks have begun.
     """
     span(1)
     calls, took = 1, span(1)
-    while took < SAMPLE and calls < CALLS:
-        calls = min(CALLS, max(2 * calls, math.ceil(0.9 * calls * SAMPLE / took)))
+    while took < least and calls < CALLS:
+        calls = min(CALLS, max(2 * calls, math.ceil(0.9 * calls * least / took)))
         took = span(calls)
     return calls
 
 
 def makespans(step: Callable[[], object], comm, synchronize: Callable[[], None],
-              clock: Clock) -> Callable[[], float]:
+              clock: Clock, least: float = SAMPLE) -> Callable[[], float]:
     """Return a function that takes a sample of `step` on all ranks at once: the makespan of many
-    calls over their number, the same on every rank."""
+    calls, which take `least` seconds, over their number; the same on every rank."""
     def span(calls: int) -> float:
         times, _ = time_on_all_ranks(repeat_calls(step, calls), comm, synchronize, clock)
         return float(times.max())
 
-    calls = calls_needed(span)
+    calls = calls_needed(span, least)
     return lambda: span(calls) / calls
 
 

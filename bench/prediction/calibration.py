@@ -38,8 +38,8 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
     Every result is verified before it is timed, collectives exactly, with integers.  Measurements
     are made in rounds, so that a disturbance of the machine affects a few samples of each kind.
     Models that do not fit in memory together are measured in batches, each in all rounds.  On an
-    emulated cluster, whose links make them long, a round has one step of each model and one
-    sample of each collective, and models are smaller where links are slow.
+    emulated cluster, whose links make them long, a round has one step of each model, and models
+    are smaller where links are slow.
 
     Parameters
     ----------
@@ -197,7 +197,8 @@ def state_sources(machine: machine_model.Machine, products: dict[str, fits.Produ
     what = ("processor time of all ranks over cores" if launcher.oversubscribed()
             else "makespans")
     least = f"the least of {rounds} rounds" if rounds > 1 else "one round"
-    how = f"measured {when}, all ranks at once, {what}, {least}"
+    how, together = (f"measured {when}, all ranks at once, {way}, {least}"
+                     for way in (what, "makespans" if machine.ranks else what))
     off = {d: np.abs(fit.errors) for d, fit in products.items()}
     fit = (f"{how}: products of {len(products[DTYPES[0]].errors)} shapes; the fit is "
            + ", ".join(f"{100 * np.median(e):.0f} % off in the median and {100 * e.max():.0f} % "
@@ -222,7 +223,7 @@ def state_sources(machine: machine_model.Machine, products: dict[str, fits.Produ
             "achieved": whole,
             "block": "mm3d.arrays.backend.Backend.block",
             "passes": f"{how}: float32, NumPy {environs['numpy_version']}",
-            "collectives": f"{how}: {environs['mpi']}; "
+            "collectives": f"{together}: {environs['mpi']}; "
                            f"{environs['tuning_variables'] or 'no tuning variables'}",
             "transport": "how the bytes of collectives travelled",
             "waiting": whole}

@@ -49,12 +49,25 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Interpolate the seconds of `size` bytes.
 
         Between two measured sizes this is a power law; below the first its time, above the last
-        its rate.
+        the straight line through the last and one of a quarter of its bytes or less, or the rate
+        of the last where that line falls.
         """
         if size >= self.bytes[-1]:
-            return self.seconds[-1] * size / self.bytes[-1]
+            return self.seconds[-1] + self._last_slope() * (size - self.bytes[-1])
         return math.exp(np.interp(math.log(max(size, 1)), np.log(self.bytes),
                                   np.log(self.seconds)))
+
+    def _last_slope(self) -> float:
+        """Return the seconds of a byte beyond the last size.
+
+        Sizes closer to it than a factor of four would make the slope of noise.
+        """
+        last, took = self.bytes[-1], self.seconds[-1]
+        smaller = [(n, t) for n, t in zip(self.bytes, self.seconds) if n <= last / 4 and t < took]
+        if not smaller:
+            return took / last
+        before, earlier = smaller[-1]
+        return (took - earlier) / (last - before)
 
 
 class Line(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -32,14 +32,15 @@ from mm3d.grid.axis import COLLECTIVES
 
 SAMPLES, ROUNDS = 3, 3    # samples of each point in a round, and rounds over all points
 LIMITS = timing.Limits(SAMPLES, SAMPLES)
-ON_LINKS = timing.Limits(1, 1)    # in a round on an emulated cluster
+# A rank of a cluster begins up to some ms after the others: a sample is much longer than that.
+LONG_SAMPLE = 0.05    # seconds
 EDGES = (32, 64, 128, 256, 512, 1024)
 OBLONG = ((1024, 64, 1024), (64, 1024, 1024), (1024, 1024, 64), (256, 1024, 2048),
           (64, 64, 512), (512, 128, 128), (128, 512, 64), (2048, 256, 256), (16, 256, 1024))
 BYTES = tuple(64 * 8 ** k for k in range(7))    # 64 B to 16 MiB
 MEMORY = 1 / 32    # of the machine, that one array of each rank may take
 DIVIDING = ("all_gather", "reduce_scatter")
-LINK_SECONDS = 0.1   # that a collective may keep the links of an emulated cluster busy
+LINK_SECONDS = 0.4   # that a collective may keep the links of an emulated cluster busy
 FILL = 0.5   # every element of the operands of elementwise work
 ROW = 256    # elements of a row, in passes that sum rows or columns
 
@@ -186,21 +187,28 @@ def bytes_that_fit(ranks: int) -> list[int]:
 def bytes_within(seconds: float, kind: str, size: int, stride: int, cluster: Cluster | None,
                  fitting: Sequence[int] = BYTES) -> list[int]:
     """List the bytes of `fitting` arrays whose collective keeps the links of a cluster busy for
-    this time at most: all of them where there are no links, and always the least."""
+    this time at most: all of them where there are no links, and always the least.
+
+    The last is the largest power of two that does, from which larger arrays are extrapolated.
+    """
     known = [n for n in fitting if n >= 512]
     level, load = link_level(size, stride, cluster.ranks if cluster else sys.maxsize)
     if cluster is None or cluster.link is None or level == "node":
         return known
     times = load * (2 if kind == "all_reduce" else 1) * 8 / cluster.link
-    return [n for n in known if n * times <= seconds] or known[:1]
+    short = [n for n in known if n * times <= seconds]
+    if not short:
+        return known[:1]
+    doubled = int(math.log2(min(seconds / times, known[-1]) / short[-1]))
+    return short + [short[-1] * 2 ** doubled] * (doubled > 0)
 
 
 def measure_collectives(comm, cluster: Cluster | None = None) -> dict[
         tuple[str, int, int, bool, int], float]:
     """Measure the seconds of every collective along all lines.
 
-    On several nodes these are makespans, since ranks wait for links, of one sample each; arrays
-    are left out that keep the links busy for longer than `LINK_SECONDS`.
+    On several nodes these are makespans, since ranks wait for links, of calls that take
+    `LONG_SAMPLE`; arrays are left out that keep the links busy for longer than `LINK_SECONDS`.
 
     Parameters
     ----------
@@ -215,12 +223,12 @@ def measure_collectives(comm, cluster: Cluster | None = None) -> dict[
         By kind, size, stride, pieces (see `bench.prediction.machine_model.Line.key`) and bytes of
         the whole array.  Collectives that divide the array are measured for columns as well.
     """
-    clock, found, limits = Clock(comm), {}, ON_LINKS if cluster else LIMITS
+    clock, found = Clock(comm), {}
     fitting = bytes_that_fit(comm.size)
 
     def sampler(step: Callable[[], object]) -> Callable[[], float]:
         if cluster is not None:
-            return sampling.makespans(step, comm, lambda: None, clock)
+            return sampling.makespans(step, comm, lambda: None, clock, LONG_SAMPLE)
         return make_sampler(step, comm, clock=clock)
     ways = [*itertools.product(COLLECTIVES, [False]), *itertools.product(DIVIDING, [True])]
     for size, stride in list_placements(comm.size):
@@ -229,7 +237,7 @@ def measure_collectives(comm, cluster: Cluster | None = None) -> dict[
             for length in bytes_within(LINK_SECONDS, kind, size, stride, cluster, fitting):
                 measured = measure_collective(
                     grid, "y", kind, divided_shape(length // 4, pieces), "float32",
-                    lambda step: sampling.take_samples(sampler(step), limits, comm))
+                    lambda step: sampling.take_samples(sampler(step), LIMITS, comm))
                 found[kind, size, stride, pieces, length] = comm.bcast(min(measured.seconds))
         grid.free()
     return found

@@ -39,7 +39,16 @@ sys.exit(main(sys.argv[1:]))
 def test_a_curve_is_a_power_law_between_what_was_measured():
     assert CURVE.at(1) == CURVE.at(100) == pytest.approx(1e-6)
     assert CURVE.at(100 * 10 ** 0.5) == pytest.approx(1e-6 * 10 ** 0.5)
+
+
+def test_a_curve_goes_on_as_a_straight_line():
+    """Through the last size and one of a quarter or less; at the rate where that line falls."""
+    def beyond(*seconds):
+        return machine_model.Curve([100.0, 400.0, 800.0][-len(seconds):], list(seconds)).at(1600)
+
     assert CURVE.at(5000) == pytest.approx(5e-5)
+    assert beyond(2.0, 99.0, 9.0) == pytest.approx(9 + 7 * 800 / 700)
+    assert beyond(20.0, 5.0, 10.0) == beyond(10.0) == 20
 
 
 def test_a_fit_finds_what_made_the_times():
@@ -174,6 +183,17 @@ def test_arrays_of_all_ranks_fit_the_memory(monkeypatch):
     assert operations_alone.bytes_that_fit(64)[-1] == 2 ** 21 == operations_alone.BYTES[-2]
     fitting = operations_alone.bytes_that_fit(64)
     assert operations_alone.bytes_within(1, "broadcast", 4, 1, None, fitting)[-1] == 2 ** 21
+
+
+def test_the_largest_array_keeps_links_busy_for_as_long_as_it_may():
+    """Four ranks of each node at once on its link, by arithmetic of its own."""
+    cluster = Cluster.parse("16x4:200Mbit")
+    for kind, sends in (("all_gather", 1), ("all_reduce", 2)):
+        *others, last = operations_alone.bytes_within(0.4, kind, 16, 4, cluster)
+        assert others == [n for n in operations_alone.BYTES if 512 <= n < last]
+        assert sends * 4 * last * 8 / 200e6 <= 0.4 < 2 * sends * 4 * last * 8 / 200e6
+    assert operations_alone.bytes_within(1e-9, "broadcast", 16, 4, cluster) == [512]
+    assert operations_alone.bytes_within(1e-9, "broadcast", 4, 1, cluster)[-1] == 2 ** 24
 
 
 @pytest.mark.slow_but_first
