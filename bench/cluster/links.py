@@ -2,8 +2,9 @@
 
 A link is a pair of virtual devices.  The kernel's token bucket filter (tbf) limits what each of
 the two sends.  A bucket holds what the link carries in a millisecond: so much may pass at once
-after a pause.  Devices build packets no larger than a bucket.  Queues hold a second's traffic, so
-that nothing is dropped and sent again where many nodes send to one.
+after a pause.  Devices build packets of as many frames as fit into a bucket: the filter would take
+larger ones apart, whose frames then cost the cores several times as much.  Queues hold a second's
+traffic, so that nothing is dropped and sent again where many nodes send to one.
 """
 from __future__ import annotations
 
@@ -16,10 +17,12 @@ from pyroute2 import IPRoute
 from pyroute2.netlink.exceptions import NetlinkError
 
 BURST_SECONDS = 1e-3
-LEAST_BURST, MOST_BURST = 3200, 65536    # bytes: two Ethernet frames; the largest packet
-HEADERS = 200                            # bytes of a packet beyond what a device builds
 LEAST_QUEUE = 4 * 2 ** 20                # bytes
 MTU = 1500
+FRAME = MTU + 14                         # bytes of a frame with its Ethernet header
+LEAST_FRAMES, MOST_FRAMES = 2, 45        # of a packet; the largest packet has 64 KiB
+ROUNDING = 2e-6                          # seconds: the filter stores a bucket as a rounded time
+SPARE = 200                              # bytes of a bucket beyond the largest packet
 CONGESTION_CONTROL = "reno"
 
 
@@ -27,9 +30,14 @@ class Refused(Exception):
     """Something that this kernel does not have or allow; the message says what."""
 
 
-def burst_bytes(link: float) -> int:
-    """Return the bytes that pass at once after a pause, of a link of so many bit/s."""
-    return round(min(max(link / 8 * BURST_SECONDS, LEAST_BURST), MOST_BURST))
+def burst_frames(link: float) -> int:
+    """Return the whole frames that pass at once after a pause, of a link of so many bit/s."""
+    return min(max(int(link / 8 * BURST_SECONDS / FRAME), LEAST_FRAMES), MOST_FRAMES)
+
+
+def bucket_bytes(link: float) -> int:
+    """Return the bytes of a bucket that takes the largest packet, of a link of so many bit/s."""
+    return burst_frames(link) * FRAME + SPARE + round(link / 8 * ROUNDING)
 
 
 def queue_bytes(link: float) -> int:
@@ -87,10 +95,9 @@ def limit_rate(net: Any, name: str, link: float | None, latency: float = 0.0) ->
     """
     index, parent = index_of(net, name), {}
     if link is not None:
-        burst = burst_bytes(link)
-        net.link("set", index=index, gso_max_size=max(burst - HEADERS, 2 * MTU))
-        add_filter(net, "tbf", index, handle="1:", rate=round(link / 8), burst=burst + HEADERS,
-                   limit=queue_bytes(link))
+        net.link("set", index=index, gso_max_segs=burst_frames(link))
+        add_filter(net, "tbf", index, handle="1:", rate=round(link / 8),
+                   burst=bucket_bytes(link), limit=queue_bytes(link))
         parent = {"parent": "1:1"}
     if latency:
         add_filter(net, "netem", index, handle="2:", delay=round(latency * 1e6), limit=10 ** 6,

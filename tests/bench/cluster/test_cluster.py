@@ -12,6 +12,7 @@ import pytest
 from pyroute2.netlink.exceptions import NetlinkError
 
 from bench.cluster import links
+from bench.cluster.spec import parse_rate
 from support import ROOT, clean_environment, run_python
 
 RANKS_OF_NODES = str(Path(__file__).parent / "ranks_of_nodes.py")
@@ -50,6 +51,15 @@ def test_ranks_on_nodes():
     assert found["packets"][0] >= SHARE / 2 ** 16
     assert found["seconds"] >= 0.9 * SHARE / (1e8 / 8)
     assert not Path("/dev/shm/mine-head").exists() and not Path("/dev/shm/mine-1").exists()
+
+
+@pytest.mark.parametrize("link", ["100Mbit", "800Mbit", "10Gbit"])
+def test_links_take_no_packets_apart(link):
+    """A packet of many frames costs the cores about as much as a frame; links send it whole."""
+    done = cluster("mpirun", sys.executable, RANKS_OF_NODES, str(8 * SHARE), ranks=1, link=link)
+    found = json.loads(done.stdout)
+    frames = links.burst_frames(parse_rate(link))
+    assert found["packets"][0] <= 1.5 * 8 * SHARE / (frames * links.FRAME)
 
 
 @pytest.mark.slow
