@@ -64,7 +64,8 @@ def make_sampler(step: Callable[[], object], comm, synchronize: Callable[[], Non
         sampling.repeat_calls(step, calls)()
         return comm.allreduce(time.process_time() - start) / cores
 
-    calls = sampling.calls_needed(span)
+    # So long on each rank: its first call finds neither code nor operands in cache.
+    calls = sampling.calls_needed(span, sampling.SAMPLE * comm.size / cores)
     return lambda: span(calls) / calls
 
 

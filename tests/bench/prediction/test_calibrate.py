@@ -10,6 +10,7 @@ import pytest
 
 from bench.cluster.spec import Cluster
 from bench.errors import UsageError, WrongResult
+from bench.instruments import sampling
 from bench.prediction import (calibration, fits, machine_file, machine_model, operations_alone,
                               whole_steps)
 from bench.prediction.seconds import collective_terms, gemm_seconds, pass_seconds, step_seconds
@@ -235,6 +236,33 @@ def test_squares_do_not_tell_edges_apart():
     found = fits.fit_products(times)
     assert found.rate == pytest.approx(1e11) and found.half == pytest.approx((50, 50, 50))
     assert fits.fit_products({(8, 8, 8): 1e-6}).rate == pytest.approx(2 * 8 ** 3 / 1e-6)
+
+
+class ManyRanks:
+    """The communicator of 64 ranks that all do as this process does."""
+    size = 64
+
+    def Barrier(self):
+        pass
+
+    def allreduce(self, value):
+        return self.size * value
+
+
+def test_a_sample_is_as_long_on_each_of_many_ranks(monkeypatch):
+    """A first call finds nothing in cache: samples of one or two calls would show that alone."""
+    clock = [0.0]
+    monkeypatch.setattr(operations_alone.launcher, "oversubscribed", lambda: True)
+    monkeypatch.setattr(operations_alone.launcher, "cores", lambda: 2)
+    monkeypatch.setattr(operations_alone.time, "process_time", lambda: clock[0])
+
+    def step():
+        clock[0] += 1e-5
+
+    sample = operations_alone.make_sampler(step, ManyRanks())
+    before = clock[0]
+    assert sample() == pytest.approx(1e-5 * 64 / 2)
+    assert clock[0] - before >= sampling.SAMPLE
 
 
 @pytest.mark.ranks(2)
