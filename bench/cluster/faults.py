@@ -120,7 +120,7 @@ def _limit_device(name: str, link: float | None, latency: float = 0.0) -> None:
         if any(one["handle"] and one["index"] == index for one in net.get_qdiscs(index=index)):
             net.tc("del", index=index, root=True)
         if link is None:
-            net.link("set", index=index, gso_max_segs=65535)    # as of a new device
+            net.link("set", index=index, gso_max_segs=links.ANY_FRAMES)
         links.limit_rate(net, name, link, latency)
 
 

@@ -3,8 +3,8 @@
 A link is a pair of virtual devices.  The kernel's token bucket filter (tbf) limits what each of
 the two sends.  A bucket holds what the link carries in a millisecond: so much may pass at once
 after a pause.  Devices build packets of as many frames as fit into a bucket: the filter would take
-larger ones apart, whose frames then cost the cores several times as much.  Queues hold a second's
-traffic, so that nothing is dropped and sent again where many nodes send to one.
+larger ones apart, and frames cost the cores several times as much as packets.  Queues hold a
+second's traffic, so that nothing is dropped and sent again where many nodes send to one.
 """
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ LEAST_QUEUE = 4 * 2 ** 20                # bytes
 MTU = 1500
 FRAME = MTU + 14                         # bytes of a frame with its Ethernet header
 LEAST_FRAMES, MOST_FRAMES = 2, 45        # of a packet; the largest packet has 64 KiB
+ANY_FRAMES = 65535                       # the limit of a new device: none
 ROUNDING = 2e-6                          # seconds: the filter stores a bucket as a rounded time
 SPARE = 200                              # bytes of a bucket beyond the largest packet
 CONGESTION_CONTROL = "reno"

@@ -4,7 +4,7 @@ import pytest
 from bench.__main__ import main
 from bench.cluster import mpirun
 from bench.cluster.launchers import MPICH, OPEN_MPI, find_launcher
-from bench.cluster.links import burst_frames, queue_bytes
+from bench.cluster.links import bucket_bytes, burst_frames, queue_bytes
 from bench.cluster.spec import VARIABLE, Cluster
 from bench.errors import UsageError
 from mm3d import launcher
@@ -146,6 +146,7 @@ def test_nodes_and_slots():
 
 def test_sizes_of_buckets_and_queues():
     assert [burst_frames(rate) for rate in (1e6, 2e8, 1e10)] == [2, 16, 45]
+    assert [bucket_bytes(rate) for rate in (1e6, 2e8, 1e10)] == [3228, 24474, 70830]
     assert [queue_bytes(rate) for rate in (1e6, 2e8, 1e12)] == [2 ** 22, 25000000, 2 ** 30]
 
 
