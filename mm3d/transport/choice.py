@@ -9,6 +9,7 @@ from mpi4py import MPI
 
 from mm3d.arrays.backend import Backend
 from mm3d.transport import cuda_aware
+from mm3d.transport.chain import LEAST_NODES, ChainTransport
 from mm3d.transport.device import DEVICE_TRANSPORTS
 from mm3d.transport.hierarchical import HierarchicalTransport
 from mm3d.transport.mpi import MpiTransport
@@ -85,8 +86,8 @@ def describe_moved_words(name: str) -> str:
 
 def _transports_by_name() -> dict[str, type[MpiTransport]]:
     """Return the transports by name."""
-    kinds = (MpiTransport, SharedTransport, HierarchicalTransport, OrderedTransport,
-             SilentTransport)
+    kinds = (MpiTransport, SharedTransport, HierarchicalTransport, ChainTransport,
+             OrderedTransport, SilentTransport)
     return {kind.name: kind for kind in kinds} | DEVICE_TRANSPORTS
 
 
@@ -108,9 +109,9 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
 
     Ranks of different nodes, as `mm3d.transport.nodes.node_of` numbers them, share no memory.
     They use MPI, or `HierarchicalTransport` where that is set, or where nothing is set and
-    several of them are on one node.  Ranks that may not open each other's memory use MPI, unless
-    sharing is set explicitly.  Each line decides by itself: all its ranks fail alike, and its
-    collectives concern no other line.
+    several of them are on one node, or `ChainTransport` where each is on one of three nodes or
+    more.  Ranks that may not open each other's memory use MPI, unless sharing is set explicitly.
+    Each line decides by itself: all its ranks fail alike, and its collectives concern no other line.
 
     Parameters
     ----------
@@ -166,4 +167,6 @@ def _create_transport(line: MPI.Intracomm | DryCommunicator, backend: Backend, k
         several = number < line.size or os.environ.get("MM3D_TRANSPORT")
         if kind == "hierarchical" and several and not ordered:
             return HierarchicalTransport(line, backend, nodes)
+        if kind == "hierarchical" and number >= LEAST_NODES and not ordered:
+            return ChainTransport(line, backend)
     return (OrderedTransport if ordered else MpiTransport)(line, backend)

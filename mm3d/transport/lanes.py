@@ -5,6 +5,7 @@ node has ranks.  Rank l of each node carries share l, so all of a node's ranks w
 each block crosses the link of a node once.  All messages are bytes: MPI need not know the dtype.
 """
 
+import math
 from typing import Sequence
 
 import numpy as np
@@ -12,7 +13,8 @@ from mpi4py import MPI
 
 from mm3d.arrays.blocks import block_lengths
 
-CHUNK_BYTES = 1 << 18    # that a node passes on to the next while it receives more
+MOST_CHUNK_BYTES = 1 << 18    # that a node passes on to the next while it receives more
+CHUNK_COST = 1 << 14    # bytes that a link carries in the time that a further chunk costs
 DIRECT_BYTES = 1 << 12   # up to which a root exchanges with every node: a chain takes longer
 
 Part = slice
@@ -66,6 +68,18 @@ def divide(start: int, length: int, parts: int) -> list[Part]:
     return [slice(*pair) for pair in zip(stops, stops[1:])]
 
 
+def chunk_bytes(length: int, nodes: int) -> int:
+    """Return the bytes of the chunks in which a chain of nodes passes on `length` bytes.
+
+    The last node receives k chunks after the first has travelled over ``nodes - 2`` others: the
+    chain takes k + nodes - 2 times as long as a chunk with its cost, which is shortest for
+    k = sqrt((nodes - 2) length / CHUNK_COST).
+    """
+    if nodes < 3:
+        return MOST_CHUNK_BYTES
+    return min(MOST_CHUNK_BYTES, max(1, round(math.sqrt(length * CHUNK_COST / (nodes - 2)))))
+
+
 class Lane:
     """Exchange arrays with the ranks of the same lane, one on each node.
 
@@ -96,7 +110,8 @@ class Lane:
         if flat.size <= DIRECT_BYTES:
             self.comm.Bcast(flat, root)
             return
-        chunks = [flat[start:start + CHUNK_BYTES] for start in range(0, flat.size, CHUNK_BYTES)]
+        length = chunk_bytes(flat.size, self.nodes)
+        chunks = [flat[start:start + length] for start in range(0, flat.size, length)]
         before, after = ((self.node + step) % self.nodes for step in (-1, 1))
         arriving = [self.comm.Irecv(chunk, before) for chunk in chunks] if place else []
         for index, chunk in enumerate(chunks):
@@ -115,7 +130,7 @@ class Lane:
         place = (root - self.node) % self.nodes
         if a.nbytes <= DIRECT_BYTES:
             return self._reduce_directly(a, root)
-        length = max(1, CHUNK_BYTES // a.itemsize)
+        length = max(1, chunk_bytes(a.nbytes, self.nodes) // a.itemsize)
         chunks = [a[start:start + length] for start in range(0, a.size, length)]
         before, after = ((self.node + step) % self.nodes for step in (-1, 1))
         first = place == self.nodes - 1

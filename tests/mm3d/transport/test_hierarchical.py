@@ -23,7 +23,7 @@ def hierarchical(monkeypatch):
     """The transport of this module; arrays of a few hundred bytes are large."""
     monkeypatch.setenv("MM3D_TRANSPORT", "hierarchical")
     monkeypatch.setattr(transport, "MAX_MPI_BYTES", -1)
-    monkeypatch.setattr(lanes, "CHUNK_BYTES", 64)
+    monkeypatch.setattr(lanes, "MOST_CHUNK_BYTES", 64)
     monkeypatch.setattr(lanes, "DIRECT_BYTES", 64)
 
 

@@ -1,0 +1,53 @@
+"""Broadcast and reduce between ranks that are on three or more nodes, each alone, in a chain.
+
+MPI's own algorithms are trees, in which the root sends the whole array several times through its
+link.  In a chain every node sends it once.
+"""
+
+import numpy as np
+
+from mm3d.arrays.backend import Array
+from mm3d.transport import sums
+from mm3d.transport.lanes import Lane
+from mm3d.transport.mpi import MpiTransport
+
+MAX_MPI_BYTES = 1 << 14    # of an array that goes by MPI, in fewer messages one after another
+LEAST_NODES = 3    # of two nodes, a tree is a chain
+
+
+class ChainTransport(MpiTransport):
+    """Pass broadcasts and reductions from node to node; leave all other collectives to MPI.
+
+    A sum adds the terms in cyclic order, beginning with the rank after the root.  Those that are
+    begun, to run while the rank computes, are MPI's own: a chain needs the rank to pass them on.
+
+    Parameters
+    ----------
+    comm : mpi4py.MPI.Intracomm
+        The ranks.
+    backend : Backend
+        The backend of the arrays.
+    """
+
+    name = "chain"
+    note = ("a broadcast or reduction is passed from rank to rank, all else goes by MPI: gathers "
+            "and broadcasts bring a rank the words counted; what other sums move is not known")
+
+    def __init__(self, comm, backend) -> None:
+        super().__init__(comm, backend)
+        self.lane = Lane(comm)
+
+    def _broadcast(self, a: Array, root: int) -> None:
+        if a.nbytes <= MAX_MPI_BYTES:
+            super()._broadcast(a, root)
+        else:
+            self.lane.broadcast(a, root)
+
+    def _reduce(self, send: Array, recv: Array | None, root: int) -> None:
+        if send.nbytes <= MAX_MPI_BYTES:
+            super()._reduce(send, recv, root)
+            return
+        total = np.array(sums.upcast(send)).reshape(-1)
+        self._moved += self.lane.reduce(total, root)
+        if recv is not None:
+            recv[...] = total.reshape(recv.shape)
