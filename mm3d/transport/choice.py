@@ -111,7 +111,8 @@ def create_transports(comm: MPI.Intracomm | DryCommunicator,
     They use MPI, or `HierarchicalTransport` where that is set, or where nothing is set and
     several of them are on one node, or `ChainTransport` where each is on one of three nodes or
     more.  Ranks that may not open each other's memory use MPI, unless sharing is set explicitly.
-    Each line decides by itself: all its ranks fail alike, and its collectives concern no other line.
+    Each line decides by itself: all its ranks fail alike, and its collectives concern no other
+    line.
 
     Parameters
     ----------

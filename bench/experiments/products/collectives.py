@@ -1,6 +1,5 @@
 """Measure latency and bandwidth of each collective along each direction of a grid."""
 
-import itertools
 import math
 from dataclasses import asdict, dataclass
 from typing import Any, Callable, Sequence
@@ -19,13 +18,10 @@ from bench.instruments.sampling import (BOUNDS, makespans, measure_in_random_ord
 from bench.instruments.statistics import median_interval
 from bench.instruments.timing import Limits
 from bench.records.measurements import Check, Measurements, Variable, grid_settings
-from mm3d.arrays.backend import Array
-from mm3d.grid.axis import COLLECTIVES, Axis
+from mm3d.grid.axis import COLLECTIVES
 from mm3d.grid.shape import DIRECTIONS, GridShape
 from mm3d.grid.split import Split
-from mm3d.transport.nodes import node_numbers
 
-ROOTED = ("broadcast", "reduce")
 TERMS = 4    # of a reduce-scatter that are filled with zeros: more than are in use at one time
 LIMITS = Limits(7, 30, 1.0)    # by default
 
@@ -165,8 +161,7 @@ def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, 
     """Verify one collective along a direction, and take its samples.
 
     The terms of a reduce-scatter lie where products put them; the time that a product takes to
-    write them is not measured.  On several nodes each repeated broadcast or reduction begins at
-    the node where the one before ended, since nothing else makes it wait for that one.
+    write them is not measured.
 
     Parameters
     ----------
@@ -197,22 +192,8 @@ def measure_collective(grid: mm3d.Grid, axis: str, kind: str, shape: tuple[int, 
     if kind == "reduce_scatter":
         del a, step
         step = _summed_zeros(split, shape, dtype)
-    elif kind in ROOTED:
-        step = _calls_in_turn(line, kind, a)
     seconds, ended_by = repeat(step)
     return Sampled(seconds, ended_by, moved, check)
-
-
-def _calls_in_turn(line: Axis, kind: str, a: Array) -> Step:
-    """Return a step that calls a broadcast or reduction of `a` whose root moves from node to node.
-
-    The root moves backward, to the last node of a broadcast's chain, which is the first of the
-    next one; a reduction's root is the first of the next chain.
-    """
-    nodes = node_numbers(line.comm)
-    roots = itertools.cycle([nodes.index(node) for node in reversed(dict.fromkeys(nodes))])
-    call = getattr(line, kind)
-    return lambda: call(a, next(roots))
 
 
 def _summed_zeros(split: Split, shape: tuple[int, ...], dtype: str) -> Step:

@@ -218,14 +218,14 @@ def test_what_is_gathered_cannot_be_written(comm, monkeypatch):
     ("", 4, "mpi shared shared"), ("", 1, "mpi mpi mpi"), ("shared", 4, "mpi shared shared"),
     ("hierarchical", 4, "hierarchical shared shared"),
     ("hierarchical", 1, "hierarchical hierarchical hierarchical")])
-def test_lines_of_one_rank_a_node_go_by_mpi_unless_told(comm, monkeypatch, setting, size, names):
+def test_lines_of_one_rank_a_node_share_none_unless_told(comm, monkeypatch, setting, size, names):
     of_nodes(monkeypatch, size)
     monkeypatch.setenv("MM3D_TRANSPORT", setting)
     with on_grid(comm, x=2, y=2, z=2) as grid:
         assert [axis.transport.name for axis in grid.axes.values()] == names.split()
     with on_grid(comm, x=8) as grid:
         assert grid.x.transport.name == (setting.replace("shared", "mpi")
-                                         or ("hierarchical" if size > 1 else "mpi"))
+                                         or ("hierarchical" if size > 1 else "chain"))
 
 
 @pytest.mark.ranks(4)
