@@ -5,8 +5,9 @@ link.  In a chain every node sends it once.
 """
 
 import numpy as np
+from mpi4py import MPI
 
-from mm3d.arrays.backend import Array
+from mm3d.arrays.backend import Array, Backend
 from mm3d.transport import sums
 from mm3d.transport.lanes import Lane
 from mm3d.transport.mpi import MpiTransport
@@ -20,20 +21,13 @@ class ChainTransport(MpiTransport):
 
     A sum adds the terms in cyclic order, beginning with the rank after the root.  Those that are
     begun, to run while the rank computes, are MPI's own: a chain needs the rank to pass them on.
-
-    Parameters
-    ----------
-    comm : mpi4py.MPI.Intracomm
-        The ranks.
-    backend : Backend
-        The backend of the arrays.
     """
 
     name = "chain"
     note = ("a broadcast or reduction is passed from rank to rank, all else goes by MPI: gathers "
             "and broadcasts bring a rank the words counted; what other sums move is not known")
 
-    def __init__(self, comm, backend) -> None:
+    def __init__(self, comm: MPI.Intracomm, backend: Backend) -> None:
         super().__init__(comm, backend)
         self.lane = Lane(comm)
 

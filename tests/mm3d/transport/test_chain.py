@@ -56,7 +56,7 @@ def test_a_sum_is_rounded_once_in_cyclic_order(comm):
 
 
 @pytest.mark.ranks(4, 8)
-def test_a_link_carries_an_array_once(comm, monkeypatch):
+def test_a_link_carries_an_array_once(comm):
     """A rank receives the words counted, and passes them on to one other."""
     sent = []
 
