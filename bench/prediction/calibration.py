@@ -17,7 +17,7 @@ from bench.errors import UsageError
 from bench.experiments.products import operands
 from bench.instruments import host
 from bench.instruments.available_memory import total_memory
-from bench.prediction import fits, machine_model, operations_alone, whole_steps
+from bench.prediction import fits, machine_model, operations_alone, whole_steps, work_list
 from bench.prediction.work import Work
 from mm3d import launcher
 from mm3d.arrays import backend as backends
@@ -78,14 +78,14 @@ def measure_machine(comm, progress: Callable[[str], None] = lambda line: None
         cluster = None
     if memory is None:
         raise UsageError("/proc/meminfo does not say how much memory there is")
-    needed = (whole_steps.BYTES_OF_A_RANK + whole_steps.BYTES_OF_A_WORK) / whole_steps.USED
+    needed = (work_list.BYTES_OF_A_RANK + work_list.BYTES_OF_A_WORK) / work_list.USED
     if comm.size * needed > memory:
         raise UsageError(f"{comm.size} ranks: calibrate needs about "
                          f"{comm.size * needed / 1e9:.1f} GB for them, and this machine has "
                          f"{memory / 1e9:.1f}: {int(memory // needed)} ranks at most would do")
-    works = whole_steps.list_works(comm.size, [], whole_steps.list_models(cluster),
-                                   most=GRIDS if comm.size <= MANY else GRIDS_OF_MANY)
-    batches = whole_steps.works_in_batches(works, comm.size, DTYPES[0])
+    works = work_list.list_works(comm.size, [], work_list.list_models(cluster),
+                                 most=GRIDS if comm.size <= MANY else GRIDS_OF_MANY)
+    batches = work_list.works_in_batches(works, comm.size, DTYPES[0])
     rounds = operations_alone.ROUNDS if comm.size <= MANY else 1
     steps_of_each = 1 if cluster else whole_steps.ROUNDS
     steps, products, passes, collectives = [], [], [], []

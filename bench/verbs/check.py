@@ -5,7 +5,7 @@ import argparse
 from bench.console import say
 from bench.errors import UsageError, WrongResult
 from bench.experiments.products import operands
-from bench.prediction import machine_model, whole_steps
+from bench.prediction import machine_model, whole_steps, work_list
 from bench.prediction.beside_measured import read_measured
 from bench.records.journal import claim_folder
 from bench.reports.formats import render
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace, comm) -> int:
     transport = _transport(arguments.machine, machine, comm)
     out = claim_folder(arguments.out, comm)
     try:
-        works = whole_steps.list_works(
+        works = work_list.list_works(
             comm.size, arguments.matmul or (),
             [(*sizes, arguments.layers) for sizes in arguments.layer or ()],
             arguments.inside, arguments.scheme)

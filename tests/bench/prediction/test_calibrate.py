@@ -12,7 +12,7 @@ from bench.cluster.spec import Cluster
 from bench.errors import UsageError, WrongResult
 from bench.instruments import sampling
 from bench.prediction import (calibration, fits, machine_file, machine_model, operations_alone,
-                              whole_steps)
+                              whole_steps, work_list)
 from bench.prediction.seconds import collective_terms, gemm_seconds, pass_seconds, step_seconds
 from bench.prediction.work import predict_seconds
 from bench.verbs import calibrate as verb
@@ -166,11 +166,11 @@ def test_models_are_smaller_where_links_are_slow():
     """The matrices of a step keep a link busy for at most 1.2 s, by arithmetic of its own: three
     times 12 h^2 numbers of four bytes."""
     def features(text):
-        short, (hidden, *others) = whole_steps.list_models(Cluster.parse(text))
-        assert (short, *others) == (whole_steps.MODELS[0], *whole_steps.MODELS[1][1:])
+        short, (hidden, *others) = work_list.list_models(Cluster.parse(text))
+        assert (short, *others) == (work_list.MODELS[0], *work_list.MODELS[1][1:])
         return hidden
 
-    assert whole_steps.list_models(None) == whole_steps.MODELS
+    assert work_list.list_models(None) == work_list.MODELS
     assert [features(f"4x2:{link}") for link in ("unlimited", "200Mbit", "100Mbit", "50Mbit")] \
         == [448, 448, 320, 224]
     assert features("4x2:1Mbit") == 160    # the smallest
@@ -202,7 +202,7 @@ def test_the_largest_array_keeps_links_busy_for_as_long_as_it_may():
 def test_what_steps_lose_is_found(ranks):
     """From the seconds of works on a machine that loses just that, exactly; noise changes little,
     and steps as fast as their parts lose nothing."""
-    works = whole_steps.list_works(ranks, [], whole_steps.MODELS)
+    works = work_list.list_works(ranks, [], work_list.MODELS)
     sizes = [size for size in (2, 4, 8) if size <= ranks]
     alone = machine_model.msgspec.structs.replace(
         machine_model.load_machine("cpu"), ranks_per_node=ranks,
@@ -385,7 +385,7 @@ def test_what_is_wrong_is_not_timed(comm, monkeypatch, part, line):
 
     where = {"products": (operations_alone, "matmul"), "passes": (operations_alone, "_operations")}
     monkeypatch.setattr(*where.get(part, (Split, "reduce_scatter")), wrong)
-    works = whole_steps.list_works(comm.size, [], whole_steps.MODELS[:1])
+    works = work_list.list_works(comm.size, [], work_list.MODELS[:1])
     with pytest.raises(WrongResult, match=re.escape(line)):
         {"steps": lambda: whole_steps.make_transformers(works, comm),
          "products": lambda: operations_alone.measure_products("float32", comm),

@@ -9,7 +9,7 @@ from mpi4py import MPI
 from bench.__main__ import main
 from bench.experiments.products.problem import Problem, product_grid
 from bench.prediction import (beside_measured, machine_file, machine_model, planner,
-                              whole_steps)
+                              whole_steps, work_list)
 from bench.prediction.beside_measured import Measured
 from bench.prediction.work import NAMES, Work, predict_seconds, trace_work as trace_of
 from bench.records import run_file
@@ -38,12 +38,12 @@ def test_a_label_says_all_of_the_work(work):
 
 
 def test_a_grid_is_placed_once_for_each_direction_that_changes_its_order():
-    orders = {shape: whole_steps.list_orders(GridShape("xyz", shape), "xyz")
+    orders = {shape: work_list.list_orders(GridShape("xyz", shape), "xyz")
               for shape in ((2, 2, 2), (2, 1, 3), (1, 1, 8), (1, 4, 2))}
     assert orders == {(2, 2, 2): ["yzx", "xzy", "xyz"], (2, 1, 3): ["yzx", "xyz"],
                       (1, 1, 8): [""], (1, 4, 2): ["xzy", "xyz"]}
-    assert whole_steps.list_orders(GridShape("xyz", (2, 1, 2)), "y") == [""]
-    plain, placed = (whole_steps.list_works(4, [(8, 8, 8)], [(64, 4, 8, 16, 2)], inside)
+    assert work_list.list_orders(GridShape("xyz", (2, 1, 2)), "y") == [""]
+    plain, placed = (work_list.list_works(4, [(8, 8, 8)], [(64, 4, 8, 16, 2)], inside)
                      for inside in ((), "xyz"))
     assert {dataclasses.replace(work, order="") for work in placed} == set(plain)
     assert all(len(set(work.order)) == len(work.grid) for work in placed if work.order)
@@ -52,15 +52,15 @@ def test_a_grid_is_placed_once_for_each_direction_that_changes_its_order():
 def test_works_of_some_schemes_and_of_some_grids():
     """In the order of the names, the first and the last grid of each among them."""
     layer = (64, 4, 8, 16, 2)
-    every = whole_steps.list_works(64, [], [layer])
-    some = whole_steps.list_works(64, [], [layer], schemes=["3d", "1d"], most=10)
+    every = work_list.list_works(64, [], [layer])
+    some = work_list.list_works(64, [], [layer], schemes=["3d", "1d"], most=10)
     cubes = [work for work in every if work.scheme == "3d"]
     assert [work.scheme for work in some] == ["3d"] * 10 + ["1d"] and set(some) < set(every)
     assert (some[0], some[9]) == (cubes[0], cubes[-1]) and len(set(some)) == 11 < len(cubes)
-    assert whole_steps.list_works(8, [], [layer], most=10) == whole_steps.list_works(
+    assert work_list.list_works(8, [], [layer], most=10) == work_list.list_works(
         8, [], [layer])    # calibrate leaves out none of 8 ranks
     with pytest.raises(ValueError, match="8 ranks are no square"):
-        whole_steps.list_works(8, [], [layer], schemes=["1d", "2d"])
+        work_list.list_works(8, [], [layer], schemes=["1d", "2d"])
 
 
 def test_the_table_says_which_direction_is_inside():
@@ -99,12 +99,12 @@ def test_a_placed_layer_is_right_and_its_lines_lie_where_it_says(comm):
 @pytest.mark.ranks(4)
 def test_works_that_do_not_fit_together_are_measured_in_batches(comm, monkeypatch):
     """Every work is verified and measured once a round, in whatever batches."""
-    works = whole_steps.list_works(4, [(8, 8, 8)], [(64, 4, 8, 16, 2)], schemes=["1d", "3d"])
-    of_one = whole_steps.BYTES_OF_A_RANK + 3.5 * whole_steps.BYTES_OF_A_WORK
+    works = work_list.list_works(4, [(8, 8, 8)], [(64, 4, 8, 16, 2)], schemes=["1d", "3d"])
+    of_one = work_list.BYTES_OF_A_RANK + 3.5 * work_list.BYTES_OF_A_WORK
     shapes = []
-    for memory, most in ((None, len(works)), (4 * of_one / whole_steps.USED, 3), (1, 1)):
-        monkeypatch.setattr(whole_steps, "total_memory", lambda: memory)
-        batches = whole_steps.works_in_batches(works, 4, "float32")
+    for memory, most in ((None, len(works)), (4 * of_one / work_list.USED, 3), (1, 1)):
+        monkeypatch.setattr(work_list, "total_memory", lambda: memory)
+        batches = work_list.works_in_batches(works, 4, "float32")
         assert sum(batches, []) == works and max(map(len, batches)) == most
         lines = []
         found = whole_steps.measure_works(works, comm, "float32", 0, 2, "", lines.append)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from bench.instruments import placement
-from bench.prediction import machine_model, memory_fit, planner, whole_steps, work
+from bench.prediction import machine_model, memory_fit, planner, work, work_list
 from bench.prediction.closed_form_plan import screen_grid
 from bench.records import run_file
 from mm3d.schemes import find_scheme
@@ -153,7 +153,7 @@ def test_another_name_is_among_all_candidates_and_trials(renamed):
     candidates = list(planner.list_candidates(256))
     known, new = ([grid for scheme, grid in candidates if scheme == name] for name in renamed)
     assert known == new == find_scheme("3d").grids(256)
-    works = whole_steps.list_works(8, [(64, 48, 32)], [(96, 8, 8, 32, 2)])
+    works = work_list.list_works(8, [(64, 48, 32)], [(96, 8, 8, 32, 2)])
     known, new = ([replace(one, scheme="") for one in works if one.scheme == name]
                   for name in renamed)
     assert known == new and {one.kind for one in new} == {"matmul", "layer"}
