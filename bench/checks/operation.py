@@ -48,23 +48,26 @@ def check_collective(split: Split, kind: str, step: Callable[[], Array | None], 
     length = math.prod(shape)
 
     def repeat(period: np.ndarray) -> np.ndarray:
-        return np.resize(period.astype(str(a.dtype)), length).reshape(shape)
+        times = -(-length // MODULUS)
+        return np.tile(period.astype(str(a.dtype)), times)[:length].reshape(shape)
 
-    first, term, total = map(repeat, (periods[0], periods[axis.rank], periods.sum(axis=0)))
-    given, wanted = {"all_gather": (first[own], first),
-                     "reduce_scatter": (term, total[own]),
-                     "all_reduce": (term, total),
-                     "all_to_all": (term, lambda: np.concatenate(
-                         [repeat(period)[own] for period in periods], -1)),
-                     "broadcast": (term, first),
-                     "reduce": (term, None if axis.rank else total)}[kind]
-    wanted = wanted() if callable(wanted) else wanted
-    a[...] = axis.backend.asarray(given)
+    # No more arrays at a time than needed: they may be as large as the memory allows.
+    first, total = periods[0], periods.sum(axis=0)
+    a[...] = axis.backend.asarray(repeat(first)[own] if kind == "all_gather"
+                                  else repeat(periods[axis.rank]))
     found = step()
+    wanted = {"all_gather": lambda: repeat(first),
+              "reduce_scatter": lambda: repeat(total)[own],
+              "all_reduce": lambda: repeat(total),
+              "all_to_all": lambda: np.concatenate(
+                  [repeat(period)[own] for period in periods], -1),
+              "broadcast": lambda: repeat(first),
+              "reduce": lambda: None if axis.rank else repeat(total)}[kind]()
     if wanted is None or found is None:
         off = 0.0 if wanted is found else np.inf
     else:
-        off = float(np.abs(axis.backend.to_host(found) - wanted).max(initial=0))
+        difference = axis.backend.to_host(found) - wanted
+        off = float(np.abs(difference, out=difference).max(initial=0))
     off = comm.allreduce(off, MPI.MAX)
     what = f"{shape[0]} elements" if len(shape) == 1 else " x ".join(map(str, shape))
     check = Check(f"{kind} of {what} along {axis.name}", off, 0.0)
