@@ -6,8 +6,8 @@ import time
 from bench.errors import UsageError
 from bench.prediction import machine_model, pipeline_seconds, planner
 from bench.prediction.closed_form_plan import screen_grid
-from bench.prediction.layer_costs import list_layer_costs
-from bench.prediction.printed_costs import list_costs
+from bench.prediction.costs.layer_costs import list_layer_costs
+from bench.prediction.costs.printed_costs import list_costs
 from bench.reports import predicted_pipelines
 from bench.reports.experts import dry as dry_experts
 from bench.reports.formats import render

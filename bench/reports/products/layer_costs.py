@@ -2,7 +2,7 @@
 
 from typing import Iterator, Sequence
 
-from bench.prediction.layer_costs import COUNTS, LayerCosts
+from bench.prediction.costs.layer_costs import COUNTS, LayerCosts
 from bench.reports.document import Column, Notes, Part, Rows, Table, number_cell
 from mm3d.model.sizes import ModelSizes
 
@@ -14,7 +14,7 @@ NAMES = {"flops": "flops", "elementwise": "elementwise elements", "parameters": 
 
 def layer_costs_parts(found: Sequence[LayerCosts], missing: Sequence[str], ranks: int,
                       sizes: ModelSizes) -> list[Part]:
-    """Make the table of `bench.prediction.layer_costs.list_layer_costs`, and its notes."""
+    """Make the table of `bench.prediction.costs.layer_costs.list_layer_costs`, and its notes."""
     rows: Rows = []
     for one in found:
         for count in COUNTS:

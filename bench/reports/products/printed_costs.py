@@ -2,7 +2,7 @@
 
 from typing import Sequence
 
-from bench.prediction.printed_costs import COSTS, PairCosts
+from bench.prediction.costs.printed_costs import COSTS, PairCosts
 from bench.reports.document import Column, Notes, Part, Table, number_cell
 from mm3d.model.sizes import ModelSizes
 
@@ -24,7 +24,7 @@ NOTES = [
 
 def printed_costs_parts(found: Sequence[PairCosts], missing: Sequence[str], ranks: int,
                         sizes: ModelSizes) -> list[Part]:
-    """Make the table of `bench.prediction.printed_costs.list_costs`, and its notes."""
+    """Make the table of `bench.prediction.costs.printed_costs.list_costs`, and its notes."""
     rows = []
     for one in found:
         for cost in COSTS:

@@ -1,7 +1,7 @@
 """Costs of a Transformer layer on every rank: closed forms, what print lacks, and who has most."""
 import pytest
 
-from bench.prediction.layer_costs import MOST_RANKS, list_layer_costs
+from bench.prediction.costs.layer_costs import MOST_RANKS, list_layer_costs
 from bench.reports.formats import render
 from bench.reports.products.layer_costs import layer_costs_parts
 from mm3d import ModelSizes, model_spec

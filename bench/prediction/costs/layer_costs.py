@@ -1,16 +1,15 @@
 """Count what one Transformer layer costs every rank in each scheme, by dry runs of all ranks.
 
 Ranks differ where sizes do not divide evenly, and where a scheme stores matrices on some of them
-only.  What is in print of linear layers (`bench.prediction.printed_costs`) is added up over the
-four of a Transformer layer, to stand beside the counts.
+only.  What is in print of linear layers (`bench.prediction.costs.printed_costs`) is added up over
+the four of a Transformer layer, to stand beside the counts.
 """
 
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bench.prediction.printed_costs import (PRINTED, SchemeOnGrid, choose_grids,
-                                            printed_sum)
+from bench.prediction.costs.printed_costs import PRINTED, SchemeOnGrid, choose_grids, printed_sum
 from mm3d.grid.shape import GridShape
 from mm3d.model import cost
 from mm3d.model.sizes import ModelSizes
