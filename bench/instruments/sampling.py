@@ -103,9 +103,15 @@ def pad_samples(samples: list[list[float]], shape: tuple[int, ...]) -> np.ndarra
     return np.array(rows).reshape(*shape, most)
 
 
-def measure_in_random_order(points: list, seed: int, measure: Callable) -> list:
-    """Measure the points in random order, and return the results in the given order."""
+def measure_in_random_order(points: list, seed: int, measure: Callable,
+                            progress: Callable[[str], None] = lambda line: None) -> list:
+    """Measure the points in random order, and return the results in the given order.
+
+    After each tenth of them `progress` is given a line.
+    """
     found = [None] * len(points)
-    for index in np.random.default_rng(seed).permutation(len(points)):
+    for done, index in enumerate(np.random.default_rng(seed).permutation(len(points)), start=1):
         found[index] = measure(*points[index])
+        if done % max(1, len(points) // 10) == 0:
+            progress(f"measured {done} of {len(points)}")
     return found

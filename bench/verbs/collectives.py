@@ -2,6 +2,7 @@
 
 import argparse
 
+from bench.console import say
 from bench.errors import WrongResult
 from bench.experiments.products.collectives import (array_bytes, collective_grid,
                                                     measure_collectives)
@@ -38,7 +39,8 @@ def run(arguments: argparse.Namespace, comm) -> int:
                                           launcher.local_ranks(), comm)
     out = claim_folder(arguments.out, comm)
     try:
-        record = measure_collectives(grid, sizes, arguments.dtype, limits, arguments.seed)
+        record = measure_collectives(grid, sizes, arguments.dtype, limits, arguments.seed,
+                                     lambda line: say(line) if comm.rank == 0 else None)
     except WrongResult as wrong:
         return report_failure("collectives", f"{wrong}; no times were written", comm)
     grid.free()

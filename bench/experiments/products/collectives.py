@@ -102,7 +102,9 @@ def array_bytes(least: int, most: int, dtype: str) -> list[int]:
 
 
 def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "float32",
-                        limits: Limits = LIMITS, seed: int = 0) -> Measurements | None:
+                        limits: Limits = LIMITS, seed: int = 0,
+                        progress: Callable[[str], None] = lambda line: None
+                        ) -> Measurements | None:
     """Measure every collective along every direction of `grid` that has two ranks or more.
 
     All lines of a direction communicate at the same time, as they do in the algorithms.  Each
@@ -120,6 +122,8 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
         When to stop repeating a collective.
     seed : int
         The seed of the order of the measurements.
+    progress : callable, optional
+        Is given a line on what was done, on every rank.
 
     Returns
     -------
@@ -144,7 +148,7 @@ def measure_collectives(grid: mm3d.Grid, sizes: Sequence[int], dtype: str = "flo
                 makespans(step, comm, grid.backend.synchronize, clock), limits, comm))
 
     points = [(axis, kind, size) for axis in axes for kind in COLLECTIVES for size in sizes]
-    found = measure_in_random_order(points, seed, measure)
+    found = measure_in_random_order(points, seed, measure, progress)
     wire = wire_bytes.measure_wire(grid, axes, sizes[-1], dtype)
     environs = measured_environment(grid.backend.name, comm)
     if comm.rank > 0:

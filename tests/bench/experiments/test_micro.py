@@ -249,6 +249,8 @@ def test_collectives(tmp_path):
     read = [[kind in ("all_gather", "broadcast")] for kind in COLLECTIVES]
     assert (np.isnan(found["bandwidth"]) == [read] * 2).all()
     lines = [line.split() for line in done.stdout.splitlines()]
+    told = [line[1:] for line in lines if line[:1] == ["measured"]]
+    assert told == [[str(count), "of", "36"] for count in range(3, 37, 3)]
     assert {line[0] for line in lines if "copies" in line} == {"all_gather", "broadcast"}
     del run.configuration["transports"]    # as in files of before, with the same table
     assert render(micro_tables.collective_parts(run)).count("copies nothing") == 2
