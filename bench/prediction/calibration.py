@@ -180,6 +180,7 @@ def fit_machine(alone: OperationSeconds, works: Sequence[Work], steps: np.ndarra
         node=node, network=links.get("network", node),
         achieved=machine_model.Achieved(1.0, 1.0, 1.0, 1.0), sources={},
         gemm_seconds=first.start, gemm_deviations=first.deviations,
+        cores=launcher.cores() if launcher.oversubscribed() else 0,
         block=backends.get("numpy").block, passes=curves, collectives=lines, transport=transport)
     machine = whole_steps.fit_step_losses(machine, works, np.median(steps, axis=0))
     return msgspec.structs.replace(machine, sources=state_sources(
@@ -220,6 +221,7 @@ def state_sources(machine: machine_model.Machine, products: dict[str, fits.Produ
                        if machine.ranks else
                        "not measured: as inside the node",
             "ranks": "ranks of the job",
+            "cores": f"of this machine, if {environs['ranks']} ranks share them; else 0",
             "achieved": whole,
             "block": "mm3d.arrays.backend.Backend.block",
             "passes": f"{how}: float32, NumPy {environs['numpy_version']}",

@@ -132,6 +132,8 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     call_seconds, peer_seconds : float
         Seconds for which ranks that share cores keep them busy: with a collective inside nodes,
         and with one between nodes for each other node of a line (twice in an all-reduce).
+    cores : int
+        Number of cores that all ranks share which measured it; 0 where each had its own.
     waiting : dict of int to float
         Additional seconds of a barrier in a step, by its number of ranks.  A barrier takes longer
         between other work than repeated alone: ranks arrive at different times, and other work
@@ -159,6 +161,7 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ranks: int = 0
     call_seconds: float = 0.0
     peer_seconds: float = 0.0
+    cores: int = 0
     waiting: dict[int, float] = {}
 
     @property

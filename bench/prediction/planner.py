@@ -11,6 +11,7 @@ from typing import Any, Iterator
 from bench.prediction import machine_model, memory_fit
 from bench.prediction.closed_form_plan import Plan, screen_grid
 from bench.prediction.seconds import step_seconds
+from bench.prediction.shared_cores import trace_on_cores
 from mm3d import ModelSizes
 from mm3d.grid.shape import GridShape
 from mm3d.model.experts.options import Experts
@@ -55,10 +56,12 @@ def trace_plan(plan: Plan, machine: machine_model.Machine, dtype: str, recompute
 
     Which experts tokens choose is assumed: all equally often.
     """
-    trace = dry_run.extrapolate_step(plan.scheme, plan.grid.ranks, plan.grid, dtype=dtype,
-                                     block=machine.elementwise_block, recompute=recompute,
-                                     **({"experts": experts} if experts else {}),
-                                     replicas=replicas, **sizes)
+    trace = trace_on_cores(
+        lambda rank: dry_run.extrapolate_step(
+            plan.scheme, plan.grid.ranks, plan.grid, rank, dtype=dtype,
+            block=machine.elementwise_block, recompute=recompute,
+            **({"experts": experts} if experts else {}), replicas=replicas, **sizes),
+        plan.scheme, plan.grid, machine.cores)
     seconds = step_seconds(machine, trace)
     return replace(plan, forward=seconds["forward"], backward=seconds["backward"],
                    memory=trace.peak, fits=trace.peak <= machine.memory_bytes, traced=True)

@@ -220,7 +220,7 @@ def fit_step_losses(machine: machine_model.Machine, works: Sequence[Work],
     ranks takes longer, over (g-1)/g.  They are fitted by relative least squares to `took`, the
     seconds of a step of each of `works`.
     """
-    traces = [trace_work(work, "float32", machine.elementwise_block) for work in works]
+    traces = [trace_work(work, "float32", machine) for work in works]
     sizes = sorted({event.size for one in traces for event in one.count(Collective)})
     others = {size: (size - 1) / size for size in sizes}    # the fraction of ranks to wait for
     rows = [[sum(step_seconds(machine, one).values()),

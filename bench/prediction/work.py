@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from bench.experiments.products.problem import Problem, product_grid
 from bench.prediction.machine_model import Machine
 from bench.prediction.seconds import place_trace, step_seconds
+from bench.prediction.shared_cores import trace_on_cores
 from mm3d.arrays import backend as backends
 from mm3d.grid.shape import GridShape
 from mm3d.schemes import find_scheme
@@ -68,19 +69,22 @@ class Work:
                    tuple(map(int, sizes.split("x"))), form, order)
 
 
-def trace_work(work: Work, dtype: str, block: int) -> Trace:
-    """Run rank 0 of `work` dry, with elementwise work in blocks of `block` elements."""
-    trace = _trace_in_order(work, dtype, block)
+def trace_work(work: Work, dtype: str, machine: Machine) -> Trace:
+    """Run rank 0 of `work` dry, as `machine` computes elementwise work and shares its cores."""
+    trace = _trace_in_order(work, dtype, machine)
     return place_trace(trace, work.grid, work.order) if work.order else trace
 
 
-def _trace_in_order(work: Work, dtype: str, block: int) -> Trace:
+def _trace_in_order(work: Work, dtype: str, machine: Machine) -> Trace:
     """Run rank 0 dry, with ranks in the order of the grid."""
     if work.kind == "layer":
-        return dry_run.extrapolate_step(work.scheme, work.ranks, work.grid, dtype=dtype,
-                                        block=block, **dict(zip(NAMES["layer"], work.sizes)))
+        return trace_on_cores(
+            lambda rank: dry_run.extrapolate_step(
+                work.scheme, work.ranks, work.grid, rank, dtype=dtype,
+                block=machine.elementwise_block, **dict(zip(NAMES["layer"], work.sizes))),
+            work.scheme, work.grid, machine.cores)
     backend = backends.get(DryBackend())
-    backend.reset(block)
+    backend.reset(machine.elementwise_block)
     grid = product_grid(work.scheme, DryCommunicator(work.ranks), work.grid, backend)
     problem = Problem(work.scheme, work.form, grid, work.sizes, dtype)
     with observed(problem.grid, backend.trace, problem):
@@ -91,4 +95,4 @@ def _trace_in_order(work: Work, dtype: str, block: int) -> Trace:
 
 def predict_seconds(machine: Machine, work: Work, dtype: str) -> Seconds:
     """Predict the seconds of forward and backward on `machine`."""
-    return step_seconds(machine, trace_work(work, dtype, machine.elementwise_block))
+    return step_seconds(machine, trace_work(work, dtype, machine))

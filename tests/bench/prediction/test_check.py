@@ -77,7 +77,7 @@ def test_placing_moves_a_direction_into_the_node():
     """Of 2 x 2 x 2 ranks on 4 nodes, by strides: 1 is inside, 2 and 4 between nodes."""
     strides = {order: {event.direction: event.stride for event in trace_of(
         Work("layer", "3d", GridShape("xyz", (2, 2, 2)), (64, 4, 8, 16, 2), "", order),
-        "float32", 16384).count(Collective)} for order in ("", "yzx", "xzy")}
+        "float32", CPU).count(Collective)} for order in ("", "yzx", "xzy")}
     assert strides == {"": dict(x=4, y=2, z=1), "yzx": dict(x=1, y=4, z=2),
                        "xzy": dict(x=4, y=1, z=2)}
 
@@ -123,7 +123,7 @@ def test_a_product_s_trace_is_what_the_product_moves(comm, scheme, grid):
     """Bytes of rank 0 along each direction, forward and backward, and its flops."""
     problem = Problem(scheme, "ab", product_grid(scheme, comm, grid, "numpy"), SHAPE, "float32")
     shape = find_scheme(scheme).grid_shape(grid)
-    trace = trace_of(Work("matmul", scheme, shape, SHAPE, "ab"), "float32", 16384)
+    trace = trace_of(Work("matmul", scheme, shape, SHAPE, "ab"), "float32", CPU)
     for phase in PHASES:
         problem.grid.reset_traffic()
         getattr(problem, phase)()
