@@ -1,11 +1,12 @@
 """Measure many rows, one mpirun for each rank count."""
 
 import contextlib
+import queue
 import signal
 import subprocess
 import sys
 import threading
-from typing import Any, Iterable, Protocol
+from typing import Any, Iterable, Iterator, Protocol
 
 from bench.cases.case import Case
 from bench.errors import UsageError
@@ -93,7 +94,7 @@ def run_job(job: list[Case], options: list[str], progress: Progress,
     command = job_command(job, options)
     with start_child(command, stderr=subprocess.PIPE, env=launcher.environment_to_start(command),
                      grace=GRACE, with_parent=True) as child, JobErrors(child) as errors:
-        for line in child.stdout:
+        for line in job_lines(child):
             reported = [one for one in pending if line.startswith(
                 tuple(f"{outcome}: {one.title}:" for outcome in OUTCOMES))]
             if not reported:
@@ -103,6 +104,35 @@ def run_job(job: list[Case], options: list[str], progress: Progress,
             progress.row(line.rstrip())
         status = child.wait()
         return f"{errors.finish()}mpirun ended with status {status}"
+
+
+def job_lines(child: subprocess.Popen) -> Iterator[str]:
+    """Iterate over the lines of a job until it has ended and printed nothing for `FLUSH_SECONDS`.
+
+    Its standard output may stay open: Open MPI leaves its daemon on a node that is lost.
+    """
+    # Whoever closes a file waits for whoever reads it: the thread does both.
+    output, child.stdout = child.stdout, None
+    lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+
+    def read() -> None:
+        with output:
+            for line in output:
+                lines.put(line)
+        lines.put(None)
+    threading.Thread(target=read, daemon=True).start()
+    ended = False
+    while True:
+        try:
+            line = lines.get(timeout=FLUSH_SECONDS)
+        except queue.Empty:
+            if ended:
+                return
+            ended = child.poll() is not None
+            continue
+        if line is None:
+            return
+        yield line
 
 
 class JobErrors:

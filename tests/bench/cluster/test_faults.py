@@ -1,5 +1,7 @@
 """Links that are cut or slow and nodes that die, in the middle of a run across nodes."""
 import json
+import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -72,6 +74,19 @@ def test_a_slow_node_is_named(tmp_path):
     ([1, 10, 10, 1, 10], [0, 3])])
 def test_slow_nodes_of_rates(rates, slow):
     assert slow_links.slow_nodes(np.array(rates, float)) == slow
+
+
+def test_a_job_that_leaves_its_output_open(monkeypatch):
+    """As Open MPI's daemon does on a node that is lost: all lines come, and the job has ended."""
+    monkeypatch.setattr(reproduction, "FLUSH_SECONDS", 0.2)
+    begun, left = time.monotonic(), "setsid sleep 60 & echo $!; sleep 1; echo last; exit 3"
+    with start_child(["sh", "-c", left], stderr=-3) as child:
+        process, *more = reproduction.job_lines(child)
+        assert more == ["last\n"] and child.wait() == 3
+    try:
+        assert time.monotonic() - begun < 20
+    finally:
+        os.kill(int(process), signal.SIGKILL)
 
 
 def test_a_job_that_goes_on_after_its_watchdog(monkeypatch, capsys):
