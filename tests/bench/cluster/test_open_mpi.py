@@ -10,6 +10,7 @@ from open_mpi import python_with_open_mpi
 from support import ROOT, run_command
 
 RANKS_OF_NODES = str(Path(__file__).parent / "ranks_of_nodes.py")
+BREAK = str(Path(__file__).parent / "break_cluster.py")
 SHARE = 2 ** 20
 
 
@@ -68,3 +69,24 @@ def test_a_product(bench, tmp_path):
     least = 2 * 256 * 256 * 4 / (200e6 / 8)
     assert (run.variables["seconds"].values[0, 0, :3] >= 0.9 * least).all()
     assert bench("validate", str(tmp_path)).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.limit(600)
+def test_a_link_that_is_cut(bench, tmp_path):
+    """The first of two rows is done; the second is under way, and the job ends with the reason,
+    though a daemon of Open MPI is left on the node."""
+    done = bench("cluster", "--nodes=2", "--ranks=2", "--link=100Mbit", "--",
+                 sys.executable, BREAK, "1", "cut+restore", "done: ", "100000",
+                 sys.executable, "-m", "bench", "reproduce", "--preset=tiny", "--scheme=1d-sp",
+                 "--ranks=4", "--repetitions=2", "--max-repetitions=2", "--stall=15", "--order=1",
+                 f"--out={tmp_path / 'results'}")
+    assert done.returncode == 0, done.stdout + done.stderr
+    how = json.loads(done.stdout.splitlines()[-1])
+    assert how["status"] == 1 and how["broken"], done.stdout + done.stderr
+    assert how["ended"] - how["broken"][0] < 165    # as in test_faults
+    assert "[ 1/2 " in done.stdout and "1 of 2 rows failed" in done.stderr
+    assert "no progress for 15 s, nothing is heard of rank" in done.stderr
+    run, = [run_file.read_run(path) for path in (tmp_path / "results").glob("*.h5")]
+    assert run.environment["mpi"].startswith("Open MPI")
+    assert run.checks and all(check.passed for check in run.checks)
