@@ -174,6 +174,10 @@ class Machine(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Return `block` as an argument of `mm3d.tracing.dry_run.trace_step`: never 0."""
         return self.block or sys.maxsize
 
+    def cores_shared_by(self, ranks: int) -> int:
+        """Return the number of cores that all of so many ranks share; 0 if that is not known."""
+        return self.cores if ranks == self.measured_ranks else 0
+
     def matches_transport(self, transport: str) -> bool:
         """Return whether its collectives were measured with `transport`; True if either is ""."""
         return not self.transport or set(transport.split()) <= set(self.transport.split())

@@ -61,7 +61,7 @@ def trace_plan(plan: Plan, machine: machine_model.Machine, dtype: str, recompute
             plan.scheme, plan.grid.ranks, plan.grid, rank, dtype=dtype,
             block=machine.elementwise_block, recompute=recompute,
             **({"experts": experts} if experts else {}), replicas=replicas, **sizes),
-        plan.scheme, plan.grid, machine.cores)
+        plan.scheme, plan.grid, machine.cores_shared_by(plan.grid.ranks))
     seconds = step_seconds(machine, trace)
     return replace(plan, forward=seconds["forward"], backward=seconds["backward"],
                    memory=trace.peak, fits=trace.peak <= machine.memory_bytes, traced=True)

@@ -32,8 +32,8 @@ def trace_on_cores(trace_rank: Callable[[int], Trace], scheme: str, grid: GridSh
     scheme, grid : str, GridShape
         The scheme and its grid.
     cores : int
-        Number of cores that all ranks of the grid share; 0 where each rank has its own.  Then,
-        and where all ranks compute alike, this is the trace of rank 0 itself.
+        Number of cores that all ranks of the grid share; 0 where each rank has its own, or this
+        is unknown.  Then, and where all ranks compute alike, this is the trace of rank 0 itself.
     """
     first = trace_rank(0)
     if not cores or not computes_on_faces(scheme, grid):

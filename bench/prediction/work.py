@@ -82,7 +82,7 @@ def _trace_in_order(work: Work, dtype: str, machine: Machine) -> Trace:
             lambda rank: dry_run.extrapolate_step(
                 work.scheme, work.ranks, work.grid, rank, dtype=dtype,
                 block=machine.elementwise_block, **dict(zip(NAMES["layer"], work.sizes))),
-            work.scheme, work.grid, machine.cores)
+            work.scheme, work.grid, machine.cores_shared_by(work.ranks))
     backend = backends.get(DryBackend())
     backend.reset(machine.elementwise_block)
     grid = product_grid(work.scheme, DryCommunicator(work.ranks), work.grid, backend)

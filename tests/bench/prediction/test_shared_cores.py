@@ -69,7 +69,7 @@ def test_rank_0_stands_for_all(scheme, sizes, cores):
 
 def test_predictions_and_plans_know_shared_cores():
     """Of faces, where ranks idle; a plan has the seconds of the prediction."""
-    alone = machine_model.load_machine("cpu")
+    alone = msgspec.structs.replace(machine_model.load_machine("cpu"), ranks_per_node=8)
     shared = msgspec.structs.replace(alone, cores=2)
     took = {}
     for machine in (alone, shared):
@@ -79,3 +79,8 @@ def test_predictions_and_plans_know_shared_cores():
             took[machine.cores, plan.scheme, plan.grid.compact] = plan.seconds
     assert took[2, "3d", "2x2x2"] == took[0, "3d", "2x2x2"]
     assert took[2, "faces", "2x2x2"] < took[0, "faces", "2x2x2"]
+    # Which cores other numbers of ranks share was not measured.
+    others = [[plan.seconds for plan in rank_plans(4, machine, **SIZES)]
+              for machine in (alone, shared)]
+    assert others[0] == others[1]
+    assert shared.cores_shared_by(8) == 2 and shared.cores_shared_by(4) == 0
