@@ -23,12 +23,14 @@ MiB = 1 << 20
 def held(pattern: str, field: str) -> int:
     """Bytes of this process' memory whose mappings have a name that matches."""
     total, name = 0, ""
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        key, *rest = line.split()
-        if re.match("[0-9a-f]+-[0-9a-f]+$", key):
-            name = rest[4] if len(rest) > 4 else ""
-        elif key == f"{field}:" and re.search(pattern, name):
-            total += 1024 * int(rest[0])
+    # Line by line: all of them at once would take megabytes, which count next time.
+    with Path("/proc/self/smaps").open() as file:
+        for line in file:
+            key, *rest = line.split()
+            if re.match("[0-9a-f]+-[0-9a-f]+$", key):
+                name = rest[4] if len(rest) > 4 else ""
+            elif key == f"{field}:" and re.search(pattern, name):
+                total += 1024 * int(rest[0])
     return total
 
 
